@@ -1,0 +1,13 @@
+//! Decoder language models on burn: Hugging Face folders, tokenizers, rollout engines, optimisers.
+//!
+//! This crate knows nothing of pipelines.
+
+pub mod model;
+pub mod random;
+pub mod rollout;
+
+/// Placeholder until the policy module lands.
+pub mod policy {
+    /// A model with optimiser.
+    pub struct Policy;
+}

@@ -1,0 +1,4 @@
+//! Rollout engines: prompts in, sampled responses out.
+
+pub mod eager;
+pub mod engine;

@@ -1,0 +1,981 @@
+//! Batches: Arrow record batches with ragged list columns and row identities, behind typed access.
+//!
+//! Every row has a `sample_id` and a `group_id` (the responses of one prompt share it), so it stays traceable through
+//! split, shuffle, filter and join. Slices, selections and joins by equal rows share buffers; only `take`, `concat`
+//! and `repeat` copy.
+//!
+//! ```
+//! use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+//! use verl_pipe::keys::{PROMPTS, REWARDS};
+//!
+//! let ids = vec![RowId::prompt(0, 7)?, RowId::prompt(0, 3)?];
+//! let mut batch = Batch::with_rows(&ids);
+//! batch.put(&PROMPTS, RaggedColumn::from_rows([vec![1u32, 2, 3], vec![4]]))?;
+//! let samples = batch.repeat(2)?;
+//! assert_eq!(samples.num_rows(), 4);
+//! assert_eq!(samples.get(&PROMPTS)?.row(1), &[1, 2, 3]);
+//! assert_eq!(samples.ids()[1], RowId::prompt(0, 7)?.sample(1)?);
+//! assert!(samples.get(&REWARDS).is_err());
+//! # Ok::<(), verl_pipe::batch::BatchError>(())
+//! ```
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use arrow_array::builder::{ListBuilder, PrimitiveBuilder};
+use arrow_array::types::{
+    ArrowPrimitiveType, Float32Type, Float64Type, Int64Type, UInt8Type, UInt32Type, UInt64Type,
+};
+use arrow_array::{
+    Array, ArrayRef, ListArray, PrimitiveArray, RecordBatch, StringArray, UInt32Array, UInt64Array,
+};
+use arrow_schema::{DataType, Field as ArrowField, Schema};
+
+use crate::field::{ColumnKind, DType, Element, Field, Key, Ragged, Scalar, Text};
+
+/// Name of the identity column.
+pub const SAMPLE_ID: &str = "sample_id";
+/// Name of the column that rows of one prompt share.
+pub const GROUP_ID: &str = "group_id";
+
+const SAMPLE_BITS: u32 = 12;
+const ROW_BITS: u32 = 36;
+
+/// Identity of a row: epoch, data-set row and sample index packed into 64 bits (16, 36 and 12 of them).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RowId(pub u64);
+
+impl RowId {
+    /// The row of a prompt: sample 0 of data-set row `row` in `epoch`.
+    ///
+    /// # Errors
+    /// When epoch (16 bits) or row (36 bits) is out of range.
+    pub fn prompt(epoch: u64, row: u64) -> Result<RowId, BatchError> {
+        if epoch >= 1 << 16 || row >= 1 << ROW_BITS {
+            return Err(BatchError::IdOutOfRange {
+                epoch,
+                row,
+                sample: 0,
+            });
+        }
+        Ok(RowId(
+            (epoch << (ROW_BITS + SAMPLE_BITS)) | (row << SAMPLE_BITS),
+        ))
+    }
+
+    /// Sample `index` of this prompt.
+    ///
+    /// # Errors
+    /// When `index` needs more than 12 bits.
+    pub fn sample(self, index: u64) -> Result<RowId, BatchError> {
+        if index >= 1 << SAMPLE_BITS {
+            return Err(BatchError::IdOutOfRange {
+                epoch: self.epoch(),
+                row: self.row(),
+                sample: index,
+            });
+        }
+        Ok(RowId((self.0 >> SAMPLE_BITS << SAMPLE_BITS) | index))
+    }
+
+    /// Epoch in which the prompt was drawn.
+    pub fn epoch(self) -> u64 {
+        self.0 >> (ROW_BITS + SAMPLE_BITS)
+    }
+
+    /// Row of the data set.
+    pub fn row(self) -> u64 {
+        (self.0 >> SAMPLE_BITS) & ((1 << ROW_BITS) - 1)
+    }
+
+    /// Which of the responses of its prompt.
+    pub fn sample_index(self) -> u64 {
+        self.0 & ((1 << SAMPLE_BITS) - 1)
+    }
+
+    /// What the samples of one prompt share.
+    pub fn group(self) -> u64 {
+        self.0 >> SAMPLE_BITS
+    }
+}
+
+impl std::fmt::Display for RowId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}#{}", self.epoch(), self.row(), self.sample_index())
+    }
+}
+
+/// What can go wrong with a batch.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BatchError {
+    /// A key that the batch does not hold.
+    #[error("the batch has no key `{key}`; it holds {known}")]
+    Missing {
+        /// The key.
+        key: String,
+        /// Keys that are there.
+        known: String,
+    },
+    /// A column of another type than the key's.
+    #[error("`{key}` holds {found}, but is read as {wanted}")]
+    Type {
+        /// The key.
+        key: String,
+        /// What was asked for.
+        wanted: String,
+        /// What is there.
+        found: String,
+    },
+    /// A column with another number of rows.
+    #[error("`{key}` has {found} rows in a batch of {rows}")]
+    Rows {
+        /// The key.
+        key: String,
+        /// Rows of the batch.
+        rows: usize,
+        /// Rows of the column.
+        found: usize,
+    },
+    /// Nulls in a key that allows none.
+    #[error("`{key}` is null in row {row} ({id}), but the key allows no null")]
+    Null {
+        /// The key.
+        key: String,
+        /// Position in the batch.
+        row: usize,
+        /// Identity of the row.
+        id: String,
+    },
+    /// Two batches whose rows differ.
+    #[error("cannot join: row {row} is {left} on one side and {right} on the other")]
+    JoinRows {
+        /// First position that differs.
+        row: usize,
+        /// Identity on the left.
+        left: String,
+        /// Identity on the right.
+        right: String,
+    },
+    /// Two batches that both hold a key.
+    #[error("cannot join: both sides hold `{key}`")]
+    JoinKey {
+        /// The key.
+        key: String,
+    },
+    /// A row range past the end.
+    #[error("rows {start}..{end} were asked of a batch of {rows}")]
+    Range {
+        /// First row.
+        start: usize,
+        /// Row after the last.
+        end: usize,
+        /// Rows of the batch.
+        rows: usize,
+    },
+    /// An identity that does not fit.
+    #[error(
+        "epoch {epoch}, row {row}, sample {sample} do not fit a row identity (16, 36 and 12 bits)"
+    )]
+    IdOutOfRange {
+        /// Epoch.
+        epoch: u64,
+        /// Data-set row.
+        row: u64,
+        /// Sample index.
+        sample: u64,
+    },
+    /// Arrow refused; a bug of ours or more than 2^31 values in a column.
+    #[error("arrow: {0}")]
+    Arrow(String),
+}
+
+impl From<arrow_schema::ArrowError> for BatchError {
+    fn from(error: arrow_schema::ArrowError) -> Self {
+        BatchError::Arrow(error.to_string())
+    }
+}
+
+/// Rust element type with its Arrow counterpart.
+pub trait ArrowElement: Element + arrow_buffer::ArrowNativeType {
+    /// Arrow's name of the type.
+    type Arrow: ArrowPrimitiveType<Native = Self>;
+}
+
+macro_rules! arrow_element {
+    ($($ty:ty => $arrow:ty),*) => {$( impl ArrowElement for $ty { type Arrow = $arrow; } )*};
+}
+arrow_element!(u8 => UInt8Type, u32 => UInt32Type, u64 => UInt64Type, i64 => Int64Type, f32 => Float32Type, f64 => Float64Type);
+
+/// Arrow's data type of a dtype, as a scalar or a ragged column.
+pub fn arrow_type(dtype: DType, ragged: bool) -> DataType {
+    let item = match dtype {
+        DType::Bool => DataType::Boolean,
+        DType::U8 => DataType::UInt8,
+        DType::U32 => DataType::UInt32,
+        DType::U64 => DataType::UInt64,
+        DType::I64 => DataType::Int64,
+        DType::F32 => DataType::Float32,
+        DType::F64 => DataType::Float64,
+        DType::Text => DataType::Utf8,
+    };
+    if ragged {
+        DataType::List(Arc::new(ArrowField::new("item", item, true)))
+    } else {
+        item
+    }
+}
+
+/// A ragged column under construction: a list of numbers a row.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RaggedColumn<T> {
+    values: Vec<T>,
+    ends: Vec<usize>,
+}
+
+impl<T: Copy> Default for RaggedColumn<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<T: Copy> RaggedColumn<T> {
+    /// An empty column.
+    pub fn new() -> Self {
+        RaggedColumn {
+            values: Vec::new(),
+            ends: Vec::new(),
+        }
+    }
+
+    /// A column of the given rows.
+    pub fn from_rows<R: AsRef<[T]>>(rows: impl IntoIterator<Item = R>) -> Self {
+        let mut column = Self::new();
+        for row in rows {
+            column.push(row.as_ref());
+        }
+        column
+    }
+
+    /// Appends a row.
+    pub fn push(&mut self, row: &[T]) {
+        self.values.extend_from_slice(row);
+        self.ends.push(self.values.len());
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+}
+
+/// A ragged column as read from a batch.
+#[derive(Debug, Clone, Copy)]
+pub struct RaggedView<'a, T> {
+    values: &'a [T],
+    offsets: &'a [i32],
+}
+
+impl<'a, T> RaggedView<'a, T> {
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The values of row `index`.
+    pub fn row(&self, index: usize) -> &'a [T] {
+        &self.values[self.offsets[index] as usize..self.offsets[index + 1] as usize]
+    }
+
+    /// Length of row `index`.
+    pub fn row_len(&self, index: usize) -> usize {
+        (self.offsets[index + 1] - self.offsets[index]) as usize
+    }
+
+    /// The rows in order.
+    pub fn rows(&self) -> impl ExactSizeIterator<Item = &'a [T]> + use<'a, '_, T> {
+        (0..self.len()).map(|i| self.row(i))
+    }
+
+    /// All values of all rows, one after the other.
+    pub fn values(&self) -> &'a [T] {
+        &self.values[self.offsets[0] as usize..self.offsets[self.len()] as usize]
+    }
+}
+
+/// A scalar column as read from a batch.
+#[derive(Debug, Clone, Copy)]
+pub struct ScalarView<'a, T: ArrowElement> {
+    array: &'a PrimitiveArray<T::Arrow>,
+}
+
+impl<'a, T: ArrowElement> ScalarView<'a, T> {
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.array.len()
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.array.is_empty()
+    }
+
+    /// The value of row `index`, `None` where it is null.
+    pub fn row(&self, index: usize) -> Option<T> {
+        self.array.is_valid(index).then(|| self.array.value(index))
+    }
+
+    /// All values; a null slot holds an arbitrary number.
+    pub fn values(&self) -> &'a [T] {
+        self.array.values()
+    }
+
+    /// The values in order, `None` where one is null.
+    pub fn rows(&self) -> impl ExactSizeIterator<Item = Option<T>> + use<'a, '_, T> {
+        (0..self.len()).map(|i| self.row(i))
+    }
+}
+
+/// A text column as read from a batch.
+#[derive(Debug, Clone, Copy)]
+pub struct TextView<'a> {
+    array: &'a StringArray,
+}
+
+impl<'a> TextView<'a> {
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.array.len()
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.array.is_empty()
+    }
+
+    /// The text of row `index`; empty where it is null.
+    pub fn row(&self, index: usize) -> &'a str {
+        if self.array.is_valid(index) {
+            self.array.value(index)
+        } else {
+            ""
+        }
+    }
+
+    /// The texts in order.
+    pub fn rows(&self) -> impl ExactSizeIterator<Item = &'a str> + use<'a, '_> {
+        (0..self.len()).map(|i| self.row(i))
+    }
+}
+
+/// A column kind that can be read from and written to a batch.
+pub trait Column: ColumnKind {
+    /// What [`Batch::put`] takes.
+    type Data;
+    /// What [`Batch::get`] gives.
+    type View<'a>;
+    /// Builds the Arrow array.
+    fn build(data: Self::Data) -> Result<ArrayRef, BatchError>;
+    /// Views the Arrow array; `None` when its type is another.
+    fn view(array: &ArrayRef) -> Option<Self::View<'_>>;
+}
+
+/// Values for a scalar column: all present, or some null.
+#[derive(Debug, Clone)]
+pub struct ScalarColumn<T>(Vec<Option<T>>);
+
+impl<T> From<Vec<T>> for ScalarColumn<T> {
+    fn from(values: Vec<T>) -> Self {
+        ScalarColumn(values.into_iter().map(Some).collect())
+    }
+}
+impl<T> From<Vec<Option<T>>> for ScalarColumn<T> {
+    fn from(values: Vec<Option<T>>) -> Self {
+        ScalarColumn(values)
+    }
+}
+
+impl<T: ArrowElement> Column for Scalar<T> {
+    type Data = ScalarColumn<T>;
+    type View<'a> = ScalarView<'a, T>;
+
+    fn build(data: ScalarColumn<T>) -> Result<ArrayRef, BatchError> {
+        Ok(Arc::new(
+            data.0.into_iter().collect::<PrimitiveArray<T::Arrow>>(),
+        ))
+    }
+
+    fn view(array: &ArrayRef) -> Option<ScalarView<'_, T>> {
+        array
+            .as_any()
+            .downcast_ref()
+            .map(|array| ScalarView { array })
+    }
+}
+
+impl<T: ArrowElement> Column for Ragged<T> {
+    type Data = RaggedColumn<T>;
+    type View<'a> = RaggedView<'a, T>;
+
+    fn build(data: RaggedColumn<T>) -> Result<ArrayRef, BatchError> {
+        if data.values.len() > i32::MAX as usize {
+            return Err(BatchError::Arrow(format!(
+                "{} values in one column; split the batch",
+                data.values.len()
+            )));
+        }
+        let mut builder = ListBuilder::new(PrimitiveBuilder::<T::Arrow>::with_capacity(
+            data.values.len(),
+        ));
+        let mut start = 0;
+        for end in data.ends {
+            builder.values().append_slice(&data.values[start..end]);
+            builder.append(true);
+            start = end;
+        }
+        Ok(Arc::new(builder.finish()))
+    }
+
+    fn view(array: &ArrayRef) -> Option<RaggedView<'_, T>> {
+        let list = array.as_any().downcast_ref::<ListArray>()?;
+        let values = list
+            .values()
+            .as_any()
+            .downcast_ref::<PrimitiveArray<T::Arrow>>()?;
+        Some(RaggedView {
+            values: values.values(),
+            offsets: list.value_offsets(),
+        })
+    }
+}
+
+impl Column for Text {
+    type Data = Vec<String>;
+    type View<'a> = TextView<'a>;
+
+    fn build(data: Vec<String>) -> Result<ArrayRef, BatchError> {
+        Ok(Arc::new(StringArray::from(data)))
+    }
+
+    fn view(array: &ArrayRef) -> Option<TextView<'_>> {
+        array
+            .as_any()
+            .downcast_ref()
+            .map(|array| TextView { array })
+    }
+}
+
+/// Rows with identities and typed columns; see the module.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Batch {
+    record: RecordBatch,
+}
+
+impl Batch {
+    /// A batch of the given rows without any column.
+    pub fn with_rows(ids: &[RowId]) -> Batch {
+        let samples: ArrayRef = Arc::new(UInt64Array::from_iter_values(ids.iter().map(|id| id.0)));
+        let groups: ArrayRef = Arc::new(UInt64Array::from_iter_values(
+            ids.iter().map(|id| id.group()),
+        ));
+        let schema = Schema::new(vec![
+            ArrowField::new(SAMPLE_ID, DataType::UInt64, false),
+            ArrowField::new(GROUP_ID, DataType::UInt64, false),
+        ]);
+        let record = RecordBatch::try_new(Arc::new(schema), vec![samples, groups])
+            .expect("two columns of equal length");
+        Batch { record }
+    }
+
+    /// A batch from an Arrow record batch that holds both identity columns first.
+    ///
+    /// # Errors
+    /// When an identity column is missing or of another type.
+    pub fn from_record(record: RecordBatch) -> Result<Batch, BatchError> {
+        for (at, name) in [SAMPLE_ID, GROUP_ID].into_iter().enumerate() {
+            let right = record.num_columns() > at
+                && record.schema().field(at).name() == name
+                && record.schema().field(at).data_type() == &DataType::UInt64;
+            if !right {
+                return Err(BatchError::Missing {
+                    key: name.to_owned(),
+                    known: record
+                        .schema()
+                        .fields()
+                        .iter()
+                        .map(|f| f.name().as_str())
+                        .collect::<Vec<_>>()
+                        .join(", "),
+                });
+            }
+        }
+        Ok(Batch { record })
+    }
+
+    /// The Arrow record batch, identity columns first.
+    pub fn record(&self) -> &RecordBatch {
+        &self.record
+    }
+
+    /// Number of rows.
+    pub fn num_rows(&self) -> usize {
+        self.record.num_rows()
+    }
+
+    /// Identities of the rows.
+    pub fn ids(&self) -> Vec<RowId> {
+        let array = self
+            .record
+            .column(0)
+            .as_any()
+            .downcast_ref::<UInt64Array>()
+            .expect("checked when made");
+        array.values().iter().map(|id| RowId(*id)).collect()
+    }
+
+    /// Group of each row.
+    pub fn groups(&self) -> &[u64] {
+        self.record
+            .column(1)
+            .as_any()
+            .downcast_ref::<UInt64Array>()
+            .expect("checked when made")
+            .values()
+    }
+
+    /// Names of the keys held, identity columns left out.
+    pub fn keys(&self) -> Vec<String> {
+        self.record
+            .schema()
+            .fields()
+            .iter()
+            .skip(2)
+            .map(|f| f.name().clone())
+            .collect()
+    }
+
+    /// Whether the batch holds `name`.
+    pub fn has(&self, name: &str) -> bool {
+        self.record.schema().index_of(name).is_ok()
+    }
+
+    /// The Arrow array of a key.
+    pub fn column(&self, name: &str) -> Option<&ArrayRef> {
+        self.record.column_by_name(name)
+    }
+
+    /// Typed read access to the column of `key`.
+    ///
+    /// # Errors
+    /// When the key is missing, of another type, or holds a null that it does not allow.
+    pub fn get<K: Column>(&self, key: &Key<K>) -> Result<K::View<'_>, BatchError> {
+        self.get_as(key, key.name())
+    }
+
+    /// As [`Batch::get`], for a column that holds the key's type under another name.
+    ///
+    /// # Errors
+    /// As [`Batch::get`].
+    pub fn get_as<K: Column>(&self, key: &Key<K>, name: &str) -> Result<K::View<'_>, BatchError> {
+        let array = self.column(name).ok_or_else(|| BatchError::Missing {
+            key: name.to_owned(),
+            known: self.keys().join(", "),
+        })?;
+        let field = key.field();
+        if !field.nullable && array.null_count() > 0 {
+            let row = (0..array.len()).find(|i| array.is_null(*i)).unwrap_or(0);
+            return Err(BatchError::Null {
+                key: name.to_owned(),
+                row,
+                id: self.ids()[row].to_string(),
+            });
+        }
+        K::view(array).ok_or_else(|| BatchError::Type {
+            key: name.to_owned(),
+            wanted: arrow_type(K::DTYPE, K::RAGGED).to_string(),
+            found: array.data_type().to_string(),
+        })
+    }
+
+    /// Sets the column of `key`, replacing one of that name.
+    ///
+    /// # Errors
+    /// When the number of rows differs.
+    pub fn put<K: Column>(
+        &mut self,
+        key: &Key<K>,
+        data: impl Into<K::Data>,
+    ) -> Result<(), BatchError> {
+        self.put_array(key.name(), K::build(data.into())?)
+    }
+
+    /// Sets a column from an Arrow array.
+    ///
+    /// # Errors
+    /// When the number of rows differs.
+    pub fn put_array(&mut self, name: &str, array: ArrayRef) -> Result<(), BatchError> {
+        if array.len() != self.num_rows() {
+            return Err(BatchError::Rows {
+                key: name.to_owned(),
+                rows: self.num_rows(),
+                found: array.len(),
+            });
+        }
+        let mut fields: Vec<_> = self.record.schema().fields().iter().cloned().collect();
+        let mut columns = self.record.columns().to_vec();
+        let field = Arc::new(ArrowField::new(name, array.data_type().clone(), true));
+        match self.record.schema().index_of(name) {
+            Ok(at) => {
+                fields[at] = field;
+                columns[at] = array;
+            }
+            Err(_) => {
+                fields.push(field);
+                columns.push(array);
+            }
+        }
+        self.record = RecordBatch::try_new(Arc::new(Schema::new(fields)), columns)?;
+        Ok(())
+    }
+
+    /// The same rows without any column.
+    pub fn rows_only(&self) -> Batch {
+        Batch {
+            record: self
+                .record
+                .project(&[0, 1])
+                .expect("identity columns are there"),
+        }
+    }
+
+    /// The rows with only the named keys, in that order; shares buffers.
+    ///
+    /// # Errors
+    /// When a key is missing.
+    pub fn select<S: AsRef<str>>(&self, names: &[S]) -> Result<Batch, BatchError> {
+        let mut at = vec![0, 1];
+        for name in names {
+            let name = name.as_ref();
+            at.push(
+                self.record
+                    .schema()
+                    .index_of(name)
+                    .map_err(|_| BatchError::Missing {
+                        key: name.to_owned(),
+                        known: self.keys().join(", "),
+                    })?,
+            );
+        }
+        Ok(Batch {
+            record: self.record.project(&at)?,
+        })
+    }
+
+    /// Renames keys: pairs of (old, new); shares buffers. Keys that are not there are passed over.
+    pub fn rename<S: AsRef<str>>(&self, names: &[(S, S)]) -> Batch {
+        let fields: Vec<ArrowField> = self
+            .record
+            .schema()
+            .fields()
+            .iter()
+            .map(|field| {
+                let new = names
+                    .iter()
+                    .find(|(old, _)| old.as_ref() == field.name())
+                    .map(|(_, new)| new.as_ref().to_owned());
+                field
+                    .as_ref()
+                    .clone()
+                    .with_name(new.unwrap_or_else(|| field.name().clone()))
+            })
+            .collect();
+        let record = RecordBatch::try_new(
+            Arc::new(Schema::new(fields)),
+            self.record.columns().to_vec(),
+        )
+        .expect("only names change");
+        Batch { record }
+    }
+
+    /// Rows `range`; shares buffers.
+    ///
+    /// # Errors
+    /// When the range passes the end.
+    pub fn slice(&self, range: Range<usize>) -> Result<Batch, BatchError> {
+        if range.start > range.end || range.end > self.num_rows() {
+            return Err(BatchError::Range {
+                start: range.start,
+                end: range.end,
+                rows: self.num_rows(),
+            });
+        }
+        Ok(Batch {
+            record: self.record.slice(range.start, range.len()),
+        })
+    }
+
+    /// Consecutive slices of `size` rows, the last one shorter; shares buffers.
+    pub fn split(&self, size: usize) -> Vec<Batch> {
+        let size = size.max(1);
+        (0..self.num_rows())
+            .step_by(size)
+            .map(|start| Batch {
+                record: self.record.slice(start, size.min(self.num_rows() - start)),
+            })
+            .collect()
+    }
+
+    /// The rows at `indices`, copied.
+    ///
+    /// # Errors
+    /// When an index passes the end.
+    pub fn take(&self, indices: &[usize]) -> Result<Batch, BatchError> {
+        if let Some(&bad) = indices.iter().find(|i| **i >= self.num_rows()) {
+            return Err(BatchError::Range {
+                start: bad,
+                end: bad + 1,
+                rows: self.num_rows(),
+            });
+        }
+        let indices = UInt32Array::from_iter_values(indices.iter().map(|i| *i as u32));
+        Ok(Batch {
+            record: arrow_select::take::take_record_batch(&self.record, &indices)?,
+        })
+    }
+
+    /// One batch of all rows in order, copied. All parts must hold the same columns.
+    ///
+    /// # Errors
+    /// When the columns differ or `parts` is empty.
+    pub fn concat(parts: &[Batch]) -> Result<Batch, BatchError> {
+        let first = parts
+            .first()
+            .ok_or_else(|| BatchError::Arrow("concat of no batch".to_owned()))?;
+        if parts.len() == 1 {
+            return Ok(first.clone());
+        }
+        let keys = first.keys();
+        let aligned = parts
+            .iter()
+            .map(|part| part.select(&keys))
+            .collect::<Result<Vec<_>, _>>()?;
+        let record = arrow_select::concat::concat_batches(
+            &first.record.schema(),
+            aligned.iter().map(|b| &b.record),
+        )?;
+        Ok(Batch { record })
+    }
+
+    /// The columns of both batches, whose rows must be the same in the same order; shares buffers.
+    ///
+    /// # Errors
+    /// When rows differ or both hold a key.
+    pub fn join(&self, other: &Batch) -> Result<Batch, BatchError> {
+        let (left, right) = (self.ids(), other.ids());
+        if left != right {
+            let row = left
+                .iter()
+                .zip(&right)
+                .position(|(a, b)| a != b)
+                .unwrap_or(left.len().min(right.len()));
+            let show = |ids: &[RowId]| {
+                ids.get(row)
+                    .map_or_else(|| "missing".to_owned(), ToString::to_string)
+            };
+            return Err(BatchError::JoinRows {
+                row,
+                left: show(&left),
+                right: show(&right),
+            });
+        }
+        let mut fields: Vec<_> = self.record.schema().fields().iter().cloned().collect();
+        let mut columns = self.record.columns().to_vec();
+        for (field, column) in other
+            .record
+            .schema()
+            .fields()
+            .iter()
+            .zip(other.record.columns())
+            .skip(2)
+        {
+            if self.has(field.name()) {
+                return Err(BatchError::JoinKey {
+                    key: field.name().clone(),
+                });
+            }
+            fields.push(field.clone());
+            columns.push(column.clone());
+        }
+        Ok(Batch {
+            record: RecordBatch::try_new(Arc::new(Schema::new(fields)), columns)?,
+        })
+    }
+
+    /// Each row `n` times in place (`P → P·n`): row i becomes samples 0..n of its prompt, neighbours of each other.
+    ///
+    /// # Errors
+    /// When `n` does not fit a row identity.
+    pub fn repeat(&self, n: usize) -> Result<Batch, BatchError> {
+        let indices: Vec<usize> = (0..self.num_rows())
+            .flat_map(|row| std::iter::repeat_n(row, n))
+            .collect();
+        let taken = self.take(&indices)?;
+        let ids = taken
+            .ids()
+            .iter()
+            .enumerate()
+            .map(|(i, id)| id.sample((i % n.max(1)) as u64))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut columns = taken.record.columns().to_vec();
+        columns[0] = Arc::new(UInt64Array::from_iter_values(ids.iter().map(|id| id.0)));
+        Ok(Batch {
+            record: RecordBatch::try_new(taken.record.schema(), columns)?,
+        })
+    }
+
+    /// Ranges of neighbouring rows of one group.
+    pub fn group_ranges(&self) -> Vec<Range<usize>> {
+        let groups = self.groups();
+        let mut ranges = Vec::new();
+        let mut start = 0;
+        for end in 1..=groups.len() {
+            if end == groups.len() || groups[end] != groups[start] {
+                ranges.push(start..end);
+                start = end;
+            }
+        }
+        ranges
+    }
+
+    /// Bytes of all columns.
+    pub fn num_bytes(&self) -> usize {
+        self.record.get_array_memory_size()
+    }
+
+    /// Checks that `field` is here with its dtype and raggedness.
+    ///
+    /// # Errors
+    /// When the key is missing or its type differs.
+    pub fn check_field(&self, field: &Field) -> Result<(), BatchError> {
+        let array = self
+            .column(&field.name)
+            .ok_or_else(|| BatchError::Missing {
+                key: field.name.to_string(),
+                known: self.keys().join(", "),
+            })?;
+        let ragged = field.parsed_shape().is_ok_and(|s| s.ragged().is_some());
+        let wanted = arrow_type(field.dtype, ragged);
+        if !array.data_type().equals_datatype(&wanted) {
+            return Err(BatchError::Type {
+                key: field.name.to_string(),
+                wanted: wanted.to_string(),
+                found: array.data_type().to_string(),
+            });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keys::{PROMPTS, RESPONSES, REWARDS};
+
+    fn sample() -> Batch {
+        let ids: Vec<RowId> = (0..3).map(|row| RowId::prompt(1, row).unwrap()).collect();
+        let mut batch = Batch::with_rows(&ids);
+        batch
+            .put(
+                &PROMPTS,
+                RaggedColumn::from_rows([vec![1u32, 2], vec![], vec![3]]),
+            )
+            .unwrap();
+        batch
+            .put(&REWARDS, vec![Some(1.0f32), None, Some(0.5)])
+            .unwrap();
+        batch
+    }
+
+    #[test]
+    fn slices_keep_rows_and_share_buffers() {
+        let batch = sample();
+        let part = batch.slice(1..3).unwrap();
+        assert_eq!(
+            part.get(&PROMPTS)
+                .unwrap()
+                .rows()
+                .map(<[u32]>::to_vec)
+                .collect::<Vec<_>>(),
+            vec![vec![], vec![3]]
+        );
+        assert_eq!(part.get(&PROMPTS).unwrap().values(), &[3]);
+        assert_eq!(
+            part.get(&REWARDS).unwrap().rows().collect::<Vec<_>>(),
+            vec![None, Some(0.5)]
+        );
+        let whole = batch.get(&PROMPTS).unwrap().values().as_ptr_range();
+        assert!(whole.contains(&part.get(&PROMPTS).unwrap().values().as_ptr()));
+        assert!(batch.slice(2..4).is_err());
+    }
+
+    #[test]
+    fn repeat_and_groups() {
+        let batch = sample().repeat(2).unwrap();
+        assert_eq!(batch.group_ranges(), vec![0..2, 2..4, 4..6]);
+        assert_eq!(batch.ids()[3].sample_index(), 1);
+        assert_eq!(batch.ids()[3].row(), 1);
+        assert_eq!(batch.ids()[3].epoch(), 1);
+    }
+
+    #[test]
+    fn split_and_concat_are_inverse() {
+        let batch = sample();
+        assert_eq!(Batch::concat(&batch.split(2)).unwrap(), batch);
+    }
+
+    #[test]
+    fn join_refuses_other_rows_and_equal_keys() {
+        let batch = sample();
+        let mut other = batch.rows_only();
+        other
+            .put(
+                &RESPONSES,
+                RaggedColumn::from_rows([vec![9u32], vec![8], vec![7]]),
+            )
+            .unwrap();
+        assert!(batch.join(&other).unwrap().has("responses"));
+        assert!(matches!(
+            batch.join(&batch),
+            Err(BatchError::JoinKey { .. })
+        ));
+        assert!(matches!(
+            batch.join(&other.take(&[0, 2, 1]).unwrap()),
+            Err(BatchError::JoinRows { row: 1, .. })
+        ));
+    }
+
+    #[test]
+    fn wrong_types_and_nulls_are_told() {
+        let mut batch = sample();
+        batch
+            .put_array("prompts", Arc::new(StringArray::from(vec!["a", "b", "c"])))
+            .unwrap();
+        assert!(matches!(batch.get(&PROMPTS), Err(BatchError::Type { .. })));
+        const STRICT: Key<Scalar<f32>> = Key::new("rewards", "[B]", "reward", "");
+        assert!(matches!(
+            batch.get(&STRICT),
+            Err(BatchError::Null { row: 1, .. })
+        ));
+        assert!(RowId::prompt(0, 1 << 40).is_err());
+    }
+}

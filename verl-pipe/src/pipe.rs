@@ -1,0 +1,244 @@
+//! [`DataPipe`]: a declared pipeline. Records what the user says and checks nothing; [`DataPipe::plan`] checks.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::data::{DataError, DataLoaderInterface};
+use crate::resource::{ModelInfo, ModelResource, ResourceError};
+use crate::schedule::batching::{BatchConfig, DevicesConfig};
+use crate::stage::{BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig};
+
+/// Settings of a run (`[run]`).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct RunConfig {
+    /// Folder of the run; refused if it exists.
+    pub dir: PathBuf,
+    /// Seed of every random draw.
+    pub seed: u64,
+    /// Steps to run [steps].
+    pub steps: u64,
+    /// Steps between two console lines [steps].
+    pub console_every: u64,
+    /// Samples a step written to `samples.jsonl` [samples].
+    pub samples_per_step: usize,
+    /// Longest wait for one call of a stage that uses a model [seconds].
+    pub stage_deadline_s: f64,
+    /// Models to save at the end; all that were updated when absent.
+    pub save: Option<Vec<String>>,
+}
+
+impl Default for RunConfig {
+    fn default() -> Self {
+        RunConfig {
+            dir: PathBuf::from("runs/run"),
+            seed: 17,
+            steps: 100,
+            console_every: 1,
+            samples_per_step: 2,
+            stage_deadline_s: 3600.0,
+            save: None,
+        }
+    }
+}
+
+/// Makes a stage from its configuration; made by the typed front ends, called by the plan and the workers.
+pub type StageBuilder =
+    Arc<dyn Fn(&BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> + Send + Sync>;
+/// Opens a data set.
+pub type DataBuilder =
+    Arc<dyn Fn(&BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> + Send + Sync>;
+
+/// A declared stage.
+#[derive(Clone)]
+pub struct StageDecl {
+    /// Name in the pipeline, unique.
+    pub name: String,
+    /// Registered kind, or `custom` for a stage that was given as an object.
+    pub kind: String,
+    /// Its configuration, for the resolved config and the plan.
+    pub config: serde_json::Value,
+    /// Keys under other names in this pipeline: the stage's own name → the pipeline's.
+    pub rename: BTreeMap<String, String>,
+    /// Reads stated by hand; must agree with the stage.
+    pub stated_reads: Option<Vec<String>>,
+    /// Writes stated by hand; must agree with the stage.
+    pub stated_writes: Option<Vec<String>>,
+    /// Makes the stage.
+    pub build: StageBuilder,
+}
+
+impl fmt::Debug for StageDecl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StageDecl")
+            .field("name", &self.name)
+            .field("kind", &self.kind)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A declared model, as the engine handles it.
+pub trait ModelFactory: Send + Sync {
+    /// See [`ModelConfig::describe`].
+    ///
+    /// # Errors
+    /// As there.
+    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>>;
+    /// See [`ModelConfig::trainable`].
+    fn trainable(&self) -> bool;
+    /// See [`ModelConfig::load`].
+    ///
+    /// # Errors
+    /// As there.
+    fn load(
+        &self,
+        name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError>;
+}
+
+impl<C: ModelConfig> ModelFactory for C {
+    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        ModelConfig::describe(self, context)
+    }
+    fn trainable(&self) -> bool {
+        ModelConfig::trainable(self)
+    }
+    fn load(
+        &self,
+        name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        ModelConfig::load(self, name, device, context)
+    }
+}
+
+/// A declared model.
+#[derive(Clone)]
+pub struct ModelDecl {
+    /// Name in the pipeline.
+    pub name: String,
+    /// Registered kind.
+    pub kind: String,
+    /// Its configuration.
+    pub config: serde_json::Value,
+    /// Describes and loads it.
+    pub factory: Arc<dyn ModelFactory>,
+}
+
+/// A declared data set.
+#[derive(Clone)]
+pub struct DataDecl {
+    /// Name in the pipeline.
+    pub name: String,
+    /// Registered kind.
+    pub kind: String,
+    /// Its configuration.
+    pub config: serde_json::Value,
+    /// Opens it.
+    pub open: DataBuilder,
+}
+
+/// A declared pipeline; see the crate's first page.
+#[derive(Clone)]
+pub struct DataPipe {
+    /// Name of the pipeline.
+    pub name: String,
+    /// Run settings.
+    pub run: RunConfig,
+    /// Batch sizes.
+    pub batch: BatchConfig,
+    /// Devices.
+    pub devices: DevicesConfig,
+    /// Data sets by declaration order.
+    pub data: Vec<DataDecl>,
+    /// Models by declaration order.
+    pub models: Vec<ModelDecl>,
+    /// Stages by declaration order.
+    pub stages: Vec<StageDecl>,
+    /// Folder against which relative paths are read.
+    pub base: PathBuf,
+}
+
+fn as_json<C: Serialize>(config: &C) -> serde_json::Value {
+    serde_json::to_value(config).unwrap_or(serde_json::Value::Null)
+}
+
+impl DataPipe {
+    /// An empty pipeline.
+    pub fn new(name: impl Into<String>) -> Self {
+        DataPipe {
+            name: name.into(),
+            run: RunConfig::default(),
+            batch: BatchConfig::default(),
+            devices: DevicesConfig::default(),
+            data: Vec::new(),
+            models: Vec::new(),
+            stages: Vec::new(),
+            base: PathBuf::new(),
+        }
+    }
+
+    /// Sets the run settings.
+    pub fn run(mut self, run: RunConfig) -> Self {
+        self.run = run;
+        self
+    }
+
+    /// Sets the batch sizes.
+    pub fn batch(mut self, batch: BatchConfig) -> Self {
+        self.batch = batch;
+        self
+    }
+
+    /// Sets the devices.
+    pub fn devices(mut self, devices: DevicesConfig) -> Self {
+        self.devices = devices;
+        self
+    }
+
+    /// Declares a data set.
+    pub fn data<C: DataConfig>(mut self, name: impl Into<String>, config: C) -> Self {
+        self.data.push(DataDecl {
+            name: name.into(),
+            kind: C::KIND.to_owned(),
+            config: as_json(&config),
+            open: Arc::new(move |context| config.open(context)),
+        });
+        self
+    }
+
+    /// Declares a model.
+    pub fn model<C: ModelConfig>(mut self, name: impl Into<String>, config: C) -> Self {
+        self.models.push(ModelDecl {
+            name: name.into(),
+            kind: C::KIND.to_owned(),
+            config: as_json(&config),
+            factory: Arc::new(config),
+        });
+        self
+    }
+}
+
+impl StageDecl {
+    /// The declaration of a stage from its configuration.
+    pub fn new<C: StageConfig>(name: impl Into<String>, config: C) -> Self {
+        StageDecl {
+            name: name.into(),
+            kind: C::KIND.to_owned(),
+            config: as_json(&config),
+            rename: BTreeMap::new(),
+            stated_reads: None,
+            stated_writes: None,
+            build: Arc::new(move |context| config.build(context)),
+        }
+    }
+}

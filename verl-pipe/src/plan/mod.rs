@@ -1,0 +1,104 @@
+//! [`Plan`]: a checked pipeline. Only [`DataPipe::plan`](crate::pipe::DataPipe::plan) makes one.
+
+use std::collections::BTreeMap;
+
+use crate::field::{DType, Field};
+use crate::pipe::{DataPipe, StageBuilder};
+use crate::resource::ModelInfo;
+use crate::schedule::batching::BatchPlan;
+use crate::stage::{BuildContext, StageSpec};
+
+/// Rows of the same kind: what one source, expansion or filter makes. Index into [`Plan::tables`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Table {
+    /// Rows as a symbol: `P`, `P·n`, `F(P·n)`.
+    pub rows: String,
+    /// Rows as a number, where known before the run (an upper bound after a filter).
+    pub num_rows: usize,
+    /// Stage that makes it (index into [`Plan::stages`]).
+    pub made_by: usize,
+    /// Table it was made from.
+    pub parent: Option<usize>,
+    /// Rows per row of the parent: `n` for an expansion, 1 for a filter.
+    pub factor: usize,
+    /// Whether rows may be missing (made by a filter).
+    pub filtered: bool,
+}
+
+/// A key on its way from the stage that writes it to one that reads it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Edge {
+    /// The pipeline's name of the key.
+    pub key: String,
+    /// The reader's own name of the key.
+    pub local: String,
+    /// Stage that writes it (index into [`Plan::stages`], smaller than the reader's).
+    pub writer: usize,
+    /// Table of the writer's rows.
+    pub table: usize,
+    /// Lossless conversion between the writer's and the reader's dtype.
+    pub convert: Option<(DType, DType)>,
+    /// One row a group on the writer's side, repeated for each sample.
+    pub broadcast: bool,
+}
+
+/// A stage of a plan.
+#[derive(Clone)]
+pub struct PlannedStage {
+    /// Name in the pipeline.
+    pub name: String,
+    /// Registered kind.
+    pub kind: String,
+    /// What it declares, in its own names of keys.
+    pub spec: StageSpec,
+    /// Its own names of keys → the pipeline's, where they differ.
+    pub rename: BTreeMap<String, String>,
+    /// Keys it reads.
+    pub inputs: Vec<Edge>,
+    /// Stages that must be done with the step before it starts, for other reasons than keys (weights).
+    pub after: Vec<usize>,
+    /// Table of its input rows; `None` for a source or an observer.
+    pub table_in: Option<usize>,
+    /// Table of its output rows; `None` for a sink or an observer.
+    pub table_out: Option<usize>,
+    /// Rows of one call, decided by the plan: a slice of fixed bounds, so that no result depends on timing.
+    pub slice_rows: usize,
+    /// Makes the stage.
+    pub build: StageBuilder,
+}
+
+/// A model of a plan.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PlannedModel {
+    /// Name in the pipeline.
+    pub name: String,
+    /// Registered kind.
+    pub kind: String,
+    /// What is known without weights.
+    pub info: ModelInfo,
+    /// Stages that read it.
+    pub readers: Vec<usize>,
+    /// Stages that update it.
+    pub updaters: Vec<usize>,
+}
+
+/// A checked pipeline: stages in the order of execution, every key resolved to its writer.
+#[derive(Clone)]
+pub struct Plan {
+    /// What was declared.
+    pub pipe: DataPipe,
+    /// What stages are built with.
+    pub context: BuildContext,
+    /// Solved batch arithmetic.
+    pub batch: BatchPlan,
+    /// Stages in the order of execution (topological; ties by declaration).
+    pub stages: Vec<PlannedStage>,
+    /// Kinds of rows.
+    pub tables: Vec<Table>,
+    /// Models.
+    pub models: Vec<PlannedModel>,
+    /// Fields by the pipeline's names of keys, as written.
+    pub fields: BTreeMap<String, Field>,
+    /// Findings that do not forbid a run.
+    pub warnings: Vec<crate::diagnostic::Diagnostic>,
+}

@@ -1,0 +1,3 @@
+//! Placement and batch arithmetic; pure functions.
+
+pub mod batching;
