@@ -2,9 +2,11 @@
 //!
 //! This crate knows nothing of pipelines.
 
+pub mod chat_template;
 pub mod model;
 pub mod random;
 pub mod rollout;
+pub mod tokenizer;
 
 /// Placeholder until the policy module lands.
 pub mod policy {
