@@ -1,1 +1,3 @@
-//! .
+//! The stages and algorithms of verl, and the data sets they read.
+
+pub mod data;
