@@ -3,6 +3,7 @@
 //! This crate knows nothing of pipelines.
 
 pub mod chat_template;
+pub mod gguf;
 pub mod model;
 pub mod random;
 pub mod rollout;
