@@ -50,12 +50,6 @@ pub enum TokenizerError {
         /// Why.
         reason: String,
     },
-    /// Ids that the tokenizer cannot turn into text.
-    #[error("the tokenizer cannot decode: {reason}")]
-    Decode {
-        /// Why.
-        reason: String,
-    },
     /// A folder that cannot be written.
     #[error("cannot write `{path}`: {reason}")]
     Write {
@@ -86,7 +80,7 @@ const FILES: [&str; 9] = [
 ///
 /// let tokenizer = Tokenizer::load("models/smollm2".as_ref())?;
 /// let ids = tokenizer.encode("12+34", false)?;
-/// assert_eq!(tokenizer.decode(&ids)?, "12+34");
+/// assert_eq!(tokenizer.decode(&ids), "12+34");
 /// # Ok::<(), verl_models::tokenizer::TokenizerError>(())
 /// ```
 #[derive(Clone)]
@@ -244,30 +238,28 @@ impl Tokenizer {
             })
     }
 
-    /// Text of `ids`, special tokens left out.
+    /// Text of `ids`, special tokens left out. Ids outside the vocabulary (rows that only fill up an embedding) are
+    /// passed over, and bytes that are no UTF-8 print as U+FFFD.
     ///
-    /// # Errors
-    /// [`TokenizerError::Decode`].
     /// # Differences
     /// `clean_up_tokenization_spaces` is not applied: it changes text that byte-level tokenizers give back exactly.
-    pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+    pub fn decode(&self, ids: &[u32]) -> String {
         self.decode_as(ids, true)
     }
 
     /// Text of `ids`, special tokens included.
-    ///
-    /// # Errors
-    /// [`TokenizerError::Decode`].
-    pub fn decode_with_special(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+    pub fn decode_with_special(&self, ids: &[u32]) -> String {
         self.decode_as(ids, false)
     }
 
-    fn decode_as(&self, ids: &[u32], skip_special: bool) -> Result<String, TokenizerError> {
-        self.inner
-            .decode(ids, skip_special)
-            .map_err(|e| TokenizerError::Decode {
-                reason: e.to_string(),
-            })
+    fn decode_as(&self, ids: &[u32], skip_special: bool) -> String {
+        match self.inner.decode(ids, skip_special) {
+            Ok(text) => text,
+            Err(error) => {
+                tracing::warn!(%error, "the tokenizer's decoder failed; its tokens are joined as they are");
+                ids.iter().filter_map(|&id| self.id_to_token(id)).collect()
+            }
+        }
     }
 
     /// Id of a token as the vocabulary writes it.
@@ -437,9 +429,9 @@ pub(crate) mod tests {
             [1, 3, 4, 5]
         );
         assert_eq!(tokenizer.encode("one</s>", false).unwrap(), [3, 2]);
-        assert_eq!(tokenizer.decode(&[1, 3, 4, 2]).unwrap(), "one two");
+        assert_eq!(tokenizer.decode(&[1, 3, 4, 2]), "one two");
         assert_eq!(
-            tokenizer.decode_with_special(&[1, 3, 2]).unwrap(),
+            tokenizer.decode_with_special(&[1, 3, 2]),
             "<s> one </s>"
         );
         assert_eq!(tokenizer.token_to_id("two"), Some(4));
