@@ -5,6 +5,7 @@
 pub mod model;
 pub mod random;
 pub mod rollout;
+pub mod scoring;
 
 /// Placeholder until the policy module lands.
 pub mod policy {
