@@ -3,6 +3,7 @@
 //! This crate knows nothing of pipelines.
 
 pub mod model;
+pub mod optim;
 pub mod random;
 pub mod rollout;
 pub mod scoring;
