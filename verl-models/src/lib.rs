@@ -4,12 +4,8 @@
 
 pub mod model;
 pub mod optim;
+pub mod policy;
 pub mod random;
 pub mod rollout;
+mod rows;
 pub mod scoring;
-
-/// Placeholder until the policy module lands.
-pub mod policy {
-    /// A model with optimiser.
-    pub struct Policy;
-}
