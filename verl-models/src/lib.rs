@@ -9,3 +9,5 @@ pub mod random;
 pub mod rollout;
 mod rows;
 pub mod scoring;
+#[cfg(test)]
+mod toy;

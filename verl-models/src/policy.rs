@@ -301,9 +301,10 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         };
         let own = Weights::of(self.module()).by_id;
         let same = own.len() == snapshot.weights.len()
-            && own.iter().zip(&snapshot.weights).all(|(own, kept)| {
-                own.0 == kept.0 && own.1.shape() == kept.1.shape()
-            })
+            && own
+                .iter()
+                .zip(&snapshot.weights)
+                .all(|(own, kept)| own.0 == kept.0 && own.1.shape() == kept.1.shape())
             && self.training.is_some() == snapshot.optimizer.is_some();
         drop(own);
         let Some(module) = self.module.take_if(|_| same) else {

@@ -88,9 +88,7 @@ pub(crate) fn calls(rows: &[ScoreRow<'_>], max_tokens: usize) -> Vec<Call> {
 /// At most a quarter more than `length` once that is past 64.
 fn padded_len(length: usize, max_tokens: usize) -> usize {
     let step = (length.next_power_of_two() / 8).max(MIN_STEP);
-    length
-        .next_multiple_of(step)
-        .min(max_tokens.max(length))
+    length.next_multiple_of(step).min(max_tokens.max(length))
 }
 
 /// Right-padded ids of some rows, cut to `width` tokens, below them rows of padding: `[height, width]`.

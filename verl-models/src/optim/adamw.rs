@@ -136,14 +136,17 @@ impl AdamW {
 
     /// Scales the gradients to the largest norm and moves the weights.
     ///
+    /// `gradients` are by position in `parameters`; none is left where a parameter has no gradient, or at the end.
+    ///
     /// # Errors
     /// [`ModelError::NonFinite`] names a gradient that is not finite; the module comes back as it was.
     pub fn step<M: Module>(
         &mut self,
         module: M,
         parameters: &TrainableParameters,
-        gradients: Vec<Option<Tensor<1>>>,
+        mut gradients: Vec<Option<Tensor<1>>>,
     ) -> (M, Result<StepReport, ModelError>) {
+        gradients.resize(parameters.len(), None);
         let norm = match check_finite(parameters, &gradients) {
             Ok(sum) => sum.sqrt(),
             Err(error) => return (module, Err(error)),
@@ -256,3 +259,7 @@ impl Updater<'_> {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "adamw_tests.rs"]
+mod tests;
