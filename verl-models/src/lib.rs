@@ -5,12 +5,12 @@
 pub mod chat_template;
 pub mod gguf;
 pub mod model;
+pub mod optim;
+pub mod policy;
 pub mod random;
 pub mod rollout;
+mod rows;
+pub mod scoring;
 pub mod tokenizer;
-
-/// Placeholder until the policy module lands.
-pub mod policy {
-    /// A model with optimiser.
-    pub struct Policy;
-}
+#[cfg(test)]
+mod toy;
