@@ -210,7 +210,7 @@ impl Stage for EvaluateStage {
             })?;
         for (row, output) in outputs.into_iter().enumerate() {
             let Some(output) = output else { continue };
-            let (prompt, text) = (&source.prompts[row], resource.decode(&output.tokens)?);
+            let (prompt, text) = (&source.prompts[row], resource.decode(&output.tokens));
             let verdict = self.rule.judge(&text, &prompt.answer, output.tokens.len());
             let sink = &mut *context.sink;
             sink.record(&EXACT_MATCH, f64::from(verdict.correct), 1.0);
