@@ -2,12 +2,15 @@
 //!
 //! This crate knows nothing of pipelines.
 
+pub mod chat_template;
+pub mod gguf;
 pub mod model;
+pub mod optim;
+pub mod policy;
 pub mod random;
 pub mod rollout;
-
-/// Placeholder until the policy module lands.
-pub mod policy {
-    /// A model with optimiser.
-    pub struct Policy;
-}
+mod rows;
+pub mod scoring;
+pub mod tokenizer;
+#[cfg(test)]
+mod toy;
