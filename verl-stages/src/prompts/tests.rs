@@ -56,7 +56,7 @@ fn stage(config: Prompts, prompts: usize, data: Arc<dyn DataLoaderInterface>) ->
             stop: config.with_targets.then_some(stop),
             template: (config.template == Template::Chat).then_some(template),
             context: 64,
-            order: (0, Vec::new()),
+            order: None,
         }),
         config,
     }
