@@ -4,6 +4,7 @@
 //! `Run` (executed). This crate knows no stage, model or algorithm by name.
 
 pub mod batch;
+pub mod chain;
 pub mod data;
 pub mod diagnostic;
 pub mod field;
@@ -11,6 +12,8 @@ pub mod keys;
 pub mod pipe;
 pub mod plan;
 pub mod resource;
+pub mod run;
 pub mod schedule;
 pub mod shape;
 pub mod stage;
+pub mod trace;
