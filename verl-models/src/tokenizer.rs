@@ -526,4 +526,25 @@ pub(crate) mod tests {
         }
         assert_eq!(std::fs::read_dir(&out).unwrap().count(), names.len());
     }
+
+    /// A SentencePiece-style tokenizer, where it lies beside the workspace; ids as `transformers` gives them.
+    #[test]
+    fn stories_are_tokenised_as_elsewhere() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/models/stories260K");
+        if !folder.exists() {
+            return;
+        }
+        let tokenizer = Tokenizer::load(&folder).unwrap();
+        assert_eq!(tokenizer.eos_ids(), [1, 2]);
+        assert_eq!((tokenizer.bos_id(), tokenizer.pad_id()), (Some(1), 0));
+        let ids = [
+            1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315, 421, 395, 317, 426,
+        ];
+        let text = "Once upon a time, there was a little girl named Lily.";
+        assert_eq!(tokenizer.encode(text, true).unwrap(), ids);
+        assert_eq!(tokenizer.decode(&ids), text);
+        let ids = [1, 320, 485, 306, 414, 13, 410, 475, 479];
+        assert_eq!(tokenizer.encode("Héllo\n 12", true).unwrap(), ids);
+        assert_eq!(tokenizer.decode(&ids), "Héllo\n 12");
+    }
 }

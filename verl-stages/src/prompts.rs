@@ -164,8 +164,8 @@ struct Source {
     stop: Option<u32>,
     /// Rows that are drawn from.
     rows: Vec<usize>,
-    /// The order of the epoch that was drawn from last.
-    order: (u64, Vec<usize>),
+    /// The order that was drawn from last: of which seed and epoch, and the order itself. Only saves time.
+    order: Option<((u64, u64), Vec<usize>)>,
 }
 
 impl Source {
@@ -176,10 +176,13 @@ impl Source {
         if !shuffle {
             return (epoch, self.rows[position]);
         }
-        if self.order.0 != epoch || self.order.1.is_empty() {
-            self.order = (epoch, random::shuffle(seed, epoch, self.rows.len()));
-        }
-        (epoch, self.rows[self.order.1[position]])
+        let order = match self.order.take() {
+            Some((key, order)) if key == (seed, epoch) => order,
+            _ => random::shuffle(seed, epoch, self.rows.len()),
+        };
+        let row = self.rows[order[position]];
+        self.order = Some(((seed, epoch), order));
+        (epoch, row)
     }
 
     /// Leaves out rows whose prompt is too long.
@@ -300,7 +303,7 @@ impl Stage for PromptStage {
             template,
             context: resource.policy.max_tokens(),
             stop,
-            order: (0, Vec::new()),
+            order: None,
         };
         if self.format.on_long == OnLong::Drop {
             source.drop_long(&self.format)?;

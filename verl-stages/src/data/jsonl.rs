@@ -228,4 +228,22 @@ mod tests {
             dir.path().join("rows.jsonl").display().to_string()
         );
     }
+
+    /// The questions of GSM8K, where they lie beside the workspace.
+    #[test]
+    fn gsm8k_reads_whole() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/gsm8k");
+        if !folder.exists() {
+            return;
+        }
+        for (name, count) in [("train.jsonl", 7473), ("test.jsonl", 1319)] {
+            let data = JsonlRows::open(&folder.join(name)).unwrap();
+            assert_eq!(data.len(), count);
+            for index in 0..count {
+                let row = data.row(index).unwrap();
+                assert!(row["question"].is_string());
+                assert!(row["answer"].as_str().unwrap().contains("\n#### "));
+            }
+        }
+    }
 }

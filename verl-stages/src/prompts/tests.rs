@@ -1,9 +1,12 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
+use burn::tensor::Tensor;
 use serde_json::json;
+use verl_models::model::{ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport};
+use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use verl_pipe::data::DataError;
-use verl_pipe::stage::{CancelToken, StageSink};
+use verl_pipe::stage::{CancelToken, Models, StageSink};
 
 use super::*;
 use crate::data::addition::Addition;
@@ -56,7 +59,7 @@ fn stage(config: Prompts, prompts: usize, data: Arc<dyn DataLoaderInterface>) ->
             stop: config.with_targets.then_some(stop),
             template: (config.template == Template::Chat).then_some(template),
             context: 64,
-            order: (0, Vec::new()),
+            order: None,
         }),
         config,
     }
@@ -379,4 +382,139 @@ fn settings_that_make_no_sense_are_all_told() {
     );
     assert!(Prompts::default().build(&context).is_ok());
     assert!(serde_json::from_value::<Prompts>(json!({"dataset": "train"})).is_err());
+}
+
+/// A model that the source asks for its context alone.
+struct Weightless;
+
+impl PolicyModel for Weightless {
+    fn generate(
+        &self,
+        _requests: &[RolloutRequest],
+        _settings: &SamplingSettings,
+        _on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+    ) -> Result<(), RolloutError> {
+        Ok(())
+    }
+    fn score(
+        &self,
+        _rows: &[ScoreRow<'_>],
+        _temperature: f64,
+        _entropies: bool,
+    ) -> Result<Vec<Scores>, ModelError> {
+        Ok(Vec::new())
+    }
+    fn accumulate(
+        &mut self,
+        _rows: &[ScoreRow<'_>],
+        _select: &dyn Fn(usize, usize) -> bool,
+        _temperature: f64,
+        _entropies: bool,
+        _loss: &mut dyn FnMut(PackedScores) -> Tensor<1>,
+    ) -> Result<f64, ModelError> {
+        Err(ModelError::Frozen)
+    }
+    fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
+        Err(ModelError::Frozen)
+    }
+    fn optimizer_steps(&self) -> u64 {
+        0
+    }
+    fn weights_hash(&self) -> String {
+        String::new()
+    }
+    fn snapshot(&self) -> Box<dyn std::any::Any + Send + Sync> {
+        Box::new(())
+    }
+    fn restore(&mut self, _snapshot: &(dyn std::any::Any + Send + Sync)) -> bool {
+        true
+    }
+    fn save(&self, _dir: &Path) -> Result<(), ModelError> {
+        Ok(())
+    }
+    fn vocab_size(&self) -> usize {
+        32
+    }
+    fn max_tokens(&self) -> usize {
+        9
+    }
+}
+
+/// Builds and starts the stage of `config` on `resource`.
+fn started(config: Prompts, resource: PolicyResource) -> Result<PromptStage, StageError> {
+    let mut stage = PromptStage {
+        format: config.format(),
+        prompts: 2,
+        source: None,
+        config,
+    };
+    let data = BTreeMap::from([(
+        "train".to_owned(),
+        rows(json!([{"question": "1+1", "answer": "2"}, {"question": "100+100", "answer": "200"}])),
+    )]);
+    let mut models: Models = BTreeMap::from([("actor".to_owned(), Box::new(resource) as _)]);
+    stage.start(&mut StartContext {
+        data: &data,
+        models: &mut models,
+    })?;
+    Ok(stage)
+}
+
+fn resource(tokenizer: Option<Arc<Tokenizer>>, chat: Option<ChatTemplate>) -> PolicyResource {
+    let mut resource = PolicyResource::new(Box::new(Weightless));
+    resource.tokenizer = tokenizer;
+    resource.template = chat.map(Arc::new);
+    resource
+}
+
+#[test]
+fn starting_takes_tokenizer_template_and_context_from_the_model() {
+    let whole = || resource(Some(tokenizer()), Some(template()));
+    let told = |config: Prompts, resource: PolicyResource| match started(config, resource) {
+        Ok(_) => String::new(),
+        Err(error) => error.to_string(),
+    };
+    let mut running = started(Prompts::default(), whole()).unwrap();
+    let error = step(&mut running, 1, 0).err().unwrap().to_string();
+    assert!(
+        error.contains("row 2: the prompt has 10 tokens, but the model's context is 9"),
+        "{error}"
+    );
+
+    let config = Prompts {
+        on_long: OnLong::Drop,
+        with_targets: true,
+        ..Prompts::default()
+    };
+    let (batch, _) = step(&mut started(config.clone(), whole()).unwrap(), 1, 0).unwrap();
+    assert_eq!(batch.get(&DATA_ROWS).unwrap().values(), [0, 0]);
+    assert_eq!(batch.get(&TARGETS).unwrap().row(0), [22, 2]);
+
+    assert_eq!(
+        told(config.clone(), resource(None, None)),
+        "model `actor` has no tokenizer, which prompts need"
+    );
+    assert_eq!(
+        told(config.clone(), resource(Some(tokenizer()), None)),
+        "model `actor` has no chat template; `template = \"none\"` uses the question as it is"
+    );
+    let plain = Prompts {
+        template: Template::None,
+        ..config.clone()
+    };
+    assert_eq!(told(plain, resource(Some(tokenizer()), None)), "");
+    let elsewhere = Prompts {
+        data: "test".to_owned(),
+        ..config.clone()
+    };
+    assert!(told(elsewhere, whole()).contains("no data set `test`; the pipeline declares: train"));
+    let variables = Prompts {
+        template_variables: json!({"bos_token": "7"}).as_object().unwrap().clone(),
+        ..config
+    };
+    let (batch, _) = step(&mut started(variables, whole()).unwrap(), 1, 0).unwrap();
+    assert_eq!(
+        batch.get(&PROMPT_TEXTS).unwrap().row(0),
+        "7<|user|>1+1<|assistant|>"
+    );
 }
