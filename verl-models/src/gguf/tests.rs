@@ -391,7 +391,8 @@ fn faults_are_told_and_leave_nothing_behind() {
             .unwrap_err()
             .to_string()
     };
-    let cases: [(&dyn Fn(&mut Writer), &str); 9] = [
+    type Change<'a> = &'a dyn Fn(&mut Writer);
+    let cases: [(Change, &str); 9] = [
         (
             &|w| w.set("general.architecture", text("mamba")),
             "architecture `mamba` is not supported; known are llama, qwen2, qwen3",
