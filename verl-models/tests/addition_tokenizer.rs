@@ -1,4 +1,4 @@
-//! The tokenizer in `examples/models/addition-tokenizer`: 32 tokens for sums, questions and `#### n` answers.
+//! The tokenizer in `examples/models/addition-init`: 32 tokens for sums, questions and `#### n` answers.
 //!
 //! Its files are made by this test: `VERL_WRITE_EXAMPLES=1 cargo test --test addition_tokenizer` writes them, and
 //! without the variable the test compares. Text becomes one token a character, except `####`, which two merges join.
@@ -27,7 +27,7 @@ const TEMPLATE: &str = "{{ bos_token }}{% for message in messages %}\
 {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}";
 
 fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/addition-tokenizer")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/addition-init")
 }
 
 fn files() -> [(&'static str, Value); 3] {

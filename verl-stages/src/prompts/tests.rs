@@ -34,7 +34,7 @@ fn rows(values: Value) -> Arc<dyn DataLoaderInterface> {
 }
 
 fn folder() -> std::path::PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/addition-tokenizer")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/addition-init")
 }
 
 fn tokenizer() -> Arc<Tokenizer> {
