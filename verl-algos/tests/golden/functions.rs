@@ -2,7 +2,10 @@
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use serde_json::{Map, Value};
-use verl_algos::advantages::{AdvantageEstimator, AdvantageInputs, ESTIMATORS, Grpo};
+use verl_algos::advantages::{
+    AdvantageEstimator, AdvantageInputs, ESTIMATORS, Gae, Gpg, Grpo, GrpoPassK, Opo, ReMax,
+    ReinforcePlusPlus, ReinforcePlusPlusBaseline, Rloo,
+};
 use verl_algos::kl::{KlEstimator, kl_in_reward};
 use verl_algos::kl_control::KlController;
 use verl_algos::log_probs::{entropy_from_logits, log_probs_from_logits};
@@ -22,6 +25,24 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
             let epsilon = std.then_some(epsilon);
             estimate(case, &Grpo { epsilon })
         }
+        "rloo" | "rloo_vectorized" => estimate(case, &Rloo),
+        "opo" => estimate(case, &Opo),
+        "gpg_advantage" => {
+            let f_norm = case.number("f_norm").unwrap_or(1.0);
+            estimate(case, &Gpg { f_norm })
+        }
+        "grpo_passk" => {
+            let std = case.get("norm_adv_by_std_in_grpo") != Some(&Value::Bool(false));
+            let epsilon = std.then_some(case.number("epsilon").unwrap_or(1e-6));
+            estimate(case, &GrpoPassK { epsilon })
+        }
+        "reinforce_plus_plus" => {
+            let gamma = case.number("gamma").unwrap_or(1.0);
+            estimate(case, &ReinforcePlusPlus { gamma })
+        }
+        "reinforce_plus_plus_baseline" => estimate(case, &ReinforcePlusPlusBaseline),
+        "remax" => estimate(case, &ReMax),
+        "gae" => gae(case),
         "vanilla" => vanilla(case, dtype),
         "agg_loss" => agg_loss(case, dtype),
         "kl_penalty" | "kl_penalty_trl" => kl_penalty(case, dtype),
@@ -72,9 +93,14 @@ fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
             .map(|g| *g as u64)
             .collect()
     });
+    let values = case.rows("values");
+    let baselines = case.get("reward_baselines");
+    let baselines = baselines.map(|_| case.numbers("reward_baselines"));
     let mut inputs = AdvantageInputs::new(&mask);
     inputs.token_level_rewards = rewards.as_ref();
     inputs.groups = groups.as_deref();
+    inputs.values = values.as_ref();
+    inputs.reward_baselines = baselines.as_deref();
     let result = estimator.estimate(&inputs)?;
     let mut answer = vec![("advantages", json_rows(&result.advantages))];
     if let Some(returns) = &result.returns {
@@ -82,6 +108,19 @@ fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
     }
     assert!(ESTIMATORS.iter().any(|(name, _)| *name == estimator.name()));
     Ok(object(answer))
+}
+
+fn gae(case: &Case) -> Outcome {
+    let mut gae = Gae {
+        gamma: case.number("gamma").expect("gamma"),
+        gae_lambda: case.number("lam").expect("lambda"),
+        whiten: false,
+    };
+    let raw = estimate(case, &gae)?;
+    gae.whiten = true;
+    let mut answer = estimate(case, &gae)?;
+    answer["advantages_raw"] = raw["advantages"].clone();
+    Ok(answer)
 }
 
 // ---- losses
@@ -259,7 +298,7 @@ fn adaptive_kl(case: &Case) -> Outcome {
             return Err(AlgoError::UnknownName {
                 what: "KL controller",
                 name: name.to_owned(),
-                known: &["fixed", "adaptive"],
+                known: vec!["fixed", "adaptive"],
             });
         }
     };
