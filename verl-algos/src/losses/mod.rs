@@ -21,14 +21,20 @@
 //! # Ok::<(), verl_algos::AlgoError>(())
 //! ```
 
+mod cispo;
 mod clipped_policy;
 mod entropy_bonus;
+mod gpg;
+mod gspo;
 mod kl_loss;
 mod objective;
 mod sft;
 
+pub use cispo::CispoLoss;
 pub use clipped_policy::ClippedPolicyLoss;
 pub use entropy_bonus::EntropyBonus;
+pub use gpg::GpgLoss;
+pub use gspo::GspoLoss;
 pub use kl_loss::KlLoss;
 pub use objective::{Metric, MetricSum, Objective, Partial, PreparedObjective, PreparedTokens};
 pub use sft::SftLoss;
@@ -92,7 +98,12 @@ pub struct PerToken {
 pub type LossEntry = (&'static str, fn() -> Box<dyn TokenLoss>);
 
 /// All policy losses with their default settings, by name.
-pub const POLICY_LOSSES: &[LossEntry] = &[("vanilla", || Box::new(ClippedPolicyLoss::default()))];
+pub const POLICY_LOSSES: &[LossEntry] = &[
+    ("cispo", || Box::new(CispoLoss::default())),
+    ("gpg", || Box::new(GpgLoss)),
+    ("gspo", || Box::new(GspoLoss::default())),
+    ("vanilla", || Box::new(ClippedPolicyLoss::default())),
+];
 
 /// Losses that are added to a policy loss or stand alone, with their default settings, by name.
 pub const OTHER_LOSSES: &[LossEntry] = &[

@@ -10,7 +10,8 @@ use verl_algos::kl::{KlEstimator, kl_in_reward};
 use verl_algos::kl_control::KlController;
 use verl_algos::log_probs::{entropy_from_logits, log_probs_from_logits};
 use verl_algos::losses::{
-    ClippedPolicyLoss, KlLoss, MetricSum, Objective, PerToken, PreparedTokens, TokenLoss,
+    CispoLoss, ClippedPolicyLoss, GpgLoss, GspoLoss, KlLoss, MetricSum, Objective, PerToken,
+    PreparedTokens, TokenLoss,
 };
 use verl_algos::{Aggregation, AlgoError, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
@@ -44,6 +45,23 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
         "remax" => estimate(case, &ReMax),
         "gae" => gae(case),
         "vanilla" => vanilla(case, dtype),
+        "gspo" => {
+            let (clip_low, clip_high) = clips(case);
+            let loss = GspoLoss {
+                clip_low,
+                clip_high,
+            };
+            token_loss(case, dtype, "log_probs", loss)
+        }
+        "cispo" => {
+            let (clip_low, clip_high) = clips(case);
+            let loss = CispoLoss {
+                clip_low,
+                clip_high,
+            };
+            token_loss(case, dtype, "log_probs", loss)
+        }
+        "gpg_loss" => token_loss(case, dtype, "log_probs", GpgLoss),
         "agg_loss" => agg_loss(case, dtype),
         "kl_penalty" | "kl_penalty_trl" => kl_penalty(case, dtype),
         "kl_in_reward" => reward_with_kl(case),
@@ -213,11 +231,18 @@ fn token_loss(case: &Case, dtype: DType, input: &str, loss: impl TokenLoss + 'st
     Ok(Value::Object(answer))
 }
 
-fn vanilla(case: &Case, dtype: DType) -> Outcome {
+/// ε_low and ε_high, which fall back to ε.
+fn clips(case: &Case) -> (f64, f64) {
     let both = case.number("clip_ratio").unwrap_or(0.2);
+    let side = |key: &str| case.number(key).unwrap_or(both);
+    (side("clip_ratio_low"), side("clip_ratio_high"))
+}
+
+fn vanilla(case: &Case, dtype: DType) -> Outcome {
+    let (clip_low, clip_high) = clips(case);
     let loss = ClippedPolicyLoss {
-        clip_low: case.number("clip_ratio_low").unwrap_or(both),
-        clip_high: case.number("clip_ratio_high").unwrap_or(both),
+        clip_low,
+        clip_high,
         dual_clip: case.number("clip_ratio_c"),
     };
     token_loss(case, dtype, "log_probs", loss)
