@@ -63,7 +63,7 @@ impl Aggregation {
             _ => Err(AlgoError::UnknownName {
                 what: "aggregation",
                 name: name.to_owned(),
-                known: Aggregation::NAMES,
+                known: Aggregation::NAMES.to_vec(),
             }),
         }
     }

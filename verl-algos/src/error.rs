@@ -74,7 +74,7 @@ pub enum AlgoError {
         /// The name.
         name: String,
         /// The names there are.
-        known: &'static [&'static str],
+        known: Vec<&'static str>,
     },
     /// Statistics over too few numbers.
     #[error("`{algorithm}` needs at least {needed} {unit}, got {got}")]

@@ -87,7 +87,7 @@ impl KlEstimator {
                 return Err(AlgoError::UnknownName {
                     what: "KL estimator",
                     name: name.to_owned(),
-                    known: KlEstimator::NAMES,
+                    known: KlEstimator::NAMES.to_vec(),
                 });
             }
         };

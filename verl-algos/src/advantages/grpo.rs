@@ -1,8 +1,8 @@
 //! Group-relative advantages: a response against the other responses to its prompt.
 
-use super::{AdvantageEstimator, AdvantageInputs, Advantages, all_equal, group_rows};
+use super::{AdvantageEstimator, AdvantageInputs, Advantages, GroupScores};
 use crate::cut::CutUnit;
-use crate::error::{AlgoError, check_finite, check_len, check_setting};
+use crate::error::{AlgoError, check_setting};
 use crate::masked;
 
 /// Advantage of each row by GRPO: (s − μ_g) / (σ_g + ε), or s − μ_g without `epsilon` (Dr. GRPO).
@@ -25,7 +25,6 @@ pub fn grpo_advantages(
     groups: &[u64],
     epsilon: Option<f64>,
 ) -> Result<Vec<f64>, AlgoError> {
-    check_len("groups", "rows", groups.len(), scores.len())?;
     if let Some(epsilon) = epsilon {
         let sound = epsilon >= 0.0 && epsilon.is_finite();
         check_setting(
@@ -35,27 +34,14 @@ pub fn grpo_advantages(
             "it must be a finite number from 0",
         )?;
     }
-    let mut advantages = vec![0.0; scores.len()];
-    for members in group_rows(groups) {
-        let scored = members.iter().filter_map(|&row| Some((row, scores[row]?)));
-        let (rows, values): (Vec<usize>, Vec<f64>) = scored.unzip();
-        check_finite("scores", &values)?;
-        for (row, advantage) in rows.into_iter().zip(of_group(&values, epsilon)?) {
-            advantages[row] = advantage;
-        }
-    }
-    Ok(advantages)
-}
-
-fn of_group(scores: &[f64], epsilon: Option<f64>) -> Result<Vec<f64>, AlgoError> {
-    let (mean, std) = match scores {
-        [] => return Ok(Vec::new()),
-        [_] => (0.0, 1.0),
-        _ if all_equal(scores) => return Ok(vec![0.0; scores.len()]),
-        _ => (masked::mean(scores), masked::variance(scores)?.sqrt()),
-    };
-    let scale = epsilon.map_or(1.0, |epsilon| std + epsilon);
-    Ok(scores.iter().map(|s| (s - mean) / scale).collect())
+    GroupScores::from_parts(scores.to_vec(), groups)?.map_groups(|_, scores| {
+        let (mean, std) = match scores {
+            [_] => (0.0, 1.0),
+            _ => (masked::mean(scores), masked::variance(scores)?.sqrt()),
+        };
+        let scale = epsilon.map_or(1.0, |epsilon| std + epsilon);
+        Ok(scores.iter().map(|s| (s - mean) / scale).collect())
+    })
 }
 
 /// GRPO and Dr. GRPO as an estimator; see [`grpo_advantages`].
@@ -99,10 +85,7 @@ impl AdvantageEstimator for Grpo {
             argument: "groups",
         })?;
         let rows = grpo_advantages(&scores, groups, self.epsilon)?;
-        Ok(Advantages {
-            advantages: inputs.actions.broadcast(&rows)?,
-            returns: None,
-        })
+        inputs.of_rows(&rows)
     }
 }
 

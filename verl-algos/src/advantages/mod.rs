@@ -3,88 +3,29 @@
 //! Plain scans over ragged rows in f64. An estimator takes [`AdvantageInputs`], uses what it needs, refuses when that
 //! is missing, and returns [`Advantages`]. A new one is a file here and a line in [`ESTIMATORS`].
 
-use std::collections::HashMap;
-
 use crate::cut::CutUnit;
-use crate::error::{AlgoError, check_finite, check_len};
+use crate::error::AlgoError;
 use crate::ragged::Ragged;
 
+mod gae;
+mod gpg;
 mod grpo;
+mod grpo_passk;
+mod inputs;
+mod opo;
+mod reinforce_plus_plus;
+mod remax;
+mod rloo;
 
+pub use gae::Gae;
+pub use gpg::Gpg;
 pub use grpo::{Grpo, grpo_advantages};
-
-/// What estimators read. Only the mask of action tokens is always there.
-#[derive(Debug, Clone)]
-pub struct AdvantageInputs<'a> {
-    /// Which response tokens are actions, `[B, T~]`. Observations are stepped over, and get advantage 0.
-    pub actions: &'a Ragged<bool>,
-    /// Prompt of each row, `[B]`: any numbers, in any order.
-    pub groups: Option<&'a [u64]>,
-    /// Outcome score of each row, `[B]`; `None` where the row was not scored. Otherwise the sum of the row's
-    /// `token_level_rewards`.
-    pub scores: Option<&'a [Option<f64>]>,
-    /// Reward of each token, `[B, T~]`. What lies on observations is dropped.
-    pub token_level_rewards: Option<&'a Ragged<f64>>,
-    /// The critic's value of each token, `[B, T~]`.
-    pub values: Option<&'a Ragged<f64>>,
-    /// Score of a reference response (such as the greedy one) to each row's prompt, `[B]`.
-    pub reward_baselines: Option<&'a [f64]>,
-}
-
-impl<'a> AdvantageInputs<'a> {
-    /// Inputs with nothing but the mask; set the fields that the estimator needs.
-    pub fn new(actions: &'a Ragged<bool>) -> AdvantageInputs<'a> {
-        AdvantageInputs {
-            actions,
-            groups: None,
-            scores: None,
-            token_level_rewards: None,
-            values: None,
-            reward_baselines: None,
-        }
-    }
-
-    /// Number of rows, `B`.
-    pub fn num_rows(&self) -> usize {
-        self.actions.num_rows()
-    }
-
-    /// The outcome score of each row: declared, or the sum of its rewards on action tokens. `None` where not scored.
-    ///
-    /// # Errors
-    /// Neither scores nor rewards; another number of rows; a score that is not finite.
-    pub fn outcome_scores(&self, algorithm: &'static str) -> Result<Vec<Option<f64>>, AlgoError> {
-        let scores: Vec<Option<f64>> = if let Some(scores) = self.scores {
-            check_len("scores", "rows", scores.len(), self.num_rows())?;
-            scores.to_vec()
-        } else {
-            let rewards = self.token_level_rewards.ok_or(AlgoError::Missing {
-                algorithm,
-                argument: "scores",
-            })?;
-            outcome_scores(rewards, self.actions)?
-                .into_iter()
-                .map(Some)
-                .collect()
-        };
-        let given: Vec<f64> = scores.iter().map(|s| s.unwrap_or(0.0)).collect();
-        check_finite("scores", &given)?;
-        Ok(scores)
-    }
-
-    /// The groups, as lists of rows in the order in which they first appear.
-    ///
-    /// # Errors
-    /// No groups, or another number of rows.
-    pub fn group_rows(&self, algorithm: &'static str) -> Result<Vec<Vec<usize>>, AlgoError> {
-        let groups = self.groups.ok_or(AlgoError::Missing {
-            algorithm,
-            argument: "groups",
-        })?;
-        check_len("groups", "rows", groups.len(), self.num_rows())?;
-        Ok(group_rows(groups))
-    }
-}
+pub use grpo_passk::GrpoPassK;
+pub use inputs::{AdvantageInputs, GroupScores, backward_scan, group_rows, outcome_scores};
+pub use opo::Opo;
+pub use reinforce_plus_plus::{ReinforcePlusPlus, ReinforcePlusPlusBaseline};
+pub use remax::ReMax;
+pub use rloo::Rloo;
 
 /// What an estimator returns; 0 at observations.
 #[derive(Debug, Clone, PartialEq)]
@@ -110,52 +51,67 @@ pub trait AdvantageEstimator: std::fmt::Debug + Send + Sync {
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError>;
 }
 
+/// Name of an estimator, and how to make it with its default settings.
+pub type EstimatorEntry = (&'static str, fn() -> Box<dyn AdvantageEstimator>);
+
 /// All estimators with their default settings, by name.
-pub const ESTIMATORS: &[(&str, fn() -> Box<dyn AdvantageEstimator>)] = &[
-    ("grpo", || Box::new(Grpo::default())),
+pub const ESTIMATORS: &[EstimatorEntry] = &[
     ("dr_grpo", || Box::new(Grpo::without_std())),
+    ("gae", || Box::new(Gae::default())),
+    ("gpg", || Box::new(Gpg::default())),
+    ("grpo", || Box::new(Grpo::default())),
+    ("grpo_passk", || Box::new(GrpoPassK::default())),
+    ("opo", || Box::new(Opo)),
+    ("reinforce_plus_plus", || {
+        Box::new(ReinforcePlusPlus::default())
+    }),
+    ("reinforce_plus_plus_baseline", || {
+        Box::new(ReinforcePlusPlusBaseline)
+    }),
+    ("remax", || Box::new(ReMax)),
+    ("rloo", || Box::new(Rloo)),
 ];
 
-/// Sum of a row's rewards over its action tokens: what lies on observations is dropped.
+/// The estimator with this name and its default settings.
 ///
-/// # Shapes
-/// `rewards`, `actions`: `[B, T~]`; result: `[B]`
 /// # Errors
-/// Rows of different lengths.
-/// # Differences
-/// verl's outcome estimators add what lies on masked slots too, while its GAE drops it.
-pub fn outcome_scores(
-    rewards: &Ragged<f64>,
-    actions: &Ragged<bool>,
-) -> Result<Vec<f64>, AlgoError> {
-    rewards.check_like("token_level_rewards", actions)?;
-    let rows = rewards.rows().zip(actions.rows());
-    Ok(rows
-        .map(|(row, mask)| {
-            row.iter()
-                .zip(mask)
-                .filter(|(_, m)| **m)
-                .map(|(r, _)| r)
-                .sum()
-        })
-        .collect())
-}
-
-/// The rows of each group, groups in the order of their first row.
-pub fn group_rows(groups: &[u64]) -> Vec<Vec<usize>> {
-    let mut index = HashMap::new();
-    let mut members: Vec<Vec<usize>> = Vec::new();
-    for (row, group) in groups.iter().enumerate() {
-        let at = *index.entry(group).or_insert_with(|| {
-            members.push(Vec::new());
-            members.len() - 1
-        });
-        members[at].push(row);
+/// An unknown name.
+pub fn estimator(name: &str) -> Result<Box<dyn AdvantageEstimator>, AlgoError> {
+    match ESTIMATORS.iter().find(|(known, _)| *known == name) {
+        Some((_, make)) => Ok(make()),
+        None => Err(AlgoError::UnknownName {
+            what: "advantage estimator",
+            name: name.to_owned(),
+            known: ESTIMATORS.iter().map(|(known, _)| *known).collect(),
+        }),
     }
-    members
 }
 
-/// Whether all are the same number: then there is no signal, whatever the rounding of their mean.
-pub(crate) fn all_equal(scores: &[f64]) -> bool {
-    scores.windows(2).all(|pair| pair[0] == pair[1])
+#[cfg(test)]
+mod test {
+    use super::{AdvantageEstimator, AdvantageInputs};
+    use crate::ragged::Ragged;
+
+    /// Compares numbers.
+    #[track_caller]
+    pub fn check(got: &[f64], expected: &[f64]) {
+        assert_eq!(got.len(), expected.len());
+        for (a, e) in got.iter().zip(expected) {
+            assert!((a - e).abs() < 1e-6, "{got:?}");
+        }
+    }
+
+    /// Advantages of scores [1, 0, 0, 1 | .2, .4 | .7] with lengths [4, 2, 2, 8 | 3, 1 | 5].
+    #[track_caller]
+    pub fn check_groups(estimator: &dyn AdvantageEstimator, expected: &[f64; 7]) {
+        let actions = Ragged::<bool>::from_rows([4, 2, 2, 8, 3, 1, 5].map(|n| vec![true; n]));
+        let scores = [1.0, 0.0, 0.0, 1.0, 0.2, 0.4, 0.7].map(Some);
+        let mut inputs = AdvantageInputs::new(&actions);
+        inputs.scores = Some(&scores);
+        assert!(estimator.estimate(&inputs).is_err(), "without groups");
+        inputs.groups = Some(&[9, 9, 9, 9, 4, 4, 7]);
+        let result = estimator.estimate(&inputs).expect("advantages");
+        let first: Vec<f64> = result.advantages.rows().map(|row| row[0]).collect();
+        check(&first, expected);
+    }
 }

@@ -21,14 +21,20 @@
 //! # Ok::<(), verl_algos::AlgoError>(())
 //! ```
 
+mod cispo;
 mod clipped_policy;
 mod entropy_bonus;
+mod gpg;
+mod gspo;
 mod kl_loss;
 mod objective;
 mod sft;
 
+pub use cispo::CispoLoss;
 pub use clipped_policy::ClippedPolicyLoss;
 pub use entropy_bonus::EntropyBonus;
+pub use gpg::GpgLoss;
+pub use gspo::GspoLoss;
 pub use kl_loss::KlLoss;
 pub use objective::{Metric, MetricSum, Objective, Partial, PreparedObjective, PreparedTokens};
 pub use sft::SftLoss;
@@ -42,7 +48,7 @@ use crate::error::AlgoError;
 
 /// A loss that is a number a token.
 pub trait TokenLoss: std::fmt::Debug + Send + Sync {
-    /// Its name in pipelines; its aggregated value is reported under it.
+    /// The name under which its aggregated value is reported.
     fn name(&self) -> &'static str;
 
     /// What micro-batches must hold whole.
@@ -88,13 +94,35 @@ pub struct PerToken {
     pub metrics: Vec<(&'static str, Tensor<1>)>,
 }
 
+/// Name of a loss, and how to make it with its default settings.
+pub type LossEntry = (&'static str, fn() -> Box<dyn TokenLoss>);
+
 /// All policy losses with their default settings, by name.
-pub const POLICY_LOSSES: &[(&str, fn() -> Box<dyn TokenLoss>)] =
-    &[("vanilla", || Box::new(ClippedPolicyLoss::default()))];
+pub const POLICY_LOSSES: &[LossEntry] = &[
+    ("cispo", || Box::new(CispoLoss::default())),
+    ("gpg", || Box::new(GpgLoss)),
+    ("gspo", || Box::new(GspoLoss::default())),
+    ("vanilla", || Box::new(ClippedPolicyLoss::default())),
+];
 
 /// Losses that are added to a policy loss or stand alone, with their default settings, by name.
-pub const OTHER_LOSSES: &[(&str, fn() -> Box<dyn TokenLoss>)] = &[
+pub const OTHER_LOSSES: &[LossEntry] = &[
     ("entropy", || Box::new(EntropyBonus)),
     ("kl", || Box::new(KlLoss::default())),
     ("sft", || Box::new(SftLoss)),
 ];
+
+/// The policy loss with this name and its default settings.
+///
+/// # Errors
+/// An unknown name.
+pub fn policy_loss(name: &str) -> Result<Box<dyn TokenLoss>, AlgoError> {
+    match POLICY_LOSSES.iter().find(|(known, _)| *known == name) {
+        Some((_, make)) => Ok(make()),
+        None => Err(AlgoError::UnknownName {
+            what: "policy loss",
+            name: name.to_owned(),
+            known: POLICY_LOSSES.iter().map(|(known, _)| *known).collect(),
+        }),
+    }
+}

@@ -2,12 +2,16 @@
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use serde_json::{Map, Value};
-use verl_algos::advantages::{AdvantageEstimator, AdvantageInputs, ESTIMATORS, Grpo};
+use verl_algos::advantages::{
+    AdvantageEstimator, AdvantageInputs, ESTIMATORS, Gae, Gpg, Grpo, GrpoPassK, Opo, ReMax,
+    ReinforcePlusPlus, ReinforcePlusPlusBaseline, Rloo,
+};
 use verl_algos::kl::{KlEstimator, kl_in_reward};
 use verl_algos::kl_control::KlController;
 use verl_algos::log_probs::{entropy_from_logits, log_probs_from_logits};
 use verl_algos::losses::{
-    ClippedPolicyLoss, KlLoss, MetricSum, Objective, PerToken, PreparedTokens, TokenLoss,
+    CispoLoss, ClippedPolicyLoss, GpgLoss, GspoLoss, KlLoss, MetricSum, Objective, PerToken,
+    PreparedTokens, TokenLoss,
 };
 use verl_algos::{Aggregation, AlgoError, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
@@ -22,7 +26,42 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
             let epsilon = std.then_some(epsilon);
             estimate(case, &Grpo { epsilon })
         }
+        "rloo" | "rloo_vectorized" => estimate(case, &Rloo),
+        "opo" => estimate(case, &Opo),
+        "gpg_advantage" => {
+            let f_norm = case.number("f_norm").unwrap_or(1.0);
+            estimate(case, &Gpg { f_norm })
+        }
+        "grpo_passk" => {
+            let std = case.get("norm_adv_by_std_in_grpo") != Some(&Value::Bool(false));
+            let epsilon = std.then_some(case.number("epsilon").unwrap_or(1e-6));
+            estimate(case, &GrpoPassK { epsilon })
+        }
+        "reinforce_plus_plus" => {
+            let gamma = case.number("gamma").unwrap_or(1.0);
+            estimate(case, &ReinforcePlusPlus { gamma })
+        }
+        "reinforce_plus_plus_baseline" => estimate(case, &ReinforcePlusPlusBaseline),
+        "remax" => estimate(case, &ReMax),
+        "gae" => gae(case),
         "vanilla" => vanilla(case, dtype),
+        "gspo" => {
+            let (clip_low, clip_high) = clips(case);
+            let loss = GspoLoss {
+                clip_low,
+                clip_high,
+            };
+            token_loss(case, dtype, "log_probs", loss)
+        }
+        "cispo" => {
+            let (clip_low, clip_high) = clips(case);
+            let loss = CispoLoss {
+                clip_low,
+                clip_high,
+            };
+            token_loss(case, dtype, "log_probs", loss)
+        }
+        "gpg_loss" => token_loss(case, dtype, "log_probs", GpgLoss),
         "agg_loss" => agg_loss(case, dtype),
         "kl_penalty" | "kl_penalty_trl" => kl_penalty(case, dtype),
         "kl_in_reward" => reward_with_kl(case),
@@ -72,9 +111,14 @@ fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
             .map(|g| *g as u64)
             .collect()
     });
+    let values = case.rows("values");
+    let baselines = case.get("reward_baselines");
+    let baselines = baselines.map(|_| case.numbers("reward_baselines"));
     let mut inputs = AdvantageInputs::new(&mask);
     inputs.token_level_rewards = rewards.as_ref();
     inputs.groups = groups.as_deref();
+    inputs.values = values.as_ref();
+    inputs.reward_baselines = baselines.as_deref();
     let result = estimator.estimate(&inputs)?;
     let mut answer = vec![("advantages", json_rows(&result.advantages))];
     if let Some(returns) = &result.returns {
@@ -82,6 +126,19 @@ fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
     }
     assert!(ESTIMATORS.iter().any(|(name, _)| *name == estimator.name()));
     Ok(object(answer))
+}
+
+fn gae(case: &Case) -> Outcome {
+    let mut gae = Gae {
+        gamma: case.number("gamma").expect("gamma"),
+        gae_lambda: case.number("lam").expect("lambda"),
+        whiten: false,
+    };
+    let raw = estimate(case, &gae)?;
+    gae.whiten = true;
+    let mut answer = estimate(case, &gae)?;
+    answer["advantages_raw"] = raw["advantages"].clone();
+    Ok(answer)
 }
 
 // ---- losses
@@ -174,11 +231,18 @@ fn token_loss(case: &Case, dtype: DType, input: &str, loss: impl TokenLoss + 'st
     Ok(Value::Object(answer))
 }
 
-fn vanilla(case: &Case, dtype: DType) -> Outcome {
+/// ε_low and ε_high, which fall back to ε.
+fn clips(case: &Case) -> (f64, f64) {
     let both = case.number("clip_ratio").unwrap_or(0.2);
+    let side = |key: &str| case.number(key).unwrap_or(both);
+    (side("clip_ratio_low"), side("clip_ratio_high"))
+}
+
+fn vanilla(case: &Case, dtype: DType) -> Outcome {
+    let (clip_low, clip_high) = clips(case);
     let loss = ClippedPolicyLoss {
-        clip_low: case.number("clip_ratio_low").unwrap_or(both),
-        clip_high: case.number("clip_ratio_high").unwrap_or(both),
+        clip_low,
+        clip_high,
         dual_clip: case.number("clip_ratio_c"),
     };
     token_loss(case, dtype, "log_probs", loss)
@@ -259,7 +323,7 @@ fn adaptive_kl(case: &Case) -> Outcome {
             return Err(AlgoError::UnknownName {
                 what: "KL controller",
                 name: name.to_owned(),
-                known: &["fixed", "adaptive"],
+                known: vec!["fixed", "adaptive"],
             });
         }
     };
