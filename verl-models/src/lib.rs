@@ -4,6 +4,7 @@
 
 pub mod model;
 pub mod optim;
+mod packing;
 pub mod policy;
 pub mod random;
 pub mod rollout;
@@ -11,3 +12,4 @@ mod rows;
 pub mod scoring;
 #[cfg(test)]
 mod toy;
+mod weights;

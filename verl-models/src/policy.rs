@@ -1,11 +1,11 @@
 //! A model with its optimiser, as stages use it.
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::path::Path;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::ParamId;
 use burn::tensor::{Device, Tensor};
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use crate::model::{
@@ -14,9 +14,10 @@ use crate::model::{
 use crate::optim::{
     AdamW, GradientAccumulator, OptimizerConfig, OptimizerConfigError, TrainableParameters,
 };
+use crate::packing::{Packed, TrainingBatch};
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows::{self, Call};
-use crate::scoring::linear_log_probs;
+use crate::weights::{Loader, Weights};
 
 /// Tokens whose logits are in memory at once while training.
 const TRAIN_CHUNK: usize = 256;
@@ -92,97 +93,37 @@ impl<M: ModelInterface> Policy<M> {
     fn check(&self, rows: &[ScoreRow<'_>]) -> Result<(), ModelError> {
         rows::check(rows, self.vocab_size(), self.max_tokens())
     }
-
-    /// Scores the rows of one padded call into `results`.
-    fn score_call(
-        &self,
-        call: &Call,
-        rows: &[ScoreRow<'_>],
-        temperature: f64,
-        entropies: bool,
-        results: &mut [Scores],
-    ) {
-        let device = self.device();
-        let mut packed = Packed::default();
-        for (place, &row) in call.rows.iter().enumerate() {
-            for token in 0..rows[row].response.len() {
-                packed.push(place * call.width, row, &rows[row], token);
-            }
-        }
-        let tokens = packed.rows.len();
-        packed.pad(tokens.next_multiple_of(SCORE_CHUNK));
-        let picked = call.rows.iter().map(|&row| &rows[row]);
-        let ids = rows::padded_ids(picked, call.height, call.width, &device);
-        let (log_probs, found) = packed.score(
-            self.module(),
-            ids,
-            &device,
-            temperature,
-            entropies,
-            SCORE_CHUNK,
-        );
-        let log_probs = log_probs.into_data();
-        for (&row, value) in packed.rows.iter().zip(log_probs.iter::<f32>()) {
-            results[row].log_probs.push(value);
-        }
-        if let Some(found) = found {
-            for (&row, value) in packed.rows.iter().zip(found.into_data().iter::<f32>()) {
-                results[row].entropies.push(value);
-            }
-        }
-    }
 }
 
-/// Response tokens of a call, one after the other.
-#[derive(Default)]
-struct Packed {
-    /// Index of the hidden state that predicts each token, in the flattened call.
-    positions: Vec<i32>,
-    targets: Vec<i32>,
-    rows: Vec<usize>,
-}
-
-impl Packed {
-    /// Adds response token `token` of row `row`, which starts at `start` in the flattened call.
-    fn push(&mut self, start: usize, row: usize, tokens: &ScoreRow<'_>, token: usize) {
-        let predictor = start + tokens.prompt.len() + token - 1;
-        self.positions.push(predictor as i32);
-        self.targets.push(tokens.response[token] as i32);
-        self.rows.push(row);
+/// Scores the rows of one padded call, in the order of its rows.
+fn score_call<M: ModelInterface>(
+    module: &M,
+    call: &Call,
+    rows: &[ScoreRow<'_>],
+    device: &Device,
+    temperature: f64,
+    entropies: bool,
+) -> Vec<Scores> {
+    let mut packed = Packed::default();
+    for (place, &row) in call.rows.iter().enumerate() {
+        for token in 0..rows[row].response.len() {
+            packed.push(place * call.width, place, &rows[row], token);
+        }
     }
-
-    /// Fills up with tokens of no row.
-    fn pad(&mut self, length: usize) {
-        self.positions.resize(length, 0);
-        self.targets.resize(length, 0);
+    packed.pad(packed.rows.len().next_multiple_of(SCORE_CHUNK));
+    let picked = call.rows.iter().map(|&row| &rows[row]);
+    let ids = rows::padded_ids(picked, call.height, call.width, device);
+    let (log_probs, found) = packed.score(module, ids, device, temperature, entropies, SCORE_CHUNK);
+    let mut scores = vec![Scores::default(); call.rows.len()];
+    for (&place, value) in packed.rows.iter().zip(log_probs.into_data().iter::<f32>()) {
+        scores[place].log_probs.push(value);
     }
-
-    /// Forward pass of the padded `ids`, then log-probs and entropies of the packed tokens only.
-    fn score<M: ModelInterface>(
-        &self,
-        module: &M,
-        ids: Tensor<2, burn::tensor::Int>,
-        device: &Device,
-        temperature: f64,
-        entropies: bool,
-        chunk: usize,
-    ) -> (Tensor<1>, Option<Tensor<1>>) {
-        let hidden = module.hidden(ids); // [B, S, D]
-        let [b, s, d] = hidden.dims();
-        let positions = rows::indices(self.positions.clone(), device);
-        let hidden = hidden.reshape([b * s, d]).select(0, positions); // [N, D]
-        let targets = rows::indices(self.targets.clone(), device);
-        // Greedy rollouts report log-probs of temperature 1.
-        let temperature = if temperature == 0.0 { 1.0 } else { temperature };
-        linear_log_probs(
-            hidden,
-            module.head(),
-            targets,
-            temperature,
-            entropies,
-            chunk,
-        )
+    if let Some(found) = found {
+        for (&place, value) in packed.rows.iter().zip(found.into_data().iter::<f32>()) {
+            scores[place].entropies.push(value);
+        }
     }
+    scores
 }
 
 impl<M: ModelInterface> PolicyModel for Policy<M> {
@@ -202,9 +143,28 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         entropies: bool,
     ) -> Result<Vec<Scores>, ModelError> {
         self.check(rows)?;
+        let device = self.device();
+        let calls = rows::calls(rows, self.max_tokens());
+        // Modules may be sent to another thread, but not shared with it: each call gets a handle of its own.
+        let jobs: Vec<_> = calls
+            .iter()
+            .map(|call| (call, self.module().clone()))
+            .collect();
+        let run = |(call, module): (&Call, M)| {
+            score_call(&module, call, rows, &device, temperature, entropies)
+        };
+        // One call leaves cores idle, as only large products are split among threads. A GPU has a stream a thread and
+        // a pool of memory a stream, so there calls stay on this thread.
+        let scores: Vec<Vec<Scores>> = if device == Device::flex() {
+            jobs.into_par_iter().map(run).collect()
+        } else {
+            jobs.into_iter().map(run).collect()
+        };
         let mut results = vec![Scores::default(); rows.len()];
-        for call in rows::calls(rows, self.max_tokens()) {
-            self.score_call(&call, rows, temperature, entropies, &mut results);
+        for (call, scores) in calls.iter().zip(scores) {
+            for (&row, scores) in call.rows.iter().zip(scores) {
+                results[row] = scores;
+            }
         }
         Ok(results)
     }
@@ -329,97 +289,6 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
 
     fn max_tokens(&self) -> usize {
         self.module().max_tokens()
-    }
-}
-
-/// What a micro-batch runs through the model: rows with a selected token, up to the last one that is needed.
-struct TrainingBatch {
-    rows: Vec<usize>,
-    width: usize,
-    packed: Packed,
-}
-
-impl TrainingBatch {
-    /// None where no token is selected.
-    fn new(rows: &[ScoreRow<'_>], select: &dyn Fn(usize, usize) -> bool) -> Option<Self> {
-        let selected: Vec<(usize, Vec<usize>)> = rows
-            .iter()
-            .enumerate()
-            .map(|(row, tokens)| {
-                let chosen = (0..tokens.response.len()).filter(|&token| select(row, token));
-                (row, chosen.collect())
-            })
-            .filter(|(_, chosen): &(usize, Vec<usize>)| !chosen.is_empty())
-            .collect();
-        let lengths = selected
-            .iter()
-            .filter_map(|(row, chosen)| Some(rows::input_len(&rows[*row], chosen.last()? + 1)));
-        let width = lengths.max()?;
-        let mut packed = Packed::default();
-        for (place, (row, chosen)) in selected.iter().enumerate() {
-            for &token in chosen {
-                packed.push(place * width, *row, &rows[*row], token);
-            }
-        }
-        Some(TrainingBatch {
-            rows: selected.into_iter().map(|(row, _)| row).collect(),
-            width,
-            packed,
-        })
-    }
-}
-
-/// Flat views of all float parameters, in the order of the module; a parameter held twice is listed once.
-#[derive(Default)]
-struct Weights {
-    path: Vec<String>,
-    by_id: Vec<(ParamId, Tensor<1>)>,
-    named: Vec<(String, Tensor<1>)>,
-}
-
-impl Weights {
-    fn of<M: Module>(module: &M) -> Self {
-        let mut weights = Weights::default();
-        module.visit(&mut weights);
-        weights
-    }
-}
-
-impl ModuleVisitor for Weights {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.by_id.iter().any(|(id, _)| *id == param.id) {
-            return;
-        }
-        let weight = param.base();
-        let length = weight.shape().num_elements();
-        let weight: Tensor<1> = weight.reshape([length]);
-        self.named.push((self.path.join("."), weight.clone()));
-        self.by_id.push((param.id, weight));
-    }
-}
-
-/// Puts flat weights back.
-struct Loader {
-    weights: HashMap<ParamId, Tensor<1>>,
-}
-
-impl ModuleMapper for Loader {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match self.weights.get(&param.id) {
-            Some(weight) => {
-                let weight = weight.clone();
-                param.map(|old| weight.reshape(old.shape()))
-            }
-            None => param,
-        }
     }
 }
 

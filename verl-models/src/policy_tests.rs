@@ -1,3 +1,4 @@
+use burn::module::Module;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Int};
 
@@ -72,7 +73,7 @@ fn plain(toy: &Toy, row: &ScoreRow<'_>, temperature: f64) -> (Tensor<1>, Tensor<
     let v = logits.dims()[2];
     let logits = logits.slice([0..1, p - 1..p + t - 1, 0..v]).reshape([t, v]);
     let log_p = log_softmax(logits.div_scalar(temperature), 1);
-    let targets = ids.slice([p..p + t]).reshape([t, 1]);
+    let targets = ids.slice(p..p + t).reshape([t, 1]);
     let entropies = -(log_p.clone().exp() * log_p.clone()).sum_dim(1);
     (
         log_p.gather(1, targets).reshape([t]),
