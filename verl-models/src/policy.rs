@@ -16,15 +16,14 @@ use crate::optim::{
 };
 use crate::packing::{Packed, TrainingBatch};
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use crate::rows::{self, Call};
+use crate::rows::{self, Call, CallLimits};
 use crate::weights::{Loader, Weights};
 
 /// Tokens whose logits are in memory at once while training.
 const TRAIN_CHUNK: usize = 256;
 
-/// Tokens of a product with the head while scoring. All products have exactly as many rows, padding included, so that
-/// a token's result does not depend on how many others there are.
-const SCORE_CHUNK: usize = 64;
+/// Why a module is always there.
+const PRESENT: &str = "the module is absent only inside an optimiser step";
 
 /// A model with an optimiser, or a frozen one without.
 ///
@@ -79,9 +78,7 @@ impl<M: ModelInterface> Policy<M> {
     /// # Panics
     /// When an optimiser step panicked before.
     pub fn module(&self) -> &M {
-        self.module
-            .as_ref()
-            .expect("the module is absent only inside an optimiser step")
+        self.module.as_ref().expect(PRESENT)
     }
 
     /// Where the weights are.
@@ -101,8 +98,7 @@ fn score_call<M: ModelInterface>(
     call: &Call,
     rows: &[ScoreRow<'_>],
     device: &Device,
-    temperature: f64,
-    entropies: bool,
+    (temperature, entropies, chunk): (f64, bool, usize),
 ) -> Vec<Scores> {
     let mut packed = Packed::default();
     for (place, &row) in call.rows.iter().enumerate() {
@@ -110,10 +106,10 @@ fn score_call<M: ModelInterface>(
             packed.push(place * call.width, place, &rows[row], token);
         }
     }
-    packed.pad(packed.rows.len().next_multiple_of(SCORE_CHUNK));
+    packed.pad(packed.rows.len().next_multiple_of(chunk));
     let picked = call.rows.iter().map(|&row| &rows[row]);
     let ids = rows::padded_ids(picked, call.height, call.width, device);
-    let (log_probs, found) = packed.score(module, ids, device, temperature, entropies, SCORE_CHUNK);
+    let (log_probs, found) = packed.score(module, ids, device, temperature, entropies, chunk);
     let mut scores = vec![Scores::default(); call.rows.len()];
     for (&place, value) in packed.rows.iter().zip(log_probs.into_data().iter::<f32>()) {
         scores[place].log_probs.push(value);
@@ -144,18 +140,25 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
     ) -> Result<Vec<Scores>, ModelError> {
         self.check(rows)?;
         let device = self.device();
-        let calls = rows::calls(rows, self.max_tokens());
+        let on_cpu = device == Device::flex();
+        let limits = if on_cpu {
+            CallLimits::CPU
+        } else {
+            CallLimits::GPU
+        };
+        let calls = rows::calls(rows, self.max_tokens(), limits);
         // Modules may be sent to another thread, but not shared with it: each call gets a handle of its own.
         let jobs: Vec<_> = calls
             .iter()
             .map(|call| (call, self.module().clone()))
             .collect();
         let run = |(call, module): (&Call, M)| {
-            score_call(&module, call, rows, &device, temperature, entropies)
+            let settings = (temperature, entropies, limits.chunk);
+            score_call(&module, call, rows, &device, settings)
         };
         // One call leaves cores idle, as only large products are split among threads. A GPU has a stream a thread and
         // a pool of memory a stream, so there calls stay on this thread.
-        let scores: Vec<Vec<Scores>> = if device == Device::flex() {
+        let scores: Vec<Vec<Scores>> = if on_cpu {
             jobs.into_par_iter().map(run).collect()
         } else {
             jobs.into_iter().map(run).collect()
@@ -185,7 +188,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         let Some(batch) = TrainingBatch::new(rows, select) else {
             return Ok(0.0);
         };
-        let module = self.module.as_ref().ok_or(ModelError::Frozen)?;
+        let module = self.module.as_ref().expect(PRESENT);
         let module = training.parameters.differentiable(module);
         let picked = batch.rows.iter().map(|&row| &rows[row]);
         let ids = rows::padded_ids(picked, batch.rows.len(), batch.width, &device);
@@ -219,7 +222,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
 
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
-        let module = self.module.take().ok_or(ModelError::Frozen)?;
+        let module = self.module.take().expect(PRESENT);
         let gradients = training.accumulator.take();
         let (module, report) = training
             .optimizer

@@ -421,3 +421,30 @@ fn bf16_weights_move_by_steps_smaller_than_their_spacing() {
         .count();
     assert!(moved > 6, "only {moved} of 12 moved");
 }
+
+#[test]
+fn nothing_but_the_policy_holds_its_weights_after_training() {
+    struct Unique;
+    impl burn::module::ModuleMapper for Unique {
+        fn map_float<const D: usize>(
+            &mut self,
+            param: burn::module::Param<Tensor<D>>,
+        ) -> burn::module::Param<Tensor<D>> {
+            param.map(|weight| {
+                assert!(weight.can_mut(), "a step would copy this weight");
+                weight
+            })
+        }
+    }
+    let sequences = sequences(&[(3, 8), (5, 2)], 29);
+    let rows = rows(&sequences);
+    let mut policy = trained(Toy::new(29, 12, 64));
+    for _ in 0..2 {
+        policy.score(&rows, 1.0, true).expect("valid rows");
+        policy
+            .accumulate(&rows, &all, 1.0, true, &mut loss)
+            .expect("finite");
+        policy.module = policy.module.take().map(|module| module.map(&mut Unique));
+        policy.optimizer_step().expect("finite");
+    }
+}
