@@ -98,7 +98,7 @@ fn score_call<M: ModelInterface>(
     call: &Call,
     rows: &[ScoreRow<'_>],
     device: &Device,
-    (temperature, entropies, chunk): (f64, bool, usize),
+    (temperature, entropies, limits): (f64, bool, CallLimits),
 ) -> Vec<Scores> {
     let mut packed = Packed::default();
     for (place, &row) in call.rows.iter().enumerate() {
@@ -106,7 +106,9 @@ fn score_call<M: ModelInterface>(
             packed.push(place * call.width, place, &rows[row], token);
         }
     }
-    packed.pad(packed.rows.len().next_multiple_of(chunk));
+    let tokens = packed.rows.len();
+    let chunk = limits.product_len(call, tokens);
+    packed.pad(tokens.next_multiple_of(chunk));
     let picked = call.rows.iter().map(|&row| &rows[row]);
     let ids = rows::padded_ids(picked, call.height, call.width, device);
     let (log_probs, found) = packed.score(module, ids, device, temperature, entropies, chunk);
@@ -153,7 +155,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
             .map(|call| (call, self.module().clone()))
             .collect();
         let run = |(call, module): (&Call, M)| {
-            let settings = (temperature, entropies, limits.chunk);
+            let settings = (temperature, entropies, limits);
             score_call(&module, call, rows, &device, settings)
         };
         // One call leaves cores idle, as only large products are split among threads. A GPU has a stream a thread and

@@ -16,16 +16,16 @@ pub(crate) struct CallLimits {
     tokens: usize,
     /// Most rows of a call.
     rows: usize,
-    /// Tokens of a product with the head; every product has exactly so many, padding included.
-    pub(crate) chunk: usize,
+    /// Most tokens of a product with the head.
+    chunk: usize,
 }
 
 impl CallLimits {
-    /// Small calls: they run side by side, and rows of padding cost what rows cost.
+    /// One row a call: calls run side by side, and rows of padding would cost what rows cost.
     pub(crate) const CPU: CallLimits = CallLimits {
-        tokens: 64,
-        rows: 4,
-        chunk: 32,
+        tokens: 0,
+        rows: 1,
+        chunk: 256,
     };
 
     /// Large calls: a GPU is idle otherwise, and rows of padding are nearly free.
@@ -34,6 +34,17 @@ impl CallLimits {
         rows: 64,
         chunk: 256,
     };
+
+    /// Tokens of each product with the head, padding included, for a call with this many response tokens.
+    ///
+    /// A row alone in its call decides it; rows that share a call get a constant.
+    pub(crate) fn product_len(&self, call: &Call, response: usize) -> usize {
+        if call.height == 1 {
+            padded_len(response, usize::MAX).min(self.chunk)
+        } else {
+            self.chunk
+        }
+    }
 }
 
 /// Checks lengths and ids of all rows before anything is computed.
