@@ -2,6 +2,8 @@
 //!
 //! This crate knows nothing of pipelines.
 
+pub mod chat_template;
+pub mod gguf;
 pub mod model;
 pub mod optim;
 mod packing;
@@ -10,6 +12,7 @@ pub mod random;
 pub mod rollout;
 mod rows;
 pub mod scoring;
+pub mod tokenizer;
 #[cfg(test)]
 mod toy;
 mod weights;

@@ -11,6 +11,8 @@ pub mod keys;
 pub mod pipe;
 pub mod plan;
 pub mod resource;
+pub mod run;
 pub mod schedule;
 pub mod shape;
 pub mod stage;
+pub mod trace;

@@ -2,3 +2,9 @@
 
 pub mod eager;
 pub mod engine;
+mod row;
+pub mod sampling;
+pub mod stop;
+
+#[cfg(test)]
+mod toy;

@@ -1,0 +1,17 @@
+//! Running a placed pipeline: [`Run`](runner::Run) executes steps, [`Trainer`](trainer::Trainer) whole runs.
+//!
+//! One thread (the caller's) holds the state of the step and hands out slices; a worker thread a device group runs
+//! the stages that use models; a bounded pool runs the others.
+
+mod channel;
+mod convert;
+pub mod error;
+pub mod guard;
+mod host_pool;
+pub mod metrics;
+mod outputs;
+pub mod runner;
+mod state;
+mod step;
+mod table;
+mod worker;
