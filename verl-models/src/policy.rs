@@ -203,7 +203,11 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
             entropies,
             rows: batch.packed.rows,
         });
-        let value = loss.clone().inner().into_scalar::<f64>();
+        let values = loss.shape().num_elements();
+        if values != 1 {
+            return Err(ModelError::LossShape { values });
+        }
+        let value = loss.clone().without_autodiff().into_scalar::<f64>();
         if !value.is_finite() {
             return Err(ModelError::NonFinite {
                 what: "loss".to_owned(),
@@ -279,6 +283,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         self.module = Some(module.map(&mut Loader { weights }));
         if let (Some(training), Some(optimizer)) = (&mut self.training, &snapshot.optimizer) {
             training.optimizer = optimizer.clone();
+            // Gradients of other weights are of no use.
             training.accumulator = GradientAccumulator::default();
         }
         true

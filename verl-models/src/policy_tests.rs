@@ -300,6 +300,26 @@ fn what_is_not_finite_is_named_and_changes_nothing() {
 }
 
 #[test]
+fn odd_losses_are_refused_or_have_no_gradient() {
+    let mut policy = trained(Toy::new(29, 12, 64));
+    let sequences = sequences(&[(3, 8)], 29);
+    let rows = rows(&sequences);
+    let many = policy.accumulate(&rows, &all, 1.0, false, &mut |scores| scores.log_probs);
+    assert!(matches!(many, Err(ModelError::LossShape { values: 8 })));
+    let constant = |_: PackedScores| Tensor::<1>::from_data([2.5], &Device::flex());
+    let value = policy.accumulate(&rows, &all, 1.0, false, &mut { constant });
+    assert_eq!(value.ok(), Some(2.5));
+    let detached = |scores: PackedScores| scores.log_probs.detach().sum();
+    assert!(
+        policy
+            .accumulate(&rows, &all, 1.0, false, &mut { detached })
+            .is_ok()
+    );
+    let training = policy.training.as_ref().expect("a trained policy");
+    assert!(training.accumulator.is_empty());
+}
+
+#[test]
 fn a_step_repeats_from_a_snapshot() {
     let sequences = sequences(&[(3, 8), (6, 2)], 29);
     let rows = rows(&sequences);

@@ -430,10 +430,7 @@ pub(crate) mod tests {
         );
         assert_eq!(tokenizer.encode("one</s>", false).unwrap(), [3, 2]);
         assert_eq!(tokenizer.decode(&[1, 3, 4, 2]), "one two");
-        assert_eq!(
-            tokenizer.decode_with_special(&[1, 3, 2]),
-            "<s> one </s>"
-        );
+        assert_eq!(tokenizer.decode_with_special(&[1, 3, 2]), "<s> one </s>");
         assert_eq!(tokenizer.token_to_id("two"), Some(4));
         assert_eq!(tokenizer.id_to_token(6).as_deref(), Some("<end>"));
         assert_eq!(tokenizer.id_to_token(7), None);
