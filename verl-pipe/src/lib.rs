@@ -4,6 +4,7 @@
 //! `Run` (executed). This crate knows no stage, model or algorithm by name.
 
 pub mod batch;
+pub mod chain;
 pub mod data;
 pub mod diagnostic;
 pub mod field;
