@@ -4,6 +4,7 @@ use burn::tensor::{DType, Int};
 
 use super::*;
 use crate::optim::Schedule;
+use crate::random::{DrawKey, Purpose};
 use crate::toy::Toy;
 
 /// f32 logits of size 1 through two orders of addition.
@@ -466,5 +467,48 @@ fn nothing_but_the_policy_holds_its_weights_after_training() {
             .expect("finite");
         policy.module = policy.module.take().map(|module| module.map(&mut Unique));
         policy.optimizer_step().expect("finite");
+    }
+}
+
+#[test]
+fn rollouts_report_the_log_probs_that_scoring_finds() {
+    let policy = frozen(Toy::new(29, 12, 64));
+    let key = |row| DrawKey {
+        seed: 7,
+        purpose: Purpose::Rollout,
+        step: 0,
+        row,
+        attempt: 0,
+    };
+    let requests: Vec<_> = (0..4)
+        .map(|row| RolloutRequest {
+            prompt: vec![1 + row as u32, 5],
+            key: key(row),
+            max_new_tokens: 6,
+        })
+        .collect();
+    for temperature in [0.0, 0.7, 1.0] {
+        let settings = SamplingSettings {
+            temperature,
+            ..SamplingSettings::default()
+        };
+        let mut outputs = vec![None; requests.len()];
+        policy
+            .generate(&requests, &settings, &mut |index, output| {
+                outputs[index] = Some(output);
+                Ok(())
+            })
+            .expect("valid requests");
+        for (request, output) in requests.iter().zip(outputs) {
+            let output = output.expect("every request is answered");
+            let row = ScoreRow {
+                prompt: &request.prompt,
+                response: &output.tokens,
+            };
+            let scores = policy
+                .score(&[row], temperature, false)
+                .expect("valid rows");
+            close(&output.log_probs, &scores[0].log_probs, ROUNDING);
+        }
     }
 }
