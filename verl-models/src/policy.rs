@@ -81,6 +81,26 @@ impl<M: ModelInterface> Policy<M> {
         self.module.as_ref().expect(PRESENT)
     }
 
+    /// Writes the optimiser's state (moments, master weights, step counts) to a safetensors file.
+    ///
+    /// # Errors
+    /// A frozen model; a file that cannot be written.
+    pub fn save_optimizer(&self, path: &Path) -> Result<(), ModelError> {
+        let training = self.training.as_ref().ok_or(ModelError::Frozen)?;
+        training.optimizer.save(&training.parameters, path)
+    }
+
+    /// Reads what [`Policy::save_optimizer`] wrote; on an error nothing changes.
+    ///
+    /// # Errors
+    /// A frozen model; a file that cannot be read or is of another model.
+    pub fn load_optimizer(&mut self, path: &Path) -> Result<(), ModelError> {
+        let device = self.device();
+        let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
+        let parameters = &training.parameters;
+        training.optimizer.load(parameters, path, &device)
+    }
+
     /// Where the weights are.
     fn device(&self) -> Device {
         let devices = self.module().devices();
