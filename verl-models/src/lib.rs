@@ -11,6 +11,7 @@ pub mod gguf;
 pub mod hf;
 pub mod model;
 pub mod optim;
+mod packing;
 pub mod parameters;
 pub mod policy;
 pub mod random;
@@ -18,6 +19,9 @@ pub mod rollout;
 mod rows;
 pub mod scoring;
 pub mod tokenizer;
+#[cfg(test)]
+mod toy;
+mod weights;
 
 pub use decoder::{Decoder, DecoderConfig};
 
@@ -29,5 +33,3 @@ pub const FAMILIES: &[families::Family] = &[
     families::SMOLLM,
 ];
 
-#[cfg(test)]
-mod toy;

@@ -1,11 +1,11 @@
 //! A model with its optimiser, as stages use it.
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::path::Path;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::ParamId;
 use burn::tensor::{Device, Tensor};
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use crate::model::{
@@ -14,16 +14,16 @@ use crate::model::{
 use crate::optim::{
     AdamW, GradientAccumulator, OptimizerConfig, OptimizerConfigError, TrainableParameters,
 };
+use crate::packing::{Packed, TrainingBatch};
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use crate::rows::{self, Call};
-use crate::scoring::linear_log_probs;
+use crate::rows::{self, Call, CallLimits};
+use crate::weights::{Loader, Weights};
 
 /// Tokens whose logits are in memory at once while training.
 const TRAIN_CHUNK: usize = 256;
 
-/// Tokens of a product with the head while scoring. All products have exactly as many rows, padding included, so that
-/// a token's result does not depend on how many others there are.
-const SCORE_CHUNK: usize = 64;
+/// Why a module is always there.
+const PRESENT: &str = "the module is absent only inside an optimiser step";
 
 /// A model with an optimiser, or a frozen one without.
 ///
@@ -78,9 +78,27 @@ impl<M: ModelInterface> Policy<M> {
     /// # Panics
     /// When an optimiser step panicked before.
     pub fn module(&self) -> &M {
-        self.module
-            .as_ref()
-            .expect("the module is absent only inside an optimiser step")
+        self.module.as_ref().expect(PRESENT)
+    }
+
+    /// Writes the optimiser's state (moments, master weights, step counts) to a safetensors file.
+    ///
+    /// # Errors
+    /// A frozen model; a file that cannot be written.
+    pub fn save_optimizer(&self, path: &Path) -> Result<(), ModelError> {
+        let training = self.training.as_ref().ok_or(ModelError::Frozen)?;
+        training.optimizer.save(&training.parameters, path)
+    }
+
+    /// Reads what [`Policy::save_optimizer`] wrote; on an error nothing changes.
+    ///
+    /// # Errors
+    /// A frozen model; a file that cannot be read or is of another model.
+    pub fn load_optimizer(&mut self, path: &Path) -> Result<(), ModelError> {
+        let device = self.device();
+        let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
+        let parameters = &training.parameters;
+        training.optimizer.load(parameters, path, &device)
     }
 
     /// Where the weights are.
@@ -92,97 +110,38 @@ impl<M: ModelInterface> Policy<M> {
     fn check(&self, rows: &[ScoreRow<'_>]) -> Result<(), ModelError> {
         rows::check(rows, self.vocab_size(), self.max_tokens())
     }
-
-    /// Scores the rows of one padded call into `results`.
-    fn score_call(
-        &self,
-        call: &Call,
-        rows: &[ScoreRow<'_>],
-        temperature: f64,
-        entropies: bool,
-        results: &mut [Scores],
-    ) {
-        let device = self.device();
-        let mut packed = Packed::default();
-        for (place, &row) in call.rows.iter().enumerate() {
-            for token in 0..rows[row].response.len() {
-                packed.push(place * call.width, row, &rows[row], token);
-            }
-        }
-        let tokens = packed.rows.len();
-        packed.pad(tokens.next_multiple_of(SCORE_CHUNK));
-        let picked = call.rows.iter().map(|&row| &rows[row]);
-        let ids = rows::padded_ids(picked, call.height, call.width, &device);
-        let (log_probs, found) = packed.score(
-            self.module(),
-            ids,
-            &device,
-            temperature,
-            entropies,
-            SCORE_CHUNK,
-        );
-        let log_probs = log_probs.into_data();
-        for (&row, value) in packed.rows.iter().zip(log_probs.iter::<f32>()) {
-            results[row].log_probs.push(value);
-        }
-        if let Some(found) = found {
-            for (&row, value) in packed.rows.iter().zip(found.into_data().iter::<f32>()) {
-                results[row].entropies.push(value);
-            }
-        }
-    }
 }
 
-/// Response tokens of a call, one after the other.
-#[derive(Default)]
-struct Packed {
-    /// Index of the hidden state that predicts each token, in the flattened call.
-    positions: Vec<i32>,
-    targets: Vec<i32>,
-    rows: Vec<usize>,
-}
-
-impl Packed {
-    /// Adds response token `token` of row `row`, which starts at `start` in the flattened call.
-    fn push(&mut self, start: usize, row: usize, tokens: &ScoreRow<'_>, token: usize) {
-        let predictor = start + tokens.prompt.len() + token - 1;
-        self.positions.push(predictor as i32);
-        self.targets.push(tokens.response[token] as i32);
-        self.rows.push(row);
+/// Scores the rows of one padded call, in the order of its rows.
+fn score_call<M: ModelInterface>(
+    module: &M,
+    call: &Call,
+    rows: &[ScoreRow<'_>],
+    device: &Device,
+    (temperature, entropies, limits): (f64, bool, CallLimits),
+) -> Vec<Scores> {
+    let mut packed = Packed::default();
+    for (place, &row) in call.rows.iter().enumerate() {
+        for token in 0..rows[row].response.len() {
+            packed.push(place * call.width, place, &rows[row], token);
+        }
     }
-
-    /// Fills up with tokens of no row.
-    fn pad(&mut self, length: usize) {
-        self.positions.resize(length, 0);
-        self.targets.resize(length, 0);
+    let tokens = packed.rows.len();
+    let chunk = limits.product_len(call, tokens);
+    packed.pad(tokens.next_multiple_of(chunk));
+    let picked = call.rows.iter().map(|&row| &rows[row]);
+    let ids = rows::padded_ids(picked, call.height, call.width, device);
+    let (log_probs, found) = packed.score(module, ids, device, temperature, entropies, chunk);
+    let mut scores = vec![Scores::default(); call.rows.len()];
+    for (&place, value) in packed.rows.iter().zip(log_probs.into_data().iter::<f32>()) {
+        scores[place].log_probs.push(value);
     }
-
-    /// Forward pass of the padded `ids`, then log-probs and entropies of the packed tokens only.
-    fn score<M: ModelInterface>(
-        &self,
-        module: &M,
-        ids: Tensor<2, burn::tensor::Int>,
-        device: &Device,
-        temperature: f64,
-        entropies: bool,
-        chunk: usize,
-    ) -> (Tensor<1>, Option<Tensor<1>>) {
-        let hidden = module.hidden(ids); // [B, S, D]
-        let [b, s, d] = hidden.dims();
-        let positions = rows::indices(self.positions.clone(), device);
-        let hidden = hidden.reshape([b * s, d]).select(0, positions); // [N, D]
-        let targets = rows::indices(self.targets.clone(), device);
-        // Greedy rollouts report log-probs of temperature 1.
-        let temperature = if temperature == 0.0 { 1.0 } else { temperature };
-        linear_log_probs(
-            hidden,
-            module.head(),
-            targets,
-            temperature,
-            entropies,
-            chunk,
-        )
+    if let Some(found) = found {
+        for (&place, value) in packed.rows.iter().zip(found.into_data().iter::<f32>()) {
+            scores[place].entropies.push(value);
+        }
     }
+    scores
 }
 
 impl<M: ModelInterface> PolicyModel for Policy<M> {
@@ -202,9 +161,35 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         entropies: bool,
     ) -> Result<Vec<Scores>, ModelError> {
         self.check(rows)?;
+        let device = self.device();
+        let on_cpu = device == Device::flex();
+        let limits = if on_cpu {
+            CallLimits::CPU
+        } else {
+            CallLimits::GPU
+        };
+        let calls = rows::calls(rows, self.max_tokens(), limits);
+        // Modules may be sent to another thread, but not shared with it: each call gets a handle of its own.
+        let jobs: Vec<_> = calls
+            .iter()
+            .map(|call| (call, self.module().clone()))
+            .collect();
+        let run = |(call, module): (&Call, M)| {
+            let settings = (temperature, entropies, limits);
+            score_call(&module, call, rows, &device, settings)
+        };
+        // One call leaves cores idle, as only large products are split among threads. A GPU has a stream a thread and
+        // a pool of memory a stream, so there calls stay on this thread.
+        let scores: Vec<Vec<Scores>> = if on_cpu {
+            jobs.into_par_iter().map(run).collect()
+        } else {
+            jobs.into_iter().map(run).collect()
+        };
         let mut results = vec![Scores::default(); rows.len()];
-        for call in rows::calls(rows, self.max_tokens()) {
-            self.score_call(&call, rows, temperature, entropies, &mut results);
+        for (call, scores) in calls.iter().zip(scores) {
+            for (&row, scores) in call.rows.iter().zip(scores) {
+                results[row] = scores;
+            }
         }
         Ok(results)
     }
@@ -225,7 +210,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         let Some(batch) = TrainingBatch::new(rows, select) else {
             return Ok(0.0);
         };
-        let module = self.module.as_ref().ok_or(ModelError::Frozen)?;
+        let module = self.module.as_ref().expect(PRESENT);
         let module = training.parameters.differentiable(module);
         let picked = batch.rows.iter().map(|&row| &rows[row]);
         let ids = rows::padded_ids(picked, batch.rows.len(), batch.width, &device);
@@ -238,7 +223,11 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
             entropies,
             rows: batch.packed.rows,
         });
-        let value = loss.clone().inner().into_scalar::<f64>();
+        let values = loss.shape().num_elements();
+        if values != 1 {
+            return Err(ModelError::LossShape { values });
+        }
+        let value = loss.clone().without_autodiff().into_scalar::<f64>();
         if !value.is_finite() {
             return Err(ModelError::NonFinite {
                 what: "loss".to_owned(),
@@ -259,7 +248,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
 
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
-        let module = self.module.take().ok_or(ModelError::Frozen)?;
+        let module = self.module.take().expect(PRESENT);
         let gradients = training.accumulator.take();
         let (module, report) = training
             .optimizer
@@ -314,6 +303,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         self.module = Some(module.map(&mut Loader { weights }));
         if let (Some(training), Some(optimizer)) = (&mut self.training, &snapshot.optimizer) {
             training.optimizer = optimizer.clone();
+            // Gradients of other weights are of no use.
             training.accumulator = GradientAccumulator::default();
         }
         true
@@ -329,97 +319,6 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
 
     fn max_tokens(&self) -> usize {
         self.module().max_tokens()
-    }
-}
-
-/// What a micro-batch runs through the model: rows with a selected token, up to the last one that is needed.
-struct TrainingBatch {
-    rows: Vec<usize>,
-    width: usize,
-    packed: Packed,
-}
-
-impl TrainingBatch {
-    /// None where no token is selected.
-    fn new(rows: &[ScoreRow<'_>], select: &dyn Fn(usize, usize) -> bool) -> Option<Self> {
-        let selected: Vec<(usize, Vec<usize>)> = rows
-            .iter()
-            .enumerate()
-            .map(|(row, tokens)| {
-                let chosen = (0..tokens.response.len()).filter(|&token| select(row, token));
-                (row, chosen.collect())
-            })
-            .filter(|(_, chosen): &(usize, Vec<usize>)| !chosen.is_empty())
-            .collect();
-        let lengths = selected
-            .iter()
-            .filter_map(|(row, chosen)| Some(rows::input_len(&rows[*row], chosen.last()? + 1)));
-        let width = lengths.max()?;
-        let mut packed = Packed::default();
-        for (place, (row, chosen)) in selected.iter().enumerate() {
-            for &token in chosen {
-                packed.push(place * width, *row, &rows[*row], token);
-            }
-        }
-        Some(TrainingBatch {
-            rows: selected.into_iter().map(|(row, _)| row).collect(),
-            width,
-            packed,
-        })
-    }
-}
-
-/// Flat views of all float parameters, in the order of the module; a parameter held twice is listed once.
-#[derive(Default)]
-struct Weights {
-    path: Vec<String>,
-    by_id: Vec<(ParamId, Tensor<1>)>,
-    named: Vec<(String, Tensor<1>)>,
-}
-
-impl Weights {
-    fn of<M: Module>(module: &M) -> Self {
-        let mut weights = Weights::default();
-        module.visit(&mut weights);
-        weights
-    }
-}
-
-impl ModuleVisitor for Weights {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.by_id.iter().any(|(id, _)| *id == param.id) {
-            return;
-        }
-        let weight = param.base();
-        let length = weight.shape().num_elements();
-        let weight: Tensor<1> = weight.reshape([length]);
-        self.named.push((self.path.join("."), weight.clone()));
-        self.by_id.push((param.id, weight));
-    }
-}
-
-/// Puts flat weights back.
-struct Loader {
-    weights: HashMap<ParamId, Tensor<1>>,
-}
-
-impl ModuleMapper for Loader {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match self.weights.get(&param.id) {
-            Some(weight) => {
-                let weight = weight.clone();
-                param.map(|old| weight.reshape(old.shape()))
-            }
-            None => param,
-        }
     }
 }
 

@@ -1,8 +1,10 @@
+use burn::module::Module;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Int};
 
 use super::*;
 use crate::optim::Schedule;
+use crate::random::{DrawKey, Purpose};
 use crate::toy::Toy;
 
 /// f32 logits of size 1 through two orders of addition.
@@ -72,7 +74,7 @@ fn plain(toy: &Toy, row: &ScoreRow<'_>, temperature: f64) -> (Tensor<1>, Tensor<
     let v = logits.dims()[2];
     let logits = logits.slice([0..1, p - 1..p + t - 1, 0..v]).reshape([t, v]);
     let log_p = log_softmax(logits.div_scalar(temperature), 1);
-    let targets = ids.slice([p..p + t]).reshape([t, 1]);
+    let targets = ids.slice(p..p + t).reshape([t, 1]);
     let entropies = -(log_p.clone().exp() * log_p.clone()).sum_dim(1);
     (
         log_p.gather(1, targets).reshape([t]),
@@ -299,6 +301,26 @@ fn what_is_not_finite_is_named_and_changes_nothing() {
 }
 
 #[test]
+fn odd_losses_are_refused_or_have_no_gradient() {
+    let mut policy = trained(Toy::new(29, 12, 64));
+    let sequences = sequences(&[(3, 8)], 29);
+    let rows = rows(&sequences);
+    let many = policy.accumulate(&rows, &all, 1.0, false, &mut |scores| scores.log_probs);
+    assert!(matches!(many, Err(ModelError::LossShape { values: 8 })));
+    let constant = |_: PackedScores| Tensor::<1>::from_data([2.5], &Device::flex());
+    let value = policy.accumulate(&rows, &all, 1.0, false, &mut { constant });
+    assert_eq!(value.ok(), Some(2.5));
+    let detached = |scores: PackedScores| scores.log_probs.detach().sum();
+    assert!(
+        policy
+            .accumulate(&rows, &all, 1.0, false, &mut { detached })
+            .is_ok()
+    );
+    let training = policy.training.as_ref().expect("a trained policy");
+    assert!(training.accumulator.is_empty());
+}
+
+#[test]
 fn a_step_repeats_from_a_snapshot() {
     let sequences = sequences(&[(3, 8), (6, 2)], 29);
     let rows = rows(&sequences);
@@ -419,4 +441,74 @@ fn bf16_weights_move_by_steps_smaller_than_their_spacing() {
         .filter(|x| **x != 1.0)
         .count();
     assert!(moved > 6, "only {moved} of 12 moved");
+}
+
+#[test]
+fn nothing_but_the_policy_holds_its_weights_after_training() {
+    struct Unique;
+    impl burn::module::ModuleMapper for Unique {
+        fn map_float<const D: usize>(
+            &mut self,
+            param: burn::module::Param<Tensor<D>>,
+        ) -> burn::module::Param<Tensor<D>> {
+            param.map(|weight| {
+                assert!(weight.can_mut(), "a step would copy this weight");
+                weight
+            })
+        }
+    }
+    let sequences = sequences(&[(3, 8), (5, 2)], 29);
+    let rows = rows(&sequences);
+    let mut policy = trained(Toy::new(29, 12, 64));
+    for _ in 0..2 {
+        policy.score(&rows, 1.0, true).expect("valid rows");
+        policy
+            .accumulate(&rows, &all, 1.0, true, &mut loss)
+            .expect("finite");
+        policy.module = policy.module.take().map(|module| module.map(&mut Unique));
+        policy.optimizer_step().expect("finite");
+    }
+}
+
+#[test]
+fn rollouts_report_the_log_probs_that_scoring_finds() {
+    let policy = frozen(Toy::new(29, 12, 64));
+    let key = |row| DrawKey {
+        seed: 7,
+        purpose: Purpose::Rollout,
+        step: 0,
+        row,
+        attempt: 0,
+    };
+    let requests: Vec<_> = (0..4)
+        .map(|row| RolloutRequest {
+            prompt: vec![1 + row as u32, 5],
+            key: key(row),
+            max_new_tokens: 6,
+        })
+        .collect();
+    for temperature in [0.0, 0.7, 1.0] {
+        let settings = SamplingSettings {
+            temperature,
+            ..SamplingSettings::default()
+        };
+        let mut outputs = vec![None; requests.len()];
+        policy
+            .generate(&requests, &settings, &mut |index, output| {
+                outputs[index] = Some(output);
+                Ok(())
+            })
+            .expect("valid requests");
+        for (request, output) in requests.iter().zip(outputs) {
+            let output = output.expect("every request is answered");
+            let row = ScoreRow {
+                prompt: &request.prompt,
+                response: &output.tokens,
+            };
+            let scores = policy
+                .score(&[row], temperature, false)
+                .expect("valid rows");
+            close(&output.log_probs, &scores[0].log_probs, ROUNDING);
+        }
+    }
 }

@@ -9,11 +9,43 @@ use crate::model::{ModelError, ScoreRow};
 /// Token ids are padded to a quarter of the next power of two, but at least to a multiple of this.
 const MIN_STEP: usize = 16;
 
-/// Tokens of a call without gradient, about; rows of a call follow from it and from the width alone.
-const CALL_TOKENS: usize = 512;
+/// Sizes of calls without gradient. They are constants of the device, never of the request.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct CallLimits {
+    /// Tokens of a call, about; its rows follow from this and from the width alone.
+    tokens: usize,
+    /// Most rows of a call.
+    rows: usize,
+    /// Most tokens of a product with the head.
+    chunk: usize,
+}
 
-/// Most rows of a call without gradient.
-const CALL_ROWS: usize = 32;
+impl CallLimits {
+    /// One row a call: calls run side by side, and rows of padding would cost what rows cost.
+    pub(crate) const CPU: CallLimits = CallLimits {
+        tokens: 0,
+        rows: 1,
+        chunk: 256,
+    };
+
+    /// Large calls: a GPU is idle otherwise, and rows of padding are nearly free.
+    pub(crate) const GPU: CallLimits = CallLimits {
+        tokens: 16_384,
+        rows: 64,
+        chunk: 256,
+    };
+
+    /// Tokens of each product with the head, padding included, for a call with this many response tokens.
+    ///
+    /// A row alone in its call decides it; rows that share a call get a constant.
+    pub(crate) fn product_len(&self, call: &Call, response: usize) -> usize {
+        if call.height == 1 {
+            padded_len(response, usize::MAX).min(self.chunk)
+        } else {
+            self.chunk
+        }
+    }
+}
 
 /// Checks lengths and ids of all rows before anything is computed.
 pub(crate) fn check(
@@ -65,7 +97,7 @@ pub(crate) struct Call {
 ///
 /// Kernels choose their order of additions by the shape of their operands, so this is what makes a row's result
 /// independent of its neighbours, to the last bit.
-pub(crate) fn calls(rows: &[ScoreRow<'_>], max_tokens: usize) -> Vec<Call> {
+pub(crate) fn calls(rows: &[ScoreRow<'_>], max_tokens: usize, limits: CallLimits) -> Vec<Call> {
     let mut by_width: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (position, row) in rows.iter().enumerate() {
         if !row.response.is_empty() {
@@ -75,7 +107,7 @@ pub(crate) fn calls(rows: &[ScoreRow<'_>], max_tokens: usize) -> Vec<Call> {
     }
     let mut calls = Vec::new();
     for (width, positions) in by_width {
-        let height = (CALL_TOKENS / width).clamp(1, CALL_ROWS);
+        let height = (limits.tokens / width).clamp(1, limits.rows);
         calls.extend(positions.chunks(height).map(|rows| Call {
             rows: rows.to_vec(),
             height,
@@ -155,10 +187,12 @@ mod tests {
             let call = calls.iter().find(|call| call.rows.contains(&position));
             call.map(|call| (call.height, call.width))
         };
-        let together = calls(&rows, 1024);
-        for (position, row) in rows.iter().enumerate() {
-            let alone = calls(std::slice::from_ref(row), 1024);
-            assert_eq!(shape_of(&alone, 0), shape_of(&together, position));
+        for limits in [CallLimits::CPU, CallLimits::GPU] {
+            let together = calls(&rows, 1024, limits);
+            for (position, row) in rows.iter().enumerate() {
+                let alone = calls(std::slice::from_ref(row), 1024, limits);
+                assert_eq!(shape_of(&alone, 0), shape_of(&together, position));
+            }
         }
     }
 
@@ -174,7 +208,7 @@ mod tests {
 
     #[test]
     fn rows_without_response_are_in_no_call() {
-        assert!(calls(&[row(&[1, 2], &[])], 8).is_empty());
+        assert!(calls(&[row(&[1, 2], &[])], 8, CallLimits::CPU).is_empty());
     }
 
     #[test]

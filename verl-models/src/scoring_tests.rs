@@ -226,3 +226,32 @@ fn only_what_is_tracked_gets_a_gradient() {
     assert!(hidden.grad(&grads).is_none());
     assert!(head.grad(&grads).is_some());
 }
+
+#[test]
+fn a_token_scores_the_same_bits_at_every_place_of_a_chunk() {
+    // Wider than one block of the product's inner dim, and a vocabulary that is not a multiple of anything.
+    let (n, d, v) = (32, 1100, 517);
+    let hidden = matrix(n, d, 1, 0.1).cast(DType::F32);
+    let head = matrix(v, d, 2, 1.0).cast(DType::F32);
+    let score = |hidden: Tensor<2>| {
+        let targets = Tensor::from_data([5; 32], &Device::flex());
+        let (log_probs, entropies) = linear_log_probs(hidden, head.clone(), targets, 1.0, true, n);
+        let entropies = entropies.expect("entropies were asked for");
+        let both = Tensor::cat(vec![log_probs, entropies], 0).into_data();
+        both.iter::<f32>().map(f32::to_bits).collect::<Vec<_>>()
+    };
+    let expected = score(hidden.clone());
+    for by in 1..n {
+        let rolled = Tensor::cat(
+            vec![
+                hidden.clone().slice([by..n, 0..d]),
+                hidden.clone().slice([0..by, 0..d]),
+            ],
+            0,
+        );
+        let mut got = score(rolled);
+        got[..n].rotate_right(by);
+        got[n..].rotate_right(by);
+        assert!(got == expected, "rolled by {by}");
+    }
+}

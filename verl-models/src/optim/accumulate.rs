@@ -17,6 +17,8 @@ pub struct TrainableParameter {
     pub group: ParameterGroup,
     /// Whether the module holds it at several places.
     pub shared: bool,
+    /// Number of elements.
+    pub length: usize,
 }
 
 /// The parameters of a module that are trained, in the order of the module.
@@ -111,6 +113,7 @@ impl<M: ModelInterface> ModuleVisitor for Lister<'_, M> {
                 name,
                 group,
                 shared: false,
+                length: param.shape().num_elements(),
             });
         }
     }

@@ -92,13 +92,13 @@ impl OptimizerConfig {
 
 /// State of one parameter; flat f32 tensors.
 #[derive(Debug, Clone)]
-struct ParameterState {
-    first: Tensor<1>,
-    second: Tensor<1>,
+pub(super) struct ParameterState {
+    pub(super) first: Tensor<1>,
+    pub(super) second: Tensor<1>,
     /// The weight in f32, where the module holds it in another dtype.
-    master: Option<Tensor<1>>,
+    pub(super) master: Option<Tensor<1>>,
     /// Steps this parameter took part in.
-    steps: u64,
+    pub(super) steps: u64,
 }
 
 /// AdamW: moments and, for weights of another dtype, a master copy, in f32.
@@ -111,8 +111,8 @@ struct ParameterState {
 #[derive(Debug, Clone)]
 pub struct AdamW {
     config: OptimizerConfig,
-    states: Vec<Option<ParameterState>>,
-    steps: u64,
+    pub(super) states: Vec<Option<ParameterState>>,
+    pub(super) steps: u64,
 }
 
 impl AdamW {

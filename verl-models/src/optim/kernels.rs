@@ -306,7 +306,7 @@ mod tests {
     fn squares_of_a_view_and_of_many_tasks() {
         let whole = Tensor::<1>::from_data(wave(0.1).as_slice(), &Device::flex());
         let expected: f64 = wave(0.1)[5..].iter().map(|x| f64::from(*x).powi(2)).sum();
-        let got: f64 = sum_of_squares(whole.slice([5..LENGTH]))
+        let got: f64 = sum_of_squares(whole.slice(5..LENGTH))
             .into_scalar::<f32>()
             .into();
         assert!((got - expected).abs() < 1e-6 * expected);

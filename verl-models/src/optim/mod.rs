@@ -5,6 +5,7 @@ pub mod adamw;
 pub mod clip;
 pub mod kernels;
 pub mod schedule;
+mod state;
 
 pub use accumulate::{GradientAccumulator, TrainableParameters};
 pub use adamw::{AdamW, OptimizerConfig, OptimizerConfigError};
