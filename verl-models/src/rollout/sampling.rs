@@ -36,7 +36,7 @@ pub struct Draw<'a> {
 }
 
 /// Samples tokens; holds the scratch space of one thread.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Sampler<'a> {
     settings: &'a SamplingSettings,
     processed: Vec<f32>,
