@@ -15,3 +15,6 @@ mod state;
 mod step;
 mod table;
 mod worker;
+
+#[cfg(test)]
+mod tests;

@@ -135,7 +135,10 @@ impl DevicesConfig {
             return Ok(vec![kind.to_owned()]);
         };
         let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let number = |text: &str| text.parse::<u16>().map_err(|_| fail("a device number is 0 or more"));
+        let number = |text: &str| {
+            text.parse::<u16>()
+                .map_err(|_| fail("a device number is 0 or more"))
+        };
         let (first, last) = (number(first)?, number(last)?);
         if last < first {
             return Err(fail("the range runs backwards"));
@@ -230,12 +233,17 @@ impl Sizes {
     }
 
     fn micro_divides(self) -> bool {
-        self.micro_batch
-            .is_none_or(|micro| micro <= self.mini_rows_per_device() && self.mini_rows_per_device().is_multiple_of(micro))
+        self.micro_batch.is_none_or(|micro| {
+            micro <= self.mini_rows_per_device()
+                && self.mini_rows_per_device().is_multiple_of(micro)
+        })
     }
 
     fn plan(self) -> BatchPlan {
-        let micro_rows = self.micro_batch.unwrap_or(self.mini_rows_per_device()).max(1);
+        let micro_rows = self
+            .micro_batch
+            .unwrap_or(self.mini_rows_per_device())
+            .max(1);
         let log_prob_micro_rows = self.log_prob_micro_batch.unwrap_or(micro_rows);
         let rows_per_rollout_shard = self.rows() / self.rollout_shards();
         let mini_batches = (self.prompts / self.mini_batch).max(1);
@@ -261,7 +269,9 @@ impl Sizes {
 
 /// The nearest values below and above `value` for which `holds`.
 fn nearest_values(value: usize, holds: impl Fn(usize) -> bool) -> Vec<usize> {
-    let below = (value.saturating_sub(SEARCH).max(1)..value).rev().find(|&v| holds(v));
+    let below = (value.saturating_sub(SEARCH).max(1)..value)
+        .rev()
+        .find(|&v| holds(v));
     let above = (value + 1..=(value.saturating_add(SEARCH)).min(MAX_COUNT)).find(|&v| holds(v));
     below.into_iter().chain(above).collect()
 }
@@ -289,7 +299,10 @@ impl BatchPlan {
     ///
     /// # Source
     /// The batch checks of HybridFlow's implementation, told all at once.
-    pub fn solve(batch: &BatchConfig, devices: &DevicesConfig) -> Result<BatchPlan, Vec<Violation>> {
+    pub fn solve(
+        batch: &BatchConfig,
+        devices: &DevicesConfig,
+    ) -> Result<BatchPlan, Vec<Violation>> {
         let (plan, violations) = BatchPlan::estimate(batch, devices);
         if violations.is_empty() {
             Ok(plan)
@@ -300,7 +313,10 @@ impl BatchPlan {
 
     /// The arithmetic with every division rounded down, and the rules that do not hold. Lets the other checks of a
     /// pipeline go on although its sizes are wrong; only [`BatchPlan::solve`] gives a plan to run.
-    pub(crate) fn estimate(batch: &BatchConfig, devices: &DevicesConfig) -> (BatchPlan, Vec<Violation>) {
+    pub(crate) fn estimate(
+        batch: &BatchConfig,
+        devices: &DevicesConfig,
+    ) -> (BatchPlan, Vec<Violation>) {
         let mut violations = Vec::new();
         let num_devices = match devices.list() {
             Ok(list) => list.len(),
@@ -330,7 +346,10 @@ fn check_counts(given: &Sizes, batch: &BatchConfig, violations: &mut Vec<Violati
         ("batch.micro_batch", given.micro_batch),
         ("batch.log_prob_micro_batch", given.log_prob_micro_batch),
         ("batch.epochs", Some(given.epochs)),
-        ("devices.rollout_tensor_parallel", Some(given.tensor_parallel)),
+        (
+            "devices.rollout_tensor_parallel",
+            Some(given.tensor_parallel),
+        ),
     ];
     for (setting, value) in counts {
         match value {
@@ -385,12 +404,21 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
         });
     }
     if !sizes.mini_divides() {
-        let relation = if mini_batch > prompts { "are more than" } else { "do not divide" };
+        let relation = if mini_batch > prompts {
+            "are more than"
+        } else {
+            "do not divide"
+        };
         violations.push(Violation {
             setting: "batch.mini_batch",
-            rule: format!("{mini_batch} prompts a mini-batch {relation} the step's {prompts} prompts"),
+            rule: format!(
+                "{mini_batch} prompts a mini-batch {relation} the step's {prompts} prompts"
+            ),
             nearest: nearest_values(mini_batch, |v| {
-                let sizes = Sizes { mini_batch: v, ..sizes };
+                let sizes = Sizes {
+                    mini_batch: v,
+                    ..sizes
+                };
                 sizes.mini_divides() && sizes.mini_spreads()
             }),
         });
@@ -412,7 +440,11 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
         && !sizes.micro_divides()
     {
         let per_device = sizes.mini_rows_per_device();
-        let relation = if micro > per_device { "is more than" } else { "does not divide" };
+        let relation = if micro > per_device {
+            "is more than"
+        } else {
+            "does not divide"
+        };
         violations.push(Violation {
             setting: "batch.micro_batch",
             rule: format!(
