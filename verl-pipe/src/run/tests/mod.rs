@@ -5,3 +5,4 @@ mod fakes;
 mod guards;
 mod state;
 mod streaming;
+mod trainer;

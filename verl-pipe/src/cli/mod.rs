@@ -1,0 +1,3 @@
+//! The commands of the `pipe` executable, written against a registry.
+
+pub mod train;
