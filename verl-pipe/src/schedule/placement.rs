@@ -9,10 +9,12 @@ use crate::schedule::groups::DeviceGroup;
 use crate::schedule::wiring::Wiring;
 use crate::stage::{Cadence, Cardinality, OnRowError, RowRule};
 
-/// Slices of a step that a host stage of row by row work is cut into, at most about.
-const SLICES: usize = 64;
-/// Rows of such a slice, at least, where rows are expected to be quick.
-const MIN_ROWS: usize = 8;
+/// Slices of a step that a host stage is cut into, at most about: many where a call may be slow (it states a
+/// deadline), fewer where a call costs more than its rows.
+const SLOW_SLICES: usize = 64;
+const QUICK_SLICES: usize = 16;
+/// Rows of a quick stage's slice, at least.
+const QUICK_ROWS: usize = 8;
 
 /// Where a stage runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,8 +112,8 @@ fn place(stage: &PlannedStage) -> Place {
     }
 }
 
-/// Rows of one call. A plan cuts host `Row` stages to single rows, which is as fine as can be; a call costs more than
-/// a row, so that here they are cut to about 64 slices a step. The bounds depend on the plan alone.
+/// Rows of one call. A plan cuts host `Row` stages to single rows, which is as fine as can be; as a call costs more
+/// than a row, they are cut to fewer slices here. The bounds depend on the plan alone.
 fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
     let planned = &plan.stages[stage];
     let free = place == Place::Host
@@ -120,15 +122,14 @@ fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
     let Some(table) = planned.table_in.filter(|_| free) else {
         return planned.slice_rows.max(1);
     };
-    let fine = plan.tables[table].num_rows / SLICES;
+    let rows = plan.tables[table].num_rows;
     if planned.spec.deadline.is_some() {
-        // A stage that states a deadline may be slow: as many rows side by side as there are threads.
-        return fine.max(1);
+        return (rows / SLOW_SLICES).max(1);
     }
     let per_prompt: usize = std::iter::successors(Some(table), |t| plan.tables[*t].parent)
         .map(|t| plan.tables[t].factor.max(1))
         .product();
-    fine.max(per_prompt).max(MIN_ROWS)
+    (rows / QUICK_SLICES).max(per_prompt).max(QUICK_ROWS)
 }
 
 /// A finding of the scheduler about `stage`: the plan is not one that the planner makes.
