@@ -3,7 +3,7 @@
 use crate::stage::CancelToken;
 
 /// Exit status of a run that was cancelled: 128 and the number of SIGINT.
-pub const CANCELLED_STATUS: i32 = 130;
+pub const CANCELLED_STATUS: u8 = 130;
 
 /// From now on Ctrl-C cancels `token`; a second one ends the process at once with [`CANCELLED_STATUS`].
 ///
@@ -17,7 +17,7 @@ pub fn cancel_on_ctrl_c(token: CancelToken) -> std::io::Result<()> {
         runtime.block_on(async {
             while tokio::signal::ctrl_c().await.is_ok() {
                 if token.is_cancelled() {
-                    std::process::exit(CANCELLED_STATUS);
+                    std::process::exit(CANCELLED_STATUS.into());
                 }
                 token.cancel();
                 tracing::warn!("the step is being ended; press Ctrl-C again to leave at once");

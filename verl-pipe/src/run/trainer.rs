@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use crate::config::to_toml;
 use crate::plan::Plan;
 use crate::run::console::{Console, Summary};
 use crate::run::error::RunError;
@@ -59,10 +60,13 @@ impl Trainer {
     pub fn with_options(plan: Plan, options: TrainerOptions) -> Result<Trainer, RunError> {
         let schedule = plan.schedule().map_err(RunError::Schedule)?;
         let settings = &plan.pipe.run;
+        let config = to_toml(&plan.pipe).map_err(|e| RunError::Config {
+            reason: e.to_string(),
+        })?;
         let folder = RunFolder::create(&settings.dir, settings.steps)?;
         let begin = || {
-            folder.write_text("config.toml", &resolved_config(&plan))?;
-            folder.write_text("plan.txt", &plan_text(&plan))?;
+            folder.write_text("config.toml", &config)?;
+            folder.write_text("plan.txt", &plan.to_string())?;
             let run = schedule.start(options.run)?;
             folder.write_origin(&run, &options.versions)?;
             Ok(run)
@@ -252,25 +256,4 @@ impl Trainer {
         }
         Ok(())
     }
-}
-
-/// The pipeline with every setting stated.
-fn resolved_config(plan: &Plan) -> String {
-    toml::to_string(&plan.pipe.run).unwrap_or_default()
-}
-
-/// The stages in order, with the keys they read and write.
-fn plan_text(plan: &Plan) -> String {
-    let line = |stage: &crate::plan::PlannedStage| {
-        let reads: Vec<&str> = stage.inputs.iter().map(|edge| edge.key.as_str()).collect();
-        let writes: Vec<String> = stage.spec.writes.iter().map(ToString::to_string).collect();
-        format!(
-            "{} ({}): [{}] -> [{}]\n",
-            stage.name,
-            stage.kind,
-            reads.join(", "),
-            writes.join(", ")
-        )
-    };
-    plan.stages.iter().map(line).collect()
 }

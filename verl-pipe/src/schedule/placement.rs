@@ -135,7 +135,7 @@ fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
 /// A finding of the scheduler about `stage`: the plan is not one that the planner makes.
 pub(crate) fn internal(stage: &str, why: String) -> Diagnostic {
     Diagnostic {
-        code: "S002",
+        code: "S011",
         severity: Severity::Error,
         what: format!("`{stage}` cannot be wired"),
         location: stage.to_owned(),
