@@ -212,23 +212,13 @@ impl DataPipe {
 
     /// Declares a data set.
     pub fn data<C: DataConfig>(mut self, name: impl Into<String>, config: C) -> Self {
-        self.data.push(DataDecl {
-            name: name.into(),
-            kind: C::KIND.to_owned(),
-            config: as_json(&config),
-            open: Arc::new(move |context| config.open(context)),
-        });
+        self.data.push(DataDecl::new(name, config));
         self
     }
 
     /// Declares a model.
     pub fn model<C: ModelConfig>(mut self, name: impl Into<String>, config: C) -> Self {
-        self.models.push(ModelDecl {
-            name: name.into(),
-            kind: C::KIND.to_owned(),
-            config: as_json(&config),
-            factory: Arc::new(config),
-        });
+        self.models.push(ModelDecl::new(name, config));
         self
     }
 
@@ -244,7 +234,11 @@ impl DataPipe {
     }
 
     /// Declares a data set of one's own, given as the object that holds it.
-    pub fn data_object(mut self, name: impl Into<String>, data: Arc<dyn DataLoaderInterface>) -> Self {
+    pub fn data_object(
+        mut self,
+        name: impl Into<String>,
+        data: Arc<dyn DataLoaderInterface>,
+    ) -> Self {
         self.data.push(DataDecl {
             name: name.into(),
             kind: CUSTOM.to_owned(),
@@ -280,7 +274,10 @@ impl DataPipe {
     /// assert_eq!(plan.warnings[0].code, "P013"); // nobody reads it
     /// ```
     pub fn add_stage(mut self, name: impl Into<String>, stage: impl IntoStage) -> Self {
-        self.stages.push(StageDecl { name: name.into(), ..stage.declare() });
+        self.stages.push(StageDecl {
+            name: name.into(),
+            ..stage.declare()
+        });
         self
     }
 
@@ -341,6 +338,30 @@ impl StageDecl {
             stated_reads: None,
             stated_writes: None,
             build: Arc::new(move |context| config.build(context)),
+        }
+    }
+}
+
+impl ModelDecl {
+    /// The declaration of a model from its configuration.
+    pub fn new<C: ModelConfig>(name: impl Into<String>, config: C) -> Self {
+        ModelDecl {
+            name: name.into(),
+            kind: C::KIND.to_owned(),
+            config: as_json(&config),
+            factory: Arc::new(config),
+        }
+    }
+}
+
+impl DataDecl {
+    /// The declaration of a data set from its configuration.
+    pub fn new<C: DataConfig>(name: impl Into<String>, config: C) -> Self {
+        DataDecl {
+            name: name.into(),
+            kind: C::KIND.to_owned(),
+            config: as_json(&config),
+            open: Arc::new(move |context| config.open(context)),
         }
     }
 }

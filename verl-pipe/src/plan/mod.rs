@@ -22,6 +22,7 @@
 
 pub(crate) mod build;
 pub(crate) mod checks;
+mod display;
 pub mod graph;
 pub(crate) mod tables;
 
@@ -90,6 +91,13 @@ pub struct PlannedStage {
     pub slice_rows: usize,
     /// Makes the stage.
     pub build: StageBuilder,
+}
+
+impl PlannedStage {
+    /// The pipeline's name of the stage's own key `local`.
+    pub fn key<'a>(&'a self, local: &'a str) -> &'a str {
+        self.rename.get(local).map_or(local, String::as_str)
+    }
 }
 
 /// A model of a plan.

@@ -152,6 +152,12 @@ pub enum RunError {
         /// What is wrong.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// The resolved configuration cannot be written as TOML.
+    #[error("the configuration cannot be written as a file: {reason}")]
+    Config {
+        /// What is wrong.
+        reason: String,
+    },
     /// The run folder is there already.
     #[error(
         "the run folder `{}` exists already and is never overwritten; choose another one (`run.dir=…`), or move or delete it",

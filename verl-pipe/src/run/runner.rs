@@ -760,10 +760,10 @@ impl Run {
     /// How long the call takes and may take, if that is too long.
     fn is_late(&self, flight: &InFlight) -> Option<(Duration, Duration)> {
         let (since, deadline) = match &flight.host {
-            Some(host) => (
-                host.cell.lock().unit_since?,
-                self.unit_deadline(flight).unwrap_or(self.deadline),
-            ),
+            Some(host) => {
+                let since = host.cell.lock().unit_since?;
+                (since, self.unit_deadline(flight).unwrap_or(self.deadline))
+            }
             None => (flight.since, self.deadline),
         };
         let waited = since.elapsed();

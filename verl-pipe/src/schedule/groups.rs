@@ -24,10 +24,10 @@ impl DeviceGroup {
     /// The group that `name` describes.
     ///
     /// # Errors
-    /// A diagnostic `S001` when the text names no devices.
+    /// A diagnostic `S010` when the text names no devices.
     pub fn parse(name: &str) -> Result<DeviceGroup, Diagnostic> {
         let devices = devices(name.trim()).ok_or_else(|| Diagnostic {
-            code: "S001",
+            code: "S010",
             severity: Severity::Error,
             what: format!("`{name}` names no devices"),
             location: "[devices] group".to_owned(),

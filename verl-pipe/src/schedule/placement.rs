@@ -1,8 +1,7 @@
 //! [`Schedule`]: which worker runs which stage, and the wires between them. Pure: nothing is loaded here.
 //!
 //! A stage that uses a model runs on the worker thread of the model's device group; every other stage runs on the
-//! host pool. Host stages that may be cut finely and set no size of their own are cut to one prompt's rows, so that
-//! they keep pace with what streams towards them.
+//! host pool.
 
 use crate::diagnostic::{Diagnostic, Severity};
 use crate::plan::{Plan, PlannedStage};
@@ -10,8 +9,12 @@ use crate::schedule::groups::DeviceGroup;
 use crate::schedule::wiring::Wiring;
 use crate::stage::{Cadence, Cardinality, OnRowError, RowRule};
 
-/// Rows of a slice of a host stage whose rows belong to no larger group.
-const HOST_SLICE_ROWS: usize = 8;
+/// Slices of a step that a host stage is cut into, at most about: many where a call may be slow (it states a
+/// deadline), fewer where a call costs more than its rows.
+const SLOW_SLICES: usize = 64;
+const QUICK_SLICES: usize = 16;
+/// Rows of a quick stage's slice, at least.
+const QUICK_ROWS: usize = 8;
 
 /// Where a stage runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,28 +112,30 @@ fn place(stage: &PlannedStage) -> Place {
     }
 }
 
+/// Rows of one call. A plan cuts host `Row` stages to single rows, which is as fine as can be; as a call costs more
+/// than a row, they are cut to fewer slices here. The bounds depend on the plan alone.
 fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
     let planned = &plan.stages[stage];
     let free = place == Place::Host
         && planned.spec.slice_rows.is_none()
-        && planned.spec.cardinality != Cardinality::Batch;
+        && planned.spec.cardinality == Cardinality::Row;
     let Some(table) = planned.table_in.filter(|_| free) else {
         return planned.slice_rows.max(1);
     };
-    let per_prompt = std::iter::successors(Some(table), |t| plan.tables[*t].parent)
+    let rows = plan.tables[table].num_rows;
+    if planned.spec.deadline.is_some() {
+        return (rows / SLOW_SLICES).max(1);
+    }
+    let per_prompt: usize = std::iter::successors(Some(table), |t| plan.tables[*t].parent)
         .map(|t| plan.tables[t].factor.max(1))
-        .product::<usize>();
-    let fine = match planned.spec.cardinality {
-        Cardinality::Row if per_prompt == 1 => HOST_SLICE_ROWS,
-        _ => per_prompt,
-    };
-    fine.min(planned.slice_rows.max(1)).max(1)
+        .product();
+    (rows / QUICK_SLICES).max(per_prompt).max(QUICK_ROWS)
 }
 
 /// A finding of the scheduler about `stage`: the plan is not one that the planner makes.
 pub(crate) fn internal(stage: &str, why: String) -> Diagnostic {
     Diagnostic {
-        code: "S002",
+        code: "S011",
         severity: Severity::Error,
         what: format!("`{stage}` cannot be wired"),
         location: stage.to_owned(),

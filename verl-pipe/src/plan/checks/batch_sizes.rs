@@ -5,7 +5,10 @@ use crate::plan::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for violation in draft.violations {
-        let (section, key) = violation.setting.split_once('.').unwrap_or(("", violation.setting));
+        let (section, key) = violation
+            .setting
+            .split_once('.')
+            .unwrap_or(("", violation.setting));
         let help = match violation.nearest.as_slice() {
             [] => format!("set `{key}` in [{section}]"),
             [value] => format!("set `{key} = {value}` in [{section}]"),

@@ -24,11 +24,17 @@ fn mismatch(
     let (writer, reader) = (draft.name(link.writer), draft.name(link.reader));
     let why: Vec<String> = parts
         .iter()
-        .map(|(part, need, have)| format!("{part}: `{reader}` needs {need}, `{writer}` writes {have}"))
+        .map(|(part, need, have)| {
+            format!("{part}: `{reader}` needs {need}, `{writer}` writes {have}")
+        })
         .collect();
     let matching = draft.written.iter().find(|(_, by)| {
         by.field.dtype == link.read.dtype
-            && by.field.tag.as_ref().is_some_and(|tag| need.mismatches(tag).is_empty())
+            && by
+                .field
+                .tag
+                .as_ref()
+                .is_some_and(|tag| need.mismatches(tag).is_empty())
     });
     let mut help = match matching {
         Some((key, by)) => format!(
@@ -37,18 +43,29 @@ fn mismatch(
             link.read.name
         ),
         None => {
-            let model = need.policy.as_deref().map_or("the model".to_owned(), |name| format!("`{name}`"));
-            format!("recompute them with a stage that scores the responses under {model} as {need} (`log_probs`)")
+            let model = need
+                .policy
+                .as_deref()
+                .map_or("the model".to_owned(), |name| format!("`{name}`"));
+            format!(
+                "recompute them with a stage that scores the responses under {model} as {need} (`log_probs`)"
+            )
         }
     };
     if parts.iter().any(|(part, ..)| *part == "temperature") {
         help.push_str(", or set the same `temperature` in both stages");
     }
-    Diagnostic::error("P007", format!("`{}` is not of the distribution that `{reader}` needs", link.key))
-        .at(format!("{writer} -> {reader}"))
-        .because(format!(
-            "{}\na ratio of probabilities of two distributions is biased, although nothing looks wrong",
-            why.join("\n")
-        ))
-        .help(help)
+    Diagnostic::error(
+        "P007",
+        format!(
+            "`{}` is not of the distribution that `{reader}` needs",
+            link.key
+        ),
+    )
+    .at(format!("{writer} -> {reader}"))
+    .because(format!(
+        "{}\na ratio of probabilities of two distributions is biased, although nothing looks wrong",
+        why.join("\n")
+    ))
+    .help(help)
 }
