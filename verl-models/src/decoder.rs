@@ -16,6 +16,7 @@ use crate::blocks::rope::{Rope, RopeConfig, Rotation};
 use crate::hf::{self, LoadError, LoadReport};
 use crate::model::{ModelError, ModelInterface};
 use crate::parameters::fill_parameters;
+use crate::random::{DrawKey, Purpose};
 
 /// What a [`Decoder`] is made of. [`crate::families`] reads it from a config.json.
 #[derive(Debug, Clone, PartialEq)]
@@ -157,6 +158,11 @@ impl Decoder {
         })
     }
 
+    /// A fresh decoder whose draws are a function of the seed and of each parameter's name.
+    pub fn random(config: DecoderConfig, seed: u64, device: &Device) -> Self {
+        Decoder::fresh(config, device, |name, count| normals(seed, name, count))
+    }
+
     /// Remembers the folder whose config.json, tokenizer and template belong to this decoder, for saving.
     #[must_use]
     pub fn with_origin(mut self, origin: hf::Origin) -> Self {
@@ -211,6 +217,24 @@ impl Decoder {
         }
         Ok(())
     }
+}
+
+/// Draws from N(0, 1) for the parameter of this name.
+fn normals(seed: u64, name: &str, count: usize) -> Vec<f32> {
+    // FNV-1a: a parameter keeps its draws whatever others the model has.
+    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    let key = DrawKey {
+        seed,
+        purpose: Purpose::Init,
+        step: 0,
+        row: hash,
+        attempt: 0,
+    };
+    let stream = key.stream();
+    let draw = |at: usize| stream.normal((at >> 20) as u32, (at & 0xf_ffff) as u32) as f32;
+    (0..count).map(draw).collect()
 }
 
 fn layer(c: &DecoderConfig, device: &Device) -> DecoderLayer {
@@ -274,5 +298,114 @@ impl ModelInterface for Decoder {
 
     fn save(&self, dir: &Path) -> Result<(), ModelError> {
         self.save_as(dir, self.save_dtype)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::blocks::rope::RopeScaling;
+    use crate::parameters::{named_parameters, visit_parameters};
+
+    fn config() -> DecoderConfig {
+        DecoderConfig {
+            vocab_size: 100,
+            hidden_size: 32,
+            intermediate_size: 48,
+            layers: 2,
+            heads: Heads {
+                query: 4,
+                key_value: 2,
+                dim: 6,
+            },
+            max_tokens: 64,
+            norm_epsilon: 1e-6,
+            rope: RopeConfig {
+                theta: 10_000.0,
+                scaling: RopeScaling::Default,
+            },
+            qkv_bias: true,
+            output_bias: false,
+            mlp_bias: false,
+            qk_norm: true,
+            tied_head: false,
+            initializer_range: 0.5,
+        }
+    }
+
+    #[test]
+    fn parameters_are_named_as_in_checkpoints() {
+        let decoder = Decoder::lazy(config(), &Device::flex());
+        let names = named_parameters(&decoder);
+        let lines: Vec<String> = names
+            .iter()
+            .filter(|(name, _)| !name.contains("layers.1"))
+            .map(|(name, shape)| format!("{name} {shape:?}"))
+            .collect();
+        insta::assert_snapshot!(lines.join("\n"), @r"
+        model.embed_tokens.weight [100, 32]
+        model.layers.0.input_layernorm.weight [32]
+        model.layers.0.self_attn.q_proj.weight [24, 32]
+        model.layers.0.self_attn.q_proj.bias [24]
+        model.layers.0.self_attn.k_proj.weight [12, 32]
+        model.layers.0.self_attn.k_proj.bias [12]
+        model.layers.0.self_attn.v_proj.weight [12, 32]
+        model.layers.0.self_attn.v_proj.bias [12]
+        model.layers.0.self_attn.o_proj.weight [32, 24]
+        model.layers.0.self_attn.q_norm.weight [6]
+        model.layers.0.self_attn.k_norm.weight [6]
+        model.layers.0.post_attention_layernorm.weight [32]
+        model.layers.0.mlp.gate_proj.weight [48, 32]
+        model.layers.0.mlp.up_proj.weight [48, 32]
+        model.layers.0.mlp.down_proj.weight [32, 48]
+        model.norm.weight [32]
+        lm_head.weight [100, 32]
+        ");
+    }
+
+    #[test]
+    fn fresh_weights_follow_the_seed_and_the_initializer_range() {
+        let device = Device::flex();
+        let embedding = |seed| {
+            let decoder = Decoder::random(config(), seed, &device);
+            let data = decoder.model.embed_tokens.weight.val().into_data();
+            data.as_slice::<f32>().unwrap().to_vec()
+        };
+        let values = embedding(7);
+        assert_eq!(values, embedding(7));
+        assert_ne!(values, embedding(8));
+        // 3,200 draws: the deviation is known within 4 / √(2 · 3200) = 5 %.
+        let square = values.iter().map(|v| v * v).sum::<f32>() / values.len() as f32;
+        assert!(
+            (square.sqrt() / 0.5 - 1.0).abs() < 0.05,
+            "{}",
+            square.sqrt()
+        );
+        visit_parameters(
+            &Decoder::random(config(), 7, &device),
+            |name, shape, read| {
+                if shape.len() == 1 {
+                    let constant = if name.ends_with("bias") { 0.0 } else { 1.0 };
+                    let data = read();
+                    let values = data.as_slice::<f32>().unwrap();
+                    assert!(values.iter().all(|value| *value == constant), "{name}");
+                }
+            },
+        );
+    }
+
+    #[test]
+    fn later_tokens_and_other_rows_change_nothing() {
+        let device = Device::flex();
+        let decoder = Decoder::random(config(), 7, &device);
+        let hidden = |ids: Tensor<2, Int>| {
+            let hidden = decoder.hidden(ids).narrow(0, 0, 1).narrow(1, 0, 3);
+            hidden.into_data().as_slice::<f32>().unwrap().to_vec()
+        };
+        let alone = hidden(Tensor::from_data([[5, 6, 7]], &device));
+        let among = hidden(Tensor::from_data([[5, 6, 7, 8], [1, 2, 3, 4]], &device));
+        for (a, b) in alone.iter().zip(&among) {
+            assert!((a - b).abs() < 1e-5, "{a} became {b}");
+        }
     }
 }

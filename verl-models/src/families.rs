@@ -191,7 +191,7 @@ fn sliding_window(settings: &Settings<'_>) -> Result<Option<usize>, LoadError> {
         Some(Value::Array(kinds)) => Some(kinds.iter().any(|kind| kind != "full_attention")),
         _ => None,
     };
-    let from = settings.optional_size("max_window_layers")?.unwrap_or(28);
+    let from = settings.count("max_window_layers")?.unwrap_or(28);
     let slides = listed.unwrap_or(from < settings.size("num_hidden_layers")?);
     let window = settings.optional_size("sliding_window")?;
     let context = settings.size("max_position_embeddings")?;

@@ -129,6 +129,18 @@ impl<'a> Settings<'a> {
         self.get(name).map(read).transpose()
     }
 
+    /// A whole number, unless absent.
+    ///
+    /// # Errors
+    /// Anything else.
+    pub fn count(&self, name: &str) -> Result<Option<usize>, LoadError> {
+        let read = |value: &Value| match value.as_u64().map(usize::try_from) {
+            Some(Ok(count)) => Ok(count),
+            _ => Err(self.wrong(name, "a whole number", value)),
+        };
+        self.get(name).map(read).transpose()
+    }
+
     /// A finite number above zero, unless absent.
     ///
     /// # Errors
