@@ -32,4 +32,3 @@ pub const FAMILIES: &[families::Family] = &[
     families::QWEN3,
     families::SMOLLM,
 ];
-
