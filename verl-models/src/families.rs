@@ -323,3 +323,175 @@ fn scaling_json(scaling: &RopeScaling) -> Value {
         }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn base() -> Value {
+        json!({
+            "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64,
+        })
+    }
+
+    fn read(changes: Value) -> Result<DecoderConfig, String> {
+        let mut config = base();
+        let (Value::Object(map), Value::Object(changes)) = (&mut config, changes) else {
+            panic!("the test gives objects")
+        };
+        map.extend(changes);
+        let settings = Settings {
+            path: "config.json".into(),
+            map,
+        };
+        decoder_config(&settings).map_err(|error| error.to_string())
+    }
+
+    #[track_caller]
+    fn check_refused(changes: Value, reason: &str) {
+        let error = read(changes).unwrap_err();
+        assert_eq!(error, format!("`config.json`: {reason}"));
+    }
+
+    #[test]
+    fn absent_settings_have_the_defaults_of_transformers() {
+        let config = read(json!({})).unwrap();
+        assert_eq!(config.heads.key_value, 4);
+        assert_eq!(config.heads.dim, 4);
+        assert_eq!(config.rope.theta, 10_000.0);
+        assert_eq!(config.norm_epsilon, 1e-6);
+        assert!(!config.tied_head && !config.qkv_bias && !config.mlp_bias);
+        assert_eq!(read(json!({"model_type": "qwen3"})).unwrap().heads.dim, 128);
+    }
+
+    #[test]
+    fn families_differ_in_biases_and_norms() {
+        let told = |changes| {
+            let c = read(changes).unwrap();
+            (c.qkv_bias, c.output_bias, c.mlp_bias, c.qk_norm)
+        };
+        assert_eq!(
+            told(json!({"model_type": "smollm"})),
+            (false, false, false, false)
+        );
+        assert_eq!(
+            told(json!({"attention_bias": true, "mlp_bias": true})),
+            (true, true, true, false)
+        );
+        assert_eq!(
+            told(json!({"model_type": "qwen2"})),
+            (true, false, false, false)
+        );
+        assert_eq!(
+            told(json!({"model_type": "qwen3"})),
+            (false, false, false, true)
+        );
+    }
+
+    #[test]
+    fn both_spellings_of_rotary_settings_agree() {
+        let old = json!({
+            "rope_theta": 500000.0,
+            "rope_scaling": {"type": "linear", "factor": 4.0},
+        });
+        let new = json!({
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0},
+        });
+        let rope = read(old).unwrap().rope;
+        assert_eq!(rope, read(new).unwrap().rope);
+        assert_eq!(rope.theta, 500_000.0);
+        assert_eq!(rope.scaling, RopeScaling::Linear { factor: 4.0 });
+    }
+
+    #[test]
+    fn llama3_scaling_is_read_and_written_back() {
+        let scaling = json!({
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        });
+        let config = read(json!({"rope_scaling": scaling})).unwrap();
+        let written = config_json(&config, SaveDType::BF16);
+        assert_eq!(written["rope_scaling"], scaling);
+        assert_eq!(written["torch_dtype"], "bfloat16");
+        let settings = Settings {
+            path: "config.json".into(),
+            map: &written,
+        };
+        assert_eq!(decoder_config(&settings).unwrap(), config);
+    }
+
+    #[test]
+    fn a_declared_but_unused_sliding_window_is_fine() {
+        let window = |changes: Value| read(changes).map(|_| ());
+        let declared = json!({"sliding_window": 8, "use_sliding_window": false});
+        assert_eq!(window(declared), Ok(()));
+        let above_the_layers =
+            json!({"sliding_window": 8, "use_sliding_window": true, "max_window_layers": 2});
+        assert_eq!(window(above_the_layers), Ok(()));
+        let whole_context =
+            json!({"sliding_window": 64, "use_sliding_window": true, "max_window_layers": 0});
+        assert_eq!(window(whole_context), Ok(()));
+    }
+
+    #[test]
+    fn what_the_decoder_cannot_do_is_refused() {
+        check_refused(
+            json!({"sliding_window": 8, "use_sliding_window": true, "max_window_layers": 1}),
+            "layers attend to a sliding window of 8 tokens (`sliding_window`); only full attention is supported",
+        );
+        check_refused(
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+            "rotary scaling `yarn` is not supported; supported: default, linear, llama3",
+        );
+        check_refused(
+            json!({"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
+            "rotary scaling `dynamic` is not supported; supported: default, linear, llama3",
+        );
+        check_refused(
+            json!({"hidden_act": "gelu"}),
+            "`hidden_act` is `gelu`; only `silu` is supported",
+        );
+        check_refused(
+            json!({"quantization_config": {"bits": 4}}),
+            "`quantization_config`: quantised weights are not supported",
+        );
+        check_refused(
+            json!({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+            "`partial_rotary_factor` is 0.5; only whole heads are rotated",
+        );
+    }
+
+    #[test]
+    fn nonsense_is_refused_by_name() {
+        check_refused(
+            json!({"num_key_value_heads": 3}),
+            "`num_attention_heads` (4) must be a multiple of `num_key_value_heads` (3)",
+        );
+        check_refused(
+            json!({"hidden_size": 18}),
+            "`hidden_size` (18) must be a multiple of `num_attention_heads` (4) where `head_dim` is not given",
+        );
+        check_refused(
+            json!({"head_dim": 5}),
+            "heads are 5 wide; rotary embedding needs an even `head_dim`",
+        );
+        check_refused(
+            json!({"num_hidden_layers": 0}),
+            "`num_hidden_layers` must be a whole number of at least 1, got 0",
+        );
+        check_refused(json!({"vocab_size": null}), "`vocab_size` is missing");
+        check_refused(
+            json!({"rope_scaling": {"type": "linear"}}),
+            "rotary scaling `linear` needs `factor`",
+        );
+    }
+
+    #[test]
+    fn other_families_are_told_which_are_supported() {
+        insta::assert_snapshot!(
+            read(json!({"model_type": "mistral"})).unwrap_err(),
+            @"`config.json`: model_type `mistral` is not supported; supported: llama, qwen2, qwen3, smollm"
+        );
+    }
+}

@@ -5,6 +5,8 @@ pub mod error;
 pub mod generation;
 pub mod report;
 pub mod save;
+#[cfg(test)]
+mod tests;
 pub mod weights;
 
 pub use config::Origin;
