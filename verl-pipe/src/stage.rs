@@ -343,20 +343,30 @@ impl StageContext<'_> {
     /// # Errors
     /// When the group holds no such model, or one of another type.
     pub fn model<T: ModelResource>(&mut self, name: &str) -> Result<&mut T, StageError> {
-        let fail = |reason: String| StageError::Model {
-            name: name.to_owned(),
-            reason,
-        };
-        let known = self.models.keys().cloned().collect::<Vec<_>>().join(", ");
-        let model = self
-            .models
-            .get_mut(name)
-            .ok_or_else(|| fail(format!("is not on this device group; it holds: {known}")))?;
-        model
-            .as_any_mut()
-            .downcast_mut()
-            .ok_or_else(|| fail(format!("is not a {}", std::any::type_name::<T>())))
+        find_model(self.models, name)
     }
+}
+
+/// The model `name` among `models`, as the type that a stage works with; for stages that emit while they hold it.
+///
+/// # Errors
+/// When there is no such model, or it is of another type.
+pub fn find_model<'a, T: ModelResource>(
+    models: &'a mut Models,
+    name: &str,
+) -> Result<&'a mut T, StageError> {
+    let fail = |reason: String| StageError::Model {
+        name: name.to_owned(),
+        reason,
+    };
+    let known = models.keys().cloned().collect::<Vec<_>>().join(", ");
+    let model = models
+        .get_mut(name)
+        .ok_or_else(|| fail(format!("is not on this device group; it holds: {known}")))?;
+    model
+        .as_any_mut()
+        .downcast_mut()
+        .ok_or_else(|| fail(format!("is not a {}", std::any::type_name::<T>())))
 }
 
 /// One stage of a pipeline.
