@@ -5,6 +5,7 @@
 //! on the order in which ids are visited.
 
 use super::engine::{RolloutError, SamplingSettings};
+use super::host::vector::{exponentials, largest};
 use crate::random::{Stream, gumbel, open_unit};
 
 /// A sampled token.
@@ -36,7 +37,7 @@ pub struct Draw<'a> {
 }
 
 /// Samples tokens; holds the scratch space of one thread.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Sampler<'a> {
     settings: &'a SamplingSettings,
     processed: Vec<f32>,
@@ -69,13 +70,15 @@ impl<'a> Sampler<'a> {
             0.0 => 1.0,
             temperature => temperature,
         };
-        let raw_sum = exponentials(logits, raw_max, temperature, &mut self.weights);
+        // Finite for every temperature, so that the best logit's exponent 0 · scale stays 0.
+        let scale = ((1.0 / temperature) as f32).min(f32::MAX);
+        let raw_sum = exponentials(logits, raw_max, scale, &mut self.weights);
         let log_prob =
             |token: u32| log_share(logits[token as usize], raw_max, temperature, raw_sum);
 
         if !self.changes_logits(draw) {
             let choice = if self.settings.temperature == 0.0 {
-                (argmax(logits), None)
+                (argmax(logits, raw_max), None)
             } else {
                 self.choose(logits, raw_max, raw_sum, draw)
             };
@@ -85,9 +88,9 @@ impl<'a> Sampler<'a> {
         self.process(logits, draw, &mut processed);
         let choice = max(&processed).map(|processed_max| {
             let choice = if self.settings.temperature == 0.0 {
-                (argmax(&processed), None)
+                (argmax(&processed, processed_max), None)
             } else {
-                let sum = exponentials(&processed, processed_max, temperature, &mut self.weights);
+                let sum = exponentials(&processed, processed_max, scale, &mut self.weights);
                 self.choose(&processed, processed_max, sum, draw)
             };
             finish(choice, &processed, processed_max, temperature, log_prob)
@@ -208,43 +211,19 @@ fn check(settings: &SamplingSettings) -> Result<(), RolloutError> {
 
 /// The largest logit; refuses NaN, +∞ and rows without a finite one.
 fn max(logits: &[f32]) -> Result<f32, NonFiniteLogits> {
-    let mut largest = f32::NEG_INFINITY;
-    let mut any_nan = false;
-    for &logit in logits {
-        any_nan |= logit.is_nan();
-        largest = if logit > largest { logit } else { largest };
-    }
-    if any_nan || !largest.is_finite() {
-        return Err(NonFiniteLogits);
-    }
-    Ok(largest)
+    largest(logits)
+        .filter(|max| max.is_finite())
+        .ok_or(NonFiniteLogits)
 }
 
-/// Id of the largest logit; of the lowest id among equals.
-fn argmax(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (id, &logit) in logits.iter().enumerate() {
-        if logit > logits[best] {
-            best = id;
-        }
-    }
-    best as u32
+/// The lowest id with the largest logit.
+fn argmax(logits: &[f32], max: f32) -> u32 {
+    logits.iter().position(|&logit| logit == max).unwrap_or(0) as u32
 }
 
 /// ln(e^((logit − max)/T) / sum).
 fn log_share(logit: f32, max: f32, temperature: f64, sum: f64) -> f32 {
     ((f64::from(logit) - f64::from(max)) / temperature - sum.ln()) as f32
-}
-
-/// e^((logit − max)/T) of each id into `weights`; returns their sum.
-fn exponentials(logits: &[f32], max: f32, temperature: f64, weights: &mut Vec<f32>) -> f64 {
-    let inverse = (1.0 / temperature) as f32;
-    weights.clear();
-    weights.extend(logits.iter().map(|&logit| ((logit - max) * inverse).exp()));
-    weights
-        .chunks(64)
-        .map(|chunk| f64::from(chunk.iter().sum::<f32>()))
-        .sum()
 }
 
 /// Sum of the weights of `ids`.
@@ -328,7 +307,7 @@ impl<'a> Race<'a> {
             logits,
             weights,
             max: f64::from(max),
-            inverse: 1.0 / temperature,
+            inverse: (1.0 / temperature).min(f64::MAX),
             stream: draw.stream,
             position: draw.position as u32,
         }
@@ -336,7 +315,7 @@ impl<'a> Race<'a> {
 
     /// The winner among all ids.
     fn among_all(&self) -> u32 {
-        let mut leader = self.start(argmax(self.logits));
+        let mut leader = self.start(argmax(self.logits, self.max as f32));
         for (block, weights) in self.weights.chunks(4).enumerate() {
             let largest = weights.iter().fold(0.0_f32, |a, &b| a.max(b));
             if self.cannot_win(&leader, largest) {
@@ -630,6 +609,18 @@ mod tests {
                 let sampled = sample_with(&settings, &logits, row, &[]);
                 assert_eq!(Some(sampled.token as usize), plain);
             }
+        }
+    }
+
+    #[test]
+    fn a_vanishing_temperature_is_greedy() {
+        for temperature in [1e-3, 1e-40, f64::MIN_POSITIVE / 8.0] {
+            let settings = SamplingSettings {
+                temperature,
+                ..SamplingSettings::default()
+            };
+            let sampled = sample_with(&settings, &LOGITS, 0, &[]);
+            assert_eq!((sampled.token, sampled.log_prob), (2, 0.0));
         }
     }
 

@@ -5,9 +5,11 @@ use std::sync::Arc;
 
 use super::engine::{FinishReason, RolloutError, SamplingSettings};
 
+type Decode = dyn Fn(&[u32]) -> String + Send + Sync;
+
 /// Token ids into text, as stop texts need it; shared by the rows of a rollout.
 #[derive(Clone)]
-pub struct TextDecoder(Arc<dyn Fn(&[u32]) -> String + Send + Sync>);
+pub struct TextDecoder(Arc<Decode>);
 
 impl TextDecoder {
     /// Wraps a function that decodes a response.
