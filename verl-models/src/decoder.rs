@@ -68,6 +68,9 @@ pub struct Decoder {
     /// The folder it was loaded from.
     #[module(skip)]
     pub(crate) origin: Option<Arc<hf::Origin>>,
+    /// Type of the weights in a folder that [`ModelInterface::save`] writes.
+    #[module(skip)]
+    pub save_dtype: hf::SaveDType,
 }
 
 /// Embedding, layers and last norm.
@@ -133,6 +136,7 @@ impl Decoder {
                 .then(|| Linear::lazy(c.vocab_size, c.hidden_size, false, device)),
             rope: Rope::new(c.rope, c.heads.dim),
             origin: None,
+            save_dtype: hf::SaveDType::default(),
             config,
         }
     }
@@ -153,6 +157,13 @@ impl Decoder {
                 TensorData::new(values, shape.to_vec())
             })
         })
+    }
+
+    /// Remembers the folder whose config.json, tokenizer and template belong to this decoder, for saving.
+    #[must_use]
+    pub fn with_origin(mut self, origin: hf::Origin) -> Self {
+        self.origin = Some(Arc::new(origin));
+        self
     }
 
     /// The decoder of a Hugging Face folder, in f32.
@@ -274,6 +285,6 @@ impl ModelInterface for Decoder {
     }
 
     fn save(&self, dir: &Path) -> Result<(), ModelError> {
-        self.save_as(dir, hf::SaveDType::F32)
+        self.save_as(dir, self.save_dtype)
     }
 }

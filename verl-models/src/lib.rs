@@ -3,14 +3,25 @@
 //! This crate knows nothing of pipelines.
 
 pub mod blocks;
+pub mod chat_template;
 pub mod decoder;
 pub mod device;
 pub mod families;
+pub mod gguf;
 pub mod hf;
 pub mod model;
+pub mod optim;
+mod packing;
 pub mod parameters;
+pub mod policy;
 pub mod random;
 pub mod rollout;
+mod rows;
+pub mod scoring;
+pub mod tokenizer;
+#[cfg(test)]
+mod toy;
+mod weights;
 
 pub use decoder::{Decoder, DecoderConfig};
 
@@ -22,8 +33,3 @@ pub const FAMILIES: &[families::Family] = &[
     families::SMOLLM,
 ];
 
-/// Placeholder until the policy module lands.
-pub mod policy {
-    /// A model with optimiser.
-    pub struct Policy;
-}

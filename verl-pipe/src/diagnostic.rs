@@ -28,6 +28,112 @@ pub struct Diagnostic {
     pub help: String,
 }
 
+impl Diagnostic {
+    /// An error; add where, why and help with [`at`](Self::at), [`because`](Self::because), [`help`](Self::help).
+    ///
+    /// ```
+    /// use verl_pipe::diagnostic::Diagnostic;
+    ///
+    /// let finding = Diagnostic::error("P001", "two stages are called `reward`")
+    ///     .at("stages 3 and 4")
+    ///     .because("a stage is addressed by its name")
+    ///     .help("give one of them another name");
+    /// assert!(finding.is_error());
+    /// assert!(finding.to_string().starts_with("error[P001]: two stages"));
+    /// ```
+    pub fn error(code: &'static str, what: impl Into<String>) -> Self {
+        Diagnostic {
+            code,
+            severity: Severity::Error,
+            what: what.into(),
+            location: String::new(),
+            why: String::new(),
+            help: String::new(),
+        }
+    }
+
+    /// A warning.
+    pub fn warning(code: &'static str, what: impl Into<String>) -> Self {
+        Diagnostic {
+            severity: Severity::Warning,
+            ..Diagnostic::error(code, what)
+        }
+    }
+
+    /// Says where.
+    pub fn at(mut self, location: impl Into<String>) -> Self {
+        self.location = location.into();
+        self
+    }
+
+    /// Says why.
+    pub fn because(mut self, why: impl Into<String>) -> Self {
+        self.why = why.into();
+        self
+    }
+
+    /// Says what to do.
+    pub fn help(mut self, help: impl Into<String>) -> Self {
+        self.help = help.into();
+        self
+    }
+
+    /// Whether it forbids a run.
+    pub fn is_error(&self) -> bool {
+        self.severity == Severity::Error
+    }
+}
+
+/// The known name that is most like `name`, if one is alike at all.
+///
+/// Alike: at most a third of the letters differ (and at least one edit is granted), or one name begins with the other.
+///
+/// ```
+/// use verl_pipe::diagnostic::nearest;
+///
+/// assert_eq!(nearest("temprature", ["seed", "temperature"]), Some("temperature"));
+/// assert_eq!(nearest("lr", ["temperature", "seed"]), None);
+/// ```
+pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let wanted = name.to_lowercase();
+    known
+        .into_iter()
+        .filter_map(|candidate| {
+            let other = candidate.to_lowercase();
+            let distance = strsim::damerau_levenshtein(&wanted, &other);
+            let allowed = (wanted.chars().count().max(other.chars().count()) / 3).max(1);
+            let prefix = wanted.len().min(other.len()) >= 3
+                && (wanted.starts_with(&other) || other.starts_with(&wanted));
+            (distance <= allowed || prefix).then_some((distance, candidate))
+        })
+        .min_by_key(|(distance, _)| *distance)
+        .map(|(_, candidate)| candidate)
+}
+
+/// "did you mean …" and the known names, for a help line.
+pub fn suggest<'a>(
+    name: &str,
+    what: &str,
+    known: impl IntoIterator<Item = &'a str> + Clone,
+) -> String {
+    let list = quoted(known.clone());
+    let list = if list.is_empty() {
+        format!("there are no {what}")
+    } else {
+        format!("known {what}: {list}")
+    };
+    match nearest(name, known) {
+        Some(near) => format!("did you mean `{near}`? {list}"),
+        None => list,
+    }
+}
+
+/// Names in backticks, separated by commas.
+pub fn quoted<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+    let names: Vec<String> = names.into_iter().map(|name| format!("`{name}`")).collect();
+    names.join(", ")
+}
+
 impl fmt::Display for Diagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let word = match self.severity {

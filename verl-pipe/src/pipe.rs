@@ -8,6 +8,8 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::chain::Chain;
+pub use crate::chain::{IntoStage, stage_fn, stage_with};
 use crate::data::{DataError, DataLoaderInterface};
 use crate::resource::{ModelInfo, ModelResource, ResourceError};
 use crate::schedule::batching::{BatchConfig, DevicesConfig};
@@ -166,6 +168,8 @@ pub struct DataPipe {
     pub stages: Vec<StageDecl>,
     /// Folder against which relative paths are read.
     pub base: PathBuf,
+    /// Statements about a stage that were made before any stage was added; a fault that the plan tells.
+    pub misplaced: Vec<String>,
 }
 
 fn as_json<C: Serialize>(config: &C) -> serde_json::Value {
@@ -184,6 +188,7 @@ impl DataPipe {
             models: Vec::new(),
             stages: Vec::new(),
             base: PathBuf::new(),
+            misplaced: Vec::new(),
         }
     }
 
@@ -207,26 +212,120 @@ impl DataPipe {
 
     /// Declares a data set.
     pub fn data<C: DataConfig>(mut self, name: impl Into<String>, config: C) -> Self {
-        self.data.push(DataDecl {
-            name: name.into(),
-            kind: C::KIND.to_owned(),
-            config: as_json(&config),
-            open: Arc::new(move |context| config.open(context)),
-        });
+        self.data.push(DataDecl::new(name, config));
         self
     }
 
     /// Declares a model.
     pub fn model<C: ModelConfig>(mut self, name: impl Into<String>, config: C) -> Self {
+        self.models.push(ModelDecl::new(name, config));
+        self
+    }
+
+    /// Declares a model of one's own, given as the object that loads it.
+    pub fn model_object(mut self, name: impl Into<String>, factory: Arc<dyn ModelFactory>) -> Self {
         self.models.push(ModelDecl {
             name: name.into(),
-            kind: C::KIND.to_owned(),
-            config: as_json(&config),
-            factory: Arc::new(config),
+            kind: CUSTOM.to_owned(),
+            config: serde_json::Value::Null,
+            factory,
         });
         self
     }
+
+    /// Declares a data set of one's own, given as the object that holds it.
+    pub fn data_object(
+        mut self,
+        name: impl Into<String>,
+        data: Arc<dyn DataLoaderInterface>,
+    ) -> Self {
+        self.data.push(DataDecl {
+            name: name.into(),
+            kind: CUSTOM.to_owned(),
+            config: serde_json::Value::Null,
+            open: Arc::new(move |_| Ok(data.clone())),
+        });
+        self
+    }
+
+    /// Adds a stage under a name: a [`StageConfig`], or a stage of one's own from [`stage_fn`] or [`stage_with`].
+    ///
+    /// ```
+    /// use verl_pipe::keys::{REWARDS, RESPONSES};
+    /// use verl_pipe::pipe::{DataPipe, stage_fn};
+    /// use verl_pipe::stage::{RowRule, StageSpec};
+    ///
+    /// let source = StageSpec::new().rows(RowRule::Source).writes(RESPONSES);
+    /// let length = StageSpec::new().reads(RESPONSES).writes(REWARDS);
+    /// let pipe = DataPipe::new("lengths")
+    ///     .add_stage("source", stage_fn(source, |batch, ctx| ctx.emit(batch)))
+    ///     .writes(["responses"])
+    ///     .add_stage("length", stage_fn(length, |mut batch, ctx| {
+    ///         let rewards: Vec<f32> = batch.get(&RESPONSES)?.rows().map(|row| -(row.len() as f32)).collect();
+    ///         batch.put(&REWARDS, rewards)?;
+    ///         ctx.emit(batch)
+    ///     }))
+    ///     .reads(["responses"])
+    ///     .writes(["length_rewards"])
+    ///     .writing("rewards", "length_rewards");
+    ///
+    /// let plan = pipe.plan().unwrap();
+    /// assert_eq!(plan.fields["length_rewards"].shape, "[B]");
+    /// assert_eq!(plan.warnings[0].code, "P013"); // nobody reads it
+    /// ```
+    pub fn add_stage(mut self, name: impl Into<String>, stage: impl IntoStage) -> Self {
+        self.stages.push(StageDecl {
+            name: name.into(),
+            ..stage.declare()
+        });
+        self
+    }
+
+    /// States the keys that the stage added last needs, by the pipeline's names; the plan compares.
+    pub fn reads<S: Into<String>>(self, keys: impl IntoIterator<Item = S>) -> Self {
+        let keys: Vec<String> = keys.into_iter().map(Into::into).collect();
+        self.about_last("reads", move |stage| stage.stated_reads = Some(keys))
+    }
+
+    /// States the keys that the stage added last writes, by the pipeline's names; the plan compares.
+    pub fn writes<S: Into<String>>(self, keys: impl IntoIterator<Item = S>) -> Self {
+        let keys: Vec<String> = keys.into_iter().map(Into::into).collect();
+        self.about_last("writes", move |stage| stage.stated_writes = Some(keys))
+    }
+
+    /// Lets the stage added last find what it calls `own` under the pipeline's `key`.
+    pub fn reading(self, own: impl Into<String>, key: impl Into<String>) -> Self {
+        let (own, key) = (own.into(), key.into());
+        self.about_last("reading", move |stage| {
+            stage.rename.insert(own, key);
+        })
+    }
+
+    /// Lets the stage added last write what it calls `own` under the pipeline's `key`.
+    pub fn writing(self, own: impl Into<String>, key: impl Into<String>) -> Self {
+        let (own, key) = (own.into(), key.into());
+        self.about_last("writing", move |stage| {
+            stage.rename.insert(own, key);
+        })
+    }
+
+    /// Adds the stages of a [`Chain`](crate::chain::Chain), in order.
+    pub fn chain(mut self, chain: impl Into<Chain>) -> Self {
+        self.stages.extend(chain.into().into_stages());
+        self
+    }
+
+    fn about_last(mut self, statement: &str, change: impl FnOnce(&mut StageDecl)) -> Self {
+        match self.stages.last_mut() {
+            Some(stage) => change(stage),
+            None => self.misplaced.push(statement.to_owned()),
+        }
+        self
+    }
 }
+
+/// Kind of what was given as an object instead of by configuration.
+pub const CUSTOM: &str = "custom";
 
 impl StageDecl {
     /// The declaration of a stage from its configuration.
@@ -239,6 +338,30 @@ impl StageDecl {
             stated_reads: None,
             stated_writes: None,
             build: Arc::new(move |context| config.build(context)),
+        }
+    }
+}
+
+impl ModelDecl {
+    /// The declaration of a model from its configuration.
+    pub fn new<C: ModelConfig>(name: impl Into<String>, config: C) -> Self {
+        ModelDecl {
+            name: name.into(),
+            kind: C::KIND.to_owned(),
+            config: as_json(&config),
+            factory: Arc::new(config),
+        }
+    }
+}
+
+impl DataDecl {
+    /// The declaration of a data set from its configuration.
+    pub fn new<C: DataConfig>(name: impl Into<String>, config: C) -> Self {
+        DataDecl {
+            name: name.into(),
+            kind: C::KIND.to_owned(),
+            config: as_json(&config),
+            open: Arc::new(move |context| config.open(context)),
         }
     }
 }

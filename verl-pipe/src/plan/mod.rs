@@ -1,4 +1,30 @@
 //! [`Plan`]: a checked pipeline. Only [`DataPipe::plan`](crate::pipe::DataPipe::plan) makes one.
+//!
+//! # Tables: rows of the same kind
+//!
+//! A source makes a table of `P` rows, one a prompt. A stage that expands makes `P·n` from its input table, a filter
+//! makes `F(P·n)`; every other stage writes onto the table that it works on. The table that a stage works on is the
+//! finest among those of the keys it reads.
+//!
+//! A key is visible on a finer table when its writer comes before the stage that made that table: it is *carried*
+//! through it, repeated per sample by an expansion and thinned out by a filter. A key of a coarser table whose writer
+//! does not come before (one that was computed per prompt beside the generation) has to be read with
+//! [`reads_broadcast`](crate::stage::StageSpec::reads_broadcast), which says that repeating it is meant. Rows of
+//! tables that do not descend from one another never meet in one stage.
+//!
+//! # Dims
+//!
+//! The first dim counts rows and stands for the table, so a stage may use any letter for it. A ragged dim stands for
+//! the lengths of the rows; the letter belongs to the stage, and the plan follows which lengths it stands for through
+//! the whole graph: where a stage writes a letter that it also reads, the lengths are those it read; where it only
+//! writes the letter, they are lengths of its own. Reading two keys with the same letter demands equal lengths, and is
+//! an error where they come from different stages.
+
+pub(crate) mod build;
+pub(crate) mod checks;
+mod display;
+pub mod graph;
+pub(crate) mod tables;
 
 use std::collections::BTreeMap;
 
@@ -65,6 +91,13 @@ pub struct PlannedStage {
     pub slice_rows: usize,
     /// Makes the stage.
     pub build: StageBuilder,
+}
+
+impl PlannedStage {
+    /// The pipeline's name of the stage's own key `local`.
+    pub fn key<'a>(&'a self, local: &'a str) -> &'a str {
+        self.rename.get(local).map_or(local, String::as_str)
+    }
 }
 
 /// A model of a plan.

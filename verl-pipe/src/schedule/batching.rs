@@ -87,3 +87,373 @@ pub struct BatchPlan {
     /// Optimiser steps of a step: `mini_batches · epochs`.
     pub optimizer_steps: usize,
 }
+
+/// One rule of the arithmetic that does not hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Violation {
+    /// The setting that the finding is about, with its section: `batch.micro_batch`.
+    pub setting: &'static str,
+    /// Which rule does not hold, with all numbers that take part.
+    pub rule: String,
+    /// The nearest values of the setting, below and above, with which every rule about it holds.
+    pub nearest: Vec<usize>,
+}
+
+/// Largest count that is taken for one: beyond it a setting is a slip of the keyboard.
+const MAX_COUNT: usize = 1 << 30;
+
+/// How far around a value the nearest valid ones are looked for.
+const SEARCH: usize = 1 << 16;
+
+impl DevicesConfig {
+    /// The devices of the group, in order: `cuda:0-2` is `cuda:0`, `cuda:1`, `cuda:2`.
+    ///
+    /// ```
+    /// use verl_pipe::schedule::batching::DevicesConfig;
+    ///
+    /// let devices = DevicesConfig { group: "cuda:4-5".to_owned(), ..DevicesConfig::default() };
+    /// assert_eq!(devices.list().unwrap(), ["cuda:4", "cuda:5"]);
+    /// ```
+    ///
+    /// # Errors
+    /// When the text is no group of devices.
+    pub fn list(&self) -> Result<Vec<String>, GroupError> {
+        let fail = |reason| GroupError {
+            group: self.group.clone(),
+            reason,
+        };
+        let (kind, range) = match self.group.trim().split_once(':') {
+            None => (self.group.trim(), None),
+            Some((kind, range)) => (kind, Some(range)),
+        };
+        let well_named = kind.chars().next().is_some_and(|c| c.is_ascii_alphabetic())
+            && kind.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        if !well_named {
+            return Err(fail("it does not begin with the name of a kind of device"));
+        }
+        let Some(range) = range else {
+            return Ok(vec![kind.to_owned()]);
+        };
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let number = |text: &str| {
+            text.parse::<u16>()
+                .map_err(|_| fail("a device number is 0 or more"))
+        };
+        let (first, last) = (number(first)?, number(last)?);
+        if last < first {
+            return Err(fail("the range runs backwards"));
+        }
+        Ok((first..=last).map(|i| format!("{kind}:{i}")).collect())
+    }
+}
+
+/// A text that names no group of devices.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{group}` is not a group of devices: {reason}")]
+pub struct GroupError {
+    /// The text.
+    pub group: String,
+    /// What is wrong with it.
+    pub reason: &'static str,
+}
+
+/// Every number of the arithmetic before any rule was applied.
+#[derive(Clone, Copy)]
+struct Sizes {
+    devices: usize,
+    tensor_parallel: usize,
+    prompts: usize,
+    samples: usize,
+    mini_batch: usize,
+    micro_batch: Option<usize>,
+    log_prob_micro_batch: Option<usize>,
+    epochs: usize,
+}
+
+impl Sizes {
+    fn new(batch: &BatchConfig, devices: usize, tensor_parallel: usize) -> Self {
+        Sizes {
+            devices,
+            tensor_parallel,
+            prompts: batch.prompts,
+            samples: batch.samples,
+            mini_batch: batch.mini_batch.unwrap_or(batch.prompts),
+            micro_batch: batch.micro_batch,
+            log_prob_micro_batch: batch.log_prob_micro_batch,
+            epochs: batch.epochs,
+        }
+    }
+
+    /// Counts of at least 1 and at most [`MAX_COUNT`], so that the arithmetic can be done at all.
+    fn clamped(self) -> Self {
+        let count = |value: usize| value.clamp(1, MAX_COUNT);
+        Sizes {
+            devices: count(self.devices),
+            tensor_parallel: count(self.tensor_parallel),
+            prompts: count(self.prompts),
+            samples: count(self.samples),
+            mini_batch: count(self.mini_batch),
+            micro_batch: self.micro_batch.map(count),
+            log_prob_micro_batch: self.log_prob_micro_batch.map(count),
+            epochs: count(self.epochs),
+        }
+    }
+
+    fn rows(self) -> usize {
+        self.prompts * self.samples
+    }
+
+    fn mini_rows(self) -> usize {
+        self.mini_batch * self.samples
+    }
+
+    /// Samples of a mini-batch on one device, rounded down.
+    fn mini_rows_per_device(self) -> usize {
+        self.mini_rows() / self.devices
+    }
+
+    fn divides_devices(self) -> bool {
+        self.devices.is_multiple_of(self.tensor_parallel)
+    }
+
+    fn rollout_shards(self) -> usize {
+        (self.devices / self.tensor_parallel).max(1)
+    }
+
+    fn rollout_divides(self) -> bool {
+        self.rows().is_multiple_of(self.rollout_shards())
+    }
+
+    fn mini_divides(self) -> bool {
+        self.mini_batch <= self.prompts && self.prompts.is_multiple_of(self.mini_batch)
+    }
+
+    fn mini_spreads(self) -> bool {
+        self.mini_rows().is_multiple_of(self.devices)
+    }
+
+    fn micro_divides(self) -> bool {
+        self.micro_batch.is_none_or(|micro| {
+            micro <= self.mini_rows_per_device()
+                && self.mini_rows_per_device().is_multiple_of(micro)
+        })
+    }
+
+    fn plan(self) -> BatchPlan {
+        let micro_rows = self
+            .micro_batch
+            .unwrap_or(self.mini_rows_per_device())
+            .max(1);
+        let log_prob_micro_rows = self.log_prob_micro_batch.unwrap_or(micro_rows);
+        let rows_per_rollout_shard = self.rows() / self.rollout_shards();
+        let mini_batches = (self.prompts / self.mini_batch).max(1);
+        BatchPlan {
+            devices: self.devices,
+            prompts: self.prompts,
+            samples: self.samples,
+            rows: self.rows(),
+            rollout_shards: self.rollout_shards(),
+            rows_per_rollout_shard,
+            rows_per_device: self.rows() / self.devices,
+            log_prob_micro_rows,
+            log_prob_micro_batches: rows_per_rollout_shard.div_ceil(log_prob_micro_rows),
+            mini_rows: self.mini_rows(),
+            mini_batches,
+            micro_rows,
+            micro_batches: (self.mini_rows_per_device() / micro_rows).max(1),
+            epochs: self.epochs,
+            optimizer_steps: mini_batches * self.epochs,
+        }
+    }
+}
+
+/// The nearest values below and above `value` for which `holds`.
+fn nearest_values(value: usize, holds: impl Fn(usize) -> bool) -> Vec<usize> {
+    let below = (value.saturating_sub(SEARCH).max(1)..value)
+        .rev()
+        .find(|&v| holds(v));
+    let above = (value + 1..=(value.saturating_add(SEARCH)).min(MAX_COUNT)).find(|&v| holds(v));
+    below.into_iter().chain(above).collect()
+}
+
+impl BatchPlan {
+    /// Solves the arithmetic of one step.
+    ///
+    /// With P prompts, n samples, G devices, rollout tensor parallel t, mini-batch M (prompts), micro-batch u:
+    /// rows = P·n; rollout shards = G/t, each of rows·t/G samples; mini-batches = P/M of M·n samples, M·n/G on each
+    /// device, in M·n/(G·u) micro-batches; optimiser steps = P/M · epochs. Every division must be exact, except that
+    /// the last log-prob micro-batch may be smaller.
+    ///
+    /// ```
+    /// use verl_pipe::schedule::batching::{BatchConfig, BatchPlan, DevicesConfig};
+    ///
+    /// let batch = BatchConfig { prompts: 60, samples: 12, log_prob_micro_batch: Some(8), ..BatchConfig::default() };
+    /// let devices = DevicesConfig { group: "cuda:0-5".to_owned(), rollout_tensor_parallel: 2 };
+    /// let plan = BatchPlan::solve(&batch, &devices).unwrap();
+    /// assert_eq!((plan.rows, plan.rollout_shards, plan.rows_per_rollout_shard), (720, 3, 240));
+    /// assert_eq!(plan.log_prob_micro_batches, 30);
+    /// ```
+    ///
+    /// # Errors
+    /// All rules that do not hold, each with the nearest values of the setting.
+    ///
+    /// # Source
+    /// The batch checks of HybridFlow's implementation, told all at once.
+    pub fn solve(
+        batch: &BatchConfig,
+        devices: &DevicesConfig,
+    ) -> Result<BatchPlan, Vec<Violation>> {
+        let (plan, violations) = BatchPlan::estimate(batch, devices);
+        if violations.is_empty() {
+            Ok(plan)
+        } else {
+            Err(violations)
+        }
+    }
+
+    /// The arithmetic with every division rounded down, and the rules that do not hold. Lets the other checks of a
+    /// pipeline go on although its sizes are wrong; only [`BatchPlan::solve`] gives a plan to run.
+    pub(crate) fn estimate(
+        batch: &BatchConfig,
+        devices: &DevicesConfig,
+    ) -> (BatchPlan, Vec<Violation>) {
+        let mut violations = Vec::new();
+        let num_devices = match devices.list() {
+            Ok(list) => list.len(),
+            Err(error) => {
+                violations.push(Violation {
+                    setting: "devices.group",
+                    rule: format!("{error}; write `cpu`, `cuda:0` or `cuda:0-5`"),
+                    nearest: Vec::new(),
+                });
+                1
+            }
+        };
+        let given = Sizes::new(batch, num_devices, devices.rollout_tensor_parallel);
+        check_counts(&given, batch, &mut violations);
+        let sizes = given.clamped();
+        check_rules(sizes, &mut violations);
+        (sizes.plan(), violations)
+    }
+}
+
+/// Every count lies in 1..=MAX_COUNT.
+fn check_counts(given: &Sizes, batch: &BatchConfig, violations: &mut Vec<Violation>) {
+    let counts = [
+        ("batch.prompts", Some(given.prompts)),
+        ("batch.samples", Some(given.samples)),
+        ("batch.mini_batch", batch.mini_batch),
+        ("batch.micro_batch", given.micro_batch),
+        ("batch.log_prob_micro_batch", given.log_prob_micro_batch),
+        ("batch.epochs", Some(given.epochs)),
+        (
+            "devices.rollout_tensor_parallel",
+            Some(given.tensor_parallel),
+        ),
+    ];
+    for (setting, value) in counts {
+        match value {
+            Some(0) => violations.push(Violation {
+                setting,
+                rule: "it is 0, but at least one is needed".to_owned(),
+                nearest: vec![1],
+            }),
+            Some(value) if value > MAX_COUNT => violations.push(Violation {
+                setting,
+                rule: format!("{value} is more than the largest count, {MAX_COUNT}"),
+                nearest: vec![MAX_COUNT],
+            }),
+            _ => {}
+        }
+    }
+}
+
+/// The divisions are exact. `sizes` are clamped, so no product overflows 64 bits.
+fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
+    let Sizes {
+        devices,
+        tensor_parallel,
+        prompts,
+        samples,
+        mini_batch,
+        ..
+    } = sizes;
+    if !sizes.divides_devices() {
+        violations.push(Violation {
+            setting: "devices.rollout_tensor_parallel",
+            rule: format!(
+                "{tensor_parallel} devices a rollout engine do not divide the group's {devices} devices"
+            ),
+            nearest: nearest_values(tensor_parallel, |v| {
+                Sizes { tensor_parallel: v, ..sizes }.divides_devices()
+            }),
+        });
+    } else if !sizes.rollout_divides() {
+        violations.push(Violation {
+            setting: "batch.prompts",
+            rule: format!(
+                "prompts · samples = {prompts} · {samples} = {} samples do not divide among {} rollout engines \
+                 ({devices} devices / tensor parallel {tensor_parallel})",
+                sizes.rows(),
+                sizes.rollout_shards()
+            ),
+            nearest: nearest_values(prompts, |v| {
+                let sizes = Sizes { prompts: v, ..sizes };
+                sizes.rollout_divides() && sizes.mini_divides()
+            }),
+        });
+    }
+    if !sizes.mini_divides() {
+        let relation = if mini_batch > prompts {
+            "are more than"
+        } else {
+            "do not divide"
+        };
+        violations.push(Violation {
+            setting: "batch.mini_batch",
+            rule: format!(
+                "{mini_batch} prompts a mini-batch {relation} the step's {prompts} prompts"
+            ),
+            nearest: nearest_values(mini_batch, |v| {
+                let sizes = Sizes {
+                    mini_batch: v,
+                    ..sizes
+                };
+                sizes.mini_divides() && sizes.mini_spreads()
+            }),
+        });
+    }
+    if !sizes.mini_spreads() {
+        violations.push(Violation {
+            setting: "batch.mini_batch",
+            rule: format!(
+                "mini_batch · samples = {mini_batch} · {samples} = {} samples do not divide among {devices} devices",
+                sizes.mini_rows()
+            ),
+            nearest: nearest_values(mini_batch, |v| {
+                let sizes = Sizes { mini_batch: v, ..sizes };
+                sizes.mini_divides() && sizes.mini_spreads()
+            }),
+        });
+    }
+    if let Some(micro) = sizes.micro_batch
+        && !sizes.micro_divides()
+    {
+        let per_device = sizes.mini_rows_per_device();
+        let relation = if micro > per_device {
+            "is more than"
+        } else {
+            "does not divide"
+        };
+        violations.push(Violation {
+            setting: "batch.micro_batch",
+            rule: format!(
+                "a micro-batch of {micro} samples {relation} the {per_device} samples that a mini-batch has on one \
+                 device (mini_batch · samples / devices = {mini_batch} · {samples} / {devices})"
+            ),
+            nearest: nearest_values(micro, |v| {
+                Sizes { micro_batch: Some(v), ..sizes }.micro_divides()
+            }),
+        });
+    }
+}

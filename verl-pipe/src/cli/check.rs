@@ -1,0 +1,31 @@
+//! `pipe check`: builds the plan, tells all findings, loads nothing.
+
+use std::io::{self, Write};
+
+use super::{PipelineArgs, write_findings};
+use crate::registry::Registry;
+
+/// Checks a pipeline file; writes what is wrong with it. Returns the exit code.
+///
+/// # Errors
+/// When `out` cannot be written.
+pub fn check(args: &PipelineArgs, registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
+    match args.read(registry).and_then(|pipe| pipe.plan()) {
+        Ok(plan) => {
+            write_findings(&plan.warnings, out)?;
+            writeln!(
+                out,
+                "{}: {} stages, {} samples a step, {} optimiser steps a step",
+                plan.pipe.name,
+                plan.stages.len(),
+                plan.batch.rows,
+                plan.batch.optimizer_steps
+            )?;
+            Ok(0)
+        }
+        Err(findings) => {
+            write_findings(&findings, out)?;
+            Ok(1)
+        }
+    }
+}

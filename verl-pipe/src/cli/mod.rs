@@ -1,0 +1,57 @@
+//! Commands of the executable, each a function of a registry and a writer. The executable fills the registry.
+//!
+//! Exit codes: 0 where the answer is good, 1 where the pipeline has faults or its run
+//! failed, 130 where a run was cancelled.
+
+pub mod check;
+pub mod plan;
+pub mod schema;
+pub mod train;
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::config::read_pipeline;
+use crate::diagnostic::Diagnostic;
+use crate::pipe::DataPipe;
+use crate::registry::Registry;
+
+/// A pipeline file with overrides, as commands take it.
+#[derive(Debug, Clone, Args)]
+pub struct PipelineArgs {
+    /// Pipeline file (TOML).
+    pub file: PathBuf,
+    /// Overrides of its settings, such as `steps=10`, `actor.path=DIR`, `generate.temperature=0.7`.
+    #[arg(value_name = "KEY=VALUE")]
+    pub overrides: Vec<String>,
+}
+
+impl PipelineArgs {
+    /// Reads the file and applies the overrides.
+    ///
+    /// # Errors
+    /// All faults of both.
+    pub fn read(&self, registry: &Registry) -> Result<DataPipe, Vec<Diagnostic>> {
+        read_pipeline(&self.file, &self.overrides, registry)
+    }
+}
+
+/// Writes findings and their number.
+///
+/// # Errors
+/// When `out` cannot be written.
+pub fn write_findings(findings: &[Diagnostic], out: &mut dyn Write) -> io::Result<()> {
+    for finding in findings {
+        writeln!(out, "{finding}\n")?;
+    }
+    let errors = findings.iter().filter(|finding| finding.is_error()).count();
+    let number = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
+    writeln!(
+        out,
+        "{}, {}",
+        number(errors, "error"),
+        number(findings.len() - errors, "warning")
+    )
+}

@@ -1,0 +1,231 @@
+//! Values into configurations, telling every fault instead of the first.
+
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use serde_path_to_error::{Path, Segment};
+
+/// What is wrong with one setting.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// A key that the configuration does not have, and those that it has.
+    Unknown {
+        path: Vec<String>,
+        known: Vec<String>,
+    },
+    /// A setting that must be given.
+    Missing { path: Vec<String> },
+    /// A value that does not fit.
+    Invalid {
+        path: Vec<String>,
+        reason: String,
+        known: Vec<String>,
+    },
+}
+
+impl Fault {
+    /// Where it is, the setting itself last.
+    pub fn path(&self) -> &[String] {
+        match self {
+            Fault::Unknown { path, .. } | Fault::Missing { path } | Fault::Invalid { path, .. } => {
+                path
+            }
+        }
+    }
+}
+
+/// A configuration with the faults that were found. With faults there may be none.
+pub(crate) struct Decoded<T> {
+    pub value: Option<T>,
+    pub faults: Vec<Fault>,
+}
+
+impl<T> Decoded<T> {
+    pub fn map<U>(self, f: impl FnOnce(T) -> U) -> Decoded<U> {
+        Decoded {
+            value: self.value.map(f),
+            faults: self.faults,
+        }
+    }
+}
+
+/// Deserialises `value`. After each fault the setting that is to blame is taken out and the rest tried again, so that
+/// all faults are found; a fault whose setting cannot be taken out ends the search.
+pub(crate) fn decode<T: DeserializeOwned>(mut value: Value) -> Decoded<T> {
+    let mut faults: Vec<Fault> = Vec::new();
+    loop {
+        let error = match serde_path_to_error::deserialize(&value) {
+            Ok(config) => {
+                return Decoded {
+                    value: Some(config),
+                    faults,
+                };
+            }
+            Err(error) => error,
+        };
+        let at = segments(error.path());
+        let fault = fault(at, &error.inner().to_string());
+        // A setting that was taken out for its own fault is not missing too.
+        let known_already = faults.iter().any(|other| other.path() == fault.path());
+        let removed = !matches!(fault, Fault::Missing { .. }) && remove(&mut value, fault.path());
+        if !known_already {
+            faults.push(fault);
+        }
+        if !removed {
+            return Decoded {
+                value: None,
+                faults,
+            };
+        }
+    }
+}
+
+fn segments(path: &Path) -> Vec<String> {
+    path.iter()
+        .filter_map(|segment| match segment {
+            Segment::Map { key } => Some(key.clone()),
+            Segment::Seq { index } => Some(index.to_string()),
+            Segment::Enum { .. } | Segment::Unknown => None,
+        })
+        .collect()
+}
+
+/// Reads serde's words: the only place where the unknown or missing name stands.
+fn fault(mut path: Vec<String>, message: &str) -> Fault {
+    let mut names = message.split('`').skip(1).step_by(2).map(str::to_owned);
+    if message.starts_with("unknown field `") {
+        let key = names.next().unwrap_or_default();
+        if path.last() != Some(&key) {
+            path.push(key);
+        }
+        return Fault::Unknown {
+            path,
+            known: names.collect(),
+        };
+    }
+    if message.starts_with("missing field `") {
+        path.extend(names.next());
+        return Fault::Missing { path };
+    }
+    if message.starts_with("unknown variant `") {
+        let given = names.next().unwrap_or_default();
+        return Fault::Invalid {
+            path,
+            reason: format!("`{given}` is not one of its values"),
+            known: names.collect(),
+        };
+    }
+    Fault::Invalid {
+        path,
+        reason: message.to_owned(),
+        known: Vec::new(),
+    }
+}
+
+/// Takes the value at `path` out; whether there was one.
+fn remove(value: &mut Value, path: &[String]) -> bool {
+    let Some((last, parents)) = path.split_last() else {
+        return false;
+    };
+    let mut at = value;
+    for key in parents {
+        let next = match at {
+            Value::Object(map) => map.get_mut(key),
+            Value::Array(list) => key
+                .parse::<usize>()
+                .ok()
+                .and_then(|index| list.get_mut(index)),
+            _ => None,
+        };
+        match next {
+            Some(next) => at = next,
+            None => return false,
+        }
+    }
+    match at {
+        Value::Object(map) => map.shift_remove(last).is_some(),
+        // Taking an element out would renumber the others.
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+    use serde_json::json;
+
+    use super::*;
+
+    #[derive(Deserialize, Debug, PartialEq)]
+    #[serde(deny_unknown_fields)]
+    struct Outer {
+        needed: u32,
+        #[serde(default)]
+        inner: Option<Inner>,
+        #[serde(default)]
+        choice: Option<Choice>,
+    }
+
+    #[derive(Deserialize, Debug, PartialEq)]
+    #[serde(deny_unknown_fields, default)]
+    #[derive(Default)]
+    struct Inner {
+        rate: f64,
+    }
+
+    #[derive(Deserialize, Debug, PartialEq)]
+    #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+    enum Choice {
+        First {
+            #[serde(default)]
+            size: u32,
+        },
+    }
+
+    #[track_caller]
+    fn check(value: Value, expected: &[(&str, &str)]) {
+        let found: Vec<(String, String)> = decode::<Outer>(value)
+            .faults
+            .into_iter()
+            .map(|fault| {
+                let kind = match &fault {
+                    Fault::Unknown { known, .. } => format!("unknown, not {}", known.join(" ")),
+                    Fault::Missing { .. } => "missing".to_owned(),
+                    Fault::Invalid { known, .. } => format!("invalid {}", known.join(" ")),
+                };
+                (fault.path().join("."), kind.trim_end().to_owned())
+            })
+            .collect();
+        let found: Vec<(&str, &str)> = found
+            .iter()
+            .map(|(path, kind)| (path.as_str(), kind.as_str()))
+            .collect();
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn all_faults_are_found() {
+        check(
+            json!({"needed": 1, "inner": {"rate": 0.5}, "choice": {"kind": "first", "size": 2}}),
+            &[],
+        );
+        check(
+            json!({"neded": 1, "inner": {"rate": "x", "rat": 1.0}}),
+            &[
+                ("neded", "unknown, not needed inner choice"),
+                ("inner.rate", "invalid"),
+                ("inner.rat", "unknown, not rate"),
+                ("needed", "missing"),
+            ],
+        );
+        check(json!({"needed": "one"}), &[("needed", "invalid")]);
+        check(
+            json!({"needed": 1, "choice": {"kind": "first", "sise": 2}}),
+            &[("choice.sise", "unknown, not size")],
+        );
+        check(
+            json!({"needed": 1, "choice": {"kind": "frist"}}),
+            &[("choice.kind", "invalid first")],
+        );
+        check(json!(3), &[("", "invalid")]);
+    }
+}

@@ -1,0 +1,481 @@
+//! The pipeline file (TOML) into a [`DataPipe`] and back.
+//!
+//! ```toml
+//! name = "grpo"
+//! [run]                      # RunConfig
+//! [batch]                    # BatchConfig
+//! [devices]                  # DevicesConfig
+//! [data]
+//! train = "train.jsonl"      # a path, or a table with `kind` and the kind's settings
+//! [models.actor]             # `kind` (by default the first one registered) and the kind's settings
+//! path = "models/actor"
+//! [[stages]]
+//! kind = "generate"          # and the kind's settings
+//! name = "rollout"           # by default the kind
+//! rename = { responses = "answers" }
+//! ```
+//!
+//! Relative paths of data and models are read against the file's folder, `run.dir` against the working directory.
+//! A key that nothing reads is an error, wherever it stands; all faults of a file are told at once.
+
+pub(crate) mod decode;
+mod overrides;
+mod source;
+
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::config::decode::{Decoded, Fault, decode};
+use crate::config::source::Source;
+use crate::diagnostic::{Diagnostic, nearest, quoted, suggest};
+use crate::pipe::{DataDecl, DataPipe, ModelDecl, RunConfig, StageDecl};
+use crate::registry::Registry;
+
+/// Sections of a pipeline file.
+pub(crate) const SECTIONS: [&str; 7] = [
+    "name", "run", "batch", "devices", "data", "models", "stages",
+];
+
+/// Reads a pipeline file and applies overrides (`key=value`).
+///
+/// # Errors
+/// All faults of the file and the overrides.
+pub fn read_pipeline<S: AsRef<str>>(
+    path: &Path,
+    overrides: &[S],
+    registry: &Registry,
+) -> Result<DataPipe, Vec<Diagnostic>> {
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        vec![
+            Diagnostic::error("C001", "the pipeline file cannot be read")
+                .at(path.display().to_string())
+                .because(error.to_string())
+                .help("give the path of a pipeline file, for example examples/pipelines/grpo_addition.toml"),
+        ]
+    })?;
+    let base = path.parent().unwrap_or(Path::new("")).to_owned();
+    let mut pipe = parse_pipeline(&text, &path.display().to_string(), overrides, registry)?;
+    pipe.base = base;
+    Ok(pipe)
+}
+
+/// Reads the text of a pipeline file that is called `origin` in messages; [`DataPipe::base`] stays empty.
+///
+/// # Errors
+/// All faults of the text and the overrides.
+pub fn parse_pipeline<S: AsRef<str>>(
+    text: &str,
+    origin: &str,
+    overrides: &[S],
+    registry: &Registry,
+) -> Result<DataPipe, Vec<Diagnostic>> {
+    let (mut source, mut document) = Source::parse(origin, text)?;
+    let mut findings = Vec::new();
+    let run_keys = keys_of::<RunConfig>();
+    for text in overrides {
+        match overrides::apply(&mut document, text.as_ref(), &run_keys) {
+            Ok(path) => source.overridden.push((path, text.as_ref().to_owned())),
+            Err(finding) => findings.push(finding),
+        }
+    }
+    let mut reader = Reader {
+        source,
+        registry,
+        findings,
+    };
+    let pipe = reader.pipeline(document);
+    if reader.findings.is_empty() {
+        Ok(pipe)
+    } else {
+        Err(reader.findings)
+    }
+}
+
+/// The pipeline as a file, every setting stated; what was given as objects appears by name only.
+///
+/// # Errors
+/// A number that TOML cannot hold (above 2⁶³ − 1).
+pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
+    let entry = |kind: &str, config: &Value| {
+        let mut entry = Map::new();
+        entry.insert("kind".to_owned(), kind.into());
+        entry.extend(config.as_object().cloned().unwrap_or_default());
+        Value::Object(entry)
+    };
+    let mut document = Map::new();
+    document.insert("name".to_owned(), pipe.name.clone().into());
+    for (section, value) in [
+        ("run", serde_json::to_value(&pipe.run)),
+        ("batch", serde_json::to_value(&pipe.batch)),
+        ("devices", serde_json::to_value(&pipe.devices)),
+    ] {
+        document.insert(section.to_owned(), value.unwrap_or_default());
+    }
+    let data = pipe
+        .data
+        .iter()
+        .map(|data| (data.name.clone(), entry(&data.kind, &data.config)));
+    document.insert("data".to_owned(), Value::Object(data.collect()));
+    let models = pipe
+        .models
+        .iter()
+        .map(|model| (model.name.clone(), entry(&model.kind, &model.config)));
+    document.insert("models".to_owned(), Value::Object(models.collect()));
+    let stages = pipe.stages.iter().map(|stage| {
+        let mut value = entry(&stage.kind, &stage.config);
+        if let Value::Object(map) = &mut value {
+            map.insert("name".to_owned(), stage.name.clone().into());
+            if !stage.rename.is_empty() {
+                let rename = stage
+                    .rename
+                    .iter()
+                    .map(|(own, key)| (own.clone(), key.clone().into()));
+                map.insert("rename".to_owned(), Value::Object(rename.collect()));
+            }
+        }
+        value
+    });
+    document.insert("stages".to_owned(), stages.collect());
+    let mut document = Value::Object(document);
+    drop_nulls(&mut document);
+    toml::to_string(&document)
+}
+
+/// TOML has no null: an option that is absent is not written.
+fn drop_nulls(value: &mut Value) {
+    match value {
+        Value::Object(map) => {
+            map.retain(|_, value| !value.is_null());
+            map.values_mut().for_each(drop_nulls);
+        }
+        Value::Array(list) => list.iter_mut().for_each(drop_nulls),
+        _ => {}
+    }
+}
+
+/// The keys of a configuration, from its schema.
+fn keys_of<C: schemars::JsonSchema>() -> Vec<String> {
+    let schema = schemars::SchemaGenerator::default().into_root_schema_for::<C>();
+    let properties = schema.get("properties").and_then(Value::as_object);
+    properties.map_or_else(Vec::new, |map| map.keys().cloned().collect())
+}
+
+struct Reader<'a> {
+    source: Source<'a>,
+    registry: &'a Registry,
+    findings: Vec<Diagnostic>,
+}
+
+impl Reader<'_> {
+    fn pipeline(&mut self, mut document: Map<String, Value>) -> DataPipe {
+        for kind in self.registry.duplicates() {
+            self.findings.push(
+                Diagnostic::error("C007", kind.to_string())
+                    .at("registry")
+                    .because("a pipeline file that names it could mean either")
+                    .help("register one of them under another `KIND`"),
+            );
+        }
+        let unknown: Vec<String> = document
+            .keys()
+            .filter(|key| !SECTIONS.contains(&key.as_str()))
+            .cloned()
+            .collect();
+        for key in unknown {
+            self.fault(
+                &[],
+                "the top of the file",
+                Fault::Unknown {
+                    path: vec![key],
+                    known: SECTIONS.map(str::to_owned).to_vec(),
+                },
+            );
+        }
+        let name = match document.remove("name") {
+            Some(Value::String(name)) => name,
+            Some(_) => {
+                self.invalid(&["name"], "the top of the file", "a name is a text");
+                String::new()
+            }
+            None => "pipeline".to_owned(),
+        };
+        let mut pipe = DataPipe::new(name);
+        pipe.run = self.section("run", document.remove("run"));
+        pipe.batch = self.section("batch", document.remove("batch"));
+        pipe.devices = self.section("devices", document.remove("devices"));
+        pipe.data = self.entries("data", document.remove("data"), Self::data);
+        pipe.models = self.entries("models", document.remove("models"), Self::model);
+        pipe.stages = self.stages(document.remove("stages"));
+        pipe
+    }
+
+    fn section<C: DeserializeOwned + Default>(&mut self, name: &str, value: Option<Value>) -> C {
+        let Some(value) = value else {
+            return C::default();
+        };
+        let Decoded { value, faults } = decode::<C>(value);
+        self.faults(&[name], &format!("[{name}]"), faults);
+        value.unwrap_or_default()
+    }
+
+    fn entries<D>(
+        &mut self,
+        section: &str,
+        value: Option<Value>,
+        read: fn(&mut Self, &str, Value) -> Option<D>,
+    ) -> Vec<D> {
+        match value {
+            None => Vec::new(),
+            Some(Value::Object(table)) => table
+                .into_iter()
+                .filter_map(|(name, value)| read(self, &name, value))
+                .collect(),
+            Some(_) => {
+                self.invalid(
+                    &[section],
+                    &format!("[{section}]"),
+                    "it is not a table of names",
+                );
+                Vec::new()
+            }
+        }
+    }
+
+    fn data(&mut self, name: &str, value: Value) -> Option<DataDecl> {
+        let place = format!("[data] `{name}`");
+        let mut table = self.table(&["data", name], &place, value)?;
+        let kind = match table.shift_remove("kind") {
+            Some(kind) => self.text(&["data", name, "kind"], &place, kind)?,
+            None => {
+                let path = table.get("path").and_then(Value::as_str);
+                match path.and_then(|path| self.registry.kind_of_path(path)) {
+                    Some(kind) => kind.to_owned(),
+                    None => {
+                        let known = quoted(self.registry.data_kinds().iter().map(|kind| kind.name));
+                        self.findings.push(
+                            Diagnostic::error(
+                                "C003",
+                                format!("the kind of data set `{name}` is not clear"),
+                            )
+                            .at(self.source.place(&owned(&["data", name]), &place))
+                            .because(
+                                "it names no `kind`, and no kind reads a file with its extension",
+                            )
+                            .help(format!("set `kind` to one of {known}")),
+                        );
+                        return None;
+                    }
+                }
+            }
+        };
+        let Some(entry) = self.registry.data_kinds().get(&kind) else {
+            let help = self.registry.data_kinds().suggest(&kind);
+            self.unknown_kind(&["data", name, "kind"], &place, "data set", &kind, help);
+            return None;
+        };
+        let Decoded { value, faults } = (entry.declare)(name, Value::Object(table));
+        self.faults(&["data", name], &place, faults);
+        value
+    }
+
+    fn model(&mut self, name: &str, value: Value) -> Option<ModelDecl> {
+        let place = format!("[models.{name}]");
+        let mut table = self.table(&["models", name], &place, value)?;
+        let kind = match (table.shift_remove("kind"), self.registry.default_model()) {
+            (Some(kind), _) => self.text(&["models", name, "kind"], &place, kind)?,
+            (None, Some(kind)) => kind.to_owned(),
+            (None, None) => String::new(),
+        };
+        let Some(entry) = self.registry.models().get(&kind) else {
+            let help = self.registry.models().suggest(&kind);
+            self.unknown_kind(&["models", name, "kind"], &place, "model", &kind, help);
+            return None;
+        };
+        let Decoded { value, faults } = (entry.declare)(name, Value::Object(table));
+        self.faults(&["models", name], &place, faults);
+        value
+    }
+
+    fn stages(&mut self, value: Option<Value>) -> Vec<StageDecl> {
+        match value {
+            None => Vec::new(),
+            Some(Value::Array(list)) => list
+                .into_iter()
+                .enumerate()
+                .filter_map(|(index, value)| self.stage(index, value))
+                .collect(),
+            Some(_) => {
+                self.invalid(
+                    &["stages"],
+                    "[[stages]]",
+                    "stages are a list: write `[[stages]]` above each of them",
+                );
+                Vec::new()
+            }
+        }
+    }
+
+    fn stage(&mut self, index: usize, value: Value) -> Option<StageDecl> {
+        let index = index.to_string();
+        let here = ["stages", index.as_str()];
+        let Value::Object(mut table) = value else {
+            self.invalid(&here, "[[stages]]", "a stage is a table");
+            return None;
+        };
+        let place = format!(
+            "[[stages]] number {}",
+            index.parse::<usize>().unwrap_or_default() + 1
+        );
+        let kind = match table.shift_remove("kind") {
+            Some(kind) => self.text(&["stages", &index, "kind"], &place, kind)?,
+            None => {
+                self.fault(
+                    &here,
+                    &place,
+                    Fault::Missing {
+                        path: vec!["kind".to_owned()],
+                    },
+                );
+                return None;
+            }
+        };
+        let name = match table.shift_remove("name") {
+            Some(name) => self.text(&["stages", &index, "name"], &place, name)?,
+            None => kind.clone(),
+        };
+        let place = format!("[[stages]] `{name}`");
+        let rename = table
+            .shift_remove("rename")
+            .unwrap_or(Value::Object(Map::new()));
+        let Decoded {
+            value: rename,
+            faults,
+        } = decode(rename);
+        self.faults(&["stages", &index, "rename"], &place, faults);
+        let Some(entry) = self.registry.stages().get(&kind) else {
+            let help = self.registry.stages().suggest(&kind);
+            self.unknown_kind(&["stages", &index, "kind"], &place, "stage", &kind, help);
+            return None;
+        };
+        let Decoded { value, faults } = (entry.declare)(&name, Value::Object(table));
+        let faults = faults.into_iter().map(|fault| match fault {
+            // These belong to every stage, so they are known although its configuration does not have them.
+            Fault::Unknown { path, mut known } if path.len() == 1 => {
+                known.extend(["kind", "name", "rename"].map(str::to_owned));
+                Fault::Unknown { path, known }
+            }
+            fault => fault,
+        });
+        self.faults(&here, &place, faults.collect());
+        value.map(|stage| StageDecl {
+            rename: rename.unwrap_or_default(),
+            ..stage
+        })
+    }
+
+    /// A table; a text stands for the table whose `path` it is.
+    fn table(&mut self, path: &[&str], place: &str, value: Value) -> Option<Map<String, Value>> {
+        match value {
+            Value::Object(table) => Some(table),
+            Value::String(text) => Some(Map::from_iter([("path".to_owned(), Value::String(text))])),
+            _ => {
+                self.invalid(path, place, "it is neither a path nor a table");
+                None
+            }
+        }
+    }
+
+    fn text(&mut self, path: &[&str], place: &str, value: Value) -> Option<String> {
+        match value {
+            Value::String(text) => Some(text),
+            _ => {
+                self.invalid(path, place, "it is not a text");
+                None
+            }
+        }
+    }
+
+    fn unknown_kind(&mut self, path: &[&str], place: &str, what: &str, kind: &str, help: String) {
+        self.findings.push(
+            Diagnostic::error(
+                "C003",
+                format!("there is no kind of {what} called `{kind}`"),
+            )
+            .at(self.source.place(&owned(path), place))
+            .because(format!(
+                "`kind` chooses what a {what} is; `{kind}` is not registered"
+            ))
+            .help(help),
+        );
+    }
+
+    fn invalid(&mut self, path: &[&str], place: &str, reason: &str) {
+        let fault = Fault::Invalid {
+            path: Vec::new(),
+            reason: reason.to_owned(),
+            known: Vec::new(),
+        };
+        self.fault(path, place, fault);
+    }
+
+    fn faults(&mut self, at: &[&str], place: &str, faults: Vec<Fault>) {
+        for fault in faults {
+            self.fault(at, place, fault);
+        }
+    }
+
+    fn fault(&mut self, at: &[&str], place: &str, fault: Fault) {
+        let mut path = owned(at);
+        path.extend(fault.path().iter().cloned());
+        let where_ = self.source.place(&path, place);
+        let setting = match fault.path() {
+            [] => at.last().copied().unwrap_or_default().to_owned(),
+            own => own.join("."),
+        };
+        let key = path.last().cloned().unwrap_or_default();
+        self.findings.push(match fault {
+            Fault::Unknown { known, .. } => {
+                Diagnostic::error("C002", format!("there is no setting `{setting}`"))
+                    .at(where_)
+                    .because("a setting that nothing reads would silently change nothing")
+                    .help(suggest(
+                        &key,
+                        "settings here",
+                        known.iter().map(String::as_str),
+                    ))
+            }
+            Fault::Missing { .. } => Diagnostic::error("C004", format!("`{setting}` must be set"))
+                .at(where_)
+                .because("it has no default")
+                .help(format!("add `{key} = …`")),
+            Fault::Invalid { reason, known, .. } => {
+                let help = match (
+                    known.as_slice(),
+                    nearest(
+                        reason.split('`').nth(1).unwrap_or_default(),
+                        known.iter().map(String::as_str),
+                    ),
+                ) {
+                    ([], _) => "see `pipe schema` for what may stand here".to_owned(),
+                    (known, None) => format!("one of {}", quoted(known.iter().map(String::as_str))),
+                    (known, Some(near)) => {
+                        format!(
+                            "did you mean `{near}`? one of {}",
+                            quoted(known.iter().map(String::as_str))
+                        )
+                    }
+                };
+                Diagnostic::error("C004", format!("`{setting}` has a value that does not fit"))
+                    .at(where_)
+                    .because(reason)
+                    .help(help)
+            }
+        });
+    }
+}
+
+fn owned(path: &[&str]) -> Vec<String> {
+    path.iter().map(|part| (*part).to_owned()).collect()
+}

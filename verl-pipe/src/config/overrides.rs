@@ -1,0 +1,309 @@
+//! `key=value` on the command line: reaches every setting of a pipeline file.
+//!
+//! The first part of the dotted key is a section of the file, else a model, else a stage; a key alone is one of `[run]`.
+
+use serde_json::{Map, Value};
+
+use super::{SECTIONS, source};
+use crate::diagnostic::{Diagnostic, quoted, suggest};
+
+/// Applies `text`; returns the path that it set.
+pub(crate) fn apply(
+    document: &mut Map<String, Value>,
+    text: &str,
+    run_keys: &[String],
+) -> Result<Vec<String>, Diagnostic> {
+    let fault = |why: String, help: String| {
+        Diagnostic::error("C006", format!("the override `{text}` cannot be applied"))
+            .at("command line")
+            .because(why)
+            .help(help)
+    };
+    let form =
+        "write key=value, for example `steps=10`, `generate.temperature=0.7`, `data.train=FILE`";
+    let Some((key, value)) = text.split_once('=') else {
+        return Err(fault("it has no `=`".to_owned(), form.to_owned()));
+    };
+    let parts: Vec<String> = key
+        .trim()
+        .split('.')
+        .map(|part| part.trim().to_owned())
+        .collect();
+    if parts.iter().any(String::is_empty) {
+        return Err(fault(
+            "a part of its key is empty".to_owned(),
+            form.to_owned(),
+        ));
+    }
+    let path = resolve(document, &parts, run_keys).map_err(|(why, help)| fault(why, help))?;
+    set(document, &path, parse(value)).map_err(|why| fault(why, form.to_owned()))
+}
+
+/// A TOML value, or a text where it is none.
+fn parse(value: &str) -> Value {
+    let value = value.trim();
+    let parsed = format!("v = {value}")
+        .parse::<toml::Table>()
+        .ok()
+        .filter(|table| table.len() == 1);
+    match parsed.and_then(|mut table| table.remove("v")) {
+        Some(value) => source::json(value, None),
+        None => Value::String(value.to_owned()),
+    }
+}
+
+/// The path in the document that the parts of a key mean.
+fn resolve(
+    document: &Map<String, Value>,
+    parts: &[String],
+    run_keys: &[String],
+) -> Result<Vec<String>, (String, String)> {
+    let path = |head: &[&str], rest: &[String]| -> Vec<String> {
+        head.iter()
+            .map(|part| (*part).to_owned())
+            .chain(rest.iter().cloned())
+            .collect()
+    };
+    let Some((first, rest)) = parts.split_first() else {
+        return Ok(Vec::new());
+    };
+    let stages = stage_names(document);
+    let stage_at = |name: &str| stages.iter().position(|stage| stage == name);
+    match (first.as_str(), rest) {
+        ("name", []) => return Ok(path(&["name"], &[])),
+        ("stages", [stage, rest @ ..]) => {
+            let index = stage_at(stage).ok_or_else(|| {
+                let known = stages.iter().map(String::as_str);
+                (
+                    format!("there is no stage `{stage}`"),
+                    suggest(stage, "stages", known),
+                )
+            })?;
+            return Ok(path(&["stages", &index.to_string()], rest));
+        }
+        (section @ ("data" | "models"), [name, rest @ ..]) => {
+            let known = table_names(document, section);
+            if !known.is_empty() && !known.contains(&name.as_str()) {
+                let what = if section == "data" {
+                    "data sets"
+                } else {
+                    "models"
+                };
+                return Err((
+                    format!("[{section}] declares no `{name}`"),
+                    suggest(name, what, known.iter().copied()),
+                ));
+            }
+            return Ok(path(&[section, name], rest));
+        }
+        (section, [_, ..]) if SECTIONS.contains(&section) => return Ok(path(&[section], rest)),
+        (model, _) if table_names(document, "models").contains(&model) => {
+            return Ok(path(&["models", model], rest));
+        }
+        (stage, [_, ..]) if stage_at(stage).is_some() => {
+            let index = stage_at(stage).unwrap_or_default();
+            return Ok(path(&["stages", &index.to_string()], rest));
+        }
+        (key, []) if run_keys.iter().any(|known| known == key) => {
+            return Ok(path(&["run", key], &[]));
+        }
+        _ => {}
+    }
+    let models = table_names(document, "models");
+    if rest.is_empty() {
+        let known = run_keys
+            .iter()
+            .map(String::as_str)
+            .chain(models.iter().copied());
+        return Err((
+            format!("`{first}` is no setting of [run] and no model"),
+            format!(
+                "{}; settings elsewhere need their section, model or stage: `generate.temperature=0.7`",
+                suggest(first, "settings", known.collect::<Vec<_>>())
+            ),
+        ));
+    }
+    let known: Vec<&str> = SECTIONS
+        .iter()
+        .copied()
+        .chain(models.iter().copied())
+        .chain(stages.iter().map(String::as_str))
+        .collect();
+    Err((
+        format!("`{first}` is no section, model or stage of the pipeline"),
+        match crate::diagnostic::nearest(first, known.iter().copied()) {
+            Some(near) => format!("did you mean `{near}.{}`?", rest.join(".")),
+            None => format!("it begins with one of {}", quoted(known)),
+        },
+    ))
+}
+
+fn table_names<'a>(document: &'a Map<String, Value>, section: &str) -> Vec<&'a str> {
+    let table = document.get(section).and_then(Value::as_object);
+    table.map_or_else(Vec::new, |table| table.keys().map(String::as_str).collect())
+}
+
+/// Names of the stages: `name`, else `kind`.
+fn stage_names(document: &Map<String, Value>) -> Vec<String> {
+    let list = document.get("stages").and_then(Value::as_array);
+    list.into_iter()
+        .flatten()
+        .map(|stage| {
+            let name = stage
+                .get("name")
+                .or_else(|| stage.get("kind"))
+                .and_then(Value::as_str);
+            name.unwrap_or_default().to_owned()
+        })
+        .collect()
+}
+
+/// Sets the value at `path`, making tables on the way. A text given for a table (a model, a data set) is its `path`.
+fn set(
+    document: &mut Map<String, Value>,
+    path: &[String],
+    value: Value,
+) -> Result<Vec<String>, String> {
+    let mut root = Value::Object(std::mem::take(document));
+    let done = set_in(&mut root, path, value);
+    if let Value::Object(map) = root {
+        *document = map;
+    }
+    done
+}
+
+fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>, String> {
+    let Some((last, parents)) = path.split_last() else {
+        return Err("its key is empty".to_owned());
+    };
+    let is_data = path.first().is_some_and(|section| section == "data");
+    let mut at = root;
+    for (depth, key) in parents.iter().enumerate() {
+        let child = match at {
+            Value::Object(map) => Some(
+                map.entry(key.clone())
+                    .or_insert_with(|| Value::Object(Map::new())),
+            ),
+            Value::Array(list) => key
+                .parse::<usize>()
+                .ok()
+                .and_then(|index| list.get_mut(index)),
+            _ => None,
+        };
+        at = child.ok_or_else(|| format!("there is no `{}`", parents[..=depth].join(".")))?;
+        // A data set that was given as its path becomes a table, so that it can have settings.
+        if let (true, Value::String(text)) = (is_data, &mut *at) {
+            *at = serde_json::json!({ "path": std::mem::take(text) });
+        }
+        if !at.is_object() && !at.is_array() {
+            return Err(format!("`{key}` is a value, not a table"));
+        }
+    }
+    let Value::Object(table) = at else {
+        return Err(format!("`{last}` is no setting of a list"));
+    };
+    let mut set = path.to_vec();
+    match table.get_mut(last) {
+        Some(Value::Object(table)) if value.is_string() => {
+            table.insert("path".to_owned(), value);
+            set.push("path".to_owned());
+        }
+        Some(Value::Object(_)) if !value.is_object() => {
+            return Err(format!("`{last}` is a table, not a value"));
+        }
+        _ => {
+            table.insert(last.clone(), value);
+        }
+    }
+    Ok(set)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn document() -> Map<String, Value> {
+        let value = json!({
+            "run": {"steps": 5},
+            "data": {"train": {"kind": "questions", "path": "a"}, "eval": "b.jsonl"},
+            "models": {"actor": {"path": "m"}},
+            "stages": [{"kind": "generate"}, {"kind": "log_probs", "name": "old"}],
+        });
+        match value {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        }
+    }
+
+    #[track_caller]
+    fn check(text: &str, pointer: &str, expected: Value) {
+        let mut document = document();
+        let run_keys = ["steps".to_owned(), "seed".to_owned(), "dir".to_owned()];
+        let path = apply(&mut document, text, &run_keys).expect("applies");
+        let value = Value::Object(document);
+        assert_eq!(value.pointer(pointer), Some(&expected));
+        assert_eq!(format!("/{}", path.join("/")), pointer);
+    }
+
+    #[track_caller]
+    fn check_refused(text: &str, expected: &str) {
+        let run_keys = ["steps".to_owned(), "seed".to_owned()];
+        let finding = apply(&mut document(), text, &run_keys).expect_err("is refused");
+        assert!(
+            finding.to_string().contains(expected),
+            "expected {expected:?} in:\n{finding}"
+        );
+    }
+
+    #[test]
+    fn reaches_every_setting() {
+        check("steps=10", "/run/steps", json!(10));
+        check("run.dir=x", "/run/dir", json!("x"));
+        check("name=other", "/name", json!("other"));
+        check("batch.samples = 4", "/batch/samples", json!(4));
+        check("actor.path=DIR", "/models/actor/path", json!("DIR"));
+        check("actor=DIR", "/models/actor/path", json!("DIR"));
+        check(
+            "models.actor.optimizer.learning_rate=1e-4",
+            "/models/actor/optimizer/learning_rate",
+            json!(1e-4),
+        );
+        check("data.train=FILE", "/data/train/path", json!("FILE"));
+        check("data.eval=c.jsonl", "/data/eval", json!("c.jsonl"));
+        check(
+            "data.eval.split=\"test\"",
+            "/data/eval/split",
+            json!("test"),
+        );
+        check(
+            "generate.temperature=0.7",
+            "/stages/0/temperature",
+            json!(0.7),
+        );
+        check("stages.old.bypass=true", "/stages/1/bypass", json!(true));
+        check(
+            "generate.stop=[\"a=b\", \"c\"]",
+            "/stages/0/stop",
+            json!(["a=b", "c"]),
+        );
+        check("generate.note=a=b", "/stages/0/note", json!("a=b"));
+    }
+
+    #[test]
+    fn refuses_what_it_cannot_place() {
+        check_refused("steps", "has no `=`");
+        check_refused("a..b=1", "part of its key is empty");
+        check_refused("stesp=1", "did you mean `steps`?");
+        check_refused(
+            "genrate.temperature=1",
+            "did you mean `generate.temperature`?",
+        );
+        check_refused("models.acter.path=x", "did you mean `actor`?");
+        check_refused("data.trian=x", "did you mean `train`?");
+        check_refused("stages.olt.bypass=true", "did you mean `old`?");
+        check_refused("run.steps.more=1", "`steps` is a value");
+        check_refused("actor=3", "is a table");
+    }
+}

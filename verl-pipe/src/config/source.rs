@@ -1,0 +1,171 @@
+//! Where a setting stands: a line of the file, or an override of the command line.
+
+use serde_json::{Map, Value};
+use toml::de::{DeTable, DeValue};
+
+use crate::diagnostic::Diagnostic;
+
+/// The text of a pipeline file, for pointing at its lines.
+pub(crate) struct Source<'a> {
+    /// The file's name, for messages.
+    name: String,
+    text: &'a str,
+    table: DeTable<'a>,
+    /// Paths that an override set, with its text.
+    pub overridden: Vec<(Vec<String>, String)>,
+}
+
+impl<'a> Source<'a> {
+    /// Parses the text.
+    ///
+    /// # Errors
+    /// All faults of the syntax.
+    pub fn parse(name: &str, text: &'a str) -> Result<(Self, Map<String, Value>), Vec<Diagnostic>> {
+        let (table, errors) = DeTable::parse_recoverable(text);
+        let source = Source {
+            name: name.to_owned(),
+            text,
+            table: table.into_inner(),
+            overridden: Vec::new(),
+        };
+        let mut findings: Vec<Diagnostic> =
+            errors.iter().map(|error| source.syntax(error)).collect();
+        if findings.is_empty() {
+            match text.parse::<toml::Table>() {
+                Ok(table) => {
+                    let document = object(table, Some(&source.table));
+                    return Ok((source, document));
+                }
+                Err(error) => findings.push(source.syntax(&error)),
+            }
+        }
+        Err(findings)
+    }
+
+    fn syntax(&self, error: &toml::de::Error) -> Diagnostic {
+        let line = error.span().map(|span| self.line(span.start));
+        let quoted = line
+            .and_then(|line| self.text.lines().nth(line - 1))
+            .map_or(String::new(), |text| format!(": `{}`", text.trim()));
+        let place = match line {
+            Some(line) => format!("{}:{line}{quoted}", self.name),
+            None => self.name.clone(),
+        };
+        Diagnostic::error("C001", "the pipeline file is not TOML")
+            .at(place)
+            .because(error.message().to_owned())
+            .help(
+                "correct the line; strings need quotes, a table is `[name]`, a stage `[[stages]]`",
+            )
+    }
+
+    fn line(&self, offset: usize) -> usize {
+        self.text
+            .bytes()
+            .take(offset)
+            .filter(|&byte| byte == b'\n')
+            .count()
+            + 1
+    }
+
+    /// Where the setting at `path` stands: file and line, or the override that set it; and its section.
+    pub fn place(&self, path: &[String], section: &str) -> String {
+        let by_override = self
+            .overridden
+            .iter()
+            .rev()
+            .find(|(set, _)| path.starts_with(set) || set.starts_with(path));
+        if let Some((_, text)) = by_override {
+            return format!("override `{text}`, {section}");
+        }
+        match self.offset(path) {
+            Some(offset) => format!("{}:{}, {section}", self.name, self.line(offset)),
+            None => format!("{}, {section}", self.name),
+        }
+    }
+
+    /// Byte at which the deepest part of `path` that the file has begins.
+    fn offset(&self, path: &[String]) -> Option<usize> {
+        let (first, rest) = path.split_first()?;
+        let (key, value) = self
+            .table
+            .iter()
+            .find(|(key, _)| key.get_ref() == first.as_str())?;
+        let (mut offset, mut at) = (key.span().start, value);
+        for segment in rest {
+            let next = match at.get_ref() {
+                DeValue::Table(table) => table
+                    .iter()
+                    .find(|(key, _)| key.get_ref() == segment.as_str())
+                    .map(|(key, value)| (key.span().start, value)),
+                DeValue::Array(list) => segment
+                    .parse::<usize>()
+                    .ok()
+                    .and_then(|index| list.get(index))
+                    .map(|value| (value.span().start, value)),
+                _ => None,
+            };
+            match next {
+                Some((start, value)) => (offset, at) = (start, value),
+                None => break,
+            }
+        }
+        Some(offset)
+    }
+}
+
+/// A table as JSON, keys in the order of the text where that is known; dates become their text.
+fn object(table: toml::Table, text: Option<&DeTable<'_>>) -> Map<String, Value> {
+    let mut entries: Vec<_> = table
+        .into_iter()
+        .map(|(key, value)| {
+            let place =
+                text.and_then(|text| text.iter().find(|(other, _)| *other.get_ref() == key));
+            let start = place.map_or(0, |(key, _)| key.span().start);
+            (
+                start,
+                key,
+                json(value, place.map(|(_, value)| value.get_ref())),
+            )
+        })
+        .collect();
+    entries.sort_by_key(|(start, ..)| *start);
+    entries
+        .into_iter()
+        .map(|(_, key, value)| (key, value))
+        .collect()
+}
+
+/// A value as JSON; numbers that JSON does not have (inf, nan) become text, which no number accepts.
+pub(crate) fn json(value: toml::Value, text: Option<&DeValue<'_>>) -> Value {
+    match value {
+        toml::Value::String(text) => Value::String(text),
+        toml::Value::Integer(number) => number.into(),
+        toml::Value::Float(number) => serde_json::Number::from_f64(number)
+            .map_or_else(|| Value::String(number.to_string()), Value::Number),
+        toml::Value::Boolean(flag) => Value::Bool(flag),
+        toml::Value::Datetime(date) => Value::String(date.to_string()),
+        toml::Value::Array(list) => {
+            let texts = match text {
+                Some(DeValue::Array(texts)) => Some(texts),
+                _ => None,
+            };
+            let element = |index: usize| {
+                texts
+                    .and_then(|texts| texts.get(index))
+                    .map(|text| text.get_ref())
+            };
+            list.into_iter()
+                .enumerate()
+                .map(|(index, value)| json(value, element(index)))
+                .collect()
+        }
+        toml::Value::Table(table) => {
+            let text = match text {
+                Some(DeValue::Table(text)) => Some(text),
+                _ => None,
+            };
+            Value::Object(object(table, text))
+        }
+    }
+}

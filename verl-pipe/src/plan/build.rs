@@ -1,0 +1,412 @@
+//! [`DataPipe`] into [`Plan`]: builds the stages, draws the graph, runs the checks, gathers all findings.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::diagnostic::Diagnostic;
+use crate::field::Field;
+use crate::pipe::{DataPipe, StageDecl};
+use crate::plan::checks;
+use crate::plan::graph::Digraph;
+use crate::plan::tables::{self, Tables};
+use crate::plan::{Edge, Plan, PlannedModel, PlannedStage};
+use crate::resource::ModelInfo;
+use crate::schedule::batching::{BatchPlan, Violation};
+use crate::stage::{Access, BuildContext, Cadence, Cardinality, ConfigError, StageSpec};
+
+/// A declared stage with what it says about itself; indices of stages in a draft count declarations.
+pub(crate) struct DraftStage<'a> {
+    pub decl: &'a StageDecl,
+    /// `None` when the stage could not be built.
+    pub spec: Option<StageSpec>,
+    pub errors: Vec<ConfigError>,
+}
+
+impl DraftStage<'_> {
+    /// The pipeline's name of the stage's own key `local`.
+    pub fn key<'b>(&'b self, local: &'b str) -> &'b str {
+        self.decl.rename.get(local).map_or(local, String::as_str)
+    }
+
+    /// Whether it takes part in a step's flow of rows.
+    pub fn in_step(&self) -> bool {
+        self.spec
+            .as_ref()
+            .is_some_and(|spec| spec.cadence == Cadence::Step)
+    }
+}
+
+/// Who writes a key.
+#[derive(Clone)]
+pub(crate) struct Written<'a> {
+    /// First stage that writes it.
+    pub stage: usize,
+    /// The field as that stage declares it, in its own name.
+    pub field: &'a Field,
+    /// Further stages that write it: a fault.
+    pub again: Vec<usize>,
+}
+
+/// A key on its way from its writer to a reader.
+pub(crate) struct Link<'a> {
+    pub key: String,
+    pub reader: usize,
+    pub writer: usize,
+    pub read: &'a Field,
+    pub written: &'a Field,
+    pub broadcast: bool,
+}
+
+/// A key that a stage needs and nobody writes.
+pub(crate) struct Missing<'a> {
+    pub key: String,
+    pub reader: usize,
+    pub read: &'a Field,
+}
+
+/// Everything that the checks look at.
+pub(crate) struct Draft<'a> {
+    pub pipe: &'a DataPipe,
+    pub context: &'a BuildContext,
+    pub violations: &'a [Violation],
+    pub stages: &'a [DraftStage<'a>],
+    pub models: &'a [Result<ModelInfo, Vec<ConfigError>>],
+    /// Keys by the pipeline's names.
+    pub written: BTreeMap<String, Written<'a>>,
+    /// Links by reader.
+    pub links: Vec<Vec<Link<'a>>>,
+    pub missing: Vec<Missing<'a>>,
+    /// Edges from writers to readers.
+    pub graph: Digraph,
+}
+
+impl Draft<'_> {
+    /// Name of stage `index`.
+    pub fn name(&self, index: usize) -> &str {
+        &self.stages[index].decl.name
+    }
+
+    /// Whether every stage could be built; otherwise some keys are unknown.
+    pub fn complete(&self) -> bool {
+        self.stages.iter().all(|stage| stage.spec.is_some())
+    }
+}
+
+impl DataPipe {
+    /// Checks the pipeline as a whole and puts its stages in order. Loads no weights and opens no data.
+    ///
+    /// Stages run after the stages that write what they read; where that leaves a choice, in the order of declaration.
+    /// A stage that updates a model runs after the stages of the step that read the model and do not need the
+    /// update's result.
+    ///
+    /// ```
+    /// use verl_pipe::pipe::DataPipe;
+    ///
+    /// let plan = DataPipe::new("empty").plan().unwrap();
+    /// assert!(plan.stages.is_empty());
+    /// assert_eq!(plan.batch.rows, 8);
+    /// ```
+    ///
+    /// # Errors
+    /// All findings, warnings included, when at least one of them is an error.
+    pub fn plan(&self) -> Result<Plan, Vec<Diagnostic>> {
+        let (batch, violations) = BatchPlan::estimate(&self.batch, &self.devices);
+        let context = BuildContext {
+            batch,
+            seed: self.run.seed,
+            steps: self.run.steps,
+            models: self.models.iter().map(|model| model.name.clone()).collect(),
+            data: self.data.iter().map(|data| data.name.clone()).collect(),
+            base: self.base.clone(),
+        };
+        let stages: Vec<DraftStage<'_>> = self
+            .stages
+            .iter()
+            .map(|decl| build(decl, &context))
+            .collect();
+        let models: Vec<_> = self
+            .models
+            .iter()
+            .map(|model| model.factory.describe(&context))
+            .collect();
+        let draft = draft(self, &context, &violations, &stages, &models);
+
+        let mut findings = Vec::new();
+        for check in checks::DECLARED {
+            check(&draft, &mut findings);
+        }
+        if let Err(cycles) = draft.graph.topological_order() {
+            checks::cycles::report(&draft, &cycles, &mut findings);
+            return Err(sorted(findings));
+        }
+        let (graph, after) = weight_order(&draft);
+        let order = graph.topological_order().unwrap_or_default();
+        let tables = tables::lay_out(&draft, &order, &mut findings);
+        for check in checks::ORDERED {
+            check(&draft, &order, &tables, &mut findings);
+        }
+        if findings.iter().any(Diagnostic::is_error) {
+            return Err(sorted(findings));
+        }
+        Ok(assemble(&draft, &order, &after, &tables, findings))
+    }
+}
+
+/// Errors first, otherwise in the order of the checks.
+fn sorted(mut findings: Vec<Diagnostic>) -> Vec<Diagnostic> {
+    findings.sort_by_key(|finding| !finding.is_error());
+    findings
+}
+
+fn build<'a>(decl: &'a StageDecl, context: &BuildContext) -> DraftStage<'a> {
+    let (spec, errors) = match (decl.build)(context) {
+        Ok(stage) => (Some(stage.spec()), Vec::new()),
+        Err(errors) => (None, errors),
+    };
+    DraftStage { decl, spec, errors }
+}
+
+fn draft<'a>(
+    pipe: &'a DataPipe,
+    context: &'a BuildContext,
+    violations: &'a [Violation],
+    stages: &'a [DraftStage<'a>],
+    models: &'a [Result<ModelInfo, Vec<ConfigError>>],
+) -> Draft<'a> {
+    let mut written: BTreeMap<String, Written<'a>> = BTreeMap::new();
+    for (index, stage) in stages
+        .iter()
+        .enumerate()
+        .filter(|(_, stage)| stage.in_step())
+    {
+        for field in stage.spec.iter().flat_map(|spec| &spec.writes) {
+            written
+                .entry(stage.key(&field.name).to_owned())
+                .and_modify(|first| first.again.push(index))
+                .or_insert(Written {
+                    stage: index,
+                    field,
+                    again: Vec::new(),
+                });
+        }
+    }
+    let mut links = Vec::with_capacity(stages.len());
+    let mut missing = Vec::new();
+    let mut graph = Digraph::new(stages.len());
+    for (reader, stage) in stages.iter().enumerate() {
+        let mut own = Vec::new();
+        if let Some(spec) = stage.spec.as_ref().filter(|_| stage.in_step()) {
+            let needed = spec.reads.iter().map(|field| (field, true));
+            let optional = spec.reads_optional.iter().map(|field| (field, false));
+            for (read, needed) in needed.chain(optional) {
+                let key = stage.key(&read.name).to_owned();
+                match written.get(&key) {
+                    Some(by) => {
+                        graph.add_edge(by.stage, reader);
+                        own.push(Link {
+                            key,
+                            reader,
+                            writer: by.stage,
+                            read,
+                            written: by.field,
+                            broadcast: spec.broadcast.iter().any(|name| *name == read.name),
+                        });
+                    }
+                    None if needed => missing.push(Missing { key, reader, read }),
+                    None => {}
+                }
+            }
+        }
+        links.push(own);
+    }
+    Draft {
+        pipe,
+        context,
+        violations,
+        stages,
+        models,
+        written,
+        links,
+        missing,
+        graph,
+    }
+}
+
+/// Edges of keys and of weights, and for each stage the stages that it waits for because of weights.
+///
+/// With the updaters u₁, u₂, … of a model in topological order: u₁ → u₂ → …, and each reader comes before the first
+/// updater that it does not depend on. The level of a stage, the number of updaters that it depends on, falls along no
+/// edge of keys and rises along each new edge, so no new edge closes a cycle.
+fn weight_order(draft: &Draft<'_>) -> (Digraph, Vec<Vec<usize>>) {
+    let mut users: BTreeMap<&str, BTreeMap<usize, bool>> = BTreeMap::new();
+    for (index, stage) in draft
+        .stages
+        .iter()
+        .enumerate()
+        .filter(|(_, stage)| stage.in_step())
+    {
+        for (model, access) in stage.spec.iter().flat_map(|spec| &spec.models) {
+            *users.entry(model).or_default().entry(index).or_default() |= *access == Access::Update;
+        }
+    }
+    let mut graph = draft.graph.clone();
+    let mut after = vec![Vec::new(); draft.stages.len()];
+    for users in users
+        .values()
+        .filter(|users| users.values().any(|update| *update))
+    {
+        let Ok(order) = graph.topological_order() else {
+            break;
+        };
+        let mut level = vec![0; draft.stages.len()];
+        let mut updaters: Vec<usize> = Vec::new();
+        let mut edges = Vec::new();
+        for stage in order {
+            for &before in graph.predecessors(stage) {
+                level[stage] = level[stage].max(level[before]);
+            }
+            if users.get(&stage) == Some(&true) {
+                edges.extend(updaters.last().map(|&previous| (previous, stage)));
+                updaters.push(stage);
+                level[stage] = updaters.len();
+            }
+        }
+        for (&reader, _) in users.iter().filter(|(_, update)| !**update) {
+            edges.extend(
+                updaters
+                    .get(level[reader])
+                    .map(|&updater| (reader, updater)),
+            );
+        }
+        for (before, stage) in edges {
+            graph.add_edge(before, stage);
+            after[stage].push(before);
+        }
+    }
+    for before in &mut after {
+        before.sort_unstable();
+        before.dedup();
+    }
+    (graph, after)
+}
+
+fn assemble(
+    draft: &Draft<'_>,
+    order: &[usize],
+    after: &[Vec<usize>],
+    tables: &Tables,
+    warnings: Vec<Diagnostic>,
+) -> Plan {
+    let mut position = vec![0; order.len()];
+    for (at, &stage) in order.iter().enumerate() {
+        position[stage] = at;
+    }
+    let mut plan = Plan {
+        pipe: draft.pipe.clone(),
+        context: draft.context.clone(),
+        batch: draft.context.batch.clone(),
+        stages: Vec::with_capacity(order.len()),
+        tables: tables.list.clone(),
+        models: Vec::new(),
+        fields: BTreeMap::new(),
+        warnings,
+    };
+    for table in &mut plan.tables {
+        table.made_by = position[table.made_by];
+    }
+    for &index in order {
+        let stage = &draft.stages[index];
+        let Some(spec) = &stage.spec else { continue };
+        let mut before: Vec<usize> = after[index].iter().map(|&other| position[other]).collect();
+        before.sort_unstable();
+        plan.stages.push(PlannedStage {
+            name: stage.decl.name.clone(),
+            kind: stage.decl.kind.clone(),
+            spec: spec.clone(),
+            rename: stage.decl.rename.clone(),
+            inputs: draft.links[index]
+                .iter()
+                .map(|link| edge(link, &position, tables))
+                .collect(),
+            after: before,
+            table_in: tables.input[index],
+            table_out: tables.output[index],
+            slice_rows: slice_rows(spec, tables.input[index], tables, draft.context),
+            build: stage.decl.build.clone(),
+        });
+    }
+    for (key, by) in &draft.written {
+        plan.fields
+            .insert(key.clone(), by.field.clone().renamed(key.clone()));
+    }
+    plan.models = planned_models(draft, &plan.stages);
+    plan
+}
+
+fn edge(link: &Link<'_>, position: &[usize], tables: &Tables) -> Edge {
+    Edge {
+        key: link.key.clone(),
+        local: link.read.name.to_string(),
+        writer: position[link.writer],
+        table: tables.output[link.writer].unwrap_or_default(),
+        convert: (link.written.dtype != link.read.dtype)
+            .then_some((link.written.dtype, link.read.dtype)),
+        broadcast: link.broadcast,
+    }
+}
+
+/// Rows of one call: what the stage says; else one micro-batch for `Row` stages with a model, one row on the host,
+/// one prompt's rows for `Group` stages, and all rows for `Batch` stages, sources and observers.
+fn slice_rows(
+    spec: &StageSpec,
+    table_in: Option<usize>,
+    tables: &Tables,
+    context: &BuildContext,
+) -> usize {
+    let Some(table) = table_in.map(|index| &tables.list[index]) else {
+        return spec.slice_rows.unwrap_or(context.batch.prompts);
+    };
+    let whole = table.num_rows.max(1);
+    match spec.cardinality {
+        Cardinality::Batch => whole,
+        Cardinality::Group => {
+            let group = tables.rows_per_prompt(table_in);
+            spec.slice_rows
+                .map_or(group, |rows| rows.next_multiple_of(group))
+        }
+        Cardinality::Row => spec.slice_rows.unwrap_or(if spec.models.is_empty() {
+            1
+        } else {
+            context.batch.log_prob_micro_rows
+        }),
+    }
+    .clamp(1, whole)
+}
+
+fn planned_models(draft: &Draft<'_>, stages: &[PlannedStage]) -> Vec<PlannedModel> {
+    let declared = draft.pipe.models.iter().zip(draft.models);
+    let mut models: Vec<PlannedModel> = declared
+        .map(|(decl, info)| PlannedModel {
+            name: decl.name.clone(),
+            kind: decl.kind.clone(),
+            info: info.as_ref().map(ModelInfo::clone).unwrap_or_default(),
+            readers: Vec::new(),
+            updaters: Vec::new(),
+        })
+        .collect();
+    let by_name: HashMap<String, usize> = models
+        .iter()
+        .enumerate()
+        .map(|(index, model)| (model.name.clone(), index))
+        .collect();
+    for (index, stage) in stages.iter().enumerate() {
+        for (name, access) in &stage.spec.models {
+            if let Some(model) = by_name.get(name).and_then(|&at| models.get_mut(at)) {
+                match access {
+                    Access::Read => model.readers.push(index),
+                    Access::Update => model.updaters.push(index),
+                }
+            }
+        }
+    }
+    models
+}

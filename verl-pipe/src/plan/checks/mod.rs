@@ -1,0 +1,41 @@
+//! The checks of a pipeline, one rule a file. Each adds its findings; none stops at the first.
+
+pub(crate) mod barriers;
+pub(crate) mod batch_sizes;
+pub(crate) mod cycles;
+pub(crate) mod dtypes;
+pub(crate) mod keys;
+pub(crate) mod lengths;
+pub(crate) mod models;
+pub(crate) mod names;
+pub(crate) mod settings;
+pub(crate) mod shapes;
+pub(crate) mod stated;
+pub(crate) mod tags;
+pub(crate) mod unread;
+
+use crate::diagnostic::Diagnostic;
+use crate::plan::build::Draft;
+use crate::plan::tables::Tables;
+
+/// A check of what was declared.
+pub(crate) type Check = fn(&Draft<'_>, &mut Vec<Diagnostic>);
+/// A check that needs the stages in order and their tables.
+pub(crate) type OrderedCheck = fn(&Draft<'_>, &[usize], &Tables, &mut Vec<Diagnostic>);
+
+/// Checks of what was declared, in the order of their findings.
+pub(crate) const DECLARED: &[Check] = &[
+    batch_sizes::check,
+    names::check,
+    settings::check,
+    stated::check,
+    models::check,
+    keys::check,
+    shapes::check,
+    dtypes::check,
+    tags::check,
+    unread::check,
+];
+
+/// Checks of the ordered graph, in the order of their findings.
+pub(crate) const ORDERED: &[OrderedCheck] = &[lengths::check, barriers::check];

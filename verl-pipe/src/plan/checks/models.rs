@@ -1,0 +1,84 @@
+//! Models exist, those that are updated may be, and none is there for nothing.
+
+use std::collections::BTreeMap;
+
+use crate::diagnostic::{Diagnostic, quoted, suggest};
+use crate::plan::build::Draft;
+use crate::stage::Access;
+
+pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
+    let mut users: BTreeMap<&str, Vec<(&str, Access)>> = BTreeMap::new();
+    for stage in draft.stages {
+        for (model, access) in stage.spec.iter().flat_map(|spec| &spec.models) {
+            users
+                .entry(model)
+                .or_default()
+                .push((&stage.decl.name, *access));
+        }
+    }
+    let known = &draft.context.models;
+    for (model, users) in users
+        .iter()
+        .filter(|(model, _)| !known.iter().any(|name| name == *model))
+    {
+        let stages = quoted(users.iter().map(|(stage, _)| *stage));
+        findings.push(
+            Diagnostic::error("P009", format!("there is no model `{model}`"))
+                .at(format!("stages {stages}"))
+                .because(format!(
+                    "{stages} work with the model `{model}`, which the pipeline does not declare"
+                ))
+                .help(format!(
+                    "declare [models.{model}], or name another model in the stage's `model`; {}",
+                    suggest(model, "models", known.iter().map(String::as_str))
+                )),
+        );
+    }
+    for decl in &draft.pipe.models {
+        let name = decl.name.as_str();
+        let users = users.get(name).map_or(&[][..], Vec::as_slice);
+        let updaters = quoted(
+            users
+                .iter()
+                .filter(|(_, access)| *access == Access::Update)
+                .map(|(stage, _)| *stage),
+        );
+        let place = format!("[models.{name}]");
+        if !updaters.is_empty() && !decl.factory.trainable() {
+            findings.push(
+                Diagnostic::error(
+                    "P010",
+                    format!("{updaters} may not update `{name}`: it is frozen"),
+                )
+                .at(format!("{updaters} -> {place}"))
+                .because(format!(
+                    "`{name}` is declared without an optimiser, so its weights never change"
+                ))
+                .help(format!(
+                    "add [models.{name}.optimizer] with a `learning_rate`, or update another model"
+                )),
+            );
+        }
+        // A stage that could not be built may be the one that uses the model.
+        if !draft.complete() {
+            continue;
+        }
+        if users.is_empty() {
+            findings.push(
+                Diagnostic::warning("P011", format!("no stage uses the model `{name}`"))
+                    .at(place)
+                    .because("it would be loaded and take memory for nothing")
+                    .help("remove it, or name it in a stage's `model`"),
+            );
+        } else if updaters.is_empty() && decl.factory.trainable() {
+            findings.push(
+                Diagnostic::warning("P011", format!("no stage updates the model `{name}`"))
+                    .at(place)
+                    .because(
+                        "it is declared with an optimiser, whose state takes memory for nothing",
+                    )
+                    .help("remove its optimiser to freeze it, or add a stage that updates it"),
+            );
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! Settings of stages and models make sense: what their own configuration refuses.
+
+use crate::diagnostic::Diagnostic;
+use crate::plan::build::Draft;
+use crate::stage::ConfigError;
+
+pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
+    for stage in draft.stages {
+        let place = format!("stage `{}` ({})", stage.decl.name, stage.decl.kind);
+        findings.extend(stage.errors.iter().map(|error| refused(&place, error)));
+    }
+    for (model, info) in draft.pipe.models.iter().zip(draft.models) {
+        let place = format!("[models.{}] ({})", model.name, model.kind);
+        findings.extend(
+            info.as_ref()
+                .err()
+                .into_iter()
+                .flatten()
+                .map(|error| refused(&place, error)),
+        );
+    }
+}
+
+fn refused(place: &str, error: &ConfigError) -> Diagnostic {
+    Diagnostic::error(
+        "C005",
+        format!("`{}` cannot be used as it is set", error.setting),
+    )
+    .at(place)
+    .because(error.to_string())
+    .help(error.help.clone())
+}

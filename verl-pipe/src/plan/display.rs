@@ -1,0 +1,390 @@
+//! A [`Plan`] as text ([`std::fmt::Display`]) and as a graph for Graphviz ([`Plan::to_dot`]).
+//!
+//! Rows of keys are printed as the table they belong to: `[P·n, T~]` is what a stage declares as `[B, T~]`.
+
+use std::fmt::{self, Write};
+
+use crate::field::Field;
+use crate::plan::{Edge, Plan, PlannedStage};
+use crate::shape::{Dim, Shape};
+use crate::stage::{Access, Cadence, Cardinality, RowRule};
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "pipeline {}: {}, {}, {}, {}",
+            self.pipe.name,
+            count(self.stages.len(), "stage"),
+            count(self.models.len(), "model"),
+            count(self.pipe.data.len(), "data set"),
+            count(
+                usize::try_from(self.context.steps).unwrap_or(usize::MAX),
+                "step"
+            ),
+        )?;
+        writeln!(f, "\nstages, in the order of execution")?;
+        for (index, stage) in self.stages.iter().enumerate() {
+            self.write_stage(f, index, stage)?;
+        }
+        self.write_batch(f)?;
+        self.write_memory(f)?;
+        for warning in &self.warnings {
+            write!(f, "\n{warning}\n")?;
+        }
+        Ok(())
+    }
+}
+
+fn count(n: usize, what: &str) -> String {
+    if n == 1 {
+        format!("1 {what}")
+    } else {
+        format!("{n} {what}s")
+    }
+}
+
+impl Plan {
+    fn write_stage(
+        &self,
+        f: &mut fmt::Formatter<'_>,
+        index: usize,
+        stage: &PlannedStage,
+    ) -> fmt::Result {
+        let title = if stage.name == stage.kind {
+            stage.name.clone()
+        } else {
+            format!("{} ({})", stage.name, stage.kind)
+        };
+        writeln!(
+            f,
+            "\n{:>3}  {title:<38}  {:<26}{}",
+            index + 1,
+            self.rows(stage),
+            cut(stage)
+        )?;
+        for (model, access) in &stage.spec.models {
+            let verb = match access {
+                Access::Read => "reads the weights of",
+                Access::Update => "updates",
+            };
+            writeln!(f, "       {verb} `{model}`")?;
+        }
+        for edge in &stage.inputs {
+            let line = format!(
+                "       <- {:<22}from {}{}",
+                edge.key,
+                self.name(edge.writer),
+                self.notes(stage, edge)
+            );
+            writeln!(f, "{}", line.trim_end())?;
+        }
+        for field in &stage.spec.writes {
+            let key = stage.key(&field.name);
+            let shape = self.shape(field, stage.table_out);
+            let tag = field
+                .tag
+                .as_ref()
+                .map_or(String::new(), |tag| format!(" {tag}"));
+            let line = format!(
+                "       -> {key:<22}{:<5}{shape:<13}{tag}",
+                field.dtype.to_string()
+            );
+            writeln!(f, "{}", line.trim_end())?;
+        }
+        let waits: Vec<&str> = stage.after.iter().map(|&other| self.name(other)).collect();
+        if !waits.is_empty() {
+            let line = format!(
+                "       waits for {}: weights change after they were read",
+                waits.join(", ")
+            );
+            writeln!(f, "{line}")?;
+        }
+        Ok(())
+    }
+
+    fn name(&self, stage: usize) -> &str {
+        &self.stages[stage].name
+    }
+
+    /// What the stage does to rows, with numbers.
+    fn rows(&self, stage: &PlannedStage) -> String {
+        let number = |table: Option<usize>| {
+            table.map_or_else(String::new, |index| {
+                let table = &self.tables[index];
+                let most = if table.filtered { "at most " } else { "" };
+                format!("{} = {most}{}", table.rows, table.num_rows)
+            })
+        };
+        let symbol =
+            |table: Option<usize>| table.map_or("", |index| self.tables[index].rows.as_str());
+        match stage.spec.rows {
+            RowRule::Expand(_) | RowRule::Filter => {
+                format!("{} -> {}", symbol(stage.table_in), number(stage.table_out))
+            }
+            RowRule::Source => number(stage.table_out),
+            RowRule::Same | RowRule::Sink => number(stage.table_in),
+        }
+    }
+
+    /// A field's shape with the table in place of the letter for rows.
+    fn shape(&self, field: &Field, table: Option<usize>) -> String {
+        let Ok(Shape(mut dims)) = field.parsed_shape() else {
+            return field.shape.to_string();
+        };
+        if let (Some(first), Some(table)) = (dims.first_mut(), table) {
+            *first = Dim::Symbol(self.tables[table].rows.clone().into());
+        }
+        Shape(dims).to_string()
+    }
+
+    /// What happens to a key between its writer and `reader`.
+    fn notes(&self, reader: &PlannedStage, edge: &Edge) -> String {
+        let mut notes = String::new();
+        if edge.local != edge.key {
+            let _ = write!(notes, ", as `{}`", edge.local);
+        }
+        if let Some((from, to)) = edge.convert {
+            let _ = write!(notes, ", converted {from} -> {to}");
+        }
+        if let Some(on) = reader.table_in.filter(|&on| on != edge.table) {
+            let (coarse, fine) = (&self.tables[edge.table], &self.tables[on]);
+            let times = fine.num_rows / coarse.num_rows.max(1);
+            let word = if edge.broadcast {
+                "broadcast"
+            } else {
+                "repeated"
+            };
+            if times > 1 {
+                let _ = write!(notes, ", {word} {times} times");
+            } else {
+                let _ = write!(notes, ", thinned out from {}", coarse.rows);
+            }
+        }
+        notes
+    }
+
+    fn write_batch(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let b = &self.batch;
+        let mini_prompts = b.mini_rows / b.samples.max(1);
+        let mini_rows_per_device = b.mini_rows / b.devices.max(1);
+        let tensor_parallel = b.devices / b.rollout_shards.max(1);
+        let lines = [
+            ("prompts a step", "prompts".to_owned(), b.prompts),
+            (
+                "samples a step",
+                format!("prompts · samples = {} · {}", b.prompts, b.samples),
+                b.rows,
+            ),
+            (
+                "rollout engines",
+                format!(
+                    "devices / rollout_tensor_parallel = {} / {tensor_parallel}",
+                    b.devices
+                ),
+                b.rollout_shards,
+            ),
+            (
+                "samples of a rollout engine",
+                format!(
+                    "samples a step / engines = {} / {}",
+                    b.rows, b.rollout_shards
+                ),
+                b.rows_per_rollout_shard,
+            ),
+            (
+                "log-prob micro-batches of an engine's samples",
+                format!("⌈{} / {}⌉", b.rows_per_rollout_shard, b.log_prob_micro_rows),
+                b.log_prob_micro_batches,
+            ),
+            (
+                "samples of a device",
+                format!("samples a step / devices = {} / {}", b.rows, b.devices),
+                b.rows_per_device,
+            ),
+            (
+                "mini-batches of a pass",
+                format!("prompts / mini_batch = {} / {mini_prompts}", b.prompts),
+                b.mini_batches,
+            ),
+            (
+                "samples of a mini-batch",
+                format!("mini_batch · samples = {mini_prompts} · {}", b.samples),
+                b.mini_rows,
+            ),
+            (
+                "samples of a mini-batch on a device",
+                format!("{} / {}", b.mini_rows, b.devices),
+                mini_rows_per_device,
+            ),
+            (
+                "micro-batches of a mini-batch on a device",
+                format!("{mini_rows_per_device} / {}", b.micro_rows),
+                b.micro_batches,
+            ),
+            (
+                "optimiser steps a step",
+                format!("mini-batches · epochs = {} · {}", b.mini_batches, b.epochs),
+                b.optimizer_steps,
+            ),
+        ];
+        writeln!(f, "\nbatch arithmetic")?;
+        for (what, formula, value) in lines {
+            writeln!(f, "  {what:<46}{formula:<42}{value:>9}")?;
+        }
+        Ok(())
+    }
+
+    fn write_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.models.is_empty() {
+            return Ok(());
+        }
+        writeln!(f, "\nmemory")?;
+        writeln!(
+            f,
+            "  {:<16}{:>13}{:>12}{:>12}{:>17}  ",
+            "model", "parameters", "weights", "training", "cache a sample"
+        )?;
+        let (mut weights, mut training) = (0u64, 0u64);
+        for model in &self.models {
+            let info = &model.info;
+            let trains = if model.updaters.is_empty() {
+                0
+            } else {
+                info.training_bytes
+            };
+            weights = weights.saturating_add(info.weight_bytes);
+            training = training.saturating_add(trains);
+            let cache = info
+                .kv_bytes_per_token
+                .saturating_mul(info.max_tokens as u64);
+            let line = format!(
+                "  {:<16}{:>13}{:>12}{:>12}{:>17}  {}",
+                model.name,
+                info.num_parameters,
+                bytes(info.weight_bytes),
+                bytes(trains),
+                bytes(cache),
+                info.summary
+            );
+            writeln!(f, "{}", line.trim_end())?;
+        }
+        let total = format!(
+            "  {:<16}{:>13}{:>12}{:>12}",
+            "all",
+            "",
+            bytes(weights),
+            bytes(training)
+        );
+        writeln!(f, "{total}")?;
+        writeln!(
+            f,
+            "  training: master weights, moments, gradients; cache: keys and values of one sample of full length.\n  \
+             Activations and caches come on top."
+        )
+    }
+
+    /// The graph in Graphviz' language: stages, keys on edges, order of weights dashed.
+    pub fn to_dot(&self) -> String {
+        let mut dot = format!(
+            "digraph \"{}\" {{\n  rankdir=LR;\n  node [shape=box];\n",
+            escape(&self.pipe.name)
+        );
+        for (index, stage) in self.stages.iter().enumerate() {
+            let models: Vec<String> = stage
+                .spec
+                .models
+                .iter()
+                .map(|(model, access)| {
+                    format!(
+                        "{} {model}",
+                        if *access == Access::Read {
+                            "reads"
+                        } else {
+                            "updates"
+                        }
+                    )
+                })
+                .collect();
+            let mut label = escape(&stage.name);
+            for line in [self.rows(stage), models.join(", ")]
+                .iter()
+                .filter(|line| !line.is_empty())
+            {
+                label = format!("{label}\\n{}", escape(line));
+            }
+            let _ = writeln!(dot, "  s{index} [label=\"{label}\"];");
+        }
+        for (index, stage) in self.stages.iter().enumerate() {
+            let mut keys: std::collections::BTreeMap<usize, Vec<&str>> =
+                std::collections::BTreeMap::new();
+            for edge in &stage.inputs {
+                keys.entry(edge.writer).or_default().push(&edge.key);
+            }
+            for (writer, keys) in keys {
+                let label: Vec<String> = keys.into_iter().map(escape).collect();
+                let _ = writeln!(
+                    dot,
+                    "  s{writer} -> s{index} [label=\"{}\"];",
+                    label.join("\\n")
+                );
+            }
+            for before in &stage.after {
+                let _ = writeln!(dot, "  s{before} -> s{index} [style=dashed];");
+            }
+        }
+        dot.push_str("}\n");
+        dot
+    }
+}
+
+fn escape(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('"', "\\\"")
+}
+
+/// How the executor may cut the stage's input.
+fn cut(stage: &PlannedStage) -> String {
+    if let Cadence::Observer { every } = stage.spec.cadence {
+        return match every {
+            0 => "before the first and after the last step".to_owned(),
+            every => format!("between steps, every {every}"),
+        };
+    }
+    if stage.spec.rows == RowRule::Source {
+        return "source".to_owned();
+    }
+    let rows = count(stage.slice_rows, "row");
+    match stage.spec.cardinality {
+        Cardinality::Row => format!("streams, {rows} a call"),
+        Cardinality::Group => format!("streams groups, {rows} a call"),
+        Cardinality::Batch => "waits for the whole batch".to_owned(),
+    }
+}
+
+fn bytes(n: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = n as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 {
+        format!("{n} B")
+    } else {
+        format!("{value:.1} {}", UNITS[unit])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_told_in_powers_of_1024() {
+        assert_eq!(bytes(0), "0 B");
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(1536), "1.5 KiB");
+        assert_eq!(bytes(u64::MAX), "16777216.0 TiB");
+    }
+}

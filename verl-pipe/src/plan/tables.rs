@@ -1,0 +1,278 @@
+//! Tables: which rows each stage works on; the rules stand in [`crate::plan`].
+
+use crate::diagnostic::{Diagnostic, quoted};
+use crate::plan::Table;
+use crate::plan::build::{Draft, Link};
+use crate::stage::{RowRule, StageSpec};
+
+/// The tables of a draft.
+pub(crate) struct Tables {
+    pub list: Vec<Table>,
+    /// By declaration: table of the input rows.
+    pub input: Vec<Option<usize>>,
+    /// By declaration: table of the output rows.
+    pub output: Vec<Option<usize>>,
+    /// By table: for each stage whether it comes before the table's maker.
+    carried: Vec<Vec<bool>>,
+    depth: Vec<usize>,
+}
+
+/// Letters of the factors of expansions, in order.
+const FACTORS: [&str; 4] = ["n", "m", "k", "l"];
+
+impl Tables {
+    fn add(&mut self, table: Table, carried: Vec<bool>) -> usize {
+        self.depth
+            .push(table.parent.map_or(0, |parent| self.depth[parent] + 1));
+        self.list.push(table);
+        self.carried.push(carried);
+        self.list.len() - 1
+    }
+
+    /// Whether `coarse` is `fine` or one of the tables that it was made from.
+    pub fn descends(&self, fine: usize, coarse: usize) -> bool {
+        let mut at = fine;
+        loop {
+            if at == coarse {
+                return true;
+            }
+            match self.list[at].parent {
+                Some(parent) if self.depth[at] > self.depth[coarse] => at = parent,
+                _ => return false,
+            }
+        }
+    }
+
+    /// Whether what `writer` wrote onto table `from` is there on table `on` too.
+    pub fn visible(&self, writer: usize, from: usize, on: usize) -> bool {
+        from == on || (self.carried[on][writer] && self.descends(on, from))
+    }
+
+    /// Rows that one prompt has on the table; 1 for no table.
+    pub fn rows_per_prompt(&self, table: Option<usize>) -> usize {
+        let mut rows = 1usize;
+        let mut at = table;
+        while let Some(index) = at {
+            rows = rows.saturating_mul(self.list[index].factor.max(1));
+            at = self.list[index].parent;
+        }
+        rows
+    }
+
+    fn expansions_above(&self, table: usize) -> usize {
+        let mut count = 0;
+        let mut at = Some(table);
+        while let Some(index) = at {
+            let table = &self.list[index];
+            count += usize::from(table.parent.is_some() && !table.filtered);
+            at = table.parent;
+        }
+        count
+    }
+}
+
+/// Walks the stages in order and gives each its tables; finds stages whose rows do not fit together.
+pub(crate) fn lay_out(
+    draft: &Draft<'_>,
+    order: &[usize],
+    findings: &mut Vec<Diagnostic>,
+) -> Tables {
+    let n = draft.stages.len();
+    let mut tables = Tables {
+        list: Vec::new(),
+        input: vec![None; n],
+        output: vec![None; n],
+        carried: Vec::new(),
+        depth: Vec::new(),
+    };
+    for &index in order.iter().filter(|&&index| draft.stages[index].in_step()) {
+        let Some(spec) = &draft.stages[index].spec else {
+            continue;
+        };
+        tables.input[index] = input_table(draft, index, &tables);
+        check_rows(draft, index, spec, &tables, findings);
+        tables.output[index] = output_table(draft, index, spec, &mut tables);
+    }
+    tables
+}
+
+/// The finest table among the keys that the stage reads and that are not broadcast; of all keys when all are.
+fn input_table(draft: &Draft<'_>, index: usize, tables: &Tables) -> Option<usize> {
+    let finest = |broadcast: bool| {
+        draft.links[index]
+            .iter()
+            .filter(|link| link.broadcast == broadcast)
+            .filter_map(|link| tables.output[link.writer])
+            .max_by_key(|&table| (tables.depth[table], std::cmp::Reverse(table)))
+    };
+    finest(false).or_else(|| finest(true))
+}
+
+fn output_table(
+    draft: &Draft<'_>,
+    index: usize,
+    spec: &StageSpec,
+    tables: &mut Tables,
+) -> Option<usize> {
+    let input = tables.input[index];
+    match spec.rows {
+        RowRule::Source => {
+            let sources = tables
+                .list
+                .iter()
+                .filter(|table| table.parent.is_none())
+                .count();
+            let rows = if sources == 0 {
+                "P".to_owned()
+            } else {
+                format!("P{}", sources + 1)
+            };
+            let table = Table {
+                rows,
+                num_rows: draft.context.batch.prompts,
+                made_by: index,
+                parent: None,
+                factor: 1,
+                filtered: false,
+            };
+            Some(tables.add(table, vec![false; draft.stages.len()]))
+        }
+        RowRule::Same => input,
+        RowRule::Sink => None,
+        RowRule::Expand(_) | RowRule::Filter => {
+            let parent = input?;
+            let (factor, filtered) = match spec.rows {
+                RowRule::Expand(factor) => (factor, false),
+                _ => (1, true),
+            };
+            let above = &tables.list[parent];
+            let rows = if filtered {
+                format!("F({})", above.rows)
+            } else {
+                let depth = tables.expansions_above(parent);
+                let letter = FACTORS
+                    .get(depth)
+                    .map_or_else(|| format!("n{}", depth + 1), |s| (*s).to_owned());
+                format!("{}·{letter}", above.rows)
+            };
+            let table = Table {
+                rows,
+                num_rows: above.num_rows.saturating_mul(factor),
+                made_by: index,
+                parent: Some(parent),
+                factor,
+                filtered,
+            };
+            Some(tables.add(table, draft.graph.ancestors(index)))
+        }
+    }
+}
+
+fn check_rows(
+    draft: &Draft<'_>,
+    index: usize,
+    spec: &StageSpec,
+    tables: &Tables,
+    findings: &mut Vec<Diagnostic>,
+) {
+    let name = draft.name(index);
+    let mut fault = |what: String, why: &str, help: &str| {
+        findings.push(
+            Diagnostic::error("P015", what)
+                .at(format!("stage `{name}`"))
+                .because(why)
+                .help(help),
+        );
+    };
+    match spec.rows {
+        RowRule::Source if !spec.reads.is_empty() => fault(
+            format!(
+                "`{name}` makes rows from nothing but reads {}",
+                read_names(spec)
+            ),
+            "a source has no input rows, so there is nothing from which it could read a key",
+            "give the stage another row rule, or take the keys out of what it reads",
+        ),
+        RowRule::Expand(0) => fault(
+            format!("`{name}` makes 0 samples of each row"),
+            "an expansion by 0 leaves no rows for the stages after it",
+            "set the number of samples to 1 or more",
+        ),
+        RowRule::Expand(_) | RowRule::Filter if spec.writes.is_empty() => fault(
+            format!("`{name}` changes the rows but writes no key"),
+            "a stage works on the new rows when it reads a key that lies on them; with no such key nothing can follow",
+            "let the stage write at least one key, for example the number by which it chose the rows",
+        ),
+        RowRule::Source => {}
+        _ if draft.complete() && draft.links[index].is_empty() && spec.reads.is_empty() => fault(
+            format!("`{name}` has no rows to work on: it reads no key"),
+            "the rows of a stage are those of the keys it reads",
+            "let it read a key, or give it the row rule `Source`",
+        ),
+        _ => {}
+    }
+    if let Some(on) = tables.input[index] {
+        for link in &draft.links[index] {
+            findings.extend(foreign_rows(draft, link, on, tables));
+        }
+    }
+}
+
+fn read_names(spec: &StageSpec) -> String {
+    quoted(spec.reads.iter().map(|field| field.name.as_ref()))
+}
+
+/// A key whose rows are not those that the stage works on.
+fn foreign_rows(
+    draft: &Draft<'_>,
+    link: &Link<'_>,
+    on: usize,
+    tables: &Tables,
+) -> Option<Diagnostic> {
+    let from = tables.output[link.writer]?;
+    let fits = if link.broadcast {
+        tables.descends(on, from)
+    } else {
+        tables.visible(link.writer, from, on)
+    };
+    if fits {
+        return None;
+    }
+    let (writer, reader) = (draft.name(link.writer), draft.name(link.reader));
+    let (have, want) = (&tables.list[from], &tables.list[on]);
+    let finest = draft.links[link.reader]
+        .iter()
+        .find(|other| tables.output[other.writer] == Some(on))
+        .map_or(String::new(), |other| {
+            format!(" (those of `{}`)", other.key)
+        });
+    let why = format!(
+        "`{writer}` writes {} rows ({}), `{reader}` works on {} rows ({}){finest}",
+        have.rows, have.num_rows, want.rows, want.num_rows
+    );
+    let help = if tables.descends(on, from) {
+        let maker = draft.name(want.made_by);
+        format!(
+            "`{writer}` does not come before `{maker}`, which makes the {} rows: read the key with `reads_broadcast` \
+             if repeating it is meant, or let `{maker}` read it so that it is carried along",
+            want.rows
+        )
+    } else {
+        format!(
+            "compute `{}` from keys that lie on the {} rows",
+            link.key, want.rows
+        )
+    };
+    Some(
+        Diagnostic::error(
+            "P008",
+            format!(
+                "`{reader}` cannot use `{}`: it belongs to other rows",
+                link.key
+            ),
+        )
+        .at(format!("{writer} -> {reader}"))
+        .because(why)
+        .help(help),
+    )
+}

@@ -1,0 +1,279 @@
+//! A small set of stages, models and data that declare what real ones do and run nothing.
+#![allow(dead_code, reason = "each test crate uses its own part")]
+
+use std::sync::Arc;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_pipe::batch::Batch;
+use verl_pipe::data::{DataError, DataLoaderInterface};
+use verl_pipe::field::{LogProbTag, Support, Weights};
+use verl_pipe::keys::*;
+use verl_pipe::pipe::DataPipe;
+use verl_pipe::registry::Registry;
+use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError};
+use verl_pipe::schedule::batching::{BatchConfig, DevicesConfig};
+use verl_pipe::stage::*;
+
+/// A stage that only declares.
+pub struct Declared(pub StageSpec);
+
+impl Stage for Declared {
+    fn spec(&self) -> StageSpec {
+        self.0.clone()
+    }
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        context.emit(input)
+    }
+}
+
+fn declared(spec: StageSpec) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+    Ok(Box::new(Declared(spec)))
+}
+
+fn tag(policy: &str, temperature: f64, weights: Weights) -> LogProbTag {
+    LogProbTag {
+        policy: Some(policy.to_owned()),
+        temperature: Some(temperature),
+        support: Some(Support::Full),
+        weights: Some(weights),
+    }
+}
+
+macro_rules! stage_config {
+    ($(#[$doc:meta])* $name:ident, $kind:literal, { $($field:ident: $ty:ty = $default:expr),* $(,)? }, |$this:ident, $context:ident| $build:expr) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+        #[serde(deny_unknown_fields, default)]
+        pub struct $name { $(pub $field: $ty),* }
+        impl Default for $name {
+            fn default() -> Self { $name { $($field: $default),* } }
+        }
+        impl StageConfig for $name {
+            const KIND: &'static str = $kind;
+            const SUMMARY: &'static str = concat!("a stand-in for ", $kind);
+            fn build(&self, $context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+                let $this = self;
+                let _ = $context;
+                $build
+            }
+        }
+        verl_pipe::chainable!($name);
+    };
+}
+
+stage_config!(Prompts, "prompts", { data: String = "train".to_owned() }, |this, context| {
+    if context.data.contains(&this.data) {
+        declared(StageSpec::new().rows(RowRule::Source).writes(PROMPTS).writes(ANSWERS))
+    } else {
+        Err(vec![ConfigError::new(
+            "data",
+            format!("names `{}`, but the pipeline declares {:?}", this.data, context.data),
+            "declare it in [data]",
+        )])
+    }
+});
+
+stage_config!(Generate, "generate", { model: String = "actor".to_owned(), temperature: f64 = 1.0, max_new_tokens: usize = 16 }, |this, context| {
+    declared(
+        StageSpec::new()
+            .reads(PROMPTS)
+            .writes(RESPONSES)
+            .writes(RESPONSE_TEXTS)
+            .writes(MASK_KINDS)
+            .writes(ROLLOUT_LOG_PROBS.tagged(tag(&this.model, this.temperature, Weights::StepStart)))
+            .rows(RowRule::Expand(context.batch.samples))
+            .uses(&this.model, Access::Read),
+    )
+});
+
+stage_config!(Reward, "reward", { rule: String = "exact".to_owned() }, |_this, context| {
+    declared(StageSpec::new().reads(RESPONSE_TEXTS).reads(ANSWERS).writes(REWARDS))
+});
+
+stage_config!(LogProbs, "log_probs", { model: String = "actor".to_owned(), temperature: f64 = 1.0, reference: bool = false }, |this, context| {
+    let written = if this.reference {
+        REF_LOG_PROBS.tagged(tag(&this.model, this.temperature, Weights::Frozen))
+    } else {
+        OLD_LOG_PROBS.tagged(tag(&this.model, this.temperature, Weights::StepStart))
+    };
+    declared(
+        StageSpec::new().reads(PROMPTS).reads(RESPONSES).writes(written).uses(&this.model, Access::Read),
+    )
+});
+
+stage_config!(Advantages, "advantages", {}, |_this, context| {
+    declared(
+        StageSpec::new()
+            .reads(REWARDS)
+            .reads(MASK_KINDS)
+            .writes(ADVANTAGES)
+            .cardinality(Cardinality::Group),
+    )
+});
+
+stage_config!(Update, "update", { model: String = "actor".to_owned(), temperature: f64 = 1.0 }, |this, context| {
+    let policy = tag(&this.model, this.temperature, Weights::StepStart);
+    let reference = LogProbTag { policy: None, weights: Some(Weights::Frozen), ..policy.clone() };
+    declared(
+        StageSpec::new()
+            .reads(PROMPTS)
+            .reads(RESPONSES)
+            .reads(MASK_KINDS)
+            .reads(ADVANTAGES)
+            .reads(OLD_LOG_PROBS.tagged(policy))
+            .reads_optional(REF_LOG_PROBS.tagged(reference))
+            .rows(RowRule::Sink)
+            .cardinality(Cardinality::Batch)
+            .uses(&this.model, Access::Update),
+    )
+});
+
+stage_config!(Evaluate, "evaluate", { model: String = "actor".to_owned(), every: u64 = 10 }, |this, context| {
+    declared(StageSpec::new().observer(this.every).uses(&this.model, Access::Read))
+});
+
+/// A model that is described and never loaded.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Decoder {
+    /// Folder.
+    pub path: String,
+    /// Optimiser settings; frozen without.
+    #[serde(default)]
+    pub optimizer: Option<Optimizer>,
+}
+
+/// Settings of an optimiser.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Optimizer {
+    /// Learning rate.
+    pub learning_rate: f64,
+}
+
+impl ModelConfig for Decoder {
+    const KIND: &'static str = "decoder";
+    const SUMMARY: &'static str = "a stand-in for a decoder";
+
+    fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        if self.path == "missing" {
+            return Err(vec![ConfigError::new(
+                "path",
+                "is no folder: missing",
+                "give the folder of a model",
+            )]);
+        }
+        Ok(ModelInfo {
+            num_parameters: 494_032_768,
+            weight_bytes: 988_065_536,
+            training_bytes: if self.trainable() { 7_904_524_288 } else { 0 },
+            kv_bytes_per_token: 12_288,
+            max_tokens: 4096,
+            summary: "24 layers of width 896".to_owned(),
+        })
+    }
+
+    fn trainable(&self) -> bool {
+        self.optimizer.is_some()
+    }
+
+    fn load(
+        &self,
+        _: &str,
+        _: &str,
+        _: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        Err(ResourceError::Failed("a stand-in cannot be loaded".into()))
+    }
+}
+
+/// A data set that is declared and never opened.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Questions {
+    /// File.
+    pub path: String,
+}
+
+impl DataConfig for Questions {
+    const KIND: &'static str = "questions";
+    const SUMMARY: &'static str = "a stand-in for a file of questions";
+
+    fn open(&self, _: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
+        Err(DataError::Empty {
+            path: self.path.clone(),
+        })
+    }
+}
+
+/// A registry of all of these.
+pub fn registry() -> Registry {
+    Registry::new()
+        .stage::<Prompts>()
+        .stage::<Generate>()
+        .stage::<Reward>()
+        .stage::<LogProbs>()
+        .stage::<Advantages>()
+        .stage::<Update>()
+        .stage::<Evaluate>()
+        .model::<Decoder>()
+        .data_files::<Questions>(&["jsonl"])
+}
+
+/// A frozen model.
+pub fn frozen() -> Decoder {
+    Decoder {
+        path: "base".to_owned(),
+        optimizer: None,
+    }
+}
+
+/// A model that trains.
+pub fn trained() -> Decoder {
+    Decoder {
+        optimizer: Some(Optimizer {
+            learning_rate: 1e-6,
+        }),
+        ..frozen()
+    }
+}
+
+/// GRPO: 60 prompts × 12 samples on 6 devices, two of them a rollout engine.
+pub fn grpo() -> DataPipe {
+    let reference = LogProbs {
+        model: "ref".to_owned(),
+        reference: true,
+        ..LogProbs::default()
+    };
+    let chain = Prompts::default()
+        >> Generate::default()
+        >> Reward::default()
+        >> verl_pipe::chain::IntoStage::named(LogProbs::default(), "old_log_probs")
+        >> verl_pipe::chain::IntoStage::named(reference, "ref_log_probs")
+        >> Advantages::default()
+        >> Update::default()
+        >> Evaluate::default();
+    DataPipe::new("grpo")
+        .batch(BatchConfig {
+            prompts: 60,
+            samples: 12,
+            mini_batch: Some(30),
+            micro_batch: Some(20),
+            log_prob_micro_batch: Some(8),
+            epochs: 1,
+        })
+        .devices(DevicesConfig {
+            group: "cuda:0-5".to_owned(),
+            rollout_tensor_parallel: 2,
+        })
+        .data(
+            "train",
+            Questions {
+                path: "train.jsonl".to_owned(),
+            },
+        )
+        .model("actor", trained())
+        .model("ref", frozen())
+        .chain(chain)
+}

@@ -1,0 +1,274 @@
+//! Stage `generate`: samples responses from a policy; each prompt becomes `batch.samples` rows.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_models::random::{DrawKey, Purpose};
+use verl_models::rollout::engine::{
+    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
+};
+use verl_pipe::batch::{Batch, RaggedColumn};
+use verl_pipe::field::{LogProbTag, Support, Weights};
+use verl_pipe::keys::{
+    FINISH_REASONS, MASK_KINDS, PROMPTS, RESPONSE_TEXTS, RESPONSES, ROLLOUT_LOG_PROBS,
+    SAMPLING_LOG_PROBS, finish, mask,
+};
+use verl_pipe::stage::{
+    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageConfig,
+    StageContext, StageError, StageSpec, find_model,
+};
+
+use crate::model::PolicyResource;
+
+/// Mean response length of the step.
+pub const RESPONSE_LENGTH: Metric = Metric {
+    name: "response/length_mean",
+    unit: "tokens",
+    meaning: "mean number of tokens of a response, end-of-sequence included",
+    reduce: Reduce::Mean,
+};
+/// Share of responses cut off by the limit.
+pub const TRUNCATED: Metric = Metric {
+    name: "response/truncated_share",
+    unit: "share",
+    meaning: "share of responses that reached the token limit",
+    reduce: Reduce::Mean,
+};
+/// Prompt and response tokens of the step, for throughput.
+pub const TOKENS: Metric = Metric {
+    name: "perf/tokens",
+    unit: "tokens",
+    meaning: "prompt and response tokens of the step",
+    reduce: Reduce::Sum,
+};
+
+/// Settings of stage `generate`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Generate {
+    /// Model to sample from.
+    pub model: String,
+    /// Divides logits before sampling; must be above 0 for training.
+    pub temperature: f64,
+    /// Keeps the k most probable tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Keeps the smallest set of most probable tokens whose mass reaches this; 1 keeps all.
+    pub top_p: f64,
+    /// Keeps tokens at least this share of the most probable one; 0 keeps all.
+    pub min_p: f64,
+    /// Divides positive logits of seen tokens and multiplies negative ones; 1 changes nothing.
+    pub repetition_penalty: f64,
+    /// Most tokens of a response, end-of-sequence included [tokens].
+    pub max_new_tokens: usize,
+    /// End-of-sequence is forbidden until a response has this many tokens [tokens].
+    pub min_new_tokens: usize,
+    /// Texts that end a response.
+    pub stop: Vec<String>,
+}
+
+impl Default for Generate {
+    fn default() -> Self {
+        Generate {
+            model: "actor".to_owned(),
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            max_new_tokens: 128,
+            min_new_tokens: 0,
+            stop: Vec::new(),
+        }
+    }
+}
+
+impl Generate {
+    /// Sampling settings without the model's end-of-sequence ids.
+    pub fn sampling(&self) -> SamplingSettings {
+        SamplingSettings {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            min_new_tokens: self.min_new_tokens,
+            stop_texts: self.stop.clone(),
+            ..SamplingSettings::default()
+        }
+    }
+
+    /// Settings that make no sense.
+    fn faults(&self) -> Vec<ConfigError> {
+        let mut faults = Vec::new();
+        let mut fault = |setting: &str, bad: bool, reason: String, help: &str| {
+            if bad {
+                faults.push(ConfigError::new(setting, reason, help));
+            }
+        };
+        fault(
+            "temperature",
+            self.temperature.is_nan() || self.temperature <= 0.0,
+            format!("is {}, but sampling for training needs more than 0", self.temperature),
+            "set it to 1.0; greedy decoding belongs to `evaluate`",
+        );
+        fault(
+            "top_p",
+            !(self.top_p > 0.0 && self.top_p <= 1.0),
+            format!("is {}, outside (0, 1]", self.top_p),
+            "set it to 1.0 to keep all tokens",
+        );
+        fault(
+            "min_p",
+            !(0.0..1.0).contains(&self.min_p),
+            format!("is {}, outside [0, 1)", self.min_p),
+            "set it to 0.0 to keep all tokens",
+        );
+        fault(
+            "repetition_penalty",
+            self.repetition_penalty.is_nan() || self.repetition_penalty <= 0.0,
+            format!("is {}, but must be above 0", self.repetition_penalty),
+            "set it to 1.0 to change nothing",
+        );
+        fault(
+            "max_new_tokens",
+            self.max_new_tokens == 0,
+            "is 0, so no response could have a token".to_owned(),
+            "set it to the longest response in tokens",
+        );
+        fault(
+            "min_new_tokens",
+            self.min_new_tokens > self.max_new_tokens,
+            format!("is {}, above max_new_tokens = {}", self.min_new_tokens, self.max_new_tokens),
+            "set it to 0 or below max_new_tokens",
+        );
+        faults
+    }
+}
+
+impl StageConfig for Generate {
+    const KIND: &'static str = "generate";
+    const SUMMARY: &'static str = "samples responses from a policy, `batch.samples` for each prompt";
+
+    fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        let faults = self.faults();
+        if !faults.is_empty() {
+            return Err(faults);
+        }
+        Ok(Box::new(GenerateStage {
+            config: self.clone(),
+            samples: context.batch.samples.max(1),
+            prompts: context.batch.prompts.max(1),
+        }))
+    }
+}
+
+/// The running stage.
+struct GenerateStage {
+    config: Generate,
+    samples: usize,
+    prompts: usize,
+}
+
+impl GenerateStage {
+    fn tag(&self, support: Support) -> LogProbTag {
+        LogProbTag {
+            policy: Some(self.config.model.clone()),
+            temperature: Some(self.config.temperature),
+            support: Some(support),
+            weights: Some(Weights::StepStart),
+        }
+    }
+
+    /// The samples of one prompt as a batch.
+    fn group(
+        &self,
+        prompt: &Batch,
+        outputs: Vec<RolloutOutput>,
+        resource: &PolicyResource,
+    ) -> Result<Batch, StageError> {
+        let mut batch = prompt.rows_only().repeat(self.samples)?;
+        let column = |pick: fn(&RolloutOutput) -> &[f32]| RaggedColumn::from_rows(outputs.iter().map(pick));
+        batch.put(&RESPONSES, RaggedColumn::from_rows(outputs.iter().map(|o| &o.tokens)))?;
+        let texts = outputs.iter().map(|o| resource.decode(&o.tokens));
+        batch.put(&RESPONSE_TEXTS, texts.collect::<Vec<_>>())?;
+        let kinds = outputs.iter().map(|o| vec![mask::ACTION; o.tokens.len()]);
+        batch.put(&MASK_KINDS, RaggedColumn::from_rows(kinds))?;
+        batch.put(&FINISH_REASONS, outputs.iter().map(|o| finish_code(o.finish)).collect::<Vec<_>>())?;
+        batch.put(&SAMPLING_LOG_PROBS, column(|o| &o.sampling_log_probs))?;
+        batch.put(&ROLLOUT_LOG_PROBS, column(|o| &o.log_probs))?;
+        Ok(batch)
+    }
+}
+
+/// The key's value for a finish reason.
+pub fn finish_code(reason: FinishReason) -> u8 {
+    match reason {
+        FinishReason::Eos => finish::EOS,
+        FinishReason::Stop => finish::STOP,
+        FinishReason::Length => finish::LENGTH,
+    }
+}
+
+impl Stage for GenerateStage {
+    fn spec(&self) -> StageSpec {
+        StageSpec::new()
+            .reads(PROMPTS.field().shaped("[P, S~]"))
+            .writes(RESPONSES)
+            .writes(RESPONSE_TEXTS)
+            .writes(MASK_KINDS)
+            .writes(FINISH_REASONS)
+            .writes(SAMPLING_LOG_PROBS.tagged(self.tag(Support::Sampling)))
+            .writes(ROLLOUT_LOG_PROBS.tagged(self.tag(Support::Full)))
+            .rows(RowRule::Expand(self.samples))
+            .cardinality(Cardinality::Row)
+            .slice_rows(self.prompts)
+            .uses(&self.config.model, Access::Read)
+            .metrics(&[RESPONSE_LENGTH, TRUNCATED, TOKENS])
+    }
+
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        let (seed, step, cancel) = (context.seed, context.step, context.cancel);
+        let resource = &*find_model::<PolicyResource>(context.models, &self.config.model)?;
+        let settings = SamplingSettings { eos_ids: resource.eos_ids(), text_decoder: resource.text_decoder(), ..self.config.sampling() };
+        let prompts = input.get(&PROMPTS)?;
+        let mut requests = Vec::with_capacity(prompts.len() * self.samples);
+        for (row, id) in input.ids().into_iter().enumerate() {
+            for sample in 0..self.samples {
+                requests.push(RolloutRequest {
+                    prompt: prompts.row(row).to_vec(),
+                    key: DrawKey { seed, purpose: Purpose::Rollout, step, row: id.sample(sample as u64)?.0, attempt: 0 },
+                    max_new_tokens: self.config.max_new_tokens,
+                });
+            }
+        }
+
+        let mut pending: Vec<Vec<Option<RolloutOutput>>> = vec![vec![None; self.samples]; prompts.len()];
+        let sink = &mut *context.sink;
+        let mut emit_group = |index: usize, output: RolloutOutput| -> Result<(), StageError> {
+            if cancel.is_cancelled() {
+                return Err(StageError::Cancelled);
+            }
+            let row = index / self.samples;
+            sink.record(&RESPONSE_LENGTH, output.tokens.len() as f64, 1.0);
+            sink.record(&TRUNCATED, f64::from(output.finish == FinishReason::Length), 1.0);
+            sink.record(&TOKENS, (prompts.row_len(row) + output.tokens.len()) as f64, 1.0);
+            pending[row][index % self.samples] = Some(output);
+            if pending[row].iter().all(Option::is_some) {
+                let outputs = std::mem::take(&mut pending[row]).into_iter().flatten().collect();
+                sink.emit(self.group(&input.slice(row..row + 1)?, outputs, resource)?)?;
+            }
+            Ok(())
+        };
+        let done = resource.policy.generate(&requests, &settings, &mut |index, output| {
+            emit_group(index, output).map_err(|error| RolloutError::Stopped(Box::new(error)))
+        });
+        match done {
+            Ok(()) => Ok(()),
+            Err(RolloutError::Stopped(error)) => Err(match error.downcast::<StageError>() {
+                Ok(error) => *error,
+                Err(other) => StageError::Failed(other),
+            }),
+            Err(error) => Err(StageError::failed(error)),
+        }
+    }
+}
+

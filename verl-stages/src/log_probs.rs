@@ -1,0 +1,180 @@
+//! Stage `log_probs`: log-probs of the responses under a model, by the training forward.
+//!
+//! As `old` it gives the denominators of the policy ratio at the start of the update, as `reference` those of the KL
+//! penalty. Both are over the full softmax at the sampling temperature.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_models::model::ScoreRow;
+use verl_pipe::batch::{Batch, RaggedColumn};
+use verl_pipe::field::{Field, LogProbTag, Support, Weights};
+use verl_pipe::keys::{ENTROPIES, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS};
+use verl_pipe::stage::{
+    Access, BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext,
+    StageError, StageSpec, find_model,
+};
+
+use crate::model::PolicyResource;
+
+/// Mean entropy of the policy.
+pub const ENTROPY: Metric = Metric {
+    name: "actor/entropy",
+    unit: "nats",
+    meaning: "mean entropy of the policy over response tokens, before the update",
+    reduce: Reduce::Mean,
+};
+/// How far the trainer's probabilities lie from the rollout engine's.
+pub const ROLLOUT_DIFFERENCE: Metric = Metric {
+    name: "rollout/probability_difference_mean",
+    unit: "probability",
+    meaning: "mean |p_trainer − p_rollout| of the sampled tokens; above 0.01 the two forwards disagree",
+    reduce: Reduce::Mean,
+};
+
+/// Which log-probs are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// `old_log_probs`: the policy at the start of the update.
+    #[default]
+    Old,
+    /// `ref_log_probs`: a model that never changes.
+    Reference,
+}
+
+/// Settings of stage `log_probs`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct LogProbs {
+    /// Model that scores.
+    pub model: String,
+    /// Which key is written.
+    pub role: Role,
+    /// Divides logits; must be the sampling temperature.
+    pub temperature: f64,
+    /// Also writes `entropies`; only as `old`.
+    pub entropies: bool,
+    /// Takes the rollout engine's log-probs instead of a forward of its own (bypass); only as `old`.
+    pub bypass: bool,
+}
+
+impl Default for LogProbs {
+    fn default() -> Self {
+        LogProbs { model: "actor".to_owned(), role: Role::Old, temperature: 1.0, entropies: false, bypass: false }
+    }
+}
+
+impl StageConfig for LogProbs {
+    const KIND: &'static str = "log_probs";
+    const SUMMARY: &'static str = "log-probs of the responses under a policy or reference model";
+
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        let mut faults = Vec::new();
+        if !(self.temperature > 0.0 && self.temperature.is_finite()) {
+            faults.push(ConfigError::new("temperature", format!("is {}, but must be above 0", self.temperature), "set it to the temperature of `generate`"));
+        }
+        if self.role == Role::Reference && self.bypass {
+            faults.push(ConfigError::new("bypass", "takes the rollout's log-probs, which are the policy's, not the reference's", "remove it or set `role = \"old\"`"));
+        }
+        if self.entropies && (self.role == Role::Reference || self.bypass) {
+            faults.push(ConfigError::new("entropies", "needs a forward of the policy", "remove it, or set `role = \"old\"` without `bypass`"));
+        }
+        if faults.is_empty() { Ok(Box::new(LogProbsStage { config: self.clone() })) } else { Err(faults) }
+    }
+}
+
+/// The running stage.
+#[derive(Clone)]
+struct LogProbsStage {
+    config: LogProbs,
+}
+
+impl LogProbsStage {
+    fn tag(&self) -> LogProbTag {
+        let weights = match self.config.role {
+            Role::Old => Weights::StepStart,
+            Role::Reference => Weights::Frozen,
+        };
+        LogProbTag {
+            policy: Some(self.config.model.clone()),
+            temperature: Some(self.config.temperature),
+            support: Some(Support::Full),
+            weights: Some(weights),
+        }
+    }
+
+    fn writes(&self) -> Field {
+        match self.config.role {
+            Role::Old => OLD_LOG_PROBS.tagged(self.tag()),
+            Role::Reference => REF_LOG_PROBS.tagged(self.tag()),
+        }
+    }
+
+    fn copy_rollout(input: &Batch) -> Result<Batch, StageError> {
+        let mut output = input.rows_only();
+        let rows = input.get(&ROLLOUT_LOG_PROBS)?;
+        output.put(&OLD_LOG_PROBS, RaggedColumn::from_rows(rows.rows()))?;
+        Ok(output)
+    }
+}
+
+impl Stage for LogProbsStage {
+    fn spec(&self) -> StageSpec {
+        if self.config.bypass {
+            return StageSpec::new().reads(ROLLOUT_LOG_PROBS.tagged(self.tag())).writes(self.writes());
+        }
+        let mut spec = StageSpec::new()
+            .reads(PROMPTS)
+            .reads(RESPONSES)
+            .writes(self.writes())
+            .uses(&self.config.model, Access::Read);
+        if self.config.role == Role::Old {
+            spec = spec.reads_optional(ROLLOUT_LOG_PROBS.tagged(self.tag())).metrics(&[ROLLOUT_DIFFERENCE]);
+        }
+        if self.config.entropies {
+            spec = spec.writes(ENTROPIES.tagged(self.tag())).metrics(&[ENTROPY]);
+        }
+        spec
+    }
+
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        if self.config.bypass {
+            return context.emit(Self::copy_rollout(&input)?);
+        }
+        let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
+        let rows: Vec<ScoreRow<'_>> = prompts.rows().zip(responses.rows()).map(|(prompt, response)| ScoreRow { prompt, response }).collect();
+        let policy = &find_model::<PolicyResource>(context.models, &self.config.model)?.policy;
+        let scores = policy.score(&rows, self.config.temperature, self.config.entropies).map_err(StageError::failed)?;
+
+        let mut output = input.rows_only();
+        let column = RaggedColumn::from_rows(scores.iter().map(|s| &s.log_probs));
+        match self.config.role {
+            Role::Old => output.put(&OLD_LOG_PROBS, column)?,
+            Role::Reference => output.put(&REF_LOG_PROBS, column)?,
+        }
+        if self.config.entropies {
+            output.put(&ENTROPIES, RaggedColumn::from_rows(scores.iter().map(|s| &s.entropies)))?;
+            for score in &scores {
+                let count = score.entropies.len() as f64;
+                let sum: f64 = score.entropies.iter().map(|h| f64::from(*h)).sum();
+                if count > 0.0 {
+                    context.record_weighted(&ENTROPY, sum / count, count);
+                }
+            }
+        }
+        if self.config.role == Role::Old && input.has(ROLLOUT_LOG_PROBS.name()) {
+            let rollout = input.get(&ROLLOUT_LOG_PROBS)?;
+            for (score, reported) in scores.iter().zip(rollout.rows()) {
+                let sum: f64 = score.log_probs.iter().zip(reported).map(|(a, b)| f64::from((a.exp() - b.exp()).abs())).sum();
+                if !reported.is_empty() {
+                    context.record_weighted(&ROLLOUT_DIFFERENCE, sum / reported.len() as f64, reported.len() as f64);
+                }
+            }
+        }
+        context.emit(output)
+    }
+
+    fn duplicate(&self) -> Option<Box<dyn Stage>> {
+        Some(Box::new(self.clone()))
+    }
+}

@@ -1,0 +1,3 @@
+//! Rewards: rules on text.
+
+pub mod rule;

@@ -1,0 +1,328 @@
+//! Stage `update`: forward, loss, backward, optimiser steps, for any algorithm of [`algorithms`](crate::algorithms).
+//!
+//! The step's rows are cut into mini-batches of whole prompts, one optimiser step each, and those into micro-batches
+//! whose gradients add up. The objective sees each mini-batch whole before any of its micro-batches, and is weighted
+//! by its counts, so no micro-batch size changes the result beyond rounding.
+
+use std::ops::Range;
+
+use burn::tensor::Tensor;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_algos::losses::{MetricSum, Objective};
+use verl_algos::{AlgoError, Counts, CutUnit, MicroBatch, MiniBatch};
+use verl_models::model::{PackedScores, PolicyModel, ScoreRow};
+use verl_pipe::batch::{Batch, RaggedView};
+use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
+use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, mask};
+use verl_pipe::stage::{
+    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageConfig,
+    StageContext, StageError, StageSink, StageSpec, find_model,
+};
+
+use crate::algorithms::Loss;
+use crate::model::PolicyResource;
+
+macro_rules! metrics {
+    ($($ident:ident: $name:literal, $unit:literal, $meaning:literal;)*) => {
+        $(#[doc = $meaning] pub const $ident: Metric = Metric { name: $name, unit: $unit, meaning: $meaning, reduce: Reduce::Mean };)*
+        const ALL: &[Metric] = &[$($ident),*];
+    };
+}
+
+metrics! {
+    LOSS: "actor/loss", "", "loss of a mini-batch, all terms with their coefficients";
+    PG_LOSS: "actor/pg_loss", "", "policy term of the loss";
+    CLIPPED: "actor/pg_clipfrac", "share", "share of tokens whose ratio is clipped";
+    CLIPPED_LOWER: "actor/pg_clipfrac_lower", "share", "share of tokens where the dual clip acts";
+    PPO_KL: "actor/ppo_kl", "nats", "mean of old minus current log-probs over the updates of the step";
+    KL_LOSS: "actor/kl_loss", "nats", "KL term of the loss, aggregated, before its coefficient";
+    KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference";
+    ENTROPY_LOSS: "actor/entropy_loss", "nats", "entropy term of the loss, aggregated, before its coefficient";
+    ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update";
+    SFT_LOSS: "actor/sft_loss", "nats", "negative log-likelihood of the targets";
+    GRAD_NORM: "actor/grad_norm", "", "global gradient norm before clipping";
+    LEARNING_RATE: "actor/learning_rate", "", "learning rate of the optimiser step";
+}
+
+/// Names of the maths and the metrics they are reported under.
+const REPORTED: &[(&str, &Metric)] = &[
+    ("pg_loss", &PG_LOSS),
+    ("pg_clipfrac", &CLIPPED),
+    ("pg_clipfrac_lower", &CLIPPED_LOWER),
+    ("ppo_kl", &PPO_KL),
+    ("kl_loss", &KL_LOSS),
+    ("ref_kl", &KL),
+    ("entropy_loss", &ENTROPY_LOSS),
+    ("entropy", &ENTROPY),
+    ("sft_loss", &SFT_LOSS),
+];
+
+/// Settings of stage `update`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Update {
+    /// Model to train.
+    pub model: String,
+    /// What is minimised.
+    pub loss: Loss,
+    /// Divides logits; must be the sampling temperature, 1 for supervised training.
+    pub temperature: f64,
+}
+
+impl Default for Update {
+    fn default() -> Self {
+        Update { model: "actor".to_owned(), loss: Loss::default(), temperature: 1.0 }
+    }
+}
+
+impl StageConfig for Update {
+    const KIND: &'static str = "update";
+    const SUMMARY: &'static str = "trains a model: forward, loss, backward, optimiser steps";
+
+    fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        let mut faults = Vec::new();
+        if !(self.temperature > 0.0 && self.temperature.is_finite()) {
+            faults.push(ConfigError::new("temperature", format!("is {}, but must be above 0", self.temperature), "set it to the temperature of `generate`"));
+        }
+        let objective = match self.loss.algorithm().objective() {
+            Ok(objective) => objective,
+            Err(errors) => {
+                faults.extend(errors);
+                return Err(faults);
+            }
+        };
+        if !faults.is_empty() {
+            return Err(faults);
+        }
+        let batch = &context.batch;
+        Ok(Box::new(UpdateStage {
+            config: self.clone(),
+            objective,
+            mini_rows: batch.mini_rows.max(1),
+            micro_rows: batch.micro_rows.max(1),
+            epochs: batch.epochs.max(1),
+            samples: batch.samples.max(1),
+        }))
+    }
+}
+
+/// The running stage.
+struct UpdateStage {
+    config: Update,
+    objective: Objective,
+    mini_rows: usize,
+    micro_rows: usize,
+    epochs: usize,
+    samples: usize,
+}
+
+/// The columns of a step that an update reads.
+struct Columns<'a> {
+    prompts: RaggedView<'a, u32>,
+    tokens: RaggedView<'a, u32>,
+    kinds: Option<RaggedView<'a, u8>>,
+    old: Option<RaggedView<'a, f32>>,
+    reference: Option<RaggedView<'a, f32>>,
+    advantages: Option<RaggedView<'a, f32>>,
+}
+
+impl<'a> Columns<'a> {
+    fn new(input: &'a Batch, tokens: Key<Ragged<u32>>) -> Result<Self, StageError> {
+        let optional = |key: &Key<Ragged<f32>>| input.has(key.name()).then(|| input.get(key)).transpose();
+        Ok(Columns {
+            prompts: input.get(&PROMPTS)?,
+            tokens: input.get(&tokens)?,
+            kinds: input.has(MASK_KINDS.name()).then(|| input.get(&MASK_KINDS)).transpose()?,
+            old: optional(&OLD_LOG_PROBS)?,
+            reference: optional(&REF_LOG_PROBS)?,
+            advantages: optional(&ADVANTAGES)?,
+        })
+    }
+
+    fn is_action(&self, row: usize, token: usize) -> bool {
+        self.kinds.is_none_or(|kinds| kinds.row(row)[token] == mask::ACTION)
+    }
+
+    /// Actions of a column in `rows`, one after the other.
+    fn packed(&self, column: Option<RaggedView<'_, f32>>, rows: Range<usize>) -> Option<Vec<f64>> {
+        let column = column?;
+        let mut values = Vec::new();
+        for row in rows {
+            let of_row = column.row(row).iter().enumerate();
+            values.extend(of_row.filter(|(token, _)| self.is_action(row, *token)).map(|(_, v)| f64::from(*v)));
+        }
+        Some(values)
+    }
+
+    /// The mini-batch of `rows`; rows are numbered from its first.
+    fn mini_batch(&self, rows: Range<usize>) -> MiniBatch {
+        let mut of_tokens = Vec::new();
+        for row in rows.clone() {
+            let actions = (0..self.tokens.row_len(row)).filter(|token| self.is_action(row, *token)).count();
+            of_tokens.extend(std::iter::repeat_n(row - rows.start, actions));
+        }
+        let counts = Counts::declared(of_tokens.len(), rows.len());
+        MiniBatch {
+            counts,
+            old_log_probs: self.packed(self.old, rows.clone()),
+            advantages: self.packed(self.advantages, rows.clone()),
+            ref_log_probs: self.packed(self.reference, rows),
+            ..MiniBatch::new(of_tokens)
+        }
+    }
+
+    fn score_rows(&self, rows: Range<usize>) -> Vec<ScoreRow<'a>> {
+        rows.map(|row| ScoreRow { prompt: self.prompts.row(row), response: self.tokens.row(row) }).collect()
+    }
+}
+
+impl UpdateStage {
+    fn tag(&self) -> LogProbTag {
+        LogProbTag {
+            policy: Some(self.config.model.clone()),
+            temperature: Some(self.config.temperature),
+            support: Some(Support::Full),
+            weights: Some(Weights::StepStart),
+        }
+    }
+
+    /// Rows of one micro-batch, as many as the cut unit of the objective allows.
+    fn micro_rows(&self, mini: usize) -> usize {
+        let whole_groups = |rows: usize| (rows / self.samples).max(1) * self.samples;
+        match self.objective.cut_unit() {
+            CutUnit::Row => self.micro_rows,
+            CutUnit::Pair => (self.micro_rows / 2).max(1) * 2,
+            CutUnit::Group => whole_groups(self.micro_rows),
+            CutUnit::MiniBatch => mini,
+        }
+    }
+
+    /// One optimiser step on `rows`.
+    fn mini_step(&self, policy: &mut dyn PolicyModel, columns: &Columns<'_>, rows: Range<usize>, sink: &mut dyn StageSink) -> Result<(), StageError> {
+        let mini = columns.mini_batch(rows.clone());
+        if mini.num_tokens() == 0 {
+            return Ok(());
+        }
+        let prepared = columns.old.map(|_| self.objective.prepare(&mini)).transpose().map_err(StageError::failed)?;
+        let mut totals: Vec<MetricSum> = Vec::new();
+        let mut total_loss = 0.0;
+        let mut first_token = 0;
+        for start in rows.clone().step_by(self.micro_rows(rows.len())) {
+            let part = start..rows.end.min(start + self.micro_rows(rows.len()));
+            let own = mini.rows.iter().filter(|row| part.contains(&(**row + rows.start))).count();
+            let positions = first_token..first_token + own;
+            first_token += own;
+            if own == 0 {
+                continue;
+            }
+            let mut refused = None;
+            let value = policy
+                .accumulate(
+                    &columns.score_rows(part.clone()),
+                    &|row, token| columns.is_action(part.start + row, token),
+                    self.config.temperature,
+                    self.config.loss.algorithm().entropies(),
+                    &mut |packed| {
+                        let log_probs = packed.log_probs.clone();
+                        let partial = match &prepared {
+                            Some(prepared) => share(&positions, packed, |micro| prepared.loss(micro)),
+                            None => self.on_policy(&mini, &positions, packed),
+                        };
+                        match partial {
+                            Ok((loss, metrics)) => {
+                                MetricSum::add_to(&mut totals, metrics);
+                                loss
+                            }
+                            Err(error) => {
+                                refused = Some(error);
+                                log_probs.sum() * 0.0
+                            }
+                        }
+                    },
+                )
+                .map_err(StageError::failed)?;
+            if let Some(error) = refused {
+                return Err(StageError::failed(error));
+            }
+            total_loss += value;
+        }
+        let report = policy.optimizer_step().map_err(StageError::failed)?;
+        sink.record(&LOSS, total_loss, 1.0);
+        sink.record(&GRAD_NORM, report.grad_norm, 1.0);
+        sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
+        for total in &totals {
+            if let Some((_, metric)) = REPORTED.iter().find(|(name, _)| *name == total.name) {
+                sink.record(metric, total.value(), 1.0);
+            }
+        }
+        Ok(())
+    }
+
+    /// The share of a micro-batch whose old log-probs are its own, which holds where a step is one optimiser step.
+    fn on_policy(&self, mini: &MiniBatch, positions: &Range<usize>, packed: PackedScores) -> Result<(Tensor<1>, Vec<MetricSum>), AlgoError> {
+        let now: Vec<f64> = packed.log_probs.clone().detach().try_into_vec_as().map_err(|error| AlgoError::Read { what: "log_probs", reason: error.to_string() })?;
+        let of = |column: &Option<Vec<f64>>| column.as_ref().map(|values| values[positions.clone()].to_vec());
+        let first = mini.rows.get(positions.start).copied().unwrap_or(0);
+        let own = MiniBatch {
+            rows: mini.rows[positions.clone()].iter().map(|row| row - first).collect(),
+            counts: mini.counts,
+            old_log_probs: Some(now),
+            advantages: of(&mini.advantages),
+            ref_log_probs: of(&mini.ref_log_probs),
+            rollout_weights: of(&mini.rollout_weights),
+        };
+        let prepared = self.objective.prepare(&own)?;
+        share(&(0..own.num_tokens()), packed, |micro| prepared.loss(micro))
+    }
+}
+
+/// A micro-batch's share of the loss and of what is reported.
+fn share(
+    positions: &Range<usize>,
+    packed: PackedScores,
+    loss: impl FnOnce(&MicroBatch) -> Result<verl_algos::losses::Partial, AlgoError>,
+) -> Result<(Tensor<1>, Vec<MetricSum>), AlgoError> {
+    let micro = MicroBatch { tokens: positions.clone().collect(), log_probs: packed.log_probs, entropies: packed.entropies };
+    let partial = loss(&micro)?;
+    let metrics = partial.read_metrics()?;
+    Ok((partial.loss, metrics))
+}
+
+impl Stage for UpdateStage {
+    fn spec(&self) -> StageSpec {
+        let algorithm = self.config.loss.algorithm();
+        let mut spec = StageSpec::new().reads(PROMPTS).reads(algorithm.tokens());
+        for field in algorithm.reads(&self.tag()) {
+            spec = spec.reads(field);
+        }
+        for field in algorithm.reads_optional(&self.tag()) {
+            spec = spec.reads_optional(field);
+        }
+        spec.rows(RowRule::Sink).cardinality(Cardinality::Batch).uses(&self.config.model, Access::Update).metrics(ALL)
+    }
+
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        let columns = Columns::new(&input, self.config.loss.algorithm().tokens())?;
+        let reads_old = !self.config.loss.algorithm().reads_optional(&self.tag()).is_empty();
+        let steps = self.epochs * input.num_rows().div_ceil(self.mini_rows);
+        if reads_old && columns.old.is_none() && steps > 1 {
+            return Err(StageError::failed(format!(
+                "{steps} optimiser steps a step need `{}`; without it only one is on policy. Add a `log_probs` stage, or set batch.epochs = 1 and leave batch.mini_batch out",
+                OLD_LOG_PROBS.name()
+            )));
+        }
+        let cancel = context.cancel;
+        let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
+        for _ in 0..self.epochs {
+            for start in (0..input.num_rows()).step_by(self.mini_rows) {
+                if cancel.is_cancelled() {
+                    return Err(StageError::Cancelled);
+                }
+                let rows = start..input.num_rows().min(start + self.mini_rows);
+                self.mini_step(resource.policy.as_mut(), &columns, rows, context.sink)?;
+            }
+        }
+        Ok(())
+    }
+}
