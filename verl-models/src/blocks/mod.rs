@@ -4,7 +4,7 @@
 //! `K` key/value heads, `G = H / K`, `Dh` width of a head.
 
 pub mod attention;
-pub mod kv_cache;
+pub(crate) mod kv_cache;
 pub mod linear;
 pub mod mlp;
 pub mod norm;
