@@ -30,25 +30,26 @@ fn mismatch(
         by.field.dtype == link.read.dtype
             && by.field.tag.as_ref().is_some_and(|tag| need.mismatches(tag).is_empty())
     });
-    let mut help = match matching {
+    let mut help = Vec::new();
+    if parts.iter().any(|(part, ..)| *part == "temperature") {
+        help.push("set the same `temperature` in both stages".to_owned());
+    }
+    help.push(match matching {
         Some((key, by)) => format!(
-            "`{key}`, written by `{}`, has what is needed: rename = {{ {} = \"{key}\" }}",
+            "read `{key}`, written by `{}`, which has what is needed: rename = {{ {} = \"{key}\" }}",
             draft.name(by.stage),
             link.read.name
         ),
         None => {
             let model = need.policy.as_deref().map_or("the model".to_owned(), |name| format!("`{name}`"));
-            format!("recompute them with a stage that scores the responses under {model} as {need} (`log_probs`)")
+            format!("recompute them with a stage (`log_probs`) that scores the responses with {model} as {need}")
         }
-    };
-    if parts.iter().any(|(part, ..)| *part == "temperature") {
-        help.push_str(", or set the same `temperature` in both stages");
-    }
+    });
     Diagnostic::error("P007", format!("`{}` is not of the distribution that `{reader}` needs", link.key))
         .at(format!("{writer} -> {reader}"))
         .because(format!(
             "{}\na ratio of probabilities of two distributions is biased, although nothing looks wrong",
             why.join("\n")
         ))
-        .help(help)
+        .help(help.join("; or "))
 }
