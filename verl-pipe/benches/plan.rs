@@ -12,16 +12,25 @@ fn chain(stages: usize) -> DataPipe {
     let emit = |batch, context: &mut StageContext<'_>| context.emit(batch);
     let reward = |index: usize| REWARDS.field().renamed(format!("rewards_{index}"));
     let source = StageSpec::new().rows(RowRule::Source).writes(PROMPTS);
-    let expand = StageSpec::new().rows(RowRule::Expand(8)).reads(PROMPTS).writes(RESPONSES).writes(reward(0));
+    let expand = StageSpec::new()
+        .rows(RowRule::Expand(8))
+        .reads(PROMPTS)
+        .writes(RESPONSES)
+        .writes(reward(0));
     let mut pipe = DataPipe::new("chain")
         .add_stage("source", stage_fn(source, emit))
         .add_stage("expand", stage_fn(expand, emit));
     // Declared backwards, so that the order has to be found.
     for index in (1..=stages - 3).rev() {
-        let spec = StageSpec::new().reads(RESPONSES).reads(reward(index - 1)).writes(reward(index));
+        let spec = StageSpec::new()
+            .reads(RESPONSES)
+            .reads(reward(index - 1))
+            .writes(reward(index));
         pipe = pipe.add_stage(format!("stage_{index}"), stage_fn(spec, emit));
     }
-    let sink = StageSpec::new().rows(RowRule::Sink).reads(reward(stages - 3));
+    let sink = StageSpec::new()
+        .rows(RowRule::Sink)
+        .reads(reward(stages - 3));
     pipe.add_stage("sink", stage_fn(sink, emit))
 }
 
@@ -29,11 +38,22 @@ fn chain(stages: usize) -> DataPipe {
 fn filters(stages: usize) -> DataPipe {
     let emit = |batch, context: &mut StageContext<'_>| context.emit(batch);
     let reward = |index: usize| REWARDS.field().renamed(format!("rewards_{index}"));
-    let source = StageSpec::new().rows(RowRule::Source).writes(PROMPTS).writes(reward(0));
+    let source = StageSpec::new()
+        .rows(RowRule::Source)
+        .writes(PROMPTS)
+        .writes(reward(0));
     let mut pipe = DataPipe::new("filters").add_stage("source", stage_fn(source, emit));
     for index in 1..stages {
-        let rule = if index % 2 == 0 { RowRule::Filter } else { RowRule::Same };
-        let spec = StageSpec::new().rows(rule).reads(PROMPTS).reads(reward(index - 1)).writes(reward(index));
+        let rule = if index % 2 == 0 {
+            RowRule::Filter
+        } else {
+            RowRule::Same
+        };
+        let spec = StageSpec::new()
+            .rows(rule)
+            .reads(PROMPTS)
+            .reads(reward(index - 1))
+            .writes(reward(index));
         pipe = pipe.add_stage(format!("stage_{index}"), stage_fn(spec, emit));
     }
     pipe

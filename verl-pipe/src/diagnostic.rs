@@ -146,7 +146,10 @@ impl fmt::Display for Diagnostic {
             ("  why:   ".to_owned(), &self.why),
             ("  help:  ".to_owned(), &self.help),
         ];
-        let text: Vec<String> = lines.iter().map(|(head, text)| wrapped(head, text)).collect();
+        let text: Vec<String> = lines
+            .iter()
+            .map(|(head, text)| wrapped(head, text))
+            .collect();
         f.write_str(&text.join("\n"))
     }
 }
@@ -187,7 +190,10 @@ mod tests {
 
     #[test]
     fn long_lines_are_broken_between_words() {
-        let finding = Diagnostic::error("P001", "short").at("a -> b").because("word ".repeat(30).trim_end()).help("x\ny");
+        let finding = Diagnostic::error("P001", "short")
+            .at("a -> b")
+            .because("word ".repeat(30).trim_end())
+            .help("x\ny");
         let expected = format!(
             "error[P001]: short\n  where: a -> b\n  why:   {}\n         {}\n  help:  x\n         y",
             ["word"; 18].join(" "),

@@ -234,7 +234,11 @@ impl DataPipe {
     }
 
     /// Declares a data set of one's own, given as the object that holds it.
-    pub fn data_object(mut self, name: impl Into<String>, data: Arc<dyn DataLoaderInterface>) -> Self {
+    pub fn data_object(
+        mut self,
+        name: impl Into<String>,
+        data: Arc<dyn DataLoaderInterface>,
+    ) -> Self {
         self.data.push(DataDecl {
             name: name.into(),
             kind: CUSTOM.to_owned(),
@@ -270,7 +274,10 @@ impl DataPipe {
     /// assert_eq!(plan.warnings[0].code, "P013"); // nobody reads it
     /// ```
     pub fn add_stage(mut self, name: impl Into<String>, stage: impl IntoStage) -> Self {
-        self.stages.push(StageDecl { name: name.into(), ..stage.declare() });
+        self.stages.push(StageDecl {
+            name: name.into(),
+            ..stage.declare()
+        });
         self
     }
 
@@ -302,7 +309,7 @@ impl DataPipe {
         })
     }
 
-    /// Adds the stages of a [`Chain`](crate::chain::Chain), in order.
+    /// Adds the stages of a [`Chain`], in order.
     pub fn chain(mut self, chain: impl Into<Chain>) -> Self {
         self.stages.extend(chain.into().into_stages());
         self

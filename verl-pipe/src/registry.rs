@@ -40,12 +40,18 @@ pub struct DuplicateKind {
 
 impl<D> Kinds<D> {
     fn new(what: &'static str) -> Self {
-        Kinds { what, list: Vec::new() }
+        Kinds {
+            what,
+            list: Vec::new(),
+        }
     }
 
     fn add(&mut self, kind: Kind<D>, duplicates: &mut Vec<DuplicateKind>) {
         if self.get(kind.name).is_some() {
-            duplicates.push(DuplicateKind { what: self.what, name: kind.name });
+            duplicates.push(DuplicateKind {
+                what: self.what,
+                name: kind.name,
+            });
         } else {
             self.list.push(kind);
         }
@@ -179,12 +185,18 @@ impl Registry {
 
     /// The kind of data set that a path means: the one with its extension, else the kind `file`.
     pub(crate) fn kind_of_path(&self, path: &str) -> Option<&'static str> {
-        let extension = std::path::Path::new(path).extension().and_then(|text| text.to_str()).unwrap_or_default();
-        let by_extension = self
-            .data
-            .iter()
-            .find(|kind| kind.extensions.iter().any(|known| known.eq_ignore_ascii_case(extension)));
-        by_extension.or_else(|| self.data.get(FILE)).map(|kind| kind.name)
+        let extension = std::path::Path::new(path)
+            .extension()
+            .and_then(|text| text.to_str())
+            .unwrap_or_default();
+        let by_extension = self.data.iter().find(|kind| {
+            kind.extensions
+                .iter()
+                .any(|known| known.eq_ignore_ascii_case(extension))
+        });
+        by_extension
+            .or_else(|| self.data.get(FILE))
+            .map(|kind| kind.name)
     }
 
     /// The kind of model where none is named.

@@ -36,7 +36,10 @@ pub fn pipeline_schema(registry: &Registry) -> Value {
         })
         .collect();
     let common = [
-        ("name", json!({ "type": "string", "description": "Name of the stage; by default its kind." })),
+        (
+            "name",
+            json!({ "type": "string", "description": "Name of the stage; by default its kind." }),
+        ),
         (
             "rename",
             json!({
@@ -46,8 +49,11 @@ pub fn pipeline_schema(registry: &Registry) -> Value {
             }),
         ),
     ];
-    let stages: Vec<Value> =
-        registry.stages().iter().map(|kind| entry(kind, &mut generator, true, &common)).collect();
+    let stages: Vec<Value> = registry
+        .stages()
+        .iter()
+        .map(|kind| entry(kind, &mut generator, true, &common))
+        .collect();
     let mut data_or_path = vec![json!({ "type": "string", "description": "Path of a file." })];
     data_or_path.extend(data);
     let mut schema = json!({
@@ -90,7 +96,11 @@ fn section<C: JsonSchema>(generator: &mut SchemaGenerator) -> Value {
 
 /// Nothing at all fits an empty list of kinds.
 fn any_of(kinds: Vec<Value>) -> Value {
-    if kinds.is_empty() { Value::Bool(false) } else { json!({ "anyOf": kinds }) }
+    if kinds.is_empty() {
+        Value::Bool(false)
+    } else {
+        json!({ "anyOf": kinds })
+    }
 }
 
 /// The schema of a kind's configuration with `kind` and the keys that every entry may have.
@@ -108,10 +118,17 @@ fn entry<D>(
     schema.insert("title".to_owned(), kind.name.into());
     schema.insert("description".to_owned(), kind.summary.into());
     schema.insert("additionalProperties".to_owned(), Value::Bool(false));
-    let own = schema.remove("properties").and_then(|value| value.as_object().cloned()).unwrap_or_default();
+    let own = schema
+        .remove("properties")
+        .and_then(|value| value.as_object().cloned())
+        .unwrap_or_default();
     let mut properties = Map::new();
     properties.insert("kind".to_owned(), json!({ "const": kind.name }));
-    properties.extend(common.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
+    properties.extend(
+        common
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), value.clone())),
+    );
     properties.extend(own);
     schema.insert("properties".to_owned(), Value::Object(properties));
     if kind_required {

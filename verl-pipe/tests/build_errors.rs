@@ -21,12 +21,17 @@ fn pages() -> PathBuf {
 }
 
 fn printed(findings: &[Diagnostic]) -> String {
-    findings.iter().map(|finding| format!("{finding}\n")).collect::<Vec<_>>().join("\n")
+    findings
+        .iter()
+        .map(|finding| format!("{finding}\n"))
+        .collect::<Vec<_>>()
+        .join("\n")
 }
 
 /// Findings of a pipeline file, warnings of a good one included.
 fn findings_of(text: &str, overrides: &[&str]) -> Vec<Diagnostic> {
-    match parse_pipeline(text, "example.toml", overrides, &registry()).and_then(|pipe| pipe.plan()) {
+    match parse_pipeline(text, "example.toml", overrides, &registry()).and_then(|pipe| pipe.plan())
+    {
         Ok(plan) => plan.warnings,
         Err(findings) => findings,
     }
@@ -51,20 +56,38 @@ fn blocks(page: &str, language: &str) -> Vec<String> {
 #[test]
 fn pipelines_of_the_pages_fail_and_their_repairs_do_not() {
     let mut tried = 0;
-    let mut paths: Vec<PathBuf> =
-        fs::read_dir(pages()).expect("the pages").filter_map(|entry| Some(entry.ok()?.path())).collect();
+    let mut paths: Vec<PathBuf> = fs::read_dir(pages())
+        .expect("the pages")
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .collect();
     paths.sort();
     for path in paths {
-        let code = path.file_stem().and_then(|stem| stem.to_str()).expect("a name").to_owned();
+        let code = path
+            .file_stem()
+            .and_then(|stem| stem.to_str())
+            .expect("a name")
+            .to_owned();
         let page = fs::read_to_string(&path).expect("a page");
         if let [failing, repaired] = blocks(&page, "toml").as_slice() {
             tried += 1;
             let found = findings_of(failing, &[]);
-            assert!(found.iter().any(|finding| finding.code == code), "{code}:\n{}", printed(&found));
+            assert!(
+                found.iter().any(|finding| finding.code == code),
+                "{code}:\n{}",
+                printed(&found)
+            );
             insta::assert_snapshot!(code.clone(), printed(&found));
             let found = findings_of(repaired, &[]);
-            assert!(!found.iter().any(Diagnostic::is_error), "{code}, repaired:\n{}", printed(&found));
-            assert!(!found.iter().any(|finding| finding.code == code), "{code}, repaired:\n{}", printed(&found));
+            assert!(
+                !found.iter().any(Diagnostic::is_error),
+                "{code}, repaired:\n{}",
+                printed(&found)
+            );
+            assert!(
+                !found.iter().any(|finding| finding.code == code),
+                "{code}, repaired:\n{}",
+                printed(&found)
+            );
         }
     }
     assert!(tried >= 20, "{tried} pages hold a pipeline and its repair");
@@ -73,36 +96,60 @@ fn pipelines_of_the_pages_fail_and_their_repairs_do_not() {
 #[test]
 fn overrides_that_cannot_be_applied() {
     let text = "[models.actor]\npath = \"base\"\n[[stages]]\nkind = \"generate\"\n";
-    let overrides = ["stesp=10", "genrate.temperature=0.7", "models.acter.path=x", "steps", "generate.temprature=1"];
+    let overrides = [
+        "stesp=10",
+        "genrate.temperature=0.7",
+        "models.acter.path=x",
+        "steps",
+        "generate.temprature=1",
+    ];
     insta::assert_snapshot!("C006", printed(&findings_of(text, &overrides)));
 }
 
 #[test]
 fn kinds_that_are_registered_twice() {
-    let registry = Registry::new().stage::<Generate>().stage::<Generate>().model::<Decoder>();
-    let found = parse_pipeline::<&str>("", "example.toml", &[], &registry).err().expect("is refused");
+    let registry = Registry::new()
+        .stage::<Generate>()
+        .stage::<Generate>()
+        .model::<Decoder>();
+    let found = parse_pipeline::<&str>("", "example.toml", &[], &registry)
+        .err()
+        .expect("is refused");
     insta::assert_snapshot!("C007", printed(&found));
 }
 
 #[test]
 fn a_file_that_is_not_there() {
-    let found = read_pipeline::<&str>(Path::new("no/such/file.toml"), &[], &registry()).err().expect("fails");
+    let found = read_pipeline::<&str>(Path::new("no/such/file.toml"), &[], &registry())
+        .err()
+        .expect("fails");
     assert_eq!(found.len(), 1);
-    assert_eq!((found[0].code, found[0].location.as_str()), ("C001", "no/such/file.toml"));
+    assert_eq!(
+        (found[0].code, found[0].location.as_str()),
+        ("C001", "no/such/file.toml")
+    );
 }
 
 #[test]
 fn stated_keys_that_differ() {
     let pipe = DataPipe::new("stated")
         .reads(["prompts"])
-        .data("train", Questions { path: "a.jsonl".to_owned() })
+        .data(
+            "train",
+            Questions {
+                path: "a.jsonl".to_owned(),
+            },
+        )
         .add_stage("prompts", Prompts::default())
         .writes(["prompts", "answers"])
         .add_stage("reward", Reward::default())
         .reads(["response_texts", "answer"])
         .writes(["scores"])
         .writing("rewards", "scores");
-    let found: Vec<Diagnostic> = findings(&pipe).into_iter().filter(|finding| finding.code == "P014").collect();
+    let found: Vec<Diagnostic> = findings(&pipe)
+        .into_iter()
+        .filter(|finding| finding.code == "P014")
+        .collect();
     insta::assert_snapshot!("P014", printed(&found));
 }
 
@@ -110,25 +157,43 @@ fn stated_keys_that_differ() {
 fn stages_without_rows() {
     const KEPT: Key<Scalar<f32>> = Key::new("kept", "[B]", "", "kept");
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
-    let source = StageSpec::new().rows(RowRule::Source).reads(ANSWERS).writes(KEPT);
+    let source = StageSpec::new()
+        .rows(RowRule::Source)
+        .reads(ANSWERS)
+        .writes(KEPT);
     let constant = StageSpec::new().writes(VALUES.field().shaped("[B]"));
-    let none = StageSpec::new().reads(PROMPTS).writes(RETURNS).rows(RowRule::Expand(0));
+    let none = StageSpec::new()
+        .reads(PROMPTS)
+        .writes(RETURNS)
+        .rows(RowRule::Expand(0));
     let filter = StageSpec::new().reads(REWARDS).rows(RowRule::Filter);
+    let observer = StageSpec::new().reads(REWARDS).observer(10);
     let pipe = grpo()
+        .add_stage("observer", stage_fn(observer, emit))
         .add_stage("source", stage_fn(source, emit))
         .add_stage("constant", stage_fn(constant, emit))
         .add_stage("none", stage_fn(none, emit))
         .add_stage("filter", stage_fn(filter, emit));
-    let found: Vec<Diagnostic> = findings(&pipe).into_iter().filter(|finding| finding.code == "P015").collect();
+    let found: Vec<Diagnostic> = findings(&pipe)
+        .into_iter()
+        .filter(|finding| finding.code == "P015")
+        .collect();
     insta::assert_snapshot!("P015", printed(&found));
 }
 
 #[test]
 fn rows_that_never_meet() {
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
-    let other = StageSpec::new().rows(RowRule::Source).writes(VALUES.field().shaped("[B]"));
-    let both = StageSpec::new().reads(VALUES.field().shaped("[B]")).reads(REWARDS).rows(RowRule::Sink);
-    let pipe = grpo().add_stage("other", stage_fn(other, emit)).add_stage("both", stage_fn(both, emit));
+    let other = StageSpec::new()
+        .rows(RowRule::Source)
+        .writes(VALUES.field().shaped("[B]"));
+    let both = StageSpec::new()
+        .reads(VALUES.field().shaped("[B]"))
+        .reads(REWARDS)
+        .rows(RowRule::Sink);
+    let pipe = grpo()
+        .add_stage("other", stage_fn(other, emit))
+        .add_stage("both", stage_fn(both, emit));
     insta::assert_snapshot!("P008_unrelated", printed(&findings(&pipe)));
 }
 
@@ -145,7 +210,10 @@ fn a_long_cycle_is_a_walk_through_names() {
         .add_stage("b", stage_fn(step("k1", "k2"), emit))
         .add_stage("c", stage_fn(step("k2", "k3"), emit));
     let found = findings(&pipe);
-    assert_eq!((found[0].code, found[0].location.as_str()), ("P006", "a -> b -> c -> a"));
+    assert_eq!(
+        (found[0].code, found[0].location.as_str()),
+        ("P006", "a -> b -> c -> a")
+    );
 }
 
 #[test]
@@ -182,11 +250,26 @@ temprature = 3
 
 #[test]
 fn all_faults_of_a_graph_are_told_at_once() {
-    let reference = LogProbs { model: "reff".to_owned(), reference: true, ..LogProbs::default() };
+    let reference = LogProbs {
+        model: "reff".to_owned(),
+        reference: true,
+        ..LogProbs::default()
+    };
     let mut pipe = grpo()
-        .model("critic", Decoder { path: "missing".to_owned(), optimizer: None })
+        .model(
+            "critic",
+            Decoder {
+                path: "missing".to_owned(),
+                optimizer: None,
+            },
+        )
         .add_stage("more_log_probs", reference.named("again"))
-        .add_stage("reward", Reward { rule: "second".to_owned() })
+        .add_stage(
+            "reward",
+            Reward {
+                rule: "second".to_owned(),
+            },
+        )
         .writing("rewards", "second_rewards");
     pipe.batch.micro_batch = Some(7);
     pipe.batch.samples = 5;
@@ -210,7 +293,12 @@ fn every_code_of_the_source_has_a_page_and_the_reverse() {
                 let text = fs::read_to_string(&path).expect("a source file");
                 for constructor in ["Diagnostic::error(", "Diagnostic::warning("] {
                     for rest in text.split(constructor).skip(1) {
-                        used.extend(rest.trim_start().strip_prefix('"').and_then(|rest| rest.get(..4)).map(str::to_owned));
+                        used.extend(
+                            rest.trim_start()
+                                .strip_prefix('"')
+                                .and_then(|rest| rest.get(..4))
+                                .map(str::to_owned),
+                        );
                     }
                 }
             }
@@ -227,7 +315,8 @@ fn every_code_of_the_source_has_a_page_and_the_reverse() {
         for heading in ["## A pipeline that fails", "## Why", "## Repair"] {
             assert!(page.contains(heading), "{code} has no {heading}");
         }
-        let snapshot = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/snapshots/build_errors__{code}.snap"));
+        let snapshot = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join(format!("tests/snapshots/build_errors__{code}.snap"));
         assert!(snapshot.exists(), "{code} has no printed text");
     }
 }

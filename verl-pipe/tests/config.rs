@@ -64,23 +64,70 @@ fn parse(text: &str, overrides: &[&str]) -> DataPipe {
 }
 
 fn config<'a>(pipe: &'a DataPipe, stage: &str) -> &'a Value {
-    &pipe.stages.iter().find(|decl| decl.name == stage).expect("the stage").config
+    &pipe
+        .stages
+        .iter()
+        .find(|decl| decl.name == stage)
+        .expect("the stage")
+        .config
 }
 
 #[test]
 fn a_file_gives_what_it_says() {
     let pipe = parse(GRPO, &[]);
-    assert_eq!((pipe.name.as_str(), pipe.run.seed, pipe.run.steps, pipe.batch.samples), ("grpo", 3, 20, 2));
+    assert_eq!(
+        (
+            pipe.name.as_str(),
+            pipe.run.seed,
+            pipe.run.steps,
+            pipe.batch.samples
+        ),
+        ("grpo", 3, 20, 2)
+    );
     // In the order of the file.
-    let models: Vec<&str> = pipe.models.iter().map(|model| model.name.as_str()).collect();
+    let models: Vec<&str> = pipe
+        .models
+        .iter()
+        .map(|model| model.name.as_str())
+        .collect();
     assert_eq!(models, ["reference", "actor"]);
-    let data: Vec<(&str, &Value)> = pipe.data.iter().map(|data| (data.name.as_str(), &data.config)).collect();
-    assert_eq!(data, [("train", &json!({"path": "questions.jsonl"})), ("another", &json!({"path": "more.txt"}))]);
-    assert_eq!(*config(&pipe, "generate"), json!({"model": "actor", "temperature": 1.0, "max_new_tokens": 8}));
+    let data: Vec<(&str, &Value)> = pipe
+        .data
+        .iter()
+        .map(|data| (data.name.as_str(), &data.config))
+        .collect();
+    assert_eq!(
+        data,
+        [
+            ("train", &json!({"path": "questions.jsonl"})),
+            ("another", &json!({"path": "more.txt"}))
+        ]
+    );
+    assert_eq!(
+        *config(&pipe, "generate"),
+        json!({"model": "actor", "temperature": 1.0, "max_new_tokens": 8})
+    );
     let plan = pipe.plan().expect("a plan");
-    let names: Vec<&str> = plan.stages.iter().map(|stage| stage.name.as_str()).collect();
-    assert_eq!(names, ["prompts", "generate", "reward", "old", "advantages", "update"]);
-    assert_eq!(plan.fields["scores"].meaning, "one reward a response; null where it could not be scored");
+    let names: Vec<&str> = plan
+        .stages
+        .iter()
+        .map(|stage| stage.name.as_str())
+        .collect();
+    assert_eq!(
+        names,
+        [
+            "prompts",
+            "generate",
+            "reward",
+            "old",
+            "advantages",
+            "update"
+        ]
+    );
+    assert_eq!(
+        plan.fields["scores"].meaning,
+        "one reward a response; null where it could not be scored"
+    );
 }
 
 #[test]
@@ -99,9 +146,15 @@ fn overrides_reach_run_models_data_and_stages() {
             "batch.prompts=16",
         ],
     );
-    assert_eq!((pipe.run.seed, pipe.run.steps, pipe.batch.prompts), (5, 10, 16));
+    assert_eq!(
+        (pipe.run.seed, pipe.run.steps, pipe.batch.prompts),
+        (5, 10, 16)
+    );
     assert_eq!(pipe.run.dir.to_str(), Some("elsewhere"));
-    assert_eq!(pipe.models[1].config, json!({"path": "DIR", "optimizer": {"learning_rate": 0.5}}));
+    assert_eq!(
+        pipe.models[1].config,
+        json!({"path": "DIR", "optimizer": {"learning_rate": 0.5}})
+    );
     assert_eq!(pipe.data[0].config, json!({"path": "other.jsonl"}));
     assert_eq!(config(&pipe, "generate")["temperature"], json!(0.7));
     assert_eq!(config(&pipe, "old")["temperature"], json!(0.7));
@@ -115,9 +168,23 @@ fn the_resolved_file_gives_the_same_pipeline() {
     let again = parse(&text, &[]);
     assert_eq!(to_toml(&again).expect("a file"), text);
     let whole = |pipe: &DataPipe| {
-        let stages: Vec<_> =
-            pipe.stages.iter().map(|stage| (stage.name.clone(), stage.config.clone(), stage.rename.clone())).collect();
-        (pipe.run.clone(), pipe.batch.clone(), pipe.devices.clone(), stages)
+        let stages: Vec<_> = pipe
+            .stages
+            .iter()
+            .map(|stage| {
+                (
+                    stage.name.clone(),
+                    stage.config.clone(),
+                    stage.rename.clone(),
+                )
+            })
+            .collect();
+        (
+            pipe.run.clone(),
+            pipe.batch.clone(),
+            pipe.devices.clone(),
+            stages,
+        )
     };
     assert_eq!(whole(&again), whole(&pipe));
 }
@@ -137,9 +204,20 @@ fn the_schema_accepts_and_refuses_what_the_reader_does() {
     let schema = pipeline_schema(&registry());
     let validator = jsonschema::draft202012::new(&schema).expect("a schema");
     assert!(jsonschema::meta::is_valid(&schema));
-    let value = |text: &str| -> Value { toml::from_str::<toml::Table>(text).map(|table| json!(table)).expect("TOML") };
+    let value = |text: &str| -> Value {
+        toml::from_str::<toml::Table>(text)
+            .map(|table| json!(table))
+            .expect("TOML")
+    };
     let good = value(GRPO);
-    assert!(validator.is_valid(&good), "{:?}", validator.iter_errors(&good).map(|e| e.to_string()).collect::<Vec<_>>());
+    assert!(
+        validator.is_valid(&good),
+        "{:?}",
+        validator
+            .iter_errors(&good)
+            .map(|e| e.to_string())
+            .collect::<Vec<_>>()
+    );
     assert!(validator.is_valid(&value(&to_toml(&parse(GRPO, &[])).expect("a file"))));
     for (from, to) in [
         ("seed = 3", "sede = 3"),
@@ -153,7 +231,10 @@ fn the_schema_accepts_and_refuses_what_the_reader_does() {
         let text = GRPO.replacen(from, to, 1);
         assert_ne!(text, GRPO);
         assert!(!validator.is_valid(&value(&text)), "{from} -> {to}");
-        assert!(parse_pipeline::<&str>(&text, "grpo.toml", &[], &registry()).is_err(), "{from} -> {to}");
+        assert!(
+            parse_pipeline::<&str>(&text, "grpo.toml", &[], &registry()).is_err(),
+            "{from} -> {to}"
+        );
     }
 }
 
@@ -176,23 +257,52 @@ fn commands_print_and_tell_by_their_exit_code() {
 
     let (code, text) = run(|out| cli::check::check(&args(&[]), &registry, out));
     assert_eq!(code, 0);
-    assert!(text.contains("warning[P011]: no stage uses the model `reference`"), "{text}");
-    assert!(text.ends_with("0 errors, 1 warning\ngrpo: 6 stages, 8 samples a step, 1 optimiser step a step\n"), "{text}");
+    assert!(
+        text.contains("warning[P011]: no stage uses the model `reference`"),
+        "{text}"
+    );
+    assert!(
+        text.ends_with(
+            "0 errors, 1 warning\ngrpo: 6 stages, 8 samples a step, 1 optimiser step a step\n"
+        ),
+        "{text}"
+    );
 
-    let (code, text) = run(|out| cli::check::check(&args(&["old.temperature=0.7", "batch.micro_batch=3"]), &registry, out));
+    let (code, text) = run(|out| {
+        cli::check::check(
+            &args(&["old.temperature=0.7", "batch.micro_batch=3"]),
+            &registry,
+            out,
+        )
+    });
     assert_eq!(code, 1);
-    assert!(text.contains("error[P007]") && text.contains("error[S001]"), "{text}");
+    assert!(
+        text.contains("error[P007]") && text.contains("error[S001]"),
+        "{text}"
+    );
     assert!(text.ends_with("2 errors, 1 warning\n"), "{text}");
 
-    let plan = |dot| cli::plan::PlanArgs { pipeline: args(&[]), dot };
+    let plan = |dot| cli::plan::PlanArgs {
+        pipeline: args(&[]),
+        dot,
+    };
     let (code, text) = run(|out| cli::plan::plan(&plan(false), &registry, out));
     assert_eq!(code, 0);
-    assert!(text.starts_with("pipeline grpo: 6 stages, 2 models, 2 data sets, 20 steps\n"), "{text}");
+    assert!(
+        text.starts_with("pipeline grpo: 6 stages, 2 models, 2 data sets, 20 steps\n"),
+        "{text}"
+    );
     let (_, text) = run(|out| cli::plan::plan(&plan(true), &registry, out));
-    assert!(text.starts_with("digraph \"grpo\" {") && text.contains("[label=\"scores\"]"), "{text}");
+    assert!(
+        text.starts_with("digraph \"grpo\" {") && text.contains("[label=\"scores\"]"),
+        "{text}"
+    );
 
     let (code, text) = run(|out| cli::schema::schema(&registry, out));
     assert_eq!(code, 0);
     let schema: Value = serde_json::from_str(&text).expect("JSON");
-    assert_eq!(schema["$schema"], "https://json-schema.org/draft/2020-12/schema");
+    assert_eq!(
+        schema["$schema"],
+        "https://json-schema.org/draft/2020-12/schema"
+    );
 }

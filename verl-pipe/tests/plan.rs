@@ -11,21 +11,40 @@ use verl_pipe::plan::Plan;
 use verl_pipe::stage::*;
 
 fn names(plan: &Plan) -> Vec<&str> {
-    plan.stages.iter().map(|stage| stage.name.as_str()).collect()
+    plan.stages
+        .iter()
+        .map(|stage| stage.name.as_str())
+        .collect()
 }
 
 fn stage<'a>(plan: &'a Plan, name: &str) -> &'a verl_pipe::plan::PlannedStage {
-    plan.stages.iter().find(|stage| stage.name == name).expect("the stage")
+    plan.stages
+        .iter()
+        .find(|stage| stage.name == name)
+        .expect("the stage")
 }
 
 #[test]
 fn the_plan_of_sixty_prompts_and_twelve_samples_is_printed() {
     let plan = grpo().plan().expect("a plan");
     let batch = &plan.batch;
-    assert_eq!((batch.rows, batch.rollout_shards, batch.rows_per_rollout_shard), (720, 3, 240));
-    assert_eq!((batch.log_prob_micro_rows, batch.log_prob_micro_batches), (8, 30));
+    assert_eq!(
+        (
+            batch.rows,
+            batch.rollout_shards,
+            batch.rows_per_rollout_shard
+        ),
+        (720, 3, 240)
+    );
+    assert_eq!(
+        (batch.log_prob_micro_rows, batch.log_prob_micro_batches),
+        (8, 30)
+    );
     let text = plan.to_string();
-    assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+    assert!(
+        text.lines().all(|line| line.chars().count() <= 100),
+        "{text}"
+    );
     insta::assert_snapshot!("grpo", text);
     insta::assert_snapshot!("grpo_dot", plan.to_dot());
 }
@@ -44,18 +63,33 @@ fn stages_are_ordered_by_keys_then_by_declaration() {
     // The observer was declared first and depends on nothing; log-probs keep their (reversed) order.
     assert_eq!(
         names(&plan),
-        ["evaluate", "prompts", "generate", "ref_log_probs", "old_log_probs", "reward", "advantages", "update"]
+        [
+            "evaluate",
+            "prompts",
+            "generate",
+            "ref_log_probs",
+            "old_log_probs",
+            "reward",
+            "advantages",
+            "update"
+        ]
     );
 }
 
 #[test]
 fn rows_calls_and_waits() {
     let plan = grpo().plan().expect("a plan");
-    let tables: Vec<(&str, usize, usize)> =
-        plan.tables.iter().map(|table| (table.rows.as_str(), table.num_rows, table.factor)).collect();
+    let tables: Vec<(&str, usize, usize)> = plan
+        .tables
+        .iter()
+        .map(|table| (table.rows.as_str(), table.num_rows, table.factor))
+        .collect();
     assert_eq!(tables, [("P", 60, 1), ("P·n", 720, 12)]);
-    let calls: Vec<(&str, usize)> =
-        plan.stages.iter().map(|stage| (stage.name.as_str(), stage.slice_rows)).collect();
+    let calls: Vec<(&str, usize)> = plan
+        .stages
+        .iter()
+        .map(|stage| (stage.name.as_str(), stage.slice_rows))
+        .collect();
     assert_eq!(
         calls,
         [
@@ -74,17 +108,34 @@ fn rows_calls_and_waits() {
     assert_eq!(update.after, [1, 3]);
     assert_eq!((update.table_in, update.table_out), (Some(1), None));
     assert_eq!(stage(&plan, "evaluate").table_in, None);
-    let prompts = update.inputs.iter().find(|edge| edge.key == "prompts").expect("reads prompts");
-    assert_eq!((prompts.writer, prompts.table, prompts.broadcast), (0, 0, false));
+    let prompts = update
+        .inputs
+        .iter()
+        .find(|edge| edge.key == "prompts")
+        .expect("reads prompts");
+    assert_eq!(
+        (prompts.writer, prompts.table, prompts.broadcast),
+        (0, 0, false)
+    );
 }
 
 #[test]
 fn a_reader_that_needs_the_update_runs_after_it() {
     const TRAINED: Key<Scalar<f32>> = Key::new("losses", "[B]", "", "loss of each row");
     let source = StageSpec::new().rows(RowRule::Source).writes(PROMPTS);
-    let train = StageSpec::new().reads(PROMPTS).writes(TRAINED).uses("actor", Access::Update);
-    let before = StageSpec::new().reads(PROMPTS).writes(VALUES.field().shaped("[B, S~]")).uses("actor", Access::Read);
-    let after = StageSpec::new().reads(TRAINED).reads(VALUES).rows(RowRule::Sink).uses("actor", Access::Read);
+    let train = StageSpec::new()
+        .reads(PROMPTS)
+        .writes(TRAINED)
+        .uses("actor", Access::Update);
+    let before = StageSpec::new()
+        .reads(PROMPTS)
+        .writes(VALUES.field().shaped("[B, S~]"))
+        .uses("actor", Access::Read);
+    let after = StageSpec::new()
+        .reads(TRAINED)
+        .reads(VALUES)
+        .rows(RowRule::Sink)
+        .uses("actor", Access::Read);
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let plan = DataPipe::new("p")
         .model("actor", trained())
@@ -102,7 +153,9 @@ fn a_reader_that_needs_the_update_runs_after_it() {
 #[test]
 fn lossless_conversions_and_renames_are_planned_and_printed() {
     const WIDE: Key<Ragged<u64>> = Key::new("responses", "[B, L~]", "token id", "ids, wide");
-    let spec = StageSpec::new().reads(WIDE).writes(RETURNS.field().shaped("[B, L~]"));
+    let spec = StageSpec::new()
+        .reads(WIDE)
+        .writes(RETURNS.field().shaped("[B, L~]"));
     let plan = grpo()
         .chain(
             stage_fn(spec, |batch, ctx| ctx.emit(batch))
@@ -114,24 +167,39 @@ fn lossless_conversions_and_renames_are_planned_and_printed() {
     let wide = stage(&plan, "wide");
     assert_eq!(wide.inputs[0].convert, Some((DType::U32, DType::U64)));
     assert_eq!(plan.fields["wide_returns"].dtype, DType::F32);
-    assert!(plan.to_string().contains("from generate, converted u32 -> u64"), "{plan}");
+    assert!(
+        plan.to_string()
+            .contains("from generate, converted u32 -> u64"),
+        "{plan}"
+    );
 }
 
 #[test]
 fn a_key_of_a_prompt_is_repeated_where_that_is_declared() {
-    const HARD: Key<Scalar<f32>> = Key::new("difficulties", "[P]", "share", "difficulty of a prompt");
+    const HARD: Key<Scalar<f32>> =
+        Key::new("difficulties", "[P]", "share", "difficulty of a prompt");
     let rate = StageSpec::new().reads(PROMPTS).writes(HARD);
-    let scale = StageSpec::new().reads(REWARDS).reads_broadcast(HARD).writes(VALUES.field().shaped("[B]"));
+    let scale = StageSpec::new()
+        .reads(REWARDS)
+        .reads_broadcast(HARD)
+        .writes(VALUES.field().shaped("[B]"));
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let plan = grpo()
         .add_stage("rate", stage_fn(rate, emit))
         .add_stage("scale", stage_fn(scale, emit))
         .plan()
         .expect("a plan");
-    let edge = stage(&plan, "scale").inputs.iter().find(|edge| edge.key == "difficulties").expect("the edge");
+    let edge = stage(&plan, "scale")
+        .inputs
+        .iter()
+        .find(|edge| edge.key == "difficulties")
+        .expect("the edge");
     assert!(edge.broadcast);
     assert_eq!(stage(&plan, "scale").table_in, Some(1));
-    assert!(plan.to_string().contains("from rate, broadcast 12 times"), "{plan}");
+    assert!(
+        plan.to_string().contains("from rate, broadcast 12 times"),
+        "{plan}"
+    );
 }
 
 #[test]
@@ -141,8 +209,11 @@ fn a_filter_makes_a_table_and_carries_what_comes_before() {
         .writes(VALUES.field().shaped("[B]"))
         .rows(RowRule::Filter)
         .cardinality(Cardinality::Group);
-    let use_kept =
-        StageSpec::new().reads(VALUES.field().shaped("[B]")).reads(RESPONSES).reads(PROMPTS).rows(RowRule::Sink);
+    let use_kept = StageSpec::new()
+        .reads(VALUES.field().shaped("[B]"))
+        .reads(RESPONSES)
+        .reads(PROMPTS)
+        .rows(RowRule::Sink);
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let plan = grpo()
         .add_stage("keep", stage_fn(keep, emit))
@@ -150,5 +221,8 @@ fn a_filter_makes_a_table_and_carries_what_comes_before() {
         .plan()
         .expect("a plan");
     let table = &plan.tables[stage(&plan, "use").table_in.expect("a table")];
-    assert_eq!((table.rows.as_str(), table.num_rows, table.filtered), ("F(P·n)", 720, true));
+    assert_eq!(
+        (table.rows.as_str(), table.num_rows, table.filtered),
+        ("F(P·n)", 720, true)
+    );
 }

@@ -45,7 +45,12 @@ pub fn write_findings(findings: &[Diagnostic], out: &mut dyn Write) -> io::Resul
         writeln!(out, "{finding}\n")?;
     }
     let errors = findings.iter().filter(|finding| finding.is_error()).count();
-    writeln!(out, "{}, {}", number(errors, "error"), number(findings.len() - errors, "warning"))
+    writeln!(
+        out,
+        "{}, {}",
+        number(errors, "error"),
+        number(findings.len() - errors, "warning")
+    )
 }
 
 /// `1 stage`, `2 stages`.

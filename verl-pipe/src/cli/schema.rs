@@ -10,7 +10,8 @@ use crate::schema::pipeline_schema;
 /// # Errors
 /// When `out` cannot be written.
 pub fn schema(registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
-    let text = serde_json::to_string_pretty(&pipeline_schema(registry)).map_err(io::Error::other)?;
+    let text =
+        serde_json::to_string_pretty(&pipeline_schema(registry)).map_err(io::Error::other)?;
     writeln!(out, "{text}")?;
     Ok(0)
 }

@@ -8,18 +8,27 @@ use serde_path_to_error::{Path, Segment};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Fault {
     /// A key that the configuration does not have, and those that it has.
-    Unknown { path: Vec<String>, known: Vec<String> },
+    Unknown {
+        path: Vec<String>,
+        known: Vec<String>,
+    },
     /// A setting that must be given.
     Missing { path: Vec<String> },
     /// A value that does not fit.
-    Invalid { path: Vec<String>, reason: String, known: Vec<String> },
+    Invalid {
+        path: Vec<String>,
+        reason: String,
+        known: Vec<String>,
+    },
 }
 
 impl Fault {
     /// Where it is, the setting itself last.
     pub fn path(&self) -> &[String] {
         match self {
-            Fault::Unknown { path, .. } | Fault::Missing { path } | Fault::Invalid { path, .. } => path,
+            Fault::Unknown { path, .. } | Fault::Missing { path } | Fault::Invalid { path, .. } => {
+                path
+            }
         }
     }
 }
@@ -32,7 +41,10 @@ pub(crate) struct Decoded<T> {
 
 impl<T> Decoded<T> {
     pub fn map<U>(self, f: impl FnOnce(T) -> U) -> Decoded<U> {
-        Decoded { value: self.value.map(f), faults: self.faults }
+        Decoded {
+            value: self.value.map(f),
+            faults: self.faults,
+        }
     }
 }
 
@@ -42,7 +54,12 @@ pub(crate) fn decode<T: DeserializeOwned>(mut value: Value) -> Decoded<T> {
     let mut faults: Vec<Fault> = Vec::new();
     loop {
         let error = match serde_path_to_error::deserialize(&value) {
-            Ok(config) => return Decoded { value: Some(config), faults },
+            Ok(config) => {
+                return Decoded {
+                    value: Some(config),
+                    faults,
+                };
+            }
             Err(error) => error,
         };
         let at = segments(error.path());
@@ -54,7 +71,10 @@ pub(crate) fn decode<T: DeserializeOwned>(mut value: Value) -> Decoded<T> {
             faults.push(fault);
         }
         if !removed {
-            return Decoded { value: None, faults };
+            return Decoded {
+                value: None,
+                faults,
+            };
         }
     }
 }
@@ -77,7 +97,10 @@ fn fault(mut path: Vec<String>, message: &str) -> Fault {
         if path.last() != Some(&key) {
             path.push(key);
         }
-        return Fault::Unknown { path, known: names.collect() };
+        return Fault::Unknown {
+            path,
+            known: names.collect(),
+        };
     }
     if message.starts_with("missing field `") {
         path.extend(names.next());
@@ -85,19 +108,32 @@ fn fault(mut path: Vec<String>, message: &str) -> Fault {
     }
     if message.starts_with("unknown variant `") {
         let given = names.next().unwrap_or_default();
-        return Fault::Invalid { path, reason: format!("`{given}` is not one of its values"), known: names.collect() };
+        return Fault::Invalid {
+            path,
+            reason: format!("`{given}` is not one of its values"),
+            known: names.collect(),
+        };
     }
-    Fault::Invalid { path, reason: message.to_owned(), known: Vec::new() }
+    Fault::Invalid {
+        path,
+        reason: message.to_owned(),
+        known: Vec::new(),
+    }
 }
 
 /// Takes the value at `path` out; whether there was one.
 fn remove(value: &mut Value, path: &[String]) -> bool {
-    let Some((last, parents)) = path.split_last() else { return false };
+    let Some((last, parents)) = path.split_last() else {
+        return false;
+    };
     let mut at = value;
     for key in parents {
         let next = match at {
             Value::Object(map) => map.get_mut(key),
-            Value::Array(list) => key.parse::<usize>().ok().and_then(|index| list.get_mut(index)),
+            Value::Array(list) => key
+                .parse::<usize>()
+                .ok()
+                .and_then(|index| list.get_mut(index)),
             _ => None,
         };
         match next {
@@ -159,13 +195,19 @@ mod tests {
                 (fault.path().join("."), kind.trim_end().to_owned())
             })
             .collect();
-        let found: Vec<(&str, &str)> = found.iter().map(|(path, kind)| (path.as_str(), kind.as_str())).collect();
+        let found: Vec<(&str, &str)> = found
+            .iter()
+            .map(|(path, kind)| (path.as_str(), kind.as_str()))
+            .collect();
         assert_eq!(found, expected);
     }
 
     #[test]
     fn all_faults_are_found() {
-        check(json!({"needed": 1, "inner": {"rate": 0.5}, "choice": {"kind": "first", "size": 2}}), &[]);
+        check(
+            json!({"needed": 1, "inner": {"rate": 0.5}, "choice": {"kind": "first", "size": 2}}),
+            &[],
+        );
         check(
             json!({"neded": 1, "inner": {"rate": "x", "rat": 1.0}}),
             &[
@@ -180,7 +222,10 @@ mod tests {
             json!({"needed": 1, "choice": {"kind": "first", "sise": 2}}),
             &[("choice.sise", "unknown, not size")],
         );
-        check(json!({"needed": 1, "choice": {"kind": "frist"}}), &[("choice.kind", "invalid first")]);
+        check(
+            json!({"needed": 1, "choice": {"kind": "frist"}}),
+            &[("choice.kind", "invalid first")],
+        );
         check(json!(3), &[("", "invalid")]);
     }
 }

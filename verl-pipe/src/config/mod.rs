@@ -36,7 +36,9 @@ use crate::registry::Registry;
 use crate::schedule::batching::BatchPlan;
 
 /// Sections of a pipeline file.
-pub(crate) const SECTIONS: [&str; 7] = ["name", "run", "batch", "devices", "data", "models", "stages"];
+pub(crate) const SECTIONS: [&str; 7] = [
+    "name", "run", "batch", "devices", "data", "models", "stages",
+];
 
 /// Reads a pipeline file and applies overrides (`key=value`).
 ///
@@ -80,7 +82,11 @@ pub fn parse_pipeline<S: AsRef<str>>(
             Err(finding) => findings.push(finding),
         }
     }
-    let mut reader = Reader { source, registry, findings };
+    let mut reader = Reader {
+        source,
+        registry,
+        findings,
+    };
     let pipe = reader.pipeline(document);
     let mut findings = reader.findings;
     if findings.is_empty() {
@@ -112,20 +118,29 @@ pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
     ] {
         document.insert(section.to_owned(), value.unwrap_or_default());
     }
-    let data = pipe.data.iter().map(|data| (data.name.clone(), entry(&data.kind, &data.config)));
+    let data = pipe
+        .data
+        .iter()
+        .map(|data| (data.name.clone(), entry(&data.kind, &data.config)));
     document.insert("data".to_owned(), Value::Object(data.collect()));
-    let models = pipe.models.iter().map(|model| (model.name.clone(), entry(&model.kind, &model.config)));
+    let models = pipe
+        .models
+        .iter()
+        .map(|model| (model.name.clone(), entry(&model.kind, &model.config)));
     document.insert("models".to_owned(), Value::Object(models.collect()));
     let stages = pipe.stages.iter().map(|stage| {
-        let mut value = entry(&stage.kind, &stage.config);
-        if let Value::Object(map) = &mut value {
-            map.insert("name".to_owned(), stage.name.clone().into());
-            if !stage.rename.is_empty() {
-                let rename = stage.rename.iter().map(|(own, key)| (own.clone(), key.clone().into()));
-                map.insert("rename".to_owned(), Value::Object(rename.collect()));
-            }
+        let mut map = Map::new();
+        map.insert("kind".to_owned(), stage.kind.clone().into());
+        map.insert("name".to_owned(), stage.name.clone().into());
+        if !stage.rename.is_empty() {
+            let rename = stage
+                .rename
+                .iter()
+                .map(|(own, key)| (own.clone(), key.clone().into()));
+            map.insert("rename".to_owned(), Value::Object(rename.collect()));
         }
-        value
+        map.extend(stage.config.as_object().cloned().unwrap_or_default());
+        Value::Object(map)
     });
     document.insert("stages".to_owned(), stages.collect());
     let mut document = Value::Object(document);
@@ -168,13 +183,20 @@ impl Reader<'_> {
                     .help("register one of them under another `KIND`"),
             );
         }
-        let unknown: Vec<String> =
-            document.keys().filter(|key| !SECTIONS.contains(&key.as_str())).cloned().collect();
+        let unknown: Vec<String> = document
+            .keys()
+            .filter(|key| !SECTIONS.contains(&key.as_str()))
+            .cloned()
+            .collect();
         for key in unknown {
-            self.fault(&[], "the top of the file", Fault::Unknown {
-                path: vec![key],
-                known: SECTIONS.map(str::to_owned).to_vec(),
-            });
+            self.fault(
+                &[],
+                "the top of the file",
+                Fault::Unknown {
+                    path: vec![key],
+                    known: SECTIONS.map(str::to_owned).to_vec(),
+                },
+            );
         }
         let name = match document.remove("name") {
             Some(Value::String(name)) => name,
@@ -195,7 +217,9 @@ impl Reader<'_> {
     }
 
     fn section<C: DeserializeOwned + Default>(&mut self, name: &str, value: Option<Value>) -> C {
-        let Some(value) = value else { return C::default() };
+        let Some(value) = value else {
+            return C::default();
+        };
         let Decoded { value, faults } = decode::<C>(value);
         self.faults(&[name], &format!("[{name}]"), faults);
         value.unwrap_or_default()
@@ -209,11 +233,16 @@ impl Reader<'_> {
     ) -> Vec<D> {
         match value {
             None => Vec::new(),
-            Some(Value::Object(table)) => {
-                table.into_iter().filter_map(|(name, value)| read(self, &name, value)).collect()
-            }
+            Some(Value::Object(table)) => table
+                .into_iter()
+                .filter_map(|(name, value)| read(self, &name, value))
+                .collect(),
             Some(_) => {
-                self.invalid(&[section], &format!("[{section}]"), "it is not a table of names");
+                self.invalid(
+                    &[section],
+                    &format!("[{section}]"),
+                    "it is not a table of names",
+                );
                 Vec::new()
             }
         }
@@ -231,10 +260,15 @@ impl Reader<'_> {
                     None => {
                         let known = quoted(self.registry.data_kinds().iter().map(|kind| kind.name));
                         self.findings.push(
-                            Diagnostic::error("C003", format!("the kind of data set `{name}` is not clear"))
-                                .at(self.source.place(&owned(&["data", name]), &place))
-                                .because("it names no `kind`, and no kind reads a file with its extension")
-                                .help(format!("set `kind` to one of {known}")),
+                            Diagnostic::error(
+                                "C003",
+                                format!("the kind of data set `{name}` is not clear"),
+                            )
+                            .at(self.source.place(&owned(&["data", name]), &place))
+                            .because(
+                                "it names no `kind`, and no kind reads a file with its extension",
+                            )
+                            .help(format!("set `kind` to one of {known}")),
                         );
                         return None;
                     }
@@ -278,7 +312,11 @@ impl Reader<'_> {
                 .filter_map(|(index, value)| self.stage(index, value))
                 .collect(),
             Some(_) => {
-                self.invalid(&["stages"], "[[stages]]", "stages are a list: write `[[stages]]` above each of them");
+                self.invalid(
+                    &["stages"],
+                    "[[stages]]",
+                    "stages are a list: write `[[stages]]` above each of them",
+                );
                 Vec::new()
             }
         }
@@ -291,11 +329,20 @@ impl Reader<'_> {
             self.invalid(&here, "[[stages]]", "a stage is a table");
             return None;
         };
-        let place = format!("[[stages]] number {}", index.parse::<usize>().unwrap_or_default() + 1);
+        let place = format!(
+            "[[stages]] number {}",
+            index.parse::<usize>().unwrap_or_default() + 1
+        );
         let kind = match table.shift_remove("kind") {
             Some(kind) => self.text(&["stages", &index, "kind"], &place, kind)?,
             None => {
-                self.fault(&here, &place, Fault::Missing { path: vec!["kind".to_owned()] });
+                self.fault(
+                    &here,
+                    &place,
+                    Fault::Missing {
+                        path: vec!["kind".to_owned()],
+                    },
+                );
                 return None;
             }
         };
@@ -304,8 +351,13 @@ impl Reader<'_> {
             None => kind.clone(),
         };
         let place = format!("[[stages]] `{name}`");
-        let rename = table.shift_remove("rename").unwrap_or(Value::Object(Map::new()));
-        let Decoded { value: rename, faults } = decode(rename);
+        let rename = table
+            .shift_remove("rename")
+            .unwrap_or(Value::Object(Map::new()));
+        let Decoded {
+            value: rename,
+            faults,
+        } = decode(rename);
         self.faults(&["stages", &index, "rename"], &place, faults);
         let Some(entry) = self.registry.stages().get(&kind) else {
             let help = self.registry.stages().suggest(&kind);
@@ -322,7 +374,10 @@ impl Reader<'_> {
             fault => fault,
         });
         self.faults(&here, &place, faults.collect());
-        value.map(|stage| StageDecl { rename: rename.unwrap_or_default(), ..stage })
+        value.map(|stage| StageDecl {
+            rename: rename.unwrap_or_default(),
+            ..stage
+        })
     }
 
     /// A table; a text stands for the table whose `path` it is.
@@ -349,15 +404,24 @@ impl Reader<'_> {
 
     fn unknown_kind(&mut self, path: &[&str], place: &str, what: &str, kind: &str, help: String) {
         self.findings.push(
-            Diagnostic::error("C003", format!("there is no kind of {what} called `{kind}`"))
-                .at(self.source.place(&owned(path), place))
-                .because(format!("`kind` chooses what a {what} is; `{kind}` is not registered"))
-                .help(help),
+            Diagnostic::error(
+                "C003",
+                format!("there is no kind of {what} called `{kind}`"),
+            )
+            .at(self.source.place(&owned(path), place))
+            .because(format!(
+                "`kind` chooses what a {what} is; `{kind}` is not registered"
+            ))
+            .help(help),
         );
     }
 
     fn invalid(&mut self, path: &[&str], place: &str, reason: &str) {
-        let fault = Fault::Invalid { path: Vec::new(), reason: reason.to_owned(), known: Vec::new() };
+        let fault = Fault::Invalid {
+            path: Vec::new(),
+            reason: reason.to_owned(),
+            known: Vec::new(),
+        };
         self.fault(path, place, fault);
     }
 
@@ -365,7 +429,9 @@ impl Reader<'_> {
         let misspelt: Vec<Vec<String>> = faults.iter().filter_map(meant).collect();
         for fault in faults {
             // A setting that is there under a misspelt name is not told twice.
-            if !(matches!(fault, Fault::Missing { .. }) && misspelt.iter().any(|path| path == fault.path())) {
+            if !(matches!(fault, Fault::Missing { .. })
+                && misspelt.iter().any(|path| path == fault.path()))
+            {
                 self.fault(at, place, fault);
             }
         }
@@ -385,18 +451,31 @@ impl Reader<'_> {
                 Diagnostic::error("C002", format!("there is no setting `{setting}`"))
                     .at(where_)
                     .because("a setting that nothing reads would silently change nothing")
-                    .help(suggest(&key, "settings here", known.iter().map(String::as_str)))
+                    .help(suggest(
+                        &key,
+                        "settings here",
+                        known.iter().map(String::as_str),
+                    ))
             }
             Fault::Missing { .. } => Diagnostic::error("C004", format!("`{setting}` must be set"))
                 .at(where_)
                 .because("it has no default")
                 .help(format!("add `{key} = …`")),
             Fault::Invalid { reason, known, .. } => {
-                let help = match (known.as_slice(), nearest(reason.split('`').nth(1).unwrap_or_default(), known.iter().map(String::as_str))) {
+                let help = match (
+                    known.as_slice(),
+                    nearest(
+                        reason.split('`').nth(1).unwrap_or_default(),
+                        known.iter().map(String::as_str),
+                    ),
+                ) {
                     ([], _) => "see `pipe schema` for what may stand here".to_owned(),
                     (known, None) => format!("one of {}", quoted(known.iter().map(String::as_str))),
                     (known, Some(near)) => {
-                        format!("did you mean `{near}`? one of {}", quoted(known.iter().map(String::as_str)))
+                        format!(
+                            "did you mean `{near}`? one of {}",
+                            quoted(known.iter().map(String::as_str))
+                        )
                     }
                 };
                 Diagnostic::error("C004", format!("`{setting}` has a value that does not fit"))
@@ -410,7 +489,9 @@ impl Reader<'_> {
 
 /// The path of the setting that an unknown key probably means.
 fn meant(fault: &Fault) -> Option<Vec<String>> {
-    let Fault::Unknown { path, known } = fault else { return None };
+    let Fault::Unknown { path, known } = fault else {
+        return None;
+    };
     let (last, parents) = path.split_last()?;
     let near = nearest(last, known.iter().map(String::as_str))?;
     Some(parents.iter().cloned().chain([near.to_owned()]).collect())
@@ -418,7 +499,10 @@ fn meant(fault: &Fault) -> Option<Vec<String>> {
 
 /// The words of the deserialiser without the names of Rust's types.
 fn plain(reason: &str) -> String {
-    let mut words = reason.replace("invalid type: ", "it is ").replace("invalid value: ", "it is ");
+    let mut words = reason
+        .replace("invalid type: ", "it is ")
+        .replace("invalid value: ", "it is ")
+        .replace("it is string", "it is the text");
     for (from, to) in [
         ("expected usize", "but a whole number from 0 is needed"),
         ("expected u64", "but a whole number from 0 is needed"),

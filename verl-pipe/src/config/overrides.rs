@@ -19,13 +19,21 @@ pub(crate) fn apply(
             .because(why)
             .help(help)
     };
-    let form = "write key=value, for example `steps=10`, `generate.temperature=0.7`, `data.train=FILE`";
+    let form =
+        "write key=value, for example `steps=10`, `generate.temperature=0.7`, `data.train=FILE`";
     let Some((key, value)) = text.split_once('=') else {
         return Err(fault("it has no `=`".to_owned(), form.to_owned()));
     };
-    let parts: Vec<String> = key.trim().split('.').map(|part| part.trim().to_owned()).collect();
+    let parts: Vec<String> = key
+        .trim()
+        .split('.')
+        .map(|part| part.trim().to_owned())
+        .collect();
     if parts.iter().any(String::is_empty) {
-        return Err(fault("a part of its key is empty".to_owned(), form.to_owned()));
+        return Err(fault(
+            "a part of its key is empty".to_owned(),
+            form.to_owned(),
+        ));
     }
     let path = resolve(document, &parts, run_keys).map_err(|(why, help)| fault(why, help))?;
     set(document, &path, parse(value)).map_err(|why| fault(why, form.to_owned()))
@@ -34,7 +42,10 @@ pub(crate) fn apply(
 /// A TOML value, or a text where it is none.
 fn parse(value: &str) -> Value {
     let value = value.trim();
-    let parsed = format!("v = {value}").parse::<toml::Table>().ok().filter(|table| table.len() == 1);
+    let parsed = format!("v = {value}")
+        .parse::<toml::Table>()
+        .ok()
+        .filter(|table| table.len() == 1);
     match parsed.and_then(|mut table| table.remove("v")) {
         Some(value) => source::json(value, None),
         None => Value::String(value.to_owned()),
@@ -48,9 +59,14 @@ fn resolve(
     run_keys: &[String],
 ) -> Result<Vec<String>, (String, String)> {
     let path = |head: &[&str], rest: &[String]| -> Vec<String> {
-        head.iter().map(|part| (*part).to_owned()).chain(rest.iter().cloned()).collect()
+        head.iter()
+            .map(|part| (*part).to_owned())
+            .chain(rest.iter().cloned())
+            .collect()
     };
-    let Some((first, rest)) = parts.split_first() else { return Ok(Vec::new()) };
+    let Some((first, rest)) = parts.split_first() else {
+        return Ok(Vec::new());
+    };
     let stages = stage_names(document);
     let stage_at = |name: &str| stages.iter().position(|stage| stage == name);
     match (first.as_str(), rest) {
@@ -58,14 +74,21 @@ fn resolve(
         ("stages", [stage, rest @ ..]) => {
             let index = stage_at(stage).ok_or_else(|| {
                 let known = stages.iter().map(String::as_str);
-                (format!("there is no stage `{stage}`"), suggest(stage, "stages", known))
+                (
+                    format!("there is no stage `{stage}`"),
+                    suggest(stage, "stages", known),
+                )
             })?;
             return Ok(path(&["stages", &index.to_string()], rest));
         }
         (section @ ("data" | "models"), [name, rest @ ..]) => {
             let known = table_names(document, section);
             if !known.is_empty() && !known.contains(&name.as_str()) {
-                let what = if section == "data" { "data sets" } else { "models" };
+                let what = if section == "data" {
+                    "data sets"
+                } else {
+                    "models"
+                };
                 return Err((
                     format!("[{section}] declares no `{name}`"),
                     suggest(name, what, known.iter().copied()),
@@ -81,12 +104,17 @@ fn resolve(
             let index = stage_at(stage).unwrap_or_default();
             return Ok(path(&["stages", &index.to_string()], rest));
         }
-        (key, []) if run_keys.iter().any(|known| known == key) => return Ok(path(&["run", key], &[])),
+        (key, []) if run_keys.iter().any(|known| known == key) => {
+            return Ok(path(&["run", key], &[]));
+        }
         _ => {}
     }
     let models = table_names(document, "models");
     if rest.is_empty() {
-        let known = run_keys.iter().map(String::as_str).chain(models.iter().copied());
+        let known = run_keys
+            .iter()
+            .map(String::as_str)
+            .chain(models.iter().copied());
         return Err((
             format!("`{first}` is no setting of [run] and no model"),
             format!(
@@ -121,14 +149,21 @@ fn stage_names(document: &Map<String, Value>) -> Vec<String> {
     list.into_iter()
         .flatten()
         .map(|stage| {
-            let name = stage.get("name").or_else(|| stage.get("kind")).and_then(Value::as_str);
+            let name = stage
+                .get("name")
+                .or_else(|| stage.get("kind"))
+                .and_then(Value::as_str);
             name.unwrap_or_default().to_owned()
         })
         .collect()
 }
 
 /// Sets the value at `path`, making tables on the way. A text given for a table (a model, a data set) is its `path`.
-fn set(document: &mut Map<String, Value>, path: &[String], value: Value) -> Result<Vec<String>, String> {
+fn set(
+    document: &mut Map<String, Value>,
+    path: &[String],
+    value: Value,
+) -> Result<Vec<String>, String> {
     let mut root = Value::Object(std::mem::take(document));
     let done = set_in(&mut root, path, value);
     if let Value::Object(map) = root {
@@ -138,13 +173,21 @@ fn set(document: &mut Map<String, Value>, path: &[String], value: Value) -> Resu
 }
 
 fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>, String> {
-    let Some((last, parents)) = path.split_last() else { return Err("its key is empty".to_owned()) };
+    let Some((last, parents)) = path.split_last() else {
+        return Err("its key is empty".to_owned());
+    };
     let is_data = path.first().is_some_and(|section| section == "data");
     let mut at = root;
     for (depth, key) in parents.iter().enumerate() {
         let child = match at {
-            Value::Object(map) => Some(map.entry(key.clone()).or_insert_with(|| Value::Object(Map::new()))),
-            Value::Array(list) => key.parse::<usize>().ok().and_then(|index| list.get_mut(index)),
+            Value::Object(map) => Some(
+                map.entry(key.clone())
+                    .or_insert_with(|| Value::Object(Map::new())),
+            ),
+            Value::Array(list) => key
+                .parse::<usize>()
+                .ok()
+                .and_then(|index| list.get_mut(index)),
             _ => None,
         };
         at = child.ok_or_else(|| format!("there is no `{}`", parents[..=depth].join(".")))?;
@@ -156,14 +199,18 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
             return Err(format!("`{key}` is a value, not a table"));
         }
     }
-    let Value::Object(table) = at else { return Err(format!("`{last}` is no setting of a list")) };
+    let Value::Object(table) = at else {
+        return Err(format!("`{last}` is no setting of a list"));
+    };
     let mut set = path.to_vec();
     match table.get_mut(last) {
         Some(Value::Object(table)) if value.is_string() => {
             table.insert("path".to_owned(), value);
             set.push("path".to_owned());
         }
-        Some(Value::Object(_)) if !value.is_object() => return Err(format!("`{last}` is a table, not a value")),
+        Some(Value::Object(_)) if !value.is_object() => {
+            return Err(format!("`{last}` is a table, not a value"));
+        }
         _ => {
             table.insert(last.clone(), value);
         }
@@ -218,13 +265,29 @@ mod tests {
         check("batch.samples = 4", "/batch/samples", json!(4));
         check("actor.path=DIR", "/models/actor/path", json!("DIR"));
         check("actor=DIR", "/models/actor/path", json!("DIR"));
-        check("models.actor.optimizer.learning_rate=1e-4", "/models/actor/optimizer/learning_rate", json!(1e-4));
+        check(
+            "models.actor.optimizer.learning_rate=1e-4",
+            "/models/actor/optimizer/learning_rate",
+            json!(1e-4),
+        );
         check("data.train=FILE", "/data/train/path", json!("FILE"));
         check("data.eval=c.jsonl", "/data/eval", json!("c.jsonl"));
-        check("data.eval.split=\"test\"", "/data/eval/split", json!("test"));
-        check("generate.temperature=0.7", "/stages/0/temperature", json!(0.7));
+        check(
+            "data.eval.split=\"test\"",
+            "/data/eval/split",
+            json!("test"),
+        );
+        check(
+            "generate.temperature=0.7",
+            "/stages/0/temperature",
+            json!(0.7),
+        );
         check("stages.old.bypass=true", "/stages/1/bypass", json!(true));
-        check("generate.stop=[\"a=b\", \"c\"]", "/stages/0/stop", json!(["a=b", "c"]));
+        check(
+            "generate.stop=[\"a=b\", \"c\"]",
+            "/stages/0/stop",
+            json!(["a=b", "c"]),
+        );
         check("generate.note=a=b", "/stages/0/note", json!("a=b"));
     }
 
@@ -233,7 +296,10 @@ mod tests {
         check_refused("steps", "has no `=`");
         check_refused("a..b=1", "part of its key is empty");
         check_refused("stesp=1", "did you mean `steps`?");
-        check_refused("genrate.temperature=1", "did you mean `generate.temperature`?");
+        check_refused(
+            "genrate.temperature=1",
+            "did you mean `generate.temperature`?",
+        );
         check_refused("models.acter.path=x", "did you mean `actor`?");
         check_refused("data.trian=x", "did you mean `train`?");
         check_refused("stages.olt.bypass=true", "did you mean `old`?");

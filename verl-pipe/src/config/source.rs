@@ -28,7 +28,8 @@ impl<'a> Source<'a> {
             table: table.into_inner(),
             overridden: Vec::new(),
         };
-        let mut findings: Vec<Diagnostic> = errors.iter().map(|error| source.syntax(error)).collect();
+        let mut findings: Vec<Diagnostic> =
+            errors.iter().map(|error| source.syntax(error)).collect();
         if findings.is_empty() {
             match text.parse::<toml::Table>() {
                 Ok(table) => {
@@ -53,16 +54,27 @@ impl<'a> Source<'a> {
         Diagnostic::error("C001", "the pipeline file is not TOML")
             .at(place)
             .because(error.message().to_owned())
-            .help("correct the line; strings need quotes, a table is `[name]`, a stage `[[stages]]`")
+            .help(
+                "correct the line; strings need quotes, a table is `[name]`, a stage `[[stages]]`",
+            )
     }
 
     fn line(&self, offset: usize) -> usize {
-        self.text.bytes().take(offset).filter(|&byte| byte == b'\n').count() + 1
+        self.text
+            .bytes()
+            .take(offset)
+            .filter(|&byte| byte == b'\n')
+            .count()
+            + 1
     }
 
     /// Where the setting at `path` stands: file and line, or the override that set it; and its section.
     pub fn place(&self, path: &[String], section: &str) -> String {
-        let by_override = self.overridden.iter().rev().find(|(set, _)| path.starts_with(set) || set.starts_with(path));
+        let by_override = self
+            .overridden
+            .iter()
+            .rev()
+            .find(|(set, _)| path.starts_with(set) || set.starts_with(path));
         if let Some((_, text)) = by_override {
             return format!("override `{text}`, {section}");
         }
@@ -75,7 +87,10 @@ impl<'a> Source<'a> {
     /// Byte at which the deepest part of `path` that the file has begins.
     fn offset(&self, path: &[String]) -> Option<usize> {
         let (first, rest) = path.split_first()?;
-        let (key, value) = self.table.iter().find(|(key, _)| key.get_ref() == first.as_str())?;
+        let (key, value) = self
+            .table
+            .iter()
+            .find(|(key, _)| key.get_ref() == first.as_str())?;
         let (mut offset, mut at) = (key.span().start, value);
         for segment in rest {
             let next = match at.get_ref() {
@@ -104,13 +119,21 @@ fn object(table: toml::Table, text: Option<&DeTable<'_>>) -> Map<String, Value> 
     let mut entries: Vec<_> = table
         .into_iter()
         .map(|(key, value)| {
-            let place = text.and_then(|text| text.iter().find(|(other, _)| *other.get_ref() == key));
+            let place =
+                text.and_then(|text| text.iter().find(|(other, _)| *other.get_ref() == key));
             let start = place.map_or(0, |(key, _)| key.span().start);
-            (start, key, json(value, place.map(|(_, value)| value.get_ref())))
+            (
+                start,
+                key,
+                json(value, place.map(|(_, value)| value.get_ref())),
+            )
         })
         .collect();
     entries.sort_by_key(|(start, ..)| *start);
-    entries.into_iter().map(|(_, key, value)| (key, value)).collect()
+    entries
+        .into_iter()
+        .map(|(_, key, value)| (key, value))
+        .collect()
 }
 
 /// A value as JSON; numbers that JSON does not have (inf, nan) become text, which no number accepts.
@@ -127,8 +150,15 @@ pub(crate) fn json(value: toml::Value, text: Option<&DeValue<'_>>) -> Value {
                 Some(DeValue::Array(texts)) => Some(texts),
                 _ => None,
             };
-            let element = |index: usize| texts.and_then(|texts| texts.get(index)).map(|text| text.get_ref());
-            list.into_iter().enumerate().map(|(index, value)| json(value, element(index))).collect()
+            let element = |index: usize| {
+                texts
+                    .and_then(|texts| texts.get(index))
+                    .map(|text| text.get_ref())
+            };
+            list.into_iter()
+                .enumerate()
+                .map(|(index, value)| json(value, element(index)))
+                .collect()
         }
         toml::Value::Table(table) => {
             let text = match text {

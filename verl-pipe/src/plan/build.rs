@@ -29,7 +29,9 @@ impl DraftStage<'_> {
 
     /// Whether it takes part in a step's flow of rows.
     pub fn in_step(&self) -> bool {
-        self.spec.as_ref().is_some_and(|spec| spec.cadence == Cadence::Step)
+        self.spec
+            .as_ref()
+            .is_some_and(|spec| spec.cadence == Cadence::Step)
     }
 }
 
@@ -116,9 +118,16 @@ impl DataPipe {
             data: self.data.iter().map(|data| data.name.clone()).collect(),
             base: self.base.clone(),
         };
-        let stages: Vec<DraftStage<'_>> = self.stages.iter().map(|decl| build(decl, &context)).collect();
-        let models: Vec<_> =
-            self.models.iter().map(|model| model.factory.describe(&context)).collect();
+        let stages: Vec<DraftStage<'_>> = self
+            .stages
+            .iter()
+            .map(|decl| build(decl, &context))
+            .collect();
+        let models: Vec<_> = self
+            .models
+            .iter()
+            .map(|model| model.factory.describe(&context))
+            .collect();
         let draft = draft(self, &context, &violations, &stages, &models);
 
         let mut findings = Vec::new();
@@ -164,12 +173,20 @@ fn draft<'a>(
     models: &'a [Result<ModelInfo, Vec<ConfigError>>],
 ) -> Draft<'a> {
     let mut written: BTreeMap<String, Written<'a>> = BTreeMap::new();
-    for (index, stage) in stages.iter().enumerate().filter(|(_, stage)| stage.in_step()) {
+    for (index, stage) in stages
+        .iter()
+        .enumerate()
+        .filter(|(_, stage)| stage.in_step())
+    {
         for field in stage.spec.iter().flat_map(|spec| &spec.writes) {
             written
                 .entry(stage.key(&field.name).to_owned())
                 .and_modify(|first| first.again.push(index))
-                .or_insert(Written { stage: index, field, again: Vec::new() });
+                .or_insert(Written {
+                    stage: index,
+                    field,
+                    again: Vec::new(),
+                });
         }
     }
     let mut links = Vec::with_capacity(stages.len());
@@ -201,7 +218,17 @@ fn draft<'a>(
         }
         links.push(own);
     }
-    Draft { pipe, context, violations, stages, models, written, links, missing, graph }
+    Draft {
+        pipe,
+        context,
+        violations,
+        stages,
+        models,
+        written,
+        links,
+        missing,
+        graph,
+    }
 }
 
 /// Edges of keys and of weights, and for each stage the stages that it waits for because of weights.
@@ -211,15 +238,25 @@ fn draft<'a>(
 /// edge of keys and rises along each new edge, so no new edge closes a cycle.
 fn weight_order(draft: &Draft<'_>) -> (Digraph, Vec<Vec<usize>>) {
     let mut users: BTreeMap<&str, BTreeMap<usize, bool>> = BTreeMap::new();
-    for (index, stage) in draft.stages.iter().enumerate().filter(|(_, stage)| stage.in_step()) {
+    for (index, stage) in draft
+        .stages
+        .iter()
+        .enumerate()
+        .filter(|(_, stage)| stage.in_step())
+    {
         for (model, access) in stage.spec.iter().flat_map(|spec| &spec.models) {
             *users.entry(model).or_default().entry(index).or_default() |= *access == Access::Update;
         }
     }
     let mut graph = draft.graph.clone();
     let mut after = vec![Vec::new(); draft.stages.len()];
-    for users in users.values().filter(|users| users.values().any(|update| *update)) {
-        let Ok(order) = graph.topological_order() else { break };
+    for users in users
+        .values()
+        .filter(|users| users.values().any(|update| *update))
+    {
+        let Ok(order) = graph.topological_order() else {
+            break;
+        };
         let mut level = vec![0; draft.stages.len()];
         let mut updaters: Vec<usize> = Vec::new();
         let mut edges = Vec::new();
@@ -234,7 +271,11 @@ fn weight_order(draft: &Draft<'_>) -> (Digraph, Vec<Vec<usize>>) {
             }
         }
         for (&reader, _) in users.iter().filter(|(_, update)| !**update) {
-            edges.extend(updaters.get(level[reader]).map(|&updater| (reader, updater)));
+            edges.extend(
+                updaters
+                    .get(level[reader])
+                    .map(|&updater| (reader, updater)),
+            );
         }
         for (before, stage) in edges {
             graph.add_edge(before, stage);
@@ -282,7 +323,10 @@ fn assemble(
             kind: stage.decl.kind.clone(),
             spec: spec.clone(),
             rename: stage.decl.rename.clone(),
-            inputs: draft.links[index].iter().map(|link| edge(link, &position, tables)).collect(),
+            inputs: draft.links[index]
+                .iter()
+                .map(|link| edge(link, &position, tables))
+                .collect(),
             after: before,
             table_in: tables.input[index],
             table_out: tables.output[index],
@@ -291,7 +335,8 @@ fn assemble(
         });
     }
     for (key, by) in &draft.written {
-        plan.fields.insert(key.clone(), by.field.clone().renamed(key.clone()));
+        plan.fields
+            .insert(key.clone(), by.field.clone().renamed(key.clone()));
     }
     plan.models = planned_models(draft, &plan.stages);
     plan
@@ -325,7 +370,8 @@ fn slice_rows(
         Cardinality::Batch => whole,
         Cardinality::Group => {
             let group = tables.rows_per_prompt(table_in);
-            spec.slice_rows.map_or(group, |rows| rows.next_multiple_of(group))
+            spec.slice_rows
+                .map_or(group, |rows| rows.next_multiple_of(group))
         }
         Cardinality::Row => spec.slice_rows.unwrap_or(if spec.models.is_empty() {
             1
@@ -347,8 +393,11 @@ fn planned_models(draft: &Draft<'_>, stages: &[PlannedStage]) -> Vec<PlannedMode
             updaters: Vec::new(),
         })
         .collect();
-    let by_name: HashMap<String, usize> =
-        models.iter().enumerate().map(|(index, model)| (model.name.clone(), index)).collect();
+    let by_name: HashMap<String, usize> = models
+        .iter()
+        .enumerate()
+        .map(|(index, model)| (model.name.clone(), index))
+        .collect();
     for (index, stage) in stages.iter().enumerate() {
         for (name, access) in &stage.spec.models {
             if let Some(model) = by_name.get(name).and_then(|&at| models.get_mut(at)) {

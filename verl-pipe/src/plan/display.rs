@@ -18,7 +18,10 @@ impl fmt::Display for Plan {
             count(self.stages.len(), "stage"),
             count(self.models.len(), "model"),
             count(self.pipe.data.len(), "data set"),
-            count(usize::try_from(self.context.steps).unwrap_or(usize::MAX), "step"),
+            count(
+                usize::try_from(self.context.steps).unwrap_or(usize::MAX),
+                "step"
+            ),
         )?;
         writeln!(f, "\nstages, in the order of execution")?;
         for (index, stage) in self.stages.iter().enumerate() {
@@ -37,17 +40,32 @@ impl fmt::Display for Plan {
 const WIDTH: usize = 100;
 
 fn count(n: usize, what: &str) -> String {
-    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
+    if n == 1 {
+        format!("1 {what}")
+    } else {
+        format!("{n} {what}s")
+    }
 }
 
 impl Plan {
-    fn write_stage(&self, f: &mut fmt::Formatter<'_>, index: usize, stage: &PlannedStage) -> fmt::Result {
+    fn write_stage(
+        &self,
+        f: &mut fmt::Formatter<'_>,
+        index: usize,
+        stage: &PlannedStage,
+    ) -> fmt::Result {
         let title = if stage.name == stage.kind {
             stage.name.clone()
         } else {
             format!("{} ({})", stage.name, stage.kind)
         };
-        writeln!(f, "\n{:>3}  {title:<32}  {:<26}{}", index + 1, self.rows(stage), cut(stage))?;
+        writeln!(
+            f,
+            "\n{:>3}  {title:<32}  {:<26}{}",
+            index + 1,
+            self.rows(stage),
+            cut(stage)
+        )?;
         for (model, access) in &stage.spec.models {
             let verb = match access {
                 Access::Read => "reads the weights of",
@@ -56,13 +74,21 @@ impl Plan {
             writeln!(f, "       {verb} `{model}`")?;
         }
         for edge in &stage.inputs {
-            let line = format!("       <- {:<22}from {}{}", edge.key, self.name(edge.writer), self.notes(stage, edge));
+            let line = format!(
+                "       <- {:<22}from {}{}",
+                edge.key,
+                self.name(edge.writer),
+                self.notes(stage, edge)
+            );
             writeln!(f, "{}", line.trim_end())?;
         }
         for field in &stage.spec.writes {
             let key = stage.key(&field.name);
             let shape = self.shape(field, stage.table_out);
-            let line = format!("       -> {key:<22}{:<5}{shape:<10}", field.dtype.to_string());
+            let line = format!(
+                "       -> {key:<22}{:<5}{shape:<10}",
+                field.dtype.to_string()
+            );
             match &field.tag {
                 None => writeln!(f, "{}", line.trim_end())?,
                 Some(tag) if line.chars().count() + tag.to_string().chars().count() < WIDTH => {
@@ -73,7 +99,10 @@ impl Plan {
         }
         let waits: Vec<&str> = stage.after.iter().map(|&other| self.name(other)).collect();
         if !waits.is_empty() {
-            let line = format!("       waits for {}, which read what it changes", waits.join(", "));
+            let line = format!(
+                "       waits for {}, which read what it changes",
+                waits.join(", ")
+            );
             writeln!(f, "{line}")?;
         }
         Ok(())
@@ -92,7 +121,8 @@ impl Plan {
                 format!("{} = {most}{}", table.rows, table.num_rows)
             })
         };
-        let symbol = |table: Option<usize>| table.map_or("", |index| self.tables[index].rows.as_str());
+        let symbol =
+            |table: Option<usize>| table.map_or("", |index| self.tables[index].rows.as_str());
         match stage.spec.rows {
             RowRule::Expand(_) | RowRule::Filter => {
                 format!("{} -> {}", symbol(stage.table_in), number(stage.table_out))
@@ -104,7 +134,9 @@ impl Plan {
 
     /// A field's shape with the table in place of the letter for rows.
     fn shape(&self, field: &Field, table: Option<usize>) -> String {
-        let Ok(Shape(mut dims)) = field.parsed_shape() else { return field.shape.to_string() };
+        let Ok(Shape(mut dims)) = field.parsed_shape() else {
+            return field.shape.to_string();
+        };
         if let (Some(first), Some(table)) = (dims.first_mut(), table) {
             *first = Dim::Symbol(self.tables[table].rows.clone().into());
         }
@@ -123,7 +155,11 @@ impl Plan {
         if let Some(on) = reader.table_in.filter(|&on| on != edge.table) {
             let (coarse, fine) = (&self.tables[edge.table], &self.tables[on]);
             let times = fine.num_rows / coarse.num_rows.max(1);
-            let word = if edge.broadcast { "broadcast" } else { "repeated" };
+            let word = if edge.broadcast {
+                "broadcast"
+            } else {
+                "repeated"
+            };
             if times > 1 {
                 let _ = write!(notes, ", {word} {times} times");
             } else {
@@ -140,15 +176,25 @@ impl Plan {
         let tensor_parallel = b.devices / b.rollout_shards.max(1);
         let lines = [
             ("prompts a step", "prompts".to_owned(), b.prompts),
-            ("samples a step", format!("prompts · samples = {} · {}", b.prompts, b.samples), b.rows),
+            (
+                "samples a step",
+                format!("prompts · samples = {} · {}", b.prompts, b.samples),
+                b.rows,
+            ),
             (
                 "rollout engines",
-                format!("devices / rollout_tensor_parallel = {} / {tensor_parallel}", b.devices),
+                format!(
+                    "devices / rollout_tensor_parallel = {} / {tensor_parallel}",
+                    b.devices
+                ),
                 b.rollout_shards,
             ),
             (
                 "samples of a rollout engine",
-                format!("samples a step / engines = {} / {}", b.rows, b.rollout_shards),
+                format!(
+                    "samples a step / engines = {} / {}",
+                    b.rows, b.rollout_shards
+                ),
                 b.rows_per_rollout_shard,
             ),
             (
@@ -199,14 +245,24 @@ impl Plan {
             return Ok(());
         }
         writeln!(f, "\nmemory")?;
-        writeln!(f, "  {:<16}{:>13}{:>12}{:>12}{:>17}", "model", "parameters", "weights", "training", "cache a sample")?;
+        writeln!(
+            f,
+            "  {:<16}{:>13}{:>12}{:>12}{:>17}",
+            "model", "parameters", "weights", "training", "cache a sample"
+        )?;
         let (mut weights, mut training) = (0u64, 0u64);
         for model in &self.models {
             let info = &model.info;
-            let trains = if model.updaters.is_empty() { 0 } else { info.training_bytes };
+            let trains = if model.updaters.is_empty() {
+                0
+            } else {
+                info.training_bytes
+            };
             weights = weights.saturating_add(info.weight_bytes);
             training = training.saturating_add(trains);
-            let cache = info.kv_bytes_per_token.saturating_mul(info.max_tokens as u64);
+            let cache = info
+                .kv_bytes_per_token
+                .saturating_mul(info.max_tokens as u64);
             let line = format!(
                 "  {:<16}{:>13}{:>12}{:>12}{:>17}  {}",
                 model.name,
@@ -220,7 +276,10 @@ impl Plan {
         }
         let total = format!(
             "  {:<16}{:>13}{:>12}{:>12}",
-            "all", "", bytes(weights), bytes(training)
+            "all",
+            "",
+            bytes(weights),
+            bytes(training)
         );
         writeln!(f, "{total}")?;
         writeln!(
@@ -232,30 +291,48 @@ impl Plan {
 
     /// The graph in Graphviz' language: stages, keys on edges, order of weights dashed.
     pub fn to_dot(&self) -> String {
-        let mut dot = format!("digraph \"{}\" {{\n  rankdir=LR;\n  node [shape=box];\n", escape(&self.pipe.name));
+        let mut dot = format!(
+            "digraph \"{}\" {{\n  rankdir=LR;\n  node [shape=box];\n",
+            escape(&self.pipe.name)
+        );
         for (index, stage) in self.stages.iter().enumerate() {
             let models: Vec<String> = stage
                 .spec
                 .models
                 .iter()
                 .map(|(model, access)| {
-                    format!("{} {model}", if *access == Access::Read { "reads" } else { "updates" })
+                    format!(
+                        "{} {model}",
+                        if *access == Access::Read {
+                            "reads"
+                        } else {
+                            "updates"
+                        }
+                    )
                 })
                 .collect();
             let mut label = escape(&stage.name);
-            for line in [self.rows(stage), models.join(", ")].iter().filter(|line| !line.is_empty()) {
+            for line in [self.rows(stage), models.join(", ")]
+                .iter()
+                .filter(|line| !line.is_empty())
+            {
                 label = format!("{label}\\n{}", escape(line));
             }
             let _ = writeln!(dot, "  s{index} [label=\"{label}\"];");
         }
         for (index, stage) in self.stages.iter().enumerate() {
-            let mut keys: std::collections::BTreeMap<usize, Vec<&str>> = std::collections::BTreeMap::new();
+            let mut keys: std::collections::BTreeMap<usize, Vec<&str>> =
+                std::collections::BTreeMap::new();
             for edge in &stage.inputs {
                 keys.entry(edge.writer).or_default().push(&edge.key);
             }
             for (writer, keys) in keys {
                 let label: Vec<String> = keys.into_iter().map(escape).collect();
-                let _ = writeln!(dot, "  s{writer} -> s{index} [label=\"{}\"];", label.join("\\n"));
+                let _ = writeln!(
+                    dot,
+                    "  s{writer} -> s{index} [label=\"{}\"];",
+                    label.join("\\n")
+                );
             }
             for before in &stage.after {
                 let _ = writeln!(dot, "  s{before} -> s{index} [style=dashed];");
@@ -305,7 +382,11 @@ fn bytes(n: u64) -> String {
         value /= 1024.0;
         unit += 1;
     }
-    if unit == 0 { format!("{n} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+    if unit == 0 {
+        format!("{n} B")
+    } else {
+        format!("{value:.1} {}", UNITS[unit])
+    }
 }
 
 #[cfg(test)]

@@ -100,7 +100,11 @@ impl Digraph {
         }
         let mut cycles: Vec<Vec<usize>> = kosaraju_scc(&graph)
             .into_iter()
-            .map(|part| part.into_iter().map(NodeIndex::index).collect::<BTreeSet<_>>())
+            .map(|part| {
+                part.into_iter()
+                    .map(NodeIndex::index)
+                    .collect::<BTreeSet<_>>()
+            })
             .filter_map(|part| self.shortest_cycle(&part))
             .collect();
         cycles.sort();
@@ -181,7 +185,11 @@ mod tests {
             &[(0, 1), (1, 2), (2, 1), (2, 3), (4, 5), (5, 4)],
             Err(&[&[1, 2], &[4, 5]]),
         );
-        check(4, &[(0, 1), (1, 2), (2, 3), (3, 0), (1, 0)], Err(&[&[0, 1]]));
+        check(
+            4,
+            &[(0, 1), (1, 2), (2, 3), (3, 0), (1, 0)],
+            Err(&[&[0, 1]]),
+        );
     }
 
     #[test]
@@ -201,6 +209,9 @@ mod tests {
             graph.add_edge(node - 1, node);
         }
         graph.add_edge(n - 1, 0);
-        assert_eq!(graph.topological_order().map_err(|cycles| cycles[0].len()), Err(n));
+        assert_eq!(
+            graph.topological_order().map_err(|cycles| cycles[0].len()),
+            Err(n)
+        );
     }
 }

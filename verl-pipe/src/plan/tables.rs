@@ -22,7 +22,8 @@ const FACTORS: [&str; 4] = ["n", "m", "k", "l"];
 
 impl Tables {
     fn add(&mut self, table: Table, carried: Vec<bool>) -> usize {
-        self.depth.push(table.parent.map_or(0, |parent| self.depth[parent] + 1));
+        self.depth
+            .push(table.parent.map_or(0, |parent| self.depth[parent] + 1));
         self.list.push(table);
         self.carried.push(carried);
         self.list.len() - 1
@@ -71,7 +72,11 @@ impl Tables {
 }
 
 /// Walks the stages in order and gives each its tables; finds stages whose rows do not fit together.
-pub(crate) fn lay_out(draft: &Draft<'_>, order: &[usize], findings: &mut Vec<Diagnostic>) -> Tables {
+pub(crate) fn lay_out(
+    draft: &Draft<'_>,
+    order: &[usize],
+    findings: &mut Vec<Diagnostic>,
+) -> Tables {
     let n = draft.stages.len();
     let mut tables = Tables {
         list: Vec::new(),
@@ -80,8 +85,14 @@ pub(crate) fn lay_out(draft: &Draft<'_>, order: &[usize], findings: &mut Vec<Dia
         carried: Vec::new(),
         depth: Vec::new(),
     };
-    for &index in order.iter().filter(|&&index| draft.stages[index].in_step()) {
-        let Some(spec) = &draft.stages[index].spec else { continue };
+    for &index in order {
+        let Some(spec) = &draft.stages[index].spec else {
+            continue;
+        };
+        if !draft.stages[index].in_step() {
+            findings.extend(observer_with_keys(draft.name(index), spec));
+            continue;
+        }
         tables.input[index] = input_table(draft, index, &tables);
         check_rows(draft, index, spec, &tables, findings);
         tables.output[index] = output_table(draft, index, spec, &mut tables);
@@ -101,12 +112,25 @@ fn input_table(draft: &Draft<'_>, index: usize, tables: &Tables) -> Option<usize
     finest(false).or_else(|| finest(true))
 }
 
-fn output_table(draft: &Draft<'_>, index: usize, spec: &StageSpec, tables: &mut Tables) -> Option<usize> {
+fn output_table(
+    draft: &Draft<'_>,
+    index: usize,
+    spec: &StageSpec,
+    tables: &mut Tables,
+) -> Option<usize> {
     let input = tables.input[index];
     match spec.rows {
         RowRule::Source => {
-            let sources = tables.list.iter().filter(|table| table.parent.is_none()).count();
-            let rows = if sources == 0 { "P".to_owned() } else { format!("P{}", sources + 1) };
+            let sources = tables
+                .list
+                .iter()
+                .filter(|table| table.parent.is_none())
+                .count();
+            let rows = if sources == 0 {
+                "P".to_owned()
+            } else {
+                format!("P{}", sources + 1)
+            };
             let table = Table {
                 rows,
                 num_rows: draft.context.batch.prompts,
@@ -130,7 +154,9 @@ fn output_table(draft: &Draft<'_>, index: usize, spec: &StageSpec, tables: &mut 
                 format!("F({})", above.rows)
             } else {
                 let depth = tables.expansions_above(parent);
-                let letter = FACTORS.get(depth).map_or_else(|| format!("n{}", depth + 1), |s| (*s).to_owned());
+                let letter = FACTORS
+                    .get(depth)
+                    .map_or_else(|| format!("n{}", depth + 1), |s| (*s).to_owned());
                 format!("{}·{letter}", above.rows)
             };
             let table = Table {
@@ -155,11 +181,19 @@ fn check_rows(
 ) {
     let name = draft.name(index);
     let mut fault = |what: String, why: &str, help: &str| {
-        findings.push(Diagnostic::error("P015", what).at(format!("stage `{name}`")).because(why).help(help));
+        findings.push(
+            Diagnostic::error("P015", what)
+                .at(format!("stage `{name}`"))
+                .because(why)
+                .help(help),
+        );
     };
     match spec.rows {
         RowRule::Source if !spec.reads.is_empty() => fault(
-            format!("`{name}` makes rows from nothing but reads {}", read_names(spec)),
+            format!(
+                "`{name}` makes rows from nothing but reads {}",
+                read_names(spec)
+            ),
             "a source has no input rows, so there is nothing from which it could read a key",
             "give the stage another row rule, or take the keys out of what it reads",
         ),
@@ -188,12 +222,36 @@ fn check_rows(
     }
 }
 
+/// An observer runs between steps, where there are no rows.
+fn observer_with_keys(name: &str, spec: &StageSpec) -> Option<Diagnostic> {
+    let keys = spec
+        .reads
+        .iter()
+        .chain(&spec.writes)
+        .map(|field| field.name.as_ref());
+    let keys = quoted(keys);
+    (!keys.is_empty()).then(|| {
+        Diagnostic::error(
+            "P015",
+            format!("`{name}` runs between steps but has keys: {keys}"),
+        )
+        .at(format!("stage `{name}`"))
+        .because("between steps there are no rows that it could read or write")
+        .help("let it run in every step, or work on its model and data only")
+    })
+}
+
 fn read_names(spec: &StageSpec) -> String {
     quoted(spec.reads.iter().map(|field| field.name.as_ref()))
 }
 
 /// A key whose rows are not those that the stage works on.
-fn foreign_rows(draft: &Draft<'_>, link: &Link<'_>, on: usize, tables: &Tables) -> Option<Diagnostic> {
+fn foreign_rows(
+    draft: &Draft<'_>,
+    link: &Link<'_>,
+    on: usize,
+    tables: &Tables,
+) -> Option<Diagnostic> {
     let from = tables.output[link.writer]?;
     let fits = if link.broadcast {
         tables.descends(on, from)
@@ -208,7 +266,9 @@ fn foreign_rows(draft: &Draft<'_>, link: &Link<'_>, on: usize, tables: &Tables) 
     let finest = draft.links[link.reader]
         .iter()
         .find(|other| tables.output[other.writer] == Some(on))
-        .map_or(String::new(), |other| format!(" (those of `{}`)", other.key));
+        .map_or(String::new(), |other| {
+            format!(" (those of `{}`)", other.key)
+        });
     let why = format!(
         "`{writer}` writes {} rows ({}), `{reader}` works on {} rows ({}){finest}",
         have.rows, have.num_rows, want.rows, want.num_rows
@@ -221,12 +281,21 @@ fn foreign_rows(draft: &Draft<'_>, link: &Link<'_>, on: usize, tables: &Tables) 
             want.rows
         )
     } else {
-        format!("compute `{}` from keys that lie on the {} rows", link.key, want.rows)
+        format!(
+            "compute `{}` from keys that lie on the {} rows",
+            link.key, want.rows
+        )
     };
     Some(
-        Diagnostic::error("P008", format!("`{reader}` cannot use `{}`: it belongs to other rows", link.key))
-            .at(format!("{writer} -> {reader}"))
-            .because(why)
-            .help(help),
+        Diagnostic::error(
+            "P008",
+            format!(
+                "`{reader}` cannot use `{}`: it belongs to other rows",
+                link.key
+            ),
+        )
+        .at(format!("{writer} -> {reader}"))
+        .because(why)
+        .help(help),
     )
 }

@@ -135,7 +135,10 @@ impl DevicesConfig {
             return Ok(vec![kind.to_owned()]);
         };
         let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let number = |text: &str| text.parse::<u16>().map_err(|_| fail("a device number is 0 or more"));
+        let number = |text: &str| {
+            text.parse::<u16>()
+                .map_err(|_| fail("a device number is 0 or more"))
+        };
         let (first, last) = (number(first)?, number(last)?);
         if last < first {
             return Err(fail("the range runs backwards"));
@@ -230,12 +233,17 @@ impl Sizes {
     }
 
     fn micro_divides(self) -> bool {
-        self.micro_batch
-            .is_none_or(|micro| micro <= self.mini_rows_per_device() && self.mini_rows_per_device().is_multiple_of(micro))
+        self.micro_batch.is_none_or(|micro| {
+            micro <= self.mini_rows_per_device()
+                && self.mini_rows_per_device().is_multiple_of(micro)
+        })
     }
 
     fn plan(self) -> BatchPlan {
-        let micro_rows = self.micro_batch.unwrap_or(self.mini_rows_per_device()).max(1);
+        let micro_rows = self
+            .micro_batch
+            .unwrap_or(self.mini_rows_per_device())
+            .max(1);
         let log_prob_micro_rows = self.log_prob_micro_batch.unwrap_or(micro_rows);
         let rows_per_rollout_shard = self.rows() / self.rollout_shards();
         let mini_batches = (self.prompts / self.mini_batch).max(1);
@@ -261,7 +269,9 @@ impl Sizes {
 
 /// The nearest values below and above `value` for which `holds`.
 fn nearest_values(value: usize, holds: impl Fn(usize) -> bool) -> Vec<usize> {
-    let below = (value.saturating_sub(SEARCH).max(1)..value).rev().find(|&v| holds(v));
+    let below = (value.saturating_sub(SEARCH).max(1)..value)
+        .rev()
+        .find(|&v| holds(v));
     let above = (value + 1..=(value.saturating_add(SEARCH)).min(MAX_COUNT)).find(|&v| holds(v));
     below.into_iter().chain(above).collect()
 }
@@ -289,7 +299,10 @@ impl BatchPlan {
     ///
     /// # Source
     /// The batch checks of HybridFlow's implementation, told all at once.
-    pub fn solve(batch: &BatchConfig, devices: &DevicesConfig) -> Result<BatchPlan, Vec<Violation>> {
+    pub fn solve(
+        batch: &BatchConfig,
+        devices: &DevicesConfig,
+    ) -> Result<BatchPlan, Vec<Violation>> {
         let (plan, violations) = BatchPlan::estimate(batch, devices);
         if violations.is_empty() {
             Ok(plan)
@@ -300,7 +313,10 @@ impl BatchPlan {
 
     /// The arithmetic with every division rounded down, and the rules that do not hold. Lets the other checks of a
     /// pipeline go on although its sizes are wrong; only [`BatchPlan::solve`] gives a plan to run.
-    pub(crate) fn estimate(batch: &BatchConfig, devices: &DevicesConfig) -> (BatchPlan, Vec<Violation>) {
+    pub(crate) fn estimate(
+        batch: &BatchConfig,
+        devices: &DevicesConfig,
+    ) -> (BatchPlan, Vec<Violation>) {
         let mut violations = Vec::new();
         let num_devices = match devices.list() {
             Ok(list) => list.len(),
@@ -330,7 +346,10 @@ fn check_counts(given: &Sizes, batch: &BatchConfig, violations: &mut Vec<Violati
         ("batch.micro_batch", given.micro_batch),
         ("batch.log_prob_micro_batch", given.log_prob_micro_batch),
         ("batch.epochs", Some(given.epochs)),
-        ("devices.rollout_tensor_parallel", Some(given.tensor_parallel)),
+        (
+            "devices.rollout_tensor_parallel",
+            Some(given.tensor_parallel),
+        ),
     ];
     for (setting, value) in counts {
         match value {
@@ -385,12 +404,21 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
         });
     }
     if !sizes.mini_divides() {
-        let relation = if mini_batch > prompts { "are more than" } else { "do not divide" };
+        let relation = if mini_batch > prompts {
+            "are more than"
+        } else {
+            "do not divide"
+        };
         violations.push(Violation {
             setting: "batch.mini_batch",
-            rule: format!("{mini_batch} prompts a mini-batch {relation} the step's {prompts} prompts"),
+            rule: format!(
+                "{mini_batch} prompts a mini-batch {relation} the step's {prompts} prompts"
+            ),
             nearest: nearest_values(mini_batch, |v| {
-                let sizes = Sizes { mini_batch: v, ..sizes };
+                let sizes = Sizes {
+                    mini_batch: v,
+                    ..sizes
+                };
                 sizes.mini_divides() && sizes.mini_spreads()
             }),
         });
@@ -412,7 +440,11 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
         && !sizes.micro_divides()
     {
         let per_device = sizes.mini_rows_per_device();
-        let relation = if micro > per_device { "is more than" } else { "does not divide" };
+        let relation = if micro > per_device {
+            "is more than"
+        } else {
+            "does not divide"
+        };
         violations.push(Violation {
             setting: "batch.micro_batch",
             rule: format!(
@@ -450,8 +482,10 @@ mod tests {
     #[track_caller]
     fn check_refused(batch: &BatchConfig, devices: &DevicesConfig, expected: &[(&str, &[usize])]) {
         let violations = BatchPlan::solve(batch, devices).expect_err("does not divide");
-        let found: Vec<(&str, &[usize])> =
-            violations.iter().map(|violation| (violation.setting, violation.nearest.as_slice())).collect();
+        let found: Vec<(&str, &[usize])> = violations
+            .iter()
+            .map(|violation| (violation.setting, violation.nearest.as_slice()))
+            .collect();
         assert_eq!(found, expected, "{violations:#?}");
     }
 
@@ -459,18 +493,37 @@ mod tests {
     fn samples_devices_mini_and_micro_batches() {
         // P = 4, n = 3, three devices, M = 2, u = 2: 12 samples, 4 a device, mini 6 (2 a device), 1 micro, 2 steps.
         let plan = BatchPlan::solve(&batch(4, 3, 2, 2), &devices(3, 1)).expect("divides");
-        assert_eq!((plan.rows, plan.rows_per_device, plan.mini_rows), (12, 4, 6));
-        assert_eq!((plan.micro_batches, plan.mini_batches, plan.optimizer_steps), (1, 2, 2));
+        assert_eq!(
+            (plan.rows, plan.rows_per_device, plan.mini_rows),
+            (12, 4, 6)
+        );
+        assert_eq!(
+            (plan.micro_batches, plan.mini_batches, plan.optimizer_steps),
+            (1, 2, 2)
+        );
         let plan = BatchPlan::solve(&batch(32, 8, 32, 4), &devices(8, 1)).expect("divides");
         assert_eq!((plan.micro_batches, plan.optimizer_steps), (8, 1));
-        let whole = BatchPlan::solve(&BatchConfig::default(), &DevicesConfig::default()).expect("divides");
-        assert_eq!((whole.rows, whole.micro_rows, whole.log_prob_micro_rows, whole.micro_batches), (8, 8, 8, 1));
+        let whole =
+            BatchPlan::solve(&BatchConfig::default(), &DevicesConfig::default()).expect("divides");
+        assert_eq!(
+            (
+                whole.rows,
+                whole.micro_rows,
+                whole.log_prob_micro_rows,
+                whole.micro_batches
+            ),
+            (8, 8, 8, 1)
+        );
     }
 
     #[test]
     fn no_count_is_rounded_to_zero() {
         // One sample a device, but four a micro-batch.
-        check_refused(&batch(8, 1, 8, 4), &devices(8, 1), &[("batch.micro_batch", &[1])]);
+        check_refused(
+            &batch(8, 1, 8, 4),
+            &devices(8, 1),
+            &[("batch.micro_batch", &[1])],
+        );
         // Half a sample a device.
         check_refused(
             &batch(8, 1, 4, 1),
@@ -490,11 +543,22 @@ mod tests {
                 ("batch.micro_batch", &[2, 5]),
             ],
         );
-        check_refused(&batch(7, 1, 7, 1), &devices(2, 1), &[("batch.prompts", &[14]), ("batch.mini_batch", &[])]);
-        check_refused(&batch(4, 2, 8, 1), &devices(1, 1), &[("batch.mini_batch", &[4])]);
+        check_refused(
+            &batch(7, 1, 7, 1),
+            &devices(2, 1),
+            &[("batch.prompts", &[14]), ("batch.mini_batch", &[])],
+        );
+        check_refused(
+            &batch(4, 2, 8, 1),
+            &devices(1, 1),
+            &[("batch.mini_batch", &[4])],
+        );
         check_refused(
             &batch(0, 0, 0, 0),
-            &DevicesConfig { group: "gpu:".to_owned(), rollout_tensor_parallel: 0 },
+            &DevicesConfig {
+                group: "gpu:".to_owned(),
+                rollout_tensor_parallel: 0,
+            },
             &[
                 ("devices.group", &[]),
                 ("batch.prompts", &[1]),
@@ -508,18 +572,31 @@ mod tests {
 
     #[test]
     fn sizes_that_overflow_are_refused() {
-        let huge = BatchConfig { prompts: usize::MAX, samples: usize::MAX, ..BatchConfig::default() };
+        let huge = BatchConfig {
+            prompts: usize::MAX,
+            samples: usize::MAX,
+            ..BatchConfig::default()
+        };
         let violations = BatchPlan::solve(&huge, &DevicesConfig::default()).expect_err("too large");
-        assert!(violations.iter().all(|violation| violation.nearest == [MAX_COUNT]));
+        assert!(
+            violations
+                .iter()
+                .all(|violation| violation.nearest == [MAX_COUNT])
+        );
     }
 
     #[test]
     fn groups_of_devices() {
         #[track_caller]
         fn check(group: &str, expected: Option<&[&str]>) {
-            let config = DevicesConfig { group: group.to_owned(), ..DevicesConfig::default() };
+            let config = DevicesConfig {
+                group: group.to_owned(),
+                ..DevicesConfig::default()
+            };
             let list = config.list().ok();
-            let list: Option<Vec<&str>> = list.as_ref().map(|list| list.iter().map(String::as_str).collect());
+            let list: Option<Vec<&str>> = list
+                .as_ref()
+                .map(|list| list.iter().map(String::as_str).collect());
             assert_eq!(list.as_deref(), expected, "{group}");
         }
         check("cpu", Some(&["cpu"]));

@@ -134,12 +134,19 @@ stage_config!(Evaluate, "evaluate", { model: String = "actor".to_owned(), every:
 });
 
 /// Rewards brought to mean 0 over the whole batch.
-const WHITENED: Key<Scalar<f32>> = Key::new("whitened_rewards", "[B]", "reward", "rewards of mean 0");
+const WHITENED: Key<Scalar<f32>> =
+    Key::new("whitened_rewards", "[B]", "reward", "rewards of mean 0");
 /// Rewards times a factor.
-const SCALED: Key<Scalar<f32>> = Key::new("scaled_rewards", "[B]", "reward", "rewards times a factor");
+const SCALED: Key<Scalar<f32>> =
+    Key::new("scaled_rewards", "[B]", "reward", "rewards times a factor");
 
 stage_config!(Whiten, "whiten", {}, |_this, context| {
-    declared(StageSpec::new().reads(REWARDS).writes(WHITENED).cardinality(Cardinality::Batch))
+    declared(
+        StageSpec::new()
+            .reads(REWARDS)
+            .writes(WHITENED)
+            .cardinality(Cardinality::Batch),
+    )
 });
 
 stage_config!(Scale, "scale", { factor: f64 = 1.0 }, |_this, context| {
@@ -171,7 +178,11 @@ impl ModelConfig for Decoder {
 
     fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         if self.path == "missing" {
-            return Err(vec![ConfigError::new("path", "is no folder: missing", "give the folder of a model")]);
+            return Err(vec![ConfigError::new(
+                "path",
+                "is no folder: missing",
+                "give the folder of a model",
+            )]);
         }
         Ok(ModelInfo {
             num_parameters: 494_032_768,
@@ -187,7 +198,12 @@ impl ModelConfig for Decoder {
         self.optimizer.is_some()
     }
 
-    fn load(&self, _: &str, _: &str, _: &BuildContext) -> Result<Box<dyn ModelResource>, ResourceError> {
+    fn load(
+        &self,
+        _: &str,
+        _: &str,
+        _: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
         Err(ResourceError::Failed("a stand-in cannot be loaded".into()))
     }
 }
@@ -205,7 +221,9 @@ impl DataConfig for Questions {
     const SUMMARY: &'static str = "a stand-in for a file of questions";
 
     fn open(&self, _: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
-        Err(DataError::Empty { path: self.path.clone() })
+        Err(DataError::Empty {
+            path: self.path.clone(),
+        })
     }
 }
 
@@ -227,17 +245,29 @@ pub fn registry() -> Registry {
 
 /// A frozen model.
 pub fn frozen() -> Decoder {
-    Decoder { path: "base".to_owned(), optimizer: None }
+    Decoder {
+        path: "base".to_owned(),
+        optimizer: None,
+    }
 }
 
 /// A model that trains.
 pub fn trained() -> Decoder {
-    Decoder { optimizer: Some(Optimizer { learning_rate: 1e-6 }), ..frozen() }
+    Decoder {
+        optimizer: Some(Optimizer {
+            learning_rate: 1e-6,
+        }),
+        ..frozen()
+    }
 }
 
 /// GRPO: 60 prompts × 12 samples on 6 devices, two of them a rollout engine.
 pub fn grpo() -> DataPipe {
-    let reference = LogProbs { model: "ref".to_owned(), reference: true, ..LogProbs::default() };
+    let reference = LogProbs {
+        model: "ref".to_owned(),
+        reference: true,
+        ..LogProbs::default()
+    };
     let chain = Prompts::default()
         >> Generate::default()
         >> Reward::default()
@@ -255,8 +285,16 @@ pub fn grpo() -> DataPipe {
             log_prob_micro_batch: Some(8),
             epochs: 1,
         })
-        .devices(DevicesConfig { group: "cuda:0-5".to_owned(), rollout_tensor_parallel: 2 })
-        .data("train", Questions { path: "train.jsonl".to_owned() })
+        .devices(DevicesConfig {
+            group: "cuda:0-5".to_owned(),
+            rollout_tensor_parallel: 2,
+        })
+        .data(
+            "train",
+            Questions {
+                path: "train.jsonl".to_owned(),
+            },
+        )
         .model("actor", trained())
         .model("ref", frozen())
         .chain(chain)

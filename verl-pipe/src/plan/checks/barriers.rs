@@ -6,14 +6,21 @@ use crate::plan::tables::Tables;
 use crate::stage::{Cardinality, RowRule};
 
 /// Warns of a `Batch` stage with an expansion upstream and per-row host stages downstream, which it makes wait.
-pub(crate) fn check(draft: &Draft<'_>, order: &[usize], _: &Tables, findings: &mut Vec<Diagnostic>) {
+pub(crate) fn check(
+    draft: &Draft<'_>,
+    order: &[usize],
+    _: &Tables,
+    findings: &mut Vec<Diagnostic>,
+) {
     let n = draft.stages.len();
     // The nearest expansion above each stage, and the barrier below that expansion, if there is one.
     let mut expansion: Vec<Option<usize>> = vec![None; n];
     let mut barrier: Vec<Option<usize>> = vec![None; n];
     let mut held: Vec<Vec<&str>> = vec![Vec::new(); n];
     for &index in order {
-        let Some(spec) = &draft.stages[index].spec else { continue };
+        let Some(spec) = &draft.stages[index].spec else {
+            continue;
+        };
         for &before in draft.graph.predecessors(index) {
             expansion[index] = expansion[index].or(expansion[before]);
             barrier[index] = barrier[index].or(barrier[before]);

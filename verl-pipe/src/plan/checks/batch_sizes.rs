@@ -10,7 +10,10 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
 
 /// A violation as a finding.
 pub(crate) fn finding(violation: &Violation) -> Diagnostic {
-    let (section, key) = violation.setting.split_once('.').unwrap_or(("", violation.setting));
+    let (section, key) = violation
+        .setting
+        .split_once('.')
+        .unwrap_or(("", violation.setting));
     let help = match violation.nearest.as_slice() {
         [] => format!("set `{key}` in [{section}]"),
         [value] => format!("set `{key} = {value}` in [{section}]"),

@@ -8,7 +8,10 @@ pub(crate) fn report(draft: &Draft<'_>, cycles: &[Vec<usize>], findings: &mut Ve
     for walk in cycles {
         let closed: Vec<usize> = walk.iter().chain(walk.first()).copied().collect();
         let names: Vec<&str> = closed.iter().map(|&index| draft.name(index)).collect();
-        let why: Vec<String> = closed.windows(2).map(|pair| step(draft, pair[0], pair[1])).collect();
+        let why: Vec<String> = closed
+            .windows(2)
+            .map(|pair| step(draft, pair[0], pair[1]))
+            .collect();
         let what = match walk.as_slice() {
             [_] => format!("`{}` waits for itself", names[0]),
             _ => format!("{} stages wait for each other", walk.len()),
@@ -23,6 +26,14 @@ pub(crate) fn report(draft: &Draft<'_>, cycles: &[Vec<usize>], findings: &mut Ve
 }
 
 fn step(draft: &Draft<'_>, writer: usize, reader: usize) -> String {
-    let keys = draft.links[reader].iter().filter(|link| link.writer == writer).map(|link| link.key.as_str());
-    format!("`{}` writes {}, which `{}` reads", draft.name(writer), quoted(keys), draft.name(reader))
+    let keys = draft.links[reader]
+        .iter()
+        .filter(|link| link.writer == writer)
+        .map(|link| link.key.as_str());
+    format!(
+        "`{}` writes {}, which `{}` reads",
+        draft.name(writer),
+        quoted(keys),
+        draft.name(reader)
+    )
 }

@@ -28,5 +28,8 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
 /// Whether each value of `from` is a value of `to`.
 pub(crate) fn is_lossless(from: DType, to: DType) -> bool {
     use DType::{F32, F64, I64, U8, U32, U64};
-    matches!((from, to), (U8, U32 | U64 | I64) | (U32, U64 | I64) | (F32, F64))
+    matches!(
+        (from, to),
+        (U8, U32 | U64 | I64) | (U32, U64 | I64) | (F32, F64)
+    )
 }

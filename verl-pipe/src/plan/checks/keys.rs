@@ -5,8 +5,10 @@ use crate::plan::build::{Draft, Missing};
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for (key, by) in draft.written.iter().filter(|(_, by)| !by.again.is_empty()) {
-        let stages: Vec<&str> =
-            std::iter::once(by.stage).chain(by.again.iter().copied()).map(|index| draft.name(index)).collect();
+        let stages: Vec<&str> = std::iter::once(by.stage)
+            .chain(by.again.iter().copied())
+            .map(|index| draft.name(index))
+            .collect();
         let last = stages.last().copied().unwrap_or_default();
         findings.push(
             Diagnostic::error("P005", format!("`{key}` is written by {} stages", stages.len()))
@@ -21,14 +23,22 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     }
     // A stage that could not be built may be the one that writes the key; its own findings come first.
     if draft.complete() {
-        findings.extend(draft.missing.iter().map(|missing| unwritten(draft, missing)));
+        findings.extend(
+            draft
+                .missing
+                .iter()
+                .map(|missing| unwritten(draft, missing)),
+        );
     }
 }
 
 /// What stage `index` itself calls the pipeline's `key`.
 fn own_name<'a>(draft: &'a Draft<'_>, index: usize, key: &'a str) -> &'a str {
     let rename = &draft.stages[index].decl.rename;
-    rename.iter().find(|(_, name)| *name == key).map_or(key, |(own, _)| own.as_str())
+    rename
+        .iter()
+        .find(|(_, name)| *name == key)
+        .map_or(key, |(own, _)| own.as_str())
 }
 
 fn unwritten(draft: &Draft<'_>, missing: &Missing<'_>) -> Diagnostic {
@@ -38,13 +48,25 @@ fn unwritten(draft: &Draft<'_>, missing: &Missing<'_>) -> Diagnostic {
     let help = match nearest(key, known.iter().copied()) {
         Some(near) => {
             let writer = draft.name(draft.written[near].stage);
-            format!("did you mean `{near}`, which `{writer}` writes? rename = {{ {} = \"{near}\" }}", read.name)
+            format!(
+                "did you mean `{near}`, which `{writer}` writes? rename = {{ {} = \"{near}\" }}",
+                read.name
+            )
         }
         None if known.is_empty() => "add a stage that writes it".to_owned(),
-        None => format!("add a stage that writes it; the pipeline's keys are {}", quoted(known)),
+        None => format!(
+            "add a stage that writes it; the pipeline's keys are {}",
+            quoted(known)
+        ),
     };
-    Diagnostic::error("P002", format!("`{reader}` reads `{key}`, which no stage writes"))
-        .at(format!("stage `{reader}`"))
-        .because(format!("`{reader}` needs `{key}`: {} {}, {}", read.dtype, read.shape, read.meaning))
-        .help(help)
+    Diagnostic::error(
+        "P002",
+        format!("`{reader}` reads `{key}`, which no stage writes"),
+    )
+    .at(format!("stage `{reader}`"))
+    .because(format!(
+        "`{reader}` needs `{key}`: {} {}, {}",
+        read.dtype, read.shape, read.meaning
+    ))
+    .help(help)
 }

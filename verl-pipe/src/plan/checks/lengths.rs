@@ -10,7 +10,12 @@ use crate::shape::Dim;
 /// Lengths of rows, by where they come from: the stage that first wrote them and its letter.
 type Lengths = (usize, String);
 
-pub(crate) fn check(draft: &Draft<'_>, order: &[usize], _: &Tables, findings: &mut Vec<Diagnostic>) {
+pub(crate) fn check(
+    draft: &Draft<'_>,
+    order: &[usize],
+    _: &Tables,
+    findings: &mut Vec<Diagnostic>,
+) {
     let mut of_key: HashMap<&str, Lengths> = HashMap::new();
     for &index in order {
         let stage = &draft.stages[index];
@@ -19,7 +24,10 @@ pub(crate) fn check(draft: &Draft<'_>, order: &[usize], _: &Tables, findings: &m
         // One finding for each pair of lengths that meet, however many keys have them.
         let mut told: Vec<(String, Lengths)> = Vec::new();
         for link in &draft.links[index] {
-            let (Some(letter), Some(lengths)) = (letter(link.read), of_key.get(link.key.as_str())) else { continue };
+            let (Some(letter), Some(lengths)) = (letter(link.read), of_key.get(link.key.as_str()))
+            else {
+                continue;
+            };
             match bound.get(&letter) {
                 Some((other, first)) if other != lengths => {
                     let pair = (letter.clone(), lengths.clone());
@@ -36,7 +44,9 @@ pub(crate) fn check(draft: &Draft<'_>, order: &[usize], _: &Tables, findings: &m
         }
         for field in &spec.writes {
             if let Some(letter) = letter(field) {
-                let lengths = bound.get(&letter).map_or((index, letter), |(lengths, _)| lengths.clone());
+                let lengths = bound
+                    .get(&letter)
+                    .map_or((index, letter), |(lengths, _)| lengths.clone());
                 of_key.insert(stage.key(&field.name), lengths);
             }
         }
@@ -44,10 +54,15 @@ pub(crate) fn check(draft: &Draft<'_>, order: &[usize], _: &Tables, findings: &m
 }
 
 fn letter(field: &crate::field::Field) -> Option<String> {
-    field.parsed_shape().ok()?.0.into_iter().find_map(|dim| match dim {
-        Dim::Ragged(name) => Some(name.into_owned()),
-        _ => None,
-    })
+    field
+        .parsed_shape()
+        .ok()?
+        .0
+        .into_iter()
+        .find_map(|dim| match dim {
+            Dim::Ragged(name) => Some(name.into_owned()),
+            _ => None,
+        })
 }
 
 fn unequal(

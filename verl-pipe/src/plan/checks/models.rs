@@ -10,16 +10,27 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let mut users: BTreeMap<&str, Vec<(&str, Access)>> = BTreeMap::new();
     for stage in draft.stages {
         for (model, access) in stage.spec.iter().flat_map(|spec| &spec.models) {
-            users.entry(model).or_default().push((&stage.decl.name, *access));
+            users
+                .entry(model)
+                .or_default()
+                .push((&stage.decl.name, *access));
         }
     }
     let known = &draft.context.models;
-    for (model, users) in users.iter().filter(|(model, _)| !known.iter().any(|name| name == *model)) {
+    for (model, users) in users
+        .iter()
+        .filter(|(model, _)| !known.iter().any(|name| name == *model))
+    {
         let stages = quoted(users.iter().map(|(stage, _)| *stage));
         findings.push(
             Diagnostic::error("P009", format!("there is no model `{model}`"))
-                .at(format!("stage{} {stages}", if users.len() == 1 { "" } else { "s" }))
-                .because(format!("the pipeline declares no model of this name, but {stages} cannot do without"))
+                .at(format!(
+                    "stage{} {stages}",
+                    if users.len() == 1 { "" } else { "s" }
+                ))
+                .because(format!(
+                    "the pipeline declares no model of this name, but {stages} cannot do without"
+                ))
                 .help(format!(
                     "declare [models.{model}], or name another model in the stage's `model`; {}",
                     suggest(model, "models", known.iter().map(String::as_str))
@@ -29,14 +40,26 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for decl in &draft.pipe.models {
         let name = decl.name.as_str();
         let users = users.get(name).map_or(&[][..], Vec::as_slice);
-        let updaters = quoted(users.iter().filter(|(_, access)| *access == Access::Update).map(|(stage, _)| *stage));
+        let updaters = quoted(
+            users
+                .iter()
+                .filter(|(_, access)| *access == Access::Update)
+                .map(|(stage, _)| *stage),
+        );
         let place = format!("[models.{name}]");
         if !updaters.is_empty() && !decl.factory.trainable() {
             findings.push(
-                Diagnostic::error("P010", format!("{updaters} may not update `{name}`: it is frozen"))
-                    .at(format!("{updaters} -> {place}"))
-                    .because(format!("`{name}` is declared without an optimiser, so its weights never change"))
-                    .help(format!("add [models.{name}.optimizer] with a `learning_rate`, or update another model")),
+                Diagnostic::error(
+                    "P010",
+                    format!("{updaters} may not update `{name}`: it is frozen"),
+                )
+                .at(format!("{updaters} -> {place}"))
+                .because(format!(
+                    "`{name}` is declared without an optimiser, so its weights never change"
+                ))
+                .help(format!(
+                    "add [models.{name}.optimizer] with a `learning_rate`, or update another model"
+                )),
             );
         }
         // A stage that could not be built may be the one that uses the model.
@@ -54,7 +77,9 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             findings.push(
                 Diagnostic::warning("P011", format!("no stage updates the model `{name}`"))
                     .at(place)
-                    .because("it is declared with an optimiser, whose state takes memory for nothing")
+                    .because(
+                        "it is declared with an optimiser, whose state takes memory for nothing",
+                    )
                     .help("remove its optimiser to freeze it, or add a stage that updates it"),
             );
         }

@@ -7,14 +7,35 @@ use crate::plan::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let pipe = draft.pipe;
-    twice("stage", pipe.stages.iter().map(|stage| stage.name.as_str()), findings);
-    twice("model", pipe.models.iter().map(|model| model.name.as_str()), findings);
-    twice("data set", pipe.data.iter().map(|data| data.name.as_str()), findings);
+    twice(
+        "stage",
+        pipe.stages.iter().map(|stage| stage.name.as_str()),
+        findings,
+    );
+    twice(
+        "model",
+        pipe.models.iter().map(|model| model.name.as_str()),
+        findings,
+    );
+    twice(
+        "data set",
+        pipe.data.iter().map(|data| data.name.as_str()),
+        findings,
+    );
     for stage in draft.stages {
         let Some(spec) = &stage.spec else { continue };
-        let fields = spec.reads.iter().chain(&spec.reads_optional).chain(&spec.writes);
+        let fields = spec
+            .reads
+            .iter()
+            .chain(&spec.reads_optional)
+            .chain(&spec.writes);
         let own: Vec<&str> = fields.map(|field| field.name.as_ref()).collect();
-        for (local, key) in stage.decl.rename.iter().filter(|(local, _)| !own.contains(&local.as_str())) {
+        for (local, key) in stage
+            .decl
+            .rename
+            .iter()
+            .filter(|(local, _)| !own.contains(&local.as_str()))
+        {
             findings.push(
                 Diagnostic::error("P016", format!("`{}` has no key `{local}` to rename", stage.decl.name))
                     .at(format!("stage `{}`, rename", stage.decl.name))
@@ -30,14 +51,24 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
 fn twice<'a>(what: &str, names: impl Iterator<Item = &'a str>, findings: &mut Vec<Diagnostic>) {
     let mut places: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for (index, name) in names.enumerate() {
-        places.entry(name).or_default().push((index + 1).to_string());
+        places
+            .entry(name)
+            .or_default()
+            .push((index + 1).to_string());
     }
     for (name, places) in places.iter().filter(|(_, places)| places.len() > 1) {
         findings.push(
-            Diagnostic::error("P001", format!("{} {what}s are called `{name}`", places.len()))
-                .at(format!("{what}s number {}", places.join(" and ")))
-                .because(format!("settings, messages and the trace address a {what} by its name"))
-                .help(format!("give one of them a name of its own, for example `name = \"{name}_2\"`")),
+            Diagnostic::error(
+                "P001",
+                format!("{} {what}s are called `{name}`", places.len()),
+            )
+            .at(format!("{what}s number {}", places.join(" and ")))
+            .because(format!(
+                "settings, messages and the trace address a {what} by its name"
+            ))
+            .help(format!(
+                "give one of them a name of its own, for example `name = \"{name}_2\"`"
+            )),
         );
     }
 }

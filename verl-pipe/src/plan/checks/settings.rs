@@ -11,13 +11,22 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     }
     for (model, info) in draft.pipe.models.iter().zip(draft.models) {
         let place = format!("[models.{}] ({})", model.name, model.kind);
-        findings.extend(info.as_ref().err().into_iter().flatten().map(|error| refused(&place, error)));
+        findings.extend(
+            info.as_ref()
+                .err()
+                .into_iter()
+                .flatten()
+                .map(|error| refused(&place, error)),
+        );
     }
 }
 
 fn refused(place: &str, error: &ConfigError) -> Diagnostic {
-    Diagnostic::error("C005", format!("`{}` cannot be used as it is set", error.setting))
-        .at(place)
-        .because(error.to_string())
-        .help(error.help.clone())
+    Diagnostic::error(
+        "C005",
+        format!("`{}` cannot be used as it is set", error.setting),
+    )
+    .at(place)
+    .because(error.to_string())
+    .help(error.help.clone())
 }

@@ -7,7 +7,12 @@ use crate::shape::{Dim, Shape};
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for stage in draft.stages {
-        let fields = stage.spec.iter().flat_map(|spec| spec.reads.iter().chain(&spec.reads_optional).chain(&spec.writes));
+        let fields = stage.spec.iter().flat_map(|spec| {
+            spec.reads
+                .iter()
+                .chain(&spec.reads_optional)
+                .chain(&spec.writes)
+        });
         findings.extend(fields.filter_map(|field| malformed(&stage.decl.name, field)));
     }
     for link in draft.links.iter().flatten() {
@@ -25,26 +30,37 @@ fn malformed(stage: &str, field: &Field) -> Option<Diagnostic> {
         Err(error) => error.to_string(),
         Ok(shape) => match shape.rows() {
             None => "it has no dim, but the first dim of a key counts rows".to_owned(),
-            Some(Dim::Ragged(_)) => format!("the first dim of {shape} counts rows and cannot be ragged"),
+            Some(Dim::Ragged(_)) => {
+                format!("the first dim of {shape} counts rows and cannot be ragged")
+            }
             Some(_) => return None,
         },
     };
     Some(
-        Diagnostic::error("P003", format!("the shape of `{}` cannot be used", field.name))
-            .at(format!("stage `{stage}`"))
-            .because(why)
-            .help("write for example `[B]` for one value a row, `[B, T~]` for one a token"),
+        Diagnostic::error(
+            "P003",
+            format!("the shape of `{}` cannot be used", field.name),
+        )
+        .at(format!("stage `{stage}`"))
+        .because(why)
+        .help("write for example `[B]` for one value a row, `[B, T~]` for one a token"),
     )
 }
 
 /// Letters are the stages' own; what must agree is how many dims there are, and which of them are ragged or fixed.
 fn fits(read: &Shape, written: &Shape) -> bool {
     read.0.len() == written.0.len()
-        && read.0.iter().zip(&written.0).skip(1).all(|(read, written)| match (read, written) {
-            (Dim::Fixed(read), Dim::Fixed(written)) => read == written,
-            (Dim::Ragged(_), Dim::Ragged(_)) | (Dim::Symbol(_), Dim::Symbol(_) | Dim::Fixed(_)) => true,
-            _ => false,
-        })
+        && read
+            .0
+            .iter()
+            .zip(&written.0)
+            .skip(1)
+            .all(|(read, written)| match (read, written) {
+                (Dim::Fixed(read), Dim::Fixed(written)) => read == written,
+                (Dim::Ragged(_), Dim::Ragged(_))
+                | (Dim::Symbol(_), Dim::Symbol(_) | Dim::Fixed(_)) => true,
+                _ => false,
+            })
 }
 
 fn mismatch(draft: &Draft<'_>, link: &Link<'_>, read: &Shape, written: &Shape) -> Diagnostic {
@@ -53,7 +69,10 @@ fn mismatch(draft: &Draft<'_>, link: &Link<'_>, read: &Shape, written: &Shape) -
         **key != link.key
             && by.field.dtype == link.read.dtype
             && by.field.unit == link.read.unit
-            && by.field.parsed_shape().is_ok_and(|shape| fits(read, &shape))
+            && by
+                .field
+                .parsed_shape()
+                .is_ok_and(|shape| fits(read, &shape))
     });
     let alike = quoted(alike.map(|(key, _)| key.as_str()));
     let between = format!("put a stage between the two that makes {read} from {written}");
@@ -62,14 +81,20 @@ fn mismatch(draft: &Draft<'_>, link: &Link<'_>, read: &Shape, written: &Shape) -
     } else {
         format!("read a key that has this shape (rename): {alike}; or {between}")
     };
-    Diagnostic::error("P003", format!("`{reader}` cannot use `{}` as `{writer}` writes it", link.key))
-        .at(format!("{writer} -> {reader}"))
-        .because(format!(
-            "`{writer}` writes {written} ({}), `{reader}` reads {read} ({})",
-            in_words(written),
-            in_words(read)
-        ))
-        .help(help)
+    Diagnostic::error(
+        "P003",
+        format!(
+            "`{reader}` cannot use `{}` as `{writer}` writes it",
+            link.key
+        ),
+    )
+    .at(format!("{writer} -> {reader}"))
+    .because(format!(
+        "`{writer}` writes {written} ({}), `{reader}` reads {read} ({})",
+        in_words(written),
+        in_words(read)
+    ))
+    .help(help)
 }
 
 fn in_words(shape: &Shape) -> String {
@@ -90,7 +115,11 @@ mod tests {
     #[track_caller]
     fn check(read: &str, written: &str, expected: bool) {
         let parse = |text: &str| text.parse::<Shape>().expect("a shape");
-        assert_eq!(fits(&parse(read), &parse(written)), expected, "{read} {written}");
+        assert_eq!(
+            fits(&parse(read), &parse(written)),
+            expected,
+            "{read} {written}"
+        );
     }
 
     #[test]

@@ -15,9 +15,16 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for stage in draft.stages {
         let Some(spec) = &stage.spec else { continue };
         let names = |fields: &[crate::field::Field]| -> Vec<String> {
-            fields.iter().map(|field| stage.key(&field.name).to_owned()).collect()
+            fields
+                .iter()
+                .map(|field| stage.key(&field.name).to_owned())
+                .collect()
         };
-        let (reads, optional, writes) = (names(&spec.reads), names(&spec.reads_optional), names(&spec.writes));
+        let (reads, optional, writes) = (
+            names(&spec.reads),
+            names(&spec.reads_optional),
+            names(&spec.writes),
+        );
         if let Some(stated) = &stage.decl.stated_reads {
             differ(stage, "read", stated, &reads, &optional, findings);
         }
@@ -40,27 +47,36 @@ fn differ(
         .filter(|name| !needed.contains(name) && !optional.contains(name))
         .map(String::as_str)
         .collect();
-    let unstated: Vec<&str> =
-        needed.iter().filter(|name| !stated.contains(name)).map(String::as_str).collect();
+    let unstated: Vec<&str> = needed
+        .iter()
+        .filter(|name| !stated.contains(name))
+        .map(String::as_str)
+        .collect();
     let mut why = Vec::new();
     if !unknown.is_empty() {
         why.push(format!("it does not {verb} {}", quoted(unknown)));
     }
     if !unstated.is_empty() {
-        why.push(format!("it {verb}s {}, which is not stated", quoted(unstated)));
+        why.push(format!(
+            "it {verb}s {}, which is not stated",
+            quoted(unstated)
+        ));
     }
     if why.is_empty() {
         return;
     }
     let name = &stage.decl.name;
     findings.push(
-        Diagnostic::error("P014", format!("what `{name}` {verb}s is not what was stated"))
-            .at(format!("stage `{name}` ({})", stage.decl.kind))
-            .because(why.join("\n"))
-            .help(format!(
-                "state {}s({}), or leave the statement out: the stage declares its keys itself",
-                verb,
-                quoted(needed.iter().map(String::as_str))
-            )),
+        Diagnostic::error(
+            "P014",
+            format!("what `{name}` {verb}s is not what was stated"),
+        )
+        .at(format!("stage `{name}` ({})", stage.decl.kind))
+        .because(why.join("\n"))
+        .help(format!(
+            "state {}s({}), or leave the statement out: the stage declares its keys itself",
+            verb,
+            quoted(needed.iter().map(String::as_str))
+        )),
     );
 }

@@ -24,11 +24,17 @@ fn mismatch(
     let (writer, reader) = (draft.name(link.writer), draft.name(link.reader));
     let why: Vec<String> = parts
         .iter()
-        .map(|(part, need, have)| format!("{part}: `{reader}` needs {need}, `{writer}` writes {have}"))
+        .map(|(part, need, have)| {
+            format!("{part}: `{reader}` needs {need}, `{writer}` writes {have}")
+        })
         .collect();
     let matching = draft.written.iter().find(|(_, by)| {
         by.field.dtype == link.read.dtype
-            && by.field.tag.as_ref().is_some_and(|tag| need.mismatches(tag).is_empty())
+            && by
+                .field
+                .tag
+                .as_ref()
+                .is_some_and(|tag| need.mismatches(tag).is_empty())
     });
     let mut help = Vec::new();
     if parts.iter().any(|(part, ..)| *part == "temperature") {
@@ -45,11 +51,17 @@ fn mismatch(
             format!("recompute them with a stage (`log_probs`) that scores the responses with {model} as {need}")
         }
     });
-    Diagnostic::error("P007", format!("`{}` is not of the distribution that `{reader}` needs", link.key))
-        .at(format!("{writer} -> {reader}"))
-        .because(format!(
-            "{}\na ratio of probabilities of two distributions is biased, although nothing looks wrong",
-            why.join("\n")
-        ))
-        .help(help.join("; or "))
+    Diagnostic::error(
+        "P007",
+        format!(
+            "`{}` is not of the distribution that `{reader}` needs",
+            link.key
+        ),
+    )
+    .at(format!("{writer} -> {reader}"))
+    .because(format!(
+        "{}\na ratio of probabilities of two distributions is biased, although nothing looks wrong",
+        why.join("\n")
+    ))
+    .help(help.join("; or "))
 }
