@@ -1,10 +1,12 @@
 //! Commands of the executable, each a function of a registry and a writer. The executable fills the registry.
 //!
-//! Exit codes: 0 where the answer is good, 1 where the pipeline has faults.
+//! Exit codes: 0 where the answer is good, 1 where the pipeline has faults or its run
+//! failed, 130 where a run was cancelled.
 
 pub mod check;
 pub mod plan;
 pub mod schema;
+pub mod train;
 
 use std::io::{self, Write};
 use std::path::PathBuf;

@@ -1,3 +1,6 @@
 //! Placement and batch arithmetic; pure functions.
 
 pub mod batching;
+pub mod groups;
+pub mod placement;
+pub mod wiring;

@@ -1,0 +1,156 @@
+//! `pipe train FILE [key=value…]`: runs a pipeline to its target step.
+
+use std::io::Write;
+
+use super::{PipelineArgs, write_findings};
+use crate::diagnostic::Diagnostic;
+use crate::registry::Registry;
+use crate::run::console::Console;
+use crate::run::error::RunError;
+use crate::run::interrupt::{CANCELLED_STATUS, cancel_on_ctrl_c};
+use crate::run::runner::RunOptions;
+use crate::run::trainer::{Trainer, TrainerOptions};
+use crate::stage::CancelToken;
+
+/// Runs the command. The exit status is 0 only when the target step was reached and models are saved; 1 when the
+/// pipeline is faulty or the run failed; 130 when it was cancelled.
+///
+/// `versions` names further crates and their versions for `versions.json`.
+pub fn train(args: &PipelineArgs, registry: &Registry, versions: Vec<(String, String)>) -> u8 {
+    let checked = args.read(registry).and_then(|pipe| pipe.plan());
+    let plan = match checked {
+        Ok(plan) => plan,
+        Err(findings) => {
+            report(&findings);
+            return 1;
+        }
+    };
+    if !plan.warnings.is_empty() {
+        report(&plan.warnings);
+    }
+    let cancel = CancelToken::default();
+    if let Err(error) = cancel_on_ctrl_c(cancel.clone()) {
+        tracing::warn!("Ctrl-C will end the process at once: {error}");
+    }
+    let console = Console::new(plan.pipe.run.steps, plan.pipe.run.console_every);
+    let options = TrainerOptions {
+        run: RunOptions {
+            cancel,
+            ..RunOptions::default()
+        },
+        console: Some(console),
+        versions,
+    };
+    let dir = plan.pipe.run.dir.clone();
+    let ended = Trainer::with_options(plan, options).and_then(|mut trainer| trainer.train());
+    match ended {
+        Ok(_) => {
+            let _ = writeln!(std::io::stdout(), "the run is in {}", dir.display());
+            0
+        }
+        Err(error) => {
+            say(&format!("error: {error}"));
+            if matches!(error, RunError::Cancelled { .. }) {
+                CANCELLED_STATUS
+            } else {
+                1
+            }
+        }
+    }
+}
+
+fn report(findings: &[Diagnostic]) {
+    // Nothing can be done about a closed standard error.
+    let _ = write_findings(findings, &mut std::io::stderr());
+}
+
+fn say(text: &str) {
+    // Nothing can be done about a closed standard error.
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use schemars::JsonSchema;
+    use serde::{Deserialize, Serialize};
+
+    use super::*;
+    use crate::batch::{Batch, RowId};
+    use crate::keys::DATA_ROWS;
+    use crate::stage::{
+        BuildContext, ConfigError, RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
+    };
+
+    /// Numbers the rows of a step; refuses the step `fail_at`.
+    #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+    #[serde(deny_unknown_fields, default)]
+    struct Count {
+        fail_at: u64,
+    }
+
+    struct Counting {
+        rows: u64,
+        fail_at: u64,
+    }
+
+    impl StageConfig for Count {
+        const KIND: &'static str = "count";
+        const SUMMARY: &'static str = "numbers rows";
+        fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+            Ok(Box::new(Counting {
+                rows: context.batch.prompts as u64,
+                fail_at: self.fail_at,
+            }))
+        }
+    }
+
+    impl Stage for Counting {
+        fn spec(&self) -> StageSpec {
+            StageSpec::new().rows(RowRule::Source).writes(DATA_ROWS)
+        }
+        fn run(&mut self, _: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+            if context.step == self.fail_at {
+                return Err(StageError::failed("no rows left"));
+            }
+            let ids = (0..self.rows)
+                .map(|row| RowId::prompt(0, row))
+                .collect::<Result<Vec<_>, _>>()?;
+            let mut batch = Batch::with_rows(&ids);
+            batch.put(&DATA_ROWS, (0..self.rows).collect::<Vec<_>>())?;
+            context.emit(batch)
+        }
+    }
+
+    #[test]
+    fn the_exit_status_tells_how_it_ended() {
+        let temp = tempfile::tempdir().unwrap();
+        let file = temp.path().join("count.toml");
+        std::fs::write(&file, "name = \"count\"\n[[stages]]\nkind = \"count\"\n").unwrap();
+        let registry = Registry::new().stage::<Count>();
+        let run = |dir: &str, more: &[&str]| {
+            let dir = temp.path().join(dir);
+            let mut overrides = vec!["steps=3".to_owned(), format!("run.dir={}", dir.display())];
+            overrides.extend(more.iter().map(|text| (*text).to_owned()));
+            train(
+                &PipelineArgs {
+                    file: file.clone(),
+                    overrides,
+                },
+                &registry,
+                Vec::new(),
+            )
+        };
+        let status =
+            |dir: &str| std::fs::read_to_string(temp.path().join(dir).join("status.json")).unwrap();
+        assert_eq!(run("a", &[]), 0);
+        assert!(status("a").contains("\"finished\""));
+        // The folder is there already.
+        assert_eq!(run("a", &[]), 1);
+        assert_eq!(run("b", &["count.fail_at=2"]), 1);
+        assert!(status("b").contains("\"failed\"") && status("b").contains("no rows left"));
+        assert_eq!(run("c", &["count.fail_att=2"]), 1);
+        assert!(!temp.path().join("c").exists());
+        let config = std::fs::read_to_string(temp.path().join("b/config.toml")).unwrap();
+        assert!(config.contains("fail_at = 2"), "{config}");
+    }
+}

@@ -1,0 +1,182 @@
+//! What can end a run.
+
+use std::path::PathBuf;
+
+use crate::batch::BatchError;
+use crate::data::DataError;
+use crate::diagnostic::Diagnostic;
+use crate::resource::ResourceError;
+use crate::run::guard::GuardError;
+use crate::stage::{ConfigError, StageError};
+
+/// Why a run did not start or did not go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunError {
+    /// The plan cannot be placed.
+    #[error("the plan cannot be placed:\n{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
+    Schedule(Vec<Diagnostic>),
+    /// A data set cannot be opened.
+    #[error("data set `{name}`: {source}")]
+    Data {
+        /// Its name in the pipeline.
+        name: String,
+        /// What is wrong.
+        source: DataError,
+    },
+    /// A model cannot be loaded.
+    #[error("model `{name}` cannot be loaded: {source}")]
+    Load {
+        /// Its name in the pipeline.
+        name: String,
+        /// What is wrong.
+        source: ResourceError,
+    },
+    /// A stage cannot be made from its configuration.
+    #[error("stage `{stage}`: {}", .errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    Build {
+        /// Its name.
+        stage: String,
+        /// All that is wrong.
+        errors: Vec<ConfigError>,
+    },
+    /// A stage cannot start.
+    #[error("stage `{stage}` cannot start: {source}")]
+    Start {
+        /// Its name.
+        stage: String,
+        /// What is wrong.
+        source: StageError,
+    },
+    /// A call of a stage failed.
+    #[error("step {step}, stage `{stage}`, {rows}: {source}")]
+    Stage {
+        /// The step.
+        step: u64,
+        /// The stage.
+        stage: String,
+        /// Which rows it was working on.
+        rows: String,
+        /// What is wrong.
+        source: StageError,
+    },
+    /// A call of a stage panicked.
+    #[error("step {step}, stage `{stage}`, {rows}: it panicked: {message}")]
+    Panic {
+        /// The step.
+        step: u64,
+        /// The stage.
+        stage: String,
+        /// Which rows it was working on.
+        rows: String,
+        /// The panic's message.
+        message: String,
+    },
+    /// A call took longer than it may.
+    #[error(
+        "step {step}, stage `{stage}`, {rows}: no answer after {waited_s:.1} s (deadline {deadline_s} s); awaited: {awaited}"
+    )]
+    Deadline {
+        /// The step.
+        step: u64,
+        /// The stage.
+        stage: String,
+        /// Which rows it was working on.
+        rows: String,
+        /// Seconds since the call began.
+        waited_s: f64,
+        /// Seconds it may take.
+        deadline_s: f64,
+        /// Keys that did not come.
+        awaited: String,
+    },
+    /// Rows on an edge are not what was declared.
+    #[error("step {step}, {source}")]
+    Guard {
+        /// The step.
+        step: u64,
+        /// What is wrong.
+        source: GuardError,
+    },
+    /// Rows could not be put together; a fault of the engine.
+    #[error("step {step}, input of stage `{stage}`: {source}")]
+    Input {
+        /// The step.
+        step: u64,
+        /// The reader.
+        stage: String,
+        /// What is wrong.
+        source: BatchError,
+    },
+    /// Nothing runs, and some stages still wait; a fault of the engine.
+    #[error("step {step}: nothing runs, but these wait:\n{waits}")]
+    Stalled {
+        /// The step.
+        step: u64,
+        /// One line a waiting stage.
+        waits: String,
+    },
+    /// A worker thread is gone, or holds on to a call that was given up.
+    #[error("the worker of `{worker}` is lost: {reason}; start the run again")]
+    Lost {
+        /// Which worker.
+        worker: String,
+        /// Why.
+        reason: String,
+    },
+    /// More calls hang than the pool may replace.
+    #[error(
+        "{hung} calls of host stages hang, the newest in `{stage}`; their threads cannot be freed"
+    )]
+    TooManyHung {
+        /// Number of hung calls.
+        hung: usize,
+        /// Stage of the newest.
+        stage: String,
+    },
+    /// The run was asked to end.
+    #[error("the run was cancelled during step {step}")]
+    Cancelled {
+        /// The step that did not end.
+        step: u64,
+    },
+    /// A snapshot or a model's file operation failed.
+    #[error("{what} `{name}` cannot {action}: {source}")]
+    State {
+        /// `model` or `stage`.
+        what: &'static str,
+        /// Its name.
+        name: String,
+        /// `snapshot`, `restore`, `save`.
+        action: &'static str,
+        /// What is wrong.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The resolved configuration cannot be written as TOML.
+    #[error("the configuration cannot be written as a file: {reason}")]
+    Config {
+        /// What is wrong.
+        reason: String,
+    },
+    /// The run folder is there already.
+    #[error(
+        "the run folder `{}` exists already and is never overwritten; choose another one (`run.dir=…`), or move or delete it",
+        .path.display()
+    )]
+    FolderExists {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A file of the run folder could not be written.
+    #[error("cannot {action} `{}`: {reason}; {saved}", .path.display())]
+    File {
+        /// What was tried.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The system's answer.
+        reason: std::io::Error,
+        /// What of the run is safe on disk.
+        saved: String,
+    },
+}

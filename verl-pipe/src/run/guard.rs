@@ -1,0 +1,366 @@
+//! Run-time guards: what a stage emits is what it declared. A guard names stage, key, sample, row and token.
+
+use std::collections::HashMap;
+
+use arrow_array::cast::AsArray;
+use arrow_array::types::{Float32Type, Float64Type};
+use arrow_array::{Array, ArrayRef, ListArray};
+
+use crate::batch::{Batch, RowId};
+use crate::schedule::wiring::{OutputColumn, StageWires};
+
+/// Rows on an edge that are not what was declared.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GuardError {
+    /// A declared key did not come.
+    #[error("stage `{stage}` emitted rows without `{key}`, which it declares; it emitted {found}")]
+    MissingKey {
+        /// The stage.
+        stage: String,
+        /// The key.
+        key: String,
+        /// Keys that it emitted.
+        found: String,
+    },
+    /// A key came that was not declared.
+    #[error("stage `{stage}` emitted `{key}`, which it neither reads nor declares as written")]
+    UndeclaredKey {
+        /// The stage.
+        stage: String,
+        /// The key.
+        key: String,
+    },
+    /// A column of another type.
+    #[error("stage `{stage}`, key `{key}`: declared {expected}, emitted {found}")]
+    Type {
+        /// The stage.
+        stage: String,
+        /// The key.
+        key: String,
+        /// As declared.
+        expected: String,
+        /// As emitted.
+        found: String,
+    },
+    /// Nulls in a key that allows none.
+    #[error(
+        "stage `{stage}`, key `{key}`, row {row} (sample {id}): null, but the key allows no null"
+    )]
+    Null {
+        /// The stage.
+        stage: String,
+        /// The key.
+        key: String,
+        /// Position among the step's rows.
+        row: usize,
+        /// Identity of the row.
+        id: RowId,
+    },
+    /// A value that is not finite in a key that promises it.
+    #[error("stage `{stage}`, key `{key}`, row {row} (sample {id}){}: {value}, but the key promises finite values",
+        .token.map(|t| format!(", token {t}")).unwrap_or_default())]
+    NonFinite {
+        /// The stage.
+        stage: String,
+        /// The key.
+        key: String,
+        /// Position among the step's rows.
+        row: usize,
+        /// Identity of the row.
+        id: RowId,
+        /// Position in the row's list, for ragged keys.
+        token: Option<usize>,
+        /// The value.
+        value: f64,
+    },
+    /// Lists of one row that should be equally long and are not.
+    #[error(
+        "stage `{stage}`, row {row} (sample {id}): `{first}` has {first_len} values and `{key}` has {len}, but both are declared with length {dim}"
+    )]
+    Length {
+        /// The stage.
+        stage: String,
+        /// The key.
+        key: String,
+        /// Its length.
+        len: usize,
+        /// The key that it is compared with.
+        first: String,
+        /// Length of that.
+        first_len: usize,
+        /// The dim that both declare.
+        dim: String,
+        /// Position among the step's rows.
+        row: usize,
+        /// Identity of the row.
+        id: RowId,
+    },
+    /// A row that does not belong to the call.
+    #[error(
+        "stage `{stage}` emitted sample {id}, which is not among the rows it may emit here ({allowed})"
+    )]
+    ForeignRow {
+        /// The stage.
+        stage: String,
+        /// The row.
+        id: RowId,
+        /// Rows of the call.
+        allowed: String,
+    },
+    /// A row that came twice.
+    #[error("stage `{stage}` emitted sample {id} twice in one step")]
+    RepeatedRow {
+        /// The stage.
+        stage: String,
+        /// The row.
+        id: RowId,
+    },
+    /// Rows that did not come.
+    #[error(
+        "stage `{stage}` ended a call {missing} rows short of {expected}; the first that is missing is {first}"
+    )]
+    MissingRows {
+        /// The stage.
+        stage: String,
+        /// How many.
+        missing: usize,
+        /// How many there should be.
+        expected: usize,
+        /// Identity of the first, or `unknown` for a source.
+        first: String,
+    },
+    /// Rows from a stage that makes none.
+    #[error("stage `{stage}` emitted {rows} rows, but it is declared to emit none")]
+    NoOutput {
+        /// The stage.
+        stage: String,
+        /// Number of rows.
+        rows: usize,
+    },
+}
+
+/// Where the guard stands: the stage, and the first row of the batch among the step's rows.
+pub(crate) struct GuardScope<'a> {
+    pub stage: &'a str,
+    pub wires: &'a StageWires,
+    /// Position of each row of the batch among the step's rows.
+    pub positions: &'a [u32],
+    pub ids: &'a [u64],
+}
+
+impl GuardScope<'_> {
+    fn row(&self, row: usize) -> (usize, RowId) {
+        (
+            self.positions.get(row).map_or(row, |p| *p as usize),
+            RowId(self.ids[row]),
+        )
+    }
+
+    /// The declared columns of an emitted batch, in declared order and with the declared Arrow type.
+    pub(crate) fn columns(&self, batch: &Batch) -> Result<Vec<ArrayRef>, GuardError> {
+        let record = batch.record();
+        let schema = record.schema_ref();
+        for field in schema.fields().iter().skip(2) {
+            let name = field.name();
+            let known = self.wires.outputs.iter().any(|out| &out.local == name)
+                || self.wires.inputs.iter().any(|input| &input.local == name);
+            if !known {
+                return Err(GuardError::UndeclaredKey {
+                    stage: self.stage.to_owned(),
+                    key: name.clone(),
+                });
+            }
+        }
+        self.wires
+            .outputs
+            .iter()
+            .map(|out| self.column(batch, out))
+            .collect()
+    }
+
+    fn column(&self, batch: &Batch, out: &OutputColumn) -> Result<ArrayRef, GuardError> {
+        let array = batch
+            .column(&out.local)
+            .ok_or_else(|| GuardError::MissingKey {
+                stage: self.stage.to_owned(),
+                key: out.local.clone(),
+                found: match batch.keys() {
+                    keys if keys.is_empty() => "no key".to_owned(),
+                    keys => keys.join(", "),
+                },
+            })?;
+        let array = with_type(array, out).ok_or_else(|| GuardError::Type {
+            stage: self.stage.to_owned(),
+            key: out.local.clone(),
+            expected: out.data_type.to_string(),
+            found: array.data_type().to_string(),
+        })?;
+        self.check_nulls(&array, out)?;
+        if out.field.finite {
+            self.check_finite(&array, &out.local)?;
+        }
+        Ok(array)
+    }
+
+    fn check_nulls(&self, array: &ArrayRef, out: &OutputColumn) -> Result<(), GuardError> {
+        let null = |row| {
+            let (row, id) = self.row(row);
+            GuardError::Null {
+                stage: self.stage.to_owned(),
+                key: out.local.clone(),
+                row,
+                id,
+            }
+        };
+        if !out.field.nullable && array.null_count() > 0 {
+            return Err(null(
+                (0..array.len()).find(|i| array.is_null(*i)).unwrap_or(0),
+            ));
+        }
+        if let Some(list) = array.as_list_opt::<i32>()
+            && list.values().null_count() > 0
+            && let Some(row) = (0..list.len()).find(|i| list.value(*i).null_count() > 0)
+        {
+            return Err(null(row));
+        }
+        Ok(())
+    }
+
+    fn check_finite(&self, array: &ArrayRef, key: &str) -> Result<(), GuardError> {
+        let list = array.as_list_opt::<i32>();
+        let (values, span) = match list {
+            Some(list) => {
+                let offsets = list.value_offsets();
+                (
+                    list.values(),
+                    offsets[0] as usize..offsets[list.len()] as usize,
+                )
+            }
+            None => (array, 0..array.len()),
+        };
+        let bad = if let Some(floats) = values.as_primitive_opt::<Float32Type>() {
+            span.clone()
+                .zip(&floats.values()[span])
+                .find(|(i, v)| !v.is_finite() && values.is_valid(*i))
+                .map(|(i, v)| (i, f64::from(*v)))
+        } else if let Some(floats) = values.as_primitive_opt::<Float64Type>() {
+            span.clone()
+                .zip(&floats.values()[span])
+                .find(|(i, v)| !v.is_finite() && values.is_valid(*i))
+                .map(|(i, v)| (i, *v))
+        } else {
+            None
+        };
+        let Some((at, value)) = bad else {
+            return Ok(());
+        };
+        let (row, token) = match list {
+            Some(list) => {
+                let row = list.value_offsets().partition_point(|o| *o as usize <= at) - 1;
+                (row, Some(at - list.value_offsets()[row] as usize))
+            }
+            None => (at, None),
+        };
+        let (row, id) = self.row(row);
+        Err(GuardError::NonFinite {
+            stage: self.stage.to_owned(),
+            key: key.to_owned(),
+            row,
+            id,
+            token,
+            value,
+        })
+    }
+
+    /// Keys that declare one length have it in every row: among the columns of `input` (with the identities of its
+    /// rows), among `outputs`, and between the two.
+    pub(crate) fn lengths(
+        &self,
+        input: Option<(&Batch, &[u64])>,
+        outputs: &[ArrayRef],
+    ) -> Result<(), GuardError> {
+        let by_id: Option<HashMap<u64, usize>> = input
+            .filter(|(_, ids)| !self.wires.lengths.is_empty() && *ids != self.ids)
+            .map(|(_, ids)| ids.iter().enumerate().map(|(row, id)| (*id, row)).collect());
+        for shared in &self.wires.lengths {
+            let mut lists: Vec<(&str, &ListArray, bool)> = Vec::new();
+            if let Some((input, _)) = input {
+                for i in &shared.inputs {
+                    let list = input.record().column(i + 2).as_list_opt::<i32>();
+                    lists.extend(
+                        list.map(|list| (self.wires.inputs[*i].local.as_str(), list, true)),
+                    );
+                }
+            }
+            for i in &shared.outputs {
+                let list = outputs.get(*i).and_then(|array| array.as_list_opt::<i32>());
+                lists.extend(list.map(|list| (self.wires.outputs[*i].local.as_str(), list, false)));
+            }
+            self.equal_lengths(&shared.dim, &lists, by_id.as_ref())?;
+        }
+        Ok(())
+    }
+
+    fn equal_lengths(
+        &self,
+        dim: &str,
+        lists: &[(&str, &ListArray, bool)],
+        by_id: Option<&HashMap<u64, usize>>,
+    ) -> Result<(), GuardError> {
+        let Some(((first, first_list, first_is_input), others)) = lists.split_first() else {
+            return Ok(());
+        };
+        if others.is_empty() {
+            return Ok(());
+        }
+        let at = |row: usize, is_input: bool| match by_id {
+            Some(by_id) if is_input => by_id.get(&self.ids[row]).copied(),
+            _ => Some(row),
+        };
+        for row in 0..self.ids.len() {
+            let Some(first_row) = at(row, *first_is_input).filter(|r| first_list.is_valid(*r))
+            else {
+                continue;
+            };
+            let first_len = first_list.value_length(first_row) as usize;
+            for (key, list, is_input) in others {
+                let Some(other) = at(row, *is_input).filter(|r| list.is_valid(*r)) else {
+                    continue;
+                };
+                let len = list.value_length(other) as usize;
+                if len != first_len {
+                    let (row, id) = self.row(row);
+                    return Err(GuardError::Length {
+                        stage: self.stage.to_owned(),
+                        key: (*key).to_owned(),
+                        len,
+                        first: (*first).to_owned(),
+                        first_len,
+                        dim: dim.to_owned(),
+                        row,
+                        id,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The array with exactly the declared type: names inside list types may differ, values are shared.
+fn with_type(array: &ArrayRef, out: &OutputColumn) -> Option<ArrayRef> {
+    if array.data_type() == &out.data_type {
+        return Some(array.clone());
+    }
+    if !array.data_type().equals_datatype(&out.data_type) {
+        return None;
+    }
+    let data = array
+        .to_data()
+        .into_builder()
+        .data_type(out.data_type.clone())
+        .build()
+        .ok()?;
+    Some(arrow_array::make_array(data))
+}

@@ -1,0 +1,196 @@
+//! A bounded pool of threads for stages that use no model. A call that hangs is abandoned: its thread is replaced and
+//! whatever it says later is ignored.
+//!
+//! A job is a list of units (a row, a group, or a whole slice); each unit is one call of the stage with a deadline of
+//! its own, so that a failure costs its unit.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use crossbeam_channel::{Receiver, Sender, unbounded};
+
+use crate::batch::Batch;
+use crate::run::channel::{CallEnv, CallFailure, CallReport, Event, Out, call_stage};
+use crate::stage::{Models, Stage};
+
+/// Hung threads that the pool replaces before it gives up.
+pub(crate) const MAX_HUNG: usize = 256;
+
+/// What came of one unit.
+#[derive(Debug)]
+pub(crate) struct UnitResult {
+    pub batches: Vec<Batch>,
+    pub report: CallReport,
+}
+
+/// Progress of a job, seen by its thread and by the runner.
+#[derive(Default)]
+pub(crate) struct Progress {
+    /// When the unit that runs now began; `None` before the first.
+    pub unit_since: Option<Instant>,
+    /// Units that succeeded, in order.
+    pub finished: Vec<UnitResult>,
+    /// Why the unit after the finished ones failed.
+    pub failure: Option<CallFailure>,
+    /// The stage, given back unless it panicked.
+    pub stage: Option<Box<dyn Stage>>,
+    /// The runner has given the job up.
+    pub abandoned: bool,
+}
+
+/// A job's progress behind a lock.
+#[derive(Default)]
+pub(crate) struct Cell(Mutex<Progress>);
+
+impl Cell {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Progress> {
+        // Stages run outside the lock, so a panic cannot leave it half-written.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Units of one slice for one stage.
+pub(crate) struct HostJob {
+    pub call: u64,
+    pub name: Arc<str>,
+    pub stage: Box<dyn Stage>,
+    pub units: Vec<Batch>,
+    /// Rows go to the runner at once instead of when the unit has succeeded.
+    pub stream: bool,
+    pub env: Arc<CallEnv>,
+    pub cell: Arc<Cell>,
+}
+
+/// The pool.
+pub(crate) struct HostPool {
+    jobs: Sender<HostJob>,
+    inbox: Receiver<HostJob>,
+    events: Sender<Event>,
+    size: usize,
+    alive: Arc<AtomicUsize>,
+    spawned: usize,
+    hung: usize,
+}
+
+impl HostPool {
+    /// A pool of `size` threads that tell `events`.
+    pub(crate) fn start(size: usize, events: Sender<Event>) -> std::io::Result<HostPool> {
+        let (jobs, inbox) = unbounded();
+        let alive = Arc::new(AtomicUsize::new(0));
+        let mut pool = HostPool {
+            jobs,
+            inbox,
+            events,
+            size: size.max(1),
+            alive,
+            spawned: 0,
+            hung: 0,
+        };
+        for _ in 0..pool.size {
+            pool.spawn()?;
+        }
+        Ok(pool)
+    }
+
+    fn spawn(&mut self) -> std::io::Result<()> {
+        let (inbox, events, alive) = (self.inbox.clone(), self.events.clone(), self.alive.clone());
+        self.spawned += 1;
+        alive.fetch_add(1, Ordering::SeqCst);
+        let spawned = std::thread::Builder::new()
+            .name(format!("host-{}", self.spawned))
+            .spawn(move || {
+                serve(&inbox, &events);
+                alive.fetch_sub(1, Ordering::SeqCst);
+            });
+        if spawned.is_err() {
+            self.alive.fetch_sub(1, Ordering::SeqCst);
+        }
+        spawned.map(drop)
+    }
+
+    /// Queues a job. The runner keeps no more than a few beyond the number of threads.
+    pub(crate) fn submit(&self, job: HostJob) {
+        // The pool holds a receiver itself, so the channel is open.
+        let _ = self.jobs.send(job);
+    }
+
+    /// Threads that take jobs.
+    pub(crate) fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Threads that exist, hung ones included.
+    pub(crate) fn num_alive(&self) -> usize {
+        self.alive.load(Ordering::SeqCst)
+    }
+
+    /// Threads that were abandoned so far.
+    pub(crate) fn num_hung(&self) -> usize {
+        self.hung
+    }
+
+    /// Replaces the thread of a job that was abandoned while it ran.
+    pub(crate) fn replace_hung(&mut self) -> std::io::Result<()> {
+        self.hung += 1;
+        self.spawn()
+    }
+}
+
+fn serve(inbox: &Receiver<HostJob>, events: &Sender<Event>) {
+    for job in inbox {
+        let call = job.call;
+        let kept = work(job, events);
+        if !kept || events.send(Event::HostDone { call }).is_err() {
+            return;
+        }
+    }
+}
+
+/// Runs the units of a job; false when the job was abandoned meanwhile, so that this thread has been replaced.
+fn work(job: HostJob, events: &Sender<Event>) -> bool {
+    let HostJob {
+        call,
+        name,
+        mut stage,
+        units,
+        stream,
+        env,
+        cell,
+    } = job;
+    let mut models = Models::new();
+    for unit in units {
+        {
+            let mut progress = cell.lock();
+            if progress.abandoned {
+                // Given up before this unit began: the runner did not count this thread as hung.
+                return true;
+            }
+            progress.unit_since = Some(Instant::now());
+        }
+        let mut batches = Vec::new();
+        let out = if stream {
+            Out::Stream { call, events }
+        } else {
+            Out::Hold(&mut batches)
+        };
+        let (report, result) = call_stage(stage.as_mut(), &name, unit, &env, &mut models, out);
+        let mut progress = cell.lock();
+        if progress.abandoned {
+            return false;
+        }
+        progress.unit_since = None;
+        match result {
+            Ok(()) => progress.finished.push(UnitResult { batches, report }),
+            Err(failure) => {
+                if matches!(failure, CallFailure::Error(_)) {
+                    progress.stage = Some(stage);
+                }
+                progress.failure = Some(failure);
+                return true;
+            }
+        }
+    }
+    cell.lock().stage = Some(stage);
+    true
+}

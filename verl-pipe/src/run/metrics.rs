@@ -1,0 +1,187 @@
+//! Metrics of a step: values that stages recorded, reduced to one number a name in declared order.
+
+use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Map, Value};
+
+use crate::run::channel::Record;
+use crate::stage::Reduce;
+
+/// Tokens that stages worked on, recorded by stages as a sum; the engine divides by the step's seconds.
+pub const TOKENS: &str = "perf/tokens";
+
+/// Metrics of one step, one number a name.
+///
+/// ```
+/// use verl_pipe::run::metrics::StepMetrics;
+///
+/// let mut metrics = StepMetrics { step: 3, ..StepMetrics::default() };
+/// metrics.values.insert("actor/loss".to_owned(), 0.5);
+/// assert_eq!(metrics.get("actor/loss"), Some(0.5));
+/// assert_eq!(metrics.get("actor/kl"), None);
+/// ```
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct StepMetrics {
+    /// Step of the run; 0 for what was observed before the first.
+    pub step: u64,
+    /// Epoch in which the step's first prompt was drawn.
+    pub epoch: u64,
+    /// When the step ended, in seconds since 1970-01-01 UTC.
+    pub timestamp: f64,
+    /// Everything that was recorded, and the engine's own `perf/…`.
+    pub values: BTreeMap<String, f64>,
+}
+
+impl StepMetrics {
+    /// The value of `name`.
+    pub fn get(&self, name: &str) -> Option<f64> {
+        self.values.get(name).copied()
+    }
+
+    /// `actor/loss`.
+    pub fn loss(&self) -> Option<f64> {
+        self.get("actor/loss")
+    }
+
+    /// `reward/mean`.
+    pub fn reward(&self) -> Option<f64> {
+        self.get("reward/mean")
+    }
+
+    /// `actor/kl`.
+    pub fn kl(&self) -> Option<f64> {
+        self.get("actor/kl")
+    }
+
+    /// One flat object: `step`, `epoch`, `timestamp`, then all names in order. A value that is not finite is `null`,
+    /// since JSON knows no such number.
+    pub fn to_json(&self) -> Value {
+        let mut object = Map::new();
+        object.insert("step".to_owned(), self.step.into());
+        object.insert("epoch".to_owned(), self.epoch.into());
+        object.insert("timestamp".to_owned(), self.timestamp.into());
+        for (name, value) in &self.values {
+            object.insert(name.clone(), (*value).into());
+        }
+        Value::Object(object)
+    }
+}
+
+/// Seconds since 1970-01-01 UTC, to the millisecond.
+pub(crate) fn now() -> f64 {
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    since.as_millis() as f64 / 1000.0
+}
+
+/// Megabytes that this process holds in memory, where the system tells.
+pub(crate) fn memory_mb() -> Option<f64> {
+    let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: f64 = statm.split_whitespace().nth(1)?.parse().ok()?;
+    // The page size is 4 KiB on every platform that has /proc/self/statm and runs this crate by default.
+    Some(pages * 4096.0 / 1e6)
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Total {
+    reduce: Reduce,
+    value: f64,
+    weight: f64,
+}
+
+/// Each name's values as one number. The order of `records` decides rounding and `Last`, so it must be a declared one.
+pub(crate) fn reduce<'a>(records: impl IntoIterator<Item = &'a Record>) -> BTreeMap<String, f64> {
+    let mut totals: BTreeMap<&str, Total> = BTreeMap::new();
+    for record in records {
+        let Record {
+            reduce,
+            value,
+            weight,
+            ..
+        } = *record;
+        let Some(total) = totals.get_mut(record.name.as_ref()) else {
+            let value = if reduce == Reduce::Mean {
+                value * weight
+            } else {
+                value
+            };
+            totals.insert(
+                &record.name,
+                Total {
+                    reduce,
+                    value,
+                    weight,
+                },
+            );
+            continue;
+        };
+        match total.reduce {
+            Reduce::Mean => total.value += value * weight,
+            Reduce::Sum => total.value += value,
+            Reduce::Min => total.value = total.value.min(value),
+            Reduce::Max => total.value = total.value.max(value),
+            Reduce::Last => total.value = value,
+        }
+        total.weight += weight;
+    }
+    // A mean over nothing (weight 0) is not recorded: there is no number that is right.
+    let kept = totals
+        .into_iter()
+        .filter(|(_, t)| t.reduce != Reduce::Mean || t.weight != 0.0);
+    kept.map(|(name, t)| {
+        let value = if t.reduce == Reduce::Mean {
+            t.value / t.weight
+        } else {
+            t.value
+        };
+        (name.to_owned(), value)
+    })
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(kind: Reduce, values: &[(f64, f64)], expected: Option<f64>) {
+        let records: Vec<Record> = values
+            .iter()
+            .map(|(value, weight)| Record {
+                name: "m".into(),
+                reduce: kind,
+                value: *value,
+                weight: *weight,
+            })
+            .collect();
+        assert_eq!(reduce(&records).get("m").copied(), expected);
+    }
+
+    #[test]
+    fn each_way_of_reducing() {
+        let values = [(1.0, 3.0), (5.0, 1.0), (0.0, 0.0)];
+        check(Reduce::Mean, &values, Some(2.0));
+        check(Reduce::Sum, &values, Some(6.0));
+        check(Reduce::Min, &values, Some(0.0));
+        check(Reduce::Max, &values, Some(5.0));
+        check(Reduce::Last, &values, Some(0.0));
+        check(Reduce::Mean, &[(3.0, 0.0)], None);
+    }
+
+    #[test]
+    fn json_is_flat_and_null_where_a_number_is_not_finite() {
+        let values = BTreeMap::from([("a/x".to_owned(), 0.5), ("a/y".to_owned(), f64::NAN)]);
+        let metrics = StepMetrics {
+            step: 2,
+            epoch: 1,
+            timestamp: 3.5,
+            values,
+        };
+        assert_eq!(
+            metrics.to_json().to_string(),
+            r#"{"step":2,"epoch":1,"timestamp":3.5,"a/x":0.5,"a/y":null}"#
+        );
+    }
+}

@@ -1,0 +1,24 @@
+//! Running a placed pipeline: [`Run`](runner::Run) executes steps, [`Trainer`](trainer::Trainer) whole runs.
+//!
+//! One thread (the caller's) holds the state of the step and hands out slices; a worker thread a device group runs
+//! the stages that use models; a bounded pool runs the others.
+
+mod channel;
+pub mod console;
+mod convert;
+pub mod error;
+pub mod folder;
+pub mod guard;
+mod host_pool;
+pub mod interrupt;
+pub mod metrics;
+mod outputs;
+pub mod runner;
+mod state;
+mod step;
+mod table;
+pub mod trainer;
+mod worker;
+
+#[cfg(test)]
+mod tests;

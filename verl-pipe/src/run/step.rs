@@ -1,0 +1,697 @@
+//! One step as a state machine without threads: which slices are ready, what their input is, what came of them.
+//!
+//! Slices have bounds that depend on rows alone, never on timing, so no result depends on timing either. A slice is
+//! ready when its rows are known, all keys of all its rows have come, and the stages it waits for are done.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+
+use arrow_array::{ArrayRef, RecordBatch, UInt64Array, new_null_array};
+
+use crate::batch::{Batch, BatchError, RowId};
+use crate::run::convert::convert;
+use crate::run::error::RunError;
+use crate::run::guard::{GuardError, GuardScope};
+use crate::run::outputs::Outputs;
+use crate::run::table::{TableState, down_range, runs, up, up_range};
+use crate::schedule::placement::{Place, Schedule};
+use crate::stage::{Cadence, Cardinality, RowRule};
+
+/// A call of a stage: stage and slice.
+pub(crate) type CallId = (usize, usize);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Waiting,
+    Ready,
+    Running,
+    Finished,
+}
+
+#[derive(Debug)]
+struct Slice {
+    rows: Range<usize>,
+    phase: Phase,
+    /// First source and row that had not come at the last look.
+    looked: (usize, usize),
+    emitted: usize,
+    /// For a filter: position, chunk and row in the chunk of each row kept.
+    kept: Vec<(u32, u32, u32)>,
+}
+
+#[derive(Debug, Default)]
+struct StageState {
+    slices: Vec<Slice>,
+    /// Rows that slices cover so far.
+    cut: usize,
+    /// No further slice will come.
+    all_cut: bool,
+    /// Slices before this one were handed out (stages that take slices in order).
+    next: usize,
+    finished: usize,
+    /// Slices before this one added their rows to the filter's table.
+    appended: usize,
+    waits_for: usize,
+    done: bool,
+    outputs: Outputs,
+}
+
+/// The state of one step.
+pub(crate) struct StepState {
+    schedule: Arc<Schedule>,
+    step: u64,
+    tables: Vec<TableState>,
+    stages: Vec<StageState>,
+    /// Whether a stage takes its slices in order.
+    in_order: Vec<bool>,
+    ready_host: BTreeSet<CallId>,
+    ready_device: BTreeSet<CallId>,
+    undone: usize,
+    grown: VecDeque<usize>,
+}
+
+impl StepState {
+    /// A step in which nothing has run. `in_order[s]`: stage `s` takes its slices one after the other.
+    pub(crate) fn new(
+        schedule: Arc<Schedule>,
+        step: u64,
+        in_order: Vec<bool>,
+    ) -> Result<Self, RunError> {
+        let plan = &schedule.plan;
+        let stages = plan.stages.iter().map(|stage| StageState {
+            waits_for: stage.after.len(),
+            ..StageState::default()
+        });
+        let mut state = StepState {
+            step,
+            tables: plan.tables.iter().map(|_| TableState::default()).collect(),
+            stages: stages.collect(),
+            in_order,
+            ready_host: BTreeSet::new(),
+            ready_device: BTreeSet::new(),
+            undone: plan.stages.len(),
+            grown: VecDeque::new(),
+            schedule: schedule.clone(),
+        };
+        for (index, stage) in plan.stages.iter().enumerate() {
+            if stage.spec.cadence != Cadence::Step {
+                state.stages[index].all_cut = true;
+                state.finish_stage_if_done(index);
+            } else if stage.spec.rows == RowRule::Source || stage.table_in.is_none() {
+                state.push_slice(index, 0..0);
+                state.stages[index].all_cut = true;
+                state.look(index, 0);
+            }
+        }
+        state.settle()?;
+        Ok(state)
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.undone == 0
+    }
+
+    /// Calls that may run on `place` now, most urgent first.
+    pub(crate) fn ready(&self, place: Place) -> &BTreeSet<CallId> {
+        match place {
+            Place::Host => &self.ready_host,
+            Place::Group(_) => &self.ready_device,
+        }
+    }
+
+    /// Marks a ready call as running.
+    pub(crate) fn begin(&mut self, (stage, slice): CallId) {
+        self.ready_host.remove(&(stage, slice));
+        self.ready_device.remove(&(stage, slice));
+        self.stages[stage].slices[slice].phase = Phase::Running;
+    }
+
+    pub(crate) fn rows_of(&self, (stage, slice): CallId) -> Range<usize> {
+        self.stages[stage].slices[slice].rows.clone()
+    }
+
+    /// Identities of the rows of the first source, for the epoch.
+    pub(crate) fn first_row(&self) -> Option<RowId> {
+        let source = self
+            .schedule
+            .plan
+            .stages
+            .iter()
+            .find(|s| s.spec.rows == RowRule::Source)?;
+        self.tables[source.table_out?]
+            .ids()
+            .first()
+            .map(|id| RowId(*id))
+    }
+
+    /// The input of a call, in the stage's own names.
+    pub(crate) fn input(&self, (stage, slice): CallId) -> Result<Batch, RunError> {
+        let planned = &self.schedule.plan.stages[stage];
+        let rows = self.stages[stage].slices[slice].rows.clone();
+        let ids = planned
+            .table_in
+            .map_or(&[][..], |t| &self.tables[t].ids()[rows.clone()]);
+        let input = self
+            .gather(stage, &rows, ids)
+            .map_err(|source| RunError::Input {
+                step: self.step,
+                stage: planned.name.clone(),
+                source,
+            })?;
+        let positions: Vec<u32> = rows.map(|r| r as u32).collect();
+        let scope = self.scope(stage, &positions, ids);
+        scope
+            .lengths(Some((&input, ids)), &[])
+            .map_err(|e| self.guard(e))?;
+        Ok(input)
+    }
+
+    fn gather(&self, stage: usize, rows: &Range<usize>, ids: &[u64]) -> Result<Batch, BatchError> {
+        let wires = &self.schedule.wiring.stages[stage];
+        let mut columns: Vec<Option<ArrayRef>> = vec![None; wires.inputs.len()];
+        for (at, source) in wires.sources.iter().enumerate() {
+            let ancestors = up_range(&self.tables, &source.path, rows);
+            let of_source = || {
+                wires
+                    .inputs
+                    .iter()
+                    .enumerate()
+                    .filter(move |(_, input)| input.source == at)
+            };
+            let wanted: Vec<usize> = of_source().map(|(_, input)| input.column).collect();
+            let arrays = self.stages[source.writer]
+                .outputs
+                .gather(&ancestors, &wanted)?;
+            for ((slot, input), array) in of_source().zip(arrays) {
+                columns[slot] = Some(match input.convert {
+                    Some((from, to)) => convert(&array, &input.key, from, to)?,
+                    None => array,
+                });
+            }
+        }
+        let samples: ArrayRef = Arc::new(UInt64Array::from_iter_values(ids.iter().copied()));
+        let groups: ArrayRef = Arc::new(UInt64Array::from_iter_values(
+            ids.iter().map(|id| RowId(*id).group()),
+        ));
+        let all = [samples, groups]
+            .into_iter()
+            .chain(columns.into_iter().flatten())
+            .collect();
+        Batch::from_record(RecordBatch::try_new(wires.schema.clone(), all)?)
+    }
+
+    /// Takes rows that a call emitted.
+    pub(crate) fn emit(
+        &mut self,
+        call: CallId,
+        input: &Batch,
+        batch: &Batch,
+    ) -> Result<(), RunError> {
+        self.accept(call, input, batch).map_err(|e| self.guard(e))?;
+        self.settle()
+    }
+
+    fn accept(&mut self, call: CallId, input: &Batch, batch: &Batch) -> Result<(), GuardError> {
+        let (stage, slice) = call;
+        let schedule = self.schedule.clone();
+        let planned = &schedule.plan.stages[stage];
+        if batch.num_rows() == 0 {
+            return Ok(());
+        }
+        let ids = ids_of(batch);
+        let rule = planned.spec.rows;
+        if rule == RowRule::Source {
+            self.add_source_rows(stage, ids)?;
+        }
+        let positions = self.positions(call, ids)?;
+        let scope = self.scope(stage, &positions, ids);
+        let columns = scope.columns(batch)?;
+        let same_rows = matches!(rule, RowRule::Same | RowRule::Filter);
+        scope.lengths(same_rows.then(|| (input, ids_of(input))), &columns)?;
+        let state = &mut self.stages[stage];
+        let chunk = state.outputs.add_chunk(columns);
+        state.slices[slice].emitted += ids.len();
+        for (row, position) in positions.iter().enumerate() {
+            let new = if rule == RowRule::Filter {
+                let kept = &mut state.slices[slice].kept;
+                let new = kept.iter().rev().all(|k| k.0 != *position);
+                kept.push((*position, chunk, row as u32));
+                new
+            } else {
+                state.outputs.place(*position as usize, chunk, row as u32)
+            };
+            if !new {
+                return Err(GuardError::RepeatedRow {
+                    stage: planned.name.clone(),
+                    id: RowId(ids[row]),
+                });
+            }
+        }
+        if rule != RowRule::Filter {
+            self.wake_readers(stage, &runs(&positions));
+        }
+        Ok(())
+    }
+
+    fn add_source_rows(&mut self, stage: usize, ids: &[u64]) -> Result<(), GuardError> {
+        let planned = &self.schedule.plan.stages[stage];
+        let Some(table) = planned.table_out else {
+            return Err(GuardError::NoOutput {
+                stage: planned.name.clone(),
+                rows: ids.len(),
+            });
+        };
+        let limit = self.schedule.plan.tables[table].num_rows;
+        if self.tables[table].len() + ids.len() > limit {
+            return Err(GuardError::ForeignRow {
+                stage: planned.name.clone(),
+                id: RowId(ids[(limit - self.tables[table].len()).min(ids.len() - 1)]),
+                allowed: format!("{limit} rows a step"),
+            });
+        }
+        if let Some(id) = self.tables[table].extend(ids) {
+            return Err(GuardError::RepeatedRow {
+                stage: planned.name.clone(),
+                id: RowId(id),
+            });
+        }
+        self.grown.push_back(table);
+        Ok(())
+    }
+
+    /// Positions of emitted rows in the stage's table (for a filter: in its input's table).
+    fn positions(&mut self, (stage, slice): CallId, ids: &[u64]) -> Result<Vec<u32>, GuardError> {
+        let planned = &self.schedule.plan.stages[stage];
+        let state = &self.stages[stage].slices[slice];
+        let (table, within) = match (planned.spec.rows, planned.table_in, planned.table_out) {
+            (RowRule::Source, _, Some(table)) => {
+                let end = self.tables[table].len();
+                return Ok((end as u32 - ids.len() as u32..end as u32).collect());
+            }
+            (RowRule::Same, Some(table), Some(_)) | (RowRule::Filter, Some(table), _) => {
+                (table, state.rows.clone())
+            }
+            (RowRule::Expand(n), _, Some(table)) => {
+                (table, state.rows.start * n..state.rows.end * n)
+            }
+            _ => {
+                return Err(GuardError::NoOutput {
+                    stage: planned.name.clone(),
+                    rows: ids.len(),
+                });
+            }
+        };
+        let guess = within.start + state.emitted;
+        self.tables[table]
+            .positions(ids, guess, &within)
+            .map_err(|id| {
+                let ids = self.tables[table].ids();
+                GuardError::ForeignRow {
+                    stage: planned.name.clone(),
+                    id: RowId(id),
+                    allowed: format!(
+                        "rows {}..{}, samples {} to {}",
+                        within.start,
+                        within.end,
+                        RowId(ids[within.start]),
+                        RowId(ids[within.end - 1])
+                    ),
+                }
+            })
+    }
+
+    /// Gives rows of a call null in every key that the stage writes.
+    pub(crate) fn emit_null(&mut self, call: CallId, input: &Batch) -> Result<(), RunError> {
+        let outputs = &self.schedule.wiring.stages[call.0].outputs;
+        let mut nulls = input.rows_only();
+        for out in outputs {
+            nulls
+                .put_array(&out.local, new_null_array(&out.data_type, input.num_rows()))
+                .map_err(|source| RunError::Input {
+                    step: self.step,
+                    stage: self.schedule.plan.stages[call.0].name.clone(),
+                    source,
+                })?;
+        }
+        self.emit(call, input, &nulls)
+    }
+
+    /// Ends a call that has emitted all its rows.
+    pub(crate) fn finish(&mut self, call: CallId) -> Result<(), RunError> {
+        self.check_complete(call).map_err(|e| self.guard(e))?;
+        let (stage, slice) = call;
+        self.stages[stage].slices[slice].phase = Phase::Finished;
+        self.stages[stage].finished += 1;
+        let planned = &self.schedule.plan.stages[stage];
+        match (planned.spec.rows, planned.table_out) {
+            (RowRule::Source, Some(table)) => {
+                self.tables[table].total = Some(self.tables[table].len());
+                self.grown.push_back(table);
+            }
+            (RowRule::Filter, Some(table)) => self.append_kept(stage, table),
+            _ => {}
+        }
+        self.finish_stage_if_done(stage);
+        self.settle()
+    }
+
+    fn check_complete(&self, (stage, slice): CallId) -> Result<(), GuardError> {
+        let planned = &self.schedule.plan.stages[stage];
+        let state = &self.stages[stage].slices[slice];
+        let (expected, table, start) = match (planned.spec.rows, planned.table_out) {
+            (RowRule::Source, Some(table)) => (self.schedule.plan.tables[table].num_rows, table, 0),
+            (RowRule::Same, Some(table)) => (state.rows.len(), table, state.rows.start),
+            (RowRule::Expand(n), Some(table)) => {
+                (state.rows.len() * n, table, state.rows.start * n)
+            }
+            _ => return Ok(()),
+        };
+        let may_be_silent = planned.spec.writes.is_empty() && planned.spec.rows != RowRule::Source;
+        if state.emitted == expected || may_be_silent {
+            return Ok(());
+        }
+        let outputs = &self.stages[stage].outputs;
+        let first = (start..start + expected).find(|row| !outputs.has(*row));
+        let first = first.and_then(|row| self.tables[table].ids().get(row));
+        Err(GuardError::MissingRows {
+            stage: planned.name.clone(),
+            missing: expected - state.emitted,
+            expected,
+            first: first.map_or_else(
+                || "unknown".to_owned(),
+                |id| format!("sample {}", RowId(*id)),
+            ),
+        })
+    }
+
+    /// Adds the rows that a filter kept to its table, slice by slice in declared order.
+    fn append_kept(&mut self, stage: usize, table: usize) {
+        let parent = self.schedule.plan.stages[stage].table_in.unwrap_or(table);
+        let state = &mut self.stages[stage];
+        let first = self.tables[table].len();
+        while let Some(slice) = state
+            .slices
+            .get_mut(state.appended)
+            .filter(|s| s.phase == Phase::Finished)
+        {
+            slice.kept.sort_unstable();
+            for (position, chunk, row) in std::mem::take(&mut slice.kept) {
+                let id = self.tables[parent].ids()[position as usize];
+                let at = self.tables[table].len();
+                self.tables[table].extend(&[id]);
+                self.tables[table].kept.push(position);
+                state.outputs.place(at, chunk, row);
+            }
+            state.appended += 1;
+        }
+        let end = self.tables[table].len();
+        self.grown.push_back(table);
+        if end > first {
+            self.wake_readers(stage, &[first..end]);
+        }
+    }
+
+    fn finish_stage_if_done(&mut self, stage: usize) {
+        let state = &mut self.stages[stage];
+        if state.done || !state.all_cut || state.finished < state.slices.len() {
+            return;
+        }
+        state.done = true;
+        self.undone -= 1;
+        let planned = &self.schedule.plan.stages[stage];
+        if let (RowRule::Filter, Some(table)) = (planned.spec.rows, planned.table_out) {
+            self.tables[table].total = Some(self.tables[table].len());
+            self.grown.push_back(table);
+        }
+        let schedule = self.schedule.clone();
+        for follower in &schedule.wiring.stages[stage].followers {
+            self.stages[*follower].waits_for -= 1;
+            if self.stages[*follower].waits_for == 0 {
+                self.look_at_all(*follower, 0);
+            }
+        }
+    }
+
+    /// Carries the growth of tables on to expansions and slices, until nothing changes.
+    fn settle(&mut self) -> Result<(), RunError> {
+        let schedule = self.schedule.clone();
+        while let Some(table) = self.grown.pop_front() {
+            for child in &schedule.wiring.expansions[table] {
+                self.grow_expansion(table, *child)
+                    .map_err(|source| RunError::Input {
+                        step: self.step,
+                        stage: schedule.plan.stages[schedule.plan.tables[*child].made_by]
+                            .name
+                            .clone(),
+                        source,
+                    })?;
+            }
+            for stage in &schedule.wiring.takers[table] {
+                let first_new = self.stages[*stage].slices.len();
+                self.cut_slices(*stage, table);
+                self.look_at_all(*stage, first_new);
+                self.finish_stage_if_done(*stage);
+            }
+        }
+        Ok(())
+    }
+
+    fn grow_expansion(&mut self, parent: usize, child: usize) -> Result<(), BatchError> {
+        let n = self.schedule.plan.tables[child].factor.max(1);
+        let done = self.tables[child].len() / n;
+        let mut ids = Vec::with_capacity((self.tables[parent].len() - done) * n);
+        for id in &self.tables[parent].ids()[done..] {
+            for sample in 0..n {
+                ids.push(RowId(*id).sample(sample as u64)?.0);
+            }
+        }
+        if let Some(id) = self.tables[child].extend(&ids) {
+            return Err(BatchError::Arrow(format!(
+                "sample {} was made twice",
+                RowId(id)
+            )));
+        }
+        self.tables[child].total = self.tables[parent].total.map(|rows| rows * n);
+        self.grown.push_back(child);
+        Ok(())
+    }
+
+    fn cut_slices(&mut self, stage: usize, table: usize) {
+        let schedule = self.schedule.clone();
+        let size = schedule.slice_rows[stage].max(1);
+        let (known, total) = (self.tables[table].len(), self.tables[table].total);
+        let ended = total == Some(known);
+        match schedule.plan.stages[stage].spec.cardinality {
+            _ if self.stages[stage].all_cut => return,
+            Cardinality::Batch if !ended => return,
+            Cardinality::Batch => self.push_slice(stage, 0..known),
+            Cardinality::Row => {
+                while self.stages[stage].cut + size <= known {
+                    let start = self.stages[stage].cut;
+                    self.push_slice(stage, start..start + size);
+                }
+                if ended {
+                    self.push_slice(stage, self.stages[stage].cut..known);
+                }
+            }
+            Cardinality::Group => {
+                let start = self.stages[stage].cut;
+                for cut in whole_groups(&self.tables[table].ids()[start..], size, ended) {
+                    self.push_slice(stage, start + cut.start..start + cut.end);
+                }
+            }
+        }
+        self.stages[stage].all_cut = ended;
+    }
+
+    /// Adds a slice; one without rows only for stages that take none.
+    fn push_slice(&mut self, stage: usize, rows: Range<usize>) {
+        let takes_rows = self.schedule.plan.stages[stage].table_in.is_some();
+        let state = &mut self.stages[stage];
+        state.cut = rows.end;
+        if rows.is_empty() && takes_rows {
+            return;
+        }
+        let looked = (0, rows.start);
+        state.slices.push(Slice {
+            rows,
+            phase: Phase::Waiting,
+            looked,
+            emitted: 0,
+            kept: Vec::new(),
+        });
+    }
+
+    fn look_at_all(&mut self, stage: usize, from: usize) {
+        for slice in from..self.stages[stage].slices.len() {
+            self.look(stage, slice);
+        }
+    }
+
+    fn wake_readers(&mut self, writer: usize, runs: &[Range<usize>]) {
+        let schedule = self.schedule.clone();
+        for reader in &schedule.wiring.stages[writer].readers {
+            let wires = &schedule.wiring.stages[*reader];
+            let Some(source) = wires.sources.iter().find(|s| s.writer == writer) else {
+                continue;
+            };
+            for run in runs {
+                let rows = down_range(&self.tables, &source.path, run);
+                let slices = &self.stages[*reader].slices;
+                let first = slices.partition_point(|s| s.rows.end <= rows.start);
+                let end = slices.partition_point(|s| s.rows.start < rows.end);
+                for slice in first..end {
+                    self.look(*reader, slice);
+                }
+            }
+        }
+    }
+
+    /// Makes a waiting slice ready if all that it needs is there.
+    fn look(&mut self, stage: usize, slice: usize) {
+        let state = &self.stages[stage];
+        if state.waits_for > 0 || state.slices[slice].phase != Phase::Waiting {
+            return;
+        }
+        if let Some(missing) = self.first_missing(stage, slice) {
+            self.stages[stage].slices[slice].looked = missing;
+            return;
+        }
+        self.stages[stage].slices[slice].phase = Phase::Ready;
+        let ready = match self.schedule.places[stage] {
+            Place::Host => &mut self.ready_host,
+            Place::Group(_) => &mut self.ready_device,
+        };
+        if !self.in_order[stage] {
+            ready.insert((stage, slice));
+            return;
+        }
+        let state = &mut self.stages[stage];
+        while state
+            .slices
+            .get(state.next)
+            .is_some_and(|s| s.phase != Phase::Waiting)
+        {
+            ready.insert((stage, state.next));
+            state.next += 1;
+        }
+    }
+
+    /// The first source and row of the slice that has not come.
+    fn first_missing(&self, stage: usize, slice: usize) -> Option<(usize, usize)> {
+        let sources = &self.schedule.wiring.stages[stage].sources;
+        let slice = &self.stages[stage].slices[slice];
+        let (first, mut row) = slice.looked;
+        for (at, source) in sources.iter().enumerate().skip(first) {
+            let outputs = &self.stages[source.writer].outputs;
+            let missing =
+                (row..slice.rows.end).find(|r| !outputs.has(up(&self.tables, &source.path, *r)));
+            if let Some(row) = missing {
+                return Some((at, row));
+            }
+            row = slice.rows.start;
+        }
+        None
+    }
+
+    /// One line for each stage that is not done: what it waits for.
+    pub(crate) fn waits(&self) -> String {
+        let plan = &self.schedule.plan;
+        let mut lines = Vec::new();
+        for (index, state) in self.stages.iter().enumerate().filter(|(_, s)| !s.done) {
+            let name = &plan.stages[index].name;
+            let waiting = state.slices.iter().position(|s| s.phase == Phase::Waiting);
+            let what = match waiting {
+                _ if state.waits_for > 0 => {
+                    format!("{} stages that come before it", state.waits_for)
+                }
+                Some(slice) => self.describe_wait(index, slice),
+                None if state.all_cut => {
+                    format!("{} running calls", state.slices.len() - state.finished)
+                }
+                None => "rows from the stages before it".to_owned(),
+            };
+            lines.push(format!("  `{name}` waits for {what}"));
+        }
+        lines.join("\n")
+    }
+
+    fn describe_wait(&self, stage: usize, slice: usize) -> String {
+        let wires = &self.schedule.wiring.stages[stage];
+        let rows = &self.stages[stage].slices[slice].rows;
+        let Some((at, row)) = self.first_missing(stage, slice) else {
+            return format!("its turn with rows {}..{}", rows.start, rows.end);
+        };
+        let keys: Vec<&str> = wires
+            .inputs
+            .iter()
+            .filter(|i| i.source == at)
+            .map(|i| i.key.as_str())
+            .collect();
+        let writer = &self.schedule.plan.stages[wires.sources[at].writer].name;
+        format!(
+            "{} of row {row} (rows {}..{}) from `{writer}`",
+            keys.join(", "),
+            rows.start,
+            rows.end
+        )
+    }
+
+    fn scope<'a>(&'a self, stage: usize, positions: &'a [u32], ids: &'a [u64]) -> GuardScope<'a> {
+        GuardScope {
+            stage: &self.schedule.plan.stages[stage].name,
+            wires: &self.schedule.wiring.stages[stage],
+            positions,
+            ids,
+        }
+    }
+
+    fn guard(&self, source: GuardError) -> RunError {
+        RunError::Guard {
+            step: self.step,
+            source,
+        }
+    }
+}
+
+/// Ranges of whole groups with about `size` rows; the last group counts as whole only when the rows have `ended`.
+fn whole_groups(ids: &[u64], size: usize, ended: bool) -> Vec<Range<usize>> {
+    let group = |at: usize| RowId(ids[at]).group();
+    let mut cuts = Vec::new();
+    let (mut start, mut end) = (0, 0);
+    let mut at = 0;
+    while at < ids.len() {
+        let mut next = at + 1;
+        while next < ids.len() && group(next) == group(at) {
+            next += 1;
+        }
+        if next == ids.len() && !ended {
+            break;
+        }
+        if end > start && next - start > size {
+            cuts.push(start..end);
+            start = end;
+        }
+        end = next;
+        if end - start >= size {
+            cuts.push(start..end);
+            start = end;
+        }
+        at = next;
+    }
+    if ended && end > start {
+        cuts.push(start..end);
+    }
+    cuts
+}
+
+fn ids_of(batch: &Batch) -> &[u64] {
+    use arrow_array::cast::AsArray;
+    use arrow_array::types::UInt64Type;
+    batch
+        .record()
+        .column(0)
+        .as_primitive::<UInt64Type>()
+        .values()
+}

@@ -1,0 +1,8 @@
+//! The engine under fake stages: streaming, determinism, failures, guards, going back.
+
+mod failures;
+mod fakes;
+mod guards;
+mod state;
+mod streaming;
+mod trainer;

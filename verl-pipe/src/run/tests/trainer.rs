@@ -1,0 +1,263 @@
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use serde_json::Value;
+
+use super::fakes::*;
+use crate::pipe::DataPipe;
+use crate::run::console::Console;
+use crate::run::error::RunError;
+use crate::run::runner::RunOptions;
+use crate::run::trainer::{Trainer, TrainerOptions};
+use crate::stage::{Access, CancelToken, Metric, Reduce, StageError, StageSpec};
+
+const MATCH: Metric = Metric {
+    name: "eval/exact_match",
+    unit: "",
+    meaning: "share of right answers",
+    reduce: Reduce::Mean,
+};
+
+/// Lines that a console wrote.
+#[derive(Clone, Default)]
+struct Page(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Page {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Page {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+}
+
+fn evaluated(dir: &Path, steps: u64) -> DataPipe {
+    let spec = StageSpec::new()
+        .observer(2)
+        .uses("actor", Access::Read)
+        .metrics(&[MATCH]);
+    let eval = single("eval", spec, |_, context| {
+        let weight = context.model::<Numbers>("actor")?.weights[0];
+        context.record(&MATCH, f64::from(weight) / 4.0);
+        context.sink.sample(
+            serde_json::json!({"phase": "eval", "prompt": "1+1=", "response": format!("{weight}")}),
+        );
+        Ok(())
+    });
+    let reward = stage("reward", reward_spec(), |input, context| {
+        for id in input.ids() {
+            context
+                .sink
+                .sample(serde_json::json!({"id": id.to_string()}));
+        }
+        score(input, context)
+    });
+    let mut pipe = pipeline(vec![eval, reward]);
+    pipe.run.steps = steps;
+    pipe.run.dir = dir.to_owned();
+    pipe
+}
+
+#[track_caller]
+fn trainer(pipe: &DataPipe, cancel: CancelToken) -> (Result<Trainer, RunError>, Page) {
+    let page = Page::default();
+    let console = Some(Console::to(Box::new(page.clone()), pipe.run.steps, 1));
+    let run = RunOptions {
+        cancel,
+        ..options()
+    };
+    let plan = pipe.plan().expect("a plan");
+    (
+        Trainer::with_options(
+            plan,
+            TrainerOptions {
+                run,
+                console,
+                versions: Vec::new(),
+            },
+        ),
+        page,
+    )
+}
+
+fn lines(dir: &Path, name: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(dir.join(name)).unwrap();
+    assert!(text.is_empty() || text.ends_with('\n'));
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+fn status(dir: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(dir.join("status.json")).unwrap()).unwrap()
+}
+
+#[test]
+fn a_whole_run_leaves_its_folder() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = temp.path().join("runs/a");
+    let pipe = evaluated(&dir, 3);
+    let (made, page) = trainer(&pipe, CancelToken::default());
+    let mut trainer_ = made.unwrap();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let steps = seen.clone();
+    trainer_.on_step(move |metrics| steps.lock().unwrap().push(metrics.step));
+    assert_eq!(status(&dir)["status"], "running");
+    let summary = trainer_.train().unwrap();
+    assert_eq!(*seen.lock().unwrap(), [1, 2, 3]);
+
+    let metrics = lines(&dir, "metrics.jsonl");
+    assert_eq!(
+        metrics
+            .iter()
+            .map(|m| m["step"].as_u64().unwrap())
+            .collect::<Vec<_>>(),
+        [0, 1, 2, 3]
+    );
+    let evaluated: Vec<bool> = metrics
+        .iter()
+        .map(|m| m.get("eval/exact_match").is_some())
+        .collect();
+    assert_eq!(evaluated, [true, false, true, true]);
+    assert_eq!(metrics[0]["eval/exact_match"], 0.25);
+    for row in &metrics[1..] {
+        for name in [
+            "epoch",
+            "timestamp",
+            "actor/loss",
+            "reward/mean",
+            "perf/step_s",
+            "perf/tokens_per_s",
+        ] {
+            assert!(row[name].is_number(), "{name}");
+        }
+    }
+    let samples = lines(&dir, "samples.jsonl");
+    // Three observations give one each, three steps two each: the first rows of the step.
+    assert_eq!(samples.len(), 3 + 3 * 2);
+    assert_eq!(samples[1].to_string(), r#"{"step":1,"id":"0.5#0"}"#);
+    for name in [
+        "config.toml",
+        "plan.txt",
+        "versions.json",
+        "data.json",
+        "model/actor/weights.txt",
+    ] {
+        assert!(dir.join(name).is_file(), "{name}");
+    }
+    assert_eq!(std::fs::read_dir(dir.join("model")).unwrap().count(), 1);
+    assert_eq!(status(&dir)["status"], "finished");
+
+    let text = page.text();
+    assert!(
+        text.starts_with(
+            "[observed] step 0/3 | eval/exact_match 0.2500\n[epoch 0] step 1/3 | loss "
+        ),
+        "{text}"
+    );
+    assert!(
+        text.contains("samples before:\n  \"1+1=\" -> \"1\""),
+        "{text}"
+    );
+    assert!(text.contains("eval/exact_match: 0.2500 -> "), "{text}");
+    assert_eq!(summary.steps, 3);
+    assert!(summary.stage_seconds.contains_key("generate"));
+
+    let (again, _) = trainer(&pipe, CancelToken::default());
+    let message = again.err().expect("refused").to_string();
+    assert!(
+        message.contains("exists already") && message.contains("run.dir"),
+        "{message}"
+    );
+    assert_eq!(lines(&dir, "metrics.jsonl").len(), 4);
+}
+
+#[test]
+fn a_run_that_cannot_start_leaves_nothing() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = temp.path().join("a");
+    let mut pipe = evaluated(&dir, 3);
+    struct Broken;
+    impl crate::stage::Stage for Broken {
+        fn spec(&self) -> StageSpec {
+            reward_spec()
+        }
+        fn start(
+            &mut self,
+            context: &mut crate::stage::StartContext<'_>,
+        ) -> Result<(), StageError> {
+            context.data("train").map(drop)
+        }
+        fn run(
+            &mut self,
+            _: crate::batch::Batch,
+            _: &mut crate::stage::StageContext<'_>,
+        ) -> Result<(), StageError> {
+            Ok(())
+        }
+    }
+    pipe.stages[2] = declare("reward", |_| Ok(Box::new(Broken)));
+    let (made, _) = trainer(&pipe, CancelToken::default());
+    let message = made.err().expect("refused").to_string();
+    assert!(
+        message.contains("stage `reward` cannot start: there is no data set `train`"),
+        "{message}"
+    );
+    assert!(!dir.exists());
+}
+
+#[test]
+fn a_failed_and_a_cancelled_run_say_so() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = temp.path().join("failed");
+    let mut pipe = evaluated(&dir, 5);
+    pipe.stages[2] = stage("reward", reward_spec(), |mut input, context| {
+        let value = if context.step == 3 { f32::NAN } else { 0.5 };
+        input.put(&crate::keys::REWARDS, vec![value; input.num_rows()])?;
+        context.emit(input)
+    });
+    let (made, _) = trainer(&pipe, CancelToken::default());
+    assert!(matches!(
+        made.unwrap().train(),
+        Err(RunError::Guard { step: 3, .. })
+    ));
+    let status_ = status(&dir);
+    assert_eq!(
+        (&status_["status"], &status_["step"]),
+        (&"failed".into(), &2.into())
+    );
+    assert!(
+        status_["reason"]
+            .as_str()
+            .unwrap()
+            .contains("stage `reward`, key `rewards`")
+    );
+    assert!(!dir.join("model").exists());
+
+    let dir = temp.path().join("cancelled");
+    let cancel = CancelToken::default();
+    let (made, _) = trainer(&evaluated(&dir, 5), cancel.clone());
+    let mut trainer_ = made.unwrap();
+    trainer_.on_step(move |metrics| {
+        if metrics.step == 2 {
+            cancel.cancel();
+        }
+    });
+    assert!(matches!(
+        trainer_.train(),
+        Err(RunError::Cancelled { step: 3 })
+    ));
+    let status_ = status(&dir);
+    assert_eq!(
+        (&status_["status"], &status_["step"]),
+        (&"cancelled".into(), &2.into())
+    );
+    assert!(dir.join("model/actor/weights.txt").is_file());
+}

@@ -1,0 +1,221 @@
+//! One thread a device group: owns the models there and runs the stages that use them, one call at a time.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
+
+use crate::batch::Batch;
+use crate::data::DataLoaderInterface;
+use crate::run::channel::{CallEnv, Event, Out, call_stage};
+use crate::run::error::RunError;
+use crate::schedule::placement::{Place, Schedule};
+use crate::stage::{Models, Stage, StartContext};
+
+/// What lives on the worker's thread.
+pub(crate) struct WorkerState {
+    pub models: Models,
+    pub stages: BTreeMap<usize, Box<dyn Stage>>,
+}
+
+/// A call of a stage on the worker.
+pub(crate) struct DeviceCall {
+    pub call: u64,
+    pub stage: usize,
+    pub input: Batch,
+    pub env: Arc<CallEnv>,
+}
+
+enum Job {
+    Call(DeviceCall),
+    Ask(Box<dyn FnOnce(&mut WorkerState) + Send>),
+}
+
+/// The owner's side of a worker thread.
+pub(crate) struct Worker {
+    name: String,
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+    /// A call was given up and may still run.
+    pub abandoned: bool,
+}
+
+impl Worker {
+    /// Starts the thread of group `group`, loads its models and starts its stages there.
+    pub(crate) fn start(
+        schedule: Arc<Schedule>,
+        group: usize,
+        data: Arc<BTreeMap<String, Arc<dyn DataLoaderInterface>>>,
+        events: Sender<Event>,
+        deadline: Duration,
+    ) -> Result<Worker, RunError> {
+        let name = schedule.groups[group].name.clone();
+        let (jobs, inbox) = unbounded();
+        let (told, started) = bounded(1);
+        let thread = std::thread::Builder::new()
+            .name(format!("worker-{name}"))
+            .spawn(move || match load(&schedule, group, &data) {
+                Ok(state) => {
+                    let _ = told.send(Ok(()));
+                    serve(&schedule, state, &inbox, &events);
+                }
+                Err(error) => {
+                    let _ = told.send(Err(error));
+                }
+            });
+        let thread = thread.map_err(|e| RunError::Lost {
+            worker: name.clone(),
+            reason: e.to_string(),
+        })?;
+        let mut worker = Worker {
+            name,
+            jobs: Some(jobs),
+            thread: Some(thread),
+            abandoned: false,
+        };
+        match started.recv_timeout(deadline) {
+            Ok(Ok(())) => Ok(worker),
+            Ok(Err(error)) => Err(error),
+            Err(error) => Err(worker.lost("to load models and start stages", error, deadline)),
+        }
+    }
+
+    /// Hands a call to the thread; its end arrives as an event.
+    pub(crate) fn call(&self, call: DeviceCall) -> Result<(), RunError> {
+        self.send(Job::Call(call))
+    }
+
+    /// Has `work` done on the thread and waits for its answer; `what` completes "waited for it …".
+    pub(crate) fn ask<T: Send + 'static>(
+        &mut self,
+        what: &str,
+        deadline: Duration,
+        work: impl FnOnce(&mut WorkerState) -> T + Send + 'static,
+    ) -> Result<T, RunError> {
+        let (told, answer) = bounded(1);
+        self.send(Job::Ask(Box::new(move |state| {
+            let _ = told.send(work(state));
+        })))?;
+        answer
+            .recv_timeout(deadline)
+            .map_err(|error| self.lost(what, error, deadline))
+    }
+
+    fn send(&self, job: Job) -> Result<(), RunError> {
+        let lost = |reason: &str| RunError::Lost {
+            worker: self.name.clone(),
+            reason: reason.to_owned(),
+        };
+        if self.abandoned {
+            return Err(lost("a call that was given up may still run on its thread"));
+        }
+        let jobs = self.jobs.as_ref().ok_or_else(|| lost("it was shut down"))?;
+        jobs.send(job).map_err(|_| lost("its thread has ended"))
+    }
+
+    fn lost(&mut self, what: &str, error: RecvTimeoutError, deadline: Duration) -> RunError {
+        self.abandoned = true;
+        let reason = match error {
+            RecvTimeoutError::Timeout => {
+                format!("waited {:.1} s for it {what}", deadline.as_secs_f64())
+            }
+            RecvTimeoutError::Disconnected => format!("its thread panicked when asked {what}"),
+        };
+        RunError::Lost {
+            worker: self.name.clone(),
+            reason,
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take().filter(|_| !self.abandoned) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn load(
+    schedule: &Schedule,
+    group: usize,
+    data: &BTreeMap<String, Arc<dyn DataLoaderInterface>>,
+) -> Result<WorkerState, RunError> {
+    let plan = &schedule.plan;
+    let device = &schedule.groups[group].devices[0];
+    let mut models = Models::new();
+    for decl in &plan.pipe.models {
+        let model = decl.factory.load(&decl.name, device, &plan.context);
+        let model = model.map_err(|source| RunError::Load {
+            name: decl.name.clone(),
+            source,
+        })?;
+        models.insert(decl.name.clone(), model);
+    }
+    let mut stages = BTreeMap::new();
+    for index in schedule.stages_at(Place::Group(group)) {
+        stages.insert(index, start_stage(schedule, index, data, &mut models)?);
+    }
+    Ok(WorkerState { models, stages })
+}
+
+/// Makes and starts stage `index`.
+pub(crate) fn start_stage(
+    schedule: &Schedule,
+    index: usize,
+    data: &BTreeMap<String, Arc<dyn DataLoaderInterface>>,
+    models: &mut Models,
+) -> Result<Box<dyn Stage>, RunError> {
+    let planned = &schedule.plan.stages[index];
+    let stage = || planned.name.clone();
+    let mut made = (planned.build)(&schedule.plan.context).map_err(|errors| RunError::Build {
+        stage: stage(),
+        errors,
+    })?;
+    made.start(&mut StartContext { data, models })
+        .map_err(|source| RunError::Start {
+            stage: stage(),
+            source,
+        })?;
+    Ok(made)
+}
+
+fn serve(
+    schedule: &Schedule,
+    mut state: WorkerState,
+    inbox: &Receiver<Job>,
+    events: &Sender<Event>,
+) {
+    for job in inbox {
+        match job {
+            Job::Ask(work) => work(&mut state),
+            Job::Call(DeviceCall {
+                call,
+                stage,
+                input,
+                env,
+            }) => {
+                let WorkerState { models, stages } = &mut state;
+                let Some(object) = stages.get_mut(&stage) else {
+                    return;
+                };
+                let name = &schedule.plan.stages[stage].name;
+                let out = Out::Stream { call, events };
+                let (report, result) = call_stage(object.as_mut(), name, input, &env, models, out);
+                if events
+                    .send(Event::Done {
+                        call,
+                        report,
+                        result,
+                    })
+                    .is_err()
+                {
+                    return;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Device groups: the devices that one worker thread owns.
+
+use crate::diagnostic::{Diagnostic, Severity};
+
+/// Devices with one owner, as `[devices] group` names them.
+///
+/// ```
+/// use verl_pipe::schedule::groups::DeviceGroup;
+///
+/// let group = DeviceGroup::parse("cuda:0-3").unwrap();
+/// assert_eq!(group.devices, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]);
+/// assert_eq!(DeviceGroup::parse("cpu").unwrap().devices, ["cpu"]);
+/// assert!(DeviceGroup::parse("cuda:3-1").is_err());
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceGroup {
+    /// As written: `cpu`, `cuda:0`, `cuda:0-3`.
+    pub name: String,
+    /// Its devices one by one, at least one.
+    pub devices: Vec<String>,
+}
+
+impl DeviceGroup {
+    /// The group that `name` describes.
+    ///
+    /// # Errors
+    /// A diagnostic `S010` when the text names no devices.
+    pub fn parse(name: &str) -> Result<DeviceGroup, Diagnostic> {
+        let devices = devices(name.trim()).ok_or_else(|| Diagnostic {
+            code: "S010",
+            severity: Severity::Error,
+            what: format!("`{name}` names no devices"),
+            location: "[devices] group".to_owned(),
+            why: "a device group is a kind of device, and for GPUs an index or a range of indices"
+                .to_owned(),
+            help: "write `cpu`, `cuda:0` or `cuda:0-3`".to_owned(),
+        })?;
+        Ok(DeviceGroup {
+            name: name.trim().to_owned(),
+            devices,
+        })
+    }
+}
+
+fn devices(text: &str) -> Option<Vec<String>> {
+    let well_named = |kind: &str| !kind.is_empty() && kind.chars().all(|c| c.is_ascii_lowercase());
+    let Some((kind, indices)) = text.split_once(':') else {
+        return well_named(text).then(|| vec![text.to_owned()]);
+    };
+    let (first, last) = indices.split_once('-').unwrap_or((indices, indices));
+    let (first, last) = (first.parse::<u32>().ok()?, last.parse::<u32>().ok()?);
+    let sensible = well_named(kind) && first <= last && last - first < 1024;
+    sensible.then(|| (first..=last).map(|i| format!("{kind}:{i}")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(text: &str, expected: Option<&[&str]>) {
+        let found = DeviceGroup::parse(text).ok().map(|group| group.devices);
+        assert_eq!(
+            found.as_deref(),
+            expected
+                .map(|e| e.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>())
+                .as_deref()
+        );
+    }
+
+    #[test]
+    fn names_ranges_and_nonsense() {
+        check("cpu", Some(&["cpu"]));
+        check("cuda:1", Some(&["cuda:1"]));
+        check("cuda:0-1", Some(&["cuda:0", "cuda:1"]));
+        check("", None);
+        check("cuda:", None);
+        check("cuda:a", None);
+        check("cuda:2-1", None);
+    }
+}

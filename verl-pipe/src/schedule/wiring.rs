@@ -1,0 +1,259 @@
+//! Wires of a plan, resolved to indices once: which column of which writer becomes which column of which reader.
+
+use std::sync::Arc;
+
+use arrow_schema::{DataType, Field as ArrowField, Schema};
+
+use crate::batch::{GROUP_ID, SAMPLE_ID, arrow_type};
+use crate::diagnostic::Diagnostic;
+use crate::field::{DType, Field};
+use crate::plan::{Plan, PlannedStage};
+use crate::schedule::placement::internal;
+use crate::stage::Cadence;
+
+/// One step up from a table to its parent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Hop {
+    /// Row r came from row r / n.
+    Expand(usize),
+    /// Row r came from the r-th row that the filter kept; the index is the filter's table.
+    Filter(usize),
+}
+
+/// A stage that another one reads from.
+#[derive(Debug, Clone)]
+pub(crate) struct InputSource {
+    pub writer: usize,
+    /// From the reader's table to the writer's.
+    pub path: Vec<Hop>,
+}
+
+/// A column of a stage's input.
+#[derive(Debug, Clone)]
+pub(crate) struct InputColumn {
+    /// Index into [`StageWires::sources`].
+    pub source: usize,
+    /// Column of the writer.
+    pub column: usize,
+    /// The reader's own name.
+    pub local: String,
+    /// The pipeline's name.
+    pub key: String,
+    pub convert: Option<(DType, DType)>,
+}
+
+/// A column that a stage writes.
+#[derive(Debug, Clone)]
+pub(crate) struct OutputColumn {
+    /// The stage's own name.
+    pub local: String,
+    pub field: Field,
+    pub data_type: DataType,
+}
+
+/// Keys of one stage that declare the same ragged dim, so that their rows are equally long.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SharedLength {
+    pub dim: String,
+    pub inputs: Vec<usize>,
+    pub outputs: Vec<usize>,
+}
+
+/// The wires of one stage.
+#[derive(Debug, Clone)]
+pub(crate) struct StageWires {
+    pub sources: Vec<InputSource>,
+    pub inputs: Vec<InputColumn>,
+    pub outputs: Vec<OutputColumn>,
+    pub lengths: Vec<SharedLength>,
+    /// Schema of the input batch.
+    pub schema: Arc<Schema>,
+    /// Stages that read from this one.
+    pub readers: Vec<usize>,
+    /// Stages that wait until this one is done.
+    pub followers: Vec<usize>,
+}
+
+/// All wires.
+#[derive(Debug, Clone)]
+pub(crate) struct Wiring {
+    pub stages: Vec<StageWires>,
+    /// Stages that take their rows from each table.
+    pub takers: Vec<Vec<usize>>,
+    /// Tables that are expansions of each table.
+    pub expansions: Vec<Vec<usize>>,
+}
+
+impl Wiring {
+    pub(crate) fn new(plan: &Plan) -> Result<Wiring, Vec<Diagnostic>> {
+        let mut found = Vec::new();
+        let mut stages: Vec<StageWires> = Vec::with_capacity(plan.stages.len());
+        for stage in &plan.stages {
+            match wires(plan, &stages, stage) {
+                Ok(wires) => stages.push(wires),
+                Err(why) => {
+                    found.push(internal(&stage.name, why));
+                    return Err(found);
+                }
+            }
+        }
+        for (index, stage) in plan.stages.iter().enumerate() {
+            let writers: Vec<usize> = stages[index].sources.iter().map(|s| s.writer).collect();
+            for writer in writers {
+                stages[writer].readers.push(index);
+            }
+            for before in &stage.after {
+                stages[*before].followers.push(index);
+            }
+        }
+        let mut takers = vec![Vec::new(); plan.tables.len()];
+        for (index, stage) in plan.stages.iter().enumerate() {
+            if let (Some(table), Cadence::Step) = (stage.table_in, stage.spec.cadence) {
+                takers[table].push(index);
+            }
+        }
+        let mut expansions = vec![Vec::new(); plan.tables.len()];
+        for (index, table) in plan.tables.iter().enumerate() {
+            if let (Some(parent), false) = (table.parent, table.filtered) {
+                expansions[parent].push(index);
+            }
+        }
+        Ok(Wiring {
+            stages,
+            takers,
+            expansions,
+        })
+    }
+}
+
+fn wires(plan: &Plan, before: &[StageWires], stage: &PlannedStage) -> Result<StageWires, String> {
+    let outputs: Vec<OutputColumn> = stage
+        .spec
+        .writes
+        .iter()
+        .map(|field| OutputColumn {
+            local: field.name.to_string(),
+            data_type: arrow_type(field.dtype, is_ragged(field)),
+            field: field.clone(),
+        })
+        .collect();
+    let mut sources: Vec<InputSource> = Vec::new();
+    let mut inputs = Vec::new();
+    let mut fields = vec![
+        ArrowField::new(SAMPLE_ID, DataType::UInt64, false),
+        ArrowField::new(GROUP_ID, DataType::UInt64, false),
+    ];
+    let mut read = Vec::new();
+    for edge in &stage.inputs {
+        let writer = before
+            .get(edge.writer)
+            .ok_or("it reads from a stage that comes later")?;
+        let planned = &plan.stages[edge.writer];
+        let column = writer
+            .outputs
+            .iter()
+            .position(|out| planned.rename.get(&out.local).unwrap_or(&out.local) == &edge.key)
+            .ok_or_else(|| format!("`{}` does not write `{}`", planned.name, edge.key))?;
+        let source = match sources.iter().position(|s| s.writer == edge.writer) {
+            Some(at) => at,
+            None => {
+                let from = stage.table_in.ok_or("it reads keys, but takes no rows")?;
+                let path = path(plan, from, edge.table).ok_or_else(|| {
+                    format!("the rows of `{}` are none of its rows' parents", edge.key)
+                })?;
+                sources.push(InputSource {
+                    writer: edge.writer,
+                    path,
+                });
+                sources.len() - 1
+            }
+        };
+        let data_type = match edge.convert {
+            Some((_, to)) => arrow_type(to, is_ragged(&writer.outputs[column].field)),
+            None => writer.outputs[column].data_type.clone(),
+        };
+        fields.push(ArrowField::new(edge.local.clone(), data_type, true));
+        read.push(
+            stage
+                .spec
+                .reads
+                .iter()
+                .chain(&stage.spec.reads_optional)
+                .find(|f| f.name == edge.local),
+        );
+        inputs.push(InputColumn {
+            source,
+            column,
+            local: edge.local.clone(),
+            key: edge.key.clone(),
+            convert: edge.convert,
+        });
+    }
+    let lengths = shared_lengths(&read, &outputs);
+    Ok(StageWires {
+        sources,
+        inputs,
+        outputs,
+        lengths,
+        schema: Arc::new(Schema::new(fields)),
+        readers: Vec::new(),
+        followers: Vec::new(),
+    })
+}
+
+fn is_ragged(field: &Field) -> bool {
+    ragged_dim(field).is_some()
+}
+
+fn ragged_dim(field: &Field) -> Option<String> {
+    field.parsed_shape().ok()?.ragged().map(str::to_owned)
+}
+
+/// The way up from `table` to its ancestor `to`.
+fn path(plan: &Plan, table: usize, to: usize) -> Option<Vec<Hop>> {
+    let mut at = table;
+    let mut path = Vec::new();
+    while at != to {
+        let table = plan.tables.get(at)?;
+        path.push(if table.filtered {
+            Hop::Filter(at)
+        } else {
+            Hop::Expand(table.factor.max(1))
+        });
+        at = table.parent?;
+    }
+    Some(path)
+}
+
+fn shared_lengths(read: &[Option<&Field>], outputs: &[OutputColumn]) -> Vec<SharedLength> {
+    let mut shared: Vec<SharedLength> = Vec::new();
+    let inputs = read
+        .iter()
+        .enumerate()
+        .filter_map(|(i, f)| Some((ragged_dim((*f)?)?, i, true)));
+    let outputs = outputs
+        .iter()
+        .enumerate()
+        .filter_map(|(i, o)| Some((ragged_dim(&o.field)?, i, false)));
+    for (dim, index, is_input) in inputs.chain(outputs) {
+        let at = match shared.iter().position(|s| s.dim == dim) {
+            Some(at) => at,
+            None => {
+                shared.push(SharedLength {
+                    dim,
+                    inputs: Vec::new(),
+                    outputs: Vec::new(),
+                });
+                shared.len() - 1
+            }
+        };
+        let list = if is_input {
+            &mut shared[at].inputs
+        } else {
+            &mut shared[at].outputs
+        };
+        list.push(index);
+    }
+    shared.retain(|s| s.inputs.len() + s.outputs.len() > 1);
+    shared
+}

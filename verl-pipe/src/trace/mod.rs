@@ -1,0 +1,3 @@
+//! Seeing what flows: the tap on every edge.
+
+pub mod tap;
