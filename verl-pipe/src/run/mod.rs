@@ -6,14 +6,18 @@
 mod channel;
 pub mod console;
 mod convert;
+mod deadlines;
 pub mod error;
 pub mod folder;
 pub mod guard;
+mod host_calls;
 mod host_pool;
 pub mod interrupt;
 pub mod metrics;
+mod observe;
 mod outputs;
 pub mod runner;
+mod start;
 mod state;
 mod step;
 mod table;

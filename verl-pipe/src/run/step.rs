@@ -157,7 +157,7 @@ impl StepState {
             .map_err(|source| RunError::Input {
                 step: self.step,
                 stage: planned.name.clone(),
-                source,
+                source: Box::new(source),
             })?;
         let positions: Vec<u32> = rows.map(|r| r as u32).collect();
         let scope = self.scope(stage, &positions, ids);
@@ -331,7 +331,7 @@ impl StepState {
                 .map_err(|source| RunError::Input {
                     step: self.step,
                     stage: self.schedule.plan.stages[call.0].name.clone(),
-                    source,
+                    source: Box::new(source),
                 })?;
         }
         self.emit(call, input, &nulls)
@@ -444,7 +444,7 @@ impl StepState {
                         stage: schedule.plan.stages[schedule.plan.tables[*child].made_by]
                             .name
                             .clone(),
-                        source,
+                        source: Box::new(source),
                     })?;
             }
             for stage in &schedule.wiring.takers[table] {
@@ -650,7 +650,7 @@ impl StepState {
     fn guard(&self, source: GuardError) -> RunError {
         RunError::Guard {
             step: self.step,
-            source,
+            source: Box::new(source),
         }
     }
 }
