@@ -125,19 +125,23 @@ impl Run {
         }
     }
 
-    /// After a failure: waits until calls have ended, so that nothing of this step runs on; gives up what does not end.
+    /// After a failure: waits until calls have ended, so that nothing of this step runs on; gives up what does not
+    /// end. A call on a worker holds the models, so it is waited for as long as it may take; a second Ctrl-C ends the
+    /// process sooner.
     pub(super) fn drain(&mut self, progress: &mut Progress) {
-        let until = Instant::now() + GRACE;
-        while !progress.in_flight.is_empty() && Instant::now() < until {
+        let since = Instant::now();
+        while !progress.in_flight.is_empty() && since.elapsed() < self.deadline {
             crossbeam_channel::select! {
                 recv(self.host_events) -> event => self.discard(progress, event.ok()),
                 recv(self.device_events) -> event => self.discard(progress, event.ok()),
                 default(TICK) => {}
             }
+            let out_of_time = since.elapsed() > GRACE;
             let late: Vec<u64> = progress
                 .in_flight
                 .iter()
-                .filter(|(_, flight)| flight.host.is_some() && self.is_late(flight).is_some())
+                .filter(|(_, flight)| flight.host.is_some())
+                .filter(|(_, flight)| out_of_time || self.is_late(flight).is_some())
                 .map(|(call, _)| *call)
                 .collect();
             late.into_iter()

@@ -17,6 +17,7 @@ pub mod metrics;
 mod observe;
 mod outputs;
 pub mod runner;
+mod slices;
 mod start;
 mod state;
 mod step;

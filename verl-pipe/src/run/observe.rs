@@ -182,9 +182,10 @@ impl Run {
                 env.cancel.cancel();
                 cancelled_at = Some(Instant::now());
             }
-            let given_up = cancelled_at.is_some_and(|at: Instant| at.elapsed() > GRACE);
+            let on_host = self.schedule.places[stage] == Place::Host;
+            let given_up = on_host && cancelled_at.is_some_and(|at: Instant| at.elapsed() > GRACE);
             if since.elapsed() > self.deadline || given_up {
-                self.worker.abandoned |= self.schedule.places[stage] != Place::Host;
+                self.leave(stage, cell)?;
                 if given_up {
                     return Err(RunError::Cancelled { step });
                 }
@@ -198,5 +199,22 @@ impl Run {
                 });
             }
         }
+    }
+
+    /// Gives up a call that ran alone.
+    fn leave(&mut self, stage: usize, cell: &Cell) -> Result<(), RunError> {
+        if self.schedule.places[stage] != Place::Host {
+            self.worker.abandoned = true;
+            return Ok(());
+        }
+        let runs = {
+            let mut cell = cell.lock();
+            cell.abandoned = true;
+            cell.unit_since.is_some()
+        };
+        if runs {
+            self.replace_thread(stage)?;
+        }
+        self.give_back(stage, None)
     }
 }
