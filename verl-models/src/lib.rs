@@ -2,12 +2,34 @@
 //!
 //! This crate knows nothing of pipelines.
 
+pub mod blocks;
+pub mod chat_template;
+pub mod decoder;
+pub mod device;
+pub mod families;
+pub mod gguf;
+pub mod hf;
 pub mod model;
+pub mod optim;
+mod packing;
+pub mod parameters;
+pub mod policy;
 pub mod random;
 pub mod rollout;
+mod rows;
+pub mod scoring;
+pub mod tokenizer;
+#[cfg(test)]
+mod toy;
+mod weights;
 
-/// Placeholder until the policy module lands.
-pub mod policy {
-    /// A model with optimiser.
-    pub struct Policy;
-}
+pub use decoder::{Decoder, DecoderConfig};
+
+/// The families of models that can be loaded, in order of their names.
+pub const FAMILIES: &[families::Family] = &[
+    families::LLAMA,
+    families::QWEN2,
+    families::QWEN3,
+    families::SMOLLM,
+];
+

@@ -253,6 +253,12 @@ pub enum ModelError {
         /// The value.
         value: f64,
     },
+    /// A loss that is not one number.
+    #[error("the loss has {values} values, but a backward pass needs exactly 1")]
+    LossShape {
+        /// Elements of the tensor.
+        values: usize,
+    },
     /// A model without optimiser was asked to train.
     #[error("the model is frozen: it was declared without an optimiser")]
     Frozen,

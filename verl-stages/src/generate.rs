@@ -183,12 +183,13 @@ impl GenerateStage {
         &self,
         prompt: &Batch,
         outputs: Vec<RolloutOutput>,
-        decode: impl Fn(&[u32]) -> String,
+        resource: &PolicyResource,
     ) -> Result<Batch, StageError> {
         let mut batch = prompt.rows_only().repeat(self.samples)?;
         let column = |pick: fn(&RolloutOutput) -> &[f32]| RaggedColumn::from_rows(outputs.iter().map(pick));
         batch.put(&RESPONSES, RaggedColumn::from_rows(outputs.iter().map(|o| &o.tokens)))?;
-        batch.put(&RESPONSE_TEXTS, outputs.iter().map(|o| decode(&o.tokens)).collect::<Vec<_>>())?;
+        let texts = outputs.iter().map(|o| resource.decode(&o.tokens));
+        batch.put(&RESPONSE_TEXTS, texts.collect::<Vec<_>>())?;
         let kinds = outputs.iter().map(|o| vec![mask::ACTION; o.tokens.len()]);
         batch.put(&MASK_KINDS, RaggedColumn::from_rows(kinds))?;
         batch.put(&FINISH_REASONS, outputs.iter().map(|o| finish_code(o.finish)).collect::<Vec<_>>())?;
@@ -226,8 +227,8 @@ impl Stage for GenerateStage {
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let (seed, step, cancel) = (context.seed, context.step, context.cancel);
-        let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
-        let settings = SamplingSettings { eos_ids: resource.eos_ids(), ..self.config.sampling() };
+        let resource = &*find_model::<PolicyResource>(context.models, &self.config.model)?;
+        let settings = SamplingSettings { eos_ids: resource.eos_ids(), text_decoder: resource.text_decoder(), ..self.config.sampling() };
         let prompts = input.get(&PROMPTS)?;
         let mut requests = Vec::with_capacity(prompts.len() * self.samples);
         for (row, id) in input.ids().into_iter().enumerate() {
@@ -242,7 +243,6 @@ impl Stage for GenerateStage {
 
         let mut pending: Vec<Vec<Option<RolloutOutput>>> = vec![vec![None; self.samples]; prompts.len()];
         let sink = &mut *context.sink;
-        let decode = |tokens: &[u32]| resource.decode(tokens);
         let mut emit_group = |index: usize, output: RolloutOutput| -> Result<(), StageError> {
             if cancel.is_cancelled() {
                 return Err(StageError::Cancelled);
@@ -254,7 +254,7 @@ impl Stage for GenerateStage {
             pending[row][index % self.samples] = Some(output);
             if pending[row].iter().all(Option::is_some) {
                 let outputs = std::mem::take(&mut pending[row]).into_iter().flatten().collect();
-                sink.emit(self.group(&input.slice(row..row + 1)?, outputs, decode)?)?;
+                sink.emit(self.group(&input.slice(row..row + 1)?, outputs, resource)?)?;
             }
             Ok(())
         };

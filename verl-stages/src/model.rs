@@ -9,9 +9,14 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::chat_template::ChatTemplate;
+use verl_models::hf::{Origin, SaveDType};
 use verl_models::model::PolicyModel;
 use verl_models::optim::OptimizerConfig;
+use verl_models::policy::Policy;
+use verl_models::random::{DrawKey, Purpose};
+use verl_models::rollout::stop::TextDecoder;
 use verl_models::tokenizer::Tokenizer;
+use verl_models::{Decoder, DecoderConfig};
 use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError, Snapshot, WeightsVersion};
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
 
@@ -46,6 +51,12 @@ impl PolicyResource {
             None => ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
         }
     }
+
+    /// What turns a response into text while it is sampled, for stop texts; `None` without a tokenizer.
+    pub fn text_decoder(&self) -> Option<TextDecoder> {
+        let tokenizer = self.tokenizer.clone()?;
+        Some(TextDecoder::new(move |ids| tokenizer.decode(ids)))
+    }
 }
 
 impl ModelResource for PolicyResource {
@@ -72,5 +83,141 @@ impl ModelResource for PolicyResource {
 
     fn as_any_mut(&mut self) -> &mut dyn Any {
         self
+    }
+}
+
+/// Where a model's weights come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Init {
+    /// The folder's safetensors.
+    #[default]
+    Pretrained,
+    /// Fresh: N(0, `initializer_range`) of the folder's config.json, a function of the run's seed.
+    Random,
+}
+
+/// Type of the weights in the saved folder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SaveAs {
+    /// Lossless for what was trained.
+    #[default]
+    F32,
+    /// Half the size.
+    Bf16,
+}
+
+/// Settings of model kind `causal_lm`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CausalLm {
+    /// Hugging Face folder; relative to the folder of the pipeline file.
+    pub path: PathBuf,
+    /// Where weights come from.
+    #[serde(default)]
+    pub init: Init,
+    /// How it is trained; absent: the model is frozen.
+    #[serde(default)]
+    pub optimizer: Option<OptimizerConfig>,
+    /// Type of the weights in the saved folder.
+    #[serde(default)]
+    pub save_as: SaveAs,
+}
+
+impl CausalLm {
+    /// A frozen model of a folder.
+    pub fn frozen(path: impl Into<PathBuf>) -> Self {
+        CausalLm { path: path.into(), init: Init::Pretrained, optimizer: None, save_as: SaveAs::F32 }
+    }
+
+    /// A model of a folder that is trained.
+    pub fn trained(path: impl Into<PathBuf>, optimizer: OptimizerConfig) -> Self {
+        CausalLm { optimizer: Some(optimizer), ..CausalLm::frozen(path) }
+    }
+
+    fn folder(&self, context: &BuildContext) -> PathBuf {
+        context.base.join(&self.path)
+    }
+
+    fn decoder(&self, dir: &Path, device: &str, seed: u64) -> Result<Decoder, ResourceError> {
+        let device = verl_models::device::device(device).map_err(failed)?;
+        let mut decoder = match self.init {
+            Init::Pretrained => Decoder::load(dir, &device).map_err(failed)?,
+            Init::Random => {
+                let origin = Origin::read(dir).map_err(failed)?;
+                let config = origin.decoder_config().map_err(failed)?;
+                Decoder::fresh(config, &device, |name, count| normals(seed, name, count)).with_origin(origin)
+            }
+        };
+        decoder.save_dtype = match self.save_as {
+            SaveAs::F32 => SaveDType::F32,
+            SaveAs::Bf16 => SaveDType::BF16,
+        };
+        Ok(decoder)
+    }
+}
+
+/// Draws from N(0, 1) for the parameter `name`.
+fn normals(seed: u64, name: &str, count: usize) -> Vec<f32> {
+    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    let stream = DrawKey { seed, purpose: Purpose::Init, step: 0, row: hash, attempt: 0 }.stream();
+    (0..count).map(|at| stream.normal((at >> 20) as u32, (at & 0xf_ffff) as u32) as f32).collect()
+}
+
+fn failed(error: impl std::error::Error + Send + Sync + 'static) -> ResourceError {
+    ResourceError::Failed(Box::new(error))
+}
+
+/// Parameters of a decoder.
+fn count_parameters(c: &DecoderConfig) -> u64 {
+    let (d, i) = (c.hidden_size as u64, c.intermediate_size as u64);
+    let query = (c.heads.query * c.heads.dim) as u64;
+    let key = (c.heads.key_value * c.heads.dim) as u64;
+    let attention = 2 * d * query + 2 * d * key + if c.qkv_bias { query + 2 * key } else { 0 };
+    let norms = 2 * d + if c.qk_norm { 2 * c.heads.dim as u64 } else { 0 };
+    let head = if c.tied_head { 1 } else { 2 } * c.vocab_size as u64 * d;
+    c.layers as u64 * (attention + 3 * d * i + norms) + d + head
+}
+
+impl ModelConfig for CausalLm {
+    const KIND: &'static str = "causal_lm";
+    const SUMMARY: &'static str = "a decoder of a Hugging Face folder (Llama, SmolLM2, Qwen2, Qwen2.5, Qwen3)";
+
+    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        let help = "give the folder of a Llama, SmolLM2, Qwen2, Qwen2.5 or Qwen3 model with config.json, model.safetensors and tokenizer.json";
+        let config = Origin::read(&self.folder(context))
+            .and_then(|origin| origin.decoder_config())
+            .map_err(|error| vec![ConfigError::new("path", format!("cannot be used: {error}"), help)])?;
+        if let Some(optimizer) = &self.optimizer {
+            optimizer.validate().map_err(|error| {
+                vec![ConfigError::new(format!("optimizer.{}", error.setting), format!("is {}", error.value), format!("it must be {}", error.expected))]
+            })?;
+        }
+        let parameters = count_parameters(&config);
+        Ok(ModelInfo {
+            num_parameters: parameters,
+            weight_bytes: 4 * parameters,
+            // Two moments and a gradient in f32.
+            training_bytes: if self.optimizer.is_some() { 12 * parameters } else { 0 },
+            kv_bytes_per_token: (4 * 2 * config.layers * config.heads.key_value * config.heads.dim) as u64,
+            max_tokens: config.max_tokens,
+            summary: format!("{} layers, width {}, vocabulary {}", config.layers, config.hidden_size, config.vocab_size),
+        })
+    }
+
+    fn trainable(&self) -> bool {
+        self.optimizer.is_some()
+    }
+
+    fn load(&self, _name: &str, device: &str, context: &BuildContext) -> Result<Box<dyn ModelResource>, ResourceError> {
+        let dir = self.folder(context);
+        let decoder = self.decoder(&dir, device, context.seed)?;
+        let tokenizer = Tokenizer::load(&dir).map_err(failed)?;
+        decoder.check_vocabulary(tokenizer.vocab_size()).map_err(failed)?;
+        // A folder without a template can still be used with prompts as they are.
+        let template = ChatTemplate::load(&dir).ok().map(Arc::new);
+        let policy = Policy::new(decoder, self.optimizer.clone()).map_err(failed)?;
+        Ok(Box::new(PolicyResource { policy: Box::new(policy), tokenizer: Some(Arc::new(tokenizer)), template }))
     }
 }

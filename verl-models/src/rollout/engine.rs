@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::stop::TextDecoder;
 use crate::model::ModelInterface;
 use crate::random::DrawKey;
 
@@ -38,8 +39,12 @@ pub struct SamplingSettings {
     /// Token-id sequences that end a response; kept at its end. (Stop strings are turned into a test on decoded text
     /// by [`SamplingSettings::stop_texts`].)
     pub stop_ids: Vec<Vec<u32>>,
-    /// Texts that end a response as soon as its decoded text contains one.
+    /// Texts that end a response as soon as its decoded text contains one; they need [`Self::text_decoder`].
     pub stop_texts: Vec<String>,
+    /// How a response becomes text. Not a setting of files: whoever owns the tokenizer puts it here.
+    #[serde(skip)]
+    #[schemars(skip)]
+    pub text_decoder: Option<TextDecoder>,
     /// Forbids the end-of-sequence ids until this many tokens are sampled.
     pub min_new_tokens: usize,
 }
@@ -55,6 +60,7 @@ impl Default for SamplingSettings {
             eos_ids: Vec::new(),
             stop_ids: Vec::new(),
             stop_texts: Vec::new(),
+            text_decoder: None,
             min_new_tokens: 0,
         }
     }
@@ -77,9 +83,10 @@ pub enum FinishReason {
 pub struct RolloutOutput {
     /// Token ids, end-of-sequence included.
     pub tokens: Vec<u32>,
-    /// Log-probs under the distribution that was sampled from, nats.
+    /// Log-probs under the distribution that was sampled from, nats; 0 when greedy, which leaves no choice.
     pub sampling_log_probs: Vec<f32>,
-    /// Log-probs under the full softmax of logits divided by the temperature (by 1 when greedy), nats.
+    /// Log-probs under the full softmax of the model's own logits divided by the temperature (by 1 when greedy), nats:
+    /// no penalty, no truncation, no forbidden id, so that a trainer's recomputation agrees with them.
     pub log_probs: Vec<f32>,
     /// Why it ended.
     pub finish: FinishReason,
@@ -135,9 +142,48 @@ pub enum RolloutError {
         /// Tokens sampled so far.
         tokens: usize,
     },
+    /// The device could not run the model or give the logits back.
+    #[error("the logits could not be read from the device: {reason}")]
+    Device {
+        /// What the backend says.
+        reason: String,
+    },
     /// The consumer of results asked to end.
     #[error("{0}")]
     Stopped(Box<dyn std::error::Error + Send + Sync>),
+}
+
+/// Refuses requests that a model with this vocabulary and context cannot answer, before anything is computed.
+///
+/// # Errors
+/// [`RolloutError::EmptyPrompt`], [`RolloutError::TokenId`], [`RolloutError::TooLong`] for the first such request.
+pub fn check_requests(
+    requests: &[RolloutRequest],
+    vocab_size: usize,
+    max_tokens: usize,
+) -> Result<(), RolloutError> {
+    for (request, asked) in requests.iter().enumerate() {
+        let (prompt, new) = (asked.prompt.len(), asked.max_new_tokens);
+        if prompt == 0 {
+            return Err(RolloutError::EmptyPrompt { request });
+        }
+        if let Some(&id) = asked.prompt.iter().find(|&&id| id as usize >= vocab_size) {
+            return Err(RolloutError::TokenId {
+                request,
+                id,
+                limit: vocab_size,
+            });
+        }
+        if prompt.saturating_add(new) > max_tokens {
+            return Err(RolloutError::TooLong {
+                request,
+                prompt,
+                new,
+                limit: max_tokens,
+            });
+        }
+    }
+    Ok(())
 }
 
 /// A way to sample from a model.

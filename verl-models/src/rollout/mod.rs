@@ -1,4 +1,79 @@
 //! Rollout engines: prompts in, sampled responses out.
+//!
+//! | Engine | Models | How |
+//! |---|---|---|
+//! | [`eager`] | all | recomputes the prefix for each token; the reference |
+//! | [`batched`] | [`Decoder`] | continuous batching with a KV cache |
 
+pub mod batched;
 pub mod eager;
 pub mod engine;
+mod host;
+mod row;
+pub mod sampling;
+pub mod stop;
+mod tensor;
+
+#[cfg(test)]
+mod toy;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use self::engine::{RolloutEngine, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use crate::decoder::Decoder;
+
+/// The engine that samples from a decoder.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum EngineKind {
+    /// Recomputes the prefix for each token; slow, the reference.
+    Eager,
+    /// Continuous batching with a KV cache.
+    #[default]
+    Batched,
+}
+
+impl EngineKind {
+    /// Every engine, the reference first.
+    pub const ALL: &[EngineKind] = &[EngineKind::Eager, EngineKind::Batched];
+
+    /// Name in tables and configuration.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineKind::Eager => <eager::Eager as RolloutEngine<Decoder>>::NAME,
+            EngineKind::Batched => <batched::Batched as RolloutEngine<Decoder>>::NAME,
+        }
+    }
+
+    /// Samples with this engine; see [`RolloutEngine::generate`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn generate(
+        self,
+        decoder: &Decoder,
+        requests: &[RolloutRequest],
+        settings: &SamplingSettings,
+        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+    ) -> Result<(), RolloutError> {
+        match self {
+            EngineKind::Eager => eager::Eager::generate(decoder, requests, settings, on_done),
+            EngineKind::Batched => batched::Batched::generate(decoder, requests, settings, on_done),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn engines_have_the_names_that_files_give_them() {
+        for engine in EngineKind::ALL {
+            let text = serde_json::to_value(engine).unwrap();
+            assert_eq!(text, serde_json::json!(engine.name()));
+        }
+    }
+}

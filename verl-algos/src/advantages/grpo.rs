@@ -1,0 +1,146 @@
+//! Group-relative advantages: a response against the other responses to its prompt.
+
+use super::{AdvantageEstimator, AdvantageInputs, Advantages, GroupScores};
+use crate::cut::CutUnit;
+use crate::error::{AlgoError, check_setting};
+use crate::masked;
+
+/// Advantage of each row by GRPO: (s − μ_g) / (σ_g + ε), or s − μ_g without `epsilon` (Dr. GRPO).
+///
+/// μ_g and σ_g (Bessel, n − 1) are those of the row's group. Equal scores carry no signal and give exactly 0. A lone
+/// row has no group to compare with and keeps its score: s / (1 + ε), or s. A row that was not scored (`None`) leaves
+/// the statistics and gets 0.
+///
+/// # Shapes
+/// `scores`, `groups`, result: `[B]`
+/// # Errors
+/// Lengths that differ; a score that is not finite; a negative `epsilon`.
+/// # Differences
+/// verl adds ε = 1e-6 to σ, as here by default; TRL 1e-4, OpenRLHF 1e-9. verl in f32 gives equal scores up to ±0.1
+/// from the rounding of their mean.
+/// # Source
+/// Shao et al. 2024, arXiv:2402.03300, section 4.1; without σ: Liu et al. 2025, arXiv:2503.20783.
+pub fn grpo_advantages(
+    scores: &[Option<f64>],
+    groups: &[u64],
+    epsilon: Option<f64>,
+) -> Result<Vec<f64>, AlgoError> {
+    if let Some(epsilon) = epsilon {
+        let sound = epsilon >= 0.0 && epsilon.is_finite();
+        check_setting(
+            "epsilon",
+            epsilon,
+            sound,
+            "it must be a finite number from 0",
+        )?;
+    }
+    GroupScores::from_parts(scores.to_vec(), groups)?.map_groups(|_, scores| {
+        let (mean, std) = match scores {
+            [_] => (0.0, 1.0),
+            _ => (masked::mean(scores), masked::variance(scores)?.sqrt()),
+        };
+        let scale = epsilon.map_or(1.0, |epsilon| std + epsilon);
+        Ok(scores.iter().map(|s| (s - mean) / scale).collect())
+    })
+}
+
+/// GRPO and Dr. GRPO as an estimator; see [`grpo_advantages`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Grpo {
+    /// Added to the deviation; `None` leaves the deviation out (Dr. GRPO).
+    pub epsilon: Option<f64>,
+}
+
+impl Grpo {
+    /// Dr. GRPO: only the mean is taken off.
+    pub fn without_std() -> Grpo {
+        Grpo { epsilon: None }
+    }
+}
+
+impl Default for Grpo {
+    fn default() -> Grpo {
+        Grpo {
+            epsilon: Some(1e-6),
+        }
+    }
+}
+
+impl AdvantageEstimator for Grpo {
+    fn name(&self) -> &'static str {
+        match self.epsilon {
+            Some(_) => "grpo",
+            None => "dr_grpo",
+        }
+    }
+
+    fn cut_unit(&self) -> CutUnit {
+        CutUnit::Group
+    }
+
+    fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
+        let scores = inputs.outcome_scores(self.name())?;
+        let groups = inputs.groups.ok_or(AlgoError::Missing {
+            algorithm: self.name(),
+            argument: "groups",
+        })?;
+        let rows = grpo_advantages(&scores, groups, self.epsilon)?;
+        inputs.of_rows(&rows)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SCORES: [f64; 7] = [1.0, 0.2, 0.0, 0.7, 0.0, 0.4, 1.0];
+    /// Groups 9 = [1, 0, 0, 1], 4 = [.2, .4], 7 = [.7], not neighbours.
+    const GROUPS: [u64; 7] = [9, 4, 9, 7, 9, 4, 9];
+
+    #[track_caller]
+    fn check(scores: &[Option<f64>], groups: &[u64], epsilon: Option<f64>, expected: &[f64]) {
+        let got = grpo_advantages(scores, groups, epsilon).unwrap();
+        for (a, e) in got.iter().zip(expected) {
+            assert!((a - e).abs() < 1e-6, "{got:?}");
+        }
+    }
+
+    #[test]
+    fn by_hand() {
+        let scores = SCORES.map(Some);
+        let with = [
+            0.866024, -0.707102, -0.866024, 0.699999, -0.866024, 0.707102, 0.866024,
+        ];
+        check(&scores, &GROUPS, Some(1e-6), &with);
+        let without = [0.5, -0.1, -0.5, 0.7, -0.5, 0.1, 0.5];
+        check(&scores, &GROUPS, None, &without);
+        let trl = [
+            0.865875, -0.706607, -0.865875, 0.699930, -0.865875, 0.706607, 0.865875,
+        ];
+        check(&scores, &GROUPS, Some(1e-4), &trl);
+    }
+
+    #[test]
+    fn equal_scores_are_exactly_zero() {
+        for score in [0.1, 0.7, 0.9, 1e6] {
+            let got = grpo_advantages(&[Some(score); 7], &[3; 7], Some(1e-6)).unwrap();
+            assert_eq!(got, [0.0; 7]);
+        }
+    }
+
+    #[test]
+    fn a_row_without_score_is_left_out() {
+        let scores = [Some(1.0), None, Some(0.0), None];
+        let std = 0.5f64.sqrt();
+        let expected = [0.5 / std, 0.0, -0.5 / std, 0.0];
+        check(&scores, &[1, 1, 1, 2], Some(0.0), &expected);
+        check(&[Some(0.4), None], &[1, 1], None, &[0.4, 0.0]);
+    }
+
+    #[test]
+    fn refusals() {
+        assert!(grpo_advantages(&[Some(1.0)], &[], None).is_err());
+        assert!(grpo_advantages(&[Some(f64::NAN), Some(0.0)], &[1, 1], None).is_err());
+        assert!(grpo_advantages(&[Some(1.0)], &[1], Some(-1.0)).is_err());
+    }
+}

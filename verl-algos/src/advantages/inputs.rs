@@ -1,0 +1,211 @@
+//! What estimators read, and the loops that they share.
+
+use std::collections::HashMap;
+
+use super::Advantages;
+use crate::error::{AlgoError, check_finite, check_len};
+use crate::ragged::Ragged;
+
+/// What estimators read. Only the mask of action tokens is always there.
+#[derive(Debug, Clone)]
+pub struct AdvantageInputs<'a> {
+    /// Which response tokens are actions, `[B, T~]`. Observations are stepped over, and get advantage 0.
+    pub actions: &'a Ragged<bool>,
+    /// Prompt of each row, `[B]`: any numbers, in any order.
+    pub groups: Option<&'a [u64]>,
+    /// Outcome score of each row, `[B]`; `None` where the row was not scored. Otherwise the sum of the row's
+    /// `token_level_rewards`.
+    pub scores: Option<&'a [Option<f64>]>,
+    /// Reward of each token, `[B, T~]`. What lies on observations is dropped.
+    pub token_level_rewards: Option<&'a Ragged<f64>>,
+    /// The critic's value of each token, `[B, T~]`.
+    pub values: Option<&'a Ragged<f64>>,
+    /// Score of a reference response (such as the greedy one) to each row's prompt, `[B]`.
+    pub reward_baselines: Option<&'a [f64]>,
+}
+
+impl<'a> AdvantageInputs<'a> {
+    /// Inputs with nothing but the mask; set the fields that the estimator needs.
+    pub fn new(actions: &'a Ragged<bool>) -> AdvantageInputs<'a> {
+        AdvantageInputs {
+            actions,
+            groups: None,
+            scores: None,
+            token_level_rewards: None,
+            values: None,
+            reward_baselines: None,
+        }
+    }
+
+    /// Number of rows, `B`.
+    pub fn num_rows(&self) -> usize {
+        self.actions.num_rows()
+    }
+
+    /// The outcome score of each row: declared, or the sum of its rewards on action tokens. `None` where not scored.
+    ///
+    /// # Errors
+    /// Neither scores nor rewards; another number of rows; a score that is not finite.
+    pub fn outcome_scores(&self, algorithm: &'static str) -> Result<Vec<Option<f64>>, AlgoError> {
+        let scores: Vec<Option<f64>> = if let Some(scores) = self.scores {
+            check_len("scores", "rows", scores.len(), self.num_rows())?;
+            scores.to_vec()
+        } else {
+            let rewards = self.token_level_rewards.ok_or(AlgoError::Missing {
+                algorithm,
+                argument: "scores",
+            })?;
+            outcome_scores(rewards, self.actions)?
+                .into_iter()
+                .map(Some)
+                .collect()
+        };
+        let given: Vec<f64> = scores.iter().map(|s| s.unwrap_or(0.0)).collect();
+        check_finite("scores", &given)?;
+        Ok(scores)
+    }
+
+    /// Rewards of the action tokens, packed `[N]`.
+    ///
+    /// # Errors
+    /// No rewards, rows of other lengths, a reward of an action token that is not finite.
+    pub fn rewards(&self, algorithm: &'static str) -> Result<Vec<f64>, AlgoError> {
+        let rewards = self.token_level_rewards.ok_or(AlgoError::Missing {
+            algorithm,
+            argument: "token_level_rewards",
+        })?;
+        let rewards = rewards.select("token_level_rewards", self.actions)?;
+        check_finite("token_level_rewards", &rewards)?;
+        Ok(rewards)
+    }
+
+    /// One advantage a row, put on each of its action tokens.
+    ///
+    /// # Errors
+    /// Another number of rows.
+    pub fn of_rows(&self, rows: &[f64]) -> Result<Advantages, AlgoError> {
+        Ok(Advantages {
+            advantages: self.actions.broadcast(rows)?,
+            returns: None,
+        })
+    }
+}
+
+/// Outcome scores by group.
+#[derive(Debug, Clone)]
+pub struct GroupScores {
+    /// Score of each row, `[B]`; `None` where it was not scored.
+    pub scores: Vec<Option<f64>>,
+    groups: Vec<Vec<usize>>,
+}
+
+impl GroupScores {
+    /// The scores of the inputs, by their groups.
+    ///
+    /// # Errors
+    /// No scores or rewards, no groups, other numbers of rows, scores that are not finite.
+    pub fn new(
+        inputs: &AdvantageInputs<'_>,
+        algorithm: &'static str,
+    ) -> Result<GroupScores, AlgoError> {
+        let scores = inputs.outcome_scores(algorithm)?;
+        let groups = inputs.groups.ok_or(AlgoError::Missing {
+            algorithm,
+            argument: "groups",
+        })?;
+        GroupScores::from_parts(scores, groups)
+    }
+
+    /// Scores and the group of each.
+    ///
+    /// # Errors
+    /// Another number of groups than scores; a score that is not finite.
+    pub fn from_parts(scores: Vec<Option<f64>>, groups: &[u64]) -> Result<GroupScores, AlgoError> {
+        check_len("groups", "rows", groups.len(), scores.len())?;
+        let given: Vec<f64> = scores.iter().map(|s| s.unwrap_or(0.0)).collect();
+        check_finite("scores", &given)?;
+        Ok(GroupScores {
+            scores,
+            groups: group_rows(groups),
+        })
+    }
+
+    /// Advantage of each row, `f(rows, scores)` giving those of the scored rows of a group; rows without score get 0.
+    ///
+    /// A group of several equal scores carries no signal and gets exactly 0, whatever the rounding of its mean.
+    ///
+    /// # Errors
+    /// As `f`.
+    pub fn map_groups(
+        &self,
+        f: impl Fn(&[usize], &[f64]) -> Result<Vec<f64>, AlgoError>,
+    ) -> Result<Vec<f64>, AlgoError> {
+        let mut advantages = vec![0.0; self.scores.len()];
+        for members in &self.groups {
+            let scored = members.iter();
+            let scored = scored.filter_map(|&row| Some((row, self.scores[row]?)));
+            let (rows, scores): (Vec<usize>, Vec<f64>) = scored.unzip();
+            let equal = scores.windows(2).all(|pair| pair[0] == pair[1]);
+            if scores.is_empty() || (equal && scores.len() > 1) {
+                continue;
+            }
+            for (row, advantage) in rows.iter().zip(f(&rows, &scores)?) {
+                advantages[*row] = advantage;
+            }
+        }
+        Ok(advantages)
+    }
+}
+
+/// Scans the packed tokens of each row from its last to its first: `step(token, state of the next token)`; the state
+/// after the last token of a row is `end`.
+pub fn backward_scan<S: Copy>(rows: &[usize], end: S, step: impl Fn(usize, S) -> S) -> Vec<S> {
+    let mut states = vec![end; rows.len()];
+    for t in (0..rows.len()).rev() {
+        let next = match rows.get(t + 1) {
+            Some(row) if *row == rows[t] => states[t + 1],
+            _ => end,
+        };
+        states[t] = step(t, next);
+    }
+    states
+}
+
+/// Sum of a row's rewards over its action tokens: what lies on observations is dropped.
+///
+/// # Shapes
+/// `rewards`, `actions`: `[B, T~]`; result: `[B]`
+/// # Errors
+/// Rows of different lengths.
+/// # Differences
+/// verl's outcome estimators add what lies on masked slots too, while its GAE drops it.
+pub fn outcome_scores(
+    rewards: &Ragged<f64>,
+    actions: &Ragged<bool>,
+) -> Result<Vec<f64>, AlgoError> {
+    rewards.check_like("token_level_rewards", actions)?;
+    let rows = rewards.rows().zip(actions.rows());
+    Ok(rows
+        .map(|(row, mask)| {
+            row.iter()
+                .zip(mask)
+                .filter(|(_, m)| **m)
+                .map(|(r, _)| r)
+                .sum()
+        })
+        .collect())
+}
+
+/// The rows of each group, groups in the order of their first row.
+pub fn group_rows(groups: &[u64]) -> Vec<Vec<usize>> {
+    let mut index = HashMap::new();
+    let mut members: Vec<Vec<usize>> = Vec::new();
+    for (row, group) in groups.iter().enumerate() {
+        let at = *index.entry(group).or_insert_with(|| {
+            members.push(Vec::new());
+            members.len() - 1
+        });
+        members[at].push(row);
+    }
+    members
+}

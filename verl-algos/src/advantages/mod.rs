@@ -1,0 +1,117 @@
+//! Advantages: how much better a response, or a token of it, was than expected.
+//!
+//! Plain scans over ragged rows in f64. An estimator takes [`AdvantageInputs`], uses what it needs, refuses when that
+//! is missing, and returns [`Advantages`]. A new one is a file here and a line in [`ESTIMATORS`].
+
+use crate::cut::CutUnit;
+use crate::error::AlgoError;
+use crate::ragged::Ragged;
+
+mod gae;
+mod gpg;
+mod grpo;
+mod grpo_passk;
+mod inputs;
+mod opo;
+mod reinforce_plus_plus;
+mod remax;
+mod rloo;
+
+pub use gae::Gae;
+pub use gpg::Gpg;
+pub use grpo::{Grpo, grpo_advantages};
+pub use grpo_passk::GrpoPassK;
+pub use inputs::{AdvantageInputs, GroupScores, backward_scan, group_rows, outcome_scores};
+pub use opo::Opo;
+pub use reinforce_plus_plus::{ReinforcePlusPlus, ReinforcePlusPlusBaseline};
+pub use remax::ReMax;
+pub use rloo::Rloo;
+
+/// What an estimator returns; 0 at observations.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Advantages {
+    /// `[B, T~]`
+    pub advantages: Ragged<f64>,
+    /// `[B, T~]`: what a critic should learn, where the estimator defines it.
+    pub returns: Option<Ragged<f64>>,
+}
+
+/// An estimator with its settings.
+pub trait AdvantageEstimator: std::fmt::Debug + Send + Sync {
+    /// Its name in pipelines.
+    fn name(&self) -> &'static str;
+
+    /// What it must see whole.
+    fn cut_unit(&self) -> CutUnit;
+
+    /// Advantages of a batch that holds whole cut units.
+    ///
+    /// # Errors
+    /// Inputs that are missing, of the wrong shape or not finite; settings out of range.
+    fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError>;
+}
+
+/// Name of an estimator, and how to make it with its default settings.
+pub type EstimatorEntry = (&'static str, fn() -> Box<dyn AdvantageEstimator>);
+
+/// All estimators with their default settings, by name.
+pub const ESTIMATORS: &[EstimatorEntry] = &[
+    ("dr_grpo", || Box::new(Grpo::without_std())),
+    ("gae", || Box::new(Gae::default())),
+    ("gpg", || Box::new(Gpg::default())),
+    ("grpo", || Box::new(Grpo::default())),
+    ("grpo_passk", || Box::new(GrpoPassK::default())),
+    ("opo", || Box::new(Opo)),
+    ("reinforce_plus_plus", || {
+        Box::new(ReinforcePlusPlus::default())
+    }),
+    ("reinforce_plus_plus_baseline", || {
+        Box::new(ReinforcePlusPlusBaseline)
+    }),
+    ("remax", || Box::new(ReMax)),
+    ("rloo", || Box::new(Rloo)),
+];
+
+/// The estimator with this name and its default settings.
+///
+/// # Errors
+/// An unknown name.
+pub fn estimator(name: &str) -> Result<Box<dyn AdvantageEstimator>, AlgoError> {
+    match ESTIMATORS.iter().find(|(known, _)| *known == name) {
+        Some((_, make)) => Ok(make()),
+        None => Err(AlgoError::UnknownName {
+            what: "advantage estimator",
+            name: name.to_owned(),
+            known: ESTIMATORS.iter().map(|(known, _)| *known).collect(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod test {
+    use super::{AdvantageEstimator, AdvantageInputs};
+    use crate::ragged::Ragged;
+
+    /// Compares numbers.
+    #[track_caller]
+    pub fn check(got: &[f64], expected: &[f64]) {
+        assert_eq!(got.len(), expected.len());
+        for (a, e) in got.iter().zip(expected) {
+            assert!((a - e).abs() < 1e-6, "{got:?}");
+        }
+    }
+
+    /// Advantages of scores [1, 0, 0, 1 | .2, .4 | .7] with lengths [4, 2, 2, 8 | 3, 1 | 5].
+    #[track_caller]
+    pub fn check_groups(estimator: &dyn AdvantageEstimator, expected: &[f64; 7]) {
+        let actions = Ragged::<bool>::from_rows([4, 2, 2, 8, 3, 1, 5].map(|n| vec![true; n]));
+        let scores = [1.0, 0.0, 0.0, 1.0, 0.2, 0.4, 0.7].map(Some);
+        let mut inputs = AdvantageInputs::new(&actions);
+        inputs.scores = Some(&scores);
+        assert!(estimator.estimate(&inputs).is_err(), "without groups");
+        inputs.groups = Some(&[9, 9, 9, 9, 4, 4, 7]);
+        let result = estimator.estimate(&inputs).expect("advantages");
+        let first: Vec<f64> = result.advantages.rows().map(|row| row[0]).collect();
+        check(&first, expected);
+    }
+}

@@ -1,0 +1,245 @@
+//! From a loss a token to a scalar: the named ways of adding up.
+//!
+//! Every way is Σ_t w_t E_t with weights that are known before the loss is. They are computed here once, from the
+//! *whole* mini-batch, in plain numbers; a micro-batch then adds its own tokens with its share of the weights, so
+//! that the parts of a mini-batch add up to the whole however it is cut.
+
+use crate::error::{AlgoError, check_setting};
+
+/// How losses of tokens become one number. D is the number of data-parallel ranks, N tokens, B sequences, L_b a row's
+/// tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Aggregation {
+    /// D Σ E / N: each token weighs the same. The default, and DAPO's.
+    #[default]
+    TokenMean,
+    /// D Σ E.
+    TokenSum,
+    /// D Σ_b Σ_t E / B.
+    SeqMeanTokenSum,
+    /// The former over a constant, as in Dr. GRPO: no row's weight depends on its length.
+    SeqMeanTokenSumNorm {
+        /// The constant, usually the longest response allowed, in tokens.
+        loss_scale_factor: f64,
+    },
+    /// D Σ_b (Σ_t E / L_b) / B: each row weighs the same. The original GRPO, and GSPO.
+    SeqMeanTokenMean,
+}
+
+impl Aggregation {
+    /// The names of all ways.
+    pub const NAMES: &'static [&'static str] = &[
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "seq-mean-token-mean",
+    ];
+
+    /// The way with this name.
+    ///
+    /// # Errors
+    /// An unknown name; `seq-mean-token-sum-norm` without its `loss_scale_factor`, or with one that is not positive.
+    /// # Differences
+    /// verl falls back to the width of the padded batch, so that the loss depends on which rows share a batch. Here
+    /// the factor has to be declared.
+    pub fn parse(name: &str, loss_scale_factor: Option<f64>) -> Result<Aggregation, AlgoError> {
+        match name {
+            "token-mean" => Ok(Aggregation::TokenMean),
+            "token-sum" => Ok(Aggregation::TokenSum),
+            "seq-mean-token-sum" => Ok(Aggregation::SeqMeanTokenSum),
+            "seq-mean-token-mean" => Ok(Aggregation::SeqMeanTokenMean),
+            "seq-mean-token-sum-norm" => {
+                let aggregation = Aggregation::SeqMeanTokenSumNorm {
+                    loss_scale_factor: loss_scale_factor.ok_or(AlgoError::MissingSetting {
+                        algorithm: "seq-mean-token-sum-norm",
+                        setting: "loss_scale_factor",
+                        reason: "declare the longest response in tokens; a batch's own width would make the loss depend on its rows",
+                    })?,
+                };
+                aggregation.check()?;
+                Ok(aggregation)
+            }
+            _ => Err(AlgoError::UnknownName {
+                what: "aggregation",
+                name: name.to_owned(),
+                known: Aggregation::NAMES.to_vec(),
+            }),
+        }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Aggregation::TokenMean => "token-mean",
+            Aggregation::TokenSum => "token-sum",
+            Aggregation::SeqMeanTokenSum => "seq-mean-token-sum",
+            Aggregation::SeqMeanTokenSumNorm { .. } => "seq-mean-token-sum-norm",
+            Aggregation::SeqMeanTokenMean => "seq-mean-token-mean",
+        }
+    }
+
+    fn check(&self) -> Result<(), AlgoError> {
+        match *self {
+            Aggregation::SeqMeanTokenSumNorm { loss_scale_factor } => check_setting(
+                "loss_scale_factor",
+                loss_scale_factor,
+                loss_scale_factor > 0.0 && loss_scale_factor.is_finite(),
+                "it must be a positive number of tokens",
+            ),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Sizes of the whole mini-batch over all data-parallel ranks.
+///
+/// A count that is not declared is taken from the mini-batch at hand: its tokens, its *non-empty* rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Counts {
+    /// Action tokens of all ranks, N.
+    pub tokens: Option<usize>,
+    /// Sequences of all ranks, B. May count rows without any action token.
+    pub sequences: Option<usize>,
+    /// Data-parallel ranks, D, over which gradients are *averaged* afterwards; hence the factor D here.
+    pub dp_size: usize,
+}
+
+impl Counts {
+    /// Nothing declared, one rank.
+    pub const LOCAL: Counts = Counts {
+        tokens: None,
+        sequences: None,
+        dp_size: 1,
+    };
+
+    /// Declared sizes of a mini-batch that lies on one rank.
+    pub fn declared(tokens: usize, sequences: usize) -> Counts {
+        Counts {
+            tokens: Some(tokens),
+            sequences: Some(sequences),
+            dp_size: 1,
+        }
+    }
+}
+
+impl Default for Counts {
+    fn default() -> Counts {
+        Counts::LOCAL
+    }
+}
+
+/// Weight w_t of each packed token, such that the aggregated loss is Σ_t w_t E_t.
+///
+/// `rows` holds the row of each action token of the whole mini-batch; a row without action tokens does not appear.
+///
+/// # Shapes
+/// `rows`, result: `[N]`
+/// # Errors
+/// More than one rank without the count that the aggregation divides by; a declared count of 0 although there are
+/// tokens; no rank.
+/// # Source
+/// verl `agg_loss`; the rows of Dr. GRPO: Liu et al. 2025, arXiv:2503.20783.
+pub fn token_weights(
+    aggregation: Aggregation,
+    rows: &[usize],
+    counts: &Counts,
+) -> Result<Vec<f64>, AlgoError> {
+    aggregation.check()?;
+    let dp_size = counts.dp_size as f64;
+    check_setting("dp_size", dp_size, dp_size >= 1.0, "it must be at least 1")?;
+    let lengths = row_lengths(rows);
+    let non_empty = lengths.iter().filter(|n| **n > 0).count();
+    let divisor = |declared: Option<usize>, own: usize, unit: &'static str| {
+        if declared.is_none() && counts.dp_size > 1 {
+            return Err(AlgoError::MissingCount {
+                aggregation: aggregation.name(),
+                unit,
+                dp_size: counts.dp_size,
+            });
+        }
+        let count = declared.unwrap_or(own) as f64;
+        let sound = count > 0.0 || rows.is_empty();
+        check_setting(unit, count, sound, "the mini-batch is not empty")?;
+        Ok(count)
+    };
+    let sequences = || divisor(counts.sequences, non_empty, "sequences");
+    let uniform = |weight: f64| vec![weight; rows.len()];
+    Ok(match aggregation {
+        Aggregation::TokenMean => uniform(dp_size / divisor(counts.tokens, rows.len(), "tokens")?),
+        Aggregation::TokenSum => uniform(dp_size),
+        Aggregation::SeqMeanTokenSum => uniform(dp_size / sequences()?),
+        Aggregation::SeqMeanTokenSumNorm { loss_scale_factor } => {
+            uniform(dp_size / sequences()? / loss_scale_factor)
+        }
+        Aggregation::SeqMeanTokenMean => {
+            let weight = dp_size / sequences()?;
+            let each = rows.iter().map(|&row| weight / lengths[row] as f64);
+            each.collect()
+        }
+    })
+}
+
+/// Number of packed tokens of each row up to the last that has one.
+pub fn row_lengths(rows: &[usize]) -> Vec<usize> {
+    let mut lengths = vec![0; rows.iter().max().map_or(0, |last| last + 1)];
+    for &row in rows {
+        lengths[row] += 1;
+    }
+    lengths
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// E = [[1, 2, 3, 4], [10, 20], []] with an empty third row.
+    const LOSSES: [f64; 6] = [1.0, 2.0, 3.0, 4.0, 10.0, 20.0];
+    const ROWS: [usize; 6] = [0, 0, 0, 0, 1, 1];
+
+    #[track_caller]
+    fn check(name: &str, counts: Counts, expected: f64) {
+        let aggregation = Aggregation::parse(name, Some(4.0)).unwrap();
+        assert_eq!(aggregation.name(), name);
+        let weights = token_weights(aggregation, &ROWS, &counts).unwrap();
+        let value: f64 = LOSSES.iter().zip(&weights).map(|(e, w)| e * w).sum();
+        assert!((value - expected).abs() < 1e-9, "{name}: {value}");
+    }
+
+    #[test]
+    fn by_hand() {
+        check("token-mean", Counts::LOCAL, 40.0 / 6.0);
+        check("token-sum", Counts::LOCAL, 40.0);
+        check("seq-mean-token-sum", Counts::LOCAL, 20.0);
+        check("seq-mean-token-sum", Counts::declared(6, 3), 40.0 / 3.0);
+        check("seq-mean-token-sum-norm", Counts::LOCAL, 5.0);
+        check("seq-mean-token-mean", Counts::LOCAL, 8.75);
+    }
+
+    #[test]
+    fn two_ranks_need_the_count_they_divide_by() {
+        let counts = Counts {
+            tokens: Some(12),
+            sequences: None,
+            dp_size: 2,
+        };
+        check("token-mean", counts, 2.0 * 40.0 / 12.0);
+        let error = token_weights(Aggregation::SeqMeanTokenSum, &ROWS, &counts).unwrap_err();
+        assert!(error.to_string().contains("sequences"), "{error}");
+    }
+
+    #[test]
+    fn refuses_what_has_no_answer() {
+        let error = Aggregation::parse("seq-mean-token-sum-norm", None).unwrap_err();
+        assert!(error.to_string().contains("loss_scale_factor"), "{error}");
+        assert!(Aggregation::parse("seq-mean-token-sum-norm", Some(0.0)).is_err());
+        let error = Aggregation::parse("mean", None).unwrap_err();
+        assert!(error.to_string().contains("token-mean"), "{error}");
+        let none = Counts::declared(0, 0);
+        assert!(token_weights(Aggregation::TokenMean, &ROWS, &none).is_err());
+        assert_eq!(
+            token_weights(Aggregation::TokenMean, &[], &none),
+            Ok(vec![])
+        );
+    }
+}

@@ -1,0 +1,119 @@
+//! What losses read: a mini-batch in plain numbers, and micro-batches of it with the model's outputs.
+
+use burn::tensor::Tensor;
+
+use crate::aggregate::{Counts, row_lengths};
+use crate::error::{AlgoError, check_finite, check_len};
+
+/// The rows of one optimiser step on this rank, packed: the action tokens of all rows, one after the other.
+///
+/// There is no mask and no padding: what is not trained on is not here. Everything in it is a constant.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct MiniBatch {
+    /// Row of each token, `[N]`. Rows without action tokens do not appear.
+    pub rows: Vec<usize>,
+    /// Sizes of the mini-batch over all ranks.
+    pub counts: Counts,
+    /// Log-probs at the start of the update, `[N]`, nats.
+    pub old_log_probs: Option<Vec<f64>>,
+    /// Advantages, `[N]`.
+    pub advantages: Option<Vec<f64>>,
+    /// Log-probs of the reference policy, `[N]`, nats.
+    pub ref_log_probs: Option<Vec<f64>>,
+    /// Importance weights against the sampler, `[N]`; they multiply the policy loss.
+    pub rollout_weights: Option<Vec<f64>>,
+}
+
+impl MiniBatch {
+    /// A mini-batch with nothing but rows, and counts of its own; set the fields that the losses need.
+    pub fn new(rows: Vec<usize>) -> MiniBatch {
+        MiniBatch {
+            rows,
+            ..MiniBatch::default()
+        }
+    }
+
+    /// Action tokens, `N`.
+    pub fn num_tokens(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Tokens of each row.
+    pub fn row_lengths(&self) -> Vec<usize> {
+        row_lengths(&self.rows)
+    }
+
+    /// The whole mini-batch as one micro-batch.
+    pub fn whole(&self, log_probs: Tensor<1>, entropies: Option<Tensor<1>>) -> MicroBatch {
+        MicroBatch {
+            tokens: (0..self.num_tokens()).collect(),
+            log_probs,
+            entropies,
+        }
+    }
+
+    /// Refuses columns of other lengths, and numbers that are not finite.
+    ///
+    /// # Errors
+    /// The first column that is wrong.
+    pub fn check(&self) -> Result<(), AlgoError> {
+        let columns = [
+            ("old_log_probs", &self.old_log_probs),
+            ("advantages", &self.advantages),
+            ("ref_log_probs", &self.ref_log_probs),
+            ("rollout_weights", &self.rollout_weights),
+        ];
+        for (name, column) in columns {
+            if let Some(values) = column {
+                check_len(name, "tokens", values.len(), self.num_tokens())?;
+                check_finite(name, values)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Some rows of a mini-batch, with what the model says about their tokens.
+#[derive(Debug, Clone)]
+pub struct MicroBatch {
+    /// Positions of its tokens in the mini-batch, `[M]`. Rows must be whole.
+    pub tokens: Vec<usize>,
+    /// Log-probs of the policy now, `[M]`, nats; differentiable.
+    pub log_probs: Tensor<1>,
+    /// Entropies of the policy now, `[M]`, nats; differentiable.
+    pub entropies: Option<Tensor<1>>,
+}
+
+impl MicroBatch {
+    /// Refuses positions outside the mini-batch, tensors of another length, and rows that were cut.
+    pub(crate) fn check(&self, batch: &MiniBatch, lengths: &[usize]) -> Result<(), AlgoError> {
+        check_len(
+            "log_probs",
+            "tokens",
+            self.log_probs.dims()[0],
+            self.tokens.len(),
+        )?;
+        if let Some(entropies) = &self.entropies {
+            check_len(
+                "entropies",
+                "tokens",
+                entropies.dims()[0],
+                self.tokens.len(),
+            )?;
+        }
+        let mut own = vec![0; lengths.len()];
+        for &position in &self.tokens {
+            let row = *batch.rows.get(position).ok_or(AlgoError::OutOfRange {
+                position,
+                tokens: batch.num_tokens(),
+            })?;
+            own[row] += 1;
+        }
+        for (row, (&got, &expected)) in own.iter().zip(lengths).enumerate() {
+            if got != 0 && got != expected {
+                return Err(AlgoError::CutRow { row, got, expected });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,178 @@
+//! What can be wrong with the inputs or settings of an algorithm.
+
+/// A refusal: inputs or settings for which there is no right answer.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AlgoError {
+    /// Two arguments whose lengths should agree.
+    #[error("`{argument}` has {got} {unit}, expected {expected}")]
+    Shape {
+        /// The argument.
+        argument: &'static str,
+        /// What is counted: rows, tokens.
+        unit: &'static str,
+        /// Its length.
+        got: usize,
+        /// The length it should have.
+        expected: usize,
+    },
+    /// A row of a ragged argument whose length differs from that of the mask.
+    #[error("row {row} of `{argument}` has {got} tokens, expected {expected}")]
+    RowLength {
+        /// The argument.
+        argument: &'static str,
+        /// The row.
+        row: usize,
+        /// Its length.
+        got: usize,
+        /// The length it should have.
+        expected: usize,
+    },
+    /// An argument that this algorithm needs was not given.
+    #[error("`{algorithm}` needs `{argument}`")]
+    Missing {
+        /// Who needs it.
+        algorithm: &'static str,
+        /// What is needed.
+        argument: &'static str,
+    },
+    /// A number that has to be finite is not.
+    #[error("`{argument}` is {value} at position {position}")]
+    NonFinite {
+        /// The argument.
+        argument: &'static str,
+        /// Row or token.
+        position: usize,
+        /// The value.
+        value: f64,
+    },
+    /// A setting outside its range.
+    #[error("`{setting}` is {value}, but {rule}")]
+    Setting {
+        /// The setting.
+        setting: &'static str,
+        /// Its value.
+        value: f64,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
+    /// A setting that has no default.
+    #[error("`{algorithm}` needs the setting `{setting}`: {reason}")]
+    MissingSetting {
+        /// Who needs it.
+        algorithm: &'static str,
+        /// What is needed.
+        setting: &'static str,
+        /// Why there is no default.
+        reason: &'static str,
+    },
+    /// A name that is not known.
+    #[error("unknown {what} `{name}`; known are {}", known.join(", "))]
+    UnknownName {
+        /// What the name stands for.
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// The names there are.
+        known: Vec<&'static str>,
+    },
+    /// Statistics over too few numbers.
+    #[error("`{algorithm}` needs at least {needed} {unit}, got {got}")]
+    TooFew {
+        /// Who needs them.
+        algorithm: &'static str,
+        /// What is counted.
+        unit: &'static str,
+        /// How many are needed.
+        needed: usize,
+        /// How many there are.
+        got: usize,
+    },
+    /// More than one data-parallel rank, but no global count to divide by.
+    #[error(
+        "`{aggregation}` over {dp_size} data-parallel ranks needs the declared number of {unit} of the whole mini-batch"
+    )]
+    MissingCount {
+        /// The aggregation.
+        aggregation: &'static str,
+        /// What has to be declared: tokens, sequences.
+        unit: &'static str,
+        /// Ranks.
+        dp_size: usize,
+    },
+    /// A micro-batch that holds part of a row.
+    #[error(
+        "row {row} has {expected} tokens in the mini-batch, but {got} in the micro-batch: rows must not be cut"
+    )]
+    CutRow {
+        /// The row.
+        row: usize,
+        /// Tokens in the micro-batch.
+        got: usize,
+        /// Tokens in the mini-batch.
+        expected: usize,
+    },
+    /// A token position outside the mini-batch.
+    #[error("token position {position} lies outside the mini-batch of {tokens} tokens")]
+    OutOfRange {
+        /// The position.
+        position: usize,
+        /// Tokens of the mini-batch.
+        tokens: usize,
+    },
+    /// Reading a result from the device failed.
+    #[error("cannot read `{what}` from the device: {reason}")]
+    Read {
+        /// What was read.
+        what: &'static str,
+        /// Why it failed.
+        reason: String,
+    },
+}
+
+/// Refuses lengths that differ.
+pub(crate) fn check_len(
+    argument: &'static str,
+    unit: &'static str,
+    got: usize,
+    expected: usize,
+) -> Result<(), AlgoError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(AlgoError::Shape {
+        argument,
+        unit,
+        got,
+        expected,
+    })
+}
+
+/// Refuses NaN and infinity.
+pub(crate) fn check_finite(argument: &'static str, values: &[f64]) -> Result<(), AlgoError> {
+    match values.iter().position(|v| !v.is_finite()) {
+        None => Ok(()),
+        Some(position) => Err(AlgoError::NonFinite {
+            argument,
+            position,
+            value: values[position],
+        }),
+    }
+}
+
+/// Refuses a setting for which `holds` is false (NaN never holds).
+pub(crate) fn check_setting(
+    setting: &'static str,
+    value: f64,
+    holds: bool,
+    rule: &'static str,
+) -> Result<(), AlgoError> {
+    if holds && !value.is_nan() {
+        return Ok(());
+    }
+    Err(AlgoError::Setting {
+        setting,
+        value,
+        rule,
+    })
+}

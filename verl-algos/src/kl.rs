@@ -1,0 +1,273 @@
+//! Estimators of KL(π‖π_ref) from the log-probs of sampled tokens, in plain numbers and as tensors.
+//!
+//! With δ = ℓ − ℓ_ref of a token that was drawn from π:
+//!
+//! | name | value | |
+//! |---|---|---|
+//! | `k1`, `kl` | δ | unbiased, may be negative |
+//! | `abs` | \|δ\| | |
+//! | `k2`, `mse` | δ²/2 | its gradient is an unbiased gradient of the KL |
+//! | `k3`, `low_var_kl` | e^x − x − 1, x = clip(−δ, ±20), result clip(·, ±10) | unbiased up to the clamps, never negative |
+//! | `k3_unclamped` | e^{−δ} + δ − 1 | TRL's form |
+//!
+//! A `+` after the name keeps the value and takes the gradient of k2 (straight-through).
+//!
+//! Source: Schulman 2020, "Approximating KL divergence"; verl `kl_penalty`.
+
+use burn::tensor::Tensor;
+
+use crate::error::{AlgoError, check_finite};
+use crate::masked;
+use crate::ragged::Ragged;
+
+/// Bound of the exponent of k3: e^20 still adds up in f32.
+const K3_EXPONENT: f64 = 20.0;
+/// Bound of the value of k3, so that one token cannot carry a batch. Beyond it the gradient is 0.
+const K3_VALUE: f64 = 10.0;
+
+/// Value of the estimator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KlValue {
+    /// δ.
+    K1,
+    /// |δ|.
+    Abs,
+    /// δ²/2.
+    K2,
+    /// e^{−δ} + δ − 1 with verl's clamps.
+    K3,
+    /// e^{−δ} + δ − 1.
+    K3Unclamped,
+}
+
+/// An estimator of the KL divergence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KlEstimator {
+    /// Its value.
+    pub value: KlValue,
+    /// Whether its gradient is that of k2 instead of its own.
+    pub straight_through: bool,
+}
+
+impl KlEstimator {
+    /// The names of all estimators; each may be followed by `+`.
+    pub const NAMES: &'static [&'static str] = &[
+        "kl",
+        "k1",
+        "abs",
+        "mse",
+        "k2",
+        "low_var_kl",
+        "k3",
+        "k3_unclamped",
+    ];
+
+    /// The k3 estimator with its own gradient.
+    pub const K3: KlEstimator = KlEstimator {
+        value: KlValue::K3,
+        straight_through: false,
+    };
+
+    /// The estimator with this name.
+    ///
+    /// # Errors
+    /// An unknown name. verl's `full` (over the vocabulary) is one: verl refuses it too.
+    pub fn parse(name: &str) -> Result<KlEstimator, AlgoError> {
+        let (base, straight_through) = match name.strip_suffix('+') {
+            Some(base) => (base, true),
+            None => (name, false),
+        };
+        let value = match base {
+            "kl" | "k1" => KlValue::K1,
+            "abs" => KlValue::Abs,
+            "mse" | "k2" => KlValue::K2,
+            "low_var_kl" | "k3" => KlValue::K3,
+            "k3_unclamped" => KlValue::K3Unclamped,
+            _ => {
+                return Err(AlgoError::UnknownName {
+                    what: "KL estimator",
+                    name: name.to_owned(),
+                    known: KlEstimator::NAMES.to_vec(),
+                });
+            }
+        };
+        Ok(KlEstimator {
+            value,
+            straight_through,
+        })
+    }
+
+    /// Value for one token, nats.
+    pub fn value(&self, log_prob: f64, ref_log_prob: f64) -> f64 {
+        let delta = log_prob - ref_log_prob;
+        match self.value {
+            KlValue::K1 => delta,
+            KlValue::Abs => delta.abs(),
+            KlValue::K2 => delta * delta / 2.0,
+            KlValue::K3 => {
+                let x = (-delta).clamp(-K3_EXPONENT, K3_EXPONENT);
+                (x.exp_m1() - x).clamp(-K3_VALUE, K3_VALUE)
+            }
+            KlValue::K3Unclamped => (-delta).exp_m1() + delta,
+        }
+    }
+
+    /// Values for packed tokens, differentiable in `log_probs`.
+    ///
+    /// # Shapes
+    /// `log_probs`, `ref_log_probs`, result: `[N]`
+    pub fn tensor(&self, log_probs: Tensor<1>, ref_log_probs: Tensor<1>) -> Tensor<1> {
+        let delta = log_probs - ref_log_probs;
+        let value = match self.value {
+            KlValue::K1 => delta.clone(),
+            KlValue::Abs => delta.clone().abs(),
+            KlValue::K2 => half_square(delta.clone()),
+            KlValue::K3 => {
+                let x = delta.clone().neg().clamp(-K3_EXPONENT, K3_EXPONENT);
+                (x.clone().exp() - x - 1.0).clamp(-K3_VALUE, K3_VALUE)
+            }
+            KlValue::K3Unclamped => delta.clone().neg().exp() + delta.clone() - 1.0,
+        };
+        if !self.straight_through {
+            return value;
+        }
+        let k2 = half_square(delta);
+        k2.clone() - k2.detach() + value.detach()
+    }
+}
+
+fn half_square(delta: Tensor<1>) -> Tensor<1> {
+    delta.clone() * delta * 0.5
+}
+
+/// Rewards with the KL penalty taken off.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KlReward {
+    /// Score − coefficient · KL on action tokens, 0 on observations. `[B, T~]`
+    pub token_level_rewards: Ragged<f64>,
+    /// Mean over the non-empty rows of each row's mean KL, nats: what a controller looks at.
+    pub reported_kl: f64,
+    /// Non-empty rows.
+    pub num_sequences: usize,
+}
+
+/// Takes coefficient · KL(π_old‖π_ref) off each action token's score.
+///
+/// # Shapes
+/// `token_level_scores`, `old_log_probs`, `ref_log_probs`, `actions`: `[B, T~]`
+/// # Errors
+/// Rows of other lengths than those of `actions`; a log-prob or score of an action token that is not finite.
+/// # Differences
+/// verl counts rows without action tokens in the reported KL, as 0; here they are left out. NaN at an observation
+/// does not matter.
+/// # Source
+/// Ziegler et al. 2019, arXiv:1909.08593; verl `apply_kl_penalty`.
+pub fn kl_in_reward(
+    token_level_scores: &Ragged<f64>,
+    old_log_probs: &Ragged<f64>,
+    ref_log_probs: &Ragged<f64>,
+    actions: &Ragged<bool>,
+    estimator: KlEstimator,
+    coef: f64,
+) -> Result<KlReward, AlgoError> {
+    let scores = token_level_scores.select("token_level_scores", actions)?;
+    let old = old_log_probs.select("old_log_probs", actions)?;
+    let reference = ref_log_probs.select("ref_log_probs", actions)?;
+    check_finite("token_level_scores", &scores)?;
+    check_finite("old_log_probs", &old)?;
+    check_finite("ref_log_probs", &reference)?;
+    let kl: Vec<f64> = old
+        .iter()
+        .zip(&reference)
+        .map(|(&l, &r)| estimator.value(l, r))
+        .collect();
+    let rewards: Vec<f64> = scores.iter().zip(&kl).map(|(s, k)| s - coef * k).collect();
+    let means = masked::row_means(&kl, &actions.packed_rows(), actions.num_rows())?;
+    let num_sequences = actions.counts().iter().filter(|n| **n > 0).count();
+    Ok(KlReward {
+        token_level_rewards: actions.scatter(&rewards)?,
+        reported_kl: masked::sum(&means) / num_sequences.max(1) as f64,
+        num_sequences,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::test::{gradient, read};
+
+    #[track_caller]
+    fn check(name: &str, delta: f64, expected: f64) {
+        let estimator = KlEstimator::parse(name).unwrap();
+        let value = estimator.value(delta - 1.0, -1.0);
+        assert!((value - expected).abs() < 1e-5, "{name}({delta}) = {value}");
+        let (values, _) = gradient(&[delta - 1.0], |l| {
+            let reference = l.clone().detach() * 0.0 - 1.0;
+            estimator.tensor(l, reference)
+        });
+        assert!(
+            (values - expected).abs() < 1e-5,
+            "{name}({delta}) = {values}"
+        );
+    }
+
+    #[test]
+    fn by_hand() {
+        check("k1", -5.0, -5.0);
+        check("abs", -5.0, 5.0);
+        check("k2", 5.0, 12.5);
+        check("k3", 0.1, 0.004837);
+        check("k3", -0.1, 0.005171);
+        check("k3", 1.0, 0.367879);
+        check("k3", -1.0, 0.718282);
+        check("k3", 5.0, 4.006738);
+        check("k3", -5.0, 10.0);
+        check("k3", 30.0, 10.0);
+        check("k3", -30.0, 10.0);
+        check("k3_unclamped", -5.0, 142.413159);
+        check("k3+", 1.0, 0.367879);
+    }
+
+    #[test]
+    fn a_plus_takes_the_gradient_of_k2() {
+        for name in ["k1+", "abs+", "k2+", "k3+", "k3_unclamped+", "k2"] {
+            let estimator = KlEstimator::parse(name).unwrap();
+            let (_, grad) = gradient(&[-0.5, -3.0], |l| {
+                let reference = l.clone().detach() * 0.0 - 1.0;
+                estimator.tensor(l, reference)
+            });
+            assert_eq!(grad, [0.5, -2.0], "{name}");
+        }
+    }
+
+    #[test]
+    fn k3_has_no_gradient_beyond_its_clamp() {
+        let (_, grad) = gradient(&[-6.0, -30.0, 30.0], |l| {
+            let reference = l.clone().detach() * 0.0;
+            KlEstimator::K3.tensor(l, reference)
+        });
+        assert_eq!(grad, [0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn unknown_names_are_refused() {
+        assert!(KlEstimator::parse("full").is_err());
+        assert!(KlEstimator::parse("k4").is_err());
+        let text = KlEstimator::parse("k4+").unwrap_err().to_string();
+        assert!(text.contains("low_var_kl"), "{text}");
+    }
+
+    #[test]
+    fn the_tensor_form_is_the_plain_form() {
+        let deltas = [-3.0, -0.2, 0.0, 0.7, 2.0];
+        for name in KlEstimator::NAMES {
+            let estimator = KlEstimator::parse(name).unwrap();
+            let log_probs = crate::tensor::test::constant(&deltas);
+            let zeros = crate::tensor::test::constant(&[0.0; 5]);
+            let tensor = read(estimator.tensor(log_probs, zeros));
+            for (delta, value) in deltas.iter().zip(tensor) {
+                assert!((estimator.value(*delta, 0.0) - value).abs() < 1e-12);
+            }
+        }
+    }
+}

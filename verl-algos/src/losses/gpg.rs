@@ -1,0 +1,25 @@
+//! The plain policy gradient.
+
+use super::{PerToken, PreparedTokens, TokenLoss};
+use crate::error::AlgoError;
+
+/// −A ℓ. Times the rollout weights. No ratio, so no old log-probs are needed.
+///
+/// # Source
+/// Chu et al. 2025, arXiv:2504.02546; Williams 1992 (REINFORCE).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct GpgLoss;
+
+impl TokenLoss for GpgLoss {
+    fn name(&self) -> &'static str {
+        "gpg_loss"
+    }
+
+    fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
+        let loss = (tokens.advantages(self.name())? * tokens.log_probs()).neg();
+        Ok(PerToken {
+            loss: tokens.times_rollout_weights(loss),
+            metrics: Vec::new(),
+        })
+    }
+}

@@ -1,0 +1,40 @@
+//! The KL divergence from the reference policy as a term of the loss.
+
+use super::{PerToken, PreparedTokens, TokenLoss};
+use crate::error::AlgoError;
+use crate::kl::KlEstimator;
+
+/// Estimated KL(π‖π_ref) of each token. Add it with coefficient β.
+///
+/// Reported: `ref_kl`, its mean over tokens, whatever the aggregation. Rollout weights do not touch it.
+///
+/// # Source
+/// Shao et al. 2024, arXiv:2402.03300, eq. 4, which uses k3.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct KlLoss {
+    /// How the divergence is estimated.
+    pub estimator: KlEstimator,
+}
+
+impl Default for KlLoss {
+    fn default() -> KlLoss {
+        KlLoss {
+            estimator: KlEstimator::K3,
+        }
+    }
+}
+
+impl TokenLoss for KlLoss {
+    fn name(&self) -> &'static str {
+        "kl_loss"
+    }
+
+    fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
+        let reference = tokens.ref_log_probs(self.name())?;
+        let kl = self.estimator.tensor(tokens.log_probs(), reference);
+        Ok(PerToken {
+            metrics: vec![("ref_kl", kl.clone())],
+            loss: kl,
+        })
+    }
+}

@@ -1,0 +1,45 @@
+//! Supervised fine-tuning.
+
+use super::{PerToken, PreparedTokens, TokenLoss};
+use crate::error::AlgoError;
+
+/// −ℓ: negative log-likelihood of each target token, nats.
+///
+/// Reported: `nll`, its mean over tokens, whatever the aggregation.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct SftLoss;
+
+impl TokenLoss for SftLoss {
+    fn name(&self) -> &'static str {
+        "sft_loss"
+    }
+
+    fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
+        let nll = -tokens.log_probs();
+        Ok(PerToken {
+            metrics: vec![("nll", nll.clone())],
+            loss: nll,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::aggregate::Aggregation;
+    use crate::batch::MiniBatch;
+    use crate::losses::Objective;
+    use crate::tensor::test::gradient;
+
+    #[test]
+    fn mean_of_the_negative_log_probs() {
+        let objective = Objective::new(Aggregation::TokenMean).with(1.0, SftLoss);
+        let batch = MiniBatch::new(vec![0, 0, 1, 1]);
+        let prepared = objective.prepare(&batch).unwrap();
+        let (value, grad) = gradient(&[-1.0, -2.0, -3.0, -4.0], |l| {
+            prepared.loss(&batch.whole(l, None)).unwrap().loss
+        });
+        assert_eq!(value, 2.5);
+        assert_eq!(grad, [-0.25; 4]);
+    }
+}

@@ -1,0 +1,52 @@
+//! Plain numbers into tensors beside another tensor.
+
+use burn::tensor::{DType, Int, Tensor, TensorData};
+
+/// A tensor of constants on the device and with the dtype of `like`.
+pub(crate) fn constant_like(values: Vec<f64>, like: &Tensor<1>) -> Tensor<1> {
+    let len = values.len();
+    let options = (&like.device(), like.dtype());
+    Tensor::from_data(TensorData::new(values, [len]), options)
+}
+
+/// An index tensor on the device of `like`.
+pub(crate) fn indices_like(values: &[usize], like: &Tensor<1>) -> Tensor<1, Int> {
+    let values: Vec<i64> = values.iter().map(|&v| v as i64).collect();
+    let len = values.len();
+    Tensor::from_data(TensorData::new(values, [len]), &like.device())
+}
+
+/// Half precision into f32, in which all losses are computed; wider types as they are.
+pub(crate) fn at_least_f32(tensor: Tensor<1>) -> Tensor<1> {
+    match tensor.dtype() {
+        DType::F32 | DType::F64 => tensor,
+        _ => tensor.cast(DType::F32),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod test {
+    use burn::tensor::{DType, Device, Tensor, TensorData};
+
+    /// An f64 tensor on the CPU.
+    pub fn constant(values: &[f64]) -> Tensor<1> {
+        let device = Device::flex();
+        Tensor::from_data(
+            TensorData::new(values.to_vec(), [values.len()]),
+            (&device, DType::F64),
+        )
+    }
+
+    /// Its numbers.
+    pub fn read(tensor: Tensor<1>) -> Vec<f64> {
+        tensor.try_into_vec_as::<f64>().unwrap()
+    }
+
+    /// Sum of `f(x)` and its gradient.
+    pub fn gradient(x: &[f64], f: impl FnOnce(Tensor<1>) -> Tensor<1>) -> (f64, Vec<f64>) {
+        let x = constant(x).autodiff().require_grad();
+        let sum = f(x.clone()).sum();
+        let grads = sum.backward();
+        (read(sum)[0], read(x.grad(&grads).unwrap()))
+    }
+}

@@ -1,0 +1,311 @@
+//! Rotary position embedding in the rotate-half layout of Hugging Face checkpoints, with its scalings.
+
+use std::f64::consts::TAU;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+
+use super::norm::to_dtype;
+
+/// Shape of the rotary embedding.
+///
+/// A pair (xᵢ, xᵢ₊ₕ), h = Dh / 2, at position p is turned by the angle p · fᵢ with fᵢ = θ^(−2i / Dh), scaled.
+/// Su et al., *RoFormer*, 2021.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RopeConfig {
+    /// Base θ.
+    pub theta: f64,
+    /// How frequencies are changed for longer contexts.
+    pub scaling: RopeScaling,
+}
+
+/// How rotary frequencies are changed for contexts longer than those of pre-training.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    Default,
+    /// Every frequency divided by a factor (position interpolation).
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Llama 3.1: low frequencies divided, high ones kept, and a smooth passage between.
+    Llama3 {
+        /// The divisor of low frequencies.
+        factor: f64,
+        /// Wavelengths above `original_context / low_freq_factor` are divided.
+        low_freq_factor: f64,
+        /// Wavelengths below `original_context / high_freq_factor` are kept.
+        high_freq_factor: f64,
+        /// Context of pre-training, in tokens.
+        original_context: usize,
+    },
+}
+
+impl RopeConfig {
+    /// fᵢ, `Dh / 2` of them.
+    ///
+    /// They are rounded to f32, as the reference keeps them: at distant positions the rounding is visible in angles.
+    pub fn frequencies(&self, head_dim: usize) -> Vec<f32> {
+        (0..head_dim / 2)
+            .map(|i| self.theta.powf(-(2.0 * i as f64) / head_dim as f64))
+            .map(|frequency| self.scaling.apply(frequency) as f32)
+            .collect()
+    }
+}
+
+impl RopeScaling {
+    fn apply(&self, frequency: f64) -> f64 {
+        match *self {
+            RopeScaling::Default => frequency,
+            RopeScaling::Linear { factor } => frequency / factor,
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_context,
+            } => {
+                // Turns within the original context: few for low frequencies.
+                let turns = original_context as f64 * frequency / TAU;
+                if turns < low_freq_factor {
+                    frequency / factor
+                } else if turns > high_freq_factor {
+                    frequency
+                } else {
+                    let smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                    (1.0 - smooth) * frequency / factor + smooth * frequency
+                }
+            }
+        }
+    }
+}
+
+/// The rotary embedding of a model: makes the [`Rotation`] of a call out of tables that are computed once.
+///
+/// Clones share the tables, which grow with the longest position asked for.
+#[derive(Debug, Clone)]
+pub struct Rope {
+    config: RopeConfig,
+    head_dim: usize,
+    tables: Arc<Mutex<Option<Tables>>>,
+}
+
+/// Cosines and signed sines of positions `0..length`, `[length, Dh]` each, in f32.
+#[derive(Debug, Clone)]
+struct Tables {
+    length: usize,
+    device: Device,
+    cos: Tensor<2>,
+    sin: Tensor<2>,
+}
+
+impl Rope {
+    /// The embedding for heads of `head_dim`, an even number.
+    pub fn new(config: RopeConfig, head_dim: usize) -> Self {
+        Rope {
+            config,
+            head_dim,
+            tables: Arc::default(),
+        }
+    }
+
+    /// Rotation of positions `0..length`, the same for every row.
+    pub fn leading(&self, length: usize, device: &Device, dtype: DType) -> Rotation {
+        let Tables { cos, sin, .. } = self.tables(length, device);
+        let shaped = |table: Tensor<2>| {
+            let table = table.narrow(0, 0, length);
+            to_dtype(table.reshape([1, 1, length, self.head_dim]), dtype)
+        };
+        Rotation {
+            cos: shaped(cos),
+            sin: shaped(sin),
+        }
+    }
+
+    /// Rotation of explicit positions, all less than `length`.
+    ///
+    /// `length` is an argument because finding the largest position would read from the device.
+    ///
+    /// # Shapes
+    /// `positions`: `[B, S]`
+    pub fn at(&self, positions: Tensor<2, Int>, length: usize, dtype: DType) -> Rotation {
+        let [b, s] = positions.dims();
+        let Tables { cos, sin, .. } = self.tables(length, &positions.device());
+        let positions = positions.reshape([b * s]);
+        let shaped = |table: Tensor<2>| {
+            let rows = table.select(0, positions.clone());
+            to_dtype(rows.reshape([b, 1, s, self.head_dim]), dtype)
+        };
+        Rotation {
+            cos: shaped(cos),
+            sin: shaped(sin),
+        }
+    }
+
+    fn tables(&self, length: usize, device: &Device) -> Tables {
+        let mut kept = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*kept {
+            Some(tables) if tables.length >= length && tables.device == *device => tables.clone(),
+            _ => kept.insert(self.compute(length, device)).clone(),
+        }
+    }
+
+    fn compute(&self, length: usize, device: &Device) -> Tables {
+        // Grown to a power of two, so that lengths which creep up do not compute anew each time.
+        let length = length.next_power_of_two().max(128);
+        let device = device.clone().without_autodiff();
+        let frequencies = self.config.frequencies(self.head_dim);
+        let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        for position in 0..length {
+            // The product is rounded to f32 like the reference's.
+            let angles = frequencies.iter().map(|f| f64::from(position as f32 * f));
+            let (row_sin, row_cos): (Vec<f32>, Vec<f32>) = angles
+                .map(|angle| (angle.sin() as f32, angle.cos() as f32))
+                .unzip();
+            cos.extend(row_cos.iter().chain(&row_cos));
+            sin.extend(
+                row_sin
+                    .iter()
+                    .map(|sine| -sine)
+                    .chain(row_sin.iter().copied()),
+            );
+        }
+        let tensor = |values| {
+            Tensor::from_data(
+                TensorData::new(values, [length, self.head_dim]),
+                (&device, DType::F32),
+            )
+        };
+        Tables {
+            length,
+            cos: tensor(cos),
+            sin: tensor(sin),
+            device: device.clone(),
+        }
+    }
+}
+
+/// Turns queries and keys of one call.
+#[derive(Debug, Clone)]
+pub struct Rotation {
+    /// `[B or 1, 1, S, Dh]`: cos of the angle, both halves equal.
+    cos: Tensor<4>,
+    /// `[B or 1, 1, S, Dh]`: −sin of the angle in the first half, sin in the second.
+    sin: Tensor<4>,
+}
+
+impl Rotation {
+    /// (x₁, x₂) → (x₁ cos − x₂ sin, x₂ cos + x₁ sin), with x₁ and x₂ the halves of the last dim.
+    ///
+    /// The sign is kept in the sines, so that only a swap of the halves is left to do.
+    ///
+    /// # Shapes
+    /// `x`: `[B, H, S, Dh]`; result: the same
+    pub fn apply(&self, x: Tensor<4>) -> Tensor<4> {
+        let half = x.dims()[3] / 2;
+        let swapped = Tensor::cat(
+            vec![
+                x.clone().narrow(3, half, half),
+                x.clone().narrow(3, 0, half),
+            ],
+            3,
+        );
+        x * self.cos.clone() + swapped * self.sin.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: RopeConfig = RopeConfig {
+        theta: 100.0,
+        scaling: RopeScaling::Default,
+    };
+
+    fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+        tensor.into_data().as_slice::<f32>().unwrap().to_vec()
+    }
+
+    #[track_caller]
+    fn check_close(got: &[f32], want: &[f64]) {
+        assert_eq!(got.len(), want.len());
+        for (got, want) in got.iter().zip(want) {
+            assert!((f64::from(*got) - want).abs() < 1e-6, "{got} is not {want}");
+        }
+    }
+
+    #[test]
+    fn frequencies_fall_with_the_pair() {
+        // θ = 100, Dh = 4: 100^0 and 100^(−1/2).
+        check_close(&PLAIN.frequencies(4), &[1.0, 0.1]);
+    }
+
+    #[test]
+    fn linear_scaling_divides_every_frequency() {
+        let config = RopeConfig {
+            scaling: RopeScaling::Linear { factor: 4.0 },
+            ..PLAIN
+        };
+        check_close(&config.frequencies(4), &[0.25, 0.025]);
+    }
+
+    #[test]
+    fn llama3_scaling_keeps_high_and_divides_low_frequencies() {
+        let scaling = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_context: 100,
+        };
+        let frequency = |turns: f64| turns * TAU / 100.0;
+        assert_eq!(scaling.apply(frequency(4.5)), frequency(4.5));
+        assert_eq!(scaling.apply(frequency(0.5)), frequency(0.5) / 8.0);
+        // Halfway: the mean of the divided and the kept.
+        let middle = frequency(2.5);
+        assert!((scaling.apply(middle) - middle * (1.0 + 1.0 / 8.0) / 2.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn halves_are_rotated_by_the_positions_angle() {
+        let rope = Rope::new(PLAIN, 4);
+        let device = Device::flex();
+        let x = Tensor::<4>::from_data([[[[1.0, 0.0, 0.0, 2.0], [1.0, 0.0, 0.0, 2.0]]]], &device);
+        let turned = values(rope.leading(2, &device, DType::F32).apply(x));
+        let (angle, slow) = (1.0f64, 0.1f64);
+        check_close(&turned[..4], &[1.0, 0.0, 0.0, 2.0]);
+        // Pair (1, 0) turned by 1, pair (0, 2) turned by 0.1.
+        check_close(
+            &turned[4..],
+            &[
+                angle.cos(),
+                -2.0 * slow.sin(),
+                angle.sin(),
+                2.0 * slow.cos(),
+            ],
+        );
+    }
+
+    #[test]
+    fn explicit_positions_agree_with_leading_ones() {
+        let rope = Rope::new(PLAIN, 4);
+        let device = Device::flex();
+        let row = [0.3f32, -0.7, 1.1, 0.2];
+        let x = Tensor::<4>::from_data([[[row, row, row]]], &device);
+        let leading = values(rope.leading(3, &device, DType::F32).apply(x.clone()));
+        let positions = Tensor::from_data([[2, 0, 1]], &device);
+        let explicit = values(rope.at(positions, 3, DType::F32).apply(x));
+        assert_eq!(explicit[..4], leading[8..]);
+        assert_eq!(explicit[4..8], leading[..4]);
+        assert_eq!(explicit[8..], leading[4..8]);
+    }
+
+    #[test]
+    fn tables_grow_and_are_shared_by_clones() {
+        let rope = Rope::new(PLAIN, 4);
+        let device = Device::flex();
+        rope.clone().leading(129, &device, DType::F32);
+        let kept = rope.tables.lock().unwrap().as_ref().map(|t| t.length);
+        assert_eq!(kept, Some(256));
+    }
+}

@@ -1,0 +1,278 @@
+//! The decoder: one model for the Llama and Qwen families, described by its config.
+//!
+//! Fields are named as in checkpoints, so a parameter's path is its name in a safetensors file.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+
+use crate::blocks::attention::{Attention, Heads, causal_mask};
+use crate::blocks::linear::{Embedding, Linear};
+use crate::blocks::mlp::Mlp;
+use crate::blocks::norm::RmsNorm;
+use crate::blocks::rope::{Rope, RopeConfig, Rotation};
+use crate::hf::{self, LoadError, LoadReport};
+use crate::model::{ModelError, ModelInterface};
+use crate::parameters::fill_parameters;
+
+/// What a [`Decoder`] is made of. [`crate::families`] reads it from a config.json.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DecoderConfig {
+    /// Size of the vocabulary, `V`.
+    pub vocab_size: usize,
+    /// Width, `D`.
+    pub hidden_size: usize,
+    /// Width inside the MLP, `I`.
+    pub intermediate_size: usize,
+    /// Layers.
+    pub layers: usize,
+    /// Heads of attention.
+    pub heads: Heads,
+    /// Longest sequence in tokens.
+    pub max_tokens: usize,
+    /// ε of every norm.
+    pub norm_epsilon: f64,
+    /// Rotary embedding.
+    pub rope: RopeConfig,
+    /// Whether query, key and value projections have biases.
+    pub qkv_bias: bool,
+    /// Whether the attention's output projection has a bias.
+    pub output_bias: bool,
+    /// Whether the MLP's projections have biases.
+    pub mlp_bias: bool,
+    /// Whether query and key heads are normed.
+    pub qk_norm: bool,
+    /// Whether the output head is the embedding.
+    pub tied_head: bool,
+    /// Standard deviation of fresh weights.
+    pub initializer_range: f64,
+}
+
+/// A causal language model.
+#[derive(Module, Debug)]
+pub struct Decoder {
+    /// Everything below the head.
+    pub model: Backbone,
+    /// The head, `[V, D]`; a tied decoder has none of its own.
+    pub lm_head: Option<Linear>,
+    /// What the decoder is made of.
+    #[module(skip)]
+    pub config: DecoderConfig,
+    /// Rotary tables, shared by clones.
+    #[module(skip)]
+    pub rope: Rope,
+    /// The folder it was loaded from.
+    #[module(skip)]
+    pub(crate) origin: Option<Arc<hf::Origin>>,
+    /// Type of the weights in a folder that [`ModelInterface::save`] writes.
+    #[module(skip)]
+    pub save_dtype: hf::SaveDType,
+}
+
+/// Embedding, layers and last norm.
+#[derive(Module, Debug)]
+pub struct Backbone {
+    /// `[V, D]`.
+    pub embed_tokens: Embedding,
+    /// Layers, lowest first.
+    pub layers: Vec<DecoderLayer>,
+    /// Norm after the last layer.
+    pub norm: RmsNorm,
+}
+
+/// x + attention(norm(x)), then x + mlp(norm(x)).
+#[derive(Module, Debug)]
+pub struct DecoderLayer {
+    /// Norm before attention.
+    pub input_layernorm: RmsNorm,
+    /// Attention.
+    pub self_attn: Attention,
+    /// Norm before the MLP.
+    pub post_attention_layernorm: RmsNorm,
+    /// Feed-forward block.
+    pub mlp: Mlp,
+}
+
+impl DecoderLayer {
+    /// # Shapes
+    /// `x`: `[B·S, D]`; `mask`: `[1 or B, 1, S, S]`; result: `[B·S, D]`
+    pub fn forward(
+        &self,
+        x: Tensor<2>,
+        shape: [usize; 2],
+        rotation: &Rotation,
+        mask: &Tensor<4>,
+    ) -> Tensor<2> {
+        let normed = self.input_layernorm.forward(x.clone());
+        let x = x + self.self_attn.forward(normed, shape, rotation, mask);
+        self.feed_forward(x)
+    }
+
+    /// The second half of the layer.
+    ///
+    /// # Shapes
+    /// `x`: `[N, D]`; result: the same
+    pub fn feed_forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let normed = self.post_attention_layernorm.forward(x.clone());
+        x + self.mlp.forward(normed)
+    }
+}
+
+impl Decoder {
+    /// A decoder whose parameters take memory only when they are first used or loaded; zeros, and ones in norms.
+    pub fn lazy(config: DecoderConfig, device: &Device) -> Self {
+        let c = &config;
+        Decoder {
+            model: Backbone {
+                embed_tokens: Embedding::lazy(c.vocab_size, c.hidden_size, device),
+                layers: (0..c.layers).map(|_| layer(c, device)).collect(),
+                norm: RmsNorm::lazy(c.hidden_size, c.norm_epsilon, device),
+            },
+            lm_head: (!c.tied_head)
+                .then(|| Linear::lazy(c.vocab_size, c.hidden_size, false, device)),
+            rope: Rope::new(c.rope, c.heads.dim),
+            origin: None,
+            save_dtype: hf::SaveDType::default(),
+            config,
+        }
+    }
+
+    /// A fresh decoder in f32: matrices are `initializer_range · normal(name, index)`, biases zero, norms one.
+    ///
+    /// `normal(name, count)` gives that many draws from N(0, 1) for the parameter of this name.
+    pub fn fresh(
+        config: DecoderConfig,
+        device: &Device,
+        mut normal: impl FnMut(&str, usize) -> Vec<f32>,
+    ) -> Self {
+        let scale = config.initializer_range as f32;
+        fill_parameters(Decoder::lazy(config, device), DType::F32, |name, shape| {
+            (shape.len() == 2).then(|| {
+                let draws = normal(name, shape.iter().product());
+                let values: Vec<f32> = draws.into_iter().map(|draw| draw * scale).collect();
+                TensorData::new(values, shape.to_vec())
+            })
+        })
+    }
+
+    /// Remembers the folder whose config.json, tokenizer and template belong to this decoder, for saving.
+    #[must_use]
+    pub fn with_origin(mut self, origin: hf::Origin) -> Self {
+        self.origin = Some(Arc::new(origin));
+        self
+    }
+
+    /// The decoder of a Hugging Face folder, in f32.
+    ///
+    /// # Errors
+    /// A folder that is not there, of an unknown family, or whose weights do not fit its config.
+    pub fn load(dir: &Path, device: &Device) -> Result<Self, LoadError> {
+        Ok(Self::load_as(dir, device, DType::F32)?.0)
+    }
+
+    /// The decoder of a Hugging Face folder with weights in `dtype`, and what was found in the folder.
+    ///
+    /// # Errors
+    /// See [`Decoder::load`].
+    pub fn load_as(
+        dir: &Path,
+        device: &Device,
+        dtype: DType,
+    ) -> Result<(Self, LoadReport), LoadError> {
+        let origin = hf::Origin::read(dir)?;
+        let config = origin.decoder_config()?;
+        let lazy = Decoder::lazy(config, device);
+        let (mut decoder, report) = hf::weights::load(lazy, dir, dtype)?;
+        decoder.origin = Some(Arc::new(origin));
+        Ok((decoder, report))
+    }
+
+    /// Writes a Hugging Face folder with weights in `dtype`; see [`hf::save`].
+    ///
+    /// # Errors
+    /// A folder that exists and is not empty; files that cannot be written.
+    pub fn save_as(&self, dir: &Path, dtype: hf::SaveDType) -> Result<(), ModelError> {
+        hf::save::save(self, dir, dtype)
+    }
+
+    /// Refuses a tokenizer with more ids than the embedding has rows. Fewer are usual: embeddings are often padded.
+    ///
+    /// # Errors
+    /// [`LoadError::Vocabulary`].
+    pub fn check_vocabulary(&self, tokenizer_ids: usize) -> Result<(), LoadError> {
+        let rows = self.config.vocab_size;
+        if tokenizer_ids > rows {
+            return Err(LoadError::Vocabulary {
+                tokens: tokenizer_ids,
+                rows,
+            });
+        }
+        Ok(())
+    }
+}
+
+fn layer(c: &DecoderConfig, device: &Device) -> DecoderLayer {
+    let Heads {
+        query,
+        key_value,
+        dim,
+    } = c.heads;
+    let norm = || RmsNorm::lazy(c.hidden_size, c.norm_epsilon, device);
+    let head_norm = || {
+        c.qk_norm
+            .then(|| RmsNorm::lazy(dim, c.norm_epsilon, device))
+    };
+    let projection = |heads| Linear::lazy(heads * dim, c.hidden_size, c.qkv_bias, device);
+    DecoderLayer {
+        input_layernorm: norm(),
+        self_attn: Attention {
+            q_proj: projection(query),
+            k_proj: projection(key_value),
+            v_proj: projection(key_value),
+            o_proj: Linear::lazy(c.hidden_size, query * dim, c.output_bias, device),
+            q_norm: head_norm(),
+            k_norm: head_norm(),
+            heads: c.heads,
+        },
+        post_attention_layernorm: norm(),
+        mlp: Mlp::lazy(c.hidden_size, c.intermediate_size, c.mlp_bias, device),
+    }
+}
+
+impl ModelInterface for Decoder {
+    fn vocab_size(&self) -> usize {
+        self.config.vocab_size
+    }
+
+    fn max_tokens(&self) -> usize {
+        self.config.max_tokens
+    }
+
+    fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<3> {
+        let [b, s] = ids.dims();
+        let mut x = self.model.embed_tokens.forward(ids.reshape([b * s]));
+        let device = x.device();
+        let rotation = self.rope.leading(s, &device, x.dtype());
+        let mask = causal_mask(s, &device);
+        for layer in &self.model.layers {
+            x = layer.forward(x, [b, s], &rotation, &mask);
+        }
+        self.model
+            .norm
+            .forward(x)
+            .reshape([b, s, self.config.hidden_size])
+    }
+
+    fn head(&self) -> Tensor<2> {
+        match &self.lm_head {
+            Some(head) => head.weight.val(),
+            None => self.model.embed_tokens.weight.val(),
+        }
+    }
+
+    fn save(&self, dir: &Path) -> Result<(), ModelError> {
+        self.save_as(dir, self.save_dtype)
+    }
+}

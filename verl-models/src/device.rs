@@ -1,0 +1,137 @@
+//! Devices by name, chosen at run time.
+//!
+//! The default of burn follows the enabled features, whatever hardware is there; so a device is always named here.
+
+use burn::tensor::Device;
+
+/// The device called `name`: `cpu`, or `cuda:N` (`cuda` is `cuda:0`) in a build with the feature `cuda`.
+///
+/// # Errors
+/// A name of no known form; a CUDA device that is not there; a build without the feature.
+pub fn device(name: &str) -> Result<Device, DeviceError> {
+    match parse(name)? {
+        Named::Cpu => Ok(Device::flex()),
+        Named::Cuda(index) => cuda(name, index),
+    }
+}
+
+/// Names of the devices that this build and machine offer.
+pub fn available() -> Vec<String> {
+    let mut names = vec!["cpu".to_string()];
+    names.extend((0..cuda_count()).map(|index| format!("cuda:{index}")));
+    names
+}
+
+/// Why there is no such device.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// A name of no known form.
+    #[error("device `{name}` is not known; write `cpu` or `cuda:N` (available here: {})", available.join(", "))]
+    Unknown {
+        /// What was written.
+        name: String,
+        /// What there is.
+        available: Vec<String>,
+    },
+    /// A device that this machine lacks.
+    #[error("device `{name}` is not on this machine; available: {}", available.join(", "))]
+    Absent {
+        /// What was written.
+        name: String,
+        /// What there is.
+        available: Vec<String>,
+    },
+    /// A CUDA device in a build without CUDA.
+    #[error(
+        "device `{name}` needs a build with the feature `cuda` (cargo build --features cuda); this one has: {}",
+        available.join(", ")
+    )]
+    NotBuilt {
+        /// What was written.
+        name: String,
+        /// What there is.
+        available: Vec<String>,
+    },
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Named {
+    Cpu,
+    Cuda(usize),
+}
+
+fn parse(name: &str) -> Result<Named, DeviceError> {
+    let named = match name.split_once(':') {
+        None if name == "cpu" => Some(Named::Cpu),
+        None if name == "cuda" => Some(Named::Cuda(0)),
+        Some(("cuda", index)) => index.parse().ok().map(Named::Cuda),
+        _ => None,
+    };
+    named.ok_or_else(|| DeviceError::Unknown {
+        name: name.to_string(),
+        available: available(),
+    })
+}
+
+#[cfg(feature = "cuda")]
+fn cuda(name: &str, index: usize) -> Result<Device, DeviceError> {
+    if index < cuda_count() {
+        return Ok(Device::cuda(index));
+    }
+    Err(DeviceError::Absent {
+        name: name.to_string(),
+        available: available(),
+    })
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_count() -> usize {
+    Device::enumerate(burn::tensor::DeviceType::Cuda)
+        .into_vec()
+        .len()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda(name: &str, _index: usize) -> Result<Device, DeviceError> {
+    Err(DeviceError::NotBuilt {
+        name: name.to_string(),
+        available: available(),
+    })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_count() -> usize {
+    0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read() {
+        assert_eq!(parse("cpu"), Ok(Named::Cpu));
+        assert_eq!(parse("cuda"), Ok(Named::Cuda(0)));
+        assert_eq!(parse("cuda:3"), Ok(Named::Cuda(3)));
+        assert_eq!(device("cpu").unwrap(), Device::flex());
+    }
+
+    #[test]
+    fn other_names_are_refused_with_what_there_is() {
+        for name in ["gpu", "cuda:x", "cuda:-1", "cpu:0", ""] {
+            let error = device(name).unwrap_err().to_string();
+            assert!(error.contains(&format!("`{name}`")), "{error}");
+            assert!(error.contains("available here: cpu"), "{error}");
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[test]
+    fn cuda_without_the_feature_says_how_to_get_it() {
+        insta::assert_snapshot!(
+            device("cuda:1").unwrap_err(),
+            @"device `cuda:1` needs a build with the feature `cuda` (cargo build --features cuda); this one has: cpu"
+        );
+    }
+}

@@ -1,0 +1,456 @@
+use std::collections::HashMap;
+use std::fs::File;
+
+use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
+use candle_core::{Device, Tensor};
+use serde_json::json;
+
+use super::*;
+
+const WIDTH: usize = 32;
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const MLP: usize = 64;
+
+/// A file in the making: metadata and tensors by name.
+struct Writer {
+    metadata: Vec<(String, GgufValue)>,
+    tensors: Vec<(String, QTensor)>,
+}
+
+fn text(value: &str) -> GgufValue {
+    GgufValue::String(value.to_owned())
+}
+
+fn texts(values: &[&str]) -> GgufValue {
+    GgufValue::Array(values.iter().map(|v| text(v)).collect())
+}
+
+/// The numbers of tensor `seed`, with enough structure that a wrong order of rows shows.
+fn numbers(seed: usize, count: usize) -> Vec<f32> {
+    (0..count)
+        .map(|i| ((i * 37 + seed * 101) % 997) as f32 / 997.0 - 0.5)
+        .collect()
+}
+
+impl Writer {
+    /// One layer of `architecture` with a byte-level tokenizer.
+    fn new(architecture: &str, dtype: GgmlDType) -> Writer {
+        let mut writer = Writer {
+            metadata: Vec::new(),
+            tensors: Vec::new(),
+        };
+        let tokens = [
+            "<|end|>", "<|user|>", "a", "b", "c", "1", "2", "3", "Ġ", "ab", "Ġab", "Ċ", "<tool>",
+        ];
+        let kinds = [3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 4];
+        let key = |name: &str| format!("{architecture}.{name}");
+        writer.metadata = vec![
+            ("general.architecture".to_owned(), text(architecture)),
+            (key("block_count"), GgufValue::U32(1)),
+            (key("context_length"), GgufValue::U32(128)),
+            (key("embedding_length"), GgufValue::U32(WIDTH as u32)),
+            (key("feed_forward_length"), GgufValue::U32(MLP as u32)),
+            (key("attention.head_count"), GgufValue::U32(HEADS as u32)),
+            (
+                key("attention.head_count_kv"),
+                GgufValue::U32(KV_HEADS as u32),
+            ),
+            (
+                key("attention.layer_norm_rms_epsilon"),
+                GgufValue::F32(1e-5),
+            ),
+            (key("rope.freq_base"), GgufValue::F32(100_000.0)),
+            ("tokenizer.ggml.model".to_owned(), text("gpt2")),
+            ("tokenizer.ggml.pre".to_owned(), text("smollm")),
+            ("tokenizer.ggml.tokens".to_owned(), texts(&tokens)),
+            (
+                "tokenizer.ggml.token_type".to_owned(),
+                GgufValue::Array(kinds.map(GgufValue::I32).to_vec()),
+            ),
+            ("tokenizer.ggml.merges".to_owned(), texts(&["a b", "Ġ ab"])),
+            ("tokenizer.ggml.bos_token_id".to_owned(), GgufValue::U32(1)),
+            ("tokenizer.ggml.eos_token_id".to_owned(), GgufValue::U32(0)),
+            ("tokenizer.ggml.eot_token_id".to_owned(), GgufValue::U32(1)),
+            (
+                "tokenizer.ggml.add_bos_token".to_owned(),
+                GgufValue::Bool(false),
+            ),
+            (
+                "tokenizer.chat_template".to_owned(),
+                text("{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"),
+            ),
+        ];
+        let head = WIDTH / HEADS;
+        let (q, kv) = (HEADS * head, KV_HEADS * head);
+        for (seed, (name, rows, columns)) in [
+            ("token_embd", tokens.len(), WIDTH),
+            ("blk.0.attn_q", q, WIDTH),
+            ("blk.0.attn_k", kv, WIDTH),
+            ("blk.0.attn_v", kv, WIDTH),
+            ("blk.0.attn_output", WIDTH, q),
+            ("blk.0.ffn_gate", MLP, WIDTH),
+            ("blk.0.ffn_up", MLP, WIDTH),
+            ("blk.0.ffn_down", WIDTH, MLP),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            writer.tensor(name, numbers(seed, rows * columns), &[rows, columns], dtype);
+        }
+        for name in ["output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"] {
+            writer.tensor(name, numbers(9, WIDTH), &[WIDTH], GgmlDType::F32);
+        }
+        writer
+    }
+
+    fn tensor(&mut self, name: &str, values: Vec<f32>, shape: &[usize], dtype: GgmlDType) {
+        let tensor = Tensor::from_vec(values, shape, &Device::Cpu).unwrap();
+        let name = if name.contains("bias") {
+            name.to_owned()
+        } else {
+            format!("{name}.weight")
+        };
+        self.tensors.retain(|(other, _)| *other != name);
+        self.tensors
+            .push((name, QTensor::quantize(&tensor, dtype).unwrap()));
+    }
+
+    fn set(&mut self, key: &str, value: GgufValue) {
+        self.remove(key);
+        self.metadata.push((key.to_owned(), value));
+    }
+
+    fn remove(&mut self, key: &str) {
+        self.metadata.retain(|(other, _)| other != key);
+    }
+
+    fn write(&self, path: &Path) {
+        let metadata: Vec<_> = self.metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
+        let tensors: Vec<_> = self.tensors.iter().map(|(k, v)| (k.as_str(), v)).collect();
+        gguf_file::write(&mut File::create(path).unwrap(), &metadata, &tensors).unwrap();
+    }
+
+    fn import(&self, weight_type: WeightType) -> Result<Imported, GgufError> {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("model.gguf");
+        self.write(&file);
+        let folder = dir.path().join("out");
+        let result = import(&file, &folder, weight_type);
+        let left = std::fs::read_dir(dir.path()).unwrap().count();
+        assert_eq!(
+            left,
+            if result.is_ok() { 2 } else { 1 },
+            "nothing is left behind"
+        );
+        let report = result?;
+        let weights = std::fs::read(folder.join("model.safetensors")).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&weights).unwrap();
+        let tensors = tensors
+            .tensors()
+            .into_iter()
+            .map(|(name, view)| {
+                let values = match view.dtype() {
+                    safetensors::Dtype::F32 => view
+                        .data()
+                        .chunks_exact(4)
+                        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+                        .collect(),
+                    _ => Vec::new(),
+                };
+                (name, (view.shape().to_vec(), values))
+            })
+            .collect();
+        Ok(Imported {
+            dir,
+            report,
+            tensors,
+        })
+    }
+}
+
+struct Imported {
+    dir: tempfile::TempDir,
+    report: ImportReport,
+    tensors: HashMap<String, (Vec<usize>, Vec<f32>)>,
+}
+
+impl Imported {
+    fn json(&self, name: &str) -> Value {
+        let text = std::fs::read(self.dir.path().join("out").join(name)).unwrap();
+        serde_json::from_slice(&text).unwrap()
+    }
+
+    fn tokenizer(&self) -> Tokenizer {
+        Tokenizer::load(&self.dir.path().join("out")).unwrap()
+    }
+}
+
+/// llama.cpp's `permute`, from the checkpoint's order of rows into the file's.
+fn permute(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
+    let head = values.len() / columns / heads;
+    let mut out = vec![0.0; values.len()];
+    for h in 0..heads {
+        for r in 0..head {
+            let (j, i) = (r / (head / 2), r % (head / 2));
+            let (from, to) = (h * head + r, h * head + 2 * i + j);
+            out[to * columns..(to + 1) * columns]
+                .copy_from_slice(&values[from * columns..(from + 1) * columns]);
+        }
+    }
+    out
+}
+
+#[test]
+fn llama_rows_come_back_in_the_checkpoints_order() {
+    let mut writer = Writer::new("llama", GgmlDType::F32);
+    let q = numbers(1, WIDTH * WIDTH);
+    let k = numbers(2, WIDTH / 2 * WIDTH);
+    writer.tensor(
+        "blk.0.attn_q",
+        permute(&q, HEADS, WIDTH),
+        &[WIDTH, WIDTH],
+        GgmlDType::F32,
+    );
+    writer.tensor(
+        "blk.0.attn_k",
+        permute(&k, KV_HEADS, WIDTH),
+        &[WIDTH / 2, WIDTH],
+        GgmlDType::F32,
+    );
+    let imported = writer.import(WeightType::F32).unwrap();
+    let layer = |name: &str| &imported.tensors[&format!("model.layers.0.{name}.weight")];
+    assert_eq!(layer("self_attn.q_proj"), &(vec![WIDTH, WIDTH], q));
+    assert_eq!(layer("self_attn.k_proj"), &(vec![WIDTH / 2, WIDTH], k));
+    assert_eq!(layer("self_attn.v_proj").1, numbers(3, WIDTH / 2 * WIDTH));
+    assert_eq!(
+        layer("mlp.down_proj"),
+        &(vec![WIDTH, MLP], numbers(7, WIDTH * MLP))
+    );
+    assert_eq!(layer("input_layernorm").1, numbers(9, WIDTH));
+    assert_eq!(imported.tensors["model.embed_tokens.weight"].0, [13, WIDTH]);
+    assert_eq!(imported.tensors.len(), 11);
+    assert_eq!(
+        imported.json("config.json"),
+        json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 13, "hidden_size": 32,
+            "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 8, "hidden_act": "silu", "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+            "rope_theta": 100_000.0, "attention_bias": false, "tie_word_embeddings": true, "bos_token_id": 1,
+            "eos_token_id": 0, "torch_dtype": "float32"
+        })
+    );
+    assert_eq!(imported.report.num_tensors, 11);
+    assert_eq!(imported.report.stored_types["F32"], 11);
+    assert_eq!(imported.report.eos_ids, [0, 1]);
+    assert_eq!(imported.report.chat_template, Some(Ok(())));
+    assert!(
+        imported
+            .report
+            .to_string()
+            .contains("11 tensors, 9728 parameters in f32 (stored as 11 F32)")
+    );
+}
+
+#[test]
+fn qwen_keeps_its_rows_and_has_biases_or_norms() {
+    let mut writer = Writer::new("qwen2", GgmlDType::F32);
+    for (seed, (name, rows)) in [("q", WIDTH), ("k", WIDTH / 2), ("v", WIDTH / 2)]
+        .into_iter()
+        .enumerate()
+    {
+        writer.tensor(
+            &format!("blk.0.attn_{name}.bias"),
+            numbers(20 + seed, rows),
+            &[rows],
+            GgmlDType::F32,
+        );
+    }
+    writer.tensor(
+        "output",
+        numbers(30, 13 * WIDTH),
+        &[13, WIDTH],
+        GgmlDType::F32,
+    );
+    let imported = writer.import(WeightType::F32).unwrap();
+    assert_eq!(
+        imported.tensors["model.layers.0.self_attn.q_proj.weight"].1,
+        numbers(1, WIDTH * WIDTH)
+    );
+    assert_eq!(
+        imported.tensors["model.layers.0.self_attn.k_proj.bias"].1,
+        numbers(21, WIDTH / 2)
+    );
+    assert_eq!(
+        imported.tensors["lm_head.weight"].1,
+        numbers(30, 13 * WIDTH)
+    );
+    let config = imported.json("config.json");
+    assert_eq!(config["tie_word_embeddings"], false);
+    assert_eq!(config["architectures"][0], "Qwen2ForCausalLM");
+
+    let mut writer = Writer::new("qwen3", GgmlDType::F32);
+    writer.tensor("blk.0.attn_q_norm", numbers(40, 8), &[8], GgmlDType::F32);
+    writer.tensor("blk.0.attn_k_norm", numbers(41, 8), &[8], GgmlDType::F32);
+    let imported = writer.import(WeightType::F32).unwrap();
+    assert_eq!(
+        imported.tensors["model.layers.0.self_attn.k_norm.weight"].1,
+        numbers(41, 8)
+    );
+}
+
+#[test]
+fn quantised_weights_are_close_and_formats_are_kept() {
+    for (dtype, tolerance) in [
+        (GgmlDType::F16, 3e-4),
+        (GgmlDType::BF16, 2e-3),
+        (GgmlDType::Q8_0, 3e-3),
+        (GgmlDType::Q4_0, 0.08),
+        (GgmlDType::Q4_1, 0.04),
+    ] {
+        let imported = Writer::new("qwen2", dtype).import(WeightType::F32).unwrap();
+        let values = &imported.tensors["model.layers.0.mlp.up_proj.weight"].1;
+        let worst = values
+            .iter()
+            .zip(numbers(6, MLP * WIDTH))
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max);
+        assert!(worst < tolerance, "{dtype:?}: {worst}");
+        assert!(worst > 0.0, "{dtype:?}");
+    }
+    for (weight_type, name) in [(WeightType::Bf16, "bfloat16"), (WeightType::F16, "float16")] {
+        let imported = Writer::new("llama", GgmlDType::F32)
+            .import(weight_type)
+            .unwrap();
+        assert_eq!(imported.json("config.json")["torch_dtype"], name);
+    }
+}
+
+#[test]
+fn byte_level_tokenizers_are_rebuilt() {
+    let imported = Writer::new("llama", GgmlDType::F32)
+        .import(WeightType::F32)
+        .unwrap();
+    let tokenizer = imported.tokenizer();
+    let sample = "ab ab12\n<|end|><tool>c";
+    let ids = tokenizer.encode(sample, true).unwrap();
+    assert_eq!(ids, [9, 10, 5, 6, 11, 0, 12, 4]);
+    assert_eq!(tokenizer.decode_with_special(&ids), sample);
+    assert_eq!(tokenizer.decode(&ids), "ab ab12\n<tool>c");
+    assert_eq!(tokenizer.eos_ids(), [0, 1]);
+
+    let mut writer = Writer::new("llama", GgmlDType::F32);
+    writer.remove("tokenizer.ggml.add_bos_token");
+    writer.set("tokenizer.ggml.pre", text("llama-bpe"));
+    let tokenizer = writer.import(WeightType::F32).unwrap().tokenizer();
+    assert_eq!(tokenizer.encode("ab", true).unwrap(), [1, 9]);
+    assert_eq!(tokenizer.encode("ab", false).unwrap(), [9]);
+}
+
+#[test]
+fn sentence_piece_tokenizers_are_rebuilt_from_scores() {
+    let mut writer = Writer::new("llama", GgmlDType::F32);
+    let tokens = [
+        "<unk>", "<s>", "</s>", "<0x0A>", "▁", "a", "b", "c", "ab", "bc", "▁ab", "abc", "▁bc",
+    ];
+    let scores = [
+        0.0, 0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -4.0, -5.0,
+    ];
+    let kinds = [2, 3, 3, 6, 1, 1, 1, 1, 1, 1, 1, 1, 1];
+    writer.set("tokenizer.ggml.model", text("llama"));
+    writer.set("tokenizer.ggml.tokens", texts(&tokens));
+    writer.set(
+        "tokenizer.ggml.scores",
+        GgufValue::Array(scores.map(GgufValue::F32).to_vec()),
+    );
+    writer.set(
+        "tokenizer.ggml.token_type",
+        GgufValue::Array(kinds.map(GgufValue::I32).to_vec()),
+    );
+    writer.set("tokenizer.ggml.unknown_token_id", GgufValue::U32(0));
+    writer.set("tokenizer.ggml.eos_token_id", GgufValue::U32(2));
+    writer.set("tokenizer.ggml.add_bos_token", GgufValue::Bool(true));
+    writer.remove("tokenizer.ggml.eot_token_id");
+    let tokenizer = writer.import(WeightType::F32).unwrap().tokenizer();
+    // `bc` has the best score, so it is joined before `ab`; then `a` and `bc` make `abc`.
+    assert_eq!(
+        tokenizer.encode("abc ab\n", true).unwrap(),
+        [1, 4, 11, 10, 3]
+    );
+    assert_eq!(tokenizer.decode(&[1, 4, 11, 10, 3, 2]), "abc ab\n");
+}
+
+#[test]
+fn faults_are_told_and_leave_nothing_behind() {
+    let told = |change: &dyn Fn(&mut Writer)| {
+        let mut writer = Writer::new("llama", GgmlDType::F32);
+        change(&mut writer);
+        writer
+            .import(WeightType::F16)
+            .map(|_| ())
+            .unwrap_err()
+            .to_string()
+    };
+    type Change<'a> = &'a dyn Fn(&mut Writer);
+    let cases: [(Change, &str); 9] = [
+        (
+            &|w| w.set("general.architecture", text("mamba")),
+            "architecture `mamba` is not supported; known are llama, qwen2, qwen3",
+        ),
+        (
+            &|w| w.remove("llama.block_count"),
+            "metadata `llama.block_count` is missing",
+        ),
+        (
+            &|w| w.set("llama.block_count", text("one")),
+            "metadata `llama.block_count` is a String, not a count",
+        ),
+        (
+            &|w| w.set("tokenizer.ggml.pre", text("new-one")),
+            "pre-tokenizer `new-one` is not supported; known are smollm, llama-bpe, qwen2, gpt-2",
+        ),
+        (
+            &|w| w.tensors.retain(|(name, _)| !name.contains("ffn_up")),
+            "the file lacks tensors of `llama`: blk.0.ffn_up.weight",
+        ),
+        (
+            &|w| w.tensor("blk.0.attn_sinks", vec![0.0], &[1], GgmlDType::F32),
+            "the file holds tensors that `llama` does not have: blk.0.attn_sinks.weight",
+        ),
+        (
+            &|w| w.tensor("output_norm", vec![0.0; 8], &[8], GgmlDType::F32),
+            "tensor `output_norm.weight` has shape [8], but the metadata say [32]",
+        ),
+        (
+            &|w| w.tensor("output_norm", vec![1e5; WIDTH], &[WIDTH], GgmlDType::F32),
+            "tensor `output_norm.weight` holds 100000 at 0, which f16 cannot hold",
+        ),
+        (
+            &|w| w.set("tokenizer.ggml.eos_token_id", GgufValue::U32(99)),
+            "metadata `tokenizer.ggml.eos_token_id` is 99, past the end of the vocabulary",
+        ),
+    ];
+    for (change, words) in cases {
+        assert_eq!(told(change), words);
+    }
+}
+
+#[test]
+fn existing_folders_and_truncated_files_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("model.gguf");
+    Writer::new("llama", GgmlDType::F32).write(&file);
+    assert!(matches!(
+        import(&file, dir.path(), WeightType::Bf16),
+        Err(GgufError::Exists { .. })
+    ));
+    let bytes = std::fs::read(&file).unwrap();
+    for length in [0, 10, bytes.len() / 2, bytes.len() - 64] {
+        std::fs::write(&file, &bytes[..length]).unwrap();
+        assert!(matches!(
+            import(&file, &dir.path().join("out"), WeightType::Bf16),
+            Err(GgufError::Read { .. })
+        ));
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+}

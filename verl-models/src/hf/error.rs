@@ -1,0 +1,87 @@
+//! Why a folder cannot be loaded.
+
+use std::path::{Path, PathBuf};
+
+use super::report::LoadReport;
+use crate::model::ModelError;
+
+/// Why a folder cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// No folder there.
+    #[error("model folder `{}` {reason}", dir.display())]
+    Folder {
+        /// The folder.
+        dir: PathBuf,
+        /// Does not exist, is a file.
+        reason: &'static str,
+    },
+    /// A folder without weights that can be read.
+    #[error("model folder `{}` has no model.safetensors and no model.safetensors.index.json: {found}", dir.display())]
+    NoWeights {
+        /// The folder.
+        dir: PathBuf,
+        /// What there is instead, and what to do.
+        found: String,
+    },
+    /// A file that cannot be opened or is damaged.
+    #[error("cannot read `{}`: {reason}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// A setting of config.json that is missing or makes no sense.
+    #[error("`{}`: {reason}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// Which setting, and what is wrong.
+        reason: String,
+    },
+    /// A family that is not supported.
+    #[error("`{}`: model_type `{found}` is not supported; supported: {}", path.display(), known.join(", "))]
+    Family {
+        /// The file.
+        path: PathBuf,
+        /// The model type there.
+        found: String,
+        /// Model types that are supported.
+        known: Vec<&'static str>,
+    },
+    /// Weights that do not fit the model.
+    #[error("weights in `{}` do not fit the model:\n{report}", dir.display())]
+    Weights {
+        /// The folder.
+        dir: PathBuf,
+        /// Everything that was found.
+        report: Box<LoadReport>,
+    },
+    /// A tokenizer with more ids than the embedding has rows.
+    #[error(
+        "the tokenizer has {tokens} ids, but the embedding has {rows} rows: ids from {rows} on have no embedding"
+    )]
+    Vocabulary {
+        /// Ids of the tokenizer.
+        tokens: usize,
+        /// Rows of the embedding.
+        rows: usize,
+    },
+}
+
+impl LoadError {
+    pub(crate) fn file(path: &Path, reason: impl ToString) -> Self {
+        LoadError::File {
+            path: path.to_path_buf(),
+            reason: reason.to_string(),
+        }
+    }
+}
+
+impl From<LoadError> for ModelError {
+    fn from(error: LoadError) -> Self {
+        ModelError::Load(error.to_string())
+    }
+}

@@ -1,0 +1,14 @@
+//! Hugging Face folders: configuration and weights in and out. Safetensors only; pickled files are never opened.
+
+pub mod config;
+pub mod error;
+pub mod generation;
+pub mod report;
+pub mod save;
+pub mod weights;
+
+pub use config::Origin;
+pub use error::LoadError;
+pub use generation::GenerationConfig;
+pub use report::LoadReport;
+pub use save::SaveDType;

@@ -1,0 +1,314 @@
+//! Safetensors into a module: one file or shards, memory-mapped.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use burn::module::Module;
+use burn::tensor::{DType, TensorData};
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::{Dtype, SafeTensorError, SafeTensors};
+
+use super::LoadError;
+use super::config::read_object;
+use super::report::{LoadReport, Mismatch, Unmatched};
+use crate::parameters::{fill_parameters, named_parameters};
+
+/// Fills a module with the weights of a folder, converted to `dtype`, and tells what became of each tensor.
+///
+/// Works for any module whose parameters' paths are the file's names, with or without the prefix `model.`.
+///
+/// # Errors
+/// Files that are missing or damaged; weights that do not fit: then nothing is filled, and the error holds the whole
+/// report.
+pub fn load<M: Module>(module: M, dir: &Path, dtype: DType) -> Result<(M, LoadReport), LoadError> {
+    let checkpoint = Checkpoint::open(dir)?;
+    let report = compare(&named_parameters(&module), &checkpoint);
+    if !report.is_complete() {
+        return Err(LoadError::Weights {
+            dir: dir.to_path_buf(),
+            report: Box::new(report),
+        });
+    }
+    if !report.unused.is_empty() {
+        tracing::warn!(dir = %dir.display(), "weights beside the decoder are not used:\n{report}");
+    }
+    let module = fill_parameters(module, dtype, |name, _| checkpoint.find(name)?.values());
+    Ok((module, report))
+}
+
+/// The tensors of a folder, by name. Nothing is read before it is asked for.
+#[derive(Debug)]
+pub struct Checkpoint {
+    shards: Vec<Mmap>,
+    entries: BTreeMap<String, Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    shard: usize,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: std::ops::Range<usize>,
+}
+
+/// A tensor of a [`Checkpoint`].
+#[derive(Debug, Clone, Copy)]
+pub struct StoredTensor<'a> {
+    /// Type in the file.
+    pub dtype: Dtype,
+    /// Shape in the file.
+    pub shape: &'a [usize],
+    /// Values in the file, little-endian.
+    pub bytes: &'a [u8],
+}
+
+impl Checkpoint {
+    /// Maps the safetensors of a folder.
+    ///
+    /// # Errors
+    /// No folder, no safetensors, missing shards, damaged files.
+    pub fn open(dir: &Path) -> Result<Self, LoadError> {
+        let mut checkpoint = Checkpoint {
+            shards: Vec::new(),
+            entries: BTreeMap::new(),
+        };
+        let single = dir.join("model.safetensors");
+        let index = dir.join("model.safetensors.index.json");
+        if single.exists() {
+            checkpoint.add(&single, |_| true)?;
+        } else if index.exists() {
+            checkpoint.add_shards(dir, &index)?;
+        } else {
+            return Err(no_weights(dir));
+        }
+        Ok(checkpoint)
+    }
+
+    /// Names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.entries.keys().map(String::as_str)
+    }
+
+    /// The tensor with this name; with or without the prefix `model.`, whichever the file has.
+    pub fn find(&self, name: &str) -> Option<StoredTensor<'_>> {
+        self.stored_name(name)
+            .map(|stored| self.tensor(&self.entries[stored]))
+    }
+
+    fn stored_name(&self, name: &str) -> Option<&str> {
+        let bare = name.strip_prefix("model.").unwrap_or(name);
+        let entry = self.entries.get_key_value(name);
+        let entry = entry.or_else(|| self.entries.get_key_value(bare));
+        entry.map(|(stored, _)| stored.as_str())
+    }
+
+    fn tensor<'a>(&'a self, entry: &'a Entry) -> StoredTensor<'a> {
+        StoredTensor {
+            dtype: entry.dtype,
+            shape: &entry.shape,
+            bytes: &self.shards[entry.shard][entry.bytes.clone()],
+        }
+    }
+
+    fn add_shards(&mut self, dir: &Path, index: &Path) -> Result<(), LoadError> {
+        let by_shard = tensors_of_shards(index)?;
+        let absent: Vec<&str> = by_shard
+            .keys()
+            .filter(|shard| !dir.join(shard).exists())
+            .map(String::as_str)
+            .collect();
+        if !absent.is_empty() {
+            let reason = format!("it names files that are missing: {}", absent.join(", "));
+            return Err(LoadError::file(index, reason));
+        }
+        for (shard, names) in &by_shard {
+            let path = dir.join(shard);
+            self.add(&path, |name| names.iter().any(|n| n == name))?;
+            if let Some(lost) = names.iter().find(|name| !self.entries.contains_key(*name)) {
+                let reason = format!("it lacks `{lost}`, which the index places there");
+                return Err(LoadError::file(&path, reason));
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, path: &Path, wanted: impl Fn(&str) -> bool) -> Result<(), LoadError> {
+        let file = File::open(path).map_err(|error| LoadError::file(path, error))?;
+        #[expect(
+            unsafe_code,
+            reason = "a read-only map, validated below; as with every memory-mapped file, another process that \
+                      shortens it while it is mapped would end this one"
+        )]
+        // SAFETY: the map is only read, and lives as long as the slices taken from it.
+        let map = unsafe { Mmap::map(&file) }.map_err(|error| LoadError::file(path, error))?;
+        let (header, metadata) = SafeTensors::read_metadata(&map)
+            .map_err(|error| LoadError::file(path, damage(&error, map.len())))?;
+        // The data follow the header, which follows its length in 8 bytes.
+        let base = header + 8;
+        for (name, info) in metadata.tensors() {
+            if wanted(&name) {
+                let (from, to) = info.data_offsets;
+                let entry = Entry {
+                    shard: self.shards.len(),
+                    dtype: info.dtype,
+                    shape: info.shape.clone(),
+                    bytes: base + from..base + to,
+                };
+                self.entries.insert(name, entry);
+            }
+        }
+        self.shards.push(map);
+        Ok(())
+    }
+}
+
+impl StoredTensor<'_> {
+    /// Values in f32, or `None` for a type that does not convert.
+    pub fn values(&self) -> Option<TensorData> {
+        let values: Vec<f32> = match self.dtype {
+            Dtype::F32 => numbers(self.bytes, f32::from_le_bytes),
+            Dtype::BF16 => numbers(self.bytes, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+            Dtype::F16 => numbers(self.bytes, |bytes| f16::from_le_bytes(bytes).to_f32()),
+            _ => return None,
+        };
+        Some(TensorData::new(values, self.shape.to_vec()))
+    }
+}
+
+fn numbers<const N: usize>(bytes: &[u8], number: impl Fn([u8; N]) -> f32) -> Vec<f32> {
+    let (chunks, _) = bytes.as_chunks::<N>();
+    chunks.iter().map(|chunk| number(*chunk)).collect()
+}
+
+/// Types of weights that convert to f32.
+const CONVERTIBLE: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
+
+fn compare(parameters: &[(String, Vec<usize>)], checkpoint: &Checkpoint) -> LoadReport {
+    let mut report = LoadReport::default();
+    let mut used: Vec<&str> = Vec::new();
+    for (name, shape) in parameters {
+        let Some(stored) = checkpoint.stored_name(name) else {
+            report.missing.push(unmatched(name));
+            continue;
+        };
+        used.push(stored);
+        match misfit(&checkpoint.tensor(&checkpoint.entries[stored]), shape) {
+            Some(reason) => report.mismatched.push(Mismatch {
+                name: stored.to_string(),
+                reason,
+            }),
+            None => report.applied.push(name.clone()),
+        }
+    }
+    used.sort_unstable();
+    for name in checkpoint.names() {
+        if used.binary_search(&name).is_ok() {
+        } else if expendable(name) {
+            report.ignored.push(name.to_string());
+        } else {
+            report.unused.push(unmatched(name));
+        }
+    }
+    report.suggest();
+    report
+}
+
+fn unmatched(name: &str) -> Unmatched {
+    Unmatched {
+        name: name.to_string(),
+        nearest: None,
+    }
+}
+
+fn misfit(tensor: &StoredTensor<'_>, shape: &[usize]) -> Option<String> {
+    if tensor.shape != shape {
+        let stored = tensor.shape;
+        return Some(format!(
+            "the file has {stored:?}, the model needs {shape:?}"
+        ));
+    }
+    let convertible = CONVERTIBLE.contains(&tensor.dtype);
+    (!convertible).then(|| {
+        let dtype = tensor.dtype;
+        format!("the file has {dtype:?} numbers; F32, BF16 and F16 can be read")
+    })
+}
+
+/// Whether an unused tensor says nothing that the config does not: rotary frequencies, which old checkpoints store,
+/// and the head of a tied model, which is its embedding.
+fn expendable(name: &str) -> bool {
+    name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight"
+}
+
+fn tensors_of_shards(index: &Path) -> Result<BTreeMap<String, Vec<String>>, LoadError> {
+    let object = read_object(index)?;
+    let map = object.get("weight_map").and_then(|map| map.as_object());
+    let map = map.ok_or_else(|| LoadError::file(index, "it has no `weight_map`"))?;
+    let mut by_shard: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (name, shard) in map {
+        match shard.as_str() {
+            // Only files beside the index: a path from a downloaded file is not followed elsewhere.
+            Some(shard) if PathBuf::from(shard).file_name() == Some(shard.as_ref()) => {
+                by_shard
+                    .entry(shard.to_string())
+                    .or_default()
+                    .push(name.clone());
+            }
+            _ => {
+                let reason =
+                    format!("`weight_map` places `{name}` in {shard}, which is no file name");
+                return Err(LoadError::file(index, reason));
+            }
+        }
+    }
+    Ok(by_shard)
+}
+
+fn damage(error: &SafeTensorError, length: usize) -> String {
+    match error {
+        SafeTensorError::MetadataIncompleteBuffer => format!(
+            "its {length} bytes are not the number that its header tells: truncated, or still being written"
+        ),
+        SafeTensorError::HeaderTooSmall | SafeTensorError::InvalidHeaderLength => {
+            format!("it ends within its header after {length} bytes: truncated, or not safetensors")
+        }
+        other => format!("damaged safetensors: {other}"),
+    }
+}
+
+fn no_weights(dir: &Path) -> LoadError {
+    if !dir.is_dir() {
+        return LoadError::Folder {
+            dir: dir.to_path_buf(),
+            reason: "does not exist",
+        };
+    }
+    let mut names: Vec<String> = fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    let having = |suffix: &str| names.iter().find(|name| name.ends_with(suffix));
+    let found = if let Some(name) = having(".bin")
+        .or_else(|| having(".pt"))
+        .or_else(|| having(".pth"))
+    {
+        format!(
+            "`{name}` is pickled, which can run code when opened and is never read; convert it to safetensors"
+        )
+    } else if let Some(name) = having(".gguf") {
+        format!("`{name}` has to be imported first (`pipe import gguf`)")
+    } else if let Some(name) = having(".safetensors") {
+        format!("`{name}` is neither; its index is missing, or it was renamed")
+    } else {
+        "it holds no weights".to_string()
+    };
+    LoadError::NoWeights {
+        dir: dir.to_path_buf(),
+        found,
+    }
+}

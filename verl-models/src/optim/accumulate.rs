@@ -1,0 +1,235 @@
+//! Gradients of micro-batches added up in f32, whatever the dtype of the weights.
+
+use std::collections::HashMap;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{DType, Gradients, Tensor};
+
+use super::clip::sums_of_squares;
+use crate::model::{ModelError, ModelInterface, ParameterGroup};
+
+/// A parameter that the optimiser moves.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainableParameter {
+    /// Path of its field in the module, joined by dots.
+    pub name: String,
+    /// How the optimiser treats it.
+    pub group: ParameterGroup,
+    /// Whether the module holds it at several places.
+    pub shared: bool,
+    /// Number of elements.
+    pub length: usize,
+}
+
+/// The parameters of a module that are trained, in the order of the module.
+///
+/// A parameter that the module holds several times (a tied one) is listed once; its gradients add up. Parameters
+/// with a learning-rate scale of 0, are not listed.
+#[derive(Debug, Clone)]
+pub struct TrainableParameters {
+    parameters: Vec<TrainableParameter>,
+    positions: HashMap<ParamId, usize>,
+    frozen: bool,
+}
+
+impl TrainableParameters {
+    /// Lists what is to be trained of a module.
+    pub fn new<M: ModelInterface>(module: &M) -> Self {
+        let mut lister = Lister {
+            model: module,
+            path: Vec::new(),
+            found: TrainableParameters {
+                parameters: Vec::new(),
+                positions: HashMap::new(),
+                frozen: false,
+            },
+        };
+        module.visit(&mut lister);
+        lister.found
+    }
+
+    /// Number of parameters (tensors).
+    pub fn len(&self) -> usize {
+        self.parameters.len()
+    }
+
+    /// Whether nothing is trained.
+    pub fn is_empty(&self) -> bool {
+        self.parameters.is_empty()
+    }
+
+    /// The parameters in the order of the module.
+    pub fn iter(&self) -> impl Iterator<Item = &TrainableParameter> {
+        self.parameters.iter()
+    }
+
+    /// Whether the module holds the parameter at this position at several places.
+    pub fn is_shared(&self, position: usize) -> bool {
+        self.parameters[position].shared
+    }
+
+    /// Position of a parameter in that order.
+    pub fn position(&self, id: ParamId) -> Option<usize> {
+        self.positions.get(&id).copied()
+    }
+
+    /// The module with autodiff switched on for what is listed; buffers are shared with `module`.
+    pub fn differentiable<M: Module>(&self, module: &M) -> M {
+        let module = module.clone().train();
+        if self.frozen {
+            module.map(&mut Freezer { trained: self })
+        } else {
+            module
+        }
+    }
+}
+
+struct Lister<'a, M> {
+    model: &'a M,
+    path: Vec<String>,
+    found: TrainableParameters,
+}
+
+impl<M: ModelInterface> ModuleVisitor for Lister<'_, M> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let name = self.path.join(".");
+        let group = self.model.parameter_group(&name, D);
+        if group.learning_rate_scale == 0.0 {
+            self.found.frozen = true;
+        } else if let Some(position) = self.found.position(param.id) {
+            self.found.parameters[position].shared = true;
+        } else {
+            let position = self.found.parameters.len();
+            self.found.positions.insert(param.id, position);
+            self.found.parameters.push(TrainableParameter {
+                name,
+                group,
+                shared: false,
+                length: param.shape().num_elements(),
+            });
+        }
+    }
+}
+
+struct Freezer<'a> {
+    trained: &'a TrainableParameters,
+}
+
+impl ModuleMapper for Freezer<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.trained.position(param.id) {
+            Some(_) => param,
+            None => param.set_require_grad(false),
+        }
+    }
+}
+
+/// Sums of gradients in f32, one flat tensor a parameter.
+#[derive(Debug, Clone, Default)]
+pub struct GradientAccumulator {
+    sums: Vec<Option<Tensor<1>>>,
+}
+
+impl GradientAccumulator {
+    /// Adds the gradients of one backward pass over `module`.
+    ///
+    /// # Errors
+    /// [`ModelError::NonFinite`] names the first parameter, in the order of the module, whose gradient is not finite;
+    /// nothing is added then.
+    pub fn add<M: Module>(
+        &mut self,
+        parameters: &TrainableParameters,
+        module: &M,
+        gradients: Gradients,
+    ) -> Result<(), ModelError> {
+        let mut collector = Collector {
+            parameters,
+            gradients,
+            collected: vec![None; parameters.len()],
+        };
+        module.visit(&mut collector);
+        let collected = collector.collected;
+        check_finite(parameters, &collected)?;
+        self.sums.resize(parameters.len(), None);
+        for (sum, gradient) in self.sums.iter_mut().zip(collected) {
+            if let Some(gradient) = gradient {
+                *sum = Some(match sum.take() {
+                    Some(sum) => sum.add(gradient),
+                    None => gradient,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether nothing was added since the last [`GradientAccumulator::take`].
+    pub fn is_empty(&self) -> bool {
+        self.sums.iter().all(Option::is_none)
+    }
+
+    /// The sums, by position in [`TrainableParameters`]; none where a parameter took no part in any loss.
+    pub fn sums(&self) -> &[Option<Tensor<1>>] {
+        &self.sums
+    }
+
+    /// Takes the sums out and starts anew.
+    pub fn take(&mut self) -> Vec<Option<Tensor<1>>> {
+        std::mem::take(&mut self.sums)
+    }
+}
+
+struct Collector<'a> {
+    parameters: &'a TrainableParameters,
+    gradients: Gradients,
+    collected: Vec<Option<Tensor<1>>>,
+}
+
+impl ModuleVisitor for Collector<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(position) = self.parameters.position(param.id) else {
+            return;
+        };
+        let Some(gradient) = param.base().grad_remove(&mut self.gradients) else {
+            return;
+        };
+        let length = gradient.shape().num_elements();
+        let gradient: Tensor<1> = gradient.cast(DType::F32).reshape([length]);
+        let collected = &mut self.collected[position];
+        *collected = Some(match collected.take() {
+            Some(sum) => sum.add(gradient),
+            None => gradient,
+        });
+    }
+}
+
+/// Sum of squares of all gradients.
+///
+/// # Errors
+/// [`ModelError::NonFinite`] names the first parameter whose gradient is not finite.
+pub fn check_finite(
+    parameters: &TrainableParameters,
+    gradients: &[Option<Tensor<1>>],
+) -> Result<f64, ModelError> {
+    let named = parameters
+        .iter()
+        .zip(gradients)
+        .filter(|(_, gradient)| gradient.is_some());
+    let sums = sums_of_squares(gradients.iter().flatten());
+    for ((parameter, _), sum) in named.zip(&sums) {
+        if !sum.is_finite() {
+            return Err(ModelError::NonFinite {
+                what: format!("gradient of `{}`", parameter.name),
+                value: *sum,
+            });
+        }
+    }
+    Ok(sums.iter().sum())
+}

@@ -1,0 +1,265 @@
+//! AdamW with f32 master state.
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{DType, Tensor};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::accumulate::{TrainableParameters, check_finite};
+use super::clip::clip_factor;
+use super::kernels::{self, AdamWScalars};
+use super::schedule::Schedule;
+use crate::model::{ModelError, ParameterGroup, StepReport};
+
+/// Settings of AdamW.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct OptimizerConfig {
+    /// Peak learning rate, a step size in units of the weights; positive or 0.
+    pub learning_rate: f64,
+    /// Decay rates of the first and second moment, each in 0..1 (1 excluded).
+    pub betas: [f64; 2],
+    /// Added to the root of the second moment; positive.
+    pub eps: f64,
+    /// Decoupled weight decay, a share of the weight per step and unit of learning rate; positive or 0.
+    pub weight_decay: f64,
+    /// Largest global norm of the gradient, longer ones are scaled down to it; none leaves gradients as they are.
+    pub max_grad_norm: Option<f64>,
+    /// How the learning rate moves over the optimiser steps.
+    pub schedule: Schedule,
+}
+
+impl Default for OptimizerConfig {
+    fn default() -> Self {
+        OptimizerConfig {
+            learning_rate: 1e-6,
+            betas: [0.9, 0.999],
+            eps: 1e-8,
+            weight_decay: 0.01,
+            max_grad_norm: Some(1.0),
+            schedule: Schedule::default(),
+        }
+    }
+}
+
+/// A setting of the optimiser that makes no sense.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("optimiser setting `{setting}` is {value}, but must be {expected}")]
+pub struct OptimizerConfigError {
+    /// Its name.
+    pub setting: &'static str,
+    /// Its value.
+    pub value: f64,
+    /// What is allowed.
+    pub expected: &'static str,
+}
+
+impl OptimizerConfig {
+    /// Checks the range of every setting.
+    ///
+    /// # Errors
+    /// The first setting out of its range.
+    pub fn validate(&self) -> Result<(), OptimizerConfigError> {
+        let positive_or_zero = |x: f64| x.is_finite() && x >= 0.0;
+        let below_one = |x: f64| (0.0..1.0).contains(&x);
+        let range = |setting, value: f64, allowed: bool, expected| {
+            if allowed {
+                return Ok(());
+            }
+            Err(OptimizerConfigError {
+                setting,
+                value,
+                expected,
+            })
+        };
+        let [beta1, beta2] = self.betas;
+        let rate = self.learning_rate;
+        range("learning_rate", rate, positive_or_zero(rate), ">= 0")?;
+        range("betas[0]", beta1, below_one(beta1), ">= 0 and < 1")?;
+        range("betas[1]", beta2, below_one(beta2), ">= 0 and < 1")?;
+        let eps = self.eps;
+        range("eps", eps, eps.is_finite() && eps > 0.0, "> 0")?;
+        let decay = self.weight_decay;
+        range("weight_decay", decay, positive_or_zero(decay), ">= 0")?;
+        if let Some(norm) = self.max_grad_norm {
+            range("max_grad_norm", norm, norm > 0.0, "> 0")?;
+        }
+        let share = self.schedule.final_share();
+        let allowed = (0.0..=1.0).contains(&share);
+        range("schedule.final_share", share, allowed, ">= 0 and <= 1")
+    }
+}
+
+/// State of one parameter; flat f32 tensors.
+#[derive(Debug, Clone)]
+pub(super) struct ParameterState {
+    pub(super) first: Tensor<1>,
+    pub(super) second: Tensor<1>,
+    /// The weight in f32, where the module holds it in another dtype.
+    pub(super) master: Option<Tensor<1>>,
+    /// Steps this parameter took part in.
+    pub(super) steps: u64,
+}
+
+/// AdamW: moments and, for weights of another dtype, a master copy, in f32.
+///
+/// Weight decay is decoupled and applies to parameters whose [`ParameterGroup`] decays. A parameter that took part in
+/// no loss since the last step is left alone, decay included, and its bias correction does not advance.
+///
+/// # Source
+/// Loshchilov and Hutter 2019, arXiv:1711.05101; agrees with PyTorch's `AdamW`.
+#[derive(Debug, Clone)]
+pub struct AdamW {
+    config: OptimizerConfig,
+    pub(super) states: Vec<Option<ParameterState>>,
+    pub(super) steps: u64,
+}
+
+impl AdamW {
+    /// An optimiser without state.
+    ///
+    /// # Errors
+    /// A setting out of its range.
+    pub fn new(config: OptimizerConfig) -> Result<Self, OptimizerConfigError> {
+        config.validate()?;
+        Ok(AdamW {
+            config,
+            states: Vec::new(),
+            steps: 0,
+        })
+    }
+
+    /// Steps taken.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Scales the gradients to the largest norm and moves the weights.
+    ///
+    /// `gradients` are by position in `parameters`; none is left where a parameter has no gradient, or at the end.
+    ///
+    /// # Errors
+    /// [`ModelError::NonFinite`] names a gradient that is not finite; the module comes back as it was.
+    pub fn step<M: Module>(
+        &mut self,
+        module: M,
+        parameters: &TrainableParameters,
+        mut gradients: Vec<Option<Tensor<1>>>,
+    ) -> (M, Result<StepReport, ModelError>) {
+        gradients.resize(parameters.len(), None);
+        let norm = match check_finite(parameters, &gradients) {
+            Ok(sum) => sum.sqrt(),
+            Err(error) => return (module, Err(error)),
+        };
+        let factor = clip_factor(norm, self.config.max_grad_norm);
+        let learning_rate = self.config.learning_rate * self.config.schedule.factor(self.steps);
+        self.states.resize(parameters.len(), None);
+        let mut updater = Updater {
+            config: &self.config,
+            parameters,
+            groups: parameters.iter().map(|p| p.group).collect(),
+            states: &mut self.states,
+            updated: vec![None; parameters.len()],
+            gradients,
+            factor,
+            learning_rate,
+        };
+        let module = module.map(&mut updater);
+        self.steps += 1;
+        let report = StepReport {
+            grad_norm: norm,
+            learning_rate,
+            clipped: factor < 1.0,
+        };
+        (module, Ok(report))
+    }
+}
+
+struct Updater<'a> {
+    config: &'a OptimizerConfig,
+    parameters: &'a TrainableParameters,
+    groups: Vec<ParameterGroup>,
+    states: &'a mut Vec<Option<ParameterState>>,
+    /// Results, for parameters that the module holds several times.
+    updated: Vec<Option<Tensor<1>>>,
+    gradients: Vec<Option<Tensor<1>>>,
+    factor: f64,
+    learning_rate: f64,
+}
+
+impl ModuleMapper for Updater<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(position) = self.parameters.position(param.id) else {
+            return param;
+        };
+        let gradient = self.gradients[position].take();
+        let twin = self.updated[position].clone();
+        if gradient.is_none() && twin.is_none() {
+            return param;
+        }
+        param.map(|weight| {
+            let shape = weight.shape();
+            let dtype = weight.dtype();
+            let length = shape.num_elements();
+            let flat = match (gradient, twin) {
+                (Some(gradient), _) => self.update(position, weight.reshape([length]), gradient),
+                (None, Some(twin)) => twin,
+                (None, None) => weight.reshape([length]),
+            };
+            flat.cast(dtype).reshape(shape)
+        })
+    }
+}
+
+impl Updater<'_> {
+    /// The new weight in f32.
+    fn update(&mut self, position: usize, weight: Tensor<1>, gradient: Tensor<1>) -> Tensor<1> {
+        let is_f32 = weight.dtype() == DType::F32;
+        let state = self.states[position].take();
+        let (first, second, master, steps) = match state {
+            Some(state) => (state.first, state.second, state.master, state.steps + 1),
+            None => (gradient.zeros_like(), gradient.zeros_like(), None, 1),
+        };
+        let current = match master {
+            Some(master) => master,
+            None => weight.cast(DType::F32),
+        };
+        let scalars = self.scalars(position, steps);
+        let (updated, first, second) = kernels::adamw(current, first, second, gradient, scalars);
+        self.states[position] = Some(ParameterState {
+            first,
+            second,
+            master: (!is_f32).then(|| updated.clone()),
+            steps,
+        });
+        if self.parameters.is_shared(position) {
+            self.updated[position] = Some(updated.clone());
+        }
+        updated
+    }
+
+    fn scalars(&self, position: usize, steps: u64) -> AdamWScalars {
+        let group = self.groups[position];
+        let learning_rate = self.learning_rate * group.learning_rate_scale;
+        let [beta1, beta2] = self.config.betas;
+        let correction = |beta: f64| 1.0 - beta.powf(steps as f64);
+        let weight_decay = if group.decays {
+            self.config.weight_decay
+        } else {
+            0.0
+        };
+        AdamWScalars {
+            gradient_scale: self.factor,
+            beta1,
+            beta2,
+            decay: 1.0 - learning_rate * weight_decay,
+            step_size: learning_rate / correction(beta1),
+            second_correction: correction(beta2).sqrt(),
+            epsilon: self.config.eps,
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "adamw_tests.rs"]
+mod tests;

@@ -1,0 +1,67 @@
+//! Clipping by the global norm.
+
+use burn::tensor::Tensor;
+
+use super::kernels;
+
+/// Guards the division by the norm; as PyTorch's `clip_grad_norm_`.
+const EPSILON: f64 = 1e-6;
+
+/// Sum of squares of each tensor, read from the device at once.
+///
+/// A tensor that holds NaN or infinity, or whose squares add up to more than f32 can hold, gives a value that is not
+/// finite.
+pub fn sums_of_squares<'a>(tensors: impl IntoIterator<Item = &'a Tensor<1>>) -> Vec<f64> {
+    let sums: Vec<_> = tensors
+        .into_iter()
+        .map(|tensor| kernels::sum_of_squares(tensor.clone()))
+        .collect();
+    if sums.is_empty() {
+        return Vec::new();
+    }
+    let values = Tensor::cat(sums, 0).into_data();
+    values.iter::<f64>().collect()
+}
+
+/// Factor on the gradient so that its norm is at most `max_norm`: min(1, max_norm / (norm + 10⁻⁶)).
+pub fn clip_factor(norm: f64, max_norm: Option<f64>) -> f64 {
+    match max_norm {
+        Some(max_norm) => (max_norm / (norm + EPSILON)).min(1.0),
+        None => 1.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+
+    use super::*;
+
+    fn tensor(values: &[f32]) -> Tensor<1> {
+        Tensor::from_data(values, &Device::flex())
+    }
+
+    #[test]
+    fn a_norm_spans_all_tensors() {
+        let sums = sums_of_squares(&[tensor(&[3.0]), tensor(&[0.0, 4.0, 12.0])]);
+        assert_eq!(sums, [9.0, 160.0]);
+        assert_eq!(sums.iter().sum::<f64>().sqrt(), 13.0);
+    }
+
+    #[test]
+    fn what_is_not_finite_shows() {
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30] {
+            let sums = sums_of_squares(&[tensor(&[1.0, value, 2.0]), tensor(&[1.0])]);
+            assert!(!sums[0].is_finite(), "{value} gave {}", sums[0]);
+            assert_eq!(sums[1], 1.0);
+        }
+    }
+
+    #[test]
+    fn only_larger_norms_are_scaled() {
+        assert_eq!(clip_factor(0.5, Some(1.0)), 1.0);
+        assert_eq!(clip_factor(10.0, None), 1.0);
+        assert!((clip_factor(10.0, Some(1.0)) - 0.1).abs() < 1e-7);
+        assert_eq!(clip_factor(0.0, Some(0.0)), 0.0);
+    }
+}

@@ -1,0 +1,174 @@
+//! Learning-rate schedules: a factor on the peak learning rate for each optimiser step.
+
+use std::f64::consts::PI;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// How the learning rate moves over the optimiser steps of a run.
+///
+/// Step k (the first is 1) of a warm-up of w steps uses k/w of the learning rate, so the first step already moves the
+/// weights and step w uses all of it. Behind it, with progress x = (k − w)/(total − w) cut to [0, 1] and final share f:
+/// linear is f + (1 − f)(1 − x), cosine is f + (1 − f)(1 + cos πx)/2.
+///
+/// # Differences
+/// PyTorch and Hugging Face schedulers count from 0, so that the first step of a warm-up has a learning rate of 0.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Schedule {
+    /// The same learning rate all along.
+    Constant {
+        /// Optimiser steps of linear warm-up.
+        #[serde(default)]
+        warmup_steps: u64,
+    },
+    /// Falls on a straight line.
+    Linear {
+        /// Optimiser steps of linear warm-up.
+        #[serde(default)]
+        warmup_steps: u64,
+        /// Optimiser steps of the run, warm-up included.
+        total_steps: u64,
+        /// Share of the learning rate left at `total_steps` and later, in 0..=1.
+        #[serde(default)]
+        final_share: f64,
+    },
+    /// Falls on half a cosine wave.
+    Cosine {
+        /// Optimiser steps of linear warm-up.
+        #[serde(default)]
+        warmup_steps: u64,
+        /// Optimiser steps of the run, warm-up included.
+        total_steps: u64,
+        /// Share of the learning rate left at `total_steps` and later, in 0..=1.
+        #[serde(default)]
+        final_share: f64,
+    },
+}
+
+impl Default for Schedule {
+    fn default() -> Self {
+        Schedule::Constant { warmup_steps: 0 }
+    }
+}
+
+impl Schedule {
+    /// Factor on the learning rate for the step that follows `steps_taken` optimiser steps.
+    pub fn factor(&self, steps_taken: u64) -> f64 {
+        let step = steps_taken.saturating_add(1);
+        let warmup = self.warmup_steps();
+        if step <= warmup {
+            return step as f64 / warmup as f64;
+        }
+        match *self {
+            Schedule::Constant { .. } => 1.0,
+            Schedule::Linear {
+                total_steps,
+                final_share,
+                ..
+            } => final_share + (1.0 - final_share) * (1.0 - progress(step, warmup, total_steps)),
+            Schedule::Cosine {
+                total_steps,
+                final_share,
+                ..
+            } => {
+                let wave = (1.0 + (PI * progress(step, warmup, total_steps)).cos()) / 2.0;
+                final_share + (1.0 - final_share) * wave
+            }
+        }
+    }
+
+    /// Optimiser steps of linear warm-up.
+    pub fn warmup_steps(&self) -> u64 {
+        match *self {
+            Schedule::Constant { warmup_steps }
+            | Schedule::Linear { warmup_steps, .. }
+            | Schedule::Cosine { warmup_steps, .. } => warmup_steps,
+        }
+    }
+
+    /// Share left at the end.
+    pub(super) fn final_share(&self) -> f64 {
+        match *self {
+            Schedule::Constant { .. } => 1.0,
+            Schedule::Linear { final_share, .. } | Schedule::Cosine { final_share, .. } => {
+                final_share
+            }
+        }
+    }
+}
+
+fn progress(step: u64, warmup: u64, total: u64) -> f64 {
+    let length = total.saturating_sub(warmup).max(1);
+    ((step - warmup) as f64 / length as f64).min(1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(schedule: Schedule, expected: &[f64]) {
+        for (taken, expected) in expected.iter().enumerate() {
+            let got = schedule.factor(taken as u64);
+            assert!(
+                (got - expected).abs() < 1e-12,
+                "after {taken} steps: {got} is not {expected}"
+            );
+        }
+    }
+
+    #[test]
+    fn constant_with_and_without_warmup() {
+        check(Schedule::default(), &[1.0, 1.0, 1.0]);
+        check(
+            Schedule::Constant { warmup_steps: 4 },
+            &[0.25, 0.5, 0.75, 1.0, 1.0],
+        );
+    }
+
+    #[test]
+    fn linear_reaches_its_end_and_stays() {
+        let linear = |final_share| Schedule::Linear {
+            warmup_steps: 2,
+            total_steps: 6,
+            final_share,
+        };
+        check(linear(0.0), &[0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]);
+        check(linear(0.2), &[0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]);
+    }
+
+    #[test]
+    fn cosine_is_half_way_at_half_time() {
+        let cosine = Schedule::Cosine {
+            warmup_steps: 0,
+            total_steps: 4,
+            final_share: 0.0,
+        };
+        let quarter = (1.0 + 0.5_f64.sqrt()) / 2.0;
+        check(cosine, &[quarter, 0.5, 1.0 - quarter, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn a_warmup_longer_than_the_run_is_no_division_by_zero() {
+        let linear = Schedule::Linear {
+            warmup_steps: 3,
+            total_steps: 2,
+            final_share: 0.0,
+        };
+        check(linear, &[1.0 / 3.0, 2.0 / 3.0, 1.0, 0.0]);
+    }
+
+    #[test]
+    fn reads_from_json_and_refuses_unknown_keys() {
+        let text = r#"{"kind": "cosine", "warmup_steps": 3, "total_steps": 9}"#;
+        let expected = Schedule::Cosine {
+            warmup_steps: 3,
+            total_steps: 9,
+            final_share: 0.0,
+        };
+        assert_eq!(serde_json::from_str::<Schedule>(text).ok(), Some(expected));
+        let unknown = r#"{"kind": "constant", "warmup": 3}"#;
+        assert!(serde_json::from_str::<Schedule>(unknown).is_err());
+    }
+}

@@ -1,0 +1,100 @@
+//! One response while it grows: what engines share apart from how they get logits.
+
+use super::engine::{FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use super::sampling::{Draw, Sampler};
+use super::stop::StopRules;
+use crate::random::Stream;
+
+/// A response that is not complete yet.
+#[derive(Debug)]
+pub(crate) struct Row {
+    /// Position of the request.
+    pub request: usize,
+    limit: usize,
+    stream: Stream,
+    /// Distinct ids of prompt and response in the order of their first use; kept only where a penalty reads them.
+    seen: Option<Vec<u32>>,
+    tokens: Vec<u32>,
+    sampling_log_probs: Vec<f32>,
+    log_probs: Vec<f32>,
+}
+
+impl Row {
+    /// The empty response of `request`.
+    pub fn new(index: usize, request: &RolloutRequest, settings: &SamplingSettings) -> Self {
+        let mut row = Row {
+            request: index,
+            limit: request.max_new_tokens,
+            stream: request.key.stream(),
+            seen: (settings.repetition_penalty != 1.0).then(Vec::new),
+            tokens: Vec::with_capacity(request.max_new_tokens.min(1024)),
+            sampling_log_probs: Vec::new(),
+            log_probs: Vec::new(),
+        };
+        for &id in &request.prompt {
+            row.see(id);
+        }
+        row
+    }
+
+    /// The token that was sampled last.
+    pub fn last_token(&self) -> Option<u32> {
+        self.tokens.last().copied()
+    }
+
+    /// Tokens sampled so far.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Most tokens of this response.
+    pub fn limit(&self) -> usize {
+        self.limit
+    }
+
+    /// Samples the next token from its logits; tells why the response ends where it does.
+    ///
+    /// # Errors
+    /// [`RolloutError::NonFinite`].
+    pub fn advance(
+        &mut self,
+        logits: &[f32],
+        sampler: &mut Sampler<'_>,
+        rules: &StopRules<'_>,
+    ) -> Result<Option<FinishReason>, RolloutError> {
+        let draw = Draw {
+            stream: &self.stream,
+            position: self.tokens.len(),
+            seen: self.seen.as_deref().unwrap_or(&[]),
+        };
+        let sampled = sampler
+            .sample(logits, draw)
+            .map_err(|_| RolloutError::NonFinite {
+                request: self.request,
+                tokens: self.tokens.len(),
+            })?;
+        self.see(sampled.token);
+        self.tokens.push(sampled.token);
+        self.sampling_log_probs.push(sampled.sampling_log_prob);
+        self.log_probs.push(sampled.log_prob);
+        Ok(rules.finish(&self.tokens, self.limit))
+    }
+
+    /// The complete response.
+    pub fn into_output(self, finish: FinishReason) -> RolloutOutput {
+        RolloutOutput {
+            tokens: self.tokens,
+            sampling_log_probs: self.sampling_log_probs,
+            log_probs: self.log_probs,
+            finish,
+        }
+    }
+
+    fn see(&mut self, id: u32) {
+        if let Some(seen) = &mut self.seen
+            && !seen.contains(&id)
+        {
+            seen.push(id);
+        }
+    }
+}

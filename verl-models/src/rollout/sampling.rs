@@ -1,0 +1,724 @@
+//! From one row of logits to a token.
+//!
+//! Order: repetition penalty, temperature, top-k, top-p, min-p, renormalise. Tokens are drawn by Gumbel-max: the argmax
+//! of logitᵢ/T + gᵢ over the kept ids, where gᵢ is a function of key, position and id i alone. So a draw does not depend
+//! on the order in which ids are visited.
+
+use super::engine::{RolloutError, SamplingSettings};
+use crate::random::{Stream, gumbel, open_unit};
+
+/// A sampled token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampled {
+    /// Its id.
+    pub token: u32,
+    /// Log-prob under the distribution that was sampled from, nats; 0 when greedy, which leaves no choice.
+    pub sampling_log_prob: f32,
+    /// Log-prob under the full softmax of the model's own logits divided by the temperature (by 1 when greedy), nats:
+    /// no penalty, no truncation, no forbidden id.
+    pub log_prob: f32,
+}
+
+/// Logits hold NaN or +∞, or nothing else than −∞ (which masks an id) is left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("logits are not finite")]
+pub struct NonFiniteLogits;
+
+/// What a draw depends on besides logits and settings.
+#[derive(Debug, Clone, Copy)]
+pub struct Draw<'a> {
+    /// Random words of the response.
+    pub stream: &'a Stream,
+    /// Tokens of the response so far: the position of the draw.
+    pub position: usize,
+    /// Distinct ids of prompt and response, for the repetition penalty; may be empty where that is 1.
+    pub seen: &'a [u32],
+}
+
+/// Samples tokens; holds the scratch space of one thread.
+#[derive(Debug, Clone)]
+pub struct Sampler<'a> {
+    settings: &'a SamplingSettings,
+    processed: Vec<f32>,
+    weights: Vec<f32>,
+    kept: Vec<u32>,
+}
+
+impl<'a> Sampler<'a> {
+    /// A sampler for `settings`.
+    ///
+    /// # Errors
+    /// [`RolloutError::Setting`] names the first setting out of its range.
+    pub fn new(settings: &'a SamplingSettings) -> Result<Self, RolloutError> {
+        check(settings)?;
+        Ok(Sampler {
+            settings,
+            processed: Vec::new(),
+            weights: Vec::new(),
+            kept: Vec::new(),
+        })
+    }
+
+    /// Draws a token from `logits`, one for each id of the vocabulary.
+    ///
+    /// # Errors
+    /// [`NonFiniteLogits`].
+    pub fn sample(&mut self, logits: &[f32], draw: Draw<'_>) -> Result<Sampled, NonFiniteLogits> {
+        let raw_max = max(logits)?;
+        let temperature = match self.settings.temperature {
+            0.0 => 1.0,
+            temperature => temperature,
+        };
+        let raw_sum = exponentials(logits, raw_max, temperature, &mut self.weights);
+        let log_prob =
+            |token: u32| log_share(logits[token as usize], raw_max, temperature, raw_sum);
+
+        if !self.changes_logits(draw) {
+            let choice = if self.settings.temperature == 0.0 {
+                (argmax(logits), None)
+            } else {
+                self.choose(logits, raw_max, raw_sum, draw)
+            };
+            return Ok(finish(choice, logits, raw_max, temperature, log_prob));
+        }
+        let mut processed = std::mem::take(&mut self.processed);
+        self.process(logits, draw, &mut processed);
+        let choice = max(&processed).map(|processed_max| {
+            let choice = if self.settings.temperature == 0.0 {
+                (argmax(&processed), None)
+            } else {
+                let sum = exponentials(&processed, processed_max, temperature, &mut self.weights);
+                self.choose(&processed, processed_max, sum, draw)
+            };
+            finish(choice, &processed, processed_max, temperature, log_prob)
+        });
+        self.processed = processed;
+        choice
+    }
+
+    /// Whether a penalty or a forbidden id applies to this draw.
+    fn changes_logits(&self, draw: Draw<'_>) -> bool {
+        let penalises = self.settings.repetition_penalty != 1.0 && !draw.seen.is_empty();
+        penalises || draw.position < self.settings.min_new_tokens
+    }
+
+    /// Logits after the repetition penalty and without end-of-sequence ids where these are forbidden.
+    fn process(&self, logits: &[f32], draw: Draw<'_>, processed: &mut Vec<f32>) {
+        processed.clear();
+        processed.extend_from_slice(logits);
+        let penalty = self.settings.repetition_penalty as f32;
+        for &id in draw.seen {
+            let logit = &mut processed[id as usize];
+            *logit = if *logit > 0.0 {
+                *logit / penalty
+            } else {
+                *logit * penalty
+            };
+        }
+        if draw.position < self.settings.min_new_tokens {
+            for &id in &self.settings.eos_ids {
+                if let Some(logit) = processed.get_mut(id as usize) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+    }
+
+    /// A token from the kept ids, and the mass of these; `self.weights` holds e^((logit − max)/T), `sum` their sum.
+    fn choose(&mut self, logits: &[f32], max: f32, sum: f64, draw: Draw<'_>) -> (u32, Option<f64>) {
+        let settings = self.settings;
+        let truncates = settings.top_k > 0 && settings.top_k < logits.len();
+        let race = Race::new(logits, &self.weights, max, settings.temperature, draw);
+        if !truncates && settings.top_p >= 1.0 && settings.min_p <= 0.0 {
+            return (race.among_all(), Some(sum));
+        }
+        let weights = &self.weights;
+        let kept = &mut self.kept;
+        kept.clear();
+        kept.extend((0..logits.len() as u32).filter(|&id| logits[id as usize] > f32::NEG_INFINITY));
+        if truncates {
+            keep_best(kept, logits, settings.top_k);
+        }
+        if settings.top_p < 1.0 {
+            keep_mass(kept, logits, weights, settings.top_p);
+        }
+        if settings.min_p > 0.0 {
+            // The most probable token has weight 1 and is always kept so far.
+            kept.retain(|&id| f64::from(weights[id as usize]) >= settings.min_p);
+        }
+        kept.sort_unstable();
+        (race.among(kept), Some(mass(kept, weights)))
+    }
+}
+
+/// Joins the choice with its log-probs; without a mass it was greedy.
+fn finish(
+    (token, mass): (u32, Option<f64>),
+    logits: &[f32],
+    max: f32,
+    temperature: f64,
+    log_prob: impl Fn(u32) -> f32,
+) -> Sampled {
+    Sampled {
+        token,
+        sampling_log_prob: mass.map_or(0.0, |mass| {
+            log_share(logits[token as usize], max, temperature, mass)
+        }),
+        log_prob: log_prob(token),
+    }
+}
+
+/// Refuses settings out of their ranges.
+fn check(settings: &SamplingSettings) -> Result<(), RolloutError> {
+    let finite = |value: f64| value.is_finite();
+    let rules: [(&'static str, f64, bool, &str); 4] = [
+        (
+            "temperature",
+            settings.temperature,
+            finite(settings.temperature) && settings.temperature >= 0.0,
+            "must be at least 0 (0 is greedy)",
+        ),
+        (
+            "top_p",
+            settings.top_p,
+            settings.top_p > 0.0 && settings.top_p <= 1.0,
+            "must be above 0 and at most 1 (1 keeps all)",
+        ),
+        (
+            "min_p",
+            settings.min_p,
+            (0.0..=1.0).contains(&settings.min_p),
+            "must be between 0 and 1 (0 keeps all)",
+        ),
+        (
+            "repetition_penalty",
+            settings.repetition_penalty,
+            finite(settings.repetition_penalty) && settings.repetition_penalty > 0.0,
+            "must be above 0 (1 changes nothing)",
+        ),
+    ];
+    match rules.into_iter().find(|rule| !rule.2) {
+        None => Ok(()),
+        Some((setting, value, _, rule)) => Err(RolloutError::Setting {
+            setting,
+            reason: format!("{rule}, got {value}"),
+        }),
+    }
+}
+
+/// The largest logit; refuses NaN, +∞ and rows without a finite one.
+fn max(logits: &[f32]) -> Result<f32, NonFiniteLogits> {
+    let mut largest = f32::NEG_INFINITY;
+    let mut any_nan = false;
+    for &logit in logits {
+        any_nan |= logit.is_nan();
+        largest = if logit > largest { logit } else { largest };
+    }
+    if any_nan || !largest.is_finite() {
+        return Err(NonFiniteLogits);
+    }
+    Ok(largest)
+}
+
+/// Id of the largest logit; of the lowest id among equals.
+fn argmax(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (id, &logit) in logits.iter().enumerate() {
+        if logit > logits[best] {
+            best = id;
+        }
+    }
+    best as u32
+}
+
+/// ln(e^((logit − max)/T) / sum).
+fn log_share(logit: f32, max: f32, temperature: f64, sum: f64) -> f32 {
+    ((f64::from(logit) - f64::from(max)) / temperature - sum.ln()) as f32
+}
+
+/// e^((logit − max)/T) of each id into `weights`; returns their sum.
+fn exponentials(logits: &[f32], max: f32, temperature: f64, weights: &mut Vec<f32>) -> f64 {
+    let inverse = (1.0 / temperature) as f32;
+    weights.clear();
+    weights.extend(logits.iter().map(|&logit| ((logit - max) * inverse).exp()));
+    weights
+        .chunks(64)
+        .map(|chunk| f64::from(chunk.iter().sum::<f32>()))
+        .sum()
+}
+
+/// Sum of the weights of `ids`.
+fn mass(ids: &[u32], weights: &[f32]) -> f64 {
+    ids.iter().map(|&id| f64::from(weights[id as usize])).sum()
+}
+
+/// More probable first, and the lower id first among equals: a total order, so that what is kept is never ambiguous.
+fn by_logit(logits: &[f32]) -> impl Fn(&u32, &u32) -> std::cmp::Ordering + '_ {
+    |a, b| {
+        logits[*b as usize]
+            .total_cmp(&logits[*a as usize])
+            .then(a.cmp(b))
+    }
+}
+
+/// Keeps the `count` most probable of `ids`, in any order.
+fn keep_best(ids: &mut Vec<u32>, logits: &[f32], count: usize) {
+    if count < ids.len() {
+        ids.select_nth_unstable_by(count, by_logit(logits));
+        ids.truncate(count);
+    }
+}
+
+/// Keeps the smallest set of most probable `ids` whose share of their mass reaches `top_p`. Sorts only as many of the
+/// first ones as are needed, because the mass usually lies in few of a large vocabulary.
+fn keep_mass(ids: &mut Vec<u32>, logits: &[f32], weights: &[f32], top_p: f64) {
+    let needed = top_p * mass(ids, weights);
+    let (mut sorted, mut reached) = (0, 0.0);
+    let mut step = 64;
+    while sorted < ids.len() {
+        let rest = &mut ids[sorted..];
+        let count = step.min(rest.len());
+        if count < rest.len() {
+            rest.select_nth_unstable_by(count, by_logit(logits));
+        }
+        rest[..count].sort_unstable_by(by_logit(logits));
+        for &id in &rest[..count] {
+            sorted += 1;
+            reached += f64::from(weights[id as usize]);
+            if reached >= needed {
+                ids.truncate(sorted);
+                return;
+            }
+        }
+        step *= 4;
+    }
+}
+
+/// The Gumbel-max race: argmax of logitᵢ/T + gᵢ, lowest id among equals.
+///
+/// Id i can only win against a best score b when gᵢ > b − lᵢ, that is −ln u < e^(lᵢ − b); since 1 − u ≤ −ln u, only when
+/// 1 − u < e^(lᵢ − b) = wᵢ·e^(−b), with the weights wᵢ that the softmax needs anyway. The test spares two logarithms
+/// for nearly every id, and where even the smallest 1 − u fails, the random words too.
+struct Race<'a> {
+    logits: &'a [f32],
+    weights: &'a [f32],
+    max: f64,
+    inverse: f64,
+    stream: &'a Stream,
+    position: u32,
+}
+
+/// The leader of a race: its score, id, and e^(−score) with slack for the rounding of weights.
+#[derive(Clone, Copy)]
+struct Leader {
+    score: f64,
+    id: u32,
+    bar: f64,
+}
+
+impl<'a> Race<'a> {
+    fn new(
+        logits: &'a [f32],
+        weights: &'a [f32],
+        max: f32,
+        temperature: f64,
+        draw: Draw<'a>,
+    ) -> Self {
+        Race {
+            logits,
+            weights,
+            max: f64::from(max),
+            inverse: 1.0 / temperature,
+            stream: draw.stream,
+            position: draw.position as u32,
+        }
+    }
+
+    /// The winner among all ids.
+    fn among_all(&self) -> u32 {
+        let mut leader = self.start(argmax(self.logits));
+        for (block, weights) in self.weights.chunks(4).enumerate() {
+            let largest = weights.iter().fold(0.0_f32, |a, &b| a.max(b));
+            if self.cannot_win(&leader, largest) {
+                continue;
+            }
+            let words = self.stream.block(self.position, block as u32);
+            for (lane, &word) in words.iter().take(weights.len()).enumerate() {
+                self.challenge(&mut leader, (block * 4 + lane) as u32, word);
+            }
+        }
+        leader.id
+    }
+
+    /// The winner among `ids`, which are in ascending order and not empty.
+    fn among(&self, ids: &[u32]) -> u32 {
+        let best = ids
+            .iter()
+            .copied()
+            .min_by(by_logit(self.logits))
+            .unwrap_or(0);
+        let mut leader = self.start(best);
+        for &id in ids {
+            if !self.cannot_win(&leader, self.weights[id as usize]) {
+                self.challenge(&mut leader, id, self.stream.word(self.position, id));
+            }
+        }
+        leader.id
+    }
+
+    fn start(&self, id: u32) -> Leader {
+        self.leader(id, self.stream.word(self.position, id))
+    }
+
+    fn leader(&self, id: u32, word: u32) -> Leader {
+        const SLACK: f64 = 1.0001;
+        let score = (f64::from(self.logits[id as usize]) - self.max) * self.inverse + gumbel(word);
+        Leader {
+            score,
+            id,
+            bar: (-score).exp() * SLACK,
+        }
+    }
+
+    /// Whether no word lets an id of this weight win: the smallest 1 − u is 2⁻³³.
+    fn cannot_win(&self, leader: &Leader, weight: f32) -> bool {
+        const SMALLEST: f64 = 0.5 / 4_294_967_296.0;
+        f64::from(weight) * leader.bar <= SMALLEST
+    }
+
+    fn challenge(&self, leader: &mut Leader, id: u32, word: u32) {
+        if 1.0 - open_unit(word) >= f64::from(self.weights[id as usize]) * leader.bar {
+            return;
+        }
+        let other = self.leader(id, word);
+        if other.score > leader.score || (other.score == leader.score && id < leader.id) {
+            *leader = other;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::{DrawKey, Purpose};
+
+    fn stream(row: u64) -> Stream {
+        DrawKey {
+            seed: 1,
+            purpose: Purpose::Rollout,
+            step: 0,
+            row,
+            attempt: 0,
+        }
+        .stream()
+    }
+
+    fn sample_with(settings: &SamplingSettings, logits: &[f32], row: u64, seen: &[u32]) -> Sampled {
+        let stream = stream(row);
+        let draw = Draw {
+            stream: &stream,
+            position: 0,
+            seen,
+        };
+        Sampler::new(settings)
+            .unwrap()
+            .sample(logits, draw)
+            .unwrap()
+    }
+
+    /// Draws often; the frequencies must fit `expected` (χ² below the 0.999 quantile), the reported log-probs exactly.
+    #[track_caller]
+    fn check_distribution(
+        settings: &SamplingSettings,
+        logits: &[f32],
+        seen: &[u32],
+        expected: &[f64],
+    ) {
+        let draws = 20_000;
+        let mut counts = vec![0.0; logits.len()];
+        for row in 0..draws {
+            let sampled = sample_with(settings, logits, row, seen);
+            let share = f64::from(sampled.sampling_log_prob).exp();
+            assert!(
+                (share - expected[sampled.token as usize]).abs() < 1e-5,
+                "{sampled:?}"
+            );
+            counts[sampled.token as usize] += 1.0;
+        }
+        let mut chi = 0.0;
+        let mut freedom = -1.0;
+        for (count, share) in counts.iter().zip(expected) {
+            let mean = share * draws as f64;
+            if *share == 0.0 {
+                assert_eq!(*count, 0.0);
+            } else {
+                chi += (count - mean) * (count - mean) / mean;
+                freedom += 1.0;
+            }
+        }
+        // 0.999 quantile of χ² by Wilson and Hilferty.
+        let f: f64 = freedom;
+        let bound = f * (1.0 - 2.0 / (9.0 * f) + 3.09 * (2.0 / (9.0 * f)).sqrt()).powi(3);
+        assert!(
+            chi < bound,
+            "χ² {chi} with {f} degrees of freedom, counts {counts:?}"
+        );
+    }
+
+    fn softmax(logits: &[f64]) -> Vec<f64> {
+        let exps: Vec<f64> = logits.iter().map(|l| l.exp()).collect();
+        let sum: f64 = exps.iter().sum();
+        exps.iter().map(|e| e / sum).collect()
+    }
+
+    const LOGITS: [f32; 6] = [0.5, -1.0, 2.0, 0.0, f32::NEG_INFINITY, 1.0];
+
+    #[test]
+    fn draws_follow_the_softmax() {
+        let all: Vec<f64> = LOGITS.iter().map(|&l| f64::from(l)).collect();
+        check_distribution(&SamplingSettings::default(), &LOGITS, &[], &softmax(&all));
+        let hot: Vec<f64> = all.iter().map(|l| l / 2.5).collect();
+        let settings = SamplingSettings {
+            temperature: 2.5,
+            ..SamplingSettings::default()
+        };
+        check_distribution(&settings, &LOGITS, &[], &softmax(&hot));
+    }
+
+    #[test]
+    fn top_k_keeps_k() {
+        let settings = SamplingSettings {
+            top_k: 3,
+            ..SamplingSettings::default()
+        };
+        let none = f64::NEG_INFINITY;
+        check_distribution(
+            &settings,
+            &LOGITS,
+            &[],
+            &softmax(&[0.5, none, 2.0, none, none, 1.0]),
+        );
+        // Ties at the border: the lowest ids stay.
+        check_distribution(
+            &settings,
+            &[0.0; 5],
+            &[],
+            &softmax(&[0.0, 0.0, 0.0, none, none]),
+        );
+    }
+
+    #[test]
+    fn top_k_above_the_vocabulary_keeps_all() {
+        let large = SamplingSettings {
+            top_k: 100,
+            ..SamplingSettings::default()
+        };
+        for row in 0..200 {
+            assert_eq!(
+                sample_with(&large, &LOGITS, row, &[]),
+                sample_with(&SamplingSettings::default(), &LOGITS, row, &[])
+            );
+        }
+    }
+
+    #[test]
+    fn min_p_keeps_by_share_of_the_best() {
+        let settings = SamplingSettings {
+            min_p: 0.3,
+            ..SamplingSettings::default()
+        };
+        // e^(1 − 2) = 0.37 stays, e^(0.5 − 2) = 0.22 goes.
+        let none = f64::NEG_INFINITY;
+        check_distribution(
+            &settings,
+            &LOGITS,
+            &[],
+            &softmax(&[none, none, 2.0, none, none, 1.0]),
+        );
+    }
+
+    #[test]
+    fn top_k_comes_before_top_p() {
+        // Of the best three (shares of these .629, .231, .140) the first two reach .8; of all six ids they hold .73.
+        let settings = SamplingSettings {
+            top_k: 3,
+            top_p: 0.8,
+            ..SamplingSettings::default()
+        };
+        let none = f64::NEG_INFINITY;
+        check_distribution(
+            &settings,
+            &LOGITS,
+            &[],
+            &softmax(&[none, none, 2.0, none, none, 1.0]),
+        );
+    }
+
+    #[test]
+    fn repetition_penalty_comes_before_temperature() {
+        let settings = SamplingSettings {
+            repetition_penalty: 2.0,
+            temperature: 0.5,
+            ..SamplingSettings::default()
+        };
+        // Seen 2 (logit 2 → 1) and 1 (logit −1 → −2), then everything doubled.
+        let none = f64::NEG_INFINITY;
+        check_distribution(
+            &settings,
+            &LOGITS,
+            &[2, 1],
+            &softmax(&[1.0, -4.0, 2.0, 0.0, none, 2.0]),
+        );
+    }
+
+    /// Logits [1, 0, −1, −2] at temperature 0.5 with top-p 0.9: the ratio of the two log-probs is the kept mass.
+    #[test]
+    fn full_and_sampling_log_probs_differ_by_the_kept_mass() {
+        let settings = SamplingSettings {
+            temperature: 0.5,
+            top_p: 0.9,
+            ..SamplingSettings::default()
+        };
+        let logits = [1.0, 0.0, -1.0, -2.0];
+        let full = softmax(&[2.0, 0.0, -2.0, -4.0]);
+        let kept = full[0] + full[1];
+        for row in 0..50 {
+            let sampled = sample_with(&settings, &logits, row, &[]);
+            let token = sampled.token as usize;
+            assert!(token < 2);
+            assert!((f64::from(sampled.log_prob) - full[token].ln()).abs() < 1e-6);
+            let ratio = f64::from(sampled.log_prob - sampled.sampling_log_prob).exp();
+            assert!((ratio - kept).abs() < 1e-6, "{ratio} against {kept}");
+        }
+        check_distribution(
+            &settings,
+            &logits,
+            &[],
+            &[full[0] / kept, full[1] / kept, 0.0, 0.0],
+        );
+    }
+
+    #[test]
+    fn top_p_sorts_in_steps() {
+        // 500 equal ids: 0.9 of the mass is the first 450.
+        let settings = SamplingSettings {
+            top_p: 0.9,
+            ..SamplingSettings::default()
+        };
+        for row in 0..300 {
+            let sampled = sample_with(&settings, &[0.0; 500], row, &[]);
+            assert!(sampled.token < 450);
+            assert!((sampled.sampling_log_prob + 450.0_f32.ln()).abs() < 1e-5);
+        }
+    }
+
+    /// The race with its short cuts and the plain argmax choose the same ids.
+    #[test]
+    fn short_cuts_change_nothing() {
+        let noise = stream(99);
+        let logits: Vec<f32> = (0..1003).map(|i| 6.0 * noise.normal(7, i) as f32).collect();
+        for temperature in [0.3, 1.0, 5.0] {
+            let settings = SamplingSettings {
+                temperature,
+                ..SamplingSettings::default()
+            };
+            for row in 0..200 {
+                let words = stream(row);
+                let score =
+                    |i: usize| f64::from(logits[i]) / temperature + words.gumbel(0, i as u32);
+                let plain = (0..logits.len()).max_by(|&a, &b| score(a).total_cmp(&score(b)));
+                let sampled = sample_with(&settings, &logits, row, &[]);
+                assert_eq!(Some(sampled.token as usize), plain);
+            }
+        }
+    }
+
+    #[test]
+    fn greedy_takes_the_lowest_of_equals() {
+        let settings = SamplingSettings {
+            temperature: 0.0,
+            ..SamplingSettings::default()
+        };
+        let sampled = sample_with(&settings, &[1.0, 3.0, 3.0], 0, &[]);
+        assert_eq!(sampled.token, 1);
+        assert_eq!(sampled.sampling_log_prob, 0.0);
+        let expected = softmax(&[1.0, 3.0, 3.0])[1].ln();
+        assert!((f64::from(sampled.log_prob) - expected).abs() < 1e-6);
+    }
+
+    #[test]
+    fn min_new_tokens_forbids_the_end() {
+        let settings = SamplingSettings {
+            eos_ids: vec![2, 900],
+            min_new_tokens: 1,
+            ..SamplingSettings::default()
+        };
+        let none = f64::NEG_INFINITY;
+        check_distribution(
+            &settings,
+            &LOGITS,
+            &[],
+            &softmax(&[0.5, -1.0, none, 0.0, none, 1.0]),
+        );
+        let stream = stream(0);
+        let draw = Draw {
+            stream: &stream,
+            position: 1,
+            seen: &[],
+        };
+        let only_end = [f32::NEG_INFINITY, f32::NEG_INFINITY, 0.0];
+        let mut sampler = Sampler::new(&settings).unwrap();
+        assert_eq!(sampler.sample(&only_end, draw).map(|s| s.token), Ok(2));
+        let first = Draw {
+            position: 0,
+            ..draw
+        };
+        assert_eq!(sampler.sample(&only_end, first), Err(NonFiniteLogits));
+    }
+
+    #[test]
+    fn logits_that_are_not_finite_are_refused() {
+        let settings = SamplingSettings::default();
+        let stream = stream(0);
+        let draw = Draw {
+            stream: &stream,
+            position: 0,
+            seen: &[],
+        };
+        let none = f32::NEG_INFINITY;
+        for logits in [[0.0, f32::NAN], [0.0, f32::INFINITY], [none, none]] {
+            let sampled = Sampler::new(&settings).unwrap().sample(&logits, draw);
+            assert_eq!(sampled, Err(NonFiniteLogits));
+        }
+    }
+
+    #[test]
+    fn settings_out_of_range_are_refused() {
+        #[track_caller]
+        fn refused(change: impl Fn(&mut SamplingSettings), text: &str) {
+            let mut settings = SamplingSettings::default();
+            change(&mut settings);
+            assert_eq!(Sampler::new(&settings).unwrap_err().to_string(), text);
+        }
+        refused(
+            |s| s.temperature = -1.0,
+            "sampling setting `temperature` must be at least 0 (0 is greedy), got -1",
+        );
+        refused(
+            |s| s.top_p = 0.0,
+            "sampling setting `top_p` must be above 0 and at most 1 (1 keeps all), got 0",
+        );
+        refused(
+            |s| s.top_p = f64::NAN,
+            "sampling setting `top_p` must be above 0 and at most 1 (1 keeps all), got NaN",
+        );
+        refused(
+            |s| s.min_p = 1.5,
+            "sampling setting `min_p` must be between 0 and 1 (0 keeps all), got 1.5",
+        );
+        refused(
+            |s| s.repetition_penalty = 0.0,
+            "sampling setting `repetition_penalty` must be above 0 (1 changes nothing), got 0",
+        );
+    }
+}

@@ -1,0 +1,221 @@
+//! Ragged rows into padded model calls: checks, sizes of calls, positions of response tokens.
+
+use std::collections::BTreeMap;
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+use crate::model::{ModelError, ScoreRow};
+
+/// Token ids are padded to a quarter of the next power of two, but at least to a multiple of this.
+const MIN_STEP: usize = 16;
+
+/// Sizes of calls without gradient. They are constants of the device, never of the request.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct CallLimits {
+    /// Tokens of a call, about; its rows follow from this and from the width alone.
+    tokens: usize,
+    /// Most rows of a call.
+    rows: usize,
+    /// Most tokens of a product with the head.
+    chunk: usize,
+}
+
+impl CallLimits {
+    /// One row a call: calls run side by side, and rows of padding would cost what rows cost.
+    pub(crate) const CPU: CallLimits = CallLimits {
+        tokens: 0,
+        rows: 1,
+        chunk: 256,
+    };
+
+    /// Large calls: a GPU is idle otherwise, and rows of padding are nearly free.
+    pub(crate) const GPU: CallLimits = CallLimits {
+        tokens: 16_384,
+        rows: 64,
+        chunk: 256,
+    };
+
+    /// Tokens of each product with the head, padding included, for a call with this many response tokens.
+    ///
+    /// A row alone in its call decides it; rows that share a call get a constant.
+    pub(crate) fn product_len(&self, call: &Call, response: usize) -> usize {
+        if call.height == 1 {
+            padded_len(response, usize::MAX).min(self.chunk)
+        } else {
+            self.chunk
+        }
+    }
+}
+
+/// Checks lengths and ids of all rows before anything is computed.
+pub(crate) fn check(
+    rows: &[ScoreRow<'_>],
+    vocab_size: usize,
+    max_tokens: usize,
+) -> Result<(), ModelError> {
+    for (row, tokens) in rows.iter().enumerate() {
+        if tokens.prompt.is_empty() {
+            return Err(ModelError::EmptyPrompt { row });
+        }
+        let length = tokens.prompt.len() + tokens.response.len();
+        if length > max_tokens {
+            return Err(ModelError::TooLong {
+                row,
+                tokens: length,
+                limit: max_tokens,
+            });
+        }
+        let mut ids = tokens.prompt.iter().chain(tokens.response);
+        if let Some(&id) = ids.find(|&&id| id as usize >= vocab_size) {
+            return Err(ModelError::TokenId {
+                row,
+                id,
+                limit: vocab_size,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Tokens that a model must see to score the first `response` response tokens: the last one is only predicted.
+pub(crate) fn input_len(row: &ScoreRow<'_>, response: usize) -> usize {
+    row.prompt.len() + response - 1
+}
+
+/// Rows that are scored in one padded call.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Call {
+    /// Positions of the rows in the request; the rest of the call is padding.
+    pub rows: Vec<usize>,
+    /// Rows of the padded call.
+    pub height: usize,
+    /// Tokens of each padded row.
+    pub width: usize,
+}
+
+/// Groups rows with a response into calls whose shape is a function of the row's own length alone.
+///
+/// Kernels choose their order of additions by the shape of their operands, so this is what makes a row's result
+/// independent of its neighbours, to the last bit.
+pub(crate) fn calls(rows: &[ScoreRow<'_>], max_tokens: usize, limits: CallLimits) -> Vec<Call> {
+    let mut by_width: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for (position, row) in rows.iter().enumerate() {
+        if !row.response.is_empty() {
+            let width = padded_len(input_len(row, row.response.len()), max_tokens);
+            by_width.entry(width).or_default().push(position);
+        }
+    }
+    let mut calls = Vec::new();
+    for (width, positions) in by_width {
+        let height = (limits.tokens / width).clamp(1, limits.rows);
+        calls.extend(positions.chunks(height).map(|rows| Call {
+            rows: rows.to_vec(),
+            height,
+            width,
+        }));
+    }
+    calls
+}
+
+/// At most a quarter more than `length` once that is past 64.
+fn padded_len(length: usize, max_tokens: usize) -> usize {
+    let step = (length.next_power_of_two() / 8).max(MIN_STEP);
+    length.next_multiple_of(step).min(max_tokens.max(length))
+}
+
+/// Right-padded ids of some rows, cut to `width` tokens, below them rows of padding: `[height, width]`.
+pub(crate) fn padded_ids<'a>(
+    rows: impl Iterator<Item = &'a ScoreRow<'a>>,
+    height: usize,
+    width: usize,
+    device: &Device,
+) -> Tensor<2, Int> {
+    let mut ids = Vec::with_capacity(height * width);
+    for (row, tokens) in rows.enumerate() {
+        let inputs = tokens.prompt.iter().chain(tokens.response).take(width);
+        ids.extend(inputs.map(|&id| id as i32));
+        ids.resize((row + 1) * width, 0);
+    }
+    ids.resize(height * width, 0);
+    Tensor::from_data(TensorData::new(ids, [height, width]), device)
+}
+
+/// A list of indices or ids on the device.
+pub(crate) fn indices(values: Vec<i32>, device: &Device) -> Tensor<1, Int> {
+    let length = values.len();
+    Tensor::from_data(TensorData::new(values, [length]), device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row<'a>(prompt: &'a [u32], response: &'a [u32]) -> ScoreRow<'a> {
+        ScoreRow { prompt, response }
+    }
+
+    #[test]
+    fn every_fault_is_named() {
+        let limits = |rows: &[ScoreRow<'_>]| match check(rows, 10, 4) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        };
+        assert_eq!(limits(&[row(&[1, 9], &[2, 3]), row(&[0], &[])]), "");
+        assert_eq!(
+            limits(&[row(&[1], &[]), row(&[], &[1])]),
+            "row 1 has an empty prompt; a causal model needs at least one token before the response"
+        );
+        assert_eq!(
+            limits(&[row(&[1, 2, 3], &[4, 5])]),
+            "row 0 has 5 tokens, but the model's context holds 4"
+        );
+        assert_eq!(
+            limits(&[row(&[1, 2], &[10])]),
+            "row 0 holds token id 10, but the vocabulary ends at 10"
+        );
+    }
+
+    #[test]
+    fn shapes_of_calls_depend_on_the_row_alone() {
+        let tokens = vec![1; 600];
+        let lengths = [3, 17, 17, 40, 100, 300, 560];
+        let rows: Vec<_> = lengths
+            .iter()
+            .map(|&length| row(&tokens[..2], &tokens[..length]))
+            .collect();
+        let shape_of = |calls: &[Call], position: usize| {
+            let call = calls.iter().find(|call| call.rows.contains(&position));
+            call.map(|call| (call.height, call.width))
+        };
+        for limits in [CallLimits::CPU, CallLimits::GPU] {
+            let together = calls(&rows, 1024, limits);
+            for (position, row) in rows.iter().enumerate() {
+                let alone = calls(std::slice::from_ref(row), 1024, limits);
+                assert_eq!(shape_of(&alone, 0), shape_of(&together, position));
+            }
+        }
+    }
+
+    #[test]
+    fn padding_is_small_and_stays_inside_the_context() {
+        for length in 1..2000 {
+            let padded = padded_len(length, 2000);
+            assert!(padded >= length && padded <= 2000);
+            assert!(padded < length + MIN_STEP.max(length.div_ceil(4)));
+        }
+        assert_eq!(padded_len(99, 100), 100);
+    }
+
+    #[test]
+    fn rows_without_response_are_in_no_call() {
+        assert!(calls(&[row(&[1, 2], &[])], 8, CallLimits::CPU).is_empty());
+    }
+
+    #[test]
+    fn ids_are_padded_on_the_right() {
+        let rows = [row(&[1, 2], &[3, 4]), row(&[5], &[6])];
+        let ids = padded_ids(rows.iter(), 3, 3, &Device::flex());
+        let ids: Vec<i32> = ids.into_data().iter().collect();
+        assert_eq!(ids, [1, 2, 3, 5, 6, 0, 0, 0, 0]);
+    }
+}

@@ -1,0 +1,409 @@
+//! Log-probs and entropies of tokens from hidden states, without the `[N, V]` buffers of a composed log-softmax.
+//!
+//! Dims: `N` tokens, `D` width, `V` vocabulary, `C` tokens of a chunk.
+
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{
+    Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension,
+    get_or_init_device_settings,
+};
+use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Int, Shape, Slice, Tensor};
+
+/// Log-probs of `targets` and, if asked for, entropies under softmax(hidden · headᵀ / temperature), in nats.
+///
+/// log π_n = z_{n,y_n} − log Σ_v exp z_{n,v},  H_n = −Σ_v p_{n,v} log p_{n,v},  z = hidden · headᵀ / temperature.
+///
+/// Differentiable in `hidden` and `head`. The forward pass sees `chunk` tokens at a time and keeps two numbers a token;
+/// the backward pass recomputes the logits, a block of the vocabulary at a time, so that no buffer is ever larger than
+/// `chunk · V` (rounded up to one column of all tokens):
+///
+/// ∂L/∂logits = (g_π (onehot − p) − g_H p (log p + H)) / temperature.
+///
+/// The product is taken in the dtype of the weights; everything after it is f32, or f64 where the weights are f64.
+///
+/// # Shapes
+/// `hidden`: `[N, D]`; `head`: `[V, D]`; `targets`: `[N]`, each below `V`; results: `[N]`
+/// # Panics
+/// When shapes disagree or `N` is 0, which is a fault of the caller.
+pub fn linear_log_probs(
+    hidden: Tensor<2>,
+    head: Tensor<2>,
+    targets: Tensor<1, Int>,
+    temperature: f64,
+    want_entropies: bool,
+    chunk: usize,
+) -> (Tensor<1>, Option<Tensor<1>>) {
+    let [n, d] = hidden.dims();
+    assert_eq!(d, head.dims()[1], "hidden and head differ in width");
+    assert_eq!(n, targets.dims()[0], "hidden and targets differ in tokens");
+    assert!(n > 0, "no token to score");
+    let scores = Tensor::<2>::from_dispatch(<Dispatch as ScoringOps>::linear_scores(
+        hidden.into_dispatch(),
+        head.into_dispatch(),
+        targets.into_dispatch(),
+        temperature,
+        want_entropies,
+        chunk.max(1),
+    ));
+    let entropies = want_entropies.then(|| scores.clone().slice([1..2, 0..n]).reshape([n]));
+    (scores.slice([0..1, 0..n]).reshape([n]), entropies)
+}
+
+/// What a backend offers for scoring; every backend gets it from its primitive operations.
+#[backend_extension(Flex, Cube: cfg(feature = "cuda"), Autodiff)]
+pub trait ScoringOps: Backend {
+    /// The two results of [`linear_log_probs`] as rows of one tensor; without entropies there is one row.
+    ///
+    /// # Shapes
+    /// result: `[1, N]` or `[2, N]`
+    fn linear_scores(
+        hidden: FloatTensor<Self>,
+        head: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        temperature: f64,
+        entropies: bool,
+        chunk: usize,
+    ) -> FloatTensor<Self> {
+        let inputs = Inputs::<Self>::new(hidden, head, targets, temperature, chunk);
+        inputs.forward(entropies).scores()
+    }
+}
+
+impl ScoringOps for Flex {}
+
+#[cfg(feature = "cuda")]
+impl ScoringOps for burn::backend::Cube {}
+
+impl<B: ScoringOps, C: CheckpointStrategy> ScoringOps for Autodiff<B, C> {
+    fn linear_scores(
+        hidden: FloatTensor<Self>,
+        head: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        temperature: f64,
+        entropies: bool,
+        chunk: usize,
+    ) -> FloatTensor<Self> {
+        let (hidden, hidden_node) = hidden.into_parts();
+        let (head, head_node) = head.into_parts();
+        let inputs = Inputs::<B>::new(hidden, head, targets, temperature, chunk);
+        let statistics = inputs.forward(entropies);
+        let scores = statistics.clone().scores();
+        match LinearScores
+            .prepare::<C>([hidden_node, head_node])
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prep) => prep.finish((inputs, statistics), scores),
+            OpsKind::UnTracked(prep) => prep.finish(scores),
+        }
+    }
+}
+
+/// The backward step of [`ScoringOps::linear_scores`].
+#[derive(Debug)]
+struct LinearScores;
+
+impl<B: Backend> Backward<B, 2> for LinearScores {
+    type State = (Inputs<B>, Statistics<B>);
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let gradient = grads.consume::<B>(&ops.node);
+        let (inputs, statistics) = ops.state;
+        let [hidden, head] = ops.parents;
+        let (d_hidden, d_head) =
+            inputs.backward(&statistics, gradient, hidden.is_some(), head.is_some());
+        if let (Some(node), Some(gradient)) = (hidden, d_hidden) {
+            grads.register::<B>(node.id, gradient);
+        }
+        if let (Some(node), Some(gradient)) = (head, d_head) {
+            grads.register::<B>(node.id, gradient);
+        }
+    }
+}
+
+/// Operands, kept for the backward pass (buffers are shared, not copied).
+#[derive(Debug, Clone)]
+struct Inputs<B: Backend> {
+    /// `[N, D]`
+    hidden: FloatTensor<B>,
+    /// `[V, D]`
+    head: FloatTensor<B>,
+    /// `[N, 1]`
+    targets: IntTensor<B>,
+    temperature: f64,
+    chunk: usize,
+}
+
+/// What the forward pass finds out about each token; all `[N, 1]`.
+///
+/// The largest logit and the log of the sum stay apart: added up, a large logit would swallow the log's digits.
+#[derive(Debug, Clone)]
+struct Statistics<B: Backend> {
+    log_probs: FloatTensor<B>,
+    entropies: Option<FloatTensor<B>>,
+    /// max_v z_v
+    largest: FloatTensor<B>,
+    /// log Σ_v exp(z_v − max z)
+    log_sum: FloatTensor<B>,
+}
+
+impl<B: Backend> Statistics<B> {
+    fn cat(parts: Vec<Self>) -> Self {
+        let column = |of: fn(&Self) -> FloatTensor<B>| cat::<B>(parts.iter().map(of).collect());
+        let entropies = parts.iter().map(|part| part.entropies.clone()).collect();
+        Statistics {
+            log_probs: column(|part| part.log_probs.clone()),
+            entropies: Option::<Vec<_>>::map(entropies, cat::<B>),
+            largest: column(|part| part.largest.clone()),
+            log_sum: column(|part| part.log_sum.clone()),
+        }
+    }
+
+    /// `[N, 1]` columns -> `[1, N]` or `[2, N]`
+    fn scores(self) -> FloatTensor<B> {
+        let n = self.log_probs.shape()[0];
+        let row = |column| B::float_reshape(column, Shape::new([1, n]));
+        let mut rows = vec![row(self.log_probs)];
+        rows.extend(self.entropies.map(row));
+        cat::<B>(rows)
+    }
+}
+
+impl<B: Backend> Inputs<B> {
+    fn new(
+        hidden: FloatTensor<B>,
+        head: FloatTensor<B>,
+        targets: IntTensor<B>,
+        temperature: f64,
+        chunk: usize,
+    ) -> Self {
+        let n = hidden.shape()[0];
+        Inputs {
+            hidden,
+            head,
+            targets: B::int_reshape(targets, Shape::new([n, 1])),
+            temperature,
+            chunk,
+        }
+    }
+
+    fn tokens(&self) -> usize {
+        self.hidden.shape()[0]
+    }
+
+    /// Dtype of everything behind the product.
+    fn precision(&self) -> FloatDType {
+        match self.hidden.dtype() {
+            DType::F64 => FloatDType::F64,
+            _ => FloatDType::F32,
+        }
+    }
+
+    /// Logits divided by the temperature: `[rows, D] · [columns, D]ᵀ -> [rows, columns]`.
+    fn logits(&self, hidden: FloatTensor<B>, head: FloatTensor<B>) -> FloatTensor<B> {
+        let logits = cast::<B>(
+            B::float_matmul(hidden, B::float_transpose(head)),
+            self.precision(),
+        );
+        if self.temperature == 1.0 {
+            logits
+        } else {
+            B::float_div_scalar(logits, self.temperature.into())
+        }
+    }
+
+    fn forward(&self, entropies: bool) -> Statistics<B> {
+        let n = self.tokens();
+        let parts = (0..n)
+            .step_by(self.chunk)
+            .map(|start| {
+                let end = n.min(start + self.chunk);
+                let logits = self.logits(rows::<B>(&self.hidden, start, end), self.head.clone());
+                let targets = B::int_slice(
+                    self.targets.clone(),
+                    &[Slice::from(start..end), Slice::full()],
+                );
+                statistics::<B>(logits, targets, entropies)
+            })
+            .collect();
+        Statistics::cat(parts)
+    }
+
+    /// Gradients of the hidden states and of the head, each where asked for.
+    fn backward(
+        &self,
+        statistics: &Statistics<B>,
+        gradient: FloatTensor<B>,
+        want_hidden: bool,
+        want_head: bool,
+    ) -> (Option<FloatTensor<B>>, Option<FloatTensor<B>>) {
+        let (n, v) = (self.tokens(), self.head.shape()[0]);
+        let weights = TokenWeights::new(gradient, statistics, n, self.temperature);
+        let columns = (self.chunk * v).div_ceil(n).clamp(1, v);
+        let mut d_hidden: Option<FloatTensor<B>> = None;
+        let mut d_head = Vec::new();
+        for start in (0..v).step_by(columns) {
+            let end = v.min(start + columns);
+            let head = rows::<B>(&self.head, start, end);
+            let d_logits = self.d_logits(statistics, &weights, head.clone(), start, end);
+            if want_head {
+                // [columns, N] · [N, D] -> [columns, D]
+                let transposed = B::float_transpose(d_logits.clone());
+                d_head.push(B::float_matmul(transposed, self.hidden.clone()));
+            }
+            if want_hidden {
+                let part = B::float_matmul(d_logits, head); // [N, D]
+                d_hidden = Some(match d_hidden {
+                    Some(sum) => B::float_add(sum, part),
+                    None => part,
+                });
+            }
+        }
+        (d_hidden, want_head.then(|| cat::<B>(d_head)))
+    }
+
+    /// Gradient of the logits `start..end` of all tokens, in the dtype of the weights: `[N, end − start]`.
+    fn d_logits(
+        &self,
+        statistics: &Statistics<B>,
+        weights: &TokenWeights<B>,
+        head: FloatTensor<B>,
+        start: usize,
+        end: usize,
+    ) -> FloatTensor<B> {
+        let logits = self.logits(self.hidden.clone(), head);
+        let shifted = B::float_sub(logits, statistics.largest.clone());
+        let log_p = B::float_sub(shifted, statistics.log_sum.clone());
+        let d_logits = match &weights.log_prob_factor {
+            None => B::float_mul(B::float_exp(log_p), weights.constant.clone()),
+            Some(factor) => {
+                let p = B::float_exp(log_p.clone());
+                let slope = B::float_mul(log_p, factor.clone());
+                B::float_mul(p, B::float_add(slope, weights.constant.clone()))
+            }
+        };
+        // A target outside of the block lands on its edge, with weight 0.
+        let wanted = B::int_sub_scalar(self.targets.clone(), (start as i64).into());
+        let clamped = B::int_clamp(wanted.clone(), 0.into(), ((end - start - 1) as i64).into());
+        let device = self.hidden.device();
+        let bool_dtype = get_or_init_device_settings::<B>(&device).bool_dtype;
+        let inside = B::bool_into_float(
+            B::int_equal(wanted, clamped.clone(), bool_dtype),
+            self.precision(),
+        );
+        let value = B::float_mul(inside, weights.target.clone());
+        let d_logits = B::float_scatter(1, d_logits, clamped, value, IndexingUpdateOp::Add);
+        cast::<B>(d_logits, float_dtype(self.hidden.dtype()))
+    }
+}
+
+/// Coefficients of ∂L/∂logits = target · onehot + p · (constant + log_prob_factor · log p); all `[N, 1]`.
+struct TokenWeights<B: Backend> {
+    /// g_π / T
+    target: FloatTensor<B>,
+    /// −(g_π + g_H H) / T
+    constant: FloatTensor<B>,
+    /// −g_H / T, where entropies were asked for
+    log_prob_factor: Option<FloatTensor<B>>,
+}
+
+impl<B: Backend> TokenWeights<B> {
+    /// `gradient` is `[1, N]` or `[2, N]`, as the scores are.
+    fn new(
+        gradient: FloatTensor<B>,
+        statistics: &Statistics<B>,
+        n: usize,
+        temperature: f64,
+    ) -> Self {
+        let gradient = B::float_div_scalar(gradient, temperature.into());
+        let column =
+            |row: usize| B::float_reshape(rows::<B>(&gradient, row, row + 1), Shape::new([n, 1]));
+        let target = column(0);
+        match &statistics.entropies {
+            None => TokenWeights {
+                constant: B::float_neg(target.clone()),
+                target,
+                log_prob_factor: None,
+            },
+            Some(entropies) => {
+                let g = column(1);
+                let both = B::float_add(target.clone(), B::float_mul(g.clone(), entropies.clone()));
+                TokenWeights {
+                    target,
+                    constant: B::float_neg(both),
+                    log_prob_factor: Some(B::float_neg(g)),
+                }
+            }
+        }
+    }
+}
+
+/// `logits`: `[C, V]`, `targets`: `[C, 1]`.
+fn statistics<B: Backend>(
+    logits: FloatTensor<B>,
+    targets: IntTensor<B>,
+    entropies: bool,
+) -> Statistics<B> {
+    let largest = B::float_max_dim(logits.clone(), 1);
+    let shifted = B::float_sub(logits, largest.clone());
+    let target = B::float_gather(1, shifted.clone(), targets);
+    let (sum, weighted) = if entropies {
+        let exp = B::float_exp(shifted.clone());
+        let sum = B::float_sum_dim(exp.clone(), 1);
+        (sum, Some(B::float_sum_dim(B::float_mul(exp, shifted), 1)))
+    } else {
+        (B::float_sum_dim(B::float_exp(shifted), 1), None)
+    };
+    let log_sum = B::float_log(sum.clone());
+    Statistics {
+        log_probs: B::float_sub(target, log_sum.clone()),
+        // H = log Σ e − (Σ e s) / Σ e, with s the shifted logits and e their exponentials.
+        entropies: weighted
+            .map(|weighted| B::float_sub(log_sum.clone(), B::float_div(weighted, sum))),
+        largest,
+        log_sum,
+    }
+}
+
+fn rows<B: Backend>(tensor: &FloatTensor<B>, start: usize, end: usize) -> FloatTensor<B> {
+    if start == 0 && end == tensor.shape()[0] {
+        return tensor.clone();
+    }
+    B::float_slice(tensor.clone(), &[Slice::from(start..end), Slice::full()])
+}
+
+fn cat<B: Backend>(mut parts: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+    if parts.len() == 1 {
+        return parts.remove(0);
+    }
+    B::float_cat(parts, 0)
+}
+
+fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
+    if tensor.dtype() == DType::from(dtype) {
+        return tensor;
+    }
+    B::float_cast(tensor, dtype)
+}
+
+fn float_dtype(dtype: DType) -> FloatDType {
+    match dtype {
+        DType::F64 => FloatDType::F64,
+        DType::F16 => FloatDType::F16,
+        DType::BF16 => FloatDType::BF16,
+        _ => FloatDType::F32,
+    }
+}
+
+#[cfg(test)]
+#[path = "scoring_tests.rs"]
+mod tests;

@@ -1,0 +1,85 @@
+//! A file whose format is told by its name or content.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_pipe::data::{DataError, DataLoaderInterface};
+use verl_pipe::stage::{BuildContext, DataConfig};
+
+use super::jsonl::JsonlRows;
+use super::parquet::ParquetRows;
+
+/// A data file: Parquet when it is called `.parquet` or begins as such files do, JSON Lines otherwise.
+///
+/// This is the kind of a data set that is declared by a path alone: `train = "train.jsonl"`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DataFile {
+    /// The file; relative to the folder of the pipeline file.
+    pub path: PathBuf,
+}
+
+impl DataConfig for DataFile {
+    const KIND: &'static str = "file";
+    const SUMMARY: &'static str = "rows of a JSON Lines or Parquet file";
+
+    fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
+        open(&super::resolve(&context.base, &self.path))
+    }
+}
+
+/// Opens a data file.
+///
+/// # Errors
+/// As [`JsonlRows::open`] and [`ParquetRows::open`].
+pub fn open(path: &Path) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
+    if is_parquet(path)? {
+        Ok(Arc::new(ParquetRows::open(path)?))
+    } else {
+        Ok(Arc::new(JsonlRows::open(path)?))
+    }
+}
+
+fn is_parquet(path: &Path) -> Result<bool, DataError> {
+    let extension = path.extension().map(|e| e.to_ascii_lowercase());
+    match extension.as_deref().and_then(|e| e.to_str()) {
+        Some("parquet" | "pq") => Ok(true),
+        Some("jsonl" | "ndjson") => Ok(false),
+        _ => Ok(super::read_file(path)?.starts_with(b"PAR1")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::parquet::tests::write_example;
+
+    #[test]
+    fn formats_are_told_by_name_then_by_content() {
+        let dir = tempfile::tempdir().unwrap();
+        let lines = |name: &str| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, "{\"text\": \"from lines\"}\n").unwrap();
+            path
+        };
+        let table = |name: &str| {
+            let path = dir.path().join(name);
+            write_example(&path, ::parquet::basic::Compression::SNAPPY);
+            path
+        };
+        for path in [lines("a.jsonl"), lines("b.json"), lines("c")] {
+            assert_eq!(open(&path).unwrap().row(0).unwrap()["text"], "from lines");
+        }
+        for path in [table("a.parquet"), table("b.PQ"), table("d")] {
+            assert_eq!(open(&path).unwrap().row(0).unwrap()["text"], "one");
+        }
+        let error = ParquetRows::open(&lines("e.parquet"))
+            .unwrap_err()
+            .to_string();
+        assert!(open(&dir.path().join("e.parquet")).is_err());
+        assert!(error.contains("e.parquet`: "), "{error}");
+        assert!(open(&dir.path().join("missing")).is_err());
+    }
+}

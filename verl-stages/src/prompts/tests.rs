@@ -1,0 +1,520 @@
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+use burn::tensor::Tensor;
+use serde_json::json;
+use verl_models::model::{ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport};
+use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use verl_pipe::data::DataError;
+use verl_pipe::stage::{CancelToken, Models, StageSink};
+
+use super::*;
+use crate::data::addition::Addition;
+
+/// Rows held in memory.
+struct Rows(Vec<Value>);
+
+impl DataLoaderInterface for Rows {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+    fn row(&self, index: usize) -> Result<Map<String, Value>, DataError> {
+        Ok(self.0[index].as_object().unwrap().clone())
+    }
+    fn origin(&self) -> String {
+        "rows".to_owned()
+    }
+    fn fingerprint(&self) -> String {
+        String::new()
+    }
+}
+
+fn rows(values: Value) -> Arc<dyn DataLoaderInterface> {
+    Arc::new(Rows(values.as_array().unwrap().clone()))
+}
+
+fn folder() -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/addition-init")
+}
+
+fn tokenizer() -> Arc<Tokenizer> {
+    Arc::new(Tokenizer::load(&folder()).unwrap())
+}
+
+fn template() -> ChatTemplate {
+    ChatTemplate::load(&folder()).unwrap()
+}
+
+fn stage(config: Prompts, prompts: usize, data: Arc<dyn DataLoaderInterface>) -> PromptStage {
+    let tokenizer = tokenizer();
+    let template = template();
+    let stop = stop_id("actor", &tokenizer, Some(&template)).unwrap();
+    PromptStage {
+        format: config.format(),
+        prompts,
+        source: Some(Source {
+            rows: (0..data.len()).collect(),
+            data,
+            tokenizer,
+            stop: config.with_targets.then_some(stop),
+            template: (config.template == Template::Chat).then_some(template),
+            context: 64,
+            order: None,
+        }),
+        config,
+    }
+}
+
+#[derive(Default)]
+struct Sink {
+    batches: Vec<Batch>,
+    metrics: Vec<(String, f64)>,
+}
+
+impl StageSink for Sink {
+    fn emit(&mut self, batch: Batch) -> Result<(), StageError> {
+        self.batches.push(batch);
+        Ok(())
+    }
+    fn record(&mut self, metric: &Metric, value: f64, _weight: f64) {
+        self.metrics.push((metric.name.to_owned(), value));
+    }
+    fn record_named(&mut self, name: &str, value: f64, _weight: f64) {
+        self.metrics.push((name.to_owned(), value));
+    }
+    fn sample(&mut self, _sample: Value) {}
+}
+
+fn step(stage: &mut PromptStage, step: u64, seed: u64) -> Result<(Batch, Sink), StageError> {
+    let mut sink = Sink::default();
+    stage.run(
+        Batch::with_rows(&[]),
+        &mut StageContext {
+            stage: "prompts",
+            step,
+            steps: 10,
+            seed,
+            cancel: &CancelToken::default(),
+            models: &mut BTreeMap::new(),
+            sink: &mut sink,
+        },
+    )?;
+    assert_eq!(sink.batches.len(), 1);
+    Ok((sink.batches[0].clone(), sink))
+}
+
+fn sums(count: usize) -> Arc<dyn DataLoaderInterface> {
+    let config = Addition {
+        count: Some(count),
+        ..Addition::default()
+    };
+    Arc::new(config.rows().unwrap())
+}
+
+#[test]
+fn a_step_holds_all_its_keys_in_agreement() {
+    let data = rows(json!([{"question": "12+34", "answer": "#### 46"}]));
+    let config = Prompts {
+        with_targets: true,
+        ..Prompts::default()
+    };
+    let mut stage = stage(config, 1, data);
+    let (batch, sink) = step(&mut stage, 1, 0).unwrap();
+    for field in stage.spec().writes {
+        batch.check_field(&field).unwrap();
+    }
+    let tokenizer = tokenizer();
+    let written = |ids: &[u32]| -> Vec<String> {
+        ids.iter()
+            .map(|&id| tokenizer.id_to_token(id).unwrap())
+            .collect()
+    };
+    assert_eq!(
+        written(batch.get(&PROMPTS).unwrap().row(0)),
+        [
+            "<bos>",
+            "<|user|>",
+            "1",
+            "2",
+            "+",
+            "3",
+            "4",
+            "<|assistant|>"
+        ]
+    );
+    assert_eq!(
+        batch.get(&PROMPT_TEXTS).unwrap().row(0),
+        "<bos><|user|>12+34<|assistant|>"
+    );
+    assert_eq!(batch.get(&ANSWERS).unwrap().row(0), "#### 46");
+    assert_eq!(
+        written(batch.get(&TARGETS).unwrap().row(0)),
+        ["####", " ", "4", "6", "<eos>"]
+    );
+    assert_eq!(batch.get(&DATA_ROWS).unwrap().values(), [0]);
+    assert_eq!(
+        sink.metrics,
+        [
+            ("epoch".to_owned(), 0.0),
+            ("prompt/length_mean".to_owned(), 8.0)
+        ]
+    );
+}
+
+#[test]
+fn epochs_are_permutations_and_steps_need_no_state() {
+    let data = sums(10);
+    let mut running = stage(Prompts::default(), 4, data.clone());
+    let batches: Vec<(Batch, Sink)> = (1..=5).map(|k| step(&mut running, k, 7).unwrap()).collect();
+    let drawn: Vec<(u64, u64)> = batches
+        .iter()
+        .flat_map(|(batch, _)| batch.ids())
+        .map(|id| (id.epoch(), id.row()))
+        .collect();
+    for epoch in 0..2 {
+        let part = &drawn[epoch * 10..(epoch + 1) * 10];
+        assert!(part.iter().all(|&(e, _)| e == epoch as u64));
+        assert_eq!(
+            part.iter()
+                .map(|&(_, row)| row)
+                .collect::<HashSet<_>>()
+                .len(),
+            10
+        );
+    }
+    let order = |epoch: usize| {
+        drawn[epoch * 10..(epoch + 1) * 10]
+            .iter()
+            .map(|d| d.1)
+            .collect::<Vec<_>>()
+    };
+    assert_ne!(order(0), order(1));
+    let epochs: Vec<f64> = batches.iter().map(|(_, sink)| sink.metrics[0].1).collect();
+    assert_eq!(epochs, [0.0, 0.0, 0.0, 1.0, 1.0]);
+    for (batch, _) in &batches {
+        for (row, id) in batch.ids().iter().enumerate() {
+            assert_eq!(batch.get(&DATA_ROWS).unwrap().row(row), Some(id.row()));
+            let question = data.row(id.row() as usize).unwrap()["question"].clone();
+            let text = batch.get(&PROMPT_TEXTS).unwrap().row(row).to_owned();
+            assert!(text.contains(question.as_str().unwrap()), "{text}");
+        }
+    }
+
+    let mut resumed = stage(Prompts::default(), 4, data.clone());
+    assert_eq!(step(&mut resumed, 3, 7).unwrap().0, batches[2].0);
+    assert_eq!(step(&mut resumed, 1, 7).unwrap().0, batches[0].0);
+    assert_ne!(step(&mut resumed, 1, 8).unwrap().0, batches[0].0);
+
+    let config = Prompts {
+        shuffle: false,
+        ..Prompts::default()
+    };
+    let (batch, _) = step(&mut stage(config, 4, data), 3, 7).unwrap();
+    let ids: Vec<(u64, u64)> = batch
+        .ids()
+        .iter()
+        .map(|id| (id.epoch(), id.row()))
+        .collect();
+    assert_eq!(ids, [(0, 8), (0, 9), (1, 0), (1, 1)]);
+}
+
+#[test]
+fn more_prompts_than_rows_draw_several_epochs() {
+    let (batch, _) = step(&mut stage(Prompts::default(), 7, sums(3)), 1, 0).unwrap();
+    assert_eq!(batch.ids().iter().collect::<HashSet<_>>().len(), 7);
+    assert_eq!(batch.ids()[6].epoch(), 2);
+}
+
+fn told(format: &PromptFormat, row: Value) -> String {
+    encode(format, row).unwrap_err().to_string()
+}
+
+fn encode(format: &PromptFormat, row: Value) -> Result<EncodedPrompt, DataError> {
+    let data = rows(json!([{"question": "1", "answer": ""}, row]));
+    let prompt = format.encode(data.as_ref(), 1, &tokenizer(), Some(&template()))?;
+    format.fit(prompt, 64, data.as_ref(), 1)
+}
+
+#[test]
+fn long_prompts_stop_the_run_unless_asked_otherwise() {
+    let long = json!({"question": "123456+1", "answer": 123457});
+    let mut format = PromptFormat {
+        max_prompt_tokens: Some(9),
+        ..PromptFormat::default()
+    };
+    assert_eq!(
+        told(&format, long.clone()),
+        "`rows`, row 2: the prompt has 11 tokens, but `max_prompt_tokens` is 9; raise it, or set `on_long` to \"truncate\" or \"drop\""
+    );
+    format.max_prompt_tokens = Some(11);
+    let whole = encode(&format, long.clone()).unwrap();
+    assert_eq!(whole.answer, "123457");
+    format.max_prompt_tokens = Some(9);
+    format.on_long = OnLong::Truncate;
+    assert_eq!(
+        encode(&format, long.clone()).unwrap().tokens,
+        whole.tokens[2..]
+    );
+    format.max_prompt_tokens = None;
+    format.on_long = OnLong::Error;
+    let question = "1".repeat(62);
+    assert!(
+        told(&format, json!({"question": question, "answer": ""}))
+            .contains("the model's context is 64")
+    );
+
+    let config = Prompts {
+        max_prompt_tokens: Some(9),
+        on_long: OnLong::Drop,
+        ..Prompts::default()
+    };
+    let data =
+        rows(json!([{"question": "1+1", "answer": "2"}, long, {"question": "2+2", "answer": "4"}]));
+    let mut dropping = stage(config.clone(), 4, data);
+    dropping
+        .source
+        .as_mut()
+        .unwrap()
+        .drop_long(&config.format())
+        .unwrap();
+    let (batch, _) = step(&mut dropping, 1, 0).unwrap();
+    let drawn: Vec<u64> = batch.get(&DATA_ROWS).unwrap().values().to_vec();
+    assert!(!drawn.contains(&1), "{drawn:?}");
+    assert_eq!(batch.ids()[2].epoch(), 1);
+    let tight = PromptFormat {
+        max_prompt_tokens: Some(2),
+        ..config.format()
+    };
+    let error = dropping
+        .source
+        .as_mut()
+        .unwrap()
+        .drop_long(&tight)
+        .unwrap_err();
+    assert!(
+        error.to_string().contains("longer than 2 tokens"),
+        "{error}"
+    );
+}
+
+#[test]
+fn conversations_and_plain_text() {
+    let chat = PromptFormat {
+        messages: Some("talk".to_owned()),
+        answer: String::new(),
+        ..PromptFormat::default()
+    };
+    let talk = |messages: Value| json!({"talk": messages});
+    let user = json!({"role": "user", "content": "1+1"});
+    let assistant = json!({"role": "assistant", "content": "2"});
+    let prompt = encode(&chat, talk(json!([user, assistant, user]))).unwrap();
+    assert_eq!(
+        prompt.text,
+        "<bos><|user|>1+1<|assistant|>2<eos><|user|>1+1<|assistant|>"
+    );
+    assert!(
+        told(&chat, talk(json!([user, assistant]))).contains("ends with the assistant's message")
+    );
+    assert!(told(&chat, talk(json!([]))).contains("is an empty list"));
+    assert!(told(&chat, talk(json!("1+1"))).contains("is not a list of objects"));
+    assert!(
+        told(&chat, json!({"question": "1"}))
+            .contains("there is no column `talk`; the row has question")
+    );
+
+    let system = PromptFormat {
+        system: Some("Add.".to_owned()),
+        ..PromptFormat::default()
+    };
+    assert!(
+        told(&system, json!({"question": "1", "answer": ""})).contains(
+            "row 2: the chat template refuses the messages: roles are user and assistant"
+        )
+    );
+
+    let plain = PromptFormat {
+        template: Template::None,
+        ..PromptFormat::default()
+    };
+    let prompt = encode(&plain, json!({"question": "1+1=", "answer": 2})).unwrap();
+    assert_eq!(prompt.text, "1+1=");
+    assert_eq!(tokenizer().decode_with_special(&prompt.tokens), "<bos>1+1=");
+    assert_eq!(prompt.answer, "2");
+    let null = told(&plain, json!({"question": null, "answer": ""}));
+    assert!(
+        null.ends_with("row 2: column `question` holds null, not a text"),
+        "{null}"
+    );
+}
+
+#[test]
+fn settings_that_make_no_sense_are_all_told() {
+    let context = BuildContext {
+        data: vec!["train".to_owned()],
+        models: vec!["actor".to_owned(), "ref".to_owned()],
+        ..BuildContext::default()
+    };
+    let config = Prompts {
+        data: "test".to_owned(),
+        model: "policy".to_owned(),
+        question: String::new(),
+        answer: String::new(),
+        template: Template::None,
+        system: Some("Add.".to_owned()),
+        max_prompt_tokens: Some(0),
+        with_targets: true,
+        ..Prompts::default()
+    };
+    let faults: Vec<String> = match config.build(&context) {
+        Ok(_) => Vec::new(),
+        Err(faults) => faults.into_iter().map(|fault| fault.setting).collect(),
+    };
+    assert_eq!(
+        faults,
+        [
+            "question",
+            "system",
+            "max_prompt_tokens",
+            "data",
+            "model",
+            "with_targets"
+        ]
+    );
+    assert!(Prompts::default().build(&context).is_ok());
+    assert!(serde_json::from_value::<Prompts>(json!({"dataset": "train"})).is_err());
+}
+
+/// A model that the source asks for its context alone.
+struct Weightless;
+
+impl PolicyModel for Weightless {
+    fn generate(
+        &self,
+        _requests: &[RolloutRequest],
+        _settings: &SamplingSettings,
+        _on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+    ) -> Result<(), RolloutError> {
+        Ok(())
+    }
+    fn score(
+        &self,
+        _rows: &[ScoreRow<'_>],
+        _temperature: f64,
+        _entropies: bool,
+    ) -> Result<Vec<Scores>, ModelError> {
+        Ok(Vec::new())
+    }
+    fn accumulate(
+        &mut self,
+        _rows: &[ScoreRow<'_>],
+        _select: &dyn Fn(usize, usize) -> bool,
+        _temperature: f64,
+        _entropies: bool,
+        _loss: &mut dyn FnMut(PackedScores) -> Tensor<1>,
+    ) -> Result<f64, ModelError> {
+        Err(ModelError::Frozen)
+    }
+    fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
+        Err(ModelError::Frozen)
+    }
+    fn optimizer_steps(&self) -> u64 {
+        0
+    }
+    fn weights_hash(&self) -> String {
+        String::new()
+    }
+    fn snapshot(&self) -> Box<dyn std::any::Any + Send + Sync> {
+        Box::new(())
+    }
+    fn restore(&mut self, _snapshot: &(dyn std::any::Any + Send + Sync)) -> bool {
+        true
+    }
+    fn save(&self, _dir: &Path) -> Result<(), ModelError> {
+        Ok(())
+    }
+    fn vocab_size(&self) -> usize {
+        32
+    }
+    fn max_tokens(&self) -> usize {
+        9
+    }
+}
+
+/// Builds and starts the stage of `config` on `resource`.
+fn started(config: Prompts, resource: PolicyResource) -> Result<PromptStage, StageError> {
+    let mut stage = PromptStage {
+        format: config.format(),
+        prompts: 2,
+        source: None,
+        config,
+    };
+    let data = BTreeMap::from([(
+        "train".to_owned(),
+        rows(json!([{"question": "1+1", "answer": "2"}, {"question": "100+100", "answer": "200"}])),
+    )]);
+    let mut models: Models = BTreeMap::from([("actor".to_owned(), Box::new(resource) as _)]);
+    stage.start(&mut StartContext {
+        data: &data,
+        models: &mut models,
+    })?;
+    Ok(stage)
+}
+
+fn resource(tokenizer: Option<Arc<Tokenizer>>, chat: Option<ChatTemplate>) -> PolicyResource {
+    let mut resource = PolicyResource::new(Box::new(Weightless));
+    resource.tokenizer = tokenizer;
+    resource.template = chat.map(Arc::new);
+    resource
+}
+
+#[test]
+fn starting_takes_tokenizer_template_and_context_from_the_model() {
+    let whole = || resource(Some(tokenizer()), Some(template()));
+    let told = |config: Prompts, resource: PolicyResource| match started(config, resource) {
+        Ok(_) => String::new(),
+        Err(error) => error.to_string(),
+    };
+    let mut running = started(Prompts::default(), whole()).unwrap();
+    let error = step(&mut running, 1, 0).err().unwrap().to_string();
+    assert!(
+        error.contains("row 2: the prompt has 10 tokens, but the model's context is 9"),
+        "{error}"
+    );
+
+    let config = Prompts {
+        on_long: OnLong::Drop,
+        with_targets: true,
+        ..Prompts::default()
+    };
+    let (batch, _) = step(&mut started(config.clone(), whole()).unwrap(), 1, 0).unwrap();
+    assert_eq!(batch.get(&DATA_ROWS).unwrap().values(), [0, 0]);
+    assert_eq!(batch.get(&TARGETS).unwrap().row(0), [22, 2]);
+
+    assert_eq!(
+        told(config.clone(), resource(None, None)),
+        "model `actor` has no tokenizer, which prompts need"
+    );
+    assert_eq!(
+        told(config.clone(), resource(Some(tokenizer()), None)),
+        "model `actor` has no chat template; `template = \"none\"` uses the question as it is"
+    );
+    let plain = Prompts {
+        template: Template::None,
+        ..config.clone()
+    };
+    assert_eq!(told(plain, resource(Some(tokenizer()), None)), "");
+    let elsewhere = Prompts {
+        data: "test".to_owned(),
+        ..config.clone()
+    };
+    assert!(told(elsewhere, whole()).contains("no data set `test`; the pipeline declares: train"));
+    let variables = Prompts {
+        template_variables: json!({"bos_token": "7"}).as_object().unwrap().clone(),
+        ..config
+    };
+    let (batch, _) = step(&mut started(variables, whole()).unwrap(), 1, 0).unwrap();
+    assert_eq!(
+        batch.get(&PROMPT_TEXTS).unwrap().row(0),
+        "7<|user|>1+1<|assistant|>"
+    );
+}
