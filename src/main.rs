@@ -1,1 +1,109 @@
-fn main() {}
+//! The executable `pipe`.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use tracing_subscriber::EnvFilter;
+use verl::models::gguf::{self, WeightType};
+use verl::pipe::cli::plan::PlanArgs;
+use verl::pipe::cli::{self, PipelineArgs};
+
+/// Typed pipelines for reinforcement-learning post-training of language models.
+#[derive(Debug, Parser)]
+#[command(name = "pipe", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Runs a pipeline to its target step.
+    Train(PipelineArgs),
+    /// Checks a pipeline and tells every fault; loads no weights.
+    Check(PipelineArgs),
+    /// Prints the checked graph, the batch arithmetic and a memory estimate.
+    Plan(PlanArgs),
+    /// Prints the JSON Schema of pipeline files.
+    Schema,
+    /// Turns a model of another format into a Hugging Face folder.
+    #[command(subcommand)]
+    Import(Import),
+}
+
+#[derive(Debug, Subcommand)]
+enum Import {
+    /// A GGUF file of architecture llama, qwen2 or qwen3.
+    Gguf(GgufArgs),
+}
+
+#[derive(Debug, Args)]
+struct GgufArgs {
+    /// The GGUF file.
+    file: PathBuf,
+    /// The folder to write; must not exist.
+    #[arg(long)]
+    out: PathBuf,
+    /// Type of the written weights.
+    #[arg(long, value_enum, default_value = "bf16")]
+    dtype: Weights,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Weights {
+    Bf16,
+    F16,
+    F32,
+}
+
+fn main() -> ExitCode {
+    let filter = EnvFilter::try_from_env("VERL_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .without_time()
+        .init();
+    let registry = verl::registry();
+    let mut out = std::io::stdout().lock();
+    let result = match Cli::parse().command {
+        Command::Train(args) => {
+            drop(out);
+            return ExitCode::from(cli::train::train(&args, &registry, versions()));
+        }
+        Command::Check(args) => cli::check::check(&args, &registry, &mut out),
+        Command::Plan(args) => cli::plan::plan(&args, &registry, &mut out),
+        Command::Schema => cli::schema::schema(&registry, &mut out),
+        Command::Import(Import::Gguf(args)) => import(&args, &mut out),
+    };
+    match result {
+        Ok(code) => ExitCode::from(code),
+        // A closed pipe (`pipe plan | head`) is how readers say that they have seen enough.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("cannot write the answer: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn import(args: &GgufArgs, out: &mut dyn Write) -> std::io::Result<u8> {
+    let weights = match args.dtype {
+        Weights::Bf16 => WeightType::Bf16,
+        Weights::F16 => WeightType::F16,
+        Weights::F32 => WeightType::F32,
+    };
+    match gguf::import(&args.file, &args.out, weights) {
+        Ok(report) => writeln!(out, "{report}").map(|()| 0),
+        Err(error) => {
+            writeln!(std::io::stderr(), "error: {error}")?;
+            Ok(1)
+        }
+    }
+}
+
+/// Crates and their versions, for a run's `versions.json`.
+fn versions() -> Vec<(String, String)> {
+    vec![("verl".to_owned(), env!("CARGO_PKG_VERSION").to_owned())]
+}

@@ -17,6 +17,8 @@ use crate::hf::{self, LoadError, LoadReport};
 use crate::model::{ModelError, ModelInterface};
 use crate::parameters::fill_parameters;
 use crate::random::{DrawKey, Purpose};
+use crate::rollout::EngineKind;
+use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 /// What a [`Decoder`] is made of. [`crate::families`] reads it from a config.json.
 #[derive(Debug, Clone, PartialEq)]
@@ -294,6 +296,16 @@ impl ModelInterface for Decoder {
             Some(head) => head.weight.val(),
             None => self.model.embed_tokens.weight.val(),
         }
+    }
+
+    /// By [`batched`](crate::rollout::batched).
+    fn generate(
+        &self,
+        requests: &[RolloutRequest],
+        settings: &SamplingSettings,
+        on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+    ) -> Result<(), RolloutError> {
+        EngineKind::default().generate(self, requests, settings, on_done)
     }
 
     fn save(&self, dir: &Path) -> Result<(), ModelError> {

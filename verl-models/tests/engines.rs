@@ -49,8 +49,12 @@ fn llama() -> DecoderConfig {
 /// A decoder with weights that are not small, so that its distributions are neither flat nor certain; biases and norms
 /// are drawn too.
 fn decoder(config: DecoderConfig) -> Decoder {
+    decoder_on(&Device::flex(), config)
+}
+
+fn decoder_on(device: &Device, config: DecoderConfig) -> Decoder {
     let seed = config.hidden_size as u64;
-    Decoder::fresh(config, &Device::flex(), |name, count| {
+    Decoder::fresh(config, device, |name, count| {
         let row = name.bytes().fold(0, |hash: u64, byte| {
             hash.wrapping_mul(31).wrapping_add(u64::from(byte))
         });
@@ -355,6 +359,40 @@ fn threads_change_no_bit() {
             assert_eq!(with(1), with(3), "{engine:?} on {name}");
         }
     }
+}
+
+/// A model that records gradients is sampled without recording any, with the same bits.
+#[test]
+fn a_model_in_training_is_sampled_alike() {
+    let plain = decoder(llama());
+    let training = decoder_on(&Device::flex().autodiff(), llama());
+    let settings = SamplingSettings::default();
+    for engine in ways() {
+        assert_eq!(
+            generate(engine, &training, &requests(6), &settings).unwrap(),
+            generate(engine, &plain, &requests(6), &settings).unwrap()
+        );
+    }
+    assert_eq!(Arithmetic::of(&training), Arithmetic::Host);
+}
+
+#[test]
+fn a_decoder_is_sampled_by_the_batched_engine() {
+    let decoder = decoder(llama());
+    let settings = SamplingSettings::default();
+    let mut own = vec![None; 6];
+    decoder
+        .generate(&requests(6), &settings, &mut |index, output| {
+            own[index] = Some(output);
+            Ok(())
+        })
+        .unwrap();
+    let own: Vec<RolloutOutput> = own.into_iter().flatten().collect();
+    let batched = Way::Kind(EngineKind::Batched);
+    assert_eq!(
+        own,
+        generate(batched, &decoder, &requests(6), &settings).unwrap()
+    );
 }
 
 #[test]

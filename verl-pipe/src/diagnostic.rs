@@ -140,9 +140,74 @@ impl fmt::Display for Diagnostic {
             Severity::Warning => "warning",
             Severity::Error => "error",
         };
-        writeln!(f, "{word}[{}]: {}", self.code, self.what)?;
-        writeln!(f, "  where: {}", self.location)?;
-        writeln!(f, "  why:   {}", self.why.replace('\n', "\n         "))?;
-        write!(f, "  help:  {}", self.help.replace('\n', "\n         "))
+        let lines = [
+            (format!("{word}[{}]: ", self.code), &self.what),
+            ("  where: ".to_owned(), &self.location),
+            ("  why:   ".to_owned(), &self.why),
+            ("  help:  ".to_owned(), &self.help),
+        ];
+        let text: Vec<String> = lines
+            .iter()
+            .map(|(head, text)| wrapped(head, text))
+            .collect();
+        f.write_str(&text.join("\n"))
+    }
+}
+
+/// Columns that a finding keeps to where its words allow.
+const WIDTH: usize = 100;
+
+/// `head` and `text`, broken between words; further lines are indented.
+fn wrapped(head: &str, text: &str) -> String {
+    let mut out = String::new();
+    for (index, paragraph) in text.lines().enumerate() {
+        let mut column = if index == 0 {
+            out.push_str(head);
+            head.chars().count()
+        } else {
+            out.push_str("\n         ");
+            9
+        };
+        for (index, word) in paragraph.split(' ').enumerate() {
+            let width = word.chars().count();
+            if index > 0 && column + 1 + width > WIDTH {
+                out.push_str("\n         ");
+                column = 9;
+            } else if index > 0 {
+                out.push(' ');
+                column += 1;
+            }
+            out.push_str(word);
+            column += width;
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lines_are_broken_between_words() {
+        let finding = Diagnostic::error("P001", "short")
+            .at("a -> b")
+            .because("word ".repeat(30).trim_end())
+            .help("x\ny");
+        let expected = format!(
+            "error[P001]: short\n  where: a -> b\n  why:   {}\n         {}\n  help:  x\n         y",
+            ["word"; 18].join(" "),
+            ["word"; 12].join(" ")
+        );
+        assert_eq!(finding.to_string(), expected);
+    }
+
+    #[test]
+    fn nearest_names() {
+        let known = ["rewards", "responses", "prompts"];
+        assert_eq!(nearest("reward", known), Some("rewards"));
+        assert_eq!(nearest("Prompts", known), Some("prompts"));
+        assert_eq!(nearest("values", known), None);
+        assert_eq!(suggest("valu", "keys", []), "there are no keys");
     }
 }

@@ -309,7 +309,7 @@ impl DataPipe {
         })
     }
 
-    /// Adds the stages of a [`Chain`](crate::chain::Chain), in order.
+    /// Adds the stages of a [`Chain`], in order.
     pub fn chain(mut self, chain: impl Into<Chain>) -> Self {
         self.stages.extend(chain.into().into_stages());
         self

@@ -14,13 +14,33 @@ use verl_pipe::stage::{
 };
 
 /// Mean reward.
-pub const REWARD_MEAN: Metric = Metric { name: "reward/mean", unit: "reward", meaning: "mean reward of the scored responses, before any KL penalty", reduce: Reduce::Mean };
+pub const REWARD_MEAN: Metric = Metric {
+    name: "reward/mean",
+    unit: "reward",
+    meaning: "mean reward of the scored responses, before any KL penalty",
+    reduce: Reduce::Mean,
+};
 /// Share of groups without signal.
-pub const NO_SIGNAL: Metric = Metric { name: "reward/groups_without_signal", unit: "share", meaning: "share of prompt groups whose rewards are all equal, so that they teach nothing", reduce: Reduce::Mean };
+pub const NO_SIGNAL: Metric = Metric {
+    name: "reward/groups_without_signal",
+    unit: "share",
+    meaning: "share of prompt groups whose rewards are all equal, so that they teach nothing",
+    reduce: Reduce::Mean,
+};
 /// Rows without a score.
-pub const UNSCORED: Metric = Metric { name: "reward/unscored", unit: "rows", meaning: "responses without a reward; they get advantage 0", reduce: Reduce::Sum };
+pub const UNSCORED: Metric = Metric {
+    name: "reward/unscored",
+    unit: "rows",
+    meaning: "responses without a reward; they get advantage 0",
+    reduce: Reduce::Sum,
+};
 /// KL penalty in the reward.
-pub const REWARD_KL: Metric = Metric { name: "reward/kl", unit: "nats", meaning: "mean over responses of the mean KL per token that was taken off the reward", reduce: Reduce::Mean };
+pub const REWARD_KL: Metric = Metric {
+    name: "reward/kl",
+    unit: "nats",
+    meaning: "mean over responses of the mean KL per token that was taken off the reward",
+    reduce: Reduce::Mean,
+};
 
 /// Estimators by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
@@ -51,7 +71,13 @@ pub struct Advantages {
 
 impl Default for Advantages {
     fn default() -> Self {
-        Advantages { estimator: Estimator::Grpo, epsilon: 1e-6, kl_coef: 0.0, kl_estimator: "k1".to_owned(), temperature: 1.0 }
+        Advantages {
+            estimator: Estimator::Grpo,
+            epsilon: 1e-6,
+            kl_coef: 0.0,
+            kl_estimator: "k1".to_owned(),
+            temperature: 1.0,
+        }
     }
 }
 
@@ -63,16 +89,34 @@ impl StageConfig for Advantages {
         let mut faults = Vec::new();
         for (name, value) in [("epsilon", self.epsilon), ("kl_coef", self.kl_coef)] {
             if !(value >= 0.0 && value.is_finite()) {
-                faults.push(ConfigError::new(name, format!("is {value}"), "set it to a number from 0"));
+                faults.push(ConfigError::new(
+                    name,
+                    format!("is {value}"),
+                    "set it to a number from 0",
+                ));
             }
         }
-        let kl = KlEstimator::parse(&self.kl_estimator).map_err(|error| faults.push(ConfigError::new("kl_estimator", format!("is refused: {error}"), "use one of k1, k2, k3, abs")));
-        let (Ok(kl), true) = (kl, faults.is_empty()) else { return Err(faults) };
+        let kl = KlEstimator::parse(&self.kl_estimator).map_err(|error| {
+            faults.push(ConfigError::new(
+                "kl_estimator",
+                format!("is refused: {error}"),
+                "use one of k1, k2, k3, abs",
+            ))
+        });
+        let (Ok(kl), true) = (kl, faults.is_empty()) else {
+            return Err(faults);
+        };
         let estimator: Box<dyn AdvantageEstimator> = match self.estimator {
-            Estimator::Grpo => Box::new(Grpo { epsilon: Some(self.epsilon) }),
+            Estimator::Grpo => Box::new(Grpo {
+                epsilon: Some(self.epsilon),
+            }),
             Estimator::DrGrpo => Box::new(Grpo::without_std()),
         };
-        Ok(Box::new(AdvantagesStage { config: self.clone(), kl, estimator }))
+        Ok(Box::new(AdvantagesStage {
+            config: self.clone(),
+            kl,
+            estimator,
+        }))
     }
 }
 
@@ -85,15 +129,33 @@ struct AdvantagesStage {
 
 impl AdvantagesStage {
     fn tag(&self, weights: Weights) -> LogProbTag {
-        LogProbTag { policy: None, temperature: Some(self.config.temperature), support: Some(Support::Full), weights: Some(weights) }
+        LogProbTag {
+            policy: None,
+            temperature: Some(self.config.temperature),
+            support: Some(Support::Full),
+            weights: Some(weights),
+        }
     }
 
     /// Scores minus the summed KL penalty of the action tokens.
-    fn penalise(&self, input: &Batch, actions: &AlgoRagged<bool>, scores: &mut [Option<f64>], context: &mut StageContext<'_>) -> Result<(), StageError> {
+    fn penalise(
+        &self,
+        input: &Batch,
+        actions: &AlgoRagged<bool>,
+        scores: &mut [Option<f64>],
+        context: &mut StageContext<'_>,
+    ) -> Result<(), StageError> {
         let (old, reference) = (input.get(&OLD_LOG_PROBS)?, input.get(&REF_LOG_PROBS)?);
         for (row, score) in scores.iter_mut().enumerate() {
-            let tokens = actions.row(row).iter().zip(old.row(row)).zip(reference.row(row)).filter(|((action, _), _)| **action);
-            let kls: Vec<f64> = tokens.map(|((_, old), reference)| self.kl.value(f64::from(*old), f64::from(*reference))).collect();
+            let tokens = actions
+                .row(row)
+                .iter()
+                .zip(old.row(row))
+                .zip(reference.row(row))
+                .filter(|((action, _), _)| **action);
+            let kls: Vec<f64> = tokens
+                .map(|((_, old), reference)| self.kl.value(f64::from(*old), f64::from(*reference)))
+                .collect();
             if kls.is_empty() {
                 continue;
             }
@@ -112,17 +174,33 @@ impl Stage for AdvantagesStage {
             CutUnit::Pair | CutUnit::Group => Cardinality::Group,
             CutUnit::MiniBatch => Cardinality::Batch,
         };
-        let mut spec = StageSpec::new().reads(REWARDS).reads(MASK_KINDS).writes(ADVANTAGES).cardinality(cardinality).metrics(&[REWARD_MEAN, NO_SIGNAL, UNSCORED]);
+        let mut spec = StageSpec::new()
+            .reads(REWARDS)
+            .reads(MASK_KINDS)
+            .writes(ADVANTAGES)
+            .cardinality(cardinality)
+            .metrics(&[REWARD_MEAN, NO_SIGNAL, UNSCORED]);
         if self.config.kl_coef != 0.0 {
-            spec = spec.reads(OLD_LOG_PROBS.tagged(self.tag(Weights::StepStart))).reads(REF_LOG_PROBS.tagged(self.tag(Weights::Frozen))).metrics(&[REWARD_KL]);
+            spec = spec
+                .reads(OLD_LOG_PROBS.tagged(self.tag(Weights::StepStart)))
+                .reads(REF_LOG_PROBS.tagged(self.tag(Weights::Frozen)))
+                .metrics(&[REWARD_KL]);
         }
         spec
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let kinds = input.get(&MASK_KINDS)?;
-        let actions = AlgoRagged::from_rows(kinds.rows().map(|row| row.iter().map(|kind| *kind == mask::ACTION).collect::<Vec<_>>()));
-        let mut scores: Vec<Option<f64>> = input.get(&REWARDS)?.rows().map(|reward| reward.map(f64::from)).collect();
+        let actions = AlgoRagged::from_rows(kinds.rows().map(|row| {
+            row.iter()
+                .map(|kind| *kind == mask::ACTION)
+                .collect::<Vec<_>>()
+        }));
+        let mut scores: Vec<Option<f64>> = input
+            .get(&REWARDS)?
+            .rows()
+            .map(|reward| reward.map(f64::from))
+            .collect();
         for score in &scores {
             match score {
                 Some(score) => context.record(&REWARD_MEAN, *score),
@@ -130,15 +208,27 @@ impl Stage for AdvantagesStage {
             }
         }
         for group in input.group_ranges() {
-            let flat = scores[group.clone()].windows(2).all(|pair| pair[0] == pair[1]);
+            let flat = scores[group.clone()]
+                .windows(2)
+                .all(|pair| pair[0] == pair[1]);
             context.record(&NO_SIGNAL, f64::from(flat && group.len() > 1));
         }
         if self.config.kl_coef != 0.0 {
             self.penalise(&input, &actions, &mut scores, context)?;
         }
-        let inputs = AdvantageInputs { groups: Some(input.groups()), scores: Some(&scores), ..AdvantageInputs::new(&actions) };
-        let result = self.estimator.estimate(&inputs).map_err(StageError::failed)?;
-        let rows = result.advantages.rows().map(|row| row.iter().map(|a| *a as f32).collect::<Vec<_>>());
+        let inputs = AdvantageInputs {
+            groups: Some(input.groups()),
+            scores: Some(&scores),
+            ..AdvantageInputs::new(&actions)
+        };
+        let result = self
+            .estimator
+            .estimate(&inputs)
+            .map_err(StageError::failed)?;
+        let rows = result
+            .advantages
+            .rows()
+            .map(|row| row.iter().map(|a| *a as f32).collect::<Vec<_>>());
         let mut output = input.rows_only();
         output.put(&ADVANTAGES, RaggedColumn::from_rows(rows))?;
         context.emit(output)

@@ -95,16 +95,31 @@ impl StageConfig for Evaluate {
                 ));
             }
         }
-        for (setting, value) in [("max_new_tokens", Some(self.max_new_tokens)), ("questions", self.questions)] {
+        for (setting, value) in [
+            ("max_new_tokens", Some(self.max_new_tokens)),
+            ("questions", self.questions),
+        ] {
             if value == Some(0) {
-                faults.push(ConfigError::new(setting, "is 0", "set it to a number above 0"));
+                faults.push(ConfigError::new(
+                    setting,
+                    "is 0",
+                    "set it to a number above 0",
+                ));
             }
         }
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
-            faults.push(ConfigError::new("temperature", format!("is {}", self.temperature), "set it to 0 for greedy answers"));
+            faults.push(ConfigError::new(
+                "temperature",
+                format!("is {}", self.temperature),
+                "set it to 0 for greedy answers",
+            ));
         }
         match Rule::new(&self.reward) {
-            Ok(rule) if faults.is_empty() => Ok(Box::new(EvaluateStage { config: self.clone(), rule, source: None })),
+            Ok(rule) if faults.is_empty() => Ok(Box::new(EvaluateStage {
+                config: self.clone(),
+                rule,
+                source: None,
+            })),
             Ok(_) => Err(faults),
             Err(errors) => {
                 faults.extend(errors);
@@ -131,26 +146,50 @@ impl EvaluateStage {
     fn encode(&self, context: &mut StartContext<'_>) -> Result<Source, StageError> {
         let data = context.data(&self.config.data)?;
         let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
-        let lacks = |what: &str| StageError::Model { name: self.config.model.clone(), reason: format!("has no {what}, which evaluation needs") };
-        let tokenizer = resource.tokenizer.clone().ok_or_else(|| lacks("tokenizer"))?;
+        let lacks = |what: &str| StageError::Model {
+            name: self.config.model.clone(),
+            reason: format!("has no {what}, which evaluation needs"),
+        };
+        let tokenizer = resource
+            .tokenizer
+            .clone()
+            .ok_or_else(|| lacks("tokenizer"))?;
         let template: Option<ChatTemplate> = match self.config.format.template {
             Template::None => None,
             Template::Chat => {
-                let template = resource.template.as_deref().ok_or_else(|| lacks("chat template"))?;
-                Some(template.clone().with_variables(self.config.format.template_variables.clone()))
+                let template = resource
+                    .template
+                    .as_deref()
+                    .ok_or_else(|| lacks("chat template"))?;
+                Some(
+                    template
+                        .clone()
+                        .with_variables(self.config.format.template_variables.clone()),
+                )
             }
         };
         let limit = resource.policy.max_tokens();
         let count = self.config.questions.unwrap_or(data.len()).min(data.len());
         let mut prompts = Vec::with_capacity(count);
         for row in 0..count {
-            let prompt = self.config.format.encode(data.as_ref(), row, &tokenizer, template.as_ref())?;
+            let prompt =
+                self.config
+                    .format
+                    .encode(data.as_ref(), row, &tokenizer, template.as_ref())?;
             prompts.push(self.config.format.fit(prompt, limit, data.as_ref(), row)?);
         }
         Ok(Source { data, prompts })
     }
 
-    fn sample(&self, step: u64, steps: u64, row: usize, prompt: &EncodedPrompt, text: &str, verdict: Verdict) -> serde_json::Value {
+    fn sample(
+        &self,
+        step: u64,
+        steps: u64,
+        row: usize,
+        prompt: &EncodedPrompt,
+        text: &str,
+        verdict: Verdict,
+    ) -> serde_json::Value {
         let phase = match step {
             0 => "before",
             step if step == steps => "after",
@@ -171,7 +210,10 @@ impl EvaluateStage {
 
 impl Stage for EvaluateStage {
     fn spec(&self) -> StageSpec {
-        StageSpec::new().observer(self.config.every).uses(&self.config.model, Access::Read).metrics(ALL)
+        StageSpec::new()
+            .observer(self.config.every)
+            .uses(&self.config.model, Access::Read)
+            .metrics(ALL)
     }
 
     fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {
@@ -181,16 +223,29 @@ impl Stage for EvaluateStage {
 
     fn run(&mut self, _input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let Some(source) = &self.source else {
-            return Err(StageError::failed("the stage was run before it was started"));
+            return Err(StageError::failed(
+                "the stage was run before it was started",
+            ));
         };
-        let (seed, step, steps, cancel) = (context.seed, context.step, context.steps, context.cancel);
+        let (seed, step, steps, cancel) =
+            (context.seed, context.step, context.steps, context.cancel);
         let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
-        let settings = SamplingSettings { temperature: self.config.temperature, eos_ids: resource.eos_ids(), ..SamplingSettings::default() };
+        let settings = SamplingSettings {
+            temperature: self.config.temperature,
+            eos_ids: resource.eos_ids(),
+            ..SamplingSettings::default()
+        };
         let mut requests = Vec::with_capacity(source.prompts.len());
         for (row, prompt) in source.prompts.iter().enumerate() {
             requests.push(RolloutRequest {
                 prompt: prompt.tokens.clone(),
-                key: DrawKey { seed, purpose: Purpose::Evaluation, step: 0, row: RowId::prompt(0, row as u64)?.0, attempt: 0 },
+                key: DrawKey {
+                    seed,
+                    purpose: Purpose::Evaluation,
+                    step: 0,
+                    row: RowId::prompt(0, row as u64)?.0,
+                    attempt: 0,
+                },
                 max_new_tokens: self.config.max_new_tokens,
             });
         }
@@ -206,7 +261,9 @@ impl Stage for EvaluateStage {
             })
             .map_err(|error| match error {
                 RolloutError::Stopped(_) => StageError::Cancelled,
-                error => StageError::failed(format!("evaluation on `{}`: {error}", source.data.origin())),
+                error => {
+                    StageError::failed(format!("evaluation on `{}`: {error}", source.data.origin()))
+                }
             })?;
         for (row, output) in outputs.into_iter().enumerate() {
             let Some(output) = output else { continue };
@@ -216,7 +273,11 @@ impl Stage for EvaluateStage {
             sink.record(&EXACT_MATCH, f64::from(verdict.correct), 1.0);
             sink.record(&WELL_FORMED, f64::from(verdict.well_formed), 1.0);
             sink.record(&LENGTH, output.tokens.len() as f64, 1.0);
-            sink.record(&TRUNCATED, f64::from(output.finish == FinishReason::Length), 1.0);
+            sink.record(
+                &TRUNCATED,
+                f64::from(output.finish == FinishReason::Length),
+                1.0,
+            );
             if row < self.config.samples {
                 sink.sample(self.sample(step, steps, row, prompt, &text, verdict));
             }

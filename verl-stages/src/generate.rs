@@ -107,7 +107,10 @@ impl Generate {
         fault(
             "temperature",
             self.temperature.is_nan() || self.temperature <= 0.0,
-            format!("is {}, but sampling for training needs more than 0", self.temperature),
+            format!(
+                "is {}, but sampling for training needs more than 0",
+                self.temperature
+            ),
             "set it to 1.0; greedy decoding belongs to `evaluate`",
         );
         fault(
@@ -137,7 +140,10 @@ impl Generate {
         fault(
             "min_new_tokens",
             self.min_new_tokens > self.max_new_tokens,
-            format!("is {}, above max_new_tokens = {}", self.min_new_tokens, self.max_new_tokens),
+            format!(
+                "is {}, above max_new_tokens = {}",
+                self.min_new_tokens, self.max_new_tokens
+            ),
             "set it to 0 or below max_new_tokens",
         );
         faults
@@ -146,7 +152,8 @@ impl Generate {
 
 impl StageConfig for Generate {
     const KIND: &'static str = "generate";
-    const SUMMARY: &'static str = "samples responses from a policy, `batch.samples` for each prompt";
+    const SUMMARY: &'static str =
+        "samples responses from a policy, `batch.samples` for each prompt";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let faults = self.faults();
@@ -186,13 +193,23 @@ impl GenerateStage {
         resource: &PolicyResource,
     ) -> Result<Batch, StageError> {
         let mut batch = prompt.rows_only().repeat(self.samples)?;
-        let column = |pick: fn(&RolloutOutput) -> &[f32]| RaggedColumn::from_rows(outputs.iter().map(pick));
-        batch.put(&RESPONSES, RaggedColumn::from_rows(outputs.iter().map(|o| &o.tokens)))?;
+        let column =
+            |pick: fn(&RolloutOutput) -> &[f32]| RaggedColumn::from_rows(outputs.iter().map(pick));
+        batch.put(
+            &RESPONSES,
+            RaggedColumn::from_rows(outputs.iter().map(|o| &o.tokens)),
+        )?;
         let texts = outputs.iter().map(|o| resource.decode(&o.tokens));
         batch.put(&RESPONSE_TEXTS, texts.collect::<Vec<_>>())?;
         let kinds = outputs.iter().map(|o| vec![mask::ACTION; o.tokens.len()]);
         batch.put(&MASK_KINDS, RaggedColumn::from_rows(kinds))?;
-        batch.put(&FINISH_REASONS, outputs.iter().map(|o| finish_code(o.finish)).collect::<Vec<_>>())?;
+        batch.put(
+            &FINISH_REASONS,
+            outputs
+                .iter()
+                .map(|o| finish_code(o.finish))
+                .collect::<Vec<_>>(),
+        )?;
         batch.put(&SAMPLING_LOG_PROBS, column(|o| &o.sampling_log_probs))?;
         batch.put(&ROLLOUT_LOG_PROBS, column(|o| &o.log_probs))?;
         Ok(batch)
@@ -228,20 +245,31 @@ impl Stage for GenerateStage {
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let (seed, step, cancel) = (context.seed, context.step, context.cancel);
         let resource = &*find_model::<PolicyResource>(context.models, &self.config.model)?;
-        let settings = SamplingSettings { eos_ids: resource.eos_ids(), text_decoder: resource.text_decoder(), ..self.config.sampling() };
+        let settings = SamplingSettings {
+            eos_ids: resource.eos_ids(),
+            text_decoder: resource.text_decoder(),
+            ..self.config.sampling()
+        };
         let prompts = input.get(&PROMPTS)?;
         let mut requests = Vec::with_capacity(prompts.len() * self.samples);
         for (row, id) in input.ids().into_iter().enumerate() {
             for sample in 0..self.samples {
                 requests.push(RolloutRequest {
                     prompt: prompts.row(row).to_vec(),
-                    key: DrawKey { seed, purpose: Purpose::Rollout, step, row: id.sample(sample as u64)?.0, attempt: 0 },
+                    key: DrawKey {
+                        seed,
+                        purpose: Purpose::Rollout,
+                        step,
+                        row: id.sample(sample as u64)?.0,
+                        attempt: 0,
+                    },
                     max_new_tokens: self.config.max_new_tokens,
                 });
             }
         }
 
-        let mut pending: Vec<Vec<Option<RolloutOutput>>> = vec![vec![None; self.samples]; prompts.len()];
+        let mut pending: Vec<Vec<Option<RolloutOutput>>> =
+            vec![vec![None; self.samples]; prompts.len()];
         let sink = &mut *context.sink;
         let mut emit_group = |index: usize, output: RolloutOutput| -> Result<(), StageError> {
             if cancel.is_cancelled() {
@@ -249,18 +277,31 @@ impl Stage for GenerateStage {
             }
             let row = index / self.samples;
             sink.record(&RESPONSE_LENGTH, output.tokens.len() as f64, 1.0);
-            sink.record(&TRUNCATED, f64::from(output.finish == FinishReason::Length), 1.0);
-            sink.record(&TOKENS, (prompts.row_len(row) + output.tokens.len()) as f64, 1.0);
+            sink.record(
+                &TRUNCATED,
+                f64::from(output.finish == FinishReason::Length),
+                1.0,
+            );
+            sink.record(
+                &TOKENS,
+                (prompts.row_len(row) + output.tokens.len()) as f64,
+                1.0,
+            );
             pending[row][index % self.samples] = Some(output);
             if pending[row].iter().all(Option::is_some) {
-                let outputs = std::mem::take(&mut pending[row]).into_iter().flatten().collect();
+                let outputs = std::mem::take(&mut pending[row])
+                    .into_iter()
+                    .flatten()
+                    .collect();
                 sink.emit(self.group(&input.slice(row..row + 1)?, outputs, resource)?)?;
             }
             Ok(())
         };
-        let done = resource.policy.generate(&requests, &settings, &mut |index, output| {
-            emit_group(index, output).map_err(|error| RolloutError::Stopped(Box::new(error)))
-        });
+        let done = resource
+            .policy
+            .generate(&requests, &settings, &mut |index, output| {
+                emit_group(index, output).map_err(|error| RolloutError::Stopped(Box::new(error)))
+            });
         match done {
             Ok(()) => Ok(()),
             Err(RolloutError::Stopped(error)) => Err(match error.downcast::<StageError>() {
@@ -271,4 +312,3 @@ impl Stage for GenerateStage {
         }
     }
 }
-

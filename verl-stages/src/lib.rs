@@ -20,3 +20,32 @@ pub mod model;
 pub mod prompts;
 pub mod reward;
 pub mod update;
+
+use verl_pipe::registry::Registry;
+
+/// Puts every stage, model kind and data set of this crate into `registry`, in the order of their names.
+pub fn register(registry: Registry) -> Registry {
+    registry
+        .stage::<advantages::Advantages>()
+        .stage::<evaluate::Evaluate>()
+        .stage::<generate::Generate>()
+        .stage::<log_probs::LogProbs>()
+        .stage::<prompts::Prompts>()
+        .stage::<reward::rule::Reward>()
+        .stage::<update::Update>()
+        .model::<model::CausalLm>()
+        .data::<data::addition::Addition>()
+        .data::<data::jsonl::Jsonl>()
+        .data::<data::parquet::Parquet>()
+        .data_files::<data::file::DataFile>(&["jsonl", "ndjson", "json", "parquet", "pq"])
+}
+
+verl_pipe::chainable!(
+    advantages::Advantages,
+    evaluate::Evaluate,
+    generate::Generate,
+    log_probs::LogProbs,
+    prompts::Prompts,
+    reward::rule::Reward,
+    update::Update,
+);

@@ -8,7 +8,9 @@ use serde::{Deserialize, Serialize};
 use verl_models::model::ScoreRow;
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{Field, LogProbTag, Support, Weights};
-use verl_pipe::keys::{ENTROPIES, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS};
+use verl_pipe::keys::{
+    ENTROPIES, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS,
+};
 use verl_pipe::stage::{
     Access, BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext,
     StageError, StageSpec, find_model,
@@ -60,7 +62,13 @@ pub struct LogProbs {
 
 impl Default for LogProbs {
     fn default() -> Self {
-        LogProbs { model: "actor".to_owned(), role: Role::Old, temperature: 1.0, entropies: false, bypass: false }
+        LogProbs {
+            model: "actor".to_owned(),
+            role: Role::Old,
+            temperature: 1.0,
+            entropies: false,
+            bypass: false,
+        }
     }
 }
 
@@ -71,15 +79,33 @@ impl StageConfig for LogProbs {
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::new();
         if !(self.temperature > 0.0 && self.temperature.is_finite()) {
-            faults.push(ConfigError::new("temperature", format!("is {}, but must be above 0", self.temperature), "set it to the temperature of `generate`"));
+            faults.push(ConfigError::new(
+                "temperature",
+                format!("is {}, but must be above 0", self.temperature),
+                "set it to the temperature of `generate`",
+            ));
         }
         if self.role == Role::Reference && self.bypass {
-            faults.push(ConfigError::new("bypass", "takes the rollout's log-probs, which are the policy's, not the reference's", "remove it or set `role = \"old\"`"));
+            faults.push(ConfigError::new(
+                "bypass",
+                "takes the rollout's log-probs, which are the policy's, not the reference's",
+                "remove it or set `role = \"old\"`",
+            ));
         }
         if self.entropies && (self.role == Role::Reference || self.bypass) {
-            faults.push(ConfigError::new("entropies", "needs a forward of the policy", "remove it, or set `role = \"old\"` without `bypass`"));
+            faults.push(ConfigError::new(
+                "entropies",
+                "needs a forward of the policy",
+                "remove it, or set `role = \"old\"` without `bypass`",
+            ));
         }
-        if faults.is_empty() { Ok(Box::new(LogProbsStage { config: self.clone() })) } else { Err(faults) }
+        if faults.is_empty() {
+            Ok(Box::new(LogProbsStage {
+                config: self.clone(),
+            }))
+        } else {
+            Err(faults)
+        }
     }
 }
 
@@ -121,7 +147,9 @@ impl LogProbsStage {
 impl Stage for LogProbsStage {
     fn spec(&self) -> StageSpec {
         if self.config.bypass {
-            return StageSpec::new().reads(ROLLOUT_LOG_PROBS.tagged(self.tag())).writes(self.writes());
+            return StageSpec::new()
+                .reads(ROLLOUT_LOG_PROBS.tagged(self.tag()))
+                .writes(self.writes());
         }
         let mut spec = StageSpec::new()
             .reads(PROMPTS)
@@ -129,10 +157,14 @@ impl Stage for LogProbsStage {
             .writes(self.writes())
             .uses(&self.config.model, Access::Read);
         if self.config.role == Role::Old {
-            spec = spec.reads_optional(ROLLOUT_LOG_PROBS.tagged(self.tag())).metrics(&[ROLLOUT_DIFFERENCE]);
+            spec = spec
+                .reads_optional(ROLLOUT_LOG_PROBS.tagged(self.tag()))
+                .metrics(&[ROLLOUT_DIFFERENCE]);
         }
         if self.config.entropies {
-            spec = spec.writes(ENTROPIES.tagged(self.tag())).metrics(&[ENTROPY]);
+            spec = spec
+                .writes(ENTROPIES.tagged(self.tag()))
+                .metrics(&[ENTROPY]);
         }
         spec
     }
@@ -142,9 +174,15 @@ impl Stage for LogProbsStage {
             return context.emit(Self::copy_rollout(&input)?);
         }
         let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
-        let rows: Vec<ScoreRow<'_>> = prompts.rows().zip(responses.rows()).map(|(prompt, response)| ScoreRow { prompt, response }).collect();
+        let rows: Vec<ScoreRow<'_>> = prompts
+            .rows()
+            .zip(responses.rows())
+            .map(|(prompt, response)| ScoreRow { prompt, response })
+            .collect();
         let policy = &find_model::<PolicyResource>(context.models, &self.config.model)?.policy;
-        let scores = policy.score(&rows, self.config.temperature, self.config.entropies).map_err(StageError::failed)?;
+        let scores = policy
+            .score(&rows, self.config.temperature, self.config.entropies)
+            .map_err(StageError::failed)?;
 
         let mut output = input.rows_only();
         let column = RaggedColumn::from_rows(scores.iter().map(|s| &s.log_probs));
@@ -153,7 +191,10 @@ impl Stage for LogProbsStage {
             Role::Reference => output.put(&REF_LOG_PROBS, column)?,
         }
         if self.config.entropies {
-            output.put(&ENTROPIES, RaggedColumn::from_rows(scores.iter().map(|s| &s.entropies)))?;
+            output.put(
+                &ENTROPIES,
+                RaggedColumn::from_rows(scores.iter().map(|s| &s.entropies)),
+            )?;
             for score in &scores {
                 let count = score.entropies.len() as f64;
                 let sum: f64 = score.entropies.iter().map(|h| f64::from(*h)).sum();
@@ -165,9 +206,18 @@ impl Stage for LogProbsStage {
         if self.config.role == Role::Old && input.has(ROLLOUT_LOG_PROBS.name()) {
             let rollout = input.get(&ROLLOUT_LOG_PROBS)?;
             for (score, reported) in scores.iter().zip(rollout.rows()) {
-                let sum: f64 = score.log_probs.iter().zip(reported).map(|(a, b)| f64::from((a.exp() - b.exp()).abs())).sum();
+                let sum: f64 = score
+                    .log_probs
+                    .iter()
+                    .zip(reported)
+                    .map(|(a, b)| f64::from((a.exp() - b.exp()).abs()))
+                    .sum();
                 if !reported.is_empty() {
-                    context.record_weighted(&ROLLOUT_DIFFERENCE, sum / reported.len() as f64, reported.len() as f64);
+                    context.record_weighted(
+                        &ROLLOUT_DIFFERENCE,
+                        sum / reported.len() as f64,
+                        reported.len() as f64,
+                    );
                 }
             }
         }

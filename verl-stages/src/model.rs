@@ -36,12 +36,19 @@ struct PolicyState(Box<dyn Any + Send + Sync>);
 impl PolicyResource {
     /// A resource of a model alone; set `tokenizer` and `template` where stages need text.
     pub fn new(policy: Box<dyn PolicyModel>) -> Self {
-        PolicyResource { policy, tokenizer: None, template: None }
+        PolicyResource {
+            policy,
+            tokenizer: None,
+            template: None,
+        }
     }
 
     /// Ids that end a response; empty without a tokenizer.
     pub fn eos_ids(&self) -> Vec<u32> {
-        self.tokenizer.as_ref().map(|t| t.eos_ids().to_vec()).unwrap_or_default()
+        self.tokenizer
+            .as_ref()
+            .map(|t| t.eos_ids().to_vec())
+            .unwrap_or_default()
     }
 
     /// Text of token ids without special tokens; ids separated by spaces without a tokenizer.
@@ -61,22 +68,39 @@ impl PolicyResource {
 
 impl ModelResource for PolicyResource {
     fn version(&self) -> WeightsVersion {
-        WeightsVersion { step: self.policy.optimizer_steps(), hash: self.policy.weights_hash() }
+        WeightsVersion {
+            step: self.policy.optimizer_steps(),
+            hash: self.policy.weights_hash(),
+        }
     }
 
     fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
-        Ok(Snapshot { version: self.version(), state: Arc::new(PolicyState(self.policy.snapshot())) })
+        Ok(Snapshot {
+            version: self.version(),
+            state: Arc::new(PolicyState(self.policy.snapshot())),
+        })
     }
 
     fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
-        let state = snapshot.state.downcast_ref::<PolicyState>().ok_or(ResourceError::ForeignSnapshot)?;
-        if self.policy.restore(state.0.as_ref()) { Ok(()) } else { Err(ResourceError::ForeignSnapshot) }
+        let state = snapshot
+            .state
+            .downcast_ref::<PolicyState>()
+            .ok_or(ResourceError::ForeignSnapshot)?;
+        if self.policy.restore(state.0.as_ref()) {
+            Ok(())
+        } else {
+            Err(ResourceError::ForeignSnapshot)
+        }
     }
 
     fn save(&mut self, dir: &Path) -> Result<(), ResourceError> {
-        self.policy.save(dir).map_err(|error| ResourceError::Failed(Box::new(error)))?;
+        self.policy
+            .save(dir)
+            .map_err(|error| ResourceError::Failed(Box::new(error)))?;
         if let Some(tokenizer) = &self.tokenizer {
-            tokenizer.save(dir).map_err(|error| ResourceError::Failed(Box::new(error)))?;
+            tokenizer
+                .save(dir)
+                .map_err(|error| ResourceError::Failed(Box::new(error)))?;
         }
         Ok(())
     }
@@ -128,12 +152,20 @@ pub struct CausalLm {
 impl CausalLm {
     /// A frozen model of a folder.
     pub fn frozen(path: impl Into<PathBuf>) -> Self {
-        CausalLm { path: path.into(), init: Init::Pretrained, optimizer: None, save_as: SaveAs::F32 }
+        CausalLm {
+            path: path.into(),
+            init: Init::Pretrained,
+            optimizer: None,
+            save_as: SaveAs::F32,
+        }
     }
 
     /// A model of a folder that is trained.
     pub fn trained(path: impl Into<PathBuf>, optimizer: OptimizerConfig) -> Self {
-        CausalLm { optimizer: Some(optimizer), ..CausalLm::frozen(path) }
+        CausalLm {
+            optimizer: Some(optimizer),
+            ..CausalLm::frozen(path)
+        }
     }
 
     fn folder(&self, context: &BuildContext) -> PathBuf {
@@ -147,7 +179,8 @@ impl CausalLm {
             Init::Random => {
                 let origin = Origin::read(dir).map_err(failed)?;
                 let config = origin.decoder_config().map_err(failed)?;
-                Decoder::fresh(config, &device, |name, count| normals(seed, name, count)).with_origin(origin)
+                Decoder::fresh(config, &device, |name, count| normals(seed, name, count))
+                    .with_origin(origin)
             }
         };
         decoder.save_dtype = match self.save_as {
@@ -160,9 +193,20 @@ impl CausalLm {
 
 /// Draws from N(0, 1) for the parameter `name`.
 fn normals(seed: u64, name: &str, count: usize) -> Vec<f32> {
-    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
-    let stream = DrawKey { seed, purpose: Purpose::Init, step: 0, row: hash, attempt: 0 }.stream();
-    (0..count).map(|at| stream.normal((at >> 20) as u32, (at & 0xf_ffff) as u32) as f32).collect()
+    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    let stream = DrawKey {
+        seed,
+        purpose: Purpose::Init,
+        step: 0,
+        row: hash,
+        attempt: 0,
+    }
+    .stream();
+    (0..count)
+        .map(|at| stream.normal((at >> 20) as u32, (at & 0xf_ffff) as u32) as f32)
+        .collect()
 }
 
 fn failed(error: impl std::error::Error + Send + Sync + 'static) -> ResourceError {
@@ -182,16 +226,27 @@ fn count_parameters(c: &DecoderConfig) -> u64 {
 
 impl ModelConfig for CausalLm {
     const KIND: &'static str = "causal_lm";
-    const SUMMARY: &'static str = "a decoder of a Hugging Face folder (Llama, SmolLM2, Qwen2, Qwen2.5, Qwen3)";
+    const SUMMARY: &'static str =
+        "a decoder of a Hugging Face folder (Llama, SmolLM2, Qwen2, Qwen2.5, Qwen3)";
 
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         let help = "give the folder of a Llama, SmolLM2, Qwen2, Qwen2.5 or Qwen3 model with config.json, model.safetensors and tokenizer.json";
         let config = Origin::read(&self.folder(context))
             .and_then(|origin| origin.decoder_config())
-            .map_err(|error| vec![ConfigError::new("path", format!("cannot be used: {error}"), help)])?;
+            .map_err(|error| {
+                vec![ConfigError::new(
+                    "path",
+                    format!("cannot be used: {error}"),
+                    help,
+                )]
+            })?;
         if let Some(optimizer) = &self.optimizer {
             optimizer.validate().map_err(|error| {
-                vec![ConfigError::new(format!("optimizer.{}", error.setting), format!("is {}", error.value), format!("it must be {}", error.expected))]
+                vec![ConfigError::new(
+                    format!("optimizer.{}", error.setting),
+                    format!("is {}", error.value),
+                    format!("it must be {}", error.expected),
+                )]
             })?;
         }
         let parameters = count_parameters(&config);
@@ -199,10 +254,18 @@ impl ModelConfig for CausalLm {
             num_parameters: parameters,
             weight_bytes: 4 * parameters,
             // Two moments and a gradient in f32.
-            training_bytes: if self.optimizer.is_some() { 12 * parameters } else { 0 },
-            kv_bytes_per_token: (4 * 2 * config.layers * config.heads.key_value * config.heads.dim) as u64,
+            training_bytes: if self.optimizer.is_some() {
+                12 * parameters
+            } else {
+                0
+            },
+            kv_bytes_per_token: (4 * 2 * config.layers * config.heads.key_value * config.heads.dim)
+                as u64,
             max_tokens: config.max_tokens,
-            summary: format!("{} layers, width {}, vocabulary {}", config.layers, config.hidden_size, config.vocab_size),
+            summary: format!(
+                "{} layers, width {}, vocabulary {}",
+                config.layers, config.hidden_size, config.vocab_size
+            ),
         })
     }
 
@@ -210,14 +273,25 @@ impl ModelConfig for CausalLm {
         self.optimizer.is_some()
     }
 
-    fn load(&self, _name: &str, device: &str, context: &BuildContext) -> Result<Box<dyn ModelResource>, ResourceError> {
+    fn load(
+        &self,
+        _name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let dir = self.folder(context);
         let decoder = self.decoder(&dir, device, context.seed)?;
         let tokenizer = Tokenizer::load(&dir).map_err(failed)?;
-        decoder.check_vocabulary(tokenizer.vocab_size()).map_err(failed)?;
+        decoder
+            .check_vocabulary(tokenizer.vocab_size())
+            .map_err(failed)?;
         // A folder without a template can still be used with prompts as they are.
         let template = ChatTemplate::load(&dir).ok().map(Arc::new);
         let policy = Policy::new(decoder, self.optimizer.clone()).map_err(failed)?;
-        Ok(Box::new(PolicyResource { policy: Box::new(policy), tokenizer: Some(Arc::new(tokenizer)), template }))
+        Ok(Box::new(PolicyResource {
+            policy: Box::new(policy),
+            tokenizer: Some(Arc::new(tokenizer)),
+            template,
+        }))
     }
 }

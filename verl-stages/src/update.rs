@@ -72,7 +72,11 @@ pub struct Update {
 
 impl Default for Update {
     fn default() -> Self {
-        Update { model: "actor".to_owned(), loss: Loss::default(), temperature: 1.0 }
+        Update {
+            model: "actor".to_owned(),
+            loss: Loss::default(),
+            temperature: 1.0,
+        }
     }
 }
 
@@ -83,7 +87,11 @@ impl StageConfig for Update {
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::new();
         if !(self.temperature > 0.0 && self.temperature.is_finite()) {
-            faults.push(ConfigError::new("temperature", format!("is {}, but must be above 0", self.temperature), "set it to the temperature of `generate`"));
+            faults.push(ConfigError::new(
+                "temperature",
+                format!("is {}, but must be above 0", self.temperature),
+                "set it to the temperature of `generate`",
+            ));
         }
         let objective = match self.loss.algorithm().objective() {
             Ok(objective) => objective,
@@ -129,11 +137,15 @@ struct Columns<'a> {
 
 impl<'a> Columns<'a> {
     fn new(input: &'a Batch, tokens: Key<Ragged<u32>>) -> Result<Self, StageError> {
-        let optional = |key: &Key<Ragged<f32>>| input.has(key.name()).then(|| input.get(key)).transpose();
+        let optional =
+            |key: &Key<Ragged<f32>>| input.has(key.name()).then(|| input.get(key)).transpose();
         Ok(Columns {
             prompts: input.get(&PROMPTS)?,
             tokens: input.get(&tokens)?,
-            kinds: input.has(MASK_KINDS.name()).then(|| input.get(&MASK_KINDS)).transpose()?,
+            kinds: input
+                .has(MASK_KINDS.name())
+                .then(|| input.get(&MASK_KINDS))
+                .transpose()?,
             old: optional(&OLD_LOG_PROBS)?,
             reference: optional(&REF_LOG_PROBS)?,
             advantages: optional(&ADVANTAGES)?,
@@ -141,7 +153,8 @@ impl<'a> Columns<'a> {
     }
 
     fn is_action(&self, row: usize, token: usize) -> bool {
-        self.kinds.is_none_or(|kinds| kinds.row(row)[token] == mask::ACTION)
+        self.kinds
+            .is_none_or(|kinds| kinds.row(row)[token] == mask::ACTION)
     }
 
     /// Actions of a column in `rows`, one after the other.
@@ -150,7 +163,11 @@ impl<'a> Columns<'a> {
         let mut values = Vec::new();
         for row in rows {
             let of_row = column.row(row).iter().enumerate();
-            values.extend(of_row.filter(|(token, _)| self.is_action(row, *token)).map(|(_, v)| f64::from(*v)));
+            values.extend(
+                of_row
+                    .filter(|(token, _)| self.is_action(row, *token))
+                    .map(|(_, v)| f64::from(*v)),
+            );
         }
         Some(values)
     }
@@ -159,7 +176,9 @@ impl<'a> Columns<'a> {
     fn mini_batch(&self, rows: Range<usize>) -> MiniBatch {
         let mut of_tokens = Vec::new();
         for row in rows.clone() {
-            let actions = (0..self.tokens.row_len(row)).filter(|token| self.is_action(row, *token)).count();
+            let actions = (0..self.tokens.row_len(row))
+                .filter(|token| self.is_action(row, *token))
+                .count();
             of_tokens.extend(std::iter::repeat_n(row - rows.start, actions));
         }
         let counts = Counts::declared(of_tokens.len(), rows.len());
@@ -173,7 +192,11 @@ impl<'a> Columns<'a> {
     }
 
     fn score_rows(&self, rows: Range<usize>) -> Vec<ScoreRow<'a>> {
-        rows.map(|row| ScoreRow { prompt: self.prompts.row(row), response: self.tokens.row(row) }).collect()
+        rows.map(|row| ScoreRow {
+            prompt: self.prompts.row(row),
+            response: self.tokens.row(row),
+        })
+        .collect()
     }
 }
 
@@ -199,18 +222,32 @@ impl UpdateStage {
     }
 
     /// One optimiser step on `rows`.
-    fn mini_step(&self, policy: &mut dyn PolicyModel, columns: &Columns<'_>, rows: Range<usize>, sink: &mut dyn StageSink) -> Result<(), StageError> {
+    fn mini_step(
+        &self,
+        policy: &mut dyn PolicyModel,
+        columns: &Columns<'_>,
+        rows: Range<usize>,
+        sink: &mut dyn StageSink,
+    ) -> Result<(), StageError> {
         let mini = columns.mini_batch(rows.clone());
         if mini.num_tokens() == 0 {
             return Ok(());
         }
-        let prepared = columns.old.map(|_| self.objective.prepare(&mini)).transpose().map_err(StageError::failed)?;
+        let prepared = columns
+            .old
+            .map(|_| self.objective.prepare(&mini))
+            .transpose()
+            .map_err(StageError::failed)?;
         let mut totals: Vec<MetricSum> = Vec::new();
         let mut total_loss = 0.0;
         let mut first_token = 0;
         for start in rows.clone().step_by(self.micro_rows(rows.len())) {
             let part = start..rows.end.min(start + self.micro_rows(rows.len()));
-            let own = mini.rows.iter().filter(|row| part.contains(&(**row + rows.start))).count();
+            let own = mini
+                .rows
+                .iter()
+                .filter(|row| part.contains(&(**row + rows.start)))
+                .count();
             let positions = first_token..first_token + own;
             first_token += own;
             if own == 0 {
@@ -226,7 +263,9 @@ impl UpdateStage {
                     &mut |packed| {
                         let log_probs = packed.log_probs.clone();
                         let partial = match &prepared {
-                            Some(prepared) => share(&positions, packed, |micro| prepared.loss(micro)),
+                            Some(prepared) => {
+                                share(&positions, packed, |micro| prepared.loss(micro))
+                            }
                             None => self.on_policy(&mini, &positions, packed),
                         };
                         match partial {
@@ -260,12 +299,32 @@ impl UpdateStage {
     }
 
     /// The share of a micro-batch whose old log-probs are its own, which holds where a step is one optimiser step.
-    fn on_policy(&self, mini: &MiniBatch, positions: &Range<usize>, packed: PackedScores) -> Result<(Tensor<1>, Vec<MetricSum>), AlgoError> {
-        let now: Vec<f64> = packed.log_probs.clone().detach().try_into_vec_as().map_err(|error| AlgoError::Read { what: "log_probs", reason: error.to_string() })?;
-        let of = |column: &Option<Vec<f64>>| column.as_ref().map(|values| values[positions.clone()].to_vec());
+    fn on_policy(
+        &self,
+        mini: &MiniBatch,
+        positions: &Range<usize>,
+        packed: PackedScores,
+    ) -> Result<(Tensor<1>, Vec<MetricSum>), AlgoError> {
+        let now: Vec<f64> = packed
+            .log_probs
+            .clone()
+            .detach()
+            .try_into_vec_as()
+            .map_err(|error| AlgoError::Read {
+                what: "log_probs",
+                reason: error.to_string(),
+            })?;
+        let of = |column: &Option<Vec<f64>>| {
+            column
+                .as_ref()
+                .map(|values| values[positions.clone()].to_vec())
+        };
         let first = mini.rows.get(positions.start).copied().unwrap_or(0);
         let own = MiniBatch {
-            rows: mini.rows[positions.clone()].iter().map(|row| row - first).collect(),
+            rows: mini.rows[positions.clone()]
+                .iter()
+                .map(|row| row - first)
+                .collect(),
             counts: mini.counts,
             old_log_probs: Some(now),
             advantages: of(&mini.advantages),
@@ -283,7 +342,11 @@ fn share(
     packed: PackedScores,
     loss: impl FnOnce(&MicroBatch) -> Result<verl_algos::losses::Partial, AlgoError>,
 ) -> Result<(Tensor<1>, Vec<MetricSum>), AlgoError> {
-    let micro = MicroBatch { tokens: positions.clone().collect(), log_probs: packed.log_probs, entropies: packed.entropies };
+    let micro = MicroBatch {
+        tokens: positions.clone().collect(),
+        log_probs: packed.log_probs,
+        entropies: packed.entropies,
+    };
     let partial = loss(&micro)?;
     let metrics = partial.read_metrics()?;
     Ok((partial.loss, metrics))
@@ -299,12 +362,20 @@ impl Stage for UpdateStage {
         for field in algorithm.reads_optional(&self.tag()) {
             spec = spec.reads_optional(field);
         }
-        spec.rows(RowRule::Sink).cardinality(Cardinality::Batch).uses(&self.config.model, Access::Update).metrics(ALL)
+        spec.rows(RowRule::Sink)
+            .cardinality(Cardinality::Batch)
+            .uses(&self.config.model, Access::Update)
+            .metrics(ALL)
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let columns = Columns::new(&input, self.config.loss.algorithm().tokens())?;
-        let reads_old = !self.config.loss.algorithm().reads_optional(&self.tag()).is_empty();
+        let reads_old = !self
+            .config
+            .loss
+            .algorithm()
+            .reads_optional(&self.tag())
+            .is_empty();
         let steps = self.epochs * input.num_rows().div_ceil(self.mini_rows);
         if reads_old && columns.old.is_none() && steps > 1 {
             return Err(StageError::failed(format!(

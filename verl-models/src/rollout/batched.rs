@@ -312,3 +312,98 @@ impl<'a, M: StepModel> Rollout<'a, M> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::{DrawKey, Purpose};
+
+    /// Three ids of equal probability; remembers what was asked of it.
+    #[derive(Default)]
+    struct Fake {
+        prompts: Vec<Vec<u32>>,
+        occupied: Vec<usize>,
+        live: Vec<usize>,
+    }
+
+    impl StepModel for Fake {
+        type Keys = ();
+
+        fn prefill(&mut self, prompts: &[&[u32]]) -> Result<Vec<Prompt<()>>, RolloutError> {
+            self.prompts.extend(prompts.iter().map(|ids| ids.to_vec()));
+            let prompt = |_: &&[u32]| Prompt {
+                keys: (),
+                logits: vec![0.0; 3],
+            };
+            Ok(prompts.iter().map(prompt).collect())
+        }
+
+        fn occupy(&mut self, slot: usize, (): &()) {
+            assert!(!self.occupied.contains(&slot), "slot {slot} is taken");
+            self.occupied.push(slot);
+        }
+
+        fn release(&mut self, slot: usize) {
+            self.occupied.retain(|&other| other != slot);
+        }
+
+        fn step(&mut self, ids: &[Option<u32>]) -> Result<Vec<f32>, RolloutError> {
+            let live: Vec<usize> = (0..ids.len()).filter(|&slot| ids[slot].is_some()).collect();
+            let mut occupied = self.occupied.clone();
+            occupied.sort_unstable();
+            assert_eq!(live, occupied);
+            self.live.push(live.len());
+            Ok(vec![0.0; 3 * live.len()])
+        }
+    }
+
+    /// Runs requests of (prompt, limit) in `slots`; every one must be answered in full.
+    fn run(asked: &[(u32, usize)], slots: usize) -> Fake {
+        let request = |(row, &(prompt, limit)): (usize, &(u32, usize))| RolloutRequest {
+            prompt: vec![prompt],
+            key: DrawKey {
+                seed: 0,
+                purpose: Purpose::Rollout,
+                step: 0,
+                row: row as u64,
+                attempt: 0,
+            },
+            max_new_tokens: limit,
+        };
+        let requests: Vec<RolloutRequest> = asked.iter().enumerate().map(request).collect();
+        let settings = SamplingSettings::default();
+        let sampling = Sampling::new(&settings).unwrap();
+        let mut fake = Fake::default();
+        let mut lengths = vec![None; asked.len()];
+        Rollout::new(&mut fake, slots, &requests, &sampling)
+            .run(&mut |index, output| {
+                lengths[index] = Some(output.tokens.len());
+                Ok(())
+            })
+            .unwrap();
+        let limits: Vec<Option<usize>> = asked.iter().map(|&(_, limit)| Some(limit)).collect();
+        assert_eq!(lengths, limits);
+        assert!(fake.occupied.is_empty());
+        fake
+    }
+
+    #[test]
+    fn neighbours_share_a_prompt_even_when_they_wait() {
+        let asked: Vec<(u32, usize)> = [7, 7, 7, 7, 8, 8, 8, 7, 7, 7].map(|p| (p, 3)).into();
+        for slots in 1..=10 {
+            let fake = run(&asked, slots);
+            assert_eq!(fake.prompts, [[7], [8], [7]], "{slots} slots");
+        }
+    }
+
+    #[test]
+    fn waiting_requests_take_free_slots_at_once() {
+        // The first token comes from the prompt; so a response of n tokens takes n − 1 steps.
+        let asked = [(1, 5), (2, 2), (3, 2), (4, 3), (5, 1), (6, 0), (7, 2)];
+        // Slot 0: request 0. Slot 1: requests 1, 2, 3; then 4 and 5, which need no step, and 6 after the end of 0.
+        assert_eq!(run(&asked, 2).live, [2, 2, 2, 2, 1]);
+        assert_eq!(run(&asked, 1).live, [1; 9]);
+        assert_eq!(run(&asked, 7).live, [5, 2, 1, 1]);
+        assert_eq!(run(&[], 0).live, [0; 0]);
+    }
+}

@@ -9,6 +9,7 @@ pub mod batched;
 pub mod eager;
 pub mod engine;
 mod host;
+mod race;
 mod row;
 pub mod sampling;
 pub mod stop;

@@ -5,7 +5,9 @@
 //! on the order in which ids are visited.
 
 use super::engine::{RolloutError, SamplingSettings};
-use crate::random::{Stream, gumbel, open_unit};
+use super::host::vector::{exponentials, largest};
+use super::race::Race;
+use crate::random::Stream;
 
 /// A sampled token.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -69,13 +71,15 @@ impl<'a> Sampler<'a> {
             0.0 => 1.0,
             temperature => temperature,
         };
-        let raw_sum = exponentials(logits, raw_max, temperature, &mut self.weights);
+        // Finite for every temperature, so that the best logit's exponent 0 · scale stays 0.
+        let scale = ((1.0 / temperature) as f32).min(f32::MAX);
+        let raw_sum = exponentials(logits, raw_max, scale, &mut self.weights);
         let log_prob =
             |token: u32| log_share(logits[token as usize], raw_max, temperature, raw_sum);
 
         if !self.changes_logits(draw) {
             let choice = if self.settings.temperature == 0.0 {
-                (argmax(logits), None)
+                (argmax(logits, raw_max), None)
             } else {
                 self.choose(logits, raw_max, raw_sum, draw)
             };
@@ -85,9 +89,9 @@ impl<'a> Sampler<'a> {
         self.process(logits, draw, &mut processed);
         let choice = max(&processed).map(|processed_max| {
             let choice = if self.settings.temperature == 0.0 {
-                (argmax(&processed), None)
+                (argmax(&processed, processed_max), None)
             } else {
-                let sum = exponentials(&processed, processed_max, temperature, &mut self.weights);
+                let sum = exponentials(&processed, processed_max, scale, &mut self.weights);
                 self.choose(&processed, processed_max, sum, draw)
             };
             finish(choice, &processed, processed_max, temperature, log_prob)
@@ -208,43 +212,19 @@ fn check(settings: &SamplingSettings) -> Result<(), RolloutError> {
 
 /// The largest logit; refuses NaN, +∞ and rows without a finite one.
 fn max(logits: &[f32]) -> Result<f32, NonFiniteLogits> {
-    let mut largest = f32::NEG_INFINITY;
-    let mut any_nan = false;
-    for &logit in logits {
-        any_nan |= logit.is_nan();
-        largest = if logit > largest { logit } else { largest };
-    }
-    if any_nan || !largest.is_finite() {
-        return Err(NonFiniteLogits);
-    }
-    Ok(largest)
+    largest(logits)
+        .filter(|max| max.is_finite())
+        .ok_or(NonFiniteLogits)
 }
 
-/// Id of the largest logit; of the lowest id among equals.
-fn argmax(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (id, &logit) in logits.iter().enumerate() {
-        if logit > logits[best] {
-            best = id;
-        }
-    }
-    best as u32
+/// The lowest id with the largest logit.
+pub(super) fn argmax(logits: &[f32], max: f32) -> u32 {
+    logits.iter().position(|&logit| logit == max).unwrap_or(0) as u32
 }
 
 /// ln(e^((logit − max)/T) / sum).
 fn log_share(logit: f32, max: f32, temperature: f64, sum: f64) -> f32 {
     ((f64::from(logit) - f64::from(max)) / temperature - sum.ln()) as f32
-}
-
-/// e^((logit − max)/T) of each id into `weights`; returns their sum.
-fn exponentials(logits: &[f32], max: f32, temperature: f64, weights: &mut Vec<f32>) -> f64 {
-    let inverse = (1.0 / temperature) as f32;
-    weights.clear();
-    weights.extend(logits.iter().map(|&logit| ((logit - max) * inverse).exp()));
-    weights
-        .chunks(64)
-        .map(|chunk| f64::from(chunk.iter().sum::<f32>()))
-        .sum()
 }
 
 /// Sum of the weights of `ids`.
@@ -253,7 +233,7 @@ fn mass(ids: &[u32], weights: &[f32]) -> f64 {
 }
 
 /// More probable first, and the lower id first among equals: a total order, so that what is kept is never ambiguous.
-fn by_logit(logits: &[f32]) -> impl Fn(&u32, &u32) -> std::cmp::Ordering + '_ {
+pub(super) fn by_logit(logits: &[f32]) -> impl Fn(&u32, &u32) -> std::cmp::Ordering + '_ {
     |a, b| {
         logits[*b as usize]
             .total_cmp(&logits[*a as usize])
@@ -291,109 +271,6 @@ fn keep_mass(ids: &mut Vec<u32>, logits: &[f32], weights: &[f32], top_p: f64) {
             }
         }
         step *= 4;
-    }
-}
-
-/// The Gumbel-max race: argmax of logitᵢ/T + gᵢ, lowest id among equals.
-///
-/// Id i can only win against a best score b when gᵢ > b − lᵢ, that is −ln u < e^(lᵢ − b); since 1 − u ≤ −ln u, only when
-/// 1 − u < e^(lᵢ − b) = wᵢ·e^(−b), with the weights wᵢ that the softmax needs anyway. The test spares two logarithms
-/// for nearly every id, and where even the smallest 1 − u fails, the random words too.
-struct Race<'a> {
-    logits: &'a [f32],
-    weights: &'a [f32],
-    max: f64,
-    inverse: f64,
-    stream: &'a Stream,
-    position: u32,
-}
-
-/// The leader of a race: its score, id, and e^(−score) with slack for the rounding of weights.
-#[derive(Clone, Copy)]
-struct Leader {
-    score: f64,
-    id: u32,
-    bar: f64,
-}
-
-impl<'a> Race<'a> {
-    fn new(
-        logits: &'a [f32],
-        weights: &'a [f32],
-        max: f32,
-        temperature: f64,
-        draw: Draw<'a>,
-    ) -> Self {
-        Race {
-            logits,
-            weights,
-            max: f64::from(max),
-            inverse: 1.0 / temperature,
-            stream: draw.stream,
-            position: draw.position as u32,
-        }
-    }
-
-    /// The winner among all ids.
-    fn among_all(&self) -> u32 {
-        let mut leader = self.start(argmax(self.logits));
-        for (block, weights) in self.weights.chunks(4).enumerate() {
-            let largest = weights.iter().fold(0.0_f32, |a, &b| a.max(b));
-            if self.cannot_win(&leader, largest) {
-                continue;
-            }
-            let words = self.stream.block(self.position, block as u32);
-            for (lane, &word) in words.iter().take(weights.len()).enumerate() {
-                self.challenge(&mut leader, (block * 4 + lane) as u32, word);
-            }
-        }
-        leader.id
-    }
-
-    /// The winner among `ids`, which are in ascending order and not empty.
-    fn among(&self, ids: &[u32]) -> u32 {
-        let best = ids
-            .iter()
-            .copied()
-            .min_by(by_logit(self.logits))
-            .unwrap_or(0);
-        let mut leader = self.start(best);
-        for &id in ids {
-            if !self.cannot_win(&leader, self.weights[id as usize]) {
-                self.challenge(&mut leader, id, self.stream.word(self.position, id));
-            }
-        }
-        leader.id
-    }
-
-    fn start(&self, id: u32) -> Leader {
-        self.leader(id, self.stream.word(self.position, id))
-    }
-
-    fn leader(&self, id: u32, word: u32) -> Leader {
-        const SLACK: f64 = 1.0001;
-        let score = (f64::from(self.logits[id as usize]) - self.max) * self.inverse + gumbel(word);
-        Leader {
-            score,
-            id,
-            bar: (-score).exp() * SLACK,
-        }
-    }
-
-    /// Whether no word lets an id of this weight win: the smallest 1 − u is 2⁻³³.
-    fn cannot_win(&self, leader: &Leader, weight: f32) -> bool {
-        const SMALLEST: f64 = 0.5 / 4_294_967_296.0;
-        f64::from(weight) * leader.bar <= SMALLEST
-    }
-
-    fn challenge(&self, leader: &mut Leader, id: u32, word: u32) {
-        if 1.0 - open_unit(word) >= f64::from(self.weights[id as usize]) * leader.bar {
-            return;
-        }
-        let other = self.leader(id, word);
-        if other.score > leader.score || (other.score == leader.score && id < leader.id) {
-            *leader = other;
-        }
     }
 }
 
@@ -630,6 +507,18 @@ mod tests {
                 let sampled = sample_with(&settings, &logits, row, &[]);
                 assert_eq!(Some(sampled.token as usize), plain);
             }
+        }
+    }
+
+    #[test]
+    fn a_vanishing_temperature_is_greedy() {
+        for temperature in [1e-3, 1e-40, f64::MIN_POSITIVE / 8.0] {
+            let settings = SamplingSettings {
+                temperature,
+                ..SamplingSettings::default()
+            };
+            let sampled = sample_with(&settings, &LOGITS, 0, &[]);
+            assert_eq!((sampled.token, sampled.log_prob), (2, 0.0));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use super::{PipelineArgs, write_findings};
+use super::{PipelineArgs, number, write_findings};
 use crate::registry::Registry;
 
 /// Checks a pipeline file; writes what is wrong with it. Returns the exit code.
@@ -15,11 +15,11 @@ pub fn check(args: &PipelineArgs, registry: &Registry, out: &mut dyn Write) -> i
             write_findings(&plan.warnings, out)?;
             writeln!(
                 out,
-                "{}: {} stages, {} samples a step, {} optimiser steps a step",
+                "{}: {}, {} a step, {} a step",
                 plan.pipe.name,
-                plan.stages.len(),
-                plan.batch.rows,
-                plan.batch.optimizer_steps
+                number(plan.stages.len(), "stage"),
+                number(plan.batch.rows, "sample"),
+                number(plan.batch.optimizer_steps, "optimiser step")
             )?;
             Ok(0)
         }

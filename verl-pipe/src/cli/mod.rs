@@ -47,11 +47,15 @@ pub fn write_findings(findings: &[Diagnostic], out: &mut dyn Write) -> io::Resul
         writeln!(out, "{finding}\n")?;
     }
     let errors = findings.iter().filter(|finding| finding.is_error()).count();
-    let number = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     writeln!(
         out,
         "{}, {}",
         number(errors, "error"),
         number(findings.len() - errors, "warning")
     )
+}
+
+/// `1 stage`, `2 stages`.
+fn number(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }

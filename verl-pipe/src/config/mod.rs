@@ -31,7 +31,9 @@ use crate::config::decode::{Decoded, Fault, decode};
 use crate::config::source::Source;
 use crate::diagnostic::{Diagnostic, nearest, quoted, suggest};
 use crate::pipe::{DataDecl, DataPipe, ModelDecl, RunConfig, StageDecl};
+use crate::plan::checks::batch_sizes;
 use crate::registry::Registry;
+use crate::schedule::batching::BatchPlan;
 
 /// Sections of a pipeline file.
 pub(crate) const SECTIONS: [&str; 7] = [
@@ -86,11 +88,14 @@ pub fn parse_pipeline<S: AsRef<str>>(
         findings,
     };
     let pipe = reader.pipeline(document);
-    if reader.findings.is_empty() {
-        Ok(pipe)
-    } else {
-        Err(reader.findings)
+    let mut findings = reader.findings;
+    if findings.is_empty() {
+        return Ok(pipe);
     }
+    // What else can be told although the pipeline is incomplete.
+    let (_, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices);
+    findings.extend(violations.iter().map(batch_sizes::finding));
+    Err(findings)
 }
 
 /// The pipeline as a file, every setting stated; what was given as objects appears by name only.
@@ -124,18 +129,18 @@ pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
         .map(|model| (model.name.clone(), entry(&model.kind, &model.config)));
     document.insert("models".to_owned(), Value::Object(models.collect()));
     let stages = pipe.stages.iter().map(|stage| {
-        let mut value = entry(&stage.kind, &stage.config);
-        if let Value::Object(map) = &mut value {
-            map.insert("name".to_owned(), stage.name.clone().into());
-            if !stage.rename.is_empty() {
-                let rename = stage
-                    .rename
-                    .iter()
-                    .map(|(own, key)| (own.clone(), key.clone().into()));
-                map.insert("rename".to_owned(), Value::Object(rename.collect()));
-            }
+        let mut map = Map::new();
+        map.insert("kind".to_owned(), stage.kind.clone().into());
+        map.insert("name".to_owned(), stage.name.clone().into());
+        if !stage.rename.is_empty() {
+            let rename = stage
+                .rename
+                .iter()
+                .map(|(own, key)| (own.clone(), key.clone().into()));
+            map.insert("rename".to_owned(), Value::Object(rename.collect()));
         }
-        value
+        map.extend(stage.config.as_object().cloned().unwrap_or_default());
+        Value::Object(map)
     });
     document.insert("stages".to_owned(), stages.collect());
     let mut document = Value::Object(document);
@@ -421,8 +426,14 @@ impl Reader<'_> {
     }
 
     fn faults(&mut self, at: &[&str], place: &str, faults: Vec<Fault>) {
+        let misspelt: Vec<Vec<String>> = faults.iter().filter_map(meant).collect();
         for fault in faults {
-            self.fault(at, place, fault);
+            // A setting that is there under a misspelt name is not told twice.
+            if !(matches!(fault, Fault::Missing { .. })
+                && misspelt.iter().any(|path| path == fault.path()))
+            {
+                self.fault(at, place, fault);
+            }
         }
     }
 
@@ -469,11 +480,45 @@ impl Reader<'_> {
                 };
                 Diagnostic::error("C004", format!("`{setting}` has a value that does not fit"))
                     .at(where_)
-                    .because(reason)
+                    .because(plain(&reason))
                     .help(help)
             }
         });
     }
+}
+
+/// The path of the setting that an unknown key probably means.
+fn meant(fault: &Fault) -> Option<Vec<String>> {
+    let Fault::Unknown { path, known } = fault else {
+        return None;
+    };
+    let (last, parents) = path.split_last()?;
+    let near = nearest(last, known.iter().map(String::as_str))?;
+    Some(parents.iter().cloned().chain([near.to_owned()]).collect())
+}
+
+/// The words of the deserialiser without the names of Rust's types.
+fn plain(reason: &str) -> String {
+    let mut words = reason
+        .replace("invalid type: ", "it is ")
+        .replace("invalid value: ", "it is ")
+        .replace("it is string", "it is the text");
+    for (from, to) in [
+        ("expected usize", "but a whole number from 0 is needed"),
+        ("expected u64", "but a whole number from 0 is needed"),
+        ("expected u32", "but a whole number from 0 is needed"),
+        ("expected i64", "but a whole number is needed"),
+        ("expected f64", "but a number is needed"),
+        ("expected f32", "but a number is needed"),
+        ("expected a string", "but a text is needed"),
+        ("expected a boolean", "but true or false is needed"),
+        ("expected a sequence", "but a list is needed"),
+    ] {
+        if let Some(start) = words.strip_suffix(from) {
+            words = format!("{start}{to}");
+        }
+    }
+    words
 }
 
 fn owned(path: &[&str]) -> Vec<String> {

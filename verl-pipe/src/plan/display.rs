@@ -36,6 +36,9 @@ impl fmt::Display for Plan {
     }
 }
 
+/// Columns that a line of a plan keeps to.
+const WIDTH: usize = 100;
+
 fn count(n: usize, what: &str) -> String {
     if n == 1 {
         format!("1 {what}")
@@ -58,7 +61,7 @@ impl Plan {
         };
         writeln!(
             f,
-            "\n{:>3}  {title:<38}  {:<26}{}",
+            "\n{:>3}  {title:<32}  {:<26}{}",
             index + 1,
             self.rows(stage),
             cut(stage)
@@ -82,20 +85,22 @@ impl Plan {
         for field in &stage.spec.writes {
             let key = stage.key(&field.name);
             let shape = self.shape(field, stage.table_out);
-            let tag = field
-                .tag
-                .as_ref()
-                .map_or(String::new(), |tag| format!(" {tag}"));
             let line = format!(
-                "       -> {key:<22}{:<5}{shape:<13}{tag}",
+                "       -> {key:<22}{:<5}{shape:<10}",
                 field.dtype.to_string()
             );
-            writeln!(f, "{}", line.trim_end())?;
+            match &field.tag {
+                None => writeln!(f, "{}", line.trim_end())?,
+                Some(tag) if line.chars().count() + tag.to_string().chars().count() < WIDTH => {
+                    writeln!(f, "{line} {tag}")?;
+                }
+                Some(tag) => writeln!(f, "{}\n          {tag}", line.trim_end())?,
+            }
         }
         let waits: Vec<&str> = stage.after.iter().map(|&other| self.name(other)).collect();
         if !waits.is_empty() {
             let line = format!(
-                "       waits for {}: weights change after they were read",
+                "       waits for {}, which read what it changes",
                 waits.join(", ")
             );
             writeln!(f, "{line}")?;
@@ -242,7 +247,7 @@ impl Plan {
         writeln!(f, "\nmemory")?;
         writeln!(
             f,
-            "  {:<16}{:>13}{:>12}{:>12}{:>17}  ",
+            "  {:<16}{:>13}{:>12}{:>12}{:>17}",
             "model", "parameters", "weights", "training", "cache a sample"
         )?;
         let (mut weights, mut training) = (0u64, 0u64);
@@ -261,7 +266,7 @@ impl Plan {
             let line = format!(
                 "  {:<16}{:>13}{:>12}{:>12}{:>17}  {}",
                 model.name,
-                info.num_parameters,
+                parameters(info.num_parameters),
                 bytes(info.weight_bytes),
                 bytes(trains),
                 bytes(cache),
@@ -358,6 +363,14 @@ fn cut(stage: &PlannedStage) -> String {
         Cardinality::Row => format!("streams, {rows} a call"),
         Cardinality::Group => format!("streams groups, {rows} a call"),
         Cardinality::Batch => "waits for the whole batch".to_owned(),
+    }
+}
+
+fn parameters(n: u64) -> String {
+    match n {
+        1_000_000_000.. => format!("{:.2} B", n as f64 / 1e9),
+        1_000_000.. => format!("{:.1} M", n as f64 / 1e6),
+        _ => n.to_string(),
     }
 }
 

@@ -1,4 +1,4 @@
-//! [`Plan`]: a checked pipeline. Only [`DataPipe::plan`](crate::pipe::DataPipe::plan) makes one.
+//! [`Plan`]: a checked pipeline. Only [`DataPipe::plan`] makes one.
 //!
 //! # Tables: rows of the same kind
 //!

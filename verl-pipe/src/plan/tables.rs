@@ -85,10 +85,14 @@ pub(crate) fn lay_out(
         carried: Vec::new(),
         depth: Vec::new(),
     };
-    for &index in order.iter().filter(|&&index| draft.stages[index].in_step()) {
+    for &index in order {
         let Some(spec) = &draft.stages[index].spec else {
             continue;
         };
+        if !draft.stages[index].in_step() {
+            findings.extend(observer_with_keys(draft.name(index), spec));
+            continue;
+        }
         tables.input[index] = input_table(draft, index, &tables);
         check_rows(draft, index, spec, &tables, findings);
         tables.output[index] = output_table(draft, index, spec, &mut tables);
@@ -216,6 +220,25 @@ fn check_rows(
             findings.extend(foreign_rows(draft, link, on, tables));
         }
     }
+}
+
+/// An observer runs between steps, where there are no rows.
+fn observer_with_keys(name: &str, spec: &StageSpec) -> Option<Diagnostic> {
+    let keys = spec
+        .reads
+        .iter()
+        .chain(&spec.writes)
+        .map(|field| field.name.as_ref());
+    let keys = quoted(keys);
+    (!keys.is_empty()).then(|| {
+        Diagnostic::error(
+            "P015",
+            format!("`{name}` runs between steps but has keys: {keys}"),
+        )
+        .at(format!("stage `{name}`"))
+        .because("between steps there are no rows that it could read or write")
+        .help("let it run in every step, or work on its model and data only")
+    })
 }
 
 fn read_names(spec: &StageSpec) -> String {

@@ -22,7 +22,7 @@ pub enum RunError {
         /// Its name in the pipeline.
         name: String,
         /// What is wrong.
-        source: DataError,
+        source: Box<DataError>,
     },
     /// A model cannot be loaded.
     #[error("model `{name}` cannot be loaded: {source}")]
@@ -46,7 +46,7 @@ pub enum RunError {
         /// Its name.
         stage: String,
         /// What is wrong.
-        source: StageError,
+        source: Box<StageError>,
     },
     /// A call of a stage failed.
     #[error("step {step}, stage `{stage}`, {rows}: {source}")]
@@ -58,7 +58,7 @@ pub enum RunError {
         /// Which rows it was working on.
         rows: String,
         /// What is wrong.
-        source: StageError,
+        source: Box<StageError>,
     },
     /// A call of a stage panicked.
     #[error("step {step}, stage `{stage}`, {rows}: it panicked: {message}")]
@@ -96,7 +96,7 @@ pub enum RunError {
         /// The step.
         step: u64,
         /// What is wrong.
-        source: GuardError,
+        source: Box<GuardError>,
     },
     /// Rows could not be put together; a fault of the engine.
     #[error("step {step}, input of stage `{stage}`: {source}")]
@@ -106,7 +106,7 @@ pub enum RunError {
         /// The reader.
         stage: String,
         /// What is wrong.
-        source: BatchError,
+        source: Box<BatchError>,
     },
     /// Nothing runs, and some stages still wait; a fault of the engine.
     #[error("step {step}: nothing runs, but these wait:\n{waits}")]

@@ -75,26 +75,16 @@ pub enum GuardError {
         value: f64,
     },
     /// Lists of one row that should be equally long and are not.
-    #[error(
-        "stage `{stage}`, row {row} (sample {id}): `{first}` has {first_len} values and `{key}` has {len}, but both are declared with length {dim}"
-    )]
+    #[error("stage `{stage}`, row {row} (sample {id}): {lengths}")]
     Length {
         /// The stage.
         stage: String,
-        /// The key.
-        key: String,
-        /// Its length.
-        len: usize,
-        /// The key that it is compared with.
-        first: String,
-        /// Length of that.
-        first_len: usize,
-        /// The dim that both declare.
-        dim: String,
         /// Position among the step's rows.
         row: usize,
         /// Identity of the row.
         id: RowId,
+        /// Which keys, and how long they are.
+        lengths: Box<LengthDifference>,
     },
     /// A row that does not belong to the call.
     #[error(
@@ -138,6 +128,24 @@ pub enum GuardError {
         /// Number of rows.
         rows: usize,
     },
+}
+
+/// Two keys of a row whose lists differ in length though they declare the same one.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error(
+    "`{first}` has {first_len} values and `{key}` has {len}, but both are declared with length {dim}"
+)]
+pub struct LengthDifference {
+    /// The key.
+    pub key: String,
+    /// Its length.
+    pub len: usize,
+    /// The key that it is compared with.
+    pub first: String,
+    /// Length of that.
+    pub first_len: usize,
+    /// The dim that both declare.
+    pub dim: String,
 }
 
 /// Where the guard stands: the stage, and the first row of the batch among the step's rows.
@@ -331,15 +339,18 @@ impl GuardScope<'_> {
                 let len = list.value_length(other) as usize;
                 if len != first_len {
                     let (row, id) = self.row(row);
-                    return Err(GuardError::Length {
-                        stage: self.stage.to_owned(),
+                    let lengths = LengthDifference {
                         key: (*key).to_owned(),
                         len,
                         first: (*first).to_owned(),
                         first_len,
                         dim: dim.to_owned(),
+                    };
+                    return Err(GuardError::Length {
+                        stage: self.stage.to_owned(),
                         row,
                         id,
+                        lengths: Box::new(lengths),
                     });
                 }
             }

@@ -17,6 +17,10 @@ pub fn cancel_on_ctrl_c(token: CancelToken) -> std::io::Result<()> {
         runtime.block_on(async {
             while tokio::signal::ctrl_c().await.is_ok() {
                 if token.is_cancelled() {
+                    #[expect(
+                        clippy::disallowed_methods,
+                        reason = "the user asked twice: waiting for threads is what he does not want"
+                    )]
                     std::process::exit(CANCELLED_STATUS.into());
                 }
                 token.cancel();

@@ -5,9 +5,19 @@ use std::path::{Path, PathBuf};
 
 use crate::resource::{Snapshot, WeightsVersion};
 use crate::run::error::RunError;
-use crate::run::runner::{Run, RunSnapshot};
+use crate::run::runner::Run;
 use crate::run::worker::WorkerState;
 
+/// State of all models and stages between two steps.
+#[derive(Debug, Clone)]
+pub struct RunSnapshot {
+    /// Steps that were done.
+    pub step: u64,
+    /// Models by name.
+    pub models: BTreeMap<String, Snapshot>,
+    /// Stages by name, those that have state.
+    pub stages: BTreeMap<String, Snapshot>,
+}
 /// Models and stages of a worker, by name and by index.
 type WorkerSnapshots = (BTreeMap<String, Snapshot>, BTreeMap<usize, Snapshot>);
 

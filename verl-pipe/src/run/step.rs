@@ -14,15 +14,15 @@ use crate::run::convert::convert;
 use crate::run::error::RunError;
 use crate::run::guard::{GuardError, GuardScope};
 use crate::run::outputs::Outputs;
-use crate::run::table::{TableState, down_range, runs, up, up_range};
+use crate::run::table::{TableState, runs, up_range};
 use crate::schedule::placement::{Place, Schedule};
-use crate::stage::{Cadence, Cardinality, RowRule};
+use crate::stage::{Cadence, RowRule};
 
 /// A call of a stage: stage and slice.
 pub(crate) type CallId = (usize, usize);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
+pub(super) enum Phase {
     Waiting,
     Ready,
     Running,
@@ -30,45 +30,45 @@ enum Phase {
 }
 
 #[derive(Debug)]
-struct Slice {
-    rows: Range<usize>,
-    phase: Phase,
+pub(super) struct Slice {
+    pub(super) rows: Range<usize>,
+    pub(super) phase: Phase,
     /// First source and row that had not come at the last look.
-    looked: (usize, usize),
-    emitted: usize,
+    pub(super) looked: (usize, usize),
+    pub(super) emitted: usize,
     /// For a filter: position, chunk and row in the chunk of each row kept.
-    kept: Vec<(u32, u32, u32)>,
+    pub(super) kept: Vec<(u32, u32, u32)>,
 }
 
 #[derive(Debug, Default)]
-struct StageState {
-    slices: Vec<Slice>,
+pub(super) struct StageState {
+    pub(super) slices: Vec<Slice>,
     /// Rows that slices cover so far.
-    cut: usize,
+    pub(super) cut: usize,
     /// No further slice will come.
-    all_cut: bool,
+    pub(super) all_cut: bool,
     /// Slices before this one were handed out (stages that take slices in order).
-    next: usize,
-    finished: usize,
+    pub(super) next: usize,
+    pub(super) finished: usize,
     /// Slices before this one added their rows to the filter's table.
-    appended: usize,
-    waits_for: usize,
-    done: bool,
-    outputs: Outputs,
+    pub(super) appended: usize,
+    pub(super) waits_for: usize,
+    pub(super) done: bool,
+    pub(super) outputs: Outputs,
 }
 
 /// The state of one step.
 pub(crate) struct StepState {
-    schedule: Arc<Schedule>,
-    step: u64,
-    tables: Vec<TableState>,
-    stages: Vec<StageState>,
+    pub(super) schedule: Arc<Schedule>,
+    pub(super) step: u64,
+    pub(super) tables: Vec<TableState>,
+    pub(super) stages: Vec<StageState>,
     /// Whether a stage takes its slices in order.
-    in_order: Vec<bool>,
-    ready_host: BTreeSet<CallId>,
-    ready_device: BTreeSet<CallId>,
-    undone: usize,
-    grown: VecDeque<usize>,
+    pub(super) in_order: Vec<bool>,
+    pub(super) ready_host: BTreeSet<CallId>,
+    pub(super) ready_device: BTreeSet<CallId>,
+    pub(super) undone: usize,
+    pub(super) grown: VecDeque<usize>,
 }
 
 impl StepState {
@@ -157,7 +157,7 @@ impl StepState {
             .map_err(|source| RunError::Input {
                 step: self.step,
                 stage: planned.name.clone(),
-                source,
+                source: Box::new(source),
             })?;
         let positions: Vec<u32> = rows.map(|r| r as u32).collect();
         let scope = self.scope(stage, &positions, ids);
@@ -331,7 +331,7 @@ impl StepState {
                 .map_err(|source| RunError::Input {
                     step: self.step,
                     stage: self.schedule.plan.stages[call.0].name.clone(),
-                    source,
+                    source: Box::new(source),
                 })?;
         }
         self.emit(call, input, &nulls)
@@ -408,7 +408,7 @@ impl StepState {
         let end = self.tables[table].len();
         self.grown.push_back(table);
         if end > first {
-            self.wake_readers(stage, &[first..end]);
+            self.wake_readers(stage, std::slice::from_ref(&(first..end)));
         }
     }
 
@@ -444,7 +444,7 @@ impl StepState {
                         stage: schedule.plan.stages[schedule.plan.tables[*child].made_by]
                             .name
                             .clone(),
-                        source,
+                        source: Box::new(source),
                     })?;
             }
             for stage in &schedule.wiring.takers[table] {
@@ -477,167 +477,6 @@ impl StepState {
         Ok(())
     }
 
-    fn cut_slices(&mut self, stage: usize, table: usize) {
-        let schedule = self.schedule.clone();
-        let size = schedule.slice_rows[stage].max(1);
-        let (known, total) = (self.tables[table].len(), self.tables[table].total);
-        let ended = total == Some(known);
-        match schedule.plan.stages[stage].spec.cardinality {
-            _ if self.stages[stage].all_cut => return,
-            Cardinality::Batch if !ended => return,
-            Cardinality::Batch => self.push_slice(stage, 0..known),
-            Cardinality::Row => {
-                while self.stages[stage].cut + size <= known {
-                    let start = self.stages[stage].cut;
-                    self.push_slice(stage, start..start + size);
-                }
-                if ended {
-                    self.push_slice(stage, self.stages[stage].cut..known);
-                }
-            }
-            Cardinality::Group => {
-                let start = self.stages[stage].cut;
-                for cut in whole_groups(&self.tables[table].ids()[start..], size, ended) {
-                    self.push_slice(stage, start + cut.start..start + cut.end);
-                }
-            }
-        }
-        self.stages[stage].all_cut = ended;
-    }
-
-    /// Adds a slice; one without rows only for stages that take none.
-    fn push_slice(&mut self, stage: usize, rows: Range<usize>) {
-        let takes_rows = self.schedule.plan.stages[stage].table_in.is_some();
-        let state = &mut self.stages[stage];
-        state.cut = rows.end;
-        if rows.is_empty() && takes_rows {
-            return;
-        }
-        let looked = (0, rows.start);
-        state.slices.push(Slice {
-            rows,
-            phase: Phase::Waiting,
-            looked,
-            emitted: 0,
-            kept: Vec::new(),
-        });
-    }
-
-    fn look_at_all(&mut self, stage: usize, from: usize) {
-        for slice in from..self.stages[stage].slices.len() {
-            self.look(stage, slice);
-        }
-    }
-
-    fn wake_readers(&mut self, writer: usize, runs: &[Range<usize>]) {
-        let schedule = self.schedule.clone();
-        for reader in &schedule.wiring.stages[writer].readers {
-            let wires = &schedule.wiring.stages[*reader];
-            let Some(source) = wires.sources.iter().find(|s| s.writer == writer) else {
-                continue;
-            };
-            for run in runs {
-                let rows = down_range(&self.tables, &source.path, run);
-                let slices = &self.stages[*reader].slices;
-                let first = slices.partition_point(|s| s.rows.end <= rows.start);
-                let end = slices.partition_point(|s| s.rows.start < rows.end);
-                for slice in first..end {
-                    self.look(*reader, slice);
-                }
-            }
-        }
-    }
-
-    /// Makes a waiting slice ready if all that it needs is there.
-    fn look(&mut self, stage: usize, slice: usize) {
-        let state = &self.stages[stage];
-        if state.waits_for > 0 || state.slices[slice].phase != Phase::Waiting {
-            return;
-        }
-        if let Some(missing) = self.first_missing(stage, slice) {
-            self.stages[stage].slices[slice].looked = missing;
-            return;
-        }
-        self.stages[stage].slices[slice].phase = Phase::Ready;
-        let ready = match self.schedule.places[stage] {
-            Place::Host => &mut self.ready_host,
-            Place::Group(_) => &mut self.ready_device,
-        };
-        if !self.in_order[stage] {
-            ready.insert((stage, slice));
-            return;
-        }
-        let state = &mut self.stages[stage];
-        while state
-            .slices
-            .get(state.next)
-            .is_some_and(|s| s.phase != Phase::Waiting)
-        {
-            ready.insert((stage, state.next));
-            state.next += 1;
-        }
-    }
-
-    /// The first source and row of the slice that has not come.
-    fn first_missing(&self, stage: usize, slice: usize) -> Option<(usize, usize)> {
-        let sources = &self.schedule.wiring.stages[stage].sources;
-        let slice = &self.stages[stage].slices[slice];
-        let (first, mut row) = slice.looked;
-        for (at, source) in sources.iter().enumerate().skip(first) {
-            let outputs = &self.stages[source.writer].outputs;
-            let missing =
-                (row..slice.rows.end).find(|r| !outputs.has(up(&self.tables, &source.path, *r)));
-            if let Some(row) = missing {
-                return Some((at, row));
-            }
-            row = slice.rows.start;
-        }
-        None
-    }
-
-    /// One line for each stage that is not done: what it waits for.
-    pub(crate) fn waits(&self) -> String {
-        let plan = &self.schedule.plan;
-        let mut lines = Vec::new();
-        for (index, state) in self.stages.iter().enumerate().filter(|(_, s)| !s.done) {
-            let name = &plan.stages[index].name;
-            let waiting = state.slices.iter().position(|s| s.phase == Phase::Waiting);
-            let what = match waiting {
-                _ if state.waits_for > 0 => {
-                    format!("{} stages that come before it", state.waits_for)
-                }
-                Some(slice) => self.describe_wait(index, slice),
-                None if state.all_cut => {
-                    format!("{} running calls", state.slices.len() - state.finished)
-                }
-                None => "rows from the stages before it".to_owned(),
-            };
-            lines.push(format!("  `{name}` waits for {what}"));
-        }
-        lines.join("\n")
-    }
-
-    fn describe_wait(&self, stage: usize, slice: usize) -> String {
-        let wires = &self.schedule.wiring.stages[stage];
-        let rows = &self.stages[stage].slices[slice].rows;
-        let Some((at, row)) = self.first_missing(stage, slice) else {
-            return format!("its turn with rows {}..{}", rows.start, rows.end);
-        };
-        let keys: Vec<&str> = wires
-            .inputs
-            .iter()
-            .filter(|i| i.source == at)
-            .map(|i| i.key.as_str())
-            .collect();
-        let writer = &self.schedule.plan.stages[wires.sources[at].writer].name;
-        format!(
-            "{} of row {row} (rows {}..{}) from `{writer}`",
-            keys.join(", "),
-            rows.start,
-            rows.end
-        )
-    }
-
     fn scope<'a>(&'a self, stage: usize, positions: &'a [u32], ids: &'a [u64]) -> GuardScope<'a> {
         GuardScope {
             stage: &self.schedule.plan.stages[stage].name,
@@ -650,40 +489,9 @@ impl StepState {
     fn guard(&self, source: GuardError) -> RunError {
         RunError::Guard {
             step: self.step,
-            source,
+            source: Box::new(source),
         }
     }
-}
-
-/// Ranges of whole groups with about `size` rows; the last group counts as whole only when the rows have `ended`.
-fn whole_groups(ids: &[u64], size: usize, ended: bool) -> Vec<Range<usize>> {
-    let group = |at: usize| RowId(ids[at]).group();
-    let mut cuts = Vec::new();
-    let (mut start, mut end) = (0, 0);
-    let mut at = 0;
-    while at < ids.len() {
-        let mut next = at + 1;
-        while next < ids.len() && group(next) == group(at) {
-            next += 1;
-        }
-        if next == ids.len() && !ended {
-            break;
-        }
-        if end > start && next - start > size {
-            cuts.push(start..end);
-            start = end;
-        }
-        end = next;
-        if end - start >= size {
-            cuts.push(start..end);
-            start = end;
-        }
-        at = next;
-    }
-    if ended && end > start {
-        cuts.push(start..end);
-    }
-    cuts
 }
 
 fn ids_of(batch: &Batch) -> &[u64] {

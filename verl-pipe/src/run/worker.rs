@@ -178,7 +178,7 @@ pub(crate) fn start_stage(
     made.start(&mut StartContext { data, models })
         .map_err(|source| RunError::Start {
             stage: stage(),
-            source,
+            source: Box::new(source),
         })?;
     Ok(made)
 }

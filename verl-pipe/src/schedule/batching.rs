@@ -457,3 +457,208 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
         });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn devices(n: usize, tensor_parallel: usize) -> DevicesConfig {
+        DevicesConfig {
+            group: format!("cuda:0-{}", n - 1),
+            rollout_tensor_parallel: tensor_parallel,
+        }
+    }
+
+    fn batch(prompts: usize, samples: usize, mini: usize, micro: usize) -> BatchConfig {
+        BatchConfig {
+            prompts,
+            samples,
+            mini_batch: Some(mini),
+            micro_batch: Some(micro),
+            ..BatchConfig::default()
+        }
+    }
+
+    #[track_caller]
+    fn check_refused(batch: &BatchConfig, devices: &DevicesConfig, expected: &[(&str, &[usize])]) {
+        let violations = BatchPlan::solve(batch, devices).expect_err("does not divide");
+        let found: Vec<(&str, &[usize])> = violations
+            .iter()
+            .map(|violation| (violation.setting, violation.nearest.as_slice()))
+            .collect();
+        assert_eq!(found, expected, "{violations:#?}");
+    }
+
+    #[test]
+    fn samples_devices_mini_and_micro_batches() {
+        // P = 4, n = 3, three devices, M = 2, u = 2: 12 samples, 4 a device, mini 6 (2 a device), 1 micro, 2 steps.
+        let plan = BatchPlan::solve(&batch(4, 3, 2, 2), &devices(3, 1)).expect("divides");
+        assert_eq!(
+            (plan.rows, plan.rows_per_device, plan.mini_rows),
+            (12, 4, 6)
+        );
+        assert_eq!(
+            (plan.micro_batches, plan.mini_batches, plan.optimizer_steps),
+            (1, 2, 2)
+        );
+        let plan = BatchPlan::solve(&batch(32, 8, 32, 4), &devices(8, 1)).expect("divides");
+        assert_eq!((plan.micro_batches, plan.optimizer_steps), (8, 1));
+        let whole =
+            BatchPlan::solve(&BatchConfig::default(), &DevicesConfig::default()).expect("divides");
+        assert_eq!(
+            (
+                whole.rows,
+                whole.micro_rows,
+                whole.log_prob_micro_rows,
+                whole.micro_batches
+            ),
+            (8, 8, 8, 1)
+        );
+    }
+
+    #[test]
+    fn no_count_is_rounded_to_zero() {
+        // One sample a device, but four a micro-batch.
+        check_refused(
+            &batch(8, 1, 8, 4),
+            &devices(8, 1),
+            &[("batch.micro_batch", &[1])],
+        );
+        // Half a sample a device.
+        check_refused(
+            &batch(8, 1, 4, 1),
+            &devices(8, 1),
+            &[("batch.mini_batch", &[8]), ("batch.micro_batch", &[])],
+        );
+    }
+
+    #[test]
+    fn all_violations_are_told_with_the_nearest_values() {
+        check_refused(
+            &batch(256, 1, 80, 3),
+            &devices(8, 3),
+            &[
+                ("devices.rollout_tensor_parallel", &[2, 4]),
+                ("batch.mini_batch", &[64, 128]),
+                ("batch.micro_batch", &[2, 5]),
+            ],
+        );
+        check_refused(
+            &batch(7, 1, 7, 1),
+            &devices(2, 1),
+            &[("batch.prompts", &[14]), ("batch.mini_batch", &[])],
+        );
+        check_refused(
+            &batch(4, 2, 8, 1),
+            &devices(1, 1),
+            &[("batch.mini_batch", &[4])],
+        );
+        check_refused(
+            &batch(0, 0, 0, 0),
+            &DevicesConfig {
+                group: "gpu:".to_owned(),
+                rollout_tensor_parallel: 0,
+            },
+            &[
+                ("devices.group", &[]),
+                ("batch.prompts", &[1]),
+                ("batch.samples", &[1]),
+                ("batch.mini_batch", &[1]),
+                ("batch.micro_batch", &[1]),
+                ("devices.rollout_tensor_parallel", &[1]),
+            ],
+        );
+    }
+
+    #[test]
+    fn sizes_that_overflow_are_refused() {
+        let huge = BatchConfig {
+            prompts: usize::MAX,
+            samples: usize::MAX,
+            ..BatchConfig::default()
+        };
+        let violations = BatchPlan::solve(&huge, &DevicesConfig::default()).expect_err("too large");
+        assert!(
+            violations
+                .iter()
+                .all(|violation| violation.nearest == [MAX_COUNT])
+        );
+    }
+
+    #[test]
+    fn groups_of_devices() {
+        #[track_caller]
+        fn check(group: &str, expected: Option<&[&str]>) {
+            let config = DevicesConfig {
+                group: group.to_owned(),
+                ..DevicesConfig::default()
+            };
+            let list = config.list().ok();
+            let list: Option<Vec<&str>> = list
+                .as_ref()
+                .map(|list| list.iter().map(String::as_str).collect());
+            assert_eq!(list.as_deref(), expected, "{group}");
+        }
+        check("cpu", Some(&["cpu"]));
+        check("cuda:1", Some(&["cuda:1"]));
+        check("cuda:0-2", Some(&["cuda:0", "cuda:1", "cuda:2"]));
+        check("cuda:2-0", None);
+        check("cuda:", None);
+        check("cuda:x", None);
+        check("", None);
+        check(":1", None);
+    }
+}
+
+#[cfg(test)]
+mod properties {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// A solved plan adds up; a refused one is solved by the nearest values of a lone violation.
+        #[test]
+        fn plans_add_up(prompts in 1usize..65, samples in 1usize..9, mini in 1usize..65, micro in 1usize..33,
+                        group in 1usize..9, tensor_parallel in 1usize..5, epochs in 1usize..4) {
+            let batch = BatchConfig {
+                prompts, samples, mini_batch: Some(mini), micro_batch: Some(micro),
+                log_prob_micro_batch: Some(micro), epochs,
+            };
+            let devices = DevicesConfig {
+                group: format!("cuda:0-{}", group - 1), rollout_tensor_parallel: tensor_parallel,
+            };
+            match BatchPlan::solve(&batch, &devices) {
+                Ok(plan) => {
+                    prop_assert_eq!(plan.rows, prompts * samples);
+                    prop_assert_eq!(plan.rollout_shards * tensor_parallel, group);
+                    prop_assert_eq!(plan.rollout_shards * plan.rows_per_rollout_shard, plan.rows);
+                    prop_assert_eq!(plan.mini_batches * plan.mini_rows, plan.rows);
+                    prop_assert_eq!(plan.micro_rows * plan.micro_batches * group, plan.mini_rows);
+                    prop_assert_eq!(plan.optimizer_steps, plan.mini_batches * epochs);
+                    prop_assert!(plan.log_prob_micro_batches * micro >= plan.rows_per_rollout_shard);
+                    prop_assert!((plan.log_prob_micro_batches - 1) * micro < plan.rows_per_rollout_shard);
+                }
+                Err(violations) => {
+                    prop_assert!(!violations.is_empty());
+                    if let [one] = violations.as_slice() {
+                        for &value in &one.nearest {
+                            let (mut batch, mut devices) = (batch.clone(), devices.clone());
+                            match one.setting {
+                                "batch.prompts" => batch.prompts = value,
+                                "batch.mini_batch" => batch.mini_batch = Some(value),
+                                "batch.micro_batch" => batch.micro_batch = Some(value),
+                                _ => devices.rollout_tensor_parallel = value,
+                            }
+                            let again = BatchPlan::solve(&batch, &devices).err().unwrap_or_default();
+                            let same = again.iter().any(|violation| {
+                                violation.setting == one.setting && violation.rule == one.rule
+                            });
+                            prop_assert!(!same, "{:?} -> {}: {:?}", one, value, again);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_pipe::batch::Batch;
 use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::field::{LogProbTag, Support, Weights};
+use verl_pipe::field::{Key, LogProbTag, Scalar, Support, Weights};
 use verl_pipe::keys::*;
 use verl_pipe::pipe::DataPipe;
 use verl_pipe::registry::Registry;
@@ -133,6 +133,26 @@ stage_config!(Evaluate, "evaluate", { model: String = "actor".to_owned(), every:
     declared(StageSpec::new().observer(this.every).uses(&this.model, Access::Read))
 });
 
+/// Rewards brought to mean 0 over the whole batch.
+const WHITENED: Key<Scalar<f32>> =
+    Key::new("whitened_rewards", "[B]", "reward", "rewards of mean 0");
+/// Rewards times a factor.
+const SCALED: Key<Scalar<f32>> =
+    Key::new("scaled_rewards", "[B]", "reward", "rewards times a factor");
+
+stage_config!(Whiten, "whiten", {}, |_this, context| {
+    declared(
+        StageSpec::new()
+            .reads(REWARDS)
+            .writes(WHITENED)
+            .cardinality(Cardinality::Batch),
+    )
+});
+
+stage_config!(Scale, "scale", { factor: f64 = 1.0 }, |_this, context| {
+    declared(StageSpec::new().reads(REWARDS).writes(SCALED))
+});
+
 /// A model that is described and never loaded.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -217,6 +237,8 @@ pub fn registry() -> Registry {
         .stage::<Advantages>()
         .stage::<Update>()
         .stage::<Evaluate>()
+        .stage::<Whiten>()
+        .stage::<Scale>()
         .model::<Decoder>()
         .data_files::<Questions>(&["jsonl"])
 }

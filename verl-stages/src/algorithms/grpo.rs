@@ -56,7 +56,11 @@ impl Algorithm for Grpo {
     fn reads(&self, policy: &LogProbTag) -> Vec<Field> {
         let mut fields = vec![MASK_KINDS.field(), ADVANTAGES.field()];
         if self.kl_coef != 0.0 {
-            let reference = LogProbTag { policy: None, weights: Some(Weights::Frozen), ..policy.clone() };
+            let reference = LogProbTag {
+                policy: None,
+                weights: Some(Weights::Frozen),
+                ..policy.clone()
+            };
             fields.push(REF_LOG_PROBS.tagged(reference));
         }
         fields
@@ -72,18 +76,32 @@ impl Algorithm for Grpo {
 
     fn objective(&self) -> Result<Objective, Vec<ConfigError>> {
         let mut faults = Vec::new();
-        let policy = ClippedPolicyLoss { clip_low: self.clip_low, clip_high: self.clip_high, dual_clip: self.dual_clip };
+        let policy = ClippedPolicyLoss {
+            clip_low: self.clip_low,
+            clip_high: self.clip_high,
+            dual_clip: self.dual_clip,
+        };
         if let Err(error) = policy.check() {
             faults.push(fault("clip_low, clip_high, dual_clip", &error));
         }
-        for (name, value) in [("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)] {
+        for (name, value) in [
+            ("kl_coef", self.kl_coef),
+            ("entropy_coef", self.entropy_coef),
+        ] {
             if !(value >= 0.0 && value.is_finite()) {
-                faults.push(ConfigError::new(name, format!("is {value}"), "set it to a number from 0"));
+                faults.push(ConfigError::new(
+                    name,
+                    format!("is {value}"),
+                    "set it to a number from 0",
+                ));
             }
         }
-        let estimator = KlEstimator::parse(&self.kl_estimator).map_err(|error| faults.push(fault("kl_estimator", &error)));
-        let aggregation = aggregation(&self.aggregation, self.loss_scale_factor).map_err(|errors| faults.extend(errors));
-        let (Ok(estimator), Ok(aggregation), true) = (estimator, aggregation, faults.is_empty()) else {
+        let estimator = KlEstimator::parse(&self.kl_estimator)
+            .map_err(|error| faults.push(fault("kl_estimator", &error)));
+        let aggregation = aggregation(&self.aggregation, self.loss_scale_factor)
+            .map_err(|errors| faults.extend(errors));
+        let (Ok(estimator), Ok(aggregation), true) = (estimator, aggregation, faults.is_empty())
+        else {
             return Err(faults);
         };
         let mut objective = Objective::new(aggregation).with(1.0, policy);
@@ -103,15 +121,32 @@ mod tests {
 
     #[test]
     fn senseless_settings_are_told_together() {
-        let config = Grpo { clip_low: -1.0, kl_coef: -0.1, kl_estimator: "k4".to_owned(), aggregation: "mean".to_owned(), ..Grpo::default() };
+        let config = Grpo {
+            clip_low: -1.0,
+            kl_coef: -0.1,
+            kl_estimator: "k4".to_owned(),
+            aggregation: "mean".to_owned(),
+            ..Grpo::default()
+        };
         let faults = config.objective().expect_err("four faults");
         let settings: Vec<_> = faults.iter().map(|fault| fault.setting.as_str()).collect();
-        assert_eq!(settings, ["clip_low, clip_high, dual_clip", "kl_coef", "kl_estimator", "aggregation"]);
+        assert_eq!(
+            settings,
+            [
+                "clip_low, clip_high, dual_clip",
+                "kl_coef",
+                "kl_estimator",
+                "aggregation"
+            ]
+        );
     }
 
     #[test]
     fn dr_grpo_needs_its_divisor() {
-        let mut config = Grpo { aggregation: "seq-mean-token-sum-norm".to_owned(), ..Grpo::default() };
+        let mut config = Grpo {
+            aggregation: "seq-mean-token-sum-norm".to_owned(),
+            ..Grpo::default()
+        };
         assert!(config.objective().is_err());
         config.loss_scale_factor = Some(64.0);
         assert!(config.objective().is_ok());

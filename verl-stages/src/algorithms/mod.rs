@@ -74,5 +74,9 @@ fn aggregation(name: &str, scale: Option<f64>) -> Result<Aggregation, Vec<Config
 
 /// A refusal of the maths, as one about a setting.
 fn fault(setting: &str, error: &AlgoError) -> ConfigError {
-    ConfigError::new(setting, format!("is refused: {error}"), "see the setting's documentation in `pipe schema`")
+    ConfigError::new(
+        setting,
+        format!("is refused: {error}"),
+        "see the setting's documentation in `pipe schema`",
+    )
 }

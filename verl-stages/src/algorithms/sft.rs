@@ -19,7 +19,9 @@ pub struct Sft {
 
 impl Default for Sft {
     fn default() -> Self {
-        Sft { aggregation: "token-mean".to_owned() }
+        Sft {
+            aggregation: "token-mean".to_owned(),
+        }
     }
 }
 

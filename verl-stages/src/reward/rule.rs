@@ -107,7 +107,11 @@ pub struct Rule {
 /// The text after the last `####`, up to the end of its line, without white space; `None` without one or when empty.
 pub fn final_answer(text: &str) -> Option<&str> {
     let (_, rest) = text.rsplit_once("####")?;
-    let line = rest.trim_start_matches([' ', '\t']).lines().next().unwrap_or("");
+    let line = rest
+        .trim_start_matches([' ', '\t'])
+        .lines()
+        .next()
+        .unwrap_or("");
     let answer = line.trim();
     (!answer.is_empty()).then_some(answer)
 }
@@ -115,7 +119,11 @@ pub fn final_answer(text: &str) -> Option<&str> {
 /// Whether two answers are the same number, or, where one is no number, the same text.
 pub fn same_number(a: &str, b: &str) -> bool {
     let clean = |text: &str| -> String {
-        text.trim().trim_end_matches('.').chars().filter(|c| !matches!(c, ',' | '$' | '%' | ' ')).collect()
+        text.trim()
+            .trim_end_matches('.')
+            .chars()
+            .filter(|c| !matches!(c, ',' | '$' | '%' | ' '))
+            .collect()
     };
     let (a, b) = (clean(a), clean(b));
     match (a.parse::<f64>(), b.parse::<f64>()) {
@@ -131,33 +139,72 @@ impl Rule {
     /// All settings that make no sense.
     pub fn new(config: &Reward) -> Result<Rule, Vec<ConfigError>> {
         let mut faults = Vec::new();
-        for (name, value) in [("correct", config.correct), ("well_formed", config.well_formed), ("wrong", config.wrong)] {
+        for (name, value) in [
+            ("correct", config.correct),
+            ("well_formed", config.well_formed),
+            ("wrong", config.wrong),
+        ] {
             if !value.is_finite() {
-                faults.push(ConfigError::new(name, format!("is {value}, but a reward must be finite"), "set it to a number"));
+                faults.push(ConfigError::new(
+                    name,
+                    format!("is {value}, but a reward must be finite"),
+                    "set it to a number",
+                ));
             }
         }
         if !(config.deadline_s > 0.0 && config.deadline_s.is_finite()) {
-            faults.push(ConfigError::new("deadline_s", format!("is {}", config.deadline_s), "set it to a number of seconds above 0"));
+            faults.push(ConfigError::new(
+                "deadline_s",
+                format!("is {}", config.deadline_s),
+                "set it to a number of seconds above 0",
+            ));
         }
         let needs_pattern = config.rule == RuleKind::Regex;
         if needs_pattern != config.pattern.is_some() {
-            let reason = if needs_pattern { "is missing; rule `regex` needs it" } else { "is only read by rule `regex`" };
-            faults.push(ConfigError::new("pattern", reason, "set `rule = \"regex\"` and `pattern = '…'` together"));
+            let reason = if needs_pattern {
+                "is missing; rule `regex` needs it"
+            } else {
+                "is only read by rule `regex`"
+            };
+            faults.push(ConfigError::new(
+                "pattern",
+                reason,
+                "set `rule = \"regex\"` and `pattern = '…'` together",
+            ));
         }
         let needs_target = config.rule == RuleKind::Length;
         if needs_target != config.target_tokens.is_some_and(|t| t > 0) {
-            let reason = if needs_target { "is missing or 0; rule `length` needs it" } else { "is only read by rule `length`" };
-            faults.push(ConfigError::new("target_tokens", reason, "set `rule = \"length\"` and `target_tokens = N` together"));
+            let reason = if needs_target {
+                "is missing or 0; rule `length` needs it"
+            } else {
+                "is only read by rule `length`"
+            };
+            faults.push(ConfigError::new(
+                "target_tokens",
+                reason,
+                "set `rule = \"length\"` and `target_tokens = N` together",
+            ));
         }
         let pattern = match config.pattern.as_deref().map(Regex::new) {
             Some(Err(error)) => {
-                faults.push(ConfigError::new("pattern", format!("is no regular expression: {error}"), "mend the expression"));
+                faults.push(ConfigError::new(
+                    "pattern",
+                    format!("is no regular expression: {error}"),
+                    "mend the expression",
+                ));
                 None
             }
             Some(Ok(regex)) => Some(regex),
             None => None,
         };
-        if faults.is_empty() { Ok(Rule { config: config.clone(), pattern }) } else { Err(faults) }
+        if faults.is_empty() {
+            Ok(Rule {
+                config: config.clone(),
+                pattern,
+            })
+        } else {
+            Err(faults)
+        }
     }
 
     /// Judges a response of `tokens` tokens.
@@ -183,19 +230,30 @@ impl Rule {
             (false, true) => self.config.well_formed,
             (false, false) => self.config.wrong,
         };
-        Verdict { reward, well_formed: found.is_some(), correct }
+        Verdict {
+            reward,
+            well_formed: found.is_some(),
+            correct,
+        }
     }
 
     fn last_match<'t>(&self, response: &'t str) -> Option<&'t str> {
         let captures = self.pattern.as_ref()?.captures_iter(response).last()?;
-        captures.get(1).or_else(|| captures.get(0)).map(|found| found.as_str().trim())
+        captures
+            .get(1)
+            .or_else(|| captures.get(0))
+            .map(|found| found.as_str().trim())
     }
 
     fn judge_length(&self, tokens: usize) -> Verdict {
         let target = self.config.target_tokens.unwrap_or(1);
         let excess = tokens.saturating_sub(target) as f32 / target as f32;
         let reward = (self.config.correct * (1.0 - excess)).max(self.config.wrong);
-        Verdict { reward, well_formed: true, correct: tokens <= target }
+        Verdict {
+            reward,
+            well_formed: true,
+            correct: tokens <= target,
+        }
     }
 }
 
@@ -204,7 +262,9 @@ impl StageConfig for Reward {
     const SUMMARY: &'static str = "scores each response by a rule on its text";
 
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
-        Ok(Box::new(RewardStage { rule: Rule::new(self)? }))
+        Ok(Box::new(RewardStage {
+            rule: Rule::new(self)?,
+        }))
     }
 }
 
@@ -226,10 +286,16 @@ impl Stage for RewardStage {
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
-        let (responses, texts, answers) = (input.get(&RESPONSES)?, input.get(&RESPONSE_TEXTS)?, input.get(&ANSWERS)?);
+        let (responses, texts, answers) = (
+            input.get(&RESPONSES)?,
+            input.get(&RESPONSE_TEXTS)?,
+            input.get(&ANSWERS)?,
+        );
         let mut rewards = Vec::with_capacity(input.num_rows());
         for row in 0..input.num_rows() {
-            let verdict = self.rule.judge(texts.row(row), answers.row(row), responses.row_len(row));
+            let verdict = self
+                .rule
+                .judge(texts.row(row), answers.row(row), responses.row_len(row));
             context.record(&CORRECT, f64::from(verdict.correct));
             context.record(&WELL_FORMED, f64::from(verdict.well_formed));
             rewards.push(verdict.reward);
@@ -250,12 +316,24 @@ mod tests {
 
     #[track_caller]
     fn check(config: Reward, response: &str, answer: &str, wanted: (f32, bool, bool)) {
-        let verdict = Rule::new(&config).expect("a sound rule").judge(response, answer, response.len());
-        assert_eq!((verdict.reward, verdict.well_formed, verdict.correct), wanted);
+        let verdict =
+            Rule::new(&config)
+                .expect("a sound rule")
+                .judge(response, answer, response.len());
+        assert_eq!(
+            (verdict.reward, verdict.well_formed, verdict.correct),
+            wanted
+        );
     }
 
     fn scored(rule: RuleKind) -> Reward {
-        Reward { rule, correct: 1.0, well_formed: 0.1, wrong: -1.0, ..Reward::default() }
+        Reward {
+            rule,
+            correct: 1.0,
+            well_formed: 0.1,
+            wrong: -1.0,
+            ..Reward::default()
+        }
     }
 
     #[test]
@@ -279,14 +357,25 @@ mod tests {
 
     #[test]
     fn regex_answers() {
-        let rule = || Reward { pattern: Some(r"\\boxed\{([^}]*)\}".to_owned()), ..scored(RuleKind::Regex) };
-        check(rule(), r"\boxed{3} then \boxed{ 4 }", "4", (1.0, true, true));
+        let rule = || Reward {
+            pattern: Some(r"\\boxed\{([^}]*)\}".to_owned()),
+            ..scored(RuleKind::Regex)
+        };
+        check(
+            rule(),
+            r"\boxed{3} then \boxed{ 4 }",
+            "4",
+            (1.0, true, true),
+        );
         check(rule(), "4", "4", (-1.0, false, false));
     }
 
     #[test]
     fn lengths() {
-        let rule = || Reward { target_tokens: Some(4), ..scored(RuleKind::Length) };
+        let rule = || Reward {
+            target_tokens: Some(4),
+            ..scored(RuleKind::Length)
+        };
         check(rule(), "abcd", "", (1.0, true, true));
         check(rule(), "abcdef", "", (0.5, true, false));
         check(rule(), &"x".repeat(40), "", (-1.0, true, false));
@@ -294,7 +383,13 @@ mod tests {
 
     #[test]
     fn senseless_settings_are_told_together() {
-        let config = Reward { rule: RuleKind::Exact, pattern: Some("(".to_owned()), correct: f32::NAN, deadline_s: 0.0, ..Reward::default() };
+        let config = Reward {
+            rule: RuleKind::Exact,
+            pattern: Some("(".to_owned()),
+            correct: f32::NAN,
+            deadline_s: 0.0,
+            ..Reward::default()
+        };
         let faults = Rule::new(&config).expect_err("four faults");
         let settings: Vec<_> = faults.iter().map(|fault| fault.setting.as_str()).collect();
         assert_eq!(settings, ["correct", "deadline_s", "pattern", "pattern"]);

@@ -1,11 +1,12 @@
 //! The decoder as a rollout needs it on a CPU: weights packed once a rollout, keys and values in blocks, and no tensor
 //! operation in between, whose fixed cost is above the arithmetic of a small model.
 //!
-//! It computes in f32 whatever the weights are, and takes the weights of any device.
+//! It computes in f32 whatever the weights are, and takes the weights of any device. The packed copy lives as long as
+//! the rollout and takes four bytes a parameter.
 
 mod attention;
 mod product;
-mod vector;
+pub(super) mod vector;
 
 use std::sync::Arc;
 

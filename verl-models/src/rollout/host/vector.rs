@@ -89,6 +89,60 @@ pub(super) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
+/// The largest number; nothing where one is NaN.
+pub(in crate::rollout) fn largest(x: &[f32]) -> Option<f32> {
+    vectorised(
+        #[inline(always)]
+        || {
+            let mut lanes = [f32::NEG_INFINITY; LANES];
+            let mut nans = [false; LANES];
+            let (chunks, rest) = x.as_chunks::<LANES>();
+            for chunk in chunks {
+                for lane in 0..LANES {
+                    nans[lane] |= chunk[lane].is_nan();
+                    lanes[lane] = if chunk[lane] > lanes[lane] {
+                        chunk[lane]
+                    } else {
+                        lanes[lane]
+                    };
+                }
+            }
+            let any_nan = nans.contains(&true) || rest.iter().any(|x| x.is_nan());
+            let all = lanes.iter().chain(rest);
+            let largest = all.fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
+            (!any_nan).then_some(largest)
+        },
+    )
+}
+
+/// e^((x − max)·scale) of each number into `out`, at least e⁻⁸⁷; returns their sum.
+pub(in crate::rollout) fn exponentials(x: &[f32], max: f32, scale: f32, out: &mut Vec<f32>) -> f64 {
+    /// Numbers that are summed in f32.
+    const PIECE: usize = 64 * LANES;
+    out.clear();
+    out.resize(x.len(), 0.0);
+    vectorised(
+        #[inline(always)]
+        || {
+            for (out, &x) in out.iter_mut().zip(x) {
+                *out = exp((x - max) * scale);
+            }
+            let mut sum = 0.0;
+            for piece in out.chunks(PIECE) {
+                let mut lanes = [0.0_f32; LANES];
+                let (chunks, rest) = piece.as_chunks::<LANES>();
+                for chunk in chunks {
+                    for lane in 0..LANES {
+                        lanes[lane] += chunk[lane];
+                    }
+                }
+                sum += f64::from(sum_lanes(lanes)) + f64::from(rest.iter().sum::<f32>());
+            }
+            sum
+        },
+    )
+}
+
 #[inline(always)]
 fn sum_of_squares(x: &[f32]) -> f32 {
     let mut lanes = [0.0; LANES];
@@ -199,6 +253,27 @@ mod tests {
         assert_eq!(exp(0.0), 1.0);
         assert!(exp(f32::NEG_INFINITY) < 2e-38);
         assert!(exp(1000.0).is_finite());
+    }
+
+    #[test]
+    fn softmax_sums_over_whole_and_broken_lanes() {
+        for len in [1, 15, 16, 1024, 2500] {
+            let x: Vec<f32> = (0..len)
+                .map(|i| ((i * 37) % 101) as f32 / 25.0 - 4.0)
+                .collect();
+            let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            assert_eq!(largest(&x), Some(max));
+            let mut out = Vec::new();
+            let sum = exponentials(&x, max, 0.5, &mut out);
+            let want: f64 = x.iter().map(|&x| (f64::from(x - max) * 0.5).exp()).sum();
+            assert!((sum / want - 1.0).abs() < 1e-6, "{sum} is not {want}");
+            for nan in [0, len / 2, len - 1] {
+                let mut broken = x.clone();
+                broken[nan] = f32::NAN;
+                assert_eq!(largest(&broken), None);
+            }
+        }
+        assert_eq!(largest(&[]), Some(f32::NEG_INFINITY));
     }
 
     #[test]

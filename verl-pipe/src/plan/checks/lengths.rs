@@ -21,6 +21,8 @@ pub(crate) fn check(
         let stage = &draft.stages[index];
         let Some(spec) = &stage.spec else { continue };
         let mut bound: HashMap<String, (Lengths, &Link<'_>)> = HashMap::new();
+        // One finding for each pair of lengths that meet, however many keys have them.
+        let mut told: Vec<(String, Lengths)> = Vec::new();
         for link in &draft.links[index] {
             let (Some(letter), Some(lengths)) = (letter(link.read), of_key.get(link.key.as_str()))
             else {
@@ -28,7 +30,11 @@ pub(crate) fn check(
             };
             match bound.get(&letter) {
                 Some((other, first)) if other != lengths => {
-                    findings.push(unequal(draft, &letter, (first, other), (link, lengths)));
+                    let pair = (letter.clone(), lengths.clone());
+                    if !told.contains(&pair) {
+                        findings.push(unequal(draft, &letter, (first, other), (link, lengths)));
+                        told.push(pair);
+                    }
                 }
                 Some(_) => {}
                 None => {

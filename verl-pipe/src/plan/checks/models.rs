@@ -24,9 +24,12 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         let stages = quoted(users.iter().map(|(stage, _)| *stage));
         findings.push(
             Diagnostic::error("P009", format!("there is no model `{model}`"))
-                .at(format!("stages {stages}"))
+                .at(format!(
+                    "stage{} {stages}",
+                    if users.len() == 1 { "" } else { "s" }
+                ))
                 .because(format!(
-                    "{stages} work with the model `{model}`, which the pipeline does not declare"
+                    "the pipeline declares no model of this name, but {stages} cannot do without"
                 ))
                 .help(format!(
                     "declare [models.{model}], or name another model in the stage's `model`; {}",

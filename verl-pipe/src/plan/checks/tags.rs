@@ -36,25 +36,21 @@ fn mismatch(
                 .as_ref()
                 .is_some_and(|tag| need.mismatches(tag).is_empty())
     });
-    let mut help = match matching {
+    let mut help = Vec::new();
+    if parts.iter().any(|(part, ..)| *part == "temperature") {
+        help.push("set the same `temperature` in both stages".to_owned());
+    }
+    help.push(match matching {
         Some((key, by)) => format!(
-            "`{key}`, written by `{}`, has what is needed: rename = {{ {} = \"{key}\" }}",
+            "read `{key}`, written by `{}`, which has what is needed: rename = {{ {} = \"{key}\" }}",
             draft.name(by.stage),
             link.read.name
         ),
         None => {
-            let model = need
-                .policy
-                .as_deref()
-                .map_or("the model".to_owned(), |name| format!("`{name}`"));
-            format!(
-                "recompute them with a stage that scores the responses under {model} as {need} (`log_probs`)"
-            )
+            let model = need.policy.as_deref().map_or("the model".to_owned(), |name| format!("`{name}`"));
+            format!("recompute them with a stage (`log_probs`) that scores the responses with {model} as {need}")
         }
-    };
-    if parts.iter().any(|(part, ..)| *part == "temperature") {
-        help.push_str(", or set the same `temperature` in both stages");
-    }
+    });
     Diagnostic::error(
         "P007",
         format!(
@@ -67,5 +63,5 @@ fn mismatch(
         "{}\na ratio of probabilities of two distributions is biased, although nothing looks wrong",
         why.join("\n")
     ))
-    .help(help)
+    .help(help.join("; or "))
 }

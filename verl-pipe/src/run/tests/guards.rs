@@ -76,11 +76,17 @@ fn values_that_are_not_finite() {
 #[test]
 fn rows_that_are_not_those_of_the_call() {
     check(
-        generate_but(|group| Ok(*group = group.slice(0..2)?)),
+        generate_but(|group| {
+            *group = group.slice(0..2)?;
+            Ok(())
+        }),
         "stage `generate` ended a call 1 rows short of 18; the first that is missing is sample 0.3#2",
     );
     check(
-        generate_but(|group| Ok(*group = group.take(&[0, 1, 1])?)),
+        generate_but(|group| {
+            *group = group.take(&[0, 1, 1])?;
+            Ok(())
+        }),
         "stage `generate` emitted sample 0.3#1 twice",
     );
     let strange = |group: &mut Batch| {
@@ -142,7 +148,10 @@ fn lengths_types_nulls_and_names() {
         Ok(group.put_array("mask_kinds", group.column("responses").unwrap().clone())?)
     };
     check(generate_but(typed), "key `mask_kinds`: declared");
-    let missing = |group: &mut Batch| Ok(*group = group.select(&["responses"])?);
+    let missing = |group: &mut Batch| {
+        *group = group.select(&["responses"])?;
+        Ok(())
+    };
     check(
         generate_but(missing),
         "emitted rows without `mask_kinds`, which it declares; it emitted responses",

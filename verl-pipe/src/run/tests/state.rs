@@ -142,3 +142,32 @@ fn what_the_engine_measures() {
     assert_eq!(metrics.get("perf/tokens_per_s"), Some(rate));
     assert_eq!((metrics.step, metrics.epoch), (1, 0));
 }
+
+#[test]
+fn an_observer_that_hangs_or_emits_is_told() {
+    let release = Arc::new(super::streaming::Count::default());
+    let held = release.clone();
+    let hangs = single(
+        "eval",
+        StageSpec::new().observer(1),
+        move |_, context| match context.step {
+            0 => held.reaches(1),
+            _ => context.emit(crate::batch::Batch::with_rows(&[crate::batch::RowId(5)])),
+        },
+    );
+    let mut pipe = pipeline(vec![hangs]);
+    pipe.run.stage_deadline_s = 0.2;
+    let mut run = start_with(&pipe, options());
+    let error = run.observe(0).unwrap_err().to_string();
+    assert!(
+        error.contains("stage `eval`, without rows: no answer after"),
+        "{error}"
+    );
+    assert_eq!(run.num_host_threads(), 3 + 1);
+    release.add();
+    let error = run.observe(1).unwrap_err().to_string();
+    assert!(
+        error.contains("stage `eval` emitted 1 rows, but it is declared to emit none"),
+        "{error}"
+    );
+}

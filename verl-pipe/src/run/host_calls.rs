@@ -1,0 +1,245 @@
+//! Calls on the host pool: cut into units, handed out, and what becomes of a unit that failed.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::batch::Batch;
+use crate::run::channel::CallFailure;
+use crate::run::error::RunError;
+use crate::run::host_pool::{Cell, HostJob};
+use crate::run::runner::{HostFlight, InFlight, Progress, Run};
+use crate::run::start::HostStage;
+use crate::run::step::CallId;
+use crate::run::worker::start_stage;
+use crate::stage::{Cardinality, Models, RowRule, Stage, StageError};
+
+impl Run {
+    /// The calls that a slice is cut into: rows or groups where each has a deadline of its own, else one.
+    pub(super) fn units(&self, stage: usize, input: &Batch) -> Vec<Batch> {
+        let spec = &self.schedule.plan.stages[stage].spec;
+        if spec.deadline.is_some() {
+            self.atoms(stage, input)
+        } else {
+            vec![input.clone()]
+        }
+    }
+
+    pub(super) fn atoms(&self, stage: usize, input: &Batch) -> Vec<Batch> {
+        match self.schedule.plan.stages[stage].spec.cardinality {
+            Cardinality::Row if input.num_rows() > 1 => input.split(1),
+            Cardinality::Group => input
+                .group_ranges()
+                .into_iter()
+                .filter_map(|group| input.slice(group).ok())
+                .collect(),
+            _ => vec![input.clone()],
+        }
+    }
+
+    pub(super) fn submit(
+        &mut self,
+        progress: &mut Progress,
+        id: CallId,
+        input: Batch,
+        units: Vec<Batch>,
+        first_row: usize,
+    ) -> Result<(), RunError> {
+        let host = self.hosts.get_mut(&id.0).and_then(HostStage::take);
+        let stage = host.ok_or_else(|| RunError::Lost {
+            worker: format!("stage `{}`", self.name(id.0)),
+            reason: "it refuses to be copied, though it could be before".to_owned(),
+        })?;
+        let call = self.new_call();
+        let planned = &self.schedule.plan.stages[id.0];
+        let cell = Arc::new(Cell::default());
+        self.pool.submit(HostJob {
+            call,
+            name: planned.name.as_str().into(),
+            stage,
+            units: units.clone(),
+            stream: matches!(planned.spec.rows, RowRule::Source | RowRule::Expand(_)),
+            env: progress.env.clone(),
+            cell: cell.clone(),
+        });
+        progress.host_running += 1;
+        let host = Some(HostFlight {
+            units,
+            first_row,
+            cell,
+        });
+        progress.in_flight.insert(
+            call,
+            InFlight {
+                id,
+                since: Instant::now(),
+                input,
+                host,
+            },
+        );
+        Ok(())
+    }
+
+    pub(super) fn take_rows(
+        &self,
+        progress: &mut Progress,
+        id: CallId,
+        input: &Batch,
+        batch: &Batch,
+    ) -> Result<(), RunError> {
+        progress.state.emit(id, input, batch)?;
+        self.options
+            .tap
+            .output(self.point(progress, id, &progress.state.rows_of(id)), batch);
+        Ok(())
+    }
+
+    /// Takes what a host call achieved; what is left of it is handed out again, without the unit that failed.
+    pub(super) fn end_host_call(
+        &mut self,
+        progress: &mut Progress,
+        flight: InFlight,
+        hung: Option<RunError>,
+    ) -> Result<(), RunError> {
+        let InFlight {
+            id,
+            input,
+            host:
+                Some(HostFlight {
+                    units,
+                    mut first_row,
+                    cell,
+                }),
+            ..
+        } = flight
+        else {
+            return Ok(());
+        };
+        let (finished, failure, stage) = {
+            let mut cell = cell.lock();
+            (
+                std::mem::take(&mut cell.finished),
+                cell.failure.take(),
+                cell.stage.take(),
+            )
+        };
+        let lost_object = stage.is_none();
+        self.give_back(id.0, stage)?;
+        let mut rest = units.into_iter();
+        for result in finished {
+            let Some(unit) = rest.next() else { break };
+            for batch in &result.batches {
+                self.take_rows(progress, id, &unit, batch)?;
+            }
+            progress
+                .reports
+                .push(((id.0, id.1, first_row), result.report));
+            first_row += unit.num_rows();
+        }
+        if failure.is_none() && hung.is_none() {
+            return progress.state.finish(id);
+        }
+        let Some(unit) = rest.next() else {
+            return progress.state.finish(id);
+        };
+        let error = match (failure, hung) {
+            (Some(failure), _) => self.failed(progress, id, &unit, failure),
+            (None, Some(hung)) => hung,
+            (None, None) => return progress.state.finish(id),
+        };
+        let ends_step =
+            matches!(error, RunError::Cancelled { .. }) || !self.schedule.forgives_rows(id.0);
+        if ends_step || (lost_object && self.hosts[&id.0].has_state) {
+            return Err(error);
+        }
+        let atoms = self.atoms(id.0, &unit);
+        let mut left = if atoms.len() > 1 {
+            atoms
+        } else {
+            self.forgive(progress, id, &unit, &error)?;
+            first_row += unit.num_rows();
+            Vec::new()
+        };
+        left.extend(rest);
+        if left.is_empty() {
+            progress.state.finish(id)
+        } else {
+            self.submit(progress, id, input, left, first_row)
+        }
+    }
+
+    /// Puts a stage's object back; one that is gone is made again from the stage's configuration.
+    pub(super) fn give_back(
+        &mut self,
+        stage: usize,
+        object: Option<Box<dyn Stage>>,
+    ) -> Result<(), RunError> {
+        let Some(host) = self.hosts.get_mut(&stage) else {
+            return Ok(());
+        };
+        match object {
+            Some(object) => host.free.push(object),
+            None if host.prototype.is_none() => {
+                let again = start_stage(&self.schedule, stage, &self.data, &mut Models::new())?;
+                host.free.push(again);
+            }
+            None => {}
+        }
+        Ok(())
+    }
+
+    pub(super) fn forgive(
+        &mut self,
+        progress: &mut Progress,
+        id: CallId,
+        unit: &Batch,
+        error: &RunError,
+    ) -> Result<(), RunError> {
+        let entry = progress.row_errors.entry(id.0).or_insert_with(|| {
+            tracing::warn!(stage = self.name(id.0), "rows are given up: {error}");
+            (0, error.to_string())
+        });
+        entry.0 += unit.num_rows();
+        progress.state.emit_null(id, unit)
+    }
+
+    pub(super) fn failed(
+        &self,
+        progress: &Progress,
+        id: CallId,
+        input: &Batch,
+        failure: CallFailure,
+    ) -> RunError {
+        let (step, stage, rows) = (
+            progress.env.step,
+            self.name(id.0).to_owned(),
+            describe_rows(input),
+        );
+        match failure {
+            CallFailure::Error(StageError::Cancelled) => RunError::Cancelled { step },
+            CallFailure::Error(source) => RunError::Stage {
+                step,
+                stage,
+                rows,
+                source: Box::new(source),
+            },
+            CallFailure::Panic(message) => RunError::Panic {
+                step,
+                stage,
+                rows,
+                message,
+            },
+        }
+    }
+}
+
+/// The rows of a batch, for messages.
+pub(super) fn describe_rows(input: &Batch) -> String {
+    let ids = input.ids();
+    match (ids.first(), ids.last()) {
+        (Some(first), Some(last)) if ids.len() > 1 => {
+            format!("{} rows, samples {first} to {last}", ids.len())
+        }
+        (Some(first), _) => format!("sample {first}"),
+        _ => "without rows".to_owned(),
+    }
+}

@@ -1,0 +1,220 @@
+//! Observers: stages that run between steps, without rows.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::batch::Batch;
+use crate::run::channel::{CallEnv, CallFailure, CallReport, Event, TICK};
+use crate::run::error::RunError;
+use crate::run::host_pool::{Cell, HostJob};
+use crate::run::metrics::{StepMetrics, now, reduce};
+use crate::run::runner::{GRACE, Run, StepOutput};
+use crate::run::start::HostStage;
+use crate::run::worker::DeviceCall;
+use crate::schedule::placement::Place;
+use crate::stage::{Cadence, StageError};
+
+impl Run {
+    /// Whether some observer is due after step `step` (0: before the first).
+    pub fn observes(&self, step: u64) -> bool {
+        !self.observers(step).is_empty()
+    }
+
+    fn observers(&self, step: u64) -> Vec<usize> {
+        let steps = self.schedule.plan.context.steps;
+        let due = |cadence| match cadence {
+            Cadence::Step => false,
+            Cadence::Observer { every } => {
+                step == 0 || step == steps || (every > 0 && step.is_multiple_of(every))
+            }
+        };
+        let stages = self.schedule.plan.stages.iter().enumerate();
+        stages
+            .filter(|(_, stage)| due(stage.spec.cadence))
+            .map(|(index, _)| index)
+            .collect()
+    }
+
+    /// Runs the observers that are due after step `step` (0: before the first), one after the other.
+    ///
+    /// # Errors
+    /// What ended one of them.
+    pub fn observe(&mut self, step: u64) -> Result<StepOutput, RunError> {
+        let start = Instant::now();
+        let mut reports = Vec::new();
+        for stage in self.observers(step) {
+            reports.push(((stage, 0, 0), self.call_alone(stage, step)?));
+        }
+        let mut values = reduce(
+            reports
+                .iter()
+                .flat_map(|(_, report): &(_, CallReport)| &report.records),
+        );
+        for ((stage, ..), report) in &reports {
+            values.insert(
+                format!("perf/stage/{}_s", self.name(*stage)),
+                report.seconds,
+            );
+        }
+        if !reports.is_empty() {
+            values.insert("perf/observe_s".to_owned(), start.elapsed().as_secs_f64());
+        }
+        let samples = reports
+            .into_iter()
+            .flat_map(|(_, report)| report.samples)
+            .collect();
+        Ok(StepOutput {
+            metrics: StepMetrics {
+                step,
+                epoch: 0,
+                timestamp: now(),
+                values,
+            },
+            samples,
+        })
+    }
+
+    /// Runs one stage without rows, with nothing else running.
+    fn call_alone(&mut self, stage: usize, step: u64) -> Result<CallReport, RunError> {
+        let env = self.env(step);
+        let call = self.new_call();
+        let input = Batch::with_rows(&[]);
+        let cell = Arc::new(Cell::default());
+        match self.schedule.places[stage] {
+            Place::Group(_) => {
+                self.worker.call(DeviceCall {
+                    call,
+                    stage,
+                    input: input.clone(),
+                    env: env.clone(),
+                })?;
+            }
+            Place::Host => {
+                let object = self.hosts.get_mut(&stage).and_then(HostStage::take);
+                let object = object.ok_or_else(|| RunError::Lost {
+                    worker: format!("stage `{}`", self.name(stage)),
+                    reason: "its object is gone".to_owned(),
+                })?;
+                self.pool.submit(HostJob {
+                    call,
+                    name: self.name(stage).into(),
+                    stage: object,
+                    units: vec![input.clone()],
+                    stream: false,
+                    env: env.clone(),
+                    cell: cell.clone(),
+                });
+            }
+        }
+        self.await_alone(stage, call, &env, &cell)
+    }
+
+    fn await_alone(
+        &mut self,
+        stage: usize,
+        call: u64,
+        env: &CallEnv,
+        cell: &Cell,
+    ) -> Result<CallReport, RunError> {
+        let since = Instant::now();
+        let (step, name) = (env.step, self.name(stage).to_owned());
+        let rows = || "without rows".to_owned();
+        let mut cancelled_at = None;
+        loop {
+            let event = crossbeam_channel::select! {
+                recv(self.host_events) -> event => event.ok(),
+                recv(self.device_events) -> event => event.ok(),
+                default(TICK) => None,
+            };
+            let ended = match event {
+                Some(Event::Done {
+                    call: c,
+                    report,
+                    result,
+                }) if c == call => Some((Some(report), result.err(), Vec::new())),
+                Some(Event::HostDone { call: c }) if c == call => {
+                    let mut cell = cell.lock();
+                    let result = cell.finished.pop();
+                    let (failure, object) = (cell.failure.take(), cell.stage.take());
+                    drop(cell);
+                    self.give_back(stage, object)?;
+                    let (report, batches) =
+                        result.map_or((None, Vec::new()), |r| (Some(r.report), r.batches));
+                    Some((report, failure, batches))
+                }
+                Some(Event::Rows { call: c, batch }) if c == call => {
+                    env.cancel.cancel();
+                    Some((None, None, vec![batch]))
+                }
+                _ => None,
+            };
+            if let Some((report, failure, batches)) = ended {
+                if let Some(batch) = batches.first() {
+                    let source = crate::run::guard::GuardError::NoOutput {
+                        stage: name,
+                        rows: batch.num_rows(),
+                    };
+                    return Err(RunError::Guard {
+                        step,
+                        source: Box::new(source),
+                    });
+                }
+                return match failure {
+                    None => Ok(report.unwrap_or_default()),
+                    Some(CallFailure::Error(StageError::Cancelled)) => {
+                        Err(RunError::Cancelled { step })
+                    }
+                    Some(CallFailure::Error(source)) => Err(RunError::Stage {
+                        step,
+                        stage: name,
+                        rows: rows(),
+                        source: Box::new(source),
+                    }),
+                    Some(CallFailure::Panic(message)) => Err(RunError::Panic {
+                        step,
+                        stage: name,
+                        rows: rows(),
+                        message,
+                    }),
+                };
+            }
+            if self.options.cancel.is_cancelled() && cancelled_at.is_none() {
+                env.cancel.cancel();
+                cancelled_at = Some(Instant::now());
+            }
+            let on_host = self.schedule.places[stage] == Place::Host;
+            let given_up = on_host && cancelled_at.is_some_and(|at: Instant| at.elapsed() > GRACE);
+            if since.elapsed() > self.deadline || given_up {
+                self.leave(stage, cell)?;
+                if given_up {
+                    return Err(RunError::Cancelled { step });
+                }
+                return Err(RunError::Deadline {
+                    step,
+                    stage: name,
+                    rows: rows(),
+                    waited_s: since.elapsed().as_secs_f64(),
+                    deadline_s: self.deadline.as_secs_f64(),
+                    awaited: "its end".to_owned(),
+                });
+            }
+        }
+    }
+
+    /// Gives up a call that ran alone.
+    fn leave(&mut self, stage: usize, cell: &Cell) -> Result<(), RunError> {
+        if self.schedule.places[stage] != Place::Host {
+            self.worker.abandoned = true;
+            return Ok(());
+        }
+        let runs = {
+            let mut cell = cell.lock();
+            cell.abandoned = true;
+            cell.unit_since.is_some()
+        };
+        if runs {
+            self.replace_thread(stage)?;
+        }
+        self.give_back(stage, None)
+    }
+}

@@ -1,0 +1,322 @@
+//! Each error code: a failing pipeline and its printed text; the pages' pipelines fail and their repairs do not.
+
+mod kit;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use kit::*;
+use verl_pipe::chain::IntoStage;
+use verl_pipe::config::{parse_pipeline, read_pipeline};
+use verl_pipe::diagnostic::Diagnostic;
+use verl_pipe::field::{Key, Scalar};
+use verl_pipe::keys::*;
+use verl_pipe::pipe::{DataPipe, stage_fn};
+use verl_pipe::registry::Registry;
+use verl_pipe::stage::*;
+
+fn pages() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/errors")
+}
+
+fn printed(findings: &[Diagnostic]) -> String {
+    findings
+        .iter()
+        .map(|finding| format!("{finding}\n"))
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+/// Findings of a pipeline file, warnings of a good one included.
+fn findings_of(text: &str, overrides: &[&str]) -> Vec<Diagnostic> {
+    match parse_pipeline(text, "example.toml", overrides, &registry()).and_then(|pipe| pipe.plan())
+    {
+        Ok(plan) => plan.warnings,
+        Err(findings) => findings,
+    }
+}
+
+fn findings(pipe: &DataPipe) -> Vec<Diagnostic> {
+    match pipe.plan() {
+        Ok(plan) => plan.warnings,
+        Err(findings) => findings,
+    }
+}
+
+/// The page's code blocks in `language`: the failing one and its repair.
+fn blocks(page: &str, language: &str) -> Vec<String> {
+    page.split(&format!("```{language}\n"))
+        .skip(1)
+        .filter_map(|rest| rest.split("```").next())
+        .map(str::to_owned)
+        .collect()
+}
+
+#[test]
+fn pipelines_of_the_pages_fail_and_their_repairs_do_not() {
+    let mut tried = 0;
+    let mut paths: Vec<PathBuf> = fs::read_dir(pages())
+        .expect("the pages")
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .collect();
+    paths.sort();
+    for path in paths {
+        let code = path
+            .file_stem()
+            .and_then(|stem| stem.to_str())
+            .expect("a name")
+            .to_owned();
+        let page = fs::read_to_string(&path).expect("a page");
+        if let [failing, repaired] = blocks(&page, "toml").as_slice() {
+            tried += 1;
+            let found = findings_of(failing, &[]);
+            assert!(
+                found.iter().any(|finding| finding.code == code),
+                "{code}:\n{}",
+                printed(&found)
+            );
+            insta::assert_snapshot!(code.clone(), printed(&found));
+            let found = findings_of(repaired, &[]);
+            assert!(
+                !found.iter().any(Diagnostic::is_error),
+                "{code}, repaired:\n{}",
+                printed(&found)
+            );
+            assert!(
+                !found.iter().any(|finding| finding.code == code),
+                "{code}, repaired:\n{}",
+                printed(&found)
+            );
+        }
+    }
+    assert!(tried >= 20, "{tried} pages hold a pipeline and its repair");
+}
+
+#[test]
+fn overrides_that_cannot_be_applied() {
+    let text = "[models.actor]\npath = \"base\"\n[[stages]]\nkind = \"generate\"\n";
+    let overrides = [
+        "stesp=10",
+        "genrate.temperature=0.7",
+        "models.acter.path=x",
+        "steps",
+        "generate.temprature=1",
+    ];
+    insta::assert_snapshot!("C006", printed(&findings_of(text, &overrides)));
+}
+
+#[test]
+fn kinds_that_are_registered_twice() {
+    let registry = Registry::new()
+        .stage::<Generate>()
+        .stage::<Generate>()
+        .model::<Decoder>();
+    let found = parse_pipeline::<&str>("", "example.toml", &[], &registry)
+        .err()
+        .expect("is refused");
+    insta::assert_snapshot!("C007", printed(&found));
+}
+
+#[test]
+fn a_file_that_is_not_there() {
+    let found = read_pipeline::<&str>(Path::new("no/such/file.toml"), &[], &registry())
+        .err()
+        .expect("fails");
+    assert_eq!(found.len(), 1);
+    assert_eq!(
+        (found[0].code, found[0].location.as_str()),
+        ("C001", "no/such/file.toml")
+    );
+}
+
+#[test]
+fn stated_keys_that_differ() {
+    let pipe = DataPipe::new("stated")
+        .reads(["prompts"])
+        .data(
+            "train",
+            Questions {
+                path: "a.jsonl".to_owned(),
+            },
+        )
+        .add_stage("prompts", Prompts::default())
+        .writes(["prompts", "answers"])
+        .add_stage("reward", Reward::default())
+        .reads(["response_texts", "answer"])
+        .writes(["scores"])
+        .writing("rewards", "scores");
+    let found: Vec<Diagnostic> = findings(&pipe)
+        .into_iter()
+        .filter(|finding| finding.code == "P014")
+        .collect();
+    insta::assert_snapshot!("P014", printed(&found));
+}
+
+#[test]
+fn stages_without_rows() {
+    const KEPT: Key<Scalar<f32>> = Key::new("kept", "[B]", "", "kept");
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let source = StageSpec::new()
+        .rows(RowRule::Source)
+        .reads(ANSWERS)
+        .writes(KEPT);
+    let constant = StageSpec::new().writes(VALUES.field().shaped("[B]"));
+    let none = StageSpec::new()
+        .reads(PROMPTS)
+        .writes(RETURNS)
+        .rows(RowRule::Expand(0));
+    let filter = StageSpec::new().reads(REWARDS).rows(RowRule::Filter);
+    let observer = StageSpec::new().reads(REWARDS).observer(10);
+    let pipe = grpo()
+        .add_stage("observer", stage_fn(observer, emit))
+        .add_stage("source", stage_fn(source, emit))
+        .add_stage("constant", stage_fn(constant, emit))
+        .add_stage("none", stage_fn(none, emit))
+        .add_stage("filter", stage_fn(filter, emit));
+    let found: Vec<Diagnostic> = findings(&pipe)
+        .into_iter()
+        .filter(|finding| finding.code == "P015")
+        .collect();
+    insta::assert_snapshot!("P015", printed(&found));
+}
+
+#[test]
+fn rows_that_never_meet() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let other = StageSpec::new()
+        .rows(RowRule::Source)
+        .writes(VALUES.field().shaped("[B]"));
+    let both = StageSpec::new()
+        .reads(VALUES.field().shaped("[B]"))
+        .reads(REWARDS)
+        .rows(RowRule::Sink);
+    let pipe = grpo()
+        .add_stage("other", stage_fn(other, emit))
+        .add_stage("both", stage_fn(both, emit));
+    insta::assert_snapshot!("P008_unrelated", printed(&findings(&pipe)));
+}
+
+#[test]
+fn a_long_cycle_is_a_walk_through_names() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let step = |from: &str, to: &str| {
+        StageSpec::new()
+            .reads(REWARDS.field().renamed(from.to_owned()))
+            .writes(REWARDS.field().renamed(to.to_owned()))
+    };
+    let pipe = grpo()
+        .add_stage("a", stage_fn(step("k3", "k1"), emit))
+        .add_stage("b", stage_fn(step("k1", "k2"), emit))
+        .add_stage("c", stage_fn(step("k2", "k3"), emit));
+    let found = findings(&pipe);
+    assert_eq!(
+        (found[0].code, found[0].location.as_str()),
+        ("P006", "a -> b -> c -> a")
+    );
+}
+
+#[test]
+fn all_faults_of_a_file_are_told_at_once() {
+    let text = r#"
+nmae = "x"
+[run]
+stpes = 3
+seed = "one"
+[batch]
+prompts = 7
+mini_batch = 2
+[devices]
+group = "cuda:3-1"
+[data]
+train = "questions.jsonl"
+test = "questions.zip"
+[models.actor]
+path = "base"
+optimizer = { learning_rat = 1e-6 }
+[[stages]]
+kind = "prompts"
+[[stages]]
+kind = "generat"
+[[stages]]
+name = "nameless"
+[[stages]]
+kind = "reward"
+rull = "exact"
+temprature = 3
+"#;
+    insta::assert_snapshot!("all_at_once", printed(&findings_of(text, &[])));
+}
+
+#[test]
+fn all_faults_of_a_graph_are_told_at_once() {
+    let reference = LogProbs {
+        model: "reff".to_owned(),
+        reference: true,
+        ..LogProbs::default()
+    };
+    let mut pipe = grpo()
+        .model(
+            "critic",
+            Decoder {
+                path: "missing".to_owned(),
+                optimizer: None,
+            },
+        )
+        .add_stage("more_log_probs", reference.named("again"))
+        .add_stage(
+            "reward",
+            Reward {
+                rule: "second".to_owned(),
+            },
+        )
+        .writing("rewards", "second_rewards");
+    pipe.batch.micro_batch = Some(7);
+    pipe.batch.samples = 5;
+    insta::assert_snapshot!("graph_at_once", printed(&findings(&pipe)));
+}
+
+#[test]
+fn every_code_of_the_source_has_a_page_and_the_reverse() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut used = BTreeSet::new();
+    let mut folders: Vec<PathBuf> = ["src", "verl-pipe/src", "verl-stages/src", "verl-models/src"]
+        .iter()
+        .map(|folder| root.join(folder))
+        .collect();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = fs::read_to_string(&path).expect("a source file");
+                for constructor in ["Diagnostic::error(", "Diagnostic::warning("] {
+                    for rest in text.split(constructor).skip(1) {
+                        used.extend(
+                            rest.trim_start()
+                                .strip_prefix('"')
+                                .and_then(|rest| rest.get(..4))
+                                .map(str::to_owned),
+                        );
+                    }
+                }
+            }
+        }
+    }
+    let paged: BTreeSet<String> = fs::read_dir(pages())
+        .expect("the pages")
+        .filter_map(|entry| Some(entry.ok()?.path().file_stem()?.to_str()?.to_owned()))
+        .collect();
+    assert_eq!(used, paged);
+    for code in &paged {
+        let page = fs::read_to_string(pages().join(format!("{code}.md"))).expect("a page");
+        assert!(page.starts_with(&format!("# {code}: ")), "{code}");
+        for heading in ["## A pipeline that fails", "## Why", "## Repair"] {
+            assert!(page.contains(heading), "{code} has no {heading}");
+        }
+        let snapshot = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join(format!("tests/snapshots/build_errors__{code}.snap"));
+        assert!(snapshot.exists(), "{code} has no printed text");
+    }
+}
