@@ -14,6 +14,7 @@ use crate::blocks::mlp::Mlp;
 use crate::blocks::norm::RmsNorm;
 use crate::blocks::rope::{Rope, RopeConfig, Rotation};
 use crate::hf::{self, LoadError, LoadReport};
+use crate::kernels;
 use crate::model::{ModelError, ModelInterface};
 use crate::parameters::fill_parameters;
 use crate::random::{DrawKey, Purpose};
@@ -100,13 +101,13 @@ pub struct DecoderLayer {
 
 impl DecoderLayer {
     /// # Shapes
-    /// `x`: `[B·S, D]`; `mask`: `[1 or B, 1, S, S]`; result: `[B·S, D]`
+    /// `x`: `[B·S, D]`; `mask`: as in [`Attention::forward`]; result: `[B·S, D]`
     pub fn forward(
         &self,
         x: Tensor<2>,
         shape: [usize; 2],
         rotation: &Rotation,
-        mask: &Tensor<4>,
+        mask: Option<&Tensor<4>>,
     ) -> Tensor<2> {
         let normed = self.input_layernorm.forward(x.clone());
         let x = x + self.self_attn.forward(normed, shape, rotation, mask);
@@ -281,9 +282,10 @@ impl ModelInterface for Decoder {
         let mut x = self.model.embed_tokens.forward(ids.reshape([b * s]));
         let device = x.device();
         let rotation = self.rope.leading(s, &device, x.dtype());
-        let mask = causal_mask(s, &device);
+        let fused = kernels::are_fused(&device, x.dtype());
+        let mask = (!fused).then(|| causal_mask(s, &device));
         for layer in &self.model.layers {
-            x = layer.forward(x, [b, s], &rotation, &mask);
+            x = layer.forward(x, [b, s], &rotation, mask.as_ref());
         }
         self.model
             .norm

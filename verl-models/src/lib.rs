@@ -9,6 +9,7 @@ pub mod device;
 pub mod families;
 pub mod gguf;
 pub mod hf;
+pub mod kernels;
 pub mod model;
 pub mod optim;
 mod packing;
@@ -21,6 +22,7 @@ pub mod scoring;
 pub mod tokenizer;
 #[cfg(test)]
 mod toy;
+mod vector;
 mod weights;
 
 pub use decoder::{Decoder, DecoderConfig};

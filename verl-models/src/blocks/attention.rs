@@ -7,6 +7,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use super::linear::Linear;
 use super::norm::{RmsNorm, to_dtype};
 use super::rope::Rotation;
+use crate::kernels::{self, AttentionShape};
 
 /// Heads of an attention block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,20 +83,52 @@ impl Attention {
     /// The block for sequences that begin in this call.
     ///
     /// # Shapes
-    /// `x`: `[B·S, D]`; `mask`: `[1 or B, 1, S, S]`, added to scores; result: `[B·S, D]`
+    /// `x`: `[B·S, D]`; `mask`: `[1 or B, 1, S, S]`, added to scores, or `None` for the fused causal kernel, which
+    /// takes positions `0..S` alone; result: `[B·S, D]`
     pub fn forward(
         &self,
         x: Tensor<2>,
         shape: [usize; 2],
         rotation: &Rotation,
-        mask: &Tensor<4>,
+        mask: Option<&Tensor<4>>,
     ) -> Tensor<2> {
+        let Some(mask) = mask else {
+            return self.fused(x, shape, rotation);
+        };
         let Projected {
             queries,
             keys,
             values,
         } = self.project(x, shape, rotation);
         self.output(attend(queries, keys, values, mask))
+    }
+
+    fn fused(&self, x: Tensor<2>, [b, s]: [usize; 2], rotation: &Rotation) -> Tensor<2> {
+        let Heads {
+            query,
+            key_value,
+            dim,
+        } = self.heads;
+        let heads = |norm: &Option<RmsNorm>, x: Tensor<2>, count: usize| match norm {
+            // [B·S, H·Dh] -> [B·S·H, Dh]
+            Some(norm) => norm
+                .forward(x.reshape([b * s * count, dim]))
+                .reshape([b * s, count * dim]),
+            None => x,
+        };
+        let queries = heads(&self.q_norm, self.q_proj.forward(x.clone()), query);
+        let keys = heads(&self.k_norm, self.k_proj.forward(x.clone()), key_value);
+        let values = self.v_proj.forward(x);
+        let shape = AttentionShape {
+            sequences: b,
+            tokens: s,
+            query_heads: query,
+            key_heads: key_value,
+            head_dim: dim,
+        };
+        let [cos, sin] = rotation.tables();
+        self.o_proj
+            .forward(kernels::attention(shape, queries, keys, values, cos, sin))
     }
 
     /// Joins the heads and projects them back.

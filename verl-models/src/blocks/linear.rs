@@ -3,6 +3,8 @@
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Device, Int, Tensor};
 
+use crate::kernels;
+
 /// y = x Wᵀ + b, with W kept as `[out, in]`.
 #[derive(Module, Debug)]
 pub struct Linear {
@@ -24,7 +26,12 @@ impl Linear {
     /// # Shapes
     /// `x`: `[N, in]`; result: `[N, out]`
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        let y = x.matmul(self.weight.val().transpose());
+        let weight = self.weight.val();
+        let y = if kernels::are_fused(&x.device(), x.dtype()) {
+            kernels::linear(x, weight)
+        } else {
+            x.matmul(weight.transpose())
+        };
         match &self.bias {
             Some(bias) => y + bias.val().unsqueeze(),
             None => y,

@@ -5,6 +5,7 @@ use burn::tensor::activation::silu;
 use burn::tensor::{Device, Tensor};
 
 use super::linear::Linear;
+use crate::kernels;
 
 /// y = W_down (silu(W_gate x) ⊙ W_up x): SwiGLU.
 ///
@@ -32,8 +33,14 @@ impl Mlp {
     /// # Shapes
     /// `x`: `[N, D]`; result: the same
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        let gate = silu(self.gate_proj.forward(x.clone()));
-        self.down_proj.forward(gate * self.up_proj.forward(x))
+        let gate = self.gate_proj.forward(x.clone());
+        let up = self.up_proj.forward(x);
+        let inner = if kernels::are_fused(&gate.device(), gate.dtype()) {
+            kernels::swiglu(gate, up)
+        } else {
+            silu(gate) * up
+        };
+        self.down_proj.forward(inner)
     }
 }
 

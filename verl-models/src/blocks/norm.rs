@@ -3,6 +3,8 @@
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{DType, Device, Tensor};
 
+use crate::kernels;
+
 /// y = w · x / sqrt(mean(x²) + ε), over the last dim.
 ///
 /// The division is done in f32 and its result cast back before the weight is applied, as Llama does.
@@ -34,6 +36,11 @@ impl RmsNorm {
     /// `x`: `[.., D]`; result: the same
     pub fn forward<const R: usize>(&self, x: Tensor<R>) -> Tensor<R> {
         let dtype = x.dtype();
+        if kernels::are_fused(&x.device(), dtype) {
+            let dims = x.dims();
+            let rows = x.reshape([-1, dims[R - 1] as i64]);
+            return kernels::rms_norm(rows, self.weight.val(), self.epsilon).reshape(dims);
+        }
         let x = to_dtype(x, DType::F32);
         let mean_square = (x.clone() * x.clone()).mean_dim(R - 1);
         let normed = x / (mean_square + self.epsilon).sqrt();

@@ -212,6 +212,12 @@ impl Rotation {
         );
         x * self.cos.clone() + swapped * self.sin.clone()
     }
+
+    /// Cosines and signed sines of a rotation that is the same for every row, `[S, Dh]` each.
+    pub(crate) fn tables(&self) -> [Tensor<2>; 2] {
+        let [_, _, s, dim] = self.cos.dims();
+        [&self.cos, &self.sin].map(|table| table.clone().reshape([s, dim]))
+    }
 }
 
 #[cfg(test)]

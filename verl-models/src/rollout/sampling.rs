@@ -5,9 +5,9 @@
 //! on the order in which ids are visited.
 
 use super::engine::{RolloutError, SamplingSettings};
-use super::host::vector::{exponentials, largest};
 use super::race::Race;
 use crate::random::Stream;
+use crate::vector::{exponentials, largest};
 
 /// A sampled token.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -1,7 +1,7 @@
 //! Attention of one token over the keys and values of its sequence.
 
-use super::vector::{LANES, exp, sum_lanes, vectorised};
 use crate::blocks::kv_cache::{BLOCK, KvShape, KvTrack};
+use crate::vector::{LANES, exp, sum_lanes, vectorised};
 
 const _: () = assert!(BLOCK == LANES, "a block's scores fill the lanes");
 

@@ -6,7 +6,6 @@
 
 mod attention;
 mod product;
-pub(super) mod vector;
 
 use std::sync::Arc;
 
@@ -15,13 +14,14 @@ use rayon::prelude::*;
 
 use self::attention::{Lane, attend};
 use self::product::{Packed, Spread, Write};
-use self::vector::{LANES, gated, rms_norm, rms_norm_in_place, rotate};
+
 use super::batched::{Prompt, StepModel};
 use super::engine::RolloutError;
 use crate::blocks::kv_cache::{KvShape, KvTrack};
 use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
 use crate::decoder::{Decoder, DecoderLayer};
+use crate::vector::{LANES, gated, rms_norm, rms_norm_in_place, rotate};
 
 /// Weights that a core keeps in its second-level cache while rows pass by: below, threads take rows of their own and
 /// meet once a step; above, they take outputs of their own, so that a weight is read from memory once.

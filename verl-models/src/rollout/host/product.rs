@@ -6,7 +6,7 @@
 
 use rayon::prelude::*;
 
-use super::vector::{LANES, tile_rows, vectorised};
+use crate::vector::{LANES, tile_rows, vectorised};
 
 /// Rows that stay in the second-level cache while panels pass by.
 const BLOCK: usize = 64;

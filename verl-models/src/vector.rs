@@ -5,12 +5,12 @@
 //! the machine, so that it has the same bits on any machine, too.
 
 /// Numbers that one sum runs over at a time.
-pub(super) const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
 
 /// Runs `op` compiled for the widest instructions that this processor has. Only what is inlined into it gains:
 /// closures given to it and what they call are marked `inline(always)`.
 #[inline]
-pub(super) fn vectorised<R>(op: impl FnOnce() -> R) -> R {
+pub(crate) fn vectorised<R>(op: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("fma") {
@@ -28,7 +28,7 @@ pub(super) fn vectorised<R>(op: impl FnOnce() -> R) -> R {
 /// Rows whose sums with one panel of [`LANES`] outputs fit into registers and hide the latency of additions: eight
 /// with 32 registers of 16 numbers, four with 16 registers of 8.
 #[inline]
-pub(super) fn tile_rows() -> usize {
+pub(crate) fn tile_rows() -> usize {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("fma") {
         return 8;
@@ -52,7 +52,7 @@ fn with_avx2<R>(op: impl FnOnce() -> R) -> R {
 ///
 /// x = n·ln 2 + r with |r| ≤ ½ ln 2; e^r by the polynomial of Cephes' `expf`; times 2ⁿ through the exponent's bits.
 #[inline(always)]
-pub(super) fn exp(x: f32) -> f32 {
+pub(crate) fn exp(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     /// 1.5·2²³: adding it leaves a rounded integer in the low bits.
@@ -78,7 +78,7 @@ pub(super) fn exp(x: f32) -> f32 {
 
 /// Sum of lanes, pairwise.
 #[inline(always)]
-pub(super) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
+pub(crate) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES;
     while width > 1 {
         width /= 2;
@@ -90,7 +90,7 @@ pub(super) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
 }
 
 /// The largest number; nothing where one is NaN.
-pub(in crate::rollout) fn largest(x: &[f32]) -> Option<f32> {
+pub(crate) fn largest(x: &[f32]) -> Option<f32> {
     vectorised(
         #[inline(always)]
         || {
@@ -116,7 +116,7 @@ pub(in crate::rollout) fn largest(x: &[f32]) -> Option<f32> {
 }
 
 /// e^((x − max)·scale) of each number into `out`, at least e⁻⁸⁷; returns their sum.
-pub(in crate::rollout) fn exponentials(x: &[f32], max: f32, scale: f32, out: &mut Vec<f32>) -> f64 {
+pub(crate) fn exponentials(x: &[f32], max: f32, scale: f32, out: &mut Vec<f32>) -> f64 {
     /// Numbers that are summed in f32.
     const PIECE: usize = 64 * LANES;
     out.clear();
@@ -170,7 +170,7 @@ fn rms_norm_row(x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
 ///
 /// # Shapes
 /// `x`, `out`: `[N, D]`; `weight`: `[D]`
-pub(super) fn rms_norm(x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
+pub(crate) fn rms_norm(x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
     let width = weight.len();
     vectorised(
         #[inline(always)]
@@ -183,7 +183,7 @@ pub(super) fn rms_norm(x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32])
 }
 
 /// [`rms_norm`] in place; used on the heads of a row.
-pub(super) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], epsilon: f32) {
+pub(crate) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], epsilon: f32) {
     vectorised(
         #[inline(always)]
         || {
@@ -201,7 +201,7 @@ pub(super) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], epsilon: f32) {
 ///
 /// # Shapes
 /// `gate_up`: `[N, 2·I]`, gates first; `out`: `[N, I]`
-pub(super) fn gated(gate_up: &[f32], width: usize, out: &mut [f32]) {
+pub(crate) fn gated(gate_up: &[f32], width: usize, out: &mut [f32]) {
     vectorised(
         #[inline(always)]
         || {
@@ -222,7 +222,7 @@ pub(super) fn gated(gate_up: &[f32], width: usize, out: &mut [f32]) {
 ///
 /// # Shapes
 /// `x`: heads of width 2h one after the other; `cos`, `sin`: `[h]`
-pub(super) fn rotate(x: &mut [f32], cos: &[f32], sin: &[f32]) {
+pub(crate) fn rotate(x: &mut [f32], cos: &[f32], sin: &[f32]) {
     let half = cos.len();
     vectorised(
         #[inline(always)]
