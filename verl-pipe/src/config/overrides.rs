@@ -158,7 +158,8 @@ fn stage_names(document: &Map<String, Value>) -> Vec<String> {
         .collect()
 }
 
-/// Sets the value at `path`, making tables on the way. A text given for a table (a model, a data set) is its `path`.
+/// Sets the value at `path`, making tables on the way. A text given for a table (a model, a data set) is its `path`;
+/// a data set that is no file becomes that file.
 fn set(
     document: &mut Map<String, Value>,
     path: &[String],
@@ -204,6 +205,12 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
     };
     let mut set = path.to_vec();
     match table.get_mut(last) {
+        // A file in place of a generator: the generator's settings mean nothing to it.
+        Some(Value::Object(entry))
+            if is_data && value.is_string() && !entry.contains_key("path") =>
+        {
+            table.insert(last.clone(), value);
+        }
         Some(Value::Object(table)) if value.is_string() => {
             table.insert("path".to_owned(), value);
             set.push("path".to_owned());
@@ -227,7 +234,11 @@ mod tests {
     fn document() -> Map<String, Value> {
         let value = json!({
             "run": {"steps": 5},
-            "data": {"train": {"kind": "questions", "path": "a"}, "eval": "b.jsonl"},
+            "data": {
+                "train": {"kind": "questions", "path": "a"},
+                "eval": "b.jsonl",
+                "sums": {"kind": "addition", "max": 9},
+            },
             "models": {"actor": {"path": "m"}},
             "stages": [{"kind": "generate"}, {"kind": "log_probs", "name": "old"}],
         });
@@ -271,6 +282,7 @@ mod tests {
             json!(1e-4),
         );
         check("data.train=FILE", "/data/train/path", json!("FILE"));
+        check("data.sums=FILE", "/data/sums", json!("FILE"));
         check("data.eval=c.jsonl", "/data/eval", json!("c.jsonl"));
         check(
             "data.eval.split=\"test\"",
