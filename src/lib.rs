@@ -24,18 +24,19 @@ pub fn registry() -> Registry {
 /// What a pipeline in Rust needs.
 pub mod prelude {
     pub use verl_models::model::{ModelError, ModelInterface, PolicyModel};
-    pub use verl_models::optim::OptimizerConfig;
+    pub use verl_models::optim::{OptimizerConfig, Schedule};
     pub use verl_models::policy::Policy;
     pub use verl_pipe::batch::{Batch, RaggedColumn, RowId};
     pub use verl_pipe::data::{DataError, DataLoaderInterface};
+    pub use verl_pipe::diagnostic::Findings;
     pub use verl_pipe::field::{Field, Key, Ragged, Scalar, Text};
     pub use verl_pipe::keys;
-    pub use verl_pipe::pipe::{DataPipe, RunConfig};
+    pub use verl_pipe::pipe::{DataPipe, IntoStage, RunConfig, stage_fn, stage_with};
     pub use verl_pipe::run::trainer::{Trainer, TrainerOptions};
     pub use verl_pipe::schedule::batching::BatchConfig;
     pub use verl_pipe::stage::{
-        BuildContext, Cardinality, ConfigError, Stage, StageConfig, StageContext, StageError,
-        StageSpec,
+        Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage,
+        StageConfig, StageContext, StageError, StageSpec,
     };
     pub use verl_stages::advantages::Advantages;
     pub use verl_stages::algorithms::{Grpo, Loss, Sft};
@@ -43,7 +44,7 @@ pub mod prelude {
     pub use verl_stages::evaluate::Evaluate;
     pub use verl_stages::generate::Generate;
     pub use verl_stages::log_probs::{LogProbs, Role};
-    pub use verl_stages::model::{CausalLm, PolicyResource};
+    pub use verl_stages::model::{CausalLm, Init, PolicyResource, policy_model};
     pub use verl_stages::prompts::Prompts;
     pub use verl_stages::reward::rule::{Reward, RuleKind};
     pub use verl_stages::update::Update;
