@@ -49,7 +49,10 @@ pub fn train(args: &PipelineArgs, registry: &Registry, versions: Vec<(String, St
             0
         }
         Err(error) => {
-            say(&format!("error: {error}"));
+            match &error {
+                RunError::Schedule(findings) => report(findings),
+                error => say(&format!("error[{}]: {error}", error.code())),
+            }
             if matches!(error, RunError::Cancelled { .. }) {
                 CANCELLED_STATUS
             } else {
