@@ -6,6 +6,7 @@
 #![expect(clippy::print_stdout, reason = "an example talks to its reader")]
 
 use std::error::Error;
+use std::path::{Path, PathBuf};
 
 use verl::prelude::*;
 
@@ -77,8 +78,8 @@ fn subtract(input: Batch, context: &mut StageContext<'_>) -> Result<(), StageErr
     context.emit(output)
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
-    let runs = tempfile::tempdir()?;
+/// GRPO on sums with random weights, rewarded by the rule less the penalty.
+pub fn pipeline(model: &Path, dir: PathBuf) -> DataPipe {
     let penalty = LengthPenalty {
         limit: 4,
         price: 0.1,
@@ -105,11 +106,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let actor = CausalLm {
         init: Init::Random,
-        ..CausalLm::trained("examples/models/addition-init", optimizer)
+        ..CausalLm::trained(model, optimizer)
     };
-    let plan = DataPipe::new("custom_stage")
+    DataPipe::new("custom_stage")
         .run(RunConfig {
-            dir: runs.path().join("run"),
+            dir,
             steps: 5,
             ..RunConfig::default()
         })
@@ -121,6 +122,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         .data("train", Addition::default())
         .model("actor", actor)
         .chain(stages)
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let runs = tempfile::tempdir()?;
+    let model = Path::new("examples/models/addition-init");
+    let plan = pipeline(model, runs.path().join("run"))
         .plan()
         .map_err(Findings)?;
     println!("{plan}");

@@ -7,12 +7,12 @@
 #![expect(clippy::print_stdout, reason = "an example talks to its reader")]
 
 use std::error::Error;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use verl::prelude::*;
 
 /// What both forms have in common: sizes, data, models.
-fn addition(model: &PathBuf, steps: u64) -> DataPipe {
+pub fn addition(model: &Path, steps: u64) -> DataPipe {
     let optimizer = OptimizerConfig {
         learning_rate: 3e-4,
         schedule: Schedule::Constant { warmup_steps: 5 },
@@ -77,7 +77,7 @@ fn evaluate() -> Evaluate {
 }
 
 /// The builder: stages by name; keys that are stated are checked against what the stage declares.
-fn stage_by_stage(pipe: DataPipe) -> DataPipe {
+pub fn stage_by_stage(pipe: DataPipe) -> DataPipe {
     pipe.add_stage("prompts", Prompts::default())
         .writes(["prompts", "prompt_texts", "data_rows", "answers"])
         .add_stage("generate", generate())
@@ -95,7 +95,7 @@ fn stage_by_stage(pipe: DataPipe) -> DataPipe {
 }
 
 /// The operator: the same stages in a row. Who reads what is decided by keys, not by the order of the chain.
-fn chained(pipe: DataPipe) -> DataPipe {
+pub fn chained(pipe: DataPipe) -> DataPipe {
     pipe.chain(
         Prompts::default()
             >> generate()

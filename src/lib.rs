@@ -2,6 +2,34 @@
 //!
 //! This crate is the façade: it re-exports the four crates, offers a [`prelude`], and fills the registry of
 //! built-ins ([`registry`]) that the executable `pipe` works with.
+//!
+//! A pipeline is declared, then checked as a whole; only what passed can be placed and run:
+//!
+//! ```
+//! use verl::prelude::*;
+//!
+//! let optimizer = OptimizerConfig { learning_rate: 3e-4, ..OptimizerConfig::default() };
+//! let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/addition-init");
+//! let plan = DataPipe::new("grpo")
+//!     .batch(BatchConfig { prompts: 32, samples: 8, ..BatchConfig::default() })
+//!     .data("train", Addition::default())
+//!     .model("actor", CausalLm::trained(folder, optimizer))
+//!     .chain(
+//!         Prompts::default()
+//!             >> Generate { max_new_tokens: 12, ..Generate::default() }
+//!             >> Reward::default()
+//!             >> Advantages::default()
+//!             >> Update::default(),
+//!     )
+//!     .plan()
+//!     .map_err(Findings)?;
+//! assert_eq!(plan.batch.rows, 256);
+//! // Trainer::new(plan)?.train()? runs it.
+//! # Ok::<(), Findings>(())
+//! ```
+//!
+//! `examples/` has whole runs: `grpo_addition.rs`, a stage of one's own (`custom_stage.rs`), a model of one's own
+//! (`custom_model.rs`).
 
 pub use verl_algos as algos;
 pub use verl_models as models;

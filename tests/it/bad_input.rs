@@ -84,8 +84,9 @@ fn data_that_cannot_be_read() {
         &refused(&place, &["data.train=none.jsonl"]),
         &["train", "none.jsonl", "cannot read"],
     );
-    let wrong = refused(&place, &["data.train=train.csv"]);
-    check(&wrong, &["train", "kind"]);
+    fs::write(place.path("train.csv"), "question,answer\n1+1,2\n").unwrap();
+    let table = refused(&place, &["data.train=train.csv"]);
+    check(&table, &["train.csv", "row 1", "malformed JSON"]);
 
     // A row without the column is found when it is drawn; the run says which row it is.
     fs::write(&data, row.repeat(2) + "{\"question\": \"1+1\"}\n").unwrap();

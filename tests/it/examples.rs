@@ -1,16 +1,69 @@
-//! The model of `examples/custom_model.rs` keeps to the rules of models, trains and generates.
+//! The examples do what they say.
 
 #[path = "../../examples/custom_model.rs"]
 #[expect(dead_code, reason = "the example's main is not called")]
 mod custom_model;
+#[path = "../../examples/custom_stage.rs"]
+#[expect(dead_code, reason = "the example's main is not called")]
+mod custom_stage;
+#[path = "../../examples/grpo_addition.rs"]
+#[expect(dead_code, reason = "the example's main is not called")]
+mod grpo_addition;
 
 use burn::tensor::Device;
 use verl::models::conformance::{check_model, check_saving};
 use verl::models::parameters::load_parameters;
+use verl::pipe::config::{read_pipeline, to_toml};
 use verl::prelude::*;
 
-use crate::kit::{root, trainer};
+use crate::kit::{Place, root, trainer};
 use custom_model::{mixer, pipeline};
+use grpo_addition::{addition, chained, stage_by_stage};
+
+#[test]
+fn the_run_in_rust_is_the_run_of_the_file() {
+    let model = root().join("examples/models/addition-init");
+    let file = root().join("examples/pipelines/grpo_addition.toml");
+    let overrides = [
+        format!("actor.path={}", model.display()),
+        format!("ref.path={}", model.display()),
+        "run.dir=runs/grpo_addition_rs".to_owned(),
+    ];
+    let of_file = read_pipeline(&file, &overrides, &verl::registry()).expect("a pipeline");
+    let (builder, operator) = (
+        stage_by_stage(addition(&model, of_file.run.steps)),
+        chained(addition(&model, of_file.run.steps)),
+    );
+    let settings = |pipe: &DataPipe| to_toml(pipe).expect("a file");
+    assert_eq!(settings(&builder), settings(&of_file));
+    assert_eq!(settings(&operator), settings(&of_file));
+    let plan = |pipe: &DataPipe| pipe.plan().map_err(Findings).expect("a plan").to_string();
+    assert_eq!(plan(&builder), plan(&of_file));
+    assert_eq!(plan(&operator), plan(&of_file));
+}
+
+#[test]
+fn the_custom_stage_makes_responses_shorter() {
+    let place = Place::new();
+    let pipe = custom_stage::pipeline(&place.path("tiny"), place.path("run"));
+    let mut trainer = trainer(&pipe).expect("a trainer");
+    let mut rewards = Vec::new();
+    for _ in 0..5 {
+        let metrics = trainer.step().expect("a step");
+        let (reward, penalty) = (
+            metrics.reward().expect("a reward"),
+            metrics
+                .get("length/penalty_mean")
+                .expect("the stage's metric"),
+        );
+        let correct = metrics
+            .get("reward/correct_share")
+            .expect("the rule's metric");
+        assert!((reward - (correct - penalty)).abs() < 1e-6, "{metrics:?}");
+        rewards.push(reward);
+    }
+    assert!(rewards[4] > rewards[0], "{rewards:?}");
+}
 
 #[test]
 fn the_custom_model_conforms() {
