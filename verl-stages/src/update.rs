@@ -22,7 +22,7 @@ use verl_pipe::stage::{
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::algorithms::Loss;
+use crate::algorithms::{KL_PENALTY, Loss};
 use crate::generate::TOKENS;
 use crate::model::PolicyResource;
 
@@ -390,6 +390,9 @@ impl Stage for UpdateStage {
         }
         for field in algorithm.reads_optional(&self.tag()) {
             spec = spec.reads_optional(field);
+        }
+        if algorithm.penalises_kl() {
+            spec = spec.once(KL_PENALTY);
         }
         spec.rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
