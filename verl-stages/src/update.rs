@@ -313,7 +313,8 @@ impl UpdateStage {
         let before = policy.weights_hash();
         let report = policy.optimizer_step().map_err(StageError::failed)?;
         if report.grad_norm > 0.0 && report.learning_rate > 0.0 {
-            if policy.weights_hash() == before {
+            // An empty hash is that of a model which computes none.
+            if !before.is_empty() && policy.weights_hash() == before {
                 return Err(StageError::Model {
                     name: self.config.model.clone(),
                     reason: format!(
@@ -436,3 +437,6 @@ impl Stage for UpdateStage {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;
