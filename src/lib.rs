@@ -2,6 +2,34 @@
 //!
 //! This crate is the façade: it re-exports the four crates, offers a [`prelude`], and fills the registry of
 //! built-ins ([`registry`]) that the executable `pipe` works with.
+//!
+//! A pipeline is declared, then checked as a whole; only what passed can be placed and run:
+//!
+//! ```
+//! use verl::prelude::*;
+//!
+//! let optimizer = OptimizerConfig { learning_rate: 3e-4, ..OptimizerConfig::default() };
+//! let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/addition-init");
+//! let plan = DataPipe::new("grpo")
+//!     .batch(BatchConfig { prompts: 32, samples: 8, ..BatchConfig::default() })
+//!     .data("train", Addition::default())
+//!     .model("actor", CausalLm::trained(folder, optimizer))
+//!     .chain(
+//!         Prompts::default()
+//!             >> Generate { max_new_tokens: 12, ..Generate::default() }
+//!             >> Reward::default()
+//!             >> Advantages::default()
+//!             >> Update::default(),
+//!     )
+//!     .plan()
+//!     .map_err(Findings)?;
+//! assert_eq!(plan.batch.rows, 256);
+//! // Trainer::new(plan)?.train()? runs it.
+//! # Ok::<(), Findings>(())
+//! ```
+//!
+//! `examples/` has whole runs: `grpo_addition.rs`, a stage of one's own (`custom_stage.rs`), a model of one's own
+//! (`custom_model.rs`).
 
 pub use verl_algos as algos;
 pub use verl_models as models;
@@ -24,18 +52,19 @@ pub fn registry() -> Registry {
 /// What a pipeline in Rust needs.
 pub mod prelude {
     pub use verl_models::model::{ModelError, ModelInterface, PolicyModel};
-    pub use verl_models::optim::OptimizerConfig;
+    pub use verl_models::optim::{OptimizerConfig, Schedule};
     pub use verl_models::policy::Policy;
     pub use verl_pipe::batch::{Batch, RaggedColumn, RowId};
     pub use verl_pipe::data::{DataError, DataLoaderInterface};
+    pub use verl_pipe::diagnostic::Findings;
     pub use verl_pipe::field::{Field, Key, Ragged, Scalar, Text};
     pub use verl_pipe::keys;
-    pub use verl_pipe::pipe::{DataPipe, RunConfig};
+    pub use verl_pipe::pipe::{DataPipe, IntoStage, RunConfig, stage_fn, stage_with};
     pub use verl_pipe::run::trainer::{Trainer, TrainerOptions};
     pub use verl_pipe::schedule::batching::BatchConfig;
     pub use verl_pipe::stage::{
-        BuildContext, Cardinality, ConfigError, Stage, StageConfig, StageContext, StageError,
-        StageSpec,
+        Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage,
+        StageConfig, StageContext, StageError, StageSpec,
     };
     pub use verl_stages::advantages::Advantages;
     pub use verl_stages::algorithms::{Grpo, Loss, Sft};
@@ -43,7 +72,7 @@ pub mod prelude {
     pub use verl_stages::evaluate::Evaluate;
     pub use verl_stages::generate::Generate;
     pub use verl_stages::log_probs::{LogProbs, Role};
-    pub use verl_stages::model::{CausalLm, PolicyResource};
+    pub use verl_stages::model::{CausalLm, Init, PolicyResource, policy_model};
     pub use verl_stages::prompts::Prompts;
     pub use verl_stages::reward::rule::{Reward, RuleKind};
     pub use verl_stages::update::Update;

@@ -17,7 +17,7 @@ use crate::hf::{self, LoadError, LoadReport};
 use crate::kernels;
 use crate::model::{ModelError, ModelInterface};
 use crate::parameters::fill_parameters;
-use crate::random::{DrawKey, Purpose};
+use crate::random;
 use crate::rollout::EngineKind;
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
@@ -163,7 +163,9 @@ impl Decoder {
 
     /// A fresh decoder whose draws are a function of the seed and of each parameter's name.
     pub fn random(config: DecoderConfig, seed: u64, device: &Device) -> Self {
-        Decoder::fresh(config, device, |name, count| normals(seed, name, count))
+        Decoder::fresh(config, device, |name, count| {
+            random::normals(seed, name, count)
+        })
     }
 
     /// Remembers the folder whose config.json, tokenizer and template belong to this decoder, for saving.
@@ -220,24 +222,6 @@ impl Decoder {
         }
         Ok(())
     }
-}
-
-/// Draws from N(0, 1) for the parameter of this name.
-fn normals(seed: u64, name: &str, count: usize) -> Vec<f32> {
-    // FNV-1a: a parameter keeps its draws whatever others the model has.
-    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
-    let key = DrawKey {
-        seed,
-        purpose: Purpose::Init,
-        step: 0,
-        row: hash,
-        attempt: 0,
-    };
-    let stream = key.stream();
-    let draw = |at: usize| stream.normal((at >> 20) as u32, (at & 0xf_ffff) as u32) as f32;
-    (0..count).map(draw).collect()
 }
 
 fn layer(c: &DecoderConfig, device: &Device) -> DecoderLayer {

@@ -4,6 +4,7 @@
 
 pub mod blocks;
 pub mod chat_template;
+pub mod conformance;
 pub mod decoder;
 pub mod device;
 pub mod families;

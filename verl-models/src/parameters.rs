@@ -3,8 +3,14 @@
 //! Names are paths of fields joined by dots. For the decoders of this crate they are the checkpoint's names, such as
 //! `model.layers.0.self_attn.q_proj.weight`.
 
+use std::collections::HashMap;
+
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Tensor, TensorData};
+use safetensors::tensor::{SafeTensors, TensorView};
+
+use crate::model::ModelError;
+use crate::random;
 
 /// Name and shape of every parameter in the order of the module's fields; nothing is read from a device.
 pub fn named_parameters<M: Module>(module: &M) -> Vec<(String, Vec<usize>)> {
@@ -40,6 +46,90 @@ pub fn fill_parameters<M: Module>(
         dtype,
         value,
     })
+}
+
+/// The module with fresh matrices: `scale` · N(0, 1), a function of the seed and of each parameter's name. Vectors stay
+/// as they are.
+pub fn randomized<M: Module>(module: M, seed: u64, scale: f32) -> M {
+    fill_parameters(module, DType::F32, |name, shape| {
+        (shape.len() >= 2).then(|| {
+            let draws = random::normals(seed, name, shape.iter().product());
+            let values: Vec<f32> = draws.into_iter().map(|draw| draw * scale).collect();
+            TensorData::new(values, shape.to_vec())
+        })
+    })
+}
+
+/// Writes all parameters by name into a safetensors file, in f32. All that most models need to implement
+/// [`ModelInterface::save`](crate::model::ModelInterface::save).
+///
+/// # Errors
+/// [`ModelError::File`] when the file cannot be written.
+pub fn save_parameters<M: Module>(module: &M, path: &std::path::Path) -> Result<(), ModelError> {
+    let mut tensors: Vec<(String, TensorData)> = Vec::new();
+    visit_parameters(module, |name, _, read| {
+        tensors.push((name.to_owned(), read().convert_dtype(DType::F32)));
+    });
+    let fault = |error: safetensors::SafeTensorError| file_error("write", path, &error);
+    let views = tensors.iter().map(|(name, data)| {
+        let view = TensorView::new(
+            safetensors::Dtype::F32,
+            data.shape().to_vec(),
+            data.as_bytes(),
+        );
+        view.map(|view| (name.as_str(), view))
+    });
+    let views = views.collect::<Result<Vec<_>, _>>().map_err(fault)?;
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    safetensors::serialize_to_file(views, Some(metadata), path).map_err(fault)
+}
+
+/// The module with the values that [`save_parameters`] wrote.
+///
+/// # Errors
+/// [`ModelError::File`] when the file cannot be read, or lacks a parameter or has it in another shape or dtype; the
+/// message names all of them.
+pub fn load_parameters<M: Module>(module: M, path: &std::path::Path) -> Result<M, ModelError> {
+    let bytes = std::fs::read(path).map_err(|error| file_error("read", path, &error))?;
+    let stored =
+        SafeTensors::deserialize(&bytes).map_err(|error| file_error("read", path, &error))?;
+    let mut faults = Vec::new();
+    let loaded = fill_parameters(module, DType::F32, |name, shape| {
+        match stored.tensor(name) {
+            Ok(view) if view.shape() == shape && view.dtype() == safetensors::Dtype::F32 => Some(
+                TensorData::from_bytes_vec(view.data().to_vec(), shape.to_vec(), DType::F32),
+            ),
+            Ok(view) => {
+                faults.push(format!(
+                    "`{name}` is {:?} {:?}, but the model has F32 {shape:?}",
+                    view.dtype(),
+                    view.shape()
+                ));
+                None
+            }
+            Err(_) => {
+                faults.push(format!("`{name}` is missing"));
+                None
+            }
+        }
+    });
+    if faults.is_empty() {
+        Ok(loaded)
+    } else {
+        Err(file_error("read", path, &faults.join("; ")))
+    }
+}
+
+fn file_error(
+    action: &'static str,
+    path: &std::path::Path,
+    reason: &dyn std::fmt::Display,
+) -> ModelError {
+    ModelError::File {
+        action,
+        path: path.display().to_string(),
+        reason: reason.to_string(),
+    }
 }
 
 #[derive(Default)]
@@ -161,5 +251,37 @@ mod tests {
             Some(TensorData::full(shape.to_vec(), 1.0f32))
         });
         assert!(filled.train().first.weight.val().is_require_grad());
+    }
+
+    #[test]
+    fn saved_parameters_are_loaded_again_and_faults_are_listed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pair.safetensors");
+        let values = |pair: &Pair| {
+            let mut all = Vec::new();
+            visit_parameters(pair, |_, _, read| {
+                all.extend_from_slice(read().as_slice::<f32>().unwrap());
+            });
+            all
+        };
+        let saved = randomized(pair(), 3, 0.5);
+        save_parameters(&saved, &path).unwrap();
+        let loaded = load_parameters(pair(), &path).unwrap();
+        assert_eq!(values(&loaded), values(&saved));
+        assert_ne!(values(&randomized(pair(), 4, 0.5)), values(&saved));
+
+        let device = Device::flex();
+        let other = Pair {
+            first: Linear::lazy(2, 4, true, &device),
+            rest: vec![],
+        };
+        save_parameters(&other, &path).unwrap();
+        let error = load_parameters(pair(), &path).unwrap_err().to_string();
+        assert!(
+            error.contains("`first.weight` is F32 [2, 4], but the model has F32 [2, 3]"),
+            "{error}"
+        );
+        assert!(error.contains("`rest.0.weight` is missing"), "{error}");
+        assert!(load_parameters(pair(), &folder.path().join("none")).is_err());
     }
 }

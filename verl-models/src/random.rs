@@ -111,6 +111,27 @@ impl Stream {
     }
 }
 
+/// Draws from N(0, 1) for the initial values of the parameter `name`; whatever other parameters a model has, it keeps
+/// its draws.
+#[must_use]
+pub fn normals(seed: u64, name: &str, count: usize) -> Vec<f32> {
+    // FNV-1a.
+    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    let stream = DrawKey {
+        seed,
+        purpose: Purpose::Init,
+        step: 0,
+        row: hash,
+        attempt: 0,
+    }
+    .stream();
+    (0..count)
+        .map(|at| stream.normal((at >> 20) as u32, (at & 0xf_ffff) as u32) as f32)
+        .collect()
+}
+
 /// (w + ½)·2⁻³²: a word as a number of the open interval (0, 1), exact in f64.
 #[inline]
 #[must_use]

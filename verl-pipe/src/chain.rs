@@ -11,6 +11,10 @@ use crate::stage::{
 };
 
 /// What can be added to a pipeline as a stage: every [`StageConfig`], [`Named`] and [`CustomStage`].
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a stage",
+    note = "stages are configurations such as `Generate`, and what `stage_fn`, `stage_with` and `named` return"
+)]
 pub trait IntoStage: Sized {
     /// The declaration, under the default name: the kind.
     fn declare(self) -> StageDecl;

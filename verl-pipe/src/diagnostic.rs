@@ -84,6 +84,31 @@ impl Diagnostic {
     }
 }
 
+/// All findings as one error, for `?`.
+///
+/// ```
+/// use verl_pipe::diagnostic::Findings;
+/// use verl_pipe::pipe::DataPipe;
+///
+/// fn check() -> Result<(), Box<dyn std::error::Error>> {
+///     let plan = DataPipe::new("empty").plan().map_err(Findings)?;
+///     assert!(plan.stages.is_empty());
+///     Ok(())
+/// }
+/// # check().unwrap();
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Findings(pub Vec<Diagnostic>);
+
+impl fmt::Display for Findings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let texts: Vec<String> = self.0.iter().map(ToString::to_string).collect();
+        f.write_str(&texts.join("\n\n"))
+    }
+}
+
+impl std::error::Error for Findings {}
+
 /// The known name that is most like `name`, if one is alike at all.
 ///
 /// Alike: at most a third of the letters differ (and at least one edit is granted), or one name begins with the other.

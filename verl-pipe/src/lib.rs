@@ -7,6 +7,7 @@ pub mod batch;
 pub mod chain;
 pub mod cli;
 pub mod config;
+pub mod conformance;
 pub mod data;
 pub mod diagnostic;
 pub mod field;

@@ -1,6 +1,8 @@
 //! Model kind `causal_lm`: a decoder from a Hugging Face folder, with its tokenizer, as a resource of the pipeline.
 //!
-//! A model of one's own becomes a resource through [`PolicyResource::new`].
+//! A model of one's own is declared with [`policy_model`].
+
+mod own;
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -13,12 +15,13 @@ use verl_models::hf::{Origin, SaveDType};
 use verl_models::model::PolicyModel;
 use verl_models::optim::OptimizerConfig;
 use verl_models::policy::Policy;
-use verl_models::random::{DrawKey, Purpose};
 use verl_models::rollout::stop::TextDecoder;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::{Decoder, DecoderConfig};
 use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError, Snapshot, WeightsVersion};
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
+
+pub use own::{OwnModel, policy_model};
 
 /// A policy with its tokenizer and chat template, as stages find it.
 pub struct PolicyResource {
@@ -179,8 +182,7 @@ impl CausalLm {
             Init::Random => {
                 let origin = Origin::read(dir).map_err(failed)?;
                 let config = origin.decoder_config().map_err(failed)?;
-                Decoder::fresh(config, &device, |name, count| normals(seed, name, count))
-                    .with_origin(origin)
+                Decoder::random(config, seed, &device).with_origin(origin)
             }
         };
         decoder.save_dtype = match self.save_as {
@@ -189,24 +191,6 @@ impl CausalLm {
         };
         Ok(decoder)
     }
-}
-
-/// Draws from N(0, 1) for the parameter `name`.
-fn normals(seed: u64, name: &str, count: usize) -> Vec<f32> {
-    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
-    let stream = DrawKey {
-        seed,
-        purpose: Purpose::Init,
-        step: 0,
-        row: hash,
-        attempt: 0,
-    }
-    .stream();
-    (0..count)
-        .map(|at| stream.normal((at >> 20) as u32, (at & 0xf_ffff) as u32) as f32)
-        .collect()
 }
 
 fn failed(error: impl std::error::Error + Send + Sync + 'static) -> ResourceError {
@@ -222,6 +206,18 @@ fn count_parameters(c: &DecoderConfig) -> u64 {
     let norms = 2 * d + if c.qk_norm { 2 * c.heads.dim as u64 } else { 0 };
     let head = if c.tied_head { 1 } else { 2 } * c.vocab_size as u64 * d;
     c.layers as u64 * (attention + 3 * d * i + norms) + d + head
+}
+
+/// Settings of an optimiser that make no sense.
+fn check_optimizer(optimizer: Option<&OptimizerConfig>) -> Result<(), Vec<ConfigError>> {
+    let Some(Err(error)) = optimizer.map(OptimizerConfig::validate) else {
+        return Ok(());
+    };
+    Err(vec![ConfigError::new(
+        format!("optimizer.{}", error.setting),
+        format!("is {}", error.value),
+        format!("it must be {}", error.expected),
+    )])
 }
 
 impl ModelConfig for CausalLm {
@@ -240,15 +236,7 @@ impl ModelConfig for CausalLm {
                     help,
                 )]
             })?;
-        if let Some(optimizer) = &self.optimizer {
-            optimizer.validate().map_err(|error| {
-                vec![ConfigError::new(
-                    format!("optimizer.{}", error.setting),
-                    format!("is {}", error.value),
-                    format!("it must be {}", error.expected),
-                )]
-            })?;
-        }
+        check_optimizer(self.optimizer.as_ref())?;
         let parameters = count_parameters(&config);
         Ok(ModelInfo {
             num_parameters: parameters,

@@ -1,9 +1,11 @@
 //! Fused operations of a decoder, with backward passes of their own, for devices that have them.
 //!
-//! Each function here tells by `None` that the device or dtype has no fused form; the blocks then compose the same
-//! result from plain operations. Today the CPU in f32 has them; a GPU gets its own by implementing [`DecoderOps`].
+//! [`are_fused`] tells whether a device has them for a dtype; where it does not, the blocks compose the same result
+//! from plain operations. Today the CPU in f32 has them; a GPU gets its own by implementing [`DecoderOps`].
 
 mod cpu;
+#[cfg(test)]
+mod tests;
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

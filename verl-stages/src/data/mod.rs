@@ -53,7 +53,51 @@ fn resolve(base: &Path, path: &Path) -> PathBuf {
 fn past_the_end(origin: String, index: usize, len: usize) -> DataError {
     DataError::Row {
         path: origin,
-        row: index + 1,
+        row: index.saturating_add(1),
         reason: format!("the data set has only {len} rows"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use verl_pipe::conformance::check_data;
+    use verl_pipe::stage::{BuildContext, DataConfig};
+
+    use super::addition::{Addition, Split};
+    use super::{file::DataFile, jsonl::Jsonl, parquet::Parquet};
+
+    #[track_caller]
+    fn check(config: &impl DataConfig, base: &Path) {
+        let context = BuildContext {
+            base: base.to_owned(),
+            ..BuildContext::default()
+        };
+        assert_eq!(check_data(|| config.open(&context)), []);
+    }
+
+    #[test]
+    fn every_data_set_conforms() {
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path();
+        std::fs::write(base.join("rows.jsonl"), "{\"q\": 1}\n\n{\"q\": \"é\"}\n").unwrap();
+        let snappy = ::parquet::basic::Compression::SNAPPY;
+        super::parquet::tests::write_example(&base.join("rows.parquet"), snappy);
+        let path = |name: &str| name.into();
+        let jsonl = path("rows.jsonl");
+        check(&Jsonl { path: jsonl }, base);
+        let parquet = path("rows.parquet");
+        check(&Parquet { path: parquet }, base);
+        for name in ["rows.jsonl", "rows.parquet"] {
+            check(&DataFile { path: path(name) }, base);
+        }
+        for split in [Split::Sft, Split::Train, Split::HeldOut] {
+            let addition = Addition {
+                split,
+                ..Addition::default()
+            };
+            check(&addition, base);
+        }
     }
 }

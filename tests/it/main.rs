@@ -1,0 +1,9 @@
+//! Whole runs through the façade: pipelines of files and of Rust, what they leave behind, and what they refuse.
+
+mod bad_input;
+mod examples;
+mod kit;
+mod on_policy;
+mod pipelines;
+mod replay;
+mod run_folder;

@@ -1,0 +1,100 @@
+//! The pipeline files of the examples.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs;
+use std::path::PathBuf;
+
+use verl::pipe::config::read_pipeline;
+use verl::pipe::diagnostic::Findings;
+use verl::pipe::pipe::DataPipe;
+use verl::pipe::stage::BuildContext;
+
+use crate::kit::root;
+
+/// A model folder that is in the repository, for pipelines whose own is not.
+const STAND_IN: &str = "examples/models/addition-init";
+
+fn files() -> Vec<PathBuf> {
+    let entries = fs::read_dir(root().join("examples/pipelines")).expect("the examples");
+    let mut files: Vec<PathBuf> = entries
+        .map(|entry| entry.expect("an entry").path())
+        .collect();
+    files.retain(|path| path.extension().is_some_and(|e| e == "toml"));
+    files.sort();
+    files
+}
+
+/// The pipeline of a file; models whose folder is not there and data files that are not there are replaced.
+fn read(file: &PathBuf) -> DataPipe {
+    let read = |overrides: &[String]| {
+        read_pipeline(file, overrides, &verl::registry())
+            .unwrap_or_else(|findings| panic!("{}: {}", file.display(), Findings(findings)))
+    };
+    let pipe = read(&[]);
+    let missing = |config: &serde_json::Value| {
+        let path = config.get("path").and_then(|path| path.as_str());
+        path.is_some_and(|path| !pipe.base.join(path).exists())
+    };
+    let stand_in = root().join(STAND_IN);
+    let models = pipe.models.iter().filter(|model| missing(&model.config));
+    let overrides: Vec<String> = models
+        .map(|model| format!("models.{}.path={}", model.name, stand_in.display()))
+        .collect();
+    read(&overrides)
+}
+
+#[test]
+fn every_file_is_a_plan() {
+    let files = files();
+    assert!(files.len() >= 2, "{files:?}");
+    for file in files {
+        let pipe = read(&file);
+        let plan = pipe
+            .plan()
+            .unwrap_or_else(|findings| panic!("{}: {}", file.display(), Findings(findings)));
+        assert!(
+            plan.warnings.is_empty(),
+            "{}: {:?}",
+            file.display(),
+            plan.warnings
+        );
+        assert!(plan.to_string().contains(&pipe.name));
+    }
+}
+
+/// Questions and sums of every data set of a file; sums without regard to the order of their operands.
+fn sums(file: &str) -> BTreeMap<String, HashSet<Vec<u32>>> {
+    let pipe = read(&root().join("examples/pipelines").join(file));
+    let context = BuildContext {
+        base: pipe.base.clone(),
+        ..BuildContext::default()
+    };
+    let mut all = BTreeMap::new();
+    for declared in &pipe.data {
+        let data = (declared.open)(&context).expect("a data set");
+        let operands = (0..data.len()).map(|row| {
+            let row = data.row(row).expect("a row");
+            let question = row["question"].as_str().expect("a text").to_owned();
+            let numbers = question.split(|c: char| !c.is_ascii_digit());
+            let mut operands: Vec<u32> = numbers.filter_map(|n| n.parse().ok()).collect();
+            operands.sort_unstable();
+            operands
+        });
+        all.insert(declared.name.clone(), operands.collect());
+    }
+    all
+}
+
+#[test]
+fn no_sum_is_in_two_splits_as_the_files_have_them() {
+    let (sft, grpo) = (sums("sft_addition.toml"), sums("grpo_addition.toml"));
+    assert_eq!(sft["eval"], grpo["eval"]);
+    for (one, other) in [
+        (&sft["train"], &grpo["train"]),
+        (&sft["train"], &grpo["eval"]),
+        (&grpo["train"], &grpo["eval"]),
+    ] {
+        assert!(one.len() > 400 && other.len() > 400);
+        assert!(one.is_disjoint(other));
+    }
+}

@@ -1,0 +1,214 @@
+//! Every fused operation against the same one composed of plain operations: results, all gradients, and bits under
+//! other numbers of threads.
+
+use burn::tensor::activation::{silu, softmax};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+
+use super::{AttentionShape, are_fused, attention, linear, rms_norm, swiglu};
+use crate::blocks::rope::{Rope, RopeConfig, RopeScaling};
+use crate::toy::numbers;
+
+/// Largest difference as a share of the largest value: sums of up to some hundred f32 terms in another order.
+const TOLERANCE: f32 = 1e-4;
+
+/// Inputs of an operation as numbers, so that each run builds its own graph.
+type Inputs = Vec<(Vec<f32>, [usize; 2])>;
+type Operation<'a> = &'a (dyn Fn(&[Tensor<2>]) -> Tensor<2> + Sync);
+
+fn input(rows: usize, columns: usize, salt: u64) -> (Vec<f32>, [usize; 2]) {
+    let values = numbers(rows * columns, salt);
+    (values.iter().map(|x| 3.0 * x).collect(), [rows, columns])
+}
+
+fn values(tensor: Tensor<2>) -> Vec<f32> {
+    tensor.into_data().try_to_vec().expect("f32 values")
+}
+
+/// The result, then the gradient of every input, of the sum of the result weighted with fixed numbers.
+fn run(inputs: &Inputs, operation: Operation<'_>) -> Vec<Vec<f32>> {
+    let device = Device::flex().autodiff();
+    let tensors: Vec<Tensor<2>> = inputs
+        .iter()
+        .map(|(values, shape)| {
+            Tensor::from_data(TensorData::new(values.clone(), *shape), &device).require_grad()
+        })
+        .collect();
+    let result = operation(&tensors);
+    let [rows, columns] = result.dims();
+    let weights = TensorData::new(numbers(rows * columns, 99), [rows, columns]);
+    let gradients = (result.clone() * Tensor::from_data(weights, &device))
+        .sum()
+        .backward();
+    let mut all = vec![values(result.without_autodiff())];
+    all.extend(
+        tensors
+            .iter()
+            .map(|tensor| values(tensor.grad(&gradients).expect("every input takes part"))),
+    );
+    all
+}
+
+#[track_caller]
+fn check(inputs: &Inputs, fused: Operation<'_>, composed: Operation<'_>) {
+    let (got, want) = (run(inputs, fused), run(inputs, composed));
+    assert_eq!(got.len(), want.len());
+    for (which, (got, want)) in got.iter().zip(&want).enumerate() {
+        assert_eq!(got.len(), want.len());
+        let largest = want.iter().fold(f32::MIN_POSITIVE, |m, x| m.max(x.abs()));
+        for (at, (a, b)) in got.iter().zip(want).enumerate() {
+            assert!(
+                (a - b).abs() <= TOLERANCE * largest,
+                "part {which} (0 result, then gradients) at {at}: {a} is not {b}, largest {largest}"
+            );
+        }
+    }
+    // A bit for a bit, however many threads work.
+    let with_threads = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .expect("a pool");
+        pool.install(|| run(inputs, fused))
+    };
+    let alone = with_threads(1);
+    assert_eq!(alone, got);
+    assert_eq!(alone, with_threads(3));
+}
+
+#[test]
+fn the_cpu_in_f32_is_fused_and_nothing_else() {
+    assert!(are_fused(&Device::flex(), DType::F32));
+    assert!(are_fused(&Device::flex().autodiff(), DType::F32));
+    assert!(!are_fused(&Device::flex(), DType::F16));
+    assert!(!are_fused(&Device::flex(), DType::F64));
+}
+
+#[test]
+fn rms_norm_is_its_composition() {
+    for (rows, width) in [(1, 4), (3, 5), (130, 32), (65, 48)] {
+        let inputs = vec![input(rows, width, 1), input(1, width, 2)];
+        check(
+            &inputs,
+            &|x| rms_norm(x[0].clone(), x[1].clone().reshape([width]), 1e-5),
+            &|x| {
+                let square = (x[0].clone() * x[0].clone()).mean_dim(1);
+                x[0].clone() / (square + 1e-5).sqrt() * x[1].clone()
+            },
+        );
+    }
+}
+
+#[test]
+fn swiglu_is_its_composition() {
+    // The last shape is longer than a task.
+    for (rows, width) in [(1, 1), (3, 7), (200, 48)] {
+        let inputs = vec![input(rows, width, 3), input(rows, width, 4)];
+        check(&inputs, &|x| swiglu(x[0].clone(), x[1].clone()), &|x| {
+            silu(x[0].clone()) * x[1].clone()
+        });
+    }
+}
+
+#[test]
+fn linear_is_its_composition() {
+    for (rows, width, out) in [(1, 1, 1), (5, 3, 7), (130, 64, 48), (300, 96, 200)] {
+        let inputs = vec![input(rows, width, 5), input(out, width, 6)];
+        check(&inputs, &|x| linear(x[0].clone(), x[1].clone()), &|x| {
+            x[0].clone().matmul(x[1].clone().transpose())
+        });
+    }
+}
+
+/// [B·S, H·Dh] -> [B, H, S, Dh]
+fn heads(x: Tensor<2>, shape: AttentionShape, count: usize) -> Tensor<4> {
+    x.reshape([shape.sequences, shape.tokens, count, shape.head_dim])
+        .swap_dims(1, 2)
+}
+
+/// Each key/value head repeated for its query heads.
+fn repeated(x: Tensor<4>, times: usize) -> Tensor<4> {
+    let [b, k, s, dim] = x.dims();
+    x.reshape([b, k, 1, s * dim])
+        .repeat_dim(2, times)
+        .reshape([b, k * times, s, dim])
+}
+
+fn composed_attention(shape: AttentionShape, x: &[Tensor<2>], rope: &Rope) -> Tensor<2> {
+    let (s, dim) = (shape.tokens, shape.head_dim);
+    let device = x[0].device();
+    let rotation = rope.leading(s, &device.clone().without_autodiff(), DType::F32);
+    let group = shape.query_heads / shape.key_heads;
+    let queries = rotation.apply(heads(x[0].clone(), shape, shape.query_heads));
+    let keys = repeated(
+        rotation.apply(heads(x[1].clone(), shape, shape.key_heads)),
+        group,
+    );
+    let values = repeated(heads(x[2].clone(), shape, shape.key_heads), group);
+    let scores = queries.matmul(keys.swap_dims(2, 3)) * (dim as f64).powf(-0.5);
+    let later: Vec<f32> = (0..s * s)
+        .map(|at| if at % s > at / s { -1e30 } else { 0.0 })
+        .collect();
+    let mask = Tensor::<4>::from_data(TensorData::new(later, [1, 1, s, s]), &device);
+    // [B, H, S, Dh] -> [B·S, H·Dh]
+    softmax(scores + mask, 3)
+        .matmul(values)
+        .swap_dims(1, 2)
+        .reshape([shape.sequences * s, shape.query_heads * dim])
+}
+
+#[track_caller]
+fn check_attention(
+    sequences: usize,
+    tokens: usize,
+    [query_heads, key_heads, head_dim]: [usize; 3],
+) {
+    let shape = AttentionShape {
+        sequences,
+        tokens,
+        query_heads,
+        key_heads,
+        head_dim,
+    };
+    let rope = Rope::new(
+        RopeConfig {
+            theta: 100.0,
+            scaling: RopeScaling::Default,
+        },
+        head_dim,
+    );
+    let rows = sequences * tokens;
+    let inputs = vec![
+        input(rows, query_heads * head_dim, 7),
+        input(rows, key_heads * head_dim, 8),
+        input(rows, key_heads * head_dim, 9),
+    ];
+    let fused = |x: &[Tensor<2>]| {
+        let device = x[0].device().without_autodiff();
+        let [cos, sin] = rope.leading(tokens, &device, DType::F32).tables();
+        attention(shape, x[0].clone(), x[1].clone(), x[2].clone(), cos, sin)
+    };
+    check(&inputs, &fused, &|x| composed_attention(shape, x, &rope));
+}
+
+#[test]
+fn attention_is_its_composition_for_every_head_width() {
+    for head_dim in [2, 4, 6, 16, 18, 64] {
+        check_attention(2, 9, [2, 2, head_dim]);
+    }
+}
+
+#[test]
+fn attention_is_its_composition_for_grouped_heads() {
+    check_attention(2, 7, [4, 2, 8]);
+    check_attention(1, 7, [6, 1, 4]);
+    check_attention(3, 5, [1, 1, 2]);
+}
+
+#[test]
+fn attention_is_its_composition_for_short_and_long_sequences() {
+    check_attention(1, 1, [2, 1, 8]);
+    check_attention(5, 1, [2, 2, 4]);
+    check_attention(1, 2, [2, 1, 4]);
+    check_attention(7, 16, [2, 1, 8]);
+    check_attention(2, 70, [2, 1, 8]);
+}

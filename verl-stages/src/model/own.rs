@@ -1,0 +1,202 @@
+//! A model of one's own, from a closure, as a model of a pipeline.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use burn::tensor::Device;
+use verl_models::chat_template::ChatTemplate;
+use verl_models::model::{ModelInterface, PolicyModel};
+use verl_models::optim::OptimizerConfig;
+use verl_models::policy::Policy;
+use verl_models::tokenizer::Tokenizer;
+use verl_pipe::pipe::ModelFactory;
+use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError};
+use verl_pipe::stage::{BuildContext, ConfigError};
+
+use super::{PolicyResource, check_optimizer, failed};
+
+type Make = dyn Fn(&Device, u64, Option<OptimizerConfig>) -> Result<Box<dyn PolicyModel>, ResourceError>
+    + Send
+    + Sync;
+
+/// A model of one's own; made by [`policy_model`], given to
+/// [`DataPipe::model_object`](verl_pipe::pipe::DataPipe::model_object).
+pub struct OwnModel {
+    make: Box<Make>,
+    optimizer: Option<OptimizerConfig>,
+    tokenizer: Option<PathBuf>,
+    info: ModelInfo,
+}
+
+/// Declares the model that `make(device, seed)` gives when a run starts; frozen unless it is
+/// [`trained`](OwnModel::trained). The seed is the run's.
+///
+/// ```no_run
+/// # fn my_model(_: &burn::tensor::Device, _: u64) -> Result<verl_models::Decoder, String> { unimplemented!() }
+/// use std::sync::Arc;
+/// use verl_models::optim::OptimizerConfig;
+/// use verl_pipe::pipe::DataPipe;
+/// use verl_stages::model::policy_model;
+///
+/// let model = policy_model(my_model)
+///     .trained(OptimizerConfig::default())
+///     .tokenizer("examples/models/addition-init");
+/// let pipe = DataPipe::new("mine").model_object("actor", Arc::new(model));
+/// ```
+pub fn policy_model<M, E, F>(make: F) -> OwnModel
+where
+    M: ModelInterface,
+    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    F: Fn(&Device, u64) -> Result<M, E> + Send + Sync + 'static,
+{
+    OwnModel {
+        make: Box::new(move |device, seed, optimizer| {
+            let module = make(device, seed).map_err(|error| ResourceError::Failed(error.into()))?;
+            let policy = Policy::new(module, optimizer).map_err(failed)?;
+            Ok(Box::new(policy))
+        }),
+        optimizer: None,
+        tokenizer: None,
+        info: ModelInfo {
+            summary: "a model of one's own".to_owned(),
+            ..ModelInfo::default()
+        },
+    }
+}
+
+impl OwnModel {
+    /// Trains it with this optimiser.
+    #[must_use]
+    pub fn trained(mut self, optimizer: OptimizerConfig) -> Self {
+        self.optimizer = Some(optimizer);
+        self
+    }
+
+    /// Uses the tokenizer, and the chat template where there is one, of this folder; relative to the pipeline's.
+    #[must_use]
+    pub fn tokenizer(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.tokenizer = Some(dir.into());
+        self
+    }
+
+    /// What `pipe plan` tells about it; by default nothing but that it is one's own.
+    #[must_use]
+    pub fn described(mut self, info: ModelInfo) -> Self {
+        self.info = info;
+        self
+    }
+}
+
+impl ModelFactory for OwnModel {
+    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        check_optimizer(self.optimizer.as_ref())?;
+        if let Some(dir) = &self.tokenizer
+            && !context.base.join(dir).join("tokenizer.json").is_file()
+        {
+            return Err(vec![ConfigError::new(
+                "tokenizer",
+                format!(
+                    "names `{}`, which holds no tokenizer.json",
+                    context.base.join(dir).display()
+                ),
+                "give the folder of a Hugging Face tokenizer",
+            )]);
+        }
+        Ok(self.info.clone())
+    }
+
+    fn trainable(&self) -> bool {
+        self.optimizer.is_some()
+    }
+
+    fn load(
+        &self,
+        _name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        let device = verl_models::device::device(device).map_err(failed)?;
+        let policy = (self.make)(&device, context.seed, self.optimizer.clone())?;
+        let mut resource = PolicyResource::new(policy);
+        if let Some(dir) = &self.tokenizer {
+            let dir = context.base.join(dir);
+            let tokenizer = Tokenizer::load(&dir).map_err(failed)?;
+            let (ids, rows) = (tokenizer.vocab_size(), resource.policy.vocab_size());
+            if ids > rows {
+                let reason = format!(
+                    "the tokenizer of `{}` has {ids} ids, but the model only {rows}",
+                    dir.display()
+                );
+                return Err(ResourceError::Failed(reason.into()));
+            }
+            resource.tokenizer = Some(Arc::new(tokenizer));
+            resource.template = ChatTemplate::load(&dir).ok().map(Arc::new);
+        }
+        Ok(Box::new(resource))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use verl_models::Decoder;
+    use verl_models::hf::Origin;
+
+    use super::*;
+
+    const FOLDER: &str = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../examples/models/addition-init"
+    );
+
+    fn decoder(device: &Device, seed: u64) -> Result<Decoder, String> {
+        let origin = Origin::read(FOLDER.as_ref()).map_err(|error| error.to_string())?;
+        let mut config = origin.decoder_config().map_err(|error| error.to_string())?;
+        if seed == 404 {
+            return Err("no such seed".to_owned());
+        }
+        if seed == 16 {
+            config.vocab_size = 16;
+        }
+        Ok(Decoder::random(config, seed, device))
+    }
+
+    #[test]
+    fn a_closure_becomes_a_resource_and_its_faults_are_told() {
+        let load = |model: &OwnModel, seed| {
+            let context = BuildContext {
+                seed,
+                ..BuildContext::default()
+            };
+            model.load("actor", "cpu", &context)
+        };
+        let told = |model: &OwnModel, seed| match load(model, seed) {
+            Ok(_) => String::new(),
+            Err(error) => error.to_string(),
+        };
+        let frozen = policy_model(decoder).tokenizer(FOLDER);
+        assert!(!frozen.trainable());
+        let (one, two) = (load(&frozen, 1).unwrap(), load(&frozen, 2).unwrap());
+        assert_ne!(one.version().hash, two.version().hash);
+        assert!(
+            policy_model(decoder)
+                .trained(OptimizerConfig::default())
+                .trainable()
+        );
+        assert_eq!(told(&frozen, 404), "no such seed");
+        assert!(told(&frozen, 16).contains("32 ids, but the model only 16"));
+
+        let context = BuildContext::default();
+        let nowhere = policy_model(decoder).tokenizer("no/such/folder");
+        assert!(
+            nowhere.describe(&context).unwrap_err()[0]
+                .reason
+                .contains("no/such/folder")
+        );
+        let senseless = policy_model(decoder).trained(OptimizerConfig {
+            learning_rate: -1.0,
+            ..OptimizerConfig::default()
+        });
+        let faults = senseless.describe(&context).unwrap_err();
+        assert_eq!(faults[0].setting, "optimizer.learning_rate");
+    }
+}
