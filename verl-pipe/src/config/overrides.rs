@@ -246,20 +246,9 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
     let mut set = path.to_vec();
     let names_file = value.is_string() && is_file(path);
     match table.get_mut(last) {
-<<<<<<< HEAD
         // A data set without a path (a generator) gives way to the file, whose kind its name tells.
         Some(Value::Object(old)) if names_file && (!is_data || old.contains_key("path")) => {
             old.insert("path".to_owned(), value);
-=======
-        // A file in place of a generator: the generator's settings mean nothing to it.
-        Some(Value::Object(entry))
-            if is_data && value.is_string() && !entry.contains_key("path") =>
-        {
-            table.insert(last.clone(), value);
-        }
-        Some(Value::Object(table)) if value.is_string() => {
-            table.insert("path".to_owned(), value);
->>>>>>> use
             set.push("path".to_owned());
         }
         Some(Value::Object(old)) if !value.is_object() && !names_file => {
@@ -282,15 +271,7 @@ mod tests {
     fn document() -> Map<String, Value> {
         let value = json!({
             "run": {"steps": 5},
-<<<<<<< HEAD
             "data": {"train": {"kind": "questions", "path": "a"}, "eval": "b.jsonl", "sums": {"kind": "sums", "max": 9}},
-=======
-            "data": {
-                "train": {"kind": "questions", "path": "a"},
-                "eval": "b.jsonl",
-                "sums": {"kind": "addition", "max": 9},
-            },
->>>>>>> use
             "models": {"actor": {"path": "m"}},
             "stages": [{"kind": "generate"}, {"kind": "log_probs", "name": "old"}, {"kind": "update", "loss": {"kind": "grpo"}}],
         });
