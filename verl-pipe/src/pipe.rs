@@ -23,13 +23,13 @@ pub struct RunConfig {
     pub dir: PathBuf,
     /// Seed of every random draw.
     pub seed: u64,
-    /// Steps to run [steps].
+    /// Steps to run (steps).
     pub steps: u64,
-    /// Steps between two console lines [steps].
+    /// Steps between two console lines (steps).
     pub console_every: u64,
-    /// Samples a step written to `samples.jsonl` [samples].
+    /// Samples a step written to `samples.jsonl` (samples).
     pub samples_per_step: usize,
-    /// Longest wait for one call of a stage that uses a model [seconds].
+    /// Longest wait for one call of a stage that uses a model (seconds).
     pub stage_deadline_s: f64,
     /// Models to save at the end; all that were updated when absent.
     pub save: Option<Vec<String>>,

@@ -285,6 +285,19 @@ fn is_code(text: &str) -> bool {
 }
 
 #[test]
+fn what_two_stages_do_that_one_should() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let penalty = StageSpec::new()
+        .reads(REWARDS)
+        .rows(RowRule::Sink)
+        .once("a penalty");
+    let pipe = grpo().add_stage("first", stage_fn(penalty.clone(), emit));
+    assert_eq!(printed(&findings(&pipe)), "");
+    let pipe = pipe.add_stage("second", stage_fn(penalty, emit));
+    insta::assert_snapshot!("P020", printed(&findings(&pipe)));
+}
+
+#[test]
 fn devices_that_are_none() {
     let found = DeviceGroup::parse("cuda:3-1").expect_err("is refused");
     insta::assert_snapshot!("S010", printed(&[found]));

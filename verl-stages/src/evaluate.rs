@@ -47,9 +47,9 @@ pub struct Evaluate {
     pub model: String,
     /// Steps between two evaluations; 0: only before the first step and after the last.
     pub every: u64,
-    /// Questions asked [questions]; all rows when absent.
+    /// Questions asked (questions); all rows when absent.
     pub questions: Option<usize>,
-    /// Most tokens of an answer, end-of-sequence included [tokens].
+    /// Most tokens of an answer, end-of-sequence included (tokens).
     pub max_new_tokens: usize,
     /// Divides logits; 0 is greedy.
     pub temperature: f64,
@@ -57,7 +57,7 @@ pub struct Evaluate {
     pub format: PromptFormat,
     /// How an answer is judged.
     pub reward: Reward,
-    /// Answers kept as samples of each evaluation [samples].
+    /// Answers kept as samples of each evaluation (samples).
     pub samples: usize,
 }
 

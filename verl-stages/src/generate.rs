@@ -57,9 +57,9 @@ pub struct Generate {
     pub min_p: f64,
     /// Divides positive logits of seen tokens and multiplies negative ones; 1 changes nothing.
     pub repetition_penalty: f64,
-    /// Most tokens of a response, end-of-sequence included [tokens].
+    /// Most tokens of a response, end-of-sequence included (tokens).
     pub max_new_tokens: usize,
-    /// End-of-sequence is forbidden until a response has this many tokens [tokens].
+    /// End-of-sequence is forbidden until a response has this many tokens (tokens).
     pub min_new_tokens: usize,
     /// Texts that end a response.
     pub stop: Vec<String>,

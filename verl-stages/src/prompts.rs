@@ -54,7 +54,7 @@ pub struct Prompts {
     pub template: Template,
     /// Further variables of the chat template, such as `enable_thinking`.
     pub template_variables: Map<String, Value>,
-    /// Longest prompt [tokens]; the model's context when absent.
+    /// Longest prompt (tokens); the model's context when absent.
     pub max_prompt_tokens: Option<usize>,
     /// What becomes of a longer prompt.
     pub on_long: OnLong,

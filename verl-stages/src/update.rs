@@ -22,7 +22,7 @@ use verl_pipe::stage::{
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::algorithms::Loss;
+use crate::algorithms::{KL_PENALTY, Loss};
 use crate::generate::TOKENS;
 use crate::model::PolicyResource;
 
@@ -313,7 +313,8 @@ impl UpdateStage {
         let before = policy.weights_hash();
         let report = policy.optimizer_step().map_err(StageError::failed)?;
         if report.grad_norm > 0.0 && report.learning_rate > 0.0 {
-            if policy.weights_hash() == before {
+            // An empty hash is that of a model which computes none.
+            if !before.is_empty() && policy.weights_hash() == before {
                 return Err(StageError::Model {
                     name: self.config.model.clone(),
                     reason: format!(
@@ -391,6 +392,9 @@ impl Stage for UpdateStage {
         for field in algorithm.reads_optional(&self.tag()) {
             spec = spec.reads_optional(field);
         }
+        if algorithm.penalises_kl() {
+            spec = spec.once(KL_PENALTY);
+        }
         spec.rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses(&self.config.model, Access::Update)
@@ -433,3 +437,6 @@ impl Stage for UpdateStage {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -118,17 +118,18 @@ impl<'a> Source<'a> {
 
 /// A line of the file as a message can show it: not longer than about a line, nothing that a terminal would obey.
 fn shortened(line: &str) -> String {
-    const SHOWN: usize = 60;
+    const SHOWN: usize = 60; // bytes
     let mut text = String::new();
-    for letter in line.chars().take(SHOWN) {
+    for letter in line.chars() {
+        if text.len() >= SHOWN {
+            text.push('…');
+            break;
+        }
         if letter.is_control() {
             text.extend(letter.escape_default());
         } else {
             text.push(letter);
         }
-    }
-    if line.chars().nth(SHOWN).is_some() {
-        text.push('…');
     }
     text
 }

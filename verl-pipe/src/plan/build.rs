@@ -388,7 +388,7 @@ fn planned_models(draft: &Draft<'_>, stages: &[PlannedStage]) -> Vec<PlannedMode
         .map(|(decl, info)| PlannedModel {
             name: decl.name.clone(),
             kind: decl.kind.clone(),
-            info: info.as_ref().map(ModelInfo::clone).unwrap_or_default(),
+            info: info.clone().unwrap_or_default(),
             readers: Vec::new(),
             updaters: Vec::new(),
         })

@@ -141,7 +141,7 @@ pub enum RunError {
         step: u64,
     },
     /// A snapshot or a model's file operation failed.
-    #[error("{what} `{name}` cannot {action}: {source}")]
+    #[error("cannot {action} {what} `{name}`: {source}")]
     State {
         /// `model` or `stage`.
         what: &'static str,

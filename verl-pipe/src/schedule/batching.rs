@@ -7,17 +7,17 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct BatchConfig {
-    /// Prompts of a step [prompts].
+    /// Prompts of a step (prompts).
     pub prompts: usize,
     /// Responses sampled for each prompt [samples per prompt].
     pub samples: usize,
-    /// Prompts whose samples one optimiser step uses [prompts]; all of them when absent.
+    /// Prompts whose samples one optimiser step uses (prompts); all of them when absent.
     pub mini_batch: Option<usize>,
-    /// Samples of one forward and backward pass on one device [samples]; the whole mini-batch of a device when absent.
+    /// Samples of one forward and backward pass on one device (samples); the whole mini-batch of a device when absent.
     pub micro_batch: Option<usize>,
-    /// Samples of one log-prob forward on one device [samples]; `micro_batch` when absent.
+    /// Samples of one log-prob forward on one device (samples); `micro_batch` when absent.
     pub log_prob_micro_batch: Option<usize>,
-    /// Passes over the step's samples [passes].
+    /// Passes over the step's samples (passes).
     pub epochs: usize,
 }
 
@@ -40,7 +40,7 @@ impl Default for BatchConfig {
 pub struct DevicesConfig {
     /// The device group of training and rollout: `cpu`, `cuda:0`, `cuda:0-5`.
     pub group: String,
-    /// Devices that share one rollout engine (tensor parallel) [devices].
+    /// Devices that share one rollout engine (tensor parallel).
     pub rollout_tensor_parallel: usize,
 }
 

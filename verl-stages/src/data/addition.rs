@@ -42,9 +42,9 @@ pub struct Addition {
     pub max: u32,
     /// Seed of the division into splits; not the run's, so that every run holds out the same questions.
     pub seed: u64,
-    /// Questions held out [rows]; when absent 1000, or a fifth of all where that is less.
+    /// Questions held out (rows); when absent 1000, or a fifth of all where that is less.
     pub held_out: Option<usize>,
-    /// Rows of the split to use [rows]; all when absent.
+    /// Rows of the split to use (rows); all when absent.
     pub count: Option<usize>,
     /// Text of a question; `{a}` and `{b}` are the operands.
     pub question: String,

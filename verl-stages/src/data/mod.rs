@@ -2,7 +2,7 @@
 //!
 //! | kind | what |
 //! |---|---|
-//! | [`file`] | a file, its format told by name or content |
+//! | [`mod@file`] | a file, its format told by name or content |
 //! | [`jsonl`] | JSON Lines |
 //! | [`parquet`] | Parquet |
 //! | [`addition`] | sums of two numbers, in three disjoint splits |

@@ -60,7 +60,7 @@ pub struct Reward {
     pub rule: RuleKind,
     /// Regular expression of rule `regex`.
     pub pattern: Option<String>,
-    /// Length of rule `length` [tokens].
+    /// Length of rule `length` (tokens).
     pub target_tokens: Option<usize>,
     /// Reward of a right answer.
     pub correct: f32,
@@ -68,7 +68,7 @@ pub struct Reward {
     pub well_formed: f32,
     /// Reward of anything else.
     pub wrong: f32,
-    /// Longest time for one row [seconds].
+    /// Longest time for one row (seconds).
     pub deadline_s: f64,
 }
 

@@ -15,6 +15,7 @@ pub(crate) mod settings;
 pub(crate) mod shapes;
 pub(crate) mod stated;
 pub(crate) mod tags;
+pub(crate) mod twice;
 pub(crate) mod unread;
 
 use crate::diagnostic::Diagnostic;
@@ -39,6 +40,7 @@ pub(crate) const DECLARED: &[Check] = &[
     nulls::check,
     tags::check,
     frozen::check,
+    twice::check,
     unread::check,
 ];
 
