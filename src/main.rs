@@ -1,6 +1,6 @@
 //! The executable `pipe`.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -9,14 +9,23 @@ use tracing_subscriber::EnvFilter;
 use verl::models::gguf::{self, WeightType};
 use verl::pipe::cli::plan::PlanArgs;
 use verl::pipe::cli::{self, PipelineArgs};
+use verl::pipe::run::console::LogWriter;
 
 /// Typed pipelines for reinforcement-learning post-training of language models.
 #[derive(Debug, Parser)]
-#[command(name = "pipe", version, arg_required_else_help = true)]
+#[command(name = "pipe", version, arg_required_else_help = true, after_help = AFTER_HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
 }
+
+const AFTER_HELP: &str = "\
+Examples:
+  pipe check examples/pipelines/grpo_addition.toml
+  pipe train examples/pipelines/grpo_addition.toml steps=20 run.dir=runs/short
+
+Exit status: 0 done, 1 a faulty pipeline or a run that failed, 2 a wrong command line, 130 a run that was cancelled.
+Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -62,7 +71,9 @@ fn main() -> ExitCode {
     let filter = EnvFilter::try_from_env("VERL_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(|| LogWriter)
+        .with_ansi(std::io::stderr().is_terminal() && !set("NO_COLOR"))
+        .with_target(false)
         .without_time()
         .init();
     let registry = verl::registry();
@@ -86,6 +97,11 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Whether an environment variable is there and not empty.
+fn set(variable: &str) -> bool {
+    std::env::var_os(variable).is_some_and(|value| !value.is_empty())
 }
 
 fn import(args: &GgufArgs, out: &mut dyn Write) -> std::io::Result<u8> {

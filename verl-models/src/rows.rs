@@ -21,11 +21,12 @@ pub(crate) struct CallLimits {
 }
 
 impl CallLimits {
-    /// One row a call: calls run side by side, and rows of padding would cost what rows cost.
+    /// Calls run side by side and hold a few short rows, or one long one: enough for products to be efficient, little
+    /// enough for the padding of a row that is alone.
     pub(crate) const CPU: CallLimits = CallLimits {
-        tokens: 0,
-        rows: 1,
-        chunk: 256,
+        tokens: 256,
+        rows: 16,
+        chunk: 64,
     };
 
     /// Large calls: a GPU is idle otherwise, and rows of padding are nearly free.

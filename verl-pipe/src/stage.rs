@@ -140,6 +140,8 @@ pub struct StageSpec {
     pub on_row_error: OnRowError,
     /// Metrics that it records.
     pub metrics: Vec<Metric>,
+    /// What it does that a pipeline usually does once, as a phrase: the plan warns where two stages say the same.
+    pub once: Vec<&'static str>,
 }
 
 /// What becomes of a row whose host-pool call failed.
@@ -213,6 +215,11 @@ impl StageSpec {
     /// Sets what becomes of a row whose call failed.
     pub fn on_row_error(mut self, rule: OnRowError) -> Self {
         self.on_row_error = rule;
+        self
+    }
+    /// Says that it does something that a pipeline usually does once, for example `a KL penalty to the reference`.
+    pub fn once(mut self, what: &'static str) -> Self {
+        self.once.push(what);
         self
     }
     /// Adds metrics that it records.

@@ -13,6 +13,8 @@ use verl_pipe::stage::{
     StageError, StageSpec,
 };
 
+use crate::algorithms::KL_PENALTY;
+
 /// Mean reward.
 pub const REWARD_MEAN: Metric = Metric {
     name: "reward/mean",
@@ -184,7 +186,8 @@ impl Stage for AdvantagesStage {
             spec = spec
                 .reads(OLD_LOG_PROBS.tagged(self.tag(Weights::StepStart)))
                 .reads(REF_LOG_PROBS.tagged(self.tag(Weights::Frozen)))
-                .metrics(&[REWARD_KL]);
+                .metrics(&[REWARD_KL])
+                .once(KL_PENALTY);
         }
         spec
     }

@@ -49,3 +49,73 @@ verl_pipe::chainable!(
     reward::rule::Reward,
     update::Update,
 );
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use verl_pipe::config::read_pipeline;
+    use verl_pipe::plan::Plan;
+
+    use super::*;
+
+    /// The plan of the addition example under `overrides`, or the codes of what is wrong with it.
+    fn plan(overrides: &[&str]) -> Result<Plan, Vec<&'static str>> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/pipelines");
+        let fresh = ["actor", "ref"].map(|model| {
+            [
+                format!("{model}.path=../models/addition-init"),
+                format!("{model}.init=random"),
+            ]
+        });
+        let own = overrides.iter().map(|text| (*text).to_owned());
+        let all: Vec<String> = fresh.into_iter().flatten().chain(own).collect();
+        read_pipeline(
+            &folder.join("grpo_addition.toml"),
+            &all,
+            &register(Registry::new()),
+        )
+        .and_then(|pipe| pipe.plan())
+        .map_err(|findings| findings.iter().map(|finding| finding.code).collect())
+    }
+
+    #[track_caller]
+    fn check(overrides: &[&str], expected: &[&str]) {
+        let found = match plan(overrides) {
+            Ok(plan) => plan.warnings.iter().map(|finding| finding.code).collect(),
+            Err(codes) => codes,
+        };
+        assert_eq!(found, expected, "{overrides:?}");
+    }
+
+    #[test]
+    fn the_example_is_checked_as_a_whole() {
+        check(&[], &[]);
+        // Sampled at one temperature, scored or trained at another.
+        check(&["generate.temperature=0.7"], &["P007", "P007"]);
+        check(&["update.temperature=0.7"], &["P007", "P007", "P007"]);
+        let cooler = ["generate", "old_log_probs", "ref_log_probs", "update"]
+            .map(|stage| format!("{stage}.temperature=0.7"));
+        check(&cooler.each_ref().map(String::as_str), &[]);
+        check(&["ref_log_probs.model=actor"], &["P018", "P011"]);
+        check(&["advantages.kl_coef=0.01"], &["P020"]);
+        check(&["advantages.kl_coef=0.01", "update.loss.kl_coef=0"], &[]);
+    }
+
+    #[test]
+    fn a_data_set_that_is_a_path_is_a_file() {
+        let file = tempfile::NamedTempFile::with_suffix(".jsonl").unwrap();
+        let path = file.path().display().to_string();
+        let plan = plan(&[&format!("data.train={path}")]).unwrap();
+        let train = plan
+            .pipe
+            .data
+            .iter()
+            .find(|data| data.name == "train")
+            .unwrap();
+        assert_eq!(
+            (train.kind.as_str(), &train.config["path"]),
+            ("file", &path.into())
+        );
+    }
+}

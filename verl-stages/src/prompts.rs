@@ -26,13 +26,6 @@ pub use format::{EncodedPrompt, OnLong, PromptFormat, Template, target_tokens};
 
 use crate::model::PolicyResource;
 
-/// Epoch of the step's first prompt.
-pub const EPOCH: Metric = Metric {
-    name: "epoch",
-    unit: "",
-    meaning: "epoch of the step's first prompt, counted from 0",
-    reduce: Reduce::Last,
-};
 /// Mean prompt length of the step.
 pub const PROMPT_LENGTH: Metric = Metric {
     name: "prompt/length_mean",
@@ -260,7 +253,7 @@ impl Stage for PromptStage {
         spec.rows(RowRule::Source)
             .cardinality(Cardinality::Batch)
             .uses(&self.config.model, Access::Read)
-            .metrics(&[EPOCH, PROMPT_LENGTH])
+            .metrics(&[PROMPT_LENGTH])
     }
 
     fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {
@@ -327,9 +320,6 @@ impl Stage for PromptStage {
         let mut targets = RaggedColumn::new();
         for draw in first..first + self.prompts as u64 {
             let (epoch, row) = source.draw(draw, context.seed, self.config.shuffle);
-            if draw == first {
-                context.record(&EPOCH, epoch as f64);
-            }
             let data = source.data.as_ref();
             let template = source.template.as_ref();
             let prompt = self.format.encode(data, row, &source.tokenizer, template)?;

@@ -11,16 +11,19 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::losses::{MetricSum, Objective};
 use verl_algos::{AlgoError, Counts, CutUnit, MicroBatch, MiniBatch};
-use verl_models::model::{PackedScores, PolicyModel, ScoreRow};
+use verl_models::model::{PackedScores, PolicyModel, ScoreRow, StepReport};
 use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
-use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, mask};
+use verl_pipe::keys::{
+    ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, TARGETS, mask,
+};
 use verl_pipe::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageConfig,
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::algorithms::Loss;
+use crate::algorithms::{KL_PENALTY, Loss};
+use crate::generate::TOKENS;
 use crate::model::PolicyResource;
 
 macro_rules! metrics {
@@ -111,6 +114,7 @@ impl StageConfig for Update {
             micro_rows: batch.micro_rows.max(1),
             epochs: batch.epochs.max(1),
             samples: batch.samples.max(1),
+            has_moved: false,
         }))
     }
 }
@@ -123,6 +127,8 @@ struct UpdateStage {
     micro_rows: usize,
     epochs: usize,
     samples: usize,
+    /// The weights were seen to change, so that the optimiser works on those that the model uses.
+    has_moved: bool,
 }
 
 /// The columns of a step that an update reads.
@@ -223,7 +229,7 @@ impl UpdateStage {
 
     /// One optimiser step on `rows`.
     fn mini_step(
-        &self,
+        &mut self,
         policy: &mut dyn PolicyModel,
         columns: &Columns<'_>,
         rows: Range<usize>,
@@ -286,7 +292,7 @@ impl UpdateStage {
             }
             total_loss += value;
         }
-        let report = policy.optimizer_step().map_err(StageError::failed)?;
+        let report = self.optimizer_step(policy)?;
         sink.record(&LOSS, total_loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
@@ -296,6 +302,30 @@ impl UpdateStage {
             }
         }
         Ok(())
+    }
+
+    /// The optimiser's step. The first that can move weights is checked to have done so: an optimiser that works on a
+    /// copy trains nothing and looks as if it did. Later ones are not, since a hash reads every weight twice.
+    fn optimizer_step(&mut self, policy: &mut dyn PolicyModel) -> Result<StepReport, StageError> {
+        if self.has_moved {
+            return policy.optimizer_step().map_err(StageError::failed);
+        }
+        let before = policy.weights_hash();
+        let report = policy.optimizer_step().map_err(StageError::failed)?;
+        if report.grad_norm > 0.0 && report.learning_rate > 0.0 {
+            // An empty hash is that of a model which computes none.
+            if !before.is_empty() && policy.weights_hash() == before {
+                return Err(StageError::Model {
+                    name: self.config.model.clone(),
+                    reason: format!(
+                        "has the same weights after an optimiser step with gradient norm {:e} and learning rate {:e}; the learning rate is too small for the weights' type, or the optimiser does not hold the weights that the model uses",
+                        report.grad_norm, report.learning_rate
+                    ),
+                });
+            }
+            self.has_moved = true;
+        }
+        Ok(report)
     }
 
     /// The share of a micro-batch whose old log-probs are its own, which holds where a step is one optimiser step.
@@ -362,10 +392,14 @@ impl Stage for UpdateStage {
         for field in algorithm.reads_optional(&self.tag()) {
             spec = spec.reads_optional(field);
         }
+        if algorithm.penalises_kl() {
+            spec = spec.once(KL_PENALTY);
+        }
         spec.rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses(&self.config.model, Access::Update)
             .metrics(ALL)
+            .metrics(&[TOKENS])
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
@@ -383,6 +417,12 @@ impl Stage for UpdateStage {
                 OLD_LOG_PROBS.name()
             )));
         }
+        // Tokens that were sampled are counted where that was done.
+        if self.config.loss.algorithm().tokens().name() == TARGETS.name() {
+            let rows = 0..input.num_rows();
+            let tokens = rows.map(|row| columns.prompts.row_len(row) + columns.tokens.row_len(row));
+            context.record(&TOKENS, (self.epochs * tokens.sum::<usize>()) as f64);
+        }
         let cancel = context.cancel;
         let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
         for _ in 0..self.epochs {
@@ -397,3 +437,6 @@ impl Stage for UpdateStage {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

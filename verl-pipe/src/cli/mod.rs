@@ -23,7 +23,11 @@ use crate::registry::Registry;
 pub struct PipelineArgs {
     /// Pipeline file (TOML).
     pub file: PathBuf,
-    /// Overrides of its settings, such as `steps=10`, `actor.path=DIR`, `generate.temperature=0.7`.
+    /// Overrides of its settings, such as `steps=10`, `actor.path=DIR`, `data.train=FILE`, `generate.temperature=0.7`.
+    ///
+    /// The first part of a key is a section of the file, a model or a stage; a key alone is a setting of `[run]`.
+    /// Relative paths given here are read against the working directory (and against the pipeline file's folder only
+    /// where nothing is there); paths in the file itself are read against the file's folder.
     #[arg(value_name = "KEY=VALUE")]
     pub overrides: Vec<String>,
 }

@@ -49,7 +49,14 @@ pub fn train(args: &PipelineArgs, registry: &Registry, versions: Vec<(String, St
             0
         }
         Err(error) => {
-            say(&format!("error: {error}"));
+            match &error {
+                RunError::Schedule(findings) => report(findings),
+                error => say(&format!("error[{}]: {error}", error.code())),
+            }
+            // A folder that was there before is not this run's; one of a run that never began is removed again.
+            if !matches!(error, RunError::FolderExists { .. }) && dir.exists() {
+                say(&format!("what there is of the run is in {}", dir.display()));
+            }
             if matches!(error, RunError::Cancelled { .. }) {
                 CANCELLED_STATUS
             } else {

@@ -16,6 +16,8 @@
 //! ```
 //!
 //! Relative paths of data and models are read against the file's folder, `run.dir` against the working directory.
+//! An override comes from the command line: its relative paths of data and models are read against the working
+//! directory, and against the file's folder only where nothing is there.
 //! A key that nothing reads is an error, wherever it stands; all faults of a file are told at once.
 
 pub(crate) mod decode;
@@ -28,6 +30,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use crate::config::decode::{Decoded, Fault, decode};
+use crate::config::overrides::Folders;
 use crate::config::source::Source;
 use crate::diagnostic::{Diagnostic, nearest, quoted, suggest};
 use crate::pipe::{DataDecl, DataPipe, ModelDecl, RunConfig, StageDecl};
@@ -49,18 +52,38 @@ pub fn read_pipeline<S: AsRef<str>>(
     overrides: &[S],
     registry: &Registry,
 ) -> Result<DataPipe, Vec<Diagnostic>> {
-    let text = std::fs::read_to_string(path).map_err(|error| {
-        vec![
-            Diagnostic::error("C001", "the pipeline file cannot be read")
-                .at(path.display().to_string())
-                .because(error.to_string())
-                .help("give the path of a pipeline file, for example examples/pipelines/grpo_addition.toml"),
-        ]
-    })?;
+    let text = read_text(path).map_err(|finding| vec![finding])?;
     let base = path.parent().unwrap_or(Path::new("")).to_owned();
-    let mut pipe = parse_pipeline(&text, &path.display().to_string(), overrides, registry)?;
+    let working = std::env::current_dir().unwrap_or_default();
+    let folders = Folders {
+        working: &working,
+        file: &base,
+    };
+    let origin = path.display().to_string();
+    let mut pipe = parse(&text, &origin, overrides, registry, Some(folders))?;
     pipe.base = base;
     Ok(pipe)
+}
+
+/// The text of a pipeline file.
+fn read_text(path: &Path) -> Result<String, Diagnostic> {
+    let bytes = std::fs::read(path).map_err(|error| {
+        Diagnostic::error("C001", "the pipeline file cannot be read")
+            .at(path.display().to_string())
+            .because(error.to_string())
+            .help("give the path of a pipeline file, for example examples/pipelines/grpo_addition.toml")
+    })?;
+    String::from_utf8(bytes).map_err(|error| {
+        let (valid, rest) = error.as_bytes().split_at(error.utf8_error().valid_up_to());
+        let line = valid.iter().filter(|byte| **byte == b'\n').count() + 1;
+        Diagnostic::error("C001", "the pipeline file is not text in UTF-8")
+            .at(format!("{}:{line}", path.display()))
+            .because(format!(
+                "the byte 0x{:02x} begins no character",
+                rest.first().copied().unwrap_or_default()
+            ))
+            .help("save the file as UTF-8; if it is no TOML file at all, give the path of one")
+    })
 }
 
 /// Reads the text of a pipeline file that is called `origin` in messages; [`DataPipe::base`] stays empty.
@@ -73,11 +96,21 @@ pub fn parse_pipeline<S: AsRef<str>>(
     overrides: &[S],
     registry: &Registry,
 ) -> Result<DataPipe, Vec<Diagnostic>> {
+    parse(text, origin, overrides, registry, None)
+}
+
+fn parse<S: AsRef<str>>(
+    text: &str,
+    origin: &str,
+    overrides: &[S],
+    registry: &Registry,
+    folders: Option<Folders<'_>>,
+) -> Result<DataPipe, Vec<Diagnostic>> {
     let (mut source, mut document) = Source::parse(origin, text)?;
     let mut findings = Vec::new();
     let run_keys = keys_of::<RunConfig>();
     for text in overrides {
-        match overrides::apply(&mut document, text.as_ref(), &run_keys) {
+        match overrides::apply(&mut document, text.as_ref(), &run_keys, folders) {
             Ok(path) => source.overridden.push((path, text.as_ref().to_owned())),
             Err(finding) => findings.push(finding),
         }
@@ -89,6 +122,14 @@ pub fn parse_pipeline<S: AsRef<str>>(
     };
     let pipe = reader.pipeline(document);
     let mut findings = reader.findings;
+    if findings.is_empty() && pipe.stages.is_empty() {
+        findings.push(
+            Diagnostic::error("C004", "the pipeline has no stages")
+                .at(origin.to_owned())
+                .because("a run of it would do nothing")
+                .help("add stages, each under `[[stages]]` with its `kind`"),
+        );
+    }
     if findings.is_empty() {
         return Ok(pipe);
     }
@@ -98,7 +139,8 @@ pub fn parse_pipeline<S: AsRef<str>>(
     Err(findings)
 }
 
-/// The pipeline as a file, every setting stated; what was given as objects appears by name only.
+/// The pipeline as a file, every setting stated; what was given as objects appears by name only. Relative paths of
+/// data and models that exist become absolute, so that the file means the same in any folder.
 ///
 /// # Errors
 /// A number that TOML cannot hold (above 2⁶³ − 1).
@@ -107,6 +149,9 @@ pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
         let mut entry = Map::new();
         entry.insert("kind".to_owned(), kind.into());
         entry.extend(config.as_object().cloned().unwrap_or_default());
+        if let Some(Value::String(path)) = entry.get_mut("path") {
+            *path = from_anywhere(&pipe.base, path);
+        }
         Value::Object(entry)
     };
     let mut document = Map::new();
@@ -146,6 +191,16 @@ pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
     let mut document = Value::Object(document);
     drop_nulls(&mut document);
     toml::to_string(&document)
+}
+
+/// A path that was read against `base`, so that it can be read from any folder; as it is where nothing is there.
+fn from_anywhere(base: &Path, path: &str) -> String {
+    let seen = base.join(path);
+    if base.as_os_str().is_empty() || !seen.exists() {
+        return path.to_owned();
+    }
+    let absolute = std::path::absolute(&seen).unwrap_or(seen);
+    absolute.to_str().unwrap_or(path).to_owned()
 }
 
 /// TOML has no null: an option that is absent is not written.
@@ -502,7 +557,12 @@ fn plain(reason: &str) -> String {
     let mut words = reason
         .replace("invalid type: ", "it is ")
         .replace("invalid value: ", "it is ")
-        .replace("it is string", "it is the text");
+        .replace("it is string", "it is the text")
+        .replace("it is integer `", "it is the number `")
+        .replace("it is floating point `", "it is the number `")
+        .replace("it is boolean `", "it is `")
+        .replace("it is sequence", "it is a list")
+        .replace("it is map", "it is a table");
     for (from, to) in [
         ("expected usize", "but a whole number from 0 is needed"),
         ("expected u64", "but a whole number from 0 is needed"),

@@ -1,17 +1,32 @@
 //! `key=value` on the command line: reaches every setting of a pipeline file.
 //!
 //! The first part of the dotted key is a section of the file, else a model, else a stage; a key alone is one of `[run]`.
+//!
+//! A text given for a whole data set or model is its `path`. A relative path of data or a model is read against the
+//! working directory; only where nothing is there, but something is in the pipeline file's folder, against that.
+
+use std::path::Path;
 
 use serde_json::{Map, Value};
 
 use super::{SECTIONS, source};
 use crate::diagnostic::{Diagnostic, quoted, suggest};
 
-/// Applies `text`; returns the path that it set.
+/// The folders that a relative path of an override may mean.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Folders<'a> {
+    /// The working directory.
+    pub working: &'a Path,
+    /// Folder of the pipeline file.
+    pub file: &'a Path,
+}
+
+/// Applies `text`; returns the path that it set. Without `folders` paths stay as they are.
 pub(crate) fn apply(
     document: &mut Map<String, Value>,
     text: &str,
     run_keys: &[String],
+    folders: Option<Folders<'_>>,
 ) -> Result<Vec<String>, Diagnostic> {
     let fault = |why: String, help: String| {
         Diagnostic::error("C006", format!("the override `{text}` cannot be applied"))
@@ -36,7 +51,32 @@ pub(crate) fn apply(
         ));
     }
     let path = resolve(document, &parts, run_keys).map_err(|(why, help)| fault(why, help))?;
-    set(document, &path, parse(value)).map_err(|why| fault(why, form.to_owned()))
+    let mut value = parse(value);
+    if let (Some(folders), Value::String(text), true) = (folders, &mut value, is_file(&path)) {
+        *text = folders.absolute(text);
+    }
+    set(document, &path, value).map_err(|why| fault(why, form.to_owned()))
+}
+
+/// Whether a text at `path` of the document names a file or folder of data or a model.
+fn is_file(path: &[String]) -> bool {
+    match path {
+        [section, _] => section == "data" || section == "models",
+        [section, _, key] => (section == "data" || section == "models") && key == "path",
+        _ => false,
+    }
+}
+
+impl Folders<'_> {
+    /// The path `text` as seen from the working directory, or `text` itself where only the file's folder has it.
+    fn absolute(self, text: &str) -> String {
+        let seen = self.working.join(text);
+        if !seen.exists() && self.file.join(text).exists() {
+            return text.to_owned();
+        }
+        // A path that is no text cannot come from one.
+        seen.to_str().unwrap_or(text).to_owned()
+    }
 }
 
 /// A TOML value, or a text where it is none.
@@ -204,19 +244,16 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
         return Err(format!("`{last}` is no setting of a list"));
     };
     let mut set = path.to_vec();
+    let names_file = value.is_string() && is_file(path);
     match table.get_mut(last) {
-        // A file in place of a generator: the generator's settings mean nothing to it.
-        Some(Value::Object(entry))
-            if is_data && value.is_string() && !entry.contains_key("path") =>
-        {
-            table.insert(last.clone(), value);
-        }
-        Some(Value::Object(table)) if value.is_string() => {
-            table.insert("path".to_owned(), value);
+        // A data set without a path (a generator) gives way to the file, whose kind its name tells.
+        Some(Value::Object(old)) if names_file && (!is_data || old.contains_key("path")) => {
+            old.insert("path".to_owned(), value);
             set.push("path".to_owned());
         }
-        Some(Value::Object(_)) if !value.is_object() => {
-            return Err(format!("`{last}` is a table, not a value"));
+        Some(Value::Object(old)) if !value.is_object() && !names_file => {
+            let known = quoted(old.keys().map(String::as_str));
+            return Err(format!("`{last}` is a table, not a value; it has {known}"));
         }
         _ => {
             table.insert(last.clone(), value);
@@ -234,13 +271,9 @@ mod tests {
     fn document() -> Map<String, Value> {
         let value = json!({
             "run": {"steps": 5},
-            "data": {
-                "train": {"kind": "questions", "path": "a"},
-                "eval": "b.jsonl",
-                "sums": {"kind": "addition", "max": 9},
-            },
+            "data": {"train": {"kind": "questions", "path": "a"}, "eval": "b.jsonl", "sums": {"kind": "sums", "max": 9}},
             "models": {"actor": {"path": "m"}},
-            "stages": [{"kind": "generate"}, {"kind": "log_probs", "name": "old"}],
+            "stages": [{"kind": "generate"}, {"kind": "log_probs", "name": "old"}, {"kind": "update", "loss": {"kind": "grpo"}}],
         });
         match value {
             Value::Object(map) => map,
@@ -252,7 +285,7 @@ mod tests {
     fn check(text: &str, pointer: &str, expected: Value) {
         let mut document = document();
         let run_keys = ["steps".to_owned(), "seed".to_owned(), "dir".to_owned()];
-        let path = apply(&mut document, text, &run_keys).expect("applies");
+        let path = apply(&mut document, text, &run_keys, None).expect("applies");
         let value = Value::Object(document);
         assert_eq!(value.pointer(pointer), Some(&expected));
         assert_eq!(format!("/{}", path.join("/")), pointer);
@@ -261,7 +294,7 @@ mod tests {
     #[track_caller]
     fn check_refused(text: &str, expected: &str) {
         let run_keys = ["steps".to_owned(), "seed".to_owned()];
-        let finding = apply(&mut document(), text, &run_keys).expect_err("is refused");
+        let finding = apply(&mut document(), text, &run_keys, None).expect_err("is refused");
         assert!(
             finding.to_string().contains(expected),
             "expected {expected:?} in:\n{finding}"
@@ -284,6 +317,7 @@ mod tests {
         check("data.train=FILE", "/data/train/path", json!("FILE"));
         check("data.sums=FILE", "/data/sums", json!("FILE"));
         check("data.eval=c.jsonl", "/data/eval", json!("c.jsonl"));
+        check("data.sums=c.jsonl", "/data/sums", json!("c.jsonl"));
         check(
             "data.eval.split=\"test\"",
             "/data/eval/split",
@@ -317,5 +351,51 @@ mod tests {
         check_refused("stages.olt.bypass=true", "did you mean `old`?");
         check_refused("run.steps.more=1", "`steps` is a value");
         check_refused("actor=3", "is a table");
+        check_refused(
+            "update.loss=sft",
+            "`loss` is a table, not a value; it has `kind`",
+        );
+    }
+
+    #[test]
+    fn paths_are_seen_from_the_working_directory() {
+        let (working, file) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        for (folder, name) in [
+            (&working, "both"),
+            (&file, "both"),
+            (&working, "here"),
+            (&file, "there"),
+        ] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        let folders = Folders {
+            working: working.path(),
+            file: file.path(),
+        };
+        let given = |text: &str, pointer: &str| {
+            let mut document = document();
+            apply(&mut document, text, &[], Some(folders)).expect("applies");
+            let value = Value::Object(document).pointer(pointer).cloned();
+            value
+                .and_then(|value| value.as_str().map(str::to_owned))
+                .expect("a text")
+        };
+        let here = |name: &str| working.path().join(name).display().to_string();
+        assert_eq!(given("data.train=here", "/data/train/path"), here("here"));
+        assert_eq!(given("data.sums=both", "/data/sums"), here("both"));
+        assert_eq!(given("actor.path=both", "/models/actor/path"), here("both"));
+        assert_eq!(given("actor=there", "/models/actor/path"), "there");
+        assert_eq!(
+            given("actor=nowhere", "/models/actor/path"),
+            here("nowhere")
+        );
+        let absolute = here("here");
+        assert_eq!(
+            given(&format!("actor.path={absolute}"), "/models/actor/path"),
+            absolute
+        );
+        // Not a path.
+        assert_eq!(given("data.train.kind=here", "/data/train/kind"), "here");
+        assert_eq!(given("generate.note=here", "/stages/0/note"), "here");
     }
 }

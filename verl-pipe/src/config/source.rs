@@ -46,7 +46,9 @@ impl<'a> Source<'a> {
         let line = error.span().map(|span| self.line(span.start));
         let quoted = line
             .and_then(|line| self.text.lines().nth(line - 1))
-            .map_or(String::new(), |text| format!(": `{}`", text.trim()));
+            .map_or(String::new(), |text| {
+                format!(": `{}`", shortened(text.trim()))
+            });
         let place = match line {
             Some(line) => format!("{}:{line}{quoted}", self.name),
             None => self.name.clone(),
@@ -112,6 +114,24 @@ impl<'a> Source<'a> {
         }
         Some(offset)
     }
+}
+
+/// A line of the file as a message can show it: not longer than about a line, nothing that a terminal would obey.
+fn shortened(line: &str) -> String {
+    const SHOWN: usize = 60; // bytes
+    let mut text = String::new();
+    for letter in line.chars() {
+        if text.len() >= SHOWN {
+            text.push('…');
+            break;
+        }
+        if letter.is_control() {
+            text.extend(letter.escape_default());
+        } else {
+            text.push(letter);
+        }
+    }
+    text
 }
 
 /// A table as JSON, keys in the order of the text where that is known; dates become their text.

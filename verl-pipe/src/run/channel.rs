@@ -4,7 +4,9 @@
 //! a hung one cannot be cancelled in either world, and a thread can at least be abandoned and replaced.
 
 use std::borrow::Cow;
+use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Once;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{SendTimeoutError, Sender};
@@ -140,6 +142,31 @@ impl StageSink for CallSink<'_> {
     }
 }
 
+thread_local! {
+    /// A stage runs on this thread, so that a panic is caught and told as an error.
+    static IN_STAGE: Cell<bool> = const { Cell::new(false) };
+    /// File and line of the newest panic of a stage on this thread.
+    static PANICKED_AT: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Panics of stages are told by the run's errors, with their place; Rust's own message would be a second one, in the
+/// midst of the progress bar. Panics elsewhere are printed as before.
+fn quiet_panics_of_stages() {
+    static SET: Once = Once::new();
+    SET.call_once(|| {
+        let usual = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !IN_STAGE.get() {
+                return usual(info);
+            }
+            let place = info
+                .location()
+                .map(|at| format!("{}:{}", at.file(), at.line()));
+            PANICKED_AT.set(place);
+        }));
+    });
+}
+
 /// Calls a stage; a panic is caught.
 pub(crate) fn call_stage(
     stage: &mut dyn Stage,
@@ -155,6 +182,8 @@ pub(crate) fn call_stage(
         env,
         report: CallReport::default(),
     };
+    quiet_panics_of_stages();
+    IN_STAGE.set(true);
     let result = catch_unwind(AssertUnwindSafe(|| {
         stage.run(
             input,
@@ -169,9 +198,16 @@ pub(crate) fn call_stage(
             },
         )
     }));
+    IN_STAGE.set(false);
     let result = match result {
         Ok(result) => result.map_err(CallFailure::Error),
-        Err(payload) => Err(CallFailure::Panic(panic_message(payload.as_ref()))),
+        Err(payload) => {
+            let message = panic_message(payload.as_ref());
+            let place = PANICKED_AT
+                .take()
+                .map_or(String::new(), |at| format!(" (at {at})"));
+            Err(CallFailure::Panic(format!("{message}{place}")))
+        }
     };
     let mut report = sink.report;
     report.seconds = start.elapsed().as_secs_f64();

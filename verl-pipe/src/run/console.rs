@@ -1,8 +1,11 @@
 //! What a run shows: a progress bar on a terminal, one line a step, a summary at the end.
+//!
+//! Numbers have as many digits as matter: four behind the point, or a power of ten where they are too small for that.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::Write;
+use std::io::{self, Write};
+use std::sync::{Mutex, PoisonError};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
@@ -11,6 +14,27 @@ use crate::run::metrics::StepMetrics;
 
 /// Samples that a summary shows before and after.
 const SHOWN: usize = 5;
+
+/// The bar that is drawn now; log lines take it away while they are written.
+static DRAWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
+
+/// Standard error for log lines: takes the bar of a run away while it writes.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LogWriter;
+
+impl Write for LogWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let bar = DRAWN.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        match bar {
+            Some(bar) => bar.suspend(|| io::stderr().write(bytes)),
+            None => io::stderr().write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
 
 /// Writes lines to standard output; the bar is drawn on standard error where that is a terminal.
 pub struct Console {
@@ -27,6 +51,7 @@ impl Console {
         let style =
             ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {elapsed} gone, {eta} to go");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        *DRAWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
         Console {
             bar,
             out: Box::new(std::io::stdout()),
@@ -61,29 +86,32 @@ impl Console {
         }
     }
 
-    /// After observers ran.
+    /// After observers ran: a line for each group of metrics.
     pub fn observed(&mut self, metrics: &StepMetrics) {
-        let values = metrics
-            .values
-            .iter()
-            .filter(|(name, _)| !name.starts_with("perf/"));
-        let values: Vec<String> = values
-            .map(|(name, value)| format!("{name} {}", number(*value)))
-            .collect();
-        if !values.is_empty() {
-            self.line(&format!(
-                "[observed] step {}/{} | {}",
-                metrics.step,
-                self.steps,
-                values.join(" | ")
-            ));
+        for line in observed_lines(metrics, self.steps) {
+            self.line(&line);
         }
     }
 
     /// Takes the bar away.
     pub fn end(&mut self) {
         self.bar.finish_and_clear();
+        *DRAWN.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
+}
+
+/// `[eval] step 40/320 | exact_match 0.5120 | well_formed 0.9980`: a line for each group of what observers recorded.
+pub fn observed_lines(metrics: &StepMetrics, steps: u64) -> Vec<String> {
+    let mut groups: BTreeMap<&str, String> = BTreeMap::new();
+    for (name, value) in &metrics.values {
+        let (group, own) = name.split_once('/').unwrap_or(("observed", name));
+        if group != "perf" {
+            let line = groups.entry(group).or_default();
+            line.push_str(&format!(" | {own} {}", number(*value)));
+        }
+    }
+    let line = |(group, values)| format!("[{group}] step {}/{steps}{values}", metrics.step);
+    groups.into_iter().map(line).collect()
 }
 
 /// `[epoch 0] step 10/320 | loss 0.0123 | kl 0.0010 | reward 0.512 | tok/s 12345 | mem 210 MB`; what a run does not
@@ -97,8 +125,8 @@ pub fn step_line(metrics: &StepMetrics, steps: u64) -> String {
             .map(|(_, value)| *value)
     });
     let parts = [
-        loss.map(|v| format!("loss {v:.4}")),
-        metrics.kl().map(|v| format!("kl {v:.4}")),
+        loss.map(|v| format!("loss {}", number(v))),
+        metrics.kl().map(|v| format!("kl {}", number(v))),
         metrics.reward().map(|v| format!("reward {v:.3}")),
         metrics
             .get("perf/tokens_per_s")
@@ -116,8 +144,9 @@ pub fn step_line(metrics: &StepMetrics, steps: u64) -> String {
 }
 
 fn number(value: f64) -> String {
-    if value == value.trunc() && value.abs() < 1e9 {
-        format!("{value}")
+    // Below this, four digits behind the point would show fewer than two of the number's own.
+    if value != 0.0 && value.abs() < 1e-3 {
+        format!("{value:.1e}")
     } else {
         format!("{value:.4}")
     }
@@ -144,11 +173,11 @@ pub struct Summary {
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "{} steps in {:.1} s; time in stages (they overlap):",
-            self.steps, self.seconds
-        )?;
+        let plural = if self.steps == 1 { "" } else { "s" };
+        writeln!(f, "{} step{plural} in {:.1} s", self.steps, self.seconds)?;
+        if !self.stage_seconds.is_empty() {
+            writeln!(f, "time in stages, which may overlap:")?;
+        }
         let mut stages: Vec<_> = self.stage_seconds.iter().collect();
         stages.sort_by(|a, b| b.1.total_cmp(a.1));
         for (name, seconds) in stages {
@@ -178,7 +207,16 @@ impl fmt::Display for Summary {
 fn sample_line(sample: &Value) -> String {
     let text = |key: &str| sample.get(key).and_then(Value::as_str);
     match (text("prompt"), text("response")) {
-        (Some(prompt), Some(response)) => format!("{prompt:?} -> {response:?}"),
+        (Some(prompt), Some(response)) => {
+            let verdict = match sample.get("correct").and_then(Value::as_bool) {
+                Some(true) => "right  ",
+                Some(false) => "wrong  ",
+                None => "",
+            };
+            let wanted = text("answer").filter(|answer| !answer.is_empty());
+            let wanted = wanted.map_or(String::new(), |answer| format!("  (wanted: {answer:?})"));
+            format!("{verdict}{prompt:?} -> {response:?}{wanted}")
+        }
         _ => sample.to_string(),
     }
 }
@@ -217,6 +255,27 @@ mod tests {
             step_line(&metrics(&[("sft/loss", 2.0)]), 20),
             "[epoch 0] step 10/20 | loss 2.0000"
         );
+        assert_eq!(
+            step_line(&metrics(&[("actor/loss", -3.04e-7), ("actor/kl", 0.0)]), 20),
+            "[epoch 0] step 10/20 | loss -3.0e-7 | kl 0.0000"
+        );
+    }
+
+    #[test]
+    fn what_was_observed_has_a_line_a_group() {
+        let observed = metrics(&[
+            ("eval/a", 0.5),
+            ("eval/b", 12.0),
+            ("perf/step_s", 1.0),
+            ("x", 2.0),
+        ]);
+        assert_eq!(
+            observed_lines(&observed, 320),
+            [
+                "[eval] step 10/320 | a 0.5000 | b 12.0000",
+                "[observed] step 10/320 | x 2.0000"
+            ]
+        );
     }
 
     #[test]
@@ -232,16 +291,19 @@ mod tests {
             after: BTreeMap::from([("eval/exact_match".to_owned(), 0.75)]),
             samples_before: vec![
                 serde_json::json!({"phase": "before", "prompt": "1+1=", "response": "3"}),
+                serde_json::json!({"prompt": "1+1=", "response": "3", "answer": "2", "correct": false}),
             ],
             samples_after: Vec::new(),
         };
         let expected = [
-            "2 steps in 4.0 s; time in stages (they overlap):",
+            "2 steps in 4.0 s",
+            "time in stages, which may overlap:",
             "  generate                      3.00 s   75.0 %",
             "  reward                        1.00 s   25.0 %",
             "eval/exact_match: 0.5000 -> 0.7500",
             "samples before:",
             "  \"1+1=\" -> \"3\"",
+            "  wrong  \"1+1=\" -> \"3\"  (wanted: \"2\")",
             "",
         ];
         assert_eq!(summary.to_string(), expected.join("\n"));

@@ -9,7 +9,7 @@ use crate::resource::ResourceError;
 use crate::run::guard::GuardError;
 use crate::stage::{ConfigError, StageError};
 
-/// Why a run did not start or did not go on.
+/// Why a run did not start or did not go on. [`RunError::code`] leads to a page in `docs/errors/`.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
@@ -141,7 +141,7 @@ pub enum RunError {
         step: u64,
     },
     /// A snapshot or a model's file operation failed.
-    #[error("{what} `{name}` cannot {action}: {source}")]
+    #[error("cannot {action} {what} `{name}`: {source}")]
     State {
         /// `model` or `stage`.
         what: &'static str,
@@ -179,4 +179,34 @@ pub enum RunError {
         /// What of the run is safe on disk.
         saved: String,
     },
+}
+
+impl RunError {
+    /// Code of the error; `docs/errors/<CODE>.md` says what happened and what to do.
+    ///
+    /// ```
+    /// use verl_pipe::run::error::RunError;
+    ///
+    /// assert_eq!(RunError::Cancelled { step: 3 }.code(), "R011");
+    /// ```
+    pub fn code(&self) -> &'static str {
+        match self {
+            RunError::Schedule(findings) => findings.first().map_or("S011", |first| first.code),
+            RunError::Data { .. } => "R001",
+            RunError::Load { .. } => "R002",
+            RunError::Build { .. } | RunError::Start { .. } => "R003",
+            RunError::Stage { .. } => "R004",
+            RunError::Panic { .. } => "R005",
+            RunError::Deadline { .. } => "R006",
+            RunError::Guard { .. } => "R007",
+            RunError::Input { .. } | RunError::Stalled { .. } => "R008",
+            RunError::Lost { .. } => "R009",
+            RunError::TooManyHung { .. } => "R010",
+            RunError::Cancelled { .. } => "R011",
+            RunError::State { .. } => "R012",
+            RunError::FolderExists { .. } => "R013",
+            RunError::File { .. } => "R014",
+            RunError::Config { .. } => "R015",
+        }
+    }
 }

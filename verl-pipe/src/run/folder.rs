@@ -221,9 +221,16 @@ impl RunFolder {
         let models = self.dir.join("model");
         let (aside, dir) = (models.join(format!(".{name}.partial")), models.join(name));
         fs::create_dir_all(&models).map_err(|e| file_error("create", &models, e, &self.saved()))?;
-        run.save_model(name, &aside)?;
-        fs::rename(&aside, &dir).map_err(|e| file_error("rename", &aside, e, &self.saved()))?;
-        Ok(dir)
+        let written = run.save_model(name, &aside).and_then(|()| {
+            fs::rename(&aside, &dir).map_err(|e| file_error("rename", &aside, e, &self.saved()))
+        });
+        if written.is_err() && aside.exists() {
+            // Half a model is of no use, and its bytes may be what the disk lacks for `status.json`.
+            if let Err(error) = fs::remove_dir_all(&aside) {
+                tracing::warn!("cannot remove `{}`: {error}", aside.display());
+            }
+        }
+        written.map(|()| dir)
     }
 
     /// Writes `status.json`.

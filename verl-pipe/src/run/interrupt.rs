@@ -24,7 +24,7 @@ pub fn cancel_on_ctrl_c(token: CancelToken) -> std::io::Result<()> {
                     std::process::exit(CANCELLED_STATUS.into());
                 }
                 token.cancel();
-                tracing::warn!("the step is being ended; press Ctrl-C again to leave at once");
+                tracing::warn!("ending the step and saving what was trained; press Ctrl-C again to leave at once");
             }
         });
     };

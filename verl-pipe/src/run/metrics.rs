@@ -62,7 +62,10 @@ impl StepMetrics {
         object.insert("epoch".to_owned(), self.epoch.into());
         object.insert("timestamp".to_owned(), self.timestamp.into());
         for (name, value) in &self.values {
-            object.insert(name.clone(), (*value).into());
+            // The three names above are the engine's, whatever a stage records.
+            if !object.contains_key(name) {
+                object.insert(name.clone(), (*value).into());
+            }
         }
         Value::Object(object)
     }
@@ -172,7 +175,11 @@ mod tests {
 
     #[test]
     fn json_is_flat_and_null_where_a_number_is_not_finite() {
-        let values = BTreeMap::from([("a/x".to_owned(), 0.5), ("a/y".to_owned(), f64::NAN)]);
+        let values = BTreeMap::from([
+            ("a/x".to_owned(), 0.5),
+            ("a/y".to_owned(), f64::NAN),
+            ("epoch".to_owned(), 7.0),
+        ]);
         let metrics = StepMetrics {
             step: 2,
             epoch: 1,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 pub struct BatchConfig {
     /// Prompts of a step (prompts).
     pub prompts: usize,
-    /// Responses sampled for each prompt (samples per prompt).
+    /// Responses sampled for each prompt [samples per prompt].
     pub samples: usize,
     /// Prompts whose samples one optimiser step uses (prompts); all of them when absent.
     pub mini_batch: Option<usize>,
@@ -40,7 +40,7 @@ impl Default for BatchConfig {
 pub struct DevicesConfig {
     /// The device group of training and rollout: `cpu`, `cuda:0`, `cuda:0-5`.
     pub group: String,
-    /// Devices that share one rollout engine (tensor parallel) (devices).
+    /// Devices that share one rollout engine (tensor parallel).
     pub rollout_tensor_parallel: usize,
 }
 

@@ -5,7 +5,9 @@ use serde::{Deserialize, Serialize};
 use verl_algos::kl::KlEstimator;
 use verl_algos::losses::{ClippedPolicyLoss, EntropyBonus, KlLoss, Objective, TokenLoss};
 use verl_pipe::field::{Field, Key, LogProbTag, Ragged, Weights};
-use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSES};
+use verl_pipe::keys::{
+    ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS,
+};
 use verl_pipe::stage::ConfigError;
 
 use super::{Algorithm, aggregation, fault};
@@ -67,7 +69,16 @@ impl Algorithm for Grpo {
     }
 
     fn reads_optional(&self, policy: &LogProbTag) -> Vec<Field> {
-        vec![OLD_LOG_PROBS.tagged(policy.clone())]
+        // The engine's own log-probs are read for their tag alone: responses that were sampled at another temperature
+        // are not those of the policy that is trained.
+        vec![
+            OLD_LOG_PROBS.tagged(policy.clone()),
+            ROLLOUT_LOG_PROBS.tagged(policy.clone()),
+        ]
+    }
+
+    fn penalises_kl(&self) -> bool {
+        self.kl_coef != 0.0
     }
 
     fn entropies(&self) -> bool {

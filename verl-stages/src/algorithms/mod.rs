@@ -13,6 +13,9 @@ use verl_pipe::stage::ConfigError;
 pub use grpo::Grpo;
 pub use sft::Sft;
 
+/// What both a reward and a loss can do, and a pipeline usually does once.
+pub(crate) const KL_PENALTY: &str = "a KL penalty to the reference";
+
 /// An algorithm as the stage `update` sees it.
 pub trait Algorithm {
     /// Key whose tokens are trained on.
@@ -24,6 +27,11 @@ pub trait Algorithm {
     /// Keys that it uses where some stage writes them.
     fn reads_optional(&self, _policy: &LogProbTag) -> Vec<Field> {
         Vec::new()
+    }
+
+    /// Whether it holds the policy to the reference.
+    fn penalises_kl(&self) -> bool {
+        false
     }
 
     /// Whether the forward pass must give entropies.

@@ -4,14 +4,18 @@ pub(crate) mod barriers;
 pub(crate) mod batch_sizes;
 pub(crate) mod cycles;
 pub(crate) mod dtypes;
+pub(crate) mod frozen;
 pub(crate) mod keys;
 pub(crate) mod lengths;
 pub(crate) mod models;
 pub(crate) mod names;
+pub(crate) mod nulls;
+pub(crate) mod samples;
 pub(crate) mod settings;
 pub(crate) mod shapes;
 pub(crate) mod stated;
 pub(crate) mod tags;
+pub(crate) mod twice;
 pub(crate) mod unread;
 
 use crate::diagnostic::Diagnostic;
@@ -33,9 +37,12 @@ pub(crate) const DECLARED: &[Check] = &[
     keys::check,
     shapes::check,
     dtypes::check,
+    nulls::check,
     tags::check,
+    frozen::check,
+    twice::check,
     unread::check,
 ];
 
 /// Checks of the ordered graph, in the order of their findings.
-pub(crate) const ORDERED: &[OrderedCheck] = &[lengths::check, barriers::check];
+pub(crate) const ORDERED: &[OrderedCheck] = &[samples::check, lengths::check, barriers::check];

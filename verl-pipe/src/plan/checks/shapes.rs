@@ -48,7 +48,7 @@ fn malformed(stage: &str, field: &Field) -> Option<Diagnostic> {
 }
 
 /// Letters are the stages' own; what must agree is how many dims there are, and which of them are ragged or fixed.
-fn fits(read: &Shape, written: &Shape) -> bool {
+pub(super) fn fits(read: &Shape, written: &Shape) -> bool {
     read.0.len() == written.0.len()
         && read
             .0

@@ -29,7 +29,8 @@ fn mismatch(
         })
         .collect();
     let matching = draft.written.iter().find(|(_, by)| {
-        by.field.dtype == link.read.dtype
+        by.stage != link.reader
+            && by.field.dtype == link.read.dtype
             && by
                 .field
                 .tag

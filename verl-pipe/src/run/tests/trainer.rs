@@ -157,9 +157,7 @@ fn a_whole_run_leaves_its_folder() {
 
     let text = page.text();
     assert!(
-        text.starts_with(
-            "[observed] step 0/3 | eval/exact_match 0.2500\n[epoch 0] step 1/3 | loss "
-        ),
+        text.starts_with("[eval] step 0/3 | exact_match 0.2500\n[epoch 0] step 1/3 | loss "),
         "{text}"
     );
     assert!(

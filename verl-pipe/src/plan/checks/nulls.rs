@@ -1,0 +1,33 @@
+//! What may be null is read only by stages that say so.
+
+use crate::diagnostic::Diagnostic;
+use crate::plan::build::Draft;
+use crate::plan::checks::shapes::fits;
+
+pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
+    for link in draft.links.iter().flatten() {
+        if !link.written.nullable || link.read.nullable {
+            continue;
+        }
+        // A column of another shape is another column: that is told already.
+        let alike = match (link.read.parsed_shape(), link.written.parsed_shape()) {
+            (Ok(read), Ok(written)) => fits(&read, &written),
+            _ => false,
+        };
+        if !alike {
+            continue;
+        }
+        let (writer, reader) = (draft.name(link.writer), draft.name(link.reader));
+        findings.push(
+            Diagnostic::error("P019", format!("`{reader}` cannot use `{}` with nulls", link.key))
+                .at(format!("{writer} -> {reader}"))
+                .because(format!(
+                    "`{writer}` may write null for a row (one that failed, say), and `{reader}` reads a value in every row"
+                ))
+                .help(format!(
+                    "declare the key nullable where `{reader}` reads it and skip such rows, or put a stage between the \
+                     two that drops or fills them"
+                )),
+        );
+    }
+}

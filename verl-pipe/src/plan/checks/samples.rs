@@ -1,0 +1,46 @@
+//! A stage that trains gets as many rows a prompt as the batch arithmetic counts with.
+
+use crate::diagnostic::Diagnostic;
+use crate::plan::build::Draft;
+use crate::plan::tables::Tables;
+use crate::stage::Access;
+
+pub(crate) fn check(
+    draft: &Draft<'_>,
+    order: &[usize],
+    tables: &Tables,
+    findings: &mut Vec<Diagnostic>,
+) {
+    let samples = draft.context.batch.samples;
+    for &index in order {
+        let Some(spec) = draft.stages[index].spec.as_ref() else {
+            continue;
+        };
+        let updates = spec
+            .models
+            .iter()
+            .any(|(_, access)| *access == Access::Update);
+        let Some(table) = tables.input[index].filter(|_| updates) else {
+            continue;
+        };
+        let rows = tables.rows_per_prompt(Some(table));
+        if rows == samples {
+            continue;
+        }
+        let name = draft.name(index);
+        findings.push(
+            Diagnostic::error(
+                "S002",
+                format!("`{name}` gets {rows} rows a prompt, but `samples` is {samples}"),
+            )
+            .at(format!("[batch] samples, stage `{name}`"))
+            .because(format!(
+                "mini-batches and micro-batches are counted with {samples} rows a prompt, so they would be cut in the \
+                 wrong places"
+            ))
+            .help(format!(
+                "set `samples = {rows}` in [batch], or let the stages before `{name}` make {samples} rows of each prompt"
+            )),
+        );
+    }
+}
