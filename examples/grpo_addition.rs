@@ -14,8 +14,12 @@ use verl::prelude::*;
 /// What both forms have in common: sizes, data, models.
 pub fn addition(model: &Path, steps: u64) -> DataPipe {
     let optimizer = OptimizerConfig {
-        learning_rate: 3e-4,
-        schedule: Schedule::Constant { warmup_steps: 5 },
+        learning_rate: 2e-4,
+        schedule: Schedule::Linear {
+            warmup_steps: 5,
+            total_steps: steps,
+            final_share: 0.1,
+        },
         ..OptimizerConfig::default()
     };
     let split = |split| Addition {
@@ -32,7 +36,7 @@ pub fn addition(model: &Path, steps: u64) -> DataPipe {
         .batch(BatchConfig {
             prompts: 32,
             samples: 8,
-            micro_batch: Some(256),
+            micro_batch: Some(64),
             ..BatchConfig::default()
         })
         .data("train", split(Split::Train))
@@ -69,7 +73,7 @@ fn update() -> Update {
 
 fn evaluate() -> Evaluate {
     Evaluate {
-        every: 40,
+        every: 50,
         questions: Some(1000),
         max_new_tokens: 12,
         ..Evaluate::default()
@@ -85,7 +89,6 @@ pub fn stage_by_stage(pipe: DataPipe) -> DataPipe {
         .add_stage("reward", Reward::default())
         .reads(["responses", "response_texts", "answers"])
         .writes(["rewards"])
-        .add_stage("old_log_probs", LogProbs::default())
         .add_stage("ref_log_probs", reference())
         .reads(["prompts", "responses"])
         .writes(["ref_log_probs"])
@@ -100,7 +103,6 @@ pub fn chained(pipe: DataPipe) -> DataPipe {
         Prompts::default()
             >> generate()
             >> Reward::default()
-            >> LogProbs::default().named("old_log_probs")
             >> reference().named("ref_log_probs")
             >> Advantages::default()
             >> update()
@@ -114,7 +116,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         || PathBuf::from("examples/models/addition-base"),
         PathBuf::from,
     );
-    let steps = arguments.next().map_or(Ok(320), |text| text.parse())?;
+    let steps = arguments.next().map_or(Ok(400), |text| text.parse())?;
 
     let plan = chained(addition(&model, steps)).plan().map_err(Findings)?;
     let same = stage_by_stage(addition(&model, steps))

@@ -96,14 +96,16 @@ mod tests {
     fn the_example_is_checked_as_a_whole() {
         check(&[], &[]);
         // Sampled at one temperature, scored or trained at another.
-        check(&["generate.temperature=0.7"], &["P007", "P007"]);
-        check(&["update.temperature=0.7"], &["P007", "P007", "P007"]);
-        let cooler = ["generate", "old_log_probs", "ref_log_probs", "update"]
-            .map(|stage| format!("{stage}.temperature=0.7"));
+        check(&["generate.temperature=0.7"], &["P007"]);
+        check(&["update.temperature=0.7"], &["P007", "P007"]);
+        let cooler =
+            ["generate", "ref_log_probs", "update"].map(|stage| format!("{stage}.temperature=0.7"));
         check(&cooler.each_ref().map(String::as_str), &[]);
         check(&["ref_log_probs.model=actor"], &["P018", "P011"]);
-        check(&["advantages.kl_coef=0.01"], &["P020"]);
-        check(&["advantages.kl_coef=0.01", "update.loss.kl_coef=0"], &[]);
+        // A penalty in the reward needs the log-probs of the policy too, and is one penalty more.
+        check(&["advantages.kl_coef=0.01"], &["P002", "P020"]);
+        let only_reward = ["advantages.kl_coef=0.01", "update.loss.kl_coef=0"];
+        check(&only_reward, &["P002"]);
     }
 
     #[test]

@@ -10,8 +10,7 @@ use verl_pipe::batch::Batch;
 use verl_pipe::field::{Key, Scalar};
 use verl_pipe::keys::REWARDS;
 use verl_pipe::stage::{
-    BuildContext, Cardinality, ConfigError, Stage, StageConfig, StageContext, StageError,
-    StageSpec,
+    BuildContext, Cardinality, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
 
 /// Rewards of the same step, in another order.
