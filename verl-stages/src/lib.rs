@@ -56,7 +56,11 @@ mod tests {
 
     use verl_pipe::config::read_pipeline;
     use verl_pipe::plan::Plan;
+    use verl_pipe::stage::{BuildContext, StageConfig};
 
+    use super::advantages::Advantages;
+    use super::algorithms::{Grpo, Loss};
+    use super::update::Update;
     use super::*;
 
     /// The plan of the addition example under `overrides`, or the codes of what is wrong with it.
@@ -79,12 +83,14 @@ mod tests {
         .map_err(|findings| findings.iter().map(|finding| finding.code).collect())
     }
 
+    /// Codes of all that is said about the example under `overrides`, each once.
     #[track_caller]
     fn check(overrides: &[&str], expected: &[&str]) {
-        let found = match plan(overrides) {
+        let mut found: Vec<&str> = match plan(overrides) {
             Ok(plan) => plan.warnings.iter().map(|finding| finding.code).collect(),
             Err(codes) => codes,
         };
+        found.dedup();
         assert_eq!(found, expected, "{overrides:?}");
     }
 
@@ -92,14 +98,35 @@ mod tests {
     fn the_example_is_checked_as_a_whole() {
         check(&[], &[]);
         // Sampled at one temperature, scored or trained at another.
-        check(&["generate.temperature=0.7"], &["P007", "P007"]);
-        check(&["update.temperature=0.7"], &["P007", "P007", "P007"]);
-        let cooler = ["generate", "old_log_probs", "ref_log_probs", "update"]
-            .map(|stage| format!("{stage}.temperature=0.7"));
+        check(&["generate.temperature=0.7"], &["P007"]);
+        check(&["update.temperature=0.7"], &["P007"]);
+        let cooler =
+            ["generate", "ref_log_probs", "update"].map(|stage| format!("{stage}.temperature=0.7"));
         check(&cooler.each_ref().map(String::as_str), &[]);
         check(&["ref_log_probs.model=actor"], &["P018", "P011"]);
-        check(&["advantages.kl_coef=0.01"], &["P020"]);
-        check(&["advantages.kl_coef=0.01", "update.loss.kl_coef=0"], &[]);
+    }
+
+    #[test]
+    fn a_penalty_in_reward_and_loss_is_noticed() {
+        let penalised = Advantages {
+            kl_coef: 0.01,
+            ..Advantages::default()
+        };
+        let context = BuildContext::default();
+        let reward = StageConfig::build(&penalised, &context).unwrap().spec();
+        let loss = |kl_coef| {
+            let loss = Loss::Grpo(Grpo {
+                kl_coef,
+                ..Grpo::default()
+            });
+            let update = Update {
+                loss,
+                ..Update::default()
+            };
+            StageConfig::build(&update, &context).unwrap().spec().once
+        };
+        assert_eq!(reward.once, loss(0.001));
+        assert_eq!(loss(0.0), [""; 0]);
     }
 
     #[test]
