@@ -27,45 +27,110 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         return Err("usage: grpo_step_speed MODEL_DIR PROMPTS.jsonl [new=64] [n=8] [micro=64] [beta=0] [steps=6]".into());
     };
     let option = |name: &str, default: f64| -> Result<f64, Box<dyn std::error::Error>> {
-        let given = options.iter().find_map(|o| o.strip_prefix(name)?.strip_prefix('='));
+        let given = options
+            .iter()
+            .find_map(|o| o.strip_prefix(name)?.strip_prefix('='));
         Ok(given.map_or(Ok(default), str::parse)?)
     };
-    let (new, steps, beta) = (option("new", 64.0)? as usize, option("steps", 6.0)? as u64, option("beta", 0.0)?);
-    let rows = std::fs::read_to_string(prompts)?.lines().filter(|line| !line.trim().is_empty()).count();
+    let (new, steps, beta) = (
+        option("new", 64.0)? as usize,
+        option("steps", 6.0)? as u64,
+        option("beta", 0.0)?,
+    );
+    let rows = std::fs::read_to_string(prompts)?
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .count();
     let batch = BatchConfig {
         prompts: rows,
         samples: option("n", 8.0)? as usize,
         micro_batch: Some(option("micro", 64.0)? as usize),
         ..BatchConfig::default()
     };
-    let optimizer = OptimizerConfig { learning_rate: 1e-6, weight_decay: 0.0, ..OptimizerConfig::default() };
+    let optimizer = OptimizerConfig {
+        learning_rate: 1e-6,
+        weight_decay: 0.0,
+        ..OptimizerConfig::default()
+    };
 
     let parity = StageSpec::new().reads(RESPONSE_TEXTS).writes(REWARDS);
     let parity = stage_fn(parity, |batch: Batch, context: &mut StageContext<'_>| {
         let texts = batch.get(&RESPONSE_TEXTS)?;
-        let rewards = texts.rows().map(|text| 1.0 - text.bytes().fold(0u8, |sum, byte| sum ^ (byte & 1)) as f32);
+        let rewards = texts
+            .rows()
+            .map(|text| 1.0 - text.bytes().fold(0u8, |sum, byte| sum ^ (byte & 1)) as f32);
         let rewards: Vec<f32> = rewards.collect();
         let mut output = batch.rows_only();
         output.put(&REWARDS, rewards)?;
         context.emit(output)
     });
-    let prompts = Prompts { question: "prompt".into(), answer: String::new(), template: Template::None, ..Prompts::default() };
-    let generate = Generate { max_new_tokens: new, min_new_tokens: new, ..Generate::default() };
+    let prompts = Prompts {
+        question: "prompt".into(),
+        answer: String::new(),
+        template: Template::None,
+        ..Prompts::default()
+    };
+    let generate = Generate {
+        max_new_tokens: new,
+        min_new_tokens: new,
+        ..Generate::default()
+    };
     let mut pipe = DataPipe::new("grpo_step_speed")
-        .run(RunConfig { steps, ..RunConfig::default() })
+        .run(RunConfig {
+            steps,
+            ..RunConfig::default()
+        })
         .batch(batch)
-        .data("train", DataFile { path: std::path::absolute(&args[1])? })
-        .model("actor", CausalLm::trained(std::path::absolute(model)?, optimizer))
+        .data(
+            "train",
+            DataFile {
+                path: std::path::absolute(&args[1])?,
+            },
+        )
+        .model(
+            "actor",
+            CausalLm::trained(std::path::absolute(model)?, optimizer),
+        )
         .chain(prompts >> generate >> parity.named("parity"));
     if beta > 0.0 {
-        let reference = LogProbs { model: "ref".into(), role: Role::Reference, ..LogProbs::default() };
-        pipe = pipe.model("ref", CausalLm::frozen(std::path::absolute(model)?)).add_stage("ref_log_probs", reference);
+        let reference = LogProbs {
+            model: "ref".into(),
+            role: Role::Reference,
+            ..LogProbs::default()
+        };
+        pipe = pipe
+            .model("ref", CausalLm::frozen(std::path::absolute(model)?))
+            .add_stage("ref_log_probs", reference);
     }
-    let loss = Loss::Grpo(Grpo { kl_coef: beta, dual_clip: None, ..Grpo::default() });
-    let pipe = pipe.chain(Advantages { epsilon: 1e-4, ..Advantages::default() } >> Update { loss, ..Update::default() });
+    let loss = Loss::Grpo(Grpo {
+        kl_coef: beta,
+        dual_clip: None,
+        ..Grpo::default()
+    });
+    let pipe = pipe.chain(
+        Advantages {
+            epsilon: 1e-4,
+            ..Advantages::default()
+        } >> Update {
+            loss,
+            ..Update::default()
+        },
+    );
 
-    let plan = pipe.plan().map_err(|findings| findings.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))?;
-    let schedule = plan.schedule().map_err(|findings| findings.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))?;
+    let plan = pipe.plan().map_err(|findings| {
+        findings
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join("\n")
+    })?;
+    let schedule = plan.schedule().map_err(|findings| {
+        findings
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join("\n")
+    })?;
     let mut run = schedule.start(RunOptions::default())?;
     let mut seconds = Vec::new();
     let mut stages: Vec<(String, f64)> = Vec::new();
@@ -78,10 +143,20 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             continue;
         }
         seconds.push(start.elapsed().as_secs_f64());
-        stages = output.metrics.values.iter().filter_map(|(name, value)| Some((name.strip_prefix("perf/stage/")?.to_owned(), *value))).collect();
+        stages = output
+            .metrics
+            .values
+            .iter()
+            .filter_map(|(name, value)| {
+                Some((name.strip_prefix("perf/stage/")?.to_owned(), *value))
+            })
+            .collect();
     }
     seconds.sort_by(f64::total_cmp);
-    let stages: serde_json::Map<String, serde_json::Value> = stages.into_iter().map(|(name, value)| (name, value.into())).collect();
+    let stages: serde_json::Map<String, serde_json::Value> = stages
+        .into_iter()
+        .map(|(name, value)| (name, value.into()))
+        .collect();
     println!(
         "{}",
         serde_json::json!({

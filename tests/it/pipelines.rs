@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::Findings;
@@ -25,7 +25,7 @@ fn files() -> Vec<PathBuf> {
 }
 
 /// The pipeline of a file; models whose folder is not there and data files that are not there are replaced.
-fn read(file: &PathBuf) -> DataPipe {
+fn read(file: &Path) -> DataPipe {
     let read = |overrides: &[String]| {
         read_pipeline(file, overrides, &verl::registry())
             .unwrap_or_else(|findings| panic!("{}: {}", file.display(), Findings(findings)))

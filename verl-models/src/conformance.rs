@@ -166,10 +166,10 @@ impl<M: ModelInterface> Check<M> {
         let largest = want.iter().fold(f32::MIN_POSITIVE, |m, x| m.max(x.abs()));
         let apart = |(a, b): (&f32, &f32)| (a - b).abs() / largest;
         let difference = got.iter().zip(want).map(apart).fold(0.0, f32::max);
-        // Written so that NaN is a violation too.
-        if got.len() != want.len() || !(difference <= TOLERANCE) || !largest.is_finite() {
+        let finite = got.iter().chain(want).all(|x| x.is_finite());
+        if got.len() != want.len() || !finite || difference > TOLERANCE {
             let found = format!(
-                "{what} differ by {difference:e} of the largest value {largest:e} (allowed: {TOLERANCE:e})"
+                "{what} differ by {difference:e} of the largest value {largest:e} (allowed: {TOLERANCE:e}), all finite: {finite}"
             );
             self.fail(rule, found);
         }
@@ -487,7 +487,7 @@ impl<M: ModelInterface> Check<M> {
                 let own = logits.get(token as usize).copied().unwrap_or(f32::NAN);
                 let expected = f64::from(own) / temperature - largest - sum.ln();
                 let difference = (f64::from(told) - expected).abs();
-                if !(difference <= 1e-3) {
+                if difference.is_nan() || difference > 1e-3 {
                     let found =
                         format!("request {at}, token {token}: {told}, but forward has {expected}");
                     self.fail("log-probs are those of a forward pass", found);

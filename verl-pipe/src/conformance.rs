@@ -109,8 +109,9 @@ impl Check {
 
     fn sizes(&mut self, data: &dyn DataLoaderInterface) {
         let rule = "what opens has rows and a name";
-        if data.len() == 0 || data.is_empty() {
-            let found = format!("len {}, is_empty {}", data.len(), data.is_empty());
+        let (len, is_empty) = (data.len(), data.is_empty());
+        if len == 0 || is_empty {
+            let found = format!("len {len}, is_empty {is_empty}");
             self.fail(rule, found);
         }
         if data.origin().trim().is_empty() || data.fingerprint().trim().is_empty() {

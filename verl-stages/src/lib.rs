@@ -5,6 +5,7 @@
 //! | [`prompts`] | rows of a data set | prompt tokens, answers |
 //! | [`generate`] | prompts | responses with log-probs |
 //! | [`reward`] | responses, answers | rewards |
+//! | [`shuffle_rewards`] | rewards | the same in another order, for control runs |
 //! | [`log_probs`] | prompts, responses | log-probs of policy or reference |
 //! | [`advantages`] | rewards | advantages |
 //! | [`update`] | all of it | nothing: it moves the weights |
@@ -19,6 +20,7 @@ pub mod log_probs;
 pub mod model;
 pub mod prompts;
 pub mod reward;
+pub mod shuffle_rewards;
 pub mod update;
 
 use verl_pipe::registry::Registry;
@@ -32,6 +34,7 @@ pub fn register(registry: Registry) -> Registry {
         .stage::<log_probs::LogProbs>()
         .stage::<prompts::Prompts>()
         .stage::<reward::rule::Reward>()
+        .stage::<shuffle_rewards::ShuffleRewards>()
         .stage::<update::Update>()
         .model::<model::CausalLm>()
         .data::<data::addition::Addition>()
@@ -47,6 +50,7 @@ verl_pipe::chainable!(
     log_probs::LogProbs,
     prompts::Prompts,
     reward::rule::Reward,
+    shuffle_rewards::ShuffleRewards,
     update::Update,
 );
 

@@ -1,0 +1,60 @@
+//! Stage `shuffle_rewards`: hands the step's rewards to other responses, for control runs.
+//!
+//! A run that learns from rewards must not learn from shuffled ones: what it still gains comes from somewhere else
+//! (the entropy falls, lengths change). The distribution of rewards stays as it is.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_models::random;
+use verl_pipe::batch::Batch;
+use verl_pipe::field::{Key, Scalar};
+use verl_pipe::keys::REWARDS;
+use verl_pipe::stage::{
+    BuildContext, Cardinality, ConfigError, Stage, StageConfig, StageContext, StageError,
+    StageSpec,
+};
+
+/// Rewards of the same step, in another order.
+pub const SHUFFLED_REWARDS: Key<Scalar<f32>> = Key::new(
+    "shuffled_rewards",
+    "[B]",
+    "reward",
+    "rewards of the step, handed to other responses",
+)
+.nullable()
+.finite();
+
+/// Settings of stage `shuffle_rewards`; there are none. `advantages` reads the result under `rename`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct ShuffleRewards {}
+
+impl StageConfig for ShuffleRewards {
+    const KIND: &'static str = "shuffle_rewards";
+    const SUMMARY: &'static str = "hands the step's rewards to other responses, for control runs";
+
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        Ok(Box::new(ShuffleRewardsStage))
+    }
+}
+
+/// The running stage.
+struct ShuffleRewardsStage;
+
+impl Stage for ShuffleRewardsStage {
+    fn spec(&self) -> StageSpec {
+        StageSpec::new()
+            .reads(REWARDS)
+            .writes(SHUFFLED_REWARDS)
+            .cardinality(Cardinality::Batch)
+    }
+
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        let rewards = input.get(&REWARDS)?;
+        let order = random::shuffle(context.seed, context.step, rewards.len());
+        let shuffled: Vec<Option<f32>> = order.into_iter().map(|row| rewards.row(row)).collect();
+        let mut output = input.rows_only();
+        output.put(&SHUFFLED_REWARDS, shuffled)?;
+        context.emit(output)
+    }
+}
