@@ -60,7 +60,11 @@ mod tests {
 
     use verl_pipe::config::read_pipeline;
     use verl_pipe::plan::Plan;
+    use verl_pipe::stage::{BuildContext, StageConfig};
 
+    use super::advantages::Advantages;
+    use super::algorithms::{Grpo, Loss};
+    use super::update::Update;
     use super::*;
 
     /// The plan of the addition example under `overrides`, or the codes of what is wrong with it.
@@ -83,12 +87,14 @@ mod tests {
         .map_err(|findings| findings.iter().map(|finding| finding.code).collect())
     }
 
+    /// Codes of all that is said about the example under `overrides`, each once.
     #[track_caller]
     fn check(overrides: &[&str], expected: &[&str]) {
-        let found = match plan(overrides) {
+        let mut found: Vec<&str> = match plan(overrides) {
             Ok(plan) => plan.warnings.iter().map(|finding| finding.code).collect(),
             Err(codes) => codes,
         };
+        found.dedup();
         assert_eq!(found, expected, "{overrides:?}");
     }
 
@@ -97,7 +103,7 @@ mod tests {
         check(&[], &[]);
         // Sampled at one temperature, scored or trained at another.
         check(&["generate.temperature=0.7"], &["P007"]);
-        check(&["update.temperature=0.7"], &["P007", "P007"]);
+        check(&["update.temperature=0.7"], &["P007"]);
         let cooler =
             ["generate", "ref_log_probs", "update"].map(|stage| format!("{stage}.temperature=0.7"));
         check(&cooler.each_ref().map(String::as_str), &[]);
@@ -106,6 +112,29 @@ mod tests {
         check(&["advantages.kl_coef=0.01"], &["P002", "P020"]);
         let only_reward = ["advantages.kl_coef=0.01", "update.loss.kl_coef=0"];
         check(&only_reward, &["P002"]);
+    }
+
+    #[test]
+    fn a_penalty_in_reward_and_loss_is_noticed() {
+        let penalised = Advantages {
+            kl_coef: 0.01,
+            ..Advantages::default()
+        };
+        let context = BuildContext::default();
+        let reward = StageConfig::build(&penalised, &context).unwrap().spec();
+        let loss = |kl_coef| {
+            let loss = Loss::Grpo(Grpo {
+                kl_coef,
+                ..Grpo::default()
+            });
+            let update = Update {
+                loss,
+                ..Update::default()
+            };
+            StageConfig::build(&update, &context).unwrap().spec().once
+        };
+        assert_eq!(reward.once, loss(0.001));
+        assert_eq!(loss(0.0), [""; 0]);
     }
 
     #[test]
