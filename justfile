@@ -15,7 +15,7 @@ docs:
     RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 
 schemas:
-    cargo run --bin pipe -- schema --out schemas
+    cargo run --bin pipe -- schema > schemas/pipeline.json
 
 cuda-check:
     DOCS_RS=1 cargo check --features cuda

@@ -7,3 +7,4 @@ mod on_policy;
 mod pipelines;
 mod replay;
 mod run_folder;
+mod schemas;

@@ -25,34 +25,41 @@ pub mod update;
 
 use verl_pipe::registry::Registry;
 
-/// Puts every stage, model kind and data set of this crate into `registry`, in the order of their names.
-pub fn register(registry: Registry) -> Registry {
-    registry
-        .stage::<advantages::Advantages>()
-        .stage::<evaluate::Evaluate>()
-        .stage::<generate::Generate>()
-        .stage::<log_probs::LogProbs>()
-        .stage::<prompts::Prompts>()
-        .stage::<reward::rule::Reward>()
-        .stage::<shuffle_rewards::ShuffleRewards>()
-        .stage::<update::Update>()
-        .model::<model::CausalLm>()
-        .data::<data::addition::Addition>()
-        .data::<data::jsonl::Jsonl>()
-        .data::<data::parquet::Parquet>()
-        .data_files::<data::file::DataFile>(&["jsonl", "ndjson", "json", "parquet", "pq"])
+/// The one list of what this crate offers: stages are registered and can be chained with `>>`, the rest is registered.
+macro_rules! built_ins {
+    (stages: $($stage:ty),+; models: $($model:ty),+; data: $($data:ty),+; files: $files:ty = $extensions:expr;) => {
+        /// Puts every stage, model kind and data set of this crate into `registry`.
+        pub fn register(registry: Registry) -> Registry {
+            registry
+                $(.stage::<$stage>())+
+                $(.model::<$model>())+
+                $(.data::<$data>())+
+                .data_files::<$files>($extensions)
+        }
+
+        verl_pipe::chainable!($($stage),+);
+    };
 }
 
-verl_pipe::chainable!(
-    advantages::Advantages,
-    evaluate::Evaluate,
-    generate::Generate,
-    log_probs::LogProbs,
-    prompts::Prompts,
-    reward::rule::Reward,
-    shuffle_rewards::ShuffleRewards,
-    update::Update,
-);
+built_ins! {
+    stages:
+        advantages::Advantages,
+        evaluate::Evaluate,
+        generate::Generate,
+        log_probs::LogProbs,
+        prompts::Prompts,
+        reward::rule::Reward,
+        shuffle_rewards::ShuffleRewards,
+        update::Update;
+    models:
+        model::CausalLm;
+    data:
+        data::addition::Addition,
+        data::jsonl::Jsonl,
+        data::parquet::Parquet;
+    files:
+        data::file::DataFile = &["jsonl", "ndjson", "json", "parquet", "pq"];
+}
 
 #[cfg(test)]
 mod tests {

@@ -57,3 +57,62 @@ impl Stage for ShuffleRewardsStage {
         context.emit(output)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use verl_pipe::batch::RowId;
+    use verl_pipe::stage::{CancelToken, Metric, Models, StageSink};
+
+    /// Keeps what is emitted.
+    struct Kept(Vec<Batch>);
+
+    impl StageSink for Kept {
+        fn emit(&mut self, batch: Batch) -> Result<(), StageError> {
+            self.0.push(batch);
+            Ok(())
+        }
+        fn record(&mut self, _metric: &Metric, _value: f64, _weight: f64) {}
+        fn record_named(&mut self, _name: &str, _value: f64, _weight: f64) {}
+        fn sample(&mut self, _sample: serde_json::Value) {}
+    }
+
+    fn shuffled(step: u64, rewards: &[Option<f32>]) -> Vec<Option<f32>> {
+        let ids: Vec<RowId> = (0..rewards.len() as u64)
+            .map(|row| RowId::prompt(0, row).unwrap())
+            .collect();
+        let mut batch = Batch::with_rows(&ids);
+        batch.put(&REWARDS, rewards.to_vec()).unwrap();
+        let mut sink = Kept(Vec::new());
+        let mut context = StageContext {
+            stage: "shuffle_rewards",
+            step,
+            steps: 9,
+            seed: 5,
+            cancel: &CancelToken::default(),
+            models: &mut Models::new(),
+            sink: &mut sink,
+        };
+        ShuffleRewardsStage.run(batch, &mut context).unwrap();
+        let emitted = &sink.0[0];
+        assert_eq!(emitted.ids(), ids);
+        emitted.get(&SHUFFLED_REWARDS).unwrap().rows().collect()
+    }
+
+    #[test]
+    fn rewards_change_places_and_nothing_else() {
+        let rewards: Vec<Option<f32>> = (0..50)
+            .map(|row| (row % 7 != 0).then_some(row as f32))
+            .collect();
+        let sorted = |mut values: Vec<Option<f32>>| {
+            values.sort_by(|a, b| a.partial_cmp(b).unwrap());
+            values
+        };
+        let once = shuffled(1, &rewards);
+        assert_ne!(once, rewards);
+        assert_eq!(sorted(once.clone()), sorted(rewards.clone()));
+        assert_eq!(once, shuffled(1, &rewards));
+        assert_ne!(once, shuffled(2, &rewards));
+        assert!(shuffled(1, &[]).is_empty());
+    }
+}
