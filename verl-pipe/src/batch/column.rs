@@ -196,9 +196,9 @@ impl<'a> TextView<'a> {
 
 /// A column kind that can be read from and written to a batch.
 pub trait Column: ColumnKind {
-    /// What [`Batch::put`] takes.
+    /// What [`Batch::put`](super::Batch::put) takes.
     type Data;
-    /// What [`Batch::get`] gives.
+    /// What [`Batch::get`](super::Batch::get) gives.
     type View<'a>;
     /// Builds the Arrow array.
     fn build(data: Self::Data) -> Result<ArrayRef, BatchError>;
