@@ -30,7 +30,7 @@ pub fn addition(model: &Path, steps: u64) -> DataPipe {
         .run(RunConfig {
             dir: PathBuf::from("runs/grpo_addition_rs"),
             steps,
-            console_every: 10,
+            console_every: 1,
             ..RunConfig::default()
         })
         .batch(BatchConfig {
