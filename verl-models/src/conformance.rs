@@ -1,9 +1,13 @@
 //! What every [`ModelInterface`] keeps to, as checks that a test of a model calls.
 //!
-//! ```no_run
-//! # fn my_model() -> verl_models::Decoder { unimplemented!() }
-//! let violations = verl_models::conformance::check_model(&my_model());
+//! ```
+//! use burn::tensor::Device;
+//! use verl_models::{Decoder, conformance::check_model};
+//!
+//! let model = Decoder::load("tests/models/tiny-random-qwen3".as_ref(), &Device::flex())?;
+//! let violations = check_model(&model);
 //! assert!(violations.is_empty(), "{violations:#?}");
+//! # Ok::<(), verl_models::hf::LoadError>(())
 //! ```
 
 use std::fmt;

@@ -72,19 +72,24 @@ impl Default for LogProbs {
     }
 }
 
+/// What is wrong with a temperature by which a scoring forward divides logits.
+pub(crate) fn scoring_temperature_fault(temperature: f64) -> Option<ConfigError> {
+    let sound = temperature > 0.0 && temperature.is_finite();
+    (!sound).then(|| {
+        ConfigError::new(
+            "temperature",
+            format!("is {temperature}, but must be above 0"),
+            "set it to the temperature of `generate`",
+        )
+    })
+}
+
 impl StageConfig for LogProbs {
     const KIND: &'static str = "log_probs";
     const SUMMARY: &'static str = "log-probs of the responses under a policy or reference model";
 
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
-        let mut faults = Vec::new();
-        if !(self.temperature > 0.0 && self.temperature.is_finite()) {
-            faults.push(ConfigError::new(
-                "temperature",
-                format!("is {}, but must be above 0", self.temperature),
-                "set it to the temperature of `generate`",
-            ));
-        }
+        let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
         if self.role == Role::Reference && self.bypass {
             faults.push(ConfigError::new(
                 "bypass",

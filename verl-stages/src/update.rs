@@ -24,6 +24,7 @@ use verl_pipe::stage::{
 
 use crate::algorithms::{KL_PENALTY, Loss};
 use crate::generate::TOKENS;
+use crate::log_probs::scoring_temperature_fault;
 use crate::model::PolicyResource;
 
 macro_rules! metrics {
@@ -88,14 +89,7 @@ impl StageConfig for Update {
     const SUMMARY: &'static str = "trains a model: forward, loss, backward, optimiser steps";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
-        let mut faults = Vec::new();
-        if !(self.temperature > 0.0 && self.temperature.is_finite()) {
-            faults.push(ConfigError::new(
-                "temperature",
-                format!("is {}, but must be above 0", self.temperature),
-                "set it to the temperature of `generate`",
-            ));
-        }
+        let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
         let objective = match self.loss.algorithm().objective() {
             Ok(objective) => objective,
             Err(errors) => {

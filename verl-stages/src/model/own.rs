@@ -31,17 +31,21 @@ pub struct OwnModel {
 /// Declares the model that `make(device, seed)` gives when a run starts; frozen unless it is
 /// [`trained`](OwnModel::trained). The seed is the run's.
 ///
-/// ```no_run
-/// # fn my_model(_: &burn::tensor::Device, _: u64) -> Result<verl_models::Decoder, String> { unimplemented!() }
+/// ```
 /// use std::sync::Arc;
+/// use verl_models::Decoder;
 /// use verl_models::optim::OptimizerConfig;
 /// use verl_pipe::pipe::DataPipe;
 /// use verl_stages::model::policy_model;
 ///
-/// let model = policy_model(my_model)
+/// let folder = "../verl-models/tests/models/tiny-random-qwen3";
+/// let model = policy_model(move |device, _seed| Decoder::load(folder.as_ref(), device))
 ///     .trained(OptimizerConfig::default())
-///     .tokenizer("examples/models/addition-init");
+///     .tokenizer(folder);
 /// let pipe = DataPipe::new("mine").model_object("actor", Arc::new(model));
+/// let actor = &pipe.models[0].factory;
+/// assert!(actor.trainable());
+/// assert!(actor.load("actor", "cpu", &Default::default()).is_err(), "no tokenizer in this folder");
 /// ```
 pub fn policy_model<M, E, F>(make: F) -> OwnModel
 where
