@@ -4,13 +4,20 @@
 
 use burn::tensor::Device;
 
+use crate::allocation;
+
 /// The device called `name`: `cpu`, or `cuda:N` (`cuda` is `cuda:0`) in a build with the feature `cuda`.
+///
+/// The first use of the CPU makes the allocator of glibc keep what is freed, unless `GLIBC_TUNABLES` or `MALLOC_…` is set.
 ///
 /// # Errors
 /// A name of no known form; a CUDA device that is not there; a build without the feature.
 pub fn device(name: &str) -> Result<Device, DeviceError> {
     match parse(name)? {
-        Named::Cpu => Ok(Device::flex()),
+        Named::Cpu => {
+            allocation::keep_freed_memory();
+            Ok(Device::flex())
+        }
         Named::Cuda(index) => cuda(name, index),
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! This crate knows nothing of pipelines.
 
+mod allocation;
 pub mod blocks;
 pub mod chat_template;
 pub mod conformance;
@@ -11,6 +12,7 @@ pub mod families;
 pub mod gguf;
 pub mod hf;
 pub mod kernels;
+mod lanes;
 pub mod model;
 pub mod optim;
 mod packing;

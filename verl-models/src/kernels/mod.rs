@@ -3,6 +3,7 @@
 //! [`are_fused`] tells whether a device has them for a dtype; where it does not, the blocks compose the same result
 //! from plain operations. Today the CPU in f32 has them; a GPU gets its own by implementing [`DecoderOps`].
 
+mod attention;
 mod cpu;
 #[cfg(test)]
 mod tests;
@@ -16,7 +17,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
 use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
 
-pub use cpu::AttentionShape;
+pub use attention::AttentionShape;
 
 /// Whether fused operations exist for tensors of this device and dtype.
 pub fn are_fused(device: &Device, dtype: DType) -> bool {
@@ -118,10 +119,11 @@ pub trait DecoderGradients: Backend {
         up: FloatTensor<Self>,
         gradient: FloatTensor<Self>,
     ) -> [FloatTensor<Self>; 2];
-    /// Gradients for queries, keys and values.
+    /// Gradients for queries, keys and values; `output` is what the forward pass gave.
     fn attention_backward(
         shape: AttentionShape,
         inputs: [FloatTensor<Self>; 5],
+        output: FloatTensor<Self>,
         gradient: FloatTensor<Self>,
     ) -> [FloatTensor<Self>; 3];
 }
@@ -146,6 +148,17 @@ fn values(tensor: &FlexTensor) -> &[f32] {
 
 fn tensor(values: Vec<f32>, shape: Shape) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(values, shape))
+}
+
+/// Queries, keys, values, cosines and sines of an attention call.
+fn attention_inputs(tensors: &[FlexTensor; 5]) -> attention::Inputs<'_> {
+    let [queries, keys, content, cos, sin] = tensors.each_ref().map(values);
+    attention::Inputs {
+        queries,
+        keys,
+        values: content,
+        tables: attention::Tables { cos, sin },
+    }
 }
 
 impl DecoderOps for Flex {
@@ -174,18 +187,9 @@ impl DecoderOps for Flex {
         sin: FlexTensor,
         shape: AttentionShape,
     ) -> FlexTensor {
-        let [queries, keys, content, cos, sin] = [queries, keys, content, cos, sin].map(dense);
-        let tables = cpu::Tables {
-            cos: values(&cos),
-            sin: values(&sin),
-        };
-        let mixed = cpu::attention(
-            shape,
-            values(&queries),
-            values(&keys),
-            values(&content),
-            tables,
-        );
+        let inputs = [queries, keys, content, cos, sin].map(dense);
+        let mixed = attention::attention(shape, attention_inputs(&inputs));
+        let [queries, ..] = inputs;
         tensor(mixed, queries.shape())
     }
 }
@@ -212,22 +216,19 @@ impl DecoderGradients for Flex {
     fn attention_backward(
         shape: AttentionShape,
         inputs: [FlexTensor; 5],
+        output: FlexTensor,
         gradient: FlexTensor,
     ) -> [FlexTensor; 3] {
-        let [queries, keys, content, cos, sin] = inputs.map(dense);
-        let gradient = dense(gradient);
-        let tables = cpu::Tables {
-            cos: values(&cos),
-            sin: values(&sin),
-        };
-        let (dq, dk, dv) = cpu::attention_backward(
+        let inputs = inputs.map(dense);
+        let [output, gradient] = [output, gradient].map(dense);
+        let parts = attention::attention_backward(
             shape,
-            values(&queries),
-            values(&keys),
-            values(&content),
-            tables,
+            attention_inputs(&inputs),
+            values(&output),
             values(&gradient),
         );
+        let [queries, keys, content, ..] = inputs;
+        let [dq, dk, dv] = parts;
         [
             tensor(dq, queries.shape()),
             tensor(dk, keys.shape()),
@@ -302,12 +303,12 @@ impl<B: Backend> Backward<B, 2> for LinearStep {
 struct AttentionStep;
 
 impl<B: DecoderGradients> Backward<B, 3> for AttentionStep {
-    type State = (AttentionShape, [FloatTensor<B>; 5]);
+    type State = (AttentionShape, [FloatTensor<B>; 5], FloatTensor<B>);
 
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);
-        let (shape, inputs) = ops.state;
-        let parts = B::attention_backward(shape, inputs, gradient);
+        let (shape, inputs, output) = ops.state;
+        let parts = B::attention_backward(shape, inputs, output, gradient);
         register!(ops.parents, parts, grads);
     }
 }
@@ -381,7 +382,7 @@ impl<B: DecoderOps + DecoderGradients, C: CheckpointStrategy> DecoderOps for Aut
             .compute_bound()
             .stateful()
         {
-            OpsKind::Tracked(prep) => prep.finish((shape, inputs), mixed),
+            OpsKind::Tracked(prep) => prep.finish((shape, inputs, mixed.clone()), mixed),
             OpsKind::UnTracked(prep) => prep.finish(mixed),
         }
     }
