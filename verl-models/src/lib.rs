@@ -5,6 +5,7 @@
 pub mod blocks;
 pub mod chat_template;
 pub mod conformance;
+pub mod critic;
 pub mod decoder;
 pub mod device;
 pub mod families;
@@ -23,10 +24,13 @@ pub mod scoring;
 pub mod tokenizer;
 #[cfg(test)]
 mod toy;
+mod trained;
+pub mod value_head;
 mod vector;
 mod weights;
 
 pub use decoder::{Decoder, DecoderConfig};
+pub use value_head::ValueDecoder;
 
 /// The families of models that can be loaded, in order of their names.
 pub const FAMILIES: &[families::Family] = &[
