@@ -120,6 +120,52 @@ pub enum AlgoError {
         /// Tokens of the mini-batch.
         tokens: usize,
     },
+    /// A row outside the mini-batch.
+    #[error("row {row} lies outside the mini-batch of {rows} rows")]
+    RowOutOfRange {
+        /// The row.
+        row: usize,
+        /// Rows of the mini-batch.
+        rows: usize,
+    },
+    /// A token id outside the vocabulary.
+    #[error(
+        "`{argument}` holds token id {id} at position {position}, but the vocabulary ends at {vocab}"
+    )]
+    TokenId {
+        /// The argument.
+        argument: &'static str,
+        /// Where it is, packed.
+        position: usize,
+        /// The id.
+        id: u32,
+        /// Size of the vocabulary.
+        vocab: usize,
+    },
+    /// A token id that is listed twice where each may be listed once.
+    #[error(
+        "`{argument}` lists token id {id} twice at position {position}: its mass would count twice"
+    )]
+    RepeatedId {
+        /// The argument.
+        argument: &'static str,
+        /// The token, packed.
+        position: usize,
+        /// The id.
+        id: u32,
+    },
+    /// Log-probs of different tokens whose probabilities add up to more than 1.
+    #[error(
+        "`{argument}` at position {position} adds up to a probability of {mass}: these are not log-probs of one distribution"
+    )]
+    Mass {
+        /// The argument.
+        argument: &'static str,
+        /// The token, packed.
+        position: usize,
+        /// Σ e^{log-prob}.
+        mass: f64,
+    },
     /// Reading a result from the device failed.
     #[error("cannot read `{what}` from the device: {reason}")]
     Read {

@@ -3,21 +3,21 @@
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
 /// A tensor of constants on the device and with the dtype of `like`.
-pub(crate) fn constant_like(values: Vec<f64>, like: &Tensor<1>) -> Tensor<1> {
+pub(crate) fn constant_like<const D: usize>(values: Vec<f64>, like: &Tensor<D>) -> Tensor<1> {
     let len = values.len();
     let options = (&like.device(), like.dtype());
     Tensor::from_data(TensorData::new(values, [len]), options)
 }
 
 /// An index tensor on the device of `like`.
-pub(crate) fn indices_like(values: &[usize], like: &Tensor<1>) -> Tensor<1, Int> {
+pub(crate) fn indices_like<const D: usize>(values: &[usize], like: &Tensor<D>) -> Tensor<1, Int> {
     let values: Vec<i64> = values.iter().map(|&v| v as i64).collect();
     let len = values.len();
     Tensor::from_data(TensorData::new(values, [len]), &like.device())
 }
 
 /// Half precision into f32, in which all losses are computed; wider types as they are.
-pub(crate) fn at_least_f32(tensor: Tensor<1>) -> Tensor<1> {
+pub(crate) fn at_least_f32<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
     match tensor.dtype() {
         DType::F32 | DType::F64 => tensor,
         _ => tensor.cast(DType::F32),

@@ -4,6 +4,9 @@
 //! rows · 6 on policy the ratio is 1 · 7, 8 centring and leave-one-out · 9 the KL estimators · 10 whitening · 11 equal
 //! rewards carry no signal.
 
+#[path = "properties/offline.rs"]
+mod offline;
+
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use proptest::prelude::*;
 use verl_algos::advantages::{AdvantageEstimator, AdvantageInputs, Advantages, ESTIMATORS};
@@ -331,7 +334,7 @@ fn tensor(values: Vec<f64>) -> Tensor<1> {
     )
 }
 
-fn read(tensor: Tensor<1>) -> Vec<f64> {
+fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     tensor.try_into_vec_as::<f64>().unwrap()
 }
 

@@ -10,23 +10,24 @@
 //! # Ok::<(), verl_models::hf::LoadError>(())
 //! ```
 
+mod probe;
+mod values;
+
 use std::fmt;
 use std::path::Path;
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor};
+
+pub use values::check_values;
+
+use probe::{TOLERANCE, apart, ids, one_step, sequences, unmoved, weights};
 
 use crate::model::{ModelError, ModelInterface, PolicyModel, ScoreRow};
-use crate::optim::{OptimizerConfig, Schedule};
-use crate::parameters::visit_parameters;
 use crate::policy::Policy;
 use crate::random::{DrawKey, Purpose};
 use crate::rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
 };
-
-/// Differences that count as rounding, as a share of the largest value: matrix kernels add in another order when a
-/// product has other sizes.
-const TOLERANCE: f32 = 1e-4;
 
 /// Logits this close to the largest may be chosen instead of it.
 const TIE: f32 = 1e-4;
@@ -104,15 +105,6 @@ pub fn check_saving<M: ModelInterface>(
     check.violations
 }
 
-/// Name and values of every parameter.
-fn weights<M: ModelInterface>(model: &M) -> Vec<(String, Vec<u8>)> {
-    let mut all = Vec::new();
-    visit_parameters(model, |name, _, read| {
-        all.push((name.to_owned(), read().as_bytes().to_vec()));
-    });
-    all
-}
-
 struct Check<M> {
     /// Without autodiff.
     model: M,
@@ -140,18 +132,12 @@ impl<M: ModelInterface> Check<M> {
         self.violations.push(Violation { rule, found });
     }
 
-    /// `rows` sequences of `length` ids that differ from one another.
     fn sequences(&self, rows: usize, length: usize) -> Vec<Vec<u32>> {
-        let id = |row: usize, at: usize| ((7 * row + 3 * at + at * at / 2 + 1) % self.vocab) as u32;
-        (0..rows)
-            .map(|row| (0..length).map(|at| id(row, at)).collect())
-            .collect()
+        sequences(rows, length, self.vocab)
     }
 
     fn ids(&self, rows: &[Vec<u32>]) -> Tensor<2, Int> {
-        let flat: Vec<i32> = rows.iter().flatten().map(|&id| id as i32).collect();
-        let shape = [rows.len(), rows.first().map_or(0, Vec::len)];
-        Tensor::from_data(TensorData::new(flat, shape), &self.device)
+        ids(rows, &self.device)
     }
 
     /// Hidden states as numbers, `[B, S, D]` flat.
@@ -167,16 +153,7 @@ impl<M: ModelInterface> Check<M> {
     }
 
     fn close(&mut self, rule: &'static str, what: &str, got: &[f32], want: &[f32]) {
-        let largest = want.iter().fold(f32::MIN_POSITIVE, |m, x| m.max(x.abs()));
-        let apart = |(a, b): (&f32, &f32)| (a - b).abs() / largest;
-        let difference = got.iter().zip(want).map(apart).fold(0.0, f32::max);
-        let finite = got.iter().chain(want).all(|x| x.is_finite());
-        if got.len() != want.len() || !finite || difference > TOLERANCE {
-            let found = format!(
-                "{what} differ by {difference:e} of the largest value {largest:e} (allowed: {TOLERANCE:e}), all finite: {finite}"
-            );
-            self.fail(rule, found);
-        }
+        self.violations.extend(apart(rule, what, got, want));
     }
 
     /// Whether the other checks make sense.
@@ -267,14 +244,7 @@ impl<M: ModelInterface> Check<M> {
 
     fn gradients(&mut self) {
         let rule = "gradients reach every parameter that is trained";
-        let config = OptimizerConfig {
-            learning_rate: 1e-2,
-            weight_decay: 0.0,
-            max_grad_norm: None,
-            schedule: Schedule::Constant { warmup_steps: 0 },
-            ..OptimizerConfig::default()
-        };
-        let trained = Policy::new(self.model.clone(), Some(config))
+        let trained = Policy::new(self.model.clone(), Some(one_step()))
             .map_err(|error| error.to_string())
             .and_then(|mut policy| {
                 let rows = self.sequences(4, self.length);
@@ -297,19 +267,9 @@ impl<M: ModelInterface> Check<M> {
             Ok(policy) => policy,
             Err(error) => return self.fail("a training step succeeds", error),
         };
-        let mut ranks = Vec::new();
-        visit_parameters(&self.model, |_, shape, _| ranks.push(shape.len()));
-        let before = weights(&self.model);
-        let after = weights(policy.module());
-        for (((name, before), (_, after)), rank) in before.iter().zip(&after).zip(ranks) {
-            let group = self.model.parameter_group(name, rank);
-            let frozen = group.learning_rate_scale == 0.0;
-            match (before == after, frozen) {
-                (true, false) => self.fail(rule, format!("`{name}` did not move in a step")),
-                (false, true) => self.fail(rule, format!("`{name}` is frozen, but moved")),
-                _ => {}
-            }
-        }
+        let group = |name: &str, rank| self.model.parameter_group(name, rank);
+        let found = unmoved(&self.model, policy.module(), group);
+        found.into_iter().for_each(|found| self.fail(rule, found));
     }
 
     fn request(&self, row: u64, prompt: &[u32], max_new_tokens: usize) -> RolloutRequest {

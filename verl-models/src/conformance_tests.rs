@@ -3,11 +3,14 @@
 use std::path::PathBuf;
 
 use burn::module::{Module, Param};
+use burn::tensor::TensorData;
 use serde_json::{Value, json};
 
 use super::*;
 use crate::hf::SaveDType;
-use crate::{Decoder, FAMILIES, toy::Toy};
+use crate::model::ValueInterface;
+use crate::value_head::{FreshHead, HeadInit, HeadKind};
+use crate::{Decoder, FAMILIES, ValueDecoder, toy::Toy};
 
 /// A folder with the config.json of a small decoder of this family.
 fn folder(model_type: &str, dir: &Path) -> PathBuf {
@@ -216,5 +219,95 @@ fn a_model_that_forgets_its_weights_is_found() {
     assert!(
         told[1].starts_with("a saved model computes the same"),
         "{told:?}"
+    );
+}
+
+#[test]
+fn value_heads_of_every_family_conform() {
+    for (family, kind) in FAMILIES.iter().zip(HeadKind::ALL.into_iter().cycle()) {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let origin = crate::hf::Origin::read(&folder(family.model_type, dir.path()));
+        let config = origin.and_then(|origin| origin.decoder_config());
+        let decoder = Decoder::random(config.expect("a known family"), 11, &Device::flex());
+        let init = HeadInit::Normal { seed: 11 };
+        let violations = check_values(&ValueDecoder::on(decoder, FreshHead { kind, init }));
+        assert!(
+            violations.is_empty(),
+            "{}: {violations:#?}",
+            family.model_type
+        );
+    }
+}
+
+/// A toy with one number a position, and a fault.
+#[derive(Module, Debug)]
+struct FaultyValues {
+    toy: Toy,
+    unused: Param<Tensor<1>>,
+    #[module(skip)]
+    fault: Option<Fault>,
+}
+
+impl ValueInterface for FaultyValues {
+    fn vocab_size(&self) -> usize {
+        crate::model::ModelInterface::vocab_size(&self.toy)
+    }
+
+    fn max_tokens(&self) -> usize {
+        crate::model::ModelInterface::max_tokens(&self.toy)
+    }
+
+    fn values(&self, ids: Tensor<2, Int>) -> Tensor<2> {
+        let hidden = self.toy.hidden(ids);
+        let [b, s, d] = hidden.dims();
+        let slopes: Vec<f32> = (0..d).map(|i| 0.3 - 0.1 * i as f32).collect();
+        let head = Tensor::<3>::from_data(TensorData::new(slopes, [1, 1, d]), &hidden.device());
+        let values: Tensor<2> = (hidden * head).sum_dim(2).squeeze_dim(2);
+        match self.fault {
+            Some(Fault::SeesTheFuture) => values.clone() + values.mean_dim(1).expand([b, s]),
+            Some(Fault::MixesRows) => values.clone() + values.mean_dim(0).expand([b, s]),
+            Some(Fault::OtherForward) => values.slice([0..b, 0..s - 1]),
+            Some(Fault::UnusedParameter) => values,
+            _ => values * self.unused.val().mean().reshape([1, 1]),
+        }
+    }
+
+    fn save(&self, _dir: &Path) -> Result<(), ModelError> {
+        Ok(())
+    }
+}
+
+#[track_caller]
+fn check_faulty_values(fault: Option<Fault>, expected: Option<&str>) {
+    let model = FaultyValues {
+        toy: Toy::new(11, 6, 24),
+        unused: Param::from_tensor(Tensor::ones([2], &Device::flex())),
+        fault,
+    };
+    let violations = check_values(&model);
+    match expected {
+        None => assert_eq!(violations, []),
+        Some(rule) => assert!(
+            violations.iter().any(|violation| violation.rule == rule),
+            "{fault:?} should break \"{rule}\", but: {violations:#?}"
+        ),
+    }
+}
+
+#[test]
+fn each_fault_of_values_is_found() {
+    check_faulty_values(None, None);
+    check_faulty_values(
+        Some(Fault::SeesTheFuture),
+        Some("later tokens change nothing"),
+    );
+    check_faulty_values(Some(Fault::MixesRows), Some("other rows change nothing"));
+    check_faulty_values(
+        Some(Fault::OtherForward),
+        Some("sizes and shapes are as declared"),
+    );
+    check_faulty_values(
+        Some(Fault::UnusedParameter),
+        Some("gradients reach every parameter that is trained"),
     );
 }

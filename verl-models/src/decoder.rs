@@ -86,6 +86,25 @@ pub struct Backbone {
     pub norm: RmsNorm,
 }
 
+impl Backbone {
+    /// Final hidden states of whole sequences, without a cache.
+    ///
+    /// # Shapes
+    /// `ids`: `[B, S]`; result: `[B, S, D]`
+    pub fn forward(&self, ids: Tensor<2, Int>, rope: &Rope) -> Tensor<3> {
+        let [b, s] = ids.dims();
+        let mut x = self.embed_tokens.forward(ids.reshape([b * s]));
+        let (device, width) = (x.device(), x.dims()[1]);
+        let rotation = rope.leading(s, &device, x.dtype());
+        let fused = kernels::are_fused(&device, x.dtype());
+        let mask = (!fused).then(|| causal_mask(s, &device));
+        for layer in &self.layers {
+            x = layer.forward(x, [b, s], &rotation, mask.as_ref());
+        }
+        self.norm.forward(x).reshape([b, s, width])
+    }
+}
+
 /// x + attention(norm(x)), then x + mlp(norm(x)).
 #[derive(Module, Debug)]
 pub struct DecoderLayer {
@@ -262,19 +281,7 @@ impl ModelInterface for Decoder {
     }
 
     fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<3> {
-        let [b, s] = ids.dims();
-        let mut x = self.model.embed_tokens.forward(ids.reshape([b * s]));
-        let device = x.device();
-        let rotation = self.rope.leading(s, &device, x.dtype());
-        let fused = kernels::are_fused(&device, x.dtype());
-        let mask = (!fused).then(|| causal_mask(s, &device));
-        for layer in &self.model.layers {
-            x = layer.forward(x, [b, s], &rotation, mask.as_ref());
-        }
-        self.model
-            .norm
-            .forward(x)
-            .reshape([b, s, self.config.hidden_size])
+        self.model.forward(ids, &self.rope)
     }
 
     fn head(&self) -> Tensor<2> {

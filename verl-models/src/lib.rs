@@ -6,6 +6,7 @@ mod allocation;
 pub mod blocks;
 pub mod chat_template;
 pub mod conformance;
+pub mod critic;
 pub mod decoder;
 pub mod device;
 pub mod families;
@@ -25,10 +26,13 @@ pub mod scoring;
 pub mod tokenizer;
 #[cfg(test)]
 mod toy;
+mod trained;
+pub mod value_head;
 mod vector;
 mod weights;
 
 pub use decoder::{Decoder, DecoderConfig};
+pub use value_head::ValueDecoder;
 
 /// The families of models that can be loaded, in order of their names.
 pub const FAMILIES: &[families::Family] = &[

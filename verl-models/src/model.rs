@@ -4,7 +4,13 @@
 //! it with weights' versions, an optimiser and a tokenizer, and offers the object-safe [`PolicyModel`], which is all
 //! that stages know.
 //!
+//! [`ValueInterface`] and [`ValueModel`] are the same for models that give numbers instead of tokens: critics and reward
+//! models, wrapped by [`Critic`].
+//!
+//! [`Critic`]: crate::critic::Critic
 //! [`Policy`]: crate::policy::Policy
+
+mod value;
 
 use std::path::Path;
 
@@ -12,6 +18,8 @@ use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+
+pub use value::{PackedValues, ValueInterface, ValueModel};
 
 /// A causal language model on burn. Implement it for a `#[derive(Module)]` struct of your own to train it.
 ///
@@ -70,14 +78,7 @@ pub trait ModelInterface: Module + 'static {
 
     /// How the optimiser treats the parameter with this name and rank: by default vectors (norms, biases) do not decay.
     fn parameter_group(&self, _name: &str, rank: usize) -> ParameterGroup {
-        if rank < 2 {
-            ParameterGroup {
-                decays: false,
-                ..ParameterGroup::default()
-            }
-        } else {
-            ParameterGroup::default()
-        }
+        ParameterGroup::of_rank(rank)
     }
 
     /// Writes the model into `dir`.
@@ -94,6 +95,16 @@ pub struct ParameterGroup {
     pub decays: bool,
     /// Factor on the learning rate; 0 freezes.
     pub learning_rate_scale: f64,
+}
+
+impl ParameterGroup {
+    /// Matrices decay, vectors (norms, biases) do not.
+    pub fn of_rank(rank: usize) -> Self {
+        ParameterGroup {
+            decays: rank >= 2,
+            ..ParameterGroup::default()
+        }
+    }
 }
 
 impl Default for ParameterGroup {

@@ -31,6 +31,11 @@ impl Packed {
         self.targets.resize(length, 0);
     }
 
+    /// Where the states are in which the tokens are chosen, in the flattened call: `[N]`.
+    pub(crate) fn states(&self, device: &Device) -> Tensor<1, Int> {
+        rows::indices(self.positions.clone(), device)
+    }
+
     /// Forward pass of the padded `ids`, then log-probs and entropies of the packed tokens only.
     pub(crate) fn score<M: ModelInterface>(
         &self,
@@ -43,8 +48,7 @@ impl Packed {
     ) -> (Tensor<1>, Option<Tensor<1>>) {
         let hidden = module.hidden(ids); // [B, S, D]
         let [b, s, d] = hidden.dims();
-        let positions = rows::indices(self.positions.clone(), device);
-        let hidden = hidden.reshape([b * s, d]).select(0, positions); // [N, D]
+        let hidden = hidden.reshape([b * s, d]).select(0, self.states(device)); // [N, D]
         let targets = rows::indices(self.targets.clone(), device);
         // Greedy rollouts report log-probs of temperature 1.
         let temperature = if temperature == 0.0 { 1.0 } else { temperature };

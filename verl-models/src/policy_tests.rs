@@ -3,32 +3,12 @@ use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Int};
 
 use super::*;
-use crate::optim::Schedule;
+use crate::optim::{GradientAccumulator, Schedule, TrainableParameters};
 use crate::random::{DrawKey, Purpose};
-use crate::toy::Toy;
+use crate::toy::{Toy, bits, close, rows, sequences};
 
 /// f32 logits of size 1 through two orders of addition.
 const ROUNDING: f32 = 2e-5;
-
-/// Prompt and response of some lengths, ids below `vocab`.
-fn sequences(lengths: &[(usize, usize)], vocab: u32) -> Vec<(Vec<u32>, Vec<u32>)> {
-    let ids = |count: usize, salt: u32| {
-        let id = |i: u32| (i * 7919 + salt * 104_729 + i * i * 31) % vocab;
-        (0..count as u32).map(id).collect()
-    };
-    let pair = |(i, &(prompt, response)): (usize, &(usize, usize))| {
-        let salt = i as u32 * 2;
-        (ids(prompt, salt), ids(response, salt + 1))
-    };
-    lengths.iter().enumerate().map(pair).collect()
-}
-
-fn rows(sequences: &[(Vec<u32>, Vec<u32>)]) -> Vec<ScoreRow<'_>> {
-    sequences
-        .iter()
-        .map(|(prompt, response)| ScoreRow { prompt, response })
-        .collect()
-}
 
 fn frozen(toy: Toy) -> Policy<Toy> {
     Policy::new(toy, None).expect("no settings, no error")
@@ -86,20 +66,8 @@ fn values(tensor: Tensor<1>) -> Vec<f32> {
     tensor.into_data().iter().collect()
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|x| x.to_bits()).collect()
-}
-
-#[track_caller]
-fn close(got: &[f32], expected: &[f32], tolerance: f32) {
-    assert_eq!(got.len(), expected.len());
-    for (i, (g, e)) in got.iter().zip(expected).enumerate() {
-        assert!((g - e).abs() <= tolerance, "{i}: {g} is not {e}");
-    }
-}
-
 fn gradients(policy: &Policy<Toy>) -> Vec<Vec<f32>> {
-    let training = policy.training.as_ref().expect("a trained policy");
+    let training = policy.trained.training.as_ref().expect("a trained policy");
     let sums = training.accumulator.sums().iter();
     sums.map(|sum| sum.clone().map(values).unwrap_or_default())
         .collect()
@@ -316,7 +284,7 @@ fn odd_losses_are_refused_or_have_no_gradient() {
             .accumulate(&rows, &all, 1.0, false, &mut { detached })
             .is_ok()
     );
-    let training = policy.training.as_ref().expect("a trained policy");
+    let training = policy.trained.training.as_ref().expect("a trained policy");
     assert!(training.accumulator.is_empty());
 }
 
@@ -465,7 +433,8 @@ fn nothing_but_the_policy_holds_its_weights_after_training() {
         policy
             .accumulate(&rows, &all, 1.0, true, &mut loss)
             .expect("finite");
-        policy.module = policy.module.take().map(|module| module.map(&mut Unique));
+        let trained = &mut policy.trained;
+        trained.module = trained.module.take().map(|module| module.map(&mut Unique));
         policy.optimizer_step().expect("finite");
     }
 }

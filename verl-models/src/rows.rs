@@ -36,6 +36,15 @@ impl CallLimits {
         chunk: 256,
     };
 
+    /// The sizes for this device.
+    pub(crate) fn of(device: &Device) -> CallLimits {
+        if *device == Device::flex() {
+            CallLimits::CPU
+        } else {
+            CallLimits::GPU
+        }
+    }
+
     /// Tokens of each product with the head, padding included, for a call with this many response tokens.
     ///
     /// A row alone in its call decides it; rows that share a call get a constant.
@@ -94,15 +103,29 @@ pub(crate) struct Call {
     pub width: usize,
 }
 
-/// Groups rows with a response into calls whose shape is a function of the row's own length alone.
+/// Groups rows with a response into calls that see all of a row but its last token, which is only predicted.
+pub(crate) fn calls(rows: &[ScoreRow<'_>], max_tokens: usize, limits: CallLimits) -> Vec<Call> {
+    let length = |row: &ScoreRow<'_>| input_len(row, row.response.len());
+    let lengths = rows
+        .iter()
+        .map(|row| (!row.response.is_empty()).then(|| length(row)));
+    calls_of(lengths, max_tokens, limits)
+}
+
+/// Groups rows into calls whose shape is a function of the row's own length alone. `lengths` are the tokens that the
+/// model must see of each row; none leaves a row out.
 ///
 /// Kernels choose their order of additions by the shape of their operands, so this is what makes a row's result
 /// independent of its neighbours, to the last bit.
-pub(crate) fn calls(rows: &[ScoreRow<'_>], max_tokens: usize, limits: CallLimits) -> Vec<Call> {
+pub(crate) fn calls_of(
+    lengths: impl Iterator<Item = Option<usize>>,
+    max_tokens: usize,
+    limits: CallLimits,
+) -> Vec<Call> {
     let mut by_width: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-    for (position, row) in rows.iter().enumerate() {
-        if !row.response.is_empty() {
-            let width = padded_len(input_len(row, row.response.len()), max_tokens);
+    for (position, length) in lengths.enumerate() {
+        if let Some(length) = length {
+            let width = padded_len(length, max_tokens);
             by_width.entry(width).or_default().push(position);
         }
     }

@@ -6,7 +6,7 @@ use burn::module::{Module, Param};
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-use crate::model::{ModelError, ModelInterface, ParameterGroup};
+use crate::model::{ModelError, ModelInterface, ParameterGroup, ScoreRow};
 
 #[derive(Module, Debug)]
 pub(crate) struct Toy {
@@ -105,5 +105,37 @@ impl ModelInterface for Toy {
             path: dir.display().to_string(),
             reason: "a toy has no files".to_owned(),
         })
+    }
+}
+
+/// Prompt and response of some lengths, ids below `vocab`.
+pub(crate) fn sequences(lengths: &[(usize, usize)], vocab: u32) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let ids = |count: usize, salt: u32| {
+        let id = |i: u32| (i * 7919 + salt * 104_729 + i * i * 31) % vocab;
+        (0..count as u32).map(id).collect()
+    };
+    let pair = |(i, &(prompt, response)): (usize, &(usize, usize))| {
+        let salt = i as u32 * 2;
+        (ids(prompt, salt), ids(response, salt + 1))
+    };
+    lengths.iter().enumerate().map(pair).collect()
+}
+
+pub(crate) fn rows(sequences: &[(Vec<u32>, Vec<u32>)]) -> Vec<ScoreRow<'_>> {
+    sequences
+        .iter()
+        .map(|(prompt, response)| ScoreRow { prompt, response })
+        .collect()
+}
+
+pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
+}
+
+#[track_caller]
+pub(crate) fn close(got: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(got.len(), expected.len());
+    for (i, (g, e)) in got.iter().zip(expected).enumerate() {
+        assert!((g - e).abs() <= tolerance, "{i}: {g} is not {e}");
     }
 }

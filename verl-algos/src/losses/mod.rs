@@ -23,6 +23,7 @@
 
 mod cispo;
 mod clipped_policy;
+mod distillation;
 mod entropy_bonus;
 mod gpg;
 mod gspo;
@@ -32,6 +33,10 @@ mod sft;
 
 pub use cispo::CispoLoss;
 pub use clipped_policy::ClippedPolicyLoss;
+pub use distillation::{
+    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, PreparedDistillation,
+    Tail, teacher_advantages,
+};
 pub use entropy_bonus::EntropyBonus;
 pub use gpg::GpgLoss;
 pub use gspo::GspoLoss;

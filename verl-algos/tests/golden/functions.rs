@@ -16,6 +16,7 @@ use verl_algos::losses::{
 use verl_algos::{Aggregation, AlgoError, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
 use crate::cases::{Answer, Case, json, json_rows};
+use crate::offline;
 
 /// The answer to a case; `None` for a function that is not here.
 pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
@@ -70,19 +71,19 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
         "entropy" => entropy(case, dtype),
         "entropy_and_log_probs_trl" => entropy_and_log_probs(case, dtype),
         "log_probs_from_logits" => log_probs(case, dtype),
-        _ => return None,
+        _ => return offline::run(case, dtype),
     };
     Some(answer.map_err(|error| error.to_string()))
 }
 
-type Outcome = Result<Value, AlgoError>;
+pub type Outcome = Result<Value, AlgoError>;
 
-fn object(entries: impl IntoIterator<Item = (&'static str, Value)>) -> Value {
+pub fn object(entries: impl IntoIterator<Item = (&'static str, Value)>) -> Value {
     let entries = entries.into_iter();
     Value::Object(entries.map(|(k, v)| (k.to_owned(), v)).collect())
 }
 
-fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
+pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     tensor.try_into_vec_as::<f64>().expect("numbers")
 }
 

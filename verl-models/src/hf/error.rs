@@ -59,6 +59,16 @@ pub enum LoadError {
         /// Everything that was found.
         report: Box<LoadReport>,
     },
+    /// A folder of a model without a value head, where none may be made up.
+    #[error(
+        "model folder `{}` has no value head (`score.weight`): a critic may start with a fresh one, a reward model has \
+         to be trained first",
+        dir.display()
+    )]
+    NoHead {
+        /// The folder.
+        dir: PathBuf,
+    },
     /// A tokenizer with more ids than the embedding has rows.
     #[error(
         "the tokenizer has {tokens} ids, but the embedding has {rows} rows: ids from {rows} on have no embedding"

@@ -6,11 +6,13 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
+use burn::module::Module;
 use burn::tensor::{DType, TensorData};
 use safetensors::{Dtype, View};
 use serde_json::{Map, Value};
 
-use crate::decoder::Decoder;
+use super::config::Origin;
+use crate::decoder::{Decoder, DecoderConfig};
 use crate::families;
 use crate::model::ModelError;
 use crate::parameters::visit_parameters;
@@ -69,17 +71,45 @@ const COMPANIONS: &[&str] = &[
 /// # Errors
 /// A folder that exists and is not empty; files that cannot be written.
 pub fn save(decoder: &Decoder, dir: &Path, dtype: SaveDType) -> Result<(), ModelError> {
+    let origin = decoder.origin.as_deref();
+    let config = config_of(origin, &decoder.config, dtype);
+    write(decoder, config, origin, dir, dtype)
+}
+
+/// [`save`] for any module whose parameters are named as in checkpoints, with this config.json.
+///
+/// # Errors
+/// As [`save`].
+pub(crate) fn write<M: Module>(
+    module: &M,
+    config: Map<String, Value>,
+    origin: Option<&Origin>,
+    dir: &Path,
+    dtype: SaveDType,
+) -> Result<(), ModelError> {
     if fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some()) {
         return Err(failed("write", dir, "it exists and is not empty"));
     }
     let staged = staged_path(dir)?;
-    let written = write_folder(decoder, &staged, dtype)
+    let written = write_folder(module, config, origin, &staged, dtype)
         .and_then(|()| fs::rename(&staged, dir).map_err(|error| failed("write", dir, error)));
     if written.is_err() {
         // The error is what matters; what cannot be removed is left under its temporary name.
         let _ = fs::remove_dir_all(&staged);
     }
     written
+}
+
+/// The config.json of a decoder: as it was loaded with the dtype replaced, else a new one.
+pub(crate) fn config_of(
+    origin: Option<&Origin>,
+    config: &DecoderConfig,
+    dtype: SaveDType,
+) -> Map<String, Value> {
+    match origin {
+        Some(origin) => with_dtype(origin.config.clone(), dtype),
+        None => families::config_json(config, dtype),
+    }
 }
 
 fn staged_path(dir: &Path) -> Result<PathBuf, ModelError> {
@@ -92,23 +122,29 @@ fn staged_path(dir: &Path) -> Result<PathBuf, ModelError> {
     Ok(dir.with_file_name(staged))
 }
 
-fn write_folder(decoder: &Decoder, dir: &Path, dtype: SaveDType) -> Result<(), ModelError> {
+fn write_folder<M: Module>(
+    module: &M,
+    config: Map<String, Value>,
+    origin: Option<&Origin>,
+    dir: &Path,
+    dtype: SaveDType,
+) -> Result<(), ModelError> {
     // Left over from a run that was killed while it wrote.
     if dir.exists() {
         fs::remove_dir_all(dir).map_err(|error| failed("write", dir, error))?;
     }
     fs::create_dir_all(dir).map_err(|error| failed("write", dir, error))?;
-    write_weights(decoder, &dir.join("model.safetensors"), dtype)?;
-    write_config(decoder, &dir.join("config.json"), dtype)?;
-    if let Some(origin) = &decoder.origin {
+    write_weights(module, &dir.join("model.safetensors"), dtype)?;
+    write_config(config, &dir.join("config.json"))?;
+    if let Some(origin) = origin {
         copy_companions(&origin.dir, dir)?;
     }
     Ok(())
 }
 
-fn write_weights(decoder: &Decoder, path: &Path, dtype: SaveDType) -> Result<(), ModelError> {
+fn write_weights<M: Module>(module: &M, path: &Path, dtype: SaveDType) -> Result<(), ModelError> {
     let mut tensors = Vec::new();
-    visit_parameters(decoder, |name, shape, read| {
+    visit_parameters(module, |name, shape, read| {
         let saved = SavedTensor {
             dtype: dtype.stored(),
             shape: shape.to_vec(),
@@ -147,11 +183,7 @@ impl View for SavedTensor {
     }
 }
 
-fn write_config(decoder: &Decoder, path: &Path, dtype: SaveDType) -> Result<(), ModelError> {
-    let config = match &decoder.origin {
-        Some(origin) => with_dtype(origin.config.clone(), dtype),
-        None => families::config_json(&decoder.config, dtype),
-    };
+fn write_config(config: Map<String, Value>, path: &Path) -> Result<(), ModelError> {
     let text = serde_json::to_string_pretty(&Value::Object(config))
         .map_err(|error| failed("write", path, error))?;
     fs::write(path, text + "\n").map_err(|error| failed("write", path, error))?;

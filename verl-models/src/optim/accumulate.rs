@@ -33,10 +33,15 @@ pub struct TrainableParameters {
 }
 
 impl TrainableParameters {
-    /// Lists what is to be trained of a module.
+    /// Lists what is to be trained of a language model.
     pub fn new<M: ModelInterface>(module: &M) -> Self {
+        TrainableParameters::grouped(module, &|name, rank| module.parameter_group(name, rank))
+    }
+
+    /// Lists what is to be trained of any module; `group` says how the parameter with a name and rank is treated.
+    pub fn grouped<M: Module>(module: &M, group: &dyn Fn(&str, usize) -> ParameterGroup) -> Self {
         let mut lister = Lister {
-            model: module,
+            group,
             path: Vec::new(),
             found: TrainableParameters {
                 parameters: Vec::new(),
@@ -84,13 +89,13 @@ impl TrainableParameters {
     }
 }
 
-struct Lister<'a, M> {
-    model: &'a M,
+struct Lister<'a> {
+    group: &'a dyn Fn(&str, usize) -> ParameterGroup,
     path: Vec<String>,
     found: TrainableParameters,
 }
 
-impl<M: ModelInterface> ModuleVisitor for Lister<'_, M> {
+impl ModuleVisitor for Lister<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_owned());
     }
@@ -101,7 +106,7 @@ impl<M: ModelInterface> ModuleVisitor for Lister<'_, M> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let name = self.path.join(".");
-        let group = self.model.parameter_group(&name, D);
+        let group = (self.group)(&name, D);
         if group.learning_rate_scale == 0.0 {
             self.found.frozen = true;
         } else if let Some(position) = self.found.position(param.id) {

@@ -1,0 +1,238 @@
+//! Divergences between the teacher's and the student's distribution over a few tokens.
+
+use burn::tensor::{Tensor, activation};
+
+use crate::error::{AlgoError, check_setting};
+
+/// Least mass of the tail: f32 does not know a remainder of 1 below it. No gradient goes through it there.
+const TAIL_FLOOR: f64 = 1e-6;
+
+/// What becomes of the tokens outside the teacher's best K.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Tail {
+    /// All of them are one more outcome, with the mass that is left, 1 − Σ e^{log-prob}. The divergence is then a lower
+    /// bound of that over the vocabulary, and a student that puts mass outside the best K pays for it. The default.
+    #[default]
+    Bucket,
+    /// They are left out, and both distributions divided by their mass inside the best K. How much mass the student has
+    /// outside is then free.
+    Renormalize,
+}
+
+impl Tail {
+    /// The names of all rules.
+    pub const NAMES: &'static [&'static str] = &["bucket", "renormalize"];
+
+    /// The rule with this name.
+    ///
+    /// # Errors
+    /// An unknown name.
+    pub fn parse(name: &str) -> Result<Tail, AlgoError> {
+        match name {
+            "bucket" => Ok(Tail::Bucket),
+            "renormalize" => Ok(Tail::Renormalize),
+            _ => Err(AlgoError::UnknownName {
+                what: "rule for the tail",
+                name: name.to_owned(),
+                known: Tail::NAMES.to_vec(),
+            }),
+        }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Tail::Bucket => "bucket",
+            Tail::Renormalize => "renormalize",
+        }
+    }
+
+    /// Log-probs of K tokens into those of a whole distribution over them (and the tail).
+    ///
+    /// # Shapes
+    /// `log_probs`: `[N, K]`; result: `[N, K + 1]` with [`Tail::Bucket`], `[N, K]` with [`Tail::Renormalize`]
+    pub fn distribution(&self, log_probs: Tensor<2>) -> Tensor<2> {
+        let outcomes = match self {
+            Tail::Renormalize => log_probs,
+            Tail::Bucket => {
+                let left = log_probs.clone().exp().sum_dim(1).neg() + 1.0; // [N, 1]
+                Tensor::cat(vec![log_probs, left.clamp_min(TAIL_FLOOR).log()], 1)
+            }
+        };
+        // With a tail the mass is 1 already, up to rounding and the floor.
+        activation::log_softmax(outcomes, 1)
+    }
+}
+
+/// A divergence of the student q from the teacher p.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Divergence {
+    /// KL(p‖q) = Σ p (log p − log q): the student covers all that the teacher may say.
+    Forward,
+    /// KL(q‖p) = Σ q (log q − log p): the student says only what the teacher may say.
+    Reverse,
+    /// β KL(p‖m) + (1 − β) KL(q‖m), m = β p + (1 − β) q; never above the entropy of (β, 1 − β). Over β it tends to the
+    /// forward KL for β → 0, over 1 − β to the reverse KL for β → 1.
+    JensenShannon {
+        /// Share of the teacher in the mixture, in (0, 1); ½ is symmetric.
+        beta: f64,
+    },
+}
+
+impl Divergence {
+    /// The names of all divergences.
+    pub const NAMES: &'static [&'static str] = &["forward_kl", "jensen_shannon", "reverse_kl"];
+
+    /// The divergence with this name; `beta` is read by `jensen_shannon` only, ½ unless declared.
+    ///
+    /// # Errors
+    /// An unknown name; β outside (0, 1).
+    pub fn parse(name: &str, beta: Option<f64>) -> Result<Divergence, AlgoError> {
+        let divergence = match name {
+            "forward_kl" => Divergence::Forward,
+            "jensen_shannon" => Divergence::JensenShannon {
+                beta: beta.unwrap_or(0.5),
+            },
+            "reverse_kl" => Divergence::Reverse,
+            _ => {
+                return Err(AlgoError::UnknownName {
+                    what: "divergence",
+                    name: name.to_owned(),
+                    known: Divergence::NAMES.to_vec(),
+                });
+            }
+        };
+        divergence.check()?;
+        Ok(divergence)
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Divergence::Forward => "forward_kl",
+            Divergence::Reverse => "reverse_kl",
+            Divergence::JensenShannon { .. } => "jensen_shannon",
+        }
+    }
+
+    /// Refuses settings out of range.
+    ///
+    /// # Errors
+    /// β outside (0, 1).
+    pub fn check(&self) -> Result<(), AlgoError> {
+        match *self {
+            Divergence::JensenShannon { beta } => check_setting(
+                "beta",
+                beta,
+                beta > 0.0 && beta < 1.0,
+                "a mixture has a share in (0, 1); its ends are `forward_kl` and `reverse_kl`",
+            ),
+            Divergence::Forward | Divergence::Reverse => Ok(()),
+        }
+    }
+
+    /// The divergence of each token, nats, differentiable in both.
+    ///
+    /// # Shapes
+    /// `teacher`, `student`: log-probs of whole distributions, `[N, K]`; result: `[N]`
+    pub fn tokens(&self, teacher: Tensor<2>, student: Tensor<2>) -> Tensor<1> {
+        match *self {
+            Divergence::Forward => kl(teacher, student),
+            Divergence::Reverse => kl(student, teacher),
+            Divergence::JensenShannon { beta } => {
+                let mixture = log_add(
+                    teacher.clone() + beta.ln(),
+                    student.clone() + (-beta).ln_1p(),
+                );
+                kl(teacher, mixture.clone()) * beta + kl(student, mixture) * (1.0 - beta)
+            }
+        }
+    }
+}
+
+/// Σ p (log p − log q), `[N, K]` to `[N]`.
+fn kl(p: Tensor<2>, q: Tensor<2>) -> Tensor<1> {
+    (p.clone().exp() * (p - q)).sum_dim(1).squeeze_dim(1)
+}
+
+/// log(e^a + e^b); the larger is taken off first and carries no gradient, since it cancels.
+fn log_add(a: Tensor<2>, b: Tensor<2>) -> Tensor<2> {
+    let larger = a.clone().max_pair(b.clone()).detach();
+    let sum = (a - larger.clone()).exp() + (b - larger.clone()).exp();
+    sum.log() + larger
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::test::{constant, read};
+
+    fn row(probabilities: &[f64]) -> Tensor<2> {
+        let logs: Vec<f64> = probabilities.iter().map(|p| p.ln()).collect();
+        constant(&logs).unsqueeze_dim(0)
+    }
+
+    #[track_caller]
+    fn check(divergence: Divergence, tail: Tail, expected: f64) {
+        let teacher = tail.distribution(row(&[0.5, 0.25]));
+        let student = tail.distribution(row(&[0.25, 0.25]));
+        let got = read(divergence.tokens(teacher, student))[0];
+        assert!((got - expected).abs() < 1e-12, "{got}");
+    }
+
+    #[test]
+    fn by_hand() {
+        let ln = f64::ln;
+        // Tails of 1/4 and 1/2.
+        check(Divergence::Forward, Tail::Bucket, 0.25 * ln(2.0));
+        check(Divergence::Reverse, Tail::Bucket, 0.25 * ln(2.0));
+        let half = Divergence::JensenShannon { beta: 0.5 };
+        // The mixture is (3, 2, 3) / 8.
+        let side = 0.5 * ln(4.0 / 3.0) + 0.25 * ln(2.0 / 3.0);
+        check(half, Tail::Bucket, side);
+        // (2/3, 1/3) against (1/2, 1/2)
+        let forward = 2.0 / 3.0 * ln(4.0 / 3.0) + 1.0 / 3.0 * ln(2.0 / 3.0);
+        check(Divergence::Forward, Tail::Renormalize, forward);
+        let reverse = 0.5 * ln(3.0 / 4.0) + 0.5 * ln(3.0 / 2.0);
+        check(Divergence::Reverse, Tail::Renormalize, reverse);
+        // β = 1/4: the mixture is (13/24, 11/24).
+        let js = 0.25 * (2.0 / 3.0 * ln(16.0 / 13.0) + 1.0 / 3.0 * ln(8.0 / 11.0))
+            + 0.75 * 0.5 * (ln(12.0 / 13.0) + ln(12.0 / 11.0));
+        check(
+            Divergence::JensenShannon { beta: 0.25 },
+            Tail::Renormalize,
+            js,
+        );
+    }
+
+    #[test]
+    fn a_tail_without_mass_is_harmless() {
+        for divergence in Divergence::NAMES {
+            let divergence = Divergence::parse(divergence, None).unwrap();
+            // Rounding may even leave less than nothing.
+            let all = Tail::Bucket.distribution(row(&[0.75, 0.25 + 1e-9]));
+            let same = divergence.tokens(all.clone(), all.clone());
+            assert!(read(same)[0].abs() < 1e-12);
+            let other = Tail::Bucket.distribution(row(&[0.5, 0.25]));
+            let value = read(divergence.tokens(other, all))[0];
+            assert!(value.is_finite() && value > 0.0, "{value}");
+        }
+    }
+
+    #[test]
+    fn names_lead_back() {
+        for name in Divergence::NAMES {
+            assert_eq!(Divergence::parse(name, None).unwrap().name(), *name);
+        }
+        for name in Tail::NAMES {
+            assert_eq!(Tail::parse(name).unwrap().name(), *name);
+        }
+        let text = Divergence::parse("kl", None).unwrap_err().to_string();
+        assert!(text.contains("reverse_kl"), "{text}");
+        let text = Tail::parse("drop").unwrap_err().to_string();
+        assert!(text.contains("bucket"), "{text}");
+        for beta in [0.0, 1.0, f64::NAN] {
+            assert!(Divergence::parse("jensen_shannon", Some(beta)).is_err());
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! A module with its optimiser: what policies and critics share.
+
+use std::any::Any;
+use std::path::Path;
+
+use burn::module::{Module, ParamId};
+use burn::tensor::{Device, Tensor};
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+
+use crate::model::{ModelError, ParameterGroup, StepReport};
+use crate::optim::{
+    AdamW, GradientAccumulator, OptimizerConfig, OptimizerConfigError, TrainableParameters,
+};
+use crate::rows::Call;
+use crate::weights::{Loader, Weights};
+
+/// Why a module is always there.
+const PRESENT: &str = "the module is absent only inside an optimiser step";
+
+/// A module, without autodiff, and its optimiser unless it is frozen.
+pub(crate) struct Trained<M: Module> {
+    /// Only absent while an optimiser step maps it.
+    pub(crate) module: Option<M>,
+    pub(crate) training: Option<Training>,
+}
+
+/// What a module has beyond its weights when it is trained.
+pub(crate) struct Training {
+    parameters: TrainableParameters,
+    pub(crate) accumulator: GradientAccumulator,
+    optimizer: AdamW,
+}
+
+/// Weights and optimiser at one moment.
+struct Snapshot {
+    weights: Vec<(ParamId, Tensor<1>)>,
+    optimizer: Option<AdamW>,
+}
+
+impl<M: Module> Trained<M> {
+    /// Wraps a module; without optimiser settings it is frozen. `group` says how the optimiser treats the parameter
+    /// with a name and rank.
+    ///
+    /// # Errors
+    /// A setting of the optimiser that makes no sense.
+    pub(crate) fn new(
+        module: M,
+        group: impl Fn(&M, &str, usize) -> ParameterGroup,
+        optimizer: Option<OptimizerConfig>,
+    ) -> Result<Self, OptimizerConfigError> {
+        let module = module.valid();
+        let training = match optimizer {
+            Some(config) => Some(Training {
+                parameters: TrainableParameters::grouped(&module, &|name, rank| {
+                    group(&module, name, rank)
+                }),
+                accumulator: GradientAccumulator::default(),
+                optimizer: AdamW::new(config)?,
+            }),
+            None => None,
+        };
+        Ok(Trained {
+            module: Some(module),
+            training,
+        })
+    }
+
+    /// # Panics
+    /// When an optimiser step panicked before.
+    pub(crate) fn module(&self) -> &M {
+        self.module.as_ref().expect(PRESENT)
+    }
+
+    /// Where the weights are.
+    pub(crate) fn device(&self) -> Device {
+        let devices = self.module().devices();
+        devices.into_iter().next().unwrap_or_else(Device::flex)
+    }
+
+    /// # Errors
+    /// A frozen model; a file that cannot be written.
+    pub(crate) fn save_optimizer(&self, path: &Path) -> Result<(), ModelError> {
+        let training = self.training.as_ref().ok_or(ModelError::Frozen)?;
+        training.optimizer.save(&training.parameters, path)
+    }
+
+    /// On an error nothing changes.
+    ///
+    /// # Errors
+    /// A frozen model; a file that cannot be read or is of another model.
+    pub(crate) fn load_optimizer(&mut self, path: &Path) -> Result<(), ModelError> {
+        let device = self.device();
+        let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
+        let parameters = &training.parameters;
+        training.optimizer.load(parameters, path, &device)
+    }
+
+    /// What `run` makes of each call, in their order; side by side where that helps.
+    pub(crate) fn run_calls<T: Send>(
+        &self,
+        calls: &[Call],
+        run: impl Fn(&M, &Call) -> T + Send + Sync,
+    ) -> Vec<T> {
+        // Modules may be sent to another thread, but not shared with it: each call gets a handle of its own.
+        let jobs: Vec<_> = calls
+            .iter()
+            .map(|call| (call, self.module().clone()))
+            .collect();
+        let run = |(call, module): (&Call, M)| run(&module, call);
+        // One call leaves cores idle, as only large products are split among threads. A GPU has a stream a thread and
+        // a pool of memory a stream, so there calls stay on this thread.
+        if self.device() == Device::flex() {
+            jobs.into_par_iter().map(run).collect()
+        } else {
+            jobs.into_iter().map(run).collect()
+        }
+    }
+
+    /// # Errors
+    /// [`ModelError::Frozen`].
+    pub(crate) fn check_trainable(&self) -> Result<(), ModelError> {
+        match self.training {
+            Some(_) => Ok(()),
+            None => Err(ModelError::Frozen),
+        }
+    }
+
+    /// The loss of a forward pass with autodiff; its gradients are added to the accumulators in f32.
+    ///
+    /// # Errors
+    /// A frozen model; a loss that is not one number; a loss or gradient that is not finite (accumulators are then as
+    /// before).
+    pub(crate) fn accumulate(
+        &mut self,
+        loss: impl FnOnce(&M, &Device) -> Tensor<1>,
+    ) -> Result<f64, ModelError> {
+        let device = self.device().autodiff();
+        let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
+        let module = self.module.as_ref().expect(PRESENT);
+        let module = training.parameters.differentiable(module);
+        let loss = loss(&module, &device);
+        let values = loss.shape().num_elements();
+        if values != 1 {
+            return Err(ModelError::LossShape { values });
+        }
+        let value = loss.clone().without_autodiff().into_scalar::<f64>();
+        if !value.is_finite() {
+            return Err(ModelError::NonFinite {
+                what: "loss".to_owned(),
+                value,
+            });
+        }
+        if loss.is_tracked() {
+            let gradients = loss.backward();
+            let Training {
+                parameters,
+                accumulator,
+                ..
+            } = training;
+            accumulator.add(parameters, &module, gradients)?;
+        }
+        Ok(value)
+    }
+
+    /// # Errors
+    /// A gradient that is not finite (weights stay as they were); a frozen model.
+    pub(crate) fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
+        let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
+        let module = self.module.take().expect(PRESENT);
+        let gradients = training.accumulator.take();
+        let (module, report) = training
+            .optimizer
+            .step(module, &training.parameters, gradients);
+        self.module = Some(module);
+        report
+    }
+
+    pub(crate) fn optimizer_steps(&self) -> u64 {
+        self.training
+            .as_ref()
+            .map_or(0, |training| training.optimizer.steps())
+    }
+
+    /// Hash of the weights' bytes, in hexadecimal.
+    pub(crate) fn weights_hash(&self) -> String {
+        let mut weights = Weights::of(self.module()).named;
+        weights.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let mut hash = Sha256::new();
+        for (_, tensor) in weights {
+            hash.update(tensor.into_data().as_bytes());
+        }
+        let digest = hash.finalize();
+        digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    pub(crate) fn snapshot(&self) -> Box<dyn Any + Send + Sync> {
+        Box::new(Snapshot {
+            weights: Weights::of(self.module()).by_id,
+            optimizer: self
+                .training
+                .as_ref()
+                .map(|training| training.optimizer.clone()),
+        })
+    }
+
+    /// Back to a snapshot of the same module; false when it is of another one.
+    pub(crate) fn restore(&mut self, snapshot: &(dyn Any + Send + Sync)) -> bool {
+        let Some(snapshot) = snapshot.downcast_ref::<Snapshot>() else {
+            return false;
+        };
+        let own = Weights::of(self.module()).by_id;
+        let same = own.len() == snapshot.weights.len()
+            && own
+                .iter()
+                .zip(&snapshot.weights)
+                .all(|(own, kept)| own.0 == kept.0 && own.1.shape() == kept.1.shape())
+            && self.training.is_some() == snapshot.optimizer.is_some();
+        drop(own);
+        let Some(module) = self.module.take_if(|_| same) else {
+            return false;
+        };
+        let weights = snapshot.weights.iter().cloned().collect();
+        self.module = Some(module.map(&mut Loader { weights }));
+        if let (Some(training), Some(optimizer)) = (&mut self.training, &snapshot.optimizer) {
+            training.optimizer = optimizer.clone();
+            // Gradients of other weights are of no use.
+            training.accumulator = GradientAccumulator::default();
+        }
+        true
+    }
+}

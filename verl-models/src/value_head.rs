@@ -1,0 +1,265 @@
+//! A scalar head on a decoder: critics and reward models of Hugging Face folders.
+//!
+//! Fields are named as in checkpoints of `…ForSequenceClassification` and `…ForTokenClassification` with one label:
+//! `model.*`, `score.weight`, and `score.bias` where there is one.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use burn::module::{Module, Param};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use serde_json::{Map, Value, json};
+
+use crate::FAMILIES;
+use crate::blocks::linear::Linear;
+use crate::blocks::rope::Rope;
+use crate::decoder::{Backbone, Decoder, DecoderConfig};
+use crate::hf::weights::Checkpoint;
+use crate::hf::{self, LoadError, LoadReport};
+use crate::model::{ModelError, ValueInterface};
+use crate::random;
+
+/// What a folder calls a model with a head of labels; here there is always one label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadKind {
+    /// `…ForSequenceClassification`, usual for reward models. A fresh head has no bias.
+    SequenceClassification,
+    /// `…ForTokenClassification`, usual for critics. A fresh head has a bias.
+    TokenClassification,
+}
+
+impl HeadKind {
+    /// Both kinds.
+    pub const ALL: [HeadKind; 2] = [
+        HeadKind::SequenceClassification,
+        HeadKind::TokenClassification,
+    ];
+
+    /// End of the architecture's name in config.json.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            HeadKind::SequenceClassification => "ForSequenceClassification",
+            HeadKind::TokenClassification => "ForTokenClassification",
+        }
+    }
+}
+
+/// Weights of a fresh head; its bias is 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadInit {
+    /// Zeros: every value is 0 at first.
+    Zeros,
+    /// N(0, 1 / (D + 1)), a function of the seed.
+    ///
+    /// # Source
+    /// Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
+    Normal {
+        /// Seed of the run.
+        seed: u64,
+    },
+}
+
+/// The head of a folder that has none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FreshHead {
+    /// What the saved folder is called.
+    pub kind: HeadKind,
+    /// Its weights.
+    pub init: HeadInit,
+}
+
+/// A decoder with one number a position instead of logits: score = hidden · wᵀ (+ b), in f32 or wider.
+#[derive(Module, Debug)]
+pub struct ValueDecoder {
+    /// Everything below the head.
+    pub model: Backbone,
+    /// The head, `[1, D]`.
+    pub score: Linear,
+    /// What the decoder is made of.
+    #[module(skip)]
+    pub config: DecoderConfig,
+    /// Rotary tables, shared by clones.
+    #[module(skip)]
+    pub rope: Rope,
+    /// What a saved folder is called.
+    #[module(skip)]
+    pub kind: HeadKind,
+    /// The folder it was loaded from.
+    #[module(skip)]
+    origin: Option<Arc<hf::Origin>>,
+    /// Type of the weights in a folder that [`ValueInterface::save`] writes.
+    #[module(skip)]
+    pub save_dtype: hf::SaveDType,
+}
+
+impl ValueDecoder {
+    /// A fresh head on a decoder, whose language-model head is dropped.
+    pub fn on(decoder: Decoder, head: FreshHead) -> Self {
+        let width = decoder.config.hidden_size;
+        let biased = head.kind == HeadKind::TokenClassification;
+        let weight = decoder.model.norm.weight.val();
+        let (device, dtype) = (weight.device(), weight.dtype());
+        let values = match head.init {
+            HeadInit::Zeros => vec![0.0; width],
+            HeadInit::Normal { seed } => {
+                let scale = 1.0 / ((width + 1) as f32).sqrt();
+                let draws = random::normals(seed, "score.weight", width);
+                draws.into_iter().map(|draw| draw * scale).collect()
+            }
+        };
+        let data = TensorData::new(values, [1, width]);
+        ValueDecoder {
+            score: Linear {
+                weight: Param::from_tensor(Tensor::from_data(data, (&device, dtype))),
+                bias: biased.then(|| Param::from_tensor(Tensor::zeros([1], (&device, dtype)))),
+            },
+            model: decoder.model,
+            config: decoder.config,
+            rope: decoder.rope,
+            kind: head.kind,
+            origin: decoder.origin,
+            save_dtype: decoder.save_dtype,
+        }
+    }
+
+    /// The model of a Hugging Face folder, in f32. A folder without a head gets `fresh`.
+    ///
+    /// # Errors
+    /// A folder that is not there, of an unknown family, or whose weights do not fit its config; one without a head where
+    /// `fresh` is none; a head with more than one label.
+    pub fn load(dir: &Path, device: &Device, fresh: Option<FreshHead>) -> Result<Self, LoadError> {
+        Ok(Self::load_as(dir, device, DType::F32, fresh)?.0)
+    }
+
+    /// The model of a Hugging Face folder with weights in `dtype`, and what was found in the folder.
+    ///
+    /// # Errors
+    /// See [`ValueDecoder::load`].
+    pub fn load_as(
+        dir: &Path,
+        device: &Device,
+        dtype: DType,
+        fresh: Option<FreshHead>,
+    ) -> Result<(Self, LoadReport), LoadError> {
+        let origin = hf::Origin::read(dir)?;
+        let config = origin.decoder_config()?;
+        let stored = Checkpoint::open(dir)?;
+        let has_head = stored.find("score.weight").is_some();
+        // Without a head of its own, which is neither loaded nor kept.
+        let bare = DecoderConfig {
+            tied_head: true,
+            ..config.clone()
+        };
+        let lazy = Decoder::lazy(bare, device);
+        let (mut model, report) = match fresh {
+            None if !has_head => {
+                return Err(LoadError::NoHead {
+                    dir: dir.to_path_buf(),
+                });
+            }
+            Some(fresh) if !has_head => {
+                let (decoder, report) = hf::weights::load(lazy, dir, dtype)?;
+                (ValueDecoder::on(decoder, fresh), report)
+            }
+            _ => {
+                let bias = stored.find("score.bias").is_some();
+                let lazy = ValueDecoder {
+                    score: Linear::lazy(1, config.hidden_size, bias, device),
+                    model: lazy.model,
+                    config: lazy.config,
+                    rope: lazy.rope,
+                    kind: kind(&origin, bias),
+                    origin: None,
+                    save_dtype: hf::SaveDType::default(),
+                };
+                hf::weights::load(lazy, dir, dtype)?
+            }
+        };
+        model.config = config;
+        model.origin = Some(Arc::new(origin));
+        Ok((model, report))
+    }
+
+    /// Writes a Hugging Face folder with weights in `dtype`.
+    ///
+    /// # Errors
+    /// A folder that exists and is not empty; files that cannot be written.
+    pub fn save_as(&self, dir: &Path, dtype: hf::SaveDType) -> Result<(), ModelError> {
+        let origin = self.origin.as_deref();
+        let config = hf::save::config_of(origin, &self.config, dtype);
+        let config = with_head(config, self.kind);
+        hf::save::write(self, config, origin, dir, dtype)
+    }
+}
+
+/// The kind that a folder declares; else the one that usually has such a head.
+fn kind(origin: &hf::Origin, bias: bool) -> HeadKind {
+    let declared = origin.config.get("architectures");
+    let declared = declared.and_then(|names| names.get(0)?.as_str());
+    let mut kinds = HeadKind::ALL.into_iter();
+    let named = kinds.find(|kind| declared.is_some_and(|name| name.ends_with(kind.suffix())));
+    named.unwrap_or(if bias {
+        HeadKind::TokenClassification
+    } else {
+        HeadKind::SequenceClassification
+    })
+}
+
+/// The config.json of a decoder with a head of one label.
+fn with_head(mut config: Map<String, Value>, kind: HeadKind) -> Map<String, Value> {
+    let model_type = config.get("model_type").and_then(Value::as_str);
+    let mut families = FAMILIES.iter();
+    let family = families.find(|family| Some(family.model_type) == model_type);
+    let stem = family.and_then(|family| family.architecture.strip_suffix("ForCausalLM"));
+    if let Some(stem) = stem {
+        let name = format!("{stem}{}", kind.suffix());
+        config.insert("architectures".to_owned(), json!([name]));
+    }
+    let labels = |name: &str| config.get(name).and_then(Value::as_object).map(Map::len);
+    if labels("id2label") != Some(1) || labels("label2id") != Some(1) {
+        config.insert("id2label".to_owned(), json!({"0": "LABEL_0"}));
+        config.insert("label2id".to_owned(), json!({"LABEL_0": 0}));
+    }
+    config
+}
+
+/// x wᵀ + b for one output. A sum a row, in an order that does not depend on the other rows.
+///
+/// # Shapes
+/// `x`: `[N, D]`; result: `[N]`
+fn scores(x: Tensor<2>, head: &Linear) -> Tensor<1> {
+    let dtype = match x.dtype() {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    };
+    let products = x.cast(dtype) * head.weight.val().cast(dtype);
+    let sums: Tensor<1> = products.sum_dim(1).squeeze_dim(1);
+    match &head.bias {
+        Some(bias) => sums + bias.val().cast(dtype),
+        None => sums,
+    }
+}
+
+impl ValueInterface for ValueDecoder {
+    fn vocab_size(&self) -> usize {
+        self.config.vocab_size
+    }
+
+    fn max_tokens(&self) -> usize {
+        self.config.max_tokens
+    }
+
+    fn values(&self, ids: Tensor<2, Int>) -> Tensor<2> {
+        let hidden = self.model.forward(ids, &self.rope);
+        let [b, s, d] = hidden.dims();
+        scores(hidden.reshape([b * s, d]), &self.score).reshape([b, s])
+    }
+
+    fn save(&self, dir: &Path) -> Result<(), ModelError> {
+        self.save_as(dir, self.save_dtype)
+    }
+}
+
+#[cfg(test)]
+#[path = "value_head_tests.rs"]
+mod tests;
