@@ -545,6 +545,14 @@ pub trait DataConfig:
     /// One line for lists.
     const SUMMARY: &'static str;
 
+    /// Looks at it without reading it, when the pipeline is checked: a file that is missing is told then.
+    ///
+    /// # Errors
+    /// Settings that make no sense, files that are missing.
+    fn check(&self, _context: &BuildContext) -> Result<(), Vec<ConfigError>> {
+        Ok(())
+    }
+
     /// Opens it.
     ///
     /// # Errors

@@ -114,6 +114,9 @@ mod tests {
         let cooler =
             ["generate", "ref_log_probs", "update"].map(|stage| format!("{stage}.temperature=0.7"));
         check(&cooler.each_ref().map(String::as_str), &[]);
+        // A data file that is missing is told with everything else.
+        let both = ["data.train=absent.jsonl", "update.temperature=0.7"];
+        check(&both, &["C005", "P007"]);
         check(&["ref_log_probs.model=actor"], &["P018", "P011"]);
         // A penalty in the reward needs the log-probs of the policy too, and is one penalty more.
         check(&["advantages.kl_coef=0.01"], &["P002", "P020"]);

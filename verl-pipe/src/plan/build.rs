@@ -92,7 +92,8 @@ impl Draft<'_> {
 }
 
 impl DataPipe {
-    /// Checks the pipeline as a whole and puts its stages in order. Loads no weights and opens no data.
+    /// Checks the pipeline as a whole and puts its stages in order. Loads no weights and reads no data; a
+    /// file that is missing is told.
     ///
     /// Stages run after the stages that write what they read; where that leaves a choice, in the order of declaration.
     /// A stage that updates a model runs after the stages of the step that read the model and do not need the

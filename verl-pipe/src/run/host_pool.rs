@@ -12,6 +12,7 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use crate::batch::Batch;
 use crate::run::channel::{CallEnv, CallFailure, CallReport, Event, Out, call_stage};
+use crate::run::patience;
 use crate::stage::{Models, Stage};
 
 /// Hung threads that the pool replaces before it gives up.
@@ -138,7 +139,7 @@ impl HostPool {
 }
 
 fn serve(inbox: &Receiver<HostJob>, events: &Sender<Event>) {
-    for job in inbox {
+    while let Some(job) = patience::next(inbox) {
         let call = job.call;
         let kept = work(job, events);
         if !kept || events.send(Event::HostDone { call }).is_err() {

@@ -16,6 +16,7 @@ pub mod interrupt;
 pub mod metrics;
 mod observe;
 mod outputs;
+mod patience;
 pub mod runner;
 mod slices;
 mod start;

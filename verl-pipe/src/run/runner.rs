@@ -13,6 +13,7 @@ use crate::run::channel::{CallEnv, CallReport, Event};
 use crate::run::error::RunError;
 use crate::run::host_pool::{Cell, HostPool};
 use crate::run::metrics::{StepMetrics, TOKENS, memory_mb, now, reduce};
+use crate::run::patience;
 use crate::run::start::HostStage;
 pub use crate::run::start::RunOptions;
 pub use crate::run::state::RunSnapshot;
@@ -272,6 +273,14 @@ impl Run {
         // `emit` block. Host calls need no device, so the backlog always shrinks.
         let behind = progress.state.ready(Place::Host).len() >= self.options.backlog
             && progress.host_running > 0;
+        let at_once = patience::soon(|| {
+            let device = || self.device_events.try_recv().ok();
+            let host = self.host_events.try_recv().ok();
+            host.or_else(|| if behind { None } else { device() })
+        });
+        if at_once.is_some() {
+            return at_once;
+        }
         let timeout = self.next_look(progress);
         if behind {
             return self.host_events.recv_timeout(timeout).ok();

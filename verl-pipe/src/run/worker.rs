@@ -11,6 +11,7 @@ use crate::batch::Batch;
 use crate::data::DataLoaderInterface;
 use crate::run::channel::{CallEnv, Event, Out, call_stage};
 use crate::run::error::RunError;
+use crate::run::patience;
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::{Models, Stage, StartContext};
 
@@ -189,7 +190,7 @@ fn serve(
     inbox: &Receiver<Job>,
     events: &Sender<Event>,
 ) {
-    for job in inbox {
+    while let Some(job) = patience::next(inbox) {
         match job {
             Job::Ask(work) => work(&mut state),
             Job::Call(DeviceCall {

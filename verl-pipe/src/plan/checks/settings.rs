@@ -1,4 +1,4 @@
-//! Settings of stages and models make sense: what their own configuration refuses.
+//! Settings of stages, models and data sets make sense: what their own configuration refuses.
 
 use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
@@ -18,6 +18,11 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                 .flatten()
                 .map(|error| refused(&place, error)),
         );
+    }
+    for data in &draft.pipe.data {
+        let place = format!("[data.{}] ({})", data.name, data.kind);
+        let errors = (data.check)(draft.context).err().into_iter().flatten();
+        findings.extend(errors.map(|error| refused(&place, &error)));
     }
 }
 
