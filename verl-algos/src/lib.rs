@@ -8,6 +8,7 @@
 //! | [`log_probs`] | log-probs and entropies from logits | tensors `[N, V]` to `[N]` |
 //! | [`aggregate`] | losses of tokens into one number: Σ w_t E_t with weights known beforehand | plain |
 //! | [`losses`] | PPO clip, GSPO, CISPO, KL, entropy, SFT; partial sums over packed tokens | tensors `[N]` |
+//! | [`rewards`] | shaping and scaling of scores, group filter | plain |
 //! | [`masked`] | sum, mean, variance, whitening | plain, packed |
 //!
 //! Nothing here sees padding. Ragged rows carry a mask of action tokens; packed arrays hold the action tokens only, row
@@ -24,6 +25,7 @@ pub mod log_probs;
 pub mod losses;
 pub mod masked;
 mod ragged;
+pub mod rewards;
 mod tensor;
 
 pub use aggregate::{Aggregation, Counts};
