@@ -9,6 +9,8 @@
     reason = "the tests tell what they could not compare"
 )]
 
+#[path = "golden/advantages.rs"]
+mod advantages;
 #[path = "golden/cases.rs"]
 mod cases;
 #[path = "golden/functions.rs"]
