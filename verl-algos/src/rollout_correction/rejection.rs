@@ -139,6 +139,7 @@ impl RejectionRule {
         let own = |(_, level, divergence): &&(_, _, _)| {
             (*level, *divergence) == (self.level, self.divergence)
         };
+        // The largest k1 is the only combination that is no rule.
         RULES
             .iter()
             .find(own)
