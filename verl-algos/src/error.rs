@@ -56,6 +56,16 @@ pub enum AlgoError {
         /// The rule that it breaks.
         rule: &'static str,
     },
+    /// A setting given as text that does not say what it should.
+    #[error("`{setting}` is `{text}`, but {rule}")]
+    SettingText {
+        /// The setting.
+        setting: &'static str,
+        /// Its text.
+        text: String,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
     /// A setting that has no default.
     #[error("`{algorithm}` needs the setting `{setting}`: {reason}")]
     MissingSetting {
@@ -204,6 +214,12 @@ pub(crate) fn check_finite(argument: &'static str, values: &[f64]) -> Result<(),
             value: values[position],
         }),
     }
+}
+
+/// Refuses NaN and infinity where there is a number.
+pub(crate) fn check_given(argument: &'static str, values: &[Option<f64>]) -> Result<(), AlgoError> {
+    let given: Vec<f64> = values.iter().map(|v| v.unwrap_or(0.0)).collect();
+    check_finite(argument, &given)
 }
 
 /// Refuses a setting for which `holds` is false (NaN never holds).

@@ -9,6 +9,8 @@
 //! | [`log_probs`] | log-probs and entropies from logits | tensors `[N, V]` to `[N]` |
 //! | [`aggregate`] | losses of tokens into one number: Σ w_t E_t with weights known beforehand | plain |
 //! | [`losses`] | PPO clip, GSPO, CISPO, KL, entropy, SFT, distillation; partial sums over packed tokens | tensors `[N]` |
+//! | [`rewards`] | shaping and scaling of scores, group filter | plain |
+//! | [`rollout_correction`] | weights e^(ℓ_train − ℓ_roll) and rejection where the sampler is off | plain f64 over [`Ragged`] rows |
 //! | [`masked`] | sum, mean, variance, whitening | plain, packed |
 //!
 //! Nothing here sees padding. Ragged rows carry a mask of action tokens; packed arrays hold the action tokens only, row
@@ -26,6 +28,8 @@ pub mod log_probs;
 pub mod losses;
 pub mod masked;
 mod ragged;
+pub mod rewards;
+pub mod rollout_correction;
 mod tensor;
 
 pub use aggregate::{Aggregation, Counts};

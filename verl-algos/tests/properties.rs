@@ -1,18 +1,24 @@
 //! Properties that hold for every registered estimator and loss: a new one is covered by its line in the registry.
 //!
 //! 1 what lies on observations does not matter · 2 nor do empty rows · 3 nor how a mini-batch is cut · 4 nor the order of
-//! rows · 6 on policy the ratio is 1 · 7, 8 centring and leave-one-out · 9 the KL estimators · 10 whitening · 11 equal
-//! rewards carry no signal.
+//! rows · 5 nor where observations lie · 6 on policy the ratio is 1 · 7, 8 centring and leave-one-out · 9 the KL
+//! estimators · 10 whitening · 11 equal rewards carry no signal. The same for every preset of the rollout correction.
+
+#[path = "properties/advantages.rs"]
+mod advantages;
+#[path = "properties/rollout_correction.rs"]
+mod rollout_correction;
+#[path = "properties/rows.rs"]
+mod rows;
 
 #[path = "properties/offline.rs"]
 mod offline;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use proptest::prelude::*;
-use verl_algos::advantages::{AdvantageEstimator, AdvantageInputs, Advantages, ESTIMATORS};
 use verl_algos::kl::KlEstimator;
 use verl_algos::losses::{MetricSum, OTHER_LOSSES, Objective, POLICY_LOSSES, TokenLoss};
-use verl_algos::{Aggregation, Counts, CutUnit, MicroBatch, MiniBatch, Ragged, masked};
+use verl_algos::{Aggregation, Counts, MicroBatch, MiniBatch, masked};
 
 /// Rounding of another order of summation.
 const TOLERANCE: f64 = 1e-9;
@@ -26,211 +32,9 @@ fn close(got: &[f64], expected: &[f64]) {
     }
 }
 
-// ---- batches
-
-/// A batch of rows with everything that an estimator may read.
-#[derive(Debug, Clone)]
-struct Rows {
-    actions: Vec<Vec<bool>>,
-    rewards: Vec<Vec<f64>>,
-    values: Vec<Vec<f64>>,
-    groups: Vec<u64>,
-    baselines: Vec<f64>,
-}
-
-impl Rows {
-    fn estimate(&self, estimator: &dyn AdvantageEstimator) -> Advantages {
-        let actions = Ragged::<bool>::from_rows(&self.actions);
-        let rewards = Ragged::<f64>::from_rows(&self.rewards);
-        let values = Ragged::<f64>::from_rows(&self.values);
-        let mut inputs = AdvantageInputs::new(&actions);
-        inputs.token_level_rewards = Some(&rewards);
-        inputs.values = Some(&values);
-        inputs.groups = Some(&self.groups);
-        inputs.reward_baselines = Some(&self.baselines);
-        estimator.estimate(&inputs).unwrap()
-    }
-
-    fn reordered(&self, order: &[usize]) -> Rows {
-        fn pick<T: Clone>(column: &[T], order: &[usize]) -> Vec<T> {
-            order.iter().map(|&b| column[b].clone()).collect()
-        }
-        Rows {
-            actions: pick(&self.actions, order),
-            rewards: pick(&self.rewards, order),
-            values: pick(&self.values, order),
-            groups: pick(&self.groups, order),
-            baselines: pick(&self.baselines, order),
-        }
-    }
-
-    fn map_rewards(&self, f: impl Fn(usize, bool, f64) -> f64) -> Rows {
-        let mut out = self.clone();
-        for (b, row) in out.rewards.iter_mut().enumerate() {
-            for (t, reward) in row.iter_mut().enumerate() {
-                *reward = f(b, self.actions[b][t], *reward);
-            }
-        }
-        out
-    }
-}
-
-/// Numbers with few digits, so that equal ones occur.
-fn number() -> impl Strategy<Value = f64> {
-    (-20i32..=20).prop_map(|n| f64::from(n) / 10.0)
-}
-
-/// Rows of two to four groups of two to four rows each, in any order; each row has an action token.
-fn rows() -> impl Strategy<Value = Rows> {
-    let row = prop::collection::vec((any::<bool>(), number(), number()), 1..6);
-    let row = row
-        .prop_map(|mut row| {
-            row[0].0 = true;
-            row
-        })
-        .boxed();
-    let groups = prop::collection::vec(2usize..5, 2..5);
-    groups
-        .prop_flat_map(move |sizes| {
-            let total = sizes.iter().sum::<usize>();
-            let ids = sizes.iter().enumerate();
-            let ids: Vec<u64> = ids
-                .flat_map(|(g, &n)| std::iter::repeat_n(7 * g as u64 + 3, n))
-                .collect();
-            let rows = prop::collection::vec(row.clone(), total);
-            let baselines = prop::collection::vec(number(), total);
-            (Just(ids).prop_shuffle(), rows, baselines)
-        })
-        .prop_map(|(groups, rows, baselines)| Rows {
-            actions: rows
-                .iter()
-                .map(|r| r.iter().map(|t| t.0).collect())
-                .collect(),
-            rewards: rows
-                .iter()
-                .map(|r| r.iter().map(|t| t.1).collect())
-                .collect(),
-            values: rows
-                .iter()
-                .map(|r| r.iter().map(|t| t.2).collect())
-                .collect(),
-            groups,
-            baselines,
-        })
-}
-
-fn estimators() -> impl Iterator<Item = Box<dyn AdvantageEstimator>> {
-    ESTIMATORS.iter().map(|(name, make)| {
-        let estimator = make();
-        assert_eq!(estimator.name(), *name);
-        estimator
-    })
-}
-
-fn by_name(name: &str) -> Option<Box<dyn AdvantageEstimator>> {
-    estimators().find(|e| e.name() == name)
-}
-
-/// The advantage of each row's first action token.
-fn of_rows(rows: &Rows, advantages: &Advantages) -> Vec<f64> {
-    let first = |b: usize| rows.actions[b].iter().position(|a| *a).unwrap();
-    (0..rows.actions.len())
-        .map(|b| advantages.advantages.row(b)[first(b)])
-        .collect()
-}
+// ---- numbers
 
 proptest! {
-    #[test]
-    fn estimators_ignore_observations(rows in rows(), junk in prop::sample::select(vec![f64::NAN, f64::INFINITY, -1e10])) {
-        for estimator in estimators() {
-            let clean = rows.estimate(estimator.as_ref());
-            let mut dirty = rows.map_rewards(|_, action, r| if action { r } else { junk });
-            for (b, row) in dirty.values.iter_mut().enumerate() {
-                for (t, value) in row.iter_mut().enumerate() {
-                    if !rows.actions[b][t] {
-                        *value = junk;
-                    }
-                }
-            }
-            prop_assert_eq!(&dirty.estimate(estimator.as_ref()), &clean);
-            for (action, advantage) in rows.actions.concat().iter().zip(clean.advantages.values()) {
-                prop_assert!(*action || *advantage == 0.0);
-            }
-        }
-    }
-
-    #[test]
-    fn estimators_ignore_the_order_of_rows((rows, order) in rows().prop_flat_map(|rows| {
-        let order: Vec<usize> = (0..rows.actions.len()).collect();
-        (Just(rows), Just(order).prop_shuffle())
-    })) {
-        for estimator in estimators() {
-            let straight = rows.estimate(estimator.as_ref());
-            let shuffled = rows.reordered(&order).estimate(estimator.as_ref());
-            for (at, &b) in order.iter().enumerate() {
-                close(shuffled.advantages.row(at), straight.advantages.row(b));
-            }
-        }
-    }
-
-    #[test]
-    fn group_estimators_ignore_padding_groups(rows in rows()) {
-        // A group of its own, without action tokens, changes nothing for those that see whole groups only.
-        for estimator in estimators().filter(|e| e.cut_unit() <= CutUnit::Group) {
-            let alone = rows.estimate(estimator.as_ref());
-            let mut padded = rows.clone();
-            for _ in 0..2 {
-                padded.actions.push(vec![false, false]);
-                padded.rewards.push(vec![f64::NAN, 0.0]);
-                padded.values.push(vec![0.0, f64::NAN]);
-                padded.groups.push(999);
-                padded.baselines.push(0.0);
-            }
-            let padded = padded.estimate(estimator.as_ref());
-            for b in 0..rows.actions.len() {
-                prop_assert_eq!(padded.advantages.row(b), alone.advantages.row(b));
-            }
-        }
-    }
-
-    #[test]
-    fn centred_estimators_sum_to_zero_in_each_group(rows in rows()) {
-        for name in ["grpo", "dr_grpo", "rloo", "gpg"] {
-            let Some(estimator) = by_name(name) else { continue };
-            let advantages = of_rows(&rows, &rows.estimate(estimator.as_ref()));
-            for group in &rows.groups {
-                let own = rows.groups.iter().zip(&advantages).filter(|(g, _)| *g == group);
-                let sum: f64 = own.map(|(_, a)| a).sum();
-                prop_assert!(sum.abs() < 1e-6, "{}: {}", name, sum);
-            }
-        }
-    }
-
-    #[test]
-    fn leave_one_out_is_scaled_centring(rows in rows()) {
-        let (Some(rloo), Some(centred)) = (by_name("rloo"), by_name("dr_grpo")) else { return Ok(()) };
-        let rloo = of_rows(&rows, &rows.estimate(rloo.as_ref()));
-        let centred = of_rows(&rows, &rows.estimate(centred.as_ref()));
-        for (b, group) in rows.groups.iter().enumerate() {
-            let n = rows.groups.iter().filter(|g| *g == group).count() as f64;
-            prop_assert!((rloo[b] - n / (n - 1.0) * centred[b]).abs() < TOLERANCE);
-        }
-    }
-
-    #[test]
-    fn equal_rewards_carry_no_signal(rows in rows(), reward in number()) {
-        let first = |b: usize| rows.actions[b].iter().position(|a| *a).unwrap();
-        let mut equal = rows.map_rewards(|_, _, _| 0.0);
-        for b in 0..equal.rewards.len() {
-            equal.rewards[b][first(b)] = reward;
-        }
-        for name in ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"] {
-            let Some(estimator) = by_name(name) else { continue };
-            let advantages = equal.estimate(estimator.as_ref());
-            prop_assert!(advantages.advantages.values().iter().all(|a| *a == 0.0), "{}", name);
-        }
-    }
-
     #[test]
     fn whitened_numbers_have_mean_0_and_variance_1(values in prop::collection::vec(-1e3f64..1e3, 2..40)) {
         let variance = masked::variance(&values).unwrap();

@@ -8,24 +8,32 @@ use crate::error::AlgoError;
 use crate::ragged::Ragged;
 
 mod gae;
+mod gdpo;
 mod gpg;
 mod grpo;
 mod grpo_passk;
+mod grpo_trl;
 mod inputs;
 mod opo;
+mod otb;
 mod reinforce_plus_plus;
 mod remax;
 mod rloo;
+mod rloo_trl;
 
 pub use gae::Gae;
+pub use gdpo::Gdpo;
 pub use gpg::Gpg;
 pub use grpo::{Grpo, grpo_advantages};
 pub use grpo_passk::GrpoPassK;
+pub use grpo_trl::{AdvantageScale, ComponentOrder, GrpoTrl};
 pub use inputs::{AdvantageInputs, GroupScores, backward_scan, group_rows, outcome_scores};
 pub use opo::Opo;
+pub use otb::{OptimalTokenBaseline, TokenTime};
 pub use reinforce_plus_plus::{ReinforcePlusPlus, ReinforcePlusPlusBaseline};
 pub use remax::ReMax;
 pub use rloo::Rloo;
+pub use rloo_trl::RlooTrl;
 
 /// What an estimator returns; 0 at observations.
 #[derive(Debug, Clone, PartialEq)]
@@ -58,10 +66,13 @@ pub type EstimatorEntry = (&'static str, fn() -> Box<dyn AdvantageEstimator>);
 pub const ESTIMATORS: &[EstimatorEntry] = &[
     ("dr_grpo", || Box::new(Grpo::without_std())),
     ("gae", || Box::new(Gae::default())),
+    ("gdpo", || Box::new(Gdpo::default())),
     ("gpg", || Box::new(Gpg::default())),
     ("grpo", || Box::new(Grpo::default())),
     ("grpo_passk", || Box::new(GrpoPassK::default())),
+    ("grpo_trl", || Box::new(GrpoTrl::default())),
     ("opo", || Box::new(Opo)),
+    ("otb", || Box::new(OptimalTokenBaseline::flat())),
     ("reinforce_plus_plus", || {
         Box::new(ReinforcePlusPlus::default())
     }),
@@ -70,6 +81,8 @@ pub const ESTIMATORS: &[EstimatorEntry] = &[
     }),
     ("remax", || Box::new(ReMax)),
     ("rloo", || Box::new(Rloo)),
+    ("rloo_trl", || Box::new(RlooTrl::default())),
+    ("tir_otb", || Box::new(OptimalTokenBaseline::multi_turn())),
 ];
 
 /// The estimator with this name and its default settings.

@@ -71,7 +71,10 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
         "entropy" => entropy(case, dtype),
         "entropy_and_log_probs_trl" => entropy_and_log_probs(case, dtype),
         "log_probs_from_logits" => log_probs(case, dtype),
-        _ => return offline::run(case, dtype),
+        _ => {
+            let families = [crate::advantages::run, offline::run];
+            return families.iter().find_map(|run| run(case, dtype));
+        }
     };
     Some(answer.map_err(|error| error.to_string()))
 }
@@ -88,7 +91,7 @@ pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
 }
 
 /// A leaf whose gradient is asked for.
-fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
+pub fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
     let len = values.len();
     let data = TensorData::new(values, [len]);
     Tensor::from_data(data, (&Device::flex(), dtype))
@@ -96,16 +99,25 @@ fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
         .require_grad()
 }
 
-fn gradient<const D: usize>(leaf: &Tensor<D>, loss: &Tensor<1>) -> Vec<f64> {
+pub fn gradient<const D: usize>(leaf: &Tensor<D>, loss: &Tensor<1>) -> Vec<f64> {
     let grads = loss.backward();
     leaf.grad(&grads).map(read).expect("a gradient")
 }
 
 // ---- advantages
 
-fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
+pub fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
     let mask = case.mask();
     let rewards = case.rows("token_level_rewards");
+    let components = case.rows("component_scores");
+    let components: Option<Vec<Vec<Option<f64>>>> = components.map(|rows| {
+        rows.rows()
+            .map(|row| row.iter().copied().map(Some).collect())
+            .collect()
+    });
+    let old_log_probs = case.rows("old_log_probs");
+    let sum_pi_squared = case.rows("sum_pi_squared");
+    let rollout_weights = case.rows("rollout_is_weights");
     let groups: Option<Vec<u64>> = case.get("group_ids").map(|_| {
         case.numbers("group_ids")
             .iter()
@@ -120,6 +132,10 @@ fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
     inputs.groups = groups.as_deref();
     inputs.values = values.as_ref();
     inputs.reward_baselines = baselines.as_deref();
+    inputs.reward_components = components.as_deref();
+    inputs.old_log_probs = old_log_probs.as_ref();
+    inputs.sum_pi_squared = sum_pi_squared.as_ref();
+    inputs.rollout_weights = rollout_weights.as_ref();
     let result = estimator.estimate(&inputs)?;
     let mut answer = vec![("advantages", json_rows(&result.advantages))];
     if let Some(returns) = &result.returns {
