@@ -8,6 +8,7 @@
 //! | [`log_probs`] | log-probs and entropies from logits | tensors `[N, V]` to `[N]` |
 //! | [`aggregate`] | losses of tokens into one number: Σ w_t E_t with weights known beforehand | plain |
 //! | [`losses`] | PPO clip, GSPO, CISPO, KL, entropy, SFT; partial sums over packed tokens | tensors `[N]` |
+//! | [`losses`] | DPO and relatives, KTO, ORPO, CPO, SimPO, Bradley–Terry; partial sums over rows and pairs | tensors `[N]` |
 //! | [`masked`] | sum, mean, variance, whitening | plain, packed |
 //!
 //! Nothing here sees padding. Ragged rows carry a mask of action tokens; packed arrays hold the action tokens only, row
@@ -23,6 +24,7 @@ pub mod kl_control;
 pub mod log_probs;
 pub mod losses;
 pub mod masked;
+mod preferences;
 mod ragged;
 mod tensor;
 
@@ -30,4 +32,5 @@ pub use aggregate::{Aggregation, Counts};
 pub use batch::{MicroBatch, MiniBatch};
 pub use cut::CutUnit;
 pub use error::AlgoError;
+pub use preferences::Preferences;
 pub use ragged::Ragged;

@@ -13,6 +13,8 @@
 mod cases;
 #[path = "golden/functions.rs"]
 mod functions;
+#[path = "golden/preferences.rs"]
+mod preferences;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

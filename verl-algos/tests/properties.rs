@@ -4,6 +4,9 @@
 //! rows · 6 on policy the ratio is 1 · 7, 8 centring and leave-one-out · 9 the KL estimators · 10 whitening · 11 equal
 //! rewards carry no signal.
 
+#[path = "properties/preferences.rs"]
+mod preferences;
+
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use proptest::prelude::*;
 use verl_algos::advantages::{AdvantageEstimator, AdvantageInputs, Advantages, ESTIMATORS};
@@ -301,6 +304,7 @@ fn tokens() -> impl Strategy<Value = Tokens> {
                     advantages: Some(advantages),
                     ref_log_probs: Some(reference),
                     rollout_weights: Some(weights),
+                    ..MiniBatch::default()
                 };
                 Tokens {
                     batch,
@@ -355,9 +359,8 @@ fn evaluate(
         };
         let (log_probs, entropies) = (leaf(&tokens.log_probs), leaf(&tokens.entropies));
         let micro = MicroBatch {
-            tokens: own.clone(),
-            log_probs: log_probs.clone(),
             entropies: Some(entropies.clone()),
+            ..MicroBatch::new(own.clone(), log_probs.clone())
         };
         let partial = prepared.loss(&micro).unwrap();
         MetricSum::add_to(&mut metrics, partial.read_metrics().unwrap());

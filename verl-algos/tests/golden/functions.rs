@@ -70,24 +70,24 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
         "entropy" => entropy(case, dtype),
         "entropy_and_log_probs_trl" => entropy_and_log_probs(case, dtype),
         "log_probs_from_logits" => log_probs(case, dtype),
-        _ => return None,
+        _ => return crate::preferences::run(case, dtype),
     };
     Some(answer.map_err(|error| error.to_string()))
 }
 
-type Outcome = Result<Value, AlgoError>;
+pub type Outcome = Result<Value, AlgoError>;
 
-fn object(entries: impl IntoIterator<Item = (&'static str, Value)>) -> Value {
+pub fn object(entries: impl IntoIterator<Item = (&'static str, Value)>) -> Value {
     let entries = entries.into_iter();
     Value::Object(entries.map(|(k, v)| (k.to_owned(), v)).collect())
 }
 
-fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
+pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     tensor.try_into_vec_as::<f64>().expect("numbers")
 }
 
 /// A leaf whose gradient is asked for.
-fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
+pub fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
     let len = values.len();
     let data = TensorData::new(values, [len]);
     Tensor::from_data(data, (&Device::flex(), dtype))
@@ -95,7 +95,7 @@ fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
         .require_grad()
 }
 
-fn gradient<const D: usize>(leaf: &Tensor<D>, loss: &Tensor<1>) -> Vec<f64> {
+pub fn gradient<const D: usize>(leaf: &Tensor<D>, loss: &Tensor<1>) -> Vec<f64> {
     let grads = loss.backward();
     leaf.grad(&grads).map(read).expect("a gradient")
 }
@@ -165,6 +165,7 @@ fn mini_batch(case: &Case) -> MiniBatch {
         advantages: case.packed("advantages"),
         ref_log_probs: case.packed("ref_log_probs"),
         rollout_weights: case.packed("rollout_is_weights"),
+        ..MiniBatch::default()
     }
 }
 
@@ -200,9 +201,8 @@ fn token_loss(case: &Case, dtype: DType, input: &str, loss: impl TokenLoss + 'st
         let tokens: Vec<usize> = (0..values.len()).filter(in_part).collect();
         let leaf = leaf(tokens.iter().map(|&t| values[t]).collect(), dtype);
         let micro = MicroBatch {
-            tokens: tokens.clone(),
-            log_probs: leaf.clone(),
             entropies: Some(leaf.clone()),
+            ..MicroBatch::new(tokens.clone(), leaf.clone())
         };
         let partial = prepared.loss(&micro)?;
         MetricSum::add_to(&mut metrics, partial.read_metrics()?);
