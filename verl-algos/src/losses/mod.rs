@@ -32,6 +32,7 @@ mod gspo;
 mod kl_loss;
 mod objective;
 mod preference;
+mod prepared_rows;
 mod row_loss;
 mod sft;
 mod units;
@@ -48,7 +49,8 @@ pub use preference::{
     PreferenceLoss, RewardModelLoss, RowLossEntry, kl_baseline, mismatched_rows, orpo,
     preference_loss,
 };
-pub use row_loss::{Mean, PerRow, PreparedRows, RowLoss, Sides};
+pub use prepared_rows::{PreparedRows, Sides};
+pub use row_loss::{Mean, PerRow, RowLoss};
 pub use sft::SftLoss;
 
 use burn::tensor::Tensor;

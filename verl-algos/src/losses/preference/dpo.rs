@@ -14,9 +14,10 @@ use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
 /// over pairs: the implicit rewards βΔ_w and βΔ_l, their margin and accuracy, and the log-probs of both answers.
 ///
 /// # Differences
-/// Where TRL multiplies `sft` by the weights of WPO and lets sorted pairs keep theirs, both are refused.
+/// Weights of WPO for `sft` or for sorted pairs are refused; TRL multiplies there too. Its earlier versions
+/// bounded a weight by 1.
 /// # Source
-/// Rafailov et al. 2023, arXiv:2305.18290; the losses' own sources stand at [`PreferenceLoss`]'s functions.
+/// Rafailov et al. 2023, arXiv:2305.18290; the losses' own sources stand at [`PreferenceLoss`].
 ///
 /// # Example
 /// ```

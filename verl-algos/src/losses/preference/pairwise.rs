@@ -1,4 +1,6 @@
-//! What a pair costs: one function a loss. x = βΔ where nothing else is said.
+//! What a pair costs: one function a loss. x = βΔ where nothing else is said; sources stand at [`PreferenceLoss`].
+//!
+//! [`PreferenceLoss`]: super::PreferenceLoss
 
 use burn::tensor::Tensor;
 
@@ -52,22 +54,16 @@ pub(super) fn squared_to_target(margin: Tensor<1>, beta: f64) -> Tensor<1> {
 }
 
 /// −log σ(x).
-///
-/// Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7.
 pub(super) fn sigmoid(pairs: &Pairs) -> Tensor<1> {
     -log_sigmoid(pairs.x())
 }
 
 /// −(1 − ε) log σ(x) − ε log σ(−x).
-///
-/// Source: Mitchell 2023, "A note on DPO with noisy preferences".
 pub(super) fn cdpo(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
     smoothed_sigmoid(pairs.x(), epsilon)
 }
 
 /// [−(1 − ε) log σ(x) + ε log σ(−x)]/(1 − 2ε): unbiased where a share ε of the labels is flipped.
-///
-/// Source: Chowdhury et al. 2024, arXiv:2403.00409.
 pub(super) fn robust(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
     let x = pairs.x();
     let clean = log_sigmoid(x.clone()) * (epsilon - 1.0);
@@ -76,15 +72,11 @@ pub(super) fn robust(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
 }
 
 /// max(0, 1 − x).
-///
-/// Source: Zhao et al. 2023 (SLiC), arXiv:2305.10425, as normalised by Liu et al. 2023, arXiv:2309.06657.
 pub(super) fn hinge(pairs: &Pairs) -> Tensor<1> {
     hinge_of(pairs.x())
 }
 
 /// (Δ_w/L_w − Δ_l/L_l − 1/2β)².
-///
-/// Source: Azar et al. 2023, arXiv:2310.12036, eq. 17; means over tokens as in TRL.
 pub(super) fn ipo(pairs: &Pairs) -> Tensor<1> {
     squared_to_target(pairs.mean_margin(), pairs.beta)
 }
@@ -95,8 +87,6 @@ pub(super) fn ipo_sum(pairs: &Pairs) -> Tensor<1> {
 }
 
 /// q(log q − log(1 − ε)) + (1 − q)(log(1 − q) − log ε), q = σ(x).
-///
-/// Source: Ji et al. 2024, arXiv:2402.00856, eq. 16.
 pub(super) fn exo_pair(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
     let log_q = log_sigmoid(pairs.x());
     let log_not_q = log_sigmoid(-pairs.x());
@@ -105,32 +95,24 @@ pub(super) fn exo_pair(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
 }
 
 /// −log σ(βΔ_w) − ½ log σ(−βΔ_w) − ½ log σ(−βΔ_l).
-///
-/// Source: Chen et al. 2024, arXiv:2402.05369.
 pub(super) fn nca_pair(pairs: &Pairs) -> Tensor<1> {
     let Sides { chosen, rejected } = pairs.rewards();
     -log_sigmoid(chosen.clone()) - log_sigmoid(-chosen) * 0.5 - log_sigmoid(-rejected) * 0.5
 }
 
 /// −log σ(βΔ_w − δ) − log σ(−(βΔ_l − δ)).
-///
-/// Source: Jung et al. 2024, arXiv:2404.04656.
 pub(super) fn bco_pair(pairs: &Pairs) -> Tensor<1> {
     let Sides { chosen, rejected } = pairs.rewards().map(|reward| reward - pairs.reward_shift);
     -log_sigmoid(chosen) - log_sigmoid(-rejected)
 }
 
 /// (Δ_w − 1/2β)² + (Δ_l + 1/2β)².
-///
-/// Source: Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with probabilities 1 and 0.
 pub(super) fn sppo_hard(pairs: &Pairs) -> Tensor<1> {
     let Sides { chosen, rejected } = pairs.deltas.clone();
     squared_to_target(chosen, pairs.beta) + squared_to_target(-rejected, pairs.beta)
 }
 
 /// Smoothed sigmoid on β(sort(ℓ_w − ℓ_l) − sort(ℓ_ref,w − ℓ_ref,l)).
-///
-/// Source: Melnyk et al. 2024, arXiv:2406.05882.
 pub(super) fn aot(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
     let reference = pairs.ref_log_probs.margin();
     let policy = reference.clone() + pairs.deltas.margin();
@@ -139,24 +121,18 @@ pub(super) fn aot(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
 }
 
 /// Smoothed sigmoid on β(sort(Δ_w) − sort(Δ_l)).
-///
-/// Source: as for [`aot`].
 pub(super) fn aot_unpaired(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
     let sorted = pairs.deltas.map(|delta| delta.sort(0));
     smoothed_sigmoid(sorted.margin() * pairs.beta, epsilon)
 }
 
 /// 1 − σ(βΔ_w) + σ(βΔ_l).
-///
-/// Source: D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7.
 pub(super) fn apo_zero(pairs: &Pairs) -> Tensor<1> {
     let Sides { chosen, rejected } = pairs.rewards();
     sigma(-chosen) + sigma(rejected)
 }
 
 /// σ(βΔ_w) + 1 − σ(βΔ).
-///
-/// Source: as for [`apo_zero`], eq. 8.
 pub(super) fn apo_down(pairs: &Pairs) -> Tensor<1> {
     sigma(pairs.rewards().chosen) + sigma(-pairs.x())
 }
@@ -164,8 +140,6 @@ pub(super) fn apo_down(pairs: &Pairs) -> Tensor<1> {
 /// (1 − g)(−log σ(x)) + g e^{−x}, g = σ(x/τ).
 ///
 /// g e^{−x} is computed as e^{log g − x}, which does not overflow.
-///
-/// Source: Lu et al. 2024, arXiv:2406.08414, eq. 5.
 pub(super) fn discopop(pairs: &Pairs, tau: f64) -> Tensor<1> {
     let x = pairs.x();
     let logistic = -log_sigmoid(x.clone());
@@ -174,8 +148,6 @@ pub(super) fn discopop(pairs: &Pairs, tau: f64) -> Tensor<1> {
 }
 
 /// −log σ(β(Δ_w/L_w − Δ_l/L_l)).
-///
-/// Source: Lambert et al. 2024 (Tülu 3), arXiv:2411.15124.
 pub(super) fn sigmoid_norm(pairs: &Pairs) -> Tensor<1> {
     -log_sigmoid(pairs.mean_margin() * pairs.beta)
 }

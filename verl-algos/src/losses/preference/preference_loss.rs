@@ -1,56 +1,83 @@
 //! The losses of DPO and its relatives, by name.
 
+use burn::tensor::Tensor;
+
 use super::{check_label_smoothing, pairwise};
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 use crate::losses::{Mean, PreparedRows};
-use burn::tensor::Tensor;
 
 /// What a pair costs, as a function of Δ_w and Δ_l, the sums of ℓ − ℓ_ref over its chosen and its rejected answer.
 ///
-/// Δ = Δ_w − Δ_l; ε is `label_smoothing`; the equations stand at the functions of the same names.
+/// Δ = Δ_w − Δ_l; L tokens; ε is `label_smoothing`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum PreferenceLoss {
     /// Smoothed sigmoid on the sorted log-ratios of policy and reference; sees the whole mini-batch.
+    ///
+    /// Melnyk et al. 2024, arXiv:2406.05882.
     Aot {
         /// ε, in [0, ½).
         label_smoothing: f64,
     },
     /// Smoothed sigmoid on sorted Δ_w minus sorted Δ_l; sees the whole mini-batch.
+    ///
+    /// Melnyk et al. 2024, arXiv:2406.05882.
     AotUnpaired {
         /// ε, in [0, ½).
         label_smoothing: f64,
     },
     /// σ(βΔ_w) + 1 − σ(βΔ), for chosen answers that are worse than the policy's own.
+    ///
+    /// D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8.
     ApoDown,
     /// 1 − σ(βΔ_w) + σ(βΔ_l), for chosen answers that are better than the policy's own.
+    ///
+    /// D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7.
     ApoZero,
     /// −log σ(βΔ_w − δ) − log σ(δ − βΔ_l), δ a running mean of rewards.
+    ///
+    /// Jung et al. 2024, arXiv:2404.04656.
     BcoPair,
     /// −(1 − ε) log σ(βΔ) − ε log σ(−βΔ).
+    ///
+    /// Mitchell 2023, "A note on DPO with noisy preferences".
     Cdpo {
         /// ε, in [0, ½).
         label_smoothing: f64,
     },
     /// (1 − g)(−log σ(x)) + g e^{−x} with x = βΔ, g = σ(x/τ).
+    ///
+    /// Lu et al. 2024, arXiv:2406.08414, eq. 5.
     DiscoPop {
         /// τ, positive.
         tau: f64,
     },
     /// KL of (σ(βΔ), σ(−βΔ)) from (1 − ε, ε).
+    ///
+    /// Ji et al. 2024, arXiv:2402.00856, eq. 16.
     ExoPair {
         /// ε, in (0, ½).
         label_smoothing: f64,
     },
     /// max(0, 1 − βΔ).
+    ///
+    /// Zhao et al. 2023 (SLiC), arXiv:2305.10425; with the reference: Liu et al. 2023, arXiv:2309.06657.
     Hinge,
     /// (Δ_w/L_w − Δ_l/L_l − 1/2β)².
+    ///
+    /// Azar et al. 2023, arXiv:2310.12036, eq. 17; means over tokens as in TRL.
     Ipo,
     /// (Δ − 1/2β)².
+    ///
+    /// The same on sums over tokens, as in OpenRLHF.
     IpoSum,
     /// −log σ(βΔ_w) − ½ log σ(−βΔ_w) − ½ log σ(−βΔ_l).
+    ///
+    /// Chen et al. 2024, arXiv:2402.05369.
     NcaPair,
     /// [−(1 − ε) log σ(βΔ) + ε log σ(−βΔ)]/(1 − 2ε).
+    ///
+    /// Chowdhury et al. 2024, arXiv:2403.00409: unbiased where a share ε of the labels is flipped.
     Robust {
         /// ε, in [0, ½).
         label_smoothing: f64,
@@ -58,11 +85,17 @@ pub enum PreferenceLoss {
     /// −ℓ of the chosen answer, a mean over tokens.
     Sft,
     /// −log σ(βΔ).
+    ///
+    /// Rafailov et al. 2023, arXiv:2305.18290, eq. 7.
     #[default]
     Sigmoid,
     /// −log σ(β(Δ_w/L_w − Δ_l/L_l)).
+    ///
+    /// Lambert et al. 2024 (Tülu 3), arXiv:2411.15124.
     SigmoidNorm,
     /// (Δ_w − 1/2β)² + (Δ_l + 1/2β)².
+    ///
+    /// Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with probabilities 1 and 0.
     SppoHard,
 }
 
