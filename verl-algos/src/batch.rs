@@ -4,6 +4,7 @@ use burn::tensor::Tensor;
 
 use crate::aggregate::{Counts, row_lengths};
 use crate::error::{AlgoError, check_finite, check_len};
+use crate::preferences::Preferences;
 
 /// The rows of one optimiser step on this rank, packed: the action tokens of all rows, one after the other.
 ///
@@ -22,6 +23,8 @@ pub struct MiniBatch {
     pub ref_log_probs: Option<Vec<f64>>,
     /// Importance weights against the sampler, `[N]`; they multiply the policy loss.
     pub rollout_weights: Option<Vec<f64>>,
+    /// What preference losses read.
+    pub preferences: Preferences,
 }
 
 impl MiniBatch {
@@ -46,9 +49,8 @@ impl MiniBatch {
     /// The whole mini-batch as one micro-batch.
     pub fn whole(&self, log_probs: Tensor<1>, entropies: Option<Tensor<1>>) -> MicroBatch {
         MicroBatch {
-            tokens: (0..self.num_tokens()).collect(),
-            log_probs,
             entropies,
+            ..MicroBatch::new((0..self.num_tokens()).collect(), log_probs)
         }
     }
 
@@ -69,7 +71,7 @@ impl MiniBatch {
                 check_finite(name, values)?;
             }
         }
-        Ok(())
+        self.preferences.check(self.row_lengths().len())
     }
 }
 
@@ -82,24 +84,36 @@ pub struct MicroBatch {
     pub log_probs: Tensor<1>,
     /// Entropies of the policy now, `[M]`, nats; differentiable.
     pub entropies: Option<Tensor<1>>,
+    /// log Σ_v π(v)² of the policy now, `[M]`, nats; a constant.
+    pub log_sum_sq_probs: Option<Tensor<1>>,
+    /// Numbers of a scalar head now, `[M]`: values of a critic, scores of a reward model; differentiable.
+    pub values: Option<Tensor<1>>,
 }
 
 impl MicroBatch {
+    /// Tokens and their log-probs, and nothing else; set the fields that the losses need.
+    pub fn new(tokens: Vec<usize>, log_probs: Tensor<1>) -> MicroBatch {
+        MicroBatch {
+            tokens,
+            log_probs,
+            entropies: None,
+            log_sum_sq_probs: None,
+            values: None,
+        }
+    }
+
     /// Refuses positions outside the mini-batch, tensors of another length, and rows that were cut.
     pub(crate) fn check(&self, batch: &MiniBatch, lengths: &[usize]) -> Result<(), AlgoError> {
-        check_len(
-            "log_probs",
-            "tokens",
-            self.log_probs.dims()[0],
-            self.tokens.len(),
-        )?;
-        if let Some(entropies) = &self.entropies {
-            check_len(
-                "entropies",
-                "tokens",
-                entropies.dims()[0],
-                self.tokens.len(),
-            )?;
+        let columns = [
+            ("log_probs", Some(&self.log_probs)),
+            ("entropies", self.entropies.as_ref()),
+            ("log_sum_sq_probs", self.log_sum_sq_probs.as_ref()),
+            ("values", self.values.as_ref()),
+        ];
+        for (name, column) in columns {
+            if let Some(tensor) = column {
+                check_len(name, "tokens", tensor.dims()[0], self.tokens.len())?;
+            }
         }
         let mut own = vec![0; lengths.len()];
         for &position in &self.tokens {

@@ -11,6 +11,7 @@
 //! | [`losses`] | PPO clip, GSPO, CISPO, KL, entropy, SFT, distillation; partial sums over packed tokens | tensors `[N]` |
 //! | [`rewards`] | shaping and scaling of scores, group filter | plain |
 //! | [`rollout_correction`] | weights e^(ℓ_train − ℓ_roll) and rejection where the sampler is off | plain f64 over [`Ragged`] rows |
+//! | [`losses`] | DPO and relatives, KTO, ORPO, CPO, SimPO, Bradley–Terry; partial sums over rows and pairs | tensors `[N]` |
 //! | [`masked`] | sum, mean, variance, whitening | plain, packed |
 //!
 //! Nothing here sees padding. Ragged rows carry a mask of action tokens; packed arrays hold the action tokens only, row
@@ -27,6 +28,7 @@ pub mod kl_control;
 pub mod log_probs;
 pub mod losses;
 pub mod masked;
+mod preferences;
 mod ragged;
 pub mod rewards;
 pub mod rollout_correction;
@@ -36,4 +38,5 @@ pub use aggregate::{Aggregation, Counts};
 pub use batch::{MicroBatch, MiniBatch};
 pub use cut::CutUnit;
 pub use error::AlgoError;
+pub use preferences::Preferences;
 pub use ragged::Ragged;

@@ -17,6 +17,8 @@ mod cases;
 mod functions;
 #[path = "golden/offline.rs"]
 mod offline;
+#[path = "golden/preferences.rs"]
+mod preferences;
 #[path = "golden/readme.rs"]
 mod readme;
 

@@ -14,6 +14,9 @@ mod rows;
 #[path = "properties/offline.rs"]
 mod offline;
 
+#[path = "properties/preferences.rs"]
+mod preferences;
+
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use proptest::prelude::*;
 use verl_algos::kl::KlEstimator;
@@ -108,6 +111,7 @@ fn tokens() -> impl Strategy<Value = Tokens> {
                     advantages: Some(advantages),
                     ref_log_probs: Some(reference),
                     rollout_weights: Some(weights),
+                    ..MiniBatch::default()
                 };
                 Tokens {
                     batch,
@@ -162,9 +166,8 @@ fn evaluate(
         };
         let (log_probs, entropies) = (leaf(&tokens.log_probs), leaf(&tokens.entropies));
         let micro = MicroBatch {
-            tokens: own.clone(),
-            log_probs: log_probs.clone(),
             entropies: Some(entropies.clone()),
+            ..MicroBatch::new(own.clone(), log_probs.clone())
         };
         let partial = prepared.loss(&micro).unwrap();
         MetricSum::add_to(&mut metrics, partial.read_metrics().unwrap());

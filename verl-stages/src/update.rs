@@ -354,6 +354,7 @@ impl UpdateStage {
             advantages: of(&mini.advantages),
             ref_log_probs: of(&mini.ref_log_probs),
             rollout_weights: of(&mini.rollout_weights),
+            ..MiniBatch::default()
         };
         let prepared = self.objective.prepare(&own)?;
         share(&(0..own.num_tokens()), packed, |micro| prepared.loss(micro))
@@ -367,9 +368,8 @@ fn share(
     loss: impl FnOnce(&MicroBatch) -> Result<verl_algos::losses::Partial, AlgoError>,
 ) -> Result<(Tensor<1>, Vec<MetricSum>), AlgoError> {
     let micro = MicroBatch {
-        tokens: positions.clone().collect(),
-        log_probs: packed.log_probs,
         entropies: packed.entropies,
+        ..MicroBatch::new(positions.clone().collect(), packed.log_probs)
     };
     let partial = loss(&micro)?;
     let metrics = partial.read_metrics()?;

@@ -5,6 +5,9 @@
 //! selections); the [`PreparedObjective`] that comes back is the only thing with a [`loss`](PreparedObjective::loss), so
 //! no micro-batch can be computed before. A new loss is a file here and a line in [`POLICY_LOSSES`].
 //!
+//! A [`RowLoss`] says what a row or a pair of rows costs, as preference losses do; an objective holds terms of both
+//! forms. They are listed in [`PREFERENCE_LOSSES`].
+//!
 //! ```
 //! use burn::tensor::{Device, Tensor};
 //! use verl_algos::losses::{ClippedPolicyLoss, Objective};
@@ -29,7 +32,11 @@ mod gpg;
 mod gspo;
 mod kl_loss;
 mod objective;
+mod preference;
+mod prepared_rows;
+mod row_loss;
 mod sft;
+mod units;
 
 pub use cispo::CispoLoss;
 pub use clipped_policy::ClippedPolicyLoss;
@@ -42,6 +49,13 @@ pub use gpg::GpgLoss;
 pub use gspo::GspoLoss;
 pub use kl_loss::KlLoss;
 pub use objective::{Metric, MetricSum, Objective, Partial, PreparedObjective, PreparedTokens};
+pub use preference::{
+    ChosenNll, Cpo, CpoLoss, Divergence, Dpo, Kto, KtoBaseline, OrpoOdds, PREFERENCE_LOSSES,
+    PreferenceLoss, RewardModelLoss, RowLossEntry, kl_baseline, mismatched_rows, orpo,
+    preference_loss,
+};
+pub use prepared_rows::{PreparedRows, Sides};
+pub use row_loss::{Mean, PerRow, RowLoss};
 pub use sft::SftLoss;
 
 use burn::tensor::Tensor;

@@ -2,7 +2,8 @@
 
 use burn::tensor::{IndexingUpdateOp, Int, Tensor};
 
-use super::TokenLoss;
+use super::row_loss::PreparedRowTerm;
+use super::{RowLoss, TokenLoss};
 use crate::aggregate::{Aggregation, token_weights};
 use crate::batch::{MicroBatch, MiniBatch};
 use crate::cut::CutUnit;
@@ -10,10 +11,13 @@ use crate::error::AlgoError;
 use crate::tensor::{at_least_f32, constant_like, indices_like};
 
 /// Σ coefficient · Agg(loss): what an optimiser step minimises.
+///
+/// The aggregation is that of its token losses; row losses are means over rows or pairs.
 #[derive(Debug)]
 pub struct Objective {
     aggregation: Aggregation,
     terms: Vec<(f64, Box<dyn TokenLoss>)>,
+    row_terms: Vec<(f64, Box<dyn RowLoss>)>,
 }
 
 impl Objective {
@@ -22,6 +26,7 @@ impl Objective {
         Objective {
             aggregation,
             terms: Vec::new(),
+            row_terms: Vec::new(),
         }
     }
 
@@ -38,10 +43,24 @@ impl Objective {
         self
     }
 
+    /// Adds a term over rows or pairs.
+    #[must_use]
+    pub fn with_rows(self, coef: f64, loss: impl RowLoss + 'static) -> Objective {
+        self.with_boxed_rows(coef, Box::new(loss))
+    }
+
+    /// Adds a term over rows or pairs that was chosen at run time.
+    #[must_use]
+    pub fn with_boxed_rows(mut self, coef: f64, loss: Box<dyn RowLoss>) -> Objective {
+        self.row_terms.push((coef, loss));
+        self
+    }
+
     /// What micro-batches must hold whole: the largest that a term asks for.
     pub fn cut_unit(&self) -> CutUnit {
-        let units = self.terms.iter().map(|(_, loss)| loss.cut_unit());
-        units.max().unwrap_or(CutUnit::Row)
+        let tokens = self.terms.iter().map(|(_, loss)| loss.cut_unit());
+        let rows = self.row_terms.iter().map(|(_, loss)| loss.cut_unit());
+        tokens.chain(rows).max().unwrap_or(CutUnit::Row)
     }
 
     /// Looks at the whole mini-batch, once, before any micro-batch.
@@ -61,10 +80,14 @@ impl Objective {
                 marks: loss.prepare(batch)?,
             })
         });
+        let row_terms = self.row_terms.iter();
+        let row_terms =
+            row_terms.map(|(coef, loss)| PreparedRowTerm::new(*coef, loss.as_ref(), batch));
         Ok(PreparedObjective {
             batch,
             row_lengths: batch.row_lengths(),
             terms: terms.collect::<Result<_, AlgoError>>()?,
+            row_terms: row_terms.collect::<Result<_, AlgoError>>()?,
         })
     }
 }
@@ -75,6 +98,7 @@ pub struct PreparedObjective<'a> {
     batch: &'a MiniBatch,
     row_lengths: Vec<usize>,
     terms: Vec<PreparedTerm<'a>>,
+    row_terms: Vec<PreparedRowTerm<'a>>,
 }
 
 #[derive(Debug)]
@@ -100,7 +124,7 @@ impl PreparedObjective<'_> {
                 metrics: Vec::new(),
             });
         }
-        let mut losses = Vec::with_capacity(self.terms.len());
+        let mut losses = Vec::with_capacity(self.terms.len() + self.row_terms.len());
         let mut metrics = Vec::new();
         for term in &self.terms {
             let tokens = PreparedTokens {
@@ -125,6 +149,17 @@ impl PreparedObjective<'_> {
                 });
             }
             losses.push(value * term.coef);
+        }
+        for term in &self.row_terms {
+            let (value, reported) = term.share(PreparedTokens {
+                batch: self.batch,
+                micro,
+                row_lengths: &self.row_lengths,
+                marks: term.marks(),
+                log_probs: log_probs.clone(),
+            })?;
+            metrics.extend(reported);
+            losses.push(value * term.coef());
         }
         let loss = losses.into_iter().reduce(|a, b| a + b);
         Ok(Partial {
@@ -158,11 +193,24 @@ impl PreparedTokens<'_> {
     /// # Errors
     /// When there are none.
     pub fn entropies(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
-        let entropies = self.micro.entropies.clone().ok_or(AlgoError::Missing {
-            algorithm,
-            argument: "entropies",
-        })?;
-        Ok(at_least_f32(entropies))
+        output(algorithm, "entropies", &self.micro.entropies)
+    }
+
+    /// log Σ_v π(v)² of the policy now, `[M]`, without gradient.
+    ///
+    /// # Errors
+    /// When there are none.
+    pub fn log_sum_sq_probs(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
+        let column = &self.micro.log_sum_sq_probs;
+        Ok(output(algorithm, "log_sum_sq_probs", column)?.detach())
+    }
+
+    /// Numbers of a scalar head now, `[M]`; differentiable.
+    ///
+    /// # Errors
+    /// When there are none.
+    pub fn values(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
+        output(algorithm, "values", &self.micro.values)
     }
 
     /// Log-probs at the start of the update, `[M]`.
@@ -235,6 +283,16 @@ impl PreparedTokens<'_> {
             .select(0, index)
     }
 
+    /// The mini-batch.
+    pub(super) fn batch(&self) -> &MiniBatch {
+        self.batch
+    }
+
+    /// Positions of the tokens in the mini-batch, `[M]`.
+    pub(super) fn positions(&self) -> &[usize] {
+        &self.micro.tokens
+    }
+
     /// The micro-batch's share of a column of the mini-batch: `[N]` to `[M]`.
     pub(crate) fn gather(&self, column: &[f64]) -> Tensor<1> {
         let values = self.micro.tokens.iter().map(|&t| column[t]);
@@ -255,6 +313,19 @@ impl PreparedTokens<'_> {
             }),
         }
     }
+}
+
+/// An output of the model in f32 or wider.
+fn output(
+    algorithm: &'static str,
+    argument: &'static str,
+    column: &Option<Tensor<1>>,
+) -> Result<Tensor<1>, AlgoError> {
+    let column = column.clone().ok_or(AlgoError::Missing {
+        algorithm,
+        argument,
+    })?;
+    Ok(at_least_f32(column))
 }
 
 /// A micro-batch's share of the loss and of what is reported.
@@ -292,7 +363,7 @@ impl Partial {
     /// The metrics, fetched from the device at once.
     ///
     /// # Errors
-    /// When the device fails.
+    /// When the device fails; [`AlgoError::NonFiniteLoss`] names the term whose share is not finite.
     pub fn read_metrics(&self) -> Result<Vec<MetricSum>, AlgoError> {
         if self.metrics.is_empty() {
             return Ok(Vec::new());
@@ -306,13 +377,20 @@ impl Partial {
                     reason: error.to_string(),
                 })?;
         let each = self.metrics.iter().zip(sums);
-        Ok(each
-            .map(|(metric, sum)| MetricSum {
+        each.map(|(metric, sum)| {
+            if metric.count.is_none() && !sum.is_finite() {
+                return Err(AlgoError::NonFiniteLoss {
+                    loss: metric.name,
+                    value: sum,
+                });
+            }
+            Ok(MetricSum {
                 name: metric.name,
                 sum,
                 count: metric.count,
             })
-            .collect())
+        })
+        .collect()
     }
 }
 

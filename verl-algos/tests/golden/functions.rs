@@ -72,7 +72,11 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
         "entropy_and_log_probs_trl" => entropy_and_log_probs(case, dtype),
         "log_probs_from_logits" => log_probs(case, dtype),
         _ => {
-            let families = [crate::advantages::run, offline::run];
+            let families = [
+                crate::advantages::run,
+                offline::run,
+                crate::preferences::run,
+            ];
             return families.iter().find_map(|run| run(case, dtype));
         }
     };
@@ -182,6 +186,7 @@ fn mini_batch(case: &Case) -> MiniBatch {
         advantages: case.packed("advantages"),
         ref_log_probs: case.packed("ref_log_probs"),
         rollout_weights: case.packed("rollout_is_weights"),
+        ..MiniBatch::default()
     }
 }
 
@@ -217,9 +222,8 @@ fn token_loss(case: &Case, dtype: DType, input: &str, loss: impl TokenLoss + 'st
         let tokens: Vec<usize> = (0..values.len()).filter(in_part).collect();
         let leaf = leaf(tokens.iter().map(|&t| values[t]).collect(), dtype);
         let micro = MicroBatch {
-            tokens: tokens.clone(),
-            log_probs: leaf.clone(),
             entropies: Some(leaf.clone()),
+            ..MicroBatch::new(tokens.clone(), leaf.clone())
         };
         let partial = prepared.loss(&micro)?;
         MetricSum::add_to(&mut metrics, partial.read_metrics()?);
