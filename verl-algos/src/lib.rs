@@ -3,11 +3,12 @@
 //! | module | what | form |
 //! |---|---|---|
 //! | [`advantages`] | rewards into advantages: GAE, GRPO (s − μ_g)/(σ_g + ε) and its relatives | plain f64 over [`Ragged`] rows |
+//! | [`entropy_control`] | the coefficient of the entropy bonus, fixed or adaptive | plain |
 //! | [`kl`] | estimators k1, k2, k3 of KL(π‖π_ref); KL in the reward | plain, and tensors `[N]` |
 //! | [`kl_control`] | the KL coefficient, fixed or adaptive | plain |
 //! | [`log_probs`] | log-probs and entropies from logits | tensors `[N, V]` to `[N]` |
 //! | [`aggregate`] | losses of tokens into one number: Σ w_t E_t with weights known beforehand | plain |
-//! | [`losses`] | PPO clip, GSPO, CISPO, KL, entropy, SFT; partial sums over packed tokens | tensors `[N]` |
+//! | [`losses`] | policy losses (PPO clip, GSPO, CISPO, GMPO, SAPO, DPPO, TRL's), value, KL, entropy, SFT; partial sums over packed tokens | tensors `[N]` |
 //! | [`masked`] | sum, mean, variance, whitening | plain, packed |
 //!
 //! Nothing here sees padding. Ragged rows carry a mask of action tokens; packed arrays hold the action tokens only, row
@@ -17,6 +18,7 @@ pub mod advantages;
 pub mod aggregate;
 mod batch;
 mod cut;
+pub mod entropy_control;
 mod error;
 pub mod kl;
 pub mod kl_control;

@@ -13,6 +13,8 @@
 mod cases;
 #[path = "golden/functions.rs"]
 mod functions;
+#[path = "golden/policy.rs"]
+mod policy;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

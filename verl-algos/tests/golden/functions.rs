@@ -16,6 +16,7 @@ use verl_algos::losses::{
 use verl_algos::{Aggregation, AlgoError, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
 use crate::cases::{Answer, Case, json, json_rows};
+use crate::policy;
 
 /// The answer to a case; `None` for a function that is not here.
 pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
@@ -70,12 +71,12 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
         "entropy" => entropy(case, dtype),
         "entropy_and_log_probs_trl" => entropy_and_log_probs(case, dtype),
         "log_probs_from_logits" => log_probs(case, dtype),
-        _ => return None,
+        _ => return policy::run(case, dtype),
     };
     Some(answer.map_err(|error| error.to_string()))
 }
 
-type Outcome = Result<Value, AlgoError>;
+pub type Outcome = Result<Value, AlgoError>;
 
 fn object(entries: impl IntoIterator<Item = (&'static str, Value)>) -> Value {
     let entries = entries.into_iter();
@@ -143,7 +144,7 @@ fn gae(case: &Case) -> Outcome {
 
 // ---- losses
 
-fn aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
+pub fn aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
     // The reference falls back to the width of the array.
     let width = case.mask().rows().map(<[bool]>::len).max().unwrap_or(1);
     let factor = case.number("loss_scale_factor").unwrap_or(width as f64);
@@ -153,9 +154,8 @@ fn aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
     }
 }
 
-fn mini_batch(case: &Case) -> MiniBatch {
+pub fn mini_batch(case: &Case) -> MiniBatch {
     MiniBatch {
-        rows: case.mask().packed_rows(),
         counts: Counts {
             tokens: case.count("batch_num_tokens"),
             sequences: case.count("global_batch_size"),
@@ -165,6 +165,7 @@ fn mini_batch(case: &Case) -> MiniBatch {
         advantages: case.packed("advantages"),
         ref_log_probs: case.packed("ref_log_probs"),
         rollout_weights: case.packed("rollout_is_weights"),
+        ..MiniBatch::new(case.mask().packed_rows())
     }
 }
 
@@ -186,23 +187,40 @@ fn parts(case: &Case, num_rows: usize) -> Vec<Vec<usize>> {
 }
 
 /// Loss, gradient and metrics of an objective with one term.
-fn token_loss(case: &Case, dtype: DType, input: &str, loss: impl TokenLoss + 'static) -> Outcome {
-    let mask = case.mask();
-    let batch = mini_batch(case);
-    let values = case.packed(input).expect("the input");
+pub fn token_loss(
+    case: &Case,
+    dtype: DType,
+    input: &str,
+    loss: impl TokenLoss + 'static,
+) -> Outcome {
     let objective = Objective::new(aggregation(case)?).with(1.0, loss);
-    let prepared = objective.prepare(&batch)?;
+    evaluate(case, dtype, input, &objective, &mini_batch(case))
+}
+
+/// Loss, gradient and metrics of an objective over `input`, and over `entropies` where the case has them.
+pub fn evaluate(
+    case: &Case,
+    dtype: DType,
+    input: &str,
+    objective: &Objective,
+    batch: &MiniBatch,
+) -> Outcome {
+    let mask = case.mask();
+    let values = case.packed(input).expect("the input");
+    let entropies = case.packed("entropies").unwrap_or_else(|| values.clone());
+    let prepared = objective.prepare(batch)?;
     let mut grad = vec![0.0; values.len()];
     let mut part_losses = Vec::new();
     let mut metrics = Vec::new();
     for part in parts(case, mask.num_rows()) {
         let in_part = |t: &usize| part.contains(&batch.rows[*t]);
         let tokens: Vec<usize> = (0..values.len()).filter(in_part).collect();
-        let leaf = leaf(tokens.iter().map(|&t| values[t]).collect(), dtype);
+        let own = |column: &[f64]| leaf(tokens.iter().map(|&t| column[t]).collect(), dtype);
+        let leaf = own(&values);
         let micro = MicroBatch {
             tokens: tokens.clone(),
             log_probs: leaf.clone(),
-            entropies: Some(leaf.clone()),
+            entropies: Some(own(&entropies)),
         };
         let partial = prepared.loss(&micro)?;
         MetricSum::add_to(&mut metrics, partial.read_metrics()?);
@@ -215,7 +233,7 @@ fn token_loss(case: &Case, dtype: DType, input: &str, loss: impl TokenLoss + 'st
     let total = json(part_losses.iter().sum());
     let grad = json_rows(&mask.scatter(&grad)?);
     let mut answer = Map::new();
-    for name in ["pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"] {
+    for name in ["pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "vf_clipfrac"] {
         answer.insert(name.to_owned(), json(0.0));
     }
     for metric in metrics {
@@ -232,7 +250,7 @@ fn token_loss(case: &Case, dtype: DType, input: &str, loss: impl TokenLoss + 'st
 }
 
 /// ε_low and ε_high, which fall back to ε.
-fn clips(case: &Case) -> (f64, f64) {
+pub fn clips(case: &Case) -> (f64, f64) {
     let both = case.number("clip_ratio").unwrap_or(0.2);
     let side = |key: &str| case.number(key).unwrap_or(both);
     (side("clip_ratio_low"), side("clip_ratio_high"))
