@@ -12,7 +12,7 @@ const PROBABILITY_EPSILON: f64 = 1e-8;
 
 /// How far the policy may move at a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Divergence {
+pub enum DppoDivergence {
     /// π − π_old: total variation between token and not-token.
     Tv,
     /// KL of (π_old, 1 − π_old) from (π, 1 − π).
@@ -32,7 +32,7 @@ pub enum Divergence {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DppoLoss {
     /// What is bounded.
-    pub divergence: Divergence,
+    pub divergence: DppoDivergence,
     /// ε_low, in [0, 1].
     pub clip_low: f64,
     /// ε_high, at least 0.
@@ -45,7 +45,7 @@ impl DppoLoss {
     /// Total variation, ε = 0.15.
     pub fn tv() -> DppoLoss {
         DppoLoss {
-            divergence: Divergence::Tv,
+            divergence: DppoDivergence::Tv,
             clip_low: 0.15,
             clip_high: 0.15,
             ratio_cap: 20.0,
@@ -55,7 +55,7 @@ impl DppoLoss {
     /// Binary KL, ε = 0.05 nats.
     pub fn kl() -> DppoLoss {
         DppoLoss {
-            divergence: Divergence::Kl,
+            divergence: DppoDivergence::Kl,
             clip_low: 0.05,
             clip_high: 0.05,
             ratio_cap: 20.0,
@@ -71,14 +71,14 @@ impl DppoLoss {
     ) -> Tensor<1, Bool> {
         let (now, old) = (log_probs.clone().exp(), old_log_probs.clone().exp());
         let (rising, falling) = match self.divergence {
-            Divergence::Tv => {
+            DppoDivergence::Tv => {
                 let change = now - old;
                 (
                     change.clone().lower_equal_scalar(self.clip_high),
                     change.greater_equal_scalar(-self.clip_low),
                 )
             }
-            Divergence::Kl => {
+            DppoDivergence::Kl => {
                 let rest = |p: Tensor<1>| p.neg() + 1.0;
                 let guarded = |p: Tensor<1>| rest(p) + PROBABILITY_EPSILON;
                 let of_rest = (guarded(old.clone()) / guarded(now.clone())).log();
@@ -99,8 +99,8 @@ impl DppoLoss {
 impl TokenLoss for DppoLoss {
     fn name(&self) -> &'static str {
         match self.divergence {
-            Divergence::Tv => "dppo_tv_loss",
-            Divergence::Kl => "dppo_kl_loss",
+            DppoDivergence::Tv => "dppo_tv_loss",
+            DppoDivergence::Kl => "dppo_kl_loss",
         }
     }
 

@@ -51,7 +51,7 @@ mod vespo;
 pub use cispo::CispoLoss;
 pub use clip_cov::ClipCovLoss;
 pub use clipped_policy::ClippedPolicyLoss;
-pub use dppo::{Divergence, DppoLoss};
+pub use dppo::{DppoDivergence, DppoLoss};
 pub use dro::DroLoss;
 pub use entropy_bonus::EntropyBonus;
 pub use gmpo::GmpoLoss;
