@@ -17,6 +17,8 @@ mod cases;
 mod functions;
 #[path = "golden/offline.rs"]
 mod offline;
+#[path = "golden/policy.rs"]
+mod policy;
 #[path = "golden/preferences.rs"]
 mod preferences;
 #[path = "golden/readme.rs"]

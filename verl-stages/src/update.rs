@@ -344,17 +344,14 @@ impl UpdateStage {
                 .map(|values| values[positions.clone()].to_vec())
         };
         let first = mini.rows.get(positions.start).copied().unwrap_or(0);
+        let rows = mini.rows[positions.clone()].iter();
         let own = MiniBatch {
-            rows: mini.rows[positions.clone()]
-                .iter()
-                .map(|row| row - first)
-                .collect(),
             counts: mini.counts,
             old_log_probs: Some(now),
             advantages: of(&mini.advantages),
             ref_log_probs: of(&mini.ref_log_probs),
             rollout_weights: of(&mini.rollout_weights),
-            ..MiniBatch::default()
+            ..MiniBatch::new(rows.map(|row| row - first).collect())
         };
         let prepared = self.objective.prepare(&own)?;
         share(&(0..own.num_tokens()), packed, |micro| prepared.loss(micro))

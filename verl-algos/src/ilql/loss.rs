@@ -6,7 +6,7 @@ use super::batch::{IlqlBatch, IlqlMicroBatch};
 use super::terms::Live;
 use crate::aggregate::{Aggregation, token_weights};
 use crate::error::{AlgoError, check_setting};
-use crate::losses::{Metric, Partial};
+use crate::losses::{Metric, Partial, Share};
 use crate::tensor::at_least_f32;
 
 /// Q + V + `cql_scale` · CQL + `awac_scale` · AWAC, each a mean over the K actions whose states are alive.
@@ -133,8 +133,8 @@ impl PreparedIlql<'_> {
             let value = per_action.sum() * self.weight;
             metrics.push(Metric {
                 name,
-                sum: value.clone().detach(),
-                count: None,
+                number: value.clone().detach(),
+                share: Share::Sum,
             });
             // A term that is switched off cannot matter, even where it is infinite.
             if scale != 0.0 {
@@ -159,7 +159,7 @@ impl PreparedIlql<'_> {
 mod tests {
     use super::*;
     use crate::aggregate::Counts;
-    use crate::losses::MetricSum;
+    use crate::losses::{MetricSum, Share};
     use crate::ragged::Ragged;
     use crate::tensor::test::{constant, read};
 
@@ -184,8 +184,8 @@ mod tests {
         let mut terms = partial.read_metrics().unwrap();
         terms.push(MetricSum {
             name: "loss",
-            sum: read(partial.loss)[0],
-            count: None,
+            number: read(partial.loss)[0],
+            share: Share::Sum,
         });
         terms
     }

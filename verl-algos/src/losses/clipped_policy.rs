@@ -55,12 +55,11 @@ impl TokenLoss for ClippedPolicyLoss {
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
         let advantages = tokens.advantages(self.name())?;
         let d = log_ratio(tokens, self.name())?;
-        let clipped = clipped_surrogate(
-            d.clone().exp(),
-            advantages.clone(),
-            self.clip_low,
-            self.clip_high,
-        );
+        let ratio = d.clone().exp();
+        let bounded = ratio
+            .clone()
+            .clamp(1.0 - self.clip_low, 1.0 + self.clip_high);
+        let clipped = clipped_surrogate(ratio, bounded, advantages.clone());
         let mut loss = clipped.loss;
         let mut lower = loss.zeros_like();
         if let Some(c) = self.dual_clip {
@@ -110,15 +109,14 @@ pub(crate) struct Clipped {
     pub clipped: Tensor<1>,
 }
 
-/// max(−A r, −A clip(r, 1 − low, 1 + high)).
+/// max(−A r, −A r_bounded).
 pub(crate) fn clipped_surrogate(
     ratio: Tensor<1>,
+    bounded: Tensor<1>,
     advantages: Tensor<1>,
-    low: f64,
-    high: f64,
 ) -> Clipped {
-    let plain = (ratio.clone() * advantages.clone()).neg();
-    let bounded = (ratio.clamp(1.0 - low, 1.0 + high) * advantages).neg();
+    let plain = (ratio * advantages.clone()).neg();
+    let bounded = (bounded * advantages).neg();
     let larger = bounded.clone().greater(plain.clone());
     Clipped {
         clipped: plain.zeros_like().mask_fill(larger.clone(), 1.0),

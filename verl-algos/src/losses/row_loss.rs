@@ -2,7 +2,8 @@
 
 use burn::tensor::Tensor;
 
-use super::objective::{Metric, PreparedTokens};
+use super::metrics::{Metric, Share};
+use super::objective::PreparedTokens;
 use super::prepared_rows::PreparedRows;
 use super::units::Units;
 use crate::batch::MiniBatch;
@@ -112,14 +113,16 @@ impl<'a> PreparedRowTerm<'a> {
         let value = per_row.loss.sum() * self.weight;
         let mut metrics = vec![Metric {
             name: self.loss.name(),
-            sum: value.clone().detach(),
-            count: None,
+            number: value.clone().detach(),
+            share: Share::Sum,
         }];
         let reported = per_row.metrics.into_iter();
         metrics.extend(reported.map(|(name, values)| Metric {
             name,
-            count: Some(values.dims()[0]),
-            sum: values.detach().sum(),
+            share: Share::Mean {
+                count: values.dims()[0],
+            },
+            number: values.detach().sum(),
         }));
         Ok((value, metrics))
     }

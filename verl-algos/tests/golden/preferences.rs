@@ -7,7 +7,7 @@ use burn::tensor::{DType, Gradients, Int, Tensor, TensorData};
 use serde_json::Value;
 use verl_algos::log_probs::log_probs_from_logits;
 use verl_algos::losses::{
-    Cpo, CpoLoss, Divergence, Dpo, Kto, MetricSum, Objective, OrpoOdds, PreferenceLoss,
+    Cpo, CpoLoss, Dpo, FDivergence, Kto, MetricSum, Objective, OrpoOdds, PreferenceLoss,
     RewardModelLoss, RowLoss, kl_baseline, orpo,
 };
 use verl_algos::{Aggregation, AlgoError, Counts, CutUnit, MicroBatch, MiniBatch, Ragged, masked};
@@ -206,8 +206,8 @@ fn dpo(case: &Case, dtype: DType) -> Outcome {
 /// The loss of a case, or its mixture.
 fn dpo_objective(case: &Case) -> Result<Objective, AlgoError> {
     let divergence = match case.get("f_divergence") {
-        Some(_) => Divergence::parse(case.text("f_divergence"), case.number("alpha"))?,
-        None => Divergence::default(),
+        Some(_) => FDivergence::parse(case.text("f_divergence"), case.number("alpha"))?,
+        None => FDivergence::default(),
     };
     let dpo = Dpo {
         beta: beta(case),

@@ -5,7 +5,7 @@
 use burn::tensor::Tensor;
 use proptest::prelude::*;
 use verl_algos::losses::{
-    Divergence, Dpo, MetricSum, Objective, PREFERENCE_LOSSES, PreferenceLoss, RowLoss,
+    Dpo, FDivergence, MetricSum, Objective, PREFERENCE_LOSSES, PreferenceLoss, RowLoss,
 };
 use verl_algos::{Aggregation, Counts, CutUnit, MicroBatch, MiniBatch, Ragged};
 
@@ -125,16 +125,16 @@ fn losses() -> impl Iterator<Item = Box<dyn RowLoss>> {
             ..Dpo::default()
         },
         Dpo {
-            divergence: Divergence::ForwardKl,
+            divergence: FDivergence::ForwardKl,
             ..Dpo::new(PreferenceLoss::AOT_UNPAIRED)
         },
         Dpo {
-            divergence: Divergence::JensenShannon,
+            divergence: FDivergence::JensenShannon,
             beta,
             ..Dpo::new(PreferenceLoss::ApoDown)
         },
         Dpo {
-            divergence: Divergence::Alpha { alpha: 0.5 },
+            divergence: FDivergence::Alpha { alpha: 0.5 },
             beta,
             ..Dpo::new(PreferenceLoss::NcaPair)
         },

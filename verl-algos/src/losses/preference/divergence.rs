@@ -14,7 +14,7 @@ use crate::error::{AlgoError, check_setting};
 /// # Source
 /// Wang et al. 2023, arXiv:2309.16240.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub enum Divergence {
+pub enum FDivergence {
     /// Δ: plain DPO.
     #[default]
     ReverseKl,
@@ -29,7 +29,7 @@ pub enum Divergence {
     },
 }
 
-impl Divergence {
+impl FDivergence {
     /// The names of all divergences.
     pub const NAMES: &'static [&'static str] = &[
         "alpha_divergence",
@@ -42,25 +42,25 @@ impl Divergence {
     ///
     /// # Errors
     /// An unknown name; `alpha_divergence` without its `alpha`, or with one that is not finite.
-    pub fn parse(name: &str, alpha: Option<f64>) -> Result<Divergence, AlgoError> {
+    pub fn parse(name: &str, alpha: Option<f64>) -> Result<FDivergence, AlgoError> {
         match name {
-            "reverse_kl" => Ok(Divergence::ReverseKl),
-            "forward_kl" => Ok(Divergence::ForwardKl),
-            "js_divergence" => Ok(Divergence::JensenShannon),
+            "reverse_kl" => Ok(FDivergence::ReverseKl),
+            "forward_kl" => Ok(FDivergence::ForwardKl),
+            "js_divergence" => Ok(FDivergence::JensenShannon),
             "alpha_divergence" => {
                 let alpha = alpha.ok_or(AlgoError::MissingSetting {
                     algorithm: "alpha_divergence",
                     setting: "alpha",
                     reason: "1 is the reverse KL, 2 Pearson's χ², and what lies between is a choice",
                 })?;
-                let divergence = Divergence::Alpha { alpha };
+                let divergence = FDivergence::Alpha { alpha };
                 divergence.check()?;
                 Ok(divergence)
             }
             _ => Err(AlgoError::UnknownName {
                 what: "divergence",
                 name: name.to_owned(),
-                known: Divergence::NAMES.to_vec(),
+                known: FDivergence::NAMES.to_vec(),
             }),
         }
     }
@@ -71,7 +71,7 @@ impl Divergence {
     /// An α that is not finite.
     pub fn check(&self) -> Result<(), AlgoError> {
         match *self {
-            Divergence::Alpha { alpha } => {
+            FDivergence::Alpha { alpha } => {
                 check_setting("alpha", alpha, alpha.is_finite(), "it must be finite")
             }
             _ => Ok(()),
@@ -81,11 +81,11 @@ impl Divergence {
     /// f′ at e^Δ.
     pub(super) fn derivative(&self, delta: Tensor<1>) -> Tensor<1> {
         match *self {
-            Divergence::ReverseKl => delta,
-            Divergence::ForwardKl => -exp_m1(-delta),
-            Divergence::JensenShannon => log_sigmoid(delta) + std::f64::consts::LN_2,
-            Divergence::Alpha { alpha: 1.0 } => delta,
-            Divergence::Alpha { alpha } => exp_m1(delta * (alpha - 1.0)) / (alpha - 1.0),
+            FDivergence::ReverseKl => delta,
+            FDivergence::ForwardKl => -exp_m1(-delta),
+            FDivergence::JensenShannon => log_sigmoid(delta) + std::f64::consts::LN_2,
+            FDivergence::Alpha { alpha: 1.0 } => delta,
+            FDivergence::Alpha { alpha } => exp_m1(delta * (alpha - 1.0)) / (alpha - 1.0),
         }
     }
 }
@@ -97,7 +97,7 @@ mod tests {
 
     #[track_caller]
     fn check(name: &str, alpha: f64, value: f64, slope: f64) {
-        let divergence = Divergence::parse(name, Some(alpha)).unwrap();
+        let divergence = FDivergence::parse(name, Some(alpha)).unwrap();
         let (got, grad) = gradient(&[2f64.ln()], |d| divergence.derivative(d));
         assert!((got - value).abs() < 1e-12, "{name}: {got}");
         assert!((grad[0] - slope).abs() < 1e-12, "{name}: {grad:?}");
@@ -119,12 +119,12 @@ mod tests {
 
     #[test]
     fn refuses_what_is_not_known() {
-        assert!(Divergence::parse("alpha_divergence", None).is_err());
-        assert!(Divergence::parse("alpha_divergence", Some(f64::NAN)).is_err());
-        let error = Divergence::parse("kl", None).unwrap_err();
+        assert!(FDivergence::parse("alpha_divergence", None).is_err());
+        assert!(FDivergence::parse("alpha_divergence", Some(f64::NAN)).is_err());
+        let error = FDivergence::parse("kl", None).unwrap_err();
         assert!(error.to_string().contains("reverse_kl"), "{error}");
-        for name in Divergence::NAMES {
-            assert!(Divergence::parse(name, Some(0.5)).is_ok());
+        for name in FDivergence::NAMES {
+            assert!(FDivergence::parse(name, Some(0.5)).is_ok());
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Direct preference optimisation and its relatives.
 
 use super::pairwise::Pairs;
-use super::{Divergence, PreferenceLoss, check_beta, rewards};
+use super::{FDivergence, PreferenceLoss, check_beta, rewards};
 use crate::aggregate::Aggregation;
 use crate::batch::MiniBatch;
 use crate::cut::CutUnit;
@@ -42,7 +42,7 @@ pub struct Dpo {
     /// β, positive: how dear a departure from the reference is.
     pub beta: f64,
     /// What makes an implicit reward of a log-ratio.
-    pub divergence: Divergence,
+    pub divergence: FDivergence,
     /// LD-DPO: weight in [0, 1] of the tokens beyond the length of the pair's shorter answer (Liu et al. 2024,
     /// arXiv:2409.06411). With 1 or `None` all weigh the same.
     pub ld_alpha: Option<f64>,
@@ -63,7 +63,7 @@ impl Dpo {
         Dpo {
             loss,
             beta: 0.1,
-            divergence: Divergence::ReverseKl,
+            divergence: FDivergence::ReverseKl,
             ld_alpha: None,
             wpo: false,
         }
@@ -116,7 +116,7 @@ impl RowLoss for Dpo {
             return Err(self.conflict("wpo", "it is no loss of pairs"));
         }
         let is_plain = matches!(self.loss, PreferenceLoss::Aot { .. });
-        if is_plain && self.divergence != Divergence::ReverseKl {
+        if is_plain && self.divergence != FDivergence::ReverseKl {
             let reason = "it compares log-probs, not log-ratios; `dpo_aot_unpaired` can";
             return Err(self.conflict("divergence", reason));
         }
@@ -231,7 +231,7 @@ mod tests {
             [weights[0] * softplus(1.8), weights[1] * softplus(2.9)],
         );
         let forward = Dpo {
-            divergence: Divergence::ForwardKl,
+            divergence: FDivergence::ForwardKl,
             ..plain
         };
         let x = |w: f64, l: f64| -(-w).exp() + (-l).exp();
@@ -271,7 +271,7 @@ mod tests {
         }
         let aot = Dpo {
             loss: PreferenceLoss::AOT,
-            divergence: Divergence::ForwardKl,
+            divergence: FDivergence::ForwardKl,
             ..plain
         };
         refused(aot, "divergence");

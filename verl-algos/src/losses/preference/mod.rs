@@ -28,7 +28,7 @@ mod rewards;
 
 pub use chosen_nll::ChosenNll;
 pub use cpo::{Cpo, CpoLoss};
-pub use divergence::Divergence;
+pub use divergence::FDivergence;
 pub use dpo::Dpo;
 pub use kto::{Kto, KtoBaseline, kl_baseline, mismatched_rows};
 pub use orpo::{OrpoOdds, orpo};
