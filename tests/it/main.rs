@@ -1,5 +1,6 @@
 //! Whole runs through the façade: pipelines of files and of Rust, what they leave behind, and what they refuse.
 
+mod algorithms;
 mod bad_input;
 mod examples;
 mod kit;

@@ -109,6 +109,14 @@ pub const REWARDS: Key<Scalar<f32>> = Key::new(
 )
 .nullable()
 .finite();
+/// Score of a reference response to each prompt.
+pub const REWARD_BASELINES: Key<Scalar<f32>> = Key::new(
+    "reward_baselines",
+    "[B]",
+    "reward",
+    "score of a reference response to the prompt, such as the greedy one",
+)
+.finite();
 /// Rewards on tokens after shaping.
 pub const TOKEN_LEVEL_REWARDS: Key<Ragged<f32>> = Key::new(
     "token_level_rewards",

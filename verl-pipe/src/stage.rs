@@ -142,6 +142,10 @@ pub struct StageSpec {
     pub metrics: Vec<Metric>,
     /// What it does that a pipeline usually does once, as a phrase: the plan warns where two stages say the same.
     pub once: Vec<&'static str>,
+    /// What to do about a needed key (by name) that no stage writes, where more can be said than to write it.
+    pub remedies: BTreeMap<String, String>,
+    /// Settings that are possible and probably not meant: the plan warns.
+    pub doubts: Vec<ConfigError>,
 }
 
 /// What becomes of a row whose host-pool call failed.
@@ -220,6 +224,16 @@ impl StageSpec {
     /// Says that it does something that a pipeline usually does once, for example `a KL penalty to the reference`.
     pub fn once(mut self, what: &'static str) -> Self {
         self.once.push(what);
+        self
+    }
+    /// Says what to do where no stage writes the key `name`.
+    pub fn remedy(mut self, name: impl Into<String>, help: impl Into<String>) -> Self {
+        self.remedies.insert(name.into(), help.into());
+        self
+    }
+    /// Says that a setting is possible and probably not meant.
+    pub fn doubts(mut self, setting: ConfigError) -> Self {
+        self.doubts.push(setting);
         self
     }
     /// Adds metrics that it records.

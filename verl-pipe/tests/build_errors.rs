@@ -298,6 +298,38 @@ fn what_two_stages_do_that_one_should() {
 }
 
 #[test]
+fn what_a_stage_doubts() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let idle = StageSpec::new()
+        .reads(REWARDS)
+        .rows(RowRule::Sink)
+        .doubts(ConfigError::new(
+            "price",
+            "is 0, so that nothing is taken off",
+            "set it to a number above 0",
+        ));
+    let found = findings(&grpo().add_stage("idle", stage_fn(idle, emit)));
+    insta::assert_snapshot!("C008", printed(&found));
+}
+
+#[test]
+fn what_to_do_about_a_missing_key_is_told_by_its_reader() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let critic = StageSpec::new()
+        .reads(VALUES)
+        .rows(RowRule::Sink)
+        .remedy("values", "train a critic");
+    let pipe = grpo().add_stage("critic", stage_fn(critic, emit));
+    let pipe = pipe.reading("values", "worths");
+    let found = findings(&pipe);
+    assert_eq!(
+        (found[0].code, found[0].help.as_str()),
+        ("P002", "train a critic")
+    );
+    assert!(found[0].what.contains("`worths`"), "{}", found[0]);
+}
+
+#[test]
 fn devices_that_are_none() {
     let found = DeviceGroup::parse("cuda:3-1").expect_err("is refused");
     insta::assert_snapshot!("S010", printed(&[found]));

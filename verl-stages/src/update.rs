@@ -1,4 +1,4 @@
-//! Stage `update`: forward, loss, backward, optimiser steps, for any algorithm of [`algorithms`](crate::algorithms).
+//! Stage `update`: forward, loss, backward, optimiser steps, for any loss of [`losses`](crate::losses).
 //!
 //! The step's rows are cut into mini-batches of whole prompts, one optimiser step each, and those into micro-batches
 //! whose gradients add up. The objective sees each mini-batch whole before any of its micro-batches, and is weighted
@@ -9,58 +9,31 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{MetricSum, Objective};
+use verl_algos::losses::{LossInput, MetricSum};
 use verl_algos::{AlgoError, Counts, CutUnit, MicroBatch, MiniBatch};
 use verl_models::model::{PackedScores, PolicyModel, ScoreRow, StepReport};
 use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
 use verl_pipe::keys::{
-    ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, TARGETS, mask,
+    ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS, mask,
 };
+use verl_pipe::part::Part;
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageConfig,
+    Access, BuildContext, Cardinality, ConfigError, Metric, RowRule, Stage, StageConfig,
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::algorithms::{KL_PENALTY, Loss};
 use crate::generate::TOKENS;
 use crate::log_probs::scoring_temperature_fault;
+use crate::losses::{Grpo, KL_PENALTY, Loss, PolicyObjective};
 use crate::model::PolicyResource;
-
-macro_rules! metrics {
-    ($($ident:ident: $name:literal, $unit:literal, $meaning:literal;)*) => {
-        $(#[doc = $meaning] pub const $ident: Metric = Metric { name: $name, unit: $unit, meaning: $meaning, reduce: Reduce::Mean };)*
-        const ALL: &[Metric] = &[$($ident),*];
-    };
-}
+use crate::settings::metrics;
 
 metrics! {
     LOSS: "actor/loss", "", "loss of a mini-batch, all terms with their coefficients";
-    PG_LOSS: "actor/pg_loss", "", "policy term of the loss";
-    CLIPPED: "actor/pg_clipfrac", "share", "share of tokens whose ratio is clipped";
-    CLIPPED_LOWER: "actor/pg_clipfrac_lower", "share", "share of tokens where the dual clip acts";
-    PPO_KL: "actor/ppo_kl", "nats", "mean of old minus current log-probs over the updates of the step";
-    KL_LOSS: "actor/kl_loss", "nats", "KL term of the loss, aggregated, before its coefficient";
-    KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference";
-    ENTROPY_LOSS: "actor/entropy_loss", "nats", "entropy term of the loss, aggregated, before its coefficient";
-    ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update";
-    SFT_LOSS: "actor/sft_loss", "nats", "negative log-likelihood of the targets";
     GRAD_NORM: "actor/grad_norm", "", "global gradient norm before clipping";
     LEARNING_RATE: "actor/learning_rate", "", "learning rate of the optimiser step";
 }
-
-/// Names of the maths and the metrics they are reported under.
-const REPORTED: &[(&str, &Metric)] = &[
-    ("pg_loss", &PG_LOSS),
-    ("pg_clipfrac", &CLIPPED),
-    ("pg_clipfrac_lower", &CLIPPED_LOWER),
-    ("ppo_kl", &PPO_KL),
-    ("kl_loss", &KL_LOSS),
-    ("ref_kl", &KL),
-    ("entropy_loss", &ENTROPY_LOSS),
-    ("entropy", &ENTROPY),
-    ("sft_loss", &SFT_LOSS),
-];
 
 /// Settings of stage `update`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -69,7 +42,7 @@ pub struct Update {
     /// Model to train.
     pub model: String,
     /// What is minimised.
-    pub loss: Loss,
+    pub loss: Part<Loss>,
     /// Divides logits; must be the sampling temperature, 1 for supervised training.
     pub temperature: f64,
 }
@@ -78,7 +51,7 @@ impl Default for Update {
     fn default() -> Self {
         Update {
             model: "actor".to_owned(),
-            loss: Loss::default(),
+            loss: PolicyObjective::<Grpo>::default().into(),
             temperature: 1.0,
         }
     }
@@ -90,20 +63,15 @@ impl StageConfig for Update {
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
-        let objective = match self.loss.algorithm().objective() {
-            Ok(objective) => objective,
-            Err(errors) => {
-                faults.extend(errors);
-                return Err(faults);
-            }
-        };
-        if !faults.is_empty() {
+        let loss = self.loss.build("loss", context);
+        let loss = loss.map_err(|errors| faults.extend(errors));
+        let (Ok(loss), true) = (loss, faults.is_empty()) else {
             return Err(faults);
-        }
+        };
         let batch = &context.batch;
         Ok(Box::new(UpdateStage {
             config: self.clone(),
-            objective,
+            loss,
             mini_rows: batch.mini_rows.max(1),
             micro_rows: batch.micro_rows.max(1),
             epochs: batch.epochs.max(1),
@@ -116,7 +84,7 @@ impl StageConfig for Update {
 /// The running stage.
 struct UpdateStage {
     config: Update,
-    objective: Objective,
+    loss: Loss,
     mini_rows: usize,
     micro_rows: usize,
     epochs: usize,
@@ -213,7 +181,7 @@ impl UpdateStage {
     /// Rows of one micro-batch, as many as the cut unit of the objective allows.
     fn micro_rows(&self, mini: usize) -> usize {
         let whole_groups = |rows: usize| (rows / self.samples).max(1) * self.samples;
-        match self.objective.cut_unit() {
+        match self.loss.objective.cut_unit() {
             CutUnit::Row => self.micro_rows,
             CutUnit::Pair => (self.micro_rows / 2).max(1) * 2,
             CutUnit::Group => whole_groups(self.micro_rows),
@@ -233,11 +201,12 @@ impl UpdateStage {
         if mini.num_tokens() == 0 {
             return Ok(());
         }
-        let prepared = columns
-            .old
-            .map(|_| self.objective.prepare(&mini))
+        let whole = columns.old.is_some() || !self.loss.reads(LossInput::OldLogProbs);
+        let prepared = whole
+            .then(|| self.loss.objective.prepare(&mini))
             .transpose()
             .map_err(StageError::failed)?;
+        let entropies = self.loss.reads(LossInput::Entropies);
         let mut totals: Vec<MetricSum> = Vec::new();
         let mut total_loss = 0.0;
         let mut first_token = 0;
@@ -259,7 +228,7 @@ impl UpdateStage {
                     &columns.score_rows(part.clone()),
                     &|row, token| columns.is_action(part.start + row, token),
                     self.config.temperature,
-                    self.config.loss.algorithm().entropies(),
+                    entropies,
                     &mut |packed| {
                         let log_probs = packed.log_probs.clone();
                         let partial = match &prepared {
@@ -291,8 +260,10 @@ impl UpdateStage {
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
         for total in &totals {
-            if let Some((_, metric)) = REPORTED.iter().find(|(name, _)| *name == total.name) {
-                sink.record(metric, total.value(), 1.0);
+            let mut metrics = self.loss.metrics.iter();
+            match metrics.find(|(name, _)| *name == total.name) {
+                Some((_, metric)) => sink.record(metric, total.value(), 1.0),
+                None => sink.record_named(&format!("actor/{}", total.name), total.value(), 1.0),
             }
         }
         Ok(())
@@ -353,7 +324,7 @@ impl UpdateStage {
             rollout_weights: of(&mini.rollout_weights),
             ..MiniBatch::new(rows.map(|row| row - first).collect())
         };
-        let prepared = self.objective.prepare(&own)?;
+        let prepared = self.loss.objective.prepare(&own)?;
         share(&(0..own.num_tokens()), packed, |micro| prepared.loss(micro))
     }
 }
@@ -375,32 +346,49 @@ fn share(
 
 impl Stage for UpdateStage {
     fn spec(&self) -> StageSpec {
-        let algorithm = self.config.loss.algorithm();
-        let mut spec = StageSpec::new().reads(PROMPTS).reads(algorithm.tokens());
-        for field in algorithm.reads(&self.tag()) {
-            spec = spec.reads(field);
+        let policy = self.tag();
+        let reference = LogProbTag {
+            policy: None,
+            weights: Some(Weights::Frozen),
+            ..policy.clone()
+        };
+        let mut spec = StageSpec::new().reads(PROMPTS).reads(self.loss.tokens);
+        if self.loss.on_responses() {
+            spec = spec.reads(MASK_KINDS);
         }
-        for field in algorithm.reads_optional(&self.tag()) {
-            spec = spec.reads_optional(field);
+        if self.loss.reads(LossInput::Advantages) {
+            spec = spec.reads(ADVANTAGES);
         }
-        if algorithm.penalises_kl() {
+        if self.loss.reads(LossInput::RefLogProbs) {
+            spec = spec.reads(REF_LOG_PROBS.tagged(reference));
+        }
+        if self.loss.reads(LossInput::OldLogProbs) {
+            spec = spec.reads_optional(OLD_LOG_PROBS.tagged(policy.clone()));
+        }
+        if self.loss.on_responses() {
+            // The engine's own log-probs are read for their tag alone: responses that were sampled at another
+            // temperature are not those of the policy that is trained.
+            spec = spec.reads_optional(ROLLOUT_LOG_PROBS.tagged(policy));
+        }
+        if self.loss.penalises_kl {
             spec = spec.once(KL_PENALTY);
         }
+        let metrics: Vec<Metric> = self
+            .loss
+            .metrics
+            .iter()
+            .map(|(_, metric)| *metric)
+            .collect();
         spec.rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses(&self.config.model, Access::Update)
-            .metrics(ALL)
-            .metrics(&[TOKENS])
+            .metrics(&[LOSS, GRAD_NORM, LEARNING_RATE, TOKENS])
+            .metrics(&metrics)
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
-        let columns = Columns::new(&input, self.config.loss.algorithm().tokens())?;
-        let reads_old = !self
-            .config
-            .loss
-            .algorithm()
-            .reads_optional(&self.tag())
-            .is_empty();
+        let columns = Columns::new(&input, self.loss.tokens)?;
+        let reads_old = self.loss.reads(LossInput::OldLogProbs);
         let steps = self.epochs * input.num_rows().div_ceil(self.mini_rows);
         if reads_old && columns.old.is_none() && steps > 1 {
             return Err(StageError::failed(format!(
@@ -409,7 +397,7 @@ impl Stage for UpdateStage {
             )));
         }
         // Tokens that were sampled are counted where that was done.
-        if self.config.loss.algorithm().tokens().name() == TARGETS.name() {
+        if !self.loss.on_responses() {
             let rows = 0..input.num_rows();
             let tokens = rows.map(|row| columns.prompts.row_len(row) + columns.tokens.row_len(row));
             context.record(&TOKENS, (self.epochs * tokens.sum::<usize>()) as f64);

@@ -1,6 +1,6 @@
 //! Generalised advantage estimation.
 
-use super::{AdvantageEstimator, AdvantageInputs, Advantages, backward_scan};
+use super::{AdvantageEstimator, AdvantageInputs, Advantages, EstimatorInput, backward_scan};
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 use crate::masked;
@@ -48,11 +48,19 @@ impl AdvantageEstimator for Gae {
         }
     }
 
-    fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
+    fn inputs(&self) -> &'static [EstimatorInput] {
+        &[EstimatorInput::TokenLevelRewards, EstimatorInput::Values]
+    }
+
+    fn check(&self) -> Result<(), AlgoError> {
         let unit = |x: f64| (0.0..=1.0).contains(&x);
         let rule = "it must lie in [0, 1]";
         check_setting("gamma", self.gamma, unit(self.gamma), rule)?;
-        check_setting("gae_lambda", self.gae_lambda, unit(self.gae_lambda), rule)?;
+        check_setting("gae_lambda", self.gae_lambda, unit(self.gae_lambda), rule)
+    }
+
+    fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
+        self.check()?;
         let rewards = inputs.rewards(self.name())?;
         let values = inputs.packed(self.name(), "values", inputs.values)?;
         let rows = inputs.actions.packed_rows();

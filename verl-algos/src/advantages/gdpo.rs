@@ -1,7 +1,7 @@
 //! Several reward functions, each normalised on its own.
 
 use super::inputs::component_weights;
-use super::{AdvantageEstimator, AdvantageInputs, Advantages, grpo_advantages};
+use super::{AdvantageEstimator, AdvantageInputs, Advantages, EstimatorInput, grpo_advantages};
 use crate::cut::CutUnit;
 use crate::error::AlgoError;
 use crate::masked;
@@ -42,6 +42,10 @@ impl AdvantageEstimator for Gdpo {
 
     fn cut_unit(&self) -> CutUnit {
         CutUnit::MiniBatch
+    }
+
+    fn inputs(&self) -> &'static [EstimatorInput] {
+        &[EstimatorInput::Groups, EstimatorInput::RewardComponents]
     }
 
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {

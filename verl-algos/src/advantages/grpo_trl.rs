@@ -77,6 +77,10 @@ impl AdvantageEstimator for GrpoTrl {
         }
     }
 
+    fn smallest_group(&self) -> usize {
+        2
+    }
+
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
         inputs.of_rows(&self.row_advantages(inputs)?)
     }

@@ -14,6 +14,7 @@ mod grpo;
 mod grpo_passk;
 mod grpo_trl;
 mod inputs;
+mod needs;
 mod opo;
 mod otb;
 mod reinforce_plus_plus;
@@ -28,6 +29,7 @@ pub use grpo::{Grpo, grpo_advantages};
 pub use grpo_passk::GrpoPassK;
 pub use grpo_trl::{AdvantageScale, ComponentOrder, GrpoTrl};
 pub use inputs::{AdvantageInputs, GroupScores, backward_scan, group_rows, outcome_scores};
+pub use needs::EstimatorInput;
 pub use opo::Opo;
 pub use otb::{OptimalTokenBaseline, TokenTime};
 pub use reinforce_plus_plus::{ReinforcePlusPlus, ReinforcePlusPlusBaseline};
@@ -51,6 +53,24 @@ pub trait AdvantageEstimator: std::fmt::Debug + Send + Sync {
 
     /// What it must see whole.
     fn cut_unit(&self) -> CutUnit;
+
+    /// What it reads beside the mask of actions.
+    fn inputs(&self) -> &'static [EstimatorInput] {
+        &[EstimatorInput::Scores, EstimatorInput::Groups]
+    }
+
+    /// Fewest responses to a prompt of which it can say something.
+    fn smallest_group(&self) -> usize {
+        1
+    }
+
+    /// Refuses settings out of range.
+    ///
+    /// # Errors
+    /// The first setting that is wrong.
+    fn check(&self) -> Result<(), AlgoError> {
+        Ok(())
+    }
 
     /// Advantages of a batch that holds whole cut units.
     ///

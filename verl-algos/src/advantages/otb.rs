@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use super::{AdvantageEstimator, AdvantageInputs, Advantages, backward_scan, group_rows};
+use super::{
+    AdvantageEstimator, AdvantageInputs, Advantages, EstimatorInput, backward_scan, group_rows,
+};
 use crate::cut::CutUnit;
 use crate::error::AlgoError;
 use crate::ragged::Ragged;
@@ -70,6 +72,15 @@ impl AdvantageEstimator for OptimalTokenBaseline {
 
     fn cut_unit(&self) -> CutUnit {
         CutUnit::Group
+    }
+
+    fn inputs(&self) -> &'static [EstimatorInput] {
+        &[
+            EstimatorInput::Groups,
+            EstimatorInput::TokenLevelRewards,
+            EstimatorInput::OldLogProbs,
+            EstimatorInput::SumPiSquared,
+        ]
     }
 
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {

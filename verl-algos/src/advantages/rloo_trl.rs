@@ -1,7 +1,7 @@
 //! RLOO as TRL has it: the KL to the reference is part of the reward.
 
 use super::grpo_trl::{check_groups, standardized};
-use super::{AdvantageEstimator, AdvantageInputs, Advantages, GroupScores};
+use super::{AdvantageEstimator, AdvantageInputs, Advantages, EstimatorInput, GroupScores};
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 use crate::masked;
@@ -52,6 +52,20 @@ impl AdvantageEstimator for RlooTrl {
         } else {
             CutUnit::Group
         }
+    }
+
+    fn inputs(&self) -> &'static [EstimatorInput] {
+        let all = &[
+            EstimatorInput::Scores,
+            EstimatorInput::Groups,
+            EstimatorInput::OldLogProbs,
+            EstimatorInput::RefLogProbs,
+        ];
+        if self.beta == 0.0 { &all[..2] } else { all }
+    }
+
+    fn smallest_group(&self) -> usize {
+        2
     }
 
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {

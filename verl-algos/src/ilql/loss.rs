@@ -130,20 +130,21 @@ impl PreparedIlql<'_> {
         let mut loss: Option<Tensor<1>> = None;
         let mut metrics = live.means();
         for (name, scale, per_action) in terms {
+            // A term that is switched off cannot matter, even where it is infinite.
+            if scale == 0.0 {
+                continue;
+            }
             let value = per_action.sum() * self.weight;
             metrics.push(Metric {
                 name,
                 number: value.clone().detach(),
                 share: Share::Sum,
             });
-            // A term that is switched off cannot matter, even where it is infinite.
-            if scale != 0.0 {
-                let value = value * scale;
-                loss = Some(match loss {
-                    Some(sum) => sum + value,
-                    None => value,
-                });
-            }
+            let value = value * scale;
+            loss = Some(match loss {
+                Some(sum) => sum + value,
+                None => value,
+            });
         }
         Ok(Partial {
             loss: loss.ok_or(AlgoError::Missing {
@@ -257,7 +258,7 @@ mod tests {
         };
         let terms = terms(loss, &batch(), &micro);
         let total = terms.iter().find(|m| m.name == "loss").unwrap();
-        assert!(total.sum.is_finite());
+        assert!(total.number.is_finite());
     }
 
     #[test]

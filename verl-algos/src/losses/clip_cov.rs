@@ -2,7 +2,7 @@
 
 use super::clipped_policy::{check_clip, clipped_surrogate};
 use super::covariance::{check_share, covariances, selected_count};
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::batch::{MiniBatch, require};
 use crate::error::{AlgoError, check_setting};
 use crate::tensor::ones_where;
@@ -66,6 +66,15 @@ impl ClipCovLoss {
 impl TokenLoss for ClipCovLoss {
     fn name(&self) -> &'static str {
         "clip_cov_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[
+            LossInput::Advantages,
+            LossInput::OldLogProbs,
+            LossInput::CurrentLogProbs,
+            LossInput::Draws,
+        ]
     }
 
     fn check(&self) -> Result<(), AlgoError> {

@@ -47,7 +47,7 @@ impl TokenLoss for ClippedPolicyLoss {
     fn check(&self) -> Result<(), AlgoError> {
         check_clip(self.clip_low, self.clip_high)?;
         match self.dual_clip {
-            Some(c) => check_setting("clip_ratio_c", c, c > 1.0, "it must be above 1"),
+            Some(c) => check_setting("dual_clip", c, c > 1.0, "it must be above 1"),
             None => Ok(()),
         }
     }
@@ -84,10 +84,10 @@ impl TokenLoss for ClippedPolicyLoss {
 /// Refuses bounds of a ratio that are out of order.
 pub(crate) fn check_clip(low: f64, high: f64) -> Result<(), AlgoError> {
     let rule = "it must lie in [0, 1]";
-    check_setting("clip_ratio_low", low, (0.0..=1.0).contains(&low), rule)?;
+    check_setting("clip_low", low, (0.0..=1.0).contains(&low), rule)?;
     let sound = high >= 0.0 && high.is_finite();
     check_setting(
-        "clip_ratio_high",
+        "clip_high",
         high,
         sound,
         "it must be a finite number from 0",

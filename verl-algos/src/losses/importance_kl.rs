@@ -1,7 +1,7 @@
 //! The KL divergence from the reference, corrected for tokens that an older policy sampled.
 
 use super::clipped_policy::log_ratio;
-use super::{PerToken, PreparedTokens, RatioLevel, TokenLoss};
+use super::{LossInput, PerToken, PreparedTokens, RatioLevel, TokenLoss};
 use crate::error::AlgoError;
 use crate::kl::KlEstimator;
 
@@ -34,6 +34,10 @@ impl Default for ImportanceKlLoss {
 impl TokenLoss for ImportanceKlLoss {
     fn name(&self) -> &'static str {
         "kl_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::OldLogProbs, LossInput::RefLogProbs]
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {

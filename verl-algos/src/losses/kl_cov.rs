@@ -1,7 +1,7 @@
 //! KL-Cov: holding back the tokens that make the entropy collapse.
 
 use super::covariance::{check_share, covariances, selected_count};
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::batch::{MiniBatch, require};
 use crate::error::{AlgoError, check_setting};
 
@@ -36,6 +36,14 @@ impl Default for KlCovLoss {
 impl TokenLoss for KlCovLoss {
     fn name(&self) -> &'static str {
         "kl_cov_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[
+            LossInput::Advantages,
+            LossInput::OldLogProbs,
+            LossInput::CurrentLogProbs,
+        ]
     }
 
     fn check(&self) -> Result<(), AlgoError> {

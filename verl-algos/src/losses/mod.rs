@@ -40,6 +40,7 @@ mod importance_kl;
 mod kl_cov;
 mod kl_loss;
 mod metrics;
+mod needs;
 mod objective;
 mod off_policy_rows;
 mod preference;
@@ -73,6 +74,7 @@ pub use importance_kl::ImportanceKlLoss;
 pub use kl_cov::KlCovLoss;
 pub use kl_loss::KlLoss;
 pub use metrics::{Metric, MetricSum, Partial, Reduction, Share};
+pub use needs::LossInput;
 pub use objective::{Objective, PreparedObjective, PreparedTokens};
 pub use off_policy_rows::OffPolicyRows;
 pub use preference::{
@@ -107,6 +109,11 @@ pub trait TokenLoss: std::fmt::Debug + Send + Sync {
     /// What micro-batches must hold whole.
     fn cut_unit(&self) -> CutUnit {
         CutUnit::Row
+    }
+
+    /// What it reads beside the log-probs of the policy now; unless told otherwise what a loss on a ratio reads.
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::Advantages, LossInput::OldLogProbs]
     }
 
     /// Refuses settings out of range.

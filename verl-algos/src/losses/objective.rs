@@ -1,10 +1,12 @@
 //! Losses added up over the parts of a mini-batch.
 
+use std::collections::BTreeSet;
+
 use burn::tensor::{IndexingUpdateOp, Int, Tensor};
 
 use super::metrics::RowWeights;
 use super::row_loss::PreparedRowTerm;
-use super::{Metric, Partial, Reduction, RowLoss, Share, TokenFilter, TokenLoss};
+use super::{LossInput, Metric, Partial, Reduction, RowLoss, Share, TokenFilter, TokenLoss};
 use crate::aggregate::{Aggregation, token_weights};
 use crate::batch::{MicroBatch, MiniBatch, require};
 use crate::cut::CutUnit;
@@ -88,6 +90,17 @@ impl Objective {
     pub fn with_boxed_rows(mut self, coef: f64, loss: Box<dyn RowLoss>) -> Objective {
         self.row_terms.push((coef, loss));
         self
+    }
+
+    /// What its terms read, each once.
+    pub fn inputs(&self) -> Vec<LossInput> {
+        let of_terms = self.terms.iter().flat_map(|term| {
+            let filters = term.filters.iter().flat_map(|filter| filter.inputs());
+            term.loss.inputs().iter().chain(filters)
+        });
+        let of_rows = self.row_terms.iter().flat_map(|(_, loss)| loss.inputs());
+        let each = of_terms.chain(of_rows).copied();
+        BTreeSet::from_iter(each).into_iter().collect()
     }
 
     /// What micro-batches must hold whole: the largest that a term asks for.

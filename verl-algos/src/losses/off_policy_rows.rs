@@ -2,7 +2,7 @@
 
 use burn::tensor::{Bool, Tensor};
 
-use super::{PreparedTokens, TokenFilter};
+use super::{LossInput, PreparedTokens, TokenFilter};
 use crate::error::{AlgoError, check_setting};
 
 /// Keeps a token if A ≥ 0, or if its row's mean of ℓ_sampled − ℓ is at most the threshold.
@@ -27,6 +27,10 @@ impl Default for OffPolicyRows {
 impl TokenFilter for OffPolicyRows {
     fn name(&self) -> &'static str {
         "off_policy_rows"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::Advantages, LossInput::OldLogProbs]
     }
 
     fn check(&self) -> Result<(), AlgoError> {

@@ -1,6 +1,6 @@
 //! REINFORCE.
 
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
 /// −A ℓ sg(w), w the rollout weights, 1 where there are none.
@@ -18,6 +18,10 @@ pub struct ReinforceLoss;
 impl TokenLoss for ReinforceLoss {
     fn name(&self) -> &'static str {
         "reinforce_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::Advantages]
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {

@@ -2,6 +2,7 @@
 
 use burn::tensor::Tensor;
 
+use super::LossInput;
 use super::metrics::{Metric, Share};
 use super::objective::PreparedTokens;
 use super::prepared_rows::PreparedRows;
@@ -22,6 +23,9 @@ pub trait RowLoss: std::fmt::Debug + Send + Sync {
     fn cut_unit(&self) -> CutUnit {
         CutUnit::Pair
     }
+
+    /// What it reads beside the log-probs of the policy now.
+    fn inputs(&self) -> &'static [LossInput];
 
     /// Refuses settings out of range.
     ///
@@ -172,6 +176,10 @@ mod tests {
     impl RowLoss for Given {
         fn name(&self) -> &'static str {
             "given"
+        }
+
+        fn inputs(&self) -> &'static [LossInput] {
+            &[]
         }
 
         fn mean(&self) -> Mean {

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Bool, Tensor};
 
-use super::{OffPolicyRows, PreparedTokens, TopEntropyTokens};
+use super::{LossInput, OffPolicyRows, PreparedTokens, TopEntropyTokens};
 use crate::batch::MiniBatch;
 use crate::error::AlgoError;
 
@@ -12,6 +12,9 @@ use crate::error::AlgoError;
 pub trait TokenFilter: std::fmt::Debug + Send + Sync {
     /// Its name.
     fn name(&self) -> &'static str;
+
+    /// What it reads beside the log-probs of the policy now.
+    fn inputs(&self) -> &'static [LossInput];
 
     /// Refuses settings out of range.
     ///

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Bool, Tensor};
 
-use super::{PerToken, PreparedTokens, TokenFilter, TokenLoss};
+use super::{LossInput, PerToken, PreparedTokens, TokenFilter, TokenLoss};
 use crate::aggregate::Aggregation;
 use crate::batch::{MiniBatch, require};
 use crate::error::{AlgoError, check_setting};
@@ -30,6 +30,10 @@ impl Default for TopEntropyTokens {
 impl TokenFilter for TopEntropyTokens {
     fn name(&self) -> &'static str {
         "top_entropy_tokens"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::CurrentEntropies]
     }
 
     fn check(&self) -> Result<(), AlgoError> {
@@ -69,6 +73,10 @@ impl Default for TopEntropyBonus {
 impl TokenLoss for TopEntropyBonus {
     fn name(&self) -> &'static str {
         "top_entropy_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::Entropies, LossInput::CurrentEntropies]
     }
 
     fn check(&self) -> Result<(), AlgoError> {

@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::error::{AlgoError, check_setting};
 use crate::tensor::ones_where;
 
@@ -29,6 +29,10 @@ impl Default for ValueLoss {
 impl TokenLoss for ValueLoss {
     fn name(&self) -> &'static str {
         "vf_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::Values, LossInput::OldValues, LossInput::Returns]
     }
 
     fn check(&self) -> Result<(), AlgoError> {

@@ -1,7 +1,7 @@
 //! The policy losses of bypass mode.
 
 use crate::error::AlgoError;
-use crate::losses::{ClippedPolicyLoss, PerToken, PreparedTokens, TokenLoss};
+use crate::losses::{ClippedPolicyLoss, LossInput, PerToken, PreparedTokens, TokenLoss};
 
 /// What is minimised where the sampler's policy stands for the old one.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -37,6 +37,10 @@ struct Reinforce;
 impl TokenLoss for Reinforce {
     fn name(&self) -> &'static str {
         "pg_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::Advantages]
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {

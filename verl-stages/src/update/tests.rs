@@ -66,9 +66,10 @@ impl PolicyModel for OneWeight {
 /// Three optimiser steps: whether they succeed, and how often the weights were hashed.
 #[track_caller]
 fn check(moves: i32, grad_norm: f64, learning_rate: f64, expected: (bool, usize)) {
+    let config = Update::default();
     let mut stage = UpdateStage {
-        config: Update::default(),
-        objective: Loss::default().algorithm().objective().unwrap(),
+        loss: config.loss.build("loss", &BuildContext::default()).unwrap(),
+        config,
         mini_rows: 1,
         micro_rows: 1,
         epochs: 1,

@@ -1,5 +1,6 @@
 //! The likelihood of chosen answers.
 
+use crate::losses::LossInput;
 use burn::tensor::Tensor;
 
 use crate::error::AlgoError;
@@ -17,6 +18,10 @@ pub struct ChosenNll;
 impl RowLoss for ChosenNll {
     fn name(&self) -> &'static str {
         "chosen_nll"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[]
     }
 
     fn mean(&self) -> Mean {

@@ -1,5 +1,6 @@
 //! Contrastive preference optimisation, SimPO and AlphaPO: no reference policy.
 
+use crate::losses::LossInput;
 use burn::tensor::Tensor;
 
 use super::log_space::exp_m1;
@@ -118,6 +119,10 @@ impl RowLoss for Cpo {
             CpoLoss::Sigmoid => "cpo_sigmoid",
             CpoLoss::Simpo { .. } => "cpo_simpo",
         }
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[]
     }
 
     fn check(&self) -> Result<(), AlgoError> {

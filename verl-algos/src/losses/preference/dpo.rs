@@ -6,6 +6,7 @@ use crate::aggregate::Aggregation;
 use crate::batch::MiniBatch;
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
+use crate::losses::LossInput;
 use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
 
 /// A [`PreferenceLoss`] of each pair's log-ratios to the reference, a mean over pairs.
@@ -91,6 +92,10 @@ impl Dpo {
 impl RowLoss for Dpo {
     fn name(&self) -> &'static str {
         self.loss.reported_name()
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::RefLogProbs]
     }
 
     fn cut_unit(&self) -> CutUnit {

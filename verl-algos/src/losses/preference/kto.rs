@@ -1,5 +1,6 @@
 //! Kahneman–Tversky optimisation: single answers that are good or bad.
 
+use crate::losses::LossInput;
 use burn::tensor::Tensor;
 
 use super::check_beta;
@@ -85,6 +86,18 @@ impl RowLoss for Kto {
         match self.baseline {
             KtoBaseline::Kl => "kto",
             KtoBaseline::Zero => "apo_zero_unpaired",
+        }
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        let all = &[
+            LossInput::RefLogProbs,
+            LossInput::Desirable,
+            LossInput::KlBaseline,
+        ];
+        match self.baseline {
+            KtoBaseline::Kl => all,
+            KtoBaseline::Zero => &all[..2],
         }
     }
 

@@ -5,6 +5,7 @@ use super::{ChosenNll, check_beta, check_both_sides, rewards};
 use crate::aggregate::Aggregation;
 use crate::batch::MiniBatch;
 use crate::error::AlgoError;
+use crate::losses::LossInput;
 use crate::losses::{Objective, PerRow, PreparedRows, RowLoss};
 
 /// ORPO: the negative log-likelihood of chosen answers plus [`OrpoOdds`].
@@ -37,6 +38,10 @@ impl Default for OrpoOdds {
 impl RowLoss for OrpoOdds {
     fn name(&self) -> &'static str {
         "orpo_odds"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[]
     }
 
     fn check(&self) -> Result<(), AlgoError> {
