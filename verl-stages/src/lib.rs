@@ -21,6 +21,8 @@ pub mod model;
 pub mod prompts;
 pub mod reward;
 pub mod shuffle_rewards;
+#[cfg(test)]
+mod sink;
 pub mod update;
 
 use verl_pipe::registry::Registry;

@@ -3,6 +3,7 @@
 mod failures;
 mod fakes;
 mod guards;
+mod refill;
 mod state;
 mod streaming;
 mod trainer;
