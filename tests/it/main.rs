@@ -1,6 +1,7 @@
 //! Whole runs through the façade: pipelines of files and of Rust, what they leave behind, and what they refuse.
 
 mod bad_input;
+mod dapo;
 mod examples;
 mod kit;
 mod on_policy;

@@ -9,6 +9,7 @@
 //! | [`aggregate`] | losses of tokens into one number: Σ w_t E_t with weights known beforehand | plain |
 //! | [`losses`] | PPO clip, GSPO, CISPO, KL, entropy, SFT; partial sums over packed tokens | tensors `[N]` |
 //! | [`masked`] | sum, mean, variance, whitening | plain, packed |
+//! | [`rewards`] | shaping of rewards | plain |
 //!
 //! Nothing here sees padding. Ragged rows carry a mask of action tokens; packed arrays hold the action tokens only, row
 //! after row, with the row of each. What lies on an observation is never read, so that NaN there cannot matter.
@@ -24,6 +25,7 @@ pub mod log_probs;
 pub mod losses;
 pub mod masked;
 mod ragged;
+pub mod rewards;
 mod tensor;
 
 pub use aggregate::{Aggregation, Counts};

@@ -7,7 +7,9 @@ use verl_algos::kl::KlEstimator;
 use verl_algos::{CutUnit, Ragged as AlgoRagged};
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{LogProbTag, Support, Weights};
-use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, REWARDS, mask};
+use verl_pipe::keys::{
+    ADVANTAGES, GROUP_MEANS, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, REWARDS, mask,
+};
 use verl_pipe::stage::{
     BuildContext, Cardinality, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext,
     StageError, StageSpec,
@@ -179,6 +181,8 @@ impl Stage for AdvantagesStage {
         let mut spec = StageSpec::new()
             .reads(REWARDS)
             .reads(MASK_KINDS)
+            // For its rows alone: behind a filter of groups, those that were dropped have no advantages.
+            .reads_optional(GROUP_MEANS)
             .writes(ADVANTAGES)
             .cardinality(cardinality)
             .metrics(&[REWARD_MEAN, NO_SIGNAL, UNSCORED]);
