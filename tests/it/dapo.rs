@@ -75,9 +75,10 @@ fn a_model_that_never_answers_is_told_what_to_do() {
 
 /// [`GRPO`] with a filter that keeps three groups of a low mean, so that steps differ in their number of waves.
 fn filtered(place: &Place, more: &[&str]) -> DataPipe {
-    let filter = "[[stages]]\nkind = \"filter_groups\"\ngroups = 3\nmax_mean = 0.5\n\n[[stages]]\nkind = \"advantages\"";
+    let filter = "kind = \"filter_groups\"\ngroups = 3\nmax_mean = 0.5";
+    let advantages = "[[stages]]\nkind = \"advantages\"";
     let text = GRPO
-        .replace("[[stages]]\nkind = \"advantages\"", filter)
+        .replace(advantages, &format!("[[stages]]\n{filter}\n\n{advantages}"))
         .replace("micro_batch = 8", "micro_batch = 4");
     place
         .parse(&text, "run", more)

@@ -21,7 +21,8 @@ use crate::error::{AlgoError, check_setting};
 /// A buffer of 0 tokens or longer than L_max; a factor that is negative or not finite.
 ///
 /// # Source
-/// Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13, where a longer response cannot be; verl does not cap, OpenRLHF does.
+/// Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13, where a longer response cannot be; verl does not cap, OpenRLHF
+/// does.
 pub fn soft_overlong_penalty(
     length: usize,
     max_length: usize,

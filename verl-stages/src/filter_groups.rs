@@ -53,7 +53,7 @@ metrics! {
 pub struct FilterGroups {
     /// Key that groups are judged by: one number a response, such as the reward before it is shaped.
     pub key: String,
-    /// Groups that a step keeps (groups); `batch.prompts` when absent, but with somewhat fewer most steps need one wave.
+    /// Groups that a step keeps (groups); `batch.prompts` when absent. With fewer most steps need one wave only.
     pub groups: Option<usize>,
     /// Waves of `batch.prompts` prompts that a step draws at most; 1 drops groups and never refills (waves).
     pub max_waves: usize,

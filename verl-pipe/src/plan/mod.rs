@@ -18,8 +18,8 @@
 //!
 //! A step may draw its prompts in several waves: while a filter that states a [`Refill`](crate::stage::Refill) has kept
 //! too few groups, its source draws again. Tables between the two grow wave by wave, in order, and no slice of rows or
-//! groups reaches over the end of a wave. The filter's own table is one list of at most as many groups as it is to keep;
-//! stages that need the whole batch wait until no further wave comes.
+//! groups reaches over the end of a wave. The filter's own table is one list of at most as many groups as it is to
+//! keep; stages that need the whole batch wait until no further wave comes.
 //!
 //! # Dims
 //!

@@ -193,8 +193,8 @@ impl Trainer {
 
     /// Runs all steps that are left, saves models, and writes how it ended to `status.json`.
     ///
-    /// A run that is cancelled, or finds no signal, saves its models too; `status.json` tells that they are not those of
-    /// the target step.
+    /// A run that is cancelled, or finds no signal, saves its models too; `status.json` tells that they are not those
+    /// of the target step.
     ///
     /// # Errors
     /// What ended the run. `Ok` means that the target step was reached and all is saved.

@@ -79,7 +79,8 @@ fn silent_source(draft: &Draft<'_>, index: usize, tables: &Tables) -> Option<Dia
             .at(format!("{source} -> {filter}"))
             .because(format!("`{source}` does not declare that it draws other rows in each wave of a step"))
             .help(format!(
-                "let `{filter}` ask for one wave, or let `{source}` draw by `StageContext::wave` and declare `draws_waves`"
+                "let `{filter}` ask for one wave, or let `{source}` draw by `StageContext::wave` and declare \
+                 `draws_waves`"
             ))
     })
 }
@@ -115,11 +116,12 @@ fn barriers(draft: &Draft<'_>, index: usize) -> Vec<Diagnostic> {
         told(filter, format!("`{name}` and `{filter}` would wait for one another"))
             .at(format!("{name} -> {filter}"))
             .because(format!(
-                "`{name}` {waits}, which is whole once `{filter}` has kept enough, and `{filter}` needs what `{name}` writes"
+                "`{name}` {waits}, which is whole once `{filter}` has kept enough, and `{filter}` needs what \
+                 `{name}` writes"
             ))
             .help(format!(
-                "put `{name}` behind `{filter}`, let `{filter}` judge by keys that come without it, or let `{filter}` ask \
-                 for one wave"
+                "put `{name}` behind `{filter}`, let `{filter}` judge by keys that come without it, or let `{filter}` \
+                 ask for one wave"
             ))
     };
     waits.map(finding).collect()

@@ -4,6 +4,7 @@ mod failures;
 mod fakes;
 mod guards;
 mod refill;
+mod refill_failures;
 mod state;
 mod streaming;
 mod trainer;

@@ -9,7 +9,6 @@ use crate::batch::{Batch, RaggedColumn, RowId};
 use crate::field::{Key, Scalar};
 use crate::keys::{ADVANTAGES, GROUP_MEANS, PROMPTS, RESPONSES, REWARDS};
 use crate::pipe::{DataPipe, StageDecl};
-use crate::run::error::RunError;
 use crate::run::runner::{Run, RunOptions};
 use crate::stage::{Cardinality, OnShort, Refill, RowRule, StageContext, StageError, StageSpec};
 use crate::trace::tap::{Tap, TapPoint};
@@ -17,7 +16,7 @@ use crate::trace::tap::{Tap, TapPoint};
 const P: u64 = BATCH.prompts as u64;
 
 /// Six rows a wave, the highest first; a row of the data set comes in every wave of a step.
-fn draw(context: &mut StageContext<'_>) -> Result<(), StageError> {
+pub(super) fn draw(context: &mut StageContext<'_>) -> Result<(), StageError> {
     let wave = context.wave;
     let ids = (0..P).map(|i| RowId::prompt(0, context.step * P - 1 - i)?.in_wave(wave));
     let ids = ids.collect::<Result<Vec<_>, _>>()?;
@@ -27,7 +26,7 @@ fn draw(context: &mut StageContext<'_>) -> Result<(), StageError> {
     context.emit(prompts)
 }
 
-fn source_spec() -> StageSpec {
+pub(super) fn source_spec() -> StageSpec {
     StageSpec::new()
         .rows(RowRule::Source)
         .draws_waves()
@@ -53,7 +52,7 @@ fn generate() -> StageDecl {
     })
 }
 
-fn refill(groups: usize, waves: usize) -> Refill {
+pub(super) fn refill(groups: usize, waves: usize) -> Refill {
     Refill {
         groups,
         waves,
@@ -62,7 +61,7 @@ fn refill(groups: usize, waves: usize) -> Refill {
 }
 
 /// Keeps the groups for which `signal` holds.
-fn filter(
+pub(super) fn filter(
     refill: Refill,
     signal: impl Fn(u64, RowId) -> bool + Send + Sync + 'static,
 ) -> StageDecl {
@@ -107,7 +106,7 @@ fn advantages() -> StageDecl {
     })
 }
 
-fn refilling(filter: StageDecl, others: Vec<StageDecl>) -> DataPipe {
+pub(super) fn refilling(filter: StageDecl, others: Vec<StageDecl>) -> DataPipe {
     let mut stages = vec![source(), generate(), filter, advantages()];
     stages.extend(others);
     pipeline(stages)
@@ -118,7 +117,7 @@ type Call = (usize, Range<usize>, Vec<RowId>);
 
 /// Calls by stage.
 #[derive(Default)]
-struct Calls(Mutex<Vec<(String, Call)>>);
+pub(super) struct Calls(Mutex<Vec<(String, Call)>>);
 
 impl Tap for Calls {
     fn input(&self, point: TapPoint<'_>, batch: &Batch) {
@@ -141,7 +140,7 @@ impl Calls {
     }
 
     /// Wave and data row of each group that a stage saw, in order.
-    fn groups(&self, stage: &str) -> Vec<(u64, u64)> {
+    pub(super) fn groups(&self, stage: &str) -> Vec<(u64, u64)> {
         let mut groups: Vec<(u64, u64)> = Vec::new();
         for id in self.of(stage).into_iter().flat_map(|call| call.2) {
             let group = (id.wave(), id.row());
@@ -153,7 +152,7 @@ impl Calls {
     }
 }
 
-fn watched(pipe: &DataPipe) -> (Run, Arc<Calls>) {
+pub(super) fn watched(pipe: &DataPipe) -> (Run, Arc<Calls>) {
     let calls = Arc::new(Calls::default());
     let options = RunOptions {
         tap: calls.clone(),
@@ -164,7 +163,7 @@ fn watched(pipe: &DataPipe) -> (Run, Arc<Calls>) {
 
 /// Waves, groups that went on, and surplus of the next step.
 #[track_caller]
-fn counts(run: &mut Run) -> [f64; 3] {
+pub(super) fn counts(run: &mut Run) -> [f64; 3] {
     let metrics = run.step().unwrap().metrics;
     ["waves", "groups_kept", "groups_surplus"]
         .map(|name| metrics.get(&format!("filter/{name}")).unwrap())
@@ -390,61 +389,6 @@ fn a_filter_before_the_filter_may_drop_a_whole_wave() {
 }
 
 #[test]
-fn too_few_groups_end_the_run_before_the_update() {
-    let signal = |step, id: RowId| step == 1 || (id.wave() == 1 && id.row().is_multiple_of(5));
-    let mut run = start_with(&refilling(filter(refill(4, 3), signal), vec![]), options());
-    run.step().unwrap();
-    let before = weights(&mut run);
-    let error = run.step().unwrap_err();
-    assert_eq!(error.code(), "R016");
-    insta::assert_snapshot!("no_signal", error.to_string());
-    assert!(matches!(
-        error,
-        RunError::NoSignal {
-            step: 2,
-            kept: 1,
-            judged: 18,
-            waves: 3,
-            wanted: 4,
-            ..
-        }
-    ));
-    assert_eq!(weights(&mut run), before);
-    assert_eq!(run.steps_done(), 1);
-    // The run can be asked again.
-    assert!(run.step_at(1).is_ok());
-}
-
-#[test]
-fn a_step_may_go_on_with_fewer_groups_but_not_with_none() {
-    let config = Refill {
-        on_short: OnShort::Continue,
-        ..refill(4, 2)
-    };
-    let signal = |step, id: RowId| step == 1 && id.row() == 3;
-    let pipe = refilling(filter(config, signal), vec![]);
-    let (mut run, calls) = watched(&pipe);
-    assert_eq!(counts(&mut run), [2.0, 2.0, 0.0]);
-    assert_eq!(calls.groups("update"), [(0, 3), (1, 3)]);
-    let error = run.step().unwrap_err();
-    let text = error.to_string();
-    assert!(text.contains("0 of 12 groups in 2 waves"), "{text}");
-}
-
-#[test]
-fn one_wave_needs_nothing_of_the_source() {
-    let plain = super::fakes::source();
-    let pipe = |groups| {
-        let filter = filter(refill(groups, 1), |_, id| id.row().is_multiple_of(2));
-        refilling(filter, vec![plain.clone(), super::fakes::generate()])
-    };
-    let mut run = start_with(&pipe(2), options());
-    assert_eq!(counts(&mut run), [1.0, 2.0, 1.0]);
-    let error = start_with(&pipe(4), options()).step().unwrap_err();
-    assert_eq!(error.code(), "R016");
-}
-
-#[test]
 fn a_restored_step_with_waves_repeats_bit_by_bit() {
     let recorder = Arc::new(Recorder::default());
     let filter = filter(refill(4, 3), |step, id| {
@@ -469,107 +413,4 @@ fn a_restored_step_with_waves_repeats_bit_by_bit() {
     run.restore(&snapshot).unwrap();
     assert_eq!(repeat(&mut run), first);
     assert_eq!(repeat(&mut run), second);
-}
-
-#[test]
-fn a_hung_reward_in_the_second_wave_costs_its_row() {
-    let release = Arc::new(Count::default());
-    let held = release.clone();
-    let spec = reward_spec().deadline(Duration::from_millis(80));
-    let reward = stage("reward", spec, move |input, context| {
-        let id = input.ids()[0];
-        if (id.wave(), id.row(), id.sample_index()) == (1, 2, 1) {
-            let _ = held.reaches(1);
-        }
-        score(input, context)
-    });
-    let nulls = Arc::new(Count::default());
-    let seen = nulls.clone();
-    let spec = StageSpec::new()
-        .reads(REWARDS)
-        .reads(GROUP_MEANS)
-        .rows(RowRule::Sink);
-    let counts_nulls = stage("counts_nulls", spec, move |input, _| {
-        for (id, reward) in input.ids().iter().zip(input.get(&REWARDS)?.rows()) {
-            if reward.is_none() {
-                assert_eq!((id.wave(), id.row(), id.sample_index()), (1, 2, 1));
-                seen.add();
-            }
-        }
-        Ok(())
-    });
-    let filter = filter(refill(3, 2), |_, id| id.row() % 3 == 2);
-    let pipe = refilling(filter, vec![reward, counts_nulls]);
-    let mut run = start_with(&pipe, options());
-    let metrics = run.step().unwrap().metrics;
-    assert_eq!(metrics.get("reward/row_errors"), Some(1.0));
-    assert_eq!(metrics.get("filter/groups_kept"), Some(3.0));
-    // Kept: rows 5 and 2 of wave 0, row 5 of wave 1; row 2 of wave 1 is surplus.
-    assert_eq!(metrics.get("filter/groups_surplus"), Some(1.0));
-    assert_eq!(nulls.get(), 0);
-    release.add();
-}
-
-#[test]
-fn a_null_of_the_second_wave_reaches_the_stages_behind() {
-    let reward = stage("reward", reward_spec(), |input, context| {
-        let lost = |id: &RowId| id.wave() == 1 && id.sample_index() == 1;
-        if input.ids().iter().any(lost) {
-            return Err(StageError::failed("no answer"));
-        }
-        score(input, context)
-    });
-    let nulls = Arc::new(Count::default());
-    let seen = nulls.clone();
-    let spec = StageSpec::new()
-        .reads(REWARDS)
-        .reads(GROUP_MEANS)
-        .rows(RowRule::Sink);
-    let count = stage("count", spec, move |input, _| {
-        let rewards = input.get(&REWARDS)?;
-        (0..rewards.len())
-            .filter(|row| rewards.row(*row).is_none())
-            .for_each(|_| seen.add());
-        Ok(())
-    });
-    let filter = filter(refill(3, 2), |_, id| id.row() % 3 == 2);
-    let mut run = start_with(&refilling(filter, vec![reward, count]), options());
-    let metrics = run.step().unwrap().metrics;
-    // One response of each of the six groups of wave 1, of which one group goes on.
-    assert_eq!(metrics.get("reward/row_errors"), Some(6.0));
-    assert_eq!(nulls.get(), 1);
-}
-
-#[test]
-fn a_source_that_repeats_its_rows_or_miscounts_a_wave_is_told() {
-    let told = |source: StageDecl| {
-        let filter = filter(refill(4, 3), |_, _| false);
-        let mut run = start_with(&refilling(filter, vec![source]), options());
-        run.step().unwrap_err().to_string()
-    };
-    let again = stage("prompts", source_spec(), |_, context| {
-        context.wave = 0;
-        draw(context)
-    });
-    let text = told(again);
-    assert!(
-        text.contains("`prompts` emitted sample 0.5#0 twice"),
-        "{text}"
-    );
-    let more = stage("prompts", source_spec(), |_, context| {
-        if context.wave == 1 {
-            let mut extra = Batch::with_rows(&[RowId::prompt(0, 99)?.in_wave(1)?]);
-            extra.put(&PROMPTS, RaggedColumn::from_rows([[1u32]]))?;
-            context.emit(extra)?;
-        }
-        draw(context)
-    });
-    let text = told(more);
-    assert!(text.contains("6 rows a wave"), "{text}");
-    let fewer = stage("prompts", source_spec(), |_, context| match context.wave {
-        0 => draw(context),
-        _ => Ok(()),
-    });
-    let text = told(fewer);
-    assert!(text.contains("6 rows short of 6"), "{text}");
 }
