@@ -101,6 +101,7 @@ impl Loop {
             let mut sink = Gather::default();
             let mut context = StageContext {
                 stage: name,
+                wave: 0,
                 step,
                 steps,
                 seed: self.seed,

@@ -72,11 +72,13 @@ pub mod prelude {
     pub use verl_stages::data::addition::{Addition, Split};
     pub use verl_stages::estimators::{self, Estimator};
     pub use verl_stages::evaluate::Evaluate;
+    pub use verl_stages::filter_groups::FilterGroups;
     pub use verl_stages::generate::Generate;
     pub use verl_stages::log_probs::{LogProbs, Role};
     pub use verl_stages::losses::{self, Loss, PolicyLoss, PolicyObjective};
     pub use verl_stages::model::{CausalLm, Init, PolicyResource, policy_model};
     pub use verl_stages::prompts::Prompts;
     pub use verl_stages::reward::rule::{Reward, RuleKind};
+    pub use verl_stages::shape_overlong::ShapeOverlong;
     pub use verl_stages::update::Update;
 }

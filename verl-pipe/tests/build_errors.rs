@@ -183,6 +183,47 @@ fn stages_without_rows() {
 }
 
 #[test]
+fn filters_that_cannot_refill() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let refill = Refill {
+        groups: 0,
+        waves: 2,
+        on_short: OnShort::Error,
+    };
+    let rowwise = StageSpec::new()
+        .reads(REWARDS)
+        .writes(RETURNS.field().shaped("[B]"))
+        .rows(RowRule::Filter)
+        .refill(refill);
+    let nothing = rowwise
+        .clone()
+        .writes(VALUES.field().shaped("[B]"))
+        .cardinality(Cardinality::Group);
+    let mut nothing = nothing;
+    nothing.writes.remove(0);
+    let train = StageSpec::new()
+        .reads(REWARDS)
+        .writes(REWARDS.field().renamed("trained_rewards"))
+        .uses("actor", Access::Update);
+    let silent = StageSpec::new()
+        .rows(RowRule::Source)
+        .writes(PROMPTS)
+        .writes(ANSWERS);
+    let mut pipe = grpo()
+        .add_stage("train", stage_fn(train, emit))
+        .add_stage("filter_groups", FilterGroups::default())
+        .reading("rewards", "trained_rewards")
+        .add_stage("rowwise", stage_fn(rowwise, emit))
+        .add_stage("nothing", stage_fn(nothing, emit));
+    pipe.stages[0] = stage_fn(silent, emit).named("prompts").declare();
+    let found: Vec<Diagnostic> = findings(&pipe)
+        .into_iter()
+        .filter(|finding| finding.code == "P021")
+        .collect();
+    insta::assert_snapshot!("P021_others", printed(&found));
+}
+
+#[test]
 fn rows_that_never_meet() {
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let other = StageSpec::new()

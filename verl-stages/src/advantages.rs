@@ -8,8 +8,8 @@ use verl_algos::{CutUnit, Ragged as AlgoRagged};
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{LogProbTag, Support, Weights};
 use verl_pipe::keys::{
-    ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, RETURNS, REWARD_BASELINES, REWARDS,
-    VALUES, mask,
+    ADVANTAGES, GROUP_MEANS, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, RETURNS, REWARD_BASELINES,
+    REWARDS, VALUES, mask,
 };
 use verl_pipe::part::Part;
 use verl_pipe::stage::{
@@ -238,6 +238,8 @@ impl Stage for AdvantagesStage {
         let mut spec = StageSpec::new()
             .reads(REWARDS)
             .reads(MASK_KINDS)
+            // For its rows alone: behind a filter of groups, those that were dropped have no advantages.
+            .reads_optional(GROUP_MEANS)
             .writes(ADVANTAGES)
             .cardinality(cardinality)
             .metrics(&[REWARD_MEAN, UNSCORED]);

@@ -5,6 +5,8 @@
 //! | [`prompts`] | rows of a data set | prompt tokens, answers |
 //! | [`generate`] | prompts | responses with log-probs |
 //! | [`reward`] | responses, answers | rewards |
+//! | [`shape_overlong`] | rewards, responses | rewards less a penalty for length |
+//! | [`filter_groups`] | rewards | the rows of groups with a signal; has further prompts drawn |
 //! | [`shuffle_rewards`] | rewards | the same in another order, for control runs |
 //! | [`log_probs`] | prompts, responses | log-probs of policy or reference |
 //! | [`advantages`] | rewards | advantages, by one of the [`estimators`] |
@@ -15,6 +17,7 @@ pub mod advantages;
 pub mod data;
 pub mod estimators;
 pub mod evaluate;
+pub mod filter_groups;
 pub mod generate;
 pub mod log_probs;
 pub mod losses;
@@ -22,7 +25,10 @@ pub mod model;
 pub mod prompts;
 pub mod reward;
 mod settings;
+pub mod shape_overlong;
 pub mod shuffle_rewards;
+#[cfg(test)]
+mod sink;
 pub mod update;
 
 use verl_pipe::registry::Registry;
@@ -58,10 +64,12 @@ built_ins! {
     stages:
         advantages::Advantages,
         evaluate::Evaluate,
+        filter_groups::FilterGroups,
         generate::Generate,
         log_probs::LogProbs,
         prompts::Prompts,
         reward::rule::Reward,
+        shape_overlong::ShapeOverlong,
         shuffle_rewards::ShuffleRewards,
         update::Update;
     policy_losses:

@@ -15,7 +15,8 @@ use verl_models::model::{PackedScores, PolicyModel, ScoreRow, StepReport};
 use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
 use verl_pipe::keys::{
-    ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS, mask,
+    ADVANTAGES, FINISH_REASONS, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS,
+    ROLLOUT_LOG_PROBS, finish, mask,
 };
 use verl_pipe::part::Part;
 use verl_pipe::stage::{
@@ -45,6 +46,9 @@ pub struct Update {
     pub loss: Part<Loss>,
     /// Divides logits; must be the sampling temperature, 1 for supervised training.
     pub temperature: f64,
+    /// Leaves the tokens of responses that reached the token limit out of the loss and its counts (overlong filtering);
+    /// their rewards count in their groups as before. Only for losses on responses.
+    pub mask_truncated: bool,
 }
 
 impl Default for Update {
@@ -53,6 +57,7 @@ impl Default for Update {
             model: "actor".to_owned(),
             loss: PolicyObjective::<Grpo>::default().into(),
             temperature: 1.0,
+            mask_truncated: false,
         }
     }
 }
@@ -98,6 +103,8 @@ struct Columns<'a> {
     prompts: RaggedView<'a, u32>,
     tokens: RaggedView<'a, u32>,
     kinds: Option<RaggedView<'a, u8>>,
+    /// Rows that no token is trained on; empty: none.
+    left_out: Vec<bool>,
     old: Option<RaggedView<'a, f32>>,
     reference: Option<RaggedView<'a, f32>>,
     advantages: Option<RaggedView<'a, f32>>,
@@ -114,6 +121,13 @@ impl<'a> Columns<'a> {
                 .has(MASK_KINDS.name())
                 .then(|| input.get(&MASK_KINDS))
                 .transpose()?,
+            left_out: if input.has(FINISH_REASONS.name()) {
+                let reasons = input.get(&FINISH_REASONS)?;
+                let reasons = reasons.values().iter();
+                reasons.map(|reason| *reason == finish::LENGTH).collect()
+            } else {
+                Vec::new()
+            },
             old: optional(&OLD_LOG_PROBS)?,
             reference: optional(&REF_LOG_PROBS)?,
             advantages: optional(&ADVANTAGES)?,
@@ -121,8 +135,10 @@ impl<'a> Columns<'a> {
     }
 
     fn is_action(&self, row: usize, token: usize) -> bool {
-        self.kinds
-            .is_none_or(|kinds| kinds.row(row)[token] == mask::ACTION)
+        !self.left_out.get(row).is_some_and(|left_out| *left_out)
+            && self
+                .kinds
+                .is_none_or(|kinds| kinds.row(row)[token] == mask::ACTION)
     }
 
     /// Actions of a column in `rows`, one after the other.
@@ -358,6 +374,9 @@ impl Stage for UpdateStage {
         }
         if self.loss.reads(LossInput::Advantages) {
             spec = spec.reads(ADVANTAGES);
+        }
+        if self.config.mask_truncated {
+            spec = spec.reads(FINISH_REASONS);
         }
         if self.loss.reads(LossInput::RefLogProbs) {
             spec = spec.reads(REF_LOG_PROBS.tagged(reference));

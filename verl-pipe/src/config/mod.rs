@@ -34,9 +34,9 @@ use crate::config::overrides::Folders;
 use crate::config::source::Source;
 use crate::diagnostic::{Diagnostic, nearest, quoted, suggest};
 use crate::pipe::{DataDecl, DataPipe, ModelDecl, RunConfig, StageDecl};
+use crate::plan::build::prepare;
 use crate::plan::checks::batch_sizes;
 use crate::registry::Registry;
-use crate::schedule::batching::BatchPlan;
 
 /// Sections of a pipeline file.
 pub(crate) const SECTIONS: [&str; 7] = [
@@ -134,7 +134,7 @@ fn parse<S: AsRef<str>>(
         return Ok(pipe);
     }
     // What else can be told although the pipeline is incomplete.
-    let (_, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices);
+    let (_, violations, _) = prepare(&pipe);
     findings.extend(violations.iter().map(batch_sizes::finding));
     Err(findings)
 }

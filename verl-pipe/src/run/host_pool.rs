@@ -57,6 +57,8 @@ pub(crate) struct HostJob {
     pub name: Arc<str>,
     pub stage: Box<dyn Stage>,
     pub units: Vec<Batch>,
+    /// Wave of a source's call, else 0.
+    pub wave: u64,
     /// Rows go to the runner at once instead of when the unit has succeeded.
     pub stream: bool,
     pub env: Arc<CallEnv>,
@@ -155,6 +157,7 @@ fn work(job: HostJob, events: &Sender<Event>) -> bool {
         name,
         mut stage,
         units,
+        wave,
         stream,
         env,
         cell,
@@ -175,7 +178,8 @@ fn work(job: HostJob, events: &Sender<Event>) -> bool {
         } else {
             Out::Hold(&mut batches)
         };
-        let (report, result) = call_stage(stage.as_mut(), &name, unit, &env, &mut models, out);
+        let (report, result) =
+            call_stage(stage.as_mut(), &name, unit, wave, &env, &mut models, out);
         let mut progress = cell.lock();
         if progress.abandoned {
             return false;

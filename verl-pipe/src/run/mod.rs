@@ -24,6 +24,7 @@ mod state;
 mod step;
 mod table;
 pub mod trainer;
+mod waves;
 mod worker;
 
 #[cfg(test)]

@@ -26,6 +26,8 @@ pub(crate) struct DeviceCall {
     pub call: u64,
     pub stage: usize,
     pub input: Batch,
+    /// Wave of a source's call, else 0.
+    pub wave: u64,
     pub env: Arc<CallEnv>,
 }
 
@@ -197,6 +199,7 @@ fn serve(
                 call,
                 stage,
                 input,
+                wave,
                 env,
             }) => {
                 let WorkerState { models, stages } = &mut state;
@@ -205,7 +208,8 @@ fn serve(
                 };
                 let name = &schedule.plan.stages[stage].name;
                 let out = Out::Stream { call, events };
-                let (report, result) = call_stage(object.as_mut(), name, input, &env, models, out);
+                let (report, result) =
+                    call_stage(object.as_mut(), name, input, wave, &env, models, out);
                 if events
                     .send(Event::Done {
                         call,

@@ -61,6 +61,7 @@ fn context() -> BuildContext {
 fn run(stage: &mut dyn Stage) -> (Batch, Kept) {
     let mut sink = Kept::default();
     let mut context = StageContext {
+        wave: 0,
         stage: "advantages",
         step: 1,
         steps: 1,
