@@ -11,10 +11,17 @@
 //! | [`log_probs`] | prompts, responses | log-probs of policy or reference |
 //! | [`advantages`] | rewards | advantages, by one of the [`estimators`] |
 //! | [`update`] | all of it | nothing: it moves the weights against one of the [`losses`] |
+//! | [`episodes`] | rows of a log | prompts, responses, rewards |
+//! | [`update_ilql`] | responses, rewards | nothing: it moves a policy and its value heads |
+//! | [`teacher_top`] | prompts, responses | the tokens that a teacher finds most probable |
+//! | [`teacher_advantages`] | log-probs of student and teacher | advantages |
+//! | [`distill`] | responses, a teacher's tokens | nothing: it moves the weights towards the teacher |
 //! | [`evaluate`] | held-out rows | metrics and samples, between steps |
 
 pub mod advantages;
 pub mod data;
+pub mod distill;
+pub mod episodes;
 pub mod estimators;
 pub mod evaluate;
 pub mod filter_groups;
@@ -29,7 +36,11 @@ pub mod shape_overlong;
 pub mod shuffle_rewards;
 #[cfg(test)]
 mod sink;
+pub mod teacher_advantages;
+pub mod teacher_top;
+mod training;
 pub mod update;
+pub mod update_ilql;
 
 use verl_pipe::registry::Registry;
 
@@ -63,6 +74,8 @@ macro_rules! built_ins {
 built_ins! {
     stages:
         advantages::Advantages,
+        distill::Distill,
+        episodes::Episodes,
         evaluate::Evaluate,
         filter_groups::FilterGroups,
         generate::Generate,
@@ -71,7 +84,10 @@ built_ins! {
         reward::rule::Reward,
         shape_overlong::ShapeOverlong,
         shuffle_rewards::ShuffleRewards,
-        update::Update;
+        teacher_advantages::TeacherAdvantages,
+        teacher_top::TeacherTop,
+        update::Update,
+        update_ilql::UpdateIlql;
     policy_losses:
         losses::Cispo,
         losses::Gpg,
@@ -91,9 +107,11 @@ built_ins! {
         estimators::ReMax,
         estimators::Rloo;
     models:
-        model::CausalLm;
+        model::CausalLm,
+        model::IlqlLm;
     data:
         data::addition::Addition,
+        data::addition_episodes::AdditionEpisodes,
         data::jsonl::Jsonl,
         data::parquet::Parquet;
     files:
