@@ -184,7 +184,7 @@ mod tests {
         // A list of one token, the sampled one, is what `accumulate` trains on.
         let sequences = sequences(&[(3, 4), (2, 5)], VOCAB as u32);
         let rows = rows(&sequences);
-        let select = |row: usize, token: usize| (row + token) % 2 == 0;
+        let select = |row: usize, token: usize| (row + token).is_multiple_of(2);
         let config = Some(OptimizerConfig::default());
         let (mut one, mut other) = (policy(config.clone()), policy(config));
         let first = one

@@ -63,7 +63,7 @@ pub fn top_log_probs(
     temperature: f64,
     chunk: usize,
 ) -> (Tensor<2, Int>, Tensor<2>) {
-    let n = hidden.dims()[0];
+    let [n, d] = hidden.dims();
     assert!(n > 0, "no token to score");
     let wide = match hidden.dtype() {
         DType::F64 => DType::F64,
@@ -71,7 +71,8 @@ pub fn top_log_probs(
     };
     let columns = head.transpose();
     let parts = (0..n).step_by(chunk.max(1)).map(|start| {
-        let rows = hidden.clone().slice([start..n.min(start + chunk.max(1))]);
+        let end = n.min(start + chunk.max(1));
+        let rows = hidden.clone().slice([start..end, 0..d]);
         let logits = rows
             .matmul(columns.clone())
             .cast(wide)
