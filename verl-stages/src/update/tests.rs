@@ -1,6 +1,6 @@
 use std::path::Path;
 
-use verl_models::model::{ModelError, Scores};
+use verl_models::model::{Extras, ModelError, Scores};
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 use verl_pipe::batch::{RaggedColumn, RowId};
@@ -25,7 +25,7 @@ impl PolicyModel for OneWeight {
     ) -> Result<(), RolloutError> {
         Ok(())
     }
-    fn score(&self, _: &[ScoreRow<'_>], _: f64, _: bool) -> Result<Vec<Scores>, ModelError> {
+    fn score(&self, _: &[ScoreRow<'_>], _: f64, _: Extras) -> Result<Vec<Scores>, ModelError> {
         Ok(Vec::new())
     }
     fn accumulate(
