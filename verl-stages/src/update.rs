@@ -368,7 +368,6 @@ impl UpdateStage {
             ref_log_probs: of(&mini.ref_log_probs),
             rollout_log_probs: of(&mini.rollout_log_probs),
             rollout_weights: of(&mini.rollout_weights),
-            current_entropies: of(&mini.current_entropies),
             ..MiniBatch::new(rows.map(|row| row - first).collect())
         };
         let prepared = self.loss.objective.prepare(&own)?;
