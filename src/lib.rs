@@ -72,15 +72,21 @@ pub mod prelude {
     pub use verl_stages::baseline::Baseline;
     pub use verl_stages::correct_rollout::{CorrectRollout, Rejection};
     pub use verl_stages::data::addition::{Addition, Split};
+    pub use verl_stages::data::addition_episodes::AdditionEpisodes;
+    pub use verl_stages::distill::Distill;
+    pub use verl_stages::episodes::Episodes;
     pub use verl_stages::estimators::{self, Estimator};
     pub use verl_stages::evaluate::Evaluate;
     pub use verl_stages::filter_groups::FilterGroups;
     pub use verl_stages::generate::Generate;
     pub use verl_stages::log_probs::{LogProbs, Role};
     pub use verl_stages::losses::{self, Loss, PolicyLoss, PolicyObjective};
-    pub use verl_stages::model::{CausalLm, Init, PolicyResource, policy_model};
+    pub use verl_stages::model::{CausalLm, IlqlLm, Init, PolicyResource, policy_model};
     pub use verl_stages::prompts::Prompts;
     pub use verl_stages::reward::rule::{Reward, RuleKind};
     pub use verl_stages::shape_overlong::ShapeOverlong;
+    pub use verl_stages::teacher_advantages::TeacherAdvantages;
+    pub use verl_stages::teacher_top::TeacherTop;
     pub use verl_stages::update::Update;
+    pub use verl_stages::update_ilql::UpdateIlql;
 }

@@ -3,7 +3,9 @@
 mod algorithms;
 mod bad_input;
 mod dapo;
+mod distillation;
 mod examples;
+mod ilql;
 mod kit;
 mod on_policy;
 mod pipelines;

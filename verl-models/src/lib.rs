@@ -12,6 +12,7 @@ pub mod device;
 pub mod families;
 pub mod gguf;
 pub mod hf;
+pub mod ilql;
 pub mod kernels;
 mod lanes;
 pub mod model;

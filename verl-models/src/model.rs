@@ -10,6 +10,7 @@
 //! [`Critic`]: crate::critic::Critic
 //! [`Policy`]: crate::policy::Policy
 
+mod listed;
 mod value;
 
 use std::path::Path;
@@ -17,9 +18,11 @@ use std::path::Path;
 use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 
+use crate::ilql::IlqlModel;
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 pub use crate::scoring::Extras;
 
+pub use listed::{ListedTokens, PackedListed, TopTokens};
 pub use value::{PackedValues, ValueInterface, ValueModel};
 
 /// A causal language model on burn. Implement it for a `#[derive(Module)]` struct of your own to train it.
@@ -196,6 +199,44 @@ pub trait PolicyModel: Send {
         loss: &mut dyn FnMut(PackedScores) -> Tensor<1>,
     ) -> Result<f64, ModelError>;
 
+    /// The `top_k` most probable tokens of the vocabulary in the place of each response token, without gradient. The
+    /// result of a row does not depend on the other rows. A model that only says how probable given tokens are refuses.
+    ///
+    /// # Errors
+    /// As [`PolicyModel::score`]; a `top_k` of 0 or above the size of the vocabulary; a temperature that is not positive.
+    fn top_tokens(
+        &self,
+        _rows: &[ScoreRow<'_>],
+        _top_k: usize,
+        _temperature: f64,
+    ) -> Result<Vec<TopTokens>, ModelError> {
+        Err(ModelError::Unsupported {
+            what: "the most probable tokens",
+        })
+    }
+
+    /// As [`PolicyModel::accumulate`], with log-probs of the tokens that are listed in the place of each response token.
+    ///
+    /// # Errors
+    /// As there; lists that do not fit the rows. A model that only scores what was said refuses.
+    fn accumulate_listed(
+        &mut self,
+        _rows: &[ScoreRow<'_>],
+        _listed: &ListedTokens<'_>,
+        _select: &dyn Fn(usize, usize) -> bool,
+        _temperature: f64,
+        _loss: &mut dyn FnMut(PackedListed) -> Tensor<1>,
+    ) -> Result<f64, ModelError> {
+        Err(ModelError::Unsupported {
+            what: "log-probs of listed tokens",
+        })
+    }
+
+    /// This model with ILQL's heads, where it has them.
+    fn ilql(&mut self) -> Option<&mut dyn IlqlModel> {
+        None
+    }
+
     /// Clips the accumulated gradient by its global norm, steps the optimiser, clears the accumulators.
     ///
     /// # Errors
@@ -272,6 +313,40 @@ pub enum ModelError {
     LossShape {
         /// Elements of the tensor.
         values: usize,
+    },
+    /// Lists of tokens that do not fit the rows.
+    #[error(
+        "row {row} lists {got} tokens of the vocabulary, but {top_k} for each of its {tokens} response tokens are needed"
+    )]
+    Listed {
+        /// Position of the row.
+        row: usize,
+        /// Ids listed.
+        got: usize,
+        /// Ids a response token.
+        top_k: usize,
+        /// Response tokens.
+        tokens: usize,
+    },
+    /// More tokens were asked for than there are, or none.
+    #[error("the {top_k} most probable tokens were asked for, but the vocabulary has 1 to {limit}")]
+    TopK {
+        /// Tokens asked for.
+        top_k: usize,
+        /// Size of the vocabulary.
+        limit: usize,
+    },
+    /// A temperature by which logits cannot be divided.
+    #[error("the temperature is {temperature}, but it must be positive")]
+    Temperature {
+        /// The temperature.
+        temperature: f64,
+    },
+    /// Something that this kind of model does not do.
+    #[error("this model does not tell {what}; use one that does, such as a decoder of a folder")]
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
     },
     /// A model without optimiser was asked to train.
     #[error("the model is frozen: it was declared without an optimiser")]

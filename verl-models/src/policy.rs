@@ -1,12 +1,15 @@
 //! A model with its optimiser, as stages use it.
 
+mod listed;
+
 use std::any::Any;
 use std::path::Path;
 
 use burn::tensor::{Device, Tensor};
 
 use crate::model::{
-    ModelError, ModelInterface, PackedScores, PolicyModel, ScoreRow, Scores, StepReport,
+    ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel, ScoreRow,
+    Scores, StepReport, TopTokens,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Packed, TrainingBatch};
@@ -24,7 +27,7 @@ const TRAIN_CHUNK: usize = 256;
 /// So rollouts and scores read the weights that training writes, without a copy, and an optimiser step writes in
 /// place unless a snapshot holds the old weights.
 pub struct Policy<M: ModelInterface> {
-    trained: Trained<M>,
+    pub(crate) trained: Trained<M>,
 }
 
 impl<M: ModelInterface> Policy<M> {
@@ -163,6 +166,28 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
                 rows: packed.rows,
             })
         })
+    }
+
+    fn top_tokens(
+        &self,
+        rows: &[ScoreRow<'_>],
+        top_k: usize,
+        temperature: f64,
+    ) -> Result<Vec<TopTokens>, ModelError> {
+        self.check(rows)?;
+        listed::top_tokens(&self.trained, rows, top_k, temperature)
+    }
+
+    fn accumulate_listed(
+        &mut self,
+        rows: &[ScoreRow<'_>],
+        listed: &ListedTokens<'_>,
+        select: &dyn Fn(usize, usize) -> bool,
+        temperature: f64,
+        loss: &mut dyn FnMut(PackedListed) -> Tensor<1>,
+    ) -> Result<f64, ModelError> {
+        self.check(rows)?;
+        listed::accumulate(&mut self.trained, rows, listed, select, temperature, loss)
     }
 
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {

@@ -13,6 +13,10 @@ use burn::backend::{
 };
 use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Int, Shape, Slice, Tensor};
 
+mod listed;
+
+pub use listed::{ListedScoringOps, listed_log_probs, top_log_probs};
+
 /// What is wanted beside the log-probs of tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Extras {
@@ -154,17 +158,30 @@ impl<B: Backend> Backward<B, 2> for LinearScores {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        let gradient = grads.consume::<B>(&ops.node);
-        let (inputs, statistics) = ops.state;
-        let [hidden, head] = ops.parents;
-        let (d_hidden, d_head) =
-            inputs.backward(&statistics, gradient, hidden.is_some(), head.is_some());
-        if let (Some(node), Some(gradient)) = (hidden, d_hidden) {
-            grads.register::<B>(node.id, gradient);
-        }
-        if let (Some(node), Some(gradient)) = (head, d_head) {
-            grads.register::<B>(node.id, gradient);
-        }
+        backward(ops, grads, |gradient, inputs, statistics| {
+            TokenWeights::new(gradient, statistics, inputs.tokens(), inputs.temperature)
+        });
+    }
+}
+
+/// Hands gradients to hidden states and head, each where it is tracked; `weights` says what logits get of the gradient of
+/// the scores.
+fn backward<B: Backend>(
+    ops: Ops<(Inputs<B>, Statistics<B>), 2>,
+    grads: &mut Gradients,
+    weights: impl FnOnce(FloatTensor<B>, &Inputs<B>, &Statistics<B>) -> TokenWeights<B>,
+) {
+    let gradient = grads.consume::<B>(&ops.node);
+    let (inputs, statistics) = ops.state;
+    let [hidden, head] = ops.parents;
+    let weights = weights(gradient, &inputs, &statistics);
+    let (d_hidden, d_head) =
+        inputs.backward(&statistics, &weights, hidden.is_some(), head.is_some());
+    if let (Some(node), Some(gradient)) = (hidden, d_hidden) {
+        grads.register::<B>(node.id, gradient);
+    }
+    if let (Some(node), Some(gradient)) = (head, d_head) {
+        grads.register::<B>(node.id, gradient);
     }
 }
 
@@ -175,13 +192,13 @@ struct Inputs<B: Backend> {
     hidden: FloatTensor<B>,
     /// `[V, D]`
     head: FloatTensor<B>,
-    /// `[N, 1]`
+    /// `[N, K]`; one a token unless they are [`listed`]
     targets: IntTensor<B>,
     temperature: f64,
     chunk: usize,
 }
 
-/// What the forward pass finds out about each token; all `[N, 1]`.
+/// What the forward pass finds out about each token; all `[N, 1]`, but `log_probs` is `[N, K]`.
 ///
 /// The largest logit and the log of the sum stay apart: added up, a large logit would swallow the log's digits.
 #[derive(Debug, Clone)]
@@ -285,19 +302,18 @@ impl<B: Backend> Inputs<B> {
     fn backward(
         &self,
         statistics: &Statistics<B>,
-        gradient: FloatTensor<B>,
+        weights: &TokenWeights<B>,
         want_hidden: bool,
         want_head: bool,
     ) -> (Option<FloatTensor<B>>, Option<FloatTensor<B>>) {
         let (n, v) = (self.tokens(), self.head.shape()[0]);
-        let weights = TokenWeights::new(gradient, statistics, n, self.temperature);
         let columns = (self.chunk * v).div_ceil(n).clamp(1, v);
         let mut d_hidden: Option<FloatTensor<B>> = None;
         let mut d_head = Vec::new();
         for start in (0..v).step_by(columns) {
             let end = v.min(start + columns);
             let head = rows::<B>(&self.head, start, end);
-            let d_logits = self.d_logits(statistics, &weights, head.clone(), start, end);
+            let d_logits = self.d_logits(statistics, weights, head.clone(), start, end);
             if want_head {
                 // [columns, N] · [N, D] -> [columns, D]
                 let transposed = B::float_transpose(d_logits.clone());
@@ -349,7 +365,8 @@ impl<B: Backend> Inputs<B> {
     }
 }
 
-/// Coefficients of ∂L/∂logits = target · onehot + p · (constant + log_prob_factor · log p); all `[N, 1]`.
+/// Coefficients of ∂L/∂logits = Σ target · onehot + p · (constant + log_prob_factor · log p); all `[N, 1]`, but `target` is
+/// `[N, K]`.
 struct TokenWeights<B: Backend> {
     /// g_π / T
     target: FloatTensor<B>,
@@ -390,7 +407,7 @@ impl<B: Backend> TokenWeights<B> {
     }
 }
 
-/// `logits`: `[C, V]`, `targets`: `[C, 1]`.
+/// `logits`: `[C, V]`, `targets`: `[C, K]`.
 fn statistics<B: Backend>(
     logits: FloatTensor<B>,
     targets: IntTensor<B>,

@@ -1,7 +1,8 @@
 //! Model kind `causal_lm`: a decoder from a Hugging Face folder, with its tokenizer, as a resource of the pipeline.
 //!
-//! A model of one's own is declared with [`policy_model`].
+//! [`IlqlLm`] is the same with value heads. A model of one's own is declared with [`policy_model`].
 
+mod ilql;
 mod own;
 
 use std::any::Any;
@@ -21,6 +22,7 @@ use verl_models::{Decoder, DecoderConfig};
 use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError, Snapshot, WeightsVersion};
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
 
+pub use ilql::IlqlLm;
 pub use own::{OwnModel, policy_model};
 
 /// A policy with its tokenizer and chat template, as stages find it.

@@ -226,7 +226,7 @@ impl Source {
 
 /// The id that ends a target: what the chat template writes after an answer if generation stops at it, else the
 /// tokenizer's first end-of-sequence id.
-fn stop_id(
+pub(crate) fn stop_id(
     model: &str,
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,

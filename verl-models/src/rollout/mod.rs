@@ -10,7 +10,7 @@ pub mod eager;
 pub mod engine;
 mod host;
 mod race;
-mod row;
+pub(crate) mod row;
 pub mod sampling;
 pub mod stop;
 mod tensor;

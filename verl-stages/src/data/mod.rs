@@ -6,8 +6,10 @@
 //! | [`jsonl`] | JSON Lines |
 //! | [`parquet`] | Parquet |
 //! | [`addition`] | sums of two numbers, in three disjoint splits |
+//! | [`addition_episodes`] | right and wrong answers to them, with rewards |
 
 pub mod addition;
+pub mod addition_episodes;
 pub mod file;
 pub mod jsonl;
 pub mod parquet;

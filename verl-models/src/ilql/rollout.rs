@@ -1,0 +1,99 @@
+//! Sampling from a policy whose logits are shifted by the heads: the whole prefix is recomputed for each token, as in
+//! [`rollout::eager`](crate::rollout::eager). Requests are decoded alone, some side by side.
+
+use burn::module::Module;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use rayon::prelude::*;
+
+use super::IlqlDecoder;
+use crate::model::ModelInterface;
+use crate::rollout::eager::read;
+use crate::rollout::engine::{
+    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
+};
+use crate::rollout::row::Row;
+use crate::rollout::sampling::Sampler;
+use crate::rollout::stop::StopRules;
+
+/// Requests between two looks at what the consumer says.
+const WAVE: usize = 64;
+
+/// See [`ModelInterface::generate`].
+pub(super) fn generate(
+    model: &IlqlDecoder,
+    requests: &[RolloutRequest],
+    settings: &SamplingSettings,
+    on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
+) -> Result<(), RolloutError> {
+    Sampler::new(settings)?;
+    StopRules::new(settings)?;
+    check_requests(requests, model.vocab_size(), model.max_tokens())?;
+    let model = model.valid();
+    let on_cpu = model.head().device() == Device::flex();
+    for start in (0..requests.len()).step_by(WAVE) {
+        let wave = start..requests.len().min(start + WAVE);
+        // Modules may be sent to another thread, but not shared with it.
+        let jobs: Vec<_> = wave.clone().map(|index| (index, model.clone())).collect();
+        let respond = |(index, model): (usize, IlqlDecoder)| {
+            respond(&model, index, &requests[index], settings)
+        };
+        let outputs: Vec<_> = if on_cpu {
+            jobs.into_par_iter().map(respond).collect()
+        } else {
+            jobs.into_iter().map(respond).collect()
+        };
+        for (index, output) in wave.zip(outputs) {
+            on_done(index, output?)?;
+        }
+    }
+    Ok(())
+}
+
+/// The response to one request.
+fn respond(
+    model: &IlqlDecoder,
+    index: usize,
+    request: &RolloutRequest,
+    settings: &SamplingSettings,
+) -> Result<RolloutOutput, RolloutError> {
+    let mut sampler = Sampler::new(settings)?;
+    let rules = StopRules::new(settings)?;
+    let mut row = Row::new(index, request, settings);
+    let mut log_probs = Vec::new();
+    let mut finish = (row.limit() == 0).then_some(FinishReason::Length);
+    loop {
+        if let Some(finish) = finish {
+            return Ok(RolloutOutput {
+                log_probs,
+                ..row.into_output(finish)
+            });
+        }
+        let prefix = [request.prompt.as_slice(), row.tokens()].concat();
+        let (own, shifted) = next_logits(model, &prefix)?;
+        finish = row.advance(&shifted, &mut sampler, &rules)?;
+        let token = row.last_token().unwrap_or(0);
+        log_probs.push(log_prob(&own, token, settings.temperature));
+    }
+}
+
+/// Logits of the policy for the token after `prefix`, and the shifted ones: `[V]` each.
+fn next_logits(model: &IlqlDecoder, prefix: &[u32]) -> Result<(Vec<f32>, Vec<f32>), RolloutError> {
+    let head = model.head();
+    let ids: Vec<i32> = prefix.iter().map(|&id| id as i32).collect();
+    let ids = TensorData::new(ids, [1, prefix.len()]);
+    let hidden = model.hidden(Tensor::<2, Int>::from_data(ids, &head.device()));
+    let [_, tokens, width] = hidden.dims();
+    let last = hidden.slice([0..1, tokens - 1..tokens]).reshape([1, width]);
+    let logits = last.clone().matmul(head.transpose());
+    let shifted = model.heads.shifted(logits.clone(), last, model.beta);
+    Ok((read(logits)?, read(shifted)?))
+}
+
+/// Log-prob of a token under the full softmax of logits over the temperature (1 when greedy).
+fn log_prob(logits: &[f32], token: u32, temperature: f64) -> f32 {
+    let temperature = if temperature == 0.0 { 1.0 } else { temperature };
+    let scaled = |logit: &f32| f64::from(*logit) / temperature;
+    let largest = logits.iter().map(scaled).fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = logits.iter().map(|l| (scaled(l) - largest).exp()).sum();
+    (scaled(&logits[token as usize]) - largest - sum.ln()) as f32
+}

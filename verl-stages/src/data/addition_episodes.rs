@@ -1,0 +1,254 @@
+//! Logged answers to sums: right ones with reward 1 and wrong but well-formed ones with reward 0, in three disjoint splits.
+//!
+//! Questions, answers and splits are those of [`addition`](super::addition). It stands in for a log of what some policy
+//! once said, from which offline algorithms learn.
+
+use std::sync::Arc;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
+use verl_models::random::{DrawKey, Purpose, open_unit};
+use verl_pipe::data::{DataError, DataLoaderInterface};
+use verl_pipe::stage::{BuildContext, DataConfig};
+
+use super::addition::{Addition, AdditionRows, Split};
+
+/// Questions such as `12+34` with answers such as `#### 46`, right or wrong, in the columns `prompt`, `response` and
+/// `reward`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct AdditionEpisodes {
+    /// Which part of the questions.
+    pub split: Split,
+    /// Smallest operand.
+    pub min: u32,
+    /// Largest operand, at most 2000 above the smallest.
+    pub max: u32,
+    /// Seed of the division into splits, as in `addition`, and of the answers; not the run's.
+    pub seed: u64,
+    /// Questions held out (rows); when absent 1000, or a fifth of all where that is less.
+    pub held_out: Option<usize>,
+    /// Questions of the split to use (questions); all when absent.
+    pub count: Option<usize>,
+    /// Answers to each question, an episode each (episodes); some may be the same.
+    pub episodes: usize,
+    /// Probability of a right answer, in [0, 1].
+    pub right: f64,
+    /// Text of a question; `{a}` and `{b}` are the operands.
+    pub question: String,
+    /// Text of an answer; `{a}`, `{b}` and `{sum}` are filled in.
+    pub answer: String,
+}
+
+impl Default for AdditionEpisodes {
+    fn default() -> Self {
+        let sums = Addition::default();
+        AdditionEpisodes {
+            split: sums.split,
+            min: sums.min,
+            max: sums.max,
+            seed: sums.seed,
+            held_out: sums.held_out,
+            count: sums.count,
+            episodes: 4,
+            right: 0.5,
+            question: sums.question,
+            answer: sums.answer,
+        }
+    }
+}
+
+const ORIGIN: &str = "addition_episodes";
+
+impl DataConfig for AdditionEpisodes {
+    const KIND: &'static str = "addition_episodes";
+    const SUMMARY: &'static str =
+        "right and wrong answers to sums, with rewards, in disjoint splits";
+
+    fn open(&self, _context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
+        let refuse = |reason: String| DataError::Unreadable {
+            path: ORIGIN.to_owned(),
+            reason,
+        };
+        if self.episodes == 0 {
+            return Err(refuse("`episodes` is 0, which leaves no rows".to_owned()));
+        }
+        if !(0.0..=1.0).contains(&self.right) {
+            let right = self.right;
+            return Err(refuse(format!(
+                "`right` is {right}, but it must lie in [0, 1]"
+            )));
+        }
+        let sums = Addition {
+            split: self.split,
+            min: self.min,
+            max: self.max,
+            seed: self.seed,
+            held_out: self.held_out,
+            count: self.count,
+            question: self.question.clone(),
+            answer: self.answer.clone(),
+        };
+        Ok(Arc::new(AdditionEpisodeRows {
+            sums: sums.rows()?,
+            config: self.clone(),
+        }))
+    }
+}
+
+/// The episodes of a split: those of one question are as many rows apart as there are questions.
+#[derive(Debug)]
+struct AdditionEpisodeRows {
+    sums: AdditionRows,
+    config: AdditionEpisodes,
+}
+
+impl AdditionEpisodeRows {
+    /// What was answered in an episode: the sum, or the sum with one other digit.
+    fn answered(&self, (a, b): (u32, u32), episode: u32) -> u32 {
+        let draws = DrawKey {
+            seed: self.config.seed,
+            purpose: Purpose::Data,
+            step: 0,
+            row: (u64::from(a) << 32) | u64::from(b),
+            attempt: episode,
+        };
+        let draws = draws.stream();
+        let sum = a + b;
+        if open_unit(draws.word(0, 0)) < self.config.right {
+            return sum;
+        }
+        let digits = sum.to_string().len() as u32;
+        let place = 10u32.pow(draws.word(1, 0) % digits);
+        let digit = (sum / place) % 10;
+        sum - digit * place + (digit + 1 + draws.word(1, 1) % 9) % 10 * place
+    }
+
+    fn text(&self, (a, b): (u32, u32), answered: u32) -> String {
+        let text = self.config.answer.replace("{sum}", &answered.to_string());
+        text.replace("{a}", &a.to_string())
+            .replace("{b}", &b.to_string())
+    }
+}
+
+impl DataLoaderInterface for AdditionEpisodeRows {
+    fn len(&self) -> usize {
+        self.sums.len() * self.config.episodes
+    }
+
+    fn row(&self, index: usize) -> Result<Map<String, Value>, DataError> {
+        if index >= self.len() {
+            return Err(super::past_the_end(self.origin(), index, self.len()));
+        }
+        let (question, episode) = (index % self.sums.len(), index / self.sums.len());
+        let pair = self.sums.pairs()[question];
+        let answered = self.answered(pair, episode as u32);
+        let mut sum = self.sums.row(question)?;
+        let reward = f64::from(u8::from(answered == pair.0 + pair.1));
+        Ok(Map::from_iter([
+            (
+                "prompt".to_owned(),
+                sum.remove("question").unwrap_or_default(),
+            ),
+            ("response".to_owned(), self.text(pair, answered).into()),
+            ("reward".to_owned(), reward.into()),
+        ]))
+    }
+
+    fn origin(&self) -> String {
+        ORIGIN.to_owned()
+    }
+
+    fn fingerprint(&self) -> String {
+        let mut hash = Sha256::new();
+        hash.update(self.sums.fingerprint());
+        hash.update(self.config.seed.to_le_bytes());
+        hash.update((self.config.episodes as u64).to_le_bytes());
+        hash.update(self.config.right.to_le_bytes());
+        super::hex(&hash.finalize())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use verl_pipe::conformance::check_data;
+
+    use super::*;
+    use crate::reward::rule::final_answer;
+
+    fn open(config: &AdditionEpisodes) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
+        config.open(&BuildContext::default())
+    }
+
+    fn rows(config: &AdditionEpisodes) -> Vec<Map<String, Value>> {
+        let data = open(config).unwrap();
+        (0..data.len()).map(|row| data.row(row).unwrap()).collect()
+    }
+
+    #[test]
+    fn rewards_tell_right_answers_from_wrong_ones() {
+        let all = rows(&AdditionEpisodes::default());
+        let mut right = 0;
+        for row in &all {
+            let operands = row["prompt"].as_str().unwrap().split('+');
+            let sum: u32 = operands.map(|n| n.parse::<u32>().unwrap()).sum();
+            let answer = row["response"].as_str().unwrap();
+            let answer: u32 = final_answer(answer).unwrap().parse().unwrap();
+            assert_eq!(row["reward"] == 1.0, answer == sum, "{row:?}");
+            right += usize::from(answer == sum);
+        }
+        let share = right as f64 / all.len() as f64;
+        assert!((share - 0.5).abs() < 0.02, "{share}");
+        for (right, rewards) in [(0.0, 0.0), (1.0, 1.0)] {
+            let config = AdditionEpisodes {
+                right,
+                ..AdditionEpisodes::default()
+            };
+            assert!(rows(&config).iter().all(|row| row["reward"] == rewards));
+        }
+    }
+
+    #[test]
+    fn it_keeps_to_the_rules_of_data_sets_and_splits_are_disjoint() {
+        let train = AdditionEpisodes::default();
+        assert_eq!(check_data(|| open(&train)), []);
+        let held_out = AdditionEpisodes {
+            split: Split::HeldOut,
+            episodes: 2,
+            ..train.clone()
+        };
+        let prompts = |config: &AdditionEpisodes| -> HashSet<String> {
+            let rows = rows(config).into_iter();
+            rows.map(|row| row["prompt"].as_str().unwrap().to_owned())
+                .collect()
+        };
+        assert_eq!(prompts(&held_out).len(), 1000);
+        assert!(prompts(&held_out).is_disjoint(&prompts(&train)));
+        let other = AdditionEpisodes {
+            right: 0.4,
+            ..train.clone()
+        };
+        let print = |config: &AdditionEpisodes| open(config).unwrap().fingerprint();
+        assert_ne!(print(&other), print(&train));
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let told = |config: AdditionEpisodes| open(&config).err().unwrap().to_string();
+        let plain = AdditionEpisodes::default;
+        let none = AdditionEpisodes {
+            episodes: 0,
+            ..plain()
+        };
+        assert!(told(none).contains("`episodes` is 0"));
+        let right = AdditionEpisodes {
+            right: 1.5,
+            ..plain()
+        };
+        assert!(told(right).contains("`right` is 1.5"));
+    }
+}

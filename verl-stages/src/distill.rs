@@ -1,0 +1,345 @@
+//! Stage `distill`: trains a student towards what a teacher says about its responses.
+//!
+//! On-policy distillation is `prompts >> generate >> teacher_top >> distill`: the student writes, the teacher lists what it
+//! would have said in each place, and the student's distribution is drawn towards the teacher's. Rows are cut as in
+//! [`update`](crate::update).
+
+use std::ops::Range;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_algos::CutUnit;
+use verl_algos::losses::{
+    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, Tail,
+};
+use verl_models::model::{ListedTokens, PolicyModel};
+use verl_pipe::batch::{Batch, RaggedView};
+use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
+use verl_pipe::stage::{
+    Access, BuildContext, Cardinality, ConfigError, RowRule, Stage, StageConfig, StageContext,
+    StageError, StageSink, StageSpec, find_model,
+};
+
+use crate::log_probs::scoring_temperature_fault;
+use crate::losses::aggregation;
+use crate::model::PolicyResource;
+use crate::settings::{metrics, refusal};
+use crate::teacher_top::{TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, teacher_log_probs};
+use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
+
+metrics! {
+    LOSS: "distill/loss", "nats", "aggregated divergence of the student from the teacher";
+    DIVERGENCE: "distill/divergence", "nats", "mean divergence of the student from the teacher over action tokens";
+    TEACHER_MASS: "distill/teacher_mass", "probability", "mean probability that the teacher gives to the listed tokens";
+    STUDENT_MASS: "distill/student_mass", "probability", "mean probability that the student gives to the listed tokens";
+    GRAD_NORM: "distill/grad_norm", "", "global gradient norm before clipping";
+    LEARNING_RATE: "distill/learning_rate", "", "learning rate of the optimiser step";
+}
+
+/// Settings of stage `distill`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Distill {
+    /// Student to train.
+    pub model: String,
+    /// What is minimised at each token: `forward_kl` (cover all that the teacher may say), `reverse_kl` (say only what the
+    /// teacher may say), `jensen_shannon` (in between).
+    pub divergence: String,
+    /// Share of the teacher in the mixture of `jensen_shannon`, in (0, 1); ½ when absent.
+    pub beta: Option<f64>,
+    /// What becomes of tokens that the teacher does not list: `bucket` (one more outcome) or `renormalize` (left out).
+    pub tail: String,
+    /// How tokens become one number: `token-mean`, `seq-mean-token-mean`, …
+    pub aggregation: String,
+    /// Divisor of `seq-mean-token-sum-norm`: the longest response in tokens.
+    pub loss_scale_factor: Option<f64>,
+    /// Divides logits; the same as in `teacher_top`.
+    pub temperature: f64,
+}
+
+impl Default for Distill {
+    fn default() -> Self {
+        Distill {
+            model: "actor".to_owned(),
+            divergence: "forward_kl".to_owned(),
+            beta: None,
+            tail: Tail::default().name().to_owned(),
+            aggregation: "token-mean".to_owned(),
+            loss_scale_factor: None,
+            temperature: 1.0,
+        }
+    }
+}
+
+impl Distill {
+    fn loss(&self) -> Result<DistillationLoss, Vec<ConfigError>> {
+        let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
+        let divergence = Divergence::parse(&self.divergence, self.beta)
+            .map_err(|error| faults.push(refusal("divergence", &error)));
+        if let (Ok(Divergence::Forward | Divergence::Reverse), Some(beta)) =
+            (&divergence, self.beta)
+        {
+            faults.push(ConfigError::new(
+                "beta",
+                format!("is {beta}, but `{}` has no mixture", self.divergence),
+                "remove it, or set `divergence = \"jensen_shannon\"`",
+            ));
+        }
+        let tail = Tail::parse(&self.tail).map_err(|error| faults.push(refusal("tail", &error)));
+        let aggregation = aggregation(&self.aggregation, self.loss_scale_factor)
+            .map_err(|error| faults.push(error));
+        match (divergence, tail, aggregation) {
+            (Ok(divergence), Ok(tail), Ok(aggregation)) if faults.is_empty() => {
+                Ok(DistillationLoss {
+                    divergence,
+                    tail,
+                    aggregation,
+                })
+            }
+            _ => Err(faults),
+        }
+    }
+}
+
+impl StageConfig for Distill {
+    const KIND: &'static str = "distill";
+    const SUMMARY: &'static str = "trains a student towards a teacher's distribution over tokens";
+
+    fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        Ok(Box::new(DistillStage {
+            loss: self.loss()?,
+            config: self.clone(),
+            cuts: Cuts::new(&context.batch),
+            optimizer: OptimizerSteps::default(),
+        }))
+    }
+}
+
+/// The running stage.
+struct DistillStage {
+    config: Distill,
+    loss: DistillationLoss,
+    cuts: Cuts,
+    optimizer: OptimizerSteps,
+}
+
+/// The columns of a step that the stage reads.
+struct Columns<'a> {
+    rows: Rows<'a>,
+    ids: RaggedView<'a, u32>,
+    log_probs: RaggedView<'a, f32>,
+    /// Tokens listed in the place of each response token, K.
+    top_k: usize,
+}
+
+impl<'a> Columns<'a> {
+    fn new(input: &'a Batch) -> Result<Self, StageError> {
+        let rows = Rows::new(input, &RESPONSES)?;
+        let (ids, log_probs) = (
+            input.get(&TEACHER_TOP_IDS)?,
+            input.get(&TEACHER_TOP_LOG_PROBS)?,
+        );
+        let lengths = || (0..ids.len()).map(|row| (rows.tokens.row_len(row), ids.row_len(row)));
+        let top_k = lengths()
+            .find(|(tokens, _)| *tokens > 0)
+            .map_or(1, |(tokens, listed)| listed / tokens);
+        for (row, (tokens, listed)) in lengths().enumerate() {
+            if tokens * top_k != listed {
+                return Err(StageError::Row {
+                    row,
+                    id: input.ids()[row].to_string(),
+                    reason: format!(
+                        "`{}` has {listed} ids for {tokens} response tokens, but other rows have {top_k} a token",
+                        TEACHER_TOP_IDS.name()
+                    ),
+                });
+            }
+        }
+        Ok(Columns {
+            rows,
+            ids,
+            log_probs,
+            top_k,
+        })
+    }
+
+    /// What the teacher lists in the place of the actions of `rows`; `of_tokens` are the actions' rows.
+    fn batch(&self, rows: Range<usize>) -> (verl_algos::MiniBatch, DistillationBatch) {
+        let mini = self.rows.mini_batch(rows.clone());
+        let (mut ids, mut log_probs) = (Vec::new(), Vec::new());
+        for row in rows {
+            for token in (0..self.rows.tokens.row_len(row)).filter(|t| self.rows.is_action(row, *t))
+            {
+                let own = token * self.top_k..(token + 1) * self.top_k;
+                ids.extend_from_slice(&self.ids.row(row)[own.clone()]);
+                log_probs.extend(self.log_probs.row(row)[own].iter().map(|l| f64::from(*l)));
+            }
+        }
+        let batch = DistillationBatch {
+            counts: mini.counts,
+            ..DistillationBatch::new(mini.rows.clone(), self.top_k, ids, log_probs)
+        };
+        (mini, batch)
+    }
+
+    fn listed(&self, rows: Range<usize>) -> ListedTokens<'a> {
+        ListedTokens {
+            top_k: self.top_k,
+            rows: rows.map(|row| self.ids.row(row)).collect(),
+        }
+    }
+}
+
+impl DistillStage {
+    /// One optimiser step on `rows`.
+    fn mini_step(
+        &mut self,
+        student: &mut dyn PolicyModel,
+        columns: &Columns<'_>,
+        rows: Range<usize>,
+        sink: &mut dyn StageSink,
+    ) -> Result<(), StageError> {
+        let (mini, batch) = columns.batch(rows.clone());
+        if batch.num_tokens() == 0 {
+            return Ok(());
+        }
+        let prepared = self.loss.prepare(&batch).map_err(StageError::failed)?;
+        let temperature = self.config.temperature;
+        let shares = Shares::of(&mini, rows, (self.cuts, CutUnit::Row), |micro, shares| {
+            student.accumulate_listed(
+                &columns.rows.score_rows(micro.rows.clone()),
+                &columns.listed(micro.rows.clone()),
+                &|row, token| columns.rows.is_action(micro.rows.start + row, token),
+                temperature,
+                &mut |packed| {
+                    let output = packed.log_probs.clone().sum();
+                    let micro = DistillationMicroBatch {
+                        tokens: micro.tokens.clone().collect(),
+                        log_probs: packed.log_probs,
+                    };
+                    shares.take(prepared.loss(&micro), output)
+                },
+            )
+        })?;
+        let report = self.optimizer.step(student, &self.config.model)?;
+        sink.record(&LOSS, shares.loss, 1.0);
+        for (name, metric) in [
+            ("distillation_divergence", DIVERGENCE),
+            ("teacher_mass", TEACHER_MASS),
+            ("student_mass", STUDENT_MASS),
+        ] {
+            if let Some(found) = shares.metrics.iter().find(|m| m.name == name) {
+                sink.record(&metric, found.value(), 1.0);
+            }
+        }
+        sink.record(&GRAD_NORM, report.grad_norm, 1.0);
+        sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
+        Ok(())
+    }
+}
+
+impl Stage for DistillStage {
+    fn spec(&self) -> StageSpec {
+        StageSpec::new()
+            .reads(PROMPTS)
+            .reads(RESPONSES)
+            .reads(MASK_KINDS)
+            .reads(TEACHER_TOP_IDS)
+            .reads(teacher_log_probs(None, self.config.temperature))
+            .remedy(
+                TEACHER_TOP_IDS.name(),
+                "add a `teacher_top` stage, which asks a teacher about the responses",
+            )
+            .rows(RowRule::Sink)
+            .cardinality(Cardinality::Batch)
+            .uses(&self.config.model, Access::Update)
+            .metrics(&[LOSS, DIVERGENCE, TEACHER_MASS, STUDENT_MASS])
+            .metrics(&[GRAD_NORM, LEARNING_RATE])
+    }
+
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        let columns = Columns::new(&input)?;
+        let student = find_model::<PolicyResource>(context.models, &self.config.model)?;
+        for rows in self.cuts.mini_batches(input.num_rows()) {
+            if context.cancel.is_cancelled() {
+                return Err(StageError::Cancelled);
+            }
+            self.mini_step(student.policy.as_mut(), &columns, rows, context.sink)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use verl_pipe::batch::{RaggedColumn, RowId};
+
+    use super::*;
+
+    fn refusals(config: &Distill) -> Vec<String> {
+        let errors = config.loss().err().unwrap_or_default();
+        errors.into_iter().map(|error| error.setting).collect()
+    }
+
+    #[test]
+    fn settings_that_contradict_each_other_are_refused() {
+        let plain = Distill::default();
+        assert_eq!(refusals(&plain), [""; 0]);
+        let all = Distill {
+            divergence: "kl".to_owned(),
+            tail: "none".to_owned(),
+            aggregation: "mean".to_owned(),
+            temperature: 0.0,
+            ..plain.clone()
+        };
+        let settings = ["temperature", "divergence", "tail", "aggregation"];
+        assert_eq!(refusals(&all), settings);
+        let beta = |divergence: &str, beta| Distill {
+            divergence: divergence.to_owned(),
+            beta: Some(beta),
+            ..plain.clone()
+        };
+        assert_eq!(refusals(&beta("forward_kl", 0.5)), ["beta"]);
+        assert_eq!(refusals(&beta("jensen_shannon", 1.0)), ["beta"]);
+        assert_eq!(refusals(&beta("jensen_shannon", 0.1)), [""; 0]);
+    }
+
+    #[test]
+    fn lists_follow_the_actions_and_must_fit() {
+        let ids: Vec<RowId> = (0..3).map(RowId).collect();
+        let mut batch = Batch::with_rows(&ids);
+        let tokens = [vec![1u32, 2], vec![], vec![3]];
+        let kinds = [vec![0u8, 1], vec![], vec![1]];
+        let put = |batch: &mut Batch, top: [Vec<u32>; 3]| {
+            let log_probs = top.each_ref().map(|row| vec![-1.0f32; row.len()]);
+            let top = RaggedColumn::from_rows(top);
+            batch.put(&TEACHER_TOP_IDS, top).unwrap();
+            let log_probs = RaggedColumn::from_rows(log_probs);
+            batch.put(&TEACHER_TOP_LOG_PROBS, log_probs).unwrap();
+        };
+        let prompts = RaggedColumn::from_rows([[9u32]; 3]);
+        batch.put(&PROMPTS, prompts).unwrap();
+        let tokens = RaggedColumn::from_rows(tokens);
+        batch.put(&RESPONSES, tokens).unwrap();
+        let kinds = RaggedColumn::from_rows(kinds);
+        batch.put(&MASK_KINDS, kinds).unwrap();
+        let mut other = batch.clone();
+
+        put(&mut batch, [vec![4, 5, 6, 7], vec![], vec![8, 4]]);
+        let columns = Columns::new(&batch).unwrap();
+        let (mini, of_teacher) = columns.batch(0..3);
+        assert_eq!(
+            (mini.rows.as_slice(), of_teacher.top_k),
+            ([0, 2].as_slice(), 2)
+        );
+        assert_eq!(of_teacher.ids, [6, 7, 8, 4]);
+        assert_eq!(columns.listed(1..3).rows, [[].as_slice(), &[8, 4]]);
+
+        put(&mut other, [vec![4, 5, 6, 7], vec![], vec![8]]);
+        let error = Columns::new(&other).err().expect("a refusal").to_string();
+        assert!(
+            error.contains("row 2") && error.contains("1 ids for 1"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,112 @@
+//! Model kind `ilql_lm`: a decoder from a Hugging Face folder with the heads of implicit language Q-learning.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_models::chat_template::ChatTemplate;
+use verl_models::hf::Origin;
+use verl_models::ilql::{IlqlDecoder, IlqlHeads, IlqlPolicy};
+use verl_models::optim::OptimizerConfig;
+use verl_models::tokenizer::Tokenizer;
+use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError};
+use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
+
+use super::{CausalLm, Init, PolicyResource, SaveAs, failed};
+
+/// Settings of model kind `ilql_lm`: those of `causal_lm`, and how much the heads weigh in sampling.
+///
+/// A folder that was saved with heads has them again; any other folder gets fresh ones, which say nothing.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct IlqlLm {
+    /// Hugging Face folder; relative to the folder of the pipeline file.
+    pub path: PathBuf,
+    /// Where the decoder's weights come from.
+    #[serde(default)]
+    pub init: Init,
+    /// How it is trained; absent: the model is frozen.
+    #[serde(default)]
+    pub optimizer: Option<OptimizerConfig>,
+    /// Type of the decoder's weights in the saved folder; the heads are saved in f32.
+    #[serde(default)]
+    pub save_as: SaveAs,
+    /// Weight β of the advantages in sampling, which is from softmax(log π + β (min Q̂ − V)); 0 samples from the policy.
+    #[serde(default = "one")]
+    pub beta: f64,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+impl IlqlLm {
+    /// The decoder without heads.
+    fn plain(&self) -> CausalLm {
+        CausalLm {
+            path: self.path.clone(),
+            init: self.init,
+            optimizer: self.optimizer.clone(),
+            save_as: self.save_as,
+        }
+    }
+}
+
+impl ModelConfig for IlqlLm {
+    const KIND: &'static str = "ilql_lm";
+    const SUMMARY: &'static str =
+        "a decoder of a Hugging Face folder with the value heads of implicit language Q-learning";
+
+    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        let mut info = self.plain().describe(context)?;
+        if !(self.beta >= 0.0 && self.beta.is_finite()) {
+            return Err(vec![ConfigError::new(
+                "beta",
+                format!("is {}", self.beta),
+                "set it to a number from 0; 0 samples from the policy itself",
+            )]);
+        }
+        let folder = self.plain().folder(context);
+        let config = Origin::read(&folder).and_then(|origin| origin.decoder_config());
+        if let Ok(config) = config {
+            let heads = IlqlHeads::num_parameters(config.hidden_size, config.vocab_size);
+            info.num_parameters += heads;
+            info.weight_bytes += 4 * heads;
+            if self.trainable() {
+                info.training_bytes += 12 * heads;
+            }
+        }
+        info.summary += ", with V and two Q heads";
+        Ok(info)
+    }
+
+    fn trainable(&self) -> bool {
+        self.optimizer.is_some()
+    }
+
+    fn load(
+        &self,
+        _name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        let plain = self.plain();
+        let dir = plain.folder(context);
+        let decoder = plain.decoder(&dir, device, context.seed)?;
+        let tokenizer = Tokenizer::load(&dir).map_err(failed)?;
+        decoder
+            .check_vocabulary(tokenizer.vocab_size())
+            .map_err(failed)?;
+        let mut model = IlqlDecoder::on(decoder, self.beta, context.seed);
+        if self.init == Init::Pretrained {
+            model = model.with_heads_of(&dir).map_err(failed)?;
+        }
+        let policy = IlqlPolicy::new(model, self.optimizer.clone()).map_err(failed)?;
+        Ok(Box::new(PolicyResource {
+            tokenizer: Some(Arc::new(tokenizer)),
+            template: ChatTemplate::load(&dir).ok().map(Arc::new),
+            ..PolicyResource::new(Box::new(policy))
+        }))
+    }
+}

@@ -1,0 +1,146 @@
+//! Stage `teacher_top`: the tokens that a teacher finds most probable in the place of each response token.
+//!
+//! A column of the batch has one ragged dim, so the lists of a row lie one after the other: with K tokens listed, those
+//! in the place of response token t are numbers t·K to (t + 1)·K of the row, most probable first. Observations have lists
+//! too, which nothing reads.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_models::model::ScoreRow;
+use verl_pipe::batch::{Batch, RaggedColumn};
+use verl_pipe::field::{Field, Key, LogProbTag, Ragged, Support, Weights};
+use verl_pipe::keys::{PROMPTS, RESPONSES};
+use verl_pipe::stage::{
+    Access, BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
+    find_model,
+};
+
+use crate::log_probs::scoring_temperature_fault;
+use crate::model::PolicyResource;
+use crate::settings::metrics;
+
+/// Ids of the tokens that the teacher finds most probable, a list in the place of each response token.
+pub const TEACHER_TOP_IDS: Key<Ragged<u32>> = Key::new(
+    "teacher_top_ids",
+    "[B, TK~]",
+    "token id",
+    "tokens that the teacher finds most probable, K in the place of each response token, most probable first",
+);
+/// The teacher's log-probs of them.
+pub const TEACHER_TOP_LOG_PROBS: Key<Ragged<f32>> = Key::new(
+    "teacher_top_log_probs",
+    "[B, TK~]",
+    "nats",
+    "the teacher's log-probs of the tokens that it finds most probable",
+)
+.finite();
+
+metrics! {
+    TEACHER_MASS: "teacher/top_mass", "probability", "mean probability that the teacher gives to the tokens that are listed";
+}
+
+/// Settings of stage `teacher_top`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct TeacherTop {
+    /// Model that is asked; it must have the student's vocabulary.
+    pub model: String,
+    /// Tokens listed in the place of each response token, K (tokens).
+    pub top_k: usize,
+    /// Divides logits; the same as in `distill`.
+    pub temperature: f64,
+}
+
+impl Default for TeacherTop {
+    fn default() -> Self {
+        TeacherTop {
+            model: "teacher".to_owned(),
+            top_k: 16,
+            temperature: 1.0,
+        }
+    }
+}
+
+impl StageConfig for TeacherTop {
+    const KIND: &'static str = "teacher_top";
+    const SUMMARY: &'static str = "the tokens that a teacher finds most probable, with log-probs";
+
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
+        if self.top_k == 0 {
+            faults.push(ConfigError::new(
+                "top_k",
+                "is 0, so the teacher would say nothing",
+                "set it to a few tokens, at most the size of the vocabulary",
+            ));
+        }
+        if !faults.is_empty() {
+            return Err(faults);
+        }
+        Ok(Box::new(TeacherTopStage {
+            config: self.clone(),
+        }))
+    }
+}
+
+/// [`TEACHER_TOP_LOG_PROBS`] as a teacher that never changes writes them.
+pub(crate) fn teacher_log_probs(policy: Option<String>, temperature: f64) -> Field {
+    TEACHER_TOP_LOG_PROBS.tagged(LogProbTag {
+        policy,
+        temperature: Some(temperature),
+        support: Some(Support::Full),
+        weights: Some(Weights::Frozen),
+    })
+}
+
+/// The running stage.
+#[derive(Clone)]
+struct TeacherTopStage {
+    config: TeacherTop,
+}
+
+impl Stage for TeacherTopStage {
+    fn spec(&self) -> StageSpec {
+        let model = self.config.model.clone();
+        StageSpec::new()
+            .reads(PROMPTS)
+            .reads(RESPONSES)
+            .writes(TEACHER_TOP_IDS)
+            .writes(teacher_log_probs(Some(model), self.config.temperature))
+            .uses(&self.config.model, Access::Read)
+            .metrics(&[TEACHER_MASS])
+    }
+
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
+        let rows: Vec<ScoreRow<'_>> = prompts
+            .rows()
+            .zip(responses.rows())
+            .map(|(prompt, response)| ScoreRow { prompt, response })
+            .collect();
+        let TeacherTop {
+            model,
+            top_k,
+            temperature,
+        } = &self.config;
+        let policy = &find_model::<PolicyResource>(context.models, model)?.policy;
+        let top = policy
+            .top_tokens(&rows, *top_k, *temperature)
+            .map_err(StageError::failed)?;
+        for row in top.iter().filter(|row| !row.ids.is_empty()) {
+            let tokens = (row.ids.len() / top_k) as f64;
+            let mass: f64 = row.log_probs.iter().map(|l| f64::from(l.exp())).sum();
+            context.record_weighted(&TEACHER_MASS, mass / tokens, tokens);
+        }
+        let mut output = input.rows_only();
+        let ids = RaggedColumn::from_rows(top.iter().map(|row| &row.ids));
+        output.put(&TEACHER_TOP_IDS, ids)?;
+        let log_probs = RaggedColumn::from_rows(top.iter().map(|row| &row.log_probs));
+        output.put(&TEACHER_TOP_LOG_PROBS, log_probs)?;
+        context.emit(output)
+    }
+
+    fn duplicate(&self) -> Option<Box<dyn Stage>> {
+        Some(Box::new(self.clone()))
+    }
+}
