@@ -69,6 +69,8 @@ pub mod prelude {
         StageConfig, StageContext, StageError, StageSpec,
     };
     pub use verl_stages::advantages::Advantages;
+    pub use verl_stages::baseline::Baseline;
+    pub use verl_stages::correct_rollout::{CorrectRollout, Rejection};
     pub use verl_stages::data::addition::{Addition, Split};
     pub use verl_stages::data::addition_episodes::AdditionEpisodes;
     pub use verl_stages::distill::Distill;

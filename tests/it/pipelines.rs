@@ -9,7 +9,7 @@ use verl::pipe::diagnostic::Findings;
 use verl::pipe::pipe::DataPipe;
 use verl::pipe::stage::BuildContext;
 
-use crate::kit::root;
+use crate::kit::{root, start};
 
 /// A model folder that is in the repository, for pipelines whose own is not.
 const STAND_IN: &str = "examples/models/addition-init";
@@ -61,6 +61,43 @@ fn every_file_is_a_plan() {
             plan.warnings
         );
         assert!(plan.to_string().contains(&pipe.name));
+    }
+}
+
+/// The files of one algorithm each on the addition task, small.
+#[test]
+fn the_addition_files_train() {
+    let own = |path: &PathBuf| {
+        let name = path.file_stem().and_then(|stem| stem.to_str());
+        name.is_some_and(|name| {
+            ["dr_grpo", "gspo", "reinforce_plus_plus", "remax", "rloo"]
+                .iter()
+                .any(|algorithm| name == format!("{algorithm}_addition"))
+        })
+    };
+    let files: Vec<PathBuf> = files().into_iter().filter(own).collect();
+    assert_eq!(files.len(), 5);
+    for file in files {
+        let mut pipe = read(&file);
+        pipe.run.steps = 2;
+        pipe.batch.prompts = 8;
+        pipe.batch.micro_batch = Some(8);
+        pipe.batch.mini_batch = pipe.batch.mini_batch.map(|_| 4);
+        pipe.stages.retain(|stage| stage.kind != "evaluate");
+        let mut run = start(&pipe);
+        let mut norms = 0.0;
+        for _ in 0..2 {
+            let metrics = run.step().expect("a step").metrics;
+            let get = |name: &str| metrics.get(name).unwrap_or_else(|| panic!("{name}"));
+            assert!(get("actor/pg_loss").is_finite(), "{}", pipe.name);
+            norms += get("actor/grad_norm");
+            if pipe.name == "remax_addition" {
+                // Each question is answered greedily once, and that is scored apart from the samples.
+                let share = get("baseline_reward/correct_share");
+                assert!((0.0..=1.0).contains(&share) && get("baseline/length_mean") > 0.0);
+            }
+        }
+        assert!(norms > 0.0 && norms.is_finite(), "{}: {norms}", pipe.name);
     }
 }
 

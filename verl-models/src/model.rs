@@ -20,6 +20,7 @@ use burn::tensor::{Int, Tensor};
 
 use crate::ilql::IlqlModel;
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+pub use crate::scoring::Extras;
 
 pub use listed::{ListedTokens, PackedListed, TopTokens};
 pub use value::{PackedValues, ValueInterface, ValueModel};
@@ -128,13 +129,15 @@ pub struct ScoreRow<'a> {
     pub response: &'a [u32],
 }
 
-/// Log-probs (and entropies) of the response tokens of a row, full softmax, logits divided by the temperature.
+/// Log-probs (and what else was asked for) of the response tokens of a row, full softmax, logits divided by the temperature.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Scores {
     /// Nats, one a response token.
     pub log_probs: Vec<f32>,
     /// Nats, one a response token; empty where it was not asked for.
     pub entropies: Vec<f32>,
+    /// Σ_v π(v)², one a response token; empty where it was not asked for.
+    pub sum_pi_squared: Vec<f32>,
 }
 
 /// Differentiable log-probs of a micro-batch, packed: the selected response tokens of all rows one after the other.
@@ -179,7 +182,7 @@ pub trait PolicyModel: Send {
         &self,
         rows: &[ScoreRow<'_>],
         temperature: f64,
-        entropies: bool,
+        extras: Extras,
     ) -> Result<Vec<Scores>, ModelError>;
 
     /// Forward of `rows`, `loss` of the packed scores of the tokens where `select(row, token)` holds, backward, and

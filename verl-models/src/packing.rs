@@ -4,7 +4,7 @@ use burn::tensor::{Device, Int, Tensor};
 
 use crate::model::{ModelInterface, ScoreRow};
 use crate::rows;
-use crate::scoring::linear_log_probs;
+use crate::scoring::{Extras, TokenScores, linear_log_probs};
 
 /// Response tokens of a call, one after the other.
 #[derive(Default)]
@@ -36,30 +36,23 @@ impl Packed {
         rows::indices(self.positions.clone(), device)
     }
 
-    /// Forward pass of the padded `ids`, then log-probs and entropies of the packed tokens only.
+    /// Forward pass of the padded `ids`, then log-probs and extras of the packed tokens only.
     pub(crate) fn score<M: ModelInterface>(
         &self,
         module: &M,
         ids: Tensor<2, Int>,
         device: &Device,
         temperature: f64,
-        entropies: bool,
+        extras: Extras,
         chunk: usize,
-    ) -> (Tensor<1>, Option<Tensor<1>>) {
+    ) -> TokenScores {
         let hidden = module.hidden(ids); // [B, S, D]
         let [b, s, d] = hidden.dims();
         let hidden = hidden.reshape([b * s, d]).select(0, self.states(device)); // [N, D]
         let targets = rows::indices(self.targets.clone(), device);
         // Greedy rollouts report log-probs of temperature 1.
         let temperature = if temperature == 0.0 { 1.0 } else { temperature };
-        linear_log_probs(
-            hidden,
-            module.head(),
-            targets,
-            temperature,
-            entropies,
-            chunk,
-        )
+        linear_log_probs(hidden, module.head(), targets, temperature, extras, chunk)
     }
 }
 

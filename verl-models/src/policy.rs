@@ -15,6 +15,7 @@ use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Packed, TrainingBatch};
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows::{self, Call, CallLimits};
+use crate::scoring::Extras;
 use crate::trained::Trained;
 
 /// Tokens whose logits are in memory at once while training.
@@ -77,7 +78,7 @@ fn score_call<M: ModelInterface>(
     call: &Call,
     rows: &[ScoreRow<'_>],
     device: &Device,
-    (temperature, entropies, limits): (f64, bool, CallLimits),
+    (temperature, extras, limits): (f64, Extras, CallLimits),
 ) -> Vec<Scores> {
     let mut packed = Packed::default();
     for (place, &row) in call.rows.iter().enumerate() {
@@ -90,16 +91,17 @@ fn score_call<M: ModelInterface>(
     packed.pad(tokens.next_multiple_of(chunk));
     let picked = call.rows.iter().map(|&row| &rows[row]);
     let ids = rows::padded_ids(picked, call.height, call.width, device);
-    let (log_probs, found) = packed.score(module, ids, device, temperature, entropies, chunk);
+    let found = packed.score(module, ids, device, temperature, extras, chunk);
     let mut scores = vec![Scores::default(); call.rows.len()];
-    for (&place, value) in packed.rows.iter().zip(log_probs.into_data().iter::<f32>()) {
-        scores[place].log_probs.push(value);
-    }
-    if let Some(found) = found {
+    let mut fill = |found: Option<Tensor<1>>, of: fn(&mut Scores) -> &mut Vec<f32>| {
+        let Some(found) = found else { return };
         for (&place, value) in packed.rows.iter().zip(found.into_data().iter::<f32>()) {
-            scores[place].entropies.push(value);
+            of(&mut scores[place]).push(value);
         }
-    }
+    };
+    fill(Some(found.log_probs), |scores| &mut scores.log_probs);
+    fill(found.entropies, |scores| &mut scores.entropies);
+    fill(found.sum_pi_squared, |scores| &mut scores.sum_pi_squared);
     scores
 }
 
@@ -117,14 +119,14 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         &self,
         rows: &[ScoreRow<'_>],
         temperature: f64,
-        entropies: bool,
+        extras: Extras,
     ) -> Result<Vec<Scores>, ModelError> {
         self.check(rows)?;
         let device = self.trained.device();
         let limits = CallLimits::of(&device);
         let calls = rows::calls(rows, self.max_tokens(), limits);
         let scores = self.trained.run_calls(&calls, |module, call| {
-            let settings = (temperature, entropies, limits);
+            let settings = (temperature, extras, limits);
             score_call(module, call, rows, &device, settings)
         });
         let mut results = vec![Scores::default(); rows.len()];
@@ -153,11 +155,14 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
             let picked = batch.rows.iter().map(|&row| &rows[row]);
             let ids = rows::padded_ids(picked, batch.rows.len(), batch.width, device);
             let packed = batch.packed;
-            let (log_probs, entropies) =
-                packed.score(module, ids, device, temperature, entropies, TRAIN_CHUNK);
-            loss(PackedScores {
-                log_probs,
+            let extras = Extras {
                 entropies,
+                ..Extras::NONE
+            };
+            let scores = packed.score(module, ids, device, temperature, extras, TRAIN_CHUNK);
+            loss(PackedScores {
+                log_probs: scores.log_probs,
+                entropies: scores.entropies,
                 rows: packed.rows,
             })
         })

@@ -80,7 +80,9 @@ fn scores_are_those_of_each_sequence_alone_without_padding() {
     let sequences = sequences(&[(1, 1), (5, 9), (3, 0), (20, 30), (2, 7)], 29);
     let rows = rows(&sequences);
     for temperature in [1.0, 0.6] {
-        let scores = policy.score(&rows, temperature, true).expect("valid rows");
+        let scores = policy
+            .score(&rows, temperature, Extras::ENTROPIES)
+            .expect("valid rows");
         assert_eq!(scores[2], Scores::default());
         for (row, scores) in rows
             .iter()
@@ -92,8 +94,9 @@ fn scores_are_those_of_each_sequence_alone_without_padding() {
             close(&scores.entropies, &values(entropies), ROUNDING);
         }
     }
-    let without = policy.score(&rows, 1.0, false).expect("valid rows");
-    assert!(without.iter().all(|scores| scores.entropies.is_empty()));
+    let without = policy.score(&rows, 1.0, Extras::NONE).expect("valid rows");
+    let bare = |scores: &Scores| scores.entropies.is_empty() && scores.sum_pi_squared.is_empty();
+    assert!(without.iter().all(bare));
 }
 
 #[test]
@@ -101,12 +104,12 @@ fn greedy_is_scored_with_temperature_one() {
     let policy = frozen(Toy::new(29, 12, 64));
     let sequences = sequences(&[(4, 6)], 29);
     let greedy = policy
-        .score(&rows(&sequences), 0.0, true)
+        .score(&rows(&sequences), 0.0, Extras::ENTROPIES)
         .expect("valid rows");
     assert_eq!(
         greedy,
         policy
-            .score(&rows(&sequences), 1.0, true)
+            .score(&rows(&sequences), 1.0, Extras::ENTROPIES)
             .expect("valid rows")
     );
 }
@@ -119,11 +122,17 @@ fn a_row_scores_the_same_bits_alone_and_among_others() {
         .collect();
     let sequences = sequences(&lengths, 331);
     let rows = rows(&sequences);
-    let together = policy.score(&rows, 0.9, true).expect("valid rows");
+    let together = policy
+        .score(&rows, 0.9, Extras::ENTROPIES)
+        .expect("valid rows");
     let reversed: Vec<_> = rows.iter().rev().copied().collect();
-    let backwards = policy.score(&reversed, 0.9, true).expect("valid rows");
+    let backwards = policy
+        .score(&reversed, 0.9, Extras::ENTROPIES)
+        .expect("valid rows");
     for (i, row) in rows.iter().enumerate() {
-        let alone = policy.score(&[*row], 0.9, true).expect("valid rows");
+        let alone = policy
+            .score(&[*row], 0.9, Extras::ENTROPIES)
+            .expect("valid rows");
         for other in [&together[i], &backwards[63 - i]] {
             assert_eq!(bits(&alone[0].log_probs), bits(&other.log_probs), "row {i}");
             assert_eq!(bits(&alone[0].entropies), bits(&other.entropies), "row {i}");
@@ -138,7 +147,9 @@ fn threads_change_no_bit() {
     let run = || {
         let mut policy = trained(Toy::new(700, 96, 256));
         let rows = rows(&sequences);
-        let scores = policy.score(&rows, 1.0, true).expect("valid rows");
+        let scores = policy
+            .score(&rows, 1.0, Extras::ENTROPIES)
+            .expect("valid rows");
         policy
             .accumulate(&rows, &all, 1.0, true, &mut loss)
             .expect("a finite loss");
@@ -356,7 +367,7 @@ fn frozen_models_and_parameters_stay() {
 fn faults_of_rows_come_before_any_work() {
     let mut policy = trained(Toy::new(29, 12, 8));
     let sequences = [(vec![1, 2], vec![3]), (vec![1; 5], vec![2; 4])];
-    let long = policy.score(&rows(&sequences), 1.0, false);
+    let long = policy.score(&rows(&sequences), 1.0, Extras::NONE);
     assert!(matches!(
         long,
         Err(ModelError::TooLong {
@@ -377,7 +388,7 @@ fn faults_of_rows_come_before_any_work() {
         })
     ));
     let sequences = [(vec![], vec![3])];
-    let empty = policy.score(&rows(&sequences), 1.0, false);
+    let empty = policy.score(&rows(&sequences), 1.0, Extras::NONE);
     assert!(matches!(empty, Err(ModelError::EmptyPrompt { row: 0 })));
 }
 
@@ -429,7 +440,9 @@ fn nothing_but_the_policy_holds_its_weights_after_training() {
     let rows = rows(&sequences);
     let mut policy = trained(Toy::new(29, 12, 64));
     for _ in 0..2 {
-        policy.score(&rows, 1.0, true).expect("valid rows");
+        policy
+            .score(&rows, 1.0, Extras::ENTROPIES)
+            .expect("valid rows");
         policy
             .accumulate(&rows, &all, 1.0, true, &mut loss)
             .expect("finite");
@@ -475,7 +488,7 @@ fn rollouts_report_the_log_probs_that_scoring_finds() {
                 response: &output.tokens,
             };
             let scores = policy
-                .score(&[row], temperature, false)
+                .score(&[row], temperature, Extras::NONE)
                 .expect("valid rows");
             close(&output.log_probs, &scores[0].log_probs, ROUNDING);
         }

@@ -32,6 +32,8 @@ pub enum Purpose {
     Init = 5,
     /// Generated data sets.
     Data = 6,
+    /// Random subsets of what is trained on.
+    Subset = 7,
 }
 
 /// What the draws of one response are a function of, apart from position and token id.

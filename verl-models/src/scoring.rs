@@ -1,4 +1,4 @@
-//! Log-probs and entropies of tokens from hidden states, without the `[N, V]` buffers of a composed log-softmax.
+//! Log-probs, entropies and Σ π² of tokens from hidden states, without the `[N, V]` buffers of a composed log-softmax.
 //!
 //! Dims: `N` tokens, `D` width, `V` vocabulary, `C` tokens of a chunk.
 
@@ -17,11 +17,44 @@ mod listed;
 
 pub use listed::{ListedScoringOps, listed_log_probs, top_log_probs};
 
-/// Log-probs of `targets` and, if asked for, entropies under softmax(hidden · headᵀ / temperature), in nats.
+/// What is wanted beside the log-probs of tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Extras {
+    /// Entropies.
+    pub entropies: bool,
+    /// Σ_v π(v)².
+    pub sum_pi_squared: bool,
+}
+
+impl Extras {
+    /// Log-probs alone.
+    pub const NONE: Extras = Extras {
+        entropies: false,
+        sum_pi_squared: false,
+    };
+    /// Entropies too.
+    pub const ENTROPIES: Extras = Extras {
+        entropies: true,
+        sum_pi_squared: false,
+    };
+}
+
+/// What [`linear_log_probs`] gives, `[N]` each.
+#[derive(Debug, Clone)]
+pub struct TokenScores {
+    /// Nats; differentiable.
+    pub log_probs: Tensor<1>,
+    /// Nats, where asked for; differentiable.
+    pub entropies: Option<Tensor<1>>,
+    /// Σ_v π(v)², in (0, 1], where asked for; a constant.
+    pub sum_pi_squared: Option<Tensor<1>>,
+}
+
+/// Log-probs of `targets` and, if asked for, entropies and Σ_v π(v)² under softmax(hidden · headᵀ / temperature).
 ///
 /// log π_n = z_{n,y_n} − log Σ_v exp z_{n,v},  H_n = −Σ_v p_{n,v} log p_{n,v},  z = hidden · headᵀ / temperature.
 ///
-/// Differentiable in `hidden` and `head`. The forward pass sees `chunk` tokens at a time and keeps two numbers a token;
+/// Log-probs and entropies, in nats, are differentiable in `hidden` and `head`; Σ π² is a constant. The forward pass sees `chunk` tokens at a time and keeps two numbers a token;
 /// the backward pass recomputes the logits, a block of the vocabulary at a time, so that no buffer is ever larger than
 /// `chunk · V` (rounded up to one column of all tokens):
 ///
@@ -38,9 +71,9 @@ pub fn linear_log_probs(
     head: Tensor<2>,
     targets: Tensor<1, Int>,
     temperature: f64,
-    want_entropies: bool,
+    extras: Extras,
     chunk: usize,
-) -> (Tensor<1>, Option<Tensor<1>>) {
+) -> TokenScores {
     let [n, d] = hidden.dims();
     assert_eq!(d, head.dims()[1], "hidden and head differ in width");
     assert_eq!(n, targets.dims()[0], "hidden and targets differ in tokens");
@@ -50,30 +83,35 @@ pub fn linear_log_probs(
         head.into_dispatch(),
         targets.into_dispatch(),
         temperature,
-        want_entropies,
+        extras,
         chunk.max(1),
     ));
-    let entropies = want_entropies.then(|| scores.clone().slice([1..2, 0..n]).reshape([n]));
-    (scores.slice([0..1, 0..n]).reshape([n]), entropies)
+    let row = |at: usize| scores.clone().slice([at..at + 1, 0..n]).reshape([n]);
+    let last = 1 + usize::from(extras.entropies);
+    TokenScores {
+        log_probs: row(0),
+        entropies: extras.entropies.then(|| row(1)),
+        sum_pi_squared: extras.sum_pi_squared.then(|| row(last).detach()),
+    }
 }
 
 /// What a backend offers for scoring; every backend gets it from its primitive operations.
 #[backend_extension(Flex, Cube: cfg(feature = "cuda"), Autodiff)]
 pub trait ScoringOps: Backend {
-    /// The two results of [`linear_log_probs`] as rows of one tensor; without entropies there is one row.
+    /// The results of [`linear_log_probs`] as rows of one tensor, in the order of the fields of [`TokenScores`].
     ///
     /// # Shapes
-    /// result: `[1, N]` or `[2, N]`
+    /// result: `[1, N]` to `[3, N]`
     fn linear_scores(
         hidden: FloatTensor<Self>,
         head: FloatTensor<Self>,
         targets: IntTensor<Self>,
         temperature: f64,
-        entropies: bool,
+        extras: Extras,
         chunk: usize,
     ) -> FloatTensor<Self> {
         let inputs = Inputs::<Self>::new(hidden, head, targets, temperature, chunk);
-        inputs.forward(entropies).scores()
+        inputs.forward(extras).scores()
     }
 }
 
@@ -88,13 +126,13 @@ impl<B: ScoringOps, C: CheckpointStrategy> ScoringOps for Autodiff<B, C> {
         head: FloatTensor<Self>,
         targets: IntTensor<Self>,
         temperature: f64,
-        entropies: bool,
+        extras: Extras,
         chunk: usize,
     ) -> FloatTensor<Self> {
         let (hidden, hidden_node) = hidden.into_parts();
         let (head, head_node) = head.into_parts();
         let inputs = Inputs::<B>::new(hidden, head, targets, temperature, chunk);
-        let statistics = inputs.forward(entropies);
+        let statistics = inputs.forward(extras);
         let scores = statistics.clone().scores();
         match LinearScores
             .prepare::<C>([hidden_node, head_node])
@@ -167,6 +205,7 @@ struct Inputs<B: Backend> {
 struct Statistics<B: Backend> {
     log_probs: FloatTensor<B>,
     entropies: Option<FloatTensor<B>>,
+    sum_pi_squared: Option<FloatTensor<B>>,
     /// max_v z_v
     largest: FloatTensor<B>,
     /// log Σ_v exp(z_v − max z)
@@ -176,21 +215,25 @@ struct Statistics<B: Backend> {
 impl<B: Backend> Statistics<B> {
     fn cat(parts: Vec<Self>) -> Self {
         let column = |of: fn(&Self) -> FloatTensor<B>| cat::<B>(parts.iter().map(of).collect());
-        let entropies = parts.iter().map(|part| part.entropies.clone()).collect();
+        let optional = |of: fn(&Self) -> Option<FloatTensor<B>>| {
+            Option::<Vec<_>>::map(parts.iter().map(of).collect(), cat::<B>)
+        };
         Statistics {
             log_probs: column(|part| part.log_probs.clone()),
-            entropies: Option::<Vec<_>>::map(entropies, cat::<B>),
+            entropies: optional(|part| part.entropies.clone()),
+            sum_pi_squared: optional(|part| part.sum_pi_squared.clone()),
             largest: column(|part| part.largest.clone()),
             log_sum: column(|part| part.log_sum.clone()),
         }
     }
 
-    /// `[N, 1]` columns -> `[1, N]` or `[2, N]`
+    /// `[N, 1]` columns -> `[1, N]` to `[3, N]`
     fn scores(self) -> FloatTensor<B> {
         let n = self.log_probs.shape()[0];
         let row = |column| B::float_reshape(column, Shape::new([1, n]));
         let mut rows = vec![row(self.log_probs)];
         rows.extend(self.entropies.map(row));
+        rows.extend(self.sum_pi_squared.map(row));
         cat::<B>(rows)
     }
 }
@@ -238,7 +281,7 @@ impl<B: Backend> Inputs<B> {
         }
     }
 
-    fn forward(&self, entropies: bool) -> Statistics<B> {
+    fn forward(&self, extras: Extras) -> Statistics<B> {
         let n = self.tokens();
         let parts = (0..n)
             .step_by(self.chunk)
@@ -249,7 +292,7 @@ impl<B: Backend> Inputs<B> {
                     self.targets.clone(),
                     &[Slice::from(start..end), Slice::full()],
                 );
-                statistics::<B>(logits, targets, entropies)
+                statistics::<B>(logits, targets, extras)
             })
             .collect();
         Statistics::cat(parts)
@@ -334,7 +377,7 @@ struct TokenWeights<B: Backend> {
 }
 
 impl<B: Backend> TokenWeights<B> {
-    /// `gradient` is `[1, N]` or `[2, N]`, as the scores are.
+    /// `gradient` is `[1, N]` to `[3, N]`, as the scores are; that of Σ π², a constant, is not looked at.
     fn new(
         gradient: FloatTensor<B>,
         statistics: &Statistics<B>,
@@ -368,24 +411,28 @@ impl<B: Backend> TokenWeights<B> {
 fn statistics<B: Backend>(
     logits: FloatTensor<B>,
     targets: IntTensor<B>,
-    entropies: bool,
+    extras: Extras,
 ) -> Statistics<B> {
     let largest = B::float_max_dim(logits.clone(), 1);
     let shifted = B::float_sub(logits, largest.clone());
     let target = B::float_gather(1, shifted.clone(), targets);
-    let (sum, weighted) = if entropies {
-        let exp = B::float_exp(shifted.clone());
-        let sum = B::float_sum_dim(exp.clone(), 1);
-        (sum, Some(B::float_sum_dim(B::float_mul(exp, shifted), 1)))
-    } else {
-        (B::float_sum_dim(B::float_exp(shifted), 1), None)
-    };
+    let exp = B::float_exp(shifted.clone());
+    let sum = B::float_sum_dim(exp.clone(), 1);
+    // Σ π² = Σ e² / (Σ e)²; the largest e is 1, so neither sum can vanish or overflow.
+    let sum_pi_squared = extras.sum_pi_squared.then(|| {
+        let squares = B::float_sum_dim(B::float_mul(exp.clone(), exp.clone()), 1);
+        B::float_div(squares, B::float_mul(sum.clone(), sum.clone()))
+    });
+    let weighted = extras
+        .entropies
+        .then(|| B::float_sum_dim(B::float_mul(exp, shifted), 1));
     let log_sum = B::float_log(sum.clone());
     Statistics {
         log_probs: B::float_sub(target, log_sum.clone()),
         // H = log Σ e − (Σ e s) / Σ e, with s the shifted logits and e their exponentials.
         entropies: weighted
             .map(|weighted| B::float_sub(log_sum.clone(), B::float_div(weighted, sum))),
+        sum_pi_squared,
         largest,
         log_sum,
     }

@@ -71,6 +71,17 @@ fn weights(salt: u64) -> Tensor<1> {
 
 type Scored = (Tensor<1>, Option<Tensor<1>>);
 
+fn scored(scores: TokenScores) -> Scored {
+    (scores.log_probs, scores.entropies)
+}
+
+fn extras(entropies: bool) -> Extras {
+    Extras {
+        entropies,
+        ..Extras::NONE
+    }
+}
+
 /// Log-probs, entropies and both gradients of Σ w_n log π_n + u_n H_n.
 fn run(
     entropies: bool,
@@ -110,7 +121,14 @@ fn equals_the_composed_log_softmax_and_its_gradients() {
                 let got = run(
                     entropies,
                     |hidden, head| {
-                        linear_log_probs(hidden, head, targets(), temperature, entropies, chunk)
+                        scored(linear_log_probs(
+                            hidden,
+                            head,
+                            targets(),
+                            temperature,
+                            extras(entropies),
+                            chunk,
+                        ))
                     },
                     1.0,
                 );
@@ -130,20 +148,29 @@ fn gradients_agree_with_finite_differences() {
             let data = TensorData::new(values, [rows, D]);
             Tensor::<2>::from_data(data, (&Device::flex(), DType::F64))
         };
-        let (log_probs, entropies) = linear_log_probs(
+        let (log_probs, entropies) = scored(linear_log_probs(
             tensor(hidden, N),
             tensor(head, V),
             targets(),
             temperature,
-            true,
+            Extras::ENTROPIES,
             2,
-        );
+        ));
         let entropies = entropies.expect("entropies were asked for");
         values((log_probs * weights(3)).sum() + (entropies * weights(4)).sum())[0]
     };
     let [_, _, d_hidden, d_head] = run(
         true,
-        |hidden, head| linear_log_probs(hidden, head, targets(), temperature, true, 2),
+        |hidden, head| {
+            scored(linear_log_probs(
+                hidden,
+                head,
+                targets(),
+                temperature,
+                Extras::ENTROPIES,
+                2,
+            ))
+        },
         1.0,
     );
     let (hidden, head) = (numbers(N * D, 1), numbers(V * D, 2));
@@ -185,14 +212,14 @@ fn a_common_offset_of_the_logits_changes_nothing() {
             ],
             1,
         );
-        let (log_probs, entropies) = linear_log_probs(
+        let (log_probs, entropies) = scored(linear_log_probs(
             hidden.cast(dtype),
             head.cast(dtype),
             targets(),
             1.0,
-            true,
+            Extras::ENTROPIES,
             4,
-        );
+        ));
         [values(log_probs), values(entropies.expect("entropies"))]
     };
     let expected = offset(DType::F64, 0.0);
@@ -209,7 +236,16 @@ fn a_common_offset_of_the_logits_changes_nothing() {
 fn certain_tokens_have_finite_gradients() {
     let [log_probs, entropies, d_hidden, d_head] = run(
         true,
-        |hidden, head| linear_log_probs(hidden, head, targets(), 1.0, true, 3),
+        |hidden, head| {
+            scored(linear_log_probs(
+                hidden,
+                head,
+                targets(),
+                1.0,
+                Extras::ENTROPIES,
+                3,
+            ))
+        },
         1e4,
     );
     for values in [log_probs, entropies, d_hidden, d_head] {
@@ -221,8 +257,15 @@ fn certain_tokens_have_finite_gradients() {
 fn only_what_is_tracked_gets_a_gradient() {
     let hidden = matrix(N, D, 1, 1.0).autodiff();
     let head = matrix(V, D, 2, 1.0).autodiff().require_grad();
-    let (log_probs, _) = linear_log_probs(hidden.clone(), head.clone(), targets(), 1.0, false, 3);
-    let grads = log_probs.sum().backward();
+    let found = linear_log_probs(
+        hidden.clone(),
+        head.clone(),
+        targets(),
+        1.0,
+        Extras::NONE,
+        3,
+    );
+    let grads = found.log_probs.sum().backward();
     assert!(hidden.grad(&grads).is_none());
     assert!(head.grad(&grads).is_some());
 }
@@ -235,7 +278,14 @@ fn a_token_scores_the_same_bits_at_every_place_of_a_chunk() {
     let head = matrix(v, d, 2, 1.0).cast(DType::F32);
     let score = |hidden: Tensor<2>| {
         let targets = Tensor::from_data([5; 32], &Device::flex());
-        let (log_probs, entropies) = linear_log_probs(hidden, head.clone(), targets, 1.0, true, n);
+        let (log_probs, entropies) = scored(linear_log_probs(
+            hidden,
+            head.clone(),
+            targets,
+            1.0,
+            Extras::ENTROPIES,
+            n,
+        ));
         let entropies = entropies.expect("entropies were asked for");
         let both = Tensor::cat(vec![log_probs, entropies], 0).into_data();
         both.iter::<f32>().map(f32::to_bits).collect::<Vec<_>>()
@@ -253,5 +303,49 @@ fn a_token_scores_the_same_bits_at_every_place_of_a_chunk() {
         got[..n].rotate_right(by);
         got[n..].rotate_right(by);
         assert!(got == expected, "rolled by {by}");
+    }
+}
+
+#[test]
+fn sums_of_squares_are_those_of_the_softmax_and_have_no_gradient() {
+    for (entropies, temperature) in [(false, 1.0), (true, 0.7)] {
+        let hidden = matrix(N, D, 1, 1.0).autodiff().require_grad();
+        let head = matrix(V, D, 2, 1.0);
+        let extras = Extras {
+            entropies,
+            sum_pi_squared: true,
+        };
+        let scores = |chunk| {
+            let (hidden, head) = (hidden.clone(), head.clone().autodiff());
+            linear_log_probs(hidden, head, targets(), temperature, extras, chunk)
+        };
+        let logits = hidden.clone().inner().matmul(head.clone().transpose());
+        let divisor = Tensor::full([1, 1], temperature, (&hidden.device(), DType::F64));
+        let p = log_softmax(logits / divisor, 1).exp();
+        let expected = values((p.clone() * p).sum_dim(1));
+        for chunk in [1, 3, N] {
+            let found = scores(chunk).sum_pi_squared.expect("asked for");
+            close(&values(found), &expected, EXACT);
+        }
+        // The other gradients are as without it.
+        let gradient = |extras| {
+            let (hidden, head) = (hidden.clone(), head.clone().autodiff());
+            let scores = linear_log_probs(hidden.clone(), head, targets(), temperature, extras, 3);
+            let loss = scores.log_probs.sum()
+                + scores.entropies.map_or_else(
+                    || Tensor::zeros([1], (&hidden.device(), DType::F64)),
+                    |entropies| entropies.sum(),
+                );
+            let loss = match scores.sum_pi_squared {
+                Some(squares) => loss + squares.sum(),
+                None => loss,
+            };
+            values(hidden.grad(&loss.backward()).expect("a gradient"))
+        };
+        let without = Extras {
+            sum_pi_squared: false,
+            ..extras
+        };
+        close(&gradient(extras), &gradient(without), EXACT);
     }
 }

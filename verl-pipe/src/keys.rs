@@ -46,6 +46,20 @@ pub const RESPONSE_TEXTS: Key<Text> = Key::new(
     "",
     "response decoded without special tokens",
 );
+/// Token ids of a reference response to the prompt.
+pub const BASELINE_RESPONSES: Key<Ragged<u32>> = Key::new(
+    "baseline_responses",
+    "[B, R~]",
+    "token id",
+    "token ids of the greedy response to the prompt, end-of-sequence included",
+);
+/// That response as text.
+pub const BASELINE_RESPONSE_TEXTS: Key<Text> = Key::new(
+    "baseline_response_texts",
+    "[B]",
+    "",
+    "greedy response decoded without special tokens",
+);
 /// What each response token is: see [`mask`].
 pub const MASK_KINDS: Key<Ragged<u8>> = Key::new(
     "mask_kinds",
@@ -100,6 +114,29 @@ pub const ENTROPIES: Key<Ragged<f32>> = Key::new(
     "entropy of the policy at each response token",
 )
 .finite();
+/// How sure the policy is of each response token: Σ_v π(v)² over the vocabulary.
+pub const SUM_PI_SQUARED: Key<Ragged<f32>> = Key::new(
+    "sum_pi_squared",
+    "[B, T~]",
+    "probability",
+    "sum over the vocabulary of the squared probabilities, at the start of the update",
+)
+.finite();
+/// Importance weights against the rollout engine.
+pub const ROLLOUT_WEIGHTS: Key<Ragged<f32>> = Key::new(
+    "rollout_weights",
+    "[B, T~]",
+    "",
+    "importance weight of each response token against the rollout engine; 0 at observations",
+)
+.finite();
+/// Tokens that are near enough to the rollout engine to be trained on.
+pub const ROLLOUT_MASKS: Key<Ragged<u8>> = Key::new(
+    "rollout_masks",
+    "[B, T~]",
+    "",
+    "1 trained on, 0 left out: an observation, or too far from the rollout engine",
+);
 /// One reward a response.
 pub const REWARDS: Key<Scalar<f32>> = Key::new(
     "rewards",
@@ -114,8 +151,9 @@ pub const REWARD_BASELINES: Key<Scalar<f32>> = Key::new(
     "reward_baselines",
     "[B]",
     "reward",
-    "score of a reference response to the prompt, such as the greedy one",
+    "score of a reference response to the prompt, such as the greedy one; null where it could not be scored",
 )
+.nullable()
 .finite();
 /// Rewards after shaping by length and the like; `advantages` reads them under `rename`.
 pub const SHAPED_REWARDS: Key<Scalar<f32>> = Key::new(

@@ -6,10 +6,10 @@ use verl_algos::advantages::{AdvantageInputs, EstimatorInput};
 use verl_algos::kl::KlEstimator;
 use verl_algos::{CutUnit, Ragged as AlgoRagged};
 use verl_pipe::batch::{Batch, RaggedColumn};
-use verl_pipe::field::{LogProbTag, Support, Weights};
+use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
 use verl_pipe::keys::{
     ADVANTAGES, GROUP_MEANS, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, RETURNS, REWARD_BASELINES,
-    REWARDS, VALUES, mask,
+    REWARDS, ROLLOUT_WEIGHTS, SUM_PI_SQUARED, VALUES, mask,
 };
 use verl_pipe::part::Part;
 use verl_pipe::stage::{
@@ -60,7 +60,7 @@ pub struct Advantages {
     pub kl_coef: f64,
     /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`.
     pub kl_estimator: String,
-    /// Temperature of the log-probs that the KL compares.
+    /// Temperature of the log-probs that the KL compares, and of those that an estimator reads.
     pub temperature: f64,
 }
 
@@ -88,6 +88,7 @@ impl StageConfig for Advantages {
         let estimator = estimator.map_err(|errors| faults.extend(errors));
         if let Ok(estimator) = &estimator {
             faults.extend(self.too_few(estimator, samples));
+            faults.extend(self.no_penalty(estimator));
         }
         let (Ok(kl), Ok(estimator), true) = (kl, estimator, faults.is_empty()) else {
             return Err(faults);
@@ -120,6 +121,27 @@ impl Advantages {
         (samples < needed).then(fault)
     }
 
+    /// The estimator has no place where a KL penalty could be taken off, or takes one off itself.
+    fn no_penalty(&self, estimator: &Estimator) -> Option<ConfigError> {
+        let kind = self.estimator.kind();
+        let (reason, help) = if !estimator.components().keys.is_empty() {
+            (
+                format!(
+                    "takes a KL penalty off `rewards`, but `{kind}` reads the rewards of several functions"
+                ),
+                "set it to 0 and hold the policy to the reference in the loss: `kl_coef` of the loss in `update`",
+            )
+        } else if estimator.inputs().contains(&EstimatorInput::RefLogProbs) {
+            (
+                format!("takes a KL penalty off `rewards`, but `{kind}` takes one off itself"),
+                "set it to 0, or set the estimator's own coefficient to 0",
+            )
+        } else {
+            return None;
+        };
+        (self.kl_coef != 0.0).then(|| ConfigError::new("kl_coef", reason, help))
+    }
+
     /// A prompt has one response, and the estimator compares the responses to a prompt.
     fn lone(&self, estimator: &Estimator, samples: usize) -> Option<ConfigError> {
         let compares = estimator.inputs().contains(&EstimatorInput::Groups);
@@ -140,7 +162,15 @@ impl Advantages {
 /// What to do where no stage writes critic values.
 const NO_VALUES: &str = "put a `values` stage before it, one that writes a critic's value of each response token, or choose an estimator that needs no critic, for example `grpo`";
 /// What to do where no stage writes the scores of reference responses.
-const NO_BASELINES: &str = "put a stage before it that writes the score of a greedy response to each prompt, or choose an estimator that needs no baseline, for example `rloo`";
+const NO_BASELINES: &str = "put two stages before it: `baseline`, which answers each prompt greedily, and a `reward` that scores the answer, with rename = { responses = \"baseline_responses\", response_texts = \"baseline_response_texts\", rewards = \"reward_baselines\" }; or choose an estimator that needs no baseline, for example `rloo`";
+/// What to do where no stage writes Σ π².
+const NO_SQUARES: &str = "set `sum_pi_squared = true` in the `log_probs` stage that writes `old_log_probs`, or choose an estimator without a baseline for each token, for example `rloo`";
+/// What to do where no stage writes the old log-probs.
+pub(crate) const NO_OLD: &str = "put a `log_probs` stage before it";
+/// What to do where no stage writes log-probs of a reference.
+pub(crate) const NO_REFERENCE: &str = "put a `log_probs` stage before it that scores a frozen model: role = \"reference\", model = \"ref\"; or set the coefficient of the KL to 0";
+/// What to do where no stage writes the rewards of a component.
+const NO_COMPONENT: &str = "put a `reward` stage before it that writes this key, under `rename`: rename = { rewards = \"NAME\" }";
 
 /// The running stage.
 struct AdvantagesStage {
@@ -162,6 +192,47 @@ impl AdvantagesStage {
 
     fn reads(&self, input: EstimatorInput) -> bool {
         self.estimator.inputs().contains(&input)
+    }
+
+    /// Whether it, or the penalty, reads log-probs of the old policy and of the reference.
+    fn reads_old(&self) -> bool {
+        self.config.kl_coef != 0.0 || self.reads(EstimatorInput::OldLogProbs)
+    }
+
+    fn reads_reference(&self) -> bool {
+        self.config.kl_coef != 0.0 || self.reads(EstimatorInput::RefLogProbs)
+    }
+
+    /// The rewards of each component, as they were scored.
+    fn component_scores(&self, input: &Batch) -> Result<Vec<Vec<Option<f64>>>, StageError> {
+        let keys = self.estimator.components().keys.iter();
+        keys.map(|key| scores_of(input, key)).collect()
+    }
+
+    /// The score of each row: its reward, or the weighted sum of those components that scored it; none where none did,
+    /// or where the response that it is compared with has none.
+    fn scores(
+        &self,
+        input: &Batch,
+        components: &[Vec<Option<f64>>],
+        baselines: Option<&[Option<f64>]>,
+    ) -> Result<Vec<Option<f64>>, StageError> {
+        let mut scores = if components.is_empty() {
+            scores_of(input, REWARDS.name())?
+        } else {
+            let weights = &self.estimator.components().weights;
+            let row = |row: usize| {
+                let each = components.iter().zip(weights);
+                let scored = each.filter_map(|(scores, weight)| Some(scores[row]? * weight));
+                scored.reduce(|sum, next| sum + next)
+            };
+            (0..input.num_rows()).map(row).collect()
+        };
+        if let Some(baselines) = baselines {
+            let compared = scores.iter_mut().zip(baselines);
+            compared.for_each(|(score, baseline)| *score = score.filter(|_| baseline.is_some()));
+        }
+        Ok(scores)
     }
 
     fn report(&self, input: &Batch, scores: &[Option<f64>], context: &mut StageContext<'_>) {
@@ -235,8 +306,15 @@ impl Stage for AdvantagesStage {
             CutUnit::Pair | CutUnit::Group => Cardinality::Group,
             CutUnit::MiniBatch => Cardinality::Batch,
         };
-        let mut spec = StageSpec::new()
-            .reads(REWARDS)
+        let mut spec = StageSpec::new();
+        for key in &self.estimator.components().keys {
+            spec = spec.reads(REWARDS.field().renamed(key.clone()));
+            spec = spec.remedy(key, NO_COMPONENT.replace("NAME", key));
+        }
+        if self.estimator.components().keys.is_empty() {
+            spec = spec.reads(REWARDS);
+        }
+        spec = spec
             .reads(MASK_KINDS)
             // For its rows alone: behind a filter of groups, those that were dropped have no advantages.
             .reads_optional(GROUP_MEANS)
@@ -255,12 +333,25 @@ impl Stage for AdvantagesStage {
             spec = spec.reads_broadcast(REWARD_BASELINES);
             spec = spec.remedy(REWARD_BASELINES.name(), NO_BASELINES);
         }
-        if self.config.kl_coef != 0.0 {
+        if self.reads(EstimatorInput::SumPiSquared) {
+            spec = spec
+                .reads(SUM_PI_SQUARED.tagged(self.tag(Weights::StepStart)))
+                .remedy(SUM_PI_SQUARED.name(), NO_SQUARES)
+                .reads_optional(ROLLOUT_WEIGHTS);
+        }
+        if self.reads_old() {
             spec = spec
                 .reads(OLD_LOG_PROBS.tagged(self.tag(Weights::StepStart)))
+                .remedy(OLD_LOG_PROBS.name(), NO_OLD);
+        }
+        if self.reads_reference() {
+            spec = spec
                 .reads(REF_LOG_PROBS.tagged(self.tag(Weights::Frozen)))
-                .metrics(&[REWARD_KL])
+                .remedy(REF_LOG_PROBS.name(), NO_REFERENCE)
                 .once(KL_PENALTY);
+        }
+        if self.config.kl_coef != 0.0 {
+            spec = spec.metrics(&[REWARD_KL]);
         }
         self.doubt.iter().cloned().fold(spec, StageSpec::doubts)
     }
@@ -272,11 +363,12 @@ impl Stage for AdvantagesStage {
                 .map(|kind| *kind == mask::ACTION)
                 .collect::<Vec<_>>()
         }));
-        let scores: Vec<Option<f64>> = input
-            .get(&REWARDS)?
-            .rows()
-            .map(|reward| reward.map(f64::from))
-            .collect();
+        let baselines = self
+            .reads(EstimatorInput::RewardBaselines)
+            .then(|| scores_of(&input, REWARD_BASELINES.name()))
+            .transpose()?;
+        let components = self.component_scores(&input)?;
+        let scores = self.scores(&input, &components, baselines.as_deref())?;
         self.report(&input, &scores, context);
         let kls = (self.config.kl_coef != 0.0)
             .then(|| self.token_kls(&input, &actions, context))
@@ -289,22 +381,31 @@ impl Stage for AdvantagesStage {
             .reads(EstimatorInput::TokenLevelRewards)
             .then(|| self.token_rewards(&scored, &scores, kls.as_ref()));
         let outcomes = self.outcomes(&scores, kls.as_ref());
-        let values = self
-            .reads(EstimatorInput::Values)
-            .then(|| input.get(&VALUES))
-            .transpose()?
-            .map(|values| AlgoRagged::from_rows(values.rows()));
-        let baselines: Option<Vec<f64>> = self
-            .reads(EstimatorInput::RewardBaselines)
-            .then(|| input.get(&REWARD_BASELINES))
-            .transpose()?
-            .map(|column| column.values().iter().copied().map(f64::from).collect());
+        let tokens = |wanted: bool, key: &Key<Ragged<f32>>| -> Result<_, StageError> {
+            let column = wanted.then(|| input.get(key)).transpose()?;
+            Ok(column.map(|column| AlgoRagged::from_rows(column.rows())))
+        };
+        let values = tokens(self.reads(EstimatorInput::Values), &VALUES)?;
+        let old = tokens(self.reads(EstimatorInput::OldLogProbs), &OLD_LOG_PROBS)?;
+        let reference = tokens(self.reads(EstimatorInput::RefLogProbs), &REF_LOG_PROBS)?;
+        let reads_squares = self.reads(EstimatorInput::SumPiSquared);
+        let squares = tokens(reads_squares, &SUM_PI_SQUARED)?;
+        let has_weights = reads_squares && input.has(ROLLOUT_WEIGHTS.name());
+        let weights = tokens(has_weights, &ROLLOUT_WEIGHTS)?;
+        // A row whose baseline was not scored is none of the scored ones, so its number is not read.
+        let baselines = baselines
+            .map(|rows| -> Vec<f64> { rows.into_iter().map(Option::unwrap_or_default).collect() });
         let inputs = AdvantageInputs {
             groups: Some(input.groups()),
             scores: Some(&outcomes),
             token_level_rewards: rewards.as_ref(),
             values: values.as_ref(),
             reward_baselines: baselines.as_deref(),
+            reward_components: (!components.is_empty()).then_some(&components),
+            old_log_probs: old.as_ref(),
+            ref_log_probs: reference.as_ref(),
+            sum_pi_squared: squares.as_ref(),
+            rollout_weights: weights.as_ref(),
             ..AdvantageInputs::new(&scored)
         };
         let result = self
@@ -324,6 +425,12 @@ impl Stage for AdvantagesStage {
         }
         context.emit(output)
     }
+}
+
+/// A column of rewards.
+fn scores_of(input: &Batch, key: &str) -> Result<Vec<Option<f64>>, StageError> {
+    let rewards = input.get_as(&REWARDS, key)?;
+    Ok(rewards.rows().map(|reward| reward.map(f64::from)).collect())
 }
 
 /// Numbers of the maths as a column.

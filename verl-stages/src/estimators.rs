@@ -3,6 +3,8 @@
 //!
 //! An estimator of one's own is an [`AdvantageEstimator`] with settings that are a [`PartConfig`].
 
+mod components;
+
 use std::ops::Deref;
 
 use verl_algos::advantages::{self as maths, AdvantageEstimator};
@@ -11,9 +13,23 @@ use verl_pipe::stage::{BuildContext, ConfigError};
 
 use crate::settings::{refusal, settings};
 
+pub use components::{AdvantageScale, ComponentOrder, Gdpo, GrpoTrl};
+
 /// An estimator, ready to estimate.
 #[derive(Debug)]
-pub struct Estimator(Box<dyn AdvantageEstimator>);
+pub struct Estimator {
+    maths: Box<dyn AdvantageEstimator>,
+    components: Components,
+}
+
+/// The rewards of several functions that an estimator reads in the place of `rewards`; no key for none.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Components {
+    /// Keys that hold them, each as `rewards` does.
+    pub keys: Vec<String>,
+    /// Weight of each in what is reported.
+    pub weights: Vec<f64>,
+}
 
 impl Slot for Estimator {
     const NAME: &'static str = "estimator";
@@ -26,9 +42,23 @@ impl Estimator {
     /// What its own check refuses.
     pub fn new(estimator: impl AdvantageEstimator + 'static) -> Result<Self, Vec<ConfigError>> {
         match estimator.check() {
-            Ok(()) => Ok(Estimator(Box::new(estimator))),
+            Ok(()) => Ok(Estimator {
+                maths: Box::new(estimator),
+                components: Components::default(),
+            }),
             Err(error) => Err(vec![refusal(estimator.name(), &error)]),
         }
+    }
+
+    /// The same estimator on the rewards of several functions.
+    #[must_use]
+    pub fn of_components(self, components: Components) -> Self {
+        Estimator { components, ..self }
+    }
+
+    /// The rewards that it reads in the place of `rewards`.
+    pub fn components(&self) -> &Components {
+        &self.components
     }
 }
 
@@ -36,7 +66,7 @@ impl Deref for Estimator {
     type Target = dyn AdvantageEstimator;
 
     fn deref(&self) -> &Self::Target {
-        self.0.as_ref()
+        self.maths.as_ref()
     }
 }
 
@@ -103,6 +133,15 @@ estimators! {
     /// The score less the mean score of the prompt's responses, each weighted by its length.
     Opo = "opo" {} => |_| maths::Opo;
 
+    /// Rewards to come less a baseline for each place of a response, weighted by the variance gathered so far.
+    Otb = "otb" {
+        /// Whether the longest response of a prompt has baseline 0 where no other reaches.
+        handle_zero_tail: bool = true,
+    } => |own| maths::OptimalTokenBaseline {
+        handle_zero_tail: own.handle_zero_tail,
+        ..maths::OptimalTokenBaseline::flat()
+    };
+
     /// Discounted returns, whitened over the step.
     ReinforcePlusPlus = "reinforce_plus_plus" {
         /// Discount γ, in [0, 1].
@@ -117,4 +156,30 @@ estimators! {
 
     /// The score less the mean score of the prompt's other responses.
     Rloo = "rloo" {} => |_| maths::Rloo;
+
+    /// RLOO with the KL to the reference taken off the score, and advantages normalised over the step if asked for (TRL).
+    RlooTrl = "rloo_trl" {
+        /// β: coefficient of the KL to the reference; 0 needs no reference.
+        beta: f64 = 0.05,
+        /// Bounds of the score before the KL is taken off: `[low, high]`.
+        reward_clip: Option<[f64; 2]> = None,
+        /// Whether advantages get mean 0 and deviation 1 over the step.
+        normalize: bool = false,
+        /// ε added to that deviation.
+        epsilon: f64 = 1e-4,
+    } => |own| maths::RlooTrl {
+        beta: own.beta,
+        reward_clip: own.reward_clip.map(|[low, high]| (low, high)),
+        normalize: own.normalize,
+        epsilon: own.epsilon,
+    };
+
+    /// `otb` with places counted in the tokens that the policy chose, for responses with observations.
+    TirOtb = "tir_otb" {
+        /// Whether the longest response of a prompt has baseline 0 where no other reaches.
+        handle_zero_tail: bool = true,
+    } => |own| maths::OptimalTokenBaseline {
+        handle_zero_tail: own.handle_zero_tail,
+        ..maths::OptimalTokenBaseline::multi_turn()
+    };
 }

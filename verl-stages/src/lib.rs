@@ -8,7 +8,9 @@
 //! | [`shape_overlong`] | rewards, responses | rewards less a penalty for length |
 //! | [`filter_groups`] | rewards | the rows of groups with a signal; has further prompts drawn |
 //! | [`shuffle_rewards`] | rewards | the same in another order, for control runs |
+//! | [`baseline`] | prompts | one greedy response to each, to be scored and compared with |
 //! | [`log_probs`] | prompts, responses | log-probs of policy or reference |
+//! | [`correct_rollout`] | log-probs of policy and rollout engine | importance weights, and which tokens to train on |
 //! | [`advantages`] | rewards | advantages, by one of the [`estimators`] |
 //! | [`update`] | all of it | nothing: it moves the weights against one of the [`losses`] |
 //! | [`episodes`] | rows of a log | prompts, responses, rewards |
@@ -19,6 +21,8 @@
 //! | [`evaluate`] | held-out rows | metrics and samples, between steps |
 
 pub mod advantages;
+pub mod baseline;
+pub mod correct_rollout;
 pub mod data;
 pub mod distill;
 pub mod episodes;
@@ -74,6 +78,8 @@ macro_rules! built_ins {
 built_ins! {
     stages:
         advantages::Advantages,
+        baseline::Baseline,
+        correct_rollout::CorrectRollout,
         distill::Distill,
         episodes::Episodes,
         evaluate::Evaluate,
@@ -90,22 +96,40 @@ built_ins! {
         update_ilql::UpdateIlql;
     policy_losses:
         losses::Cispo,
+        losses::ClipCov,
+        losses::DppoKl,
+        losses::DppoTv,
+        losses::Dro,
+        losses::Gmpo,
         losses::Gpg,
         losses::Grpo,
-        losses::Gspo;
+        losses::Gspo,
+        losses::KlCov,
+        losses::Reinforce,
+        losses::Sapo,
+        losses::TrlCispo,
+        losses::TrlGrpo,
+        losses::TrlGspo,
+        losses::TrlRloo,
+        losses::Vespo;
     losses:
         losses::Sft;
     estimators:
         estimators::DrGrpo,
         estimators::Gae,
+        estimators::Gdpo,
         estimators::Gpg,
         estimators::Grpo,
         estimators::GrpoPassK,
+        estimators::GrpoTrl,
         estimators::Opo,
+        estimators::Otb,
         estimators::ReinforcePlusPlus,
         estimators::ReinforcePlusPlusBaseline,
         estimators::ReMax,
-        estimators::Rloo;
+        estimators::Rloo,
+        estimators::RlooTrl,
+        estimators::TirOtb;
     models:
         model::CausalLm,
         model::IlqlLm;
@@ -216,10 +240,19 @@ mod tests {
             ("advantages.estimator=grpo", lone.as_slice()),
             ("advantages.estimator=grpo_passk", &lone),
             ("advantages.estimator=gae", &[]),
+            ("advantages.estimator=gdpo", &["advantages.kl_coef=0.1"]),
+            ("advantages.estimator=otb", &[]),
+            ("advantages.estimator=rloo_trl", &[]),
             ("advantages.estimator=remax", &[]),
             ("advantages.estimator={ kind = \"gae\", gamma = 1.5 }", &[]),
             ("advantages.estimator={ kind = \"grpo\", epsilo = 1 }", &[]),
+            (
+                "advantages.estimator={ kind = \"gdpo\", components = [\"form\"] }",
+                &[],
+            ),
             ("update.loss.clip_low=1.5", &[]),
+            ("update.loss.kl_importance=tokens", &[]),
+            ("update.loss.top_entropy_coef=0.1", &[]),
             ("update.loss.aggregation=tokenmean", &[]),
             ("update.loss.aggregation=seq-mean-token-sum-norm", &[]),
             ("update.loss.kl_coeff=0.1", &[]),

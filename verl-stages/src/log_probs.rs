@@ -5,11 +5,12 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_models::model::ScoreRow;
+use verl_models::model::{Extras, ScoreRow};
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{Field, LogProbTag, Support, Weights};
 use verl_pipe::keys::{
     ENTROPIES, GROUP_MEANS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS,
+    SUM_PI_SQUARED,
 };
 use verl_pipe::stage::{
     Access, BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext,
@@ -56,6 +57,8 @@ pub struct LogProbs {
     pub temperature: f64,
     /// Also writes `entropies`; only as `old`.
     pub entropies: bool,
+    /// Also writes `sum_pi_squared`, which the estimators `otb` and `tir_otb` read; only as `old`.
+    pub sum_pi_squared: bool,
     /// Takes the rollout engine's log-probs instead of a forward of its own (bypass); only as `old`.
     pub bypass: bool,
 }
@@ -67,6 +70,7 @@ impl Default for LogProbs {
             role: Role::Old,
             temperature: 1.0,
             entropies: false,
+            sum_pi_squared: false,
             bypass: false,
         }
     }
@@ -97,12 +101,17 @@ impl StageConfig for LogProbs {
                 "remove it or set `role = \"old\"`",
             ));
         }
-        if self.entropies && (self.role == Role::Reference || self.bypass) {
-            faults.push(ConfigError::new(
-                "entropies",
-                "needs a forward of the policy",
-                "remove it, or set `role = \"old\"` without `bypass`",
-            ));
+        for (setting, wanted) in [
+            ("entropies", self.entropies),
+            ("sum_pi_squared", self.sum_pi_squared),
+        ] {
+            if wanted && (self.role == Role::Reference || self.bypass) {
+                faults.push(ConfigError::new(
+                    setting,
+                    "needs a forward of the policy",
+                    "remove it, or set `role = \"old\"` without `bypass`",
+                ));
+            }
         }
         if faults.is_empty() {
             Ok(Box::new(LogProbsStage {
@@ -173,6 +182,9 @@ impl Stage for LogProbsStage {
                 .writes(ENTROPIES.tagged(self.tag()))
                 .metrics(&[ENTROPY]);
         }
+        if self.config.sum_pi_squared {
+            spec = spec.writes(SUM_PI_SQUARED.tagged(self.tag()));
+        }
         spec
     }
 
@@ -187,8 +199,12 @@ impl Stage for LogProbsStage {
             .map(|(prompt, response)| ScoreRow { prompt, response })
             .collect();
         let policy = &find_model::<PolicyResource>(context.models, &self.config.model)?.policy;
+        let extras = Extras {
+            entropies: self.config.entropies,
+            sum_pi_squared: self.config.sum_pi_squared,
+        };
         let scores = policy
-            .score(&rows, self.config.temperature, self.config.entropies)
+            .score(&rows, self.config.temperature, extras)
             .map_err(StageError::failed)?;
 
         let mut output = input.rows_only();
@@ -196,6 +212,10 @@ impl Stage for LogProbsStage {
         match self.config.role {
             Role::Old => output.put(&OLD_LOG_PROBS, column)?,
             Role::Reference => output.put(&REF_LOG_PROBS, column)?,
+        }
+        if self.config.sum_pi_squared {
+            let squares = scores.iter().map(|s| &s.sum_pi_squared);
+            output.put(&SUM_PI_SQUARED, RaggedColumn::from_rows(squares))?;
         }
         if self.config.entropies {
             output.put(

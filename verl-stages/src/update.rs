@@ -3,6 +3,11 @@
 //! The step's rows are cut into mini-batches of whole prompts, one optimiser step each, and those into micro-batches
 //! whose gradients add up. The objective sees each mini-batch whole before any of its micro-batches, and is weighted
 //! by its counts, so no micro-batch size changes the result beyond rounding.
+//!
+//! What an objective reads of the mini-batch and no stage writes is made here ([`inputs`]): log-probs and entropies of the
+//! policy as it is when an optimiser step starts, by one forward pass without gradient, and random draws for subsets.
+
+mod inputs;
 
 use std::ops::Range;
 
@@ -12,11 +17,11 @@ use serde::{Deserialize, Serialize};
 use verl_algos::losses::{LossInput, MetricSum};
 use verl_algos::{AlgoError, Counts, CutUnit, MicroBatch, MiniBatch};
 use verl_models::model::{PackedScores, PolicyModel, ScoreRow, StepReport};
-use verl_pipe::batch::{Batch, RaggedView};
+use verl_pipe::batch::{Batch, RaggedView, RowId};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
 use verl_pipe::keys::{
     ADVANTAGES, FINISH_REASONS, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS,
-    ROLLOUT_LOG_PROBS, finish, mask,
+    ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS, finish, mask,
 };
 use verl_pipe::part::Part;
 use verl_pipe::stage::{
@@ -24,11 +29,13 @@ use verl_pipe::stage::{
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
+use crate::advantages::NO_REFERENCE;
 use crate::generate::TOKENS;
 use crate::log_probs::scoring_temperature_fault;
 use crate::losses::{Grpo, KL_PENALTY, Loss, PolicyObjective};
 use crate::model::PolicyResource;
 use crate::settings::metrics;
+use inputs::StepAt;
 
 metrics! {
     LOSS: "actor/loss", "", "loss of a mini-batch, all terms with their coefficients";
@@ -70,6 +77,9 @@ impl StageConfig for Update {
         let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
         let loss = self.loss.build("loss", context);
         let loss = loss.map_err(|errors| faults.extend(errors));
+        if let Ok(loss) = &loss {
+            faults.extend(inputs::unfillable(loss, self.loss.kind()));
+        }
         let (Ok(loss), true) = (loss, faults.is_empty()) else {
             return Err(faults);
         };
@@ -85,6 +95,9 @@ impl StageConfig for Update {
         }))
     }
 }
+
+/// What to do where no stage writes advantages.
+const NO_ADVANTAGES: &str = "put an `advantages` stage before it";
 
 /// The running stage.
 struct UpdateStage {
@@ -105,9 +118,14 @@ struct Columns<'a> {
     kinds: Option<RaggedView<'a, u8>>,
     /// Rows that no token is trained on; empty: none.
     left_out: Vec<bool>,
+    /// Tokens that a correction of the rollout kept.
+    kept: Option<RaggedView<'a, u8>>,
+    ids: Vec<RowId>,
     old: Option<RaggedView<'a, f32>>,
     reference: Option<RaggedView<'a, f32>>,
     advantages: Option<RaggedView<'a, f32>>,
+    rollout: Option<RaggedView<'a, f32>>,
+    rollout_weights: Option<RaggedView<'a, f32>>,
 }
 
 impl<'a> Columns<'a> {
@@ -131,6 +149,13 @@ impl<'a> Columns<'a> {
             old: optional(&OLD_LOG_PROBS)?,
             reference: optional(&REF_LOG_PROBS)?,
             advantages: optional(&ADVANTAGES)?,
+            rollout: optional(&ROLLOUT_LOG_PROBS)?,
+            rollout_weights: optional(&ROLLOUT_WEIGHTS)?,
+            kept: input
+                .has(ROLLOUT_MASKS.name())
+                .then(|| input.get(&ROLLOUT_MASKS))
+                .transpose()?,
+            ids: input.ids(),
         })
     }
 
@@ -139,6 +164,12 @@ impl<'a> Columns<'a> {
             && self
                 .kinds
                 .is_none_or(|kinds| kinds.row(row)[token] == mask::ACTION)
+            && self.kept.is_none_or(|kept| kept.row(row)[token] == 1)
+    }
+
+    /// The action tokens of a row.
+    fn actions(&self, row: usize) -> impl Iterator<Item = usize> {
+        (0..self.tokens.row_len(row)).filter(move |token| self.is_action(row, *token))
     }
 
     /// Actions of a column in `rows`, one after the other.
@@ -146,12 +177,8 @@ impl<'a> Columns<'a> {
         let column = column?;
         let mut values = Vec::new();
         for row in rows {
-            let of_row = column.row(row).iter().enumerate();
-            values.extend(
-                of_row
-                    .filter(|(token, _)| self.is_action(row, *token))
-                    .map(|(_, v)| f64::from(*v)),
-            );
+            let of_row = column.row(row);
+            values.extend(self.actions(row).map(|token| f64::from(of_row[token])));
         }
         Some(values)
     }
@@ -160,9 +187,7 @@ impl<'a> Columns<'a> {
     fn mini_batch(&self, rows: Range<usize>) -> MiniBatch {
         let mut of_tokens = Vec::new();
         for row in rows.clone() {
-            let actions = (0..self.tokens.row_len(row))
-                .filter(|token| self.is_action(row, *token))
-                .count();
+            let actions = self.actions(row).count();
             of_tokens.extend(std::iter::repeat_n(row - rows.start, actions));
         }
         let counts = Counts::declared(of_tokens.len(), rows.len());
@@ -170,7 +195,9 @@ impl<'a> Columns<'a> {
             counts,
             old_log_probs: self.packed(self.old, rows.clone()),
             advantages: self.packed(self.advantages, rows.clone()),
-            ref_log_probs: self.packed(self.reference, rows),
+            ref_log_probs: self.packed(self.reference, rows.clone()),
+            rollout_log_probs: self.packed(self.rollout, rows.clone()),
+            rollout_weights: self.packed(self.rollout_weights, rows),
             ..MiniBatch::new(of_tokens)
         }
     }
@@ -211,13 +238,15 @@ impl UpdateStage {
         policy: &mut dyn PolicyModel,
         columns: &Columns<'_>,
         rows: Range<usize>,
+        at: StepAt,
         sink: &mut dyn StageSink,
     ) -> Result<(), StageError> {
-        let mini = columns.mini_batch(rows.clone());
+        let mut mini = columns.mini_batch(rows.clone());
         if mini.num_tokens() == 0 {
             return Ok(());
         }
-        let whole = columns.old.is_some() || !self.loss.reads(LossInput::OldLogProbs);
+        self.fill(&mut mini, &*policy, columns, rows.clone(), at)?;
+        let whole = mini.old_log_probs.is_some() || !self.loss.reads(LossInput::OldLogProbs);
         let prepared = whole
             .then(|| self.loss.objective.prepare(&mini))
             .transpose()
@@ -337,6 +366,7 @@ impl UpdateStage {
             old_log_probs: Some(now),
             advantages: of(&mini.advantages),
             ref_log_probs: of(&mini.ref_log_probs),
+            rollout_log_probs: of(&mini.rollout_log_probs),
             rollout_weights: of(&mini.rollout_weights),
             ..MiniBatch::new(rows.map(|row| row - first).collect())
         };
@@ -374,20 +404,25 @@ impl Stage for UpdateStage {
         }
         if self.loss.reads(LossInput::Advantages) {
             spec = spec.reads(ADVANTAGES);
+            spec = spec.remedy(ADVANTAGES.name(), NO_ADVANTAGES);
         }
         if self.config.mask_truncated {
             spec = spec.reads(FINISH_REASONS);
         }
         if self.loss.reads(LossInput::RefLogProbs) {
             spec = spec.reads(REF_LOG_PROBS.tagged(reference));
+            spec = spec.remedy(REF_LOG_PROBS.name(), NO_REFERENCE);
         }
         if self.loss.reads(LossInput::OldLogProbs) {
             spec = spec.reads_optional(OLD_LOG_PROBS.tagged(policy.clone()));
         }
         if self.loss.on_responses() {
-            // The engine's own log-probs are read for their tag alone: responses that were sampled at another
-            // temperature are not those of the policy that is trained.
-            spec = spec.reads_optional(ROLLOUT_LOG_PROBS.tagged(policy));
+            // The engine's own log-probs are read for their tag too: responses that were sampled at another temperature
+            // are not those of the policy that is trained.
+            spec = spec
+                .reads_optional(ROLLOUT_LOG_PROBS.tagged(policy))
+                .reads_optional(ROLLOUT_WEIGHTS)
+                .reads_optional(ROLLOUT_MASKS);
         }
         if self.loss.penalises_kl {
             spec = spec.once(KL_PENALTY);
@@ -422,14 +457,21 @@ impl Stage for UpdateStage {
             context.record(&TOKENS, (self.epochs * tokens.sum::<usize>()) as f64);
         }
         let cancel = context.cancel;
+        let (seed, step) = (context.seed, context.step);
         let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
-        for _ in 0..self.epochs {
+        for pass in 0..self.epochs {
             for start in (0..input.num_rows()).step_by(self.mini_rows) {
                 if cancel.is_cancelled() {
                     return Err(StageError::Cancelled);
                 }
                 let rows = start..input.num_rows().min(start + self.mini_rows);
-                self.mini_step(resource.policy.as_mut(), &columns, rows, context.sink)?;
+                let at = StepAt {
+                    seed,
+                    step,
+                    pass,
+                    is_first: pass == 0 && start == 0,
+                };
+                self.mini_step(resource.policy.as_mut(), &columns, rows, at, context.sink)?;
             }
         }
         Ok(())

@@ -1,5 +1,6 @@
 //! Several reward functions, each normalised on its own.
 
+use super::grpo::check_epsilon;
 use super::inputs::component_weights;
 use super::{AdvantageEstimator, AdvantageInputs, Advantages, EstimatorInput, grpo_advantages};
 use crate::cut::CutUnit;
@@ -46,6 +47,10 @@ impl AdvantageEstimator for Gdpo {
 
     fn inputs(&self) -> &'static [EstimatorInput] {
         &[EstimatorInput::Groups, EstimatorInput::RewardComponents]
+    }
+
+    fn check(&self) -> Result<(), AlgoError> {
+        check_epsilon(self.epsilon)
     }
 
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {

@@ -81,6 +81,12 @@ impl AdvantageEstimator for GrpoTrl {
         2
     }
 
+    fn check(&self) -> Result<(), AlgoError> {
+        let sound = self.epsilon >= 0.0 && self.epsilon.is_finite();
+        let rule = "it must be a finite number from 0";
+        check_setting("epsilon", self.epsilon, sound, rule)
+    }
+
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
         inputs.of_rows(&self.row_advantages(inputs)?)
     }
@@ -92,9 +98,7 @@ impl GrpoTrl {
     /// # Errors
     /// As the estimator.
     pub fn row_advantages(&self, inputs: &AdvantageInputs<'_>) -> Result<Vec<f64>, AlgoError> {
-        let sound = self.epsilon >= 0.0 && self.epsilon.is_finite();
-        let rule = "it must be a finite number from 0";
-        check_setting("epsilon", self.epsilon, sound, rule)?;
+        self.check()?;
         let components = match inputs.reward_components {
             Some(_) => inputs.components(self.name())?.to_vec(),
             None => vec![inputs.outcome_scores(self.name())?],

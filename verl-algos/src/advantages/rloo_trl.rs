@@ -68,6 +68,18 @@ impl AdvantageEstimator for RlooTrl {
         2
     }
 
+    fn check(&self) -> Result<(), AlgoError> {
+        let rule = "it must be a finite number from 0";
+        for (setting, value) in [("beta", self.beta), ("epsilon", self.epsilon)] {
+            check_setting(setting, value, value >= 0.0 && value.is_finite(), rule)?;
+        }
+        let Some((low, high)) = self.reward_clip else {
+            return Ok(());
+        };
+        let rule = "it must not lie above the upper bound";
+        check_setting("reward_clip", low, low <= high, rule)
+    }
+
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
         inputs.of_rows(&self.row_advantages(inputs)?)
     }
@@ -79,10 +91,7 @@ impl RlooTrl {
     /// # Errors
     /// As the estimator.
     pub fn row_advantages(&self, inputs: &AdvantageInputs<'_>) -> Result<Vec<f64>, AlgoError> {
-        let rule = "it must be a finite number from 0";
-        for (setting, value) in [("beta", self.beta), ("epsilon", self.epsilon)] {
-            check_setting(setting, value, value >= 0.0 && value.is_finite(), rule)?;
-        }
+        self.check()?;
         let groups = inputs.group_ids(self.name())?;
         check_groups(self.name(), groups)?;
         let rewards = self.rewards(inputs)?;
@@ -107,8 +116,6 @@ impl RlooTrl {
     fn rewards(&self, inputs: &AdvantageInputs<'_>) -> Result<Vec<Option<f64>>, AlgoError> {
         let mut scores = inputs.outcome_scores(self.name())?;
         if let Some((low, high)) = self.reward_clip {
-            let rule = "it must not lie above the upper bound";
-            check_setting("reward_clip", low, low <= high, rule)?;
             let clip = |score: &mut f64| *score = score.clamp(low, high);
             scores.iter_mut().flatten().for_each(clip);
         }

@@ -79,9 +79,9 @@ impl TokenLoss for ClipCovLoss {
 
     fn check(&self) -> Result<(), AlgoError> {
         check_clip(self.clip_low, self.clip_high)?;
-        check_share("clip_cov_ratio", self.ratio)?;
-        let rule = "it must be below clip_cov_ub";
-        check_setting("clip_cov_lb", self.lower, self.lower < self.upper, rule)
+        check_share("ratio", self.ratio)?;
+        let rule = "it must be below `upper`";
+        check_setting("lower", self.lower, self.lower < self.upper, rule)
     }
 
     /// 1 on the tokens that are left out.

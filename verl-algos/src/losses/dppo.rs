@@ -108,7 +108,7 @@ impl TokenLoss for DppoLoss {
         check_clip(self.clip_low, self.clip_high)?;
         let cap = self.ratio_cap;
         let sound = cap > 0.0 && cap.is_finite();
-        check_setting("clip_ratio_c", cap, sound, "it must be a positive ratio")
+        check_setting("ratio_cap", cap, sound, "it must be a positive ratio")
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {

@@ -23,7 +23,7 @@ impl DroLoss {
     pub fn new(beta: Option<f64>) -> Result<DroLoss, AlgoError> {
         let beta = beta.ok_or(AlgoError::MissingSetting {
             algorithm: "dro",
-            setting: "dro_beta",
+            setting: "beta",
             reason: "declare the strength of the pull; what suits depends on the scale of the advantages",
         })?;
         Ok(DroLoss { beta })
@@ -37,7 +37,7 @@ impl TokenLoss for DroLoss {
 
     fn check(&self) -> Result<(), AlgoError> {
         let sound = self.beta > 0.0 && self.beta.is_finite();
-        check_setting("dro_beta", self.beta, sound, "it must be positive")
+        check_setting("beta", self.beta, sound, "it must be positive")
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn refuses_a_beta_that_is_missing_or_not_positive() {
         let error = DroLoss::new(None).unwrap_err();
-        assert!(error.to_string().contains("dro_beta"), "{error}");
+        assert!(error.to_string().contains("beta"), "{error}");
         for beta in [0.0, -1.0, f64::NAN] {
             assert!(DroLoss { beta }.check().is_err());
         }

@@ -49,13 +49,8 @@ impl TokenLoss for GmpoLoss {
     fn check(&self) -> Result<(), AlgoError> {
         let rule = "it must be a finite number of nats from 0";
         let sound = |bound: f64| bound >= 0.0 && bound.is_finite();
-        check_setting("clip_ratio_low", self.clip_low, sound(self.clip_low), rule)?;
-        check_setting(
-            "clip_ratio_high",
-            self.clip_high,
-            sound(self.clip_high),
-            rule,
-        )
+        check_setting("clip_low", self.clip_low, sound(self.clip_low), rule)?;
+        check_setting("clip_high", self.clip_high, sound(self.clip_high), rule)
     }
 
     fn aggregation(&self, _declared: Aggregation) -> Aggregation {

@@ -47,10 +47,10 @@ impl TokenLoss for KlCovLoss {
     }
 
     fn check(&self) -> Result<(), AlgoError> {
-        check_share("kl_cov_ratio", self.ratio)?;
+        check_share("ratio", self.ratio)?;
         let sound = self.kl_coef >= 0.0 && self.kl_coef.is_finite();
         let rule = "it must be a finite number from 0";
-        check_setting("ppo_kl_coef", self.kl_coef, sound, rule)
+        check_setting("cov_kl_coef", self.kl_coef, sound, rule)
     }
 
     /// 1 on the selected tokens.

@@ -7,8 +7,8 @@ use burn::tensor::{Device, Tensor};
 
 use super::IlqlDecoder;
 use crate::model::{
-    ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel, ScoreRow,
-    Scores, StepReport, TopTokens,
+    Extras, ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel,
+    ScoreRow, Scores, StepReport, TopTokens,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::policy::Policy;
@@ -194,9 +194,9 @@ impl PolicyModel for IlqlPolicy {
         &self,
         rows: &[ScoreRow<'_>],
         temperature: f64,
-        entropies: bool,
+        extras: Extras,
     ) -> Result<Vec<Scores>, ModelError> {
-        self.policy.score(rows, temperature, entropies)
+        self.policy.score(rows, temperature, extras)
     }
 
     fn accumulate(

@@ -3,12 +3,12 @@ use std::collections::BTreeMap;
 use verl_pipe::batch::RowId;
 use verl_pipe::config::parse_pipeline;
 use verl_pipe::diagnostic::Findings;
-use verl_pipe::field::{Key, Ragged};
+use verl_pipe::field::{Key, Ragged, Scalar};
 use verl_pipe::registry::Registry;
 use verl_pipe::stage::{CancelToken, Models, StageSink};
 
 use super::*;
-use crate::estimators::{DrGrpo, Gae, ReMax, ReinforcePlusPlus};
+use crate::estimators::{DrGrpo, Gae, Gdpo, GrpoTrl, Otb, ReMax, ReinforcePlusPlus, RlooTrl};
 
 #[derive(Default)]
 struct Kept {
@@ -49,8 +49,16 @@ fn input() -> Batch {
     batch.put(&OLD_LOG_PROBS, old).unwrap();
     let reference = ragged([&[-1.1, 0.0, -1.2], &[-1.0, -1.3], &[-2.0], &[-2.0, -2.0]]);
     batch.put(&REF_LOG_PROBS, reference).unwrap();
+    let squares = ragged([&[0.5, 9.0, 0.5], &[0.5, 0.5], &[0.5], &[0.5, 0.5]]);
+    batch.put(&SUM_PI_SQUARED, squares).unwrap();
+    batch
+        .put(&FORM, vec![Some(0.0), Some(4.0), None, Some(2.0)])
+        .unwrap();
     batch
 }
+
+/// Rewards of a second function.
+const FORM: Key<Scalar<f32>> = Key::new("form", "[B]", "reward", "rewards of the form").nullable();
 
 fn context() -> BuildContext {
     let mut context = BuildContext::default();
@@ -59,6 +67,10 @@ fn context() -> BuildContext {
 }
 
 fn run(stage: &mut dyn Stage) -> (Batch, Kept) {
+    run_on(stage, input())
+}
+
+fn run_on(stage: &mut dyn Stage, input: Batch) -> (Batch, Kept) {
     let mut sink = Kept::default();
     let mut context = StageContext {
         wave: 0,
@@ -70,7 +82,7 @@ fn run(stage: &mut dyn Stage) -> (Batch, Kept) {
         models: &mut Models::new(),
         sink: &mut sink,
     };
-    stage.run(input(), &mut context).unwrap();
+    stage.run(input, &mut context).unwrap();
     (sink.batches[0].clone(), sink)
 }
 
@@ -147,6 +159,92 @@ fn rewards_on_tokens_by_hand() {
         0.0,
         [&[above, 0.0, above], &[-above, -above], &[0.0], &[0.0, 0.0]],
     );
+}
+
+/// A lone scored response is compared with nothing: 0 by the rules of TRL.
+#[test]
+fn components_by_hand() {
+    let both = || vec!["rewards".to_owned(), FORM.name().to_owned()];
+    // Sums 1 and 0 + 0.5 · 4: the deviation over n − 1 is 1/√2.
+    let trl = GrpoTrl {
+        components: both(),
+        weights: Some(vec![1.0, 0.5]),
+        epsilon: 0.0,
+        ..GrpoTrl::default()
+    };
+    let half = 0.5f32.sqrt();
+    check(
+        trl,
+        0.0,
+        [&[-half, 0.0, -half], &[half, half], &[0.0], &[0.0, 0.0]],
+    );
+    // Equal and opposite advantages of the first group cancel, what is left are the raw scores of the lone row.
+    let gdpo = Gdpo {
+        components: both(),
+        ..Gdpo::default()
+    };
+    let config = Advantages {
+        estimator: gdpo.into(),
+        ..Advantages::default()
+    };
+    let mut stage = config.build(&context()).unwrap();
+    let spec = stage.spec();
+    let reads: Vec<&str> = spec.reads.iter().map(|field| field.name.as_ref()).collect();
+    assert_eq!(reads, ["rewards", "form", "mask_kinds"]);
+    let (batch, kept) = run(stage.as_mut());
+    let rows = batch.get(&ADVANTAGES).unwrap();
+    assert!((rows.row(0)[0] - rows.row(1)[0]).abs() < 1e-4 && rows.row(3)[0] > 0.0);
+    assert_eq!(kept.metrics["reward/mean"], [1.0, 4.0, 2.5]);
+    assert_eq!(kept.metrics["reward/unscored"], [1.0]);
+}
+
+#[test]
+fn log_probs_of_estimators_by_hand() {
+    // KL 0.3 and 0.3, so the scores stay 1 apart; what they are compared with is each other.
+    let rloo = RlooTrl {
+        beta: 0.5,
+        ..RlooTrl::default()
+    };
+    check(
+        rloo,
+        0.0,
+        [&[1.0, 0.0, 1.0], &[-1.0, -1.0], &[0.0], &[0.0, 0.0]],
+    );
+    // All tokens have the same variance, so the baseline of a slot is the mean of those that reach it. Both rows have two
+    // actions, so neither is the longest, and slot 2 of the first is its own baseline.
+    check(
+        Otb::default(),
+        0.0,
+        [&[0.5, 0.0, 0.0], &[-0.5, 0.0], &[0.0], &[0.5, 0.5]],
+    );
+}
+
+#[test]
+fn a_response_whose_baseline_has_no_score_is_unscored() {
+    let config = Advantages {
+        estimator: ReMax {}.into(),
+        ..Advantages::default()
+    };
+    let mut batch = input();
+    let baselines = vec![None, None, Some(0.5), Some(0.25)];
+    batch.put(&REWARD_BASELINES, baselines).unwrap();
+    let (batch, kept) = run_on(config.build(&context()).unwrap().as_mut(), batch);
+    let expected: [&[f32]; 4] = [&[0.0, 0.0, 0.0], &[0.0, 0.0], &[0.0], &[0.25, 0.25]];
+    close(&batch, &ADVANTAGES, expected);
+    assert_eq!(kept.metrics["reward/unscored"].len(), 3);
+}
+
+#[test]
+fn a_penalty_that_has_no_place_is_refused() {
+    for estimator in [Part::from(Gdpo::default()), Part::from(RlooTrl::default())] {
+        let config = Advantages {
+            estimator,
+            kl_coef: 0.1,
+            ..Advantages::default()
+        };
+        let faults = config.build(&context()).err().expect("refused");
+        assert_eq!(faults[0].setting, "kl_coef", "{faults:?}");
+    }
 }
 
 #[test]

@@ -1,14 +1,17 @@
-//! What policy losses have in common: aggregation, KL to a reference, entropy bonus.
+//! What policy losses have in common: aggregation, KL to a reference, entropy bonus, which tokens count.
 
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use verl_algos::kl::KlEstimator;
-use verl_algos::losses::{EntropyBonus, KlLoss, Objective, TokenLoss};
+use verl_algos::losses::{
+    EntropyBonus, ImportanceKlLoss, KlLoss, Objective, OffPolicyRows, TokenFilter, TokenLoss,
+    TopEntropyBonus, TopEntropyTokens,
+};
 use verl_pipe::part::PartConfig;
 use verl_pipe::stage::{BuildContext, ConfigError, Metric};
 
-use super::{Loss, aggregation};
+use super::{Level, Loss, aggregation};
 use crate::settings::{coefficient_fault, metrics, refusal};
 
 metrics! {
@@ -19,11 +22,12 @@ metrics! {
     KL_LOSS: "actor/kl_loss", "nats", "KL term of the loss, aggregated, before its coefficient";
     KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference";
     ENTROPY_LOSS: "actor/entropy_loss", "nats", "entropy term of the loss, aggregated, before its coefficient";
+    TOP_ENTROPY_LOSS: "actor/top_entropy_loss", "nats", "mean entropy of the tokens that `top_entropy_tokens` keeps, before its coefficient";
     ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update";
 }
 
 /// Names of the maths and the metrics under which they are reported, for every policy loss.
-const REPORTED: [(&str, Metric); 7] = [
+const REPORTED: [(&str, Metric); 8] = [
     ("pg_clipfrac", CLIPPED),
     ("pg_clipfrac_lower", CLIPPED_LOWER),
     ("ppo_kl", PPO_KL),
@@ -31,6 +35,7 @@ const REPORTED: [(&str, Metric); 7] = [
     ("ref_kl", KL),
     ("entropy_loss", ENTROPY_LOSS),
     ("entropy", ENTROPY),
+    ("top_entropy_loss", TOP_ENTROPY_LOSS),
 ];
 
 /// The settings of a loss of the policy on advantages: what it is apart from the terms that all of them share.
@@ -83,8 +88,19 @@ pub struct PolicyObjective<L: PolicyLoss> {
     pub kl_coef: f64,
     /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`, with `+` for the gradient of k2.
     pub kl_estimator: String,
+    /// Weighs the KL of each token with the ratio of the policy to the old one, over `token`, `sequence` or
+    /// `sequence_product`: unbiased where an older policy sampled. Not weighed when absent.
+    pub kl_importance: Option<Level>,
     /// c: coefficient of the entropy bonus; 0 computes no entropies.
     pub entropy_coef: f64,
+    /// Leaves responses with a negative advantage out of the policy loss once their mean log-ratio of sampler to policy
+    /// passes this (nats a token; DeepSeek-V3.2). All count when absent.
+    pub off_policy_rows: Option<f64>,
+    /// Only this share of the mini-batch's tokens, those with the largest entropies, counts in the policy loss, in (0, 1].
+    /// All count when absent.
+    pub top_entropy_tokens: Option<f64>,
+    /// Coefficient of a bonus on the mean entropy of those tokens alone.
+    pub top_entropy_coef: f64,
 }
 
 impl<L: PolicyLoss> Default for PolicyObjective<L> {
@@ -95,8 +111,60 @@ impl<L: PolicyLoss> Default for PolicyObjective<L> {
             loss_scale_factor: None,
             kl_coef: 0.0,
             kl_estimator: "k3".to_owned(),
+            kl_importance: None,
             entropy_coef: 0.0,
+            off_policy_rows: None,
+            top_entropy_tokens: None,
+            top_entropy_coef: 0.0,
         }
+    }
+}
+
+impl<L: PolicyLoss> PolicyObjective<L> {
+    /// Which tokens of the policy loss count.
+    fn filters(&self, faults: &mut Vec<ConfigError>) -> Vec<Box<dyn TokenFilter>> {
+        let rows = self.off_policy_rows.map(|threshold| {
+            let filter: Box<dyn TokenFilter> = Box::new(OffPolicyRows { threshold });
+            ("off_policy_rows", filter)
+        });
+        let tokens = self.top_entropy_tokens.map(|quantile| {
+            let filter: Box<dyn TokenFilter> = Box::new(TopEntropyTokens { quantile });
+            ("top_entropy_tokens", filter)
+        });
+        let mut filters = Vec::new();
+        for (setting, filter) in rows.into_iter().chain(tokens) {
+            if let Err(error) = filter.check() {
+                faults.push(ConfigError {
+                    setting: setting.to_owned(),
+                    ..refusal(setting, &error)
+                });
+            }
+            filters.push(filter);
+        }
+        filters
+    }
+
+    /// What is wrong with the coefficients and with what they need.
+    fn faults(&self) -> Vec<ConfigError> {
+        let mut faults = Vec::new();
+        faults.extend(coefficient_fault("kl_coef", self.kl_coef));
+        faults.extend(coefficient_fault("entropy_coef", self.entropy_coef));
+        faults.extend(coefficient_fault("top_entropy_coef", self.top_entropy_coef));
+        if self.kl_importance.is_some() && self.kl_coef == 0.0 {
+            faults.push(ConfigError::new(
+                "kl_importance",
+                "weighs the KL to the reference, but `kl_coef` is 0",
+                "set `kl_coef`, or remove it",
+            ));
+        }
+        if self.top_entropy_coef != 0.0 && self.top_entropy_tokens.is_none() {
+            faults.push(ConfigError::new(
+                "top_entropy_coef",
+                "is a bonus on the tokens that `top_entropy_tokens` keeps, which is not set",
+                "set `top_entropy_tokens` to a share, or use `entropy_coef` for all tokens",
+            ));
+        }
+        faults
     }
 }
 
@@ -111,8 +179,8 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
         if let Err(error) = policy.check() {
             faults.push(refusal(L::KIND, &error));
         }
-        faults.extend(coefficient_fault("kl_coef", self.kl_coef));
-        faults.extend(coefficient_fault("entropy_coef", self.entropy_coef));
+        faults.extend(self.faults());
+        let filters = self.filters(&mut faults);
         let estimator = KlEstimator::parse(&self.kl_estimator)
             .map_err(|error| faults.push(refusal("kl_estimator", &error)));
         let aggregation = aggregation(&self.aggregation, self.loss_scale_factor)
@@ -122,12 +190,21 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
             return Err(faults);
         };
         let own = (policy.name(), PG_LOSS);
-        let mut objective = Objective::new(aggregation).with_boxed(1.0, policy);
+        let mut objective = Objective::new(aggregation).with_boxed_filters(1.0, policy, filters);
         if self.kl_coef != 0.0 {
-            objective = objective.with(self.kl_coef, KlLoss { estimator });
+            objective = match self.kl_importance.map(Into::into) {
+                None => objective.with(self.kl_coef, KlLoss { estimator }),
+                Some(level) => objective.with(self.kl_coef, ImportanceKlLoss { estimator, level }),
+            };
         }
         if self.entropy_coef != 0.0 {
             objective = objective.with(-self.entropy_coef, EntropyBonus);
+        }
+        if let Some(quantile) = self
+            .top_entropy_tokens
+            .filter(|_| self.top_entropy_coef != 0.0)
+        {
+            objective = objective.with(-self.top_entropy_coef, TopEntropyBonus { quantile });
         }
         Ok(Loss {
             penalises_kl: self.kl_coef != 0.0,
@@ -192,6 +269,68 @@ mod tests {
             };
             check_refused(loss, &[(setting, "must")]);
         }
+    }
+
+    #[test]
+    fn terms_and_filters_that_need_another_setting_say_so() {
+        let base = PolicyObjective::<Grpo>::default;
+        let fault = |loss: PolicyObjective<Grpo>, expected| check_refused(loss, &[expected]);
+        let loss = PolicyObjective {
+            kl_importance: Some(Level::Token),
+            ..base()
+        };
+        fault(loss, ("kl_importance", "`kl_coef` is 0"));
+        let loss = PolicyObjective {
+            top_entropy_coef: 0.1,
+            ..base()
+        };
+        fault(loss, ("top_entropy_coef", "set `top_entropy_tokens`"));
+        let loss = PolicyObjective {
+            top_entropy_tokens: Some(1.5),
+            ..base()
+        };
+        fault(loss, ("top_entropy_tokens", "(0, 1]"));
+        let loss = PolicyObjective {
+            off_policy_rows: Some(f64::NAN),
+            ..base()
+        };
+        fault(loss, ("off_policy_rows", "finite"));
+    }
+
+    /// A setting that a loss refuses is one that it has.
+    #[test]
+    fn refusals_name_settings() {
+        #[track_caller]
+        fn check<L: PolicyLoss>(settings: serde_json::Value) {
+            let policy: L = serde_json::from_value(settings.clone()).unwrap();
+            let loss = PolicyObjective {
+                policy,
+                ..PolicyObjective::default()
+            };
+            let faults = build(loss).expect_err("refused");
+            let names: Vec<&String> = settings.as_object().unwrap().keys().collect();
+            assert_eq!(faults.len(), 1, "{faults:?}");
+            assert_eq!(&faults[0].setting, names[0], "{}", L::KIND);
+        }
+        use crate::losses::*;
+        use serde_json::json;
+        check::<Cispo>(json!({ "clip_low": 2.0 }));
+        check::<ClipCov>(json!({ "ratio": 0.0 }));
+        check::<ClipCov>(json!({ "lower": 9.0 }));
+        check::<DppoKl>(json!({ "ratio_cap": 0.0 }));
+        check::<DppoTv>(json!({ "clip_high": -1.0 }));
+        check::<Dro>(json!({ "beta": 0.0 }));
+        check::<Gmpo>(json!({ "clip_low": -1.0 }));
+        check::<Gmpo>(json!({ "clip_high": -1.0 }));
+        check::<KlCov>(json!({ "ratio": 2.0 }));
+        check::<KlCov>(json!({ "cov_kl_coef": -1.0 }));
+        check::<Sapo>(json!({ "tau_neg": 0.0 }));
+        check::<TrlCispo>(json!({ "clip_high": -0.5 }));
+        check::<TrlGrpo>(json!({ "delta": 0.0 }));
+        check::<TrlGspo>(json!({ "clip_low": -1.0 }));
+        check::<TrlRloo>(json!({ "clip_high": -1.0 }));
+        check::<Vespo>(json!({ "k_pos": -1.0 }));
+        check::<Vespo>(json!({ "lambda_neg": 0.0 }));
     }
 
     #[test]

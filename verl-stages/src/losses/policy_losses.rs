@@ -2,10 +2,38 @@
 //!
 //! Each becomes settings of its own; what all of them share is in [`PolicyObjective`](super::PolicyObjective).
 
-use verl_algos::losses::{CispoLoss, ClippedPolicyLoss, GpgLoss, GspoLoss, TokenLoss};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_algos::losses::{
+    CispoLoss, ClipCovLoss, ClippedPolicyLoss, DppoLoss, DroLoss, GmpoLoss, GpgLoss, GspoLoss,
+    KlCovLoss, RatioLevel, ReinforceLoss, SapoLoss, TokenLoss, TrlGrpoLoss, VespoLoss,
+};
 
 use super::PolicyLoss;
 use crate::settings::settings;
+
+/// What one importance ratio is taken over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Level {
+    /// Each token.
+    #[default]
+    Token,
+    /// The geometric mean of a response's tokens.
+    Sequence,
+    /// The product of a response's tokens.
+    SequenceProduct,
+}
+
+impl From<Level> for RatioLevel {
+    fn from(level: Level) -> RatioLevel {
+        match level {
+            Level::Token => RatioLevel::Token,
+            Level::Sequence => RatioLevel::Sequence,
+            Level::SequenceProduct => RatioLevel::SequenceProduct,
+        }
+    }
+}
 
 /// Entries of the form `Name = "kind", "default aggregation" { settings } => |own| maths`.
 macro_rules! policy_losses {
@@ -42,6 +70,70 @@ policy_losses! {
         clip_high: f64 = 0.28,
     } => |own| CispoLoss { clip_low: own.clip_low, clip_high: own.clip_high };
 
+    /// PPO's clip, leaving out some of the tokens by which the entropy collapses (Clip-Cov).
+    ClipCov = "clip_cov", "token-mean" {
+        /// ε_low: the ratio is clipped at 1 − ε_low where that lowers the gain.
+        clip_low: f64 = 0.2,
+        /// ε_high: the ratio is clipped at 1 + ε_high.
+        clip_high: f64 = 0.2,
+        /// Share of the mini-batch's tokens that may be left out, in (0, 1].
+        ratio: f64 = 0.0002,
+        /// Tokens are left out whose covariance of advantage and log-prob lies above this.
+        lower: f64 = 1.0,
+        /// And below this.
+        upper: f64 = 5.0,
+    } => |own| ClipCovLoss {
+        clip_low: own.clip_low,
+        clip_high: own.clip_high,
+        ratio: own.ratio,
+        lower: own.lower,
+        upper: own.upper,
+    };
+
+    /// The policy gradient on tokens inside a trust region of the binary KL (DPPO).
+    DppoKl = "dppo_kl", "token-mean" {
+        /// ε_low: most nats that a token may fall (nats).
+        clip_low: f64 = 0.05,
+        /// ε_high: most nats that a token may rise (nats).
+        clip_high: f64 = 0.05,
+        /// c: the largest ratio that weighs a token.
+        ratio_cap: f64 = 20.0,
+    } => |own| DppoLoss {
+        clip_low: own.clip_low,
+        clip_high: own.clip_high,
+        ratio_cap: own.ratio_cap,
+        ..DppoLoss::kl()
+    };
+
+    /// The policy gradient on tokens inside a trust region of probabilities (DPPO).
+    DppoTv = "dppo_tv", "token-mean" {
+        /// ε_low: most probability that a token may lose.
+        clip_low: f64 = 0.15,
+        /// ε_high: most probability that a token may gain.
+        clip_high: f64 = 0.15,
+        /// c: the largest ratio that weighs a token.
+        ratio_cap: f64 = 20.0,
+    } => |own| DppoLoss {
+        clip_low: own.clip_low,
+        clip_high: own.clip_high,
+        ratio_cap: own.ratio_cap,
+        ..DppoLoss::tv()
+    };
+
+    /// The policy gradient with a quadratic pull to the old policy in the place of a clip (DRO).
+    Dro = "dro", "token-mean" {
+        /// β: strength of the pull; what suits depends on the scale of the advantages.
+        beta: f64 = 1.0,
+    } => |own| DroLoss { beta: own.beta };
+
+    /// The geometric mean of a response's clipped ratios, times its advantage (GMPO).
+    Gmpo = "gmpo", "seq-mean-token-mean" {
+        /// ε_low: the log-ratio is clipped at −ε_low where that lowers the gain (nats).
+        clip_low: f64 = 0.4,
+        /// ε_high: it is clipped at ε_high (nats).
+        clip_high: f64 = 0.4,
+    } => |own| GmpoLoss { clip_low: own.clip_low, clip_high: own.clip_high };
+
     /// The plain policy gradient, −A log π: no ratio, no clip.
     Gpg = "gpg", "token-mean" {} => |_| GpgLoss;
 
@@ -66,4 +158,87 @@ policy_losses! {
         /// ε_high: it is clipped at 1 + ε_high.
         clip_high: f64 = 4e-4,
     } => |own| GspoLoss { clip_low: own.clip_low, clip_high: own.clip_high };
+
+    /// The ratio times the advantage, holding back the tokens by which the entropy collapses (KL-Cov).
+    KlCov = "kl_cov", "token-mean" {
+        /// Share of the mini-batch's tokens that are held back, in (0, 1].
+        ratio: f64 = 0.0002,
+        /// Coefficient of the distance to the old log-probs on those tokens.
+        cov_kl_coef: f64 = 1.0,
+    } => |own| KlCovLoss { ratio: own.ratio, kl_coef: own.cov_kl_coef };
+
+    /// The plain policy gradient times the rollout weights, where there are any (REINFORCE).
+    Reinforce = "reinforce", "token-mean" {} => |_| ReinforceLoss;
+
+    /// A smooth gate in the place of PPO's clip (SAPO).
+    Sapo = "sapo", "seq-mean-token-mean" {
+        /// τ_pos: how fast the gate closes where the advantage is positive.
+        tau_pos: f64 = 1.0,
+        /// τ_neg: how fast it closes elsewhere.
+        tau_neg: f64 = 1.05,
+    } => |own| SapoLoss { tau_pos: own.tau_pos, tau_neg: own.tau_neg };
+
+    /// CISPO as TRL has it: the ratio that weighs the policy gradient has no lower bound.
+    TrlCispo = "trl_cispo", "token-mean" {
+        /// ε_high: the weight is at most 1 + ε_high; TRL's bound is absolute, here 5.
+        clip_high: f64 = 4.0,
+    } => |own| CispoLoss::with_cap(1.0 + own.clip_high);
+
+    /// The clipped surrogate as TRL has it, of tokens or whole responses.
+    TrlGrpo = "trl_grpo", "seq-mean-token-mean" {
+        /// ε_low: the ratio is clipped at 1 − ε_low where that lowers the gain.
+        clip_low: f64 = 0.2,
+        /// ε_high: the ratio is clipped at 1 + ε_high.
+        clip_high: f64 = 0.2,
+        /// δ: cap of the ratio whatever the sign of the advantage, above 1 + ε_high; none when absent.
+        delta: Option<f64> = None,
+        /// What one ratio is taken over: `token`, `sequence` (geometric mean), `sequence_product`.
+        level: Level = Level::Token,
+    } => |own| TrlGrpoLoss {
+        clip_low: own.clip_low,
+        clip_high: own.clip_high,
+        delta: own.delta,
+        level: own.level.into(),
+    };
+
+    /// GSPO as TRL has it: the geometric mean of a response's ratios is clipped, and is differentiated itself.
+    TrlGspo = "trl_gspo", "seq-mean-token-mean" {
+        /// ε_low: the response's mean ratio is clipped at 1 − ε_low where that lowers the gain.
+        clip_low: f64 = 3e-4,
+        /// ε_high: it is clipped at 1 + ε_high.
+        clip_high: f64 = 4e-4,
+    } => |own| TrlGrpoLoss {
+        clip_low: own.clip_low,
+        clip_high: own.clip_high,
+        ..TrlGrpoLoss::gspo()
+    };
+
+    /// The loss of TRL's RLOO: the product of a response's ratios is clipped.
+    TrlRloo = "trl_rloo", "seq-mean-token-mean" {
+        /// ε_low: the product is clipped at 1 − ε_low where that lowers the gain.
+        clip_low: f64 = 0.2,
+        /// ε_high: it is clipped at 1 + ε_high.
+        clip_high: f64 = 0.2,
+    } => |own| TrlGrpoLoss {
+        clip_low: own.clip_low,
+        clip_high: own.clip_high,
+        ..TrlGrpoLoss::rloo()
+    };
+
+    /// The policy gradient weighed by a soft function of the response's ratio (VESPO); rollout weights must be of tokens.
+    Vespo = "vespo", "token-mean" {
+        /// k where the advantage is not negative.
+        k_pos: f64 = 2.0,
+        /// λ where the advantage is not negative.
+        lambda_pos: f64 = 3.0,
+        /// k where the advantage is negative.
+        k_neg: f64 = 3.0,
+        /// λ where the advantage is negative.
+        lambda_neg: f64 = 2.0,
+    } => |own| VespoLoss {
+        k_pos: own.k_pos,
+        lambda_pos: own.lambda_pos,
+        k_neg: own.k_neg,
+        lambda_neg: own.lambda_neg,
+    };
 }

@@ -3,7 +3,9 @@ use std::path::Path;
 
 use burn::tensor::Tensor;
 use serde_json::json;
-use verl_models::model::{ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport};
+use verl_models::model::{
+    Extras, ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport,
+};
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use verl_pipe::data::DataError;
 use verl_pipe::stage::{CancelToken, Models, StageSink};
@@ -449,7 +451,7 @@ impl PolicyModel for Weightless {
         &self,
         _rows: &[ScoreRow<'_>],
         _temperature: f64,
-        _entropies: bool,
+        _extras: Extras,
     ) -> Result<Vec<Scores>, ModelError> {
         Ok(Vec::new())
     }

@@ -1,5 +1,8 @@
 //! Stage `reward`: scores a response by a rule on its text. Runs on the host pool, one row a call.
 //!
+//! A pipeline may have several, each with a name of its own and its rewards under another key (`rename`). Their metrics
+//! are named after the stage: `form/correct_share` for one called `form`.
+//!
 //! ```
 //! use verl_stages::reward::rule::{final_answer, same_number};
 //!
@@ -274,6 +277,17 @@ struct RewardStage {
     rule: Rule,
 }
 
+/// Records a metric under the name of the stage; of one that is called as its kind, under the metric's own.
+fn report(context: &mut StageContext<'_>, metric: &Metric, value: f64) {
+    match metric.name.split_once('/') {
+        Some((_, name)) if context.stage != Reward::KIND => {
+            let name = format!("{}/{name}", context.stage);
+            context.sink.record_named(&name, value, 1.0);
+        }
+        _ => context.record(metric, value),
+    }
+}
+
 impl Stage for RewardStage {
     fn spec(&self) -> StageSpec {
         StageSpec::new()
@@ -296,8 +310,8 @@ impl Stage for RewardStage {
             let verdict = self
                 .rule
                 .judge(texts.row(row), answers.row(row), responses.row_len(row));
-            context.record(&CORRECT, f64::from(verdict.correct));
-            context.record(&WELL_FORMED, f64::from(verdict.well_formed));
+            report(context, &CORRECT, f64::from(verdict.correct));
+            report(context, &WELL_FORMED, f64::from(verdict.well_formed));
             rewards.push(verdict.reward);
         }
         let mut output = input.rows_only();

@@ -1,6 +1,6 @@
 use std::path::Path;
 
-use verl_models::model::{ModelError, Scores};
+use verl_models::model::{Extras, ModelError, Scores};
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 use verl_pipe::batch::{RaggedColumn, RowId};
@@ -25,7 +25,7 @@ impl PolicyModel for OneWeight {
     ) -> Result<(), RolloutError> {
         Ok(())
     }
-    fn score(&self, _: &[ScoreRow<'_>], _: f64, _: bool) -> Result<Vec<Scores>, ModelError> {
+    fn score(&self, _: &[ScoreRow<'_>], _: f64, _: Extras) -> Result<Vec<Scores>, ModelError> {
         Ok(Vec::new())
     }
     fn accumulate(
@@ -125,6 +125,17 @@ fn truncated_responses_leave_the_loss_and_its_counts() {
     let reasons = vec![finish::EOS, finish::LENGTH, finish::STOP];
     batch.put(&FINISH_REASONS, reasons).unwrap();
     assert_eq!(rows(&batch), [0, 2]);
+
+    // A correction of the rollout thins them out further, and weighs what is left.
+    let masks = RaggedColumn::from_rows([vec![1u8, 0], vec![1, 1, 1], vec![0]]);
+    batch.put(&ROLLOUT_MASKS, masks).unwrap();
+    let weights = RaggedColumn::from_rows([vec![0.5f32, 0.0], vec![1.0, 1.0, 1.0], vec![3.0]]);
+    batch.put(&ROLLOUT_WEIGHTS, weights).unwrap();
+    assert_eq!(rows(&batch), [0]);
+    let columns = Columns::new(&batch, RESPONSES).unwrap();
+    let mini = columns.mini_batch(0..3);
+    assert_eq!(mini.rollout_weights, Some(vec![0.5]));
+    assert_eq!(mini.counts, Counts::declared(1, 3));
 
     // The key is only there where the setting asks for it.
     let reads = |mask_truncated| {

@@ -1,0 +1,180 @@
+//! Stage `baseline`: answers each prompt once, greedily, for estimators that compare with such an answer (ReMax).
+//!
+//! It works on the prompts' rows, one each, before they become `batch.samples` rows; a `reward` stage on what it writes
+//! scores it, and `advantages` repeats that score for the samples of the prompt:
+//!
+//! ```toml
+//! [[stages]]
+//! kind = "baseline"
+//! max_new_tokens = 12
+//!
+//! [[stages]]
+//! kind = "reward"
+//! name = "baseline_reward"
+//! rename = { responses = "baseline_responses", response_texts = "baseline_response_texts", rewards = "reward_baselines" }
+//!
+//! [[stages]]
+//! kind = "advantages"
+//! estimator = "remax"
+//! ```
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_models::random::{DrawKey, Purpose};
+use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use verl_pipe::batch::{Batch, RaggedColumn};
+use verl_pipe::keys::{BASELINE_RESPONSE_TEXTS, BASELINE_RESPONSES, PROMPTS};
+use verl_pipe::stage::{
+    Access, BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
+    find_model,
+};
+
+use crate::model::PolicyResource;
+use crate::settings::metrics;
+
+metrics! {
+    LENGTH: "baseline/length_mean", "tokens", "mean number of tokens of a greedy response, end-of-sequence included";
+}
+
+/// Settings of stage `baseline`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Baseline {
+    /// Model that answers.
+    pub model: String,
+    /// Most tokens of a response, end-of-sequence included; as in `generate` (tokens).
+    pub max_new_tokens: usize,
+    /// End-of-sequence is forbidden until a response has this many tokens; as in `generate` (tokens).
+    pub min_new_tokens: usize,
+    /// Texts that end a response; as in `generate`.
+    pub stop: Vec<String>,
+}
+
+impl Default for Baseline {
+    fn default() -> Self {
+        Baseline {
+            model: "actor".to_owned(),
+            max_new_tokens: 128,
+            min_new_tokens: 0,
+            stop: Vec::new(),
+        }
+    }
+}
+
+impl StageConfig for Baseline {
+    const KIND: &'static str = "baseline";
+    const SUMMARY: &'static str = "answers each prompt once, greedily, to be compared with";
+
+    fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        let mut faults = Vec::new();
+        if self.max_new_tokens == 0 {
+            faults.push(ConfigError::new(
+                "max_new_tokens",
+                "is 0, so no response could have a token",
+                "set it to the `max_new_tokens` of `generate`",
+            ));
+        }
+        if self.min_new_tokens > self.max_new_tokens {
+            faults.push(ConfigError::new(
+                "min_new_tokens",
+                format!(
+                    "is {}, above max_new_tokens = {}",
+                    self.min_new_tokens, self.max_new_tokens
+                ),
+                "set it to the `min_new_tokens` of `generate`",
+            ));
+        }
+        if !faults.is_empty() {
+            return Err(faults);
+        }
+        Ok(Box::new(BaselineStage {
+            config: self.clone(),
+            prompts: context.batch.prompts.max(1),
+        }))
+    }
+}
+
+/// The running stage.
+struct BaselineStage {
+    config: Baseline,
+    prompts: usize,
+}
+
+impl Stage for BaselineStage {
+    fn spec(&self) -> StageSpec {
+        StageSpec::new()
+            .reads(PROMPTS)
+            .writes(BASELINE_RESPONSES)
+            .writes(BASELINE_RESPONSE_TEXTS)
+            .slice_rows(self.prompts)
+            .uses(&self.config.model, Access::Read)
+            .metrics(&[LENGTH])
+    }
+
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        let (seed, step, cancel) = (context.seed, context.step, context.cancel);
+        let resource = &*find_model::<PolicyResource>(context.models, &self.config.model)?;
+        let settings = SamplingSettings {
+            temperature: 0.0,
+            min_new_tokens: self.config.min_new_tokens,
+            stop_texts: self.config.stop.clone(),
+            eos_ids: resource.eos_ids(),
+            text_decoder: resource.text_decoder(),
+            ..SamplingSettings::default()
+        };
+        let rows = input.get(&PROMPTS)?;
+        let requests: Vec<RolloutRequest> = rows
+            .rows()
+            .zip(input.ids())
+            .map(|(prompt, id)| RolloutRequest {
+                prompt: prompt.to_vec(),
+                key: DrawKey {
+                    seed,
+                    purpose: Purpose::Baseline,
+                    step,
+                    row: id.0,
+                    attempt: id.wave() as u32,
+                },
+                max_new_tokens: self.config.max_new_tokens,
+            })
+            .collect();
+        let mut responses = vec![Vec::new(); requests.len()];
+        let mut keep = |index: usize, output: RolloutOutput| {
+            if cancel.is_cancelled() {
+                return Err(RolloutError::Stopped(Box::new(StageError::Cancelled)));
+            }
+            responses[index] = output.tokens;
+            Ok(())
+        };
+        match resource.policy.generate(&requests, &settings, &mut keep) {
+            Ok(()) => {}
+            Err(_) if cancel.is_cancelled() => return Err(StageError::Cancelled),
+            Err(error) => return Err(StageError::failed(error)),
+        }
+        for response in &responses {
+            context.sink.record(&LENGTH, response.len() as f64, 1.0);
+        }
+        let texts: Vec<String> = responses.iter().map(|ids| resource.decode(ids)).collect();
+        let mut output = input.rows_only();
+        output.put(&BASELINE_RESPONSES, RaggedColumn::from_rows(&responses))?;
+        output.put(&BASELINE_RESPONSE_TEXTS, texts)?;
+        context.sink.emit(output)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn senseless_settings_are_told_together() {
+        let config = Baseline {
+            max_new_tokens: 0,
+            min_new_tokens: 3,
+            ..Baseline::default()
+        };
+        let faults = config.build(&BuildContext::default()).err().expect("two");
+        let told: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
+        assert_eq!(told, ["max_new_tokens", "min_new_tokens"]);
+    }
+}

@@ -1,0 +1,372 @@
+//! Stage `correct_rollout`: what to do where the rollout engine's probabilities are not the trainer's.
+//!
+//! An engine computes in other kernels, at another precision or with older weights. From the log-probs of both the stage
+//! makes importance weights, which multiply the policy loss of `update`, and a mask without the tokens or responses that
+//! are too far off. It stands behind a `log_probs` stage that scores the responses itself (not `bypass`), and `update`
+//! finds what it wrote.
+//!
+//! ```toml
+//! [[stages]]
+//! kind = "correct_rollout"
+//! preset = "decoupled_token_is"
+//! ```
+//!
+//! Rules of one's own stand in the place of the preset:
+//! `weights = "token"`, `bound = "2.0"`, `rejection = [{ rule = "seq_mean_k3", bound = "0.01" }]`.
+//!
+//! Reported under `rollout_correction/` are all numbers of [`verl_algos::rollout_correction::Correction::metrics`].
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_algos::rollout_correction::{
+    Correction, LogProbPair, Mode, RejectionRule, RolloutCorrection, RolloutWeights, WeightBound,
+    WeightLevel, all_scored, preset,
+};
+use verl_algos::{AlgoError, Ragged};
+use verl_pipe::batch::{Batch, RaggedColumn};
+use verl_pipe::field::{LogProbTag, Support, Weights};
+use verl_pipe::keys::{
+    GROUP_MEANS, MASK_KINDS, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS, mask,
+};
+use verl_pipe::stage::{
+    BuildContext, Cardinality, ConfigError, Metric, RowRule, Stage, StageConfig, StageContext,
+    StageError, StageSpec,
+};
+
+use crate::advantages::NO_OLD;
+use crate::settings::{metrics, refusal};
+
+metrics! {
+    ESS: "rollout_correction/rollout_is_eff_sample_size", "share", "share of the step that the importance weights leave effective: 1 / mean((w / mean w)^2)";
+    CHI2: "rollout_correction/chi2_token", "", "chi-squared of the token distributions of trainer and rollout engine";
+    KL: "rollout_correction/kl", "nats", "mean log-prob of the rollout engine less that of the trainer";
+    PROBABILITY_DIFFERENCE: "rollout_correction/probs_diff_mean", "probability", "mean |p_trainer - p_rollout| of the sampled tokens; above 0.01 asks for a look";
+}
+
+/// A rule by which tokens or responses are left out.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Rejection {
+    /// Name: what is judged (`token`, `seq_sum`, `seq_mean`, `seq_max`) and by which estimate of the divergence (`k1`,
+    /// `k2`, `k3`), for example `seq_mean_k3`.
+    pub rule: String,
+    /// Largest estimate that stays, for example `0.01`. For `k1` the bounds of π_rollout/π_trainer: `0.5_2.0`, or the
+    /// upper one alone.
+    pub bound: String,
+}
+
+/// Settings of stage `correct_rollout`; without preset, weights and rules it only measures.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct CorrectRollout {
+    /// A correction by name: `decoupled_token_is`, `decoupled_seq_is`, `decoupled_token_icepop`, `decoupled_seq_is_rs`,
+    /// `decoupled_geo_rs`, `decoupled_k3_rs` and these two with `_seq_tis` or `_token_tis`; `disabled`.
+    pub preset: Option<String>,
+    /// Importance weights of each `token`, or of the whole response on its tokens (`sequence`); none when absent.
+    pub weights: Option<String>,
+    /// What bounds a weight: `2.0` is the largest, `0.5_5.0` a band outside of which it is 0 (IcePop). `2.0` when absent.
+    pub bound: Option<String>,
+    /// Whether weights are divided by their mean over the step.
+    pub normalize: bool,
+    /// What is not trained on; a token stays if all rules keep it.
+    pub rejection: Vec<Rejection>,
+}
+
+impl StageConfig for CorrectRollout {
+    const KIND: &'static str = "correct_rollout";
+    const SUMMARY: &'static str =
+        "importance weights against the rollout engine, and which tokens to train on";
+
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        let correction = match &self.preset {
+            Some(name) => self.by_name(name)?,
+            None => self.by_rules()?,
+        };
+        Ok(Box::new(CorrectRolloutStage { correction }))
+    }
+}
+
+impl CorrectRollout {
+    fn by_name(&self, name: &str) -> Result<RolloutCorrection, Vec<ConfigError>> {
+        let alone = CorrectRollout {
+            preset: self.preset.clone(),
+            ..CorrectRollout::default()
+        };
+        if *self != alone {
+            return Err(vec![ConfigError::new(
+                "preset",
+                format!("is `{name}`, and there are rules of your own too"),
+                "remove `preset`, or `weights`, `bound`, `normalize` and `rejection`",
+            )]);
+        }
+        let found = preset(name).map_err(|error| vec![refusal("preset", &error)])?;
+        if found.mode != Mode::Decoupled {
+            return Err(vec![ConfigError::new(
+                "preset",
+                format!(
+                    "is `{name}`, in which the rollout engine's policy stands for the old one, so that there is nothing to correct before the update"
+                ),
+                "take the preset that begins with `decoupled`; or leave this stage out and set `bypass = true` in `log_probs`, with loss `grpo` or `reinforce`",
+            )]);
+        }
+        Ok(found)
+    }
+
+    fn by_rules(&self) -> Result<RolloutCorrection, Vec<ConfigError>> {
+        let mut faults = Vec::new();
+        let mut noted = |setting: &str, error: AlgoError| {
+            faults.push(ConfigError {
+                setting: setting.to_owned(),
+                ..refusal(setting, &error)
+            });
+        };
+        let level = self.weights.as_deref().map(WeightLevel::parse).transpose();
+        let level = level
+            .map_err(|error| noted("weights", error))
+            .ok()
+            .flatten();
+        let bound = WeightBound::parse(self.bound.as_deref().unwrap_or("2.0"));
+        let bound = bound.map_err(|error| noted("bound", error)).ok();
+        let mut rejection = Vec::new();
+        for (at, Rejection { rule, bound }) in self.rejection.iter().enumerate() {
+            match RejectionRule::parse(rule, bound) {
+                Ok(rule) => rejection.push(rule),
+                Err(error) => noted(&format!("rejection[{at}]"), error),
+            }
+        }
+        if self.weights.is_none() && (self.bound.is_some() || self.normalize) {
+            faults.push(ConfigError::new(
+                if self.normalize { "normalize" } else { "bound" },
+                "is about weights, of which there are none",
+                "set `weights = \"token\"` or `\"sequence\"`, or remove it",
+            ));
+        }
+        if !faults.is_empty() {
+            return Err(faults);
+        }
+        let weights = level.zip(bound).map(|(level, bound)| RolloutWeights {
+            level,
+            bound,
+            normalize: self.normalize,
+        });
+        Ok(RolloutCorrection {
+            mode: Mode::Decoupled,
+            weights,
+            rejection,
+        })
+    }
+}
+
+/// The running stage.
+struct CorrectRolloutStage {
+    correction: RolloutCorrection,
+}
+
+impl CorrectRolloutStage {
+    fn masks(&self) -> bool {
+        !self.correction.rejection.is_empty()
+    }
+
+    /// The declared metrics under their constants, so that they are told with their meaning, the others by name.
+    fn report(correction: &Correction, tokens: f64, context: &mut StageContext<'_>) {
+        let declared: [&Metric; 4] = [&ESS, &CHI2, &KL, &PROBABILITY_DIFFERENCE];
+        for (name, value) in correction.metrics() {
+            let name = format!("rollout_correction/{name}");
+            match declared.iter().find(|metric| metric.name == name) {
+                Some(metric) => context.record_weighted(metric, value, tokens),
+                None => context.sink.record_named(&name, value, tokens),
+            }
+        }
+    }
+}
+
+impl Stage for CorrectRolloutStage {
+    fn spec(&self) -> StageSpec {
+        let tag = LogProbTag {
+            support: Some(Support::Full),
+            weights: Some(Weights::StepStart),
+            ..LogProbTag::default()
+        };
+        let mut spec = StageSpec::new()
+            .reads(MASK_KINDS)
+            .reads(OLD_LOG_PROBS.tagged(tag.clone()))
+            .remedy(OLD_LOG_PROBS.name(), NO_OLD)
+            .reads(ROLLOUT_LOG_PROBS.tagged(tag))
+            // For its rows alone: those that a filter of groups dropped are not corrected.
+            .reads_optional(GROUP_MEANS)
+            .cardinality(Cardinality::Batch)
+            .metrics(&[CHI2, KL, PROBABILITY_DIFFERENCE]);
+        if self.correction.weights.is_some() {
+            spec = spec.writes(ROLLOUT_WEIGHTS).metrics(&[ESS]);
+        }
+        if self.masks() {
+            spec = spec.writes(ROLLOUT_MASKS);
+        }
+        if spec.writes.is_empty() {
+            spec = spec.rows(RowRule::Sink);
+        }
+        spec
+    }
+
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        let kinds = input.get(&MASK_KINDS)?;
+        let actions = Ragged::<bool>::from_rows(kinds.rows().map(|row| {
+            let actions = row.iter().map(|kind| *kind == mask::ACTION);
+            actions.collect::<Vec<_>>()
+        }));
+        let train = Ragged::<f64>::from_rows(input.get(&OLD_LOG_PROBS)?.rows());
+        let rollout = Ragged::<f64>::from_rows(input.get(&ROLLOUT_LOG_PROBS)?.rows());
+        let tokens: usize = actions.counts().into_iter().sum();
+        // Where there is no action there is nothing to measure, and what is written is never read.
+        let (weights, kept) = if tokens == 0 {
+            (Some(actions.map(|_, _, _| 0.0)), actions)
+        } else {
+            let pair = LogProbPair {
+                actions: &actions,
+                train_log_probs: &train,
+                rollout_log_probs: &all_scored(&rollout),
+            };
+            let corrected = self.correction.correct(&pair).map_err(StageError::failed)?;
+            Self::report(&corrected, tokens as f64, context);
+            (corrected.weights, corrected.actions)
+        };
+        let mut output = input.rows_only();
+        if let (Some(weights), Some(_)) = (weights, self.correction.weights) {
+            let rows = weights.map(|_, _, weight| weight as f32);
+            output.put(&ROLLOUT_WEIGHTS, RaggedColumn::from_rows(rows.rows()))?;
+        }
+        if self.masks() {
+            let rows = kept.map(|_, _, kept| u8::from(kept));
+            output.put(&ROLLOUT_MASKS, RaggedColumn::from_rows(rows.rows()))?;
+        }
+        if output.keys().is_empty() {
+            return Ok(());
+        }
+        context.emit(output)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sink::{Kept, run};
+    use verl_algos::rollout_correction::PRESETS;
+    use verl_pipe::batch::RowId;
+
+    /// One response of two actions around an observation, far off, and one that is near.
+    fn corrected(config: &CorrectRollout) -> Kept {
+        let ids = [RowId::prompt(0, 1).unwrap(), RowId::prompt(0, 2).unwrap()];
+        let mut batch = Batch::with_rows(&ids);
+        let kinds: [&[u8]; 2] = [&[1, 0, 1], &[1]];
+        let old: [&[f32]; 2] = [&[-1.0, 7.0, -1.0], &[-1.0]];
+        let rollout: [&[f32]; 2] = [&[-3.0, -9.0, -1.0], &[-1.0]];
+        let (kinds, old) = (RaggedColumn::from_rows(kinds), RaggedColumn::from_rows(old));
+        batch.put(&MASK_KINDS, kinds).unwrap();
+        batch.put(&OLD_LOG_PROBS, old).unwrap();
+        let rollout = RaggedColumn::from_rows(rollout);
+        batch.put(&ROLLOUT_LOG_PROBS, rollout).unwrap();
+        let mut stage = config.build(&BuildContext::default()).unwrap();
+        run(stage.as_mut(), 1, batch)
+    }
+
+    #[test]
+    fn weights_and_masks_by_hand() {
+        let config = CorrectRollout {
+            weights: Some("token".to_owned()),
+            bound: Some("3.0".to_owned()),
+            rejection: vec![Rejection {
+                rule: "token_k2".to_owned(),
+                bound: "1.5".to_owned(),
+            }],
+            ..CorrectRollout::default()
+        };
+        let kept = corrected(&config);
+        let weights = kept.batches[0].get(&ROLLOUT_WEIGHTS).unwrap();
+        assert_eq!(
+            (weights.row(0), weights.row(1)),
+            (&[3.0, 0.0, 1.0][..], &[1.0][..])
+        );
+        // q = 2 at the first token: k2 is 2.
+        let masks = kept.batches[0].get(&ROLLOUT_MASKS).unwrap();
+        assert_eq!((masks.row(0), masks.row(1)), (&[0, 0, 1][..], &[1][..]));
+        let near = |metric, expected: f64| {
+            let value = kept.mean(metric).unwrap();
+            assert!((value - expected).abs() < 1e-6, "{value} is not {expected}");
+        };
+        near(&KL, -2.0 / 3.0);
+        // (5/3)² / (11/3).
+        near(&ESS, 25.0 / 33.0);
+        near(&CHI2, (4.0f64.exp() - 1.0) / 3.0);
+        near(
+            &PROBABILITY_DIFFERENCE,
+            ((-1.0f64).exp() - (-3.0f64).exp()) / 3.0,
+        );
+    }
+
+    #[test]
+    fn without_rules_it_measures() {
+        let kept = corrected(&CorrectRollout::default());
+        assert!(kept.batches.is_empty());
+        assert!(kept.mean(&CHI2).is_some() && kept.mean(&ESS).is_none());
+    }
+
+    #[test]
+    fn presets_correct_or_say_why_not() {
+        for (name, _) in PRESETS {
+            let config = CorrectRollout {
+                preset: Some((*name).to_owned()),
+                ..CorrectRollout::default()
+            };
+            let built = config.build(&BuildContext::default());
+            assert_eq!(built.is_ok(), !name.starts_with("bypass"), "{name}");
+            if let Ok(stage) = built {
+                let kept = corrected(&config);
+                let emitted = kept.batches.first();
+                for field in stage.spec().writes {
+                    emitted.expect("rows").check_field(&field).unwrap();
+                }
+            }
+        }
+    }
+
+    #[track_caller]
+    fn check_refused(config: &CorrectRollout, expected: &[&str]) {
+        let faults = config
+            .build(&BuildContext::default())
+            .err()
+            .expect("refused");
+        let told: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
+        assert_eq!(told, expected, "{faults:?}");
+    }
+
+    #[test]
+    fn senseless_settings_are_told_together() {
+        let text = |text: &str| Some(text.to_owned());
+        let config = CorrectRollout {
+            weights: text("tokens"),
+            bound: text("-1"),
+            rejection: vec![Rejection {
+                rule: "seq_mean_k4".to_owned(),
+                bound: "1".to_owned(),
+            }],
+            ..CorrectRollout::default()
+        };
+        check_refused(&config, &["weights", "bound", "rejection[0]"]);
+        let config = CorrectRollout {
+            bound: text("2.0"),
+            ..CorrectRollout::default()
+        };
+        check_refused(&config, &["bound"]);
+        let config = CorrectRollout {
+            preset: text("decoupled_token_is"),
+            normalize: true,
+            ..CorrectRollout::default()
+        };
+        check_refused(&config, &["preset"]);
+        let config = CorrectRollout {
+            preset: text("decoupled"),
+            ..CorrectRollout::default()
+        };
+        check_refused(&config, &["preset"]);
+    }
+}

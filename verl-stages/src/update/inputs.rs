@@ -1,0 +1,188 @@
+//! What an objective reads of a mini-batch and no stage writes.
+
+use std::ops::Range;
+
+use verl_algos::MiniBatch;
+use verl_algos::losses::LossInput;
+use verl_models::model::{Extras, PolicyModel};
+use verl_models::random::{DrawKey, Purpose};
+use verl_pipe::stage::{ConfigError, StageError};
+
+use super::{Columns, UpdateStage};
+use crate::losses::Loss;
+
+/// Where an optimiser step stands.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StepAt {
+    pub(super) seed: u64,
+    /// Step of the run.
+    pub(super) step: u64,
+    /// Pass over the rows of the step.
+    pub(super) pass: usize,
+    /// Nothing was trained on in this step yet, so the policy is the one that sampled.
+    pub(super) is_first: bool,
+}
+
+/// What the loss reads and an update of a policy cannot come by.
+pub(super) fn unfillable(loss: &Loss, kind: &str) -> Vec<ConfigError> {
+    let inputs = loss.objective.inputs().into_iter();
+    let missing = inputs.filter_map(|input| {
+        let (what, help) = match input {
+            LossInput::Advantages
+            | LossInput::OldLogProbs
+            | LossInput::RefLogProbs
+            | LossInput::Entropies
+            | LossInput::CurrentLogProbs
+            | LossInput::CurrentEntropies
+            | LossInput::Draws => return None,
+            LossInput::Values | LossInput::OldValues | LossInput::Returns => (
+                "numbers of a scalar head, which a policy does not have",
+                "train the critic in a stage that holds a value model; the loss of `update` is one of a policy",
+            ),
+            LossInput::Desirable | LossInput::KlBaseline => (
+                "preferences, which no row of responses has",
+                "train on preferences in a stage that reads chosen and rejected answers",
+            ),
+        };
+        Some(ConfigError::new(
+            "loss",
+            format!("is `{kind}`, which reads {what}"),
+            help,
+        ))
+    });
+    let mut missing: Vec<ConfigError> = missing.collect();
+    missing.dedup();
+    missing
+}
+
+impl UpdateStage {
+    /// Fills the columns that the objective selects tokens by.
+    ///
+    /// The policy at the start of the step's first optimiser step is that of the old log-probs, so only later ones are
+    /// scored; without old log-probs there is one optimiser step, and what is scored are the old ones.
+    pub(super) fn fill(
+        &self,
+        mini: &mut MiniBatch,
+        policy: &dyn PolicyModel,
+        columns: &Columns<'_>,
+        rows: Range<usize>,
+        at: StepAt,
+    ) -> Result<(), StageError> {
+        let reads_current = self.loss.reads(LossInput::CurrentLogProbs);
+        let entropies = self.loss.reads(LossInput::CurrentEntropies);
+        let known = at.is_first && mini.old_log_probs.is_some();
+        if entropies || (reads_current && !known) {
+            let extras = Extras {
+                entropies,
+                ..Extras::NONE
+            };
+            let scores = policy.score(
+                &columns.score_rows(rows.clone()),
+                self.config.temperature,
+                extras,
+            );
+            let scores = scores.map_err(StageError::failed)?;
+            let packed = |of: fn(&verl_models::model::Scores) -> &[f32]| {
+                let each = rows.clone().zip(&scores);
+                let tokens = each.flat_map(|(row, scores)| {
+                    let numbers = of(scores);
+                    columns.actions(row).map(|token| f64::from(numbers[token]))
+                });
+                tokens.collect::<Vec<f64>>()
+            };
+            if entropies {
+                mini.current_entropies = Some(packed(|scores| &scores.entropies));
+            }
+            mini.current_log_probs = Some(packed(|scores| &scores.log_probs));
+            if mini.old_log_probs.is_none() && self.loss.reads(LossInput::OldLogProbs) {
+                mini.old_log_probs.clone_from(&mini.current_log_probs);
+            }
+        } else if reads_current {
+            mini.current_log_probs.clone_from(&mini.old_log_probs);
+        }
+        if self.loss.reads(LossInput::Draws) {
+            mini.draws = Some(draws(columns, rows, at));
+        }
+        Ok(())
+    }
+}
+
+/// A number in (0, 1) for each action token: a function of seed, step, pass, the row's identity and the token's place,
+/// so that neither the order of rows nor the cut of the mini-batch matters.
+fn draws(columns: &Columns<'_>, rows: Range<usize>, at: StepAt) -> Vec<f64> {
+    let tokens = rows.flat_map(|row| {
+        let key = DrawKey {
+            seed: at.seed,
+            purpose: Purpose::Subset,
+            step: at.step,
+            row: columns.ids[row].0,
+            attempt: at.pass as u32,
+        };
+        let stream = key.stream();
+        let actions = columns.actions(row);
+        actions.map(move |token| stream.uniform(token as u32, 0))
+    });
+    tokens.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use verl_algos::Aggregation;
+    use verl_algos::losses::{Objective, ValueLoss};
+    use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+    use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
+
+    /// Rows of these identities, each of three tokens of which the second is an observation.
+    fn batch(ids: &[u64]) -> Batch {
+        let ids: Vec<RowId> = ids.iter().map(|id| RowId(*id)).collect();
+        let mut batch = Batch::with_rows(&ids);
+        let rows = || ids.iter();
+        let prompts = RaggedColumn::from_rows(rows().map(|_| [9u32]));
+        batch.put(&PROMPTS, prompts).unwrap();
+        let tokens = RaggedColumn::from_rows(rows().map(|_| [1u32, 2, 3]));
+        batch.put(&RESPONSES, tokens).unwrap();
+        let kinds = RaggedColumn::from_rows(rows().map(|_| [1u8, 0, 1]));
+        batch.put(&MASK_KINDS, kinds).unwrap();
+        batch
+    }
+
+    fn drawn(ids: &[u64], at: StepAt) -> Vec<f64> {
+        let batch = batch(ids);
+        let columns = Columns::new(&batch, RESPONSES).unwrap();
+        draws(&columns, 0..ids.len(), at)
+    }
+
+    #[test]
+    fn draws_go_with_the_row_and_not_with_its_place() {
+        let at = StepAt {
+            seed: 1,
+            step: 2,
+            pass: 0,
+            is_first: true,
+        };
+        let both = drawn(&[7, 8], at);
+        assert_eq!(both.len(), 4);
+        let mut swapped = drawn(&[8, 7], at);
+        swapped.rotate_left(2);
+        assert_eq!(both, swapped);
+        assert_eq!(both[2..], drawn(&[8], at));
+        assert!(both.iter().all(|draw| (0.0..1.0).contains(draw)));
+        for other in [
+            StepAt { seed: 2, ..at },
+            StepAt { step: 3, ..at },
+            StepAt { pass: 1, ..at },
+        ] {
+            let draws = drawn(&[7, 8], other);
+            assert!(draws.iter().zip(&both).all(|(a, b)| a != b), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_loss_of_a_critic_is_refused() {
+        let critic = Objective::new(Aggregation::TokenMean).with(1.0, ValueLoss::default());
+        let faults = unfillable(&Loss::new(critic), "value");
+        assert_eq!(faults.len(), 1, "{faults:?}");
+        assert!(faults[0].reason.contains("scalar head"), "{faults:?}");
+    }
+}
