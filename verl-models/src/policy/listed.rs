@@ -127,7 +127,7 @@ pub(super) fn accumulate<M: ModelInterface>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::PolicyModel;
+    use crate::model::{Extras, PolicyModel};
     use crate::optim::OptimizerConfig;
     use crate::policy::Policy;
     use crate::toy::{Toy, bits, close, rows, sequences};
@@ -146,7 +146,7 @@ mod tests {
         let sequences = sequences(&[(3, 4), (2, 0), (1, 9)], VOCAB as u32);
         let rows = rows(&sequences);
         let whole = policy.top_tokens(&rows, VOCAB, 0.8).unwrap();
-        let scores = policy.score(&rows, 0.8, true).unwrap();
+        let scores = policy.score(&rows, 0.8, Extras::ENTROPIES).unwrap();
         for ((row, top), score) in rows.iter().zip(&whole).zip(&scores) {
             assert_eq!(top.ids.len(), row.response.len() * VOCAB);
             let each = top.ids.chunks(VOCAB).zip(top.log_probs.chunks(VOCAB));
@@ -210,7 +210,7 @@ mod tests {
             (norms[0] - norms[1]).abs() < 1e-4 && norms[0] > 0.1,
             "{norms:?}"
         );
-        let after = [&one, &other].map(|policy| policy.score(&rows, 1.0, false).unwrap());
+        let after = [&one, &other].map(|policy| policy.score(&rows, 1.0, Extras::NONE).unwrap());
         for (a, b) in after[0].iter().zip(&after[1]) {
             close(&a.log_probs, &b.log_probs, 1e-3);
         }

@@ -10,7 +10,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, backend_extension};
 use burn::tensor::{DType, Int, Tensor};
 
-use super::{Inputs, Statistics, TokenWeights, backward};
+use super::{Extras, Inputs, Statistics, TokenWeights, backward};
 
 /// Log-probs of the listed `ids` in the place of each token, under softmax(hidden · headᵀ / temperature), in nats.
 ///
@@ -101,7 +101,7 @@ pub trait ListedScoringOps: Backend {
         chunk: usize,
     ) -> FloatTensor<Self> {
         let inputs = inputs::<Self>(hidden, head, ids, temperature, chunk);
-        inputs.forward(false).log_probs
+        inputs.forward(Extras::NONE).log_probs
     }
 }
 
@@ -121,7 +121,7 @@ impl<B: ListedScoringOps, C: CheckpointStrategy> ListedScoringOps for Autodiff<B
         let (hidden, hidden_node) = hidden.into_parts();
         let (head, head_node) = head.into_parts();
         let inputs = inputs::<B>(hidden, head, ids, temperature, chunk);
-        let statistics = inputs.forward(false);
+        let statistics = inputs.forward(Extras::NONE);
         let scores = statistics.log_probs.clone();
         match ListedScores
             .prepare::<C>([hidden_node, head_node])
@@ -256,9 +256,9 @@ mod tests {
         let (hidden, head) = (matrix(N, D, 1), matrix(V, D, 2));
         let ids = ids().slice([0..N, 1..2]);
         let listed = listed_log_probs(hidden.clone(), head.clone(), ids.clone(), 0.9, 2);
-        let (alone, _) =
-            super::super::linear_log_probs(hidden, head, ids.reshape([N]), 0.9, false, 2);
-        close(&values(listed), &values(alone.unsqueeze_dim(1)));
+        let ids = ids.reshape([N]);
+        let alone = super::super::linear_log_probs(hidden, head, ids, 0.9, Extras::NONE, 2);
+        close(&values(listed), &values(alone.log_probs.unsqueeze_dim(1)));
     }
 
     #[test]
