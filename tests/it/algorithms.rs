@@ -169,7 +169,8 @@ fn what_is_selected_does_not_depend_on_the_micro_batch() {
 #[test]
 fn remax_compares_every_sample_with_the_baseline_of_its_prompt() {
     let place = Place::new();
-    let rows: Arc<Mutex<Vec<(u64, f32, f32, f32)>>> = Arc::default();
+    type Row = (u64, f32, f32, f32);
+    let rows: Arc<Mutex<Vec<Row>>> = Arc::default();
     let seen = rows.clone();
     let compare = StageSpec::new()
         .reads(keys::REWARDS)
