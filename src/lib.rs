@@ -70,6 +70,7 @@ pub mod prelude {
     };
     pub use verl_stages::advantages::Advantages;
     pub use verl_stages::data::addition::{Addition, Split};
+    pub use verl_stages::data::addition_pairs::AdditionPairs;
     pub use verl_stages::estimators::{self, Estimator};
     pub use verl_stages::evaluate::Evaluate;
     pub use verl_stages::filter_groups::FilterGroups;
@@ -77,6 +78,8 @@ pub mod prelude {
     pub use verl_stages::log_probs::{LogProbs, Role};
     pub use verl_stages::losses::{self, Loss, PolicyLoss, PolicyObjective};
     pub use verl_stages::model::{CausalLm, Init, PolicyResource, policy_model};
+    pub use verl_stages::pairs::Pairs;
+    pub use verl_stages::preferences::Preferences;
     pub use verl_stages::prompts::Prompts;
     pub use verl_stages::reward::rule::{Reward, RuleKind};
     pub use verl_stages::shape_overlong::ShapeOverlong;

@@ -7,6 +7,8 @@ mod examples;
 mod kit;
 mod on_policy;
 mod pipelines;
+mod preferences;
 mod replay;
 mod run_folder;
 mod schemas;
+mod trl;

@@ -4,13 +4,15 @@
 //! whose gradients add up. The objective sees each mini-batch whole before any of its micro-batches, and is weighted
 //! by its counts, so no micro-batch size changes the result beyond rounding.
 
+mod judged;
+
 use std::ops::Range;
 
 use burn::tensor::Tensor;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::losses::{LossInput, MetricSum};
-use verl_algos::{AlgoError, Counts, CutUnit, MicroBatch, MiniBatch};
+use verl_algos::{AlgoError, Counts, CutUnit, MicroBatch, MiniBatch, Preferences};
 use verl_models::model::{PackedScores, PolicyModel, ScoreRow, StepReport};
 use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
@@ -108,6 +110,10 @@ struct Columns<'a> {
     old: Option<RaggedView<'a, f32>>,
     reference: Option<RaggedView<'a, f32>>,
     advantages: Option<RaggedView<'a, f32>>,
+    /// Whether each row is to be learnt; empty: no loss asks.
+    desirable: Vec<bool>,
+    /// z₀ of the mini-batch at hand, where the loss reads it.
+    kl_baseline: Option<f64>,
 }
 
 impl<'a> Columns<'a> {
@@ -131,6 +137,8 @@ impl<'a> Columns<'a> {
             old: optional(&OLD_LOG_PROBS)?,
             reference: optional(&REF_LOG_PROBS)?,
             advantages: optional(&ADVANTAGES)?,
+            desirable: Vec::new(),
+            kl_baseline: None,
         })
     }
 
@@ -156,6 +164,15 @@ impl<'a> Columns<'a> {
         Some(values)
     }
 
+    /// What losses of judged answers read of `rows`.
+    fn preferences(&self, rows: Range<usize>) -> Preferences {
+        Preferences {
+            desirable: self.desirable.get(rows).map(<[bool]>::to_vec),
+            kl_baseline: self.kl_baseline,
+            ..Preferences::default()
+        }
+    }
+
     /// The mini-batch of `rows`; rows are numbered from its first.
     fn mini_batch(&self, rows: Range<usize>) -> MiniBatch {
         let mut of_tokens = Vec::new();
@@ -170,6 +187,7 @@ impl<'a> Columns<'a> {
             counts,
             old_log_probs: self.packed(self.old, rows.clone()),
             advantages: self.packed(self.advantages, rows.clone()),
+            preferences: self.preferences(rows.clone()),
             ref_log_probs: self.packed(self.reference, rows),
             ..MiniBatch::new(of_tokens)
         }
@@ -364,7 +382,7 @@ impl Stage for UpdateStage {
     fn spec(&self) -> StageSpec {
         let policy = self.tag();
         let reference = LogProbTag {
-            policy: None,
+            policy: self.loss.reference.clone(),
             weights: Some(Weights::Frozen),
             ..policy.clone()
         };
@@ -389,6 +407,7 @@ impl Stage for UpdateStage {
             // temperature are not those of the policy that is trained.
             spec = spec.reads_optional(ROLLOUT_LOG_PROBS.tagged(policy));
         }
+        spec = judged::spec(spec, &self.loss);
         if self.loss.penalises_kl {
             spec = spec.once(KL_PENALTY);
         }
@@ -406,7 +425,8 @@ impl Stage for UpdateStage {
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
-        let columns = Columns::new(&input, self.loss.tokens)?;
+        let mut columns = Columns::new(&input, self.loss.tokens)?;
+        columns.desirable = judged::desirable(&input, &self.loss)?;
         let reads_old = self.loss.reads(LossInput::OldLogProbs);
         let steps = self.epochs * input.num_rows().div_ceil(self.mini_rows);
         if reads_old && columns.old.is_none() && steps > 1 {
@@ -422,13 +442,20 @@ impl Stage for UpdateStage {
             context.record(&TOKENS, (self.epochs * tokens.sum::<usize>()) as f64);
         }
         let cancel = context.cancel;
-        let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
         for _ in 0..self.epochs {
             for start in (0..input.num_rows()).step_by(self.mini_rows) {
                 if cancel.is_cancelled() {
                     return Err(StageError::Cancelled);
                 }
                 let rows = start..input.num_rows().min(start + self.mini_rows);
+                if let Some(reference) = &self.loss.reference {
+                    let models = (self.config.model.as_str(), reference.as_str());
+                    let scored = columns.score_rows(rows.clone());
+                    let temperature = self.config.temperature;
+                    let baseline = judged::baseline(context.models, models, temperature, &scored)?;
+                    columns.kl_baseline = Some(baseline);
+                }
+                let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
                 self.mini_step(resource.policy.as_mut(), &columns, rows, context.sink)?;
             }
         }

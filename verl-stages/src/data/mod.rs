@@ -6,8 +6,10 @@
 //! | [`jsonl`] | JSON Lines |
 //! | [`parquet`] | Parquet |
 //! | [`addition`] | sums of two numbers, in three disjoint splits |
+//! | [`addition_pairs`] | the same, each with a right and a wrong answer |
 
 pub mod addition;
+pub mod addition_pairs;
 pub mod file;
 pub mod jsonl;
 pub mod parquet;
@@ -79,6 +81,7 @@ mod tests {
     use verl_pipe::stage::{BuildContext, DataConfig};
 
     use super::addition::{Addition, Split};
+    use super::addition_pairs::AdditionPairs;
     use super::{file::DataFile, jsonl::Jsonl, parquet::Parquet};
 
     #[track_caller]
@@ -111,6 +114,11 @@ mod tests {
                 ..Addition::default()
             };
             check(&addition, base);
+            let pairs = AdditionPairs {
+                split,
+                ..AdditionPairs::default()
+            };
+            check(&pairs, base);
         }
     }
 }
