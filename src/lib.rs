@@ -73,6 +73,7 @@ pub mod prelude {
     pub use verl_stages::correct_rollout::{CorrectRollout, Rejection};
     pub use verl_stages::data::addition::{Addition, Split};
     pub use verl_stages::data::addition_episodes::AdditionEpisodes;
+    pub use verl_stages::data::addition_pairs::AdditionPairs;
     pub use verl_stages::distill::Distill;
     pub use verl_stages::episodes::Episodes;
     pub use verl_stages::estimators::{self, Estimator};
@@ -82,6 +83,8 @@ pub mod prelude {
     pub use verl_stages::log_probs::{LogProbs, Role};
     pub use verl_stages::losses::{self, Loss, PolicyLoss, PolicyObjective};
     pub use verl_stages::model::{CausalLm, IlqlLm, Init, PolicyResource, policy_model};
+    pub use verl_stages::pairs::Pairs;
+    pub use verl_stages::preferences::Preferences;
     pub use verl_stages::prompts::Prompts;
     pub use verl_stages::reward::rule::{Reward, RuleKind};
     pub use verl_stages::shape_overlong::ShapeOverlong;

@@ -9,6 +9,8 @@ mod ilql;
 mod kit;
 mod on_policy;
 mod pipelines;
+mod preferences;
 mod replay;
 mod run_folder;
 mod schemas;
+mod trl;

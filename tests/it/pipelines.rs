@@ -113,7 +113,10 @@ fn sums(file: &str) -> BTreeMap<String, HashSet<Vec<u32>>> {
         let data = (declared.open)(&context).expect("a data set");
         let operands = (0..data.len()).map(|row| {
             let row = data.row(row).expect("a row");
-            let question = row["question"].as_str().expect("a text").to_owned();
+            let question = row.get("question").or(row.get("prompt"));
+            let question = question
+                .and_then(|question| question.as_str())
+                .expect("a text");
             let numbers = question.split(|c: char| !c.is_ascii_digit());
             let mut operands: Vec<u32> = numbers.filter_map(|n| n.parse().ok()).collect();
             operands.sort_unstable();
@@ -128,6 +131,13 @@ fn sums(file: &str) -> BTreeMap<String, HashSet<Vec<u32>>> {
 fn no_sum_is_in_two_splits_as_the_files_have_them() {
     let (sft, grpo) = (sums("sft_addition.toml"), sums("grpo_addition.toml"));
     assert_eq!(sft["eval"], grpo["eval"]);
+    for file in ["dpo", "kto", "orpo", "simpo"] {
+        let pairs = sums(&format!("{file}_addition.toml"));
+        assert_eq!(
+            (&pairs["train"], &pairs["eval"]),
+            (&grpo["train"], &grpo["eval"])
+        );
+    }
     for (one, other) in [
         (&sft["train"], &grpo["train"]),
         (&sft["train"], &grpo["eval"]),

@@ -32,6 +32,27 @@ pub const TARGETS: Key<Ragged<u32>> = Key::new(
     "token id",
     "tokens that supervised training imitates",
 );
+/// Answer that is preferred to the other one of its prompt.
+pub const CHOSEN_RESPONSES: Key<Ragged<u32>> = Key::new(
+    "chosen_responses",
+    "[P, C~]",
+    "token id",
+    "token ids of the preferred answer, end-of-sequence included",
+);
+/// Answer to which the other one is preferred.
+pub const REJECTED_RESPONSES: Key<Ragged<u32>> = Key::new(
+    "rejected_responses",
+    "[P, R~]",
+    "token id",
+    "token ids of the answer that is not preferred, end-of-sequence included",
+);
+/// Whether a response is to be learnt or unlearnt: 1 or 0.
+pub const DESIRABLE: Key<Scalar<u8>> = Key::new(
+    "desirable",
+    "[B]",
+    "flag",
+    "1 a response to learn, 0 one to unlearn; of a pair the first row is 1 and the second 0",
+);
 /// Response token ids.
 pub const RESPONSES: Key<Ragged<u32>> = Key::new(
     "responses",

@@ -21,7 +21,8 @@ use verl_pipe::stage::{
 
 use crate::generate::TOKENS;
 use crate::model::PolicyResource;
-use crate::prompts::{PromptFormat, Template, stop_id, target_tokens};
+use crate::prompts::source::stop_id;
+use crate::prompts::{PromptFormat, Template, target_tokens};
 use crate::settings::metrics;
 
 metrics! {

@@ -3,6 +3,8 @@
 //! | stage | reads | writes |
 //! |---|---|---|
 //! | [`prompts`] | rows of a data set | prompt tokens, answers |
+//! | [`preferences`] | rows of a data set | prompts with judged answers |
+//! | [`pairs`] | chosen and rejected answers | both as responses to one prompt |
 //! | [`generate`] | prompts | responses with log-probs |
 //! | [`reward`] | responses, answers | rewards |
 //! | [`shape_overlong`] | rewards, responses | rewards less a penalty for length |
@@ -33,6 +35,8 @@ pub mod generate;
 pub mod log_probs;
 pub mod losses;
 pub mod model;
+pub mod pairs;
+pub mod preferences;
 pub mod prompts;
 pub mod reward;
 mod settings;
@@ -86,6 +90,8 @@ built_ins! {
         filter_groups::FilterGroups,
         generate::Generate,
         log_probs::LogProbs,
+        pairs::Pairs,
+        preferences::Preferences,
         prompts::Prompts,
         reward::rule::Reward,
         shape_overlong::ShapeOverlong,
@@ -113,7 +119,12 @@ built_ins! {
         losses::TrlRloo,
         losses::Vespo;
     losses:
-        losses::Sft;
+        losses::Cpo,
+        losses::Dpo,
+        losses::Kto,
+        losses::Orpo,
+        losses::Sft,
+        losses::SimPo;
     estimators:
         estimators::DrGrpo,
         estimators::Gae,
@@ -136,6 +147,7 @@ built_ins! {
     data:
         data::addition::Addition,
         data::addition_episodes::AdditionEpisodes,
+        data::addition_pairs::AdditionPairs,
         data::jsonl::Jsonl,
         data::parquet::Parquet;
     files:

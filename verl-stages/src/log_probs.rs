@@ -3,10 +3,12 @@
 //! As `old` it gives the denominators of the policy ratio at the start of the update, as `reference` those of the KL
 //! penalty. Both are over the full softmax at the sampling temperature.
 
+mod cache;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_models::model::{Extras, ScoreRow};
-use verl_pipe::batch::{Batch, RaggedColumn};
+use verl_models::model::{Extras, ScoreRow, Scores};
+use verl_pipe::batch::{Batch, RaggedColumn, RowId};
 use verl_pipe::field::{Field, LogProbTag, Support, Weights};
 use verl_pipe::keys::{
     ENTROPIES, GROUP_MEANS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS,
@@ -18,6 +20,7 @@ use verl_pipe::stage::{
 };
 
 use crate::model::PolicyResource;
+use cache::Cache;
 
 /// Mean entropy of the policy.
 pub const ENTROPY: Metric = Metric {
@@ -31,6 +34,15 @@ pub const ROLLOUT_DIFFERENCE: Metric = Metric {
     name: "rollout/probability_difference_mean",
     unit: "probability",
     meaning: "mean |p_trainer − p_rollout| of the sampled tokens; above 0.01 the two forwards disagree",
+    reduce: Reduce::Mean,
+};
+
+/// How much the cache saved. Among what the machine does rather than what is learnt, since a run that was resumed or
+/// taken back finds other rows in it.
+pub const CACHED: Metric = Metric {
+    name: "perf/log_probs_cached_share",
+    unit: "share",
+    meaning: "share of rows whose log-probs were known from an earlier epoch",
     reduce: Reduce::Mean,
 };
 
@@ -61,6 +73,9 @@ pub struct LogProbs {
     pub sum_pi_squared: bool,
     /// Takes the rollout engine's log-probs instead of a forward of its own (bypass); only as `old`.
     pub bypass: bool,
+    /// Keeps the log-probs of each row in memory and computes them once for all epochs; only as `reference`. For data
+    /// sets whose responses are given; the values are the same bits.
+    pub cache: bool,
 }
 
 impl Default for LogProbs {
@@ -72,6 +87,7 @@ impl Default for LogProbs {
             entropies: false,
             sum_pi_squared: false,
             bypass: false,
+            cache: false,
         }
     }
 }
@@ -113,9 +129,17 @@ impl StageConfig for LogProbs {
                 ));
             }
         }
+        if self.cache && self.role == Role::Old {
+            faults.push(ConfigError::new(
+                "cache",
+                "would keep log-probs of weights that change with every step",
+                "remove it, or set `role = \"reference\"`",
+            ));
+        }
         if faults.is_empty() {
             Ok(Box::new(LogProbsStage {
                 config: self.clone(),
+                cache: Cache::default(),
             }))
         } else {
             Err(faults)
@@ -127,6 +151,7 @@ impl StageConfig for LogProbs {
 #[derive(Clone)]
 struct LogProbsStage {
     config: LogProbs,
+    cache: Cache,
 }
 
 impl LogProbsStage {
@@ -148,6 +173,41 @@ impl LogProbsStage {
             Role::Old => OLD_LOG_PROBS.tagged(self.tag()),
             Role::Reference => REF_LOG_PROBS.tagged(self.tag()),
         }
+    }
+
+    /// Scores of `rows`, from the cache where they are there.
+    fn scores(
+        &mut self,
+        ids: &[RowId],
+        rows: &[ScoreRow<'_>],
+        context: &mut StageContext<'_>,
+    ) -> Result<Vec<Scores>, StageError> {
+        let LogProbs {
+            temperature,
+            entropies,
+            sum_pi_squared,
+            cache,
+            ..
+        } = self.config;
+        let extras = Extras {
+            entropies,
+            sum_pi_squared,
+        };
+        let policy = &find_model::<PolicyResource>(context.models, &self.config.model)?.policy;
+        let score = |rows: &[ScoreRow<'_>]| {
+            policy
+                .score(rows, temperature, extras)
+                .map_err(StageError::failed)
+        };
+        if !cache {
+            return score(rows);
+        }
+        let (scores, known) = self.cache.scores(ids, rows, score)?;
+        if !rows.is_empty() {
+            let share = known as f64 / rows.len() as f64;
+            context.record_weighted(&CACHED, share, rows.len() as f64);
+        }
+        Ok(scores)
     }
 
     fn copy_rollout(input: &Batch) -> Result<Batch, StageError> {
@@ -177,6 +237,9 @@ impl Stage for LogProbsStage {
                 .reads_optional(ROLLOUT_LOG_PROBS.tagged(self.tag()))
                 .metrics(&[ROLLOUT_DIFFERENCE]);
         }
+        if self.config.cache {
+            spec = spec.metrics(&[CACHED]);
+        }
         if self.config.entropies {
             spec = spec
                 .writes(ENTROPIES.tagged(self.tag()))
@@ -198,14 +261,7 @@ impl Stage for LogProbsStage {
             .zip(responses.rows())
             .map(|(prompt, response)| ScoreRow { prompt, response })
             .collect();
-        let policy = &find_model::<PolicyResource>(context.models, &self.config.model)?.policy;
-        let extras = Extras {
-            entropies: self.config.entropies,
-            sum_pi_squared: self.config.sum_pi_squared,
-        };
-        let scores = policy
-            .score(&rows, self.config.temperature, extras)
-            .map_err(StageError::failed)?;
+        let scores = self.scores(&input.ids(), &rows, context)?;
 
         let mut output = input.rows_only();
         let column = RaggedColumn::from_rows(scores.iter().map(|s| &s.log_probs));

@@ -8,6 +8,7 @@
 //! policy as it is when an optimiser step starts, by one forward pass without gradient, and random draws for subsets.
 
 mod inputs;
+mod judged;
 
 use std::ops::Range;
 
@@ -15,7 +16,7 @@ use burn::tensor::Tensor;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::losses::{LossInput, MetricSum};
-use verl_algos::{AlgoError, Counts, CutUnit, MicroBatch, MiniBatch};
+use verl_algos::{AlgoError, Counts, CutUnit, MicroBatch, MiniBatch, Preferences};
 use verl_models::model::{PackedScores, PolicyModel, ScoreRow, StepReport};
 use verl_pipe::batch::{Batch, RaggedView, RowId};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
@@ -126,6 +127,10 @@ struct Columns<'a> {
     advantages: Option<RaggedView<'a, f32>>,
     rollout: Option<RaggedView<'a, f32>>,
     rollout_weights: Option<RaggedView<'a, f32>>,
+    /// Whether each row is to be learnt; empty: no loss asks.
+    desirable: Vec<bool>,
+    /// z₀ of the mini-batch at hand, where the loss reads it.
+    kl_baseline: Option<f64>,
 }
 
 impl<'a> Columns<'a> {
@@ -156,6 +161,8 @@ impl<'a> Columns<'a> {
                 .then(|| input.get(&ROLLOUT_MASKS))
                 .transpose()?,
             ids: input.ids(),
+            desirable: Vec::new(),
+            kl_baseline: None,
         })
     }
 
@@ -183,6 +190,15 @@ impl<'a> Columns<'a> {
         Some(values)
     }
 
+    /// What losses of judged answers read of `rows`.
+    fn preferences(&self, rows: Range<usize>) -> Preferences {
+        Preferences {
+            desirable: self.desirable.get(rows).map(<[bool]>::to_vec),
+            kl_baseline: self.kl_baseline,
+            ..Preferences::default()
+        }
+    }
+
     /// The mini-batch of `rows`; rows are numbered from its first.
     fn mini_batch(&self, rows: Range<usize>) -> MiniBatch {
         let mut of_tokens = Vec::new();
@@ -195,6 +211,7 @@ impl<'a> Columns<'a> {
             counts,
             old_log_probs: self.packed(self.old, rows.clone()),
             advantages: self.packed(self.advantages, rows.clone()),
+            preferences: self.preferences(rows.clone()),
             ref_log_probs: self.packed(self.reference, rows.clone()),
             rollout_log_probs: self.packed(self.rollout, rows.clone()),
             rollout_weights: self.packed(self.rollout_weights, rows),
@@ -394,7 +411,7 @@ impl Stage for UpdateStage {
     fn spec(&self) -> StageSpec {
         let policy = self.tag();
         let reference = LogProbTag {
-            policy: None,
+            policy: self.loss.reference.clone(),
             weights: Some(Weights::Frozen),
             ..policy.clone()
         };
@@ -424,6 +441,7 @@ impl Stage for UpdateStage {
                 .reads_optional(ROLLOUT_WEIGHTS)
                 .reads_optional(ROLLOUT_MASKS);
         }
+        spec = judged::spec(spec, &self.loss);
         if self.loss.penalises_kl {
             spec = spec.once(KL_PENALTY);
         }
@@ -441,7 +459,8 @@ impl Stage for UpdateStage {
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
-        let columns = Columns::new(&input, self.loss.tokens)?;
+        let mut columns = Columns::new(&input, self.loss.tokens)?;
+        columns.desirable = judged::desirable(&input, &self.loss)?;
         let reads_old = self.loss.reads(LossInput::OldLogProbs);
         let steps = self.epochs * input.num_rows().div_ceil(self.mini_rows);
         if reads_old && columns.old.is_none() && steps > 1 {
@@ -458,13 +477,20 @@ impl Stage for UpdateStage {
         }
         let cancel = context.cancel;
         let (seed, step) = (context.seed, context.step);
-        let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
         for pass in 0..self.epochs {
             for start in (0..input.num_rows()).step_by(self.mini_rows) {
                 if cancel.is_cancelled() {
                     return Err(StageError::Cancelled);
                 }
                 let rows = start..input.num_rows().min(start + self.mini_rows);
+                if let Some(reference) = &self.loss.reference {
+                    let models = (self.config.model.as_str(), reference.as_str());
+                    let scored = columns.score_rows(rows.clone());
+                    let temperature = self.config.temperature;
+                    let baseline = judged::baseline(context.models, models, temperature, &scored)?;
+                    columns.kl_baseline = Some(baseline);
+                }
+                let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
                 let at = StepAt {
                     seed,
                     step,

@@ -174,12 +174,22 @@ impl Addition {
     }
 
     fn texts(&self, a: u32, b: u32) -> (String, String) {
-        let fill = |text: &str| {
-            text.replace("{a}", &a.to_string())
-                .replace("{b}", &b.to_string())
-        };
-        let answer = self.answer.replace("{sum}", &(a + b).to_string());
-        (fill(&self.question), fill(&answer))
+        (self.question_of(a, b), self.answer_of(a, b, a + b))
+    }
+
+    /// The question for these operands.
+    pub(super) fn question_of(&self, a: u32, b: u32) -> String {
+        self.question
+            .replace("{a}", &a.to_string())
+            .replace("{b}", &b.to_string())
+    }
+
+    /// An answer that says that the operands add up to `sum`.
+    pub(super) fn answer_of(&self, a: u32, b: u32, sum: u32) -> String {
+        self.answer
+            .replace("{sum}", &sum.to_string())
+            .replace("{a}", &a.to_string())
+            .replace("{b}", &b.to_string())
     }
 }
 

@@ -7,9 +7,11 @@
 //! | [`parquet`] | Parquet |
 //! | [`addition`] | sums of two numbers, in three disjoint splits |
 //! | [`addition_episodes`] | right and wrong answers to them, with rewards |
+//! | [`addition_pairs`] | the same, each with a right and a wrong answer |
 
 pub mod addition;
 pub mod addition_episodes;
+pub mod addition_pairs;
 pub mod file;
 pub mod jsonl;
 pub mod parquet;
@@ -81,6 +83,7 @@ mod tests {
     use verl_pipe::stage::{BuildContext, DataConfig};
 
     use super::addition::{Addition, Split};
+    use super::addition_pairs::AdditionPairs;
     use super::{file::DataFile, jsonl::Jsonl, parquet::Parquet};
 
     #[track_caller]
@@ -113,6 +116,11 @@ mod tests {
                 ..Addition::default()
             };
             check(&addition, base);
+            let pairs = AdditionPairs {
+                split,
+                ..AdditionPairs::default()
+            };
+            check(&pairs, base);
         }
     }
 }

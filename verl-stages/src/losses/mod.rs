@@ -4,10 +4,21 @@
 //! |---|---|---|
 //! | the policy losses | Agg(policy loss) + β·Agg(KL) − c·Agg(entropy) on advantages | [`policy_losses`], with the common terms of [`policy`] |
 //! | `sft` | negative log-likelihood of targets | [`sft`] |
+//! | `dpo` | DPO and its relatives, on pairs with a reference | [`dpo`] |
+//! | `cpo`, `simpo` | contrast of a pair's log-probs, no reference | [`cpo`] |
+//! | `orpo` | imitation and odds ratio of pairs, no reference | [`orpo`] |
+//! | `kto` | answers that are good or bad, with a reference | [`kto`] |
 //!
 //! A loss of the policy is a [`PolicyLoss`], which [`PolicyObjective`] trains with; any other loss is a
 //! [`PartConfig`](verl_pipe::part::PartConfig) that becomes a [`Loss`].
 
+pub mod cpo;
+pub mod dpo;
+mod judged;
+#[cfg(test)]
+mod judged_tests;
+pub mod kto;
+pub mod orpo;
 pub mod policy;
 pub mod policy_losses;
 pub mod sft;
@@ -19,6 +30,10 @@ use verl_pipe::keys::RESPONSES;
 use verl_pipe::part::Slot;
 use verl_pipe::stage::{ConfigError, Metric};
 
+pub use cpo::{Cpo, SimPo};
+pub use dpo::Dpo;
+pub use kto::Kto;
+pub use orpo::Orpo;
 pub use policy::{PolicyLoss, PolicyObjective};
 pub use policy_losses::*;
 pub use sft::Sft;
@@ -37,6 +52,11 @@ pub struct Loss {
     pub objective: Objective,
     /// Whether it holds the policy to the reference.
     pub penalises_kl: bool,
+    /// Whether rows 2i and 2i + 1 are the chosen and the rejected answer of a pair.
+    pub of_pairs: bool,
+    /// Frozen model that scores answers to other prompts before each optimiser step, for a loss that reads
+    /// [`LossInput::KlBaseline`]; the reference log-probs must be of the same.
+    pub reference: Option<String>,
     /// Names of the maths and the metrics under which they are reported; what is not here is reported as
     /// `actor/<name>`.
     pub metrics: Vec<(&'static str, Metric)>,
@@ -53,6 +73,8 @@ impl Loss {
             tokens: RESPONSES,
             objective,
             penalises_kl: false,
+            of_pairs: false,
+            reference: None,
             metrics: Vec::new(),
         }
     }
@@ -60,6 +82,11 @@ impl Loss {
     /// Whether it reads `input`.
     pub fn reads(&self, input: LossInput) -> bool {
         self.objective.inputs().contains(&input)
+    }
+
+    /// Whether it reads which rows are to be learnt; a loss of pairs does, to see that they are pairs.
+    pub(crate) fn reads_labels(&self) -> bool {
+        self.of_pairs || self.reads(LossInput::Desirable)
     }
 
     /// Whether it trains on responses, which have advantages, masks and log-probs.

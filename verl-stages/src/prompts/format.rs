@@ -130,36 +130,12 @@ impl PromptFormat {
         tokenizer: &Tokenizer,
         template: Option<&ChatTemplate>,
     ) -> Result<EncodedPrompt, DataError> {
-        let row = Row {
-            data,
-            index,
-            values: data.row(index)?,
+        let row = Row::read(data, index)?;
+        let asked = match &self.messages {
+            Some(column) => Asked::Messages(row.messages(column)?),
+            None => Asked::Text(row.text(&self.question)?),
         };
-        let (text, tokens) = match (self.template, template) {
-            (Template::Chat, Some(template)) => {
-                let messages = self.conversation(&row)?;
-                let text = template
-                    .render(&messages, true)
-                    .map_err(|e| row.fault(e.to_string()))?;
-                let tokens = tokenizer.encode(&text, false);
-                (text, tokens)
-            }
-            (Template::Chat, None) => {
-                return Err(row.fault(
-                    "the model has no chat template; set `template = \"none\"` to use the question as it is"
-                        .to_owned(),
-                ));
-            }
-            (Template::None, _) => {
-                let text = row.text(&self.question)?;
-                let tokens = tokenizer.encode(&text, true);
-                (text, tokens)
-            }
-        };
-        let tokens = tokens.map_err(|e| row.fault(e.to_string()))?;
-        if tokens.is_empty() {
-            return Err(row.fault("the prompt has no token".to_owned()));
-        }
+        let (text, tokens) = self.write(&row, asked, tokenizer, template)?;
         let answer = if self.answer.is_empty() {
             String::new()
         } else {
@@ -209,32 +185,64 @@ impl PromptFormat {
         self.max_prompt_tokens.unwrap_or(context)
     }
 
-    fn conversation(&self, row: &Row<'_>) -> Result<Vec<Value>, DataError> {
-        let mut messages = match &self.messages {
-            None => vec![message("user", &row.text(&self.question)?)],
-            Some(column) => {
-                let value = row.value(column)?;
-                let wrong = || {
-                    row.fault(format!(
-                        "column `{column}` is not a list of objects with a text `role`"
-                    ))
-                };
-                let list = value.as_array().ok_or_else(wrong)?;
-                let role = |m: &Value| m.get("role").and_then(Value::as_str).map(str::to_owned);
-                let roles: Option<Vec<String>> = list.iter().map(role).collect();
-                match roles.ok_or_else(wrong)?.last().map(String::as_str) {
-                    None => return Err(row.fault(format!("column `{column}` is an empty list"))),
-                    Some("assistant") => {
-                        return Err(row.fault(format!(
-                            "column `{column}` ends with the assistant's message, which the model is to write"
-                        )));
-                    }
-                    Some(_) => list.clone(),
-                }
+    /// What is asked, as text and as tokens, at least one.
+    ///
+    /// # Errors
+    /// [`DataError`] with the row: the conversation ends with an answer, the template or the tokenizer refuses.
+    pub(crate) fn write(
+        &self,
+        row: &Row<'_>,
+        asked: Asked,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate>,
+    ) -> Result<(String, Vec<u32>), DataError> {
+        let (text, tokens) = match (self.template, template, asked) {
+            (Template::Chat, Some(template), asked) => {
+                let messages = self.conversation(row, asked)?;
+                let text = template
+                    .render(&messages, true)
+                    .map_err(|e| row.fault(e.to_string()))?;
+                let tokens = tokenizer.encode(&text, false);
+                (text, tokens)
+            }
+            (Template::Chat, None, _) => {
+                return Err(row.fault(
+                    "the model has no chat template; set `template = \"none\"` to use the question as it is"
+                        .to_owned(),
+                ));
+            }
+            (Template::None, _, Asked::Text(text)) => {
+                let tokens = tokenizer.encode(&text, true);
+                (text, tokens)
+            }
+            (Template::None, _, Asked::Messages(_)) => {
+                return Err(row.fault(
+                    "the prompt is a list of messages, which become text through a chat template alone; set `template = \"chat\"`"
+                        .to_owned(),
+                ));
             }
         };
+        let tokens = tokens.map_err(|e| row.fault(e.to_string()))?;
+        if tokens.is_empty() {
+            return Err(row.fault("the prompt has no token".to_owned()));
+        }
+        Ok((text, tokens))
+    }
+
+    /// The messages before the answer.
+    fn conversation(&self, row: &Row<'_>, asked: Asked) -> Result<Vec<Value>, DataError> {
+        let mut messages = match asked {
+            Asked::Text(text) => vec![message("user", &text)],
+            Asked::Messages(messages) => messages,
+        };
+        if messages.last().and_then(role) == Some("assistant") {
+            return Err(row.fault(
+                "the conversation ends with the assistant's message, which the model is to write"
+                    .to_owned(),
+            ));
+        }
         if let Some(system) = &self.system {
-            if messages.first().and_then(|m| m.get("role")) == Some(&Value::from("system")) {
+            if messages.first().and_then(role) == Some("system") {
                 return Err(row.fault(
                     "the conversation has a system message, and `system` is set too".to_owned(),
                 ));
@@ -243,6 +251,20 @@ impl PromptFormat {
         }
         Ok(messages)
     }
+}
+
+/// What a prompt is made of.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Asked {
+    /// A text: the only message of the user.
+    Text(String),
+    /// A conversation of at least one message.
+    Messages(Vec<Value>),
+}
+
+/// Who wrote a message.
+pub(crate) fn role(message: &Value) -> Option<&str> {
+    message.get("role").and_then(Value::as_str)
 }
 
 /// What supervised training imitates: the answer's tokens and the id that ends the response.
@@ -267,14 +289,27 @@ pub fn target_tokens(
     Ok(tokens)
 }
 
-struct Row<'a> {
+/// A row of a data set whose columns are read with messages that tell it.
+pub(crate) struct Row<'a> {
     data: &'a dyn DataLoaderInterface,
     index: usize,
     values: Map<String, Value>,
 }
 
+impl<'a> Row<'a> {
+    /// Reads row `index`.
+    pub(crate) fn read(data: &'a dyn DataLoaderInterface, index: usize) -> Result<Self, DataError> {
+        Ok(Row {
+            data,
+            index,
+            values: data.row(index)?,
+        })
+    }
+}
+
 impl Row<'_> {
-    fn fault(&self, reason: String) -> DataError {
+    /// The error that something is wrong with this row.
+    pub(crate) fn fault(&self, reason: String) -> DataError {
         DataError::Row {
             path: self.data.origin(),
             row: self.index + 1,
@@ -282,7 +317,8 @@ impl Row<'_> {
         }
     }
 
-    fn value(&self, column: &str) -> Result<&Value, DataError> {
+    /// The value of a column.
+    pub(crate) fn value(&self, column: &str) -> Result<&Value, DataError> {
         self.values
             .get(column)
             .ok_or_else(|| DataError::MissingColumn {
@@ -298,7 +334,25 @@ impl Row<'_> {
             })
     }
 
-    fn text(&self, column: &str) -> Result<String, DataError> {
+    /// The conversation in a column: a list of at least one object with a text `role`.
+    pub(crate) fn messages(&self, column: &str) -> Result<Vec<Value>, DataError> {
+        let value = self.value(column)?;
+        let list = value
+            .as_array()
+            .filter(|list| list.iter().all(|message| role(message).is_some()));
+        let list = list.ok_or_else(|| {
+            self.fault(format!(
+                "column `{column}` is not a list of objects with a text `role`"
+            ))
+        })?;
+        if list.is_empty() {
+            return Err(self.fault(format!("column `{column}` is an empty list")));
+        }
+        Ok(list.clone())
+    }
+
+    /// A text or number as text.
+    pub(crate) fn text(&self, column: &str) -> Result<String, DataError> {
         match self.value(column)? {
             Value::String(text) => Ok(text.clone()),
             Value::Number(number) => Ok(number.to_string()),

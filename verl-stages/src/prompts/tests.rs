@@ -1,17 +1,22 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
+use std::sync::Arc;
 
 use burn::tensor::Tensor;
 use serde_json::json;
+use verl_models::chat_template::ChatTemplate;
 use verl_models::model::{
     Extras, ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport,
 };
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use verl_pipe::data::DataError;
+use verl_models::tokenizer::Tokenizer;
+use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::stage::{CancelToken, Models, StageSink};
 
+use super::source::stop_id;
 use super::*;
 use crate::data::addition::Addition;
+use crate::model::PolicyResource;
 
 /// Rows held in memory.
 struct Rows(Vec<Value>);

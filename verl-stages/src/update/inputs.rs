@@ -34,14 +34,17 @@ pub(super) fn unfillable(loss: &Loss, kind: &str) -> Vec<ConfigError> {
             | LossInput::Entropies
             | LossInput::CurrentLogProbs
             | LossInput::CurrentEntropies
-            | LossInput::Draws => return None,
+            | LossInput::Draws
+            | LossInput::Desirable => return None,
+            // What a loss says its reference is scores mismatched answers.
+            LossInput::KlBaseline if loss.reference.is_some() => return None,
             LossInput::Values | LossInput::OldValues | LossInput::Returns => (
                 "numbers of a scalar head, which a policy does not have",
                 "train the critic in a stage that holds a value model; the loss of `update` is one of a policy",
             ),
-            LossInput::Desirable | LossInput::KlBaseline => (
-                "preferences, which no row of responses has",
-                "train on preferences in a stage that reads chosen and rejected answers",
+            LossInput::KlBaseline => (
+                "the KL of mismatched answers, which needs a reference",
+                "name the frozen model in the loss's `reference`",
             ),
         };
         Some(ConfigError::new(

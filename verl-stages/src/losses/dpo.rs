@@ -1,0 +1,166 @@
+//! Direct preference optimisation and its relatives: pairs against a reference.
+
+use std::collections::BTreeMap;
+
+use verl_algos::losses::{Dpo as Maths, FDivergence, PreferenceLoss, RowLoss};
+use verl_algos::{AlgoError, losses::Objective};
+use verl_pipe::part::PartConfig;
+use verl_pipe::stage::{BuildContext, ConfigError};
+
+use super::Loss;
+use super::judged::{of_pairs, pair_fault};
+use crate::settings::{refusal, settings};
+
+settings! {
+    /// DPO and its relatives on pairs, with log-probs of a reference.
+    Dpo {
+        /// What a pair costs: `sigmoid` (DPO), `aot`, `aot_unpaired`, `apo_down`, `apo_zero`, `bco_pair` (its running
+        /// mean of rewards is taken as 0), `cdpo`, `discopop`, `exo_pair`, `hinge` (SLiC), `ipo` (means over tokens),
+        /// `ipo_sum` (sums), `nca_pair`, `robust`, `sft`, `sigmoid_norm` (means over tokens), `sppo_hard`.
+        variant: String = "sigmoid".to_owned(),
+        /// Weights of several variants by name, which are added up instead of `variant`. MPO is
+        /// `{ sigmoid = 0.8, bco_pair = 0.2, sft = 1.0 }`.
+        mixture: BTreeMap<String, f64> = BTreeMap::new(),
+        /// β: how dear a departure from the reference is.
+        beta: f64 = 0.1,
+        /// ε: share of pairs whose label is taken to be wrong, for `aot`, `aot_unpaired`, `cdpo`, `exo_pair` and
+        /// `robust`; absent: each one's default.
+        label_smoothing: Option<f64> = None,
+        /// τ of `discopop`; absent: 0.05.
+        discopop_tau: Option<f64> = None,
+        /// f-divergence that holds the policy to the reference: `reverse_kl`, `forward_kl`, `js_divergence`,
+        /// `alpha_divergence`.
+        divergence: String = "reverse_kl".to_owned(),
+        /// α of `alpha_divergence`.
+        divergence_alpha: Option<f64> = None,
+        /// LD-DPO: weight in [0, 1] of tokens beyond the length of the pair's shorter answer; absent: 1.
+        ld_alpha: Option<f64> = None,
+    }
+}
+
+impl Dpo {
+    /// Names of the variants with their weights.
+    fn weights(&self) -> Vec<(f64, &str)> {
+        if self.mixture.is_empty() {
+            return vec![(1.0, &self.variant)];
+        }
+        let each = self.mixture.iter();
+        each.map(|(name, weight)| (*weight, name.as_str()))
+            .collect()
+    }
+
+    /// The variants with ε and τ as they are set, and whether any has the one or the other.
+    fn variants(&self) -> Result<Vec<(f64, PreferenceLoss)>, Vec<ConfigError>> {
+        let mut faults = Vec::new();
+        let setting = if self.mixture.is_empty() {
+            "variant"
+        } else {
+            "mixture"
+        };
+        if !self.mixture.is_empty() && self.variant != Dpo::default().variant {
+            faults.push(ConfigError::new(
+                "variant",
+                format!(
+                    "is `{}`, but `mixture` is set, which is instead of it",
+                    self.variant
+                ),
+                "remove one of the two, or give the variant a weight in `mixture`",
+            ));
+        }
+        let (mut smoothed, mut has_tau) = (false, false);
+        let mut conflict = None;
+        let mut variants = Vec::new();
+        for (weight, name) in self.weights() {
+            if !(weight > 0.0 && weight.is_finite()) {
+                let reason = format!("gives `{name}` the weight {weight}");
+                faults.push(ConfigError::new(
+                    setting,
+                    reason,
+                    "set it to a number above 0",
+                ));
+            }
+            let mut variant = match PreferenceLoss::parse(name) {
+                Ok(variant) => variant,
+                Err(error) => {
+                    faults.push(refusal(setting, &error));
+                    continue;
+                }
+            };
+            if let (PreferenceLoss::DiscoPop { tau }, Some(set)) = (&mut variant, self.discopop_tau)
+            {
+                (*tau, has_tau) = (set, true);
+            }
+            if let Some(epsilon) = self.label_smoothing {
+                match variant.with_label_smoothing(epsilon) {
+                    Ok(with) => (variant, smoothed) = (with, true),
+                    Err(error @ AlgoError::Conflict { .. }) => conflict = Some(error),
+                    Err(error) => {
+                        smoothed = true;
+                        faults.push(refusal("label_smoothing", &error));
+                    }
+                }
+            }
+            variants.push((weight, variant));
+        }
+        faults.extend(
+            conflict
+                .filter(|_| !smoothed)
+                .map(|error| refusal("label_smoothing", &error)),
+        );
+        if self.discopop_tau.is_some() && !has_tau && !variants.is_empty() {
+            faults.push(ConfigError::new(
+                "discopop_tau",
+                "is set, but `discopop` is not among what is trained with",
+                "remove it, or set `variant = \"discopop\"`",
+            ));
+        }
+        if faults.is_empty() {
+            Ok(variants)
+        } else {
+            Err(faults)
+        }
+    }
+}
+
+impl PartConfig for Dpo {
+    type Slot = Loss;
+    const KIND: &'static str = "dpo";
+    const SUMMARY: &'static str = "DPO and its relatives on pairs, with log-probs of a reference";
+
+    fn build(&self, context: &BuildContext) -> Result<Loss, Vec<ConfigError>> {
+        let mut faults = Vec::from_iter(pair_fault(Self::KIND, context));
+        let variants = self.variants().map_err(|own| faults.extend(own));
+        let divergence = FDivergence::parse(&self.divergence, self.divergence_alpha);
+        let divergence = divergence.map_err(|error| {
+            let mut fault = refusal("divergence", &error);
+            if fault.setting == "alpha" {
+                fault.setting = "divergence_alpha".to_owned();
+            }
+            faults.push(fault);
+        });
+        let (Ok(variants), Ok(divergence)) = (variants, divergence) else {
+            return Err(faults);
+        };
+        let maths = |loss| Maths {
+            beta: self.beta,
+            divergence,
+            ld_alpha: self.ld_alpha,
+            ..Maths::new(loss)
+        };
+        for (_, loss) in &variants {
+            let refused = maths(*loss).check().err();
+            let refused = refused.map(|error| refusal("variant", &error));
+            // What is wrong with β is wrong with it in every term.
+            faults.extend(refused.filter(|fault| !faults.contains(fault)));
+        }
+        if !faults.is_empty() {
+            return Err(faults);
+        }
+        let objective: Objective = maths(PreferenceLoss::Sigmoid).mixture(&variants);
+        let own = match variants[..] {
+            [(_, loss)] => Some(maths(loss).name()),
+            _ => None,
+        };
+        Ok(of_pairs(objective, own))
+    }
+}

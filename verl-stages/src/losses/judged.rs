@@ -1,0 +1,63 @@
+//! What losses of judged answers have in common: what is reported, and what rows they need.
+
+use verl_algos::losses::Objective;
+use verl_pipe::stage::{BuildContext, ConfigError, Metric};
+
+use super::Loss;
+use crate::settings::metrics;
+
+metrics! {
+    PREFERENCE_LOSS: "preference/loss", "", "loss of a pair or of a judged answer, before terms that are added to it";
+    CHOSEN_NLL: "preference/chosen_nll", "nats", "negative log-likelihood of the chosen answers, a mean over tokens, before its coefficient";
+    REWARDS_CHOSEN: "preference/rewards_chosen", "nats", "mean implicit reward of chosen or desirable answers: β times how much likelier they have become, or without a reference β times their log-prob";
+    REWARDS_REJECTED: "preference/rewards_rejected", "nats", "the same of rejected or undesirable answers";
+    REWARD_MARGINS: "preference/reward_margins", "nats", "mean of the chosen less the rejected answer's implicit reward over pairs";
+    REWARD_ACCURACIES: "preference/reward_accuracies", "share", "share of pairs whose chosen answer has the larger implicit reward; a tie does not count";
+    LOG_PROBS_CHOSEN: "preference/log_probs_chosen", "nats", "mean log-prob of chosen or desirable answers, as the loss takes it: a sum over tokens, or their mean";
+    LOG_PROBS_REJECTED: "preference/log_probs_rejected", "nats", "the same of rejected or undesirable answers";
+    KL: "preference/kl", "nats", "z₀ of KTO: the policy's estimated distance from the reference, on answers to other prompts";
+    LOG_ODDS: "preference/log_odds", "nats", "mean log of the odds of the chosen over those of the rejected answer";
+}
+
+/// Names of the maths and the metrics under which they are reported, for every loss of judged answers.
+const REPORTED: [(&str, Metric); 9] = [
+    ("chosen_nll", CHOSEN_NLL),
+    ("rewards_chosen", REWARDS_CHOSEN),
+    ("rewards_rejected", REWARDS_REJECTED),
+    ("reward_margins", REWARD_MARGINS),
+    ("reward_accuracies", REWARD_ACCURACIES),
+    ("log_probs_chosen", LOG_PROBS_CHOSEN),
+    ("log_probs_rejected", LOG_PROBS_REJECTED),
+    ("kto_kl", KL),
+    ("log_odds", LOG_ODDS),
+];
+
+/// A loss of judged answers whose own term has the name `own`; the terms of a mixture are reported by their names.
+pub(super) fn judged(objective: Objective, own: Option<&'static str>) -> Loss {
+    let own = own.map(|name| (name, PREFERENCE_LOSS));
+    Loss {
+        metrics: own.into_iter().chain(REPORTED).collect(),
+        ..Loss::new(objective)
+    }
+}
+
+/// The same of pairs: rows 2i and 2i + 1 are the chosen and the rejected answer.
+pub(super) fn of_pairs(objective: Objective, own: Option<&'static str>) -> Loss {
+    Loss {
+        of_pairs: true,
+        ..judged(objective, own)
+    }
+}
+
+/// What is wrong with the batch for the pair loss `kind`: other than two rows a prompt make odd mini-batches, or pairs
+/// that are none.
+pub(super) fn pair_fault(kind: &str, context: &BuildContext) -> Option<ConfigError> {
+    let samples = context.batch.samples;
+    (samples != 2).then(|| {
+        ConfigError::new(
+            "kind",
+            format!("is `{kind}`, a loss of pairs, but batch.samples is {samples}: the rows of a mini-batch would not be pairs"),
+            "set `samples = 2` in [batch], and add a stage `pairs` behind `preferences`",
+        )
+    })
+}

@@ -1,0 +1,80 @@
+//! Kahneman–Tversky optimisation: single answers that are good or bad.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_algos::Aggregation;
+use verl_algos::losses::{Kto as Maths, KtoBaseline, Objective, RowLoss};
+use verl_pipe::part::PartConfig;
+use verl_pipe::stage::{BuildContext, ConfigError};
+
+use super::Loss;
+use super::judged::judged;
+use crate::settings::{refusal, settings};
+
+/// What the rewards of [`Kto`] are compared with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Baseline {
+    /// z₀: how far the policy is from the reference, estimated on prompts of the mini-batch with answers to others of
+    /// its prompts, which both models score before each optimiser step.
+    #[default]
+    Kl,
+    /// 0, which makes it APO-zero on single answers.
+    Zero,
+}
+
+settings! {
+    /// KTO on answers that are good or bad, with log-probs of a reference.
+    ///
+    /// The answers may be those of pairs, or come one by one (`labels` of stage `preferences`).
+    Kto {
+        /// β: how dear a departure from the reference is.
+        beta: f64 = 0.1,
+        /// Weight of answers to learn.
+        desirable_weight: f64 = 1.0,
+        /// Weight of answers to unlearn.
+        undesirable_weight: f64 = 1.0,
+        /// What rewards are compared with.
+        baseline: Baseline = Baseline::Kl,
+        /// Frozen model that scores answers to other prompts for z₀: the one whose log-probs are the reference.
+        reference: String = "ref".to_owned(),
+    }
+}
+
+impl PartConfig for Kto {
+    type Slot = Loss;
+    const KIND: &'static str = "kto";
+    const SUMMARY: &'static str =
+        "KTO on answers that are good or bad, with log-probs of a reference";
+
+    fn build(&self, context: &BuildContext) -> Result<Loss, Vec<ConfigError>> {
+        let maths = Maths {
+            baseline: match self.baseline {
+                Baseline::Kl => KtoBaseline::Kl,
+                Baseline::Zero => KtoBaseline::Zero,
+            },
+            beta: self.beta,
+            desirable_weight: self.desirable_weight,
+            undesirable_weight: self.undesirable_weight,
+        };
+        let mut faults = Vec::from_iter(maths.check().err().map(|e| refusal("beta", &e)));
+        let batch = &context.batch;
+        let compares = self.baseline == Baseline::Kl;
+        // 0 rows: the arithmetic is not known.
+        if compares && batch.mini_rows > 0 && batch.mini_rows <= batch.samples {
+            faults.push(ConfigError::new(
+                "kind",
+                "is `kto`, but a mini-batch holds one prompt: z₀ is estimated on answers to other prompts, and there are none",
+                "set `mini_batch` in [batch] to 2 or more, better to 16; or set `baseline = \"zero\"`",
+            ));
+        }
+        if !faults.is_empty() {
+            return Err(faults);
+        }
+        let objective = Objective::new(Aggregation::default()).with_rows(1.0, maths);
+        Ok(Loss {
+            reference: compares.then(|| self.reference.clone()),
+            ..judged(objective, Some(maths.name()))
+        })
+    }
+}

@@ -1,0 +1,301 @@
+//! Stage `preferences`: the source of a pipeline that learns from judged answers; rows of a data set as a prompt with a
+//! chosen and a rejected answer, or as a prompt with one answer that is good or bad.
+//!
+//! | form | columns | writes | next |
+//! |---|---|---|---|
+//! | pairs | `prompt`, `chosen`, `rejected` | both answers, one row a pair | [`pairs`](crate::pairs), `batch.samples = 2` |
+//! | single answers, where `labels` is set | `prompt`, `response`, `labels` | `responses`, `desirable` | any stage on responses, `batch.samples = 1` |
+//!
+//! A source makes one row a prompt, and the batch arithmetic counts `batch.samples` rows of each from there on. So this
+//! stage reads and checks the data, and [`pairs`](crate::pairs) makes two samples of each row, as `generate` makes
+//! several: from there on a pair is two responses to one prompt, which every stage on responses understands.
+//!
+//! Prompts are written as [`prompts`](crate::prompts) does, and drawn in the same order. An answer is a text, or a
+//! conversation whose last message is the assistant's; what stands before it must then be the prompt. It ends with the
+//! id that ends an answer of the chat template.
+
+mod judged;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+use verl_pipe::keys::{
+    CHOSEN_RESPONSES, DATA_ROWS, DESIRABLE, MASK_KINDS, PROMPT_TEXTS, PROMPTS, REJECTED_RESPONSES,
+    RESPONSES, mask,
+};
+use verl_pipe::stage::{
+    Access, BuildContext, Cardinality, ConfigError, RowRule, Stage, StageConfig, StageContext,
+    StageError, StageSpec, StartContext,
+};
+
+use crate::generate::{RESPONSE_LENGTH, TOKENS};
+use crate::prompts::{OnLong, PROMPT_LENGTH, PromptFormat, Source, Template, declared_faults};
+use crate::settings::metrics;
+use judged::Judged;
+
+metrics! {
+    CHOSEN_LENGTH: "preference/chosen_length", "tokens", "mean number of tokens of a chosen answer, end-of-sequence included";
+    REJECTED_LENGTH: "preference/rejected_length", "tokens", "mean number of tokens of a rejected answer, end-of-sequence included";
+    DESIRABLE_SHARE: "preference/desirable_share", "share", "share of single answers that are to be learnt";
+}
+
+/// What becomes of a pair whose two answers are the same tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnEqual {
+    /// The run ends and tells the row.
+    #[default]
+    Error,
+    /// A warning tells the row, and the pair is kept; it teaches nothing.
+    Warn,
+}
+
+/// Settings of stage `preferences`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Preferences {
+    /// Data set to draw from.
+    pub data: String,
+    /// Model whose tokenizer and chat template are used.
+    pub model: String,
+    /// Column with the prompt: a text, which is the only message of the user, or a conversation (a list of objects with
+    /// `role` and `content`). Empty: the answers are whole conversations that hold it.
+    pub prompt: String,
+    /// Column with the answer that is preferred.
+    pub chosen: String,
+    /// Column with the other answer.
+    pub rejected: String,
+    /// Column that says whether an answer is good: true or false, 1 or 0. Named, it makes rows of single answers.
+    pub labels: Option<String>,
+    /// Column with the answer, where `labels` is named.
+    pub response: String,
+    /// System message before the conversation.
+    pub system: Option<String>,
+    /// How messages become text.
+    pub template: Template,
+    /// Further variables of the chat template, such as `enable_thinking`.
+    pub template_variables: Map<String, Value>,
+    /// Longest prompt (tokens); the model's context when absent.
+    pub max_prompt_tokens: Option<usize>,
+    /// Longest answer, end-of-sequence included (tokens); what the prompt leaves of the model's context when absent.
+    pub max_response_tokens: Option<usize>,
+    /// What becomes of a longer prompt or answer; `truncate` cuts a prompt at its beginning, an answer at its end.
+    pub on_long: OnLong,
+    /// What becomes of a pair whose answers are the same.
+    pub on_equal: OnEqual,
+    /// Whether rows come in a new order in each epoch; otherwise as the data set has them.
+    pub shuffle: bool,
+}
+
+impl Default for Preferences {
+    fn default() -> Self {
+        let format = PromptFormat::default();
+        Preferences {
+            data: "train".to_owned(),
+            model: "actor".to_owned(),
+            prompt: "prompt".to_owned(),
+            chosen: "chosen".to_owned(),
+            rejected: "rejected".to_owned(),
+            labels: None,
+            response: "completion".to_owned(),
+            system: format.system,
+            template: format.template,
+            template_variables: format.template_variables,
+            max_prompt_tokens: format.max_prompt_tokens,
+            max_response_tokens: None,
+            on_long: format.on_long,
+            on_equal: OnEqual::Error,
+            shuffle: true,
+        }
+    }
+}
+
+impl Preferences {
+    /// How prompts are written; which columns hold them is said by this stage.
+    fn format(&self) -> PromptFormat {
+        PromptFormat {
+            answer: String::new(),
+            system: self.system.clone(),
+            template: self.template,
+            template_variables: self.template_variables.clone(),
+            max_prompt_tokens: self.max_prompt_tokens,
+            on_long: self.on_long,
+            ..PromptFormat::default()
+        }
+    }
+
+    /// Columns of the answers, with what each answer is called.
+    fn answers(&self) -> Vec<(&'static str, &str)> {
+        match self.labels {
+            Some(_) => vec![("response", &self.response)],
+            None => vec![("chosen", &self.chosen), ("rejected", &self.rejected)],
+        }
+    }
+
+    fn faults(&self, context: &BuildContext) -> Vec<ConfigError> {
+        let mut faults = self.format().faults();
+        faults.extend(declared_faults(&self.data, &self.model, context));
+        let labels = self.labels.iter().map(|column| ("labels", column.as_str()));
+        for (setting, column) in self.answers().into_iter().chain(labels) {
+            if column.is_empty() {
+                let help = "name the column of the data set";
+                faults.push(ConfigError::new(setting, "names no column", help));
+            }
+        }
+        if self.labels.is_none() && self.chosen == self.rejected {
+            faults.push(ConfigError::new(
+                "rejected",
+                format!("is `{}`, as `chosen` is", self.rejected),
+                "name the column of the answer that is not preferred",
+            ));
+        }
+        if self.max_response_tokens == Some(0) {
+            faults.push(ConfigError::new(
+                "max_response_tokens",
+                "is 0, but an answer has at least one token",
+                "set it to the longest answer, or leave it out",
+            ));
+        }
+        faults
+    }
+}
+
+impl StageConfig for Preferences {
+    const KIND: &'static str = "preferences";
+    const SUMMARY: &'static str =
+        "rows of a data set as prompts with a chosen and a rejected answer, or with a labelled one";
+
+    fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        let faults = self.faults(context);
+        if !faults.is_empty() {
+            return Err(faults);
+        }
+        Ok(Box::new(PreferenceStage {
+            config: self.clone(),
+            format: self.format(),
+            prompts: context.batch.prompts.max(1),
+            source: None,
+        }))
+    }
+}
+
+/// The running stage.
+struct PreferenceStage {
+    config: Preferences,
+    format: PromptFormat,
+    prompts: usize,
+    source: Option<Source>,
+}
+
+impl PreferenceStage {
+    fn write_answers(
+        &self,
+        batch: &mut Batch,
+        rows: &[Judged],
+        context: &mut StageContext<'_>,
+    ) -> Result<(), StageError> {
+        let column =
+            |answer: usize| RaggedColumn::from_rows(rows.iter().map(|row| &row.answers[answer]));
+        if self.config.labels.is_none() {
+            batch.put(&CHOSEN_RESPONSES, column(0))?;
+            batch.put(&REJECTED_RESPONSES, column(1))?;
+        } else {
+            batch.put(&RESPONSES, column(0))?;
+            let kinds = rows
+                .iter()
+                .map(|row| vec![mask::ACTION; row.answers[0].len()]);
+            batch.put(&MASK_KINDS, RaggedColumn::from_rows(kinds))?;
+            let labels = rows.iter().map(|row| u8::from(row.is_desirable));
+            batch.put(&DESIRABLE, labels.collect::<Vec<u8>>())?;
+        }
+        for row in rows {
+            context.record(&PROMPT_LENGTH, row.prompt.len() as f64);
+            let lengths: Vec<usize> = row.answers.iter().map(Vec::len).collect();
+            let tokens = lengths.iter().map(|length| row.prompt.len() + length);
+            context.record(&TOKENS, tokens.sum::<usize>() as f64);
+            match lengths[..] {
+                [chosen, rejected] => {
+                    context.record(&CHOSEN_LENGTH, chosen as f64);
+                    context.record(&REJECTED_LENGTH, rejected as f64);
+                }
+                _ => {
+                    context.record(&RESPONSE_LENGTH, lengths[0] as f64);
+                    context.record(&DESIRABLE_SHARE, f64::from(u8::from(row.is_desirable)));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Stage for PreferenceStage {
+    fn spec(&self) -> StageSpec {
+        let spec = StageSpec::new()
+            .writes(PROMPTS.field().shaped("[P, S~]"))
+            .writes(PROMPT_TEXTS.field().shaped("[P]"))
+            .writes(DATA_ROWS.field().shaped("[P]"));
+        let spec = if self.config.labels.is_none() {
+            spec.writes(CHOSEN_RESPONSES)
+                .writes(REJECTED_RESPONSES)
+                .metrics(&[CHOSEN_LENGTH, REJECTED_LENGTH])
+        } else {
+            spec.writes(RESPONSES.field().shaped("[P, T~]"))
+                .writes(MASK_KINDS.field().shaped("[P, T~]"))
+                .writes(DESIRABLE.field().shaped("[P]"))
+                .metrics(&[RESPONSE_LENGTH, DESIRABLE_SHARE])
+        };
+        spec.rows(RowRule::Source)
+            .draws_waves()
+            .cardinality(Cardinality::Batch)
+            .uses(&self.config.model, Access::Read)
+            .metrics(&[PROMPT_LENGTH, TOKENS])
+    }
+
+    fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {
+        let config = &self.config;
+        let mut source = Source::open(context, &config.data, &config.model, &self.format, true)?;
+        if config.on_long == OnLong::Drop {
+            let what = format!("every row of `{}` is too long", source.data.origin());
+            source.drop_rows(&what, |source, row| {
+                let judged = Judged::encode(config, &self.format, source, row)?;
+                Ok(judged.fits(config, &self.format, source.context))
+            })?;
+        }
+        self.source = Some(source);
+        Ok(())
+    }
+
+    fn run(&mut self, _input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        let Some(source) = &mut self.source else {
+            return Err(StageError::failed(
+                "the stage was run before it was started",
+            ));
+        };
+        let first = context.step.saturating_sub(1) * self.prompts as u64;
+        let mut ids = Vec::with_capacity(self.prompts);
+        let mut rows = Vec::with_capacity(self.prompts);
+        for draw in first..first + self.prompts as u64 {
+            let (epoch, row) = source.draw(draw, context.wave, context.seed, self.config.shuffle);
+            ids.push(RowId::prompt(epoch, row as u64)?.in_wave(context.wave)?);
+            let judged = Judged::encode(&self.config, &self.format, source, row)?;
+            rows.push(judged.fit(&self.config, &self.format, source, row)?);
+        }
+        let mut batch = Batch::with_rows(&ids);
+        batch.put(
+            &PROMPTS,
+            RaggedColumn::from_rows(rows.iter().map(|row| &row.prompt)),
+        )?;
+        let texts = rows.iter().map(|row| row.text.clone());
+        batch.put(&PROMPT_TEXTS, texts.collect::<Vec<String>>())?;
+        batch.put(
+            &DATA_ROWS,
+            ids.iter().map(|id| id.row()).collect::<Vec<u64>>(),
+        )?;
+        self.write_answers(&mut batch, &rows, context)?;
+        context.emit(batch)
+    }
+}
+
+#[cfg(test)]
+mod tests;

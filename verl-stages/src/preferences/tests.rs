@@ -1,0 +1,323 @@
+use std::sync::Arc;
+
+use serde_json::json;
+use verl_models::chat_template::ChatTemplate;
+use verl_models::tokenizer::Tokenizer;
+use verl_pipe::data::{DataError, DataLoaderInterface};
+use verl_pipe::field::{Key, Ragged};
+
+use super::*;
+use crate::sink::{self, Kept};
+
+/// Rows held in memory.
+struct Rows(Vec<Value>);
+
+impl DataLoaderInterface for Rows {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+    fn row(&self, index: usize) -> Result<Map<String, Value>, DataError> {
+        Ok(self.0[index].as_object().unwrap().clone())
+    }
+    fn origin(&self) -> String {
+        "rows".to_owned()
+    }
+    fn fingerprint(&self) -> String {
+        String::new()
+    }
+}
+
+const CONTEXT: usize = 20;
+
+fn source(rows: Value) -> Source {
+    let folder =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/addition-init");
+    let rows = rows.as_array().unwrap().clone();
+    Source {
+        rows: (0..rows.len()).collect(),
+        data: Arc::new(Rows(rows)),
+        tokenizer: Arc::new(Tokenizer::load(&folder).unwrap()),
+        template: Some(ChatTemplate::load(&folder).unwrap()),
+        context: CONTEXT,
+        stop: Some(2),
+        order: None,
+    }
+}
+
+fn stage(config: Preferences, prompts: usize, rows: Value) -> PreferenceStage {
+    PreferenceStage {
+        format: config.format(),
+        prompts,
+        source: Some(source(rows)),
+        config,
+    }
+}
+
+fn judge(config: &Preferences, row: Value) -> Result<Judged, DataError> {
+    let (source, format) = (source(json!([{}, row])), config.format());
+    let judged = Judged::encode(config, &format, &source, 1)?;
+    let fits = judged.fits(config, &format, CONTEXT);
+    match judged.clone().fit(config, &format, &source, 1) {
+        Ok(fitted) => assert_eq!(fits, fitted == judged),
+        Err(error) => assert!(!fits || error.to_string().contains("the same tokens")),
+    }
+    judged.fit(config, &format, &source, 1)
+}
+
+#[track_caller]
+fn check_refused(config: &Preferences, row: Value, words: &str) {
+    let told = judge(config, row).expect_err("refused").to_string();
+    assert!(told.starts_with("`rows`, row 2: "), "{told}");
+    assert!(told.contains(words), "`{words}` is not in: {told}");
+}
+
+fn pair(chosen: &str, rejected: &str) -> Value {
+    json!({"prompt": "12+34", "chosen": chosen, "rejected": rejected})
+}
+
+fn run(stage: &mut PreferenceStage, step: u64) -> (Batch, Kept) {
+    let kept = sink::run(stage, step, Batch::with_rows(&[]));
+    let [batch] = &kept.batches[..] else {
+        panic!("{} batches", kept.batches.len());
+    };
+    for field in stage.spec().writes {
+        batch.check_field(&field).unwrap();
+    }
+    (batch.clone(), kept)
+}
+
+#[test]
+fn a_step_holds_prompts_and_both_answers() {
+    let rows = json!([pair("#### 46", "#### 5"), {"prompt": 7, "chosen": 7, "rejected": "11"}]);
+    let config = Preferences {
+        shuffle: false,
+        ..Preferences::default()
+    };
+    let mut stage = stage(config, 3, rows);
+    let (batch, kept) = run(&mut stage, 1);
+    let tokenizer = stage.source.as_ref().unwrap().tokenizer.clone();
+    let texts = |key: &Key<Ragged<u32>>| -> Vec<String> {
+        let column = batch.get(key).unwrap();
+        let rows = column.rows();
+        rows.map(|ids| tokenizer.decode_with_special(ids)).collect()
+    };
+    let first = "<bos><|user|>12+34<|assistant|>";
+    let second = "<bos><|user|>7<|assistant|>";
+    assert_eq!(texts(&PROMPTS), [first, second, first]);
+    assert_eq!(
+        texts(&CHOSEN_RESPONSES),
+        ["#### 46<eos>", "7<eos>", "#### 46<eos>"]
+    );
+    assert_eq!(
+        texts(&REJECTED_RESPONSES),
+        ["#### 5<eos>", "11<eos>", "#### 5<eos>"]
+    );
+    let prompts = batch.get(&PROMPT_TEXTS).unwrap();
+    assert_eq!(prompts.rows().collect::<Vec<_>>(), [first, second, first]);
+    assert_eq!(batch.get(&DATA_ROWS).unwrap().values(), [0, 1, 0]);
+    let ids: Vec<String> = batch.ids().iter().map(RowId::to_string).collect();
+    assert_eq!(ids, ["0.0#0", "0.1#0", "1.0#0"]);
+    assert_eq!(kept.mean(&CHOSEN_LENGTH), Some((5 + 2 + 5) as f64 / 3.0));
+    assert_eq!(kept.mean(&REJECTED_LENGTH), Some((4 + 3 + 4) as f64 / 3.0));
+    assert_eq!(kept.mean(&PROMPT_LENGTH), Some((8 + 4 + 8) as f64 / 3.0));
+    assert_eq!(kept.sum(&TOKENS), (2 * 20 + 12 + 11) as f64);
+}
+
+#[test]
+fn steps_are_drawn_as_prompts_are() {
+    let rows: Vec<Value> = (0..10)
+        .map(|n| json!({"prompt": n, "chosen": 1, "rejected": 2}))
+        .collect();
+    let drawn = |step| {
+        let mut stage = stage(Preferences::default(), 4, Value::from(rows.clone()));
+        let (batch, _) = run(&mut stage, step);
+        let ids = batch.ids();
+        ids.iter()
+            .map(|id| (id.epoch(), id.row()))
+            .collect::<Vec<_>>()
+    };
+    let order = verl_models::random::shuffle(5, 0, 10);
+    let expected: Vec<(u64, u64)> = order.iter().map(|row| (0, *row as u64)).collect();
+    assert_eq!([drawn(1), drawn(2)].concat(), expected[..8]);
+    assert_eq!(drawn(3)[..2], expected[8..]);
+    assert!(drawn(3)[2..].iter().all(|(epoch, _)| *epoch == 1));
+}
+
+#[test]
+fn single_answers_come_with_their_labels() {
+    let rows = json!([
+        {"prompt": "1+1", "completion": "2", "label": true},
+        {"prompt": "1+1", "completion": "3", "label": 0},
+    ]);
+    let config = Preferences {
+        labels: Some("label".to_owned()),
+        shuffle: false,
+        ..Preferences::default()
+    };
+    let (batch, kept) = run(&mut stage(config.clone(), 2, rows), 1);
+    assert_eq!(batch.get(&DESIRABLE).unwrap().values(), [1, 0]);
+    assert_eq!(batch.get(&RESPONSES).unwrap().row_len(1), 2);
+    assert_eq!(batch.get(&MASK_KINDS).unwrap().values(), [mask::ACTION; 4]);
+    assert_eq!(kept.mean(&DESIRABLE_SHARE), Some(0.5));
+    let labelled = |label: Value| json!({"prompt": "1", "completion": "2", "label": label});
+    check_refused(
+        &config,
+        labelled(json!("yes")),
+        "holds \"yes\", but a label is true or false",
+    );
+    check_refused(&config, labelled(json!(0.5)), "holds 0.5");
+    let without = json!({"prompt": "1", "completion": "2"});
+    let told = judge(&config, without).unwrap_err().to_string();
+    assert!(told.contains("there is no column `label`"), "{told}");
+}
+
+#[test]
+fn conversations_share_their_prompt() {
+    let config = Preferences::default();
+    let user = |text: &str| json!({"role": "user", "content": text});
+    let answer = |text: &str| json!({"role": "assistant", "content": text});
+    let row = |prompt: Value, chosen: Value, rejected: Value| json!({"prompt": prompt, "chosen": chosen, "rejected": rejected});
+    let plain = judge(&config, row(json!("1+1"), json!("2"), json!("3"))).unwrap();
+    for same in [
+        row(json!([user("1+1")]), json!([answer("2")]), json!("3")),
+        row(
+            json!("1+1"),
+            json!([user("1+1"), answer("2")]),
+            json!([answer("3")]),
+        ),
+    ] {
+        assert_eq!(judge(&config, same).unwrap(), plain);
+    }
+    let whole = Preferences {
+        prompt: String::new(),
+        ..config.clone()
+    };
+    let both = |asked: &str, other: &str| json!({"chosen": [user(asked), answer("2")], "rejected": [user(other), answer("3")]});
+    assert_eq!(judge(&whole, both("1+1", "1+1")).unwrap(), plain);
+    check_refused(
+        &whole,
+        both("1+1", "1+2"),
+        "of different prompts; a pair has one",
+    );
+    check_refused(
+        &whole,
+        json!({"chosen": "2", "rejected": "3"}),
+        "has no conversation before it",
+    );
+    let other = row(json!("1+1"), json!("2"), json!([user("1+2"), answer("3")]));
+    check_refused(
+        &config,
+        other,
+        "the rejected answer is of another prompt than the one in column `prompt`",
+    );
+    let unanswered = row(json!("1"), json!([user("1")]), json!("3"));
+    check_refused(
+        &config,
+        unanswered,
+        "`chosen` does not end with the assistant's message",
+    );
+    let asked = row(json!([user("1"), answer("2")]), json!("2"), json!("3"));
+    check_refused(&config, asked, "ends with the assistant's message");
+    let no_text = row(
+        json!("1"),
+        json!([json!({"role": "assistant", "content": null})]),
+        json!("3"),
+    );
+    check_refused(&config, no_text, "has no text `content`");
+    let raw = Preferences {
+        template: Template::None,
+        ..config
+    };
+    check_refused(
+        &raw,
+        row(json!([user("1")]), json!("2"), json!("3")),
+        "a chat template alone",
+    );
+    assert_eq!(judge(&raw, pair("2", "3")).unwrap().text, "12+34");
+}
+
+#[test]
+fn empty_and_equal_answers_are_told() {
+    let mut config = Preferences::default();
+    check_refused(
+        &config,
+        pair("46", ""),
+        "the rejected answer (column `rejected`) is empty",
+    );
+    check_refused(
+        &config,
+        pair("  ", "46"),
+        "the chosen answer (column `chosen`) is empty",
+    );
+    check_refused(&config, pair("46", "46"), "set `on_equal = \"warn\"`");
+    config.on_equal = OnEqual::Warn;
+    assert!(judge(&config, pair("46", "46")).is_ok());
+}
+
+#[test]
+fn long_rows_stop_the_run_unless_asked_otherwise() {
+    let mut config = Preferences {
+        max_prompt_tokens: Some(8),
+        max_response_tokens: Some(5),
+        ..Preferences::default()
+    };
+    let long = || pair("#### 123456", "#### 123457");
+    assert!(judge(&config, pair("#### 46", "#### 5")).is_ok());
+    check_refused(
+        &config,
+        long(),
+        "the chosen answer has 9 tokens, but there is room for 5",
+    );
+    let asked = json!({"prompt": "123+456", "chosen": 1, "rejected": 2});
+    check_refused(
+        &config,
+        asked.clone(),
+        "the prompt has 10 tokens, but `max_prompt_tokens` is 8",
+    );
+
+    config.on_long = OnLong::Truncate;
+    // Cut off before they differ.
+    check_refused(&config, long(), "are the same tokens");
+    let cut = judge(&config, pair("#### 123456", "#### 5")).unwrap();
+    assert_eq!(cut.answers.iter().map(Vec::len).collect::<Vec<_>>(), [5, 4]);
+    assert_eq!(judge(&config, asked).unwrap().prompt.len(), 8);
+    // What the prompt leaves of the context counts too, and nothing is left here.
+    let wide = Preferences {
+        max_prompt_tokens: None,
+        ..config.clone()
+    };
+    let full = json!({"prompt": "1".repeat(CONTEXT - 3), "chosen": 1, "rejected": 2});
+    check_refused(&wide, full, "there is room for 0 behind a prompt of 20");
+}
+
+#[test]
+fn settings_that_make_no_sense_are_all_told() {
+    let context = BuildContext {
+        data: vec!["train".to_owned()],
+        models: vec!["actor".to_owned()],
+        ..BuildContext::default()
+    };
+    let told = |config: Preferences| -> Vec<String> {
+        let faults = config.build(&context).err().unwrap_or_default();
+        faults.into_iter().map(|fault| fault.setting).collect()
+    };
+    let none: [&str; 0] = [];
+    assert_eq!(told(Preferences::default()), none);
+    let config = Preferences {
+        data: "test".to_owned(),
+        model: "policy".to_owned(),
+        rejected: "chosen".to_owned(),
+        template: Template::None,
+        system: Some("Add.".to_owned()),
+        max_response_tokens: Some(0),
+        ..Preferences::default()
+    };
+    let expected = ["system", "data", "model", "rejected", "max_response_tokens"];
+    assert_eq!(told(config), expected);
+    let labelled = Preferences {
+        labels: Some(String::new()),
+        response: String::new(),
+        ..Preferences::default()
+    };
+    assert_eq!(told(labelled), ["response", "labels"]);
+}

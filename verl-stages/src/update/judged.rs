@@ -1,0 +1,165 @@
+//! What losses of judged answers read beside log-probs: labels, and KTO's z₀.
+
+use verl_algos::losses::kl_baseline;
+use verl_models::model::{Extras, ScoreRow};
+use verl_pipe::batch::Batch;
+use verl_pipe::keys::DESIRABLE;
+use verl_pipe::stage::{Access, Models, StageError, StageSpec, find_model};
+
+use crate::losses::Loss;
+use crate::model::PolicyResource;
+
+/// Adds what `loss` reads.
+pub(super) fn spec(mut spec: StageSpec, loss: &Loss) -> StageSpec {
+    if loss.reads_labels() {
+        let help = "add a stage `pairs` behind `preferences`, or name the column `labels` in `preferences`";
+        spec = spec.reads(DESIRABLE).remedy(DESIRABLE.name(), help);
+    }
+    match &loss.reference {
+        Some(reference) => spec.uses(reference, Access::Read),
+        None => spec,
+    }
+}
+
+/// Whether each row is to be learnt; empty where `loss` does not ask.
+///
+/// # Errors
+/// Rows that are no pairs, for a loss of pairs.
+pub(super) fn desirable(input: &Batch, loss: &Loss) -> Result<Vec<bool>, StageError> {
+    if !loss.reads_labels() {
+        return Ok(Vec::new());
+    }
+    let labels = input.get(&DESIRABLE)?;
+    let labels: Vec<bool> = labels.values().iter().map(|label| *label == 1).collect();
+    if loss.of_pairs
+        && let Some(pair) = labels.chunks(2).position(|pair| pair != [true, false])
+    {
+        return Err(StageError::Row {
+            row: 2 * pair,
+            id: input.ids()[2 * pair].to_string(),
+            reason:
+                "begins no pair of a chosen and a rejected answer, of which the loss is a function"
+                    .to_owned(),
+        });
+    }
+    Ok(labels)
+}
+
+/// z₀ of KTO for a mini-batch: [`kl_baseline`] of answers to other prompts, scored without gradient by the policy as it
+/// is now and by the reference.
+///
+/// # Errors
+/// A mini-batch of one prompt; what the models refuse.
+pub(super) fn baseline(
+    models: &mut Models,
+    (policy, reference): (&str, &str),
+    temperature: f64,
+    rows: &[ScoreRow<'_>],
+) -> Result<f64, StageError> {
+    let mut context = usize::MAX;
+    for name in [policy, reference] {
+        let model = find_model::<PolicyResource>(models, name)?;
+        context = context.min(model.policy.max_tokens());
+    }
+    let rows = mismatched(rows, context)?;
+    let mut sums = |name: &str| -> Result<Vec<f64>, StageError> {
+        let policy = &find_model::<PolicyResource>(models, name)?.policy;
+        let scores = policy.score(&rows, temperature, Extras::default());
+        let scores = scores.map_err(StageError::failed)?.into_iter();
+        Ok(scores
+            .map(|row| row.log_probs.iter().map(|value| f64::from(*value)).sum())
+            .collect())
+    };
+    let (now, frozen) = (sums(policy)?, sums(reference)?);
+    let ratios: Vec<f64> = now.iter().zip(frozen).map(|(a, b)| a - b).collect();
+    kl_baseline(&ratios).map_err(StageError::failed)
+}
+
+/// Each prompt with the answer of the next row that has another prompt, cut off where the context ends.
+///
+/// # Differences
+/// The next row itself is what [`mismatched_rows`](verl_algos::losses::mismatched_rows) takes; of a pair that is an
+/// answer to the same prompt.
+fn mismatched<'a>(rows: &[ScoreRow<'a>], context: usize) -> Result<Vec<ScoreRow<'a>>, StageError> {
+    let after = |index: usize| rows[index + 1..].iter().chain(&rows[..index]);
+    let each = rows.iter().enumerate().map(|(index, row)| {
+        let other = after(index).find(|other| other.prompt != row.prompt);
+        let other = other.ok_or_else(|| {
+            StageError::failed(
+                "all rows of a mini-batch have the same prompt, but z₀ of KTO is estimated on answers to other prompts; raise batch.mini_batch, or set `baseline = \"zero\"`",
+            )
+        })?;
+        let room = context.saturating_sub(row.prompt.len());
+        Ok(ScoreRow {
+            prompt: row.prompt,
+            response: &other.response[..other.response.len().min(room)],
+        })
+    });
+    each.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use verl_pipe::batch::RowId;
+    use verl_pipe::part::PartConfig;
+    use verl_pipe::stage::BuildContext;
+
+    use crate::losses::{Kto, Orpo};
+
+    fn context() -> BuildContext {
+        let mut context = BuildContext::default();
+        context.batch.samples = 2;
+        context
+    }
+
+    fn labelled(labels: &[u8]) -> Batch {
+        let ids: Vec<RowId> = (0..labels.len() as u64).map(RowId).collect();
+        let mut batch = Batch::with_rows(&ids);
+        batch.put(&DESIRABLE, labels.to_vec()).unwrap();
+        batch
+    }
+
+    #[test]
+    fn answers_are_put_behind_other_prompts() {
+        let row = |prompt, response| ScoreRow { prompt, response };
+        let (a, b) = (&[1u32, 2][..], &[3u32][..]);
+        let rows = [
+            row(a, &[10, 11][..]),
+            row(a, &[12]),
+            row(b, &[13, 14, 15]),
+            row(b, &[]),
+        ];
+        let mixed = mismatched(&rows, 4).unwrap();
+        let expected: [ScoreRow<'_>; 4] = [
+            row(a, &[13, 14]),
+            row(a, &[13, 14]),
+            row(b, &[10, 11]),
+            row(b, &[10, 11]),
+        ];
+        assert_eq!(mixed, expected);
+        let error = mismatched(&rows[..2], 9).unwrap_err().to_string();
+        assert!(error.contains("batch.mini_batch"), "{error}");
+    }
+
+    #[test]
+    fn losses_of_pairs_get_pairs() {
+        let (orpo, kto) = (
+            Orpo::default().build(&context()).unwrap(),
+            Kto::default().build(&context()).unwrap(),
+        );
+        let pairs = labelled(&[1, 0, 1, 0]);
+        assert_eq!(
+            desirable(&pairs, &orpo).unwrap(),
+            [true, false, true, false]
+        );
+        for labels in [&[1, 0, 0, 1][..], &[1, 0, 1]] {
+            let error = desirable(&labelled(labels), &orpo).unwrap_err().to_string();
+            assert!(error.contains("row 2 (sample 0.0#2)"), "{error}");
+            assert_eq!(
+                desirable(&labelled(labels), &kto).unwrap().len(),
+                labels.len()
+            );
+        }
+    }
+}
