@@ -4,8 +4,9 @@
 //! whose gradients add up. The objective sees each mini-batch whole before any of its micro-batches, and is weighted
 //! by its counts, so no micro-batch size changes the result beyond rounding.
 //!
-//! What an objective reads of the mini-batch and no stage writes is made here ([`inputs`]): log-probs and entropies of the
-//! policy as it is when an optimiser step starts, by one forward pass without gradient, and random draws for subsets.
+//! What an objective reads of the mini-batch and no stage writes is made here (`update/inputs.rs`): log-probs and
+//! entropies of the policy as it is when an optimiser step starts, by one forward pass without gradient, and random
+//! draws for subsets.
 
 mod inputs;
 mod judged;
