@@ -111,11 +111,17 @@ impl Loop {
             };
             // What a model scores comes in the slices that the pipeline declares, on both sides.
             let spec = stage.spec();
+            let read = spec.reads.iter().chain(&spec.reads_optional);
+            let read: Vec<_> = read
+                .map(|field| field.name.as_ref())
+                .filter(|name| batch.has(name))
+                .collect();
+            let input = batch.select(&read)?;
             let slices = match spec.cardinality {
                 Cardinality::Row if !spec.models.is_empty() && spec.rows == RowRule::Same => {
-                    batch.split(self.micro_rows)
+                    input.split(self.micro_rows)
                 }
-                _ => vec![batch.clone()],
+                _ => vec![input],
             };
             for slice in slices {
                 stage.run(slice, &mut context)?;

@@ -4,7 +4,7 @@
 //! A job is a list of units (a row, a group, or a whole slice); each unit is one call of the stage with a deadline of
 //! its own, so that a failure costs its unit.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -72,6 +72,8 @@ pub(crate) struct HostPool {
     events: Sender<Event>,
     size: usize,
     alive: Arc<AtomicUsize>,
+    /// A model works meanwhile, and needs the cores more than threads that look for work.
+    model_works: Arc<AtomicBool>,
     spawned: usize,
     hung: usize,
 }
@@ -87,6 +89,7 @@ impl HostPool {
             events,
             size: size.max(1),
             alive,
+            model_works: Arc::default(),
             spawned: 0,
             hung: 0,
         };
@@ -98,18 +101,24 @@ impl HostPool {
 
     fn spawn(&mut self) -> std::io::Result<()> {
         let (inbox, events, alive) = (self.inbox.clone(), self.events.clone(), self.alive.clone());
+        let model_works = self.model_works.clone();
         self.spawned += 1;
         alive.fetch_add(1, Ordering::SeqCst);
         let spawned = std::thread::Builder::new()
             .name(format!("host-{}", self.spawned))
             .spawn(move || {
-                serve(&inbox, &events);
+                serve(&inbox, &events, &model_works);
                 alive.fetch_sub(1, Ordering::SeqCst);
             });
         if spawned.is_err() {
             self.alive.fetch_sub(1, Ordering::SeqCst);
         }
         spawned.map(drop)
+    }
+
+    /// Says whether a model works from now on.
+    pub(crate) fn set_model_works(&self, works: bool) {
+        self.model_works.store(works, Ordering::Relaxed);
     }
 
     /// Queues a job. The runner keeps no more than a few beyond the number of threads.
@@ -140,8 +149,8 @@ impl HostPool {
     }
 }
 
-fn serve(inbox: &Receiver<HostJob>, events: &Sender<Event>) {
-    while let Some(job) = patience::next(inbox) {
+fn serve(inbox: &Receiver<HostJob>, events: &Sender<Event>, model_works: &AtomicBool) {
+    while let Some(job) = patience::next(inbox, !model_works.load(Ordering::Relaxed)) {
         let call = job.call;
         let kept = work(job, events);
         if !kept || events.send(Event::HostDone { call }).is_err() {

@@ -1,7 +1,8 @@
 //! Waiting for another thread: awake for a moment, asleep after it.
 //!
 //! Waking a sleeping thread costs more than most stages that use no model. So who has just worked looks for more for
-//! a few microseconds, and leaves its core to anybody who wants it meanwhile.
+//! a few microseconds, and leaves its core to anybody who wants it meanwhile. Beside a model, whose threads use every
+//! core, it sleeps at once.
 
 use std::time::{Duration, Instant};
 
@@ -23,8 +24,13 @@ pub(super) fn soon<T>(mut poll: impl FnMut() -> Option<T>) -> Option<T> {
 }
 
 /// The next message; `None` when nobody is left to send one.
-pub(super) fn next<T>(inbox: &Receiver<T>) -> Option<T> {
-    soon(|| inbox.try_recv().ok()).or_else(|| inbox.recv().ok())
+pub(super) fn next<T>(inbox: &Receiver<T>, stays_awake: bool) -> Option<T> {
+    let at_once = if stays_awake {
+        soon(|| inbox.try_recv().ok())
+    } else {
+        None
+    };
+    at_once.or_else(|| inbox.recv().ok())
 }
 
 #[cfg(test)]
@@ -39,9 +45,9 @@ mod tests {
             std::thread::sleep(4 * PATIENCE);
             to.send(2)
         });
-        assert_eq!(next(&from), Some(1));
-        assert_eq!(next(&from), Some(2));
+        assert_eq!(next(&from, true), Some(1));
+        assert_eq!(next(&from, false), Some(2));
         assert!(sender.join().expect("no panic").is_ok());
-        assert_eq!(next(&from), None);
+        assert_eq!(next(&from, true), None);
     }
 }

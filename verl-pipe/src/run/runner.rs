@@ -276,6 +276,7 @@ impl Run {
             env: progress.env.clone(),
         })?;
         progress.device_busy = true;
+        self.pool.set_model_works(true);
         progress.in_flight.insert(
             call,
             InFlight {
@@ -294,13 +295,13 @@ impl Run {
         // `emit` block. Host calls need no device, so the backlog always shrinks.
         let behind = progress.state.ready(Place::Host).len() >= self.options.backlog
             && progress.host_running > 0;
-        let at_once = patience::soon(|| {
-            let device = || self.device_events.try_recv().ok();
-            let host = self.host_events.try_recv().ok();
-            host.or_else(|| if behind { None } else { device() })
-        });
-        if at_once.is_some() {
-            return at_once;
+        if !progress.device_busy
+            && let Some(event) = patience::soon(|| {
+                let host = self.host_events.try_recv().ok();
+                host.or_else(|| self.device_events.try_recv().ok())
+            })
+        {
+            return Some(event);
         }
         let timeout = self.next_look(progress);
         if behind {
@@ -331,6 +332,7 @@ impl Run {
                     return Ok(());
                 };
                 progress.device_busy = false;
+                self.pool.set_model_works(false);
                 progress
                     .reports
                     .push(((flight.id.0, flight.id.1, 0), report));

@@ -192,7 +192,7 @@ fn serve(
     inbox: &Receiver<Job>,
     events: &Sender<Event>,
 ) {
-    while let Some(job) = patience::next(inbox) {
+    while let Some(job) = patience::next(inbox, true) {
         match job {
             Job::Ask(work) => work(&mut state),
             Job::Call(DeviceCall {
