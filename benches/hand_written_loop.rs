@@ -20,7 +20,7 @@ use verl::pipe::run::runner::RunOptions;
 use verl::pipe::stage::{BuildContext, CancelToken, Models, StageSink, StartContext};
 use verl::prelude::*;
 
-#[allow(dead_code, reason = "only the common part of the example is used")]
+#[expect(dead_code, reason = "only the common part of the example is used")]
 #[path = "../examples/grpo_addition.rs"]
 mod addition;
 

@@ -160,7 +160,7 @@ impl Advantages {
 }
 
 /// What to do where no stage writes critic values.
-const NO_VALUES: &str = "put a `values` stage before it, one that writes a critic's value of each response token, or choose an estimator that needs no critic, for example `grpo`";
+const NO_VALUES: &str = "choose an estimator that needs no critic, for example `grpo`, or add a stage of your own that writes a critic's value of each response token; no built-in stage does";
 /// What to do where no stage writes the scores of reference responses.
 const NO_BASELINES: &str = "put two stages before it: `baseline`, which answers each prompt greedily, and a `reward` that scores the answer, with rename = { responses = \"baseline_responses\", response_texts = \"baseline_response_texts\", rewards = \"reward_baselines\" }; or choose an estimator that needs no baseline, for example `rloo`";
 /// What to do where no stage writes Σ π².

@@ -40,7 +40,7 @@ pub(super) fn unfillable(loss: &Loss, kind: &str) -> Vec<ConfigError> {
             LossInput::KlBaseline if loss.reference.is_some() => return None,
             LossInput::Values | LossInput::OldValues | LossInput::Returns => (
                 "numbers of a scalar head, which a policy does not have",
-                "train the critic in a stage that holds a value model; the loss of `update` is one of a policy",
+                "train a critic in a stage of your own, with `verl_models::model::ValueModel`; the loss of `update` is one of a policy",
             ),
             LossInput::KlBaseline => (
                 "the KL of mismatched answers, which needs a reference",
