@@ -7,6 +7,7 @@ use burn::tensor::{Device, Tensor};
 
 use crate::model::{
     ModelError, ModelInterface, PackedScores, PolicyModel, ScoreRow, Scores, StepReport,
+    TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Packed, TrainingBatch};
@@ -159,7 +160,9 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
             })
         })
     }
+}
 
+impl<M: ModelInterface> TrainedModel for Policy<M> {
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         self.trained.optimizer_step()
     }

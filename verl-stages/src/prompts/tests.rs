@@ -3,13 +3,16 @@ use std::path::Path;
 
 use burn::tensor::Tensor;
 use serde_json::json;
-use verl_models::model::{ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport};
+use verl_models::model::{
+    ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport, TrainedModel,
+};
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use verl_pipe::data::DataError;
 use verl_pipe::stage::{CancelToken, Models, StageSink};
 
 use super::*;
 use crate::data::addition::Addition;
+use crate::model::PolicyResource;
 
 /// Rows held in memory.
 struct Rows(Vec<Value>);
@@ -411,6 +414,9 @@ impl PolicyModel for Weightless {
     ) -> Result<f64, ModelError> {
         Err(ModelError::Frozen)
     }
+}
+
+impl TrainedModel for Weightless {
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         Err(ModelError::Frozen)
     }

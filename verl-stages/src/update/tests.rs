@@ -1,6 +1,6 @@
 use std::path::Path;
 
-use verl_models::model::{ModelError, Scores};
+use verl_models::model::{ModelError, Scores, TrainedModel};
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
 use super::*;
@@ -35,6 +35,9 @@ impl PolicyModel for OneWeight {
     ) -> Result<f64, ModelError> {
         Err(ModelError::Frozen)
     }
+}
+
+impl TrainedModel for OneWeight {
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         self.weight += self.moves;
         Ok(self.report)
