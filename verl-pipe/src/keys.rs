@@ -46,6 +46,28 @@ pub const RESPONSE_TEXTS: Key<Text> = Key::new(
     "",
     "response decoded without special tokens",
 );
+/// Response of a pair that was preferred, token ids.
+pub const CHOSEN_RESPONSES: Key<Ragged<u32>> = Key::new(
+    "chosen_responses",
+    "[B, T~]",
+    "token id",
+    "token ids of the better response of a pair, end-of-sequence included",
+);
+/// Response of a pair that was not preferred, token ids.
+pub const REJECTED_RESPONSES: Key<Ragged<u32>> = Key::new(
+    "rejected_responses",
+    "[B, T~]",
+    "token id",
+    "token ids of the worse response of a pair, end-of-sequence included",
+);
+/// By how much the chosen response of a pair is better.
+pub const MARGINS: Key<Scalar<f32>> = Key::new(
+    "margins",
+    "[B]",
+    "reward",
+    "by how much the chosen response of the row's pair is better",
+)
+.finite();
 /// What each response token is: see [`mask`].
 pub const MASK_KINDS: Key<Ragged<u8>> = Key::new(
     "mask_kinds",
@@ -138,7 +160,7 @@ pub const VALUES: Key<Ragged<f32>> = Key::new(
     "values",
     "[B, T~]",
     "reward",
-    "critic value at each response token",
+    "what the critic expected of the response when each token was chosen",
 )
 .finite();
 

@@ -16,7 +16,7 @@ use verl_pipe::stage::{
     StageError, StageSpec, StartContext, find_model,
 };
 
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 use crate::prompts::{EncodedPrompt, PromptFormat, Template};
 use crate::reward::rule::{Reward, Rule, Verdict};
 
@@ -212,7 +212,7 @@ impl Stage for EvaluateStage {
     fn spec(&self) -> StageSpec {
         StageSpec::new()
             .observer(self.config.every)
-            .uses(&self.config.model, Access::Read)
+            .uses_as(POLICY, &self.config.model, Access::Read)
             .metrics(ALL)
     }
 

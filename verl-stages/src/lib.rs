@@ -4,9 +4,11 @@
 //! |---|---|---|
 //! | [`prompts`] | rows of a data set | prompt tokens, answers |
 //! | [`generate`] | prompts | responses with log-probs |
-//! | [`reward`] | responses, answers | rewards |
+//! | [`pairs`] | pairs of responses | both sides as rows of their own |
+//! | [`reward`] | responses, answers | rewards, by a rule or a reward model |
 //! | [`shuffle_rewards`] | rewards | the same in another order, for control runs |
 //! | [`log_probs`] | prompts, responses | log-probs of policy or reference |
+//! | [`values`] | prompts, responses | a critic's values |
 //! | [`advantages`] | rewards | advantages |
 //! | [`update`] | all of it | nothing: it moves the weights |
 //! | [`evaluate`] | held-out rows | metrics and samples, between steps |
@@ -18,10 +20,12 @@ pub mod evaluate;
 pub mod generate;
 pub mod log_probs;
 pub mod model;
+pub mod pairs;
 pub mod prompts;
 pub mod reward;
 pub mod shuffle_rewards;
 pub mod update;
+pub mod values;
 
 use verl_pipe::registry::Registry;
 
@@ -47,14 +51,19 @@ built_ins! {
         evaluate::Evaluate,
         generate::Generate,
         log_probs::LogProbs,
+        pairs::Pairs,
         prompts::Prompts,
+        reward::model::RewardModel,
         reward::rule::Reward,
         shuffle_rewards::ShuffleRewards,
-        update::Update;
+        update::Update,
+        values::Values;
     models:
-        model::CausalLm;
+        model::CausalLm,
+        model::ValueLm;
     data:
         data::addition::Addition,
+        data::addition_pairs::AdditionPairs,
         data::jsonl::Jsonl,
         data::parquet::Parquet;
     files:

@@ -19,12 +19,12 @@ use verl_pipe::data::DataLoaderInterface;
 use verl_pipe::keys::{ANSWERS, DATA_ROWS, PROMPT_TEXTS, PROMPTS, TARGETS};
 use verl_pipe::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageConfig,
-    StageContext, StageError, StageSpec, StartContext, find_model,
+    StageContext, StageError, StageSpec, StartContext,
 };
 
 pub use format::{EncodedPrompt, OnLong, PromptFormat, Template, target_tokens};
 
-use crate::model::PolicyResource;
+use crate::model::TextTools;
 
 /// Mean prompt length of the step.
 pub const PROMPT_LENGTH: Metric = Metric {
@@ -259,19 +259,18 @@ impl Stage for PromptStage {
     fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {
         let data = context.data(&self.config.data)?;
         let model = &self.config.model;
-        let resource = find_model::<PolicyResource>(context.models, model)?;
+        let texts = TextTools::of(context.models, model)?;
         let missing = |what: &str, help: &str| StageError::Model {
             name: model.clone(),
             reason: format!("has no {what}{help}"),
         };
-        let tokenizer = resource
+        let tokenizer = texts
             .tokenizer
-            .clone()
             .ok_or_else(|| missing("tokenizer, which prompts need", ""))?;
         let template = match self.format.template {
             Template::None => None,
             Template::Chat => {
-                let template = resource.template.as_deref().ok_or_else(|| {
+                let template = texts.template.as_deref().ok_or_else(|| {
                     missing(
                         "chat template",
                         "; `template = \"none\"` uses the question as it is",
@@ -294,7 +293,7 @@ impl Stage for PromptStage {
             data,
             tokenizer,
             template,
-            context: resource.policy.max_tokens(),
+            context: texts.max_tokens,
             stop,
             order: None,
         };

@@ -25,7 +25,7 @@ use verl_pipe::stage::{
 use crate::algorithms::{KL_PENALTY, Loss};
 use crate::generate::TOKENS;
 use crate::log_probs::scoring_temperature_fault;
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 
 macro_rules! metrics {
     ($($ident:ident: $name:literal, $unit:literal, $meaning:literal;)*) => {
@@ -391,7 +391,7 @@ impl Stage for UpdateStage {
         }
         spec.rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
-            .uses(&self.config.model, Access::Update)
+            .uses_as(POLICY, &self.config.model, Access::Update)
             .metrics(ALL)
             .metrics(&[TOKENS])
     }

@@ -174,13 +174,19 @@ impl Addition {
     }
 
     fn texts(&self, a: u32, b: u32) -> (String, String) {
-        let fill = |text: &str| {
-            text.replace("{a}", &a.to_string())
-                .replace("{b}", &b.to_string())
-        };
-        let answer = self.answer.replace("{sum}", &(a + b).to_string());
-        (fill(&self.question), fill(&answer))
+        (fill(&self.question, a, b), self.answer(a, b, a + b))
     }
+
+    /// The text that gives `sum` as the answer.
+    fn answer(&self, a: u32, b: u32, sum: u32) -> String {
+        fill(&self.answer.replace("{sum}", &sum.to_string()), a, b)
+    }
+}
+
+/// A text with its operands.
+fn fill(text: &str, a: u32, b: u32) -> String {
+    text.replace("{a}", &a.to_string())
+        .replace("{b}", &b.to_string())
 }
 
 /// The rows of a split.
@@ -195,6 +201,11 @@ impl AdditionRows {
     /// The operands of each row.
     pub fn pairs(&self) -> &[(u32, u32)] {
         &self.pairs
+    }
+
+    /// The text that gives `sum` as the answer to a question, right or wrong.
+    pub fn answer(&self, a: u32, b: u32, sum: u32) -> String {
+        self.config.answer(a, b, sum)
     }
 }
 

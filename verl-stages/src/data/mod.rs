@@ -6,8 +6,10 @@
 //! | [`jsonl`] | JSON Lines |
 //! | [`parquet`] | Parquet |
 //! | [`addition`] | sums of two numbers, in three disjoint splits |
+//! | [`addition_pairs`] | right and wrong answers to these, as preferences |
 
 pub mod addition;
+pub mod addition_pairs;
 pub mod file;
 pub mod jsonl;
 pub mod parquet;
@@ -66,6 +68,7 @@ mod tests {
     use verl_pipe::stage::{BuildContext, DataConfig};
 
     use super::addition::{Addition, Split};
+    use super::addition_pairs::AdditionPairs;
     use super::{file::DataFile, jsonl::Jsonl, parquet::Parquet};
 
     #[track_caller]
@@ -98,6 +101,12 @@ mod tests {
                 ..Addition::default()
             };
             check(&addition, base);
+            let pairs = AdditionPairs {
+                split,
+                wrong_answers: 2,
+                ..AdditionPairs::default()
+            };
+            check(&pairs, base);
         }
     }
 }

@@ -10,6 +10,7 @@ pub(crate) mod lengths;
 pub(crate) mod models;
 pub(crate) mod names;
 pub(crate) mod nulls;
+pub(crate) mod roles;
 pub(crate) mod samples;
 pub(crate) mod settings;
 pub(crate) mod shapes;
@@ -34,6 +35,7 @@ pub(crate) const DECLARED: &[Check] = &[
     settings::check,
     stated::check,
     models::check,
+    roles::check,
     keys::check,
     shapes::check,
     dtypes::check,
