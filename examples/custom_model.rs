@@ -135,7 +135,7 @@ pub fn pipeline(tokenizer: &Path, dir: PathBuf, steps: u64) -> DataPipe {
         ..Prompts::default()
     };
     let update = Update {
-        loss: Loss::Sft(Sft::default()),
+        loss: losses::Sft::default().into(),
         ..Update::default()
     };
     let evaluate = Evaluate {

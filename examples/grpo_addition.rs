@@ -61,12 +61,16 @@ fn reference() -> LogProbs {
 }
 
 fn update() -> Update {
-    Update {
-        loss: Loss::Grpo(Grpo {
+    let loss = PolicyObjective {
+        policy: losses::Grpo {
             clip_high: 0.28,
-            kl_coef: 0.001,
-            ..Grpo::default()
-        }),
+            ..losses::Grpo::default()
+        },
+        kl_coef: 0.001,
+        ..PolicyObjective::default()
+    };
+    Update {
+        loss: loss.into(),
         ..Update::default()
     }
 }

@@ -102,17 +102,20 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .model("ref", CausalLm::frozen(std::path::absolute(model)?))
             .add_stage("ref_log_probs", reference);
     }
-    let loss = Loss::Grpo(Grpo {
+    let loss = PolicyObjective {
+        policy: losses::Grpo {
+            dual_clip: 0.0,
+            ..losses::Grpo::default()
+        },
         kl_coef: beta,
-        dual_clip: None,
-        ..Grpo::default()
-    });
+        ..PolicyObjective::default()
+    };
     let pipe = pipe.chain(
         Advantages {
-            epsilon: 1e-4,
+            estimator: estimators::Grpo { epsilon: 1e-4 }.into(),
             ..Advantages::default()
         } >> Update {
-            loss,
+            loss: loss.into(),
             ..Update::default()
         },
     );

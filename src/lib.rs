@@ -28,8 +28,8 @@
 //! # Ok::<(), Findings>(())
 //! ```
 //!
-//! `examples/` has whole runs: `grpo_addition.rs`, a stage of one's own (`custom_stage.rs`), a model of one's own
-//! (`custom_model.rs`).
+//! `examples/` has whole runs: `grpo_addition.rs`, a stage of one's own (`custom_stage.rs`), a loss and an estimator of
+//! one's own (`custom_algorithm.rs`), a model of one's own (`custom_model.rs`).
 
 pub use verl_algos as algos;
 pub use verl_models as models;
@@ -38,11 +38,12 @@ pub use verl_stages as stages;
 
 use verl_pipe::registry::Registry;
 
-/// Every built-in stage, model kind and data set.
+/// Every built-in stage, loss, estimator, model kind and data set; add kinds of your own to it.
 ///
 /// ```
 /// let registry = verl::registry();
 /// assert!(registry.stages().get("generate").is_some());
+/// assert!(registry.slot("loss").is_some_and(|losses| losses.get("grpo").is_some()));
 /// assert!(registry.duplicates().is_empty());
 /// ```
 pub fn registry() -> Registry {
@@ -61,6 +62,7 @@ pub mod prelude {
     pub use verl_pipe::diagnostic::Findings;
     pub use verl_pipe::field::{Field, Key, Ragged, Scalar, Text};
     pub use verl_pipe::keys;
+    pub use verl_pipe::part::{Part, PartConfig, Slot};
     pub use verl_pipe::pipe::{DataPipe, IntoStage, RunConfig, stage_fn, stage_with};
     pub use verl_pipe::run::trainer::{Trainer, TrainerOptions};
     pub use verl_pipe::schedule::batching::BatchConfig;
@@ -69,13 +71,16 @@ pub mod prelude {
         StageConfig, StageContext, StageError, StageSpec,
     };
     pub use verl_stages::advantages::Advantages;
-    pub use verl_stages::algorithms::{Grpo, Loss, Sft};
     pub use verl_stages::data::addition::{Addition, Split};
+    pub use verl_stages::estimators::{self, Estimator};
     pub use verl_stages::evaluate::Evaluate;
+    pub use verl_stages::filter_groups::FilterGroups;
     pub use verl_stages::generate::Generate;
     pub use verl_stages::log_probs::{LogProbs, Role};
+    pub use verl_stages::losses::{self, Loss, PolicyLoss, PolicyObjective};
     pub use verl_stages::model::{CausalLm, Init, PolicyResource, policy_model};
     pub use verl_stages::prompts::Prompts;
     pub use verl_stages::reward::rule::{Reward, RuleKind};
+    pub use verl_stages::shape_overlong::ShapeOverlong;
     pub use verl_stages::update::Update;
 }

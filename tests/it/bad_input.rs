@@ -82,7 +82,7 @@ fn data_that_cannot_be_read() {
     );
     check(
         &refused(&place, &["data.train=none.jsonl"]),
-        &["train", "none.jsonl", "cannot read"],
+        &["C005", "train", "none.jsonl", "cannot be read"],
     );
     fs::write(place.path("train.csv"), "question,answer\n1+1,2\n").unwrap();
     let table = refused(&place, &["data.train=train.csv"]);

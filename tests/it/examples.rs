@@ -1,5 +1,8 @@
 //! The examples do what they say.
 
+#[path = "../../examples/custom_algorithm.rs"]
+#[expect(dead_code, reason = "the example's main is not called")]
+mod custom_algorithm;
 #[path = "../../examples/custom_model.rs"]
 #[expect(dead_code, reason = "the example's main is not called")]
 mod custom_model;
@@ -13,10 +16,10 @@ mod grpo_addition;
 use burn::tensor::Device;
 use verl::models::conformance::{check_model, check_saving};
 use verl::models::parameters::load_parameters;
-use verl::pipe::config::{read_pipeline, to_toml};
+use verl::pipe::config::{parse_pipeline, read_pipeline, to_toml};
 use verl::prelude::*;
 
-use crate::kit::{Place, root, trainer};
+use crate::kit::{GRPO, Place, root, trainer};
 use custom_model::{mixer, pipeline};
 use grpo_addition::{addition, chained, stage_by_stage};
 
@@ -40,6 +43,101 @@ fn the_run_in_rust_is_the_run_of_the_file() {
     let plan = |pipe: &DataPipe| pipe.plan().map_err(Findings).expect("a plan").to_string();
     assert_eq!(plan(&builder), plan(&of_file));
     assert_eq!(plan(&operator), plan(&of_file));
+}
+
+#[test]
+fn the_custom_algorithm_runs_by_its_names() {
+    let place = Place::new();
+    let file = root().join("examples/pipelines/grpo_addition.toml");
+    let pipe = custom_algorithm::pipeline(&file, &place.path("tiny"), &place.path("run"));
+    let pipe = pipe.map_err(Findings).expect("a pipeline");
+    let mut trainer = trainer(&pipe).expect("a trainer");
+    for _ in 0..5 {
+        let metrics = trainer.step().expect("a step");
+        let finite = |name: &str| metrics.get(name).is_some_and(f64::is_finite);
+        assert!(finite("actor/pg_loss") && finite("actor/kl"), "{metrics:?}");
+        // Off policy from the second pass on, so the old policy pulls.
+        let pull = metrics
+            .get("actor/spo_pull")
+            .expect("the loss's own metric");
+        assert!(pull > 0.0 && pull.is_finite(), "{metrics:?}");
+    }
+    trainer.train().expect("an end");
+
+    let config = |pipe: &DataPipe, stage: &str| {
+        let mut stages = pipe.stages.iter();
+        let stage = stages.find(|decl| decl.name == stage).expect("the stage");
+        stage.config.clone()
+    };
+    let (advantages, update) = custom_algorithm::stages();
+    let in_rust = DataPipe::new("in_rust").chain(advantages >> update);
+    for stage in ["advantages", "update"] {
+        assert_eq!(config(&pipe, stage), config(&in_rust, stage));
+    }
+    let written = std::fs::read_to_string(place.path("run/config.toml")).expect("a file");
+    let again = parse_pipeline::<&str>(&written, "again", &[], &custom_algorithm::registry());
+    let again = again.map_err(Findings).expect("a pipeline");
+    assert_eq!(config(&again, "update"), config(&pipe, "update"));
+    // Whoever does not know the kinds is told their names.
+    let unknown = parse_pipeline::<&str>(&written, "again", &[], &verl::registry());
+    let text = Findings(unknown.err().expect("unknown kinds")).to_string();
+    for words in [
+        "kind of loss called `spo`",
+        "kind of estimator called `median_baseline`",
+    ] {
+        assert!(text.contains(words), "{text}");
+    }
+}
+
+#[test]
+fn parts_that_nobody_registered_run_in_rust() {
+    let place = Place::new();
+    let (advantages, update) = custom_algorithm::stages();
+    let mut pipe = custom_stage::pipeline(&place.path("tiny"), place.path("run"));
+    pipe = pipe.model(
+        "ref",
+        CausalLm {
+            init: Init::Random,
+            ..CausalLm::frozen(place.path("tiny"))
+        },
+    );
+    pipe.stages
+        .retain(|stage| !["advantages", "update"].contains(&stage.name.as_str()));
+    let reference = LogProbs {
+        model: "ref".to_owned(),
+        role: Role::Reference,
+        ..LogProbs::default()
+    };
+    let pipe = pipe.chain(reference >> advantages >> update);
+    let mut trainer = trainer(&pipe).expect("a trainer");
+    let metrics = trainer.step().expect("a step");
+    assert!(
+        metrics
+            .get("actor/grad_norm")
+            .is_some_and(|norm| norm > 0.0)
+    );
+    // On policy the ratio is 1 and nothing pulls.
+    assert_eq!(metrics.get("actor/spo_pull"), Some(0.0));
+    let written = std::fs::read_to_string(place.path("run/config.toml")).expect("a file");
+    assert!(
+        written.contains("kind = \"spo\"") && written.contains("epsilon = 0.1"),
+        "{written}"
+    );
+}
+
+#[test]
+fn settings_of_the_custom_loss_are_checked() {
+    let place = Place::new();
+    let text = GRPO.replace("kind = \"grpo\"", "kind = \"spo\", epsilon = 0.0");
+    let pipe = parse_pipeline::<&str>(&text, "tiny.toml", &[], &custom_algorithm::registry());
+    let mut pipe = pipe.map_err(Findings).expect("a pipeline");
+    pipe.base = place.path("");
+    let findings = pipe.plan().err().expect("a refusal");
+    let text = Findings(findings).to_string();
+    assert!(
+        text.contains("`loss.epsilon` is 0, but it must be positive"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! Whole runs through the façade: pipelines of files and of Rust, what they leave behind, and what they refuse.
 
+mod algorithms;
 mod bad_input;
+mod dapo;
 mod examples;
 mod kit;
 mod on_policy;

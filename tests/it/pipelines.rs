@@ -37,9 +37,11 @@ fn read(file: &Path) -> DataPipe {
     };
     let stand_in = root().join(STAND_IN);
     let models = pipe.models.iter().filter(|model| missing(&model.config));
-    let overrides: Vec<String> = models
-        .map(|model| format!("models.{}.path={}", model.name, stand_in.display()))
-        .collect();
+    let models = models.map(|model| format!("models.{}.path={}", model.name, stand_in.display()));
+    // A plan looks whether a data file is there and reads nothing of it.
+    let data = pipe.data.iter().filter(|data| missing(&data.config));
+    let data = data.map(|data| format!("data.{}.path={}", data.name, file.display()));
+    let overrides: Vec<String> = models.chain(data).collect();
     read(&overrides)
 }
 

@@ -4,6 +4,7 @@ use burn::tensor::Tensor;
 
 use crate::aggregate::{Counts, row_lengths};
 use crate::error::{AlgoError, check_finite, check_len};
+use crate::preferences::Preferences;
 
 /// The rows of one optimiser step on this rank, packed: the action tokens of all rows, one after the other.
 ///
@@ -22,6 +23,27 @@ pub struct MiniBatch {
     pub ref_log_probs: Option<Vec<f64>>,
     /// Importance weights against the sampler, `[N]`; they multiply the policy loss.
     pub rollout_weights: Option<Vec<f64>>,
+    /// Log-probs as the sampler reported them, `[N]`, nats.
+    pub rollout_log_probs: Option<Vec<f64>>,
+    /// Log-probs of the policy as it is when this optimiser step starts, `[N]`, nats.
+    ///
+    /// For rules that select among *all* tokens of the mini-batch, such as the largest covariances: a micro-batch does
+    /// not know the others' log-probs, so the caller scores the mini-batch once, without gradient, before its first
+    /// micro-batch. In the first optimiser step after sampling these are the old log-probs.
+    pub current_log_probs: Option<Vec<f64>>,
+    /// Entropies of the policy at the same moment, `[N]`, nats; filled by the caller for the same reason.
+    pub current_entropies: Option<Vec<f64>>,
+    /// One number a token in [0, 1), `[N]`, for losses that take a random subset: the smallest are taken.
+    ///
+    /// Drawn by the caller as a function of seed, step and the token's identity, so that the subset depends neither on
+    /// the order of rows nor on how the mini-batch is cut.
+    pub draws: Option<Vec<f64>>,
+    /// Values of the critic at the start of the update, `[N]`.
+    pub old_values: Option<Vec<f64>>,
+    /// Returns, which the critic learns, `[N]`.
+    pub returns: Option<Vec<f64>>,
+    /// What preference losses read.
+    pub preferences: Preferences,
 }
 
 impl MiniBatch {
@@ -46,9 +68,8 @@ impl MiniBatch {
     /// The whole mini-batch as one micro-batch.
     pub fn whole(&self, log_probs: Tensor<1>, entropies: Option<Tensor<1>>) -> MicroBatch {
         MicroBatch {
-            tokens: (0..self.num_tokens()).collect(),
-            log_probs,
             entropies,
+            ..MicroBatch::new((0..self.num_tokens()).collect(), log_probs)
         }
     }
 
@@ -58,9 +79,15 @@ impl MiniBatch {
     /// The first column that is wrong.
     pub fn check(&self) -> Result<(), AlgoError> {
         let columns = [
-            ("old_log_probs", &self.old_log_probs),
             ("advantages", &self.advantages),
+            ("current_entropies", &self.current_entropies),
+            ("current_log_probs", &self.current_log_probs),
+            ("draws", &self.draws),
+            ("old_log_probs", &self.old_log_probs),
+            ("old_values", &self.old_values),
             ("ref_log_probs", &self.ref_log_probs),
+            ("returns", &self.returns),
+            ("rollout_log_probs", &self.rollout_log_probs),
             ("rollout_weights", &self.rollout_weights),
         ];
         for (name, column) in columns {
@@ -69,8 +96,20 @@ impl MiniBatch {
                 check_finite(name, values)?;
             }
         }
-        Ok(())
+        self.preferences.check(self.row_lengths().len())
     }
+}
+
+/// A column that `algorithm` cannot do without.
+pub(crate) fn require<'a>(
+    algorithm: &'static str,
+    argument: &'static str,
+    column: &'a Option<Vec<f64>>,
+) -> Result<&'a [f64], AlgoError> {
+    column.as_deref().ok_or(AlgoError::Missing {
+        algorithm,
+        argument,
+    })
 }
 
 /// Some rows of a mini-batch, with what the model says about their tokens.
@@ -78,28 +117,49 @@ impl MiniBatch {
 pub struct MicroBatch {
     /// Positions of its tokens in the mini-batch, `[M]`. Rows must be whole.
     pub tokens: Vec<usize>,
-    /// Log-probs of the policy now, `[M]`, nats; differentiable.
+    /// Log-probs of the policy now, `[M]`, nats; differentiable. A critic's values lie here: [`MicroBatch::of_values`].
     pub log_probs: Tensor<1>,
     /// Entropies of the policy now, `[M]`, nats; differentiable.
     pub entropies: Option<Tensor<1>>,
+    /// log Σ_v π(v)² of the policy now, `[M]`, nats; a constant.
+    pub log_sum_sq_probs: Option<Tensor<1>>,
+    /// Numbers of a scalar head now, `[M]`: values of a critic, scores of a reward model; differentiable.
+    pub values: Option<Tensor<1>>,
 }
 
 impl MicroBatch {
+    /// Tokens and their log-probs, and nothing else; set the fields that the losses need.
+    pub fn new(tokens: Vec<usize>, log_probs: Tensor<1>) -> MicroBatch {
+        MicroBatch {
+            tokens,
+            log_probs,
+            entropies: None,
+            log_sum_sq_probs: None,
+            values: None,
+        }
+    }
+
+    /// Tokens with the values that a critic gives them, `[M]`, differentiable; a critic has no log-probs, and no loss
+    /// that reads [`PreparedTokens::values`](crate::losses::PreparedTokens::values) asks for them.
+    pub fn of_values(tokens: Vec<usize>, values: Tensor<1>) -> MicroBatch {
+        MicroBatch {
+            values: Some(values.clone()),
+            ..MicroBatch::new(tokens, values.zeros_like())
+        }
+    }
+
     /// Refuses positions outside the mini-batch, tensors of another length, and rows that were cut.
     pub(crate) fn check(&self, batch: &MiniBatch, lengths: &[usize]) -> Result<(), AlgoError> {
-        check_len(
-            "log_probs",
-            "tokens",
-            self.log_probs.dims()[0],
-            self.tokens.len(),
-        )?;
-        if let Some(entropies) = &self.entropies {
-            check_len(
-                "entropies",
-                "tokens",
-                entropies.dims()[0],
-                self.tokens.len(),
-            )?;
+        let columns = [
+            ("log_probs", Some(&self.log_probs)),
+            ("entropies", self.entropies.as_ref()),
+            ("log_sum_sq_probs", self.log_sum_sq_probs.as_ref()),
+            ("values", self.values.as_ref()),
+        ];
+        for (name, column) in columns {
+            if let Some(tensor) = column {
+                check_len(name, "tokens", tensor.dims()[0], self.tokens.len())?;
+            }
         }
         let mut own = vec![0; lengths.len()];
         for &position in &self.tokens {

@@ -56,6 +56,16 @@ pub enum AlgoError {
         /// The rule that it breaks.
         rule: &'static str,
     },
+    /// A setting given as text that does not say what it should.
+    #[error("`{setting}` is `{text}`, but {rule}")]
+    SettingText {
+        /// The setting.
+        setting: &'static str,
+        /// Its text.
+        text: String,
+        /// The rule that it breaks.
+        rule: &'static str,
+    },
     /// A setting that has no default.
     #[error("`{algorithm}` needs the setting `{setting}`: {reason}")]
     MissingSetting {
@@ -111,6 +121,66 @@ pub enum AlgoError {
         got: usize,
         /// Tokens in the mini-batch.
         expected: usize,
+    },
+    /// A micro-batch that holds one side of a pair.
+    #[error(
+        "pair {pair} has tokens on both sides in the mini-batch, but only the {side} side in the micro-batch: pairs must not be cut"
+    )]
+    CutPair {
+        /// The pair.
+        pair: usize,
+        /// The side that is there: chosen, rejected.
+        side: &'static str,
+    },
+    /// A micro-batch that is only part of the mini-batch, for a loss that compares all of it.
+    #[error(
+        "`{loss}` compares all rows of a mini-batch, but the micro-batch holds {got} of its {expected} tokens: make it one micro-batch"
+    )]
+    CutMiniBatch {
+        /// The loss.
+        loss: &'static str,
+        /// Tokens in the micro-batch.
+        got: usize,
+        /// Tokens in the mini-batch.
+        expected: usize,
+    },
+    /// Rows that cannot be pairs.
+    #[error(
+        "`{loss}` reads pairs of rows, chosen and then rejected, but there are {rows} rows: declare the count of sequences if the last side has no tokens"
+    )]
+    OddRows {
+        /// The loss.
+        loss: &'static str,
+        /// Number of rows.
+        rows: usize,
+    },
+    /// A row without action tokens, for a loss that is not defined there.
+    #[error("`{loss}` is not defined for row {row}, which has no action tokens: drop its pair")]
+    EmptyRow {
+        /// The loss.
+        loss: &'static str,
+        /// The row.
+        row: usize,
+    },
+    /// Settings that exclude each other.
+    #[error("`{loss}` cannot be used with `{setting}`: {reason}")]
+    Conflict {
+        /// The loss.
+        loss: &'static str,
+        /// The setting.
+        setting: &'static str,
+        /// Why.
+        reason: &'static str,
+    },
+    /// A term of the loss that is not finite.
+    #[error(
+        "the share of a micro-batch in `{loss}` is {value}: a log-prob of an action token is not finite, or the loss overflowed"
+    )]
+    NonFiniteLoss {
+        /// The term.
+        loss: &'static str,
+        /// Its value.
+        value: f64,
     },
     /// A token position outside the mini-batch.
     #[error("token position {position} lies outside the mini-batch of {tokens} tokens")]
@@ -204,6 +274,12 @@ pub(crate) fn check_finite(argument: &'static str, values: &[f64]) -> Result<(),
             value: values[position],
         }),
     }
+}
+
+/// Refuses NaN and infinity where there is a number.
+pub(crate) fn check_given(argument: &'static str, values: &[Option<f64>]) -> Result<(), AlgoError> {
+    let given: Vec<f64> = values.iter().map(|v| v.unwrap_or(0.0)).collect();
+    check_finite(argument, &given)
 }
 
 /// Refuses a setting for which `holds` is false (NaN never holds).

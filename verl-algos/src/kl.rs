@@ -16,7 +16,7 @@
 
 use burn::tensor::Tensor;
 
-use crate::error::{AlgoError, check_finite};
+use crate::error::{AlgoError, check_finite, check_setting};
 use crate::masked;
 use crate::ragged::Ragged;
 
@@ -156,7 +156,8 @@ pub struct KlReward {
 /// # Shapes
 /// `token_level_scores`, `old_log_probs`, `ref_log_probs`, `actions`: `[B, T~]`
 /// # Errors
-/// Rows of other lengths than those of `actions`; a log-prob or score of an action token that is not finite.
+/// Rows of other lengths than those of `actions`; a log-prob or score of an action token that is not finite; a
+/// coefficient that is negative or not finite.
 /// # Differences
 /// verl counts rows without action tokens in the reported KL, as 0; here they are left out. NaN at an observation
 /// does not matter.
@@ -170,6 +171,8 @@ pub fn kl_in_reward(
     estimator: KlEstimator,
     coef: f64,
 ) -> Result<KlReward, AlgoError> {
+    let sound = coef >= 0.0 && coef.is_finite();
+    check_setting("kl_coef", coef, sound, "it must be a finite number from 0")?;
     let scores = token_level_scores.select("token_level_scores", actions)?;
     let old = old_log_probs.select("old_log_probs", actions)?;
     let reference = ref_log_probs.select("ref_log_probs", actions)?;
@@ -255,6 +258,23 @@ mod tests {
         assert!(KlEstimator::parse("k4").is_err());
         let text = KlEstimator::parse("k4+").unwrap_err().to_string();
         assert!(text.contains("low_var_kl"), "{text}");
+    }
+
+    #[test]
+    fn the_penalty_is_taken_off_each_action() {
+        let actions = Ragged::<bool>::from_rows([vec![true, false, true], vec![], vec![true]]);
+        let scores = Ragged::<f64>::from_rows([vec![0.0, f64::NAN, 1.0], vec![], vec![0.5]]);
+        let old = Ragged::<f64>::from_rows([vec![-1.0, f64::NAN, -1.0], vec![], vec![-1.0]]);
+        let reference = Ragged::<f64>::from_rows([vec![-2.0, 0.0, -1.5], vec![], vec![-0.5]]);
+        let run = |coef| {
+            let k1 = KlEstimator::parse("k1").unwrap();
+            kl_in_reward(&scores, &old, &reference, &actions, k1, coef)
+        };
+        let got = run(0.5).unwrap();
+        assert_eq!(got.token_level_rewards.values(), [-0.5, 0.0, 0.75, 0.75]);
+        assert_eq!((got.reported_kl, got.num_sequences), (0.125, 2));
+        assert!(run(f64::NAN).is_err());
+        assert!(run(-1.0).is_err());
     }
 
     #[test]

@@ -110,6 +110,7 @@ mod tests {
         assert!(controller.update(0.0, 51).is_err());
         assert_eq!(controller.coef(), 0.1);
         assert!(KlController::adaptive(0.1, 0.0, 1.0).is_err());
+        assert!(KlController::adaptive(0.1, 0.1, 0.0).is_err());
         assert!(KlController::fixed(f64::NAN).is_err());
     }
 }

@@ -1,6 +1,6 @@
 //! Plain numbers into tensors beside another tensor.
 
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 
 /// A tensor of constants on the device and with the dtype of `like`.
 pub(crate) fn constant_like<const D: usize>(values: Vec<f64>, like: &Tensor<D>) -> Tensor<1> {
@@ -14,6 +14,11 @@ pub(crate) fn indices_like<const D: usize>(values: &[usize], like: &Tensor<D>) -
     let values: Vec<i64> = values.iter().map(|&v| v as i64).collect();
     let len = values.len();
     Tensor::from_data(TensorData::new(values, [len]), &like.device())
+}
+
+/// 1 where `mask` holds, else 0, with the dtype of `like`.
+pub(crate) fn ones_where(mask: Tensor<1, Bool>, like: &Tensor<1>) -> Tensor<1> {
+    like.zeros_like().mask_fill(mask, 1.0)
 }
 
 /// Half precision into f32, in which all losses are computed; wider types as they are.

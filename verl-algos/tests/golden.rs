@@ -9,12 +9,20 @@
     reason = "the tests tell what they could not compare"
 )]
 
+#[path = "golden/advantages.rs"]
+mod advantages;
 #[path = "golden/cases.rs"]
 mod cases;
 #[path = "golden/functions.rs"]
 mod functions;
 #[path = "golden/offline.rs"]
 mod offline;
+#[path = "golden/policy.rs"]
+mod policy;
+#[path = "golden/preferences.rs"]
+mod preferences;
+#[path = "golden/readme.rs"]
+mod readme;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -133,4 +141,50 @@ fn golden_comparison_notices_what_is_wrong() {
         compare(case("token-mean_no_valid_token"), value(0.0), 1e-6),
         Ok(())
     );
+}
+
+#[test]
+fn golden_readme_table_is_read() {
+    let text = "# Cases\n\n| file | cases | functions |\n|---|---|---|\n| `a` | 2 | `one` (all), `two` |\n\
+                | `b` | 1 | `b_*`: each of `kinds` |\n\n| `c` | `no` | `function` |\n";
+    assert_eq!(readme::functions(text), ["one", "two", "b_*"]);
+    assert!(readme::matches("two", "two") && !readme::matches("two", "two_more"));
+    assert!(readme::matches("a_*_z", "a_b_z") && !readme::matches("a_*_z", "a_z"));
+}
+
+/// Nothing that the golden folder holds may go unnoticed: a function without an implementation here is a failure.
+#[test]
+fn golden_readme_functions_are_all_covered() {
+    let Some(folder) = shared_folder() else {
+        println!("no folder of golden files: set VERL_GOLDEN_DIR");
+        return;
+    };
+    let text = std::fs::read_to_string(folder.join("README.md")).expect("a README");
+    let cases = load(&folder);
+    let mut first = BTreeMap::new();
+    for case in &cases {
+        first.entry(case.function.as_str()).or_insert(case);
+    }
+    let mut faults = Vec::new();
+    for (function, case) in &first {
+        if functions::run(case, DType::F64).is_none() {
+            faults.push(format!(
+                "no function here for `{function}` of {}",
+                case.file
+            ));
+        }
+    }
+    let named = readme::functions(&text);
+    assert!(!named.is_empty(), "no function in the table of the README");
+    for name in &named {
+        if !first.keys().any(|function| readme::matches(name, function)) {
+            faults.push(format!("the README names `{name}`, but no case does"));
+        }
+    }
+    for function in first.keys() {
+        if !named.iter().any(|name| readme::matches(name, function)) {
+            faults.push(format!("the table of the README lacks `{function}`"));
+        }
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
 }

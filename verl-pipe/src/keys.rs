@@ -131,6 +131,31 @@ pub const REWARDS: Key<Scalar<f32>> = Key::new(
 )
 .nullable()
 .finite();
+/// Score of a reference response to each prompt.
+pub const REWARD_BASELINES: Key<Scalar<f32>> = Key::new(
+    "reward_baselines",
+    "[B]",
+    "reward",
+    "score of a reference response to the prompt, such as the greedy one",
+)
+.finite();
+/// Rewards after shaping by length and the like; `advantages` reads them under `rename`.
+pub const SHAPED_REWARDS: Key<Scalar<f32>> = Key::new(
+    "shaped_rewards",
+    "[B]",
+    "reward",
+    "one reward a response after shaping; null where it could not be scored",
+)
+.nullable()
+.finite();
+/// What a filter judged a group by. A stage that reads it works on the groups that were kept, and on those alone.
+pub const GROUP_MEANS: Key<Scalar<f32>> = Key::new(
+    "group_means",
+    "[B]",
+    "reward",
+    "mean of what the filter judged the row's group by",
+)
+.finite();
 /// Rewards on tokens after shaping.
 pub const TOKEN_LEVEL_REWARDS: Key<Ragged<f32>> = Key::new(
     "token_level_rewards",

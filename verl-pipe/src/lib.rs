@@ -42,6 +42,7 @@ pub mod data;
 pub mod diagnostic;
 pub mod field;
 pub mod keys;
+pub mod part;
 pub mod pipe;
 pub mod plan;
 pub mod registry;

@@ -56,6 +56,9 @@ pub type StageBuilder =
 pub type DataBuilder =
     Arc<dyn Fn(&BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> + Send + Sync>;
 
+/// Looks at a data set without reading it.
+pub type DataCheck = Arc<dyn Fn(&BuildContext) -> Result<(), Vec<ConfigError>> + Send + Sync>;
+
 /// A declared stage.
 #[derive(Clone)]
 pub struct StageDecl {
@@ -145,6 +148,8 @@ pub struct DataDecl {
     pub kind: String,
     /// Its configuration.
     pub config: serde_json::Value,
+    /// Tells what is wrong before it is opened; see [`DataConfig::check`].
+    pub check: DataCheck,
     /// Opens it.
     pub open: DataBuilder,
 }
@@ -243,6 +248,7 @@ impl DataPipe {
             name: name.into(),
             kind: CUSTOM.to_owned(),
             config: serde_json::Value::Null,
+            check: Arc::new(|_| Ok(())),
             open: Arc::new(move |_| Ok(data.clone())),
         });
         self
@@ -357,10 +363,12 @@ impl ModelDecl {
 impl DataDecl {
     /// The declaration of a data set from its configuration.
     pub fn new<C: DataConfig>(name: impl Into<String>, config: C) -> Self {
+        let checked = config.clone();
         DataDecl {
             name: name.into(),
             kind: C::KIND.to_owned(),
             config: as_json(&config),
+            check: Arc::new(move |context| checked.check(context)),
             open: Arc::new(move |context| config.open(context)),
         }
     }

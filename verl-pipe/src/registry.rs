@@ -1,14 +1,18 @@
 //! [`Registry`]: names of kinds → what they are made by. The pipeline file, the schema and the command line read it.
 
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use schemars::{Schema, SchemaGenerator};
 use serde_json::Value;
 
 use crate::config::decode::{Decoded, decode};
 use crate::diagnostic::suggest;
+use crate::part::{self, AnyPart, PartConfig, Slot, Slots};
 use crate::pipe::{DataDecl, ModelDecl, StageDecl};
 use crate::stage::{DataConfig, ModelConfig, StageConfig};
-use schemars::{Schema, SchemaGenerator};
 
-/// A registered kind of stage, model or data set; `D` is what it declares.
+/// A registered kind of stage, part, model or data set; `D` is what it declares.
 pub struct Kind<D> {
     /// Registered name.
     pub name: &'static str,
@@ -22,26 +26,45 @@ pub struct Kind<D> {
     pub(crate) extensions: Vec<&'static str>,
 }
 
+// Derived, `Clone` would ask for a `D` that can be cloned.
+impl<D> Clone for Kind<D> {
+    fn clone(&self) -> Self {
+        Kind {
+            extensions: self.extensions.clone(),
+            ..*self
+        }
+    }
+}
+
 /// Kinds of one sort, in the order of registration.
 pub struct Kinds<D> {
-    what: &'static str,
+    what: Cow<'static, str>,
     list: Vec<Kind<D>>,
+}
+
+impl<D> Clone for Kinds<D> {
+    fn clone(&self) -> Self {
+        Kinds {
+            what: self.what.clone(),
+            list: self.list.clone(),
+        }
+    }
 }
 
 /// A name that two kinds want.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("there are two {what} called `{name}`")]
 pub struct DuplicateKind {
-    /// Stage kinds, model kinds or data kinds.
-    pub what: &'static str,
+    /// Stage kinds, loss kinds, model kinds, …
+    pub what: Cow<'static, str>,
     /// The name.
     pub name: &'static str,
 }
 
 impl<D> Kinds<D> {
-    fn new(what: &'static str) -> Self {
+    pub(crate) fn new(what: impl Into<Cow<'static, str>>) -> Self {
         Kinds {
-            what,
+            what: what.into(),
             list: Vec::new(),
         }
     }
@@ -49,7 +72,7 @@ impl<D> Kinds<D> {
     fn add(&mut self, kind: Kind<D>, duplicates: &mut Vec<DuplicateKind>) {
         if self.get(kind.name).is_some() {
             duplicates.push(DuplicateKind {
-                what: self.what,
+                what: self.what.clone(),
                 name: kind.name,
             });
         } else {
@@ -70,7 +93,7 @@ impl<D> Kinds<D> {
     /// Help for somebody who wrote `name`: the nearest name and the known ones.
     pub fn suggest(&self, name: &str) -> String {
         let known: Vec<&str> = self.list.iter().map(|kind| kind.name).collect();
-        suggest(name, self.what, known.iter().copied())
+        suggest(name, &self.what, known.iter().copied())
     }
 }
 
@@ -99,6 +122,7 @@ pub struct Registry {
     stages: Kinds<StageDecl>,
     models: Kinds<ModelDecl>,
     data: Kinds<DataDecl>,
+    slots: Arc<Slots>,
     duplicates: Vec<DuplicateKind>,
 }
 
@@ -115,6 +139,7 @@ impl Registry {
             stages: Kinds::new("stage kinds"),
             models: Kinds::new("model kinds"),
             data: Kinds::new("data kinds"),
+            slots: Arc::default(),
             duplicates: Vec::new(),
         }
     }
@@ -129,6 +154,25 @@ impl Registry {
             extensions: Vec::new(),
         };
         self.stages.add(kind, &mut self.duplicates);
+        self
+    }
+
+    /// Adds a kind of part to its slot.
+    pub fn part<C: PartConfig>(mut self) -> Self {
+        let kind = Kind {
+            name: C::KIND,
+            summary: C::SUMMARY,
+            declare: |_, settings| part::declare::<C>(settings),
+            schema: C::json_schema,
+            extensions: Vec::new(),
+        };
+        match Arc::make_mut(&mut self.slots).kinds_for::<C>() {
+            Some(kinds) => kinds.add(kind, &mut self.duplicates),
+            None => self.duplicates.push(DuplicateKind {
+                what: "slots".into(),
+                name: <C::Slot as Slot>::NAME,
+            }),
+        }
         self
     }
 
@@ -176,6 +220,32 @@ impl Registry {
     /// Kinds of data sets.
     pub fn data_kinds(&self) -> &Kinds<DataDecl> {
         &self.data
+    }
+
+    /// Kinds of the parts of slot `name`, such as `loss`; `None` where no part of it is registered.
+    pub fn slot(&self, name: &str) -> Option<&Kinds<AnyPart>> {
+        self.slots.get(name)
+    }
+
+    /// Calls `read`, in which parts of the registered kinds can be deserialised. Whoever reads pipeline files does it.
+    ///
+    /// ```
+    /// # use verl_pipe::part::{Part, Slot};
+    /// # use verl_pipe::registry::Registry;
+    /// # #[derive(Debug)]
+    /// # struct Price;
+    /// # impl Slot for Price { const NAME: &'static str = "price"; }
+    /// let read = || serde_json::from_str::<Part<Price>>("\"linear\"");
+    /// let error = Registry::new().reading(read).unwrap_err();
+    /// assert!(error.to_string().contains("there is no kind of price called `linear`"));
+    /// ```
+    pub fn reading<T>(&self, read: impl FnOnce() -> T) -> T {
+        part::reading(&self.slots, read)
+    }
+
+    /// All slots, by name.
+    pub(crate) fn slots(&self) -> &Slots {
+        &self.slots
     }
 
     /// Names that were registered twice; the first one stays.

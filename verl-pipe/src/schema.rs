@@ -3,8 +3,9 @@
 use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value, json};
 
+use crate::part::AnyPart;
 use crate::pipe::RunConfig;
-use crate::registry::{FILE, Kind, Registry};
+use crate::registry::{FILE, Kind, Kinds, Registry};
 use crate::schedule::batching::{BatchConfig, DevicesConfig};
 
 /// The schema of pipeline files that may use the kinds of `registry`.
@@ -54,6 +55,10 @@ pub fn pipeline_schema(registry: &Registry) -> Value {
         .iter()
         .map(|kind| entry(kind, &mut generator, true, &common))
         .collect();
+    for (slot, kinds) in registry.slots().iter() {
+        let parts = slot_schema(kinds, &mut generator);
+        generator.definitions_mut().insert(slot.to_owned(), parts);
+    }
     let mut data_or_path = vec![json!({ "type": "string", "description": "Path of a file." })];
     data_or_path.extend(data);
     let mut schema = json!({
@@ -101,6 +106,27 @@ fn any_of(kinds: Vec<Value>) -> Value {
     } else {
         json!({ "anyOf": kinds })
     }
+}
+
+/// What may stand for a part of a slot: the name of a kind, or a table with `kind` and the kind's settings.
+fn slot_schema(kinds: &Kinds<AnyPart>, generator: &mut SchemaGenerator) -> Value {
+    let tables: Vec<Value> = kinds
+        .iter()
+        .map(|kind| entry(kind, generator, true, &[]))
+        .collect();
+    let without_settings = kinds.iter().zip(&tables).filter(|(_, table)| {
+        let required = table["required"].as_array();
+        required.is_none_or(|names| names.len() == 1)
+    });
+    let names: Vec<&str> = without_settings.map(|(kind, _)| kind.name).collect();
+    let by_name = json!({
+        "type": "string",
+        "enum": names,
+        "description": "A kind with its default settings."
+    });
+    let named = (!names.is_empty()).then_some(by_name);
+    let one_of: Vec<Value> = named.into_iter().chain(tables).collect();
+    json!({ "oneOf": one_of })
 }
 
 /// The schema of a kind's configuration with `kind` and the keys that every entry may have.

@@ -28,7 +28,7 @@ pub enum Cardinality {
     Row,
     /// Whole prompt groups.
     Group,
-    /// The whole batch of the step: a barrier.
+    /// The whole batch of the step, all waves of it: a barrier.
     Batch,
 }
 
@@ -36,7 +36,7 @@ pub enum Cardinality {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RowRule {
-    /// Makes rows from nothing: one a prompt of the step.
+    /// Makes rows from nothing: one a prompt of the step (of each wave of it, see [`Refill`]).
     Source,
     /// One row out for each row in, same identities.
     #[default]
@@ -47,6 +47,49 @@ pub enum RowRule {
     Filter,
     /// Reads rows and emits none.
     Sink,
+}
+
+/// How many groups a filter is to keep in a step, and how often its source is asked for more.
+///
+/// A source draws its prompts in *waves*. When the filter has seen all groups of a wave and kept fewer than `groups` so
+/// far, the source draws the next wave, up to `waves` of them. Of what is kept only the first `groups` groups go on,
+/// in the order in which they were drawn; the rest is surplus. Stages before the filter work on each wave as it comes;
+/// stages after it see one list of rows.
+///
+/// The engine records, under the name of the stage, `…/waves` (waves drawn), `…/groups_kept` (groups that went on) and
+/// `…/groups_surplus` (groups kept beyond those that were wanted).
+///
+/// ```
+/// use verl_pipe::keys::{REWARDS, GROUP_MEANS};
+/// use verl_pipe::stage::{Cardinality, OnShort, Refill, RowRule, StageSpec};
+///
+/// let spec = StageSpec::new()
+///     .reads(REWARDS)
+///     .writes(GROUP_MEANS)
+///     .rows(RowRule::Filter)
+///     .cardinality(Cardinality::Group)
+///     .refill(Refill { groups: 32, waves: 3, on_short: OnShort::Error });
+/// assert_eq!(spec.refill.map(|refill| refill.waves), Some(3));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Refill {
+    /// Groups that a step is to keep.
+    pub groups: usize,
+    /// Waves that a step may have; 1 asks for no more than a step draws anyway.
+    pub waves: usize,
+    /// What becomes of a step that kept fewer after its last wave.
+    pub on_short: OnShort,
+}
+
+/// What becomes of a step for which too few groups were kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnShort {
+    /// The run ends before anything is updated.
+    #[default]
+    Error,
+    /// The step goes on with those there are; with none at all the run ends.
+    Continue,
 }
 
 /// When a stage runs.
@@ -144,6 +187,14 @@ pub struct StageSpec {
     pub metrics: Vec<Metric>,
     /// What it does that a pipeline usually does once, as a phrase: the plan warns where two stages say the same.
     pub once: Vec<&'static str>,
+    /// What to do about a needed key (by name) that no stage writes, where more can be said than to write it.
+    pub remedies: BTreeMap<String, String>,
+    /// Settings that are possible and probably not meant: the plan warns.
+    pub doubts: Vec<ConfigError>,
+    /// For a filter of groups: how many it is to keep; its source draws further waves while they are too few.
+    pub refill: Option<Refill>,
+    /// For a source: it draws other rows in each wave of a step, as [`StageContext::wave`] tells.
+    pub draws_waves: bool,
 }
 
 /// What becomes of a row whose host-pool call failed.
@@ -228,6 +279,26 @@ impl StageSpec {
     /// Says that it does something that a pipeline usually does once, for example `a KL penalty to the reference`.
     pub fn once(mut self, what: &'static str) -> Self {
         self.once.push(what);
+        self
+    }
+    /// Says what to do where no stage writes the key `name`.
+    pub fn remedy(mut self, name: impl Into<String>, help: impl Into<String>) -> Self {
+        self.remedies.insert(name.into(), help.into());
+        self
+    }
+    /// Says that a setting is possible and probably not meant.
+    pub fn doubts(mut self, setting: ConfigError) -> Self {
+        self.doubts.push(setting);
+        self
+    }
+    /// Sets how many groups a filter is to keep.
+    pub fn refill(mut self, refill: Refill) -> Self {
+        self.refill = Some(refill);
+        self
+    }
+    /// Says that a source can draw further waves.
+    pub fn draws_waves(mut self) -> Self {
+        self.draws_waves = true;
         self
     }
     /// Adds metrics that it records.
@@ -326,6 +397,8 @@ pub struct StageContext<'a> {
     pub steps: u64,
     /// Seed of the run.
     pub seed: u64,
+    /// For a source: which wave of the step it is to draw; 0 is the first, and for any other stage it is 0.
+    pub wave: u64,
     /// Whether the run is to end.
     pub cancel: &'a CancelToken,
     /// Models of the device group; empty on the host pool.
@@ -552,6 +625,14 @@ pub trait DataConfig:
     const KIND: &'static str;
     /// One line for lists.
     const SUMMARY: &'static str;
+
+    /// Looks at it without reading it, when the pipeline is checked: a file that is missing is told then.
+    ///
+    /// # Errors
+    /// Settings that make no sense, files that are missing.
+    fn check(&self, _context: &BuildContext) -> Result<(), Vec<ConfigError>> {
+        Ok(())
+    }
 
     /// Opens it.
     ///

@@ -203,6 +203,47 @@ fn stages_without_rows() {
 }
 
 #[test]
+fn filters_that_cannot_refill() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let refill = Refill {
+        groups: 0,
+        waves: 2,
+        on_short: OnShort::Error,
+    };
+    let rowwise = StageSpec::new()
+        .reads(REWARDS)
+        .writes(RETURNS.field().shaped("[B]"))
+        .rows(RowRule::Filter)
+        .refill(refill);
+    let nothing = rowwise
+        .clone()
+        .writes(VALUES.field().shaped("[B]"))
+        .cardinality(Cardinality::Group);
+    let mut nothing = nothing;
+    nothing.writes.remove(0);
+    let train = StageSpec::new()
+        .reads(REWARDS)
+        .writes(REWARDS.field().renamed("trained_rewards"))
+        .uses("actor", Access::Update);
+    let silent = StageSpec::new()
+        .rows(RowRule::Source)
+        .writes(PROMPTS)
+        .writes(ANSWERS);
+    let mut pipe = grpo()
+        .add_stage("train", stage_fn(train, emit))
+        .add_stage("filter_groups", FilterGroups::default())
+        .reading("rewards", "trained_rewards")
+        .add_stage("rowwise", stage_fn(rowwise, emit))
+        .add_stage("nothing", stage_fn(nothing, emit));
+    pipe.stages[0] = stage_fn(silent, emit).named("prompts").declare();
+    let found: Vec<Diagnostic> = findings(&pipe)
+        .into_iter()
+        .filter(|finding| finding.code == "P021")
+        .collect();
+    insta::assert_snapshot!("P021_others", printed(&found));
+}
+
+#[test]
 fn rows_that_never_meet() {
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let other = StageSpec::new()
@@ -315,6 +356,38 @@ fn what_two_stages_do_that_one_should() {
     assert_eq!(printed(&findings(&pipe)), "");
     let pipe = pipe.add_stage("second", stage_fn(penalty, emit));
     insta::assert_snapshot!("P020", printed(&findings(&pipe)));
+}
+
+#[test]
+fn what_a_stage_doubts() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let idle = StageSpec::new()
+        .reads(REWARDS)
+        .rows(RowRule::Sink)
+        .doubts(ConfigError::new(
+            "price",
+            "is 0, so that nothing is taken off",
+            "set it to a number above 0",
+        ));
+    let found = findings(&grpo().add_stage("idle", stage_fn(idle, emit)));
+    insta::assert_snapshot!("C008", printed(&found));
+}
+
+#[test]
+fn what_to_do_about_a_missing_key_is_told_by_its_reader() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let critic = StageSpec::new()
+        .reads(VALUES)
+        .rows(RowRule::Sink)
+        .remedy("values", "train a critic");
+    let pipe = grpo().add_stage("critic", stage_fn(critic, emit));
+    let pipe = pipe.reading("values", "worths");
+    let found = findings(&pipe);
+    assert_eq!(
+        (found[0].code, found[0].help.as_str()),
+        ("P002", "train a critic")
+    );
+    assert!(found[0].what.contains("`worths`"), "{}", found[0]);
 }
 
 #[test]

@@ -203,6 +203,61 @@ fn a_key_of_a_prompt_is_repeated_where_that_is_declared() {
 }
 
 #[test]
+fn waves_and_what_is_kept_of_them_are_printed() {
+    let mut pipe = grpo();
+    pipe.batch.mini_batch = Some(20);
+    let filter = FilterGroups {
+        groups: 40,
+        max_waves: 3,
+    };
+    let plan = pipe
+        .add_stage("filter_groups", filter)
+        .plan()
+        .expect("a plan");
+    let tables: Vec<(&str, usize, usize)> = plan
+        .tables
+        .iter()
+        .map(|table| (table.rows.as_str(), table.num_rows, table.waves))
+        .collect();
+    assert_eq!(tables, [("P", 60, 3), ("P·n", 720, 3), ("F(P·n)", 480, 1)]);
+    let batch = &plan.batch;
+    assert_eq!((batch.groups, batch.waves, batch.mini_batches), (40, 3, 2));
+    assert_eq!(plan.context.batch, plan.batch);
+    assert_eq!(stage(&plan, "update").slice_rows, 480);
+    let text = plan.to_string();
+    assert!(
+        text.lines().all(|line| line.chars().count() <= 100),
+        "{text}"
+    );
+    insta::assert_snapshot!("refill", text);
+}
+
+#[test]
+fn a_filtered_row_is_that_of_any_writer() {
+    const LENGTHS: Key<Scalar<f32>> = Key::new("lengths", "[B]", "tokens", "length of a response");
+    // Beside the filter, not before it.
+    let measure = StageSpec::new().reads(RESPONSES).writes(LENGTHS);
+    let use_kept = StageSpec::new()
+        .reads(GROUP_MEANS)
+        .reads(LENGTHS)
+        .rows(RowRule::Sink);
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let plan = grpo()
+        .add_stage("filter_groups", FilterGroups::default())
+        .add_stage("use", stage_fn(use_kept, emit))
+        .add_stage("measure", stage_fn(measure, emit))
+        .plan()
+        .expect("a plan");
+    let table = stage(&plan, "use").table_in.expect("a table");
+    assert_eq!(plan.tables[table].rows, "F(P·n)");
+    assert!(
+        plan.to_string()
+            .contains("from measure, thinned out from P·n"),
+        "{plan}"
+    );
+}
+
+#[test]
 fn a_filter_makes_a_table_and_carries_what_comes_before() {
     let keep = StageSpec::new()
         .reads(REWARDS)

@@ -1,19 +1,25 @@
-//! Stage `advantages`: rewards into advantages, by an estimator chosen by name.
+//! Stage `advantages`: rewards into advantages, by any estimator of [`estimators`](crate::estimators).
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::advantages::{AdvantageEstimator, AdvantageInputs, Grpo};
+use verl_algos::advantages::{AdvantageInputs, EstimatorInput};
 use verl_algos::kl::KlEstimator;
 use verl_algos::{CutUnit, Ragged as AlgoRagged};
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{LogProbTag, Support, Weights};
-use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, REWARDS, mask};
+use verl_pipe::keys::{
+    ADVANTAGES, GROUP_MEANS, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, RETURNS, REWARD_BASELINES,
+    REWARDS, VALUES, mask,
+};
+use verl_pipe::part::Part;
 use verl_pipe::stage::{
     BuildContext, Cardinality, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext,
     StageError, StageSpec,
 };
 
-use crate::algorithms::KL_PENALTY;
+use crate::estimators::{Estimator, Grpo};
+use crate::losses::KL_PENALTY;
+use crate::settings::{coefficient_fault, refusal};
 
 /// Mean reward.
 pub const REWARD_MEAN: Metric = Metric {
@@ -44,25 +50,12 @@ pub const REWARD_KL: Metric = Metric {
     reduce: Reduce::Mean,
 };
 
-/// Estimators by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum Estimator {
-    /// (s − μ_g) / (σ_g + ε).
-    #[default]
-    Grpo,
-    /// s − μ_g.
-    DrGrpo,
-}
-
 /// Settings of stage `advantages`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Advantages {
     /// The estimator.
-    pub estimator: Estimator,
-    /// ε added to the group's deviation.
-    pub epsilon: f64,
+    pub estimator: Part<Estimator>,
     /// Coefficient of the KL to the reference that is taken off the rewards; 0 needs no reference.
     pub kl_coef: f64,
     /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`.
@@ -74,8 +67,7 @@ pub struct Advantages {
 impl Default for Advantages {
     fn default() -> Self {
         Advantages {
-            estimator: Estimator::Grpo,
-            epsilon: 1e-6,
+            estimator: Grpo::default().into(),
             kl_coef: 0.0,
             kl_estimator: "k1".to_owned(),
             temperature: 1.0,
@@ -87,34 +79,21 @@ impl StageConfig for Advantages {
     const KIND: &'static str = "advantages";
     const SUMMARY: &'static str = "rewards into advantages, by an estimator chosen by name";
 
-    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
-        let mut faults = Vec::new();
-        for (name, value) in [("epsilon", self.epsilon), ("kl_coef", self.kl_coef)] {
-            if !(value >= 0.0 && value.is_finite()) {
-                faults.push(ConfigError::new(
-                    name,
-                    format!("is {value}"),
-                    "set it to a number from 0",
-                ));
-            }
+    fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        let mut faults = Vec::from_iter(coefficient_fault("kl_coef", self.kl_coef));
+        let kl = KlEstimator::parse(&self.kl_estimator)
+            .map_err(|error| faults.push(refusal("kl_estimator", &error)));
+        let samples = context.batch.samples.max(1);
+        let estimator = self.estimator.build("estimator", context);
+        let estimator = estimator.map_err(|errors| faults.extend(errors));
+        if let Ok(estimator) = &estimator {
+            faults.extend(self.too_few(estimator, samples));
         }
-        let kl = KlEstimator::parse(&self.kl_estimator).map_err(|error| {
-            faults.push(ConfigError::new(
-                "kl_estimator",
-                format!("is refused: {error}"),
-                "use one of k1, k2, k3, abs",
-            ))
-        });
-        let (Ok(kl), true) = (kl, faults.is_empty()) else {
+        let (Ok(kl), Ok(estimator), true) = (kl, estimator, faults.is_empty()) else {
             return Err(faults);
         };
-        let estimator: Box<dyn AdvantageEstimator> = match self.estimator {
-            Estimator::Grpo => Box::new(Grpo {
-                epsilon: Some(self.epsilon),
-            }),
-            Estimator::DrGrpo => Box::new(Grpo::without_std()),
-        };
         Ok(Box::new(AdvantagesStage {
+            doubt: self.lone(&estimator, samples),
             config: self.clone(),
             kl,
             estimator,
@@ -122,11 +101,53 @@ impl StageConfig for Advantages {
     }
 }
 
+impl Advantages {
+    /// A prompt has fewer responses than the estimator can work with.
+    fn too_few(&self, estimator: &Estimator, samples: usize) -> Option<ConfigError> {
+        let needed = estimator.smallest_group();
+        let fault = || {
+            ConfigError::new(
+                "estimator",
+                format!(
+                    "is `{}`, which needs at least {needed} responses to a prompt, but `samples` is {samples}",
+                    self.estimator.kind()
+                ),
+                format!(
+                    "set `samples` in [batch] to {needed} or more, or choose another estimator"
+                ),
+            )
+        };
+        (samples < needed).then(fault)
+    }
+
+    /// A prompt has one response, and the estimator compares the responses to a prompt.
+    fn lone(&self, estimator: &Estimator, samples: usize) -> Option<ConfigError> {
+        let compares = estimator.inputs().contains(&EstimatorInput::Groups);
+        let doubt = || {
+            ConfigError::new(
+                "estimator",
+                format!(
+                    "is `{}`, which compares the responses to a prompt, but `samples` is 1: a lone response keeps its raw reward",
+                    self.estimator.kind()
+                ),
+                "set `samples` in [batch] to 2 or more, or choose an estimator that compares nothing, for example `reinforce_plus_plus`",
+            )
+        };
+        (compares && samples == 1).then(doubt)
+    }
+}
+
+/// What to do where no stage writes critic values.
+const NO_VALUES: &str = "put a `values` stage before it, one that writes a critic's value of each response token, or choose an estimator that needs no critic, for example `grpo`";
+/// What to do where no stage writes the scores of reference responses.
+const NO_BASELINES: &str = "put a stage before it that writes the score of a greedy response to each prompt, or choose an estimator that needs no baseline, for example `rloo`";
+
 /// The running stage.
 struct AdvantagesStage {
     config: Advantages,
     kl: KlEstimator,
-    estimator: Box<dyn AdvantageEstimator>,
+    estimator: Estimator,
+    doubt: Option<ConfigError>,
 }
 
 impl AdvantagesStage {
@@ -139,33 +160,71 @@ impl AdvantagesStage {
         }
     }
 
-    /// Scores minus the summed KL penalty of the action tokens.
-    fn penalise(
+    fn reads(&self, input: EstimatorInput) -> bool {
+        self.estimator.inputs().contains(&input)
+    }
+
+    fn report(&self, input: &Batch, scores: &[Option<f64>], context: &mut StageContext<'_>) {
+        for score in scores {
+            match score {
+                Some(score) => context.record(&REWARD_MEAN, *score),
+                None => context.record(&UNSCORED, 1.0),
+            }
+        }
+        if self.reads(EstimatorInput::Groups) {
+            for group in input.group_ranges() {
+                let mut pairs = scores[group.clone()].windows(2);
+                let flat = pairs.all(|pair| pair[0] == pair[1]);
+                context.record(&NO_SIGNAL, f64::from(flat && group.len() > 1));
+            }
+        }
+    }
+
+    /// Estimated KL of each action token; 0 at observations.
+    fn token_kls(
         &self,
         input: &Batch,
         actions: &AlgoRagged<bool>,
-        scores: &mut [Option<f64>],
         context: &mut StageContext<'_>,
-    ) -> Result<(), StageError> {
+    ) -> Result<AlgoRagged<f64>, StageError> {
         let (old, reference) = (input.get(&OLD_LOG_PROBS)?, input.get(&REF_LOG_PROBS)?);
-        for (row, score) in scores.iter_mut().enumerate() {
-            let tokens = actions
-                .row(row)
-                .iter()
-                .zip(old.row(row))
-                .zip(reference.row(row))
-                .filter(|((action, _), _)| **action);
-            let kls: Vec<f64> = tokens
-                .map(|((_, old), reference)| self.kl.value(f64::from(*old), f64::from(*reference)))
-                .collect();
-            if kls.is_empty() {
-                continue;
+        let kls = actions.map(|row, token, action| {
+            let pair = (old.row(row)[token], reference.row(row)[token]);
+            let kl = || self.kl.value(f64::from(pair.0), f64::from(pair.1));
+            if action { kl() } else { 0.0 }
+        });
+        for (kls, count) in kls.rows().zip(actions.counts()) {
+            if count > 0 {
+                context.record(&REWARD_KL, kls.iter().sum::<f64>() / count as f64);
             }
-            let sum: f64 = kls.iter().sum();
-            context.record(&REWARD_KL, sum / kls.len() as f64);
-            *score = score.map(|score| score - self.config.kl_coef * sum);
         }
-        Ok(())
+        Ok(kls)
+    }
+
+    /// The score of each row less the KL penalty of its action tokens.
+    fn outcomes(&self, scores: &[Option<f64>], kls: Option<&AlgoRagged<f64>>) -> Vec<Option<f64>> {
+        let kl = |row| kls.map_or(0.0, |kls| kls.row(row).iter().sum::<f64>());
+        let rows = scores.iter().enumerate();
+        rows.map(|(row, score)| Some((*score)? - self.config.kl_coef * kl(row)))
+            .collect()
+    }
+
+    /// The reward of each token: the score on the last action, less the KL penalty of each.
+    fn token_rewards(
+        &self,
+        actions: &AlgoRagged<bool>,
+        scores: &[Option<f64>],
+        kls: Option<&AlgoRagged<f64>>,
+    ) -> AlgoRagged<f64> {
+        let last: Vec<Option<usize>> = actions
+            .rows()
+            .map(|row| row.iter().rposition(|action| *action))
+            .collect();
+        actions.map(|row, token, _| {
+            let penalty = kls.map_or(0.0, |kls| self.config.kl_coef * kls.row(row)[token]);
+            let score = scores[row].filter(|_| last[row] == Some(token));
+            score.unwrap_or(0.0) - penalty
+        })
     }
 }
 
@@ -179,9 +238,23 @@ impl Stage for AdvantagesStage {
         let mut spec = StageSpec::new()
             .reads(REWARDS)
             .reads(MASK_KINDS)
+            // For its rows alone: behind a filter of groups, those that were dropped have no advantages.
+            .reads_optional(GROUP_MEANS)
             .writes(ADVANTAGES)
             .cardinality(cardinality)
-            .metrics(&[REWARD_MEAN, NO_SIGNAL, UNSCORED]);
+            .metrics(&[REWARD_MEAN, UNSCORED]);
+        if self.reads(EstimatorInput::Groups) {
+            spec = spec.metrics(&[NO_SIGNAL]);
+        }
+        if self.reads(EstimatorInput::Values) {
+            // A critic learns the returns.
+            spec = spec.reads(VALUES).writes(RETURNS);
+            spec = spec.remedy(VALUES.name(), NO_VALUES);
+        }
+        if self.reads(EstimatorInput::RewardBaselines) {
+            spec = spec.reads_broadcast(REWARD_BASELINES);
+            spec = spec.remedy(REWARD_BASELINES.name(), NO_BASELINES);
+        }
         if self.config.kl_coef != 0.0 {
             spec = spec
                 .reads(OLD_LOG_PROBS.tagged(self.tag(Weights::StepStart)))
@@ -189,7 +262,7 @@ impl Stage for AdvantagesStage {
                 .metrics(&[REWARD_KL])
                 .once(KL_PENALTY);
         }
-        spec
+        self.doubt.iter().cloned().fold(spec, StageSpec::doubts)
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
@@ -199,41 +272,65 @@ impl Stage for AdvantagesStage {
                 .map(|kind| *kind == mask::ACTION)
                 .collect::<Vec<_>>()
         }));
-        let mut scores: Vec<Option<f64>> = input
+        let scores: Vec<Option<f64>> = input
             .get(&REWARDS)?
             .rows()
             .map(|reward| reward.map(f64::from))
             .collect();
-        for score in &scores {
-            match score {
-                Some(score) => context.record(&REWARD_MEAN, *score),
-                None => context.record(&UNSCORED, 1.0),
-            }
-        }
-        for group in input.group_ranges() {
-            let flat = scores[group.clone()]
-                .windows(2)
-                .all(|pair| pair[0] == pair[1]);
-            context.record(&NO_SIGNAL, f64::from(flat && group.len() > 1));
-        }
-        if self.config.kl_coef != 0.0 {
-            self.penalise(&input, &actions, &mut scores, context)?;
-        }
+        self.report(&input, &scores, context);
+        let kls = (self.config.kl_coef != 0.0)
+            .then(|| self.token_kls(&input, &actions, context))
+            .transpose()?;
+
+        // A row without a score has nothing to say: to the estimator none of its tokens is an action, so that it leaves
+        // the statistics and gets advantage 0.
+        let scored = actions.map(|row, _, action| action && scores[row].is_some());
+        let rewards = self
+            .reads(EstimatorInput::TokenLevelRewards)
+            .then(|| self.token_rewards(&scored, &scores, kls.as_ref()));
+        let outcomes = self.outcomes(&scores, kls.as_ref());
+        let values = self
+            .reads(EstimatorInput::Values)
+            .then(|| input.get(&VALUES))
+            .transpose()?
+            .map(|values| AlgoRagged::from_rows(values.rows()));
+        let baselines: Option<Vec<f64>> = self
+            .reads(EstimatorInput::RewardBaselines)
+            .then(|| input.get(&REWARD_BASELINES))
+            .transpose()?
+            .map(|column| column.values().iter().copied().map(f64::from).collect());
         let inputs = AdvantageInputs {
             groups: Some(input.groups()),
-            scores: Some(&scores),
-            ..AdvantageInputs::new(&actions)
+            scores: Some(&outcomes),
+            token_level_rewards: rewards.as_ref(),
+            values: values.as_ref(),
+            reward_baselines: baselines.as_deref(),
+            ..AdvantageInputs::new(&scored)
         };
         let result = self
             .estimator
             .estimate(&inputs)
             .map_err(StageError::failed)?;
-        let rows = result
-            .advantages
-            .rows()
-            .map(|row| row.iter().map(|a| *a as f32).collect::<Vec<_>>());
         let mut output = input.rows_only();
-        output.put(&ADVANTAGES, RaggedColumn::from_rows(rows))?;
+        output.put(&ADVANTAGES, narrowed(&result.advantages))?;
+        if self.reads(EstimatorInput::Values) {
+            let returns = result.returns.ok_or_else(|| {
+                let name = self.estimator.name();
+                let reason =
+                    "reads a critic's values, but gives no returns that the critic could learn";
+                StageError::failed(format!("estimator `{name}` {reason}"))
+            })?;
+            output.put(&RETURNS, narrowed(&returns))?;
+        }
         context.emit(output)
     }
 }
+
+/// Numbers of the maths as a column.
+fn narrowed(rows: &AlgoRagged<f64>) -> RaggedColumn<f32> {
+    let rows = rows.rows();
+    RaggedColumn::from_rows(rows.map(|row| row.iter().map(|v| *v as f32).collect::<Vec<_>>()))
+}
+
+#[cfg(test)]
+mod tests;

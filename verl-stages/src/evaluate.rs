@@ -12,23 +12,14 @@ use verl_models::rollout::engine::{
 use verl_pipe::batch::{Batch, RowId};
 use verl_pipe::data::DataLoaderInterface;
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext,
-    StageError, StageSpec, StartContext, find_model,
+    Access, BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
+    StartContext, find_model,
 };
 
 use crate::model::{POLICY, PolicyResource};
 use crate::prompts::{EncodedPrompt, PromptFormat, Template};
 use crate::reward::rule::{Reward, Rule, Verdict};
-
-macro_rules! metrics {
-    ($($ident:ident: $name:literal, $unit:literal, $meaning:literal;)*) => {
-        $(
-            #[doc = $meaning]
-            pub const $ident: Metric = Metric { name: $name, unit: $unit, meaning: $meaning, reduce: Reduce::Mean };
-        )*
-        const ALL: &[Metric] = &[$($ident),*];
-    };
-}
+use crate::settings::metrics;
 
 metrics! {
     EXACT_MATCH: "eval/exact_match", "share", "share of held-out questions whose answer is right";
@@ -213,7 +204,7 @@ impl Stage for EvaluateStage {
         StageSpec::new()
             .observer(self.config.every)
             .uses_as(POLICY, &self.config.model, Access::Read)
-            .metrics(ALL)
+            .metrics(&[EXACT_MATCH, WELL_FORMED, LENGTH, TRUNCATED])
     }
 
     fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {

@@ -261,7 +261,7 @@ impl Stage for GenerateStage {
                         purpose: Purpose::Rollout,
                         step,
                         row: id.sample(sample as u64)?.0,
-                        attempt: 0,
+                        attempt: id.wave() as u32,
                     },
                     max_new_tokens: self.config.max_new_tokens,
                 });

@@ -1,4 +1,4 @@
-//! The stages and algorithms of verl, and the data sets they read.
+//! The stages of verl, the losses and estimators that they hold, and the data sets they read.
 //!
 //! | stage | reads | writes |
 //! |---|---|---|
@@ -6,24 +6,32 @@
 //! | [`generate`] | prompts | responses with log-probs |
 //! | [`pairs`] | pairs of responses | both sides as rows of their own |
 //! | [`reward`] | responses, answers | rewards, by a rule or a reward model |
+//! | [`shape_overlong`] | rewards, responses | rewards less a penalty for length |
+//! | [`filter_groups`] | rewards | the rows of groups with a signal; has further prompts drawn |
 //! | [`shuffle_rewards`] | rewards | the same in another order, for control runs |
 //! | [`log_probs`] | prompts, responses | log-probs of policy or reference |
 //! | [`values`] | prompts, responses | a critic's values |
-//! | [`advantages`] | rewards | advantages |
-//! | [`update`] | all of it | nothing: it moves the weights |
+//! | [`advantages`] | rewards | advantages, by one of the [`estimators`] |
+//! | [`update`] | all of it | nothing: it moves the weights against one of the [`losses`] |
 //! | [`evaluate`] | held-out rows | metrics and samples, between steps |
 
 pub mod advantages;
-pub mod algorithms;
 pub mod data;
+pub mod estimators;
 pub mod evaluate;
+pub mod filter_groups;
 pub mod generate;
 pub mod log_probs;
+pub mod losses;
 pub mod model;
 pub mod pairs;
 pub mod prompts;
 pub mod reward;
+mod settings;
+pub mod shape_overlong;
 pub mod shuffle_rewards;
+#[cfg(test)]
+mod sink;
 pub mod update;
 pub mod values;
 
@@ -31,11 +39,22 @@ use verl_pipe::registry::Registry;
 
 /// The one list of what this crate offers: stages are registered and can be chained with `>>`, the rest is registered.
 macro_rules! built_ins {
-    (stages: $($stage:ty),+; models: $($model:ty),+; data: $($data:ty),+; files: $files:ty = $extensions:expr;) => {
-        /// Puts every stage, model kind and data set of this crate into `registry`.
+    (
+        stages: $($stage:ty),+;
+        policy_losses: $($policy_loss:ty),+;
+        losses: $($loss:ty),+;
+        estimators: $($estimator:ty),+;
+        models: $($model:ty),+;
+        data: $($data:ty),+;
+        files: $files:ty = $extensions:expr;
+    ) => {
+        /// Puts every stage, loss, estimator, model kind and data set of this crate into `registry`.
         pub fn register(registry: Registry) -> Registry {
             registry
                 $(.stage::<$stage>())+
+                $(.part::<losses::PolicyObjective<$policy_loss>>())+
+                $(.part::<$loss>())+
+                $(.part::<$estimator>())+
                 $(.model::<$model>())+
                 $(.data::<$data>())+
                 .data_files::<$files>($extensions)
@@ -49,15 +68,35 @@ built_ins! {
     stages:
         advantages::Advantages,
         evaluate::Evaluate,
+        filter_groups::FilterGroups,
         generate::Generate,
         log_probs::LogProbs,
         pairs::Pairs,
         prompts::Prompts,
         reward::model::RewardModel,
         reward::rule::Reward,
+        shape_overlong::ShapeOverlong,
         shuffle_rewards::ShuffleRewards,
         update::Update,
         values::Values;
+    policy_losses:
+        losses::Cispo,
+        losses::Gpg,
+        losses::Grpo,
+        losses::Gspo;
+    losses:
+        losses::Sft;
+    estimators:
+        estimators::DrGrpo,
+        estimators::Gae,
+        estimators::Gpg,
+        estimators::Grpo,
+        estimators::GrpoPassK,
+        estimators::Opo,
+        estimators::ReinforcePlusPlus,
+        estimators::ReinforcePlusPlusBaseline,
+        estimators::ReMax,
+        estimators::Rloo;
     models:
         model::CausalLm,
         model::ValueLm;
@@ -75,16 +114,20 @@ mod tests {
     use std::path::Path;
 
     use verl_pipe::config::read_pipeline;
+    use verl_pipe::diagnostic::{Diagnostic, Findings};
+    use verl_pipe::part::{Part, Slot};
     use verl_pipe::plan::Plan;
+    use verl_pipe::schema::pipeline_schema;
     use verl_pipe::stage::{BuildContext, StageConfig};
 
     use super::advantages::Advantages;
-    use super::algorithms::{Grpo, Loss};
+    use super::estimators::Estimator;
+    use super::losses::{Grpo, Loss, PolicyObjective};
     use super::update::Update;
     use super::*;
 
-    /// The plan of the addition example under `overrides`, or the codes of what is wrong with it.
-    fn plan(overrides: &[&str]) -> Result<Plan, Vec<&'static str>> {
+    /// The plan of the addition example under `overrides`, or what is wrong with it.
+    fn plan_or_findings(overrides: &[&str]) -> Result<Plan, Vec<Diagnostic>> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/pipelines");
         let fresh = ["actor", "ref"].map(|model| {
             [
@@ -100,16 +143,16 @@ mod tests {
             &register(Registry::new()),
         )
         .and_then(|pipe| pipe.plan())
-        .map_err(|findings| findings.iter().map(|finding| finding.code).collect())
     }
 
     /// Codes of all that is said about the example under `overrides`, each once.
     #[track_caller]
     fn check(overrides: &[&str], expected: &[&str]) {
-        let mut found: Vec<&str> = match plan(overrides) {
-            Ok(plan) => plan.warnings.iter().map(|finding| finding.code).collect(),
-            Err(codes) => codes,
+        let findings = match plan_or_findings(overrides) {
+            Ok(plan) => plan.warnings,
+            Err(findings) => findings,
         };
+        let mut found: Vec<&str> = findings.iter().map(|finding| finding.code).collect();
         found.dedup();
         assert_eq!(found, expected, "{overrides:?}");
     }
@@ -123,6 +166,9 @@ mod tests {
         let cooler =
             ["generate", "ref_log_probs", "update"].map(|stage| format!("{stage}.temperature=0.7"));
         check(&cooler.each_ref().map(String::as_str), &[]);
+        // A data file that is missing is told with everything else.
+        let both = ["data.train=absent.jsonl", "update.temperature=0.7"];
+        check(&both, &["C005", "P007"]);
         check(&["ref_log_probs.model=actor"], &["P018", "P011"]);
         // A penalty in the reward needs the log-probs of the policy too, and is one penalty more.
         check(&["advantages.kl_coef=0.01"], &["P002", "P020"]);
@@ -139,12 +185,12 @@ mod tests {
         let context = BuildContext::default();
         let reward = StageConfig::build(&penalised, &context).unwrap().spec();
         let loss = |kl_coef| {
-            let loss = Loss::Grpo(Grpo {
+            let loss = PolicyObjective::<Grpo> {
                 kl_coef,
-                ..Grpo::default()
-            });
+                ..PolicyObjective::default()
+            };
             let update = Update {
-                loss,
+                loss: loss.into(),
                 ..Update::default()
             };
             StageConfig::build(&update, &context).unwrap().spec().once
@@ -154,10 +200,135 @@ mod tests {
     }
 
     #[test]
+    fn what_cannot_work_is_told_before_the_run() {
+        let lone = ["batch.samples=1", "batch.micro_batch=32"];
+        let mut text = String::new();
+        for (change, more) in [
+            ("advantages.estimator=grpo", lone.as_slice()),
+            ("advantages.estimator=grpo_passk", &lone),
+            ("advantages.estimator=gae", &[]),
+            ("advantages.estimator=remax", &[]),
+            ("advantages.estimator={ kind = \"gae\", gamma = 1.5 }", &[]),
+            ("advantages.estimator={ kind = \"grpo\", epsilo = 1 }", &[]),
+            ("update.loss.clip_low=1.5", &[]),
+            ("update.loss.aggregation=tokenmean", &[]),
+            ("update.loss.aggregation=seq-mean-token-sum-norm", &[]),
+            ("update.loss.kl_coeff=0.1", &[]),
+        ] {
+            let findings = match plan_or_findings(&[&[change], more].concat()) {
+                Ok(plan) => plan.warnings,
+                Err(findings) => findings,
+            };
+            text += &format!("# {change}\n{}\n\n", Findings(findings));
+        }
+        insta::assert_snapshot!("refusals", text);
+    }
+
+    #[test]
+    fn kinds_that_do_not_exist_are_told_with_those_that_do() {
+        for (change, what, nearest) in [
+            ("advantages.estimator=grop", "estimator", "`grpo`"),
+            ("advantages.estimator=rlo", "estimator", "`rloo`"),
+            ("update.loss.kind=gsop", "loss", "`gspo`"),
+        ] {
+            let findings = plan_or_findings(&[change]).err().expect("an unknown kind");
+            let text = Findings(findings).to_string();
+            for words in [
+                format!("error[C003]: there is no kind of {what} called"),
+                format!("where: override `{change}`, [[stages]] `"),
+                format!("did you mean {nearest}? known {what} kinds: "),
+            ] {
+                assert!(text.contains(&words), "`{words}` is not in:\n{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_lone_response_is_noticed_by_what_compares() {
+        let lone = ["batch.samples=1", "batch.micro_batch=32"];
+        for (estimator, expected) in [
+            ("dr_grpo", &["C008"][..]),
+            ("gpg", &["C008"]),
+            ("rloo", &["C008"]),
+            ("reinforce_plus_plus_baseline", &["C008"]),
+            ("reinforce_plus_plus", &[]),
+        ] {
+            let estimator = format!("advantages.estimator={estimator}");
+            check(&[&[estimator.as_str()], lone.as_slice()].concat(), expected);
+        }
+    }
+
+    /// Kinds of a slot, and the part that each makes with its defaults.
+    fn parts<S: Slot>(registry: &Registry) -> Vec<(&'static str, Part<S>)> {
+        let kinds = registry.slot(S::NAME).expect("the slot").iter();
+        kinds
+            .map(|kind| {
+                let read = || serde_json::from_value(kind.name.into());
+                (kind.name, registry.reading(read).expect("defaults"))
+            })
+            .collect()
+    }
+
+    #[track_caller]
+    fn check_parts<S: Slot>(registry: &Registry) {
+        let mut context = BuildContext::default();
+        context.batch.samples = 2;
+        for (kind, part) in parts::<S>(registry) {
+            assert!(part.build(S::NAME, &context).is_ok(), "{kind}");
+            let written = serde_json::to_value(&part).expect("settings");
+            let read = || serde_json::from_value::<Part<S>>(written.clone());
+            assert_eq!(registry.reading(read).expect("the same"), part, "{kind}");
+        }
+        let schema = pipeline_schema(registry);
+        let kinds = schema["$defs"][S::NAME]["oneOf"].as_array().expect("kinds");
+        for kind in kinds.iter().filter(|kind| kind["type"] == "object") {
+            let about = kind["description"].as_str().unwrap_or_default();
+            assert!(about.len() > 10, "{kind}");
+            for (name, setting) in kind["properties"].as_object().expect("settings") {
+                let told = name == "kind" || setting["description"].is_string();
+                assert!(told, "{}, {name}", kind["title"]);
+            }
+        }
+    }
+
+    #[test]
+    fn every_part_has_defaults_is_written_as_it_is_read_and_is_documented() {
+        let registry = register(Registry::new());
+        assert!(registry.duplicates().is_empty());
+        check_parts::<Loss>(&registry);
+        check_parts::<Estimator>(&registry);
+    }
+
+    /// Each algorithm of the maths is offered, with the defaults that it has there.
+    #[test]
+    fn every_algorithm_of_the_maths_is_offered() {
+        let registry = register(Registry::new());
+        let mut context = BuildContext::default();
+        context.batch.samples = 2;
+        let estimators = parts::<Estimator>(&registry);
+        for (name, make) in verl_algos::advantages::ESTIMATORS {
+            let part = estimators.iter().find(|(kind, _)| kind == name);
+            let (_, part) = part.unwrap_or_else(|| panic!("no kind `{name}`"));
+            let built = part.build("estimator", &context).expect("defaults");
+            assert_eq!(format!("{:?}", &*built), format!("{:?}", make()), "{name}");
+        }
+        let losses = parts::<Loss>(&registry);
+        for (name, make) in verl_algos::losses::POLICY_LOSSES {
+            // PPO's loss is called after the algorithm that it is used for.
+            let name = if *name == "vanilla" { "grpo" } else { name };
+            let part = losses.iter().find(|(kind, _)| *kind == name);
+            let (_, part) = part.unwrap_or_else(|| panic!("no kind `{name}`"));
+            let built = part.build("loss", &context).expect("defaults");
+            let (built, maths) = (format!("{:?}", built.objective), format!("{:?}", make()));
+            assert!(built.contains(&maths), "{built} has no {maths}");
+        }
+    }
+
+    #[test]
     fn a_data_set_that_is_a_path_is_a_file() {
         let file = tempfile::NamedTempFile::with_suffix(".jsonl").unwrap();
         let path = file.path().display().to_string();
-        let plan = plan(&[&format!("data.train={path}")]).unwrap();
+        let plan = plan_or_findings(&[&format!("data.train={path}")]).unwrap();
         let train = plan
             .pipe
             .data

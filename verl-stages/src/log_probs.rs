@@ -9,7 +9,7 @@ use verl_models::model::ScoreRow;
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{Field, LogProbTag, Support, Weights};
 use verl_pipe::keys::{
-    ENTROPIES, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS,
+    ENTROPIES, GROUP_MEANS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS,
 };
 use verl_pipe::stage::{
     Access, BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext,
@@ -151,12 +151,14 @@ impl LogProbsStage {
 
 impl Stage for LogProbsStage {
     fn spec(&self) -> StageSpec {
+        // Read for its rows alone: behind a filter of groups, those that were dropped are not scored.
+        let spec = StageSpec::new().reads_optional(GROUP_MEANS);
         if self.config.bypass {
-            return StageSpec::new()
+            return spec
                 .reads(ROLLOUT_LOG_PROBS.tagged(self.tag()))
                 .writes(self.writes());
         }
-        let mut spec = StageSpec::new()
+        let mut spec = spec
             .reads(PROMPTS)
             .reads(RESPONSES)
             .writes(self.writes())

@@ -3,6 +3,11 @@
 //! Rows are drawn from an endless sequence of epochs, each of which is a permutation of the data set that depends on
 //! the run's seed and the epoch's number alone. Step k of P prompts uses draws (k − 1)·P to k·P of that sequence, so
 //! resuming and replaying a run need no state, and a step may straddle two epochs.
+//!
+//! Where a filter asks for further waves, wave w of the step uses the same draws moved on by a part of the epoch: ½, ¼,
+//! ¾, ⅛, … of it (van der Corput's sequence), wrapping around. So the first wave is what it is without a refill, a wave
+//! does not depend on how many there may be, and no row comes twice in a step as long as the epoch has room: W waves
+//! of P prompts with P ≤ ⌊rows / W⌋, W rounded up to a power of two.
 
 mod format;
 
@@ -161,11 +166,17 @@ struct Source {
     order: Option<((u64, u64), Vec<usize>)>,
 }
 
+/// How far wave `wave` lies ahead of the first in an epoch of `len` rows: 0, ½, ¼, ¾, ⅛, … of it.
+fn ahead(wave: u64, len: u64) -> u64 {
+    ((u128::from(wave.reverse_bits()) * u128::from(len)) >> 64) as u64
+}
+
 impl Source {
-    /// Data-set row of a draw, and its epoch.
-    fn draw(&mut self, draw: u64, seed: u64, shuffle: bool) -> (u64, usize) {
+    /// Data-set row of a draw in a wave, and its epoch.
+    fn draw(&mut self, draw: u64, wave: u64, seed: u64, shuffle: bool) -> (u64, usize) {
         let len = self.rows.len() as u64;
-        let (epoch, position) = (draw / len, (draw % len) as usize);
+        let (epoch, position) = (draw / len, draw % len + ahead(wave, len));
+        let position = (position % len) as usize;
         if !shuffle {
             return (epoch, self.rows[position]);
         }
@@ -251,6 +262,7 @@ impl Stage for PromptStage {
             spec = spec.writes(TARGETS.field().shaped("[P, T~]"));
         }
         spec.rows(RowRule::Source)
+            .draws_waves()
             .cardinality(Cardinality::Batch)
             .uses(&self.config.model, Access::Read)
             .metrics(&[PROMPT_LENGTH])
@@ -318,7 +330,7 @@ impl Stage for PromptStage {
         let mut answers = Vec::with_capacity(self.prompts);
         let mut targets = RaggedColumn::new();
         for draw in first..first + self.prompts as u64 {
-            let (epoch, row) = source.draw(draw, context.seed, self.config.shuffle);
+            let (epoch, row) = source.draw(draw, context.wave, context.seed, self.config.shuffle);
             let data = source.data.as_ref();
             let template = source.template.as_ref();
             let prompt = self.format.encode(data, row, &source.tokenizer, template)?;
@@ -328,7 +340,7 @@ impl Stage for PromptStage {
                 let tokens = target_tokens(&prompt.answer, stop, data, row, &source.tokenizer)?;
                 targets.push(&tokens);
             }
-            ids.push(RowId::prompt(epoch, row as u64)?);
+            ids.push(RowId::prompt(epoch, row as u64)?.in_wave(context.wave)?);
             rows.push(row as u64);
             prompts.push(&prompt.tokens);
             texts.push(prompt.text);

@@ -61,21 +61,8 @@ impl Stage for ShuffleRewardsStage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sink::run;
     use verl_pipe::batch::RowId;
-    use verl_pipe::stage::{CancelToken, Metric, Models, StageSink};
-
-    /// Keeps what is emitted.
-    struct Kept(Vec<Batch>);
-
-    impl StageSink for Kept {
-        fn emit(&mut self, batch: Batch) -> Result<(), StageError> {
-            self.0.push(batch);
-            Ok(())
-        }
-        fn record(&mut self, _metric: &Metric, _value: f64, _weight: f64) {}
-        fn record_named(&mut self, _name: &str, _value: f64, _weight: f64) {}
-        fn sample(&mut self, _sample: serde_json::Value) {}
-    }
 
     fn shuffled(step: u64, rewards: &[Option<f32>]) -> Vec<Option<f32>> {
         let ids: Vec<RowId> = (0..rewards.len() as u64)
@@ -83,18 +70,8 @@ mod tests {
             .collect();
         let mut batch = Batch::with_rows(&ids);
         batch.put(&REWARDS, rewards.to_vec()).unwrap();
-        let mut sink = Kept(Vec::new());
-        let mut context = StageContext {
-            stage: "shuffle_rewards",
-            step,
-            steps: 9,
-            seed: 5,
-            cancel: &CancelToken::default(),
-            models: &mut Models::new(),
-            sink: &mut sink,
-        };
-        ShuffleRewardsStage.run(batch, &mut context).unwrap();
-        let emitted = &sink.0[0];
+        let kept = run(&mut ShuffleRewardsStage, step, batch);
+        let emitted = &kept.batches[0];
         assert_eq!(emitted.ids(), ids);
         emitted.get(&SHUFFLED_REWARDS).unwrap().rows().collect()
     }

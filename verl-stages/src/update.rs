@@ -1,4 +1,4 @@
-//! Stage `update`: forward, loss, backward, optimiser steps, for any algorithm of [`algorithms`](crate::algorithms).
+//! Stage `update`: forward, loss, backward, optimiser steps, for any loss of [`losses`](crate::losses).
 //!
 //! The step's rows are cut into mini-batches of whole prompts, one optimiser step each, and those into micro-batches
 //! whose gradients add up. The objective sees each mini-batch whole before any of its micro-batches, and is weighted
@@ -9,58 +9,32 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{MetricSum, Objective};
+use verl_algos::losses::{LossInput, MetricSum};
 use verl_algos::{AlgoError, Counts, CutUnit, MicroBatch, MiniBatch};
 use verl_models::model::{PackedScores, PolicyModel, ScoreRow, StepReport};
 use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
 use verl_pipe::keys::{
-    ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS, TARGETS, mask,
+    ADVANTAGES, FINISH_REASONS, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS,
+    ROLLOUT_LOG_PROBS, finish, mask,
 };
+use verl_pipe::part::Part;
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageConfig,
+    Access, BuildContext, Cardinality, ConfigError, Metric, RowRule, Stage, StageConfig,
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::algorithms::{KL_PENALTY, Loss};
 use crate::generate::TOKENS;
 use crate::log_probs::scoring_temperature_fault;
+use crate::losses::{Grpo, KL_PENALTY, Loss, PolicyObjective};
 use crate::model::{POLICY, PolicyResource};
-
-macro_rules! metrics {
-    ($($ident:ident: $name:literal, $unit:literal, $meaning:literal;)*) => {
-        $(#[doc = $meaning] pub const $ident: Metric = Metric { name: $name, unit: $unit, meaning: $meaning, reduce: Reduce::Mean };)*
-        const ALL: &[Metric] = &[$($ident),*];
-    };
-}
+use crate::settings::metrics;
 
 metrics! {
     LOSS: "actor/loss", "", "loss of a mini-batch, all terms with their coefficients";
-    PG_LOSS: "actor/pg_loss", "", "policy term of the loss";
-    CLIPPED: "actor/pg_clipfrac", "share", "share of tokens whose ratio is clipped";
-    CLIPPED_LOWER: "actor/pg_clipfrac_lower", "share", "share of tokens where the dual clip acts";
-    PPO_KL: "actor/ppo_kl", "nats", "mean of old minus current log-probs over the updates of the step";
-    KL_LOSS: "actor/kl_loss", "nats", "KL term of the loss, aggregated, before its coefficient";
-    KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference";
-    ENTROPY_LOSS: "actor/entropy_loss", "nats", "entropy term of the loss, aggregated, before its coefficient";
-    ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update";
-    SFT_LOSS: "actor/sft_loss", "nats", "negative log-likelihood of the targets";
     GRAD_NORM: "actor/grad_norm", "", "global gradient norm before clipping";
     LEARNING_RATE: "actor/learning_rate", "", "learning rate of the optimiser step";
 }
-
-/// Names of the maths and the metrics they are reported under.
-const REPORTED: &[(&str, &Metric)] = &[
-    ("pg_loss", &PG_LOSS),
-    ("pg_clipfrac", &CLIPPED),
-    ("pg_clipfrac_lower", &CLIPPED_LOWER),
-    ("ppo_kl", &PPO_KL),
-    ("kl_loss", &KL_LOSS),
-    ("ref_kl", &KL),
-    ("entropy_loss", &ENTROPY_LOSS),
-    ("entropy", &ENTROPY),
-    ("sft_loss", &SFT_LOSS),
-];
 
 /// Settings of stage `update`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -69,17 +43,21 @@ pub struct Update {
     /// Model to train.
     pub model: String,
     /// What is minimised.
-    pub loss: Loss,
+    pub loss: Part<Loss>,
     /// Divides logits; must be the sampling temperature, 1 for supervised training.
     pub temperature: f64,
+    /// Leaves the tokens of responses that reached the token limit out of the loss and its counts (overlong filtering);
+    /// their rewards count in their groups as before. Only for losses on responses.
+    pub mask_truncated: bool,
 }
 
 impl Default for Update {
     fn default() -> Self {
         Update {
             model: "actor".to_owned(),
-            loss: Loss::default(),
+            loss: PolicyObjective::<Grpo>::default().into(),
             temperature: 1.0,
+            mask_truncated: false,
         }
     }
 }
@@ -90,20 +68,15 @@ impl StageConfig for Update {
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
-        let objective = match self.loss.algorithm().objective() {
-            Ok(objective) => objective,
-            Err(errors) => {
-                faults.extend(errors);
-                return Err(faults);
-            }
-        };
-        if !faults.is_empty() {
+        let loss = self.loss.build("loss", context);
+        let loss = loss.map_err(|errors| faults.extend(errors));
+        let (Ok(loss), true) = (loss, faults.is_empty()) else {
             return Err(faults);
-        }
+        };
         let batch = &context.batch;
         Ok(Box::new(UpdateStage {
             config: self.clone(),
-            objective,
+            loss,
             mini_rows: batch.mini_rows.max(1),
             micro_rows: batch.micro_rows.max(1),
             epochs: batch.epochs.max(1),
@@ -116,7 +89,7 @@ impl StageConfig for Update {
 /// The running stage.
 struct UpdateStage {
     config: Update,
-    objective: Objective,
+    loss: Loss,
     mini_rows: usize,
     micro_rows: usize,
     epochs: usize,
@@ -130,6 +103,8 @@ struct Columns<'a> {
     prompts: RaggedView<'a, u32>,
     tokens: RaggedView<'a, u32>,
     kinds: Option<RaggedView<'a, u8>>,
+    /// Rows that no token is trained on; empty: none.
+    left_out: Vec<bool>,
     old: Option<RaggedView<'a, f32>>,
     reference: Option<RaggedView<'a, f32>>,
     advantages: Option<RaggedView<'a, f32>>,
@@ -146,6 +121,13 @@ impl<'a> Columns<'a> {
                 .has(MASK_KINDS.name())
                 .then(|| input.get(&MASK_KINDS))
                 .transpose()?,
+            left_out: if input.has(FINISH_REASONS.name()) {
+                let reasons = input.get(&FINISH_REASONS)?;
+                let reasons = reasons.values().iter();
+                reasons.map(|reason| *reason == finish::LENGTH).collect()
+            } else {
+                Vec::new()
+            },
             old: optional(&OLD_LOG_PROBS)?,
             reference: optional(&REF_LOG_PROBS)?,
             advantages: optional(&ADVANTAGES)?,
@@ -153,8 +135,10 @@ impl<'a> Columns<'a> {
     }
 
     fn is_action(&self, row: usize, token: usize) -> bool {
-        self.kinds
-            .is_none_or(|kinds| kinds.row(row)[token] == mask::ACTION)
+        !self.left_out.get(row).is_some_and(|left_out| *left_out)
+            && self
+                .kinds
+                .is_none_or(|kinds| kinds.row(row)[token] == mask::ACTION)
     }
 
     /// Actions of a column in `rows`, one after the other.
@@ -213,7 +197,7 @@ impl UpdateStage {
     /// Rows of one micro-batch, as many as the cut unit of the objective allows.
     fn micro_rows(&self, mini: usize) -> usize {
         let whole_groups = |rows: usize| (rows / self.samples).max(1) * self.samples;
-        match self.objective.cut_unit() {
+        match self.loss.objective.cut_unit() {
             CutUnit::Row => self.micro_rows,
             CutUnit::Pair => (self.micro_rows / 2).max(1) * 2,
             CutUnit::Group => whole_groups(self.micro_rows),
@@ -233,11 +217,12 @@ impl UpdateStage {
         if mini.num_tokens() == 0 {
             return Ok(());
         }
-        let prepared = columns
-            .old
-            .map(|_| self.objective.prepare(&mini))
+        let whole = columns.old.is_some() || !self.loss.reads(LossInput::OldLogProbs);
+        let prepared = whole
+            .then(|| self.loss.objective.prepare(&mini))
             .transpose()
             .map_err(StageError::failed)?;
+        let entropies = self.loss.reads(LossInput::Entropies);
         let mut totals: Vec<MetricSum> = Vec::new();
         let mut total_loss = 0.0;
         let mut first_token = 0;
@@ -259,7 +244,7 @@ impl UpdateStage {
                     &columns.score_rows(part.clone()),
                     &|row, token| columns.is_action(part.start + row, token),
                     self.config.temperature,
-                    self.config.loss.algorithm().entropies(),
+                    entropies,
                     &mut |packed| {
                         let log_probs = packed.log_probs.clone();
                         let partial = match &prepared {
@@ -291,8 +276,10 @@ impl UpdateStage {
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
         for total in &totals {
-            if let Some((_, metric)) = REPORTED.iter().find(|(name, _)| *name == total.name) {
-                sink.record(metric, total.value(), 1.0);
+            let mut metrics = self.loss.metrics.iter();
+            match metrics.find(|(name, _)| *name == total.name) {
+                Some((_, metric)) => sink.record(metric, total.value(), 1.0),
+                None => sink.record_named(&format!("actor/{}", total.name), total.value(), 1.0),
             }
         }
         Ok(())
@@ -344,18 +331,16 @@ impl UpdateStage {
                 .map(|values| values[positions.clone()].to_vec())
         };
         let first = mini.rows.get(positions.start).copied().unwrap_or(0);
+        let rows = mini.rows[positions.clone()].iter();
         let own = MiniBatch {
-            rows: mini.rows[positions.clone()]
-                .iter()
-                .map(|row| row - first)
-                .collect(),
             counts: mini.counts,
             old_log_probs: Some(now),
             advantages: of(&mini.advantages),
             ref_log_probs: of(&mini.ref_log_probs),
             rollout_weights: of(&mini.rollout_weights),
+            ..MiniBatch::new(rows.map(|row| row - first).collect())
         };
-        let prepared = self.objective.prepare(&own)?;
+        let prepared = self.loss.objective.prepare(&own)?;
         share(&(0..own.num_tokens()), packed, |micro| prepared.loss(micro))
     }
 }
@@ -367,9 +352,8 @@ fn share(
     loss: impl FnOnce(&MicroBatch) -> Result<verl_algos::losses::Partial, AlgoError>,
 ) -> Result<(Tensor<1>, Vec<MetricSum>), AlgoError> {
     let micro = MicroBatch {
-        tokens: positions.clone().collect(),
-        log_probs: packed.log_probs,
         entropies: packed.entropies,
+        ..MicroBatch::new(positions.clone().collect(), packed.log_probs)
     };
     let partial = loss(&micro)?;
     let metrics = partial.read_metrics()?;
@@ -378,32 +362,52 @@ fn share(
 
 impl Stage for UpdateStage {
     fn spec(&self) -> StageSpec {
-        let algorithm = self.config.loss.algorithm();
-        let mut spec = StageSpec::new().reads(PROMPTS).reads(algorithm.tokens());
-        for field in algorithm.reads(&self.tag()) {
-            spec = spec.reads(field);
+        let policy = self.tag();
+        let reference = LogProbTag {
+            policy: None,
+            weights: Some(Weights::Frozen),
+            ..policy.clone()
+        };
+        let mut spec = StageSpec::new().reads(PROMPTS).reads(self.loss.tokens);
+        if self.loss.on_responses() {
+            spec = spec.reads(MASK_KINDS);
         }
-        for field in algorithm.reads_optional(&self.tag()) {
-            spec = spec.reads_optional(field);
+        if self.loss.reads(LossInput::Advantages) {
+            spec = spec.reads(ADVANTAGES);
         }
-        if algorithm.penalises_kl() {
+        if self.config.mask_truncated {
+            spec = spec.reads(FINISH_REASONS);
+        }
+        if self.loss.reads(LossInput::RefLogProbs) {
+            spec = spec.reads(REF_LOG_PROBS.tagged(reference));
+        }
+        if self.loss.reads(LossInput::OldLogProbs) {
+            spec = spec.reads_optional(OLD_LOG_PROBS.tagged(policy.clone()));
+        }
+        if self.loss.on_responses() {
+            // The engine's own log-probs are read for their tag alone: responses that were sampled at another
+            // temperature are not those of the policy that is trained.
+            spec = spec.reads_optional(ROLLOUT_LOG_PROBS.tagged(policy));
+        }
+        if self.loss.penalises_kl {
             spec = spec.once(KL_PENALTY);
         }
+        let metrics: Vec<Metric> = self
+            .loss
+            .metrics
+            .iter()
+            .map(|(_, metric)| *metric)
+            .collect();
         spec.rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses_as(POLICY, &self.config.model, Access::Update)
-            .metrics(ALL)
-            .metrics(&[TOKENS])
+            .metrics(&[LOSS, GRAD_NORM, LEARNING_RATE, TOKENS])
+            .metrics(&metrics)
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
-        let columns = Columns::new(&input, self.config.loss.algorithm().tokens())?;
-        let reads_old = !self
-            .config
-            .loss
-            .algorithm()
-            .reads_optional(&self.tag())
-            .is_empty();
+        let columns = Columns::new(&input, self.loss.tokens)?;
+        let reads_old = self.loss.reads(LossInput::OldLogProbs);
         let steps = self.epochs * input.num_rows().div_ceil(self.mini_rows);
         if reads_old && columns.old.is_none() && steps > 1 {
             return Err(StageError::failed(format!(
@@ -412,7 +416,7 @@ impl Stage for UpdateStage {
             )));
         }
         // Tokens that were sampled are counted where that was done.
-        if self.config.loss.algorithm().tokens().name() == TARGETS.name() {
+        if !self.loss.on_responses() {
             let rows = 0..input.num_rows();
             let tokens = rows.map(|row| columns.prompts.row_len(row) + columns.tokens.row_len(row));
             context.record(&TOKENS, (self.epochs * tokens.sum::<usize>()) as f64);

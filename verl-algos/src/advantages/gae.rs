@@ -1,8 +1,8 @@
 //! Generalised advantage estimation.
 
-use super::{AdvantageEstimator, AdvantageInputs, Advantages, backward_scan};
+use super::{AdvantageEstimator, AdvantageInputs, Advantages, EstimatorInput, backward_scan};
 use crate::cut::CutUnit;
-use crate::error::{AlgoError, check_finite, check_setting};
+use crate::error::{AlgoError, check_setting};
 use crate::masked;
 
 /// Â_t = δ_t + γλ Â_{t+1}, δ_t = r_t + γ V_{t+1} − V_t; returns Â + V. Advantages are whitened over the batch unless
@@ -48,18 +48,21 @@ impl AdvantageEstimator for Gae {
         }
     }
 
-    fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
+    fn inputs(&self) -> &'static [EstimatorInput] {
+        &[EstimatorInput::TokenLevelRewards, EstimatorInput::Values]
+    }
+
+    fn check(&self) -> Result<(), AlgoError> {
         let unit = |x: f64| (0.0..=1.0).contains(&x);
         let rule = "it must lie in [0, 1]";
         check_setting("gamma", self.gamma, unit(self.gamma), rule)?;
-        check_setting("gae_lambda", self.gae_lambda, unit(self.gae_lambda), rule)?;
+        check_setting("gae_lambda", self.gae_lambda, unit(self.gae_lambda), rule)
+    }
+
+    fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
+        self.check()?;
         let rewards = inputs.rewards(self.name())?;
-        let values = inputs.values.ok_or(AlgoError::Missing {
-            algorithm: self.name(),
-            argument: "values",
-        })?;
-        let values = values.select("values", inputs.actions)?;
-        check_finite("values", &values)?;
+        let values = inputs.packed(self.name(), "values", inputs.values)?;
         let rows = inputs.actions.packed_rows();
         let scan = backward_scan(&rows, (0.0, 0.0), |t, (next_value, next)| {
             let delta = rewards[t] + self.gamma * next_value - values[t];

@@ -32,9 +32,13 @@ impl AdvantageEstimator for Gpg {
         CutUnit::MiniBatch
     }
 
-    fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
+    fn check(&self) -> Result<(), AlgoError> {
         let sound = self.f_norm > 0.0 && self.f_norm.is_finite();
-        check_setting("f_norm", self.f_norm, sound, "it must be positive")?;
+        check_setting("f_norm", self.f_norm, sound, "it must be positive")
+    }
+
+    fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
+        self.check()?;
         let scores = GroupScores::new(inputs, self.name())?;
         let scored = scores.scores.iter().flatten();
         let not_zero = scored.clone().filter(|s| **s != 0.0).count();

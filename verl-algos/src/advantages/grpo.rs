@@ -25,15 +25,7 @@ pub fn grpo_advantages(
     groups: &[u64],
     epsilon: Option<f64>,
 ) -> Result<Vec<f64>, AlgoError> {
-    if let Some(epsilon) = epsilon {
-        let sound = epsilon >= 0.0 && epsilon.is_finite();
-        check_setting(
-            "epsilon",
-            epsilon,
-            sound,
-            "it must be a finite number from 0",
-        )?;
-    }
+    check_epsilon(epsilon)?;
     GroupScores::from_parts(scores.to_vec(), groups)?.map_groups(|_, scores| {
         let (mean, std) = match scores {
             [_] => (0.0, 1.0),
@@ -42,6 +34,16 @@ pub fn grpo_advantages(
         let scale = epsilon.map_or(1.0, |epsilon| std + epsilon);
         Ok(scores.iter().map(|s| (s - mean) / scale).collect())
     })
+}
+
+/// Refuses what cannot be added to a deviation.
+pub(super) fn check_epsilon(epsilon: Option<f64>) -> Result<(), AlgoError> {
+    let Some(epsilon) = epsilon else {
+        return Ok(());
+    };
+    let sound = epsilon >= 0.0 && epsilon.is_finite();
+    let rule = "it must be a finite number from 0";
+    check_setting("epsilon", epsilon, sound, rule)
 }
 
 /// GRPO and Dr. GRPO as an estimator; see [`grpo_advantages`].
@@ -76,6 +78,10 @@ impl AdvantageEstimator for Grpo {
 
     fn cut_unit(&self) -> CutUnit {
         CutUnit::Group
+    }
+
+    fn check(&self) -> Result<(), AlgoError> {
+        check_epsilon(self.epsilon)
     }
 
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {

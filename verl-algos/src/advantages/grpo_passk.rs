@@ -1,13 +1,14 @@
 //! GRPO for pass@k.
 
-use super::{AdvantageEstimator, AdvantageInputs, Advantages, GroupScores};
+use super::grpo::check_epsilon;
+use super::{AdvantageEstimator, AdvantageInputs, Advantages, GroupScores, group_rows};
 use crate::cut::CutUnit;
-use crate::error::{AlgoError, check_setting};
+use crate::error::AlgoError;
 use crate::masked;
 
 /// Only the best row of a group gets something: best − second best, over σ_g + ε where normalised; the others 0.
 ///
-/// A tie at the top gives 0.
+/// A tie at the top gives 0, and so does a response without another scored one to lead over.
 ///
 /// # Errors
 /// [`AlgoError::TooFew`] for a group of one.
@@ -36,17 +37,27 @@ impl AdvantageEstimator for GrpoPassK {
         CutUnit::Group
     }
 
+    fn smallest_group(&self) -> usize {
+        2
+    }
+
+    fn check(&self) -> Result<(), AlgoError> {
+        check_epsilon(self.epsilon)
+    }
+
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
-        if let Some(epsilon) = self.epsilon {
-            let sound = epsilon >= 0.0 && epsilon.is_finite();
-            check_setting(
-                "epsilon",
-                epsilon,
-                sound,
-                "it must be a finite number from 0",
-            )?;
-        }
+        self.check()?;
         let scores = GroupScores::new(inputs, self.name())?;
+        let groups = group_rows(inputs.groups.unwrap_or_default());
+        let needed = self.smallest_group();
+        if let Some(group) = groups.iter().find(|rows| rows.len() < needed) {
+            return Err(AlgoError::TooFew {
+                algorithm: self.name(),
+                unit: "responses to a prompt",
+                needed,
+                got: group.len(),
+            });
+        }
         let rows = scores.map_groups(|_, scores| self.of_group(scores))?;
         inputs.of_rows(&rows)
     }
@@ -57,12 +68,7 @@ impl GrpoPassK {
         let mut order: Vec<usize> = (0..scores.len()).collect();
         order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
         let [best, second, ..] = order[..] else {
-            return Err(AlgoError::TooFew {
-                algorithm: self.name(),
-                unit: "responses to a prompt",
-                needed: 2,
-                got: scores.len(),
-            });
+            return Ok(vec![0.0; scores.len()]);
         };
         let scale = match self.epsilon {
             Some(epsilon) => masked::variance(scores)?.sqrt() + epsilon,
@@ -77,6 +83,7 @@ impl GrpoPassK {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ragged::Ragged;
 
     #[test]
     fn by_hand() {
@@ -86,6 +93,21 @@ mod tests {
         let normalised = GrpoPassK::default().of_group(&scores).unwrap();
         assert!((normalised[1] - 1.138986).abs() < 1e-6);
         assert_eq!(plain.of_group(&[1.0, 1.0, 0.0]).unwrap(), [0.0; 3]);
-        assert!(plain.of_group(&[1.0]).is_err());
+    }
+
+    #[test]
+    fn a_lone_row_is_refused_and_a_lone_score_leads_over_none() {
+        let actions = Ragged::<bool>::from_rows([[true], [true]]);
+        let of = |groups: &[u64]| {
+            let inputs = AdvantageInputs {
+                groups: Some(groups),
+                scores: Some(&[Some(1.0), None]),
+                ..AdvantageInputs::new(&actions)
+            };
+            GrpoPassK::default().estimate(&inputs)
+        };
+        assert_eq!(of(&[3, 3]).unwrap().advantages.values(), [0.0, 0.0]);
+        let error = of(&[3, 4]).unwrap_err();
+        assert!(matches!(error, AlgoError::TooFew { got: 1, .. }), "{error}");
     }
 }

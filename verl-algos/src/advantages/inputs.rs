@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::Advantages;
-use crate::error::{AlgoError, check_finite, check_len};
+use crate::error::{AlgoError, check_finite, check_given, check_len};
 use crate::ragged::Ragged;
 
 /// What estimators read. Only the mask of action tokens is always there.
@@ -22,6 +22,16 @@ pub struct AdvantageInputs<'a> {
     pub values: Option<&'a Ragged<f64>>,
     /// Score of a reference response (such as the greedy one) to each row's prompt, `[B]`.
     pub reward_baselines: Option<&'a [f64]>,
+    /// Scores by several reward functions, `[K, B]`; `None` where a function did not score a row.
+    pub reward_components: Option<&'a [Vec<Option<f64>>]>,
+    /// Log-probs at the start of the update, `[B, T~]`, nats.
+    pub old_log_probs: Option<&'a Ragged<f64>>,
+    /// Log-probs of the reference policy, `[B, T~]`, nats.
+    pub ref_log_probs: Option<&'a Ragged<f64>>,
+    /// Σ_v π(v)² over the vocabulary at each token, `[B, T~]`.
+    pub sum_pi_squared: Option<&'a Ragged<f64>>,
+    /// Importance weights against the sampler, `[B, T~]`.
+    pub rollout_weights: Option<&'a Ragged<f64>>,
 }
 
 impl<'a> AdvantageInputs<'a> {
@@ -34,6 +44,11 @@ impl<'a> AdvantageInputs<'a> {
             token_level_rewards: None,
             values: None,
             reward_baselines: None,
+            reward_components: None,
+            old_log_probs: None,
+            ref_log_probs: None,
+            sum_pi_squared: None,
+            rollout_weights: None,
         }
     }
 
@@ -60,8 +75,7 @@ impl<'a> AdvantageInputs<'a> {
                 .map(Some)
                 .collect()
         };
-        let given: Vec<f64> = scores.iter().map(|s| s.unwrap_or(0.0)).collect();
-        check_finite("scores", &given)?;
+        check_given("scores", &scores)?;
         Ok(scores)
     }
 
@@ -70,13 +84,65 @@ impl<'a> AdvantageInputs<'a> {
     /// # Errors
     /// No rewards, rows of other lengths, a reward of an action token that is not finite.
     pub fn rewards(&self, algorithm: &'static str) -> Result<Vec<f64>, AlgoError> {
-        let rewards = self.token_level_rewards.ok_or(AlgoError::Missing {
+        self.packed(algorithm, "token_level_rewards", self.token_level_rewards)
+    }
+
+    /// A column of the action tokens, packed `[N]`.
+    ///
+    /// # Errors
+    /// No column, rows of other lengths, a number of an action token that is not finite.
+    pub fn packed(
+        &self,
+        algorithm: &'static str,
+        argument: &'static str,
+        column: Option<&Ragged<f64>>,
+    ) -> Result<Vec<f64>, AlgoError> {
+        let column = column.ok_or(AlgoError::Missing {
             algorithm,
-            argument: "token_level_rewards",
+            argument,
         })?;
-        let rewards = rewards.select("token_level_rewards", self.actions)?;
-        check_finite("token_level_rewards", &rewards)?;
-        Ok(rewards)
+        let values = column.select(argument, self.actions)?;
+        check_finite(argument, &values)?;
+        Ok(values)
+    }
+
+    /// The prompt of each row.
+    ///
+    /// # Errors
+    /// No groups, or another number of rows.
+    pub fn group_ids(&self, algorithm: &'static str) -> Result<&'a [u64], AlgoError> {
+        let groups = self.groups.ok_or(AlgoError::Missing {
+            algorithm,
+            argument: "groups",
+        })?;
+        check_len("groups", "rows", groups.len(), self.num_rows())?;
+        Ok(groups)
+    }
+
+    /// The scores by each reward function, `[K, B]`.
+    ///
+    /// # Errors
+    /// No components, a component of another number of rows, a score that is not finite.
+    pub fn components(&self, algorithm: &'static str) -> Result<&'a [Vec<Option<f64>>], AlgoError> {
+        let components = match self.reward_components {
+            None | Some([]) => {
+                return Err(AlgoError::Missing {
+                    algorithm,
+                    argument: "reward_components",
+                });
+            }
+            Some(components) => components,
+        };
+        for component in components {
+            check_len(
+                "reward_components",
+                "rows",
+                component.len(),
+                self.num_rows(),
+            )?;
+            check_given("reward_components", component)?;
+        }
+        Ok(components)
     }
 
     /// One advantage a row, put on each of its action tokens.
@@ -122,8 +188,7 @@ impl GroupScores {
     /// Another number of groups than scores; a score that is not finite.
     pub fn from_parts(scores: Vec<Option<f64>>, groups: &[u64]) -> Result<GroupScores, AlgoError> {
         check_len("groups", "rows", groups.len(), scores.len())?;
-        let given: Vec<f64> = scores.iter().map(|s| s.unwrap_or(0.0)).collect();
-        check_finite("scores", &given)?;
+        check_given("scores", &scores)?;
         Ok(GroupScores {
             scores,
             groups: group_rows(groups),
@@ -155,6 +220,22 @@ impl GroupScores {
         }
         Ok(advantages)
     }
+}
+
+/// The weight of each of `count` reward components: the declared ones, else 1.
+///
+/// # Errors
+/// Another number of weights than components; a weight that is not finite.
+pub(super) fn component_weights(
+    weights: Option<&[f64]>,
+    count: usize,
+) -> Result<Vec<f64>, AlgoError> {
+    let Some(weights) = weights else {
+        return Ok(vec![1.0; count]);
+    };
+    check_len("weights", "reward components", weights.len(), count)?;
+    check_finite("weights", weights)?;
+    Ok(weights.to_vec())
 }
 
 /// Scans the packed tokens of each row from its last to its first: `step(token, state of the next token)`; the state

@@ -8,24 +8,34 @@ use crate::error::AlgoError;
 use crate::ragged::Ragged;
 
 mod gae;
+mod gdpo;
 mod gpg;
 mod grpo;
 mod grpo_passk;
+mod grpo_trl;
 mod inputs;
+mod needs;
 mod opo;
+mod otb;
 mod reinforce_plus_plus;
 mod remax;
 mod rloo;
+mod rloo_trl;
 
 pub use gae::Gae;
+pub use gdpo::Gdpo;
 pub use gpg::Gpg;
 pub use grpo::{Grpo, grpo_advantages};
 pub use grpo_passk::GrpoPassK;
+pub use grpo_trl::{AdvantageScale, ComponentOrder, GrpoTrl};
 pub use inputs::{AdvantageInputs, GroupScores, backward_scan, group_rows, outcome_scores};
+pub use needs::EstimatorInput;
 pub use opo::Opo;
+pub use otb::{OptimalTokenBaseline, TokenTime};
 pub use reinforce_plus_plus::{ReinforcePlusPlus, ReinforcePlusPlusBaseline};
 pub use remax::ReMax;
 pub use rloo::Rloo;
+pub use rloo_trl::RlooTrl;
 
 /// What an estimator returns; 0 at observations.
 #[derive(Debug, Clone, PartialEq)]
@@ -44,6 +54,24 @@ pub trait AdvantageEstimator: std::fmt::Debug + Send + Sync {
     /// What it must see whole.
     fn cut_unit(&self) -> CutUnit;
 
+    /// What it reads beside the mask of actions.
+    fn inputs(&self) -> &'static [EstimatorInput] {
+        &[EstimatorInput::Scores, EstimatorInput::Groups]
+    }
+
+    /// Fewest responses to a prompt of which it can say something.
+    fn smallest_group(&self) -> usize {
+        1
+    }
+
+    /// Refuses settings out of range.
+    ///
+    /// # Errors
+    /// The first setting that is wrong.
+    fn check(&self) -> Result<(), AlgoError> {
+        Ok(())
+    }
+
     /// Advantages of a batch that holds whole cut units.
     ///
     /// # Errors
@@ -58,10 +86,13 @@ pub type EstimatorEntry = (&'static str, fn() -> Box<dyn AdvantageEstimator>);
 pub const ESTIMATORS: &[EstimatorEntry] = &[
     ("dr_grpo", || Box::new(Grpo::without_std())),
     ("gae", || Box::new(Gae::default())),
+    ("gdpo", || Box::new(Gdpo::default())),
     ("gpg", || Box::new(Gpg::default())),
     ("grpo", || Box::new(Grpo::default())),
     ("grpo_passk", || Box::new(GrpoPassK::default())),
+    ("grpo_trl", || Box::new(GrpoTrl::default())),
     ("opo", || Box::new(Opo)),
+    ("otb", || Box::new(OptimalTokenBaseline::flat())),
     ("reinforce_plus_plus", || {
         Box::new(ReinforcePlusPlus::default())
     }),
@@ -70,6 +101,8 @@ pub const ESTIMATORS: &[EstimatorEntry] = &[
     }),
     ("remax", || Box::new(ReMax)),
     ("rloo", || Box::new(Rloo)),
+    ("rloo_trl", || Box::new(RlooTrl::default())),
+    ("tir_otb", || Box::new(OptimalTokenBaseline::multi_turn())),
 ];
 
 /// The estimator with this name and its default settings.

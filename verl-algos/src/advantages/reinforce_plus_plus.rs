@@ -1,6 +1,8 @@
 //! REINFORCE++: whitened returns, with or without a group baseline.
 
-use super::{AdvantageEstimator, AdvantageInputs, Advantages, GroupScores, backward_scan};
+use super::{
+    AdvantageEstimator, AdvantageInputs, Advantages, EstimatorInput, GroupScores, backward_scan,
+};
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 use crate::masked;
@@ -34,9 +36,17 @@ impl AdvantageEstimator for ReinforcePlusPlus {
         CutUnit::MiniBatch
     }
 
-    fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
+    fn inputs(&self) -> &'static [EstimatorInput] {
+        &[EstimatorInput::TokenLevelRewards]
+    }
+
+    fn check(&self) -> Result<(), AlgoError> {
         let sound = (0.0..=1.0).contains(&self.gamma);
-        check_setting("gamma", self.gamma, sound, "it must lie in [0, 1]")?;
+        check_setting("gamma", self.gamma, sound, "it must lie in [0, 1]")
+    }
+
+    fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
+        self.check()?;
         let rewards = inputs.rewards(self.name())?;
         let returns = backward_scan(&inputs.actions.packed_rows(), 0.0, |t, next| {
             rewards[t] + self.gamma * next
@@ -50,7 +60,8 @@ impl AdvantageEstimator for ReinforcePlusPlus {
 
 /// REINFORCE++ with baseline: s − μ_g on each action token, whitened over all action tokens of the batch.
 ///
-/// Long responses weigh more in the whitening. A lone row keeps its score.
+/// Long responses weigh more in the whitening. A lone row keeps its score. A row that was not scored leaves the statistics
+/// and gets 0.
 ///
 /// # Errors
 /// Fewer than two action tokens in the batch.
@@ -77,10 +88,13 @@ impl AdvantageEstimator for ReinforcePlusPlusBaseline {
             };
             Ok(scores.iter().map(|s| s - mean).collect())
         })?;
-        let tokens = inputs.actions.packed_rows();
+        // A row without a score is not whitened either, or it would get minus the mean.
+        let scored = |row: usize| scores.scores[row].is_some();
+        let actions = inputs.actions.map(|row, _, action| action && scored(row));
+        let tokens = actions.packed_rows();
         let centred: Vec<f64> = tokens.iter().map(|&row| rows[row]).collect();
         Ok(Advantages {
-            advantages: inputs.actions.scatter(&masked::whiten(&centred)?)?,
+            advantages: actions.scatter(&masked::whiten(&centred)?)?,
             returns: None,
         })
     }
@@ -128,5 +142,17 @@ mod tests {
             0.741823, -1.651154, -1.651154, 0.741823, -0.693963, -0.215368,
         ];
         check(&first, &expected);
+        // A seventh row without a score changes nothing and gets 0.
+        let actions = Ragged::<bool>::from_rows([4, 2, 2, 8, 3, 1, 5].map(|n| vec![true; n]));
+        let scores = [&scores[..], &[None]].concat();
+        let inputs = AdvantageInputs {
+            scores: Some(&scores),
+            groups: Some(&[1, 1, 1, 1, 2, 2, 2]),
+            ..AdvantageInputs::new(&actions)
+        };
+        let result = ReinforcePlusPlusBaseline.estimate(&inputs).unwrap();
+        let first: Vec<f64> = result.advantages.rows().map(|row| row[0]).collect();
+        check(&first[..6], &expected);
+        assert_eq!(first[6], 0.0);
     }
 }

@@ -1,6 +1,6 @@
 //! ReMax: the score of the greedy response as baseline.
 
-use super::{AdvantageEstimator, AdvantageInputs, Advantages, backward_scan};
+use super::{AdvantageEstimator, AdvantageInputs, Advantages, EstimatorInput, backward_scan};
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_finite, check_len};
 
@@ -20,6 +20,13 @@ impl AdvantageEstimator for ReMax {
 
     fn cut_unit(&self) -> CutUnit {
         CutUnit::Row
+    }
+
+    fn inputs(&self) -> &'static [EstimatorInput] {
+        &[
+            EstimatorInput::TokenLevelRewards,
+            EstimatorInput::RewardBaselines,
+        ]
     }
 
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {

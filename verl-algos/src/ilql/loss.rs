@@ -6,7 +6,7 @@ use super::batch::{IlqlBatch, IlqlMicroBatch};
 use super::terms::Live;
 use crate::aggregate::{Aggregation, token_weights};
 use crate::error::{AlgoError, check_setting};
-use crate::losses::{Metric, Partial};
+use crate::losses::{Metric, Partial, Share};
 use crate::tensor::at_least_f32;
 
 /// Q + V + `cql_scale` · CQL + `awac_scale` · AWAC, each a mean over the K actions whose states are alive.
@@ -130,20 +130,21 @@ impl PreparedIlql<'_> {
         let mut loss: Option<Tensor<1>> = None;
         let mut metrics = live.means();
         for (name, scale, per_action) in terms {
+            // A term that is switched off cannot matter, even where it is infinite.
+            if scale == 0.0 {
+                continue;
+            }
             let value = per_action.sum() * self.weight;
             metrics.push(Metric {
                 name,
-                sum: value.clone().detach(),
-                count: None,
+                number: value.clone().detach(),
+                share: Share::Sum,
             });
-            // A term that is switched off cannot matter, even where it is infinite.
-            if scale != 0.0 {
-                let value = value * scale;
-                loss = Some(match loss {
-                    Some(sum) => sum + value,
-                    None => value,
-                });
-            }
+            let value = value * scale;
+            loss = Some(match loss {
+                Some(sum) => sum + value,
+                None => value,
+            });
         }
         Ok(Partial {
             loss: loss.ok_or(AlgoError::Missing {
@@ -159,7 +160,7 @@ impl PreparedIlql<'_> {
 mod tests {
     use super::*;
     use crate::aggregate::Counts;
-    use crate::losses::MetricSum;
+    use crate::losses::{MetricSum, Share};
     use crate::ragged::Ragged;
     use crate::tensor::test::{constant, read};
 
@@ -184,8 +185,8 @@ mod tests {
         let mut terms = partial.read_metrics().unwrap();
         terms.push(MetricSum {
             name: "loss",
-            sum: read(partial.loss)[0],
-            count: None,
+            number: read(partial.loss)[0],
+            share: Share::Sum,
         });
         terms
     }
@@ -257,7 +258,7 @@ mod tests {
         };
         let terms = terms(loss, &batch(), &micro);
         let total = terms.iter().find(|m| m.name == "loss").unwrap();
-        assert!(total.sum.is_finite());
+        assert!(total.number.is_finite());
     }
 
     #[test]

@@ -29,7 +29,7 @@
 //!     logits: Tensor::zeros([2, 2], &device),
 //! })?;
 //! let value_loss = partial.read_metrics()?.into_iter().find(|m| m.name == "v_loss");
-//! assert!((value_loss.unwrap().sum - 0.08).abs() < 1e-6);
+//! assert!((value_loss.unwrap().number - 0.08).abs() < 1e-6);
 //! # Ok::<(), verl_algos::AlgoError>(())
 //! ```
 //!

@@ -5,7 +5,7 @@ use burn::tensor::{Int, Tensor};
 use super::batch::{IlqlMicroBatch, Steps};
 use crate::error::AlgoError;
 use crate::log_probs::log_probs_from_logits;
-use crate::losses::Metric;
+use crate::losses::{Metric, Share};
 use crate::tensor::{at_least_f32, constant_like, indices_like};
 
 /// What the heads say about the actions that count.
@@ -105,8 +105,10 @@ impl Live {
     pub(super) fn means(&self) -> Vec<Metric> {
         let mean = |name, values: &Tensor<1>| Metric {
             name,
-            sum: values.clone().detach().sum(),
-            count: Some(values.dims()[0]),
+            number: values.clone().detach().sum(),
+            share: Share::Mean {
+                count: values.dims()[0],
+            },
         };
         vec![
             mean("value", &self.values),

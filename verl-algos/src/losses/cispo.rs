@@ -3,14 +3,15 @@
 use super::clipped_policy::{check_clip, log_ratio};
 use super::{PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
+use crate::tensor::ones_where;
 
 /// −sg(clip(r, 1 − ε_low, 1 + ε_high)) A ℓ. Times the rollout weights.
 ///
 /// No token loses its gradient; only its weight is bounded. Reported: `pg_clipfrac`, the share of tokens whose ratio was
-/// clipped; `ppo_kl`.
+/// clipped; `cispo_clip_ratio`, the share that has A > 0 and lies above the upper bound; `ppo_kl`.
 ///
 /// # Differences
-/// TRL's ε_high is absolute (such as 5) and it has no lower bound.
+/// TRL's upper bound is absolute and it has no lower bound: [`CispoLoss::with_cap`].
 /// # Source
 /// MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4; d clamped to ±20 as in verl.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -30,6 +31,17 @@ impl Default for CispoLoss {
     }
 }
 
+impl CispoLoss {
+    /// −sg(min(r, cap)) A ℓ: no lower bound, and an upper one that is not counted from 1. TRL's form, with a cap such as
+    /// 5.
+    pub fn with_cap(cap: f64) -> CispoLoss {
+        CispoLoss {
+            clip_low: 1.0,
+            clip_high: cap - 1.0,
+        }
+    }
+}
+
 impl TokenLoss for CispoLoss {
     fn name(&self) -> &'static str {
         "cispo_loss"
@@ -45,12 +57,18 @@ impl TokenLoss for CispoLoss {
         let weight = ratio
             .clone()
             .clamp(1.0 - self.clip_low, 1.0 + self.clip_high);
+        let advantages = tokens.advantages(self.name())?;
+        let above = ratio.clone().greater_scalar(1.0 + self.clip_high);
+        let above = above.bool_and(advantages.clone().greater_scalar(0.0));
         let clipped = ratio.not_equal(weight.clone());
-        let clipped = d.zeros_like().mask_fill(clipped, 1.0);
-        let loss = (weight * tokens.advantages(self.name())? * tokens.log_probs()).neg();
+        let loss = (weight * advantages * tokens.log_probs()).neg();
         Ok(PerToken {
             loss: tokens.times_rollout_weights(loss),
-            metrics: vec![("pg_clipfrac", clipped), ("ppo_kl", -d)],
+            metrics: vec![
+                ("pg_clipfrac", ones_where(clipped, &d)),
+                ("cispo_clip_ratio", ones_where(above, &d)),
+                ("ppo_kl", -d),
+            ],
         })
     }
 }
@@ -77,5 +95,23 @@ mod tests {
         for (g, expected) in grad.iter().zip([-1.28, -0.8, 1.1]) {
             assert!((g - expected).abs() < 1e-9, "{grad:?}");
         }
+    }
+
+    #[test]
+    fn a_cap_bounds_from_above_alone() {
+        let loss = CispoLoss::with_cap(5.0);
+        assert_eq!(loss.check(), Ok(()));
+        let objective = Objective::new(Aggregation::TokenSum).with(1.0, loss);
+        let mut batch = MiniBatch::new(vec![0; 3]);
+        batch.old_log_probs = Some(vec![-3.0; 3]);
+        batch.advantages = Some(vec![1.0; 3]);
+        let prepared = objective.prepare(&batch).unwrap();
+        let (_, grad) = gradient(&[6.0f64, 4.0, 0.01].map(|r| r.ln() - 3.0), |l| {
+            prepared.loss(&batch.whole(l, None)).unwrap().loss
+        });
+        for (g, expected) in grad.iter().zip([-5.0, -4.0, -0.01]) {
+            assert!((g - expected).abs() < 1e-9, "{grad:?}");
+        }
+        assert!(CispoLoss::with_cap(0.5).check().is_err());
     }
 }

@@ -47,7 +47,7 @@ impl TokenLoss for ClippedPolicyLoss {
     fn check(&self) -> Result<(), AlgoError> {
         check_clip(self.clip_low, self.clip_high)?;
         match self.dual_clip {
-            Some(c) => check_setting("clip_ratio_c", c, c > 1.0, "it must be above 1"),
+            Some(c) => check_setting("dual_clip", c, c > 1.0, "it must be above 1"),
             None => Ok(()),
         }
     }
@@ -55,12 +55,11 @@ impl TokenLoss for ClippedPolicyLoss {
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
         let advantages = tokens.advantages(self.name())?;
         let d = log_ratio(tokens, self.name())?;
-        let clipped = clipped_surrogate(
-            d.clone().exp(),
-            advantages.clone(),
-            self.clip_low,
-            self.clip_high,
-        );
+        let ratio = d.clone().exp();
+        let bounded = ratio
+            .clone()
+            .clamp(1.0 - self.clip_low, 1.0 + self.clip_high);
+        let clipped = clipped_surrogate(ratio, bounded, advantages.clone());
         let mut loss = clipped.loss;
         let mut lower = loss.zeros_like();
         if let Some(c) = self.dual_clip {
@@ -85,10 +84,10 @@ impl TokenLoss for ClippedPolicyLoss {
 /// Refuses bounds of a ratio that are out of order.
 pub(crate) fn check_clip(low: f64, high: f64) -> Result<(), AlgoError> {
     let rule = "it must lie in [0, 1]";
-    check_setting("clip_ratio_low", low, (0.0..=1.0).contains(&low), rule)?;
+    check_setting("clip_low", low, (0.0..=1.0).contains(&low), rule)?;
     let sound = high >= 0.0 && high.is_finite();
     check_setting(
-        "clip_ratio_high",
+        "clip_high",
         high,
         sound,
         "it must be a finite number from 0",
@@ -110,15 +109,14 @@ pub(crate) struct Clipped {
     pub clipped: Tensor<1>,
 }
 
-/// max(−A r, −A clip(r, 1 − low, 1 + high)).
+/// max(−A r, −A r_bounded).
 pub(crate) fn clipped_surrogate(
     ratio: Tensor<1>,
+    bounded: Tensor<1>,
     advantages: Tensor<1>,
-    low: f64,
-    high: f64,
 ) -> Clipped {
-    let plain = (ratio.clone() * advantages.clone()).neg();
-    let bounded = (ratio.clamp(1.0 - low, 1.0 + high) * advantages).neg();
+    let plain = (ratio * advantages.clone()).neg();
+    let bounded = (bounded * advantages).neg();
     let larger = bounded.clone().greater(plain.clone());
     Clipped {
         clipped: plain.zeros_like().mask_fill(larger.clone(), 1.0),

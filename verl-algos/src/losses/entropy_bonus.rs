@@ -1,6 +1,6 @@
 //! The entropy of the policy as a term of the loss.
 
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
 /// The entropy H of each token. Add it with coefficient −c to reward entropy.
@@ -12,6 +12,10 @@ pub struct EntropyBonus;
 impl TokenLoss for EntropyBonus {
     fn name(&self) -> &'static str {
         "entropy_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::Entropies]
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {

@@ -1,6 +1,6 @@
 //! The plain policy gradient.
 
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
 /// −A ℓ. Times the rollout weights. No ratio, so no old log-probs are needed.
@@ -13,6 +13,10 @@ pub struct GpgLoss;
 impl TokenLoss for GpgLoss {
     fn name(&self) -> &'static str {
         "gpg_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::Advantages]
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {

@@ -52,7 +52,10 @@ impl TokenLoss for GspoLoss {
             .clamp_max(LOG_RATIO_MAX)
             .exp();
         let advantages = tokens.advantages(self.name())?;
-        let clipped = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high);
+        let bounded = ratio
+            .clone()
+            .clamp(1.0 - self.clip_low, 1.0 + self.clip_high);
+        let clipped = clipped_surrogate(ratio, bounded, advantages);
         Ok(PerToken {
             loss: tokens.times_rollout_weights(clipped.loss),
             metrics: vec![("pg_clipfrac", clipped.clipped), ("ppo_kl", -d)],

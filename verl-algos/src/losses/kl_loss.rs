@@ -1,6 +1,6 @@
 //! The KL divergence from the reference policy as a term of the loss.
 
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 use crate::kl::KlEstimator;
 
@@ -27,6 +27,10 @@ impl Default for KlLoss {
 impl TokenLoss for KlLoss {
     fn name(&self) -> &'static str {
         "kl_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::RefLogProbs]
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {

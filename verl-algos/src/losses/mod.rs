@@ -5,6 +5,9 @@
 //! selections); the [`PreparedObjective`] that comes back is the only thing with a [`loss`](PreparedObjective::loss), so
 //! no micro-batch can be computed before. A new loss is a file here and a line in [`POLICY_LOSSES`].
 //!
+//! A [`RowLoss`] says what a row or a pair of rows costs, as preference losses do; an objective holds terms of both
+//! forms. They are listed in [`PREFERENCE_LOSSES`].
+//!
 //! ```
 //! use burn::tensor::{Device, Tensor};
 //! use verl_algos::losses::{ClippedPolicyLoss, Objective};
@@ -22,27 +25,74 @@
 //! ```
 
 mod cispo;
+mod clip_cov;
+mod clip_shares;
 mod clipped_policy;
+mod covariance;
 mod distillation;
+mod dppo;
+mod dro;
 mod entropy_bonus;
+mod gmpo;
 mod gpg;
 mod gspo;
+mod importance_kl;
+mod kl_cov;
 mod kl_loss;
+mod metrics;
+mod needs;
 mod objective;
+mod off_policy_rows;
+mod preference;
+mod prepared_rows;
+mod ratio_level;
+mod reinforce;
+mod row_loss;
+mod sapo;
 mod sft;
+mod token_filter;
+mod top_entropy;
+mod trl_grpo;
+mod units;
+mod value;
+mod vespo;
 
 pub use cispo::CispoLoss;
+pub use clip_cov::ClipCovLoss;
 pub use clipped_policy::ClippedPolicyLoss;
 pub use distillation::{
     DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, PreparedDistillation,
     Tail, teacher_advantages,
 };
+pub use dppo::{DppoDivergence, DppoLoss};
+pub use dro::DroLoss;
 pub use entropy_bonus::EntropyBonus;
+pub use gmpo::GmpoLoss;
 pub use gpg::GpgLoss;
 pub use gspo::GspoLoss;
+pub use importance_kl::ImportanceKlLoss;
+pub use kl_cov::KlCovLoss;
 pub use kl_loss::KlLoss;
-pub use objective::{Metric, MetricSum, Objective, Partial, PreparedObjective, PreparedTokens};
+pub use metrics::{Metric, MetricSum, Partial, Reduction, Share};
+pub use needs::LossInput;
+pub use objective::{Objective, PreparedObjective, PreparedTokens};
+pub use off_policy_rows::OffPolicyRows;
+pub use preference::{
+    ChosenNll, Cpo, CpoLoss, Dpo, FDivergence, Kto, KtoBaseline, OrpoOdds, PREFERENCE_LOSSES,
+    PreferenceLoss, RewardModelLoss, RowLossEntry, kl_baseline, mismatched_rows, orpo,
+    preference_loss,
+};
+pub use prepared_rows::{PreparedRows, Sides};
+pub use ratio_level::RatioLevel;
+pub use reinforce::ReinforceLoss;
+pub use row_loss::{Mean, PerRow, RowLoss};
+pub use sapo::SapoLoss;
 pub use sft::SftLoss;
+pub use token_filter::{FilterEntry, TOKEN_FILTERS, TokenFilter};
+pub use top_entropy::{TopEntropyBonus, TopEntropyTokens};
+pub use trl_grpo::TrlGrpoLoss;
+pub use value::ValueLoss;
+pub use vespo::VespoLoss;
 
 use burn::tensor::Tensor;
 
@@ -59,6 +109,11 @@ pub trait TokenLoss: std::fmt::Debug + Send + Sync {
     /// What micro-batches must hold whole.
     fn cut_unit(&self) -> CutUnit {
         CutUnit::Row
+    }
+
+    /// What it reads beside the log-probs of the policy now; unless told otherwise what a loss on a ratio reads.
+    fn inputs(&self) -> &'static [LossInput] {
+        &[LossInput::Advantages, LossInput::OldLogProbs]
     }
 
     /// Refuses settings out of range.
@@ -83,6 +138,11 @@ pub trait TokenLoss: std::fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
+    /// How the numbers of tokens that are reported as `metric` become one.
+    fn reduction(&self, _metric: &str) -> Reduction {
+        Reduction::TokenMean
+    }
+
     /// Loss of each token, differentiable, and what is reported about each.
     ///
     /// # Errors
@@ -95,26 +155,60 @@ pub trait TokenLoss: std::fmt::Debug + Send + Sync {
 pub struct PerToken {
     /// `[M]`, differentiable.
     pub loss: Tensor<1>,
-    /// Names and numbers `[M]` whose mean over the tokens of all micro-batches is reported.
+    /// Names and numbers `[M]` of what is reported over all micro-batches: their mean over tokens, unless
+    /// [`TokenLoss::reduction`] says otherwise.
     pub metrics: Vec<(&'static str, Tensor<1>)>,
 }
 
 /// Name of a loss, and how to make it with its default settings.
 pub type LossEntry = (&'static str, fn() -> Box<dyn TokenLoss>);
 
-/// All policy losses with their default settings, by name.
+/// All policy losses with their default settings, by name. β of `dro` has no default; here it is 1.
+///
+/// TRL's loss types are these, with an aggregation; `trl_grpo` there is [`TrlGrpoLoss`]:
+///
+/// | `loss_type` | loss | aggregation |
+/// |---|---|---|
+/// | `grpo` | `trl_grpo` | `seq-mean-token-mean` |
+/// | `bnpo` | `trl_grpo` | `token-mean` |
+/// | `dapo` | `trl_grpo` | `token-mean` with the declared tokens of the whole batch |
+/// | `dr_grpo` | `trl_grpo` | `seq-mean-token-sum-norm` over the longest completion allowed |
+/// | `grpo` with the ratio of the row | `trl_gspo` | `seq-mean-token-mean` |
+/// | `luspo` | `trl_gspo`, usually with wider bounds | `seq-mean-token-sum` |
+/// | `cispo`, `vespo` | `trl_cispo`, `vespo` | as `dapo` |
+/// | `sapo` | `sapo` | its own |
+/// | RLOO's loss | `trl_rloo` | its own |
+///
+/// TRL's KL term is [`KlLoss`] with `k3_unclamped`, or [`ImportanceKlLoss`] with it; its masks are
+/// [`TOKEN_FILTERS`].
 pub const POLICY_LOSSES: &[LossEntry] = &[
     ("cispo", || Box::new(CispoLoss::default())),
+    ("clip_cov", || Box::new(ClipCovLoss::default())),
+    ("dppo_kl", || Box::new(DppoLoss::kl())),
+    ("dppo_tv", || Box::new(DppoLoss::tv())),
+    ("dro", || Box::new(DroLoss { beta: 1.0 })),
+    ("gmpo", || Box::new(GmpoLoss::default())),
     ("gpg", || Box::new(GpgLoss)),
     ("gspo", || Box::new(GspoLoss::default())),
+    ("kl_cov", || Box::new(KlCovLoss::default())),
+    ("reinforce", || Box::new(ReinforceLoss)),
+    ("sapo", || Box::new(SapoLoss::default())),
+    ("trl_cispo", || Box::new(CispoLoss::with_cap(5.0))),
+    ("trl_grpo", || Box::new(TrlGrpoLoss::default())),
+    ("trl_gspo", || Box::new(TrlGrpoLoss::gspo())),
+    ("trl_rloo", || Box::new(TrlGrpoLoss::rloo())),
     ("vanilla", || Box::new(ClippedPolicyLoss::default())),
+    ("vespo", || Box::new(VespoLoss::default())),
 ];
 
 /// Losses that are added to a policy loss or stand alone, with their default settings, by name.
 pub const OTHER_LOSSES: &[LossEntry] = &[
     ("entropy", || Box::new(EntropyBonus)),
+    ("importance_kl", || Box::new(ImportanceKlLoss::default())),
     ("kl", || Box::new(KlLoss::default())),
     ("sft", || Box::new(SftLoss)),
+    ("top_entropy", || Box::new(TopEntropyBonus::default())),
+    ("value", || Box::new(ValueLoss::default())),
 ];
 
 /// The policy loss with this name and its default settings.

@@ -1,19 +1,33 @@
 //! Losses added up over the parts of a mini-batch.
 
+use std::collections::BTreeSet;
+
 use burn::tensor::{IndexingUpdateOp, Int, Tensor};
 
-use super::TokenLoss;
+use super::metrics::RowWeights;
+use super::row_loss::PreparedRowTerm;
+use super::{LossInput, Metric, Partial, Reduction, RowLoss, Share, TokenFilter, TokenLoss};
 use crate::aggregate::{Aggregation, token_weights};
-use crate::batch::{MicroBatch, MiniBatch};
+use crate::batch::{MicroBatch, MiniBatch, require};
 use crate::cut::CutUnit;
 use crate::error::AlgoError;
 use crate::tensor::{at_least_f32, constant_like, indices_like};
 
 /// Σ coefficient · Agg(loss): what an optimiser step minimises.
+///
+/// The aggregation is that of its token losses; row losses are means over rows or pairs.
 #[derive(Debug)]
 pub struct Objective {
     aggregation: Aggregation,
-    terms: Vec<(f64, Box<dyn TokenLoss>)>,
+    terms: Vec<Term>,
+    row_terms: Vec<(f64, Box<dyn RowLoss>)>,
+}
+
+#[derive(Debug)]
+struct Term {
+    coef: f64,
+    loss: Box<dyn TokenLoss>,
+    filters: Vec<Box<dyn TokenFilter>>,
 }
 
 impl Objective {
@@ -22,6 +36,7 @@ impl Objective {
         Objective {
             aggregation,
             terms: Vec::new(),
+            row_terms: Vec::new(),
         }
     }
 
@@ -33,15 +48,66 @@ impl Objective {
 
     /// Adds a term that was chosen at run time.
     #[must_use]
-    pub fn with_boxed(mut self, coef: f64, loss: Box<dyn TokenLoss>) -> Objective {
-        self.terms.push((coef, loss));
+    pub fn with_boxed(self, coef: f64, loss: Box<dyn TokenLoss>) -> Objective {
+        self.with_boxed_filters(coef, loss, Vec::new())
+    }
+
+    /// Adds a term of which only the tokens count that all `filters` keep.
+    #[must_use]
+    pub fn with_filters(
+        self,
+        coef: f64,
+        loss: impl TokenLoss + 'static,
+        filters: Vec<Box<dyn TokenFilter>>,
+    ) -> Objective {
+        self.with_boxed_filters(coef, Box::new(loss), filters)
+    }
+
+    /// Adds a filtered term that was chosen at run time.
+    #[must_use]
+    pub fn with_boxed_filters(
+        mut self,
+        coef: f64,
+        loss: Box<dyn TokenLoss>,
+        filters: Vec<Box<dyn TokenFilter>>,
+    ) -> Objective {
+        self.terms.push(Term {
+            coef,
+            loss,
+            filters,
+        });
         self
+    }
+
+    /// Adds a term over rows or pairs.
+    #[must_use]
+    pub fn with_rows(self, coef: f64, loss: impl RowLoss + 'static) -> Objective {
+        self.with_boxed_rows(coef, Box::new(loss))
+    }
+
+    /// Adds a term over rows or pairs that was chosen at run time.
+    #[must_use]
+    pub fn with_boxed_rows(mut self, coef: f64, loss: Box<dyn RowLoss>) -> Objective {
+        self.row_terms.push((coef, loss));
+        self
+    }
+
+    /// What its terms read, each once.
+    pub fn inputs(&self) -> Vec<LossInput> {
+        let of_terms = self.terms.iter().flat_map(|term| {
+            let filters = term.filters.iter().flat_map(|filter| filter.inputs());
+            term.loss.inputs().iter().chain(filters)
+        });
+        let of_rows = self.row_terms.iter().flat_map(|(_, loss)| loss.inputs());
+        let each = of_terms.chain(of_rows).copied();
+        BTreeSet::from_iter(each).into_iter().collect()
     }
 
     /// What micro-batches must hold whole: the largest that a term asks for.
     pub fn cut_unit(&self) -> CutUnit {
-        let units = self.terms.iter().map(|(_, loss)| loss.cut_unit());
-        units.max().unwrap_or(CutUnit::Row)
+        let tokens = self.terms.iter().map(|term| term.loss.cut_unit());
+        let rows = self.row_terms.iter().map(|(_, loss)| loss.cut_unit());
+        tokens.chain(rows).max().unwrap_or(CutUnit::Row)
     }
 
     /// Looks at the whole mini-batch, once, before any micro-batch.
@@ -51,20 +117,30 @@ impl Objective {
     /// ([`token_weights`]).
     pub fn prepare<'a>(&'a self, batch: &'a MiniBatch) -> Result<PreparedObjective<'a>, AlgoError> {
         batch.check()?;
-        let terms = self.terms.iter().map(|(coef, loss)| {
-            loss.check()?;
-            let aggregation = loss.aggregation(self.aggregation);
+        let terms = self.terms.iter().map(|term| {
+            term.loss.check()?;
+            let aggregation = term.loss.aggregation(self.aggregation);
+            let filters = term.filters.iter().map(|filter| {
+                filter.check()?;
+                Ok((filter.as_ref(), filter.prepare(batch)?))
+            });
             Ok(PreparedTerm {
-                coef: *coef,
-                loss: loss.as_ref(),
+                coef: term.coef,
+                loss: term.loss.as_ref(),
                 weights: token_weights(aggregation, &batch.rows, &batch.counts)?,
-                marks: loss.prepare(batch)?,
+                marks: term.loss.prepare(batch)?,
+                filters: filters.collect::<Result<_, AlgoError>>()?,
             })
         });
+        let row_terms = self.row_terms.iter();
+        let row_terms =
+            row_terms.map(|(coef, loss)| PreparedRowTerm::new(*coef, loss.as_ref(), batch));
         Ok(PreparedObjective {
             batch,
             row_lengths: batch.row_lengths(),
+            row_weights: RowWeights::new(&batch.rows, &batch.counts),
             terms: terms.collect::<Result<_, AlgoError>>()?,
+            row_terms: row_terms.collect::<Result<_, AlgoError>>()?,
         })
     }
 }
@@ -74,7 +150,9 @@ impl Objective {
 pub struct PreparedObjective<'a> {
     batch: &'a MiniBatch,
     row_lengths: Vec<usize>,
+    row_weights: RowWeights,
     terms: Vec<PreparedTerm<'a>>,
+    row_terms: Vec<PreparedRowTerm<'a>>,
 }
 
 #[derive(Debug)]
@@ -83,6 +161,8 @@ struct PreparedTerm<'a> {
     loss: &'a dyn TokenLoss,
     weights: Vec<f64>,
     marks: Vec<f64>,
+    /// Filters with the marks of each.
+    filters: Vec<(&'a dyn TokenFilter, Vec<f64>)>,
 }
 
 impl PreparedObjective<'_> {
@@ -100,31 +180,45 @@ impl PreparedObjective<'_> {
                 metrics: Vec::new(),
             });
         }
-        let mut losses = Vec::with_capacity(self.terms.len());
+        let mut losses = Vec::with_capacity(self.terms.len() + self.row_terms.len());
         let mut metrics = Vec::new();
         for term in &self.terms {
-            let tokens = PreparedTokens {
+            let view = |marks| PreparedTokens {
                 batch: self.batch,
                 micro,
                 row_lengths: &self.row_lengths,
-                marks: &term.marks,
+                marks,
                 log_probs: log_probs.clone(),
             };
+            let tokens = view(&term.marks);
             let per_token = term.loss.tokens(&tokens)?;
-            let value = (per_token.loss * tokens.gather(&term.weights)).sum();
+            let mut loss = per_token.loss;
+            for (filter, marks) in &term.filters {
+                let keeps = filter.keeps(&view(marks))?;
+                loss = loss.mask_fill(keeps.bool_not(), 0.0);
+            }
+            let value = (loss * tokens.gather(&term.weights)).sum();
             metrics.push(Metric {
                 name: term.loss.name(),
-                sum: value.clone().detach(),
-                count: None,
+                number: value.clone().detach(),
+                share: Share::Sum,
             });
             for (name, values) in per_token.metrics {
-                metrics.push(Metric {
-                    name,
-                    sum: values.detach().sum(),
-                    count: Some(micro.tokens.len()),
-                });
+                let reduction = term.loss.reduction(name);
+                metrics.push(self.report(name, reduction, values.detach(), &tokens));
             }
             losses.push(value * term.coef);
+        }
+        for term in &self.row_terms {
+            let (value, reported) = term.share(PreparedTokens {
+                batch: self.batch,
+                micro,
+                row_lengths: &self.row_lengths,
+                marks: term.marks(),
+                log_probs: log_probs.clone(),
+            })?;
+            metrics.extend(reported);
+            losses.push(value * term.coef());
         }
         let loss = losses.into_iter().reduce(|a, b| a + b);
         Ok(Partial {
@@ -134,6 +228,32 @@ impl PreparedObjective<'_> {
             })?,
             metrics,
         })
+    }
+
+    /// The share of a micro-batch in what is reported about its tokens.
+    fn report(
+        &self,
+        name: &'static str,
+        reduction: Reduction,
+        values: Tensor<1>,
+        tokens: &PreparedTokens<'_>,
+    ) -> Metric {
+        let count = tokens.micro.tokens.len();
+        let (number, share) = match reduction {
+            Reduction::TokenMean => (values.sum(), Share::Mean { count }),
+            Reduction::RowMean { of_empty } => {
+                let empty = of_empty * self.row_weights.empty_per_token * count as f64;
+                let mean = (values * tokens.gather(&self.row_weights.tokens)).sum();
+                (mean + empty, Share::Sum)
+            }
+            Reduction::LeastRow => (tokens.row_means(values).min(), Share::Least),
+            Reduction::LargestRow => (tokens.row_means(values).max(), Share::Largest),
+        };
+        Metric {
+            name,
+            number,
+            share,
+        }
     }
 }
 
@@ -158,11 +278,24 @@ impl PreparedTokens<'_> {
     /// # Errors
     /// When there are none.
     pub fn entropies(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
-        let entropies = self.micro.entropies.clone().ok_or(AlgoError::Missing {
-            algorithm,
-            argument: "entropies",
-        })?;
-        Ok(at_least_f32(entropies))
+        output(algorithm, "entropies", &self.micro.entropies)
+    }
+
+    /// log Σ_v π(v)² of the policy now, `[M]`, without gradient.
+    ///
+    /// # Errors
+    /// When there are none.
+    pub fn log_sum_sq_probs(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
+        let column = &self.micro.log_sum_sq_probs;
+        Ok(output(algorithm, "log_sum_sq_probs", column)?.detach())
+    }
+
+    /// Numbers of a scalar head now, `[M]`; differentiable.
+    ///
+    /// # Errors
+    /// When there are none.
+    pub fn values(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
+        output(algorithm, "values", &self.micro.values)
     }
 
     /// Log-probs at the start of the update, `[M]`.
@@ -189,10 +322,42 @@ impl PreparedTokens<'_> {
         self.column(algorithm, "ref_log_probs", &self.batch.ref_log_probs)
     }
 
+    /// Values at the start of the update, `[M]`.
+    ///
+    /// # Errors
+    /// When there are none.
+    pub fn old_values(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
+        self.column(algorithm, "old_values", &self.batch.old_values)
+    }
+
+    /// Returns, `[M]`.
+    ///
+    /// # Errors
+    /// When there are none.
+    pub fn returns(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
+        self.column(algorithm, "returns", &self.batch.returns)
+    }
+
+    /// Log-probs as the sampler reported them, `[M]`, where it did.
+    pub fn rollout_log_probs(&self) -> Option<Tensor<1>> {
+        self.batch
+            .rollout_log_probs
+            .as_deref()
+            .map(|column| self.gather(column))
+    }
+
+    /// Importance weights against the sampler, `[M]`, where there are any.
+    pub fn rollout_weights(&self) -> Option<Tensor<1>> {
+        self.batch
+            .rollout_weights
+            .as_deref()
+            .map(|column| self.gather(column))
+    }
+
     /// `loss` times the importance weights against the sampler, where there are any.
     pub fn times_rollout_weights(&self, loss: Tensor<1>) -> Tensor<1> {
-        match &self.batch.rollout_weights {
-            Some(weights) => loss * self.gather(weights),
+        match self.rollout_weights() {
+            Some(weights) => loss * weights,
             None => loss,
         }
     }
@@ -214,25 +379,40 @@ impl PreparedTokens<'_> {
     /// Mean of `values` over each token's row, `[M]` to `[M]`; differentiable.
     pub fn row_means(&self, values: Tensor<1>) -> Tensor<1> {
         let rows = self.micro.tokens.iter().map(|&t| self.batch.rows[t]);
+        let lengths = rows.map(|row| self.row_lengths[row] as f64).collect();
+        let lengths = constant_like(lengths, &values);
+        self.row_sums(values) / lengths
+    }
+
+    /// Sum of `values` over each token's row, `[M]` to `[M]`; differentiable.
+    pub fn row_sums(&self, values: Tensor<1>) -> Tensor<1> {
+        let rows = self.micro.tokens.iter().map(|&t| self.batch.rows[t]);
         let mut places = vec![usize::MAX; self.row_lengths.len()];
-        let mut lengths = Vec::new();
+        let mut num_rows = 0;
         let index: Vec<usize> = rows
             .map(|row| {
                 if places[row] == usize::MAX {
-                    places[row] = lengths.len();
-                    lengths.push(self.row_lengths[row] as f64);
+                    places[row] = num_rows;
+                    num_rows += 1;
                 }
                 places[row]
             })
             .collect();
         let index: Tensor<1, Int> = indices_like(&index, &values);
-        let lengths = constant_like(lengths, &values);
         // [M] -> [rows] -> [M]
-        lengths
-            .zeros_like()
+        constant_like(vec![0.0; num_rows], &values)
             .select_assign(0, index.clone(), values, IndexingUpdateOp::Add)
-            .div(lengths)
             .select(0, index)
+    }
+
+    /// The mini-batch.
+    pub(super) fn batch(&self) -> &MiniBatch {
+        self.batch
+    }
+
+    /// Positions of the tokens in the mini-batch, `[M]`.
+    pub(super) fn positions(&self) -> &[usize] {
+        &self.micro.tokens
     }
 
     /// The micro-batch's share of a column of the mini-batch: `[N]` to `[M]`.
@@ -247,94 +427,19 @@ impl PreparedTokens<'_> {
         argument: &'static str,
         column: &Option<Vec<f64>>,
     ) -> Result<Tensor<1>, AlgoError> {
-        match column {
-            Some(values) => Ok(self.gather(values)),
-            None => Err(AlgoError::Missing {
-                algorithm,
-                argument,
-            }),
-        }
+        Ok(self.gather(require(algorithm, argument, column)?))
     }
 }
 
-/// A micro-batch's share of the loss and of what is reported.
-#[derive(Debug, Clone)]
-pub struct Partial {
-    /// `[1]`, differentiable.
-    pub loss: Tensor<1>,
-    /// What is reported, still on the device.
-    pub metrics: Vec<Metric>,
-}
-
-/// A reported number, still on the device.
-#[derive(Debug, Clone)]
-pub struct Metric {
-    /// Its name.
-    pub name: &'static str,
-    /// Sum over the micro-batch, `[1]`, without gradient.
-    pub sum: Tensor<1>,
-    /// Number of summands where a mean is reported; `None` where the shares add up to the value.
-    pub count: Option<usize>,
-}
-
-/// A reported number on the host.
-#[derive(Debug, Clone, PartialEq)]
-pub struct MetricSum {
-    /// Its name.
-    pub name: &'static str,
-    /// The sum.
-    pub sum: f64,
-    /// Number of summands where a mean is reported.
-    pub count: Option<usize>,
-}
-
-impl Partial {
-    /// The metrics, fetched from the device at once.
-    ///
-    /// # Errors
-    /// When the device fails.
-    pub fn read_metrics(&self) -> Result<Vec<MetricSum>, AlgoError> {
-        if self.metrics.is_empty() {
-            return Ok(Vec::new());
-        }
-        let sums = self.metrics.iter().map(|m| m.sum.clone()).collect();
-        let sums: Vec<f64> =
-            Tensor::cat(sums, 0)
-                .try_into_vec_as()
-                .map_err(|error| AlgoError::Read {
-                    what: "metrics",
-                    reason: error.to_string(),
-                })?;
-        let each = self.metrics.iter().zip(sums);
-        Ok(each
-            .map(|(metric, sum)| MetricSum {
-                name: metric.name,
-                sum,
-                count: metric.count,
-            })
-            .collect())
-    }
-}
-
-impl MetricSum {
-    /// The value: the mean, or the sum where shares add up. A mean over nothing is 0.
-    pub fn value(&self) -> f64 {
-        match self.count {
-            Some(count) => self.sum / count.max(1) as f64,
-            None => self.sum,
-        }
-    }
-
-    /// Adds the shares of another micro-batch into `totals`, by name.
-    pub fn add_to(totals: &mut Vec<MetricSum>, shares: Vec<MetricSum>) {
-        for share in shares {
-            match totals.iter_mut().find(|total| total.name == share.name) {
-                Some(total) => {
-                    total.sum += share.sum;
-                    total.count = total.count.zip(share.count).map(|(a, b)| a + b);
-                }
-                None => totals.push(share),
-            }
-        }
-    }
+/// An output of the model in f32 or wider.
+fn output(
+    algorithm: &'static str,
+    argument: &'static str,
+    column: &Option<Tensor<1>>,
+) -> Result<Tensor<1>, AlgoError> {
+    let column = column.clone().ok_or(AlgoError::Missing {
+        algorithm,
+        argument,
+    })?;
+    Ok(at_least_f32(column))
 }

@@ -1,6 +1,6 @@
 //! Supervised fine-tuning.
 
-use super::{PerToken, PreparedTokens, TokenLoss};
+use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
 /// −ℓ: negative log-likelihood of each target token, nats.
@@ -12,6 +12,10 @@ pub struct SftLoss;
 impl TokenLoss for SftLoss {
     fn name(&self) -> &'static str {
         "sft_loss"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[]
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {

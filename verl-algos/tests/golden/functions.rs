@@ -16,7 +16,7 @@ use verl_algos::losses::{
 use verl_algos::{Aggregation, AlgoError, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
 use crate::cases::{Answer, Case, json, json_rows};
-use crate::offline;
+use crate::{advantages, offline, policy, preferences};
 
 /// The answer to a case; `None` for a function that is not here.
 pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
@@ -71,7 +71,10 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
         "entropy" => entropy(case, dtype),
         "entropy_and_log_probs_trl" => entropy_and_log_probs(case, dtype),
         "log_probs_from_logits" => log_probs(case, dtype),
-        _ => return offline::run(case, dtype),
+        _ => {
+            let families = [advantages::run, offline::run, policy::run, preferences::run];
+            return families.iter().find_map(|run| run(case, dtype));
+        }
     };
     Some(answer.map_err(|error| error.to_string()))
 }
@@ -88,7 +91,7 @@ pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
 }
 
 /// A leaf whose gradient is asked for.
-fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
+pub fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
     let len = values.len();
     let data = TensorData::new(values, [len]);
     Tensor::from_data(data, (&Device::flex(), dtype))
@@ -96,16 +99,25 @@ fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
         .require_grad()
 }
 
-fn gradient<const D: usize>(leaf: &Tensor<D>, loss: &Tensor<1>) -> Vec<f64> {
+pub fn gradient<const D: usize>(leaf: &Tensor<D>, loss: &Tensor<1>) -> Vec<f64> {
     let grads = loss.backward();
     leaf.grad(&grads).map(read).expect("a gradient")
 }
 
 // ---- advantages
 
-fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
+pub fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
     let mask = case.mask();
     let rewards = case.rows("token_level_rewards");
+    let components = case.rows("component_scores");
+    let components: Option<Vec<Vec<Option<f64>>>> = components.map(|rows| {
+        rows.rows()
+            .map(|row| row.iter().copied().map(Some).collect())
+            .collect()
+    });
+    let old_log_probs = case.rows("old_log_probs");
+    let sum_pi_squared = case.rows("sum_pi_squared");
+    let rollout_weights = case.rows("rollout_is_weights");
     let groups: Option<Vec<u64>> = case.get("group_ids").map(|_| {
         case.numbers("group_ids")
             .iter()
@@ -120,6 +132,10 @@ fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
     inputs.groups = groups.as_deref();
     inputs.values = values.as_ref();
     inputs.reward_baselines = baselines.as_deref();
+    inputs.reward_components = components.as_deref();
+    inputs.old_log_probs = old_log_probs.as_ref();
+    inputs.sum_pi_squared = sum_pi_squared.as_ref();
+    inputs.rollout_weights = rollout_weights.as_ref();
     let result = estimator.estimate(&inputs)?;
     let mut answer = vec![("advantages", json_rows(&result.advantages))];
     if let Some(returns) = &result.returns {
@@ -144,7 +160,7 @@ fn gae(case: &Case) -> Outcome {
 
 // ---- losses
 
-fn aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
+pub fn aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
     // The reference falls back to the width of the array.
     let width = case.mask().rows().map(<[bool]>::len).max().unwrap_or(1);
     let factor = case.number("loss_scale_factor").unwrap_or(width as f64);
@@ -154,9 +170,8 @@ fn aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
     }
 }
 
-fn mini_batch(case: &Case) -> MiniBatch {
+pub fn mini_batch(case: &Case) -> MiniBatch {
     MiniBatch {
-        rows: case.mask().packed_rows(),
         counts: Counts {
             tokens: case.count("batch_num_tokens"),
             sequences: case.count("global_batch_size"),
@@ -166,6 +181,7 @@ fn mini_batch(case: &Case) -> MiniBatch {
         advantages: case.packed("advantages"),
         ref_log_probs: case.packed("ref_log_probs"),
         rollout_weights: case.packed("rollout_is_weights"),
+        ..MiniBatch::new(case.mask().packed_rows())
     }
 }
 
@@ -187,23 +203,40 @@ fn parts(case: &Case, num_rows: usize) -> Vec<Vec<usize>> {
 }
 
 /// Loss, gradient and metrics of an objective with one term.
-fn token_loss(case: &Case, dtype: DType, input: &str, loss: impl TokenLoss + 'static) -> Outcome {
-    let mask = case.mask();
-    let batch = mini_batch(case);
-    let values = case.packed(input).expect("the input");
+pub fn token_loss(
+    case: &Case,
+    dtype: DType,
+    input: &str,
+    loss: impl TokenLoss + 'static,
+) -> Outcome {
     let objective = Objective::new(aggregation(case)?).with(1.0, loss);
-    let prepared = objective.prepare(&batch)?;
+    evaluate(case, dtype, input, &objective, &mini_batch(case))
+}
+
+/// Loss, gradient and metrics of an objective over `input`, and over `entropies` where the case has them.
+pub fn evaluate(
+    case: &Case,
+    dtype: DType,
+    input: &str,
+    objective: &Objective,
+    batch: &MiniBatch,
+) -> Outcome {
+    let mask = case.mask();
+    let values = case.packed(input).expect("the input");
+    let entropies = case.packed("entropies").unwrap_or_else(|| values.clone());
+    let prepared = objective.prepare(batch)?;
     let mut grad = vec![0.0; values.len()];
     let mut part_losses = Vec::new();
     let mut metrics = Vec::new();
     for part in parts(case, mask.num_rows()) {
         let in_part = |t: &usize| part.contains(&batch.rows[*t]);
         let tokens: Vec<usize> = (0..values.len()).filter(in_part).collect();
-        let leaf = leaf(tokens.iter().map(|&t| values[t]).collect(), dtype);
+        let own = |column: &[f64]| leaf(tokens.iter().map(|&t| column[t]).collect(), dtype);
+        let leaf = own(&values);
         let micro = MicroBatch {
-            tokens: tokens.clone(),
-            log_probs: leaf.clone(),
-            entropies: Some(leaf.clone()),
+            values: Some(leaf.clone()),
+            entropies: Some(own(&entropies)),
+            ..MicroBatch::new(tokens.clone(), leaf.clone())
         };
         let partial = prepared.loss(&micro)?;
         MetricSum::add_to(&mut metrics, partial.read_metrics()?);
@@ -216,7 +249,7 @@ fn token_loss(case: &Case, dtype: DType, input: &str, loss: impl TokenLoss + 'st
     let total = json(part_losses.iter().sum());
     let grad = json_rows(&mask.scatter(&grad)?);
     let mut answer = Map::new();
-    for name in ["pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"] {
+    for name in ["pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "vf_clipfrac"] {
         answer.insert(name.to_owned(), json(0.0));
     }
     for metric in metrics {
@@ -233,7 +266,7 @@ fn token_loss(case: &Case, dtype: DType, input: &str, loss: impl TokenLoss + 'st
 }
 
 /// ε_low and ε_high, which fall back to ε.
-fn clips(case: &Case) -> (f64, f64) {
+pub fn clips(case: &Case) -> (f64, f64) {
     let both = case.number("clip_ratio").unwrap_or(0.2);
     let side = |key: &str| case.number(key).unwrap_or(both);
     (side("clip_ratio_low"), side("clip_ratio_high"))

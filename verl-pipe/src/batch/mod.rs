@@ -110,11 +110,13 @@ pub enum BatchError {
     },
     /// An identity that does not fit.
     #[error(
-        "epoch {epoch}, row {row}, sample {sample} do not fit a row identity (16, 36 and 12 bits)"
+        "epoch {epoch}, wave {wave}, row {row}, sample {sample} do not fit a row identity (16, 4, 32 and 12 bits)"
     )]
     IdOutOfRange {
         /// Epoch.
         epoch: u64,
+        /// Wave of the step.
+        wave: u64,
         /// Data-set row.
         row: u64,
         /// Sample index.

@@ -3,28 +3,66 @@
 use super::BatchError;
 
 const SAMPLE_BITS: u32 = 12;
-const ROW_BITS: u32 = 36;
+const ROW_BITS: u32 = 32;
+const WAVE_BITS: u32 = 4;
+const EPOCH_BITS: u32 = 16;
 
-/// Identity of a row: epoch, data-set row and sample index packed into 64 bits (16, 36 and 12 of them).
+/// Identity of a row: epoch, wave, data-set row and sample index packed into 64 bits (16, 4, 32 and 12 of them).
+///
+/// A wave is what a source draws at once; most steps have one only, and its number is 0. A row of the data set that is
+/// drawn again in a later wave is another row: nothing of the two collides.
+///
+/// ```
+/// use verl_pipe::batch::RowId;
+///
+/// let row = RowId::prompt(2, 7)?.sample(1)?;
+/// assert_eq!((row.epoch(), row.wave(), row.row(), row.sample_index()), (2, 0, 7, 1));
+/// let again = row.in_wave(3)?;
+/// assert_eq!((row.to_string(), again.to_string()), ("2.7#1".to_owned(), "2.7/3#1".to_owned()));
+/// assert_ne!(row.group(), again.group());
+/// # Ok::<(), verl_pipe::batch::BatchError>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RowId(pub u64);
 
 impl RowId {
-    /// The row of a prompt: sample 0 of data-set row `row` in `epoch`.
+    /// Waves that a step can have.
+    pub const MAX_WAVES: u64 = 1 << WAVE_BITS;
+
+    /// The row of a prompt: sample 0 of data-set row `row` in `epoch`, drawn in the first wave of a step.
     ///
     /// # Errors
-    /// When epoch (16 bits) or row (36 bits) is out of range.
+    /// When epoch (16 bits) or row (32 bits) is out of range.
     pub fn prompt(epoch: u64, row: u64) -> Result<RowId, BatchError> {
-        if epoch >= 1 << 16 || row >= 1 << ROW_BITS {
+        if epoch >= 1 << EPOCH_BITS || row >= 1 << ROW_BITS {
             return Err(BatchError::IdOutOfRange {
                 epoch,
+                wave: 0,
                 row,
                 sample: 0,
             });
         }
         Ok(RowId(
-            (epoch << (ROW_BITS + SAMPLE_BITS)) | (row << SAMPLE_BITS),
+            (epoch << (WAVE_BITS + ROW_BITS + SAMPLE_BITS)) | (row << SAMPLE_BITS),
         ))
+    }
+
+    /// The same row, drawn in wave `wave` of a step.
+    ///
+    /// # Errors
+    /// When `wave` is not below [`RowId::MAX_WAVES`].
+    pub fn in_wave(self, wave: u64) -> Result<RowId, BatchError> {
+        if wave >= Self::MAX_WAVES {
+            return Err(BatchError::IdOutOfRange {
+                epoch: self.epoch(),
+                wave,
+                row: self.row(),
+                sample: self.sample_index(),
+            });
+        }
+        let shift = ROW_BITS + SAMPLE_BITS;
+        let others = !((Self::MAX_WAVES - 1) << shift);
+        Ok(RowId((self.0 & others) | (wave << shift)))
     }
 
     /// Sample `index` of this prompt.
@@ -35,6 +73,7 @@ impl RowId {
         if index >= 1 << SAMPLE_BITS {
             return Err(BatchError::IdOutOfRange {
                 epoch: self.epoch(),
+                wave: self.wave(),
                 row: self.row(),
                 sample: index,
             });
@@ -44,7 +83,12 @@ impl RowId {
 
     /// Epoch in which the prompt was drawn.
     pub fn epoch(self) -> u64 {
-        self.0 >> (ROW_BITS + SAMPLE_BITS)
+        self.0 >> (WAVE_BITS + ROW_BITS + SAMPLE_BITS)
+    }
+
+    /// Wave of the step in which the prompt was drawn; 0 is the first.
+    pub fn wave(self) -> u64 {
+        (self.0 >> (ROW_BITS + SAMPLE_BITS)) & (Self::MAX_WAVES - 1)
     }
 
     /// Row of the data set.
@@ -63,8 +107,44 @@ impl RowId {
     }
 }
 
+/// `epoch.row#sample`, with `/wave` behind the row where it is not the first.
 impl std::fmt::Display for RowId {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}.{}#{}", self.epoch(), self.row(), self.sample_index())
+        write!(f, "{}.{}", self.epoch(), self.row())?;
+        if self.wave() > 0 {
+            write!(f, "/{}", self.wave())?;
+        }
+        write!(f, "#{}", self.sample_index())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_part_is_kept_apart() {
+        let (epochs, rows, samples) = ([0, 1, 65_535], [0, 1, (1 << 32) - 1], [0, 1, 4095]);
+        let mut seen = std::collections::HashSet::new();
+        for (epoch, row) in epochs.into_iter().flat_map(|e| rows.map(|r| (e, r))) {
+            for (wave, sample) in [0, 1, 15].into_iter().flat_map(|w| samples.map(|s| (w, s))) {
+                let id = RowId::prompt(epoch, row).and_then(|id| id.sample(sample));
+                let id = id.and_then(|id| id.in_wave(wave)).expect("in range");
+                let parts = (id.epoch(), id.wave(), id.row(), id.sample_index());
+                assert_eq!(parts, (epoch, wave, row, sample));
+                assert_eq!(id.in_wave(0).and_then(|id| id.in_wave(wave)), Ok(id));
+                assert!(seen.insert(id));
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        assert!(RowId::prompt(1 << 16, 0).is_err());
+        assert!(RowId::prompt(0, 1 << 32).is_err());
+        let id = RowId(0);
+        assert!(id.sample(1 << 12).is_err());
+        let told = id.in_wave(16).expect_err("too many").to_string();
+        assert!(told.contains("wave 16") && told.contains("16, 4, 32 and 12 bits"));
     }
 }

@@ -1,8 +1,13 @@
 //! Values into configurations, telling every fault instead of the first.
 
+use std::fmt;
+
+use schemars::{JsonSchema, SchemaGenerator};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use serde_path_to_error::{Path, Segment};
+
+use crate::part::take_faults;
 
 /// What is wrong with one setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,15 +25,52 @@ pub(crate) enum Fault {
         reason: String,
         known: Vec<String>,
     },
+    /// A `kind` that is not registered.
+    UnknownKind {
+        path: Vec<String>,
+        /// What it should be a kind of.
+        what: &'static str,
+        kind: String,
+        /// The kinds that there are.
+        help: String,
+    },
 }
 
 impl Fault {
     /// Where it is, the setting itself last.
     pub fn path(&self) -> &[String] {
         match self {
-            Fault::Unknown { path, .. } | Fault::Missing { path } | Fault::Invalid { path, .. } => {
-                path
+            Fault::Unknown { path, .. }
+            | Fault::Missing { path }
+            | Fault::Invalid { path, .. }
+            | Fault::UnknownKind { path, .. } => path,
+        }
+    }
+
+    /// The same fault of what stands at `place`.
+    fn within(mut self, place: &[String]) -> Fault {
+        match &mut self {
+            Fault::Unknown { path, .. }
+            | Fault::Missing { path }
+            | Fault::Invalid { path, .. }
+            | Fault::UnknownKind { path, .. } => {
+                path.splice(0..0, place.iter().cloned());
             }
+        }
+        self
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let setting = self.path().join(".");
+        match self {
+            Fault::Unknown { .. } => write!(f, "there is no setting `{setting}`"),
+            Fault::Missing { .. } => write!(f, "`{setting}` must be set"),
+            Fault::Invalid { reason, .. } => write!(f, "`{setting}` does not fit: {reason}"),
+            Fault::UnknownKind {
+                what, kind, help, ..
+            } => write!(f, "there is no kind of {what} called `{kind}`; {help}"),
         }
     }
 }
@@ -48,11 +90,19 @@ impl<T> Decoded<T> {
     }
 }
 
+/// The keys of a configuration, from its schema.
+pub(crate) fn keys_of<C: JsonSchema>() -> Vec<String> {
+    let schema = SchemaGenerator::default().into_root_schema_for::<C>();
+    let properties = schema.get("properties").and_then(Value::as_object);
+    properties.map_or_else(Vec::new, |map| map.keys().cloned().collect())
+}
+
 /// Deserialises `value`. After each fault the setting that is to blame is taken out and the rest tried again, so that
 /// all faults are found; a fault whose setting cannot be taken out ends the search.
 pub(crate) fn decode<T: DeserializeOwned>(mut value: Value) -> Decoded<T> {
     let mut faults: Vec<Fault> = Vec::new();
     loop {
+        take_faults();
         let error = match serde_path_to_error::deserialize(&value) {
             Ok(config) => {
                 return Decoded {
@@ -63,10 +113,29 @@ pub(crate) fn decode<T: DeserializeOwned>(mut value: Value) -> Decoded<T> {
             Err(error) => error,
         };
         let at = segments(error.path());
-        let fault = fault(at, &error.inner().to_string());
-        // A setting that was taken out for its own fault is not missing too.
-        let known_already = faults.iter().any(|other| other.path() == fault.path());
-        let removed = !matches!(fault, Fault::Missing { .. }) && remove(&mut value, fault.path());
+        let of_part = take_faults();
+        if !of_part.is_empty() {
+            faults.extend(of_part.into_iter().map(|fault| fault.within(&at)));
+            if remove(&mut value, &at) {
+                continue;
+            }
+            return Decoded {
+                value: None,
+                faults,
+            };
+        }
+        let message = error.inner().to_string();
+        let at = match at.as_slice() {
+            [] => Vec::from_iter(culprit::<T>(&value, &message)),
+            _ => at,
+        };
+        let fault = fault(at, &message);
+        let missing = matches!(fault, Fault::Missing { .. });
+        // A setting that was taken out for its own fault, or one inside it, is not missing too.
+        let known_already = faults.iter().any(|other| {
+            other.path() == fault.path() || (missing && other.path().starts_with(fault.path()))
+        });
+        let removed = !missing && remove(&mut value, fault.path());
         if !known_already {
             faults.push(fault);
         }
@@ -77,6 +146,22 @@ pub(crate) fn decode<T: DeserializeOwned>(mut value: Value) -> Decoded<T> {
             };
         }
     }
+}
+
+/// The setting that an error without a place is about: the one without which the error is gone. What goes through
+/// `flatten` is buffered, and loses its place there.
+fn culprit<T: DeserializeOwned>(value: &Value, message: &str) -> Option<String> {
+    if message.starts_with("unknown field `") || message.starts_with("missing field `") {
+        return None;
+    }
+    let table = value.as_object()?;
+    let blamed = table.keys().find(|key| {
+        let mut rest = table.clone();
+        rest.shift_remove(*key);
+        let without = T::deserialize(&Value::Object(rest));
+        without.map_or_else(|error| error.to_string() != message, |_| true)
+    });
+    blamed.cloned()
 }
 
 fn segments(path: &Path) -> Vec<String> {
@@ -191,6 +276,7 @@ mod tests {
                     Fault::Unknown { known, .. } => format!("unknown, not {}", known.join(" ")),
                     Fault::Missing { .. } => "missing".to_owned(),
                     Fault::Invalid { known, .. } => format!("invalid {}", known.join(" ")),
+                    Fault::UnknownKind { kind, .. } => format!("no kind {kind}"),
                 };
                 (fault.path().join("."), kind.trim_end().to_owned())
             })
@@ -227,5 +313,22 @@ mod tests {
             &[("choice.kind", "invalid first")],
         );
         check(json!(3), &[("", "invalid")]);
+    }
+
+    #[derive(Deserialize)]
+    #[expect(dead_code, reason = "only what is wrong with it is looked at")]
+    struct Flat {
+        #[serde(flatten)]
+        inner: Inner,
+        #[serde(default)]
+        size: u32,
+    }
+
+    #[test]
+    fn what_is_flattened_is_blamed_by_name() {
+        let value = json!({"size": "x", "rate": "y"});
+        let faults = decode::<Flat>(value).faults;
+        let paths: Vec<String> = faults.iter().map(|fault| fault.path().join(".")).collect();
+        assert_eq!(paths, ["size", "rate"]);
     }
 }

@@ -29,14 +29,14 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::config::decode::{Decoded, Fault, decode};
+use crate::config::decode::{Decoded, Fault, decode, keys_of};
 use crate::config::overrides::Folders;
 use crate::config::source::Source;
 use crate::diagnostic::{Diagnostic, nearest, quoted, suggest};
 use crate::pipe::{DataDecl, DataPipe, ModelDecl, RunConfig, StageDecl};
+use crate::plan::build::prepare;
 use crate::plan::checks::batch_sizes;
 use crate::registry::Registry;
-use crate::schedule::batching::BatchPlan;
 
 /// Sections of a pipeline file.
 pub(crate) const SECTIONS: [&str; 7] = [
@@ -120,7 +120,7 @@ fn parse<S: AsRef<str>>(
         registry,
         findings,
     };
-    let pipe = reader.pipeline(document);
+    let pipe = registry.reading(|| reader.pipeline(document));
     let mut findings = reader.findings;
     if findings.is_empty() && pipe.stages.is_empty() {
         findings.push(
@@ -134,7 +134,7 @@ fn parse<S: AsRef<str>>(
         return Ok(pipe);
     }
     // What else can be told although the pipeline is incomplete.
-    let (_, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices);
+    let (_, violations, _) = prepare(&pipe);
     findings.extend(violations.iter().map(batch_sizes::finding));
     Err(findings)
 }
@@ -213,13 +213,6 @@ fn drop_nulls(value: &mut Value) {
         Value::Array(list) => list.iter_mut().for_each(drop_nulls),
         _ => {}
     }
-}
-
-/// The keys of a configuration, from its schema.
-fn keys_of<C: schemars::JsonSchema>() -> Vec<String> {
-    let schema = schemars::SchemaGenerator::default().into_root_schema_for::<C>();
-    let properties = schema.get("properties").and_then(Value::as_object);
-    properties.map_or_else(Vec::new, |map| map.keys().cloned().collect())
 }
 
 struct Reader<'a> {
@@ -332,7 +325,7 @@ impl Reader<'_> {
         };
         let Some(entry) = self.registry.data_kinds().get(&kind) else {
             let help = self.registry.data_kinds().suggest(&kind);
-            self.unknown_kind(&["data", name, "kind"], &place, "data set", &kind, help);
+            self.unknown_kind(&["data", name], &place, "data set", kind, help);
             return None;
         };
         let Decoded { value, faults } = (entry.declare)(name, Value::Object(table));
@@ -350,7 +343,7 @@ impl Reader<'_> {
         };
         let Some(entry) = self.registry.models().get(&kind) else {
             let help = self.registry.models().suggest(&kind);
-            self.unknown_kind(&["models", name, "kind"], &place, "model", &kind, help);
+            self.unknown_kind(&["models", name], &place, "model", kind, help);
             return None;
         };
         let Decoded { value, faults } = (entry.declare)(name, Value::Object(table));
@@ -416,7 +409,7 @@ impl Reader<'_> {
         self.faults(&["stages", &index, "rename"], &place, faults);
         let Some(entry) = self.registry.stages().get(&kind) else {
             let help = self.registry.stages().suggest(&kind);
-            self.unknown_kind(&["stages", &index, "kind"], &place, "stage", &kind, help);
+            self.unknown_kind(&here, &place, "stage", kind, help);
             return None;
         };
         let Decoded { value, faults } = (entry.declare)(&name, Value::Object(table));
@@ -457,18 +450,21 @@ impl Reader<'_> {
         }
     }
 
-    fn unknown_kind(&mut self, path: &[&str], place: &str, what: &str, kind: &str, help: String) {
-        self.findings.push(
-            Diagnostic::error(
-                "C003",
-                format!("there is no kind of {what} called `{kind}`"),
-            )
-            .at(self.source.place(&owned(path), place))
-            .because(format!(
-                "`kind` chooses what a {what} is; `{kind}` is not registered"
-            ))
-            .help(help),
-        );
+    fn unknown_kind(
+        &mut self,
+        path: &[&str],
+        place: &str,
+        what: &'static str,
+        kind: String,
+        help: String,
+    ) {
+        let fault = Fault::UnknownKind {
+            path: vec!["kind".to_owned()],
+            what,
+            kind,
+            help,
+        };
+        self.fault(path, place, fault);
     }
 
     fn invalid(&mut self, path: &[&str], place: &str, reason: &str) {
@@ -512,6 +508,18 @@ impl Reader<'_> {
                         known.iter().map(String::as_str),
                     ))
             }
+            Fault::UnknownKind {
+                what, kind, help, ..
+            } => Diagnostic::error(
+                "C003",
+                format!("there is no kind of {what} called `{kind}`"),
+            )
+            .at(where_)
+            .because(format!(
+                "`{setting}` chooses what {} {what} is; `{kind}` is not registered",
+                article(what)
+            ))
+            .help(help),
             Fault::Missing { .. } => Diagnostic::error("C004", format!("`{setting}` must be set"))
                 .at(where_)
                 .because("it has no default")
@@ -579,6 +587,15 @@ fn plain(reason: &str) -> String {
         }
     }
     words
+}
+
+/// The article before a word.
+fn article(word: &str) -> &'static str {
+    if word.starts_with(['a', 'e', 'i', 'o', 'u']) {
+        "an"
+    } else {
+        "a"
+    }
 }
 
 fn owned(path: &[&str]) -> Vec<String> {

@@ -218,6 +218,7 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
         return Err("its key is empty".to_owned());
     };
     let is_data = path.first().is_some_and(|section| section == "data");
+    let is_stage = path.first().is_some_and(|section| section == "stages");
     let mut at = root;
     for (depth, key) in parents.iter().enumerate() {
         let child = match at {
@@ -235,6 +236,10 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
         // A data set that was given as its path becomes a table, so that it can have settings.
         if let (true, Value::String(text)) = (is_data, &mut *at) {
             *at = serde_json::json!({ "path": std::mem::take(text) });
+        }
+        // So does a part that was given as its kind.
+        if let (true, Value::String(text)) = (is_stage && depth >= 2, &mut *at) {
+            *at = serde_json::json!({ "kind": std::mem::take(text) });
         }
         if !at.is_object() && !at.is_array() {
             return Err(format!("`{key}` is a value, not a table"));
@@ -273,7 +278,7 @@ mod tests {
             "run": {"steps": 5},
             "data": {"train": {"kind": "questions", "path": "a"}, "eval": "b.jsonl", "sums": {"kind": "sums", "max": 9}},
             "models": {"actor": {"path": "m"}},
-            "stages": [{"kind": "generate"}, {"kind": "log_probs", "name": "old"}, {"kind": "update", "loss": {"kind": "grpo"}}],
+            "stages": [{"kind": "generate"}, {"kind": "log_probs", "name": "old"}, {"kind": "update", "loss": {"kind": "grpo"}, "rule": "near"}],
         });
         match value {
             Value::Object(map) => map,
@@ -335,6 +340,8 @@ mod tests {
             json!(["a=b", "c"]),
         );
         check("generate.note=a=b", "/stages/0/note", json!("a=b"));
+        check("update.rule.far=2", "/stages/2/rule/far", json!(2));
+        check("update.rule=far", "/stages/2/rule", json!("far"));
     }
 
     #[test]

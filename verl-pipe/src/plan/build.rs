@@ -92,7 +92,8 @@ impl Draft<'_> {
 }
 
 impl DataPipe {
-    /// Checks the pipeline as a whole and puts its stages in order. Loads no weights and opens no data.
+    /// Checks the pipeline as a whole and puts its stages in order. Loads no weights and reads no data; a
+    /// file that is missing is told.
     ///
     /// Stages run after the stages that write what they read; where that leaves a choice, in the order of declaration.
     /// A stage that updates a model runs after the stages of the step that read the model and do not need the
@@ -109,20 +110,7 @@ impl DataPipe {
     /// # Errors
     /// All findings, warnings included, when at least one of them is an error.
     pub fn plan(&self) -> Result<Plan, Vec<Diagnostic>> {
-        let (batch, violations) = BatchPlan::estimate(&self.batch, &self.devices);
-        let context = BuildContext {
-            batch,
-            seed: self.run.seed,
-            steps: self.run.steps,
-            models: self.models.iter().map(|model| model.name.clone()).collect(),
-            data: self.data.iter().map(|data| data.name.clone()).collect(),
-            base: self.base.clone(),
-        };
-        let stages: Vec<DraftStage<'_>> = self
-            .stages
-            .iter()
-            .map(|decl| build(decl, &context))
-            .collect();
+        let (context, violations, stages) = prepare(self);
         let models: Vec<_> = self
             .models
             .iter()
@@ -149,6 +137,36 @@ impl DataPipe {
         }
         Ok(assemble(&draft, &order, &after, &tables, findings))
     }
+}
+
+/// The stages of a pipeline with what they are built with, and the rules of the batch arithmetic that do not hold.
+///
+/// How many prompts' samples an update sees is for a refilling filter to say, so the arithmetic is done again when the
+/// stages are known; what stages declare does not depend on it.
+pub(crate) fn prepare(pipe: &DataPipe) -> (BuildContext, Vec<Violation>, Vec<DraftStage<'_>>) {
+    let (batch, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices, None);
+    let mut context = BuildContext {
+        batch,
+        seed: pipe.run.seed,
+        steps: pipe.run.steps,
+        models: pipe.models.iter().map(|model| model.name.clone()).collect(),
+        data: pipe.data.iter().map(|data| data.name.clone()).collect(),
+        base: pipe.base.clone(),
+    };
+    let stages: Vec<DraftStage<'_>> = pipe
+        .stages
+        .iter()
+        .map(|decl| build(decl, &context))
+        .collect();
+    let mut refills = stages
+        .iter()
+        .filter_map(|stage| stage.spec.as_ref()?.refill);
+    let Some(refill) = refills.next() else {
+        return (context, violations, stages);
+    };
+    let (batch, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices, Some(&refill));
+    context.batch = batch;
+    (context, violations, stages)
 }
 
 /// Errors first, otherwise in the order of the checks.
@@ -367,7 +385,7 @@ fn slice_rows(
     };
     let whole = table.num_rows.max(1);
     match spec.cardinality {
-        Cardinality::Batch => whole,
+        Cardinality::Batch => return whole.saturating_mul(table.waves),
         Cardinality::Group => {
             let group = tables.rows_per_prompt(table_in);
             spec.slice_rows

@@ -7,7 +7,7 @@ use std::fmt::{self, Write};
 use crate::field::Field;
 use crate::plan::{Edge, Plan, PlannedStage};
 use crate::shape::{Dim, Shape};
-use crate::stage::{Access, Cadence, Cardinality, RowRule};
+use crate::stage::{Access, Cadence, Cardinality, OnShort, RowRule};
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -59,13 +59,21 @@ impl Plan {
         } else {
             format!("{} ({})", stage.name, stage.kind)
         };
+        let rows = format!("{} ", self.rows(stage));
         writeln!(
             f,
-            "\n{:>3}  {title:<32}  {:<26}{}",
+            "\n{:>3}  {title:<32}  {rows:<26}{}",
             index + 1,
-            self.rows(stage),
-            cut(stage)
+            self.cut(stage)
         )?;
+        if let Some(refill) = &stage.spec.refill {
+            let then = match refill.on_short {
+                OnShort::Error => "or the run ends",
+                OnShort::Continue => "or goes on with fewer",
+            };
+            let (groups, waves) = (count(refill.groups, "group"), count(refill.waves, "wave"));
+            writeln!(f, "       keeps {groups} out of at most {waves}, {then}")?;
+        }
         for (model, access) in &stage.spec.models {
             let verb = match access {
                 Access::Read => "reads the weights of",
@@ -118,7 +126,8 @@ impl Plan {
             table.map_or_else(String::new, |index| {
                 let table = &self.tables[index];
                 let most = if table.filtered { "at most " } else { "" };
-                format!("{} = {most}{}", table.rows, table.num_rows)
+                let wave = if table.waves > 1 { " a wave" } else { "" };
+                format!("{} = {most}{}{wave}", table.rows, table.num_rows)
             })
         };
         let symbol =
@@ -129,6 +138,28 @@ impl Plan {
             }
             RowRule::Source => number(stage.table_out),
             RowRule::Same | RowRule::Sink => number(stage.table_in),
+        }
+    }
+
+    /// How the executor may cut the stage's input.
+    fn cut(&self, stage: &PlannedStage) -> String {
+        if let Cadence::Observer { every } = stage.spec.cadence {
+            return match every {
+                0 => "before the first and after the last step".to_owned(),
+                every => format!("between steps, every {every}"),
+            };
+        }
+        if stage.spec.rows == RowRule::Source {
+            return match stage.table_out.map_or(1, |table| self.tables[table].waves) {
+                1 => "source".to_owned(),
+                waves => format!("source, at most {}", count(waves, "wave")),
+            };
+        }
+        let rows = count(stage.slice_rows, "row");
+        match stage.spec.cardinality {
+            Cardinality::Row => format!("streams, {rows} a call"),
+            Cardinality::Group => format!("streams groups, {rows} a call"),
+            Cardinality::Batch => "waits for the whole batch".to_owned(),
         }
     }
 
@@ -153,8 +184,8 @@ impl Plan {
             let _ = write!(notes, ", converted {from} -> {to}");
         }
         if let Some(on) = reader.table_in.filter(|&on| on != edge.table) {
-            let (coarse, fine) = (&self.tables[edge.table], &self.tables[on]);
-            let times = fine.num_rows / coarse.num_rows.max(1);
+            let per_prompt = [on, edge.table].map(|table| self.rows_per_prompt(table));
+            let times = per_prompt[0] / per_prompt[1].max(1);
             let word = if edge.broadcast {
                 "broadcast"
             } else {
@@ -163,7 +194,8 @@ impl Plan {
             if times > 1 {
                 let _ = write!(notes, ", {word} {times} times");
             } else {
-                let _ = write!(notes, ", thinned out from {}", coarse.rows);
+                let coarse = &self.tables[edge.table].rows;
+                let _ = write!(notes, ", thinned out from {coarse}");
             }
         }
         notes
@@ -174,10 +206,20 @@ impl Plan {
         let mini_prompts = b.mini_rows / b.samples.max(1);
         let mini_rows_per_device = b.mini_rows / b.devices.max(1);
         let tensor_parallel = b.devices / b.rollout_shards.max(1);
-        let lines = [
-            ("prompts a step", "prompts".to_owned(), b.prompts),
+        let refills = self.stages.iter().any(|stage| stage.spec.refill.is_some());
+        // With a refill the first sizes are those of a wave.
+        let (prompts, samples, unit) = match refills {
+            true => ("prompts a wave", "samples a wave", "wave"),
+            false => ("prompts a step", "samples a step", "step"),
+        };
+        let (kept, pool) = match refills {
+            true => ("groups", b.groups),
+            false => ("prompts", b.prompts),
+        };
+        let mut lines = vec![
+            (prompts, "prompts".to_owned(), b.prompts),
             (
-                "samples a step",
+                samples,
                 format!("prompts · samples = {} · {}", b.prompts, b.samples),
                 b.rows,
             ),
@@ -192,7 +234,7 @@ impl Plan {
             (
                 "samples of a rollout engine",
                 format!(
-                    "samples a step / engines = {} / {}",
+                    "samples a {unit} / engines = {} / {}",
                     b.rows, b.rollout_shards
                 ),
                 b.rows_per_rollout_shard,
@@ -204,12 +246,12 @@ impl Plan {
             ),
             (
                 "samples of a device",
-                format!("samples a step / devices = {} / {}", b.rows, b.devices),
+                format!("samples a {unit} / devices = {} / {}", b.rows, b.devices),
                 b.rows_per_device,
             ),
             (
                 "mini-batches of a pass",
-                format!("prompts / mini_batch = {} / {mini_prompts}", b.prompts),
+                format!("{kept} / mini_batch = {pool} / {mini_prompts}"),
                 b.mini_batches,
             ),
             (
@@ -233,6 +275,23 @@ impl Plan {
                 b.optimizer_steps,
             ),
         ];
+        if refills {
+            let most = b.rows.saturating_mul(b.waves);
+            let kept = b.groups.saturating_mul(b.samples);
+            let bounds = [
+                (
+                    "samples that a step draws at most",
+                    format!("samples a wave · waves = {} · {}", b.rows, b.waves),
+                    most,
+                ),
+                (
+                    "samples that a step keeps at most",
+                    format!("groups · samples = {} · {}", b.groups, b.samples),
+                    kept,
+                ),
+            ];
+            lines.splice(2..2, bounds);
+        }
         writeln!(f, "\nbatch arithmetic")?;
         for (what, formula, value) in lines {
             writeln!(f, "  {what:<46}{formula:<42}{value:>9}")?;
@@ -345,25 +404,6 @@ impl Plan {
 
 fn escape(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"")
-}
-
-/// How the executor may cut the stage's input.
-fn cut(stage: &PlannedStage) -> String {
-    if let Cadence::Observer { every } = stage.spec.cadence {
-        return match every {
-            0 => "before the first and after the last step".to_owned(),
-            every => format!("between steps, every {every}"),
-        };
-    }
-    if stage.spec.rows == RowRule::Source {
-        return "source".to_owned();
-    }
-    let rows = count(stage.slice_rows, "row");
-    match stage.spec.cardinality {
-        Cardinality::Row => format!("streams, {rows} a call"),
-        Cardinality::Group => format!("streams groups, {rows} a call"),
-        Cardinality::Batch => "waits for the whole batch".to_owned(),
-    }
 }
 
 fn parameters(n: u64) -> String {

@@ -12,6 +12,15 @@
 //! [`reads_broadcast`](crate::stage::StageSpec::reads_broadcast), which says that repeating it is meant. Rows of
 //! tables that do not descend from one another never meet in one stage.
 //!
+//! A filter only leaves rows out: a key of its input's rows is visible on those that it kept, whoever wrote it.
+//!
+//! # Waves
+//!
+//! A step may draw its prompts in several waves: while a filter that states a [`Refill`](crate::stage::Refill) has kept
+//! too few groups, its source draws again. Tables between the two grow wave by wave, in order, and no slice of rows or
+//! groups reaches over the end of a wave. The filter's own table is one list of at most as many groups as it is to
+//! keep; stages that need the whole batch wait until no further wave comes.
+//!
 //! # Dims
 //!
 //! The first dim counts rows and stands for the table, so a stage may use any letter for it. A ragged dim stands for
@@ -39,8 +48,10 @@ use crate::stage::{BuildContext, StageSpec};
 pub struct Table {
     /// Rows as a symbol: `P`, `P·n`, `F(P·n)`.
     pub rows: String,
-    /// Rows as a number, where known before the run (an upper bound after a filter).
+    /// Rows of a wave as a number, where known before the run (an upper bound after a filter).
     pub num_rows: usize,
+    /// Waves that a step has at most: 1, or more on the way from a source to a filter that refills.
+    pub waves: usize,
     /// Stage that makes it (index into [`Plan::stages`]).
     pub made_by: usize,
     /// Table it was made from.
@@ -91,6 +102,16 @@ pub struct PlannedStage {
     pub slice_rows: usize,
     /// Makes the stage.
     pub build: StageBuilder,
+}
+
+impl Plan {
+    /// Rows that one prompt has on table `index`.
+    pub fn rows_per_prompt(&self, index: usize) -> usize {
+        let up = |table: &usize| self.tables[*table].parent;
+        std::iter::successors(Some(index), up)
+            .map(|table| self.tables[table].factor.max(1))
+            .product()
+    }
 }
 
 impl PlannedStage {

@@ -43,9 +43,35 @@ impl Tables {
         }
     }
 
-    /// Whether what `writer` wrote onto table `from` is there on table `on` too.
+    /// Whether what `writer` wrote onto table `from` is there on table `on` too: it came before the rows were repeated,
+    /// or they were only thinned out.
     pub fn visible(&self, writer: usize, from: usize, on: usize) -> bool {
-        from == on || (self.carried[on][writer] && self.descends(on, from))
+        let mut at = on;
+        while at != from && self.list[at].filtered {
+            match self.list[at].parent {
+                Some(parent) => at = parent,
+                None => break,
+            }
+        }
+        at == from || (self.carried[on][writer] && self.descends(on, from))
+    }
+
+    /// The source's table that `table` was made from.
+    pub fn root(&self, table: usize) -> usize {
+        let up = |table: &usize| self.list[*table].parent;
+        std::iter::successors(Some(table), up)
+            .last()
+            .unwrap_or(table)
+    }
+
+    /// Tables between the source of `filter`'s rows and its own have `waves` waves.
+    fn set_waves(&mut self, input: usize, kept: usize, waves: usize) {
+        let root = self.root(input);
+        for table in 0..self.list.len() {
+            if self.descends(table, root) && !self.descends(table, kept) {
+                self.list[table].waves = waves;
+            }
+        }
     }
 
     /// Rows that one prompt has on the table; 1 for no table.
@@ -97,6 +123,13 @@ pub(crate) fn lay_out(
         check_rows(draft, index, spec, &tables, findings);
         tables.output[index] = output_table(draft, index, spec, &mut tables);
     }
+    for (index, stage) in draft.stages.iter().enumerate() {
+        let refill = stage.spec.as_ref().and_then(|spec| spec.refill);
+        let (input, output) = (tables.input[index], tables.output[index]);
+        if let (Some(refill), Some(input), Some(output)) = (refill, input, output) {
+            tables.set_waves(input, output, refill.waves.max(1));
+        }
+    }
     tables
 }
 
@@ -134,6 +167,7 @@ fn output_table(
             let table = Table {
                 rows,
                 num_rows: draft.context.batch.prompts,
+                waves: 1,
                 made_by: index,
                 parent: None,
                 factor: 1,
@@ -159,9 +193,18 @@ fn output_table(
                     .map_or_else(|| format!("n{}", depth + 1), |s| (*s).to_owned());
                 format!("{}·{letter}", above.rows)
             };
+            let num_rows = match spec.refill {
+                Some(refill) => {
+                    let most = above.num_rows.saturating_mul(refill.waves);
+                    let wanted = tables.rows_per_prompt(input).saturating_mul(refill.groups);
+                    most.min(wanted)
+                }
+                None => above.num_rows.saturating_mul(factor),
+            };
             let table = Table {
                 rows,
-                num_rows: above.num_rows.saturating_mul(factor),
+                num_rows,
+                waves: 1,
                 made_by: index,
                 parent: Some(parent),
                 factor,

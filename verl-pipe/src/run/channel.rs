@@ -167,11 +167,12 @@ fn quiet_panics_of_stages() {
     });
 }
 
-/// Calls a stage; a panic is caught.
+/// Calls a stage; a panic is caught. `wave` is that of a source's call, else 0.
 pub(crate) fn call_stage(
     stage: &mut dyn Stage,
     name: &str,
     input: Batch,
+    wave: u64,
     env: &CallEnv,
     models: &mut Models,
     out: Out<'_>,
@@ -192,6 +193,7 @@ pub(crate) fn call_stage(
                 step: env.step,
                 steps: env.steps,
                 seed: env.seed,
+                wave,
                 cancel: &env.cancel,
                 models,
                 sink: &mut sink,

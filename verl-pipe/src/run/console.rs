@@ -143,7 +143,8 @@ pub fn step_line(metrics: &StepMetrics, steps: u64) -> String {
     line
 }
 
-fn number(value: f64) -> String {
+/// A value with as many digits as matter.
+pub(super) fn number(value: f64) -> String {
     // Below this, four digits behind the point would show fewer than two of the number's own.
     if value != 0.0 && value.abs() < 1e-3 {
         format!("{value:.1e}")

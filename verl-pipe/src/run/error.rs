@@ -134,6 +134,30 @@ pub enum RunError {
         /// Stage of the newest.
         stage: String,
     },
+    /// A filter kept too few groups of all that may be drawn in a step.
+    #[error(
+        "step {step}, stage `{stage}`: {kept} of {judged} groups in {waves} {} had a signal, but {wanted} are asked \
+         for; weights are as the step before left them\n  it recorded: {statistics}\n  help: draw more prompts a wave \
+         (`batch.prompts`), let `{stage}` draw more waves, keep fewer groups or go on with fewer, sample more \
+         responses to each prompt, or take data whose answers are now right and now wrong",
+        if *waves == 1 { "wave" } else { "waves" }
+    )]
+    NoSignal {
+        /// The step.
+        step: u64,
+        /// The filter.
+        stage: String,
+        /// Groups with a signal.
+        kept: usize,
+        /// Groups that were looked at.
+        judged: usize,
+        /// Waves that were drawn.
+        waves: usize,
+        /// Groups that were asked for.
+        wanted: usize,
+        /// What the filter recorded in the step: names and values.
+        statistics: String,
+    },
     /// The run was asked to end.
     #[error("the run was cancelled during step {step}")]
     Cancelled {
@@ -207,6 +231,7 @@ impl RunError {
             RunError::FolderExists { .. } => "R013",
             RunError::File { .. } => "R014",
             RunError::Config { .. } => "R015",
+            RunError::NoSignal { .. } => "R016",
         }
     }
 }

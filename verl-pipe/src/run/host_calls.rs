@@ -57,6 +57,7 @@ impl Run {
             name: planned.name.as_str().into(),
             stage,
             units: units.clone(),
+            wave: progress.state.wave(id),
             stream: matches!(planned.spec.rows, RowRule::Source | RowRule::Expand(_)),
             env: progress.env.clone(),
             cell: cell.clone(),

@@ -12,6 +12,7 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use crate::batch::Batch;
 use crate::run::channel::{CallEnv, CallFailure, CallReport, Event, Out, call_stage};
+use crate::run::patience;
 use crate::stage::{Models, Stage};
 
 /// Hung threads that the pool replaces before it gives up.
@@ -56,6 +57,8 @@ pub(crate) struct HostJob {
     pub name: Arc<str>,
     pub stage: Box<dyn Stage>,
     pub units: Vec<Batch>,
+    /// Wave of a source's call, else 0.
+    pub wave: u64,
     /// Rows go to the runner at once instead of when the unit has succeeded.
     pub stream: bool,
     pub env: Arc<CallEnv>,
@@ -138,7 +141,7 @@ impl HostPool {
 }
 
 fn serve(inbox: &Receiver<HostJob>, events: &Sender<Event>) {
-    for job in inbox {
+    while let Some(job) = patience::next(inbox) {
         let call = job.call;
         let kept = work(job, events);
         if !kept || events.send(Event::HostDone { call }).is_err() {
@@ -154,6 +157,7 @@ fn work(job: HostJob, events: &Sender<Event>) -> bool {
         name,
         mut stage,
         units,
+        wave,
         stream,
         env,
         cell,
@@ -174,7 +178,8 @@ fn work(job: HostJob, events: &Sender<Event>) -> bool {
         } else {
             Out::Hold(&mut batches)
         };
-        let (report, result) = call_stage(stage.as_mut(), &name, unit, &env, &mut models, out);
+        let (report, result) =
+            call_stage(stage.as_mut(), &name, unit, wave, &env, &mut models, out);
         let mut progress = cell.lock();
         if progress.abandoned {
             return false;

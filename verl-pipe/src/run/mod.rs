@@ -16,6 +16,7 @@ pub mod interrupt;
 pub mod metrics;
 mod observe;
 mod outputs;
+mod patience;
 pub mod runner;
 mod slices;
 mod start;
@@ -23,6 +24,7 @@ mod state;
 mod step;
 mod table;
 pub mod trainer;
+mod waves;
 mod worker;
 
 #[cfg(test)]

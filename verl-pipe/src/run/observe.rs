@@ -86,6 +86,7 @@ impl Run {
                     call,
                     stage,
                     input: input.clone(),
+                    wave: 0,
                     env: env.clone(),
                 })?;
             }
@@ -100,6 +101,7 @@ impl Run {
                     name: self.name(stage).into(),
                     stage: object,
                     units: vec![input.clone()],
+                    wave: 0,
                     stream: false,
                     env: env.clone(),
                     cell: cell.clone(),

@@ -10,9 +10,11 @@ use serde_json::Value;
 use crate::batch::Batch;
 use crate::data::DataLoaderInterface;
 use crate::run::channel::{CallEnv, CallReport, Event};
+use crate::run::console::number;
 use crate::run::error::RunError;
 use crate::run::host_pool::{Cell, HostPool};
 use crate::run::metrics::{StepMetrics, TOKENS, memory_mb, now, reduce};
+use crate::run::patience;
 use crate::run::start::HostStage;
 pub use crate::run::start::RunOptions;
 pub use crate::run::state::RunSnapshot;
@@ -164,6 +166,10 @@ impl Run {
                     step: progress.env.step,
                 });
             }
+            let statistics = |stage| self.statistics(progress, stage);
+            if let Some(error) = progress.state.no_signal(statistics) {
+                return Err(error);
+            }
             self.dispatch(progress)?;
             if progress.in_flight.is_empty() {
                 if progress.state.is_done() {
@@ -180,6 +186,21 @@ impl Run {
             self.check_deadlines(progress)?;
         }
         Ok(())
+    }
+
+    /// What a stage recorded in the step so far, as text.
+    fn statistics(&self, progress: &Progress, stage: usize) -> String {
+        let own = progress
+            .reports
+            .iter()
+            .filter(|(place, _)| place.0 == stage);
+        let mut own: Vec<&(_, CallReport)> = own.collect();
+        own.sort_by_key(|(place, _)| *place);
+        let values = reduce(own.iter().flat_map(|(_, report)| &report.records));
+        let told = values
+            .iter()
+            .map(|(name, value)| format!("{name} {}", number(*value)));
+        told.collect::<Vec<_>>().join(", ")
     }
 
     /// Hands ready slices to whoever is free.
@@ -251,6 +272,7 @@ impl Run {
             call,
             stage: id.0,
             input: input.clone(),
+            wave: progress.state.wave(id),
             env: progress.env.clone(),
         })?;
         progress.device_busy = true;
@@ -272,6 +294,14 @@ impl Run {
         // `emit` block. Host calls need no device, so the backlog always shrinks.
         let behind = progress.state.ready(Place::Host).len() >= self.options.backlog
             && progress.host_running > 0;
+        let at_once = patience::soon(|| {
+            let device = || self.device_events.try_recv().ok();
+            let host = self.host_events.try_recv().ok();
+            host.or_else(|| if behind { None } else { device() })
+        });
+        if at_once.is_some() {
+            return at_once;
+        }
         let timeout = self.next_look(progress);
         if behind {
             return self.host_events.recv_timeout(timeout).ok();
@@ -335,6 +365,16 @@ impl Run {
         for stage in (0..self.schedule.places.len()).filter(|s| self.schedule.forgives_rows(*s)) {
             let rows = progress.row_errors.get(&stage).map_or(0, |(rows, _)| *rows);
             values.insert(format!("{}/row_errors", self.name(stage)), rows as f64);
+        }
+        if let Some(counts) = progress.state.wave_counts() {
+            let name = self.name(counts.filter);
+            for (what, count) in [
+                ("waves", counts.waves),
+                ("groups_kept", counts.kept),
+                ("groups_surplus", counts.surplus),
+            ] {
+                values.insert(format!("{name}/{what}"), count as f64);
+            }
         }
         let step_s = start.elapsed().as_secs_f64();
         values.insert("perf/step_s".to_owned(), step_s);

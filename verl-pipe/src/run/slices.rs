@@ -9,32 +9,46 @@ use crate::schedule::placement::Place;
 use crate::stage::Cardinality;
 
 impl StepState {
+    /// Cuts what is known of the stage's rows and not yet cut; no slice reaches over the end of a wave.
     pub(super) fn cut_slices(&mut self, stage: usize, table: usize) {
-        let schedule = self.schedule.clone();
-        let size = schedule.slice_rows[stage].max(1);
         let (known, total) = (self.tables[table].len(), self.tables[table].total);
         let ended = total == Some(known);
-        match schedule.plan.stages[stage].spec.cardinality {
-            _ if self.stages[stage].all_cut => return,
-            Cardinality::Batch if !ended => return,
-            Cardinality::Batch => self.push_slice(stage, 0..known),
-            Cardinality::Row => {
-                while self.stages[stage].cut + size <= known {
-                    let start = self.stages[stage].cut;
-                    self.push_slice(stage, start..start + size);
-                }
-                if ended {
-                    self.push_slice(stage, self.stages[stage].cut..known);
-                }
+        if self.stages[stage].all_cut {
+            return;
+        }
+        if self.schedule.plan.stages[stage].spec.cardinality == Cardinality::Batch {
+            if ended {
+                self.push_slice(stage, 0..known);
             }
-            Cardinality::Group => {
-                let start = self.stages[stage].cut;
-                for cut in whole_groups(&self.tables[table].ids()[start..], size, ended) {
-                    self.push_slice(stage, start + cut.start..start + cut.end);
-                }
+        } else {
+            for wave in 0..self.tables[table].ends.len() {
+                self.cut_until(stage, table, self.tables[table].ends[wave], true);
             }
+            self.cut_until(stage, table, known, ended);
         }
         self.stages[stage].all_cut = ended;
+    }
+
+    /// Cuts the rows before `end` that are not cut yet; all of them when they are `whole`, so that none is waited for.
+    fn cut_until(&mut self, stage: usize, table: usize, end: usize, whole: bool) {
+        let size = self.schedule.slice_rows[stage].max(1);
+        let start = self.stages[stage].cut;
+        if end <= start {
+            return;
+        }
+        if self.schedule.plan.stages[stage].spec.cardinality == Cardinality::Group {
+            for cut in whole_groups(&self.tables[table].ids()[start..end], size, whole) {
+                self.push_slice(stage, start + cut.start..start + cut.end);
+            }
+            return;
+        }
+        while self.stages[stage].cut + size <= end {
+            let start = self.stages[stage].cut;
+            self.push_slice(stage, start..start + size);
+        }
+        if whole {
+            self.push_slice(stage, self.stages[stage].cut..end);
+        }
     }
 
     /// Adds a slice; one without rows only for stages that take none.

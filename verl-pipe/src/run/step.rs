@@ -1,7 +1,7 @@
 //! One step as a state machine without threads: which slices are ready, what their input is, what came of them.
 //!
-//! Slices have bounds that depend on rows alone, never on timing, so no result depends on timing either. A slice is
-//! ready when its rows are known, all keys of all its rows have come, and the stages it waits for are done.
+//! Slices have bounds that depend on rows and waves alone, never on timing, so no result depends on timing either. A
+//! slice is ready when its rows are known, all keys of all its rows have come, and the stages it waits for are done.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
@@ -15,6 +15,7 @@ use crate::run::error::RunError;
 use crate::run::guard::{GuardError, GuardScope};
 use crate::run::outputs::Outputs;
 use crate::run::table::{TableState, runs, up_range};
+use crate::run::waves::RefillState;
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::{Cadence, RowRule};
 
@@ -69,6 +70,8 @@ pub(crate) struct StepState {
     pub(super) ready_device: BTreeSet<CallId>,
     pub(super) undone: usize,
     pub(super) grown: VecDeque<usize>,
+    /// The filter that may ask for further waves.
+    pub(super) refill: Option<RefillState>,
 }
 
 impl StepState {
@@ -92,6 +95,7 @@ impl StepState {
             ready_device: BTreeSet::new(),
             undone: plan.stages.len(),
             grown: VecDeque::new(),
+            refill: RefillState::of(plan),
             schedule: schedule.clone(),
         };
         for (index, stage) in plan.stages.iter().enumerate() {
@@ -100,7 +104,7 @@ impl StepState {
                 state.finish_stage_if_done(index);
             } else if stage.spec.rows == RowRule::Source || stage.table_in.is_none() {
                 state.push_slice(index, 0..0);
-                state.stages[index].all_cut = true;
+                state.stages[index].all_cut = state.max_waves(index) == 1;
                 state.look(index, 0);
             }
         }
@@ -222,7 +226,7 @@ impl StepState {
         let ids = ids_of(batch);
         let rule = planned.spec.rows;
         if rule == RowRule::Source {
-            self.add_source_rows(stage, ids)?;
+            self.add_source_rows(call, ids)?;
         }
         let positions = self.positions(call, ids)?;
         let scope = self.scope(stage, &positions, ids);
@@ -254,7 +258,7 @@ impl StepState {
         Ok(())
     }
 
-    fn add_source_rows(&mut self, stage: usize, ids: &[u64]) -> Result<(), GuardError> {
+    fn add_source_rows(&mut self, (stage, wave): CallId, ids: &[u64]) -> Result<(), GuardError> {
         let planned = &self.schedule.plan.stages[stage];
         let Some(table) = planned.table_out else {
             return Err(GuardError::NoOutput {
@@ -262,12 +266,16 @@ impl StepState {
                 rows: ids.len(),
             });
         };
-        let limit = self.schedule.plan.tables[table].num_rows;
+        let rows = self.schedule.plan.tables[table].num_rows;
+        let limit = rows * (wave + 1);
         if self.tables[table].len() + ids.len() > limit {
             return Err(GuardError::ForeignRow {
                 stage: planned.name.clone(),
                 id: RowId(ids[(limit - self.tables[table].len()).min(ids.len() - 1)]),
-                allowed: format!("{limit} rows a step"),
+                allowed: match self.max_waves(stage) {
+                    1 => format!("{rows} rows a step"),
+                    _ => format!("{rows} rows a wave"),
+                },
             });
         }
         if let Some(id) = self.tables[table].extend(ids) {
@@ -345,10 +353,7 @@ impl StepState {
         self.stages[stage].finished += 1;
         let planned = &self.schedule.plan.stages[stage];
         match (planned.spec.rows, planned.table_out) {
-            (RowRule::Source, Some(table)) => {
-                self.tables[table].total = Some(self.tables[table].len());
-                self.grown.push_back(table);
-            }
+            (RowRule::Source, Some(table)) => self.end_wave(stage, table),
             (RowRule::Filter, Some(table)) => self.append_kept(stage, table),
             _ => {}
         }
@@ -360,7 +365,10 @@ impl StepState {
         let planned = &self.schedule.plan.stages[stage];
         let state = &self.stages[stage].slices[slice];
         let (expected, table, start) = match (planned.spec.rows, planned.table_out) {
-            (RowRule::Source, Some(table)) => (self.schedule.plan.tables[table].num_rows, table, 0),
+            (RowRule::Source, Some(table)) => {
+                let rows = self.schedule.plan.tables[table].num_rows;
+                (rows, table, slice * rows)
+            }
             (RowRule::Same, Some(table)) => (state.rows.len(), table, state.rows.start),
             (RowRule::Expand(n), Some(table)) => {
                 (state.rows.len() * n, table, state.rows.start * n)
@@ -385,39 +393,13 @@ impl StepState {
         })
     }
 
-    /// Adds the rows that a filter kept to its table, slice by slice in declared order.
-    fn append_kept(&mut self, stage: usize, table: usize) {
-        let parent = self.schedule.plan.stages[stage].table_in.unwrap_or(table);
-        let state = &mut self.stages[stage];
-        let first = self.tables[table].len();
-        while let Some(slice) = state
-            .slices
-            .get_mut(state.appended)
-            .filter(|s| s.phase == Phase::Finished)
-        {
-            slice.kept.sort_unstable();
-            for (position, chunk, row) in std::mem::take(&mut slice.kept) {
-                let id = self.tables[parent].ids()[position as usize];
-                let at = self.tables[table].len();
-                self.tables[table].extend(&[id]);
-                self.tables[table].kept.push(position);
-                state.outputs.place(at, chunk, row);
-            }
-            state.appended += 1;
-        }
-        let end = self.tables[table].len();
-        self.grown.push_back(table);
-        if end > first {
-            self.wake_readers(stage, std::slice::from_ref(&(first..end)));
-        }
-    }
-
-    fn finish_stage_if_done(&mut self, stage: usize) {
-        let state = &mut self.stages[stage];
-        if state.done || !state.all_cut || state.finished < state.slices.len() {
+    pub(super) fn finish_stage_if_done(&mut self, stage: usize) {
+        let state = &self.stages[stage];
+        let at_work = !state.all_cut || state.finished < state.slices.len();
+        if state.done || at_work || self.falls_short(stage) {
             return;
         }
-        state.done = true;
+        self.stages[stage].done = true;
         self.undone -= 1;
         let planned = &self.schedule.plan.stages[stage];
         if let (RowRule::Filter, Some(table)) = (planned.spec.rows, planned.table_out) {
@@ -435,6 +417,14 @@ impl StepState {
 
     /// Carries the growth of tables on to expansions and slices, until nothing changes.
     fn settle(&mut self) -> Result<(), RunError> {
+        self.carry_growth()?;
+        while self.judge_wave() {
+            self.carry_growth()?;
+        }
+        Ok(())
+    }
+
+    fn carry_growth(&mut self) -> Result<(), RunError> {
         let schedule = self.schedule.clone();
         while let Some(table) = self.grown.pop_front() {
             for child in &schedule.wiring.expansions[table] {
@@ -451,6 +441,7 @@ impl StepState {
                 let first_new = self.stages[*stage].slices.len();
                 self.cut_slices(*stage, table);
                 self.look_at_all(*stage, first_new);
+                self.pass_ends(*stage);
                 self.finish_stage_if_done(*stage);
             }
         }
@@ -473,6 +464,7 @@ impl StepState {
             )));
         }
         self.tables[child].total = self.tables[parent].total.map(|rows| rows * n);
+        self.tables[child].ends = self.tables[parent].ends.iter().map(|end| end * n).collect();
         self.grown.push_back(child);
         Ok(())
     }

@@ -15,6 +15,8 @@ pub(crate) struct TableState {
     index: HashMap<u64, u32>,
     /// Identities do not rise, so that only the index can tell repeats.
     shuffled: bool,
+    /// Row after the last of each wave that is known whole: all its groups are whole too.
+    pub ends: Vec<usize>,
     /// Number of rows, once no more can come.
     pub total: Option<usize>,
     /// For a filter's table: position in the parent of each row.

@@ -193,7 +193,8 @@ impl Trainer {
 
     /// Runs all steps that are left, saves models, and writes how it ended to `status.json`.
     ///
-    /// A run that is cancelled saves its models too; `status.json` tells that they are not those of the target step.
+    /// A run that is cancelled, or finds no signal, saves its models too; `status.json` tells that they are not those
+    /// of the target step.
     ///
     /// # Errors
     /// What ended the run. `Ok` means that the target step was reached and all is saved.
@@ -214,7 +215,9 @@ impl Trainer {
             }
             Err(error) => {
                 let cancelled = matches!(error, RunError::Cancelled { .. });
-                if cancelled
+                // Both end between two steps as far as weights go, so what was learnt is whole.
+                let sound = cancelled || matches!(error, RunError::NoSignal { .. });
+                if sound
                     && step > 0
                     && let Err(unsaved) = self.save_models()
                 {

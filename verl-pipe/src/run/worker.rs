@@ -11,6 +11,7 @@ use crate::batch::Batch;
 use crate::data::DataLoaderInterface;
 use crate::run::channel::{CallEnv, Event, Out, call_stage};
 use crate::run::error::RunError;
+use crate::run::patience;
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::{Models, Stage, StartContext};
 
@@ -25,6 +26,8 @@ pub(crate) struct DeviceCall {
     pub call: u64,
     pub stage: usize,
     pub input: Batch,
+    /// Wave of a source's call, else 0.
+    pub wave: u64,
     pub env: Arc<CallEnv>,
 }
 
@@ -189,13 +192,14 @@ fn serve(
     inbox: &Receiver<Job>,
     events: &Sender<Event>,
 ) {
-    for job in inbox {
+    while let Some(job) = patience::next(inbox) {
         match job {
             Job::Ask(work) => work(&mut state),
             Job::Call(DeviceCall {
                 call,
                 stage,
                 input,
+                wave,
                 env,
             }) => {
                 let WorkerState { models, stages } = &mut state;
@@ -204,7 +208,8 @@ fn serve(
                 };
                 let name = &schedule.plan.stages[stage].name;
                 let out = Out::Stream { call, events };
-                let (report, result) = call_stage(object.as_mut(), name, input, &env, models, out);
+                let (report, result) =
+                    call_stage(object.as_mut(), name, input, wave, &env, models, out);
                 if events
                     .send(Event::Done {
                         call,

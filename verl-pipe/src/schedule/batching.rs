@@ -3,11 +3,13 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::stage::Refill;
+
 /// Sizes as the pipeline file declares them (`[batch]`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct BatchConfig {
-    /// Prompts of a step (prompts).
+    /// Prompts of a step, or of each of its waves where a stage refills (prompts).
     pub prompts: usize,
     /// Responses sampled for each prompt [samples per prompt].
     pub samples: usize,
@@ -58,11 +60,11 @@ impl Default for DevicesConfig {
 pub struct BatchPlan {
     /// Devices of the group.
     pub devices: usize,
-    /// Prompts of a step.
+    /// Prompts of a step, of each of its waves.
     pub prompts: usize,
     /// Samples per prompt.
     pub samples: usize,
-    /// Samples of a step: `prompts · samples`.
+    /// Samples of a step, of each of its waves: `prompts · samples`.
     pub rows: usize,
     /// Rollout engines: `devices / rollout_tensor_parallel`.
     pub rollout_shards: usize,
@@ -86,6 +88,10 @@ pub struct BatchPlan {
     pub epochs: usize,
     /// Optimiser steps of a step: `mini_batches · epochs`.
     pub optimizer_steps: usize,
+    /// Waves of `prompts` prompts that a step draws at most; 1 where no stage refills.
+    pub waves: usize,
+    /// Prompts whose samples an update sees at most: `prompts`, or the groups that a refilling filter keeps.
+    pub groups: usize,
 }
 
 /// One rule of the arithmetic that does not hold.
@@ -168,16 +174,26 @@ struct Sizes {
     micro_batch: Option<usize>,
     log_prob_micro_batch: Option<usize>,
     epochs: usize,
+    /// Waves, and groups that are kept of them.
+    refill: Option<(usize, usize)>,
 }
 
 impl Sizes {
-    fn new(batch: &BatchConfig, devices: usize, tensor_parallel: usize) -> Self {
+    fn new(
+        batch: &BatchConfig,
+        devices: usize,
+        tensor_parallel: usize,
+        refill: Option<&Refill>,
+    ) -> Self {
+        let refill = refill.map(|refill| (refill.waves, refill.groups));
+        let groups = refill.map_or(batch.prompts, |(_, groups)| groups);
         Sizes {
             devices,
             tensor_parallel,
+            refill,
             prompts: batch.prompts,
             samples: batch.samples,
-            mini_batch: batch.mini_batch.unwrap_or(batch.prompts),
+            mini_batch: batch.mini_batch.unwrap_or(groups),
             micro_batch: batch.micro_batch,
             log_prob_micro_batch: batch.log_prob_micro_batch,
             epochs: batch.epochs,
@@ -196,7 +212,15 @@ impl Sizes {
             micro_batch: self.micro_batch.map(count),
             log_prob_micro_batch: self.log_prob_micro_batch.map(count),
             epochs: count(self.epochs),
+            refill: self
+                .refill
+                .map(|(waves, groups)| (count(waves), count(groups))),
         }
+    }
+
+    /// Prompts whose samples the update sees.
+    fn groups(self) -> usize {
+        self.refill.map_or(self.prompts, |(_, groups)| groups)
     }
 
     fn rows(self) -> usize {
@@ -225,7 +249,7 @@ impl Sizes {
     }
 
     fn mini_divides(self) -> bool {
-        self.mini_batch <= self.prompts && self.prompts.is_multiple_of(self.mini_batch)
+        self.mini_batch <= self.groups() && self.groups().is_multiple_of(self.mini_batch)
     }
 
     fn mini_spreads(self) -> bool {
@@ -246,7 +270,7 @@ impl Sizes {
             .max(1);
         let log_prob_micro_rows = self.log_prob_micro_batch.unwrap_or(micro_rows);
         let rows_per_rollout_shard = self.rows() / self.rollout_shards();
-        let mini_batches = (self.prompts / self.mini_batch).max(1);
+        let mini_batches = (self.groups() / self.mini_batch).max(1);
         BatchPlan {
             devices: self.devices,
             prompts: self.prompts,
@@ -263,6 +287,8 @@ impl Sizes {
             micro_batches: (self.mini_rows_per_device() / micro_rows).max(1),
             epochs: self.epochs,
             optimizer_steps: mini_batches * self.epochs,
+            waves: self.refill.map_or(1, |(waves, _)| waves),
+            groups: self.groups(),
         }
     }
 }
@@ -303,7 +329,7 @@ impl BatchPlan {
         batch: &BatchConfig,
         devices: &DevicesConfig,
     ) -> Result<BatchPlan, Vec<Violation>> {
-        let (plan, violations) = BatchPlan::estimate(batch, devices);
+        let (plan, violations) = BatchPlan::estimate(batch, devices, None);
         if violations.is_empty() {
             Ok(plan)
         } else {
@@ -312,10 +338,12 @@ impl BatchPlan {
     }
 
     /// The arithmetic with every division rounded down, and the rules that do not hold. Lets the other checks of a
-    /// pipeline go on although its sizes are wrong; only [`BatchPlan::solve`] gives a plan to run.
+    /// pipeline go on although its sizes are wrong; only [`BatchPlan::solve`] gives a plan to run. With a `refill` the
+    /// update's mini-batches are cut from the groups that it keeps instead of the prompts of a wave.
     pub(crate) fn estimate(
         batch: &BatchConfig,
         devices: &DevicesConfig,
+        refill: Option<&Refill>,
     ) -> (BatchPlan, Vec<Violation>) {
         let mut violations = Vec::new();
         let num_devices = match devices.list() {
@@ -329,7 +357,7 @@ impl BatchPlan {
                 1
             }
         };
-        let given = Sizes::new(batch, num_devices, devices.rollout_tensor_parallel);
+        let given = Sizes::new(batch, num_devices, devices.rollout_tensor_parallel, refill);
         check_counts(&given, batch, &mut violations);
         let sizes = given.clamped();
         check_rules(sizes, &mut violations);
@@ -404,16 +432,18 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
         });
     }
     if !sizes.mini_divides() {
-        let relation = if mini_batch > prompts {
+        let relation = if mini_batch > sizes.groups() {
             "are more than"
         } else {
             "do not divide"
         };
+        let whole = match sizes.refill {
+            None => format!("the step's {prompts} prompts"),
+            Some((_, groups)) => format!("the {groups} prompts whose groups a step keeps"),
+        };
         violations.push(Violation {
             setting: "batch.mini_batch",
-            rule: format!(
-                "{mini_batch} prompts a mini-batch {relation} the step's {prompts} prompts"
-            ),
+            rule: format!("{mini_batch} prompts a mini-batch {relation} {whole}"),
             nearest: nearest_values(mini_batch, |v| {
                 let sizes = Sizes {
                     mini_batch: v,
@@ -461,6 +491,7 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::stage::OnShort;
 
     fn devices(n: usize, tensor_parallel: usize) -> DevicesConfig {
         DevicesConfig {
@@ -583,6 +614,33 @@ mod tests {
                 .iter()
                 .all(|violation| violation.nearest == [MAX_COUNT])
         );
+    }
+
+    #[test]
+    fn mini_batches_are_cut_from_the_groups_that_are_kept() {
+        let refill = Refill {
+            groups: 48,
+            waves: 3,
+            on_short: OnShort::Error,
+        };
+        let solve = |mini| {
+            let batch = BatchConfig {
+                mini_batch: mini,
+                ..batch(64, 4, 0, 8)
+            };
+            BatchPlan::estimate(&batch, &devices(1, 1), Some(&refill))
+        };
+        let (plan, violations) = solve(Some(24));
+        assert_eq!(violations, []);
+        assert_eq!((plan.rows, plan.waves, plan.groups), (256, 3, 48));
+        assert_eq!((plan.mini_rows, plan.optimizer_steps), (96, 2));
+        // All that is kept, unless a size is given.
+        assert_eq!(solve(None).0.mini_rows, 192);
+        // It divides the prompts of a wave, but that is not what the update sees.
+        let violations = solve(Some(32)).1;
+        assert_eq!(violations[0].nearest, [24, 48]);
+        assert!(violations[0].rule.contains("48 prompts whose groups"));
+        assert_eq!(solve(Some(64)).1[0].nearest, [48]);
     }
 
     #[test]

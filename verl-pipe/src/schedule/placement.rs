@@ -126,10 +126,9 @@ fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
     if planned.spec.deadline.is_some() {
         return (rows / SLOW_SLICES).max(1);
     }
-    let per_prompt: usize = std::iter::successors(Some(table), |t| plan.tables[*t].parent)
-        .map(|t| plan.tables[t].factor.max(1))
-        .product();
-    (rows / QUICK_SLICES).max(per_prompt).max(QUICK_ROWS)
+    (rows / QUICK_SLICES)
+        .max(plan.rows_per_prompt(table))
+        .max(QUICK_ROWS)
 }
 
 /// A finding of the scheduler about `stage`: the plan is not one that the planner makes.

@@ -64,7 +64,7 @@ macro_rules! stage_config {
 
 stage_config!(Prompts, "prompts", { data: String = "train".to_owned() }, |this, context| {
     if context.data.contains(&this.data) {
-        declared(StageSpec::new().rows(RowRule::Source).writes(PROMPTS).writes(ANSWERS))
+        declared(StageSpec::new().rows(RowRule::Source).draws_waves().writes(PROMPTS).writes(ANSWERS))
     } else {
         Err(vec![ConfigError::new(
             "data",
@@ -107,6 +107,7 @@ stage_config!(Advantages, "advantages", {}, |_this, context| {
         StageSpec::new()
             .reads(REWARDS)
             .reads(MASK_KINDS)
+            .reads_optional(GROUP_MEANS)
             .writes(ADVANTAGES)
             .cardinality(Cardinality::Group),
     )
@@ -180,6 +181,17 @@ stage_config!(Whiten, "whiten", {}, |_this, context| {
 
 stage_config!(Scale, "scale", { factor: f64 = 1.0 }, |_this, context| {
     declared(StageSpec::new().reads(REWARDS).writes(SCALED))
+});
+
+stage_config!(FilterGroups, "filter_groups", { groups: usize = 30, max_waves: usize = 3 }, |this, context| {
+    declared(
+        StageSpec::new()
+            .reads(REWARDS)
+            .writes(GROUP_MEANS)
+            .rows(RowRule::Filter)
+            .cardinality(Cardinality::Group)
+            .refill(Refill { groups: this.groups, waves: this.max_waves, on_short: OnShort::Error }),
+    )
 });
 
 /// A model that is described and never loaded.
@@ -305,6 +317,7 @@ pub fn registry() -> Registry {
         .stage::<Evaluate>()
         .stage::<Whiten>()
         .stage::<Scale>()
+        .stage::<FilterGroups>()
         .stage::<UpdateCritic>()
         .stage::<Values>()
         .model::<Decoder>()

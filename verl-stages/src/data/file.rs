@@ -6,7 +6,7 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, DataConfig};
+use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
 
 use super::jsonl::JsonlRows;
 use super::parquet::ParquetRows;
@@ -24,6 +24,10 @@ pub struct DataFile {
 impl DataConfig for DataFile {
     const KIND: &'static str = "file";
     const SUMMARY: &'static str = "rows of a JSON Lines or Parquet file";
+
+    fn check(&self, context: &BuildContext) -> Result<(), Vec<ConfigError>> {
+        super::check_file(&context.base, &self.path)
+    }
 
     fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
         open(&super::resolve(&context.base, &self.path))

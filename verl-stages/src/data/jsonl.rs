@@ -12,7 +12,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, DataConfig};
+use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
 
 /// A JSON Lines file. Blank lines are skipped; a byte-order mark and Windows line ends are passed over.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -25,6 +25,10 @@ pub struct Jsonl {
 impl DataConfig for Jsonl {
     const KIND: &'static str = "jsonl";
     const SUMMARY: &'static str = "rows of a JSON Lines file";
+
+    fn check(&self, context: &BuildContext) -> Result<(), Vec<ConfigError>> {
+        super::check_file(&context.base, &self.path)
+    }
 
     fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
         let path = super::resolve(&context.base, &self.path);

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 use verl_pipe::data::DataError;
+use verl_pipe::stage::ConfigError;
 
 /// Hash of `bytes`, in hexadecimal.
 fn sha256_hex(bytes: &[u8]) -> String {
@@ -40,6 +41,18 @@ fn read_file(path: &Path) -> Result<Vec<u8>, DataError> {
         });
     }
     Ok(bytes)
+}
+
+/// Refuses a data file that is not there.
+fn check_file(base: &Path, path: &Path) -> Result<(), Vec<ConfigError>> {
+    let found = resolve(base, path);
+    let reason = match std::fs::metadata(&found) {
+        Ok(meta) if meta.is_file() => return Ok(()),
+        Ok(_) => format!("cannot be read: `{}` is not a file", found.display()),
+        Err(error) => format!("cannot be read: `{}`: {error}", found.display()),
+    };
+    let help = "give the path of a JSON Lines or Parquet file; a relative one is read from the folder of the pipeline file, or of the command line where it is given there";
+    Err(vec![ConfigError::new("path", reason, help)])
 }
 
 /// `path` as seen from the pipeline file's folder.

@@ -20,7 +20,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, DataConfig};
+use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
 
 /// A Parquet file, uncompressed or compressed with Snappy, LZ4 or gzip.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -33,6 +33,10 @@ pub struct Parquet {
 impl DataConfig for Parquet {
     const KIND: &'static str = "parquet";
     const SUMMARY: &'static str = "rows of a Parquet file";
+
+    fn check(&self, context: &BuildContext) -> Result<(), Vec<ConfigError>> {
+        super::check_file(&context.base, &self.path)
+    }
 
     fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
         let path = super::resolve(&context.base, &self.path);

@@ -89,6 +89,15 @@ impl StageSink for Sink {
 }
 
 fn step(stage: &mut PromptStage, step: u64, seed: u64) -> Result<(Batch, Sink), StageError> {
+    wave(stage, step, 0, seed)
+}
+
+fn wave(
+    stage: &mut PromptStage,
+    step: u64,
+    wave: u64,
+    seed: u64,
+) -> Result<(Batch, Sink), StageError> {
     let mut sink = Sink::default();
     stage.run(
         Batch::with_rows(&[]),
@@ -97,6 +106,7 @@ fn step(stage: &mut PromptStage, step: u64, seed: u64) -> Result<(Batch, Sink), 
             step,
             steps: 10,
             seed,
+            wave,
             cancel: &CancelToken::default(),
             models: &mut BTreeMap::new(),
             sink: &mut sink,
@@ -216,6 +226,48 @@ fn epochs_are_permutations_and_steps_need_no_state() {
         .map(|id| (id.epoch(), id.row()))
         .collect();
     assert_eq!(ids, [(0, 8), (0, 9), (1, 0), (1, 1)]);
+}
+
+#[test]
+fn waves_of_a_step_draw_other_rows_and_leave_the_first_as_it_is() {
+    let rows_of = |batch: &Batch| batch.ids().iter().map(|id| id.row()).collect::<Vec<u64>>();
+    for shuffle in [true, false] {
+        let config = Prompts {
+            shuffle,
+            ..Prompts::default()
+        };
+        let mut running = stage(config.clone(), 5, sums(40));
+        // Eight waves of five prompts are the 40 rows, each once.
+        for k in [1, 3, 8] {
+            let waves: Vec<Batch> = (0..8)
+                .map(|w| wave(&mut running, k, w, 7).unwrap().0)
+                .collect();
+            let mut drawn: Vec<u64> = waves.iter().flat_map(rows_of).collect();
+            drawn.sort_unstable();
+            assert_eq!(drawn, (0..40).collect::<Vec<_>>());
+            for (w, batch) in waves.iter().enumerate() {
+                let ids = batch.ids();
+                assert!(ids.iter().all(|id| id.wave() == w as u64));
+                assert!(ids.iter().all(|id| id.epoch() == 0));
+            }
+            assert_eq!(waves[0], step(&mut running, k, 7).unwrap().0);
+            // Nothing was kept from the waves before.
+            let mut fresh = stage(config.clone(), 5, sums(40));
+            assert_eq!(wave(&mut fresh, k, 5, 7).unwrap().0, waves[5]);
+        }
+        assert!(running.spec().draws_waves);
+    }
+}
+
+#[test]
+fn small_data_sets_repeat_rows_in_waves_with_other_identities() {
+    let mut running = stage(Prompts::default(), 4, sums(3));
+    let mut seen = HashSet::new();
+    for w in 0..16 {
+        let (batch, _) = wave(&mut running, 2, w, 7).unwrap();
+        assert!(batch.ids().into_iter().all(|id| seen.insert(id)));
+    }
+    assert!(wave(&mut running, 2, 16, 7).is_err());
 }
 
 #[test]

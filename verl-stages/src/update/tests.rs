@@ -3,6 +3,9 @@ use std::path::Path;
 use verl_models::model::{ModelError, Scores, TrainedModel};
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 
+use verl_pipe::batch::{RaggedColumn, RowId};
+use verl_pipe::keys::RESPONSES;
+
 use super::*;
 
 /// A model whose optimiser reports `report` and moves the one weight by `moves`.
@@ -69,9 +72,10 @@ impl TrainedModel for OneWeight {
 /// Three optimiser steps: whether they succeed, and how often the weights were hashed.
 #[track_caller]
 fn check(moves: i32, grad_norm: f64, learning_rate: f64, expected: (bool, usize)) {
+    let config = Update::default();
     let mut stage = UpdateStage {
-        config: Update::default(),
-        objective: Loss::default().algorithm().objective().unwrap(),
+        loss: config.loss.build("loss", &BuildContext::default()).unwrap(),
+        config,
         mini_rows: 1,
         micro_rows: 1,
         epochs: 1,
@@ -99,4 +103,42 @@ fn an_optimiser_that_moves_nothing_is_found_at_its_first_step() {
     // Nothing to move by, or not yet.
     check(0, 0.0, 1e-3, (true, 3));
     check(0, 0.5, 0.0, (true, 3));
+}
+
+#[test]
+fn truncated_responses_leave_the_loss_and_its_counts() {
+    let ids: Vec<RowId> = (0..3).map(RowId).collect();
+    let mut batch = Batch::with_rows(&ids);
+    let tokens = [vec![1u32, 2], vec![3, 4, 5], vec![6]];
+    batch
+        .put(&PROMPTS, RaggedColumn::from_rows([[9u32]; 3]))
+        .unwrap();
+    batch
+        .put(&RESPONSES, RaggedColumn::from_rows(&tokens))
+        .unwrap();
+    let kinds = [vec![1u8, 0], vec![1, 1, 1], vec![1]];
+    batch
+        .put(&MASK_KINDS, RaggedColumn::from_rows(&kinds))
+        .unwrap();
+    let rows = |batch: &Batch| {
+        let columns = Columns::new(batch, RESPONSES).unwrap();
+        columns.mini_batch(0..3).rows
+    };
+    assert_eq!(rows(&batch), [0, 1, 1, 1, 2]);
+    let reasons = vec![finish::EOS, finish::LENGTH, finish::STOP];
+    batch.put(&FINISH_REASONS, reasons).unwrap();
+    assert_eq!(rows(&batch), [0, 2]);
+
+    // The key is only there where the setting asks for it.
+    let reads = |mask_truncated| {
+        let config = Update {
+            mask_truncated,
+            ..Update::default()
+        };
+        let stage = StageConfig::build(&config, &BuildContext::default()).unwrap();
+        let spec = stage.spec();
+        let mut fields = spec.reads.iter().chain(&spec.reads_optional);
+        fields.any(|field| field.name == FINISH_REASONS.name())
+    };
+    assert!(reads(true) && !reads(false));
 }

@@ -6,7 +6,7 @@ use super::batch::{DistillationBatch, DistillationMicroBatch};
 use super::divergence::{Divergence, Tail};
 use crate::aggregate::{Aggregation, token_weights};
 use crate::error::{AlgoError, check_len};
-use crate::losses::{Metric, Partial};
+use crate::losses::{Metric, Partial, Share};
 use crate::tensor::{at_least_f32, constant_like};
 
 /// Agg(D(p, q)): a divergence of the student q from the teacher p at each token, over the teacher's best K tokens.
@@ -93,8 +93,8 @@ impl PreparedDistillation<'_> {
         let loss = (divergence.clone() * weights).sum();
         let mut metrics = vec![Metric {
             name: "distillation_loss",
-            sum: loss.clone().detach(),
-            count: None,
+            number: loss.clone().detach(),
+            share: Share::Sum,
         }];
         let means = [("distillation_divergence", divergence)];
         metrics.extend(
@@ -103,8 +103,8 @@ impl PreparedDistillation<'_> {
                 .chain(masses)
                 .map(|(name, values)| Metric {
                     name,
-                    sum: values.detach().sum(),
-                    count: Some(tokens),
+                    number: values.detach().sum(),
+                    share: Share::Mean { count: tokens },
                 }),
         );
         Ok(Partial { loss, metrics })

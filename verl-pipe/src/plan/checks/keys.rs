@@ -43,18 +43,22 @@ fn own_name<'a>(draft: &'a Draft<'_>, index: usize, key: &'a str) -> &'a str {
 
 fn unwritten(draft: &Draft<'_>, missing: &Missing<'_>) -> Diagnostic {
     let Missing { key, reader, read } = missing;
+    let spec = draft.stages[*reader].spec.as_ref();
+    let remedy = spec.and_then(|spec| spec.remedies.get(read.name.as_ref()));
     let reader = draft.name(*reader);
     let known: Vec<&str> = draft.written.keys().map(String::as_str).collect();
-    let help = match nearest(key, known.iter().copied()) {
-        Some(near) => {
+    let near = nearest(key, known.iter().copied());
+    let help = match (remedy, near) {
+        (Some(remedy), _) => remedy.clone(),
+        (None, Some(near)) => {
             let writer = draft.name(draft.written[near].stage);
             format!(
                 "did you mean `{near}`, which `{writer}` writes? rename = {{ {} = \"{near}\" }}",
                 read.name
             )
         }
-        None if known.is_empty() => "add a stage that writes it".to_owned(),
-        None => format!(
+        (None, None) if known.is_empty() => "add a stage that writes it".to_owned(),
+        (None, None) => format!(
             "add a stage that writes it; the pipeline's keys are {}",
             quoted(known)
         ),

@@ -10,6 +10,7 @@ pub(crate) mod lengths;
 pub(crate) mod models;
 pub(crate) mod names;
 pub(crate) mod nulls;
+pub(crate) mod refills;
 pub(crate) mod roles;
 pub(crate) mod samples;
 pub(crate) mod settings;
@@ -47,4 +48,9 @@ pub(crate) const DECLARED: &[Check] = &[
 ];
 
 /// Checks of the ordered graph, in the order of their findings.
-pub(crate) const ORDERED: &[OrderedCheck] = &[samples::check, lengths::check, barriers::check];
+pub(crate) const ORDERED: &[OrderedCheck] = &[
+    samples::check,
+    lengths::check,
+    refills::check,
+    barriers::check,
+];

@@ -1,4 +1,4 @@
-//! Settings of stages and models make sense: what their own configuration refuses.
+//! Settings of stages, models and data sets make sense: what their own configuration refuses or doubts.
 
 use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
@@ -8,6 +8,8 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for stage in draft.stages {
         let place = format!("stage `{}` ({})", stage.decl.name, stage.decl.kind);
         findings.extend(stage.errors.iter().map(|error| refused(&place, error)));
+        let doubts = stage.spec.iter().flat_map(|spec| &spec.doubts);
+        findings.extend(doubts.map(|doubt| doubted(&place, doubt)));
     }
     for (model, info) in draft.pipe.models.iter().zip(draft.models) {
         let place = format!("[models.{}] ({})", model.name, model.kind);
@@ -19,6 +21,11 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                 .map(|error| refused(&place, error)),
         );
     }
+    for data in &draft.pipe.data {
+        let place = format!("[data.{}] ({})", data.name, data.kind);
+        let errors = (data.check)(draft.context).err().into_iter().flatten();
+        findings.extend(errors.map(|error| refused(&place, &error)));
+    }
 }
 
 fn refused(place: &str, error: &ConfigError) -> Diagnostic {
@@ -29,4 +36,14 @@ fn refused(place: &str, error: &ConfigError) -> Diagnostic {
     .at(place)
     .because(error.to_string())
     .help(error.help.clone())
+}
+
+fn doubted(place: &str, doubt: &ConfigError) -> Diagnostic {
+    Diagnostic::warning(
+        "C008",
+        format!("`{}` is probably not meant as it is set", doubt.setting),
+    )
+    .at(place)
+    .because(doubt.to_string())
+    .help(doubt.help.clone())
 }

@@ -3,6 +3,8 @@
 mod failures;
 mod fakes;
 mod guards;
+mod refill;
+mod refill_failures;
 mod state;
 mod streaming;
 mod trainer;

@@ -259,3 +259,39 @@ fn a_failed_and_a_cancelled_run_say_so() {
     );
     assert!(dir.join("model/actor/weights.txt").is_file());
 }
+
+#[test]
+fn a_run_without_signal_fails_and_keeps_what_it_learnt() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = temp.path().join("dull");
+    let mut pipe = evaluated(&dir, 5);
+    let spec = StageSpec::new()
+        .reads(crate::keys::REWARDS)
+        .writes(crate::keys::GROUP_MEANS)
+        .rows(crate::stage::RowRule::Filter)
+        .cardinality(crate::stage::Cardinality::Group)
+        .refill(crate::stage::Refill {
+            groups: BATCH.prompts,
+            waves: 1,
+            on_short: crate::stage::OnShort::Error,
+        });
+    pipe.stages.push(stage("filter", spec, |input, context| {
+        if context.step == 3 {
+            return Ok(());
+        }
+        let mut output = input.rows_only();
+        output.put(&crate::keys::GROUP_MEANS, vec![0.5; input.num_rows()])?;
+        context.emit(output)
+    }));
+    let (made, _) = trainer(&pipe, CancelToken::default());
+    let error = made.unwrap().train().unwrap_err();
+    assert!(matches!(error, RunError::NoSignal { step: 3, .. }));
+    let status_ = status(&dir);
+    assert_eq!(
+        (&status_["status"], &status_["step"]),
+        (&"failed".into(), &2.into())
+    );
+    let reason = status_["reason"].as_str().unwrap();
+    assert!(reason.contains("0 of 6 groups in 1 wave had"), "{reason}");
+    assert!(dir.join("model/actor/weights.txt").is_file());
+}

@@ -1,0 +1,63 @@
+//! The likelihood of chosen answers.
+
+use crate::losses::LossInput;
+use burn::tensor::Tensor;
+
+use crate::error::AlgoError;
+use crate::losses::{Mean, PerRow, PreparedRows, RowLoss};
+
+/// −ℓ of the chosen answers' tokens, a mean over tokens: what ORPO and CPO add to their comparison.
+///
+/// 0 for a mini-batch without chosen tokens.
+///
+/// # Differences
+/// TRL's ORPO runs over the prompt too; here, as in the paper, over the answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ChosenNll;
+
+impl RowLoss for ChosenNll {
+    fn name(&self) -> &'static str {
+        "chosen_nll"
+    }
+
+    fn inputs(&self) -> &'static [LossInput] {
+        &[]
+    }
+
+    fn mean(&self) -> Mean {
+        Mean::ChosenTokens
+    }
+
+    fn rows(&self, rows: &PreparedRows<'_>) -> Result<PerRow, AlgoError> {
+        Ok(PerRow {
+            loss: chosen_nll(rows),
+            metrics: Vec::new(),
+        })
+    }
+}
+
+/// −Σ ℓ over the chosen answer of each pair, `[P]`.
+pub(super) fn chosen_nll(rows: &PreparedRows<'_>) -> Tensor<1> {
+    -rows.sides(rows.tokens().log_probs()).chosen
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::aggregate::Aggregation;
+    use crate::batch::MiniBatch;
+    use crate::losses::Objective;
+    use crate::tensor::test::gradient;
+
+    #[test]
+    fn mean_over_chosen_tokens() {
+        let objective = Objective::new(Aggregation::default()).with_rows(1.0, ChosenNll);
+        let batch = MiniBatch::new(vec![0, 0, 0, 1, 2, 3]);
+        let prepared = objective.prepare(&batch).unwrap();
+        let (value, grad) = gradient(&[-1.0, -2.0, -3.0, -100.0, -2.0, -100.0], |l| {
+            prepared.loss(&batch.whole(l, None)).unwrap().loss
+        });
+        assert_eq!(value, 2.0);
+        assert_eq!(grad, [-0.25, -0.25, -0.25, 0.0, -0.25, 0.0]);
+    }
+}

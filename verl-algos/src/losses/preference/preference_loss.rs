@@ -1,0 +1,334 @@
+//! The losses of DPO and its relatives, by name.
+
+use burn::tensor::Tensor;
+
+use super::{check_label_smoothing, pairwise};
+use crate::cut::CutUnit;
+use crate::error::{AlgoError, check_setting};
+use crate::losses::{Mean, PreparedRows};
+
+/// What a pair costs, as a function of Δ_w and Δ_l, the sums of ℓ − ℓ_ref over its chosen and its rejected answer.
+///
+/// Δ = Δ_w − Δ_l; L tokens; ε is `label_smoothing`.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum PreferenceLoss {
+    /// Smoothed sigmoid on the sorted log-ratios of policy and reference; sees the whole mini-batch.
+    ///
+    /// Melnyk et al. 2024, arXiv:2406.05882.
+    Aot {
+        /// ε, in [0, ½).
+        label_smoothing: f64,
+    },
+    /// Smoothed sigmoid on sorted Δ_w minus sorted Δ_l; sees the whole mini-batch.
+    ///
+    /// Melnyk et al. 2024, arXiv:2406.05882.
+    AotUnpaired {
+        /// ε, in [0, ½).
+        label_smoothing: f64,
+    },
+    /// σ(βΔ_w) + 1 − σ(βΔ), for chosen answers that are worse than the policy's own.
+    ///
+    /// D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8.
+    ApoDown,
+    /// 1 − σ(βΔ_w) + σ(βΔ_l), for chosen answers that are better than the policy's own.
+    ///
+    /// D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7.
+    ApoZero,
+    /// −log σ(βΔ_w − δ) − log σ(δ − βΔ_l), δ a running mean of rewards.
+    ///
+    /// Jung et al. 2024, arXiv:2404.04656.
+    BcoPair,
+    /// −(1 − ε) log σ(βΔ) − ε log σ(−βΔ).
+    ///
+    /// Mitchell 2023, "A note on DPO with noisy preferences".
+    Cdpo {
+        /// ε, in [0, ½).
+        label_smoothing: f64,
+    },
+    /// (1 − g)(−log σ(x)) + g e^{−x} with x = βΔ, g = σ(x/τ).
+    ///
+    /// Lu et al. 2024, arXiv:2406.08414, eq. 5.
+    DiscoPop {
+        /// τ, positive.
+        tau: f64,
+    },
+    /// KL of (σ(βΔ), σ(−βΔ)) from (1 − ε, ε).
+    ///
+    /// Ji et al. 2024, arXiv:2402.00856, eq. 16.
+    ExoPair {
+        /// ε, in (0, ½).
+        label_smoothing: f64,
+    },
+    /// max(0, 1 − βΔ).
+    ///
+    /// Zhao et al. 2023 (SLiC), arXiv:2305.10425; with the reference: Liu et al. 2023, arXiv:2309.06657.
+    Hinge,
+    /// (Δ_w/L_w − Δ_l/L_l − 1/2β)².
+    ///
+    /// Azar et al. 2023, arXiv:2310.12036, eq. 17; means over tokens as in TRL.
+    Ipo,
+    /// (Δ − 1/2β)².
+    ///
+    /// The same on sums over tokens, as in OpenRLHF.
+    IpoSum,
+    /// −log σ(βΔ_w) − ½ log σ(−βΔ_w) − ½ log σ(−βΔ_l).
+    ///
+    /// Chen et al. 2024, arXiv:2402.05369.
+    NcaPair,
+    /// [−(1 − ε) log σ(βΔ) + ε log σ(−βΔ)]/(1 − 2ε).
+    ///
+    /// Chowdhury et al. 2024, arXiv:2403.00409: unbiased where a share ε of the labels is flipped.
+    Robust {
+        /// ε, in [0, ½).
+        label_smoothing: f64,
+    },
+    /// −ℓ of the chosen answer, a mean over tokens.
+    Sft,
+    /// −log σ(βΔ).
+    ///
+    /// Rafailov et al. 2023, arXiv:2305.18290, eq. 7.
+    #[default]
+    Sigmoid,
+    /// −log σ(β(Δ_w/L_w − Δ_l/L_l)).
+    ///
+    /// Lambert et al. 2024 (Tülu 3), arXiv:2411.15124.
+    SigmoidNorm,
+    /// (Δ_w − 1/2β)² + (Δ_l + 1/2β)².
+    ///
+    /// Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with probabilities 1 and 0.
+    SppoHard,
+}
+
+impl PreferenceLoss {
+    /// `aot` without label smoothing.
+    pub const AOT: PreferenceLoss = PreferenceLoss::Aot {
+        label_smoothing: 0.0,
+    };
+    /// `aot_unpaired` without label smoothing.
+    pub const AOT_UNPAIRED: PreferenceLoss = PreferenceLoss::AotUnpaired {
+        label_smoothing: 0.0,
+    };
+    /// `cdpo` with ε = 0.1.
+    pub const CDPO: PreferenceLoss = PreferenceLoss::Cdpo {
+        label_smoothing: 0.1,
+    };
+    /// `discopop` with the paper's τ = 0.05.
+    pub const DISCOPOP: PreferenceLoss = PreferenceLoss::DiscoPop { tau: 0.05 };
+    /// `exo_pair` with ε = 0.001.
+    pub const EXO_PAIR: PreferenceLoss = PreferenceLoss::ExoPair {
+        label_smoothing: 1e-3,
+    };
+    /// `robust` with ε = 0.1.
+    pub const ROBUST: PreferenceLoss = PreferenceLoss::Robust {
+        label_smoothing: 0.1,
+    };
+
+    /// The names of all losses.
+    pub const NAMES: &'static [&'static str] = &[
+        "aot",
+        "aot_unpaired",
+        "apo_down",
+        "apo_zero",
+        "bco_pair",
+        "cdpo",
+        "discopop",
+        "exo_pair",
+        "hinge",
+        "ipo",
+        "ipo_sum",
+        "nca_pair",
+        "robust",
+        "sft",
+        "sigmoid",
+        "sigmoid_norm",
+        "sppo_hard",
+    ];
+
+    /// The loss with this name and its default settings.
+    ///
+    /// # Errors
+    /// An unknown name.
+    pub fn parse(name: &str) -> Result<PreferenceLoss, AlgoError> {
+        Ok(match name {
+            "aot" => PreferenceLoss::AOT,
+            "aot_unpaired" => PreferenceLoss::AOT_UNPAIRED,
+            "apo_down" => PreferenceLoss::ApoDown,
+            "apo_zero" => PreferenceLoss::ApoZero,
+            "bco_pair" => PreferenceLoss::BcoPair,
+            "cdpo" => PreferenceLoss::CDPO,
+            "discopop" => PreferenceLoss::DISCOPOP,
+            "exo_pair" => PreferenceLoss::EXO_PAIR,
+            "hinge" => PreferenceLoss::Hinge,
+            "ipo" => PreferenceLoss::Ipo,
+            "ipo_sum" => PreferenceLoss::IpoSum,
+            "nca_pair" => PreferenceLoss::NcaPair,
+            "robust" => PreferenceLoss::ROBUST,
+            "sft" => PreferenceLoss::Sft,
+            "sigmoid" => PreferenceLoss::Sigmoid,
+            "sigmoid_norm" => PreferenceLoss::SigmoidNorm,
+            "sppo_hard" => PreferenceLoss::SppoHard,
+            _ => {
+                return Err(AlgoError::UnknownName {
+                    what: "preference loss",
+                    name: name.to_owned(),
+                    known: PreferenceLoss::NAMES.to_vec(),
+                });
+            }
+        })
+    }
+
+    /// The same loss with another ε.
+    ///
+    /// # Errors
+    /// A loss that has none; a value out of range.
+    pub fn with_label_smoothing(mut self, epsilon: f64) -> Result<PreferenceLoss, AlgoError> {
+        match &mut self {
+            PreferenceLoss::Aot { label_smoothing }
+            | PreferenceLoss::AotUnpaired { label_smoothing }
+            | PreferenceLoss::Cdpo { label_smoothing }
+            | PreferenceLoss::ExoPair { label_smoothing }
+            | PreferenceLoss::Robust { label_smoothing } => *label_smoothing = epsilon,
+            _ => {
+                return Err(AlgoError::Conflict {
+                    loss: self.reported_name(),
+                    setting: "label_smoothing",
+                    reason: "it has none; `cdpo` is the sigmoid with label smoothing",
+                });
+            }
+        }
+        self.check()?;
+        Ok(self)
+    }
+
+    /// The name under which its mean is reported: `dpo_` and its name.
+    pub(super) fn reported_name(&self) -> &'static str {
+        match self {
+            PreferenceLoss::Aot { .. } => "dpo_aot",
+            PreferenceLoss::AotUnpaired { .. } => "dpo_aot_unpaired",
+            PreferenceLoss::ApoDown => "dpo_apo_down",
+            PreferenceLoss::ApoZero => "dpo_apo_zero",
+            PreferenceLoss::BcoPair => "dpo_bco_pair",
+            PreferenceLoss::Cdpo { .. } => "dpo_cdpo",
+            PreferenceLoss::DiscoPop { .. } => "dpo_discopop",
+            PreferenceLoss::ExoPair { .. } => "dpo_exo_pair",
+            PreferenceLoss::Hinge => "dpo_hinge",
+            PreferenceLoss::Ipo => "dpo_ipo",
+            PreferenceLoss::IpoSum => "dpo_ipo_sum",
+            PreferenceLoss::NcaPair => "dpo_nca_pair",
+            PreferenceLoss::Robust { .. } => "dpo_robust",
+            PreferenceLoss::Sft => "dpo_sft",
+            PreferenceLoss::Sigmoid => "dpo_sigmoid",
+            PreferenceLoss::SigmoidNorm => "dpo_sigmoid_norm",
+            PreferenceLoss::SppoHard => "dpo_sppo_hard",
+        }
+    }
+
+    /// Whether it sorts over the pairs of a mini-batch, after which they are no longer pairs.
+    pub(super) fn sorts(&self) -> bool {
+        use PreferenceLoss::{Aot, AotUnpaired};
+        matches!(self, Aot { .. } | AotUnpaired { .. })
+    }
+
+    pub(super) fn cut_unit(&self) -> CutUnit {
+        if self.sorts() {
+            CutUnit::MiniBatch
+        } else {
+            CutUnit::Pair
+        }
+    }
+
+    pub(super) fn mean(&self) -> Mean {
+        match self {
+            PreferenceLoss::Sft => Mean::ChosenTokens,
+            _ => Mean::Units,
+        }
+    }
+
+    /// Refuses settings out of range.
+    ///
+    /// # Errors
+    /// The first setting that is wrong.
+    pub fn check(&self) -> Result<(), AlgoError> {
+        match *self {
+            PreferenceLoss::Aot { label_smoothing }
+            | PreferenceLoss::AotUnpaired { label_smoothing }
+            | PreferenceLoss::Cdpo { label_smoothing }
+            | PreferenceLoss::Robust { label_smoothing } => check_label_smoothing(label_smoothing),
+            PreferenceLoss::ExoPair { label_smoothing } => {
+                let rule = "`exo_pair` takes its logarithm";
+                let positive = label_smoothing > 0.0;
+                check_setting("label_smoothing", label_smoothing, positive, rule)?;
+                check_label_smoothing(label_smoothing)
+            }
+            PreferenceLoss::DiscoPop { tau } => {
+                let sound = tau > 0.0 && tau.is_finite();
+                check_setting("discopop_tau", tau, sound, "it must be positive")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The loss of each pair, `[P]`.
+    pub(super) fn pairs(&self, rows: &PreparedRows<'_>, pairs: &pairwise::Pairs) -> Tensor<1> {
+        match *self {
+            PreferenceLoss::Aot { label_smoothing } => pairwise::aot(pairs, label_smoothing),
+            PreferenceLoss::AotUnpaired { label_smoothing } => {
+                pairwise::aot_unpaired(pairs, label_smoothing)
+            }
+            PreferenceLoss::ApoDown => pairwise::apo_down(pairs),
+            PreferenceLoss::ApoZero => pairwise::apo_zero(pairs),
+            PreferenceLoss::BcoPair => pairwise::bco_pair(pairs),
+            PreferenceLoss::Cdpo { label_smoothing } => pairwise::cdpo(pairs, label_smoothing),
+            PreferenceLoss::DiscoPop { tau } => pairwise::discopop(pairs, tau),
+            PreferenceLoss::ExoPair { label_smoothing } => {
+                pairwise::exo_pair(pairs, label_smoothing)
+            }
+            PreferenceLoss::Hinge => pairwise::hinge(pairs),
+            PreferenceLoss::Ipo => pairwise::ipo(pairs),
+            PreferenceLoss::IpoSum => pairwise::ipo_sum(pairs),
+            PreferenceLoss::NcaPair => pairwise::nca_pair(pairs),
+            PreferenceLoss::Robust { label_smoothing } => pairwise::robust(pairs, label_smoothing),
+            PreferenceLoss::Sft => super::chosen_nll::chosen_nll(rows),
+            PreferenceLoss::Sigmoid => pairwise::sigmoid(pairs),
+            PreferenceLoss::SigmoidNorm => pairwise::sigmoid_norm(pairs),
+            PreferenceLoss::SppoHard => pairwise::sppo_hard(pairs),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_sorted_and_those_that_are_reported() {
+        assert!(PreferenceLoss::NAMES.is_sorted());
+        for name in PreferenceLoss::NAMES {
+            let loss = PreferenceLoss::parse(name).unwrap();
+            assert_eq!(loss.reported_name(), format!("dpo_{name}"));
+            assert_eq!(loss.check(), Ok(()));
+        }
+        let error = PreferenceLoss::parse("dpo").unwrap_err();
+        assert!(error.to_string().contains("sigmoid_norm"), "{error}");
+    }
+
+    #[test]
+    fn label_smoothing_is_checked_and_never_ignored() {
+        let smoothed = |loss: PreferenceLoss, epsilon| loss.with_label_smoothing(epsilon);
+        assert!(smoothed(PreferenceLoss::CDPO, 0.0).is_ok());
+        assert!(smoothed(PreferenceLoss::CDPO, 0.5).is_err());
+        assert!(smoothed(PreferenceLoss::CDPO, f64::NAN).is_err());
+        assert!(smoothed(PreferenceLoss::EXO_PAIR, 0.0).is_err());
+        let error = smoothed(PreferenceLoss::Sigmoid, 0.1).unwrap_err();
+        assert!(error.to_string().contains("`cdpo`"), "{error}");
+        assert!(PreferenceLoss::DiscoPop { tau: 0.0 }.check().is_err());
+    }
+
+    #[test]
+    fn only_sorting_losses_need_the_whole_mini_batch() {
+        for name in PreferenceLoss::NAMES {
+            let whole = PreferenceLoss::parse(name).unwrap().cut_unit() == CutUnit::MiniBatch;
+            assert_eq!(whole, name.starts_with("aot"), "{name}");
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! What is reported of implicit rewards.
+
+use burn::tensor::Tensor;
+
+use crate::losses::Sides;
+
+/// The policy's implicit rewards of both sides, their margin, the share of pairs where the chosen one is larger (a tie
+/// is not), and the log-probs of the answers.
+pub(super) fn reported(rewards: &Sides, log_probs: &Sides) -> Vec<(&'static str, Tensor<1>)> {
+    let mut reported = of_rewards(rewards);
+    reported.push(("log_probs_chosen", log_probs.chosen.clone()));
+    reported.push(("log_probs_rejected", log_probs.rejected.clone()));
+    reported
+}
+
+/// The same without log-probs.
+pub(super) fn of_rewards(rewards: &Sides) -> Vec<(&'static str, Tensor<1>)> {
+    let rewards = rewards.map(Tensor::detach);
+    let margins = rewards.margin();
+    let right = margins.clone().greater_scalar(0.0);
+    vec![
+        (
+            "reward_accuracies",
+            margins.zeros_like().mask_fill(right, 1.0),
+        ),
+        ("reward_margins", margins),
+        ("rewards_chosen", rewards.chosen),
+        ("rewards_rejected", rewards.rejected),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::test::{constant, read};
+
+    #[test]
+    fn a_tie_is_not_right() {
+        let rewards = Sides {
+            chosen: constant(&[1.0, 0.5, -1.0]),
+            rejected: constant(&[0.0, 0.5, 1.0]),
+        };
+        let got: Vec<_> = of_rewards(&rewards)
+            .into_iter()
+            .map(|(name, values)| (name, read(values)))
+            .collect();
+        let expected = [
+            ("reward_accuracies", vec![1.0, 0.0, 0.0]),
+            ("reward_margins", vec![1.0, 0.0, -2.0]),
+            ("rewards_chosen", vec![1.0, 0.5, -1.0]),
+            ("rewards_rejected", vec![0.0, 0.5, 1.0]),
+        ];
+        assert_eq!(got, expected);
+    }
+}

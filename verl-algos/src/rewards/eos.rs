@@ -1,0 +1,135 @@
+//! What the end of a response says about it.
+
+use crate::error::{AlgoError, check_given, check_len, check_setting};
+use crate::ragged::Ragged;
+
+/// Tokens of the response up to its first end-of-sequence token, that token included; all where there is none.
+///
+/// # Differences
+/// In a padded array verl counts the padding as well where there is no such token; ragged rows have none.
+/// # Source
+/// verl `get_response_mask`.
+pub fn response_length(tokens: &[u32], eos_ids: &[u32]) -> usize {
+    let end = tokens.iter().position(|token| eos_ids.contains(token));
+    end.map_or(tokens.len(), |end| end + 1)
+}
+
+/// Takes `penalty` off the score of each row that did not end of itself.
+///
+/// # Shapes
+/// `scores`, `ended`, result: `[B]`
+/// # Errors
+/// Lengths that differ; a score or penalty that is not finite, or a negative penalty.
+/// # Source
+/// `missing_eos_penalty` of TRL's PPO.
+pub fn missing_eos_penalty(
+    scores: &[Option<f64>],
+    ended: &[bool],
+    penalty: f64,
+) -> Result<Vec<Option<f64>>, AlgoError> {
+    let sound = penalty >= 0.0 && penalty.is_finite();
+    let rule = "it must be a finite number from 0";
+    check_setting("missing_eos_penalty", penalty, sound, rule)?;
+    of_unended(scores, ended, |score| score - penalty)
+}
+
+/// Changes the score of each row that did not end of itself: a coefficient from 0 to 1 multiplies it, a negative one
+/// takes its place.
+///
+/// # Shapes
+/// `scores`, `ended`, result: `[B]`
+/// # Errors
+/// Lengths that differ; a score that is not finite; a coefficient that is above 1 or not finite.
+/// # Source
+/// The "stop properly" penalty of OpenRLHF, after ProRL: Liu et al. 2025, arXiv:2505.24864.
+pub fn stop_properly(
+    scores: &[Option<f64>],
+    ended: &[bool],
+    coef: f64,
+) -> Result<Vec<Option<f64>>, AlgoError> {
+    let sound = coef <= 1.0 && coef.is_finite();
+    let rule = "it must lie in [0, 1], or be negative to replace the score";
+    check_setting("stop_properly_coef", coef, sound, rule)?;
+    of_unended(
+        scores,
+        ended,
+        |score| {
+            if coef >= 0.0 { score * coef } else { coef }
+        },
+    )
+}
+
+/// The mask without the rows that did not end of themselves: they are not trained on.
+///
+/// Their scores still count in their group.
+///
+/// # Errors
+/// Another number of rows.
+/// # Source
+/// `mask_truncated_completions` of TRL; Yu et al. 2025 (DAPO), arXiv:2503.14476, overlong filtering.
+pub fn without_truncated(
+    actions: &Ragged<bool>,
+    ended: &[bool],
+) -> Result<Ragged<bool>, AlgoError> {
+    check_len("ended", "rows", ended.len(), actions.num_rows())?;
+    Ok(actions.map(|b, _, action| action && ended[b]))
+}
+
+fn of_unended(
+    scores: &[Option<f64>],
+    ended: &[bool],
+    change: impl Fn(f64) -> f64,
+) -> Result<Vec<Option<f64>>, AlgoError> {
+    check_len("ended", "rows", ended.len(), scores.len())?;
+    check_given("scores", scores)?;
+    let each = scores.iter().zip(ended);
+    Ok(each
+        .map(|(score, ended)| match ended {
+            true => *score,
+            false => score.map(&change),
+        })
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SCORES: [Option<f64>; 3] = [Some(2.0), Some(2.0), None];
+    const ENDED: [bool; 3] = [true, false, false];
+
+    #[test]
+    fn a_response_ends_with_its_first_eos() {
+        assert_eq!(response_length(&[5, 9, 7, 9], &[7, 9]), 2);
+        assert_eq!(response_length(&[5, 6], &[7, 9]), 2);
+        assert_eq!(response_length(&[7], &[7]), 1);
+        assert_eq!(response_length(&[], &[7]), 0);
+    }
+
+    #[test]
+    fn only_rows_that_did_not_end_are_penalised() {
+        let got = missing_eos_penalty(&SCORES, &ENDED, 0.5).unwrap();
+        assert_eq!(got, [Some(2.0), Some(1.5), None]);
+        let got = stop_properly(&SCORES, &ENDED, 0.25).unwrap();
+        assert_eq!(got, [Some(2.0), Some(0.5), None]);
+        let got = stop_properly(&SCORES, &ENDED, -1.0).unwrap();
+        assert_eq!(got, [Some(2.0), Some(-1.0), None]);
+    }
+
+    #[test]
+    fn truncated_rows_leave_the_mask() {
+        let actions = Ragged::<bool>::from_rows([vec![true, false], vec![true], vec![]]);
+        let kept = without_truncated(&actions, &ENDED).unwrap();
+        assert_eq!(kept.values(), [true, false, false]);
+        assert!(without_truncated(&actions, &ENDED[1..]).is_err());
+    }
+
+    #[test]
+    fn refusals() {
+        assert!(missing_eos_penalty(&SCORES, &ENDED, -1.0).is_err());
+        assert!(missing_eos_penalty(&SCORES, &ENDED[1..], 1.0).is_err());
+        assert!(missing_eos_penalty(&[Some(f64::INFINITY)], &[true], 1.0).is_err());
+        assert!(stop_properly(&SCORES, &ENDED, 1.5).is_err());
+        assert!(stop_properly(&SCORES, &ENDED, f64::NAN).is_err());
+    }
+}

@@ -1,0 +1,348 @@
+//! Tokens and rows that are too far from the sampler to be trained on.
+
+use super::LOG_RATIO_BOUND;
+use super::log_ratios::LogRatios;
+use super::stats::{RejectionStats, deviation, largest, largest_distance, share, smallest};
+use super::weights::parse_number;
+use crate::error::{AlgoError, check_len, check_setting};
+use crate::masked;
+
+/// An estimate of the divergence at a token, from q = clip(ℓ_train − ℓ_roll, ±20).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Divergence {
+    /// −q, of either sign.
+    K1,
+    /// q²/2.
+    K2,
+    /// e^q − 1 − q.
+    K3,
+}
+
+impl Divergence {
+    fn of(self, q: f64) -> f64 {
+        let q = q.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND);
+        match self {
+            Divergence::K1 => -q,
+            Divergence::K2 => q * q / 2.0,
+            Divergence::K3 => q.exp_m1() - q,
+        }
+    }
+}
+
+/// What is held against the bounds, and taken away beyond them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RejectionLevel {
+    /// A token.
+    Token,
+    /// A row, by the sum over its tokens.
+    SequenceSum,
+    /// A row, by the mean over its tokens.
+    SequenceMean,
+    /// A row, by its worst token.
+    SequenceMax,
+}
+
+/// All rules there are: name, level, divergence. A largest k1 is none: it is large where π_roll > π_train only.
+const RULES: [(&str, RejectionLevel, Divergence); 11] = [
+    ("seq_max_k2", RejectionLevel::SequenceMax, Divergence::K2),
+    ("seq_max_k3", RejectionLevel::SequenceMax, Divergence::K3),
+    ("seq_mean_k1", RejectionLevel::SequenceMean, Divergence::K1),
+    ("seq_mean_k2", RejectionLevel::SequenceMean, Divergence::K2),
+    ("seq_mean_k3", RejectionLevel::SequenceMean, Divergence::K3),
+    ("seq_sum_k1", RejectionLevel::SequenceSum, Divergence::K1),
+    ("seq_sum_k2", RejectionLevel::SequenceSum, Divergence::K2),
+    ("seq_sum_k3", RejectionLevel::SequenceSum, Divergence::K3),
+    ("token_k1", RejectionLevel::Token, Divergence::K1),
+    ("token_k2", RejectionLevel::Token, Divergence::K2),
+    ("token_k3", RejectionLevel::Token, Divergence::K3),
+];
+
+/// Keeps what has k2 or k3 ≤ high, or ln low ≤ k1 ≤ ln high.
+///
+/// k1 is −q, so its bounds are bounds of π_roll/π_train, *the inverse of the importance weight*: a band from 0.5 to 1.2
+/// keeps π_train/π_roll from 1/1.2 to 2.
+///
+/// # Source
+/// verl `compute_rollout_rejection_mask`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RejectionRule {
+    /// Of what.
+    pub level: RejectionLevel,
+    /// The estimate.
+    pub divergence: Divergence,
+    /// Lower bound of π_roll/π_train, for k1 only; `None` there for 1/high.
+    pub low: Option<f64>,
+    /// Upper bound: of π_roll/π_train for k1, of the estimate itself for k2 and k3.
+    pub high: f64,
+}
+
+impl RejectionRule {
+    /// The names of all rules.
+    pub fn names() -> Vec<&'static str> {
+        RULES.iter().map(|(name, ..)| *name).collect()
+    }
+
+    /// A rule by its name, with a bound as text: `0.1`, or for k1 also a band `0.5_2.0`.
+    ///
+    /// # Errors
+    /// An unknown name; a bound that is no positive number; a band for k2 or k3, or one that is upside down.
+    pub fn parse(name: &str, threshold: &str) -> Result<RejectionRule, AlgoError> {
+        let known = RULES.iter().find(|(known, ..)| *known == name);
+        let (_, level, divergence) = *known.ok_or_else(|| AlgoError::UnknownName {
+            what: "rejection rule",
+            name: name.to_owned(),
+            known: RejectionRule::names(),
+        })?;
+        let setting = "rollout_rs_threshold";
+        let (low, high) = match threshold.split_once('_') {
+            None => (None, threshold),
+            Some((low, high)) => (Some(parse_number(setting, low)?), high),
+        };
+        let rule = RejectionRule {
+            level,
+            divergence,
+            low,
+            high: parse_number(setting, high)?,
+        };
+        rule.check()?;
+        Ok(rule)
+    }
+
+    /// Rules from two lists with commas, such as `token_k1,seq_mean_k3` and `0.5_2.0,0.2`; a single bound is for all.
+    ///
+    /// # Errors
+    /// As [`RejectionRule::parse`]; another number of bounds than rules.
+    pub fn parse_list(names: &str, thresholds: &str) -> Result<Vec<RejectionRule>, AlgoError> {
+        let parts = |text: &'_ str| -> Vec<String> {
+            let parts = text.split(',').map(str::trim);
+            let there = parts.filter(|part| !part.is_empty());
+            there.map(str::to_owned).collect()
+        };
+        let names = parts(names);
+        let mut thresholds = parts(thresholds);
+        if let [one] = &thresholds[..] {
+            thresholds = vec![one.clone(); names.len()];
+        }
+        check_len(
+            "rollout_rs_threshold",
+            "bounds",
+            thresholds.len(),
+            names.len(),
+        )?;
+        let each = names.iter().zip(&thresholds);
+        each.map(|(name, threshold)| RejectionRule::parse(name, threshold))
+            .collect()
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        let own = |(_, level, divergence): &&(_, _, _)| {
+            (*level, *divergence) == (self.level, self.divergence)
+        };
+        // The largest k1 is the only combination that is no rule.
+        RULES
+            .iter()
+            .find(own)
+            .map_or("seq_max_k1", |(name, ..)| name)
+    }
+
+    /// Refuses bounds that are out of order.
+    ///
+    /// # Errors
+    /// A bound that is not positive; a lower bound for k2 or k3; a band that is upside down; the largest k1.
+    pub fn check(&self) -> Result<(), AlgoError> {
+        if !RejectionRule::names().contains(&self.name()) {
+            return Err(AlgoError::UnknownName {
+                what: "rejection rule",
+                name: self.name().to_owned(),
+                known: RejectionRule::names(),
+            });
+        }
+        let setting = "rollout_rs_threshold";
+        let positive = |x: f64| x > 0.0 && x.is_finite();
+        let rule = "it must be a positive number";
+        check_setting(setting, self.high, positive(self.high), rule)?;
+        match (self.divergence, self.low) {
+            (Divergence::K1, _) => {
+                let low = self.low.unwrap_or(1.0 / self.high);
+                check_setting(setting, low, positive(low), rule)?;
+                let rule = "the lower bound must not lie above the upper one";
+                check_setting(setting, low, low <= self.high, rule)
+            }
+            (_, None) => Ok(()),
+            (_, Some(low)) => {
+                let rule = "k2 and k3 have an upper bound only";
+                check_setting(setting, low, false, rule)
+            }
+        }
+    }
+
+    /// Bounds of the statistic itself.
+    fn limits(&self) -> (f64, f64) {
+        match self.divergence {
+            Divergence::K1 => {
+                let low = self.low.unwrap_or(1.0 / self.high);
+                (low.ln(), self.high.ln())
+            }
+            // Neither is ever negative.
+            Divergence::K2 | Divergence::K3 => (0.0, self.high),
+        }
+    }
+
+    /// Which action tokens stay, `[N]`.
+    pub(super) fn apply(&self, ratios: &LogRatios) -> (Vec<bool>, RejectionStats) {
+        let of_tokens: Vec<f64> = ratios
+            .values
+            .iter()
+            .map(|q| self.divergence.of(*q))
+            .collect();
+        let of_rows = match self.level {
+            RejectionLevel::Token | RejectionLevel::SequenceMean => ratios.row_means(&of_tokens),
+            RejectionLevel::SequenceSum => ratios.row_sums(&of_tokens),
+            RejectionLevel::SequenceMax => row_maxima(ratios, &of_tokens),
+        };
+        let statistic = match self.level {
+            RejectionLevel::Token => of_tokens,
+            _ => ratios.on_tokens(&of_rows),
+        };
+        let (low, high) = self.limits();
+        let keep: Vec<bool> = statistic.iter().map(|s| low <= *s && *s <= high).collect();
+        let stats = self.stats(ratios, &statistic, &of_rows, &keep);
+        (keep, stats)
+    }
+
+    fn stats(
+        &self,
+        ratios: &LogRatios,
+        statistic: &[f64],
+        of_rows: &[f64],
+        keep: &[bool],
+    ) -> RejectionStats {
+        let (low, high) = self.limits();
+        let of_rows = ratios.of_non_empty(of_rows);
+        let own = match self.level {
+            RejectionLevel::Token => statistic,
+            _ => &of_rows,
+        };
+        let within: Vec<f64> = statistic.iter().map(|s| s.clamp(low, high)).collect();
+        let (masked_fraction, seq_masked_fraction) = masked_fractions(ratios, keep);
+        RejectionStats {
+            mean: masked::mean(statistic),
+            max: largest(own),
+            min: smallest(own),
+            std: masked::variance_biased(&within).sqrt(),
+            fraction_high: share(own, |s| s > high),
+            fraction_low: share(own, |s| s < low),
+            seq_mean: masked::mean(&of_rows),
+            seq_std: deviation(&of_rows),
+            seq_max: largest(&of_rows),
+            seq_min: smallest(&of_rows),
+            seq_max_deviation: largest_distance(&of_rows, 0.0),
+            seq_fraction_high: share(&of_rows, |s| s > high),
+            seq_fraction_low: share(&of_rows, |s| s < low),
+            masked_fraction,
+            seq_masked_fraction,
+        }
+    }
+}
+
+/// Share of tokens that do not stay, and of rows that lose one.
+pub(super) fn masked_fractions(ratios: &LogRatios, keep: &[bool]) -> (f64, f64) {
+    let gone: Vec<f64> = keep.iter().map(|kept| f64::from(!kept)).collect();
+    let of_rows = ratios.of_non_empty(&ratios.row_sums(&gone));
+    (masked::mean(&gone), share(&of_rows, |lost| lost > 0.0))
+}
+
+/// The largest number of each row.
+fn row_maxima(ratios: &LogRatios, values: &[f64]) -> Vec<f64> {
+    let mut maxima = vec![f64::NEG_INFINITY; ratios.lengths.len()];
+    for (&row, &value) in ratios.rows.iter().zip(values) {
+        maxima[row] = maxima[row].max(value);
+    }
+    maxima
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ragged::Ragged;
+    use crate::rollout_correction::{LogProbPair, all_scored};
+
+    /// Which of the tokens with ratios π_train/π_roll 3, 0.4, 1 | 1.1, 1.2 a rule keeps.
+    #[track_caller]
+    fn check(name: &str, threshold: &str, expected: [bool; 5]) {
+        let ratios = [vec![3.0f64, 0.4, 1.0], vec![1.1, 1.2], vec![]];
+        let train = Ragged::<f64>::from_rows(ratios).map(|_, _, r| r.ln() - 2.0);
+        let pair = LogProbPair {
+            actions: &train.map(|_, _, _| true),
+            train_log_probs: &train,
+            rollout_log_probs: &all_scored(&train.map(|_, _, _| -2.0)),
+        };
+        let rule = RejectionRule::parse(name, threshold).unwrap();
+        assert_eq!(rule.name(), name);
+        let (keep, stats) = rule.apply(&LogRatios::new(&pair).unwrap());
+        assert_eq!(keep, expected, "{name}");
+        let gone = keep.iter().filter(|kept| !**kept).count() as f64;
+        assert_eq!(stats.masked_fraction, gone / 5.0);
+    }
+
+    #[test]
+    fn by_hand() {
+        // k1 bounds π_roll/π_train: 1/3, 2.5, 1 | 0.91, 0.83.
+        check("token_k1", "0.9_3", [false, true, true, true, false]);
+        check("token_k1", "2.6", [false, true, true, true, true]);
+        // k2 = 0.60, 0.42, 0 | 0.0045, 0.0166; k3 = 0.90, 0.32, 0 | 0.0047, 0.0177.
+        check("token_k2", "0.5", [false, true, true, true, true]);
+        check("token_k3", "0.3", [false, false, true, true, true]);
+        // Products of π_roll/π_train 1/1.2 and 1/1.32, geometric means 0.94 and 0.87.
+        check("seq_sum_k1", "0.8_1.25", [true, true, true, false, false]);
+        check("seq_mean_k1", "0.9_1.1", [true, true, true, false, false]);
+        check("seq_sum_k2", "1.03", [true; 5]);
+        check("seq_sum_k2", "1.02", [false, false, false, true, true]);
+        check("seq_mean_k2", "0.342", [true; 5]);
+        check("seq_mean_k2", "0.34", [false, false, false, true, true]);
+        check("seq_sum_k3", "1.21", [false, false, false, true, true]);
+        check("seq_mean_k3", "0.41", [true; 5]);
+        check("seq_max_k2", "0.61", [true; 5]);
+        check("seq_max_k2", "0.60", [false, false, false, true, true]);
+        check("seq_max_k3", "0.91", [true; 5]);
+    }
+
+    #[test]
+    fn lists() {
+        let rules = RejectionRule::parse_list("token_k1, seq_mean_k3", "0.5_2.0,0.2").unwrap();
+        let bounds: Vec<_> = rules.iter().map(|r| (r.name(), r.low, r.high)).collect();
+        let expected = [("token_k1", Some(0.5), 2.0), ("seq_mean_k3", None, 0.2)];
+        assert_eq!(bounds, expected);
+        let rules = RejectionRule::parse_list("token_k2,token_k3", "0.2").unwrap();
+        assert_eq!(rules[1].high, 0.2);
+        assert!(RejectionRule::parse_list("token_k2,token_k3,seq_sum_k2", "1,2").is_err());
+        assert!(RejectionRule::parse_list("token_k2", "").is_err());
+    }
+
+    #[test]
+    fn refusals() {
+        for (name, threshold) in [
+            ("token_k4", "1"),
+            ("seq_max_k1", "1"),
+            ("token_k2", "0.1_1"),
+            ("token_k3", "0"),
+            ("token_k1", "2_0.5"),
+            ("token_k1", "0.5"),
+            ("token_k1", "0_2"),
+            ("token_k1", "x"),
+            ("token_k2", "nan"),
+        ] {
+            let refused = RejectionRule::parse(name, threshold).is_err();
+            assert!(refused, "{name} {threshold}");
+        }
+        let largest = RejectionRule {
+            level: RejectionLevel::SequenceMax,
+            divergence: Divergence::K1,
+            low: None,
+            high: 2.0,
+        };
+        let error = largest.check().unwrap_err().to_string();
+        assert!(error.contains("`seq_max_k1`"), "{error}");
+    }
+}

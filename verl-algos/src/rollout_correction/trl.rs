@@ -1,0 +1,163 @@
+//! Importance weights against the sampler as TRL has them.
+
+use super::log_ratios::{LogProbPair, LogRatios};
+use super::weights::WeightLevel;
+use crate::error::{AlgoError, check_setting};
+use crate::ragged::Ragged;
+
+/// e^q per token or e^{Σq} per row, clamped into `[clip_min, clip_max]`, or 0 outside where `mask` is set.
+///
+/// The ratio of a token that the sampler did not score is 1.
+///
+/// # Differences
+/// [`RolloutWeights`](super::RolloutWeights) clamps log-ratios at ±20; here only the ratio has bounds. TRL takes a
+/// sampler log-prob that is NaN for one that was not scored; here it is refused unless marked as such.
+/// # Source
+/// `vllm_importance_sampling_mode` of TRL's `GRPOTrainer`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TrlSamplerRatio {
+    /// Of tokens or of rows.
+    pub level: WeightLevel,
+    /// Whether a ratio outside the bounds becomes 0; else it is moved to the bound.
+    pub mask: bool,
+    /// Lower bound.
+    pub clip_min: Option<f64>,
+    /// Upper bound.
+    pub clip_max: f64,
+}
+
+impl Default for TrlSamplerRatio {
+    /// Rows whose ratio is above 3 get 0.
+    fn default() -> TrlSamplerRatio {
+        TrlSamplerRatio {
+            level: WeightLevel::Sequence,
+            mask: true,
+            clip_min: None,
+            clip_max: 3.0,
+        }
+    }
+}
+
+impl TrlSamplerRatio {
+    /// Level and treatment by TRL's name: `token_truncate`, `token_mask`, `sequence_truncate`, `sequence_mask`.
+    ///
+    /// # Errors
+    /// An unknown name; bounds that are negative or not in order.
+    pub fn parse(
+        mode: &str,
+        clip_min: Option<f64>,
+        clip_max: f64,
+    ) -> Result<TrlSamplerRatio, AlgoError> {
+        let (level, mask) = match mode {
+            "token_truncate" => (WeightLevel::Token, false),
+            "token_mask" => (WeightLevel::Token, true),
+            "sequence_truncate" => (WeightLevel::Sequence, false),
+            "sequence_mask" => (WeightLevel::Sequence, true),
+            _ => {
+                return Err(AlgoError::UnknownName {
+                    what: "sampler ratio",
+                    name: mode.to_owned(),
+                    known: vec![
+                        "sequence_mask",
+                        "sequence_truncate",
+                        "token_mask",
+                        "token_truncate",
+                    ],
+                });
+            }
+        };
+        let ratio = TrlSamplerRatio {
+            level,
+            mask,
+            clip_min,
+            clip_max,
+        };
+        ratio.check()?;
+        Ok(ratio)
+    }
+
+    fn check(&self) -> Result<(), AlgoError> {
+        let low = self.clip_min.unwrap_or(0.0);
+        let rule = "it must be a number from 0";
+        check_setting("clip_min", low, low >= 0.0, rule)?;
+        let rule = "it must lie above the lower bound";
+        check_setting("clip_max", self.clip_max, self.clip_max > low, rule)
+    }
+
+    /// The ratio of each token; a row's ratio on all its action tokens. 1 at observations.
+    ///
+    /// # Shapes
+    /// `[B, T~]`
+    /// # Errors
+    /// As [`RolloutCorrection::correct`](super::RolloutCorrection::correct); bounds out of order.
+    pub fn ratios(&self, pair: &LogProbPair<'_>) -> Result<Ragged<f64>, AlgoError> {
+        self.check()?;
+        let ratios = LogRatios::new(pair)?;
+        let log_ratios = match self.level {
+            WeightLevel::Token => ratios.values,
+            WeightLevel::Sequence => ratios.on_tokens(&ratios.row_sums(&ratios.values)),
+        };
+        let low = self.clip_min.unwrap_or(0.0);
+        let mut bounded = log_ratios.iter().map(|q| {
+            let ratio = q.exp();
+            let inside = low <= ratio && ratio <= self.clip_max;
+            match self.mask {
+                true if inside => ratio,
+                true => 0.0,
+                false => ratio.clamp(low, self.clip_max),
+            }
+        });
+        Ok(pair.actions.map(|_, _, action| {
+            let own = if action { bounded.next() } else { None };
+            own.unwrap_or(1.0)
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ratios ½, an observation, 4, not scored | 1.
+    #[track_caller]
+    fn check(mode: &str, clip_min: Option<f64>, expected: [f64; 5]) {
+        let actions = Ragged::<bool>::from_rows([vec![true, false, true, true], vec![true]]);
+        let train = Ragged::<f64>::from_rows([vec![-1.0, f64::NAN, -1.0, -9.0], vec![-2.0]]);
+        let rollout = Ragged::<Option<f64>>::from_rows([
+            vec![
+                Some(-1.0 + 2f64.ln()),
+                Some(f64::NAN),
+                Some(-1.0 - 4f64.ln()),
+                None,
+            ],
+            vec![Some(-2.0)],
+        ]);
+        let pair = LogProbPair {
+            actions: &actions,
+            train_log_probs: &train,
+            rollout_log_probs: &rollout,
+        };
+        let ratio = TrlSamplerRatio::parse(mode, clip_min, 3.0).unwrap();
+        let got = ratio.ratios(&pair).unwrap();
+        for (g, e) in got.values().iter().zip(expected) {
+            assert!((g - e).abs() < 1e-12, "{mode}: {got:?}");
+        }
+    }
+
+    #[test]
+    fn by_hand() {
+        check("token_truncate", None, [0.5, 1.0, 3.0, 1.0, 1.0]);
+        check("token_truncate", Some(0.75), [0.75, 1.0, 3.0, 1.0, 1.0]);
+        check("token_mask", Some(0.75), [0.0, 1.0, 0.0, 1.0, 1.0]);
+        check("sequence_truncate", None, [2.0, 1.0, 2.0, 2.0, 1.0]);
+        check("sequence_mask", Some(1.5), [2.0, 1.0, 2.0, 2.0, 0.0]);
+    }
+
+    #[test]
+    fn refusals() {
+        assert!(TrlSamplerRatio::parse("word_mask", None, 3.0).is_err());
+        assert!(TrlSamplerRatio::parse("token_mask", Some(3.0), 3.0).is_err());
+        assert!(TrlSamplerRatio::parse("token_mask", Some(-1.0), 3.0).is_err());
+        assert!(TrlSamplerRatio::parse("token_mask", None, f64::NAN).is_err());
+    }
+}

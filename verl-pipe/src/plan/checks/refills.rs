@@ -1,0 +1,128 @@
+//! A step can find out how many waves it needs: what its filter needs comes wave by wave.
+
+use crate::batch::RowId;
+use crate::diagnostic::Diagnostic;
+use crate::plan::build::Draft;
+use crate::plan::tables::Tables;
+use crate::stage::{Access, Cardinality, Refill, RowRule, StageSpec};
+
+pub(crate) fn check(
+    draft: &Draft<'_>,
+    order: &[usize],
+    tables: &Tables,
+    findings: &mut Vec<Diagnostic>,
+) {
+    let refilling = order.iter().filter_map(|&index| {
+        let spec = draft.stages[index].spec.as_ref()?;
+        Some((index, spec, spec.refill?))
+    });
+    let mut first: Option<usize> = None;
+    for (index, spec, refill) in refilling {
+        match first {
+            Some(first) => findings.push(second(draft.name(first), draft.name(index))),
+            None => first = Some(index),
+        }
+        match misfit(spec, &refill) {
+            Some(why) => findings.push(
+                told(
+                    draft.name(index),
+                    format!("`{}` cannot refill a step", draft.name(index)),
+                )
+                .because(why)
+                .help("mend what the stage declares"),
+            ),
+            None if refill.waves > 1 => {
+                findings.extend(silent_source(draft, index, tables));
+                findings.extend(barriers(draft, index));
+            }
+            None => {}
+        }
+    }
+}
+
+fn told(name: &str, what: String) -> Diagnostic {
+    Diagnostic::error("P021", what).at(format!("stage `{name}`"))
+}
+
+fn second(first: &str, second: &str) -> Diagnostic {
+    told(second, format!("`{first}` and `{second}` both refill the step"))
+        .because("a step ends when one filter has kept enough; with two, each could ask for rows that the other drops")
+        .help(format!("let `{second}` keep what it is given, or join the two filters"))
+}
+
+/// What a refilling stage declares that makes no sense.
+fn misfit(spec: &StageSpec, refill: &Refill) -> Option<String> {
+    if spec.rows != RowRule::Filter || spec.cardinality != Cardinality::Group {
+        return Some(
+            "only a filter of whole groups can tell how many groups it has kept".to_owned(),
+        );
+    }
+    if refill.groups == 0 {
+        return Some("it is to keep 0 groups, so that nothing could be learnt".to_owned());
+    }
+    let most = RowId::MAX_WAVES;
+    let sound = (1..=most).contains(&(refill.waves as u64));
+    (!sound).then(|| format!("a step has 1 to {most} waves, not {}", refill.waves))
+}
+
+/// A source that would draw the same rows again.
+fn silent_source(draft: &Draft<'_>, index: usize, tables: &Tables) -> Option<Diagnostic> {
+    let table = tables.root(tables.input[index]?);
+    let source = tables.list[table].made_by;
+    let draws = draft.stages[source]
+        .spec
+        .as_ref()
+        .is_some_and(|spec| spec.draws_waves);
+    (!draws).then(|| {
+        let (filter, source) = (draft.name(index), draft.name(source));
+        told(filter, format!("`{source}` draws no further rows for `{filter}`"))
+            .at(format!("{source} -> {filter}"))
+            .because(format!("`{source}` does not declare that it draws other rows in each wave of a step"))
+            .help(format!(
+                "let `{filter}` ask for one wave, or let `{source}` draw by `StageContext::wave` and declare \
+                 `draws_waves`"
+            ))
+    })
+}
+
+/// Stages before the filter that wait for the end of the step's rows, which the filter decides on.
+fn barriers(draft: &Draft<'_>, index: usize) -> Vec<Diagnostic> {
+    let filter = draft.name(index);
+    let before = draft.graph.ancestors(index);
+    let stages = draft
+        .stages
+        .iter()
+        .enumerate()
+        .filter(|(at, _)| before[*at]);
+    let waits = stages.filter_map(|(at, stage)| {
+        let spec = stage
+            .spec
+            .as_ref()
+            .filter(|spec| spec.rows != RowRule::Source)?;
+        let updates = spec
+            .models
+            .iter()
+            .any(|(_, access)| *access == Access::Update);
+        let waits = if spec.cardinality == Cardinality::Batch {
+            "waits for the whole batch of the step"
+        } else if updates {
+            "changes weights, so it waits until their readers have seen the whole batch of the step"
+        } else {
+            return None;
+        };
+        Some((draft.name(at), waits))
+    });
+    let finding = |(name, waits): (&str, &str)| {
+        told(filter, format!("`{name}` and `{filter}` would wait for one another"))
+            .at(format!("{name} -> {filter}"))
+            .because(format!(
+                "`{name}` {waits}, which is whole once `{filter}` has kept enough, and `{filter}` needs what \
+                 `{name}` writes"
+            ))
+            .help(format!(
+                "put `{name}` behind `{filter}`, let `{filter}` judge by keys that come without it, or let `{filter}` \
+                 ask for one wave"
+            ))
+    };
+    waits.map(finding).collect()
+}

@@ -1,0 +1,199 @@
+use std::collections::BTreeMap;
+
+use verl_pipe::batch::RowId;
+use verl_pipe::config::parse_pipeline;
+use verl_pipe::diagnostic::Findings;
+use verl_pipe::field::{Key, Ragged};
+use verl_pipe::registry::Registry;
+use verl_pipe::stage::{CancelToken, Models, StageSink};
+
+use super::*;
+use crate::estimators::{DrGrpo, Gae, ReMax, ReinforcePlusPlus};
+
+#[derive(Default)]
+struct Kept {
+    batches: Vec<Batch>,
+    metrics: BTreeMap<&'static str, Vec<f64>>,
+}
+
+impl StageSink for Kept {
+    fn emit(&mut self, batch: Batch) -> Result<(), StageError> {
+        self.batches.push(batch);
+        Ok(())
+    }
+    fn record(&mut self, metric: &Metric, value: f64, _weight: f64) {
+        self.metrics.entry(metric.name).or_default().push(value);
+    }
+    fn record_named(&mut self, _name: &str, _value: f64, _weight: f64) {}
+    fn sample(&mut self, _sample: serde_json::Value) {}
+}
+
+/// Two responses to each of two prompts; the first has an observation, the third no score.
+fn input() -> Batch {
+    let ids = [(1, 0), (1, 1), (2, 0), (2, 1)];
+    let ids = ids.map(|(row, sample)| RowId::prompt(0, row).unwrap().sample(sample).unwrap());
+    let ragged = |rows: [&[f32]; 4]| RaggedColumn::from_rows(rows);
+    let kinds: [&[u8]; 4] = [&[1, 0, 1], &[1, 1], &[1], &[1, 1]];
+    let mut batch = Batch::with_rows(&ids);
+    batch
+        .put(&MASK_KINDS, RaggedColumn::from_rows(kinds))
+        .unwrap();
+    let rewards = vec![Some(1.0), Some(0.0), None, Some(0.5)];
+    batch.put(&REWARDS, rewards).unwrap();
+    batch
+        .put(&REWARD_BASELINES, vec![0.25, 0.25, 0.5, 0.5])
+        .unwrap();
+    let values = ragged([&[0.1, 9.0, 0.3], &[0.5, 0.0], &[7.0], &[0.5, 0.25]]);
+    batch.put(&VALUES, values).unwrap();
+    let old = ragged([&[-1.0, 9.0, -1.0], &[-1.0, -1.0], &[-1.0], &[-1.0, -1.0]]);
+    batch.put(&OLD_LOG_PROBS, old).unwrap();
+    let reference = ragged([&[-1.1, 0.0, -1.2], &[-1.0, -1.3], &[-2.0], &[-2.0, -2.0]]);
+    batch.put(&REF_LOG_PROBS, reference).unwrap();
+    batch
+}
+
+fn context() -> BuildContext {
+    let mut context = BuildContext::default();
+    context.batch.samples = 2;
+    context
+}
+
+fn run(stage: &mut dyn Stage) -> (Batch, Kept) {
+    let mut sink = Kept::default();
+    let mut context = StageContext {
+        wave: 0,
+        stage: "advantages",
+        step: 1,
+        steps: 1,
+        seed: 1,
+        cancel: &CancelToken::default(),
+        models: &mut Models::new(),
+        sink: &mut sink,
+    };
+    stage.run(input(), &mut context).unwrap();
+    (sink.batches[0].clone(), sink)
+}
+
+/// Advantages with a KL penalty of `kl_coef`; an observation's is 0.
+#[track_caller]
+fn check(estimator: impl Into<Part<Estimator>>, kl_coef: f64, expected: [&[f32]; 4]) -> Batch {
+    let config = Advantages {
+        estimator: estimator.into(),
+        kl_coef,
+        ..Advantages::default()
+    };
+    let (batch, _) = run(config.build(&context()).unwrap().as_mut());
+    close(&batch, &ADVANTAGES, expected);
+    batch
+}
+
+#[track_caller]
+fn close(batch: &Batch, key: &Key<Ragged<f32>>, expected: [&[f32]; 4]) {
+    for (got, expected) in batch.get(key).unwrap().rows().zip(expected) {
+        let near = got.iter().zip(expected).all(|(g, e)| (g - e).abs() < 1e-5);
+        assert!(
+            near && got.len() == expected.len(),
+            "{got:?}, not {expected:?}"
+        );
+    }
+}
+
+#[test]
+fn outcomes_by_hand() {
+    let half = 0.5f32.sqrt();
+    check(
+        Grpo::default(),
+        0.0,
+        [&[half, 0.0, half], &[-half, -half], &[0.0], &[0.5, 0.5]],
+    );
+    // Penalties 0.5 · (0.1 + 0.2), 0.5 · 0.3 and 0.5 · 2.
+    check(
+        DrGrpo {},
+        0.5,
+        [&[0.5, 0.0, 0.5], &[-0.5, -0.5], &[0.0], &[-0.5, -0.5]],
+    );
+}
+
+#[test]
+fn rewards_on_tokens_by_hand() {
+    check(
+        ReMax {},
+        0.0,
+        [&[0.75, 0.0, 0.75], &[-0.25, -0.25], &[0.0], &[0.0, 0.0]],
+    );
+    check(
+        ReMax {},
+        0.5,
+        [&[0.6, 0.0, 0.65], &[-0.4, -0.4], &[0.0], &[-1.0, -0.5]],
+    );
+    let gae = Gae {
+        whiten: false,
+        ..Gae::default()
+    };
+    let batch = check(
+        gae,
+        0.0,
+        [&[0.9, 0.0, 0.7], &[-0.5, 0.0], &[0.0], &[0.0, 0.25]],
+    );
+    close(
+        &batch,
+        &RETURNS,
+        [&[1.0, 0.0, 1.0], &[0.0, 0.0], &[0.0], &[0.5, 0.5]],
+    );
+    // Returns 1, 1, 0, 0, 0.5, 0.5: mean 0.5, variance 0.2.
+    let above = 0.5 / 0.2f32.sqrt();
+    check(
+        ReinforcePlusPlus::default(),
+        0.0,
+        [&[above, 0.0, above], &[-above, -above], &[0.0], &[0.0, 0.0]],
+    );
+}
+
+#[test]
+fn what_is_reported() {
+    let config = Advantages {
+        kl_coef: 0.5,
+        ..Advantages::default()
+    };
+    let (_, kept) = run(config.build(&context()).unwrap().as_mut());
+    assert_eq!(kept.metrics["reward/mean"], [1.0, 0.0, 0.5]);
+    assert_eq!(kept.metrics["reward/unscored"], [1.0]);
+    assert_eq!(kept.metrics["reward/groups_without_signal"], [0.0, 0.0]);
+    let kls = [0.15, 0.15, 1.0, 1.0];
+    let near = |(got, kl): (&f64, f64)| (got - kl).abs() < 1e-6;
+    assert!(kept.metrics["reward/kl"].iter().zip(kls).all(near));
+    let alone = Advantages {
+        estimator: ReMax {}.into(),
+        ..Advantages::default()
+    };
+    let (_, kept) = run(alone.build(&context()).unwrap().as_mut());
+    assert!(!kept.metrics.contains_key("reward/groups_without_signal"));
+}
+
+/// Every kind with its defaults emits the keys that its stage declares.
+#[test]
+fn every_estimator_runs() {
+    let registry = crate::register(Registry::new());
+    let kinds = registry.slot("estimator").unwrap();
+    assert!(kinds.iter().count() > 3);
+    for kind in kinds.iter() {
+        let text = format!(
+            "[[stages]]\nkind = \"advantages\"\nestimator = \"{}\"",
+            kind.name
+        );
+        let pipe = parse_pipeline::<&str>(&text, "one.toml", &[], &registry);
+        let pipe = pipe.map_err(Findings).unwrap();
+        let mut stage = (pipe.stages[0].build)(&context()).unwrap();
+        let (batch, _) = run(stage.as_mut());
+        for field in stage.spec().writes {
+            batch.check_field(&field).unwrap();
+        }
+        let rows = batch.get(&ADVANTAGES).unwrap();
+        assert_eq!(
+            (rows.row(0)[1], rows.row(2)[0]),
+            (0.0, 0.0),
+            "{}",
+            kind.name
+        );
+    }
+}

@@ -1,0 +1,63 @@
+//! A sink for tests of stages that use no model.
+
+use verl_pipe::batch::Batch;
+use verl_pipe::stage::{
+    CancelToken, Metric, Models, Reduce, Stage, StageContext, StageError, StageSink,
+};
+
+/// Keeps what is emitted and recorded.
+#[derive(Default)]
+pub(crate) struct Kept {
+    pub(crate) batches: Vec<Batch>,
+    metrics: Vec<(&'static str, f64)>,
+}
+
+impl Kept {
+    fn values(&self, metric: &Metric) -> impl Iterator<Item = f64> {
+        let own = self.metrics.iter().filter(|(name, _)| *name == metric.name);
+        own.map(|(_, value)| *value)
+    }
+
+    /// Mean of what was recorded under a metric that is reduced so.
+    pub(crate) fn mean(&self, metric: &Metric) -> Option<f64> {
+        assert_eq!(metric.reduce, Reduce::Mean);
+        let count = self.values(metric).count();
+        (count > 0).then(|| self.values(metric).sum::<f64>() / count as f64)
+    }
+
+    /// Sum of what was recorded under a metric that is reduced so.
+    pub(crate) fn sum(&self, metric: &Metric) -> f64 {
+        assert_eq!(metric.reduce, Reduce::Sum);
+        self.values(metric).sum()
+    }
+}
+
+impl StageSink for Kept {
+    fn emit(&mut self, batch: Batch) -> Result<(), StageError> {
+        self.batches.push(batch);
+        Ok(())
+    }
+    fn record(&mut self, metric: &Metric, value: f64, _weight: f64) {
+        self.metrics.push((metric.name, value));
+    }
+    fn record_named(&mut self, _name: &str, _value: f64, _weight: f64) {}
+    fn sample(&mut self, _sample: serde_json::Value) {}
+}
+
+/// What a stage makes of `input` in a step of a run with seed 5.
+#[track_caller]
+pub(crate) fn run(stage: &mut dyn Stage, step: u64, input: Batch) -> Kept {
+    let mut kept = Kept::default();
+    let mut context = StageContext {
+        stage: "tested",
+        step,
+        steps: 9,
+        seed: 5,
+        wave: 0,
+        cancel: &CancelToken::default(),
+        models: &mut Models::new(),
+        sink: &mut kept,
+    };
+    stage.run(input, &mut context).expect("sound rows");
+    kept
+}
