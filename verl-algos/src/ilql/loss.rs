@@ -130,21 +130,21 @@ impl PreparedIlql<'_> {
         let mut loss: Option<Tensor<1>> = None;
         let mut metrics = live.means();
         for (name, scale, per_action) in terms {
-            // A term that is switched off cannot matter, even where it is infinite.
-            if scale == 0.0 {
-                continue;
-            }
             let value = per_action.sum() * self.weight;
+            // A term that is switched off cannot matter, even where it is infinite.
+            let is_on = scale != 0.0;
             metrics.push(Metric {
                 name,
                 number: value.clone().detach(),
-                share: Share::Sum,
+                share: if is_on { Share::Sum } else { Share::Reported },
             });
-            let value = value * scale;
-            loss = Some(match loss {
-                Some(sum) => sum + value,
-                None => value,
-            });
+            if is_on {
+                let value = value * scale;
+                loss = Some(match loss {
+                    Some(sum) => sum + value,
+                    None => value,
+                });
+            }
         }
         Ok(Partial {
             loss: loss.ok_or(AlgoError::Missing {

@@ -25,8 +25,10 @@ pub enum Reduction {
 /// How the shares of micro-batches become the value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Share {
-    /// They add up to it.
+    /// They add up to it: a term of the loss, which has to be finite.
     Sum,
+    /// They add up to it, and it is no term of the loss.
+    Reported,
     /// They add up, and the value is the sum over all counts.
     Mean {
         /// Number of summands of this share.
@@ -109,7 +111,7 @@ impl MetricSum {
     pub fn value(&self) -> f64 {
         match self.share {
             Share::Mean { count } => self.number / count.max(1) as f64,
-            Share::Sum | Share::Least | Share::Largest => self.number,
+            Share::Sum | Share::Reported | Share::Least | Share::Largest => self.number,
         }
     }
 
@@ -182,6 +184,7 @@ mod tests {
     #[test]
     fn shares_become_the_value() {
         check([(1.0, Share::Sum), (2.5, Share::Sum)], 3.5);
+        check([(1.0, Share::Reported), (2.5, Share::Reported)], 3.5);
         let mean = |count| Share::Mean { count };
         check([(1.0, mean(1)), (5.0, mean(3))], 1.5);
         check([(0.0, mean(0)), (0.0, mean(0))], 0.0);

@@ -244,7 +244,7 @@ impl PreparedObjective<'_> {
             Reduction::RowMean { of_empty } => {
                 let empty = of_empty * self.row_weights.empty_per_token * count as f64;
                 let mean = (values * tokens.gather(&self.row_weights.tokens)).sum();
-                (mean + empty, Share::Sum)
+                (mean + empty, Share::Reported)
             }
             Reduction::LeastRow => (tokens.row_means(values).min(), Share::Least),
             Reduction::LargestRow => (tokens.row_means(values).max(), Share::Largest),
