@@ -313,13 +313,22 @@ impl Stage for AdvantagesStage {
             .map_err(StageError::failed)?;
         let mut output = input.rows_only();
         output.put(&ADVANTAGES, narrowed(&result.advantages))?;
-        if self.reads(EstimatorInput::Values) {
+        if let Some(values) = &values {
             let returns = result.returns.ok_or_else(|| {
                 let name = self.estimator.name();
                 let reason =
                     "reads a critic's values, but gives no returns that the critic could learn";
                 StageError::failed(format!("estimator `{name}` {reason}"))
             })?;
+            // A row without a score teaches a critic nothing: its returns are the values that it has.
+            let returns = returns.map(|row, token, value| {
+                let unscored = scores[row].is_none() && actions.row(row)[token];
+                if unscored {
+                    values.row(row)[token]
+                } else {
+                    value
+                }
+            });
             output.put(&RETURNS, narrowed(&returns))?;
         }
         context.emit(output)

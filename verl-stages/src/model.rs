@@ -4,7 +4,7 @@
 //! Models of one's own are declared with [`policy_model`] and [`value_model`](value_model()).
 
 mod own;
-mod value;
+pub(crate) mod value;
 
 use std::any::Any;
 use std::path::{Path, PathBuf};

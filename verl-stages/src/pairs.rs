@@ -63,3 +63,44 @@ impl Stage for PairsStage {
         Some(Box::new(self.clone()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sink::run;
+    use verl_pipe::batch::RowId;
+
+    #[test]
+    fn the_sides_of_a_pair_are_neighbours_of_one_group() {
+        let ids = [7, 3].map(|row| RowId::prompt(0, row).unwrap());
+        let mut batch = Batch::with_rows(&ids);
+        batch
+            .put(
+                &CHOSEN_RESPONSES,
+                RaggedColumn::from_rows([&[1u32, 2][..], &[3]]),
+            )
+            .unwrap();
+        batch
+            .put(
+                &REJECTED_RESPONSES,
+                RaggedColumn::from_rows([&[4u32][..], &[5, 6, 7]]),
+            )
+            .unwrap();
+        let kept = run(&mut PairsStage, 1, batch);
+        let [made] = kept.batches.as_slice() else {
+            panic!("one batch");
+        };
+        let responses = made.get(&RESPONSES).unwrap();
+        let rows: Vec<&[u32]> = responses.rows().collect();
+        assert_eq!(rows, [&[1, 2][..], &[4], &[3], &[5, 6, 7]]);
+        let kinds = made.get(&MASK_KINDS).unwrap();
+        assert!(
+            kinds
+                .rows()
+                .zip(rows)
+                .all(|(kinds, row)| kinds == vec![mask::ACTION; row.len()])
+        );
+        let groups = made.groups();
+        assert!(groups[0] == groups[1] && groups[2] == groups[3] && groups[1] != groups[2]);
+    }
+}

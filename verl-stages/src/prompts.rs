@@ -10,17 +10,12 @@
 //! of P prompts with P ≤ ⌊rows / W⌋, W rounded up to a power of two.
 
 mod format;
-
-use std::sync::Arc;
+pub(crate) mod source;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use verl_models::chat_template::ChatTemplate;
-use verl_models::random;
-use verl_models::tokenizer::Tokenizer;
 use verl_pipe::batch::{Batch, RaggedColumn, RowId};
-use verl_pipe::data::DataLoaderInterface;
 use verl_pipe::keys::{ANSWERS, DATA_ROWS, PROMPT_TEXTS, PROMPTS, TARGETS};
 use verl_pipe::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageConfig,
@@ -28,8 +23,10 @@ use verl_pipe::stage::{
 };
 
 pub use format::{EncodedPrompt, OnLong, PromptFormat, Template, target_tokens};
+pub(crate) use format::{margin, response_text};
+use source::Source;
 
-use crate::model::TextTools;
+use crate::settings::undeclared;
 
 /// Mean prompt length of the step.
 pub const PROMPT_LENGTH: Metric = Metric {
@@ -112,18 +109,8 @@ impl StageConfig for Prompts {
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let format = self.format();
         let mut faults = format.faults();
-        for (setting, name, known, kind) in [
-            ("data", &self.data, &context.data, "data set"),
-            ("model", &self.model, &context.models, "model"),
-        ] {
-            if !known.contains(name) {
-                faults.push(ConfigError::new(
-                    setting,
-                    format!("names `{name}`, but the pipeline declares no such {kind}"),
-                    format!("declared are: {}", known.join(", ")),
-                ));
-            }
-        }
+        faults.extend(undeclared("data", &self.data, &context.data, "data set"));
+        faults.extend(undeclared("model", &self.model, &context.models, "model"));
         if self.with_targets && self.answer.is_empty() {
             faults.push(ConfigError::new(
                 "with_targets",
@@ -139,6 +126,7 @@ impl StageConfig for Prompts {
             format,
             prompts: context.batch.prompts.max(1),
             source: None,
+            stop: None,
         }))
     }
 }
@@ -149,104 +137,8 @@ struct PromptStage {
     format: PromptFormat,
     prompts: usize,
     source: Option<Source>,
-}
-
-/// What is opened when the run starts.
-struct Source {
-    data: Arc<dyn DataLoaderInterface>,
-    tokenizer: Arc<Tokenizer>,
-    template: Option<ChatTemplate>,
-    /// Longest sequence of the model.
-    context: usize,
     /// Id that ends a target; `None` where no targets are written.
     stop: Option<u32>,
-    /// Rows that are drawn from.
-    rows: Vec<usize>,
-    /// The order that was drawn from last: of which seed and epoch, and the order itself. Only saves time.
-    order: Option<((u64, u64), Vec<usize>)>,
-}
-
-/// How far wave `wave` lies ahead of the first in an epoch of `len` rows: 0, ½, ¼, ¾, ⅛, … of it.
-fn ahead(wave: u64, len: u64) -> u64 {
-    ((u128::from(wave.reverse_bits()) * u128::from(len)) >> 64) as u64
-}
-
-impl Source {
-    /// Data-set row of a draw in a wave, and its epoch.
-    fn draw(&mut self, draw: u64, wave: u64, seed: u64, shuffle: bool) -> (u64, usize) {
-        let len = self.rows.len() as u64;
-        let (epoch, position) = (draw / len, draw % len + ahead(wave, len));
-        let position = (position % len) as usize;
-        if !shuffle {
-            return (epoch, self.rows[position]);
-        }
-        let order = match self.order.take() {
-            Some((key, order)) if key == (seed, epoch) => order,
-            _ => random::shuffle(seed, epoch, self.rows.len()),
-        };
-        let row = self.rows[order[position]];
-        self.order = Some(((seed, epoch), order));
-        (epoch, row)
-    }
-
-    /// Leaves out rows whose prompt is too long.
-    fn drop_long(&mut self, format: &PromptFormat) -> Result<(), StageError> {
-        let limit = format.limit(self.context);
-        let mut rows = Vec::with_capacity(self.rows.len());
-        for &row in &self.rows {
-            let prompt = format.encode(
-                self.data.as_ref(),
-                row,
-                &self.tokenizer,
-                self.template.as_ref(),
-            )?;
-            if prompt.tokens.len() <= limit {
-                rows.push(row);
-            }
-        }
-        let dropped = self.rows.len() - rows.len();
-        if rows.is_empty() {
-            return Err(StageError::failed(format!(
-                "every prompt of `{}` is longer than {limit} tokens, so that `on_long = \"drop\"` leaves none",
-                self.data.origin()
-            )));
-        }
-        if dropped > 0 {
-            tracing::info!(
-                dropped,
-                kept = rows.len(),
-                limit,
-                "left out rows whose prompt is too long"
-            );
-        }
-        self.rows = rows;
-        Ok(())
-    }
-}
-
-/// The id that ends a target: what the chat template writes after an answer if generation stops at it, else the
-/// tokenizer's first end-of-sequence id.
-fn stop_id(
-    model: &str,
-    tokenizer: &Tokenizer,
-    template: Option<&ChatTemplate>,
-) -> Result<u32, StageError> {
-    let terminator = match template {
-        Some(template) => template.terminator(tokenizer).map_err(StageError::failed)?,
-        None => None,
-    };
-    if template.is_some() && terminator.is_none() {
-        tracing::warn!(
-            model,
-            "the chat template does not end an answer with an end-of-sequence id; targets end with the tokenizer's"
-        );
-    }
-    terminator
-        .or(tokenizer.eos_id())
-        .ok_or_else(|| StageError::Model {
-            name: model.to_owned(),
-            reason: "has no end-of-sequence id, so that targets cannot end".to_owned(),
-        })
 }
 
 impl Stage for PromptStage {
@@ -269,48 +161,10 @@ impl Stage for PromptStage {
     }
 
     fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {
-        let data = context.data(&self.config.data)?;
-        let model = &self.config.model;
-        let texts = TextTools::of(context.models, model)?;
-        let missing = |what: &str, help: &str| StageError::Model {
-            name: model.clone(),
-            reason: format!("has no {what}{help}"),
-        };
-        let tokenizer = texts
-            .tokenizer
-            .ok_or_else(|| missing("tokenizer, which prompts need", ""))?;
-        let template = match self.format.template {
-            Template::None => None,
-            Template::Chat => {
-                let template = texts.template.as_deref().ok_or_else(|| {
-                    missing(
-                        "chat template",
-                        "; `template = \"none\"` uses the question as it is",
-                    )
-                })?;
-                Some(
-                    template
-                        .clone()
-                        .with_variables(self.format.template_variables.clone()),
-                )
-            }
-        };
-        let stop = if self.config.with_targets {
-            Some(stop_id(model, &tokenizer, template.as_ref())?)
-        } else {
-            None
-        };
-        let mut source = Source {
-            rows: (0..data.len()).collect(),
-            data,
-            tokenizer,
-            template,
-            context: texts.max_tokens,
-            stop,
-            order: None,
-        };
-        if self.format.on_long == OnLong::Drop {
-            source.drop_long(&self.format)?;
+        let (data, model) = (&self.config.data, &self.config.model);
+        let source = Source::open(context, data, model, &self.format)?;
+        if self.config.with_targets {
+            self.stop = Some(source.stop_id(model)?);
         }
         self.source = Some(source);
         Ok(())
@@ -336,7 +190,7 @@ impl Stage for PromptStage {
             let prompt = self.format.encode(data, row, &source.tokenizer, template)?;
             let prompt = self.format.fit(prompt, source.context, data, row)?;
             context.record(&PROMPT_LENGTH, prompt.tokens.len() as f64);
-            if let Some(stop) = source.stop {
+            if let Some(stop) = self.stop {
                 let tokens = target_tokens(&prompt.answer, stop, data, row, &source.tokenizer)?;
                 targets.push(&tokens);
             }

@@ -83,3 +83,58 @@ impl Stage for ValuesStage {
         Some(Box::new(self.clone()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use verl_pipe::stage::Models;
+
+    use super::*;
+    use crate::model::value::testing;
+    use crate::reward::model::RewardModel;
+    use crate::sink::run_with;
+
+    /// What a stage of `config` writes about the testing rows, and the model that it asked.
+    fn written(config: &impl StageConfig) -> (Batch, Models) {
+        let mut models = testing::models("critic");
+        let mut stage = config.build(&BuildContext::default()).unwrap();
+        let kept = run_with(stage.as_mut(), 1, testing::batch(), &mut models).unwrap();
+        (kept.batches[0].clone(), models)
+    }
+
+    #[test]
+    fn values_and_scores_are_those_of_the_model() {
+        let (values, mut models) = written(&Values::default());
+        let reward = RewardModel {
+            model: "critic".to_owned(),
+        };
+        let (rewards, _) = written(&reward);
+        let critic = find_model::<ValueResource>(&mut models, "critic").unwrap();
+        let batch = testing::batch();
+        let (prompts, responses) = (batch.get(&PROMPTS).unwrap(), batch.get(&RESPONSES).unwrap());
+        for row in 0..batch.num_rows() {
+            let row_of = |response| ScoreRow {
+                prompt: prompts.row(row),
+                response,
+            };
+            let whole = row_of(responses.row(row));
+            let expected = critic.model.values(&[whole]).unwrap().remove(0);
+            assert_eq!(values.get(&VALUES).unwrap().row(row), expected);
+            let score = critic.model.scores(&[whole]).unwrap()[0];
+            let rewards = rewards.get(&verl_pipe::keys::REWARDS).unwrap();
+            assert_eq!(rewards.row(row), Some(score));
+            // The first value is what the critic says about the prompt alone.
+            assert_eq!(critic.model.scores(&[row_of(&[])]).unwrap()[0], expected[0]);
+        }
+    }
+
+    #[test]
+    fn another_kind_of_model_is_refused_by_name() {
+        let mut stage = StageConfig::build(&Values::default(), &BuildContext::default()).unwrap();
+        let refused = run_with(stage.as_mut(), 1, testing::batch(), &mut Models::new());
+        let told = refused.err().unwrap().to_string();
+        assert!(
+            told.contains("`critic` is not on this device group"),
+            "{told}"
+        );
+    }
+}

@@ -220,6 +220,51 @@ impl ModelConfig for ValueLm {
     }
 }
 
+/// A value model and rows for tests of the stages that use one.
+#[cfg(test)]
+pub(crate) mod testing {
+    use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+    use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
+    use verl_pipe::stage::Models;
+
+    use super::*;
+
+    /// A value model on the addition example's decoder, under `name`.
+    pub(crate) fn models(name: &str) -> Models {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/addition-base");
+        let optimizer = OptimizerConfig {
+            learning_rate: 3e-3,
+            ..OptimizerConfig::default()
+        };
+        let config = ValueLm {
+            head_init: HeadInit::Normal,
+            ..ValueLm::trained(folder, optimizer)
+        };
+        let model = config.load(name, "cpu", &BuildContext::default());
+        Models::from([(name.to_owned(), model.expect("a model"))])
+    }
+
+    /// Four responses, two to each prompt; one token is an observation.
+    pub(crate) fn batch() -> Batch {
+        let ids = [0, 1].map(|row| RowId::prompt(0, row).expect("small"));
+        let mut batch = Batch::with_rows(&ids).repeat(2).expect("small");
+        let prompts = [[1u32, 5], [1, 5], [1, 9], [1, 9]];
+        let responses = [&[7u32, 8, 2][..], &[6, 2], &[10, 11, 12, 2], &[2]];
+        let kinds = [&[1u8, 0, 1][..], &[1, 1], &[1, 1, 1, 1], &[1]];
+        let fits = "as many rows";
+        batch
+            .put(&PROMPTS, RaggedColumn::from_rows(prompts))
+            .expect(fits);
+        batch
+            .put(&RESPONSES, RaggedColumn::from_rows(responses))
+            .expect(fits);
+        batch
+            .put(&MASK_KINDS, RaggedColumn::from_rows(kinds))
+            .expect(fits);
+        batch
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use verl_models::model::ScoreRow;

@@ -130,11 +130,7 @@ impl PromptFormat {
         tokenizer: &Tokenizer,
         template: Option<&ChatTemplate>,
     ) -> Result<EncodedPrompt, DataError> {
-        let row = Row {
-            data,
-            index,
-            values: data.row(index)?,
-        };
+        let row = Row::new(data, index)?;
         let (text, tokens) = match (self.template, template) {
             (Template::Chat, Some(template)) => {
                 let messages = self.conversation(&row)?;
@@ -267,13 +263,64 @@ pub fn target_tokens(
     Ok(tokens)
 }
 
+/// A response of a preference pair as text: that of `column`, or the content of the only message there.
+///
+/// # Errors
+/// [`DataError`] with the row: the column is missing or of another type.
+pub(crate) fn response_text(
+    data: &dyn DataLoaderInterface,
+    index: usize,
+    column: &str,
+) -> Result<String, DataError> {
+    let row = Row::new(data, index)?;
+    let Value::Array(messages) = row.value(column)? else {
+        return row.text(column);
+    };
+    let content = match messages.as_slice() {
+        [message] if message.get("role") == Some(&Value::from("assistant")) => {
+            message.get("content").and_then(Value::as_str)
+        }
+        _ => None,
+    };
+    content.map(str::to_owned).ok_or_else(|| {
+        row.fault(format!(
+            "column `{column}` is neither a text nor a list of one message of the assistant"
+        ))
+    })
+}
+
+/// By how much the chosen response of a pair is better, of a column of numbers.
+///
+/// # Errors
+/// [`DataError`] with the row: the column is missing or holds no finite number.
+pub(crate) fn margin(
+    data: &dyn DataLoaderInterface,
+    index: usize,
+    column: &str,
+) -> Result<f32, DataError> {
+    let row = Row::new(data, index)?;
+    let number = row.value(column)?.as_f64().map(|number| number as f32);
+    number
+        .filter(|number| number.is_finite())
+        .ok_or_else(|| row.fault(format!("column `{column}` holds no finite number")))
+}
+
 struct Row<'a> {
     data: &'a dyn DataLoaderInterface,
     index: usize,
     values: Map<String, Value>,
 }
 
-impl Row<'_> {
+impl<'a> Row<'a> {
+    fn new(data: &'a dyn DataLoaderInterface, index: usize) -> Result<Self, DataError> {
+        let values = data.row(index)?;
+        Ok(Row {
+            data,
+            index,
+            values,
+        })
+    }
+
     fn fault(&self, reason: String) -> DataError {
         DataError::Row {
             path: self.data.origin(),

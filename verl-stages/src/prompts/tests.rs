@@ -1,13 +1,16 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
+use std::sync::Arc;
 
 use burn::tensor::Tensor;
 use serde_json::json;
+use verl_models::chat_template::ChatTemplate;
 use verl_models::model::{
     ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport, TrainedModel,
 };
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use verl_pipe::data::DataError;
+use verl_models::tokenizer::Tokenizer;
+use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::stage::{CancelToken, Models, StageSink};
 
 use super::*;
@@ -49,21 +52,20 @@ fn template() -> ChatTemplate {
 }
 
 fn stage(config: Prompts, prompts: usize, data: Arc<dyn DataLoaderInterface>) -> PromptStage {
-    let tokenizer = tokenizer();
-    let template = template();
-    let stop = stop_id("actor", &tokenizer, Some(&template)).unwrap();
+    let source = Source {
+        rows: (0..data.len()).collect(),
+        data,
+        tokenizer: tokenizer(),
+        template: (config.template == Template::Chat).then(template),
+        context: 64,
+        order: None,
+    };
+    let stop = source.stop_id("actor").unwrap();
     PromptStage {
         format: config.format(),
         prompts,
-        source: Some(Source {
-            rows: (0..data.len()).collect(),
-            data,
-            tokenizer,
-            stop: config.with_targets.then_some(stop),
-            template: (config.template == Template::Chat).then_some(template),
-            context: 64,
-            order: None,
-        }),
+        source: Some(source),
+        stop: config.with_targets.then_some(stop),
         config,
     }
 }
@@ -501,6 +503,7 @@ fn started(config: Prompts, resource: PolicyResource) -> Result<PromptStage, Sta
         format: config.format(),
         prompts: 2,
         source: None,
+        stop: None,
         config,
     };
     let data = BTreeMap::from([(
