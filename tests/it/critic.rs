@@ -1,14 +1,12 @@
 //! PPO with a critic and against a reward model, as the example files have them, on a tiny model.
 
-use std::path::Path;
-
 use verl::models::ValueDecoder;
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::Findings;
 use verl::pipe::pipe::DataPipe;
 use verl::pipe::run::runner::{Run, StepOutput};
 
-use crate::kit::{Place, decided, root, start, trainer};
+use crate::kit::{Finished, Place, decided, root, start, trainer};
 
 /// An example file with small steps and fresh tiny models; its run goes to folder `run`.
 fn example(place: &Place, file: &str, models: &[&str], more: &[&str]) -> DataPipe {
@@ -114,7 +112,11 @@ fn a_restored_run_repeats_its_step_with_its_critic_bit_by_bit() {
 
 /// The reward-model example in folder `run`.
 fn reward_model(place: &Place, more: &[&str]) -> DataPipe {
-    let small = ["batch.prompts=8", "batch.micro_batch=4"];
+    let small = [
+        "batch.prompts=8",
+        "batch.micro_batch=4",
+        "evaluate_reward_model.pairs=6",
+    ];
     let overrides = [&small, more].concat();
     example(place, "reward_model_addition.toml", &["reward"], &overrides)
 }
@@ -132,6 +134,18 @@ fn a_reward_model_is_trained_saved_and_trained_against() {
         assert!((margin - get("reward_model/margin")).abs() < 1e-5);
     }
     first.train().expect("a run that ends well");
+    let run = Finished {
+        dir: place.path("run"),
+    };
+    for line in run.metrics() {
+        let accuracy = line
+            .get("eval/pair_accuracy")
+            .and_then(|share| share.as_f64());
+        let evaluated = [0, 3].contains(&line["step"].as_u64().expect("a step"));
+        assert_eq!(accuracy.is_some(), evaluated, "{line:?}");
+        // Sixths of the pairs.
+        assert!(accuracy.is_none_or(|share| (6.0 * share).fract().abs() < 1e-9));
+    }
 
     let saved = place.path("run/model/reward");
     let path = format!("reward.path={}", saved.display());
@@ -160,16 +174,15 @@ fn a_reward_model_is_trained_saved_and_trained_against() {
 fn the_same_seed_gives_the_same_reward_model() {
     let place = Place::new();
     let lines = |run: &str| {
-        let dir = format!("run.dir={}", place.path(run).display());
         let mut pipe = reward_model(&place, &[]);
-        pipe.run.dir = Path::new(dir.trim_start_matches("run.dir=")).to_owned();
+        pipe.run.dir = place.path(run);
         trainer(&pipe).expect("a trainer").train().expect("a run");
-        let finished = crate::kit::Finished {
+        let finished = Finished {
             dir: place.path(run),
         };
         finished.metrics().iter().map(decided).collect::<Vec<_>>()
     };
     let (one, two) = (lines("one"), lines("two"));
-    assert_eq!(one.len(), 3);
+    assert_eq!(one.len(), 4);
     assert_eq!(one, two);
 }

@@ -114,8 +114,12 @@ fn no_sum_is_in_two_splits_as_the_files_have_them() {
         assert!(one.is_disjoint(other));
     }
     // A reward model has not seen what the policy is trained on or asked at the end.
-    let pairs = &sums("reward_model_addition.toml")["train"];
-    for other in sums("ppo_reward_model_addition.toml").values() {
+    let reward = sums("reward_model_addition.toml");
+    let pairs = &reward["train"];
+    for other in sums("ppo_reward_model_addition.toml")
+        .values()
+        .chain([&reward["eval"]])
+    {
         assert!(pairs.len() > 400 && pairs.is_disjoint(other));
     }
 }

@@ -17,11 +17,13 @@
 //! | [`update_critic`] | values, returns | nothing: it moves a critic's weights |
 //! | [`update_reward_model`] | pairs of responses | nothing: it moves a reward model's weights |
 //! | [`evaluate`] | held-out rows | metrics and samples, between steps |
+//! | [`evaluate_reward_model`] | held-out pairs | metrics, between steps |
 
 pub mod advantages;
 pub mod data;
 pub mod estimators;
 pub mod evaluate;
+pub mod evaluate_reward_model;
 pub mod filter_groups;
 pub mod generate;
 pub mod log_probs;
@@ -75,6 +77,7 @@ built_ins! {
     stages:
         advantages::Advantages,
         evaluate::Evaluate,
+        evaluate_reward_model::EvaluateRewardModel,
         filter_groups::FilterGroups,
         generate::Generate,
         log_probs::LogProbs,

@@ -2,9 +2,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use verl_models::optim::OptimizerConfig;
-use verl_pipe::data::DataLoaderInterface;
+use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::stage::{ModelConfig, Models};
 
 use super::*;
@@ -30,11 +30,12 @@ impl DataLoaderInterface for Rows {
 }
 
 /// What the stage makes of `rows` in its first step, in their order; the model is a reward model in the making.
-fn drawn(config: &Preferences, rows: Value) -> Result<Batch, StageError> {
+fn drawn(format: PairFormat, rows: Value) -> Result<Batch, StageError> {
     let config = Preferences {
         model: "reward".to_owned(),
+        format,
         shuffle: false,
-        ..config.clone()
+        ..Preferences::default()
     };
     let rows = Rows(rows.as_array().unwrap().clone());
     let mut context = BuildContext {
@@ -67,15 +68,15 @@ fn tokens(text: &str) -> Vec<u32> {
 
 #[test]
 fn a_row_becomes_a_prompt_with_two_responses_that_end() {
-    let config = Preferences {
+    let format = PairFormat {
         margin: Some("lead".to_owned()),
-        ..Preferences::default()
+        ..PairFormat::default()
     };
     let rows = json!([
         {"prompt": "1+2", "chosen": "3", "rejected": "12", "lead": 0.5},
         {"prompt": "7+7", "chosen": [{"role": "assistant", "content": "14"}], "rejected": "4", "lead": 2},
     ]);
-    let batch = drawn(&config, rows).unwrap();
+    let batch = drawn(format, rows).unwrap();
     assert_eq!(batch.num_rows(), 2);
     let (chosen, rejected) = (
         batch.get(&CHOSEN_RESPONSES).unwrap(),
@@ -93,17 +94,17 @@ fn a_row_becomes_a_prompt_with_two_responses_that_end() {
 #[test]
 fn long_responses_lose_their_end_where_that_is_asked_for() {
     let rows = || json!([{"prompt": "1+2", "chosen": "3", "rejected": "1".repeat(80)}]);
-    let told = drawn(&Preferences::default(), rows()).err().unwrap();
+    let told = drawn(PairFormat::default(), rows()).err().unwrap();
     let told = told.to_string();
     assert!(
         told.contains("row 1: prompt and `rejected` have") && told.contains("context is 64"),
         "{told}"
     );
-    let config = Preferences {
+    let format = PairFormat {
         max_response_tokens: Some(5),
-        ..Preferences::default()
+        ..PairFormat::default()
     };
-    let batch = drawn(&config, rows()).unwrap();
+    let batch = drawn(format, rows()).unwrap();
     assert_eq!(batch.get(&REJECTED_RESPONSES).unwrap().row(0).len(), 5);
 }
 
@@ -111,11 +112,11 @@ fn long_responses_lose_their_end_where_that_is_asked_for() {
 fn rows_that_are_no_preferences_are_told() {
     #[track_caller]
     fn check(row: Value, words: &str) {
-        let config = Preferences {
+        let format = PairFormat {
             margin: Some("lead".to_owned()),
-            ..Preferences::default()
+            ..PairFormat::default()
         };
-        let told = drawn(&config, json!([row])).err().unwrap().to_string();
+        let told = drawn(format, json!([row])).err().unwrap().to_string();
         assert!(told.contains("row 1") && told.contains(words), "{told}");
     }
     check(json!({"prompt": "1", "rejected": "2"}), "`chosen`");
@@ -134,7 +135,10 @@ fn rows_that_are_no_preferences_are_told() {
 fn senseless_settings_are_told_together() {
     let config = Preferences {
         data: "nowhere".to_owned(),
-        max_response_tokens: Some(0),
+        format: PairFormat {
+            max_response_tokens: Some(0),
+            ..PairFormat::default()
+        },
         ..Preferences::default()
     };
     let faults = StageConfig::build(&config, &BuildContext::default());
@@ -144,5 +148,5 @@ fn senseless_settings_are_told_together() {
         .into_iter()
         .map(|f| f.setting)
         .collect();
-    assert_eq!(settings, ["data", "model", "max_response_tokens"]);
+    assert_eq!(settings, ["max_response_tokens", "data", "model"]);
 }
