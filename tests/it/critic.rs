@@ -58,10 +58,8 @@ fn the_ppo_example_trains_actor_and_critic() {
         assert!(get("critic/explained_variance") <= 1.0);
         // A fresh head gives 0 until it has been trained.
         assert_eq!(get("critic/values_mean") == 0.0, step == 1);
-        // The reference is the policy at first, so that the returns are the rewards.
-        if step == 1 {
-            assert_eq!(get("reward/kl"), 0.0);
-        }
+        // The reference is the policy at first; its log-probs come from another forward than the rollout's.
+        assert_eq!(get("reward/kl").abs() < 1e-5, step == 1);
     }
     trainer.train().expect("a run that ends well");
     let saved = place.path("run/model");

@@ -257,7 +257,7 @@ mod tests {
             "update_critic.model=actor",
             "values.model=ref",
             "update_critic.clip=-1; update_critic.epochs=0",
-            "update.warmup_steps=400",
+            "update.warmup_steps=150",
         ];
         insta::assert_snapshot!("critic_refusals", told("ppo_addition.toml", &changes));
     }

@@ -46,7 +46,7 @@ pub struct UpdateCritic {
     pub aggregation: String,
     /// Divisor of `seq-mean-token-sum-norm`: the longest response in tokens.
     pub loss_scale_factor: Option<f64>,
-    /// Passes over the step's rows (passes); those of [batch] when absent.
+    /// Passes over the step's rows (passes); those of `batch` when absent.
     pub epochs: Option<usize>,
 }
 
