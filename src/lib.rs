@@ -52,7 +52,9 @@ pub fn registry() -> Registry {
 
 /// What a pipeline in Rust needs.
 pub mod prelude {
-    pub use verl_models::model::{ModelError, ModelInterface, PolicyModel};
+    pub use verl_models::model::{
+        ModelError, ModelInterface, PolicyModel, TrainedModel, ValueInterface, ValueModel,
+    };
     pub use verl_models::optim::{OptimizerConfig, Schedule};
     pub use verl_models::policy::Policy;
     pub use verl_pipe::batch::{Batch, RaggedColumn, RowId};

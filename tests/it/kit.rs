@@ -5,11 +5,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
+use verl::models::value_head::HeadKind;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 use verl::pipe::pipe::DataPipe;
 use verl::pipe::run::runner::{Run, RunOptions};
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
+use verl::pipe::stage::{BuildContext, ModelConfig};
+use verl::prelude::{Init, OptimizerConfig};
+use verl::stages::model::{HeadInit, ValueLm};
 
 /// The root of the workspace.
 pub fn root() -> &'static Path {
@@ -142,6 +146,19 @@ impl Place {
             dir: self.path(run),
         }
     }
+}
+
+/// Writes a value model with random weights into `dir`, on the decoder of the model folder `of`.
+pub fn save_value_model(of: &Path, dir: &Path) {
+    let config = ValueLm {
+        init: Init::Random,
+        head: HeadKind::SequenceClassification,
+        head_init: HeadInit::Normal,
+        ..ValueLm::trained(of, OptimizerConfig::default())
+    };
+    let model = config.load("reward", "cpu", &BuildContext::default());
+    let saved = model.and_then(|mut model| model.save(dir));
+    saved.unwrap_or_else(|error| panic!("{error}"));
 }
 
 /// A quiet trainer; refusals of the plan and of the start as one text.

@@ -2,6 +2,7 @@
 
 mod algorithms;
 mod bad_input;
+mod critic;
 mod dapo;
 mod distillation;
 mod examples;

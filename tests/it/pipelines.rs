@@ -9,7 +9,7 @@ use verl::pipe::diagnostic::Findings;
 use verl::pipe::pipe::DataPipe;
 use verl::pipe::stage::BuildContext;
 
-use crate::kit::{root, start};
+use crate::kit::{root, save_value_model, start};
 
 /// A model folder that is in the repository, for pipelines whose own is not.
 const STAND_IN: &str = "examples/models/addition-init";
@@ -24,8 +24,9 @@ fn files() -> Vec<PathBuf> {
     files
 }
 
-/// The pipeline of a file; models whose folder is not there and data files that are not there are replaced.
-fn read(file: &Path) -> DataPipe {
+/// The pipeline of a file; models whose folder is not there and data files that are not there are replaced, a value model
+/// by a folder in `scratch`.
+fn read(file: &Path, scratch: &Path) -> DataPipe {
     let read = |overrides: &[String]| {
         read_pipeline(file, overrides, &verl::registry())
             .unwrap_or_else(|findings| panic!("{}: {}", file.display(), Findings(findings)))
@@ -37,7 +38,14 @@ fn read(file: &Path) -> DataPipe {
     };
     let stand_in = root().join(STAND_IN);
     let models = pipe.models.iter().filter(|model| missing(&model.config));
-    let models = models.map(|model| format!("models.{}.path={}", model.name, stand_in.display()));
+    let models = models.map(|model| {
+        let mut folder = stand_in.clone();
+        if model.kind == "value_model" {
+            folder = scratch.join(&model.name);
+            save_value_model(&stand_in, &folder);
+        }
+        format!("models.{}.path={}", model.name, folder.display())
+    });
     // A plan looks whether a data file is there and reads nothing of it.
     let data = pipe.data.iter().filter(|data| missing(&data.config));
     let data = data.map(|data| format!("data.{}.path={}", data.name, file.display()));
@@ -50,7 +58,8 @@ fn every_file_is_a_plan() {
     let files = files();
     assert!(files.len() >= 2, "{files:?}");
     for file in files {
-        let pipe = read(&file);
+        let scratch = tempfile::tempdir().expect("a temporary folder");
+        let pipe = read(&file, scratch.path());
         let plan = pipe
             .plan()
             .unwrap_or_else(|findings| panic!("{}: {}", file.display(), Findings(findings)));
@@ -78,7 +87,8 @@ fn the_addition_files_train() {
     let files: Vec<PathBuf> = files().into_iter().filter(own).collect();
     assert_eq!(files.len(), 5);
     for file in files {
-        let mut pipe = read(&file);
+        let scratch = tempfile::tempdir().expect("a temporary folder");
+        let mut pipe = read(&file, scratch.path());
         pipe.run.steps = 2;
         pipe.batch.prompts = 8;
         pipe.batch.micro_batch = Some(8);
@@ -103,7 +113,11 @@ fn the_addition_files_train() {
 
 /// Questions and sums of every data set of a file; sums without regard to the order of their operands.
 fn sums(file: &str) -> BTreeMap<String, HashSet<Vec<u32>>> {
-    let pipe = read(&root().join("examples/pipelines").join(file));
+    let scratch = tempfile::tempdir().expect("a temporary folder");
+    let pipe = read(
+        &root().join("examples/pipelines").join(file),
+        scratch.path(),
+    );
     let context = BuildContext {
         base: pipe.base.clone(),
         ..BuildContext::default()
@@ -114,9 +128,7 @@ fn sums(file: &str) -> BTreeMap<String, HashSet<Vec<u32>>> {
         let operands = (0..data.len()).map(|row| {
             let row = data.row(row).expect("a row");
             let question = row.get("question").or(row.get("prompt"));
-            let question = question
-                .and_then(|question| question.as_str())
-                .expect("a text");
+            let question = question.and_then(|text| text.as_str()).expect("a text");
             let numbers = question.split(|c: char| !c.is_ascii_digit());
             let mut operands: Vec<u32> = numbers.filter_map(|n| n.parse().ok()).collect();
             operands.sort_unstable();
@@ -145,5 +157,14 @@ fn no_sum_is_in_two_splits_as_the_files_have_them() {
     ] {
         assert!(one.len() > 400 && other.len() > 400);
         assert!(one.is_disjoint(other));
+    }
+    // A reward model has not seen what the policy is trained on or asked at the end.
+    let reward = sums("reward_model_addition.toml");
+    let pairs = &reward["train"];
+    for other in sums("ppo_reward_model_addition.toml")
+        .values()
+        .chain([&reward["eval"]])
+    {
+        assert!(pairs.len() > 400 && pairs.is_disjoint(other));
     }
 }

@@ -22,7 +22,7 @@ pub use values::check_values;
 
 use probe::{TOLERANCE, apart, ids, one_step, sequences, unmoved, weights};
 
-use crate::model::{ModelError, ModelInterface, PolicyModel, ScoreRow};
+use crate::model::{ModelError, ModelInterface, PolicyModel, ScoreRow, TrainedModel};
 use crate::policy::Policy;
 use crate::random::{DrawKey, Purpose};
 use crate::rollout::engine::{

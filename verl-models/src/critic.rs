@@ -5,7 +5,9 @@ use std::path::Path;
 
 use burn::tensor::{DType, Device, Tensor};
 
-use crate::model::{ModelError, PackedValues, ScoreRow, StepReport, ValueInterface, ValueModel};
+use crate::model::{
+    ModelError, PackedValues, ScoreRow, StepReport, TrainedModel, ValueInterface, ValueModel,
+};
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::TrainingBatch;
 use crate::rows::{self, Call, CallLimits};
@@ -192,7 +194,9 @@ impl<M: ValueInterface> ValueModel for Critic<M> {
             loss(values.select(0, rows::indices(places.collect(), device)))
         })
     }
+}
 
+impl<M: ValueInterface> TrainedModel for Critic<M> {
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         self.trained.optimizer_step()
     }

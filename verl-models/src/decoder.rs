@@ -54,6 +54,23 @@ pub struct DecoderConfig {
     pub initializer_range: f64,
 }
 
+impl DecoderConfig {
+    /// Refuses a tokenizer with more ids than the embedding has rows. Fewer are usual: embeddings are often padded.
+    ///
+    /// # Errors
+    /// [`LoadError::Vocabulary`].
+    pub fn check_vocabulary(&self, tokenizer_ids: usize) -> Result<(), LoadError> {
+        let rows = self.vocab_size;
+        if tokenizer_ids > rows {
+            return Err(LoadError::Vocabulary {
+                tokens: tokenizer_ids,
+                rows,
+            });
+        }
+        Ok(())
+    }
+}
+
 /// A causal language model.
 #[derive(Module, Debug)]
 pub struct Decoder {
@@ -227,19 +244,12 @@ impl Decoder {
         hf::save::save(self, dir, dtype)
     }
 
-    /// Refuses a tokenizer with more ids than the embedding has rows. Fewer are usual: embeddings are often padded.
+    /// See [`DecoderConfig::check_vocabulary`].
     ///
     /// # Errors
-    /// [`LoadError::Vocabulary`].
+    /// As there.
     pub fn check_vocabulary(&self, tokenizer_ids: usize) -> Result<(), LoadError> {
-        let rows = self.config.vocab_size;
-        if tokenizer_ids > rows {
-            return Err(LoadError::Vocabulary {
-                tokens: tokenizer_ids,
-                rows,
-            });
-        }
-        Ok(())
+        self.config.check_vocabulary(tokenizer_ids)
     }
 }
 

@@ -11,6 +11,7 @@
 //! [`Policy`]: crate::policy::Policy
 
 mod listed;
+mod trained;
 mod value;
 
 use std::path::Path;
@@ -23,6 +24,7 @@ use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, Sampli
 pub use crate::scoring::Extras;
 
 pub use listed::{ListedTokens, PackedListed, TopTokens};
+pub use trained::TrainedModel;
 pub use value::{PackedValues, ValueInterface, ValueModel};
 
 /// A causal language model on burn. Implement it for a `#[derive(Module)]` struct of your own to train it.
@@ -161,8 +163,8 @@ pub struct StepReport {
     pub clipped: bool,
 }
 
-/// A model with optimiser, as stages use it; object-safe. Implemented by [`Policy`](crate::policy::Policy).
-pub trait PolicyModel: Send {
+/// A language model with optimiser, as stages use it; object-safe. Implemented by [`Policy`](crate::policy::Policy).
+pub trait PolicyModel: TrainedModel {
     /// See [`ModelInterface::generate`].
     ///
     /// # Errors
@@ -236,36 +238,6 @@ pub trait PolicyModel: Send {
     fn ilql(&mut self) -> Option<&mut dyn IlqlModel> {
         None
     }
-
-    /// Clips the accumulated gradient by its global norm, steps the optimiser, clears the accumulators.
-    ///
-    /// # Errors
-    /// A gradient that is not finite (weights stay as they were); a frozen model.
-    fn optimizer_step(&mut self) -> Result<StepReport, ModelError>;
-
-    /// Optimiser steps taken.
-    fn optimizer_steps(&self) -> u64;
-
-    /// Hash of the weights' bytes, in hexadecimal.
-    fn weights_hash(&self) -> String;
-
-    /// Weights, moments, step count; cheap where buffers can be shared.
-    fn snapshot(&self) -> Box<dyn std::any::Any + Send + Sync>;
-
-    /// Back to a snapshot of the same model; false when it is of another kind.
-    fn restore(&mut self, snapshot: &(dyn std::any::Any + Send + Sync)) -> bool;
-
-    /// Writes weights and configuration into `dir`.
-    ///
-    /// # Errors
-    /// When files cannot be written.
-    fn save(&self, dir: &Path) -> Result<(), ModelError>;
-
-    /// Size of the vocabulary.
-    fn vocab_size(&self) -> usize;
-
-    /// Longest sequence in tokens.
-    fn max_tokens(&self) -> usize;
 }
 
 /// What can go wrong with a model.

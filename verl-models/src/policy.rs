@@ -9,7 +9,7 @@ use burn::tensor::{Device, Tensor};
 
 use crate::model::{
     ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel, ScoreRow,
-    Scores, StepReport, TopTokens,
+    Scores, StepReport, TopTokens, TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::packing::{Packed, TrainingBatch};
@@ -189,7 +189,9 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         self.check(rows)?;
         listed::accumulate(&mut self.trained, rows, listed, select, temperature, loss)
     }
+}
 
+impl<M: ModelInterface> TrainedModel for Policy<M> {
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         self.trained.optimizer_step()
     }

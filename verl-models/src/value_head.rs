@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::FAMILIES;
@@ -20,7 +22,8 @@ use crate::model::{ModelError, ValueInterface};
 use crate::random;
 
 /// What a folder calls a model with a head of labels; here there is always one label.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
 pub enum HeadKind {
     /// `…ForSequenceClassification`, usual for reward models. A fresh head has no bias.
     SequenceClassification,
@@ -68,6 +71,17 @@ pub struct FreshHead {
     pub init: HeadInit,
 }
 
+/// Whether the weights of a folder hold a value head.
+///
+/// # Errors
+/// A folder that is not there, or whose weights cannot be read.
+pub fn has_head(dir: &Path) -> Result<bool, LoadError> {
+    Ok(Checkpoint::open(dir)?.find(HEAD).is_some())
+}
+
+/// Name of the head's weights.
+const HEAD: &str = "score.weight";
+
 /// A decoder with one number a position instead of logits: score = hidden · wᵀ (+ b), in f32 or wider.
 #[derive(Module, Debug)]
 pub struct ValueDecoder {
@@ -103,7 +117,7 @@ impl ValueDecoder {
             HeadInit::Zeros => vec![0.0; width],
             HeadInit::Normal { seed } => {
                 let scale = 1.0 / ((width + 1) as f32).sqrt();
-                let draws = random::normals(seed, "score.weight", width);
+                let draws = random::normals(seed, HEAD, width);
                 draws.into_iter().map(|draw| draw * scale).collect()
             }
         };
@@ -144,7 +158,7 @@ impl ValueDecoder {
         let origin = hf::Origin::read(dir)?;
         let config = origin.decoder_config()?;
         let stored = Checkpoint::open(dir)?;
-        let has_head = stored.find("score.weight").is_some();
+        let has_head = stored.find(HEAD).is_some();
         // Without a head of its own, which is neither loaded nor kept.
         let bare = DecoderConfig {
             tied_head: true,

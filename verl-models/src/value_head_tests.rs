@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use super::*;
 use crate::critic::Critic;
 use crate::hf::SaveDType;
-use crate::model::{ModelInterface, PackedValues, ScoreRow, ValueModel};
+use crate::model::{ModelInterface, PackedValues, ScoreRow, TrainedModel, ValueModel};
 use crate::optim::OptimizerConfig;
 use crate::parameters::{named_parameters, visit_parameters};
 
@@ -172,6 +172,8 @@ fn a_model_without_folder_can_be_saved() {
     );
     let model = ValueDecoder::on(decoder, head.unwrap());
     model.save(&dir).unwrap();
+    assert!(has_head(&dir).unwrap() && !has_head(&folder(QWEN3)).unwrap());
+    assert!(has_head(&dir.join("nowhere")).is_err());
     let loaded = load(&dir, None);
     assert_eq!(parameters(&loaded), parameters(&model));
     assert_eq!(loaded.kind, HeadKind::SequenceClassification);

@@ -104,7 +104,8 @@ impl fmt::Display for Weights {
 /// Under which distribution a log-probability (or entropy) was computed.
 ///
 /// A writer sets every part that it knows; a reader sets what it requires and leaves the rest `None` (anything).
-/// A ratio of two log-probabilities whose tags differ is a build error.
+/// A ratio of two log-probabilities whose tags differ is a build error. Other numbers of a model, such as a critic's
+/// values, have a model and weights alone.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LogProbTag {
     /// Name of the model.
@@ -185,7 +186,7 @@ pub struct Field {
     pub nullable: bool,
     /// Every value is promised to be finite; the run-time guard checks it.
     pub finite: bool,
-    /// The distribution of a log-probability.
+    /// Which model and weights a number comes from; of a log-probability also its distribution.
     pub tag: Option<LogProbTag>,
 }
 

@@ -81,6 +81,14 @@ pub const BASELINE_RESPONSE_TEXTS: Key<Text> = Key::new(
     "",
     "greedy response decoded without special tokens",
 );
+/// By how much the chosen response of a pair is better.
+pub const MARGINS: Key<Scalar<f32>> = Key::new(
+    "margins",
+    "[B]",
+    "reward",
+    "by how much the chosen response of the row's pair is better",
+)
+.finite();
 /// What each response token is: see [`mask`].
 pub const MASK_KINDS: Key<Ragged<u8>> = Key::new(
     "mask_kinds",
@@ -222,7 +230,7 @@ pub const VALUES: Key<Ragged<f32>> = Key::new(
     "values",
     "[B, T~]",
     "reward",
-    "critic value at each response token",
+    "what the critic expected of the response when each token was chosen",
 )
 .finite();
 

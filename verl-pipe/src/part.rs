@@ -55,7 +55,7 @@ use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
-use crate::config::decode::{Decoded, Fault, decode, keys_of};
+use crate::config::decode::{Decoded, Fault, decode_known};
 use crate::diagnostic::suggest;
 use crate::registry::Kinds;
 use crate::stage::{BuildContext, ConfigError};
@@ -293,20 +293,7 @@ fn kind_and_settings(value: Value) -> Result<(String, Map<String, Value>), Fault
 
 /// The part with these settings; keys that the kind does not have are faults.
 pub(crate) fn declare<C: PartConfig>(settings: Value) -> Decoded<AnyPart> {
-    let mut known = keys_of::<C>();
-    let Value::Object(settings) = settings else {
-        return decode::<C>(settings).map(erase);
-    };
-    let (own, unknown): (Map<_, _>, Map<_, _>) = settings
-        .into_iter()
-        .partition(|(key, _)| known.contains(key));
-    let Decoded { value, mut faults } = decode::<C>(Value::Object(own)).map(erase);
-    known.push(KIND.to_owned());
-    faults.extend(unknown.into_iter().map(|(key, _)| Fault::Unknown {
-        path: vec![key],
-        known: known.clone(),
-    }));
-    Decoded { value, faults }
+    decode_known::<C>(settings, &[KIND]).map(erase)
 }
 
 fn erase<C: PartConfig>(config: C) -> AnyPart {

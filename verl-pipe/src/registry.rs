@@ -6,7 +6,7 @@ use std::sync::Arc;
 use schemars::{Schema, SchemaGenerator};
 use serde_json::Value;
 
-use crate::config::decode::{Decoded, decode};
+use crate::config::decode::{Decoded, decode_known};
 use crate::diagnostic::suggest;
 use crate::part::{self, AnyPart, PartConfig, Slot, Slots};
 use crate::pipe::{DataDecl, ModelDecl, StageDecl};
@@ -149,7 +149,9 @@ impl Registry {
         let kind = Kind {
             name: C::KIND,
             summary: C::SUMMARY,
-            declare: |name, config| decode::<C>(config).map(|config| StageDecl::new(name, config)),
+            declare: |name, config| {
+                decode_known::<C>(config, &[]).map(|config| StageDecl::new(name, config))
+            },
             schema: C::json_schema,
             extensions: Vec::new(),
         };
@@ -181,7 +183,9 @@ impl Registry {
         let kind = Kind {
             name: C::KIND,
             summary: C::SUMMARY,
-            declare: |name, config| decode::<C>(config).map(|config| ModelDecl::new(name, config)),
+            declare: |name, config| {
+                decode_known::<C>(config, &[]).map(|config| ModelDecl::new(name, config))
+            },
             schema: C::json_schema,
             extensions: Vec::new(),
         };
@@ -199,7 +203,9 @@ impl Registry {
         let kind = Kind {
             name: C::KIND,
             summary: C::SUMMARY,
-            declare: |name, config| decode::<C>(config).map(|config| DataDecl::new(name, config)),
+            declare: |name, config| {
+                decode_known::<C>(config, &[]).map(|config| DataDecl::new(name, config))
+            },
             schema: C::json_schema,
             extensions: extensions.to_vec(),
         };

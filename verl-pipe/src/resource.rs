@@ -91,4 +91,6 @@ pub struct ModelInfo {
     pub max_tokens: usize,
     /// One line about it, for `pipe plan`.
     pub summary: String,
+    /// What stages take it for, as a noun, for example `policy`; empty where that is not told.
+    pub role: &'static str,
 }

@@ -175,6 +175,8 @@ pub struct StageSpec {
     pub cadence: Cadence,
     /// Models by name, and what it does with them. With none, the stage runs on the host pool.
     pub models: Vec<(String, Access)>,
+    /// Of models that must have a certain [role](ModelInfo::role): name and role.
+    pub roles: Vec<(String, &'static str)>,
     /// Rows handed to one call; `None`: for `Row` stages with a model the plan's micro-batch, otherwise no limit.
     pub slice_rows: Option<usize>,
     /// Longest time one row may take on the host pool before it is given up.
@@ -252,6 +254,12 @@ impl StageSpec {
     pub fn uses(mut self, model: impl Into<String>, access: Access) -> Self {
         self.models.push((model.into(), access));
         self
+    }
+    /// Adds a model that must have this [role](ModelInfo::role), where the model tells its own.
+    pub fn uses_as(mut self, role: &'static str, model: impl Into<String>, access: Access) -> Self {
+        let model = model.into();
+        self.roles.push((model.clone(), role));
+        self.uses(model, access)
     }
     /// Sets the rows of one call.
     pub fn slice_rows(mut self, rows: usize) -> Self {

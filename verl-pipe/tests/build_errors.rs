@@ -95,6 +95,26 @@ fn pipelines_of_the_pages_fail_and_their_repairs_do_not() {
 }
 
 #[test]
+fn values_of_another_critic() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let update = StageSpec::new()
+        .reads(VALUES.tagged(critic_tag("critic")))
+        .rows(RowRule::Sink);
+    let values = Values {
+        model: "other".to_owned(),
+    };
+    let other = Critic {
+        path: "base".to_owned(),
+        optimizer: None,
+    };
+    let pipe = grpo()
+        .model("other", other)
+        .add_stage("values", values)
+        .add_stage("update_critic", stage_fn(update, emit));
+    insta::assert_snapshot!("P007_values", printed(&findings(&pipe)));
+}
+
+#[test]
 fn overrides_that_cannot_be_applied() {
     let text = "[models.actor]\npath = \"base\"\n[[stages]]\nkind = \"generate\"\n";
     let overrides = [

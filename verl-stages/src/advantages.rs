@@ -160,7 +160,7 @@ impl Advantages {
 }
 
 /// What to do where no stage writes critic values.
-const NO_VALUES: &str = "choose an estimator that needs no critic, for example `grpo`, or add a stage of your own that writes a critic's value of each response token; no built-in stage does";
+const NO_VALUES: &str = "put a `values` stage before it, which writes a critic's value of each response token, or choose an estimator that needs no critic, for example `grpo`";
 /// What to do where no stage writes the scores of reference responses.
 const NO_BASELINES: &str = "put two stages before it: `baseline`, which answers each prompt greedily, and a `reward` that scores the answer, with rename = { responses = \"baseline_responses\", response_texts = \"baseline_response_texts\", rewards = \"reward_baselines\" }; or choose an estimator that needs no baseline, for example `rloo`";
 /// What to do where no stage writes Σ π².
@@ -414,13 +414,22 @@ impl Stage for AdvantagesStage {
             .map_err(StageError::failed)?;
         let mut output = input.rows_only();
         output.put(&ADVANTAGES, narrowed(&result.advantages))?;
-        if self.reads(EstimatorInput::Values) {
+        if let Some(values) = &values {
             let returns = result.returns.ok_or_else(|| {
                 let name = self.estimator.name();
                 let reason =
                     "reads a critic's values, but gives no returns that the critic could learn";
                 StageError::failed(format!("estimator `{name}` {reason}"))
             })?;
+            // A row without a score teaches a critic nothing: its returns are the values that it has.
+            let returns = returns.map(|row, token, value| {
+                let unscored = scores[row].is_none() && actions.row(row)[token];
+                if unscored {
+                    values.row(row)[token]
+                } else {
+                    value
+                }
+            });
             output.put(&RETURNS, narrowed(&returns))?;
         }
         context.emit(output)

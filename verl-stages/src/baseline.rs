@@ -29,7 +29,7 @@ use verl_pipe::stage::{
     find_model,
 };
 
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 use crate::settings::metrics;
 
 metrics! {
@@ -107,7 +107,7 @@ impl Stage for BaselineStage {
             .writes(BASELINE_RESPONSES)
             .writes(BASELINE_RESPONSE_TEXTS)
             .slice_rows(self.prompts)
-            .uses(&self.config.model, Access::Read)
+            .uses_as(POLICY, &self.config.model, Access::Read)
             .metrics(&[LENGTH])
     }
 

@@ -22,7 +22,7 @@ use verl_pipe::stage::{
 
 use crate::log_probs::scoring_temperature_fault;
 use crate::losses::aggregation;
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 use crate::settings::{metrics, refusal};
 use crate::teacher_top::{TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, teacher_log_probs};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
@@ -252,7 +252,7 @@ impl Stage for DistillStage {
             )
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
-            .uses(&self.config.model, Access::Update)
+            .uses_as(POLICY, &self.config.model, Access::Update)
             .metrics(&[LOSS, DIVERGENCE, TEACHER_MASS, STUDENT_MASS])
             .metrics(&[GRAD_NORM, LEARNING_RATE])
     }

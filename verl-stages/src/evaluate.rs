@@ -16,10 +16,10 @@ use verl_pipe::stage::{
     StartContext, find_model,
 };
 
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 use crate::prompts::{EncodedPrompt, PromptFormat, Template};
 use crate::reward::rule::{Reward, Rule, Verdict};
-use crate::settings::metrics;
+use crate::settings::{metrics, undeclared};
 
 metrics! {
     EXACT_MATCH: "eval/exact_match", "share", "share of held-out questions whose answer is right";
@@ -74,18 +74,8 @@ impl StageConfig for Evaluate {
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = self.format.faults();
-        for (setting, name, known, kind) in [
-            ("data", &self.data, &context.data, "data set"),
-            ("model", &self.model, &context.models, "model"),
-        ] {
-            if !known.contains(name) {
-                faults.push(ConfigError::new(
-                    setting,
-                    format!("names `{name}`, but the pipeline declares no such {kind}"),
-                    format!("declared are: {}", known.join(", ")),
-                ));
-            }
-        }
+        faults.extend(undeclared("data", &self.data, &context.data, "data set"));
+        faults.extend(undeclared("model", &self.model, &context.models, "model"));
         for (setting, value) in [
             ("max_new_tokens", Some(self.max_new_tokens)),
             ("questions", self.questions),
@@ -203,7 +193,7 @@ impl Stage for EvaluateStage {
     fn spec(&self) -> StageSpec {
         StageSpec::new()
             .observer(self.config.every)
-            .uses(&self.config.model, Access::Read)
+            .uses_as(POLICY, &self.config.model, Access::Read)
             .metrics(&[EXACT_MATCH, WELL_FORMED, LENGTH, TRUNCATED])
     }
 

@@ -17,7 +17,7 @@ use verl_pipe::stage::{
     StageContext, StageError, StageSpec, find_model,
 };
 
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 
 /// Mean response length of the step.
 pub const RESPONSE_LENGTH: Metric = Metric {
@@ -238,7 +238,7 @@ impl Stage for GenerateStage {
             .rows(RowRule::Expand(self.samples))
             .cardinality(Cardinality::Row)
             .slice_rows(self.prompts)
-            .uses(&self.config.model, Access::Read)
+            .uses_as(POLICY, &self.config.model, Access::Read)
             .metrics(&[RESPONSE_LENGTH, TRUNCATED, TOKENS])
     }
 

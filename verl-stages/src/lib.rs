@@ -6,13 +6,14 @@
 //! | [`preferences`] | rows of a data set | prompts with judged answers |
 //! | [`pairs`] | chosen and rejected answers | both as responses to one prompt |
 //! | [`generate`] | prompts | responses with log-probs |
-//! | [`reward`] | responses, answers | rewards |
+//! | [`reward`] | responses, answers | rewards, by a rule or a reward model |
 //! | [`shape_overlong`] | rewards, responses | rewards less a penalty for length |
 //! | [`filter_groups`] | rewards | the rows of groups with a signal; has further prompts drawn |
 //! | [`shuffle_rewards`] | rewards | the same in another order, for control runs |
 //! | [`baseline`] | prompts | one greedy response to each, to be scored and compared with |
 //! | [`log_probs`] | prompts, responses | log-probs of policy or reference |
 //! | [`correct_rollout`] | log-probs of policy and rollout engine | importance weights, and which tokens to train on |
+//! | [`values`] | prompts, responses | a critic's values |
 //! | [`advantages`] | rewards | advantages, by one of the [`estimators`] |
 //! | [`update`] | all of it | nothing: it moves the weights against one of the [`losses`] |
 //! | [`episodes`] | rows of a log | prompts, responses, rewards |
@@ -20,7 +21,10 @@
 //! | [`teacher_top`] | prompts, responses | the tokens that a teacher finds most probable |
 //! | [`teacher_advantages`] | log-probs of student and teacher | advantages |
 //! | [`distill`] | responses, a teacher's tokens | nothing: it moves the weights towards the teacher |
+//! | [`update_critic`] | values, returns | nothing: it moves a critic's weights |
+//! | [`update_reward_model`] | pairs of responses | nothing: it moves a reward model's weights |
 //! | [`evaluate`] | held-out rows | metrics and samples, between steps |
+//! | [`evaluate_reward_model`] | held-out pairs | metrics, between steps |
 
 pub mod advantages;
 pub mod baseline;
@@ -30,6 +34,7 @@ pub mod distill;
 pub mod episodes;
 pub mod estimators;
 pub mod evaluate;
+pub mod evaluate_reward_model;
 pub mod filter_groups;
 pub mod generate;
 pub mod log_probs;
@@ -48,7 +53,10 @@ pub mod teacher_advantages;
 pub mod teacher_top;
 mod training;
 pub mod update;
+pub mod update_critic;
 pub mod update_ilql;
+pub mod update_reward_model;
+pub mod values;
 
 use verl_pipe::registry::Registry;
 
@@ -87,19 +95,24 @@ built_ins! {
         distill::Distill,
         episodes::Episodes,
         evaluate::Evaluate,
+        evaluate_reward_model::EvaluateRewardModel,
         filter_groups::FilterGroups,
         generate::Generate,
         log_probs::LogProbs,
         pairs::Pairs,
         preferences::Preferences,
         prompts::Prompts,
+        reward::model::RewardModel,
         reward::rule::Reward,
         shape_overlong::ShapeOverlong,
         shuffle_rewards::ShuffleRewards,
         teacher_advantages::TeacherAdvantages,
         teacher_top::TeacherTop,
         update::Update,
-        update_ilql::UpdateIlql;
+        update_critic::UpdateCritic,
+        update_ilql::UpdateIlql,
+        update_reward_model::UpdateRewardModel,
+        values::Values;
     policy_losses:
         losses::Cispo,
         losses::ClipCov,
@@ -143,7 +156,8 @@ built_ins! {
         estimators::TirOtb;
     models:
         model::CausalLm,
-        model::IlqlLm;
+        model::IlqlLm,
+        model::ValueLm;
     data:
         data::addition::Addition,
         data::addition_episodes::AdditionEpisodes,
@@ -173,6 +187,11 @@ mod tests {
 
     /// The plan of the addition example under `overrides`, or what is wrong with it.
     fn plan_or_findings(overrides: &[&str]) -> Result<Plan, Vec<Diagnostic>> {
+        plan_of("grpo_addition.toml", overrides)
+    }
+
+    /// The same of an example with actor and reference.
+    fn plan_of(file: &str, overrides: &[&str]) -> Result<Plan, Vec<Diagnostic>> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/pipelines");
         let fresh = ["actor", "ref"].map(|model| {
             [
@@ -182,12 +201,8 @@ mod tests {
         });
         let own = overrides.iter().map(|text| (*text).to_owned());
         let all: Vec<String> = fresh.into_iter().flatten().chain(own).collect();
-        read_pipeline(
-            &folder.join("grpo_addition.toml"),
-            &all,
-            &register(Registry::new()),
-        )
-        .and_then(|pipe| pipe.plan())
+        read_pipeline(&folder.join(file), &all, &register(Registry::new()))
+            .and_then(|pipe| pipe.plan())
     }
 
     /// Codes of all that is said about the example under `overrides`, each once.
@@ -276,6 +291,53 @@ mod tests {
             text += &format!("# {change}\n{}\n\n", Findings(findings));
         }
         insta::assert_snapshot!("refusals", text);
+    }
+
+    /// What is said about an example under each of the changes.
+    fn told(file: &str, changes: &[&str]) -> String {
+        let told = |change: &&str| {
+            let findings = match plan_of(file, &change.split("; ").collect::<Vec<_>>()) {
+                Ok(plan) => plan.warnings,
+                Err(findings) => findings,
+            };
+            format!("# {change}\n{}\n\n", Findings(findings))
+        };
+        changes.iter().map(told).collect()
+    }
+
+    #[test]
+    fn what_cannot_work_with_a_critic_is_told_before_the_run() {
+        let changes = [
+            "advantages.estimator={ kind = \"grpo\" }; batch.samples=2",
+            "update_critic.model=actor",
+            "values.model=ref",
+            "update_critic.clip=-1; update_critic.epochs=0",
+            "update.warmup_steps=150",
+        ];
+        insta::assert_snapshot!("critic_refusals", told("ppo_addition.toml", &changes));
+    }
+
+    #[test]
+    fn a_value_model_that_nobody_trains_needs_a_head() {
+        let reward = "reward.path=../models/addition-base";
+        let critic = "models.critic={ kind = \"value_model\", path = \"../models/addition-base\" }";
+        for (file, change, codes) in [
+            (
+                "ppo_reward_model_addition.toml",
+                reward,
+                ["C005"].as_slice(),
+            ),
+            ("ppo_addition.toml", critic, &["C005", "P010"]),
+        ] {
+            let findings = plan_of(file, &[change]).err().expect("no head");
+            let found: Vec<&str> = findings.iter().map(|finding| finding.code).collect();
+            assert_eq!(found, codes);
+            let why = &findings[0].why;
+            assert!(
+                why.contains("holds no value head (`score.weight`)"),
+                "{why}"
+            );
+        }
     }
 
     #[test]

@@ -19,7 +19,7 @@ use verl_pipe::stage::{
     StageError, StageSpec, find_model,
 };
 
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 use cache::Cache;
 
 /// Mean entropy of the policy.
@@ -231,7 +231,7 @@ impl Stage for LogProbsStage {
             .reads(PROMPTS)
             .reads(RESPONSES)
             .writes(self.writes())
-            .uses(&self.config.model, Access::Read);
+            .uses_as(POLICY, &self.config.model, Access::Read);
         if self.config.role == Role::Old {
             spec = spec
                 .reads_optional(ROLLOUT_LOG_PROBS.tagged(self.tag()))

@@ -1,29 +1,39 @@
-//! Model kind `causal_lm`: a decoder from a Hugging Face folder, with its tokenizer, as a resource of the pipeline.
+//! Models as resources of a pipeline: kind `causal_lm`, a decoder from a Hugging Face folder with its tokenizer, and kind
+//! [`value_model`](ValueLm), the same with a value head.
 //!
-//! [`IlqlLm`] is the same with value heads. A model of one's own is declared with [`policy_model`].
+//! [`IlqlLm`] is a decoder with the heads of ILQL. Models of one's own are declared with [`policy_model`] and
+//! [`value_model`](value_model()).
 
 mod ilql;
 mod own;
+pub(crate) mod value;
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use burn::tensor::Device;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::chat_template::ChatTemplate;
 use verl_models::hf::{Origin, SaveDType};
-use verl_models::model::PolicyModel;
+use verl_models::model::{PolicyModel, TrainedModel};
 use verl_models::optim::OptimizerConfig;
 use verl_models::policy::Policy;
 use verl_models::rollout::stop::TextDecoder;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::{Decoder, DecoderConfig};
 use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError, Snapshot, WeightsVersion};
-use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
+use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Models, StageError, find_model};
 
 pub use ilql::IlqlLm;
-pub use own::{OwnModel, policy_model};
+pub use own::{OwnModel, policy_model, value_model};
+pub use value::{HeadInit, ValueLm, ValueResource};
+
+/// The [role](ModelInfo::role) of a model that samples and scores tokens.
+pub const POLICY: &str = "policy";
+/// The [role](ModelInfo::role) of a model that gives numbers: a critic, a reward model.
+pub const VALUE_MODEL: &str = "value model";
 
 /// A policy with its tokenizer and chat template, as stages find it.
 pub struct PolicyResource {
@@ -34,9 +44,6 @@ pub struct PolicyResource {
     /// Its chat template, where it has one.
     pub template: Option<Arc<ChatTemplate>>,
 }
-
-/// A snapshot's content.
-struct PolicyState(Box<dyn Any + Send + Sync>);
 
 impl PolicyResource {
     /// A resource of a model alone; set `tokenizer` and `template` where stages need text.
@@ -73,45 +80,93 @@ impl PolicyResource {
 
 impl ModelResource for PolicyResource {
     fn version(&self) -> WeightsVersion {
-        WeightsVersion {
-            step: self.policy.optimizer_steps(),
-            hash: self.policy.weights_hash(),
-        }
+        version(self.policy.as_ref())
     }
 
     fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
-        Ok(Snapshot {
-            version: self.version(),
-            state: Arc::new(PolicyState(self.policy.snapshot())),
-        })
+        Ok(snapshot(self.policy.as_ref()))
     }
 
     fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
-        let state = snapshot
-            .state
-            .downcast_ref::<PolicyState>()
-            .ok_or(ResourceError::ForeignSnapshot)?;
-        if self.policy.restore(state.0.as_ref()) {
-            Ok(())
-        } else {
-            Err(ResourceError::ForeignSnapshot)
-        }
+        restore(self.policy.as_mut(), snapshot)
     }
 
     fn save(&mut self, dir: &Path) -> Result<(), ResourceError> {
-        self.policy
-            .save(dir)
-            .map_err(|error| ResourceError::Failed(Box::new(error)))?;
-        if let Some(tokenizer) = &self.tokenizer {
-            tokenizer
-                .save(dir)
-                .map_err(|error| ResourceError::Failed(Box::new(error)))?;
-        }
-        Ok(())
+        save(self.policy.as_ref(), self.tokenizer.as_deref(), dir)
     }
 
     fn as_any_mut(&mut self) -> &mut dyn Any {
         self
+    }
+}
+
+/// A snapshot's content.
+struct State(Box<dyn Any + Send + Sync>);
+
+fn version(model: &dyn TrainedModel) -> WeightsVersion {
+    WeightsVersion {
+        step: model.optimizer_steps(),
+        hash: model.weights_hash(),
+    }
+}
+
+fn snapshot(model: &dyn TrainedModel) -> Snapshot {
+    Snapshot {
+        version: version(model),
+        state: Arc::new(State(model.snapshot())),
+    }
+}
+
+fn restore(model: &mut dyn TrainedModel, snapshot: &Snapshot) -> Result<(), ResourceError> {
+    let state = snapshot.state.downcast_ref::<State>();
+    let state = state.ok_or(ResourceError::ForeignSnapshot)?;
+    match model.restore(state.0.as_ref()) {
+        true => Ok(()),
+        false => Err(ResourceError::ForeignSnapshot),
+    }
+}
+
+fn save(
+    model: &dyn TrainedModel,
+    tokenizer: Option<&Tokenizer>,
+    dir: &Path,
+) -> Result<(), ResourceError> {
+    model.save(dir).map_err(failed)?;
+    match tokenizer {
+        Some(tokenizer) => tokenizer.save(dir).map_err(failed),
+        None => Ok(()),
+    }
+}
+
+/// What turns texts into the tokens of a model of either kind.
+pub(crate) struct TextTools {
+    /// Its tokenizer, where it has one.
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    /// Its chat template, where it has one.
+    pub template: Option<Arc<ChatTemplate>>,
+    /// Longest sequence in tokens.
+    pub max_tokens: usize,
+}
+
+impl TextTools {
+    /// Those of the model `name`.
+    ///
+    /// # Errors
+    /// When there is no such model, or it is of a type of its own.
+    pub fn of(models: &mut Models, name: &str) -> Result<Self, StageError> {
+        if let Ok(resource) = find_model::<PolicyResource>(models, name) {
+            return Ok(TextTools {
+                tokenizer: resource.tokenizer.clone(),
+                template: resource.template.clone(),
+                max_tokens: resource.policy.max_tokens(),
+            });
+        }
+        let resource = find_model::<ValueResource>(models, name)?;
+        Ok(TextTools {
+            tokenizer: resource.tokenizer.clone(),
+            template: resource.template.clone(),
+            max_tokens: resource.model.max_tokens(),
+        })
     }
 }
 
@@ -135,6 +190,15 @@ pub enum SaveAs {
     F32,
     /// Half the size.
     Bf16,
+}
+
+impl From<SaveAs> for SaveDType {
+    fn from(saved: SaveAs) -> Self {
+        match saved {
+            SaveAs::F32 => SaveDType::F32,
+            SaveAs::Bf16 => SaveDType::BF16,
+        }
+    }
 }
 
 /// Settings of model kind `causal_lm`.
@@ -181,18 +245,32 @@ impl CausalLm {
         let device = verl_models::device::device(device).map_err(failed)?;
         let mut decoder = match self.init {
             Init::Pretrained => Decoder::load(dir, &device).map_err(failed)?,
-            Init::Random => {
-                let origin = Origin::read(dir).map_err(failed)?;
-                let config = origin.decoder_config().map_err(failed)?;
-                Decoder::random(config, seed, &device).with_origin(origin)
-            }
+            Init::Random => random_decoder(dir, &device, seed)?,
         };
-        decoder.save_dtype = match self.save_as {
-            SaveAs::F32 => SaveDType::F32,
-            SaveAs::Bf16 => SaveDType::BF16,
-        };
+        decoder.save_dtype = self.save_as.into();
         Ok(decoder)
     }
+}
+
+/// A decoder with the architecture of a folder and fresh weights.
+fn random_decoder(dir: &Path, device: &Device, seed: u64) -> Result<Decoder, ResourceError> {
+    let origin = Origin::read(dir).map_err(failed)?;
+    let config = origin.decoder_config().map_err(failed)?;
+    Ok(Decoder::random(config, seed, device).with_origin(origin))
+}
+
+/// The tokenizer of a folder, which must fit the model, and its chat template. A folder without a template can still be
+/// used with prompts as they are.
+fn texts(
+    dir: &Path,
+    config: &DecoderConfig,
+) -> Result<(Arc<Tokenizer>, Option<Arc<ChatTemplate>>), ResourceError> {
+    let tokenizer = Tokenizer::load(dir).map_err(failed)?;
+    config
+        .check_vocabulary(tokenizer.vocab_size())
+        .map_err(failed)?;
+    let template = ChatTemplate::load(dir).ok().map(Arc::new);
+    Ok((Arc::new(tokenizer), template))
 }
 
 fn failed(error: impl std::error::Error + Send + Sync + 'static) -> ResourceError {
@@ -208,6 +286,26 @@ fn count_parameters(c: &DecoderConfig) -> u64 {
     let norms = 2 * d + if c.qk_norm { 2 * c.heads.dim as u64 } else { 0 };
     let head = if c.tied_head { 1 } else { 2 } * c.vocab_size as u64 * d;
     c.layers as u64 * (attention + 3 * d * i + norms) + d + head
+}
+
+/// Bytes of two moments and a gradient in f32; 0 for a frozen model.
+fn training_bytes(optimizer: Option<&OptimizerConfig>, parameters: u64) -> u64 {
+    optimizer.map_or(0, |_| 12 * parameters)
+}
+
+fn summary(config: &DecoderConfig) -> String {
+    format!(
+        "{} layers, width {}, vocabulary {}",
+        config.layers, config.hidden_size, config.vocab_size
+    )
+}
+
+/// The architecture of a folder.
+fn decoder_config(dir: &Path) -> Result<DecoderConfig, ConfigError> {
+    let help = "give the folder of a Llama, SmolLM2, Qwen2, Qwen2.5 or Qwen3 model with config.json, model.safetensors and tokenizer.json";
+    Origin::read(dir)
+        .and_then(|origin| origin.decoder_config())
+        .map_err(|error| ConfigError::new("path", format!("cannot be used: {error}"), help))
 }
 
 /// Settings of an optimiser that make no sense.
@@ -228,34 +326,18 @@ impl ModelConfig for CausalLm {
         "a decoder of a Hugging Face folder (Llama, SmolLM2, Qwen2, Qwen2.5, Qwen3)";
 
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
-        let help = "give the folder of a Llama, SmolLM2, Qwen2, Qwen2.5 or Qwen3 model with config.json, model.safetensors and tokenizer.json";
-        let config = Origin::read(&self.folder(context))
-            .and_then(|origin| origin.decoder_config())
-            .map_err(|error| {
-                vec![ConfigError::new(
-                    "path",
-                    format!("cannot be used: {error}"),
-                    help,
-                )]
-            })?;
+        let config = decoder_config(&self.folder(context)).map_err(|error| vec![error])?;
         check_optimizer(self.optimizer.as_ref())?;
         let parameters = count_parameters(&config);
         Ok(ModelInfo {
             num_parameters: parameters,
             weight_bytes: 4 * parameters,
-            // Two moments and a gradient in f32.
-            training_bytes: if self.optimizer.is_some() {
-                12 * parameters
-            } else {
-                0
-            },
+            training_bytes: training_bytes(self.optimizer.as_ref(), parameters),
             kv_bytes_per_token: (4 * 2 * config.layers * config.heads.key_value * config.heads.dim)
                 as u64,
             max_tokens: config.max_tokens,
-            summary: format!(
-                "{} layers, width {}, vocabulary {}",
-                config.layers, config.hidden_size, config.vocab_size
-            ),
+            summary: summary(&config),
+            role: POLICY,
         })
     }
 
@@ -271,16 +353,11 @@ impl ModelConfig for CausalLm {
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let dir = self.folder(context);
         let decoder = self.decoder(&dir, device, context.seed)?;
-        let tokenizer = Tokenizer::load(&dir).map_err(failed)?;
-        decoder
-            .check_vocabulary(tokenizer.vocab_size())
-            .map_err(failed)?;
-        // A folder without a template can still be used with prompts as they are.
-        let template = ChatTemplate::load(&dir).ok().map(Arc::new);
+        let (tokenizer, template) = texts(&dir, &decoder.config)?;
         let policy = Policy::new(decoder, self.optimizer.clone()).map_err(failed)?;
         Ok(Box::new(PolicyResource {
             policy: Box::new(policy),
-            tokenizer: Some(Arc::new(tokenizer)),
+            tokenizer: Some(tokenizer),
             template,
         }))
     }

@@ -20,9 +20,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+use verl_pipe::data::DataError;
 use verl_pipe::keys::{
-    CHOSEN_RESPONSES, DATA_ROWS, DESIRABLE, MASK_KINDS, PROMPT_TEXTS, PROMPTS, REJECTED_RESPONSES,
-    RESPONSES, mask,
+    CHOSEN_RESPONSES, DATA_ROWS, DESIRABLE, MARGINS, MASK_KINDS, PROMPT_TEXTS, PROMPTS,
+    REJECTED_RESPONSES, RESPONSES, mask,
 };
 use verl_pipe::stage::{
     Access, BuildContext, Cardinality, ConfigError, RowRule, Stage, StageConfig, StageContext,
@@ -32,7 +33,7 @@ use verl_pipe::stage::{
 use crate::generate::{RESPONSE_LENGTH, TOKENS};
 use crate::prompts::{OnLong, PROMPT_LENGTH, PromptFormat, Source, Template, declared_faults};
 use crate::settings::metrics;
-use judged::Judged;
+pub(crate) use judged::Judged;
 
 metrics! {
     CHOSEN_LENGTH: "preference/chosen_length", "tokens", "mean number of tokens of a chosen answer, end-of-sequence included";
@@ -51,14 +52,10 @@ pub enum OnEqual {
     Warn,
 }
 
-/// Settings of stage `preferences`.
+/// How a row of a data set becomes a prompt with judged answers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-pub struct Preferences {
-    /// Data set to draw from.
-    pub data: String,
-    /// Model whose tokenizer and chat template are used.
-    pub model: String,
+pub struct PreferenceFormat {
     /// Column with the prompt: a text, which is the only message of the user, or a conversation (a list of objects with
     /// `role` and `content`). Empty: the answers are whole conversations that hold it.
     pub prompt: String,
@@ -66,6 +63,8 @@ pub struct Preferences {
     pub chosen: String,
     /// Column with the other answer.
     pub rejected: String,
+    /// Column that says by how much the chosen answer is better (reward), for losses with a margin; absent: none.
+    pub margins: Option<String>,
     /// Column that says whether an answer is good: true or false, 1 or 0. Named, it makes rows of single answers.
     pub labels: Option<String>,
     /// Column with the answer, where `labels` is named.
@@ -84,19 +83,16 @@ pub struct Preferences {
     pub on_long: OnLong,
     /// What becomes of a pair whose answers are the same.
     pub on_equal: OnEqual,
-    /// Whether rows come in a new order in each epoch; otherwise as the data set has them.
-    pub shuffle: bool,
 }
 
-impl Default for Preferences {
+impl Default for PreferenceFormat {
     fn default() -> Self {
         let format = PromptFormat::default();
-        Preferences {
-            data: "train".to_owned(),
-            model: "actor".to_owned(),
+        PreferenceFormat {
             prompt: "prompt".to_owned(),
             chosen: "chosen".to_owned(),
             rejected: "rejected".to_owned(),
+            margins: None,
             labels: None,
             response: "completion".to_owned(),
             system: format.system,
@@ -106,14 +102,13 @@ impl Default for Preferences {
             max_response_tokens: None,
             on_long: format.on_long,
             on_equal: OnEqual::Error,
-            shuffle: true,
         }
     }
 }
 
-impl Preferences {
-    /// How prompts are written; which columns hold them is said by this stage.
-    fn format(&self) -> PromptFormat {
+impl PreferenceFormat {
+    /// How prompts are written; which columns hold them is said here.
+    fn prompts(&self) -> PromptFormat {
         PromptFormat {
             answer: String::new(),
             system: self.system.clone(),
@@ -133,15 +128,24 @@ impl Preferences {
         }
     }
 
-    fn faults(&self, context: &BuildContext) -> Vec<ConfigError> {
-        let mut faults = self.format().faults();
-        faults.extend(declared_faults(&self.data, &self.model, context));
-        let labels = self.labels.iter().map(|column| ("labels", column.as_str()));
-        for (setting, column) in self.answers().into_iter().chain(labels) {
+    /// What is wrong with the settings.
+    pub(crate) fn faults(&self) -> Vec<ConfigError> {
+        let mut faults = self.prompts().faults();
+        let more = [("labels", &self.labels), ("margins", &self.margins)];
+        let more = more.into_iter();
+        let more = more.filter_map(|(setting, column)| Some((setting, column.as_deref()?)));
+        for (setting, column) in self.answers().into_iter().chain(more) {
             if column.is_empty() {
                 let help = "name the column of the data set";
                 faults.push(ConfigError::new(setting, "names no column", help));
             }
+        }
+        if self.labels.is_some() && self.margins.is_some() {
+            faults.push(ConfigError::new(
+                "margins",
+                "is set together with `labels`, but a single answer is better than none by any margin",
+                "leave out one of them",
+            ));
         }
         if self.labels.is_none() && self.chosen == self.rejected {
             faults.push(ConfigError::new(
@@ -159,6 +163,63 @@ impl Preferences {
         }
         faults
     }
+
+    /// Opens `data` with what turns it into the tokens of `model`, without the rows that are to be dropped.
+    ///
+    /// # Errors
+    /// What [`Source::open`] refuses; a data set of which nothing is left.
+    pub(crate) fn open(
+        &self,
+        context: &mut StartContext<'_>,
+        data: &str,
+        model: &str,
+    ) -> Result<Source, StageError> {
+        let prompts = self.prompts();
+        let mut source = Source::open(context, data, model, &prompts, true)?;
+        if self.on_long == OnLong::Drop {
+            let what = format!("every row of `{}` is too long", source.data.origin());
+            source.drop_rows(&what, |source, row| {
+                let judged = Judged::encode(self, &prompts, source, row)?;
+                Ok(judged.fits(self, &prompts, source.context))
+            })?;
+        }
+        Ok(source)
+    }
+
+    /// Row `row` within the limits.
+    ///
+    /// # Errors
+    /// [`DataError`] with the row, see [`Judged::encode`] and [`Judged::fit`].
+    pub(crate) fn read(&self, source: &Source, row: usize) -> Result<Judged, DataError> {
+        let prompts = self.prompts();
+        Judged::encode(self, &prompts, source, row)?.fit(self, &prompts, source, row)
+    }
+}
+
+/// Settings of stage `preferences`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Preferences {
+    /// Data set to draw from.
+    pub data: String,
+    /// Model whose tokenizer and chat template are used.
+    pub model: String,
+    /// Whether rows come in a new order in each epoch; otherwise as the data set has them.
+    pub shuffle: bool,
+    /// How a row becomes a prompt with judged answers; in a pipeline file its settings stand beside the others.
+    #[serde(flatten)]
+    pub format: PreferenceFormat,
+}
+
+impl Default for Preferences {
+    fn default() -> Self {
+        Preferences {
+            data: "train".to_owned(),
+            model: "actor".to_owned(),
+            shuffle: true,
+            format: PreferenceFormat::default(),
+        }
+    }
 }
 
 impl StageConfig for Preferences {
@@ -167,13 +228,13 @@ impl StageConfig for Preferences {
         "rows of a data set as prompts with a chosen and a rejected answer, or with a labelled one";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
-        let faults = self.faults(context);
+        let mut faults = self.format.faults();
+        faults.extend(declared_faults(&self.data, &self.model, context));
         if !faults.is_empty() {
             return Err(faults);
         }
         Ok(Box::new(PreferenceStage {
             config: self.clone(),
-            format: self.format(),
             prompts: context.batch.prompts.max(1),
             source: None,
         }))
@@ -183,7 +244,6 @@ impl StageConfig for Preferences {
 /// The running stage.
 struct PreferenceStage {
     config: Preferences,
-    format: PromptFormat,
     prompts: usize,
     source: Option<Source>,
 }
@@ -197,9 +257,13 @@ impl PreferenceStage {
     ) -> Result<(), StageError> {
         let column =
             |answer: usize| RaggedColumn::from_rows(rows.iter().map(|row| &row.answers[answer]));
-        if self.config.labels.is_none() {
+        if self.config.format.labels.is_none() {
             batch.put(&CHOSEN_RESPONSES, column(0))?;
             batch.put(&REJECTED_RESPONSES, column(1))?;
+            if self.config.format.margins.is_some() {
+                let margins = rows.iter().map(|row| row.margin);
+                batch.put(&MARGINS, margins.collect::<Vec<f32>>())?;
+            }
         } else {
             batch.put(&RESPONSES, column(0))?;
             let kinds = rows
@@ -235,10 +299,13 @@ impl Stage for PreferenceStage {
             .writes(PROMPTS.field().shaped("[P, S~]"))
             .writes(PROMPT_TEXTS.field().shaped("[P]"))
             .writes(DATA_ROWS.field().shaped("[P]"));
-        let spec = if self.config.labels.is_none() {
-            spec.writes(CHOSEN_RESPONSES)
-                .writes(REJECTED_RESPONSES)
-                .metrics(&[CHOSEN_LENGTH, REJECTED_LENGTH])
+        let spec = if self.config.format.labels.is_none() {
+            let spec = spec.writes(CHOSEN_RESPONSES).writes(REJECTED_RESPONSES);
+            let spec = match self.config.format.margins {
+                Some(_) => spec.writes(MARGINS.field().shaped("[P]")),
+                None => spec,
+            };
+            spec.metrics(&[CHOSEN_LENGTH, REJECTED_LENGTH])
         } else {
             spec.writes(RESPONSES.field().shaped("[P, T~]"))
                 .writes(MASK_KINDS.field().shaped("[P, T~]"))
@@ -253,15 +320,8 @@ impl Stage for PreferenceStage {
     }
 
     fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {
-        let config = &self.config;
-        let mut source = Source::open(context, &config.data, &config.model, &self.format, true)?;
-        if config.on_long == OnLong::Drop {
-            let what = format!("every row of `{}` is too long", source.data.origin());
-            source.drop_rows(&what, |source, row| {
-                let judged = Judged::encode(config, &self.format, source, row)?;
-                Ok(judged.fits(config, &self.format, source.context))
-            })?;
-        }
+        let Preferences { data, model, .. } = &self.config;
+        let source = self.config.format.open(context, data, model)?;
         self.source = Some(source);
         Ok(())
     }
@@ -278,8 +338,7 @@ impl Stage for PreferenceStage {
         for draw in first..first + self.prompts as u64 {
             let (epoch, row) = source.draw(draw, context.wave, context.seed, self.config.shuffle);
             ids.push(RowId::prompt(epoch, row as u64)?.in_wave(context.wave)?);
-            let judged = Judged::encode(&self.config, &self.format, source, row)?;
-            rows.push(judged.fit(&self.config, &self.format, source, row)?);
+            rows.push(self.config.format.read(source, row)?);
         }
         let mut batch = Batch::with_rows(&ids);
         batch.put(

@@ -80,3 +80,20 @@ pub(crate) fn coefficient_fault(name: &str, value: f64) -> Option<ConfigError> {
     let fault = || ConfigError::new(name, format!("is {value}"), "set it to a number from 0");
     (!sound).then(fault)
 }
+
+/// What is wrong with the name of a model or data set that the pipeline does not declare.
+pub(crate) fn undeclared(
+    setting: &str,
+    name: &str,
+    known: &[String],
+    kind: &str,
+) -> Option<ConfigError> {
+    let fault = || {
+        ConfigError::new(
+            setting,
+            format!("names `{name}`, but the pipeline declares no such {kind}"),
+            format!("declared are: {}", known.join(", ")),
+        )
+    };
+    (!known.iter().any(|known| known == name)).then(fault)
+}

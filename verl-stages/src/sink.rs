@@ -1,4 +1,4 @@
-//! A sink for tests of stages that use no model.
+//! A sink for tests of stages.
 
 use verl_pipe::batch::Batch;
 use verl_pipe::stage::{
@@ -44,9 +44,19 @@ impl StageSink for Kept {
     fn sample(&mut self, _sample: serde_json::Value) {}
 }
 
-/// What a stage makes of `input` in a step of a run with seed 5.
+/// What a stage without a model makes of `input` in a step of a run with seed 5.
 #[track_caller]
 pub(crate) fn run(stage: &mut dyn Stage, step: u64, input: Batch) -> Kept {
+    run_with(stage, step, input, &mut Models::new()).expect("sound rows")
+}
+
+/// The same of a stage with models, which may refuse.
+pub(crate) fn run_with(
+    stage: &mut dyn Stage,
+    step: u64,
+    input: Batch,
+    models: &mut Models,
+) -> Result<Kept, StageError> {
     let mut kept = Kept::default();
     let mut context = StageContext {
         stage: "tested",
@@ -55,9 +65,9 @@ pub(crate) fn run(stage: &mut dyn Stage, step: u64, input: Batch) -> Kept {
         seed: 5,
         wave: 0,
         cancel: &CancelToken::default(),
-        models: &mut Models::new(),
+        models,
         sink: &mut kept,
     };
-    stage.run(input, &mut context).expect("sound rows");
-    kept
+    stage.run(input, &mut context)?;
+    Ok(kept)
 }

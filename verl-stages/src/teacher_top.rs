@@ -16,7 +16,7 @@ use verl_pipe::stage::{
 };
 
 use crate::log_probs::scoring_temperature_fault;
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 use crate::settings::metrics;
 
 /// Ids of the tokens that the teacher finds most probable, a list in the place of each response token.
@@ -107,7 +107,7 @@ impl Stage for TeacherTopStage {
             .reads(RESPONSES)
             .writes(TEACHER_TOP_IDS)
             .writes(teacher_log_probs(Some(model), self.config.temperature))
-            .uses(&self.config.model, Access::Read)
+            .uses_as(POLICY, &self.config.model, Access::Read)
             .metrics(&[TEACHER_MASS])
     }
 

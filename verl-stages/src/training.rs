@@ -6,10 +6,10 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 use verl_algos::losses::{MetricSum, Partial};
 use verl_algos::{AlgoError, Counts, CutUnit, MiniBatch};
-use verl_models::model::{ModelError, PolicyModel, ScoreRow, StepReport};
+use verl_models::model::{ModelError, ScoreRow, StepReport, TrainedModel};
 use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::field::{Key, Ragged};
-use verl_pipe::keys::{FINISH_REASONS, MASK_KINDS, PROMPTS, finish, mask};
+use verl_pipe::keys::{FINISH_REASONS, MASK_KINDS, PROMPTS, ROLLOUT_MASKS, finish, mask};
 use verl_pipe::schedule::batching::BatchPlan;
 use verl_pipe::stage::StageError;
 
@@ -32,6 +32,11 @@ impl Cuts {
             samples: batch.samples.max(1),
             epochs: batch.epochs.max(1),
         }
+    }
+
+    /// Optimiser steps on `rows` rows.
+    pub(crate) fn optimizer_steps(self, rows: usize) -> usize {
+        self.epochs * rows.div_ceil(self.mini_rows)
     }
 
     /// Rows of each mini-batch, pass after pass.
@@ -70,6 +75,8 @@ pub(crate) struct Rows<'a> {
     kinds: Option<RaggedView<'a, u8>>,
     /// Rows that no token is trained on; empty: none.
     left_out: Vec<bool>,
+    /// Tokens that a correction of the rollout kept.
+    kept: Option<RaggedView<'a, u8>>,
 }
 
 impl<'a> Rows<'a> {
@@ -91,6 +98,10 @@ impl<'a> Rows<'a> {
             } else {
                 Vec::new()
             },
+            kept: input
+                .has(ROLLOUT_MASKS.name())
+                .then(|| input.get(&ROLLOUT_MASKS))
+                .transpose()?,
         })
     }
 
@@ -100,14 +111,36 @@ impl<'a> Rows<'a> {
             && self
                 .kinds
                 .is_none_or(|kinds| kinds.row(row)[token] == mask::ACTION)
+            && self.kept.is_none_or(|kept| kept.row(row)[token] == 1)
+    }
+
+    /// The tokens of a row that are trained on.
+    pub(crate) fn actions(&self, row: usize) -> impl Iterator<Item = usize> {
+        (0..self.tokens.row_len(row)).filter(move |token| self.is_action(row, *token))
+    }
+
+    /// Tokens of prompts and responses.
+    pub(crate) fn num_tokens(&self) -> usize {
+        let rows = 0..self.tokens.len();
+        rows.map(|row| self.prompts.row_len(row) + self.tokens.row_len(row))
+            .sum()
+    }
+
+    /// Actions of a column in `rows`, one after the other.
+    pub(crate) fn packed(&self, column: RaggedView<'_, f32>, rows: Range<usize>) -> Vec<f64> {
+        let mut values = Vec::new();
+        for row in rows {
+            let of_row = column.row(row);
+            values.extend(self.actions(row).map(|token| f64::from(of_row[token])));
+        }
+        values
     }
 
     /// The mini-batch of `rows`, which are numbered from its first, without any column.
     pub(crate) fn mini_batch(&self, rows: Range<usize>) -> MiniBatch {
         let mut of_tokens = Vec::new();
         for row in rows.clone() {
-            let tokens = 0..self.tokens.row_len(row);
-            let actions = tokens.filter(|token| self.is_action(row, *token)).count();
+            let actions = self.actions(row).count();
             of_tokens.extend(std::iter::repeat_n(row - rows.start, actions));
         }
         let counts = Counts::declared(of_tokens.len(), rows.len());
@@ -210,7 +243,7 @@ impl OptimizerSteps {
     /// What the optimiser refuses; weights that stay as they were although they should not.
     pub(crate) fn step(
         &mut self,
-        model: &mut dyn PolicyModel,
+        model: &mut dyn TrainedModel,
         name: &str,
     ) -> Result<StepReport, StageError> {
         if self.has_moved {

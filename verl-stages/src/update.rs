@@ -13,17 +13,16 @@ mod judged;
 
 use std::ops::Range;
 
-use burn::tensor::Tensor;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{LossInput, MetricSum};
-use verl_algos::{AlgoError, Counts, CutUnit, MicroBatch, MiniBatch, Preferences};
-use verl_models::model::{PackedScores, PolicyModel, ScoreRow, StepReport};
+use verl_algos::losses::{LossInput, Partial};
+use verl_algos::{AlgoError, MicroBatch, MiniBatch, Preferences};
+use verl_models::model::{PackedScores, PolicyModel};
 use verl_pipe::batch::{Batch, RaggedView, RowId};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
 use verl_pipe::keys::{
     ADVANTAGES, FINISH_REASONS, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS,
-    ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS, finish, mask,
+    ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS,
 };
 use verl_pipe::part::Part;
 use verl_pipe::stage::{
@@ -35,8 +34,9 @@ use crate::advantages::NO_REFERENCE;
 use crate::generate::TOKENS;
 use crate::log_probs::scoring_temperature_fault;
 use crate::losses::{Grpo, KL_PENALTY, Loss, PolicyObjective};
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 use crate::settings::metrics;
+use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
 use inputs::StepAt;
 
 metrics! {
@@ -58,6 +58,9 @@ pub struct Update {
     /// Leaves the tokens of responses that reached the token limit out of the loss and its counts (overlong filtering);
     /// their rewards count in their groups as before. Only for losses on responses.
     pub mask_truncated: bool,
+    /// First steps of the run in which the model is not trained yet (steps), so that a critic can learn before the policy
+    /// moves by its values.
+    pub warmup_steps: u64,
 }
 
 impl Default for Update {
@@ -67,6 +70,7 @@ impl Default for Update {
             loss: PolicyObjective::<Grpo>::default().into(),
             temperature: 1.0,
             mask_truncated: false,
+            warmup_steps: 0,
         }
     }
 }
@@ -85,43 +89,47 @@ impl StageConfig for Update {
         let (Ok(loss), true) = (loss, faults.is_empty()) else {
             return Err(faults);
         };
-        let batch = &context.batch;
         Ok(Box::new(UpdateStage {
+            never: self.warm_up_for_ever(context.steps),
             config: self.clone(),
             loss,
-            mini_rows: batch.mini_rows.max(1),
-            micro_rows: batch.micro_rows.max(1),
-            epochs: batch.epochs.max(1),
-            samples: batch.samples.max(1),
-            has_moved: false,
+            cuts: Cuts::new(&context.batch),
+            optimizer: OptimizerSteps::default(),
         }))
     }
 }
 
 /// What to do where no stage writes advantages.
 const NO_ADVANTAGES: &str = "put an `advantages` stage before it";
+impl Update {
+    /// The run is over before the model is trained for the first time.
+    fn warm_up_for_ever(&self, steps: u64) -> Option<ConfigError> {
+        let doubt = || {
+            ConfigError::new(
+                "warmup_steps",
+                format!(
+                    "is {}, but the run has {steps} steps, so `{}` is never trained",
+                    self.warmup_steps, self.model
+                ),
+                "set it to fewer steps than `steps` in [run]",
+            )
+        };
+        (steps > 0 && self.warmup_steps >= steps).then(doubt)
+    }
+}
 
 /// The running stage.
 struct UpdateStage {
     config: Update,
     loss: Loss,
-    mini_rows: usize,
-    micro_rows: usize,
-    epochs: usize,
-    samples: usize,
-    /// The weights were seen to change, so that the optimiser works on those that the model uses.
-    has_moved: bool,
+    cuts: Cuts,
+    optimizer: OptimizerSteps,
+    never: Option<ConfigError>,
 }
 
 /// The columns of a step that an update reads.
 struct Columns<'a> {
-    prompts: RaggedView<'a, u32>,
-    tokens: RaggedView<'a, u32>,
-    kinds: Option<RaggedView<'a, u8>>,
-    /// Rows that no token is trained on; empty: none.
-    left_out: Vec<bool>,
-    /// Tokens that a correction of the rollout kept.
-    kept: Option<RaggedView<'a, u8>>,
+    rows: Rows<'a>,
     ids: Vec<RowId>,
     old: Option<RaggedView<'a, f32>>,
     reference: Option<RaggedView<'a, f32>>,
@@ -139,56 +147,16 @@ impl<'a> Columns<'a> {
         let optional =
             |key: &Key<Ragged<f32>>| input.has(key.name()).then(|| input.get(key)).transpose();
         Ok(Columns {
-            prompts: input.get(&PROMPTS)?,
-            tokens: input.get(&tokens)?,
-            kinds: input
-                .has(MASK_KINDS.name())
-                .then(|| input.get(&MASK_KINDS))
-                .transpose()?,
-            left_out: if input.has(FINISH_REASONS.name()) {
-                let reasons = input.get(&FINISH_REASONS)?;
-                let reasons = reasons.values().iter();
-                reasons.map(|reason| *reason == finish::LENGTH).collect()
-            } else {
-                Vec::new()
-            },
+            rows: Rows::new(input, &tokens)?,
             old: optional(&OLD_LOG_PROBS)?,
             reference: optional(&REF_LOG_PROBS)?,
             advantages: optional(&ADVANTAGES)?,
             rollout: optional(&ROLLOUT_LOG_PROBS)?,
             rollout_weights: optional(&ROLLOUT_WEIGHTS)?,
-            kept: input
-                .has(ROLLOUT_MASKS.name())
-                .then(|| input.get(&ROLLOUT_MASKS))
-                .transpose()?,
             ids: input.ids(),
             desirable: Vec::new(),
             kl_baseline: None,
         })
-    }
-
-    fn is_action(&self, row: usize, token: usize) -> bool {
-        !self.left_out.get(row).is_some_and(|left_out| *left_out)
-            && self
-                .kinds
-                .is_none_or(|kinds| kinds.row(row)[token] == mask::ACTION)
-            && self.kept.is_none_or(|kept| kept.row(row)[token] == 1)
-    }
-
-    /// The action tokens of a row.
-    fn actions(&self, row: usize) -> impl Iterator<Item = usize> {
-        (0..self.tokens.row_len(row)).filter(move |token| self.is_action(row, *token))
-    }
-
-    /// Actions of a column in `rows`, one after the other.
-    fn packed(&self, column: Option<RaggedView<'_, f32>>, rows: Range<usize>) -> Option<Vec<f64>> {
-        let column = column?;
-        let mut values = Vec::new();
-        for row in rows {
-            let of_row = column.row(row);
-            values.extend(self.actions(row).map(|token| f64::from(of_row[token])));
-        }
-        Some(values)
     }
 
     /// What losses of judged answers read of `rows`.
@@ -202,30 +170,18 @@ impl<'a> Columns<'a> {
 
     /// The mini-batch of `rows`; rows are numbered from its first.
     fn mini_batch(&self, rows: Range<usize>) -> MiniBatch {
-        let mut of_tokens = Vec::new();
-        for row in rows.clone() {
-            let actions = self.actions(row).count();
-            of_tokens.extend(std::iter::repeat_n(row - rows.start, actions));
-        }
-        let counts = Counts::declared(of_tokens.len(), rows.len());
+        let packed = |column: Option<RaggedView<'_, f32>>| {
+            column.map(|column| self.rows.packed(column, rows.clone()))
+        };
         MiniBatch {
-            counts,
-            old_log_probs: self.packed(self.old, rows.clone()),
-            advantages: self.packed(self.advantages, rows.clone()),
+            old_log_probs: packed(self.old),
+            advantages: packed(self.advantages),
             preferences: self.preferences(rows.clone()),
-            ref_log_probs: self.packed(self.reference, rows.clone()),
-            rollout_log_probs: self.packed(self.rollout, rows.clone()),
-            rollout_weights: self.packed(self.rollout_weights, rows),
-            ..MiniBatch::new(of_tokens)
+            ref_log_probs: packed(self.reference),
+            rollout_log_probs: packed(self.rollout),
+            rollout_weights: packed(self.rollout_weights),
+            ..self.rows.mini_batch(rows.clone())
         }
-    }
-
-    fn score_rows(&self, rows: Range<usize>) -> Vec<ScoreRow<'a>> {
-        rows.map(|row| ScoreRow {
-            prompt: self.prompts.row(row),
-            response: self.tokens.row(row),
-        })
-        .collect()
     }
 }
 
@@ -236,17 +192,6 @@ impl UpdateStage {
             temperature: Some(self.config.temperature),
             support: Some(Support::Full),
             weights: Some(Weights::StepStart),
-        }
-    }
-
-    /// Rows of one micro-batch, as many as the cut unit of the objective allows.
-    fn micro_rows(&self, mini: usize) -> usize {
-        let whole_groups = |rows: usize| (rows / self.samples).max(1) * self.samples;
-        match self.loss.objective.cut_unit() {
-            CutUnit::Row => self.micro_rows,
-            CutUnit::Pair => (self.micro_rows / 2).max(1) * 2,
-            CutUnit::Group => whole_groups(self.micro_rows),
-            CutUnit::MiniBatch => mini,
         }
     }
 
@@ -270,59 +215,28 @@ impl UpdateStage {
             .transpose()
             .map_err(StageError::failed)?;
         let entropies = self.loss.reads(LossInput::Entropies);
-        let mut totals: Vec<MetricSum> = Vec::new();
-        let mut total_loss = 0.0;
-        let mut first_token = 0;
-        for start in rows.clone().step_by(self.micro_rows(rows.len())) {
-            let part = start..rows.end.min(start + self.micro_rows(rows.len()));
-            let own = mini
-                .rows
-                .iter()
-                .filter(|row| part.contains(&(**row + rows.start)))
-                .count();
-            let positions = first_token..first_token + own;
-            first_token += own;
-            if own == 0 {
-                continue;
-            }
-            let mut refused = None;
-            let value = policy
-                .accumulate(
-                    &columns.score_rows(part.clone()),
-                    &|row, token| columns.is_action(part.start + row, token),
-                    self.config.temperature,
-                    entropies,
-                    &mut |packed| {
-                        let log_probs = packed.log_probs.clone();
-                        let partial = match &prepared {
-                            Some(prepared) => {
-                                share(&positions, packed, |micro| prepared.loss(micro))
-                            }
-                            None => self.on_policy(&mini, &positions, packed),
-                        };
-                        match partial {
-                            Ok((loss, metrics)) => {
-                                MetricSum::add_to(&mut totals, metrics);
-                                loss
-                            }
-                            Err(error) => {
-                                refused = Some(error);
-                                log_probs.sum() * 0.0
-                            }
-                        }
-                    },
-                )
-                .map_err(StageError::failed)?;
-            if let Some(error) = refused {
-                return Err(StageError::failed(error));
-            }
-            total_loss += value;
-        }
-        let report = self.optimizer_step(policy)?;
-        sink.record(&LOSS, total_loss, 1.0);
+        let cut = (self.cuts, self.loss.objective.cut_unit());
+        let shares = Shares::of(&mini, rows, cut, |micro, shares| {
+            policy.accumulate(
+                &columns.rows.score_rows(micro.rows.clone()),
+                &|row, token| columns.rows.is_action(micro.rows.start + row, token),
+                self.config.temperature,
+                entropies,
+                &mut |packed| {
+                    let log_probs = packed.log_probs.clone();
+                    let share = match &prepared {
+                        Some(prepared) => prepared.loss(&micro_batch(&micro.tokens, packed)),
+                        None => self.on_policy(&mini, &micro.tokens, packed),
+                    };
+                    shares.take(share, log_probs)
+                },
+            )
+        })?;
+        let report = self.optimizer.step(policy, &self.config.model)?;
+        sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        for total in &totals {
+        for total in &shares.metrics {
             let mut metrics = self.loss.metrics.iter();
             match metrics.find(|(name, _)| *name == total.name) {
                 Some((_, metric)) => sink.record(metric, total.value(), 1.0),
@@ -332,37 +246,13 @@ impl UpdateStage {
         Ok(())
     }
 
-    /// The optimiser's step. The first that can move weights is checked to have done so: an optimiser that works on a
-    /// copy trains nothing and looks as if it did. Later ones are not, since a hash reads every weight twice.
-    fn optimizer_step(&mut self, policy: &mut dyn PolicyModel) -> Result<StepReport, StageError> {
-        if self.has_moved {
-            return policy.optimizer_step().map_err(StageError::failed);
-        }
-        let before = policy.weights_hash();
-        let report = policy.optimizer_step().map_err(StageError::failed)?;
-        if report.grad_norm > 0.0 && report.learning_rate > 0.0 {
-            // An empty hash is that of a model which computes none.
-            if !before.is_empty() && policy.weights_hash() == before {
-                return Err(StageError::Model {
-                    name: self.config.model.clone(),
-                    reason: format!(
-                        "has the same weights after an optimiser step with gradient norm {:e} and learning rate {:e}; the learning rate is too small for the weights' type, or the optimiser does not hold the weights that the model uses",
-                        report.grad_norm, report.learning_rate
-                    ),
-                });
-            }
-            self.has_moved = true;
-        }
-        Ok(report)
-    }
-
     /// The share of a micro-batch whose old log-probs are its own, which holds where a step is one optimiser step.
     fn on_policy(
         &self,
         mini: &MiniBatch,
         positions: &Range<usize>,
         packed: PackedScores,
-    ) -> Result<(Tensor<1>, Vec<MetricSum>), AlgoError> {
+    ) -> Result<Partial, AlgoError> {
         let now: Vec<f64> = packed
             .log_probs
             .clone()
@@ -389,23 +279,16 @@ impl UpdateStage {
             ..MiniBatch::new(rows.map(|row| row - first).collect())
         };
         let prepared = self.loss.objective.prepare(&own)?;
-        share(&(0..own.num_tokens()), packed, |micro| prepared.loss(micro))
+        prepared.loss(&micro_batch(&(0..own.num_tokens()), packed))
     }
 }
 
-/// A micro-batch's share of the loss and of what is reported.
-fn share(
-    positions: &Range<usize>,
-    packed: PackedScores,
-    loss: impl FnOnce(&MicroBatch) -> Result<verl_algos::losses::Partial, AlgoError>,
-) -> Result<(Tensor<1>, Vec<MetricSum>), AlgoError> {
-    let micro = MicroBatch {
+/// What the model says about the tokens at `positions` of a mini-batch.
+fn micro_batch(positions: &Range<usize>, packed: PackedScores) -> MicroBatch {
+    MicroBatch {
         entropies: packed.entropies,
         ..MicroBatch::new(positions.clone().collect(), packed.log_probs)
-    };
-    let partial = loss(&micro)?;
-    let metrics = partial.read_metrics()?;
-    Ok((partial.loss, metrics))
+    }
 }
 
 impl Stage for UpdateStage {
@@ -452,18 +335,25 @@ impl Stage for UpdateStage {
             .iter()
             .map(|(_, metric)| *metric)
             .collect();
-        spec.rows(RowRule::Sink)
+        self.never
+            .iter()
+            .cloned()
+            .fold(spec, StageSpec::doubts)
+            .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
-            .uses(&self.config.model, Access::Update)
+            .uses_as(POLICY, &self.config.model, Access::Update)
             .metrics(&[LOSS, GRAD_NORM, LEARNING_RATE, TOKENS])
             .metrics(&metrics)
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        if context.step <= self.config.warmup_steps {
+            return Ok(());
+        }
         let mut columns = Columns::new(&input, self.loss.tokens)?;
         columns.desirable = judged::desirable(&input, &self.loss)?;
         let reads_old = self.loss.reads(LossInput::OldLogProbs);
-        let steps = self.epochs * input.num_rows().div_ceil(self.mini_rows);
+        let steps = self.cuts.optimizer_steps(input.num_rows());
         if reads_old && columns.old.is_none() && steps > 1 {
             return Err(StageError::failed(format!(
                 "{steps} optimiser steps a step need `{}`; without it only one is on policy. Add a `log_probs` stage, or set batch.epochs = 1 and leave batch.mini_batch out",
@@ -472,34 +362,29 @@ impl Stage for UpdateStage {
         }
         // Tokens that were sampled are counted where that was done.
         if !self.loss.on_responses() {
-            let rows = 0..input.num_rows();
-            let tokens = rows.map(|row| columns.prompts.row_len(row) + columns.tokens.row_len(row));
-            context.record(&TOKENS, (self.epochs * tokens.sum::<usize>()) as f64);
+            let tokens = self.cuts.epochs * columns.rows.num_tokens();
+            context.record(&TOKENS, tokens as f64);
         }
-        let cancel = context.cancel;
-        let (seed, step) = (context.seed, context.step);
-        for pass in 0..self.epochs {
-            for start in (0..input.num_rows()).step_by(self.mini_rows) {
-                if cancel.is_cancelled() {
-                    return Err(StageError::Cancelled);
-                }
-                let rows = start..input.num_rows().min(start + self.mini_rows);
-                if let Some(reference) = &self.loss.reference {
-                    let models = (self.config.model.as_str(), reference.as_str());
-                    let scored = columns.score_rows(rows.clone());
-                    let temperature = self.config.temperature;
-                    let baseline = judged::baseline(context.models, models, temperature, &scored)?;
-                    columns.kl_baseline = Some(baseline);
-                }
-                let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
-                let at = StepAt {
-                    seed,
-                    step,
-                    pass,
-                    is_first: pass == 0 && start == 0,
-                };
-                self.mini_step(resource.policy.as_mut(), &columns, rows, at, context.sink)?;
+        let mini_batches = self.cuts.mini_batches(input.num_rows());
+        for (index, rows) in mini_batches.enumerate() {
+            if context.cancel.is_cancelled() {
+                return Err(StageError::Cancelled);
             }
+            if let Some(reference) = &self.loss.reference {
+                let models = (self.config.model.as_str(), reference.as_str());
+                let scored = columns.rows.score_rows(rows.clone());
+                let temperature = self.config.temperature;
+                let baseline = judged::baseline(context.models, models, temperature, &scored)?;
+                columns.kl_baseline = Some(baseline);
+            }
+            let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
+            let at = StepAt {
+                seed: context.seed,
+                step: context.step,
+                pass: index * self.cuts.epochs / steps,
+                is_first: index == 0,
+            };
+            self.mini_step(resource.policy.as_mut(), &columns, rows, at, context.sink)?;
         }
         Ok(())
     }

@@ -18,7 +18,7 @@ use verl_pipe::stage::{
     StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 use crate::settings::{metrics, refusal};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
 
@@ -226,7 +226,7 @@ impl Stage for UpdateIlqlStage {
             .reads(REWARDS)
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
-            .uses(&self.config.model, Access::Update)
+            .uses_as(POLICY, &self.config.model, Access::Update)
             .metrics(&[LOSS, Q_LOSS, V_LOSS, CQL_LOSS, AWAC_LOSS])
             .metrics(&[VALUE, TARGET_Q, GRAD_NORM, LEARNING_RATE])
     }

@@ -5,7 +5,7 @@ use burn::tensor::Device;
 use super::Violation;
 use super::probe::{apart, ids, one_step, sequences, unmoved, weights};
 use crate::critic::Critic;
-use crate::model::{PackedValues, ScoreRow, ValueInterface, ValueModel};
+use crate::model::{PackedValues, ScoreRow, TrainedModel, ValueInterface, ValueModel};
 
 /// All rules that a model of values breaks, in a few forward passes on short sequences.
 ///

@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use super::IlqlDecoder;
 use crate::model::{
     Extras, ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel,
-    ScoreRow, Scores, StepReport, TopTokens,
+    ScoreRow, Scores, StepReport, TopTokens, TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
 use crate::policy::Policy;
@@ -235,7 +235,9 @@ impl PolicyModel for IlqlPolicy {
     fn ilql(&mut self) -> Option<&mut dyn IlqlModel> {
         Some(self)
     }
+}
 
+impl TrainedModel for IlqlPolicy {
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         self.policy.optimizer_step()
     }

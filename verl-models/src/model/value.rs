@@ -1,12 +1,11 @@
 //! Models that give numbers: a critic's value of a state, a reward model's score of a response.
 
-use std::any::Any;
 use std::path::Path;
 
 use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 
-use super::{ModelError, ParameterGroup, ScoreRow, StepReport};
+use super::{ModelError, ParameterGroup, ScoreRow, TrainedModel};
 
 /// A causal model with one number a position. Implement it for a `#[derive(Module)]` struct of your own to train it as
 /// a critic or a reward model.
@@ -51,7 +50,7 @@ pub struct PackedValues {
 /// A model of values with optimiser, as stages use it; object-safe. Implemented by [`Critic`](crate::critic::Critic).
 ///
 /// The state in which response token t is chosen ends with the token before it: the prompt's last one for t = 0.
-pub trait ValueModel: Send {
+pub trait ValueModel: TrainedModel {
     /// V_t, the value of the state in which each response token was chosen, without gradient: one number a response
     /// token. The result of a row does not depend on the other rows, to the last bit.
     ///
@@ -87,34 +86,4 @@ pub trait ValueModel: Send {
         rows: &[ScoreRow<'_>],
         loss: &mut dyn FnMut(Tensor<1>) -> Tensor<1>,
     ) -> Result<f64, ModelError>;
-
-    /// Clips the accumulated gradient by its global norm, steps the optimiser, clears the accumulators.
-    ///
-    /// # Errors
-    /// A gradient that is not finite (weights stay as they were); a frozen model.
-    fn optimizer_step(&mut self) -> Result<StepReport, ModelError>;
-
-    /// Optimiser steps taken.
-    fn optimizer_steps(&self) -> u64;
-
-    /// Hash of the weights' bytes, in hexadecimal.
-    fn weights_hash(&self) -> String;
-
-    /// Weights, moments, step count; cheap where buffers can be shared.
-    fn snapshot(&self) -> Box<dyn Any + Send + Sync>;
-
-    /// Back to a snapshot of the same model; false when it is of another kind.
-    fn restore(&mut self, snapshot: &(dyn Any + Send + Sync)) -> bool;
-
-    /// Writes weights and configuration into `dir`.
-    ///
-    /// # Errors
-    /// When files cannot be written.
-    fn save(&self, dir: &Path) -> Result<(), ModelError>;
-
-    /// Size of the vocabulary.
-    fn vocab_size(&self) -> usize;
-
-    /// Longest sequence in tokens.
-    fn max_tokens(&self) -> usize;
 }

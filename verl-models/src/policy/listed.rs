@@ -127,7 +127,7 @@ pub(super) fn accumulate<M: ModelInterface>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Extras, PolicyModel};
+    use crate::model::{Extras, PolicyModel, TrainedModel};
     use crate::optim::OptimizerConfig;
     use crate::policy::Policy;
     use crate::toy::{Toy, bits, close, rows, sequences};

@@ -4,7 +4,7 @@ use std::fmt;
 
 use schemars::{JsonSchema, SchemaGenerator};
 use serde::de::DeserializeOwned;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use serde_path_to_error::{Path, Segment};
 
 use crate::part::take_faults;
@@ -95,6 +95,28 @@ pub(crate) fn keys_of<C: JsonSchema>() -> Vec<String> {
     let schema = SchemaGenerator::default().into_root_schema_for::<C>();
     let properties = schema.get("properties").and_then(Value::as_object);
     properties.map_or_else(Vec::new, |map| map.keys().cloned().collect())
+}
+
+/// As [`decode`], but keys that the schema of `C` does not have are faults, whether or not its `Deserialize` looks at
+/// them: with `flatten` it cannot. `more` are keys that others read.
+pub(crate) fn decode_known<C: DeserializeOwned + JsonSchema>(
+    value: Value,
+    more: &[&str],
+) -> Decoded<C> {
+    let Value::Object(settings) = value else {
+        return decode(value);
+    };
+    let mut known = keys_of::<C>();
+    let (own, unknown): (Map<_, _>, Map<_, _>) = settings
+        .into_iter()
+        .partition(|(key, _)| known.contains(key));
+    let Decoded { value, mut faults } = decode(Value::Object(own));
+    known.extend(more.iter().map(|key| (*key).to_owned()));
+    faults.extend(unknown.into_iter().map(|(key, _)| Fault::Unknown {
+        path: vec![key],
+        known: known.clone(),
+    }));
+    Decoded { value, faults }
 }
 
 /// Deserialises `value`. After each fault the setting that is to blame is taken out and the rest tried again, so that

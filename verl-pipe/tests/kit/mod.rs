@@ -113,6 +113,35 @@ stage_config!(Advantages, "advantages", {}, |_this, context| {
     )
 });
 
+/// The tag of what a critic said with the weights that the step started with.
+pub fn critic_tag(model: &str) -> LogProbTag {
+    LogProbTag {
+        policy: Some(model.to_owned()),
+        weights: Some(Weights::StepStart),
+        ..LogProbTag::default()
+    }
+}
+
+stage_config!(Values, "values", { model: String = "critic".to_owned() }, |this, context| {
+    declared(
+        StageSpec::new()
+            .reads(PROMPTS)
+            .reads(RESPONSES)
+            .writes(VALUES.tagged(critic_tag(&this.model)))
+            .uses_as("value model", &this.model, Access::Read),
+    )
+});
+
+stage_config!(UpdateCritic, "update_critic", { model: String = "critic".to_owned() }, |this, context| {
+    declared(
+        StageSpec::new()
+            .reads(VALUES)
+            .rows(RowRule::Sink)
+            .cardinality(Cardinality::Batch)
+            .uses_as("value model", &this.model, Access::Update),
+    )
+});
+
 stage_config!(Update, "update", { model: String = "actor".to_owned(), temperature: f64 = 1.0 }, |this, context| {
     let policy = tag(&this.model, this.temperature, Weights::StepStart);
     let reference = LogProbTag { policy: None, weights: Some(Weights::Frozen), ..policy.clone() };
@@ -203,6 +232,43 @@ impl ModelConfig for Decoder {
             kv_bytes_per_token: 12_288,
             max_tokens: 4096,
             summary: "24 layers of width 896".to_owned(),
+            role: "policy",
+        })
+    }
+
+    fn trainable(&self) -> bool {
+        self.optimizer.is_some()
+    }
+
+    fn load(
+        &self,
+        _: &str,
+        _: &str,
+        _: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        Err(ResourceError::Failed("a stand-in cannot be loaded".into()))
+    }
+}
+
+/// A critic that is described and never loaded.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Critic {
+    /// Folder.
+    pub path: String,
+    /// Optimiser settings; frozen without.
+    #[serde(default)]
+    pub optimizer: Option<Optimizer>,
+}
+
+impl ModelConfig for Critic {
+    const KIND: &'static str = "value_model";
+    const SUMMARY: &'static str = "a stand-in for a critic";
+
+    fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        Ok(ModelInfo {
+            role: "value model",
+            ..ModelInfo::default()
         })
     }
 
@@ -252,7 +318,10 @@ pub fn registry() -> Registry {
         .stage::<Whiten>()
         .stage::<Scale>()
         .stage::<FilterGroups>()
+        .stage::<UpdateCritic>()
+        .stage::<Values>()
         .model::<Decoder>()
+        .model::<Critic>()
         .data_files::<Questions>(&["jsonl"])
 }
 

@@ -147,10 +147,26 @@ fn rewards_on_tokens_by_hand() {
         0.0,
         [&[0.9, 0.0, 0.7], &[-0.5, 0.0], &[0.0], &[0.0, 0.25]],
     );
+    // The row without a score has its value.
     close(
         &batch,
         &RETURNS,
-        [&[1.0, 0.0, 1.0], &[0.0, 0.0], &[0.0], &[0.5, 0.5]],
+        [&[1.0, 0.0, 1.0], &[0.0, 0.0], &[7.0], &[0.5, 0.5]],
+    );
+    // Rewards −0.05 and 0.9, 0 and −0.15, −0.5 and 0.
+    let gae = Gae {
+        whiten: false,
+        ..Gae::default()
+    };
+    let batch = check(
+        gae,
+        0.5,
+        [&[0.75, 0.0, 0.6], &[-0.65, -0.15], &[0.0], &[-1.0, -0.25]],
+    );
+    close(
+        &batch,
+        &RETURNS,
+        [&[0.85, 0.0, 0.9], &[-0.15, -0.15], &[7.0], &[-0.5, 0.0]],
     );
     // Returns 1, 1, 0, 0, 0.5, 0.5: mean 0.5, variance 0.2.
     let above = 0.5 / 0.2f32.sqrt();

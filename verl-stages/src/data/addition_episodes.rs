@@ -9,53 +9,35 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
-use verl_models::random::{DrawKey, Purpose, open_unit};
+use verl_models::random::{DrawKey, Purpose, open_unit, shuffle};
 use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::stage::{BuildContext, DataConfig};
 
-use super::addition::{Addition, AdditionRows, Split};
+use super::addition::{Addition, AdditionRows};
 
 /// Questions such as `12+34` with answers such as `#### 46`, right or wrong, in the columns `prompt`, `response` and
 /// `reward`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
+#[serde(default)]
 pub struct AdditionEpisodes {
-    /// Which part of the questions.
-    pub split: Split,
-    /// Smallest operand.
-    pub min: u32,
-    /// Largest operand, at most 2000 above the smallest.
-    pub max: u32,
-    /// Seed of the division into splits, as in `addition`, and of the answers; not the run's.
-    pub seed: u64,
-    /// Questions held out (rows); when absent 1000, or a fifth of all where that is less.
-    pub held_out: Option<usize>,
-    /// Questions of the split to use (questions); all when absent.
-    pub count: Option<usize>,
+    /// The sums; in a pipeline file their settings stand beside the others.
+    #[serde(flatten)]
+    pub sums: Addition,
     /// Answers to each question, an episode each (episodes); some may be the same.
     pub episodes: usize,
     /// Probability of a right answer, in [0, 1].
     pub right: f64,
-    /// Text of a question; `{a}` and `{b}` are the operands.
-    pub question: String,
-    /// Text of an answer; `{a}`, `{b}` and `{sum}` are filled in.
-    pub answer: String,
+    /// Whether rewards are handed to other episodes, so that a run can show what it learns from rewards that tell nothing.
+    pub shuffled: bool,
 }
 
 impl Default for AdditionEpisodes {
     fn default() -> Self {
-        let sums = Addition::default();
         AdditionEpisodes {
-            split: sums.split,
-            min: sums.min,
-            max: sums.max,
-            seed: sums.seed,
-            held_out: sums.held_out,
-            count: sums.count,
+            sums: Addition::default(),
             episodes: 4,
             right: 0.5,
-            question: sums.question,
-            answer: sums.answer,
+            shuffled: false,
         }
     }
 }
@@ -81,18 +63,12 @@ impl DataConfig for AdditionEpisodes {
                 "`right` is {right}, but it must lie in [0, 1]"
             )));
         }
-        let sums = Addition {
-            split: self.split,
-            min: self.min,
-            max: self.max,
-            seed: self.seed,
-            held_out: self.held_out,
-            count: self.count,
-            question: self.question.clone(),
-            answer: self.answer.clone(),
-        };
+        let sums = self.sums.rows()?;
+        let len = sums.len() * self.episodes;
+        let judged = self.shuffled.then(|| shuffle(self.sums.seed, 0, len));
         Ok(Arc::new(AdditionEpisodeRows {
-            sums: sums.rows()?,
+            sums,
+            judged,
             config: self.clone(),
         }))
     }
@@ -102,6 +78,8 @@ impl DataConfig for AdditionEpisodes {
 #[derive(Debug)]
 struct AdditionEpisodeRows {
     sums: AdditionRows,
+    /// The episode whose reward each one gets, where that is another.
+    judged: Option<Vec<usize>>,
     config: AdditionEpisodes,
 }
 
@@ -109,7 +87,7 @@ impl AdditionEpisodeRows {
     /// What was answered in an episode: the sum, or the sum with one other digit.
     fn answered(&self, (a, b): (u32, u32), episode: u32) -> u32 {
         let draws = DrawKey {
-            seed: self.config.seed,
+            seed: self.config.sums.seed,
             purpose: Purpose::Data,
             step: 0,
             row: (u64::from(a) << 32) | u64::from(b),
@@ -126,10 +104,11 @@ impl AdditionEpisodeRows {
         sum - digit * place + (digit + 1 + draws.word(1, 1) % 9) % 10 * place
     }
 
-    fn text(&self, (a, b): (u32, u32), answered: u32) -> String {
-        let text = self.config.answer.replace("{sum}", &answered.to_string());
-        text.replace("{a}", &a.to_string())
-            .replace("{b}", &b.to_string())
+    /// The operands and the answer of a row.
+    fn episode(&self, index: usize) -> ((u32, u32), u32) {
+        let (question, episode) = (index % self.sums.len(), index / self.sums.len());
+        let pair = self.sums.pairs()[question];
+        (pair, self.answered(pair, episode as u32))
     }
 }
 
@@ -142,17 +121,14 @@ impl DataLoaderInterface for AdditionEpisodeRows {
         if index >= self.len() {
             return Err(super::past_the_end(self.origin(), index, self.len()));
         }
-        let (question, episode) = (index % self.sums.len(), index / self.sums.len());
-        let pair = self.sums.pairs()[question];
-        let answered = self.answered(pair, episode as u32);
-        let mut sum = self.sums.row(question)?;
-        let reward = f64::from(u8::from(answered == pair.0 + pair.1));
+        let ((a, b), answered) = self.episode(index);
+        let judged = self.judged.as_ref().map_or(index, |judged| judged[index]);
+        let ((c, d), judged) = self.episode(judged);
+        let reward = f64::from(u8::from(judged == c + d));
+        let sums = &self.config.sums;
         Ok(Map::from_iter([
-            (
-                "prompt".to_owned(),
-                sum.remove("question").unwrap_or_default(),
-            ),
-            ("response".to_owned(), self.text(pair, answered).into()),
+            ("prompt".to_owned(), sums.question_of(a, b).into()),
+            ("response".to_owned(), sums.answer_of(a, b, answered).into()),
             ("reward".to_owned(), reward.into()),
         ]))
     }
@@ -164,9 +140,10 @@ impl DataLoaderInterface for AdditionEpisodeRows {
     fn fingerprint(&self) -> String {
         let mut hash = Sha256::new();
         hash.update(self.sums.fingerprint());
-        hash.update(self.config.seed.to_le_bytes());
+        hash.update(self.config.sums.seed.to_le_bytes());
         hash.update((self.config.episodes as u64).to_le_bytes());
         hash.update(self.config.right.to_le_bytes());
+        hash.update([u8::from(self.config.shuffled)]);
         super::hex(&hash.finalize())
     }
 }
@@ -178,6 +155,7 @@ mod tests {
     use verl_pipe::conformance::check_data;
 
     use super::*;
+    use crate::data::addition::Split;
     use crate::reward::rule::final_answer;
 
     fn open(config: &AdditionEpisodes) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
@@ -213,14 +191,38 @@ mod tests {
     }
 
     #[test]
+    fn shuffled_rewards_are_the_same_ones_elsewhere() {
+        let plain = AdditionEpisodes::default();
+        let shuffled = AdditionEpisodes {
+            shuffled: true,
+            ..plain.clone()
+        };
+        let (plain, shuffled) = (rows(&plain), rows(&shuffled));
+        let rewards = |rows: &[Map<String, Value>]| -> Vec<bool> {
+            rows.iter().map(|row| row["reward"] == 1.0).collect()
+        };
+        let (before, after) = (rewards(&plain), rewards(&shuffled));
+        let right = |rewards: &[bool]| rewards.iter().filter(|right| **right).count();
+        assert_eq!(right(&before), right(&after));
+        let same = before.iter().zip(&after).filter(|(a, b)| a == b).count();
+        assert!(
+            same.abs_diff(before.len() / 2) < before.len() / 20,
+            "{same}"
+        );
+        for (a, b) in plain.iter().zip(&shuffled) {
+            assert!(a["prompt"] == b["prompt"] && a["response"] == b["response"]);
+        }
+    }
+
+    #[test]
     fn it_keeps_to_the_rules_of_data_sets_and_splits_are_disjoint() {
         let train = AdditionEpisodes::default();
         assert_eq!(check_data(|| open(&train)), []);
-        let held_out = AdditionEpisodes {
-            split: Split::HeldOut,
+        let mut held_out = AdditionEpisodes {
             episodes: 2,
             ..train.clone()
         };
+        held_out.sums.split = Split::HeldOut;
         let prompts = |config: &AdditionEpisodes| -> HashSet<String> {
             let rows = rows(config).into_iter();
             rows.map(|row| row["prompt"].as_str().unwrap().to_owned())

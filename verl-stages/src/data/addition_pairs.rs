@@ -13,44 +13,20 @@ use sha2::{Digest, Sha256};
 use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::stage::{BuildContext, DataConfig};
 
-use super::addition::{Addition, AdditionRows, Split};
+use super::addition::{Addition, AdditionRows};
 
 /// Questions such as `12+34` with the answers `#### 46` and `#### 56`, in the columns `prompt`, `chosen`, `rejected`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
+///
+/// The seed decides the wrong answers too, so that every run has the same pairs; the answer must hold `{sum}`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
 pub struct AdditionPairs {
-    /// Which part of the questions.
-    pub split: Split,
-    /// Smallest operand.
-    pub min: u32,
-    /// Largest operand, at most 2000 above the smallest.
-    pub max: u32,
-    /// Seed of the division into splits and of the wrong answers; not the run's, so that every run has the same pairs.
-    pub seed: u64,
-    /// Questions held out (rows); when absent 1000, or a fifth of all where that is less.
-    pub held_out: Option<usize>,
-    /// Rows of the split to use (rows); all when absent.
-    pub count: Option<usize>,
-    /// Text of a question; `{a}` and `{b}` are the operands.
-    pub question: String,
-    /// Text of an answer, right or wrong; `{a}`, `{b}` and `{sum}` are filled in, and it must hold `{sum}`.
-    pub answer: String,
-}
-
-impl Default for AdditionPairs {
-    fn default() -> Self {
-        let addition = Addition::default();
-        AdditionPairs {
-            split: addition.split,
-            min: addition.min,
-            max: addition.max,
-            seed: addition.seed,
-            held_out: addition.held_out,
-            count: addition.count,
-            question: addition.question,
-            answer: addition.answer,
-        }
-    }
+    /// The sums; in a pipeline file their settings stand beside the others.
+    #[serde(flatten)]
+    pub sums: Addition,
+    /// Whether a coin decides which of the two answers counts as chosen, so that a run can show what it learns from
+    /// labels that tell nothing.
+    pub shuffled: bool,
 }
 
 const ORIGIN: &str = "addition_pairs";
@@ -65,57 +41,48 @@ impl DataConfig for AdditionPairs {
 }
 
 impl AdditionPairs {
-    /// The questions and right answers.
-    fn addition(&self) -> Addition {
-        Addition {
-            split: self.split,
-            min: self.min,
-            max: self.max,
-            seed: self.seed,
-            held_out: self.held_out,
-            count: self.count,
-            question: self.question.clone(),
-            answer: self.answer.clone(),
-        }
-    }
-
     /// The rows of the split.
     ///
     /// # Errors
     /// What [`Addition::rows`] refuses; an answer that does not say the sum.
     pub fn rows(&self) -> Result<AdditionPairRows, DataError> {
-        if !self.answer.contains("{sum}") {
+        if !self.sums.answer.contains("{sum}") {
             return Err(DataError::Unreadable {
                 path: ORIGIN.to_owned(),
                 reason: format!(
                     "`answer` is `{}`, which says no `{{sum}}`, so that a wrong answer would be the right one",
-                    self.answer
+                    self.sums.answer
                 ),
             });
         }
-        let addition = self.addition();
-        let rows = addition.rows()?;
+        let rows = self.sums.rows()?;
         let mut hash = Sha256::new();
         hash.update(rows.fingerprint());
         for &(a, b) in rows.pairs() {
-            hash.update(wrong_sum(self.seed, a, b).to_le_bytes());
+            hash.update(wrong_sum(self.sums.seed, a, b).to_le_bytes());
         }
+        hash.update([u8::from(self.shuffled)]);
         Ok(AdditionPairRows {
-            addition,
+            config: self.clone(),
             rows,
             fingerprint: super::hex(&hash.finalize()),
         })
     }
 }
 
-/// A sum that is off by 1 or 10, never below 0.
-fn wrong_sum(seed: u64, a: u32, b: u32) -> u32 {
+/// A byte that depends on these alone.
+fn draw(purpose: &str, seed: u64, a: u32, b: u32) -> u8 {
     let mut hash = Sha256::new();
-    hash.update(b"wrong");
+    hash.update(purpose);
     for part in [seed, a.into(), b.into()] {
         hash.update(part.to_le_bytes());
     }
-    let draw = hash.finalize()[0];
+    hash.finalize()[0]
+}
+
+/// A sum that is off by 1 or 10, never below 0.
+fn wrong_sum(seed: u64, a: u32, b: u32) -> u32 {
+    let draw = draw("wrong", seed, a, b);
     let off = if draw & 1 == 0 { 1 } else { 10 };
     let sum = a + b;
     if draw & 2 == 0 && sum >= off {
@@ -128,7 +95,7 @@ fn wrong_sum(seed: u64, a: u32, b: u32) -> u32 {
 /// The rows of a split.
 #[derive(Debug)]
 pub struct AdditionPairRows {
-    addition: Addition,
+    config: AdditionPairs,
     rows: AdditionRows,
     fingerprint: String,
 }
@@ -142,17 +109,15 @@ impl DataLoaderInterface for AdditionPairRows {
         let Some(&(a, b)) = self.rows.pairs().get(index) else {
             return Err(super::past_the_end(self.origin(), index, self.len()));
         };
-        let wrong = wrong_sum(self.addition.seed, a, b);
+        let AdditionPairs { sums, shuffled } = &self.config;
+        let (mut chosen, mut rejected) = (a + b, wrong_sum(sums.seed, a, b));
+        if *shuffled && draw("shuffled", sums.seed, a, b) & 1 == 1 {
+            std::mem::swap(&mut chosen, &mut rejected);
+        }
         Ok(Map::from_iter([
-            ("prompt".to_owned(), self.addition.question_of(a, b).into()),
-            (
-                "chosen".to_owned(),
-                self.addition.answer_of(a, b, a + b).into(),
-            ),
-            (
-                "rejected".to_owned(),
-                self.addition.answer_of(a, b, wrong).into(),
-            ),
+            ("prompt".to_owned(), sums.question_of(a, b).into()),
+            ("chosen".to_owned(), sums.answer_of(a, b, chosen).into()),
+            ("rejected".to_owned(), sums.answer_of(a, b, rejected).into()),
         ]))
     }
 
@@ -170,12 +135,17 @@ mod tests {
     use std::collections::{BTreeMap, HashSet};
 
     use super::*;
+    use crate::data::addition::Split;
 
     fn rows(split: Split, seed: u64) -> AdditionPairRows {
-        let config = AdditionPairs {
+        let sums = Addition {
             split,
             seed,
-            ..AdditionPairs::default()
+            ..Addition::default()
+        };
+        let config = AdditionPairs {
+            sums,
+            shuffled: false,
         };
         config.rows().unwrap()
     }
@@ -224,6 +194,29 @@ mod tests {
     }
 
     #[test]
+    fn shuffled_labels_tell_nothing() {
+        let plain = AdditionPairs::default();
+        let shuffled = AdditionPairs {
+            shuffled: true,
+            ..AdditionPairs::default()
+        };
+        let (plain, shuffled) = (plain.rows().unwrap(), shuffled.rows().unwrap());
+        let mut swapped = 0;
+        for index in 0..plain.len() {
+            let (a, b) = (plain.row(index).unwrap(), shuffled.row(index).unwrap());
+            let is_swapped = a["chosen"] == b["rejected"];
+            assert!(a["prompt"] == b["prompt"] && is_swapped == (a["rejected"] == b["chosen"]));
+            assert!(is_swapped || a == b);
+            swapped += usize::from(is_swapped);
+        }
+        assert!(
+            swapped.abs_diff(plain.len() / 2) < plain.len() / 20,
+            "{swapped}"
+        );
+        assert_ne!(plain.fingerprint(), shuffled.fingerprint());
+    }
+
+    #[test]
     fn fingerprints_tell_splits_and_seeds_apart() {
         let of = |split, seed| rows(split, seed).fingerprint();
         let addition = Addition::default().rows().unwrap().fingerprint();
@@ -239,10 +232,8 @@ mod tests {
 
     #[test]
     fn an_answer_without_the_sum_is_refused() {
-        let config = AdditionPairs {
-            answer: "#### 7".to_owned(),
-            ..AdditionPairs::default()
-        };
+        let mut config = AdditionPairs::default();
+        config.sums.answer = "#### 7".to_owned();
         let error = config.rows().unwrap_err().to_string();
         assert!(error.contains("no `{sum}`"), "{error}");
     }

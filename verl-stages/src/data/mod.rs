@@ -117,8 +117,8 @@ mod tests {
             };
             check(&addition, base);
             let pairs = AdditionPairs {
-                split,
-                ..AdditionPairs::default()
+                sums: addition,
+                shuffled: false,
             };
             check(&pairs, base);
         }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use burn::tensor::Device;
 use verl_models::chat_template::ChatTemplate;
-use verl_models::model::{ModelInterface, PolicyModel};
+use verl_models::critic::Critic;
+use verl_models::model::{ModelInterface, PolicyModel, ValueInterface, ValueModel};
 use verl_models::optim::OptimizerConfig;
 use verl_models::policy::Policy;
 use verl_models::tokenizer::Tokenizer;
@@ -13,16 +14,31 @@ use verl_pipe::pipe::ModelFactory;
 use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError};
 use verl_pipe::stage::{BuildContext, ConfigError};
 
-use super::{PolicyResource, check_optimizer, failed};
+use super::{POLICY, PolicyResource, VALUE_MODEL, ValueResource, check_optimizer, failed};
 
-type Make = dyn Fn(&Device, u64, Option<OptimizerConfig>) -> Result<Box<dyn PolicyModel>, ResourceError>
-    + Send
-    + Sync;
+/// A model of either kind.
+enum Made {
+    Policy(Box<dyn PolicyModel>),
+    Values(Box<dyn ValueModel>),
+}
 
-/// A model of one's own; made by [`policy_model`], given to
+impl Made {
+    fn vocab_size(&self) -> usize {
+        match self {
+            Made::Policy(policy) => policy.vocab_size(),
+            Made::Values(model) => model.vocab_size(),
+        }
+    }
+}
+
+type Make =
+    dyn Fn(&Device, u64, Option<OptimizerConfig>) -> Result<Made, ResourceError> + Send + Sync;
+
+/// A model of one's own; made by [`policy_model`] or [`value_model`], given to
 /// [`DataPipe::model_object`](verl_pipe::pipe::DataPipe::model_object).
 pub struct OwnModel {
     make: Box<Make>,
+    role: &'static str,
     optimizer: Option<OptimizerConfig>,
     tokenizer: Option<PathBuf>,
     info: ModelInfo,
@@ -53,22 +69,60 @@ where
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
     F: Fn(&Device, u64) -> Result<M, E> + Send + Sync + 'static,
 {
-    OwnModel {
-        make: Box::new(move |device, seed, optimizer| {
-            let module = make(device, seed).map_err(|error| ResourceError::Failed(error.into()))?;
-            let policy = Policy::new(module, optimizer).map_err(failed)?;
-            Ok(Box::new(policy))
-        }),
-        optimizer: None,
-        tokenizer: None,
-        info: ModelInfo {
-            summary: "a model of one's own".to_owned(),
-            ..ModelInfo::default()
-        },
-    }
+    OwnModel::new(POLICY, move |device, seed, optimizer| {
+        let module = make(device, seed).map_err(|error| ResourceError::Failed(error.into()))?;
+        let policy = Policy::new(module, optimizer).map_err(failed)?;
+        Ok(Made::Policy(Box::new(policy)))
+    })
+}
+
+/// The same for a model of values: a critic, or a reward model.
+///
+/// ```
+/// use verl_models::optim::OptimizerConfig;
+/// use verl_models::value_head::{FreshHead, HeadInit, HeadKind, ValueDecoder};
+/// use verl_pipe::pipe::ModelFactory;
+/// use verl_stages::model::value_model;
+///
+/// let folder = "../verl-models/tests/models/tiny-random-qwen3";
+/// let head = FreshHead { kind: HeadKind::TokenClassification, init: HeadInit::Zeros };
+/// let critic = value_model(move |device, _seed| ValueDecoder::load(folder.as_ref(), device, Some(head)))
+///     .trained(OptimizerConfig::default());
+/// assert!(critic.load("critic", "cpu", &Default::default()).is_ok());
+/// ```
+pub fn value_model<M, E, F>(make: F) -> OwnModel
+where
+    M: ValueInterface,
+    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    F: Fn(&Device, u64) -> Result<M, E> + Send + Sync + 'static,
+{
+    OwnModel::new(VALUE_MODEL, move |device, seed, optimizer| {
+        let module = make(device, seed).map_err(|error| ResourceError::Failed(error.into()))?;
+        let critic = Critic::new(module, optimizer).map_err(failed)?;
+        Ok(Made::Values(Box::new(critic)))
+    })
 }
 
 impl OwnModel {
+    fn new(
+        role: &'static str,
+        make: impl Fn(&Device, u64, Option<OptimizerConfig>) -> Result<Made, ResourceError>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Self {
+        OwnModel {
+            make: Box::new(make),
+            role,
+            optimizer: None,
+            tokenizer: None,
+            info: ModelInfo {
+                summary: "a model of one's own".to_owned(),
+                ..ModelInfo::default()
+            },
+        }
+    }
+
     /// Trains it with this optimiser.
     #[must_use]
     pub fn trained(mut self, optimizer: OptimizerConfig) -> Self {
@@ -106,7 +160,10 @@ impl ModelFactory for OwnModel {
                 "give the folder of a Hugging Face tokenizer",
             )]);
         }
-        Ok(self.info.clone())
+        Ok(ModelInfo {
+            role: self.role,
+            ..self.info.clone()
+        })
     }
 
     fn trainable(&self) -> bool {
@@ -120,12 +177,12 @@ impl ModelFactory for OwnModel {
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let device = verl_models::device::device(device).map_err(failed)?;
-        let policy = (self.make)(&device, context.seed, self.optimizer.clone())?;
-        let mut resource = PolicyResource::new(policy);
+        let made = (self.make)(&device, context.seed, self.optimizer.clone())?;
+        let (mut tokenizer, mut template) = (None, None);
         if let Some(dir) = &self.tokenizer {
             let dir = context.base.join(dir);
-            let tokenizer = Tokenizer::load(&dir).map_err(failed)?;
-            let (ids, rows) = (tokenizer.vocab_size(), resource.policy.vocab_size());
+            let found = Tokenizer::load(&dir).map_err(failed)?;
+            let (ids, rows) = (found.vocab_size(), made.vocab_size());
             if ids > rows {
                 let reason = format!(
                     "the tokenizer of `{}` has {ids} ids, but the model only {rows}",
@@ -133,10 +190,21 @@ impl ModelFactory for OwnModel {
                 );
                 return Err(ResourceError::Failed(reason.into()));
             }
-            resource.tokenizer = Some(Arc::new(tokenizer));
-            resource.template = ChatTemplate::load(&dir).ok().map(Arc::new);
+            tokenizer = Some(Arc::new(found));
+            template = ChatTemplate::load(&dir).ok().map(Arc::new);
         }
-        Ok(Box::new(resource))
+        Ok(match made {
+            Made::Policy(policy) => Box::new(PolicyResource {
+                policy,
+                tokenizer,
+                template,
+            }),
+            Made::Values(model) => Box::new(ValueResource {
+                model,
+                tokenizer,
+                template,
+            }),
+        })
     }
 }
 

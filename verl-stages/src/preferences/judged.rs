@@ -4,14 +4,14 @@ use serde_json::Value;
 use verl_models::chat_template::message;
 use verl_pipe::data::DataError;
 
-use super::{OnEqual, Preferences};
+use super::{OnEqual, PreferenceFormat};
 use crate::prompts::{
     Asked, EncodedPrompt, OnLong, PromptFormat, Row, Source, role, target_tokens,
 };
 
 /// A prompt with what was judged of it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Judged {
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Judged {
     /// The prompt as text.
     pub text: String,
     /// Its token ids.
@@ -20,6 +20,8 @@ pub(super) struct Judged {
     pub answers: Vec<Vec<u32>>,
     /// Whether the only answer is good; true for pairs.
     pub is_desirable: bool,
+    /// By how much the chosen answer is better; 0 where nobody says.
+    pub margin: f32,
 }
 
 /// An answer with the conversation before it, where the column has one.
@@ -36,7 +38,7 @@ impl Judged {
     /// [`DataError`] with the row: a column is missing or of another type, an answer is empty, the answers are not of
     /// the row's prompt, the template or the tokenizer refuses.
     pub fn encode(
-        config: &Preferences,
+        config: &PreferenceFormat,
         format: &PromptFormat,
         source: &Source,
         index: usize,
@@ -63,11 +65,15 @@ impl Judged {
                 Some(column) => label(&row, column)?,
                 None => true,
             },
+            margin: match &config.margins {
+                Some(column) => margin(&row, column)?,
+                None => 0.0,
+            },
         })
     }
 
     /// Whether nothing is longer than the settings and the model's context allow.
-    pub fn fits(&self, config: &Preferences, format: &PromptFormat, context: usize) -> bool {
+    pub fn fits(&self, config: &PreferenceFormat, format: &PromptFormat, context: usize) -> bool {
         let room = room(config, context, self.prompt.len());
         let fits = |answer: &Vec<u32>| answer.len() <= room;
         self.prompt.len() <= format.limit(context) && self.answers.iter().all(fits)
@@ -80,7 +86,7 @@ impl Judged {
     /// unless that is to be a warning.
     pub fn fit(
         mut self,
-        config: &Preferences,
+        config: &PreferenceFormat,
         format: &PromptFormat,
         source: &Source,
         index: usize,
@@ -129,7 +135,7 @@ impl Judged {
 }
 
 /// Most tokens of an answer to a prompt of `prompt` tokens.
-fn room(config: &Preferences, context: usize, prompt: usize) -> usize {
+fn room(config: &PreferenceFormat, context: usize, prompt: usize) -> usize {
     let left = context.saturating_sub(prompt);
     config
         .max_response_tokens
@@ -217,4 +223,14 @@ fn label(row: &Row<'_>, column: &str) -> Result<bool, DataError> {
             "column `{column}` holds {other}, but a label is true or false, 1 or 0"
         ))),
     }
+}
+
+fn margin(row: &Row<'_>, column: &str) -> Result<f32, DataError> {
+    let value = row.value(column)?;
+    let margin = value.as_f64().map(|margin| margin as f32);
+    margin.filter(|margin| margin.is_finite()).ok_or_else(|| {
+        row.fault(format!(
+            "column `{column}` holds {value}, but a margin is a number"
+        ))
+    })
 }

@@ -46,7 +46,6 @@ fn source(rows: Value) -> Source {
 
 fn stage(config: Preferences, prompts: usize, rows: Value) -> PreferenceStage {
     PreferenceStage {
-        format: config.format(),
         prompts,
         source: Some(source(rows)),
         config,
@@ -54,14 +53,15 @@ fn stage(config: Preferences, prompts: usize, rows: Value) -> PreferenceStage {
 }
 
 fn judge(config: &Preferences, row: Value) -> Result<Judged, DataError> {
-    let (source, format) = (source(json!([{}, row])), config.format());
-    let judged = Judged::encode(config, &format, &source, 1)?;
-    let fits = judged.fits(config, &format, CONTEXT);
-    match judged.clone().fit(config, &format, &source, 1) {
+    let (source, config) = (source(json!([{}, row])), &config.format);
+    let prompts = config.prompts();
+    let judged = Judged::encode(config, &prompts, &source, 1)?;
+    let fits = judged.fits(config, &prompts, CONTEXT);
+    match judged.clone().fit(config, &prompts, &source, 1) {
         Ok(fitted) => assert_eq!(fits, fitted == judged),
         Err(error) => assert!(!fits || error.to_string().contains("the same tokens")),
     }
-    judged.fit(config, &format, &source, 1)
+    config.read(&source, 1)
 }
 
 #[track_caller]
@@ -150,8 +150,11 @@ fn single_answers_come_with_their_labels() {
         {"prompt": "1+1", "completion": "3", "label": 0},
     ]);
     let config = Preferences {
-        labels: Some("label".to_owned()),
         shuffle: false,
+        format: PreferenceFormat {
+            labels: Some("label".to_owned()),
+            ..PreferenceFormat::default()
+        },
         ..Preferences::default()
     };
     let (batch, kept) = run(&mut stage(config.clone(), 2, rows), 1);
@@ -172,6 +175,26 @@ fn single_answers_come_with_their_labels() {
 }
 
 #[test]
+fn margins_go_with_both_sides_of_their_pair() {
+    let row =
+        |margin: Value| json!({"prompt": "1+1", "chosen": 2, "rejected": 3, "better_by": margin});
+    let config = Preferences {
+        shuffle: false,
+        format: PreferenceFormat {
+            margins: Some("better_by".to_owned()),
+            ..PreferenceFormat::default()
+        },
+        ..Preferences::default()
+    };
+    let rows = json!([row(json!(1.5)), row(json!(-2))]);
+    let (batch, _) = run(&mut stage(config.clone(), 2, rows), 1);
+    assert_eq!(batch.get(&MARGINS).unwrap().values(), [1.5, -2.0]);
+    for wrong in [json!("much"), json!(null), json!(1e300)] {
+        check_refused(&config, row(wrong), "but a margin is a number");
+    }
+}
+
+#[test]
 fn conversations_share_their_prompt() {
     let config = Preferences::default();
     let user = |text: &str| json!({"role": "user", "content": text});
@@ -189,7 +212,10 @@ fn conversations_share_their_prompt() {
         assert_eq!(judge(&config, same).unwrap(), plain);
     }
     let whole = Preferences {
-        prompt: String::new(),
+        format: PreferenceFormat {
+            prompt: String::new(),
+            ..config.format.clone()
+        },
         ..config.clone()
     };
     let both = |asked: &str, other: &str| json!({"chosen": [user(asked), answer("2")], "rejected": [user(other), answer("3")]});
@@ -225,7 +251,10 @@ fn conversations_share_their_prompt() {
     );
     check_refused(&config, no_text, "has no text `content`");
     let raw = Preferences {
-        template: Template::None,
+        format: PreferenceFormat {
+            template: Template::None,
+            ..config.format.clone()
+        },
         ..config
     };
     check_refused(
@@ -250,15 +279,18 @@ fn empty_and_equal_answers_are_told() {
         "the chosen answer (column `chosen`) is empty",
     );
     check_refused(&config, pair("46", "46"), "set `on_equal = \"warn\"`");
-    config.on_equal = OnEqual::Warn;
+    config.format.on_equal = OnEqual::Warn;
     assert!(judge(&config, pair("46", "46")).is_ok());
 }
 
 #[test]
 fn long_rows_stop_the_run_unless_asked_otherwise() {
     let mut config = Preferences {
-        max_prompt_tokens: Some(8),
-        max_response_tokens: Some(5),
+        format: PreferenceFormat {
+            max_prompt_tokens: Some(8),
+            max_response_tokens: Some(5),
+            ..PreferenceFormat::default()
+        },
         ..Preferences::default()
     };
     let long = || pair("#### 123456", "#### 123457");
@@ -275,7 +307,7 @@ fn long_rows_stop_the_run_unless_asked_otherwise() {
         "the prompt has 10 tokens, but `max_prompt_tokens` is 8",
     );
 
-    config.on_long = OnLong::Truncate;
+    config.format.on_long = OnLong::Truncate;
     // Cut off before they differ.
     check_refused(&config, long(), "are the same tokens");
     let cut = judge(&config, pair("#### 123456", "#### 5")).unwrap();
@@ -283,7 +315,10 @@ fn long_rows_stop_the_run_unless_asked_otherwise() {
     assert_eq!(judge(&config, asked).unwrap().prompt.len(), 8);
     // What the prompt leaves of the context counts too, and nothing is left here.
     let wide = Preferences {
-        max_prompt_tokens: None,
+        format: PreferenceFormat {
+            max_prompt_tokens: None,
+            ..config.format.clone()
+        },
         ..config.clone()
     };
     let full = json!({"prompt": "1".repeat(CONTEXT - 3), "chosen": 1, "rejected": 2});
@@ -306,17 +341,23 @@ fn settings_that_make_no_sense_are_all_told() {
     let config = Preferences {
         data: "test".to_owned(),
         model: "policy".to_owned(),
-        rejected: "chosen".to_owned(),
-        template: Template::None,
-        system: Some("Add.".to_owned()),
-        max_response_tokens: Some(0),
+        format: PreferenceFormat {
+            rejected: "chosen".to_owned(),
+            template: Template::None,
+            system: Some("Add.".to_owned()),
+            max_response_tokens: Some(0),
+            ..PreferenceFormat::default()
+        },
         ..Preferences::default()
     };
     let expected = ["system", "data", "model", "rejected", "max_response_tokens"];
     assert_eq!(told(config), expected);
     let labelled = Preferences {
-        labels: Some(String::new()),
-        response: String::new(),
+        format: PreferenceFormat {
+            labels: Some(String::new()),
+            response: String::new(),
+            ..PreferenceFormat::default()
+        },
         ..Preferences::default()
     };
     assert_eq!(told(labelled), ["response", "labels"]);

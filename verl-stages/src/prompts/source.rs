@@ -6,10 +6,11 @@ use verl_models::chat_template::ChatTemplate;
 use verl_models::random;
 use verl_models::tokenizer::Tokenizer;
 use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, ConfigError, StageError, StartContext, find_model};
+use verl_pipe::stage::{BuildContext, ConfigError, StageError, StartContext};
 
 use super::{PromptFormat, Template};
-use crate::model::PolicyResource;
+use crate::model::TextTools;
+use crate::settings::undeclared;
 
 /// What a source of rows opens when the run starts.
 pub(crate) struct Source {
@@ -47,19 +48,18 @@ impl Source {
         ends_answers: bool,
     ) -> Result<Source, StageError> {
         let data = context.data(data)?;
-        let resource = find_model::<PolicyResource>(context.models, model)?;
+        let texts = TextTools::of(context.models, model)?;
         let missing = |what: &str, help: &str| StageError::Model {
             name: model.to_owned(),
             reason: format!("has no {what}{help}"),
         };
-        let tokenizer = resource
+        let tokenizer = texts
             .tokenizer
-            .clone()
             .ok_or_else(|| missing("tokenizer, which prompts need", ""))?;
         let template = match format.template {
             Template::None => None,
             Template::Chat => {
-                let template = resource.template.as_deref().ok_or_else(|| {
+                let template = texts.template.as_deref().ok_or_else(|| {
                     missing(
                         "chat template",
                         "; `template = \"none\"` uses the question as it is",
@@ -80,7 +80,7 @@ impl Source {
             data,
             tokenizer,
             template,
-            context: resource.policy.max_tokens(),
+            context: texts.max_tokens,
             stop,
             order: None,
         })
@@ -152,22 +152,9 @@ impl Source {
 
 /// Names of a data set and a model that the pipeline does not declare.
 pub(crate) fn declared_faults(data: &str, model: &str, context: &BuildContext) -> Vec<ConfigError> {
-    let named = [
-        ("data", data, &context.data, "data set"),
-        ("model", model, &context.models, "model"),
-    ];
-    let missing = named
-        .into_iter()
-        .filter(|(_, name, known, _)| !known.iter().any(|known| known == name));
-    missing
-        .map(|(setting, name, known, kind)| {
-            ConfigError::new(
-                setting,
-                format!("names `{name}`, but the pipeline declares no such {kind}"),
-                format!("declared are: {}", known.join(", ")),
-            )
-        })
-        .collect()
+    let data = undeclared("data", data, &context.data, "data set");
+    let model = undeclared("model", model, &context.models, "model");
+    data.into_iter().chain(model).collect()
 }
 
 /// The id that ends an answer: what the chat template writes after an answer if generation stops at it, else the

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use serde_json::json;
 use verl_models::chat_template::ChatTemplate;
 use verl_models::model::{
-    Extras, ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport,
+    Extras, ModelError, PackedScores, PolicyModel, ScoreRow, Scores, StepReport, TrainedModel,
 };
 use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use verl_models::tokenizer::Tokenizer;
@@ -470,6 +470,9 @@ impl PolicyModel for Weightless {
     ) -> Result<f64, ModelError> {
         Err(ModelError::Frozen)
     }
+}
+
+impl TrainedModel for Weightless {
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         Err(ModelError::Frozen)
     }

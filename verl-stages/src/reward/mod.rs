@@ -1,3 +1,4 @@
-//! Rewards: rules on text.
+//! Rewards: rules on text, and reward models.
 
+pub mod model;
 pub mod rule;

@@ -1,8 +1,74 @@
+use std::path::Path;
+
 use verl_algos::Aggregation;
 use verl_algos::MicroBatch;
 use verl_algos::losses::{Objective, ValueLoss};
 
 use super::*;
+
+/// A model whose optimiser reports `report` and moves the one weight by `moves`.
+struct OneWeight {
+    weight: i32,
+    moves: i32,
+    report: StepReport,
+    hashes: std::cell::Cell<usize>,
+}
+
+impl TrainedModel for OneWeight {
+    fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
+        self.weight += self.moves;
+        Ok(self.report)
+    }
+    fn optimizer_steps(&self) -> u64 {
+        0
+    }
+    fn weights_hash(&self) -> String {
+        self.hashes.set(self.hashes.get() + 1);
+        self.weight.to_string()
+    }
+    fn snapshot(&self) -> Box<dyn std::any::Any + Send + Sync> {
+        Box::new(())
+    }
+    fn restore(&mut self, _: &(dyn std::any::Any + Send + Sync)) -> bool {
+        true
+    }
+    fn save(&self, _: &Path) -> Result<(), ModelError> {
+        Ok(())
+    }
+    fn vocab_size(&self) -> usize {
+        1
+    }
+    fn max_tokens(&self) -> usize {
+        1
+    }
+}
+
+/// Three optimiser steps: whether they succeed, and how often the weights were hashed.
+#[track_caller]
+fn check(moves: i32, grad_norm: f64, learning_rate: f64, expected: (bool, usize)) {
+    let mut steps = OptimizerSteps::default();
+    let mut model = OneWeight {
+        weight: 0,
+        moves,
+        report: StepReport {
+            grad_norm,
+            learning_rate,
+            clipped: false,
+        },
+        hashes: std::cell::Cell::new(0),
+    };
+    let done = (0..3).all(|_| steps.step(&mut model, "actor").is_ok());
+    assert_eq!((done, model.hashes.get()), expected);
+}
+
+#[test]
+fn an_optimiser_that_moves_nothing_is_found_at_its_first_step() {
+    check(1, 0.5, 1e-3, (true, 2));
+    check(0, 0.5, 1e-3, (false, 2));
+    // Nothing to move by, or not yet.
+    check(0, 0.0, 1e-3, (true, 3));
+    check(0, 0.5, 0.0, (true, 3));
+}
 
 const CUTS: Cuts = Cuts {
     mini_rows: 8,
@@ -15,6 +81,7 @@ const CUTS: Cuts = Cuts {
 fn rows_are_cut_as_the_unit_allows() {
     let minis: Vec<_> = CUTS.mini_batches(12).collect();
     assert_eq!(minis, [0..8, 8..12, 0..8, 8..12]);
+    assert_eq!(CUTS.optimizer_steps(12), minis.len());
     for (unit, expected) in [
         (CutUnit::Row, vec![8..11, 11..14, 14..16]),
         (CutUnit::Pair, vec![8..10, 10..12, 12..14, 14..16]),
@@ -42,8 +109,10 @@ fn shares(returns: Option<Vec<f64>>) -> (Result<Shares, StageError>, Vec<[Range<
         seen.push([micro.rows.clone(), micro.tokens.clone()]);
         let device = burn::tensor::Device::flex();
         let values = Tensor::<1>::ones([micro.tokens.len()], &device);
-        let tokens = micro.tokens.clone().collect();
-        let share = prepared.loss(&MicroBatch::of_values(tokens, values.clone()));
+        let share = prepared.loss(&MicroBatch::of_values(
+            micro.tokens.clone().collect(),
+            values.clone(),
+        ));
         Ok(shares.take(share, values).into_scalar::<f64>())
     });
     (shares, seen)

@@ -40,7 +40,7 @@ pub(super) fn unfillable(loss: &Loss, kind: &str) -> Vec<ConfigError> {
             LossInput::KlBaseline if loss.reference.is_some() => return None,
             LossInput::Values | LossInput::OldValues | LossInput::Returns => (
                 "numbers of a scalar head, which a policy does not have",
-                "train a critic in a stage of your own, with `verl_models::model::ValueModel`; the loss of `update` is one of a policy",
+                "train a critic with stage `update_critic`; the loss of `update` is one of a policy",
             ),
             LossInput::KlBaseline => (
                 "the KL of mismatched answers, which needs a reference",
@@ -80,7 +80,7 @@ impl UpdateStage {
                 ..Extras::NONE
             };
             let scores = policy.score(
-                &columns.score_rows(rows.clone()),
+                &columns.rows.score_rows(rows.clone()),
                 self.config.temperature,
                 extras,
             );
@@ -89,7 +89,10 @@ impl UpdateStage {
                 let each = rows.clone().zip(&scores);
                 let tokens = each.flat_map(|(row, scores)| {
                     let numbers = of(scores);
-                    columns.actions(row).map(|token| f64::from(numbers[token]))
+                    columns
+                        .rows
+                        .actions(row)
+                        .map(|token| f64::from(numbers[token]))
                 });
                 tokens.collect::<Vec<f64>>()
             };
@@ -122,7 +125,7 @@ fn draws(columns: &Columns<'_>, rows: Range<usize>, at: StepAt) -> Vec<f64> {
             attempt: at.pass as u32,
         };
         let stream = key.stream();
-        let actions = columns.actions(row);
+        let actions = columns.rows.actions(row);
         actions.map(move |token| stream.uniform(token as u32, 0))
     });
     tokens.collect()

@@ -7,7 +7,7 @@ use verl_pipe::keys::DESIRABLE;
 use verl_pipe::stage::{Access, Models, StageError, StageSpec, find_model};
 
 use crate::losses::Loss;
-use crate::model::PolicyResource;
+use crate::model::{POLICY, PolicyResource};
 
 /// Adds what `loss` reads.
 pub(super) fn spec(mut spec: StageSpec, loss: &Loss) -> StageSpec {
@@ -16,7 +16,7 @@ pub(super) fn spec(mut spec: StageSpec, loss: &Loss) -> StageSpec {
         spec = spec.reads(DESIRABLE).remedy(DESIRABLE.name(), help);
     }
     match &loss.reference {
-        Some(reference) => spec.uses(reference, Access::Read),
+        Some(reference) => spec.uses_as(POLICY, reference, Access::Read),
         None => spec,
     }
 }

@@ -1,106 +1,10 @@
-use std::path::Path;
-
-use verl_models::model::{Extras, ModelError, Scores};
-use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-
 use verl_pipe::batch::{RaggedColumn, RowId};
-use verl_pipe::keys::RESPONSES;
+use verl_pipe::keys::{RESPONSES, finish};
+use verl_pipe::stage::Models;
 
 use super::*;
-
-/// A model whose optimiser reports `report` and moves the one weight by `moves`.
-struct OneWeight {
-    weight: i32,
-    moves: i32,
-    report: StepReport,
-    hashes: std::cell::Cell<usize>,
-}
-
-impl PolicyModel for OneWeight {
-    fn generate(
-        &self,
-        _: &[RolloutRequest],
-        _: &SamplingSettings,
-        _: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
-    ) -> Result<(), RolloutError> {
-        Ok(())
-    }
-    fn score(&self, _: &[ScoreRow<'_>], _: f64, _: Extras) -> Result<Vec<Scores>, ModelError> {
-        Ok(Vec::new())
-    }
-    fn accumulate(
-        &mut self,
-        _: &[ScoreRow<'_>],
-        _: &dyn Fn(usize, usize) -> bool,
-        _: f64,
-        _: bool,
-        _: &mut dyn FnMut(PackedScores) -> Tensor<1>,
-    ) -> Result<f64, ModelError> {
-        Err(ModelError::Frozen)
-    }
-    fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
-        self.weight += self.moves;
-        Ok(self.report)
-    }
-    fn optimizer_steps(&self) -> u64 {
-        0
-    }
-    fn weights_hash(&self) -> String {
-        self.hashes.set(self.hashes.get() + 1);
-        self.weight.to_string()
-    }
-    fn snapshot(&self) -> Box<dyn std::any::Any + Send + Sync> {
-        Box::new(())
-    }
-    fn restore(&mut self, _: &(dyn std::any::Any + Send + Sync)) -> bool {
-        true
-    }
-    fn save(&self, _: &Path) -> Result<(), ModelError> {
-        Ok(())
-    }
-    fn vocab_size(&self) -> usize {
-        1
-    }
-    fn max_tokens(&self) -> usize {
-        1
-    }
-}
-
-/// Three optimiser steps: whether they succeed, and how often the weights were hashed.
-#[track_caller]
-fn check(moves: i32, grad_norm: f64, learning_rate: f64, expected: (bool, usize)) {
-    let config = Update::default();
-    let mut stage = UpdateStage {
-        loss: config.loss.build("loss", &BuildContext::default()).unwrap(),
-        config,
-        mini_rows: 1,
-        micro_rows: 1,
-        epochs: 1,
-        samples: 1,
-        has_moved: false,
-    };
-    let mut model = OneWeight {
-        weight: 0,
-        moves,
-        report: StepReport {
-            grad_norm,
-            learning_rate,
-            clipped: false,
-        },
-        hashes: std::cell::Cell::new(0),
-    };
-    let done = (0..3).all(|_| stage.optimizer_step(&mut model).is_ok());
-    assert_eq!((done, model.hashes.get()), expected);
-}
-
-#[test]
-fn an_optimiser_that_moves_nothing_is_found_at_its_first_step() {
-    check(1, 0.5, 1e-3, (true, 2));
-    check(0, 0.5, 1e-3, (false, 2));
-    // Nothing to move by, or not yet.
-    check(0, 0.0, 1e-3, (true, 3));
-    check(0, 0.5, 0.0, (true, 3));
-}
+use crate::sink::run_with;
+use verl_algos::Counts;
 
 #[test]
 fn truncated_responses_leave_the_loss_and_its_counts() {
@@ -149,4 +53,31 @@ fn truncated_responses_leave_the_loss_and_its_counts() {
         fields.any(|field| field.name == FINISH_REASONS.name())
     };
     assert!(reads(true) && !reads(false));
+}
+
+#[test]
+fn the_first_steps_can_be_left_to_the_critic() {
+    let stage = |warmup_steps, steps| {
+        let config = Update {
+            warmup_steps,
+            ..Update::default()
+        };
+        let context = BuildContext {
+            steps,
+            ..BuildContext::default()
+        };
+        StageConfig::build(&config, &context).unwrap()
+    };
+    // A batch without columns is only refused by a step that looks at it.
+    let rests = |step| {
+        let batch = Batch::with_rows(&[RowId(0)]);
+        run_with(stage(3, 9).as_mut(), step, batch, &mut Models::new()).is_ok()
+    };
+    assert_eq!([1, 2, 3, 4].map(rests), [true, true, true, false]);
+    let doubts = |warmup_steps, steps| stage(warmup_steps, steps).spec().doubts;
+    assert_eq!(doubts(8, 9), []);
+    let doubt = doubts(9, 9).remove(0);
+    assert_eq!(doubt.setting, "warmup_steps");
+    assert!(doubt.reason.contains("never trained"), "{doubt}");
+    assert_eq!(doubts(0, 0), []);
 }

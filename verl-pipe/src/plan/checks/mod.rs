@@ -11,6 +11,7 @@ pub(crate) mod models;
 pub(crate) mod names;
 pub(crate) mod nulls;
 pub(crate) mod refills;
+pub(crate) mod roles;
 pub(crate) mod samples;
 pub(crate) mod settings;
 pub(crate) mod shapes;
@@ -35,6 +36,7 @@ pub(crate) const DECLARED: &[Check] = &[
     settings::check,
     stated::check,
     models::check,
+    roles::check,
     keys::check,
     shapes::check,
     dtypes::check,

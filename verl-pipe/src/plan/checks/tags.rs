@@ -1,4 +1,4 @@
-//! Log-probs are of the distribution that their reader needs.
+//! Log-probs are of the distribution that their reader needs, and other numbers of the model and weights.
 
 use crate::diagnostic::Diagnostic;
 use crate::field::LogProbTag;
@@ -31,15 +31,33 @@ fn mismatch(
     let matching = draft.written.iter().find(|(_, by)| {
         by.stage != link.reader
             && by.field.dtype == link.read.dtype
+            && by.field.unit == link.read.unit
             && by
                 .field
                 .tag
                 .as_ref()
                 .is_some_and(|tag| need.mismatches(tag).is_empty())
     });
+    // What has no temperature and no support is no probability.
+    let is_probability = need.temperature.is_some() || need.support.is_some();
+    let (of, consequence) = if is_probability {
+        (
+            "distribution",
+            "a ratio of probabilities of two distributions is biased, although nothing looks wrong",
+        )
+    } else {
+        (
+            "model",
+            "numbers of another model or of other weights would be taken for those of this one, and nothing would look wrong",
+        )
+    };
     let mut help = Vec::new();
-    if parts.iter().any(|(part, ..)| *part == "temperature") {
+    let differs = |name| parts.iter().any(|(part, ..)| *part == name);
+    if differs("temperature") {
         help.push("set the same `temperature` in both stages".to_owned());
+    }
+    if differs("policy") && !is_probability {
+        help.push("set the same `model` in both stages".to_owned());
     }
     help.push(match matching {
         Some((key, by)) => format!(
@@ -47,6 +65,7 @@ fn mismatch(
             draft.name(by.stage),
             link.read.name
         ),
+        None if !is_probability => format!("compute them anew as {need}"),
         None => {
             let model = need.policy.as_deref().map_or("the model".to_owned(), |name| format!("`{name}`"));
             format!("recompute them with a stage (`log_probs`) that scores the responses with {model} as {need}")
@@ -54,15 +73,9 @@ fn mismatch(
     });
     Diagnostic::error(
         "P007",
-        format!(
-            "`{}` is not of the distribution that `{reader}` needs",
-            link.key
-        ),
+        format!("`{}` is not of the {of} that `{reader}` needs", link.key),
     )
     .at(format!("{writer} -> {reader}"))
-    .because(format!(
-        "{}\na ratio of probabilities of two distributions is biased, although nothing looks wrong",
-        why.join("\n")
-    ))
+    .because(format!("{}\n{consequence}", why.join("\n")))
     .help(help.join("; or "))
 }

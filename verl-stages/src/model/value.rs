@@ -1,0 +1,381 @@
+//! Model kind `value_model`: a decoder with one number a token instead of logits, as critic or reward model.
+
+use std::any::Any;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_models::ValueDecoder;
+use verl_models::chat_template::ChatTemplate;
+use verl_models::critic::Critic;
+use verl_models::hf::LoadError;
+use verl_models::model::ValueModel;
+use verl_models::optim::OptimizerConfig;
+use verl_models::tokenizer::Tokenizer;
+use verl_models::value_head::{self, FreshHead, HeadKind};
+use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError, Snapshot, WeightsVersion};
+use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
+
+use super::{
+    Init, SaveAs, VALUE_MODEL, check_optimizer, count_parameters, decoder_config, failed,
+    random_decoder, restore, save, snapshot, summary, texts, training_bytes, version,
+};
+
+/// A model of values with its tokenizer and chat template, as stages find it.
+pub struct ValueResource {
+    /// The model.
+    pub model: Box<dyn ValueModel>,
+    /// Its tokenizer, where it has one.
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    /// Its chat template, where it has one.
+    pub template: Option<Arc<ChatTemplate>>,
+}
+
+impl ValueResource {
+    /// A resource of a model alone; set `tokenizer` and `template` where stages need text.
+    pub fn new(model: Box<dyn ValueModel>) -> Self {
+        ValueResource {
+            model,
+            tokenizer: None,
+            template: None,
+        }
+    }
+}
+
+impl ModelResource for ValueResource {
+    fn version(&self) -> WeightsVersion {
+        version(self.model.as_ref())
+    }
+
+    fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
+        Ok(snapshot(self.model.as_ref()))
+    }
+
+    fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
+        restore(self.model.as_mut(), snapshot)
+    }
+
+    fn save(&mut self, dir: &Path) -> Result<(), ResourceError> {
+        save(self.model.as_ref(), self.tokenizer.as_deref(), dir)
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+/// Weights of a fresh head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum HeadInit {
+    /// Zeros: every value is 0 at first.
+    #[default]
+    Zeros,
+    /// N(0, 1 / (D + 1)), D the width of the decoder; a function of the run's seed.
+    Normal,
+}
+
+/// Settings of model kind `value_model`: a language model with a value head.
+///
+/// The folder is one of a critic or reward model, or of a causal language model, whose decoder then gets a fresh head.
+/// A fresh head has to be trained, so a model without optimiser needs one that is stored.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ValueLm {
+    /// Hugging Face folder; relative to the folder of the pipeline file.
+    pub path: PathBuf,
+    /// Where the decoder's weights come from; a decoder with fresh weights has a fresh head too.
+    #[serde(default)]
+    pub init: Init,
+    /// What a model with a fresh head is saved as: `token_classification` is usual for critics,
+    /// `sequence_classification` for reward models. A stored head stays what it is.
+    #[serde(default = "token_classification")]
+    pub head: HeadKind,
+    /// Weights of a fresh head.
+    #[serde(default)]
+    pub head_init: HeadInit,
+    /// How it is trained; absent: the model is frozen.
+    #[serde(default)]
+    pub optimizer: Option<OptimizerConfig>,
+    /// Type of the weights in the saved folder.
+    #[serde(default)]
+    pub save_as: SaveAs,
+}
+
+fn token_classification() -> HeadKind {
+    HeadKind::TokenClassification
+}
+
+impl ValueLm {
+    /// A frozen model of a folder with a head.
+    pub fn frozen(path: impl Into<PathBuf>) -> Self {
+        ValueLm {
+            path: path.into(),
+            init: Init::default(),
+            head: token_classification(),
+            head_init: HeadInit::default(),
+            optimizer: None,
+            save_as: SaveAs::default(),
+        }
+    }
+
+    /// A model of a folder that is trained.
+    pub fn trained(path: impl Into<PathBuf>, optimizer: OptimizerConfig) -> Self {
+        ValueLm {
+            optimizer: Some(optimizer),
+            ..ValueLm::frozen(path)
+        }
+    }
+
+    fn folder(&self, context: &BuildContext) -> PathBuf {
+        context.base.join(&self.path)
+    }
+
+    /// The head that a folder without one gets, where somebody trains it.
+    fn fresh_head(&self, seed: u64) -> Option<FreshHead> {
+        let init = match self.head_init {
+            HeadInit::Zeros => value_head::HeadInit::Zeros,
+            HeadInit::Normal => value_head::HeadInit::Normal { seed },
+        };
+        let kind = self.head;
+        self.optimizer.as_ref().map(|_| FreshHead { kind, init })
+    }
+
+    /// Refuses a frozen model whose head would be made up.
+    fn check_head(&self, dir: &Path) -> Result<(), ConfigError> {
+        if self.optimizer.is_some() {
+            return Ok(());
+        }
+        let trained = "give the folder of a critic or reward model that has been trained, or an `optimizer` and a stage that trains it";
+        if self.init == Init::Random {
+            let reason = "is `random`, but the model has no optimiser, so nothing would train it";
+            return Err(ConfigError::new("init", reason, trained));
+        }
+        let reason = match value_head::has_head(dir) {
+            Ok(true) => return Ok(()),
+            Ok(false) => format!(
+                "names `{}`, which holds no value head (`score.weight`), and without an optimiser nothing would train a fresh one",
+                dir.display()
+            ),
+            Err(error) => format!("cannot be used: {error}"),
+        };
+        Err(ConfigError::new("path", reason, trained))
+    }
+}
+
+impl ModelConfig for ValueLm {
+    const KIND: &'static str = "value_model";
+    const SUMMARY: &'static str =
+        "a decoder with a value head of a Hugging Face folder: a critic or a reward model";
+
+    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        let dir = self.folder(context);
+        let mut config = decoder_config(&dir).map_err(|error| vec![error])?;
+        check_optimizer(self.optimizer.as_ref())?;
+        self.check_head(&dir).map_err(|error| vec![error])?;
+        // The value head, with its bias, stands in the place of a language-model head.
+        config.tied_head = true;
+        let parameters = count_parameters(&config) + config.hidden_size as u64 + 1;
+        Ok(ModelInfo {
+            num_parameters: parameters,
+            weight_bytes: 4 * parameters,
+            training_bytes: training_bytes(self.optimizer.as_ref(), parameters),
+            kv_bytes_per_token: 0,
+            max_tokens: config.max_tokens,
+            summary: format!("{}, value head", summary(&config)),
+            role: VALUE_MODEL,
+        })
+    }
+
+    fn trainable(&self) -> bool {
+        self.optimizer.is_some()
+    }
+
+    fn load(
+        &self,
+        _name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        let dir = self.folder(context);
+        let device = verl_models::device::device(device).map_err(failed)?;
+        let head = self.fresh_head(context.seed);
+        let mut decoder = match self.init {
+            Init::Pretrained => ValueDecoder::load(&dir, &device, head).map_err(failed)?,
+            Init::Random => {
+                let no_head = || failed(LoadError::NoHead { dir: dir.clone() });
+                let head = head.ok_or_else(no_head)?;
+                ValueDecoder::on(random_decoder(&dir, &device, context.seed)?, head)
+            }
+        };
+        decoder.save_dtype = self.save_as.into();
+        let (tokenizer, template) = texts(&dir, &decoder.config)?;
+        let critic = Critic::new(decoder, self.optimizer.clone()).map_err(failed)?;
+        Ok(Box::new(ValueResource {
+            model: Box::new(critic),
+            tokenizer: Some(tokenizer),
+            template,
+        }))
+    }
+}
+
+/// A value model and rows for tests of the stages that use one.
+#[cfg(test)]
+pub(crate) mod testing {
+    use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+    use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
+    use verl_pipe::stage::Models;
+
+    use super::*;
+
+    /// A value model on the addition example's decoder, under `name`.
+    pub(crate) fn models(name: &str) -> Models {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/addition-base");
+        let optimizer = OptimizerConfig {
+            learning_rate: 3e-3,
+            ..OptimizerConfig::default()
+        };
+        let config = ValueLm {
+            head_init: HeadInit::Normal,
+            ..ValueLm::trained(folder, optimizer)
+        };
+        let model = config.load(name, "cpu", &BuildContext::default());
+        Models::from([(name.to_owned(), model.expect("a model"))])
+    }
+
+    /// Four responses, two to each prompt; one token is an observation.
+    pub(crate) fn batch() -> Batch {
+        let ids = [0, 1].map(|row| RowId::prompt(0, row).expect("small"));
+        let mut batch = Batch::with_rows(&ids).repeat(2).expect("small");
+        let prompts = [[1u32, 5], [1, 5], [1, 9], [1, 9]];
+        let responses = [&[7u32, 8, 2][..], &[6, 2], &[10, 11, 12, 2], &[2]];
+        let kinds = [&[1u8, 0, 1][..], &[1, 1], &[1, 1, 1, 1], &[1]];
+        let fits = "as many rows";
+        batch
+            .put(&PROMPTS, RaggedColumn::from_rows(prompts))
+            .expect(fits);
+        batch
+            .put(&RESPONSES, RaggedColumn::from_rows(responses))
+            .expect(fits);
+        batch
+            .put(&MASK_KINDS, RaggedColumn::from_rows(kinds))
+            .expect(fits);
+        batch
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use verl_models::model::ScoreRow;
+
+    use super::*;
+
+    /// A language model without a head, and one of random weights.
+    const BASE: &str = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../examples/models/addition-base"
+    );
+
+    fn describe(config: &ValueLm) -> Result<ModelInfo, Vec<ConfigError>> {
+        config.describe(&BuildContext::default())
+    }
+
+    fn load(config: &ValueLm) -> Box<dyn ModelResource> {
+        let loaded = config.load("critic", "cpu", &BuildContext::default());
+        loaded.unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn trained() -> ValueLm {
+        ValueLm::trained(BASE, OptimizerConfig::default())
+    }
+
+    fn scores(resource: &mut dyn ModelResource) -> Vec<f32> {
+        let resource: &mut ValueResource = resource.as_any_mut().downcast_mut().unwrap();
+        let row = ScoreRow {
+            prompt: &[1, 5, 9],
+            response: &[7, 8],
+        };
+        resource.model.scores(&[row]).unwrap()
+    }
+
+    #[track_caller]
+    fn check_refused(config: &ValueLm, setting: &str, words: &str) {
+        let faults = describe(config).expect_err("refused");
+        assert_eq!(faults[0].setting, setting);
+        assert!(faults[0].to_string().contains(words), "{}", faults[0]);
+    }
+
+    #[test]
+    fn what_nobody_trains_needs_a_stored_head() {
+        check_refused(&ValueLm::frozen(BASE), "path", "holds no value head");
+        let random = ValueLm {
+            init: Init::Random,
+            ..ValueLm::frozen(BASE)
+        };
+        check_refused(&random, "init", "nothing would train it");
+        let told = |config: &ValueLm| {
+            let loaded = config.load("reward", "cpu", &BuildContext::default());
+            loaded.err().expect("refused").to_string()
+        };
+        for config in [&ValueLm::frozen(BASE), &random] {
+            assert!(told(config).contains("no value head"), "{}", told(config));
+        }
+        check_refused(&ValueLm::frozen("no/such/folder"), "path", "no/such/folder");
+        let senseless = OptimizerConfig {
+            learning_rate: -1.0,
+            ..OptimizerConfig::default()
+        };
+        let senseless = ValueLm::trained(BASE, senseless);
+        check_refused(&senseless, "optimizer.learning_rate", "is -1");
+    }
+
+    #[test]
+    fn a_saved_critic_is_a_folder_that_may_be_frozen() {
+        let scratch = tempfile::tempdir().unwrap();
+        let dir = scratch.path().join("critic");
+        let normal = ValueLm {
+            head_init: HeadInit::Normal,
+            ..trained()
+        };
+        let mut critic = load(&normal);
+        let before = scores(critic.as_mut());
+        assert_ne!(before, [0.0]);
+        critic.save(&dir).unwrap();
+        let stored = ValueLm::frozen(&dir);
+        assert!(describe(&stored).is_ok() && !stored.trainable());
+        assert_eq!(scores(load(&stored).as_mut()), before);
+        // A stored head goes before a fresh one.
+        let again = ValueLm::trained(&dir, OptimizerConfig::default());
+        assert_eq!(scores(load(&again).as_mut()), before);
+        assert_eq!(scores(load(&trained()).as_mut()), [0.0]);
+    }
+
+    #[test]
+    fn snapshots_of_another_model_are_refused() {
+        let (mut one, mut other) = (load(&trained()), load(&trained()));
+        let snapshot = one.snapshot().unwrap();
+        assert_eq!(snapshot.version, one.version());
+        assert!(one.restore(&snapshot).is_ok());
+        assert!(matches!(
+            other.restore(&snapshot),
+            Err(ResourceError::ForeignSnapshot)
+        ));
+    }
+
+    #[test]
+    fn a_critic_is_counted_without_logits_and_cache() {
+        let info = describe(&trained()).unwrap();
+        let mut critic = load(&trained());
+        assert_eq!((info.kv_bytes_per_token, info.role), (0, VALUE_MODEL));
+        assert_eq!(info.training_bytes, 12 * info.num_parameters);
+        let dir = tempfile::tempdir().unwrap();
+        let saved = dir.path().join("critic");
+        critic.save(&saved).unwrap();
+        let stored = verl_models::hf::weights::Checkpoint::open(&saved).unwrap();
+        let sizes = stored
+            .names()
+            .map(|name| stored.find(name).unwrap().shape.iter().product::<usize>());
+        assert_eq!(sizes.sum::<usize>() as u64, info.num_parameters);
+    }
+}
