@@ -3,7 +3,7 @@ use std::path::PathBuf;
 use burn::tensor::TensorData;
 
 use super::*;
-use crate::model::{PolicyModel, ScoreRow, TrainedModel};
+use crate::model::{ScoreRow, TrainedModel};
 use crate::optim::OptimizerConfig;
 use crate::parameters::{fill_parameters, visit_parameters};
 use crate::random::{DrawKey, Purpose, normals};

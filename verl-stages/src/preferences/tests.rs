@@ -350,7 +350,7 @@ fn settings_that_make_no_sense_are_all_told() {
         },
         ..Preferences::default()
     };
-    let expected = ["system", "data", "model", "rejected", "max_response_tokens"];
+    let expected = ["system", "rejected", "max_response_tokens", "data", "model"];
     assert_eq!(told(config), expected);
     let labelled = Preferences {
         format: PreferenceFormat {
