@@ -27,6 +27,9 @@ pub struct AdditionEpisodes {
     pub episodes: usize,
     /// Probability of a right answer, in [0, 1].
     pub right: f64,
+    /// By how much a wrong answer exceeds the sum; when absent one of its digits is another. With one wrong answer to each
+    /// question and `right = 0.5`, who imitates the log is wrong half of the time.
+    pub wrong_by: Option<u32>,
     /// Whether rewards are handed to other episodes, so that a run can show what it learns from rewards that tell nothing.
     pub shuffled: bool,
 }
@@ -37,6 +40,7 @@ impl Default for AdditionEpisodes {
             sums: Addition::default(),
             episodes: 4,
             right: 0.5,
+            wrong_by: None,
             shuffled: false,
         }
     }
@@ -63,6 +67,10 @@ impl DataConfig for AdditionEpisodes {
                 "`right` is {right}, but it must lie in [0, 1]"
             )));
         }
+        if self.wrong_by == Some(0) {
+            let reason = "`wrong_by` is 0, so that a wrong answer would be the right one";
+            return Err(refuse(reason.to_owned()));
+        }
         let sums = self.sums.rows()?;
         let len = sums.len() * self.episodes;
         let judged = self.shuffled.then(|| shuffle(self.sums.seed, 0, len));
@@ -84,7 +92,7 @@ struct AdditionEpisodeRows {
 }
 
 impl AdditionEpisodeRows {
-    /// What was answered in an episode: the sum, or the sum with one other digit.
+    /// What was answered in an episode: the sum, or a wrong answer.
     fn answered(&self, (a, b): (u32, u32), episode: u32) -> u32 {
         let draws = DrawKey {
             seed: self.config.sums.seed,
@@ -97,6 +105,9 @@ impl AdditionEpisodeRows {
         let sum = a + b;
         if open_unit(draws.word(0, 0)) < self.config.right {
             return sum;
+        }
+        if let Some(by) = self.config.wrong_by {
+            return sum + by;
         }
         let digits = sum.to_string().len() as u32;
         let place = 10u32.pow(draws.word(1, 0) % digits);
@@ -143,6 +154,7 @@ impl DataLoaderInterface for AdditionEpisodeRows {
         hash.update(self.config.sums.seed.to_le_bytes());
         hash.update((self.config.episodes as u64).to_le_bytes());
         hash.update(self.config.right.to_le_bytes());
+        hash.update(self.config.wrong_by.unwrap_or(0).to_le_bytes());
         hash.update([u8::from(self.config.shuffled)]);
         super::hex(&hash.finalize())
     }
@@ -150,7 +162,7 @@ impl DataLoaderInterface for AdditionEpisodeRows {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
+    use std::collections::{HashMap, HashSet};
 
     use verl_pipe::conformance::check_data;
 
@@ -252,5 +264,31 @@ mod tests {
             ..plain()
         };
         assert!(told(right).contains("`right` is 1.5"));
+        let same = AdditionEpisodes {
+            wrong_by: Some(0),
+            ..plain()
+        };
+        assert!(told(same).contains("`wrong_by` is 0"));
+    }
+
+    #[test]
+    fn there_can_be_one_wrong_answer_to_each_question() {
+        let one = AdditionEpisodes {
+            wrong_by: Some(10),
+            ..AdditionEpisodes::default()
+        };
+        let answers = |config: &AdditionEpisodes| {
+            let mut answers: HashMap<String, HashSet<String>> = HashMap::new();
+            for row in rows(config) {
+                let text = |column: &str| row[column].as_str().unwrap().to_owned();
+                answers
+                    .entry(text("prompt"))
+                    .or_default()
+                    .insert(text("response"));
+            }
+            answers.into_values().map(|answers| answers.len()).max()
+        };
+        assert_eq!(answers(&one), Some(2));
+        assert_eq!(answers(&AdditionEpisodes::default()), Some(4));
     }
 }

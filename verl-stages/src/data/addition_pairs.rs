@@ -24,6 +24,10 @@ pub struct AdditionPairs {
     /// The sums; in a pipeline file their settings stand beside the others.
     #[serde(flatten)]
     pub sums: Addition,
+    /// By how much a wrong answer exceeds the sum; when absent it is off by 1 or by 10, up or down. With one wrong answer to
+    /// each question, who imitates shuffled pairs is wrong half of the time; with several the right one is the most
+    /// frequent, and imitation alone learns to add.
+    pub wrong_by: Option<u32>,
     /// Whether a coin decides which of the two answers counts as chosen, so that a run can show what it learns from
     /// labels that tell nothing.
     pub shuffled: bool,
@@ -55,11 +59,17 @@ impl AdditionPairs {
                 ),
             });
         }
+        if self.wrong_by == Some(0) {
+            return Err(DataError::Unreadable {
+                path: ORIGIN.to_owned(),
+                reason: "`wrong_by` is 0, so that a wrong answer would be the right one".to_owned(),
+            });
+        }
         let rows = self.sums.rows()?;
         let mut hash = Sha256::new();
         hash.update(rows.fingerprint());
         for &(a, b) in rows.pairs() {
-            hash.update(wrong_sum(self.sums.seed, a, b).to_le_bytes());
+            hash.update(self.wrong_sum(a, b).to_le_bytes());
         }
         hash.update([u8::from(self.shuffled)]);
         Ok(AdditionPairRows {
@@ -67,6 +77,15 @@ impl AdditionPairs {
             rows,
             fingerprint: super::hex(&hash.finalize()),
         })
+    }
+}
+
+impl AdditionPairs {
+    fn wrong_sum(&self, a: u32, b: u32) -> u32 {
+        match self.wrong_by {
+            Some(by) => a + b + by,
+            None => wrong_sum(self.sums.seed, a, b),
+        }
     }
 }
 
@@ -109,8 +128,8 @@ impl DataLoaderInterface for AdditionPairRows {
         let Some(&(a, b)) = self.rows.pairs().get(index) else {
             return Err(super::past_the_end(self.origin(), index, self.len()));
         };
-        let AdditionPairs { sums, shuffled } = &self.config;
-        let (mut chosen, mut rejected) = (a + b, wrong_sum(sums.seed, a, b));
+        let AdditionPairs { sums, shuffled, .. } = &self.config;
+        let (mut chosen, mut rejected) = (a + b, self.config.wrong_sum(a, b));
         if *shuffled && draw("shuffled", sums.seed, a, b) & 1 == 1 {
             std::mem::swap(&mut chosen, &mut rejected);
         }
@@ -145,7 +164,7 @@ mod tests {
         };
         let config = AdditionPairs {
             sums,
-            shuffled: false,
+            ..AdditionPairs::default()
         };
         config.rows().unwrap()
     }
@@ -236,5 +255,28 @@ mod tests {
         config.sums.answer = "#### 7".to_owned();
         let error = config.rows().unwrap_err().to_string();
         assert!(error.contains("no `{sum}`"), "{error}");
+        let config = AdditionPairs {
+            wrong_by: Some(0),
+            ..AdditionPairs::default()
+        };
+        let error = config.rows().unwrap_err().to_string();
+        assert!(error.contains("`wrong_by` is 0"), "{error}");
+    }
+
+    #[test]
+    fn there_can_be_one_wrong_answer_to_each_question() {
+        let config = AdditionPairs {
+            wrong_by: Some(10),
+            ..AdditionPairs::default()
+        };
+        let (rows, others) = (config.rows().unwrap(), rows(Split::Train, 0));
+        for index in 0..rows.len() {
+            let (a, b) = rows.rows.pairs()[index];
+            assert_eq!(
+                rows.row(index).unwrap()["rejected"],
+                format!("#### {}", a + b + 10)
+            );
+        }
+        assert_ne!(rows.fingerprint(), others.fingerprint());
     }
 }

@@ -118,7 +118,7 @@ mod tests {
             check(&addition, base);
             let pairs = AdditionPairs {
                 sums: addition,
-                shuffled: false,
+                ..AdditionPairs::default()
             };
             check(&pairs, base);
         }
