@@ -15,7 +15,7 @@ docs:
     RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 
 schemas:
-    cargo run --bin pipe -- schema > schemas/pipeline.json
+    cargo run --bin pipe -- schema --out schemas
 
 cuda-check:
     DOCS_RS=1 cargo check --features cuda

@@ -17,7 +17,7 @@ use std::time::Instant;
 use verl::pipe::keys::REWARDS;
 use verl::pipe::plan::Plan;
 use verl::pipe::run::runner::RunOptions;
-use verl::pipe::stage::{BuildContext, CancelToken, Models, StageSink, StartContext};
+use verl::pipe::stage::{CancelToken, Models, StageSink, StartContext};
 use verl::prelude::*;
 
 #[expect(dead_code, reason = "only the common part of the example is used")]
@@ -58,14 +58,7 @@ struct Loop {
 impl Loop {
     fn new(plan: &Plan) -> Result<Loop, Box<dyn Error>> {
         let pipe = &plan.pipe;
-        let context = BuildContext {
-            batch: plan.batch.clone(),
-            seed: pipe.run.seed,
-            steps: pipe.run.steps,
-            models: pipe.models.iter().map(|model| model.name.clone()).collect(),
-            data: pipe.data.iter().map(|data| data.name.clone()).collect(),
-            base: pipe.base.clone(),
-        };
+        let context = plan.context.clone();
         let mut models = Models::new();
         for model in &pipe.models {
             let loaded = model.factory.load(&model.name, "cpu", &context)?;

@@ -9,7 +9,7 @@
 //! use verl::prelude::*;
 //!
 //! let optimizer = OptimizerConfig { learning_rate: 3e-4, ..OptimizerConfig::default() };
-//! let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/addition-init");
+//! let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/addition-base");
 //! let plan = DataPipe::new("grpo")
 //!     .batch(BatchConfig { prompts: 32, samples: 8, ..BatchConfig::default() })
 //!     .data("train", Addition::default())
@@ -48,6 +48,26 @@ use verl_pipe::registry::Registry;
 /// ```
 pub fn registry() -> Registry {
     verl_stages::register(Registry::new())
+}
+
+/// What decides the bits of a result besides the code of a run: names and versions for `versions.json`
+/// ([`TrainerOptions::versions`](verl_pipe::run::trainer::TrainerOptions::versions)).
+///
+/// ```
+/// let versions = verl::versions();
+/// let of = |name: &str| versions.iter().find(|(known, _)| known == name).map(|(_, version)| version.as_str());
+/// assert!(of("rustc").is_some_and(|version| version.starts_with("rustc 1.")));
+/// assert!(of("burn").is_some_and(|version| version.contains('.')));
+/// ```
+pub fn versions() -> Vec<(String, String)> {
+    [
+        ("verl", env!("CARGO_PKG_VERSION")),
+        ("burn", env!("VERL_BURN")),
+        ("cubecl", env!("VERL_CUBECL")),
+        ("rustc", env!("VERL_RUSTC")),
+    ]
+    .map(|(name, version)| (name.to_owned(), version.to_owned()))
+    .to_vec()
 }
 
 /// What a pipeline in Rust needs.

@@ -7,7 +7,10 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use tracing_subscriber::EnvFilter;
 use verl::models::gguf::{self, WeightType};
+use verl::pipe::cli::debug::Debug;
 use verl::pipe::cli::plan::PlanArgs;
+use verl::pipe::cli::schema::SchemaArgs;
+use verl::pipe::cli::train::TrainArgs;
 use verl::pipe::cli::{self, PipelineArgs};
 use verl::pipe::run::console::LogWriter;
 
@@ -23,20 +26,25 @@ const AFTER_HELP: &str = "\
 Examples:
   pipe check examples/pipelines/grpo_addition.toml
   pipe train examples/pipelines/grpo_addition.toml steps=20 run.dir=runs/short
+  pipe train examples/pipelines/grpo_addition.toml --debug-trace-step 500 --debug-trace-stages generate,reward
 
-Exit status: 0 done, 1 a faulty pipeline or a run that failed, 2 a wrong command line, 130 a run that was cancelled.
+Exit status: 0 done, 1 a faulty pipeline, a run that failed, or a difference that `debug` found, 2 a wrong command line,
+3 nothing there for `debug` to look at, 130 a run that was cancelled.
 Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Runs a pipeline to its target step.
-    Train(PipelineArgs),
+    Train(TrainArgs),
     /// Checks a pipeline and tells every fault; loads no weights.
     Check(PipelineArgs),
     /// Prints the checked graph, the batch arithmetic and a memory estimate.
     Plan(PlanArgs),
-    /// Prints the JSON Schema of pipeline files.
-    Schema,
+    /// Documents pipeline files, kinds of stages and parts, run folders, or one pipeline: JSON Schema or Markdown.
+    Schema(SchemaArgs),
+    /// Looks at what a run recorded, runs it again, and compares.
+    #[command(subcommand)]
+    Debug(Debug),
     /// Turns a model of another format into a Hugging Face folder.
     #[command(subcommand)]
     Import(Import),
@@ -81,11 +89,12 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Train(args) => {
             drop(out);
-            return ExitCode::from(cli::train::train(&args, &registry, versions()));
+            return ExitCode::from(cli::train::train(&args, &registry, verl::versions()));
         }
         Command::Check(args) => cli::check::check(&args, &registry, &mut out),
         Command::Plan(args) => cli::plan::plan(&args, &registry, &mut out),
-        Command::Schema => cli::schema::schema(&registry, &mut out),
+        Command::Schema(args) => cli::schema::schema(&args, &registry, &mut out),
+        Command::Debug(command) => cli::debug::debug(&command, &registry, &mut out),
         Command::Import(Import::Gguf(args)) => import(&args, &mut out),
     };
     match result {
@@ -117,9 +126,4 @@ fn import(args: &GgufArgs, out: &mut dyn Write) -> std::io::Result<u8> {
             Ok(1)
         }
     }
-}
-
-/// Crates and their versions, for a run's `versions.json`.
-fn versions() -> Vec<(String, String)> {
-    vec![("verl".to_owned(), env!("CARGO_PKG_VERSION").to_owned())]
 }

@@ -46,7 +46,7 @@ fn models_that_cannot_be_loaded() {
         fs::write(&weights, &bytes[..length]).unwrap();
         check(
             &refused(&place, &broken),
-            &["actor", "cannot be loaded", "model.safetensors"],
+            &["C005", "actor", "cannot be used", "model.safetensors"],
         );
     }
 
@@ -86,26 +86,23 @@ fn data_that_cannot_be_read() {
     );
     fs::write(place.path("train.csv"), "question,answer\n1+1,2\n").unwrap();
     let table = refused(&place, &["data.train=train.csv"]);
-    check(&table, &["train.csv", "row 1", "malformed JSON"]);
+    check(&table, &["C005", "train.csv", "no JSON object"]);
 
-    // A row without the column is found when it is drawn; the run says which row it is.
-    fs::write(&data, row.repeat(2) + "{\"question\": \"1+1\"}\n").unwrap();
-    let pipe = place.parse(
-        GRPO,
-        "late",
-        &["data.train=train.jsonl", "prompts.shuffle=false"],
-    );
-    let mut trainer = trainer(&pipe.expect("a pipeline")).expect("a start");
-    let error = trainer
-        .train()
-        .expect_err("row 3 has no answer")
-        .to_string();
+    // Every row is looked at before the first step, and the first few bad ones are told together.
+    let last = told(&(row.repeat(400) + "{\"question\": \"1+1\", \"answer\": null}\n"));
+    check(&last, &["prompts", "row 401", "`answer` holds null"]);
+    let several = told(&(row.repeat(2) + &"{\"question\": \"1+1\"}\n".repeat(9)));
     check(
-        &error,
-        &["step 1", "prompts", "row 3", "answer", "question"],
+        &several,
+        &[
+            "prompts",
+            "row 3",
+            "row 7",
+            "no column `answer`",
+            "question",
+        ],
     );
-    let status = fs::read_to_string(place.path("late/status.json")).unwrap();
-    check(&status, &["failed", "row 3"]);
+    assert!(!several.contains("row 8"), "{several}");
 }
 
 #[test]
@@ -121,6 +118,76 @@ fn prompts_that_are_too_long() {
         .expect_err("too long")
         .to_string();
     check(&error, &["row 1", "tokens", "on_long", "64"]);
+}
+
+#[test]
+fn a_prompt_that_leaves_little_room_ends_its_answer_at_the_context() {
+    let place = Place::new();
+    let question = "1+".repeat(28) + "1";
+    let rows = format!("{{\"question\": \"{question}\", \"answer\": \"#### 29\"}}\n");
+    fs::write(place.path("long.jsonl"), rows).unwrap();
+    let run = place.train("run", &["data.train=long.jsonl", "steps=1"]);
+    let metrics = run.read("metrics.jsonl");
+    assert!(metrics.contains("response/length_mean"), "{metrics}");
+    // More new tokens than the context holds are refused, whatever the prompts are.
+    check(
+        &refused(&Place::new(), &["generate.max_new_tokens=64"]),
+        &["C005", "generate", "max_new_tokens", "holds 64 tokens"],
+    );
+}
+
+#[test]
+fn models_that_do_not_share_their_tokens() {
+    let place = Place::new();
+    let other = place.path("other");
+    fs::create_dir(&other).unwrap();
+    for entry in fs::read_dir(place.path("tiny")).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), other.join(entry.file_name())).unwrap();
+    }
+    let file = other.join("tokenizer.json");
+    let text = fs::read_to_string(&file).unwrap();
+    let swapped = text
+        .replace("\"+\": ", "\"~\": ")
+        .replace("\"+\":", "\"~\":");
+    assert_ne!(swapped, text);
+    fs::write(&file, swapped).unwrap();
+    let path = format!("ref.path={}", other.display());
+    check(
+        &refused(&place, &[path.as_str()]),
+        &[
+            "P025",
+            "`ref` cannot read the tokens of `actor`",
+            "is not the same token",
+        ],
+    );
+}
+
+#[test]
+fn several_optimiser_steps_without_old_log_probs() {
+    let place = Place::new();
+    let stage = "[[stages]]\nkind = \"log_probs\"\nname = \"old_log_probs\"\n\n";
+    let text = GRPO.replace(stage, "");
+    assert_ne!(text, GRPO);
+    let told = |overrides: &[&str]| {
+        let pipe = place.parse(&text, "run", overrides).expect("a pipeline");
+        pipe.plan()
+            .err()
+            .map(|findings| Findings(findings).to_string())
+    };
+    assert_eq!(told(&[]), None);
+    for several in ["batch.epochs=2", "batch.mini_batch=2"] {
+        let told = told(&[several]).expect("a refusal");
+        check(
+            &told,
+            &[
+                "P002",
+                "old_log_probs",
+                "2 optimiser steps a step",
+                "put a `log_probs`",
+            ],
+        );
+    }
 }
 
 #[test]

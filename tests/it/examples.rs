@@ -25,7 +25,7 @@ use grpo_addition::{addition, chained, stage_by_stage};
 
 #[test]
 fn the_run_in_rust_is_the_run_of_the_file() {
-    let model = root().join("examples/models/addition-init");
+    let model = root().join("examples/models/addition-base");
     let file = root().join("examples/pipelines/grpo_addition.toml");
     let overrides = [
         format!("actor.path={}", model.display()),
@@ -209,4 +209,9 @@ fn models_of_ones_own_are_told_in_the_plan() {
         text.contains("tokenizer") && text.contains("nowhere"),
         "{text}"
     );
+}
+
+/// The built-ins with the kinds of `examples/custom_algorithm.rs`.
+pub fn registry_of_the_custom_algorithm() -> verl::pipe::registry::Registry {
+    custom_algorithm::registry()
 }

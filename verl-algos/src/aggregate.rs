@@ -6,8 +6,18 @@
 
 use crate::error::{AlgoError, check_setting};
 
-/// How losses of tokens become one number. D is the number of data-parallel ranks, N tokens, B sequences, L_b a row's
-/// tokens.
+/// How losses E of tokens become one number, Σ_t w_t E_t. D is the number of data-parallel ranks, N tokens, B sequences,
+/// L_b a row's tokens.
+///
+/// # Shapes
+/// E and w: `[N]`, packed action tokens.
+/// # Differences
+/// N and B are declared counts of the whole mini-batch, as in verl; undeclared, those of this rank, where verl takes the
+/// micro-batch's, so that its result depends on the cut. verl adds 1e-8 to L_b. TRL's loss types are in the table at
+/// [`POLICY_LOSSES`](crate::losses::POLICY_LOSSES).
+/// # Source
+/// verl `agg_loss`; `token-mean`: Yu et al. 2025 (DAPO), arXiv:2503.14476; `seq-mean-token-sum-norm`: Liu et al. 2025
+/// (Dr. GRPO), arXiv:2503.20783.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Aggregation {
     /// D Σ E / N: each token weighs the same. The default, and DAPO's.
@@ -138,6 +148,8 @@ impl Default for Counts {
 /// # Errors
 /// More than one rank without the count that the aggregation divides by; a declared count of 0 although there are
 /// tokens; no rank.
+/// # Differences
+/// As [`Aggregation`].
 /// # Source
 /// verl `agg_loss`; the rows of Dr. GRPO: Liu et al. 2025, arXiv:2503.20783.
 pub fn token_weights(
@@ -181,6 +193,9 @@ pub fn token_weights(
 }
 
 /// Number of packed tokens of each row up to the last that has one.
+///
+/// # Shapes
+/// `rows`: `[N]`; result: `[B]`.
 pub fn row_lengths(rows: &[usize]) -> Vec<usize> {
     let mut lengths = vec![0; rows.iter().max().map_or(0, |last| last + 1)];
     for &row in rows {

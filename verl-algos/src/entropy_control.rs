@@ -1,15 +1,20 @@
 //! The coefficient of the entropy bonus, fixed or steered towards a target.
 
 use crate::error::{AlgoError, check_finite, check_setting};
+use serde::{Deserialize, Serialize};
 
 /// Decides the coefficient c of the entropy bonus.
 ///
 /// Adaptive: after each optimiser step with mean entropy H, c ← min(c + Δ, max) if H ≤ target, else max(c − Δ, min). The
 /// bonus is applied only while the entropy last seen is at most the target: above it there is nothing to push up.
 ///
+/// # Shapes
+/// One entropy a step.
+/// # Differences
+/// None known: a step of 0.005 and a target of 0.2 are TRL's as well.
 /// # Source
 /// TRL `use_adaptive_entropy`; He et al. 2025 (Skywork Open Reasoner 1), arXiv:2505.22312.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EntropyController {
     coef: f64,
     steering: Option<EntropySteering>,
@@ -17,7 +22,7 @@ pub struct EntropyController {
 }
 
 /// How an adaptive coefficient moves.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct EntropySteering {
     /// Mean entropy a token that should not be fallen below, nats.
     pub target: f64,

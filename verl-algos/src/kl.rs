@@ -40,7 +40,15 @@ pub enum KlValue {
     K3Unclamped,
 }
 
-/// An estimator of the KL divergence.
+/// An estimator of KL(π‖π_ref), a function of δ = ℓ − ℓ_ref at a token of π; nats.
+///
+/// # Shapes
+/// δ: a number, or `[M]`, one a token; result the same.
+/// # Differences
+/// k3 has verl's clamps: −δ to ±20 and the value to ±10, where its gradient is 0. TRL has none (`k3_unclamped`);
+/// OpenRLHF clamps every estimator to ±10. verl's `full` needs whole distributions and is refused, there as well.
+/// # Source
+/// Schulman 2020, "Approximating KL divergence"; the names and `+` are verl's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KlEstimator {
     /// Its value.

@@ -1,6 +1,7 @@
 //! The coefficient of the KL penalty, fixed or steered towards a target.
 
 use crate::error::{AlgoError, check_setting};
+use serde::{Deserialize, Serialize};
 
 /// Largest relative error that the adaptive controller reacts to.
 const ERROR_BOUND: f64 = 0.2;
@@ -9,15 +10,21 @@ const ERROR_BOUND: f64 = 0.2;
 ///
 /// Adaptive: β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) after each batch of n sequences.
 ///
+/// # Shapes
+/// One KL and a number of sequences a step.
+/// # Differences
+/// verl lets a KL that is NaN into β, where it stays, and β turns negative once n exceeds five horizons; both are
+/// refused here. n counts sequences, as in verl and in the first TRL; the KL is a mean over a row's tokens as in
+/// verl, where Ziegler et al. add them up.
 /// # Source
 /// Ziegler et al. 2019, arXiv:1909.08593, section 2.2; verl `AdaptiveKLController`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct KlController {
     coef: f64,
     target: Option<Target>,
 }
 
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Target {
     kl: f64,
     horizon: f64,

@@ -12,6 +12,10 @@ use crate::error::{AlgoError, check_len, check_setting};
 /// `logits`: `[N, V]`; `targets`, result: `[N]`, nats
 /// # Errors
 /// Another number of targets than rows; a temperature that is not positive.
+/// # Differences
+/// verl in f32 takes the logit minus the log of the sum of exponentials, which costs digits where logits are large.
+/// # Source
+/// verl `logprobs_from_logits`, TRL `selective_log_softmax`.
 pub fn log_probs_from_logits(
     logits: Tensor<2>,
     targets: Tensor<1, Int>,
@@ -30,6 +34,10 @@ pub fn log_probs_from_logits(
 /// `logits`: `[N, V]`; result: `[N]`, nats
 /// # Errors
 /// A temperature that is not positive.
+/// # Differences
+/// verl and TRL get NaN from a logit of −∞.
+/// # Source
+/// verl `entropy_from_logits`.
 pub fn entropy_from_logits(logits: Tensor<2>, temperature: f64) -> Result<Tensor<1>, AlgoError> {
     let shifted = shift(logits, temperature)?;
     let exp = shifted.clone().exp();

@@ -11,11 +11,26 @@ use crate::error::{AlgoError, check_len};
 pub const WHITEN_EPSILON: f64 = 1e-8;
 
 /// Σ x.
+///
+/// # Shapes
+/// `values`: `[N]`, packed action tokens; result: one number.
+/// # Differences
+/// verl replaces masked numbers by 0 first, as leaving them out does; OpenRLHF multiplies by the mask, so that a NaN
+/// there stays.
+/// # Source
+/// verl `masked_sum`.
 pub fn sum(values: &[f64]) -> f64 {
     values.iter().sum()
 }
 
 /// Σ x / N; 0 for no value.
+///
+/// # Shapes
+/// `values`: `[N]`.
+/// # Differences
+/// verl adds 1e-8 to N; TRL's mean of no value is NaN.
+/// # Source
+/// verl `masked_mean`.
 pub fn mean(values: &[f64]) -> f64 {
     if values.is_empty() {
         0.0
@@ -26,8 +41,12 @@ pub fn mean(values: &[f64]) -> f64 {
 
 /// Σ x of each row, 0 for a row without tokens; `rows` holds the row of each value.
 ///
+/// # Shapes
+/// `values`, `rows`: `[N]`; result: `[B]`, B = `num_rows`.
 /// # Errors
 /// `rows` of another length than `values`, or a row at or above `num_rows`.
+/// # Source
+/// verl `masked_sum` over the last dim.
 pub fn row_sums(values: &[f64], rows: &[usize], num_rows: usize) -> Result<Vec<f64>, AlgoError> {
     check_len("rows", "tokens", rows.len(), values.len())?;
     let mut sums = vec![0.0; num_rows];
@@ -42,8 +61,12 @@ pub fn row_sums(values: &[f64], rows: &[usize], num_rows: usize) -> Result<Vec<f
 
 /// Mean of each row, 0 for a row without tokens.
 ///
+/// # Shapes
+/// As [`row_sums`].
 /// # Errors
 /// As [`row_sums`].
+/// # Source
+/// verl `masked_mean` over the last dim.
 pub fn row_means(values: &[f64], rows: &[usize], num_rows: usize) -> Result<Vec<f64>, AlgoError> {
     let sums = row_sums(values, rows, num_rows)?;
     let counts = row_sums(&vec![1.0; values.len()], rows, num_rows)?;
@@ -61,8 +84,14 @@ fn squared_deviations(values: &[f64]) -> f64 {
 
 /// Variance over N − 1 (Bessel).
 ///
+/// # Shapes
+/// `values`: `[N]`, packed action tokens; result: one number.
 /// # Errors
 /// [`AlgoError::TooFew`] for fewer than two values, where it is not defined.
+/// # Differences
+/// verl refuses no value and one value, too.
+/// # Source
+/// verl `masked_var`.
 pub fn variance(values: &[f64]) -> Result<f64, AlgoError> {
     if values.len() < 2 {
         return Err(AlgoError::TooFew {
@@ -76,6 +105,11 @@ pub fn variance(values: &[f64]) -> Result<f64, AlgoError> {
 }
 
 /// Variance over N; 0 for no value.
+///
+/// # Shapes
+/// `values`: `[N]`, packed action tokens; result: one number.
+/// # Source
+/// verl `masked_var` with `unbiased` off.
 pub fn variance_biased(values: &[f64]) -> f64 {
     if values.is_empty() {
         0.0
@@ -86,8 +120,13 @@ pub fn variance_biased(values: &[f64]) -> f64 {
 
 /// (x − mean) / √(variance + 1e-8), Bessel variance.
 ///
+/// # Shapes
+/// `values`, result: `[N]`, packed action tokens.
 /// # Errors
 /// As [`variance`].
+/// # Differences
+/// verl whitens a padded array and leaves what stands at masked slots there; here nothing but action tokens goes in.
+/// It refuses fewer than two as well.
 /// # Source
 /// verl `masked_whiten`.
 pub fn whiten(values: &[f64]) -> Result<Vec<f64>, AlgoError> {
@@ -98,8 +137,14 @@ pub fn whiten(values: &[f64]) -> Result<Vec<f64>, AlgoError> {
 
 /// [`whiten`] with the mean added back: only the scale changes.
 ///
+/// # Shapes
+/// As [`whiten`].
 /// # Errors
 /// As [`variance`].
+/// # Differences
+/// As [`whiten`].
+/// # Source
+/// verl `masked_whiten` with `shift_mean` off.
 pub fn whiten_keep_mean(values: &[f64]) -> Result<Vec<f64>, AlgoError> {
     let mean = mean(values);
     Ok(whiten(values)?.into_iter().map(|v| v + mean).collect())

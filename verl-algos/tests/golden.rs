@@ -2,7 +2,8 @@
 //!
 //! The folder is `VERL_GOLDEN_DIR`, else `../../shared/golden` beside this crate, and always `tests/golden` (a few cases
 //! kept with the code). `wanted` goes before `expected`; `null` is not compared; padded arrays become ragged or packed
-//! before anything is computed, so what lies under a zero mask cannot matter.
+//! before anything is computed, so what lies under a zero mask cannot matter. A setting that a case leaves out has the
+//! library's default, clip ratios verl's. Every case runs, whatever became of those before it.
 
 #![expect(
     clippy::print_stdout,
@@ -25,10 +26,11 @@ mod preferences;
 mod readme;
 
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use burn::tensor::DType;
-use cases::{compare, load};
+use cases::{Answer, Case, compare, load};
 
 /// Largest error in f32, relative to max(1, |number|).
 const F32_TOLERANCE: f64 = 5e-5;
@@ -43,23 +45,49 @@ fn own_folder() -> PathBuf {
 
 /// The full set of files, where there is one.
 fn shared_folder() -> Option<PathBuf> {
-    let folder = match std::env::var_os("VERL_GOLDEN_DIR") {
-        Some(folder) => PathBuf::from(folder),
-        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/golden"),
-    };
-    folder.is_dir().then_some(folder)
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    match std::env::var_os("VERL_GOLDEN_DIR") {
+        Some(named) => Some(named_folder(Path::new(&named)).unwrap_or_else(|why| panic!("{why}"))),
+        None => Some(here.join("../../shared/golden")).filter(|folder| folder.is_dir()),
+    }
+}
+
+/// A folder that was asked for; relative to the workspace where it is not here.
+fn named_folder(named: &Path) -> Result<PathBuf, String> {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let places = [named.to_path_buf(), workspace.join(named)];
+    places.into_iter().find(|place| place.is_dir()).ok_or_else(|| {
+        format!(
+            "VERL_GOLDEN_DIR is `{}`, which is no folder; name the folder of golden files or unset it",
+            named.display()
+        )
+    })
+}
+
+/// What a function here says of a case; `None` for a function that is not here, an error for a panic.
+fn outcome(case: &Case, dtype: DType) -> Option<Result<Answer, String>> {
+    let run = AssertUnwindSafe(|| functions::run(case, dtype));
+    match catch_unwind(run) {
+        Ok(answer) => answer.map(Ok),
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().cloned();
+            let text = text.or_else(|| panic.downcast_ref::<&str>().map(|t| (*t).to_owned()));
+            Some(Err(format!("panicked: {}", text.unwrap_or_default())))
+        }
+    }
 }
 
 /// Runs all cases of a folder; returns what went wrong.
 fn run(folder: &Path, dtype: DType) -> Vec<String> {
-    let mut failures = Vec::new();
+    let loaded = load(folder);
+    let mut failures = loaded.faults;
     let mut compared = BTreeMap::<String, usize>::new();
     let mut without = BTreeMap::<String, usize>::new();
-    for case in load(folder) {
+    for case in loaded.cases {
         if dtype == DType::F32 && BEYOND_F32.iter().any(|word| case.name.contains(word)) {
             continue;
         }
-        let Some(answer) = functions::run(&case, dtype) else {
+        let Some(answer) = outcome(&case, dtype) else {
             *without.entry(case.function.clone()).or_default() += 1;
             continue;
         };
@@ -68,7 +96,7 @@ fn run(folder: &Path, dtype: DType) -> Vec<String> {
             DType::F32 => F32_TOLERANCE.max(case.tolerance),
             _ => case.tolerance,
         };
-        if let Err(why) = compare(&case, answer, tolerance) {
+        if let Err(why) = answer.and_then(|answer| compare(&case, answer, tolerance)) {
             failures.push(format!(
                 "{} {} {}: {why}",
                 case.file, case.function, case.name
@@ -79,14 +107,17 @@ fn run(folder: &Path, dtype: DType) -> Vec<String> {
     if !without.is_empty() {
         println!("no function here for {without:?}");
     }
-    assert!(!compared.is_empty(), "no case in {}", folder.display());
+    if compared.is_empty() && failures.is_empty() {
+        failures.push(format!("no case in {}", folder.display()));
+    }
     failures
 }
 
 #[track_caller]
 fn check(folder: &Path, dtype: DType) {
     let failures = run(folder, dtype);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    let count = failures.len();
+    assert!(count == 0, "{count} failures\n{}", failures.join("\n"));
 }
 
 #[test]
@@ -117,7 +148,7 @@ fn golden_files_in_f32() {
 
 #[test]
 fn golden_comparison_notices_what_is_wrong() {
-    let cases = load(&own_folder());
+    let cases = load(&own_folder()).cases;
     let case = |name: &str| cases.iter().find(|c| c.name == name).expect("the case");
     let wrong = |name: &str, answer: cases::Answer| compare(case(name), answer, 1e-6).is_err();
     let value = |v: f64| {
@@ -147,9 +178,76 @@ fn golden_comparison_notices_what_is_wrong() {
 fn golden_readme_table_is_read() {
     let text = "# Cases\n\n| file | cases | functions |\n|---|---|---|\n| `a` | 2 | `one` (all), `two` |\n\
                 | `b` | 1 | `b_*`: each of `kinds` |\n\n| `c` | `no` | `function` |\n";
-    assert_eq!(readme::functions(text), ["one", "two", "b_*"]);
+    let names = ["one", "two", "b_*"].map(str::to_owned);
+    assert_eq!(readme::functions(text), Some(names.to_vec()));
+    assert_eq!(readme::functions("# Cases\n\n| file | cases |\n"), None);
     assert!(readme::matches("two", "two") && !readme::matches("two", "two_more"));
     assert!(readme::matches("a_*_z", "a_b_z") && !readme::matches("a_*_z", "a_z"));
+}
+
+#[test]
+fn golden_folder_that_is_not_there_is_told() {
+    let why = named_folder(Path::new("no/such/folder")).unwrap_err();
+    assert!(why.starts_with("VERL_GOLDEN_DIR is `no/such/folder`, which is no folder"));
+    assert!(named_folder(Path::new("verl-algos/tests/golden")).is_ok());
+}
+
+/// A folder as nobody should make one, for what a harness must bear.
+fn folder_of(name: &str, files: &[(&str, &str)]) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::create_dir_all(&folder).expect("a folder");
+    for (file, text) in files {
+        std::fs::write(folder.join(file), text).expect("a file");
+    }
+    folder
+}
+
+#[test]
+fn golden_cases_do_not_hide_each_other() {
+    let rloo = |ids: &str, answer: &str| {
+        format!(
+            r#"{{"name": "x", "function": "rloo", "expected": {{"advantages": {answer}}}, "inputs":
+            {{"token_level_rewards": [[1], [0], [3], [1]], "response_mask": [[true], [1], [1.0], [1]],
+            "group_ids": {ids}}}}}"#
+        )
+    };
+    let good = rloo("[-7, -7, -2, -2]", "[[1], [-1], [2], [-2]]");
+    let wrong = rloo("[5, 5, 5, 5]", "[[1], [-1], [2], [-2]]");
+    let bad = r#"{"name": "y", "function": "rloo", "expected": {}, "inputs": {}}"#;
+    let other = r#"{"name": "z", "function": "not_here", "expected": {}, "inputs": {}}"#;
+    let file = |cases: &[&str]| format!(r#"{{"cases": [{}]}}"#, cases.join(","));
+    let folder = folder_of(
+        "golden_bad",
+        &[
+            (
+                "a.json",
+                &file(&[bad, r#"{"name": "no function"}"#, other, &wrong]),
+            ),
+            ("b.json", "not JSON"),
+            ("c.json", &file(&[&good])),
+        ],
+    );
+    let failures = run(&folder, DType::F64);
+    assert_eq!(failures.len(), 4, "{failures:?}");
+    for (failure, told) in failures
+        .iter()
+        .zip(["case 1", "b: expected", "a rloo y", "a rloo x"])
+    {
+        assert!(failure.contains(told), "{failure} does not tell {told}");
+    }
+    let faults = coverage(&folder);
+    let told: Vec<&str> = faults.iter().map(String::as_str).collect();
+    assert_eq!(told, ["no function here for `not_here` of a"]);
+}
+
+#[test]
+fn golden_readme_may_name_more_than_a_folder_has() {
+    let table = "| file | functions |\n|---|---|\n| `a` | `gae`, `dpo_*` |\n| `b` | `not_here` |\n";
+    let folder = folder_of("golden_subset", &[("README.md", table)]);
+    assert_eq!(
+        coverage(&folder),
+        ["the README names `not_here`, which is not here"]
+    );
 }
 
 /// Nothing that the golden folder holds may go unnoticed: a function without an implementation here is a failure.
@@ -159,32 +257,40 @@ fn golden_readme_functions_are_all_covered() {
         println!("no folder of golden files: set VERL_GOLDEN_DIR");
         return;
     };
-    let text = std::fs::read_to_string(folder.join("README.md")).expect("a README");
-    let cases = load(&folder);
+    let faults = coverage(&folder);
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+/// Functions of the cases, and of the README where the folder has one, that are not here.
+fn coverage(folder: &Path) -> Vec<String> {
+    let is_here = |case: &Case| outcome(case, DType::F64).is_some();
+    let cases = load(folder).cases;
     let mut first = BTreeMap::new();
     for case in &cases {
         first.entry(case.function.as_str()).or_insert(case);
     }
-    let mut faults = Vec::new();
-    for (function, case) in &first {
-        if functions::run(case, DType::F64).is_none() {
-            faults.push(format!(
-                "no function here for `{function}` of {}",
-                case.file
-            ));
-        }
-    }
-    let named = readme::functions(&text);
-    assert!(!named.is_empty(), "no function in the table of the README");
+    let missing = first.iter().filter(|(_, case)| !is_here(case));
+    let mut faults: Vec<String> = missing
+        .map(|(function, case)| format!("no function here for `{function}` of {}", case.file))
+        .collect();
+    let text = std::fs::read_to_string(folder.join("README.md")).unwrap_or_default();
+    let Some(named) = readme::functions(&text) else {
+        println!("{}: no README with a table of functions", folder.display());
+        return faults;
+    };
     for name in &named {
-        if !first.keys().any(|function| readme::matches(name, function)) {
-            faults.push(format!("the README names `{name}`, but no case does"));
+        if first.keys().any(|function| readme::matches(name, function)) {
+            continue;
+        }
+        println!("the README names `{name}`, but no case does");
+        if !is_here(&Case::empty(name)) {
+            faults.push(format!("the README names `{name}`, which is not here"));
         }
     }
     for function in first.keys() {
         if !named.iter().any(|name| readme::matches(name, function)) {
-            faults.push(format!("the table of the README lacks `{function}`"));
+            println!("the table of the README lacks `{function}`");
         }
     }
-    assert!(faults.is_empty(), "{}", faults.join("\n"));
+    faults
 }

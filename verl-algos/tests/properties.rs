@@ -3,10 +3,13 @@
 //!
 //! 1 what lies on observations does not matter · 2 nor do empty rows · 3 nor how a mini-batch is cut · 4 nor the order of
 //! rows · 5 nor where observations lie · 6 on policy the ratio is 1 · 7, 8 centring and leave-one-out · 9 the KL
-//! estimators · 10 whitening · 11 equal rewards carry no signal. The same for every preset of the rollout correction.
+//! estimators · 10 whitening · 11 equal rewards carry no signal · 12 what is taken up again goes on with the same bits. The
+//! same for every preset of the rollout correction.
 
 #[path = "properties/advantages.rs"]
 mod advantages;
+#[path = "properties/resume.rs"]
+mod resume;
 #[path = "properties/rollout_correction.rs"]
 mod rollout_correction;
 #[path = "properties/rows.rs"]

@@ -462,14 +462,11 @@ impl<M: ModelInterface> Check<M> {
 
     fn refusals(&mut self) {
         let prompt = self.sequences(1, 1).concat();
-        let context = self.model.max_tokens();
+        let full = vec![prompt[0]; self.model.max_tokens()];
         let unknown = [self.vocab as u32];
         for (what, request) in [
             ("an empty prompt", self.request(0, &[], 1)),
-            (
-                "more tokens than the context holds",
-                self.request(0, &prompt, context),
-            ),
+            ("a prompt that fills the context", self.request(0, &full, 1)),
             ("an id outside the vocabulary", self.request(0, &unknown, 1)),
         ] {
             let result =

@@ -236,6 +236,15 @@ impl Decoder {
         Ok((decoder, report))
     }
 
+    /// Looks whether [`Decoder::load`] would find weights that fit `config`; reads no weights.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_folder(dir: &Path, config: &DecoderConfig) -> Result<(), LoadError> {
+        let lazy = Decoder::lazy(config.clone(), &Device::flex());
+        hf::weights::check(&lazy, dir).map(drop)
+    }
+
     /// Writes a Hugging Face folder with weights in `dtype`; see [`hf::save`].
     ///
     /// # Errors

@@ -3,11 +3,13 @@
 //! Both generations of spellings are read: `rope_theta` with `rope_scaling`, or `rope_parameters`; `torch_dtype` or
 //! `dtype`. What a config asks for and the decoder cannot do is refused by name.
 
+mod rotary;
+
 use serde_json::{Map, Value, json};
 
+use self::rotary::{context, rope, scaling_json};
 use crate::FAMILIES;
 use crate::blocks::attention::Heads;
-use crate::blocks::rope::{RopeConfig, RopeScaling};
 use crate::decoder::DecoderConfig;
 use crate::hf::config::Settings;
 use crate::hf::{LoadError, SaveDType};
@@ -97,16 +99,17 @@ pub fn decoder_config(settings: &Settings<'_>) -> Result<DecoderConfig, LoadErro
     let traits = (family(settings)?.traits)(settings)?;
     refuse_unsupported(settings)?;
     let hidden_size = settings.size("hidden_size")?;
-    let max_tokens = settings.size("max_position_embeddings")?;
+    let declared = settings.size("max_position_embeddings")?;
+    let rope = rope(settings, declared)?;
     Ok(DecoderConfig {
         vocab_size: settings.size("vocab_size")?,
         hidden_size,
         intermediate_size: settings.size("intermediate_size")?,
         layers: settings.size("num_hidden_layers")?,
         heads: heads(settings, hidden_size, traits.head_dim)?,
-        max_tokens,
+        max_tokens: context(&rope.scaling, declared),
         norm_epsilon: settings.positive("rms_norm_eps")?.unwrap_or(1e-6),
-        rope: rope(settings, max_tokens)?,
+        rope,
         qkv_bias: traits.qkv_bias,
         output_bias: traits.output_bias,
         mlp_bias: traits.mlp_bias,
@@ -198,69 +201,6 @@ fn sliding_window(settings: &Settings<'_>) -> Result<Option<usize>, LoadError> {
     Ok(window.filter(|window| declared && slides && *window < context))
 }
 
-/// Rotary settings of either spelling: all in `rope_parameters`, or `rope_theta` beside `rope_scaling`.
-fn rope(settings: &Settings<'_>, max_tokens: usize) -> Result<RopeConfig, LoadError> {
-    let nested = match settings.object("rope_parameters")? {
-        Some(parameters) => Some(parameters),
-        None => settings.object("rope_scaling")?,
-    };
-    let theta = match &nested {
-        Some(nested) => nested.positive("rope_theta")?,
-        None => None,
-    };
-    let theta = match theta {
-        Some(theta) => theta,
-        None => settings.positive("rope_theta")?.unwrap_or(10_000.0),
-    };
-    let mut partial = settings.positive("partial_rotary_factor")?;
-    let mut scaling = RopeScaling::Default;
-    if let Some(nested) = &nested {
-        partial = nested.positive("partial_rotary_factor")?.or(partial);
-        scaling = rope_scaling(nested, max_tokens)?;
-    }
-    if let Some(partial) = partial.filter(|partial| *partial != 1.0) {
-        return Err(settings.error(format!(
-            "`partial_rotary_factor` is {partial}; only whole heads are rotated"
-        )));
-    }
-    Ok(RopeConfig { theta, scaling })
-}
-
-fn rope_scaling(rope: &Settings<'_>, max_tokens: usize) -> Result<RopeScaling, LoadError> {
-    let kind = match rope.text("rope_type")? {
-        Some(kind) => kind,
-        None => rope.text("type")?.unwrap_or("default"),
-    };
-    let needed = |name: &str| {
-        rope.positive(name)?
-            .ok_or_else(|| rope.error(format!("rotary scaling `{kind}` needs `{name}`")))
-    };
-    match kind {
-        "default" => Ok(RopeScaling::Default),
-        "linear" => Ok(RopeScaling::Linear {
-            factor: needed("factor")?,
-        }),
-        "llama3" => {
-            let (low, high) = (needed("low_freq_factor")?, needed("high_freq_factor")?);
-            if low >= high {
-                return Err(rope.error(format!(
-                    "`low_freq_factor` ({low}) must be less than `high_freq_factor` ({high})"
-                )));
-            }
-            let original = rope.optional_size("original_max_position_embeddings")?;
-            Ok(RopeScaling::Llama3 {
-                factor: needed("factor")?,
-                low_freq_factor: low,
-                high_freq_factor: high,
-                original_context: original.unwrap_or(max_tokens),
-            })
-        }
-        other => Err(rope.error(format!(
-            "rotary scaling `{other}` is not supported; supported: default, linear, llama3"
-        ))),
-    }
-}
-
 /// A config.json for a decoder that was not loaded from one, in spellings that every version of `transformers` reads.
 pub fn config_json(config: &DecoderConfig, dtype: SaveDType) -> Map<String, Value> {
     let family = family_of(config);
@@ -305,28 +245,10 @@ fn family_of(config: &DecoderConfig) -> &'static Family {
     }
 }
 
-fn scaling_json(scaling: &RopeScaling) -> Value {
-    match *scaling {
-        RopeScaling::Default => Value::Null,
-        RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
-        RopeScaling::Llama3 {
-            factor,
-            low_freq_factor,
-            high_freq_factor,
-            original_context,
-        } => json!({
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": low_freq_factor,
-            "high_freq_factor": high_freq_factor,
-            "original_max_position_embeddings": original_context,
-        }),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::blocks::rope::RopeScaling;
 
     fn base() -> Value {
         json!({
@@ -422,6 +344,52 @@ mod tests {
     }
 
     #[test]
+    fn yarn_is_read_as_transformers_reads_it() {
+        // As the cards of Qwen2.5 and Qwen3 have it.
+        let card = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});
+        let config = read(json!({"rope_scaling": card})).unwrap();
+        let yarn = |factor: f64, magnitude, original_context| RopeScaling::Yarn {
+            factor,
+            magnitude,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_context,
+            truncate: true,
+        };
+        let magnitude = 0.1 * 4f64.ln() + 1.0;
+        assert_eq!(config.rope.scaling, yarn(4.0, magnitude, 32));
+        assert_eq!(config.max_tokens, 128);
+        let told = json!({
+            "rope_type": "yarn", "factor": 2.0, "attention_factor": 0.5, "mscale": 2.0, "truncate": true,
+        });
+        let scaling = read(json!({"rope_parameters": told})).unwrap().rope.scaling;
+        assert_eq!(scaling, yarn(2.0, 0.5, 64));
+        let scales =
+            json!({"rope_type": "yarn", "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 1.0});
+        let scaling = read(json!({"rope_parameters": scales}))
+            .unwrap()
+            .rope
+            .scaling;
+        assert_eq!(scaling.magnitude(), (0.05 * 4f64.ln() + 1.0) / magnitude);
+    }
+
+    #[test]
+    fn scalings_are_written_back() {
+        for scaling in [
+            json!({"rope_type": "yarn", "factor": 4.0, "truncate": false, "beta_fast": 16.0}),
+            json!({"rope_type": "dynamic", "factor": 4.0}),
+        ] {
+            let config = read(json!({"rope_scaling": scaling})).unwrap();
+            let written = config_json(&config, SaveDType::F32);
+            let settings = Settings {
+                path: "config.json".into(),
+                map: &written,
+            };
+            assert_eq!(decoder_config(&settings).unwrap(), config);
+        }
+    }
+
+    #[test]
     fn a_declared_but_unused_sliding_window_is_fine() {
         let window = |changes: Value| read(changes).map(|_| ());
         let declared = json!({"sliding_window": 8, "use_sliding_window": false});
@@ -441,12 +409,8 @@ mod tests {
             "layers attend to a sliding window of 8 tokens (`sliding_window`); only full attention is supported",
         );
         check_refused(
-            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-            "rotary scaling `yarn` is not supported; supported: default, linear, llama3",
-        );
-        check_refused(
-            json!({"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
-            "rotary scaling `dynamic` is not supported; supported: default, linear, llama3",
+            json!({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}),
+            "rotary scaling `longrope` is not supported; supported: default, dynamic, linear, llama3, yarn",
         );
         check_refused(
             json!({"hidden_act": "gelu"}),
@@ -484,6 +448,10 @@ mod tests {
         check_refused(
             json!({"rope_scaling": {"type": "linear"}}),
             "rotary scaling `linear` needs `factor`",
+        );
+        check_refused(
+            json!({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1.0}}),
+            "`beta_slow` (1) must be less than `beta_fast` (1)",
         );
     }
 

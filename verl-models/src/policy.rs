@@ -212,6 +212,14 @@ impl<M: ModelInterface> TrainedModel for Policy<M> {
         self.trained.restore(snapshot)
     }
 
+    fn store(&self, snapshot: &(dyn Any + Send + Sync)) -> Result<Option<Vec<u8>>, ModelError> {
+        self.trained.store(snapshot)
+    }
+
+    fn recall(&self, bytes: &[u8]) -> Result<Option<Box<dyn Any + Send + Sync>>, ModelError> {
+        self.trained.recall(bytes).map(Some)
+    }
+
     fn save(&self, dir: &Path) -> Result<(), ModelError> {
         self.module().save(dir)
     }

@@ -330,6 +330,54 @@ fn a_step_repeats_from_a_snapshot() {
 }
 
 #[test]
+fn a_stored_snapshot_brings_another_object_to_the_same_bits() {
+    let sequences = sequences(&[(3, 8), (6, 2)], 29);
+    let rows = rows(&sequences);
+    let step = |policy: &mut Policy<Toy>| {
+        policy
+            .accumulate(&rows, &all, 1.0, true, &mut loss)
+            .expect("finite");
+        policy.optimizer_step().expect("finite");
+        policy.weights_hash()
+    };
+    for dtype in [DType::F32, DType::BF16] {
+        let toy = || Toy::new(29, 12, 64).cast(dtype);
+        let mut policy = trained(toy());
+        step(&mut policy);
+        let snapshot = policy.snapshot();
+        let bytes = policy
+            .store(snapshot.as_ref())
+            .expect("known types")
+            .expect("its own");
+        let hash = policy.weights_hash();
+        let next = [step(&mut policy), step(&mut policy)];
+
+        let mut other = trained(toy());
+        let recalled = other
+            .recall(&bytes)
+            .expect("the same model")
+            .expect("offered");
+        assert!(other.restore(recalled.as_ref()));
+        assert_eq!((other.weights_hash(), other.optimizer_steps()), (hash, 1));
+        assert_eq!([step(&mut other), step(&mut other)], next);
+
+        let refused = |policy: Policy<Toy>| policy.recall(&bytes).err().map(|e| e.to_string());
+        let wider = refused(trained(Toy::new(31, 12, 64).cast(dtype))).expect("another size");
+        assert!(
+            wider.contains("another model") && wider.contains("embedding"),
+            "{wider}"
+        );
+    }
+    let policy = frozen(Toy::new(29, 12, 64));
+    let bytes = policy
+        .store(policy.snapshot().as_ref())
+        .expect("known types")
+        .expect("its own");
+    assert!(trained(Toy::new(29, 12, 64)).recall(&bytes).is_err());
+    assert!(policy.store(&0_u8).expect("refuses").is_none());
+}
+
+#[test]
 fn snapshots_of_other_things_are_refused() {
     let mut policy = trained(Toy::new(29, 12, 64));
     let before = policy.weights_hash();

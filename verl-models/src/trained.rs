@@ -1,5 +1,7 @@
 //! A module with its optimiser: what policies and critics share.
 
+mod stored;
+
 use std::any::Any;
 use std::path::Path;
 

@@ -88,6 +88,20 @@ fn decoders() -> Vec<(&'static str, Decoder)> {
         },
         ..llama()
     };
+    let yarn = DecoderConfig {
+        rope: RopeConfig {
+            theta: 100.0,
+            scaling: RopeScaling::Yarn {
+                factor: 6.0,
+                magnitude: 1.2,
+                beta_fast: 4.0,
+                beta_slow: 0.5,
+                original_context: CONTEXT / 6,
+                truncate: true,
+            },
+        },
+        ..llama()
+    };
     let large = DecoderConfig {
         vocab_size: 1001,
         hidden_size: 192,
@@ -108,6 +122,7 @@ fn decoders() -> Vec<(&'static str, Decoder)> {
         ("qwen2", qwen2),
         ("qwen3", qwen3),
         ("large", large),
+        ("yarn", yarn),
     ]
     .map(|(name, config)| (name, decoder(config)))
     .into()
@@ -472,6 +487,35 @@ fn limits_and_stops_are_honoured() {
     }
 }
 
+#[test]
+fn a_response_ends_where_the_context_does() {
+    let decoder = decoder(llama());
+    let prompts = [(90, 7), (95, 12), (90, 6), (60, 400)];
+    let requests: Vec<RolloutRequest> = prompts
+        .iter()
+        .map(|&(prompt, new)| request(vec![5; prompt], prompt as u64, new))
+        .collect();
+    let within = |request: &RolloutRequest| RolloutRequest {
+        max_new_tokens: CONTEXT - request.prompt.len(),
+        ..request.clone()
+    };
+    let asked: Vec<RolloutRequest> = requests.iter().map(within).collect();
+    for engine in ways() {
+        let settings = SamplingSettings::default();
+        let cut = generate(engine, &decoder, &requests, &settings).unwrap();
+        // The same as if no more had been asked for.
+        assert_eq!(cut, generate(engine, &decoder, &asked, &settings).unwrap());
+        for (output, request) in cut.iter().zip(&requests) {
+            assert_eq!(
+                output.tokens.len() + request.prompt.len(),
+                CONTEXT,
+                "{engine:?}"
+            );
+            assert_eq!(output.finish, FinishReason::Length);
+        }
+    }
+}
+
 /// Whether a response ends as one of the rules says.
 fn ends(output: &RolloutOutput, settings: &SamplingSettings) -> bool {
     let text: String = output.tokens.iter().map(|id| format!("<{id}>")).collect();
@@ -555,8 +599,8 @@ fn what_cannot_be_answered_is_refused() {
         };
         let plain = SamplingSettings::default();
         assert_eq!(
-            refused(request(vec![1; 90], 0, 7), &plain),
-            "request 1: prompt of 90 tokens and 7 new ones exceed the context of 96"
+            refused(request(vec![1; 96], 0, 7), &plain),
+            "request 1: a prompt of 96 tokens leaves no room for an answer in the context of 96"
         );
         assert_eq!(
             refused(request(vec![], 0, 7), &plain),

@@ -1,16 +1,24 @@
 //! Values and gradients against `transformers`, over every folder with a `reference.safetensors`.
 //!
 //! Folders are those beside this file, those of `../shared/models` where it exists, or, instead of both, those of
-//! `VERL_MODELS_DIR`. All numbers are f32 on the CPU.
+//! `VERL_MODELS_DIR`. All numbers are f32 on the CPU. A reference needs `input_ids`; what else it lacks is not compared,
+//! and without `attention_mask` nothing is padding. Every folder is tried, whatever became of the others.
+
+#![expect(
+    clippy::print_stdout,
+    reason = "the tests tell what they could not compare"
+)]
 
 use std::collections::HashMap;
 use std::env;
 use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Gradients, Int, Tensor, TensorData};
+use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 use verl_models::Decoder;
 use verl_models::model::ModelInterface;
@@ -20,17 +28,17 @@ const TOLERANCE: f32 = 1e-4;
 
 #[test]
 fn parity_of_logits() {
-    for case in cases() {
+    for_each_case(|case| {
         let logits = values(case.model.forward(case.ids()));
         let vocab = case.model.vocab_size();
         let kept = case.kept_positions(0);
         case.check("logits", &pick(&logits, &kept, vocab), vocab, &kept);
-    }
+    });
 }
 
 #[test]
 fn parity_of_log_probs_and_entropy() {
-    for case in cases() {
+    for_each_case(|case| {
         let log_probs = log_softmax(case.model.forward(case.ids()), 2);
         let entropy = -(log_probs.clone().exp() * log_probs.clone()).sum_dim(2);
         let kept = case.kept_positions(0);
@@ -38,12 +46,12 @@ fn parity_of_log_probs_and_entropy() {
         let kept = case.kept_positions(1);
         let chosen = values(next_log_probs(log_probs, case.ids()));
         case.check("logprobs", &pick(&chosen, &kept, 1), 1, &kept);
-    }
+    });
 }
 
 #[test]
 fn parity_of_loss_and_every_gradient() {
-    for mut case in cases() {
+    for_each_case(|mut case| {
         case.model = case.model.train();
         let loss = case.loss();
         case.check("loss", &values(loss.clone()), 1, &[0]);
@@ -53,43 +61,65 @@ fn parity_of_loss_and_every_gradient() {
             found: HashMap::new(),
         };
         case.model.visit(&mut seen);
-        let mut wanted: Vec<&String> = case
-            .reference
-            .keys()
-            .filter(|name| name.starts_with("grad."))
-            .collect();
+        let is_gradient = |name: &&String| name.starts_with("grad.");
+        let mut wanted: Vec<&String> = case.reference.keys().filter(is_gradient).collect();
         wanted.sort();
-        assert_eq!(wanted.len(), seen.found.len(), "{}: gradients", case.name);
-        for name in wanted {
-            let got = &seen.found[name.trim_start_matches("grad.")];
+        for name in &wanted {
+            let own = name.trim_start_matches("grad.");
+            let Some(got) = seen.found.get(own) else {
+                // A tied head has no weight of its own; the gradient of both uses is the embedding's.
+                assert_eq!(own, "lm_head.weight", "a gradient of what is no parameter");
+                continue;
+            };
             let all: Vec<usize> = (0..got.len()).collect();
             case.check(name, got, 1, &all);
         }
-    }
+        if wanted.len() < seen.found.len() {
+            let (some, all) = (wanted.len(), seen.found.len());
+            println!("{}: {some} of {all} gradients in the reference", case.name);
+        }
+    });
 }
 
 #[test]
 fn parity_does_not_depend_on_what_pads_a_row() {
-    for case in cases() {
+    for_each_case(|case| {
         let kept = case.kept_positions(0);
         let vocab = case.model.vocab_size();
-        let mask = &case.reference["attention_mask"].values;
         let ids = &case.reference["input_ids"].values;
         let other_pads = ids
             .iter()
-            .zip(mask)
+            .zip(&case.mask)
             .map(|(id, kept)| if *kept > 0.0 { *id } else { (vocab - 1) as f32 });
         let other = tensor_of_ids(other_pads, case.shape());
         let logits = pick(&values(case.model.forward(other)), &kept, vocab);
         let first = pick(&values(case.model.forward(case.ids())), &kept, vocab);
-        assert_eq!(logits, first, "{}", case.name);
+        assert_eq!(logits, first);
+    });
+}
+
+#[test]
+fn parity_tells_every_folder_that_fails() {
+    let parent = Path::new(env!("CARGO_TARGET_TMPDIR")).join("parity");
+    for name in ["empty", "garbage"] {
+        let folder = parent.join(name);
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("reference.safetensors"), name).unwrap();
     }
+    let folders = folders_in(&parent);
+    let failures = failures(&folders, |_| {});
+    assert_eq!(failures.len(), 2);
+    assert!(failures[0].contains("empty: ") && failures[1].contains("garbage: "));
+    let missing = named_folder(Path::new("no/such/folder")).unwrap_err();
+    assert!(missing.starts_with("VERL_MODELS_DIR is `no/such/folder`, which is no folder"));
 }
 
 struct Case {
     name: String,
     model: Decoder,
     reference: HashMap<String, Reference>,
+    /// 1 where a token is no padding, row by row.
+    mask: Vec<f32>,
 }
 
 struct Reference {
@@ -100,10 +130,14 @@ struct Reference {
 impl Case {
     fn load(dir: &Path) -> Self {
         let device = Device::flex();
+        let reference = read_reference(&dir.join("reference.safetensors"));
+        let tokens = reference["input_ids"].values.len();
+        let mask = reference.get("attention_mask");
         Case {
             name: dir.display().to_string(),
             model: Decoder::load(dir, &device).unwrap_or_else(|error| panic!("{error}")),
-            reference: read_reference(&dir.join("reference.safetensors")),
+            mask: mask.map_or_else(|| vec![1.0; tokens], |mask| mask.values.clone()),
+            reference,
         }
     }
 
@@ -122,8 +156,7 @@ impl Case {
     /// Indices, in rows of `S - skipped`, of positions whose token at `position + skipped` is no pad.
     fn kept_positions(&self, skipped: usize) -> Vec<usize> {
         let [_, s] = self.shape();
-        let mask = &self.reference["attention_mask"].values;
-        let kept = mask.chunks(s).flat_map(|row| row[skipped..].to_vec());
+        let kept = self.mask.chunks(s).flat_map(|row| row[skipped..].to_vec());
         kept.enumerate()
             .filter(|(_, kept)| *kept > 0.0)
             .map(|(index, _)| index)
@@ -140,10 +173,14 @@ impl Case {
         -chosen.reshape([b * s]).select(0, kept).mean()
     }
 
-    /// Compares with the positions `kept` of the reference, each `width` values.
+    /// Compares with the positions `kept` of the reference, each `width` values, where it has them.
     fn check(&self, what: &str, got: &[f32], width: usize, kept: &[usize]) {
-        let want = pick(&self.reference[what].values, kept, width);
-        assert_eq!(got.len(), want.len(), "{}: size of {what}", self.name);
+        let Some(reference) = self.reference.get(what) else {
+            println!("{}: no {what} in the reference", self.name);
+            return;
+        };
+        let want = pick(&reference.values, kept, width);
+        assert_eq!(got.len(), want.len(), "size of {what}");
         let largest = want.iter().fold(0.0f32, |max, value| max.max(value.abs()));
         let apart = got
             .iter()
@@ -158,8 +195,7 @@ impl Case {
             });
         assert!(
             apart <= TOLERANCE * largest,
-            "{}: {what} is {apart} apart, of at most {largest}",
-            self.name
+            "{what} is {apart} apart, of at most {largest}"
         );
     }
 }
@@ -212,40 +248,90 @@ fn pick(values: &[f32], positions: &[usize], width: usize) -> Vec<f32> {
         .collect()
 }
 
-fn cases() -> Vec<Case> {
-    let cases: Vec<Case> = folders().iter().map(|dir| Case::load(dir)).collect();
-    assert!(!cases.is_empty(), "no folder with a reference.safetensors");
-    cases
+/// Runs a check on every folder, and fails with all that went wrong.
+#[track_caller]
+fn for_each_case(check: impl Fn(Case)) {
+    let folders = folders();
+    assert!(
+        !folders.is_empty(),
+        "no folder with a reference.safetensors"
+    );
+    let failures = failures(&folders, check);
+    let (failed, all) = (failures.len(), folders.len());
+    assert!(
+        failed == 0,
+        "{failed} of {all} folders\n{}",
+        failures.join("\n")
+    );
+}
+
+fn failures(folders: &[PathBuf], check: impl Fn(Case)) -> Vec<String> {
+    let of_folder = |dir: &PathBuf| {
+        let run = AssertUnwindSafe(|| check(Case::load(dir)));
+        let panic = catch_unwind(run).err()?;
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| panic.downcast_ref::<&str>().map(|t| (*t).to_owned()));
+        Some(format!("{}: {}", dir.display(), text.unwrap_or_default()))
+    };
+    folders.iter().filter_map(of_folder).collect()
 }
 
 fn folders() -> Vec<PathBuf> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let parents = match env::var_os("VERL_MODELS_DIR") {
-        Some(dir) => vec![PathBuf::from(dir)],
-        None => vec![here.join("tests/models"), here.join("../../shared/models")],
-    };
-    let entries = parents
-        .iter()
-        .filter_map(|parent| fs::read_dir(parent).ok());
-    let mut folders: Vec<PathBuf> = entries
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| path.join("reference.safetensors").exists())
-        .collect();
+    match env::var_os("VERL_MODELS_DIR") {
+        Some(dir) => match named_folder(Path::new(&dir)) {
+            Ok(folder) => folders_in(&folder),
+            Err(why) => panic!("{why}"),
+        },
+        None => {
+            let own = folders_in(&here.join("tests/models"));
+            own.into_iter()
+                .chain(folders_in(&here.join("../../shared/models")))
+                .collect()
+        }
+    }
+}
+
+/// A folder that was asked for; relative to the workspace where it is not here.
+fn named_folder(named: &Path) -> Result<PathBuf, String> {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let places = [named.to_path_buf(), workspace.join(named)];
+    places
+        .into_iter()
+        .find(|place| place.is_dir())
+        .ok_or_else(|| {
+            format!(
+                "VERL_MODELS_DIR is `{}`, which is no folder; name the folder of model folders or unset it",
+                named.display()
+            )
+        })
+}
+
+/// The folders in a folder that have a reference, and the folder itself where it has one.
+fn folders_in(parent: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(parent).into_iter().flatten().flatten();
+    let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+    folders.push(parent.to_path_buf());
+    folders.retain(|path| path.join("reference.safetensors").exists());
     folders.sort();
     folders
 }
 
 fn read_reference(path: &Path) -> HashMap<String, Reference> {
     let bytes = fs::read(path).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap_or_else(|error| panic!("{error}"));
     let read = |name: &str| {
         let tensor = file.tensor(name).unwrap();
+        let data = tensor.data();
+        // Token ids and masks are far below 2^24.
         let values = match tensor.dtype() {
-            Dtype::F32 => numbers(tensor.data(), f32::from_le_bytes),
-            // Token ids and masks, far below 2^24.
-            Dtype::I64 => numbers(tensor.data(), |bytes| i64::from_le_bytes(bytes) as f32),
+            Dtype::F32 => numbers(data, f32::from_le_bytes),
+            Dtype::F64 => numbers(data, |bytes| f64::from_le_bytes(bytes) as f32),
+            Dtype::F16 => numbers(data, |bytes| f16::from_le_bytes(bytes).to_f32()),
+            Dtype::BF16 => numbers(data, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+            Dtype::I64 => numbers(data, |bytes| i64::from_le_bytes(bytes) as f32),
+            Dtype::I32 => numbers(data, |bytes| i32::from_le_bytes(bytes) as f32),
+            Dtype::BOOL | Dtype::U8 => numbers(data, |[byte]: [u8; 1]| f32::from(byte)),
             other => panic!("{name} is {other:?}"),
         };
         Reference {

@@ -82,6 +82,7 @@ fn chain(stages: usize, rows: usize, cardinality: Cardinality) -> Run {
             rename: BTreeMap::new(),
             stated_reads: None,
             stated_writes: None,
+            debug: false,
             build: Arc::new(move |_| Ok(Box::new(link.clone()))),
         });
     }

@@ -38,6 +38,14 @@ pub trait IntoStage: Sized {
     fn writing(self, own: impl Into<String>, key: impl Into<String>) -> Named {
         self.reading(own, key)
     }
+
+    /// The stage recorded in full at every step, within the size budget of the trace.
+    fn debug(self) -> Named {
+        Named(StageDecl {
+            debug: true,
+            ..self.declare()
+        })
+    }
 }
 
 impl<C: StageConfig> IntoStage for C {
@@ -68,6 +76,7 @@ impl IntoStage for CustomStage {
             rename: BTreeMap::new(),
             stated_reads: None,
             stated_writes: None,
+            debug: false,
             build: self.0,
         }
     }

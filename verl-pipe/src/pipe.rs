@@ -11,9 +11,10 @@ use serde::{Deserialize, Serialize};
 use crate::chain::Chain;
 pub use crate::chain::{IntoStage, stage_fn, stage_with};
 use crate::data::{DataError, DataLoaderInterface};
-use crate::resource::{ModelInfo, ModelResource, ResourceError};
+use crate::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, TokenTexts};
 use crate::schedule::batching::{BatchConfig, DevicesConfig};
 use crate::stage::{BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig};
+use crate::trace::config::TraceConfig;
 
 /// Settings of a run (`[run]`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -27,9 +28,11 @@ pub struct RunConfig {
     pub steps: u64,
     /// Steps between two console lines (steps).
     pub console_every: u64,
-    /// Samples a step written to `samples.jsonl` (samples).
+    /// Samples a step written to `samples.jsonl` (samples): rows of the step with prompt, response, answer, reward and
+    /// advantage, as far as the pipeline has these keys.
     pub samples_per_step: usize,
     /// Longest wait for one call of a stage that uses a model (seconds).
+    #[schemars(extend("exclusiveMinimum" = 0))]
     pub stage_deadline_s: f64,
     /// Models to save at the end; all that were updated when absent.
     pub save: Option<Vec<String>>,
@@ -74,6 +77,8 @@ pub struct StageDecl {
     pub stated_reads: Option<Vec<String>>,
     /// Writes stated by hand; must agree with the stage.
     pub stated_writes: Option<Vec<String>>,
+    /// Whether it is recorded in full at every step.
+    pub debug: bool,
     /// Makes the stage.
     pub build: StageBuilder,
 }
@@ -97,6 +102,17 @@ pub trait ModelFactory: Send + Sync {
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>>;
     /// See [`ModelConfig::trainable`].
     fn trainable(&self) -> bool;
+    /// See [`ModelConfig::check_device`].
+    ///
+    /// # Errors
+    /// As there.
+    fn check_device(&self, _device: &str) -> Result<(), DeviceRefusal> {
+        Ok(())
+    }
+    /// See [`ModelConfig::token_texts`].
+    fn token_texts(&self, _context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
+        None
+    }
     /// See [`ModelConfig::load`].
     ///
     /// # Errors
@@ -115,6 +131,12 @@ impl<C: ModelConfig> ModelFactory for C {
     }
     fn trainable(&self) -> bool {
         ModelConfig::trainable(self)
+    }
+    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
+        ModelConfig::check_device(self, device)
+    }
+    fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
+        ModelConfig::token_texts(self, context)
     }
     fn load(
         &self,
@@ -165,6 +187,8 @@ pub struct DataPipe {
     pub batch: BatchConfig,
     /// Devices.
     pub devices: DevicesConfig,
+    /// What is recorded.
+    pub trace: TraceConfig,
     /// Data sets by declaration order.
     pub data: Vec<DataDecl>,
     /// Models by declaration order.
@@ -189,6 +213,7 @@ impl DataPipe {
             run: RunConfig::default(),
             batch: BatchConfig::default(),
             devices: DevicesConfig::default(),
+            trace: TraceConfig::default(),
             data: Vec::new(),
             models: Vec::new(),
             stages: Vec::new(),
@@ -212,6 +237,12 @@ impl DataPipe {
     /// Sets the devices.
     pub fn devices(mut self, devices: DevicesConfig) -> Self {
         self.devices = devices;
+        self
+    }
+
+    /// Sets what is recorded.
+    pub fn trace(mut self, trace: TraceConfig) -> Self {
+        self.trace = trace;
         self
     }
 
@@ -315,6 +346,23 @@ impl DataPipe {
         })
     }
 
+    /// Records the stage added last in full at every step, within the size budget of the trace.
+    ///
+    /// ```
+    /// use verl_pipe::keys::RESPONSES;
+    /// use verl_pipe::pipe::{DataPipe, stage_fn};
+    /// use verl_pipe::stage::{RowRule, StageSpec};
+    ///
+    /// let source = StageSpec::new().rows(RowRule::Source).writes(RESPONSES);
+    /// let pipe = DataPipe::new("seen")
+    ///     .add_stage("source", stage_fn(source, |batch, ctx| ctx.emit(batch)))
+    ///     .debug();
+    /// assert!(pipe.stages[0].debug);
+    /// ```
+    pub fn debug(self) -> Self {
+        self.about_last("debug", |stage| stage.debug = true)
+    }
+
     /// Adds the stages of a [`Chain`], in order.
     pub fn chain(mut self, chain: impl Into<Chain>) -> Self {
         self.stages.extend(chain.into().into_stages());
@@ -343,6 +391,7 @@ impl StageDecl {
             rename: BTreeMap::new(),
             stated_reads: None,
             stated_writes: None,
+            debug: false,
             build: Arc::new(move |context| config.build(context)),
         }
     }

@@ -18,6 +18,8 @@ pub struct Kind<D> {
     pub name: &'static str,
     /// One line about it.
     pub summary: &'static str,
+    /// Rust type of its settings, with its path.
+    pub rust_type: &'static str,
     /// Makes the declaration from a name in the pipeline and a configuration.
     pub(crate) declare: fn(&str, Value) -> Decoded<D>,
     /// JSON Schema of its configuration.
@@ -149,6 +151,7 @@ impl Registry {
         let kind = Kind {
             name: C::KIND,
             summary: C::SUMMARY,
+            rust_type: std::any::type_name::<C>(),
             declare: |name, config| {
                 decode_known::<C>(config, &[]).map(|config| StageDecl::new(name, config))
             },
@@ -164,6 +167,7 @@ impl Registry {
         let kind = Kind {
             name: C::KIND,
             summary: C::SUMMARY,
+            rust_type: std::any::type_name::<C>(),
             declare: |_, settings| part::declare::<C>(settings),
             schema: C::json_schema,
             extensions: Vec::new(),
@@ -183,6 +187,7 @@ impl Registry {
         let kind = Kind {
             name: C::KIND,
             summary: C::SUMMARY,
+            rust_type: std::any::type_name::<C>(),
             declare: |name, config| {
                 decode_known::<C>(config, &[]).map(|config| ModelDecl::new(name, config))
             },
@@ -203,6 +208,7 @@ impl Registry {
         let kind = Kind {
             name: C::KIND,
             summary: C::SUMMARY,
+            rust_type: std::any::type_name::<C>(),
             declare: |name, config| {
                 decode_known::<C>(config, &[]).map(|config| DataDecl::new(name, config))
             },

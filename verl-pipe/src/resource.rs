@@ -5,10 +5,14 @@
 
 use std::any::Any;
 use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::stage::ConfigError;
 
 /// Which weights: the number of optimiser steps taken and a hash of their content.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -41,6 +45,15 @@ impl fmt::Debug for Snapshot {
     }
 }
 
+/// State in a form that can be kept on disk, and read by any version of the type that made it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct StoredState {
+    /// Tensors, in the safetensors format; may be empty.
+    pub tensors: Vec<u8>,
+    /// What is not a tensor.
+    pub about: Value,
+}
+
 /// What a resource can refuse.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -48,25 +61,76 @@ pub enum ResourceError {
     /// A snapshot that another type made.
     #[error("the snapshot was not made by this kind of model")]
     ForeignSnapshot,
+    /// A kind of model whose state cannot be kept on disk.
+    #[error(
+        "the state of this kind of model cannot be kept on disk: it implements no `store` and `recall`"
+    )]
+    NotStored,
     /// Loading, saving or computing failed.
     #[error("{0}")]
     Failed(Box<dyn std::error::Error + Send + Sync>),
+}
+
+/// Why a model cannot be loaded onto a device.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceRefusal {
+    /// No device is called so, whatever the machine.
+    #[error("{0}")]
+    Unknown(String),
+    /// Another machine or another build has it.
+    #[error("{0}")]
+    Absent(String),
 }
 
 /// A model as the engine sees it. It lives on the worker thread of its device group.
 pub trait ModelResource: Any + Send {
     /// Version of the weights now.
     fn version(&self) -> WeightsVersion;
+    /// Optimiser steps taken since the model was loaded: the step of [`ModelResource::version`] without its hash, which
+    /// may cost a pass over all weights.
+    fn optimizer_steps(&self) -> u64 {
+        self.version().step
+    }
+    /// Text of token ids, for people to read; `None` where the model has no tokenizer.
+    fn text_of(&self, _tokens: &[u32]) -> Option<String> {
+        None
+    }
     /// Weights, moments and schedule position.
     ///
     /// # Errors
     /// When the state cannot be read back.
     fn snapshot(&mut self) -> Result<Snapshot, ResourceError>;
+    /// As [`ModelResource::snapshot`], cheap enough for every step: the version's hash may be empty.
+    ///
+    /// # Errors
+    /// When the state cannot be read back.
+    fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
+        self.snapshot()
+    }
     /// Back to a snapshot of this model.
     ///
     /// # Errors
     /// When the snapshot is of another kind.
     fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError>;
+    /// A snapshot of this model in a form that can be kept on disk; `None` where this kind of model offers none.
+    ///
+    /// # Errors
+    /// When the snapshot is of another kind or cannot be read back.
+    fn store(&mut self, _snapshot: &Snapshot) -> Result<Option<StoredState>, ResourceError> {
+        Ok(None)
+    }
+    /// The snapshot that [`ModelResource::store`] made `stored` of; `version` is the one it had.
+    ///
+    /// # Errors
+    /// When it is of another model, or this kind of model offers none.
+    fn recall(
+        &mut self,
+        _version: &WeightsVersion,
+        _stored: &StoredState,
+    ) -> Result<Snapshot, ResourceError> {
+        Err(ResourceError::NotStored)
+    }
     /// Writes the model into `dir`, in its own folder format (for decoders a Hugging Face folder).
     ///
     /// # Errors
@@ -74,6 +138,12 @@ pub trait ModelResource: Any + Send {
     fn save(&mut self, dir: &Path) -> Result<(), ResourceError>;
     /// For downcasting.
     fn as_any_mut(&mut self) -> &mut dyn Any;
+}
+
+/// How token ids are written; what a reader of a trace needs of a model.
+pub trait TokenTexts: Send + Sync {
+    /// The text of one token, special ones included; empty for an id that there is not.
+    fn token(&self, id: u32) -> String;
 }
 
 /// What a model declaration tells without loading weights.
@@ -93,4 +163,58 @@ pub struct ModelInfo {
     pub summary: String,
     /// What stages take it for, as a noun, for example `policy`; empty where that is not told.
     pub role: &'static str,
+    /// What its token ids mean, where that is told.
+    #[serde(skip)]
+    pub vocabulary: Option<Vocabulary>,
+    /// Why no prompt can be written by its chat template, where that is known.
+    #[serde(skip)]
+    pub no_template: Option<String>,
+    /// Settings of it that are possible and probably not meant: the plan warns.
+    #[serde(skip)]
+    pub doubts: Vec<ConfigError>,
+}
+
+/// What the token ids of a model mean, as far as another model must agree: which token each id is.
+///
+/// ```
+/// use verl_pipe::resource::Vocabulary;
+///
+/// let small = Vocabulary::new(["a", "b"]);
+/// let large = Vocabulary::new(["a", "b", "c"]);
+/// assert!(large.reads(&small).is_ok());
+/// assert_eq!(small.reads(&large), Err(2));
+/// assert_eq!(Vocabulary::new(["a", "c"]).reads(&small), Err(1));
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Vocabulary(Arc<[u64]>);
+
+impl Vocabulary {
+    /// The vocabulary in which id `i` is the `i`-th of `tokens`.
+    pub fn new<T: Hash>(tokens: impl IntoIterator<Item = T>) -> Self {
+        let hash = |token: T| {
+            let mut hasher = DefaultHasher::new();
+            token.hash(&mut hasher);
+            hasher.finish()
+        };
+        Vocabulary(tokens.into_iter().map(hash).collect())
+    }
+
+    /// Number of ids.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there is no id.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether each id of `written` is the same token here.
+    ///
+    /// # Errors
+    /// The first id that is another token here, or none.
+    pub fn reads(&self, written: &Vocabulary) -> Result<(), usize> {
+        let other = (0..written.len()).find(|&id| self.0.get(id) != written.0.get(id));
+        other.map_or(Ok(()), Err)
+    }
 }

@@ -14,7 +14,9 @@ use serde::{Deserialize, Serialize};
 use crate::batch::{Batch, BatchError};
 use crate::data::{DataError, DataLoaderInterface};
 use crate::field::Field;
-use crate::resource::{ModelResource, ResourceError, Snapshot};
+use crate::resource::{
+    ModelResource, ResourceError, Snapshot, StoredState, TokenTexts, WeightsVersion,
+};
 use crate::schedule::batching::BatchPlan;
 
 /// How finely a stage's input may be cut. The executor streams as finely as this allows.
@@ -191,10 +193,25 @@ pub struct StageSpec {
     pub remedies: BTreeMap<String, String>,
     /// Settings that are possible and probably not meant: the plan warns.
     pub doubts: Vec<ConfigError>,
+    /// Quantities that it and other stages are told each for itself, and that are one.
+    pub agreements: Vec<Agreement>,
     /// For a filter of groups: how many it is to keep; its source draws further waves while they are too few.
     pub refill: Option<Refill>,
     /// For a source: it draws other rows in each wave of a step, as [`StageContext::wave`] tells.
     pub draws_waves: bool,
+    /// JSON Schema of the samples that it hands to [`StageSink::sample`], for the documentation of `samples.jsonl`.
+    pub sample: Option<serde_json::Value>,
+}
+
+/// A quantity that several stages are told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Agreement {
+    /// What it is, as a phrase.
+    pub quantity: &'static str,
+    /// The stage's setting.
+    pub setting: &'static str,
+    /// What it is set to.
+    pub value: String,
 }
 
 /// What becomes of a row whose host-pool call failed.
@@ -291,6 +308,21 @@ impl StageSpec {
         self.doubts.push(setting);
         self
     }
+    /// Says to what its setting `setting` sets a quantity that other stages are told too, for example `longest response
+    /// in tokens`: the plan warns where two stages say different things.
+    pub fn agrees(
+        mut self,
+        quantity: &'static str,
+        setting: &'static str,
+        value: impl ToString,
+    ) -> Self {
+        self.agreements.push(Agreement {
+            quantity,
+            setting,
+            value: value.to_string(),
+        });
+        self
+    }
     /// Sets how many groups a filter is to keep.
     pub fn refill(mut self, refill: Refill) -> Self {
         self.refill = Some(refill);
@@ -299,6 +331,12 @@ impl StageSpec {
     /// Says that a source can draw further waves.
     pub fn draws_waves(mut self) -> Self {
         self.draws_waves = true;
+        self
+    }
+    /// Says what the samples are that it hands to [`StageSink::sample`].
+    pub fn samples_of<T: JsonSchema>(mut self) -> Self {
+        let generator = schemars::SchemaGenerator::default();
+        self.sample = Some(generator.into_root_schema_for::<T>().to_value());
         self
     }
     /// Adds metrics that it records.
@@ -501,6 +539,26 @@ pub trait Stage: Send + Any {
     fn restore(&mut self, _snapshot: &Snapshot) -> Result<(), StageError> {
         Ok(())
     }
+
+    /// A snapshot of this stage in a form that can be kept on disk; `None` where it offers none.
+    ///
+    /// # Errors
+    /// When the snapshot is of another kind.
+    fn store(&mut self, _snapshot: &Snapshot) -> Result<Option<StoredState>, StageError> {
+        Ok(None)
+    }
+
+    /// The snapshot that [`Stage::store`] made `stored` of; `version` is the one it had.
+    ///
+    /// # Errors
+    /// When it is of another stage, or this one offers none.
+    fn recall(
+        &mut self,
+        _version: &WeightsVersion,
+        _stored: &StoredState,
+    ) -> Result<Snapshot, StageError> {
+        Err(ResourceError::NotStored.into())
+    }
 }
 
 /// What [`Stage::start`] is given.
@@ -541,6 +599,16 @@ pub struct BuildContext {
     pub data: Vec<String>,
     /// Folder of the pipeline file, against which relative paths are read.
     pub base: std::path::PathBuf,
+    /// What the declared models tell of themselves, by name, as far as they could be described.
+    pub model_infos: BTreeMap<String, ModelInfo>,
+}
+
+impl BuildContext {
+    /// Longest sequence of a model in tokens, where it is told.
+    pub fn max_tokens(&self, model: &str) -> Option<usize> {
+        let info = self.model_infos.get(model)?;
+        (info.max_tokens > 0).then_some(info.max_tokens)
+    }
 }
 
 /// Why a configuration cannot become a stage, model or data set: the setting, what is wrong, what to do.
@@ -605,6 +673,17 @@ pub trait ModelConfig:
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>>;
     /// Whether a stage may update it.
     fn trainable(&self) -> bool;
+    /// Whether it could be loaded onto `device`, when the pipeline is checked; a kind that does not tell takes any.
+    ///
+    /// # Errors
+    /// A device that no machine has, or that this one lacks.
+    fn check_device(&self, _device: &str) -> Result<(), DeviceRefusal> {
+        Ok(())
+    }
+    /// How its token ids are written, without loading weights; `None` for a model without a tokenizer.
+    fn token_texts(&self, _context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
+        None
+    }
     /// Loads it onto `device` (`cpu`, `cuda:0`).
     ///
     /// # Errors
@@ -641,4 +720,4 @@ pub trait DataConfig:
     fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError>;
 }
 
-use crate::resource::ModelInfo;
+use crate::resource::{DeviceRefusal, ModelInfo};

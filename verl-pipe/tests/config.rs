@@ -6,6 +6,7 @@ use std::fs;
 
 use kit::*;
 use serde_json::{Value, json};
+use verl_pipe::cli::schema::SchemaArgs;
 use verl_pipe::cli::{self, PipelineArgs};
 use verl_pipe::config::{parse_pipeline, read_pipeline, to_toml};
 use verl_pipe::pipe::DataPipe;
@@ -298,7 +299,7 @@ fn commands_print_and_tell_by_their_exit_code() {
         "{text}"
     );
 
-    let (code, text) = run(|out| cli::schema::schema(&registry, out));
+    let (code, text) = run(|out| cli::schema::schema(&SchemaArgs::default(), &registry, out));
     assert_eq!(code, 0);
     let schema: Value = serde_json::from_str(&text).expect("JSON");
     assert_eq!(

@@ -12,6 +12,7 @@ use verl_pipe::keys::{
     REWARDS, ROLLOUT_WEIGHTS, SUM_PI_SQUARED, VALUES, mask,
 };
 use verl_pipe::part::Part;
+use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
 use verl_pipe::stage::{
     BuildContext, Cardinality, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext,
     StageError, StageSpec,
@@ -20,6 +21,8 @@ use verl_pipe::stage::{
 use crate::estimators::{Estimator, Grpo};
 use crate::losses::KL_PENALTY;
 use crate::settings::{coefficient_fault, refusal};
+use crate::state::{recalled, restored, snapshot, stored};
+use crate::steering::{Control, KlControl, KlSteering};
 
 /// Mean reward.
 pub const REWARD_MEAN: Metric = Metric {
@@ -50,6 +53,14 @@ pub const REWARD_KL: Metric = Metric {
     reduce: Reduce::Mean,
 };
 
+/// Coefficient of that KL.
+pub const REWARD_KL_COEF: Metric = Metric {
+    name: "reward/kl_coef",
+    unit: "",
+    meaning: "coefficient of the KL that was taken off the reward, where it is adaptive",
+    reduce: Reduce::Mean,
+};
+
 /// Settings of stage `advantages`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
@@ -58,6 +69,8 @@ pub struct Advantages {
     pub estimator: Part<Estimator>,
     /// Coefficient of the KL to the reference that is taken off the rewards; 0 needs no reference.
     pub kl_coef: f64,
+    /// Whether that coefficient stays or follows the KL: `{ kind = "adaptive", target = 0.1, horizon = 10000 }`.
+    pub kl_control: KlControl,
     /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`.
     pub kl_estimator: String,
     /// Temperature of the log-probs that the KL compares, and of those that an estimator reads.
@@ -69,6 +82,7 @@ impl Default for Advantages {
         Advantages {
             estimator: Grpo::default().into(),
             kl_coef: 0.0,
+            kl_control: KlControl::default(),
             kl_estimator: "k1".to_owned(),
             temperature: 1.0,
         }
@@ -83,6 +97,8 @@ impl StageConfig for Advantages {
         let mut faults = Vec::from_iter(coefficient_fault("kl_coef", self.kl_coef));
         let kl = KlEstimator::parse(&self.kl_estimator)
             .map_err(|error| faults.push(refusal("kl_estimator", &error)));
+        let steering = self.steering(context);
+        let steering = steering.map_err(|errors| faults.extend(errors));
         let samples = context.batch.samples.max(1);
         let estimator = self.estimator.build("estimator", context);
         let estimator = estimator.map_err(|errors| faults.extend(errors));
@@ -90,19 +106,30 @@ impl StageConfig for Advantages {
             faults.extend(self.too_few(estimator, samples));
             faults.extend(self.no_penalty(estimator));
         }
-        let (Ok(kl), Ok(estimator), true) = (kl, estimator, faults.is_empty()) else {
+        let (Ok(kl), Ok(steering), Ok(estimator), true) =
+            (kl, steering, estimator, faults.is_empty())
+        else {
             return Err(faults);
         };
         Ok(Box::new(AdvantagesStage {
             doubt: self.lone(&estimator, samples),
             config: self.clone(),
             kl,
+            steering,
             estimator,
         }))
     }
 }
 
 impl Advantages {
+    /// What moves the coefficient of the KL; none where it stays.
+    fn steering(&self, context: &BuildContext) -> Result<Option<KlSteering>, Vec<ConfigError>> {
+        let rows = context.batch.groups.max(context.batch.prompts) * context.batch.samples;
+        let controller = self.kl_control.controller(self.kl_coef.max(0.0), rows)?;
+        let moves = self.kl_control.kind == Control::Adaptive;
+        Ok(moves.then(|| KlSteering::new(controller)))
+    }
+
     /// A prompt has fewer responses than the estimator can work with.
     fn too_few(&self, estimator: &Estimator, samples: usize) -> Option<ConfigError> {
         let needed = estimator.smallest_group();
@@ -176,6 +203,7 @@ const NO_COMPONENT: &str = "put a `reward` stage before it that writes this key,
 struct AdvantagesStage {
     config: Advantages,
     kl: KlEstimator,
+    steering: Option<KlSteering>,
     estimator: Estimator,
     doubt: Option<ConfigError>,
 }
@@ -253,7 +281,7 @@ impl AdvantagesStage {
 
     /// Estimated KL of each action token; 0 at observations.
     fn token_kls(
-        &self,
+        &mut self,
         input: &Batch,
         actions: &AlgoRagged<bool>,
         context: &mut StageContext<'_>,
@@ -266,37 +294,40 @@ impl AdvantagesStage {
         });
         for (kls, count) in kls.rows().zip(actions.counts()) {
             if count > 0 {
-                context.record(&REWARD_KL, kls.iter().sum::<f64>() / count as f64);
+                let mean = kls.iter().sum::<f64>() / count as f64;
+                context.record(&REWARD_KL, mean);
+                if let Some(steering) = &mut self.steering {
+                    steering.measured(mean);
+                }
             }
         }
         Ok(kls)
     }
+}
 
-    /// The score of each row less the KL penalty of its action tokens.
-    fn outcomes(&self, scores: &[Option<f64>], kls: Option<&AlgoRagged<f64>>) -> Vec<Option<f64>> {
-        let kl = |row| kls.map_or(0.0, |kls| kls.row(row).iter().sum::<f64>());
-        let rows = scores.iter().enumerate();
-        rows.map(|(row, score)| Some((*score)? - self.config.kl_coef * kl(row)))
-            .collect()
-    }
+/// The score of each row less the KL penalty of its action tokens.
+fn outcomes(scores: &[Option<f64>], penalties: Option<&AlgoRagged<f64>>) -> Vec<Option<f64>> {
+    let penalty = |row| penalties.map_or(0.0, |rows| rows.row(row).iter().sum::<f64>());
+    let rows = scores.iter().enumerate();
+    rows.map(|(row, score)| Some((*score)? - penalty(row)))
+        .collect()
+}
 
-    /// The reward of each token: the score on the last action, less the KL penalty of each.
-    fn token_rewards(
-        &self,
-        actions: &AlgoRagged<bool>,
-        scores: &[Option<f64>],
-        kls: Option<&AlgoRagged<f64>>,
-    ) -> AlgoRagged<f64> {
-        let last: Vec<Option<usize>> = actions
-            .rows()
-            .map(|row| row.iter().rposition(|action| *action))
-            .collect();
-        actions.map(|row, token, _| {
-            let penalty = kls.map_or(0.0, |kls| self.config.kl_coef * kls.row(row)[token]);
-            let score = scores[row].filter(|_| last[row] == Some(token));
-            score.unwrap_or(0.0) - penalty
-        })
-    }
+/// The reward of each token: the score on the last action, less the KL penalty of each.
+fn token_rewards(
+    actions: &AlgoRagged<bool>,
+    scores: &[Option<f64>],
+    penalties: Option<&AlgoRagged<f64>>,
+) -> AlgoRagged<f64> {
+    let last: Vec<Option<usize>> = actions
+        .rows()
+        .map(|row| row.iter().rposition(|action| *action))
+        .collect();
+    actions.map(|row, token, _| {
+        let penalty = penalties.map_or(0.0, |rows| rows.row(row)[token]);
+        let score = scores[row].filter(|_| last[row] == Some(token));
+        score.unwrap_or(0.0) - penalty
+    })
 }
 
 impl Stage for AdvantagesStage {
@@ -353,6 +384,9 @@ impl Stage for AdvantagesStage {
         if self.config.kl_coef != 0.0 {
             spec = spec.metrics(&[REWARD_KL]);
         }
+        if self.steering.is_some() {
+            spec = spec.metrics(&[REWARD_KL_COEF]);
+        }
         self.doubt.iter().cloned().fold(spec, StageSpec::doubts)
     }
 
@@ -370,17 +404,26 @@ impl Stage for AdvantagesStage {
         let components = self.component_scores(&input)?;
         let scores = self.scores(&input, &components, baselines.as_deref())?;
         self.report(&input, &scores, context);
+        let coef = match &mut self.steering {
+            Some(steering) => {
+                let coef = steering.coef(context.step)?;
+                context.record(&REWARD_KL_COEF, coef);
+                coef
+            }
+            None => self.config.kl_coef,
+        };
         let kls = (self.config.kl_coef != 0.0)
             .then(|| self.token_kls(&input, &actions, context))
             .transpose()?;
+        let penalties = kls.map(|kls| kls.map(|_, _, kl| coef * kl));
 
         // A row without a score has nothing to say: to the estimator none of its tokens is an action, so that it leaves
         // the statistics and gets advantage 0.
         let scored = actions.map(|row, _, action| action && scores[row].is_some());
         let rewards = self
             .reads(EstimatorInput::TokenLevelRewards)
-            .then(|| self.token_rewards(&scored, &scores, kls.as_ref()));
-        let outcomes = self.outcomes(&scores, kls.as_ref());
+            .then(|| token_rewards(&scored, &scores, penalties.as_ref()));
+        let outcomes = outcomes(&scores, penalties.as_ref());
         let tokens = |wanted: bool, key: &Key<Ragged<f32>>| -> Result<_, StageError> {
             let column = wanted.then(|| input.get(key)).transpose()?;
             Ok(column.map(|column| AlgoRagged::from_rows(column.rows())))
@@ -433,6 +476,27 @@ impl Stage for AdvantagesStage {
             output.put(&RETURNS, narrowed(&returns))?;
         }
         context.emit(output)
+    }
+
+    fn snapshot(&mut self) -> Result<Option<Snapshot>, StageError> {
+        Ok(self.steering.as_ref().map(snapshot))
+    }
+
+    fn restore(&mut self, snapshot: &Snapshot) -> Result<(), StageError> {
+        self.steering = Some(restored(snapshot)?);
+        Ok(())
+    }
+
+    fn store(&mut self, snapshot: &Snapshot) -> Result<Option<StoredState>, StageError> {
+        stored::<KlSteering>(snapshot)
+    }
+
+    fn recall(
+        &mut self,
+        version: &WeightsVersion,
+        stored: &StoredState,
+    ) -> Result<Snapshot, StageError> {
+        recalled::<KlSteering>(version, stored)
     }
 }
 

@@ -29,7 +29,8 @@ use verl_pipe::stage::{
     find_model,
 };
 
-use crate::model::{POLICY, PolicyResource};
+use crate::generate::{LONGEST, refused};
+use crate::model::{POLICY, PolicyResource, room_fault};
 use crate::settings::metrics;
 
 metrics! {
@@ -84,6 +85,8 @@ impl StageConfig for Baseline {
                 "set it to the `min_new_tokens` of `generate`",
             ));
         }
+        let longest = self.max_new_tokens;
+        faults.extend(room_fault("max_new_tokens", longest, &self.model, context));
         if !faults.is_empty() {
             return Err(faults);
         }
@@ -106,6 +109,7 @@ impl Stage for BaselineStage {
             .reads(PROMPTS)
             .writes(BASELINE_RESPONSES)
             .writes(BASELINE_RESPONSE_TEXTS)
+            .agrees(LONGEST, "max_new_tokens", self.config.max_new_tokens)
             .slice_rows(self.prompts)
             .uses_as(POLICY, &self.config.model, Access::Read)
             .metrics(&[LENGTH])
@@ -149,7 +153,7 @@ impl Stage for BaselineStage {
         match resource.policy.generate(&requests, &settings, &mut keep) {
             Ok(()) => {}
             Err(_) if cancel.is_cancelled() => return Err(StageError::Cancelled),
-            Err(error) => return Err(StageError::failed(error)),
+            Err(error) => return Err(refused(error, &input, 1)),
         }
         for response in &responses {
             context.sink.record(&LENGTH, response.len() as f64, 1.0);

@@ -11,6 +11,24 @@
 //! preset = "decoupled_token_is"
 //! ```
 //!
+//! In *bypass* mode (presets that begin with `bypass_`) the rollout engine's policy stands for the old one: weights and
+//! rejection are the same, and the ratio of the loss is taken to the rollout engine's log-probs. The update is told so by
+//! what it reads, and the loss by its kind (`grpo` for `bypass_ppo_clip*`, `reinforce` for `bypass_pg_*`):
+//!
+//! ```toml
+//! [[stages]]
+//! kind = "correct_rollout"
+//! preset = "bypass_ppo_clip_geo_rs"
+//!
+//! [[stages]]
+//! kind = "update"
+//! rename = { old_log_probs = "rollout_log_probs" }
+//! ```
+//!
+//! # Differences
+//! verl's bypass mode measures the distance anew with the policy of each optimiser step; here it is measured once, with
+//! the policy at the start of the step, as in decoupled mode. With one optimiser step a step the two are the same.
+//!
 //! Rules of one's own stand in the place of the preset:
 //! `weights = "token"`, `bound = "2.0"`, `rejection = [{ rule = "seq_mean_k3", bound = "0.01" }]`.
 //!
@@ -19,8 +37,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::rollout_correction::{
-    Correction, LogProbPair, Mode, RejectionRule, RolloutCorrection, RolloutWeights, WeightBound,
-    WeightLevel, all_scored, preset,
+    Correction, LogProbPair, Mode, RejectionRule, RolloutCorrection, RolloutWeights,
+    TrlSamplerRatio, WeightBound, WeightLevel, all_scored, preset,
 };
 use verl_algos::{AlgoError, Ragged};
 use verl_pipe::batch::{Batch, RaggedColumn};
@@ -55,12 +73,37 @@ pub struct Rejection {
     pub bound: String,
 }
 
+/// Importance weights as TRL has them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct SamplerRatio {
+    /// Of each token, or of the whole response on its tokens; beyond the bounds moved to them, or 0: `token_truncate`,
+    /// `token_mask`, `sequence_truncate`, `sequence_mask`.
+    pub mode: String,
+    /// Lower bound; 0 when absent.
+    pub clip_min: Option<f64>,
+    /// Upper bound.
+    pub clip_max: f64,
+}
+
+impl Default for SamplerRatio {
+    fn default() -> Self {
+        SamplerRatio {
+            mode: "sequence_mask".to_owned(),
+            clip_min: None,
+            clip_max: TrlSamplerRatio::default().clip_max,
+        }
+    }
+}
+
 /// Settings of stage `correct_rollout`; without preset, weights and rules it only measures.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct CorrectRollout {
     /// A correction by name: `decoupled_token_is`, `decoupled_seq_is`, `decoupled_token_icepop`, `decoupled_seq_is_rs`,
-    /// `decoupled_geo_rs`, `decoupled_k3_rs` and these two with `_seq_tis` or `_token_tis`; `disabled`.
+    /// `decoupled_geo_rs`, `decoupled_k3_rs` and these two with `_seq_tis` or `_token_tis`; `bypass_ppo_clip`, the same
+    /// with `_geo_rs` or `_k3_rs`; `bypass_pg_is`, `bypass_pg_token_icepop`, `bypass_pg_geo_rs`, the last with `_seq_tis`
+    /// or `_token_tis`; `disabled`.
     pub preset: Option<String>,
     /// Importance weights of each `token`, or of the whole response on its tokens (`sequence`); none when absent.
     pub weights: Option<String>,
@@ -68,6 +111,8 @@ pub struct CorrectRollout {
     pub bound: Option<String>,
     /// Whether weights are divided by their mean over the step.
     pub normalize: bool,
+    /// Importance weights as TRL has them, instead of `weights`: `{ mode = "sequence_mask", clip_max = 3.0 }`.
+    pub sampler_ratio: Option<SamplerRatio>,
     /// What is not trained on; a token stays if all rules keep it.
     pub rejection: Vec<Rejection>,
 }
@@ -82,7 +127,14 @@ impl StageConfig for CorrectRollout {
             Some(name) => self.by_name(name)?,
             None => self.by_rules()?,
         };
-        Ok(Box::new(CorrectRolloutStage { correction }))
+        let ratio = self.sampler_ratio.as_ref();
+        let ratio = ratio.map(|own| TrlSamplerRatio::parse(&own.mode, own.clip_min, own.clip_max));
+        let ratio = ratio.transpose().map_err(|error| {
+            let fault = refusal("mode", &error);
+            let setting = format!("sampler_ratio.{}", fault.setting);
+            vec![ConfigError { setting, ..fault }]
+        })?;
+        Ok(Box::new(CorrectRolloutStage { correction, ratio }))
     }
 }
 
@@ -96,20 +148,10 @@ impl CorrectRollout {
             return Err(vec![ConfigError::new(
                 "preset",
                 format!("is `{name}`, and there are rules of your own too"),
-                "remove `preset`, or `weights`, `bound`, `normalize` and `rejection`",
+                "remove `preset`, or `weights`, `bound`, `normalize`, `sampler_ratio` and `rejection`",
             )]);
         }
-        let found = preset(name).map_err(|error| vec![refusal("preset", &error)])?;
-        if found.mode != Mode::Decoupled {
-            return Err(vec![ConfigError::new(
-                "preset",
-                format!(
-                    "is `{name}`, in which the rollout engine's policy stands for the old one, so that there is nothing to correct before the update"
-                ),
-                "take the preset that begins with `decoupled`; or leave this stage out and set `bypass = true` in `log_probs`, with loss `grpo` or `reinforce`",
-            )]);
-        }
-        Ok(found)
+        preset(name).map_err(|error| vec![refusal("preset", &error)])
     }
 
     fn by_rules(&self) -> Result<RolloutCorrection, Vec<ConfigError>> {
@@ -133,6 +175,13 @@ impl CorrectRollout {
                 Ok(rule) => rejection.push(rule),
                 Err(error) => noted(&format!("rejection[{at}]"), error),
             }
+        }
+        if self.weights.is_some() && self.sampler_ratio.is_some() {
+            faults.push(ConfigError::new(
+                "sampler_ratio",
+                "is set, and `weights` too, which it is instead of",
+                "remove one of the two",
+            ));
         }
         if self.weights.is_none() && (self.bound.is_some() || self.normalize) {
             faults.push(ConfigError::new(
@@ -160,6 +209,8 @@ impl CorrectRollout {
 /// The running stage.
 struct CorrectRolloutStage {
     correction: RolloutCorrection,
+    /// TRL's weights, in the place of those of the correction.
+    ratio: Option<TrlSamplerRatio>,
 }
 
 impl CorrectRolloutStage {
@@ -198,6 +249,8 @@ impl Stage for CorrectRolloutStage {
             .metrics(&[CHI2, KL, PROBABILITY_DIFFERENCE]);
         if self.correction.weights.is_some() {
             spec = spec.writes(ROLLOUT_WEIGHTS).metrics(&[ESS]);
+        } else if self.ratio.is_some() {
+            spec = spec.writes(ROLLOUT_WEIGHTS);
         }
         if self.masks() {
             spec = spec.writes(ROLLOUT_MASKS);
@@ -228,10 +281,13 @@ impl Stage for CorrectRolloutStage {
             };
             let corrected = self.correction.correct(&pair).map_err(StageError::failed)?;
             Self::report(&corrected, tokens as f64, context);
-            (corrected.weights, corrected.actions)
+            let ratios = self.ratio.map(|ratio| ratio.ratios(&pair));
+            let ratios = ratios.transpose().map_err(StageError::failed)?;
+            (ratios.or(corrected.weights), corrected.actions)
         };
         let mut output = input.rows_only();
-        if let (Some(weights), Some(_)) = (weights, self.correction.weights) {
+        let writes = self.correction.weights.is_some() || self.ratio.is_some();
+        if let Some(weights) = weights.filter(|_| writes) {
             let rows = weights.map(|_, _, weight| weight as f32);
             output.put(&ROLLOUT_WEIGHTS, RaggedColumn::from_rows(rows.rows()))?;
         }
@@ -304,6 +360,44 @@ mod tests {
     }
 
     #[test]
+    fn ratios_of_trl_by_hand() {
+        let with = |mode: &str, clip_max| {
+            let config = CorrectRollout {
+                sampler_ratio: Some(SamplerRatio {
+                    mode: mode.to_owned(),
+                    clip_max,
+                    ..SamplerRatio::default()
+                }),
+                ..CorrectRollout::default()
+            };
+            let kept = corrected(&config);
+            let weights = kept.batches[0].get(&ROLLOUT_WEIGHTS).unwrap();
+            (weights.row(0).to_vec(), weights.row(1).to_vec())
+        };
+        // q = 2 and 0 in the first response; an observation's ratio is 1.
+        let (first, second) = with("token_truncate", 3.0);
+        assert_eq!((first, second), (vec![3.0, 1.0, 1.0], vec![1.0]));
+        let (first, _) = with("token_mask", 3.0);
+        assert_eq!(first, [0.0, 1.0, 1.0]);
+        let (first, _) = with("sequence_mask", 3.0);
+        assert_eq!(first, [0.0, 1.0, 0.0]);
+        let both = CorrectRollout {
+            weights: Some("token".to_owned()),
+            sampler_ratio: Some(SamplerRatio::default()),
+            ..CorrectRollout::default()
+        };
+        check_refused(&both, &["sampler_ratio"]);
+        let unknown = CorrectRollout {
+            sampler_ratio: Some(SamplerRatio {
+                mode: "row".to_owned(),
+                ..SamplerRatio::default()
+            }),
+            ..CorrectRollout::default()
+        };
+        check_refused(&unknown, &["sampler_ratio.mode"]);
+    }
+
+    #[test]
     fn without_rules_it_measures() {
         let kept = corrected(&CorrectRollout::default());
         assert!(kept.batches.is_empty());
@@ -311,20 +405,17 @@ mod tests {
     }
 
     #[test]
-    fn presets_correct_or_say_why_not() {
+    fn every_preset_corrects() {
         for (name, _) in PRESETS {
             let config = CorrectRollout {
                 preset: Some((*name).to_owned()),
                 ..CorrectRollout::default()
             };
-            let built = config.build(&BuildContext::default());
-            assert_eq!(built.is_ok(), !name.starts_with("bypass"), "{name}");
-            if let Ok(stage) = built {
-                let kept = corrected(&config);
-                let emitted = kept.batches.first();
-                for field in stage.spec().writes {
-                    emitted.expect("rows").check_field(&field).unwrap();
-                }
+            let stage = config.build(&BuildContext::default()).expect("a stage");
+            let kept = corrected(&config);
+            let emitted = kept.batches.first();
+            for field in stage.spec().writes {
+                emitted.expect("rows").check_field(&field).unwrap();
             }
         }
     }

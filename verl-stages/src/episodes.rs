@@ -16,13 +16,13 @@ use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::keys::{DATA_ROWS, MASK_KINDS, PROMPT_TEXTS, PROMPTS, RESPONSES, REWARDS, mask};
 use verl_pipe::stage::{
     Access, BuildContext, Cardinality, ConfigError, RowRule, Stage, StageConfig, StageContext,
-    StageError, StageSpec, StartContext, find_model,
+    StageError, StageSpec, StartContext,
 };
 
 use crate::generate::TOKENS;
-use crate::model::PolicyResource;
+use crate::model::{TextTools, template_config_fault};
 use crate::prompts::source::stop_id;
-use crate::prompts::{PromptFormat, Template, target_tokens};
+use crate::prompts::{PromptFormat, Row, Template, look_at_rows, target_tokens};
 use crate::settings::metrics;
 
 metrics! {
@@ -83,24 +83,13 @@ impl Episodes {
 
     /// The reward of row `index`.
     fn reward(&self, data: &dyn DataLoaderInterface, index: usize) -> Result<f64, DataError> {
-        let row = data.row(index)?;
-        let column = &self.reward;
-        let value = row.get(column).ok_or_else(|| DataError::MissingColumn {
-            path: data.origin(),
-            row: index + 1,
-            column: column.clone(),
-            known: row
-                .keys()
-                .map(String::as_str)
-                .collect::<Vec<_>>()
-                .join(", "),
-        })?;
+        self.reward_of(&Row::read(data, index)?)
+    }
+
+    fn reward_of(&self, row: &Row<'_>) -> Result<f64, DataError> {
+        let (column, value) = (&self.reward, row.value(&self.reward)?);
         let number = value.as_f64().filter(|number| number.is_finite());
-        number.ok_or_else(|| DataError::Row {
-            path: data.origin(),
-            row: index + 1,
-            reason: format!("column `{column}` holds {value}, not a number"),
-        })
+        number.ok_or_else(|| row.fault(format!("column `{column}` holds {value}, not a number")))
     }
 }
 
@@ -123,6 +112,13 @@ impl StageConfig for Episodes {
                 ));
             }
         }
+        let template = self.template;
+        faults.extend(template_config_fault(
+            "template",
+            template,
+            &self.model,
+            context,
+        ));
         for (setting, column) in [("response", &self.response), ("reward", &self.reward)] {
             if column.is_empty() {
                 faults.push(ConfigError::new(
@@ -189,22 +185,14 @@ impl EpisodeStage {
     fn open(&self, context: &mut StartContext<'_>) -> Result<Source, StageError> {
         let data = context.data(&self.config.data)?;
         let model = &self.config.model;
-        let resource = find_model::<PolicyResource>(context.models, model)?;
-        let missing = |what: &str| StageError::Model {
-            name: model.clone(),
-            reason: format!("has no {what}"),
-        };
-        let tokenizer = resource.tokenizer.clone();
-        let tokenizer = tokenizer.ok_or_else(|| missing("tokenizer, which episodes need"))?;
-        let template = match self.format.template {
-            Template::None => None,
-            Template::Chat => {
-                let template = resource.template.as_deref();
-                Some(template.cloned().ok_or_else(|| {
-                    missing("chat template; `template = \"none\"` uses the question as it is")
-                })?)
-            }
-        };
+        let texts = TextTools::of(context.models, model)?;
+        let tokenizer = texts.tokenizer(model, "episodes need")?;
+        let variables = &self.format.template_variables;
+        let template = texts.chat_template(model, self.format.template, variables)?;
+        look_at_rows(data.as_ref(), |row| {
+            self.format.look(row)?;
+            self.config.reward_of(row).map(drop)
+        })?;
         let rewards = match self.config.standardize {
             true => {
                 let rewards = (0..data.len()).map(|row| self.config.reward(data.as_ref(), row));
@@ -215,7 +203,7 @@ impl EpisodeStage {
         };
         Ok(Source {
             stop: stop_id(model, &tokenizer, template.as_ref())?,
-            context: resource.policy.max_tokens(),
+            context: texts.max_tokens,
             data,
             tokenizer,
             template,

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_models::chat_template::ChatTemplate;
 use verl_models::random::{DrawKey, Purpose};
 use verl_models::rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
@@ -16,8 +15,8 @@ use verl_pipe::stage::{
     StartContext, find_model,
 };
 
-use crate::model::{POLICY, PolicyResource};
-use crate::prompts::{EncodedPrompt, PromptFormat, Template};
+use crate::model::{POLICY, PolicyResource, TextTools, room_fault, template_config_fault};
+use crate::prompts::{EncodedPrompt, PromptFormat, look_at_rows};
 use crate::reward::rule::{Reward, Rule, Verdict};
 use crate::settings::{metrics, undeclared};
 
@@ -52,6 +51,27 @@ pub struct Evaluate {
     pub samples: usize,
 }
 
+/// A held-out question and its answer, as `samples.jsonl` shows it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct EvaluationSample {
+    /// `evaluation`.
+    pub kind: String,
+    /// When it was asked: `before` the first step, `during` the run, or `after` the last step.
+    pub phase: String,
+    /// Step of the run; 0 before the first.
+    pub step: u64,
+    /// Row of the data set.
+    pub row: usize,
+    /// The prompt as text.
+    pub prompt: String,
+    /// The answer of the model.
+    pub response: String,
+    /// The reference answer.
+    pub answer: String,
+    /// Whether the rule finds the answer right.
+    pub correct: bool,
+}
+
 impl Default for Evaluate {
     fn default() -> Self {
         Evaluate {
@@ -76,6 +96,19 @@ impl StageConfig for Evaluate {
         let mut faults = self.format.faults();
         faults.extend(undeclared("data", &self.data, &context.data, "data set"));
         faults.extend(undeclared("model", &self.model, &context.models, "model"));
+        let (model, template) = (&self.model, self.format.template);
+        faults.extend(template_config_fault(
+            "format.template",
+            template,
+            model,
+            context,
+        ));
+        faults.extend(room_fault(
+            "max_new_tokens",
+            self.max_new_tokens,
+            model,
+            context,
+        ));
         for (setting, value) in [
             ("max_new_tokens", Some(self.max_new_tokens)),
             ("questions", self.questions),
@@ -126,38 +159,17 @@ struct Source {
 impl EvaluateStage {
     fn encode(&self, context: &mut StartContext<'_>) -> Result<Source, StageError> {
         let data = context.data(&self.config.data)?;
-        let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
-        let lacks = |what: &str| StageError::Model {
-            name: self.config.model.clone(),
-            reason: format!("has no {what}, which evaluation needs"),
-        };
-        let tokenizer = resource
-            .tokenizer
-            .clone()
-            .ok_or_else(|| lacks("tokenizer"))?;
-        let template: Option<ChatTemplate> = match self.config.format.template {
-            Template::None => None,
-            Template::Chat => {
-                let template = resource
-                    .template
-                    .as_deref()
-                    .ok_or_else(|| lacks("chat template"))?;
-                Some(
-                    template
-                        .clone()
-                        .with_variables(self.config.format.template_variables.clone()),
-                )
-            }
-        };
-        let limit = resource.policy.max_tokens();
+        let (model, format) = (&self.config.model, &self.config.format);
+        let texts = TextTools::of(context.models, model)?;
+        let tokenizer = texts.tokenizer(model, "evaluation needs")?;
+        let template = texts.chat_template(model, format.template, &format.template_variables)?;
+        let limit = texts.max_tokens;
+        look_at_rows(data.as_ref(), |row| format.look(row))?;
         let count = self.config.questions.unwrap_or(data.len()).min(data.len());
         let mut prompts = Vec::with_capacity(count);
         for row in 0..count {
-            let prompt =
-                self.config
-                    .format
-                    .encode(data.as_ref(), row, &tokenizer, template.as_ref())?;
-            prompts.push(self.config.format.fit(prompt, limit, data.as_ref(), row)?);
+            let prompt = format.encode(data.as_ref(), row, &tokenizer, template.as_ref())?;
+            prompts.push(format.fit(prompt, limit, data.as_ref(), row)?);
         }
         Ok(Source { data, prompts })
     }
@@ -176,16 +188,18 @@ impl EvaluateStage {
             step if step == steps => "after",
             _ => "during",
         };
-        serde_json::json!({
-            "kind": "evaluation",
-            "phase": phase,
-            "step": step,
-            "row": row,
-            "prompt": prompt.text,
-            "response": text,
-            "answer": prompt.answer,
-            "correct": verdict.correct,
-        })
+        let sample = EvaluationSample {
+            kind: "evaluation".to_owned(),
+            phase: phase.to_owned(),
+            step,
+            row,
+            prompt: prompt.text.clone(),
+            response: text.to_owned(),
+            answer: prompt.answer.clone(),
+            correct: verdict.correct,
+        };
+        // Texts and numbers always make an object.
+        serde_json::to_value(sample).unwrap_or_default()
     }
 }
 
@@ -195,6 +209,7 @@ impl Stage for EvaluateStage {
             .observer(self.config.every)
             .uses_as(POLICY, &self.config.model, Access::Read)
             .metrics(&[EXACT_MATCH, WELL_FORMED, LENGTH, TRUNCATED])
+            .samples_of::<EvaluationSample>()
     }
 
     fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {

@@ -17,7 +17,7 @@ use verl_pipe::stage::{
     StageContext, StageError, StageSpec, find_model,
 };
 
-use crate::model::{POLICY, PolicyResource};
+use crate::model::{POLICY, PolicyResource, room_fault};
 
 /// Mean response length of the step.
 pub const RESPONSE_LENGTH: Metric = Metric {
@@ -150,13 +150,46 @@ impl Generate {
     }
 }
 
+/// What several stages are told of a response.
+pub(crate) const LONGEST: &str = "longest response in tokens";
+
+impl Generate {
+    /// Settings that sample from another distribution than the one whose log-probs are trained.
+    fn doubts(&self) -> Vec<ConfigError> {
+        let each = [
+            ("top_k", self.top_k > 0, self.top_k.to_string(), "0"),
+            ("top_p", self.top_p < 1.0, self.top_p.to_string(), "1.0"),
+            ("min_p", self.min_p > 0.0, self.min_p.to_string(), "0.0"),
+            (
+                "repetition_penalty",
+                self.repetition_penalty != 1.0,
+                self.repetition_penalty.to_string(),
+                "1.0",
+            ),
+        ];
+        let each = each.into_iter().filter(|(_, set, _, _)| *set);
+        each.map(|(setting, _, value, none)| {
+            ConfigError::new(
+                setting,
+                format!(
+                    "is {value}, so that responses are sampled from another distribution than the full softmax, whose log-probs the update takes its ratios of"
+                ),
+                format!("set it to {none} for training; it belongs to what is asked of a trained model"),
+            )
+        })
+        .collect()
+    }
+}
+
 impl StageConfig for Generate {
     const KIND: &'static str = "generate";
     const SUMMARY: &'static str =
         "samples responses from a policy, `batch.samples` for each prompt";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
-        let faults = self.faults();
+        let mut faults = self.faults();
+        let longest = self.max_new_tokens;
+        faults.extend(room_fault("max_new_tokens", longest, &self.model, context));
         if !faults.is_empty() {
             return Err(faults);
         }
@@ -227,7 +260,10 @@ pub fn finish_code(reason: FinishReason) -> u8 {
 
 impl Stage for GenerateStage {
     fn spec(&self) -> StageSpec {
-        StageSpec::new()
+        let doubts = self.config.doubts().into_iter();
+        doubts
+            .fold(StageSpec::new(), StageSpec::doubts)
+            .agrees(LONGEST, "max_new_tokens", self.config.max_new_tokens)
             .reads(PROMPTS.field().shaped("[P, S~]"))
             .writes(RESPONSES)
             .writes(RESPONSE_TEXTS)
@@ -308,7 +344,27 @@ impl Stage for GenerateStage {
                 Ok(error) => *error,
                 Err(other) => StageError::Failed(other),
             }),
-            Err(error) => Err(StageError::failed(error)),
+            Err(error) => Err(refused(error, &input, self.samples)),
         }
+    }
+}
+
+/// What a rollout refuses, with the row of the data set that the request was made of.
+pub(crate) fn refused(error: RolloutError, input: &Batch, samples: usize) -> StageError {
+    let request = match &error {
+        RolloutError::TooLong { request, .. }
+        | RolloutError::EmptyPrompt { request }
+        | RolloutError::TokenId { request, .. }
+        | RolloutError::NonFinite { request, .. } => *request,
+        _ => return StageError::failed(error),
+    };
+    let row = request / samples;
+    match input.ids().get(row) {
+        None => StageError::failed(error),
+        Some(id) => StageError::Row {
+            row,
+            id: id.to_string(),
+            reason: format!("row {} of the data set: {error}", id.row() + 1),
+        },
     }
 }

@@ -6,6 +6,7 @@
 
 mod ilql;
 mod own;
+mod texts;
 pub(crate) mod value;
 
 use std::any::Any;
@@ -16,18 +17,25 @@ use burn::tensor::Device;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::chat_template::ChatTemplate;
-use verl_models::hf::{Origin, SaveDType};
+use verl_models::device::DeviceError;
+use verl_models::hf::{LoadError, Origin, SaveDType};
 use verl_models::model::{PolicyModel, TrainedModel};
 use verl_models::optim::OptimizerConfig;
 use verl_models::policy::Policy;
 use verl_models::rollout::stop::TextDecoder;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::{Decoder, DecoderConfig};
-use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError, Snapshot, WeightsVersion};
-use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Models, StageError, find_model};
+use verl_pipe::resource::{
+    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Snapshot, StoredState, TokenTexts,
+    WeightsVersion,
+};
+use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
+
+use texts::{look_at_texts, texts};
 
 pub use ilql::IlqlLm;
 pub use own::{OwnModel, policy_model, value_model};
+pub(crate) use texts::{TextTools, room_fault, template_config_fault};
 pub use value::{HeadInit, ValueLm, ValueResource};
 
 /// The [role](ModelInfo::role) of a model that samples and scores tokens.
@@ -43,6 +51,8 @@ pub struct PolicyResource {
     pub tokenizer: Option<Arc<Tokenizer>>,
     /// Its chat template, where it has one.
     pub template: Option<Arc<ChatTemplate>>,
+    /// Why there is no chat template, where one was looked for: none is there, or what is there is broken.
+    pub no_template: Option<String>,
 }
 
 impl PolicyResource {
@@ -52,6 +62,17 @@ impl PolicyResource {
             policy,
             tokenizer: None,
             template: None,
+            no_template: None,
+        }
+    }
+
+    /// A resource of a model with what turns texts into its tokens.
+    pub(crate) fn with_texts(policy: Box<dyn PolicyModel>, tools: TextTools) -> Self {
+        PolicyResource {
+            policy,
+            tokenizer: tools.tokenizer,
+            template: tools.template,
+            no_template: tools.no_template,
         }
     }
 
@@ -83,12 +104,36 @@ impl ModelResource for PolicyResource {
         version(self.policy.as_ref())
     }
 
+    fn optimizer_steps(&self) -> u64 {
+        self.policy.optimizer_steps()
+    }
+
+    fn text_of(&self, tokens: &[u32]) -> Option<String> {
+        Some(self.tokenizer.as_ref()?.decode(tokens))
+    }
+
     fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
         Ok(snapshot(self.policy.as_ref()))
     }
 
+    fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
+        Ok(quick_snapshot(self.policy.as_ref()))
+    }
+
     fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
         restore(self.policy.as_mut(), snapshot)
+    }
+
+    fn store(&mut self, snapshot: &Snapshot) -> Result<Option<StoredState>, ResourceError> {
+        store(self.policy.as_ref(), "policy", snapshot)
+    }
+
+    fn recall(
+        &mut self,
+        version: &WeightsVersion,
+        stored: &StoredState,
+    ) -> Result<Snapshot, ResourceError> {
+        recall(self.policy.as_ref(), version, stored)
     }
 
     fn save(&mut self, dir: &Path) -> Result<(), ResourceError> {
@@ -117,6 +162,17 @@ fn snapshot(model: &dyn TrainedModel) -> Snapshot {
     }
 }
 
+/// A snapshot whose version has no hash, since that reads every weight.
+fn quick_snapshot(model: &dyn TrainedModel) -> Snapshot {
+    Snapshot {
+        version: WeightsVersion {
+            step: model.optimizer_steps(),
+            hash: String::new(),
+        },
+        state: Arc::new(State(model.snapshot())),
+    }
+}
+
 fn restore(model: &mut dyn TrainedModel, snapshot: &Snapshot) -> Result<(), ResourceError> {
     let state = snapshot.state.downcast_ref::<State>();
     let state = state.ok_or(ResourceError::ForeignSnapshot)?;
@@ -124,6 +180,32 @@ fn restore(model: &mut dyn TrainedModel, snapshot: &Snapshot) -> Result<(), Reso
         true => Ok(()),
         false => Err(ResourceError::ForeignSnapshot),
     }
+}
+
+fn store(
+    model: &dyn TrainedModel,
+    kind: &str,
+    snapshot: &Snapshot,
+) -> Result<Option<StoredState>, ResourceError> {
+    let state = snapshot.state.downcast_ref::<State>();
+    let state = state.ok_or(ResourceError::ForeignSnapshot)?;
+    let bytes = model.store(state.0.as_ref()).map_err(failed)?;
+    Ok(bytes.map(|tensors| StoredState {
+        tensors,
+        about: serde_json::json!({ "kind": kind }),
+    }))
+}
+
+fn recall(
+    model: &dyn TrainedModel,
+    version: &WeightsVersion,
+    stored: &StoredState,
+) -> Result<Snapshot, ResourceError> {
+    let recalled = model.recall(&stored.tensors).map_err(failed)?;
+    Ok(Snapshot {
+        version: version.clone(),
+        state: Arc::new(State(recalled.ok_or(ResourceError::NotStored)?)),
+    })
 }
 
 fn save(
@@ -135,38 +217,6 @@ fn save(
     match tokenizer {
         Some(tokenizer) => tokenizer.save(dir).map_err(failed),
         None => Ok(()),
-    }
-}
-
-/// What turns texts into the tokens of a model of either kind.
-pub(crate) struct TextTools {
-    /// Its tokenizer, where it has one.
-    pub tokenizer: Option<Arc<Tokenizer>>,
-    /// Its chat template, where it has one.
-    pub template: Option<Arc<ChatTemplate>>,
-    /// Longest sequence in tokens.
-    pub max_tokens: usize,
-}
-
-impl TextTools {
-    /// Those of the model `name`.
-    ///
-    /// # Errors
-    /// When there is no such model, or it is of a type of its own.
-    pub fn of(models: &mut Models, name: &str) -> Result<Self, StageError> {
-        if let Ok(resource) = find_model::<PolicyResource>(models, name) {
-            return Ok(TextTools {
-                tokenizer: resource.tokenizer.clone(),
-                template: resource.template.clone(),
-                max_tokens: resource.policy.max_tokens(),
-            });
-        }
-        let resource = find_model::<ValueResource>(models, name)?;
-        Ok(TextTools {
-            tokenizer: resource.tokenizer.clone(),
-            template: resource.template.clone(),
-            max_tokens: resource.model.max_tokens(),
-        })
     }
 }
 
@@ -259,22 +309,17 @@ fn random_decoder(dir: &Path, device: &Device, seed: u64) -> Result<Decoder, Res
     Ok(Decoder::random(config, seed, device).with_origin(origin))
 }
 
-/// The tokenizer of a folder, which must fit the model, and its chat template. A folder without a template can still be
-/// used with prompts as they are.
-fn texts(
-    dir: &Path,
-    config: &DecoderConfig,
-) -> Result<(Arc<Tokenizer>, Option<Arc<ChatTemplate>>), ResourceError> {
-    let tokenizer = Tokenizer::load(dir).map_err(failed)?;
-    config
-        .check_vocabulary(tokenizer.vocab_size())
-        .map_err(failed)?;
-    let template = ChatTemplate::load(dir).ok().map(Arc::new);
-    Ok((Arc::new(tokenizer), template))
-}
-
 fn failed(error: impl std::error::Error + Send + Sync + 'static) -> ResourceError {
     ResourceError::Failed(Box::new(error))
+}
+
+/// Whether a decoder can be loaded onto the device `name`.
+fn check_device(name: &str) -> Result<(), DeviceRefusal> {
+    let found = verl_models::device::device(name).map(drop);
+    found.map_err(|error| match error {
+        DeviceError::Unknown { .. } => DeviceRefusal::Unknown(error.to_string()),
+        _ => DeviceRefusal::Absent(error.to_string()),
+    })
 }
 
 /// Parameters of a decoder.
@@ -302,10 +347,44 @@ fn summary(config: &DecoderConfig) -> String {
 
 /// The architecture of a folder.
 fn decoder_config(dir: &Path) -> Result<DecoderConfig, ConfigError> {
-    let help = "give the folder of a Llama, SmolLM2, Qwen2, Qwen2.5 or Qwen3 model with config.json, model.safetensors and tokenizer.json";
     Origin::read(dir)
         .and_then(|origin| origin.decoder_config())
-        .map_err(|error| ConfigError::new("path", format!("cannot be used: {error}"), help))
+        .map_err(|error| path_fault(&error))
+}
+
+/// Refuses a folder that would not load, as far as the headers of its files tell.
+fn check_weights(dir: &Path, config: &DecoderConfig, init: Init) -> Result<(), ConfigError> {
+    match init {
+        Init::Random => Ok(()),
+        Init::Pretrained => Decoder::check_folder(dir, config).map_err(|error| path_fault(&error)),
+    }
+}
+
+fn path_fault(error: &LoadError) -> ConfigError {
+    let help = "give the folder of a Llama, SmolLM2, Qwen2, Qwen2.5 or Qwen3 model with config.json, model.safetensors and tokenizer.json";
+    ConfigError::new("path", format!("cannot be used: {error}"), help)
+}
+
+/// Settings of an optimiser that are possible and probably not meant.
+fn optimizer_doubts(
+    optimizer: Option<&OptimizerConfig>,
+    context: &BuildContext,
+) -> Vec<ConfigError> {
+    let Some(schedule) = optimizer.map(|optimizer| optimizer.schedule) else {
+        return Vec::new();
+    };
+    let steps = context.steps * context.batch.optimizer_steps as u64;
+    let doubt = schedule.doubt().or_else(|| {
+        let warmup = schedule.warmup_steps();
+        (steps > 0 && warmup > steps).then(|| {
+            let reason = format!(
+                "has `warmup_steps = {warmup}`, but the run takes {steps} optimiser steps, so that the learning rate never gets to what it is set to"
+            );
+            (reason, "set `warmup_steps` to a share of them".to_owned())
+        })
+    });
+    let doubt = doubt.map(|(reason, help)| ConfigError::new("optimizer.schedule", reason, help));
+    doubt.into_iter().collect()
 }
 
 /// Settings of an optimiser that make no sense.
@@ -320,16 +399,38 @@ fn check_optimizer(optimizer: Option<&OptimizerConfig>) -> Result<(), Vec<Config
     )])
 }
 
+/// The words of a folder's tokenizer.
+struct Words(Tokenizer);
+
+impl TokenTexts for Words {
+    fn token(&self, id: u32) -> String {
+        // A piece of a character decodes to nothing readable; then the vocabulary's own spelling is better.
+        let text = self.0.decode_with_special(&[id]);
+        match text.is_empty() || text.contains('\u{fffd}') {
+            true => self.0.id_to_token(id).unwrap_or_default(),
+            false => text,
+        }
+    }
+}
+
+/// The words of the tokenizer in a model's folder.
+fn token_texts(dir: &Path) -> Option<Arc<dyn TokenTexts>> {
+    let tokenizer = Tokenizer::load(dir).ok()?;
+    Some(Arc::new(Words(tokenizer)))
+}
+
 impl ModelConfig for CausalLm {
     const KIND: &'static str = "causal_lm";
     const SUMMARY: &'static str =
         "a decoder of a Hugging Face folder (Llama, SmolLM2, Qwen2, Qwen2.5, Qwen3)";
 
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
-        let config = decoder_config(&self.folder(context)).map_err(|error| vec![error])?;
+        let dir = self.folder(context);
+        let config = decoder_config(&dir).map_err(|error| vec![error])?;
         check_optimizer(self.optimizer.as_ref())?;
+        check_weights(&dir, &config, self.init).map_err(|error| vec![error])?;
         let parameters = count_parameters(&config);
-        Ok(ModelInfo {
+        let mut info = ModelInfo {
             num_parameters: parameters,
             weight_bytes: 4 * parameters,
             training_bytes: training_bytes(self.optimizer.as_ref(), parameters),
@@ -338,11 +439,22 @@ impl ModelConfig for CausalLm {
             max_tokens: config.max_tokens,
             summary: summary(&config),
             role: POLICY,
-        })
+            doubts: optimizer_doubts(self.optimizer.as_ref(), context),
+            ..ModelInfo::default()
+        };
+        look_at_texts(&mut info, &dir, Some(config.vocab_size)).map_err(|error| vec![error])?;
+        Ok(info)
     }
 
     fn trainable(&self) -> bool {
         self.optimizer.is_some()
+    }
+
+    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
+        check_device(device)
+    }
+    fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
+        token_texts(&self.folder(context))
     }
 
     fn load(
@@ -353,12 +465,11 @@ impl ModelConfig for CausalLm {
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let dir = self.folder(context);
         let decoder = self.decoder(&dir, device, context.seed)?;
-        let (tokenizer, template) = texts(&dir, &decoder.config)?;
+        let tools = texts(&dir, &decoder.config)?;
         let policy = Policy::new(decoder, self.optimizer.clone()).map_err(failed)?;
-        Ok(Box::new(PolicyResource {
-            policy: Box::new(policy),
-            tokenizer: Some(tokenizer),
-            template,
-        }))
+        Ok(Box::new(PolicyResource::with_texts(
+            Box::new(policy),
+            tools,
+        )))
     }
 }

@@ -31,9 +31,13 @@ use verl_pipe::stage::{
 };
 
 use crate::generate::{RESPONSE_LENGTH, TOKENS};
-use crate::prompts::{OnLong, PROMPT_LENGTH, PromptFormat, Source, Template, declared_faults};
+use crate::model::template_config_fault;
+use crate::prompts::{
+    OnLong, PROMPT_LENGTH, PromptFormat, Row, Source, Template, declared_faults, look_at_rows,
+};
 use crate::settings::metrics;
 pub(crate) use judged::Judged;
+use judged::RawJudged;
 
 metrics! {
     CHOSEN_LENGTH: "preference/chosen_length", "tokens", "mean number of tokens of a chosen answer, end-of-sequence included";
@@ -176,6 +180,7 @@ impl PreferenceFormat {
     ) -> Result<Source, StageError> {
         let prompts = self.prompts();
         let mut source = Source::open(context, data, model, &prompts, true)?;
+        look_at_rows(source.data.as_ref(), |row| self.look(row))?;
         if self.on_long == OnLong::Drop {
             let what = format!("every row of `{}` is too long", source.data.origin());
             source.drop_rows(&what, |source, row| {
@@ -184,6 +189,20 @@ impl PreferenceFormat {
             })?;
         }
         Ok(source)
+    }
+
+    /// Looks whether a row has what it is judged by; the template and the tokenizer are not asked.
+    fn look(&self, row: &Row<'_>) -> Result<(), DataError> {
+        let prompts = self.prompts();
+        let RawJudged { asked, answers, .. } = RawJudged::read(self, row)?;
+        prompts.look_at(row, asked)?;
+        match &answers[..] {
+            // Texts that differ can still be the same tokens, which is told when the row is drawn.
+            [chosen, rejected] if chosen == rejected && self.on_equal == OnEqual::Error => {
+                Err(row.fault(judged::SAME.to_owned()))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Row `row` within the limits.
@@ -230,6 +249,13 @@ impl StageConfig for Preferences {
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = self.format.faults();
         faults.extend(declared_faults(&self.data, &self.model, context));
+        let template = self.format.template;
+        faults.extend(template_config_fault(
+            "template",
+            template,
+            &self.model,
+            context,
+        ));
         if !faults.is_empty() {
             return Err(faults);
         }

@@ -16,15 +16,17 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+use verl_pipe::data::DataError;
 use verl_pipe::keys::{ANSWERS, DATA_ROWS, PROMPT_TEXTS, PROMPTS, TARGETS};
 use verl_pipe::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageConfig,
     StageContext, StageError, StageSpec, StartContext,
 };
 
+use crate::model::{room_fault, template_config_fault};
 pub(crate) use format::{Asked, Row, role};
 pub use format::{EncodedPrompt, OnLong, PromptFormat, Template, target_tokens};
-pub(crate) use source::{Source, declared_faults};
+pub(crate) use source::{Source, declared_faults, look_at_rows};
 
 /// Mean prompt length of the step.
 pub const PROMPT_LENGTH: Metric = Metric {
@@ -54,7 +56,7 @@ pub struct Prompts {
     pub template: Template,
     /// Further variables of the chat template, such as `enable_thinking`.
     pub template_variables: Map<String, Value>,
-    /// Longest prompt (tokens); the model's context when absent.
+    /// Longest prompt (tokens); one less than the model's context when absent.
     pub max_prompt_tokens: Option<usize>,
     /// What becomes of a longer prompt.
     pub on_long: OnLong,
@@ -108,6 +110,18 @@ impl StageConfig for Prompts {
         let format = self.format();
         let mut faults = format.faults();
         faults.extend(declared_faults(&self.data, &self.model, context));
+        let template = self.template;
+        faults.extend(template_config_fault(
+            "template",
+            template,
+            &self.model,
+            context,
+        ));
+        let longest = self.max_prompt_tokens;
+        faults
+            .extend(longest.and_then(|longest| {
+                room_fault("max_prompt_tokens", longest, &self.model, context)
+            }));
         if self.with_targets && self.answer.is_empty() {
             faults.push(ConfigError::new(
                 "with_targets",
@@ -164,6 +178,7 @@ impl Stage for PromptStage {
             &self.format,
             ends_answers,
         )?;
+        look_at_rows(source.data.as_ref(), |row| self.format.look(row))?;
         if self.format.on_long == OnLong::Drop {
             source.drop_long(&self.format)?;
         }
@@ -193,7 +208,22 @@ impl Stage for PromptStage {
             context.record(&PROMPT_LENGTH, prompt.tokens.len() as f64);
             if let Some(stop) = source.stop {
                 let tokens = target_tokens(&prompt.answer, stop, data, row, &source.tokenizer)?;
-                targets.push(&tokens);
+                let room = source.context.saturating_sub(prompt.tokens.len());
+                let fault = |reason| DataError::Row {
+                    path: data.origin(),
+                    row: row + 1,
+                    reason,
+                };
+                if tokens.len() > room && self.format.on_long != OnLong::Truncate {
+                    return Err(fault(format!(
+                        "the answer has {} tokens, but behind a prompt of {} the model's context of {} has room for {room}; shorten it, or set `on_long` to \"truncate\" or \"drop\"",
+                        tokens.len(),
+                        prompt.tokens.len(),
+                        source.context
+                    ))
+                    .into());
+                }
+                targets.push(&tokens[..tokens.len().min(room)]);
             }
             ids.push(RowId::prompt(epoch, row as u64)?.in_wave(context.wave)?);
             rows.push(row as u64);

@@ -16,6 +16,8 @@ use verl_pipe::stage::{
     StageSpec,
 };
 
+use crate::generate::LONGEST;
+
 /// Mean penalty.
 pub const PENALTY_MEAN: Metric = Metric {
     name: "overlong/penalty_mean",
@@ -114,6 +116,7 @@ impl Stage for ShapeOverlong {
             .reads(REWARDS)
             .reads(RESPONSES)
             .writes(SHAPED_REWARDS)
+            .agrees(LONGEST, "max_tokens", self.max_tokens)
             .metrics(&[PENALTY_MEAN, PENALISED])
     }
 

@@ -137,13 +137,18 @@ impl<'a> Rows<'a> {
     }
 
     /// The mini-batch of `rows`, which are numbered from its first, without any column.
+    ///
+    /// A row without an action is no sequence: one that a correction of the rollout rejected, or that was left out
+    /// because it was truncated, leaves the denominators with its tokens.
     pub(crate) fn mini_batch(&self, rows: Range<usize>) -> MiniBatch {
         let mut of_tokens = Vec::new();
+        let mut sequences = 0;
         for row in rows.clone() {
             let actions = self.actions(row).count();
             of_tokens.extend(std::iter::repeat_n(row - rows.start, actions));
+            sequences += usize::from(actions > 0);
         }
-        let counts = Counts::declared(of_tokens.len(), rows.len());
+        let counts = Counts::declared(of_tokens.len(), sequences);
         MiniBatch {
             counts,
             ..MiniBatch::new(of_tokens)

@@ -13,10 +13,11 @@ mod judged;
 
 use std::ops::Range;
 
+use burn::tensor::Tensor;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::losses::{LossInput, Partial};
-use verl_algos::{AlgoError, MicroBatch, MiniBatch, Preferences};
+use verl_algos::{AlgoError, Counts, MicroBatch, MiniBatch, Preferences};
 use verl_models::model::{PackedScores, PolicyModel};
 use verl_pipe::batch::{Batch, RaggedView, RowId};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
@@ -25,17 +26,19 @@ use verl_pipe::keys::{
     ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS,
 };
 use verl_pipe::part::Part;
+use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
 use verl_pipe::stage::{
     Access, BuildContext, Cardinality, ConfigError, Metric, RowRule, Stage, StageConfig,
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::advantages::NO_REFERENCE;
+use crate::advantages::{NO_OLD, NO_REFERENCE};
 use crate::generate::TOKENS;
 use crate::log_probs::scoring_temperature_fault;
-use crate::losses::{Grpo, KL_PENALTY, Loss, PolicyObjective};
+use crate::losses::{Grpo, KL_PENALTY, Loss, LossState, PolicyObjective};
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::metrics;
+use crate::state::{recalled, restored, snapshot, stored};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
 use inputs::StepAt;
 
@@ -43,6 +46,10 @@ metrics! {
     LOSS: "actor/loss", "", "loss of a mini-batch, all terms with their coefficients";
     GRAD_NORM: "actor/grad_norm", "", "global gradient norm before clipping";
     LEARNING_RATE: "actor/learning_rate", "", "learning rate of the optimiser step";
+    FIRST_PPO_KL: "actor/first_ppo_kl", "nats", "mean of old minus current log-probs on the first mini-batch of the step, where both are of the same weights: 0 but for rounding";
+    KL_COEF: "actor/kl_coef", "", "coefficient of the KL in the loss, where it is adaptive";
+    ENTROPY_COEF: "actor/entropy_coef", "", "coefficient of the entropy bonus behind the optimiser step, where it is adaptive; 0 while the entropy is above its target";
+    REWARD_SHIFT: "preference/reward_shift", "nats", "running mean of implicit rewards, δ of `bco_pair`";
 }
 
 /// Settings of stage `update`.
@@ -94,6 +101,7 @@ impl StageConfig for Update {
             config: self.clone(),
             loss,
             cuts: Cuts::new(&context.batch),
+            steps: context.batch.optimizer_steps,
             optimizer: OptimizerSteps::default(),
         }))
     }
@@ -101,6 +109,14 @@ impl StageConfig for Update {
 
 /// What to do where no stage writes advantages.
 const NO_ADVANTAGES: &str = "put an `advantages` stage before it";
+
+/// What to do where no stage writes the old log-probs of a step of several optimiser steps.
+fn several_steps(steps: usize) -> String {
+    format!(
+        "only the first of the {steps} optimiser steps a step is on policy without it; {NO_OLD}, with `bypass = true` to take those of the rollout; or take one: set `epochs = 1` in [batch] and leave `mini_batch` out"
+    )
+}
+
 impl Update {
     /// The run is over before the model is trained for the first time.
     fn warm_up_for_ever(&self, steps: u64) -> Option<ConfigError> {
@@ -123,6 +139,8 @@ struct UpdateStage {
     config: Update,
     loss: Loss,
     cuts: Cuts,
+    /// Optimiser steps of a step whose rows are all there; 0: the arithmetic is not known.
+    steps: usize,
     optimizer: OptimizerSteps,
     never: Option<ConfigError>,
 }
@@ -183,6 +201,15 @@ impl<'a> Columns<'a> {
             ..self.rows.mini_batch(rows.clone())
         }
     }
+
+    /// The same of pairs, each of which counts whatever is left of its two sides.
+    fn pairs(&self, rows: Range<usize>) -> MiniBatch {
+        let mini = self.mini_batch(rows.clone());
+        MiniBatch {
+            counts: Counts::declared(mini.num_tokens(), rows.len()),
+            ..mini
+        }
+    }
 }
 
 impl UpdateStage {
@@ -204,11 +231,19 @@ impl UpdateStage {
         at: StepAt,
         sink: &mut dyn StageSink,
     ) -> Result<(), StageError> {
-        let mut mini = columns.mini_batch(rows.clone());
+        let mut mini = match self.loss.of_pairs {
+            true => columns.pairs(rows.clone()),
+            false => columns.mini_batch(rows.clone()),
+        };
         if mini.num_tokens() == 0 {
             return Ok(());
         }
-        self.fill(&mut mini, &*policy, columns, rows.clone(), at)?;
+        let squares = self.fill(&mut mini, &*policy, columns, rows.clone(), at)?;
+        if let Some(mean) = self.loss.state.reward_shift {
+            mini.preferences.reward_shift = mean.mean;
+        }
+        self.loss.state.steer(&mut self.loss.objective);
+        let num_rows = rows.len();
         let whole = mini.old_log_probs.is_some() || !self.loss.reads(LossInput::OldLogProbs);
         let prepared = whole
             .then(|| self.loss.objective.prepare(&mini))
@@ -225,7 +260,14 @@ impl UpdateStage {
                 &mut |packed| {
                     let log_probs = packed.log_probs.clone();
                     let share = match &prepared {
-                        Some(prepared) => prepared.loss(&micro_batch(&micro.tokens, packed)),
+                        Some(prepared) => {
+                            let mut of_micro = micro_batch(&micro.tokens, packed);
+                            of_micro.log_sum_sq_probs = squares.as_ref().map(|squares| {
+                                let own = &squares[micro.tokens.clone()];
+                                Tensor::from_floats(own, &log_probs.device())
+                            });
+                            prepared.loss(&of_micro)
+                        }
                         None => self.on_policy(&mini, &micro.tokens, packed),
                     };
                     shares.take(share, log_probs)
@@ -233,9 +275,16 @@ impl UpdateStage {
             )
         })?;
         let report = self.optimizer.step(policy, &self.config.model)?;
+        let noted = self.loss.state.note(&shares.metrics, num_rows);
+        noted.map_err(StageError::failed)?;
+        self.report_state(sink);
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
+        let first_kl = shares.metrics.iter().find(|sum| sum.name == "ppo_kl");
+        if let Some(first_kl) = first_kl.filter(|_| at.is_first) {
+            sink.record(&FIRST_PPO_KL, first_kl.value(), 1.0);
+        }
         for total in &shares.metrics {
             let mut metrics = self.loss.metrics.iter();
             match metrics.find(|(name, _)| *name == total.name) {
@@ -244,6 +293,28 @@ impl UpdateStage {
             }
         }
         Ok(())
+    }
+
+    fn state_metrics(&self) -> Vec<Metric> {
+        let state = &self.loss.state;
+        let kl = state.kl.as_ref().map(|_| KL_COEF);
+        let entropy = state.entropy.as_ref().map(|_| ENTROPY_COEF);
+        let shift = state.reward_shift.as_ref().map(|_| REWARD_SHIFT);
+        kl.into_iter().chain(entropy).chain(shift).collect()
+    }
+
+    /// Tells the coefficients and the mean that move.
+    fn report_state(&self, sink: &mut dyn StageSink) {
+        let state = &self.loss.state;
+        if let Some(kl) = &state.kl {
+            sink.record(&KL_COEF, kl.coef(), 1.0);
+        }
+        if let Some(entropy) = &state.entropy {
+            sink.record(&ENTROPY_COEF, entropy.coef(), 1.0);
+        }
+        if let Some(mean) = &state.reward_shift {
+            sink.record(&REWARD_SHIFT, mean.mean, 1.0);
+        }
     }
 
     /// The share of a micro-batch whose old log-probs are its own, which holds where a step is one optimiser step.
@@ -315,7 +386,14 @@ impl Stage for UpdateStage {
             spec = spec.remedy(REF_LOG_PROBS.name(), NO_REFERENCE);
         }
         if self.loss.reads(LossInput::OldLogProbs) {
-            spec = spec.reads_optional(OLD_LOG_PROBS.tagged(policy.clone()));
+            let old = OLD_LOG_PROBS.tagged(policy.clone());
+            // Behind the first of several optimiser steps the policy is no longer the one that sampled.
+            spec = if self.steps > 1 {
+                spec.reads(old)
+                    .remedy(OLD_LOG_PROBS.name(), several_steps(self.steps))
+            } else {
+                spec.reads_optional(old)
+            };
         }
         if self.loss.on_responses() {
             // The engine's own log-probs are read for their tag too: responses that were sampled at another temperature
@@ -342,7 +420,8 @@ impl Stage for UpdateStage {
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses_as(POLICY, &self.config.model, Access::Update)
-            .metrics(&[LOSS, GRAD_NORM, LEARNING_RATE, TOKENS])
+            .metrics(&[LOSS, GRAD_NORM, LEARNING_RATE, FIRST_PPO_KL, TOKENS])
+            .metrics(&self.state_metrics())
             .metrics(&metrics)
     }
 
@@ -356,8 +435,9 @@ impl Stage for UpdateStage {
         let steps = self.cuts.optimizer_steps(input.num_rows());
         if reads_old && columns.old.is_none() && steps > 1 {
             return Err(StageError::failed(format!(
-                "{steps} optimiser steps a step need `{}`; without it only one is on policy. Add a `log_probs` stage, or set batch.epochs = 1 and leave batch.mini_batch out",
-                OLD_LOG_PROBS.name()
+                "{steps} optimiser steps a step need `{}`: {}",
+                OLD_LOG_PROBS.name(),
+                several_steps(steps)
             )));
         }
         // Tokens that were sampled are counted where that was done.
@@ -386,7 +466,30 @@ impl Stage for UpdateStage {
             };
             self.mini_step(resource.policy.as_mut(), &columns, rows, at, context.sink)?;
         }
+        let ended = self.loss.state.end_step(input.num_rows());
+        ended.map_err(StageError::failed)
+    }
+
+    fn snapshot(&mut self) -> Result<Option<Snapshot>, StageError> {
+        let state = &self.loss.state;
+        Ok(state.is_some().then(|| snapshot(state)))
+    }
+
+    fn restore(&mut self, snapshot: &Snapshot) -> Result<(), StageError> {
+        self.loss.state = restored(snapshot)?;
         Ok(())
+    }
+
+    fn store(&mut self, snapshot: &Snapshot) -> Result<Option<StoredState>, StageError> {
+        stored::<LossState>(snapshot)
+    }
+
+    fn recall(
+        &mut self,
+        version: &WeightsVersion,
+        stored: &StoredState,
+    ) -> Result<Snapshot, StageError> {
+        recalled::<LossState>(version, stored)
     }
 }
 

@@ -12,6 +12,8 @@ use crate::masked;
 /// No function drowns another, however large its numbers are. Long rows weigh more in the whitening. A row that a
 /// function did not score leaves that function's statistics, and gets nothing from it.
 ///
+/// # Shapes
+/// Components `[K, B]`, groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
 /// # Errors
 /// No `reward_components`; another number of weights than components; fewer than two action tokens in the batch.
 /// # Differences

@@ -7,8 +7,15 @@ use crate::masked;
 
 /// GPG: A = α(s − μ_g)/f_norm with α = B / max(1, rows whose score is not 0).
 ///
-/// Equal scores give exactly 0. A lone row gets α s / f_norm. α looks at the whole batch, so the batch must not be cut.
+/// Equal scores give exactly 0. A lone row has μ_g = 0 and gets α s / f_norm, which is α s with the usual f_norm = 1. α
+/// looks at the whole batch, so the batch must not be cut.
 ///
+/// # Shapes
+/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
+/// # Errors
+/// An `f_norm` that is not positive; scores or groups that are missing or not finite.
+/// # Differences
+/// verl computes σ_g as well and does not use it; it divides lone rows by f_norm like all others, as here.
 /// # Source
 /// Chu et al. 2025, arXiv:2504.02546; verl `compute_gpg_outcome_advantage`.
 #[derive(Debug, Clone, Copy, PartialEq)]

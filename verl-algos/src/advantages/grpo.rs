@@ -46,7 +46,19 @@ pub(super) fn check_epsilon(epsilon: Option<f64>) -> Result<(), AlgoError> {
     check_setting("epsilon", epsilon, sound, rule)
 }
 
-/// GRPO and Dr. GRPO as an estimator; see [`grpo_advantages`].
+/// GRPO and Dr. GRPO as an estimator: A = (s − μ_g)/(σ_g + ε), or s − μ_g without `epsilon`.
+///
+/// A lone row keeps its score; see [`grpo_advantages`].
+///
+/// # Shapes
+/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
+/// # Errors
+/// As [`grpo_advantages`]; no scores or groups.
+/// # Differences
+/// As [`grpo_advantages`]. NeMo-RL takes mean and deviation of the other rows, and does not divide where the
+/// deviation is 0; TRL refuses groups of one.
+/// # Source
+/// Shao et al. 2024, arXiv:2402.03300, section 4.1; without σ: Liu et al. 2025, arXiv:2503.20783.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Grpo {
     /// Added to the deviation; `None` leaves the deviation out (Dr. GRPO).

@@ -10,8 +10,13 @@ use crate::masked;
 ///
 /// A tie at the top gives 0, and so does a response without another scored one to lead over.
 ///
+/// # Shapes
+/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
 /// # Errors
 /// [`AlgoError::TooFew`] for a group of one.
+/// # Differences
+/// verl's switch for the division by σ_g is one of its configuration, and the argument of the same name is not read;
+/// here `epsilon` is the switch.
 /// # Source
 /// verl `compute_grpo_passk_outcome_advantage`; Tang et al. 2025, arXiv:2503.19595.
 #[derive(Debug, Clone, Copy, PartialEq)]

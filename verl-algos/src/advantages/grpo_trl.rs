@@ -28,12 +28,15 @@ pub enum ComponentOrder {
     NormalizeThenSum,
 }
 
-/// GRPO by TRL's rules.
+/// GRPO by TRL's rules: A = (Σ_k w_k r_k − μ_g)/(σ + ε), σ of the group or of the batch, or no division; or each
+/// function normalised before the sum ([`ComponentOrder`]).
 ///
-/// Reward functions are the `reward_components`, or else the outcome score alone. Deviations are Bessel's (n − 1). What
-/// was not scored is left out: a function of a row's sum, a row that no function scored of all statistics; its
+/// Reward functions are the `reward_components`, or else the outcome score alone. Deviations are Bessel's (n − 1).
+/// What was not scored is left out: a function of a row's sum, a row that no function scored of all statistics; its
 /// advantage is 0, and so is that of a row that is the only scored one of its group. Equal scores give exactly 0.
 ///
+/// # Shapes
+/// Components `[K, B]` or scores `[B]`, groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
 /// # Errors
 /// [`AlgoError::TooFew`] for a group of one; lengths that differ; scores that are not finite.
 /// # Differences

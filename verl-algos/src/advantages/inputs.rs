@@ -240,6 +240,9 @@ pub(super) fn component_weights(
 
 /// Scans the packed tokens of each row from its last to its first: `step(token, state of the next token)`; the state
 /// after the last token of a row is `end`.
+///
+/// # Shapes
+/// `rows`, result: `[N]`, packed action tokens.
 pub fn backward_scan<S: Copy>(rows: &[usize], end: S, step: impl Fn(usize, S) -> S) -> Vec<S> {
     let mut states = vec![end; rows.len()];
     for t in (0..rows.len()).rev() {
@@ -260,6 +263,8 @@ pub fn backward_scan<S: Copy>(rows: &[usize], end: S, step: impl Fn(usize, S) ->
 /// Rows of different lengths.
 /// # Differences
 /// verl's outcome estimators add what lies on masked slots too, while its GAE drops it.
+/// # Source
+/// verl sums token rewards in each outcome estimator.
 pub fn outcome_scores(
     rewards: &Ragged<f64>,
     actions: &Ragged<bool>,
@@ -278,6 +283,9 @@ pub fn outcome_scores(
 }
 
 /// The rows of each group, groups in the order of their first row.
+///
+/// # Shapes
+/// `groups`: `[B]`; result: each row once.
 pub fn group_rows(groups: &[u64]) -> Vec<Vec<usize>> {
     let mut index = HashMap::new();
     let mut members: Vec<Vec<usize>> = Vec::new();

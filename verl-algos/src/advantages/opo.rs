@@ -8,6 +8,8 @@ use crate::error::AlgoError;
 ///
 /// Equal scores give exactly 0. A lone row keeps its score.
 ///
+/// # Shapes
+/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
 /// # Differences
 /// A group of rows without action tokens is 0/0 in verl; its baseline is 0 here.
 /// # Source

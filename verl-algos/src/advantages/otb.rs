@@ -27,6 +27,9 @@ pub enum TokenTime {
 /// token's score vector, ρ the rollout weight (1 where there are none). A lone row has baseline 0. Beyond the second
 /// longest row the longest would be its own baseline; with `handle_zero_tail` its baseline there is 0.
 ///
+/// # Shapes
+/// Rewards, `old_log_probs` (ln π), `sum_pi_squared` (Σ_v π(v)²), rollout weights, advantages and returns: `[B, T~]`;
+/// groups `[B]`.
 /// # Errors
 /// No `old_log_probs` or `sum_pi_squared`; numbers of action tokens that are not finite.
 /// # Differences

@@ -11,8 +11,15 @@ use crate::masked;
 ///
 /// Observations are stepped over: γ counts actions, not time slots.
 ///
+/// # Shapes
+/// Rewards, advantages and returns: `[B, T~]`, 0 at observations.
 /// # Errors
 /// Fewer than two action tokens in the batch, where whitening is not defined.
+/// # Differences
+/// As verl since August 2026; before, an observation set the running return to 0. slime and miles count time slots,
+/// so that γ acts at observations too: rewards of −1 at the first and last of four slots, two observations between
+/// them, γ = 0.9, give a first return of −1.9 here and of −1.729 there. verl drops rewards at observations in this
+/// estimator as is done here.
 /// # Source
 /// Hu et al. 2025, arXiv:2501.03262; verl `compute_reinforce_plus_plus_outcome_advantage`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -63,8 +70,13 @@ impl AdvantageEstimator for ReinforcePlusPlus {
 /// Long responses weigh more in the whitening. A lone row keeps its score. A row that was not scored leaves the statistics
 /// and gets 0.
 ///
+/// # Shapes
+/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
 /// # Errors
 /// Fewer than two action tokens in the batch.
+/// # Differences
+/// verl knows no row without a score, and adds up what lies on masked slots as well; here an outcome score is the sum
+/// over action tokens.
 /// # Source
 /// Hu et al. 2025, arXiv:2501.03262; verl `compute_reinforce_plus_plus_baseline_outcome_advantage`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -6,8 +6,13 @@ use crate::error::{AlgoError, check_finite, check_len};
 
 /// ReMax: G_t = Σ_{u ≥ t} r_u over action tokens; A = G − b, b the score of a greedy response to the row's prompt.
 ///
+/// # Shapes
+/// Rewards, advantages and returns: `[B, T~]`; `reward_baselines`: `[B]`.
 /// # Errors
 /// No `reward_baselines`, or not one a row.
+/// # Differences
+/// verl multiplies masked slots by 0, so that a NaN there spreads; here they are left out. There is one baseline a
+/// row, whereas verl's of a prompt has to be repeated for its responses.
 /// # Source
 /// Li et al. 2023, arXiv:2310.10505.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

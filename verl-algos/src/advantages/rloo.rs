@@ -8,6 +8,8 @@ use crate::error::AlgoError;
 ///
 /// Equal scores give exactly 0. A lone row keeps its score. A row that was not scored leaves the statistics and gets 0.
 ///
+/// # Shapes
+/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
 /// # Differences
 /// One rule for lone rows: verl's vectorised form gives them 0, its loop the raw score, as here.
 /// # Source

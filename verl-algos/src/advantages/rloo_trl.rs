@@ -12,6 +12,9 @@ use crate::masked;
 /// A row that was not scored leaves the statistics and gets 0, and so does a row that is the only scored one of its
 /// group.
 ///
+/// # Shapes
+/// Scores and groups `[B]`, `old_log_probs` and `ref_log_probs` `[B, T~]`; result `[B, T~]`, one number a row on its
+/// action tokens.
 /// # Errors
 /// No log-probs although `beta` is not 0; [`AlgoError::TooFew`] for a group of one.
 /// # Differences

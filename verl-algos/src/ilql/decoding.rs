@@ -11,6 +11,10 @@ use crate::tensor::at_least_f32;
 ///
 /// Dims: `B` rows, `V` vocabulary.
 ///
+/// # Shapes
+/// Logits and target Q values `[B, V]`, V `[B]`; result `[B, V]` or `[B]`.
+/// # Differences
+/// None known against trlX.
 /// # Source
 /// Snell et al. 2023, arXiv:2206.11871, section 4.3; trlX `generate` of its ILQL model.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -21,6 +21,8 @@ use crate::tensor::at_least_f32;
 /// Reported: the terms without their scales, as `q_loss`, `v_loss`, `cql_loss`, `awac_loss`; and `value` and `target_q`,
 /// the means of V and q̂ over actions. Without any action the loss is 0.
 ///
+/// # Shapes
+/// Q heads and logits `[M, V]`, target Q of the actions `[M]`, V `[M + R]` of M actions in R rows.
 /// # Differences
 /// trlX multiplies by the alive flags, so that NaN after the end of a row spreads; here such states are left out. The
 /// authors' code flags terminal states instead of live ones, and offers a margin loss and a clip of AWAC's weight.

@@ -6,6 +6,10 @@ use crate::error::{AlgoError, check_len, check_setting};
 
 /// Polyak averaging every few optimiser steps: Q̂ ← α Q + (1 − α) Q̂.
 ///
+/// # Shapes
+/// Weights of any shape, the same on both sides.
+/// # Differences
+/// None known against trlX.
 /// # Source
 /// Polyak and Juditsky 1992; trlX `sync_target_q_heads`.
 #[derive(Debug, Clone, Copy, PartialEq)]

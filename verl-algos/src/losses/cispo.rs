@@ -2,7 +2,7 @@
 
 use super::clipped_policy::{check_clip, log_ratio};
 use super::{PerToken, PreparedTokens, TokenLoss};
-use crate::error::AlgoError;
+use crate::error::{AlgoError, check_setting};
 use crate::tensor::ones_where;
 
 /// −sg(clip(r, 1 − ε_low, 1 + ε_high)) A ℓ. Times the rollout weights.
@@ -10,6 +10,8 @@ use crate::tensor::ones_where;
 /// No token loses its gradient; only its weight is bounded. Reported: `pg_clipfrac`, the share of tokens whose ratio was
 /// clipped; `cispo_clip_ratio`, the share that has A > 0 and lies above the upper bound; `ppo_kl`.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
 /// # Differences
 /// TRL's upper bound is absolute and it has no lower bound: [`CispoLoss::with_cap`].
 /// # Source
@@ -18,7 +20,7 @@ use crate::tensor::ones_where;
 pub struct CispoLoss {
     /// ε_low, in [0, 1].
     pub clip_low: f64,
-    /// ε_high, at least 0.
+    /// ε_high, at least 0; above −1 where there is no lower bound (ε_low = 1).
     pub clip_high: f64,
 }
 
@@ -33,7 +35,7 @@ impl Default for CispoLoss {
 
 impl CispoLoss {
     /// −sg(min(r, cap)) A ℓ: no lower bound, and an upper one that is not counted from 1. TRL's form, with a cap such as
-    /// 5.
+    /// 5; any positive number is one, also below 1, where tokens on policy are held back too.
     pub fn with_cap(cap: f64) -> CispoLoss {
         CispoLoss {
             clip_low: 1.0,
@@ -48,6 +50,10 @@ impl TokenLoss for CispoLoss {
     }
 
     fn check(&self) -> Result<(), AlgoError> {
+        if self.clip_low == 1.0 && self.clip_high < 0.0 {
+            let rule = "the cap 1 + clip_high must be positive";
+            return check_setting("clip_high", self.clip_high, self.clip_high > -1.0, rule);
+        }
         check_clip(self.clip_low, self.clip_high)
     }
 
@@ -112,6 +118,13 @@ mod tests {
         for (g, expected) in grad.iter().zip([-5.0, -4.0, -0.01]) {
             assert!((g - expected).abs() < 1e-9, "{grad:?}");
         }
-        assert!(CispoLoss::with_cap(0.5).check().is_err());
+        // A cap below 1 holds back what is on policy, too.
+        assert_eq!(CispoLoss::with_cap(0.5).check(), Ok(()));
+        assert!(CispoLoss::with_cap(0.0).check().is_err());
+        let negative = CispoLoss {
+            clip_high: -0.5,
+            ..CispoLoss::default()
+        };
+        assert!(negative.check().is_err());
     }
 }

@@ -14,6 +14,8 @@ use crate::tensor::ones_where;
 /// there are more candidates than may be left out, those with the smallest [`MiniBatch::draws`] are. This loss needs both.
 /// Reported: `pg_clipfrac`, the share that was left out; `ppo_kl`, mean of −d.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
 /// # Differences
 /// verl selects among the tokens of a micro-batch and draws from a generator with a state of its own. There is neither
 /// a clamp of d nor a dual clip, as there.

@@ -13,11 +13,13 @@ pub(crate) const LOG_RATIO_BOUND: f64 = 20.0;
 /// r = e^d, d = clip(ℓ − ℓ_old, ±20). Reported: `pg_clipfrac`, the share of tokens where the clipped term is larger (a
 /// tie is not clipped); `pg_clipfrac_lower`, where the dual clip acts; `ppo_kl`, mean of −d.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// # Differences
+/// The clamp of d is verl's; TRL and the papers have none.
 /// # Source
 /// Schulman et al. 2017, arXiv:1707.06347, eq. 7; dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5; clip-higher: Yu et
 /// al. 2025 (DAPO), arXiv:2503.14476.
-/// # Differences
-/// The clamp of d is verl's; TRL and the papers have none.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClippedPolicyLoss {
     /// ε_low, in [0, 1].

@@ -25,6 +25,8 @@ pub enum DppoDivergence {
 /// ≥ −ε_low elsewhere. KL: divergence ≤ ε_high or π ≤ π_old where A > 0; ≤ ε_low or π ≥ π_old elsewhere. Reported:
 /// `pg_clipfrac`, the share outside; `pg_clipfrac_lower`, the share inside whose ratio exceeds c; `ppo_kl`.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
 /// # Differences
 /// verl's default of c is the actor's 3; here it is 20, which its text names.
 /// # Source

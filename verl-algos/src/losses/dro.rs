@@ -7,6 +7,11 @@ use crate::error::{AlgoError, check_setting};
 ///
 /// Reported: `ppo_kl`, mean of −d.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// # Differences
+/// d is not clamped, as in verl. A log-prob of an observation that is not finite makes verl's gradient NaN, though
+/// not its loss; here observations are not part of it.
 /// # Source
 /// Richemond et al. 2024, arXiv:2405.19107; verl `compute_policy_loss_dro`.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -3,9 +3,18 @@
 use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
-/// The entropy H of each token. Add it with coefficient −c to reward entropy.
+/// The entropy H = −Σ_v π(v) log π(v) of each token. Add it with coefficient −c to reward entropy.
 ///
 /// Reported: `entropy`, its mean over tokens, whatever the aggregation.
+///
+/// # Shapes
+/// Entropies and the result: `[M]`, one a token of the micro-batch, nats.
+/// # Differences
+/// Entropies are those of the logits over the temperature of sampling, as in TRL; OpenRLHF took them at temperature 1
+/// until September 2026. A logit of −∞ counts as p log p = 0, where verl and TRL get NaN.
+/// # Source
+/// Williams and Peng 1991, "Function optimization using connectionist reinforcement learning algorithms"; Mnih et al.
+/// 2016, arXiv:1602.01783.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct EntropyBonus;
 

@@ -17,6 +17,8 @@ const WEIGHT_EPSILON: f64 = 1e-10;
 /// one-sided `clip_ratio_low_mean` (A < 0, d < −ε_low), `clip_ratio_high_mean` (A > 0, d > ε_high), `clip_ratio_region_mean`
 /// (either), `clip_ratio_low_min` and `clip_ratio_high_max` (over rows); `ppo_kl`, mean of −d.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
 /// # Differences
 /// verl ignores declared counts and counts rows without action tokens, so that its gradient depends on the cut; TRL adds
 /// −A for such a row. Here they add nothing, and are counted where the number of sequences is declared. TRL weighs log-ratios

@@ -5,6 +5,11 @@ use crate::error::AlgoError;
 
 /// −A ℓ. Times the rollout weights. No ratio, so no old log-probs are needed.
 ///
+/// # Shapes
+/// Log-probs, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// # Differences
+/// verl reports zeros for the shares and the KL that this loss does not have; here nothing is reported. A log-prob of
+/// an observation that is not finite makes verl's gradient NaN.
 /// # Source
 /// Chu et al. 2025, arXiv:2504.02546; Williams 1992 (REINFORCE).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

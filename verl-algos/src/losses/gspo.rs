@@ -12,6 +12,8 @@ const LOG_RATIO_MAX: f64 = 10.0;
 /// All tokens of a row share the value of the ratio, and each has a gradient of its own. Use it with
 /// `seq-mean-token-mean`. Reported as for [`ClippedPolicyLoss`](super::ClippedPolicyLoss); there is no dual clip.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch. S is one a row.
 /// # Differences
 /// TRL differentiates the row's ratio itself; with one advantage a row the two agree, gradient too.
 /// # Source

@@ -10,6 +10,8 @@ use crate::kl::KlEstimator;
 /// The estimators are unbiased for tokens of π; those at hand are of π_old, hence r, through which the gradient flows
 /// too. Reported: `ref_kl`, its mean over tokens. Rollout weights do not touch it.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, ℓ_ref and the result: `[M]`, one a token of the micro-batch.
 /// # Differences
 /// d is clamped to ±20 before `exp`; TRL has no clamp.
 /// # Source

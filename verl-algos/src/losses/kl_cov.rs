@@ -11,6 +11,8 @@ use crate::error::{AlgoError, check_setting};
 /// [`MiniBatch::current_log_probs`], which this loss needs; of equal ones those with the smaller ℓ are taken. Reported: `ppo_kl`, here
 /// the mean of |d|.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
 /// # Differences
 /// verl selects among the tokens of a micro-batch, so that the update depends on its size. Its configuration says 0.1
 /// for the coefficient and its text 1; the default here is 1.

@@ -8,6 +8,12 @@ use crate::kl::KlEstimator;
 ///
 /// Reported: `ref_kl`, its mean over tokens, whatever the aggregation. Rollout weights do not touch it.
 ///
+/// # Shapes
+/// Log-probs, ℓ_ref and the result: `[M]`, one a token of the micro-batch.
+/// # Differences
+/// The term has an aggregation and a coefficient of its own, as in verl. TRL adds it to a token's loss after the
+/// sampler's ratio and has no clamps (`k3_unclamped`); without such a ratio the two agree. OpenRLHF clamps every
+/// estimator to ±10, here and in verl that is k3's alone.
 /// # Source
 /// Shao et al. 2024, arXiv:2402.03300, eq. 4, which uses k3.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -16,6 +16,14 @@ use crate::tensor::{at_least_f32, constant_like, indices_like};
 /// Σ coefficient · Agg(loss): what an optimiser step minimises.
 ///
 /// The aggregation is that of its token losses; row losses are means over rows or pairs.
+///
+/// # Shapes
+/// As the losses'; result: one number.
+/// # Differences
+/// verl adds −c_H Agg(H) and c_KL Agg(KL) to the aggregated policy loss, which is this sum with coefficients of those
+/// signs.
+/// # Source
+/// verl `ppo_loss`.
 #[derive(Debug)]
 pub struct Objective {
     aggregation: Aggregation,
@@ -90,6 +98,13 @@ impl Objective {
     pub fn with_boxed_rows(mut self, coef: f64, loss: Box<dyn RowLoss>) -> Objective {
         self.row_terms.push((coef, loss));
         self
+    }
+
+    /// Gives the term over tokens with the name `loss` another coefficient; says whether there is one.
+    pub fn set_coef(&mut self, loss: &str, coef: f64) -> bool {
+        let mut terms = self.terms.iter_mut();
+        let term = terms.find(|term| term.loss.name() == loss);
+        term.map(|term| term.coef = coef).is_some()
     }
 
     /// What its terms read, each once.

@@ -10,6 +10,10 @@ use crate::error::{AlgoError, check_setting};
 /// ℓ_sampled are the sampler's own log-probs where the mini-batch has them, else the old ones. A row with a negative
 /// advantage that has become unlikely teaches little and can break the policy; good rows are always kept.
 ///
+/// # Shapes
+/// A and log-probs `[N]`; one flag a token, `[N]`, the same within a row where A is one number a row.
+/// # Differences
+/// None known: as in TRL, tokens that are left out stay in the denominators.
 /// # Source
 /// DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 9; TRL `off_policy_mask_threshold`.
 #[derive(Debug, Clone, Copy, PartialEq)]

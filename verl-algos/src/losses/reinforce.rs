@@ -8,6 +8,8 @@ use crate::error::AlgoError;
 /// With w = π/π_sampler, made from the current log-probs, this is the policy gradient of samples of another policy.
 /// Reported: `ppo_kl`, mean of ℓ_old − ℓ, where there are old log-probs.
 ///
+/// # Shapes
+/// Log-probs, A, w and the result: `[M]`, one a token of the micro-batch.
 /// # Differences
 /// [`GpgLoss`](super::GpgLoss) is the same loss and reports nothing.
 /// # Source

@@ -10,6 +10,10 @@ use crate::error::{AlgoError, check_setting};
 /// On policy the gate has slope 1, so the gradient is PPO's; it fades as r leaves 1, the sooner the larger τ. The
 /// aggregation is always `seq-mean-token-mean`. Reported: `ppo_kl`, mean of −d.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// # Differences
+/// TRL does not clamp d; at ±20 the gate has closed, so that no number differs. verl forces the same aggregation.
 /// # Source
 /// Gao et al. 2025, arXiv:2511.20347; d clamped to ±20 as in verl, where the gate has closed. TRL's `sapo` is the same.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -3,9 +3,17 @@
 use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
-/// −ℓ: negative log-likelihood of each target token, nats.
+/// −ℓ = −log π(y): negative log-likelihood of each target token, nats.
 ///
 /// Reported: `nll`, its mean over tokens, whatever the aggregation.
+///
+/// # Shapes
+/// Log-probs and the result: `[M]`, one a token of the micro-batch.
+/// # Differences
+/// verl shifts the loss mask of all rows laid end to end by one, so that a row that is trained on from its first
+/// token reaches into the last position of the row before; here rows are apart.
+/// # Source
+/// Maximum likelihood; for instructions Ouyang et al. 2022, arXiv:2203.02155, section 3.5.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct SftLoss;
 

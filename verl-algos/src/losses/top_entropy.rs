@@ -12,6 +12,11 @@ use crate::error::{AlgoError, check_setting};
 /// Entropies are [`MiniBatch::current_entropies`], so the choice does not depend on how the mini-batch is cut. The
 /// quantile interpolates between neighbours; ties with it are kept. On several ranks each selects among its own rows.
 ///
+/// # Shapes
+/// Entropies `[N]`; one flag a token, `[N]`.
+/// # Differences
+/// TRL takes the quantile of each forward pass, over all devices. As there, tokens that are left out stay in the
+/// denominators.
 /// # Source
 /// Wang et al. 2025 (beyond the 80/20 rule), arXiv:2506.01939; TRL `top_entropy_quantile`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -54,6 +59,10 @@ impl TokenFilter for TopEntropyTokens {
 ///
 /// The others are not counted. On several ranks it is the mean of the ranks' means.
 ///
+/// # Shapes
+/// Entropies and the result: `[M]`, one a token of the micro-batch.
+/// # Differences
+/// As [`TopEntropyTokens`].
 /// # Source
 /// TRL `entropy_coef` together with `top_entropy_quantile`.
 #[derive(Debug, Clone, Copy, PartialEq)]

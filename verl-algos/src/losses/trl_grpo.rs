@@ -16,6 +16,8 @@ use crate::error::{AlgoError, check_setting};
 /// min(r, δ) above it; `clip_ratio_region_mean`, either; `clip_ratio_low_min` and `clip_ratio_high_max`, the extremes over
 /// rows. Shares are of tokens, or of rows if the ratio is of rows.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
 /// # Differences
 /// From [`ClippedPolicyLoss`](super::ClippedPolicyLoss): d is not clamped before `exp`, and δ caps the ratio for
 /// every sign of A, where the dual clip bounds the loss for A < 0. From [`GspoLoss`](super::GspoLoss): the row's ratio

@@ -12,6 +12,12 @@ use crate::tensor::ones_where;
 /// mini-batch needs `returns`, and `old_values` where values are clipped. Rollout weights do not touch it. Reported:
 /// `vf_clipfrac`, the share of tokens where the clipped term is larger (a tie is not clipped).
 ///
+/// # Shapes
+/// V, V_old, R and the result: `[M]`, one a token of the micro-batch.
+/// # Differences
+/// As verl. OpenRLHF has the same, or ½ (V − R)² where no clip is given, as here without `clip`; TRL's PPO takes half
+/// the masked mean of the maximum, whatever the aggregation of the policy loss. A value of an observation that is not
+/// finite makes verl's gradient NaN.
 /// # Source
 /// Schulman et al. 2017, arXiv:1707.06347, with the clip of OpenAI's implementation; verl `compute_value_loss`.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -16,6 +16,11 @@ const LOG_WEIGHT_MIN: f64 = -18.420_680_743_952_367;
 /// the row's. d is clamped to ±20, ln w to [ln 1e-8, 20]. Reported: `vespo_phi_seq_mean`, the mean of φ over rows, 1 for
 /// one without action tokens; `ppo_kl`.
 ///
+/// # Shapes
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch. φ is one a row for each sign
+/// of A.
+/// # Differences
+/// verl has no such loss. TRL is followed, its bounds of ln w and the sampler's ratio inside w included.
 /// # Source
 /// Shen et al. 2026, arXiv:2602.10693; TRL `vespo`.
 #[derive(Debug, Clone, Copy, PartialEq)]

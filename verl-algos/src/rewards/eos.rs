@@ -5,6 +5,8 @@ use crate::ragged::Ragged;
 
 /// Tokens of the response up to its first end-of-sequence token, that token included; all where there is none.
 ///
+/// # Shapes
+/// `tokens`: `[T]`, one response; result: a number of tokens.
 /// # Differences
 /// In a padded array verl counts the padding as well where there is no such token; ragged rows have none.
 /// # Source
@@ -20,6 +22,8 @@ pub fn response_length(tokens: &[u32], eos_ids: &[u32]) -> usize {
 /// `scores`, `ended`, result: `[B]`
 /// # Errors
 /// Lengths that differ; a score or penalty that is not finite, or a negative penalty.
+/// # Differences
+/// TRL looks for the token in the padded response; here the caller says which rows ended.
 /// # Source
 /// `missing_eos_penalty` of TRL's PPO.
 pub fn missing_eos_penalty(
@@ -40,6 +44,8 @@ pub fn missing_eos_penalty(
 /// `scores`, `ended`, result: `[B]`
 /// # Errors
 /// Lengths that differ; a score that is not finite; a coefficient that is above 1 or not finite.
+/// # Differences
+/// None known against OpenRLHF, whose sign is the finish reason, too.
 /// # Source
 /// The "stop properly" penalty of OpenRLHF, after ProRL: Liu et al. 2025, arXiv:2505.24864.
 pub fn stop_properly(
@@ -63,8 +69,13 @@ pub fn stop_properly(
 ///
 /// Their scores still count in their group.
 ///
+/// # Shapes
+/// `actions`, result: `[B, T~]`; `ended`: `[B]`
 /// # Errors
 /// Another number of rows.
+/// # Differences
+/// TRL takes a row for truncated whose last token neither ends nor pads, verl one without any end; here the caller
+/// says which rows ended, as engines tell it.
 /// # Source
 /// `mask_truncated_completions` of TRL; Yu et al. 2025 (DAPO), arXiv:2503.14476, overlong filtering.
 pub fn without_truncated(

@@ -4,6 +4,13 @@ use crate::advantages::group_rows;
 use crate::error::{AlgoError, check_given, check_len, check_setting};
 
 /// Which groups of responses are kept.
+///
+/// # Shapes
+/// Scores and groups `[B]`; result: one flag a row, `[B]`.
+/// # Differences
+/// As [`GroupFilter::keep`].
+/// # Source
+/// As [`GroupFilter::keep`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum GroupFilter {
     /// Those whose scores are not all equal. A lone response stays: it has nothing to be equal to.

@@ -6,6 +6,10 @@ use crate::error::{AlgoError, check_given, check_len, check_setting};
 ///
 /// −factor · (L − (L_max − buffer)) / buffer where that is negative. Beyond L_max it goes on falling, unless `capped`.
 ///
+/// # Shapes
+/// Lengths and scores `[B]`; result `[B]`.
+/// # Differences
+/// verl's goes on falling beyond L_max; OpenRLHF's stops at −factor, as here where `capped`.
 /// # Source
 /// Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13; verl's DAPO reward manager does not cap, OpenRLHF does.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -7,8 +7,12 @@ const EPSILON: f64 = 1e-8;
 /// Weight of the best rows, and of the others, by [`PfPpo::MaxRandom`].
 const MAX_RANDOM: (f64, f64) = (0.4, 0.1);
 
-/// How a row's weight follows from its score.
+/// How a row's weight w follows from its score s: w = |s|^p, or one of two levels, by whether the score is among the best or worst.
 ///
+/// # Shapes
+/// Scores and weights `[B]`.
+/// # Differences
+/// verl draws the rows itself, from a generator with a state; here [`draw`] takes the uniform numbers.
 /// # Source
 /// Shen and Zhang 2024, arXiv:2409.06957; verl `compute_pf_ppo_reweight_data`.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -2,6 +2,7 @@
 
 use crate::error::{AlgoError, check_finite, check_given, check_setting};
 use crate::masked;
+use serde::{Deserialize, Serialize};
 
 /// A deviation below this share of the mean is the rounding of equal scores.
 const ROUNDING: f64 = 1e-12;
@@ -10,10 +11,14 @@ const ROUNDING: f64 = 1e-12;
 ///
 /// Neither depends on how the numbers were cut into batches, up to rounding.
 ///
+/// # Shapes
+/// Numbers in batches of any length.
+/// # Differences
+/// trlX and TRL mix the deviations of batches by their sizes as well; they start from a count of 1e-24, here from 0.
 /// # Source
 /// Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances"; trlX and TRL
 /// `RunningMoments`.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct RunningMoments {
     /// How many numbers.
     pub count: u64,
@@ -50,7 +55,7 @@ impl RunningMoments {
 }
 
 /// Whose deviation scores are divided by.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum RewardScale {
     /// None.
     None,
@@ -72,12 +77,14 @@ pub enum RewardScale {
 /// Scores are not divided by a deviation of 0 (up to rounding), or of fewer than two scores. The state is the running moments alone, so
 /// that a checkpoint can hold it.
 ///
+/// # Shapes
+/// Scores `[B]`; result the same.
 /// # Differences
 /// TRL and trlX add a machine epsilon to the deviation; here a constant score stays what it is.
 /// # Source
 /// `scale_reward` and `cliprange_reward` of trlX; `use_score_scaling`, `use_score_norm` and `score_clip` of TRL's
 /// first PPO. OpenRLHF clips at ±10.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct RewardScaler {
     /// Whose deviation.
     pub scale: RewardScale,

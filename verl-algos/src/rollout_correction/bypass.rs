@@ -4,6 +4,14 @@ use crate::error::AlgoError;
 use crate::losses::{ClippedPolicyLoss, LossInput, PerToken, PreparedTokens, TokenLoss};
 
 /// What is minimised where the sampler's policy stands for the old one.
+///
+/// # Shapes
+/// Log-probs, ℓ_roll, A and the result: `[M]`, one a token of the micro-batch.
+/// # Differences
+/// As verl: rejected tokens leave the loss in both forms. A batch without any action token is refused, as by
+/// [`RolloutCorrection::correct`](super::RolloutCorrection::correct); one of which rejection leaves none has loss 0.
+/// # Source
+/// verl `compute_policy_loss_bypass_mode`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum BypassLoss {
     /// PPO's clipped surrogate on π/π_roll. The ratio is the importance weight; none is multiplied on top.

@@ -23,6 +23,13 @@ pub enum Mode {
 }
 
 /// How a batch is corrected; without weights and rules it is only measured.
+///
+/// # Shapes
+/// As [`LogProbPair`]: `[B, T~]`.
+/// # Differences
+/// As [`RolloutCorrection::correct`].
+/// # Source
+/// verl `rollout_corr_helper`.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct RolloutCorrection {
     /// Which policies there are.

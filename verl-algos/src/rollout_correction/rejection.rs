@@ -8,6 +8,14 @@ use crate::error::{AlgoError, check_len, check_setting};
 use crate::masked;
 
 /// An estimate of the divergence at a token, from q = clip(ℓ_train − ℓ_roll, ±20).
+///
+/// # Shapes
+/// q: `[N]`; result the same.
+/// # Differences
+/// k1 is −q, so that it estimates KL(π_roll‖π_train); the estimators of [`crate::kl`] are of ℓ − ℓ_ref and have
+/// bounds of their own.
+/// # Source
+/// verl `compute_rollout_rejection_mask`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Divergence {
     /// −q, of either sign.
@@ -62,6 +70,11 @@ const RULES: [(&str, RejectionLevel, Divergence); 11] = [
 /// k1 is −q, so its bounds are bounds of π_roll/π_train, *the inverse of the importance weight*: a band from 0.5 to 1.2
 /// keeps π_train/π_roll from 1/1.2 to 2.
 ///
+/// # Shapes
+/// Log-ratios of the action tokens, packed `[N]`; one flag a token, `[N]`.
+/// # Differences
+/// verl counts rows without action tokens in what it reports for rows; here they are left out. OpenRLHF filters rows
+/// by the geometric mean of their ratio alone.
 /// # Source
 /// verl `compute_rollout_rejection_mask`.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -9,6 +9,8 @@ use crate::ragged::Ragged;
 ///
 /// The ratio of a token that the sampler did not score is 1.
 ///
+/// # Shapes
+/// Log-probs and ratios: `[B, T~]`.
 /// # Differences
 /// [`RolloutWeights`](super::RolloutWeights) clamps log-ratios at ±20; here only the ratio has bounds. TRL takes a
 /// sampler log-prob that is NaN for one that was not scored; here it is refused unless marked as such.

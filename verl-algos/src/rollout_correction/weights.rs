@@ -37,6 +37,13 @@ impl WeightLevel {
 }
 
 /// What keeps a weight from growing.
+///
+/// # Shapes
+/// Weights `[N]`; result the same.
+/// # Differences
+/// OpenRLHF's `tis` clamps into a band where verl's `"lo_hi"`, followed here, sets to 0.
+/// # Source
+/// verl `rollout_is_threshold`, whose band is called IcePop.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum WeightBound {
     /// min(w, C): truncated importance sampling.
@@ -117,6 +124,15 @@ pub(super) fn parse_number(setting: &'static str, text: &str) -> Result<f64, Alg
 ///
 /// The mean is that of tokens, or of rows that have tokens; weights whose mean is 0 stay 0. Normalising looks at the
 /// whole batch, so that the batch must not be cut.
+///
+/// # Shapes
+/// Log-ratios of the action tokens, packed `[N]`; weights `[N]`, without gradient.
+/// # Differences
+/// verl fails where a band leaves no weight, since the effective sample size is then 0/0; here it is 0. OpenRLHF's
+/// `seq-mask-tis` keeps the token weights of the rows it keeps unbounded. TRL's form is
+/// [`TrlSamplerRatio`](super::TrlSamplerRatio).
+/// # Source
+/// verl `compute_rollout_correction_weights`; truncation: Ionides 2008, "Truncated importance sampling".
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RolloutWeights {
     /// Of tokens or of rows.

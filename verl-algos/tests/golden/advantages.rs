@@ -10,10 +10,13 @@ use verl_algos::rollout_correction::{
     BypassLoss, Correction, LogProbPair, Mode, RejectionRule, RolloutCorrection, RolloutWeights,
     TrlSamplerRatio, WeightBound, WeightLevel, all_scored,
 };
-use verl_algos::{Aggregation, AlgoError, Counts, Ragged};
+use verl_algos::{AlgoError, Ragged};
 
 use crate::cases::{Answer, Case, json, json_rows, number};
-use crate::functions::{Outcome, estimate, gradient, leaf, object, read};
+use crate::functions::{
+    Outcome, aggregation, clips, dual_clip, estimate, gradient, leaf, mini_batch, object, read,
+    zero_metrics,
+};
 
 /// The answer to a case; `None` for a function that is not here.
 pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
@@ -21,10 +24,8 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
         "bypass_loss" => bypass_loss(case, dtype),
         "gdpo" => {
             let weights = case.get("weights").map(|_| case.numbers("weights"));
-            let gdpo = Gdpo {
-                weights,
-                ..Gdpo::default()
-            };
+            let epsilon = case.number("epsilon").or(Gdpo::default().epsilon);
+            let gdpo = Gdpo { weights, epsilon };
             estimate(case, &gdpo)
         }
         "grpo_trl" => grpo_trl(case),
@@ -42,44 +43,50 @@ fn list(values: impl IntoIterator<Item = f64>) -> Value {
     values.into_iter().map(json).collect()
 }
 
-fn flag(case: &Case, key: &str) -> bool {
-    case.get(key) == Some(&Value::Bool(true))
-}
-
 // ---- advantages
 
 fn with_tail(case: &Case, otb: OptimalTokenBaseline) -> OptimalTokenBaseline {
     OptimalTokenBaseline {
-        handle_zero_tail: flag(case, "handle_zero_tail"),
+        handle_zero_tail: case.flag("handle_zero_tail", otb.handle_zero_tail),
         ..otb
     }
 }
 
-/// Scores of rows, where NaN is none.
-fn scores(values: &[f64]) -> Vec<Option<f64>> {
-    values.iter().map(|v| (!v.is_nan()).then_some(*v)).collect()
-}
-
-/// The groups of neighbours that the case's `group_size` makes.
+/// The groups of neighbours that the case's `group_size` makes, or those it names.
 fn neighbours(case: &Case, num_rows: usize) -> Vec<u64> {
-    let size = case.count("group_size").expect("a group size");
-    (0..num_rows).map(|b| (b / size) as u64).collect()
+    match case.count("group_size") {
+        Some(size) => (0..num_rows).map(|b| (b / size) as u64).collect(),
+        None => case.groups().expect("a group size"),
+    }
 }
 
 fn grpo_trl(case: &Case) -> Outcome {
-    let rewards = case.rows("rewards").expect("rewards");
+    let rewards = case.get("rewards").and_then(Value::as_array);
+    let rewards = rewards.expect("rewards").iter();
+    // One function may be given as a list of rows' scores.
+    let rewards = Ragged::from_rows(rewards.map(|row| match row.as_array() {
+        Some(row) => row.iter().map(number).collect::<Vec<_>>(),
+        None => vec![number(row)],
+    }));
     let functions = rewards.row(0).len();
-    let column = |k: usize| scores(&rewards.rows().map(|row| row[k]).collect::<Vec<f64>>());
+    let scored = |score: Option<f64>| score.filter(|s| !s.is_nan());
+    let column = |k: usize| rewards.rows().map(|row| scored(row[k])).collect();
     let components: Vec<Vec<Option<f64>>> = (0..functions).map(column).collect();
     let grpo = GrpoTrl {
-        weights: Some(case.numbers("reward_weights")),
-        scale: match case.text("scale_rewards") {
-            "group" => AdvantageScale::Group,
-            "batch" => AdvantageScale::Batch,
-            "none" => AdvantageScale::None,
-            name => panic!("unknown scale {name}"),
+        weights: case
+            .get("reward_weights")
+            .map(|_| case.numbers("reward_weights")),
+        scale: match case.get("scale_rewards").and_then(Value::as_bool) {
+            Some(true) => AdvantageScale::Group,
+            Some(false) => AdvantageScale::None,
+            None => match case.text_or("scale_rewards", "group") {
+                "group" => AdvantageScale::Group,
+                "batch" => AdvantageScale::Batch,
+                "none" => AdvantageScale::None,
+                name => panic!("unknown scale {name}"),
+            },
         },
-        order: match case.text("aggregation") {
+        order: match case.text_or("aggregation", "sum_then_normalize") {
             "sum_then_normalize" => ComponentOrder::SumThenNormalize,
             "normalize_then_sum" => ComponentOrder::NormalizeThenSum,
             name => panic!("unknown aggregation {name}"),
@@ -98,17 +105,20 @@ fn grpo_trl(case: &Case) -> Outcome {
 }
 
 fn rloo_trl(case: &Case) -> Outcome {
+    let default = RlooTrl::default();
     let rloo = RlooTrl {
-        beta: case.number("beta").expect("beta"),
+        beta: case.number_or("beta", default.beta),
         reward_clip: case.get("reward_clip_range").map(|_| {
             let range = case.numbers("reward_clip_range");
             (range[0], range[1])
         }),
-        normalize: flag(case, "normalize_advantages"),
-        ..RlooTrl::default()
+        normalize: case.flag("normalize_advantages", default.normalize),
+        ..default
     };
     let actions = case.mask();
-    let scores = scores(&case.numbers("rewards"));
+    let rewards = case.get("rewards").and_then(Value::as_array);
+    let rewards = rewards.expect("rewards").iter().map(number);
+    let scores: Vec<Option<f64>> = rewards.map(|r| r.filter(|r| !r.is_nan())).collect();
     let groups = neighbours(case, scores.len());
     let (old, reference) = (case.rows("old_log_probs"), case.rows("ref_log_probs"));
     let mut inputs = AdvantageInputs::new(&actions);
@@ -140,7 +150,7 @@ fn correction_of(case: &Case, mode: Mode) -> Result<RolloutCorrection, AlgoError
             Some(RolloutWeights {
                 level: WeightLevel::parse(case.text("rollout_is"))?,
                 bound: WeightBound::parse(bound.as_deref().unwrap_or("2"))?,
-                normalize: flag(case, "rollout_is_batch_normalize"),
+                normalize: case.flag("rollout_is_batch_normalize", false),
             })
         }
     };
@@ -191,12 +201,12 @@ fn json_metrics(correction: &Correction) -> Value {
 }
 
 fn bypass_loss(case: &Case, dtype: DType) -> Outcome {
-    let number_of = |key: &str| case.number(key).expect("a number");
-    let loss = match case.text("loss_type") {
+    let (clip_low, clip_high) = clips(case);
+    let loss = match case.text_or("loss_type", "ppo_clip") {
         "ppo_clip" => BypassLoss::PpoClip(ClippedPolicyLoss {
-            clip_low: number_of("clip_ratio_low"),
-            clip_high: number_of("clip_ratio_high"),
-            dual_clip: case.number("clip_ratio_c"),
+            clip_low,
+            clip_high,
+            dual_clip: dual_clip(case),
         }),
         "reinforce" => BypassLoss::Reinforce,
         name => panic!("unknown loss {name}"),
@@ -210,9 +220,9 @@ fn bypass_loss(case: &Case, dtype: DType) -> Outcome {
         rollout_log_probs: &rollout,
     };
     let advantages = case.rows("advantages").expect("advantages");
-    let (batch, correction) = correction.mini_batch(&pair, &advantages, Counts::LOCAL)?;
-    let aggregation = Aggregation::parse(case.text("loss_agg_mode"), None)?;
-    let objective = Objective::new(aggregation).with_boxed(1.0, loss.policy_loss());
+    let counts = mini_batch(case).counts;
+    let (batch, correction) = correction.mini_batch(&pair, &advantages, counts)?;
+    let objective = Objective::new(aggregation(case)?).with_boxed(1.0, loss.policy_loss());
     let values = log_probs.select("log_probs", &correction.actions)?;
     let leaf = leaf(values, dtype);
     let partial = objective
@@ -221,7 +231,7 @@ fn bypass_loss(case: &Case, dtype: DType) -> Outcome {
     let gradient = correction
         .actions
         .scatter(&gradient(&leaf, &partial.loss))?;
-    let mut answer = Map::new();
+    let mut answer = zero_metrics(batch.num_tokens());
     for metric in partial.read_metrics()? {
         answer.insert(metric.name.to_owned(), json(MetricSum::value(&metric)));
     }
@@ -231,8 +241,8 @@ fn bypass_loss(case: &Case, dtype: DType) -> Outcome {
 }
 
 fn trl_sampler_ratio(case: &Case) -> Outcome {
-    let mode = case.text("mode");
-    let clip_max = number(&case.inputs["clip_max"]).expect("a bound");
+    let mode = case.text_or("mode", "sequence_mask");
+    let clip_max = case.number_or("clip_max", TrlSamplerRatio::default().clip_max);
     let ratio = TrlSamplerRatio::parse(mode, case.number("clip_min"), clip_max)?;
     // TRL has no other sign for a token that the sampler did not score.
     let rollout = case.rows("rollout_log_probs").expect("log-probs");

@@ -18,33 +18,43 @@ pub struct Case {
 /// What a function here says: numbers by name, or a refusal.
 pub type Answer = Result<Value, String>;
 
-/// All cases of the JSON files in a folder, in the order of their names.
-pub fn load(folder: &Path) -> Vec<Case> {
-    let entries = std::fs::read_dir(folder).expect("the folder can be read");
-    let mut paths: Vec<_> = entries.map(|e| e.expect("an entry").path()).collect();
-    paths.retain(|path| path.extension().is_some_and(|e| e == "json"));
-    paths.sort();
-    let mut cases = Vec::new();
-    for path in paths {
-        let text = std::fs::read_to_string(&path).expect("the file can be read");
-        let file: Value = serde_json::from_str(&text).expect("the file is JSON");
-        let name = path.file_stem().expect("a name").to_string_lossy();
-        for case in file["cases"].as_array().expect("cases") {
-            cases.push(Case {
-                file: name.to_string(),
-                name: text_of(&case["name"]),
-                function: text_of(&case["function"]),
-                inputs: case["inputs"].clone(),
-                answer: case.get("wanted").unwrap_or(&case["expected"]).clone(),
-                tolerance: case["tolerance"].as_f64().expect("a tolerance"),
-            });
-        }
-    }
-    cases
+/// The cases of a folder, and what could not be read as one: neither hides the other.
+pub struct Loaded {
+    pub cases: Vec<Case>,
+    pub faults: Vec<String>,
 }
 
-fn text_of(value: &Value) -> String {
-    value.as_str().expect("a text").to_owned()
+/// All cases of the JSON files in a folder, in the order of their names.
+pub fn load(folder: &Path) -> Loaded {
+    let entries = std::fs::read_dir(folder)
+        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+        .flatten();
+    let mut paths: Vec<_> = entries.map(|entry| entry.path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|e| e == "json"));
+    paths.sort();
+    let (mut cases, mut faults) = (Vec::new(), Vec::new());
+    for path in paths {
+        let name = path.file_stem().unwrap_or_default().to_string_lossy();
+        match read(&path) {
+            Ok(values) => {
+                for (i, value) in values.iter().enumerate() {
+                    match Case::new(&name, value) {
+                        Ok(case) => cases.push(case),
+                        Err(why) => faults.push(format!("{name} case {i}: {why}")),
+                    }
+                }
+            }
+            Err(why) => faults.push(format!("{name}: {why}")),
+        }
+    }
+    Loaded { cases, faults }
+}
+
+fn read(path: &Path) -> Result<Vec<Value>, String> {
+    let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
+    let file: Value = serde_json::from_str(&text).map_err(|error| error.to_string())?;
+    let cases = file["cases"].as_array().or(file.as_array());
+    cases.cloned().ok_or_else(|| "no list `cases`".to_owned())
 }
 
 /// A number, or one of the words for those that JSON lacks.
@@ -53,7 +63,7 @@ pub fn number(value: &Value) -> Option<f64> {
         Some("NaN") => Some(f64::NAN),
         Some("Infinity") => Some(f64::INFINITY),
         Some("-Infinity") => Some(f64::NEG_INFINITY),
-        _ => value.as_f64(),
+        _ => value.as_f64().or(value.as_bool().map(f64::from)),
     }
 }
 
@@ -78,6 +88,36 @@ pub fn json_rows(rows: &Ragged<f64>) -> Value {
 }
 
 impl Case {
+    fn new(file: &str, value: &Value) -> Result<Case, String> {
+        let given = |key: &str| value.get(key).filter(|value| !value.is_null());
+        let text = |key: &str| given(key).and_then(Value::as_str).map(str::to_owned);
+        let mut inputs = value["inputs"].clone();
+        if let (Some(inputs), Some(dtype)) = (inputs.as_object_mut(), given("dtype")) {
+            inputs.insert("dtype".to_owned(), dtype.clone());
+        }
+        let answer = given("wanted").or_else(|| given("expected"));
+        Ok(Case {
+            file: file.to_owned(),
+            name: text("name").unwrap_or_default(),
+            function: text("function").ok_or("no text `function`")?,
+            inputs,
+            answer: answer.ok_or("neither `wanted` nor `expected`")?.clone(),
+            tolerance: given("tolerance").and_then(Value::as_f64).unwrap_or(1e-6),
+        })
+    }
+
+    /// A case without inputs, to ask whether its function is here.
+    pub fn empty(function: &str) -> Case {
+        Case {
+            file: String::new(),
+            name: String::new(),
+            function: function.to_owned(),
+            inputs: Value::Null,
+            answer: Value::Null,
+            tolerance: 0.0,
+        }
+    }
+
     /// An optional input.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.inputs.get(key).filter(|value| !value.is_null())
@@ -85,6 +125,34 @@ impl Case {
 
     pub fn number(&self, key: &str) -> Option<f64> {
         self.get(key).and_then(number)
+    }
+
+    /// A number, or what the library takes where the case gives none.
+    pub fn number_or(&self, key: &str, default: f64) -> f64 {
+        self.number(key).unwrap_or(default)
+    }
+
+    /// A switch: a boolean, or a number that is not 0.
+    pub fn flag(&self, key: &str, default: bool) -> bool {
+        self.number(key).map_or(default, |n| n != 0.0)
+    }
+
+    pub fn text_or<'a>(&'a self, key: &str, default: &'a str) -> &'a str {
+        self.get(key).and_then(Value::as_str).unwrap_or(default)
+    }
+
+    /// The groups of rows: any integers or texts, of which only equality counts.
+    pub fn groups(&self) -> Option<Vec<u64>> {
+        let ids = self.get("group_ids")?.as_array().expect("a list of ids");
+        let mut known: Vec<String> = Vec::new();
+        let mut number = |id: &Value| {
+            let id = id.to_string().trim_end_matches(".0").to_owned();
+            known.iter().position(|k| *k == id).unwrap_or_else(|| {
+                known.push(id);
+                known.len() - 1
+            }) as u64
+        };
+        Some(ids.iter().map(&mut number).collect())
     }
 
     pub fn count(&self, key: &str) -> Option<usize> {
@@ -118,16 +186,18 @@ impl Case {
     /// The response mask. Padding stays in as observations: neither is ever read.
     pub fn mask(&self) -> Ragged<bool> {
         let mask = self.rows("response_mask").expect("a mask");
-        mask.map(|_, _, m| m == 1.0)
+        mask.map(|_, _, m| m != 0.0)
     }
 
     /// A padded array without its masked slots.
     pub fn packed(&self, key: &str) -> Option<Vec<f64>> {
-        Some(
-            self.rows(key)?
-                .select("input", &self.mask())
-                .expect("rows like the mask"),
-        )
+        self.packed_under(key, &self.mask())
+    }
+
+    /// A padded array without the slots that another mask leaves out.
+    pub fn packed_under(&self, key: &str, mask: &Ragged<bool>) -> Option<Vec<f64>> {
+        let rows = self.rows(key)?.select("input", mask);
+        Some(rows.expect("rows like the mask"))
     }
 }
 
@@ -139,7 +209,8 @@ pub fn compare(case: &Case, answer: Answer, tolerance: f64) -> Result<(), String
         (None, Err(error)) => return Err(format!("refused: {error}")),
         (None, Ok(got)) => got,
     };
-    for (key, expected) in case.answer.as_object().expect("an answer") {
+    let wanted = case.answer.as_object().ok_or("the answer is no object")?;
+    for (key, expected) in wanted {
         let got = answer.get(key);
         let got = got.ok_or_else(|| format!("no `{key}` in the answer"))?;
         compare_values(key, got, expected, tolerance)?;

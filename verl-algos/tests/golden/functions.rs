@@ -15,31 +15,31 @@ use verl_algos::losses::{
 };
 use verl_algos::{Aggregation, AlgoError, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
-use crate::cases::{Answer, Case, json, json_rows};
+use crate::cases::{Answer, Case, json, json_rows, number};
 use crate::{advantages, offline, policy, preferences};
 
 /// The answer to a case; `None` for a function that is not here.
 pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
     let answer = match case.function.as_str() {
         "grpo" | "grpo_vectorized" | "dr_grpo" | "dr_grpo_vectorized" => {
-            let std = case.get("norm_adv_by_std_in_grpo") != Some(&Value::Bool(false));
-            let epsilon = case.number("epsilon").unwrap_or(1e-6);
-            let epsilon = std.then_some(epsilon);
+            let std = case.flag("norm_adv_by_std_in_grpo", !case.function.starts_with("dr_"));
+            let epsilon = case.number("epsilon").or(Grpo::default().epsilon);
+            let epsilon = epsilon.filter(|_| std);
             estimate(case, &Grpo { epsilon })
         }
         "rloo" | "rloo_vectorized" => estimate(case, &Rloo),
         "opo" => estimate(case, &Opo),
         "gpg_advantage" => {
-            let f_norm = case.number("f_norm").unwrap_or(1.0);
+            let f_norm = case.number_or("f_norm", Gpg::default().f_norm);
             estimate(case, &Gpg { f_norm })
         }
         "grpo_passk" => {
-            let std = case.get("norm_adv_by_std_in_grpo") != Some(&Value::Bool(false));
-            let epsilon = std.then_some(case.number("epsilon").unwrap_or(1e-6));
+            let epsilon = case.number("epsilon").or(GrpoPassK::default().epsilon);
+            let epsilon = epsilon.filter(|_| case.flag("norm_adv_by_std_in_grpo", true));
             estimate(case, &GrpoPassK { epsilon })
         }
         "reinforce_plus_plus" => {
-            let gamma = case.number("gamma").unwrap_or(1.0);
+            let gamma = case.number_or("gamma", ReinforcePlusPlus::default().gamma);
             estimate(case, &ReinforcePlusPlus { gamma })
         }
         "reinforce_plus_plus_baseline" => estimate(case, &ReinforcePlusPlusBaseline),
@@ -99,7 +99,11 @@ pub fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
         .require_grad()
 }
 
+/// Gradient of a loss in a leaf; none in an empty one.
 pub fn gradient<const D: usize>(leaf: &Tensor<D>, loss: &Tensor<1>) -> Vec<f64> {
+    if leaf.dims().contains(&0) {
+        return Vec::new();
+    }
     let grads = loss.backward();
     leaf.grad(&grads).map(read).expect("a gradient")
 }
@@ -109,21 +113,15 @@ pub fn gradient<const D: usize>(leaf: &Tensor<D>, loss: &Tensor<1>) -> Vec<f64> 
 pub fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
     let mask = case.mask();
     let rewards = case.rows("token_level_rewards");
-    let components = case.rows("component_scores");
-    let components: Option<Vec<Vec<Option<f64>>>> = components.map(|rows| {
-        rows.rows()
-            .map(|row| row.iter().copied().map(Some).collect())
-            .collect()
+    let components = case.get("component_scores").and_then(Value::as_array);
+    let components: Option<Vec<Vec<Option<f64>>>> = components.map(|components| {
+        let scores = |row: &Value| row.as_array().expect("scores").iter().map(number).collect();
+        components.iter().map(scores).collect()
     });
     let old_log_probs = case.rows("old_log_probs");
     let sum_pi_squared = case.rows("sum_pi_squared");
     let rollout_weights = case.rows("rollout_is_weights");
-    let groups: Option<Vec<u64>> = case.get("group_ids").map(|_| {
-        case.numbers("group_ids")
-            .iter()
-            .map(|g| *g as u64)
-            .collect()
-    });
+    let groups = case.groups();
     let values = case.rows("values");
     let baselines = case.get("reward_baselines");
     let baselines = baselines.map(|_| case.numbers("reward_baselines"));
@@ -147,8 +145,8 @@ pub fn estimate(case: &Case, estimator: &dyn AdvantageEstimator) -> Outcome {
 
 fn gae(case: &Case) -> Outcome {
     let mut gae = Gae {
-        gamma: case.number("gamma").expect("gamma"),
-        gae_lambda: case.number("lam").expect("lambda"),
+        gamma: case.number_or("gamma", Gae::default().gamma),
+        gae_lambda: case.number_or("lam", Gae::default().gae_lambda),
         whiten: false,
     };
     let raw = estimate(case, &gae)?;
@@ -164,10 +162,12 @@ pub fn aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
     // The reference falls back to the width of the array.
     let width = case.mask().rows().map(<[bool]>::len).max().unwrap_or(1);
     let factor = case.number("loss_scale_factor").unwrap_or(width as f64);
-    match case.get("loss_agg_mode") {
-        Some(_) => Aggregation::parse(case.text("loss_agg_mode"), Some(factor)),
-        None => Ok(Aggregation::TokenMean),
-    }
+    // GSPO's is the mean over rows unless another one is declared.
+    let default = match case.function.as_str() {
+        "gspo" => "seq-mean-token-mean",
+        _ => "token-mean",
+    };
+    Aggregation::parse(case.text_or("loss_agg_mode", default), Some(factor))
 }
 
 pub fn mini_batch(case: &Case) -> MiniBatch {
@@ -248,10 +248,7 @@ pub fn evaluate(
     }
     let total = json(part_losses.iter().sum());
     let grad = json_rows(&mask.scatter(&grad)?);
-    let mut answer = Map::new();
-    for name in ["pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "vf_clipfrac"] {
-        answer.insert(name.to_owned(), json(0.0));
-    }
+    let mut answer = zero_metrics(values.len());
     for metric in metrics {
         answer.insert(metric.name.to_owned(), json(metric.value()));
     }
@@ -265,6 +262,24 @@ pub fn evaluate(
     Ok(Value::Object(answer))
 }
 
+/// What the references report as 0: shares that a loss does not have, and every metric where no token is left.
+pub fn zero_metrics(num_tokens: usize) -> Map<String, Value> {
+    let always = ["pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "vf_clipfrac"];
+    let without_tokens = [
+        "cispo_clip_ratio",
+        "clip_ratio_high_max",
+        "clip_ratio_high_mean",
+        "clip_ratio_low_mean",
+        "clip_ratio_low_min",
+        "clip_ratio_region_mean",
+        "ref_kl",
+        "vespo_phi_seq_mean",
+    ];
+    let named = without_tokens.iter().filter(|_| num_tokens == 0);
+    let each = always.iter().chain(named);
+    each.map(|name| ((*name).to_owned(), json(0.0))).collect()
+}
+
 /// ε_low and ε_high, which fall back to ε.
 pub fn clips(case: &Case) -> (f64, f64) {
     let both = case.number("clip_ratio").unwrap_or(0.2);
@@ -272,12 +287,17 @@ pub fn clips(case: &Case) -> (f64, f64) {
     (side("clip_ratio_low"), side("clip_ratio_high"))
 }
 
+pub fn dual_clip(case: &Case) -> Option<f64> {
+    let given = case.number("clip_ratio_c");
+    given.or(ClippedPolicyLoss::default().dual_clip)
+}
+
 fn vanilla(case: &Case, dtype: DType) -> Outcome {
     let (clip_low, clip_high) = clips(case);
     let loss = ClippedPolicyLoss {
         clip_low,
         clip_high,
-        dual_clip: case.number("clip_ratio_c"),
+        dual_clip: dual_clip(case),
     };
     token_loss(case, dtype, "log_probs", loss)
 }
@@ -306,7 +326,7 @@ fn agg_loss(case: &Case, dtype: DType) -> Outcome {
 // ---- KL
 
 fn kl_penalty(case: &Case, dtype: DType) -> Outcome {
-    let estimator = KlEstimator::parse(case.text("kl_penalty"))?;
+    let estimator = KlEstimator::parse(case.text_or("kl_penalty", "kl"))?;
     let mut answer = token_loss(case, dtype, "log_probs", KlLoss { estimator })?;
     let log_probs = case.packed("log_probs").expect("log-probs");
     let reference = case.packed("ref_log_probs").expect("log-probs");
@@ -318,10 +338,10 @@ fn kl_penalty(case: &Case, dtype: DType) -> Outcome {
 }
 
 fn reward_with_kl(case: &Case) -> Outcome {
-    let coef = case.number("init_kl_coef").expect("a coefficient");
+    let coef = case.number_or("init_kl_coef", 1e-3);
     let mut controller = match case.number("horizon") {
         Some(horizon) => {
-            let target = case.number("target_kl").expect("a target");
+            let target = case.number_or("target_kl", 0.1);
             KlController::adaptive(coef, target, horizon)?
         }
         None => KlController::fixed(coef)?,
@@ -332,7 +352,7 @@ fn reward_with_kl(case: &Case) -> Outcome {
         &rows("old_log_probs"),
         &rows("ref_log_probs"),
         &case.mask(),
-        KlEstimator::parse(case.text("kl_penalty"))?,
+        KlEstimator::parse(case.text_or("kl_penalty", "kl"))?,
         controller.coef(),
     )?;
     controller.update(result.reported_kl, result.num_sequences)?;
@@ -348,11 +368,14 @@ fn reward_with_kl(case: &Case) -> Outcome {
 }
 
 fn adaptive_kl(case: &Case) -> Outcome {
-    let number = |key: &str| case.number(key).expect("a number");
-    let coef = number("init_kl_coef");
-    let mut controller = match case.text("type") {
+    let number = |key: &str, default: f64| case.number_or(key, default);
+    let coef = number("init_kl_coef", 1e-3);
+    let mut controller = match case.text_or("type", "adaptive") {
         "fixed" => KlController::fixed(coef)?,
-        "adaptive" => KlController::adaptive(coef, number("target_kl"), number("horizon"))?,
+        "adaptive" => {
+            let (target, horizon) = (number("target_kl", 0.1), number("horizon", 10_000.0));
+            KlController::adaptive(coef, target, horizon)?
+        }
         name => {
             return Err(AlgoError::UnknownName {
                 what: "KL controller",
@@ -376,10 +399,18 @@ fn masked_ops(case: &Case) -> Outcome {
     let values = case.packed("values").expect("values");
     let rows = mask.packed_rows();
     let list = |values: Vec<f64>| values.into_iter().map(json).collect::<Value>();
-    let ops = case.get("ops").and_then(Value::as_array).expect("ops");
+    let ops: Vec<&str> = match case.get("ops").and_then(Value::as_array) {
+        Some(ops) => ops.iter().filter_map(Value::as_str).collect(),
+        None => case
+            .answer
+            .as_object()
+            .into_iter()
+            .flatten()
+            .map(|(op, _)| op.as_str())
+            .collect(),
+    };
     let mut answer = Map::new();
     for op in ops {
-        let op = op.as_str().expect("a name");
         let value = match op {
             "masked_sum" => json(masked::sum(&values)),
             "masked_sum_rows" => list(masked::row_sums(&values, &rows, mask.num_rows())?),
@@ -420,15 +451,11 @@ impl Logits {
                 let token = token.as_array().expect("logits");
                 vocab = token.len();
                 if mask.row(b)[t] {
-                    values.extend(
-                        token
-                            .iter()
-                            .map(|v| crate::cases::number(v).expect("a number")),
-                    );
+                    values.extend(token.iter().map(|v| number(v).expect("a number")));
                 }
             }
         }
-        let n = values.len() / vocab;
+        let n = values.len() / vocab.max(1);
         let data = TensorData::new(values, [n, vocab]);
         let leaf = Tensor::from_data(data, (&Device::flex(), dtype));
         Logits {
@@ -441,7 +468,7 @@ impl Logits {
     /// Gradient as `[B, T, V]`, 0 where the mask is.
     fn gradient(&self, loss: &Tensor<1>) -> Value {
         let grad = gradient(&self.leaf, loss);
-        let mut tokens = grad.chunks(self.vocab);
+        let mut tokens = grad.chunks(self.vocab.max(1));
         let mut token = |action: bool| -> Value {
             let zeros = vec![0.0; self.vocab];
             let own = if action {
@@ -462,7 +489,7 @@ impl Logits {
 }
 
 fn temperature(case: &Case) -> f64 {
-    case.number("temperature").unwrap_or(1.0)
+    case.number_or("temperature", 1.0)
 }
 
 fn entropy(case: &Case, dtype: DType) -> Outcome {
@@ -506,18 +533,20 @@ fn entropy_and_log_probs(case: &Case, dtype: DType) -> Outcome {
 }
 
 fn log_probs(case: &Case, dtype: DType) -> Outcome {
-    let dtype = match case.get("dtype") {
-        Some(_) => DType::F32,
-        None => dtype,
+    let dtype = match case.text_or("dtype", "float64") {
+        "float32" => DType::F32,
+        _ => dtype,
     };
-    let all = case.rows("labels").expect("labels").map(|_, _, _| true);
-    let logits = Logits::new(case, all, dtype);
+    let mask = match case.get("response_mask") {
+        Some(_) => case.mask(),
+        None => case.rows("labels").expect("labels").map(|_, _, _| true),
+    };
+    let logits = Logits::new(case, mask, dtype);
     let targets = targets(case, &logits.mask)?;
     let log_probs = log_probs_from_logits(logits.leaf.clone(), targets, temperature(case))?;
     let mut answer = vec![("log_probs", logits.rows(log_probs.clone())?)];
-    if let Some(weights) = case.rows("weights") {
+    if let Some(weights) = case.packed_under("weights", &logits.mask) {
         // The loss is Σ weight · log-prob; a weight of 0 takes its token out.
-        let weights = weights.values().to_vec();
         let kept: Vec<usize> = (0..weights.len()).filter(|i| weights[*i] != 0.0).collect();
         let index: Vec<i64> = kept.iter().map(|i| *i as i64).collect();
         let index = Tensor::<1, Int>::from_data(

@@ -102,16 +102,16 @@ fn ilql(case: &Case, dtype: DType) -> Outcome {
     let batch = IlqlBatch {
         actions: tokens,
         rewards: rows("rewards"),
-        alive: rows("alive").map(|_, _, c| c == 1.0),
+        alive: rows("alive").map(|_, _, c| c != 0.0),
         counts: Counts::LOCAL,
     };
-    let setting = |key: &str| case.number(key).expect("a setting");
+    let default = IlqlLoss::default();
     let loss = IlqlLoss {
-        gamma: setting("gamma"),
-        tau: setting("tau"),
-        beta: setting("beta"),
-        cql_scale: setting("cql_scale"),
-        awac_scale: setting("awac_scale"),
+        gamma: case.number_or("gamma", default.gamma),
+        tau: case.number_or("tau", default.tau),
+        beta: case.number_or("beta", default.beta),
+        cql_scale: case.number_or("cql_scale", default.cql_scale),
+        awac_scale: case.number_or("awac_scale", default.awac_scale),
     };
     let prepared = loss.prepare(&batch)?;
     let heads = case.get("qs").and_then(Value::as_array).expect("heads");
@@ -161,10 +161,11 @@ fn ilql(case: &Case, dtype: DType) -> Outcome {
 }
 
 fn decoding(case: &Case, dtype: DType) -> Outcome {
+    let default = IlqlDecoding::default();
     let decoding = IlqlDecoding {
-        beta: case.number("beta_gen").expect("beta"),
-        top_k: case.count("top_k").expect("k"),
-        temperature: case.number("temperature").expect("a temperature"),
+        beta: case.number_or("beta_gen", default.beta),
+        top_k: case.count("top_k").unwrap_or(default.top_k),
+        temperature: case.number_or("temperature", default.temperature),
     };
     let logits: Ragged<f64> = case.rows("logits").expect("logits");
     let shape = [logits.num_rows(), logits.row(0).len()];
@@ -190,16 +191,17 @@ fn decoding(case: &Case, dtype: DType) -> Outcome {
 }
 
 fn target_sync(case: &Case, dtype: DType) -> Outcome {
+    let default = TargetSync::default();
     let sync = TargetSync {
-        alpha: case.number("alpha").expect("alpha"),
-        ..TargetSync::default()
+        alpha: case.number_or("alpha", default.alpha),
+        ..default
     };
     let weights = case.numbers("weights");
     let len = weights.len();
     let mut plain = case.numbers("target_weights");
     let mut targets = tensor(plain.clone(), [len], dtype);
     let mut answers = Vec::new();
-    for _ in 0..case.count("times").expect("a number of times") {
+    for _ in 0..case.count("times").unwrap_or(1) {
         plain = sync.values(&plain, &weights)?;
         targets = sync.tensor(targets, tensor(weights.clone(), [len], dtype))?;
         let values = read(targets.clone());

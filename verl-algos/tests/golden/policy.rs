@@ -1,7 +1,6 @@
 //! Policy and value losses, verl's and TRL's.
 
 use burn::tensor::DType;
-use serde_json::Value;
 use verl_algos::kl::KlEstimator;
 use verl_algos::losses::{
     CispoLoss, ClipCovLoss, DppoLoss, DroLoss, GmpoLoss, ImportanceKlLoss, KlCovLoss, KlLoss,
@@ -24,32 +23,28 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
             };
             token_loss(case, dtype, "log_probs", loss)
         }
-        "sapo" => {
-            let loss = SapoLoss {
-                tau_pos: number(case, "tau_pos"),
-                tau_neg: number(case, "tau_neg"),
-            };
-            token_loss(case, dtype, "log_probs", loss)
-        }
+        "sapo" => token_loss(case, dtype, "log_probs", sapo(case, "tau_pos", "tau_neg")),
         "dppo_tv" => dppo(case, dtype, DppoLoss::tv()),
         "dppo_kl" => dppo(case, dtype, DppoLoss::kl()),
         "dro" => DroLoss::new(case.number("dro_beta"))
             .and_then(|loss| token_loss(case, dtype, "log_probs", loss)),
         "kl_cov" => {
+            let default = KlCovLoss::default();
             let loss = KlCovLoss {
-                ratio: number(case, "kl_cov_ratio"),
-                kl_coef: number(case, "ppo_kl_coef"),
+                ratio: case.number_or("kl_cov_ratio", default.ratio),
+                kl_coef: case.number_or("ppo_kl_coef", default.kl_coef),
             };
             selective(case, dtype, loss)
         }
         "clip_cov" => {
             let (clip_low, clip_high) = clips(case);
+            let default = ClipCovLoss::default();
             let loss = ClipCovLoss {
                 clip_low,
                 clip_high,
-                ratio: number(case, "clip_cov_ratio"),
-                lower: number(case, "clip_cov_lb"),
-                upper: number(case, "clip_cov_ub"),
+                ratio: case.number_or("clip_cov_ratio", default.ratio),
+                lower: case.number_or("clip_cov_lb", default.lower),
+                upper: case.number_or("clip_cov_ub", default.upper),
             };
             selective(case, dtype, loss)
         }
@@ -59,11 +54,6 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
         _ => return None,
     };
     Some(answer.map_err(|error| error.to_string()))
-}
-
-fn number(case: &Case, key: &str) -> f64 {
-    case.number(key)
-        .unwrap_or_else(|| panic!("{}: no number `{key}`", case.name))
 }
 
 fn dppo(case: &Case, dtype: DType, default: DppoLoss) -> Outcome {
@@ -92,7 +82,7 @@ fn value(case: &Case, dtype: DType) -> Outcome {
     batch.old_values = case.packed("old_values");
     batch.returns = case.packed("returns");
     let loss = ValueLoss {
-        clip: case.number("cliprange_value"),
+        clip: case.number("cliprange_value").or(ValueLoss::default().clip),
     };
     let objective = Objective::new(aggregation(case)?).with(1.0, loss);
     evaluate(case, dtype, "values", &objective, &batch)
@@ -104,23 +94,31 @@ fn value(case: &Case, dtype: DType) -> Outcome {
 fn trl(case: &Case, dtype: DType) -> Outcome {
     let batch = trl_batch(case);
     let steps = case.number("gradient_accumulation_steps").unwrap_or(1.0);
-    let (low, high) = (number(case, "epsilon_low"), number(case, "epsilon_high"));
+    let default = match case.function.as_str() {
+        "trl_gmpo" => GmpoLoss::default().clip_low,
+        _ => TrlGrpoLoss::default().clip_low,
+    };
+    let low = case.number_or("epsilon_low", case.number_or("epsilon", default));
+    let high = case.number("epsilon_high");
     let loss: Box<dyn TokenLoss> = match case.function.as_str() {
-        "trl_cispo" => Box::new(CispoLoss::with_cap(high)),
+        "trl_cispo" => Box::new(CispoLoss::with_cap(high.unwrap_or(5.0))),
         "trl_gmpo" => Box::new(GmpoLoss {
             clip_low: low,
-            clip_high: high,
+            clip_high: high.unwrap_or(low),
         }),
-        "trl_sapo" => Box::new(sapo(case)),
-        "trl_vespo" => Box::new(VespoLoss::default()),
+        "trl_sapo" => {
+            let (pos, neg) = ("sapo_temperature_pos", "sapo_temperature_neg");
+            Box::new(sapo(case, pos, neg))
+        }
+        "trl_vespo" => Box::new(vespo(case)),
         "trl_rloo_loss" => Box::new(TrlGrpoLoss {
             clip_low: low,
-            clip_high: high,
+            clip_high: high.unwrap_or(low),
             ..TrlGrpoLoss::rloo()
         }),
         _ => Box::new(TrlGrpoLoss {
             clip_low: low,
-            clip_high: high,
+            clip_high: high.unwrap_or(low),
             delta: case.number("delta"),
             level: level(case)?,
         }),
@@ -132,7 +130,7 @@ fn trl(case: &Case, dtype: DType) -> Outcome {
         objective = objective.with_boxed(beta / steps, kl);
     }
     if let Some(coef) = case.number("entropy_coef") {
-        let quantile = number(case, "top_entropy_quantile");
+        let quantile = case.number_or("top_entropy_quantile", 1.0);
         objective = objective.with(-coef, TopEntropyBonus { quantile });
     }
     let mut answer = evaluate(case, dtype, "log_probs", &objective, &batch)?;
@@ -140,12 +138,6 @@ fn trl(case: &Case, dtype: DType) -> Outcome {
     if case.function == "trl_rloo_loss" {
         let loss = answer["loss"].as_f64().expect("a number");
         answer["loss"] = json(loss + of_empty_rows(case));
-    }
-    if batch.num_tokens() == 0 {
-        let names = case.answer.as_object().expect("an answer").keys();
-        for name in names.filter(|name| name.starts_with("clip_ratio")) {
-            answer[name] = Value::from(0.0);
-        }
     }
     Ok(answer)
 }
@@ -189,7 +181,10 @@ fn trl_aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
         "trl_luspo" => "seq-mean-token-sum",
         _ => "seq-mean-token-mean",
     };
-    Aggregation::parse(name, case.number("max_completion_length"))
+    // Where the maximum is not told, rows are as wide as the arrays.
+    let width = case.mask().rows().map(<[bool]>::len).max().unwrap_or(1);
+    let longest = case.number_or("max_completion_length", width as f64);
+    Aggregation::parse(name, Some(longest))
 }
 
 fn level(case: &Case) -> Result<RatioLevel, AlgoError> {
@@ -199,27 +194,31 @@ fn level(case: &Case) -> Result<RatioLevel, AlgoError> {
     }
 }
 
-fn sapo(case: &Case) -> SapoLoss {
+fn sapo(case: &Case, pos: &str, neg: &str) -> SapoLoss {
     let default = SapoLoss::default();
     SapoLoss {
-        tau_pos: case
-            .number("sapo_temperature_pos")
-            .unwrap_or(default.tau_pos),
-        tau_neg: case
-            .number("sapo_temperature_neg")
-            .unwrap_or(default.tau_neg),
+        tau_pos: case.number_or(pos, default.tau_pos),
+        tau_neg: case.number_or(neg, default.tau_neg),
+    }
+}
+
+fn vespo(case: &Case) -> VespoLoss {
+    let default = VespoLoss::default();
+    VespoLoss {
+        k_pos: case.number_or("vespo_k_pos", default.k_pos),
+        lambda_pos: case.number_or("vespo_lambda_pos", default.lambda_pos),
+        k_neg: case.number_or("vespo_k_neg", default.k_neg),
+        lambda_neg: case.number_or("vespo_lambda_neg", default.lambda_neg),
     }
 }
 
 fn kl(case: &Case) -> Result<Box<dyn TokenLoss>, AlgoError> {
     let estimator = KlEstimator::parse("k3_unclamped")?;
-    Ok(match case.get("use_bias_correction_kl") {
-        Some(Value::Bool(true)) => Box::new(ImportanceKlLoss {
-            estimator,
-            level: level(case)?,
-        }),
-        _ => Box::new(KlLoss { estimator }),
-    })
+    if case.flag("use_bias_correction_kl", false) {
+        let level = level(case)?;
+        return Ok(Box::new(ImportanceKlLoss { estimator, level }));
+    }
+    Ok(Box::new(KlLoss { estimator }))
 }
 
 fn filters(case: &Case) -> Vec<Box<dyn TokenFilter>> {

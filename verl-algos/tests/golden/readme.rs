@@ -1,17 +1,16 @@
 //! The table of functions in the README of a golden folder.
 
-/// Names in the column `functions` of the README's table; a `*` stands for any letters.
-pub fn functions(readme: &str) -> Vec<String> {
+/// Names in the column `functions` of the README's table; a `*` stands for any letters. `None` without such a table.
+pub fn functions(readme: &str) -> Option<Vec<String>> {
     let cells = |line: &str| -> Vec<String> {
         let cells = line.trim().trim_matches('|').split('|');
         cells.map(|cell| cell.trim().to_owned()).collect()
     };
     let mut lines = readme.lines();
-    let column = lines.find_map(|line| cells(line).iter().position(|cell| cell == "functions"));
-    let column = column.expect("a table with the column `functions`");
+    let column = lines.find_map(|line| cells(line).iter().position(|cell| cell == "functions"))?;
     let rows = lines.take_while(|line| line.trim().starts_with('|'));
-    rows.flat_map(|line| names(cells(line).get(column).map_or("", String::as_str)))
-        .collect()
+    let named = rows.flat_map(|line| names(cells(line).get(column).map_or("", String::as_str)));
+    Some(named.collect())
 }
 
 /// The words in backticks, up to a colon: what follows it explains.

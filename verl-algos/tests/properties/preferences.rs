@@ -13,7 +13,7 @@ use crate::{TOLERANCE, close, metric, read, tensor};
 
 /// A mini-batch of pairs, and what a model says about its tokens.
 #[derive(Debug, Clone)]
-struct Pairs {
+pub(crate) struct Pairs {
     batch: MiniBatch,
     log_probs: Vec<f64>,
     values: Vec<f64>,
@@ -36,7 +36,7 @@ fn rows() -> impl Strategy<Value = (Vec<Row>, Vec<bool>, Vec<f64>)> {
     })
 }
 
-fn pairs() -> impl Strategy<Value = Pairs> {
+pub(crate) fn pairs() -> impl Strategy<Value = Pairs> {
     rows().prop_map(|(rows, desirable, margins)| Pairs::new(&rows, desirable, margins))
 }
 
@@ -99,13 +99,13 @@ impl Pairs {
         (loss, grads, metrics)
     }
 
-    fn whole(&self, loss: &Objective) -> Evaluated {
+    pub(crate) fn whole(&self, loss: &Objective) -> Evaluated {
         self.evaluate(loss, std::slice::from_ref(&self.batch.rows))
     }
 }
 
 /// Loss, gradients, metrics.
-type Evaluated = (f64, Vec<f64>, Vec<MetricSum>);
+pub(crate) type Evaluated = (f64, Vec<f64>, Vec<MetricSum>);
 
 /// All registered losses, and DPO's with settings of its own.
 fn losses() -> impl Iterator<Item = Box<dyn RowLoss>> {
@@ -152,7 +152,7 @@ fn objective(loss: Box<dyn RowLoss>) -> Objective {
 }
 
 /// All losses as objectives, by name.
-fn objectives() -> impl Iterator<Item = (&'static str, Objective)> {
+pub(crate) fn objectives() -> impl Iterator<Item = (&'static str, Objective)> {
     losses().map(|loss| (loss.name(), objective(loss)))
 }
 

@@ -11,7 +11,7 @@ use crate::rows::{Rows, TokenInputs, rows};
 use crate::{TOLERANCE, close};
 
 /// Every preset, and every rule with normalised weights of each level and bound.
-fn corrections() -> Vec<RolloutCorrection> {
+pub(crate) fn corrections() -> Vec<RolloutCorrection> {
     let presets = PRESETS.iter().map(|(_, make)| make());
     let rule = |name: &str| {
         let (level, bound) = match name.starts_with("token") {
@@ -40,7 +40,7 @@ fn corrections() -> Vec<RolloutCorrection> {
 }
 
 /// The policies of a batch: ℓ_old was sampled, ℓ_ref is trained.
-fn correct(rows: &Rows, correction: &RolloutCorrection) -> Correction {
+pub(crate) fn correct(rows: &Rows, correction: &RolloutCorrection) -> Correction {
     let pair = LogProbPair {
         actions: &rows.column(|t| t.action),
         train_log_probs: &rows.column(|t| t.ref_log_prob),

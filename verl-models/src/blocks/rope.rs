@@ -1,84 +1,11 @@
-//! Rotary position embedding in the rotate-half layout of Hugging Face checkpoints, with its scalings.
+//! Rotary position embedding in the rotate-half layout of Hugging Face checkpoints.
 
-use std::f64::consts::TAU;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::norm::to_dtype;
-
-/// Shape of the rotary embedding.
-///
-/// A pair (xᵢ, xᵢ₊ₕ), h = Dh / 2, at position p is turned by the angle p · fᵢ with fᵢ = θ^(−2i / Dh), scaled.
-/// Su et al., *RoFormer*, 2021.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RopeConfig {
-    /// Base θ.
-    pub theta: f64,
-    /// How frequencies are changed for longer contexts.
-    pub scaling: RopeScaling,
-}
-
-/// How rotary frequencies are changed for contexts longer than those of pre-training.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum RopeScaling {
-    /// Not at all.
-    Default,
-    /// Every frequency divided by a factor (position interpolation).
-    Linear {
-        /// The divisor.
-        factor: f64,
-    },
-    /// Llama 3.1: low frequencies divided, high ones kept, and a smooth passage between.
-    Llama3 {
-        /// The divisor of low frequencies.
-        factor: f64,
-        /// Wavelengths above `original_context / low_freq_factor` are divided.
-        low_freq_factor: f64,
-        /// Wavelengths below `original_context / high_freq_factor` are kept.
-        high_freq_factor: f64,
-        /// Context of pre-training, in tokens.
-        original_context: usize,
-    },
-}
-
-impl RopeConfig {
-    /// fᵢ, `Dh / 2` of them.
-    ///
-    /// They are rounded to f32, as the reference keeps them: at distant positions the rounding is visible in angles.
-    pub fn frequencies(&self, head_dim: usize) -> Vec<f32> {
-        (0..head_dim / 2)
-            .map(|i| self.theta.powf(-(2.0 * i as f64) / head_dim as f64))
-            .map(|frequency| self.scaling.apply(frequency) as f32)
-            .collect()
-    }
-}
-
-impl RopeScaling {
-    fn apply(&self, frequency: f64) -> f64 {
-        match *self {
-            RopeScaling::Default => frequency,
-            RopeScaling::Linear { factor } => frequency / factor,
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_context,
-            } => {
-                // Turns within the original context: few for low frequencies.
-                let turns = original_context as f64 * frequency / TAU;
-                if turns < low_freq_factor {
-                    frequency / factor
-                } else if turns > high_freq_factor {
-                    frequency
-                } else {
-                    let smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                    (1.0 - smooth) * frequency / factor + smooth * frequency
-                }
-            }
-        }
-    }
-}
+pub use super::rope_scaling::{RopeConfig, RopeScaling};
 
 /// The rotary embedding of a model: makes the [`Rotation`] of a call out of tables that are computed once.
 ///
@@ -94,6 +21,8 @@ pub struct Rope {
 #[derive(Debug, Clone)]
 struct Tables {
     length: usize,
+    /// The length that frequencies were scaled for.
+    scaled_for: usize,
     device: Device,
     cos: Tensor<2>,
     sin: Tensor<2>,
@@ -144,23 +73,31 @@ impl Rope {
 
     fn tables(&self, length: usize, device: &Device) -> Tables {
         let mut kept = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |tables: &Tables| {
+            tables.length >= length
+                && tables.scaled_for == self.config.scaling.scaled_for(length)
+                && tables.device == *device
+        };
         match &*kept {
-            Some(tables) if tables.length >= length && tables.device == *device => tables.clone(),
+            Some(tables) if fits(tables) => tables.clone(),
             _ => kept.insert(self.compute(length, device)).clone(),
         }
     }
 
     fn compute(&self, length: usize, device: &Device) -> Tables {
+        let frequencies = self.config.frequencies(self.head_dim, length);
+        let magnitude = self.config.scaling.magnitude() as f32;
+        let scaled_for = self.config.scaling.scaled_for(length);
         // Grown to a power of two, so that lengths which creep up do not compute anew each time.
         let length = length.next_power_of_two().max(128);
         let device = device.clone().without_autodiff();
-        let frequencies = self.config.frequencies(self.head_dim);
         let (mut cos, mut sin) = (Vec::new(), Vec::new());
         for position in 0..length {
             // The product is rounded to f32 like the reference's.
             let angles = frequencies.iter().map(|f| f64::from(position as f32 * f));
             let (row_sin, row_cos): (Vec<f32>, Vec<f32>) = angles
                 .map(|angle| (angle.sin() as f32, angle.cos() as f32))
+                .map(|(sin, cos)| (magnitude * sin, magnitude * cos))
                 .unzip();
             cos.extend(row_cos.iter().chain(&row_cos));
             sin.extend(
@@ -178,6 +115,7 @@ impl Rope {
         };
         Tables {
             length,
+            scaled_for,
             cos: tensor(cos),
             sin: tensor(sin),
             device: device.clone(),
@@ -188,7 +126,7 @@ impl Rope {
 /// Turns queries and keys of one call.
 #[derive(Debug, Clone)]
 pub struct Rotation {
-    /// `[B or 1, 1, S, Dh]`: cos of the angle, both halves equal.
+    /// `[B or 1, 1, S, Dh]`: cos of the angle, both halves equal; times the magnitude of the scaling, as the sines.
     cos: Tensor<4>,
     /// `[B or 1, 1, S, Dh]`: −sin of the angle in the first half, sin in the second.
     sin: Tensor<4>,
@@ -242,37 +180,6 @@ mod tests {
     }
 
     #[test]
-    fn frequencies_fall_with_the_pair() {
-        // θ = 100, Dh = 4: 100^0 and 100^(−1/2).
-        check_close(&PLAIN.frequencies(4), &[1.0, 0.1]);
-    }
-
-    #[test]
-    fn linear_scaling_divides_every_frequency() {
-        let config = RopeConfig {
-            scaling: RopeScaling::Linear { factor: 4.0 },
-            ..PLAIN
-        };
-        check_close(&config.frequencies(4), &[0.25, 0.025]);
-    }
-
-    #[test]
-    fn llama3_scaling_keeps_high_and_divides_low_frequencies() {
-        let scaling = RopeScaling::Llama3 {
-            factor: 8.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_context: 100,
-        };
-        let frequency = |turns: f64| turns * TAU / 100.0;
-        assert_eq!(scaling.apply(frequency(4.5)), frequency(4.5));
-        assert_eq!(scaling.apply(frequency(0.5)), frequency(0.5) / 8.0);
-        // Halfway: the mean of the divided and the kept.
-        let middle = frequency(2.5);
-        assert!((scaling.apply(middle) - middle * (1.0 + 1.0 / 8.0) / 2.0).abs() < 1e-12);
-    }
-
-    #[test]
     fn halves_are_rotated_by_the_positions_angle() {
         let rope = Rope::new(PLAIN, 4);
         let device = Device::flex();
@@ -304,6 +211,26 @@ mod tests {
         assert_eq!(explicit[..4], leading[8..]);
         assert_eq!(explicit[4..8], leading[..4]);
         assert_eq!(explicit[8..], leading[4..8]);
+    }
+
+    #[test]
+    fn frequencies_that_follow_the_length_are_never_those_of_another_length() {
+        let scaling = RopeScaling::Dynamic {
+            factor: 2.0,
+            context: 8,
+        };
+        let device = Device::flex();
+        let at_3 = |rope: &Rope, length| {
+            let [cos, _] = rope.leading(length, &device, DType::F32).tables();
+            values(cos.narrow(0, 3, 1))
+        };
+        let rope = Rope::new(RopeConfig { scaling, ..PLAIN }, 4);
+        let fresh = |length| at_3(&Rope::new(RopeConfig { scaling, ..PLAIN }, 4), length);
+        let (short, long) = (fresh(8), fresh(32));
+        assert_ne!(short, long);
+        assert_eq!(at_3(&rope, 32), long);
+        assert_eq!(at_3(&rope, 5), short);
+        assert_eq!(short, at_3(&Rope::new(PLAIN, 4), 5));
     }
 
     #[test]

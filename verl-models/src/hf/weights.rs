@@ -24,18 +24,36 @@ use crate::parameters::{fill_parameters, named_parameters};
 /// report.
 pub fn load<M: Module>(module: M, dir: &Path, dtype: DType) -> Result<(M, LoadReport), LoadError> {
     let checkpoint = Checkpoint::open(dir)?;
-    let report = compare(&named_parameters(&module), &checkpoint);
-    if !report.is_complete() {
-        return Err(LoadError::Weights {
-            dir: dir.to_path_buf(),
-            report: Box::new(report),
-        });
-    }
+    let report = complete(&module, dir, &checkpoint)?;
     if !report.unused.is_empty() {
         tracing::warn!(dir = %dir.display(), "weights beside the decoder are not used:\n{report}");
     }
     let module = fill_parameters(module, dtype, |name, _| checkpoint.find(name)?.values());
     Ok((module, report))
+}
+
+/// What became of each tensor if the weights of a folder filled this module; reads the headers of the files alone.
+///
+/// # Errors
+/// As [`load`].
+pub fn check<M: Module>(module: &M, dir: &Path) -> Result<LoadReport, LoadError> {
+    complete(module, dir, &Checkpoint::open(dir)?)
+}
+
+/// The report of weights that fit.
+fn complete<M: Module>(
+    module: &M,
+    dir: &Path,
+    checkpoint: &Checkpoint,
+) -> Result<LoadReport, LoadError> {
+    let report = compare(&named_parameters(module), checkpoint);
+    if report.is_complete() {
+        return Ok(report);
+    }
+    Err(LoadError::Weights {
+        dir: dir.to_path_buf(),
+        report: Box::new(report),
+    })
 }
 
 /// The tensors of a folder, by name. Nothing is read before it is asked for.

@@ -258,6 +258,14 @@ impl TrainedModel for IlqlPolicy {
         self.policy.restore(snapshot)
     }
 
+    fn store(&self, snapshot: &(dyn Any + Send + Sync)) -> Result<Option<Vec<u8>>, ModelError> {
+        self.policy.store(snapshot)
+    }
+
+    fn recall(&self, bytes: &[u8]) -> Result<Option<Box<dyn Any + Send + Sync>>, ModelError> {
+        self.policy.recall(bytes)
+    }
+
     fn save(&self, dir: &Path) -> Result<(), ModelError> {
         self.policy.save(dir)
     }

@@ -58,7 +58,7 @@ fn respond(
 ) -> Result<RolloutOutput, RolloutError> {
     let mut sampler = Sampler::new(settings)?;
     let rules = StopRules::new(settings)?;
-    let mut row = Row::new(index, request, settings);
+    let mut row = Row::new(index, request, settings, model.max_tokens());
     let mut log_probs = Vec::new();
     let mut finish = (row.limit() == 0).then_some(FinishReason::Length);
     loop {

@@ -25,6 +25,23 @@ pub trait TrainedModel: Send {
     /// Back to a snapshot of the same model; false when it is of another kind.
     fn restore(&mut self, snapshot: &(dyn Any + Send + Sync)) -> bool;
 
+    /// A snapshot of this model as bytes in the safetensors format; `None` where it is of another kind, or the model
+    /// offers none.
+    ///
+    /// # Errors
+    /// Weights of a type that safetensors does not have.
+    fn store(&self, _snapshot: &(dyn Any + Send + Sync)) -> Result<Option<Vec<u8>>, ModelError> {
+        Ok(None)
+    }
+
+    /// The snapshot that `store` made the bytes of; `None` where the model offers none.
+    ///
+    /// # Errors
+    /// Bytes that are no such snapshot, or are of another model.
+    fn recall(&self, _bytes: &[u8]) -> Result<Option<Box<dyn Any + Send + Sync>>, ModelError> {
+        Ok(None)
+    }
+
     /// Writes weights and configuration into `dir`.
     ///
     /// # Errors

@@ -87,6 +87,27 @@ impl Schedule {
         }
     }
 
+    /// What is possible and probably not meant: what it does, and what to do about it.
+    pub fn doubt(&self) -> Option<(String, String)> {
+        let (Schedule::Linear { total_steps, .. } | Schedule::Cosine { total_steps, .. }) = *self
+        else {
+            return None;
+        };
+        let warmup = self.warmup_steps();
+        if total_steps == 0 {
+            let reason = "has `total_steps = 0`, so that the first optimiser step has the last learning rate already";
+            let help = "set it to the optimiser steps of the run";
+            return Some((reason.to_owned(), help.to_owned()));
+        }
+        (warmup >= total_steps).then(|| {
+            let reason = format!(
+                "has `warmup_steps = {warmup}` of `total_steps = {total_steps}`, so that the learning rate only rises"
+            );
+            let help = "set `warmup_steps` to a share of `total_steps`, or use `kind = \"constant\"`";
+            (reason, help.to_owned())
+        })
+    }
+
     /// Share left at the end.
     pub(super) fn final_share(&self) -> f64 {
         match *self {
@@ -106,6 +127,21 @@ fn progress(step: u64, warmup: u64, total: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn senseless_lengths_are_doubted() {
+        let cosine = |warmup_steps, total_steps| Schedule::Cosine {
+            warmup_steps,
+            total_steps,
+            final_share: 0.0,
+        };
+        assert_eq!(cosine(5, 100).doubt(), None);
+        let told = |schedule: Schedule| schedule.doubt().unwrap().0;
+        assert!(told(cosine(0, 0)).contains("total_steps = 0"));
+        assert!(told(cosine(5000, 300)).contains("only rises"));
+        let constant = Schedule::Constant { warmup_steps: 9 };
+        assert_eq!(constant.doubt(), None);
+    }
 
     #[track_caller]
     fn check(schedule: Schedule, expected: &[f64]) {

@@ -25,6 +25,22 @@ impl AdamW {
     /// # Errors
     /// When the file cannot be written.
     pub fn save(&self, parameters: &TrainableParameters, path: &Path) -> Result<(), ModelError> {
+        let (tensors, metadata) = self.content(parameters);
+        let fault = |error: safetensors::SafeTensorError| file("write", path, &error);
+        let views = tensors.iter().map(|(name, data)| {
+            let shape = vec![data.num_elements()];
+            let view = TensorView::new(safetensors::Dtype::F32, shape, data.as_bytes());
+            view.map(|view| (name.as_str(), view))
+        });
+        let views = views.collect::<Result<Vec<_>, _>>().map_err(fault)?;
+        safetensors::serialize_to_file(views, Some(metadata), path).map_err(fault)
+    }
+
+    /// Moments and master weights by the names that they have on disk, and step counts.
+    pub(crate) fn content(
+        &self,
+        parameters: &TrainableParameters,
+    ) -> (Vec<(String, TensorData)>, HashMap<String, String>) {
         let mut tensors: Vec<(String, TensorData)> = Vec::new();
         let mut metadata = HashMap::from([(STEPS.to_owned(), self.steps().to_string())]);
         for (parameter, state) in parameters.iter().zip(&self.states) {
@@ -41,14 +57,7 @@ impl AdamW {
             }
             metadata.insert(format!("{name}{SEPARATOR}{STEPS}"), state.steps.to_string());
         }
-        let fault = |error: safetensors::SafeTensorError| file("write", path, &error);
-        let views = tensors.iter().map(|(name, data)| {
-            let shape = vec![data.num_elements()];
-            let view = TensorView::new(safetensors::Dtype::F32, shape, data.as_bytes());
-            view.map(|view| (name.as_str(), view))
-        });
-        let views = views.collect::<Result<Vec<_>, _>>().map_err(fault)?;
-        safetensors::serialize_to_file(views, Some(metadata), path).map_err(fault)
+        (tensors, metadata)
     }
 
     /// Reads what [`AdamW::save`] wrote for the same parameters; on an error the state stays as it was.
@@ -62,9 +71,20 @@ impl AdamW {
         device: &Device,
     ) -> Result<(), ModelError> {
         let bytes = std::fs::read(path).map_err(|error| file("read", path, &error))?;
+        self.read(parameters, &bytes, path, device)
+    }
+
+    /// As [`AdamW::load`], of bytes; `path` is for messages. Tensors of other names are passed over.
+    pub(crate) fn read(
+        &mut self,
+        parameters: &TrainableParameters,
+        bytes: &[u8],
+        path: &Path,
+        device: &Device,
+    ) -> Result<(), ModelError> {
         let fault = |error: safetensors::SafeTensorError| file("read", path, &error);
-        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(fault)?;
-        let stored = SafeTensors::deserialize(&bytes).map_err(fault)?;
+        let (_, header) = SafeTensors::read_metadata(bytes).map_err(fault)?;
+        let stored = SafeTensors::deserialize(bytes).map_err(fault)?;
         let none = HashMap::new();
         let counts = header.metadata().as_ref().unwrap_or(&none);
         let count = |key: &str| counts.get(key).and_then(|text| text.parse::<u64>().ok());

@@ -74,7 +74,9 @@ pub fn generate_by(
     check_requests(requests, model.vocab_size(), model.max_tokens())?;
     // The snapshot shares the weights and records no graph.
     let model = model.valid();
-    let (rows, tokens) = (requests.len().min(MAX_ROWS), longest(requests));
+    let max_tokens = model.max_tokens();
+    let (rows, tokens) = (requests.len().min(MAX_ROWS), longest(requests, max_tokens));
+    let sampling = sampling.within(max_tokens);
     match arithmetic {
         Arithmetic::Host => {
             let mut steps = HostDecoder::new(&model, rows, tokens)?;
@@ -87,9 +89,11 @@ pub fn generate_by(
     }
 }
 
-/// Tokens of the longest sequence that `requests` allow.
-fn longest(requests: &[RolloutRequest]) -> usize {
-    let lengths = requests.iter().map(|r| r.prompt.len() + r.max_new_tokens);
+/// Tokens of the longest sequence that `requests` and the context allow.
+fn longest(requests: &[RolloutRequest], max_tokens: usize) -> usize {
+    let lengths = requests
+        .iter()
+        .map(|request| request.prompt.len() + request.room(max_tokens));
     lengths.max().unwrap_or(0)
 }
 
@@ -138,6 +142,8 @@ pub(crate) struct Sampling<'a> {
     settings: &'a SamplingSettings,
     sampler: Sampler<'a>,
     rules: StopRules<'a>,
+    /// Longest sequence of the model.
+    max_tokens: usize,
 }
 
 impl<'a> Sampling<'a> {
@@ -150,7 +156,14 @@ impl<'a> Sampling<'a> {
             settings,
             sampler: Sampler::new(settings)?,
             rules: StopRules::new(settings)?,
+            max_tokens: usize::MAX,
         })
+    }
+
+    /// The same for a model whose context holds `max_tokens`.
+    #[must_use]
+    pub fn within(self, max_tokens: usize) -> Self {
+        Sampling { max_tokens, ..self }
     }
 
     /// Samples a token for each row; why each ends where it does.
@@ -235,7 +248,14 @@ impl<'a, M: StepModel> Rollout<'a, M> {
             self.admitted = last;
             let prompts = self.prompts(first, last)?;
             let mut rows: Vec<Row> = (first..last)
-                .map(|index| Row::new(index, &self.requests[index], self.sampling.settings))
+                .map(|index| {
+                    let Sampling {
+                        settings,
+                        max_tokens,
+                        ..
+                    } = *self.sampling;
+                    Row::new(index, &self.requests[index], settings, max_tokens)
+                })
                 .collect();
             let ends = self.first_tokens(&mut rows, &prompts)?;
             for (place, (row, end)) in rows.into_iter().zip(ends).enumerate() {

@@ -45,9 +45,9 @@ pub fn generate<M: ModelInterface>(
     let rules = StopRules::new(settings)?;
     check_requests(requests, model.vocab_size(), model.max_tokens())?;
     // The snapshot shares the weights and records no graph.
-    let model = model.valid();
+    let (model, max_tokens) = (model.valid(), model.max_tokens());
     for (index, request) in requests.iter().enumerate() {
-        let mut row = Row::new(index, request, settings);
+        let mut row = Row::new(index, request, settings, max_tokens);
         let mut finish = (row.limit() == 0).then_some(FinishReason::Length);
         while finish.is_none() {
             let prefix = [request.prompt.as_slice(), row.tokens()].concat();

@@ -16,8 +16,17 @@ pub struct RolloutRequest {
     pub prompt: Vec<u32>,
     /// What the random draws of this response are a function of, apart from position and token.
     pub key: DrawKey,
-    /// Most tokens to sample, end-of-sequence included.
+    /// Most tokens to sample, end-of-sequence included. A response that reaches the end of the model's context before
+    /// ends there, with [`FinishReason::Length`].
     pub max_new_tokens: usize,
+}
+
+impl RolloutRequest {
+    /// Most tokens of the response in a context of `max_tokens`: what is asked for, or what the prompt leaves of it.
+    pub(crate) fn room(&self, max_tokens: usize) -> usize {
+        let left = max_tokens.saturating_sub(self.prompt.len());
+        self.max_new_tokens.min(left)
+    }
 }
 
 /// How to sample. The distribution is: repetition penalty, then temperature, then top-k, top-p, min-p, renormalised.
@@ -74,7 +83,7 @@ pub enum FinishReason {
     Eos,
     /// A stop text or stop id sequence appeared.
     Stop,
-    /// The token limit was reached.
+    /// The token limit was reached, or the end of the model's context.
     Length,
 }
 
@@ -96,17 +105,15 @@ pub struct RolloutOutput {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RolloutError {
-    /// A prompt that leaves no room.
+    /// A prompt that leaves no room for a token.
     #[error(
-        "request {request}: prompt of {prompt} tokens and {new} new ones exceed the context of {limit}"
+        "request {request}: a prompt of {prompt} tokens leaves no room for an answer in the context of {limit}"
     )]
     TooLong {
         /// Position of the request.
         request: usize,
         /// Prompt tokens.
         prompt: usize,
-        /// Tokens asked for.
-        new: usize,
         /// Longest sequence.
         limit: usize,
     },
@@ -163,7 +170,7 @@ pub fn check_requests(
     max_tokens: usize,
 ) -> Result<(), RolloutError> {
     for (request, asked) in requests.iter().enumerate() {
-        let (prompt, new) = (asked.prompt.len(), asked.max_new_tokens);
+        let prompt = asked.prompt.len();
         if prompt == 0 {
             return Err(RolloutError::EmptyPrompt { request });
         }
@@ -174,11 +181,11 @@ pub fn check_requests(
                 limit: vocab_size,
             });
         }
-        if prompt.saturating_add(new) > max_tokens {
+        let room = asked.room(max_tokens);
+        if prompt > max_tokens || (room == 0 && asked.max_new_tokens > 0) {
             return Err(RolloutError::TooLong {
                 request,
                 prompt,
-                new,
                 limit: max_tokens,
             });
         }

@@ -20,14 +20,20 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// The empty response of `request`.
-    pub fn new(index: usize, request: &RolloutRequest, settings: &SamplingSettings) -> Self {
+    /// The empty response of `request` to a model whose context holds `max_tokens`.
+    pub fn new(
+        index: usize,
+        request: &RolloutRequest,
+        settings: &SamplingSettings,
+        max_tokens: usize,
+    ) -> Self {
+        let limit = request.room(max_tokens);
         let mut row = Row {
             request: index,
-            limit: request.max_new_tokens,
+            limit,
             stream: request.key.stream(),
             seen: (settings.repetition_penalty != 1.0).then(Vec::new),
-            tokens: Vec::with_capacity(request.max_new_tokens.min(1024)),
+            tokens: Vec::with_capacity(limit.min(1024)),
             sampling_log_probs: Vec::new(),
             log_probs: Vec::new(),
         };

@@ -1,9 +1,10 @@
 //! Commands of the executable, each a function of a registry and a writer. The executable fills the registry.
 //!
 //! Exit codes: 0 where the answer is good, 1 where the pipeline has faults or its run
-//! failed, 130 where a run was cancelled.
+//! failed, 130 where a run was cancelled. [`debug`] has one more: 3 where there is nothing to look at.
 
 pub mod check;
+pub mod debug;
 pub mod plan;
 pub mod schema;
 pub mod train;
@@ -26,6 +27,7 @@ pub struct PipelineArgs {
     /// Overrides of its settings, such as `steps=10`, `actor.path=DIR`, `data.train=FILE`, `generate.temperature=0.7`.
     ///
     /// The first part of a key is a section of the file, a model or a stage; a key alone is a setting of `[run]`.
+    /// Nothing behind the `=` takes a setting out of the file (`batch.mini_batch=`).
     /// Relative paths given here are read against the working directory (and against the pipeline file's folder only
     /// where nothing is there); paths in the file itself are read against the file's folder.
     #[arg(value_name = "KEY=VALUE")]

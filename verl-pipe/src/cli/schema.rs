@@ -1,17 +1,228 @@
-//! `pipe schema`: JSON Schema of the pipeline file.
+//! `pipe schema`: what may stand in a pipeline file, what each kind reads and writes, what a run leaves behind, as JSON
+//! Schema or as pages.
 
+use std::fs;
 use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 
+use clap::Args;
+
+use super::{PipelineArgs, write_findings};
+use crate::diagnostic::{Diagnostic, suggest};
 use crate::registry::Registry;
+use crate::schema::edges::PipelineEdges;
+use crate::schema::folder::{Document, Format, json_text};
+use crate::schema::kinds::Catalogue;
+use crate::schema::markdown::edges_page;
 use crate::schema::pipeline_schema;
 
-/// Prints the schema of pipeline files. Returns the exit code.
+/// Arguments of `pipe schema`.
+#[derive(Debug, Clone, Default, Args)]
+#[command(after_help = AFTER_HELP)]
+pub struct SchemaArgs {
+    /// One kind of stage: its settings, the keys that it reads and writes, its metrics.
+    #[arg(long, value_name = "KIND", group = "what")]
+    pub stage: Option<String>,
+    /// One kind of part, such as `loss/grpo`; the kind alone where no other slot has it.
+    #[arg(long, value_name = "SLOT/KIND", group = "what")]
+    pub part: Option<String>,
+    /// One kind of model.
+    #[arg(long, value_name = "KIND", group = "what")]
+    pub model: Option<String>,
+    /// One kind of data set.
+    #[arg(long, value_name = "KIND", group = "what")]
+    pub data: Option<String>,
+    /// One file of a run folder, such as `metrics.jsonl`.
+    #[arg(long, value_name = "FILE", group = "what")]
+    pub run_file: Option<String>,
+    /// One pipeline file: every edge with its writer, its readers and its sizes.
+    #[arg(long, value_name = "FILE", group = "what")]
+    pub pipeline: Option<PathBuf>,
+    /// Overrides of that file's settings.
+    #[arg(value_name = "KEY=VALUE", requires = "pipeline")]
+    pub overrides: Vec<String>,
+    /// How to write it.
+    #[arg(long, value_enum, default_value = "json")]
+    pub format: Format,
+    /// Writes files into this folder instead: all documents and an index, or the one that was asked for.
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+}
+
+const AFTER_HELP: &str = "\
+Examples:
+  pipe schema --stage generate --format md
+  pipe schema --part loss/grpo --format md
+  pipe schema --pipeline examples/pipelines/grpo_addition.toml --format md
+  pipe schema --out schemas
+With nothing asked for, JSON is the schema of pipeline files, and Markdown a list of all that there is.";
+
+/// Prints a document, or writes files. Returns the exit code.
 ///
 /// # Errors
-/// When `out` cannot be written.
-pub fn schema(registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
-    let text =
-        serde_json::to_string_pretty(&pipeline_schema(registry)).map_err(io::Error::other)?;
-    writeln!(out, "{text}")?;
+/// When `out` or a file cannot be written.
+pub fn schema(args: &SchemaArgs, registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
+    let format = args.format;
+    let (path, text) = match asked(args, registry) {
+        Ok(Some((path, text))) => (path, text),
+        Ok(None) => match &args.out {
+            Some(dir) => {
+                let files = Catalogue::of(registry).files(format);
+                for (path, text) in &files {
+                    write_file(dir, path, text)?;
+                }
+                writeln!(out, "{} files in {}", files.len(), dir.display())?;
+                return Ok(0);
+            }
+            None if format == Format::Md => (String::new(), Catalogue::of(registry).index(format)),
+            None => (String::new(), json_text(&pipeline_schema(registry))),
+        },
+        Err(findings) => return write_findings(&findings, out).map(|()| 1),
+    };
+    match &args.out {
+        Some(dir) => {
+            write_file(dir, &path, &text)?;
+            writeln!(out, "{}", dir.join(path).display())?;
+        }
+        None => write!(out, "{text}")?,
+    }
     Ok(0)
+}
+
+fn write_file(dir: &Path, path: &str, text: &str) -> io::Result<()> {
+    let path = dir.join(path);
+    let told =
+        |error: io::Error| io::Error::new(error.kind(), format!("`{}`: {error}", path.display()));
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent).map_err(told)?;
+    }
+    fs::write(&path, text).map_err(told)
+}
+
+/// The document that was asked for, if one was: its file and its text.
+fn asked(
+    args: &SchemaArgs,
+    registry: &Registry,
+) -> Result<Option<(String, String)>, Vec<Diagnostic>> {
+    let format = args.format;
+    if let Some(file) = &args.pipeline {
+        let pipeline = PipelineArgs {
+            file: file.clone(),
+            overrides: args.overrides.clone(),
+        };
+        let plan = pipeline.read(registry).and_then(|pipe| pipe.plan())?;
+        let edges = PipelineEdges::of(&plan);
+        let text = match format {
+            Format::Json => json_text(&edges),
+            Format::Md => edges_page(&edges),
+        };
+        let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+        return Ok(Some((format.file(&stem), text)));
+    }
+    let document = match args {
+        SchemaArgs {
+            stage: Some(name), ..
+        } => stage(name, registry)?,
+        SchemaArgs {
+            part: Some(name), ..
+        } => part(name, registry)?,
+        SchemaArgs {
+            model: Some(name), ..
+        } => {
+            let found = Catalogue::of(registry).model(name);
+            found
+                .map(|schema| (format!("models/{name}"), schema))
+                .ok_or_else(|| unknown("model", "--model", name, registry.models().suggest(name)))?
+        }
+        SchemaArgs {
+            data: Some(name), ..
+        } => {
+            let found = Catalogue::of(registry).data(name);
+            found
+                .map(|schema| (format!("data/{name}"), schema))
+                .ok_or_else(|| {
+                    unknown(
+                        "data set",
+                        "--data",
+                        name,
+                        registry.data_kinds().suggest(name),
+                    )
+                })?
+        }
+        SchemaArgs {
+            run_file: Some(name),
+            ..
+        } => run_file(name, registry)?,
+        _ => return Ok(None),
+    };
+    let (path, schema) = document;
+    Ok(Some((format.file(&path), format.text(&schema))))
+}
+
+fn stage(name: &str, registry: &Registry) -> Result<(String, serde_json::Value), Vec<Diagnostic>> {
+    let found = Catalogue::of(registry).stage(name);
+    let found = found.map(|schema| (format!("stages/{name}"), schema));
+    found.ok_or_else(|| unknown("stage", "--stage", name, registry.stages().suggest(name)))
+}
+
+/// A part by its slot and kind, or by its kind where only one slot has it.
+fn part(name: &str, registry: &Registry) -> Result<(String, serde_json::Value), Vec<Diagnostic>> {
+    let catalogue = Catalogue::of(registry);
+    let known = catalogue.parts.iter();
+    let known: Vec<String> = known
+        .map(|(slot, kind, _)| format!("{slot}/{kind}"))
+        .collect();
+    let meant = |full: &&String| **full == name || full.rsplit('/').next() == Some(name);
+    let found: Vec<&String> = known.iter().filter(meant).collect();
+    let help = match found.as_slice() {
+        [one] => {
+            let (slot, kind) = one.split_once('/').unwrap_or_default();
+            if let Some(schema) = catalogue.part(slot, kind) {
+                return Ok((format!("parts/{one}"), schema));
+            }
+            String::new()
+        }
+        [] => suggest(name, "parts", known.iter().map(String::as_str)),
+        several => {
+            let all: Vec<&str> = several.iter().map(|full| full.as_str()).collect();
+            format!("several slots have it: say {}", all.join(" or "))
+        }
+    };
+    Err(unknown("part", "--part", name, help))
+}
+
+fn run_file(
+    name: &str,
+    registry: &Registry,
+) -> Result<(String, serde_json::Value), Vec<Diagnostic>> {
+    let documents = Catalogue::of(registry).documents();
+    let files: Vec<Document> = documents
+        .into_iter()
+        .filter(|document| document.path.starts_with("run/"))
+        .collect();
+    let title = |document: &Document| {
+        document.schema["title"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned()
+    };
+    let known: Vec<String> = files.iter().map(title).collect();
+    match files.into_iter().find(|document| title(document) == name) {
+        Some(document) => Ok((document.path, document.schema)),
+        None => {
+            let help = suggest(name, "files", known.iter().map(String::as_str));
+            Err(unknown("run file", "--run-file", name, help))
+        }
+    }
+}
+
+fn unknown(what: &str, flag: &str, name: &str, help: String) -> Vec<Diagnostic> {
+    let finding = Diagnostic::error(
+        "C003",
+        format!("there is no kind of {what} called `{name}`"),
+    )
+    .at(format!("{flag} {name}"))
+    .because("no such kind is registered")
+    .help(help);
+    vec![finding]
 }

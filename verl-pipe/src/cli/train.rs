@@ -2,6 +2,8 @@
 
 use std::io::Write;
 
+use clap::Args;
+
 use super::{PipelineArgs, write_findings};
 use crate::diagnostic::Diagnostic;
 use crate::registry::Registry;
@@ -10,14 +12,68 @@ use crate::run::error::RunError;
 use crate::run::interrupt::{CANCELLED_STATUS, cancel_on_ctrl_c};
 use crate::run::runner::RunOptions;
 use crate::run::trainer::{Trainer, TrainerOptions};
+use crate::schedule::placement::forbidding;
+use crate::schema::pipeline_schema;
 use crate::stage::CancelToken;
+use crate::trace::config::TraceConfig;
+
+/// Arguments of `pipe train`.
+#[derive(Debug, Clone, Args)]
+pub struct TrainArgs {
+    /// The pipeline.
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
+    /// What is recorded in full.
+    #[command(flatten)]
+    pub debug: DebugArgs,
+}
+
+/// What of a run is recorded in full, beside the statistics that every run keeps.
+#[derive(Debug, Clone, Default, Args)]
+pub struct DebugArgs {
+    /// Records every step in full, within `trace.budget_mb`, and writes the pipeline's schema.json into the run.
+    #[arg(long, visible_alias = "debug-mode")]
+    pub debug: bool,
+    /// Records this step in full; may be given several times.
+    #[arg(long = "debug-trace-step", value_name = "STEP")]
+    pub steps: Vec<u64>,
+    /// Records every so many steps one in full.
+    #[arg(long = "debug-trace-every", value_name = "STEPS")]
+    pub every: Option<u64>,
+    /// Records these stages only, for example `generate,reward`.
+    #[arg(
+        long = "debug-trace-stages",
+        value_name = "STAGES",
+        value_delimiter = ','
+    )]
+    pub stages: Vec<String>,
+}
+
+impl DebugArgs {
+    /// Adds what the flags ask for to the settings of the file. A flag that names steps or stages narrows `--debug`.
+    pub fn apply(&self, trace: &mut TraceConfig) {
+        let named = !self.steps.is_empty() || self.every.is_some();
+        if self.debug || named || !self.stages.is_empty() {
+            trace.steps.extend(&self.steps);
+            trace.every = match self.every {
+                Some(every) => every,
+                None if named => trace.every,
+                None => 1,
+            };
+            trace.stages.extend(self.stages.iter().cloned());
+        }
+    }
+}
 
 /// Runs the command. The exit status is 0 only when the target step was reached and models are saved; 1 when the
 /// pipeline is faulty or the run failed; 130 when it was cancelled.
 ///
 /// `versions` names further crates and their versions for `versions.json`.
-pub fn train(args: &PipelineArgs, registry: &Registry, versions: Vec<(String, String)>) -> u8 {
-    let checked = args.read(registry).and_then(|pipe| pipe.plan());
+pub fn train(args: &TrainArgs, registry: &Registry, versions: Vec<(String, String)>) -> u8 {
+    let checked = args.pipeline.read(registry).and_then(|mut pipe| {
+        args.debug.apply(&mut pipe.trace);
+        pipe.plan()
+    });
     let plan = match checked {
         Ok(plan) => plan,
         Err(findings) => {
@@ -25,8 +81,11 @@ pub fn train(args: &PipelineArgs, registry: &Registry, versions: Vec<(String, St
             return 1;
         }
     };
-    if !plan.warnings.is_empty() {
-        report(&plan.warnings);
+    // What forbids the run is told as the error that ends it.
+    let harmless = plan.warnings.iter().filter(|w| forbidding(w).is_none());
+    let harmless: Vec<Diagnostic> = harmless.cloned().collect();
+    if !harmless.is_empty() {
+        report(&harmless);
     }
     let cancel = CancelToken::default();
     if let Err(error) = cancel_on_ctrl_c(cancel.clone()) {
@@ -40,6 +99,8 @@ pub fn train(args: &PipelineArgs, registry: &Registry, versions: Vec<(String, St
         },
         console: Some(console),
         versions,
+        rules: Vec::new(),
+        schema: Some(pipeline_schema(registry)),
     };
     let dir = plan.pipe.run.dir.clone();
     let ended = Trainer::with_options(plan, options).and_then(|mut trainer| trainer.train());
@@ -129,6 +190,30 @@ mod tests {
     }
 
     #[test]
+    fn flags_ask_for_steps_and_narrow_each_other() {
+        let of = |debug: bool, steps: &[u64], every: Option<u64>, stages: &[&str]| {
+            let mut trace = TraceConfig::default();
+            DebugArgs {
+                debug,
+                steps: steps.to_vec(),
+                every,
+                stages: stages.iter().map(|name| (*name).to_owned()).collect(),
+            }
+            .apply(&mut trace);
+            let steps: Vec<u64> = (1..=6).filter(|step| trace.captures_step(*step)).collect();
+            (steps, trace.stages.len())
+        };
+        assert_eq!(of(false, &[], None, &[]), (vec![], 0));
+        assert_eq!(of(true, &[], None, &[]), (vec![1, 2, 3, 4, 5, 6], 0));
+        assert_eq!(of(true, &[5], None, &[]), (vec![5], 0));
+        assert_eq!(of(false, &[5], Some(3), &["a"]), (vec![3, 5, 6], 1));
+        assert_eq!(
+            of(false, &[], None, &["a", "b"]),
+            (vec![1, 2, 3, 4, 5, 6], 2)
+        );
+    }
+
+    #[test]
     fn the_exit_status_tells_how_it_ended() {
         let temp = tempfile::tempdir().unwrap();
         let file = temp.path().join("count.toml");
@@ -138,10 +223,14 @@ mod tests {
             let dir = temp.path().join(dir);
             let mut overrides = vec!["steps=3".to_owned(), format!("run.dir={}", dir.display())];
             overrides.extend(more.iter().map(|text| (*text).to_owned()));
+            let pipeline = PipelineArgs {
+                file: file.clone(),
+                overrides,
+            };
             train(
-                &PipelineArgs {
-                    file: file.clone(),
-                    overrides,
+                &TrainArgs {
+                    pipeline,
+                    debug: DebugArgs::default(),
                 },
                 &registry,
                 Vec::new(),
@@ -159,5 +248,10 @@ mod tests {
         assert!(!temp.path().join("c").exists());
         let config = std::fs::read_to_string(temp.path().join("b/config.toml")).unwrap();
         assert!(config.contains("fail_at = 2"), "{config}");
+        assert!(
+            config.starts_with("#:schema ./config.schema.json\n"),
+            "{config}"
+        );
+        assert!(temp.path().join("b/config.schema.json").is_file());
     }
 }

@@ -5,6 +5,7 @@
 //! [run]                      # RunConfig
 //! [batch]                    # BatchConfig
 //! [devices]                  # DevicesConfig
+//! [trace]                    # TraceConfig
 //! [data]
 //! train = "train.jsonl"      # a path, or a table with `kind` and the kind's settings
 //! [models.actor]             # `kind` (by default the first one registered) and the kind's settings
@@ -13,6 +14,7 @@
 //! kind = "generate"          # and the kind's settings
 //! name = "rollout"           # by default the kind
 //! rename = { responses = "answers" }
+//! debug = true               # records it in full at every step
 //! ```
 //!
 //! Relative paths of data and models are read against the file's folder, `run.dir` against the working directory.
@@ -39,8 +41,8 @@ use crate::plan::checks::batch_sizes;
 use crate::registry::Registry;
 
 /// Sections of a pipeline file.
-pub(crate) const SECTIONS: [&str; 7] = [
-    "name", "run", "batch", "devices", "data", "models", "stages",
+pub(crate) const SECTIONS: [&str; 8] = [
+    "name", "run", "batch", "devices", "trace", "data", "models", "stages",
 ];
 
 /// Reads a pipeline file and applies overrides (`key=value`).
@@ -134,8 +136,8 @@ fn parse<S: AsRef<str>>(
         return Ok(pipe);
     }
     // What else can be told although the pipeline is incomplete.
-    let (_, violations, _) = prepare(&pipe);
-    findings.extend(violations.iter().map(batch_sizes::finding));
+    let prepared = prepare(&pipe);
+    findings.extend(prepared.violations.iter().map(batch_sizes::finding));
     Err(findings)
 }
 
@@ -160,6 +162,7 @@ pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
         ("run", serde_json::to_value(&pipe.run)),
         ("batch", serde_json::to_value(&pipe.batch)),
         ("devices", serde_json::to_value(&pipe.devices)),
+        ("trace", serde_json::to_value(&pipe.trace)),
     ] {
         document.insert(section.to_owned(), value.unwrap_or_default());
     }
@@ -183,6 +186,9 @@ pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
                 .iter()
                 .map(|(own, key)| (own.clone(), key.clone().into()));
             map.insert("rename".to_owned(), Value::Object(rename.collect()));
+        }
+        if stage.debug {
+            map.insert("debug".to_owned(), true.into());
         }
         map.extend(stage.config.as_object().cloned().unwrap_or_default());
         Value::Object(map)
@@ -258,6 +264,7 @@ impl Reader<'_> {
         pipe.run = self.section("run", document.remove("run"));
         pipe.batch = self.section("batch", document.remove("batch"));
         pipe.devices = self.section("devices", document.remove("devices"));
+        pipe.trace = self.section("trace", document.remove("trace"));
         pipe.data = self.entries("data", document.remove("data"), Self::data);
         pipe.models = self.entries("models", document.remove("models"), Self::model);
         pipe.stages = self.stages(document.remove("stages"));
@@ -407,6 +414,18 @@ impl Reader<'_> {
             faults,
         } = decode(rename);
         self.faults(&["stages", &index, "rename"], &place, faults);
+        let debug = match table.shift_remove("debug") {
+            None => false,
+            Some(Value::Bool(debug)) => debug,
+            Some(_) => {
+                self.invalid(
+                    &["stages", &index, "debug"],
+                    &place,
+                    "it is not true or false",
+                );
+                false
+            }
+        };
         let Some(entry) = self.registry.stages().get(&kind) else {
             let help = self.registry.stages().suggest(&kind);
             self.unknown_kind(&here, &place, "stage", kind, help);
@@ -416,7 +435,7 @@ impl Reader<'_> {
         let faults = faults.into_iter().map(|fault| match fault {
             // These belong to every stage, so they are known although its configuration does not have them.
             Fault::Unknown { path, mut known } if path.len() == 1 => {
-                known.extend(["kind", "name", "rename"].map(str::to_owned));
+                known.extend(["kind", "name", "rename", "debug"].map(str::to_owned));
                 Fault::Unknown { path, known }
             }
             fault => fault,
@@ -424,6 +443,7 @@ impl Reader<'_> {
         self.faults(&here, &place, faults.collect());
         value.map(|stage| StageDecl {
             rename: rename.unwrap_or_default(),
+            debug,
             ..stage
         })
     }

@@ -2,6 +2,11 @@
 //!
 //! The first part of the dotted key is a section of the file, else a model, else a stage; a key alone is one of `[run]`.
 //!
+//! Nothing behind the `=` takes a setting out of the file, so that its default holds; an empty text is `key=""`.
+//!
+//! A text given for a part that a stage holds (its loss, its estimator) is the part's kind, and puts it with its defaults
+//! in the place of what the file says.
+//!
 //! A text given for a whole data set or model is its `path`. A relative path of data or a model is read against the
 //! working directory; only where nothing is there, but something is in the pipeline file's folder, against that.
 
@@ -51,6 +56,9 @@ pub(crate) fn apply(
         ));
     }
     let path = resolve(document, &parts, run_keys).map_err(|(why, help)| fault(why, help))?;
+    if value.trim().is_empty() {
+        return take_out(document, &path).map_err(|(why, help)| fault(why, help));
+    }
     let mut value = parse(value);
     if let (Some(folders), Value::String(text), true) = (folders, &mut value, is_file(&path)) {
         *text = folders.absolute(text);
@@ -77,6 +85,67 @@ impl Folders<'_> {
         // A path that is no text cannot come from one.
         seen.to_str().unwrap_or(text).to_owned()
     }
+}
+
+/// Removes the setting at `path` of the document.
+fn take_out(
+    document: &mut Map<String, Value>,
+    path: &[String],
+) -> Result<Vec<String>, (String, String)> {
+    let mut root = Value::Object(std::mem::take(document));
+    let done = take_out_of(&mut root, path);
+    if let Value::Object(map) = root {
+        *document = map;
+    }
+    done.map(|()| path.to_vec())
+}
+
+fn take_out_of(root: &mut Value, path: &[String]) -> Result<(), (String, String)> {
+    let Some((last, parents)) = path.split_last() else {
+        return Err(nothing_at("", &[]));
+    };
+    let mut at = root;
+    for key in parents {
+        let child = match at {
+            Value::Object(table) => table.get_mut(key),
+            Value::Array(list) => key
+                .parse()
+                .ok()
+                .and_then(|index: usize| list.get_mut(index)),
+            _ => None,
+        };
+        at = child.ok_or_else(|| nothing_at(last, &[]))?;
+    }
+    let Value::Object(table) = at else {
+        return Err((
+            "it would take out a whole stage".to_owned(),
+            "an override changes settings; take the stage out in a copy of the file".to_owned(),
+        ));
+    };
+    if table.shift_remove(last).is_none() {
+        let known: Vec<&str> = table.keys().map(String::as_str).collect();
+        return Err(nothing_at(last, &known));
+    }
+    Ok(())
+}
+
+/// Why nothing can be taken out, and what could be.
+fn nothing_at(key: &str, known: &[&str]) -> (String, String) {
+    let known = match known {
+        [] => String::new(),
+        known => {
+            let known = suggest(
+                key,
+                "settings that the file has here",
+                known.iter().copied(),
+            );
+            format!("; {known}")
+        }
+    };
+    (
+        format!("with nothing behind the `=` it takes out `{key}`, which the file does not set"),
+        format!("leave it out: the default holds anyway; an empty text is `=\"\"`{known}"),
+    )
 }
 
 /// A TOML value, or a text where it is none.
@@ -256,6 +325,12 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
             old.insert("path".to_owned(), value);
             set.push("path".to_owned());
         }
+        // A part that gives way to another kind; what its settings were says nothing of this one's.
+        Some(old @ Value::Object(_))
+            if is_stage && value.is_string() && old.get("kind").is_some() =>
+        {
+            *old = value;
+        }
         Some(Value::Object(old)) if !value.is_object() && !names_file => {
             let known = quoted(old.keys().map(String::as_str));
             return Err(format!("`{last}` is a table, not a value; it has {known}"));
@@ -342,6 +417,28 @@ mod tests {
         check("generate.note=a=b", "/stages/0/note", json!("a=b"));
         check("update.rule.far=2", "/stages/2/rule/far", json!(2));
         check("update.rule=far", "/stages/2/rule", json!("far"));
+        check("update.loss=sft", "/stages/2/loss", json!("sft"));
+        check("generate.note=\"\"", "/stages/0/note", json!(""));
+    }
+
+    #[test]
+    fn nothing_behind_the_sign_takes_a_setting_out() {
+        let taken = |text: &str, pointer: &str| {
+            let mut document = document();
+            let before = Value::Object(document.clone());
+            assert!(before.pointer(pointer).is_some(), "{pointer}");
+            let path = apply(&mut document, text, &["steps".to_owned()], None).expect("applies");
+            assert_eq!(format!("/{}", path.join("/")), pointer);
+            let after = Value::Object(document);
+            assert_eq!(after.pointer(pointer), None);
+            after
+        };
+        let after = taken("steps=", "/run/steps");
+        assert_eq!(after["data"], json!(document())["data"]);
+        taken("update.loss.kind= ", "/stages/2/loss/kind");
+        taken("data.sums.max=", "/data/sums/max");
+        taken("update.loss=", "/stages/2/loss");
+        taken("models.actor.path=", "/models/actor/path");
     }
 
     #[test]
@@ -359,9 +456,14 @@ mod tests {
         check_refused("run.steps.more=1", "`steps` is a value");
         check_refused("actor=3", "is a table");
         check_refused(
-            "update.loss=sft",
+            "update.loss=3",
             "`loss` is a table, not a value; it has `kind`",
         );
+        check_refused("run.dir=", "which the file does not set");
+        check_refused("run.dir=", "an empty text is `=\"\"`; known");
+        check_refused("run.stpes=", "did you mean `steps`?");
+        check_refused("update.lost.kind=", "the default holds anyway");
+        check_refused("stages.old=", "it would take out a whole stage");
     }
 
     #[test]

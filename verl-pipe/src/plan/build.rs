@@ -4,14 +4,23 @@ use std::collections::{BTreeMap, HashMap};
 
 use crate::diagnostic::Diagnostic;
 use crate::field::Field;
-use crate::pipe::{DataPipe, StageDecl};
+use crate::pipe::{DataPipe, ModelDecl, StageDecl};
 use crate::plan::checks;
 use crate::plan::graph::Digraph;
 use crate::plan::tables::{self, Tables};
 use crate::plan::{Edge, Plan, PlannedModel, PlannedStage};
 use crate::resource::ModelInfo;
-use crate::schedule::batching::{BatchPlan, Violation};
+use crate::schedule::batching::{BatchPlan, MINI_BATCH, Violation};
 use crate::stage::{Access, BuildContext, Cadence, Cardinality, ConfigError, StageSpec};
+
+/// What there is of a pipeline before anything is checked.
+pub(crate) struct Prepared<'a> {
+    pub context: BuildContext,
+    pub violations: Vec<Violation>,
+    pub stages: Vec<DraftStage<'a>>,
+    /// What each model tells of itself.
+    pub models: Vec<Result<ModelInfo, Vec<ConfigError>>>,
+}
 
 /// A declared stage with what it says about itself; indices of stages in a draft count declarations.
 pub(crate) struct DraftStage<'a> {
@@ -110,12 +119,12 @@ impl DataPipe {
     /// # Errors
     /// All findings, warnings included, when at least one of them is an error.
     pub fn plan(&self) -> Result<Plan, Vec<Diagnostic>> {
-        let (context, violations, stages) = prepare(self);
-        let models: Vec<_> = self
-            .models
-            .iter()
-            .map(|model| model.factory.describe(&context))
-            .collect();
+        let Prepared {
+            context,
+            violations,
+            stages,
+            models,
+        } = prepare(self);
         let draft = draft(self, &context, &violations, &stages, &models);
 
         let mut findings = Vec::new();
@@ -141,9 +150,9 @@ impl DataPipe {
 
 /// The stages of a pipeline with what they are built with, and the rules of the batch arithmetic that do not hold.
 ///
-/// How many prompts' samples an update sees is for a refilling filter to say, so the arithmetic is done again when the
-/// stages are known; what stages declare does not depend on it.
-pub(crate) fn prepare(pipe: &DataPipe) -> (BuildContext, Vec<Violation>, Vec<DraftStage<'_>>) {
+/// How many prompts' samples an update sees is for a refilling filter to say, so the arithmetic is done again, and the
+/// stages are built again with it, when they are known.
+pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
     let (batch, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices, None);
     let mut context = BuildContext {
         batch,
@@ -152,21 +161,38 @@ pub(crate) fn prepare(pipe: &DataPipe) -> (BuildContext, Vec<Violation>, Vec<Dra
         models: pipe.models.iter().map(|model| model.name.clone()).collect(),
         data: pipe.data.iter().map(|data| data.name.clone()).collect(),
         base: pipe.base.clone(),
+        model_infos: BTreeMap::new(),
     };
-    let stages: Vec<DraftStage<'_>> = pipe
-        .stages
-        .iter()
-        .map(|decl| build(decl, &context))
+    let describe = |model: &ModelDecl| model.factory.describe(&context);
+    let models: Vec<_> = pipe.models.iter().map(describe).collect();
+    let described = pipe.models.iter().zip(&models);
+    context.model_infos = described
+        .filter_map(|(decl, info)| Some((decl.name.clone(), info.as_ref().ok()?.clone())))
         .collect();
-    let mut refills = stages
-        .iter()
-        .filter_map(|stage| stage.spec.as_ref()?.refill);
-    let Some(refill) = refills.next() else {
-        return (context, violations, stages);
+    let mut prepared = Prepared {
+        stages: built(pipe, &context),
+        context,
+        violations,
+        models,
     };
-    let (batch, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices, Some(&refill));
-    context.batch = batch;
-    (context, violations, stages)
+    let mut refills = prepared.stages.iter();
+    let refill = refills.find_map(|stage| stage.spec.as_ref()?.refill);
+    if let Some(refill) = refill {
+        let (batch, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices, Some(&refill));
+        prepared.context.batch = batch;
+        prepared.violations = violations;
+        prepared.stages = built(pipe, &prepared.context);
+    } else if prepared.stages.iter().any(|stage| stage.spec.is_none()) {
+        // A stage that could not be built may be the filter whose groups mini-batches are cut from.
+        let violations = &mut prepared.violations;
+        violations.retain(|violation| violation.setting != MINI_BATCH);
+    }
+    prepared
+}
+
+fn built<'a>(pipe: &'a DataPipe, context: &BuildContext) -> Vec<DraftStage<'a>> {
+    let stages = pipe.stages.iter();
+    stages.map(|decl| build(decl, context)).collect()
 }
 
 /// Errors first, otherwise in the order of the checks.

@@ -182,8 +182,13 @@ impl fmt::Display for Summary {
         let mut stages: Vec<_> = self.stage_seconds.iter().collect();
         stages.sort_by(|a, b| b.1.total_cmp(a.1));
         for (name, seconds) in stages {
-            let share = 100.0 * seconds / self.seconds.max(1e-9);
-            writeln!(f, "  {name:<24} {seconds:>9.2} s {share:>6.1} %")?;
+            write!(f, "  {name:<24} {seconds:>9.2} s")?;
+            // Of a run that only observed there is no time to have a share of.
+            if self.steps > 0 {
+                let share = 100.0 * seconds / self.seconds.max(1e-9);
+                write!(f, " {share:>6.1} %")?;
+            }
+            writeln!(f)?;
         }
         for (name, before) in &self.before {
             if let Some(after) = self.after.get(name) {
@@ -305,6 +310,21 @@ mod tests {
             "samples before:",
             "  \"1+1=\" -> \"3\"",
             "  wrong  \"1+1=\" -> \"3\"  (wanted: \"2\")",
+            "",
+        ];
+        assert_eq!(summary.to_string(), expected.join("\n"));
+    }
+
+    #[test]
+    fn a_summary_without_steps_has_no_shares() {
+        let summary = Summary {
+            stage_seconds: BTreeMap::from([("evaluate".to_owned(), 3.75)]),
+            ..Summary::default()
+        };
+        let expected = [
+            "0 steps in 0.0 s",
+            "time in stages, which may overlap:",
+            "  evaluate                      3.75 s",
             "",
         ];
         assert_eq!(summary.to_string(), expected.join("\n"));

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::run::channel::{Event, TICK};
+use crate::run::channel::{CallFailure, Event, TICK};
 use crate::run::error::RunError;
 use crate::run::host_calls::describe_rows;
 use crate::run::host_pool::MAX_HUNG;
@@ -40,6 +40,9 @@ impl Run {
             .filter(|(_, flight)| self.is_late(flight).is_some())
             .map(|(call, _)| *call)
             .collect();
+        if !late.is_empty() {
+            progress.late = Some(self.stall_report(progress));
+        }
         for call in late {
             let Some(flight) = progress.in_flight.remove(&call) else {
                 continue;
@@ -153,17 +156,22 @@ impl Run {
     }
 
     pub(super) fn discard(&mut self, progress: &mut Progress, event: Option<Event>) {
-        let (Some(Event::Done { call, .. }) | Some(Event::HostDone { call })) = event else {
+        let (call, panicked) = match &event {
+            Some(Event::Done { call, result, .. }) => {
+                (*call, matches!(result, Err(CallFailure::Panic(_))))
+            }
+            Some(Event::HostDone { call }) => (*call, false),
+            _ => return,
+        };
+        let Some(flight) = progress.in_flight.remove(&call) else {
             return;
         };
-        if let Some(InFlight {
-            id,
-            host: Some(host),
-            ..
-        }) = progress.in_flight.remove(&call)
-        {
+        if panicked {
+            progress.panicked.push(flight.id.0);
+        }
+        if let Some(host) = flight.host {
             let stage = host.cell.lock().stage.take();
-            self.restore_object(id.0, stage);
+            self.restore_object(flight.id.0, stage);
         }
     }
 

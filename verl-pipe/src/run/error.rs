@@ -8,6 +8,8 @@ use crate::diagnostic::Diagnostic;
 use crate::resource::ResourceError;
 use crate::run::guard::GuardError;
 use crate::stage::{ConfigError, StageError};
+use crate::trace::error::TraceError;
+use crate::trace::rules::Anomaly;
 
 /// Why a run did not start or did not go on. [`RunError::code`] leads to a page in `docs/errors/`.
 #[derive(Debug, thiserror::Error)]
@@ -158,6 +160,17 @@ pub enum RunError {
         /// What the filter recorded in the step: names and values.
         statistics: String,
     },
+    /// An anomaly rule whose severity is `stop` fired.
+    #[error(
+        "{anomaly}; the run stopped before the optimiser moved, weights are as the step before left them"
+    )]
+    Anomaly {
+        /// What the rule found.
+        anomaly: Box<Anomaly>,
+    },
+    /// The trace could not be begun.
+    #[error("the trace cannot be begun: {0}")]
+    Trace(#[from] TraceError),
     /// The run was asked to end.
     #[error("the run was cancelled during step {step}")]
     Cancelled {
@@ -232,6 +245,8 @@ impl RunError {
             RunError::File { .. } => "R014",
             RunError::Config { .. } => "R015",
             RunError::NoSignal { .. } => "R016",
+            RunError::Anomaly { .. } => "R017",
+            RunError::Trace(error) => error.code(),
         }
     }
 }

@@ -87,11 +87,14 @@ impl Run {
         input: &Batch,
         batch: &Batch,
     ) -> Result<(), RunError> {
-        progress.state.emit(id, input, batch)?;
-        self.options
-            .tap
-            .output(self.point(progress, id, &progress.state.rows_of(id)), batch);
-        Ok(())
+        let rows = progress.state.rows_of(id);
+        let emitted = progress.state.emit(id, input, batch);
+        let point = self.point(progress, id, &rows);
+        match &emitted {
+            Ok(()) => self.options.tap.output(point, batch),
+            Err(error) => self.options.tap.refused(point, batch, &error.to_string()),
+        }
+        emitted
     }
 
     /// Takes what a host call achieved; what is left of it is handed out again, without the unit that failed.
@@ -200,7 +203,8 @@ impl Run {
             (0, error.to_string())
         });
         entry.0 += unit.num_rows();
-        progress.state.emit_null(id, unit)
+        let nulls = progress.state.nulls(id, unit)?;
+        self.take_rows(progress, id, unit, &nulls)
     }
 
     pub(super) fn failed(

@@ -1,21 +1,27 @@
-//! Ctrl-C: the first asks the run to end, the second ends the process.
+//! Ctrl-C, and SIGTERM where there is one: the first asks the run to end, the second ends the process.
+
+use std::io;
 
 use crate::stage::CancelToken;
 
 /// Exit status of a run that was cancelled: 128 and the number of SIGINT.
 pub const CANCELLED_STATUS: u8 = 130;
 
-/// From now on Ctrl-C cancels `token`; a second one ends the process at once with [`CANCELLED_STATUS`].
+/// From now on Ctrl-C and SIGTERM cancel `token`; a second one ends the process at once with [`CANCELLED_STATUS`].
 ///
 /// # Errors
 /// When no thread or signal handler can be had.
-pub fn cancel_on_ctrl_c(token: CancelToken) -> std::io::Result<()> {
+pub fn cancel_on_ctrl_c(token: CancelToken) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
+    let mut signals = {
+        let _entered = runtime.enter();
+        Signals::new()?
+    };
     let wait = move || {
         runtime.block_on(async {
-            while tokio::signal::ctrl_c().await.is_ok() {
+            while signals.next().await.is_ok() {
                 if token.is_cancelled() {
                     #[expect(
                         clippy::disallowed_methods,
@@ -32,4 +38,44 @@ pub fn cancel_on_ctrl_c(token: CancelToken) -> std::io::Result<()> {
         .name("ctrl-c".to_owned())
         .spawn(wait)
         .map(drop)
+}
+
+/// What asks a run to end; schedulers of clusters and containers send SIGTERM.
+#[cfg(unix)]
+struct Signals {
+    interrupt: tokio::signal::unix::Signal,
+    terminate: tokio::signal::unix::Signal,
+}
+
+#[cfg(unix)]
+impl Signals {
+    fn new() -> io::Result<Signals> {
+        use tokio::signal::unix::{SignalKind, signal};
+        Ok(Signals {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+        })
+    }
+
+    async fn next(&mut self) -> io::Result<()> {
+        let one = tokio::select! {
+            one = self.interrupt.recv() => one,
+            one = self.terminate.recv() => one,
+        };
+        one.ok_or_else(|| io::Error::other("no further signal can come"))
+    }
+}
+
+#[cfg(not(unix))]
+struct Signals;
+
+#[cfg(not(unix))]
+impl Signals {
+    fn new() -> io::Result<Signals> {
+        Ok(Signals)
+    }
+
+    async fn next(&mut self) -> io::Result<()> {
+        tokio::signal::ctrl_c().await
+    }
 }

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::run::channel::Record;
+use crate::run::records::MetricsLine;
 use crate::stage::Reduce;
 
 /// Tokens that stages worked on, recorded by stages as a sum; the engine divides by the step's seconds.
@@ -57,17 +58,19 @@ impl StepMetrics {
     /// One flat object: `step`, `epoch`, `timestamp`, then all names in order. A value that is not finite is `null`,
     /// since JSON knows no such number.
     pub fn to_json(&self) -> Value {
-        let mut object = Map::new();
-        object.insert("step".to_owned(), self.step.into());
-        object.insert("epoch".to_owned(), self.epoch.into());
-        object.insert("timestamp".to_owned(), self.timestamp.into());
-        for (name, value) in &self.values {
-            // The three names above are the engine's, whatever a stage records.
-            if !object.contains_key(name) {
-                object.insert(name.clone(), (*value).into());
-            }
-        }
-        Value::Object(object)
+        // The three names are the engine's, whatever a stage records.
+        let own = |name: &String| ["step", "epoch", "timestamp"].contains(&name.as_str());
+        let values = self.values.iter().filter(|(name, _)| !own(name));
+        let line = MetricsLine {
+            step: self.step,
+            epoch: self.epoch,
+            timestamp: self.timestamp,
+            values: values
+                .map(|(name, value)| (name.clone(), (*value).into()))
+                .collect(),
+        };
+        // Names and numbers always make an object.
+        serde_json::to_value(line).unwrap_or_default()
     }
 }
 

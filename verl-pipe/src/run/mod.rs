@@ -3,9 +3,10 @@
 //! One thread (the caller's) holds the state of the step and hands out slices; a worker thread a device group runs
 //! the stages that use models; a bounded pool runs the others.
 
+pub(crate) mod again;
 mod channel;
 pub mod console;
-mod convert;
+pub(crate) mod convert;
 mod deadlines;
 pub mod error;
 pub mod folder;
@@ -13,14 +14,18 @@ pub mod guard;
 mod host_calls;
 mod host_pool;
 pub mod interrupt;
+mod left_over;
 pub mod metrics;
 mod observe;
 mod outputs;
 mod patience;
+pub mod records;
 pub mod runner;
+mod samples;
 mod slices;
+pub mod stall;
 mod start;
-mod state;
+pub mod state;
 mod step;
 mod table;
 pub mod trainer;

@@ -1,18 +1,26 @@
-//! Observers: stages that run between steps, without rows.
+//! Observers: stages that run between steps, without rows; and calls that have the run to themselves.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::batch::Batch;
 use crate::run::channel::{CallEnv, CallFailure, CallReport, Event, TICK};
 use crate::run::error::RunError;
+use crate::run::host_calls::describe_rows;
 use crate::run::host_pool::{Cell, HostJob};
 use crate::run::metrics::{StepMetrics, now, reduce};
+use crate::run::records::{OBSERVE_S, STAGE_S, of_stage};
 use crate::run::runner::{GRACE, Run, StepOutput};
 use crate::run::start::HostStage;
 use crate::run::worker::DeviceCall;
 use crate::schedule::placement::Place;
 use crate::stage::{Cadence, StageError};
+
+/// What came of a call that had the run to itself.
+pub(super) struct Alone {
+    pub report: CallReport,
+    pub batches: Vec<Batch>,
+}
 
 impl Run {
     /// Whether some observer is due after step `step` (0: before the first).
@@ -43,7 +51,7 @@ impl Run {
         let start = Instant::now();
         let mut reports = Vec::new();
         for stage in self.observers(step) {
-            reports.push(((stage, 0, 0), self.call_alone(stage, step)?));
+            reports.push(((stage, 0, 0), self.call_observer(stage, step)?));
         }
         let mut values = reduce(
             reports
@@ -51,13 +59,10 @@ impl Run {
                 .flat_map(|(_, report): &(_, CallReport)| &report.records),
         );
         for ((stage, ..), report) in &reports {
-            values.insert(
-                format!("perf/stage/{}_s", self.name(*stage)),
-                report.seconds,
-            );
+            values.insert(of_stage(&STAGE_S, self.name(*stage)), report.seconds);
         }
         if !reports.is_empty() {
-            values.insert("perf/observe_s".to_owned(), start.elapsed().as_secs_f64());
+            values.insert(OBSERVE_S.name.to_owned(), start.elapsed().as_secs_f64());
         }
         let samples = reports
             .into_iter()
@@ -74,19 +79,44 @@ impl Run {
         })
     }
 
-    /// Runs one stage without rows, with nothing else running.
-    fn call_alone(&mut self, stage: usize, step: u64) -> Result<CallReport, RunError> {
+    /// Runs an observer: one call without rows, which emits none.
+    fn call_observer(&mut self, stage: usize, step: u64) -> Result<CallReport, RunError> {
         let env = self.env(step);
+        let alone = self.call_alone(stage, &env, 0, Batch::with_rows(&[]), self.deadline)?;
+        match alone.batches.first() {
+            None => Ok(alone.report),
+            Some(batch) => Err(RunError::Guard {
+                step,
+                source: Box::new(crate::run::guard::GuardError::NoOutput {
+                    stage: self.name(stage).to_owned(),
+                    rows: batch.num_rows(),
+                }),
+            }),
+        }
+    }
+
+    /// Calls one stage once, with nothing else running.
+    ///
+    /// # Errors
+    /// What the call failed with, or that it took longer than `deadline`.
+    pub(super) fn call_alone(
+        &mut self,
+        stage: usize,
+        env: &Arc<CallEnv>,
+        wave: u64,
+        input: Batch,
+        deadline: Duration,
+    ) -> Result<Alone, RunError> {
         let call = self.new_call();
-        let input = Batch::with_rows(&[]);
         let cell = Arc::new(Cell::default());
+        let rows = describe_rows(&input);
         match self.schedule.places[stage] {
             Place::Group(_) => {
                 self.worker.call(DeviceCall {
                     call,
                     stage,
-                    input: input.clone(),
-                    wave: 0,
+                    input,
+                    wave,
                     env: env.clone(),
                 })?;
             }
@@ -100,15 +130,15 @@ impl Run {
                     call,
                     name: self.name(stage).into(),
                     stage: object,
-                    units: vec![input.clone()],
-                    wave: 0,
+                    units: vec![input],
+                    wave,
                     stream: false,
                     env: env.clone(),
                     cell: cell.clone(),
                 });
             }
         }
-        self.await_alone(stage, call, &env, &cell)
+        self.await_alone(stage, call, env, &cell, &rows, deadline)
     }
 
     fn await_alone(
@@ -117,10 +147,12 @@ impl Run {
         call: u64,
         env: &CallEnv,
         cell: &Cell,
-    ) -> Result<CallReport, RunError> {
+        rows: &str,
+        deadline: Duration,
+    ) -> Result<Alone, RunError> {
         let since = Instant::now();
         let (step, name) = (env.step, self.name(stage).to_owned());
-        let rows = || "without rows".to_owned();
+        let mut emitted = Vec::new();
         let mut cancelled_at = None;
         loop {
             let event = crossbeam_channel::select! {
@@ -133,49 +165,45 @@ impl Run {
                     call: c,
                     report,
                     result,
-                }) if c == call => Some((Some(report), result.err(), Vec::new())),
+                }) if c == call => Some((Some(report), result.err())),
                 Some(Event::HostDone { call: c }) if c == call => {
                     let mut cell = cell.lock();
                     let result = cell.finished.pop();
                     let (failure, object) = (cell.failure.take(), cell.stage.take());
                     drop(cell);
                     self.give_back(stage, object)?;
-                    let (report, batches) =
-                        result.map_or((None, Vec::new()), |r| (Some(r.report), r.batches));
-                    Some((report, failure, batches))
+                    let report = result.map(|result| {
+                        emitted.extend(result.batches);
+                        result.report
+                    });
+                    Some((report, failure))
                 }
                 Some(Event::Rows { call: c, batch }) if c == call => {
-                    env.cancel.cancel();
-                    Some((None, None, vec![batch]))
+                    emitted.push(batch);
+                    None
                 }
                 _ => None,
             };
-            if let Some((report, failure, batches)) = ended {
-                if let Some(batch) = batches.first() {
-                    let source = crate::run::guard::GuardError::NoOutput {
-                        stage: name,
-                        rows: batch.num_rows(),
-                    };
-                    return Err(RunError::Guard {
-                        step,
-                        source: Box::new(source),
-                    });
-                }
+            if let Some((report, failure)) = ended {
+                let rows = rows.to_owned();
                 return match failure {
-                    None => Ok(report.unwrap_or_default()),
+                    None => Ok(Alone {
+                        report: report.unwrap_or_default(),
+                        batches: emitted,
+                    }),
                     Some(CallFailure::Error(StageError::Cancelled)) => {
                         Err(RunError::Cancelled { step })
                     }
                     Some(CallFailure::Error(source)) => Err(RunError::Stage {
                         step,
                         stage: name,
-                        rows: rows(),
+                        rows,
                         source: Box::new(source),
                     }),
                     Some(CallFailure::Panic(message)) => Err(RunError::Panic {
                         step,
                         stage: name,
-                        rows: rows(),
+                        rows,
                         message,
                     }),
                 };
@@ -186,7 +214,7 @@ impl Run {
             }
             let on_host = self.schedule.places[stage] == Place::Host;
             let given_up = on_host && cancelled_at.is_some_and(|at: Instant| at.elapsed() > GRACE);
-            if since.elapsed() > self.deadline || given_up {
+            if since.elapsed() > deadline || given_up {
                 self.leave(stage, cell)?;
                 if given_up {
                     return Err(RunError::Cancelled { step });
@@ -194,9 +222,9 @@ impl Run {
                 return Err(RunError::Deadline {
                     step,
                     stage: name,
-                    rows: rows(),
+                    rows: rows.to_owned(),
                     waited_s: since.elapsed().as_secs_f64(),
-                    deadline_s: self.deadline.as_secs_f64(),
+                    deadline_s: deadline.as_secs_f64(),
                     awaited: "its end".to_owned(),
                 });
             }

@@ -9,19 +9,26 @@ use serde_json::Value;
 
 use crate::batch::Batch;
 use crate::data::DataLoaderInterface;
-use crate::run::channel::{CallEnv, CallReport, Event};
+use crate::run::channel::{CallEnv, CallFailure, CallReport, Event};
 use crate::run::console::number;
 use crate::run::error::RunError;
 use crate::run::host_pool::{Cell, HostPool};
+pub use crate::run::left_over::LeftOver;
 use crate::run::metrics::{StepMetrics, TOKENS, memory_mb, now, reduce};
 use crate::run::patience;
+use crate::run::records::{
+    GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, ROW_ERRORS, STAGE_S, STEP_S, TOKENS_PER_S, WAVES,
+    of_stage,
+};
+use crate::run::samples::SampledRows;
+use crate::run::stall::StallReport;
 use crate::run::start::HostStage;
 pub use crate::run::start::RunOptions;
-pub use crate::run::state::RunSnapshot;
+pub use crate::run::state::{RunSnapshot, RunState};
 use crate::run::step::{CallId, StepState};
 use crate::run::worker::{DeviceCall, Worker};
 use crate::schedule::placement::{Place, Schedule};
-use crate::stage::CancelToken;
+use crate::stage::{Access, CancelToken};
 use crate::trace::tap::TapPoint;
 
 /// A running pipeline: models loaded, data opened, stages started.
@@ -36,6 +43,8 @@ pub struct Run {
     pub(super) data: Arc<BTreeMap<String, Arc<dyn DataLoaderInterface>>>,
     pub(super) deadline: Duration,
     pub(super) in_order: Vec<bool>,
+    pub(super) sampled: SampledRows,
+    pub(super) left: BTreeMap<String, LeftOver>,
     pub(super) step: u64,
     pub(super) next_call: u64,
 }
@@ -79,8 +88,18 @@ pub(super) struct Progress {
     pub(super) device_busy: bool,
     pub(super) host_running: usize,
     pub(super) reports: Reports,
+    /// When something came last.
+    pub(super) last_event: Instant,
+    /// What the step waits for was told since.
+    pub(super) told: bool,
+    /// What the step waited for when a call was found to take too long.
+    pub(super) late: Option<StallReport>,
     /// Rows that were given null, by stage, with the first reason.
     pub(super) row_errors: BTreeMap<usize, (usize, String)>,
+    /// Optimiser steps of each model before the step's first update; `None` until then.
+    pub(super) steps_before: Option<BTreeMap<String, u64>>,
+    /// Stages with a model whose call panicked.
+    pub(super) panicked: Vec<usize>,
 }
 
 /// Result of a step: metrics, and samples that stages gave away.
@@ -88,7 +107,7 @@ pub(super) struct Progress {
 pub struct StepOutput {
     /// Metrics.
     pub metrics: StepMetrics,
-    /// Samples in declared order.
+    /// Samples that stages gave away, in declared order; behind those of a step, `samples_per_step` of its rows.
     pub samples: Vec<Value>,
 }
 
@@ -115,8 +134,11 @@ impl Run {
 
     /// Runs the next step.
     ///
+    /// Once a stage of the step has begun to update a model, a cancelled run ends behind the step, not within it, so that
+    /// no step is half learnt.
+    ///
     /// # Errors
-    /// What ended it. An error before the update's call leaves weights as they were.
+    /// What ended it. [`Run::left_over`] tells which models hold a part of the step.
     pub fn step(&mut self) -> Result<StepOutput, RunError> {
         self.step_at(self.step + 1)
     }
@@ -127,6 +149,7 @@ impl Run {
     /// As [`Run::step`].
     pub fn step_at(&mut self, step: u64) -> Result<StepOutput, RunError> {
         let start = Instant::now();
+        self.options.tap.step_begin(step);
         let span = tracing::debug_span!("step", step);
         let _entered = span.enter();
         let mut progress = Progress {
@@ -136,17 +159,28 @@ impl Run {
             device_busy: false,
             host_running: 0,
             reports: Vec::new(),
+            last_event: start,
+            told: false,
+            late: None,
             row_errors: BTreeMap::new(),
+            steps_before: None,
+            panicked: Vec::new(),
         };
         let result = self.drive(&mut progress);
         if let Err(error) = result {
+            self.tell_stall(&mut progress, &error);
             progress.env.cancel.cancel();
             self.drain(&mut progress);
+            self.options.tap.step_failed(step, &error);
+            self.note_left_over(&progress);
             return Err(error);
         }
         self.options.tap.step_end(step);
         self.step = step;
-        Ok(self.count(progress, step, start))
+        let rows = self.sample_rows(&progress.state);
+        let mut output = self.count(progress, step, start);
+        output.samples.extend(rows);
+        Ok(output)
     }
 
     pub(super) fn env(&self, step: u64) -> Arc<CallEnv> {
@@ -161,7 +195,7 @@ impl Run {
 
     pub(super) fn drive(&mut self, progress: &mut Progress) -> Result<(), RunError> {
         while !progress.state.is_done() {
-            if self.options.cancel.is_cancelled() {
+            if self.options.cancel.is_cancelled() && progress.steps_before.is_none() {
                 return Err(RunError::Cancelled {
                     step: progress.env.step,
                 });
@@ -181,9 +215,11 @@ impl Run {
                 });
             }
             if let Some(event) = self.wait(progress) {
+                self.moved(progress);
                 self.handle(progress, event)?;
             }
             self.check_deadlines(progress)?;
+            self.watch(progress);
         }
         Ok(())
     }
@@ -231,10 +267,13 @@ impl Run {
     pub(super) fn begin(&mut self, progress: &mut Progress, id: CallId) -> Result<Batch, RunError> {
         let input = progress.state.input(id)?;
         progress.state.begin(id);
-        self.options.tap.input(
-            self.point(progress, id, &progress.state.rows_of(id)),
-            &input,
-        );
+        let rows = progress.state.rows_of(id);
+        let point = self.point(progress, id, &rows);
+        self.options.tap.input(point, &input);
+        if self.updates(id.0) {
+            let gate = self.options.tap.gate(point, &input);
+            gate.map_err(|anomaly| RunError::Anomaly { anomaly })?;
+        }
         Ok(input)
     }
 
@@ -247,9 +286,16 @@ impl Run {
         TapPoint {
             step: progress.env.step,
             stage: self.name(id.0),
+            index: id.0,
+            wave: progress.state.wave(id),
             slice: id.1,
             rows,
         }
+    }
+
+    fn updates(&self, stage: usize) -> bool {
+        let models = &self.schedule.plan.stages[stage].spec.models;
+        models.iter().any(|(_, access)| *access == Access::Update)
     }
 
     pub(super) fn name(&self, stage: usize) -> &str {
@@ -267,6 +313,7 @@ impl Run {
         id: CallId,
     ) -> Result<(), RunError> {
         let input = self.begin(progress, id)?;
+        self.note_update(progress, id.0)?;
         let call = self.new_call();
         self.worker.call(DeviceCall {
             call,
@@ -336,6 +383,9 @@ impl Run {
                 progress
                     .reports
                     .push(((flight.id.0, flight.id.1, 0), report));
+                if matches!(result, Err(CallFailure::Panic(_))) {
+                    progress.panicked.push(flight.id.0);
+                }
                 match result {
                     Ok(()) => progress.state.finish(flight.id),
                     Err(failure) => Err(self.failed(progress, flight.id, &flight.input, failure)),
@@ -361,29 +411,29 @@ impl Run {
         let mut values = reduce(records);
         for ((stage, ..), report) in &progress.reports {
             *values
-                .entry(format!("perf/stage/{}_s", self.name(*stage)))
+                .entry(of_stage(&STAGE_S, self.name(*stage)))
                 .or_default() += report.seconds;
         }
         for stage in (0..self.schedule.places.len()).filter(|s| self.schedule.forgives_rows(*s)) {
             let rows = progress.row_errors.get(&stage).map_or(0, |(rows, _)| *rows);
-            values.insert(format!("{}/row_errors", self.name(stage)), rows as f64);
+            values.insert(of_stage(&ROW_ERRORS, self.name(stage)), rows as f64);
         }
         if let Some(counts) = progress.state.wave_counts() {
             let name = self.name(counts.filter);
             for (what, count) in [
-                ("waves", counts.waves),
-                ("groups_kept", counts.kept),
-                ("groups_surplus", counts.surplus),
+                (&WAVES, counts.waves),
+                (&GROUPS_KEPT, counts.kept),
+                (&GROUPS_SURPLUS, counts.surplus),
             ] {
-                values.insert(format!("{name}/{what}"), count as f64);
+                values.insert(of_stage(what, name), count as f64);
             }
         }
         let step_s = start.elapsed().as_secs_f64();
-        values.insert("perf/step_s".to_owned(), step_s);
+        values.insert(STEP_S.name.to_owned(), step_s);
         if let Some(tokens) = values.get(TOKENS).copied() {
-            values.insert("perf/tokens_per_s".to_owned(), tokens / step_s.max(1e-9));
+            values.insert(TOKENS_PER_S.name.to_owned(), tokens / step_s.max(1e-9));
         }
-        values.extend(memory_mb().map(|mb| ("perf/memory_mb".to_owned(), mb)));
+        values.extend(memory_mb().map(|mb| (MEMORY_MB.name.to_owned(), mb)));
         let samples = progress
             .reports
             .into_iter()

@@ -1,6 +1,7 @@
 //! A schedule into a [`Run`]: opens data, loads models, starts stages and threads.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use crate::run::channel::Event;
 use crate::run::error::RunError;
 use crate::run::host_pool::HostPool;
 use crate::run::runner::Run;
+use crate::run::samples::SampledRows;
 use crate::run::worker::{Worker, start_stage};
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::{Cadence, CancelToken, Cardinality, Models, RowRule, Stage};
@@ -28,6 +30,8 @@ pub struct RunOptions {
     /// Emitted batches that may wait between a device worker and the engine, and slices that may wait for a host
     /// thread, before `emit` blocks.
     pub backlog: usize,
+    /// Folder into which the run writes what it waits for when nothing moves; see [`stall`](crate::run::stall).
+    pub run_dir: Option<PathBuf>,
 }
 
 impl Default for RunOptions {
@@ -38,6 +42,7 @@ impl Default for RunOptions {
             tap: Arc::new(NoTap),
             host_threads: threads.max(2),
             backlog: 16,
+            run_dir: None,
         }
     }
 }
@@ -86,6 +91,7 @@ impl Schedule {
                     .is_none_or(|host: &HostStage| host.prototype.is_none())
             })
             .collect();
+        let sampled = SampledRows::of(&schedule);
         Ok(Run {
             schedule,
             options,
@@ -97,6 +103,8 @@ impl Schedule {
             data,
             deadline,
             in_order,
+            sampled,
+            left: BTreeMap::new(),
             step: 0,
             next_call: 0,
         })

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use crate::resource::{Snapshot, WeightsVersion};
+use crate::resource::{ModelResource, ResourceError, Snapshot, StoredState, WeightsVersion};
 use crate::run::error::RunError;
 use crate::run::runner::Run;
 use crate::run::worker::WorkerState;
@@ -18,8 +18,24 @@ pub struct RunSnapshot {
     /// Stages by name, those that have state.
     pub stages: BTreeMap<String, Snapshot>,
 }
+
+/// State of all models and stages between two steps in a form that can be kept on disk: version, and the state itself
+/// where it was asked for and there is one.
+#[derive(Debug, Clone, Default)]
+pub struct RunState {
+    /// Steps that were done.
+    pub step: u64,
+    /// Models by name.
+    pub models: BTreeMap<String, (WeightsVersion, Option<StoredState>)>,
+    /// Stages by name, those that have state.
+    pub stages: BTreeMap<String, (WeightsVersion, Option<StoredState>)>,
+}
+
 /// Models and stages of a worker, by name and by index.
 type WorkerSnapshots = (BTreeMap<String, Snapshot>, BTreeMap<usize, Snapshot>);
+
+/// Takes the snapshot of a model.
+type OfModel = fn(&mut dyn ModelResource) -> Result<Snapshot, ResourceError>;
 
 impl Run {
     /// State of all models and stages, between two steps.
@@ -27,12 +43,24 @@ impl Run {
     /// # Errors
     /// When one cannot be read back.
     pub fn snapshot(&mut self) -> Result<RunSnapshot, RunError> {
+        self.snapshot_by(|model| model.snapshot())
+    }
+
+    /// As [`Run::snapshot`], cheap enough for every step: hashes of versions may be empty.
+    ///
+    /// # Errors
+    /// When one cannot be read back.
+    pub fn quick_snapshot(&mut self) -> Result<RunSnapshot, RunError> {
+        self.snapshot_by(|model| model.quick_snapshot())
+    }
+
+    fn snapshot_by(&mut self, of_model: OfModel) -> Result<RunSnapshot, RunError> {
         let names = self.stage_names();
         let deadline = self.deadline;
         let (models, on_worker) =
             self.worker
                 .ask("to take snapshots", deadline, move |state| {
-                    snapshot_worker(state, &names)
+                    snapshot_worker(state, &names, of_model)
                 })??;
         let mut stages: BTreeMap<String, Snapshot> = on_worker
             .into_iter()
@@ -78,6 +106,88 @@ impl Run {
                 .map_err(|e| failed("stage", &names[*index], "restore", e))?;
         }
         self.step = snapshot.step;
+        self.left.clear();
+        Ok(())
+    }
+
+    /// State of all models and stages in a form that can be kept on disk. With `full` it holds the states themselves;
+    /// those of models whose version is in `known` are left out.
+    ///
+    /// # Errors
+    /// When one cannot be read back.
+    pub fn state(
+        &mut self,
+        full: bool,
+        known: &BTreeMap<String, WeightsVersion>,
+    ) -> Result<RunState, RunError> {
+        if !full {
+            let models = self.versions()?.into_iter();
+            return Ok(RunState {
+                step: self.step,
+                models: models.map(|(n, version)| (n, (version, None))).collect(),
+                stages: BTreeMap::new(),
+            });
+        }
+        let snapshot = self.snapshot()?;
+        self.store(&snapshot, known)
+    }
+
+    /// A snapshot of this run in a form that can be kept on disk, as [`Run::state`] gives it in full.
+    ///
+    /// # Errors
+    /// When one cannot be read back.
+    pub fn store(
+        &mut self,
+        snapshot: &RunSnapshot,
+        known: &BTreeMap<String, WeightsVersion>,
+    ) -> Result<RunState, RunError> {
+        let (names, deadline) = (self.stage_names(), self.deadline);
+        let (all, known) = (snapshot.clone(), known.clone());
+        let (models, mut stages) =
+            self.worker
+                .ask("to tell its state", deadline, move |state| {
+                    store_worker(state, &names, &all, &known)
+                })??;
+        let names = self.stage_names();
+        for (index, host) in &mut self.hosts {
+            let name = &names[*index];
+            let (Some(stage), Some(own)) = (host.resting(), snapshot.stages.get(name)) else {
+                continue;
+            };
+            let stored = stage.store(own);
+            let stored = stored.map_err(|e| failed("stage", name, "store", e))?;
+            stages.insert(name.clone(), (own.version.clone(), stored));
+        }
+        Ok(RunState {
+            step: snapshot.step,
+            models,
+            stages,
+        })
+    }
+
+    /// Back to a state that was kept on disk. Models and stages of which it holds no state stay as they are.
+    ///
+    /// # Errors
+    /// When a model or stage refuses its part.
+    pub fn recall(&mut self, state: &RunState) -> Result<(), RunError> {
+        let (names, deadline, all) = (self.stage_names(), self.deadline, state.clone());
+        self.worker
+            .ask("to recall its state", deadline, move |worker| {
+                recall_worker(worker, &names, &all)
+            })??;
+        let names = self.stage_names();
+        for (index, host) in &mut self.hosts {
+            let name = &names[*index];
+            if let (Some(stage), Some((version, Some(stored)))) =
+                (host.resting(), state.stages.get(name))
+            {
+                let recalled = stage.recall(version, stored);
+                recalled
+                    .and_then(|snapshot| stage.restore(&snapshot))
+                    .map_err(|e| failed("stage", name, "recall", e))?;
+            }
+        }
+        self.step = state.step;
         Ok(())
     }
 
@@ -138,12 +248,15 @@ fn failed(
     }
 }
 
-fn snapshot_worker(state: &mut WorkerState, names: &[String]) -> Result<WorkerSnapshots, RunError> {
+fn snapshot_worker(
+    state: &mut WorkerState,
+    names: &[String],
+    of_model: OfModel,
+) -> Result<WorkerSnapshots, RunError> {
     let mut models = BTreeMap::new();
     for (name, model) in &mut state.models {
-        let snapshot = model
-            .snapshot()
-            .map_err(|e| failed("model", name, "snapshot", e))?;
+        let snapshot =
+            of_model(model.as_mut()).map_err(|e| failed("model", name, "snapshot", e))?;
         models.insert(name.clone(), snapshot);
     }
     let mut stages = BTreeMap::new();
@@ -173,6 +286,66 @@ fn restore_worker(
             stage
                 .restore(snapshot)
                 .map_err(|e| failed("stage", &names[*index], "restore", e))?;
+        }
+    }
+    Ok(())
+}
+
+/// States of models and stages with their versions, by name.
+type Stored = BTreeMap<String, (WeightsVersion, Option<StoredState>)>;
+
+fn store_worker(
+    state: &mut WorkerState,
+    names: &[String],
+    all: &RunSnapshot,
+    known: &BTreeMap<String, WeightsVersion>,
+) -> Result<(Stored, Stored), RunError> {
+    let (mut models, mut stages) = (Stored::new(), Stored::new());
+    for (name, model) in &mut state.models {
+        let Some(snapshot) = all.models.get(name) else {
+            continue;
+        };
+        let is_known =
+            !snapshot.version.hash.is_empty() && known.get(name) == Some(&snapshot.version);
+        let stored = match is_known {
+            true => None,
+            false => model
+                .store(snapshot)
+                .map_err(|e| failed("model", name, "store", e))?,
+        };
+        models.insert(name.clone(), (snapshot.version.clone(), stored));
+    }
+    for (index, stage) in &mut state.stages {
+        let name = &names[*index];
+        if let Some(snapshot) = all.stages.get(name) {
+            let stored = stage.store(snapshot);
+            let stored = stored.map_err(|e| failed("stage", name, "store", e))?;
+            stages.insert(name.clone(), (snapshot.version.clone(), stored));
+        }
+    }
+    Ok((models, stages))
+}
+
+fn recall_worker(
+    worker: &mut WorkerState,
+    names: &[String],
+    all: &RunState,
+) -> Result<(), RunError> {
+    for (name, model) in &mut worker.models {
+        if let Some((version, Some(stored))) = all.models.get(name) {
+            model
+                .recall(version, stored)
+                .and_then(|snapshot| model.restore(&snapshot))
+                .map_err(|e| failed("model", name, "recall", e))?;
+        }
+    }
+    for (index, stage) in &mut worker.stages {
+        let name = &names[*index];
+        if let Some((version, Some(stored))) = all.stages.get(name) {
+            stage
+                .recall(version, stored)
+                .and_then(|snapshot| stage.restore(&snapshot))
+                .map_err(|e| failed("stage", name, "recall", e))?;
         }
     }
     Ok(())

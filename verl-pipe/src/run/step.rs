@@ -329,8 +329,8 @@ impl StepState {
             })
     }
 
-    /// Gives rows of a call null in every key that the stage writes.
-    pub(crate) fn emit_null(&mut self, call: CallId, input: &Batch) -> Result<(), RunError> {
+    /// The rows of a call with null in every key that the stage writes.
+    pub(crate) fn nulls(&self, call: CallId, input: &Batch) -> Result<Batch, RunError> {
         let outputs = &self.schedule.wiring.stages[call.0].outputs;
         let mut nulls = input.rows_only();
         for out in outputs {
@@ -342,7 +342,7 @@ impl StepState {
                     source: Box::new(source),
                 })?;
         }
-        self.emit(call, input, &nulls)
+        Ok(nulls)
     }
 
     /// Ends a call that has emitted all its rows.

@@ -1,14 +1,25 @@
 //! [`Trainer`]: a whole run with its folder, console and summary.
 
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::Instant;
 
 use crate::config::to_toml;
+use crate::diagnostic::quoted;
 use crate::plan::Plan;
 use crate::run::console::{Console, Summary};
 use crate::run::error::RunError;
-use crate::run::folder::{RunFolder, Status};
+use crate::run::folder::{RunFolder, RunState, Status};
 use crate::run::metrics::StepMetrics;
-use crate::run::runner::{Run, RunOptions, StepOutput};
+use crate::run::runner::{LeftOver, Run, RunOptions, RunSnapshot, StepOutput};
+use crate::trace::config::TraceWeights;
+use crate::trace::describe::describe;
+use crate::trace::recorder::Recorder;
+use crate::trace::rules::Rule;
+use crate::trace::tap::Both;
+
+/// File of a run folder that tells editors what `config.toml` may hold.
+const CONFIG_SCHEMA: &str = "config.schema.json";
 
 /// What is called after each step.
 type OnStep = Box<dyn FnMut(&StepMetrics) + Send>;
@@ -21,7 +32,12 @@ pub struct Trainer {
     on_step: Vec<OnStep>,
     summary: Summary,
     samples_per_step: usize,
+    recorder: Option<Arc<Recorder>>,
+    /// State before each of the last steps, for the flight recorder.
+    snapshots: VecDeque<RunSnapshot>,
     since: Option<Instant>,
+    /// Models that were saved.
+    saved: BTreeSet<String>,
 }
 
 /// How a trainer behaves besides what the plan says.
@@ -33,6 +49,10 @@ pub struct TrainerOptions {
     pub console: Option<Console>,
     /// Further versions for `versions.json`: name and version.
     pub versions: Vec<(String, String)>,
+    /// Anomaly rules beside the built-in ones.
+    pub rules: Vec<Box<dyn Rule>>,
+    /// Schema of pipeline files, to be written beside `config.toml`, which then names it for editors.
+    pub schema: Option<serde_json::Value>,
 }
 
 impl Trainer {
@@ -60,19 +80,36 @@ impl Trainer {
     pub fn with_options(plan: Plan, options: TrainerOptions) -> Result<Trainer, RunError> {
         let schedule = plan.schedule().map_err(RunError::Schedule)?;
         let settings = &plan.pipe.run;
-        let config = to_toml(&plan.pipe).map_err(|e| RunError::Config {
+        let mut config = to_toml(&plan.pipe).map_err(|e| RunError::Config {
             reason: e.to_string(),
         })?;
+        if options.schema.is_some() {
+            config.insert_str(0, &format!("#:schema ./{CONFIG_SCHEMA}\n"));
+        }
         let folder = RunFolder::create(&settings.dir, settings.steps)?;
         let begin = || {
             folder.write_text("config.toml", &config)?;
+            if let Some(schema) = &options.schema {
+                folder.write_text(CONFIG_SCHEMA, &schema.to_string())?;
+            }
             folder.write_text("plan.txt", &plan.to_string())?;
-            let run = schedule.start(options.run)?;
+            if plan.pipe.trace.captures() {
+                folder.write_text("schema.json", &describe(&plan))?;
+            }
+            let recorder = Recorder::start(folder.path(), &schedule, options.rules)?;
+            let mut run = options.run;
+            run.run_dir = Some(folder.path().to_owned());
+            if let Some(recorder) = &recorder {
+                run.tap = Arc::new(Both(run.tap, recorder.clone()));
+            }
+            let run = schedule.start(run)?;
             folder.write_origin(&run, &options.versions)?;
-            Ok(run)
+            Ok((run, recorder))
         };
         match begin() {
-            Ok(run) => Ok(Trainer {
+            Ok((run, recorder)) => Ok(Trainer {
+                recorder,
+                snapshots: VecDeque::new(),
                 run,
                 folder,
                 console: options.console,
@@ -80,6 +117,7 @@ impl Trainer {
                 summary: Summary::default(),
                 samples_per_step: settings.samples_per_step,
                 since: None,
+                saved: BTreeSet::new(),
             }),
             Err(error) => {
                 folder.discard();
@@ -113,18 +151,28 @@ impl Trainer {
     /// What ended the step, or a disk that refuses.
     pub fn step(&mut self) -> Result<StepMetrics, RunError> {
         self.begin()?;
+        self.record_state();
+        let output = self.run.step();
+        self.record_late_states();
         let StepOutput {
             mut metrics,
             samples,
-        } = self.run.step()?;
+        } = output?;
         self.tally(&metrics);
+        self.record_metrics(&metrics);
         let kept = samples.len().min(self.samples_per_step);
         self.folder.sample(metrics.step, &samples[..kept])?;
-        let observed = self.observe(metrics.step)?;
-        if let Some(observed) = &observed {
+        let observed = self.observe(metrics.step);
+        if let Ok(Some(observed)) = &observed {
             metrics.values.extend(observed.values.clone());
         }
+        // The step is learnt, so it is recorded whatever became of its observers.
         self.folder.record(&metrics)?;
+        self.summary.steps = metrics.step;
+        self.summary.seconds = self
+            .since
+            .map_or(0.0, |since| since.elapsed().as_secs_f64());
+        let observed = observed?;
         if let Some(console) = &mut self.console {
             console.step(&metrics);
             observed
@@ -134,11 +182,70 @@ impl Trainer {
         for callback in &mut self.on_step {
             callback(&metrics);
         }
-        self.summary.steps = metrics.step;
-        self.summary.seconds = self
-            .since
-            .map_or(0.0, |since| since.elapsed().as_secs_f64());
         Ok(metrics)
+    }
+
+    /// Tells the recorder the state before the next step, where the step is recorded in full.
+    fn record_state(&mut self) {
+        let step = self.run.steps_done() + 1;
+        let Some(recorder) = &self.recorder else {
+            return;
+        };
+        let Some(weights) = recorder.wants_state(step) else {
+            self.keep_snapshot();
+            return;
+        };
+        let full = weights == TraceWeights::Full;
+        match self.run.state(full, &recorder.kept_versions()) {
+            Ok(state) => recorder.state(step, state),
+            Err(error) => tracing::warn!("step {step} is traced without its state: {error}"),
+        }
+    }
+
+    /// Keeps the state before the next step, in case the flight recorder writes it.
+    fn keep_snapshot(&mut self) {
+        let kept = self.recorder.as_ref().map_or(0, |r| r.kept_snapshots());
+        if kept == 0 {
+            return;
+        }
+        match self.run.quick_snapshot() {
+            Ok(snapshot) => self.snapshots.push_back(snapshot),
+            Err(error) => tracing::warn!("the flight recorder goes without this state: {error}"),
+        }
+        while self.snapshots.len() > kept {
+            self.snapshots.pop_front();
+        }
+    }
+
+    /// Gives the recorder the state of steps that the flight recorder wrote.
+    fn record_late_states(&mut self) {
+        let Some(recorder) = &self.recorder else {
+            return;
+        };
+        for step in recorder.wanted_states() {
+            let mut snapshots = self.snapshots.iter();
+            let Some(snapshot) = snapshots.find(|snapshot| snapshot.step + 1 == step) else {
+                continue;
+            };
+            match self.run.store(snapshot, &recorder.kept_versions()) {
+                Ok(state) => recorder.late_state(step, state),
+                Err(error) => tracing::warn!("step {step} is traced without its state: {error}"),
+            }
+        }
+    }
+
+    /// Tells the recorder what came of a step.
+    fn record_metrics(&mut self, metrics: &StepMetrics) {
+        let Some(recorder) = &self.recorder else {
+            return;
+        };
+        if recorder.wants_versions(metrics.step) {
+            match self.run.versions() {
+                Ok(versions) => recorder.versions(metrics.step, versions),
+                Err(error) => tracing::warn!("versions are not looked at: {error}"),
+            }
+        }
+        recorder.metrics(metrics);
     }
 
     /// Once: observers before the first step.
@@ -193,58 +300,118 @@ impl Trainer {
 
     /// Runs all steps that are left, saves models, and writes how it ended to `status.json`.
     ///
-    /// A run that is cancelled, or finds no signal, saves its models too; `status.json` tells that they are not those
-    /// of the target step.
+    /// A run that ends early saves what it learnt too, as the last whole step left it. Where the step that failed has
+    /// changed a model already, that is saved as it is, and `status.json` lists it as partial.
     ///
     /// # Errors
     /// What ended the run. `Ok` means that the target step was reached and all is saved.
     pub fn train(&mut self) -> Result<Summary, RunError> {
-        let result = self.run_all();
+        let ran = self.run_steps();
+        if let Some(recorder) = self.recorder.clone() {
+            recorder.sync();
+            self.record_late_states();
+            recorder.close();
+        }
         if let Some(console) = &mut self.console {
             console.end();
         }
-        let step = self.run.steps_done();
-        match result {
-            Ok(()) => {
-                self.folder.set_status(Status::Finished, step, "")?;
-                let summary = self.summary.clone();
-                if let Some(console) = &mut self.console {
-                    console.line(summary.to_string().trim_end());
+        let unsaved = if ran.is_ok() || self.has_learnt() {
+            self.save_models().err()
+        } else {
+            None
+        };
+        let ended = match (ran, unsaved) {
+            (Ok(()), None) => Ok(()),
+            (Ok(()), Some(error)) => Err(error),
+            (Err(error), unsaved) => {
+                if let Some(unsaved) = unsaved {
+                    tracing::error!("{unsaved}");
                 }
+                Err(error)
+            }
+        };
+        match ended {
+            Ok(()) => {
+                let state = self.state(Status::Finished);
+                self.folder.set_state(&state)?;
+                let summary = self.summary.clone();
+                self.say(summary.to_string().trim_end());
                 Ok(summary)
             }
             Err(error) => {
-                let cancelled = matches!(error, RunError::Cancelled { .. });
-                // Both end between two steps as far as weights go, so what was learnt is whole.
-                let sound = cancelled || matches!(error, RunError::NoSignal { .. });
-                if sound
-                    && step > 0
-                    && let Err(unsaved) = self.save_models()
-                {
-                    tracing::error!("{unsaved}");
-                }
-                let status = if cancelled {
-                    Status::Cancelled
-                } else {
-                    Status::Failed
-                };
-                if let Err(unsaved) = self.folder.set_status(status, step, &error.to_string()) {
-                    tracing::error!("{unsaved}");
-                }
+                self.end_early(&error);
                 Err(error)
             }
         }
     }
 
-    fn run_all(&mut self) -> Result<(), RunError> {
+    fn run_steps(&mut self) -> Result<(), RunError> {
         self.begin()?;
         while self.run.steps_done() < self.target() {
             self.step()?;
         }
-        self.save_models()
+        Ok(())
     }
 
-    /// Saves the models that the run settings name: by default those that a stage updates.
+    /// Tells how a run ended before its target.
+    fn end_early(&mut self, error: &RunError) {
+        let status = match error {
+            RunError::Cancelled { .. } => Status::Cancelled,
+            _ => Status::Failed,
+        };
+        let state = RunState {
+            reason: error.to_string(),
+            ..self.state(status)
+        };
+        if !state.saved.is_empty() {
+            let saved = quoted(state.saved.iter().map(String::as_str));
+            let mut line = format!("saved as step {} left it: {saved}", state.step);
+            if !state.partial.is_empty() {
+                let partial = quoted(state.partial.iter().map(String::as_str));
+                line.push_str(&format!(
+                    "; with a part of step {}: {partial}",
+                    state.step + 1
+                ));
+            }
+            self.say(&line);
+        }
+        if let Err(unwritten) = self.folder.set_state(&state) {
+            // A disk that refused one file refuses the other, and one message is enough.
+            match error {
+                RunError::File { .. } => tracing::debug!("{unwritten}"),
+                _ => tracing::error!("{unwritten}"),
+            }
+        }
+    }
+
+    fn state(&self, status: Status) -> RunState {
+        let left = self.run.left_over();
+        RunState {
+            status,
+            step: self.run.steps_done(),
+            reason: String::new(),
+            saved: self.saved.iter().cloned().collect(),
+            partial: left
+                .keys()
+                .filter(|name| self.saved.contains(*name))
+                .cloned()
+                .collect(),
+        }
+    }
+
+    fn say(&mut self, text: &str) {
+        if let Some(console) = &mut self.console {
+            console.line(text);
+        }
+    }
+
+    /// Whether some model is no longer what it was when it was loaded.
+    fn has_learnt(&self) -> bool {
+        self.run.steps_done() > 0 || !self.run.left_over().is_empty()
+    }
+
+    /// Saves the models that the run settings name: by default those that a stage updates. One that cannot be saved
+    /// keeps no other from it; the first error is told.
     fn save_models(&mut self) -> Result<(), RunError> {
         let plan = &self.run.schedule().plan;
         let names = plan.pipe.run.save.clone().unwrap_or_else(|| {
@@ -254,9 +421,30 @@ impl Trainer {
                 .map(|m| m.name.clone())
                 .collect()
         });
+        let mut first = Ok(());
         for name in names {
-            self.folder.save_model(&mut self.run, &name)?;
+            if self.saved.contains(&name) {
+                continue;
+            }
+            match self.save_model(&name) {
+                Ok(()) => drop(self.saved.insert(name)),
+                Err(error) if first.is_ok() => first = Err(error),
+                Err(error) => tracing::error!("{error}"),
+            }
         }
-        Ok(())
+        first
+    }
+
+    fn save_model(&mut self, name: &str) -> Result<(), RunError> {
+        if self.run.left_over().get(name) == Some(&LeftOver::Torn) {
+            return Err(RunError::State {
+                what: "model",
+                name: name.to_owned(),
+                action: "save",
+                source: "an optimiser step on it panicked, so its weights may be half of one step and half of another"
+                    .into(),
+            });
+        }
+        self.folder.save_model(&mut self.run, name).map(drop)
     }
 }

@@ -103,10 +103,21 @@ pub struct Violation {
     pub rule: String,
     /// The nearest values of the setting, below and above, with which every rule about it holds.
     pub nearest: Vec<usize>,
+    /// Where no value of the setting fits: another setting with its nearest values that make the sizes fit once this one
+    /// is left out.
+    pub instead: Option<(&'static str, Vec<usize>)>,
 }
+
+/// The setting of a violation about the group of devices.
+pub(crate) const GROUP: &str = "devices.group";
+/// The setting of a violation that depends on how many groups a refilling filter keeps.
+pub(crate) const MINI_BATCH: &str = "batch.mini_batch";
 
 /// Largest count that is taken for one: beyond it a setting is a slip of the keyboard.
 const MAX_COUNT: usize = 1 << 30;
+
+/// Most devices of a group.
+const MAX_DEVICES: u16 = 1024;
 
 /// How far around a value the nearest valid ones are looked for.
 const SEARCH: usize = 1 << 16;
@@ -132,8 +143,10 @@ impl DevicesConfig {
             None => (self.group.trim(), None),
             Some((kind, range)) => (kind, Some(range)),
         };
-        let well_named = kind.chars().next().is_some_and(|c| c.is_ascii_alphabetic())
-            && kind.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        let well_named = kind.chars().next().is_some_and(|c| c.is_ascii_lowercase())
+            && kind
+                .chars()
+                .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
         if !well_named {
             return Err(fail("it does not begin with the name of a kind of device"));
         }
@@ -141,6 +154,9 @@ impl DevicesConfig {
             return Ok(vec![kind.to_owned()]);
         };
         let (first, last) = range.split_once('-').unwrap_or((range, range));
+        if kind == "cpu" {
+            return Err(fail("the CPU is one device and has no number"));
+        }
         let number = |text: &str| {
             text.parse::<u16>()
                 .map_err(|_| fail("a device number is 0 or more"))
@@ -148,6 +164,9 @@ impl DevicesConfig {
         let (first, last) = (number(first)?, number(last)?);
         if last < first {
             return Err(fail("the range runs backwards"));
+        }
+        if last - first >= MAX_DEVICES {
+            return Err(fail("so many devices are a slip of the keyboard"));
         }
         Ok((first..=last).map(|i| format!("{kind}:{i}")).collect())
     }
@@ -256,6 +275,21 @@ impl Sizes {
         self.mini_rows().is_multiple_of(self.devices)
     }
 
+    /// The nearest numbers of prompts whose samples go to all devices and rollout engines evenly, as one mini-batch; of
+    /// no use where a stage says how many groups are kept.
+    fn other_prompts(self) -> Option<(&'static str, Vec<usize>)> {
+        let fits = |prompts: usize| {
+            let sizes = Sizes {
+                prompts,
+                mini_batch: prompts,
+                ..self
+            };
+            sizes.rollout_divides() && sizes.mini_spreads() && sizes.micro_divides()
+        };
+        let nearest = nearest_values(self.prompts, fits);
+        (self.refill.is_none() && !nearest.is_empty()).then_some(("batch.prompts", nearest))
+    }
+
     fn micro_divides(self) -> bool {
         self.micro_batch.is_none_or(|micro| {
             micro <= self.mini_rows_per_device()
@@ -350,9 +384,10 @@ impl BatchPlan {
             Ok(list) => list.len(),
             Err(error) => {
                 violations.push(Violation {
-                    setting: "devices.group",
-                    rule: format!("{error}; write `cpu`, `cuda:0` or `cuda:0-5`"),
+                    setting: GROUP,
+                    rule: error.to_string(),
                     nearest: Vec::new(),
+                    instead: None,
                 });
                 1
             }
@@ -385,11 +420,13 @@ fn check_counts(given: &Sizes, batch: &BatchConfig, violations: &mut Vec<Violati
                 setting,
                 rule: "it is 0, but at least one is needed".to_owned(),
                 nearest: vec![1],
+                instead: None,
             }),
             Some(value) if value > MAX_COUNT => violations.push(Violation {
                 setting,
                 rule: format!("{value} is more than the largest count, {MAX_COUNT}"),
                 nearest: vec![MAX_COUNT],
+                instead: None,
             }),
             _ => {}
         }
@@ -415,6 +452,7 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
             nearest: nearest_values(tensor_parallel, |v| {
                 Sizes { tensor_parallel: v, ..sizes }.divides_devices()
             }),
+            instead: None,
         });
     } else if !sizes.rollout_divides() {
         violations.push(Violation {
@@ -429,6 +467,7 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
                 let sizes = Sizes { prompts: v, ..sizes };
                 sizes.rollout_divides() && sizes.mini_divides()
             }),
+            instead: None,
         });
     }
     if !sizes.mini_divides() {
@@ -441,30 +480,19 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
             None => format!("the step's {prompts} prompts"),
             Some((_, groups)) => format!("the {groups} prompts whose groups a step keeps"),
         };
-        violations.push(Violation {
-            setting: "batch.mini_batch",
-            rule: format!("{mini_batch} prompts a mini-batch {relation} {whole}"),
-            nearest: nearest_values(mini_batch, |v| {
-                let sizes = Sizes {
-                    mini_batch: v,
-                    ..sizes
-                };
-                sizes.mini_divides() && sizes.mini_spreads()
-            }),
-        });
+        violations.push(mini_violation(
+            sizes,
+            format!("{mini_batch} prompts a mini-batch {relation} {whole}"),
+        ));
     }
     if !sizes.mini_spreads() {
-        violations.push(Violation {
-            setting: "batch.mini_batch",
-            rule: format!(
+        violations.push(mini_violation(
+            sizes,
+            format!(
                 "mini_batch · samples = {mini_batch} · {samples} = {} samples do not divide among {devices} devices",
                 sizes.mini_rows()
             ),
-            nearest: nearest_values(mini_batch, |v| {
-                let sizes = Sizes { mini_batch: v, ..sizes };
-                sizes.mini_divides() && sizes.mini_spreads()
-            }),
-        });
+        ));
     }
     if let Some(micro) = sizes.micro_batch
         && !sizes.micro_divides()
@@ -484,7 +512,25 @@ fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
             nearest: nearest_values(micro, |v| {
                 Sizes { micro_batch: Some(v), ..sizes }.micro_divides()
             }),
+            instead: None,
         });
+    }
+}
+
+/// A mini-batch that breaks `rule`.
+fn mini_violation(sizes: Sizes, rule: String) -> Violation {
+    let nearest = nearest_values(sizes.mini_batch, |v| {
+        let sizes = Sizes {
+            mini_batch: v,
+            ..sizes
+        };
+        sizes.mini_divides() && sizes.mini_spreads()
+    });
+    Violation {
+        setting: MINI_BATCH,
+        rule,
+        instead: nearest.is_empty().then(|| sizes.other_prompts()).flatten(),
+        nearest,
     }
 }
 
@@ -658,6 +704,10 @@ mod tests {
             assert_eq!(list.as_deref(), expected, "{group}");
         }
         check("cpu", Some(&["cpu"]));
+        check("cpu:0", None);
+        check("cpu:0-1", None);
+        check("CUDA:0", None);
+        check("cuda:0-1024", None);
         check("cuda:1", Some(&["cuda:1"]));
         check("cuda:0-2", Some(&["cuda:0", "cuda:1", "cuda:2"]));
         check("cuda:2-0", None);
@@ -699,6 +749,15 @@ mod properties {
                 }
                 Err(violations) => {
                     prop_assert!(!violations.is_empty());
+                    let one = violations.iter().find(|violation| violation.nearest.is_empty());
+                    if let Some((_, values)) = one.and_then(|violation| violation.instead.as_ref()) {
+                        for prompts in values {
+                            let batch = BatchConfig { prompts: *prompts, mini_batch: None, ..batch.clone() };
+                            let again = BatchPlan::solve(&batch, &devices).err().unwrap_or_default();
+                            let left = again.iter().all(|violation| violation.setting == "devices.rollout_tensor_parallel");
+                            prop_assert!(left, "{:?} -> {}: {:?}", one, prompts, again);
+                        }
+                    }
                     if let [one] = violations.as_slice() {
                         for &value in &one.nearest {
                             let (mut batch, mut devices) = (batch.clone(), devices.clone());

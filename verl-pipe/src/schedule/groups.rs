@@ -1,6 +1,7 @@
 //! Device groups: the devices that one worker thread owns.
 
-use crate::diagnostic::{Diagnostic, Severity};
+use crate::diagnostic::Diagnostic;
+use crate::schedule::batching::DevicesConfig;
 
 /// Devices with one owner, as `[devices] group` names them.
 ///
@@ -26,15 +27,11 @@ impl DeviceGroup {
     /// # Errors
     /// A diagnostic `S010` when the text names no devices.
     pub fn parse(name: &str) -> Result<DeviceGroup, Diagnostic> {
-        let devices = devices(name.trim()).ok_or_else(|| Diagnostic {
-            code: "S010",
-            severity: Severity::Error,
-            what: format!("`{name}` names no devices"),
-            location: "[devices] group".to_owned(),
-            why: "a device group is a kind of device, and for GPUs an index or a range of indices"
-                .to_owned(),
-            help: "write `cpu`, `cuda:0` or `cuda:0-3`".to_owned(),
-        })?;
+        let config = DevicesConfig {
+            group: name.to_owned(),
+            ..DevicesConfig::default()
+        };
+        let devices = config.list().map_err(|error| finding(error.to_string()))?;
         Ok(DeviceGroup {
             name: name.trim().to_owned(),
             devices,
@@ -42,15 +39,14 @@ impl DeviceGroup {
     }
 }
 
-fn devices(text: &str) -> Option<Vec<String>> {
-    let well_named = |kind: &str| !kind.is_empty() && kind.chars().all(|c| c.is_ascii_lowercase());
-    let Some((kind, indices)) = text.split_once(':') else {
-        return well_named(text).then(|| vec![text.to_owned()]);
-    };
-    let (first, last) = indices.split_once('-').unwrap_or((indices, indices));
-    let (first, last) = (first.parse::<u32>().ok()?, last.parse::<u32>().ok()?);
-    let sensible = well_named(kind) && first <= last && last - first < 1024;
-    sensible.then(|| (first..=last).map(|i| format!("{kind}:{i}")).collect())
+/// The finding about a text that names no devices.
+pub(crate) fn finding(why: String) -> Diagnostic {
+    Diagnostic::error("S010", "`group` names no devices")
+        .at("[devices] group")
+        .because(format!(
+            "{why}; a device group is a kind of device, and for GPUs an index or a range of indices"
+        ))
+        .help("write `cpu`, `cuda:0` or `cuda:0-3`")
 }
 
 #[cfg(test)]
@@ -77,5 +73,6 @@ mod tests {
         check("cuda:", None);
         check("cuda:a", None);
         check("cuda:2-1", None);
+        check("cpu:0-1", None);
     }
 }

@@ -4,6 +4,7 @@
 //! host pool.
 
 use crate::diagnostic::{Diagnostic, Severity};
+use crate::plan::checks::devices;
 use crate::plan::{Plan, PlannedStage};
 use crate::schedule::groups::DeviceGroup;
 use crate::schedule::wiring::Wiring;
@@ -60,6 +61,10 @@ impl Plan {
     /// # Errors
     /// Every finding that makes a run impossible (codes `S…`).
     pub fn schedule(&self) -> Result<Schedule, Vec<Diagnostic>> {
+        let absent: Vec<Diagnostic> = self.warnings.iter().filter_map(forbidding).collect();
+        if !absent.is_empty() {
+            return Err(absent);
+        }
         let group = DeviceGroup::parse(&self.pipe.devices.group);
         let wiring = Wiring::new(self);
         let (group, wiring) = match (group, wiring) {
@@ -129,6 +134,14 @@ fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
     (rows / QUICK_SLICES)
         .max(plan.rows_per_prompt(table))
         .max(QUICK_ROWS)
+}
+
+/// A finding that a plan can be printed with but not run, as the error that it is then.
+pub(crate) fn forbidding(warning: &Diagnostic) -> Option<Diagnostic> {
+    (warning.code == devices::ABSENT).then(|| Diagnostic {
+        severity: Severity::Error,
+        ..warning.clone()
+    })
 }
 
 /// A finding of the scheduler about `stage`: the plan is not one that the planner makes.

@@ -210,7 +210,7 @@ fn ragged_dim(field: &Field) -> Option<String> {
 }
 
 /// The way up from `table` to its ancestor `to`.
-fn path(plan: &Plan, table: usize, to: usize) -> Option<Vec<Hop>> {
+pub(crate) fn path(plan: &Plan, table: usize, to: usize) -> Option<Vec<Hop>> {
     let mut at = table;
     let mut path = Vec::new();
     while at != to {

@@ -1,8 +1,11 @@
 //! [`Tap`]: sees every stage's inputs and outputs. It borrows them and cannot alter what flows on.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::batch::Batch;
+use crate::run::error::RunError;
+use crate::trace::rules::Anomaly;
 
 /// Which call of which stage a batch belongs to.
 #[derive(Debug, Clone, Copy)]
@@ -11,6 +14,10 @@ pub struct TapPoint<'a> {
     pub step: u64,
     /// Name of the stage.
     pub stage: &'a str,
+    /// Position of the stage in the order of execution.
+    pub index: usize,
+    /// Wave of the step that a source's call draws; 0 for any other stage.
+    pub wave: u64,
     /// Which of the step's slices of this stage; slices are numbered in the order of their rows.
     pub slice: usize,
     /// First row and row after the last of the slice, in the stage's input rows.
@@ -34,12 +41,25 @@ pub struct TapPoint<'a> {
 /// }
 /// ```
 pub trait Tap: Send + Sync {
+    /// A step begins.
+    fn step_begin(&self, _step: u64) {}
     /// A stage is about to be called with `batch`, in its own names of keys.
     fn input(&self, _point: TapPoint<'_>, _batch: &Batch) {}
     /// A stage emitted `batch`, in its own names of keys, and the guards let it pass.
     fn output(&self, _point: TapPoint<'_>, _batch: &Batch) {}
+    /// A stage emitted `batch`, and the guards refused it; the step ends.
+    fn refused(&self, _point: TapPoint<'_>, _batch: &Batch, _reason: &str) {}
+    /// A stage is about to update a model with `batch`, which [`Tap::input`] has seen.
+    ///
+    /// # Errors
+    /// What forbids the update; the step ends before it.
+    fn gate(&self, _point: TapPoint<'_>, _batch: &Batch) -> Result<(), Box<Anomaly>> {
+        Ok(())
+    }
     /// All calls of the step have ended well.
     fn step_end(&self, _step: u64) {}
+    /// The step ended with an error.
+    fn step_failed(&self, _step: u64, _error: &RunError) {}
 }
 
 /// Looks at nothing.
@@ -47,3 +67,37 @@ pub trait Tap: Send + Sync {
 pub struct NoTap;
 
 impl Tap for NoTap {}
+
+/// Two taps, one after the other.
+pub(crate) struct Both(pub Arc<dyn Tap>, pub Arc<dyn Tap>);
+
+impl Tap for Both {
+    fn step_begin(&self, step: u64) {
+        self.0.step_begin(step);
+        self.1.step_begin(step);
+    }
+    fn input(&self, point: TapPoint<'_>, batch: &Batch) {
+        self.0.input(point, batch);
+        self.1.input(point, batch);
+    }
+    fn output(&self, point: TapPoint<'_>, batch: &Batch) {
+        self.0.output(point, batch);
+        self.1.output(point, batch);
+    }
+    fn refused(&self, point: TapPoint<'_>, batch: &Batch, reason: &str) {
+        self.0.refused(point, batch, reason);
+        self.1.refused(point, batch, reason);
+    }
+    fn gate(&self, point: TapPoint<'_>, batch: &Batch) -> Result<(), Box<Anomaly>> {
+        self.0.gate(point, batch)?;
+        self.1.gate(point, batch)
+    }
+    fn step_end(&self, step: u64) {
+        self.0.step_end(step);
+        self.1.step_end(step);
+    }
+    fn step_failed(&self, step: u64, error: &RunError) {
+        self.0.step_failed(step, error);
+        self.1.step_failed(step, error);
+    }
+}

@@ -7,11 +7,11 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_pipe::batch::Batch;
 use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::field::{Key, LogProbTag, Scalar, Support, Weights};
+use verl_pipe::field::{LogProbTag, Support, Weights};
 use verl_pipe::keys::*;
 use verl_pipe::pipe::DataPipe;
 use verl_pipe::registry::Registry;
-use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError};
+use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError, Vocabulary};
 use verl_pipe::schedule::batching::{BatchConfig, DevicesConfig};
 use verl_pipe::stage::*;
 
@@ -132,16 +132,6 @@ stage_config!(Values, "values", { model: String = "critic".to_owned() }, |this, 
     )
 });
 
-stage_config!(UpdateCritic, "update_critic", { model: String = "critic".to_owned() }, |this, context| {
-    declared(
-        StageSpec::new()
-            .reads(VALUES)
-            .rows(RowRule::Sink)
-            .cardinality(Cardinality::Batch)
-            .uses_as("value model", &this.model, Access::Update),
-    )
-});
-
 stage_config!(Update, "update", { model: String = "actor".to_owned(), temperature: f64 = 1.0 }, |this, context| {
     let policy = tag(&this.model, this.temperature, Weights::StepStart);
     let reference = LogProbTag { policy: None, weights: Some(Weights::Frozen), ..policy.clone() };
@@ -161,26 +151,6 @@ stage_config!(Update, "update", { model: String = "actor".to_owned(), temperatur
 
 stage_config!(Evaluate, "evaluate", { model: String = "actor".to_owned(), every: u64 = 10 }, |this, context| {
     declared(StageSpec::new().observer(this.every).uses(&this.model, Access::Read))
-});
-
-/// Rewards brought to mean 0 over the whole batch.
-const WHITENED: Key<Scalar<f32>> =
-    Key::new("whitened_rewards", "[B]", "reward", "rewards of mean 0");
-/// Rewards times a factor.
-const SCALED: Key<Scalar<f32>> =
-    Key::new("scaled_rewards", "[B]", "reward", "rewards times a factor");
-
-stage_config!(Whiten, "whiten", {}, |_this, context| {
-    declared(
-        StageSpec::new()
-            .reads(REWARDS)
-            .writes(WHITENED)
-            .cardinality(Cardinality::Batch),
-    )
-});
-
-stage_config!(Scale, "scale", { factor: f64 = 1.0 }, |_this, context| {
-    declared(StageSpec::new().reads(REWARDS).writes(SCALED))
 });
 
 stage_config!(FilterGroups, "filter_groups", { groups: usize = 30, max_waves: usize = 3 }, |this, context| {
@@ -233,6 +203,8 @@ impl ModelConfig for Decoder {
             max_tokens: 4096,
             summary: "24 layers of width 896".to_owned(),
             role: "policy",
+            vocabulary: Some(vocabulary(&self.path)),
+            ..ModelInfo::default()
         })
     }
 
@@ -248,6 +220,12 @@ impl ModelConfig for Decoder {
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         Err(ResourceError::Failed("a stand-in cannot be loaded".into()))
     }
+}
+
+/// The tokens of a folder; `other` is of another family.
+fn vocabulary(path: &str) -> Vocabulary {
+    let last = if path == "other" { "z" } else { "c" };
+    Vocabulary::new(["a", "b", last])
 }
 
 /// A critic that is described and never loaded.
@@ -268,6 +246,7 @@ impl ModelConfig for Critic {
     fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         Ok(ModelInfo {
             role: "value model",
+            vocabulary: Some(vocabulary(&self.path)),
             ..ModelInfo::default()
         })
     }
@@ -315,10 +294,7 @@ pub fn registry() -> Registry {
         .stage::<Advantages>()
         .stage::<Update>()
         .stage::<Evaluate>()
-        .stage::<Whiten>()
-        .stage::<Scale>()
         .stage::<FilterGroups>()
-        .stage::<UpdateCritic>()
         .stage::<Values>()
         .model::<Decoder>()
         .model::<Critic>()

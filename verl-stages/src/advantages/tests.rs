@@ -311,3 +311,57 @@ fn every_estimator_runs() {
         );
     }
 }
+
+#[test]
+fn an_adaptive_penalty_follows_the_kl_and_is_state() {
+    let config = Advantages {
+        estimator: ReinforcePlusPlus::default().into(),
+        kl_coef: 0.5,
+        kl_control: KlControl {
+            kind: Control::Adaptive,
+            target: Some(1e-3),
+            horizon: Some(40.0),
+        },
+        ..Advantages::default()
+    };
+    let mut stage = StageConfig::build(&config, &context()).unwrap();
+    let at = |stage: &mut dyn Stage, step| {
+        let mut sink = Kept::default();
+        let mut context = StageContext {
+            wave: 0,
+            stage: "advantages",
+            step,
+            steps: 9,
+            seed: 1,
+            cancel: &CancelToken::default(),
+            models: &mut Models::new(),
+            sink: &mut sink,
+        };
+        stage.run(input(), &mut context).unwrap();
+        sink.metrics["reward/kl_coef"][0]
+    };
+    assert_eq!(at(stage.as_mut(), 1), 0.5);
+    let kept = stage.snapshot().unwrap().expect("state");
+    // The KL is far above the target: 20 % for 4 of 40 responses.
+    let second = at(stage.as_mut(), 2);
+    assert!((second - 0.5 * 1.02).abs() < 1e-12, "{second}");
+    let third = at(stage.as_mut(), 3);
+    assert!((third - 0.5 * 1.02 * 1.02).abs() < 1e-12, "{third}");
+    stage.restore(&kept).unwrap();
+    assert_eq!([2, 3].map(|step| at(stage.as_mut(), step)), [second, third]);
+
+    let aimless = Advantages {
+        kl_control: KlControl {
+            kind: Control::Adaptive,
+            ..KlControl::default()
+        },
+        ..config
+    };
+    let faults = StageConfig::build(&aimless, &context()).err().unwrap();
+    let settings: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
+    assert_eq!(settings, ["kl_control.target", "kl_control.horizon"]);
+    let fixed = StageConfig::build(&Advantages::default(), &context())
+        .unwrap()
+        .snapshot();
+    assert!(fixed.unwrap().is_none());
+}

@@ -10,12 +10,12 @@
 
 use std::sync::Arc;
 
-use schemars::JsonSchema;
+use schemars::{JsonSchema, Schema};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, DataConfig};
+use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
 
 /// Part of the questions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -27,7 +27,14 @@ pub enum Split {
     Train,
     /// For evaluation.
     #[serde(alias = "heldout", alias = "test")]
+    #[schemars(transform = words_for_held_out)]
     HeldOut,
+}
+
+/// Every word that the file may use; schemars knows no aliases.
+fn words_for_held_out(schema: &mut Schema) {
+    schema.remove("const");
+    schema.insert("enum".to_owned(), json!(["held_out", "heldout", "test"]));
 }
 
 /// Questions such as `12+34` with answers such as `#### 46`, in the columns `question` and `answer`.
@@ -73,12 +80,68 @@ impl DataConfig for Addition {
     const KIND: &'static str = "addition";
     const SUMMARY: &'static str = "sums of two numbers in disjoint splits";
 
+    fn check(&self, _context: &BuildContext) -> Result<(), Vec<ConfigError>> {
+        let faults = self.faults();
+        match faults.is_empty() {
+            true => Ok(()),
+            false => Err(faults),
+        }
+    }
+
     fn open(&self, _context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
         Ok(Arc::new(self.rows()?))
     }
 }
 
 impl Addition {
+    /// Settings that leave no question, or the same one in every row.
+    pub(super) fn faults(&self) -> Vec<ConfigError> {
+        let mut faults = Vec::new();
+        if self.range().is_none() {
+            faults.push(ConfigError::new(
+                "max",
+                format!(
+                    "is {}, but operands run from min = {}; the range must hold 1 to 2001 numbers",
+                    self.max, self.min
+                ),
+                "set `max` to `min` or more",
+            ));
+        }
+        let total = self.range().map_or(usize::MAX, |numbers| numbers * numbers);
+        for (setting, set) in [("held_out", self.held_out), ("count", self.count)] {
+            if let Some(set) = set.filter(|set| *set > total) {
+                faults.push(ConfigError::new(
+                    setting,
+                    format!("is {set}, but there are only {total} questions"),
+                    "set it to less, or widen the range",
+                ));
+            }
+        }
+        if self.count == Some(0) {
+            let help = "set it to the rows that are wanted, or leave it out";
+            faults.push(ConfigError::new("count", "is 0, which leaves no row", help));
+        }
+        for operand in ["{a}", "{b}"] {
+            if !self.question.contains(operand) {
+                faults.push(ConfigError::new(
+                    "question",
+                    format!(
+                        "is `{}`, which does not say `{operand}`, so that sums with different answers are one question",
+                        self.question
+                    ),
+                    "write both operands into it: `{a}+{b}`",
+                ));
+            }
+        }
+        faults
+    }
+
+    /// How many numbers the operands are of.
+    fn range(&self) -> Option<usize> {
+        let width = self.max.checked_sub(self.min)?;
+        (width <= 2000).then_some(width as usize + 1)
+    }
+
     /// The rows of the split.
     ///
     /// # Errors
@@ -89,13 +152,12 @@ impl Addition {
             path: ORIGIN.to_owned(),
             reason,
         };
-        if self.min > self.max || self.max - self.min > 2000 {
+        let Some(numbers) = self.range() else {
             return Err(refuse(format!(
                 "operands run from {} to {}; the range must hold 1 to 2001 numbers",
                 self.min, self.max
             )));
-        }
-        let numbers = (self.max - self.min + 1) as usize;
+        };
         let total = numbers * numbers;
         let held_out = self.held_out.unwrap_or((total / 5).min(1000));
         if held_out > total {
@@ -245,6 +307,32 @@ mod tests {
             ..Addition::default()
         };
         config.rows().unwrap()
+    }
+
+    #[test]
+    fn senseless_settings_are_told_before_anything_is_opened() {
+        let told = |config: Addition| -> Vec<String> {
+            let faults = DataConfig::check(&config, &BuildContext::default());
+            let faults = faults.err().unwrap_or_default();
+            faults.into_iter().map(|fault| fault.setting).collect()
+        };
+        let none: [&str; 0] = [];
+        assert_eq!(told(Addition::default()), none);
+        let all = Addition {
+            min: 90,
+            max: 10,
+            count: Some(0),
+            question: "hello".to_owned(),
+            ..Addition::default()
+        };
+        assert_eq!(told(all), ["max", "count", "question", "question"]);
+        let few = Addition {
+            max: 1,
+            held_out: Some(5),
+            count: Some(9),
+            ..Addition::default()
+        };
+        assert_eq!(told(few), ["held_out", "count"]);
     }
 
     #[test]

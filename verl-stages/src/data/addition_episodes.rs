@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 use verl_models::random::{DrawKey, Purpose, open_unit, shuffle};
 use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, DataConfig};
+use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
 
 use super::addition::{Addition, AdditionRows};
 
@@ -52,6 +52,29 @@ impl DataConfig for AdditionEpisodes {
     const KIND: &'static str = "addition_episodes";
     const SUMMARY: &'static str =
         "right and wrong answers to sums, with rewards, in disjoint splits";
+
+    fn check(&self, context: &BuildContext) -> Result<(), Vec<ConfigError>> {
+        let mut faults = self.sums.check(context).err().unwrap_or_default();
+        if self.episodes == 0 {
+            let help = "set it to the answers that are wanted to each question";
+            faults.push(ConfigError::new(
+                "episodes",
+                "is 0, which leaves no rows",
+                help,
+            ));
+        }
+        if !(0.0..=1.0).contains(&self.right) {
+            faults.push(ConfigError::new(
+                "right",
+                format!("is {}, outside [0, 1]", self.right),
+                "set it to the share of right answers",
+            ));
+        }
+        match faults.is_empty() {
+            true => Ok(()),
+            false => Err(faults),
+        }
+    }
 
     fn open(&self, _context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
         let refuse = |reason: String| DataError::Unreadable {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, DataConfig};
+use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
 
 use super::addition::{Addition, AdditionRows};
 
@@ -38,6 +38,10 @@ const ORIGIN: &str = "addition_pairs";
 impl DataConfig for AdditionPairs {
     const KIND: &'static str = "addition_pairs";
     const SUMMARY: &'static str = "sums of two numbers with a right and a wrong answer";
+
+    fn check(&self, context: &BuildContext) -> Result<(), Vec<ConfigError>> {
+        self.sums.check(context)
+    }
 
     fn open(&self, _context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
         Ok(Arc::new(self.rows()?))

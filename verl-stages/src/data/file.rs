@@ -26,7 +26,7 @@ impl DataConfig for DataFile {
     const SUMMARY: &'static str = "rows of a JSON Lines or Parquet file";
 
     fn check(&self, context: &BuildContext) -> Result<(), Vec<ConfigError>> {
-        super::check_file(&context.base, &self.path)
+        super::check_format(&context.base, &self.path, by_name(&self.path))
     }
 
     fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
@@ -47,11 +47,19 @@ pub fn open(path: &Path) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
 }
 
 fn is_parquet(path: &Path) -> Result<bool, DataError> {
+    match by_name(path) {
+        Some(parquet) => Ok(parquet),
+        None => Ok(super::read_file(path)?.starts_with(b"PAR1")),
+    }
+}
+
+/// Whether it is a Parquet file, where the name says so or says otherwise.
+fn by_name(path: &Path) -> Option<bool> {
     let extension = path.extension().map(|e| e.to_ascii_lowercase());
     match extension.as_deref().and_then(|e| e.to_str()) {
-        Some("parquet" | "pq") => Ok(true),
-        Some("jsonl" | "ndjson") => Ok(false),
-        _ => Ok(super::read_file(path)?.starts_with(b"PAR1")),
+        Some("parquet" | "pq") => Some(true),
+        Some("jsonl" | "ndjson") => Some(false),
+        _ => None,
     }
 }
 

@@ -27,7 +27,7 @@ impl DataConfig for Jsonl {
     const SUMMARY: &'static str = "rows of a JSON Lines file";
 
     fn check(&self, context: &BuildContext) -> Result<(), Vec<ConfigError>> {
-        super::check_file(&context.base, &self.path)
+        super::check_format(&context.base, &self.path, Some(false))
     }
 
     fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {

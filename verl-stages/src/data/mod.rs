@@ -16,6 +16,8 @@ pub mod file;
 pub mod jsonl;
 pub mod parquet;
 
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
@@ -57,6 +59,49 @@ fn check_file(base: &Path, path: &Path) -> Result<(), Vec<ConfigError>> {
     Err(vec![ConfigError::new("path", reason, help)])
 }
 
+/// Refuses a data file that is not there, or does not begin as a file of its format does; reads no more of it.
+fn check_format(base: &Path, path: &Path, parquet: Option<bool>) -> Result<(), Vec<ConfigError>> {
+    check_file(base, path)?;
+    let found = resolve(base, path);
+    let fault = |reason: String| {
+        let help = "give a JSON Lines file, an object a line, or a Parquet file";
+        Err(vec![ConfigError::new(
+            "path",
+            format!("cannot be used: `{}`: {reason}", found.display()),
+            help,
+        )])
+    };
+    let mut start = Vec::new();
+    let read = File::open(&found).and_then(|file| file.take(1 << 16).read_to_end(&mut start));
+    if let Err(error) = read {
+        return fault(error.to_string());
+    }
+    let begins = start.starts_with(b"PAR1");
+    if start.is_empty() {
+        return fault("it holds no row".to_owned());
+    }
+    if parquet.unwrap_or(begins) {
+        return match begins {
+            true => Ok(()),
+            false => fault("it does not begin as a Parquet file does".to_owned()),
+        };
+    }
+    let text = String::from_utf8_lossy(&start);
+    let text = text.trim_start_matches('\u{feff}').trim_start();
+    match text.starts_with('{') {
+        true => Ok(()),
+        false => fault(format!(
+            "its first line is no JSON object: {:?}",
+            text.lines()
+                .next()
+                .unwrap_or_default()
+                .chars()
+                .take(40)
+                .collect::<String>()
+        )),
+    }
+}
+
 /// `path` as seen from the pipeline file's folder.
 fn resolve(base: &Path, path: &Path) -> PathBuf {
     if base.as_os_str().is_empty() {
@@ -93,6 +138,34 @@ mod tests {
             ..BuildContext::default()
         };
         assert_eq!(check_data(|| config.open(&context)), []);
+    }
+
+    #[test]
+    fn a_file_that_is_none_of_its_format_is_told_by_a_check() {
+        let dir = tempfile::tempdir().unwrap();
+        let context = BuildContext {
+            base: dir.path().to_owned(),
+            ..BuildContext::default()
+        };
+        let told = |name: &str, content: &[u8]| {
+            std::fs::write(dir.path().join(name), content).unwrap();
+            let file = DataFile { path: name.into() };
+            let checked = file.check(&context).err();
+            // What a check lets through may still be refused when it is read; the other way round it lied.
+            assert!(checked.is_none() || file.open(&context).is_err(), "{name}");
+            checked
+                .map(|faults| faults[0].reason.clone())
+                .unwrap_or_default()
+        };
+        assert!(told("users.jsonl", b"root:x:0:0\n").contains("no JSON object: \"root:x:0:0\""));
+        assert!(told("users", b"root:x:0:0\n").contains("no JSON object"));
+        assert!(told("list.json", b"[1, 2]\n").contains("no JSON object"));
+        assert!(told("rows.parquet", b"{\"a\": 1}\n").contains("Parquet"));
+        assert!(told("none.jsonl", b"").contains("no row"));
+        assert_eq!(
+            told("sound.jsonl", "\u{feff}\n {\"a\": 1}\n".as_bytes()),
+            ""
+        );
     }
 
     #[test]

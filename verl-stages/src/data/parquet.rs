@@ -1,4 +1,4 @@
-//! Parquet files: columns of text, numbers and booleans, and lists and structs of them.
+//! Parquet files: columns of text, numbers and booleans, dictionaries of them (categories), and lists and structs of these.
 //!
 //! All row groups are decoded when the file is opened and stay in memory as Arrow arrays; a row becomes JSON when it
 //! is asked for. A number that JSON cannot hold (NaN, infinity) becomes null.
@@ -14,7 +14,7 @@ use arrow_array::types::{
     Float32Type, Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, UInt8Type, UInt16Type,
     UInt32Type, UInt64Type,
 };
-use arrow_array::{Array, ArrayRef, RecordBatch};
+use arrow_array::{Array, ArrayRef, RecordBatch, downcast_dictionary_array};
 use arrow_schema::DataType;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -35,7 +35,7 @@ impl DataConfig for Parquet {
     const SUMMARY: &'static str = "rows of a Parquet file";
 
     fn check(&self, context: &BuildContext) -> Result<(), Vec<ConfigError>> {
-        super::check_file(&context.base, &self.path)
+        super::check_format(&context.base, &self.path, Some(true))
     }
 
     fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
@@ -76,7 +76,9 @@ impl ParquetRows {
                     column.compression()
                 {
                     return Err(unreadable(format!(
-                        "column `{}` is compressed with {codec}; known are none, snappy, lz4 and gzip",
+                        "column `{}` is compressed with {codec}; known are none, snappy, lz4 and gzip. Write the file anew, \
+                         for example in Python: `import pyarrow.parquet as pq; \
+                         pq.write_table(pq.read_table(\"OLD\"), \"NEW\", compression=\"snappy\")`",
                         column.column_path().string()
                     )));
                 }
@@ -85,7 +87,7 @@ impl ParquetRows {
         for field in builder.schema().fields() {
             if let Some(unknown) = unsupported(field.data_type()) {
                 return Err(unreadable(format!(
-                    "column `{}` holds {unknown}; known are text, numbers, booleans, and lists and structs of them",
+                    "column `{}` holds {unknown}; known are text, numbers, booleans, dictionaries of them, and lists and structs of these",
                     field.name()
                 )));
             }
@@ -155,6 +157,7 @@ fn unsupported(data_type: &DataType) -> Option<&DataType> {
         | Float32 | Float64 | Utf8 | LargeUtf8 | Utf8View => None,
         List(item) | LargeList(item) | FixedSizeList(item, _) => unsupported(item.data_type()),
         Struct(fields) => fields.iter().find_map(|f| unsupported(f.data_type())),
+        Dictionary(_, values) => unsupported(values),
         other => Some(other),
     }
 }
@@ -189,6 +192,10 @@ fn json(array: &ArrayRef, row: usize) -> Value {
             .map(|(field, column)| (field.name().clone(), json(column, row)))
             .collect::<Map<_, _>>()
             .into(),
+        DataType::Dictionary(..) => downcast_dictionary_array!(
+            array => array.key(row).map_or(Value::Null, |key| json(array.values(), key)),
+            _ => Value::Null
+        ),
         _ => Value::Null,
     }
 }
@@ -200,7 +207,8 @@ pub(crate) mod tests {
     use ::parquet::file::properties::WriterProperties;
     use arrow_array::builder::{Int32Builder, ListBuilder};
     use arrow_array::{
-        BinaryArray, BooleanArray, Float32Array, Int64Array, StringArray, StructArray,
+        BinaryArray, BooleanArray, DictionaryArray, Float32Array, Int64Array, StringArray,
+        StructArray, UInt8Array,
     };
     use arrow_schema::Field;
     use serde_json::json;
@@ -284,6 +292,33 @@ pub(crate) mod tests {
         }
     }
 
+    /// As writers store columns with few different texts.
+    #[test]
+    fn dictionaries_are_read_as_their_values() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.parquet");
+        let levels: DictionaryArray<Int32Type> = [Some("easy"), None, Some("hard"), Some("easy")]
+            .into_iter()
+            .collect();
+        let keys = UInt8Array::from(vec![Some(1), Some(0), None, Some(1)]);
+        let points = DictionaryArray::new(keys, Arc::new(Int64Array::from(vec![5, 9])));
+        let columns: Vec<(&str, ArrayRef)> =
+            vec![("level", Arc::new(levels)), ("points", Arc::new(points))];
+        let batch = RecordBatch::try_from_iter(columns).unwrap();
+        write(&path, &batch, Compression::SNAPPY, 3);
+        let data = ParquetRows::open(&path).unwrap();
+        let rows: Vec<Value> = (0..4).map(|i| data.row(i).unwrap().into()).collect();
+        assert_eq!(
+            rows,
+            [
+                json!({"level": "easy", "points": 9}),
+                json!({"level": null, "points": 5}),
+                json!({"level": "hard", "points": null}),
+                json!({"level": "easy", "points": 9}),
+            ]
+        );
+    }
+
     #[test]
     fn damaged_and_unknown_files_are_told() {
         let dir = tempfile::tempdir().unwrap();
@@ -342,5 +377,6 @@ pub(crate) mod tests {
             error.contains("column `question` is compressed with ZSTD"),
             "{error}"
         );
+        assert!(error.contains("compression=\"snappy\""), "{error}");
     }
 }

@@ -7,15 +7,16 @@ use verl_algos::{AlgoError, losses::Objective};
 use verl_pipe::part::PartConfig;
 use verl_pipe::stage::{BuildContext, ConfigError};
 
-use super::Loss;
 use super::judged::{of_pairs, pair_fault};
+use super::loss_state::RunningMean;
+use super::{Loss, LossState};
 use crate::settings::{refusal, settings};
 
 settings! {
     /// DPO and its relatives on pairs, with log-probs of a reference.
     Dpo {
-        /// What a pair costs: `sigmoid` (DPO), `aot`, `aot_unpaired`, `apo_down`, `apo_zero`, `bco_pair` (its running
-        /// mean of rewards is taken as 0), `cdpo`, `discopop`, `exo_pair`, `hinge` (SLiC), `ipo` (means over tokens),
+        /// What a pair costs: `sigmoid` (DPO), `aot`, `aot_unpaired`, `apo_down`, `apo_zero`, `bco_pair`, `cdpo`,
+        /// `discopop`, `exo_pair`, `hinge` (SLiC), `ipo` (means over tokens),
         /// `ipo_sum` (sums), `nca_pair`, `robust`, `sft`, `sigmoid_norm` (means over tokens), `sppo_hard`.
         variant: String = "sigmoid".to_owned(),
         /// Weights of several variants by name, which are added up instead of `variant`. MPO is
@@ -35,6 +36,12 @@ settings! {
         divergence_alpha: Option<f64> = None,
         /// LD-DPO: weight in [0, 1] of tokens beyond the length of the pair's shorter answer; absent: 1.
         ld_alpha: Option<f64> = None,
+        /// WPO: each pair weighs as much as the policy itself would say both its answers, e^{mean(ℓ − log Σ π²)} of each,
+        /// by one more forward pass an optimiser step.
+        wpo: bool = false,
+        /// Whether the δ of `bco_pair` is the mean of all implicit rewards before the optimiser step at hand, as its
+        /// paper has it; otherwise it is 0, as in TRL's DPO.
+        reward_shift: bool = false,
     }
 }
 
@@ -122,6 +129,28 @@ impl Dpo {
     }
 }
 
+impl Dpo {
+    /// A running mean of rewards that nothing reads, or of rewards that the loss does not take.
+    fn shift_fault(&self, variants: &[(f64, PreferenceLoss)]) -> Option<ConfigError> {
+        let reads = |(_, loss): &(f64, PreferenceLoss)| *loss == PreferenceLoss::BcoPair;
+        let (reason, help) = if !variants.iter().any(reads) {
+            (
+                "is the δ of `bco_pair`, which is not among what is trained with",
+                "remove it, or set `variant = \"bco_pair\"`",
+            )
+        } else if self.divergence != Dpo::default().divergence {
+            (
+                "is a mean of log-ratios, but another `divergence` than `reverse_kl` takes other rewards",
+                "remove one of the two",
+            )
+        } else {
+            return None;
+        };
+        self.reward_shift
+            .then(|| ConfigError::new("reward_shift", reason, help))
+    }
+}
+
 impl PartConfig for Dpo {
     type Slot = Loss;
     const KIND: &'static str = "dpo";
@@ -145,6 +174,7 @@ impl PartConfig for Dpo {
             beta: self.beta,
             divergence,
             ld_alpha: self.ld_alpha,
+            wpo: self.wpo,
             ..Maths::new(loss)
         };
         for (_, loss) in &variants {
@@ -153,6 +183,7 @@ impl PartConfig for Dpo {
             // What is wrong with β is wrong with it in every term.
             faults.extend(refused.filter(|fault| !faults.contains(fault)));
         }
+        faults.extend(self.shift_fault(&variants));
         if !faults.is_empty() {
             return Err(faults);
         }
@@ -161,6 +192,13 @@ impl PartConfig for Dpo {
             [(_, loss)] => Some(maths(loss).name()),
             _ => None,
         };
-        Ok(of_pairs(objective, own))
+        Ok(Loss {
+            state: LossState {
+                reward_shift: self.reward_shift.then(RunningMean::default),
+                ..LossState::default()
+            },
+            reads_sum_pi_squared: self.wpo,
+            ..of_pairs(objective, own)
+        })
     }
 }

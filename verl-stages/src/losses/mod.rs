@@ -18,6 +18,7 @@ mod judged;
 #[cfg(test)]
 mod judged_tests;
 pub mod kto;
+pub mod loss_state;
 pub mod orpo;
 pub mod policy;
 pub mod policy_losses;
@@ -33,6 +34,7 @@ use verl_pipe::stage::{ConfigError, Metric};
 pub use cpo::{Cpo, SimPo};
 pub use dpo::Dpo;
 pub use kto::Kto;
+pub use loss_state::LossState;
 pub use orpo::Orpo;
 pub use policy::{PolicyLoss, PolicyObjective};
 pub use policy_losses::*;
@@ -57,6 +59,10 @@ pub struct Loss {
     /// Frozen model that scores answers to other prompts before each optimiser step, for a loss that reads
     /// [`LossInput::KlBaseline`]; the reference log-probs must be of the same.
     pub reference: Option<String>,
+    /// What an update keeps between its optimiser steps for it.
+    pub state: LossState,
+    /// Whether it reads log Σ π² of the policy as it is when an optimiser step starts.
+    pub reads_sum_pi_squared: bool,
     /// Names of the maths and the metrics under which they are reported; what is not here is reported as
     /// `actor/<name>`.
     pub metrics: Vec<(&'static str, Metric)>,
@@ -75,6 +81,8 @@ impl Loss {
             penalises_kl: false,
             of_pairs: false,
             reference: None,
+            state: LossState::default(),
+            reads_sum_pi_squared: false,
             metrics: Vec::new(),
         }
     }

@@ -11,8 +11,9 @@ use verl_algos::losses::{
 use verl_pipe::part::PartConfig;
 use verl_pipe::stage::{BuildContext, ConfigError, Metric};
 
-use super::{Level, Loss, aggregation};
+use super::{Level, Loss, LossState, aggregation};
 use crate::settings::{coefficient_fault, metrics, refusal};
+use crate::steering::{Control, EntropyControl, KlControl};
 
 metrics! {
     PG_LOSS: "actor/pg_loss", "", "policy term of the loss";
@@ -86,6 +87,8 @@ pub struct PolicyObjective<L: PolicyLoss> {
     pub loss_scale_factor: Option<f64>,
     /// β: coefficient of the KL to the reference; 0 needs no reference.
     pub kl_coef: f64,
+    /// Whether β stays or follows the KL of each step: `{ kind = "adaptive", target = 0.1, horizon = 10000 }`.
+    pub kl_control: KlControl,
     /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`, with `+` for the gradient of k2.
     pub kl_estimator: String,
     /// Weighs the KL of each token with the ratio of the policy to the old one, over `token`, `sequence` or
@@ -93,6 +96,8 @@ pub struct PolicyObjective<L: PolicyLoss> {
     pub kl_importance: Option<Level>,
     /// c: coefficient of the entropy bonus; 0 computes no entropies.
     pub entropy_coef: f64,
+    /// Moves c towards a mean entropy after each optimiser step: `{ target = 0.2 }`; c stays when absent.
+    pub entropy_control: Option<EntropyControl>,
     /// Leaves responses with a negative advantage out of the policy loss once their mean log-ratio of sampler to policy
     /// passes this (nats a token; DeepSeek-V3.2). All count when absent.
     pub off_policy_rows: Option<f64>,
@@ -110,9 +115,11 @@ impl<L: PolicyLoss> Default for PolicyObjective<L> {
             aggregation: L::AGGREGATION.to_owned(),
             loss_scale_factor: None,
             kl_coef: 0.0,
+            kl_control: KlControl::default(),
             kl_estimator: "k3".to_owned(),
             kl_importance: None,
             entropy_coef: 0.0,
+            entropy_control: None,
             off_policy_rows: None,
             top_entropy_tokens: None,
             top_entropy_coef: 0.0,
@@ -144,6 +151,21 @@ impl<L: PolicyLoss> PolicyObjective<L> {
         filters
     }
 
+    /// What moves the coefficients.
+    fn state(&self, context: &BuildContext, faults: &mut Vec<ConfigError>) -> LossState {
+        let rows = context.batch.groups.max(context.batch.prompts) * context.batch.samples;
+        let kl = self.kl_control.controller(self.kl_coef.max(0.0), rows);
+        let kl = kl.map_err(|errors| faults.extend(errors)).ok();
+        let entropy = self.entropy_control.as_ref();
+        let entropy = entropy.map(|control| control.controller(self.entropy_coef));
+        let entropy = entropy.transpose().map_err(|error| faults.push(error));
+        LossState {
+            kl: kl.filter(|_| self.kl_control.kind == Control::Adaptive),
+            entropy: entropy.ok().flatten(),
+            ..LossState::default()
+        }
+    }
+
     /// What is wrong with the coefficients and with what they need.
     fn faults(&self) -> Vec<ConfigError> {
         let mut faults = Vec::new();
@@ -173,11 +195,13 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
     const KIND: &'static str = L::KIND;
     const SUMMARY: &'static str = L::SUMMARY;
 
-    fn build(&self, _context: &BuildContext) -> Result<Loss, Vec<ConfigError>> {
+    fn build(&self, context: &BuildContext) -> Result<Loss, Vec<ConfigError>> {
         let mut faults = Vec::new();
+        let state = self.state(context, &mut faults);
         let policy = self.policy.token_loss();
-        if let Err(error) = policy.check() {
-            faults.push(refusal(L::KIND, &error));
+        match policy.check() {
+            Err(error) => faults.push(refusal(L::KIND, &error)),
+            Ok(()) => faults.extend(clip_faults(&self.policy)),
         }
         faults.extend(self.faults());
         let filters = self.filters(&mut faults);
@@ -197,7 +221,7 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
                 Some(level) => objective.with(self.kl_coef, ImportanceKlLoss { estimator, level }),
             };
         }
-        if self.entropy_coef != 0.0 {
+        if self.entropy_coef != 0.0 || state.entropy.is_some() {
             objective = objective.with(-self.entropy_coef, EntropyBonus);
         }
         if let Some(quantile) = self
@@ -208,10 +232,46 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
         }
         Ok(Loss {
             penalises_kl: self.kl_coef != 0.0,
+            state,
             metrics: std::iter::once(own).chain(REPORTED).collect(),
             ..Loss::new(objective)
         })
     }
+}
+
+/// Bounds of a clip that are out of order, whichever loss has them: `clip_low` above `clip_high`, and a cap of the ratio
+/// (`dual_clip`, `delta`) that lies inside the clip and would be all that ever acts.
+///
+/// The maths computes them all; in a pipeline they are a slip.
+fn clip_faults<L: PolicyLoss>(policy: &L) -> Vec<ConfigError> {
+    let settings = serde_json::to_value(policy).unwrap_or_default();
+    let number = |name: &str| settings.get(name).and_then(serde_json::Value::as_f64);
+    let mut faults = Vec::new();
+    let Some(high) = number("clip_high") else {
+        return faults;
+    };
+    if let Some(low) = number("clip_low").filter(|low| *low > high) {
+        faults.push(ConfigError::new(
+            "clip_low",
+            format!("is {low}, above clip_high = {high}: the bounds are out of order"),
+            "set `clip_low` to `clip_high` or less; a clip leaves at least as much room upwards as downwards",
+        ));
+    }
+    for name in ["dual_clip", "delta"] {
+        // 0 is no cap.
+        let cap = number(name).filter(|cap| *cap != 0.0 && *cap <= 1.0 + high);
+        faults.extend(cap.map(|cap| {
+            ConfigError::new(
+                name,
+                format!(
+                    "is {cap}, inside the clip, which ends at 1 + clip_high = {}",
+                    1.0 + high
+                ),
+                "set it above that, or lower `clip_high`",
+            )
+        }));
+    }
+    faults
 }
 
 #[cfg(test)]
@@ -325,12 +385,47 @@ mod tests {
         check::<KlCov>(json!({ "ratio": 2.0 }));
         check::<KlCov>(json!({ "cov_kl_coef": -1.0 }));
         check::<Sapo>(json!({ "tau_neg": 0.0 }));
-        check::<TrlCispo>(json!({ "clip_high": -0.5 }));
+        check::<TrlCispo>(json!({ "clip_high": -1.0 }));
         check::<TrlGrpo>(json!({ "delta": 0.0 }));
         check::<TrlGspo>(json!({ "clip_low": -1.0 }));
         check::<TrlRloo>(json!({ "clip_high": -1.0 }));
         check::<Vespo>(json!({ "k_pos": -1.0 }));
         check::<Vespo>(json!({ "lambda_neg": 0.0 }));
+    }
+
+    #[test]
+    fn bounds_of_a_clip_are_in_order() {
+        use crate::losses::{Cispo, DppoKl, DppoTv, Gmpo, TrlGrpo, TrlGspo, TrlRloo};
+        #[track_caller]
+        fn told<L: PolicyLoss>(settings: serde_json::Value) -> Vec<String> {
+            let policy: L = serde_json::from_value(settings).unwrap();
+            let loss = PolicyObjective {
+                policy,
+                ..PolicyObjective::default()
+            };
+            let faults = build(loss).err().unwrap_or_default();
+            faults.into_iter().map(|fault| fault.setting).collect()
+        }
+        use serde_json::json;
+        let swapped = || json!({ "clip_low": 0.9, "clip_high": 0.1 });
+        assert_eq!(told::<Grpo>(swapped()), ["clip_low"]);
+        assert_eq!(told::<Gspo>(swapped()), ["clip_low"]);
+        assert_eq!(told::<Cispo>(swapped()), ["clip_low"]);
+        assert_eq!(told::<DppoKl>(swapped()), ["clip_low"]);
+        assert_eq!(told::<DppoTv>(swapped()), ["clip_low"]);
+        assert_eq!(told::<Gmpo>(swapped()), ["clip_low"]);
+        assert_eq!(told::<TrlGspo>(swapped()), ["clip_low"]);
+        assert_eq!(told::<TrlRloo>(swapped()), ["clip_low"]);
+        let none: [&str; 0] = [];
+        let cap = |cap| json!({ "clip_high": 0.28, "dual_clip": cap });
+        assert_eq!(told::<Grpo>(cap(1.1)), ["dual_clip"]);
+        assert_eq!(told::<Grpo>(cap(1.28)), ["dual_clip"]);
+        assert_eq!(told::<Grpo>(cap(1.3)), none);
+        assert_eq!(told::<Grpo>(cap(0.0)), none);
+        let cap = |cap| json!({ "clip_high": 0.28, "delta": cap });
+        assert_eq!(told::<TrlGrpo>(cap(1.1)), ["delta"]);
+        assert_eq!(told::<TrlGrpo>(cap(4.0)), none);
+        assert_eq!(told::<TrlGrpo>(json!({ "clip_high": 0.28 })), none);
     }
 
     #[test]
@@ -347,6 +442,35 @@ mod tests {
         check_refused(loss.clone(), &[("loss_scale_factor", "must be a positive")]);
         loss.loss_scale_factor = Some(64.0);
         assert!(build(loss).is_ok());
+    }
+
+    #[test]
+    fn coefficients_that_move_have_what_they_need() {
+        let adaptive = |target, horizon| PolicyObjective::<Grpo> {
+            kl_coef: 0.1,
+            kl_control: KlControl {
+                kind: Control::Adaptive,
+                target,
+                horizon,
+            },
+            entropy_control: Some(EntropyControl::default()),
+            ..PolicyObjective::default()
+        };
+        let needs = "an adaptive coefficient needs it";
+        check_refused(
+            adaptive(None, None),
+            &[("kl_control.target", needs), ("kl_control.horizon", needs)],
+        );
+        let loss = build(adaptive(Some(0.1), Some(1e4))).unwrap();
+        assert!(loss.state.kl.is_some() && loss.state.entropy.is_some());
+        // An entropy coefficient that is 0 at first still needs the entropies.
+        assert!(loss.reads(LossInput::Entropies));
+        assert!(
+            !build(PolicyObjective::<Grpo>::default())
+                .unwrap()
+                .state
+                .is_some()
+        );
     }
 
     #[test]

@@ -5,15 +5,13 @@ use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_models::chat_template::ChatTemplate;
 use verl_models::hf::Origin;
 use verl_models::ilql::{IlqlDecoder, IlqlHeads, IlqlPolicy};
 use verl_models::optim::OptimizerConfig;
-use verl_models::tokenizer::Tokenizer;
-use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError};
+use verl_pipe::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, TokenTexts};
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
 
-use super::{CausalLm, Init, PolicyResource, SaveAs, failed};
+use super::{CausalLm, Init, PolicyResource, SaveAs, check_device, failed, texts};
 
 /// Settings of model kind `ilql_lm`: those of `causal_lm`, and how much the heads weigh in sampling.
 ///
@@ -85,6 +83,13 @@ impl ModelConfig for IlqlLm {
         self.optimizer.is_some()
     }
 
+    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
+        check_device(device)
+    }
+    fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
+        self.plain().token_texts(context)
+    }
+
     fn load(
         &self,
         _name: &str,
@@ -94,19 +99,15 @@ impl ModelConfig for IlqlLm {
         let plain = self.plain();
         let dir = plain.folder(context);
         let decoder = plain.decoder(&dir, device, context.seed)?;
-        let tokenizer = Tokenizer::load(&dir).map_err(failed)?;
-        decoder
-            .check_vocabulary(tokenizer.vocab_size())
-            .map_err(failed)?;
+        let tools = texts(&dir, &decoder.config)?;
         let mut model = IlqlDecoder::on(decoder, self.beta, context.seed);
         if self.init == Init::Pretrained {
             model = model.with_heads_of(&dir).map_err(failed)?;
         }
         let policy = IlqlPolicy::new(model, self.optimizer.clone()).map_err(failed)?;
-        Ok(Box::new(PolicyResource {
-            tokenizer: Some(Arc::new(tokenizer)),
-            template: ChatTemplate::load(&dir).ok().map(Arc::new),
-            ..PolicyResource::new(Box::new(policy))
-        }))
+        Ok(Box::new(PolicyResource::with_texts(
+            Box::new(policy),
+            tools,
+        )))
     }
 }

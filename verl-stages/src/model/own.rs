@@ -4,17 +4,20 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use burn::tensor::Device;
-use verl_models::chat_template::ChatTemplate;
 use verl_models::critic::Critic;
 use verl_models::model::{ModelInterface, PolicyModel, ValueInterface, ValueModel};
 use verl_models::optim::OptimizerConfig;
 use verl_models::policy::Policy;
 use verl_models::tokenizer::Tokenizer;
 use verl_pipe::pipe::ModelFactory;
-use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError};
+use verl_pipe::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError};
 use verl_pipe::stage::{BuildContext, ConfigError};
 
-use super::{POLICY, PolicyResource, VALUE_MODEL, ValueResource, check_optimizer, failed};
+use super::texts::template_of;
+use super::{
+    POLICY, PolicyResource, TextTools, VALUE_MODEL, ValueResource, check_device, check_optimizer,
+    failed, look_at_texts, optimizer_doubts,
+};
 
 /// A model of either kind.
 enum Made {
@@ -160,14 +163,30 @@ impl ModelFactory for OwnModel {
                 "give the folder of a Hugging Face tokenizer",
             )]);
         }
-        Ok(ModelInfo {
+        let mut info = ModelInfo {
             role: self.role,
             ..self.info.clone()
-        })
+        };
+        info.doubts
+            .extend(optimizer_doubts(self.optimizer.as_ref(), context));
+        if let Some(dir) = &self.tokenizer {
+            let looked = look_at_texts(&mut info, &context.base.join(dir), None);
+            looked.map_err(|error| {
+                vec![ConfigError {
+                    setting: "tokenizer".to_owned(),
+                    ..error
+                }]
+            })?;
+        }
+        Ok(info)
     }
 
     fn trainable(&self) -> bool {
         self.optimizer.is_some()
+    }
+
+    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
+        check_device(device)
     }
 
     fn load(
@@ -178,7 +197,7 @@ impl ModelFactory for OwnModel {
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let device = verl_models::device::device(device).map_err(failed)?;
         let made = (self.make)(&device, context.seed, self.optimizer.clone())?;
-        let (mut tokenizer, mut template) = (None, None);
+        let mut tools = TextTools::default();
         if let Some(dir) = &self.tokenizer {
             let dir = context.base.join(dir);
             let found = Tokenizer::load(&dir).map_err(failed)?;
@@ -190,20 +209,12 @@ impl ModelFactory for OwnModel {
                 );
                 return Err(ResourceError::Failed(reason.into()));
             }
-            tokenizer = Some(Arc::new(found));
-            template = ChatTemplate::load(&dir).ok().map(Arc::new);
+            tools.tokenizer = Some(Arc::new(found));
+            (tools.template, tools.no_template) = template_of(&dir);
         }
         Ok(match made {
-            Made::Policy(policy) => Box::new(PolicyResource {
-                policy,
-                tokenizer,
-                template,
-            }),
-            Made::Values(model) => Box::new(ValueResource {
-                model,
-                tokenizer,
-                template,
-            }),
+            Made::Policy(policy) => Box::new(PolicyResource::with_texts(policy, tools)),
+            Made::Values(model) => Box::new(ValueResource::with_texts(model, tools)),
         })
     }
 }

@@ -14,12 +14,17 @@ use verl_models::model::ValueModel;
 use verl_models::optim::OptimizerConfig;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::value_head::{self, FreshHead, HeadKind};
-use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError, Snapshot, WeightsVersion};
+use verl_pipe::resource::{
+    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Snapshot, StoredState, TokenTexts,
+    WeightsVersion,
+};
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
 
 use super::{
-    Init, SaveAs, VALUE_MODEL, check_optimizer, count_parameters, decoder_config, failed,
-    random_decoder, restore, save, snapshot, summary, texts, training_bytes, version,
+    Init, SaveAs, TextTools, VALUE_MODEL, check_device, check_optimizer, check_weights,
+    count_parameters, decoder_config, failed, look_at_texts, optimizer_doubts, quick_snapshot,
+    random_decoder, recall, restore, save, snapshot, store, summary, texts, token_texts,
+    training_bytes, version,
 };
 
 /// A model of values with its tokenizer and chat template, as stages find it.
@@ -30,6 +35,8 @@ pub struct ValueResource {
     pub tokenizer: Option<Arc<Tokenizer>>,
     /// Its chat template, where it has one.
     pub template: Option<Arc<ChatTemplate>>,
+    /// Why there is no chat template, where one was looked for: none is there, or what is there is broken.
+    pub no_template: Option<String>,
 }
 
 impl ValueResource {
@@ -39,6 +46,17 @@ impl ValueResource {
             model,
             tokenizer: None,
             template: None,
+            no_template: None,
+        }
+    }
+
+    /// A resource of a model with what turns texts into its tokens.
+    pub(super) fn with_texts(model: Box<dyn ValueModel>, tools: TextTools) -> Self {
+        ValueResource {
+            model,
+            tokenizer: tools.tokenizer,
+            template: tools.template,
+            no_template: tools.no_template,
         }
     }
 }
@@ -48,12 +66,36 @@ impl ModelResource for ValueResource {
         version(self.model.as_ref())
     }
 
+    fn optimizer_steps(&self) -> u64 {
+        self.model.optimizer_steps()
+    }
+
+    fn text_of(&self, tokens: &[u32]) -> Option<String> {
+        Some(self.tokenizer.as_ref()?.decode(tokens))
+    }
+
     fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
         Ok(snapshot(self.model.as_ref()))
     }
 
+    fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
+        Ok(quick_snapshot(self.model.as_ref()))
+    }
+
     fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
         restore(self.model.as_mut(), snapshot)
+    }
+
+    fn store(&mut self, snapshot: &Snapshot) -> Result<Option<StoredState>, ResourceError> {
+        store(self.model.as_ref(), "value model", snapshot)
+    }
+
+    fn recall(
+        &mut self,
+        version: &WeightsVersion,
+        stored: &StoredState,
+    ) -> Result<Snapshot, ResourceError> {
+        recall(self.model.as_ref(), version, stored)
     }
 
     fn save(&mut self, dir: &Path) -> Result<(), ResourceError> {
@@ -174,10 +216,12 @@ impl ModelConfig for ValueLm {
         let mut config = decoder_config(&dir).map_err(|error| vec![error])?;
         check_optimizer(self.optimizer.as_ref())?;
         self.check_head(&dir).map_err(|error| vec![error])?;
+        let rows = config.vocab_size;
         // The value head, with its bias, stands in the place of a language-model head.
         config.tied_head = true;
+        check_weights(&dir, &config, self.init).map_err(|error| vec![error])?;
         let parameters = count_parameters(&config) + config.hidden_size as u64 + 1;
-        Ok(ModelInfo {
+        let mut info = ModelInfo {
             num_parameters: parameters,
             weight_bytes: 4 * parameters,
             training_bytes: training_bytes(self.optimizer.as_ref(), parameters),
@@ -185,11 +229,23 @@ impl ModelConfig for ValueLm {
             max_tokens: config.max_tokens,
             summary: format!("{}, value head", summary(&config)),
             role: VALUE_MODEL,
-        })
+            doubts: optimizer_doubts(self.optimizer.as_ref(), context),
+            ..ModelInfo::default()
+        };
+        look_at_texts(&mut info, &dir, Some(rows)).map_err(|error| vec![error])?;
+        Ok(info)
     }
 
     fn trainable(&self) -> bool {
         self.optimizer.is_some()
+    }
+
+    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
+        check_device(device)
+    }
+
+    fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
+        token_texts(&self.folder(context))
     }
 
     fn load(
@@ -210,13 +266,9 @@ impl ModelConfig for ValueLm {
             }
         };
         decoder.save_dtype = self.save_as.into();
-        let (tokenizer, template) = texts(&dir, &decoder.config)?;
+        let tools = texts(&dir, &decoder.config)?;
         let critic = Critic::new(decoder, self.optimizer.clone()).map_err(failed)?;
-        Ok(Box::new(ValueResource {
-            model: Box::new(critic),
-            tokenizer: Some(tokenizer),
-            template,
-        }))
+        Ok(Box::new(ValueResource::with_texts(Box::new(critic), tools)))
     }
 }
 

@@ -24,6 +24,45 @@ pub(crate) struct Judged {
     pub margin: f32,
 }
 
+/// What is wrong with a pair whose answers are the same.
+pub(super) const SAME: &str = "the chosen and the rejected answer are the same text, so that there is nothing to prefer; remove the row, or set `on_equal = \"warn\"`";
+
+/// A row before anything became tokens.
+pub(super) struct RawJudged {
+    /// What is asked.
+    pub asked: Asked,
+    /// Texts of the answers.
+    pub answers: Vec<String>,
+    is_desirable: bool,
+    margin: f32,
+}
+
+impl RawJudged {
+    /// Reads a row.
+    ///
+    /// # Errors
+    /// [`DataError`] with the row: a column is missing or of another type, an answer is empty, the answers are not of
+    /// the row's prompt.
+    pub fn read(config: &PreferenceFormat, row: &Row<'_>) -> Result<RawJudged, DataError> {
+        let answers = config.answers().into_iter();
+        let answers = answers
+            .map(|(name, column)| read_answer(row, name, column))
+            .collect::<Result<Vec<Answer>, DataError>>()?;
+        Ok(RawJudged {
+            asked: asked(row, &config.prompt, &answers)?,
+            answers: answers.into_iter().map(|answer| answer.text).collect(),
+            is_desirable: match &config.labels {
+                Some(column) => label(row, column)?,
+                None => true,
+            },
+            margin: match &config.margins {
+                Some(column) => margin(row, column)?,
+                None => 0.0,
+            },
+        })
+    }
+}
+
 /// An answer with the conversation before it, where the column has one.
 struct Answer {
     name: &'static str,
@@ -45,30 +84,19 @@ impl Judged {
     ) -> Result<Judged, DataError> {
         let (data, tokenizer) = (source.data.as_ref(), &source.tokenizer);
         let row = Row::read(data, index)?;
-        let answers = config.answers().into_iter();
-        let answers = answers
-            .map(|(name, column)| read_answer(&row, name, column))
-            .collect::<Result<Vec<Answer>, DataError>>()?;
-        let asked = asked(&row, &config.prompt, &answers)?;
-        let (text, prompt) = format.write(&row, asked, tokenizer, source.template.as_ref())?;
+        let raw = RawJudged::read(config, &row)?;
+        let (text, prompt) = format.write(&row, raw.asked, tokenizer, source.template.as_ref())?;
         let stop = source
             .stop
             .ok_or_else(|| row.fault("there is no id that ends an answer".to_owned()))?;
-        let answers = answers
-            .iter()
-            .map(|answer| target_tokens(&answer.text, stop, data, index, tokenizer));
+        let answers = raw.answers.iter();
+        let answers = answers.map(|text| target_tokens(text, stop, data, index, tokenizer));
         Ok(Judged {
             text,
             prompt,
             answers: answers.collect::<Result<_, DataError>>()?,
-            is_desirable: match &config.labels {
-                Some(column) => label(&row, column)?,
-                None => true,
-            },
-            margin: match &config.margins {
-                Some(column) => margin(&row, column)?,
-                None => 0.0,
-            },
+            is_desirable: raw.is_desirable,
+            margin: raw.margin,
         })
     }
 

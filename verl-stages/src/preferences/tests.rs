@@ -313,7 +313,7 @@ fn long_rows_stop_the_run_unless_asked_otherwise() {
     let cut = judge(&config, pair("#### 123456", "#### 5")).unwrap();
     assert_eq!(cut.answers.iter().map(Vec::len).collect::<Vec<_>>(), [5, 4]);
     assert_eq!(judge(&config, asked).unwrap().prompt.len(), 8);
-    // What the prompt leaves of the context counts too, and nothing is left here.
+    // What the prompt leaves of the context counts too: one token here.
     let wide = Preferences {
         format: PreferenceFormat {
             max_prompt_tokens: None,
@@ -322,7 +322,9 @@ fn long_rows_stop_the_run_unless_asked_otherwise() {
         ..config.clone()
     };
     let full = json!({"prompt": "1".repeat(CONTEXT - 3), "chosen": 1, "rejected": 2});
-    check_refused(&wide, full, "there is room for 0 behind a prompt of 20");
+    let cut = judge(&wide, full).unwrap();
+    assert_eq!(cut.prompt.len(), CONTEXT - 1);
+    assert_eq!(cut.answers.iter().map(Vec::len).collect::<Vec<_>>(), [1, 1]);
 }
 
 #[test]

@@ -48,7 +48,7 @@ pub struct PromptFormat {
     pub template: Template,
     /// Further variables of the chat template, such as `enable_thinking`.
     pub template_variables: Map<String, Value>,
-    /// Longest prompt (tokens); the model's context when absent.
+    /// Longest prompt (tokens); one less than the model's context when absent.
     pub max_prompt_tokens: Option<usize>,
     /// What becomes of a longer prompt.
     pub on_long: OnLong,
@@ -131,16 +131,8 @@ impl PromptFormat {
         template: Option<&ChatTemplate>,
     ) -> Result<EncodedPrompt, DataError> {
         let row = Row::read(data, index)?;
-        let asked = match &self.messages {
-            Some(column) => Asked::Messages(row.messages(column)?),
-            None => Asked::Text(row.text(&self.question)?),
-        };
+        let (asked, answer) = self.read(&row)?;
         let (text, tokens) = self.write(&row, asked, tokenizer, template)?;
-        let answer = if self.answer.is_empty() {
-            String::new()
-        } else {
-            row.text(&self.answer)?
-        };
         Ok(EncodedPrompt {
             text,
             tokens,
@@ -148,7 +140,40 @@ impl PromptFormat {
         })
     }
 
-    /// Applies the limit to the prompt of row `index`: `max_prompt_tokens`, else `context`.
+    /// What a row asks, and its answer.
+    fn read(&self, row: &Row<'_>) -> Result<(Asked, String), DataError> {
+        let asked = match &self.messages {
+            Some(column) => Asked::Messages(row.messages(column)?),
+            None => Asked::Text(row.text(&self.question)?),
+        };
+        let answer = if self.answer.is_empty() {
+            String::new()
+        } else {
+            row.text(&self.answer)?
+        };
+        Ok((asked, answer))
+    }
+
+    /// Looks whether a row has what a prompt is made of; the template and the tokenizer are not asked.
+    ///
+    /// # Errors
+    /// [`DataError`] with the row: a column is missing or of another type, the conversation ends with an answer.
+    pub(crate) fn look(&self, row: &Row<'_>) -> Result<(), DataError> {
+        let (asked, _) = self.read(row)?;
+        self.look_at(row, asked)
+    }
+
+    /// The same of what is asked.
+    pub(crate) fn look_at(&self, row: &Row<'_>, asked: Asked) -> Result<(), DataError> {
+        match (self.template, asked) {
+            (Template::Chat, asked) => self.conversation(row, asked).map(drop),
+            (Template::None, Asked::Text(_)) => Ok(()),
+            (Template::None, Asked::Messages(_)) => Err(messages_without_template(row)),
+        }
+    }
+
+    /// Applies the limit to the prompt of row `index`: `max_prompt_tokens`, else what `context` leaves beside a token of
+    /// an answer.
     ///
     /// # Errors
     /// [`DataError::Row`] when it is longer, unless it is to be truncated.
@@ -163,15 +188,18 @@ impl PromptFormat {
         let tokens = prompt.tokens.len();
         if tokens > limit {
             if self.on_long != OnLong::Truncate {
-                let setting = match self.max_prompt_tokens {
-                    Some(_) => "`max_prompt_tokens`",
-                    None => "the model's context",
+                let room = if self.max_prompt_tokens == Some(limit) {
+                    format!("`max_prompt_tokens` is {limit}; raise it")
+                } else {
+                    format!(
+                        "the model's context is {context}, which an answer has to fit in too; shorten it"
+                    )
                 };
                 return Err(DataError::Row {
                     path: data.origin(),
                     row: index + 1,
                     reason: format!(
-                        "the prompt has {tokens} tokens, but {setting} is {limit}; raise it, or set `on_long` to \"truncate\" or \"drop\""
+                        "the prompt has {tokens} tokens, but {room}, or set `on_long` to \"truncate\" or \"drop\""
                     ),
                 });
             }
@@ -180,9 +208,10 @@ impl PromptFormat {
         Ok(prompt)
     }
 
-    /// Most tokens of a prompt for a model of this context.
+    /// Most tokens of a prompt for a model of this context, in which there must be room for a token of an answer.
     pub fn limit(&self, context: usize) -> usize {
-        self.max_prompt_tokens.unwrap_or(context)
+        let room = context.saturating_sub(1).max(1);
+        self.max_prompt_tokens.map_or(room, |most| most.min(room))
     }
 
     /// What is asked, as text and as tokens, at least one.
@@ -216,10 +245,7 @@ impl PromptFormat {
                 (text, tokens)
             }
             (Template::None, _, Asked::Messages(_)) => {
-                return Err(row.fault(
-                    "the prompt is a list of messages, which become text through a chat template alone; set `template = \"chat\"`"
-                        .to_owned(),
-                ));
+                return Err(messages_without_template(row));
             }
         };
         let tokens = tokens.map_err(|e| row.fault(e.to_string()))?;
@@ -251,6 +277,13 @@ impl PromptFormat {
         }
         Ok(messages)
     }
+}
+
+fn messages_without_template(row: &Row<'_>) -> DataError {
+    row.fault(
+        "the prompt is a list of messages, which become text through a chat template alone; set `template = \"chat\"`"
+            .to_owned(),
+    )
 }
 
 /// What a prompt is made of.

@@ -8,7 +8,7 @@ use verl_models::tokenizer::Tokenizer;
 use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::stage::{BuildContext, ConfigError, StageError, StartContext};
 
-use super::{PromptFormat, Template};
+use super::{PromptFormat, Row, target_tokens};
 use crate::model::TextTools;
 use crate::settings::undeclared;
 
@@ -49,29 +49,9 @@ impl Source {
     ) -> Result<Source, StageError> {
         let data = context.data(data)?;
         let texts = TextTools::of(context.models, model)?;
-        let missing = |what: &str, help: &str| StageError::Model {
-            name: model.to_owned(),
-            reason: format!("has no {what}{help}"),
-        };
-        let tokenizer = texts
-            .tokenizer
-            .ok_or_else(|| missing("tokenizer, which prompts need", ""))?;
-        let template = match format.template {
-            Template::None => None,
-            Template::Chat => {
-                let template = texts.template.as_deref().ok_or_else(|| {
-                    missing(
-                        "chat template",
-                        "; `template = \"none\"` uses the question as it is",
-                    )
-                })?;
-                Some(
-                    template
-                        .clone()
-                        .with_variables(format.template_variables.clone()),
-                )
-            }
-        };
+        let tokenizer = texts.tokenizer(model, "prompts need")?;
+        let variables = &format.template_variables;
+        let template = texts.chat_template(model, format.template, variables)?;
         let stop = ends_answers
             .then(|| stop_id(model, &tokenizer, template.as_ref()))
             .transpose()?;
@@ -103,7 +83,7 @@ impl Source {
         (epoch, row)
     }
 
-    /// Leaves out rows whose prompt is too long.
+    /// Leaves out rows whose prompt is too long, or whose answer is where answers are trained on.
     pub(super) fn drop_long(&mut self, format: &PromptFormat) -> Result<(), StageError> {
         let limit = format.limit(self.context);
         let what = format!(
@@ -113,7 +93,13 @@ impl Source {
         self.drop_rows(&what, |source, row| {
             let data = source.data.as_ref();
             let prompt = format.encode(data, row, &source.tokenizer, source.template.as_ref())?;
-            Ok(prompt.tokens.len() <= limit)
+            let answer = match source.stop {
+                Some(stop) => {
+                    target_tokens(&prompt.answer, stop, data, row, &source.tokenizer)?.len()
+                }
+                None => 0,
+            };
+            Ok(prompt.tokens.len() <= limit && prompt.tokens.len() + answer <= source.context)
         })
     }
 
@@ -148,6 +134,40 @@ impl Source {
         self.rows = rows;
         Ok(())
     }
+}
+
+/// Faults of rows that are told together.
+const FAULTS: usize = 5;
+
+/// Looks at every row of a data set before anything is drawn, so that a bad one does not end a run when its turn comes:
+/// reads them, and tokenises none.
+///
+/// # Errors
+/// The first few rows that `look` refuses, together.
+pub(crate) fn look_at_rows(
+    data: &dyn DataLoaderInterface,
+    look: impl Fn(&Row<'_>) -> Result<(), DataError>,
+) -> Result<(), StageError> {
+    let mut faults = Vec::new();
+    for index in 0..data.len() {
+        let looked = Row::read(data, index).and_then(|row| look(&row));
+        faults.extend(looked.err());
+        if faults.len() > FAULTS {
+            break;
+        }
+    }
+    let more = faults.len() > FAULTS;
+    faults.truncate(FAULTS);
+    if faults.len() < 2 {
+        return faults.pop().map_or(Ok(()), |fault| Err(fault.into()));
+    }
+    let told: Vec<String> = faults.iter().map(|fault| format!("\n  {fault}")).collect();
+    Err(StageError::failed(format!(
+        "`{}` has rows that cannot be used{}:{}",
+        data.origin(),
+        if more { ", the first of which are" } else { "" },
+        told.concat()
+    )))
 }
 
 /// Names of a data set and a model that the pipeline does not declare.

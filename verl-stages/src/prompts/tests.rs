@@ -316,7 +316,7 @@ fn long_prompts_stop_the_run_unless_asked_otherwise() {
     let question = "1".repeat(62);
     assert!(
         told(&format, json!({"question": question, "answer": ""}))
-            .contains("the model's context is 64")
+            .contains("the model's context is 64, which an answer has to fit in too")
     );
 
     let config = Prompts {
@@ -576,4 +576,79 @@ fn starting_takes_tokenizer_template_and_context_from_the_model() {
         batch.get(&PROMPT_TEXTS).unwrap().row(0),
         "7<|user|>1+1<|assistant|>"
     );
+}
+
+/// What is told when the stage of `config` starts on `values`.
+fn told_at_start(config: Prompts, values: Value) -> String {
+    let data = BTreeMap::from([("train".to_owned(), rows(values))]);
+    let whole = resource(Some(tokenizer()), Some(template()));
+    let mut models: Models = BTreeMap::from([("actor".to_owned(), Box::new(whole) as _)]);
+    let mut stage = PromptStage {
+        format: config.format(),
+        prompts: 1,
+        source: None,
+        config,
+    };
+    let started = stage.start(&mut StartContext {
+        data: &data,
+        models: &mut models,
+    });
+    started
+        .err()
+        .map_or(String::new(), |error| error.to_string())
+}
+
+#[test]
+fn bad_rows_are_told_before_the_first_step() {
+    let row = |answer: Value| json!({"question": "1+1", "answer": answer});
+    let one = json!([row(json!("2")), row(json!(null)), row(json!(2))]);
+    assert_eq!(
+        told_at_start(Prompts::default(), one),
+        "`rows`, row 2: column `answer` holds null, not a text"
+    );
+    let several = json!([{"question": 3}, row(json!("2")), {"answer": "2"}, row(json!([]))]);
+    let told = told_at_start(Prompts::default(), several);
+    for words in [
+        "row 1: there is no column `answer`",
+        "row 3: there is no column `question`",
+        "row 4: column `answer` holds a list",
+    ] {
+        assert!(told.contains(words), "`{words}` is not in: {told}");
+    }
+    let all = Value::Array(vec![json!({"question": "1+1"}); 400]);
+    let told = told_at_start(Prompts::default(), all);
+    assert!(told.contains("the first of which are"), "{told}");
+    assert!(told.contains("row 5") && !told.contains("row 6"), "{told}");
+    let conversation = Prompts {
+        messages: Some("chat".to_owned()),
+        answer: String::new(),
+        ..Prompts::default()
+    };
+    let ends = json!([{"chat": [{"role": "assistant", "content": "2"}]}]);
+    let told = told_at_start(conversation, ends);
+    assert!(told.contains("row 1: the conversation ends"), "{told}");
+}
+
+#[test]
+fn answers_that_do_not_fit_the_context_are_handled_as_long_prompts() {
+    let long = "1".repeat(60);
+    let data =
+        || rows(json!([{"question": "1+1", "answer": long}, {"question": "2+2", "answer": "4"}]));
+    let config = |on_long| Prompts {
+        on_long,
+        with_targets: true,
+        shuffle: false,
+        ..Prompts::default()
+    };
+    let told = step(&mut stage(config(OnLong::Error), 1, data()), 1, 0);
+    let told = told.err().unwrap().to_string();
+    assert!(told.contains("row 1: the answer has 61 tokens"), "{told}");
+    let (batch, _) = step(&mut stage(config(OnLong::Truncate), 1, data()), 1, 0).unwrap();
+    let prompt = batch.get(&PROMPTS).unwrap().row_len(0);
+    assert_eq!(batch.get(&TARGETS).unwrap().row_len(0), 64 - prompt);
+    let mut dropping = stage(config(OnLong::Drop), 1, data());
+    let format = dropping.format.clone();
+    let source = dropping.source.as_mut().unwrap();
+    source.drop_long(&format).unwrap();
+    assert_eq!(source.rows, [1]);
 }

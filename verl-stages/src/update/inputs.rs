@@ -70,14 +70,16 @@ impl UpdateStage {
         columns: &Columns<'_>,
         rows: Range<usize>,
         at: StepAt,
-    ) -> Result<(), StageError> {
+    ) -> Result<Option<Vec<f32>>, StageError> {
+        let reads_squares = self.loss.reads_sum_pi_squared;
+        let mut squares = None;
         let reads_current = self.loss.reads(LossInput::CurrentLogProbs);
         let entropies = self.loss.reads(LossInput::CurrentEntropies);
         let known = at.is_first && mini.old_log_probs.is_some();
-        if entropies || (reads_current && !known) {
+        if entropies || reads_squares || (reads_current && !known) {
             let extras = Extras {
                 entropies,
-                ..Extras::NONE
+                sum_pi_squared: reads_squares,
             };
             let scores = policy.score(
                 &columns.rows.score_rows(rows.clone()),
@@ -99,6 +101,10 @@ impl UpdateStage {
             if entropies {
                 mini.current_entropies = Some(packed(|scores| &scores.entropies));
             }
+            if reads_squares {
+                let squared = packed(|scores| &scores.sum_pi_squared);
+                squares = Some(squared.into_iter().map(|sum| sum.ln() as f32).collect());
+            }
             mini.current_log_probs = Some(packed(|scores| &scores.log_probs));
             if mini.old_log_probs.is_none() && self.loss.reads(LossInput::OldLogProbs) {
                 mini.old_log_probs.clone_from(&mini.current_log_probs);
@@ -109,7 +115,7 @@ impl UpdateStage {
         if self.loss.reads(LossInput::Draws) {
             mini.draws = Some(draws(columns, rows, at));
         }
-        Ok(())
+        Ok(squares)
     }
 }
 

@@ -4,7 +4,6 @@ use verl_pipe::stage::Models;
 
 use super::*;
 use crate::sink::run_with;
-use verl_algos::Counts;
 
 #[test]
 fn truncated_responses_leave_the_loss_and_its_counts() {
@@ -39,7 +38,8 @@ fn truncated_responses_leave_the_loss_and_its_counts() {
     let columns = Columns::new(&batch, RESPONSES).unwrap();
     let mini = columns.mini_batch(0..3);
     assert_eq!(mini.rollout_weights, Some(vec![0.5]));
-    assert_eq!(mini.counts, Counts::declared(1, 3));
+    // Rows that were emptied leave both denominators.
+    assert_eq!(mini.counts, Counts::declared(1, 1));
 
     // The key is only there where the setting asks for it.
     let reads = |mask_truncated| {
@@ -80,4 +80,168 @@ fn the_first_steps_can_be_left_to_the_critic() {
     assert_eq!(doubt.setting, "warmup_steps");
     assert!(doubt.reason.contains("never trained"), "{doubt}");
     assert_eq!(doubts(0, 0), []);
+}
+
+#[test]
+fn several_optimiser_steps_a_step_need_old_log_probs() {
+    let needs = |loss: Part<Loss>, steps| {
+        let config = Update {
+            loss,
+            ..Update::default()
+        };
+        let mut context = BuildContext::default();
+        context.batch.samples = 2;
+        context.batch.optimizer_steps = steps;
+        let spec = StageConfig::build(&config, &context).unwrap().spec();
+        let has = |fields: &[verl_pipe::field::Field]| {
+            fields
+                .iter()
+                .any(|field| field.name == OLD_LOG_PROBS.name())
+        };
+        (has(&spec.reads), has(&spec.reads_optional))
+    };
+    let ratio = || PolicyObjective::<Grpo>::default().into();
+    assert_eq!(needs(ratio(), 1), (false, true));
+    assert_eq!(needs(ratio(), 0), (false, true));
+    assert_eq!(needs(ratio(), 2), (true, false));
+    let none = crate::losses::Dpo::default;
+    assert_eq!(needs(none().into(), 8), (false, false));
+}
+
+/// A model to train, and two pairs of answers with log-probs of a reference.
+fn pairs() -> (Models, Batch) {
+    let folder =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/addition-base");
+    let optimizer = verl_models::optim::OptimizerConfig {
+        learning_rate: 1e-3,
+        ..Default::default()
+    };
+    let model = crate::model::CausalLm::trained(folder, optimizer);
+    let model =
+        verl_pipe::stage::ModelConfig::load(&model, "actor", "cpu", &BuildContext::default());
+    let models = Models::from([("actor".to_owned(), model.expect("a model"))]);
+    let ids = [0, 1].map(|row| RowId::prompt(0, row).unwrap());
+    let mut batch = Batch::with_rows(&ids).repeat(2).unwrap();
+    let prompts = [[1u32, 5], [1, 5], [1, 9], [1, 9]];
+    let tokens = [&[7u32, 8, 2][..], &[6, 2], &[10, 11, 12, 2], &[2]];
+    let reference = tokens.map(|row| vec![-1.5f32; row.len()]);
+    let kinds = tokens.map(|row| vec![1u8; row.len()]);
+    batch
+        .put(&PROMPTS, RaggedColumn::from_rows(prompts))
+        .unwrap();
+    batch
+        .put(&RESPONSES, RaggedColumn::from_rows(tokens))
+        .unwrap();
+    batch
+        .put(&MASK_KINDS, RaggedColumn::from_rows(kinds))
+        .unwrap();
+    batch
+        .put(&REF_LOG_PROBS, RaggedColumn::from_rows(reference))
+        .unwrap();
+    batch
+        .put(&verl_pipe::keys::DESIRABLE, vec![1u8, 0, 1, 0])
+        .unwrap();
+    (models, batch)
+}
+
+/// The stage with a loss of pairs, and what it recorded of metrics in each of `steps`.
+fn losses_of(loss: crate::losses::Dpo, metric: &Metric, steps: &[u64]) -> Vec<f64> {
+    let config = Update {
+        loss: loss.into(),
+        ..Update::default()
+    };
+    let mut context = BuildContext::default();
+    context.batch.samples = 2;
+    context.batch.mini_rows = 4;
+    context.batch.micro_rows = 2;
+    let mut stage = StageConfig::build(&config, &context).unwrap();
+    let (mut models, batch) = pairs();
+    let mut one = |stage: &mut dyn Stage, step| {
+        let kept = run_with(stage, step, batch.clone(), &mut models).expect("a step");
+        kept.mean(metric).expect("recorded")
+    };
+    let mut values = Vec::new();
+    for step in steps {
+        values.push(one(stage.as_mut(), *step));
+    }
+    values
+}
+
+#[test]
+fn the_reward_shift_is_kept_between_steps_and_in_snapshots() {
+    let bco = crate::losses::Dpo {
+        variant: "bco_pair".to_owned(),
+        reward_shift: true,
+        ..Default::default()
+    };
+    let shifts = losses_of(bco.clone(), &REWARD_SHIFT, &[1, 2]);
+    assert!(shifts[0] != 0.0 && shifts[0] != shifts[1], "{shifts:?}");
+    // The first step has no mean yet, the second has.
+    let plain = crate::losses::Dpo {
+        reward_shift: false,
+        ..bco.clone()
+    };
+    let (with, without) = (
+        losses_of(bco.clone(), &LOSS, &[1, 2]),
+        losses_of(plain, &LOSS, &[1, 2]),
+    );
+    assert_eq!(with[0], without[0]);
+    assert!(with[1] != without[1], "{with:?}");
+
+    let config = Update {
+        loss: bco.into(),
+        ..Update::default()
+    };
+    let mut context = BuildContext::default();
+    context.batch.samples = 2;
+    context.batch.mini_rows = 4;
+    let mut stage = StageConfig::build(&config, &context).unwrap();
+    let (mut models, batch) = pairs();
+    let mut shift = |stage: &mut dyn Stage| {
+        let kept = run_with(stage, 1, batch.clone(), &mut models).unwrap();
+        kept.mean(&REWARD_SHIFT).unwrap()
+    };
+    shift(stage.as_mut());
+    let kept = stage.snapshot().unwrap().expect("state");
+    let state = kept
+        .state
+        .downcast_ref::<crate::losses::LossState>()
+        .unwrap()
+        .clone();
+    shift(stage.as_mut());
+    stage.restore(&kept).unwrap();
+    let again = stage.snapshot().unwrap().expect("state");
+    assert_eq!(
+        again.state.downcast_ref::<crate::losses::LossState>(),
+        Some(&state)
+    );
+    let none = StageConfig::build(&Update::default(), &context)
+        .unwrap()
+        .snapshot();
+    assert!(none.unwrap().is_none());
+}
+
+#[test]
+fn pairs_can_be_weighed_by_what_the_policy_would_say() {
+    let dpo = crate::losses::Dpo::default;
+    let weighed = crate::losses::Dpo { wpo: true, ..dpo() };
+    let (with, without) = (
+        losses_of(weighed, &LOSS, &[1]),
+        losses_of(dpo(), &LOSS, &[1]),
+    );
+    // A weight is a product of geometric means of π / Σ π², positive and here not 1.
+    assert!(
+        with[0] > 0.0 && (with[0] - without[0]).abs() > 1e-6,
+        "{with:?} {without:?}"
+    );
+    let sorted = crate::losses::Dpo {
+        variant: "aot".to_owned(),
+        wpo: true,
+        ..dpo()
+    };
+    let mut context = BuildContext::default();
+    context.batch.samples = 2;
+    let part: Part<Loss> = sorted.into();
+    let faults = part.build("loss", &context).unwrap_err();
+    assert!(format!("{faults:?}").contains("wpo"), "{faults:?}");
 }

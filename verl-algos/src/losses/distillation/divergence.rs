@@ -64,7 +64,14 @@ impl Tail {
     }
 }
 
-/// A divergence of the student q from the teacher p.
+/// A divergence D(p, q) of the student q from the teacher p, nats.
+///
+/// # Shapes
+/// Log-probs of both `[N, K]`; result `[N]`.
+/// # Differences
+/// Over the teacher's best K tokens, where GKD takes the vocabulary: see [`Tail`].
+/// # Source
+/// Agarwal et al. 2024 (GKD), arXiv:2306.13649, section 3.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Divergence {
     /// KL(p‖q) = Σ p (log p − log q): the student covers all that the teacher may say.

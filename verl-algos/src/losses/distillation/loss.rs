@@ -17,6 +17,8 @@ use crate::tensor::{at_least_f32, constant_like};
 ///
 /// Log-probs at a temperature T are those of logits over T, on both sides.
 ///
+/// # Shapes
+/// Log-probs of student and teacher at the teacher's best K: `[M, K]`; result `[M]`, one a token.
 /// # Differences
 /// GKD sums over the vocabulary; over the best K the [`Tail`] rule says what becomes of the rest. With K the size of the
 /// vocabulary both rules give GKD's numbers.

@@ -10,8 +10,12 @@ use crate::losses::{Mean, PerRow, PreparedRows, RowLoss};
 ///
 /// 0 for a mini-batch without chosen tokens.
 ///
+/// # Shapes
+/// Log-probs `[M]`; result: one a chosen row.
 /// # Differences
 /// TRL's ORPO runs over the prompt too; here, as in the paper, over the answer.
+/// # Source
+/// Xu et al. 2024 (CPO), arXiv:2401.08417; Hong et al. 2024 (ORPO), arXiv:2403.07691.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ChosenNll;
 

@@ -12,6 +12,13 @@ use crate::error::{AlgoError, check_setting};
 use crate::losses::{Objective, PerRow, PreparedRows, RowLoss};
 
 /// What a pair costs, as a function of x = c − r, the log-probs of its two answers.
+///
+/// # Shapes
+/// x: `[P]`, one a pair; result the same.
+/// # Differences
+/// None known against TRL.
+/// # Source
+/// TRL `CPOTrainer`; the papers stand at [`Cpo`].
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum CpoLoss {
     /// max(0, 1 − βx) on sums over tokens.
@@ -34,6 +41,8 @@ pub enum CpoLoss {
 /// (1 − e^{−αc})/α. Reported, as means over pairs: rewards βc and βr, their margin and accuracy, and the log-probs.
 /// [`Cpo::objective`] adds the likelihood of chosen answers, which is part of CPO.
 ///
+/// # Shapes
+/// Log-probs `[M]` of whole pairs; result `[P]`, one a pair.
 /// # Differences
 /// TRL computes e^c first, which underflows for long answers.
 /// # Source

@@ -9,6 +9,8 @@ use crate::error::{AlgoError, check_setting};
 ///
 /// Each log-ratio Δ of a row is replaced by f′ at e^Δ. Exponents are clamped to ±80.
 ///
+/// # Shapes
+/// Log-ratios `[P]`, one a side of each pair; result the same.
 /// # Differences
 /// TRL keeps Δ itself in `apo_zero` and `apo_down`; here it is replaced everywhere.
 /// # Source

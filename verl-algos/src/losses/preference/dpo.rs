@@ -14,6 +14,8 @@ use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
 /// Δ_w = Σ w_t (ℓ − ℓ_ref) over the chosen answer, Δ_l likewise, w_t = 1 unless `ld_alpha` is given. Reported, as means
 /// over pairs: the implicit rewards βΔ_w and βΔ_l, their margin and accuracy, and the log-probs of both answers.
 ///
+/// # Shapes
+/// Log-probs and ℓ_ref `[M]` of whole pairs; result `[P]`, one a pair.
 /// # Differences
 /// Weights of WPO for `sft` or for sorted pairs are refused; TRL multiplies there too. Its earlier versions
 /// bounded a weight by 1.

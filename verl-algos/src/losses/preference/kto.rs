@@ -18,6 +18,11 @@ use crate::tensor::indices_like;
 /// [`kl_baseline`]. A row of `desirable` without action tokens has Δ = 0. Reported: the implicit rewards βΔ and the
 /// log-probs, as means over desirable (`…_chosen`) and other rows (`…_rejected`); `kto_kl`, which is z₀.
 ///
+/// # Shapes
+/// Log-probs and ℓ_ref `[M]` of whole rows, `desirable` `[B]`; result: one a row.
+/// # Differences
+/// TRL takes z₀ of each device's micro-batch, with a mean that passes over NaN; here it is one number of the
+/// mini-batch, and a log-prob that is not finite is refused.
 /// # Source
 /// Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1; with z₀ = 0: D'Oosterlinck et al. 2024, arXiv:2408.06266.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -162,10 +167,14 @@ impl RowLoss for Kto {
 /// `log_ratios` holds Σ(ℓ − ℓ_ref) of each mismatched row of the mini-batch over all ranks, in which a prompt is
 /// followed by the answer to another one ([`mismatched_rows`]), scored without gradient.
 ///
+/// # Shapes
+/// `log_ratios`: `[B]`; result: one number.
 /// # Errors
 /// Fewer than two rows; a number that is not finite.
 /// # Differences
 /// TRL leaves rows with NaN out of the mean; here they are refused.
+/// # Source
+/// Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1; TRL `KTOTrainer`.
 pub fn kl_baseline(log_ratios: &[f64]) -> Result<f64, AlgoError> {
     check_rows(log_ratios.len())?;
     check_finite("kl_log_ratios", log_ratios)?;
@@ -174,10 +183,14 @@ pub fn kl_baseline(log_ratios: &[f64]) -> Result<f64, AlgoError> {
 
 /// Row whose answer is put after the prompt of each row: the next one, and the first for the last.
 ///
+/// # Shapes
+/// Result: `[B]`, a row for each row.
 /// # Errors
 /// Fewer than two rows, where the only answer is the prompt's own.
 /// # Differences
 /// Reversing the rows, as some do, pairs the middle one of an odd number with itself.
+/// # Source
+/// TRL `KTOTrainer`, which rotates by one as well.
 pub fn mismatched_rows(num_rows: usize) -> Result<Vec<usize>, AlgoError> {
     check_rows(num_rows)?;
     Ok((1..num_rows).chain([0]).collect())

@@ -8,7 +8,14 @@ use crate::error::AlgoError;
 use crate::losses::LossInput;
 use crate::losses::{Objective, PerRow, PreparedRows, RowLoss};
 
-/// ORPO: the negative log-likelihood of chosen answers plus [`OrpoOdds`].
+/// ORPO = the negative log-likelihood of chosen answers, a mean over tokens, plus [`OrpoOdds`].
+///
+/// # Shapes
+/// As [`OrpoOdds`].
+/// # Differences
+/// As [`ChosenNll`] and [`OrpoOdds`].
+/// # Source
+/// Hong et al. 2024, arXiv:2403.07691, eq. 6.
 pub fn orpo(beta: f64) -> Objective {
     Objective::new(Aggregation::default())
         .with_rows(1.0, ChosenNll)
@@ -21,6 +28,10 @@ pub fn orpo(beta: f64) -> Objective {
 /// o is the log of the odds of the chosen over those of the rejected answer. [`orpo`] adds the likelihood. Reported, as
 /// means over pairs: `log_odds`, rewards βc and βr, their margin and accuracy, and the mean log-probs c and r.
 ///
+/// # Shapes
+/// Log-probs `[M]` of whole pairs; result `[P]`, one a pair.
+/// # Differences
+/// The odds are TRL's; its likelihood runs over the prompt too, [`ChosenNll`] over the answer.
 /// # Source
 /// Hong et al. 2024, arXiv:2403.07691, eq. 7.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -10,6 +10,16 @@ use crate::losses::{Mean, PreparedRows};
 /// What a pair costs, as a function of Δ_w and Δ_l, the sums of ℓ − ℓ_ref over its chosen and its rejected answer.
 ///
 /// Δ = Δ_w − Δ_l; L tokens; ε is `label_smoothing`.
+///
+/// # Shapes
+/// Δ_w, Δ_l: `[P]`, one a pair; result the same.
+/// # Differences
+/// TRL no longer smooths labels in `sigmoid`; the smoothed form is `cdpo`. `ipo` divides log-ratios by their numbers
+/// of tokens, as TRL does; OpenRLHF takes the sums, which is `ipo_sum`. `bco_pair` has no running shift in this
+/// version of TRL; here it is [`Preferences::reward_shift`](crate::Preferences::reward_shift), 0 unless set. An `sft`
+/// without chosen tokens is 0, where TRL's is 0/0.
+/// # Source
+/// Named at each loss; TRL `DPOTrainer`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum PreferenceLoss {
     /// Smoothed sigmoid on the sorted log-ratios of policy and reference; sees the whole mini-batch.

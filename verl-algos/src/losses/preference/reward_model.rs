@@ -15,6 +15,10 @@ use crate::losses::{PerRow, PreparedRows, RowLoss};
 /// second term keeps scores near 0, which the first leaves free. Reported, as means over pairs: scores of both sides, their
 /// margin (without m) and accuracy.
 ///
+/// # Shapes
+/// Values `[M]` of whole pairs, margins `[P]`; result `[P]`, one a pair.
+/// # Differences
+/// As TRL. OpenRLHF has the margin and no centring.
 /// # Source
 /// Ouyang et al. 2022, arXiv:2203.02155, eq. 1; margins: Touvron et al. 2023, arXiv:2307.09288, eq. 2; centring:
 /// Eisenstein et al. 2023, arXiv:2312.09244.

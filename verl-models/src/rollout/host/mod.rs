@@ -20,6 +20,7 @@ use super::engine::RolloutError;
 use crate::blocks::kv_cache::{KvShape, KvTrack};
 use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
+use crate::blocks::rope::RopeConfig;
 use crate::decoder::{Decoder, DecoderLayer};
 use crate::vector::{LANES, gated, rms_norm, rms_norm_in_place, rotate};
 
@@ -91,7 +92,7 @@ impl HostDecoder {
                 heads: config.heads.key_value,
                 dim: config.heads.dim,
             },
-            rotations: rotations(&config.rope.frequencies(config.heads.dim), tokens),
+            rotations: rotations(&config.rope, config.heads.dim, tokens),
             cached: bytes <= CACHED_BYTES,
         };
         Ok(HostDecoder {
@@ -388,12 +389,14 @@ fn host<const D: usize>(tensor: Tensor<D>) -> Result<Vec<f32>, RolloutError> {
 }
 
 /// Cosines and sines of positions `0..length`, rounded as the decoder's own tables are.
-fn rotations(frequencies: &[f32], length: usize) -> Vec<f32> {
+fn rotations(rope: &RopeConfig, head_dim: usize, length: usize) -> Vec<f32> {
+    let frequencies = rope.frequencies(head_dim, length);
+    let magnitude = rope.scaling.magnitude() as f32;
     let mut table = Vec::with_capacity(length * 2 * frequencies.len());
     for position in 0..length {
         let angles = frequencies.iter().map(|f| f64::from(position as f32 * f));
-        table.extend(angles.clone().map(|angle| angle.cos() as f32));
-        table.extend(angles.map(|angle| angle.sin() as f32));
+        table.extend(angles.clone().map(|angle| magnitude * angle.cos() as f32));
+        table.extend(angles.map(|angle| magnitude * angle.sin() as f32));
     }
     table
 }

@@ -2,7 +2,8 @@
 
 use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
-use crate::schedule::batching::Violation;
+use crate::schedule::batching::{GROUP, Violation};
+use crate::schedule::groups;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     findings.extend(draft.violations.iter().map(finding));
@@ -10,14 +11,25 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
 
 /// A violation as a finding.
 pub(crate) fn finding(violation: &Violation) -> Diagnostic {
-    let (section, key) = violation
-        .setting
-        .split_once('.')
-        .unwrap_or(("", violation.setting));
-    let help = match violation.nearest.as_slice() {
-        [] => format!("set `{key}` in [{section}]"),
-        [value] => format!("set `{key} = {value}` in [{section}]"),
-        values => {
+    if violation.setting == GROUP {
+        return groups::finding(violation.rule.clone());
+    }
+    let split = |setting: &'static str| setting.split_once('.').unwrap_or(("", setting));
+    let (section, key) = split(violation.setting);
+    let help = match (violation.nearest.as_slice(), &violation.instead) {
+        ([], None) => {
+            format!("no `{key}` fits the sizes that are named here: change one of these first")
+        }
+        ([], Some((other, values))) => {
+            let (section, other) = split(other);
+            let values: Vec<String> = values.iter().map(ToString::to_string).collect();
+            format!(
+                "no `{key}` fits these sizes: set `{other}` in [{section}] to {} and leave `{key}` out",
+                values.join(" or ")
+            )
+        }
+        ([value], _) => format!("set `{key} = {value}` in [{section}]"),
+        (values, _) => {
             let values: Vec<String> = values.iter().map(ToString::to_string).collect();
             format!("set `{key}` in [{section}] to {}", values.join(" or "))
         }

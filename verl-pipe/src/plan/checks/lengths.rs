@@ -16,6 +16,10 @@ pub(crate) fn check(
     _: &Tables,
     findings: &mut Vec<Diagnostic>,
 ) {
+    // Without what a stage that could not be built reads and writes, lengths cannot be followed through the graph.
+    if !draft.complete() {
+        return;
+    }
     let mut of_key: HashMap<&str, Lengths> = HashMap::new();
     for &index in order {
         let stage = &draft.stages[index];

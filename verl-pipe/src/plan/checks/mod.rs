@@ -1,8 +1,10 @@
 //! The checks of a pipeline, one rule a file. Each adds its findings; none stops at the first.
 
+pub(crate) mod agreements;
 pub(crate) mod barriers;
 pub(crate) mod batch_sizes;
 pub(crate) mod cycles;
+pub(crate) mod devices;
 pub(crate) mod dtypes;
 pub(crate) mod frozen;
 pub(crate) mod keys;
@@ -17,8 +19,10 @@ pub(crate) mod settings;
 pub(crate) mod shapes;
 pub(crate) mod stated;
 pub(crate) mod tags;
+pub(crate) mod traced;
 pub(crate) mod twice;
 pub(crate) mod unread;
+pub(crate) mod vocabularies;
 
 use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
@@ -32,17 +36,21 @@ pub(crate) type OrderedCheck = fn(&Draft<'_>, &[usize], &Tables, &mut Vec<Diagno
 /// Checks of what was declared, in the order of their findings.
 pub(crate) const DECLARED: &[Check] = &[
     batch_sizes::check,
+    devices::check,
     names::check,
     settings::check,
     stated::check,
     models::check,
     roles::check,
+    vocabularies::check,
+    agreements::check,
     keys::check,
     shapes::check,
     dtypes::check,
     nulls::check,
     tags::check,
     frozen::check,
+    traced::check,
     twice::check,
     unread::check,
 ];

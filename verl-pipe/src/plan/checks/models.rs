@@ -1,4 +1,4 @@
-//! Models exist, those that are updated may be, and none is there for nothing.
+//! Models that are used or saved exist, those that are updated may be, and none is there for nothing.
 
 use std::collections::BTreeMap;
 
@@ -36,6 +36,18 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                     suggest(model, "models", known.iter().map(String::as_str))
                 )),
         );
+    }
+    for name in draft.pipe.run.save.iter().flatten() {
+        if !known.contains(name) {
+            findings.push(
+                Diagnostic::error("P009", format!("there is no model `{name}`"))
+                    .at("[run] save")
+                    .because(
+                        "it was to be saved at the end of the run, but the pipeline declares no model of this name",
+                    )
+                    .help(suggest(name, "models", known.iter().map(String::as_str))),
+            );
+        }
     }
     for decl in &draft.pipe.models {
         let name = decl.name.as_str();

@@ -11,6 +11,10 @@ pub(crate) fn check(
     tables: &Tables,
     findings: &mut Vec<Diagnostic>,
 ) {
+    // A stage that could not be built may be the one that makes the samples.
+    if !draft.complete() {
+        return;
+    }
     let samples = draft.context.batch.samples;
     for &index in order {
         let Some(spec) = draft.stages[index].spec.as_ref() else {

@@ -1,10 +1,21 @@
-//! Settings of stages, models and data sets make sense: what their own configuration refuses or doubts.
+//! Settings of the run, of stages, models and data sets make sense; what a configuration itself refuses or doubts is told
+//! in its words.
 
 use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
 use crate::stage::ConfigError;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
+    let deadline = draft.pipe.run.stage_deadline_s;
+    // NaN is no time either.
+    if deadline.is_nan() || deadline <= 0.0 {
+        let error = ConfigError::new(
+            "stage_deadline_s",
+            format!("is {deadline}, so that no call of a stage would have time to end"),
+            "set it to a number of seconds above 0",
+        );
+        findings.push(refused("[run]", &error));
+    }
     for stage in draft.stages {
         let place = format!("stage `{}` ({})", stage.decl.name, stage.decl.kind);
         findings.extend(stage.errors.iter().map(|error| refused(&place, error)));
@@ -20,6 +31,8 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                 .flatten()
                 .map(|error| refused(&place, error)),
         );
+        let doubts = info.as_ref().into_iter().flat_map(|info| &info.doubts);
+        findings.extend(doubts.map(|doubt| doubted(&place, doubt)));
     }
     for data in &draft.pipe.data {
         let place = format!("[data.{}] ({})", data.name, data.kind);

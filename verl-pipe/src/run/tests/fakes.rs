@@ -51,6 +51,7 @@ pub(super) fn declare(
         rename: BTreeMap::new(),
         stated_reads: None,
         stated_writes: None,
+        debug: false,
         build: Arc::new(build),
     }
 }
@@ -119,12 +120,21 @@ impl ModelResource for Numbers {
         std::fs::create_dir_all(dir).map_err(failed)?;
         std::fs::write(dir.join("weights.txt"), format!("{:?}", self.weights)).map_err(failed)
     }
+    fn text_of(&self, tokens: &[u32]) -> Option<String> {
+        Some(
+            tokens
+                .iter()
+                .map(u32::to_string)
+                .collect::<Vec<_>>()
+                .join("-"),
+        )
+    }
     fn as_any_mut(&mut self) -> &mut dyn Any {
         self
     }
 }
 
-struct NumbersFactory;
+pub(super) struct NumbersFactory;
 
 impl ModelFactory for NumbersFactory {
     fn describe(&self, _context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
@@ -172,19 +182,19 @@ pub(super) fn source() -> StageDecl {
     stage(
         "prompts",
         StageSpec::new().rows(RowRule::Source).writes(PROMPTS),
-        |_, context| {
-            let batch = BATCH.prompts as u64;
-            let ids =
-                (0..batch).map(|i| RowId::prompt(0, (context.step - 1) * batch + batch - 1 - i));
-            let ids = ids.collect::<Result<Vec<_>, _>>()?;
-            let mut prompts = Batch::with_rows(&ids);
-            prompts.put(
-                &PROMPTS,
-                RaggedColumn::from_rows(ids.iter().map(|id| vec![7, id.row() as u32])),
-            )?;
-            context.emit(prompts)
-        },
+        |_, context| context.emit(prompts_of(context.step)?),
     )
+}
+
+/// The prompts of a step, last row first.
+pub(super) fn prompts_of(step: u64) -> Result<Batch, StageError> {
+    let batch = BATCH.prompts as u64;
+    let ids = (0..batch).map(|i| RowId::prompt(0, (step - 1) * batch + batch - 1 - i));
+    let ids = ids.collect::<Result<Vec<_>, _>>()?;
+    let mut prompts = Batch::with_rows(&ids);
+    let tokens = ids.iter().map(|id| vec![7, id.row() as u32]);
+    prompts.put(&PROMPTS, RaggedColumn::from_rows(tokens))?;
+    Ok(prompts)
 }
 
 pub(super) const SAMPLES: usize = 3;

@@ -20,7 +20,7 @@ const MATCH: Metric = Metric {
 
 /// Lines that a console wrote.
 #[derive(Clone, Default)]
-struct Page(Arc<Mutex<Vec<u8>>>);
+pub(super) struct Page(Arc<Mutex<Vec<u8>>>);
 
 impl std::io::Write for Page {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
@@ -33,12 +33,12 @@ impl std::io::Write for Page {
 }
 
 impl Page {
-    fn text(&self) -> String {
+    pub(super) fn text(&self) -> String {
         String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
     }
 }
 
-fn evaluated(dir: &Path, steps: u64) -> DataPipe {
+pub(super) fn evaluated(dir: &Path, steps: u64) -> DataPipe {
     let spec = StageSpec::new()
         .observer(2)
         .uses("actor", Access::Read)
@@ -66,7 +66,7 @@ fn evaluated(dir: &Path, steps: u64) -> DataPipe {
 }
 
 #[track_caller]
-fn trainer(pipe: &DataPipe, cancel: CancelToken) -> (Result<Trainer, RunError>, Page) {
+pub(super) fn trainer(pipe: &DataPipe, cancel: CancelToken) -> (Result<Trainer, RunError>, Page) {
     let page = Page::default();
     let console = Some(Console::to(Box::new(page.clone()), pipe.run.steps, 1));
     let run = RunOptions {
@@ -81,13 +81,15 @@ fn trainer(pipe: &DataPipe, cancel: CancelToken) -> (Result<Trainer, RunError>, 
                 run,
                 console,
                 versions: Vec::new(),
+                rules: Vec::new(),
+                schema: None,
             },
         ),
         page,
     )
 }
 
-fn lines(dir: &Path, name: &str) -> Vec<Value> {
+pub(super) fn lines(dir: &Path, name: &str) -> Vec<Value> {
     let text = std::fs::read_to_string(dir.join(name)).unwrap();
     assert!(text.is_empty() || text.ends_with('\n'));
     text.lines()
@@ -95,7 +97,7 @@ fn lines(dir: &Path, name: &str) -> Vec<Value> {
         .collect()
 }
 
-fn status(dir: &Path) -> Value {
+pub(super) fn status(dir: &Path) -> Value {
     serde_json::from_str(&std::fs::read_to_string(dir.join("status.json")).unwrap()).unwrap()
 }
 
@@ -237,7 +239,8 @@ fn a_failed_and_a_cancelled_run_say_so() {
             .unwrap()
             .contains("stage `reward`, key `rewards`")
     );
-    assert!(!dir.join("model").exists());
+    assert_eq!(status_["saved"], serde_json::json!(["actor"]));
+    assert!(status_.get("partial").is_none());
 
     let dir = temp.path().join("cancelled");
     let cancel = CancelToken::default();

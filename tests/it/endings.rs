@@ -1,0 +1,222 @@
+//! Runs that end before their target keep what they learnt.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use verl::pipe::batch::Batch;
+use verl::pipe::pipe::{DataPipe, stage_fn};
+use verl::pipe::run::error::RunError;
+use verl::pipe::run::runner::RunOptions;
+use verl::pipe::run::trainer::{Trainer, TrainerOptions};
+use verl::pipe::stage::{CancelToken, OnRowError, StageError, StageSpec};
+use verl::pipe::trace::tap::{Tap, TapPoint};
+use verl::prelude::keys::{REWARDS, SHAPED_REWARDS};
+
+use crate::kit::{Finished, GRPO, Place, trainer};
+
+fn status(dir: &Path) -> Value {
+    let text = fs::read_to_string(dir.join("status.json")).expect("a status");
+    serde_json::from_str(&text).expect("an object")
+}
+
+/// A pipeline with a stage of one's own before its advantages, which refuses the third step.
+fn with_a_late_fault(mut pipe: DataPipe) -> DataPipe {
+    let spec = StageSpec::new()
+        .reads(REWARDS)
+        .writes(SHAPED_REWARDS)
+        .on_row_error(OnRowError::Stop);
+    let at = pipe
+        .stages
+        .iter()
+        .position(|stage| stage.name == "advantages");
+    pipe = pipe.add_stage(
+        "late",
+        stage_fn(spec, |input, context| {
+            if context.step == 3 {
+                return Err(StageError::failed("row 401 has no answer"));
+            }
+            let rewards: Vec<Option<f32>> = input.get(&REWARDS)?.rows().collect();
+            let mut output = input.rows_only();
+            output.put(&SHAPED_REWARDS, rewards)?;
+            context.emit(output)
+        }),
+    );
+    let advantages = &mut pipe.stages[at.expect("the stage")];
+    let (own, key) = (REWARDS.name(), SHAPED_REWARDS.name());
+    advantages.rename.insert(own.to_owned(), key.to_owned());
+    pipe
+}
+
+#[test]
+fn a_fault_in_the_third_step_costs_that_step_alone() {
+    let place = Place::new();
+    let whole = place.train("whole", &["steps=2"]);
+    let pipe = with_a_late_fault(place.grpo("run", &[]));
+    let error = trainer(&pipe)
+        .expect("a trainer")
+        .train()
+        .expect_err("a fault");
+    assert!(matches!(error, RunError::Stage { step: 3, .. }), "{error}");
+    let run = Finished {
+        dir: place.path("run"),
+    };
+    assert_eq!(run.weights(), whole.weights());
+    let told = status(&run.dir);
+    assert_eq!(
+        (&told["status"], &told["step"]),
+        (&json!("failed"), &json!(2))
+    );
+    assert_eq!(told["saved"], json!(["actor"]));
+    assert_eq!(run.metrics().len(), 3);
+}
+
+/// Cancels a run when the update of step 2 is handed its rows.
+struct AtUpdate(CancelToken);
+
+impl Tap for AtUpdate {
+    fn input(&self, point: TapPoint<'_>, _: &Batch) {
+        if point.stage == "update" && point.step == 2 {
+            self.0.cancel();
+        }
+    }
+}
+
+#[test]
+fn a_run_that_is_cancelled_between_mini_batches_saves_a_whole_step() {
+    let place = Place::new();
+    let many = [
+        "batch.mini_batch=1",
+        "batch.epochs=2",
+        "batch.micro_batch=4",
+    ];
+    let two = place.train("two", &[many.as_slice(), &["steps=2"]].concat());
+    let cancel = CancelToken::default();
+    let options = TrainerOptions {
+        run: RunOptions {
+            tap: Arc::new(AtUpdate(cancel.clone())),
+            cancel,
+            ..RunOptions::default()
+        },
+        ..TrainerOptions::default()
+    };
+    let plan = place.grpo("run", &many).plan().expect("a plan");
+    let ended = Trainer::with_options(plan, options)
+        .expect("a trainer")
+        .train();
+    assert!(
+        matches!(ended, Err(RunError::Cancelled { .. })),
+        "{ended:?}"
+    );
+    let run = Finished {
+        dir: place.path("run"),
+    };
+    assert_eq!(run.weights(), two.weights());
+    let told = status(&run.dir);
+    assert_eq!(
+        (&told["status"], &told["step"]),
+        (&json!("cancelled"), &json!(2))
+    );
+    assert_eq!(told.get("partial"), None);
+}
+
+#[test]
+fn a_model_to_save_that_is_not_there_is_told_before_the_run() {
+    let place = Place::new();
+    let pipe = place.grpo("run", &["save=[\"acter\", \"ref\"]"]);
+    let refusal = trainer(&pipe).err().expect("a refusal");
+    for words in [
+        "error[P009]: there is no model `acter`",
+        "[run] save",
+        "did you mean `actor`?",
+    ] {
+        assert!(refusal.contains(words), "{refusal}");
+    }
+    assert!(!place.path("run").exists());
+}
+
+/// The executable on [`GRPO`] for more steps than anyone waits for.
+#[cfg(unix)]
+fn endless(place: &Place) -> Child {
+    let file = place.path("grpo.toml");
+    fs::write(&file, GRPO).expect("a file");
+    Command::new(env!("CARGO_BIN_EXE_pipe"))
+        .args(["train", &file.display().to_string(), "steps=1000000"])
+        .arg(format!("run.dir={}", place.path("run").display()))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("the executable")
+}
+
+/// Waits until the run tells that it has done a step.
+#[cfg(unix)]
+fn await_step(dir: &Path) {
+    let since = Instant::now();
+    let written = || dir.join("status.json").is_file();
+    let step = || written().then(|| status(dir)["step"].as_u64()).flatten();
+    while step().is_none_or(|step| step == 0) {
+        assert!(
+            since.elapsed() < Duration::from_secs(120),
+            "no step is told"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn signals_end_a_run_cleanly() {
+    for (signal, name) in [("INT", "Ctrl-C"), ("TERM", "what schedulers send")] {
+        let place = Place::new();
+        let mut child = endless(&place);
+        let dir = place.path("run");
+        await_step(&dir);
+        assert_eq!(status(&dir)["status"], "running", "{name}");
+        let kill = format!("kill -{signal} {}", child.id());
+        let sent = Command::new("sh")
+            .args(["-c", &kill])
+            .status()
+            .expect("a shell");
+        assert!(sent.success(), "{name}");
+        let ended = child.wait().expect("an end");
+        assert_eq!(ended.code(), Some(130), "{name}");
+        let told = status(&dir);
+        assert_eq!(told["status"], "cancelled", "{name}");
+        assert_eq!(told["saved"], json!(["actor"]));
+        assert!(dir.join("model/actor/model.safetensors").is_file());
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn versions_tell_what_decides_the_bits() {
+    let place = Place::new();
+    let file = place.path("grpo.toml");
+    fs::write(&file, GRPO).expect("a file");
+    let run = format!("run.dir={}", place.path("run").display());
+    let ended = Command::new(env!("CARGO_BIN_EXE_pipe"))
+        .args(["train", &file.display().to_string(), "steps=0", &run])
+        .output()
+        .expect("the executable");
+    assert!(ended.status.success(), "{ended:?}");
+    let summary = String::from_utf8_lossy(&ended.stdout).into_owned();
+    assert!(
+        summary.contains("0 steps in 0.0 s") && !summary.contains('%'),
+        "{summary}"
+    );
+    let text = fs::read_to_string(place.path("run/versions.json")).expect("versions");
+    let versions: Value = serde_json::from_str(&text).expect("an object");
+    let rustc = versions["rustc"].as_str().expect("a version");
+    assert!(rustc.starts_with("rustc "), "{rustc}");
+    for name in ["verl", "verl-pipe", "burn", "cubecl"] {
+        let version = versions[name].as_str().expect("a version");
+        assert!(version.split('.').count() >= 3, "{name} {version}");
+    }
+    let features = versions["processor"].as_array().expect("a list");
+    let known = cfg!(any(target_arch = "x86_64", target_arch = "aarch64"));
+    assert_eq!(features.is_empty(), !known, "{features:?}");
+}

@@ -1,0 +1,39 @@
+//! `pipe debug stall`: what a run that does not move waits for.
+
+use std::io::Write;
+
+use clap::Args;
+
+use super::{DIFFERS, Failure, RunArg, write, write_json};
+use crate::run::stall::StallReport;
+use crate::trace::traced_run::LookError;
+
+/// Arguments of `pipe debug stall`.
+#[derive(Debug, Clone, Args)]
+pub struct StallArgs {
+    /// The run; it may be going on.
+    #[command(flatten)]
+    pub run: RunArg,
+    /// Prints JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub(super) fn stall(args: &StallArgs, out: &mut dyn Write) -> Result<u8, Failure> {
+    let dir = &args.run.dir;
+    let no_run = |reason: String| LookError::NoRun {
+        dir: dir.clone(),
+        reason,
+        near: None,
+    };
+    if !dir.is_dir() {
+        return Err(no_run("there is no such folder".to_owned()).into());
+    }
+    let report = StallReport::read(dir);
+    match report.map_err(|e| no_run(format!("its stall.json cannot be read: {e}")))? {
+        None if args.json => write_json(out, &serde_json::Value::Null).map(|()| 0),
+        None => write(out, "the run waits for nothing for long\n").map(|()| 0),
+        Some(report) if args.json => write_json(out, &report).map(|()| DIFFERS),
+        Some(report) => write(out, &report).map(|()| DIFFERS),
+    }
+}

@@ -1,0 +1,156 @@
+//! `pipe debug trace`: a recorded step, a stage of it, a sample of that.
+
+use std::io::Write;
+
+use clap::Args;
+
+use super::replay::replay_step;
+use super::{Failure, NOTHING, RunArg, write, write_json};
+use crate::batch::RowId;
+use crate::registry::Registry;
+use crate::trace::replay::{ReplayScope, find_stage};
+use crate::trace::show::{StepView, step_summary};
+use crate::trace::traced_run::{LookError, TracedRun};
+
+/// Arguments of `pipe debug trace`.
+#[derive(Debug, Clone, Args)]
+pub struct TraceArgs {
+    /// The run.
+    #[command(flatten)]
+    pub run: RunArg,
+    /// Step to look at; the steps that are there when absent.
+    #[arg(long)]
+    pub step: Option<u64>,
+    /// Stage to look at; all with their statistics when absent.
+    #[arg(long, requires = "step")]
+    pub stage: Option<String>,
+    /// Sample to show token by token, as `epoch.row#sample`; the first when absent.
+    #[arg(long, requires = "stage")]
+    pub sample: Option<String>,
+    /// Prints JSON.
+    #[arg(long)]
+    pub json: bool,
+    /// Runs the step, or the stage, again and compares, as `pipe debug replay` does.
+    #[arg(long, requires = "step")]
+    pub replay: bool,
+}
+
+pub(super) fn trace(
+    args: &TraceArgs,
+    registry: &Registry,
+    out: &mut dyn Write,
+) -> Result<u8, Failure> {
+    let traced = TracedRun::open(&args.run.dir, registry)?;
+    let Some(step) = args.step else {
+        return list_steps(&traced, args.json, out);
+    };
+    if args.replay {
+        let scope = match &args.stage {
+            Some(stage) => ReplayScope::Stage(stage.clone()),
+            None => ReplayScope::Step,
+        };
+        return replay_step(&traced, step, &scope, args.json, out);
+    }
+    let recorded = traced.step(step)?;
+    let schedule = traced.schedule();
+    let Some(name) = &args.stage else {
+        let summary = step_summary(schedule, &recorded);
+        match args.json {
+            true => write_json(out, &summary)?,
+            false => write(out, &summary)?,
+        }
+        return Ok(0);
+    };
+    let stage = find_stage(schedule, &recorded, name)?;
+    let view = StepView::new(schedule, &recorded);
+    let words = traced.token_texts(stage);
+    let show = |id: RowId| view.sample(stage, id, words.as_deref());
+    let Some(wanted) = &args.sample else {
+        let list = view.row_list(stage);
+        if args.json {
+            let samples: Vec<_> = view
+                .rows(stage)
+                .iter()
+                .map(|id| show(*id).to_json())
+                .collect();
+            write_json(out, &samples)?;
+            return Ok(0);
+        }
+        write(out, &list)?;
+        if let Some(first) = view.rows(stage).first() {
+            write(out, format_args!("\n{}", show(*first)))?;
+            write(out, "\nanother one: --sample ID\n")?;
+        }
+        return Ok(0);
+    };
+    let id = find_sample(view.rows(stage), wanted, (step, name))?;
+    match args.json {
+        true => write_json(out, &show(id).to_json())?,
+        false => write(out, show(id))?,
+    }
+    Ok(0)
+}
+
+fn list_steps(traced: &TracedRun, json: bool, out: &mut dyn Write) -> Result<u8, Failure> {
+    let steps = traced.trace().steps();
+    if json {
+        write_json(out, &steps)?;
+        return Ok(0);
+    }
+    let shown: Vec<String> = steps.iter().map(u64::to_string).collect();
+    match shown.is_empty() {
+        true => write(out, "no step is recorded in full\n")?,
+        false => write(out, format_args!("recorded steps: {}\n", shown.join(", ")))?,
+    }
+    for note in traced.trace().notes() {
+        write(out, format_args!("note: {note}\n"))?;
+    }
+    Ok(if steps.is_empty() { NOTHING } else { 0 })
+}
+
+/// The row that `wanted` names: as `epoch.row#sample`, or as the number that files hold.
+fn find_sample(rows: &[RowId], wanted: &str, at: (u64, &str)) -> Result<RowId, LookError> {
+    let named = |id: &&RowId| id.to_string() == wanted || id.0.to_string() == wanted;
+    if let Some(id) = rows.iter().find(named) {
+        return Ok(*id);
+    }
+    // Of the same prompt first, then those whose names are most alike.
+    let (prompt, _) = wanted.split_once('#').unwrap_or((wanted, ""));
+    let mut near: Vec<String> = rows.iter().map(ToString::to_string).collect();
+    near.sort_by_key(|name| {
+        let same = name.split_once('#').is_some_and(|(own, _)| own == prompt);
+        (!same, strsim::damerau_levenshtein(name, wanted))
+    });
+    near.truncate(4);
+    Err(LookError::Sample {
+        step: at.0,
+        stage: at.1.to_owned(),
+        sample: wanted.to_owned(),
+        help: match near.is_empty() {
+            true => "; it has none at all".to_owned(),
+            false => format!("; near are {}", near.join(", ")),
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_are_found_by_both_names_and_missed_with_the_nearest() {
+        let row = |row, sample| {
+            let id = RowId::prompt(0, row).and_then(|id| id.sample(sample));
+            id.expect("in range")
+        };
+        let rows = [row(7, 0), row(7, 1), row(12, 0)];
+        let find = |wanted: &str| find_sample(&rows, wanted, (3, "generate"));
+        assert_eq!(find("0.7#1").ok(), Some(rows[1]));
+        assert_eq!(find(&rows[2].0.to_string()).ok(), Some(rows[2]));
+        let told = find("0.7#4").expect_err("no such sample").to_string();
+        assert_eq!(
+            told,
+            "stage `generate` of step 3 has no sample `0.7#4`; near are 0.7#0, 0.7#1, 0.12#0"
+        );
+    }
+}

@@ -1,0 +1,35 @@
+//! Stages that are told the same quantity are told the same.
+
+use std::collections::BTreeMap;
+
+use crate::diagnostic::Diagnostic;
+use crate::plan::build::Draft;
+use crate::stage::Agreement;
+
+pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
+    let mut first: BTreeMap<&str, (&str, &Agreement)> = BTreeMap::new();
+    for stage in draft.stages {
+        let name = stage.decl.name.as_str();
+        for own in stage.spec.iter().flat_map(|spec| &spec.agreements) {
+            let (other, said) = *first.entry(own.quantity).or_insert((name, own));
+            if said.value == own.value {
+                continue;
+            }
+            findings.push(
+                Diagnostic::warning(
+                    "C008",
+                    format!("`{}` is probably not meant as it is set", own.setting),
+                )
+                .at(format!("stage `{name}` ({})", stage.decl.kind))
+                .because(format!(
+                    "`{}` is {} here, but `{}` of `{other}` is {}; both are the {}",
+                    own.setting, own.value, said.setting, said.value, own.quantity
+                ))
+                .help(format!(
+                    "set `{}` to {}, or `{}` of `{other}` to {}",
+                    own.setting, said.value, said.setting, own.value
+                )),
+            );
+        }
+    }
+}

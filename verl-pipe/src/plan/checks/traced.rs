@@ -1,0 +1,47 @@
+//! What `[trace]` names is there: stages and rules.
+
+use crate::diagnostic::{Diagnostic, suggest};
+use crate::plan::build::Draft;
+use crate::trace::rules::RULES;
+
+pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
+    let trace = &draft.pipe.trace;
+    let stages: Vec<&str> = draft
+        .pipe
+        .stages
+        .iter()
+        .map(|stage| stage.name.as_str())
+        .collect();
+    let rules: Vec<&str> = RULES.iter().map(|rule| rule.name).collect();
+    let mut tell = |setting: &str, what: &str, name: &str, known: &[&str]| {
+        let effect = match what {
+            "stage" => "recorded",
+            _ => "changed",
+        };
+        findings.push(
+            Diagnostic::error(
+                "P023",
+                format!("`{setting}` names a {what} that is not there"),
+            )
+            .at(format!("[trace] `{setting}`"))
+            .because(format!(
+                "there is no {what} `{name}`, so nothing of it would be {effect}"
+            ))
+            .help(suggest(name, &format!("{what}s"), known.iter().copied())),
+        );
+    };
+    for name in trace
+        .stages
+        .iter()
+        .filter(|name| !stages.contains(&name.as_str()))
+    {
+        tell("stages", "stage", name, &stages);
+    }
+    for name in trace
+        .rules
+        .keys()
+        .filter(|name| !rules.contains(&name.as_str()))
+    {
+        tell("rules", "rule", name, &rules);
+    }
+}

@@ -1,0 +1,64 @@
+//! Running a stage again on an input that it once had, outside any step.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::batch::Batch;
+use crate::run::channel::CallEnv;
+use crate::run::error::RunError;
+use crate::run::runner::Run;
+use crate::stage::CancelToken;
+
+/// Where in a run a call once stood; together with input and state it decides the result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CallPlace {
+    pub step: u64,
+    pub steps: u64,
+    pub seed: u64,
+    /// Wave of a source's call, else 0.
+    pub wave: u64,
+}
+
+impl Run {
+    /// Calls `stage` on `input` as in a step at `place`: cut into the same calls, with the same deadlines. Rows whose
+    /// failure the step would have forgiven are left out.
+    ///
+    /// # Errors
+    /// What would have ended the step.
+    pub(crate) fn call_again(
+        &mut self,
+        stage: usize,
+        place: CallPlace,
+        input: &Batch,
+    ) -> Result<Vec<Batch>, RunError> {
+        let env = Arc::new(CallEnv {
+            step: place.step,
+            steps: place.steps,
+            seed: place.seed,
+            cancel: CancelToken::default(),
+            deadline: self.deadline,
+        });
+        let mut units = VecDeque::from(self.units(stage, input));
+        let mut emitted = Vec::new();
+        while let Some(unit) = units.pop_front() {
+            let rows = unit.num_rows().max(1) as u32;
+            let own = self.schedule.plan.stages[stage].spec.deadline;
+            let deadline = own.map_or(self.deadline, |own| own.saturating_mul(rows));
+            match self.call_alone(stage, &env, place.wave, unit.clone(), deadline) {
+                Ok(alone) => emitted.extend(alone.batches),
+                Err(error @ RunError::Cancelled { .. }) => return Err(error),
+                Err(error) if !self.schedule.forgives_rows(stage) => return Err(error),
+                Err(_) => {
+                    let atoms = self.atoms(stage, &unit);
+                    if atoms.len() > 1 {
+                        atoms
+                            .into_iter()
+                            .rev()
+                            .for_each(|atom| units.push_front(atom));
+                    }
+                }
+            }
+        }
+        Ok(emitted)
+    }
+}

@@ -1,0 +1,260 @@
+//! Documentation that is computed: JSON Schema (draft 2020-12) of the pipeline file, of every kind and of the run
+//! folder, from the registry and from the types that run.
+//!
+//! | module | content |
+//! |---|---|
+//! | this one | the pipeline file as a whole |
+//! | [`declared`] | what a stage declares with its defaults, and what other settings change |
+//! | [`kinds`] | one document a kind: settings, keys read and written, metrics |
+//! | [`run_folder`] | what a run leaves behind |
+//! | [`edges`] | one concrete pipeline: every edge with its writer, readers, sizes |
+//! | [`folder`] | all documents as files, with an index |
+//! | [`markdown`] | a document as a page |
+//!
+//! What JSON Schema has no word for (dtype, symbolic shape, unit, distribution of log-probs) stands under the keyword
+//! [`NOTE`], which validators ignore.
+
+pub mod declared;
+pub mod edges;
+mod fields;
+pub mod folder;
+pub mod kinds;
+pub mod markdown;
+pub mod run_folder;
+
+use schemars::{JsonSchema, SchemaGenerator};
+use serde_json::{Map, Value, json};
+
+use crate::part::AnyPart;
+use crate::pipe::RunConfig;
+use crate::registry::{FILE, Kind, Kinds, Registry};
+use crate::schedule::batching::{BatchConfig, DevicesConfig};
+use crate::trace::config::TraceConfig;
+
+/// The dialect of every schema here.
+pub(crate) const DRAFT: &str = "https://json-schema.org/draft/2020-12/schema";
+
+/// Keyword under which documents say what JSON Schema has no word for.
+pub const NOTE: &str = "x-verl";
+
+/// The schema of pipeline files that may use the kinds of `registry`.
+///
+/// ```
+/// use verl_pipe::registry::Registry;
+/// use verl_pipe::schema::pipeline_schema;
+///
+/// let schema = pipeline_schema(&Registry::new());
+/// assert_eq!(schema["properties"]["batch"]["properties"]["prompts"]["type"], "integer");
+/// ```
+pub fn pipeline_schema(registry: &Registry) -> Value {
+    let mut generator = SchemaGenerator::default();
+    let run = section::<RunConfig>(&mut generator);
+    let batch = section::<BatchConfig>(&mut generator);
+    let devices = section::<DevicesConfig>(&mut generator);
+    let trace = section::<TraceConfig>(&mut generator);
+    let default_model = registry.default_model();
+    let models = registry.models().iter();
+    let models: Vec<Value> = models
+        .map(|kind| entry(kind, &mut generator, Some(kind.name) != default_model, &[]))
+        .collect();
+    let data = registry.data_kinds().iter();
+    let data: Vec<Value> = data
+        .map(|kind| {
+            let by_path = kind.name == FILE || !kind.extensions.is_empty();
+            entry(kind, &mut generator, !by_path, &[])
+        })
+        .collect();
+    let common = common_settings();
+    let stages = registry.stages().iter();
+    let stages: Vec<Value> = stages
+        .map(|kind| entry(kind, &mut generator, true, &common))
+        .collect();
+    let definitions = generator.definitions_mut();
+    let models = by_kind("model", models, default_model, definitions);
+    let mut data = by_kind("data", data, Some(FILE), definitions);
+    let stages = by_kind("stage", stages, None, definitions);
+    if data.is_object() {
+        data["type"] = json!(["object", "string"]);
+    }
+    fill_slots(registry, &mut generator);
+    let mut schema = json!({
+        "$schema": DRAFT,
+        "title": "Pipeline file",
+        "type": "object",
+        "additionalProperties": false,
+        "properties": {
+            "name": { "type": "string", "description": "Name of the pipeline." },
+            "run": run,
+            "batch": batch,
+            "devices": devices,
+            "trace": trace,
+            "data": {
+                "type": "object",
+                "description": "Data sets by name: the path of a file, or a table.",
+                "additionalProperties": data
+            },
+            "models": {
+                "type": "object",
+                "description": "Models by name.",
+                "additionalProperties": models
+            },
+            "stages": {
+                "type": "array",
+                "description": "Stages, in any order; keys decide who reads what.",
+                "items": stages
+            }
+        }
+    });
+    let definitions = generator.take_definitions(true);
+    if let (false, Value::Object(schema)) = (definitions.is_empty(), &mut schema) {
+        schema.insert("$defs".to_owned(), Value::Object(definitions));
+    }
+    schema
+}
+
+/// Keys that every stage of a pipeline file may have.
+fn common_settings() -> [(&'static str, Value); 3] {
+    [
+        (
+            "name",
+            json!({ "type": "string", "description": "Name of the stage; by default its kind." }),
+        ),
+        (
+            "rename",
+            json!({
+                "type": "object",
+                "description": "The stage's own names of keys and what this pipeline calls them.",
+                "additionalProperties": { "type": "string" }
+            }),
+        ),
+        (
+            "debug",
+            json!({ "type": "boolean", "description": "Records the stage in full at every step." }),
+        ),
+    ]
+}
+
+/// Puts the kinds of each slot where [`Part`](crate::part::Part) refers to them.
+fn fill_slots(registry: &Registry, generator: &mut SchemaGenerator) {
+    for (slot, kinds) in registry.slots().iter() {
+        let parts = slot_schema(slot, kinds, generator);
+        generator.definitions_mut().insert(slot.to_owned(), parts);
+    }
+}
+
+/// A section of the file, with the Rust type that it is read as.
+fn section<C: JsonSchema>(generator: &mut SchemaGenerator) -> Value {
+    let mut schema = C::json_schema(generator).to_value();
+    schema[NOTE] = json!({ "rust": std::any::type_name::<C>() });
+    schema
+}
+
+/// What fits the one of `kinds` that a table's `kind` names; `default` is meant where it names none. The kinds become
+/// definitions of `sort`.
+///
+/// They are referred to twice. Rules lead from the name to the kind, so that a fault is told of the kind that is meant,
+/// and not as that none of them fits. `anyOf`, which everything fits, is where editors look for keys to complete.
+fn by_kind(
+    sort: &str,
+    kinds: Vec<Value>,
+    default: Option<&str>,
+    definitions: &mut Map<String, Value>,
+) -> Value {
+    if kinds.is_empty() {
+        // Nothing at all fits.
+        return Value::Bool(false);
+    }
+    let (mut names, mut rules, mut all) = (Vec::new(), Vec::new(), Vec::new());
+    for kind in kinds {
+        let name = kind["title"].as_str().unwrap_or_default().to_owned();
+        let definition = format!("{sort}_{name}");
+        let reference = json!({ "$ref": format!("#/$defs/{definition}") });
+        let named = json!({
+            "type": "object",
+            "properties": { "kind": { "const": name } },
+            "required": ["kind"]
+        });
+        rules.push(json!({ "if": named, "then": reference }));
+        if default == Some(name.as_str()) {
+            let unnamed = json!({ "type": "object", "not": { "required": ["kind"] } });
+            rules.push(json!({ "if": unnamed, "then": reference }));
+        }
+        names.push(name);
+        all.push(reference);
+        definitions.insert(definition, kind);
+    }
+    all.push(Value::Bool(true));
+    let mut schema = json!({
+        "type": "object",
+        "properties": { "kind": { "enum": names } },
+        "allOf": rules,
+        "anyOf": all
+    });
+    if default.is_none_or(|default| !names_kind(&schema, default)) {
+        schema["required"] = json!(["kind"]);
+    }
+    schema
+}
+
+fn names_kind(schema: &Value, name: &str) -> bool {
+    let names = schema["properties"]["kind"]["enum"].as_array();
+    names.is_some_and(|names| names.iter().any(|known| known == name))
+}
+
+/// What may stand for a part of a slot: the name of a kind, or a table with `kind` and the kind's settings.
+fn slot_schema(slot: &str, kinds: &Kinds<AnyPart>, generator: &mut SchemaGenerator) -> Value {
+    let tables: Vec<Value> = kinds
+        .iter()
+        .map(|kind| entry(kind, generator, true, &[]))
+        .collect();
+    let without_settings = kinds.iter().zip(&tables).filter(|(_, table)| {
+        let required = table["required"].as_array();
+        required.is_none_or(|names| names.len() == 1)
+    });
+    let names: Vec<&str> = without_settings.map(|(kind, _)| kind.name).collect();
+    let by_name = json!({
+        "type": "string",
+        "enum": names,
+        "description": "A kind with its default settings."
+    });
+    let named = (!names.is_empty()).then_some(by_name);
+    let one_of: Vec<Value> = named.into_iter().chain(tables).collect();
+    json!({ NOTE: { "slot": slot }, "oneOf": one_of })
+}
+
+/// The schema of a kind's configuration with `kind` and the keys that every entry may have.
+fn entry<D>(
+    kind: &Kind<D>,
+    generator: &mut SchemaGenerator,
+    kind_required: bool,
+    common: &[(&str, Value)],
+) -> Value {
+    let mut schema = match (kind.schema)(generator).to_value() {
+        Value::Object(schema) => schema,
+        _ => Map::new(),
+    };
+    schema.insert("type".to_owned(), "object".into());
+    schema.insert("title".to_owned(), kind.name.into());
+    schema.insert("description".to_owned(), kind.summary.into());
+    schema.insert("additionalProperties".to_owned(), Value::Bool(false));
+    let own = schema
+        .remove("properties")
+        .and_then(|value| value.as_object().cloned())
+        .unwrap_or_default();
+    let mut properties = Map::new();
+    properties.insert("kind".to_owned(), json!({ "const": kind.name }));
+    properties.extend(
+        common
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), value.clone())),
+    );
+    properties.extend(own);
+    schema.insert("properties".to_owned(), Value::Object(properties));
+    if kind_required {
+        let required = schema.entry("required").or_insert_with(|| json!([]));
+        if let Value::Array(required) = required {
+            required.insert(0, "kind".into());
+        }
+    }
+    Value::Object(schema)
+}

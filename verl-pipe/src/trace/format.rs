@@ -1,0 +1,280 @@
+//! What lies where in the `trace` folder of a run.
+//!
+//! | file | content |
+//! |---|---|
+//! | `format.json` | [`TraceFormat`]: format, version, pipeline, its stages in order |
+//! | `stats/part-<first step>.parquet`, `stats/live.arrows` | statistics: a row a step, stage, side and key |
+//! | `steps/<step>/<stage>.parquet` | all rows that entered and left a stage in a step; [`StageManifest`] as file metadata |
+//! | `steps/<step>/step.json` | [`StepManifest`], written last: a step without it is not whole |
+//! | `state/<sha256>.safetensors`, `.json` | state of models and stages at the start of a traced step, shared between steps |
+//! | `anomalies.jsonl` | what the rules found |
+//!
+//! Steps in names have eight digits. Every file is written aside (a name that begins with a dot) and renamed, so a
+//! file that is there is whole. Every JSON document repeats the number of the format.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::resource::WeightsVersion;
+use crate::trace::error::TraceError;
+
+/// Number of the format that this version writes and reads.
+pub const FORMAT: u32 = 1;
+/// Key of the Parquet file metadata under which a [`StageManifest`] stands.
+pub const MANIFEST_KEY: &str = "verl.trace";
+
+/// Which side of a stage a batch is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Side {
+    /// It entered the stage.
+    Input,
+    /// It left the stage.
+    Output,
+}
+
+impl Side {
+    /// `input` or `output`, as in files.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Side::Input => "input",
+            Side::Output => "output",
+        }
+    }
+}
+
+/// Content of `trace/format.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TraceFormat {
+    /// [`FORMAT`] of the writer.
+    pub format: u32,
+    /// Version that wrote it.
+    pub verl: String,
+    /// Name of the pipeline.
+    pub pipeline: String,
+    /// SHA-256 of the printed plan: two runs of one plan agree in it.
+    pub plan_hash: String,
+    /// Seed of the run.
+    pub seed: u64,
+    /// Steps of the run.
+    pub steps: u64,
+    /// Stages in the order of execution.
+    pub stages: Vec<StageInfo>,
+}
+
+/// A stage of the traced run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageInfo {
+    /// Name in the pipeline.
+    pub name: String,
+    /// Registered kind.
+    pub kind: String,
+}
+
+/// Rows of one slice in a stage's file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SliceSpan {
+    /// Input or output.
+    pub side: Side,
+    /// Wave that a source's call drew; 0 for any other stage.
+    pub wave: u64,
+    /// Which of the step's slices of the stage.
+    pub slice: usize,
+    /// The slice's rows among the stage's input rows of the step.
+    pub rows: Range<usize>,
+    /// First row in the file.
+    pub first: usize,
+    /// Number of rows in the file.
+    pub len: usize,
+}
+
+/// A key of one side, and the column of the file that holds it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyColumn {
+    /// Input or output.
+    pub side: Side,
+    /// The stage's own name of the key.
+    pub key: String,
+    /// Column of the file: the key's name, with `@input` or `@output` behind it where that is taken.
+    pub column: String,
+    /// Arrow's name of the column's type.
+    pub data_type: String,
+    /// Whether the batch's schema allowed null.
+    pub nullable: bool,
+}
+
+/// What a stage's file says about itself besides its rows.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StageManifest {
+    /// [`FORMAT`] of the writer.
+    pub format: u32,
+    /// Step of the run.
+    pub step: u64,
+    /// Name of the stage.
+    pub stage: String,
+    /// Its registered kind.
+    pub kind: String,
+    /// Its configuration, every setting stated.
+    pub parameters: Value,
+    /// The stage's own names of keys → the pipeline's, where they differ.
+    pub rename: BTreeMap<String, String>,
+    /// Seed of the run.
+    pub seed: u64,
+    /// Steps of the run.
+    pub steps: u64,
+    /// Versions of the models before the stage.
+    pub models: BTreeMap<String, WeightsVersion>,
+    /// Keys of both sides, in the order of their batches' columns.
+    pub keys: Vec<KeyColumn>,
+    /// Slices of both sides.
+    pub slices: Vec<SliceSpan>,
+    /// What is special about it: rows that were refused, and why.
+    pub notes: Vec<String>,
+}
+
+/// Why a step was recorded in full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    /// Flags or settings asked for it.
+    Asked,
+    /// A rule fired in this step or soon after it.
+    Anomaly,
+    /// The run ended with an error in this step or soon after it.
+    Failed,
+}
+
+/// A stage's file of a step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageFile {
+    /// Name of the stage.
+    pub stage: String,
+    /// Name of the file in the step's folder.
+    pub file: String,
+    /// Rows in the file, both sides.
+    pub rows: usize,
+    /// Bytes of the file.
+    pub bytes: u64,
+}
+
+/// Where the state of a model or stage at the start of a step lies.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StateRef {
+    /// Version of a model's weights; of a stage's state as the stage tells it.
+    pub version: WeightsVersion,
+    /// Name of the files in `trace/state` without extension; absent where only the version was recorded.
+    pub state: Option<String>,
+}
+
+/// Content of a step's `step.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepManifest {
+    /// [`FORMAT`] of the writer.
+    pub format: u32,
+    /// Step of the run.
+    pub step: u64,
+    /// Why it was recorded.
+    pub reason: Reason,
+    /// Whether the step ended well; one that did not has no more than what came before the fault.
+    pub ended: bool,
+    /// Files, in the order of execution of their stages.
+    pub stages: Vec<StageFile>,
+    /// State of the models at the start of the step, by name.
+    pub models: BTreeMap<String, StateRef>,
+    /// State of the stages at the start of the step, by name; those that have some.
+    pub stage_states: BTreeMap<String, StateRef>,
+    /// What a reader should know: what was left out, and why.
+    pub notes: Vec<String>,
+}
+
+/// Paths inside a trace folder.
+#[derive(Debug, Clone)]
+pub struct Layout {
+    /// The `trace` folder.
+    pub dir: PathBuf,
+}
+
+impl Layout {
+    /// The trace folder of the run in `run_dir`.
+    pub fn of_run(run_dir: &Path) -> Layout {
+        Layout {
+            dir: run_dir.join("trace"),
+        }
+    }
+
+    /// `format.json`.
+    pub fn format(&self) -> PathBuf {
+        self.dir.join("format.json")
+    }
+
+    /// Folder of the statistics.
+    pub fn stats(&self) -> PathBuf {
+        self.dir.join("stats")
+    }
+
+    /// Folder of all steps.
+    pub fn steps(&self) -> PathBuf {
+        self.dir.join("steps")
+    }
+
+    /// Folder of one step.
+    pub fn step(&self, step: u64) -> PathBuf {
+        self.steps().join(format!("{step:08}"))
+    }
+
+    /// Manifest of one step.
+    pub fn manifest(&self, step: u64) -> PathBuf {
+        self.step(step).join("step.json")
+    }
+
+    /// Folder of states.
+    pub fn state(&self) -> PathBuf {
+        self.dir.join("state")
+    }
+
+    /// What the rules found.
+    pub fn anomalies(&self) -> PathBuf {
+        self.dir.join("anomalies.jsonl")
+    }
+}
+
+/// Name of a stage's file: the stage's name, with `%` and two digits in place of bytes that a file name may not hold.
+///
+/// ```
+/// use verl_pipe::trace::format::stage_file;
+///
+/// assert_eq!(stage_file("old_log_probs"), "old_log_probs.parquet");
+/// assert_eq!(stage_file("a/b"), "a%2Fb.parquet");
+/// ```
+pub fn stage_file(stage: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_-+".contains(&byte);
+    let name: String = stage
+        .bytes()
+        .map(|byte| match plain(byte) {
+            true => char::from(byte).to_string(),
+            false => format!("%{byte:02X}"),
+        })
+        .collect();
+    format!("{name}.parquet")
+}
+
+/// The document in `text`, once its format is known to be ours. `path` is for messages.
+///
+/// # Errors
+/// [`TraceError::UnknownFormat`]; [`TraceError::Damaged`] where it is no such document.
+pub fn parse<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T, TraceError> {
+    let value: Value = serde_json::from_str(text).map_err(|e| TraceError::damaged(path, e))?;
+    let found = value.get("format");
+    if found.and_then(Value::as_u64) != Some(u64::from(FORMAT)) {
+        return Err(TraceError::UnknownFormat {
+            path: path.to_owned(),
+            found: found.map_or_else(|| "unknown".to_owned(), Value::to_string),
+        });
+    }
+    serde_json::from_value(value).map_err(|e| TraceError::damaged(path, e))
+}

@@ -1,0 +1,199 @@
+//! What was recorded of a step, in memory: what every stage was given and what it emitted.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::batch::Batch;
+use crate::resource::WeightsVersion;
+use crate::run::runner::{RunSnapshot, RunState};
+use crate::trace::format::StepManifest;
+use crate::trace::store::{SliceTrace, StageTrace, StepTrace};
+use crate::trace::tap::{Tap, TapPoint};
+
+/// A batch that one call of a stage was given or emitted, in the stage's own names of keys.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RecordedBatch {
+    /// Wave of a source's call, else 0.
+    pub wave: u64,
+    /// Which of the step's slices of this stage.
+    pub slice: usize,
+    /// The rows.
+    pub batch: Batch,
+}
+
+/// What one stage was given and what it emitted in one step.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct RecordedStage {
+    /// One batch a call, by slice.
+    pub inputs: Vec<RecordedBatch>,
+    /// All that was emitted, by slice and then as it came.
+    pub outputs: Vec<RecordedBatch>,
+    /// Versions of the models before the stage ran, where they were noted.
+    pub weights: BTreeMap<String, WeightsVersion>,
+    /// Resolved configuration of the stage, where it was noted.
+    pub parameters: Option<serde_json::Value>,
+}
+
+/// One step as it was recorded.
+#[derive(Debug, Clone, Default)]
+pub struct RecordedStep {
+    /// The step, counted from 1.
+    pub step: u64,
+    /// Seed of the run at the time, where it was noted.
+    pub seed: Option<u64>,
+    /// Stages by name.
+    pub stages: BTreeMap<String, RecordedStage>,
+    /// Versions of the models after the step, where they were noted.
+    pub weights_after: BTreeMap<String, WeightsVersion>,
+    /// State of models and stages when the step began, where it was kept.
+    pub state: Option<StepStart>,
+    /// Why the step did not end well, if it did not.
+    pub error: Option<String>,
+}
+
+/// State of models and stages when a step began.
+#[derive(Debug, Clone)]
+pub enum StepStart {
+    /// As the run that made it has it.
+    Snapshot(RunSnapshot),
+    /// As a trace keeps it; any run of the same pipeline can take it.
+    Stored(RunState),
+}
+
+impl StepStart {
+    /// Whether it holds the state of `model`.
+    pub fn holds(&self, model: &str) -> bool {
+        match self {
+            StepStart::Snapshot(snapshot) => snapshot.models.contains_key(model),
+            StepStart::Stored(state) => {
+                let stored = state.models.get(model);
+                stored.is_some_and(|(_, stored)| stored.is_some())
+            }
+        }
+    }
+}
+
+impl RecordedStep {
+    /// A step as it was read from a trace, without its state; `after` is what the trace says of the step behind it,
+    /// which tells the weights that this one made.
+    pub fn from_trace(trace: StepTrace, after: Option<&StepManifest>) -> RecordedStep {
+        let step = trace.manifest.step;
+        let next = after.filter(|after| after.step == step + 1);
+        let versions = next.into_iter().flat_map(|after| &after.models);
+        let manifest = &trace.manifest;
+        RecordedStep {
+            step,
+            error: (!manifest.ended).then(|| manifest.notes.join("; ")),
+            seed: trace.stages.first().map(|stage| stage.manifest.seed),
+            weights_after: versions
+                .map(|(model, state)| (model.clone(), state.version.clone()))
+                .collect(),
+            stages: trace
+                .stages
+                .into_iter()
+                .map(|stage| (stage.manifest.stage.clone(), RecordedStage::from(stage)))
+                .collect(),
+            state: None,
+        }
+    }
+}
+
+impl From<StageTrace> for RecordedStage {
+    fn from(stage: StageTrace) -> Self {
+        let side = |slices: Vec<SliceTrace>| {
+            let batches = slices.into_iter().map(|slice| RecordedBatch {
+                wave: slice.wave,
+                slice: slice.slice,
+                batch: slice.batch,
+            });
+            batches.collect()
+        };
+        RecordedStage {
+            inputs: side(stage.inputs),
+            outputs: side(stage.outputs),
+            weights: stage.manifest.models,
+            parameters: Some(stage.manifest.parameters),
+        }
+    }
+}
+
+impl RecordedStage {
+    /// Identities of the input's rows, in declared order.
+    pub fn input_ids(&self) -> Vec<u64> {
+        let batches = self.inputs.iter().map(|input| &input.batch);
+        batches
+            .flat_map(|batch| batch.ids().into_iter().map(|id| id.0))
+            .collect()
+    }
+
+    /// Batches in the order of their slices.
+    fn sort(&mut self) {
+        self.inputs.sort_by_key(|batch| batch.slice);
+        self.outputs.sort_by_key(|batch| batch.slice);
+    }
+}
+
+/// A tap that keeps steps in memory.
+///
+/// ```
+/// use std::sync::Arc;
+/// use verl_pipe::run::runner::RunOptions;
+/// use verl_pipe::trace::recorded::MemoryTap;
+///
+/// let tap = Arc::new(MemoryTap::default());
+/// let options = RunOptions { tap: tap.clone(), ..RunOptions::default() };
+/// // A run that is started with these options leaves its steps in the tap.
+/// assert!(tap.step(1).is_none());
+/// # drop(options);
+/// ```
+#[derive(Debug, Default)]
+pub struct MemoryTap(Mutex<BTreeMap<u64, RecordedStep>>);
+
+impl MemoryTap {
+    fn steps(&self) -> MutexGuard<'_, BTreeMap<u64, RecordedStep>> {
+        // Nothing that can panic runs under the lock.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A step that has ended.
+    pub fn step(&self, step: u64) -> Option<RecordedStep> {
+        self.steps().get(&step).cloned()
+    }
+
+    fn keep(&self, point: TapPoint<'_>, batch: &Batch, outputs: bool) {
+        let mut steps = self.steps();
+        let step = steps.entry(point.step).or_default();
+        step.step = point.step;
+        let stage = step.stages.entry(point.stage.to_owned()).or_default();
+        let list = if outputs {
+            &mut stage.outputs
+        } else {
+            &mut stage.inputs
+        };
+        // Only a source has waves, and each of its slices is one.
+        let wave = if point.rows.is_empty() {
+            point.slice as u64
+        } else {
+            0
+        };
+        list.push(RecordedBatch {
+            wave,
+            slice: point.slice,
+            batch: batch.clone(),
+        });
+    }
+}
+
+impl Tap for MemoryTap {
+    fn input(&self, point: TapPoint<'_>, batch: &Batch) {
+        self.keep(point, batch, false);
+    }
+    fn output(&self, point: TapPoint<'_>, batch: &Batch) {
+        self.keep(point, batch, true);
+    }
+    fn step_end(&self, step: u64) {
+        if let Some(step) = self.steps().get_mut(&step) {
+            step.stages.values_mut().for_each(RecordedStage::sort);
+        }
+    }
+}

@@ -1,0 +1,352 @@
+//! [`Recorder`]: a tap that hands batches to a thread of its own, which does all the work.
+//!
+//! Batches share their buffers, so handing one over costs nothing. The queue is bounded: a recorder that cannot keep up
+//! slows the run down instead of filling the memory. At the end of a step that is recorded in full the run waits until
+//! the step is on disk, so at most one step's rows are held for writing.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam_channel::{Sender, bounded};
+use sha2::{Digest, Sha256};
+
+use crate::batch::Batch;
+use crate::resource::WeightsVersion;
+use crate::run::error::RunError;
+use crate::run::metrics::StepMetrics;
+use crate::run::state::RunState;
+use crate::schedule::placement::Schedule;
+use crate::trace::config::{TraceConfig, TraceWeights};
+use crate::trace::error::TraceError;
+use crate::trace::format::{FORMAT, Layout, Side, StageInfo, StateRef, TraceFormat};
+use crate::trace::recording::{Message, Recording, StepState};
+use crate::trace::rules::{Anomaly, Rule};
+use crate::trace::state::write_state;
+use crate::trace::step_data::{Part, StageAbout};
+use crate::trace::tap::{Tap, TapPoint};
+use crate::trace::writer::TraceWriter;
+
+/// Batches that may wait for the thread.
+const QUEUE: usize = 1024;
+/// Longest wait for the thread at the end of a step and before an update; a disk may be slow.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// Steps between two looks at the hashes of the weights.
+const VERSIONS_EVERY: u64 = 50;
+
+/// Records what flows through a run into its folder.
+pub struct Recorder {
+    to: Sender<Message>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    config: TraceConfig,
+    layout: Layout,
+    /// A stage with a `debug` of its own.
+    debug_stages: bool,
+    /// Bytes that the state of all models takes.
+    state_bytes: u64,
+    /// Versions whose state is on disk, and under which name.
+    kept: Mutex<BTreeMap<String, StateRef>>,
+    watches_weights: bool,
+    /// Steps that the flight recorder wrote without their state.
+    wanted: Arc<Mutex<Vec<u64>>>,
+}
+
+impl std::fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Recorder")
+            .field("layout", &self.layout)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Recorder {
+    /// A recorder for a run in `run_dir`, with rules beside the built-in ones; `None` where the settings ask for
+    /// nothing.
+    ///
+    /// # Errors
+    /// A folder or thread that cannot be made.
+    pub fn start(
+        run_dir: &Path,
+        schedule: &Schedule,
+        rules: Vec<Box<dyn Rule>>,
+    ) -> Result<Option<Arc<Recorder>>, TraceError> {
+        let plan = &schedule.plan;
+        let config = plan.pipe.trace.clone();
+        let stages = StageAbout::all(schedule);
+        let debug_stages = stages.iter().any(|stage| stage.debug);
+        if !config.stats && !config.captures() && !debug_stages {
+            return Ok(None);
+        }
+        let hash = Sha256::digest(plan.to_string().as_bytes());
+        let format = TraceFormat {
+            format: FORMAT,
+            verl: env!("CARGO_PKG_VERSION").to_owned(),
+            pipeline: plan.pipe.name.clone(),
+            plan_hash: hash.iter().map(|byte| format!("{byte:02x}")).collect(),
+            seed: plan.context.seed,
+            steps: plan.context.steps,
+            stages: stages
+                .iter()
+                .map(|stage| StageInfo {
+                    name: stage.name.clone(),
+                    kind: stage.kind.clone(),
+                })
+                .collect(),
+        };
+        let writer = TraceWriter::create(run_dir, &format)?;
+        let layout = writer.layout().clone();
+        let on_cpu = schedule
+            .groups
+            .iter()
+            .flat_map(|group| &group.devices)
+            .all(|device| device == "cpu");
+        let models = plan.models.iter();
+        let state_bytes = models
+            .map(|model| model.info.weight_bytes + model.info.training_bytes)
+            .sum();
+        let wanted: Arc<Mutex<Vec<u64>>> = Arc::default();
+        let recording = Recording::new(
+            wanted.clone(),
+            writer,
+            stages,
+            config.clone(),
+            format,
+            rules,
+            on_cpu,
+        )?;
+        let watches_weights = recording.watches_weights();
+        let (to, inbox) = bounded(QUEUE);
+        let thread = std::thread::Builder::new()
+            .name("trace".to_owned())
+            .spawn(move || recording.serve(&inbox))
+            .map_err(|e| TraceError::file("start a thread for", &layout.dir, e))?;
+        Ok(Some(Arc::new(Recorder {
+            to,
+            thread: Mutex::new(Some(thread)),
+            config,
+            layout,
+            debug_stages,
+            state_bytes,
+            kept: Mutex::default(),
+            watches_weights,
+            wanted,
+        })))
+    }
+
+    /// Whether the state of models and stages is to be told before `step`, and if so, whether in full or by version.
+    pub(crate) fn wants_state(&self, step: u64) -> Option<TraceWeights> {
+        let captured = self.config.captures_step(step) || self.debug_stages;
+        let small = self.state_bytes <= self.config.weights_limit_mb << 20;
+        let whole = self.config.captures_step(step) && self.config.stages.is_empty();
+        let by_size = match whole && small {
+            true => TraceWeights::Full,
+            false => TraceWeights::Hash,
+        };
+        captured.then(|| self.config.weights.unwrap_or(by_size))
+    }
+
+    /// Versions of models whose state is on disk already.
+    pub(crate) fn kept_versions(&self) -> BTreeMap<String, WeightsVersion> {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let versions = kept.iter().map(|(n, r)| (n.clone(), r.version.clone()));
+        versions.collect()
+    }
+
+    /// Takes the state at the start of `step`.
+    pub(crate) fn state(&self, step: u64, state: RunState) {
+        let state = self.references(state);
+        self.send(Message::State { step, state });
+    }
+
+    /// Steps of which a snapshot is to be kept for the flight recorder; 0 where the models are too large for it.
+    pub(crate) fn kept_snapshots(&self) -> usize {
+        // The steps of the ring, the current one, and one more: a step may be asked for after the next one.
+        let steps = self.config.ring_steps as u64 + 2;
+        let fits = self.state_bytes.saturating_mul(steps) <= self.config.ring_mb << 20;
+        let flies = self.config.stats && self.config.ring_steps > 0;
+        let kept = flies && fits && self.config.weights != Some(TraceWeights::Hash);
+        usize::from(kept) * steps as usize
+    }
+
+    /// Steps that the flight recorder wrote since the last call and whose state is not there.
+    pub(crate) fn wanted_states(&self) -> Vec<u64> {
+        let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *wanted)
+    }
+
+    /// Takes the state at the start of a step that is on disk already.
+    pub(crate) fn late_state(&self, step: u64, state: RunState) {
+        let state = self.references(state);
+        self.send(Message::LateState { step, state });
+    }
+
+    /// Writes the states that are not on disk; gives where they all are.
+    fn references(&self, state: RunState) -> StepState {
+        let mut told = StepState::default();
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, (version, stored)) in state.models {
+            let reference = match (&stored, kept.get(&name)) {
+                (Some(stored), _) => self.keep(&mut told, &version, stored),
+                (None, Some(kept)) if kept.version == version => kept.clone(),
+                (None, _) => StateRef {
+                    version,
+                    state: None,
+                },
+            };
+            if reference.state.is_some() {
+                kept.insert(name.clone(), reference.clone());
+            }
+            told.models.insert(name, reference);
+        }
+        for (name, (version, stored)) in state.stages {
+            let reference = match &stored {
+                Some(stored) => self.keep(&mut told, &version, stored),
+                None => StateRef {
+                    version,
+                    state: None,
+                },
+            };
+            told.stages.insert(name, reference);
+        }
+        told
+    }
+
+    fn keep(
+        &self,
+        told: &mut StepState,
+        version: &WeightsVersion,
+        stored: &crate::resource::StoredState,
+    ) -> StateRef {
+        let state = match write_state(&self.layout, stored) {
+            Ok((name, bytes)) => {
+                told.bytes += bytes;
+                Some(name)
+            }
+            Err(error) => {
+                tracing::warn!("the trace of this step goes without its state: {error}");
+                None
+            }
+        };
+        StateRef {
+            version: version.clone(),
+            state,
+        }
+    }
+
+    /// Whether the versions of the models are to be told after `step`.
+    pub(crate) fn wants_versions(&self, step: u64) -> bool {
+        self.watches_weights && step.is_multiple_of(VERSIONS_EVERY)
+    }
+
+    /// Takes the versions of the models after `step`.
+    pub(crate) fn versions(&self, step: u64, versions: BTreeMap<String, WeightsVersion>) {
+        self.send(Message::Versions { step, versions });
+    }
+
+    /// Takes the metrics of a step that has ended.
+    pub(crate) fn metrics(&self, metrics: &StepMetrics) {
+        if self.config.stats {
+            self.send(Message::Metrics {
+                step: metrics.step,
+                values: metrics.values.clone(),
+            });
+        }
+    }
+
+    /// Waits until all that was handed over so far is done.
+    pub(crate) fn sync(&self) {
+        self.send_and_wait(Message::Sync);
+    }
+
+    /// Ends the thread once all is written.
+    pub fn close(&self) {
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread {
+            self.send(Message::Close);
+            let _ = thread.join();
+        }
+    }
+
+    /// A thread that is gone has told why; the run goes on without it.
+    fn send(&self, message: Message) {
+        let _ = self.to.send(message);
+    }
+
+    fn part(&self, point: TapPoint<'_>, side: Side, batch: &Batch, refused: Option<String>) {
+        self.send(Message::Part(Part {
+            stage: point.index,
+            side,
+            wave: point.wave,
+            slice: point.slice,
+            rows: point.rows.clone(),
+            batch: batch.clone(),
+            refused,
+        }));
+    }
+
+    fn send_and_wait<T>(&self, message: impl FnOnce(Sender<T>) -> Message) -> Option<T> {
+        let (told, answer) = bounded(1);
+        self.send(message(told));
+        answer.recv_timeout(PATIENCE).ok()
+    }
+}
+
+impl Tap for Recorder {
+    fn step_begin(&self, step: u64) {
+        self.send(Message::Begin { step });
+    }
+
+    fn input(&self, point: TapPoint<'_>, batch: &Batch) {
+        self.part(point, Side::Input, batch, None);
+    }
+
+    fn output(&self, point: TapPoint<'_>, batch: &Batch) {
+        self.part(point, Side::Output, batch, None);
+    }
+
+    fn refused(&self, point: TapPoint<'_>, batch: &Batch, reason: &str) {
+        self.part(point, Side::Output, batch, Some(reason.to_owned()));
+    }
+
+    fn gate(&self, point: TapPoint<'_>, batch: &Batch) -> Result<(), Box<Anomaly>> {
+        if !self.config.stats {
+            return Ok(());
+        }
+        let (stage, batch) = (point.index, batch.clone());
+        let answer = self.send_and_wait(|told| Message::Gate { stage, batch, told });
+        answer.flatten().map_or(Ok(()), Err)
+    }
+
+    fn step_end(&self, step: u64) {
+        if self.config.captures_step(step) || self.debug_stages {
+            self.send_and_wait(|told| Message::End {
+                step,
+                told: Some(told),
+            });
+        } else {
+            self.send(Message::End { step, told: None });
+        }
+    }
+
+    fn step_failed(&self, _step: u64, error: &RunError) {
+        let cancelled = matches!(error, RunError::Cancelled { .. });
+        let reason = error.to_string();
+        self.send_and_wait(|told| Message::Failed {
+            cancelled,
+            reason,
+            told,
+        });
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

@@ -1,0 +1,533 @@
+//! What the recorder's thread does: statistics, rules, files. An error of the disk is told once and ends nothing.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crossbeam_channel::{Receiver, Sender};
+
+use crate::batch::Batch;
+use crate::resource::WeightsVersion;
+use crate::trace::config::TraceConfig;
+use crate::trace::error::TraceError;
+use crate::trace::format::{FORMAT, Reason, Side, StateRef, StepManifest, TraceFormat, parse};
+use crate::trace::rules::{Anomaly, MetricsView, Rule, RuleBook, SeenBatch, Severity, StepView};
+use crate::trace::stats_table::StatsWriter;
+use crate::trace::step_data::{Part, Ring, StageAbout, StepData, StepFiles, StepHeader};
+use crate::trace::step_stats::StepStats;
+use crate::trace::writer::TraceWriter;
+
+/// Bytes of rows that a step recorded in full may hold in memory before they move to its files.
+const SPILL_BYTES: usize = 256 << 20;
+/// Steps whose metrics are remembered for spikes.
+const HISTORY: usize = 32;
+
+/// What the thread is told.
+pub(crate) enum Message {
+    Begin {
+        step: u64,
+    },
+    State {
+        step: u64,
+        state: StepState,
+    },
+    /// State at the start of a step that is on disk already.
+    LateState {
+        step: u64,
+        state: StepState,
+    },
+    Part(Part),
+    Gate {
+        stage: usize,
+        batch: Batch,
+        told: Sender<Option<Box<Anomaly>>>,
+    },
+    End {
+        step: u64,
+        told: Option<Sender<()>>,
+    },
+    Failed {
+        cancelled: bool,
+        reason: String,
+        told: Sender<()>,
+    },
+    Metrics {
+        step: u64,
+        values: BTreeMap<String, f64>,
+    },
+    Versions {
+        step: u64,
+        versions: BTreeMap<String, WeightsVersion>,
+    },
+    Sync(Sender<()>),
+    Close,
+}
+
+/// State at the start of a step.
+#[derive(Debug, Default)]
+pub(crate) struct StepState {
+    pub models: BTreeMap<String, StateRef>,
+    pub stages: BTreeMap<String, StateRef>,
+    /// Bytes that were written for it.
+    pub bytes: u64,
+}
+
+/// The state of the recorder's thread.
+pub(crate) struct Recording {
+    /// Steps that were written without their state.
+    wanted: Arc<Mutex<Vec<u64>>>,
+    writer: TraceWriter,
+    stages: Vec<StageAbout>,
+    config: TraceConfig,
+    format: TraceFormat,
+    on_cpu: bool,
+    rules: RuleBook,
+    stats: StepStats,
+    table: Option<StatsWriter>,
+    data: StepData,
+    files: StepFiles,
+    ring: Ring,
+    state: (u64, StepState),
+    /// Rules on rows have looked at the current step.
+    judged: bool,
+    /// A rule fired in the current step.
+    alarmed: bool,
+    /// A rule on metrics asks to stop before the next update.
+    stop: Option<Box<Anomaly>>,
+    history: VecDeque<BTreeMap<String, f64>>,
+    versions: Vec<(u64, BTreeMap<String, WeightsVersion>)>,
+    /// Bytes of steps and states on disk.
+    used: u64,
+    ring_writes: usize,
+    /// Steps that are on disk with all their stages.
+    whole: BTreeSet<u64>,
+    told: BTreeSet<&'static str>,
+}
+
+impl Recording {
+    pub(crate) fn new(
+        wanted: Arc<Mutex<Vec<u64>>>,
+        writer: TraceWriter,
+        stages: Vec<StageAbout>,
+        config: TraceConfig,
+        format: TraceFormat,
+        own_rules: Vec<Box<dyn Rule>>,
+        on_cpu: bool,
+    ) -> Result<Recording, TraceError> {
+        let table = match config.stats {
+            true => Some(StatsWriter::create(
+                writer.layout().stats(),
+                config.part_steps,
+            )?),
+            false => None,
+        };
+        Ok(Recording {
+            wanted,
+            rules: RuleBook::new(own_rules, &config.rules),
+            ring: Ring {
+                max_steps: config.ring_steps,
+                max_bytes: (config.ring_mb as usize) << 20,
+                ..Ring::default()
+            },
+            writer,
+            stages,
+            config,
+            format,
+            on_cpu,
+            stats: StepStats::default(),
+            table,
+            data: StepData::default(),
+            files: StepFiles::default(),
+            state: (0, StepState::default()),
+            judged: false,
+            alarmed: false,
+            stop: None,
+            history: VecDeque::new(),
+            versions: Vec::new(),
+            used: 0,
+            ring_writes: 0,
+            whole: BTreeSet::new(),
+            told: BTreeSet::new(),
+        })
+    }
+
+    /// Whether hashes of the weights are of use.
+    pub(crate) fn watches_weights(&self) -> bool {
+        self.config.stats && self.rules.has("weights_unchanged")
+    }
+
+    /// Works until it is told to end.
+    pub(crate) fn serve(mut self, inbox: &Receiver<Message>) {
+        while let Ok(message) = inbox.recv() {
+            match message {
+                Message::Begin { step } => self.begin(step),
+                Message::State { step, state } => {
+                    self.used += state.bytes;
+                    self.state = (step, state);
+                }
+                Message::LateState { step, state } => {
+                    self.used += state.bytes;
+                    let added = self.add_state(step, state);
+                    self.tell("a state", added);
+                }
+                Message::Part(part) => self.part(part),
+                Message::Gate { stage, batch, told } => {
+                    let stop = self.gate(stage, &batch);
+                    let _ = told.send(stop);
+                }
+                Message::End { step, told } => {
+                    self.end(step);
+                    if let Some(told) = told {
+                        let _ = told.send(());
+                    }
+                }
+                Message::Failed {
+                    cancelled,
+                    reason,
+                    told,
+                } => {
+                    self.failed(cancelled, &reason);
+                    let _ = told.send(());
+                }
+                Message::Metrics { step, values } => self.metrics(step, values),
+                Message::Versions { step, versions } => {
+                    self.versions.push((step, versions));
+                    let extra = self.versions.len().saturating_sub(2);
+                    self.versions.drain(..extra);
+                }
+                Message::Sync(told) => {
+                    let _ = told.send(());
+                }
+                Message::Close => break,
+            }
+        }
+        let written = self.table.as_mut().map_or(Ok(()), StatsWriter::part);
+        self.tell("statistics", written);
+    }
+
+    fn begin(&mut self, step: u64) {
+        self.data = StepData::new(step);
+        std::mem::take(&mut self.files).discard();
+        self.stats.clear();
+        self.judged = false;
+        self.alarmed = false;
+        if self.state.0 != step {
+            self.state = (step, StepState::default());
+        }
+    }
+
+    /// Whether a stage is recorded in full in a step that nothing went wrong in.
+    fn is_chosen(&self, step: u64, stage: usize) -> bool {
+        let about = &self.stages[stage];
+        let by_step = self.config.captures_step(step) && self.config.captures_stage(&about.name);
+        about.debug || by_step
+    }
+
+    fn chosen(&self, step: u64) -> Vec<bool> {
+        let stages = 0..self.stages.len();
+        stages.map(|stage| self.is_chosen(step, stage)).collect()
+    }
+
+    fn part(&mut self, mut part: Part) {
+        if part.side == Side::Output && part.refused.is_none() {
+            part.batch = self.stages[part.stage].written(&part.batch);
+        }
+        if self.table.is_some() && part.refused.is_none() {
+            self.stats.add(&part);
+        }
+        let chosen = self.is_chosen(self.data.step, part.stage);
+        if chosen || self.flies() {
+            self.data.add(part);
+            self.make_room();
+        }
+    }
+
+    /// Whether the flight recorder is on.
+    fn flies(&self) -> bool {
+        self.table.is_some() && self.ring.max_steps > 0
+    }
+
+    /// Moves rows that no longer fit in memory to disk, or lets them go.
+    fn make_room(&mut self) {
+        let chosen = self.chosen(self.data.step);
+        if chosen.contains(&true) {
+            if self.data.bytes > SPILL_BYTES {
+                let spilt = self.spill(&chosen);
+                self.data.dropped = true;
+                self.data.forget();
+                self.tell("a step", spilt);
+            }
+        } else if self.data.bytes > self.ring.max_bytes {
+            self.data.forget();
+            self.data.dropped = true;
+            if self.told.insert("ring") {
+                tracing::warn!(
+                    "trace: step {} is larger than the flight recorder's {} MB (`trace.ring_mb`), which holds a part of it only",
+                    self.data.step,
+                    self.config.ring_mb
+                );
+            }
+        }
+    }
+
+    fn spill(&mut self, chosen: &[bool]) -> Result<(), TraceError> {
+        let header = header(&self.stages, &self.format, &self.state.1);
+        let chosen = |stage: usize| chosen[stage];
+        self.files.spill(&self.writer, &header, &self.data, &chosen)
+    }
+
+    fn gate(&mut self, stage: usize, batch: &Batch) -> Option<Box<Anomaly>> {
+        if let Some(stop) = self.stop.take() {
+            return Some(stop);
+        }
+        if self.judged {
+            return None;
+        }
+        self.judge(Some((stage, batch)))
+    }
+
+    /// Rules on rows look at the step so far; gives the first that stops.
+    fn judge(&mut self, update: Option<(usize, &Batch)>) -> Option<Box<Anomaly>> {
+        self.judged = true;
+        let (rows, distances) = self.stats.rows(self.data.step, &self.stages, true);
+        let batches: Vec<SeenBatch<'_>> = self
+            .data
+            .parts
+            .iter()
+            .map(|part| SeenBatch {
+                stage: &self.stages[part.stage].name,
+                side: part.side,
+                batch: &part.batch,
+            })
+            .collect();
+        let update = update.map(|(stage, batch)| SeenBatch {
+            stage: &self.stages[stage].name,
+            side: Side::Input,
+            batch,
+        });
+        let found = self.rules.before_update(&StepView {
+            step: self.data.step,
+            stats: &rows,
+            batches: &batches,
+            update,
+            distances: &distances,
+        });
+        self.report(found)
+    }
+
+    /// Tells what rules found; gives the first that stops.
+    fn report(&mut self, found: Vec<Anomaly>) -> Option<Box<Anomaly>> {
+        self.alarmed |= !found.is_empty();
+        for anomaly in &found {
+            tracing::warn!("{anomaly}");
+            let written = self.line(anomaly);
+            self.tell("anomalies", written);
+        }
+        let stops = |anomaly: &Anomaly| anomaly.severity == Severity::Stop;
+        found.into_iter().find(stops).map(Box::new)
+    }
+
+    fn line(&self, anomaly: &Anomaly) -> Result<(), TraceError> {
+        let path = self.writer.layout().anomalies();
+        let line =
+            serde_json::to_string(anomaly).map_err(|e| TraceError::file("write", &path, e))?;
+        OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&path)
+            .and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()))
+            .map_err(|e| TraceError::file("write", &path, e))
+    }
+
+    fn end(&mut self, step: u64) {
+        if self.table.is_some() {
+            if !self.judged {
+                // Nothing is updated in this step, so that there is nothing to stop.
+                let stop = self.judge(None);
+                self.stop = self.stop.take().or(stop);
+            }
+            self.statistics(step);
+        }
+        self.data.ended = true;
+        let chosen = self.chosen(step);
+        if chosen.contains(&true) {
+            self.write(Reason::Asked, &chosen);
+        }
+        let data = std::mem::take(&mut self.data);
+        if self.flies() {
+            self.ring.push(data);
+        }
+        if self.alarmed {
+            self.write_ring(Reason::Anomaly);
+        }
+    }
+
+    fn statistics(&mut self, step: u64) {
+        let (rows, _) = self.stats.rows(step, &self.stages, false);
+        let written = self
+            .table
+            .as_mut()
+            .map_or(Ok(()), |table| table.step(step, &rows));
+        self.tell("statistics", written);
+    }
+
+    fn failed(&mut self, cancelled: bool, reason: &str) {
+        if self.table.is_some() {
+            self.statistics(self.data.step);
+        }
+        if cancelled {
+            return;
+        }
+        tracing::debug!("the steps before the error are written: {reason}");
+        self.write_ring(Reason::Failed);
+        let chosen = match self.flies() {
+            true => vec![true; self.stages.len()],
+            false => self.chosen(self.data.step),
+        };
+        if chosen.contains(&true) {
+            self.write(Reason::Failed, &chosen);
+        }
+    }
+
+    fn metrics(&mut self, step: u64, values: BTreeMap<String, f64>) {
+        let found = self.rules.after_step(&MetricsView {
+            step,
+            metrics: &values,
+            history: &self.history,
+            versions: &self.versions,
+            on_cpu: self.on_cpu,
+        });
+        self.history.push_back(values);
+        if self.history.len() > HISTORY {
+            self.history.pop_front();
+        }
+        let any = !found.is_empty();
+        let stop = self.report(found);
+        self.stop = self.stop.take().or(stop);
+        if any {
+            self.write_ring(Reason::Anomaly);
+        }
+    }
+
+    /// Writes the steps of the ring that are not on disk.
+    fn write_ring(&mut self, reason: Reason) {
+        if self.ring_writes >= self.config.ring_writes && reason == Reason::Anomaly {
+            if self.told.insert("ring_writes") {
+                tracing::warn!(
+                    "trace: the flight recorder was written {} times (`trace.ring_writes`); from here on anomalies are told, their steps are not kept",
+                    self.ring_writes
+                );
+            }
+            return;
+        }
+        self.ring_writes += 1;
+        let steps = std::mem::take(&mut self.ring.steps);
+        let current = std::mem::take(&mut self.data);
+        let state = std::mem::take(&mut self.state);
+        for data in steps {
+            self.data = data;
+            if state.0 != self.data.step {
+                self.state = (self.data.step, StepState::default());
+            }
+            if !self.whole.contains(&self.data.step) {
+                self.write(reason, &vec![true; self.stages.len()]);
+            }
+        }
+        self.data = current;
+        self.state = state;
+    }
+
+    /// Writes the current step's rows and its manifest.
+    fn write(&mut self, reason: Reason, chosen: &[bool]) {
+        let (step, budget) = (self.data.step, self.config.budget_mb << 20);
+        let size = self.data.bytes as u64;
+        if self.used + size > budget {
+            std::mem::take(&mut self.files).discard();
+            if self.told.insert("budget") {
+                tracing::warn!(
+                    "trace: step {step} is not recorded in full, and no later one that needs as much: it takes about {} MB, and {} MB of {} MB (`trace.budget_mb`) are used; statistics go on",
+                    size >> 20,
+                    self.used >> 20,
+                    self.config.budget_mb
+                );
+            }
+            return;
+        }
+        let written = self.try_write(reason, chosen);
+        if written.is_ok() && chosen.iter().all(|chosen| *chosen) {
+            self.whole.insert(step);
+        }
+        self.tell("a step", written);
+    }
+
+    fn try_write(&mut self, reason: Reason, chosen: &[bool]) -> Result<(), TraceError> {
+        let spilt = self.spill(chosen);
+        let files = std::mem::take(&mut self.files);
+        if spilt.is_err() {
+            files.discard();
+            return spilt;
+        }
+        let stages = files.finish()?;
+        self.used += stages.iter().map(|file| file.bytes).sum::<u64>();
+        let mut notes = Vec::new();
+        if self.data.dropped && reason != Reason::Asked {
+            notes.push("rows that did not fit into the flight recorder are missing".to_owned());
+        }
+        if !self.data.ended {
+            notes.push("the step ended with an error; what came before it is here".to_owned());
+        }
+        self.writer.end_step(&StepManifest {
+            format: FORMAT,
+            step: self.data.step,
+            reason,
+            ended: self.data.ended,
+            stages,
+            models: self.state.1.models.clone(),
+            stage_states: self.state.1.stages.clone(),
+            notes,
+        })?;
+        if reason != Reason::Asked && self.state.1.models.is_empty() {
+            let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+            wanted.push(self.data.step);
+        }
+        Ok(())
+    }
+
+    /// Adds its state to a step that is on disk.
+    fn add_state(&self, step: u64, state: StepState) -> Result<(), TraceError> {
+        let path = self.writer.layout().manifest(step);
+        let text = fs::read_to_string(&path).map_err(|e| TraceError::file("read", &path, e))?;
+        let manifest: StepManifest = parse(&path, &text)?;
+        self.writer.end_step(&StepManifest {
+            models: state.models,
+            stage_states: state.stages,
+            ..manifest
+        })
+    }
+
+    /// Tells an error of the disk, once for each sort of thing that it is about.
+    fn tell(&mut self, about: &'static str, result: Result<(), TraceError>) {
+        if let Err(error) = result
+            && self.told.insert(about)
+        {
+            tracing::warn!(
+                "trace: {about} could not be written ({}): {error}; the run goes on, and what the disk takes later is written again",
+                error.code()
+            );
+        }
+    }
+}
+
+fn header<'a>(stages: &'a [StageAbout], format: &TraceFormat, state: &StepState) -> StepHeader<'a> {
+    StepHeader {
+        stages,
+        seed: format.seed,
+        steps: format.steps,
+        models: state
+            .models
+            .iter()
+            .map(|(name, reference)| (name.clone(), reference.version.clone()))
+            .collect(),
+    }
+}

@@ -1,0 +1,132 @@
+//! State of models and stages at the start of traced steps: content-addressed, so that what does not change is kept
+//! once.
+
+use std::fs;
+use std::io::Write;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use crate::resource::StoredState;
+use crate::trace::error::TraceError;
+use crate::trace::format::{FORMAT, Layout, StateRef, parse};
+use crate::trace::store::TraceDir;
+use crate::trace::writer::{make_dir, write_aside, write_json};
+
+/// The document beside the tensors.
+#[derive(Debug, Serialize, Deserialize)]
+struct Beside {
+    format: u32,
+    about: Value,
+}
+
+/// Writes a state unless it is there; gives its name and the bytes that were written.
+pub(crate) fn write_state(
+    layout: &Layout,
+    state: &StoredState,
+) -> Result<(String, u64), TraceError> {
+    let dir = layout.state();
+    make_dir(&dir)?;
+    let about = state.about.to_string();
+    let mut hash = Sha256::new();
+    hash.update(&state.tensors);
+    hash.update(about.as_bytes());
+    let name: String = hash
+        .finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    let document = dir.join(format!("{name}.json"));
+    if document.exists() {
+        return Ok((name, 0));
+    }
+    let path = dir.join(format!("{name}.safetensors"));
+    write_aside(&path, |mut file| {
+        file.write_all(&state.tensors)
+            .map_err(|e| TraceError::file("write", &path, e))
+    })?;
+    let beside = Beside {
+        format: FORMAT,
+        about: state.about.clone(),
+    };
+    // Last, as the mark that both are whole.
+    write_json(&document, &beside)?;
+    Ok((name, (state.tensors.len() + about.len()) as u64))
+}
+
+impl TraceDir {
+    /// The state that `reference` of a step's manifest names; `None` where only its version was recorded.
+    ///
+    /// # Errors
+    /// A file that is missing, damaged or in another format.
+    pub fn state(&self, reference: &StateRef) -> Result<Option<StoredState>, TraceError> {
+        let Some(name) = &reference.state else {
+            return Ok(None);
+        };
+        let dir = self.layout().state();
+        let document = dir.join(format!("{name}.json"));
+        let text =
+            fs::read_to_string(&document).map_err(|e| TraceError::file("read", &document, e))?;
+        let beside: Beside = parse(&document, &text)?;
+        let path = dir.join(format!("{name}.safetensors"));
+        let tensors = fs::read(&path).map_err(|e| TraceError::file("read", &path, e))?;
+        Ok(Some(StoredState {
+            tensors,
+            about: beside.about,
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::resource::WeightsVersion;
+    use crate::trace::format::TraceFormat;
+    use crate::trace::writer::TraceWriter;
+
+    #[test]
+    fn equal_states_are_kept_once() {
+        let temp = tempfile::tempdir().expect("a folder");
+        let format = TraceFormat {
+            format: FORMAT,
+            verl: String::new(),
+            pipeline: String::new(),
+            plan_hash: String::new(),
+            seed: 0,
+            steps: 1,
+            stages: Vec::new(),
+        };
+        let writer = TraceWriter::create(temp.path(), &format).expect("creates");
+        let state = |byte| StoredState {
+            tensors: vec![byte; 9],
+            about: serde_json::json!({"steps": 3}),
+        };
+        let (one, bytes) = write_state(writer.layout(), &state(1)).expect("writes");
+        assert!(bytes > 9);
+        assert_eq!(
+            write_state(writer.layout(), &state(1)).expect("writes"),
+            (one.clone(), 0)
+        );
+        let (two, _) = write_state(writer.layout(), &state(2)).expect("writes");
+        assert_ne!(one, two);
+        let version = WeightsVersion {
+            step: 0,
+            hash: String::new(),
+        };
+        let reference = |state| StateRef {
+            version: version.clone(),
+            state,
+        };
+        let read = TraceDir::open(temp.path()).expect("opens");
+        assert_eq!(
+            read.state(&reference(Some(two))).expect("reads"),
+            Some(state(2))
+        );
+        assert_eq!(read.state(&reference(None)).expect("reads"), None);
+        let error = read
+            .state(&reference(Some("no".to_owned())))
+            .expect_err("missing");
+        assert_eq!(error.code(), "T005");
+    }
+}

@@ -1,0 +1,226 @@
+//! The folder of a traced run, opened to look at it: its pipeline, its recorded steps, and a run to replay them in.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::config::read_pipeline;
+use crate::diagnostic::{Diagnostic, Findings, nearest};
+use crate::registry::Registry;
+use crate::resource::TokenTexts;
+use crate::run::error::RunError;
+use crate::run::runner::{Run, RunOptions, RunState};
+use crate::schedule::placement::Schedule;
+use crate::trace::error::TraceError;
+use crate::trace::format::StateRef;
+use crate::trace::recorded::{RecordedStep, StepStart};
+use crate::trace::replay::ReplayError;
+use crate::trace::store::TraceDir;
+
+/// Why there is nothing to look at.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LookError {
+    /// No folder of a run.
+    #[error("`{}` is no folder of a run: {reason}{}", .dir.display(), .near.as_ref().map(|near| format!("; did you mean `{near}`?")).unwrap_or_default())]
+    NoRun {
+        /// As given.
+        dir: PathBuf,
+        /// What is missing.
+        reason: String,
+        /// The nearest run beside it.
+        near: Option<String>,
+    },
+    /// The run's resolved configuration is not accepted any more.
+    #[error("the configuration of the run is not accepted by this version:\n{}", Findings(.0.clone()))]
+    Config(Vec<Diagnostic>),
+    /// The trace cannot be read.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// A step that was not recorded, and the nearest that was.
+    #[error("{source}{}", .near.map(|near| format!("; the nearest is step {near}")).unwrap_or_default())]
+    Step {
+        /// What the trace says.
+        source: TraceError,
+        /// The nearest recorded step.
+        near: Option<u64>,
+    },
+    /// The step cannot be replayed.
+    #[error(transparent)]
+    Replay(#[from] ReplayError),
+    /// The run cannot be started to replay in it.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// A sample that the stage did not see.
+    #[error("stage `{stage}` of step {step} has no sample `{sample}`{help}")]
+    Sample {
+        /// The step.
+        step: u64,
+        /// The stage.
+        stage: String,
+        /// As given.
+        sample: String,
+        /// The nearest that there are.
+        help: String,
+    },
+}
+
+impl LookError {
+    /// Code of the error; `docs/errors/<CODE>.md` says what happened and what to do.
+    pub fn code(&self) -> &'static str {
+        match self {
+            LookError::NoRun { .. } => "T010",
+            LookError::Config(_) => "T011",
+            LookError::Trace(error) | LookError::Step { source: error, .. } => error.code(),
+            LookError::Replay(error) => error.code(),
+            LookError::Run(error) => error.code(),
+            LookError::Sample { .. } => "T012",
+        }
+    }
+}
+
+/// A run's folder with its trace.
+pub struct TracedRun {
+    dir: PathBuf,
+    schedule: Schedule,
+    trace: TraceDir,
+}
+
+impl TracedRun {
+    /// Opens the folder of a run whose kinds `registry` knows; loads no weights.
+    ///
+    /// # Errors
+    /// A folder without a run, with the nearest that is one; a configuration or trace of another version.
+    pub fn open(dir: &Path, registry: &Registry) -> Result<TracedRun, LookError> {
+        let config = dir.join("config.toml");
+        if !config.is_file() {
+            let reason = match dir.is_dir() {
+                true => "it holds no config.toml",
+                false => "there is no such folder",
+            };
+            return Err(LookError::NoRun {
+                dir: dir.to_owned(),
+                reason: reason.to_owned(),
+                near: near_run(dir),
+            });
+        }
+        let none: [&str; 0] = [];
+        let schedule = read_pipeline(&config, &none, registry)
+            .and_then(|pipe| pipe.plan())
+            .and_then(|plan| plan.schedule())
+            .map_err(LookError::Config)?;
+        Ok(TracedRun {
+            dir: dir.to_owned(),
+            schedule,
+            trace: TraceDir::open(dir)?,
+        })
+    }
+
+    /// The folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The run's pipeline, placed.
+    pub fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+
+    /// The trace.
+    pub fn trace(&self) -> &TraceDir {
+        &self.trace
+    }
+
+    /// A recorded step, without the state that it began with.
+    ///
+    /// # Errors
+    /// A step that was not recorded, with the nearest that was; a file that is damaged.
+    pub fn step(&self, step: u64) -> Result<RecordedStep, LookError> {
+        let recorded = self.trace.step(step).map_err(|source| match source {
+            TraceError::NoStep { .. } => LookError::Step {
+                near: self
+                    .trace
+                    .steps()
+                    .into_iter()
+                    .min_by_key(|known| known.abs_diff(step)),
+                source,
+            },
+            other => LookError::Trace(other),
+        })?;
+        let after = self.trace.manifest(step + 1).ok();
+        let mut recorded = RecordedStep::from_trace(recorded, after);
+        if recorded.error.is_some() {
+            recorded.error = self.end_of_run().or(recorded.error);
+        }
+        Ok(recorded)
+    }
+
+    /// The error with which the run ended, as `status.json` tells it.
+    fn end_of_run(&self) -> Option<String> {
+        let text = fs::read_to_string(self.dir.join("status.json")).ok()?;
+        let status: serde_json::Value = serde_json::from_str(&text).ok()?;
+        status.get("reason")?.as_str().map(str::to_owned)
+    }
+
+    /// A recorded step, with the state that it began with where that was kept.
+    ///
+    /// # Errors
+    /// As [`TracedRun::step`].
+    pub fn step_with_state(&self, step: u64) -> Result<RecordedStep, LookError> {
+        let mut recorded = self.step(step)?;
+        let manifest = self.trace.manifest(step)?;
+        let read = |states: &BTreeMap<String, StateRef>| {
+            let states = states.iter().map(|(name, state)| {
+                let stored = self.trace.state(state)?;
+                Ok((name.clone(), (state.version.clone(), stored)))
+            });
+            states.collect::<Result<BTreeMap<_, _>, TraceError>>()
+        };
+        recorded.state = Some(StepStart::Stored(RunState {
+            step: step.saturating_sub(1),
+            models: read(&manifest.models)?,
+            stages: read(&manifest.stage_states)?,
+        }));
+        Ok(recorded)
+    }
+
+    /// The run, started anew: models loaded, data opened, no step run, nothing written.
+    ///
+    /// # Errors
+    /// What keeps it from starting.
+    pub fn start(&self) -> Result<Run, LookError> {
+        let schedule = self.schedule.plan.schedule().map_err(LookError::Config)?;
+        Ok(schedule.start(RunOptions::default())?)
+    }
+
+    /// How the token ids of a stage (by its index in the plan) are written: by its model's tokenizer, or by the first
+    /// that the pipeline has.
+    pub fn token_texts(&self, stage: usize) -> Option<Arc<dyn TokenTexts>> {
+        let plan = &self.schedule.plan;
+        let own = plan.stages[stage].spec.models.first();
+        let models = &plan.pipe.models;
+        let first = models
+            .iter()
+            .find(|model| own.is_some_and(|(name, _)| *name == model.name));
+        let mut order = first.into_iter().chain(models);
+        order.find_map(|model| model.factory.token_texts(&plan.context))
+    }
+}
+
+/// The run beside `dir` whose name is nearest.
+fn near_run(dir: &Path) -> Option<String> {
+    let name = dir.file_name()?.to_str()?;
+    let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let entries = fs::read_dir(parent.unwrap_or(Path::new("."))).ok()?;
+    let runs: Vec<String> = entries
+        .flatten()
+        .filter(|entry| entry.path().join("config.toml").is_file())
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect();
+    let near = nearest(name, runs.iter().map(String::as_str))?;
+    Some(match parent {
+        Some(parent) => parent.join(near).display().to_string(),
+        None => near.to_owned(),
+    })
+}

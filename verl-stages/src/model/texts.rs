@@ -1,0 +1,276 @@
+//! Tokenizer and chat template of a model: loaded for a run, and looked at when a pipeline is checked.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use verl_models::DecoderConfig;
+use verl_models::chat_template::ChatTemplate;
+use verl_models::tokenizer::Tokenizer;
+use verl_models::vocabulary;
+use verl_pipe::resource::{ModelInfo, ResourceError, Vocabulary};
+use verl_pipe::stage::{BuildContext, ConfigError, Models, StageError, find_model};
+
+use super::{PolicyResource, ValueResource, failed};
+use crate::prompts::Template;
+
+/// What turns texts into the tokens of a model of either kind.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct TextTools {
+    /// Its tokenizer, where it has one.
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    /// Its chat template, where it has one.
+    pub template: Option<Arc<ChatTemplate>>,
+    /// Why there is no template, where one was looked for.
+    pub no_template: Option<String>,
+    /// Longest sequence in tokens.
+    pub max_tokens: usize,
+}
+
+impl TextTools {
+    /// Those of the model `name`.
+    ///
+    /// # Errors
+    /// When there is no such model, or it is of a type of its own.
+    pub fn of(models: &mut Models, name: &str) -> Result<Self, StageError> {
+        if let Ok(resource) = find_model::<PolicyResource>(models, name) {
+            return Ok(TextTools {
+                tokenizer: resource.tokenizer.clone(),
+                template: resource.template.clone(),
+                no_template: resource.no_template.clone(),
+                max_tokens: resource.policy.max_tokens(),
+            });
+        }
+        let resource = find_model::<ValueResource>(models, name)?;
+        Ok(TextTools {
+            tokenizer: resource.tokenizer.clone(),
+            template: resource.template.clone(),
+            no_template: resource.no_template.clone(),
+            max_tokens: resource.model.max_tokens(),
+        })
+    }
+
+    /// The tokenizer of the model `name`, for what `needs` it.
+    ///
+    /// # Errors
+    /// When the model has none.
+    pub fn tokenizer(&self, name: &str, needs: &str) -> Result<Arc<Tokenizer>, StageError> {
+        self.tokenizer.clone().ok_or_else(|| StageError::Model {
+            name: name.to_owned(),
+            reason: format!("has no tokenizer, which {needs}"),
+        })
+    }
+
+    /// The chat template of the model `name` with further variables, where prompts are written by it.
+    ///
+    /// # Errors
+    /// When the model has none, or one that cannot be used, and tells why.
+    pub fn chat_template(
+        &self,
+        name: &str,
+        template: Template,
+        variables: &Map<String, Value>,
+    ) -> Result<Option<ChatTemplate>, StageError> {
+        if template == Template::None {
+            return Ok(None);
+        }
+        let found = self.template.as_deref().ok_or_else(|| StageError::Model {
+            name: name.to_owned(),
+            reason: match &self.no_template {
+                Some(why) => format!("has no chat template that can be used: {why}; {PLAIN}"),
+                None => format!("has no chat template; {PLAIN}"),
+            },
+        })?;
+        Ok(Some(found.clone().with_variables(variables.clone())))
+    }
+}
+
+/// What to do without a template.
+const PLAIN: &str = "`template = \"none\"` uses the question as it is";
+
+/// The chat template of a folder, or why there is none.
+pub(super) fn template_of(dir: &Path) -> (Option<Arc<ChatTemplate>>, Option<String>) {
+    match ChatTemplate::load(dir) {
+        Ok(template) => (Some(Arc::new(template)), None),
+        Err(error) => (None, Some(error.to_string())),
+    }
+}
+
+/// The tokenizer and the chat template of a folder, as [`TextTools`] holds them; the tokenizer must have no more ids than
+/// the embedding has rows. A folder without a template can still be used with prompts as they are.
+///
+/// # Errors
+/// A tokenizer that is missing, damaged or too large.
+pub(super) fn texts(dir: &Path, config: &DecoderConfig) -> Result<TextTools, ResourceError> {
+    let tokenizer = Tokenizer::load(dir).map_err(failed)?;
+    config
+        .check_vocabulary(tokenizer.vocab_size())
+        .map_err(failed)?;
+    let (template, no_template) = template_of(dir);
+    Ok(TextTools {
+        tokenizer: Some(Arc::new(tokenizer)),
+        template,
+        no_template,
+        max_tokens: config.max_tokens,
+    })
+}
+
+/// Fills in what a check can tell of the tokenizer and chat template of a folder without loading either; `rows` are those
+/// of the embedding, where they are known.
+///
+/// # Errors
+/// A tokenizer that is missing, malformed or too large.
+pub(super) fn look_at_texts(
+    info: &mut ModelInfo,
+    dir: &Path,
+    rows: Option<usize>,
+) -> Result<(), ConfigError> {
+    let fault = |reason: String| {
+        let help = "give the folder of a model with the tokenizer.json that belongs to its weights";
+        ConfigError::new("path", format!("cannot be used: {reason}"), help)
+    };
+    let tokens = vocabulary::tokens(dir).map_err(|error| fault(error.to_string()))?;
+    if let (Some(tokens), Some(rows)) = (&tokens, rows)
+        && tokens.len() > rows
+    {
+        return Err(fault(format!(
+            "the tokenizer of `{}` has {} ids, but the embedding has {rows} rows: ids from {rows} on have no embedding",
+            dir.display(),
+            tokens.len()
+        )));
+    }
+    info.vocabulary = tokens.map(Vocabulary::new);
+    info.no_template = template_of(dir).1;
+    Ok(())
+}
+
+/// What is wrong with writing prompts of the model `name` by `template`, as far as a check can tell.
+pub(crate) fn template_config_fault(
+    setting: &str,
+    template: Template,
+    name: &str,
+    context: &BuildContext,
+) -> Option<ConfigError> {
+    if template == Template::None {
+        return None;
+    }
+    let why = context.model_infos.get(name)?.no_template.as_ref()?;
+    Some(ConfigError::new(
+        setting,
+        format!("is \"chat\", but `{name}` has no chat template that can be used: {why}"),
+        format!("mend the template of the model's folder; or {PLAIN}"),
+    ))
+}
+
+/// What is wrong with asking the model `name` for answers of up to `tokens` tokens.
+pub(crate) fn room_fault(
+    setting: &str,
+    tokens: usize,
+    name: &str,
+    context: &BuildContext,
+) -> Option<ConfigError> {
+    let limit = context.max_tokens(name)?;
+    (tokens >= limit).then(|| {
+        ConfigError::new(
+            setting,
+            format!(
+                "is {tokens}, but the context of `{name}` holds {limit} tokens, prompt and answer together"
+            ),
+            format!("set it to less than {limit}, so that there is room for the prompt"),
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::CausalLm;
+    use verl_pipe::stage::ModelConfig;
+
+    const FOLDER: &str = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../examples/models/addition-base"
+    );
+
+    /// A copy of the addition model whose file `name` holds `content`; without the file where that is none.
+    fn changed(name: &str, content: Option<&str>) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(FOLDER).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+        }
+        match content {
+            Some(content) => std::fs::write(dir.path().join(name), content).unwrap(),
+            None => std::fs::remove_file(dir.path().join(name)).unwrap(),
+        }
+        dir
+    }
+
+    fn describe(dir: &Path) -> Result<ModelInfo, Vec<ConfigError>> {
+        CausalLm::frozen(dir).describe(&BuildContext::default())
+    }
+
+    #[test]
+    fn a_sound_folder_tells_its_vocabulary() {
+        let info = describe(FOLDER.as_ref()).unwrap();
+        assert_eq!(info.vocabulary.map(|vocabulary| vocabulary.len()), Some(32));
+        assert_eq!(info.no_template, None);
+    }
+
+    #[test]
+    fn what_needs_no_weights_to_be_seen_is_told_by_a_check() {
+        let weights = std::fs::read(Path::new(FOLDER).join("model.safetensors")).unwrap();
+        let told = |dir: &tempfile::TempDir| match describe(dir.path()) {
+            Ok(_) => String::new(),
+            Err(faults) => faults[0].to_string(),
+        };
+        let none = changed("model.safetensors", None);
+        assert!(told(&none).contains("has no model.safetensors"));
+        std::fs::write(none.path().join("pytorch_model.bin"), "").unwrap();
+        assert!(told(&none).contains("is pickled"));
+        let index = r#"{"weight_map": {"model.norm.weight": "model-1.safetensors"}}"#;
+        std::fs::write(none.path().join("model.safetensors.index.json"), index).unwrap();
+        assert!(told(&none).contains("missing: model-1.safetensors"));
+        for length in [4, 200, weights.len() - 10] {
+            std::fs::write(none.path().join("model.safetensors"), &weights[..length]).unwrap();
+            assert!(told(&none).contains("model.safetensors"), "{length}");
+        }
+        let renamed = weights.clone();
+        let text = String::from_utf8_lossy(&renamed[8..]).into_owned();
+        let at = 8 + text.find("q_proj").unwrap();
+        let mut renamed = renamed;
+        renamed[at..at + 6].copy_from_slice(b"q_porj");
+        std::fs::write(none.path().join("model.safetensors"), &renamed).unwrap();
+        assert!(told(&none).contains("q_porj"), "{}", told(&none));
+
+        let none = changed("tokenizer.json", None);
+        assert!(told(&none).contains("no tokenizer.json"));
+        let large = r#"{"model": {"vocab": {"a": 0, "b": 40}}}"#;
+        let large = changed("tokenizer.json", Some(large));
+        assert!(told(&large).contains("has 41 ids, but the embedding has 32 rows"));
+    }
+
+    #[test]
+    fn a_broken_chat_template_is_not_called_none() {
+        let broken = "{% for x in messages %}{{ x.foo.bar }}";
+        let dir = changed("chat_template.jinja", Some(broken));
+        let info = describe(dir.path()).unwrap();
+        let why = info.no_template.clone().unwrap();
+        assert!(why.contains("malformed"), "{why}");
+        let mut context = BuildContext::default();
+        context.model_infos.insert("actor".to_owned(), info);
+        let fault = |template| template_config_fault("template", template, "actor", &context);
+        assert!(fault(Template::Chat).unwrap().reason.contains("malformed"));
+        assert_eq!(fault(Template::None), None);
+
+        let load = CausalLm::frozen(dir.path()).load("actor", "cpu", &BuildContext::default());
+        let mut models = Models::from([("actor".to_owned(), load.unwrap())]);
+        let tools = TextTools::of(&mut models, "actor").unwrap();
+        let told = tools.chat_template("actor", Template::Chat, &Map::new());
+        let told = told.unwrap_err().to_string();
+        assert!(
+            told.contains("malformed") && told.contains("template = \"none\""),
+            "{told}"
+        );
+    }
+}
