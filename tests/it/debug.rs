@@ -390,4 +390,6 @@ fn a_run_that_waits_for_nothing_says_so() {
         (0, "the run waits for nothing for long\n")
     );
     assert_eq!(pipe_debug(&format!("stall --run {dir}x")).0, 3);
+    let no_run = env!("CARGO_MANIFEST_DIR");
+    assert_eq!(pipe_debug(&format!("stall --run {no_run}")).0, 3);
 }

@@ -38,7 +38,7 @@ pub struct DebugArgs {
     #[arg(long = "debug-trace-step", value_name = "STEP")]
     pub steps: Vec<u64>,
     /// Records every so many steps one in full.
-    #[arg(long = "debug-trace-every", value_name = "STEPS")]
+    #[arg(long = "debug-trace-every", value_name = "STEPS", value_parser = clap::value_parser!(u64).range(1..))]
     pub every: Option<u64>,
     /// Records these stages only, for example `generate,reward`.
     #[arg(
@@ -58,6 +58,8 @@ impl DebugArgs {
             trace.every = match self.every {
                 Some(every) => every,
                 None if named => trace.every,
+                // The file says which steps.
+                None if !self.debug && (trace.every > 0 || !trace.steps.is_empty()) => trace.every,
                 None => 1,
             };
             trace.stages.extend(self.stages.iter().cloned());
@@ -211,6 +213,18 @@ mod tests {
             of(false, &[], None, &["a", "b"]),
             (vec![1, 2, 3, 4, 5, 6], 2)
         );
+
+        // Where the file names steps, a flag that names stages does not add others.
+        let mut trace = TraceConfig {
+            steps: vec![2],
+            ..TraceConfig::default()
+        };
+        let stages = DebugArgs {
+            stages: vec!["a".to_owned()],
+            ..DebugArgs::default()
+        };
+        stages.apply(&mut trace);
+        assert_eq!((trace.every, trace.steps), (0, vec![2]));
     }
 
     #[test]

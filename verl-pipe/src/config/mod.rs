@@ -26,7 +26,7 @@ pub(crate) mod decode;
 mod overrides;
 mod source;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -55,7 +55,11 @@ pub fn read_pipeline<S: AsRef<str>>(
     registry: &Registry,
 ) -> Result<DataPipe, Vec<Diagnostic>> {
     let text = read_text(path).map_err(|finding| vec![finding])?;
-    let base = path.parent().unwrap_or(Path::new("")).to_owned();
+    // A bare name lies in the working folder, which has a name too.
+    let base = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
+        _ => PathBuf::from("."),
+    };
     let working = std::env::current_dir().unwrap_or_default();
     let folders = Folders {
         working: &working,

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -22,7 +23,7 @@ use crate::schedule::placement::Schedule;
 use crate::trace::config::{TraceConfig, TraceWeights};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, Side, StageInfo, StateRef, TraceFormat};
-use crate::trace::recording::{Message, Recording, StepState};
+use crate::trace::recording::{Message, Recording, Shared, StepState};
 use crate::trace::rules::{Anomaly, Rule};
 use crate::trace::state::write_state;
 use crate::trace::step_data::{Part, StageAbout};
@@ -46,6 +47,10 @@ pub struct Recorder {
     debug_stages: bool,
     /// Bytes that the state of all models takes.
     state_bytes: u64,
+    /// Bytes of steps in full on disk, rows and states.
+    used: Arc<AtomicU64>,
+    /// A state was left out for want of room, and that was told.
+    without_state: AtomicBool,
     /// Versions whose state is on disk, and under which name.
     kept: Mutex<BTreeMap<String, StateRef>>,
     watches_weights: bool,
@@ -106,9 +111,10 @@ impl Recorder {
         let state_bytes = models
             .map(|model| model.info.weight_bytes + model.info.training_bytes)
             .sum();
-        let wanted: Arc<Mutex<Vec<u64>>> = Arc::default();
+        let shared = Shared::default();
+        let Shared { wanted, used } = shared.clone();
         let recording = Recording::new(
-            wanted.clone(),
+            shared,
             writer,
             stages,
             config.clone(),
@@ -129,6 +135,8 @@ impl Recorder {
             layout,
             debug_stages,
             state_bytes,
+            used,
+            without_state: AtomicBool::new(false),
             kept: Mutex::default(),
             watches_weights,
             wanted,
@@ -188,7 +196,7 @@ impl Recorder {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, (version, stored)) in state.models {
             let reference = match (&stored, kept.get(&name)) {
-                (Some(stored), _) => self.keep(&mut told, &version, stored),
+                (Some(stored), _) => self.keep(&version, stored),
                 (None, Some(kept)) if kept.version == version => kept.clone(),
                 (None, _) => StateRef {
                     version,
@@ -202,7 +210,7 @@ impl Recorder {
         }
         for (name, (version, stored)) in state.stages {
             let reference = match &stored {
-                Some(stored) => self.keep(&mut told, &version, stored),
+                Some(stored) => self.keep(&version, stored),
                 None => StateRef {
                     version,
                     state: None,
@@ -213,15 +221,27 @@ impl Recorder {
         told
     }
 
-    fn keep(
-        &self,
-        told: &mut StepState,
-        version: &WeightsVersion,
-        stored: &crate::resource::StoredState,
-    ) -> StateRef {
+    /// Writes a state while the budget lasts.
+    fn keep(&self, version: &WeightsVersion, stored: &crate::resource::StoredState) -> StateRef {
+        let size = stored.tensors.len() as u64;
+        let used = self.used.load(Ordering::Relaxed);
+        if used + size > self.config.budget_mb << 20 {
+            if !self.without_state.swap(true, Ordering::Relaxed) {
+                tracing::warn!(
+                    "trace: steps are recorded without the state that a replay needs from here on: it takes {:.1} MB, and {:.1} MB of {} MB (`trace.budget_mb`) are used",
+                    size as f64 / f64::from(1 << 20),
+                    used as f64 / f64::from(1 << 20),
+                    self.config.budget_mb
+                );
+            }
+            return StateRef {
+                version: version.clone(),
+                state: None,
+            };
+        }
         let state = match write_state(&self.layout, stored) {
             Ok((name, bytes)) => {
-                told.bytes += bytes;
+                self.used.fetch_add(bytes, Ordering::Relaxed);
                 Some(name)
             }
             Err(error) => {

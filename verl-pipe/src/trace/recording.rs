@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crossbeam_channel::{Receiver, Sender};
@@ -69,8 +70,6 @@ pub(crate) enum Message {
 pub(crate) struct StepState {
     pub models: BTreeMap<String, StateRef>,
     pub stages: BTreeMap<String, StateRef>,
-    /// Bytes that were written for it.
-    pub bytes: u64,
 }
 
 /// The state of the recorder's thread.
@@ -98,16 +97,25 @@ pub(crate) struct Recording {
     history: VecDeque<BTreeMap<String, f64>>,
     versions: Vec<(u64, BTreeMap<String, WeightsVersion>)>,
     /// Bytes of steps and states on disk.
-    used: u64,
+    used: Arc<AtomicU64>,
     ring_writes: usize,
     /// Steps that are on disk with all their stages.
     whole: BTreeSet<u64>,
     told: BTreeSet<&'static str>,
 }
 
+/// What the recorder and the thread that records both look at.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Shared {
+    /// Steps of the flight recorder whose state is not there.
+    pub wanted: Arc<Mutex<Vec<u64>>>,
+    /// Bytes of steps in full on disk, rows and states.
+    pub used: Arc<AtomicU64>,
+}
+
 impl Recording {
     pub(crate) fn new(
-        wanted: Arc<Mutex<Vec<u64>>>,
+        Shared { wanted, used }: Shared,
         writer: TraceWriter,
         stages: Vec<StageAbout>,
         config: TraceConfig,
@@ -145,7 +153,7 @@ impl Recording {
             stop: None,
             history: VecDeque::new(),
             versions: Vec::new(),
-            used: 0,
+            used,
             ring_writes: 0,
             whole: BTreeSet::new(),
             told: BTreeSet::new(),
@@ -163,11 +171,9 @@ impl Recording {
             match message {
                 Message::Begin { step } => self.begin(step),
                 Message::State { step, state } => {
-                    self.used += state.bytes;
                     self.state = (step, state);
                 }
                 Message::LateState { step, state } => {
-                    self.used += state.bytes;
                     let added = self.add_state(step, state);
                     self.tell("a state", added);
                 }
@@ -442,13 +448,14 @@ impl Recording {
     fn write(&mut self, reason: Reason, chosen: &[bool]) {
         let (step, budget) = (self.data.step, self.config.budget_mb << 20);
         let size = self.data.bytes as u64;
-        if self.used + size > budget {
+        let used = self.used.load(Ordering::Relaxed);
+        if used + size > budget {
             std::mem::take(&mut self.files).discard();
             if self.told.insert("budget") {
                 tracing::warn!(
-                    "trace: step {step} is not recorded in full, and no later one that needs as much: it takes about {} MB, and {} MB of {} MB (`trace.budget_mb`) are used; statistics go on",
-                    size >> 20,
-                    self.used >> 20,
+                    "trace: step {step} is not recorded in full, and no later one that needs as much: it takes about {:.1} MB, and {:.1} MB of {} MB (`trace.budget_mb`) are used; statistics go on",
+                    size as f64 / f64::from(1 << 20),
+                    used as f64 / f64::from(1 << 20),
                     self.config.budget_mb
                 );
             }
@@ -469,7 +476,8 @@ impl Recording {
             return spilt;
         }
         let stages = files.finish()?;
-        self.used += stages.iter().map(|file| file.bytes).sum::<u64>();
+        let written = stages.iter().map(|file| file.bytes).sum::<u64>();
+        self.used.fetch_add(written, Ordering::Relaxed);
         let mut notes = Vec::new();
         if self.data.dropped && reason != Reason::Asked {
             notes.push("rows that did not fit into the flight recorder are missing".to_owned());

@@ -21,6 +21,15 @@ struct Beside {
     about: Value,
 }
 
+/// Hash of a state's content, in hexadecimal.
+fn name_of(tensors: &[u8], about: &str) -> String {
+    let mut hash = Sha256::new();
+    hash.update(tensors);
+    hash.update(about.as_bytes());
+    let hash = hash.finalize();
+    hash.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Writes a state unless it is there; gives its name and the bytes that were written.
 pub(crate) fn write_state(
     layout: &Layout,
@@ -29,14 +38,7 @@ pub(crate) fn write_state(
     let dir = layout.state();
     make_dir(&dir)?;
     let about = state.about.to_string();
-    let mut hash = Sha256::new();
-    hash.update(&state.tensors);
-    hash.update(about.as_bytes());
-    let name: String = hash
-        .finalize()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
+    let name = name_of(&state.tensors, &about);
     let document = dir.join(format!("{name}.json"));
     if document.exists() {
         return Ok((name, 0));
@@ -71,6 +73,10 @@ impl TraceDir {
         let beside: Beside = parse(&document, &text)?;
         let path = dir.join(format!("{name}.safetensors"));
         let tensors = fs::read(&path).map_err(|e| TraceError::file("read", &path, e))?;
+        if name_of(&tensors, &beside.about.to_string()) != *name {
+            let reason = "its content is not what its name says: it was changed, or is not whole";
+            return Err(TraceError::damaged(&path, reason));
+        }
         Ok(Some(StoredState {
             tensors,
             about: beside.about,
@@ -128,5 +134,13 @@ mod tests {
             .state(&reference(Some("no".to_owned())))
             .expect_err("missing");
         assert_eq!(error.code(), "T005");
+        let changed = writer.layout().state().join(format!("{one}.safetensors"));
+        fs::write(&changed, [1, 1, 1, 1, 2, 1, 1, 1, 1]).expect("a file");
+        let error = read.state(&reference(Some(one))).expect_err("changed");
+        assert_eq!(error.code(), "T003");
+        assert!(
+            error.to_string().contains("not what its name says"),
+            "{error}"
+        );
     }
 }

@@ -29,6 +29,9 @@ pub(super) fn stall(args: &StallArgs, out: &mut dyn Write) -> Result<u8, Failure
     if !dir.is_dir() {
         return Err(no_run("there is no such folder".to_owned()).into());
     }
+    if !dir.join("status.json").is_file() {
+        return Err(no_run("there is no status.json in it".to_owned()).into());
+    }
     let report = StallReport::read(dir);
     match report.map_err(|e| no_run(format!("its stall.json cannot be read: {e}")))? {
         None if args.json => write_json(out, &serde_json::Value::Null).map(|()| 0),

@@ -280,6 +280,9 @@ fn stages_and_steps_are_chosen_and_the_budget_is_kept() {
         ..every_step()
     };
     assert_eq!(recorded("none", none, false), [""; 0]);
+    // States are within the budget too.
+    let states = std::fs::read_dir(temp.path().join("none/trace/state"));
+    assert_eq!(states.map_or(0, |files| files.count()), 0);
     let off = TraceConfig {
         stats: false,
         ..quiet()
