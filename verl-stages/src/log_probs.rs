@@ -20,6 +20,7 @@ use verl_pipe::stage::{
 };
 
 use crate::model::{POLICY, PolicyResource};
+use crate::training::score_rows;
 use cache::Cache;
 
 /// Mean entropy of the policy.
@@ -256,11 +257,7 @@ impl Stage for LogProbsStage {
             return context.emit(Self::copy_rollout(&input)?);
         }
         let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
-        let rows: Vec<ScoreRow<'_>> = prompts
-            .rows()
-            .zip(responses.rows())
-            .map(|(prompt, response)| ScoreRow { prompt, response })
-            .collect();
+        let rows = score_rows(&prompts, &responses);
         let scores = self.scores(&input.ids(), &rows, context)?;
 
         let mut output = input.rows_only();

@@ -99,51 +99,59 @@ impl PolicyResource {
     }
 }
 
-impl ModelResource for PolicyResource {
-    fn version(&self) -> WeightsVersion {
-        version(self.policy.as_ref())
-    }
+/// The resource of a model with weights and an optimiser, `$kind` in what is kept of it; `$model` is its field.
+macro_rules! trained_resource {
+    ($resource:ty, $model:ident, $kind:literal) => {
+        impl ModelResource for $resource {
+            fn version(&self) -> WeightsVersion {
+                version(self.$model.as_ref())
+            }
 
-    fn optimizer_steps(&self) -> u64 {
-        self.policy.optimizer_steps()
-    }
+            fn optimizer_steps(&self) -> u64 {
+                self.$model.optimizer_steps()
+            }
 
-    fn text_of(&self, tokens: &[u32]) -> Option<String> {
-        Some(self.tokenizer.as_ref()?.decode(tokens))
-    }
+            fn text_of(&self, tokens: &[u32]) -> Option<String> {
+                Some(self.tokenizer.as_ref()?.decode(tokens))
+            }
 
-    fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
-        Ok(snapshot(self.policy.as_ref()))
-    }
+            fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
+                Ok(snapshot(self.$model.as_ref()))
+            }
 
-    fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
-        Ok(quick_snapshot(self.policy.as_ref()))
-    }
+            fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
+                Ok(quick_snapshot(self.$model.as_ref()))
+            }
 
-    fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
-        restore(self.policy.as_mut(), snapshot)
-    }
+            fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
+                restore(self.$model.as_mut(), snapshot)
+            }
 
-    fn store(&mut self, snapshot: &Snapshot) -> Result<Option<StoredState>, ResourceError> {
-        store(self.policy.as_ref(), "policy", snapshot)
-    }
+            fn store(&mut self, snapshot: &Snapshot) -> Result<Option<StoredState>, ResourceError> {
+                store(self.$model.as_ref(), $kind, snapshot)
+            }
 
-    fn recall(
-        &mut self,
-        version: &WeightsVersion,
-        stored: &StoredState,
-    ) -> Result<Snapshot, ResourceError> {
-        recall(self.policy.as_ref(), version, stored)
-    }
+            fn recall(
+                &mut self,
+                version: &WeightsVersion,
+                stored: &StoredState,
+            ) -> Result<Snapshot, ResourceError> {
+                recall(self.$model.as_ref(), version, stored)
+            }
 
-    fn save(&mut self, dir: &Path) -> Result<(), ResourceError> {
-        save(self.policy.as_ref(), self.tokenizer.as_deref(), dir)
-    }
+            fn save(&mut self, dir: &Path) -> Result<(), ResourceError> {
+                save(self.$model.as_ref(), self.tokenizer.as_deref(), dir)
+            }
 
-    fn as_any_mut(&mut self) -> &mut dyn Any {
-        self
-    }
+            fn as_any_mut(&mut self) -> &mut dyn Any {
+                self
+            }
+        }
+    };
 }
+pub(crate) use trained_resource;
+
+trained_resource!(PolicyResource, policy, "policy");
 
 /// A snapshot's content.
 struct State(Box<dyn Any + Send + Sync>);

@@ -6,7 +6,6 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_models::model::ScoreRow;
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{Field, Key, LogProbTag, Ragged, Support, Weights};
 use verl_pipe::keys::{PROMPTS, RESPONSES};
@@ -18,6 +17,7 @@ use verl_pipe::stage::{
 use crate::log_probs::scoring_temperature_fault;
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::metrics;
+use crate::training::score_rows;
 
 /// Ids of the tokens that the teacher finds most probable, a list in the place of each response token.
 pub const TEACHER_TOP_IDS: Key<Ragged<u32>> = Key::new(
@@ -113,11 +113,7 @@ impl Stage for TeacherTopStage {
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
-        let rows: Vec<ScoreRow<'_>> = prompts
-            .rows()
-            .zip(responses.rows())
-            .map(|(prompt, response)| ScoreRow { prompt, response })
-            .collect();
+        let rows = score_rows(&prompts, &responses);
         let TeacherTop {
             model,
             top_k,

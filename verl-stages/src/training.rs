@@ -165,6 +165,19 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// What a model reads of all rows of two columns.
+pub(crate) fn score_rows<'a>(
+    prompts: &RaggedView<'a, u32>,
+    responses: &RaggedView<'a, u32>,
+) -> Vec<ScoreRow<'a>> {
+    let rows = 0..prompts.len().min(responses.len());
+    rows.map(|row| ScoreRow {
+        prompt: prompts.row(row),
+        response: responses.row(row),
+    })
+    .collect()
+}
+
 /// A micro-batch.
 pub(crate) struct Micro {
     /// Its rows in the step.

@@ -3,7 +3,6 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_models::model::ScoreRow;
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{Field, LogProbTag, Weights};
 use verl_pipe::keys::{PROMPTS, RESPONSES, VALUES};
@@ -13,6 +12,7 @@ use verl_pipe::stage::{
 };
 
 use crate::model::{VALUE_MODEL, ValueResource};
+use crate::training::score_rows;
 
 /// Settings of stage `values`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -67,11 +67,7 @@ impl Stage for ValuesStage {
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
-        let rows: Vec<ScoreRow<'_>> = prompts
-            .rows()
-            .zip(responses.rows())
-            .map(|(prompt, response)| ScoreRow { prompt, response })
-            .collect();
+        let rows = score_rows(&prompts, &responses);
         let critic = find_model::<ValueResource>(context.models, &self.model)?;
         let values = critic.model.values(&rows).map_err(StageError::failed)?;
         let mut output = input.rows_only();
@@ -86,6 +82,7 @@ impl Stage for ValuesStage {
 
 #[cfg(test)]
 mod tests {
+    use verl_models::model::ScoreRow;
     use verl_pipe::stage::Models;
 
     use super::*;

@@ -24,7 +24,7 @@ use super::{
     Init, SaveAs, TextTools, VALUE_MODEL, check_device, check_optimizer, check_weights,
     count_parameters, decoder_config, failed, look_at_texts, optimizer_doubts, quick_snapshot,
     random_decoder, recall, restore, save, snapshot, store, summary, texts, token_texts,
-    training_bytes, version,
+    trained_resource, training_bytes, version,
 };
 
 /// A model of values with its tokenizer and chat template, as stages find it.
@@ -61,51 +61,7 @@ impl ValueResource {
     }
 }
 
-impl ModelResource for ValueResource {
-    fn version(&self) -> WeightsVersion {
-        version(self.model.as_ref())
-    }
-
-    fn optimizer_steps(&self) -> u64 {
-        self.model.optimizer_steps()
-    }
-
-    fn text_of(&self, tokens: &[u32]) -> Option<String> {
-        Some(self.tokenizer.as_ref()?.decode(tokens))
-    }
-
-    fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
-        Ok(snapshot(self.model.as_ref()))
-    }
-
-    fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
-        Ok(quick_snapshot(self.model.as_ref()))
-    }
-
-    fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError> {
-        restore(self.model.as_mut(), snapshot)
-    }
-
-    fn store(&mut self, snapshot: &Snapshot) -> Result<Option<StoredState>, ResourceError> {
-        store(self.model.as_ref(), "value model", snapshot)
-    }
-
-    fn recall(
-        &mut self,
-        version: &WeightsVersion,
-        stored: &StoredState,
-    ) -> Result<Snapshot, ResourceError> {
-        recall(self.model.as_ref(), version, stored)
-    }
-
-    fn save(&mut self, dir: &Path) -> Result<(), ResourceError> {
-        save(self.model.as_ref(), self.tokenizer.as_deref(), dir)
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn Any {
-        self
-    }
-}
+trained_resource!(ValueResource, model, "value model");
 
 /// Weights of a fresh head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]

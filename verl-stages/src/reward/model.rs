@@ -2,7 +2,6 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_models::model::ScoreRow;
 use verl_pipe::batch::Batch;
 use verl_pipe::keys::{PROMPTS, RESPONSES, REWARDS};
 use verl_pipe::stage::{
@@ -11,6 +10,7 @@ use verl_pipe::stage::{
 };
 
 use crate::model::{VALUE_MODEL, ValueResource};
+use crate::training::score_rows;
 
 /// Settings of stage `reward_model`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -56,11 +56,7 @@ impl Stage for RewardModelStage {
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
-        let rows: Vec<ScoreRow<'_>> = prompts
-            .rows()
-            .zip(responses.rows())
-            .map(|(prompt, response)| ScoreRow { prompt, response })
-            .collect();
+        let rows = score_rows(&prompts, &responses);
         let resource = find_model::<ValueResource>(context.models, &self.model)?;
         let rewards = resource.model.scores(&rows).map_err(StageError::failed)?;
         let mut output = input.rows_only();
