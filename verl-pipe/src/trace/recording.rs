@@ -379,11 +379,12 @@ impl Recording {
     }
 
     fn failed(&mut self, cancelled: bool, reason: &str) {
-        if self.table.is_some() {
-            self.statistics(self.data.step);
-        }
+        // A step that was cancelled is cut off anywhere, and half of its rows would look like a fault.
         if cancelled {
             return;
+        }
+        if self.table.is_some() {
+            self.statistics(self.data.step);
         }
         tracing::debug!("the steps before the error are written: {reason}");
         self.write_ring(Reason::Failed);

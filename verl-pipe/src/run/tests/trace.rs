@@ -337,6 +337,33 @@ fn the_step_before_a_fault_is_there_although_nobody_asked() {
     assert!(last.iter().all(|row| row.stage != "update"));
 }
 
+#[test]
+fn a_step_that_was_cancelled_leaves_no_statistics() {
+    let temp = tempfile::tempdir().expect("a folder");
+    let dir = temp.path().join("run");
+    let options = options();
+    let cancel = options.cancel.clone();
+    let reward = stage("reward", reward_spec(), move |mut input, context| {
+        if context.step == 3 {
+            cancel.cancel();
+        }
+        input.put(&crate::keys::REWARDS, vec![1.0f32; input.num_rows()])?;
+        context.emit(input)
+    });
+    let pipe = traced(&dir, 9, every_step(), vec![reward]);
+    let error = run_with(&pipe, options, Vec::new()).expect_err("cancelled");
+    assert!(matches!(error, RunError::Cancelled { .. }), "{error}");
+    let trace = TraceDir::open(&dir).expect("opens");
+    assert_eq!(trace.steps(), [1, 2]);
+    let steps: std::collections::BTreeSet<u64> = trace
+        .stats(..)
+        .expect("reads")
+        .iter()
+        .map(|row| row.step)
+        .collect();
+    assert_eq!(Vec::from_iter(steps), [1, 2]);
+}
+
 /// Stops in one step.
 struct StopAt(u64);
 
