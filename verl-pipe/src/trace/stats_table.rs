@@ -356,7 +356,6 @@ fn read_live(path: &Path) -> Vec<StatRow> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
 
     use super::*;
     use crate::trace::format::TraceFormat;
@@ -475,9 +474,10 @@ mod tests {
         let bytes = fs::read(&path).expect("reads");
         let read = TraceDir::open(temp.path()).expect("opens");
         let mut seen = std::collections::BTreeSet::new();
-        for len in 0..bytes.len() {
-            let mut file = File::create(&path).expect("creates");
-            file.write_all(&bytes[..len]).expect("writes");
+        let file = File::options().write(true).open(&path).expect("opens");
+        for len in (0..bytes.len()).rev() {
+            // Shortened in place: a file that is written anew each time would be flushed each time.
+            file.set_len(len as u64).expect("shortens");
             let steps: Vec<u64> = read
                 .stats(..)
                 .expect("reads")
