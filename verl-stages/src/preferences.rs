@@ -19,7 +19,7 @@ mod judged;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::data::DataError;
 use verl_pipe::keys::{
     CHOSEN_RESPONSES, DATA_ROWS, DESIRABLE, MARGINS, MASK_KINDS, PROMPT_TEXTS, PROMPTS,
@@ -358,14 +358,12 @@ impl Stage for PreferenceStage {
                 "the stage was run before it was started",
             ));
         };
-        let first = context.step.saturating_sub(1) * self.prompts as u64;
-        let mut ids = Vec::with_capacity(self.prompts);
-        let mut rows = Vec::with_capacity(self.prompts);
-        for draw in first..first + self.prompts as u64 {
-            let (epoch, row) = source.draw(draw, context.wave, context.seed, self.config.shuffle);
-            ids.push(RowId::prompt(epoch, row as u64)?.in_wave(context.wave)?);
-            rows.push(self.config.format.read(source, row)?);
-        }
+        let ids = source.drawn(context, self.prompts, self.config.shuffle)?;
+        let rows = ids.iter().map(|id| {
+            let row = id.row() as usize;
+            self.config.format.read(source, row)
+        });
+        let rows = rows.collect::<Result<Vec<_>, _>>()?;
         let mut batch = Batch::with_rows(&ids);
         batch.put(
             &PROMPTS,

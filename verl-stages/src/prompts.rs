@@ -15,7 +15,7 @@ pub(crate) mod source;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::data::DataError;
 use verl_pipe::keys::{ANSWERS, DATA_ROWS, PROMPT_TEXTS, PROMPTS, TARGETS};
 use verl_pipe::stage::{
@@ -192,15 +192,13 @@ impl Stage for PromptStage {
                 "the stage was run before it was started",
             ));
         };
-        let first = context.step.saturating_sub(1) * self.prompts as u64;
-        let mut ids = Vec::with_capacity(self.prompts);
-        let mut rows = Vec::with_capacity(self.prompts);
+        let ids = source.drawn(context, self.prompts, self.config.shuffle)?;
         let mut prompts = RaggedColumn::new();
         let mut texts = Vec::with_capacity(self.prompts);
         let mut answers = Vec::with_capacity(self.prompts);
         let mut targets = RaggedColumn::new();
-        for draw in first..first + self.prompts as u64 {
-            let (epoch, row) = source.draw(draw, context.wave, context.seed, self.config.shuffle);
+        for id in &ids {
+            let row = id.row() as usize;
             let data = source.data.as_ref();
             let template = source.template.as_ref();
             let prompt = self.format.encode(data, row, &source.tokenizer, template)?;
@@ -225,8 +223,6 @@ impl Stage for PromptStage {
                 }
                 targets.push(&tokens[..tokens.len().min(room)]);
             }
-            ids.push(RowId::prompt(epoch, row as u64)?.in_wave(context.wave)?);
-            rows.push(row as u64);
             prompts.push(&prompt.tokens);
             texts.push(prompt.text);
             answers.push(prompt.answer);
@@ -234,6 +230,7 @@ impl Stage for PromptStage {
         let mut batch = Batch::with_rows(&ids);
         batch.put(&PROMPTS, prompts)?;
         batch.put(&PROMPT_TEXTS, texts)?;
+        let rows: Vec<u64> = ids.iter().map(|id| id.row()).collect();
         batch.put(&DATA_ROWS, rows)?;
         if !self.config.answer.is_empty() {
             batch.put(&ANSWERS, answers)?;

@@ -3,6 +3,7 @@ use std::sync::Arc;
 use serde_json::json;
 use verl_models::chat_template::ChatTemplate;
 use verl_models::tokenizer::Tokenizer;
+use verl_pipe::batch::RowId;
 use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::field::{Key, Ragged};
 

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use verl_models::chat_template::ChatTemplate;
 use verl_models::random;
 use verl_models::tokenizer::Tokenizer;
+use verl_pipe::batch::RowId;
 use verl_pipe::data::{DataError, DataLoaderInterface};
-use verl_pipe::stage::{BuildContext, ConfigError, StageError, StartContext};
+use verl_pipe::stage::{BuildContext, ConfigError, StageContext, StageError, StartContext};
 
 use super::{PromptFormat, Row, target_tokens};
 use crate::model::TextTools;
@@ -66,8 +67,26 @@ impl Source {
         })
     }
 
+    /// The rows that the step and wave at hand draw, `prompts` of them.
+    ///
+    /// # Errors
+    /// A row or epoch that is past what an identity can tell.
+    pub(crate) fn drawn(
+        &mut self,
+        context: &StageContext<'_>,
+        prompts: usize,
+        shuffle: bool,
+    ) -> Result<Vec<RowId>, StageError> {
+        let first = context.step.saturating_sub(1) * prompts as u64;
+        let drawn = (first..first + prompts as u64).map(|draw| {
+            let (epoch, row) = self.draw(draw, context.wave, context.seed, shuffle);
+            Ok(RowId::prompt(epoch, row as u64)?.in_wave(context.wave)?)
+        });
+        drawn.collect()
+    }
+
     /// Data-set row of a draw in a wave, and its epoch.
-    pub(crate) fn draw(&mut self, draw: u64, wave: u64, seed: u64, shuffle: bool) -> (u64, usize) {
+    fn draw(&mut self, draw: u64, wave: u64, seed: u64, shuffle: bool) -> (u64, usize) {
         let len = self.rows.len() as u64;
         let (epoch, position) = (draw / len, draw % len + ahead(wave, len));
         let position = (position % len) as usize;
