@@ -18,8 +18,11 @@ use verl::prelude::*;
 
 use crate::kit::root;
 
-/// What differs at most, in the loss and in any weight; of a weight see [`allowed`] too.
+/// What differs at most, in the loss and in any weight; of a weight [`allowed`] asks for more.
 const TOLERANCE: f64 = 1e-5;
+
+/// Share of the learning rate by which any weight may differ.
+const OF_A_STEP: f64 = 0.01;
 
 /// Rounding of a single gradient in f32, of gradients whose norm is 1.
 const ROUNDING: f64 = 5e-10;
@@ -30,7 +33,8 @@ const ROUNDING: f64 = 5e-10;
 /// weight by lr·ε·δ/(|g| + ε)² = lr·(1 − |moved|/lr)²·δ/ε, up to lr/20; everywhere else that is nothing.
 fn allowed(moved: f64, learning_rate: f64) -> f64 {
     let short = 1.0 - (moved.abs() / learning_rate).min(1.0);
-    TOLERANCE + learning_rate * short * short * ROUNDING / OptimizerConfig::default().eps
+    let share = OF_A_STEP + short * short * ROUNDING / OptimizerConfig::default().eps;
+    (learning_rate * share).min(TOLERANCE)
 }
 
 fn decoder() -> Decoder {
@@ -117,8 +121,7 @@ fn check(
     let after = root().join(format!("tests/fixtures/trl/{name}.safetensors"));
     let expected = weights(&load_parameters(decoder(), &after).expect("weights of TRL"));
     let (before, got) = (weights(&decoder()), weights(policy.module()));
-    let (mut largest, mut moved) = ((0.0f64, ""), 0.0f64);
-    let (mut weights, mut beyond) = (0, 0);
+    let mut moved = 0.0f64;
     for (((name, got), (_, expected)), (_, before)) in got.iter().zip(&expected).zip(&before) {
         assert_eq!(got.len(), expected.len(), "{name}");
         for ((got, expected), before) in got.iter().zip(expected).zip(before) {
@@ -129,21 +132,11 @@ fn check(
                 difference <= allowed,
                 "{name}: differs by {difference:e}, above {allowed:e}; the step is {step:e}"
             );
-            if difference > largest.0 {
-                largest = (difference, name);
-            }
-            weights += 1;
-            beyond += usize::from(difference > TOLERANCE);
             moved = moved.max(step.abs());
         }
     }
-    let (difference, parameter) = largest;
-    assert!(
-        beyond * 10_000 <= weights,
-        "{beyond} of {weights} weights differ by more than {TOLERANCE:e}, up to {difference:e} in {parameter}"
-    );
     // The step itself is far larger than what may differ.
-    assert!(moved > 50.0 * TOLERANCE, "{moved:e}");
+    assert!(moved > 0.9 * rate, "{moved:e}");
 }
 
 #[test]
