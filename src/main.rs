@@ -7,11 +7,13 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use tracing_subscriber::EnvFilter;
 use verl::models::gguf::{self, WeightType};
+use verl::pipe::cli;
+use verl::pipe::cli::check::CheckArgs;
 use verl::pipe::cli::debug::Debug;
+use verl::pipe::cli::json_error::{FILE, JsonError, USAGE};
 use verl::pipe::cli::plan::PlanArgs;
 use verl::pipe::cli::schema::SchemaArgs;
 use verl::pipe::cli::train::TrainArgs;
-use verl::pipe::cli::{self, PipelineArgs};
 use verl::pipe::run::console::LogWriter;
 
 /// Typed pipelines for reinforcement-learning post-training of language models.
@@ -37,7 +39,7 @@ enum Command {
     /// Runs a pipeline to its target step.
     Train(TrainArgs),
     /// Checks a pipeline and tells every fault; loads no weights.
-    Check(PipelineArgs),
+    Check(CheckArgs),
     /// Prints the checked graph, the batch arithmetic and a memory estimate.
     Plan(PlanArgs),
     /// Documents pipeline files, kinds of stages and parts, run folders, or one pipeline: JSON Schema or Markdown.
@@ -84,9 +86,13 @@ fn main() -> ExitCode {
         .with_target(false)
         .without_time()
         .init();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return wrong_command_line(&error),
+    };
     let registry = verl::registry();
     let mut out = std::io::stdout().lock();
-    let result = match Cli::parse().command {
+    let result = match cli.command {
         Command::Train(args) => {
             drop(out);
             return ExitCode::from(cli::train::train(&args, &registry, verl::versions()));
@@ -103,9 +109,38 @@ fn main() -> ExitCode {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("cannot write the answer: {error}");
+            if asks_for_json() {
+                // Nothing of the answer may have come out; where that is impossible too, the status tells.
+                let told = JsonError::new(FILE, error.to_string(), "make room, or write elsewhere");
+                let _ = told.write(&mut out);
+            }
             ExitCode::FAILURE
         }
     }
+}
+
+/// Whether the command line asks for JSON; for a command line that cannot be parsed too.
+fn asks_for_json() -> bool {
+    std::env::args_os().any(|word| word == "--json")
+}
+
+/// Tells what is wrong with the command line, or the help that it asks for.
+fn wrong_command_line(error: &clap::Error) -> ExitCode {
+    if error.use_stderr() && asks_for_json() {
+        let text = error.render().to_string();
+        let about = text.lines().map(str::trim);
+        let about = about.take_while(|line| !line.starts_with("Usage:"));
+        let about: Vec<&str> = about.filter(|line| !line.is_empty()).collect();
+        let message = about.join(" ");
+        let message = message.trim_start_matches("error: ");
+        let told = JsonError::new(
+            USAGE,
+            message,
+            "`--help` behind the command tells what it takes",
+        );
+        let _ = told.write(&mut std::io::stdout());
+    }
+    error.exit()
 }
 
 /// Whether an environment variable is there and not empty.

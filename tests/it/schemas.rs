@@ -1,6 +1,6 @@
 //! Committed schemas are those of the types that run, and they say of files what the reader says.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,12 +10,14 @@ use verl::pipe::cli;
 use verl::pipe::cli::schema::SchemaArgs;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::run::trainer::{Trainer, TrainerOptions};
 use verl::pipe::schema::edges::PipelineEdges;
 use verl::pipe::schema::folder::{Document, Format};
 use verl::pipe::schema::kinds::Catalogue;
+use verl::pipe::schema::run_folder::Written;
 use verl::pipe::schema::{NOTE, pipeline_schema};
 
-use crate::kit::{GRPO, Place, root};
+use crate::kit::{Finished, GRPO, Place, root};
 
 const REFRESH: &str =
     "write the folder anew with `just schemas` (cargo run --bin pipe -- schema --out schemas)";
@@ -229,30 +231,105 @@ fn files_with_faults_do_not_fit_the_schema() {
     }
 }
 
+/// As a run writes it that waited for long.
+const STALL: &str = r#"{
+  "step": 2, "timestamp": 1.5, "quiet_s": 60.0, "error": null,
+  "running": [{"stage": "reward", "keys": ["rewards"], "samples": "0.1#2", "waited_s": 60.0, "deadline_s": 90.0, "on": "host"}],
+  "waiting": [{"stage": "update", "keys": [], "samples": "", "waited_s": 60.0, "deadline_s": null, "on": "reward"}]
+}"#;
+
+/// Files below a folder, as paths in it.
+fn paths_below(folder: &Path) -> Vec<String> {
+    let mut left = vec![folder.to_owned()];
+    let mut paths = Vec::new();
+    while let Some(here) = left.pop() {
+        for entry in fs::read_dir(here).expect("a folder") {
+            let path = entry.expect("an entry").path();
+            match path.is_dir() {
+                true => left.push(path),
+                false => {
+                    let name = path.strip_prefix(folder).expect("inside");
+                    paths.push(name.to_string_lossy().replace('\\', "/"));
+                }
+            }
+        }
+    }
+    paths
+}
+
 #[test]
 fn a_run_folder_fits_its_schemas() {
     let place = Place::new();
     let registry = verl::registry();
-    let run = place.train("run", &["steps=2"]);
-    for file in Catalogue::of(&registry).run_files() {
-        let validator = jsonschema::draft202012::new(&file.schema).expect("a schema");
-        let text = run.read(file.name);
-        let values: Vec<Value> = if file.name.ends_with(".jsonl") {
-            text.lines()
-                .map(|line| serde_json::from_str(line).expect("an object"))
-                .collect()
-        } else {
-            vec![serde_json::from_str(&text).expect("JSON")]
+    // With everything that a run may write: steps in full with their state, a rule that fires, a schema for editors.
+    let pipe = place.grpo(
+        "run",
+        &[
+            "steps=2",
+            "trace.every=1",
+            "trace.rules.length_limit.limit=0",
+        ],
+    );
+    let options = TrainerOptions {
+        schema: Some(pipeline_schema(&registry)),
+        ..TrainerOptions::default()
+    };
+    let trainer = Trainer::with_options(pipe.plan().expect("a plan"), options);
+    trainer
+        .and_then(|mut trainer| trainer.train())
+        .expect("a run");
+    let run = Finished {
+        dir: place.path("run"),
+    };
+    std::fs::write(run.dir.join("stall.json"), STALL).expect("a file");
+    let files = Catalogue::of(&registry).run_files();
+    let mut seen = BTreeSet::new();
+    for path in paths_below(&run.dir) {
+        let known: Vec<_> = files.iter().filter(|file| file.is(&path)).collect();
+        let [file] = known.as_slice() else {
+            panic!("{path} is documented {} times", known.len());
         };
-        assert!(!values.is_empty(), "{}", file.name);
+        seen.insert(file.name);
+        let values: Vec<Value> = match file.written {
+            Written::Json => vec![serde_json::from_str(&run.read(&path)).expect("JSON")],
+            Written::JsonLines => {
+                let text = run.read(&path);
+                let lines = text.lines().map(serde_json::from_str);
+                lines.collect::<Result<_, _>>().expect("objects")
+            }
+            // Tables are compared where they are written.
+            Written::Parquet | Written::ArrowStream | Written::Other(_) => continue,
+        };
+        let validator = jsonschema::draft202012::new(&file.schema).expect("a schema");
+        assert!(!values.is_empty(), "{path}");
         for value in values {
             let faults: Vec<String> = validator
                 .iter_errors(&value)
                 .map(|error| error.to_string())
                 .collect();
-            assert!(faults.is_empty(), "{}: {faults:?} in {value}", file.name);
+            assert!(faults.is_empty(), "{path}: {faults:?} in {value}");
+            // The other way round: what stands in the file is told, but for names that only the run knows.
+            let named = value.as_object().expect("an object").keys();
+            let open = [
+                "data.json",
+                "metrics.jsonl",
+                "samples.jsonl",
+                "versions.json",
+            ];
+            let told = |name: &&String| file.schema["properties"].get(name.as_str()).is_some();
+            let untold: Vec<&String> = named.filter(|name| !told(name)).collect();
+            assert!(
+                untold.is_empty() || open.contains(&file.name),
+                "{path}: {untold:?}"
+            );
         }
     }
+    let unseen: Vec<&str> = files
+        .iter()
+        .map(|file| file.name)
+        .filter(|name| !seen.contains(name))
+        .collect();
+    assert!(unseen.is_empty(), "no run of this test writes {unseen:?}");
     // Every number is one that some stage or the engine declares, or is named at run time by a part.
     let files = Catalogue::of(&registry).run_files();
     let metrics = files
@@ -318,6 +395,21 @@ fn pages() {
         "schema_status",
         page(|args| args.run_file = Some("status.json".to_owned()))
     );
+    for (file, snapshot) in [
+        ("trace/steps/<step>/<stage>.parquet", "schema_stage_file"),
+        ("trace/anomalies.jsonl", "schema_anomalies"),
+    ] {
+        insta::assert_snapshot!(snapshot, page(|args| args.run_file = Some(file.to_owned())));
+    }
+    // A file by its name alone.
+    assert_eq!(
+        page(|args| args.run_file = Some("step.json".to_owned())),
+        page(|args| args.run_file = Some("trace/steps/<step>/step.json".to_owned()))
+    );
+    insta::assert_snapshot!(
+        "schema_pipeline_file",
+        Format::Md.text(&pipeline_schema(&verl::registry()))
+    );
     // A kind alone where no other slot has it.
     assert_eq!(
         page(|args| args.part = Some("dpo".to_owned())),
@@ -367,7 +459,7 @@ fn edges_of_a_pipeline() {
 #[test]
 fn names_that_do_not_exist_are_told_with_the_nearest() {
     type Ask = fn(&mut SchemaArgs, String);
-    let asks: [(Ask, &str, &str); 6] = [
+    let asks: [(Ask, &str, &str); 7] = [
         (
             |args, name| args.stage = Some(name),
             "generat",
@@ -397,6 +489,11 @@ fn names_that_do_not_exist_are_told_with_the_nearest() {
             |args, name| args.run_file = Some(name),
             "status",
             "did you mean `status.json`?",
+        ),
+        (
+            |args, name| args.run_file = Some(name),
+            "trace/step.json",
+            "known files: ",
         ),
     ];
     for (ask, name, expected) in asks {

@@ -3,8 +3,13 @@
 //!
 //! The compiler cannot tell, since settings are public and are read by `Serialize` too. So the source is searched: a
 //! setting counts as read where an item that speaks of its type, or of a type that holds it, reads a field of its name.
-//! What is derived, constructed, copied as a whole or read for a default does not count. Two settings of one name in one
-//! item are told apart no further; a stage, a loss and an estimator are items of their own.
+//! What is derived, constructed, copied as a whole or read for a default does not count, and neither does a check of the
+//! plan: a setting that is only checked changes nothing. Two settings of one name in one item are told apart no further; a
+//! stage, a loss and an estimator are items of their own.
+//!
+//! Nearly everything holds a pipeline, and with it the sections of the file. So a setting of a section counts as read
+//! only where an item speaks of the section's type or of one that holds it directly, or takes the section out of the
+//! pipeline (`pipe.trace`).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -53,7 +58,19 @@ fn settings(registry: &Registry) -> Vec<(String, Setting)> {
             collect(name, &types(rust), section, &definitions, &mut all);
         }
     }
+    // What stands at the top of the file, and what every stage has beside its own settings.
+    let of = |owner: &str, name: &str| (BTreeSet::from([owner.to_owned()]), name.to_owned());
+    all.push(("name".to_owned(), of("DataPipe", "name")));
+    for name in ["name", "rename", "debug"] {
+        all.push((format!("stages/*.{name}"), of("StageDecl", name)));
+    }
     all
+}
+
+/// The section of the file that a setting belongs to, if it does.
+fn section(place: &str) -> Option<&str> {
+    let (section, _) = place.split_once('.')?;
+    (!section.contains('/')).then_some(section)
 }
 
 /// Names of the types in a path such as `a::B<c::D>`.
@@ -118,12 +135,15 @@ fn referred(property: &Value) -> Vec<&str> {
 /// The settings that no item reads.
 fn unread(settings: &[(String, Setting)], items: &[Item]) -> Vec<String> {
     let mut reads: BTreeMap<&BTreeSet<String>, BTreeSet<&str>> = BTreeMap::new();
-    for (_, (owners, _)) in settings {
+    for (place, (owners, _)) in settings {
         reads.entry(owners).or_insert_with(|| {
-            let holders = holders(&with_flattened(owners, items), items);
-            let about = items
-                .iter()
-                .filter(|item| item.words.iter().any(|word| holders.contains(word)));
+            let section = section(place);
+            let levels = section.map_or(usize::MAX, |_| 1);
+            let holders = holders(&with_flattened(owners, items), items, levels);
+            let about = items.iter().filter(|item| {
+                item.words.iter().any(|word| holders.contains(word))
+                    || section.is_some_and(|section| item.reads.contains(section))
+            });
             about
                 .flat_map(|item| &item.reads)
                 .map(String::as_str)
@@ -146,6 +166,7 @@ fn items_with(file: &str, read: &str, instead: &str) -> Vec<Item> {
     }
     sources
         .iter()
+        .filter(|(path, _)| !path.starts_with("verl-pipe/src/plan/checks/"))
         .flat_map(|(_, source)| items_of(source))
         .collect()
 }
@@ -162,23 +183,22 @@ fn with_flattened(owners: &BTreeSet<String>, items: &[Item]) -> BTreeSet<String>
     all
 }
 
-/// The types and all that hold one of them.
-fn holders(owners: &BTreeSet<String>, items: &[Item]) -> BTreeSet<String> {
+/// The types, those that hold one of them, those that hold one of these, and so on for so many levels.
+fn holders(owners: &BTreeSet<String>, items: &[Item], levels: usize) -> BTreeSet<String> {
     let mut all = owners.clone();
-    loop {
-        let before = all.len();
-        for item in items {
-            if let Some(name) = &item.defines
-                && !all.contains(name)
-                && item.words.iter().any(|word| all.contains(word))
-            {
-                all.insert(name.clone());
-            }
+    for _ in 0..levels {
+        let found = items.iter().filter_map(|item| {
+            let name = item.defines.as_ref()?;
+            let holds = item.words.iter().any(|word| all.contains(word));
+            (holds && !all.contains(name)).then(|| name.clone())
+        });
+        let found: Vec<String> = found.collect();
+        if found.is_empty() {
+            break;
         }
-        if all.len() == before {
-            return all;
-        }
+        all.extend(found);
     }
+    all
 }
 
 #[test]
@@ -190,6 +210,38 @@ fn every_setting_is_read_by_something() {
         unread.is_empty(),
         "nothing reads {unread:#?}\nread them where their stage or part is built or runs, or take them out"
     );
+}
+
+#[test]
+fn every_sort_of_setting_is_looked_at() {
+    let settings = settings(&verl::registry());
+    let places: BTreeSet<&str> = settings.iter().map(|(place, _)| place.as_str()).collect();
+    for place in [
+        "batch.micro_batch",
+        "data/jsonl.path",
+        "devices.group",
+        "models/causal_lm.optimizer.learning_rate",
+        "name",
+        "parts/loss/grpo.clip_low",
+        "run.save",
+        "run.stage_deadline_s",
+        "stages/*.debug",
+        "stages/evaluate.every",
+        "stages/evaluate.reward.rule",
+        "trace.part_steps",
+        "trace.rules",
+        "trace.rules.limit",
+        "trace.rules.severity",
+    ] {
+        let known: Vec<_> = places
+            .iter()
+            .filter(|known| known.starts_with("trace"))
+            .collect();
+        assert!(
+            places.contains(place),
+            "{place} is not among them; of the trace: {known:?}"
+        );
+    }
 }
 
 /// A stage with a setting that nothing reads, and the source that would be its own.
@@ -249,7 +301,7 @@ fn a_setting_that_nothing_reads_is_found() {
     // The sections of the file are not in this source.
     let found: Vec<&String> = found
         .iter()
-        .filter(|place| place.starts_with("stages/"))
+        .filter(|place| place.starts_with("stages/deaf"))
         .collect();
     assert_eq!(found, ["stages/deaf.volume", "stages/deaf.tuning.pitch"]);
 }
@@ -287,6 +339,25 @@ fn taking_a_read_away_is_found() {
             "num_devices, devices.rollout_tensor_parallel,",
             "num_devices, 1,",
             &["devices.rollout_tensor_parallel"],
+        ),
+        (
+            "verl-pipe/src/trace/recording.rs",
+            "config.part_steps",
+            "32",
+            &["trace.part_steps"],
+        ),
+        (
+            "verl-pipe/src/trace/recorder.rs",
+            "self.config.weights_limit_mb",
+            "1024",
+            &["trace.weights_limit_mb"],
+        ),
+        (
+            "verl-pipe/src/run/trainer.rs",
+            "plan.pipe.run.console_every",
+            "1",
+            // The command line makes its console itself.
+            &[],
         ),
     ] {
         assert_eq!(

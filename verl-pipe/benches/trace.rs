@@ -1,47 +1,60 @@
-//! What the trace costs: a step of many small rows with and without statistics, and how fast a large step goes to disk.
+//! What the trace costs: a step of many small rows with and without statistics, and how fast and in how much memory a
+//! large step goes to disk.
 //!
 //! Targets: statistics cost at most 2 % of a training step, which takes a hundred times as long as these stages; a large
-//! step is written at a rate near the disk's, in memory of a few row groups beside the rows themselves.
+//! step is written at a rate near that of a plain write of the same bytes to the same disk, and recording it takes no
+//! more memory than the recorder's budget.
+//!
+//! ```text
+//! cargo bench -p verl-pipe --bench trace
+//! ```
+//!
+//! Peaks of memory are those that Linux tells (`VmHWM`, set back before each part).
 
 use std::hint::black_box;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use arrow_schema::Field as ArrowField;
 use criterion::{Criterion, criterion_group, criterion_main};
 use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+use verl_pipe::field::Field;
 use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS};
 use verl_pipe::pipe::{DataPipe, stage_fn};
 use verl_pipe::run::runner::RunOptions;
 use verl_pipe::schedule::batching::BatchConfig;
-use verl_pipe::stage::{RowRule, StageSpec};
+use verl_pipe::stage::{RowRule, StageContext, StageSpec};
 use verl_pipe::trace::config::TraceConfig;
 use verl_pipe::trace::format::{FORMAT, Side, StageManifest, TraceFormat};
-use verl_pipe::trace::recorder::Recorder;
-use verl_pipe::trace::writer::{SliceAt, TraceWriter};
+use verl_pipe::trace::recorder::{MEMORY_BUDGET, Recorder};
+use verl_pipe::trace::writer::{ROW_GROUP_BYTES, SliceAt, TraceWriter};
 
 const FLOATS: [verl_pipe::field::Key<verl_pipe::field::Ragged<f32>>; 3] =
     [ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, ADVANTAGES];
 
+/// Rows of equal length with numbers that, like log-probs, hardly ever come twice.
 fn rows(count: usize, tokens: usize) -> Batch {
     let ids = (0..count as u64).map(|row| RowId::prompt(0, row));
     let ids = ids.collect::<Result<Vec<_>, _>>().expect("in range");
     let mut batch = Batch::with_rows(&ids);
-    let words = (0..count).map(|row| {
-        (0..tokens)
-            .map(|t| ((row + t) * 2_654_435_761) as u32 >> 16)
-            .collect::<Vec<_>>()
-    });
-    batch
-        .put(&RESPONSES, RaggedColumn::from_rows(words))
-        .expect("as many rows");
-    let kinds = vec![vec![1u8; tokens]; count];
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut draw = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as u32
+    };
+    let words = (0..count).map(|_| (0..tokens).map(|_| draw() % 50_000).collect::<Vec<_>>());
+    let words: RaggedColumn<u32> = RaggedColumn::from_rows(words);
+    batch.put(&RESPONSES, words).expect("as many rows");
+    let kinds = (0..count).map(|_| vec![1u8; tokens]);
     batch
         .put(&MASK_KINDS, RaggedColumn::from_rows(kinds))
         .expect("as many rows");
-    for (at, key) in FLOATS.iter().enumerate() {
-        let number = |row: usize, t: usize| -((row * 31 + t * 17 + at) as f32).sin().abs();
-        let rows = (0..count).map(|row| (0..tokens).map(|t| number(row, t)).collect::<Vec<_>>());
+    for key in &FLOATS {
+        // 24 bits each, as many as an f32 keeps.
+        let mut number = || -(draw() as f32 / 16_777_216.0);
+        let rows = (0..count).map(|_| (0..tokens).map(|_| number()).collect::<Vec<_>>());
         batch
             .put(key, RaggedColumn::from_rows(rows))
             .expect("as many rows");
@@ -49,15 +62,18 @@ fn rows(count: usize, tokens: usize) -> Batch {
     batch
 }
 
+/// All keys of the rows.
+fn all_keys() -> Vec<Field> {
+    let floats = FLOATS.iter().map(|key| key.field());
+    let keys = [RESPONSES.field(), MASK_KINDS.field()];
+    keys.into_iter().chain(floats).collect()
+}
+
 /// A source and eight stages that read all keys of 256 rows of 12 tokens.
 fn pipeline(trace: TraceConfig) -> DataPipe {
     let batch = rows(256, 12);
     let source = StageSpec::new().rows(RowRule::Source);
-    let fields = FLOATS.iter().map(|key| key.field());
-    let keys = [RESPONSES.field(), MASK_KINDS.field()]
-        .into_iter()
-        .chain(fields);
-    let keys: Vec<_> = keys.collect();
+    let keys = all_keys();
     let source = keys.iter().cloned().fold(source, StageSpec::writes);
     let mut pipe = DataPipe::new("cost")
         .batch(BatchConfig {
@@ -97,9 +113,139 @@ fn statistics(criterion: &mut Criterion) {
     }
 }
 
-/// 4,096 samples of 2,048 tokens with five keys, once: 134 MB of ids and log-probs a key of four bytes.
+/// Samples and tokens of each in a large step.
+const LARGE: (usize, usize) = (4096, 2048);
+/// Rows of a slice of it.
+const SLICE: usize = 256;
+/// Rounds of which the middle one is told.
+const ROUNDS: usize = 3;
+
+/// A large step to disk: how fast beside a plain write of the same bytes to the same disk, both synced, and in how much
+/// memory.
 fn large_step(_: &mut Criterion) {
-    let folder = tempfile::tempdir().expect("a folder");
+    // The target folder lies on a disk, which the folder for temporary files need not.
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    std::fs::create_dir_all(target).expect("a folder");
+    let folder = tempfile::tempdir_in(target).expect("a folder");
+    let batch = rows(LARGE.0, LARGE.1);
+    tell(&format!(
+        "large step: {} samples of {} tokens, {} keys, {:.0} MB of rows; in {}",
+        LARGE.0,
+        LARGE.1,
+        batch.keys().len(),
+        mb(batch.num_bytes() as u64),
+        folder.path().display()
+    ));
+    let resets = reset_peak();
+    let before = memory("VmRSS");
+    let mut rounds: Vec<(f64, f64, u64)> = Vec::new();
+    let mut peak = None;
+    for round in 0..ROUNDS {
+        let dir = folder.path().join(format!("round_{round}"));
+        let since = Instant::now();
+        let file = write_step(&dir, &batch);
+        sync(&file);
+        let traced = since.elapsed().as_secs_f64();
+        // Before the file is read back for the plain write.
+        peak = peak.max(memory("VmHWM"));
+        let bytes = std::fs::read(&file).expect("reads");
+        let plain = dir.join("plain");
+        let since = Instant::now();
+        std::fs::write(&plain, &bytes).expect("writes");
+        sync(&plain);
+        rounds.push((traced, since.elapsed().as_secs_f64(), bytes.len() as u64));
+        drop(bytes);
+        std::fs::remove_dir_all(&dir).expect("removes");
+        reset_peak();
+    }
+    let middle = |of: fn(&(f64, f64, u64)) -> f64| {
+        let mut all: Vec<f64> = rounds.iter().map(of).collect();
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    };
+    let (traced, plain, size) = (middle(|r| r.0), middle(|r| r.1), rounds[0].2);
+    tell(&format!(
+        "  write and sync: {:.0} MB of file in {traced:.2} s, {:.0} MB/s; plain write and sync of the same bytes: {plain:.2} s, {:.0} MB/s; rate over plain rate {:.2} (middle of {ROUNDS} rounds)",
+        mb(size),
+        mb(size) / traced,
+        mb(size) / plain,
+        plain / traced
+    ));
+    let above = |peak: Option<u64>, base: Option<u64>| match (resets, peak, base) {
+        (true, Some(peak), Some(base)) => format!("{:.0} MB", mb(peak.saturating_sub(base))),
+        _ => "not told by this system".to_owned(),
+    };
+    tell(&format!(
+        "  memory of the writer: peak {} above the rows; a row group is closed at {:.0} MB",
+        above(peak, before),
+        mb(ROW_GROUP_BYTES as u64)
+    ));
+    recorded_step(folder.path(), &batch, &above);
+}
+
+/// The same through a run with its recorder, beside a run without: what the recorder takes on top.
+fn recorded_step(folder: &Path, batch: &Batch, above: &dyn Fn(Option<u64>, Option<u64>) -> String) {
+    let step = |name: &str, trace: TraceConfig| {
+        let plan = large_pipeline(batch.clone(), trace).plan();
+        let schedule = plan.and_then(|plan| plan.schedule()).expect("sound");
+        let dir = folder.join(name);
+        std::fs::create_dir(&dir).expect("a folder");
+        let recorder = Recorder::start(&dir, &schedule, Vec::new()).expect("starts");
+        let mut options = RunOptions::default();
+        if let Some(recorder) = &recorder {
+            options.tap = recorder.clone();
+        }
+        let mut run = schedule.start(options).expect("starts");
+        reset_peak();
+        let since = Instant::now();
+        run.step().expect("a step");
+        let took = since.elapsed().as_secs_f64();
+        (took, memory("VmHWM"), folder_bytes(&dir))
+    };
+    let nothing = TraceConfig {
+        stats: false,
+        ..TraceConfig::default()
+    };
+    let full = TraceConfig {
+        every: Some(1),
+        ..TraceConfig::default()
+    };
+    let (without, base, _) = step("without", nothing);
+    let (with, peak, bytes) = step("with", full);
+    tell(&format!(
+        "  recorded in a run (a source and a reader, with statistics): {with:.2} s with {:.0} MB on disk, {without:.2} s without recording",
+        mb(bytes)
+    ));
+    tell(&format!(
+        "  memory of the recorder: peak {} above a run without recording; its budget is {:.0} MB",
+        above(peak, base),
+        mb(MEMORY_BUDGET as u64)
+    ));
+}
+
+/// A source that emits the batch in slices, and a stage that reads all of it.
+fn large_pipeline(batch: Batch, trace: TraceConfig) -> DataPipe {
+    let source = StageSpec::new().rows(RowRule::Source);
+    let sink = StageSpec::new().rows(RowRule::Sink);
+    let (source, sink) = all_keys().into_iter().fold((source, sink), |(s, r), key| {
+        (s.writes(key.clone()), r.reads(key))
+    });
+    let emit = move |_: Batch, context: &mut StageContext<'_>| {
+        let mut parts = batch.split(SLICE).into_iter();
+        parts.try_for_each(|part| context.emit(part))
+    };
+    DataPipe::new("large")
+        .batch(BatchConfig {
+            prompts: LARGE.0,
+            ..BatchConfig::default()
+        })
+        .trace(trace)
+        .add_stage("source", stage_fn(source, emit))
+        .add_stage("reader", stage_fn(sink, |_, _| Ok(())))
+}
+
+/// Writes the batch as the output of a stage of step 1; gives the file.
+fn write_step(run: &Path, batch: &Batch) -> PathBuf {
     let format = TraceFormat {
         format: FORMAT,
         verl: String::new(),
@@ -109,8 +255,7 @@ fn large_step(_: &mut Criterion) {
         steps: 1,
         stages: Vec::new(),
     };
-    let writer = TraceWriter::create(folder.path(), &format).expect("creates");
-    let batch = rows(4096, 2048);
+    let writer = TraceWriter::create(run, &format).expect("creates");
     let schema = batch.record().schema();
     let fields: Vec<ArrowField> = schema.fields().iter().map(|f| f.as_ref().clone()).collect();
     let header = StageManifest {
@@ -127,36 +272,56 @@ fn large_step(_: &mut Criterion) {
         slices: Vec::new(),
         notes: Vec::new(),
     };
-    let since = Instant::now();
     let mut stage = writer.stage(header, &[], &fields).expect("begins");
-    let mut largest = 0;
-    for (slice, part) in batch.split(256).into_iter().enumerate() {
+    for (slice, part) in batch.split(SLICE).into_iter().enumerate() {
         let at = SliceAt {
             side: Side::Output,
             wave: 0,
             slice,
-            rows: slice * 256..(slice + 1) * 256,
+            rows: slice * SLICE..(slice + 1) * SLICE,
         };
         stage.write(at, &part).expect("writes");
-        largest = largest.max(stage.memory_size());
     }
     let file = stage.finish().expect("ends");
-    let traced = since.elapsed().as_secs_f64();
-    let bytes = Arc::new(vec![7u8; file.bytes as usize]);
-    let since = Instant::now();
-    std::fs::write(folder.path().join("plain"), bytes.as_slice()).expect("writes");
-    let plain = since.elapsed().as_secs_f64();
-    let mb = |bytes: f64| bytes / 1e6;
-    #[expect(clippy::print_stdout, reason = "this is the report of the bench")]
-    {
-        println!(
-            "large step: {:.0} MB of rows into {:.0} MB in {traced:.2} s ({:.0} MB/s of rows), plain write of the same file {plain:.2} s, memory beside the rows {:.0} MB",
-            mb(batch.num_bytes() as f64),
-            mb(file.bytes as f64),
-            mb(batch.num_bytes() as f64) / traced,
-            mb(largest as f64)
-        );
-    }
+    writer.layout().step(1).join(file.file)
+}
+
+/// Waits until a file is on its disk.
+fn sync(path: &Path) {
+    let file = std::fs::File::open(path).expect("opens");
+    file.sync_all().expect("syncs");
+}
+
+/// Bytes of all files below a folder.
+fn folder_bytes(dir: &Path) -> u64 {
+    let entries = std::fs::read_dir(dir).expect("a folder").flatten();
+    let sizes = entries.map(|entry| match entry.path() {
+        path if path.is_dir() => folder_bytes(&path),
+        path => std::fs::metadata(path).map_or(0, |about| about.len()),
+    });
+    sizes.sum()
+}
+
+/// Has the system forget the largest memory that the process held; whether it did.
+fn reset_peak() -> bool {
+    std::fs::write("/proc/self/clear_refs", "5").is_ok()
+}
+
+/// A line of `/proc/self/status` in bytes.
+fn memory(name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = text.lines().find(|line| line.starts_with(name))?;
+    let kilobytes = line.split_whitespace().nth(1)?.parse::<u64>().ok()?;
+    Some(kilobytes * 1024)
+}
+
+fn mb(bytes: u64) -> f64 {
+    bytes as f64 / 1e6
+}
+
+#[expect(clippy::print_stdout, reason = "this is the report of the bench")]
+fn tell(line: &str) {
+    println!("{line}");
 }
 
 criterion_group!(benches, statistics, large_step);

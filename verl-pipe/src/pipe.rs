@@ -246,6 +246,12 @@ impl DataPipe {
         self
     }
 
+    /// Whether some step of some stage is to be recorded in full, whoever asks for it: the settings of the trace, the
+    /// flags that change them, or a stage's own `debug`.
+    pub fn records_in_full(&self) -> bool {
+        self.trace.captures() || self.stages.iter().any(|stage| stage.debug)
+    }
+
     /// Declares a data set.
     pub fn data<C: DataConfig>(mut self, name: impl Into<String>, config: C) -> Self {
         self.data.push(DataDecl::new(name, config));

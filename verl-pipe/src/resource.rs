@@ -9,13 +9,14 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::sync::Arc;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::stage::ConfigError;
 
 /// Which weights: the number of optimiser steps taken and a hash of their content.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 pub struct WeightsVersion {
     /// Optimiser steps taken since the model was loaded.
     pub step: u64,

@@ -6,6 +6,7 @@ use std::fs;
 
 use kit::*;
 use serde_json::{Value, json};
+use verl_pipe::cli::check::CheckArgs;
 use verl_pipe::cli::schema::SchemaArgs;
 use verl_pipe::cli::{self, PipelineArgs};
 use verl_pipe::config::{parse_pipeline, read_pipeline, to_toml};
@@ -255,8 +256,12 @@ fn commands_print_and_tell_by_their_exit_code() {
         overrides: overrides.iter().map(|text| (*text).to_owned()).collect(),
     };
     let registry = registry();
+    let checked = |overrides: &[&str], json| CheckArgs {
+        pipeline: args(overrides),
+        json,
+    };
 
-    let (code, text) = run(|out| cli::check::check(&args(&[]), &registry, out));
+    let (code, text) = run(|out| cli::check::check(&checked(&[], false), &registry, out));
     assert_eq!(code, 0);
     assert!(
         text.contains("warning[P011]: no stage uses the model `reference`"),
@@ -271,7 +276,7 @@ fn commands_print_and_tell_by_their_exit_code() {
 
     let (code, text) = run(|out| {
         cli::check::check(
-            &args(&["old.temperature=0.7", "batch.micro_batch=3"]),
+            &checked(&["old.temperature=0.7", "batch.micro_batch=3"], false),
             &registry,
             out,
         )
@@ -283,10 +288,24 @@ fn commands_print_and_tell_by_their_exit_code() {
     );
     assert!(text.ends_with("2 errors, 1 warning\n"), "{text}");
 
+    let (code, text) = run(|out| cli::check::check(&checked(&[], true), &registry, out));
+    let told: Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!((code, &told["samples_a_step"]), (0, &Value::from(8)));
+    assert_eq!(told["warnings"][0]["code"], "P011");
+
     let plan = |dot| cli::plan::PlanArgs {
         pipeline: args(&[]),
         dot,
+        json: false,
     };
+    let as_json = cli::plan::PlanArgs {
+        json: true,
+        ..plan(false)
+    };
+    let (code, text) = run(|out| cli::plan::plan(&as_json, &registry, out));
+    let told: Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!((code, &told["batch"]["rows"]), (0, &Value::from(8)));
+    assert_eq!(told["stages"].as_array().map(Vec::len), Some(6));
     let (code, text) = run(|out| cli::plan::plan(&plan(false), &registry, out));
     assert_eq!(code, 0);
     assert!(

@@ -2,9 +2,13 @@
 //!
 //! Exit codes: 0 where the answer is good, 1 where the pipeline has faults or its run
 //! failed, 130 where a run was cancelled. [`debug`] has one more: 3 where there is nothing to look at.
+//!
+//! A command with `--json` writes exactly one JSON object, which is a [`JsonError`](json_error::JsonError) where it has no
+//! answer; its exit code is the same as without.
 
 pub mod check;
 pub mod debug;
+pub mod json_error;
 pub mod plan;
 pub mod schema;
 pub mod train;

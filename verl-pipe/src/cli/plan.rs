@@ -3,9 +3,12 @@
 use std::io::{self, Write};
 
 use clap::Args;
+use serde_json::json;
 
+use super::json_error::{JsonError, json_findings, write_json};
 use super::{PipelineArgs, write_findings};
 use crate::registry::Registry;
+use crate::schema::edges::PipelineEdges;
 
 /// Arguments of `pipe plan`.
 #[derive(Debug, Clone, Args)]
@@ -14,8 +17,11 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub pipeline: PipelineArgs,
     /// Prints the graph for Graphviz instead.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "json")]
     pub dot: bool,
+    /// Prints one JSON object: stages in order, edges, batch arithmetic and warnings, or the error with all findings.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Prints the plan of a pipeline file, or what is wrong with it. Returns the exit code.
@@ -24,8 +30,24 @@ pub struct PlanArgs {
 /// When `out` cannot be written.
 pub fn plan(args: &PlanArgs, registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
     match args.pipeline.read(registry).and_then(|pipe| pipe.plan()) {
+        Ok(plan) if args.json => {
+            let PipelineEdges {
+                pipeline,
+                stages,
+                edges,
+            } = PipelineEdges::of(&plan);
+            let told = json!({
+                "pipeline": pipeline,
+                "batch": plan.batch,
+                "stages": stages,
+                "edges": edges,
+                "warnings": json_findings(&plan.warnings),
+            });
+            write_json(&told, out).map(|()| 0)
+        }
         Ok(plan) if args.dot => write!(out, "{}", plan.to_dot()).map(|()| 0),
         Ok(plan) => write!(out, "{plan}").map(|()| 0),
+        Err(findings) if args.json => JsonError::of_findings(&findings).write(out).map(|()| 1),
         Err(findings) => write_findings(&findings, out).map(|()| 1),
     }
 }

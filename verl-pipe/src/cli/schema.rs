@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
+use super::json_error::{FILE, JsonError};
 use super::{PipelineArgs, write_findings};
 use crate::diagnostic::{Diagnostic, suggest};
 use crate::registry::Registry;
@@ -32,7 +33,7 @@ pub struct SchemaArgs {
     /// One kind of data set.
     #[arg(long, value_name = "KIND", group = "what")]
     pub data: Option<String>,
-    /// One file of a run folder, such as `metrics.jsonl`.
+    /// One file of a run folder, such as `metrics.jsonl` or `trace/format.json`; the name alone where no other has it.
     #[arg(long, value_name = "FILE", group = "what")]
     pub run_file: Option<String>,
     /// One pipeline file: every edge with its writer, its readers and its sizes.
@@ -44,6 +45,9 @@ pub struct SchemaArgs {
     /// How to write it.
     #[arg(long, value_enum, default_value = "json")]
     pub format: Format,
+    /// The same as `--format json`, and an error is JSON too.
+    #[arg(long, conflicts_with = "format")]
+    pub json: bool,
     /// Writes files into this folder instead: all documents and an index, or the one that was asked for.
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
@@ -63,40 +67,55 @@ With nothing asked for, JSON is the schema of pipeline files, and Markdown a lis
 /// When `out` or a file cannot be written.
 pub fn schema(args: &SchemaArgs, registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
     let format = args.format;
-    let (path, text) = match asked(args, registry) {
-        Ok(Some((path, text))) => (path, text),
-        Ok(None) => match &args.out {
-            Some(dir) => {
-                let files = Catalogue::of(registry).files(format);
-                for (path, text) in &files {
-                    write_file(dir, path, text)?;
-                }
-                writeln!(out, "{} files in {}", files.len(), dir.display())?;
-                return Ok(0);
-            }
-            None if format == Format::Md => (String::new(), Catalogue::of(registry).index(format)),
-            None => (String::new(), json_text(&pipeline_schema(registry))),
-        },
+    let files = match asked(args, registry) {
+        Ok(Some(file)) => vec![file],
+        Ok(None) if args.out.is_some() => Catalogue::of(registry).files(format),
+        Ok(None) if format == Format::Md => {
+            vec![(String::new(), Catalogue::of(registry).index(format))]
+        }
+        Ok(None) => vec![(String::new(), json_text(&pipeline_schema(registry)))],
+        Err(findings) if args.json => {
+            return JsonError::of_findings(&findings).write(out).map(|()| 1);
+        }
         Err(findings) => return write_findings(&findings, out).map(|()| 1),
     };
-    match &args.out {
-        Some(dir) => {
-            write_file(dir, &path, &text)?;
-            writeln!(out, "{}", dir.join(path).display())?;
+    let Some(dir) = &args.out else {
+        for (_, text) in &files {
+            write!(out, "{text}")?;
         }
-        None => write!(out, "{text}")?,
+        return Ok(0);
+    };
+    if let Err((path, error)) = write_files(dir, &files) {
+        let message = format!("cannot write `{}`: {error}", path.display());
+        let help = "give a folder that can be written with `--out`";
+        match args.json {
+            true => JsonError::new(FILE, message, help).write(out)?,
+            false => writeln!(out, "error[{FILE}]: {message}; {help}")?,
+        }
+        return Ok(1);
+    }
+    match files.as_slice() {
+        _ if args.json => {
+            let paths = files.iter().map(|(path, _)| path);
+            let told = serde_json::json!({ "folder": dir, "files": paths.collect::<Vec<_>>() });
+            write!(out, "{}", json_text(&told))?;
+        }
+        [(path, _)] => writeln!(out, "{}", dir.join(path).display())?,
+        all => writeln!(out, "{} files in {}", all.len(), dir.display())?,
     }
     Ok(0)
 }
 
-fn write_file(dir: &Path, path: &str, text: &str) -> io::Result<()> {
-    let path = dir.join(path);
-    let told =
-        |error: io::Error| io::Error::new(error.kind(), format!("`{}`: {error}", path.display()));
-    if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent).map_err(told)?;
+/// Writes files into a folder; gives the first that cannot be written, and why.
+fn write_files(dir: &Path, files: &[(String, String)]) -> Result<(), (PathBuf, io::Error)> {
+    for (path, text) in files {
+        let path = dir.join(path);
+        let made = path.parent().map_or(Ok(()), fs::create_dir_all);
+        if let Err(error) = made.and_then(|()| fs::write(&path, text)) {
+            return Err((path, error));
+        }
     }
-    fs::write(&path, text).map_err(told)
+    Ok(())
 }
 
 /// The document that was asked for, if one was: its file and its text.
@@ -207,7 +226,11 @@ fn run_file(
             .to_owned()
     };
     let known: Vec<String> = files.iter().map(title).collect();
-    match files.into_iter().find(|document| title(document) == name) {
+    let meant = |document: &Document| {
+        let title = title(document);
+        title == name || title.rsplit('/').next() == Some(name)
+    };
+    match files.into_iter().find(meant) {
         Some(document) => Ok((document.path, document.schema)),
         None => {
             let help = suggest(name, "files", known.iter().map(String::as_str));

@@ -31,7 +31,8 @@ pub struct TrainArgs {
 /// What of a run is recorded in full, beside the statistics that every run keeps.
 #[derive(Debug, Clone, Default, Args)]
 pub struct DebugArgs {
-    /// Records every step in full, within `trace.budget_mb`, and writes the pipeline's schema.json into the run.
+    /// Records every step in full, within `trace.budget_mb`. Like every way of recording in full it also writes the
+    /// pipeline's schema.json into the run.
     #[arg(long, visible_alias = "debug-mode")]
     pub debug: bool,
     /// Records this step in full; may be given several times.
@@ -54,15 +55,24 @@ impl DebugArgs {
     pub fn apply(&self, trace: &mut TraceConfig) {
         let named = !self.steps.is_empty() || self.every.is_some();
         if self.debug || named || !self.stages.is_empty() {
-            trace.steps.extend(&self.steps);
             trace.every = match self.every {
-                Some(every) => every,
+                Some(every) => Some(every),
                 None if named => trace.every,
                 // The file says which steps.
-                None if !self.debug && (trace.every > 0 || !trace.steps.is_empty()) => trace.every,
-                None => 1,
+                None if !self.debug && trace.captures() => trace.every,
+                None => Some(1),
             };
-            trace.stages.extend(self.stages.iter().cloned());
+            add(&mut trace.steps, &self.steps);
+            add(&mut trace.stages, &self.stages);
+        }
+    }
+}
+
+/// Adds what a flag names and the file does not.
+fn add<T: Clone + PartialEq>(to: &mut Vec<T>, named: &[T]) {
+    for name in named {
+        if !to.contains(name) {
+            to.push(name.clone());
         }
     }
 }
@@ -224,7 +234,24 @@ mod tests {
             ..DebugArgs::default()
         };
         stages.apply(&mut trace);
-        assert_eq!((trace.every, trace.steps), (0, vec![2]));
+        assert_eq!((trace.every, trace.steps), (None, vec![2]));
+
+        // What the file names already is not named twice.
+        let mut trace = TraceConfig {
+            steps: vec![2],
+            stages: vec!["a".to_owned()],
+            ..TraceConfig::default()
+        };
+        let same = DebugArgs {
+            steps: vec![2, 3, 3],
+            stages: vec!["a".to_owned()],
+            ..DebugArgs::default()
+        };
+        same.apply(&mut trace);
+        assert_eq!(
+            (trace.steps, trace.stages),
+            (vec![2, 3], vec!["a".to_owned()])
+        );
     }
 
     #[test]

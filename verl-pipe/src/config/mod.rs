@@ -117,7 +117,11 @@ fn parse<S: AsRef<str>>(
     let run_keys = keys_of::<RunConfig>();
     for text in overrides {
         match overrides::apply(&mut document, text.as_ref(), &run_keys, folders) {
-            Ok(path) => source.overridden.push((path, text.as_ref().to_owned())),
+            Ok(path) => {
+                let text = text.as_ref().to_owned();
+                findings.extend(overrides::again(&source.overridden, &path, &text));
+                source.overridden.push((path, text));
+            }
             Err(finding) => findings.push(finding),
         }
     }

@@ -66,6 +66,26 @@ pub(crate) fn apply(
     set(document, &path, value).map_err(|why| fault(why, form.to_owned()))
 }
 
+/// What is wrong where an earlier override tuned the same rule in the same way: of other settings the last one holds,
+/// but a rule guards a run, and which of two limits was meant is not for the order to say.
+pub(crate) fn again(
+    earlier: &[(Vec<String>, String)],
+    path: &[String],
+    text: &str,
+) -> Option<Diagnostic> {
+    let of_rule = path
+        .iter()
+        .map(String::as_str)
+        .take(2)
+        .eq(["trace", "rules"]);
+    let (_, first) = earlier.iter().find(|(set, _)| of_rule && set == path)?;
+    let finding = Diagnostic::error("C006", format!("the override `{text}` cannot be applied"))
+        .at("command line")
+        .because(format!("`{first}` tunes the same rule in the same way"))
+        .help("leave one of the two out");
+    Some(finding)
+}
+
 /// Whether a text at `path` of the document names a file or folder of data or a model.
 fn is_file(path: &[String]) -> bool {
     match path {

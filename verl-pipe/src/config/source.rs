@@ -56,9 +56,10 @@ impl<'a> Source<'a> {
         Diagnostic::error("C001", "the pipeline file is not TOML")
             .at(place)
             .because(error.message().to_owned())
-            .help(
-                "correct the line; strings need quotes, a table is `[name]`, a stage `[[stages]]`",
-            )
+            .help(match error.message() {
+                "duplicate key" => "state each setting and each table once",
+                _ => "correct the line; strings need quotes, a table is `[name]`, a stage `[[stages]]`",
+            })
     }
 
     fn line(&self, offset: usize) -> usize {

@@ -1,5 +1,7 @@
 //! The run folder: everything that a run leaves behind, self-contained.
 //!
+//! `pipe schema --run-file NAME` tells the fields of each.
+//!
 //! | file | content |
 //! |---|---|
 //! | `config.toml` | the pipeline with every setting stated |
@@ -11,7 +13,8 @@
 //! | `samples.jsonl` | a few rows a step (`kind` `training`) and what observers gave |
 //! | `model/<name>/` | models at the end of the run |
 //! | `trace/` | statistics of every edge, steps in full, anomalies; see [`format`](crate::trace::format) |
-//! | `schema.json` | keys, shapes and meanings of the pipeline, where steps are traced in full |
+//! | `schema.json` | keys, shapes and meanings of the pipeline, where steps or stages are traced in full |
+//! | `stall.json` | what the run waited for when nothing came for long; see [`stall`](crate::run::stall) |
 //! | `status.json` | see [`RunState`] |
 //!
 //! A line is written with one call and cut off again where the disk refuses a part of it; `status.json` and models

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::run::error::RunError;
@@ -19,7 +20,7 @@ pub const STALL_FILE: &str = "stall.json";
 const NOTICE: Duration = Duration::from_secs(60);
 
 /// Something that has not come.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PendingEdge {
     /// The stage that works, or that waits.
     pub stage: String,
@@ -27,24 +28,24 @@ pub struct PendingEdge {
     pub keys: Vec<String>,
     /// Rows that are awaited, in words.
     pub samples: String,
-    /// Seconds for which it has been so.
+    /// For how long it has been so (seconds).
     pub waited_s: f64,
-    /// Seconds that it may take, where it runs.
+    /// How long it may take (seconds); null where it does not run.
     pub deadline_s: Option<f64>,
     /// Who has to act: the host pool, a device group, or the stage that writes the keys.
     pub on: String,
 }
 
 /// What a step waits for.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StallReport {
-    /// The step.
+    /// Step of the run.
     pub step: u64,
-    /// When this was written, in seconds since 1970-01-01 UTC.
+    /// When this was written (seconds since 1970-01-01 UTC).
     pub timestamp: f64,
-    /// Seconds since something came last.
+    /// Time since something came last (seconds).
     pub quiet_s: f64,
-    /// The error with which the step ended, if it did.
+    /// The error with which the step ended; null while it goes on.
     pub error: Option<String>,
     /// Calls that run.
     pub running: Vec<PendingEdge>,

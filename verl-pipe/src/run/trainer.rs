@@ -93,7 +93,7 @@ impl Trainer {
                 folder.write_text(CONFIG_SCHEMA, &schema.to_string())?;
             }
             folder.write_text("plan.txt", &plan.to_string())?;
-            if plan.pipe.trace.captures() {
+            if plan.pipe.records_in_full() {
                 folder.write_text("schema.json", &describe(&plan))?;
             }
             let recorder = Recorder::start(folder.path(), &schedule, options.rules)?;

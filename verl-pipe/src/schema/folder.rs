@@ -8,7 +8,7 @@
 //! | `stages/<kind>` | one kind of stage |
 //! | `parts/<slot>/<kind>` | one kind of part |
 //! | `models/<kind>`, `data/<kind>` | one kind of model, of data set |
-//! | `run/<file>` | a file of a run folder, or a line of it |
+//! | `run/<file>` | a file of a run folder, a line of it, or a row of its table |
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 
 use super::edges::PipelineEdges;
 use super::kinds::Catalogue;
-use super::markdown::{page, sentence};
+use super::markdown::{LEGEND, page, sentence};
 use super::{DRAFT, NOTE, pipeline_schema};
 
 /// How documents are written.
@@ -85,10 +85,10 @@ impl Catalogue<'_> {
             models.map(|kind| named(format!("models/{}", kind.name), self.model(kind.name)));
         let data = registry.data_kinds().iter();
         let data = data.map(|kind| named(format!("data/{}", kind.name), self.data(kind.name)));
-        let run = self.run_files().into_iter().map(|file| {
-            let stem = file.name.split('.').next().unwrap_or(file.name);
-            named(format!("run/{stem}"), Some(file.schema))
-        });
+        let run = self
+            .run_files()
+            .into_iter()
+            .map(|file| named(format!("run/{}", file.document), Some(file.schema)));
         let whole = [
             named("edges".to_owned(), Some(edges_schema())),
             named("pipeline".to_owned(), Some(pipeline_schema(registry))),
@@ -160,9 +160,14 @@ fn index(documents: &[Document], format: Format) -> Value {
             let about = doc.schema["description"].as_str();
             let about = about.unwrap_or("what may stand in a pipeline file");
             let mut lines = about.lines();
+            // A loss and an estimator may have one name.
+            let name = match doc.path.strip_prefix("parts/") {
+                Some(part) => part.into(),
+                None => doc.schema["title"].clone(),
+            };
             json!({
                 "file": format.file(&doc.path),
-                "name": doc.schema["title"],
+                "name": name,
                 "about": lines.next().unwrap_or_default(),
             })
         });
@@ -217,7 +222,7 @@ fn index_page(index: &Value) -> String {
             out += &format!("- [`{name}`]({file}): {}\n", sentence(about));
         }
     }
-    out += "\n## Keys\n";
+    out += &format!("\n## Keys\n\n{LEGEND}\n");
     for (name, key) in index["keys"].as_object().into_iter().flatten() {
         let [dtype, shape, unit, meaning] = ["dtype", "shape", "unit", "meaning"]
             .map(|part| key[part].as_str().unwrap_or_default());

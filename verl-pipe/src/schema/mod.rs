@@ -109,7 +109,40 @@ pub fn pipeline_schema(registry: &Registry) -> Value {
     if let (false, Value::Object(schema)) = (definitions.is_empty(), &mut schema) {
         schema.insert("$defs".to_owned(), Value::Object(definitions));
     }
+    without_null(&mut schema);
     schema
+}
+
+/// TOML has no null, so a setting that may be absent is of its type alone; a fault in it is then told as one of that
+/// type, and not as that neither it nor null fits.
+fn without_null(schema: &mut Value) {
+    match schema {
+        Value::Array(list) => list.iter_mut().for_each(without_null),
+        Value::Object(map) => {
+            let is_null = |choice: &Value| choice["type"] == "null";
+            if let Some(Value::Array(choices)) = map.get_mut("anyOf")
+                && choices.iter().any(is_null)
+            {
+                choices.retain(|choice| !is_null(choice));
+                if let [Value::Object(only)] = choices.as_slice() {
+                    let only = only.clone();
+                    map.remove("anyOf");
+                    for (key, value) in only {
+                        map.entry(key).or_insert(value);
+                    }
+                }
+            }
+            if let Some(Value::Array(types)) = map.get_mut("type") {
+                types.retain(|name| name != "null");
+                if let [only] = types.as_slice() {
+                    let only = only.clone();
+                    map.insert("type".to_owned(), only);
+                }
+            }
+            map.values_mut().for_each(without_null);
+        }
+        _ => {}
+    }
 }
 
 /// Keys that every stage of a pipeline file may have.
@@ -117,19 +150,24 @@ fn common_settings() -> [(&'static str, Value); 3] {
     [
         (
             "name",
-            json!({ "type": "string", "description": "Name of the stage; by default its kind." }),
+            json!({ "type": "string", "description": "Name of the stage in this pipeline, by which settings, messages and the trace speak of it; by default its kind." }),
         ),
         (
             "rename",
             json!({
                 "type": "object",
-                "description": "The stage's own names of keys and what this pipeline calls them.",
+                "description": "Keys that go by another name in this pipeline: the stage's own name, and the pipeline's.",
+                "default": {},
                 "additionalProperties": { "type": "string" }
             }),
         ),
         (
             "debug",
-            json!({ "type": "boolean", "description": "Records the stage in full at every step." }),
+            json!({
+                "type": "boolean",
+                "default": false,
+                "description": "Records the stage in full at every step; see `docs/trace.md`."
+            }),
         ),
     ]
 }

@@ -1,4 +1,4 @@
-//! The files of a run folder as JSON Schema, of the types that write them.
+//! The files of a run folder as JSON Schema, of the types and tables that write them.
 //!
 //! `config.toml` is a pipeline file, so its schema is that of pipeline files.
 
@@ -10,37 +10,192 @@ use super::{DRAFT, NOTE};
 use crate::run::records::{
     DataFile, ENGINE_METRICS, MetricsLine, STAGE, SampleLine, StatusFile, VersionsFile,
 };
+use crate::run::stall::StallReport;
 use crate::stage::Metric;
+use crate::trace::columns::{Column, STAT_COLUMNS, STEP_COLUMNS};
+use crate::trace::describe::TracedPipeline;
+use crate::trace::format::{MANIFEST_KEY, StageManifest, StepManifest, TraceFormat};
+use crate::trace::rules::Anomaly;
+use crate::trace::state::Beside;
 
 /// What stands for the name of a stage in a pattern.
 pub(crate) const ANY_STAGE: &str = "[^/]+";
 
+/// How a file of a run folder is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// One JSON document.
+    Json,
+    /// A JSON object a line.
+    JsonLines,
+    /// A table in Parquet.
+    Parquet,
+    /// A table as a stream of Arrow IPC messages.
+    ArrowStream,
+    /// Something that has no fields to tell here.
+    Other(&'static str),
+}
+
+impl Written {
+    /// In words.
+    pub fn word(self) -> &'static str {
+        match self {
+            Written::Json => "JSON",
+            Written::JsonLines => "JSON, an object a line",
+            Written::Parquet => "Parquet, a table",
+            Written::ArrowStream => "Arrow IPC stream, a table",
+            Written::Other(word) => word,
+        }
+    }
+}
+
 /// A file of a run folder.
 #[derive(Debug, Clone)]
 pub struct RunFile {
-    /// Its name, for example `status.json`.
+    /// Its path in the folder, for example `status.json`; what differs from file to file stands in `<…>`.
     pub name: &'static str,
-    /// The schema of the file, or of each of its lines.
+    /// Where its document lies below `run/`, without extension.
+    pub document: &'static str,
+    /// How it is written.
+    pub written: Written,
+    /// The schema of the file, of each of its lines, or of each row of its table.
     pub schema: Value,
 }
 
+impl RunFile {
+    /// Whether the file at `path`, relative to the run folder, is such a one.
+    ///
+    /// ```
+    /// use verl_pipe::registry::Registry;
+    /// use verl_pipe::schema::kinds::Catalogue;
+    ///
+    /// let registry = Registry::new();
+    /// let files = Catalogue::of(&registry).run_files();
+    /// let step = files.iter().find(|file| file.is("trace/steps/00000007/step.json")).unwrap();
+    /// assert_eq!(step.name, "trace/steps/<step>/step.json");
+    /// ```
+    pub fn is(&self, path: &str) -> bool {
+        let (mut own, mut other) = (self.name.split('/'), path.split('/'));
+        loop {
+            match (own.next(), other.next()) {
+                (None, None) => return true,
+                // The files of a model's folder are its own.
+                (Some("<file>"), Some(_)) => return true,
+                (Some(own), Some(other)) if part_is(own, other) => {}
+                _ => return false,
+            }
+        }
+    }
+}
+
+/// Whether `name` is `pattern` with something in the place of its `<…>`.
+fn part_is(pattern: &str, name: &str) -> bool {
+    let Some((before, rest)) = pattern.split_once('<') else {
+        return pattern == name;
+    };
+    let after = rest.split_once('>').map_or("", |(_, after)| after);
+    name.len() > before.len() + after.len() && name.starts_with(before) && name.ends_with(after)
+}
+
 impl Catalogue<'_> {
-    /// The files of a run folder that are JSON, by name.
+    /// Every file that a run may leave in its folder, by name. A further one is an entry here: its name, where its
+    /// document lies, its type, what it tells.
     pub fn run_files(&self) -> Vec<RunFile> {
         vec![
-            file::<DataFile>("data.json", "where each data set's rows come from"),
+            other(
+                "config.schema.json",
+                "config_schema",
+                "JSON Schema",
+                "what `config.toml` may hold, for editors; the document `pipeline`, where the run knows its registry",
+            ),
+            other(
+                "config.toml",
+                "config",
+                "TOML, a pipeline file",
+                "the pipeline with every setting stated: what `pipe train` would run again; the document `pipeline` tells what may stand in it",
+            ),
+            json::<DataFile>("data.json", "data", "where each data set's rows come from"),
             self.metrics_file(),
+            other(
+                "model/<model>/<file>",
+                "model",
+                "a Hugging Face folder",
+                "a model at the end of the run, a folder each: `config.json`, `model.safetensors`, and its tokenizer where it has one",
+            ),
+            other(
+                "plan.txt",
+                "plan",
+                "text",
+                "the checked graph, the batch arithmetic and the estimate of memory, as `pipe plan` prints them",
+            ),
             self.samples_file(),
-            file::<StatusFile>("status.json", "whether what lies in the folder is whole"),
-            // A further file of a run folder is one line here: its name, its type, what it tells.
-            file::<VersionsFile>("versions.json", "what the run was made with"),
+            json::<TracedPipeline>(
+                "schema.json",
+                "schema",
+                "keys of every stage with shape, type, unit and meaning; there where steps or stages are recorded in full",
+            ),
+            json::<StallReport>(
+                "stall.json",
+                "stall",
+                "what the run waited for when nothing had come for long; there where it did, and overwritten by the next time",
+            ),
+            json::<StatusFile>(
+                "status.json",
+                "status",
+                "whether what lies in the folder is whole",
+            ),
+            lines::<Anomaly>(
+                "trace/anomalies.jsonl",
+                "trace/anomalies",
+                "a line for each time that a rule began to hold for a stage and key; there where one did",
+            ),
+            json::<TraceFormat>(
+                "trace/format.json",
+                "trace/format",
+                "what the trace is of, and in which format it is",
+            ),
+            json::<Beside>(
+                "trace/state/<sha256>.json",
+                "trace/state",
+                "what stands beside the tensors of a state; written last, as the mark that both are whole",
+            ),
+            other(
+                "trace/state/<sha256>.safetensors",
+                "trace/state_tensors",
+                "safetensors",
+                "tensors of the state of a model or stage at the start of a step: weights, optimiser; named for its content, so that equal ones are kept once",
+            ),
+            table(
+                "trace/stats/live.arrows",
+                "trace/stats_live",
+                Written::ArrowStream,
+                "statistics of the newest steps, a row a step, stage, side and key; steps that a part holds too count once",
+                &stat_columns(),
+            ),
+            table(
+                "trace/stats/part-<step>.parquet",
+                "trace/stats",
+                Written::Parquet,
+                "statistics of `trace.part_steps` steps from that one on, a row a step, stage, side and key",
+                &stat_columns(),
+            ),
+            json::<StepManifest>(
+                "trace/steps/<step>/step.json",
+                "trace/step",
+                "what was recorded of a step and why, and where the state of its models lies; written last, so a step without it is not whole",
+            ),
+            step_file(),
+            json::<VersionsFile>("versions.json", "versions", "what the run was made with"),
         ]
     }
 
     /// A line of `metrics.jsonl`, with every metric that any kind of stage declares.
     fn metrics_file(&self) -> RunFile {
-        let mut file =
-            file::<MetricsLine>("metrics.jsonl", "a line for each step: what it came to");
+        let mut file = lines::<MetricsLine>(
+            "metrics.jsonl",
+            "metrics",
+            "a line for each step: what it came to",
+        );
         let number = |metric: &Metric, recorded_by: Vec<&str>| {
             let mut note = metric_note(metric);
             let meaning = note.remove("meaning");
@@ -101,7 +256,8 @@ impl Catalogue<'_> {
 
     /// A line of `samples.jsonl`, with what each kind of stage shows.
     fn samples_file(&self) -> RunFile {
-        let mut file = file::<SampleLine>("samples.jsonl", "a few samples of each step");
+        let mut file =
+            lines::<SampleLine>("samples.jsonl", "samples", "a few samples of each step");
         let shown = self.stages.iter().filter_map(|(stage, declared)| {
             let sample = declared.default.as_ref()?.sample.clone()?;
             let mut sample = sample;
@@ -120,25 +276,104 @@ impl Catalogue<'_> {
     }
 }
 
-/// The schema of type `T` as that of file `name`.
-fn file<T: JsonSchema>(name: &'static str, about: &str) -> RunFile {
+/// A file that is one document of type `T`.
+fn json<T: JsonSchema>(name: &'static str, document: &'static str, about: &str) -> RunFile {
     let schema = SchemaGenerator::default().into_root_schema_for::<T>();
-    let Value::Object(own) = schema.to_value() else {
-        return RunFile {
-            name,
-            schema: Value::Null,
-        };
-    };
+    file(name, document, Written::Json, about, schema.to_value())
+}
+
+/// A file each of whose lines is a document of type `T`.
+fn lines<T: JsonSchema>(name: &'static str, document: &'static str, about: &str) -> RunFile {
+    let schema = SchemaGenerator::default().into_root_schema_for::<T>();
+    file(name, document, Written::JsonLines, about, schema.to_value())
+}
+
+/// A file without fields to tell.
+fn other(name: &'static str, document: &'static str, word: &'static str, about: &str) -> RunFile {
+    file(name, document, Written::Other(word), about, json!({}))
+}
+
+/// A table; the schema is that of a row.
+fn table(
+    name: &'static str,
+    document: &'static str,
+    written: Written,
+    about: &str,
+    columns: &[Column],
+) -> RunFile {
+    let properties = columns.iter().map(|column| {
+        let mut schema = column.holds.schema();
+        if column.nullable {
+            schema["type"] = json!([schema["type"], "null"]);
+        }
+        schema["description"] = column.meaning.into();
+        schema[NOTE] = json!({ "dtype": column.holds.name() });
+        if !column.unit.is_empty() {
+            schema[NOTE]["unit"] = column.unit.into();
+        }
+        (column.name.to_owned(), schema)
+    });
+    let schema = json!({
+        "type": "object",
+        "properties": properties.collect::<Map<_, _>>(),
+        "required": columns.iter().map(|column| column.name).collect::<Vec<_>>(),
+    });
+    file(name, document, written, about, schema)
+}
+
+fn stat_columns() -> Vec<Column> {
+    STAT_COLUMNS.iter().map(|column| column.column()).collect()
+}
+
+/// A stage's file of a step: its own columns, then the keys, and the manifest in the file's metadata.
+fn step_file() -> RunFile {
+    let mut file = table(
+        "trace/steps/<step>/<stage>.parquet",
+        "trace/stage",
+        Written::Parquet,
+        "all rows that entered and left a stage in a step: a row each time, slices in declared order",
+        &STEP_COLUMNS,
+    );
+    file.schema["additionalProperties"] = json!({
+        "description": "A key by the stage's own name; null on the side that does not have it. Where a column of another key has the name, `@input` or `@output` stands behind it. `schema.json` of the run tells type, shape, unit and meaning."
+    });
+    let mut manifest = SchemaGenerator::default()
+        .into_root_schema_for::<StageManifest>()
+        .to_value();
+    let definitions = manifest.as_object_mut().and_then(|map| map.remove("$defs"));
+    file.schema[NOTE]["metadata"] = json!({ MANIFEST_KEY: "StageManifest" });
+    let mut all = definitions
+        .and_then(|all| all.as_object().cloned())
+        .unwrap_or_default();
+    if let Some(own) = manifest.as_object_mut() {
+        own.remove("$schema");
+    }
+    all.insert("StageManifest".to_owned(), manifest);
+    file.schema["$defs"] = Value::Object(all);
+    file
+}
+
+/// The schema `own` as that of file `name`.
+fn file(
+    name: &'static str,
+    document: &'static str,
+    written: Written,
+    about: &str,
+    own: Value,
+) -> RunFile {
     let mut schema = Map::new();
     schema.insert("$schema".to_owned(), DRAFT.into());
     schema.insert("title".to_owned(), name.into());
     schema.insert("description".to_owned(), about.into());
-    schema.insert(NOTE.to_owned(), json!({ "sort": "file of a run folder" }));
-    for (key, value) in own {
-        schema.entry(key).or_insert(value);
+    let note = json!({ "sort": "file of a run folder", "written": written.word() });
+    schema.insert(NOTE.to_owned(), note);
+    for (key, value) in own.as_object().into_iter().flatten() {
+        schema.entry(key.clone()).or_insert_with(|| value.clone());
     }
     RunFile {
         name,
+        document,
+        written,
         schema: Value::Object(schema),
     }
 }
@@ -147,6 +382,50 @@ fn file<T: JsonSchema>(name: &'static str, about: &str) -> RunFile {
 mod tests {
     use super::*;
     use crate::registry::Registry;
+
+    #[test]
+    fn files_are_known_by_their_paths() {
+        let registry = Registry::new();
+        let files = Catalogue::of(&registry).run_files();
+        for (path, name) in [
+            ("status.json", "status.json"),
+            ("model/actor/config.json", "model/<model>/<file>"),
+            ("model/actor/more/of_it", "model/<model>/<file>"),
+            (
+                "trace/stats/part-00000001.parquet",
+                "trace/stats/part-<step>.parquet",
+            ),
+            (
+                "trace/steps/00000002/step.json",
+                "trace/steps/<step>/step.json",
+            ),
+            (
+                "trace/steps/00000002/reward.parquet",
+                "trace/steps/<step>/<stage>.parquet",
+            ),
+        ] {
+            let found = files.iter().filter(|file| file.is(path));
+            let found: Vec<&str> = found.map(|file| file.name).collect();
+            assert_eq!(found, [name], "{path}");
+        }
+        for path in [
+            "status.jsonl",
+            "trace",
+            "trace/stats/part-.parquet",
+            "trace/x/step.json",
+        ] {
+            assert!(files.iter().all(|file| !file.is(path)), "{path}");
+        }
+        let names: Vec<&str> = files.iter().map(|file| file.name).collect();
+        assert!(
+            names
+                .iter()
+                .all(|name| names.iter().filter(|n| *n == name).count() == 1)
+        );
+        let documents: std::collections::BTreeSet<&str> =
+            files.iter().map(|file| file.document).collect();
+        assert_eq!(documents.len(), files.len());
+    }
 
     #[test]
     fn metrics_of_stages_go_by_patterns() {

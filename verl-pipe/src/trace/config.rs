@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::trace::rules::Severity;
+use crate::trace::rules::{RULES, Severity};
 
 /// What is kept of the models' weights and optimiser state with a step that is recorded in full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -23,7 +23,8 @@ pub enum TraceWeights {
 pub struct RuleSetting {
     /// `off`, `warn` or `stop`; the rule's own when absent.
     pub severity: Option<Severity>,
-    /// Where it fires, in the rule's unit; the rule's own when absent.
+    /// Where it fires, in the rule's unit, not below 0; the rule's own when absent.
+    #[schemars(range(min = 0))]
     pub limit: Option<f64>,
 }
 
@@ -34,13 +35,16 @@ pub struct RuleSetting {
 pub struct TraceConfig {
     /// Statistics of every edge at every step. Without them there are no rules and no flight recorder either.
     pub stats: bool,
-    /// Steps that are recorded in full.
+    /// Steps that are recorded in full, counted from 1.
+    #[schemars(inner(range(min = 1)))]
     pub steps: Vec<u64>,
-    /// Besides them every step whose number is a multiple of this is recorded in full; 0 for none (steps).
-    pub every: u64,
+    /// Besides them every step whose number is a multiple of this is recorded in full; none when absent (steps).
+    #[schemars(range(min = 1))]
+    pub every: Option<u64>,
     /// Stages that are recorded of such a step; all when empty.
     pub stages: Vec<String>,
     /// Largest size of all steps in full on disk (megabytes); steps past it are dropped, and told.
+    #[schemars(range(min = 1))]
     pub budget_mb: u64,
     /// What is kept of weights and optimiser; when absent `full` for a step of which every stage is recorded, as long
     /// as the state is below `weights_limit_mb`.
@@ -49,14 +53,23 @@ pub struct TraceConfig {
     pub weights_limit_mb: u64,
     /// Last steps that the flight recorder holds in memory besides the current one; 0 for no flight recorder (steps).
     pub ring_steps: usize,
-    /// Largest size of the flight recorder (megabytes).
+    /// Largest size of the flight recorder (megabytes); it needs some where `ring_steps` is above 0.
     pub ring_mb: u64,
-    /// Times that the flight recorder is written to disk in a run.
+    /// Times that the flight recorder is written to disk in a run because a rule fired; a step that fails is written in
+    /// any case.
     pub ring_writes: usize,
     /// Steps in one file of statistics (steps).
+    #[schemars(range(min = 1))]
     pub part_steps: usize,
-    /// Rules to tune or to silence, by name.
+    /// Rules to tune or to silence, by name; `docs/trace.md` tells what each looks at, its limit and its unit.
+    #[schemars(extend("propertyNames" = names_of_rules()))]
     pub rules: BTreeMap<String, RuleSetting>,
+}
+
+/// The names that rules have, as JSON Schema.
+fn names_of_rules() -> serde_json::Value {
+    let names: Vec<&str> = RULES.iter().map(|rule| rule.name).collect();
+    serde_json::json!({ "enum": names })
 }
 
 impl Default for TraceConfig {
@@ -64,7 +77,7 @@ impl Default for TraceConfig {
         TraceConfig {
             stats: true,
             steps: Vec::new(),
-            every: 0,
+            every: None,
             stages: Vec::new(),
             budget_mb: 4096,
             weights: None,
@@ -81,12 +94,13 @@ impl Default for TraceConfig {
 impl TraceConfig {
     /// Whether anything is asked for in full, stages with a `debug` of their own left out.
     pub fn captures(&self) -> bool {
-        self.every > 0 || !self.steps.is_empty()
+        self.every.is_some_and(|every| every > 0) || !self.steps.is_empty()
     }
 
     /// Whether `step` is to be recorded in full.
     pub fn captures_step(&self, step: u64) -> bool {
-        self.steps.contains(&step) || (self.every > 0 && step.is_multiple_of(self.every))
+        let periodic = |every: u64| every > 0 && step.is_multiple_of(every);
+        self.steps.contains(&step) || self.every.is_some_and(periodic)
     }
 
     /// Whether `stage` is among those that are recorded of such a step.
@@ -105,7 +119,7 @@ mod tests {
         assert!(none.stats && !none.captures() && !none.captures_step(1));
         let some = TraceConfig {
             steps: vec![7],
-            every: 5,
+            every: Some(5),
             stages: vec!["reward".to_owned()],
             ..TraceConfig::default()
         };

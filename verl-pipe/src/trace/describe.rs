@@ -1,87 +1,138 @@
 //! What the keys of a pipeline are, for the reader of its trace: `schema.json` of the run folder.
 
-use serde_json::{Map, Value, json};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use crate::field::Field;
+use crate::field::{DType, Field, LogProbTag};
 use crate::plan::{Plan, PlannedStage};
 use crate::trace::format::FORMAT;
+
+/// Content of `schema.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct TracedPipeline {
+    /// Number of the trace's format.
+    pub format: u32,
+    /// Name of the pipeline.
+    pub pipeline: String,
+    /// How many rows a step has.
+    pub rows: RowsOfStep,
+    /// Stages in the order of execution.
+    pub stages: Vec<TracedStage>,
+}
+
+/// How many rows a step has.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RowsOfStep {
+    /// Prompts of a step, or of each of its waves: what the symbol `P` stands for (rows).
+    pub prompts: usize,
+    /// Samples of a step: what `P·n` stands for, before any filter (rows).
+    pub samples_of_a_step: usize,
+}
+
+/// A stage with the keys that it reads and writes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct TracedStage {
+    /// Name in the pipeline.
+    pub name: String,
+    /// Registered kind.
+    pub kind: String,
+    /// Its configuration, every setting stated; null where it was made by hand.
+    pub parameters: Option<Value>,
+    /// Keys that it reads.
+    pub reads: Vec<TracedKey>,
+    /// Keys that it writes.
+    pub writes: Vec<TracedKey>,
+}
+
+/// A key as a stage reads or writes it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct TracedKey {
+    /// The stage's own name of the key, as in the columns of the trace.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Symbolic shape: the first dim counts rows, one with `~` differs from row to row.
+    pub shape: String,
+    /// Unit; empty where there is none.
+    pub unit: String,
+    /// What a value means.
+    pub meaning: String,
+    /// Whether a row may lack it.
+    pub nullable: bool,
+    /// Whether every value is promised to be finite.
+    pub finite: bool,
+    /// Of a log-prob the distribution that it is under, else null.
+    pub distribution: Option<LogProbTag>,
+    /// The pipeline's name of the key.
+    pub key: String,
+    /// Of a key that is read: the stage that writes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
+    /// Rows of the table that the key stands on, as a symbol: `P` prompts, `P·n` samples, `F(P·n)` those that a filter kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rows: Option<String>,
+}
 
 /// The document as text: for each stage in the order of execution its configuration and the keys it reads and writes,
 /// with shape, type, unit, meaning, and by what name the pipeline calls them.
 pub fn describe(plan: &Plan) -> String {
-    let stages: Vec<Value> = plan
-        .stages
-        .iter()
-        .map(|stage| of_stage(plan, stage))
-        .collect();
-    let document = json!({
-        "format": FORMAT,
-        "pipeline": plan.pipe.name,
-        "rows": {
-            "prompts": plan.batch.prompts,
-            "samples_of_a_step": plan.batch.rows,
+    let document = TracedPipeline {
+        format: FORMAT,
+        pipeline: plan.pipe.name.clone(),
+        rows: RowsOfStep {
+            prompts: plan.batch.prompts,
+            samples_of_a_step: plan.batch.rows,
         },
-        "stages": stages,
-    });
-    // A JSON value always prints.
+        stages: plan
+            .stages
+            .iter()
+            .map(|stage| of_stage(plan, stage))
+            .collect(),
+    };
+    // Texts, numbers and tables of texts always print.
     format!(
         "{}\n",
         serde_json::to_string_pretty(&document).unwrap_or_default()
     )
 }
 
-fn of_stage(plan: &Plan, stage: &PlannedStage) -> Value {
+fn of_stage(plan: &Plan, stage: &PlannedStage) -> TracedStage {
     let decl = plan.pipe.stages.iter().find(|decl| decl.name == stage.name);
-    let reads = stage.inputs.iter().map(|edge| {
-        let own = stage.spec.reads.iter().chain(&stage.spec.reads_optional);
-        let mut key = own
-            .filter(|field| field.name == edge.local)
-            .map(of_field)
-            .next()
-            .unwrap_or_default();
-        key.insert("key".to_owned(), edge.key.clone().into());
-        key.insert(
-            "from".to_owned(),
-            plan.stages[edge.writer].name.clone().into(),
-        );
-        key.insert(
-            "rows".to_owned(),
-            plan.tables[edge.table].rows.clone().into(),
-        );
-        Value::Object(key)
+    let reads = stage.inputs.iter().filter_map(|edge| {
+        let mut own = stage.spec.reads.iter().chain(&stage.spec.reads_optional);
+        let field = own.find(|field| field.name == edge.local)?;
+        Some(TracedKey {
+            from: Some(plan.stages[edge.writer].name.clone()),
+            rows: Some(plan.tables[edge.table].rows.clone()),
+            ..of_field(field, &edge.key)
+        })
     });
-    let reads: Vec<Value> = reads.collect();
-    let writes = stage.spec.writes.iter().map(|field| {
-        let mut key = of_field(field);
-        key.insert("key".to_owned(), stage.key(&field.name).into());
-        if let Some(table) = stage.table_out {
-            key.insert("rows".to_owned(), plan.tables[table].rows.clone().into());
-        }
-        Value::Object(key)
+    let writes = stage.spec.writes.iter().map(|field| TracedKey {
+        rows: stage.table_out.map(|table| plan.tables[table].rows.clone()),
+        ..of_field(field, stage.key(&field.name))
     });
-    let writes: Vec<Value> = writes.collect();
-    json!({
-        "name": stage.name,
-        "kind": stage.kind,
-        "parameters": decl.map(|decl| decl.config.clone()),
-        "reads": reads,
-        "writes": writes,
-    })
+    TracedStage {
+        name: stage.name.clone(),
+        kind: stage.kind.clone(),
+        parameters: decl.map(|decl| decl.config.clone()),
+        reads: reads.collect(),
+        writes: writes.collect(),
+    }
 }
 
-fn of_field(field: &Field) -> Map<String, Value> {
-    let entries = [
-        ("name", field.name.to_string().into()),
-        ("dtype", field.dtype.to_string().into()),
-        ("shape", field.shape.to_string().into()),
-        ("unit", field.unit.to_string().into()),
-        ("meaning", field.meaning.to_string().into()),
-        ("nullable", field.nullable.into()),
-        ("finite", field.finite.into()),
-        ("distribution", json!(field.tag)),
-    ];
-    entries
-        .map(|(name, value)| (name.to_owned(), value))
-        .into_iter()
-        .collect()
+fn of_field(field: &Field, key: &str) -> TracedKey {
+    TracedKey {
+        name: field.name.to_string(),
+        dtype: field.dtype,
+        shape: field.shape.to_string(),
+        unit: field.unit.to_string(),
+        meaning: field.meaning.to_string(),
+        nullable: field.nullable,
+        finite: field.finite,
+        distribution: field.tag.clone(),
+        key: key.to_owned(),
+        from: None,
+        rows: None,
+    }
 }

@@ -16,9 +16,10 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::resource::WeightsVersion;
 use crate::trace::error::TraceError;
@@ -29,7 +30,9 @@ pub const FORMAT: u32 = 1;
 pub const MANIFEST_KEY: &str = "verl.trace";
 
 /// Which side of a stage a batch is on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Side {
     /// It entered the stage.
@@ -49,11 +52,11 @@ impl Side {
 }
 
 /// Content of `trace/format.json`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TraceFormat {
-    /// [`FORMAT`] of the writer.
+    /// Number of the trace's format; a reader of another one refuses the file.
     pub format: u32,
-    /// Version that wrote it.
+    /// Version of the program that wrote it.
     pub verl: String,
     /// Name of the pipeline.
     pub pipeline: String,
@@ -68,7 +71,7 @@ pub struct TraceFormat {
 }
 
 /// A stage of the traced run.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct StageInfo {
     /// Name in the pipeline.
     pub name: String,
@@ -77,24 +80,35 @@ pub struct StageInfo {
 }
 
 /// Rows of one slice in a stage's file.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SliceSpan {
     /// Input or output.
     pub side: Side,
     /// Wave that a source's call drew; 0 for any other stage.
     pub wave: u64,
-    /// Which of the step's slices of the stage.
+    /// Call of the stage in the step, from 0.
     pub slice: usize,
-    /// The slice's rows among the stage's input rows of the step.
+    /// The slice's rows among the stage's input rows of the step: `start` is the first, `end` the one behind the last.
+    #[schemars(schema_with = "row_bounds")]
     pub rows: Range<usize>,
-    /// First row in the file.
+    /// First row in the file, from 0.
     pub first: usize,
     /// Number of rows in the file.
     pub len: usize,
 }
 
+/// Bounds of rows, as they stand in JSON.
+fn row_bounds(_: &mut SchemaGenerator) -> Schema {
+    let row = |about: &str| json!({ "type": "integer", "minimum": 0, "description": about });
+    json_schema!({
+        "type": "object",
+        "properties": { "start": row("First row, from 0."), "end": row("The row behind the last.") },
+        "required": ["start", "end"],
+    })
+}
+
 /// A key of one side, and the column of the file that holds it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct KeyColumn {
     /// Input or output.
     pub side: Side,
@@ -109,9 +123,9 @@ pub struct KeyColumn {
 }
 
 /// What a stage's file says about itself besides its rows.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StageManifest {
-    /// [`FORMAT`] of the writer.
+    /// Number of the trace's format; a reader of another one refuses the file.
     pub format: u32,
     /// Step of the run.
     pub step: u64,
@@ -138,7 +152,7 @@ pub struct StageManifest {
 }
 
 /// Why a step was recorded in full.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Reason {
     /// Flags or settings asked for it.
@@ -150,7 +164,7 @@ pub enum Reason {
 }
 
 /// A stage's file of a step.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct StageFile {
     /// Name of the stage.
     pub stage: String,
@@ -163,7 +177,7 @@ pub struct StageFile {
 }
 
 /// Where the state of a model or stage at the start of a step lies.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct StateRef {
     /// Version of a model's weights; of a stage's state as the stage tells it.
     pub version: WeightsVersion,
@@ -172,9 +186,9 @@ pub struct StateRef {
 }
 
 /// Content of a step's `step.json`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StepManifest {
-    /// [`FORMAT`] of the writer.
+    /// Number of the trace's format; a reader of another one refuses the file.
     pub format: u32,
     /// Step of the run.
     pub step: u64,

@@ -8,6 +8,7 @@
 //! and [`traced_run`] makes it of a run's folder.
 
 mod cell;
+pub mod columns;
 pub mod compare;
 pub mod config;
 pub mod describe;
@@ -26,7 +27,7 @@ pub mod replay;
 pub mod rules;
 pub mod show;
 pub mod sketch;
-mod state;
+pub(crate) mod state;
 pub mod stats;
 pub(crate) mod stats_faults;
 mod stats_table;

@@ -23,12 +23,16 @@ use crate::schedule::placement::Schedule;
 use crate::trace::config::{TraceConfig, TraceWeights};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, Side, StageInfo, StateRef, TraceFormat};
-use crate::trace::recording::{Message, Recording, Shared, StepState};
+use crate::trace::recording::{Message, Recording, SPILL_BYTES, Shared, StepState};
 use crate::trace::rules::{Anomaly, Rule};
 use crate::trace::state::write_state;
 use crate::trace::step_data::{Part, StageAbout};
 use crate::trace::tap::{Tap, TapPoint};
-use crate::trace::writer::TraceWriter;
+use crate::trace::writer::{ROW_GROUP_BYTES, TraceWriter};
+
+/// Bytes that recording a step in full may take besides what the run itself holds: rows that wait for their files, and
+/// the row group that is encoded.
+pub const MEMORY_BUDGET: usize = SPILL_BYTES + ROW_GROUP_BYTES;
 
 /// Batches that may wait for the thread.
 const QUEUE: usize = 1024;
@@ -81,7 +85,7 @@ impl Recorder {
         let config = plan.pipe.trace.clone();
         let stages = StageAbout::all(schedule);
         let debug_stages = stages.iter().any(|stage| stage.debug);
-        if !config.stats && !config.captures() && !debug_stages {
+        if !config.stats && !plan.pipe.records_in_full() {
             return Ok(None);
         }
         let hash = Sha256::digest(plan.to_string().as_bytes());

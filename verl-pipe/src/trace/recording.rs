@@ -20,7 +20,7 @@ use crate::trace::step_stats::StepStats;
 use crate::trace::writer::TraceWriter;
 
 /// Bytes of rows that a step recorded in full may hold in memory before they move to its files.
-const SPILL_BYTES: usize = 256 << 20;
+pub(crate) const SPILL_BYTES: usize = 256 << 20;
 /// Steps whose metrics are remembered for spikes.
 const HISTORY: usize = 32;
 

@@ -29,7 +29,7 @@ use crate::resource::WeightsVersion;
 use crate::trace::format::{FORMAT, Side};
 use crate::trace::stats::StatRow;
 
-pub use built_in::{BuiltIn, RULES};
+pub use built_in::{BuiltIn, LooksAt, RULES};
 
 /// What a rule does when it fires.
 #[derive(
@@ -125,7 +125,7 @@ pub trait Rule: Send {
 }
 
 /// A rule that fired: a line of `trace/anomalies.jsonl`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Anomaly {
     /// Number of the trace's format.
     pub format: u32,
@@ -143,11 +143,11 @@ pub struct Anomaly {
     pub samples: Vec<String>,
     /// The same as numbers, as in the column `sample_id`.
     pub sample_ids: Vec<u64>,
-    /// What was measured; absent where it is no finite number.
+    /// What was measured, in the rule's unit (see `docs/trace.md`); null where it is no finite number.
     pub value: Option<f64>,
-    /// Where the rule fires.
+    /// Where the rule fires, in the same unit.
     pub limit: f64,
-    /// What is wrong.
+    /// What is wrong, in words.
     pub what: String,
     /// What to look at next.
     pub advice: String,

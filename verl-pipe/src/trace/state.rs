@@ -4,6 +4,7 @@
 use std::fs;
 use std::io::Write;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -14,10 +15,12 @@ use crate::trace::format::{FORMAT, Layout, StateRef, parse};
 use crate::trace::store::TraceDir;
 use crate::trace::writer::{make_dir, write_aside, write_json};
 
-/// The document beside the tensors.
-#[derive(Debug, Serialize, Deserialize)]
-struct Beside {
+/// The document beside the tensors: `trace/state/<sha256>.json`.
+#[derive(Debug, Serialize, Deserialize, JsonSchema)]
+pub(crate) struct Beside {
+    /// Number of the trace's format.
     format: u32,
+    /// What the model or stage keeps beside its tensors; its own to read.
     about: Value,
 }
 

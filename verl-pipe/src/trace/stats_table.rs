@@ -19,6 +19,7 @@ use parquet::basic::Compression;
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 
+use crate::trace::columns::{Of, STAT_COLUMNS};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, MANIFEST_KEY, Side};
 use crate::trace::ratio::RatioStats;
@@ -29,63 +30,18 @@ use crate::trace::writer::{aside, make_dir, write_aside};
 /// Names of the quantile columns.
 const QUANTILE_COLUMNS: [&str; 7] = ["p01", "p05", "p25", "p50", "p75", "p95", "p99"];
 
-/// Rows as a record batch; the columns of `trace/stats`.
+/// Rows as a record batch with the columns of [`STAT_COLUMNS`].
 pub(crate) fn to_record(rows: &[StatRow]) -> Result<RecordBatch, ArrowError> {
-    let text = |of: &dyn Fn(&StatRow) -> Option<&str>| -> ArrayRef {
-        Arc::new(StringArray::from_iter(rows.iter().map(of)))
-    };
-    let whole = |of: &dyn Fn(&StatRow) -> Option<u64>| -> ArrayRef {
-        Arc::new(UInt64Array::from_iter(rows.iter().map(of)))
-    };
-    let real = |of: &dyn Fn(&StatRow) -> Option<f64>| -> ArrayRef {
-        Arc::new(Float64Array::from_iter(rows.iter().map(of)))
-    };
-    let ratio = |of: fn(&RatioStats) -> f64| real(&|row| row.ratio.as_ref().map(of));
-    let mut columns: Vec<(&str, ArrayRef)> = vec![
-        ("step", whole(&|row| Some(row.step))),
-        ("stage", text(&|row| Some(&row.stage))),
-        ("side", text(&|row| Some(row.side.as_str()))),
-        ("key", text(&|row| Some(&row.key))),
-        ("name", text(&|row| Some(&row.name))),
-        ("rows", whole(&|row| Some(row.rows))),
-        ("nulls", whole(&|row| Some(row.nulls))),
-        ("count", whole(&|row| Some(row.count))),
-        ("tokens", whole(&|row| Some(row.tokens))),
-        ("zeros", whole(&|row| Some(row.zeros))),
-        ("non_finite", whole(&|row| Some(row.non_finite))),
-        ("min", real(&|row| row.min)),
-        ("max", real(&|row| row.max)),
-        ("mean", real(&|row| row.mean)),
-        ("std", real(&|row| row.std)),
-    ];
-    for (at, name) in QUANTILE_COLUMNS.into_iter().enumerate() {
-        columns.push((name, real(&|row| row.quantiles[at])));
-    }
-    columns.extend([
-        ("sketch_buckets", lists::<UInt16Type>(rows, |cell| cell.0)),
-        ("sketch_counts", lists::<UInt32Type>(rows, |cell| cell.1)),
-        ("hash", whole(&|row| Some(row.hash))),
-        ("length_min", whole(&|row| row.length_min)),
-        ("length_mean", real(&|row| row.length_mean)),
-        ("length_max", whole(&|row| row.length_max)),
-        ("truncated_share", real(&|row| row.truncated_share)),
-        (
-            "counterpart",
-            text(&|row| row.ratio.as_ref().map(|r| r.counterpart.as_str())),
-        ),
-        (
-            "ratio_tokens",
-            whole(&|row| row.ratio.as_ref().map(|r| r.tokens)),
-        ),
-        ("diff_mean", ratio(|r| r.diff_mean)),
-        ("diff_max", ratio(|r| r.diff_max)),
-        ("k1", ratio(|r| r.k1)),
-        ("ratio_min", ratio(|r| r.ratio_min)),
-        ("ratio_max", ratio(|r| r.ratio_max)),
-        ("probability_diff", ratio(|r| r.probability_diff)),
-        ("ess", ratio(|r| r.ess)),
-    ]);
-    let columns = columns.into_iter().map(|(name, array)| (name, array, true));
+    let columns = STAT_COLUMNS.iter().map(|column| {
+        let array: ArrayRef = match column.of {
+            Of::Text(of) => Arc::new(StringArray::from_iter(rows.iter().map(of))),
+            Of::Whole(of) => Arc::new(UInt64Array::from_iter(rows.iter().map(of))),
+            Of::Real(of) => Arc::new(Float64Array::from_iter(rows.iter().map(of))),
+            Of::Buckets => lists::<UInt16Type>(rows, |cell| cell.0),
+            Of::Counts => lists::<UInt32Type>(rows, |cell| cell.1),
+        };
+        (column.name, array, true)
+    });
     RecordBatch::try_from_iter_with_nullable(columns)
 }
 
@@ -448,6 +404,19 @@ mod tests {
     }
 
     #[test]
+    fn columns_are_as_documented() {
+        let record = to_record(&rows(1)).expect("a record");
+        let schema = record.schema();
+        let written = schema.fields().iter();
+        let written: Vec<_> = written
+            .map(|f| (f.name().as_str(), f.data_type()))
+            .collect();
+        let told = STAT_COLUMNS.map(|column| (column.name, column.column().holds.arrow()));
+        let told: Vec<_> = told.iter().map(|(name, holds)| (*name, holds)).collect();
+        assert_eq!(written, told);
+    }
+
+    #[test]
     fn the_page_explains_every_column() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/trace.md");
         let page = fs::read_to_string(path).expect("the page");
@@ -455,9 +424,8 @@ mod tests {
             .lines()
             .filter_map(|line| line.strip_prefix("| ")?.split(" | ").next())
             .collect();
-        let record = to_record(&rows(1)).expect("a record");
-        for field in record.schema().fields() {
-            let name = format!("`{}`", field.name());
+        for column in STAT_COLUMNS {
+            let name = format!("`{}`", column.name);
             assert!(first_cells.contains(&name), "docs/trace.md lacks {name}");
         }
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arrow_array::{ArrayRef, RecordBatch, StringArray, UInt32Array, new_null_array};
-use arrow_schema::{DataType, Field, Schema};
+use arrow_schema::{Field, Schema};
 use parquet::arrow::ArrowWriter;
 use parquet::basic::Compression;
 use parquet::file::metadata::KeyValue;
@@ -16,20 +16,18 @@ use parquet::schema::types::ColumnPath;
 use serde::Serialize;
 
 use crate::batch::{Batch, GROUP_ID, SAMPLE_ID};
+use crate::trace::columns::STEP_COLUMNS;
 use crate::trace::error::TraceError;
 use crate::trace::format::{
     KeyColumn, Layout, MANIFEST_KEY, Side, SliceSpan, StageFile, StageManifest, StepManifest,
     TraceFormat, stage_file,
 };
 
-/// Columns of a stage's file that stand before its keys.
-pub(crate) const OWN_COLUMNS: [&str; 5] = ["side", "wave", "slice", SAMPLE_ID, GROUP_ID];
-
 /// Rows handed to the encoder at once.
 const CHUNK_ROWS: usize = 512;
 
 /// Encoded bytes that may wait in memory before a row group is closed.
-const ROW_GROUP_BYTES: usize = 32 << 20;
+pub const ROW_GROUP_BYTES: usize = 32 << 20;
 
 /// Where a partly written file lies until it is whole.
 pub(crate) fn aside(path: &Path) -> PathBuf {
@@ -270,7 +268,7 @@ impl StageWriter {
             batch.record().column(0).clone(),
             batch.record().column(1).clone(),
         ];
-        for field in self.schema.fields().iter().skip(OWN_COLUMNS.len()) {
+        for field in self.schema.fields().iter().skip(STEP_COLUMNS.len()) {
             let mut keys = self.manifest.keys.iter();
             let key = keys.find(|key| key.side == at.side && &key.column == field.name());
             let array = key.and_then(|key| batch.column(&key.key));
@@ -296,14 +294,9 @@ impl StageWriter {
 
 /// The file's columns, and which key of which side each holds.
 fn columns(inputs: &[Field], outputs: &[Field]) -> (Arc<Schema>, Vec<KeyColumn>) {
-    let mut fields = vec![
-        Field::new("side", DataType::Utf8, false),
-        Field::new("wave", DataType::UInt32, false),
-        Field::new("slice", DataType::UInt32, false),
-        Field::new(SAMPLE_ID, DataType::UInt64, false),
-        Field::new(GROUP_ID, DataType::UInt64, false),
-    ];
-    let mut taken: BTreeSet<String> = OWN_COLUMNS.map(str::to_owned).into();
+    let own = STEP_COLUMNS.map(|own| Field::new(own.name, own.holds.arrow(), own.nullable));
+    let mut fields = Vec::from(own);
+    let mut taken: BTreeSet<String> = STEP_COLUMNS.map(|own| own.name.to_owned()).into();
     let mut keys: Vec<KeyColumn> = Vec::new();
     let sides = [(Side::Input, inputs), (Side::Output, outputs)];
     for (side, field) in sides.into_iter().flat_map(|(side, own)| {
@@ -315,7 +308,7 @@ fn columns(inputs: &[Field], outputs: &[Field]) -> (Arc<Schema>, Vec<KeyColumn>)
         let same = |other: &&Field| {
             other.name() == field.name()
                 && other.data_type() == field.data_type()
-                && !OWN_COLUMNS.contains(&field.name().as_str())
+                && STEP_COLUMNS.iter().all(|own| own.name != field.name())
         };
         let column = match fields.iter().find(same) {
             Some(shared) => shared.name().clone(),

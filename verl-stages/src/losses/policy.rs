@@ -27,17 +27,16 @@ metrics! {
     ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update";
 }
 
-/// Names of the maths and the metrics under which they are reported, for every policy loss.
-const REPORTED: [(&str, Metric); 8] = [
+/// Names of the maths and the metrics under which they are reported: of every policy loss, and of each further term of
+/// the objective where it is there.
+const OF_POLICY: [(&str, Metric); 3] = [
     ("pg_clipfrac", CLIPPED),
     ("pg_clipfrac_lower", CLIPPED_LOWER),
     ("ppo_kl", PPO_KL),
-    ("kl_loss", KL_LOSS),
-    ("ref_kl", KL),
-    ("entropy_loss", ENTROPY_LOSS),
-    ("entropy", ENTROPY),
-    ("top_entropy_loss", TOP_ENTROPY_LOSS),
 ];
+const OF_KL: [(&str, Metric); 2] = [("kl_loss", KL_LOSS), ("ref_kl", KL)];
+const OF_ENTROPY: [(&str, Metric); 2] = [("entropy_loss", ENTROPY_LOSS), ("entropy", ENTROPY)];
+const OF_TOP_ENTROPY: [(&str, Metric); 1] = [("top_entropy_loss", TOP_ENTROPY_LOSS)];
 
 /// The settings of a loss of the policy on advantages: what it is apart from the terms that all of them share.
 ///
@@ -213,16 +212,22 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
         else {
             return Err(faults);
         };
-        let own = (policy.name(), PG_LOSS);
+        let mut metrics = vec![(policy.name(), PG_LOSS)];
+        metrics.extend(OF_POLICY);
         let mut objective = Objective::new(aggregation).with_boxed_filters(1.0, policy, filters);
         if self.kl_coef != 0.0 {
+            metrics.extend(OF_KL);
             objective = match self.kl_importance.map(Into::into) {
                 None => objective.with(self.kl_coef, KlLoss { estimator }),
                 Some(level) => objective.with(self.kl_coef, ImportanceKlLoss { estimator, level }),
             };
         }
         if self.entropy_coef != 0.0 || state.entropy.is_some() {
+            metrics.extend(OF_ENTROPY);
             objective = objective.with(-self.entropy_coef, EntropyBonus);
+        }
+        if self.top_entropy_tokens.is_some() {
+            metrics.extend(OF_TOP_ENTROPY);
         }
         if let Some(quantile) = self
             .top_entropy_tokens
@@ -233,7 +238,7 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
         Ok(Loss {
             penalises_kl: self.kl_coef != 0.0,
             state,
-            metrics: std::iter::once(own).chain(REPORTED).collect(),
+            metrics,
             ..Loss::new(objective)
         })
     }

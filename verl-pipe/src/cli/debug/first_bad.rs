@@ -6,7 +6,7 @@ use std::io::Write;
 use clap::Args;
 use serde_json::json;
 
-use super::{DIFFERS, Failure, NOTHING, RunArg, write, write_json};
+use super::{DIFFERS, Failure, RunArg, write, write_json};
 use crate::registry::Registry;
 use crate::trace::first_bad::{FirstBad, first_bad as first_bad_of};
 use crate::trace::replay::{ReplayError, Replayer};
@@ -40,8 +40,7 @@ pub(super) fn first_bad(
     let measured: BTreeSet<u64> = stats.iter().map(|row| row.step).collect();
     let steps: BTreeSet<u64> = recorded.union(&measured).copied().collect();
     if steps.is_empty() {
-        write(out, "no step is recorded; start the run with --debug\n")?;
-        return Ok(NOTHING);
+        return Err(Failure::Nothing("no step is recorded"));
     }
     let mut run = match args.no_replay || recorded.is_empty() {
         true => None,

@@ -15,6 +15,8 @@ use std::path::PathBuf;
 use clap::Subcommand;
 use serde::Serialize;
 
+use super::json_error::{JsonError, json_findings};
+use crate::diagnostic::Findings;
 use crate::registry::Registry;
 use crate::trace::traced_run::LookError;
 
@@ -49,6 +51,7 @@ pub enum Debug {
 /// # Errors
 /// When `out` cannot be written.
 pub fn debug(command: &Debug, registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
+    let json = command.json();
     let done = match command {
         Debug::Trace(args) => trace::trace(args, registry, out),
         Debug::Replay(args) => replay::replay(args, registry, out),
@@ -60,15 +63,74 @@ pub fn debug(command: &Debug, registry: &Registry, out: &mut dyn Write) -> io::R
         Ok(code) => Ok(code),
         Err(Failure::Write(error)) => Err(error),
         Err(Failure::Look(error)) => {
-            writeln!(out, "error[{}]: {error}", error.code())?;
+            match json {
+                true => json_error(&error).write(out)?,
+                false => writeln!(out, "error[{}]: {error}", error.code())?,
+            }
+            Ok(NOTHING)
+        }
+        Err(Failure::Nothing(what)) => {
+            match json {
+                true => JsonError::new(NOT_RECORDED, what, RECORD_SOME).write(out)?,
+                false => writeln!(out, "{what}; {RECORD_SOME}")?,
+            }
             Ok(NOTHING)
         }
     }
 }
 
+impl Debug {
+    /// Whether the answer is to be JSON.
+    fn json(&self) -> bool {
+        match self {
+            Debug::Trace(args) => args.json,
+            Debug::Replay(args) => args.json,
+            Debug::FirstBad(args) => args.json,
+            Debug::Diff(args) => args.json,
+            Debug::Stall(args) => args.json,
+        }
+    }
+}
+
+/// Code of a trace in which no step is recorded: that of a step that is not there.
+const NOT_RECORDED: &str = "T004";
+/// What to do about it.
+const RECORD_SOME: &str = "start the run with --debug";
+
+/// The error as a program reads it.
+fn json_error(error: &LookError) -> JsonError {
+    let code = error.code();
+    let page = format!("docs/errors/{code}.md says what happened and what to do");
+    let help = match error {
+        LookError::NoRun { near, .. } => match near {
+            Some(near) => format!("did you mean `{near}`?"),
+            None => "give the folder of a run, the one that `run.dir` named".to_owned(),
+        },
+        LookError::Step {
+            near: Some(near), ..
+        } => format!("the nearest recorded step is {near}"),
+        LookError::Sample { help, .. } => help.trim_start_matches("; ").to_owned(),
+        LookError::Config(findings) => match findings.first() {
+            Some(first) => first.help.clone(),
+            None => page,
+        },
+        _ => page,
+    };
+    let mut told = JsonError::new(code, error.to_string(), help);
+    if let LookError::Config(findings) = error {
+        told.error.message =
+            "the configuration of the run is not accepted by this version".to_owned();
+        told.error.why = Findings(findings.clone()).to_string();
+        told.error.findings = json_findings(findings);
+    }
+    told
+}
+
 /// Why a command gave no answer.
 enum Failure {
     Look(LookError),
+    /// The run can be read, and nothing was recorded that the command looks at.
+    Nothing(&'static str),
     Write(io::Error),
 }
 

@@ -5,7 +5,7 @@ use std::io::Write;
 use clap::Args;
 
 use super::replay::replay_step;
-use super::{Failure, NOTHING, RunArg, write, write_json};
+use super::{Failure, RunArg, write, write_json};
 use crate::batch::RowId;
 use crate::registry::Registry;
 use crate::trace::replay::{ReplayScope, find_stage};
@@ -93,19 +93,21 @@ pub(super) fn trace(
 
 fn list_steps(traced: &TracedRun, json: bool, out: &mut dyn Write) -> Result<u8, Failure> {
     let steps = traced.trace().steps();
-    if json {
+    if json && !steps.is_empty() {
         write_json(out, &steps)?;
         return Ok(0);
     }
+    if !json {
+        for note in traced.trace().notes() {
+            write(out, format_args!("note: {note}\n"))?;
+        }
+    }
+    if steps.is_empty() {
+        return Err(Failure::Nothing("no step is recorded in full"));
+    }
     let shown: Vec<String> = steps.iter().map(u64::to_string).collect();
-    match shown.is_empty() {
-        true => write(out, "no step is recorded in full\n")?,
-        false => write(out, format_args!("recorded steps: {}\n", shown.join(", ")))?,
-    }
-    for note in traced.trace().notes() {
-        write(out, format_args!("note: {note}\n"))?;
-    }
-    Ok(if steps.is_empty() { NOTHING } else { 0 })
+    write(out, format_args!("recorded steps: {}\n", shown.join(", ")))?;
+    Ok(0)
 }
 
 /// The row that `wanted` names: as `epoch.row#sample`, or as the number that files hold.

@@ -19,6 +19,7 @@ pub(crate) mod settings;
 pub(crate) mod shapes;
 pub(crate) mod stated;
 pub(crate) mod tags;
+pub(crate) mod trace_settings;
 pub(crate) mod traced;
 pub(crate) mod twice;
 pub(crate) mod unread;
@@ -51,6 +52,7 @@ pub(crate) const DECLARED: &[Check] = &[
     tags::check,
     frozen::check,
     traced::check,
+    trace_settings::check,
     twice::check,
     unread::check,
 ];

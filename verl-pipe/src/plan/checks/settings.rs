@@ -41,7 +41,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     }
 }
 
-fn refused(place: &str, error: &ConfigError) -> Diagnostic {
+pub(super) fn refused(place: &str, error: &ConfigError) -> Diagnostic {
     Diagnostic::error(
         "C005",
         format!("`{}` cannot be used as it is set", error.setting),
@@ -51,7 +51,7 @@ fn refused(place: &str, error: &ConfigError) -> Diagnostic {
     .help(error.help.clone())
 }
 
-fn doubted(place: &str, doubt: &ConfigError) -> Diagnostic {
+pub(super) fn doubted(place: &str, doubt: &ConfigError) -> Diagnostic {
     Diagnostic::warning(
         "C008",
         format!("`{}` is probably not meant as it is set", doubt.setting),

@@ -43,7 +43,7 @@ fn quiet() -> TraceConfig {
 
 fn every_step() -> TraceConfig {
     TraceConfig {
-        every: 1,
+        every: Some(1),
         ..quiet()
     }
 }
@@ -275,11 +275,18 @@ fn stages_and_steps_are_chosen_and_the_budget_is_kept() {
     };
     assert_eq!(recorded("bare", bare, false).len(), 4);
     assert!(!temp.path().join("bare/trace/stats").exists());
-    let none = TraceConfig {
-        budget_mb: 0,
-        ..every_step()
+    // Less than a megabyte is no setting, but all that so small a run needs.
+    let dir = temp.path().join("none");
+    let pipe = traced(&dir, 4, every_step(), Vec::new());
+    let mut plan = pipe.plan().expect("a plan");
+    plan.pipe.trace.budget_mb = 0;
+    let nowhere = TrainerOptions {
+        run: options(),
+        ..TrainerOptions::default()
     };
-    assert_eq!(recorded("none", none, false), [""; 0]);
+    let mut trainer = Trainer::with_options(plan, nowhere).expect("a folder");
+    trainer.train().expect("runs");
+    assert_eq!(TraceDir::open(&dir).expect("opens").steps(), [0u64; 0]);
     // States are within the budget too.
     let states = std::fs::read_dir(temp.path().join("none/trace/state"));
     assert_eq!(states.map_or(0, |files| files.count()), 0);
@@ -289,6 +296,32 @@ fn stages_and_steps_are_chosen_and_the_budget_is_kept() {
     };
     run(&traced(&temp.path().join("off"), 1, off, Vec::new())).expect("runs");
     assert!(!temp.path().join("off/trace").exists());
+}
+
+/// A change of a pipeline that asks for a step in full.
+type Asks = fn(&mut DataPipe);
+
+#[test]
+fn whoever_asks_for_a_step_in_full_gets_the_schema_of_its_keys() {
+    let temp = tempfile::tempdir().expect("a folder");
+    let ways: [(&str, bool, Asks); 5] = [
+        ("nothing", false, |_| {}),
+        ("steps", true, |pipe| pipe.trace.steps = vec![1]),
+        ("every", true, |pipe| pipe.trace.every = Some(1)),
+        ("debug of the file", true, |pipe| {
+            pipe.stages[2].debug = true
+        }),
+        ("debug in Rust", true, |pipe| *pipe = pipe.clone().debug()),
+    ];
+    for (way, written, ask) in ways {
+        let dir = temp.path().join(way);
+        let mut pipe = traced(&dir, 1, quiet(), Vec::new());
+        ask(&mut pipe);
+        run(&pipe).expect("runs");
+        assert_eq!(dir.join("schema.json").is_file(), written, "{way}");
+        let steps = TraceDir::open(&dir).expect("opens").steps();
+        assert_eq!(!steps.is_empty(), written, "{way}");
+    }
 }
 
 #[test]

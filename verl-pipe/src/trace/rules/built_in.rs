@@ -8,7 +8,9 @@ use arrow_array::{Array, ArrayRef};
 
 use super::{Hit, MetricsView, Rule, SeenBatch, Severity, StepView};
 use crate::batch::{Batch, RowId};
-use crate::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, OLD_LOG_PROBS, REWARDS, finish, mask};
+use crate::keys::{
+    ADVANTAGES, FINISH_REASONS, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, REWARDS, finish, mask,
+};
 use crate::trace::format::Side;
 use crate::trace::ratio::{bytes, floats};
 use crate::trace::stats::StatRow;
@@ -21,6 +23,26 @@ const SPIKE_HISTORY: usize = 8;
 const ESS_TOKENS: u64 = 32;
 /// How much wider the tolerance of log-probs is where a device computes with other kernels for other shapes.
 const DEVICE_FACTOR: f64 = 100.0;
+
+/// Metrics, without their group, that are a mean entropy of the policy.
+const ENTROPIES: &[&str] = &["entropy", "entropy_now"];
+/// Metrics, without their group, that compare log-probs of the same weights.
+const SAME_WEIGHTS: &[&str] = &["first_ppo_kl"];
+/// Metrics, without their group, that are a norm of gradients.
+const GRAD_NORMS: &[&str] = &["grad_norm"];
+/// Metrics, without their group, that are a KL divergence.
+const KLS: &[&str] = &["kl", "ppo_kl"];
+
+/// What a rule needs in order to find anything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LooksAt {
+    /// Whatever keys there are.
+    Anything,
+    /// One of these keys, by the name under which a stage writes it.
+    Keys(&'static [&'static str]),
+    /// One of these metrics, by the name behind its group.
+    Metrics(&'static [&'static str]),
+}
 
 /// When a rule looks, and how.
 #[derive(Clone, Copy)]
@@ -44,7 +66,16 @@ pub struct BuiltIn {
     pub meaning: &'static str,
     /// What to look at next.
     pub advice: &'static str,
+    /// What it needs in order to find anything.
+    pub looks_at: LooksAt,
     check: Check,
+}
+
+impl BuiltIn {
+    /// Whether the limit is a share, which lies between 0 and 1.
+    pub fn is_share(&self) -> bool {
+        self.unit.starts_with("share of ") || self.unit == "probability"
+    }
 }
 
 impl Rule for BuiltIn {
@@ -83,6 +114,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "values",
         meaning: "more values than the limit that an update reads are NaN or infinite; observation tokens do not count",
         advice: "`pipe debug first-bad` names the stage where the first such value appeared",
+        looks_at: LooksAt::Anything,
         check: Check::Step(non_finite),
     },
     BuiltIn {
@@ -92,6 +124,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "variance",
         meaning: "the variance of the advantages is above the limit",
         advice: "look at the rewards of the samples and at how the estimator scales; clip or scale rewards",
+        looks_at: LooksAt::Keys(&[ADVANTAGES.name()]),
         check: Check::Step(advantage_variance),
     },
     BuiltIn {
@@ -101,6 +134,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "share of groups",
         meaning: "all rewards of the step are equal, or those within more than this share of its groups",
         advice: "look at response texts and answers of the samples; filter groups, or take data that is neither too easy nor too hard",
+        looks_at: LooksAt::Keys(&[REWARDS.name()]),
         check: Check::Step(constant_reward),
     },
     BuiltIn {
@@ -110,6 +144,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "nats",
         meaning: "the mean of k1, which estimates a KL divergence, is below zero by more than the limit",
         advice: "compare temperature, mask and token ids of the two log-probs: they are not of the same tokens or distribution",
+        looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name(), REF_LOG_PROBS.name()]),
         check: Check::Step(negative_kl),
     },
     BuiltIn {
@@ -119,6 +154,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "share of tokens",
         meaning: "the effective sample size of the importance weights trainer against rollout is below this share",
         advice: "look at `probability_diff` and at the samples' log-probs; use `correct_rollout`",
+        looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name()]),
         check: Check::Step(low_ess),
     },
     BuiltIn {
@@ -128,6 +164,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "probability",
         meaning: "probabilities of the sampled tokens differ between rollout and trainer by more than this on average",
         advice: "compare temperature and weights version of rollout and trainer, then the samples token by token",
+        looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name()]),
         check: Check::Step(probability_difference),
     },
     BuiltIn {
@@ -137,6 +174,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "share of responses",
         meaning: "more than this share of the responses reached the token limit",
         advice: "look at the ends of the response texts; raise `max_new_tokens`, check the end-of-sequence ids, or shape overlong rewards",
+        looks_at: LooksAt::Keys(&[FINISH_REASONS.name()]),
         check: Check::Step(length_limit),
     },
     BuiltIn {
@@ -146,6 +184,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "nats",
         meaning: "old and current log-probs differ on the first mini-batch of a step, where both are of the same weights; 100 times the limit on other devices than a CPU",
         advice: "compare temperature, mask and token ids of `old_log_probs` and the update",
+        looks_at: LooksAt::Metrics(SAME_WEIGHTS),
         check: Check::Metrics(ratio_not_one),
     },
     BuiltIn {
@@ -155,6 +194,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "nats",
         meaning: "the mean entropy of the policy is below the limit",
         advice: "look at how alike the responses of a group are; lower the learning rate, add an entropy or KL term",
+        looks_at: LooksAt::Metrics(ENTROPIES),
         check: Check::Metrics(entropy_collapse),
     },
     BuiltIn {
@@ -164,6 +204,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "optimiser steps",
         meaning: "a model's weights have the same hash after at least so many optimiser steps, although gradients were not zero",
         advice: "check the learning rate against the weights' type, and that the update trains the model that is read",
+        looks_at: LooksAt::Metrics(GRAD_NORMS),
         check: Check::Metrics(weights_unchanged),
     },
     BuiltIn {
@@ -173,6 +214,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "times the median",
         meaning: "a gradient norm is above this multiple of its median over the last steps",
         advice: "look at advantages and log-probs of the step, longest and shortest responses first; clip gradients",
+        looks_at: LooksAt::Metrics(GRAD_NORMS),
         check: Check::Metrics(grad_norm_spike),
     },
     BuiltIn {
@@ -182,6 +224,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "nats",
         meaning: "a KL divergence is above the limit, or no number",
         advice: "look at the samples whose log-probs moved most; lower the learning rate or raise the KL coefficient",
+        looks_at: LooksAt::Metrics(KLS),
         check: Check::Metrics(kl_blow_up),
     },
 ];
@@ -383,7 +426,7 @@ fn ratio_not_one(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
     } else {
         limit * DEVICE_FACTOR
     };
-    metrics(view, &["first_ppo_kl"], |value, _| {
+    metrics(view, SAME_WEIGHTS, |value, _| {
         (value.is_nan() || value.abs() > limit).then(|| {
             format!(
                 "old minus current log-probs is {value:e} on the first mini-batch instead of 0, so the ratio is not 1"
@@ -393,13 +436,13 @@ fn ratio_not_one(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 fn entropy_collapse(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, &["entropy", "entropy_now"], |value, _| {
+    metrics(view, ENTROPIES, |value, _| {
         (value < limit).then(|| format!("the entropy is {value:.5} nats, below {limit}"))
     })
 }
 
 fn grad_norm_spike(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, &["grad_norm"], |value, before| {
+    metrics(view, GRAD_NORMS, |value, before| {
         if before.len() < SPIKE_HISTORY {
             return None;
         }
@@ -416,7 +459,7 @@ fn grad_norm_spike(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 fn kl_blow_up(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, &["kl", "ppo_kl"], |value, _| {
+    metrics(view, KLS, |value, _| {
         (value.is_nan() || value.abs() > limit)
             .then(|| format!("the divergence is {value:.4} nats, above {limit}"))
     })
@@ -431,7 +474,10 @@ fn weights_unchanged(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
         .iter()
         .chain([view.metrics])
         .flat_map(|step| step.iter())
-        .any(|(name, value)| name.ends_with("/grad_norm") && *value > 0.0);
+        .any(|(name, value)| {
+            let last = name.rsplit_once('/').map_or("", |(_, last)| last);
+            GRAD_NORMS.contains(&last) && *value > 0.0
+        });
     let unchanged = now.iter().filter(|(name, version)| {
         let old = before.get(*name);
         old.is_some_and(|old| {
@@ -550,7 +596,8 @@ mod tests {
         assert_eq!(names.len(), RULES.len());
         for rule in RULES {
             assert!(!rule.meaning.ends_with('.') && !rule.advice.ends_with('.'));
-            assert!(rule.limit.is_finite());
+            assert!(rule.limit.is_finite() && rule.limit >= 0.0);
+            assert!(!rule.is_share() || rule.limit <= 1.0);
         }
     }
 }

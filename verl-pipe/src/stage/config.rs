@@ -1,0 +1,149 @@
+//! Configurations of stages, models and data sets, and what they are built with.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::Stage;
+use crate::data::{DataError, DataLoaderInterface};
+use crate::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, TokenTexts};
+use crate::schedule::batching::BatchPlan;
+
+/// What a configuration is turned into a stage with.
+#[derive(Debug, Clone, Default)]
+pub struct BuildContext {
+    /// The solved batch arithmetic of the pipeline.
+    pub batch: BatchPlan,
+    /// Seed of the run.
+    pub seed: u64,
+    /// Steps of the run.
+    pub steps: u64,
+    /// Names of the declared models.
+    pub models: Vec<String>,
+    /// Names of the declared data sets.
+    pub data: Vec<String>,
+    /// Folder of the pipeline file, against which relative paths are read.
+    pub base: std::path::PathBuf,
+    /// What the declared models tell of themselves, by name, as far as they could be described.
+    pub model_infos: BTreeMap<String, ModelInfo>,
+}
+
+impl BuildContext {
+    /// Longest sequence of a model in tokens, where it is told.
+    pub fn max_tokens(&self, model: &str) -> Option<usize> {
+        let info = self.model_infos.get(model)?;
+        (info.max_tokens > 0).then_some(info.max_tokens)
+    }
+}
+
+/// Why a configuration cannot become a stage, model or data set: the setting, what is wrong, what to do.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{setting}` {reason}")]
+pub struct ConfigError {
+    /// The setting, for example `temperature`.
+    pub setting: String,
+    /// What is wrong with its value.
+    pub reason: String,
+    /// What to do about it.
+    pub help: String,
+}
+
+impl ConfigError {
+    /// An error about `setting`.
+    pub fn new(
+        setting: impl Into<String>,
+        reason: impl Into<String>,
+        help: impl Into<String>,
+    ) -> Self {
+        ConfigError {
+            setting: setting.into(),
+            reason: reason.into(),
+            help: help.into(),
+        }
+    }
+}
+
+/// The configuration of a stage: a plain struct that becomes the stage. This is the whole seam of adding one.
+///
+/// Implementors derive `Deserialize` (with `deny_unknown_fields`), `Serialize` and `JsonSchema`; the registry, the
+/// builder and the operator form take the same struct.
+pub trait StageConfig:
+    DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
+{
+    /// Registered name, equal to the file's name.
+    const KIND: &'static str;
+    /// One line for lists.
+    const SUMMARY: &'static str;
+
+    /// Makes the stage; loads nothing.
+    ///
+    /// # Errors
+    /// All settings that make no sense.
+    fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>>;
+}
+
+/// The configuration of a model: a plain struct that becomes the resource.
+pub trait ModelConfig:
+    DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
+{
+    /// Registered name.
+    const KIND: &'static str;
+    /// One line for lists.
+    const SUMMARY: &'static str;
+
+    /// What can be told without loading weights (reads `config.json` at most).
+    ///
+    /// # Errors
+    /// Settings that make no sense, folders that are missing.
+    fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>>;
+    /// Whether a stage may update it.
+    fn trainable(&self) -> bool;
+    /// Whether it could be loaded onto `device`, when the pipeline is checked; a kind that does not tell takes any.
+    ///
+    /// # Errors
+    /// A device that no machine has, or that this one lacks.
+    fn check_device(&self, _device: &str) -> Result<(), DeviceRefusal> {
+        Ok(())
+    }
+    /// How its token ids are written, without loading weights; `None` for a model without a tokenizer.
+    fn token_texts(&self, _context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
+        None
+    }
+    /// Loads it onto `device` (`cpu`, `cuda:0`).
+    ///
+    /// # Errors
+    /// When the folder cannot be loaded.
+    fn load(
+        &self,
+        name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError>;
+}
+
+/// The configuration of a data set.
+pub trait DataConfig:
+    DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
+{
+    /// Registered name.
+    const KIND: &'static str;
+    /// One line for lists.
+    const SUMMARY: &'static str;
+
+    /// Looks at it without reading it, when the pipeline is checked: a file that is missing is told then.
+    ///
+    /// # Errors
+    /// Settings that make no sense, files that are missing.
+    fn check(&self, _context: &BuildContext) -> Result<(), Vec<ConfigError>> {
+        Ok(())
+    }
+
+    /// Opens it.
+    ///
+    /// # Errors
+    /// When a file is missing, empty or malformed.
+    fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError>;
+}

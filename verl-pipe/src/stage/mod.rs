@@ -1,0 +1,95 @@
+//! Stages: what one reads and writes ([`StageSpec`]), how it runs ([`Stage`]), and what it is given
+//! ([`StageContext`]).
+//!
+//! | module | content |
+//! |---|---|
+//! | this one | [`Stage`] |
+//! | `rules` | what a stage may say of itself: cut, rows, cadence, metrics |
+//! | `spec` | [`StageSpec`], all that it says |
+//! | `context` | [`StageContext`] and [`StageError`]: what a call is given, and what it can end with |
+//! | `config` | [`StageConfig`], [`ModelConfig`], [`DataConfig`]: what a pipeline file decodes into |
+
+mod config;
+mod context;
+mod rules;
+mod spec;
+
+use std::any::Any;
+
+use crate::batch::Batch;
+use crate::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
+
+pub use config::{BuildContext, ConfigError, DataConfig, ModelConfig, StageConfig};
+pub use context::{
+    CancelToken, Models, StageContext, StageError, StageSink, StartContext, find_model,
+};
+pub use rules::{
+    Access, Agreement, Cadence, Cardinality, Metric, OnRowError, OnShort, Reduce, Refill, RowRule,
+};
+pub use spec::StageSpec;
+
+/// One stage of a pipeline.
+///
+/// A stage object is made from its configuration without loading anything; [`Stage::start`] may open files, and
+/// models are loaded by the run.
+pub trait Stage: Send + Any {
+    /// What it reads and writes; the same answer at every call.
+    fn spec(&self) -> StageSpec;
+
+    /// Called once, on the thread that will run it, before the first step.
+    ///
+    /// # Errors
+    /// When something it needs cannot be opened.
+    fn start(&mut self, _context: &mut StartContext<'_>) -> Result<(), StageError> {
+        Ok(())
+    }
+
+    /// Works on `input` (for a source: a batch without rows) and emits the keys it writes through
+    /// [`StageContext::emit`]; a stage that keeps rows emits each row once, in any grouping and order.
+    ///
+    /// # Errors
+    /// When the input is not as declared or the work fails.
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError>;
+
+    /// A copy for another thread of the host pool; `None` when the stage has state that cannot be shared. A stage
+    /// without a model whose cardinality is `Row` and that can be copied runs rows side by side.
+    fn duplicate(&self) -> Option<Box<dyn Stage>> {
+        None
+    }
+
+    /// State to go back to, for stages that have some.
+    ///
+    /// # Errors
+    /// When the state cannot be read.
+    fn snapshot(&mut self) -> Result<Option<Snapshot>, StageError> {
+        Ok(None)
+    }
+
+    /// Back to a snapshot of this stage.
+    ///
+    /// # Errors
+    /// When the snapshot is of another kind.
+    fn restore(&mut self, _snapshot: &Snapshot) -> Result<(), StageError> {
+        Ok(())
+    }
+
+    /// A snapshot of this stage in a form that can be kept on disk; `None` where it offers none.
+    ///
+    /// # Errors
+    /// When the snapshot is of another kind.
+    fn store(&mut self, _snapshot: &Snapshot) -> Result<Option<StoredState>, StageError> {
+        Ok(None)
+    }
+
+    /// The snapshot that [`Stage::store`] made `stored` of; `version` is the one it had.
+    ///
+    /// # Errors
+    /// When it is of another stage, or this one offers none.
+    fn recall(
+        &mut self,
+        _version: &WeightsVersion,
+        _stored: &StoredState,
+    ) -> Result<Snapshot, StageError> {
+        Err(ResourceError::NotStored.into())
+    }
+}

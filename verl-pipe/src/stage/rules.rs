@@ -1,0 +1,156 @@
+//! What a stage may say about itself: how it is cut, what it does to rows, when it runs, what it records.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// How finely a stage's input may be cut. The executor streams as finely as this allows.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Default, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Cardinality {
+    /// Any slice of rows; the result for a row does not depend on the others.
+    #[default]
+    Row,
+    /// Whole prompt groups.
+    Group,
+    /// The whole batch of the step, all waves of it: a barrier.
+    Batch,
+}
+
+/// What a stage does to the number of rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RowRule {
+    /// Makes rows from nothing: one a prompt of the step (of each wave of it, see [`Refill`]).
+    Source,
+    /// One row out for each row in, same identities.
+    #[default]
+    Same,
+    /// Each row becomes `n` samples: `P → P·n`. All keys of the input are carried along.
+    Expand(usize),
+    /// Drops rows; identities of the others stay. All keys of the input are carried along.
+    Filter,
+    /// Reads rows and emits none.
+    Sink,
+}
+
+/// How many groups a filter is to keep in a step, and how often its source is asked for more.
+///
+/// A source draws its prompts in *waves*. When the filter has seen all groups of a wave and kept fewer than `groups` so
+/// far, the source draws the next wave, up to `waves` of them. Of what is kept only the first `groups` groups go on,
+/// in the order in which they were drawn; the rest is surplus. Stages before the filter work on each wave as it comes;
+/// stages after it see one list of rows.
+///
+/// The engine records, under the name of the stage, `…/waves` (waves drawn), `…/groups_kept` (groups that went on) and
+/// `…/groups_surplus` (groups kept beyond those that were wanted).
+///
+/// ```
+/// use verl_pipe::keys::{REWARDS, GROUP_MEANS};
+/// use verl_pipe::stage::{Cardinality, OnShort, Refill, RowRule, StageSpec};
+///
+/// let spec = StageSpec::new()
+///     .reads(REWARDS)
+///     .writes(GROUP_MEANS)
+///     .rows(RowRule::Filter)
+///     .cardinality(Cardinality::Group)
+///     .refill(Refill { groups: 32, waves: 3, on_short: OnShort::Error });
+/// assert_eq!(spec.refill.map(|refill| refill.waves), Some(3));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Refill {
+    /// Groups that a step is to keep.
+    pub groups: usize,
+    /// Waves that a step may have; 1 asks for no more than a step draws anyway.
+    pub waves: usize,
+    /// What becomes of a step that kept fewer after its last wave.
+    pub on_short: OnShort,
+}
+
+/// What becomes of a step for which too few groups were kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnShort {
+    /// The run ends before anything is updated.
+    #[default]
+    Error,
+    /// The step goes on with those there are; with none at all the run ends.
+    Continue,
+}
+
+/// When a stage runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Cadence {
+    /// As part of every step.
+    #[default]
+    Step,
+    /// Between steps, without rows: before the first step, after every `every` steps, and after the last.
+    Observer {
+        /// Steps between two runs; 0 means only before the first and after the last step.
+        every: u64,
+    },
+}
+
+/// What a stage does with a model.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Access {
+    /// Reads weights.
+    Read,
+    /// Changes weights; runs after every stage that reads them in the same step.
+    Update,
+}
+
+/// How metric values of one step become one number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Reduce {
+    /// Weighted mean.
+    Mean,
+    /// Sum.
+    Sum,
+    /// Smallest.
+    Min,
+    /// Largest.
+    Max,
+    /// The newest value.
+    Last,
+}
+
+/// A metric that a stage records: documented once, here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Metric {
+    /// Name with its group, for example `actor/loss`.
+    pub name: &'static str,
+    /// Unit; empty where there is none.
+    pub unit: &'static str,
+    /// What it means.
+    pub meaning: &'static str,
+    /// How the step's values are reduced.
+    pub reduce: Reduce,
+}
+
+/// A quantity that several stages are told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Agreement {
+    /// What it is, as a phrase.
+    pub quantity: &'static str,
+    /// The stage's setting.
+    pub setting: &'static str,
+    /// What it is set to.
+    pub value: String,
+}
+
+/// What becomes of a row whose host-pool call failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnRowError {
+    /// Nullable keys are null for the row, and it is counted. Only possible where every written key is nullable.
+    #[default]
+    Null,
+    /// The step ends with the error.
+    Stop,
+}
