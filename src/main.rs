@@ -31,7 +31,7 @@ Examples:
   pipe train examples/pipelines/grpo_addition.toml --debug-trace-step 500 --debug-trace-stages generate,reward
 
 Exit status: 0 done, 1 a faulty pipeline, a run that failed, or a difference that `debug` found, 2 a wrong command line,
-3 nothing there for `debug` to look at, 130 a run that was cancelled.
+3 what `debug` cannot tell, 130 a run that was cancelled.
 Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away.";
 
 #[derive(Debug, Subcommand)]

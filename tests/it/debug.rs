@@ -5,6 +5,7 @@ use std::path::Path;
 use clap::Parser;
 use serde_json::Value;
 use verl::pipe::cli::debug::{Debug, debug};
+use verl::pipe::registry::Registry;
 use verl::pipe::trace::format::Side;
 use verl::pipe::trace::store::{TraceDir, read_stage};
 use verl::pipe::trace::writer::{SliceAt, TraceWriter};
@@ -23,29 +24,41 @@ struct Cli {
 
 /// What a command says, and its exit status.
 #[track_caller]
-fn pipe_debug(line: &str) -> (u8, String) {
+pub fn pipe_debug(line: &str) -> (u8, String) {
+    pipe_debug_with(&verl::registry(), line)
+}
+
+/// As [`pipe_debug`], of a build with another registry.
+#[track_caller]
+pub fn pipe_debug_with(registry: &Registry, line: &str) -> (u8, String) {
     let cli = Cli::try_parse_from(line.split(' ')).unwrap_or_else(|error| panic!("{error}"));
     let mut out = Vec::new();
-    let code = debug(&cli.debug, &verl::registry(), &mut out).expect("written");
+    let code = debug(&cli.debug, registry, &mut out).expect("written");
     (code, String::from_utf8(out).expect("text"))
+}
+
+/// The exit status of a command line that is refused before anything is read.
+pub fn refused(line: &str) -> Option<i32> {
+    let cli = Cli::try_parse_from(line.split(' '));
+    cli.err().map(|error| error.exit_code())
 }
 
 /// The command's JSON, whatever its exit status.
 #[track_caller]
-fn json_of(line: &str) -> Value {
+pub fn json_of(line: &str) -> Value {
     let (_, text) = pipe_debug(line);
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
 
 /// A run of three steps, all of them recorded in full. Returns its folder.
-fn recorded(place: &Place, run: &str, more: &[&str]) -> String {
+pub fn recorded(place: &Place, run: &str, more: &[&str]) -> String {
     let all = [&["trace.every=1"], more].concat();
     place.train(run, &all);
     place.path(run).display().to_string()
 }
 
 /// Changes the advantages of the step's row at `row`, in a stage's file.
-fn corrupt(run: &str, step: u64, stage: &str, side: Side, row: usize, change: fn(f32) -> f32) {
+pub fn corrupt(run: &str, step: u64, stage: &str, side: Side, row: usize, change: fn(f32) -> f32) {
     let run = Path::new(run);
     let trace = TraceDir::open(run).expect("a trace");
     let path = trace.layout().step(step).join(format!("{stage}.parquet"));
@@ -177,7 +190,7 @@ fn a_corrupted_stage_is_named() {
         "{text}"
     );
     let found = json_of(&format!("first-bad --run {run} --json"));
-    assert_eq!(found["found"]["fault"], "replay");
+    assert_eq!(found["found"]["fault"], "altered");
     assert_eq!(found["found"]["row"], 5);
     // Seen without a replay where only the reader's copy is another.
     corrupt(&run, 1, "update", Side::Input, 3, |v| v + 1.0);
@@ -329,7 +342,7 @@ fn two_runs_part_where_a_setting_differs() {
         )
     );
 
-    // Another learning rate shows where the policy is asked next: in the second step.
+    // Another learning rate shows in the weights that the first update makes.
     let faster = recorded(&place, "faster", &["actor.optimizer.learning_rate=1e-2"]);
     let (code, text) = pipe_debug(&format!("diff {first} {faster}"));
     assert_eq!(code, 1, "{text}");
@@ -338,9 +351,10 @@ fn two_runs_part_where_a_setting_differs() {
         "{text}"
     );
     assert!(
-        text.contains("the runs part in step 2, stage `generate`"),
+        text.contains("the runs part in step 1, stage `update`, weights of `actor`\n"),
         "{text}"
     );
+    assert!(text.contains("\n  same inputs, other outputs\n"), "{text}");
     let found = json_of(&format!("diff {first} {faster} --json"));
     let share = |step: usize| {
         let stages = found["steps"][step]["stages"].as_array().expect("stages");

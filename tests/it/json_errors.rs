@@ -128,7 +128,10 @@ fn what_a_run_lacks_is_told_as_json() {
     );
     assert_eq!(of(&format!("trace --run {none}")).code, "T004");
     assert_eq!(of(&format!("trace --run {blank}")).code, "T001");
-    assert_eq!(of(&format!("replay --run {run} --step 2")).code, "T013");
+    assert_eq!(
+        of(&format!("replay --run {run} --step 2 --stage generate")).code,
+        "T013"
+    );
     let sample = of(&format!(
         "trace --run {run} --step 2 --stage generate --sample 9.9#9"
     ));

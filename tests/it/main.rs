@@ -2,9 +2,12 @@
 
 mod algorithms;
 mod bad_input;
+mod browser;
 mod critic;
 mod dapo;
 mod debug;
+mod debug_diff;
+mod debug_replay;
 mod devices;
 mod distillation;
 mod endings;
@@ -26,5 +29,7 @@ mod schemas;
 mod settings_are_read;
 mod source;
 mod trace;
+mod trace_files;
 mod trace_settings;
 mod trl;
+mod view;

@@ -278,4 +278,11 @@ fn what_cannot_be_replayed_is_told() {
     insta::assert_snapshot!(texts.join("\n---\n"));
     let error = replayer.replay(&recorded[1], &of("update"));
     assert!(matches!(error, Err(ReplayError::NoState { .. })));
+    // Of a whole step the rest is run all the same.
+    let report = replayer.replay(&recorded[1], &ReplayScope::Step);
+    let report = report.expect("a replay");
+    let again: Vec<&str> = report.stages.iter().map(|s| s.stage.as_str()).collect();
+    assert_eq!(again, ["ref_log_probs", "advantages"]);
+    let skipped: Vec<&str> = report.skipped.iter().map(|s| s.stage.as_str()).collect();
+    assert_eq!(skipped, ["prompts", "generate", "old_log_probs", "update"]);
 }

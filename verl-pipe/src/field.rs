@@ -170,7 +170,7 @@ impl fmt::Display for LogProbTag {
 }
 
 /// A column on an edge: name, dtype, shape, unit, meaning, tags.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Field {
     /// Name of the key.
     pub name: Cow<'static, str>,

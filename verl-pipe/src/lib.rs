@@ -53,3 +53,4 @@ pub mod schema;
 pub mod shape;
 pub mod stage;
 pub mod trace;
+pub mod view;

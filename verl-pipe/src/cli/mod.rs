@@ -1,7 +1,7 @@
 //! Commands of the executable, each a function of a registry and a writer. The executable fills the registry.
 //!
 //! Exit codes: 0 where the answer is good, 1 where the pipeline has faults or its run
-//! failed, 130 where a run was cancelled. [`debug`] has one more: 3 where there is nothing to look at.
+//! failed, 130 where a run was cancelled. Those of [`debug`] stand there.
 //!
 //! A command with `--json` writes exactly one JSON object, which is a [`JsonError`](json_error::JsonError) where it has no
 //! answer; its exit code is the same as without.

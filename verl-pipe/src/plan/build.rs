@@ -100,6 +100,13 @@ impl Draft<'_> {
     }
 }
 
+/// Whether a pipeline may be planned without the files of its models and data.
+#[derive(Clone, Copy)]
+enum Files {
+    Needed,
+    Forgiven,
+}
+
 impl DataPipe {
     /// Checks the pipeline as a whole and puts its stages in order. Loads no weights and reads no data; a
     /// file that is missing is told.
@@ -119,6 +126,20 @@ impl DataPipe {
     /// # Errors
     /// All findings, warnings included, when at least one of them is an error.
     pub fn plan(&self) -> Result<Plan, Vec<Diagnostic>> {
+        self.checked(Files::Needed).map(|(plan, _)| plan)
+    }
+
+    /// As [`DataPipe::plan`], for one who looks at what a run of this pipeline left: model folders and data files that
+    /// are not there any more forbid nothing. Gives them as findings beside the plan, which then knows nothing of the
+    /// models' sizes.
+    ///
+    /// # Errors
+    /// As [`DataPipe::plan`].
+    pub(crate) fn plan_to_look(&self) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
+        self.checked(Files::Forgiven)
+    }
+
+    fn checked(&self, files: Files) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
         let Prepared {
             context,
             violations,
@@ -128,6 +149,15 @@ impl DataPipe {
         let draft = draft(self, &context, &violations, &stages, &models);
 
         let mut findings = Vec::new();
+        for check in checks::SETTINGS {
+            check(&draft, &mut findings);
+        }
+        let mut gone = Vec::new();
+        checks::files::check(&draft, &mut gone);
+        match files {
+            Files::Needed => findings.append(&mut gone),
+            Files::Forgiven => gone.retain(Diagnostic::is_error),
+        }
         for check in checks::DECLARED {
             check(&draft, &mut findings);
         }
@@ -144,7 +174,8 @@ impl DataPipe {
         if findings.iter().any(Diagnostic::is_error) {
             return Err(sorted(findings));
         }
-        Ok(assemble(&draft, &order, &after, &tables, findings))
+        let plan = assemble(&draft, &order, &after, &tables, findings);
+        Ok((plan, gone))
     }
 }
 

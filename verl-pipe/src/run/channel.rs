@@ -60,6 +60,15 @@ pub(crate) enum Event {
     HostDone { call: u64 },
 }
 
+impl Event {
+    /// The call that it is about.
+    pub(crate) fn call(&self) -> u64 {
+        match self {
+            Event::Rows { call, .. } | Event::Done { call, .. } | Event::HostDone { call } => *call,
+        }
+    }
+}
+
 /// What is the same for all calls of a step.
 #[derive(Debug)]
 pub(crate) struct CallEnv {

@@ -341,7 +341,7 @@ fn over_write(path: &Path, text: &str) -> io::Result<()> {
 }
 
 /// Features of the processor that decide which kernels run, and with them the last bits of results.
-fn processor_features() -> Vec<&'static str> {
+pub(crate) fn processor_features() -> Vec<&'static str> {
     let known = known_features().into_iter();
     known
         .filter_map(|(feature, found)| found.then_some(feature))

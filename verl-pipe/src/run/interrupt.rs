@@ -12,6 +12,26 @@ pub const CANCELLED_STATUS: u8 = 130;
 /// # Errors
 /// When no thread or signal handler can be had.
 pub fn cancel_on_ctrl_c(token: CancelToken) -> io::Result<()> {
+    on_ctrl_c(move || {
+        if token.is_cancelled() {
+            #[expect(
+                clippy::disallowed_methods,
+                reason = "the user asked twice: waiting for threads is what he does not want"
+            )]
+            std::process::exit(CANCELLED_STATUS.into());
+        }
+        token.cancel();
+        tracing::warn!(
+            "ending the step and saving what was trained; press Ctrl-C again to leave at once"
+        );
+    })
+}
+
+/// From now on Ctrl-C and SIGTERM call `told`, on a thread of its own, and do nothing else.
+///
+/// # Errors
+/// When no thread or signal handler can be had.
+pub(crate) fn on_ctrl_c(told: impl Fn() + Send + 'static) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -22,15 +42,7 @@ pub fn cancel_on_ctrl_c(token: CancelToken) -> io::Result<()> {
     let wait = move || {
         runtime.block_on(async {
             while signals.next().await.is_ok() {
-                if token.is_cancelled() {
-                    #[expect(
-                        clippy::disallowed_methods,
-                        reason = "the user asked twice: waiting for threads is what he does not want"
-                    )]
-                    std::process::exit(CANCELLED_STATUS.into());
-                }
-                token.cancel();
-                tracing::warn!("ending the step and saving what was trained; press Ctrl-C again to leave at once");
+                told();
             }
         });
     };

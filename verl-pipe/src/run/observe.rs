@@ -12,6 +12,7 @@ use crate::run::metrics::{StepMetrics, now, reduce};
 use crate::run::records::{OBSERVE_S, STAGE_S, of_stage};
 use crate::run::runner::{GRACE, Run, StepOutput};
 use crate::run::start::HostStage;
+use crate::run::watch::Wait;
 use crate::run::worker::DeviceCall;
 use crate::schedule::placement::Place;
 use crate::stage::{Cadence, StageError};
@@ -82,7 +83,15 @@ impl Run {
     /// Runs an observer: one call without rows, which emits none.
     fn call_observer(&mut self, stage: usize, step: u64) -> Result<CallReport, RunError> {
         let env = self.env(step);
-        let alone = self.call_alone(stage, &env, 0, Batch::with_rows(&[]), self.deadline)?;
+        let waiting = self.watch.begin(Wait {
+            step,
+            who: self.name(stage).to_owned(),
+            owes: "what it observes".to_owned(),
+            on: self.place_words(stage),
+            deadline: self.deadline,
+        });
+        let alone = self.call_alone(stage, &env, 0, Batch::with_rows(&[]), self.deadline);
+        let alone = waiting.until(alone)?;
         match alone.batches.first() {
             None => Ok(alone.report),
             Some(batch) => Err(RunError::Guard {

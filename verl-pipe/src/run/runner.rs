@@ -15,6 +15,7 @@ use crate::run::error::RunError;
 use crate::run::host_pool::{Cell, HostPool};
 pub use crate::run::left_over::LeftOver;
 use crate::run::metrics::{StepMetrics, TOKENS, memory_mb, now, reduce};
+use crate::run::notice::Notices;
 use crate::run::patience;
 use crate::run::records::{
     GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, ROW_ERRORS, STAGE_S, STEP_S, TOKENS_PER_S, WAVES,
@@ -26,6 +27,7 @@ use crate::run::start::HostStage;
 pub use crate::run::start::RunOptions;
 pub use crate::run::state::{RunSnapshot, RunState};
 use crate::run::step::{CallId, StepState};
+use crate::run::watch::Watch;
 use crate::run::worker::{DeviceCall, Worker};
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::{Access, CancelToken};
@@ -42,6 +44,10 @@ pub struct Run {
     pub(super) host_events: Receiver<Event>,
     pub(super) data: Arc<BTreeMap<String, Arc<dyn DataLoaderInterface>>>,
     pub(super) deadline: Duration,
+    /// When a step tells that it waits.
+    pub(super) notices: Notices,
+    /// Tells other waits.
+    pub(super) watch: Watch,
     pub(super) in_order: Vec<bool>,
     pub(super) sampled: SampledRows,
     pub(super) left: BTreeMap<String, LeftOver>,
@@ -215,7 +221,7 @@ impl Run {
                 });
             }
             if let Some(event) = self.wait(progress) {
-                self.moved(progress);
+                self.moved(progress, event.call());
                 self.handle(progress, event)?;
             }
             self.check_deadlines(progress)?;

@@ -10,14 +10,12 @@ use serde::{Deserialize, Serialize};
 use crate::run::error::RunError;
 use crate::run::host_calls::describe_rows;
 use crate::run::metrics::now;
-use crate::run::runner::{Progress, Run};
+use crate::run::runner::{InFlight, Progress, Run};
 use crate::run::step::{Phase, StepState};
+use crate::schedule::placement::Place;
 
 /// Name of the file in the run folder.
 pub const STALL_FILE: &str = "stall.json";
-
-/// How long nothing may come before the run tells what it waits for, at most; half of the deadline where that is less.
-const NOTICE: Duration = Duration::from_secs(60);
 
 /// Something that has not come.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -66,11 +64,25 @@ impl StallReport {
         }
     }
 
+    /// Writes the file; a disk that refuses is told.
+    pub(super) fn keep(&self, run_dir: &Path) {
+        if let Err(error) = self.write(run_dir) {
+            let path = run_dir.join(STALL_FILE);
+            tracing::warn!("cannot write `{}`: {error}", path.display());
+        }
+    }
+
     fn write(&self, run_dir: &Path) -> std::io::Result<()> {
         let aside = run_dir.join(format!(".{STALL_FILE}.partial"));
         std::fs::write(&aside, serde_json::to_vec_pretty(self)?)?;
         std::fs::rename(&aside, run_dir.join(STALL_FILE))
     }
+}
+
+/// Removes the file: the wait is over.
+pub(super) fn remove_stall(run_dir: &Path) {
+    // A file that cannot be removed tells its time.
+    let _ = std::fs::remove_file(run_dir.join(STALL_FILE));
 }
 
 impl fmt::Display for StallReport {
@@ -181,6 +193,14 @@ impl StepState {
 }
 
 impl Run {
+    /// Where a stage runs.
+    pub(super) fn place_words(&self, stage: usize) -> String {
+        match self.schedule.places[stage] {
+            Place::Host => "the host pool".to_owned(),
+            Place::Group(_) => format!("device group {}", self.schedule.groups[0].name),
+        }
+    }
+
     /// What the step waits for now.
     pub(super) fn stall_report(&self, progress: &Progress) -> StallReport {
         let quiet_s = progress.last_event.elapsed().as_secs_f64();
@@ -209,10 +229,7 @@ impl Run {
                         .unwrap_or(self.deadline)
                         .as_secs_f64(),
                 ),
-                on: match &flight.host {
-                    Some(_) => "the host pool".to_owned(),
-                    None => format!("device group {}", self.schedule.groups[0].name),
-                },
+                on: self.place_words(stage),
             }
         });
         StallReport {
@@ -225,22 +242,27 @@ impl Run {
         }
     }
 
-    /// Something came: what was told of a wait is over.
-    pub(super) fn moved(&self, progress: &mut Progress) {
+    /// Something of `call` came: what was told of a wait is over.
+    pub(super) fn moved(&mut self, progress: &mut Progress, call: u64) {
+        if let Some(flight) = progress.in_flight.get(&call) {
+            let stage = &self.schedule.plan.stages[flight.id.0].name;
+            self.notices.ended(stage, quiet(progress, flight));
+        }
         progress.last_event = Instant::now();
         if std::mem::take(&mut progress.told)
             && let Some(dir) = &self.options.run_dir
         {
-            // A file that cannot be removed tells its time.
-            let _ = std::fs::remove_file(dir.join(STALL_FILE));
+            remove_stall(dir);
         }
     }
 
-    /// Tells once what the step waits for when nothing has come for long.
+    /// Tells once what the step waits for when nothing has come for long, as calls of that stage go.
     pub(super) fn watch(&self, progress: &mut Progress) {
-        let notice = NOTICE.min(self.deadline / 2);
-        if progress.told || progress.in_flight.is_empty() || progress.last_event.elapsed() < notice
-        {
+        let is_long = |flight: &InFlight| {
+            let stage = &self.schedule.plan.stages[flight.id.0].name;
+            quiet(progress, flight) >= self.notices.after(stage)
+        };
+        if progress.told || !progress.in_flight.values().any(is_long) {
             return;
         }
         progress.told = true;
@@ -267,11 +289,13 @@ impl Run {
     }
 
     fn keep_stall(&self, report: &StallReport) {
-        let Some(dir) = &self.options.run_dir else {
-            return;
-        };
-        if let Err(error) = report.write(dir) {
-            tracing::warn!("cannot write `{}`: {error}", dir.join(STALL_FILE).display());
+        if let Some(dir) = &self.options.run_dir {
+            report.keep(dir);
         }
     }
+}
+
+/// How long nothing has come at all while a call ran.
+fn quiet(progress: &Progress, flight: &InFlight) -> Duration {
+    progress.last_event.elapsed().min(flight.since.elapsed())
 }

@@ -11,8 +11,10 @@ use crate::data::DataLoaderInterface;
 use crate::run::channel::Event;
 use crate::run::error::RunError;
 use crate::run::host_pool::HostPool;
+use crate::run::notice::Notices;
 use crate::run::runner::Run;
 use crate::run::samples::SampledRows;
+use crate::run::watch::Watch;
 use crate::run::worker::{Worker, start_stage};
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::{Cadence, CancelToken, Cardinality, Models, RowRule, Stage};
@@ -93,6 +95,8 @@ impl Schedule {
             .collect();
         let sampled = SampledRows::of(&schedule);
         Ok(Run {
+            notices: Notices::new(deadline),
+            watch: Watch::start(options.run_dir.as_deref(), deadline),
             schedule,
             options,
             worker,

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use crate::resource::{ModelResource, ResourceError, Snapshot, StoredState, WeightsVersion};
 use crate::run::error::RunError;
 use crate::run::runner::Run;
+use crate::run::watch::{Teller, Wait, Waiting};
 use crate::run::worker::WorkerState;
+use crate::schedule::placement::Place;
 
 /// State of all models and stages between two steps.
 #[derive(Debug, Clone)]
@@ -57,11 +59,16 @@ impl Run {
     fn snapshot_by(&mut self, of_model: OfModel) -> Result<RunSnapshot, RunError> {
         let names = self.stage_names();
         let deadline = self.deadline;
-        let (models, on_worker) =
+        let (waiting, teller) = self.begin_state(self.step + 1, Place::Group(0));
+        let (models, on_worker) = waiting.until(
             self.worker
                 .ask("to take snapshots", deadline, move |state| {
-                    snapshot_worker(state, &names, of_model)
-                })??;
+                    snapshot_worker(state, &names, of_model, &teller)
+                })
+                .flatten(),
+        )?;
+        // Stages of the host pool rest here, and are asked on this thread.
+        let (_waiting, teller) = self.begin_state(self.step + 1, Place::Host);
         let mut stages: BTreeMap<String, Snapshot> = on_worker
             .into_iter()
             .map(|(index, state)| (self.name(index).to_owned(), state))
@@ -71,9 +78,8 @@ impl Run {
             let Some(stage) = host.resting() else {
                 continue;
             };
-            let state = stage
-                .snapshot()
-                .map_err(|e| failed("stage", &names[*index], "snapshot", e))?;
+            let state = teller.at(&names[*index], || stage.snapshot());
+            let state = state.map_err(|e| failed("stage", &names[*index], "snapshot", e))?;
             stages.extend(state.map(|state| (names[*index].clone(), state)));
         }
         Ok(RunSnapshot {
@@ -143,18 +149,22 @@ impl Run {
     ) -> Result<RunState, RunError> {
         let (names, deadline) = (self.stage_names(), self.deadline);
         let (all, known) = (snapshot.clone(), known.clone());
-        let (models, mut stages) =
+        let (waiting, teller) = self.begin_state(snapshot.step + 1, Place::Group(0));
+        let (models, mut stages) = waiting.until(
             self.worker
                 .ask("to tell its state", deadline, move |state| {
-                    store_worker(state, &names, &all, &known)
-                })??;
+                    store_worker(state, &names, &all, &known, &teller)
+                })
+                .flatten(),
+        )?;
+        let (_waiting, teller) = self.begin_state(snapshot.step + 1, Place::Host);
         let names = self.stage_names();
         for (index, host) in &mut self.hosts {
             let name = &names[*index];
             let (Some(stage), Some(own)) = (host.resting(), snapshot.stages.get(name)) else {
                 continue;
             };
-            let stored = stage.store(own);
+            let stored = teller.at(name, || stage.store(own));
             let stored = stored.map_err(|e| failed("stage", name, "store", e))?;
             stages.insert(name.clone(), (own.version.clone(), stored));
         }
@@ -197,13 +207,28 @@ impl Run {
     /// When the worker is lost.
     pub fn versions(&mut self) -> Result<BTreeMap<String, WeightsVersion>, RunError> {
         let deadline = self.deadline;
-        self.worker.ask("to tell versions", deadline, |state| {
-            state
-                .models
-                .iter()
-                .map(|(name, model)| (name.clone(), model.version()))
+        let (waiting, teller) = self.begin_state(self.step + 1, Place::Group(0));
+        waiting.until(self.worker.ask("to tell versions", deadline, move |state| {
+            let models = state.models.iter();
+            models
+                .map(|(name, model)| (name.clone(), teller.at(name, || model.version())))
                 .collect()
-        })
+        }))
+    }
+
+    /// A wait for the state of models and stages, before step `step`; and who tells whose state is read.
+    fn begin_state(&self, step: u64, place: Place) -> (Waiting, Teller) {
+        let waiting = self.watch.begin(Wait {
+            step,
+            who: "the run".to_owned(),
+            owes: "its state at the start".to_owned(),
+            on: match place {
+                Place::Host => "the run's own thread".to_owned(),
+                Place::Group(_) => format!("device group {}", self.schedule().groups[0].name),
+            },
+            deadline: self.deadline,
+        });
+        (waiting, self.watch.teller())
     }
 
     /// Saves model `name` into `dir`, which is made.
@@ -252,18 +277,18 @@ fn snapshot_worker(
     state: &mut WorkerState,
     names: &[String],
     of_model: OfModel,
+    teller: &Teller,
 ) -> Result<WorkerSnapshots, RunError> {
     let mut models = BTreeMap::new();
     for (name, model) in &mut state.models {
-        let snapshot =
-            of_model(model.as_mut()).map_err(|e| failed("model", name, "snapshot", e))?;
+        let snapshot = teller.at(name, || of_model(model.as_mut()));
+        let snapshot = snapshot.map_err(|e| failed("model", name, "snapshot", e))?;
         models.insert(name.clone(), snapshot);
     }
     let mut stages = BTreeMap::new();
     for (index, stage) in &mut state.stages {
-        let snapshot = stage
-            .snapshot()
-            .map_err(|e| failed("stage", &names[*index], "snapshot", e))?;
+        let snapshot = teller.at(&names[*index], || stage.snapshot());
+        let snapshot = snapshot.map_err(|e| failed("stage", &names[*index], "snapshot", e))?;
         stages.extend(snapshot.map(|snapshot| (*index, snapshot)));
     }
     Ok((models, stages))
@@ -299,6 +324,7 @@ fn store_worker(
     names: &[String],
     all: &RunSnapshot,
     known: &BTreeMap<String, WeightsVersion>,
+    teller: &Teller,
 ) -> Result<(Stored, Stored), RunError> {
     let (mut models, mut stages) = (Stored::new(), Stored::new());
     for (name, model) in &mut state.models {
@@ -309,8 +335,8 @@ fn store_worker(
             !snapshot.version.hash.is_empty() && known.get(name) == Some(&snapshot.version);
         let stored = match is_known {
             true => None,
-            false => model
-                .store(snapshot)
+            false => teller
+                .at(name, || model.store(snapshot))
                 .map_err(|e| failed("model", name, "store", e))?,
         };
         models.insert(name.clone(), (snapshot.version.clone(), stored));
@@ -318,7 +344,7 @@ fn store_worker(
     for (index, stage) in &mut state.stages {
         let name = &names[*index];
         if let Some(snapshot) = all.stages.get(name) {
-            let stored = stage.store(snapshot);
+            let stored = teller.at(name, || stage.store(snapshot));
             let stored = stored.map_err(|e| failed("stage", name, "store", e))?;
             stages.insert(name.clone(), (snapshot.version.clone(), stored));
         }

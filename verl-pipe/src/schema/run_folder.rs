@@ -13,6 +13,7 @@ use crate::run::records::{
 use crate::run::stall::StallReport;
 use crate::stage::Metric;
 use crate::trace::columns::{Column, STAT_COLUMNS, STEP_COLUMNS};
+use crate::trace::conditions::Conditions;
 use crate::trace::describe::TracedPipeline;
 use crate::trace::format::{MANIFEST_KEY, StageManifest, StepManifest, TraceFormat};
 use crate::trace::rules::Anomaly;
@@ -148,6 +149,11 @@ impl Catalogue<'_> {
                 "trace/anomalies.jsonl",
                 "trace/anomalies",
                 "a line for each time that a rule began to hold for a stage and key; there where one did",
+            ),
+            json::<Conditions>(
+                "trace/conditions.json",
+                "trace/conditions",
+                "under what the run was recorded: every setting, the machine, and what its stages declared",
             ),
             json::<TraceFormat>(
                 "trace/format.json",

@@ -57,7 +57,7 @@ pub enum RowRule {
 ///     .refill(Refill { groups: 32, waves: 3, on_short: OnShort::Error });
 /// assert_eq!(spec.refill.map(|refill| refill.waves), Some(3));
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Refill {
     /// Groups that a step is to keep.
     pub groups: usize,

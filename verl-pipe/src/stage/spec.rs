@@ -62,6 +62,8 @@ pub struct StageSpec {
     pub draws_waves: bool,
     /// JSON Schema of the samples that it hands to [`StageSink::sample`](super::StageSink::sample), for the documentation of `samples.jsonl`.
     pub sample: Option<serde_json::Value>,
+    /// Why a replay does not call it again, as a clause; `None` where it may be called any number of times.
+    pub once_only: Option<String>,
 }
 
 impl StageSpec {
@@ -140,6 +142,12 @@ impl StageSpec {
     /// Says what to do where no stage writes the key `name`.
     pub fn remedy(mut self, name: impl Into<String>, help: impl Into<String>) -> Self {
         self.remedies.insert(name.into(), help.into());
+        self
+    }
+    /// Says that a replay is not to call it again, and why, for example `it pays for an answer of a service`: what it
+    /// emitted then is what the stages behind it are replayed on.
+    pub fn once_only(mut self, why: impl Into<String>) -> Self {
+        self.once_only = Some(why.into());
         self
     }
     /// Says that a setting is possible and probably not meant.

@@ -42,6 +42,8 @@ pub(crate) struct CellComparison {
     /// Largest and total distance of two numbers that are finite.
     pub largest: f64,
     pub total: f64,
+    /// Pairs of numbers.
+    pub numbers: u64,
     pub first: Option<CellDifference>,
 }
 
@@ -195,7 +197,7 @@ impl Cell<'_> {
                     _ => DifferenceKind::Type,
                 };
                 let show = |cell: &Cell<'_>| match (kind, cell) {
-                    (DifferenceKind::Type, cell) => cell.type_name().to_owned(),
+                    (DifferenceKind::Type, cell) => format!("type {}", cell.type_name()),
                     (_, Cell::Null) => "null".to_owned(),
                     (_, cell) if cell.len() == 1 => cell.show(0),
                     (_, cell) => format!("{} values", cell.len()),
@@ -208,6 +210,9 @@ impl Cell<'_> {
 
     fn exact<T: PartialEq>(&self, other: &Cell<'_>, a: &[T], b: &[T], found: &mut CellComparison) {
         found.lengths(a.len(), b.len());
+        if self.number(0).is_some() {
+            found.numbers += a.len().min(b.len()) as u64;
+        }
         for (index, (a, b)) in a.iter().zip(b).enumerate() {
             if a != b {
                 found.note(
@@ -240,6 +245,7 @@ impl Cell<'_> {
         found: &mut CellComparison,
     ) {
         found.lengths(a.len(), b.len());
+        found.numbers += a.len().min(b.len()) as u64;
         for (index, (a, b)) in a.iter().zip(b).enumerate() {
             if same(a, b) {
                 continue;
@@ -281,7 +287,7 @@ impl CellComparison {
 
     fn lengths(&mut self, left: usize, right: usize) {
         if left != right {
-            let show = |len: usize| format!("{len} values");
+            let show = |len: usize| format!("length {len}");
             self.note(DifferenceKind::Length, None, show(left), show(right));
         }
     }

@@ -82,6 +82,8 @@ pub struct Difference {
     pub ulps: Option<u64>,
     /// Distance of the two numbers, in the unit of the key.
     pub absolute: Option<f64>,
+    /// Whether it is of what the stage was given, and not of what it emitted.
+    pub is_input: bool,
 }
 
 fn as_text<S: Serializer>(sample: &Option<RowId>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -101,7 +103,14 @@ impl Difference {
             right: String::new(),
             ulps: None,
             absolute: None,
+            is_input: false,
         }
+    }
+
+    /// The same of what the stage was given.
+    pub(crate) fn of_input(mut self) -> Self {
+        self.is_input = true;
+        self
     }
 
     pub(crate) fn values(mut self, left: impl fmt::Display, right: impl fmt::Display) -> Self {
@@ -118,6 +127,7 @@ impl Difference {
     pub fn place(&self) -> String {
         let what = match self.kind {
             DifferenceKind::Weights => "weights of",
+            _ if self.is_input => "input key",
             _ => "key",
         };
         let mut place = format!("stage `{}`, {what} `{}`", self.stage, self.key);
@@ -164,6 +174,10 @@ pub struct Comparison {
     pub largest: f64,
     /// Sum of the distances of all pairs of numbers.
     pub total: f64,
+    /// Pairs of numbers; lists of other lengths have some up to the end of the shorter one, other types none.
+    pub numbers: u64,
+    /// The first pair that cannot be measured, in words: `lengths 5 and 7`, `types f32 and i64`.
+    pub unlike: Option<String>,
     /// The first that differs: by key in declared order, then by row.
     pub first: Option<Difference>,
 }
@@ -315,6 +329,12 @@ pub(crate) fn compare_rows(
     found
 }
 
+/// `length 5` and `length 7` as `lengths 5 and 7`; in the same way types.
+fn unlike(left: &str, right: &str) -> Option<String> {
+    let ((what, left), (_, right)) = (left.split_once(' ')?, right.split_once(' ')?);
+    Some(format!("{what}s {left} and {right}"))
+}
+
 fn compare_key(
     pairing: &Pairing<'_>,
     key: &ComparedKey<'_>,
@@ -342,7 +362,12 @@ fn compare_key(
         let result = a.differs(&b, key.tolerance);
         found.largest = found.largest.max(result.largest);
         found.total += result.total;
+        found.numbers += result.numbers;
         let Some(first) = result.first else { continue };
+        if let DifferenceKind::Length | DifferenceKind::Type = first.kind {
+            let words = || unlike(&first.left, &first.right);
+            found.unlike = found.unlike.take().or_else(words);
+        }
         found.differences += result.count - 1;
         found.note(|| Difference {
             index: first.index.filter(|_| left.is_list(key.left)),
@@ -435,6 +460,12 @@ mod tests {
         let shorter = compare(&a, &batch(&[vec![1.0], vec![3.0]]), Tolerance::EXACT);
         let first = shorter.first.expect("a length");
         assert_eq!((first.kind, first.row), (DifferenceKind::Length, Some(0)));
+        assert_eq!(
+            (first.left.as_str(), first.right.as_str()),
+            ("length 2", "length 1")
+        );
+        assert_eq!(shorter.unlike.as_deref(), Some("lengths 2 and 1"));
+        assert_eq!(shorter.numbers, 2);
         let dropped = compare(&a, &a.slice(0..1).expect("a row"), Tolerance::EXACT);
         let first = dropped.first.expect("a row");
         assert_eq!(first.kind, DifferenceKind::Row);
@@ -459,8 +490,10 @@ mod tests {
                 std::sync::Arc::new(arrow_array::StringArray::from(vec!["1", "2"])),
             )
             .expect("rows");
-        let first = compare(&a, &other, Tolerance::EXACT).first.expect("a type");
-        assert_eq!(first.kind, DifferenceKind::Type);
+        let typed = compare(&a, &other, Tolerance::EXACT);
+        assert_eq!(typed.first.expect("a type").kind, DifferenceKind::Type);
+        assert_eq!(typed.unlike.as_deref(), Some("types f32 and text"));
+        assert_eq!(typed.numbers, 0);
     }
 
     #[test]

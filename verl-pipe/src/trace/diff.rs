@@ -1,17 +1,17 @@
 //! Two runs side by side: aligned by step, stage and sample, where they part, and how far apart they go from there.
 
-use std::collections::BTreeMap;
-use std::fmt;
-
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::diagnostic::quoted;
+use crate::plan::PlannedStage;
 use crate::schedule::placement::Schedule;
+use crate::stage::RowRule;
+use crate::trace::changes::{Change, changed};
 use crate::trace::compare::{ComparedKey, Difference, Pairing, Rows, Tolerance, compare_rows};
+pub use crate::trace::diff_inputs::{Cause, InputsDiff};
+use crate::trace::diff_inputs::{diff_inputs, weights_after};
 use crate::trace::diff_stats::StatsDiff;
 use crate::trace::recorded::{RecordedStage, RecordedStep};
-use crate::trace::text::{Align, Table, count, short};
 
 /// One key that a stage emitted in both runs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -22,10 +22,12 @@ pub struct KeyDiff {
     pub values: u64,
     /// Those that differ.
     pub differences: u64,
-    /// Largest distance of two numbers.
-    pub largest: f64,
-    /// Mean distance over all values.
-    pub mean: f64,
+    /// Largest distance of two numbers; `None` where there is no pair of numbers.
+    pub largest: Option<f64>,
+    /// Mean distance over all pairs of numbers; `None` where there is none.
+    pub mean: Option<f64>,
+    /// The first pair that cannot be measured, in words: `lengths 5 and 7`, `types f32 and i64`.
+    pub unlike: Option<String>,
 }
 
 /// One stage of a step in both runs.
@@ -33,6 +35,10 @@ pub struct KeyDiff {
 pub struct StageDiff {
     /// Its name.
     pub stage: String,
+    /// Whether its rows come from outside the pipeline.
+    pub is_source: bool,
+    /// What it was given.
+    pub inputs: InputsDiff,
     /// Rows that both emitted.
     pub rows_of_both: usize,
     /// Rows that only the first run emitted.
@@ -41,7 +47,7 @@ pub struct StageDiff {
     pub rows_of_second: usize,
     /// Keys in declared order.
     pub keys: Vec<KeyDiff>,
-    /// The first difference; left is the first run.
+    /// The first difference of what it emitted or of the weights that it made; left is the first run.
     pub first: Option<Difference>,
 }
 
@@ -54,11 +60,26 @@ pub struct StepDiff {
     pub stages: Vec<StageDiff>,
 }
 
+/// Where two runs part.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Parting<'a> {
+    /// The step.
+    pub step: u64,
+    /// The first difference: of what a stage was given, else of what came of it.
+    pub first: &'a Difference,
+    /// Whether it came from outside the stage.
+    pub cause: Cause,
+}
+
 /// Two runs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct RunDiff {
     /// Settings that differ: name, value in the first run, value in the second.
     pub settings: Vec<(String, Value, Value)>,
+    /// Parts of the machine that differ; recorded is the first run.
+    pub machine: Vec<Change>,
+    /// Data sets that differ, by name and property; recorded is the first run.
+    pub data: Vec<Change>,
     /// Steps that both recorded.
     pub steps: Vec<StepDiff>,
     /// All steps of both, by their statistics.
@@ -67,18 +88,14 @@ pub struct RunDiff {
     pub notes: Vec<String>,
 }
 
-/// Compares what the stages of one step emitted in two runs. `schedule` is that of the first.
+/// Compares what the stages of one step were given and what they emitted in two runs. `schedule` is that of the first.
 pub fn diff_step(schedule: &Schedule, first: &RecordedStep, second: &RecordedStep) -> StepDiff {
     let stages = schedule.plan.stages.iter().filter_map(|planned| {
         let left = first.stages.get(&planned.name)?;
         let right = second.stages.get(&planned.name)?;
-        let keys: Vec<&str> = planned
-            .spec
-            .writes
-            .iter()
-            .map(|f| f.name.as_ref())
-            .collect();
-        Some(diff_stage(&planned.name, &keys, left, right))
+        let mut diff = diff_stage(planned, left, right);
+        diff.first = diff.first.or_else(|| weights_after(planned, first, second));
+        Some(diff)
     });
     StepDiff {
         step: first.step,
@@ -86,12 +103,8 @@ pub fn diff_step(schedule: &Schedule, first: &RecordedStep, second: &RecordedSte
     }
 }
 
-fn diff_stage(
-    stage: &str,
-    keys: &[&str],
-    first: &RecordedStage,
-    second: &RecordedStage,
-) -> StageDiff {
+fn diff_stage(planned: &PlannedStage, first: &RecordedStage, second: &RecordedStage) -> StageDiff {
+    let stage = planned.name.as_str();
     let left = Rows::new(first.outputs.iter().map(|output| &output.batch));
     let right = Rows::new(second.outputs.iter().map(|output| &output.batch));
     let order = left.ordered(&first.input_ids());
@@ -115,25 +128,30 @@ fn diff_stage(
     );
     let mut diff = StageDiff {
         stage: stage.to_owned(),
+        is_source: planned.spec.rows == RowRule::Source,
+        inputs: diff_inputs(planned, first, second),
         rows_of_both: both.len(),
         rows_of_first: order.len() - both.len(),
         rows_of_second: right.ids().len() - both.len(),
         keys: Vec::new(),
         first: None,
     };
-    for key in keys {
+    for field in &planned.spec.writes {
+        let key = field.name.as_ref();
         let compared = ComparedKey {
             left: key,
             right: key,
             tolerance: Tolerance::EXACT,
         };
         let found = compare_rows(&pairing(&both), &[compared], &left, &right);
+        let measured = |value: f64| (found.numbers > 0).then_some(value);
         diff.keys.push(KeyDiff {
-            key: (*key).to_owned(),
+            key: key.to_owned(),
             values: found.values,
             differences: found.differences,
-            largest: found.largest,
-            mean: found.total / (found.values.max(1)) as f64,
+            largest: measured(found.largest),
+            mean: measured(found.total / found.numbers.max(1) as f64),
+            unlike: found.unlike,
         });
         diff.first = diff.first.or(found.first);
     }
@@ -151,150 +169,114 @@ impl StageDiff {
 }
 
 impl StepDiff {
-    /// The first difference in the order of the plan.
+    /// The first difference in the order of the plan: of a stage's input before its output.
     pub fn first(&self) -> Option<&Difference> {
-        self.stages.iter().find_map(|stage| stage.first.as_ref())
+        self.parting().map(|parting| parting.first)
+    }
+
+    /// As [`StepDiff::first`], with whether it came from outside the stage.
+    pub fn parting(&self) -> Option<Parting<'_>> {
+        self.stages.iter().find_map(|stage| {
+            let given = stage.inputs.first.as_ref();
+            let first = given.or(stage.first.as_ref())?;
+            Some(Parting {
+                step: self.step,
+                first,
+                cause: stage.inputs.cause(stage.is_source),
+            })
+        })
     }
 }
 
 impl RunDiff {
-    /// Step and place at which the runs part, where rows were recorded.
-    pub fn first(&self) -> Option<(u64, &Difference)> {
-        let mut steps = self.steps.iter();
-        steps.find_map(|step| Some((step.step, step.first()?)))
+    /// Where the runs part, where rows were recorded.
+    pub fn parting(&self) -> Option<Parting<'_>> {
+        self.steps.iter().find_map(StepDiff::parting)
     }
 }
 
 /// Settings of two resolved configurations that differ, by dotted names; where a run lies is no setting.
 pub fn diff_settings(first: &Value, second: &Value) -> Vec<(String, Value, Value)> {
-    let (mut left, mut right) = (BTreeMap::new(), BTreeMap::new());
-    flatten("", first, &mut left);
-    flatten("", second, &mut right);
-    let names: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
-    let value =
-        |of: &BTreeMap<String, Value>, name: &String| of.get(name).cloned().unwrap_or(Value::Null);
-    names
-        .into_iter()
-        .filter(|name| *name != "run.dir" && left.get(*name) != right.get(*name))
-        .map(|name| (name.clone(), value(&left, name), value(&right, name)))
+    changed(first, second)
+        .filter(|change| change.name != "run.dir")
+        .map(|change| (change.name, change.recorded, change.now))
         .collect()
-}
-
-fn flatten(name: &str, value: &Value, into: &mut BTreeMap<String, Value>) {
-    let inner = |part: &str| match name.is_empty() {
-        true => part.to_owned(),
-        false => format!("{name}.{part}"),
-    };
-    match value {
-        Value::Object(fields) => {
-            for (part, value) in fields {
-                flatten(&inner(part), value, into);
-            }
-        }
-        // Stages are known by their names, not by their places.
-        Value::Array(items) if items.iter().any(Value::is_object) => {
-            for (at, item) in items.iter().enumerate() {
-                let own = item.get("name").and_then(Value::as_str);
-                let part = own.map_or_else(|| at.to_string(), str::to_owned);
-                flatten(&inner(&part), item, into);
-            }
-        }
-        value => drop(into.insert(name.to_owned(), value.clone())),
-    }
-}
-
-impl fmt::Display for RunDiff {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (name, first, second) in &self.settings {
-            writeln!(f, "setting {name}: {first} | {second}")?;
-        }
-        for note in &self.notes {
-            writeln!(f, "note: {note}")?;
-        }
-        let Some((step, first)) = self.first() else {
-            return self.write_without_rows(f);
-        };
-        writeln!(f, "the runs part in step {step}, {}", first.place())?;
-        writeln!(f, "{}", first.explain("first run", "second run"))?;
-        self.write_trend(f, first)?;
-        write!(f, "{}", self.stats)
-    }
-}
-
-impl RunDiff {
-    /// What there is to say where no recorded row differs.
-    fn write_without_rows(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rows = count(self.steps.len() as u64, "step");
-        let hashes = count(self.stats.steps.len() as u64, "step");
-        match (self.steps.len(), self.stats.steps.len()) {
-            (0, 0) => writeln!(f, "no step is recorded in both runs"),
-            (_, _) if self.stats.parting.is_some() => write!(f, "{}", self.stats),
-            (0, _) => writeln!(f, "no difference; {hashes} compared by their hashes"),
-            (_, 0) => writeln!(f, "no difference; {rows} compared"),
-            (_, _) => writeln!(
-                f,
-                "no difference; {rows} compared row by row, {hashes} by their hashes"
-            ),
-        }
-    }
-
-    /// A line a step: what differs, and how far the key that differed first lies apart.
-    fn write_trend(&self, f: &mut fmt::Formatter<'_>, first: &Difference) -> fmt::Result {
-        let key = format!("{}.{}", first.stage, first.key);
-        let (mean, largest) = (format!("mean |Δ| {key}"), format!("largest |Δ| {key}"));
-        let mut table = Table::new(&[
-            ("step", Align::Right),
-            ("values that differ", Align::Right),
-            ("rows of one only", Align::Right),
-            (mean.as_str(), Align::Right),
-            (largest.as_str(), Align::Right),
-            ("stages that differ", Align::Left),
-        ]);
-        for step in &self.steps {
-            let keys = || step.stages.iter().flat_map(|stage| &stage.keys);
-            let values: u64 = keys().map(|key| key.values).sum();
-            let differing: u64 = keys().map(|key| key.differences).sum();
-            let lone: usize = step
-                .stages
-                .iter()
-                .map(|stage| stage.rows_of_first + stage.rows_of_second)
-                .sum();
-            let of_key = step.stages.iter().find(|stage| stage.stage == first.stage);
-            let of_key =
-                of_key.and_then(|stage| stage.keys.iter().find(|key| key.key == first.key));
-            let number =
-                |of: fn(&KeyDiff) -> f64| of_key.map_or("-".to_owned(), |key| short(of(key)));
-            let differ: Vec<&str> = step
-                .stages
-                .iter()
-                .filter(|stage| stage.differences() > 0)
-                .map(|stage| stage.stage.as_str())
-                .collect();
-            table.row([
-                step.step.to_string(),
-                format!("{:.2} %", 100.0 * differing as f64 / values.max(1) as f64),
-                lone.to_string(),
-                number(|key| key.mean),
-                number(|key| key.largest),
-                quoted(differ),
-            ]);
-        }
-        write!(f, "{table}")
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::{Batch, RaggedColumn, RowId};
+    use crate::keys::ADVANTAGES;
+    use crate::pipe::DataPipe;
+    use crate::stage::StageSpec;
+    use crate::trace::recorded::RecordedBatch;
     use serde_json::json;
 
     #[test]
-    fn settings_are_compared_by_name() {
-        let first = json!({"run": {"dir": "a", "seed": 1}, "stages": [{"name": "x", "t": 1}, {"name": "y"}]});
-        let second = json!({"run": {"dir": "b", "seed": 1}, "stages": [{"name": "y"}, {"name": "x", "t": 0.5}]});
-        assert_eq!(
-            diff_settings(&first, &second),
-            [("stages.x.t".to_owned(), json!(1), json!(0.5))]
+    fn where_a_run_lies_is_no_setting() {
+        let first = json!({"run": {"dir": "a", "seed": 1}});
+        let second = json!({"run": {"dir": "b", "seed": 2}});
+        let found = diff_settings(&first, &second);
+        assert_eq!(found, [("run.seed".to_owned(), json!(1), json!(2))]);
+    }
+
+    fn recorded(rows: &[Vec<f32>]) -> RecordedStage {
+        let ids: Vec<RowId> = (0..rows.len() as u64)
+            .map(|row| RowId::prompt(0, row).expect("in range"))
+            .collect();
+        let mut batch = Batch::with_rows(&ids);
+        batch
+            .put(&ADVANTAGES, RaggedColumn::from_rows(rows))
+            .expect("rows");
+        let recorded = RecordedBatch {
+            wave: 0,
+            slice: 0,
+            batch,
+        };
+        RecordedStage {
+            inputs: vec![recorded.clone()],
+            outputs: vec![recorded],
+            ..RecordedStage::default()
+        }
+    }
+
+    fn planned() -> PlannedStage {
+        PlannedStage {
+            name: "s".to_owned(),
+            kind: "s".to_owned(),
+            spec: StageSpec::new().writes(ADVANTAGES),
+            rename: Default::default(),
+            inputs: Vec::new(),
+            after: Vec::new(),
+            table_in: None,
+            table_out: None,
+            slice_rows: 1,
+            build: DataPipe::new("p")
+                .add_stage("s", crate::pipe::stage_fn(StageSpec::new(), |_, _| Ok(())))
+                .stages[0]
+                .build
+                .clone(),
+        }
+    }
+
+    #[track_caller]
+    fn check(first: &[Vec<f32>], second: &[Vec<f32>], mean: Option<f64>, unlike: Option<&str>) {
+        let diff = diff_stage(&planned(), &recorded(first), &recorded(second));
+        let key = &diff.keys[0];
+        assert_eq!((key.mean, key.unlike.as_deref()), (mean, unlike));
+    }
+
+    #[test]
+    fn means_are_over_what_can_be_measured() {
+        check(&[vec![1.0, 2.0]], &[vec![1.0, 4.0]], Some(1.0), None);
+        // Three pairs, the first of them half apart; then lists of other lengths.
+        check(
+            &[vec![1.0], vec![1.0, 2.0, 3.0, 4.0, 5.0]],
+            &[vec![1.5], vec![1.0, 2.0]],
+            Some(0.5 / 3.0),
+            Some("lengths 5 and 2"),
         );
+        check(&[vec![]], &[vec![1.0]], None, Some("lengths 0 and 1"));
     }
 }

@@ -7,6 +7,8 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::schedule::placement::Schedule;
+use crate::stage::RowRule;
+use crate::trace::diff_inputs::Cause;
 use crate::trace::format::Side;
 use crate::trace::stats::StatRow;
 use crate::trace::text::{Align, Table, short};
@@ -34,6 +36,8 @@ pub struct StatsStep {
 pub struct StatsDiff {
     /// Where they part: step, stage, key.
     pub parting: Option<(u64, String, String)>,
+    /// Whether the stage in which they part was given the same.
+    pub cause: Option<Cause>,
     /// Steps that both have, rising.
     pub steps: Vec<StatsStep>,
 }
@@ -83,7 +87,8 @@ pub(crate) fn diff_stats(schedule: &Schedule, first: &[StatRow], second: &[StatR
             means: (None, None),
         });
     }
-    if let Some((_, stage, key)) = &diff.parting {
+    if let Some((step, stage, key)) = &diff.parting {
+        diff.cause = cause(schedule, *step, stage, first, second);
         let name = (stage.as_str(), key.as_str());
         for step in &mut diff.steps {
             let mean = |of: &BTreeMap<u64, Emitted<'_>>| of[&step.step].get(&name)?.mean;
@@ -91,6 +96,38 @@ pub(crate) fn diff_stats(schedule: &Schedule, first: &[StatRow], second: &[StatR
         }
     }
     diff
+}
+
+/// Whether stage `name` was given the same rows in both runs, by their hashes. Those tell nothing of weights.
+fn cause(
+    schedule: &Schedule,
+    step: u64,
+    name: &str,
+    first: &[StatRow],
+    second: &[StatRow],
+) -> Option<Cause> {
+    let planned = schedule
+        .plan
+        .stages
+        .iter()
+        .find(|stage| stage.name == name)?;
+    let given = |rows: &'_ [StatRow]| -> BTreeMap<String, u64> {
+        let rows = rows
+            .iter()
+            .filter(|row| row.step == step && row.stage == name && row.side == Side::Input);
+        rows.map(|row| (row.key.clone(), row.hash)).collect()
+    };
+    let (left, right) = (given(first), given(second));
+    Some(match left == right {
+        false => Cause::InputsDiffer,
+        true if planned.spec.rows == RowRule::Source => Cause::Source,
+        true if left.is_empty() => Cause::Unknown,
+        true if planned.spec.models.is_empty() => Cause::SameInputs,
+        true => {
+            let models = planned.spec.models.iter();
+            Cause::WeightsUnknown(models.map(|(model, _)| model.clone()).collect())
+        }
+    })
 }
 
 impl fmt::Display for StatsDiff {
@@ -102,6 +139,9 @@ impl fmt::Display for StatsDiff {
             f,
             "by the hashes of what was emitted, the runs part in step {step}, stage `{stage}`, key `{key}`"
         )?;
+        if let Some(cause) = &self.cause {
+            writeln!(f, "  {cause}")?;
+        }
         let (first, second) = (
             format!("mean of {stage}.{key} in the first"),
             "in the second".to_owned(),

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::trace::format::FORMAT;
 
 /// Why a trace cannot be written or read. [`TraceError::code`] leads to a page in `docs/errors/`.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TraceError {
     /// A folder without a trace.
@@ -32,6 +32,24 @@ pub enum TraceError {
         path: PathBuf,
         /// What does not fit.
         reason: String,
+    },
+    /// A file that is whole, but of another step, stage or run than the one in whose place it lies.
+    #[error("`{}` is not what belongs there: it holds {found}, its place is that of {expected}", .path.display())]
+    Misplaced {
+        /// The file.
+        path: PathBuf,
+        /// What the file says that it is.
+        found: String,
+        /// What belongs there.
+        expected: String,
+    },
+    /// A file that another writer compressed in a way that this build does not decode.
+    #[error("`{}` is compressed with {codec}; the codecs that this build reads are none, Snappy, LZ4 and Gzip; write the file anew with one of them", .path.display())]
+    UnknownCodec {
+        /// The file.
+        path: PathBuf,
+        /// Name of the codec.
+        codec: String,
     },
     /// A step that is not in the trace.
     #[error("step {step} is not in `{}`; it holds {known}", .dir.display())]
@@ -70,8 +88,8 @@ impl TraceError {
     pub fn code(&self) -> &'static str {
         match self {
             TraceError::NoTrace { .. } => "T001",
-            TraceError::UnknownFormat { .. } => "T002",
-            TraceError::Damaged { .. } => "T003",
+            TraceError::UnknownFormat { .. } | TraceError::UnknownCodec { .. } => "T002",
+            TraceError::Damaged { .. } | TraceError::Misplaced { .. } => "T003",
             TraceError::NoStep { .. } | TraceError::NoStage { .. } => "T004",
             TraceError::File { .. } => "T005",
         }

@@ -3,11 +3,12 @@
 //! Stages are looked at in the order of the plan, so whatever is found first has inputs that are in order: faults that
 //! it caused lie behind it. Of each stage these are checked, one after the other:
 //!
-//! 1. its rows and keys are those that were written: every value of its input equals the writer's output;
-//! 2. the guards and the meaning of the keys hold of inputs and outputs: types, lengths, nulls, finite numbers, mask
+//! 1. its rows are those that the run recorded, by the hashes of the statistics (where a trace on disk has them);
+//! 2. its rows and keys are those that were written: every value of its input equals the writer's output;
+//! 3. the guards and the meaning of the keys hold of inputs and outputs: types, lengths, nulls, finite numbers, mask
 //!    kinds, signs of log-probs, no row lost;
-//! 3. its models had the weights that the step began with or that an update before it made;
-//! 4. a replay on the recorded input reproduces the outputs.
+//! 4. its models had the weights that the step began with or that an update before it made;
+//! 5. a replay on the recorded input reproduces the outputs.
 
 use std::fmt;
 
@@ -17,11 +18,15 @@ use crate::batch::RowId;
 use crate::diagnostic::quoted;
 use crate::schedule::placement::Schedule;
 use crate::stage::Cadence;
+use crate::trace::altered::{altered_fault, located};
 use crate::trace::compare::{Difference, DifferenceKind};
 use crate::trace::edges::compare_inputs;
 use crate::trace::invariants::{Broken, first_broken};
 use crate::trace::recorded::RecordedStep;
-use crate::trace::replay::{ReplayError, ReplayScope, Replayer};
+use crate::trace::replay::ReplayError;
+use crate::trace::replay::{ReplayReport, ReplayScope, ReplayedStage, Replayer};
+use crate::trace::stopped::stopped_fault;
+use crate::trace::store::DamagedFile;
 
 /// What kind of fault it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -39,8 +44,13 @@ pub enum Fault {
     Replay,
     /// The settings are not those that the step was recorded with.
     Settings,
-    /// The step ended with an error, and what it recorded before is in order.
+    /// A stage failed, in the step or when it was run again, or a rule ended the run for it, and what came before is in
+    /// order.
     Failed,
+    /// Rows are not those that the run recorded: their file was changed afterwards.
+    Altered,
+    /// A file of the step cannot be used.
+    Damaged,
 }
 
 /// The first thing that went wrong.
@@ -80,39 +90,117 @@ pub fn first_bad(
     recorded: &RecordedStep,
     replayer: Option<&mut Replayer<'_>>,
 ) -> Result<Option<FirstBad>, ReplayError> {
+    Ok(look(schedule, recorded, replayer)?.bad)
+}
+
+/// What came of looking at a step.
+#[derive(Debug, Default)]
+pub(crate) struct Looked {
+    pub bad: Option<FirstBad>,
+    /// Stages that were run again.
+    pub again: usize,
+    /// Why stages were not, one each.
+    pub skipped: Vec<String>,
+}
+
+/// As [`first_bad`], with what was run again for it.
+pub(crate) fn look(
+    schedule: &Schedule,
+    recorded: &RecordedStep,
+    replayer: Option<&mut Replayer<'_>>,
+) -> Result<Looked, ReplayError> {
+    let only = |bad| Looked {
+        bad,
+        ..Looked::default()
+    };
     let changed = settings(schedule, recorded);
     if changed.is_some() {
-        return Ok(changed);
+        return Ok(only(changed));
     }
     let stages = schedule.plan.stages.len();
     let seen = (0..stages)
-        .find_map(|index| Some((index, look_at(schedule, recorded, index)?)))
+        .find_map(|index| {
+            let altered = altered_fault(schedule, recorded, index);
+            Some((
+                index,
+                altered.or_else(|| look_at(schedule, recorded, index))?,
+            ))
+        })
         .or_else(|| Some((stages, failed(schedule, recorded)?)));
     let Some(replayer) = replayer else {
-        return Ok(seen.map(|(_, bad)| bad));
+        return Ok(only(seen.map(|(_, bad)| bad)));
     };
     let report = match replayer.replay_until(recorded, &ReplayScope::Step, true) {
         Ok(report) => report,
-        // A stage that failed then fails now; what it left behind is what there is to say.
-        Err(ReplayError::Run(_)) if seen.is_some() => return Ok(seen.map(|(_, bad)| bad)),
+        // What the step left behind is what there is to say.
+        Err(ReplayError::Run(_)) if seen.is_some() => return Ok(only(seen.map(|(_, bad)| bad))),
         Err(error) => return Err(error),
     };
-    let replayed = report.first().map(|difference| {
-        let stages = &schedule.plan.stages;
-        let index = stages
-            .iter()
-            .position(|stage| stage.name == difference.stage);
-        (index.unwrap_or(stages.len()), difference)
-    });
-    Ok(match (seen, replayed) {
-        (Some((at, bad)), Some((index, _))) if at <= index => Some(bad),
-        (_, Some((index, difference))) => Some(of_replay(schedule, recorded, index, difference)),
+    let bad = match (seen, again_bad(schedule, recorded, &report)) {
+        (Some((at, bad)), Some((index, _, difference))) if at == index => Some(match difference {
+            Some(difference) => located(bad, difference),
+            None => bad,
+        }),
+        (Some((at, bad)), Some((index, ..))) if at < index => Some(bad),
+        // A stage that failed then fails now.
+        (Some((_, bad)), Some((_, now, _)))
+            if now.fault == Fault::Failed && bad.fault == Fault::Failed =>
+        {
+            Some(bad)
+        }
+        (_, Some((_, bad, _))) => Some(bad),
         (seen, None) => seen.map(|(_, bad)| bad),
+    };
+    Ok(Looked {
+        bad,
+        again: report.stages.len(),
+        skipped: report
+            .skipped
+            .into_iter()
+            .map(|skipped| skipped.why)
+            .collect(),
     })
 }
 
-/// The end of a step that failed: in the last stage that was given something.
+/// The first stage that a replay gives something else of, with its index and where it differs.
+fn again_bad<'r>(
+    schedule: &Schedule,
+    recorded: &RecordedStep,
+    report: &'r ReplayReport,
+) -> Option<(usize, FirstBad, Option<&'r Difference>)> {
+    let is_bad = |stage: &&ReplayedStage| stage.failed.is_some() || stage.compared.first.is_some();
+    let stage = report.stages.iter().find(is_bad)?;
+    let mut stages = schedule.plan.stages.iter();
+    let index = stages.position(|planned| planned.name == stage.stage)?;
+    let bad = match (&stage.failed, &stage.compared.first) {
+        (None, Some(difference)) => {
+            let exact = report.changes.same_arithmetic();
+            of_replay(schedule, recorded, index, difference, exact)
+        }
+        (error, _) => {
+            let nothing = Difference::new(&stage.stage, "", DifferenceKind::Value);
+            let error = error.as_deref().unwrap_or_default();
+            let what = format!("what it was given is in order, but run again it fails: {error}");
+            found(
+                schedule,
+                recorded,
+                index,
+                Fault::Failed,
+                "output",
+                &nothing,
+                what,
+            )
+        }
+    };
+    Some((index, bad, stage.compared.first.as_ref()))
+}
+
+/// The end of a step that failed: where a rule saw what it ended the run for, else in the last stage that was given
+/// something.
 fn failed(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
+    if let Some(anomaly) = &recorded.stopped {
+        return Some(stopped_fault(schedule, anomaly, Some(recorded)));
+    }
     let error = recorded.error.as_ref()?;
     let given = |index: &usize| {
         let stage = recorded.stages.get(&schedule.plan.stages[*index].name);
@@ -130,6 +218,23 @@ fn failed(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
         &nothing,
         what,
     ))
+}
+
+/// A file that cannot be used, as a fault.
+pub(crate) fn damaged_fault(file: &DamagedFile) -> FirstBad {
+    FirstBad {
+        step: file.step,
+        stage: file.stage.clone().unwrap_or_default(),
+        fault: Fault::Damaged,
+        side: "output",
+        key: String::new(),
+        row: None,
+        sample: None,
+        index: None,
+        what: file.error.to_string(),
+        through: Vec::new(),
+        reaches: Vec::new(),
+    }
 }
 
 /// Settings of stages and the seed against those that were recorded.
@@ -234,6 +339,7 @@ fn of_replay(
     recorded: &RecordedStep,
     index: usize,
     difference: &Difference,
+    exact: bool,
 ) -> FirstBad {
     let (fault, what) = match difference.kind {
         DifferenceKind::Weights => (
@@ -245,11 +351,19 @@ fn of_replay(
             "what it was given is in order, but run again it emits something else",
         ),
     };
-    let what = format!("{what}\n{}", difference.explain("recorded", "replayed"));
+    let rounding = match exact {
+        true => "",
+        false => {
+            "; it was recorded on another machine, device or type, whose rounding can do that: run it again there to tell"
+        }
+    };
+    let sides = difference.explain("recorded", "replayed");
+    let what = format!("{what}{rounding}\n{sides}");
     found(schedule, recorded, index, fault, "output", difference, what)
 }
 
-fn found(
+/// A fault in stage `index`, at the place that `difference` names.
+pub(crate) fn found(
     schedule: &Schedule,
     recorded: &RecordedStep,
     index: usize,
@@ -312,7 +426,13 @@ impl FirstBad {
             _ if self.side == "input" => "input key",
             _ => "output key",
         };
-        if self.fault == Fault::Failed {
+        if self.fault == Fault::Damaged && self.stage.is_empty() {
+            return format!("step {}, a file of the step", self.step);
+        }
+        if self.fault == Fault::Damaged {
+            return format!("step {}, the file of stage `{}`", self.step, self.stage);
+        }
+        if self.fault == Fault::Failed && self.key.is_empty() {
             return format!("step {}, stage `{}`", self.step, self.stage);
         }
         let mut place = format!(

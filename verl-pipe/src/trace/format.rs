@@ -3,6 +3,7 @@
 //! | file | content |
 //! |---|---|
 //! | `format.json` | [`TraceFormat`]: format, version, pipeline, its stages in order |
+//! | `conditions.json` | [`Conditions`](crate::trace::conditions::Conditions): settings, machine, what the stages declare |
 //! | `stats/part-<first step>.parquet`, `stats/live.arrows` | statistics: a row a step, stage, side and key |
 //! | `steps/<step>/<stage>.parquet` | all rows that entered and left a stage in a step; [`StageManifest`] as file metadata |
 //! | `steps/<step>/step.json` | [`StepManifest`], written last: a step without it is not whole |
@@ -28,6 +29,9 @@ use crate::trace::error::TraceError;
 pub const FORMAT: u32 = 1;
 /// Key of the Parquet file metadata under which a [`StageManifest`] stands.
 pub const MANIFEST_KEY: &str = "verl.trace";
+
+/// Note of a step whose rows the flight recorder did not hold all.
+pub const ROWS_MISSING: &str = "rows that did not fit into the flight recorder are missing";
 
 /// Which side of a stage a batch is on.
 #[derive(
@@ -224,6 +228,11 @@ impl Layout {
     /// `format.json`.
     pub fn format(&self) -> PathBuf {
         self.dir.join("format.json")
+    }
+
+    /// `conditions.json`.
+    pub fn conditions(&self) -> PathBuf {
+        self.dir.join("conditions.json")
     }
 
     /// Folder of the statistics.

@@ -10,6 +10,7 @@ use crate::stage::RowRule;
 use crate::trace::cell::{Cell, cell};
 use crate::trace::compare::Rows;
 use crate::trace::recorded::{RecordedBatch, RecordedStage};
+use crate::trace::text;
 
 /// A value that breaks a rule.
 #[derive(Debug, Clone, PartialEq)]
@@ -260,7 +261,10 @@ fn missing_rows(schedule: &Schedule, index: usize, stage: &RecordedStage) -> Opt
         row: Some(row),
         sample: Some(RowId(id)),
         index: None,
-        what: format!("it was emitted {count} times instead of {expected}"),
+        what: {
+            let times = text::count(count as u64, "time");
+            format!("it was emitted {times} instead of {expected}")
+        },
         non_finite: false,
     })
 }

@@ -6,8 +6,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::batch::Batch;
 use crate::resource::WeightsVersion;
 use crate::run::runner::{RunSnapshot, RunState};
+use crate::trace::altered::AlteredKey;
+use crate::trace::error::TraceError;
 use crate::trace::format::StepManifest;
-use crate::trace::store::{SliceTrace, StageTrace, StepTrace};
+use crate::trace::rules::Anomaly;
+use crate::trace::store::{DamagedFile, SliceTrace, StageTrace, StepTrace};
 use crate::trace::tap::{Tap, TapPoint};
 
 /// A batch that one call of a stage was given or emitted, in the stage's own names of keys.
@@ -49,6 +52,12 @@ pub struct RecordedStep {
     pub state: Option<StepStart>,
     /// Why the step did not end well, if it did not.
     pub error: Option<String>,
+    /// What a rule found in this step and ended the run for.
+    pub stopped: Option<Anomaly>,
+    /// Keys whose rows are not those that the statistics recorded.
+    pub altered: Vec<AlteredKey>,
+    /// Files of the step that cannot be used; nothing of them is in [`RecordedStep::stages`].
+    pub damaged: Vec<DamagedFile>,
 }
 
 /// State of models and stages when a step began.
@@ -74,6 +83,13 @@ impl StepStart {
 }
 
 impl RecordedStep {
+    /// What is wrong with the file of `stage`, where it cannot be used.
+    pub fn damage_of(&self, stage: &str) -> Option<&TraceError> {
+        let mut files = self.damaged.iter();
+        let file = files.find(|file| file.stage.as_deref() == Some(stage))?;
+        Some(&file.error)
+    }
+
     /// A step as it was read from a trace, without its state; `after` is what the trace says of the step behind it,
     /// which tells the weights that this one made.
     pub fn from_trace(trace: StepTrace, after: Option<&StepManifest>) -> RecordedStep {
@@ -93,7 +109,8 @@ impl RecordedStep {
                 .into_iter()
                 .map(|stage| (stage.manifest.stage.clone(), RecordedStage::from(stage)))
                 .collect(),
-            state: None,
+            damaged: trace.damaged,
+            ..RecordedStep::default()
         }
     }
 }

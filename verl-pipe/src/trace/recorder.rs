@@ -3,6 +3,9 @@
 //! Batches share their buffers, so handing one over costs nothing. The queue is bounded: a recorder that cannot keep up
 //! slows the run down instead of filling the memory. At the end of a step that is recorded in full the run waits until
 //! the step is on disk, so at most one step's rows are held for writing.
+//!
+//! A thread that does not answer, because a rule or the disk hangs, is told in `stall.json` like any other wait, and given
+//! up in the end: the run goes on without its trace.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,15 +14,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crossbeam_channel::{Sender, bounded};
-use sha2::{Digest, Sha256};
+use crossbeam_channel::{RecvTimeoutError, SendTimeoutError, Sender, TrySendError, bounded};
 
 use crate::batch::Batch;
 use crate::resource::WeightsVersion;
 use crate::run::error::RunError;
 use crate::run::metrics::StepMetrics;
+use crate::run::start::seconds;
 use crate::run::state::RunState;
+use crate::run::watch::{Wait, Watch};
 use crate::schedule::placement::Schedule;
+use crate::trace::conditions::Conditions;
 use crate::trace::config::{TraceConfig, TraceWeights};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, Side, StageInfo, StateRef, TraceFormat};
@@ -28,7 +33,8 @@ use crate::trace::rules::{Anomaly, Rule};
 use crate::trace::state::write_state;
 use crate::trace::step_data::{Part, StageAbout};
 use crate::trace::tap::{Tap, TapPoint};
-use crate::trace::writer::{ROW_GROUP_BYTES, TraceWriter};
+use crate::trace::told_rule::ToldRule;
+use crate::trace::writer::{ROW_GROUP_BYTES, TraceWriter, write_json};
 
 /// Bytes that recording a step in full may take besides what the run itself holds: rows that wait for their files, and
 /// the row group that is encoded.
@@ -36,7 +42,7 @@ pub const MEMORY_BUDGET: usize = SPILL_BYTES + ROW_GROUP_BYTES;
 
 /// Batches that may wait for the thread.
 const QUEUE: usize = 1024;
-/// Longest wait for the thread at the end of a step and before an update; a disk may be slow.
+/// Longest wait for the thread; a disk may be slow.
 const PATIENCE: Duration = Duration::from_secs(600);
 /// Steps between two looks at the hashes of the weights.
 const VERSIONS_EVERY: u64 = 50;
@@ -60,6 +66,12 @@ pub struct Recorder {
     watches_weights: bool,
     /// Steps that the flight recorder wrote without their state.
     wanted: Arc<Mutex<Vec<u64>>>,
+    /// Tells waits for the thread.
+    watch: Watch,
+    /// The thread did not answer and was given up.
+    lost: AtomicBool,
+    /// The step that runs.
+    step: AtomicU64,
 }
 
 impl std::fmt::Debug for Recorder {
@@ -88,12 +100,12 @@ impl Recorder {
         if !config.stats && !plan.pipe.records_in_full() {
             return Ok(None);
         }
-        let hash = Sha256::digest(plan.to_string().as_bytes());
+        let conditions = Conditions::of(schedule);
         let format = TraceFormat {
             format: FORMAT,
             verl: env!("CARGO_PKG_VERSION").to_owned(),
             pipeline: plan.pipe.name.clone(),
-            plan_hash: hash.iter().map(|byte| format!("{byte:02x}")).collect(),
+            plan_hash: conditions.plan_hash.clone(),
             seed: plan.context.seed,
             steps: plan.context.steps,
             stages: stages
@@ -106,6 +118,7 @@ impl Recorder {
         };
         let writer = TraceWriter::create(run_dir, &format)?;
         let layout = writer.layout().clone();
+        write_json(&layout.conditions(), &conditions)?;
         let on_cpu = schedule
             .groups
             .iter()
@@ -117,13 +130,16 @@ impl Recorder {
             .sum();
         let shared = Shared::default();
         let Shared { wanted, used } = shared.clone();
+        let deadline = seconds(plan.pipe.run.stage_deadline_s);
+        let watch = Watch::start(Some(run_dir), deadline);
+        let told = |rule| Box::new(ToldRule::new(rule, watch.teller())) as Box<dyn Rule>;
         let recording = Recording::new(
             shared,
             writer,
             stages,
             config.clone(),
             format,
-            rules,
+            rules.into_iter().map(told).collect(),
             on_cpu,
         )?;
         let watches_weights = recording.watches_weights();
@@ -144,6 +160,9 @@ impl Recorder {
             kept: Mutex::default(),
             watches_weights,
             wanted,
+            watch,
+            lost: AtomicBool::new(false),
+            step: AtomicU64::new(0),
         })))
     }
 
@@ -281,7 +300,7 @@ impl Recorder {
 
     /// Waits until all that was handed over so far is done.
     pub(crate) fn sync(&self) {
-        self.send_and_wait(Message::Sync);
+        self.send_and_wait("what is left to do", Message::Sync);
     }
 
     /// Ends the thread once all is written.
@@ -291,15 +310,49 @@ impl Recorder {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        if let Some(thread) = thread {
-            self.send(Message::Close);
+        let Some(thread) = thread else { return };
+        // A thread that hangs cannot be waited for; it ends with the process.
+        if self
+            .send_and_wait("its last files", Message::Close)
+            .is_some()
+        {
             let _ = thread.join();
         }
     }
 
     /// A thread that is gone has told why; the run goes on without it.
     fn send(&self, message: Message) {
-        let _ = self.to.send(message);
+        if self.lost.load(Ordering::Relaxed) {
+            return;
+        }
+        let Err(TrySendError::Full(message)) = self.to.try_send(message) else {
+            return;
+        };
+        let _waiting = self.watch.begin(self.wait("room for more rows"));
+        let sent = self.to.send_timeout(message, PATIENCE);
+        if let Err(SendTimeoutError::Timeout(_)) = sent {
+            self.give_up();
+        }
+    }
+
+    /// A wait for the thread, which owes `what`.
+    fn wait(&self, what: &str) -> Wait {
+        Wait {
+            step: self.step.load(Ordering::Relaxed),
+            who: "trace".to_owned(),
+            owes: what.to_owned(),
+            on: "the thread of the trace".to_owned(),
+            deadline: PATIENCE,
+        }
+    }
+
+    fn give_up(&self) {
+        if !self.lost.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "trace: its thread did not answer within {} s, so a rule or the disk hangs; the run goes on, and from here on no rule looks and nothing is recorded",
+                PATIENCE.as_secs()
+            );
+        }
     }
 
     fn part(&self, point: TapPoint<'_>, side: Side, batch: &Batch, refused: Option<String>) {
@@ -314,15 +367,31 @@ impl Recorder {
         }));
     }
 
-    fn send_and_wait<T>(&self, message: impl FnOnce(Sender<T>) -> Message) -> Option<T> {
+    fn send_and_wait<T>(
+        &self,
+        what: &str,
+        message: impl FnOnce(Sender<T>) -> Message,
+    ) -> Option<T> {
         let (told, answer) = bounded(1);
         self.send(message(told));
-        answer.recv_timeout(PATIENCE).ok()
+        if self.lost.load(Ordering::Relaxed) {
+            return None;
+        }
+        let _waiting = self.watch.begin(self.wait(what));
+        match answer.recv_timeout(PATIENCE) {
+            Ok(answer) => Some(answer),
+            Err(RecvTimeoutError::Disconnected) => None,
+            Err(RecvTimeoutError::Timeout) => {
+                self.give_up();
+                None
+            }
+        }
     }
 }
 
 impl Tap for Recorder {
     fn step_begin(&self, step: u64) {
+        self.step.store(step, Ordering::Relaxed);
         self.send(Message::Begin { step });
     }
 
@@ -343,13 +412,14 @@ impl Tap for Recorder {
             return Ok(());
         }
         let (stage, batch) = (point.index, batch.clone());
-        let answer = self.send_and_wait(|told| Message::Gate { stage, batch, told });
+        let gate = |told| Message::Gate { stage, batch, told };
+        let answer = self.send_and_wait("its findings", gate);
         answer.flatten().map_or(Ok(()), Err)
     }
 
     fn step_end(&self, step: u64) {
         if self.config.captures_step(step) || self.debug_stages {
-            self.send_and_wait(|told| Message::End {
+            self.send_and_wait("its rows on disk", |told| Message::End {
                 step,
                 told: Some(told),
             });
@@ -361,7 +431,7 @@ impl Tap for Recorder {
     fn step_failed(&self, _step: u64, error: &RunError) {
         let cancelled = matches!(error, RunError::Cancelled { .. });
         let reason = error.to_string();
-        self.send_and_wait(|told| Message::Failed {
+        self.send_and_wait("its rows on disk", |told| Message::Failed {
             cancelled,
             reason,
             told,

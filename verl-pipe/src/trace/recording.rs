@@ -12,7 +12,9 @@ use crate::batch::Batch;
 use crate::resource::WeightsVersion;
 use crate::trace::config::TraceConfig;
 use crate::trace::error::TraceError;
-use crate::trace::format::{FORMAT, Reason, Side, StateRef, StepManifest, TraceFormat, parse};
+use crate::trace::format::{
+    FORMAT, ROWS_MISSING, Reason, Side, StateRef, StepManifest, TraceFormat, parse,
+};
 use crate::trace::rules::{Anomaly, MetricsView, Rule, RuleBook, SeenBatch, Severity, StepView};
 use crate::trace::stats_table::StatsWriter;
 use crate::trace::step_data::{Part, Ring, StageAbout, StepData, StepFiles, StepHeader};
@@ -62,7 +64,7 @@ pub(crate) enum Message {
         versions: BTreeMap<String, WeightsVersion>,
     },
     Sync(Sender<()>),
-    Close,
+    Close(Sender<()>),
 }
 
 /// State at the start of a step.
@@ -167,6 +169,7 @@ impl Recording {
 
     /// Works until it is told to end.
     pub(crate) fn serve(mut self, inbox: &Receiver<Message>) {
+        let mut closed = None;
         while let Ok(message) = inbox.recv() {
             match message {
                 Message::Begin { step } => self.begin(step),
@@ -205,11 +208,17 @@ impl Recording {
                 Message::Sync(told) => {
                     let _ = told.send(());
                 }
-                Message::Close => break,
+                Message::Close(told) => {
+                    closed = Some(told);
+                    break;
+                }
             }
         }
         let written = self.table.as_mut().map_or(Ok(()), StatsWriter::part);
         self.tell("statistics", written);
+        if let Some(told) = closed {
+            let _ = told.send(());
+        }
     }
 
     fn begin(&mut self, step: u64) {
@@ -481,7 +490,7 @@ impl Recording {
         self.used.fetch_add(written, Ordering::Relaxed);
         let mut notes = Vec::new();
         if self.data.dropped && reason != Reason::Asked {
-            notes.push("rows that did not fit into the flight recorder are missing".to_owned());
+            notes.push(ROWS_MISSING.to_owned());
         }
         if !self.data.ended {
             notes.push("the step ended with an error; what came before it is here".to_owned());

@@ -4,6 +4,7 @@ use crate::schedule::placement::Schedule;
 use crate::trace::first_bad::{Fault, FirstBad, reaches, through};
 use crate::trace::format::Side;
 use crate::trace::stats::StatRow;
+use crate::trace::text::count;
 
 /// The first fault that the statistics of one step show, in the order of the plan: a value that is not finite, or an
 /// input whose hash is not that of what was written.
@@ -24,8 +25,12 @@ pub(crate) fn first_fault_of_stats(
             let same = written.hash == row.hash && written.rows == row.rows;
             (!same).then(|| {
                 let what = format!(
-                    "the hash of its {} rows is {:016x}, but `{}` wrote {} rows with hash {:016x}",
-                    row.rows, row.hash, written.stage, written.rows, written.hash
+                    "the hash of its {} is {:016x}, but `{}` wrote {} with hash {:016x}",
+                    count(row.rows, "row"),
+                    row.hash,
+                    written.stage,
+                    count(written.rows, "row"),
+                    written.hash
                 );
                 fault(schedule, index, Fault::Edge, row, what)
             })
@@ -33,7 +38,9 @@ pub(crate) fn first_fault_of_stats(
         let non_finite = || {
             let mut both = of(Side::Input).chain(of(Side::Output));
             let row = both.find(|row| row.non_finite > 0)?;
-            let what = format!("{} of {} values are not finite", row.non_finite, row.count);
+            let verb = if row.non_finite == 1 { "is" } else { "are" };
+            let values = count(row.count, "value");
+            let what = format!("{} of {values} {verb} not finite", row.non_finite);
             Some(fault(schedule, index, Fault::NonFinite, row, what))
         };
         edge.or_else(non_finite)

@@ -1,34 +1,27 @@
 //! The table of statistics on disk: Parquet parts of some dozen steps, and the newest steps in an Arrow stream beside.
 
 use std::fs::{self, File};
-use std::io::BufReader;
-use std::ops::RangeBounds;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use arrow_array::builder::{ListBuilder, PrimitiveBuilder};
-use arrow_array::cast::AsArray;
-use arrow_array::types::{ArrowPrimitiveType, Float64Type, UInt16Type, UInt32Type, UInt64Type};
-use arrow_array::{Array, ArrayRef, Float64Array, RecordBatch, StringArray, UInt64Array};
-use arrow_ipc::reader::StreamReader;
+use arrow_array::types::{ArrowPrimitiveType, UInt16Type, UInt32Type};
+use arrow_array::{ArrayRef, Float64Array, RecordBatch, StringArray, UInt64Array};
 use arrow_ipc::writer::StreamWriter;
 use arrow_schema::{ArrowError, Schema};
 use parquet::arrow::ArrowWriter;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::basic::Compression;
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 
 use crate::trace::columns::{Of, STAT_COLUMNS};
 use crate::trace::error::TraceError;
-use crate::trace::format::{FORMAT, MANIFEST_KEY, Side};
-use crate::trace::ratio::RatioStats;
+use crate::trace::format::{FORMAT, MANIFEST_KEY};
 use crate::trace::stats::StatRow;
-use crate::trace::store::TraceDir;
 use crate::trace::writer::{aside, make_dir, write_aside};
 
 /// Names of the quantile columns.
-const QUANTILE_COLUMNS: [&str; 7] = ["p01", "p05", "p25", "p50", "p75", "p95", "p99"];
+pub(super) const QUANTILE_COLUMNS: [&str; 7] = ["p01", "p05", "p25", "p50", "p75", "p95", "p99"];
 
 /// Rows as a record batch with the columns of [`STAT_COLUMNS`].
 pub(crate) fn to_record(rows: &[StatRow]) -> Result<RecordBatch, ArrowError> {
@@ -56,93 +49,8 @@ fn lists<T: ArrowPrimitiveType>(rows: &[StatRow], of: fn(&(u16, u32)) -> T::Nati
     Arc::new(builder.finish())
 }
 
-/// The rows of a record batch; `None` where a column is missing or of another type.
-fn from_record(record: &RecordBatch) -> Option<Vec<StatRow>> {
-    let text = |name: &str| record.column_by_name(name)?.as_string_opt::<i32>();
-    let whole = |name: &str| {
-        record
-            .column_by_name(name)?
-            .as_primitive_opt::<UInt64Type>()
-    };
-    let real = |name: &str| {
-        record
-            .column_by_name(name)?
-            .as_primitive_opt::<Float64Type>()
-    };
-    let (stage, side, key, name) = (text("stage")?, text("side")?, text("key")?, text("name")?);
-    let counterpart = text("counterpart")?;
-    let buckets = record
-        .column_by_name("sketch_buckets")?
-        .as_list_opt::<i32>()?;
-    let counts = record
-        .column_by_name("sketch_counts")?
-        .as_list_opt::<i32>()?;
-    let row = |at: usize| -> Option<StatRow> {
-        let u = |name: &str| whole(name).map(|a| a.value(at));
-        let maybe_u = |name: &str| Some(whole(name)?).map(|a| a.is_valid(at).then(|| a.value(at)));
-        let f = |name: &str| Some(real(name)?).map(|a| a.is_valid(at).then(|| a.value(at)));
-        let mut quantiles = [None; 7];
-        for (slot, column) in quantiles.iter_mut().zip(QUANTILE_COLUMNS) {
-            *slot = f(column)?;
-        }
-        let (b, c) = (buckets.value(at), counts.value(at));
-        let (b, c) = (
-            b.as_primitive_opt::<UInt16Type>()?,
-            c.as_primitive_opt::<UInt32Type>()?,
-        );
-        let ratio = match counterpart.is_valid(at) {
-            true => Some(RatioStats {
-                counterpart: counterpart.value(at).to_owned(),
-                tokens: maybe_u("ratio_tokens")??,
-                diff_mean: f("diff_mean")??,
-                diff_max: f("diff_max")??,
-                k1: f("k1")??,
-                ratio_min: f("ratio_min")??,
-                ratio_max: f("ratio_max")??,
-                probability_diff: f("probability_diff")??,
-                ess: f("ess")??,
-            }),
-            false => None,
-        };
-        Some(StatRow {
-            step: u("step")?,
-            stage: stage.value(at).to_owned(),
-            side: match side.value(at) {
-                "input" => Side::Input,
-                _ => Side::Output,
-            },
-            key: key.value(at).to_owned(),
-            name: name.value(at).to_owned(),
-            rows: u("rows")?,
-            nulls: u("nulls")?,
-            count: u("count")?,
-            tokens: u("tokens")?,
-            zeros: u("zeros")?,
-            non_finite: u("non_finite")?,
-            min: f("min")?,
-            max: f("max")?,
-            mean: f("mean")?,
-            std: f("std")?,
-            quantiles,
-            sketch: b
-                .values()
-                .iter()
-                .copied()
-                .zip(c.values().iter().copied())
-                .collect(),
-            hash: u("hash")?,
-            length_min: maybe_u("length_min")?,
-            length_mean: f("length_mean")?,
-            length_max: maybe_u("length_max")?,
-            truncated_share: f("truncated_share")?,
-            ratio,
-        })
-    };
-    (0..record.num_rows()).map(row).collect()
-}
-
 /// Writes the table as a run goes on.
-pub(crate) struct StatsWriter {
+pub struct StatsWriter {
     dir: PathBuf,
     part_steps: usize,
     live: Option<StreamWriter<File>>,
@@ -152,8 +60,11 @@ pub(crate) struct StatsWriter {
 }
 
 impl StatsWriter {
-    /// Makes the folder.
-    pub(crate) fn create(dir: PathBuf, part_steps: usize) -> Result<StatsWriter, TraceError> {
+    /// Makes the folder; `part_steps` steps go into a part.
+    ///
+    /// # Errors
+    /// A disk that refuses.
+    pub fn create(dir: PathBuf, part_steps: usize) -> Result<StatsWriter, TraceError> {
         make_dir(&dir)?;
         Ok(StatsWriter {
             dir,
@@ -165,7 +76,10 @@ impl StatsWriter {
     }
 
     /// Adds the rows of a step: into the stream, and with enough steps into a part of their own.
-    pub(crate) fn step(&mut self, step: u64, rows: &[StatRow]) -> Result<(), TraceError> {
+    ///
+    /// # Errors
+    /// A disk that refuses.
+    pub fn step(&mut self, step: u64, rows: &[StatRow]) -> Result<(), TraceError> {
         if rows.is_empty() {
             return Ok(());
         }
@@ -183,7 +97,10 @@ impl StatsWriter {
     }
 
     /// What is waiting goes into a part; for the end of a run.
-    pub(crate) fn part(&mut self) -> Result<(), TraceError> {
+    ///
+    /// # Errors
+    /// A disk that refuses.
+    pub fn part(&mut self) -> Result<(), TraceError> {
         let Some(first) = self.waiting.first() else {
             return Ok(());
         };
@@ -241,81 +158,14 @@ impl StatsWriter {
     }
 }
 
-impl TraceDir {
-    /// Statistics of the steps in `range`, in the order of steps and stages; those of a run that still goes on too.
-    ///
-    /// # Errors
-    /// A part that is damaged or in another format.
-    pub fn stats(&self, range: impl RangeBounds<u64>) -> Result<Vec<StatRow>, TraceError> {
-        let dir = self.layout().stats();
-        let mut rows = Vec::new();
-        // The stream first: should a part be written meanwhile, its steps are found in either.
-        let live = read_live(&dir.join("live.arrows"));
-        for path in parts(&dir) {
-            rows.extend(read_part(&path)?);
-        }
-        let last = rows.iter().map(|row: &StatRow| row.step).max();
-        rows.extend(live.into_iter().filter(|row| Some(row.step) > last));
-        rows.retain(|row| range.contains(&row.step));
-        Ok(rows)
-    }
-}
-
-fn parts(dir: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-    let mut paths: Vec<PathBuf> = entries
-        .map(|entry| entry.path())
-        .filter(|path| {
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            name.starts_with("part-") && name.ends_with(".parquet")
-        })
-        .collect();
-    paths.sort();
-    paths
-}
-
-fn read_part(path: &Path) -> Result<Vec<StatRow>, TraceError> {
-    let file = File::open(path).map_err(|e| TraceError::file("open", path, e))?;
-    let builder =
-        ParquetRecordBatchReaderBuilder::try_new(file).map_err(|e| TraceError::damaged(path, e))?;
-    let about = builder.metadata().file_metadata().key_value_metadata();
-    let mut entries = about.into_iter().flatten();
-    let told = entries.find(|entry| entry.key == MANIFEST_KEY);
-    let text = told
-        .and_then(|entry| entry.value.clone())
-        .unwrap_or_default();
-    let _: serde_json::Value = crate::trace::format::parse(path, &text)?;
-    let reader = builder.build().map_err(|e| TraceError::damaged(path, e))?;
-    let mut rows = Vec::new();
-    for record in reader {
-        let record = record.map_err(|e| TraceError::damaged(path, e))?;
-        let read = from_record(&record);
-        rows.extend(read.ok_or_else(|| TraceError::damaged(path, "a column is missing"))?);
-    }
-    Ok(rows)
-}
-
-/// What can be read of a stream whose writer may be in the middle of a message, or gone.
-fn read_live(path: &Path) -> Vec<StatRow> {
-    let Ok(file) = File::open(path) else {
-        return Vec::new();
-    };
-    let Ok(reader) = StreamReader::try_new(BufReader::new(file), None) else {
-        return Vec::new();
-    };
-    let whole = reader.map_while(Result::ok);
-    whole
-        .filter_map(|record| from_record(&record))
-        .flatten()
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
-
     use super::*;
-    use crate::trace::format::TraceFormat;
+    use crate::trace::format::{Side, TraceFormat};
+    use crate::trace::ratio::RatioStats;
     use crate::trace::stats::{KeyStats, Place};
+    use crate::trace::stats_read::{from_record, parts};
+    use crate::trace::store::TraceDir;
     use crate::trace::writer::TraceWriter;
 
     fn rows(step: u64) -> Vec<StatRow> {
@@ -391,7 +241,7 @@ mod tests {
         );
         let names: Vec<String> = parts(&trace.layout().stats())
             .iter()
-            .map(|path| {
+            .map(|(_, path)| {
                 path.file_name()
                     .unwrap_or_default()
                     .to_string_lossy()
@@ -414,6 +264,51 @@ mod tests {
         let told = STAT_COLUMNS.map(|column| (column.name, column.column().holds.arrow()));
         let told: Vec<_> = told.iter().map(|(name, holds)| (*name, holds)).collect();
         assert_eq!(written, told);
+    }
+
+    #[test]
+    fn a_part_that_is_damaged_leaves_the_others() {
+        let (temp, trace) = trace();
+        let mut writer = StatsWriter::create(trace.layout().stats(), 2).expect("creates");
+        for step in 1..=7 {
+            writer.step(step, &rows(step)).expect("writes");
+        }
+        let path = trace.layout().stats().join("part-00000003.parquet");
+        fs::write(&path, "PAR1 and no more").expect("writes");
+        let read = TraceDir::open(temp.path()).expect("opens");
+        let (found, damaged) = read.stats_as_found(..);
+        let expected = [1, 2, 5, 6, 7].map(rows).concat();
+        assert_eq!(found, expected);
+        let told = damaged[0].to_string();
+        assert!(
+            told.starts_with("step 3: `") && told.contains("part-00000003.parquet` is damaged"),
+            "{told}"
+        );
+        assert_eq!(read.stats(..).expect_err("damaged").code(), "T003");
+        // Steps of other parts are read without it.
+        for range in [1..3, 5..6, 6..9] {
+            let expected: Vec<StatRow> = range
+                .clone()
+                .take_while(|s| *s < 8)
+                .flat_map(rows)
+                .collect();
+            assert_eq!(read.stats(range).expect("another part"), expected);
+        }
+        assert_eq!(read.stats(4..=4).expect_err("damaged").code(), "T003");
+    }
+
+    #[test]
+    fn a_side_that_is_none_is_told() {
+        let record = to_record(&rows(1)).expect("a record");
+        let at = record.schema().index_of("side").expect("there");
+        let mut columns = record.columns().to_vec();
+        columns[at] = Arc::new(StringArray::from(vec!["output", "parameter"]));
+        let record = RecordBatch::try_new(record.schema(), columns).expect("a record");
+        let told = from_record(&record).expect_err("no side");
+        assert_eq!(
+            told,
+            "a row has the side `parameter`; a row is `input` or `output`"
+        );
     }
 
     #[test]

@@ -1,23 +1,20 @@
 //! [`TraceDir`]: reads what a run traced. It never writes, and reads the folder of a run that is still going on.
 
-use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
 
-use arrow_array::{ArrayRef, RecordBatch};
-use arrow_schema::{DataType, Field, Schema, SchemaRef};
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
-
-use crate::batch::{Batch, GROUP_ID, SAMPLE_ID};
+use crate::batch::Batch;
+use crate::diagnostic::quoted;
 use crate::trace::error::TraceError;
 use crate::trace::format::{
-    KeyColumn, Layout, MANIFEST_KEY, Side, SliceSpan, StageManifest, StepManifest, TraceFormat,
-    parse,
+    Layout, Side, StageFile, StageManifest, StepManifest, TraceFormat, parse, stage_file,
 };
+use crate::trace::stage_rows::read_stage_if;
 
-/// Rows that are decoded at once.
-const READ_ROWS: usize = 4096;
+pub use crate::trace::stage_rows::read_stage;
 
 /// The trace of a run.
 ///
@@ -36,6 +33,8 @@ pub struct TraceDir {
     layout: Layout,
     format: TraceFormat,
     steps: BTreeMap<u64, StepManifest>,
+    /// Steps whose `step.json` cannot be used.
+    damaged: BTreeMap<u64, TraceError>,
     notes: Vec<String>,
 }
 
@@ -46,6 +45,29 @@ pub struct StepTrace {
     pub manifest: StepManifest,
     /// Stages in the order of execution.
     pub stages: Vec<StageTrace>,
+    /// Files of the step that cannot be used; empty where [`TraceDir::step`] read it.
+    pub damaged: Vec<DamagedFile>,
+}
+
+/// A file of a trace that is there and cannot be used: damaged, misplaced, in another format.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DamagedFile {
+    /// The step that it is about; of a file of statistics the first of them.
+    pub step: u64,
+    /// The stage that it is about, where it is about one.
+    pub stage: Option<String>,
+    /// What is wrong with it; names the file.
+    pub error: TraceError,
+}
+
+impl fmt::Display for DamagedFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "step {}", self.step)?;
+        if let Some(stage) = &self.stage {
+            write!(f, ", stage `{stage}`")?;
+        }
+        write!(f, ": {}", self.error)
+    }
 }
 
 /// A recorded stage of a step.
@@ -73,7 +95,8 @@ pub struct SliceTrace {
 }
 
 impl TraceDir {
-    /// Opens the trace in a run's folder. Steps that are not whole are left out; [`TraceDir::notes`] tells which.
+    /// Opens the trace in a run's folder. Steps that are not whole, and steps whose `step.json` cannot be used, are left
+    /// out; [`TraceDir::notes`] tells which.
     ///
     /// # Errors
     /// No trace there; a format that is not known.
@@ -89,29 +112,83 @@ impl TraceDir {
             layout,
             format,
             steps: BTreeMap::new(),
+            damaged: BTreeMap::new(),
             notes: Vec::new(),
         };
-        trace.find_steps()?;
+        trace.find_steps();
         Ok(trace)
     }
 
-    fn find_steps(&mut self) -> Result<(), TraceError> {
+    fn find_steps(&mut self) {
         let Ok(entries) = fs::read_dir(self.layout.steps()) else {
-            return Ok(());
+            return;
         };
         let names = entries
             .flatten()
             .filter_map(|e| e.file_name().into_string().ok());
-        let mut found: Vec<u64> = names.filter_map(|name| name.parse().ok()).collect();
+        let numbered = names.filter_map(|name| Some((name.parse().ok()?, name)));
+        let mut found: Vec<(u64, String)> = numbered.collect();
         found.sort_unstable();
-        for step in found {
-            let path = self.layout.manifest(step);
-            match fs::read_to_string(&path) {
-                Ok(text) => drop(self.steps.insert(step, parse(&path, &text)?)),
-                Err(_) => self.notes.push(format!(
+        for (step, name) in found {
+            let dir = self.layout.step(step);
+            if dir.file_name().is_none_or(|own| *own != *name) {
+                self.notes.push(format!(
+                    "the folder `{name}` is left out: the folder of step {step} is called `{}`",
+                    dir.file_name().unwrap_or_default().to_string_lossy()
+                ));
+                continue;
+            }
+            match self.read_manifest(step) {
+                Ok(Some(manifest)) => drop(self.steps.insert(step, manifest)),
+                Ok(None) => self.notes.push(format!(
                     "step {step} is not whole and is left out: the run ended, or is still, in the middle of it"
                 )),
+                Err(error) => {
+                    self.notes.push(format!("step {step} is left out: {error}"));
+                    self.damaged.insert(step, error);
+                }
             }
+        }
+    }
+
+    /// The `step.json` in the folder of `step`, where it is that step's; `None` where there is none.
+    fn read_manifest(&self, step: u64) -> Result<Option<StepManifest>, TraceError> {
+        let path = self.layout.manifest(step);
+        let bytes = match fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(TraceError::file("read", &path, error)),
+        };
+        let text = std::str::from_utf8(&bytes).map_err(|e| TraceError::damaged(&path, e))?;
+        let manifest: StepManifest = parse(&path, text)?;
+        if manifest.step != step {
+            return Err(TraceError::Misplaced {
+                path,
+                found: format!("step {}", manifest.step),
+                expected: format!("step {step}"),
+            });
+        }
+        self.check_stages(&path, &manifest.stages)?;
+        Ok(Some(manifest))
+    }
+
+    /// Whether a step lists stages of this run, each once, under the names of their files.
+    fn check_stages(&self, path: &Path, files: &[StageFile]) -> Result<(), TraceError> {
+        let mut seen = BTreeSet::new();
+        for StageFile { stage, file, .. } in files {
+            let known = || self.format.stages.iter().map(|known| known.name.as_str());
+            let wrong = if !known().any(|known| known == stage) {
+                let known = quoted(known());
+                format!("it lists stage `{stage}`, which is none of the run's ({known})")
+            } else if !seen.insert(stage) {
+                format!("it lists stage `{stage}` twice")
+            } else if *file != stage_file(stage) {
+                let own = stage_file(stage);
+                format!("it lists `{file}` as the file of stage `{stage}`, which is called `{own}`")
+            } else {
+                continue;
+            };
+            return Err(TraceError::damaged(path, wrong));
         }
         Ok(())
     }
@@ -136,11 +213,23 @@ impl TraceDir {
         self.steps.keys().copied().collect()
     }
 
+    /// Steps whose `step.json` cannot be used, rising.
+    pub fn damaged_steps(&self) -> impl Iterator<Item = DamagedFile> + '_ {
+        self.damaged.iter().map(|(step, error)| DamagedFile {
+            step: *step,
+            stage: None,
+            error: error.clone(),
+        })
+    }
+
     /// What `step.json` of a recorded step says.
     ///
     /// # Errors
-    /// [`TraceError::NoStep`].
+    /// [`TraceError::NoStep`]; what is wrong with a `step.json` that cannot be used.
     pub fn manifest(&self, step: u64) -> Result<&StepManifest, TraceError> {
+        if let Some(error) = self.damaged.get(&step) {
+            return Err(error.clone());
+        }
         self.steps.get(&step).ok_or_else(|| TraceError::NoStep {
             dir: self.layout.dir.clone(),
             step,
@@ -154,21 +243,75 @@ impl TraceDir {
     /// A recorded step, all stages of it.
     ///
     /// # Errors
-    /// [`TraceError::NoStep`]; a file that is damaged.
+    /// [`TraceError::NoStep`]; a file that is damaged, misplaced or in another format.
     pub fn step(&self, step: u64) -> Result<StepTrace, TraceError> {
+        let mut read = self.step_as_found(step)?;
+        match read.damaged.is_empty() {
+            true => Ok(read),
+            false => Err(read.damaged.swap_remove(0).error),
+        }
+    }
+
+    /// A recorded step, all stages of it that can be read; the others are named in [`StepTrace::damaged`].
+    ///
+    /// # Errors
+    /// [`TraceError::NoStep`]; a step of which nothing can be read.
+    pub fn step_as_found(&self, step: u64) -> Result<StepTrace, TraceError> {
         let manifest = self.manifest(step)?.clone();
-        let dir = self.layout.step(step);
-        let files = manifest.stages.iter();
-        let stages = files
-            .map(|file| read_stage(&dir.join(&file.file)))
-            .collect::<Result<_, _>>()?;
-        Ok(StepTrace { manifest, stages })
+        let (mut stages, mut damaged) = (Vec::new(), Vec::new());
+        for file in &manifest.stages {
+            match self.read(step, file) {
+                Ok(stage) => stages.push(stage),
+                Err(error) => damaged.push(DamagedFile {
+                    step,
+                    stage: Some(file.stage.clone()),
+                    error,
+                }),
+            }
+        }
+        match damaged.first() {
+            Some(first) if stages.is_empty() => Err(first.error.clone()),
+            _ => Ok(StepTrace {
+                manifest,
+                stages,
+                damaged,
+            }),
+        }
+    }
+
+    /// The file of a stage that `step.json` lists, where it is what its place says.
+    fn read(&self, step: u64, file: &StageFile) -> Result<StageTrace, TraceError> {
+        let path = self.layout.step(step).join(&file.file);
+        let known = self.format.stages.iter();
+        let kind = known.clone().find(|known| known.name == file.stage);
+        let kind = kind.map_or("", |known| known.kind.as_str());
+        let seed = self.format.seed;
+        read_stage_if(&path, |manifest| {
+            let told = |step, stage: &str, kind: &str, seed| {
+                format!("stage `{stage}` (kind `{kind}`) of step {step} of a run with seed {seed}")
+            };
+            let found = told(
+                manifest.step,
+                &manifest.stage,
+                &manifest.kind,
+                manifest.seed,
+            );
+            let expected = told(step, &file.stage, kind, seed);
+            match found == expected {
+                true => Ok(()),
+                false => Err(TraceError::Misplaced {
+                    path: path.clone(),
+                    found,
+                    expected,
+                }),
+            }
+        })
     }
 
     /// One stage of a recorded step.
     ///
     /// # Errors
-    /// A step or stage that was not recorded; a file that is damaged.
+    /// A step or stage that was not recorded; a file that is damaged, misplaced or in another format.
     pub fn stage(&self, step: u64, stage: &str) -> Result<StageTrace, TraceError> {
         let manifest = self.manifest(step)?;
         let file = manifest.stages.iter().find(|file| file.stage == stage);
@@ -177,10 +320,10 @@ impl TraceDir {
             stage: stage.to_owned(),
             known: match manifest.stages.as_slice() {
                 [] => "none".to_owned(),
-                files => crate::diagnostic::quoted(files.iter().map(|f| f.stage.as_str())),
+                files => quoted(files.iter().map(|f| f.stage.as_str())),
             },
         })?;
-        read_stage(&self.layout.step(step).join(&file.file))
+        self.read(step, file)
     }
 }
 
@@ -225,138 +368,10 @@ pub(crate) fn ranges(numbers: impl Iterator<Item = u64>) -> String {
     told.collect::<Vec<_>>().join(", ")
 }
 
-/// Reads a stage's file.
-///
-/// # Errors
-/// A file that is missing or damaged, or in another format.
-pub fn read_stage(path: &Path) -> Result<StageTrace, TraceError> {
-    let damaged = |reason: String| TraceError::damaged(path, reason);
-    let file = File::open(path).map_err(|e| TraceError::file("open", path, e))?;
-    let builder =
-        ParquetRecordBatchReaderBuilder::try_new(file).map_err(|e| damaged(e.to_string()))?;
-    let about = builder.metadata().file_metadata().key_value_metadata();
-    let text = about
-        .into_iter()
-        .flatten()
-        .find(|entry| entry.key == MANIFEST_KEY)
-        .and_then(|entry| entry.value.clone())
-        .ok_or_else(|| damaged(format!("it has no `{MANIFEST_KEY}` in its metadata")))?;
-    let manifest: StageManifest = parse(path, &text)?;
-    let schema = builder.schema().clone();
-    let reader = builder
-        .with_batch_size(READ_ROWS)
-        .build()
-        .map_err(|e| damaged(e.to_string()))?;
-    let pieces = reader
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(|e| damaged(e.to_string()))?;
-    let rows = FileRows {
-        path: path.to_owned(),
-        schema,
-        pieces,
-    };
-    let inputs = rows.slices(&manifest, Side::Input)?;
-    let outputs = rows.slices(&manifest, Side::Output)?;
-    Ok(StageTrace {
-        manifest,
-        inputs,
-        outputs,
-    })
-}
-
-/// The decoded rows of a file.
-struct FileRows {
-    path: PathBuf,
-    schema: SchemaRef,
-    pieces: Vec<RecordBatch>,
-}
-
-impl FileRows {
-    /// The slices of one side; parts of a slice are put together.
-    fn slices(&self, manifest: &StageManifest, side: Side) -> Result<Vec<SliceTrace>, TraceError> {
-        let keys: Vec<&KeyColumn> = manifest.keys.iter().filter(|k| k.side == side).collect();
-        let schema = self.batch_schema(&keys)?;
-        let mut spans: Vec<&SliceSpan> =
-            manifest.slices.iter().filter(|s| s.side == side).collect();
-        spans.sort_by_key(|span| (span.slice, span.first));
-        spans
-            .chunk_by(|a, b| a.slice == b.slice)
-            .map(|parts| {
-                let columns = [SAMPLE_ID, GROUP_ID]
-                    .into_iter()
-                    .chain(keys.iter().map(|key| key.column.as_str()))
-                    .map(|column| self.column(column, parts))
-                    .collect::<Result<Vec<ArrayRef>, _>>()?;
-                let record = RecordBatch::try_new(schema.clone(), columns)
-                    .map_err(|e| TraceError::damaged(&self.path, e))?;
-                let batch =
-                    Batch::from_record(record).map_err(|e| TraceError::damaged(&self.path, e))?;
-                Ok(SliceTrace {
-                    wave: parts[0].wave,
-                    slice: parts[0].slice,
-                    rows: parts[0].rows.clone(),
-                    batch,
-                })
-            })
-            .collect()
-    }
-
-    fn batch_schema(&self, keys: &[&KeyColumn]) -> Result<SchemaRef, TraceError> {
-        let mut fields = vec![
-            Field::new(SAMPLE_ID, DataType::UInt64, false),
-            Field::new(GROUP_ID, DataType::UInt64, false),
-        ];
-        for key in keys {
-            let stored = self
-                .schema
-                .field_with_name(&key.column)
-                .map_err(|e| TraceError::damaged(&self.path, e))?;
-            fields.push(Field::new(
-                &key.key,
-                stored.data_type().clone(),
-                key.nullable,
-            ));
-        }
-        Ok(Arc::new(Schema::new(fields)))
-    }
-
-    fn column(&self, name: &str, parts: &[&SliceSpan]) -> Result<ArrayRef, TraceError> {
-        let at = self
-            .schema
-            .index_of(name)
-            .map_err(|e| TraceError::damaged(&self.path, e))?;
-        let mut arrays: Vec<ArrayRef> = Vec::new();
-        for part in parts {
-            let (mut first, mut len) = (part.first, part.len);
-            for piece in &self.pieces {
-                if first >= piece.num_rows() {
-                    first -= piece.num_rows();
-                    continue;
-                }
-                let here = len.min(piece.num_rows() - first);
-                if here > 0 {
-                    arrays.push(piece.column(at).slice(first, here));
-                }
-                (first, len) = (0, len - here);
-            }
-            if len > 0 {
-                let reason = format!("slice {} needs {len} rows more than it has", part.slice);
-                return Err(TraceError::damaged(&self.path, reason));
-            }
-        }
-        match arrays.as_slice() {
-            [] => Ok(arrow_array::new_empty_array(
-                self.schema.field(at).data_type(),
-            )),
-            [one] => Ok(one.clone()),
-            many => {
-                let many: Vec<_> = many.iter().map(AsRef::as_ref).collect();
-                arrow_select::concat::concat(&many).map_err(|e| TraceError::damaged(&self.path, e))
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 #[path = "store_tests.rs"]
-mod tests;
+pub(crate) mod tests;
+
+#[cfg(test)]
+#[path = "misplaced_tests.rs"]
+mod misplaced;

@@ -19,7 +19,7 @@ use crate::resource::WeightsVersion;
 use crate::trace::format::{FORMAT, Reason, StageFile, StageInfo, StepManifest};
 use crate::trace::writer::{SliceAt, TraceWriter, aside};
 
-fn format() -> TraceFormat {
+pub(crate) fn format() -> TraceFormat {
     TraceFormat {
         format: FORMAT,
         verl: "0.1.0".to_owned(),
@@ -34,7 +34,7 @@ fn format() -> TraceFormat {
     }
 }
 
-fn header(step: u64) -> StageManifest {
+pub(crate) fn header(step: u64) -> StageManifest {
     let version = WeightsVersion {
         step: 4,
         hash: "ab".to_owned(),
@@ -55,7 +55,7 @@ fn header(step: u64) -> StageManifest {
     }
 }
 
-fn step_manifest(step: u64, stages: Vec<StageFile>) -> StepManifest {
+pub(crate) fn step_manifest(step: u64, stages: Vec<StageFile>) -> StepManifest {
     StepManifest {
         format: FORMAT,
         step,
@@ -68,7 +68,7 @@ fn step_manifest(step: u64, stages: Vec<StageFile>) -> StepManifest {
     }
 }
 
-fn fields(batch: &Batch) -> Vec<Field> {
+pub(crate) fn fields(batch: &Batch) -> Vec<Field> {
     let schema = batch.record().schema();
     schema.fields().iter().map(|f| f.as_ref().clone()).collect()
 }
@@ -382,7 +382,9 @@ fn another_format_is_refused_wherever_it_stands() {
     let path = writer.layout().manifest(1);
     let text = fs::read_to_string(&path).expect("reads");
     fs::write(&path, text.replace("\"format\": 1", "\"format\": 0")).expect("writes");
-    let error = TraceDir::open(temp.path()).expect_err("older");
+    let read = TraceDir::open(temp.path()).expect("opens");
+    assert_eq!(read.steps(), [0u64; 0]);
+    let error = read.manifest(1).expect_err("older");
     assert_eq!(error.code(), "T002");
     assert!(error.to_string().contains("trace format 0"), "{error}");
     fs::write(writer.layout().format(), "{\"verl\": \"9\"}").expect("writes");

@@ -5,18 +5,21 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::config::read_pipeline;
 use crate::diagnostic::{Diagnostic, Findings, nearest};
 use crate::registry::Registry;
 use crate::resource::TokenTexts;
 use crate::run::error::RunError;
 use crate::run::runner::{Run, RunOptions, RunState};
 use crate::schedule::placement::Schedule;
+use crate::trace::altered::altered;
 use crate::trace::error::TraceError;
 use crate::trace::format::StateRef;
 use crate::trace::recorded::{RecordedStep, StepStart};
 use crate::trace::replay::ReplayError;
+use crate::trace::rules::Anomaly;
+use crate::trace::stand_in::read_recorded;
 use crate::trace::store::TraceDir;
+use crate::view::ServeError;
 
 /// Why there is nothing to look at.
 #[derive(Debug, thiserror::Error)]
@@ -35,6 +38,9 @@ pub enum LookError {
     /// The run's resolved configuration is not accepted any more.
     #[error("the configuration of the run is not accepted by this version:\n{}", Findings(.0.clone()))]
     Config(Vec<Diagnostic>),
+    /// Models or data with which the run worked are gone, so that nothing of it can be run again.
+    #[error("nothing can be run again, for what the run worked with cannot be found any more:\n{}", Findings(.0.clone()))]
+    Gone(Vec<Diagnostic>),
     /// The trace cannot be read.
     #[error(transparent)]
     Trace(#[from] TraceError),
@@ -52,6 +58,9 @@ pub enum LookError {
     /// The run cannot be started to replay in it.
     #[error(transparent)]
     Run(#[from] RunError),
+    /// A page cannot be served.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
     /// A sample that the stage did not see.
     #[error("stage `{stage}` of step {step} has no sample `{sample}`{help}")]
     Sample {
@@ -71,11 +80,12 @@ impl LookError {
     pub fn code(&self) -> &'static str {
         match self {
             LookError::NoRun { .. } => "T010",
-            LookError::Config(_) => "T011",
+            LookError::Config(_) | LookError::Gone(_) => "T011",
             LookError::Trace(error) | LookError::Step { source: error, .. } => error.code(),
             LookError::Replay(error) => error.code(),
             LookError::Run(error) => error.code(),
             LookError::Sample { .. } => "T012",
+            LookError::Serve(_) => "T020",
         }
     }
 }
@@ -84,37 +94,35 @@ impl LookError {
 pub struct TracedRun {
     dir: PathBuf,
     schedule: Schedule,
+    /// What is wrong with the models and data that the run worked with.
+    gone: Vec<Diagnostic>,
     trace: TraceDir,
 }
 
 impl TracedRun {
-    /// Opens the folder of a run whose kinds `registry` knows; loads no weights.
+    /// Opens the folder of a run whose kinds `registry` knows; loads no weights. Models and data that are not there any
+    /// more are needed to replay only ([`TracedRun::start`]); [`TracedRun::gone`] tells them.
     ///
     /// # Errors
     /// A folder without a run, with the nearest that is one; a configuration or trace of another version.
     pub fn open(dir: &Path, registry: &Registry) -> Result<TracedRun, LookError> {
-        let config = dir.join("config.toml");
-        if !config.is_file() {
-            let reason = match dir.is_dir() {
-                true => "it holds no config.toml",
-                false => "there is no such folder",
-            };
-            return Err(LookError::NoRun {
-                dir: dir.to_owned(),
-                reason: reason.to_owned(),
-                near: near_run(dir),
-            });
-        }
-        let none: [&str; 0] = [];
-        let schedule = read_pipeline(&config, &none, registry)
-            .and_then(|pipe| pipe.plan())
-            .and_then(|plan| plan.schedule())
-            .map_err(LookError::Config)?;
-        Ok(TracedRun {
+        let (schedule, gone) = schedule_of(dir, registry)?;
+        Ok(TracedRun::of(dir, schedule, gone, TraceDir::open(dir)?))
+    }
+
+    /// The parts of a run's folder together.
+    pub(crate) fn of(
+        dir: &Path,
+        schedule: Schedule,
+        gone: Vec<Diagnostic>,
+        trace: TraceDir,
+    ) -> TracedRun {
+        TracedRun {
             dir: dir.to_owned(),
             schedule,
-            trace: TraceDir::open(dir)?,
-        })
+            gone,
+            trace,
+        }
     }
 
     /// The folder.
@@ -132,28 +140,46 @@ impl TracedRun {
         &self.trace
     }
 
-    /// A recorded step, without the state that it began with.
+    /// Models and data with which the run worked and that cannot be found any more, as findings.
+    pub fn gone(&self) -> &[Diagnostic] {
+        &self.gone
+    }
+
+    /// A recorded step, without the state that it began with. Files of it that cannot be used are named in
+    /// [`RecordedStep::damaged`], rows that are not those of the run in [`RecordedStep::altered`].
     ///
     /// # Errors
-    /// A step that was not recorded, with the nearest that was; a file that is damaged.
+    /// A step that was not recorded, with the nearest that was; a step of which nothing can be read.
     pub fn step(&self, step: u64) -> Result<RecordedStep, LookError> {
-        let recorded = self.trace.step(step).map_err(|source| match source {
-            TraceError::NoStep { .. } => LookError::Step {
-                near: self
-                    .trace
-                    .steps()
-                    .into_iter()
-                    .min_by_key(|known| known.abs_diff(step)),
-                source,
-            },
-            other => LookError::Trace(other),
-        })?;
+        let recorded = self
+            .trace
+            .step_as_found(step)
+            .map_err(|source| match source {
+                TraceError::NoStep { .. } => LookError::Step {
+                    near: self
+                        .trace
+                        .steps()
+                        .into_iter()
+                        .min_by_key(|known| known.abs_diff(step)),
+                    source,
+                },
+                other => LookError::Trace(other),
+            })?;
         let after = self.trace.manifest(step + 1).ok();
+        let (stats, _) = self.trace.stats_as_found(step..=step);
+        let altered = altered(&recorded, &stats);
         let mut recorded = RecordedStep::from_trace(recorded, after);
+        recorded.altered = altered;
+        recorded.stopped = self.stopped().filter(|anomaly| anomaly.step == step);
         if recorded.error.is_some() {
             recorded.error = self.end_of_run().or(recorded.error);
         }
         Ok(recorded)
+    }
+
+    /// What a rule found and ended the run for, where that is how the run ended.
+    pub fn stopped(&self) -> Option<Anomaly> {
+        self.trace.stopped(&self.end_of_run()?)
     }
 
     /// The error with which the run ended, as `status.json` tells it.
@@ -166,9 +192,18 @@ impl TracedRun {
     /// A recorded step, with the state that it began with where that was kept.
     ///
     /// # Errors
-    /// As [`TracedRun::step`].
+    /// As [`TracedRun::step`]; a state that is damaged.
     pub fn step_with_state(&self, step: u64) -> Result<RecordedStep, LookError> {
         let mut recorded = self.step(step)?;
+        recorded.state = Some(self.state_before(step)?);
+        Ok(recorded)
+    }
+
+    /// The state with which a recorded step began, as far as it was kept.
+    ///
+    /// # Errors
+    /// A step that was not recorded; a state that is damaged.
+    pub(crate) fn state_before(&self, step: u64) -> Result<StepStart, TraceError> {
         let manifest = self.trace.manifest(step)?;
         let read = |states: &BTreeMap<String, StateRef>| {
             let states = states.iter().map(|(name, state)| {
@@ -177,19 +212,21 @@ impl TracedRun {
             });
             states.collect::<Result<BTreeMap<_, _>, TraceError>>()
         };
-        recorded.state = Some(StepStart::Stored(RunState {
+        Ok(StepStart::Stored(RunState {
             step: step.saturating_sub(1),
             models: read(&manifest.models)?,
             stages: read(&manifest.stage_states)?,
-        }));
-        Ok(recorded)
+        }))
     }
 
     /// The run, started anew: models loaded, data opened, no step run, nothing written.
     ///
     /// # Errors
-    /// What keeps it from starting.
+    /// [`LookError::Gone`]; what else keeps it from starting.
     pub fn start(&self) -> Result<Run, LookError> {
+        if !self.gone.is_empty() {
+            return Err(LookError::Gone(self.gone.clone()));
+        }
         let schedule = self.schedule.plan.schedule().map_err(LookError::Config)?;
         Ok(schedule.start(RunOptions::default())?)
     }
@@ -206,6 +243,32 @@ impl TracedRun {
         let mut order = first.into_iter().chain(models);
         order.find_map(|model| model.factory.token_texts(&plan.context))
     }
+}
+
+/// The pipeline of the run in `dir`, placed, and what is wrong with its models and data; loads no weights.
+///
+/// # Errors
+/// A folder without a run, with the nearest that is one; a configuration of another version.
+pub(crate) fn schedule_of(
+    dir: &Path,
+    registry: &Registry,
+) -> Result<(Schedule, Vec<Diagnostic>), LookError> {
+    let config = dir.join("config.toml");
+    if !config.is_file() {
+        let reason = match dir.is_dir() {
+            true => "it holds no config.toml",
+            false => "there is no such folder",
+        };
+        return Err(LookError::NoRun {
+            dir: dir.to_owned(),
+            reason: reason.to_owned(),
+            near: near_run(dir),
+        });
+    }
+    let (plan, gone) = read_recorded(dir, registry)
+        .and_then(|pipe| pipe.plan_to_look())
+        .map_err(LookError::Config)?;
+    Ok((plan.schedule().map_err(LookError::Config)?, gone))
 }
 
 /// The run beside `dir` whose name is nearest.

@@ -7,10 +7,13 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde_json::Value;
 
-use super::{DIFFERS, Failure, NOTHING, write, write_json};
+use super::{DIFFERS, Failure, NOTHING, SAME, write, write_json};
 use crate::registry::Registry;
+use crate::trace::changes::changed;
+use crate::trace::conditions::Conditions;
 use crate::trace::diff::{RunDiff, diff_settings, diff_step};
 use crate::trace::diff_stats::diff_stats;
+use crate::trace::text::count;
 use crate::trace::traced_run::TracedRun;
 
 /// Arguments of `pipe debug diff`.
@@ -36,38 +39,94 @@ pub(super) fn diff(
         [&first, &second].map(|run| run.trace().steps().into_iter().collect());
     let mut found = RunDiff {
         settings: diff_settings(&config(&args.first), &config(&args.second)),
+        machine: changed(&machine(&args.first)?, &machine(&args.second)?).collect(),
+        data: changed(
+            &document(&args.first, "data.json"),
+            &document(&args.second, "data.json"),
+        )
+        .collect(),
         ..RunDiff::default()
     };
-    let lone = left.symmetric_difference(&right).count();
-    if lone > 0 {
-        found
-            .notes
-            .push(format!("{lone} steps are recorded in one of the runs only"));
-    }
+    let plans = [&first, &second].map(|run| run.trace().format().plan_hash.as_str());
+    found.notes.extend(other_plan(plans[0], plans[1]));
+    found.notes.extend(lone_steps(&left, &right));
     for step in left.intersection(&right) {
         let (a, b) = (first.step(*step)?, second.step(*step)?);
+        for (side, recorded) in [("first", &a), ("second", &b)] {
+            let damaged = recorded.damaged.iter();
+            let notes = damaged.map(|file| format!("not compared, in the {side} run: {file}"));
+            found.notes.extend(notes);
+        }
         found.steps.push(diff_step(first.schedule(), &a, &b));
     }
-    found.stats = diff_stats(
-        first.schedule(),
-        &first.trace().stats(..)?,
-        &second.trace().stats(..)?,
-    );
+    let [(left, unread), (right, unread_too)] =
+        [&first, &second].map(|run| run.trace().stats_as_found(..));
+    for (side, run, damaged) in [("first", &first, unread), ("second", &second, unread_too)] {
+        let damaged = damaged.into_iter().chain(run.trace().damaged_steps());
+        let notes = damaged.map(|file| format!("not compared, in the {side} run: {file}"));
+        found.notes.extend(notes);
+    }
+    found.stats = diff_stats(first.schedule(), &left, &right);
     match args.json {
         true => write_json(out, &found)?,
         false => write(out, &found)?,
     }
     let compared = !found.steps.is_empty() || !found.stats.steps.is_empty();
-    let differs = found.first().is_some() || found.stats.parting.is_some();
+    let differs = found.parting().is_some() || found.stats.parting.is_some();
     Ok(match (compared, differs) {
         (false, _) => NOTHING,
-        (true, false) => 0,
+        (true, false) => SAME,
         (true, true) => DIFFERS,
     })
+}
+
+/// Two plans by their hashes, where they differ.
+fn other_plan(first: &str, second: &str) -> Option<String> {
+    let short = |hash: &str| hash.get(..12).unwrap_or(hash).to_owned();
+    let (left, right) = (short(first), short(second));
+    (first != second).then(|| format!("the plans differ: {left} | {right}"))
+}
+
+/// Steps that one of the runs recorded and the other did not.
+fn lone_steps(left: &BTreeSet<u64>, right: &BTreeSet<u64>) -> Option<String> {
+    let lone = left.symmetric_difference(right).count();
+    let verb = if lone == 1 { "is" } else { "are" };
+    let steps = count(lone as u64, "step");
+    (lone > 0).then(|| format!("{steps} {verb} recorded in one of the runs only"))
 }
 
 /// The resolved configuration of a run; it has been read before, as a pipeline.
 fn config(dir: &Path) -> Value {
     let text = std::fs::read_to_string(dir.join("config.toml")).unwrap_or_default();
     toml::from_str(&text).unwrap_or_default()
+}
+
+/// What a run was made on, as its trace tells it, else as `versions.json` does.
+fn machine(dir: &Path) -> Result<Value, Failure> {
+    Ok(match Conditions::read(dir)? {
+        Some(conditions) => serde_json::to_value(conditions.machine).unwrap_or_default(),
+        None => document(dir, "versions.json"),
+    })
+}
+
+/// A JSON file of a run; null where it has none.
+fn document(dir: &Path, name: &str) -> Value {
+    let text = std::fs::read_to_string(dir.join(name)).unwrap_or_default();
+    serde_json::from_str(&text).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_step_is_one_step() {
+        let steps = |of: &[u64]| BTreeSet::from_iter(of.iter().copied());
+        let told = |a: &[u64], b: &[u64]| lone_steps(&steps(a), &steps(b));
+        assert_eq!(told(&[1, 2], &[1, 2]), None);
+        let one = told(&[1, 2], &[1]).expect("a note");
+        assert_eq!(one, "1 step is recorded in one of the runs only");
+        let two = told(&[1, 2], &[3, 2]).expect("a note");
+        assert_eq!(two, "2 steps are recorded in one of the runs only");
+    }
 }

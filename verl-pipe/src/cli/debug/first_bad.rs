@@ -6,13 +6,18 @@ use std::io::Write;
 use clap::Args;
 use serde_json::json;
 
-use super::{DIFFERS, Failure, RunArg, write, write_json};
+use super::{DIFFERS, Failure, RunArg, SAME, write, write_json, write_notes};
 use crate::registry::Registry;
-use crate::trace::first_bad::{FirstBad, first_bad as first_bad_of};
-use crate::trace::replay::{ReplayError, Replayer};
+use crate::run::runner::Run;
+use crate::trace::changes::Changes;
+use crate::trace::first_bad::{Fault, FirstBad, Looked, damaged_fault, look};
+use crate::trace::first_changed::changed_setting;
+use crate::trace::replay::{ReplayError, Replayer, changes_since};
 use crate::trace::stats_faults::first_fault_of_stats;
+use crate::trace::stopped::stopped_fault;
+use crate::trace::store::{DamagedFile, ranges};
 use crate::trace::text::count;
-use crate::trace::traced_run::TracedRun;
+use crate::trace::traced_run::{LookError, TracedRun};
 
 /// Arguments of `pipe debug first-bad`.
 #[derive(Debug, Clone, Args)]
@@ -35,29 +40,65 @@ pub(super) fn first_bad(
     out: &mut dyn Write,
 ) -> Result<u8, Failure> {
     let traced = TracedRun::open(&args.run.dir, registry)?;
-    let recorded: BTreeSet<u64> = traced.trace().steps().into_iter().collect();
-    let stats = traced.trace().stats(..)?;
+    let trace = traced.trace();
+    let recorded: BTreeSet<u64> = trace.steps().into_iter().collect();
+    let (stats, damaged) = trace.stats_as_found(..);
+    let mut seen = Seen {
+        damaged: damaged.into_iter().chain(trace.damaged_steps()).collect(),
+        ..Seen::default()
+    };
     let measured: BTreeSet<u64> = stats.iter().map(|row| row.step).collect();
     let steps: BTreeSet<u64> = recorded.union(&measured).copied().collect();
-    if steps.is_empty() {
+    let stopped = traced.stopped();
+    if steps.is_empty() && seen.damaged.is_empty() && stopped.is_none() {
         return Err(Failure::Nothing("no step is recorded"));
+    }
+    let changes = changes_since(&traced)?;
+    if let (Some(change), Some(step)) = (changes.settings.first(), recorded.first()) {
+        let bad = changed_setting(traced.schedule(), *step, change);
+        tell(&bad, &lines(&changes), &traced, args, out)?;
+        return Ok(DIFFERS);
     }
     let mut run = match args.no_replay || recorded.is_empty() {
         true => None,
-        false => Some(traced.start()?),
+        false => started(&traced, &mut seen.notes),
     };
-    let mut replayer = run.as_mut().map(Replayer::new).transpose()?;
-    let mut notes = Vec::new();
+    let mut replayer = match &mut run {
+        Some(run) => Some(Replayer::of_run(run, &traced)?),
+        None => None,
+    };
+    if replayer.is_some() {
+        seen.notes.extend(lines(&changes));
+    }
     for step in &steps {
         let found = match recorded.contains(step) {
-            true => look_at(&traced, *step, replayer.as_mut(), &mut notes)?,
-            false => first_fault_of_stats(traced.schedule(), *step, &stats),
+            true => look_at(&traced, *step, replayer.as_mut(), &mut seen)?,
+            false => None,
         };
+        let found = found.or_else(|| match seen.whole.contains(step) {
+            true => None,
+            false => first_fault_of_stats(traced.schedule(), *step, &stats),
+        });
+        let ended = || stopped.as_ref().filter(|anomaly| anomaly.step == *step);
+        let found = found.or_else(|| Some(stopped_fault(traced.schedule(), ended()?, None)));
         if let Some(bad) = found {
-            tell(&bad, &notes, args, out)?;
+            tell(&bad, &seen.all_notes(None), &traced, args, out)?;
             return Ok(DIFFERS);
         }
     }
+    if let Some(anomaly) = stopped {
+        let bad = stopped_fault(traced.schedule(), &anomaly, None);
+        tell(&bad, &seen.all_notes(None), &traced, args, out)?;
+        return Ok(DIFFERS);
+    }
+    // Nothing is wrong with what can be read, so what cannot is what there is to say.
+    if let Some(file) = seen.damaged.iter().min_by_key(|file| file.step) {
+        let bad = damaged_fault(file);
+        tell(&bad, &seen.all_notes(Some(file)), &traced, args, out)?;
+        return Ok(DIFFERS);
+    }
+    let mut notes = seen.notes;
+    notes.extend(seen.skipped.notes());
     let lone = steps.len() - recorded.len();
     if lone > 0 {
         notes.push(format!(
@@ -66,18 +107,59 @@ pub(super) fn first_bad(
         ));
     }
     if args.json {
-        let found = json!({"found": null, "recorded": recorded, "steps": steps, "notes": notes});
+        let found = json!({
+            "found": null, "recorded": recorded, "steps": steps, "stages_run_again": seen.again, "notes": notes,
+        });
         write_json(out, &found)?;
-        return Ok(0);
+        return Ok(SAME);
     }
     write_notes(&notes, out)?;
-    let how = match replayer.is_some() {
-        true => "what was run again gave the same",
-        false => "nothing was run again",
+    let how = match seen.again {
+        0 => "nothing was run again",
+        _ => "what was run again gave the same",
     };
     let n = count(steps.len() as u64, "step");
     write(out, format_args!("nothing bad in {n}; {how}\n"))?;
-    Ok(0)
+    Ok(SAME)
+}
+
+/// What there is to say besides the first fault.
+#[derive(Default)]
+struct Seen {
+    notes: Vec<String>,
+    /// Files that cannot be used.
+    damaged: Vec<DamagedFile>,
+    /// Steps whose rows could all be read.
+    whole: BTreeSet<u64>,
+    /// How many stages were run again, over all steps.
+    again: usize,
+    /// Those that were not.
+    skipped: Skipped,
+}
+
+impl Seen {
+    /// All of it as notes, but for the file that is told as the fault.
+    fn all_notes(&self, told: Option<&DamagedFile>) -> Vec<String> {
+        let damaged = self.damaged.iter().filter(|file| Some(*file) != told);
+        let damaged = damaged.map(|file| format!("not looked at, {file}"));
+        let notes = self.notes.iter().cloned().chain(self.skipped.notes());
+        damaged.chain(notes).collect()
+    }
+}
+
+/// The run to replay in; a note where it cannot be started, since most faults are seen without it.
+fn started(traced: &TracedRun, notes: &mut Vec<String>) -> Option<Run> {
+    match traced.start() {
+        Ok(run) => Some(run),
+        Err(gone @ LookError::Gone(_)) => {
+            notes.push(gone.to_string());
+            None
+        }
+        Err(error) => {
+            notes.push(format!("nothing was run again: {error}"));
+            None
+        }
+    }
 }
 
 /// The first fault of a step that was recorded in full; a step that cannot be run again is looked at as it lies there.
@@ -85,25 +167,92 @@ fn look_at(
     traced: &TracedRun,
     step: u64,
     replayer: Option<&mut Replayer<'_>>,
-    notes: &mut Vec<String>,
+    seen: &mut Seen,
 ) -> Result<Option<FirstBad>, Failure> {
     let schedule = traced.schedule();
-    let Some(replayer) = replayer else {
-        return Ok(first_bad_of(schedule, &traced.step(step)?, None)?);
-    };
-    let recorded = traced.step_with_state(step)?;
-    match first_bad_of(schedule, &recorded, Some(replayer)) {
-        Err(error @ (ReplayError::NoState { .. } | ReplayError::NotRecorded { .. })) => {
-            notes.push(format!("step {step} was not run again: {error}"));
-            Ok(first_bad_of(schedule, &recorded, None)?)
+    let mut recorded = match traced.step(step) {
+        Ok(recorded) => recorded,
+        Err(LookError::Trace(error)) => {
+            seen.damaged.push(DamagedFile {
+                step,
+                stage: None,
+                error,
+            });
+            return Ok(None);
         }
-        found => Ok(found?),
+        Err(error) => return Err(error.into()),
+    };
+    match recorded.damaged.is_empty() {
+        true => drop(seen.whole.insert(step)),
+        false => seen.damaged.extend(recorded.damaged.iter().cloned()),
+    }
+    let Some(replayer) = replayer else {
+        return Ok(look(schedule, &recorded, None)?.bad);
+    };
+    match traced.state_before(step) {
+        Ok(state) => recorded.state = Some(state),
+        Err(error) => {
+            seen.notes
+                .push(format!("step {step} was not run again: {error}"));
+            seen.damaged.push(DamagedFile {
+                step,
+                stage: None,
+                error,
+            });
+            return Ok(look(schedule, &recorded, None)?.bad);
+        }
+    }
+    match look(schedule, &recorded, Some(replayer)) {
+        Err(error @ (ReplayError::NoState { .. } | ReplayError::NotRecorded { .. })) => {
+            seen.notes
+                .push(format!("step {step} was not run again: {error}"));
+            Ok(look(schedule, &recorded, None)?.bad)
+        }
+        looked => {
+            let Looked {
+                bad,
+                again,
+                skipped,
+            } = looked?;
+            seen.again += again;
+            seen.skipped.add(step, skipped);
+            Ok(bad)
+        }
+    }
+}
+
+/// What is not as it was, a note a line.
+fn lines(changes: &Changes) -> Vec<String> {
+    changes.to_string().lines().map(str::to_owned).collect()
+}
+
+/// Stages that were not run again, each reason once with its steps.
+#[derive(Default)]
+struct Skipped(Vec<(String, Vec<u64>)>);
+
+impl Skipped {
+    fn add(&mut self, step: u64, reasons: Vec<String>) {
+        for reason in reasons {
+            match self.0.iter_mut().find(|(known, _)| *known == reason) {
+                Some((_, steps)) => steps.push(step),
+                None => self.0.push((reason, vec![step])),
+            }
+        }
+    }
+
+    fn notes(&self) -> impl Iterator<Item = String> {
+        self.0.iter().map(|(reason, steps)| {
+            let word = if steps.len() == 1 { "step" } else { "steps" };
+            let steps = ranges(steps.iter().copied());
+            format!("not run again in {word} {steps}: {reason}")
+        })
     }
 }
 
 fn tell(
     bad: &FirstBad,
     notes: &[String],
+    traced: &TracedRun,
     args: &FirstBadArgs,
     out: &mut dyn Write,
 ) -> Result<(), Failure> {
@@ -112,21 +261,23 @@ fn tell(
     }
     write_notes(notes, out)?;
     write(out, bad)?;
-    let sample = bad.sample.as_ref();
+    if bad.fault == Fault::Damaged {
+        return Ok(());
+    }
+    // A rule on metrics names a group of metrics, which is no stage.
+    let stages = &traced.schedule().plan.stages;
+    let stage = match stages.iter().any(|stage| stage.name == bad.stage) {
+        true => format!(" --stage {}", bad.stage),
+        false => String::new(),
+    };
+    let sample = bad.sample.as_ref().filter(|_| !stage.is_empty());
     let sample = sample.map_or_else(String::new, |id| format!(" --sample {id}"));
     write(
         out,
         format_args!(
-            "  look at it: pipe debug trace --run {} --step {} --stage {}{sample}\n",
+            "  look at it: pipe debug trace --run {} --step {}{stage}{sample}\n",
             args.run.dir.display(),
             bad.step,
-            bad.stage
         ),
     )
-}
-
-fn write_notes(notes: &[String], out: &mut dyn Write) -> Result<(), Failure> {
-    notes
-        .iter()
-        .try_for_each(|note| write(out, format_args!("note: {note}\n")))
 }

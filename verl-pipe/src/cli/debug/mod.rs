@@ -1,13 +1,13 @@
 //! `pipe debug …`: looks at what a run recorded, runs it again, and compares.
 //!
-//! Exit codes: 0 where nothing is wrong; 1 where something differs or was found; 3 where there is nothing to look at (no
-//! such run, step, stage or sample; a step that cannot be replayed).
+//! What their exit statuses mean stands in [`EXIT_STATUS`].
 
 mod diff;
 mod first_bad;
 mod replay;
 mod stall;
 mod trace;
+mod view;
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -25,11 +25,36 @@ pub use first_bad::FirstBadArgs;
 pub use replay::ReplayArgs;
 pub use stall::StallArgs;
 pub use trace::TraceArgs;
+pub use view::ViewArgs;
 
-/// Something differs, or a fault was found.
+/// Exit status where nothing differs.
+pub const SAME: u8 = 0;
+/// Exit status where something differs.
 pub const DIFFERS: u8 = 1;
-/// There is nothing to look at.
+/// Exit status of a command line that asks for what cannot be.
+pub const WRONG_USE: u8 = 2;
+/// Exit status where there is nothing to tell.
 pub const NOTHING: u8 = 3;
+
+/// Exit statuses of all commands here, and when; `docs/replay.md` has the same table.
+pub const EXIT_STATUS: [(u8, &str); 4] = [
+    (
+        SAME,
+        "what was compared is the same; nothing bad was found; what was asked for is shown; the run waits for nothing",
+    ),
+    (
+        DIFFERS,
+        "a value, a row or weights differ; a stage failed when it was run again; a fault was found; the run waits",
+    ),
+    (
+        WRONG_USE,
+        "a flag that there is not, or a stage that the pipeline has not",
+    ),
+    (
+        NOTHING,
+        "it cannot be told: no such run, step or sample, a stage or step that was not recorded, a file that is damaged, nothing that could be run again or compared",
+    ),
+];
 
 /// Commands that look at a traced run.
 #[derive(Debug, Clone, Subcommand)]
@@ -44,6 +69,8 @@ pub enum Debug {
     Diff(DiffArgs),
     /// Tells what a run that does not move waits for.
     Stall(StallArgs),
+    /// Writes the run as one HTML page: pipeline, curves, steps, samples, anomalies; serves it on request.
+    View(ViewArgs),
 }
 
 /// Runs a command. Returns the exit code.
@@ -58,6 +85,7 @@ pub fn debug(command: &Debug, registry: &Registry, out: &mut dyn Write) -> io::R
         Debug::FirstBad(args) => first_bad::first_bad(args, registry, out),
         Debug::Diff(args) => diff::diff(args, registry, out),
         Debug::Stall(args) => stall::stall(args, out),
+        Debug::View(args) => view::view(args, registry, out),
     };
     match done {
         Ok(code) => Ok(code),
@@ -67,7 +95,10 @@ pub fn debug(command: &Debug, registry: &Registry, out: &mut dyn Write) -> io::R
                 true => json_error(&error).write(out)?,
                 false => writeln!(out, "error[{}]: {error}", error.code())?,
             }
-            Ok(NOTHING)
+            Ok(match error {
+                LookError::Replay(error) if error.is_wrong_use() => WRONG_USE,
+                _ => NOTHING,
+            })
         }
         Err(Failure::Nothing(what)) => {
             match json {
@@ -88,6 +119,7 @@ impl Debug {
             Debug::FirstBad(args) => args.json,
             Debug::Diff(args) => args.json,
             Debug::Stall(args) => args.json,
+            Debug::View(_) => false,
         }
     }
 }
@@ -142,6 +174,12 @@ impl<E: Into<LookError>> From<E> for Failure {
 
 fn write(out: &mut dyn Write, text: impl std::fmt::Display) -> Result<(), Failure> {
     write!(out, "{text}").map_err(Failure::Write)
+}
+
+fn write_notes(notes: &[String], out: &mut dyn Write) -> Result<(), Failure> {
+    notes
+        .iter()
+        .try_for_each(|note| write(out, format_args!("note: {note}\n")))
 }
 
 fn write_json(out: &mut dyn Write, value: &impl Serialize) -> Result<(), Failure> {

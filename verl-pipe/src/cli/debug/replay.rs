@@ -1,13 +1,13 @@
-//! `pipe debug replay`: recorded stages run again, compared bit by bit.
+//! `pipe debug replay`: recorded stages run again and compared.
 
 use std::io::Write;
 
 use clap::Args;
 
-use super::{DIFFERS, Failure, RunArg, write, write_json};
+use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
 use crate::registry::Registry;
-use crate::trace::replay::{ReplayScope, Replayer};
-use crate::trace::traced_run::TracedRun;
+use crate::trace::replay::{ReplayError, ReplayScope, Replayer};
+use crate::trace::traced_run::{LookError, TracedRun};
 
 /// Arguments of `pipe debug replay`.
 #[derive(Debug, Clone, Args)]
@@ -51,15 +51,33 @@ pub(super) fn replay_step(
     out: &mut dyn Write,
 ) -> Result<u8, Failure> {
     let recorded = traced.step_with_state(step)?;
+    if let ReplayScope::Stage(name) | ReplayScope::From(name) = scope
+        && let Some(error) = recorded.damage_of(name)
+    {
+        return Err(error.clone().into());
+    }
     let mut run = traced.start()?;
-    let report = Replayer::new(&mut run)?.replay(&recorded, scope)?;
+    let replayed = Replayer::of_run(&mut run, traced)?.replay(&recorded, scope);
+    let mut report = replayed.map_err(|error| match &error {
+        // What is missing is there, and cannot be read.
+        ReplayError::NotRecorded { name, .. } => match recorded.damage_of(name) {
+            Some(damage) => LookError::Trace(damage.clone()),
+            None => error.into(),
+        },
+        _ => error.into(),
+    })?;
+    let damaged = recorded.damaged.iter();
+    report
+        .notes
+        .extend(damaged.map(|file| format!("not replayed: {file}")));
     match json {
         true => write_json(out, &report)?,
         false => write(out, &report)?,
     }
-    Ok(if report.differences() == 0 {
-        0
-    } else {
-        DIFFERS
+    let differs = report.differences() > 0 || report.failures() > 0;
+    Ok(match (report.tells(), differs) {
+        (false, _) => NOTHING,
+        (true, true) => DIFFERS,
+        (true, false) => SAME,
     })
 }

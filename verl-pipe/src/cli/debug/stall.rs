@@ -4,7 +4,7 @@ use std::io::Write;
 
 use clap::Args;
 
-use super::{DIFFERS, Failure, RunArg, write, write_json};
+use super::{DIFFERS, Failure, RunArg, SAME, write, write_json};
 use crate::run::stall::StallReport;
 use crate::trace::traced_run::LookError;
 
@@ -34,8 +34,8 @@ pub(super) fn stall(args: &StallArgs, out: &mut dyn Write) -> Result<u8, Failure
     }
     let report = StallReport::read(dir);
     match report.map_err(|e| no_run(format!("its stall.json cannot be read: {e}")))? {
-        None if args.json => write_json(out, &serde_json::Value::Null).map(|()| 0),
-        None => write(out, "the run waits for nothing for long\n").map(|()| 0),
+        None if args.json => write_json(out, &serde_json::Value::Null).map(|()| SAME),
+        None => write(out, "the run waits for nothing for long\n").map(|()| SAME),
         Some(report) if args.json => write_json(out, &report).map(|()| DIFFERS),
         Some(report) => write(out, &report).map(|()| DIFFERS),
     }

@@ -5,7 +5,7 @@ use std::io::Write;
 use clap::Args;
 
 use super::replay::replay_step;
-use super::{Failure, RunArg, write, write_json};
+use super::{Failure, RunArg, SAME, write, write_json, write_notes};
 use crate::batch::RowId;
 use crate::registry::Registry;
 use crate::trace::replay::{ReplayScope, find_stage};
@@ -59,11 +59,23 @@ pub(super) fn trace(
             true => write_json(out, &summary)?,
             false => write(out, &summary)?,
         }
-        return Ok(0);
+        return Ok(SAME);
     };
+    if let Some(error) = recorded.damage_of(name) {
+        return Err(error.clone().into());
+    }
     let stage = find_stage(schedule, &recorded, name)?;
     let view = StepView::new(schedule, &recorded);
     let words = traced.token_texts(stage);
+    let notes = || {
+        let altered = recorded.altered.iter().filter(|key| key.stage == *name);
+        let altered = altered.map(|key| format!("{}: {}", key.side.as_str(), key.what(step)));
+        let unread = words.is_none() && !schedule.plan.models.is_empty();
+        let unread = unread.then(|| {
+            "tokens are shown by their ids: no tokenizer of the run's models can be read".to_owned()
+        });
+        altered.chain(unread).collect::<Vec<String>>()
+    };
     let show = |id: RowId| view.sample(stage, id, words.as_deref());
     let Some(wanted) = &args.sample else {
         let list = view.row_list(stage);
@@ -74,40 +86,42 @@ pub(super) fn trace(
                 .map(|id| show(*id).to_json())
                 .collect();
             write_json(out, &samples)?;
-            return Ok(0);
+            return Ok(SAME);
         }
         write(out, &list)?;
         if let Some(first) = view.rows(stage).first() {
             write(out, format_args!("\n{}", show(*first)))?;
             write(out, "\nanother one: --sample ID\n")?;
         }
-        return Ok(0);
+        write_notes(&notes(), out)?;
+        return Ok(SAME);
     };
     let id = find_sample(view.rows(stage), wanted, (step, name))?;
     match args.json {
         true => write_json(out, &show(id).to_json())?,
-        false => write(out, show(id))?,
+        false => {
+            write(out, show(id))?;
+            write_notes(&notes(), out)?;
+        }
     }
-    Ok(0)
+    Ok(SAME)
 }
 
 fn list_steps(traced: &TracedRun, json: bool, out: &mut dyn Write) -> Result<u8, Failure> {
     let steps = traced.trace().steps();
     if json && !steps.is_empty() {
         write_json(out, &steps)?;
-        return Ok(0);
+        return Ok(SAME);
     }
     if !json {
-        for note in traced.trace().notes() {
-            write(out, format_args!("note: {note}\n"))?;
-        }
+        write_notes(traced.trace().notes(), out)?;
     }
     if steps.is_empty() {
         return Err(Failure::Nothing("no step is recorded in full"));
     }
     let shown: Vec<String> = steps.iter().map(u64::to_string).collect();
     write(out, format_args!("recorded steps: {}\n", shown.join(", ")))?;
-    Ok(0)
+    Ok(SAME)
 }
 
 /// The row that `wanted` names: as `epoch.row#sample`, or as the number that files hold.

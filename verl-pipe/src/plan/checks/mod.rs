@@ -6,6 +6,7 @@ pub(crate) mod batch_sizes;
 pub(crate) mod cycles;
 pub(crate) mod devices;
 pub(crate) mod dtypes;
+pub(crate) mod files;
 pub(crate) mod frozen;
 pub(crate) mod keys;
 pub(crate) mod lengths;
@@ -34,12 +35,16 @@ pub(crate) type Check = fn(&Draft<'_>, &mut Vec<Diagnostic>);
 /// A check that needs the stages in order and their tables.
 pub(crate) type OrderedCheck = fn(&Draft<'_>, &[usize], &Tables, &mut Vec<Diagnostic>);
 
-/// Checks of what was declared, in the order of their findings.
-pub(crate) const DECLARED: &[Check] = &[
+/// Checks of settings, in the order of their findings; [`files`] comes behind them.
+pub(crate) const SETTINGS: &[Check] = &[
     batch_sizes::check,
     devices::check,
     names::check,
     settings::check,
+];
+
+/// Checks of what was declared, in the order of their findings.
+pub(crate) const DECLARED: &[Check] = &[
     stated::check,
     models::check,
     roles::check,

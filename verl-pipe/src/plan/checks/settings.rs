@@ -1,5 +1,4 @@
-//! Settings of the run, of stages, models and data sets make sense; what a configuration itself refuses or doubts is told
-//! in its words.
+//! Settings of the run and of stages make sense; what a configuration itself refuses or doubts is told in its words.
 
 use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
@@ -22,25 +21,9 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         let doubts = stage.spec.iter().flat_map(|spec| &spec.doubts);
         findings.extend(doubts.map(|doubt| doubted(&place, doubt)));
     }
-    for (model, info) in draft.pipe.models.iter().zip(draft.models) {
-        let place = format!("[models.{}] ({})", model.name, model.kind);
-        findings.extend(
-            info.as_ref()
-                .err()
-                .into_iter()
-                .flatten()
-                .map(|error| refused(&place, error)),
-        );
-        let doubts = info.as_ref().into_iter().flat_map(|info| &info.doubts);
-        findings.extend(doubts.map(|doubt| doubted(&place, doubt)));
-    }
-    for data in &draft.pipe.data {
-        let place = format!("[data.{}] ({})", data.name, data.kind);
-        let errors = (data.check)(draft.context).err().into_iter().flatten();
-        findings.extend(errors.map(|error| refused(&place, &error)));
-    }
 }
 
+/// What a configuration refuses.
 pub(super) fn refused(place: &str, error: &ConfigError) -> Diagnostic {
     Diagnostic::error(
         "C005",
@@ -51,6 +34,7 @@ pub(super) fn refused(place: &str, error: &ConfigError) -> Diagnostic {
     .help(error.help.clone())
 }
 
+/// What a configuration doubts.
 pub(super) fn doubted(place: &str, doubt: &ConfigError) -> Diagnostic {
     Diagnostic::warning(
         "C008",

@@ -1,10 +1,19 @@
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::fakes::*;
 use super::streaming::Count;
+use crate::batch::Batch;
+use crate::pipe::{IntoStage, StageDecl, stage_with};
+use crate::resource::Snapshot;
 use crate::run::error::RunError;
 use crate::run::runner::RunOptions;
 use crate::run::stall::StallReport;
+use crate::run::trainer::{Trainer, TrainerOptions};
+use crate::stage::{Stage, StageContext, StageError, StageSpec};
+use crate::trace::config::{TraceConfig, TraceWeights};
+use crate::trace::rules::{Hit, Rule, StepView};
 
 /// Times as they differ from run to run.
 fn without_times(text: &str) -> String {
@@ -56,7 +65,7 @@ fn a_long_wait_is_told_and_forgotten_when_it_is_over() {
                 *kept.lock().unwrap() = Some(report);
                 break;
             }
-            std::thread::sleep(std::time::Duration::from_millis(2));
+            std::thread::sleep(Duration::from_millis(2));
         }
         for prompt in input.split(1).iter().rev() {
             let group = respond(prompt, context)?;
@@ -82,4 +91,166 @@ fn a_long_wait_is_told_and_forgotten_when_it_is_over() {
         .collect();
     assert_eq!(waiting, ["reward", "advantages", "update"]);
     assert_eq!(StallReport::read(temp.path()).unwrap(), None);
+}
+
+/// Waits until the run has told what it waits for; gives it.
+fn told(dir: &Path) -> Option<StallReport> {
+    for _ in 0..3_000 {
+        if let Ok(Some(report)) = StallReport::read(dir) {
+            return Some(report);
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    None
+}
+
+/// What was seen by a stage or rule that hung until it was told.
+type Kept = Arc<std::sync::Mutex<Option<StallReport>>>;
+
+#[test]
+fn an_observer_that_takes_long_is_named_and_stays_named_when_it_hangs() {
+    let temp = tempfile::tempdir().unwrap();
+    let (dir, seen) = (temp.path().to_owned(), Kept::default());
+    let kept = seen.clone();
+    let release = Arc::new(Count::default());
+    let held = release.clone();
+    let spec = StageSpec::new().observer(1);
+    let observer = single("eval", spec, move |_, context| match context.step {
+        0 => {
+            *kept.lock().unwrap() = told(&dir);
+            Ok(())
+        }
+        _ => held.reaches(1),
+    });
+    let mut pipe = pipeline(vec![observer]);
+    pipe.run.stage_deadline_s = 2.0;
+    let with_folder = RunOptions {
+        run_dir: Some(temp.path().to_owned()),
+        ..options()
+    };
+    let mut run = start_with(&pipe, with_folder);
+    run.observe(0).unwrap();
+    let report = seen.lock().unwrap().take().expect("it was told");
+    assert_eq!((report.step, &report.error), (0, &None));
+    assert_eq!(report.running[0].stage, "eval");
+    assert_eq!(report.running[0].on, "the host pool");
+    assert_eq!(report.running[0].deadline_s, Some(2.0));
+    assert_eq!(StallReport::read(temp.path()).unwrap(), None);
+    let error = run.observe(1).unwrap_err();
+    assert!(matches!(error, RunError::Deadline { .. }), "{error}");
+    let report = StallReport::read(temp.path()).unwrap().expect("it stays");
+    insta::assert_snapshot!(without_times(&report.to_string()), @r"
+    step 1: nothing came for TIME s
+      `eval` runs on the host pool for TIME s of TIME s; it owes what it observes of step 1
+      the step ended: step 1, stage `eval`, without rows: no answer after TIME s (deadline 2 s); awaited: its end
+    ");
+    release.add();
+}
+
+/// Looks until the run has told that it waits for it.
+struct Hangs(PathBuf, Kept);
+
+impl Rule for Hangs {
+    fn name(&self) -> &str {
+        "hangs"
+    }
+    fn advice(&self) -> &str {
+        "nothing"
+    }
+    fn before_update(&mut self, view: &StepView<'_>, _limit: f64) -> Vec<Hit> {
+        if view.step == 2 {
+            *self.1.lock().unwrap() = told(&self.0);
+        }
+        Vec::new()
+    }
+}
+
+/// A trainer of two steps in `dir`.
+fn trainer_in(
+    dir: &Path,
+    others: Vec<StageDecl>,
+    trace: TraceConfig,
+    rules: Vec<Box<dyn Rule>>,
+) -> Trainer {
+    let mut pipe = pipeline(others).trace(trace);
+    pipe.run.steps = 2;
+    pipe.run.dir = dir.to_owned();
+    pipe.run.stage_deadline_s = 4.0;
+    let options = TrainerOptions {
+        run: options(),
+        rules,
+        ..Default::default()
+    };
+    let plan = pipe.plan().expect("a plan");
+    Trainer::with_options(plan, options).expect("a folder")
+}
+
+#[test]
+fn a_rule_that_takes_long_is_named() {
+    let temp = tempfile::tempdir().unwrap();
+    let (dir, seen) = (temp.path().join("run"), Kept::default());
+    let rule = Hangs(dir.clone(), seen.clone());
+    let mut trainer = trainer_in(&dir, Vec::new(), Default::default(), vec![Box::new(rule)]);
+    trainer.train().expect("it ends well");
+    let report = seen.lock().unwrap().take().expect("it was told");
+    assert_eq!(report.step, 2);
+    insta::assert_snapshot!(without_times(&report.to_string()), @r"
+    step 2: nothing came for TIME s
+      `rule hangs` runs on the thread of the trace for TIME s of TIME s; it owes its findings of step 2
+    ");
+    assert_eq!(StallReport::read(&dir).unwrap(), None);
+}
+
+/// Scores; its state takes long to read the second time, the first being at the start.
+struct Slow {
+    dir: PathBuf,
+    kept: Kept,
+    asked: usize,
+}
+
+impl Stage for Slow {
+    fn spec(&self) -> StageSpec {
+        reward_spec()
+    }
+    fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        score(input, context)
+    }
+    fn snapshot(&mut self) -> Result<Option<Snapshot>, StageError> {
+        self.asked += 1;
+        if self.asked == 2 {
+            *self.kept.lock().unwrap() = told(&self.dir);
+        }
+        Ok(None)
+    }
+}
+
+#[test]
+fn a_stage_whose_state_takes_long_to_read_is_named() {
+    let temp = tempfile::tempdir().unwrap();
+    let (dir, seen) = (temp.path().join("run"), Kept::default());
+    let (at, kept) = (dir.clone(), seen.clone());
+    let slow = stage_with(move |_| {
+        Ok(Box::new(Slow {
+            dir: at.clone(),
+            kept: kept.clone(),
+            asked: 0,
+        }))
+    });
+    let slow = StageDecl {
+        name: "reward".to_owned(),
+        ..slow.declare()
+    };
+    let trace = TraceConfig {
+        every: Some(1),
+        weights: Some(TraceWeights::Full),
+        ..Default::default()
+    };
+    let mut trainer = trainer_in(&dir, vec![slow], trace, Vec::new());
+    trainer.train().expect("it ends well");
+    let report = seen.lock().unwrap().take().expect("it was told");
+    insta::assert_snapshot!(without_times(&report.to_string()), @r"
+    step 1: nothing came for TIME s
+      `reward` runs on the run's own thread for TIME s of TIME s; it owes its state at the start of step 1
+    ");
+    assert_eq!(StallReport::read(&dir).unwrap(), None);
 }

@@ -1,0 +1,125 @@
+//! Where two runs part: in what a stage was given, or in what came of it.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use crate::debug::{json_of, pipe_debug, recorded};
+use crate::kit::Place;
+
+#[test]
+fn other_rows_of_data_are_inputs_that_differ() {
+    let place = Place::new();
+    let first = recorded(&place, "first", &[]);
+    let second = recorded(&place, "second", &["seed=6"]);
+    let (code, text) = pipe_debug(&format!("diff {first} {second}"));
+    assert_eq!(code, 1, "{text}");
+    assert!(text.starts_with("setting run.seed: 5 | 6\n"), "{text}");
+    // Weights are drawn from the seed, too.
+    let told = "the runs part in step 1, stage `prompts`, weights of `actor`\n";
+    assert!(text.contains(told), "{text}");
+    assert!(
+        text.contains("\n  inputs differ: the runs began with other weights\n"),
+        "{text}"
+    );
+
+    // The same weights, and fewer prompts.
+    let first = recorded(&place, "third", &[]);
+    let second = recorded(&place, "fourth", &["batch.prompts=2"]);
+    let (code, text) = pipe_debug(&format!("diff {first} {second}"));
+    assert_eq!(code, 1, "{text}");
+    assert!(text.starts_with("setting batch.prompts: 4 | 2\n"), "{text}");
+    let told = "\n  inputs differ: its rows come from outside, other rows were drawn; its settings differ\n";
+    assert!(
+        text.contains("stage `prompts`, key `sample_id`") && text.contains(told),
+        "{text}"
+    );
+    let found = json_of(&format!("diff {first} {second} --json"));
+    assert_eq!(found["stats"]["cause"], "source");
+}
+
+#[test]
+fn another_model_is_an_input_that_differs() {
+    let place = Place::new();
+    let first = recorded(&place, "first", &[]);
+    let path = place.path("tiny/config.json");
+    let text = fs::read_to_string(&path).expect("a file");
+    let mut config: Value = serde_json::from_str(&text).expect("a document");
+    config["initializer_range"] = json!(0.25);
+    fs::write(&path, config.to_string()).expect("a file");
+    let second = recorded(&place, "second", &[]);
+    let (code, text) = pipe_debug(&format!("diff {first} {second}"));
+    assert_eq!(code, 1, "{text}");
+    assert!(
+        text.starts_with("the runs part in step 1, stage `prompts`, weights of `actor`\n"),
+        "{text}"
+    );
+    assert!(
+        text.contains("\n  inputs differ: the runs began with other weights\n"),
+        "{text}"
+    );
+    // The table follows the first key that differs.
+    assert!(text.contains("mean |Δ| generate."), "{text}");
+}
+
+#[test]
+fn a_stage_that_does_something_else_with_the_same_is_told_from_one_that_was_given_something_else() {
+    let place = Place::new();
+    let first = recorded(&place, "first", &[]);
+    let second = recorded(&place, "second", &["advantages.estimator=rloo"]);
+    let (code, text) = pipe_debug(&format!("diff {first} {second}"));
+    assert_eq!(code, 1, "{text}");
+    assert!(
+        text.contains("the runs part in step 1, stage `advantages`, key `advantages`"),
+        "{text}"
+    );
+    assert!(text.contains("\n  same inputs, other outputs\n"), "{text}");
+    // Where the writer is not recorded, the reader's input is the first sign.
+    let only = |name: &str, estimator: &str| {
+        let only = [
+            "trace.stages=[\"update\"]",
+            "trace.weights=hash",
+            "trace.ring_steps=0",
+        ];
+        recorded(&place, name, &[&only[..], &[estimator]].concat())
+    };
+    let first = only("third", "advantages.estimator=grpo");
+    let second = only("fourth", "advantages.estimator=rloo");
+    let (_, text) = pipe_debug(&format!("diff {first} {second}"));
+    assert!(
+        text.contains("the runs part in step 1, stage `update`, input key `advantages`"),
+        "{text}"
+    );
+    assert!(text.contains("\n  inputs differ\n"), "{text}");
+}
+
+#[test]
+fn settings_and_machine_that_differ_come_first() {
+    let place = Place::new();
+    let first = recorded(&place, "first", &[]);
+    let second = recorded(&place, "second", &["batch.micro_batch=4"]);
+    let path = place.path("second/trace/conditions.json");
+    let text = fs::read_to_string(&path).expect("a file");
+    let mut conditions: Value = serde_json::from_str(&text).expect("a document");
+    conditions["machine"]["threads"] = 99.into();
+    fs::write(&path, conditions.to_string()).expect("a file");
+    let (_, text) = pipe_debug(&format!("diff {first} {second}"));
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines[0], "setting batch.micro_batch: 8 | 4", "{text}");
+    assert!(
+        lines[1].starts_with("machine threads: ") && lines[1].ends_with(" | 99"),
+        "{text}"
+    );
+}
+
+#[test]
+fn one_step_is_one_step() {
+    let place = Place::new();
+    let first = recorded(&place, "first", &[]);
+    let second = recorded(&place, "second", &["steps=2"]);
+    let (_, text) = pipe_debug(&format!("diff {first} {second}"));
+    assert!(
+        text.contains("note: 1 step is recorded in one of the runs only\n"),
+        "{text}"
+    );
+}

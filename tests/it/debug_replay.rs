@@ -1,0 +1,684 @@
+//! Replays that are not of the run as it was: stages that cannot be run, weights that are elsewhere, other settings,
+//! another machine; and what the exit status says.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use verl::pipe::cli::debug::EXIT_STATUS;
+use verl::pipe::pipe::StageDecl;
+use verl::pipe::trace::format::Side;
+use verl::pipe::trace::recorded::RecordedStep;
+use verl::pipe::trace::replay::{ReplayError, ReplayReport, ReplayScope, Replayer};
+use verl::pipe::trace::rules::{Hit, Rule, Severity, StepView};
+use verl::prelude::*;
+
+use crate::debug::{corrupt, json_of, pipe_debug, pipe_debug_with, recorded, refused};
+use crate::kit::{GRPO, Place, root, trainer};
+use crate::replayed::record;
+
+/// Copies rewards to shaped rewards, and counts its calls.
+fn copy(spec: StageSpec, calls: Arc<AtomicUsize>) -> impl IntoStage {
+    let spec = spec.reads(keys::REWARDS).writes(keys::SHAPED_REWARDS);
+    stage_fn(spec, move |mut batch, context| {
+        calls.fetch_add(1, Ordering::Relaxed);
+        let rewards: Vec<Option<f32>> = batch.get(&keys::REWARDS)?.rows().collect();
+        batch.put(&keys::SHAPED_REWARDS, rewards)?;
+        context.emit(batch)
+    })
+}
+
+/// The tiny pipeline with a stage `own` between rewards and advantages.
+fn with_own_stage(mut pipe: DataPipe, stage: impl IntoStage) -> DataPipe {
+    pipe = pipe.add_stage("own", stage);
+    read_shaped(&mut pipe);
+    pipe
+}
+
+/// Has `advantages` read what stage `own` writes.
+fn read_shaped(pipe: &mut DataPipe) {
+    let mut stages = pipe.stages.iter_mut();
+    let advantages = stages.find(|stage| stage.name == "advantages");
+    let shaped = ("rewards".to_owned(), "shaped_rewards".to_owned());
+    advantages.expect("the stage").rename.extend([shaped]);
+}
+
+fn names(report: &ReplayReport) -> (Vec<&str>, Vec<&str>) {
+    let again = report.stages.iter().map(|stage| stage.stage.as_str());
+    let skipped = report.skipped.iter().map(|stage| stage.stage.as_str());
+    (again.collect(), skipped.collect())
+}
+
+#[test]
+fn a_stage_of_another_program_is_left_out_alone() {
+    let place = Place::new();
+    let calls = Arc::default();
+    let pipe = place.grpo("run", &["trace.every=1"]);
+    let pipe = with_own_stage(pipe, copy(StageSpec::new(), calls));
+    trainer(&pipe).expect("a trainer").train().expect("a run");
+    let run = place.path("run").display().to_string();
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    assert_eq!(code, 0, "{text}");
+    let told =
+        "\nnot run again: stage `own` is not called again: this build has no stage kind `custom`\n";
+    assert!(text.contains(told), "{text}");
+    assert!(text.ends_with("\n0 differences\n"), "{text}");
+    assert!(
+        !text.contains("another plan") && !text.contains("setting"),
+        "{text}"
+    );
+    let report = json_of(&format!("replay --run {run} --step 2 --json"));
+    assert_eq!(report["stages"].as_array().expect("stages").len(), 7);
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2 --stage own"));
+    assert!(
+        code == 3 && text.starts_with("error[T014]: stage `own`"),
+        "{code}: {text}"
+    );
+    let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
+    let told = "note: not run again in steps 1–3: stage `own` is not called again: this build has no stage kind `custom`\n\
+                nothing bad in 3 steps; what was run again gave the same\n";
+    assert_eq!((code, text.as_str()), (0, told));
+    // What it emitted is looked at like anything else.
+    corrupt(&run, 2, "advantages", Side::Output, 5, |v| -v - 1.0);
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    assert!(
+        code == 1 && text.contains("the first: stage `advantages`"),
+        "{text}"
+    );
+    assert_eq!(
+        pipe_debug(&format!("trace --run {run} --step 2 --stage own")).0,
+        0
+    );
+}
+
+#[test]
+fn a_stage_with_an_effect_outside_is_not_called_again() {
+    let place = Place::new();
+    let calls: Arc<AtomicUsize> = Arc::default();
+    let spec = StageSpec::new().once_only("it pays for an answer of a service");
+    let pipe = with_own_stage(place.grpo("none", &[]), copy(spec, calls.clone()));
+    let (recorded, mut run) = record(&pipe, 2);
+    let before = calls.load(Ordering::Relaxed);
+    let mut replayer = Replayer::new(&mut run).expect("a snapshot");
+    let report = replayer
+        .replay(&recorded[1], &ReplayScope::Step)
+        .expect("a replay");
+    assert_eq!(calls.load(Ordering::Relaxed), before);
+    assert_eq!((report.differences(), report.stages.len()), (0, 7));
+    assert_eq!(names(&report).1, ["own"]);
+    assert!(
+        report.skipped[0]
+            .why
+            .ends_with("it pays for an answer of a service")
+    );
+    let error = replayer.replay(&recorded[1], &ReplayScope::Stage("own".to_owned()));
+    assert_eq!(error.expect_err("refused").code(), "T014");
+}
+
+#[test]
+fn a_stage_whose_input_is_missing_is_left_out_alone() {
+    let place = Place::new();
+    let pipe = place.grpo("none", &[]);
+    let (recorded, mut run) = record(&pipe, 2);
+    let mut replayer = Replayer::new(&mut run).expect("a snapshot");
+    let mut check = |change: fn(&mut RecordedStep), again: &[&str], skipped: &[&str]| {
+        let mut step = recorded[1].clone();
+        change(&mut step);
+        let report = replayer
+            .replay(&step, &ReplayScope::Step)
+            .expect("a replay");
+        assert_eq!(report.differences(), 0, "{report}");
+        assert_eq!(
+            names(&report),
+            (again.to_vec(), skipped.to_vec()),
+            "{report}"
+        );
+        report.to_string()
+    };
+    let gone = |step: &mut RecordedStep| {
+        step.stages
+            .get_mut("reward")
+            .expect("the stage")
+            .inputs
+            .clear();
+    };
+    let rest = [
+        "prompts",
+        "generate",
+        "old_log_probs",
+        "ref_log_probs",
+        "advantages",
+        "update",
+    ];
+    let text = check(gone, &rest, &["reward"]);
+    assert!(
+        text.contains("of the input of stage `reward` in step 2 nothing is recorded"),
+        "{text}"
+    );
+    let row = |step: &mut RecordedStep| {
+        let stage = step.stages.get_mut("reward").expect("the stage");
+        let batch = &mut stage.inputs[0].batch;
+        *batch = batch.slice(1..batch.num_rows()).expect("rows");
+    };
+    let text = check(row, &rest, &["reward"]);
+    assert!(text.contains("in step 2 1 row is not recorded"), "{text}");
+    // Nothing at all: and that is not called equal.
+    let all = |step: &mut RecordedStep| {
+        step.stages
+            .values_mut()
+            .for_each(|stage| stage.inputs.clear())
+    };
+    let every = [
+        "prompts",
+        "generate",
+        "reward",
+        "old_log_probs",
+        "ref_log_probs",
+        "advantages",
+        "update",
+    ];
+    let text = check(all, &[], &every);
+    assert!(text.ends_with("\nnothing was run again\n"), "{text}");
+}
+
+#[test]
+fn a_stage_behind_one_that_cannot_change_its_model_is_left_out_with_it() {
+    let place = Place::new();
+    let again =
+        "[[stages]]\nkind = \"update\"\nname = \"update_again\"\nloss = { kind = \"grpo\" }\n";
+    let text = format!("{GRPO}\n{again}");
+    let pipe = place.parse(&text, "none", &[]).map_err(Findings);
+    let pipe = pipe.expect("a pipeline");
+    let (mut recorded, mut run) = record(&pipe, 2);
+    let mut replayer = Replayer::new(&mut run).expect("a snapshot");
+    let whole = replayer.replay(&recorded[1], &ReplayScope::Step);
+    let whole = whole.expect("a replay");
+    assert_eq!((whole.differences(), whole.stages.len()), (0, 8), "{whole}");
+    let last = whole.stages.last().expect("a stage").stage.clone();
+    let first = match last.as_str() {
+        "update" => "update_again",
+        _ => "update",
+    };
+    let stage = recorded[1].stages.get_mut(first).expect("the stage");
+    stage.inputs.clear();
+    let report = replayer.replay(&recorded[1], &ReplayScope::Step);
+    let report = report.expect("a replay");
+    assert_eq!(names(&report).1, [first, last.as_str()], "{report}");
+    let why = &report.skipped[1].why;
+    let told = format!("works with `actor` as `{first}` left it, and of the input of");
+    assert!(why.contains(&told), "{why}");
+    assert_eq!((report.differences(), report.stages.len()), (0, 6));
+}
+
+#[test]
+fn what_was_not_run_again_did_not_give_the_same() {
+    let place = Place::new();
+    let settings = [
+        "trace.stages=[\"generate\"]",
+        "trace.ring_steps=0",
+        "trace.weights=hash",
+    ];
+    let run = recorded(&place, "run", &settings);
+    let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
+    assert_eq!(code, 0, "{text}");
+    // The first step begins with the weights that are loaded.
+    assert!(
+        text.contains("note: not run again in step 2: stage `generate` of step 2"),
+        "{text}"
+    );
+    assert!(
+        text.ends_with("; what was run again gave the same\n"),
+        "{text}"
+    );
+    fs::remove_dir_all(Path::new(&run).join("trace/steps/00000001")).expect("a step");
+    let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
+    assert!(
+        code == 0 && text.ends_with("; nothing was run again\n"),
+        "{text}"
+    );
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    assert!(
+        code == 3 && text.ends_with("\nnothing was run again\n"),
+        "{code}: {text}"
+    );
+}
+
+/// Fires in the third step, and stops there.
+struct AtThree;
+
+impl Rule for AtThree {
+    fn name(&self) -> &str {
+        "at_three"
+    }
+    fn severity(&self) -> Severity {
+        Severity::Stop
+    }
+    fn advice(&self) -> &str {
+        "nothing"
+    }
+    fn before_update(&mut self, view: &StepView<'_>, _: f64) -> Vec<Hit> {
+        (view.step == 3).then(Hit::default).into_iter().collect()
+    }
+}
+
+/// Changes a JSON file.
+fn edit(path: &Path, change: impl FnOnce(&mut Value)) {
+    let text = fs::read_to_string(path).expect("a file");
+    let mut value: Value = serde_json::from_str(&text).expect("a document");
+    let before = value.clone();
+    change(&mut value);
+    assert_ne!(before, value);
+    fs::write(path, value.to_string()).expect("a file");
+}
+
+fn manifest(run: &str, step: u64) -> std::path::PathBuf {
+    Path::new(run).join(format!("trace/steps/{step:08}/step.json"))
+}
+
+#[test]
+fn weights_behind_a_step_of_the_flight_recorder_are_compared() {
+    let place = Place::new();
+    let plan = place.grpo("run", &[]).plan().expect("a plan");
+    let options = TrainerOptions {
+        rules: vec![Box::new(AtThree)],
+        ..TrainerOptions::default()
+    };
+    let mut trainer = Trainer::with_options(plan, options).expect("a trainer");
+    trainer.train().expect_err("the rule stops it");
+    let run = place.path("run").display().to_string();
+    let line = format!("replay --run {run} --step 2 --stage update");
+    let (code, text) = pipe_debug(&line);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("weights of actor  bit-equal"), "{text}");
+    assert!(!text.contains("not compared"), "{text}");
+    // As if the update had left the weights as they were.
+    let before: Value =
+        serde_json::from_str(&fs::read_to_string(manifest(&run, 2)).expect("a file"))
+            .expect("a document");
+    edit(&manifest(&run, 3), |step| {
+        step["models"]["actor"]["state"] = before["models"]["actor"]["state"].clone();
+    });
+    let (code, text) = pipe_debug(&line);
+    assert_eq!(code, 1, "{text}");
+    assert!(
+        text.contains("stage `update`, weights of `actor`"),
+        "{text}"
+    );
+    // And where nothing tells them, that is said.
+    edit(&manifest(&run, 3), |step| {
+        step["models"]["actor"]["state"] = Value::Null
+    });
+    let (code, text) = pipe_debug(&line);
+    let told = "the weights that `update` made of `actor` are not compared: step 3 holds neither their hash nor the weights";
+    assert!(code == 3 && text.contains(told), "{text}");
+    assert!(text.ends_with("\nnothing was compared\n"), "{text}");
+}
+
+#[test]
+fn weights_are_taken_from_where_they_are_the_same() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    let line = format!("replay --run {run} --step 2 --stage generate");
+    let read = |step| -> Value {
+        serde_json::from_str(&fs::read_to_string(manifest(&run, step)).expect("a file"))
+            .expect("a document")
+    };
+    let whole = read(2)["models"]["actor"].clone();
+    edit(&manifest(&run, 2), |step| {
+        step["models"]["actor"]["state"] = Value::Null
+    });
+    let (code, text) = pipe_debug(&line);
+    assert!(code == 3 && text.starts_with("error[T013]"), "{text}");
+    assert!(
+        text.contains("neither the model as it is loaded nor another step has its weights"),
+        "{text}"
+    );
+    // Another step with the same weights.
+    edit(&manifest(&run, 3), |step| step["models"]["actor"] = whole);
+    let (code, text) = pipe_debug(&line);
+    assert_eq!(code, 0, "{text}");
+    let told = "note: the weights of `actor` at the start of step 2 are not kept; they are those of step 3, by their hash\n";
+    assert!(text.contains(told), "{text}");
+}
+
+#[test]
+fn weights_of_the_model_as_it_is_loaded_are_known_by_their_hash() {
+    let place = Place::new();
+    let (recorded, mut run) = record(&place.grpo("none", &[]), 1);
+    let mut replayer = Replayer::new(&mut run).expect("a snapshot");
+    // What log-probs are does not depend on the step.
+    let mut later = recorded[0].clone();
+    (later.step, later.state) = (5, None);
+    let scope = ReplayScope::Stage("old_log_probs".to_owned());
+    let report = replayer.replay(&later, &scope).expect("a replay");
+    assert_eq!(report.differences(), 0, "{report}");
+    assert!(
+        report.notes[0].contains("they are those of the model as it is loaded"),
+        "{report}"
+    );
+    for stage in later.stages.values_mut() {
+        stage.weights.clear();
+    }
+    let error = replayer
+        .replay(&later, &scope)
+        .expect_err("unknown weights");
+    assert!(matches!(error, ReplayError::NoState { .. }));
+}
+
+/// Replaces text in a file of the run.
+fn replace(run: &str, file: &str, from: &str, to: &str) {
+    let path = Path::new(run).join(file);
+    let text = fs::read_to_string(&path).expect("a file");
+    assert!(text.contains(from), "{text}");
+    fs::write(&path, text.replace(from, to)).expect("a file");
+}
+
+#[test]
+fn a_setting_that_was_changed_after_the_run_is_named_first() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    replace(
+        &run,
+        "config.toml",
+        "learning_rate = 0.001",
+        "learning_rate = 0.01",
+    );
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    let told = "replay of step 2 on cpu\nsetting models.actor.optimizer.learning_rate: 0.001 when recorded, 0.01 now\n";
+    assert!(code == 1 && text.starts_with(told), "{text}");
+    assert!(
+        text.contains("1 difference; the first: stage `update`, weights of `actor`"),
+        "{text}"
+    );
+    let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
+    let told = "step 1, stage `prompts`, setting `models.actor.optimizer.learning_rate`\n  it was recorded as 0.001, the configuration says 0.01\n";
+    assert!(code == 1 && text.contains(told), "{text}");
+    replace(
+        &run,
+        "config.toml",
+        "learning_rate = 0.01",
+        "learning_rate = 0.001",
+    );
+    // What changes the plan: the replay goes on.
+    replace(&run, "config.toml", "micro_batch = 8", "micro_batch = 4");
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2 --stage generate"));
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(lines[1].starts_with("another plan: "), "{text}");
+    assert_eq!(
+        lines[2],
+        "setting batch.micro_batch: 8 when recorded, 4 now"
+    );
+    assert!(code == 0 && text.ends_with("\n0 differences\n"), "{text}");
+    let report = json_of(&format!("replay --run {run} --step 2 --json"));
+    assert_eq!(
+        report["changes"]["settings"][0]["name"],
+        "batch.micro_batch"
+    );
+    // A trace that tells the hash of the plan alone.
+    fs::remove_file(Path::new(&run).join("trace/conditions.json")).expect("a file");
+    let (_, text) = pipe_debug(&format!("replay --run {run} --step 2 --stage generate"));
+    assert!(
+        text.contains("; the trace does not tell its settings\n"),
+        "{text}"
+    );
+    assert!(!text.contains("machine"), "{text}");
+    // Its machine is that of `versions.json`.
+    edit(&Path::new(&run).join("versions.json"), |value| {
+        value["arch"] = "of_tomorrow".into();
+    });
+    let (_, text) = pipe_debug(&format!("replay --run {run} --step 2 --stage generate"));
+    let told = "machine arch: \"of_tomorrow\" when recorded";
+    assert!(
+        text.contains(told) && text.contains("not claimed"),
+        "{text}"
+    );
+}
+
+#[test]
+fn another_machine_claims_no_equal_bits_and_names_no_culprit_of_rounding() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    let conditions = Path::new(&run).join("trace/conditions.json");
+    // Their number decides no bit on a CPU.
+    edit(&conditions, |value| value["machine"]["threads"] = 99.into());
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    assert!(text.contains("machine threads: 99 when recorded"), "{text}");
+    assert!(
+        code == 0 && text.contains("bit-equal") && !text.contains("not claimed"),
+        "{text}"
+    );
+    // Models were on another device: what the host computed stays exact.
+    edit(&conditions, |value| {
+        value["machine"]["device"] = "cuda:0".into();
+    });
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    assert!(
+        code == 0 && text.contains("machine device: \"cuda:0\" when recorded, \"cpu\" now"),
+        "{text}"
+    );
+    let result = |stage: &str| {
+        let line = text.lines().find(|line| line.trim().starts_with(stage));
+        line.expect("a line of the table").to_owned()
+    };
+    assert!(result("advantages").ends_with("bit-equal"), "{text}");
+    assert!(
+        result("old_log_probs").contains("within tolerance"),
+        "{text}"
+    );
+    edit(&conditions, |value| {
+        value["machine"]["device"] = "cpu".into();
+    });
+    edit(&conditions, |value| {
+        value["machine"]["processor"] = vec!["of_tomorrow"].into()
+    });
+    corrupt(&run, 2, "advantages", Side::Output, 5, |v| {
+        v * (1.0 + f32::EPSILON)
+    });
+    corrupt(&run, 2, "update", Side::Input, 5, |v| {
+        v * (1.0 + f32::EPSILON)
+    });
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    assert_eq!(code, 0, "{text}");
+    assert!(
+        text.contains("machine processor: [\"of_tomorrow\"] when recorded"),
+        "{text}"
+    );
+    assert!(
+        text.contains("equal bits are not to be expected, and not claimed"),
+        "{text}"
+    );
+    assert!(text.contains("within tolerance"), "{text}");
+    assert!(text.contains("repeat to rounding only"), "{text}");
+    // Without the hashes of the statistics, which would tell that the file was changed.
+    std::fs::remove_dir_all(format!("{run}/trace/stats")).expect("statistics");
+    let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
+    assert!(
+        code == 0 && text.contains("note: machine processor"),
+        "{text}"
+    );
+    // More than rounding is told, with what it may be.
+    corrupt(&run, 2, "advantages", Side::Output, 5, |v| v + 1.0);
+    corrupt(&run, 2, "update", Side::Input, 5, |v| v + 1.0);
+    let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
+    assert!(
+        code == 1 && text.contains("it was recorded on another machine"),
+        "{text}"
+    );
+}
+
+/// Whether stage kind `copy_rewards` fails; one test alone uses it.
+static FAILS: AtomicBool = AtomicBool::new(false);
+
+/// Copies rewards to shaped rewards, or fails.
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+struct CopyRewards {}
+
+impl StageConfig for CopyRewards {
+    const KIND: &'static str = "copy_rewards";
+    const SUMMARY: &'static str = "copies rewards";
+    fn build(&self, _: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+impl Stage for CopyRewards {
+    fn spec(&self) -> StageSpec {
+        StageSpec::new()
+            .reads(keys::REWARDS)
+            .writes(keys::SHAPED_REWARDS)
+            .cardinality(Cardinality::Batch)
+    }
+
+    fn run(&mut self, mut batch: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+        if FAILS.load(Ordering::Relaxed) {
+            return Err(StageError::failed("the service is down"));
+        }
+        let rewards: Vec<Option<f32>> = batch.get(&keys::REWARDS)?.rows().collect();
+        batch.put(&keys::SHAPED_REWARDS, rewards)?;
+        context.emit(batch)
+    }
+}
+
+#[test]
+fn a_stage_that_fails_when_it_is_run_again_is_a_difference() {
+    let place = Place::new();
+    let mut pipe = place.grpo("run", &["trace.every=1"]);
+    let own = StageDecl::new("own", CopyRewards {});
+    pipe.stages.push(own);
+    read_shaped(&mut pipe);
+    trainer(&pipe).expect("a trainer").train().expect("a run");
+    let run = place.path("run").display().to_string();
+    let registry = verl::registry().stage::<CopyRewards>();
+    let of = |line: &str| pipe_debug_with(&registry, &line.replace("RUN", &run));
+    assert_eq!(of("replay --run RUN --step 2").0, 0);
+    FAILS.store(true, Ordering::Relaxed);
+    let (code, text) = of("replay --run RUN --step 2");
+    assert_eq!(code, 1, "{text}");
+    let told = "`own` failed when it was run again: step 2, stage `own`, 16 rows";
+    assert!(
+        text.contains(told) && text.contains("the service is down"),
+        "{text}"
+    );
+    assert!(
+        text.ends_with("\n0 differences, 1 stage failed\n"),
+        "{text}"
+    );
+    // Those behind it have what it emitted then.
+    assert!(
+        text.contains("update") && !text.contains("not run again"),
+        "{text}"
+    );
+    assert_eq!(of("replay --run RUN --step 2 --stage own").0, 1);
+    assert_eq!(of("replay --run RUN --step 2 --stage advantages").0, 0);
+    let (code, text) = of("first-bad --run RUN");
+    let told = "step 1, stage `own`\n  what it was given is in order, but run again it fails: ";
+    assert!(code == 1 && text.starts_with(told), "{text}");
+}
+
+#[test]
+fn the_exit_status_is_that_of_the_table() {
+    let page = fs::read_to_string(root().join("docs/replay.md")).expect("the page");
+    for (status, when) in EXIT_STATUS {
+        assert!(
+            page.contains(&format!("\n| {status} | {when} |\n")),
+            "{status}: {when}"
+        );
+    }
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    let same = recorded(&place, "same", &[]);
+    let other = recorded(&place, "other", &["seed=6"]);
+    corrupt(&other, 2, "advantages", Side::Output, 5, |v| v + 1.0);
+    place.train("quiet", &["trace.ring_steps=0"]);
+    let quiet = place.path("quiet").display().to_string();
+    let none = place.path("none").display().to_string();
+    for (status, line) in [
+        (0, format!("trace --run {run} --step 1")),
+        (0, format!("replay --run {run} --step 1")),
+        (0, format!("first-bad --run {run}")),
+        (0, format!("diff {run} {same}")),
+        (0, format!("stall --run {run}")),
+        (1, format!("replay --run {other} --step 2")),
+        (1, format!("trace --run {other} --step 2 --replay")),
+        (1, format!("first-bad --run {other}")),
+        (1, format!("diff {run} {other}")),
+        (2, format!("trace --run {run} --step 1 --stage genrate")),
+        (
+            2,
+            format!("trace --run {run} --step 1 --stage genrate --replay"),
+        ),
+        (2, format!("replay --run {run} --step 1 --stage genrate")),
+        (2, format!("replay --run {run} --step 1 --from genrate")),
+        (3, format!("trace --run {quiet} --step 1")),
+        (
+            3,
+            format!("trace --run {run} --step 1 --stage generate --sample 7.7#7"),
+        ),
+        (3, format!("replay --run {run} --step 9")),
+        (3, format!("replay --run {run} --step 1 --stage evaluate")),
+        (3, format!("replay --run {none} --step 1")),
+        (3, format!("first-bad --run {none}")),
+        (3, format!("diff {run} {none}")),
+        (3, format!("stall --run {none}")),
+    ] {
+        let (code, text) = pipe_debug(&line);
+        assert_eq!(code, status, "{line}: {text}");
+    }
+    let waits =
+        r#"{"step":1,"timestamp":0.0,"quiet_s":60.0,"error":null,"running":[],"waiting":[]}"#;
+    fs::write(place.path("run/stall.json"), waits).expect("a file");
+    assert_eq!(pipe_debug(&format!("stall --run {run}")).0, 1);
+    for line in [
+        "replay --run x",
+        "trace --stage generate --run x",
+        "diff x",
+        "stall",
+        "first-bad --runn x",
+    ] {
+        assert_eq!(refused(line), Some(2), "{line}");
+    }
+}
+
+#[test]
+fn a_stage_or_step_that_is_not_there_is_told_with_what_is() {
+    let place = Place::new();
+    let settings = [
+        "trace.every=2",
+        "trace.stages=[\"generate\", \"reward\"]",
+        "trace.ring_steps=0",
+    ];
+    let run = recorded(&place, "run", &settings);
+    for flag in ["--stage", "--from"] {
+        let told = |step: u64, name: &str| {
+            pipe_debug(&format!("replay --run {run} --step {step} {flag} {name}"))
+        };
+        let (code, text) = told(2, "advantage");
+        assert_eq!(code, 2, "{text}");
+        assert!(
+            text.contains(
+                "there is no stage `advantage` in this pipeline; did you mean `advantages`?"
+            ),
+            "{text}"
+        );
+        let (code, text) = told(2, "advantages");
+        assert_eq!(code, 3, "{text}");
+        assert!(
+            text.contains(
+                "stage `advantages` is not recorded in step 2; recorded are: `generate`, `reward`"
+            ),
+            "{text}"
+        );
+        let (code, text) = told(2, "evaluate");
+        assert!(code == 3 && text.contains("runs between steps"), "{text}");
+        let (code, text) = told(7, "generate");
+        assert_eq!(code, 3, "{text}");
+        assert!(
+            text.contains("step 7 is not in") && text.contains("the nearest is step 2"),
+            "{text}"
+        );
+    }
+}

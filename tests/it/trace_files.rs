@@ -1,0 +1,336 @@
+//! Folders of runs in which something was changed, damaged, moved or lost afterwards, and runs that a rule ended.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use verl::pipe::trace::format::Side;
+
+use crate::debug::{corrupt, json_of, pipe_debug, recorded};
+use crate::kit::{Place, trainer};
+
+/// What a command says, when it ends with `code`.
+#[track_caller]
+fn said(line: &str, code: u8) -> String {
+    let (found, text) = pipe_debug(line);
+    assert_eq!(found, code, "{line}: {text}");
+    text
+}
+
+#[track_caller]
+fn contains(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "{word} is not in: {text}");
+    }
+}
+
+fn file(run: &str, step: u64, name: &str) -> PathBuf {
+    Path::new(run).join(format!("trace/steps/{step:08}/{name}"))
+}
+
+#[test]
+fn rows_that_were_changed_afterwards_are_named() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    let untouched = recorded(&place, "untouched", &[]);
+    // What was emitted, and nothing that was handed on: the row is told without a replay.
+    corrupt(&run, 2, "advantages", Side::Output, 5, |v| v + 0.25);
+    let altered = "rows of `advantages` differ from what the statistics recorded at step 2";
+    let text = said(&format!("first-bad --run {run} --no-replay"), 1);
+    assert!(
+        text.starts_with("step 2, stage `advantages`, output key `advantages`, sample "),
+        "{text}"
+    );
+    contains(
+        &text,
+        &[
+            "(row 5), index 0",
+            altered,
+            "was changed after the run wrote it",
+        ],
+    );
+    let found = json_of(&format!("first-bad --run {run} --no-replay --json"));
+    assert_eq!(found["found"]["fault"], "altered");
+    assert_eq!(found["found"]["row"], 5);
+    let table = said(&format!("trace --run {run} --step 2"), 0);
+    contains(&table, &[&format!("! `advantages`: output: {altered}")]);
+    let stage = said(&format!("trace --run {run} --step 2 --stage advantages"), 0);
+    contains(&stage, &[&format!("note: output: {altered}")]);
+    let other = said(&format!("trace --run {run} --step 1"), 0);
+    assert!(!other.contains("differ from what"), "{other}");
+    // In the copy that a stage was given, too.
+    corrupt(&untouched, 3, "update", Side::Input, 2, |v| v - 1.0);
+    let text = said(&format!("first-bad --run {untouched} --no-replay"), 1);
+    assert!(
+        text.starts_with("step 3, stage `update`, input key `advantages`, sample "),
+        "{text}"
+    );
+    contains(&text, &["(row 2), index 0", "recorded at step 3"]);
+}
+
+#[test]
+fn a_damaged_file_hides_nothing_else() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    let same = recorded(&place, "same", &[]);
+    let bad = file(&run, 2, "advantages.parquet");
+    let whole = fs::read(&bad).expect("a file");
+    fs::write(&bad, &whole[..whole.len() / 2]).expect("a shorter file");
+    let about = "step 2, stage `advantages`: `";
+    for line in [
+        "--step 1",
+        "--step 3 --stage advantages",
+        "--step 2 --stage update",
+    ] {
+        said(&format!("trace --run {run} {line}"), 0);
+    }
+    let table = said(&format!("trace --run {run} --step 2"), 0);
+    contains(
+        &table,
+        &["generate", &format!("! not shown, {about}"), "is damaged"],
+    );
+    for line in [
+        "trace --run RUN --step 2 --stage advantages",
+        "replay --run RUN --step 2 --stage advantages",
+    ] {
+        contains(
+            &said(&line.replace("RUN", &run), 3),
+            &["error[T003]", "advantages.parquet"],
+        );
+    }
+    let replayed = said(&format!("replay --run {run} --step 2"), 0);
+    contains(
+        &replayed,
+        &["0 differences", &format!("not replayed: {about}")],
+    );
+    let text = said(&format!("first-bad --run {run}"), 1);
+    assert!(
+        text.starts_with("step 2, the file of stage `advantages`\n"),
+        "{text}"
+    );
+    contains(&text, &["is damaged"]);
+    let compared = said(&format!("diff {run} {same}"), 0);
+    contains(
+        &compared,
+        &[&format!("note: not compared, in the first run: {about}")],
+    );
+
+    // A fault in what can be read is told, with a note of what cannot.
+    corrupt(&run, 3, "update", Side::Input, 2, |v| v - 1.0);
+    let text = said(&format!("first-bad --run {run} --no-replay"), 1);
+    contains(
+        &text,
+        &[
+            &format!("note: not looked at, {about}"),
+            "step 3, stage `update`",
+        ],
+    );
+
+    // So it is with a step.json, with statistics, and with a state.
+    fs::write(file(&same, 2, "step.json"), "{\"format\": 1, \"st").expect("a file");
+    contains(
+        &said(&format!("trace --run {same}"), 0),
+        &["recorded steps: 1, 3\n", "note: step 2 is left out: `"],
+    );
+    said(&format!("trace --run {same} --step 3"), 0);
+    contains(
+        &said(&format!("trace --run {same} --step 2"), 3),
+        &["error[T003]"],
+    );
+    let text = said(&format!("first-bad --run {same}"), 1);
+    assert!(text.starts_with("step 2, a file of the step\n"), "{text}");
+    let stats = Path::new(&same).join("trace/stats/part-00000001.parquet");
+    fs::write(stats, "PAR1 and no more").expect("a file");
+    said(&format!("trace --run {same} --step 3"), 0);
+    let text = said(&format!("first-bad --run {same} --no-replay"), 1);
+    contains(&text, &["part-00000001.parquet` is damaged"]);
+}
+
+#[test]
+fn a_damaged_state_keeps_a_step_from_its_replay_alone() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    let states = fs::read_dir(Path::new(&run).join("trace/state")).expect("states");
+    for state in states.flatten().map(|entry| entry.path()) {
+        if state.extension().is_some_and(|end| end == "safetensors") {
+            fs::write(state, "no tensors").expect("a file");
+        }
+    }
+    said(&format!("trace --run {run} --step 2"), 0);
+    contains(
+        &said(&format!("replay --run {run} --step 2"), 3),
+        &["error[T003]"],
+    );
+    let text = said(&format!("first-bad --run {run}"), 1);
+    contains(&text, &["was not run again: `", "is damaged"]);
+    said(&format!("first-bad --run {run} --no-replay"), 0);
+}
+
+#[test]
+fn a_file_in_the_place_of_another_is_told() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    fs::copy(
+        file(&run, 3, "reward.parquet"),
+        file(&run, 2, "reward.parquet"),
+    )
+    .expect("a copy");
+    let told = said(&format!("trace --run {run} --step 2 --stage reward"), 3);
+    contains(
+        &told,
+        &[
+            "error[T003]",
+            "it holds stage `reward`",
+            "of step 3",
+            "of step 2",
+        ],
+    );
+    let text = said(&format!("first-bad --run {run} --no-replay"), 1);
+    assert!(
+        text.starts_with("step 2, the file of stage `reward`\n"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_run_whose_model_and_data_are_gone_can_be_looked_at() {
+    let place = Place::new();
+    let question = "{\"question\": \"1+1\", \"answer\": \"#### 2\"}\n".repeat(8);
+    fs::write(place.path("rows.jsonl"), question).expect("a file");
+    let run = recorded(&place, "run", &["data.train=rows.jsonl"]);
+    let other = recorded(&place, "other", &["data.train=rows.jsonl"]);
+    let shown = format!("trace --run {run} --step 2 --stage generate");
+    let note =
+        "note: tokens are shown by their ids: no tokenizer of the run's models can be read\n";
+    assert!(!said(&shown, 0).contains(note));
+    fs::rename(place.path("tiny"), place.path("moved")).expect("a folder");
+    fs::remove_file(place.path("rows.jsonl")).expect("a file");
+
+    contains(
+        &said(&format!("trace --run {run}"), 0),
+        &["recorded steps: 1, 2, 3\n"],
+    );
+    contains(
+        &said(&format!("trace --run {run} --step 2"), 0),
+        &["generate"],
+    );
+    contains(&said(&shown, 0), &[note]);
+    contains(&said(&format!("diff {run} {other}"), 0), &["no difference"]);
+    said(&format!("stall --run {run}"), 0);
+    said(&format!("first-bad --run {run} --no-replay"), 0);
+    let text = said(&format!("first-bad --run {run}"), 0);
+    contains(
+        &text,
+        &[
+            "note: nothing can be run again, for what the run worked with cannot be found any more",
+            "[models.actor]",
+            "nothing bad in 3 steps; nothing was run again\n",
+        ],
+    );
+    let refused = said(&format!("replay --run {run} --step 2"), 3);
+    contains(
+        &refused,
+        &[
+            "error[T011]",
+            "[models.actor]",
+            "[models.ref]",
+            "rows.jsonl",
+        ],
+    );
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    fs::create_dir_all(to).expect("a folder");
+    for entry in fs::read_dir(from).expect("a folder").flatten() {
+        let target = to.join(entry.file_name());
+        match entry.path().is_dir() {
+            true => copy_folder(&entry.path(), &target),
+            false => drop(fs::copy(entry.path(), target).expect("a copy")),
+        }
+    }
+}
+
+#[test]
+fn a_run_folder_that_was_copied_elsewhere_is_looked_at_as_it_was() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    let lines = [
+        "trace --run RUN",
+        "trace --run RUN --step 2",
+        "trace --run RUN --step 2 --stage generate",
+        "replay --run RUN --step 2",
+        "first-bad --run RUN",
+        "stall --run RUN",
+        "diff RUN RUN",
+    ];
+    let all = |run: &str| lines.map(|line| said(&line.replace("RUN", run), 0));
+    let before = all(&run);
+    let elsewhere = tempfile::tempdir().expect("a folder");
+    let copy = elsewhere.path().join("below/copy");
+    copy_folder(Path::new(&run), &copy);
+    fs::remove_dir_all(&run).expect("a folder");
+    assert_eq!(all(&copy.display().to_string()), before);
+}
+
+/// A run that a rule ended; its folder.
+fn stopped(place: &Place, run: &str, more: &[&str]) -> String {
+    let error = trainer(&place.grpo(run, more)).expect("a trainer").train();
+    let error = error.expect_err("a rule stops it");
+    assert_eq!(error.code(), "R017", "{error}");
+    place.path(run).display().to_string()
+}
+
+#[test]
+fn what_a_rule_ended_the_run_for_is_what_was_bad() {
+    let place = Place::new();
+    let always = |rule: &str, more: &[&str]| -> Vec<String> {
+        let severity = format!("trace.rules.{rule}.severity=stop");
+        let limit = format!("trace.rules.{rule}.limit=0");
+        let more = more.iter().map(|more| (*more).to_owned());
+        [severity, limit].into_iter().chain(more).collect()
+    };
+    // With the rows of the step, and by its statistics alone.
+    for (run, rule, stage, key, more) in [
+        ("rows", "constant_reward", "reward", "rewards", &[][..]),
+        (
+            "stats",
+            "length_limit",
+            "generate",
+            "finish_reasons",
+            &["trace.ring_steps=0"][..],
+        ),
+    ] {
+        let settings = always(rule, more);
+        let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
+        let run = stopped(&place, run, &settings);
+        let text = said(&format!("first-bad --run {run} --no-replay"), 1);
+        let begins = format!("step 1, stage `{stage}`, output key `{key}`");
+        assert!(text.starts_with(&begins), "{text}");
+        contains(&text, &[&format!("the rule `{rule}` ended the run: ")]);
+        let found = json_of(&format!("first-bad --run {run} --no-replay --json"));
+        let place = ["step", "stage", "key", "fault"].map(|name| found["found"][name].clone());
+        let expected: [Value; 4] = [1.into(), stage.into(), key.into(), "failed".into()];
+        assert_eq!(place, expected);
+        let path = Path::new(&run).join("trace/anomalies.jsonl");
+        let lines = fs::read_to_string(path).expect("a file");
+        let mut told = lines
+            .lines()
+            .map(|line| -> Value { serde_json::from_str(line).expect("an object a line") });
+        let anomaly = told.find(|anomaly| anomaly["severity"] == "stop");
+        let anomaly = anomaly.expect("what ended the run");
+        assert_eq!(found["found"]["sample"], anomaly["samples"][0]);
+    }
+    // A rule on metrics sees a step once it has ended; the run ends in the next one.
+    let metrics = [
+        "trace.rules.kl_blow_up.severity=stop",
+        "trace.rules.kl_blow_up.limit=0",
+    ];
+    let run = stopped(&place, "metrics", &metrics);
+    let text = said(&format!("first-bad --run {run}"), 1);
+    assert!(text.starts_with("step 2, stage `actor`, "), "{text}");
+    contains(
+        &text,
+        &["`actor/kl`", "the rule `kl_blow_up` ended the run: "],
+    );
+    assert!(text.ends_with("--step 2\n"), "{text}");
+}

@@ -1,0 +1,94 @@
+//! `pipe debug view`: a run as one HTML page.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{Failure, RunArg, write};
+use crate::registry::Registry;
+use crate::run::interrupt::on_ctrl_c;
+use crate::trace::error::TraceError;
+use crate::trace::text::count;
+use crate::trace::traced_run::LookError;
+use crate::trace::writer::write_aside;
+use crate::view::{Page, Server, ViewOptions, page};
+
+/// Arguments of `pipe debug view`.
+#[derive(Debug, Clone, Args)]
+pub struct ViewArgs {
+    /// The run; it may be going on.
+    #[command(flatten)]
+    pub run: RunArg,
+    /// File to write; `view.html` in the run's folder when absent.
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// Serves the page on 127.0.0.1 too, until Ctrl-C; each reload reads the run anew. Any free port when none is given.
+    #[arg(long, value_name = "PORT", num_args = 0..=1, default_missing_value = "0")]
+    pub serve: Option<u16>,
+    /// Samples on the page that can be looked at token by token.
+    #[arg(long, value_name = "N", default_value_t = ViewOptions::default().samples)]
+    pub samples: usize,
+    /// Points of a curve.
+    #[arg(long, value_name = "N", default_value_t = ViewOptions::default().points)]
+    pub points: usize,
+    /// Steps whose tables are on the page.
+    #[arg(long, value_name = "N", default_value_t = ViewOptions::default().tables)]
+    pub tables: usize,
+}
+
+pub(super) fn view(
+    args: &ViewArgs,
+    registry: &Registry,
+    out: &mut dyn Write,
+) -> Result<u8, Failure> {
+    let options = ViewOptions {
+        samples: args.samples,
+        points: args.points,
+        tables: args.tables,
+    };
+    let dir = &args.run.dir;
+    let made = page(dir, registry, &options)?;
+    let path = args.out.clone().unwrap_or_else(|| dir.join("view.html"));
+    write_aside(&path, |mut file| {
+        file.write_all(made.html.as_bytes())
+            .map_err(|e| TraceError::file("write", &path, e))
+    })?;
+    write(
+        out,
+        format_args!("wrote `{}`, {}\n", path.display(), told(&made)),
+    )?;
+    for note in &made.notes {
+        write(out, format_args!("note: {note}\n"))?;
+    }
+    let Some(port) = args.serve else {
+        return Ok(0);
+    };
+    let server = Server::listen(port).map_err(LookError::Serve)?;
+    on_ctrl_c(server.stopper()).map_err(Failure::Write)?;
+    let address = server.address();
+    write(
+        out,
+        format_args!("serving http://{address}/ until Ctrl-C; a reload reads the run anew\n"),
+    )?;
+    out.flush().map_err(Failure::Write)?;
+    server.run(|| page(dir, registry, &options).map(|made| made.html));
+    Ok(0)
+}
+
+fn told(page: &Page) -> String {
+    let size = match page.html.len() {
+        bytes if bytes < 1 << 20 => format!("{} kB", bytes.div_ceil(1000)),
+        bytes => format!("{:.1} MB", bytes as f64 / 1e6),
+    };
+    let parts = [
+        count(page.curves as u64, "curve"),
+        count(page.tables as u64, "table"),
+        count(page.samples as u64, "sample"),
+        match page.anomalies {
+            1 => "1 anomaly".to_owned(),
+            n => format!("{n} anomalies"),
+        },
+    ];
+    format!("{size}: {}", parts.join(", "))
+}

@@ -1,0 +1,294 @@
+//! Rows that are not those that the run recorded: the statistics of a step hold a hash of every key's content, so a file
+//! of rows that was changed afterwards, or has rotted, gives itself away.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::schedule::placement::Schedule;
+use crate::trace::compare::{Difference, DifferenceKind};
+use crate::trace::edges::compare_inputs;
+use crate::trace::first_bad::{Fault, FirstBad, found};
+use crate::trace::format::{ROWS_MISSING, Side};
+use crate::trace::recorded::RecordedStep;
+use crate::trace::show::rows_of;
+use crate::trace::stats::{KeyStats, Place, StatRow};
+use crate::trace::store::{SliceTrace, StepTrace};
+
+/// A key whose rows are not those that the statistics counted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct AlteredKey {
+    /// Name of the stage.
+    pub stage: String,
+    /// On which side of it.
+    pub side: Side,
+    /// The stage's own name of the key.
+    pub key: String,
+    /// Rows that were recorded, and rows that are there.
+    pub rows: (u64, u64),
+    /// Hash of the content that was recorded, and of that which is there.
+    pub hashes: (u64, u64),
+}
+
+/// The keys of a step whose content is not what the statistics `stats` recorded, in the order of its files. Where the
+/// statistics do not tell, as of rows that a guard refused or that the flight recorder let go, nothing is said.
+pub(crate) fn altered(step: &StepTrace, stats: &[StatRow]) -> Vec<AlteredKey> {
+    if step.manifest.notes.iter().any(|note| note == ROWS_MISSING) {
+        return Vec::new();
+    }
+    let number = step.manifest.step;
+    let known: BTreeMap<(&str, Side, &str), &StatRow> = stats
+        .iter()
+        .filter(|row| row.step == number)
+        .map(|row| ((row.stage.as_str(), row.side, row.key.as_str()), row))
+        .collect();
+    let mut found = Vec::new();
+    for stage in &step.stages {
+        for key in &stage.manifest.keys {
+            // Rows that were refused are in the file and not in the statistics; a note tells of them.
+            if key.side == Side::Output && !stage.manifest.notes.is_empty() {
+                continue;
+            }
+            let name = stage.manifest.stage.as_str();
+            let Some(recorded) = known.get(&(name, key.side, key.key.as_str())) else {
+                continue;
+            };
+            let (rows, hash) = content(stage.side(key.side), &key.key);
+            if (rows, hash) != (recorded.rows, recorded.hash) {
+                found.push(AlteredKey {
+                    stage: name.to_owned(),
+                    side: key.side,
+                    key: key.key.clone(),
+                    rows: (recorded.rows, rows),
+                    hashes: (recorded.hash, hash),
+                });
+            }
+        }
+    }
+    found
+}
+
+/// Rows of a key, and the hash of their content as the statistics form it.
+fn content(slices: &[SliceTrace], key: &str) -> (u64, u64) {
+    let mut stats = KeyStats::default();
+    for (at, slice) in slices.iter().enumerate() {
+        let ids: Vec<u64> = slice.batch.ids().iter().map(|id| id.0).collect();
+        if let Some(array) = slice.batch.column(key) {
+            stats.add((at, 0), array, &ids);
+        }
+    }
+    let row = stats.row(Place {
+        step: 0,
+        stage: "",
+        side: Side::Input,
+        key,
+        name: key,
+        brief: true,
+    });
+    (row.rows, row.hash)
+}
+
+impl AlteredKey {
+    /// What is wrong, in a sentence.
+    pub(crate) fn what(&self, step: u64) -> String {
+        format!(
+            "rows of `{}` differ from what the statistics recorded at step {step}",
+            self.key
+        )
+    }
+}
+
+/// The first key of a stage (by its index in the plan) whose rows were altered, as a fault; its row where another stage
+/// has the same rows unaltered.
+pub(crate) fn altered_fault(
+    schedule: &Schedule,
+    recorded: &RecordedStep,
+    index: usize,
+) -> Option<FirstBad> {
+    let planned = &schedule.plan.stages[index];
+    let mut of_stage = recorded.altered.iter();
+    let key = of_stage.find(|key| key.stage == planned.name)?;
+    let mut what = format!(
+        "{}: {} rows with hash {:016x} were recorded, {} rows with hash {:016x} are there; the file was changed after the run wrote it",
+        key.what(recorded.step),
+        key.rows.0,
+        key.hashes.0,
+        key.rows.1,
+        key.hashes.1
+    );
+    let difference = match elsewhere(schedule, recorded, index, key) {
+        Some(difference) => {
+            what = format!("{what}\n{}", difference.explain("given", "written"));
+            let stage = recorded.stages.get(&planned.name);
+            let mut rows = stage.map_or_else(Vec::new, rows_of).into_iter();
+            Difference {
+                key: key.key.clone(),
+                row: rows.position(|row| Some(row) == difference.sample),
+                ..difference
+            }
+        }
+        None => Difference::new(&planned.name, &key.key, DifferenceKind::Value),
+    };
+    let side = key.side.as_str();
+    Some(found(
+        schedule,
+        recorded,
+        index,
+        Fault::Altered,
+        side,
+        &difference,
+        what,
+    ))
+}
+
+/// Where the altered key differs from the same rows in the record of the stage that wrote them, or of one that was given
+/// them; left is what was given, right what was written.
+fn elsewhere(
+    schedule: &Schedule,
+    recorded: &RecordedStep,
+    index: usize,
+    key: &AlteredKey,
+) -> Option<Difference> {
+    let first = |reader: usize, local: &str, writer: Option<usize>| {
+        let edges = compare_inputs(schedule, recorded, reader).into_iter();
+        let mut first = edges
+            .filter(|edges| writer.is_none_or(|writer| edges.writer == writer))
+            .filter_map(|edges| edges.compared.first);
+        first.find(|difference| difference.key == local)
+    };
+    let stages = &schedule.plan.stages;
+    match key.side {
+        Side::Input => first(index, &key.key, None),
+        Side::Output => (index + 1..stages.len()).find_map(|reader| {
+            let name = stages[index].key(&key.key);
+            let mut edges = stages[reader].inputs.iter();
+            let edge = edges.find(|edge| edge.writer == index && edge.key == name)?;
+            first(reader, &edge.local, Some(index))
+        }),
+    }
+}
+
+/// `bad`, with the row at which a replay of the same stage differs from the altered rows, where nothing else told it.
+pub(crate) fn located(bad: FirstBad, replayed: &Difference) -> FirstBad {
+    let fits = bad.fault == Fault::Altered
+        && bad.row.is_none()
+        && bad.side == Side::Output.as_str()
+        && bad.key == replayed.key;
+    if !fits {
+        return bad;
+    }
+    FirstBad {
+        row: replayed.row,
+        sample: replayed.sample.map(|id| id.to_string()),
+        index: replayed.index,
+        what: format!("{}\n{}", bad.what, replayed.explain("there", "replayed")),
+        ..bad
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use arrow_array::{ArrayRef, Float32Array};
+
+    use super::*;
+    use crate::batch::{Batch, RowId};
+    use crate::trace::format::KeyColumn;
+    use crate::trace::store::StageTrace;
+    use crate::trace::store::tests::{header, step_manifest};
+
+    fn batch(values: &[f32]) -> Batch {
+        let ids = (0..values.len() as u64).map(|row| RowId::prompt(0, row).expect("in range"));
+        let mut batch = Batch::with_rows(&ids.collect::<Vec<_>>());
+        let array: ArrayRef = Arc::new(Float32Array::from(values.to_vec()));
+        batch.put_array("rewards", array).expect("as many rows");
+        batch
+    }
+
+    /// A step whose stage `reward` emitted `values`, in slices of two rows.
+    fn step(values: &[f32]) -> StepTrace {
+        let whole = batch(values);
+        let slices = (0..values.len()).step_by(2).map(|first| {
+            let rows = first..values.len().min(first + 2);
+            SliceTrace {
+                wave: 0,
+                slice: first / 2,
+                rows: rows.clone(),
+                batch: whole.slice(rows).expect("in range"),
+            }
+        });
+        let mut manifest = header(3);
+        manifest.keys = vec![KeyColumn {
+            side: Side::Output,
+            key: "rewards".to_owned(),
+            column: "rewards".to_owned(),
+            data_type: "Float32".to_owned(),
+            nullable: true,
+        }];
+        StepTrace {
+            manifest: step_manifest(3, Vec::new()),
+            stages: vec![StageTrace {
+                manifest,
+                inputs: Vec::new(),
+                outputs: slices.collect(),
+            }],
+            damaged: Vec::new(),
+        }
+    }
+
+    fn recorded(values: &[f32]) -> Vec<StatRow> {
+        let mut stats = KeyStats::default();
+        let batch = batch(values);
+        let ids: Vec<u64> = batch.ids().iter().map(|id| id.0).collect();
+        stats.add((0, 0), batch.column("rewards").expect("there"), &ids);
+        let row = stats.row(Place {
+            step: 3,
+            stage: "reward",
+            side: Side::Output,
+            key: "rewards",
+            name: "mine",
+            brief: false,
+        });
+        vec![row]
+    }
+
+    #[test]
+    fn one_changed_bit_or_lost_row_is_seen_and_no_cut_into_slices() {
+        let stats = recorded(&[0.0, 1.0, 2.0]);
+        assert_eq!(altered(&step(&[0.0, 1.0, 2.0]), &stats), []);
+        for values in [&[-0.0, 1.0, 2.0][..], &[0.0, 1.0], &[1.0, 0.0, 2.0]] {
+            let found = altered(&step(values), &stats);
+            assert_eq!(
+                (found[0].stage.as_str(), found[0].side),
+                ("reward", Side::Output)
+            );
+            assert_eq!(found[0].rows, (3, values.len() as u64));
+            assert_ne!(found[0].hashes.0, found[0].hashes.1);
+            assert_eq!(
+                found[0].what(3),
+                "rows of `rewards` differ from what the statistics recorded at step 3"
+            );
+        }
+    }
+
+    #[test]
+    fn where_the_statistics_do_not_tell_nothing_is_said() {
+        let changed = step(&[9.0]);
+        let stats = recorded(&[0.0]);
+        assert_eq!(altered(&changed, &stats).len(), 1);
+        assert_eq!(altered(&changed, &[]), []);
+        let mut other_step = stats.clone();
+        other_step[0].step = 4;
+        assert_eq!(altered(&changed, &other_step), []);
+        let mut let_go = changed.clone();
+        let_go.manifest.notes.push(ROWS_MISSING.to_owned());
+        assert_eq!(altered(&let_go, &stats), []);
+        let mut refused = changed;
+        refused.stages[0]
+            .manifest
+            .notes
+            .push("slice 0: refused".to_owned());
+        assert_eq!(altered(&refused, &stats), []);
+    }
+}

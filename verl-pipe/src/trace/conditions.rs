@@ -1,0 +1,135 @@
+//! Under what a run was recorded: every setting, the machine, and what its stages declared. `trace/conditions.json`.
+
+use std::fs;
+use std::path::Path;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use crate::config::to_toml;
+use crate::pipe::DataPipe;
+use crate::plan::Plan;
+use crate::run::folder::processor_features;
+use crate::schedule::placement::Schedule;
+use crate::trace::error::TraceError;
+use crate::trace::format::{FORMAT, Layout, parse};
+use crate::trace::stand_in::StageShape;
+
+/// Content of `trace/conditions.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Conditions {
+    /// Number of the trace format.
+    pub format: u32,
+    /// SHA-256 of the printed plan, in hexadecimal.
+    pub plan_hash: String,
+    /// Every setting of the pipeline, as in `config.toml`.
+    pub settings: Value,
+    /// What it ran on.
+    pub machine: Machine,
+    /// What the stages declared, in the order of execution.
+    pub stages: Vec<StageShape>,
+}
+
+/// What decides the last bits of results besides the settings.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Machine {
+    /// Device group of the models.
+    pub device: String,
+    /// Operating system, whose library computes exponentials and logarithms.
+    pub os: String,
+    /// Architecture of the processor.
+    pub arch: String,
+    /// Features of the processor that kernels are chosen by.
+    pub processor: Vec<String>,
+    /// Whether the program was built with optimisation.
+    pub optimised: bool,
+    /// Threads that kernels may use: `RAYON_NUM_THREADS`, else as many as there are cores. On a CPU no bit depends on
+    /// their number.
+    pub threads: usize,
+    /// Version of the engine.
+    pub verl: String,
+}
+
+impl Machine {
+    /// This machine, with the models on `device`.
+    pub fn here(device: &str) -> Machine {
+        let asked = std::env::var("RAYON_NUM_THREADS").ok();
+        let asked = asked.and_then(|text| text.parse().ok());
+        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        Machine {
+            device: device.to_owned(),
+            os: std::env::consts::OS.to_owned(),
+            arch: std::env::consts::ARCH.to_owned(),
+            processor: processor_features()
+                .into_iter()
+                .map(str::to_owned)
+                .collect(),
+            optimised: !cfg!(debug_assertions),
+            threads: asked.filter(|n| *n > 0).unwrap_or_else(cores),
+            verl: env!("CARGO_PKG_VERSION").to_owned(),
+        }
+    }
+}
+
+impl Conditions {
+    /// Those of a schedule that is run here.
+    pub fn of(schedule: &Schedule) -> Conditions {
+        let plan = &schedule.plan;
+        Conditions {
+            format: FORMAT,
+            plan_hash: plan_hash(plan),
+            settings: settings_of(&plan.pipe),
+            machine: Machine::here(&schedule.groups[0].name),
+            stages: plan.stages.iter().map(StageShape::of).collect(),
+        }
+    }
+
+    /// Those that the run in `run_dir` was recorded under; `None` where it did not note them.
+    ///
+    /// # Errors
+    /// A file that is damaged or in another format.
+    pub fn read(run_dir: &Path) -> Result<Option<Conditions>, TraceError> {
+        let path = Layout::of_run(run_dir).conditions();
+        match fs::read_to_string(&path) {
+            Ok(text) => parse(&path, &text).map(Some),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(TraceError::file("read", &path, error)),
+        }
+    }
+}
+
+/// Parts of the machine that `versions.json` of a run tells too, for a trace that does not note it.
+const OF_VERSIONS: [&str; 4] = ["arch", "optimised", "os", "processor"];
+
+/// Those parts of the machine of the run in `run_dir`, and the same of `now`.
+pub(crate) fn of_versions(run_dir: &Path, now: &Machine) -> (Value, Value) {
+    let text = fs::read_to_string(run_dir.join("versions.json")).unwrap_or_default();
+    let recorded: Value = serde_json::from_str(&text).unwrap_or_default();
+    let now = serde_json::to_value(now).unwrap_or_default();
+    let told = OF_VERSIONS
+        .into_iter()
+        .filter(|part| recorded.get(part).is_some());
+    let told: Vec<&str> = told.collect();
+    let parts = |of: &Value| -> Value {
+        let parts = told
+            .iter()
+            .map(|part| ((*part).to_owned(), of[*part].clone()));
+        Value::Object(parts.collect())
+    };
+    (parts(&recorded), parts(&now))
+}
+
+/// SHA-256 of the printed plan, in hexadecimal: two runs of one plan agree in it.
+pub(crate) fn plan_hash(plan: &Plan) -> String {
+    let hash = Sha256::digest(plan.to_string().as_bytes());
+    hash.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Every setting of a pipeline, as `config.toml` has it.
+pub(crate) fn settings_of(pipe: &DataPipe) -> Value {
+    // A number that TOML cannot hold ends the run before it begins.
+    let text = to_toml(pipe).unwrap_or_default();
+    toml::from_str(&text).unwrap_or_default()
+}

@@ -1,0 +1,162 @@
+//! What a stage was given in two runs: rows, and the weights of its models. Where these differ, what comes of it says
+//! nothing about the stage.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::plan::PlannedStage;
+use crate::resource::WeightsVersion;
+use crate::stage::Access;
+use crate::trace::compare::{
+    ComparedKey, Difference, DifferenceKind, Pairing, Rows, Tolerance, compare_rows,
+};
+use crate::trace::recorded::{RecordedStage, RecordedStep};
+
+/// Whether two runs part in a stage or before it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cause {
+    /// The stage was given other rows or other weights, from outside or from a stage before it.
+    InputsDiffer,
+    /// Its rows come from outside: from data, in an order of its own.
+    Source,
+    /// It was given the same, and something else came of it.
+    SameInputs,
+    /// It was given the same rows; of these models the weights are not known of both runs.
+    WeightsUnknown(Vec<String>),
+    /// What it was given is not recorded of both runs.
+    Unknown,
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Cause::InputsDiffer => f.write_str("inputs differ"),
+            Cause::Source => f.write_str("inputs differ: its rows come from outside"),
+            Cause::SameInputs => f.write_str("same inputs, other outputs"),
+            Cause::WeightsUnknown(models) => {
+                let models: Vec<&str> = models.iter().map(String::as_str).collect();
+                write!(
+                    f,
+                    "same rows in, other rows out; whether the weights of {} were the same is not recorded",
+                    crate::diagnostic::quoted(models)
+                )
+            }
+            Cause::Unknown => f.write_str("whether its inputs are the same is not recorded"),
+        }
+    }
+}
+
+/// What a stage was given in two runs.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct InputsDiff {
+    /// Whether both runs recorded its rows.
+    pub is_recorded: bool,
+    /// Values and rows that differ, and models whose weights do.
+    pub differences: u64,
+    /// Models whose weights before the stage are not known of both runs.
+    pub weights_unknown: Vec<String>,
+    /// The first difference: weights before rows.
+    pub first: Option<Difference>,
+}
+
+impl InputsDiff {
+    /// What it says of a difference in the stage's outputs.
+    pub(crate) fn cause(&self, is_source: bool) -> Cause {
+        match self {
+            _ if self.first.is_some() => Cause::InputsDiffer,
+            _ if is_source => Cause::Source,
+            _ if !self.is_recorded => Cause::Unknown,
+            _ if self.weights_unknown.is_empty() => Cause::SameInputs,
+            _ => Cause::WeightsUnknown(self.weights_unknown.clone()),
+        }
+    }
+}
+
+/// Compares what a stage was given.
+pub(crate) fn diff_inputs(
+    planned: &PlannedStage,
+    first: &RecordedStage,
+    second: &RecordedStage,
+) -> InputsDiff {
+    let mut diff = InputsDiff {
+        is_recorded: !first.inputs.is_empty() && !second.inputs.is_empty(),
+        ..InputsDiff::default()
+    };
+    for (model, _) in &planned.spec.models {
+        match hashes(first.weights.get(model), second.weights.get(model)) {
+            None => diff.weights_unknown.push(model.clone()),
+            Some((left, right)) if left != right => {
+                diff.differences += 1;
+                let weights = || weights(planned, model, "before", left, right);
+                diff.first = diff.first.take().or_else(|| Some(weights()));
+            }
+            Some(_) => {}
+        }
+    }
+    if !diff.is_recorded {
+        return diff;
+    }
+    let left = Rows::new(first.inputs.iter().map(|input| &input.batch));
+    let right = Rows::new(second.inputs.iter().map(|input| &input.batch));
+    let keys: Vec<ComparedKey<'_>> = planned
+        .inputs
+        .iter()
+        .map(|edge| ComparedKey {
+            left: &edge.local,
+            right: &edge.local,
+            tolerance: Tolerance::EXACT,
+        })
+        .collect();
+    let found = compare_rows(
+        &Pairing {
+            stage: &planned.name,
+            order: left.ids(),
+            partner: &|id| id,
+            absent_is_null: false,
+            both_ways: Some(right.ids()),
+        },
+        &keys,
+        &left,
+        &right,
+    );
+    diff.differences += found.differences;
+    diff.first = diff.first.or(found.first).map(Difference::of_input);
+    diff
+}
+
+/// The first model of which a stage made other weights in the two runs.
+pub(crate) fn weights_after(
+    planned: &PlannedStage,
+    first: &RecordedStep,
+    second: &RecordedStep,
+) -> Option<Difference> {
+    planned.spec.models.iter().find_map(|(model, access)| {
+        let after = |step: &'_ RecordedStep| step.weights_after.get(model).cloned();
+        let (left, right) = (after(first), after(second));
+        let (left, right) = hashes(left.as_ref(), right.as_ref())?;
+        let differs = *access == Access::Update && left != right;
+        differs.then(|| weights(planned, model, "after", left, right))
+    })
+}
+
+/// Two versions whose hashes are both known.
+fn hashes<'a>(
+    left: Option<&'a WeightsVersion>,
+    right: Option<&'a WeightsVersion>,
+) -> Option<(&'a WeightsVersion, &'a WeightsVersion)> {
+    let both = left.zip(right)?;
+    (!both.0.hash.is_empty() && !both.1.hash.is_empty()).then_some(both)
+}
+
+fn weights(
+    planned: &PlannedStage,
+    model: &str,
+    moment: &str,
+    left: &WeightsVersion,
+    right: &WeightsVersion,
+) -> Difference {
+    let value = |version: &WeightsVersion| format!("{version} {moment} the stage");
+    Difference::new(&planned.name, model, DifferenceKind::Weights).values(value(left), value(right))
+}

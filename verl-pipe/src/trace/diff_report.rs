@@ -1,0 +1,188 @@
+//! What is told of two runs.
+
+use std::fmt;
+
+use crate::diagnostic::quoted;
+use crate::trace::changes::{Change, shown};
+use crate::trace::compare::DifferenceKind;
+use crate::trace::diff::{Cause, KeyDiff, Parting, RunDiff, StepDiff};
+use crate::trace::text::{Align, Table, count, short};
+
+impl fmt::Display for RunDiff {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (name, first, second) in &self.settings {
+            writeln!(f, "setting {name}: {} | {}", shown(first), shown(second))?;
+        }
+        self.write_changes(f, "data set", &self.data)?;
+        self.write_changes(f, "machine", &self.machine)?;
+        for note in &self.notes {
+            writeln!(f, "note: {note}")?;
+        }
+        let Some(parting) = self.parting() else {
+            return self.write_without_rows(f);
+        };
+        let Parting { step, first, cause } = &parting;
+        writeln!(f, "the runs part in step {step}, {}", first.place())?;
+        writeln!(f, "{}", first.explain("first run", "second run"))?;
+        writeln!(f, "  {cause}{}", self.outside(&parting))?;
+        self.write_trend(f, &parting)?;
+        write!(f, "{}", self.stats)
+    }
+}
+
+impl RunDiff {
+    fn write_changes(
+        &self,
+        f: &mut fmt::Formatter<'_>,
+        what: &str,
+        changes: &[Change],
+    ) -> fmt::Result {
+        for change in changes {
+            let (first, second) = (shown(&change.recorded), shown(&change.now));
+            writeln!(f, "{what} {}: {first} | {second}", change.name)?;
+        }
+        Ok(())
+    }
+
+    /// What is known of where a difference that came from outside comes from.
+    fn outside(&self, parting: &Parting<'_>) -> String {
+        let weights = parting.first.kind == DifferenceKind::Weights;
+        let earliest = self.steps.first().map(|step| step.step) == Some(parting.step);
+        match parting.cause {
+            Cause::InputsDiffer if weights && parting.step <= 1 => {
+                ": the runs began with other weights".to_owned()
+            }
+            Cause::InputsDiffer if weights && earliest => {
+                ": the runs parted before, in steps that are not recorded in both, or began with other weights"
+                    .to_owned()
+            }
+            Cause::Source => self.of_data(parting),
+            _ => String::new(),
+        }
+    }
+
+    /// Whether other rows were drawn, or other content under the same names; and what of data and seed differs.
+    fn of_data(&self, parting: &Parting<'_>) -> String {
+        let rows = parting.first.kind == DifferenceKind::Row;
+        let drawn = match rows {
+            true => "other rows were drawn",
+            false => "the same rows were drawn, with another content",
+        };
+        let mut why: Vec<&str> = Vec::new();
+        if !self.data.is_empty() {
+            why.push("the data sets differ");
+        }
+        if self.settings.iter().any(|(name, ..)| name == "run.seed") {
+            why.push("the seeds differ");
+        }
+        let own = format!("stages.{}.", parting.first.stage);
+        let of_stage = |name: &str| {
+            name.starts_with(&own) || name.starts_with("batch.") || name.starts_with("data.")
+        };
+        if self.settings.iter().any(|(name, ..)| of_stage(name)) {
+            why.push("its settings differ");
+        }
+        match why.is_empty() {
+            true => format!(
+                ", {drawn}; data sets, seed and settings are the same as far as they are recorded"
+            ),
+            false => format!(", {drawn}; {}", why.join(", ")),
+        }
+    }
+
+    /// What there is to say where no recorded row differs.
+    fn write_without_rows(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rows = count(self.steps.len() as u64, "step");
+        let hashes = count(self.stats.steps.len() as u64, "step");
+        match (self.steps.len(), self.stats.steps.len()) {
+            (0, 0) => writeln!(f, "no step is recorded in both runs"),
+            (_, _) if self.stats.parting.is_some() => write!(f, "{}", self.stats),
+            (0, _) => writeln!(f, "no difference; {hashes} compared by their hashes"),
+            (_, 0) => writeln!(f, "no difference; {rows} compared"),
+            (_, _) => writeln!(
+                f,
+                "no difference; {rows} compared row by row, {hashes} by their hashes"
+            ),
+        }
+    }
+
+    /// The key whose distance is followed: the one in which the runs part, else the first that differs anywhere.
+    fn followed(&self, parting: &Parting<'_>) -> Option<(&str, &str)> {
+        let keys = || {
+            let steps = self.steps.iter();
+            let stages = steps.flat_map(|step| &step.stages);
+            stages.flat_map(|stage| stage.keys.iter().map(|key| (stage.stage.as_str(), key)))
+        };
+        let of_parting = |(stage, key): &(&str, &KeyDiff)| {
+            (*stage, key.key.as_str()) == (parting.first.stage.as_str(), parting.first.key.as_str())
+        };
+        let own = keys().find(of_parting);
+        let found = own.or_else(|| keys().find(|(_, key)| key.differences > 0));
+        found.map(|(stage, key)| (stage, key.key.as_str()))
+    }
+
+    /// A line a step: what differs, and how far the key that differed first lies apart.
+    fn write_trend(&self, f: &mut fmt::Formatter<'_>, parting: &Parting<'_>) -> fmt::Result {
+        let Some(key) = self.followed(parting) else {
+            return Ok(());
+        };
+        let name = format!("{}.{}", key.0, key.1);
+        let (mean, largest) = (format!("mean |Δ| {name}"), format!("largest |Δ| {name}"));
+        let mut table = Table::new(&[
+            ("step", Align::Right),
+            ("values that differ", Align::Right),
+            ("rows of one only", Align::Right),
+            (mean.as_str(), Align::Right),
+            (largest.as_str(), Align::Right),
+            ("stages that differ", Align::Left),
+        ]);
+        for step in &self.steps {
+            table.row(step.trend(key));
+        }
+        write!(f, "{table}")
+    }
+}
+
+impl StepDiff {
+    fn trend(&self, (stage, key): (&str, &str)) -> [String; 6] {
+        let keys = || self.stages.iter().flat_map(|stage| &stage.keys);
+        let values: u64 = keys().map(|key| key.values).sum();
+        let differing: u64 = keys().map(|key| key.differences).sum();
+        let lone =
+            |stage: &crate::trace::diff::StageDiff| stage.rows_of_first + stage.rows_of_second;
+        let lone: usize = self.stages.iter().map(lone).sum();
+        let of_stage = self.stages.iter().find(|other| other.stage == stage);
+        let of_key = of_stage.and_then(|stage| stage.keys.iter().find(|other| other.key == key));
+        let differ: Vec<&str> = self
+            .stages
+            .iter()
+            .filter(|stage| stage.differences() > 0)
+            .map(|stage| stage.stage.as_str())
+            .collect();
+        [
+            self.step.to_string(),
+            format!("{:.2} %", 100.0 * differing as f64 / values.max(1) as f64),
+            lone.to_string(),
+            of_key.map_or("-".to_owned(), KeyDiff::apart),
+            of_key
+                .and_then(|key| key.largest)
+                .map_or("-".to_owned(), short),
+            quoted(differ),
+        ]
+    }
+}
+
+impl KeyDiff {
+    /// The mean distance, and what has none: `0.25`, `lengths 5 and 7`, `0.25, lengths 5 and 7`.
+    fn apart(&self) -> String {
+        let mean = self
+            .mean
+            .filter(|mean| *mean > 0.0 || self.unlike.is_none());
+        let parts = [mean.map(short), self.unlike.clone()];
+        let told: Vec<String> = parts.into_iter().flatten().collect();
+        match told.is_empty() {
+            true => "-".to_owned(),
+            false => told.join(", "),
+        }
+    }
+}

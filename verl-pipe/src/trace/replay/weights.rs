@@ -1,0 +1,136 @@
+//! Weights with which a step began and ended, where the step itself does not hold them: from the model as it was loaded,
+//! or from another step of the trace.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::resource::{StoredState, WeightsVersion};
+use crate::run::runner::{RunSnapshot, RunState};
+use crate::schedule::placement::Schedule;
+use crate::trace::recorded::{RecordedStep, StepStart};
+use crate::trace::store::TraceDir;
+
+/// Where the state of trained models at the start of a step comes from.
+#[derive(Default)]
+pub(super) struct Sources {
+    /// States from other steps, by model.
+    pub elsewhere: BTreeMap<String, (WeightsVersion, Option<StoredState>)>,
+    /// Models whose state is not to be had, with where it was looked for.
+    pub stateless: BTreeMap<String, String>,
+    /// What a reader should know of it, by model.
+    pub notes: Vec<(String, String)>,
+}
+
+impl Sources {
+    /// What a reader should know of the models that stages `order` work with.
+    pub(super) fn notes_of(&self, schedule: &Schedule, order: &BTreeSet<usize>) -> Vec<String> {
+        let stages = order.iter().map(|index| &schedule.plan.stages[*index]);
+        let used: BTreeSet<&String> = stages
+            .flat_map(|stage| stage.spec.models.iter().map(|(model, _)| model))
+            .collect();
+        let notes = self.notes.iter().filter(|(model, _)| used.contains(model));
+        notes.map(|(_, note)| note.clone()).collect()
+    }
+
+    /// Looks for the state of each trained model: in the step, in the model as it was loaded, in other steps.
+    pub(super) fn of_step(
+        schedule: &Schedule,
+        recorded: &RecordedStep,
+        initial: &RunSnapshot,
+        trace: Option<&TraceDir>,
+    ) -> Sources {
+        let mut found = Sources::default();
+        let models = schedule.plan.models.iter();
+        for model in models.filter(|model| !model.updaters.is_empty()) {
+            let name = &model.name;
+            let state = recorded.state.as_ref();
+            if recorded.step <= 1 || state.is_some_and(|state| state.holds(name)) {
+                continue;
+            }
+            let Some(version) = version_before(recorded, name) else {
+                found.stateless.insert(name.clone(), String::new());
+                continue;
+            };
+            if initial.models.get(name).map(|own| &own.version) == Some(version) {
+                let told = format!(
+                    "the weights of `{name}` at the start of step {} are not kept; they are those of the model as it is loaded, by their hash",
+                    recorded.step
+                );
+                found.notes.push((name.clone(), told));
+                continue;
+            }
+            found.look_elsewhere(trace, recorded.step, name, version);
+        }
+        found
+    }
+
+    fn look_elsewhere(
+        &mut self,
+        trace: Option<&TraceDir>,
+        step: u64,
+        model: &str,
+        version: &WeightsVersion,
+    ) {
+        let mut steps = trace.map(TraceDir::steps).unwrap_or_default();
+        // Earlier ones first, the nearest before the others.
+        steps.sort_by_key(|other| (*other > step, other.abs_diff(step)));
+        for other in steps {
+            let Some(trace) = trace else { break };
+            let manifest = trace.manifest(other).ok();
+            let reference = manifest.and_then(|manifest| manifest.models.get(model));
+            let Some(reference) = reference.filter(|r| r.version == *version && r.state.is_some())
+            else {
+                continue;
+            };
+            match trace.state(reference) {
+                Ok(stored) => {
+                    let told = format!(
+                        "the weights of `{model}` at the start of step {step} are not kept; they are those of step {other}, by their hash"
+                    );
+                    self.notes.push((model.to_owned(), told));
+                    self.elsewhere
+                        .insert(model.to_owned(), (version.clone(), stored));
+                    return;
+                }
+                Err(error) => self.notes.push((model.to_owned(), error.to_string())),
+            }
+        }
+        let looked =
+            "; by their hash, neither the model as it is loaded nor another step has its weights";
+        self.stateless.insert(model.to_owned(), looked.to_owned());
+    }
+}
+
+/// Version of a model at the start of a step, where its hash was noted.
+fn version_before<'a>(recorded: &'a RecordedStep, model: &str) -> Option<&'a WeightsVersion> {
+    let of_state = match &recorded.state {
+        Some(StepStart::Stored(state)) => state.models.get(model).map(|(version, _)| version),
+        _ => None,
+    };
+    let mut stages = recorded.stages.values();
+    let of_stage = || stages.find_map(|stage| stage.weights.get(model));
+    let version = of_state.or_else(of_stage)?;
+    (!version.hash.is_empty()).then_some(version)
+}
+
+/// The state with which the next step began, for models of which the step tells no hash afterwards.
+pub(super) fn state_after<'a>(
+    recorded: &RecordedStep,
+    models: impl Iterator<Item = &'a String>,
+    trace: &TraceDir,
+) -> RunState {
+    let known = |model: &&String| {
+        let version = recorded.weights_after.get(*model);
+        version.is_some_and(|version| !version.hash.is_empty())
+    };
+    let manifest = trace.manifest(recorded.step + 1).ok();
+    let states = models.filter(|model| !known(model)).filter_map(|model| {
+        let reference = manifest?.models.get(model)?;
+        let stored = trace.state(reference).ok()??;
+        Some((model.clone(), (reference.version.clone(), Some(stored))))
+    });
+    RunState {
+        step: recorded.step,
+        models: states.collect(),
+        stages: BTreeMap::new(),
+    }
+}

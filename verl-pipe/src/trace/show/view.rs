@@ -1,0 +1,141 @@
+//! A recorded step with its rows indexed once: all that is known of one row, from every stage.
+
+use std::collections::HashMap;
+
+use crate::batch::RowId;
+use crate::resource::TokenTexts;
+use crate::schedule::placement::Schedule;
+use crate::trace::cell::Cell;
+use crate::trace::compare::Rows;
+use crate::trace::recorded::{RecordedBatch, RecordedStage, RecordedStep};
+
+/// Rows of one side of a stage, and which of them stands for each group.
+struct SideRows<'a> {
+    rows: Rows<'a>,
+    prompts: HashMap<u64, u64>,
+}
+
+impl<'a> SideRows<'a> {
+    fn new(batches: &'a [RecordedBatch]) -> SideRows<'a> {
+        let rows = Rows::new(batches.iter().map(|recorded| &recorded.batch));
+        let first = rows
+            .ids()
+            .iter()
+            .filter(|id| RowId(**id).sample_index() == 0);
+        SideRows {
+            prompts: first.map(|id| (RowId(*id).group(), *id)).collect(),
+            rows,
+        }
+    }
+
+    /// The key's value for row `id`, or for its prompt.
+    fn cell(&self, id: u64, key: &str) -> Option<Cell<'a>> {
+        let found = match self.rows.has(id) {
+            true => id,
+            false => *self.prompts.get(&RowId(id).group())?,
+        };
+        self.rows.cell(found, key)
+    }
+}
+
+/// A recorded step with its rows indexed once, to look at many samples of it.
+pub struct StepView<'a> {
+    pub(super) schedule: &'a Schedule,
+    pub(super) step: u64,
+    /// Stages of the plan: what each was given and emitted.
+    sides: Vec<Option<(SideRows<'a>, SideRows<'a>)>>,
+    pub(super) rows: Vec<Vec<RowId>>,
+}
+
+impl<'a> StepView<'a> {
+    /// Indexes a step.
+    pub fn new(schedule: &'a Schedule, recorded: &'a RecordedStep) -> StepView<'a> {
+        let stages = schedule.plan.stages.iter();
+        let stages = stages.map(|planned| recorded.stages.get(&planned.name));
+        StepView {
+            schedule,
+            step: recorded.step,
+            rows: stages
+                .clone()
+                .map(|stage| stage.map_or_else(Vec::new, rows_of))
+                .collect(),
+            sides: stages
+                .map(|stage| {
+                    stage.map(|stage| (SideRows::new(&stage.inputs), SideRows::new(&stage.outputs)))
+                })
+                .collect(),
+        }
+    }
+
+    /// Rows of a stage (by its index in the plan) in declared order.
+    pub fn rows(&self, stage: usize) -> &[RowId] {
+        &self.rows[stage]
+    }
+
+    /// Keys of row `id` under the pipeline's names: what each stage wrote of it or of its prompt, and what `asked` was
+    /// given.
+    pub(super) fn gather(&self, asked: usize, id: RowId) -> Gathered<'a> {
+        let mut keys: Vec<(String, Cell<'a>)> = Vec::new();
+        let mut add = |side: &SideRows<'a>, local: &str, key: &str| {
+            if !keys.iter().any(|(known, _)| known == key) {
+                keys.extend(side.cell(id.0, local).map(|cell| (key.to_owned(), cell)));
+            }
+        };
+        for (index, planned) in self.schedule.plan.stages.iter().enumerate() {
+            let Some((given, written)) = &self.sides[index] else {
+                continue;
+            };
+            for field in &planned.spec.writes {
+                add(written, &field.name, planned.key(&field.name));
+            }
+            if index == asked {
+                for edge in &planned.inputs {
+                    add(given, &edge.local, &edge.key);
+                }
+            }
+        }
+        Gathered { keys }
+    }
+}
+
+/// All that a step recorded of one row.
+pub(super) struct Gathered<'a> {
+    pub(super) keys: Vec<(String, Cell<'a>)>,
+}
+
+impl<'a> Gathered<'a> {
+    fn take(&mut self, key: &str) -> Option<Cell<'a>> {
+        let at = self.keys.iter().position(|(name, _)| name == key)?;
+        Some(self.keys.remove(at).1)
+    }
+
+    pub(super) fn take_text(&mut self, key: &str) -> Option<String> {
+        match self.take(key)? {
+            Cell::Text(texts) => texts.first().map(|text| (*text).to_owned()),
+            _ => None,
+        }
+    }
+
+    pub(super) fn take_tokens(
+        &mut self,
+        key: &str,
+        words: Option<&dyn TokenTexts>,
+    ) -> Vec<(u32, String)> {
+        let Some(Cell::U32(ids)) = self.take(key) else {
+            return Vec::new();
+        };
+        let text = |id: u32| words.map_or_else(String::new, |words| words.token(id));
+        ids.iter().map(|id| (*id, text(*id))).collect()
+    }
+}
+
+/// The rows of a stage, in declared order: those that it emitted, or was given where it emits none.
+pub fn rows_of(recorded: &RecordedStage) -> Vec<RowId> {
+    let given = recorded.input_ids();
+    let emitted = Rows::new(recorded.outputs.iter().map(|output| &output.batch));
+    let ids = match emitted.ids().is_empty() {
+        true => given,
+        false => emitted.ordered(&given),
+    };
+    ids.into_iter().map(RowId).collect()
+}

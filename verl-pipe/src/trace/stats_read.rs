@@ -1,0 +1,250 @@
+//! The table of statistics, read back: parts, and the stream of the newest steps, of a run that may go on.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::BufReader;
+use std::ops::{Bound, RangeBounds};
+use std::path::{Path, PathBuf};
+
+use arrow_array::cast::AsArray;
+use arrow_array::types::{Float64Type, UInt16Type, UInt32Type, UInt64Type};
+use arrow_array::{Array, RecordBatch};
+use arrow_ipc::reader::StreamReader;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+
+use crate::trace::error::TraceError;
+use crate::trace::format::{MANIFEST_KEY, Side};
+use crate::trace::ratio::RatioStats;
+use crate::trace::stage_rows::check_codecs;
+use crate::trace::stats::StatRow;
+use crate::trace::stats_table::QUANTILE_COLUMNS;
+use crate::trace::store::{DamagedFile, TraceDir};
+
+impl TraceDir {
+    /// Statistics of the steps in `range`, in the order of steps and stages; those of a run that still goes on too.
+    ///
+    /// # Errors
+    /// A part that is damaged or in another format.
+    pub fn stats(&self, range: impl RangeBounds<u64>) -> Result<Vec<StatRow>, TraceError> {
+        let (rows, mut damaged) = self.stats_as_found(range);
+        match damaged.is_empty() {
+            true => Ok(rows),
+            false => Err(damaged.swap_remove(0).error),
+        }
+    }
+
+    /// As [`TraceDir::stats`], without the parts that cannot be read, and with what is wrong with them.
+    pub fn stats_as_found(&self, range: impl RangeBounds<u64>) -> (Vec<StatRow>, Vec<DamagedFile>) {
+        let mut rows = Vec::new();
+        let damaged = self.each_stats(range, |part| rows.extend(part));
+        (rows, damaged)
+    }
+
+    /// Hands statistics of the steps in `range` to `take`, some dozen whole steps at a time: those of a long run need not
+    /// be in memory at once. Returns what is wrong with parts that cannot be read.
+    pub fn each_stats(
+        &self,
+        range: impl RangeBounds<u64>,
+        mut take: impl FnMut(Vec<StatRow>),
+    ) -> Vec<DamagedFile> {
+        let dir = self.layout().stats();
+        let mut damaged = Vec::new();
+        // The stream first: should a part be written meanwhile, its steps are found in either.
+        let live = read_live(&dir.join("live.arrows"));
+        let parts = parts(&dir);
+        let mut known = BTreeSet::new();
+        let wanted = |mut rows: Vec<StatRow>| {
+            rows.retain(|row| range.contains(&row.step));
+            rows
+        };
+        for (at, (first, path)) in parts.iter().enumerate() {
+            let next = parts.get(at + 1).map(|(next, _)| *next);
+            if !overlaps(&range, *first, next) {
+                continue;
+            }
+            match read_part(path) {
+                Ok(read) => {
+                    known.extend(read.iter().map(|row| row.step));
+                    take(wanted(read));
+                }
+                Err(error) => damaged.push(DamagedFile {
+                    step: *first,
+                    stage: None,
+                    error,
+                }),
+            }
+        }
+        let newest = live.into_iter().filter(|row| !known.contains(&row.step));
+        take(wanted(newest.collect()));
+        damaged
+    }
+}
+
+/// Whether steps from `first` to the one before `next` may lie in `range`.
+fn overlaps(range: &impl RangeBounds<u64>, first: u64, next: Option<u64>) -> bool {
+    let begins = match range.start_bound() {
+        Bound::Unbounded => true,
+        Bound::Included(start) => next.is_none_or(|next| *start < next),
+        Bound::Excluded(start) => next.is_none_or(|next| *start < next.saturating_sub(1)),
+    };
+    let ends = match range.end_bound() {
+        Bound::Unbounded => true,
+        Bound::Included(end) => *end >= first,
+        Bound::Excluded(end) => *end > first,
+    };
+    begins && ends
+}
+
+/// The parts, by the step with which each begins.
+pub(super) fn parts(dir: &Path) -> Vec<(u64, PathBuf)> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut parts: Vec<(u64, PathBuf)> = entries
+        .filter_map(|entry| {
+            let path = entry.path();
+            let name = path.file_name()?.to_str()?;
+            let first = name.strip_prefix("part-")?.strip_suffix(".parquet")?;
+            Some((first.parse().ok()?, path))
+        })
+        .collect();
+    parts.sort();
+    parts
+}
+
+fn read_part(path: &Path) -> Result<Vec<StatRow>, TraceError> {
+    let file = File::open(path).map_err(|e| TraceError::file("open", path, e))?;
+    let builder =
+        ParquetRecordBatchReaderBuilder::try_new(file).map_err(|e| TraceError::damaged(path, e))?;
+    let about = builder.metadata().file_metadata().key_value_metadata();
+    let mut entries = about.into_iter().flatten();
+    let told = entries.find(|entry| entry.key == MANIFEST_KEY);
+    let text = told
+        .and_then(|entry| entry.value.clone())
+        .unwrap_or_default();
+    let _: serde_json::Value = crate::trace::format::parse(path, &text)?;
+    check_codecs(path, builder.metadata())?;
+    let reader = builder.build().map_err(|e| TraceError::damaged(path, e))?;
+    let mut rows = Vec::new();
+    for record in reader {
+        let record = record.map_err(|e| TraceError::damaged(path, e))?;
+        rows.extend(from_record(&record).map_err(|e| TraceError::damaged(path, e))?);
+    }
+    Ok(rows)
+}
+
+/// What can be read of a stream whose writer may be in the middle of a message, or gone.
+fn read_live(path: &Path) -> Vec<StatRow> {
+    let Ok(file) = File::open(path) else {
+        return Vec::new();
+    };
+    let Ok(reader) = StreamReader::try_new(BufReader::new(file), None) else {
+        return Vec::new();
+    };
+    let whole = reader.map_while(Result::ok);
+    whole
+        .filter_map(|record| from_record(&record).ok())
+        .flatten()
+        .collect()
+}
+
+/// The rows of a record batch.
+///
+/// # Errors
+/// A side that is none, or a column that is missing or of another type; as a fragment.
+pub(super) fn from_record(record: &RecordBatch) -> Result<Vec<StatRow>, String> {
+    let sides = record.column_by_name("side");
+    if let Some(sides) = sides.and_then(|array| array.as_string_opt::<i32>()) {
+        let strange = |side: &Option<&str>| !matches!(side, Some("input" | "output"));
+        if let Some(side) = sides.iter().find(strange) {
+            let side = side.unwrap_or("null");
+            return Err(format!(
+                "a row has the side `{side}`; a row is `input` or `output`"
+            ));
+        }
+    }
+    rows_of(record).ok_or_else(|| "a column is missing or of another type".to_owned())
+}
+
+/// The rows of a record batch whose sides are known; `None` where a column is missing or of another type.
+fn rows_of(record: &RecordBatch) -> Option<Vec<StatRow>> {
+    let text = |name: &str| record.column_by_name(name)?.as_string_opt::<i32>();
+    let whole = |name: &str| {
+        record
+            .column_by_name(name)?
+            .as_primitive_opt::<UInt64Type>()
+    };
+    let real = |name: &str| {
+        record
+            .column_by_name(name)?
+            .as_primitive_opt::<Float64Type>()
+    };
+    let (stage, side, key, name) = (text("stage")?, text("side")?, text("key")?, text("name")?);
+    let counterpart = text("counterpart")?;
+    let buckets = record
+        .column_by_name("sketch_buckets")?
+        .as_list_opt::<i32>()?;
+    let counts = record
+        .column_by_name("sketch_counts")?
+        .as_list_opt::<i32>()?;
+    let row = |at: usize| -> Option<StatRow> {
+        let u = |name: &str| whole(name).map(|a| a.value(at));
+        let maybe_u = |name: &str| Some(whole(name)?).map(|a| a.is_valid(at).then(|| a.value(at)));
+        let f = |name: &str| Some(real(name)?).map(|a| a.is_valid(at).then(|| a.value(at)));
+        let mut quantiles = [None; 7];
+        for (slot, column) in quantiles.iter_mut().zip(QUANTILE_COLUMNS) {
+            *slot = f(column)?;
+        }
+        let (b, c) = (buckets.value(at), counts.value(at));
+        let (b, c) = (
+            b.as_primitive_opt::<UInt16Type>()?,
+            c.as_primitive_opt::<UInt32Type>()?,
+        );
+        let ratio = match counterpart.is_valid(at) {
+            true => Some(RatioStats {
+                counterpart: counterpart.value(at).to_owned(),
+                tokens: maybe_u("ratio_tokens")??,
+                diff_mean: f("diff_mean")??,
+                diff_max: f("diff_max")??,
+                k1: f("k1")??,
+                ratio_min: f("ratio_min")??,
+                ratio_max: f("ratio_max")??,
+                probability_diff: f("probability_diff")??,
+                ess: f("ess")??,
+            }),
+            false => None,
+        };
+        Some(StatRow {
+            step: u("step")?,
+            stage: stage.value(at).to_owned(),
+            side: match side.value(at) {
+                "input" => Side::Input,
+                _ => Side::Output,
+            },
+            key: key.value(at).to_owned(),
+            name: name.value(at).to_owned(),
+            rows: u("rows")?,
+            nulls: u("nulls")?,
+            count: u("count")?,
+            tokens: u("tokens")?,
+            zeros: u("zeros")?,
+            non_finite: u("non_finite")?,
+            min: f("min")?,
+            max: f("max")?,
+            mean: f("mean")?,
+            std: f("std")?,
+            quantiles,
+            sketch: b
+                .values()
+                .iter()
+                .copied()
+                .zip(c.values().iter().copied())
+                .collect(),
+            hash: u("hash")?,
+            length_min: maybe_u("length_min")?,
+            length_mean: f("length_mean")?,
+            length_max: maybe_u("length_max")?,
+            truncated_share: f("truncated_share")?,
+            ratio,
+        })
+    };
+    (0..record.num_rows()).map(row).collect()
+}

@@ -1,0 +1,114 @@
+//! The JSON files of a run folder, as far as they can be read: what cannot is told and left out.
+
+use std::fs;
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+
+use crate::run::records::{MetricsLine, SampleLine, StatusFile};
+use crate::trace::rules::Anomaly;
+use crate::trace::text::count;
+
+/// What the files of a run say, and what a reader should be told of them.
+#[derive(Debug, Default)]
+pub(crate) struct RunFiles {
+    /// `status.json`, where there is one.
+    pub status: Option<StatusFile>,
+    /// Lines of `metrics.jsonl`, steps rising.
+    pub metrics: Vec<MetricsLine>,
+    /// Lines of `samples.jsonl`.
+    pub samples: Vec<SampleLine>,
+    /// Lines of `trace/anomalies.jsonl`.
+    pub anomalies: Vec<Anomaly>,
+    /// What was left out.
+    pub notes: Vec<String>,
+}
+
+impl RunFiles {
+    /// Reads the files of the run in `dir`.
+    pub(crate) fn read(dir: &Path) -> RunFiles {
+        let mut files = RunFiles::default();
+        files.status = files.document(&dir.join("status.json"));
+        files.metrics = files.lines(&dir.join("metrics.jsonl"));
+        files.metrics.sort_by_key(|line| line.step);
+        files.samples = files.lines(&dir.join("samples.jsonl"));
+        files.anomalies = files.lines(&dir.join("trace").join("anomalies.jsonl"));
+        files
+    }
+
+    fn document<T: DeserializeOwned>(&mut self, path: &Path) -> Option<T> {
+        let text = match fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(error) => {
+                self.note(path, &format!("cannot be read ({error})"));
+                return None;
+            }
+        };
+        serde_json::from_str(&text)
+            .map_err(|error| self.note(path, &format!("is not what a run writes ({error})")))
+            .ok()
+    }
+
+    /// The lines that can be read. A file that is not there has none; a last line without its end is still being written.
+    fn lines<T: DeserializeOwned>(&mut self, path: &Path) -> Vec<T> {
+        let bytes = match fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Vec::new(),
+            Err(error) => {
+                self.note(path, &format!("cannot be read ({error})"));
+                return Vec::new();
+            }
+        };
+        let whole = bytes
+            .iter()
+            .rposition(|byte| *byte == b'\n')
+            .map_or(0, |at| at + 1);
+        let text = String::from_utf8_lossy(&bytes[..whole]);
+        let mut lost: Vec<usize> = Vec::new();
+        let lines = text.lines().enumerate().filter_map(|(at, line)| {
+            let read = serde_json::from_str(line);
+            read.inspect_err(|_| lost.push(at + 1)).ok()
+        });
+        let lines: Vec<T> = lines.collect();
+        if let Some(first) = lost.first() {
+            let n = count(lost.len() as u64, "line");
+            self.note(
+                path,
+                &format!("has {n} that cannot be read, the first is line {first}"),
+            );
+        }
+        lines
+    }
+
+    fn note(&mut self, path: &Path, what: &str) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        self.notes.push(format!("{name} {what}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_read_is_left_out_and_told() {
+        let temp = tempfile::tempdir().expect("a folder");
+        let write =
+            |name: &str, text: &str| fs::write(temp.path().join(name), text).expect("a file");
+        write("status.json", "{\"status\": \"finished\"");
+        write(
+            "metrics.jsonl",
+            "{\"step\":2,\"epoch\":0,\"timestamp\":1.0,\"actor/loss\":0.5}\nrubbish\n{\"step\":1,\"epoch\":0,\"timestamp\":1.0}\n{\"step\":3,\"epo",
+        );
+        let files = RunFiles::read(temp.path());
+        let steps: Vec<u64> = files.metrics.iter().map(|line| line.step).collect();
+        assert_eq!(steps, [1, 2]);
+        assert!(files.status.is_none() && files.samples.is_empty());
+        assert_eq!(files.notes.len(), 2, "{:?}", files.notes);
+        assert!(files.notes[0].starts_with("status.json is not what a run writes"));
+        assert_eq!(
+            files.notes[1],
+            "metrics.jsonl has 1 line that cannot be read, the first is line 2"
+        );
+    }
+}
