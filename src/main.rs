@@ -1,9 +1,12 @@
 //! The executable `pipe`.
 
+mod bench;
+
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use bench::Bench;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use tracing_subscriber::EnvFilter;
 use verl::models::gguf::{self, WeightType};
@@ -47,6 +50,9 @@ enum Command {
     /// Looks at what a run recorded, runs it again, and compares.
     #[command(subcommand)]
     Debug(Debug),
+    /// Measures a device: whether it computes what the CPU does, and how fast.
+    #[command(subcommand)]
+    Bench(Bench),
     /// Turns a model of another format into a Hugging Face folder.
     #[command(subcommand)]
     Import(Import),
@@ -101,6 +107,7 @@ fn main() -> ExitCode {
         Command::Plan(args) => cli::plan::plan(&args, &registry, &mut out),
         Command::Schema(args) => cli::schema::schema(&args, &registry, &mut out),
         Command::Debug(command) => cli::debug::debug(&command, &registry, &mut out),
+        Command::Bench(command) => bench::bench(&command, &mut out),
         Command::Import(Import::Gguf(args)) => import(&args, &mut out),
     };
     match result {

@@ -39,7 +39,11 @@ fn commands_with_json(path: &[&str], found: &mut BTreeSet<String>) {
 type Case = (&'static str, &'static [&'static str], i32, &'static str);
 
 /// One of each command that takes `--json`.
-const CASES: [Case; 8] = [
+const CASES: [Case; 12] = [
+    ("bench check", &["--device", "cuda:99"], 1, "bench"),
+    ("bench rollout", &["--model", "absent"], 1, "bench"),
+    ("bench step", &["--device", "gpu"], 1, "bench"),
+    ("bench train", &["--model", "absent"], 1, "bench"),
     ("check", &["absent.toml"], 1, "C001"),
     ("debug diff", &["absent", "absent"], 3, "T010"),
     ("debug first-bad", &["--run", "absent"], 3, "T010"),

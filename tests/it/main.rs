@@ -2,6 +2,7 @@
 
 mod algorithms;
 mod bad_input;
+mod bench;
 mod browser;
 mod critic;
 mod dapo;

@@ -112,8 +112,11 @@ impl Backbone {
         let [b, s] = ids.dims();
         let mut x = self.embed_tokens.forward(ids.reshape([b * s]));
         let (device, width) = (x.device(), x.dims()[1]);
-        let rotation = rope.leading(s, &device, x.dtype());
-        let fused = kernels::are_fused(&device, x.dtype());
+        let head_dim = rope.head_dim();
+        let fused = kernels::attention_is_fused(&device, x.dtype(), head_dim);
+        // Fused attention turns heads in f32.
+        let dtype = if fused { DType::F32 } else { x.dtype() };
+        let rotation = rope.leading(s, &device, dtype);
         let mask = (!fused).then(|| causal_mask(s, &device));
         for layer in &self.layers {
             x = layer.forward(x, [b, s], &rotation, mask.as_ref());

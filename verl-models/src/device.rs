@@ -2,9 +2,13 @@
 //!
 //! The default of burn follows the enabled features, whatever hardware is there; so a device is always named here.
 
+mod preflight;
+
 use burn::tensor::Device;
 
 use crate::allocation;
+
+pub use preflight::{Preflight, preflight};
 
 /// The device called `name`: `cpu`, or `cuda:N` (`cuda` is `cuda:0`) in a build with the feature `cuda`.
 ///
@@ -20,6 +24,11 @@ pub fn device(name: &str) -> Result<Device, DeviceError> {
         }
         Named::Cuda(index) => cuda(name, index),
     }
+}
+
+/// Whether this is the CPU, with autodiff or without.
+pub(crate) fn is_cpu(device: &Device) -> bool {
+    device.clone().without_autodiff() == Device::flex()
 }
 
 /// Names of the devices that this build and machine offer.
@@ -59,6 +68,16 @@ pub enum DeviceError {
         name: String,
         /// What there is.
         available: Vec<String>,
+    },
+    /// A CUDA device that is there, but that cannot run what this build needs.
+    #[error("device `{name}` cannot be used: {reason}; {help}")]
+    Unusable {
+        /// What was written.
+        name: String,
+        /// What is missing.
+        reason: String,
+        /// What to do.
+        help: &'static str,
     },
 }
 

@@ -2,7 +2,9 @@
 //!
 //! This crate knows nothing of pipelines.
 
+pub mod agreement;
 mod allocation;
+pub mod bench;
 pub mod blocks;
 pub mod chat_template;
 pub mod conformance;

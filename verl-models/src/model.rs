@@ -20,6 +20,7 @@ use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 
 use crate::ilql::IlqlModel;
+use crate::kernels;
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 pub use crate::scoring::Extras;
 
@@ -60,10 +61,13 @@ pub trait ModelInterface: Module + 'static {
         let [b, s, d] = hidden.dims();
         let head = self.head();
         let v = head.dims()[0];
-        hidden
-            .reshape([b * s, d])
-            .matmul(head.transpose())
-            .reshape([b, s, v])
+        let hidden = hidden.reshape([b * s, d]);
+        let logits = if kernels::are_fused(&hidden.device(), hidden.dtype()) {
+            kernels::linear(hidden, head)
+        } else {
+            hidden.matmul(head.transpose())
+        };
+        logits.reshape([b, s, v])
     }
 
     /// Samples responses; `on_done(index, output)` is called as soon as each request is complete, in any order.

@@ -2,6 +2,7 @@
 
 use burn::tensor::{Device, Int, Tensor};
 
+use crate::kernels;
 use crate::model::{ModelInterface, ScoreRow};
 use crate::rows;
 use crate::scoring::{Extras, TokenScores, linear_log_probs};
@@ -48,7 +49,9 @@ impl Packed {
     ) -> TokenScores {
         let hidden = module.hidden(ids); // [B, S, D]
         let [b, s, d] = hidden.dims();
-        let hidden = hidden.reshape([b * s, d]).select(0, self.states(device)); // [N, D]
+        let ascending = self.positions.is_sorted();
+        let hidden = hidden.reshape([b * s, d]);
+        let hidden = kernels::take_rows(hidden, self.states(device), ascending); // [N, D]
         let targets = rows::indices(self.targets.clone(), device);
         // Greedy rollouts report log-probs of temperature 1.
         let temperature = if temperature == 0.0 { 1.0 } else { temperature };

@@ -74,6 +74,12 @@ pub struct Stream {
 }
 
 impl Stream {
+    /// The four words that name the stream: key, then the high half of the counter.
+    #[must_use]
+    pub fn words(&self) -> [u32; 4] {
+        [self.key[0], self.key[1], self.high[0], self.high[1]]
+    }
+
     /// Words `4·block` to `4·block + 3` of a position.
     #[inline]
     #[must_use]

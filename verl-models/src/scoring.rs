@@ -15,6 +15,8 @@ use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Int, Shape, Slice, Tenso
 
 mod listed;
 
+use crate::kernels::Products;
+
 pub use listed::{ListedScoringOps, listed_log_probs, top_log_probs};
 
 /// What is wanted beside the log-probs of tokens.
@@ -97,7 +99,7 @@ pub fn linear_log_probs(
 
 /// What a backend offers for scoring; every backend gets it from its primitive operations.
 #[backend_extension(Flex, Cube: cfg(feature = "cuda"), Autodiff)]
-pub trait ScoringOps: Backend {
+pub trait ScoringOps: Products {
     /// The results of [`linear_log_probs`] as rows of one tensor, in the order of the fields of [`TokenScores`].
     ///
     /// # Shapes
@@ -117,10 +119,111 @@ pub trait ScoringOps: Backend {
 
 impl ScoringOps for Flex {}
 
-#[cfg(feature = "cuda")]
-impl ScoringOps for burn::backend::Cube {}
+/// What the forward pass of [`linear_log_probs`] keeps for the backward pass.
+#[derive(Debug, Clone)]
+pub struct SavedScores<B: Backend>(Saved<B>);
 
-impl<B: ScoringOps, C: CheckpointStrategy> ScoringOps for Autodiff<B, C> {
+#[derive(Debug, Clone)]
+enum Saved<B: Backend> {
+    /// Of composed operations.
+    Statistics(Statistics<B>),
+    /// Of kernels: `[5, N]`, and whether entropies were asked for.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "the CPU composes operations")
+    )]
+    Rows(FloatTensor<B>, bool),
+}
+
+/// The backward pass of [`ScoringOps`]; every backend gets it from its primitive operations.
+pub trait ScoringGradients: ScoringOps {
+    /// The scores, and what their backward pass needs.
+    fn linear_scores_saving(
+        inputs: &ScoringInputs<Self>,
+        extras: Extras,
+    ) -> (FloatTensor<Self>, SavedScores<Self>) {
+        let statistics = inputs.0.forward(extras);
+        let scores = statistics.clone().scores();
+        (scores, SavedScores(Saved::Statistics(statistics)))
+    }
+
+    /// Gradients of hidden states and head, each where asked for.
+    fn linear_scores_backward(
+        inputs: &ScoringInputs<Self>,
+        saved: &SavedScores<Self>,
+        gradient: FloatTensor<Self>,
+        wanted: [bool; 2],
+    ) -> [Option<FloatTensor<Self>>; 2] {
+        let Saved::Statistics(statistics) = &saved.0 else {
+            unreachable!("the forward pass saves statistics");
+        };
+        let inputs = &inputs.0;
+        let weights = TokenWeights::new(gradient, statistics, inputs.tokens(), inputs.temperature);
+        let (hidden, head) = inputs.backward(statistics, &weights, wanted[0], wanted[1]);
+        [hidden, head]
+    }
+}
+
+impl ScoringGradients for Flex {}
+
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    use burn::backend::Cube;
+    use burn::backend::tensor::FloatTensor;
+
+    use super::{Extras, Inputs, Saved, SavedScores, ScoringGradients, ScoringInputs, ScoringOps};
+    use crate::kernels::cuda::vocab;
+
+    /// Operands as the kernels take them.
+    fn operands(inputs: &Inputs<Cube>) -> vocab::Operands {
+        vocab::Operands {
+            hidden: inputs.hidden.clone(),
+            head: inputs.head.clone(),
+            targets: inputs.targets.clone(),
+            temperature: inputs.temperature,
+            chunk: inputs.chunk,
+        }
+    }
+
+    impl ScoringOps for Cube {
+        fn linear_scores(
+            hidden: FloatTensor<Self>,
+            head: FloatTensor<Self>,
+            targets: burn::backend::tensor::IntTensor<Self>,
+            temperature: f64,
+            extras: Extras,
+            chunk: usize,
+        ) -> FloatTensor<Self> {
+            let inputs = Inputs::new(hidden, head, targets, temperature, chunk);
+            Self::linear_scores_saving(&ScoringInputs(inputs), extras).0
+        }
+    }
+
+    impl ScoringGradients for Cube {
+        fn linear_scores_saving(
+            inputs: &ScoringInputs<Self>,
+            extras: Extras,
+        ) -> (FloatTensor<Self>, SavedScores<Self>) {
+            let rows = vocab::forward(&operands(&inputs.0));
+            let scores = vocab::chosen(&rows, extras.entropies, extras.sum_pi_squared);
+            (scores, SavedScores(Saved::Rows(rows, extras.entropies)))
+        }
+
+        fn linear_scores_backward(
+            inputs: &ScoringInputs<Self>,
+            saved: &SavedScores<Self>,
+            gradient: FloatTensor<Self>,
+            wanted: [bool; 2],
+        ) -> [Option<FloatTensor<Self>>; 2] {
+            let Saved::Rows(rows, entropies) = &saved.0 else {
+                unreachable!("the forward pass saves rows");
+            };
+            vocab::backward(&operands(&inputs.0), rows, *entropies, gradient, wanted)
+        }
+    }
+}
+
+impl<B: ScoringGradients, C: CheckpointStrategy> ScoringOps for Autodiff<B, C> {
     fn linear_scores(
         hidden: FloatTensor<Self>,
         head: FloatTensor<Self>,
@@ -131,15 +234,14 @@ impl<B: ScoringOps, C: CheckpointStrategy> ScoringOps for Autodiff<B, C> {
     ) -> FloatTensor<Self> {
         let (hidden, hidden_node) = hidden.into_parts();
         let (head, head_node) = head.into_parts();
-        let inputs = Inputs::<B>::new(hidden, head, targets, temperature, chunk);
-        let statistics = inputs.forward(extras);
-        let scores = statistics.clone().scores();
+        let inputs = ScoringInputs(Inputs::<B>::new(hidden, head, targets, temperature, chunk));
+        let (scores, saved) = B::linear_scores_saving(&inputs, extras);
         match LinearScores
             .prepare::<C>([hidden_node, head_node])
             .compute_bound()
             .stateful()
         {
-            OpsKind::Tracked(prep) => prep.finish((inputs, statistics), scores),
+            OpsKind::Tracked(prep) => prep.finish((inputs, saved), scores),
             OpsKind::UnTracked(prep) => prep.finish(scores),
         }
     }
@@ -149,8 +251,8 @@ impl<B: ScoringOps, C: CheckpointStrategy> ScoringOps for Autodiff<B, C> {
 #[derive(Debug)]
 struct LinearScores;
 
-impl<B: Backend> Backward<B, 2> for LinearScores {
-    type State = (Inputs<B>, Statistics<B>);
+impl<B: ScoringGradients> Backward<B, 2> for LinearScores {
+    type State = (ScoringInputs<B>, SavedScores<B>);
 
     fn backward(
         self,
@@ -158,15 +260,21 @@ impl<B: Backend> Backward<B, 2> for LinearScores {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        backward(ops, grads, |gradient, inputs, statistics| {
-            TokenWeights::new(gradient, statistics, inputs.tokens(), inputs.temperature)
-        });
+        let gradient = grads.consume::<B>(&ops.node);
+        let (inputs, saved) = ops.state;
+        let wanted = ops.parents.each_ref().map(Option::is_some);
+        let parts = B::linear_scores_backward(&inputs, &saved, gradient, wanted);
+        for (node, part) in ops.parents.into_iter().zip(parts) {
+            if let (Some(node), Some(part)) = (node, part) {
+                grads.register::<B>(node.id, part);
+            }
+        }
     }
 }
 
 /// Hands gradients to hidden states and head, each where it is tracked; `weights` says what logits get of the gradient of
 /// the scores.
-fn backward<B: Backend>(
+fn backward<B: Products>(
     ops: Ops<(Inputs<B>, Statistics<B>), 2>,
     grads: &mut Gradients,
     weights: impl FnOnce(FloatTensor<B>, &Inputs<B>, &Statistics<B>) -> TokenWeights<B>,
@@ -184,6 +292,10 @@ fn backward<B: Backend>(
         grads.register::<B>(node.id, gradient);
     }
 }
+
+/// Operands of [`ScoringGradients`].
+#[derive(Debug, Clone)]
+pub struct ScoringInputs<B: Backend>(Inputs<B>);
 
 /// Operands, kept for the backward pass (buffers are shared, not copied).
 #[derive(Debug, Clone)]
@@ -238,7 +350,7 @@ impl<B: Backend> Statistics<B> {
     }
 }
 
-impl<B: Backend> Inputs<B> {
+impl<B: Products> Inputs<B> {
     fn new(
         hidden: FloatTensor<B>,
         head: FloatTensor<B>,
@@ -270,10 +382,7 @@ impl<B: Backend> Inputs<B> {
 
     /// Logits divided by the temperature: `[rows, D] · [columns, D]ᵀ -> [rows, columns]`.
     fn logits(&self, hidden: FloatTensor<B>, head: FloatTensor<B>) -> FloatTensor<B> {
-        let logits = cast::<B>(
-            B::float_matmul(hidden, B::float_transpose(head)),
-            self.precision(),
-        );
+        let logits = cast::<B>(B::product_with_rows(hidden, head), self.precision());
         if self.temperature == 1.0 {
             logits
         } else {
@@ -316,11 +425,10 @@ impl<B: Backend> Inputs<B> {
             let d_logits = self.d_logits(statistics, weights, head.clone(), start, end);
             if want_head {
                 // [columns, N] · [N, D] -> [columns, D]
-                let transposed = B::float_transpose(d_logits.clone());
-                d_head.push(B::float_matmul(transposed, self.hidden.clone()));
+                d_head.push(B::product_of_columns(d_logits.clone(), self.hidden.clone()));
             }
             if want_hidden {
-                let part = B::float_matmul(d_logits, head); // [N, D]
+                let part = B::product_with_columns(d_logits, head); // [N, D]
                 d_hidden = Some(match d_hidden {
                     Some(sum) => B::float_add(sum, part),
                     None => part,

@@ -15,7 +15,7 @@ use crate::optim::{
     AdamW, GradientAccumulator, OptimizerConfig, OptimizerConfigError, TrainableParameters,
 };
 use crate::rows::Call;
-use crate::weights::{Loader, Weights};
+use crate::weights::{self, Loader, Weights};
 
 /// Why a module is always there.
 const PRESENT: &str = "the module is absent only inside an optimiser step";
@@ -51,7 +51,7 @@ impl<M: Module> Trained<M> {
         group: impl Fn(&M, &str, usize) -> ParameterGroup,
         optimizer: Option<OptimizerConfig>,
     ) -> Result<Self, OptimizerConfigError> {
-        let module = module.valid();
+        let module = weights::dense(module.valid());
         let training = match optimizer {
             Some(config) => Some(Training {
                 parameters: TrainableParameters::grouped(&module, &|name, rank| {

@@ -5,6 +5,8 @@ use std::collections::HashMap;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
+use crate::device::is_cpu;
+
 /// Flat views of all float parameters, in the order of the module; a parameter held twice is listed once.
 #[derive(Default)]
 pub(crate) struct Weights {
@@ -39,6 +41,28 @@ impl ModuleVisitor for Weights {
         let weight: Tensor<1> = weight.reshape([length]);
         self.named.push((self.path.join("."), weight.clone()));
         self.by_id.push((param.id, weight));
+    }
+}
+
+/// The module with every matrix on a GPU in one piece: burn pads its rows, and kernels would copy it each time.
+pub(crate) fn dense<M: Module>(module: M) -> M {
+    let cpu = module.devices().iter().all(is_cpu);
+    if cpu {
+        module
+    } else {
+        module.map(&mut Unpadder)
+    }
+}
+
+struct Unpadder;
+
+impl ModuleMapper for Unpadder {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|weight| {
+            let shape = weight.shape();
+            let flat: Tensor<1> = weight.reshape([shape.num_elements()]);
+            flat.reshape(shape)
+        })
     }
 }
 

@@ -82,6 +82,9 @@ pub enum DeviceRefusal {
     /// Another machine or another build has it.
     #[error("{0}")]
     Absent(String),
+    /// It is here, but lacks what models need.
+    #[error("{0}")]
+    Unusable(String),
 }
 
 /// A model as the engine sees it. It lives on the worker thread of its device group.

@@ -382,6 +382,17 @@ fn what_to_do_about_a_missing_key_is_told_by_its_reader() {
 }
 
 #[test]
+fn devices_that_cannot_be_used() {
+    let model = Decoder {
+        path: "for_newer_devices".to_owned(),
+        optimizer: None,
+    };
+    let mut found = findings(&grpo().model("other", model));
+    found.retain(|finding| finding.code == "S013");
+    insta::assert_snapshot!("S013", printed(&found));
+}
+
+#[test]
 fn devices_that_are_none() {
     let found = DeviceGroup::parse("cuda:3-1").expect_err("is refused");
     insta::assert_snapshot!("S010", printed(&[found]));

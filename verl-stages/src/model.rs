@@ -323,9 +323,10 @@ fn failed(error: impl std::error::Error + Send + Sync + 'static) -> ResourceErro
 
 /// Whether a decoder can be loaded onto the device `name`.
 fn check_device(name: &str) -> Result<(), DeviceRefusal> {
-    let found = verl_models::device::device(name).map(drop);
+    let found = verl_models::device::preflight(name).map(drop);
     found.map_err(|error| match error {
         DeviceError::Unknown { .. } => DeviceRefusal::Unknown(error.to_string()),
+        DeviceError::Unusable { .. } => DeviceRefusal::Unusable(error.to_string()),
         _ => DeviceRefusal::Absent(error.to_string()),
     })
 }

@@ -57,7 +57,7 @@ impl Embedding {
     /// # Shapes
     /// `ids`: `[N]`; result: `[N, D]`
     pub fn forward(&self, ids: Tensor<1, Int>) -> Tensor<2> {
-        self.weight.val().select(0, ids)
+        kernels::take_rows(self.weight.val(), ids, false)
     }
 }
 

@@ -38,6 +38,11 @@ impl Rope {
         }
     }
 
+    /// Width of a head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
     /// Rotation of positions `0..length`, the same for every row.
     pub fn leading(&self, length: usize, device: &Device, dtype: DType) -> Rotation {
         let Tables { cos, sin, .. } = self.tables(length, device);

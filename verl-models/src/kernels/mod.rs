@@ -1,10 +1,12 @@
 //! Fused operations of a decoder, with backward passes of their own, for devices that have them.
 //!
 //! [`are_fused`] tells whether a device has them for a dtype; where it does not, the blocks compose the same result
-//! from plain operations. Today the CPU in f32 has them; a GPU gets its own by implementing [`DecoderOps`].
+//! from plain operations. The CPU has them in f32, an NVIDIA GPU in f32 and bf16.
 
 mod attention;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 #[cfg(test)]
 mod tests;
 
@@ -12,16 +14,31 @@ use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-use burn::backend::ops::FloatTensorOps;
-use burn::backend::tensor::FloatTensor;
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
-use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
+use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Shape, Tensor, TensorData};
 
 pub use attention::AttentionShape;
 
-/// Whether fused operations exist for tensors of this device and dtype.
+use crate::device::is_cpu;
+
+/// Whether fused operations exist for tensors of this device and dtype. [`attention`] asks for more; see
+/// [`attention_is_fused`].
 pub fn are_fused(device: &Device, dtype: DType) -> bool {
-    dtype == DType::F32 && device.clone().without_autodiff() == Device::flex()
+    match dtype {
+        DType::F32 => is_cpu(device) || cfg!(feature = "cuda"),
+        DType::BF16 => cfg!(feature = "cuda") && !is_cpu(device),
+        _ => false,
+    }
+}
+
+/// Whether [`attention`] exists for tensors of this device and dtype and heads of this width.
+pub fn attention_is_fused(device: &Device, dtype: DType, head_dim: usize) -> bool {
+    #[cfg(feature = "cuda")]
+    let takes = is_cpu(device) || cuda::attention::takes(head_dim);
+    #[cfg(not(feature = "cuda"))]
+    let takes = head_dim.is_multiple_of(2);
+    takes && are_fused(device, dtype)
 }
 
 /// `w · x / sqrt(mean(x²) + ε)` over the last dim, fused.
@@ -58,6 +75,21 @@ pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     ))
 }
 
+/// Rows of `table` by `index`. Where `ascending` says that the index ascends, the backward pass is faster.
+///
+/// # Shapes
+/// `table`: `[R, D]`; `index`: `[N]`, each below `R`; result: `[N, D]`
+pub fn take_rows(table: Tensor<2>, index: Tensor<1, Int>, ascending: bool) -> Tensor<2> {
+    if !are_fused(&table.device(), table.dtype()) || is_cpu(&table.device()) {
+        return table.select(0, index);
+    }
+    Tensor::from_dispatch(<Dispatch as DecoderOps>::take_rows(
+        table.into_dispatch(),
+        index.into_dispatch(),
+        ascending,
+    ))
+}
+
 /// Causal attention with rotary positions, from projections to mixed heads, without a buffer of scores.
 ///
 /// # Shapes
@@ -81,7 +113,7 @@ pub fn attention(
 }
 
 /// What a backend with fused operations offers.
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(Flex, Cube: cfg(feature = "cuda"), Autodiff)]
 pub trait DecoderOps: Backend {
     /// See [`rms_norm`].
     fn fused_rms_norm(
@@ -93,6 +125,14 @@ pub trait DecoderOps: Backend {
     fn fused_swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self>;
     /// See [`linear`].
     fn fused_linear(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// See [`take_rows`].
+    fn take_rows(
+        table: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        _ascending: bool,
+    ) -> FloatTensor<Self> {
+        Self::float_select(table, 0, index)
+    }
     /// See [`attention`].
     fn fused_attention(
         queries: FloatTensor<Self>,
@@ -104,13 +144,46 @@ pub trait DecoderOps: Backend {
     ) -> FloatTensor<Self>;
 }
 
+/// Matrix products in the layouts that a linear map and its backward pass have.
+pub trait Products: Backend {
+    /// x Wᵀ: `[N, in]`, `[out, in]` -> `[N, out]`.
+    fn product_with_rows(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_matmul(x, Self::float_transpose(weight))
+    }
+    /// x W: `[N, out]`, `[out, in]` -> `[N, in]`.
+    fn product_with_columns(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_matmul(x, weight)
+    }
+    /// xᵀ y: `[N, out]`, `[N, in]` -> `[out, in]`.
+    fn product_of_columns(x: FloatTensor<Self>, y: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_matmul(Self::float_transpose(x), y)
+    }
+    /// The gradient of a linear map's weight, in the dtype of `x` or a wider one: as [`Self::product_of_columns`].
+    fn weight_gradient(gradient: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::product_of_columns(gradient, x)
+    }
+}
+
+impl Products for Flex {}
+impl Products for Dispatch {}
+impl<B: Backend, C: CheckpointStrategy> Products for Autodiff<B, C> {}
+
 /// Backward passes of [`DecoderOps`].
-pub trait DecoderGradients: Backend {
-    /// Gradients for `x` and `weight`.
+pub trait DecoderGradients: DecoderOps + Products {
+    /// [`rms_norm`], and what is worth keeping for its backward pass.
+    fn rms_norm_saving(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
+        (Self::fused_rms_norm(x, weight, epsilon), None)
+    }
+    /// Gradients for `x` and `weight`; `saved` is what [`Self::rms_norm_saving`] kept.
     fn rms_norm_backward(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         epsilon: f64,
+        saved: Option<FloatTensor<Self>>,
         gradient: FloatTensor<Self>,
     ) -> [FloatTensor<Self>; 2];
     /// Gradients for `gate` and `up`.
@@ -119,11 +192,25 @@ pub trait DecoderGradients: Backend {
         up: FloatTensor<Self>,
         gradient: FloatTensor<Self>,
     ) -> [FloatTensor<Self>; 2];
-    /// Gradients for queries, keys and values; `output` is what the forward pass gave.
-    fn attention_backward(
+    /// The gradient for `table`.
+    fn take_rows_backward(
+        table: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        _ascending: bool,
+        gradient: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let zeros = Self::float_mul_scalar(table, 0.0.into());
+        Self::float_select_assign(zeros, 0, index, gradient, IndexingUpdateOp::Add)
+    }
+    /// [`attention`] of queries, keys, values, cosines and sines, and what its backward pass needs.
+    fn attention_saving(
         shape: AttentionShape,
         inputs: [FloatTensor<Self>; 5],
-        output: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, Vec<FloatTensor<Self>>);
+    /// Gradients for queries, keys and values; `saved` is what [`Self::attention_saving`] kept.
+    fn attention_backward(
+        shape: AttentionShape,
+        saved: Vec<FloatTensor<Self>>,
         gradient: FloatTensor<Self>,
     ) -> [FloatTensor<Self>; 3];
 }
@@ -176,7 +263,7 @@ impl DecoderOps for Flex {
     }
 
     fn fused_linear(x: FlexTensor, weight: FlexTensor) -> FlexTensor {
-        Flex::float_matmul(x, Flex::float_transpose(weight))
+        Flex::product_with_rows(x, weight)
     }
 
     fn fused_attention(
@@ -187,10 +274,7 @@ impl DecoderOps for Flex {
         sin: FlexTensor,
         shape: AttentionShape,
     ) -> FlexTensor {
-        let inputs = [queries, keys, content, cos, sin].map(dense);
-        let mixed = attention::attention(shape, attention_inputs(&inputs));
-        let [queries, ..] = inputs;
-        tensor(mixed, queries.shape())
+        Self::attention_saving(shape, [queries, keys, content, cos, sin]).0
     }
 }
 
@@ -199,6 +283,7 @@ impl DecoderGradients for Flex {
         x: FlexTensor,
         weight: FlexTensor,
         epsilon: f64,
+        _saved: Option<FlexTensor>,
         gradient: FlexTensor,
     ) -> [FlexTensor; 2] {
         let [x, weight, gradient] = [x, weight, gradient].map(dense);
@@ -213,14 +298,28 @@ impl DecoderGradients for Flex {
         [tensor(d_gate, gate.shape()), tensor(d_up, gate.shape())]
     }
 
-    fn attention_backward(
+    fn attention_saving(
         shape: AttentionShape,
         inputs: [FlexTensor; 5],
-        output: FlexTensor,
+    ) -> (FlexTensor, Vec<FlexTensor>) {
+        let inputs = inputs.map(dense);
+        let mixed = attention::attention(shape, attention_inputs(&inputs));
+        let mixed = tensor(mixed, inputs[0].shape());
+        let saved = inputs.into_iter().chain([mixed.clone()]).collect();
+        (mixed, saved)
+    }
+
+    fn attention_backward(
+        shape: AttentionShape,
+        saved: Vec<FlexTensor>,
         gradient: FlexTensor,
     ) -> [FlexTensor; 3] {
-        let inputs = inputs.map(dense);
-        let [output, gradient] = [output, gradient].map(dense);
+        let Ok([queries, keys, content, cos, sin, output]) = <[FlexTensor; 6]>::try_from(saved)
+        else {
+            unreachable!("the forward pass saves six tensors");
+        };
+        let inputs = [queries, keys, content, cos, sin];
+        let gradient = dense(gradient);
         let parts = attention::attention_backward(
             shape,
             attention_inputs(&inputs),
@@ -252,12 +351,12 @@ macro_rules! register {
 struct RmsNormStep;
 
 impl<B: DecoderGradients> Backward<B, 2> for RmsNormStep {
-    type State = (FloatTensor<B>, FloatTensor<B>, f64);
+    type State = (FloatTensor<B>, FloatTensor<B>, f64, Option<FloatTensor<B>>);
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);
-        let (x, weight, epsilon) = ops.state;
-        let parts = B::rms_norm_backward(x, weight, epsilon, gradient);
+        let (x, weight, epsilon, saved) = ops.state;
+        let parts = B::rms_norm_backward(x, weight, epsilon, saved, gradient);
         register!(ops.parents, parts, grads);
     }
 }
@@ -279,7 +378,7 @@ impl<B: DecoderGradients> Backward<B, 2> for SwigluStep {
 #[derive(Debug)]
 struct LinearStep;
 
-impl<B: Backend> Backward<B, 2> for LinearStep {
+impl<B: Products> Backward<B, 2> for LinearStep {
     type State = (FloatTensor<B>, FloatTensor<B>);
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -288,14 +387,25 @@ impl<B: Backend> Backward<B, 2> for LinearStep {
         let [x_node, weight_node] = ops.parents;
         if let Some(node) = weight_node {
             // [out, N] · [N, in] -> [out, in]
-            grads.register::<B>(
-                node.id,
-                B::float_matmul(B::float_transpose(gradient.clone()), x),
-            );
+            grads.register::<B>(node.id, B::weight_gradient(gradient.clone(), x));
         }
         if let Some(node) = x_node {
-            grads.register::<B>(node.id, B::float_matmul(gradient, weight));
+            grads.register::<B>(node.id, B::product_with_columns(gradient, weight));
         }
+    }
+}
+
+#[derive(Debug)]
+struct TakeRowsStep;
+
+impl<B: DecoderGradients> Backward<B, 1> for TakeRowsStep {
+    type State = (FloatTensor<B>, IntTensor<B>, bool);
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let gradient = grads.consume::<B>(&ops.node);
+        let (table, index, ascending) = ops.state;
+        let part = B::take_rows_backward(table, index, ascending, gradient);
+        register!(ops.parents, [part], grads);
     }
 }
 
@@ -303,30 +413,30 @@ impl<B: Backend> Backward<B, 2> for LinearStep {
 struct AttentionStep;
 
 impl<B: DecoderGradients> Backward<B, 3> for AttentionStep {
-    type State = (AttentionShape, [FloatTensor<B>; 5], FloatTensor<B>);
+    type State = (AttentionShape, Vec<FloatTensor<B>>);
 
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);
-        let (shape, inputs, output) = ops.state;
-        let parts = B::attention_backward(shape, inputs, output, gradient);
+        let (shape, saved) = ops.state;
+        let parts = B::attention_backward(shape, saved, gradient);
         register!(ops.parents, parts, grads);
     }
 }
 
-impl<B: DecoderOps + DecoderGradients, C: CheckpointStrategy> DecoderOps for Autodiff<B, C> {
+impl<B: DecoderGradients, C: CheckpointStrategy> DecoderOps for Autodiff<B, C> {
     fn fused_rms_norm(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         epsilon: f64,
     ) -> FloatTensor<Self> {
         let ((x, x_node), (weight, weight_node)) = (x.into_parts(), weight.into_parts());
-        let y = B::fused_rms_norm(x.clone(), weight.clone(), epsilon);
+        let (y, saved) = B::rms_norm_saving(x.clone(), weight.clone(), epsilon);
         match RmsNormStep
             .prepare::<C>([x_node, weight_node])
             .compute_bound()
             .stateful()
         {
-            OpsKind::Tracked(prep) => prep.finish((x, weight, epsilon), y),
+            OpsKind::Tracked(prep) => prep.finish((x, weight, epsilon, saved), y),
             OpsKind::UnTracked(prep) => prep.finish(y),
         }
     }
@@ -357,6 +467,19 @@ impl<B: DecoderOps + DecoderGradients, C: CheckpointStrategy> DecoderOps for Aut
         }
     }
 
+    fn take_rows(
+        table: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        ascending: bool,
+    ) -> FloatTensor<Self> {
+        let (table, node) = table.into_parts();
+        let y = B::take_rows(table.clone(), index.clone(), ascending);
+        match TakeRowsStep.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((table, index, ascending), y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
+        }
+    }
+
     fn fused_attention(
         queries: FloatTensor<Self>,
         keys: FloatTensor<Self>,
@@ -375,14 +498,13 @@ impl<B: DecoderOps + DecoderGradients, C: CheckpointStrategy> DecoderOps for Aut
             cos.into_parts().0,
             sin.into_parts().0,
         ];
-        let [queries, keys, values, cos, sin] = inputs.clone();
-        let mixed = B::fused_attention(queries, keys, values, cos, sin, shape);
+        let (mixed, saved) = B::attention_saving(shape, inputs);
         match AttentionStep
             .prepare::<C>([query_node, key_node, value_node])
             .compute_bound()
             .stateful()
         {
-            OpsKind::Tracked(prep) => prep.finish((shape, inputs, mixed.clone()), mixed),
+            OpsKind::Tracked(prep) => prep.finish((shape, saved), mixed),
             OpsKind::UnTracked(prep) => prep.finish(mixed),
         }
     }

@@ -134,6 +134,16 @@ impl AdamW {
         self.steps
     }
 
+    /// The weights in f32 of parameters that the module holds in another dtype; none where there are none.
+    pub(crate) fn masters(&self, parameters: &TrainableParameters) -> Vec<(String, Tensor<1>)> {
+        let states = parameters.iter().zip(&self.states);
+        states
+            .filter_map(|(parameter, state)| {
+                Some((parameter.name.clone(), state.as_ref()?.master.clone()?))
+            })
+            .collect()
+    }
+
     /// Scales the gradients to the largest norm and moves the weights.
     ///
     /// `gradients` are by position in `parameters`; none is left where a parameter has no gradient, or at the end.

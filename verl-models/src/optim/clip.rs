@@ -12,14 +12,11 @@ const EPSILON: f64 = 1e-6;
 /// A tensor that holds NaN or infinity, or whose squares add up to more than f32 can hold, gives a value that is not
 /// finite.
 pub fn sums_of_squares<'a>(tensors: impl IntoIterator<Item = &'a Tensor<1>>) -> Vec<f64> {
-    let sums: Vec<_> = tensors
-        .into_iter()
-        .map(|tensor| kernels::sum_of_squares(tensor.clone()))
-        .collect();
-    if sums.is_empty() {
+    let tensors: Vec<Tensor<1>> = tensors.into_iter().cloned().collect();
+    if tensors.is_empty() {
         return Vec::new();
     }
-    let values = Tensor::cat(sums, 0).into_data();
+    let values = kernels::sums_of_squares(tensors).into_data();
     values.iter::<f64>().collect()
 }
 

@@ -61,6 +61,17 @@ pub fn adamw(
     )
 }
 
+/// Sum of the squares of each of some f32 tensors, at least one: `[tensors]`.
+pub fn sums_of_squares(tensors: Vec<Tensor<1>>) -> Tensor<1> {
+    #[cfg(feature = "cuda")]
+    if !crate::device::is_cpu(&tensors[0].device()) {
+        use crate::kernels::cuda::{tensor, update};
+        let tensors = tensors.into_iter().map(tensor::primitive).collect();
+        return tensor::wrapped(update::sums_of_squares(tensors));
+    }
+    Tensor::cat(tensors.into_iter().map(sum_of_squares).collect(), 0)
+}
+
 /// Sum of the squares of an f32 tensor, `[n]` -> `[1]`.
 pub fn sum_of_squares(tensor: Tensor<1>) -> Tensor<1> {
     Tensor::from_dispatch(<Dispatch as OptimizerOps>::sum_of_squares(
@@ -89,7 +100,24 @@ pub trait OptimizerOps: Backend {
 }
 
 #[cfg(feature = "cuda")]
-impl OptimizerOps for burn::backend::Cube {}
+impl OptimizerOps for burn::backend::Cube {
+    fn adamw(
+        parameter: FloatTensor<Self>,
+        first: FloatTensor<Self>,
+        second: FloatTensor<Self>,
+        gradient: FloatTensor<Self>,
+        scalars: AdamWScalars,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let tensors = [parameter, first, second];
+        let [parameter, first, second] =
+            crate::kernels::cuda::update::adamw(tensors, gradient, scalars);
+        (parameter, first, second)
+    }
+
+    fn sum_of_squares(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
+        crate::kernels::cuda::update::sums_of_squares(vec![tensor])
+    }
+}
 
 impl OptimizerOps for Flex {
     fn adamw(

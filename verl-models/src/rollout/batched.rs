@@ -33,7 +33,13 @@ impl RolloutEngine<Decoder> for Batched {
         settings: &SamplingSettings,
         on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
     ) -> Result<(), RolloutError> {
-        generate_by(Arithmetic::of(model), model, requests, settings, on_done)
+        let arithmetic = Arithmetic::of(model);
+        #[cfg(feature = "cuda")]
+        if arithmetic == Arithmetic::Tensors && super::device::serves(model, settings) {
+            Sampling::new(settings)?;
+            return super::device::generate(&model.valid(), requests, settings, on_done);
+        }
+        generate_by(arithmetic, model, requests, settings, on_done)
     }
 }
 

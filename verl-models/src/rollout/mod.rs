@@ -3,9 +3,11 @@
 //! | Engine | Models | How |
 //! |---|---|---|
 //! | [`eager`] | all | recomputes the prefix for each token; the reference |
-//! | [`batched`] | [`Decoder`] | continuous batching with a KV cache |
+//! | [`batched`] | [`Decoder`] | continuous batching with a KV cache; on an NVIDIA GPU a step is a captured graph that draws its tokens there |
 
 pub mod batched;
+#[cfg(feature = "cuda")]
+mod device;
 pub mod eager;
 pub mod engine;
 mod host;

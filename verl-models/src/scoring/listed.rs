@@ -7,8 +7,10 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Autodiff, Backend, Dispatch, Flex, backend_extension};
+use burn::backend::{Autodiff, Dispatch, Flex, backend_extension};
 use burn::tensor::{DType, Int, Tensor};
+
+use crate::kernels::Products;
 
 use super::{Extras, Inputs, Statistics, TokenWeights, backward};
 
@@ -88,7 +90,7 @@ pub fn top_log_probs(
 
 /// What a backend offers for scoring lists of tokens; every backend gets it from its primitive operations.
 #[backend_extension(Flex, Cube: cfg(feature = "cuda"), Autodiff)]
-pub trait ListedScoringOps: Backend {
+pub trait ListedScoringOps: Products {
     /// The result of [`listed_log_probs`].
     ///
     /// # Shapes
@@ -134,7 +136,7 @@ impl<B: ListedScoringOps, C: CheckpointStrategy> ListedScoringOps for Autodiff<B
     }
 }
 
-fn inputs<B: Backend>(
+fn inputs<B: Products>(
     hidden: FloatTensor<B>,
     head: FloatTensor<B>,
     targets: IntTensor<B>,
@@ -154,7 +156,7 @@ fn inputs<B: Backend>(
 #[derive(Debug)]
 struct ListedScores;
 
-impl<B: Backend> Backward<B, 2> for ListedScores {
+impl<B: Products> Backward<B, 2> for ListedScores {
     type State = (Inputs<B>, Statistics<B>);
 
     fn backward(

@@ -16,6 +16,8 @@ use crate::diagnostic::{Diagnostic, Severity};
 
 /// Code of a wrong command line.
 pub const USAGE: &str = "usage";
+/// Code of something that cannot be measured.
+pub const BENCH: &str = "bench";
 /// Code of a file that a command cannot write.
 pub const FILE: &str = "file";
 
@@ -32,7 +34,7 @@ pub struct JsonError {
 #[serde(deny_unknown_fields)]
 pub struct Reason {
     /// Code of the error; `docs/errors/<CODE>.md` explains it. `usage` for a wrong command line, `file` for a file that
-    /// cannot be written.
+    /// cannot be written, `bench` for what cannot be measured.
     pub code: String,
     /// What is wrong.
     pub message: String,

@@ -11,7 +11,7 @@ use verl_pipe::field::{LogProbTag, Support, Weights};
 use verl_pipe::keys::*;
 use verl_pipe::pipe::DataPipe;
 use verl_pipe::registry::Registry;
-use verl_pipe::resource::{ModelInfo, ModelResource, ResourceError, Vocabulary};
+use verl_pipe::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, Vocabulary};
 use verl_pipe::schedule::batching::{BatchConfig, DevicesConfig};
 use verl_pipe::stage::*;
 
@@ -186,6 +186,15 @@ pub struct Optimizer {
 impl ModelConfig for Decoder {
     const KIND: &'static str = "decoder";
     const SUMMARY: &'static str = "a stand-in for a decoder";
+
+    fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
+        match self.path.as_str() {
+            "for_newer_devices" => Err(DeviceRefusal::Unusable(format!(
+                "`{device}` has compute capability 7.5; 8.0 is needed"
+            ))),
+            _ => Ok(()),
+        }
+    }
 
     fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         if self.path == "missing" {

@@ -1,0 +1,443 @@
+//! `pipe bench`: what a device computes against the CPU, and how fast it is.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use burn::tensor::{DType, Device};
+use clap::{Args, Subcommand, ValueEnum};
+use serde_json::{Value, json};
+use verl::models::agreement::{self, Distance, Measure, Subject, subjects, wide};
+use verl::models::bench::{
+    self, Ceilings, PRESETS, RolloutWork, StepWork, Times, TrainWork, preset, random_decoder,
+};
+use verl::models::decoder::Decoder;
+use verl::models::device::{Preflight, device, preflight};
+use verl::pipe::cli::json_error::{BENCH, JsonError};
+
+/// Measures a device: agreement with the CPU, then speed.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Bench {
+    /// Compares everything a decoder computes with the CPU's result; fails where a bound is broken.
+    Check(CheckArgs),
+    /// Sampling: tokens a second, a step's time, share of the memory bandwidth.
+    Rollout(RolloutArgs),
+    /// Training: tokens a second, share of the matrix rate.
+    Train(TrainArgs),
+    /// A whole step of GRPO, without an engine around it.
+    Step(StepArgs),
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Common {
+    /// `cpu` or `cuda:N`.
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Model folders to compare, instead of small decoders with drawn weights.
+    #[arg(long)]
+    model: Vec<PathBuf>,
+    /// Types of the weights on the device.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "f32,bf16")]
+    dtype: Vec<Dtype>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct ModelArgs {
+    #[command(flatten)]
+    common: Common,
+    /// A model folder, or a shape with random weights: tiny, smollm2-135m, qwen2.5-0.5b.
+    #[arg(long, default_value = "tiny")]
+    model: String,
+    /// Type of the weights; bf16 where it is not given and the device is a GPU.
+    #[arg(long, value_enum)]
+    dtype: Option<Dtype>,
+    /// Runs that are timed.
+    #[arg(long, default_value_t = 3)]
+    runs: usize,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RolloutArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Responses.
+    #[arg(long, default_value_t = 16)]
+    sequences: usize,
+    /// Tokens of a prompt.
+    #[arg(long, default_value_t = 16)]
+    prompt: usize,
+    /// Tokens of a response.
+    #[arg(long, default_value_t = 32)]
+    new: usize,
+    /// Responses of a prompt.
+    #[arg(long, default_value_t = 1)]
+    samples: usize,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TrainArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Rows of a step.
+    #[arg(long, default_value_t = 8)]
+    rows: usize,
+    /// Tokens of the longest row.
+    #[arg(long, default_value_t = 64)]
+    tokens: usize,
+    /// Rows of a micro-batch.
+    #[arg(long, default_value_t = 8)]
+    micro: usize,
+    /// Rows of between a quarter of `tokens` and all of it.
+    #[arg(long)]
+    mixed: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StepArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Prompts.
+    #[arg(long, default_value_t = 4)]
+    prompts: usize,
+    /// Responses of a prompt.
+    #[arg(long, default_value_t = 4)]
+    samples: usize,
+    /// Tokens of a prompt.
+    #[arg(long, default_value_t = 16)]
+    prompt: usize,
+    /// Tokens of a response.
+    #[arg(long, default_value_t = 16)]
+    new: usize,
+    /// Rows of a micro-batch.
+    #[arg(long, default_value_t = 16)]
+    micro: usize,
+    /// Weight of the KL to a reference; 0 needs none.
+    #[arg(long, default_value_t = 0.0)]
+    beta: f64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Dtype {
+    F32,
+    Bf16,
+}
+
+impl From<Dtype> for DType {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => DType::F32,
+            Dtype::Bf16 => DType::BF16,
+        }
+    }
+}
+
+/// Why there is no answer.
+type Failure = Box<dyn std::error::Error>;
+
+/// Runs the command. Exit code 1 where a bound is broken or nothing could be measured.
+///
+/// # Errors
+/// When `out` cannot be written.
+pub(crate) fn bench(command: &Bench, out: &mut dyn Write) -> io::Result<u8> {
+    let answer = match command {
+        Bench::Check(args) => check(args),
+        Bench::Rollout(args) => rollout(args),
+        Bench::Train(args) => train(args),
+        Bench::Step(args) => step(args),
+    };
+    match answer {
+        Ok(answer) => {
+            out.write_all(answer.text.as_bytes())?;
+            Ok(u8::from(!answer.good))
+        }
+        Err(error) => {
+            match command.json() {
+                true => JsonError::new(BENCH, error.to_string(), HELP).write(out)?,
+                false => writeln!(io::stderr(), "error: {error}")?,
+            }
+            Ok(1)
+        }
+    }
+}
+
+/// What to do where nothing could be measured.
+const HELP: &str = "a device is `cpu` or `cuda:N`, a model a folder or one of the shapes that `pipe bench train --help` names";
+
+impl Bench {
+    /// Whether the answer is to be JSON.
+    fn json(&self) -> bool {
+        match self {
+            Bench::Check(args) => args.common.json,
+            Bench::Rollout(args) => args.model.common.json,
+            Bench::Train(args) => args.model.common.json,
+            Bench::Step(args) => args.model.common.json,
+        }
+    }
+}
+
+struct Answer {
+    text: String,
+    good: bool,
+}
+
+fn check(args: &CheckArgs) -> Result<Answer, Failure> {
+    let found = preflight(&args.common.device)?;
+    let device = device(&args.common.device)?;
+    let subjects = if args.model.is_empty() {
+        let mut subjects = subjects();
+        if device != Device::flex() {
+            subjects.push(wide());
+        }
+        subjects
+    } else {
+        let folders = args.model.iter().map(|dir| Subject::folder(dir));
+        folders.collect::<Result<_, _>>()?
+    };
+    let mut distances = Vec::new();
+    for &dtype in &args.dtype {
+        for subject in &subjects {
+            distances.extend(agreement::compare(subject, &device, dtype.into())?);
+        }
+    }
+    let good = distances.iter().all(Distance::holds);
+    let text = if args.common.json {
+        let distances: Vec<Value> = distances
+            .iter()
+            .map(|distance| {
+                let mut value = serde_json::to_value(distance).unwrap_or_default();
+                value["holds"] = distance.holds().into();
+                value
+            })
+            .collect();
+        line(&json!({ "device": found, "holds": good, "distances": distances }))
+    } else {
+        table(&found, &distances)
+    };
+    Ok(Answer { text, good })
+}
+
+fn table(found: &Preflight, distances: &[Distance]) -> String {
+    let mut text = format!(
+        "{found}, against the CPU in f32\n\n{:<10} {:<5} {:<42} {:>10} {:>9}\n",
+        "decoder", "dtype", "quantity", "distance", "bound"
+    );
+    for distance in distances {
+        let measure = match distance.measure {
+            Measure::Relative => "relative",
+            Measure::Largest => "largest",
+            Measure::Mean => "mean",
+            Measure::Count => "count",
+        };
+        let quantity = format!("{} ({measure})", distance.quantity);
+        let Distance {
+            subject,
+            dtype,
+            distance: far,
+            bound,
+            at,
+            ..
+        } = distance;
+        let broken = if distance.holds() { "" } else { "  BROKEN" };
+        let at = at
+            .as_ref()
+            .map(|at| format!("  at {at}"))
+            .unwrap_or_default();
+        text += &format!(
+            "{subject:<10} {dtype:<5} {quantity:<42} {far:>10.2e} {bound:>9.0e}{broken}{at}\n"
+        );
+    }
+    let broken = distances
+        .iter()
+        .filter(|distance| !distance.holds())
+        .count();
+    text += &match broken {
+        0 => format!("\nall {} bounds hold\n", distances.len()),
+        _ => format!("\n{broken} of {} bounds are broken\n", distances.len()),
+    };
+    text
+}
+
+/// A decoder on a device, and what the device can do.
+struct Place {
+    found: Preflight,
+    decoder: Decoder,
+    ceilings: Ceilings,
+    dtype: DType,
+}
+
+impl ModelArgs {
+    fn place(&self) -> Result<Place, Failure> {
+        let found = preflight(&self.common.device)?;
+        let device = device(&self.common.device)?;
+        let dtype = match self.dtype {
+            Some(dtype) => dtype.into(),
+            None if device == Device::flex() => DType::F32,
+            None => DType::BF16,
+        };
+        let decoder = match preset(&self.model) {
+            Some(config) => random_decoder(config, &device, dtype),
+            None => {
+                let dir = PathBuf::from(&self.model);
+                if !dir.exists() {
+                    let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
+                    return Err(format!(
+                        "`{}` is neither a model folder nor a shape; shapes: {}",
+                        self.model,
+                        names.join(", ")
+                    )
+                    .into());
+                }
+                Decoder::load_as(&dir, &device, dtype)?.0
+            }
+        };
+        let quick = self.model == "tiny";
+        Ok(Place {
+            ceilings: Ceilings::measure(&device, dtype, quick)?,
+            found,
+            decoder,
+            dtype,
+        })
+    }
+
+    fn answer(
+        &self,
+        place: (&Preflight, DType),
+        figures: &impl serde::Serialize,
+        lines: &[(&str, String)],
+    ) -> Result<Answer, Failure> {
+        let (found, dtype) = place;
+        let dtype = format!("{dtype:?}").to_lowercase();
+        let text = if self.common.json {
+            line(&json!({
+                "device": found,
+                "model": self.model,
+                "dtype": dtype,
+                "figures": serde_json::to_value(figures)?,
+            }))
+        } else {
+            let mut text = format!("{} in {dtype} on {found}\n", self.model);
+            for (name, value) in lines {
+                text += &format!("  {name:<22} {value}\n");
+            }
+            text
+        };
+        Ok(Answer { text, good: true })
+    }
+}
+
+fn rollout(args: &RolloutArgs) -> Result<Answer, Failure> {
+    let place = args.model.place()?;
+    let work = RolloutWork {
+        sequences: args.sequences,
+        prompt_tokens: args.prompt,
+        new_tokens: args.new,
+        shared_prompts: args.samples,
+        runs: args.model.runs,
+    };
+    let figures = bench::rollout(&place.decoder, &work, &place.ceilings)?;
+    let lines = [
+        ("tokens/s", format!("{:.0}", figures.tokens_per_s)),
+        ("run", times(&figures.run)),
+        ("prompts", format!("{:.2} ms", figures.prompts_ms)),
+        ("step", format!("{:.3} ms", figures.step_ms)),
+        (
+            "bandwidth",
+            share(
+                figures.bandwidth_share,
+                place.ceilings.copy_gb_s,
+                "GB/s of a copy",
+            ),
+        ),
+        ("memory", memory(figures.peak_bytes)),
+    ];
+    args.model
+        .answer((&place.found, place.dtype), &figures, &lines)
+}
+
+fn train(args: &TrainArgs) -> Result<Answer, Failure> {
+    let place = args.model.place()?;
+    let work = TrainWork {
+        rows: args.rows,
+        tokens: args.tokens,
+        micro_rows: args.micro,
+        mixed: args.mixed,
+        runs: args.model.runs,
+    };
+    let figures = bench::train(place.decoder, &work, &place.ceilings)?;
+    let lines = [
+        ("tokens/s", format!("{:.0}", figures.tokens_per_s)),
+        ("step", times(&figures.step)),
+        ("optimiser", format!("{:.2} ms of it", figures.optimizer_ms)),
+        ("padding", format!("{:.1} %", 1e2 * figures.padding_share)),
+        (
+            "matrix rate",
+            share(
+                figures.matrix_share,
+                place.ceilings.product_tflop_s,
+                "TFLOP/s of a large product",
+            ),
+        ),
+        ("loss", format!("{:.4}", figures.loss)),
+        ("memory", memory(figures.peak_bytes)),
+    ];
+    args.model
+        .answer((&place.found, place.dtype), &figures, &lines)
+}
+
+fn step(args: &StepArgs) -> Result<Answer, Failure> {
+    let place = args.model.place()?;
+    let work = StepWork {
+        prompts: args.prompts,
+        samples: args.samples,
+        prompt_tokens: args.prompt,
+        new_tokens: args.new,
+        micro_rows: args.micro,
+        beta: args.beta,
+        runs: args.model.runs,
+    };
+    let figures = bench::step(place.decoder, &work, &place.ceilings)?;
+    let lines = [
+        ("step", times(&figures.step)),
+        ("generate", format!("{:.1} ms", figures.generate_ms)),
+        ("reference", format!("{:.1} ms", figures.reference_ms)),
+        ("update", format!("{:.1} ms", figures.update_ms)),
+        ("tokens/s", format!("{:.0}", figures.tokens_per_s)),
+        (
+            "first step done after",
+            format!("{:.0} ms", figures.first_step_ms),
+        ),
+        ("memory", memory(figures.peak_bytes)),
+    ];
+    args.model
+        .answer((&place.found, place.dtype), &figures, &lines)
+}
+
+fn times(times: &Times) -> String {
+    format!(
+        "{:.2} ms median of {} ({:.2} to {:.2})",
+        times.median_ms, times.runs, times.min_ms, times.max_ms
+    )
+}
+
+fn share(share: f64, of: f64, what: &str) -> String {
+    format!("{:.1} % of {of:.1} {what}", 1e2 * share)
+}
+
+fn memory(bytes: Option<u64>) -> String {
+    match bytes {
+        Some(bytes) => format!("{:.2} GiB at most", bytes as f64 / (1u64 << 30) as f64),
+        None => "not told".to_owned(),
+    }
+}
+
+fn line(value: &Value) -> String {
+    format!("{value}\n")
+}

@@ -1,0 +1,179 @@
+//! How far a device's results lie from the CPU's, on small decoders: what `pipe bench check` prints.
+//!
+//! [`compare`] runs the same work on both sides, and says for each quantity the distance, the bound it is held to, and
+//! where the distance is largest. The reference is always the CPU in f32; a decoder in bf16 is held against the CPU's
+//! with the same rounded weights, so that what differs is arithmetic alone.
+
+mod measure;
+mod quantities;
+mod subjects;
+
+use burn::tensor::{DType, Device};
+use serde::Serialize;
+
+pub use subjects::{Subject, subjects, wide};
+
+use crate::decoder::Decoder;
+use crate::model::ModelError;
+use crate::rollout::engine::RolloutError;
+
+/// How a distance is counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Measure {
+    /// ‖device − CPU‖ / ‖CPU‖.
+    Relative,
+    /// Largest |device − CPU|.
+    Largest,
+    /// Mean |device − CPU|.
+    Mean,
+    /// How many values differ.
+    Count,
+}
+
+/// How far one quantity of one decoder lies from its reference.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Distance {
+    /// The decoder.
+    pub subject: String,
+    /// Type of the weights on the device: `f32` or `bf16`.
+    pub dtype: &'static str,
+    /// The quantity.
+    pub quantity: &'static str,
+    /// How the distance is counted.
+    pub measure: Measure,
+    /// The distance; NaN where a value is not finite.
+    pub distance: f64,
+    /// The largest distance that is allowed.
+    pub bound: f64,
+    /// Where the distance is largest, for quantities of many parts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at: Option<String>,
+}
+
+impl Distance {
+    /// Whether the bound is kept. NaN keeps none.
+    #[must_use]
+    pub fn holds(&self) -> bool {
+        self.distance <= self.bound
+    }
+}
+
+/// What the comparison itself can fail with.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AgreementError {
+    /// A pass or a step of training failed.
+    #[error("`{subject}`: {source}")]
+    Model {
+        /// The decoder.
+        subject: String,
+        /// Why.
+        source: ModelError,
+    },
+    /// A rollout failed.
+    #[error("`{subject}`: {source}")]
+    Rollout {
+        /// The decoder.
+        subject: String,
+        /// Why.
+        source: RolloutError,
+    },
+}
+
+/// Distances of everything that a decoder computes on `device`, in `dtype` (f32 or bf16), from the CPU in f32.
+///
+/// Logits of padded rows; log-probs and entropies of ragged ones; a loss, its gradient for every parameter, the global
+/// norm; two optimiser steps on equal gradients; greedy tokens; the tokens and log-probs of a seed sampled twice, which
+/// must have the same bits; log-probs that a rollout reports against those that training computes.
+///
+/// # Errors
+/// When a side cannot compute at all.
+pub fn compare(
+    subject: &Subject,
+    device: &Device,
+    dtype: DType,
+) -> Result<Vec<Distance>, AgreementError> {
+    let values = subject.values(dtype);
+    let reference = subject.decoder(&values, &Device::flex(), DType::F32);
+    let other = subject.decoder(&values, device, dtype);
+    quantities::all(subject, dtype, &reference, &other)
+}
+
+/// The type's name in the answer.
+fn name_of(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bf16",
+        _ => "f32",
+    }
+}
+
+/// Both sides of a comparison.
+struct Sides<'a> {
+    reference: &'a Decoder,
+    other: &'a Decoder,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cpu_agrees_with_itself() {
+        for subject in subjects() {
+            let distances = compare(&subject, &Device::flex(), DType::F32).unwrap();
+            assert!(distances.len() >= 12, "{distances:#?}");
+            for distance in distances {
+                assert!(distance.holds(), "{distance:#?}");
+                // What a rollout reports comes from other loops than what training computes.
+                if !quantities::OF_ROLLOUTS.contains(&distance.quantity) {
+                    assert_eq!(distance.distance, 0.0, "{distance:#?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bf16_on_the_cpu_keeps_its_bounds() {
+        let subject = &subjects()[0];
+        let distances = compare(subject, &Device::flex(), DType::BF16).unwrap();
+        for distance in &distances {
+            assert!(distance.holds(), "{distance:#?}");
+            assert_eq!(distance.dtype, "bf16");
+        }
+        let logits = distances.iter().find(|d| d.quantity == "logits").unwrap();
+        assert!(logits.distance > 1e-4, "bf16 is not f32: {logits:#?}");
+    }
+
+    #[test]
+    fn a_wrong_device_is_found() {
+        let subject = &subjects()[0];
+        let values = subject.values(DType::F32);
+        let reference = subject.decoder(&values, &Device::flex(), DType::F32);
+        let mut wrong = reference.clone();
+        let norm = &mut wrong.model.norm;
+        norm.weight = norm.weight.clone().map(|weight| weight * 1.01);
+        let distances = quantities::all(subject, DType::F32, &reference, &wrong).unwrap();
+        let failed: Vec<&str> = distances
+            .iter()
+            .filter(|distance| !distance.holds())
+            .map(|distance| distance.quantity)
+            .collect();
+        assert!(failed.contains(&"logits"), "{failed:?}");
+        assert!(failed.contains(&"gradients"), "{failed:?}");
+    }
+
+    #[test]
+    fn nan_keeps_no_bound() {
+        let distance = Distance {
+            subject: String::new(),
+            dtype: "f32",
+            quantity: "logits",
+            measure: Measure::Relative,
+            distance: f64::NAN,
+            bound: f64::INFINITY,
+            at: None,
+        };
+        assert!(!distance.holds());
+    }
+}

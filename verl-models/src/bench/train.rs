@@ -1,0 +1,165 @@
+//! Training: tokens a second and the share of the matrix rate.
+
+use serde::Serialize;
+
+use super::shape::multiplied;
+use super::{BenchError, Ceilings, Times, at_least, peak_bytes, repeat, seconds};
+use crate::decoder::{Decoder, DecoderConfig};
+use crate::model::{ModelInterface, PolicyModel, ScoreRow, TrainedModel};
+use crate::optim::OptimizerConfig;
+use crate::policy::Policy;
+use crate::random::{DrawKey, Purpose};
+
+/// What is trained on.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TrainWork {
+    /// Rows of a step.
+    pub rows: usize,
+    /// Tokens of the longest row.
+    pub tokens: usize,
+    /// Rows of a micro-batch.
+    pub micro_rows: usize,
+    /// Whether rows have between a quarter and all of `tokens`; otherwise all have all.
+    pub mixed: bool,
+    /// Steps that are timed.
+    pub runs: usize,
+}
+
+impl Default for TrainWork {
+    fn default() -> Self {
+        TrainWork {
+            rows: 8,
+            tokens: 1024,
+            micro_rows: 8,
+            mixed: false,
+            runs: 5,
+        }
+    }
+}
+
+/// What a step took: forward, backward and AdamW, log-probs and entropies of every token included.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TrainFigures {
+    /// The work.
+    pub work: TrainWork,
+    /// A step.
+    pub step: Times,
+    /// The optimiser's part of it: the norm, and AdamW.
+    pub optimizer_ms: f64,
+    /// Tokens in a second, without padding.
+    pub tokens_per_s: f64,
+    /// Share of the tokens in model calls that are padding.
+    pub padding_share: f64,
+    /// Operations a token costs at least, in 10⁹.
+    pub gflop_per_token: f64,
+    /// Their share of the rate of a large product.
+    pub matrix_share: f64,
+    /// The last loss.
+    pub loss: f64,
+    /// Bytes held at most.
+    pub peak_bytes: Option<u64>,
+    /// What the device can do.
+    pub ceilings: Ceilings,
+}
+
+/// Trains a decoder on random rows; every token but the first is predicted.
+///
+/// # Errors
+/// Sizes of nothing; what training refuses.
+pub fn train(
+    decoder: Decoder,
+    work: &TrainWork,
+    ceilings: &Ceilings,
+) -> Result<TrainFigures, BenchError> {
+    at_least("rows", work.rows, 1)?;
+    at_least("tokens", work.tokens, 2)?;
+    at_least("micro_rows", work.micro_rows, 1)?;
+    let device = decoder.head().device();
+    let config = decoder.config.clone();
+    let mut policy = Policy::new(decoder, Some(optimizer()))?;
+    let responses = responses(&config, work);
+    let rows: Vec<ScoreRow<'_>> = responses
+        .iter()
+        .map(|tokens| ScoreRow {
+            prompt: &tokens[..1],
+            response: &tokens[1..],
+        })
+        .collect();
+    let (mut last, mut optimizer_s) = (f64::NAN, Vec::new());
+    let step = repeat(&device, 2, work.runs, || {
+        last = 0.0;
+        for rows in rows.chunks(work.micro_rows) {
+            last += policy.accumulate(rows, &|_, _| true, 1.0, true, &mut |packed| {
+                let entropies = packed
+                    .entropies
+                    .unwrap_or_else(|| packed.log_probs.zeros_like());
+                -packed.log_probs.mean() - 1e-3 * entropies.mean()
+            })?;
+        }
+        optimizer_s.push(seconds(&device, || policy.optimizer_step().map(drop))?);
+        Ok::<(), BenchError>(())
+    })?;
+    let lengths: Vec<usize> = rows.iter().map(|row| row.response.len()).collect();
+    let tokens: usize = lengths.iter().sum();
+    let padded: usize = lengths
+        .chunks(work.micro_rows)
+        .map(|lengths| lengths.len() * lengths.iter().max().unwrap_or(&0))
+        .sum();
+    let operations: f64 = lengths
+        .iter()
+        .map(|&length| operations(&config, length))
+        .sum();
+    let second = 1e-3 * step.median_ms;
+    Ok(TrainFigures {
+        tokens_per_s: tokens as f64 / second,
+        padding_share: 1.0 - tokens as f64 / padded as f64,
+        gflop_per_token: operations / tokens as f64 * 1e-9,
+        matrix_share: operations / second * 1e-12 / ceilings.product_tflop_s,
+        optimizer_ms: Times::of(optimizer_s.split_off(2)).median_ms,
+        loss: last,
+        peak_bytes: peak_bytes(&device),
+        ceilings: *ceilings,
+        step,
+        work: work.clone(),
+    })
+}
+
+pub(super) fn optimizer() -> OptimizerConfig {
+    OptimizerConfig {
+        learning_rate: 1e-6,
+        ..OptimizerConfig::default()
+    }
+}
+
+/// Operations of a row's forward and backward pass: six for each element of a matrix and token, and twelve for each pair
+/// of tokens and channel of attention, of which a causal mask leaves half.
+pub(super) fn operations(config: &DecoderConfig, tokens: usize) -> f64 {
+    let tokens = tokens as f64;
+    let channels = (config.layers * config.heads.query * config.heads.dim) as f64;
+    tokens * (6.0 * multiplied(config).0 + 6.0 * channels * tokens)
+}
+
+fn responses(config: &DecoderConfig, work: &TrainWork) -> Vec<Vec<u32>> {
+    let vocab = config.vocab_size as u64;
+    (0..work.rows)
+        .map(|row| {
+            let key = DrawKey {
+                seed: 29,
+                purpose: Purpose::Data,
+                step: 0,
+                row: row as u64,
+                attempt: 0,
+            };
+            let words = key.stream();
+            let least = (work.tokens / 4).max(1);
+            let length = if work.mixed {
+                least + words.word(u32::MAX, 0) as usize % (work.tokens - least + 1)
+            } else {
+                work.tokens
+            };
+            (0..=length as u32)
+                .map(|at| (u64::from(words.word(at, 0)) % vocab) as u32)
+                .collect()
+        })
+        .collect()
+}

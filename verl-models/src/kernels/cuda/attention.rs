@@ -1,0 +1,257 @@
+//! Launches of `rope.cu` and `attention_train.cu`.
+
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{Cube, TensorMetadata};
+use burn::tensor::{DType, Slice};
+use cubecl::server::Handle;
+
+use super::launch::{CudaKernel, Source};
+use super::tensor::{CubeTensor, cast, dense, empty, integers, short_element};
+use crate::kernels::AttentionShape;
+
+static ROPE: Source = Source::new(include_str!("rope.cu"));
+static ATTENTION: Source = Source::new(include_str!("attention_train.cu"));
+
+/// Queries or keys of a block, and its threads.
+const ROWS: usize = 64;
+const THREADS: u32 = 128;
+/// Threads of a block of `rope.cu`.
+const ROPE_THREADS: u32 = 256;
+/// Threads that share the heads of a token in `rope.cu`.
+const SHARE: usize = 4;
+/// Widest head.
+const MOST_WIDTH: usize = 256;
+/// Multiprocessors of a Hopper GPU.
+const PROCESSORS: f64 = 132.0;
+
+/// Whether the kernels take heads of this width.
+pub(crate) fn takes(head_dim: usize) -> bool {
+    head_dim.is_multiple_of(2) && head_dim <= MOST_WIDTH
+}
+
+/// A call's sizes, dtype, and where its tokens are: sequences lie one after the other.
+pub(crate) struct Call {
+    /// `tokens` are those of the longest sequence.
+    shape: AttentionShape,
+    tokens: usize,
+    dtype: DType,
+    /// First token of each sequence, and the end.
+    starts: Handle,
+    /// Position of each token.
+    positions: Handle,
+}
+
+impl Call {
+    fn new(shape: AttentionShape, like: &CubeTensor) -> Self {
+        Call::packed(shape, &vec![shape.tokens; shape.sequences], like)
+    }
+
+    /// For sequences of these lengths.
+    pub fn packed(shape: AttentionShape, lengths: &[usize], like: &CubeTensor) -> Self {
+        let mut starts = vec![0];
+        let mut positions = Vec::new();
+        for &length in lengths {
+            positions.extend(0..length as i32);
+            starts.push(positions.len() as i32);
+        }
+        Call {
+            shape,
+            tokens: positions.len(),
+            dtype: like.dtype(),
+            starts: integers(like, &starts),
+            positions: integers(like, &positions),
+        }
+    }
+
+    fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Turned queries and keys, and values, of a joined projection.
+    pub fn split(&self, joined: &CubeTensor, [cos, sin]: [&CubeTensor; 2]) -> [CubeTensor; 3] {
+        let (tokens, width, key_width) = (self.tokens(), self.query_width(), self.key_width());
+        let queries = empty(joined, [tokens, width], self.dtype);
+        let keys = empty(joined, [tokens, key_width], self.dtype);
+        let values = empty(joined, [tokens, key_width], self.dtype);
+        self.kernel(&ROPE, "rope_split", ROPE_THREADS).launch(
+            &joined.client,
+            self.rope_grid(),
+            &[
+                &joined.handle,
+                &self.positions,
+                &cos.handle,
+                &sin.handle,
+                &queries.handle,
+                &keys.handle,
+                &values.handle,
+            ],
+            vec![tokens as u64, 1],
+        );
+        [queries, keys, values]
+    }
+
+    /// Mixed heads, and the logarithm of the sum of each softmax.
+    pub fn attend(&self, [queries, keys, values]: [&CubeTensor; 3]) -> (CubeTensor, CubeTensor) {
+        let output = empty(queries, [self.tokens(), self.query_width()], self.dtype);
+        let log_sums = empty(queries, [self.shape.query_heads, self.tokens()], DType::F32);
+        self.kernel(&ATTENTION, "attention_forward", THREADS)
+            .launch(
+                &queries.client,
+                self.grid(self.shape.query_heads),
+                &[
+                    &queries.handle,
+                    &keys.handle,
+                    &values.handle,
+                    &self.starts,
+                    &output.handle,
+                    &log_sums.handle,
+                ],
+                self.scalars(1),
+            );
+        (output, log_sums)
+    }
+
+    fn query_width(&self) -> usize {
+        self.shape.query_heads * self.shape.head_dim
+    }
+
+    fn key_width(&self) -> usize {
+        self.shape.key_heads * self.shape.head_dim
+    }
+
+    fn kernel(&self, source: &'static Source, entry: &'static str, threads: u32) -> CudaKernel {
+        CudaKernel::new(source, entry, threads)
+            .define("ELEMENT", short_element(self.dtype))
+            .define("HEAD_DIM", self.shape.head_dim)
+            .define("QUERY_HEADS", self.shape.query_heads)
+            .define("KEY_HEADS", self.shape.key_heads)
+    }
+
+    /// Blocks of a kernel of `rope.cu`.
+    fn rope_grid(&self) -> [u32; 3] {
+        let half = self.shape.head_dim / 2;
+        let wide = if self.dtype == DType::F32 { 4 } else { 8 };
+        let vector = if half.is_multiple_of(wide) { wide } else { 1 };
+        let threads = self.tokens() * SHARE * half / vector;
+        [threads.div_ceil(ROPE_THREADS as usize).max(1) as u32, 1, 1]
+    }
+
+    fn grid(&self, heads: usize) -> [u32; 3] {
+        let blocks = self.shape.tokens.div_ceil(ROWS);
+        [heads, self.shape.sequences, blocks].map(|size| size as u32)
+    }
+
+    fn scalars(&self, splits: usize) -> Vec<u64> {
+        let scale = (self.shape.head_dim as f64).powf(-0.5);
+        vec![scale.to_bits(), self.tokens() as u64, 0, splits as u64]
+    }
+
+    /// Parts into which a group's query heads are divided: the fewest for which the longest block does about a
+    /// multiprocessor's share.
+    fn splits(&self) -> usize {
+        let AttentionShape {
+            sequences,
+            tokens,
+            query_heads,
+            key_heads,
+            ..
+        } = self.shape;
+        let group = query_heads / key_heads;
+        let pairs = (query_heads * sequences * tokens * tokens) as f64;
+        let share = 1.2 * pairs / (256.0 * PROCESSORS);
+        let small = |splits: &usize| (group.div_ceil(*splits) * tokens) as f64 <= share;
+        (1..=group).find(small).unwrap_or(group)
+    }
+}
+
+/// Causal attention with rotary positions, and what its backward pass needs.
+pub(crate) fn forward(
+    shape: AttentionShape,
+    [queries, keys, values, cos, sin]: [CubeTensor; 5],
+) -> (CubeTensor, Vec<CubeTensor>) {
+    let call = Call::new(shape, &queries);
+    let (cos, sin) = (dense(cast(cos, DType::F32)), dense(cast(sin, DType::F32)));
+    let joined = dense(Cube::float_cat(vec![queries, keys, values], 1));
+    let [queries, keys, values] = call.split(&joined, [&cos, &sin]);
+    let (output, log_sums) = call.attend([&queries, &keys, &values]);
+    let saved = vec![queries, keys, values, cos, sin, output.clone(), log_sums];
+    (output, saved)
+}
+
+/// Gradients for queries, keys and values, before they were turned.
+pub(crate) fn backward(
+    shape: AttentionShape,
+    saved: &[CubeTensor],
+    gradient: CubeTensor,
+) -> [CubeTensor; 3] {
+    let [queries, keys, values, cos, sin, output, log_sums] = saved else {
+        unreachable!("the forward pass saves seven tensors");
+    };
+    let call = Call::new(shape, queries);
+    let gradient = dense(cast(gradient, call.dtype));
+    let (tokens, width, key_width) = (call.tokens(), call.query_width(), call.key_width());
+    let client = &queries.client;
+    let d_queries = empty(queries, [tokens, width], call.dtype);
+    let delta = empty(queries, [shape.query_heads, tokens], DType::F32);
+    call.kernel(&ATTENTION, "attention_backward_q", THREADS)
+        .launch(
+            client,
+            call.grid(shape.query_heads),
+            &[
+                &queries.handle,
+                &keys.handle,
+                &values.handle,
+                &call.starts,
+                &output.handle,
+                &gradient.handle,
+                &log_sums.handle,
+                &d_queries.handle,
+                &delta.handle,
+            ],
+            call.scalars(1),
+        );
+    let splits = call.splits();
+    let parts = || empty(queries, [splits, tokens, key_width], DType::F32);
+    let (d_keys, d_values) = (parts(), parts());
+    call.kernel(&ATTENTION, "attention_backward_kv", THREADS)
+        .launch(
+            client,
+            call.grid(shape.key_heads * splits),
+            &[
+                &queries.handle,
+                &keys.handle,
+                &values.handle,
+                &call.starts,
+                &gradient.handle,
+                &log_sums.handle,
+                &delta.handle,
+                &d_keys.handle,
+                &d_values.handle,
+            ],
+            call.scalars(splits),
+        );
+    let joined = empty(queries, [tokens, width + 2 * key_width], call.dtype);
+    call.kernel(&ROPE, "rope_backward", ROPE_THREADS).launch(
+        client,
+        call.rope_grid(),
+        &[
+            &d_queries.handle,
+            &d_keys.handle,
+            &d_values.handle,
+            &call.positions,
+            &cos.handle,
+            &sin.handle,
+            &joined.handle,
+        ],
+        vec![tokens as u64, splits as u64],
+    );
+    [
+        0..width,
+        width..width + key_width,
+        width + key_width..width + 2 * key_width,
+    ]
+    .map(|columns| {
+        let slices = [Slice::full(), Slice::from(columns)];
+        dense(Cube::float_slice(joined.clone(), &slices))
+    })
+}

@@ -1,0 +1,54 @@
+//! Launches of `mlp.cu`.
+
+use burn::backend::TensorMetadata;
+use burn::tensor::DType;
+
+use super::launch::{CudaKernel, Source};
+use super::tensor::{CubeTensor, access, cast, dense, element, empty};
+
+static SOURCE: Source = Source::with_prefix(include_str!("rowwise.cuh"), include_str!("mlp.cu"));
+
+const THREADS: usize = 256;
+/// Blocks that fill any GPU several times; they stride over the rest.
+const MOST_BLOCKS: usize = 1 << 14;
+
+fn launch(entry: &'static str, like: &CubeTensor, tensors: &[&CubeTensor]) {
+    let [rows, inner] = like.shape().dims();
+    let dtype: DType = like.dtype();
+    let pieces = rows * inner / access(dtype, inner);
+    let grid = pieces.div_ceil(THREADS).clamp(1, MOST_BLOCKS);
+    let handles: Vec<_> = tensors.iter().map(|tensor| &tensor.handle).collect();
+    CudaKernel::new(&SOURCE, entry, THREADS as u32)
+        .define("ELEMENT", element(dtype))
+        .define("INNER", inner)
+        .launch(
+            &like.client,
+            [grid as u32, 1, 1],
+            &handles,
+            vec![rows as u64],
+        );
+}
+
+/// silu(gate) · up.
+pub(crate) fn forward(gate: CubeTensor, up: CubeTensor) -> CubeTensor {
+    let (gate, up) = (dense(gate), dense(up));
+    let y = empty(&gate, gate.shape(), gate.dtype());
+    launch("swiglu", &gate, &[&gate, &up, &y]);
+    y
+}
+
+/// silu(gate) · up of `[rows, 2I]`, gates first, into `[rows, I]`.
+pub(crate) fn joined_into(gate_up: &CubeTensor, y: &CubeTensor) {
+    launch("swiglu_fused", y, &[gate_up, y]);
+}
+
+/// Gradients for gate and up.
+pub(crate) fn backward(gate: CubeTensor, up: CubeTensor, gradient: CubeTensor) -> [CubeTensor; 2] {
+    let (gate, up) = (dense(gate), dense(up));
+    let gradient = dense(cast(gradient, gate.dtype()));
+    let d_gate = empty(&gate, gate.shape(), gate.dtype());
+    let d_up = empty(&gate, gate.shape(), gate.dtype());
+    let tensors = [&gate, &up, &gradient, &d_gate, &d_up];
+    launch("swiglu_backward", &gate, &tensors);
+    [d_gate, d_up]
+}

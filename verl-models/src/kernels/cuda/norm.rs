@@ -1,0 +1,99 @@
+//! Launches of `norm.cu`.
+
+use burn::backend::TensorMetadata;
+use burn::tensor::DType;
+
+use super::launch::{CudaKernel, Source};
+use super::tensor::{CubeTensor, access, cast, dense, element, empty};
+
+static SOURCE: Source = Source::with_prefix(include_str!("rowwise.cuh"), include_str!("norm.cu"));
+
+const THREADS: usize = 256;
+
+/// Rows of a block, as the kernel divides its threads.
+fn rows_of_block(dtype: DType, width: usize) -> usize {
+    let pieces = width / access(dtype, width);
+    let mut lanes = 1;
+    while lanes < 32 && lanes < pieces {
+        lanes *= 2;
+    }
+    while lanes < THREADS && lanes * 32 < width {
+        lanes *= 2;
+    }
+    THREADS / lanes
+}
+
+fn kernel(entry: &'static str, dtype: DType, width: usize, block: usize) -> CudaKernel {
+    CudaKernel::new(&SOURCE, entry, block as u32)
+        .define("ELEMENT", element(dtype))
+        .define("WIDTH", width)
+}
+
+/// The norm and 1 / sqrt(mean(x²) + ε) of each row: `[N, D]`, `[N]` in f32.
+pub(crate) fn forward(x: CubeTensor, weight: CubeTensor, epsilon: f64) -> (CubeTensor, CubeTensor) {
+    let dtype = x.dtype();
+    let (x, weight) = (dense(x), dense(cast(weight, dtype)));
+    let [rows, width] = x.shape().dims();
+    let y = empty(&x, [rows, width], dtype);
+    let scale = empty(&x, [rows], DType::F32);
+    forward_into(&x, &weight, epsilon, [&y, &scale]);
+    (y, scale)
+}
+
+/// [`forward`] of dense tensors into buffers that are there.
+pub(crate) fn forward_into(
+    x: &CubeTensor,
+    weight: &CubeTensor,
+    epsilon: f64,
+    [y, scale]: [&CubeTensor; 2],
+) {
+    let dtype = x.dtype();
+    let [rows, width] = x.shape().dims();
+    let grid = rows.div_ceil(rows_of_block(dtype, width)).max(1);
+    kernel("rms_norm", dtype, width, THREADS).launch(
+        &x.client,
+        [grid as u32, 1, 1],
+        &[&x.handle, &weight.handle, &y.handle, &scale.handle],
+        vec![rows as u64, epsilon.to_bits()],
+    );
+}
+
+/// Gradients for `x` in its dtype, and for `weight` in f32.
+pub(crate) fn backward(
+    x: CubeTensor,
+    weight: CubeTensor,
+    scale: CubeTensor,
+    gradient: CubeTensor,
+) -> [CubeTensor; 2] {
+    let dtype = x.dtype();
+    let (x, weight) = (dense(x), dense(cast(weight, dtype)));
+    let gradient = dense(cast(gradient, dtype));
+    let [rows, width] = x.shape().dims();
+    let processors = x.client.properties().hardware.num_streaming_multiprocessors;
+    let most = 2 * processors.unwrap_or(64) as usize;
+    let blocks = rows.div_ceil(rows_of_block(dtype, width)).clamp(1, most);
+    let dx = empty(&x, [rows, width], dtype);
+    let partial = empty(&x, [blocks, width], DType::F32);
+    let dw = empty(&x, [width], DType::F32);
+    kernel("rms_norm_backward", dtype, width, THREADS).launch(
+        &x.client,
+        [blocks as u32, 1, 1],
+        &[
+            &x.handle,
+            &weight.handle,
+            &scale.handle,
+            &gradient.handle,
+            &dx.handle,
+            &partial.handle,
+        ],
+        // The epsilon is in the scale.
+        vec![rows as u64, 0],
+    );
+    kernel("rms_norm_weight_gradient", dtype, width, 1024).launch(
+        &x.client,
+        [width.div_ceil(32) as u32, 1, 1],
+        &[&partial.handle, &dw.handle],
+        vec![blocks as u64, 0],
+    );
+    [dx, dw]
+}

@@ -1,0 +1,243 @@
+//! The batched engine where a device decodes by itself: a step is a captured graph that draws its tokens and keeps its
+//! books, and the host looks in every few steps.
+//!
+//! The bits of a response depend on its prompt, its key and the size of the batch's buffers ([`ROWS`]), never on what the
+//! other rows hold: products of other sizes run in other kernels.
+
+use super::engine::{
+    FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
+};
+use crate::decoder::Decoder;
+use crate::kernels::cuda::decode::{self, DeviceDecoder, Drawing, Responses, Sizes, Start, state};
+use crate::model::ModelInterface;
+
+/// Rows that buffers may have.
+const ROWS: &[usize] = &[16, 32, 64, 128, 256, 512];
+/// Steps between two looks of the host.
+const STEPS: usize = 8;
+/// Most ids that end a response.
+const MOST_ENDS: usize = 32;
+/// Share of the device's memory that keys and values may take.
+const CACHE_SHARE: f64 = 0.4;
+
+type OnDone<'a> = &'a mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>;
+
+/// Whether the device can answer requests by itself: text is looked at by the host, and a penalty needs all ids of the
+/// prompt.
+pub(crate) fn serves(model: &Decoder, settings: &SamplingSettings) -> bool {
+    settings.stop_texts.is_empty()
+        && settings.repetition_penalty == 1.0
+        && settings.eos_ids.len() <= MOST_ENDS
+        && decode::takes(model)
+}
+
+/// Samples everything; `settings` were checked.
+///
+/// # Errors
+/// See [`RolloutError`].
+pub(crate) fn generate(
+    model: &Decoder,
+    requests: &[RolloutRequest],
+    settings: &SamplingSettings,
+    on_done: OnDone<'_>,
+) -> Result<(), RolloutError> {
+    check_requests(requests, model.vocab_size(), model.max_tokens())?;
+    let rooms: Vec<usize> = requests
+        .iter()
+        .map(|request| request.room(model.max_tokens()))
+        .collect();
+    let lengths = requests.iter().zip(&rooms);
+    let tokens = lengths
+        .map(|(request, room)| request.prompt.len() + room)
+        .max();
+    let new_tokens = rooms.iter().copied().max();
+    let (Some(tokens), Some(new_tokens @ 1..)) = (tokens, new_tokens) else {
+        // Nothing is asked for, or nothing of each.
+        return (0..requests.len()).try_for_each(|at| on_done(at, empty()));
+    };
+    let sizes = Sizes {
+        rows: rows(model, requests.len(), tokens),
+        tokens,
+        new_tokens,
+    };
+    let decoder = DeviceDecoder::new(model, sizes, drawing(settings));
+    let batch = Batch {
+        decoder,
+        requests,
+        rooms,
+        new_tokens,
+        slots: vec![None; sizes.rows],
+        left: vec![0; sizes.rows],
+        admitted: 0,
+    };
+    batch.run(on_done)
+}
+
+fn empty() -> RolloutOutput {
+    RolloutOutput {
+        tokens: Vec::new(),
+        sampling_log_probs: Vec::new(),
+        log_probs: Vec::new(),
+        finish: FinishReason::Length,
+    }
+}
+
+/// Rows of the buffers: enough for the requests, or as many as the memory gives.
+fn rows(model: &Decoder, requests: usize, tokens: usize) -> usize {
+    let config = &model.config;
+    let element = model.head().dtype().size();
+    let token = 2 * config.layers * config.heads.key_value * config.heads.dim * element;
+    let room = decode::memory(model).map_or(f64::INFINITY, |bytes| CACHE_SHARE * bytes as f64);
+    let fits = |rows: &&usize| (**rows * token * tokens) as f64 <= room;
+    let fitting: Vec<usize> = ROWS.iter().take_while(fits).copied().collect();
+    let enough = fitting.iter().find(|&&rows| rows >= requests);
+    enough.or(fitting.last()).copied().unwrap_or(ROWS[0])
+}
+
+fn drawing(settings: &SamplingSettings) -> Drawing {
+    let mut eos: Vec<i32> = settings.eos_ids.iter().map(|&id| id as i32).collect();
+    eos.sort_unstable();
+    eos.dedup();
+    let stop = |ids: &Vec<u32>| ids.iter().map(|&id| id as i32).collect();
+    Drawing {
+        temperature: settings.temperature,
+        top_k: settings.top_k,
+        top_p: settings.top_p,
+        min_p: settings.min_p,
+        min_new_tokens: settings.min_new_tokens,
+        eos,
+        stops: settings.stop_ids.iter().map(stop).collect(),
+    }
+}
+
+/// A rollout while it runs.
+struct Batch<'a> {
+    decoder: DeviceDecoder,
+    requests: &'a [RolloutRequest],
+    /// Most tokens of each response.
+    rooms: Vec<usize>,
+    new_tokens: usize,
+    /// The request of each row.
+    slots: Vec<Option<usize>>,
+    /// Tokens that a row may still draw.
+    left: Vec<usize>,
+    admitted: usize,
+}
+
+impl Batch<'_> {
+    fn run(mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
+        loop {
+            self.admit(on_done)?;
+            let live = self.slots.iter().zip(&self.left);
+            let longest = live
+                .filter(|(slot, _)| slot.is_some())
+                .map(|(_, &left)| left);
+            let Some(longest) = longest.max() else {
+                return Ok(());
+            };
+            let steps = longest.min(STEPS);
+            for _ in 0..steps {
+                self.decoder.step().map_err(device)?;
+            }
+            for left in &mut self.left {
+                *left = left.saturating_sub(steps);
+            }
+            self.collect(on_done)?;
+        }
+    }
+
+    /// Fills free rows with waiting requests. Neighbours with equal prompts share one pass over it.
+    fn admit(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
+        let requests = self.requests;
+        let mut prompts: Vec<(&[u32], Vec<usize>)> = Vec::new();
+        let mut starts = Vec::new();
+        let free = (0..self.slots.len()).filter(|&row| self.slots[row].is_none());
+        let mut free = free.collect::<Vec<_>>().into_iter();
+        while self.admitted < requests.len() {
+            let at = self.admitted;
+            let request = &requests[at];
+            if self.rooms[at] == 0 {
+                self.admitted += 1;
+                on_done(at, empty())?;
+                continue;
+            }
+            let Some(row) = free.next() else { break };
+            self.admitted += 1;
+            self.slots[row] = Some(at);
+            self.left[row] = self.rooms[at];
+            match prompts.last_mut() {
+                Some((prompt, rows)) if *prompt == request.prompt.as_slice() => rows.push(row),
+                _ => prompts.push((&request.prompt, vec![row])),
+            }
+            let position = request.prompt.len() - 1;
+            starts.push(Start {
+                row,
+                token: request.prompt[position],
+                position,
+                limit: self.rooms[at],
+                stream: request.key.stream().words(),
+            });
+        }
+        if starts.is_empty() {
+            return Ok(());
+        }
+        self.decoder.prefill(&prompts);
+        self.decoder.start(&starts).map_err(device)
+    }
+
+    /// Hands out the responses that have ended.
+    fn collect(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
+        let standing = self.decoder.standing().map_err(device)?;
+        let ended: Vec<usize> = (0..self.slots.len())
+            .filter(|&row| self.slots[row].is_some() && standing.states[row] != state::LIVE)
+            .collect();
+        if ended.is_empty() {
+            return Ok(());
+        }
+        let responses = self.decoder.responses().map_err(device)?;
+        self.decoder.rest(&ended).map_err(device)?;
+        for row in ended {
+            let Some(request) = self.slots[row].take() else {
+                continue;
+            };
+            let length = standing.lengths[row] as usize;
+            let finish = match standing.states[row] {
+                state::EOS => FinishReason::Eos,
+                state::STOP => FinishReason::Stop,
+                state::LENGTH => FinishReason::Length,
+                _ => {
+                    return Err(RolloutError::NonFinite {
+                        request,
+                        tokens: length,
+                    });
+                }
+            };
+            on_done(request, self.output(&responses, row, length, finish))?;
+        }
+        Ok(())
+    }
+
+    fn output(
+        &self,
+        responses: &Responses,
+        row: usize,
+        length: usize,
+        finish: FinishReason,
+    ) -> RolloutOutput {
+        let start = row * self.new_tokens;
+        let own = start..start + length;
+        RolloutOutput {
+            tokens: responses.tokens[own.clone()]
+                .iter()
+                .map(|&id| id as u32)
+                .collect(),
+            sampling_log_probs: responses.sampling_log_probs[own.clone()].to_vec(),
+            log_probs: responses.log_probs[own].to_vec(),
+            finish,
+        }
+    }
+}
+
+fn device(reason: String) -> RolloutError {
+    RolloutError::Device { reason }
+}
