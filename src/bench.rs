@@ -98,6 +98,9 @@ pub(crate) struct TrainArgs {
     /// Rows of between a quarter of `tokens` and all of it.
     #[arg(long)]
     mixed: bool,
+    /// Keep the inputs of layers alone and compute the rest again in the backward pass.
+    #[arg(long)]
+    recompute: bool,
 }
 
 #[derive(Debug, Args)]
@@ -369,6 +372,7 @@ fn train(args: &TrainArgs) -> Result<Answer, Failure> {
         tokens: args.tokens,
         micro_rows: args.micro,
         mixed: args.mixed,
+        recompute: args.recompute,
         runs: args.model.runs,
     };
     let figures = bench::train(place.decoder, &work, &place.ceilings)?;

@@ -179,6 +179,7 @@ mod tests {
             tokens: 16,
             micro_rows: 1,
             mixed: true,
+            recompute: true,
             runs: 1,
         };
         let figures = train(decoder.clone(), &work, &ceilings).unwrap();

@@ -269,8 +269,11 @@ fn tiled(
     let c = sum.unwrap_or_else(|| empty(&a, [m, n], out));
     if m >= DEEP_ROWS && takes_large(&a.client) {
         let summed = [a_summed, b_summed];
-        let into = if adds { Into::Sum } else { Into::Product };
-        deep((&a, &b, &c), summed, into, [m, n, k], split);
+        let after = After {
+            sum: adds.then_some(&c),
+            ..After::default()
+        };
+        deep((&a, &b, &c), summed, after, [m, n, k], split);
         return c;
     }
     let layout = Layout {
@@ -297,15 +300,64 @@ fn tiled(
 /// Rows from which `gemm_dyn.cu` is faster.
 const DEEP_ROWS: usize = 256;
 
-/// C becomes what `into` says of A and B, by `gemm_dyn.cu`.
+/// What is done to a product before it is stored.
+#[derive(Debug, Clone, Copy, Default)]
+struct After<'a> {
+    /// Added to each row: `[N]` in bf16. Not with a sum in pieces.
+    bias: Option<&'a CubeTensor>,
+    /// Added, in the dtype and shape of the result; the result itself where a sum is in pieces.
+    sum: Option<&'a CubeTensor>,
+    /// The result is silu(gate) · up of a product with gates and ups.
+    swiglu: bool,
+}
+
+/// x Wᵀ, plus `bias` in each row and plus `sum`, in bf16; none where this takes more than one kernel.
+///
+/// # Shapes
+/// `x`: `[M, K]`; `weight`: `[N, K]`; `bias`: `[N]`; `sum` and result: `[M, N]`
+pub(crate) fn product_and(
+    x: &CubeTensor,
+    weight: &CubeTensor,
+    bias: Option<&CubeTensor>,
+    sum: Option<&CubeTensor>,
+) -> Option<CubeTensor> {
+    let ([m, k], [n, _]) = (x.shape().dims::<2>(), weight.shape().dims::<2>());
+    let operands = [Some(x), Some(weight), bias, sum];
+    let takes = m >= DEEP_ROWS
+        && [n, k].iter().all(|size| size.is_multiple_of(8))
+        && operands
+            .into_iter()
+            .flatten()
+            .all(|operand| operand.dtype() == DType::BF16)
+        && is_hopper(x)
+        && takes_large(&x.client);
+    takes.then(|| {
+        let c = empty(x, [m, n], DType::BF16);
+        let after = After {
+            bias,
+            sum,
+            swiglu: false,
+        };
+        deep(
+            (x, weight, &c),
+            [Summed::Last; 2],
+            after,
+            [m, n, k],
+            Split::Never,
+        );
+        c
+    })
+}
+
+/// C becomes the product of A and B and what comes after it, by `gemm_dyn.cu`.
 fn deep(
     (a, b, c): (&CubeTensor, &CubeTensor, &CubeTensor),
     summed: [Summed; 2],
-    into: Into,
+    after: After<'_>,
     [m, n, k]: [usize; 3],
     split: Split,
 ) {
-    let (adds, halves) = (into == Into::Sum, 1 + usize::from(into == Into::Swiglu));
+    let (adds, halves) = (after.sum.is_some(), 1 + usize::from(after.swiglu));
     let wide = c.dtype() == DType::F32;
     // Columns of a tile: those for which the last wave of tiles wastes least.
     let waves = |columns: usize| (m.div_ceil(128) * n.div_ceil(columns)).div_ceil(PROCESSORS);
@@ -346,9 +398,9 @@ fn deep(
     } else {
         resources.push(buffer());
     }
-    if adds_here {
-        resources.push(buffer());
-    }
+    let operand = |of: &CubeTensor| KernelResource::Buffer(of.handle.clone().binding());
+    resources.extend(after.bias.map(operand));
+    resources.extend(after.sum.filter(|_| adds_here).map(operand));
     CudaKernel::new(&DEEP, "gemm", 384)
         .define("BM", 128)
         .define("BN", columns)
@@ -358,6 +410,7 @@ fn deep(
         .define("SWIGLU", halves - 1)
         .define("A_MN", summed[0].flag())
         .define("B_MN", summed[1].flag())
+        .define("BIAS", u8::from(after.bias.is_some()))
         .define("ADD", u8::from(adds_here))
         .define("OUT_F32", u8::from(target.dtype() == DType::F32))
         .launch_resources(
@@ -650,8 +703,13 @@ pub(crate) fn project(x: &CubeTensor, weight: &CubeTensor, to: &CubeTensor, into
     let swiglu = into == Into::Swiglu;
     let large = takes_large(&x.client);
     if large && m > 128 {
+        let after = After {
+            sum: (into == Into::Sum).then_some(to),
+            swiglu,
+            ..After::default()
+        };
         let summed = [Summed::Last; 2];
-        deep((x, weight, to), summed, into, [m, n, k], Split::Never);
+        deep((x, weight, to), summed, after, [m, n, k], Split::Never);
         return;
     }
     let tile = if large {
