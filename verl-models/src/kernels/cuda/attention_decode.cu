@@ -12,7 +12,7 @@
 // What lies in the cache beyond a row's length is never used, whatever it is.
 //
 // Shapes: k_cache, v_cache [blocks, K, 64, Dh]; table [rows, max_blocks] i32: block of tokens 64 i .. 64 i + 63;
-//   lengths [rows] i32; q, out [rows, H*Dh]; qkv [rows, (H+2K)*Dh]; bias [(H+2K)*Dh]; q_norm, k_norm [Dh];
+//   lengths [rows] i32; q, out [rows, H*Dh]; qkv [rows, (H+2K)*Dh]; q_bias [H*Dh]; k_bias, v_bias [K*Dh]; q_norm, k_norm [Dh];
 //   cos, sin [positions, Dh] f32 (signed sines, see rope.cu); slots [tokens] i32: block * 64 + place, negative: not stored;
 //   pairs [pairs, 2] i32: from, to; a negative one is skipped. All tensors of elements aligned to 16 bytes.
 //
@@ -67,6 +67,10 @@ typedef unsigned int u32;
 #ifndef CACHE_EARLY
 #define CACHE_EARLY 0
 #endif
+// 1: a step brings weights of a kernel that follows into the L2 cache, as in gemm_skinny.cu.
+#ifndef PREFETCH
+#define PREFETCH 0
+#endif
 
 #define IS_F32_float 1
 #define IS_F32_bf16 0
@@ -95,6 +99,9 @@ struct Scalars {
     double scale;
     double epsilon;
     long long max_blocks;
+#if PREFETCH
+    long long next_bytes;
+#endif
 };
 
 // exp2: close to exact for f32.
@@ -166,11 +173,20 @@ __device__ __forceinline__ long long slot(int block, int key_head, int token) {
 // Buffers of the step that are not there without it.
 struct Step {
     const T* qkv;
-    const T* bias;
+    const T* q_bias;
+    const T* k_bias;
+    const T* v_bias;
     const T* q_norm;
     const T* k_norm;
     const float* cos;
     const float* sin;
+
+    // The bias of head `at` of the projection.
+    __device__ __forceinline__ const T* bias(int at) const {
+        if (at < QUERY_HEADS) return q_bias + at * HEAD_DIM;
+        at -= QUERY_HEADS;
+        return at < KEY_HEADS ? k_bias + at * HEAD_DIM : v_bias + (at - KEY_HEADS) * HEAD_DIM;
+    }
 };
 
 // Queries, and the new key and value where the block appends, from the projection: bias, norm, rotation. A head is a warp's;
@@ -190,7 +206,7 @@ __device__ __forceinline__ void prepare(Shared& shared, const Work& work, const 
             const int d = lane + j / 2 * 32, dim = d + j % 2 * HALF;
             const bool here = head < heads && d < HALF;
             raw[i][j / 2][j % 2] = here ? (float)step.qkv[from + dim] : 0.0f;
-            bias[i][j / 2][j % 2] = QKV_BIAS && here ? (float)step.bias[at * HEAD_DIM + dim] : 0.0f;
+            bias[i][j / 2][j % 2] = QKV_BIAS && here ? (float)step.bias(at)[dim] : 0.0f;
         }
     }
 #pragma unroll
@@ -555,6 +571,17 @@ __device__ __forceinline__ void merge_blocks(Shared& shared, const Work& work, T
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// Asks for this block's share of the bytes at `next`, a thread for each 4 KB, to be brought into the L2 cache.
+__device__ __forceinline__ void prefetch_share(const char* next, long long bytes) {
+    const long long blocks = (long long)gridDim.x * gridDim.y * gridDim.z;
+    const long long block = blockIdx.x + (long long)gridDim.x * (blockIdx.y + (long long)gridDim.y * blockIdx.z);
+    const long long share = (bytes / blocks + 4095) / 4096 * 4096, at = block * share + threadIdx.x * 4096ll;
+    const long long end = min(bytes, (block + 1) * share);
+    if (at < end)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(next + at), "r"((u32)min(end - at, 4096ll))
+                     : "memory");
+}
+
 template <bool STEP>
 __device__ __forceinline__ void attend(const T* q, const Step& step, T* k_cache, T* v_cache, const int* table,
                                        const int* lengths, T* out, const Scalars& s) {
@@ -625,10 +652,17 @@ attention_decode(const T* q, T* k_cache, T* v_cache, const int* table, const int
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
-attention_decode_step(const T* qkv, const T* bias, const T* q_norm, const T* k_norm, const float* cos, const float* sin,
+attention_decode_step(const T* qkv, const T* q_bias, const T* k_bias, const T* v_bias, const T* q_norm, const T* k_norm,
+                      const float* cos, const float* sin,
                       T* k_cache, T* v_cache, const int* table, const int* lengths, T* out,
+#if PREFETCH
+                      const char* next,
+#endif
                       const __grid_constant__ Scalars s) {
-    const Step step = {qkv, bias, q_norm, k_norm, cos, sin};
+    const Step step = {qkv, q_bias, k_bias, v_bias, q_norm, k_norm, cos, sin};
+#if PREFETCH
+    prefetch_share(next, s.next_bytes);
+#endif
     attend<true>(nullptr, step, k_cache, v_cache, table, lengths, out, s);
 }
 
