@@ -542,7 +542,6 @@ class Decoding:
         self.length_buffer = ints(lengths)
         self.q, self.qkv = heads.random(rows, h * d), heads.random(rows, (h + 2 * k) * d)
         self.bias, self.q_norm, self.k_norm = heads.random((h + 2 * k) * d), heads.random(d), heads.random(d)
-        self.biases = self.bias.split([h * d, k * d, k * d])
         self.bias_used, self.norm_used = bias, norm
         self.cos, self.sin = tables(capacity + 1, d)
         plain = heads.dtype == F32 or d % 16 or d > 128
@@ -567,7 +566,7 @@ class Decoding:
         self.launch(self.plain_kernel, self.q)
 
     def step(self):
-        self.launch(self.step_kernel, self.qkv, *self.biases, self.q_norm, self.k_norm, self.cos, self.sin)
+        self.launch(self.step_kernel, self.qkv, self.bias, self.q_norm, self.k_norm, self.cos, self.sin)
 
     def reference(self):
         out = torch.zeros(self.rows, self.heads.query * self.heads.dim, device=DEVICE, dtype=torch.float64)

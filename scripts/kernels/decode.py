@@ -211,7 +211,7 @@ class Step:
             gate, upper = weight(INNER, WIDTH), weight(INNER, WIDTH)
             self.layers.append({
                 "qkv": [q, k, v], "gate_up": [gate, upper], "o": [weight(WIDTH, WIDTH)], "down": [weight(WIDTH, INNER)],
-                "bias": [weight(1, n)[0] for n in (HEADS * DIM, KEYS * DIM, KEYS * DIM)],
+                "bias": weight(1, JOINT)[0],
                 "cache": [torch.randn(rows * BLOCKS, KEYS, 64, DIM, device=device).to(bf16) for _ in range(2)]})
             self.layers[-1]["qkv_packed"], self.layers[-1]["gate_up_packed"] = [torch.cat([q, k, v])], [torch.cat([gate, upper])]
         self.gain = torch.ones(WIDTH, device=device, dtype=bf16)
@@ -277,7 +277,7 @@ class Step:
                 "attention_decode.cu", "attention_decode_step",
                 {"QUERY_HEADS": HEADS, "KEY_HEADS": KEYS, "HEAD_DIM": DIM, "QKV_BIAS": 1, "CLUSTER": cluster, "PREFETCH": int(next is not None)},
                 (KEYS, rows, cluster), 128,
-                [self.qkv, *layer["bias"], self.gain, self.gain, self.cos, self.sin, *layer["cache"], self.table, self.positions, self.mixed]
+                [self.qkv, layer["bias"], self.gain, self.gain, self.cos, self.sin, *layer["cache"], self.table, self.positions, self.mixed]
                 + ([next] if next is not None else []),
                 [real(DIM ** -0.5), real(EPS), BLOCKS] + ([next.numel() * 2] if next is not None else []))))
             product("o", self.mixed, layer["o"], self.x, "sum", weighed=weighed, next=bring("o", last))

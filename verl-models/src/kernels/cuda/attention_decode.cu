@@ -12,7 +12,7 @@
 // What lies in the cache beyond a row's length is never used, whatever it is.
 //
 // Shapes: k_cache, v_cache [blocks, K, 64, Dh]; table [rows, max_blocks] i32: block of tokens 64 i .. 64 i + 63;
-//   lengths [rows] i32; q, out [rows, H*Dh]; qkv [rows, (H+2K)*Dh]; q_bias [H*Dh]; k_bias, v_bias [K*Dh]; q_norm, k_norm [Dh];
+//   lengths [rows] i32; q, out [rows, H*Dh]; qkv [rows, (H+2K)*Dh]; bias [(H+2K)*Dh]; q_norm, k_norm [Dh];
 //   cos, sin [positions, Dh] f32 (signed sines, see rope.cu); slots [tokens] i32: block * 64 + place, negative: not stored;
 //   pairs [pairs, 2] i32: from, to; a negative one is skipped. All tensors of elements aligned to 16 bytes.
 //
@@ -173,20 +173,11 @@ __device__ __forceinline__ long long slot(int block, int key_head, int token) {
 // Buffers of the step that are not there without it.
 struct Step {
     const T* qkv;
-    const T* q_bias;
-    const T* k_bias;
-    const T* v_bias;
+    const T* bias;
     const T* q_norm;
     const T* k_norm;
     const float* cos;
     const float* sin;
-
-    // The bias of head `at` of the projection.
-    __device__ __forceinline__ const T* bias(int at) const {
-        if (at < QUERY_HEADS) return q_bias + at * HEAD_DIM;
-        at -= QUERY_HEADS;
-        return at < KEY_HEADS ? k_bias + at * HEAD_DIM : v_bias + (at - KEY_HEADS) * HEAD_DIM;
-    }
 };
 
 // Queries, and the new key and value where the block appends, from the projection: bias, norm, rotation. A head is a warp's;
@@ -206,7 +197,7 @@ __device__ __forceinline__ void prepare(Shared& shared, const Work& work, const 
             const int d = lane + j / 2 * 32, dim = d + j % 2 * HALF;
             const bool here = head < heads && d < HALF;
             raw[i][j / 2][j % 2] = here ? (float)step.qkv[from + dim] : 0.0f;
-            bias[i][j / 2][j % 2] = QKV_BIAS && here ? (float)step.bias(at)[dim] : 0.0f;
+            bias[i][j / 2][j % 2] = QKV_BIAS && here ? (float)step.bias[at * HEAD_DIM + dim] : 0.0f;
         }
     }
 #pragma unroll
@@ -652,14 +643,13 @@ attention_decode(const T* q, T* k_cache, T* v_cache, const int* table, const int
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
-attention_decode_step(const T* qkv, const T* q_bias, const T* k_bias, const T* v_bias, const T* q_norm, const T* k_norm,
-                      const float* cos, const float* sin,
+attention_decode_step(const T* qkv, const T* bias, const T* q_norm, const T* k_norm, const float* cos, const float* sin,
                       T* k_cache, T* v_cache, const int* table, const int* lengths, T* out,
 #if PREFETCH
                       const char* next,
 #endif
                       const __grid_constant__ Scalars s) {
-    const Step step = {qkv, q_bias, k_bias, v_bias, q_norm, k_norm, cos, sin};
+    const Step step = {qkv, bias, q_norm, k_norm, cos, sin};
 #if PREFETCH
     prefetch_share(next, s.next_bytes);
 #endif

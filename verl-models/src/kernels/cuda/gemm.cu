@@ -114,6 +114,7 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
   const u32 tile = (shared_address(tiles) + 1023) & ~1023u, full = shared_address(barriers), empty = full + STAGES * 8;
   const u32 rank = CM * CN * CS > 1 ? cluster_rank() : 0;
   const Place p = place_of(dims, blockIdx.x / CLUSTER, blockIdx.y, rank);
+  const Source source = matrices.at(dims, p.column), ups = matrices.ups(dims, p.column);
   const int count = p.last - p.first, part = rank / (CM * CN);
 
   if (thread == 0) {
@@ -136,7 +137,7 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
     if (!WEIGHTS_EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
     for (int s = 0; s < STAGES && s < count; ++s) {
       barrier_expect(full + s * 8, STAGE_BYTES);
-      load_b(matrices, dims, p, p.first + s, tile + s * STAGE_BYTES + A_BYTES, full + s * 8);
+      load_b(source, ups, p, p.first + s, tile + s * STAGE_BYTES + A_BYTES, full + s * 8);
     }
     if (WEIGHTS_EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
     for (int s = 0; s < STAGES && s < count; ++s) load_a(&map_a, p, p.first + s, tile + s * STAGE_BYTES, full + s * 8);
@@ -183,7 +184,7 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
       if (thread == 0) {
         barrier_wait(empty + freed * 8, freed_round & 1);
         barrier_expect(full + freed * 8, STAGE_BYTES);
-        load_b(matrices, dims, p, p.first + i - 1 + STAGES, tile + freed * STAGE_BYTES + A_BYTES, full + freed * 8);
+        load_b(source, ups, p, p.first + i - 1 + STAGES, tile + freed * STAGE_BYTES + A_BYTES, full + freed * 8);
         load_a(&map_a, p, p.first + i - 1 + STAGES, tile + freed * STAGE_BYTES, full + freed * 8);
       }
       __syncwarp();

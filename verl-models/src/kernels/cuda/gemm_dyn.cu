@@ -171,11 +171,12 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     for (int t = work.cluster; t < work.total; t += work.step) {
       const Place p = place_of(dims, t % work.clusters, t / work.clusters, rank);
+      const Source source = matrices.at(dims, p.column), ups = matrices.ups(dims, p.column);
       for (int stage = p.first; thread == 0 && stage < p.last; ++stage) {
         barrier_wait(empty + slot * 8, (round & 1) ^ 1);
         barrier_expect(full + slot * 8, STAGE_BYTES);
         load_a(&map_a, p, stage, tile + slot * STAGE_BYTES, full + slot * 8);
-        load_b(matrices, dims, p, stage, tile + slot * STAGE_BYTES + A_BYTES, full + slot * 8);
+        load_b(source, ups, p, stage, tile + slot * STAGE_BYTES + A_BYTES, full + slot * 8);
         if (++slot == STAGES) slot = 0, ++round;
       }
       if (CS > 1) {

@@ -103,7 +103,7 @@ static_assert(BK == 32 || BK == 64, "a row of a stage is 64 or 128 bytes");
 static_assert(BN % 16 == 0 && BN <= 256, "columns of a tile");
 static_assert(A_ROWS % 8 == 0 && B_ROWS % 8 == 0 && BK / A_CUT % 8 == 0 && BK / B_CUT % 8 == 0,
               "a share of a tile is whole swizzle atoms");
-static_assert(PARTS == 1 || !B_MN, "matrices are joined by their rows");
+static_assert(PARTS == 1 || (SWIGLU ? PARTS == 2 : !B_MN), "matrices are joined by their rows");
 static_assert(!GAIN || !OUT_F32, "a stream of bf16");
 static_assert(!SWIGLU || (!B_MN && !BIAS && BN % 32 == 0), "gate and up are rows of B");
 static_assert(COLUMNS % (8 * CS) == 0, "the blocks of a split sum share the columns evenly");
@@ -305,6 +305,12 @@ __device__ __forceinline__ void load_a(const TensorMap* map, const Place& p, int
   }
 }
 
+// Where a tile's rows of B begin.
+struct Source {
+  const TensorMap* map;
+  int row;
+};
+
 // The matrices of B.
 struct Matrices {
   const TensorMap* first;
@@ -315,25 +321,28 @@ struct Matrices {
   const TensorMap* third;
 #endif
 
-  // Takes `row` of B to the matrix where it lies and to its row there.
-  __device__ __forceinline__ const TensorMap* of(const Dims& dims, int& row) const {
+  // The rows from `column` of C on, all in one matrix.
+  __device__ __forceinline__ Source at(const Dims& dims, int column) const {
 #if PARTS > 2
-    if (row >= dims.third) {
-      row -= (int)dims.third;
-      return third;
-    }
+    if (column >= dims.third) return {third, column - (int)dims.third};
 #endif
+#if PARTS > 1 && !SWIGLU
+    if (column >= dims.second) return {second, column - (int)dims.second};
+#endif
+    return {first, column};
+  }
+  // With SWIGLU, those of the up projection.
+  __device__ __forceinline__ Source ups(const Dims& dims, int column) const {
 #if PARTS > 1
-    if (row >= dims.second) {
-      row -= (int)dims.second;
-      return second;
-    }
+    return {second, column};
+#else
+    return {first, (int)(dims.n / 2) + column};
 #endif
-    return first;
   }
 };
 
-__device__ __forceinline__ void load_b(const Matrices& matrices, const Dims& dims, const Place& p, int stage, u32 tile, u32 bar) {
+// `ups` is used with SWIGLU.
+__device__ __forceinline__ void load_b(const Source& source, const Source& ups, const Place& p, int stage, u32 tile, u32 bar) {
   u32 mask = 0;
   if (CM > 1) {
 #pragma unroll
@@ -344,13 +353,12 @@ __device__ __forceinline__ void load_b(const Matrices& matrices, const Dims& dim
     int box = p.cm * B_BOXES + i;
     if (B_MN) {
       int chunk = box / B_CUT, part = box % B_CUT;
-      copy_box(tile + chunk * BK * 128 + part * (BK / B_CUT) * 128, matrices.first, p.column + chunk * 64,
+      copy_box(tile + chunk * BK * 128 + part * (BK / B_CUT) * 128, source.map, source.row + chunk * 64,
                stage * BK + part * (BK / B_CUT), bar, mask);
     } else {
       int at = box * B_ROWS; // in the tile; with SWIGLU the second half holds rows of the up projection
-      int row = SWIGLU && at >= COLUMNS ? (int)(dims.n / 2) + p.column + at - COLUMNS : p.column + at;
-      const TensorMap* map = matrices.of(dims, row);
-      copy_box(tile + at * BK * 2, map, stage * BK, row, bar, mask);
+      bool up = SWIGLU && at >= COLUMNS;
+      copy_box(tile + at * BK * 2, up ? ups.map : source.map, stage * BK, up ? ups.row + at - COLUMNS : source.row + at, bar, mask);
     }
   }
 }
