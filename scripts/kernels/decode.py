@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Checks what the kernels of a decode step hand over to each other, and times whole steps.
 
-    python3 scripts/kernels/decode.py [check] [step] [compile]        (default: check and step)
+    python3 scripts/kernels/decode.py [check] [step] [step16] [step64] [step128] [step256] [step512] [compile]
+    (default: check and step, which is all sizes)
 
 Needs a Hopper GPU, PyTorch, and NVRTC of CUDA 13. `check` compares products whose matrices lie apart, norms between two
 products, shared sums and steps of attention that bring weights into the cache with float64, on ragged shapes, into
@@ -26,7 +27,7 @@ from gemm import CUDA, Driver, attempt, compile_text, error, longs, report
 LAYERS, WIDTH, HEADS, KEYS, DIM, INNER, VOCAB, EPS = 24, 896, 14, 2, 64, 4864, 151936, 1e-6
 JOINT = (HEADS + 2 * KEYS) * DIM
 TOKENS, BLOCKS = 256, 7  # cached tokens of a row; blocks of 64 that it has
-SECONDS = 55.0  # of the timings
+SECONDS = 30.0  # of the timings of one size
 SMS = 132
 PREFIXES = {"gemm.cu": ["gemm_tile.cuh"], "gemm_dyn.cu": ["gemm_tile.cuh"], "race.cu": ["rowwise.cuh", "draw.cuh"],
             "advance.cu": ["rowwise.cuh", "draw.cuh"], "embed.cu": ["rowwise.cuh"], "norm.cu": ["rowwise.cuh"]}
@@ -157,13 +158,13 @@ OLD = {
          "head": (tile, 64, 64, 6, 1, 2)},
     128: {"qkv": (tile, 128, 32, 4, 4), "o": (tile, 128, 32, 4, 4), "gate_up": (tile, 128, 64, 4, 1, 2), "down": (tile, 128, 64, 8, 8),
           "head": (tile, 128, 64, 4, 1, 2)},
-    512: {"qkv": (deep, best_columns(512, JOINT)), "o": (deep, best_columns(512, WIDTH)),
-          "gate_up": (deep, best_columns(512, 2 * INNER)), "down": (deep, best_columns(512, WIDTH)), "head": (deep, best_columns(512, VOCAB))},
-}
+} | {rows: {kind: (deep, best_columns(rows, n)) for kind, n in
+            (("qkv", JOINT), ("o", WIDTH), ("gate_up", 2 * INNER), ("down", WIDTH), ("head", VOCAB))} for rows in (256, 512)}
 NEW = {
     16: OLD[16],
     64: OLD[64],
     128: OLD[128] | {"head": (deep, 128)},
+    256: OLD[256] | {"qkv": (deep, 128, 2), "o": (deep, 128, 2), "down": (deep, 128, 8)},
     512: OLD[512] | {"qkv": (deep, 128, 2), "o": (deep, 128, 2), "down": (deep, 128, 4)},
 }
 # Other divisions, one tried at a time.
@@ -175,8 +176,11 @@ TRIED = {
     128: {"qkv": [(tile, 64, 32, 7, 2, 2), (tile, 64, 64, 4, 4, 2), (tile, 128, 64, 4, 8)],
           "o": [(tile, 64, 32, 7, 2, 2), (tile, 64, 64, 4, 4, 2), (tile, 128, 64, 4, 8)],
           "gate_up": [(tile, 64, 128, 4, 1, 2), (tile, 128, 128, 6), (deep, 128)],
-          "down": [(tile, 64, 64, 6, 4, 2), (tile, 128, 32, 10, 4), (deep, 128, 8)], "head": [(tile, 128, 64, 4, 1, 2)], "attention": [4, 1],
+          "down": [(tile, 64, 64, 6, 4, 2), (tile, 128, 32, 10, 4), (deep, 128, 8)], "head": [(tile, 128, 64, 4, 1, 2), (deep, 192)], "attention": [4, 1],
           "splits": [4, 3, 9]},
+    256: {"qkv": [(tile, 128, 32, 4, 4, 2), (tile, 128, 64, 4, 4, 2)], "o": [(tile, 128, 32, 4, 4, 2), (tile, 128, 64, 4, 4, 2)],
+          "gate_up": [(deep, 128), (deep, 192), (tile, 128, 64, 4, 1, 2)], "down": [(tile, 128, 64, 8, 8), (tile, 128, 64, 4, 8, 2), (deep, 128, 4)],
+          "attention": [2], "splits": [2, 5]},
     512: {"qkv": [(deep, 128), (deep, 128, 4), (tile, 128, 64, 4, 1, 2), (tile, 128, 64, 4, 2, 2)],
           "o": [(deep, 128), (deep, 128, 4), (tile, 128, 64, 4, 2, 2), (tile, 128, 64, 4, 4, 2)],
           "gate_up": [(deep, 128), (deep, 256), (tile, 128, 64, 4, 1, 2)],
@@ -234,11 +238,14 @@ class Step:
         self.lengths.zero_()
         self.states.zero_()
 
-    def calls(self, table, packed=False, fused=True, ahead="all", attention=None, splits=None):
+    def calls(self, table, packed=False, fused=True, ahead=None, attention=None, splits=None, tokens=None):
         """(kind, launch) of all kernels in their order. `ahead`: which kernels bring weights into the cache."""
         rows, fused = self.rows, fused and self.rows > 16
+        if ahead is None:
+            ahead = ("qkv", "attention", "o", "gate_up", "down") if rows <= 128 else ()
         calls = []
         heads = rows * KEYS
+        tokens = tokens or (32 if heads <= 6 * SMS else 16)
         cluster = attention or (8 if heads <= 64 else 4 if heads <= 128 else 2 if heads <= 256 else 1)
 
         def product(kind, *args, **kwargs):
@@ -263,11 +270,11 @@ class Step:
         suffix = "_packed" if packed else ""
         weighed = (self.gain, self.normed, self.squares) if fused else None
         for i, layer in enumerate(self.layers):
-            following = self.layers[i + 1]["qkv"][0] if i + 1 < len(self.layers) else self.embedding[:8192 // 2]
+            following = self.layers[i + 1]["qkv"][0] if i + 1 < len(self.layers) else self.embedding[:5851]
 
             def bring(kernel, weight):
                 tiled = kernel == "attention" or table[kernel][0] is not deep
-                return weight if tiled and (ahead == "all" or kernel in ahead) else None
+                return weight if tiled and kernel in ahead else None
 
             gates = layer["gate_up" + suffix]
             first, last = (gates[0], gates[-1]) if len(gates) == 2 else (gates[0][:INNER], gates[0][INNER:])
@@ -275,7 +282,8 @@ class Step:
             next = bring("attention", first)
             calls.append(("attention", lambda layer=layer, next=next: launch(
                 "attention_decode.cu", "attention_decode_step",
-                {"QUERY_HEADS": HEADS, "KEY_HEADS": KEYS, "HEAD_DIM": DIM, "QKV_BIAS": 1, "CLUSTER": cluster, "PREFETCH": int(next is not None)},
+                {"QUERY_HEADS": HEADS, "KEY_HEADS": KEYS, "HEAD_DIM": DIM, "QKV_BIAS": 1, "CLUSTER": cluster, "PREFETCH": int(next is not None),
+                 "WARP_TOKENS": tokens},
                 (KEYS, rows, cluster), 128,
                 [self.qkv, layer["bias"], self.gain, self.gain, self.cos, self.sin, *layer["cache"], self.table, self.positions, self.mixed]
                 + ([next] if next is not None else []),
@@ -323,6 +331,8 @@ VARIANTS = {
     "only attention ahead": lambda step, rows: step.calls(NEW[rows], ahead=("attention",)),
     "attention and o ahead": lambda step, rows: step.calls(NEW[rows], ahead=("attention", "o")),
     "all but down ahead": lambda step, rows: step.calls(NEW[rows], ahead=("qkv", "attention", "o", "gate_up")),
+    "attention in sixteens": lambda step, rows: step.calls(NEW[rows], tokens=16),
+    "attention in thirty-twos": lambda step, rows: step.calls(NEW[rows], tokens=32),
     "all but gate_up ahead": lambda step, rows: step.calls(NEW[rows], ahead=("qkv", "attention", "o", "down")),
 }
 
@@ -400,7 +410,7 @@ def cases():
     """Name, how a product is divided, m, rows of the matrices, k, what becomes of it, with norm, with gain."""
     everything = []
     for rows in NEW:
-        for m in {16: (1, 16), 64: (17, 64), 128: (65, 128), 512: (129, 512)}[rows]:
+        for m in {16: (1, 16), 64: (17, 64), 128: (65, 128), 256: (129, 256), 512: (300, 512)}[rows]:
             shapes = {"qkv": ([896, 128, 128], 896, "product"), "o": ([896], 896, "sum"), "gate_up": ([4864, 4864], 896, "swiglu"), "down": ([896], 4864, "sum")}
             for kind, (parts, k, into) in shapes.items():
                 for table in [NEW[rows][kind]] + TRIED[rows].get(kind, []):

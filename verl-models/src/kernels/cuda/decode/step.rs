@@ -19,6 +19,9 @@ use crate::decoder::DecoderConfig;
 
 static ATTENTION: Source = Source::new(include_str!("../attention_decode.cu"));
 
+/// Blocks of attention with the kernel's own tiles that run at once.
+const RESIDENT_BLOCKS: usize = 6 * 132;
+
 /// A norm of the residual stream.
 #[derive(Clone, Copy)]
 struct Norm<'a> {
@@ -195,6 +198,15 @@ impl DeviceDecoder {
         }
     }
 
+    /// Tokens of a warp's tile, where it is not what the kernel chooses: smaller ones let more blocks run at once.
+    fn tile_tokens(&self) -> Option<usize> {
+        let heads = self.config.heads;
+        let blocks = self.sizes.rows * heads.key_value;
+        let group = heads.query / heads.key_value;
+        let narrow = self.dtype == DType::BF16 && heads.dim.is_multiple_of(16) && heads.dim <= 64;
+        (narrow && group <= 8 && blocks > RESIDENT_BLOCKS).then_some(16)
+    }
+
     /// Appends keys and values of the new tokens and attends.
     fn attend(&self, layer: &Layer, ahead: Option<Ahead<'_>>) {
         let heads = self.config.heads;
@@ -231,7 +243,11 @@ impl DeviceDecoder {
             buffers.push(&ahead.weight.handle);
             scalars.push(ahead.bytes());
         }
-        self.attention_kernel("attention_decode_step", 128)
+        let mut kernel = self.attention_kernel("attention_decode_step", 128);
+        if let Some(tokens) = self.tile_tokens() {
+            kernel = kernel.define("WARP_TOKENS", tokens);
+        }
+        kernel
             .define("QKV_BIAS", u8::from(layer.bias.is_some()))
             .define("QK_NORM", u8::from(layer.head_norms.is_some()))
             .define("CLUSTER", cluster)
