@@ -170,7 +170,8 @@ NEW = {
 # Other divisions, one tried at a time.
 TRIED = {
     16: {"qkv": [(skinny, 1, 14, 2), (skinny, 1, 4, 7)], "o": [(skinny, 1, 14, 2)], "gate_up": [(skinny, 4, 4, 3, 1, 2), (skinny, 1, 7, 4, 1, 4)],
-         "down": [(skinny, 1, 19, 4, 2), (skinny, 1, 10, 4, 4)], "attention": [4, 2], "splits": [24, 16]},
+         "down": [(skinny, 1, 19, 4, 2), (skinny, 1, 10, 4, 4)], "head": [(skinny, 2, 4, 7, 1, 2, 2 * SMS), (skinny, 2, 4, 4, 1, 2, 2 * SMS)],
+         "attention": [4, 2], "splits": [24, 16]},
     64: {"qkv": [(tile, 64, 16, 7, 2), (tile, 64, 64, 4, 8)], "o": [(tile, 64, 16, 7, 2), (tile, 64, 64, 4, 8)],
          "gate_up": [(tile, 64, 128, 6), (tile, 64, 32, 7, 1, 2)], "down": [(tile, 64, 32, 14, 4), (tile, 64, 32, 10, 4, 2)], "attention": [4, 2, 1]},
     128: {"qkv": [(tile, 64, 32, 7, 2, 2), (tile, 64, 64, 4, 4, 2), (tile, 128, 64, 4, 8)],

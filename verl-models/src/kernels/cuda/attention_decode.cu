@@ -25,6 +25,7 @@
 // A warp streams tiles of 32 tokens (16 for wide heads) through its own shared memory with cp.async, keys and values in
 // turn; all query heads of a group share them, as columns of mma.m16n8k16. The four warps are merged in their order, then
 // the blocks of a cluster in theirs, through each other's shared memory.
+// With PREFETCH a step takes the address `next` behind `out` and a last scalar `next_bytes`, see gemm_skinny.cu.
 // Bytes: keys and values once, 2 * K * Dh * 2 a token of a row (bf16).
 
 #include <cuda_bf16.h>

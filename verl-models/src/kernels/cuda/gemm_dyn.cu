@@ -4,8 +4,9 @@
 //
 // # Launch
 // Kernel `gemm(map_a, map_b, [map_b2], [map_b3], map_c or c, [bias], [add], [squares], [gain, weighed_out,
-// weighed_squares], dims)`, 384 threads; BM is 128 and BK 64. The parameters are those of gemm.cu. With STORE the third parameter is a tensor map of C, box {32, 64}, swizzle
-// 64 bytes: tiles of C leave through shared memory while the next tile is multiplied. Otherwise it is the address of C.
+// weighed_squares], dims)`, 384 threads; BM is 128 and BK 64. The parameters are those of gemm.cu. With STORE the one for
+// C is a tensor map of it, box {32, 64}, swizzle 64 bytes: tiles of C leave through shared memory while the next tile is
+// multiplied. Otherwise it is the address of C.
 // Grid x: a multiple of CM * CN * CS, at best the SMs rounded down to one; the blocks take the tiles in turn. Without a
 // cluster's split (CS 1) pieces of the sum, ceil(k / k_split) of them, are tiles too: no grid y.
 // Shared memory: STAGES * STAGE_BYTES bytes, with STORE 256 * COLUMNS more. It is static, which compilers of CUDA 13

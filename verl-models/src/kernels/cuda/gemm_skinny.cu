@@ -13,13 +13,14 @@
 // a tile is 8 rows of the gate and the same 8 of up, which meet in one lane.
 //
 // # Launch
-// Kernel `gemm_skinny(x, w, [w2], [w3], y, [gain], [bias], [add], [next], dims)`, ROW_TILES * K_WARPS * 32 threads. With
-// PARTS the rows of W are those of up to three matrices, which stay where they are; dims.second and dims.third, multiples
-// of 16 unless they divide gate from up, count the rows before them (third is N if there are two). Grid x: CS blocks for a group of ROW_TILES * 16 rows of W, so CS * ceil(N / (16 * ROW_TILES)); with ONCE 0 also fewer, each taking every
-// (grid / CS)-th group. Grid y: ceil(M / TOKENS); each reads W again. K_DIM is a multiple of 8, N of 8 (with SWIGLU of
-// 16); x, w and gain are 16-byte aligned. `add` has the type of `y` and may be `y`. Shared memory is static (compilers
-// of CUDA 13 allow 232,448 bytes), or with DYNAMIC SHARED_BYTES of dynamic: 2 * TOKENS * PITCH, if ROW_TILES > 1, and
-// 64 * TOKENS * ROW_TILES * (K_WARPS - 1), and with CS > 1 512 * CS * ceil(ROW_TILES * TOKENS / 8 / CS).
+// Kernel `gemm_skinny(x, w, [w2], [w3], y, [gain], [bias], [add], [next], dims)`, ROW_TILES * K_WARPS * 32 threads. Grid
+// x: CS blocks for a group of ROW_TILES * 16 rows of W, so CS * ceil(N / (16 * ROW_TILES)); with ONCE 0 also fewer, each
+// taking every (grid / CS)-th group. Grid y: ceil(M / TOKENS); each reads W again. K_DIM is a multiple of 8, N of 8 (with
+// SWIGLU of 16); x, w and gain are 16-byte aligned. `add` has the type of `y` and may be `y`. Shared memory is static
+// (compilers of CUDA 13 allow 232,448 bytes), or with DYNAMIC SHARED_BYTES of dynamic: 2 * TOKENS * PITCH, if ROW_TILES >
+// 1, and 64 * TOKENS * ROW_TILES * (K_WARPS - 1), and with CS > 1 512 * CS * ceil(ROW_TILES * TOKENS / 8 / CS).
+// With PARTS the rows of W are those of up to three matrices, which stay where they are; dims.second and dims.third,
+// multiples of 16 unless they divide gate from up, count the rows before them (third is N if there are two).
 //
 // # The next kernel
 // A step's kernels are short, and device memory is idle while one hands over to the next. With PREFETCH a block asks

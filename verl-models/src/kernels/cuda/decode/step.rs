@@ -49,7 +49,7 @@ impl DeviceDecoder {
                 gain: &layer.mlp_norm,
                 follows_sum: true,
             };
-            // What each brings is done when it is needed, two kernels later or one, and evens out the load.
+            // Each kernel brings a weight that is read one, two or three kernels later, so that memory is never idle long.
             let [gates, ups] = [layer.gate_up.first(), layer.gate_up.last()];
             let output = layer.output.first();
             self.multiply(input_norm, &layer.qkv, (qkv, Into::Product), output);
