@@ -75,6 +75,24 @@ fn measurements_tell_their_figures() {
 }
 
 #[test]
+fn kernels_have_their_shares() {
+    let small = "kernels --tokens 12 --sequence 4 --parameters 1000 --runs 1";
+    let small: Vec<&str> = small.split(' ').collect();
+    let answer = json(&[&small[..], &["--json"][..]].concat());
+    let kernels = answer["figures"]["kernels"].as_array().expect("a list");
+    let named = |name: &str| kernels.iter().find(|own| own["name"] == name);
+    let product = named("product: gate, up").expect("there is one");
+    assert!(product["matrix_share"].as_f64().is_some_and(|x| x > 0.0));
+    let norm = named("norm").expect("there is one");
+    assert!(norm["bandwidth_share"].as_f64().is_some_and(|x| x > 0.0));
+    assert!(norm["matrix_share"].is_null());
+    let output = bench(&small);
+    let text = String::from_utf8(output.stdout).expect("UTF-8");
+    let lines = text.lines().filter(|line| line.contains(" ms "));
+    assert_eq!(lines.count(), kernels.len(), "{text}");
+}
+
+#[test]
 fn what_is_not_there_is_told() {
     let told = |arguments: &[&str]| {
         let output = bench(arguments);
@@ -88,6 +106,10 @@ fn what_is_not_there_is_told() {
     insta::assert_snapshot!(
         told(&["train", "--rows", "0"]),
         @"error: `rows` is 0, but must be at least 1"
+    );
+    insta::assert_snapshot!(
+        told(&["kernels", "--dtype", "bf16"]),
+        @"error: there are no fused operations in bf16 on this device; measure in f32"
     );
     assert!(told(&["check", "--device", "gpu"]).starts_with("error: device `gpu` is not known"));
 }

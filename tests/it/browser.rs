@@ -12,6 +12,8 @@ const DEADLINE: Duration = Duration::from_secs(300);
 pub struct Browser {
     path: PathBuf,
     scratch: tempfile::TempDir,
+    /// The colour scheme that it prefers, as Blink numbers them; its own where absent.
+    scheme: Option<u8>,
 }
 
 impl Browser {
@@ -29,8 +31,26 @@ impl Browser {
             say("no Chromium: the page is not looked at in a browser");
             return None;
         };
+        Some(Browser::at(path, None))
+    }
+
+    fn at(path: PathBuf, scheme: Option<u8>) -> Browser {
         let scratch = tempfile::tempdir().expect("a temporary folder");
-        Some(Browser { path, scratch })
+        Browser {
+            path,
+            scratch,
+            scheme,
+        }
+    }
+
+    /// The same, for someone who prefers dark pages.
+    pub fn dark(&self) -> Browser {
+        Browser::at(self.path.clone(), Some(0))
+    }
+
+    /// The same, for someone who prefers light pages.
+    pub fn light(&self) -> Browser {
+        Browser::at(self.path.clone(), Some(1))
     }
 
     /// The document as it is after its scripts have run for some seconds of the page's own time.
@@ -67,6 +87,10 @@ impl Browser {
                 "--disable-dev-shm-usage",
             ])
             .arg(format!("--user-data-dir={}", file("profile").display()))
+            .args(
+                self.scheme
+                    .map(|scheme| format!("--blink-settings=preferredColorScheme={scheme}")),
+            )
             .args(more)
             .arg(format!("file://{}", page.display()))
             .stdin(Stdio::null())

@@ -282,12 +282,9 @@ fn manifest(run: &str, step: u64) -> std::path::PathBuf {
 #[test]
 fn weights_behind_a_step_of_the_flight_recorder_are_compared() {
     let place = Place::new();
-    let plan = place.grpo("run", &[]).plan().expect("a plan");
-    let options = TrainerOptions {
-        rules: vec![Box::new(AtThree)],
-        ..TrainerOptions::default()
-    };
-    let mut trainer = Trainer::with_options(plan, options).expect("a trainer");
+    let pipe = place.grpo("run", &[]).rule(|| AtThree);
+    let plan = pipe.plan().expect("a plan");
+    let mut trainer = Trainer::with_options(plan, TrainerOptions::default()).expect("a trainer");
     trainer.train().expect_err("the rule stops it");
     let run = place.path("run").display().to_string();
     let line = format!("replay --run {run} --step 2 --stage update");

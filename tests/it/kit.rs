@@ -9,6 +9,7 @@ use verl::models::value_head::HeadKind;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::registry::Registry;
 use verl::pipe::run::runner::{Run, RunOptions};
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
 use verl::pipe::stage::{BuildContext, ModelConfig};
@@ -125,9 +126,20 @@ impl Place {
 
     /// The pipeline of a text with overrides; its run goes to folder `run`.
     pub fn parse(&self, text: &str, run: &str, more: &[&str]) -> Result<DataPipe, Vec<Diagnostic>> {
+        self.parse_with(text, run, more, &verl::registry())
+    }
+
+    /// As [`Place::parse`], with another registry.
+    pub fn parse_with(
+        &self,
+        text: &str,
+        run: &str,
+        more: &[&str],
+        registry: &Registry,
+    ) -> Result<DataPipe, Vec<Diagnostic>> {
         let mut overrides: Vec<String> = more.iter().map(|text| (*text).to_owned()).collect();
         overrides.push(format!("run.dir={}", self.path(run).display()));
-        let mut pipe = parse_pipeline(text, "tiny.toml", &overrides, &verl::registry())?;
+        let mut pipe = parse_pipeline(text, "tiny.toml", &overrides, registry)?;
         pipe.base = self.dir.path().to_owned();
         Ok(pipe)
     }

@@ -91,12 +91,9 @@ impl Rule for StopAtThree {
 fn steps_of_the_flight_recorder_can_be_recalled() {
     let place = Place::new();
     let plain = place.train("plain", &[]);
-    let plan = place.grpo("stopped", &[]).plan().expect("a plan");
-    let options = TrainerOptions {
-        rules: vec![Box::new(StopAtThree)],
-        ..TrainerOptions::default()
-    };
-    let mut trainer = Trainer::with_options(plan, options).expect("starts");
+    let pipe = place.grpo("stopped", &[]).rule(|| StopAtThree);
+    let plan = pipe.plan().expect("a plan");
+    let mut trainer = Trainer::with_options(plan, TrainerOptions::default()).expect("starts");
     let error = trainer.train().expect_err("stops");
     assert_eq!(error.code(), "R017");
     let trace = TraceDir::open(&place.path("stopped")).expect("opens");

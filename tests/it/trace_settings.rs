@@ -1,9 +1,15 @@
 //! Settings of `[trace]` that make no sense are told before anything runs, all at once, with key, value and repair.
 
+use std::sync::{Arc, Mutex};
+
 use verl::pipe::cli::train::DebugArgs;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
+use verl::pipe::registry::Registry;
+use verl::pipe::run::trainer::{Trainer, TrainerOptions};
+use verl::pipe::schema::pipeline_schema;
 use verl::pipe::trace::config::RuleSetting;
+use verl::pipe::trace::rules::{Hit, Rule, StepView};
 
 use crate::kit::{GRPO, Place};
 
@@ -262,4 +268,103 @@ fn a_rule_that_two_overrides_tune_is_told() {
         "trace.rules.low_ess.severity=stop",
     ];
     assert!(parse_pipeline(GRPO, "tiny.toml", &other, &verl::registry()).is_ok());
+}
+
+/// A rule that notes at which limits it was asked, and finds nothing.
+struct Asked(Arc<Mutex<Vec<f64>>>);
+
+impl Rule for Asked {
+    fn name(&self) -> &str {
+        "length_of_answers"
+    }
+    fn limit(&self) -> f64 {
+        7.0
+    }
+    fn advice(&self) -> &str {
+        "nothing"
+    }
+    fn before_update(&mut self, _: &StepView<'_>, limit: f64) -> Vec<Hit> {
+        self.0.lock().expect("no panic").push(limit);
+        Vec::new()
+    }
+}
+
+/// A registry that adds the rule, and where it notes what it is asked.
+fn with_rule() -> (Registry, Arc<Mutex<Vec<f64>>>) {
+    let asked = Arc::<Mutex<Vec<f64>>>::default();
+    let notes = asked.clone();
+    let registry = verl::registry().rule(move || Asked(notes.clone()));
+    (registry, asked)
+}
+
+#[test]
+fn a_rule_that_was_added_in_rust_is_tuned_and_silenced_by_its_name() {
+    let limits = |trace: &str| {
+        let place = Place::new();
+        let (registry, asked) = with_rule();
+        let text = format!("{GRPO}\n[trace]\n{trace}\n");
+        let pipe = place.parse_with(&text, "run", &[], &registry);
+        let pipe = pipe.unwrap_or_else(|findings| panic!("{}", Findings(findings)));
+        let plan = pipe.plan().expect("a plan");
+        assert_eq!(printed(plan.warnings.clone()), "", "{trace}");
+        let trainer = Trainer::with_options(plan, TrainerOptions::default());
+        trainer
+            .and_then(|mut trainer| trainer.train())
+            .expect("a run");
+        let asked = asked.lock().expect("no panic");
+        asked.clone()
+    };
+    assert_eq!(limits(""), [7.0; 3]);
+    assert_eq!(limits("rules.length_of_answers.limit = 2.5"), [2.5; 3]);
+    assert_eq!(
+        limits("rules.length_of_answers.severity = \"off\""),
+        [0.0; 0]
+    );
+}
+
+#[test]
+fn names_and_limits_of_rules_that_were_added_in_rust_are_checked() {
+    let told = |trace: &str| {
+        let place = Place::new();
+        let (registry, _) = with_rule();
+        let text = format!("{GRPO}\n[trace]\n{trace}\n");
+        let pipe = place.parse_with(&text, "run", &[], &registry);
+        let found = pipe.and_then(|pipe| pipe.plan());
+        printed(found.err().expect("refused"))
+    };
+    let text = told("rules.length_of_answer.limit = 1");
+    assert!(
+        text.starts_with("error[P023]") && text.contains("did you mean `length_of_answers`?"),
+        "{text}"
+    );
+    let text = told("rules.length_of_answers.limit = -1");
+    assert!(
+        text.starts_with("error[C005]")
+            && text.contains("is -1, but a limit is not below 0")
+            && text.contains("it is 7 by default"),
+        "{text}"
+    );
+    let text = told("stats = false\nrules.length_of_answers.severity = \"stop\"");
+    assert!(
+        text.starts_with("error[C005]") && text.contains("is to stop the run"),
+        "{text}"
+    );
+    let (registry, _) = with_rule();
+    let schema = pipeline_schema(&registry);
+    let names = &schema["properties"]["trace"]["properties"]["rules"]["propertyNames"]["enum"];
+    let names = names.as_array().expect("names");
+    assert!(names.contains(&"length_of_answers".into()) && names.contains(&"low_ess".into()));
+}
+
+#[test]
+fn two_rules_of_one_name_are_told() {
+    let place = Place::new();
+    let notes = Arc::<Mutex<Vec<f64>>>::default();
+    let own = move || Asked(notes.clone());
+    let pipe = place.grpo("run", &[]).rule(own.clone()).rule(own);
+    let text = printed(pipe.plan().err().expect("refused"));
+    assert!(
+        text.starts_with("error[C007]: there are two rules called `length_of_answers`"),
+        "{text}"
+    );
 }

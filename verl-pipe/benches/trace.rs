@@ -101,7 +101,7 @@ fn statistics(criterion: &mut Criterion) {
             ..TraceConfig::default()
         });
         let schedule = plan.plan().and_then(|plan| plan.schedule()).expect("sound");
-        let recorder = Recorder::start(folder.path(), &schedule, Vec::new()).expect("starts");
+        let recorder = Recorder::start(folder.path(), &schedule).expect("starts");
         let mut options = RunOptions::default();
         if let Some(recorder) = &recorder {
             options.tap = recorder.clone();
@@ -117,11 +117,11 @@ fn statistics(criterion: &mut Criterion) {
 const LARGE: (usize, usize) = (4096, 2048);
 /// Rows of a slice of it.
 const SLICE: usize = 256;
-/// Rounds of which the middle one is told.
-const ROUNDS: usize = 3;
+/// Rounds of which the fastest is told: what else runs on the machine can only slow one down.
+const ROUNDS: usize = 7;
 
-/// A large step to disk: how fast beside a plain write of the same bytes to the same disk, both synced, and in how much
-/// memory.
+/// A large step to disk: how fast beside a plain write of the same bytes to the same disk, both synced, with how many
+/// threads and CPU seconds, and in how much memory.
 fn large_step(_: &mut Criterion) {
     // The target folder lies on a disk, which the folder for temporary files need not.
     let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
@@ -136,51 +136,99 @@ fn large_step(_: &mut Criterion) {
         mb(batch.num_bytes() as u64),
         folder.path().display()
     ));
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut threads = vec![1, 2, cores];
+    threads.sort_unstable();
+    threads.dedup();
+    let mut written: Vec<Vec<Took>> = vec![Vec::new(); threads.len()];
+    let mut plain = Vec::new();
+    let mut size = 0;
     let resets = reset_peak();
     let before = memory("VmRSS");
-    let mut rounds: Vec<(f64, f64, u64)> = Vec::new();
     let mut peak = None;
     for round in 0..ROUNDS {
-        let dir = folder.path().join(format!("round_{round}"));
-        let since = Instant::now();
-        let file = write_step(&dir, &batch);
-        sync(&file);
-        let traced = since.elapsed().as_secs_f64();
-        // Before the file is read back for the plain write.
-        peak = peak.max(memory("VmHWM"));
-        let bytes = std::fs::read(&file).expect("reads");
-        let plain = dir.join("plain");
-        let since = Instant::now();
-        std::fs::write(&plain, &bytes).expect("writes");
-        sync(&plain);
-        rounds.push((traced, since.elapsed().as_secs_f64(), bytes.len() as u64));
-        drop(bytes);
-        std::fs::remove_dir_all(&dir).expect("removes");
-        reset_peak();
+        let mut bytes = Vec::new();
+        for (threads, written) in threads.iter().zip(&mut written) {
+            let dir = folder.path().join(format!("round_{round}_{threads}"));
+            drop(bytes);
+            reset_peak();
+            let (took, file) = timed(|| {
+                let file = write_step(&dir, &batch, *threads);
+                sync(&file);
+                file
+            });
+            written.push(took);
+            // Before the file is read back for the plain write.
+            peak = peak.max(memory("VmHWM"));
+            bytes = std::fs::read(&file).expect("reads");
+            std::fs::remove_dir_all(&dir).expect("removes");
+        }
+        size = bytes.len();
+        let file = folder.path().join("plain");
+        let (took, ()) = timed(|| {
+            std::fs::write(&file, &bytes).expect("writes");
+            sync(&file);
+        });
+        plain.push(took);
+        std::fs::remove_file(&file).expect("removes");
     }
-    let middle = |of: fn(&(f64, f64, u64)) -> f64| {
-        let mut all: Vec<f64> = rounds.iter().map(of).collect();
-        all.sort_by(f64::total_cmp);
-        all[all.len() / 2]
+    let mega = mb(size as u64);
+    let fastest = |all: &[Took]| all.iter().map(|took| took.wall).fold(f64::MAX, f64::min);
+    let told = |all: &[Took]| {
+        let spent: Option<Vec<f64>> = all.iter().map(|took| took.cpu).collect();
+        let cpu = spent.map_or("not told by this system".to_owned(), |spent| {
+            let mean = spent.iter().sum::<f64>() / spent.len() as f64;
+            format!("{:.2} CPU seconds a GB", mean / mega * 1e3)
+        });
+        let wall = fastest(all);
+        format!("{wall:.3} s, {:.0} MB/s, {cpu}", mega / wall)
     };
-    let (traced, plain, size) = (middle(|r| r.0), middle(|r| r.1), rounds[0].2);
     tell(&format!(
-        "  write and sync: {:.0} MB of file in {traced:.2} s, {:.0} MB/s; plain write and sync of the same bytes: {plain:.2} s, {:.0} MB/s; rate over plain rate {:.2} (middle of {ROUNDS} rounds)",
-        mb(size),
-        mb(size) / traced,
-        mb(size) / plain,
-        plain / traced
+        "  plain write and sync of the same {mega:.0} MB: {} (fastest of {ROUNDS} rounds)",
+        told(&plain)
     ));
+    for (threads, written) in threads.iter().zip(&written) {
+        tell(&format!(
+            "  trace write and sync, {threads} encoding: {}; {:.2} of the plain rate",
+            told(written),
+            fastest(&plain) / fastest(written)
+        ));
+    }
     let above = |peak: Option<u64>, base: Option<u64>| match (resets, peak, base) {
         (true, Some(peak), Some(base)) => format!("{:.0} MB", mb(peak.saturating_sub(base))),
         _ => "not told by this system".to_owned(),
     };
     tell(&format!(
-        "  memory of the writer: peak {} above the rows; a row group is closed at {:.0} MB",
+        "  memory of the writer: peak {} above the rows; a row group holds {:.0} MB of them",
         above(peak, before),
         mb(ROW_GROUP_BYTES as u64)
     ));
     recorded_step(folder.path(), &batch, &above);
+}
+
+/// Seconds that something took.
+#[derive(Debug, Clone)]
+struct Took {
+    wall: f64,
+    /// Of all threads of the process.
+    cpu: Option<f64>,
+}
+
+fn timed<T>(work: impl FnOnce() -> T) -> (Took, T) {
+    let (since, before) = (Instant::now(), cpu_seconds());
+    let value = work();
+    let wall = since.elapsed().as_secs_f64();
+    let cpu = cpu_seconds().zip(before).map(|(now, before)| now - before);
+    (Took { wall, cpu }, value)
+}
+
+/// Seconds that the process has spent on CPUs, by itself and in the system, as Linux tells: in hundredths.
+fn cpu_seconds() -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/self/stat").ok()?;
+    let (_, fields) = text.rsplit_once(')')?;
+    let mut ticks = fields.split_whitespace().skip(11).map(str::parse::<f64>);
+    let (own, system) = (ticks.next()?.ok()?, ticks.next()?.ok()?);
+    Some((own + system) / 100.0)
 }
 
 /// The same through a run with its recorder, beside a run without: what the recorder takes on top.
@@ -190,7 +238,7 @@ fn recorded_step(folder: &Path, batch: &Batch, above: &dyn Fn(Option<u64>, Optio
         let schedule = plan.and_then(|plan| plan.schedule()).expect("sound");
         let dir = folder.join(name);
         std::fs::create_dir(&dir).expect("a folder");
-        let recorder = Recorder::start(&dir, &schedule, Vec::new()).expect("starts");
+        let recorder = Recorder::start(&dir, &schedule).expect("starts");
         let mut options = RunOptions::default();
         if let Some(recorder) = &recorder {
             options.tap = recorder.clone();
@@ -245,7 +293,7 @@ fn large_pipeline(batch: Batch, trace: TraceConfig) -> DataPipe {
 }
 
 /// Writes the batch as the output of a stage of step 1; gives the file.
-fn write_step(run: &Path, batch: &Batch) -> PathBuf {
+fn write_step(run: &Path, batch: &Batch, threads: usize) -> PathBuf {
     let format = TraceFormat {
         format: FORMAT,
         verl: String::new(),
@@ -255,7 +303,9 @@ fn write_step(run: &Path, batch: &Batch) -> PathBuf {
         steps: 1,
         stages: Vec::new(),
     };
-    let writer = TraceWriter::create(run, &format).expect("creates");
+    let writer = TraceWriter::create(run, &format)
+        .expect("creates")
+        .with_threads(threads);
     let schema = batch.record().schema();
     let fields: Vec<ArrowField> = schema.fields().iter().map(|f| f.as_ref().clone()).collect();
     let header = StageManifest {

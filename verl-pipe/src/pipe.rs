@@ -15,6 +15,7 @@ use crate::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, To
 use crate::schedule::batching::{BatchConfig, DevicesConfig};
 use crate::stage::{BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig};
 use crate::trace::config::TraceConfig;
+use crate::trace::rules::{Rule, RuleDecl};
 
 /// Settings of a run (`[run]`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -195,6 +196,8 @@ pub struct DataPipe {
     pub models: Vec<ModelDecl>,
     /// Stages by declaration order.
     pub stages: Vec<StageDecl>,
+    /// Anomaly rules beside the built-in ones.
+    pub rules: Vec<RuleDecl>,
     /// Folder against which relative paths are read.
     pub base: PathBuf,
     /// Statements about a stage that were made before any stage was added; a fault that the plan tells.
@@ -217,6 +220,7 @@ impl DataPipe {
             data: Vec::new(),
             models: Vec::new(),
             stages: Vec::new(),
+            rules: Vec::new(),
             base: PathBuf::new(),
             misplaced: Vec::new(),
         }
@@ -225,6 +229,12 @@ impl DataPipe {
     /// Sets the run settings.
     pub fn run(mut self, run: RunConfig) -> Self {
         self.run = run;
+        self
+    }
+
+    /// Adds an anomaly rule of one's own, which `[trace.rules]` may tune by its name. Each run makes a rule of its own.
+    pub fn rule<R: Rule + 'static>(mut self, make: impl Fn() -> R + Send + Sync + 'static) -> Self {
+        self.rules.push(RuleDecl::new(make));
         self
     }
 

@@ -11,6 +11,7 @@ use crate::diagnostic::suggest;
 use crate::part::{self, AnyPart, PartConfig, Slot, Slots};
 use crate::pipe::{DataDecl, ModelDecl, StageDecl};
 use crate::stage::{DataConfig, ModelConfig, StageConfig};
+use crate::trace::rules::{Rule, RuleDecl};
 
 /// A registered kind of stage, part, model or data set; `D` is what it declares.
 pub struct Kind<D> {
@@ -125,6 +126,7 @@ pub struct Registry {
     models: Kinds<ModelDecl>,
     data: Kinds<DataDecl>,
     slots: Arc<Slots>,
+    rules: Vec<RuleDecl>,
     duplicates: Vec<DuplicateKind>,
 }
 
@@ -142,6 +144,7 @@ impl Registry {
             models: Kinds::new("model kinds"),
             data: Kinds::new("data kinds"),
             slots: Arc::default(),
+            rules: Vec::new(),
             duplicates: Vec::new(),
         }
     }
@@ -160,6 +163,18 @@ impl Registry {
         };
         self.stages.add(kind, &mut self.duplicates);
         self
+    }
+
+    /// Adds an anomaly rule to every pipeline that is read with this registry; see
+    /// [`DataPipe::rule`](crate::pipe::DataPipe::rule).
+    pub fn rule<R: Rule + 'static>(mut self, make: impl Fn() -> R + Send + Sync + 'static) -> Self {
+        self.rules.push(RuleDecl::new(make));
+        self
+    }
+
+    /// Anomaly rules beside the built-in ones, in the order in which they were added.
+    pub fn rules(&self) -> &[RuleDecl] {
+        &self.rules
     }
 
     /// Adds a kind of part to its slot.

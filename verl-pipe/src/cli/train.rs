@@ -111,7 +111,6 @@ pub fn train(args: &TrainArgs, registry: &Registry, versions: Vec<(String, Strin
         },
         console: Some(console),
         versions,
-        rules: Vec::new(),
         schema: Some(pipeline_schema(registry)),
     };
     let dir = plan.pipe.run.dir.clone();

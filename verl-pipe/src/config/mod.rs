@@ -276,6 +276,7 @@ impl Reader<'_> {
         pipe.data = self.entries("data", document.remove("data"), Self::data);
         pipe.models = self.entries("models", document.remove("models"), Self::model);
         pipe.stages = self.stages(document.remove("stages"));
+        pipe.rules = self.registry.rules().to_vec();
         pipe
     }
 

@@ -15,7 +15,6 @@ use crate::run::runner::{LeftOver, Run, RunOptions, RunSnapshot, StepOutput};
 use crate::trace::config::TraceWeights;
 use crate::trace::describe::describe;
 use crate::trace::recorder::Recorder;
-use crate::trace::rules::Rule;
 use crate::trace::tap::Both;
 
 /// File of a run folder that tells editors what `config.toml` may hold.
@@ -49,8 +48,6 @@ pub struct TrainerOptions {
     pub console: Option<Console>,
     /// Further versions for `versions.json`: name and version.
     pub versions: Vec<(String, String)>,
-    /// Anomaly rules beside the built-in ones.
-    pub rules: Vec<Box<dyn Rule>>,
     /// Schema of pipeline files, to be written beside `config.toml`, which then names it for editors.
     pub schema: Option<serde_json::Value>,
 }
@@ -96,7 +93,7 @@ impl Trainer {
             if plan.pipe.records_in_full() {
                 folder.write_text("schema.json", &describe(&plan))?;
             }
-            let recorder = Recorder::start(folder.path(), &schedule, options.rules)?;
+            let recorder = Recorder::start(folder.path(), &schedule)?;
             let mut run = options.run;
             run.run_dir = Some(folder.path().to_owned());
             if let Some(recorder) = &recorder {

@@ -51,7 +51,10 @@ pub fn pipeline_schema(registry: &Registry) -> Value {
     let run = section::<RunConfig>(&mut generator);
     let batch = section::<BatchConfig>(&mut generator);
     let devices = section::<DevicesConfig>(&mut generator);
-    let trace = section::<TraceConfig>(&mut generator);
+    let mut trace = section::<TraceConfig>(&mut generator);
+    if let Some(Value::Array(names)) = trace.pointer_mut("/properties/rules/propertyNames/enum") {
+        names.extend(registry.rules().iter().map(|rule| json!(rule.name)));
+    }
     let default_model = registry.default_model();
     let models = registry.models().iter();
     let models: Vec<Value> = models

@@ -28,13 +28,14 @@ use crate::trace::conditions::Conditions;
 use crate::trace::config::{TraceConfig, TraceWeights};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, Side, StageInfo, StateRef, TraceFormat};
+use crate::trace::partial::write_json;
 use crate::trace::recording::{Message, Recording, SPILL_BYTES, Shared, StepState};
 use crate::trace::rules::{Anomaly, Rule};
 use crate::trace::state::write_state;
 use crate::trace::step_data::{Part, StageAbout};
 use crate::trace::tap::{Tap, TapPoint};
 use crate::trace::told_rule::ToldRule;
-use crate::trace::writer::{ROW_GROUP_BYTES, TraceWriter, write_json};
+use crate::trace::writer::{ROW_GROUP_BYTES, TraceWriter};
 
 /// Bytes that recording a step in full may take besides what the run itself holds: rows that wait for their files, and
 /// the row group that is encoded.
@@ -83,16 +84,12 @@ impl std::fmt::Debug for Recorder {
 }
 
 impl Recorder {
-    /// A recorder for a run in `run_dir`, with rules beside the built-in ones; `None` where the settings ask for
-    /// nothing.
+    /// A recorder for a run in `run_dir`, with the pipeline's rules beside the built-in ones; `None` where the settings ask
+    /// for nothing.
     ///
     /// # Errors
     /// A folder or thread that cannot be made.
-    pub fn start(
-        run_dir: &Path,
-        schedule: &Schedule,
-        rules: Vec<Box<dyn Rule>>,
-    ) -> Result<Option<Arc<Recorder>>, TraceError> {
+    pub fn start(run_dir: &Path, schedule: &Schedule) -> Result<Option<Arc<Recorder>>, TraceError> {
         let plan = &schedule.plan;
         let config = plan.pipe.trace.clone();
         let stages = StageAbout::all(schedule);
@@ -132,6 +129,7 @@ impl Recorder {
         let Shared { wanted, used } = shared.clone();
         let deadline = seconds(plan.pipe.run.stage_deadline_s);
         let watch = Watch::start(Some(run_dir), deadline);
+        let own = plan.pipe.rules.iter().map(|rule| (rule.build)());
         let told = |rule| Box::new(ToldRule::new(rule, watch.teller())) as Box<dyn Rule>;
         let recording = Recording::new(
             shared,
@@ -139,7 +137,7 @@ impl Recorder {
             stages,
             config.clone(),
             format,
-            rules.into_iter().map(told).collect(),
+            own.map(told).collect(),
             on_cpu,
         )?;
         let watches_weights = recording.watches_weights();

@@ -98,6 +98,8 @@ pub(crate) struct Recording {
     stop: Option<Box<Anomaly>>,
     history: VecDeque<BTreeMap<String, f64>>,
     versions: Vec<(u64, BTreeMap<String, WeightsVersion>)>,
+    /// Bytes of rows that a step recorded in full may hold in memory.
+    spill_bytes: usize,
     /// Bytes of steps and states on disk.
     used: Arc<AtomicU64>,
     ring_writes: usize,
@@ -155,6 +157,7 @@ impl Recording {
             stop: None,
             history: VecDeque::new(),
             versions: Vec::new(),
+            spill_bytes: SPILL_BYTES,
             used,
             ring_writes: 0,
             whole: BTreeSet::new(),
@@ -223,7 +226,7 @@ impl Recording {
 
     fn begin(&mut self, step: u64) {
         self.data = StepData::new(step);
-        std::mem::take(&mut self.files).discard();
+        self.files = StepFiles::default();
         self.stats.clear();
         self.judged = false;
         self.alarmed = false;
@@ -267,7 +270,7 @@ impl Recording {
     fn make_room(&mut self) {
         let chosen = self.chosen(self.data.step);
         if chosen.contains(&true) {
-            if self.data.bytes > SPILL_BYTES {
+            if self.data.bytes > self.spill_bytes {
                 let spilt = self.spill(&chosen);
                 self.data.dropped = true;
                 self.data.forget();
@@ -439,7 +442,9 @@ impl Recording {
         }
         self.ring_writes += 1;
         let steps = std::mem::take(&mut self.ring.steps);
+        // Of the current step something may be on disk already.
         let current = std::mem::take(&mut self.data);
+        let files = std::mem::take(&mut self.files);
         let state = std::mem::take(&mut self.state);
         for data in steps {
             self.data = data;
@@ -451,16 +456,17 @@ impl Recording {
             }
         }
         self.data = current;
+        self.files = files;
         self.state = state;
     }
 
     /// Writes the current step's rows and its manifest.
     fn write(&mut self, reason: Reason, chosen: &[bool]) {
         let (step, budget) = (self.data.step, self.config.budget_mb << 20);
-        let size = self.data.bytes as u64;
+        let size = self.data.bytes as u64 + self.files.bytes_written();
         let used = self.used.load(Ordering::Relaxed);
         if used + size > budget {
-            std::mem::take(&mut self.files).discard();
+            self.files = StepFiles::default();
             if self.told.insert("budget") {
                 tracing::warn!(
                     "trace: step {step} is not recorded in full, and no later one that needs as much: it takes about {:.1} MB, and {:.1} MB of {} MB (`trace.budget_mb`) are used; statistics go on",
@@ -478,14 +484,23 @@ impl Recording {
         self.tell("a step", written);
     }
 
+    /// Writes the stages that `chosen` names. Those of the step that are on disk with all their rows stay as they are: in
+    /// memory there may be less of them.
     fn try_write(&mut self, reason: Reason, chosen: &[bool]) -> Result<(), TraceError> {
-        let spilt = self.spill(chosen);
+        let step = self.data.step;
+        let before = match self.data.on_disk.is_empty() {
+            true => None,
+            false => Some(self.manifest(step)?),
+        };
+        let on_disk = &self.data.on_disk;
+        let missing = chosen.iter().enumerate();
+        let missing: Vec<bool> = missing
+            .map(|(stage, chosen)| *chosen && !on_disk.contains(&stage))
+            .collect();
+        let spilt = self.spill(&missing);
         let files = std::mem::take(&mut self.files);
-        if spilt.is_err() {
-            files.discard();
-            return spilt;
-        }
-        let stages = files.finish()?;
+        spilt?;
+        let mut stages = files.finish()?;
         let written = stages.iter().map(|file| file.bytes).sum::<u64>();
         self.used.fetch_add(written, Ordering::Relaxed);
         let mut notes = Vec::new();
@@ -495,28 +510,46 @@ impl Recording {
         if !self.data.ended {
             notes.push("the step ended with an error; what came before it is here".to_owned());
         }
+        let (mut models, mut stage_states) =
+            (self.state.1.models.clone(), self.state.1.stages.clone());
+        if let Some(before) = before {
+            stages.extend(before.stages);
+            let place = |name: &str| self.stages.iter().position(|about| about.name == name);
+            stages.sort_by_key(|file| place(&file.stage));
+            if models.is_empty() {
+                (models, stage_states) = (before.models, before.stage_states);
+            }
+        }
+        let stateless = models.is_empty();
         self.writer.end_step(&StepManifest {
             format: FORMAT,
-            step: self.data.step,
+            step,
             reason,
             ended: self.data.ended,
             stages,
-            models: self.state.1.models.clone(),
-            stage_states: self.state.1.stages.clone(),
+            models,
+            stage_states,
             notes,
         })?;
-        if reason != Reason::Asked && self.state.1.models.is_empty() {
+        let chosen = chosen.iter().enumerate().filter(|(_, chosen)| **chosen);
+        self.data.on_disk.extend(chosen.map(|(stage, _)| stage));
+        if reason != Reason::Asked && stateless {
             let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
-            wanted.push(self.data.step);
+            wanted.push(step);
         }
         Ok(())
     }
 
-    /// Adds its state to a step that is on disk.
-    fn add_state(&self, step: u64, state: StepState) -> Result<(), TraceError> {
+    /// What a step that is on disk says about itself.
+    fn manifest(&self, step: u64) -> Result<StepManifest, TraceError> {
         let path = self.writer.layout().manifest(step);
         let text = fs::read_to_string(&path).map_err(|e| TraceError::file("read", &path, e))?;
-        let manifest: StepManifest = parse(&path, &text)?;
+        parse(&path, &text)
+    }
+
+    /// Adds its state to a step that is on disk.
+    fn add_state(&self, step: u64, state: StepState) -> Result<(), TraceError> {
+        let manifest = self.manifest(step)?;
         self.writer.end_step(&StepManifest {
             models: state.models,
             stage_states: state.stages,
@@ -549,3 +582,7 @@ fn header<'a>(stages: &'a [StageAbout], format: &TraceFormat, state: &StepState)
             .collect(),
     }
 }
+
+#[cfg(test)]
+#[path = "recording_tests.rs"]
+mod tests;

@@ -14,12 +14,16 @@
 //! severity = "off"
 //! ```
 //!
-//! A rule of one's own implements [`Rule`] and is given to the trainer
-//! ([`TrainerOptions::rules`](crate::run::trainer::TrainerOptions::rules)).
+//! A rule of one's own implements [`Rule`] and is added to the pipeline
+//! ([`DataPipe::rule`](crate::pipe::DataPipe::rule)), or to the registry
+//! ([`Registry::rule`](crate::registry::Registry::rule)) for every pipeline that is read with it. It is tuned and silenced
+//! like those that are built in.
 
 mod built_in;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
+use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -124,6 +128,42 @@ pub trait Rule: Send {
     }
 }
 
+/// A declared rule of one's own; each run makes its own rule of it.
+#[derive(Clone)]
+pub struct RuleDecl {
+    /// Its name, unique among all rules.
+    pub name: String,
+    /// What it does when it fires, unless a setting says otherwise.
+    pub severity: Severity,
+    /// Where it fires, unless a setting says otherwise.
+    pub limit: f64,
+    /// Makes the rule.
+    pub build: Arc<dyn Fn() -> Box<dyn Rule> + Send + Sync>,
+}
+
+impl RuleDecl {
+    /// The rule that `make` makes.
+    pub fn new<R: Rule + 'static>(make: impl Fn() -> R + Send + Sync + 'static) -> RuleDecl {
+        let rule = make();
+        RuleDecl {
+            name: rule.name().to_owned(),
+            severity: rule.severity(),
+            limit: rule.limit(),
+            build: Arc::new(move || Box::new(make())),
+        }
+    }
+}
+
+impl fmt::Debug for RuleDecl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RuleDecl")
+            .field("name", &self.name)
+            .field("severity", &self.severity)
+            .field("limit", &self.limit)
+            .finish_non_exhaustive()
+    }
+}
+
 /// A rule that fired: a line of `trace/anomalies.jsonl`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Anomaly {
@@ -153,8 +193,8 @@ pub struct Anomaly {
     pub advice: String,
 }
 
-impl std::fmt::Display for Anomaly {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for Anomaly {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Anomaly {
             rule,
             step,

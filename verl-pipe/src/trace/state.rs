@@ -12,8 +12,8 @@ use sha2::{Digest, Sha256};
 use crate::resource::StoredState;
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, StateRef, parse};
+use crate::trace::partial::{make_dir, write_aside, write_json};
 use crate::trace::store::TraceDir;
-use crate::trace::writer::{make_dir, write_aside, write_json};
 
 /// The document beside the tensors: `trace/state/<sha256>.json`.
 #[derive(Debug, Serialize, Deserialize, JsonSchema)]

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::BufReader;
+use std::io::ErrorKind::{NotADirectory, NotFound};
+use std::io::{self, BufReader, Read};
 use std::ops::{Bound, RangeBounds};
 use std::path::{Path, PathBuf};
 
@@ -24,7 +25,7 @@ impl TraceDir {
     /// Statistics of the steps in `range`, in the order of steps and stages; those of a run that still goes on too.
     ///
     /// # Errors
-    /// A part that is damaged or in another format.
+    /// A part that is damaged or in another format; a stream of the newest steps whose head is damaged.
     pub fn stats(&self, range: impl RangeBounds<u64>) -> Result<Vec<StatRow>, TraceError> {
         let (rows, mut damaged) = self.stats_as_found(range);
         match damaged.is_empty() {
@@ -41,7 +42,7 @@ impl TraceDir {
     }
 
     /// Hands statistics of the steps in `range` to `take`, some dozen whole steps at a time: those of a long run need not
-    /// be in memory at once. Returns what is wrong with parts that cannot be read.
+    /// be in memory at once. Returns what is wrong with files that cannot be read.
     pub fn each_stats(
         &self,
         range: impl RangeBounds<u64>,
@@ -74,8 +75,23 @@ impl TraceDir {
                 }),
             }
         }
-        let newest = live.into_iter().filter(|row| !known.contains(&row.step));
+        // The stream holds what the parts do not: steps behind the last of them.
+        let last = known.last().copied();
+        let last = last.max(parts.last().map(|(first, _)| *first));
+        let last = last.max(live.rows.last().map(|row| row.step));
+        let next = last.map_or(1, |last| last + 1);
+        let newest = live
+            .rows
+            .into_iter()
+            .filter(|row| !known.contains(&row.step));
         take(wanted(newest.collect()));
+        if let Some(error) = live.error.filter(|_| overlaps(&range, next, None)) {
+            damaged.push(DamagedFile {
+                step: next,
+                stage: None,
+                error,
+            });
+        }
         damaged
     }
 }
@@ -131,19 +147,72 @@ fn read_part(path: &Path) -> Result<Vec<StatRow>, TraceError> {
     Ok(rows)
 }
 
-/// What can be read of a stream whose writer may be in the middle of a message, or gone.
-fn read_live(path: &Path) -> Vec<StatRow> {
-    let Ok(file) = File::open(path) else {
-        return Vec::new();
+/// What a stream holds, and what is wrong with it.
+#[derive(Default)]
+struct Live {
+    rows: Vec<StatRow>,
+    error: Option<TraceError>,
+}
+
+/// What can be read of a stream whose writer may be in the middle of a message, or gone. That its last message is cut off is
+/// no fault; its head was whole when the file was given its name.
+fn read_live(path: &Path) -> Live {
+    let mut live = Live::default();
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if [NotFound, NotADirectory].contains(&error.kind()) => return live,
+        Err(error) => {
+            live.error = Some(TraceError::file("open", path, error));
+            return live;
+        }
     };
-    let Ok(reader) = StreamReader::try_new(BufReader::new(file), None) else {
-        return Vec::new();
+    let mut damaged = |reason: String| live.error = Some(TraceError::damaged(path, reason));
+    let file = ToItsEnd {
+        file: BufReader::new(file),
+        ended: false,
     };
-    let whole = reader.map_while(Result::ok);
-    whole
-        .filter_map(|record| from_record(&record).ok())
-        .flatten()
-        .collect()
+    let mut reader = match StreamReader::try_new(file, None) {
+        Ok(reader) => reader,
+        Err(error) => {
+            damaged(format!(
+                "its head is not that of an Arrow stream ({error}), so that none of its steps can be read"
+            ));
+            return live;
+        }
+    };
+    while let Some(record) = reader.next() {
+        match record {
+            Ok(record) => match from_record(&record) {
+                Ok(rows) => live.rows.extend(rows),
+                Err(reason) => {
+                    damaged(reason);
+                    break;
+                }
+            },
+            Err(_) if reader.get_ref().ended => break,
+            Err(error) => {
+                damaged(format!(
+                    "what follows its last whole step is no step: {error}"
+                ));
+                break;
+            }
+        }
+    }
+    live
+}
+
+/// A file that knows whether it was read to its end: a message that is not whole there is cut off.
+struct ToItsEnd {
+    file: BufReader<File>,
+    ended: bool,
+}
+
+impl Read for ToItsEnd {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(buffer)?;
+        self.ended |= read == 0 && !buffer.is_empty();
+        Ok(read)
+    }
 }
 
 /// The rows of a record batch.

@@ -17,8 +17,8 @@ use parquet::file::properties::WriterProperties;
 use crate::trace::columns::{Of, STAT_COLUMNS};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, MANIFEST_KEY};
+use crate::trace::partial::{aside, make_dir, write_aside};
 use crate::trace::stats::StatRow;
-use crate::trace::writer::{aside, make_dir, write_aside};
 
 /// Names of the quantile columns.
 pub(super) const QUANTILE_COLUMNS: [&str; 7] = ["p01", "p05", "p25", "p50", "p75", "p95", "p99"];
@@ -336,9 +336,10 @@ mod tests {
         let path = trace.layout().stats().join("live.arrows");
         let bytes = fs::read(&path).expect("reads");
         let read = TraceDir::open(temp.path()).expect("opens");
+        let head = head_of(&bytes);
         let mut seen = std::collections::BTreeSet::new();
         let file = File::options().write(true).open(&path).expect("opens");
-        for len in (0..bytes.len()).rev() {
+        for len in (head..bytes.len()).rev() {
             // Shortened in place: a file that is written anew each time would be flushed each time.
             file.set_len(len as u64).expect("shortens");
             let steps: Vec<u64> = read
@@ -353,5 +354,61 @@ mod tests {
             seen.insert(whole);
         }
         assert!(seen.len() >= 3, "{seen:?}");
+    }
+
+    /// Bytes of a stream's head: mark, length, and the schema.
+    fn head_of(bytes: &[u8]) -> usize {
+        let length: [u8; 4] = bytes[4..8].try_into().expect("four bytes");
+        8 + u32::from_le_bytes(length) as usize
+    }
+
+    #[test]
+    fn a_stream_that_is_damaged_is_told_and_no_empty_one() {
+        let (temp, trace) = trace();
+        let mut writer = StatsWriter::create(trace.layout().stats(), 3).expect("creates");
+        for step in 1..=5 {
+            writer.step(step, &rows(step)).expect("writes");
+        }
+        drop(writer);
+        let path = trace.layout().stats().join("live.arrows");
+        let bytes = fs::read(&path).expect("reads");
+        let read = TraceDir::open(temp.path()).expect("opens");
+        let parts = [1, 2, 3].map(rows).concat();
+        let check = |bytes: &[u8], found: &[StatRow], step: u64, reason: &str| {
+            fs::write(&path, bytes).expect("writes");
+            let (rows, damaged) = read.stats_as_found(..);
+            assert_eq!(rows, found);
+            let told: Vec<String> = damaged.iter().map(ToString::to_string).collect();
+            let [told] = told.as_slice() else {
+                panic!("{told:?}");
+            };
+            assert!(
+                told.starts_with(&format!("step {step}: `"))
+                    && told.contains("live.arrows` is damaged")
+                    && told.contains(reason),
+                "{told}"
+            );
+            assert_eq!(read.stats(..).expect_err("damaged").code(), "T003");
+            // Who asks for steps that the parts hold has all of them.
+            assert_eq!(read.stats(..=3).expect("in a part"), parts);
+        };
+        let head = head_of(&bytes);
+        for cut in [0, 3, 7, head / 2, head - 1] {
+            check(&bytes[..cut], &parts, 4, "its head");
+        }
+        // A length, and where in it the schema is.
+        for (at, new) in [(5, &[0x7F][..]), (8, &[0xFF; 4])] {
+            let mut torn = bytes.clone();
+            torn[at..at + new.len()].copy_from_slice(new);
+            check(&torn, &parts, 4, "its head");
+        }
+        check(b"PAR1 and no more", &parts, 4, "its head");
+        // Rubbish where a step should be.
+        let mut torn = bytes.clone();
+        torn.truncate(head);
+        torn.extend(&bytes[..head]);
+        check(&torn, &parts, 4, "what follows its last whole step");
+        fs::remove_file(&path).expect("removes");
+        assert_eq!(read.stats(..).expect("reads"), parts);
     }
 }

@@ -1,6 +1,7 @@
 //! The batches of one step, as they came, and how they are put into files: slices in order, rows in declared order.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::fs;
 use std::ops::Range;
 
 use arrow_array::{Array, ArrayRef};
@@ -94,8 +95,10 @@ pub(crate) struct StepData {
     /// Bytes of all buffers, each counted once.
     pub bytes: usize,
     buffers: HashSet<usize>,
-    /// Parts were given up for want of room.
+    /// Parts were given up for want of room, or are on disk only.
     pub dropped: bool,
+    /// Stages whose rows are all on disk, in files that have their names.
+    pub on_disk: BTreeSet<usize>,
     pub ended: bool,
 }
 
@@ -170,7 +173,7 @@ pub(crate) struct StepHeader<'a> {
     pub models: BTreeMap<String, crate::resource::WeightsVersion>,
 }
 
-/// The files of a step under construction.
+/// The files of a step under construction. Nothing is left of those that are not ended.
 #[derive(Default)]
 pub(crate) struct StepFiles {
     open: BTreeMap<usize, StageWriter>,
@@ -204,14 +207,28 @@ impl StepFiles {
         Ok(())
     }
 
-    /// Ends all files, in the order of execution.
-    pub(crate) fn finish(self) -> Result<Vec<StageFile>, TraceError> {
-        self.open.into_values().map(StageWriter::finish).collect()
+    /// Bytes of them that are on disk.
+    pub(crate) fn bytes_written(&self) -> u64 {
+        self.open.values().map(StageWriter::bytes_written).sum()
     }
 
-    /// Gives up all files.
-    pub(crate) fn discard(self) {
-        self.open.into_values().for_each(StageWriter::discard);
+    /// Ends all files, in the order of execution; none is left where one cannot be ended.
+    pub(crate) fn finish(self) -> Result<Vec<StageFile>, TraceError> {
+        let mut ended = Vec::new();
+        for stage in self.open.into_values() {
+            let path = stage.path().to_owned();
+            match stage.finish() {
+                Ok(file) => ended.push((path, file)),
+                Err(error) => {
+                    for (path, _) in ended {
+                        // It may be what fills the disk; the first error is the one to tell.
+                        let _ = fs::remove_file(path);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(ended.into_iter().map(|(_, file)| file).collect())
     }
 }
 

@@ -17,7 +17,8 @@ use super::*;
 use crate::batch::RowId;
 use crate::resource::WeightsVersion;
 use crate::trace::format::{FORMAT, Reason, StageFile, StageInfo, StepManifest};
-use crate::trace::writer::{SliceAt, TraceWriter, aside};
+use crate::trace::partial::aside;
+use crate::trace::writer::{SliceAt, TraceWriter};
 
 pub(crate) fn format() -> TraceFormat {
     TraceFormat {

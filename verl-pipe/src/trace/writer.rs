@@ -1,19 +1,18 @@
 //! Writes a trace: documents and stage files, each aside and then renamed.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
+use std::thread;
 
 use arrow_array::{ArrayRef, RecordBatch, StringArray, UInt32Array, new_null_array};
 use arrow_schema::{Field, Schema};
-use parquet::arrow::ArrowWriter;
 use parquet::basic::Compression;
+use parquet::errors::ParquetError;
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::schema::types::ColumnPath;
-use serde::Serialize;
 
 use crate::batch::{Batch, GROUP_ID, SAMPLE_ID};
 use crate::trace::columns::STEP_COLUMNS;
@@ -22,56 +21,19 @@ use crate::trace::format::{
     KeyColumn, Layout, MANIFEST_KEY, Side, SliceSpan, StageFile, StageManifest, StepManifest,
     TraceFormat, stage_file,
 };
+use crate::trace::partial::{Partial, make_dir, write_json};
+use crate::trace::row_groups::RowGroups;
 
-/// Rows handed to the encoder at once.
-const CHUNK_ROWS: usize = 512;
+pub use crate::trace::row_groups::ROW_GROUP_BYTES;
 
-/// Encoded bytes that may wait in memory before a row group is closed.
-pub const ROW_GROUP_BYTES: usize = 32 << 20;
-
-/// Where a partly written file lies until it is whole.
-pub(crate) fn aside(path: &Path) -> PathBuf {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.partial"))
-}
-
-/// Has `write` fill a file aside, then gives it its name. What is left of a failure is removed.
-pub(crate) fn write_aside<T>(
-    path: &Path,
-    write: impl FnOnce(File) -> Result<T, TraceError>,
-) -> Result<T, TraceError> {
-    let partial = aside(path);
-    let made = File::create(&partial)
-        .map_err(|e| TraceError::file("create", &partial, e))
-        .and_then(write)
-        .and_then(|value| {
-            fs::rename(&partial, path).map_err(|e| TraceError::file("rename", &partial, e))?;
-            Ok(value)
-        });
-    if made.is_err() {
-        // It may be what fills the disk; the first error is the one to tell.
-        let _ = fs::remove_file(&partial);
-    }
-    made
-}
-
-/// Writes a JSON document.
-pub(crate) fn write_json<T: Serialize>(path: &Path, document: &T) -> Result<(), TraceError> {
-    write_aside(path, |file| {
-        serde_json::to_writer_pretty(&file, document)
-            .map_err(|e| TraceError::file("write", path, e))
-    })
-}
-
-/// Makes a folder and those above it.
-pub(crate) fn make_dir(dir: &Path) -> Result<(), TraceError> {
-    fs::create_dir_all(dir).map_err(|e| TraceError::file("create", dir, e))
-}
+/// Values that the encoder takes at once; its own 1,024 are fewer than a response has tokens.
+const WRITE_VALUES: usize = 8192;
 
 /// Writes the `trace` folder of a run.
 #[derive(Debug, Clone)]
 pub struct TraceWriter {
     layout: Layout,
+    threads: usize,
 }
 
 impl TraceWriter {
@@ -83,7 +45,16 @@ impl TraceWriter {
         let layout = Layout::of_run(run_dir);
         make_dir(&layout.dir)?;
         write_json(&layout.format(), format)?;
-        Ok(TraceWriter { layout })
+        Ok(TraceWriter {
+            layout,
+            threads: thread::available_parallelism().map_or(1, usize::from),
+        })
+    }
+
+    /// Has `threads` threads encode the columns of a large step, as many as there are cores otherwise. Its files are the
+    /// same, byte by byte.
+    pub fn with_threads(self, threads: usize) -> TraceWriter {
+        TraceWriter { threads, ..self }
     }
 
     /// Where things lie.
@@ -104,7 +75,7 @@ impl TraceWriter {
     ) -> Result<StageWriter, TraceError> {
         let dir = self.layout.step(header.step);
         make_dir(&dir)?;
-        StageWriter::create(&dir, header, inputs, outputs)
+        StageWriter::create(&dir, header, inputs, outputs, self.threads)
     }
 
     /// Ends a step: from here on it is whole.
@@ -130,10 +101,10 @@ pub struct SliceAt {
     pub rows: Range<usize>,
 }
 
-/// Writes one stage's file of one step, in row groups of bounded size.
+/// Writes one stage's file of one step, in row groups of bounded size. Nothing is left of one that is not ended.
 pub struct StageWriter {
-    path: PathBuf,
-    writer: ArrowWriter<File>,
+    groups: RowGroups,
+    partial: Partial,
     schema: Arc<Schema>,
     manifest: StageManifest,
     rows: usize,
@@ -145,18 +116,17 @@ impl StageWriter {
         mut header: StageManifest,
         inputs: &[Field],
         outputs: &[Field],
+        threads: usize,
     ) -> Result<StageWriter, TraceError> {
         let (schema, keys) = columns(inputs, outputs);
         header.keys = keys;
         header.slices = Vec::new();
-        let path = dir.join(stage_file(&header.stage));
-        let partial = aside(&path);
-        let file = File::create(&partial).map_err(|e| TraceError::file("create", &partial, e))?;
-        let writer = ArrowWriter::try_new(file, schema.clone(), Some(properties()))
-            .map_err(|e| TraceError::file("write", &partial, e))?;
+        let (partial, file) = Partial::create(dir.join(stage_file(&header.stage)))?;
+        let groups = RowGroups::new(file, schema.clone(), properties(), threads)
+            .map_err(|e| TraceError::file("write", partial.path(), e))?;
         Ok(StageWriter {
-            path,
-            writer,
+            groups,
+            partial,
             schema,
             manifest: header,
             rows: 0,
@@ -170,15 +140,8 @@ impl StageWriter {
     /// A disk that refuses; a column of another type than was announced.
     pub fn write(&mut self, at: SliceAt, batch: &Batch) -> Result<(), TraceError> {
         let record = self.record(&at, batch)?;
-        for start in (0..record.num_rows()).step_by(CHUNK_ROWS) {
-            let len = CHUNK_ROWS.min(record.num_rows() - start);
-            let wrote = self.writer.write(&record.slice(start, len));
-            wrote.map_err(|e| TraceError::file("write", &self.path, e))?;
-            if self.writer.in_progress_size() > ROW_GROUP_BYTES {
-                let wrote = self.writer.flush();
-                wrote.map_err(|e| TraceError::file("write", &self.path, e))?;
-            }
-        }
+        let added = self.groups.add(&record);
+        added.map_err(|e| self.refused(e))?;
         self.manifest.slices.push(SliceSpan {
             side: at.side,
             wave: at.wave,
@@ -196,13 +159,18 @@ impl StageWriter {
     /// # Errors
     /// A disk that refuses.
     pub fn flush(&mut self) -> Result<(), TraceError> {
-        let flushed = self.writer.flush();
-        flushed.map_err(|e| TraceError::file("write", &self.path, e))
+        let flushed = self.groups.flush();
+        flushed.map_err(|e| self.refused(e))
     }
 
-    /// Bytes that wait in memory.
-    pub fn memory_size(&self) -> usize {
-        self.writer.memory_size()
+    /// Bytes that are on disk.
+    pub fn bytes_written(&self) -> u64 {
+        self.groups.bytes_written() as u64
+    }
+
+    /// The name that the file is to have.
+    pub fn path(&self) -> &Path {
+        self.partial.path()
     }
 
     /// Adds a note for readers.
@@ -216,29 +184,20 @@ impl StageWriter {
     /// A disk that refuses; nothing is left then.
     pub fn finish(self) -> Result<StageFile, TraceError> {
         let StageWriter {
-            path,
-            mut writer,
+            groups,
+            partial,
             manifest,
             rows,
             ..
         } = self;
-        let partial = aside(&path);
-        let ended = serde_json::to_string(&manifest)
-            .map_err(|e| TraceError::file("write", &path, e))
-            .and_then(|text| {
-                writer.append_key_value_metadata(KeyValue::new(MANIFEST_KEY.to_owned(), text));
-                writer
-                    .close()
-                    .map_err(|e| TraceError::file("write", &path, e))
-            })
-            .and_then(|_| {
-                fs::rename(&partial, &path).map_err(|e| TraceError::file("rename", &partial, e))?;
-                fs::metadata(&path).map_err(|e| TraceError::file("read", &path, e))
-            });
-        if ended.is_err() {
-            let _ = fs::remove_file(&partial);
-        }
-        ended.map(|about| StageFile {
+        let path = partial.path().to_owned();
+        let text =
+            serde_json::to_string(&manifest).map_err(|e| TraceError::file("write", &path, e))?;
+        let size = groups
+            .close(KeyValue::new(MANIFEST_KEY.to_owned(), text))
+            .map_err(|e| TraceError::file("write", &path, e))?;
+        partial.name()?;
+        Ok(StageFile {
             stage: manifest.stage,
             file: path
                 .file_name()
@@ -246,14 +205,12 @@ impl StageWriter {
                 .to_string_lossy()
                 .into_owned(),
             rows,
-            bytes: about.len(),
+            bytes: size as u64,
         })
     }
 
-    /// Gives up the file; nothing is left of it.
-    pub fn discard(self) {
-        drop(self.writer);
-        let _ = fs::remove_file(aside(&self.path));
+    fn refused(&self, error: ParquetError) -> TraceError {
+        TraceError::file("write", self.path(), error)
     }
 
     fn record(&self, at: &SliceAt, batch: &Batch) -> Result<RecordBatch, TraceError> {
@@ -283,12 +240,12 @@ impl StageWriter {
                         array.data_type(),
                         field.data_type()
                     );
-                    return Err(TraceError::file("write", &self.path, reason));
+                    return Err(TraceError::file("write", self.path(), reason));
                 }
             });
         }
         RecordBatch::try_new(self.schema.clone(), columns)
-            .map_err(|e| TraceError::file("write", &self.path, e))
+            .map_err(|e| TraceError::file("write", self.path(), e))
     }
 }
 
@@ -338,6 +295,7 @@ fn properties() -> WriterProperties {
         .set_compression(Compression::SNAPPY)
         .set_dictionary_enabled(false)
         .set_column_dictionary_enabled(ColumnPath::from("side"), true)
+        .set_write_batch_size(WRITE_VALUES)
         .set_statistics_enabled(EnabledStatistics::None)
         .set_column_statistics_enabled(ColumnPath::from(SAMPLE_ID), EnabledStatistics::Chunk)
         .set_created_by(concat!("verl-pipe ", env!("CARGO_PKG_VERSION")).to_owned())

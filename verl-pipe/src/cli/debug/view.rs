@@ -9,9 +9,9 @@ use super::{Failure, RunArg, write};
 use crate::registry::Registry;
 use crate::run::interrupt::on_ctrl_c;
 use crate::trace::error::TraceError;
+use crate::trace::partial::write_aside;
 use crate::trace::text::count;
 use crate::trace::traced_run::LookError;
-use crate::trace::writer::write_aside;
 use crate::view::{Page, Server, ViewOptions, page};
 
 /// Arguments of `pipe debug view`.

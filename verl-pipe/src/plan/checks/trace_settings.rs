@@ -5,9 +5,11 @@ use crate::diagnostic::{Diagnostic, quoted};
 use crate::plan::build::Draft;
 use crate::stage::ConfigError;
 use crate::trace::config::{RuleSetting, TraceConfig};
-use crate::trace::rules::{BuiltIn, LooksAt, RULES, Severity};
+use crate::trace::rules::{BuiltIn, LooksAt, RULES, RuleDecl, Severity};
 
 const PLACE: &str = "[trace]";
+
+const OFF: &str = "`severity = \"off\"` silences the rule";
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let trace = &draft.pipe.trace;
@@ -16,10 +18,15 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     sizes(trace, draft.pipe.records_in_full(), &mut told);
     for rule in RULES {
         if let Some(setting) = trace.rules.get(rule.name) {
-            tuned(rule, *setting, trace.stats, &mut told);
+            tuned(&Tunable::from(rule), *setting, trace.stats, &mut told);
             if trace.stats && draft.complete() && !is_off(*setting) {
                 told.doubts.extend(blind(rule, draft));
             }
+        }
+    }
+    for rule in &draft.pipe.rules {
+        if let Some(setting) = trace.rules.get(&rule.name) {
+            tuned(&Tunable::from(rule), *setting, trace.stats, &mut told);
         }
     }
     findings.extend(told.faults.iter().map(|error| refused(PLACE, error)));
@@ -120,8 +127,42 @@ fn sizes(trace: &TraceConfig, in_full: bool, told: &mut Told) {
     }
 }
 
+/// What of a rule can be tuned.
+struct Tunable<'a> {
+    name: &'a str,
+    severity: Severity,
+    limit: f64,
+    /// Of the limit; a rule of one's own tells none.
+    unit: Option<&'a str>,
+    is_share: bool,
+}
+
+impl<'a> From<&'a BuiltIn> for Tunable<'a> {
+    fn from(rule: &'a BuiltIn) -> Self {
+        Tunable {
+            name: rule.name,
+            severity: rule.severity,
+            limit: rule.limit,
+            unit: Some(rule.unit),
+            is_share: rule.is_share(),
+        }
+    }
+}
+
+impl<'a> From<&'a RuleDecl> for Tunable<'a> {
+    fn from(rule: &'a RuleDecl) -> Self {
+        Tunable {
+            name: &rule.name,
+            severity: rule.severity,
+            limit: rule.limit,
+            unit: None,
+            is_share: false,
+        }
+    }
+}
+
 /// What is wrong with how a rule is tuned.
-fn tuned(rule: &BuiltIn, setting: RuleSetting, stats: bool, told: &mut Told) {
+fn tuned(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, told: &mut Told) {
     let name = rule.name;
     if let Some(limit) = setting.limit {
         let key = format!("rules.{name}.limit");
@@ -129,15 +170,16 @@ fn tuned(rule: &BuiltIn, setting: RuleSetting, stats: bool, told: &mut Told) {
             limit if limit.is_nan() => {
                 Some("is not a number, so that it would fire always or never".to_owned())
             }
-            limit if limit < 0.0 => Some(format!(
-                "is {limit}, but nothing that the rule measures lies below 0"
-            )),
+            limit if limit < 0.0 => Some(match rule.unit {
+                Some(_) => format!("is {limit}, but nothing that the rule measures lies below 0"),
+                None => format!("is {limit}, but a limit is not below 0"),
+            }),
             limit if limit.is_infinite() => {
                 Some("is infinite, so that it would fire always or never".to_owned())
             }
-            limit if rule.is_share() && limit > 1.0 => Some(format!(
+            limit if rule.is_share && limit > 1.0 => Some(format!(
                 "is {limit}, but it is a {}, which is 1 at most",
-                rule.unit
+                rule.unit.unwrap_or("share")
             )),
             _ => None,
         };
@@ -145,10 +187,10 @@ fn tuned(rule: &BuiltIn, setting: RuleSetting, stats: bool, told: &mut Told) {
             Some(why) => told.faults.push(ConfigError::new(
                 key,
                 why,
-                format!(
-                    "it is told in {}, {} by default; `severity = \"off\"` silences the rule",
-                    rule.unit, rule.limit
-                ),
+                match rule.unit {
+                    Some(unit) => format!("it is told in {unit}, {} by default; {OFF}", rule.limit),
+                    None => format!("it is {} by default; {OFF}", rule.limit),
+                },
             )),
             None if setting.severity == Some(Severity::Off) => told.doubts.push(ConfigError::new(
                 key,

@@ -1,4 +1,6 @@
-//! What `[trace]` names is there: stages and rules.
+//! What `[trace]` names is there: stages and rules, each rule once.
+
+use std::collections::BTreeSet;
 
 use crate::diagnostic::{Diagnostic, suggest};
 use crate::plan::build::Draft;
@@ -12,7 +14,8 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         .iter()
         .map(|stage| stage.name.as_str())
         .collect();
-    let rules: Vec<&str> = RULES.iter().map(|rule| rule.name).collect();
+    let own = draft.pipe.rules.iter().map(|rule| rule.name.as_str());
+    let rules: Vec<&str> = RULES.iter().map(|rule| rule.name).chain(own).collect();
     let mut tell = |setting: &str, what: &str, name: &str, known: &[&str]| {
         let effect = match what {
             "stage" => "recorded",
@@ -44,4 +47,15 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     {
         tell("rules", "rule", name, &rules);
     }
+    let mut once = BTreeSet::new();
+    let twice: BTreeSet<&str> = rules
+        .into_iter()
+        .filter(|name| !once.insert(*name))
+        .collect();
+    findings.extend(twice.into_iter().map(|name| {
+        Diagnostic::error("C007", format!("there are two rules called `{name}`"))
+            .at("rules of the pipeline")
+            .because("a setting of `[trace.rules]` that names it could mean either")
+            .help("give the one that was added in Rust another name")
+    }));
 }

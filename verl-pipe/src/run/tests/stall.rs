@@ -13,7 +13,7 @@ use crate::run::stall::StallReport;
 use crate::run::trainer::{Trainer, TrainerOptions};
 use crate::stage::{Stage, StageContext, StageError, StageSpec};
 use crate::trace::config::{TraceConfig, TraceWeights};
-use crate::trace::rules::{Hit, Rule, StepView};
+use crate::trace::rules::{Hit, Rule, RuleDecl, StepView};
 
 /// Times as they differ from run to run.
 fn without_times(text: &str) -> String {
@@ -170,15 +170,15 @@ fn trainer_in(
     dir: &Path,
     others: Vec<StageDecl>,
     trace: TraceConfig,
-    rules: Vec<Box<dyn Rule>>,
+    rules: Vec<RuleDecl>,
 ) -> Trainer {
     let mut pipe = pipeline(others).trace(trace);
+    pipe.rules = rules;
     pipe.run.steps = 2;
     pipe.run.dir = dir.to_owned();
     pipe.run.stage_deadline_s = 4.0;
     let options = TrainerOptions {
         run: options(),
-        rules,
         ..Default::default()
     };
     let plan = pipe.plan().expect("a plan");
@@ -189,8 +189,9 @@ fn trainer_in(
 fn a_rule_that_takes_long_is_named() {
     let temp = tempfile::tempdir().unwrap();
     let (dir, seen) = (temp.path().join("run"), Kept::default());
-    let rule = Hangs(dir.clone(), seen.clone());
-    let mut trainer = trainer_in(&dir, Vec::new(), Default::default(), vec![Box::new(rule)]);
+    let (place, kept) = (dir.clone(), seen.clone());
+    let rule = RuleDecl::new(move || Hangs(place.clone(), kept.clone()));
+    let mut trainer = trainer_in(&dir, Vec::new(), Default::default(), vec![rule]);
     trainer.train().expect("it ends well");
     let report = seen.lock().unwrap().take().expect("it was told");
     assert_eq!(report.step, 2);

@@ -49,10 +49,9 @@ fn every_step() -> TraceConfig {
 }
 
 #[track_caller]
-fn run_with(pipe: &DataPipe, run: RunOptions, rules: Vec<Box<dyn Rule>>) -> Result<(), RunError> {
+fn run_with(pipe: &DataPipe, run: RunOptions) -> Result<(), RunError> {
     let options = TrainerOptions {
         run,
-        rules,
         ..TrainerOptions::default()
     };
     let plan = pipe.plan().expect("a plan");
@@ -62,7 +61,7 @@ fn run_with(pipe: &DataPipe, run: RunOptions, rules: Vec<Box<dyn Rule>>) -> Resu
 
 #[track_caller]
 fn run(pipe: &DataPipe) -> Result<(), RunError> {
-    run_with(pipe, options(), Vec::new())
+    run_with(pipe, options())
 }
 
 /// Generation that emits its groups in an order and at times that differ from call to call.
@@ -106,7 +105,7 @@ fn statistics_of_every_edge_do_not_depend_on_timing() {
             host_threads: threads,
             ..RunOptions::default()
         };
-        run_with(&pipe, options, Vec::new()).expect("runs");
+        run_with(&pipe, options).expect("runs");
         let trace = TraceDir::open(&dir).expect("opens");
         assert_eq!(trace.steps(), [0u64; 0]);
         trace.stats(..).expect("reads")
@@ -181,7 +180,7 @@ fn a_step_in_full_holds_what_went_over_the_edges() {
         tap: seen.clone(),
         ..options()
     };
-    run_with(&pipe, options, Vec::new()).expect("runs");
+    run_with(&pipe, options).expect("runs");
     assert!(dir.join("schema.json").exists());
     let trace = TraceDir::open(&dir).expect("opens");
     assert_eq!((trace.steps(), trace.notes().len()), (vec![1, 2, 3], 0));
@@ -384,7 +383,7 @@ fn a_step_that_was_cancelled_leaves_no_statistics() {
         context.emit(input)
     });
     let pipe = traced(&dir, 9, every_step(), vec![reward]);
-    let error = run_with(&pipe, options, Vec::new()).expect_err("cancelled");
+    let error = run_with(&pipe, options).expect_err("cancelled");
     assert!(matches!(error, RunError::Cancelled { .. }), "{error}");
     let trace = TraceDir::open(&dir).expect("opens");
     assert_eq!(trace.steps(), [1, 2]);
@@ -436,7 +435,7 @@ fn a_rule_stops_before_the_optimiser_moves() {
     let temp = tempfile::tempdir().expect("a folder");
     let dir = temp.path().join("run");
     let pipe = traced(&dir, 9, quiet(), Vec::new());
-    let error = run_with(&pipe, options(), vec![Box::new(StopAt(3))]).expect_err("stops");
+    let error = run(&pipe.rule(|| StopAt(3))).expect_err("stops");
     assert_eq!(error.code(), "R017");
     let told = error.to_string();
     assert!(
@@ -492,7 +491,7 @@ fn a_warning_keeps_the_steps_before_it_and_ends_nothing() {
     let temp = tempfile::tempdir().expect("a folder");
     let dir = temp.path().join("run");
     let pipe = traced(&dir, 9, quiet(), Vec::new());
-    run_with(&pipe, options(), vec![Box::new(WarnAt(5))]).expect("ends well");
+    run(&pipe.rule(|| WarnAt(5))).expect("ends well");
     let trace = TraceDir::open(&dir).expect("opens");
     assert_eq!(trace.steps(), [4, 5]);
     let manifest = trace.manifest(4).expect("there");
@@ -506,12 +505,7 @@ fn a_warning_keeps_the_steps_before_it_and_ends_nothing() {
         ..quiet()
     };
     let dir = temp.path().join("told");
-    run_with(
-        &traced(&dir, 9, once, Vec::new()),
-        options(),
-        vec![Box::new(WarnAt(5))],
-    )
-    .expect("ends");
+    run(&traced(&dir, 9, once, Vec::new()).rule(|| WarnAt(5))).expect("ends");
     assert_eq!(TraceDir::open(&dir).expect("opens").steps(), [0u64; 0]);
     assert_eq!(anomalies(&dir).len(), 1);
 }
