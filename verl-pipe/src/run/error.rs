@@ -160,6 +160,23 @@ pub enum RunError {
         /// What the filter recorded in the step: names and values.
         statistics: String,
     },
+    /// The memory of a device is used up.
+    #[error(
+        "{during}: the memory of `{device}` is used up{}\n  planned: {planned}\n  help: {help}",
+        .asked.as_ref().map_or(String::new(), |asked| format!("; {asked} more were asked for"))
+    )]
+    OutOfMemory {
+        /// What was being done: the step, the stage and its rows, or the loading of models.
+        during: String,
+        /// The device group.
+        device: String,
+        /// What was asked for, such as `8.0 GiB`, where that is told.
+        asked: Option<String>,
+        /// What the plan has a device hold in this stage, part by part.
+        planned: String,
+        /// What to set otherwise.
+        help: String,
+    },
     /// An anomaly rule whose severity is `stop` fired.
     #[error(
         "{anomaly}; the run stopped before the optimiser moved, weights are as the step before left them"
@@ -246,6 +263,7 @@ impl RunError {
             RunError::Config { .. } => "R015",
             RunError::NoSignal { .. } => "R016",
             RunError::Anomaly { .. } => "R017",
+            RunError::OutOfMemory { .. } => "R018",
             RunError::Trace(error) => error.code(),
         }
     }
