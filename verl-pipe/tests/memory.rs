@@ -53,7 +53,7 @@ fn models_are_held_all_the_time_and_work_comes_on_top_one_at_a_time() {
     assert_eq!(scored.bytes, 16_384 * 40_448 + logits);
 
     let largest = memory.largest().expect("work");
-    assert_eq!(largest.stage, "old_log_probs");
+    assert_eq!(largest.stage, "ref_log_probs");
     assert_eq!(memory.most(), memory.held() + largest.bytes);
 }
 
