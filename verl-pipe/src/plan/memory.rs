@@ -133,23 +133,17 @@ impl MemoryPlan {
     pub(crate) fn advice(&self, work: Option<&WorkMemory>) -> String {
         let mut ways: Vec<String> = Vec::new();
         if let Some(work) = work {
+            let rows = count(work.rows, "row");
             match work.kind {
-                WorkKind::Training => ways.push(format!(
-                    "lower `batch.micro_batch` ({} now)",
-                    count(work.rows, "row")
-                )),
+                WorkKind::Training => ways.push(format!("lower `batch.micro_batch` ({rows} now)")),
                 WorkKind::Sampling => ways.push(format!(
-                    "lower `batch.samples` or the prompts of a call ({} at once now)",
-                    count(work.rows, "row")
+                    "lower `batch.samples` or the prompts of a call ({rows} at once now)"
                 )),
+                // Its calls are of one size, whatever the rows.
                 WorkKind::Scoring => {}
             }
-            if !work.bounds.is_empty() {
+            if work.kind != WorkKind::Scoring && !work.bounds.is_empty() {
                 ways.push(format!("shorten rows ({})", work.bounds.join(", ")));
-            }
-            if !work.unbounded.is_empty() {
-                let keys = quoted(work.unbounded.iter().map(String::as_str));
-                ways.push(format!("bound the length of {keys}"));
             }
         }
         let mut smaller: BTreeMap<&str, Vec<&str>> = BTreeMap::new();

@@ -1,8 +1,9 @@
 //! The failure of a call as the error that ends the run.
 
+use crate::diagnostic::quoted;
 use crate::plan::display::bytes;
 use crate::run::channel::CallFailure;
-use crate::run::error::RunError;
+use crate::run::error::{FullDevice, RunError};
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::StageError;
 
@@ -61,11 +62,17 @@ pub(super) fn out_of_memory(
         .iter()
         .filter(|work| Some(work.stage.as_str()) == stage);
     let work = own.max_by_key(|work| work.bytes).or(memory.largest());
-    Some(RunError::OutOfMemory {
+    // The estimate counts such rows as nothing, so they are the first to be suspected.
+    let unbounded = work.filter(|work| !work.unbounded.is_empty());
+    let first = unbounded.map_or(String::new(), |work| {
+        let keys = quoted(work.unbounded.iter().map(String::as_str));
+        format!("bound the length of {keys}, which the plan counts as nothing, or ")
+    });
+    Some(RunError::OutOfMemory(Box::new(FullDevice {
         during,
         device: schedule.groups[group].name.clone(),
         asked: shortage.asked.map(bytes),
         planned: memory.told(work),
-        help: memory.advice(work),
-    })
+        help: format!("{first}{}", memory.advice(work)),
+    })))
 }

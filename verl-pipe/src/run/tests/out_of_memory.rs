@@ -95,16 +95,11 @@ fn run(when: When) -> Result<Run, RunError> {
 
 #[track_caller]
 fn check(error: &RunError, during: &str) {
-    let RunError::OutOfMemory {
-        during: told,
-        device,
-        asked,
-        ..
-    } = error
-    else {
+    let RunError::OutOfMemory(full) = error else {
         panic!("{error}");
     };
-    assert_eq!(told, during);
+    let (device, asked) = (&full.device, &full.asked);
+    assert_eq!(full.during, during);
     assert_eq!(
         (device.as_str(), asked.as_deref()),
         ("cpu", Some("8.0 GiB"))
@@ -142,14 +137,14 @@ fn a_panic_is_told_as_an_error_is() {
 fn loading_and_questions_between_steps_are_covered() {
     let during = "when asked to load models and start stages";
     for when in [When::Loading, When::Refusing] {
-        check(&run(when).err().expect("no run"), during);
+        check(&run(when).expect_err("no run"), during);
     }
     let mut run = run(When::TakingSnapshots).expect("a run");
     check(
-        &run.snapshot().err().expect("full"),
+        &run.snapshot().expect_err("full"),
         "when asked to take snapshots",
     );
     // What a panic left behind is not gone on with.
-    let lost = run.snapshot().err().expect("given up");
+    let lost = run.snapshot().expect_err("given up");
     assert_eq!(lost.code(), "R009");
 }
