@@ -18,6 +18,7 @@ mod false_alarms;
 mod ilql;
 mod json_errors;
 mod kit;
+mod memory;
 mod on_policy;
 mod pipelines;
 mod planted;

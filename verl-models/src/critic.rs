@@ -226,7 +226,7 @@ impl<M: ValueInterface> TrainedModel for Critic<M> {
     }
 
     fn save(&self, dir: &Path) -> Result<(), ModelError> {
-        self.module().save(dir)
+        self.trained.exported().save(dir)
     }
 
     fn vocab_size(&self) -> usize {

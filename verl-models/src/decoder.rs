@@ -55,6 +55,11 @@ pub struct DecoderConfig {
 }
 
 impl DecoderConfig {
+    /// Whether the halves of a layer are those of [`kernels::attention_block`] and [`kernels::mlp_block`].
+    pub fn halves_are_plain(&self) -> bool {
+        !(self.qk_norm || self.output_bias || self.mlp_bias)
+    }
+
     /// Refuses a tokenizer with more ids than the embedding has rows. Fewer are usual: embeddings are often padded.
     ///
     /// # Errors

@@ -2,12 +2,14 @@
 //!
 //! The default of burn follows the enabled features, whatever hardware is there; so a device is always named here.
 
+mod memory;
 mod preflight;
 
 use burn::tensor::Device;
 
 use crate::allocation;
 
+pub use memory::{Shortage, memory, shortage};
 pub use preflight::{Preflight, preflight};
 
 /// The device called `name`: `cpu`, or `cuda:N` (`cuda` is `cuda:0`) in a build with the feature `cuda`.
@@ -24,6 +26,18 @@ pub fn device(name: &str) -> Result<Device, DeviceError> {
         }
         Named::Cuda(index) => cuda(name, index),
     }
+}
+
+/// Whether models may be held in bf16 on the device called `name`, wherever it is: kernels of the CPU are f32 alone, and a
+/// GPU without bf16 does not pass [`preflight`].
+///
+/// ```
+/// use verl_models::device::has_bf16;
+///
+/// assert!(has_bf16("cuda:1") && !has_bf16("cpu") && !has_bf16("gpu"));
+/// ```
+pub fn has_bf16(name: &str) -> bool {
+    matches!(parse(name), Ok(Named::Cuda(_)))
 }
 
 /// Whether this is the CPU, with autodiff or without.

@@ -17,6 +17,7 @@ pub mod hf;
 pub mod ilql;
 pub mod kernels;
 mod lanes;
+pub mod memory;
 pub mod model;
 pub mod optim;
 mod packing;

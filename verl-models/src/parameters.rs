@@ -9,6 +9,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Tensor, TensorData};
 use safetensors::tensor::{SafeTensors, TensorView};
 
+use crate::blocks::norm::to_dtype;
 use crate::model::ModelError;
 use crate::random;
 
@@ -58,6 +59,19 @@ pub fn randomized<M: Module>(module: M, seed: u64, scale: f32) -> M {
             TensorData::new(values, shape.to_vec())
         })
     })
+}
+
+/// The module with its parameters in `dtype`.
+pub fn cast<M: Module>(module: M, dtype: DType) -> M {
+    struct Caster(DType);
+
+    impl ModuleMapper for Caster {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|weight| to_dtype(weight, self.0))
+        }
+    }
+
+    module.map(&mut Caster(dtype))
 }
 
 /// Writes all parameters by name into a safetensors file, in f32. All that most models need to implement

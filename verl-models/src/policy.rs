@@ -19,7 +19,7 @@ use crate::scoring::{Extras, TokenScores};
 use crate::trained::Trained;
 
 /// Tokens whose logits are in memory at once while training.
-const TRAIN_CHUNK: usize = 256;
+pub(crate) const TRAIN_CHUNK: usize = 256;
 
 /// A model with an optimiser, or a frozen one without.
 ///
@@ -266,7 +266,7 @@ impl<M: ModelInterface> TrainedModel for Policy<M> {
     }
 
     fn save(&self, dir: &Path) -> Result<(), ModelError> {
-        self.module().save(dir)
+        self.trained.exported().save(dir)
     }
 
     fn vocab_size(&self) -> usize {

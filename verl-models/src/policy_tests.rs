@@ -3,7 +3,11 @@ use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Int};
 
 use super::*;
+use crate::bench::preset;
+use crate::decoder::Decoder;
+use crate::hf::SaveDType;
 use crate::optim::{GradientAccumulator, Schedule, TrainableParameters};
+use crate::parameters::{cast, visit_parameters};
 use crate::random::{DrawKey, Purpose};
 use crate::toy::{Toy, bits, close, rows, sequences};
 
@@ -368,6 +372,19 @@ fn a_stored_snapshot_brings_another_object_to_the_same_bits() {
             "{wider}"
         );
     }
+    // Weights of another type are told as that.
+    let mut narrow = trained(Toy::new(29, 12, 64).cast(DType::BF16));
+    step(&mut narrow);
+    let bytes = narrow
+        .store(narrow.snapshot().as_ref())
+        .expect("known types")
+        .expect("its own");
+    let wider = trained(Toy::new(29, 12, 64)).recall(&bytes).err();
+    let told = wider.map(|error| error.to_string()).unwrap_or_default();
+    assert!(
+        told.contains("weights are BF16, those of this one F32"),
+        "{told}"
+    );
     let policy = frozen(Toy::new(29, 12, 64));
     let bytes = policy
         .store(policy.snapshot().as_ref())
@@ -468,6 +485,72 @@ fn bf16_weights_move_by_steps_smaller_than_their_spacing() {
         .filter(|x| **x != 1.0)
         .count();
     assert!(moved > 6, "only {moved} of 12 moved");
+}
+
+/// Weights of a decoder, in f32.
+fn weights(decoder: &Decoder) -> Vec<Vec<f32>> {
+    let mut found = Vec::new();
+    visit_parameters(decoder, |_, _, read| {
+        let data = read().convert_dtype(DType::F32);
+        found.push(data.iter::<f32>().collect());
+    });
+    found
+}
+
+#[test]
+fn a_bf16_decoder_is_saved_from_the_f32_weights_of_its_optimiser() {
+    let device = Device::flex();
+    let config = preset("tiny").expect("a preset");
+    let decoder = cast(Decoder::random(config, 3, &device), DType::BF16);
+    let settings = OptimizerConfig {
+        learning_rate: 1e-4,
+        ..OptimizerConfig::default()
+    };
+    let mut policy = Policy::new(decoder, Some(settings)).expect("sensible settings");
+    let sequences = sequences(&[(3, 8), (2, 5)], 512);
+    let rows = rows(&sequences);
+    for _ in 0..3 {
+        policy
+            .accumulate(&rows, &all, 1.0, false, &mut loss)
+            .expect("finite");
+        policy.optimizer_step().expect("finite");
+    }
+    let own = weights(policy.module());
+    let scratch = tempfile::tempdir().expect("a folder");
+    let saved = |policy: &mut Policy<Decoder>, name: &str, dtype| {
+        let dir = scratch.path().join(name);
+        let module = policy.trained.module.as_mut().expect("present");
+        module.save_dtype = dtype;
+        policy.save(&dir).expect("saved");
+        weights(&Decoder::load(&dir, &device).expect("a folder"))
+    };
+    // In f32 what was trained: more than bf16 holds, and the module's own weights once it is rounded.
+    let trained = saved(&mut policy, "f32", SaveDType::F32);
+    assert_ne!(trained, own);
+    let rounded = |values: &Vec<f32>| -> Vec<f32> {
+        values
+            .iter()
+            .map(|value| half::bf16::from_f32(*value).to_f32())
+            .collect()
+    };
+    assert_eq!(trained.iter().map(rounded).collect::<Vec<_>>(), own);
+    assert_eq!(saved(&mut policy, "bf16", SaveDType::BF16), own);
+    // A snapshot brings the f32 weights back too.
+    let snapshot = policy.snapshot();
+    policy
+        .accumulate(&rows, &all, 1.0, false, &mut loss)
+        .expect("finite");
+    policy.optimizer_step().expect("finite");
+    assert_ne!(saved(&mut policy, "later", SaveDType::F32), trained);
+    assert!(policy.restore(snapshot.as_ref()));
+    assert_eq!(saved(&mut policy, "again", SaveDType::F32), trained);
+    // Before the first step there is nothing but the module's own.
+    let fresh = cast(
+        Decoder::load(&scratch.path().join("f32"), &device).expect("a folder"),
+        DType::BF16,
+    );
+    let mut untrained = Policy::new(fresh, None).expect("no settings");
+    assert_eq!(saved(&mut untrained, "untrained", SaveDType::F32), own);
 }
 
 #[test]

@@ -41,10 +41,25 @@ impl CallLimits {
 
     /// The sizes for this device.
     pub(crate) fn of(device: &Device) -> CallLimits {
-        if *device == Device::flex() {
-            CallLimits::CPU
-        } else {
+        CallLimits::named(*device != Device::flex())
+    }
+
+    /// The sizes for a GPU or the CPU.
+    pub(crate) fn named(on_gpu: bool) -> CallLimits {
+        if on_gpu {
             CallLimits::GPU
+        } else {
+            CallLimits::CPU
+        }
+    }
+
+    /// Tokens of calls that are in memory at once, about; those of the CPU run side by side on this many cores.
+    pub(crate) fn call_tokens(&self) -> usize {
+        const CORES: usize = 16;
+        if *self == CallLimits::CPU {
+            self.tokens * CORES
+        } else {
+            self.tokens
         }
     }
 

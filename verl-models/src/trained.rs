@@ -179,6 +179,21 @@ impl<M: Module> Trained<M> {
         report
     }
 
+    /// The module as it is saved: with the optimiser's f32 weights in the place of those that the module holds narrower.
+    ///
+    /// A folder in f32 then holds what was trained, and one in bf16 the module's own weights, which are those rounded.
+    pub(crate) fn exported(&self) -> M {
+        let module = self.module().clone();
+        let masters = self.training.as_ref().map(|training| {
+            let parameters = &training.parameters;
+            training.optimizer.masters_by_id(parameters)
+        });
+        match masters {
+            Some(weights) if !weights.is_empty() => module.map(&mut Loader { weights }),
+            _ => module,
+        }
+    }
+
     pub(crate) fn optimizer_steps(&self) -> u64 {
         self.training
             .as_ref()

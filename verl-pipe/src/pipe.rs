@@ -11,7 +11,9 @@ use serde::{Deserialize, Serialize};
 use crate::chain::Chain;
 pub use crate::chain::{IntoStage, stage_fn, stage_with};
 use crate::data::{DataError, DataLoaderInterface};
-use crate::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, TokenTexts};
+use crate::resource::{
+    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
+};
 use crate::schedule::batching::{BatchConfig, DevicesConfig};
 use crate::stage::{BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig};
 use crate::trace::config::TraceConfig;
@@ -110,6 +112,14 @@ pub trait ModelFactory: Send + Sync {
     fn check_device(&self, _device: &str) -> Result<(), DeviceRefusal> {
         Ok(())
     }
+    /// See [`ModelConfig::device_memory`].
+    fn device_memory(&self, _device: &str) -> Option<u64> {
+        None
+    }
+    /// See [`ModelConfig::shortage`].
+    fn shortage(&self, _message: &str) -> Option<Shortage> {
+        None
+    }
     /// See [`ModelConfig::token_texts`].
     fn token_texts(&self, _context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
         None
@@ -135,6 +145,12 @@ impl<C: ModelConfig> ModelFactory for C {
     }
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
         ModelConfig::check_device(self, device)
+    }
+    fn device_memory(&self, device: &str) -> Option<u64> {
+        ModelConfig::device_memory(self, device)
+    }
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        ModelConfig::shortage(self, message)
     }
     fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
         ModelConfig::token_texts(self, context)

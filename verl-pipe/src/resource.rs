@@ -157,10 +157,16 @@ pub struct ModelInfo {
     pub num_parameters: u64,
     /// Bytes of weights as held on the device.
     pub weight_bytes: u64,
-    /// Bytes of master weights, moments and gradients while training; 0 for a frozen model.
-    pub training_bytes: u64,
+    /// Bytes of the optimiser's state while training, f32 copies of narrower weights and moments; 0 for a frozen model.
+    pub optimizer_bytes: u64,
+    /// Bytes of summed gradients while training; 0 for a frozen model.
+    pub gradient_bytes: u64,
     /// Bytes of keys and values per token of context.
     pub kv_bytes_per_token: u64,
+    /// What it takes on its device while it works.
+    pub footprint: Footprint,
+    /// A setting of it that would take less memory, as it is written; `None` where there is none.
+    pub smaller: Option<&'static str>,
     /// Longest context in tokens.
     pub max_tokens: usize,
     /// One line about it, for `pipe plan`.
@@ -176,6 +182,37 @@ pub struct ModelInfo {
     /// Settings of it that are possible and probably not meant: the plan warns.
     #[serde(skip)]
     pub doubts: Vec<ConfigError>,
+}
+
+/// What a model takes on its device while it works, beside weights, optimiser state, and keys and values; zeros where that
+/// is not known.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Footprint {
+    /// Least and most rows that a rollout has room for, a power of two between these; zeros: any number.
+    pub cache_rows: [usize; 2],
+    /// Share of the device's memory that keys and values may take: with less room a rollout has room for fewer rows.
+    pub cache_share: Option<f64>,
+    /// Bytes that a token keeps for the backward pass.
+    pub kept_bytes_per_token: u64,
+    /// Bytes of a token in the layer at work.
+    pub layer_bytes_per_token: u64,
+    /// Tokens of a call without gradient, at least.
+    pub call_tokens: usize,
+    /// Bytes of logits that are there at once, and of what the output head takes in training.
+    pub logit_bytes: u64,
+    /// Bytes of logits that training keeps of a token for the backward pass.
+    pub kept_logit_bytes_per_token: u64,
+    /// All of those at most.
+    pub kept_logit_bytes: u64,
+    /// Bytes of copies of weights that training keeps for the backward pass.
+    pub copy_bytes: u64,
+}
+
+/// A device had no room for what was asked for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Shortage {
+    /// Bytes that were asked for, where that is told.
+    pub asked: Option<u64>,
 }
 
 /// What the token ids of a model mean, as far as another model must agree: which token each id is.

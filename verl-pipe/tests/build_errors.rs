@@ -393,6 +393,30 @@ fn devices_that_cannot_be_used() {
 }
 
 #[test]
+fn runs_that_do_not_fit() {
+    let model = |path: &str| Decoder {
+        path: path.to_owned(),
+        ..trained()
+    };
+    let plan_of = |path: &str| {
+        let mut pipe = grpo();
+        let other = DataPipe::new("other").model("actor", model(path));
+        pipe.models[0] = other.models[0].clone();
+        pipe.plan().expect("a plan")
+    };
+    let plan = plan_of("on_a_small_device");
+    let found: Vec<Diagnostic> = plan.warnings.clone();
+    insta::assert_snapshot!("S014", printed(&found));
+    // It can be planned, but not run.
+    let refused = plan.schedule().expect_err("does not fit");
+    assert_eq!(refused.len(), 1);
+    assert!(refused[0].code == "S014" && refused[0].is_error());
+    let plan = plan_of("on_a_large_device");
+    assert_eq!(printed(&plan.warnings), "");
+    assert!(plan.schedule().is_ok());
+}
+
+#[test]
 fn devices_that_are_none() {
     let found = DeviceGroup::parse("cuda:3-1").expect_err("is refused");
     insta::assert_snapshot!("S010", printed(&[found]));

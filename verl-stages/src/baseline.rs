@@ -25,8 +25,8 @@ use verl_models::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, 
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::keys::{BASELINE_RESPONSE_TEXTS, BASELINE_RESPONSES, PROMPTS};
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
-    find_model,
+    Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
+    StageSpec, find_model,
 };
 
 use crate::generate::{LONGEST, refused};
@@ -112,6 +112,15 @@ impl Stage for BaselineStage {
             .agrees(LONGEST, "max_new_tokens", self.config.max_new_tokens)
             .slice_rows(self.prompts)
             .uses_as(POLICY, &self.config.model, Access::Read)
+            .works(
+                ModelWork::sampling(&self.config.model, self.prompts)
+                    .of([PROMPTS.name(), BASELINE_RESPONSES.name()]),
+            )
+            .bounds(
+                BASELINE_RESPONSES.name(),
+                "max_new_tokens",
+                Some(self.config.max_new_tokens),
+            )
             .metrics(&[LENGTH])
     }
 

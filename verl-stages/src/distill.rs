@@ -253,6 +253,11 @@ impl Stage for DistillStage {
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses_as(POLICY, &self.config.model, Access::Update)
+            .works(self.cuts.work(
+                &self.config.model,
+                CutUnit::Row,
+                [PROMPTS.name(), RESPONSES.name()],
+            ))
             .metrics(&[LOSS, DIVERGENCE, TEACHER_MASS, STUDENT_MASS])
             .metrics(&[GRAD_NORM, LEARNING_RATE])
     }

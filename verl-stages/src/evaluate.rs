@@ -11,8 +11,8 @@ use verl_models::rollout::engine::{
 use verl_pipe::batch::{Batch, RowId};
 use verl_pipe::data::DataLoaderInterface;
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
-    StartContext, find_model,
+    Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
+    StageSpec, StartContext, find_model,
 };
 
 use crate::model::{POLICY, PolicyResource, TextTools, room_fault, template_config_fault};
@@ -143,6 +143,9 @@ impl StageConfig for Evaluate {
     }
 }
 
+/// Rows that are thought of as sampled at once where all rows of a data set are asked: no rollout takes more.
+const MOST_ROWS: usize = 512;
+
 /// The running stage.
 struct EvaluateStage {
     config: Evaluate,
@@ -172,6 +175,20 @@ impl EvaluateStage {
             prompts.push(format.fit(prompt, limit, data.as_ref(), row)?);
         }
         Ok(Source { data, prompts })
+    }
+
+    /// Its prompts are on no edge, so that of their length only what a setting says is known.
+    fn work(&self) -> ModelWork {
+        let Evaluate {
+            model,
+            questions,
+            max_new_tokens,
+            format,
+            ..
+        } = &self.config;
+        let prompt = format.max_prompt_tokens.unwrap_or(0);
+        let rows = questions.unwrap_or(MOST_ROWS);
+        ModelWork::sampling(model, rows).tokens(prompt.saturating_add(*max_new_tokens))
     }
 
     fn sample(
@@ -208,6 +225,7 @@ impl Stage for EvaluateStage {
         StageSpec::new()
             .observer(self.config.every)
             .uses_as(POLICY, &self.config.model, Access::Read)
+            .works(self.work())
             .metrics(&[EXACT_MATCH, WELL_FORMED, LENGTH, TRUNCATED])
             .samples_of::<EvaluationSample>()
     }

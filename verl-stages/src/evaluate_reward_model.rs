@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use verl_models::model::ScoreRow;
 use verl_pipe::batch::Batch;
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
-    StartContext, find_model,
+    Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
+    StageSpec, StartContext, find_model,
 };
 
 use crate::model::{VALUE_MODEL, ValueResource};
@@ -94,6 +94,7 @@ impl Stage for EvaluateRewardModelStage {
         StageSpec::new()
             .observer(self.config.every)
             .uses_as(VALUE_MODEL, &self.config.model, Access::Read)
+            .works(ModelWork::scoring(&self.config.model))
             .metrics(&[ACCURACY, MARGIN, CHOSEN, REJECTED])
     }
 

@@ -13,8 +13,8 @@ use verl_pipe::keys::{
     SAMPLING_LOG_PROBS, finish, mask,
 };
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageConfig,
-    StageContext, StageError, StageSpec, find_model,
+    Access, BuildContext, Cardinality, ConfigError, Metric, ModelWork, Reduce, RowRule, Stage,
+    StageConfig, StageContext, StageError, StageSpec, find_model,
 };
 
 use crate::model::{POLICY, PolicyResource, room_fault};
@@ -247,6 +247,12 @@ impl GenerateStage {
         batch.put(&ROLLOUT_LOG_PROBS, column(|o| &o.log_probs))?;
         Ok(batch)
     }
+
+    fn work(&self) -> ModelWork {
+        let rows = self.prompts.saturating_mul(self.samples);
+        let work = ModelWork::sampling(&self.config.model, rows);
+        work.of([PROMPTS.name(), RESPONSES.name()])
+    }
 }
 
 /// The key's value for a finish reason.
@@ -275,6 +281,12 @@ impl Stage for GenerateStage {
             .cardinality(Cardinality::Row)
             .slice_rows(self.prompts)
             .uses_as(POLICY, &self.config.model, Access::Read)
+            .works(self.work())
+            .bounds(
+                RESPONSES.name(),
+                "max_new_tokens",
+                Some(self.config.max_new_tokens),
+            )
             .metrics(&[RESPONSE_LENGTH, TRUNCATED, TOKENS])
     }
 

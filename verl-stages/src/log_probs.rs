@@ -15,7 +15,7 @@ use verl_pipe::keys::{
     SUM_PI_SQUARED,
 };
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext,
+    Access, BuildContext, ConfigError, Metric, ModelWork, Reduce, Stage, StageConfig, StageContext,
     StageError, StageSpec, find_model,
 };
 
@@ -232,7 +232,8 @@ impl Stage for LogProbsStage {
             .reads(PROMPTS)
             .reads(RESPONSES)
             .writes(self.writes())
-            .uses_as(POLICY, &self.config.model, Access::Read);
+            .uses_as(POLICY, &self.config.model, Access::Read)
+            .works(ModelWork::scoring(&self.config.model).of([PROMPTS.name(), RESPONSES.name()]));
         if self.config.role == Role::Old {
             spec = spec
                 .reads_optional(ROLLOUT_LOG_PROBS.tagged(self.tag()))

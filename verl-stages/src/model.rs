@@ -1,9 +1,10 @@
 //! Models as resources of a pipeline: kind `causal_lm`, a decoder from a Hugging Face folder with its tokenizer, and kind
 //! [`value_model`](ValueLm), the same with a value head.
 //!
-//! [`IlqlLm`] is a decoder with the heads of ILQL. Models of one's own are declared with [`policy_model`] and
+//! [`IlqlLm`] is a decoder with the heads of ILQL, in f32 alone. Models of one's own are declared with [`policy_model`] and
 //! [`value_model`](value_model()).
 
+mod dtype;
 mod ilql;
 mod own;
 mod texts;
@@ -13,26 +14,29 @@ use std::any::Any;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use burn::tensor::Device;
+use burn::tensor::{DType, Device};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::chat_template::ChatTemplate;
 use verl_models::device::DeviceError;
 use verl_models::hf::{LoadError, Origin, SaveDType};
+use verl_models::memory::{Usage, footprint};
 use verl_models::model::{PolicyModel, TrainedModel};
 use verl_models::optim::OptimizerConfig;
+use verl_models::parameters;
 use verl_models::policy::Policy;
 use verl_models::rollout::stop::TextDecoder;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::{Decoder, DecoderConfig};
 use verl_pipe::resource::{
-    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Snapshot, StoredState, TokenTexts,
-    WeightsVersion,
+    DeviceRefusal, Footprint, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot,
+    StoredState, TokenTexts, WeightsVersion,
 };
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
 
 use texts::{look_at_texts, texts};
 
+pub use dtype::WeightsDType;
 pub use ilql::IlqlLm;
 pub use own::{OwnModel, policy_model, value_model};
 pub(crate) use texts::{TextTools, room_fault, template_config_fault};
@@ -268,6 +272,13 @@ pub struct CausalLm {
     /// Where weights come from.
     #[serde(default)]
     pub init: Init,
+    /// Type of the weights on the device.
+    #[serde(default)]
+    pub dtype: WeightsDType,
+    /// Whether training keeps the inputs of layers alone and computes the rest again in the backward pass: a tenth of the
+    /// memory of activations for a fifth more time. On a GPU only.
+    #[serde(default)]
+    pub recompute: bool,
     /// How it is trained; absent: the model is frozen.
     #[serde(default)]
     pub optimizer: Option<OptimizerConfig>,
@@ -282,6 +293,8 @@ impl CausalLm {
         CausalLm {
             path: path.into(),
             init: Init::Pretrained,
+            dtype: WeightsDType::Auto,
+            recompute: false,
             optimizer: None,
             save_as: SaveAs::F32,
         }
@@ -300,21 +313,29 @@ impl CausalLm {
     }
 
     fn decoder(&self, dir: &Path, device: &str, seed: u64) -> Result<Decoder, ResourceError> {
+        let dtype = self.dtype.on(device).map_err(failed)?;
         let device = verl_models::device::device(device).map_err(failed)?;
         let mut decoder = match self.init {
-            Init::Pretrained => Decoder::load(dir, &device).map_err(failed)?,
-            Init::Random => random_decoder(dir, &device, seed)?,
+            Init::Pretrained => Decoder::load_as(dir, &device, dtype).map_err(failed)?.0,
+            Init::Random => random_decoder(dir, &device, dtype, seed)?,
         };
+        decoder.model.recompute = self.recompute;
         decoder.save_dtype = self.save_as.into();
         Ok(decoder)
     }
 }
 
-/// A decoder with the architecture of a folder and fresh weights.
-fn random_decoder(dir: &Path, device: &Device, seed: u64) -> Result<Decoder, ResourceError> {
+/// A decoder with the architecture of a folder and fresh weights, drawn in f32.
+fn random_decoder(
+    dir: &Path,
+    device: &Device,
+    dtype: DType,
+    seed: u64,
+) -> Result<Decoder, ResourceError> {
     let origin = Origin::read(dir).map_err(failed)?;
     let config = origin.decoder_config().map_err(failed)?;
-    Ok(Decoder::random(config, seed, device).with_origin(origin))
+    let decoder = Decoder::random(config, seed, device).with_origin(origin);
+    Ok(parameters::cast(decoder, dtype))
 }
 
 fn failed(error: impl std::error::Error + Send + Sync + 'static) -> ResourceError {
@@ -342,14 +363,83 @@ fn count_parameters(c: &DecoderConfig) -> u64 {
     c.layers as u64 * (attention + 3 * d * i + norms) + d + head
 }
 
-/// Bytes of two moments and a gradient in f32; 0 for a frozen model.
-fn training_bytes(optimizer: Option<&OptimizerConfig>, parameters: u64) -> u64 {
-    optimizer.map_or(0, |_| 12 * parameters)
+/// Whether a message says that the memory of a device is used up.
+fn shortage(message: &str) -> Option<Shortage> {
+    let found = verl_models::device::shortage(message)?;
+    Some(Shortage { asked: found.asked })
 }
 
-fn summary(config: &DecoderConfig) -> String {
+/// What `parameters` parameters and the work of a decoder take.
+fn sized(
+    config: &DecoderConfig,
+    usage: Usage<'_>,
+    parameters: u64,
+    optimizer: Option<&OptimizerConfig>,
+) -> ModelInfo {
+    let (taken, dtype) = (footprint(config, usage), usage.dtype);
+    let element = dtype.size() as u64;
+    // Two moments in f32, and the weights in f32 where the model has them narrower.
+    let of_optimizer = 8 + if dtype == DType::F32 { 0 } else { 4 };
+    let trained = |bytes: u64| optimizer.map_or(0, |_| bytes * parameters);
+    ModelInfo {
+        num_parameters: parameters,
+        weight_bytes: element * parameters,
+        optimizer_bytes: trained(of_optimizer),
+        gradient_bytes: trained(4),
+        kv_bytes_per_token: taken.cache_per_token,
+        footprint: Footprint {
+            cache_rows: taken.cache_rows,
+            cache_share: taken.cache_share,
+            kept_bytes_per_token: taken.kept_per_token,
+            layer_bytes_per_token: taken.layer_per_token,
+            call_tokens: taken.call_tokens,
+            logit_bytes: taken.logits,
+            kept_logit_bytes_per_token: taken.kept_logits_per_token,
+            kept_logit_bytes: taken.kept_logits,
+            copy_bytes: taken.copies,
+        },
+        max_tokens: config.max_tokens,
+        summary: summary(config, dtype),
+        ..ModelInfo::default()
+    }
+}
+
+/// Refuses recomputation where it would change nothing.
+fn check_recompute(
+    recompute: bool,
+    config: &DecoderConfig,
+    device: &str,
+) -> Result<(), ConfigError> {
+    let lacks = if !verl_models::device::has_bf16(device) {
+        "the CPU keeps what layers computed"
+    } else if !config.halves_are_plain() {
+        "this model's layers have norms of heads or biases that recomputation does not know"
+    } else {
+        return Ok(());
+    };
+    if !recompute {
+        return Ok(());
+    }
+    Err(ConfigError::new(
+        "recompute",
+        format!("is true, but {lacks}"),
+        "leave it out; a smaller `batch.micro_batch` takes less memory too",
+    ))
+}
+
+/// What to set where weights in bf16 would be possible.
+fn smaller(dtype: DType, device: &str) -> Option<&'static str> {
+    let possible = dtype == DType::F32 && verl_models::device::has_bf16(device);
+    possible.then_some("dtype = \"bf16\"")
+}
+
+fn summary(config: &DecoderConfig, dtype: DType) -> String {
+    let dtype = match dtype {
+        DType::BF16 => "bf16",
+        _ => "f32",
+    };
     format!(
-        "{} layers, width {}, vocabulary {}",
+        "{dtype}, {} layers, width {}, vocabulary {}",
         config.layers, config.hidden_size, config.vocab_size
     )
 }
@@ -438,18 +528,22 @@ impl ModelConfig for CausalLm {
         let config = decoder_config(&dir).map_err(|error| vec![error])?;
         check_optimizer(self.optimizer.as_ref())?;
         check_weights(&dir, &config, self.init).map_err(|error| vec![error])?;
+        let device = &context.device;
+        let dtype = self.dtype.on(device).map_err(|error| vec![error])?;
+        check_recompute(self.recompute, &config, device).map_err(|error| vec![error])?;
+        let optimizer = self.optimizer.as_ref();
         let parameters = count_parameters(&config);
+        let usage = Usage {
+            dtype,
+            device,
+            scores_tokens: true,
+            recompute: self.recompute,
+        };
         let mut info = ModelInfo {
-            num_parameters: parameters,
-            weight_bytes: 4 * parameters,
-            training_bytes: training_bytes(self.optimizer.as_ref(), parameters),
-            kv_bytes_per_token: (4 * 2 * config.layers * config.heads.key_value * config.heads.dim)
-                as u64,
-            max_tokens: config.max_tokens,
-            summary: summary(&config),
             role: POLICY,
-            doubts: optimizer_doubts(self.optimizer.as_ref(), context),
-            ..ModelInfo::default()
+            smaller: smaller(dtype, device),
+            doubts: optimizer_doubts(optimizer, context),
+            ..sized(&config, usage, parameters, optimizer)
         };
         look_at_texts(&mut info, &dir, Some(config.vocab_size)).map_err(|error| vec![error])?;
         Ok(info)
@@ -462,6 +556,15 @@ impl ModelConfig for CausalLm {
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
         check_device(device)
     }
+
+    fn device_memory(&self, device: &str) -> Option<u64> {
+        verl_models::device::memory(device)
+    }
+
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        shortage(message)
+    }
+
     fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
         token_texts(&self.folder(context))
     }

@@ -42,6 +42,10 @@ impl Stage for PairStage {
             .writes(MASK_KINDS)
             .writes(DESIRABLE)
             .rows(RowRule::Expand(2))
+            .as_long_as(
+                RESPONSES.name(),
+                [CHOSEN_RESPONSES.name(), REJECTED_RESPONSES.name()],
+            )
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {

@@ -338,11 +338,26 @@ impl Stage for PreferenceStage {
                 .writes(DESIRABLE.field().shaped("[P]"))
                 .metrics(&[RESPONSE_LENGTH, DESIRABLE_SHARE])
         };
-        spec.rows(RowRule::Source)
-            .draws_waves()
-            .cardinality(Cardinality::Batch)
-            .uses(&self.config.model, Access::Read)
-            .metrics(&[PROMPT_LENGTH, TOKENS])
+        let most = self.config.format.max_response_tokens;
+        let answers = [&CHOSEN_RESPONSES, &REJECTED_RESPONSES, &RESPONSES];
+        let written = answers.map(|key| key.name());
+        let written = written
+            .into_iter()
+            .filter(|name| spec.writes.iter().any(|field| field.name == *name));
+        let written: Vec<&str> = written.collect();
+        let spec = written.into_iter().fold(spec, |spec, name| {
+            spec.bounds(name, "max_response_tokens", most)
+        });
+        spec.bounds(
+            PROMPTS.name(),
+            "max_prompt_tokens",
+            self.config.format.max_prompt_tokens,
+        )
+        .rows(RowRule::Source)
+        .draws_waves()
+        .cardinality(Cardinality::Batch)
+        .uses(&self.config.model, Access::Read)
+        .metrics(&[PROMPT_LENGTH, TOKENS])
     }
 
     fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {

@@ -165,6 +165,11 @@ impl Stage for PromptStage {
             .draws_waves()
             .cardinality(Cardinality::Batch)
             .uses(&self.config.model, Access::Read)
+            .bounds(
+                PROMPTS.name(),
+                "max_prompt_tokens",
+                self.config.max_prompt_tokens,
+            )
             .metrics(&[PROMPT_LENGTH])
     }
 

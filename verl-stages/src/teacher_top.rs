@@ -10,8 +10,8 @@ use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{Field, Key, LogProbTag, Ragged, Support, Weights};
 use verl_pipe::keys::{PROMPTS, RESPONSES};
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
-    find_model,
+    Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
+    StageSpec, find_model,
 };
 
 use crate::log_probs::scoring_temperature_fault;
@@ -108,6 +108,7 @@ impl Stage for TeacherTopStage {
             .writes(TEACHER_TOP_IDS)
             .writes(teacher_log_probs(Some(model), self.config.temperature))
             .uses_as(POLICY, &self.config.model, Access::Read)
+            .works(ModelWork::scoring(&self.config.model).of([PROMPTS.name(), RESPONSES.name()]))
             .metrics(&[TEACHER_MASS])
     }
 

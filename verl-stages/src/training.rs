@@ -11,7 +11,7 @@ use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::field::{Key, Ragged};
 use verl_pipe::keys::{FINISH_REASONS, MASK_KINDS, PROMPTS, ROLLOUT_MASKS, finish, mask};
 use verl_pipe::schedule::batching::BatchPlan;
-use verl_pipe::stage::StageError;
+use verl_pipe::stage::{ModelWork, StageError};
 
 /// How the rows of a step are cut: into mini-batches of whole prompts, one optimiser step each, and those into
 /// micro-batches whose gradients add up.
@@ -50,14 +50,29 @@ impl Cuts {
         mini: Range<usize>,
         unit: CutUnit,
     ) -> impl Iterator<Item = Range<usize>> {
+        let most = mini.len().max(1);
+        pieces(mini, self.rows_at_once(unit, most))
+    }
+
+    /// Rows of a micro-batch of a mini-batch of `mini` rows.
+    fn rows_at_once(self, unit: CutUnit, mini: usize) -> usize {
         let whole = |unit: usize| (self.micro_rows / unit).max(1) * unit;
-        let rows = match unit {
+        match unit {
             CutUnit::Row => self.micro_rows,
             CutUnit::Pair => whole(2),
             CutUnit::Group => whole(self.samples),
-            CutUnit::MiniBatch => mini.len().max(1),
-        };
-        pieces(mini, rows)
+            CutUnit::MiniBatch => mini,
+        }
+    }
+
+    /// Training of `model` on rows of these keys, for the estimate of memory.
+    pub(crate) fn work<'k>(
+        self,
+        model: &str,
+        unit: CutUnit,
+        keys: impl IntoIterator<Item = &'k str>,
+    ) -> ModelWork {
+        ModelWork::training(model, self.rows_at_once(unit, self.mini_rows)).of(keys)
     }
 }
 

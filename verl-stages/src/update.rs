@@ -420,6 +420,11 @@ impl Stage for UpdateStage {
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses_as(POLICY, &self.config.model, Access::Update)
+            .works(self.cuts.work(
+                &self.config.model,
+                self.loss.objective.cut_unit(),
+                [PROMPTS.name(), self.loss.tokens.name()],
+            ))
             .metrics(&[LOSS, GRAD_NORM, LEARNING_RATE, FIRST_PPO_KL, TOKENS])
             .metrics(&self.state_metrics())
             .metrics(&metrics)

@@ -206,6 +206,7 @@ impl Stage for UpdateCriticStage {
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses_as(VALUE_MODEL, &self.model, Access::Update)
+            .works(self.cuts.work(&self.model, self.objective.cut_unit(), [PROMPTS.name(), RESPONSES.name()]))
             .metrics(&[LOSS, CLIPPED, GRAD_NORM, LEARNING_RATE])
             .metrics(&[VALUES_MEAN, RETURNS_MEAN, EXPLAINED_VARIANCE])
     }

@@ -227,6 +227,11 @@ impl Stage for UpdateIlqlStage {
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses_as(POLICY, &self.config.model, Access::Update)
+            .works(self.cuts.work(
+                &self.config.model,
+                CutUnit::Row,
+                [PROMPTS.name(), RESPONSES.name()],
+            ))
             .metrics(&[LOSS, Q_LOSS, V_LOSS, CQL_LOSS, AWAC_LOSS])
             .metrics(&[VALUE, TARGET_Q, GRAD_NORM, LEARNING_RATE])
     }

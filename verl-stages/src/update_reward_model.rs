@@ -173,6 +173,11 @@ impl Stage for UpdateRewardModelStage {
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses_as(VALUE_MODEL, &self.model, Access::Update)
+            .works(self.cuts.work(
+                &self.model,
+                self.objective.cut_unit(),
+                [PROMPTS.name(), RESPONSES.name()],
+            ))
             .metrics(&[LOSS, GRAD_NORM, LEARNING_RATE, TOKENS])
             .metrics(&REPORTED.map(|(_, metric)| metric))
     }

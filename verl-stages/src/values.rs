@@ -7,8 +7,8 @@ use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::field::{Field, LogProbTag, Weights};
 use verl_pipe::keys::{PROMPTS, RESPONSES, VALUES};
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
-    find_model,
+    Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
+    StageSpec, find_model,
 };
 
 use crate::model::{VALUE_MODEL, ValueResource};
@@ -63,6 +63,7 @@ impl Stage for ValuesStage {
             .reads(RESPONSES)
             .writes(values_of(&self.model))
             .uses_as(VALUE_MODEL, &self.model, Access::Read)
+            .works(ModelWork::scoring(&self.model).of([PROMPTS.name(), RESPONSES.name()]))
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {

@@ -57,7 +57,7 @@ pub fn preflight(name: &str) -> Result<Preflight, DeviceError> {
             capability: None,
             driver: None,
             toolkit: None,
-            memory: None,
+            memory: super::memory("cpu"),
             shared_memory: None,
         }),
         super::Named::Cuda(index) => cuda(name, index),
@@ -170,7 +170,7 @@ mod tests {
     #[test]
     fn the_cpu_passes() {
         let found = preflight("cpu").unwrap();
-        assert_eq!(found.to_string(), "CPU");
+        assert_eq!((found.name.as_str(), found.capability), ("CPU", None));
     }
 
     #[test]

@@ -42,7 +42,8 @@ pub trait TrainedModel: Send {
         Ok(None)
     }
 
-    /// Writes weights and configuration into `dir`.
+    /// Writes weights and configuration into `dir`. Of weights that are narrower than f32 those of the optimiser, which are
+    /// f32, are written; a type of the folder that is narrower rounds them to the module's own.
     ///
     /// # Errors
     /// When files cannot be written.

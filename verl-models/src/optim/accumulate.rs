@@ -73,6 +73,11 @@ impl TrainableParameters {
         self.parameters[position].shared
     }
 
+    /// The parameters' identities with their positions in that order.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = (ParamId, usize)> {
+        self.positions.iter().map(|(id, position)| (*id, *position))
+    }
+
     /// Position of a parameter in that order.
     pub fn position(&self, id: ParamId) -> Option<usize> {
         self.positions.get(&id).copied()

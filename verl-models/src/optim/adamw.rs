@@ -1,8 +1,8 @@
 //! AdamW with f32 master state.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -143,6 +143,17 @@ impl AdamW {
             .filter_map(|(parameter, state)| {
                 Some((parameter.name.clone(), state.as_ref()?.master.clone()?))
             })
+            .collect()
+    }
+
+    /// The same by the parameter's identity.
+    pub(crate) fn masters_by_id(
+        &self,
+        parameters: &TrainableParameters,
+    ) -> HashMap<ParamId, Tensor<1>> {
+        let master = |position: usize| self.states.get(position)?.as_ref()?.master.clone();
+        let ids = parameters.ids();
+        ids.filter_map(|(id, position)| Some((id, master(position)?)))
             .collect()
     }
 

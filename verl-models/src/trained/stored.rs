@@ -61,16 +61,18 @@ impl<M: Module> Trained<M> {
         let own = Weights::of(self.module());
         let mut weights = Vec::with_capacity(own.by_id.len());
         for ((name, _), (id, held)) in own.named.iter().zip(&own.by_id) {
-            let missing = || {
-                fault(
-                    "read",
-                    &format!("it is of another model: no `{name}` of this size and type"),
-                )
-            };
+            let other = |what: &str| fault("read", &format!("it is of another model: {what}"));
+            let missing = || other(&format!("no `{name}` of this size"));
             let view = stored.tensor(&weight_name(name)).map_err(|_| missing())?;
-            let dtype = held.dtype();
-            if view.shape() != [held.dims()[0]] || view.dtype() != stored_type(dtype)? {
+            if view.shape() != [held.dims()[0]] {
                 return Err(missing());
+            }
+            let dtype = held.dtype();
+            if view.dtype() != stored_type(dtype)? {
+                let stored = view.dtype();
+                return Err(other(&format!(
+                    "its weights are {stored}, those of this one {dtype:?}; load the model in the type that it had then"
+                )));
             }
             let data = TensorData::from_bytes_vec(view.data().to_vec(), view.shape(), dtype);
             weights.push((*id, Tensor::from_data(data, (&device, dtype))));

@@ -19,7 +19,7 @@ pub struct PlanArgs {
     /// Prints the graph for Graphviz instead.
     #[arg(long, conflicts_with = "json")]
     pub dot: bool,
-    /// Prints one JSON object: stages in order, edges, batch arithmetic and warnings, or the error with all findings.
+    /// Prints one JSON object: stages in order, edges, batch arithmetic, memory and warnings, or the error with all findings.
     #[arg(long)]
     pub json: bool,
 }
@@ -39,6 +39,7 @@ pub fn plan(args: &PlanArgs, registry: &Registry, out: &mut dyn Write) -> io::Re
             let told = json!({
                 "pipeline": pipeline,
                 "batch": plan.batch,
+                "memory": plan.memory(),
                 "stages": stages,
                 "edges": edges,
                 "warnings": json_findings(&plan.warnings),

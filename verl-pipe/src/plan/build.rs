@@ -7,6 +7,7 @@ use crate::field::Field;
 use crate::pipe::{DataPipe, ModelDecl, StageDecl};
 use crate::plan::checks;
 use crate::plan::graph::Digraph;
+use crate::plan::memory;
 use crate::plan::tables::{self, Tables};
 use crate::plan::{Edge, Plan, PlannedModel, PlannedStage};
 use crate::resource::ModelInfo;
@@ -174,7 +175,8 @@ impl DataPipe {
         if findings.iter().any(Diagnostic::is_error) {
             return Err(sorted(findings));
         }
-        let plan = assemble(&draft, &order, &after, &tables, findings);
+        let mut plan = assemble(&draft, &order, &after, &tables, findings);
+        plan.warnings.extend(memory::check(&plan));
         Ok((plan, gone))
     }
 }
@@ -191,6 +193,7 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
         steps: pipe.run.steps,
         models: pipe.models.iter().map(|model| model.name.clone()).collect(),
         data: pipe.data.iter().map(|data| data.name.clone()).collect(),
+        device: first_device(pipe),
         base: pipe.base.clone(),
         model_infos: BTreeMap::new(),
     };
@@ -219,6 +222,12 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
         violations.retain(|violation| violation.setting != MINI_BATCH);
     }
     prepared
+}
+
+/// The first device of the group; none of a text that names no group, which is told as a finding.
+fn first_device(pipe: &DataPipe) -> String {
+    let devices = pipe.devices.list().unwrap_or_default();
+    devices.into_iter().next().unwrap_or_default()
 }
 
 fn built<'a>(pipe: &'a DataPipe, context: &BuildContext) -> Vec<DraftStage<'a>> {

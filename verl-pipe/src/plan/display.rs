@@ -39,7 +39,7 @@ impl fmt::Display for Plan {
 /// Columns that a line of a plan keeps to.
 const WIDTH: usize = 100;
 
-fn count(n: usize, what: &str) -> String {
+pub(crate) fn count(n: usize, what: &str) -> String {
     if n == 1 {
         format!("1 {what}")
     } else {
@@ -303,49 +303,7 @@ impl Plan {
         if self.models.is_empty() {
             return Ok(());
         }
-        writeln!(f, "\nmemory")?;
-        writeln!(
-            f,
-            "  {:<16}{:>13}{:>12}{:>12}{:>17}",
-            "model", "parameters", "weights", "training", "cache a sample"
-        )?;
-        let (mut weights, mut training) = (0u64, 0u64);
-        for model in &self.models {
-            let info = &model.info;
-            let trains = if model.updaters.is_empty() {
-                0
-            } else {
-                info.training_bytes
-            };
-            weights = weights.saturating_add(info.weight_bytes);
-            training = training.saturating_add(trains);
-            let cache = info
-                .kv_bytes_per_token
-                .saturating_mul(info.max_tokens as u64);
-            let line = format!(
-                "  {:<16}{:>13}{:>12}{:>12}{:>17}  {}",
-                model.name,
-                parameters(info.num_parameters),
-                bytes(info.weight_bytes),
-                bytes(trains),
-                bytes(cache),
-                info.summary
-            );
-            writeln!(f, "{}", line.trim_end())?;
-        }
-        let total = format!(
-            "  {:<16}{:>13}{:>12}{:>12}",
-            "all",
-            "",
-            bytes(weights),
-            bytes(training)
-        );
-        writeln!(f, "{total}")?;
-        writeln!(
-            f,
-            "  training: master weights, moments, gradients; cache: keys and values of one sample of full length.\n  \
-             Activations and caches come on top."
-        )
+        write!(f, "\n{}", self.memory())
     }
 
     /// The graph in Graphviz' language: stages, keys on edges, order of weights dashed.
@@ -406,7 +364,7 @@ fn escape(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"")
 }
 
-fn parameters(n: u64) -> String {
+pub(crate) fn parameters(n: u64) -> String {
     match n {
         1_000_000_000.. => format!("{:.2} B", n as f64 / 1e9),
         1_000_000.. => format!("{:.1} M", n as f64 / 1e6),
@@ -414,7 +372,7 @@ fn parameters(n: u64) -> String {
     }
 }
 
-fn bytes(n: u64) -> String {
+pub(crate) fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = n as f64;
     let mut unit = 0;

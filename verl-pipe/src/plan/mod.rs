@@ -31,8 +31,9 @@
 
 pub(crate) mod build;
 pub(crate) mod checks;
-mod display;
+pub(crate) mod display;
 pub mod graph;
+pub mod memory;
 pub(crate) mod tables;
 
 use std::collections::BTreeMap;

@@ -152,7 +152,7 @@ impl StageSink for CallSink<'_> {
 }
 
 thread_local! {
-    /// A stage runs on this thread, so that a panic is caught and told as an error.
+    /// What is [`caught`] runs on this thread, so that a panic is caught and told as an error.
     static IN_STAGE: Cell<bool> = const { Cell::new(false) };
     /// File and line of the newest panic of a stage on this thread.
     static PANICKED_AT: RefCell<Option<String>> = const { RefCell::new(None) };
@@ -192,9 +192,7 @@ pub(crate) fn call_stage(
         env,
         report: CallReport::default(),
     };
-    quiet_panics_of_stages();
-    IN_STAGE.set(true);
-    let result = catch_unwind(AssertUnwindSafe(|| {
+    let result = caught(|| {
         stage.run(
             input,
             &mut StageContext {
@@ -208,21 +206,28 @@ pub(crate) fn call_stage(
                 sink: &mut sink,
             },
         )
-    }));
-    IN_STAGE.set(false);
+    });
     let result = match result {
         Ok(result) => result.map_err(CallFailure::Error),
-        Err(payload) => {
-            let message = panic_message(payload.as_ref());
-            let place = PANICKED_AT
-                .take()
-                .map_or(String::new(), |at| format!(" (at {at})"));
-            Err(CallFailure::Panic(format!("{message}{place}")))
-        }
+        Err(message) => Err(CallFailure::Panic(message)),
     };
     let mut report = sink.report;
     report.seconds = start.elapsed().as_secs_f64();
     (report, result)
+}
+
+/// What `work` gives, or the text of its panic with its place.
+pub(crate) fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    quiet_panics_of_stages();
+    IN_STAGE.set(true);
+    let result = catch_unwind(AssertUnwindSafe(work));
+    IN_STAGE.set(false);
+    result.map_err(|payload| {
+        let message = panic_message(payload.as_ref());
+        let place = PANICKED_AT.take();
+        let place = place.map_or(String::new(), |at| format!(" (at {at})"));
+        format!("{message}{place}")
+    })
 }
 
 /// The text of a panic.

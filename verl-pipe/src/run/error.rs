@@ -11,6 +11,25 @@ use crate::stage::{ConfigError, StageError};
 use crate::trace::error::TraceError;
 use crate::trace::rules::Anomaly;
 
+/// A device whose memory is used up.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{during}: the memory of `{device}` is used up{}\n  planned: {planned}\n  help: {help}",
+    .asked.as_ref().map_or(String::new(), |asked| format!("; {asked} more were asked for"))
+)]
+pub struct FullDevice {
+    /// What was being done: the step, the stage and its rows, or the loading of models.
+    pub during: String,
+    /// The device group.
+    pub device: String,
+    /// What was asked for, such as `8.0 GiB`, where that is told.
+    pub asked: Option<String>,
+    /// What the plan has a device hold in this stage, part by part.
+    pub planned: String,
+    /// What to set otherwise.
+    pub help: String,
+}
+
 /// Why a run did not start or did not go on. [`RunError::code`] leads to a page in `docs/errors/`.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -160,6 +179,9 @@ pub enum RunError {
         /// What the filter recorded in the step: names and values.
         statistics: String,
     },
+    /// The memory of a device is used up.
+    #[error("{0}")]
+    OutOfMemory(Box<FullDevice>),
     /// An anomaly rule whose severity is `stop` fired.
     #[error(
         "{anomaly}; the run stopped before the optimiser moved, weights are as the step before left them"
@@ -246,6 +268,7 @@ impl RunError {
             RunError::Config { .. } => "R015",
             RunError::NoSignal { .. } => "R016",
             RunError::Anomaly { .. } => "R017",
+            RunError::OutOfMemory(_) => "R018",
             RunError::Trace(error) => error.code(),
         }
     }

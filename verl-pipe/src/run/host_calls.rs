@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::batch::Batch;
+use crate::run::call_error::call_error;
 use crate::run::channel::CallFailure;
 use crate::run::error::RunError;
 use crate::run::host_pool::{Cell, HostJob};
@@ -11,7 +12,7 @@ use crate::run::runner::{HostFlight, InFlight, Progress, Run};
 use crate::run::start::HostStage;
 use crate::run::step::CallId;
 use crate::run::worker::start_stage;
-use crate::stage::{Cardinality, Models, RowRule, Stage, StageError};
+use crate::stage::{Cardinality, Models, RowRule, Stage};
 
 impl Run {
     /// The calls that a slice is cut into: rows or groups where each has a deadline of its own, else one.
@@ -214,26 +215,8 @@ impl Run {
         input: &Batch,
         failure: CallFailure,
     ) -> RunError {
-        let (step, stage, rows) = (
-            progress.env.step,
-            self.name(id.0).to_owned(),
-            describe_rows(input),
-        );
-        match failure {
-            CallFailure::Error(StageError::Cancelled) => RunError::Cancelled { step },
-            CallFailure::Error(source) => RunError::Stage {
-                step,
-                stage,
-                rows,
-                source: Box::new(source),
-            },
-            CallFailure::Panic(message) => RunError::Panic {
-                step,
-                stage,
-                rows,
-                message,
-            },
-        }
+        let step = progress.env.step;
+        call_error(&self.schedule, step, id.0, describe_rows(input), failure)
     }
 }
 

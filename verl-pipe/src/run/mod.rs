@@ -4,6 +4,7 @@
 //! the stages that use models; a bounded pool runs the others.
 
 pub(crate) mod again;
+mod call_error;
 mod channel;
 pub mod console;
 pub(crate) mod convert;

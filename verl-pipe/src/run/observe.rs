@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::batch::Batch;
-use crate::run::channel::{CallEnv, CallFailure, CallReport, Event, TICK};
+use crate::run::call_error::call_error;
+use crate::run::channel::{CallEnv, CallReport, Event, TICK};
 use crate::run::error::RunError;
 use crate::run::host_calls::describe_rows;
 use crate::run::host_pool::{Cell, HostJob};
@@ -15,7 +16,7 @@ use crate::run::start::HostStage;
 use crate::run::watch::Wait;
 use crate::run::worker::DeviceCall;
 use crate::schedule::placement::Place;
-use crate::stage::{Cadence, StageError};
+use crate::stage::Cadence;
 
 /// What came of a call that had the run to itself.
 pub(super) struct Alone {
@@ -200,21 +201,7 @@ impl Run {
                         report: report.unwrap_or_default(),
                         batches: emitted,
                     }),
-                    Some(CallFailure::Error(StageError::Cancelled)) => {
-                        Err(RunError::Cancelled { step })
-                    }
-                    Some(CallFailure::Error(source)) => Err(RunError::Stage {
-                        step,
-                        stage: name,
-                        rows,
-                        source: Box::new(source),
-                    }),
-                    Some(CallFailure::Panic(message)) => Err(RunError::Panic {
-                        step,
-                        stage: name,
-                        rows,
-                        message,
-                    }),
+                    Some(failure) => Err(call_error(&self.schedule, step, stage, rows, failure)),
                 };
             }
             if self.options.cancel.is_cancelled() && cancelled_at.is_none() {

@@ -9,7 +9,8 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 
 use crate::batch::Batch;
 use crate::data::DataLoaderInterface;
-use crate::run::channel::{CallEnv, Event, Out, call_stage};
+use crate::run::call_error::out_of_memory;
+use crate::run::channel::{CallEnv, Event, Out, call_stage, caught};
 use crate::run::error::RunError;
 use crate::run::patience;
 use crate::schedule::placement::{Place, Schedule};
@@ -39,6 +40,8 @@ enum Job {
 /// The owner's side of a worker thread.
 pub(crate) struct Worker {
     name: String,
+    schedule: Arc<Schedule>,
+    group: usize,
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
     /// A call was given up and may still run.
@@ -57,12 +60,13 @@ impl Worker {
         let name = schedule.groups[group].name.clone();
         let (jobs, inbox) = unbounded();
         let (told, started) = bounded(1);
+        let of_thread = schedule.clone();
         let thread = std::thread::Builder::new()
             .name(format!("worker-{name}"))
-            .spawn(move || match load(&schedule, group, &data) {
+            .spawn(move || match loaded(&of_thread, group, &data) {
                 Ok(state) => {
                     let _ = told.send(Ok(()));
-                    serve(&schedule, state, &inbox, &events);
+                    serve(&of_thread, state, &inbox, &events);
                 }
                 Err(error) => {
                     let _ = told.send(Err(error));
@@ -74,6 +78,8 @@ impl Worker {
         })?;
         let mut worker = Worker {
             name,
+            schedule,
+            group,
             jobs: Some(jobs),
             thread: Some(thread),
             abandoned: false,
@@ -81,7 +87,7 @@ impl Worker {
         match started.recv_timeout(deadline) {
             Ok(Ok(())) => Ok(worker),
             Ok(Err(error)) => Err(error),
-            Err(error) => Err(worker.lost("to load models and start stages", error, deadline)),
+            Err(error) => Err(worker.lost(TO_LOAD, error, deadline)),
         }
     }
 
@@ -90,7 +96,8 @@ impl Worker {
         self.send(Job::Call(call))
     }
 
-    /// Has `work` done on the thread and waits for its answer; `what` completes "waited for it …".
+    /// Has `work` done on the thread and waits for its answer; `what` completes "waited for it …". A panic of the work is an
+    /// error, and the thread's last one: what it left behind may be half done.
     pub(crate) fn ask<T: Send + 'static>(
         &mut self,
         what: &str,
@@ -99,11 +106,16 @@ impl Worker {
     ) -> Result<T, RunError> {
         let (told, answer) = bounded(1);
         self.send(Job::Ask(Box::new(move |state| {
-            let _ = told.send(work(state));
+            let _ = told.send(caught(|| work(state)));
         })))?;
-        answer
-            .recv_timeout(deadline)
-            .map_err(|error| self.lost(what, error, deadline))
+        match answer.recv_timeout(deadline) {
+            Ok(Ok(answer)) => Ok(answer),
+            Ok(Err(message)) => {
+                self.abandoned = true;
+                Err(panicked(&self.schedule, self.group, what, &message))
+            }
+            Err(error) => Err(self.lost(what, error, deadline)),
+        }
     }
 
     fn send(&self, job: Job) -> Result<(), RunError> {
@@ -139,6 +151,35 @@ impl Drop for Worker {
         if let Some(thread) = self.thread.take().filter(|_| !self.abandoned) {
             let _ = thread.join();
         }
+    }
+}
+
+/// What the thread is asked at first.
+const TO_LOAD: &str = "to load models and start stages";
+
+/// The error of a thread that panicked when it was asked `what`.
+fn panicked(schedule: &Schedule, group: usize, what: &str, message: &str) -> RunError {
+    let during = format!("when asked {what}");
+    out_of_memory(schedule, group, None, during, message).unwrap_or_else(|| RunError::Lost {
+        worker: schedule.groups[group].name.clone(),
+        reason: format!("its thread panicked when asked {what}: {message}"),
+    })
+}
+
+/// [`load`], with panics and full devices as errors.
+fn loaded(
+    schedule: &Schedule,
+    group: usize,
+    data: &BTreeMap<String, Arc<dyn DataLoaderInterface>>,
+) -> Result<WorkerState, RunError> {
+    match caught(|| load(schedule, group, data)) {
+        Ok(Ok(state)) => Ok(state),
+        Ok(Err(error)) => {
+            let during = format!("when asked {TO_LOAD}");
+            let full = out_of_memory(schedule, group, None, during, &error.to_string());
+            Err(full.unwrap_or(error))
+        }
+        Err(message) => Err(panicked(schedule, group, TO_LOAD, &message)),
     }
 }
 

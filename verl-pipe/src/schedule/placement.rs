@@ -5,7 +5,7 @@
 
 use crate::diagnostic::{Diagnostic, Severity};
 use crate::plan::checks::devices;
-use crate::plan::{Plan, PlannedStage};
+use crate::plan::{Plan, PlannedStage, memory};
 use crate::schedule::groups::DeviceGroup;
 use crate::schedule::wiring::Wiring;
 use crate::stage::{Cadence, Cardinality, OnRowError, RowRule};
@@ -138,7 +138,8 @@ fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
 
 /// A finding that a plan can be printed with but not run, as the error that it is then.
 pub(crate) fn forbidding(warning: &Diagnostic) -> Option<Diagnostic> {
-    (warning.code == devices::ABSENT).then(|| Diagnostic {
+    let forbids = [devices::ABSENT, memory::TOO_LARGE].contains(&warning.code);
+    forbids.then(|| Diagnostic {
         severity: Severity::Error,
         ..warning.clone()
     })

@@ -9,7 +9,9 @@ use serde::de::DeserializeOwned;
 
 use super::Stage;
 use crate::data::{DataError, DataLoaderInterface};
-use crate::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, TokenTexts};
+use crate::resource::{
+    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
+};
 use crate::schedule::batching::BatchPlan;
 
 /// What a configuration is turned into a stage with.
@@ -25,6 +27,8 @@ pub struct BuildContext {
     pub models: Vec<String>,
     /// Names of the declared data sets.
     pub data: Vec<String>,
+    /// The first device of the group (`cpu`, `cuda:0`), for what a model chooses by its device; may be empty.
+    pub device: String,
     /// Folder of the pipeline file, against which relative paths are read.
     pub base: std::path::PathBuf,
     /// What the declared models tell of themselves, by name, as far as they could be described.
@@ -107,6 +111,14 @@ pub trait ModelConfig:
     /// A device that no machine has, or that this one lacks.
     fn check_device(&self, _device: &str) -> Result<(), DeviceRefusal> {
         Ok(())
+    }
+    /// Bytes of memory of `device`, where it is here and tells; a kind that does not know says nothing.
+    fn device_memory(&self, _device: &str) -> Option<u64> {
+        None
+    }
+    /// Whether a message, of a panic or an error, says that the memory of a device that such models work on is used up.
+    fn shortage(&self, _message: &str) -> Option<Shortage> {
+        None
     }
     /// How its token ids are written, without loading weights; `None` for a model without a tokenizer.
     fn token_texts(&self, _context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {

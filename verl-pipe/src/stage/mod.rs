@@ -7,12 +7,14 @@
 //! | `rules` | what a stage may say of itself: cut, rows, cadence, metrics |
 //! | `spec` | [`StageSpec`], all that it says |
 //! | `context` | [`StageContext`] and [`StageError`]: what a call is given, and what it can end with |
+//! | `work` | [`ModelWork`], what it has a model do, and how long rows may be |
 //! | `config` | [`StageConfig`], [`ModelConfig`], [`DataConfig`]: what a pipeline file decodes into |
 
 mod config;
 mod context;
 mod rules;
 mod spec;
+mod work;
 
 use std::any::Any;
 
@@ -27,6 +29,7 @@ pub use rules::{
     Access, Agreement, Cadence, Cardinality, Metric, OnRowError, OnShort, Reduce, Refill, RowRule,
 };
 pub use spec::StageSpec;
+pub use work::{LengthBound, LengthLimit, ModelWork, WorkKind};
 
 /// One stage of a pipeline.
 ///

@@ -6,7 +6,8 @@ use std::time::Duration;
 use schemars::JsonSchema;
 
 use super::{
-    Access, Agreement, Cadence, Cardinality, ConfigError, Metric, OnRowError, Refill, RowRule,
+    Access, Agreement, Cadence, Cardinality, ConfigError, LengthBound, LengthLimit, Metric,
+    ModelWork, OnRowError, Refill, RowRule,
 };
 use crate::field::Field;
 
@@ -40,6 +41,10 @@ pub struct StageSpec {
     pub models: Vec<(String, Access)>,
     /// Of models that must have a certain [role](crate::resource::ModelInfo::role): name and role.
     pub roles: Vec<(String, &'static str)>,
+    /// What it has models do, for the estimate of memory; nothing where it only asks a model's tokenizer.
+    pub work: Vec<ModelWork>,
+    /// How long the rows of keys that it writes may be.
+    pub lengths: Vec<LengthBound>,
     /// Rows handed to one call; `None`: for `Row` stages with a model the plan's micro-batch, otherwise no limit.
     pub slice_rows: Option<usize>,
     /// Longest time one row may take on the host pool before it is given up.
@@ -118,6 +123,40 @@ impl StageSpec {
         let model = model.into();
         self.roles.push((model.clone(), role));
         self.uses(model, access)
+    }
+    /// Adds work with a model.
+    pub fn works(mut self, work: ModelWork) -> Self {
+        self.work.push(work);
+        self
+    }
+    /// Says that its setting `setting` bounds the rows of the key `name`, which it writes; `tokens` is absent where the
+    /// setting is.
+    pub fn bounds(
+        mut self,
+        name: impl Into<String>,
+        setting: &'static str,
+        tokens: Option<usize>,
+    ) -> Self {
+        self.lengths.push(LengthBound {
+            key: name.into(),
+            limit: LengthLimit::Setting {
+                name: setting,
+                tokens,
+            },
+        });
+        self
+    }
+    /// Says that rows of the key `name`, which it writes, are no longer than those of `keys`, which it reads.
+    pub fn as_long_as<'a>(
+        mut self,
+        name: impl Into<String>,
+        keys: impl IntoIterator<Item = &'a str>,
+    ) -> Self {
+        self.lengths.push(LengthBound {
+            key: name.into(),
+            limit: LengthLimit::Keys(keys.into_iter().map(str::to_owned).collect()),
+        });
+        self
     }
     /// Sets the rows of one call.
     pub fn slice_rows(mut self, rows: usize) -> Self {

@@ -123,7 +123,7 @@ impl Recorder {
             .all(|device| device == "cpu");
         let models = plan.models.iter();
         let state_bytes = models
-            .map(|model| model.info.weight_bytes + model.info.training_bytes)
+            .map(|model| model.info.weight_bytes + model.info.optimizer_bytes)
             .sum();
         let shared = Shared::default();
         let Shared { wanted, used } = shared.clone();

@@ -11,7 +11,9 @@ use verl_pipe::field::{LogProbTag, Support, Weights};
 use verl_pipe::keys::*;
 use verl_pipe::pipe::DataPipe;
 use verl_pipe::registry::Registry;
-use verl_pipe::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, Vocabulary};
+use verl_pipe::resource::{
+    DeviceRefusal, Footprint, ModelInfo, ModelResource, ResourceError, Vocabulary,
+};
 use verl_pipe::schedule::batching::{BatchConfig, DevicesConfig};
 use verl_pipe::stage::*;
 
@@ -83,6 +85,11 @@ stage_config!(Generate, "generate", { model: String = "actor".to_owned(), temper
             .writes(MASK_KINDS)
             .writes(ROLLOUT_LOG_PROBS.tagged(tag(&this.model, this.temperature, Weights::StepStart)))
             .rows(RowRule::Expand(context.batch.samples))
+            .works(
+                ModelWork::sampling(&this.model, context.batch.rows)
+                    .of([PROMPTS.name(), RESPONSES.name()]),
+            )
+            .bounds(RESPONSES.name(), "max_new_tokens", Some(this.max_new_tokens))
             .uses(&this.model, Access::Read),
     )
 });
@@ -98,7 +105,12 @@ stage_config!(LogProbs, "log_probs", { model: String = "actor".to_owned(), tempe
         OLD_LOG_PROBS.tagged(tag(&this.model, this.temperature, Weights::StepStart))
     };
     declared(
-        StageSpec::new().reads(PROMPTS).reads(RESPONSES).writes(written).uses(&this.model, Access::Read),
+        StageSpec::new()
+            .reads(PROMPTS)
+            .reads(RESPONSES)
+            .writes(written)
+            .works(ModelWork::scoring(&this.model).of([PROMPTS.name(), RESPONSES.name()]))
+            .uses(&this.model, Access::Read),
     )
 });
 
@@ -145,6 +157,10 @@ stage_config!(Update, "update", { model: String = "actor".to_owned(), temperatur
             .reads_optional(REF_LOG_PROBS.tagged(reference))
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
+            .works(
+                ModelWork::training(&this.model, context.batch.micro_rows)
+                    .of([PROMPTS.name(), RESPONSES.name()]),
+            )
             .uses(&this.model, Access::Update),
     )
 });
@@ -196,6 +212,14 @@ impl ModelConfig for Decoder {
         }
     }
 
+    fn device_memory(&self, _: &str) -> Option<u64> {
+        match self.path.as_str() {
+            "on_a_small_device" => Some(8 << 30),
+            "on_a_large_device" => Some(80 << 30),
+            _ => None,
+        }
+    }
+
     fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         if self.path == "missing" {
             return Err(vec![ConfigError::new(
@@ -207,8 +231,18 @@ impl ModelConfig for Decoder {
         Ok(ModelInfo {
             num_parameters: 494_032_768,
             weight_bytes: 988_065_536,
-            training_bytes: if self.trainable() { 7_904_524_288 } else { 0 },
+            optimizer_bytes: if self.trainable() { 5_928_393_216 } else { 0 },
+            gradient_bytes: if self.trainable() { 1_976_131_072 } else { 0 },
             kv_bytes_per_token: 12_288,
+            footprint: Footprint {
+                cache_rows: [16, 512],
+                cache_share: Some(0.4),
+                kept_bytes_per_token: 975_872,
+                layer_bytes_per_token: 40_448,
+                call_tokens: 16_384,
+                logit_bytes: 805_306_368,
+            },
+            smaller: Some("dtype = \"bf16\""),
             max_tokens: 4096,
             summary: "24 layers of width 896".to_owned(),
             role: "policy",

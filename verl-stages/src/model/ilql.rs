@@ -6,16 +6,20 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::hf::Origin;
-use verl_models::ilql::{IlqlDecoder, IlqlHeads, IlqlPolicy};
+use verl_models::ilql::{IlqlDecoder, IlqlHeads, IlqlPolicy, Q_HEADS};
 use verl_models::optim::OptimizerConfig;
-use verl_pipe::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, TokenTexts};
+use verl_pipe::resource::{
+    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
+};
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
 
-use super::{CausalLm, Init, PolicyResource, SaveAs, check_device, failed, texts};
+use super::{
+    CausalLm, Init, PolicyResource, SaveAs, WeightsDType, check_device, failed, shortage, texts,
+};
 
 /// Settings of model kind `ilql_lm`: those of `causal_lm`, and how much the heads weigh in sampling.
 ///
-/// A folder that was saved with heads has them again; any other folder gets fresh ones, which say nothing.
+/// Weights are f32 on every device: Q̂ follows Q by steps that bf16 would lose. A folder that was saved with heads has them again; any other folder gets fresh ones, which say nothing.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct IlqlLm {
@@ -45,6 +49,8 @@ impl IlqlLm {
         CausalLm {
             path: self.path.clone(),
             init: self.init,
+            dtype: WeightsDType::F32,
+            recompute: false,
             optimizer: self.optimizer.clone(),
             save_as: self.save_as,
         }
@@ -72,8 +78,15 @@ impl ModelConfig for IlqlLm {
             info.num_parameters += heads;
             info.weight_bytes += 4 * heads;
             if self.trainable() {
-                info.training_bytes += 12 * heads;
+                info.optimizer_bytes += 8 * heads;
+                info.gradient_bytes += 4 * heads;
             }
+            // Q and Q̂ of every token in each state, the policy's logits, and the gradients of what is trained.
+            let of_state = 4 * (2 * Q_HEADS + 1) * config.vocab_size;
+            info.footprint.kept_bytes_per_token += of_state as u64;
+            info.footprint.layer_bytes_per_token += of_state as u64;
+            // Nothing but f32 is offered.
+            info.smaller = None;
         }
         info.summary += ", with V and two Q heads";
         Ok(info)
@@ -86,6 +99,15 @@ impl ModelConfig for IlqlLm {
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
         check_device(device)
     }
+
+    fn device_memory(&self, device: &str) -> Option<u64> {
+        verl_models::device::memory(device)
+    }
+
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        shortage(message)
+    }
+
     fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
         self.plain().token_texts(context)
     }

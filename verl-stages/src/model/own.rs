@@ -10,13 +10,13 @@ use verl_models::optim::OptimizerConfig;
 use verl_models::policy::Policy;
 use verl_models::tokenizer::Tokenizer;
 use verl_pipe::pipe::ModelFactory;
-use verl_pipe::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError};
+use verl_pipe::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage};
 use verl_pipe::stage::{BuildContext, ConfigError};
 
 use super::texts::template_of;
 use super::{
     POLICY, PolicyResource, TextTools, VALUE_MODEL, ValueResource, check_device, check_optimizer,
-    failed, look_at_texts, optimizer_doubts,
+    failed, look_at_texts, optimizer_doubts, shortage,
 };
 
 /// A model of either kind.
@@ -48,7 +48,7 @@ pub struct OwnModel {
 }
 
 /// Declares the model that `make(device, seed)` gives when a run starts; frozen unless it is
-/// [`trained`](OwnModel::trained). The seed is the run's.
+/// [`trained`](OwnModel::trained). The seed is the run's, the type of the weights what `make` gives them.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -187,6 +187,14 @@ impl ModelFactory for OwnModel {
 
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
         check_device(device)
+    }
+
+    fn device_memory(&self, device: &str) -> Option<u64> {
+        verl_models::device::memory(device)
+    }
+
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        shortage(message)
     }
 
     fn load(

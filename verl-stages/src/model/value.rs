@@ -10,21 +10,22 @@ use verl_models::ValueDecoder;
 use verl_models::chat_template::ChatTemplate;
 use verl_models::critic::Critic;
 use verl_models::hf::LoadError;
+use verl_models::memory::Usage;
 use verl_models::model::ValueModel;
 use verl_models::optim::OptimizerConfig;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::value_head::{self, FreshHead, HeadKind};
 use verl_pipe::resource::{
-    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Snapshot, StoredState, TokenTexts,
-    WeightsVersion,
+    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot, StoredState,
+    TokenTexts, WeightsVersion,
 };
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
 
 use super::{
-    Init, SaveAs, TextTools, VALUE_MODEL, check_device, check_optimizer, check_weights,
-    count_parameters, decoder_config, failed, look_at_texts, optimizer_doubts, quick_snapshot,
-    random_decoder, recall, restore, save, snapshot, store, summary, texts, token_texts,
-    trained_resource, training_bytes, version,
+    Init, SaveAs, TextTools, VALUE_MODEL, WeightsDType, check_device, check_optimizer,
+    check_recompute, check_weights, count_parameters, decoder_config, failed, look_at_texts,
+    optimizer_doubts, quick_snapshot, random_decoder, recall, restore, save, shortage, sized,
+    smaller, snapshot, store, texts, token_texts, trained_resource, version,
 };
 
 /// A model of values with its tokenizer and chat template, as stages find it.
@@ -86,6 +87,13 @@ pub struct ValueLm {
     /// Where the decoder's weights come from; a decoder with fresh weights has a fresh head too.
     #[serde(default)]
     pub init: Init,
+    /// Type of the weights on the device; values are f32 whatever it is.
+    #[serde(default)]
+    pub dtype: WeightsDType,
+    /// Whether training keeps the inputs of layers alone and computes the rest again in the backward pass: a tenth of the
+    /// memory of activations for a fifth more time. On a GPU only.
+    #[serde(default)]
+    pub recompute: bool,
     /// What a model with a fresh head is saved as: `token_classification` is usual for critics,
     /// `sequence_classification` for reward models. A stored head stays what it is.
     #[serde(default = "token_classification")]
@@ -111,6 +119,8 @@ impl ValueLm {
         ValueLm {
             path: path.into(),
             init: Init::default(),
+            dtype: WeightsDType::default(),
+            recompute: false,
             head: token_classification(),
             head_init: HeadInit::default(),
             optimizer: None,
@@ -177,17 +187,25 @@ impl ModelConfig for ValueLm {
         config.tied_head = true;
         check_weights(&dir, &config, self.init).map_err(|error| vec![error])?;
         let parameters = count_parameters(&config) + config.hidden_size as u64 + 1;
-        let mut info = ModelInfo {
-            num_parameters: parameters,
-            weight_bytes: 4 * parameters,
-            training_bytes: training_bytes(self.optimizer.as_ref(), parameters),
-            kv_bytes_per_token: 0,
-            max_tokens: config.max_tokens,
-            summary: format!("{}, value head", summary(&config)),
-            role: VALUE_MODEL,
-            doubts: optimizer_doubts(self.optimizer.as_ref(), context),
-            ..ModelInfo::default()
+        let device = &context.device;
+        let dtype = self.dtype.on(device).map_err(|error| vec![error])?;
+        check_recompute(self.recompute, &config, device).map_err(|error| vec![error])?;
+        let optimizer = self.optimizer.as_ref();
+        let usage = Usage {
+            dtype,
+            device,
+            scores_tokens: false,
+            recompute: self.recompute,
         };
+        let mut info = ModelInfo {
+            // It never samples.
+            kv_bytes_per_token: 0,
+            role: VALUE_MODEL,
+            smaller: smaller(dtype, device),
+            doubts: optimizer_doubts(optimizer, context),
+            ..sized(&config, usage, parameters, optimizer)
+        };
+        info.summary += ", value head";
         look_at_texts(&mut info, &dir, Some(rows)).map_err(|error| vec![error])?;
         Ok(info)
     }
@@ -198,6 +216,14 @@ impl ModelConfig for ValueLm {
 
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
         check_device(device)
+    }
+
+    fn device_memory(&self, device: &str) -> Option<u64> {
+        verl_models::device::memory(device)
+    }
+
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        shortage(message)
     }
 
     fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
@@ -211,16 +237,21 @@ impl ModelConfig for ValueLm {
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let dir = self.folder(context);
+        let dtype = self.dtype.on(device).map_err(failed)?;
         let device = verl_models::device::device(device).map_err(failed)?;
         let head = self.fresh_head(context.seed);
         let mut decoder = match self.init {
-            Init::Pretrained => ValueDecoder::load(&dir, &device, head).map_err(failed)?,
+            Init::Pretrained => {
+                let loaded = ValueDecoder::load_as(&dir, &device, dtype, head);
+                loaded.map_err(failed)?.0
+            }
             Init::Random => {
                 let no_head = || failed(LoadError::NoHead { dir: dir.clone() });
                 let head = head.ok_or_else(no_head)?;
-                ValueDecoder::on(random_decoder(&dir, &device, context.seed)?, head)
+                ValueDecoder::on(random_decoder(&dir, &device, dtype, context.seed)?, head)
             }
         };
+        decoder.model.recompute = self.recompute;
         decoder.save_dtype = self.save_as.into();
         let tools = texts(&dir, &decoder.config)?;
         let critic = Critic::new(decoder, self.optimizer.clone()).map_err(failed)?;
@@ -376,7 +407,8 @@ mod tests {
         let info = describe(&trained()).unwrap();
         let mut critic = load(&trained());
         assert_eq!((info.kv_bytes_per_token, info.role), (0, VALUE_MODEL));
-        assert_eq!(info.training_bytes, 12 * info.num_parameters);
+        assert_eq!(info.optimizer_bytes, 8 * info.num_parameters);
+        assert_eq!(info.gradient_bytes, 4 * info.num_parameters);
         let dir = tempfile::tempdir().unwrap();
         let saved = dir.path().join("critic");
         critic.save(&saved).unwrap();

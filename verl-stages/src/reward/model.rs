@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use verl_pipe::batch::Batch;
 use verl_pipe::keys::{PROMPTS, RESPONSES, REWARDS};
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
-    find_model,
+    Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
+    StageSpec, find_model,
 };
 
 use crate::model::{VALUE_MODEL, ValueResource};
@@ -52,6 +52,7 @@ impl Stage for RewardModelStage {
             .reads(RESPONSES)
             .writes(REWARDS)
             .uses_as(VALUE_MODEL, &self.model, Access::Read)
+            .works(ModelWork::scoring(&self.model).of([PROMPTS.name(), RESPONSES.name()]))
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {

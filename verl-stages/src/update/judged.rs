@@ -3,8 +3,8 @@
 use verl_algos::losses::kl_baseline;
 use verl_models::model::{Extras, ScoreRow};
 use verl_pipe::batch::Batch;
-use verl_pipe::keys::DESIRABLE;
-use verl_pipe::stage::{Access, Models, StageError, StageSpec, find_model};
+use verl_pipe::keys::{DESIRABLE, PROMPTS};
+use verl_pipe::stage::{Access, ModelWork, Models, StageError, StageSpec, find_model};
 
 use crate::losses::Loss;
 use crate::model::{POLICY, PolicyResource};
@@ -16,7 +16,9 @@ pub(super) fn spec(mut spec: StageSpec, loss: &Loss) -> StageSpec {
         spec = spec.reads(DESIRABLE).remedy(DESIRABLE.name(), help);
     }
     match &loss.reference {
-        Some(reference) => spec.uses_as(POLICY, reference, Access::Read),
+        Some(reference) => spec
+            .uses_as(POLICY, reference, Access::Read)
+            .works(ModelWork::scoring(reference).of([PROMPTS.name(), loss.tokens.name()])),
         None => spec,
     }
 }

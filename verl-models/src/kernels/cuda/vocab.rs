@@ -8,13 +8,10 @@ use cubecl::server::Handle;
 use super::launch::{CudaKernel, Source};
 use super::product::{Summed, product, product_into, product_of_each_row};
 use super::tensor::{CubeTensor, cast, dense, element, empty};
+use crate::memory::{KEPT_LOGIT_BYTES, LOGIT_BYTES};
 
 static SOURCE: Source = Source::with_prefix(include_str!("rowwise.cuh"), include_str!("vocab.cu"));
 
-/// Bytes of logits that may be in memory at once.
-const MOST_BYTES: usize = 768 << 20;
-/// Bytes of logits that may be kept from a forward for a backward pass, which computes them again otherwise.
-const KEPT_BYTES: usize = 3 << 30;
 /// Numbers that the kernel writes for a token: log-prob, entropy, Σ π², largest logit, log Σ e.
 const KINDS: usize = 5;
 const THREADS: u32 = 256;
@@ -40,7 +37,7 @@ impl Operands {
     /// Tokens of each product, a function of the sizes of the model alone: the bits of a token do not depend on others.
     fn chunk(&self) -> usize {
         let row = self.sizes().1 * self.hidden.dtype().size();
-        self.chunk.max((MOST_BYTES / row).next_power_of_two() / 2)
+        self.chunk.max((LOGIT_BYTES / row).next_power_of_two() / 2)
     }
 
     fn temperature(&self) -> Handle {
@@ -91,7 +88,7 @@ pub(crate) fn forward(operands: &Operands) -> CubeTensor {
 /// [`forward`], and the logits where they may be kept: `[N, V]`.
 pub(crate) fn forward_saving(operands: &Operands) -> (CubeTensor, Option<CubeTensor>) {
     let (tokens, vocab) = operands.sizes();
-    if tokens * vocab * operands.hidden.dtype().size() > KEPT_BYTES {
+    if tokens * vocab * operands.hidden.dtype().size() > KEPT_LOGIT_BYTES {
         return (forward(operands), None);
     }
     let (scores, logits) = forward_of(operands, tokens);

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use crate::batch::{Batch, RaggedColumn, RowId};
 use crate::keys::{ADVANTAGES, MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
 use crate::pipe::{DataPipe, ModelDecl, ModelFactory, RunConfig, StageDecl};
-use crate::resource::{ModelInfo, ModelResource, ResourceError, Snapshot, WeightsVersion};
+use crate::resource::{
+    ModelInfo, ModelResource, ResourceError, Shortage, Snapshot, WeightsVersion,
+};
 use crate::run::runner::{Run, RunOptions};
 use crate::schedule::batching::BatchConfig;
 use crate::stage::{
@@ -134,6 +136,16 @@ impl ModelResource for Numbers {
     }
 }
 
+/// What a fake device panics with when it is full.
+pub(super) const FULL: &str = "Error while reading data: Generic { reason: \"out of device memory allocating 8589934592 bytes\" }";
+
+/// Reads it.
+pub(super) fn full(message: &str) -> Option<Shortage> {
+    let (_, after) = message.split_once("out of device memory allocating ")?;
+    let asked = after.split(' ').next()?.parse().ok();
+    Some(Shortage { asked })
+}
+
 pub(super) struct NumbersFactory;
 
 impl ModelFactory for NumbersFactory {
@@ -145,6 +157,9 @@ impl ModelFactory for NumbersFactory {
     }
     fn trainable(&self) -> bool {
         true
+    }
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        full(message)
     }
     fn load(
         &self,

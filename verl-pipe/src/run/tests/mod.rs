@@ -4,6 +4,7 @@ mod endings;
 mod failures;
 mod fakes;
 mod guards;
+mod out_of_memory;
 mod refill;
 mod refill_failures;
 mod samples;

@@ -1,0 +1,150 @@
+//! A device whose memory is used up ends the run with an error of its own, whoever was at work.
+
+use std::any::Any;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::fakes::*;
+use crate::pipe::ModelFactory;
+use crate::resource::{
+    Footprint, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot, WeightsVersion,
+};
+use crate::run::error::RunError;
+use crate::run::runner::Run;
+use crate::stage::{BuildContext, ConfigError, ModelWork, StageError};
+
+/// When the device of a [`Full`] model is full.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum When {
+    Loading,
+    Refusing,
+    TakingSnapshots,
+}
+
+/// A model whose device is full at some time.
+struct Full(When);
+
+struct FullModel;
+
+impl ModelResource for FullModel {
+    fn version(&self) -> WeightsVersion {
+        WeightsVersion {
+            step: 0,
+            hash: String::new(),
+        }
+    }
+    fn snapshot(&mut self) -> Result<Snapshot, ResourceError> {
+        panic!("{FULL}")
+    }
+    fn restore(&mut self, _: &Snapshot) -> Result<(), ResourceError> {
+        Ok(())
+    }
+    fn save(&mut self, _: &Path) -> Result<(), ResourceError> {
+        Ok(())
+    }
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+impl ModelFactory for Full {
+    fn describe(&self, _: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        Ok(ModelInfo {
+            num_parameters: 1 << 30,
+            weight_bytes: 2 << 30,
+            optimizer_bytes: 12 << 30,
+            gradient_bytes: 4 << 30,
+            footprint: Footprint {
+                kept_bytes_per_token: 1 << 20,
+                ..Footprint::default()
+            },
+            smaller: Some("dtype = \"bf16\""),
+            ..ModelInfo::default()
+        })
+    }
+    fn trainable(&self) -> bool {
+        true
+    }
+    fn shortage(&self, message: &str) -> Option<Shortage> {
+        full(message)
+    }
+    fn load(
+        &self,
+        _: &str,
+        _: &str,
+        _: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        match self.0 {
+            When::Loading => panic!("{FULL}"),
+            When::Refusing => Err(ResourceError::Failed(FULL.into())),
+            When::TakingSnapshots => Ok(Box::new(FullModel)),
+        }
+    }
+}
+
+/// A run whose model is `Full`, or why there is none; its generation trains on rows of 1,000 tokens by its own account.
+fn run(when: When) -> Result<Run, RunError> {
+    let work = ModelWork::training("actor", 16).tokens(1000);
+    let spec = generate_spec().works(work);
+    let generate = single("generate", spec, |_, _| Err(StageError::failed(FULL)));
+    let mut pipe = pipeline(vec![generate]);
+    pipe.models[0].factory = Arc::new(Full(when));
+    let schedule = pipe.plan().expect("a plan").schedule().expect("placed");
+    schedule.start(options())
+}
+
+#[track_caller]
+fn check(error: &RunError, during: &str) {
+    let RunError::OutOfMemory(full) = error else {
+        panic!("{error}");
+    };
+    let (device, asked) = (&full.device, &full.asked);
+    assert_eq!(full.during, during);
+    assert_eq!(
+        (device.as_str(), asked.as_deref()),
+        ("cpu", Some("8.0 GiB"))
+    );
+    assert_eq!(error.code(), "R018");
+}
+
+#[test]
+fn a_stage_that_finds_the_device_full_is_named_with_the_plan_and_a_remedy() {
+    let error = run(When::TakingSnapshots)
+        .expect("a run")
+        .step()
+        .expect_err("full");
+    insta::assert_snapshot!("out_of_memory", error.to_string());
+    check(
+        &error,
+        "step 1, stage `generate`, 6 rows, samples 0.5#0 to 0.0#0",
+    );
+}
+
+#[test]
+fn a_panic_is_told_as_an_error_is() {
+    let generate = single("generate", generate_spec(), |_, _| panic!("{FULL}"));
+    let mut run = start(vec![generate]);
+    let error = run.step().expect_err("full");
+    check(
+        &error,
+        "step 1, stage `generate`, 6 rows, samples 0.5#0 to 0.0#0",
+    );
+    // The thread lives on: weights can still be looked at.
+    assert!(!weights(&mut run).is_empty());
+}
+
+#[test]
+fn loading_and_questions_between_steps_are_covered() {
+    let during = "when asked to load models and start stages";
+    for when in [When::Loading, When::Refusing] {
+        check(&run(when).expect_err("no run"), during);
+    }
+    let mut run = run(When::TakingSnapshots).expect("a run");
+    check(
+        &run.snapshot().expect_err("full"),
+        "when asked to take snapshots",
+    );
+    // What a panic left behind is not gone on with.
+    let lost = run.snapshot().expect_err("given up");
+    assert_eq!(lost.code(), "R009");
+}

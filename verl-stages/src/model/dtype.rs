@@ -1,0 +1,69 @@
+//! The type of a model's weights on its device.
+
+use burn::tensor::DType;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use verl_models::device::has_bf16;
+use verl_pipe::stage::ConfigError;
+
+/// Type in which weights are held on the device, and in which it multiplies.
+///
+/// Sums, log-probs, losses, gradients and the optimiser are f32 whatever it is. A trained model in bf16 has its weights
+/// in f32 besides, in the optimiser: steps that are too small for bf16 add up there, and exports in f32 are made of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightsDType {
+    /// bf16 on a GPU, f32 on the CPU.
+    #[default]
+    Auto,
+    /// Half the memory, and faster products on a GPU; the CPU has no kernels for it. Weights of a folder in f32 are
+    /// rounded when they are loaded.
+    Bf16,
+    /// Twice the memory; products are true f32.
+    F32,
+}
+
+impl WeightsDType {
+    /// The type on the device called `device`.
+    ///
+    /// # Errors
+    /// bf16 on a device that does not have it.
+    pub(crate) fn on(self, device: &str) -> Result<DType, ConfigError> {
+        match self {
+            WeightsDType::F32 => Ok(DType::F32),
+            WeightsDType::Auto if has_bf16(device) => Ok(DType::BF16),
+            WeightsDType::Auto => Ok(DType::F32),
+            WeightsDType::Bf16 if has_bf16(device) => Ok(DType::BF16),
+            WeightsDType::Bf16 => Err(ConfigError::new(
+                "dtype",
+                "is `bf16`, but the model is on the CPU, whose kernels are for f32 alone",
+                "set it to `f32`, leave it out (it is then bf16 on a GPU and f32 on the CPU), or set `devices.group` to a GPU",
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_type_follows_the_device() {
+        let on = |dtype: WeightsDType, device| dtype.on(device).map_err(|error| error.setting);
+        assert_eq!(on(WeightsDType::Auto, "cpu"), Ok(DType::F32));
+        assert_eq!(on(WeightsDType::Auto, ""), Ok(DType::F32));
+        assert_eq!(on(WeightsDType::Auto, "cuda:1"), Ok(DType::BF16));
+        assert_eq!(on(WeightsDType::F32, "cuda:0"), Ok(DType::F32));
+        assert_eq!(on(WeightsDType::Bf16, "cuda:0"), Ok(DType::BF16));
+        assert_eq!(on(WeightsDType::Bf16, "cpu"), Err("dtype".to_owned()));
+    }
+
+    #[test]
+    fn it_is_written_in_small_letters() {
+        let read = |text: &str| serde_json::from_str::<WeightsDType>(text).ok();
+        assert_eq!(read("\"bf16\""), Some(WeightsDType::Bf16));
+        assert_eq!(read("\"f32\""), Some(WeightsDType::F32));
+        assert_eq!(read("\"auto\""), Some(WeightsDType::Auto));
+        assert_eq!(read("\"fp8\""), None);
+    }
+}
