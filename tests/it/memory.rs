@@ -54,6 +54,23 @@ fn bf16_on_the_cpu_is_refused() {
     assert!(text.contains("`auto`") && text.contains("`bf16`"), "{text}");
 }
 
+#[test]
+fn recomputation_takes_less_on_a_gpu_and_is_refused_elsewhere() {
+    let place = Place::new();
+    let training = |more: &[&str]| {
+        let memory = memory(&place, more);
+        let mut work = memory.work.iter();
+        let found = work.find(|work| work.kind == WorkKind::Training);
+        found.expect("an update").bytes
+    };
+    let kept = training(&["devices.group=cuda:0"]);
+    let again = training(&["devices.group=cuda:0", "actor.recompute=true"]);
+    assert!(again < kept, "{again} of {kept}");
+    let findings = place.grpo("run", &["actor.recompute=true"]).plan().err();
+    let findings = findings.expect("a refusal");
+    insta::assert_snapshot!("recomputation_on_the_cpu", Findings(findings).to_string());
+}
+
 /// Plans of the examples.
 fn plans() -> Vec<(String, Plan)> {
     let scratch = tempfile::tempdir().expect("a folder");

@@ -427,10 +427,17 @@ fn check_recompute(
     ))
 }
 
-/// What to set where weights in bf16 would be possible.
-fn smaller(dtype: DType, device: &str) -> Option<&'static str> {
-    let possible = dtype == DType::F32 && verl_models::device::has_bf16(device);
-    possible.then_some("dtype = \"bf16\"")
+/// A setting that would take less memory, where there is one.
+fn smaller(config: &DecoderConfig, usage: Usage<'_>, trained: bool) -> Option<&'static str> {
+    if !verl_models::device::has_bf16(usage.device) {
+        None
+    } else if usage.dtype == DType::F32 {
+        Some("dtype = \"bf16\"")
+    } else if trained && !usage.recompute && config.halves_are_plain() {
+        Some("recompute = true")
+    } else {
+        None
+    }
 }
 
 fn summary(config: &DecoderConfig, dtype: DType) -> String {
@@ -541,7 +548,7 @@ impl ModelConfig for CausalLm {
         };
         let mut info = ModelInfo {
             role: POLICY,
-            smaller: smaller(dtype, device),
+            smaller: smaller(&config, usage, optimizer.is_some()),
             doubts: optimizer_doubts(optimizer, context),
             ..sized(&config, usage, parameters, optimizer)
         };

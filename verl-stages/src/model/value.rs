@@ -201,7 +201,7 @@ impl ModelConfig for ValueLm {
             // It never samples.
             kv_bytes_per_token: 0,
             role: VALUE_MODEL,
-            smaller: smaller(dtype, device),
+            smaller: smaller(&config, usage, optimizer.is_some()),
             doubts: optimizer_doubts(optimizer, context),
             ..sized(&config, usage, parameters, optimizer)
         };
