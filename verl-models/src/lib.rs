@@ -15,6 +15,8 @@ pub mod families;
 pub mod gguf;
 pub mod hf;
 pub mod ilql;
+#[cfg(any(feature = "cuda", test))]
+mod kernel_text;
 pub mod kernels;
 mod lanes;
 pub mod model;
