@@ -2,6 +2,7 @@
 
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::time::Instant;
 
 use burn::tensor::{DType, Device};
 use clap::{Args, Subcommand, ValueEnum};
@@ -12,6 +13,7 @@ use verl::models::bench::{
 };
 use verl::models::decoder::Decoder;
 use verl::models::device::{Preflight, device, preflight};
+use verl::models::kernel_cache::{self, Tally};
 use verl::pipe::cli::json_error::{BENCH, JsonError};
 
 /// Measures a device: agreement with the CPU, then speed.
@@ -153,6 +155,7 @@ pub(crate) fn bench(command: &Bench, out: &mut dyn Write) -> io::Result<u8> {
         Bench::Train(args) => train(args),
         Bench::Step(args) => step(args),
     };
+    kernel_cache::save();
     match answer {
         Ok(answer) => {
             out.write_all(answer.text.as_bytes())?;
@@ -190,6 +193,7 @@ struct Answer {
 
 fn check(args: &CheckArgs) -> Result<Answer, Failure> {
     let found = preflight(&args.common.device)?;
+    kernel_cache::prepare(&format!("bench check on {}", args.common.device));
     let device = device(&args.common.device)?;
     let subjects = if args.model.is_empty() {
         let mut subjects = subjects();
@@ -217,9 +221,14 @@ fn check(args: &CheckArgs) -> Result<Answer, Failure> {
                 value
             })
             .collect();
-        line(&json!({ "device": found, "holds": good, "distances": distances }))
+        let kernels = kernel_cache::tally();
+        line(&json!({ "device": found, "holds": good, "kernels": kernels, "distances": distances }))
     } else {
-        table(&found, &distances)
+        let mut text = table(&found, &distances);
+        if let Some(tally) = kernel_cache::tally() {
+            text += &kernels_line(&tally);
+        }
+        text
     };
     Ok(Answer { text, good })
 }
@@ -271,17 +280,75 @@ struct Place {
     decoder: Decoder,
     ceilings: Ceilings,
     dtype: DType,
+    start: Start,
+}
+
+/// What came before the work, in milliseconds.
+#[derive(Debug, Clone, Copy)]
+struct Start {
+    preflight: f64,
+    load: f64,
+    ceilings: f64,
+}
+
+impl Start {
+    fn json(self) -> Value {
+        json!({
+            "preflight_ms": self.preflight,
+            "load_ms": self.load,
+            "ceilings_ms": self.ceilings,
+            "kernels": kernel_cache::tally(),
+        })
+    }
+
+    fn lines(self) -> String {
+        let mut text = row(
+            "start",
+            &format!(
+                "preflight {:.0} ms, load {:.0} ms, rates of the device {:.0} ms",
+                self.preflight, self.load, self.ceilings
+            ),
+        );
+        if let Some(tally) = kernel_cache::tally() {
+            text += &kernels_line(&tally);
+        }
+        text
+    }
+}
+
+fn kernels_line(tally: &Tally) -> String {
+    row("kernels", &format!("{tally}; cache: {}", tally.cache))
+}
+
+fn row(name: &str, value: &str) -> String {
+    format!("  {name:<22} {value}\n")
+}
+
+/// Milliseconds since `since`, which begins anew.
+fn lap(since: &mut Instant) -> f64 {
+    let now = Instant::now();
+    1e3 * now
+        .duration_since(std::mem::replace(since, now))
+        .as_secs_f64()
 }
 
 impl ModelArgs {
-    fn place(&self) -> Result<Place, Failure> {
+    /// For the bench called `work`.
+    fn place(&self, work: &str) -> Result<Place, Failure> {
+        let mut since = Instant::now();
         let found = preflight(&self.common.device)?;
+        let preflight = lap(&mut since);
         let device = device(&self.common.device)?;
         let dtype = match self.dtype {
             Some(dtype) => dtype.into(),
             None if device == Device::flex() => DType::F32,
             None => DType::BF16,
         };
+        let Common { device: on, .. } = &self.common;
+        kernel_cache::prepare(&format!(
+            "bench {work} of {} in {dtype:?} on {on}",
+            self.model
+        ));
         let decoder = match preset(&self.model) {
             Some(config) => random_decoder(config, &device, dtype),
             None => {
@@ -298,43 +365,51 @@ impl ModelArgs {
                 Decoder::load_as(&dir, &device, dtype)?.0
             }
         };
+        let load = lap(&mut since);
         let quick = self.model == "tiny";
+        let ceilings = Ceilings::measure(&device, dtype, quick)?;
         Ok(Place {
-            ceilings: Ceilings::measure(&device, dtype, quick)?,
+            ceilings,
             found,
             decoder,
             dtype,
+            start: Start {
+                preflight,
+                load,
+                ceilings: lap(&mut since),
+            },
         })
     }
 
     fn answer(
         &self,
-        place: (&Preflight, DType),
+        place: (&Preflight, DType, Start),
         figures: &impl serde::Serialize,
         lines: &[(&str, String)],
     ) -> Result<Answer, Failure> {
-        let (found, dtype) = place;
+        let (found, dtype, start) = place;
         let dtype = format!("{dtype:?}").to_lowercase();
         let text = if self.common.json {
             line(&json!({
                 "device": found,
                 "model": self.model,
                 "dtype": dtype,
+                "start": start.json(),
                 "figures": serde_json::to_value(figures)?,
             }))
         } else {
             let mut text = format!("{} in {dtype} on {found}\n", self.model);
             for (name, value) in lines {
-                text += &format!("  {name:<22} {value}\n");
+                text += &row(name, value);
             }
-            text
+            text + &start.lines()
         };
         Ok(Answer { text, good: true })
     }
 }
 
 fn rollout(args: &RolloutArgs) -> Result<Answer, Failure> {
-    let place = args.model.place()?;
+    let place = args.model.place("rollout")?;
     let work = RolloutWork {
         sequences: args.sequences,
         prompt_tokens: args.prompt,
@@ -359,11 +434,11 @@ fn rollout(args: &RolloutArgs) -> Result<Answer, Failure> {
         ("memory", memory(figures.peak_bytes)),
     ];
     args.model
-        .answer((&place.found, place.dtype), &figures, &lines)
+        .answer((&place.found, place.dtype, place.start), &figures, &lines)
 }
 
 fn train(args: &TrainArgs) -> Result<Answer, Failure> {
-    let place = args.model.place()?;
+    let place = args.model.place("train")?;
     let work = TrainWork {
         rows: args.rows,
         tokens: args.tokens,
@@ -389,11 +464,11 @@ fn train(args: &TrainArgs) -> Result<Answer, Failure> {
         ("memory", memory(figures.peak_bytes)),
     ];
     args.model
-        .answer((&place.found, place.dtype), &figures, &lines)
+        .answer((&place.found, place.dtype, place.start), &figures, &lines)
 }
 
 fn step(args: &StepArgs) -> Result<Answer, Failure> {
-    let place = args.model.place()?;
+    let place = args.model.place("step")?;
     let work = StepWork {
         prompts: args.prompts,
         samples: args.samples,
@@ -417,7 +492,7 @@ fn step(args: &StepArgs) -> Result<Answer, Failure> {
         ("memory", memory(figures.peak_bytes)),
     ];
     args.model
-        .answer((&place.found, place.dtype), &figures, &lines)
+        .answer((&place.found, place.dtype, place.start), &figures, &lines)
 }
 
 fn times(times: &Times) -> String {

@@ -1,10 +1,12 @@
 //! The executable `pipe`.
 
 mod bench;
+mod kernels;
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use bench::Bench;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -17,7 +19,9 @@ use verl::pipe::cli::json_error::{FILE, JsonError, USAGE};
 use verl::pipe::cli::plan::PlanArgs;
 use verl::pipe::cli::schema::SchemaArgs;
 use verl::pipe::cli::train::TrainArgs;
+use verl::pipe::cli::warmup::WarmupArgs;
 use verl::pipe::run::console::LogWriter;
+use verl::pipe::run::timeline::Kernels;
 
 /// Typed pipelines for reinforcement-learning post-training of language models.
 #[derive(Debug, Parser)]
@@ -35,12 +39,15 @@ Examples:
 
 Exit status: 0 done, 1 a faulty pipeline, a run that failed, or a difference that `debug` found, 2 a wrong command line,
 3 what `debug` cannot tell, 130 a run that was cancelled.
-Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away.";
+Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away;
+VERL_CACHE_DIR=DIR keeps compiled kernels in DIR/kernels instead of the user's cache folder, VERL_CACHE_DIR=off nowhere.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Runs a pipeline to its target step.
     Train(TrainArgs),
+    /// Compiles what a pipeline needs on its GPU, so that a later start finds it.
+    Warmup(WarmupArgs),
     /// Checks a pipeline and tells every fault; loads no weights.
     Check(CheckArgs),
     /// Prints the checked graph, the batch arithmetic and a memory estimate.
@@ -97,12 +104,16 @@ fn main() -> ExitCode {
         Err(error) => return wrong_command_line(&error),
     };
     let registry = verl::registry();
+    let kernels: Arc<dyn Kernels> = Arc::new(kernels::OfGpu);
     let mut out = std::io::stdout().lock();
     let result = match cli.command {
         Command::Train(args) => {
             drop(out);
-            return ExitCode::from(cli::train::train(&args, &registry, verl::versions()));
+            let versions = verl::versions();
+            let status = cli::train::train(&args, &registry, versions, Some(kernels));
+            return ExitCode::from(status);
         }
+        Command::Warmup(args) => cli::warmup::warmup(&args, &registry, &kernels, &mut out),
         Command::Check(args) => cli::check::check(&args, &registry, &mut out),
         Command::Plan(args) => cli::plan::plan(&args, &registry, &mut out),
         Command::Schema(args) => cli::schema::schema(&args, &registry, &mut out),

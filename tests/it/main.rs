@@ -34,3 +34,4 @@ mod trace_files;
 mod trace_settings;
 mod trl;
 mod view;
+mod warmup;

@@ -15,6 +15,7 @@ pub mod families;
 pub mod gguf;
 pub mod hf;
 pub mod ilql;
+pub mod kernel_cache;
 #[cfg(any(feature = "cuda", test))]
 mod kernel_text;
 pub mod kernels;
