@@ -40,7 +40,8 @@ Examples:
 Exit status: 0 done, 1 a faulty pipeline, a run that failed, or a difference that `debug` found, 2 a wrong command line,
 3 what `debug` cannot tell, 130 a run that was cancelled.
 Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away;
-VERL_CACHE_DIR=DIR keeps compiled kernels in DIR/kernels instead of the user's cache folder, VERL_CACHE_DIR=off nowhere.";
+VERL_CACHE_DIR=DIR has a build with kernel-cache keep compiled kernels in DIR/kernels instead of the user's cache folder,
+VERL_CACHE_DIR=off nowhere.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
