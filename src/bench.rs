@@ -9,7 +9,8 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
 use verl::models::agreement::{self, Distance, Measure, Subject, subjects, wide};
 use verl::models::bench::{
-    self, Ceilings, PRESETS, RolloutWork, StepWork, Times, TrainWork, preset, random_decoder,
+    self, Ceilings, KernelWork, PRESETS, RolloutWork, StepWork, Times, TrainWork, preset,
+    random_decoder,
 };
 use verl::models::decoder::Decoder;
 use verl::models::device::{Preflight, device, preflight};
@@ -27,6 +28,8 @@ pub(crate) enum Bench {
     Train(TrainArgs),
     /// A whole step of GRPO, without an engine around it.
     Step(StepArgs),
+    /// Single operations: times, shares of the memory bandwidth and of the matrix rate.
+    Kernels(KernelArgs),
 }
 
 #[derive(Debug, Clone, Args)]
@@ -100,6 +103,9 @@ pub(crate) struct TrainArgs {
     /// Rows of between a quarter of `tokens` and all of it.
     #[arg(long)]
     mixed: bool,
+    /// Keep the inputs of layers alone and compute the rest again in the backward pass.
+    #[arg(long)]
+    recompute: bool,
 }
 
 #[derive(Debug, Args)]
@@ -124,6 +130,21 @@ pub(crate) struct StepArgs {
     /// Weight of the KL to a reference; 0 needs none.
     #[arg(long, default_value_t = 0.0)]
     beta: f64,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct KernelArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Tokens of a call.
+    #[arg(long, default_value_t = 128)]
+    tokens: usize,
+    /// Tokens of a sequence.
+    #[arg(long, default_value_t = 64)]
+    sequence: usize,
+    /// Parameters of an optimiser step.
+    #[arg(long, default_value_t = 1 << 20)]
+    parameters: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -154,6 +175,7 @@ pub(crate) fn bench(command: &Bench, out: &mut dyn Write) -> io::Result<u8> {
         Bench::Rollout(args) => rollout(args),
         Bench::Train(args) => train(args),
         Bench::Step(args) => step(args),
+        Bench::Kernels(args) => kernels(args),
     };
     kernel_cache::save();
     match answer {
@@ -182,6 +204,7 @@ impl Bench {
             Bench::Rollout(args) => args.model.common.json,
             Bench::Train(args) => args.model.common.json,
             Bench::Step(args) => args.model.common.json,
+            Bench::Kernels(args) => args.model.common.json,
         }
     }
 }
@@ -398,9 +421,11 @@ impl ModelArgs {
                 "figures": serde_json::to_value(figures)?,
             }))
         } else {
+            let widths = lines.iter().map(|(name, _)| name.len());
+            let width = widths.max().unwrap_or(0).max(22);
             let mut text = format!("{} in {dtype} on {found}\n", self.model);
             for (name, value) in lines {
-                text += &row(name, value);
+                text += &format!("  {name:<width$} {value}\n");
             }
             text + &start.lines()
         };
@@ -444,6 +469,7 @@ fn train(args: &TrainArgs) -> Result<Answer, Failure> {
         tokens: args.tokens,
         micro_rows: args.micro,
         mixed: args.mixed,
+        recompute: args.recompute,
         runs: args.model.runs,
     };
     let figures = bench::train(place.decoder, &work, &place.ceilings)?;
@@ -491,6 +517,37 @@ fn step(args: &StepArgs) -> Result<Answer, Failure> {
         ),
         ("memory", memory(figures.peak_bytes)),
     ];
+    args.model
+        .answer((&place.found, place.dtype, place.start), &figures, &lines)
+}
+
+fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
+    let place = args.model.place("kernels")?;
+    let work = KernelWork {
+        tokens: args.tokens,
+        sequence: args.sequence,
+        parameters: args.parameters,
+        runs: args.model.runs,
+    };
+    let device = device(&args.model.common.device)?;
+    let on = (&device, place.dtype);
+    let figures = bench::kernels(&place.decoder.config, on, &work, &place.ceilings)?;
+    let lines: Vec<(&str, String)> = figures
+        .kernels
+        .iter()
+        .map(|own| {
+            let matrix = own.matrix_share.map_or(String::new(), |share| {
+                format!("{:5.1} % of the matrix rate", 1e2 * share)
+            });
+            let figures = format!(
+                "{:<22} {:>10.4} ms {:>7.1} % of a copy  {matrix}",
+                own.sizes,
+                own.times.median_ms,
+                1e2 * own.bandwidth_share
+            );
+            (own.name.as_str(), figures.trim_end().to_owned())
+        })
+        .collect();
     args.model
         .answer((&place.found, place.dtype, place.start), &figures, &lines)
 }

@@ -54,7 +54,11 @@ def compile_cubin(job):
     """(file, ((name, value), ...)) to (machine code, log)."""
     file, defines = job
     text = "".join(f"#define {k} {v}\n" for k, v in defines)
-    text += (CUDA / "gemm_tile.cuh").read_text() * (file != "gemm_skinny.cu") + (CUDA / file).read_text()
+    return compile_text(text + (CUDA / "gemm_tile.cuh").read_text() * (file != "gemm_skinny.cu") + (CUDA / file).read_text(), file)
+
+
+def compile_text(text, file):
+    """A whole text to (machine code, log)."""
     nvrtc = load_nvrtc()
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), file.encode(), 0, None, None)

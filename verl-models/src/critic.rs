@@ -9,7 +9,7 @@ use crate::model::{
     ModelError, PackedValues, ScoreRow, StepReport, TrainedModel, ValueInterface, ValueModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
-use crate::packing::TrainingBatch;
+use crate::packing::{Layout, TrainingBatch};
 use crate::rows::{self, Call, CallLimits};
 use crate::trained::Trained;
 
@@ -159,7 +159,7 @@ impl<M: ValueInterface> ValueModel for Critic<M> {
     ) -> Result<f64, ModelError> {
         self.check(rows)?;
         self.trained.check_trainable()?;
-        let Some(batch) = TrainingBatch::new(rows, select) else {
+        let Some(batch) = TrainingBatch::new(rows, select, Layout::Padded) else {
             return Ok(0.0);
         };
         self.trained.accumulate(|module, device| {

@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use crate::blocks::attention::{Attention, Heads, causal_mask};
@@ -14,8 +14,8 @@ use crate::blocks::mlp::Mlp;
 use crate::blocks::norm::RmsNorm;
 use crate::blocks::rope::{Rope, RopeConfig, Rotation};
 use crate::hf::{self, LoadError, LoadReport};
-use crate::kernels;
-use crate::model::{ModelError, ModelInterface};
+use crate::kernels::{self, AttentionParameters, AttentionSizes, Sequences};
+use crate::model::{ModelError, ModelInterface, padded_hidden};
 use crate::parameters::fill_parameters;
 use crate::random;
 use crate::rollout::EngineKind;
@@ -101,6 +101,10 @@ pub struct Backbone {
     pub layers: Vec<DecoderLayer>,
     /// Norm after the last layer.
     pub norm: RmsNorm,
+    /// Whether training keeps the input of each half of a layer alone and computes the rest again in the backward pass,
+    /// where [`kernels::blocks_are_fused`].
+    #[module(skip)]
+    pub recompute: bool,
 }
 
 impl Backbone {
@@ -110,6 +114,11 @@ impl Backbone {
     /// `ids`: `[B, S]`; result: `[B, S, D]`
     pub fn forward(&self, ids: Tensor<2, Int>, rope: &Rope) -> Tensor<3> {
         let [b, s] = ids.dims();
+        if self.packs() {
+            let hidden = self.packed(ids.reshape([b * s]), &vec![s; b], rope);
+            let width = hidden.dims()[1];
+            return hidden.reshape([b, s, width]);
+        }
         let mut x = self.embed_tokens.forward(ids.reshape([b * s]));
         let (device, width) = (x.device(), x.dims()[1]);
         let head_dim = rope.head_dim();
@@ -122,6 +131,36 @@ impl Backbone {
             x = layer.forward(x, [b, s], &rotation, mask.as_ref());
         }
         self.norm.forward(x).reshape([b, s, width])
+    }
+
+    /// Whether [`Backbone::packed`] is the fast way.
+    fn packs(&self) -> bool {
+        let weight = self.embed_tokens.weight.val();
+        let (device, dtype) = (weight.device(), weight.dtype());
+        let fused = |layer: &DecoderLayer| {
+            kernels::blocks_are_fused(&device, dtype, layer.self_attn.heads.dim)
+        };
+        self.is_plain() && self.layers.first().is_some_and(fused)
+    }
+
+    /// Whether layers have nothing that [`Backbone::packed`] lacks.
+    fn is_plain(&self) -> bool {
+        self.layers.iter().all(DecoderLayer::is_plain)
+    }
+
+    /// Final hidden states of sequences of these lengths that lie one after the other.
+    ///
+    /// # Shapes
+    /// `ids`: `[N]`; result: `[N, D]`
+    pub(crate) fn packed(&self, ids: Tensor<1, Int>, lengths: &[usize], rope: &Rope) -> Tensor<2> {
+        let device = ids.device();
+        let sequences = Sequences::new(lengths, &device);
+        let tables = rope.whole_tables(sequences.longest(), &device);
+        let mut x = self.embed_tokens.forward(ids);
+        for layer in &self.layers {
+            x = layer.packed(x, &tables, &sequences, self.recompute);
+        }
+        self.norm.forward(x)
     }
 }
 
@@ -153,6 +192,59 @@ impl DecoderLayer {
         self.feed_forward(x)
     }
 
+    /// Whether attention and MLP are of the kind that [`DecoderLayer::packed`] takes.
+    fn is_plain(&self) -> bool {
+        let (attention, mlp) = (&self.self_attn, &self.mlp);
+        let unbiased = [
+            &attention.o_proj,
+            &mlp.gate_proj,
+            &mlp.up_proj,
+            &mlp.down_proj,
+        ];
+        attention.q_norm.is_none()
+            && attention.k_norm.is_none()
+            && unbiased.iter().all(|linear| linear.bias.is_none())
+    }
+
+    /// The layer on sequences that lie one after the other, by [`kernels::attention_block`] and [`kernels::mlp_block`].
+    ///
+    /// # Shapes
+    /// `x`: `[N, D]`; result: the same
+    fn packed(
+        &self,
+        x: Tensor<2>,
+        tables: &[Tensor<2>; 2],
+        sequences: &Sequences,
+        recompute: bool,
+    ) -> Tensor<2> {
+        let (attention, mlp) = (&self.self_attn, &self.mlp);
+        let projections = [&attention.q_proj, &attention.k_proj, &attention.v_proj];
+        let biases = projections.map(|linear| linear.bias.as_ref().map(Param::val));
+        let biases: Vec<Tensor<1>> = biases.into_iter().flatten().collect();
+        let parameters = AttentionParameters {
+            gain: self.input_layernorm.weight.val(),
+            projections: projections.map(|linear| linear.weight.val()),
+            bias: (!biases.is_empty()).then(|| Tensor::cat(biases, 0)),
+            output: attention.o_proj.weight.val(),
+        };
+        let Heads {
+            query,
+            key_value,
+            dim,
+        } = attention.heads;
+        let sizes = AttentionSizes {
+            query_heads: query,
+            key_heads: key_value,
+            head_dim: dim,
+        };
+        let settings = (sizes, self.input_layernorm.epsilon, recompute);
+        let x = kernels::attention_block(x, parameters, tables.clone(), sequences, settings);
+        let norm = &self.post_attention_layernorm;
+        let weights = [&mlp.gate_proj, &mlp.up_proj, &mlp.down_proj];
+        let weights = weights.map(|linear| linear.weight.val());
+        kernels::mlp_block(x, norm.weight.val(), weights, (norm.epsilon, recompute))
+    }
+
     /// The second half of the layer.
     ///
     /// # Shapes
@@ -172,6 +264,7 @@ impl Decoder {
                 embed_tokens: Embedding::lazy(c.vocab_size, c.hidden_size, device),
                 layers: (0..c.layers).map(|_| layer(c, device)).collect(),
                 norm: RmsNorm::lazy(c.hidden_size, c.norm_epsilon, device),
+                recompute: false,
             },
             lm_head: (!c.tied_head)
                 .then(|| Linear::lazy(c.vocab_size, c.hidden_size, false, device)),
@@ -306,6 +399,18 @@ impl ModelInterface for Decoder {
         self.model.forward(ids, &self.rope)
     }
 
+    fn packs(&self) -> bool {
+        self.model.packs()
+    }
+
+    fn hidden_packed(&self, ids: Tensor<1, Int>, lengths: &[usize]) -> Tensor<2> {
+        if self.model.is_plain() {
+            self.model.packed(ids, lengths, &self.rope)
+        } else {
+            padded_hidden(self, ids, lengths)
+        }
+    }
+
     fn head(&self) -> Tensor<2> {
         match &self.lm_head {
             Some(head) => head.weight.val(),
@@ -419,6 +524,28 @@ mod tests {
                 }
             },
         );
+    }
+
+    #[test]
+    fn packed_sequences_have_the_states_of_padded_ones() {
+        let device = Device::flex();
+        let lengths = [3, 1, 7];
+        for qk_norm in [false, true] {
+            let config = DecoderConfig {
+                qk_norm,
+                ..config()
+            };
+            let decoder = Decoder::random(config, 7, &device);
+            let ids: Vec<i32> = (0..11).map(|at| at * 37 % 100).collect();
+            let ids = Tensor::from_data(TensorData::new(ids, [11]), &device);
+            let packed = decoder.hidden_packed(ids.clone(), &lengths);
+            let padded = padded_hidden(&decoder, ids, &lengths);
+            let [packed, padded] = [packed, padded].map(Tensor::into_data);
+            let pairs = packed.iter::<f32>().zip(padded.iter::<f32>());
+            for (got, want) in pairs {
+                assert!((got - want).abs() < 1e-4, "{got} is not {want}");
+            }
+        }
     }
 
     #[test]

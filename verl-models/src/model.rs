@@ -22,6 +22,7 @@ use burn::tensor::{Int, Tensor};
 use crate::ilql::IlqlModel;
 use crate::kernels;
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use crate::rows;
 pub use crate::scoring::Extras;
 
 pub use listed::{ListedTokens, PackedListed, TopTokens};
@@ -45,6 +46,20 @@ pub trait ModelInterface: Module + 'static {
     /// # Shapes
     /// `ids`: `[B, S]`; result: `[B, S, D]`
     fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<3>;
+
+    /// Whether [`ModelInterface::hidden_packed`] is faster than padding.
+    fn packs(&self) -> bool {
+        false
+    }
+
+    /// [`ModelInterface::hidden`] of sequences of these lengths, each at least 1, that lie one after the other. By default
+    /// they are padded to the longest.
+    ///
+    /// # Shapes
+    /// `ids`: `[N]`, with `N` the sum of `lengths`; result: `[N, D]`
+    fn hidden_packed(&self, ids: Tensor<1, Int>, lengths: &[usize]) -> Tensor<2> {
+        padded_hidden(self, ids, lengths)
+    }
 
     /// Weight of the output head, so that logits are `hidden · headᵀ`. A tied model returns its embedding.
     ///
@@ -96,6 +111,21 @@ pub trait ModelInterface: Module + 'static {
     /// # Errors
     /// When files cannot be written.
     fn save(&self, dir: &Path) -> Result<(), ModelError>;
+}
+
+/// [`ModelInterface::hidden_packed`] by padding.
+pub(crate) fn padded_hidden<M: ModelInterface>(
+    model: &M,
+    ids: Tensor<1, Int>,
+    lengths: &[usize],
+) -> Tensor<2> {
+    let device = ids.device();
+    let (places, sources, width) = rows::padding(lengths);
+    let ids = ids.select(0, rows::indices(sources, &device));
+    let hidden = model.hidden(ids.reshape([lengths.len(), width]));
+    let [b, s, d] = hidden.dims();
+    let places = rows::indices(places, &device);
+    hidden.reshape([b * s, d]).select(0, places)
 }
 
 /// How the optimiser treats a parameter.

@@ -37,25 +37,45 @@ impl Packed {
         rows::indices(self.positions.clone(), device)
     }
 
-    /// Forward pass of the padded `ids`, then log-probs and extras of the packed tokens only.
-    pub(crate) fn score<M: ModelInterface>(
+    /// Log-probs and extras of the packed tokens from the hidden states of the flattened call.
+    ///
+    /// # Shapes
+    /// `hidden`: `[tokens of the call, D]`; `head`: `[V, D]`
+    pub(crate) fn score(
         &self,
-        module: &M,
-        ids: Tensor<2, Int>,
+        hidden: Tensor<2>,
+        head: Tensor<2>,
         device: &Device,
         temperature: f64,
         extras: Extras,
         chunk: usize,
     ) -> TokenScores {
-        let hidden = module.hidden(ids); // [B, S, D]
-        let [b, s, d] = hidden.dims();
         let ascending = self.positions.is_sorted();
-        let hidden = hidden.reshape([b * s, d]);
         let hidden = kernels::take_rows(hidden, self.states(device), ascending); // [N, D]
         let targets = rows::indices(self.targets.clone(), device);
         // Greedy rollouts report log-probs of temperature 1.
         let temperature = if temperature == 0.0 { 1.0 } else { temperature };
-        linear_log_probs(hidden, module.head(), targets, temperature, extras, chunk)
+        linear_log_probs(hidden, head, targets, temperature, extras, chunk)
+    }
+}
+
+/// How the rows of a call lie in the flattened call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Layout {
+    /// Each as long as the longest.
+    Padded,
+    /// One after the other.
+    Packed,
+}
+
+impl Layout {
+    /// The one that a model is faster with.
+    pub(crate) fn of<M: ModelInterface>(module: &M) -> Self {
+        if module.packs() {
+            Layout::Packed
+        } else {
+            Layout::Padded
+        }
     }
 }
 
@@ -63,10 +83,13 @@ impl Packed {
 pub(crate) struct TrainingBatch {
     /// Positions of the rows in the request.
     pub(crate) rows: Vec<usize>,
-    /// Tokens of each padded row.
+    /// Tokens of the longest row.
     pub(crate) width: usize,
     /// The selected tokens.
     pub(crate) packed: Packed,
+    /// Tokens of each row.
+    lengths: Vec<usize>,
+    layout: Layout,
 }
 
 impl TrainingBatch {
@@ -74,6 +97,7 @@ impl TrainingBatch {
     pub(crate) fn new(
         rows: &[ScoreRow<'_>],
         select: &dyn Fn(usize, usize) -> bool,
+        layout: Layout,
     ) -> Option<Self> {
         let selected: Vec<(usize, Vec<usize>)> = rows
             .iter()
@@ -87,17 +111,74 @@ impl TrainingBatch {
         let lengths = selected
             .iter()
             .filter_map(|(row, chosen)| Some(rows::input_len(&rows[*row], chosen.last()? + 1)));
-        let width = lengths.max()?;
+        let lengths: Vec<usize> = lengths.collect();
+        let width = lengths.iter().copied().max()?;
         let mut packed = Packed::default();
-        for (place, (row, chosen)) in selected.iter().enumerate() {
+        let mut start = 0;
+        for ((row, chosen), length) in selected.iter().zip(&lengths) {
             for &token in chosen {
-                packed.push(place * width, *row, &rows[*row], token);
+                packed.push(start, *row, &rows[*row], token);
             }
+            start += match layout {
+                Layout::Padded => width,
+                Layout::Packed => *length,
+            };
         }
         Some(TrainingBatch {
             rows: selected.into_iter().map(|(row, _)| row).collect(),
             width,
             packed,
+            lengths,
+            layout,
         })
+    }
+
+    /// Hidden states of the flattened call of the rows, `[tokens of the call, D]`.
+    pub(crate) fn hidden<M: ModelInterface>(
+        &self,
+        module: &M,
+        rows: &[ScoreRow<'_>],
+        device: &Device,
+    ) -> Tensor<2> {
+        let picked = self.rows.iter().map(|&row| &rows[row]);
+        match self.layout {
+            Layout::Padded => {
+                let ids = rows::padded_ids(picked, self.rows.len(), self.width, device);
+                let hidden = module.hidden(ids);
+                let [b, s, d] = hidden.dims();
+                hidden.reshape([b * s, d])
+            }
+            Layout::Packed => {
+                let ids = rows::packed_ids(picked.zip(self.lengths.iter().copied()));
+                module.hidden_packed(rows::indices(ids, device), &self.lengths)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::toy::{Toy, bits, rows, sequences};
+
+    #[test]
+    fn a_model_that_pads_sees_the_same_rows_packed() {
+        let device = Device::flex();
+        let toy = Toy::new(29, 12, 64);
+        let sequences = sequences(&[(3, 4), (2, 0), (1, 9), (5, 2)], 29);
+        let rows = rows(&sequences);
+        let select = |row: usize, token: usize| row != 2 || token < 6;
+        let [padded, packed] = [Layout::Padded, Layout::Packed].map(|layout| {
+            let batch = TrainingBatch::new(&rows, &select, layout).unwrap();
+            assert_eq!(batch.rows, [0, 2, 3]);
+            let hidden = batch.hidden(&toy, &rows, &device);
+            let scores = batch
+                .packed
+                .score(hidden, toy.head(), &device, 1.0, Extras::NONE, 64);
+            let log_probs: Vec<f32> = scores.log_probs.into_data().iter().collect();
+            (batch.packed.rows, bits(&log_probs))
+        });
+        assert_eq!(padded.0.len(), 4 + 6 + 2);
+        assert_eq!(padded, packed);
     }
 }

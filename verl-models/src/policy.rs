@@ -12,10 +12,10 @@ use crate::model::{
     Scores, StepReport, TopTokens, TrainedModel,
 };
 use crate::optim::{OptimizerConfig, OptimizerConfigError};
-use crate::packing::{Packed, TrainingBatch};
+use crate::packing::{Layout, Packed, TrainingBatch};
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
-use crate::rows::{self, Call, CallLimits};
-use crate::scoring::Extras;
+use crate::rows::{self, Call, CallLimits, PackedCall};
+use crate::scoring::{Extras, TokenScores};
 use crate::trained::Trained;
 
 /// Tokens whose logits are in memory at once while training.
@@ -91,8 +91,41 @@ fn score_call<M: ModelInterface>(
     packed.pad(tokens.next_multiple_of(chunk));
     let picked = call.rows.iter().map(|&row| &rows[row]);
     let ids = rows::padded_ids(picked, call.height, call.width, device);
-    let found = packed.score(module, ids, device, temperature, extras, chunk);
-    let mut scores = vec![Scores::default(); call.rows.len()];
+    let hidden = module.hidden(ids);
+    let [b, s, d] = hidden.dims();
+    let hidden = hidden.reshape([b * s, d]);
+    let found = packed.score(hidden, module.head(), device, temperature, extras, chunk);
+    scores_of(&packed, found, call.rows.len())
+}
+
+/// Scores the rows of one packed call, in the order of its rows.
+fn score_packed<M: ModelInterface>(
+    module: &M,
+    call: &PackedCall,
+    rows: &[ScoreRow<'_>],
+    device: &Device,
+    (temperature, extras, chunk): (f64, Extras, usize),
+) -> Vec<Scores> {
+    let mut packed = Packed::default();
+    let mut start = 0;
+    for (place, &row) in call.rows.iter().enumerate() {
+        for token in 0..rows[row].response.len() {
+            packed.push(start, place, &rows[row], token);
+        }
+        start += call.lengths[place];
+    }
+    let picked = call.rows.iter().map(|&row| &rows[row]);
+    let mut ids = rows::packed_ids(picked.zip(call.lengths.iter().copied()));
+    ids.resize(call.lengths.iter().sum(), 0);
+    packed.pad(packed.rows.len().next_multiple_of(chunk));
+    let hidden = module.hidden_packed(rows::indices(ids, device), &call.lengths);
+    let found = packed.score(hidden, module.head(), device, temperature, extras, chunk);
+    scores_of(&packed, found, call.rows.len())
+}
+
+/// The scores of each row of a call.
+fn scores_of(packed: &Packed, found: TokenScores, rows: usize) -> Vec<Scores> {
+    let mut scores = vec![Scores::default(); rows];
     let mut fill = |found: Option<Tensor<1>>, of: fn(&mut Scores) -> &mut Vec<f32>| {
         let Some(found) = found else { return };
         for (&place, value) in packed.rows.iter().zip(found.into_data().iter::<f32>()) {
@@ -124,15 +157,26 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         self.check(rows)?;
         let device = self.trained.device();
         let limits = CallLimits::of(&device);
-        let calls = rows::calls(rows, self.max_tokens(), limits);
-        let scores = self.trained.run_calls(&calls, |module, call| {
-            let settings = (temperature, extras, limits);
-            score_call(module, call, rows, &device, settings)
-        });
         let mut results = vec![Scores::default(); rows.len()];
-        for (call, scores) in calls.iter().zip(scores) {
-            for (&row, scores) in call.rows.iter().zip(scores) {
+        let mut keep = |rows: &[usize], scores: Vec<Scores>| {
+            for (&row, scores) in rows.iter().zip(scores) {
                 results[row] = scores;
+            }
+        };
+        if self.module().packs() {
+            let settings = (temperature, extras, limits.chunk());
+            for call in rows::packed_calls(rows::input_lens(rows), limits) {
+                let scores = score_packed(self.module(), &call, rows, &device, settings);
+                keep(&call.rows, scores);
+            }
+        } else {
+            let calls = rows::calls(rows, self.max_tokens(), limits);
+            let scores = self.trained.run_calls(&calls, |module, call| {
+                let settings = (temperature, extras, limits);
+                score_call(module, call, rows, &device, settings)
+            });
+            for (call, scores) in calls.iter().zip(scores) {
+                keep(&call.rows, scores);
             }
         }
         Ok(results)
@@ -148,18 +192,19 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
     ) -> Result<f64, ModelError> {
         self.check(rows)?;
         self.trained.check_trainable()?;
-        let Some(batch) = TrainingBatch::new(rows, select) else {
+        let layout = Layout::of(self.module());
+        let Some(batch) = TrainingBatch::new(rows, select, layout) else {
             return Ok(0.0);
         };
         self.trained.accumulate(|module, device| {
-            let picked = batch.rows.iter().map(|&row| &rows[row]);
-            let ids = rows::padded_ids(picked, batch.rows.len(), batch.width, device);
+            let hidden = batch.hidden(module, rows, device);
             let packed = batch.packed;
             let extras = Extras {
                 entropies,
                 ..Extras::NONE
             };
-            let scores = packed.score(module, ids, device, temperature, extras, TRAIN_CHUNK);
+            let head = module.head();
+            let scores = packed.score(hidden, head, device, temperature, extras, TRAIN_CHUNK);
             loss(PackedScores {
                 log_probs: scores.log_probs,
                 entropies: scores.entropies,

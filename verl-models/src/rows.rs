@@ -9,6 +9,9 @@ use crate::model::{ModelError, ScoreRow};
 /// Token ids are padded to a quarter of the next power of two, but at least to a multiple of this.
 const MIN_STEP: usize = 16;
 
+/// Longest sequence of padding in a packed call: attention over it is cheap.
+const MOST_FILLER: usize = 256;
+
 /// Sizes of calls without gradient. They are constants of the device, never of the request.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct CallLimits {
@@ -47,6 +50,11 @@ impl CallLimits {
 
     /// Tokens of each product with the head, padding included, for a call with this many response tokens.
     ///
+    /// Most tokens of a product with the head.
+    pub(crate) fn chunk(&self) -> usize {
+        self.chunk
+    }
+
     /// A row alone in its call decides it; rows that share a call get a constant.
     pub(crate) fn product_len(&self, call: &Call, response: usize) -> usize {
         if call.height == 1 {
@@ -105,11 +113,14 @@ pub(crate) struct Call {
 
 /// Groups rows with a response into calls that see all of a row but its last token, which is only predicted.
 pub(crate) fn calls(rows: &[ScoreRow<'_>], max_tokens: usize, limits: CallLimits) -> Vec<Call> {
+    calls_of(input_lens(rows), max_tokens, limits)
+}
+
+/// Tokens that a model must see to score each row; none where there is no response.
+pub(crate) fn input_lens(rows: &[ScoreRow<'_>]) -> impl Iterator<Item = Option<usize>> {
     let length = |row: &ScoreRow<'_>| input_len(row, row.response.len());
-    let lengths = rows
-        .iter()
-        .map(|row| (!row.response.is_empty()).then(|| length(row)));
-    calls_of(lengths, max_tokens, limits)
+    rows.iter()
+        .map(move |row| (!row.response.is_empty()).then(|| length(row)))
 }
 
 /// Groups rows into calls whose shape is a function of the row's own length alone. `lengths` are the tokens that the
@@ -162,6 +173,76 @@ pub(crate) fn padded_ids<'a>(
     }
     ids.resize(height * width, 0);
     Tensor::from_data(TensorData::new(ids, [height, width]), device)
+}
+
+/// The first ids of some rows, as many of each as is said, one row after the other.
+pub(crate) fn packed_ids<'a>(rows: impl Iterator<Item = (&'a ScoreRow<'a>, usize)>) -> Vec<i32> {
+    let inputs = rows.flat_map(|(row, length)| row.prompt.iter().chain(row.response).take(length));
+    inputs.map(|&id| id as i32).collect()
+}
+
+/// Rows that are scored in one call, one after the other.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct PackedCall {
+    /// Positions of the rows in the request.
+    pub rows: Vec<usize>,
+    /// Tokens of each sequence of the call: those of the rows, then padding.
+    pub lengths: Vec<usize>,
+}
+
+/// Groups rows into calls of the same number of tokens, whatever the rows; only a row that is longer has a larger one.
+///
+/// So products have the same shape in every call, and a row's result does not depend on the rows beside it. `lengths` are
+/// as for [`calls_of`].
+pub(crate) fn packed_calls(
+    lengths: impl Iterator<Item = Option<usize>>,
+    limits: CallLimits,
+) -> Vec<PackedCall> {
+    let mut calls = Vec::new();
+    let mut open = PackedCall {
+        rows: Vec::new(),
+        lengths: Vec::new(),
+    };
+    let mut used = 0;
+    let mut close = |open: &mut PackedCall, used: &mut usize| {
+        if !open.rows.is_empty() {
+            let mut left = used.next_multiple_of(limits.tokens) - *used;
+            while left > 0 {
+                let filler = left.min(MOST_FILLER);
+                open.lengths.push(filler);
+                left -= filler;
+            }
+            calls.push(PackedCall {
+                rows: std::mem::take(&mut open.rows),
+                lengths: std::mem::take(&mut open.lengths),
+            });
+        }
+        *used = 0;
+    };
+    for (position, length) in lengths.enumerate() {
+        let Some(length) = length else { continue };
+        if used + length > limits.tokens {
+            close(&mut open, &mut used);
+        }
+        open.rows.push(position);
+        open.lengths.push(length);
+        used += length;
+    }
+    close(&mut open, &mut used);
+    calls
+}
+
+/// Padding for a model that takes rows of one length alone: where each token of the packed rows is among those of the padded
+/// ones, and, for each place of these, where its token is among the packed ones.
+pub(crate) fn padding(lengths: &[usize]) -> (Vec<i32>, Vec<i32>, usize) {
+    let width = lengths.iter().copied().max().unwrap_or(0);
+    let (mut places, mut sources) = (Vec::new(), Vec::new());
+    for (row, &length) in lengths.iter().enumerate() {
+        let start = places.len();
+        places.extend((0..length).map(|at| (row * width + at) as i32));
+        sources.extend((0..width).map(|at| (start + at.min(length.saturating_sub(1))) as i32));
+    }
+    (places, sources, width)
 }
 
 /// A list of indices or ids on the device.
@@ -218,6 +299,34 @@ mod tests {
                 assert_eq!(shape_of(&alone, 0), shape_of(&together, position));
             }
         }
+    }
+
+    #[test]
+    fn packed_calls_are_of_one_size() {
+        let limits = CallLimits::GPU;
+        let lengths = [9000, 7000, 500, 1, 20_000, 3];
+        let calls = packed_calls(lengths.into_iter().map(Some), limits);
+        let rows: Vec<_> = calls.iter().map(|call| call.rows.clone()).collect();
+        assert_eq!(rows, [vec![0, 1], vec![2, 3], vec![4], vec![5]]);
+        for call in &calls {
+            let own = call.rows.iter().map(|&row| lengths[row]);
+            assert!(own.eq(call.lengths[..call.rows.len()].iter().copied()));
+            let tokens: usize = call.lengths.iter().sum();
+            let size = if call.rows == [4] { 2 } else { 1 };
+            assert_eq!(tokens, size * limits.tokens);
+        }
+        assert!(packed_calls([None, None].into_iter(), limits).is_empty());
+    }
+
+    #[test]
+    fn padding_and_back() {
+        let (places, sources, width) = padding(&[2, 3, 1]);
+        assert_eq!(width, 3);
+        assert_eq!(places, [0, 1, 3, 4, 5, 6]);
+        assert_eq!(sources, [0, 1, 1, 2, 3, 4, 5, 5, 5]);
+        // What a packed token is found at after padding is itself.
+        let back: Vec<i32> = places.iter().map(|&at| sources[at as usize]).collect();
+        assert!(back.iter().enumerate().all(|(at, &from)| at as i32 == from));
     }
 
     #[test]

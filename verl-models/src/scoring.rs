@@ -127,12 +127,12 @@ pub struct SavedScores<B: Backend>(Saved<B>);
 enum Saved<B: Backend> {
     /// Of composed operations.
     Statistics(Statistics<B>),
-    /// Of kernels: `[5, N]`, and whether entropies were asked for.
+    /// Of kernels: `[5, N]`, whether entropies were asked for, and the logits where they were kept, `[N, V]`.
     #[cfg_attr(
         not(feature = "cuda"),
         expect(dead_code, reason = "the CPU composes operations")
     )]
-    Rows(FloatTensor<B>, bool),
+    Rows(FloatTensor<B>, bool, Option<FloatTensor<B>>),
 }
 
 /// The backward pass of [`ScoringOps`]; every backend gets it from its primitive operations.
@@ -150,7 +150,7 @@ pub trait ScoringGradients: ScoringOps {
     /// Gradients of hidden states and head, each where asked for.
     fn linear_scores_backward(
         inputs: &ScoringInputs<Self>,
-        saved: &SavedScores<Self>,
+        saved: SavedScores<Self>,
         gradient: FloatTensor<Self>,
         wanted: [bool; 2],
     ) -> [Option<FloatTensor<Self>>; 2] {
@@ -204,21 +204,23 @@ mod on_cuda {
             inputs: &ScoringInputs<Self>,
             extras: Extras,
         ) -> (FloatTensor<Self>, SavedScores<Self>) {
-            let rows = vocab::forward(&operands(&inputs.0));
+            let (rows, logits) = vocab::forward_saving(&operands(&inputs.0));
             let scores = vocab::chosen(&rows, extras.entropies, extras.sum_pi_squared);
-            (scores, SavedScores(Saved::Rows(rows, extras.entropies)))
+            let saved = Saved::Rows(rows, extras.entropies, logits);
+            (scores, SavedScores(saved))
         }
 
         fn linear_scores_backward(
             inputs: &ScoringInputs<Self>,
-            saved: &SavedScores<Self>,
+            saved: SavedScores<Self>,
             gradient: FloatTensor<Self>,
             wanted: [bool; 2],
         ) -> [Option<FloatTensor<Self>>; 2] {
-            let Saved::Rows(rows, entropies) = &saved.0 else {
+            let Saved::Rows(rows, entropies, logits) = saved.0 else {
                 unreachable!("the forward pass saves rows");
             };
-            vocab::backward(&operands(&inputs.0), rows, *entropies, gradient, wanted)
+            let saved = (&rows, logits);
+            vocab::backward(&operands(&inputs.0), saved, entropies, gradient, wanted)
         }
     }
 }
@@ -263,7 +265,7 @@ impl<B: ScoringGradients> Backward<B, 2> for LinearScores {
         let gradient = grads.consume::<B>(&ops.node);
         let (inputs, saved) = ops.state;
         let wanted = ops.parents.each_ref().map(Option::is_some);
-        let parts = B::linear_scores_backward(&inputs, &saved, gradient, wanted);
+        let parts = B::linear_scores_backward(&inputs, saved, gradient, wanted);
         for (node, part) in ops.parents.into_iter().zip(parts) {
             if let (Some(node), Some(part)) = (node, part) {
                 grads.register::<B>(node.id, part);

@@ -170,10 +170,11 @@ impl<M: Module> Trained<M> {
     pub(crate) fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
         let module = self.module.take().expect(PRESENT);
-        let gradients = training.accumulator.take();
-        let (module, report) = training
-            .optimizer
-            .step(module, &training.parameters, gradients);
+        let gradients = training.accumulator.take_accumulated();
+        let (module, report) =
+            training
+                .optimizer
+                .step_accumulated(module, &training.parameters, gradients);
         self.module = Some(module);
         report
     }

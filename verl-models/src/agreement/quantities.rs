@@ -245,6 +245,17 @@ impl Found<'_> {
             bound,
             at,
         );
+        let mut saving = sides.other.clone();
+        saving.model.recompute = true;
+        let again = Trained::of(&saving, &sequences)?;
+        let differing = got.gradients.iter().zip(&again.gradients);
+        let differing = differing.filter(|(kept, again)| kept != again).count();
+        self.add(
+            "gradients with recomputation",
+            Measure::Count,
+            differing as f64,
+            0.0,
+        );
         let distance = relative(&[got.norm], &[want.norm]);
         self.add(
             "gradient norm",

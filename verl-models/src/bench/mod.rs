@@ -4,6 +4,7 @@
 //! data; [`Ceilings`] says, from the same process, what the device can do at most, so that a figure has a share.
 
 mod ceilings;
+mod kernels;
 mod rollout;
 mod shape;
 mod step;
@@ -15,6 +16,7 @@ use burn::tensor::Device;
 use serde::Serialize;
 
 pub use ceilings::Ceilings;
+pub use kernels::{KernelFigure, KernelFigures, KernelWork, kernels};
 pub use rollout::{RolloutFigures, RolloutWork, rollout};
 pub use shape::{PRESETS, Preset, preset, random_decoder};
 pub use step::{StepFigures, StepWork, step};
@@ -40,6 +42,12 @@ pub enum BenchError {
     /// The device.
     #[error("the device failed: {0}")]
     Device(String),
+    /// A type that the device has no operations of its own for.
+    #[error("there are no fused operations in {dtype} on this device; measure in f32")]
+    Dtype {
+        /// The type.
+        dtype: String,
+    },
     /// Sizes that leave nothing to measure.
     #[error("`{setting}` is {value}, but must be at least {least}")]
     Size {
@@ -179,11 +187,22 @@ mod tests {
             tokens: 16,
             micro_rows: 1,
             mixed: true,
+            recompute: true,
             runs: 1,
         };
         let figures = train(decoder.clone(), &work, &ceilings).unwrap();
         assert!(figures.tokens_per_s > 0.0 && figures.loss.is_finite());
         assert!((0.0..1.0).contains(&figures.padding_share));
+        let work = KernelWork {
+            tokens: 12,
+            sequence: 4,
+            parameters: 1000,
+            runs: 1,
+        };
+        let place = (&device, DType::F32);
+        let figures = kernels(&decoder.config, place, &work, &ceilings).unwrap();
+        assert_eq!(figures.kernels.len(), 14);
+        assert!(figures.kernels.iter().all(|own| own.times.median_ms > 0.0));
         let work = StepWork {
             prompts: 2,
             samples: 2,

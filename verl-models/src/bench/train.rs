@@ -22,6 +22,8 @@ pub struct TrainWork {
     pub micro_rows: usize,
     /// Whether rows have between a quarter and all of `tokens`; otherwise all have all.
     pub mixed: bool,
+    /// Whether the backward pass computes the insides of layers again.
+    pub recompute: bool,
     /// Steps that are timed.
     pub runs: usize,
 }
@@ -33,6 +35,7 @@ impl Default for TrainWork {
             tokens: 1024,
             micro_rows: 8,
             mixed: false,
+            recompute: false,
             runs: 5,
         }
     }
@@ -68,15 +71,16 @@ pub struct TrainFigures {
 /// # Errors
 /// Sizes of nothing; what training refuses.
 pub fn train(
-    decoder: Decoder,
+    mut decoder: Decoder,
     work: &TrainWork,
     ceilings: &Ceilings,
 ) -> Result<TrainFigures, BenchError> {
     at_least("rows", work.rows, 1)?;
     at_least("tokens", work.tokens, 2)?;
     at_least("micro_rows", work.micro_rows, 1)?;
+    decoder.model.recompute = work.recompute;
     let device = decoder.head().device();
-    let config = decoder.config.clone();
+    let (config, packs) = (decoder.config.clone(), decoder.packs());
     let mut policy = Policy::new(decoder, Some(optimizer()))?;
     let responses = responses(&config, work);
     let rows: Vec<ScoreRow<'_>> = responses
@@ -108,6 +112,7 @@ pub fn train(
         .chunks(work.micro_rows)
         .map(|lengths| lengths.len() * lengths.iter().max().unwrap_or(&0))
         .sum();
+    let computed = if packs { tokens } else { padded };
     let operations: f64 = lengths
         .iter()
         .map(|&length| operations(&config, length))
@@ -115,7 +120,7 @@ pub fn train(
     let second = 1e-3 * step.median_ms;
     Ok(TrainFigures {
         tokens_per_s: tokens as f64 / second,
-        padding_share: 1.0 - tokens as f64 / padded as f64,
+        padding_share: 1.0 - tokens as f64 / computed as f64,
         gflop_per_token: operations / tokens as f64 * 1e-9,
         matrix_share: operations / second * 1e-12 / ceilings.product_tflop_s,
         optimizer_ms: Times::of(optimizer_s.split_off(2)).median_ms,

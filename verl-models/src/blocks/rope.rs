@@ -56,6 +56,12 @@ impl Rope {
         }
     }
 
+    /// Cosines and signed sines of positions from 0, `[at least length, Dh]` each in f32, without padding between rows.
+    pub(crate) fn whole_tables(&self, length: usize, device: &Device) -> [Tensor<2>; 2] {
+        let Tables { cos, sin, .. } = self.tables(length, device);
+        [cos, sin]
+    }
+
     /// Rotation of explicit positions, all less than `length`.
     ///
     /// `length` is an argument because finding the largest position would read from the device.
@@ -112,11 +118,11 @@ impl Rope {
                     .chain(row_sin.iter().copied()),
             );
         }
-        let tensor = |values| {
-            Tensor::from_data(
-                TensorData::new(values, [length, self.head_dim]),
-                (&device, DType::F32),
-            )
+        // As a vector first: a GPU may pad the rows of a matrix.
+        let tensor = |values: Vec<f32>| {
+            let values = TensorData::new(values, [length * self.head_dim]);
+            let flat = Tensor::<1>::from_data(values, (&device, DType::F32));
+            flat.reshape([length, self.head_dim])
         };
         Tables {
             length,

@@ -4,6 +4,8 @@
 //! them. All sums have a fixed order, so that the same inputs give the same bits.
 
 pub(crate) mod attention;
+mod blocks;
+mod columns;
 pub(crate) mod decode;
 pub(crate) mod launch;
 mod mlp;
@@ -93,7 +95,7 @@ impl DecoderGradients for Cube {
         gradient: CubeTensor,
     ) -> [CubeTensor; 2] {
         let scale = scale.unwrap_or_else(|| norm::forward(x.clone(), weight.clone(), epsilon).1);
-        norm::backward(x, weight, scale, gradient)
+        norm::backward(x, weight, scale, gradient, None)
     }
 
     fn swiglu_backward(gate: CubeTensor, up: CubeTensor, gradient: CubeTensor) -> [CubeTensor; 2] {

@@ -4,6 +4,7 @@
 //! from plain operations. The CPU has them in f32, an NVIDIA GPU in f32 and bf16.
 
 mod attention;
+mod blocks;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -19,6 +20,10 @@ use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_e
 use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Shape, Tensor, TensorData};
 
 pub use attention::AttentionShape;
+pub use blocks::{
+    AttentionParameters, AttentionSizes, BlockOps, Sequences, attention_block, blocks_are_fused,
+    mlp_block,
+};
 
 use crate::device::is_cpu;
 

@@ -4,7 +4,10 @@
 use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-use super::{AttentionShape, are_fused, attention, linear, rms_norm, swiglu};
+use super::{
+    AttentionParameters, AttentionShape, AttentionSizes, Sequences, are_fused, attention,
+    attention_block, linear, mlp_block, rms_norm, swiglu,
+};
 use crate::blocks::rope::{Rope, RopeConfig, RopeScaling};
 use crate::toy::numbers;
 
@@ -211,4 +214,112 @@ fn attention_is_its_composition_for_short_and_long_sequences() {
     check_attention(1, 2, [2, 1, 4]);
     check_attention(7, 16, [2, 1, 8]);
     check_attention(2, 70, [2, 1, 8]);
+}
+
+fn norm(x: &Tensor<2>, gain: &Tensor<2>) -> Tensor<2> {
+    rms_norm(x.clone(), gain.clone().reshape([x.dims()[1]]), EPSILON)
+}
+
+const EPSILON: f64 = 1e-5;
+
+#[test]
+fn the_second_half_of_a_layer_is_its_composition() {
+    for (rows, width, inner) in [(1, 4, 6), (5, 8, 12), (130, 16, 40)] {
+        let inputs = vec![
+            input(rows, width, 1),
+            input(1, width, 2),
+            input(inner, width, 3),
+            input(inner, width, 4),
+            input(width, inner, 5),
+        ];
+        for recompute in [false, true] {
+            let fused = |x: &[Tensor<2>]| {
+                let gain = x[1].clone().reshape([width]);
+                let weights = [&x[2], &x[3], &x[4]].map(Clone::clone);
+                mlp_block(x[0].clone(), gain, weights, (EPSILON, recompute))
+            };
+            check(&inputs, &fused, &|x| {
+                let n = norm(&x[0], &x[1]);
+                let inner = swiglu(linear(n.clone(), x[2].clone()), linear(n, x[3].clone()));
+                x[0].clone() + linear(inner, x[4].clone())
+            });
+        }
+    }
+}
+
+#[test]
+fn the_first_half_of_a_layer_is_its_composition() {
+    let width = 12;
+    let sizes = AttentionSizes {
+        query_heads: 4,
+        key_heads: 2,
+        head_dim: 6,
+    };
+    let [query, key] = [24, 12];
+    let rope = Rope::new(
+        RopeConfig {
+            theta: 100.0,
+            scaling: RopeScaling::Default,
+        },
+        sizes.head_dim,
+    );
+    for (lengths, biased) in [
+        (vec![1], true),
+        (vec![3, 17, 5], true),
+        (vec![20, 20], false),
+    ] {
+        let rows = lengths.iter().sum();
+        let mut inputs = vec![
+            input(rows, width, 1),
+            input(1, width, 2),
+            input(query, width, 3),
+            input(key, width, 4),
+            input(key, width, 5),
+            input(width, query, 6),
+        ];
+        if biased {
+            inputs.push(input(1, query + 2 * key, 7));
+        }
+        let composed = |x: &[Tensor<2>]| {
+            let n = norm(&x[0], &x[1]);
+            let bias = |from: usize, count: usize| x[6].clone().narrow(1, from, count);
+            let project = |weight: &Tensor<2>, from: usize, count: usize| {
+                let y = linear(n.clone(), weight.clone());
+                if biased { y + bias(from, count) } else { y }
+            };
+            let queries = project(&x[2], 0, query);
+            let keys = project(&x[3], query, key);
+            let values = project(&x[4], query + key, key);
+            let mut start = 0;
+            let mixed = lengths.iter().map(|&tokens| {
+                let shape = AttentionShape {
+                    sequences: 1,
+                    tokens,
+                    query_heads: sizes.query_heads,
+                    key_heads: sizes.key_heads,
+                    head_dim: sizes.head_dim,
+                };
+                let own = [&queries, &keys, &values].map(|x| x.clone().narrow(0, start, tokens));
+                start += tokens;
+                composed_attention(shape, &own, &rope)
+            });
+            x[0].clone() + linear(Tensor::cat(mixed.collect(), 0), x[5].clone())
+        };
+        for recompute in [false, true] {
+            let fused = |x: &[Tensor<2>]| {
+                let device = x[0].device().without_autodiff();
+                let sequences = Sequences::new(&lengths, &device);
+                let parameters = AttentionParameters {
+                    gain: x[1].clone().reshape([width]),
+                    projections: [&x[2], &x[3], &x[4]].map(Clone::clone),
+                    bias: biased.then(|| x[6].clone().reshape([query + 2 * key])),
+                    output: x[5].clone(),
+                };
+                let tables = rope.whole_tables(sequences.longest(), &device);
+                let settings = (sizes, EPSILON, recompute);
+                attention_block(x[0].clone(), parameters, tables, &sequences, settings)
+            };
+            check(&inputs, &fused, &composed);
+        }
+    }
 }

@@ -141,6 +141,17 @@ impl ModuleMapper for Freezer<'_> {
 #[derive(Debug, Clone, Default)]
 pub struct GradientAccumulator {
     sums: Vec<Option<Tensor<1>>>,
+    /// The sum of the squares of the sums, where it is known: after a single backward pass.
+    squares: Option<f64>,
+}
+
+/// What a [`GradientAccumulator`] held.
+#[derive(Debug)]
+pub(crate) struct Accumulated {
+    /// The sums, by position in [`TrainableParameters`].
+    pub gradients: Vec<Option<Tensor<1>>>,
+    /// The sum of their squares, where it is known; it is finite.
+    pub squares: Option<f64>,
 }
 
 impl GradientAccumulator {
@@ -162,7 +173,8 @@ impl GradientAccumulator {
         };
         module.visit(&mut collector);
         let collected = collector.collected;
-        check_finite(parameters, &collected)?;
+        let squares = check_finite(parameters, &collected)?;
+        self.squares = self.is_empty().then_some(squares);
         self.sums.resize(parameters.len(), None);
         for (sum, gradient) in self.sums.iter_mut().zip(collected) {
             if let Some(gradient) = gradient {
@@ -187,7 +199,15 @@ impl GradientAccumulator {
 
     /// Takes the sums out and starts anew.
     pub fn take(&mut self) -> Vec<Option<Tensor<1>>> {
-        std::mem::take(&mut self.sums)
+        self.take_accumulated().gradients
+    }
+
+    /// [`GradientAccumulator::take`] with what is known about the sums.
+    pub(crate) fn take_accumulated(&mut self) -> Accumulated {
+        Accumulated {
+            gradients: std::mem::take(&mut self.sums),
+            squares: self.squares.take(),
+        }
     }
 }
 

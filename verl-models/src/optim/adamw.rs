@@ -1,13 +1,15 @@
 //! AdamW with f32 master state.
 
-use burn::module::{Module, ModuleMapper, Param};
+use std::collections::BTreeMap;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::accumulate::{TrainableParameters, check_finite};
+use super::accumulate::{Accumulated, TrainableParameters, check_finite};
 use super::clip::clip_factor;
-use super::kernels::{self, AdamWScalars};
+use super::kernels::{self, AdamWScalars, AdamWUpdate};
 use super::schedule::Schedule;
 use crate::model::{ModelError, ParameterGroup, StepReport};
 
@@ -154,10 +156,32 @@ impl AdamW {
         &mut self,
         module: M,
         parameters: &TrainableParameters,
-        mut gradients: Vec<Option<Tensor<1>>>,
+        gradients: Vec<Option<Tensor<1>>>,
     ) -> (M, Result<StepReport, ModelError>) {
+        let gradients = Accumulated {
+            gradients,
+            squares: None,
+        };
+        self.step_accumulated(module, parameters, gradients)
+    }
+
+    /// [`AdamW::step`] with what was accumulated.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn step_accumulated<M: Module>(
+        &mut self,
+        module: M,
+        parameters: &TrainableParameters,
+        accumulated: Accumulated,
+    ) -> (M, Result<StepReport, ModelError>) {
+        let Accumulated {
+            mut gradients,
+            squares,
+        } = accumulated;
         gradients.resize(parameters.len(), None);
-        let norm = match check_finite(parameters, &gradients) {
+        let squares = squares.map_or_else(|| check_finite(parameters, &gradients), Ok);
+        let norm = match squares {
             Ok(sum) => sum.sqrt(),
             Err(error) => return (module, Err(error)),
         };
@@ -174,6 +198,7 @@ impl AdamW {
             factor,
             learning_rate,
         };
+        updater.update_narrow(&module);
         let module = module.map(&mut updater);
         self.steps += 1;
         let report = StepReport {
@@ -209,37 +234,103 @@ impl ModuleMapper for Updater<'_> {
         }
         param.map(|weight| {
             let shape = weight.shape();
-            let dtype = weight.dtype();
             let length = shape.num_elements();
             let flat = match (gradient, twin) {
                 (Some(gradient), _) => self.update(position, weight.reshape([length]), gradient),
                 (None, Some(twin)) => twin,
                 (None, None) => weight.reshape([length]),
             };
-            flat.cast(dtype).reshape(shape)
+            flat.reshape(shape)
         })
     }
 }
 
+/// Flat weights that are not f32, by position.
+struct NarrowWeights<'a> {
+    parameters: &'a TrainableParameters,
+    found: BTreeMap<usize, Tensor<1>>,
+}
+
+impl ModuleVisitor for NarrowWeights<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(position) = self.parameters.position(param.id) else {
+            return;
+        };
+        let weight = param.base();
+        if weight.dtype() != DType::F32 {
+            let length = weight.shape().num_elements();
+            self.found.insert(position, weight.reshape([length]));
+        }
+    }
+}
+
 impl Updater<'_> {
-    /// The new weight in f32.
-    fn update(&mut self, position: usize, weight: Tensor<1>, gradient: Tensor<1>) -> Tensor<1> {
-        let is_f32 = weight.dtype() == DType::F32;
-        let state = self.states[position].take();
-        let (first, second, master, steps) = match state {
+    /// Updates parameters whose weights are not f32: their results wait in `updated`. Together they take fewer launches,
+    /// and their weights are written anew anyway.
+    fn update_narrow<M: Module>(&mut self, module: &M) {
+        let mut weights = NarrowWeights {
+            parameters: self.parameters,
+            found: BTreeMap::new(),
+        };
+        module.visit(&mut weights);
+        let mut waiting = Vec::new();
+        for (position, weight) in weights.found {
+            if let Some(gradient) = self.gradients[position].take() {
+                let dtype = weight.dtype();
+                let (steps, update) = self.prepare(position, weight, gradient);
+                waiting.push((dtype, (position, steps), update));
+            }
+        }
+        while let Some(&(dtype, ..)) = waiting.first() {
+            let (now, later): (Vec<_>, _) = waiting.into_iter().partition(|own| own.0 == dtype);
+            waiting = later;
+            let (places, updates): (Vec<_>, Vec<_>) =
+                now.into_iter().map(|(_, place, own)| (place, own)).unzip();
+            let updated = kernels::adamw_all(updates, dtype);
+            for ((position, steps), updated) in places.into_iter().zip(updated) {
+                let [first, second] = updated.moments;
+                self.states[position] = Some(ParameterState {
+                    first,
+                    second,
+                    master: Some(updated.parameter),
+                    steps,
+                });
+                self.updated[position] = Some(updated.weight);
+            }
+        }
+    }
+
+    /// The parameter's steps with this one, and its update.
+    fn prepare(
+        &mut self,
+        position: usize,
+        weight: Tensor<1>,
+        gradient: Tensor<1>,
+    ) -> (u64, AdamWUpdate) {
+        let (first, second, master, steps) = match self.states[position].take() {
             Some(state) => (state.first, state.second, state.master, state.steps + 1),
             None => (gradient.zeros_like(), gradient.zeros_like(), None, 1),
         };
-        let current = match master {
-            Some(master) => master,
-            None => weight.cast(DType::F32),
+        let update = AdamWUpdate {
+            parameter: master.unwrap_or_else(|| weight.cast(DType::F32)),
+            moments: [first, second],
+            gradient,
+            scalars: self.scalars(position, steps),
         };
-        let scalars = self.scalars(position, steps);
-        let (updated, first, second) = kernels::adamw(current, first, second, gradient, scalars);
+        (steps, update)
+    }
+
+    /// The new weight, where weights are f32.
+    fn update(&mut self, position: usize, weight: Tensor<1>, gradient: Tensor<1>) -> Tensor<1> {
+        let (steps, update) = self.prepare(position, weight, gradient);
+        let [first, second] = update.moments;
+        let scalars = update.scalars;
+        let (updated, first, second) =
+            kernels::adamw(update.parameter, first, second, update.gradient, scalars);
         self.states[position] = Some(ParameterState {
             first,
             second,
-            master: (!is_f32).then(|| updated.clone()),
+            master: None,
             steps,
         });
         if self.parameters.is_shared(position) {

@@ -3,7 +3,7 @@
 use burn::backend::flex::FlexTensor;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Dispatch, Flex, backend_extension};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 use rayon::prelude::*;
 
 /// Elements of a task. Partial sums are formed per task and added in order, so results do not depend on threads.
@@ -61,6 +61,72 @@ pub fn adamw(
     )
 }
 
+/// An AdamW update of one parameter; tensors as for [`adamw`].
+#[derive(Debug)]
+pub struct AdamWUpdate {
+    /// The parameter in f32.
+    pub parameter: Tensor<1>,
+    /// First and second moment.
+    pub moments: [Tensor<1>; 2],
+    /// The gradient.
+    pub gradient: Tensor<1>,
+    /// Scalars; those of one call differ in `decay`, `step_size` and `second_correction` alone.
+    pub scalars: AdamWScalars,
+}
+
+/// What an [`AdamWUpdate`] gives.
+#[derive(Debug)]
+pub struct AdamWUpdated {
+    /// The parameter in f32.
+    pub parameter: Tensor<1>,
+    /// First and second moment.
+    pub moments: [Tensor<1>; 2],
+    /// The parameter in the dtype that was asked for.
+    pub weight: Tensor<1>,
+}
+
+/// [`adamw`] of parameters whose weights are kept in `dtype`: on a GPU, for bf16, many in one launch.
+pub fn adamw_all(updates: Vec<AdamWUpdate>, dtype: DType) -> Vec<AdamWUpdated> {
+    #[cfg(feature = "cuda")]
+    if dtype == DType::BF16
+        && let Some(first) = updates.first()
+        && !crate::device::is_cpu(&first.gradient.device())
+    {
+        use crate::kernels::cuda::{tensor, update};
+        let updates = updates.into_iter().map(|own| update::Update {
+            tensors: {
+                let [first, second] = own.moments;
+                [own.parameter, first, second].map(tensor::primitive)
+            },
+            gradient: tensor::primitive(own.gradient),
+            scalars: own.scalars,
+        });
+        let updated = update::adamw(updates.collect(), true).into_iter();
+        return updated
+            .map(|own| {
+                let [parameter, first, second] = own.tensors.map(tensor::wrapped);
+                let weight = own.weight.expect("the kernel was told to write it");
+                AdamWUpdated {
+                    parameter,
+                    moments: [first, second],
+                    weight: tensor::wrapped(weight),
+                }
+            })
+            .collect();
+    }
+    let update = |own: AdamWUpdate| {
+        let [first, second] = own.moments;
+        let (parameter, first, second) =
+            adamw(own.parameter, first, second, own.gradient, own.scalars);
+        AdamWUpdated {
+            weight: parameter.clone().cast(dtype),
+            parameter,
+            moments: [first, second],
+        }
+    };
+    updates.into_iter().map(update).collect()
+}
+
 /// Sum of the squares of each of some f32 tensors, at least one: `[tensors]`.
 pub fn sums_of_squares(tensors: Vec<Tensor<1>>) -> Tensor<1> {
     #[cfg(feature = "cuda")]
@@ -109,8 +175,13 @@ impl OptimizerOps for burn::backend::Cube {
         scalars: AdamWScalars,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
         let tensors = [parameter, first, second];
-        let [parameter, first, second] =
-            crate::kernels::cuda::update::adamw(tensors, gradient, scalars);
+        use crate::kernels::cuda::update::{Update, adamw};
+        let update = Update {
+            tensors,
+            gradient,
+            scalars,
+        };
+        let [parameter, first, second] = adamw(vec![update], false).remove(0).tensors;
         (parameter, first, second)
     }
 

@@ -4,7 +4,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use super::TRAIN_CHUNK;
 use crate::model::{ListedTokens, ModelError, ModelInterface, PackedListed, ScoreRow, TopTokens};
-use crate::packing::{Packed, TrainingBatch};
+use crate::packing::{Layout, Packed, TrainingBatch};
 use crate::rows::{self, Call, CallLimits};
 use crate::scoring::{listed_log_probs, top_log_probs};
 use crate::trained::Trained;
@@ -100,7 +100,8 @@ pub(super) fn accumulate<M: ModelInterface>(
     listed.check(rows, trained.module().vocab_size())?;
     check_temperature(temperature)?;
     trained.check_trainable()?;
-    let Some(batch) = TrainingBatch::new(rows, select) else {
+    let layout = Layout::of(trained.module());
+    let Some(batch) = TrainingBatch::new(rows, select, layout) else {
         return Ok(0.0);
     };
     let mut ids = Vec::with_capacity(batch.packed.rows.len() * listed.top_k);
@@ -111,9 +112,8 @@ pub(super) fn accumulate<M: ModelInterface>(
         }
     }
     trained.accumulate(|module, device| {
-        let picked = batch.rows.iter().map(|&row| &rows[row]);
-        let inputs = rows::padded_ids(picked, batch.rows.len(), batch.width, device);
-        let hidden = states(module, inputs, &batch.packed, device);
+        let hidden = batch.hidden(module, rows, device);
+        let hidden = hidden.select(0, batch.packed.states(device));
         let ids = TensorData::new(ids, [batch.packed.rows.len(), listed.top_k]);
         let ids = Tensor::from_data(ids, device);
         let log_probs = listed_log_probs(hidden, module.head(), ids, temperature, TRAIN_CHUNK);

@@ -34,6 +34,8 @@ pub(crate) struct Call {
     /// `tokens` are those of the longest sequence.
     shape: AttentionShape,
     tokens: usize,
+    /// Sum of the squares of the lengths.
+    pairs: usize,
     dtype: DType,
     /// First token of each sequence, and the end.
     starts: Handle,
@@ -44,6 +46,23 @@ pub(crate) struct Call {
 impl Call {
     fn new(shape: AttentionShape, like: &CubeTensor) -> Self {
         Call::packed(shape, &vec![shape.tokens; shape.sequences], like)
+    }
+
+    /// For sequences of these lengths, whose starts and positions are on the device.
+    pub fn placed(
+        shape: AttentionShape,
+        lengths: &[usize],
+        [starts, positions]: [&CubeTensor; 2],
+        dtype: DType,
+    ) -> Self {
+        Call {
+            shape,
+            tokens: lengths.iter().sum(),
+            pairs: pairs(lengths),
+            dtype,
+            starts: starts.handle.clone(),
+            positions: positions.handle.clone(),
+        }
     }
 
     /// For sequences of these lengths.
@@ -57,6 +76,7 @@ impl Call {
         Call {
             shape,
             tokens: positions.len(),
+            pairs: pairs(lengths),
             dtype: like.dtype(),
             starts: integers(like, &starts),
             positions: integers(like, &positions),
@@ -150,18 +170,100 @@ impl Call {
     /// multiprocessor's share.
     fn splits(&self) -> usize {
         let AttentionShape {
-            sequences,
             tokens,
             query_heads,
             key_heads,
             ..
         } = self.shape;
         let group = query_heads / key_heads;
-        let pairs = (query_heads * sequences * tokens * tokens) as f64;
+        let pairs = (query_heads * self.pairs) as f64;
         let share = 1.2 * pairs / (256.0 * PROCESSORS);
         let small = |splits: &usize| (group.div_ceil(*splits) * tokens) as f64 <= share;
         (1..=group).find(small).unwrap_or(group)
     }
+
+    /// Attention of joined queries, keys and values, and what its backward pass needs.
+    pub fn forward(
+        &self,
+        joined: &CubeTensor,
+        tables: [CubeTensor; 2],
+    ) -> (CubeTensor, Vec<CubeTensor>) {
+        let [cos, sin] = tables.map(|table| dense(cast(table, DType::F32)));
+        let [queries, keys, values] = self.split(joined, [&cos, &sin]);
+        let (output, log_sums) = self.attend([&queries, &keys, &values]);
+        let saved = vec![queries, keys, values, cos, sin, output.clone(), log_sums];
+        (output, saved)
+    }
+
+    /// The gradient for joined queries, keys and values, before they were turned.
+    pub fn backward(&self, saved: &[CubeTensor], gradient: CubeTensor) -> CubeTensor {
+        let [queries, keys, values, cos, sin, output, log_sums] = saved else {
+            unreachable!("the forward pass saves seven tensors");
+        };
+        let gradient = dense(cast(gradient, self.dtype));
+        let (tokens, width, key_width) = (self.tokens(), self.query_width(), self.key_width());
+        let client = &queries.client;
+        let d_queries = empty(queries, [tokens, width], self.dtype);
+        let delta = empty(queries, [self.shape.query_heads, tokens], DType::F32);
+        self.kernel(&ATTENTION, "attention_backward_q", THREADS)
+            .launch(
+                client,
+                self.grid(self.shape.query_heads),
+                &[
+                    &queries.handle,
+                    &keys.handle,
+                    &values.handle,
+                    &self.starts,
+                    &output.handle,
+                    &gradient.handle,
+                    &log_sums.handle,
+                    &d_queries.handle,
+                    &delta.handle,
+                ],
+                self.scalars(1),
+            );
+        let splits = self.splits();
+        let parts = || empty(queries, [splits, tokens, key_width], DType::F32);
+        let (d_keys, d_values) = (parts(), parts());
+        self.kernel(&ATTENTION, "attention_backward_kv", THREADS)
+            .launch(
+                client,
+                self.grid(self.shape.key_heads * splits),
+                &[
+                    &queries.handle,
+                    &keys.handle,
+                    &values.handle,
+                    &self.starts,
+                    &gradient.handle,
+                    &log_sums.handle,
+                    &delta.handle,
+                    &d_keys.handle,
+                    &d_values.handle,
+                ],
+                self.scalars(splits),
+            );
+        let joined = empty(queries, [tokens, width + 2 * key_width], self.dtype);
+        self.kernel(&ROPE, "rope_backward", ROPE_THREADS).launch(
+            client,
+            self.rope_grid(),
+            &[
+                &d_queries.handle,
+                &d_keys.handle,
+                &d_values.handle,
+                &self.positions,
+                &cos.handle,
+                &sin.handle,
+                &joined.handle,
+            ],
+            vec![tokens as u64, splits as u64],
+        );
+        joined
+    }
+}
+
+/// Sum of squares.
+fn pairs(lengths: &[usize]) -> usize {
+    lengths.iter().map(|length| length * length).sum()
 }
 
 /// Causal attention with rotary positions, and what its backward pass needs.
@@ -170,12 +272,8 @@ pub(crate) fn forward(
     [queries, keys, values, cos, sin]: [CubeTensor; 5],
 ) -> (CubeTensor, Vec<CubeTensor>) {
     let call = Call::new(shape, &queries);
-    let (cos, sin) = (dense(cast(cos, DType::F32)), dense(cast(sin, DType::F32)));
     let joined = dense(Cube::float_cat(vec![queries, keys, values], 1));
-    let [queries, keys, values] = call.split(&joined, [&cos, &sin]);
-    let (output, log_sums) = call.attend([&queries, &keys, &values]);
-    let saved = vec![queries, keys, values, cos, sin, output.clone(), log_sums];
-    (output, saved)
+    call.forward(&joined, [cos, sin])
 }
 
 /// Gradients for queries, keys and values, before they were turned.
@@ -184,67 +282,9 @@ pub(crate) fn backward(
     saved: &[CubeTensor],
     gradient: CubeTensor,
 ) -> [CubeTensor; 3] {
-    let [queries, keys, values, cos, sin, output, log_sums] = saved else {
-        unreachable!("the forward pass saves seven tensors");
-    };
-    let call = Call::new(shape, queries);
-    let gradient = dense(cast(gradient, call.dtype));
-    let (tokens, width, key_width) = (call.tokens(), call.query_width(), call.key_width());
-    let client = &queries.client;
-    let d_queries = empty(queries, [tokens, width], call.dtype);
-    let delta = empty(queries, [shape.query_heads, tokens], DType::F32);
-    call.kernel(&ATTENTION, "attention_backward_q", THREADS)
-        .launch(
-            client,
-            call.grid(shape.query_heads),
-            &[
-                &queries.handle,
-                &keys.handle,
-                &values.handle,
-                &call.starts,
-                &output.handle,
-                &gradient.handle,
-                &log_sums.handle,
-                &d_queries.handle,
-                &delta.handle,
-            ],
-            call.scalars(1),
-        );
-    let splits = call.splits();
-    let parts = || empty(queries, [splits, tokens, key_width], DType::F32);
-    let (d_keys, d_values) = (parts(), parts());
-    call.kernel(&ATTENTION, "attention_backward_kv", THREADS)
-        .launch(
-            client,
-            call.grid(shape.key_heads * splits),
-            &[
-                &queries.handle,
-                &keys.handle,
-                &values.handle,
-                &call.starts,
-                &gradient.handle,
-                &log_sums.handle,
-                &delta.handle,
-                &d_keys.handle,
-                &d_values.handle,
-            ],
-            call.scalars(splits),
-        );
-    let joined = empty(queries, [tokens, width + 2 * key_width], call.dtype);
-    call.kernel(&ROPE, "rope_backward", ROPE_THREADS).launch(
-        client,
-        call.rope_grid(),
-        &[
-            &d_queries.handle,
-            &d_keys.handle,
-            &d_values.handle,
-            &call.positions,
-            &cos.handle,
-            &sin.handle,
-            &joined.handle,
-        ],
-        vec![tokens as u64, splits as u64],
-    );
+    let call = Call::new(shape, &saved[0]);
+    let (width, key_width) = (call.query_width(), call.key_width());
+    let joined = call.backward(saved, gradient);
     [
         0..width,
         width..width + key_width,

@@ -13,12 +13,14 @@
 // a tile is 8 rows of the gate and the same 8 of up, which meet in one lane.
 //
 // # Launch
-// Kernel `gemm_skinny(x, w, y, [gain], [bias], [add], [next], dims)`, ROW_TILES * K_WARPS * 32 threads. Grid x: CS blocks
-// for a group of ROW_TILES * 16 rows of W, so CS * ceil(N / (16 * ROW_TILES)); with ONCE 0 also fewer, each taking every
-// (grid / CS)-th group. Grid y: ceil(M / TOKENS); each reads W again. K_DIM is a multiple of 8, N of 8 (with SWIGLU of
-// 16); x, w and gain are 16-byte aligned. `add` has the type of `y` and may be `y`. Shared memory is static (compilers
-// of CUDA 13 allow 232,448 bytes), or with DYNAMIC SHARED_BYTES of dynamic: 2 * TOKENS * PITCH, if ROW_TILES > 1, and
-// 64 * TOKENS * ROW_TILES * (K_WARPS - 1), and with CS > 1 512 * CS * ceil(ROW_TILES * TOKENS / 8 / CS).
+// Kernel `gemm_skinny(x, w, [w2], [w3], y, [gain], [bias], [add], [next], dims)`, ROW_TILES * K_WARPS * 32 threads. Grid
+// x: CS blocks for a group of ROW_TILES * 16 rows of W, so CS * ceil(N / (16 * ROW_TILES)); with ONCE 0 also fewer, each
+// taking every (grid / CS)-th group. Grid y: ceil(M / TOKENS); each reads W again. K_DIM is a multiple of 8, N of 8 (with
+// SWIGLU of 16); x, w and gain are 16-byte aligned. `add` has the type of `y` and may be `y`. Shared memory is static
+// (compilers of CUDA 13 allow 232,448 bytes), or with DYNAMIC SHARED_BYTES of dynamic: 2 * TOKENS * PITCH, if ROW_TILES >
+// 1, and 64 * TOKENS * ROW_TILES * (K_WARPS - 1), and with CS > 1 512 * CS * ceil(ROW_TILES * TOKENS / 8 / CS).
+// With PARTS the rows of W are those of up to three matrices, which stay where they are; dims.second and dims.third,
+// multiples of 16 unless they divide gate from up, count the rows before them (third is N if there are two).
 //
 // # The next kernel
 // A step's kernels are short, and device memory is idle while one hands over to the next. With PREFETCH a block asks
@@ -58,6 +60,9 @@
 #ifndef DYNAMIC
 #define DYNAMIC 0 // 1: SHARED_BYTES of dynamic shared memory, else static
 #endif
+#ifndef PARTS
+#define PARTS 1 // matrices, up to 3, whose rows one after another are those of W
+#endif
 #ifndef PREFETCH
 #define PREFETCH 0 // 1: brings the next kernel's weights into the L2 cache on the way
 #endif
@@ -92,6 +97,9 @@ typedef bf16 Out;
 
 struct Dims {
   long long m, n; // rows of X and of W; n counts both halves with SWIGLU
+#if PARTS > 1
+  long long second, third; // rows of W before the second and before the third matrix
+#endif
 #if NORM
   double eps;
 #endif
@@ -187,18 +195,40 @@ __device__ __forceinline__ float apply_gain(uint4& x, const uint4& g) {
   return gain_pair(x.x, g.x) + gain_pair(x.y, g.y) + gain_pair(x.z, g.z) + gain_pair(x.w, g.w);
 }
 
+// The matrices of W.
+struct Matrices {
+  const bf16* first;
+#if PARTS > 1
+  const bf16* second;
+#endif
+#if PARTS > 2
+  const bf16* third;
+#endif
+
+  __device__ __forceinline__ const bf16* row(const Dims& dims, long long row) const {
+#if PARTS > 2
+    if (row >= dims.third) return third + (row - dims.third) * K_DIM;
+#endif
+#if PARTS > 1
+    if (row >= dims.second) return second + (row - dims.second) * K_DIM;
+#endif
+    return first + row * K_DIM;
+  }
+};
+
 // Where a lane's loads of W begin: row `lane / 4` of its warp's tile and the row 8 below (with SWIGLU: that of up), at
 // the warp's first slice. Rows that do not exist are replaced by rows that do; their products are not written.
 struct Rows {
   const bf16* low;
   const bf16* high;
 };
-__device__ __forceinline__ Rows rows_of(const bf16* w, int tile, int term, int lane, int n) {
-  const int rows = SWIGLU ? n / 2 : n;
+__device__ __forceinline__ Rows rows_of(const Matrices& w, int tile, int term, int lane, const Dims& dims) {
+  const int rows = (int)(SWIGLU ? dims.n / 2 : dims.n);
   int row = tile * TILE_COLUMNS;
   row = row < rows ? row : 0;
-  const bf16* at = w + (long long)(row + lane / 4) * K_DIM + term + lane % 4 * 8;
-  if (SWIGLU) return {at, at + (long long)rows * K_DIM};
+  const long long from = (long long)(lane / 4) * K_DIM + term + lane % 4 * 8;
+  const bf16* at = w.row(dims, row) + from;
+  if (SWIGLU) return {at, w.row(dims, rows + row) + from};
   return {at, row + 8 < rows ? at + 8 * K_DIM : at};
 }
 
@@ -207,7 +237,14 @@ extern "C" __global__ void
 __cluster_dims__(CS, 1, 1)
 #endif
 __launch_bounds__(THREADS, BLOCKS_PER_SM)
-gemm_skinny(const bf16* x, const bf16* __restrict__ w, Out* y,
+gemm_skinny(const bf16* x, const bf16* __restrict__ w,
+#if PARTS > 1
+            const bf16* __restrict__ w2,
+#endif
+#if PARTS > 2
+            const bf16* __restrict__ w3,
+#endif
+            Out* y,
 #if NORM
             const bf16* __restrict__ gain,
 #endif
@@ -290,8 +327,16 @@ gemm_skinny(const bf16* x, const bf16* __restrict__ w, Out* y,
 
   asm volatile("griddepcontrol.launch_dependents;");
   if (CS > 1) cluster_arrive();
+  const Matrices matrices = {w
+#if PARTS > 1
+                             , w2
+#endif
+#if PARTS > 2
+                             , w3
+#endif
+  };
   int group = blockIdx.x / CS;
-  Rows rows = rows_of(w, group * ROW_TILES + tile, term, lane, (int)dims.n);
+  Rows rows = rows_of(matrices, group * ROW_TILES + tile, term, lane, dims);
   uint4 parts[ROW_PARTS];
   auto fetch_first = [&]() {
 #pragma unroll
@@ -390,7 +435,7 @@ gemm_skinny(const bf16* x, const bf16* __restrict__ w, Out* y,
           fetch(rows, a, slice + AHEAD);
           if (DIRECT) fetch_x(a, slice + AHEAD);
         } else if (more) {
-          if (a == 0) rows = rows_of(w, (group + stride) * ROW_TILES + tile, term, lane, (int)dims.n);
+          if (a == 0) rows = rows_of(matrices, (group + stride) * ROW_TILES + tile, term, lane, dims);
           fetch(rows, a, a);
           if (DIRECT) fetch_x(a, a);
         }

@@ -36,6 +36,15 @@
 #ifndef SWIGLU
 #define SWIGLU 0 // 1: B is gate and up, C is silu(gate) * up
 #endif
+#ifndef PARTS
+#define PARTS 1 // matrices, up to 3, whose rows one after another are those of B
+#endif
+#ifndef NORM
+#define NORM 0 // K, if rows of the sum are divided by the root mean square of A's, which `squares` tells
+#endif
+#ifndef GAIN
+#define GAIN 0 // 1: C leaves a second time, times a gain, with the squares of its rows
+#endif
 #ifndef PREFETCH
 #define PREFETCH 0 // 1: brings the next kernel's weights into the L2 cache on the way
 #endif
@@ -61,6 +70,12 @@ struct alignas(64) TensorMap {
 struct Dims {
   long long m, n, k; // of the whole product; n counts both halves with SWIGLU
   long long k_split; // terms of one piece of the sum, a multiple of BK unless it is k
+#if PARTS > 1
+  long long second, third; // rows of B before the second and before the third matrix
+#endif
+#if NORM
+  double eps;
+#endif
 #if PREFETCH
   long long next_bytes; // a multiple of 16
 #endif
@@ -88,6 +103,8 @@ static_assert(BK == 32 || BK == 64, "a row of a stage is 64 or 128 bytes");
 static_assert(BN % 16 == 0 && BN <= 256, "columns of a tile");
 static_assert(A_ROWS % 8 == 0 && B_ROWS % 8 == 0 && BK / A_CUT % 8 == 0 && BK / B_CUT % 8 == 0,
               "a share of a tile is whole swizzle atoms");
+static_assert(PARTS == 1 || (SWIGLU ? PARTS == 2 : !B_MN), "matrices are joined by their rows");
+static_assert(!GAIN || !OUT_F32, "a stream of bf16");
 static_assert(!SWIGLU || (!B_MN && !BIAS && BN % 32 == 0), "gate and up are rows of B");
 static_assert(COLUMNS % (8 * CS) == 0, "the blocks of a split sum share the columns evenly");
 static_assert(A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "tiles start at a swizzle atom");
@@ -288,7 +305,44 @@ __device__ __forceinline__ void load_a(const TensorMap* map, const Place& p, int
   }
 }
 
-__device__ __forceinline__ void load_b(const TensorMap* map, const Dims& dims, const Place& p, int stage, u32 tile, u32 bar) {
+// Where a tile's rows of B begin.
+struct Source {
+  const TensorMap* map;
+  int row;
+};
+
+// The matrices of B.
+struct Matrices {
+  const TensorMap* first;
+#if PARTS > 1
+  const TensorMap* second;
+#endif
+#if PARTS > 2
+  const TensorMap* third;
+#endif
+
+  // The rows from `column` of C on, all in one matrix.
+  __device__ __forceinline__ Source at(const Dims& dims, int column) const {
+#if PARTS > 2
+    if (column >= dims.third) return {third, column - (int)dims.third};
+#endif
+#if PARTS > 1 && !SWIGLU
+    if (column >= dims.second) return {second, column - (int)dims.second};
+#endif
+    return {first, column};
+  }
+  // With SWIGLU, those of the up projection.
+  __device__ __forceinline__ Source ups(const Dims& dims, int column) const {
+#if PARTS > 1
+    return {second, column};
+#else
+    return {first, (int)(dims.n / 2) + column};
+#endif
+  }
+};
+
+// `ups` is used with SWIGLU.
+__device__ __forceinline__ void load_b(const Source& source, const Source& ups, const Place& p, int stage, u32 tile, u32 bar) {
   u32 mask = 0;
   if (CM > 1) {
 #pragma unroll
@@ -299,12 +353,12 @@ __device__ __forceinline__ void load_b(const TensorMap* map, const Dims& dims, c
     int box = p.cm * B_BOXES + i;
     if (B_MN) {
       int chunk = box / B_CUT, part = box % B_CUT;
-      copy_box(tile + chunk * BK * 128 + part * (BK / B_CUT) * 128, map, p.column + chunk * 64,
+      copy_box(tile + chunk * BK * 128 + part * (BK / B_CUT) * 128, source.map, source.row + chunk * 64,
                stage * BK + part * (BK / B_CUT), bar, mask);
     } else {
       int at = box * B_ROWS; // in the tile; with SWIGLU the second half holds rows of the up projection
-      int row = SWIGLU && at >= COLUMNS ? (int)(dims.n / 2) + p.column + at - COLUMNS : p.column + at;
-      copy_box(tile + at * BK * 2, map, stage * BK, row, bar, mask);
+      bool up = SWIGLU && at >= COLUMNS;
+      copy_box(tile + at * BK * 2, up ? ups.map : source.map, stage * BK, up ? ups.row + at - COLUMNS : source.row + at, bar, mask);
     }
   }
 }
@@ -317,6 +371,8 @@ __device__ __forceinline__ u32 pack(float2 v) {
   return *(u32*)&r;
 }
 __device__ __forceinline__ void store2(bf16* p, float2 v) { *(u32*)p = pack(v); }
+__device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
 // Exchanges so that lane i of four holds register i of each: a 4 x 4 transposition.
 __device__ __forceinline__ void swap_with(u32& low, u32& high, bool upper, int lanes) {
@@ -333,6 +389,29 @@ __device__ __forceinline__ uint4 transpose4(u32 v[4], int lane) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
+#if NORM
+// 1 / sqrt(mean_k x^2 + eps) of row `row` of A, from the squares of its groups of eight terms. Four lanes ask for a row.
+__device__ __forceinline__ float row_scale(const float* squares, long long row, const Dims& dims, int lane) {
+  constexpr int GROUPS = NORM / 8, OWN = (GROUPS + 3) / 4;
+  float sum = 0.0f;
+#pragma unroll OWN < 32 ? OWN : 32
+  for (int i = 0; i < OWN; ++i) {
+    const int group = i * 4 + lane % 4;
+    sum += row < dims.m && group < GROUPS ? squares[group * dims.m + row] : 0.0f;
+  }
+  sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+  sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+  return rsqrtf(sum / NORM + (float)dims.eps);
+}
+#endif
+
+// Where C goes a second time: C[m, n] gain[n], and [N / 8, M] sums of squares of eight columns of C.
+struct Weighed {
+  const bf16* gain;
+  bf16* to;
+  float* squares;
+};
+
 // Writes rows `row` and `row + 8` of BLOCKS8 groups of eight columns from `column` on; v[j][0..1] are this lane's
 // two columns of group j in the first row, v[j][2..3] in the second.
 __device__ __forceinline__ void store_rows(const float (*v)[4], long long row, int column, long long m, long long n, Out* c,
@@ -341,6 +420,9 @@ __device__ __forceinline__ void store_rows(const float (*v)[4], long long row, i
 #endif
 #if ADD
                                            const Out* add,
+#endif
+#if GAIN
+                                           const Weighed& weighed,
 #endif
                                            int lane) {
   const int pair = column + lane % 4 * 2, room = (int)n - column; // columns left
@@ -370,6 +452,17 @@ __device__ __forceinline__ void store_rows(const float (*v)[4], long long row, i
 #endif
         if (PAIRS && live && inside) store2(to + pair + j * 8, x);
         packed[j - j0] = pack(x);
+#if GAIN
+        const float2 stored = make_float2(low_of(packed[j - j0]), high_of(packed[j - j0]));
+        float square = stored.x * stored.x + stored.y * stored.y;
+        square += __shfl_xor_sync(0xFFFFFFFF, square, 1);
+        square += __shfl_xor_sync(0xFFFFFFFF, square, 2);
+        if (live && inside) {
+          const float2 g = load2(weighed.gain + pair + j * 8);
+          store2(weighed.to + row * n + pair + j * 8, make_float2(stored.x * g.x, stored.y * g.y));
+          if (lane % 4 == 0) weighed.squares[(column / 8 + j) * m + row] = square;
+        }
+#endif
       }
       if constexpr (!PAIRS) {
         const uint4 eight = transpose4(packed, lane);

@@ -42,6 +42,29 @@ pub(crate) fn joined_into(gate_up: &CubeTensor, y: &CubeTensor) {
     launch("swiglu_fused", y, &[gate_up, y]);
 }
 
+/// [`joined_into`] a new buffer.
+pub(crate) fn joined(gate_up: CubeTensor) -> CubeTensor {
+    let gate_up = dense(gate_up);
+    let [rows, width] = gate_up.shape().dims();
+    let y = empty(&gate_up, [rows, width / 2], gate_up.dtype());
+    joined_into(&gate_up, &y);
+    y
+}
+
+/// The gradient for gates and ups, in the place of gates and ups where nobody else holds them.
+pub(crate) fn joined_backward(gate_up: CubeTensor, gradient: CubeTensor) -> CubeTensor {
+    let gate_up = dense(gate_up);
+    let gradient = dense(cast(gradient, gate_up.dtype()));
+    let target = if gate_up.handle.can_mut() {
+        gate_up.clone()
+    } else {
+        empty(&gate_up, gate_up.shape(), gate_up.dtype())
+    };
+    let tensors = [&gate_up, &gradient, &target];
+    launch("swiglu_fused_backward", &gradient, &tensors);
+    target
+}
+
 /// Gradients for gate and up.
 pub(crate) fn backward(gate: CubeTensor, up: CubeTensor, gradient: CubeTensor) -> [CubeTensor; 2] {
     let (gate, up) = (dense(gate), dense(up));

@@ -58,12 +58,13 @@ pub(crate) fn forward_into(
     );
 }
 
-/// Gradients for `x` in its dtype, and for `weight` in f32.
+/// Gradients for `x` in its dtype, and for `weight` in f32; `past` is a gradient that reaches `x` past the norm.
 pub(crate) fn backward(
     x: CubeTensor,
     weight: CubeTensor,
     scale: CubeTensor,
     gradient: CubeTensor,
+    past: Option<CubeTensor>,
 ) -> [CubeTensor; 2] {
     let dtype = x.dtype();
     let (x, weight) = (dense(x), dense(cast(weight, dtype)));
@@ -75,17 +76,18 @@ pub(crate) fn backward(
     let dx = empty(&x, [rows, width], dtype);
     let partial = empty(&x, [blocks, width], DType::F32);
     let dw = empty(&x, [width], DType::F32);
-    kernel("rms_norm_backward", dtype, width, THREADS).launch(
+    let past = past.map(|past| dense(cast(past, dtype)));
+    let mut buffers = vec![&x.handle, &weight.handle, &scale.handle, &gradient.handle];
+    buffers.extend(past.iter().map(|past| &past.handle));
+    buffers.extend([&dx.handle, &partial.handle]);
+    let entry = match past {
+        Some(_) => "rms_norm_backward_add",
+        None => "rms_norm_backward",
+    };
+    kernel(entry, dtype, width, THREADS).launch(
         &x.client,
         [blocks as u32, 1, 1],
-        &[
-            &x.handle,
-            &weight.handle,
-            &scale.handle,
-            &gradient.handle,
-            &dx.handle,
-            &partial.handle,
-        ],
+        &buffers,
         // The epsilon is in the scale.
         vec![rows as u64, 0],
     );

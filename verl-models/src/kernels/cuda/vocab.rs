@@ -6,13 +6,15 @@ use burn::tensor::{DType, Shape, Slice};
 use cubecl::server::Handle;
 
 use super::launch::{CudaKernel, Source};
-use super::product::{Summed, product, product_into};
+use super::product::{Summed, product, product_into, product_of_each_row};
 use super::tensor::{CubeTensor, cast, dense, element, empty};
 
 static SOURCE: Source = Source::with_prefix(include_str!("rowwise.cuh"), include_str!("vocab.cu"));
 
 /// Bytes of logits that may be in memory at once.
 const MOST_BYTES: usize = 768 << 20;
+/// Bytes of logits that may be kept from a forward for a backward pass, which computes them again otherwise.
+const KEPT_BYTES: usize = 3 << 30;
 /// Numbers that the kernel writes for a token: log-prob, entropy, Σ π², largest logit, log Σ e.
 const KINDS: usize = 5;
 const THREADS: u32 = 256;
@@ -46,9 +48,9 @@ impl Operands {
         self.hidden.client.create_from_slice(&temperature)
     }
 
-    /// Starts and ends of chunks.
-    fn chunks(&self) -> impl Iterator<Item = (usize, usize)> {
-        let (tokens, chunk) = (self.sizes().0, self.chunk());
+    /// Starts and ends of chunks of as many tokens.
+    fn chunks(&self, chunk: usize) -> impl Iterator<Item = (usize, usize)> {
+        let tokens = self.sizes().0;
         (0..tokens)
             .step_by(chunk)
             .map(move |start| (start, tokens.min(start + chunk)))
@@ -59,14 +61,7 @@ impl Operands {
     }
 
     fn logits(&self, hidden: CubeTensor) -> CubeTensor {
-        let dtype = hidden.dtype();
-        dense(product(
-            hidden,
-            Summed::Last,
-            self.head.clone(),
-            Summed::Last,
-            dtype,
-        ))
+        dense(product_of_each_row(hidden, self.head.clone()))
     }
 
     fn kernel(&self, entry: &'static str) -> CudaKernel {
@@ -90,12 +85,30 @@ fn rows(tensor: &CubeTensor, start: usize, end: usize) -> CubeTensor {
 
 /// What the kernel finds out about each token: `[5, N]`.
 pub(crate) fn forward(operands: &Operands) -> CubeTensor {
+    forward_of(operands, operands.chunk()).0
+}
+
+/// [`forward`], and the logits where they may be kept: `[N, V]`.
+pub(crate) fn forward_saving(operands: &Operands) -> (CubeTensor, Option<CubeTensor>) {
+    let (tokens, vocab) = operands.sizes();
+    if tokens * vocab * operands.hidden.dtype().size() > KEPT_BYTES {
+        return (forward(operands), None);
+    }
+    let (scores, logits) = forward_of(operands, tokens);
+    (scores, Some(logits))
+}
+
+/// The scores, and the logits of the last `chunk` tokens.
+fn forward_of(operands: &Operands, chunk: usize) -> (CubeTensor, CubeTensor) {
     let (tokens, _) = operands.sizes();
     let scores = empty(&operands.hidden, [KINDS, tokens], DType::F32);
     let best = empty(&operands.hidden, [tokens], DType::I32);
     let temperature = operands.temperature();
     let targets = dense(operands.targets.clone());
-    for (start, end) in operands.chunks() {
+    let mut last: Option<CubeTensor> = None;
+    for (start, end) in operands.chunks(chunk) {
+        // The buffer is free again before the next is needed.
+        drop(last.take());
         let logits = operands.logits(operands.hidden(start, end));
         operands.kernel("score_rows").launch(
             &logits.client,
@@ -109,8 +122,9 @@ pub(crate) fn forward(operands: &Operands) -> CubeTensor {
             ],
             operands.scalars(start, end),
         );
+        last = Some(logits);
     }
-    scores
+    (scores, last.expect("there is a token to score"))
 }
 
 /// The rows that were asked for: `[1, N]` to `[3, N]`.
@@ -125,10 +139,11 @@ pub(crate) fn chosen(scores: &CubeTensor, entropies: bool, sum_pi_squared: bool)
     }
 }
 
-/// Gradients of hidden states, in their dtype, and of the head, in f32, each where asked for.
+/// Gradients of hidden states, in their dtype, and of the head, in f32, each where asked for. `kept` are the logits, where
+/// they were kept; they are written to.
 pub(crate) fn backward(
     operands: &Operands,
-    scores: &CubeTensor,
+    (scores, kept): (&CubeTensor, Option<CubeTensor>),
     entropies: bool,
     gradient: CubeTensor,
     [want_hidden, want_head]: [bool; 2],
@@ -149,9 +164,12 @@ pub(crate) fn backward(
     // 16-byte accesses, 1,024 a block.
     let columns = vocab.div_ceil(16 / dtype.size() * 1024) as u32;
     let (mut d_hidden, mut d_head) = (Vec::new(), None);
-    for (start, end) in operands.chunks() {
+    let chunk = kept.as_ref().map_or_else(|| operands.chunk(), |_| tokens);
+    for (start, end) in operands.chunks(chunk) {
         let hidden = operands.hidden(start, end);
-        let logits = operands.logits(hidden.clone());
+        let logits = kept
+            .clone()
+            .unwrap_or_else(|| operands.logits(hidden.clone()));
         operands.kernel("score_rows_backward").launch(
             &logits.client,
             [columns, (end - start).min(65_535) as u32, 1],

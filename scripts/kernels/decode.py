@@ -1,0 +1,595 @@
+#!/usr/bin/env python3
+"""Checks what the kernels of a decode step hand over to each other, and times whole steps.
+
+    python3 scripts/kernels/decode.py [check] [step] [step16] [step64] [step128] [step256] [step512] [compile]
+    (default: check and step, which is all sizes)
+
+Needs a Hopper GPU, PyTorch, and NVRTC of CUDA 13. `check` compares products whose matrices lie apart, norms between two
+products, shared sums and steps of attention that bring weights into the cache with float64, on ragged shapes, into
+outputs full of NaN, twice for equal bits. `step` captures all kernels of a step of a 0.5B decoder (24 layers, weights of
+their own, a cache filled to 256 tokens) into a graph: as it was, as it is, with each part of the change left out, with
+other divisions of each product, and without each kind of kernel, which tells the time that kind takes. `compile` compiles
+every configuration and needs no GPU. Exit code 1 when anything was wrong.
+"""
+import math
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+import gemm
+from gemm import CUDA, Driver, attempt, compile_text, error, longs, report
+
+LAYERS, WIDTH, HEADS, KEYS, DIM, INNER, VOCAB, EPS = 24, 896, 14, 2, 64, 4864, 151936, 1e-6
+JOINT = (HEADS + 2 * KEYS) * DIM
+TOKENS, BLOCKS = 256, 7  # cached tokens of a row; blocks of 64 that it has
+SECONDS = 30.0  # of the timings of one size
+SMS = 132
+PREFIXES = {"gemm.cu": ["gemm_tile.cuh"], "gemm_dyn.cu": ["gemm_tile.cuh"], "race.cu": ["rowwise.cuh", "draw.cuh"],
+            "advance.cu": ["rowwise.cuh", "draw.cuh"], "embed.cu": ["rowwise.cuh"], "norm.cu": ["rowwise.cuh"]}
+START = time.time()
+COMPILING = False  # launches only note what has to be compiled
+JOBS = set()
+CODES, FUNCTIONS = {}, {}
+DRIVER = None
+
+
+def compile_job(job):
+    file, defines = job
+    text = "".join(f"#define {k} {v}\n" for k, v in defines)
+    return compile_text(text + "".join((CUDA / f).read_text() for f in PREFIXES.get(file, [])) + (CUDA / file).read_text(), file)
+
+
+def real(x):
+    return struct.unpack("<q", struct.pack("<d", x))[0]
+
+
+def launch(file, entry, defines, grid, block, args, scalars):
+    """Tensors, or (tensor, box, swizzle) for a tensor map, then the scalars."""
+    import torch
+
+    job = (file, tuple(sorted(defines.items())))
+    if COMPILING:
+        JOBS.add(job)
+        return
+    if (job, entry) not in FUNCTIONS:
+        code, log = CODES[job]
+        if code is None:
+            raise RuntimeError(f"does not compile: {log[:300]}")
+        FUNCTIONS[job, entry] = DRIVER.function(code, entry, 0)[0]
+    values = [gemm.tensor_map(DRIVER, *a) if isinstance(a, tuple) else a.data_ptr() for a in args]
+    if scalars:
+        values.append(longs(*scalars))
+    DRIVER.launch(FUNCTIONS[job, entry], (*grid, 1, 1)[:3], block, 0, torch.cuda.current_stream().cuda_stream, values)
+
+
+def up(a, b):
+    return -(-a // b)
+
+
+# ---- products, divided as product/*.rs divide them -----------------------------------------------------------------
+
+
+class Product:
+    """What is made of X and W: `weight` a list of matrices whose rows follow one another."""
+
+    def __init__(self, x, weight, to, into="product", normed=None, gained=None, weighed=None, next=None):
+        self.x, self.weight, self.to, self.into = x, weight, to, into
+        self.normed = normed    # gain: skinny kernels norm X themselves
+        self.gained = gained    # squares: X is the sum times a gain
+        self.weighed = weighed  # (gain, weighed, squares) that the sum leaves as well
+        self.next = next
+        self.m, self.k, self.n = x.shape[0], x.shape[1], sum(w.shape[0] for w in weight)
+
+    def firsts(self):
+        """Rows before the second and the third matrix."""
+        if len(self.weight) == 1:
+            return []
+        second = self.weight[0].shape[0]
+        return [second, second + self.weight[1].shape[0] if len(self.weight) > 2 else self.n]
+
+    def flags(self):
+        return {"ADD": int(self.into == "sum"), "SWIGLU": int(self.into == "swiglu"), "PARTS": len(self.weight)}
+
+    def tail(self, scalars, norm):
+        """Buffers and scalars behind C."""
+        buffers = [self.to] if self.into == "sum" else []
+        if self.gained is not None:
+            buffers.append(self.gained)
+        if self.weighed is not None:
+            buffers += self.weighed
+        scalars = scalars + self.firsts() + ([real(EPS)] if norm else [])
+        return buffers, scalars
+
+    def ahead(self, buffers, scalars):
+        if self.next is not None:
+            buffers.append(self.next)
+            scalars.append(self.next.numel() * 2)
+        return {"PREFETCH": int(self.next is not None)}
+
+
+def skinny(p, tiles, warps, ahead, cs=1, per_sm=1, most=None):
+    groups = up(p.n, 16 * tiles)
+    defines = {"K_DIM": p.k, "TOKENS": 16, "ROW_TILES": tiles, "K_WARPS": warps, "AHEAD": ahead, "CS": cs,
+               "BLOCKS_PER_SM": per_sm, "ONCE": int(most is None), "NORM": int(p.normed is not None)} | p.flags()
+    buffers = [p.x, *p.weight, p.to] + ([p.normed] if p.normed is not None else []) + ([p.to] if p.into == "sum" else [])
+    scalars = [p.m, p.n] + p.firsts() + ([real(EPS)] if p.normed is not None else [])
+    defines |= p.ahead(buffers, scalars)
+    launch("gemm_skinny.cu", "gemm_skinny", defines, (cs * min(groups, most or groups),), 32 * tiles * warps, buffers, scalars)
+
+
+def tile(p, bm, bn, stages, cs=1, per_sm=1, bk=64):
+    halves = 1 + (p.into == "swiglu")
+    defines = {"BM": bm, "BN": bn, "BK": bk, "STAGES": stages, "CM": 1, "CS": cs, "BLOCKS_PER_SM": per_sm,
+               "NORM": p.k if p.gained is not None else 0, "GAIN": int(p.weighed is not None)} | p.flags()
+    buffers, scalars = p.tail([p.m, p.n, p.k, p.k], p.gained is not None)
+    defines |= p.ahead(buffers, scalars)
+    maps = [(p.x, (bk, bm), bk * 2)] + [(w, (bk, bn // halves), bk * 2) for w in p.weight]
+    launch("gemm.cu", "gemm", defines, (cs * up(p.m, bm) * up(p.n, bn),), 128, maps + [p.to] + buffers, scalars)
+
+
+def deep(p, bn, cs=1):
+    halves = 1 + (p.into == "swiglu")
+    stored = p.into != "sum" and cs == 1
+    stages = (232448 - 1024 - stored * 256 * bn // halves) // (16384 + 128 * bn)
+    defines = {"BM": 128, "BN": bn, "BK": 64, "STAGES": stages, "CM": 1, "CS": cs, "STORE": int(stored),
+               "NORM": p.k if p.gained is not None else 0, "GAIN": int(p.weighed is not None)} | p.flags()
+    buffers, scalars = p.tail([p.m, p.n, p.k, p.k], p.gained is not None)
+    maps = [(p.x, (64, 128), 128)] + [(w, (64, bn // halves), 128) for w in p.weight]
+    tiles = up(p.m, 128) * up(p.n, bn)
+    launch("gemm_dyn.cu", "gemm", defines, (cs * min(tiles, SMS // cs),), 384,
+           maps + [(p.to, (32, 64), 64) if stored else p.to] + buffers, scalars)
+
+
+def best_columns(m, n, sizes=(256, 192, 128)):
+    more = (224,) if n % 224 == 0 else ()
+    return min((*sizes, *more), key=lambda c: up(up(m, 128) * up(n, c), SMS) * (c + 32))
+
+
+KINDS = ("embed", "norm", "qkv", "attention", "o", "gate_up", "down", "head", "draw", "advance")
+OLD = {
+    16: {"qkv": (skinny, 1, 7, 4), "o": (skinny, 1, 7, 4), "gate_up": (skinny, 5, 4, 7), "down": (skinny, 1, 5, 4, 8, 4),
+         "head": (skinny, 2, 4, 4, 1, 3, 3 * SMS)},
+    64: {"qkv": (tile, 64, 32, 4, 4), "o": (tile, 64, 32, 4, 4), "gate_up": (tile, 64, 64, 6, 1, 2), "down": (tile, 64, 64, 10, 8),
+         "head": (tile, 64, 64, 6, 1, 2)},
+    128: {"qkv": (tile, 128, 32, 4, 4), "o": (tile, 128, 32, 4, 4), "gate_up": (tile, 128, 64, 4, 1, 2), "down": (tile, 128, 64, 8, 8),
+          "head": (tile, 128, 64, 4, 1, 2)},
+} | {rows: {kind: (deep, best_columns(rows, n)) for kind, n in
+            (("qkv", JOINT), ("o", WIDTH), ("gate_up", 2 * INNER), ("down", WIDTH), ("head", VOCAB))} for rows in (256, 512)}
+NEW = {
+    16: OLD[16],
+    64: OLD[64],
+    128: OLD[128] | {"head": (deep, 128)},
+    256: OLD[256] | {"qkv": (deep, 128, 2), "o": (deep, 128, 2), "down": (deep, 128, 8)},
+    512: OLD[512] | {"qkv": (deep, 128, 2), "o": (deep, 128, 2), "down": (deep, 128, 4)},
+}
+# Other divisions, one tried at a time.
+TRIED = {
+    16: {"qkv": [(skinny, 1, 14, 2), (skinny, 1, 4, 7)], "o": [(skinny, 1, 14, 2)], "gate_up": [(skinny, 4, 4, 3, 1, 2), (skinny, 1, 7, 4, 1, 4)],
+         "down": [(skinny, 1, 19, 4, 2), (skinny, 1, 10, 4, 4)], "head": [(skinny, 2, 4, 7, 1, 2, 2 * SMS), (skinny, 2, 4, 4, 1, 2, 2 * SMS)],
+         "attention": [4, 2], "splits": [24, 16]},
+    64: {"qkv": [(tile, 64, 16, 7, 2), (tile, 64, 64, 4, 8)], "o": [(tile, 64, 16, 7, 2), (tile, 64, 64, 4, 8)],
+         "gate_up": [(tile, 64, 128, 6), (tile, 64, 32, 7, 1, 2)], "down": [(tile, 64, 32, 14, 4), (tile, 64, 32, 10, 4, 2)], "attention": [4, 2, 1]},
+    128: {"qkv": [(tile, 64, 32, 7, 2, 2), (tile, 64, 64, 4, 4, 2), (tile, 128, 64, 4, 8)],
+          "o": [(tile, 64, 32, 7, 2, 2), (tile, 64, 64, 4, 4, 2), (tile, 128, 64, 4, 8)],
+          "gate_up": [(tile, 64, 128, 4, 1, 2), (tile, 128, 128, 6), (deep, 128)],
+          "down": [(tile, 64, 64, 6, 4, 2), (tile, 128, 32, 10, 4), (deep, 128, 8)], "head": [(tile, 128, 64, 4, 1, 2), (deep, 192)], "attention": [4, 1],
+          "splits": [4, 3, 9]},
+    256: {"qkv": [(tile, 128, 32, 4, 4, 2), (tile, 128, 64, 4, 4, 2)], "o": [(tile, 128, 32, 4, 4, 2), (tile, 128, 64, 4, 4, 2)],
+          "gate_up": [(deep, 128), (deep, 192), (tile, 128, 64, 4, 1, 2)], "down": [(tile, 128, 64, 8, 8), (tile, 128, 64, 4, 8, 2), (deep, 128, 4)],
+          "attention": [2], "splits": [2, 5]},
+    512: {"qkv": [(deep, 128), (deep, 128, 4), (tile, 128, 64, 4, 1, 2), (tile, 128, 64, 4, 2, 2)],
+          "o": [(deep, 128), (deep, 128, 4), (tile, 128, 64, 4, 2, 2), (tile, 128, 64, 4, 4, 2)],
+          "gate_up": [(deep, 128), (deep, 256), (tile, 128, 64, 4, 1, 2)],
+          "down": [(deep, 128, 2), (tile, 128, 64, 4, 2, 2), (tile, 128, 64, 4, 4, 2)], "head": [(deep, 192)], "attention": [2], "splits": [1, 3]},
+}
+
+
+# ---- a step --------------------------------------------------------------------------------------------------------
+
+
+class Step:
+    """Weights and buffers of a decoder, and its kernels for `rows` rows."""
+
+    def __init__(self, rows, layers=LAYERS, vocab=VOCAB, device="cuda"):
+        import torch
+
+        self.rows, self.vocab = rows, vocab
+        bf16 = torch.bfloat16
+
+        def weight(n, k):
+            return (torch.randn(n, k, device=device) / math.sqrt(k)).to(bf16)
+
+        def empty(*shape, dtype=bf16):
+            return torch.zeros(*shape, device=device, dtype=dtype)
+
+        def ints(values):
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        self.layers = []
+        for _ in range(layers):
+            q, k, v = weight(HEADS * DIM, WIDTH), weight(KEYS * DIM, WIDTH), weight(KEYS * DIM, WIDTH)
+            gate, upper = weight(INNER, WIDTH), weight(INNER, WIDTH)
+            self.layers.append({
+                "qkv": [q, k, v], "gate_up": [gate, upper], "o": [weight(WIDTH, WIDTH)], "down": [weight(WIDTH, INNER)],
+                "bias": weight(1, JOINT)[0],
+                "cache": [torch.randn(rows * BLOCKS, KEYS, 64, DIM, device=device).to(bf16) for _ in range(2)]})
+            self.layers[-1]["qkv_packed"], self.layers[-1]["gate_up_packed"] = [torch.cat([q, k, v])], [torch.cat([gate, upper])]
+        self.gain = torch.ones(WIDTH, device=device, dtype=bf16)
+        self.embedding = weight(vocab, WIDTH)
+        self.x, self.normed, self.scale = empty(rows, WIDTH), empty(rows, WIDTH), empty(rows, dtype=torch.float32)
+        self.squares = empty(WIDTH // 8, rows, dtype=torch.float32)
+        self.qkv, self.mixed, self.inner, self.logits = empty(rows, JOINT), empty(rows, HEADS * DIM), empty(rows, INNER), empty(rows, vocab)
+        angle = torch.rand(BLOCKS * 64, DIM, device=device)
+        self.cos, self.sin = angle.cos(), angle.sin()
+        self.table = ints(range(rows * BLOCKS))
+        self.streams = torch.randint(0, 1 << 30, (rows, 4), device=device, dtype=torch.int32)
+        self.token, self.positions, self.lengths, self.states = (ints([v] * rows) for v in (5, TOKENS, 0, 0))
+        self.limits, self.live, self.eos, self.stops = ints([1 << 20] * rows), ints([0]), ints([-1]), ints([-1])
+        self.log_probs = [empty(rows, dtype=torch.float32) for _ in range(2)]
+        self.responses = [empty(rows * 4096, dtype=torch.float32) for _ in range(3)]
+        self.partial = empty(rows * 32 * 4, dtype=torch.float64)
+
+    def reset(self):
+        self.positions.fill_(TOKENS)
+        self.lengths.zero_()
+        self.states.zero_()
+
+    def calls(self, table, packed=False, fused=True, ahead=None, attention=None, splits=None, tokens=None):
+        """(kind, launch) of all kernels in their order. `ahead`: which kernels bring weights into the cache."""
+        rows, fused = self.rows, fused and self.rows > 16
+        if ahead is None:
+            ahead = ("qkv", "attention", "o", "gate_up", "down") if rows <= 128 else ()
+        calls = []
+        heads = rows * KEYS
+        tokens = tokens or (32 if heads <= 6 * SMS else 16)
+        cluster = attention or (8 if heads <= 64 else 4 if heads <= 128 else 2 if heads <= 256 else 1)
+
+        def product(kind, *args, **kwargs):
+            p = Product(*args, **kwargs)
+            how, *rest = table[kind]
+            calls.append((kind, lambda: how(p, *rest)))
+
+        def norm():
+            calls.append(("norm", lambda: launch("norm.cu", "rms_norm", {"ELEMENT": "__nv_bfloat16", "WIDTH": WIDTH}, (up(rows, 8),), 256,
+                                                 [self.x, self.gain, self.normed, self.scale], [rows, real(EPS)])))
+
+        def normed(kind, weight, to, into, first=False, next=None):
+            if rows <= 16:
+                product(kind, self.x, weight, to, into, normed=self.gain, next=next)
+                return
+            if not fused or first:
+                norm()
+            product(kind, self.normed, weight, to, into, gained=self.squares if fused and not first else None, next=next)
+
+        calls.append(("embed", lambda: launch("embed.cu", "take_rows", {"ELEMENT": "__nv_bfloat16", "WIDTH": WIDTH}, (up(rows * WIDTH // 8, 256),), 256,
+                                              [self.embedding, self.token, self.x], [self.vocab, rows])))
+        suffix = "_packed" if packed else ""
+        weighed = (self.gain, self.normed, self.squares) if fused else None
+        for i, layer in enumerate(self.layers):
+            following = self.layers[i + 1]["qkv"][0] if i + 1 < len(self.layers) else self.embedding[:5851]
+
+            def bring(kernel, weight):
+                tiled = kernel == "attention" or table[kernel][0] is not deep
+                return weight if tiled and kernel in ahead else None
+
+            gates = layer["gate_up" + suffix]
+            first, last = (gates[0], gates[-1]) if len(gates) == 2 else (gates[0][:INNER], gates[0][INNER:])
+            normed("qkv", layer["qkv" + suffix], self.qkv, "product", first=i == 0, next=bring("qkv", layer["o"][0]))
+            next = bring("attention", first)
+            calls.append(("attention", lambda layer=layer, next=next: launch(
+                "attention_decode.cu", "attention_decode_step",
+                {"QUERY_HEADS": HEADS, "KEY_HEADS": KEYS, "HEAD_DIM": DIM, "QKV_BIAS": 1, "CLUSTER": cluster, "PREFETCH": int(next is not None),
+                 "WARP_TOKENS": tokens},
+                (KEYS, rows, cluster), 128,
+                [self.qkv, layer["bias"], self.gain, self.gain, self.cos, self.sin, *layer["cache"], self.table, self.positions, self.mixed]
+                + ([next] if next is not None else []),
+                [real(DIM ** -0.5), real(EPS), BLOCKS] + ([next.numel() * 2] if next is not None else []))))
+            product("o", self.mixed, layer["o"], self.x, "sum", weighed=weighed, next=bring("o", last))
+            normed("gate_up", gates, self.inner, "swiglu", next=bring("gate_up", layer["down"][0]))
+            product("down", self.inner, layer["down"], self.x, "sum", weighed=weighed, next=bring("down", following))
+        normed("head", [self.embedding], self.logits, "product")
+        parts = splits or min(32, max(1, up(4 * SMS, rows)))
+        scalars = [rows, self.vocab, parts, 0, 0, 0, real(1.0), real(1.0), real(0.0), real(1.0)]
+        inputs = [self.logits, self.streams, self.lengths, self.states, self.eos]
+        race = {"ELEMENT": "__nv_bfloat16"}
+        calls.append(("draw", lambda: launch("race.cu", "race", race, (parts, rows), 256, inputs + [self.partial], scalars)))
+        calls.append(("draw", lambda: launch("race.cu", "settle", race, (rows,), 32, inputs + [self.partial, self.token, *self.log_probs], scalars)))
+        calls.append(("advance", lambda: launch("advance.cu", "advance", race, (1,), 1024, [
+            self.token, *self.log_probs, self.eos, self.stops, self.limits, self.lengths, self.positions, self.states, self.token, *self.responses,
+            self.live], [rows, 4096, self.vocab, 0, 0, 1, 0, 0])))
+        return calls
+
+    def ms(self, calls, repeats=15):
+        import torch
+
+        stream = torch.cuda.Stream()
+        self.reset()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _, call in calls:
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _, call in calls:
+                call()
+        self.reset()
+        return gemm.event_ms([graph.replay], warm=3, repeats=repeats)
+
+
+VARIANTS = {
+    "as it was": lambda step, rows: step.calls(OLD[rows], packed=True, fused=False, ahead=(), tokens=32),
+    "as it is": lambda step, rows: step.calls(NEW[rows]),
+    "weights packed": lambda step, rows: step.calls(NEW[rows], packed=True),
+    "norms by themselves": lambda step, rows: step.calls(NEW[rows], fused=False),
+    "old divisions": lambda step, rows: step.calls(OLD[rows]),
+    "nothing ahead": lambda step, rows: step.calls(NEW[rows], ahead=()),
+    "only attention ahead": lambda step, rows: step.calls(NEW[rows], ahead=("attention",)),
+    "attention and o ahead": lambda step, rows: step.calls(NEW[rows], ahead=("attention", "o")),
+    "all but down ahead": lambda step, rows: step.calls(NEW[rows], ahead=("qkv", "attention", "o", "gate_up")),
+    "attention in sixteens": lambda step, rows: step.calls(NEW[rows], tokens=16),
+    "attention in thirty-twos": lambda step, rows: step.calls(NEW[rows], tokens=32),
+    "all but gate_up ahead": lambda step, rows: step.calls(NEW[rows], ahead=("qkv", "attention", "o", "down")),
+}
+
+
+def tried(rows):
+    for kind, others in TRIED[rows].items():
+        for other in others:
+            if kind in ("attention", "splits"):
+                yield f"{kind} {other}", lambda step, k=kind, o=other: step.calls(NEW[rows], **{k: o})
+            else:
+                name = f"{kind} {other[0].__name__} {' '.join(map(str, other[1:]))}"
+                yield name, lambda step, k=kind, o=other: step.calls(NEW[rows] | {k: o})
+
+
+def time_step(rows):
+    step = Step(rows)
+    weights = sum(w.numel() * 2 for layer in step.layers for kind in ("qkv", "o", "gate_up", "down") for w in layer[kind])
+    data = weights + step.embedding.numel() * 2 + LAYERS * rows * TOKENS * 2 * KEYS * DIM * 2
+    reached = {}
+
+    def show(name, calls):
+        ms = step.ms(calls)
+        reached[name] = ms
+        print(f"step {rows:4} rows  {name:40} {len(calls):4} kernels {ms:7.4f} ms {data / ms / 1e9:5.2f} TB/s "
+              f"{data / ms / 1e9 / gemm.COPY_TBS * 100:4.0f} %  {(ms / reached['as it is'] - 1) * 100 if 'as it is' in reached else 0:+5.1f} %", flush=True)
+
+    for name, make in VARIANTS.items():
+        attempt(f"{rows} rows, {name}", lambda: show(name, make(step, rows)))
+    for name in ("as it was", "as it is"):
+        def shares():
+            calls = VARIANTS[name](step, rows)
+            parts = []
+            for kind in KINDS:
+                count = sum(k == kind for k, _ in calls)
+                if count:
+                    less = reached[name] - step.ms([c for c in calls if c[0] != kind], repeats=9)
+                    parts.append(f"{kind} {count}: {less * 1000:.0f} us, {less * 1000 / count:.1f} each")
+            print(f"step {rows:4} rows  {name}, a step less one without: {'; '.join(parts)}", flush=True)
+
+        attempt(f"{rows} rows, shares", shares)
+    for name, make in tried(rows):
+        if time.time() - START < SECONDS:
+            attempt(f"{rows} rows, {name}", lambda: show(name, make(step)))
+
+
+def steps(rows):
+    time_step(int(rows))
+
+
+# ---- correctness ---------------------------------------------------------------------------------------------------
+
+
+def double_product(x, weight, into):
+    import torch
+
+    y = x.double() @ torch.cat(weight).double().T
+    if into == "swiglu":
+        gate, upper = y.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * upper
+    return y
+
+
+def twice(name, make, expected, limit=6e-3):
+    """`make` gives tensors; `expected` the float64 of each, or none."""
+    import torch
+
+    first, second = make(), make()
+    torch.cuda.synchronize()
+    for i, (a, b, want) in enumerate(zip(first, second, expected)):
+        e = error(a, want)
+        report(e <= limit and torch.equal(a, b), f"{name} [{i}] error {e:.1e} {'same bits' if torch.equal(a, b) else 'OTHER BITS'}")
+
+
+def cases():
+    """Name, how a product is divided, m, rows of the matrices, k, what becomes of it, with norm, with gain."""
+    everything = []
+    for rows in NEW:
+        for m in {16: (1, 16), 64: (17, 64), 128: (65, 128), 256: (129, 256), 512: (300, 512)}[rows]:
+            shapes = {"qkv": ([896, 128, 128], 896, "product"), "o": ([896], 896, "sum"), "gate_up": ([4864, 4864], 896, "swiglu"), "down": ([896], 4864, "sum")}
+            for kind, (parts, k, into) in shapes.items():
+                for table in [NEW[rows][kind]] + TRIED[rows].get(kind, []):
+                    everything.append((kind, table, m, parts, k, into))
+    for how in ((tile, 64, 32, 4, 4), (tile, 128, 64, 4, 1, 2), (deep, 128), (deep, 128, 4), (deep, 128, 8)):
+        everything += [("ragged", how, 77, [904], 1032, "sum"), ("ragged", how, 200, [128, 256, 64], 904, "product")]
+    for how in ((tile, 64, 64, 4), (tile, 128, 64, 4, 1, 2), (deep, 128), (deep, 192), (deep, 256)):
+        everything += [("ragged", how, 77, [472, 472], 904, "swiglu"), ("ragged", how, 300, [136, 136], 72, "swiglu")]
+    for how in ((skinny, 1, 4, 4), (skinny, 5, 4, 7), (skinny, 2, 4, 4, 1, 3, 396), (skinny, 1, 4, 4, 4, 4)):
+        everything += [("ragged", how, 13, [144, 16, 48], 904, "product"), ("ragged", how, 3, [136, 136], 104, "swiglu")]
+    return everything
+
+
+def check_case(kind, how, m, parts, k, into):
+    import torch
+
+    bf16, device = torch.bfloat16, "meta" if COMPILING else "cuda"
+    how, *rest = how
+    n = sum(parts) // (1 + (into == "swiglu"))
+    x, gain = torch.randn(m, k, device=device).to(bf16), torch.randn(k, device=device).to(bf16)
+    weight = [(torch.randn(rows, k, device=device) / math.sqrt(k)).to(bf16) for rows in parts]
+    old, next = torch.randn(m, n, device=device).to(bf16), torch.zeros(3 << 18, device=device, dtype=bf16)
+    after = torch.randn(n, device=device).to(bf16)
+    name = f"{kind} {how.__name__} {rest} [{m}, {parts}, {k}] {into}"
+    ahead = next if how is not deep else None
+    norm = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * gain.double()
+
+    def nan(*shape, dtype=bf16):
+        return torch.full(shape, float("nan"), device=device, dtype=dtype)
+
+    def target():
+        return old.clone() if into == "sum" else nan(m, n)
+
+    def plain():
+        y = target()
+        how(Product(x, weight, y, into, next=ahead), *rest)
+        return [y]
+
+    base = old.double() if into == "sum" else 0.0
+    if COMPILING:
+        plain()
+    else:
+        twice(name, plain, [double_product(x, weight, into) + base])
+    if how is skinny and into != "sum":
+        def inside():
+            y = target()
+            how(Product(x, weight, y, into, normed=gain), *rest)
+            return [y]
+
+        inside() if COMPILING else twice(name + " normed", inside, [double_product(norm, weight, into)])
+    if how is not skinny and into != "sum":
+        squares = x.double().square().view(m, k // 8, 8).sum(-1).T.float().contiguous()
+        gained = (x.float() * gain.float()).to(bf16)
+
+        def behind():
+            y = target()
+            how(Product(gained, weight, y, into, gained=squares), *rest)
+            return [y]
+
+        behind() if COMPILING else twice(name + " behind a gain", behind, [double_product(norm, weight, into)])
+    if how is not skinny and into == "sum":
+        def before():
+            y, weighed, sums = target(), nan(m, n), nan(n // 8, m, dtype=torch.float32)
+            how(Product(x, weight, y, into, weighed=(after, weighed, sums)), *rest)
+            return [y, weighed, sums]
+
+        if COMPILING:
+            before()
+        else:
+            y, weighed, sums = before()
+            torch.cuda.synchronize()
+            want = y.double()  # they are of C as it is stored
+            twice(name + " with a gain", before, [double_product(x, weight, into) + base, want * after.double(),
+                                                  want.square().view(m, n // 8, 8).sum(-1).T])
+
+
+def check_step():
+    """A whole step with and without each part: the same tokens' logits within bf16, the same bits where only places differ."""
+    import torch
+
+    for rows in NEW:
+        device = "meta" if COMPILING else "cuda"
+        step = Step(rows, layers=2, vocab=1024, device=device)
+
+        def logits(make):
+            step.reset()
+            step.token.fill_(5)
+            for _, call in make(step, rows):
+                call()
+            if not COMPILING:
+                torch.cuda.synchronize()
+            return step.logits.clone()
+
+        caches = [[c.clone() for c in layer["cache"]] for layer in step.layers]
+        results = {}
+        for name, make in VARIANTS.items():
+            for layer, kept in zip(step.layers, caches):
+                for cache, old in zip(layer["cache"], kept):
+                    cache.copy_(old)
+            results[name] = logits(make)
+        if COMPILING:
+            continue
+        base = results["as it is"]
+        for name, found in results.items():
+            e = error(found, base.double())
+            same = torch.equal(found, base)
+            need = name in ("weights packed",) or "ahead" in name
+            report(e < 2e-2 and (same or not need), f"step {rows} rows, {name}: error {e:.1e}{' same bits' if same else ''}")
+
+
+def check():
+    for case in cases():
+        attempt(str(case), lambda: check_case(*case))
+    attempt("step", check_step)
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+def gather():
+    """Every configuration of the checks and of the timings."""
+    global COMPILING
+    COMPILING = True
+    for case in cases():
+        check_case(*case)
+    check_step()
+    for rows in NEW:
+        step = Step(rows, layers=2, vocab=1024, device="meta")
+        for make in VARIANTS.values():
+            for _, call in make(step, rows):
+                call()
+        for _, make in tried(rows):
+            for _, call in make(step):
+                call()
+    COMPILING = False
+
+
+def section(name, cubins):
+    global DRIVER
+    import torch
+
+    with open(cubins, "rb") as file:
+        CODES.update(pickle.load(file))
+    torch.manual_seed(int(time.time()))
+    torch.zeros(1, device="cuda")
+    DRIVER = Driver()
+    print(f"-- {name} on {torch.cuda.get_device_name()}", flush=True)
+    check() if name == "check" else steps(name.removeprefix("step"))
+    print(f"-- {name}: {len(gemm.FAILED)} wrong, {time.time() - START:.1f} s", flush=True)
+    return 1 if gemm.FAILED else 0
+
+
+def main():
+    if sys.argv[1:2] == ["--section"]:
+        return section(sys.argv[2], sys.argv[3])
+    wanted = sys.argv[1:] or ["check", "step"]
+    gather()
+    jobs = sorted(JOBS)
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        codes = dict(zip(jobs, pool.map(compile_job, jobs)))
+    print(f"{len(jobs)} configurations compiled after {time.time() - START:.1f} s", flush=True)
+    for job, (code, log) in codes.items():
+        if code is None:
+            report(False, f"{job} does not compile:\n{log[:1500]}")
+    sections = [s for w in wanted for s in ([f"step{rows}" for rows in NEW] if w == "step" else [w]) if s != "compile"]
+    with tempfile.NamedTemporaryFile(suffix=".cubins") as file:
+        file.write(pickle.dumps(codes))
+        file.flush()
+        # A process each, so that a kernel that never ends or a broken context spoils one section only.
+        for name in sections:
+            try:
+                if subprocess.run([sys.executable, __file__, "--section", name, file.name], timeout=90).returncode:
+                    gemm.FAILED.append(name)
+            except subprocess.TimeoutExpired:
+                report(False, f"{name}: no end within 90 s")
+    print(f"after {time.time() - START:.1f} s: {'wrong: ' + ', '.join(f[:80] for f in gemm.FAILED) if gemm.FAILED else 'all right'}")
+    return 1 if gemm.FAILED else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# All that tells whether a decoding step is right and fast, on a Hopper GPU: harnesses first, then the executable.
+#
+#     scripts/kernels/run_decode.sh [PIPE]        (default: target/cuda/release/pipe)
+#
+# Each part says for itself whether it failed; the exit code is 1 if any did.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+pipe=${1:-target/cuda/release/pipe}
+failed=0
+part() {
+    echo "== $*"
+    "$@" || failed=1
+}
+part timeout 300 python3 scripts/kernels/decode.py check step16 step128 step512 step256 step64
+part timeout 90 python3 scripts/kernels/gemm.py check
+if [ -x "$pipe" ]; then
+    part timeout 120 "$pipe" bench check --device cuda:0
+    for rows in 16 64 128 256 512; do
+        part timeout 60 "$pipe" bench rollout --device cuda:0 --model qwen2.5-0.5b --sequences "$rows" --prompt 128 --new 256
+    done
+fi
+exit $failed

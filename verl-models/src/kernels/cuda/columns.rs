@@ -1,0 +1,45 @@
+//! Launches of `columns.cu`.
+
+use burn::backend::TensorMetadata;
+use burn::tensor::DType;
+
+use super::launch::{CudaKernel, Source};
+use super::tensor::{CubeTensor, access, dense, element, empty};
+
+static SOURCE: Source =
+    Source::with_prefix(include_str!("rowwise.cuh"), include_str!("columns.cu"));
+
+const THREADS: usize = 256;
+/// Stripes of rows at most.
+const MOST_STRIPES: usize = 64;
+/// Rows that a block reads side by side.
+const LINES: usize = THREADS / 32;
+
+/// Sums of the columns in f32: `[N, W]` -> `[W]`.
+pub(crate) fn sums(x: CubeTensor) -> CubeTensor {
+    let x = dense(x);
+    let dtype = x.dtype();
+    let [rows, width] = x.shape().dims();
+    let stripes = rows.div_ceil(4 * LINES).clamp(1, MOST_STRIPES);
+    let parts = empty(&x, [stripes, width], DType::F32);
+    let y = empty(&x, [width], DType::F32);
+    let kernel = |entry| {
+        CudaKernel::new(&SOURCE, entry, THREADS as u32)
+            .define("ELEMENT", element(dtype))
+            .define("WIDTH", width)
+    };
+    let groups = width.div_ceil(32 * access(dtype, width));
+    kernel("column_parts").launch(
+        &x.client,
+        [groups as u32, stripes as u32, 1],
+        &[&x.handle, &parts.handle],
+        vec![rows as u64],
+    );
+    kernel("column_sums").launch(
+        &x.client,
+        [width.div_ceil(THREADS) as u32, 1, 1],
+        &[&parts.handle, &y.handle],
+        vec![stripes as u64],
+    );
+    y
+}

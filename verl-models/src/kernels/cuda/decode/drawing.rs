@@ -1,0 +1,99 @@
+//! How tokens are drawn from the logits of a step.
+
+use cubecl::server::Handle;
+
+use super::super::launch::{CudaKernel, Source};
+use super::super::tensor::element;
+use super::DeviceDecoder;
+
+static RACE: Source = Source::with_prefixes(
+    include_str!("../rowwise.cuh"),
+    include_str!("../draw.cuh"),
+    include_str!("../race.cu"),
+);
+static SAMPLE: Source = Source::with_prefixes(
+    include_str!("../rowwise.cuh"),
+    include_str!("../draw.cuh"),
+    include_str!("../sample.cu"),
+);
+pub(super) static ADVANCE: Source = Source::with_prefixes(
+    include_str!("../rowwise.cuh"),
+    include_str!("../draw.cuh"),
+    include_str!("../advance.cu"),
+);
+
+/// How tokens are drawn, the same for all rows.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Drawing {
+    pub temperature: f64,
+    pub top_k: usize,
+    pub top_p: f64,
+    pub min_p: f64,
+    pub min_new_tokens: usize,
+    pub eos: Vec<i32>,
+    pub stops: Vec<Vec<i32>>,
+}
+
+impl Drawing {
+    fn races(&self) -> bool {
+        self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0
+    }
+}
+
+/// Blocks that share a row's race.
+pub(super) fn race_splits(rows: usize) -> usize {
+    (4 * 132usize).div_ceil(rows).clamp(1, 32)
+}
+
+impl DeviceDecoder {
+    /// Draws a token of each live row.
+    pub(super) fn draw(&self) {
+        let (rows, drawing) = (self.sizes.rows, &self.drawing);
+        let splits = race_splits(rows);
+        let scalars = vec![
+            rows as u64,
+            self.config.vocab_size as u64,
+            splits as u64,
+            drawing.eos.len() as u64,
+            drawing.min_new_tokens as u64,
+            drawing.top_k as u64,
+            drawing.temperature.to_bits(),
+            drawing.top_p.to_bits(),
+            drawing.min_p.to_bits(),
+            1.0f64.to_bits(),
+        ];
+        let logits = &self.buffers.logits;
+        let (client, book) = (&logits.client, &self.book);
+        let kernel = |source: &'static Source, entry: &'static str, block: u32| {
+            CudaKernel::new(source, entry, block).define("ELEMENT", element(self.dtype))
+        };
+        let inputs = [
+            &logits.handle,
+            &book.streams,
+            &book.lengths,
+            &book.states,
+            &book.eos,
+        ];
+        let outputs = [&book.token, &book.sampling_log_prob, &book.log_prob];
+        let joined = |middle: &[&Handle]| -> Vec<Handle> {
+            let all = inputs.iter().chain(middle).chain(&outputs);
+            all.map(|&handle| handle.clone()).collect()
+        };
+        let launch = |kernel: CudaKernel, grid: [u32; 3], handles: Vec<Handle>| {
+            let handles: Vec<&Handle> = handles.iter().collect();
+            kernel.launch(client, grid, &handles, scalars.clone());
+        };
+        if !drawing.races() {
+            let handles = joined(&[&book.seen]);
+            launch(kernel(&SAMPLE, "sample", 512), [rows as u32, 1, 1], handles);
+            return;
+        }
+        let partial = &self.buffers.partial;
+        let mut racing: Vec<Handle> = inputs.iter().map(|&handle| handle.clone()).collect();
+        racing.push(partial.clone());
+        let grid = [splits as u32, rows as u32, 1];
+        launch(kernel(&RACE, "race", 256), grid, racing);
+        let handles = joined(&[partial]);
+        launch(kernel(&RACE, "settle", 32), [rows as u32, 1, 1], handles);
+    }
+}

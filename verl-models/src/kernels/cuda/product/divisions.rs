@@ -1,0 +1,223 @@
+//! How products are divided: every choice that was made by measuring, in one place.
+//!
+//! `scripts/kernels/decode.py step` times a whole step with these and with others.
+
+use super::Into;
+
+/// Multiprocessors of a Hopper GPU.
+pub(super) const PROCESSORS: usize = 132;
+/// Blocks that run at once.
+pub(super) const FULL: usize = 3 * PROCESSORS;
+/// Rows of a product that `gemm_skinny.cu` takes.
+pub(crate) const SKINNY_ROWS: usize = 16;
+/// Rows from which `gemm_dyn.cu` is faster, outside of decoding.
+pub(super) const DEEP_ROWS: usize = 256;
+/// Rows of a matrix that is read beside others are a multiple of the widest tile that may not cross into the next.
+pub(super) const JOINT: usize = 128;
+/// Rows up to which the kernels of a step bring later weights into the L2 cache: with more, memory has no idle time.
+pub(crate) const AHEAD_ROWS: usize = 128;
+/// Most bytes that a kernel brings: a fifth of the L2 cache.
+pub(crate) const AHEAD_BYTES: usize = 10 << 20;
+
+/// How `gemm_skinny.cu` divides a product.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Skinny {
+    /// Tiles of 16 rows of the weight in a block.
+    pub tiles: usize,
+    /// Warps that share a tile's sum.
+    pub warps: usize,
+    /// Loads of a warp under way.
+    pub ahead: usize,
+    /// Blocks of a cluster that share a sum.
+    pub sharing: usize,
+    pub blocks_per_processor: usize,
+    /// Blocks at most; without a limit each takes one group of tiles.
+    pub most: Option<usize>,
+}
+
+impl Skinny {
+    /// For a weight of about this size; none where its parts do not fit.
+    pub fn of(rows: usize, [n, k]: [usize; 2], into: Into) -> Option<Self> {
+        if rows > SKINNY_ROWS || into == Into::Swiglu && !n.is_multiple_of(16) {
+            return None;
+        }
+        let skinny = |tiles, warps, ahead, sharing, blocks_per_processor, most| Skinny {
+            tiles,
+            warps,
+            ahead,
+            sharing,
+            blocks_per_processor,
+            most,
+        };
+        let found = if n >= 1 << 16 {
+            skinny(2, 4, 4, 1, 3, Some(3 * PROCESSORS))
+        } else if n >= 4096 || into == Into::Swiglu {
+            skinny(5, 4, 7, 1, 1, None)
+        } else if k > 2048 {
+            skinny(1, 5, 4, 8, 4, None)
+        } else {
+            skinny(1, 7, 4, 1, 1, None)
+        };
+        // Rows of X wait in shared memory where a block has several tiles.
+        let slices = k.div_ceil(32).div_ceil(found.sharing);
+        let staged = if found.tiles > 1 {
+            SKINNY_ROWS * (slices | 1) * 64
+        } else {
+            16
+        };
+        let partial = (found.warps - 1) * found.tiles * (SKINNY_ROWS / 8) * 512;
+        (staged + partial <= 44 << 10).then_some(found)
+    }
+}
+
+/// How `gemm.cu` divides a product.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tile {
+    pub rows: usize,
+    pub columns: usize,
+    /// Terms of a stage, and stages.
+    pub terms: usize,
+    pub stages: usize,
+    /// Blocks of a cluster that share a sum.
+    pub sharing: usize,
+    pub blocks_per_processor: usize,
+}
+
+impl Tile {
+    /// For the rows of a decoding step, within 48 KiB.
+    pub fn of_few(m: usize, [n, k]: [usize; 2], swiglu: bool) -> Self {
+        let mut tile = if m <= 64 { FEW } else { SOME };
+        let columns = if swiglu {
+            tile.columns / 2
+        } else {
+            tile.columns
+        };
+        let blocks = m.div_ceil(tile.rows) * n.div_ceil(tile.columns);
+        let sharing = |share: &usize| {
+            blocks * share <= 2 * PROCESSORS
+                && columns.is_multiple_of(8 * share)
+                && k / share >= 128
+        };
+        tile.sharing = [8, 4, 2].into_iter().find(sharing).unwrap_or(1);
+        tile
+    }
+
+    /// For the rows of a decoding step, with rings as deep as were measured best.
+    pub fn of_some(m: usize, [n, k]: [usize; 2], swiglu: bool) -> Self {
+        let rows = if m <= 64 { 64 } else { 128 };
+        let ring = |columns, stages, sharing, blocks_per_processor| Tile {
+            rows,
+            columns,
+            terms: 64,
+            stages,
+            sharing,
+            blocks_per_processor,
+        };
+        match (n, k, rows) {
+            (4096.., _, 64) => ring(64, 6, 1, 2),
+            (4096.., _, _) => ring(64, 4, 1, 2),
+            // Half of the columns are ups, too few to be shared.
+            _ if swiglu => ring(64, 4, 1, 2),
+            (_, 2049.., 64) => ring(64, 10, 8, 1),
+            (_, 2049.., _) => ring(64, 8, 8, 1),
+            _ => ring(32, 4, if k >= 512 { 4 } else { 1 }, 1),
+        }
+    }
+}
+
+/// For many rows.
+pub(super) const WIDE: Tile = Tile {
+    rows: 128,
+    columns: 128,
+    terms: 32,
+    stages: 2,
+    sharing: 1,
+    blocks_per_processor: 3,
+};
+
+/// For up to 64 rows.
+const FEW: Tile = Tile {
+    rows: 64,
+    columns: 64,
+    terms: 64,
+    stages: 2,
+    sharing: 1,
+    blocks_per_processor: 4,
+};
+
+/// For up to some hundred rows.
+const SOME: Tile = Tile {
+    rows: 128,
+    columns: 64,
+    terms: 32,
+    stages: 3,
+    sharing: 1,
+    blocks_per_processor: 4,
+};
+
+/// Whether a product of a decoding step is one for `gemm_dyn.cu`.
+pub(super) fn is_deep(m: usize, n: usize) -> bool {
+    m > 128 || m > 64 && n >= 1 << 16
+}
+
+/// How `gemm_dyn.cu` divides a product.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Deep {
+    /// Columns of a tile.
+    pub columns: usize,
+    /// Blocks of a cluster that share a sum.
+    pub sharing: usize,
+    /// Terms of a piece of the sum; pieces are added up by another kernel.
+    pub part: usize,
+}
+
+impl Deep {
+    /// Tiles for which the last wave wastes least; with `apart` those that cross into no other matrix.
+    fn columns([m, n]: [usize; 2], swiglu: bool, apart: bool) -> usize {
+        if apart && !swiglu {
+            return JOINT;
+        }
+        let waves = |columns: usize| (m.div_ceil(128) * n.div_ceil(columns)).div_ceil(PROCESSORS);
+        let few = (!swiglu && n.is_multiple_of(224)).then_some(224);
+        let sizes = [256, 192, 128].into_iter().chain(few);
+        sizes
+            .min_by_key(|&columns| waves(columns) * (columns + 32))
+            .unwrap_or(256)
+    }
+
+    /// Whole sums: the bits of a row do not depend on the number of rows.
+    pub fn whole([m, n, k]: [usize; 3], swiglu: bool, apart: bool) -> Self {
+        Deep {
+            columns: Deep::columns([m, n], swiglu, apart),
+            sharing: 1,
+            part: k.next_multiple_of(64),
+        }
+    }
+
+    /// Sums in pieces where tiles leave most of the GPU idle, and where each piece is long.
+    pub fn in_pieces([m, n, k]: [usize; 3]) -> Self {
+        let columns = Deep::columns([m, n], false, false);
+        let tiles = m.div_ceil(128) * n.div_ceil(columns);
+        let pieces = (PROCESSORS / tiles).clamp(1, (k / 512).max(1));
+        Deep {
+            columns,
+            sharing: 1,
+            part: k.div_ceil(pieces).next_multiple_of(64),
+        }
+    }
+
+    /// For a decoding step: clusters share the sums of a product with few tiles.
+    pub fn of_step([m, n, k]: [usize; 3], swiglu: bool, apart: bool) -> Self {
+        let tiles = m.div_ceil(128) * n.div_ceil(128);
+        let sharing = |share: &usize| tiles * share <= PROCESSORS && k / share >= 448;
+        let found = [8, 4, 2].into_iter().find(sharing).unwrap_or(1);
+        if swiglu || found == 1 && m > 128 {
+            return Deep::whole([m, n, k], swiglu, apart);
+        }
+        Deep {
+            columns: 128,
+            sharing: found,
+            part: k.next_multiple_of(64),
+        }
+    }
+}

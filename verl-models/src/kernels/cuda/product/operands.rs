@@ -1,0 +1,152 @@
+//! Operands of a product, and how the copy engine fetches their tiles.
+
+use burn::backend::Cube;
+use burn::backend::TensorMetadata;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::DType;
+use cubecl::ir::FloatKind;
+use cubecl::prelude::{
+    OobFill, TensorMapFormat, TensorMapInterleave, TensorMapPrefetch, TensorMapSwizzle, TiledArgs,
+};
+use cubecl::server::{KernelResource, TensorMapBinding, TensorMapMeta};
+use cubecl::zspace::{Shape, metadata::Metadata};
+
+use super::super::tensor::{CubeTensor, dense};
+use super::divisions::JOINT;
+use super::is_hopper;
+
+/// How an operand lies in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Summed {
+    /// `[M, K]`.
+    Last,
+    /// `[K, M]`.
+    First,
+}
+
+impl Summed {
+    /// Outer size and terms of an operand.
+    pub(super) fn sizes(self, operand: &CubeTensor) -> (usize, usize) {
+        let [rows, columns] = operand.shape().dims();
+        match self {
+            Summed::Last => (rows, columns),
+            Summed::First => (columns, rows),
+        }
+    }
+
+    pub(super) fn flag(self) -> u8 {
+        u8::from(self == Summed::First)
+    }
+}
+
+/// A weight `[N, K]` whose rows are those of up to three matrices, which stay where they are if kernels can read them there.
+#[derive(Debug, Clone)]
+pub(crate) struct Joined {
+    matrices: Vec<CubeTensor>,
+}
+
+impl Joined {
+    /// A matrix by itself.
+    pub fn one(matrix: CubeTensor) -> Self {
+        Joined::of(vec![matrix], true)
+    }
+
+    /// Matrices one after another, such as queries, keys and values.
+    pub fn stacked(matrices: Vec<CubeTensor>) -> Self {
+        let whole = |matrix: &CubeTensor| matrix.shape()[0].is_multiple_of(JOINT);
+        let apart = matrices.iter().all(whole);
+        Joined::of(matrices, apart)
+    }
+
+    /// Gates and ups, for [`Into::Swiglu`](super::Into::Swiglu) in bf16.
+    pub fn halves(gates: CubeTensor, ups: CubeTensor) -> Self {
+        Joined::of(vec![gates, ups], true)
+    }
+
+    fn of(matrices: Vec<CubeTensor>, apart: bool) -> Self {
+        let readable = |m: &CubeTensor| m.dtype() == DType::BF16 && is_hopper(m);
+        let matrices = match matrices.as_slice() {
+            [_] => matrices,
+            _ if apart && matrices.iter().all(readable) => matrices,
+            _ => vec![dense(Cube::float_cat(matrices, 0))],
+        };
+        Joined { matrices }
+    }
+
+    pub(super) fn matrices(&self) -> &[CubeTensor] {
+        &self.matrices
+    }
+
+    /// Rows and terms.
+    pub(super) fn sizes(&self) -> [usize; 2] {
+        let rows = self.matrices.iter().map(|matrix| matrix.shape()[0]).sum();
+        [rows, self.first().shape()[1]]
+    }
+
+    /// The first matrix: all of it, where it is the only one.
+    pub fn first(&self) -> &CubeTensor {
+        &self.matrices[0]
+    }
+
+    /// The last matrix.
+    pub fn last(&self) -> &CubeTensor {
+        &self.matrices[self.matrices.len() - 1]
+    }
+
+    /// Rows before the second matrix and before the third, if there are several.
+    pub(super) fn firsts(&self) -> Vec<u64> {
+        let rows = |count: usize| -> u64 {
+            let before = self.matrices.iter().take(count);
+            before.map(|matrix| matrix.shape()[0] as u64).sum()
+        };
+        match self.matrices.len() {
+            1 => vec![],
+            _ => vec![rows(1), rows(2)],
+        }
+    }
+}
+
+/// What the copy engine brings of an operand at once: `rows` rows of a stage's terms where the terms come last, 64 columns
+/// of them where they come first.
+pub(super) fn tensor_map(
+    operand: &CubeTensor,
+    summed: Summed,
+    rows: usize,
+    terms: usize,
+) -> KernelResource {
+    let (tile, swizzle) = match summed {
+        Summed::Last if terms == 32 => ([rows, terms], TensorMapSwizzle::B64),
+        Summed::Last => ([rows, terms], TensorMapSwizzle::B128),
+        Summed::First => ([terms, 64], TensorMapSwizzle::B128),
+    };
+    boxes(operand, tile, swizzle)
+}
+
+/// Boxes of a dense matrix of bf16.
+pub(super) fn boxes(
+    matrix: &CubeTensor,
+    tile: [usize; 2],
+    swizzle: TensorMapSwizzle,
+) -> KernelResource {
+    let [outer, inner] = matrix.shape().dims();
+    KernelResource::TensorMap(TensorMapBinding {
+        binding: matrix.handle.clone().binding(),
+        map: TensorMapMeta {
+            format: TensorMapFormat::Tiled(TiledArgs {
+                tile_size: Shape::new(tile),
+            }),
+            metadata: Metadata::new([outer, inner], [inner, 1]),
+            elem_stride: [1, 1].into(),
+            interleave: TensorMapInterleave::None,
+            swizzle,
+            prefetch: TensorMapPrefetch::B128,
+            oob_fill: OobFill::Zero,
+            elem_ty: FloatKind::BF16.into(),
+        },
+    })
+}
+
+/// A buffer among a kernel's parameters.
+pub(super) fn buffer(tensor: &CubeTensor) -> KernelResource {
+    KernelResource::Buffer(tensor.handle.clone().binding())
+}

@@ -1,0 +1,50 @@
+//! Launches of `product_f32.cu`.
+//!
+//! burn's own products of f32 round their operands to TF32 on tensor cores; these do not.
+
+use burn::tensor::DType;
+
+use super::super::launch::{CudaKernel, Source};
+use super::super::tensor::{CubeTensor, empty};
+use super::operands::Summed;
+
+static PLAIN: Source = Source::new(include_str!("../product_f32.cu"));
+
+/// Rows and columns of a tile.
+const TILE: usize = 64;
+
+pub(super) fn plain(
+    (a, a_summed): (CubeTensor, Summed),
+    (b, b_summed): (CubeTensor, Summed),
+    [m, n, k]: [usize; 3],
+) -> CubeTensor {
+    let c = empty(&a, [m, n], DType::F32);
+    plain_into((&a, a_summed), (&b, b_summed), &c, false, [m, n, k]);
+    c
+}
+
+/// `c` becomes, or with `adds` grows by, the product.
+pub(super) fn plain_into(
+    (a, a_summed): (&CubeTensor, Summed),
+    (b, b_summed): (&CubeTensor, Summed),
+    c: &CubeTensor,
+    adds: bool,
+    [m, n, k]: [usize; 3],
+) {
+    // Distance of rows and of terms.
+    let strides = |summed: Summed, size: usize| match summed {
+        Summed::Last => [k as u64, 1],
+        Summed::First => [1, size as u64],
+    };
+    let [a_row, a_term] = strides(a_summed, m);
+    let [b_row, b_term] = strides(b_summed, n);
+    let tiles = |size: usize| size.div_ceil(TILE) as u32;
+    CudaKernel::new(&PLAIN, "product_f32", 256)
+        .define("ADD", u8::from(adds))
+        .launch(
+            &a.client,
+            [tiles(n), tiles(m), 1],
+            &[&a.handle, &b.handle, &c.handle],
+            vec![m as u64, n as u64, k as u64, a_row, a_term, b_row, b_term],
+        );
+}

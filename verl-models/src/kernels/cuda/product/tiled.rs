@@ -1,0 +1,206 @@
+//! Launches of `gemm.cu` and `gemm_dyn.cu`.
+
+use burn::backend::TensorMetadata;
+use burn::tensor::DType;
+use cubecl::prelude::TensorMapSwizzle;
+use cubecl::server::KernelResource;
+
+use super::super::launch::{CudaKernel, Source};
+use super::super::probe::LARGE;
+use super::super::tensor::{CubeTensor, empty};
+use super::Into;
+use super::divisions::{Deep, PROCESSORS, Tile};
+use super::operands::{Joined, Summed, boxes, buffer, tensor_map};
+use super::projection::{Ahead, Weighed};
+
+static GEMM: Source =
+    Source::with_prefix(include_str!("../gemm_tile.cuh"), include_str!("../gemm.cu"));
+static DEEP: Source = Source::with_prefix(
+    include_str!("../gemm_tile.cuh"),
+    include_str!("../gemm_dyn.cu"),
+);
+
+/// A product that one launch makes: C (+)= A Bᵀ, and what the kernels do besides.
+pub(super) struct Tiled<'a> {
+    pub a: &'a CubeTensor,
+    pub b: &'a Joined,
+    pub c: &'a CubeTensor,
+    /// Of A and of B.
+    pub summed: [Summed; 2],
+    pub into: Into,
+    /// Rows and columns of C before gates and ups meet, and terms.
+    pub sizes: [usize; 3],
+    /// Added to each row of C, `[N]` in bf16. Not where the sum is in pieces.
+    pub bias: Option<&'a CubeTensor>,
+    /// What [`Into::Sum`] adds the product to, where that is not C. Not where the sum is in pieces.
+    pub sum: Option<&'a CubeTensor>,
+    /// Squares of what A was before a gain, and epsilon.
+    pub squares: Option<(&'a CubeTensor, f64)>,
+    pub weighed: Option<Weighed<'a>>,
+    pub ahead: Option<Ahead<'a>>,
+}
+
+impl<'a> Tiled<'a> {
+    pub fn new(
+        [a, c]: [&'a CubeTensor; 2],
+        b: &'a Joined,
+        summed: [Summed; 2],
+        into: Into,
+        sizes: [usize; 3],
+    ) -> Self {
+        Tiled {
+            a,
+            b,
+            c,
+            summed,
+            into,
+            sizes,
+            bias: None,
+            sum: None,
+            squares: None,
+            weighed: None,
+            ahead: None,
+        }
+    }
+
+    fn halves(&self) -> usize {
+        1 + usize::from(self.into == Into::Swiglu)
+    }
+
+    fn maps(&self, rows: usize, columns: usize, terms: usize) -> Vec<KernelResource> {
+        let [a, b] = self.summed;
+        let parts = self.b.matrices().iter();
+        let parts = parts.map(|part| tensor_map(part, b, columns / self.halves(), terms));
+        [tensor_map(self.a, a, rows, terms)]
+            .into_iter()
+            .chain(parts)
+            .collect()
+    }
+
+    fn define(&self, kernel: CudaKernel, c: &CubeTensor, adds: bool) -> CudaKernel {
+        let [_, _, k] = self.sizes;
+        kernel
+            .define("CM", 1)
+            .define("A_MN", self.summed[0].flag())
+            .define("B_MN", self.summed[1].flag())
+            .define("PARTS", self.b.matrices().len())
+            .define("SWIGLU", self.halves() - 1)
+            .define("BIAS", u8::from(self.bias.is_some()))
+            .define("ADD", u8::from(adds))
+            .define("NORM", if self.squares.is_some() { k } else { 0 })
+            .define("GAIN", u8::from(self.weighed.is_some()))
+            .define("OUT_F32", u8::from(c.dtype() == DType::F32))
+    }
+
+    /// Buffers behind C, and scalars but for those of what is brought ahead.
+    fn rest(&self, c: &CubeTensor, adds: bool, part: usize) -> (Vec<KernelResource>, Vec<u64>) {
+        let [m, n, k] = self.sizes;
+        let mut scalars: Vec<u64> = [m, n, k, part].map(|size| size as u64).into();
+        scalars.extend(self.b.firsts());
+        let mut buffers: Vec<KernelResource> = self.bias.map(buffer).into_iter().collect();
+        if adds {
+            buffers.push(buffer(self.sum.unwrap_or(c)));
+        }
+        if let Some((squares, epsilon)) = self.squares {
+            buffers.push(buffer(squares));
+            scalars.push(epsilon.to_bits());
+        }
+        if let Some(weighed) = &self.weighed {
+            buffers.extend([weighed.gain, weighed.to, weighed.squares].map(buffer));
+        }
+        (buffers, scalars)
+    }
+
+    /// By `gemm.cu`, in pieces of `part` terms; several go into a `c` of as many matrices.
+    pub fn launch(&self, tile: Tile, part: usize) {
+        let [m, n, k] = self.sizes;
+        let adds = self.into == Into::Sum;
+        let mut resources = self.maps(tile.rows, tile.columns, tile.terms);
+        resources.push(buffer(self.c));
+        let (buffers, mut scalars) = self.rest(self.c, adds, part);
+        resources.extend(buffers);
+        if let Some(ahead) = &self.ahead {
+            resources.push(buffer(ahead.weight));
+            scalars.push(ahead.bytes());
+        }
+        let kernel = CudaKernel::new(&GEMM, "gemm", 128)
+            .define("BM", tile.rows)
+            .define("BN", tile.columns)
+            .define("BK", tile.terms)
+            .define("STAGES", tile.stages)
+            .define("CS", tile.sharing)
+            .define("BLOCKS_PER_SM", tile.blocks_per_processor)
+            .define("PREFETCH", u8::from(self.ahead.is_some()));
+        let blocks = tile.sharing * m.div_ceil(tile.rows) * n.div_ceil(tile.columns);
+        self.define(kernel, self.c, adds).launch_resources(
+            &self.a.client,
+            [blocks as u32, k.div_ceil(part) as u32, 1],
+            resources,
+            scalars,
+        );
+    }
+
+    /// By `gemm_dyn.cu`, which brings nothing ahead.
+    pub fn launch_deep(&self, deep: Deep) {
+        let [m, n, k] = self.sizes;
+        let Deep {
+            columns,
+            sharing,
+            part,
+        } = deep;
+        let pieces = k.div_ceil(part);
+        let partial = (pieces > 1).then(|| empty(self.a, [pieces, m, n], DType::F32));
+        let target = partial.as_ref().unwrap_or(self.c);
+        let adds = self.into == Into::Sum && pieces == 1;
+        let stored = target.dtype() == DType::BF16 && !adds && sharing == 1;
+        let halves = self.halves();
+        let kept = LARGE - 1024 - if stored { 256 * columns / halves } else { 0 };
+        let held = match self.summed[1] {
+            Summed::Last => columns,
+            Summed::First => columns.next_multiple_of(64),
+        };
+        let mut resources = self.maps(128, columns, 64);
+        resources.push(if stored {
+            boxes(target, [64, 32], TensorMapSwizzle::B64)
+        } else {
+            buffer(target)
+        });
+        let (buffers, scalars) = self.rest(target, adds, part);
+        resources.extend(buffers);
+        let kernel = CudaKernel::new(&DEEP, "gemm", 384)
+            .define("BM", 128)
+            .define("BN", columns)
+            .define("BK", 64)
+            .define("STAGES", kept / (16_384 + 128 * held))
+            .define("CS", sharing)
+            .define("STORE", u8::from(stored));
+        let tiles = m.div_ceil(128) * n.div_ceil(columns) * pieces;
+        let blocks = sharing * tiles.min(PROCESSORS / sharing);
+        self.define(kernel, target, adds).launch_resources(
+            &self.a.client,
+            [blocks as u32, 1, 1],
+            resources,
+            scalars,
+        );
+        if let Some(partial) = partial {
+            reduce(&partial, self.c, self.into == Into::Sum, [pieces, m * n]);
+        }
+    }
+}
+
+/// `c` becomes, or with `adds` grows by, the sum of the pieces.
+pub(super) fn reduce(partial: &CubeTensor, c: &CubeTensor, adds: bool, [pieces, size]: [usize; 2]) {
+    let mut buffers = vec![&partial.handle, &c.handle];
+    if adds {
+        buffers.push(&c.handle);
+    }
+    CudaKernel::new(&GEMM, "gemm_reduce", 256)
+        .define("ADD", u8::from(adds))
+        .define("OUT_F32", u8::from(c.dtype() == DType::F32))
+        .launch(
+            &partial.client,
+            [size.div_ceil(1024).min(1 << 14) as u32, 1, 1],
+            &buffers,
+            vec![size as u64, pieces as u64],
+        );
+}
