@@ -12,9 +12,9 @@ use verl::models::bench::{
     self, Ceilings, KernelWork, PRESETS, RolloutWork, StepWork, Times, TrainWork, preset,
     random_decoder,
 };
+use verl::models::compiled;
 use verl::models::decoder::Decoder;
 use verl::models::device::{Preflight, device, preflight};
-use verl::models::kernel_cache::{self, Tally};
 use verl::pipe::cli::json_error::{BENCH, JsonError};
 
 /// Measures a device: agreement with the CPU, then speed.
@@ -170,6 +170,7 @@ type Failure = Box<dyn std::error::Error>;
 /// # Errors
 /// When `out` cannot be written.
 pub(crate) fn bench(command: &Bench, out: &mut dyn Write) -> io::Result<u8> {
+    compiled::begin();
     let answer = match command {
         Bench::Check(args) => check(args),
         Bench::Rollout(args) => rollout(args),
@@ -177,7 +178,6 @@ pub(crate) fn bench(command: &Bench, out: &mut dyn Write) -> io::Result<u8> {
         Bench::Step(args) => step(args),
         Bench::Kernels(args) => kernels(args),
     };
-    kernel_cache::save();
     match answer {
         Ok(answer) => {
             out.write_all(answer.text.as_bytes())?;
@@ -216,7 +216,6 @@ struct Answer {
 
 fn check(args: &CheckArgs) -> Result<Answer, Failure> {
     let found = preflight(&args.common.device)?;
-    kernel_cache::prepare(&format!("bench check on {}", args.common.device));
     let device = device(&args.common.device)?;
     let subjects = if args.model.is_empty() {
         let mut subjects = subjects();
@@ -244,12 +243,12 @@ fn check(args: &CheckArgs) -> Result<Answer, Failure> {
                 value
             })
             .collect();
-        let kernels = kernel_cache::tally();
+        let kernels = compiled::tally();
         line(&json!({ "device": found, "holds": good, "kernels": kernels, "distances": distances }))
     } else {
         let mut text = table(&found, &distances);
-        if let Some(tally) = kernel_cache::tally() {
-            text += &kernels_line(&tally);
+        if let Some(tally) = compiled::tally() {
+            text += &row("kernels", WIDTH, &tally.to_string());
         }
         text
     };
@@ -320,31 +319,31 @@ impl Start {
             "preflight_ms": self.preflight,
             "load_ms": self.load,
             "ceilings_ms": self.ceilings,
-            "kernels": kernel_cache::tally(),
+            "kernels": compiled::tally(),
         })
     }
 
-    fn lines(self) -> String {
+    fn lines(self, width: usize) -> String {
         let mut text = row(
             "start",
+            width,
             &format!(
                 "preflight {:.0} ms, load {:.0} ms, rates of the device {:.0} ms",
                 self.preflight, self.load, self.ceilings
             ),
         );
-        if let Some(tally) = kernel_cache::tally() {
-            text += &kernels_line(&tally);
+        if let Some(tally) = compiled::tally() {
+            text += &row("kernels", width, &tally.to_string());
         }
         text
     }
 }
 
-fn kernels_line(tally: &Tally) -> String {
-    row("kernels", &format!("{tally}; cache: {}", tally.cache))
-}
+/// Of the names before the figures, where none is longer.
+const WIDTH: usize = 22;
 
-fn row(name: &str, value: &str) -> String {
-    format!("  {name:<22} {value}\n")
+fn row(name: &str, width: usize, value: &str) -> String {
+    format!("  {name:<width$} {value}\n")
 }
 
 /// Milliseconds since `since`, which begins anew.
@@ -356,8 +355,7 @@ fn lap(since: &mut Instant) -> f64 {
 }
 
 impl ModelArgs {
-    /// For the bench called `work`.
-    fn place(&self, work: &str) -> Result<Place, Failure> {
+    fn place(&self) -> Result<Place, Failure> {
         let mut since = Instant::now();
         let found = preflight(&self.common.device)?;
         let preflight = lap(&mut since);
@@ -367,11 +365,6 @@ impl ModelArgs {
             None if device == Device::flex() => DType::F32,
             None => DType::BF16,
         };
-        let Common { device: on, .. } = &self.common;
-        kernel_cache::prepare(&format!(
-            "bench {work} of {} in {dtype:?} on {on}",
-            self.model
-        ));
         let decoder = match preset(&self.model) {
             Some(config) => random_decoder(config, &device, dtype),
             None => {
@@ -422,19 +415,19 @@ impl ModelArgs {
             }))
         } else {
             let widths = lines.iter().map(|(name, _)| name.len());
-            let width = widths.max().unwrap_or(0).max(22);
+            let width = widths.max().unwrap_or(0).max(WIDTH);
             let mut text = format!("{} in {dtype} on {found}\n", self.model);
             for (name, value) in lines {
-                text += &format!("  {name:<width$} {value}\n");
+                text += &row(name, width, value);
             }
-            text + &start.lines()
+            text + &start.lines(width)
         };
         Ok(Answer { text, good: true })
     }
 }
 
 fn rollout(args: &RolloutArgs) -> Result<Answer, Failure> {
-    let place = args.model.place("rollout")?;
+    let place = args.model.place()?;
     let work = RolloutWork {
         sequences: args.sequences,
         prompt_tokens: args.prompt,
@@ -463,7 +456,7 @@ fn rollout(args: &RolloutArgs) -> Result<Answer, Failure> {
 }
 
 fn train(args: &TrainArgs) -> Result<Answer, Failure> {
-    let place = args.model.place("train")?;
+    let place = args.model.place()?;
     let work = TrainWork {
         rows: args.rows,
         tokens: args.tokens,
@@ -494,7 +487,7 @@ fn train(args: &TrainArgs) -> Result<Answer, Failure> {
 }
 
 fn step(args: &StepArgs) -> Result<Answer, Failure> {
-    let place = args.model.place("step")?;
+    let place = args.model.place()?;
     let work = StepWork {
         prompts: args.prompts,
         samples: args.samples,
@@ -522,7 +515,7 @@ fn step(args: &StepArgs) -> Result<Answer, Failure> {
 }
 
 fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
-    let place = args.model.place("kernels")?;
+    let place = args.model.place()?;
     let work = KernelWork {
         tokens: args.tokens,
         sequence: args.sequence,

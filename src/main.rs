@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use bench::Bench;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use kernels::OfGpu;
 use tracing_subscriber::EnvFilter;
 use verl::models::gguf::{self, WeightType};
 use verl::pipe::cli;
@@ -21,7 +22,6 @@ use verl::pipe::cli::schema::SchemaArgs;
 use verl::pipe::cli::train::TrainArgs;
 use verl::pipe::cli::warmup::WarmupArgs;
 use verl::pipe::run::console::LogWriter;
-use verl::pipe::run::timeline::Kernels;
 
 /// Typed pipelines for reinforcement-learning post-training of language models.
 #[derive(Debug, Parser)]
@@ -40,14 +40,13 @@ Examples:
 Exit status: 0 done, 1 a faulty pipeline, a run that failed, or a difference that `debug` found, 2 a wrong command line,
 3 what `debug` cannot tell, 130 a run that was cancelled.
 Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away;
-VERL_CACHE_DIR=DIR has a build with kernel-cache keep compiled kernels in DIR/kernels instead of the user's cache folder,
-VERL_CACHE_DIR=off nowhere.";
+CUDA_CACHE_PATH=DIR has the NVIDIA driver keep machine code of kernels in DIR instead of ~/.nv/ComputeCache.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Runs a pipeline to its target step.
     Train(TrainArgs),
-    /// Compiles what a pipeline needs on its GPU, so that a later start finds it.
+    /// Takes one step, so that the driver of the GPU keeps the kernels of a pipeline for a later start.
     Warmup(WarmupArgs),
     /// Checks a pipeline and tells every fault; loads no weights.
     Check(CheckArgs),
@@ -105,16 +104,19 @@ fn main() -> ExitCode {
         Err(error) => return wrong_command_line(&error),
     };
     let registry = verl::registry();
-    let kernels: Arc<dyn Kernels> = Arc::new(kernels::OfGpu);
     let mut out = std::io::stdout().lock();
     let result = match cli.command {
         Command::Train(args) => {
             drop(out);
             let versions = verl::versions();
+            let kernels = Arc::new(OfGpu::counted());
             let status = cli::train::train(&args, &registry, versions, Some(kernels));
             return ExitCode::from(status);
         }
-        Command::Warmup(args) => cli::warmup::warmup(&args, &registry, &kernels, &mut out),
+        Command::Warmup(args) => {
+            let kernels = Arc::new(OfGpu::counted());
+            cli::warmup::warmup(&args, &registry, kernels, &mut out)
+        }
         Command::Check(args) => cli::check::check(&args, &registry, &mut out),
         Command::Plan(args) => cli::plan::plan(&args, &registry, &mut out),
         Command::Schema(args) => cli::schema::schema(&args, &registry, &mut out),

@@ -113,8 +113,6 @@ fn cuda(name: &str, index: usize) -> Result<Device, DeviceError> {
 
 #[cfg(feature = "cuda")]
 fn cuda_count() -> usize {
-    #[cfg(feature = "kernel-cache")]
-    crate::kernel_cache::activate();
     Device::enumerate(burn::tensor::DeviceType::Cuda)
         .into_vec()
         .len()

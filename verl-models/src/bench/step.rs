@@ -8,8 +8,8 @@ use serde::Serialize;
 use super::rollout::requests;
 use super::train::optimizer;
 use super::{BenchError, Ceilings, RolloutWork, Times, at_least, peak_bytes, seconds};
+use crate::compiled;
 use crate::decoder::Decoder;
-use crate::kernel_cache;
 use crate::model::{ModelInterface, PolicyModel, ScoreRow, Scores, TrainedModel};
 use crate::policy::Policy;
 use crate::rollout::engine::SamplingSettings;
@@ -96,7 +96,7 @@ pub fn step(
     let mut parts = vec![one(&mut policy, reference.as_ref(), work, &device)?];
     let first_step_ms = 1e3 * started.elapsed().as_secs_f64();
     // What is counted besides must not be in the times.
-    kernel_cache::tally();
+    compiled::tally();
     for _ in 0..work.runs.max(1) {
         parts.push(one(&mut policy, reference.as_ref(), work, &device)?);
     }

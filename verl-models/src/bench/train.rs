@@ -4,8 +4,8 @@ use serde::Serialize;
 
 use super::shape::multiplied;
 use super::{BenchError, Ceilings, Times, at_least, peak_bytes, repeat, seconds};
+use crate::compiled;
 use crate::decoder::{Decoder, DecoderConfig};
-use crate::kernel_cache;
 use crate::model::{ModelInterface, PolicyModel, ScoreRow, TrainedModel};
 use crate::optim::OptimizerConfig;
 use crate::policy::Policy;
@@ -103,7 +103,7 @@ pub fn train(
         }
         optimizer_s.push(seconds(&device, || policy.optimizer_step().map(drop))?);
         // Every kernel was launched once: what is counted besides must not be in the times.
-        kernel_cache::tally();
+        compiled::tally();
         Ok::<(), BenchError>(())
     })?;
     let lengths: Vec<usize> = rows.iter().map(|row| row.response.len()).collect();

@@ -45,7 +45,7 @@ impl fmt::Display for Preflight {
 /// Looks at the device called `name` and, on a GPU, compiles and runs a kernel there; the CPU always passes.
 ///
 /// A GPU needs compute capability 8.0 (bf16 in matrix products), 48 KiB of shared memory a block, NVRTC and the headers
-/// of CUDA. Where it has them, kernels that lie in the [cache](crate::kernel_cache) are then at hand.
+/// of CUDA.
 ///
 /// # Errors
 /// As [`device`](super::device); [`DeviceError::Unusable`] says what is missing.
@@ -128,13 +128,10 @@ mod with_cuda {
                 "put the folder of libnvrtc.so into LD_LIBRARY_PATH; its version must be one that the driver supports",
             )
         })?;
-        let driver = driver();
-        #[cfg(feature = "kernel-cache")]
-        crate::kernel_cache::open(found.capability, driver.as_deref(), &toolkit);
         Ok(Preflight {
             name: found.name,
             capability: Some(found.capability),
-            driver,
+            driver: driver(),
             toolkit: Some(toolkit.display().to_string()),
             memory: found.memory,
             shared_memory: Some(found.shared_memory),

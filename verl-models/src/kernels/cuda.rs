@@ -10,8 +10,6 @@ pub(crate) mod decode;
 pub(crate) mod launch;
 mod mlp;
 pub(crate) mod norm;
-#[cfg(feature = "kernel-cache")]
-mod noted;
 pub(crate) mod probe;
 pub(crate) mod product;
 mod rows;

@@ -124,14 +124,10 @@ pub fn train(
         rules: Vec::new(),
         schema: Some(pipeline_schema(registry)),
         began: Some(began),
-        kernels: kernels.clone(),
+        kernels,
     };
     let dir = plan.pipe.run.dir.clone();
     let ended = Trainer::with_options(plan, options).and_then(|mut trainer| trainer.train());
-    // Later steps may have needed others than the first.
-    if let Some(kernels) = kernels {
-        kernels.save();
-    }
     match ended {
         Ok(_) => {
             let _ = writeln!(std::io::stdout(), "the run is in {}", dir.display());

@@ -1,7 +1,7 @@
-//! `pipe warmup`: compiles what a pipeline needs on its devices before a run needs it.
+//! `pipe warmup`: has the driver of a GPU keep what a pipeline needs there, before a run needs it.
 //!
-//! It loads the models and takes one step, for which every kernel must be there; nothing is written but the cache of
-//! kernels. A later start of the same pipeline finds them.
+//! It loads the models and takes one step, for which every kernel must be there; no run folder is made. The driver keeps
+//! the kernels' machine code, which a later start of the same pipeline finds.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -28,7 +28,7 @@ pub struct WarmupArgs {
     /// The pipeline.
     #[command(flatten)]
     pub pipeline: PipelineArgs,
-    /// Prints one JSON object: what took how long and where the kernels are kept, or the error with all findings.
+    /// Prints one JSON object: what took how long and where the driver keeps the kernels, or the error with all findings.
     #[arg(long)]
     pub json: bool,
 }
@@ -40,8 +40,6 @@ pub struct Warmup {
     pub pipeline: String,
     /// Its group of devices.
     pub devices: String,
-    /// Folder of the compiled kernels, or why there is none.
-    pub cache: String,
     /// Why nothing was to be done; left out where something was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nothing: Option<String>,
@@ -55,14 +53,14 @@ enum Failure {
     Run(RunError),
 }
 
-/// Compiles what a pipeline needs; tells how long each part took. Returns the exit code.
+/// Takes one step of a pipeline on a GPU; tells how long each part took. Returns the exit code.
 ///
 /// # Errors
 /// When `out` cannot be written.
 pub fn warmup(
     args: &WarmupArgs,
     registry: &Registry,
-    kernels: &Arc<dyn Kernels>,
+    kernels: Arc<dyn Kernels>,
     out: &mut dyn Write,
 ) -> io::Result<u8> {
     let began = Instant::now();
@@ -86,12 +84,11 @@ pub fn warmup(
     }
 }
 
-fn warm(plan: Plan, began: Instant, kernels: &Arc<dyn Kernels>) -> Result<Warmup, Failure> {
+fn warm(plan: Plan, began: Instant, kernels: Arc<dyn Kernels>) -> Result<Warmup, Failure> {
     let group = plan.pipe.devices.group.clone();
     let mut done = Warmup {
         pipeline: plan.pipe.name.clone(),
         devices: group.clone(),
-        cache: kernels.place(),
         nothing: None,
         start: None,
     };
@@ -101,17 +98,13 @@ fn warm(plan: Plan, began: Instant, kernels: &Arc<dyn Kernels>) -> Result<Warmup
         return Ok(done);
     }
     let schedule = plan.schedule().map_err(Failure::Findings)?;
-    let mut timeline = Timeline::load(&schedule.plan, Some(began), Some(kernels.clone()));
+    let mut timeline = Timeline::load(&schedule.plan, Some(began), Some(kernels));
     let mut run = schedule
         .start(RunOptions::default())
         .map_err(Failure::Run)?;
     timeline.loaded();
     let output = run.step().map_err(Failure::Run)?;
-    let start = timeline.first_step(&output.metrics);
-    if let Some(kernels) = &start.kernels {
-        done.cache.clone_from(&kernels.cache);
-    }
-    done.start = Some(start);
+    done.start = Some(timeline.first_step(&output.metrics));
     Ok(done)
 }
 
@@ -131,21 +124,15 @@ fn text(done: &Warmup) -> String {
             line(&format!("  {stage}"), seconds(*taken));
         }
         if let Some(kernels) = &start.kernels {
-            let (compiled, found) = (kernels.compiled, kernels.found);
-            line(
-                "kernels",
-                format!("{compiled} compiled, {found} from the cache"),
-            );
+            line("kernels", format!("{} compiled", kernels.compiled));
+            line("driver keeps", kernels.driver_cache.clone());
         }
     }
-    line("cache", done.cache.clone());
     text
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use super::*;
     use crate::batch::{Batch, RowId};
     use crate::keys::DATA_ROWS;
@@ -154,38 +141,18 @@ mod tests {
         BuildContext, ConfigError, RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
     };
 
-    /// Compiles for `cpu` where told so, and notes what it is asked.
-    struct Fake {
-        device: &'static str,
-        asked: Mutex<Vec<String>>,
-    }
-
-    impl Fake {
-        fn note(&self, what: &str) {
-            self.asked.lock().unwrap().push(what.to_owned());
-        }
-    }
+    /// Compiles for one device.
+    struct Fake(&'static str);
 
     impl Kernels for Fake {
         fn are_for(&self, device: &str) -> bool {
-            device == self.device
-        }
-        fn prepare(&self, job: &str) {
-            self.note(job);
+            device == self.0
         }
         fn tally(&self) -> Option<KernelTally> {
-            self.note("tally");
             Some(KernelTally {
                 compiled: 2,
-                found: 3,
-                cache: "/cache/a".to_owned(),
+                driver_cache: "/cache".to_owned(),
             })
-        }
-        fn save(&self) {
-            self.note("save");
-        }
-        fn place(&self) -> String {
-            "/cache".to_owned()
         }
     }
 
@@ -226,15 +193,11 @@ mod tests {
         }
     }
 
-    /// Exit code, output and what the kernels were asked.
-    fn run(device: &'static str, more: &[&str], json: bool) -> (u8, String, Vec<String>) {
+    /// Exit code and output where kernels are compiled for `device`.
+    fn run(device: &'static str, more: &[&str], json: bool) -> (u8, String) {
         let temp = tempfile::tempdir().unwrap();
         let file = temp.path().join("count.toml");
         std::fs::write(&file, "name = \"count\"\n[[stages]]\nkind = \"count\"\n").unwrap();
-        let fake = Arc::new(Fake {
-            device,
-            asked: Mutex::default(),
-        });
         let args = WarmupArgs {
             pipeline: PipelineArgs {
                 file,
@@ -242,56 +205,53 @@ mod tests {
             },
             json,
         };
-        let kernels: Arc<dyn Kernels> = fake.clone();
         let mut out = Vec::new();
         let registry = Registry::new().stage::<Count>();
-        let code = warmup(&args, &registry, &kernels, &mut out).unwrap();
-        let asked = fake.asked.lock().unwrap().clone();
-        (code, String::from_utf8(out).unwrap(), asked)
+        let code = warmup(&args, &registry, Arc::new(Fake(device)), &mut out).unwrap();
+        (code, String::from_utf8(out).unwrap())
     }
 
     #[test]
     fn a_step_is_taken_and_told() {
-        let (code, out, asked) = run("cpu", &[], false);
+        let (code, out) = run("cpu", &[], false);
         assert_eq!(code, 0);
-        assert_eq!(asked, ["count on cpu", "save", "tally"]);
         assert!(out.starts_with("count on cpu\n  check "), "{out}");
         assert!(out.contains("    count "), "{out}");
         assert!(
-            out.ends_with("  kernels      2 compiled, 3 from the cache\n  cache        /cache/a\n"),
+            out.ends_with("  kernels      2 compiled\n  driver keeps /cache\n"),
             "{out}"
         );
-        let (code, out, _) = run("cpu", &[], true);
+        let (code, out) = run("cpu", &[], true);
         let told: Warmup = serde_json::from_str(&out).unwrap();
         let start = told.start.unwrap();
-        assert!(code == 0 && told.nothing.is_none() && told.cache == "/cache/a");
-        assert!(start.stages.contains_key("count") && start.kernels.unwrap().found == 3);
+        assert!(code == 0 && told.nothing.is_none());
+        assert!(start.stages.contains_key("count") && start.kernels.unwrap().compiled == 2);
     }
 
     #[test]
     fn where_nothing_is_compiled_nothing_is_done() {
-        let (code, out, asked) = run("cuda:0", &["count.fails=true"], false);
-        assert!(code == 0 && asked.is_empty());
+        let (code, out) = run("cuda:0", &["count.fails=true"], false);
+        assert_eq!(code, 0);
         assert_eq!(
             out,
-            "count on cpu\n  nothing to do this build compiles nothing for `cpu`\n  cache        /cache\n"
+            "count on cpu\n  nothing to do this build compiles nothing for `cpu`\n"
         );
-        let (_, out, _) = run("cuda:0", &[], true);
+        let (_, out) = run("cuda:0", &[], true);
         let told: Warmup = serde_json::from_str(&out).unwrap();
         assert!(told.nothing.is_some() && told.start.is_none());
     }
 
     #[test]
     fn what_keeps_it_from_a_step_is_told() {
-        let (code, out, _) = run("cpu", &["count.fails=true"], true);
+        let (code, out) = run("cpu", &["count.fails=true"], true);
         let told: JsonError = serde_json::from_str(&out).unwrap();
         assert!(
             code == 1 && told.error.message.contains("no rows left"),
             "{out}"
         );
-        let (code, out, _) = run("cpu", &["count.fails=true"], false);
+        let (code, out) = run("cpu", &["count.fails=true"], false);
         assert!(code == 1 && out.starts_with("error["), "{out}");
-        let (code, out, _) = run("cpu", &["count.failss=true"], true);
+        let (code, out) = run("cpu", &["count.failss=true"], true);
         let told: JsonError = serde_json::from_str(&out).unwrap();
         assert_eq!((code, told.error.code.as_str()), (1, "C002"));
     }

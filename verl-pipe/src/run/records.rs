@@ -79,16 +79,14 @@ pub struct VersionsFile {
     pub optimised: bool,
 }
 
-/// What became of the compiled kernels that a start launched.
+/// The kernels of a GPU that a start launched.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KernelTally {
-    /// Kernels that were compiled.
+    /// Kernels that NVRTC compiled, which it does in every process.
     pub compiled: usize,
-    /// Kernels that lay in the cache.
-    pub found: usize,
-    /// The folder of the cache, or why there is none.
-    pub cache: String,
+    /// Folder where the driver keeps their machine code for the next process, or why there is none.
+    pub driver_cache: String,
 }
 
 /// `start.json`: how the run got to the end of its first step.

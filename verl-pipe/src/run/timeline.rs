@@ -12,22 +12,8 @@ pub trait Kernels: Send + Sync {
     /// Whether stages on this device run compiled kernels, by its name in a pipeline.
     fn are_for(&self, device: &str) -> bool;
 
-    /// Compiles ahead what `job` needed before, and begins to count. Must return at once.
-    fn prepare(&self, job: &str);
-
-    /// Ends the counting; none where no kernel was launched.
+    /// How many were compiled so far, and what is kept of them; none where no kernel was launched.
     fn tally(&self) -> Option<KernelTally>;
-
-    /// Keeps what was compiled for the next process.
-    fn save(&self);
-
-    /// Where they are kept, or why they are not.
-    fn place(&self) -> String;
-}
-
-/// The job of a plan: pipelines of one name on one group of devices should need the same kernels.
-pub(crate) fn job(plan: &Plan) -> String {
-    format!("{} on {}", plan.pipe.name, plan.pipe.devices.group)
 }
 
 /// The clock of a start.
@@ -42,9 +28,6 @@ pub(crate) struct Timeline {
 impl Timeline {
     /// Begins with loading; `began` is when the work on the plan began.
     pub fn load(plan: &Plan, began: Option<Instant>, kernels: Option<Arc<dyn Kernels>>) -> Self {
-        if let Some(kernels) = &kernels {
-            kernels.prepare(&job(plan));
-        }
         let stages = plan.pipe.stages.iter().map(|stage| stage.name.clone());
         Timeline {
             kernels,
@@ -69,10 +52,6 @@ impl Timeline {
             let seconds = metrics.get(&of_stage(&STAGE_S, stage))?;
             Some((stage.clone(), seconds))
         };
-        let kernels = self.kernels.as_ref().and_then(|kernels| {
-            kernels.save();
-            kernels.tally()
-        });
         StartFile {
             check_s: self.check_s,
             load_s: self.load_s,
@@ -80,13 +59,13 @@ impl Timeline {
             observe_s: (run_s - step_s).max(0.0),
             first_step_s: step_s,
             stages: self.stages.iter().filter_map(seconds).collect(),
-            kernels,
+            kernels: self.kernels.and_then(|kernels| kernels.tally()),
         }
     }
 }
 
-/// `[start] check 0.31 s | load 0.80 s | first step 2.10 s: generate 1.20 s, update 0.70 s | 34 kernels compiled, 12 from
-/// the cache`: with the stages that took a tenth of the step or more.
+/// `[start] check 0.31 s | load 0.80 s | first step 2.10 s: generate 1.20 s, update 0.70 s | 34 kernels compiled`:
+/// with the stages that took a tenth of the step or more.
 pub(crate) fn start_line(start: &StartFile) -> String {
     let mut line = "[start]".to_owned();
     let mut part = |text: String| {
@@ -113,10 +92,7 @@ pub(crate) fn start_line(start: &StartFile) -> String {
         long.join(", ")
     ));
     if let Some(kernels) = &start.kernels {
-        part(format!(
-            "{} kernels compiled, {} from the cache",
-            kernels.compiled, kernels.found
-        ));
+        part(format!("{} kernels compiled", kernels.compiled));
     }
     line
 }
@@ -151,14 +127,13 @@ mod tests {
             stages: Default::default(),
             kernels: Some(KernelTally {
                 compiled: 34,
-                found: 12,
-                cache: "/c".to_owned(),
+                driver_cache: "/c".to_owned(),
             }),
             ..start()
         };
         assert_eq!(
             start_line(&more),
-            "[start] load 0.50 s | observe 3.00 s | first step 2.00 s | 34 kernels compiled, 12 from the cache"
+            "[start] load 0.50 s | observe 3.00 s | first step 2.00 s | 34 kernels compiled"
         );
     }
 

@@ -3,8 +3,7 @@
 //! A [`Source`] is the text of a file. A [`CudaKernel`] is one entry of it with the definitions that are put in front of
 //! the text: sizes and types that the compiler should know. cubecl compiles it with NVRTC when it is first launched and
 //! keeps it by its [`KernelId`], which covers text, definitions and entry. The compiler gets the entry without the other
-//! kernels of its file ([`kernel_text`](crate::kernel_text)); with the feature `kernel-cache` what it made is kept
-//! ([`kernel_cache`](crate::kernel_cache)).
+//! kernels of its file ([`kernel_text`](crate::kernel_text)).
 
 use cubecl::ir::settings::Dim3;
 use cubecl::ir::{UIntKind, metadata::Info};
@@ -15,15 +14,13 @@ use cubecl::prelude::{
 use cubecl::server::{Handle, KernelArguments, KernelResource, MetadataBindingInfo};
 use cubecl::{CubeKernel, PrecompiledSource};
 
-#[cfg(feature = "kernel-cache")]
-use crate::kernel_cache;
 use crate::kernel_text::one_entry;
 
 /// The text of a `.cu` file, behind what several of them share.
 #[derive(Debug)]
 pub(crate) struct Source {
     texts: [&'static str; 3],
-    pub(super) hash: u64,
+    hash: u64,
 }
 
 impl Source {
@@ -66,11 +63,11 @@ const fn fnv(mut hash: u64, bytes: &[u8]) -> u64 {
 /// An entry of a source, ready to be launched.
 #[derive(Debug, Clone)]
 pub(crate) struct CudaKernel {
-    pub(super) source: &'static Source,
-    pub(super) entry: &'static str,
+    source: &'static Source,
+    entry: &'static str,
     /// Lines `#define NAME VALUE`.
-    pub(super) definitions: String,
-    pub(super) block: u32,
+    definitions: String,
+    block: u32,
 }
 
 impl CudaKernel {
@@ -121,8 +118,6 @@ impl CudaKernel {
             ..KernelArguments::default()
         };
         let count = CubeCount::Static(grid[0], grid[1], grid[2]);
-        #[cfg(feature = "kernel-cache")]
-        kernel_cache::note(|| self.noted());
         client.launch(Box::new(self), count, arguments);
     }
 
