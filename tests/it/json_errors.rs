@@ -39,8 +39,9 @@ fn commands_with_json(path: &[&str], found: &mut BTreeSet<String>) {
 type Case = (&'static str, &'static [&'static str], i32, &'static str);
 
 /// One of each command that takes `--json`.
-const CASES: [Case; 13] = [
+const CASES: [Case; 14] = [
     ("bench check", &["--device", "cuda:99"], 1, "bench"),
+    ("bench kernels", &["--model", "absent"], 1, "bench"),
     ("bench rollout", &["--model", "absent"], 1, "bench"),
     ("bench step", &["--device", "gpu"], 1, "bench"),
     ("bench train", &["--model", "absent"], 1, "bench"),
