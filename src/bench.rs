@@ -2,6 +2,7 @@
 
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::time::Instant;
 
 use burn::tensor::{DType, Device};
 use clap::{Args, Subcommand, ValueEnum};
@@ -11,6 +12,7 @@ use verl::models::bench::{
     self, Ceilings, KernelWork, PRESETS, RolloutWork, StepWork, Times, TrainWork, preset,
     random_decoder,
 };
+use verl::models::compiled;
 use verl::models::decoder::Decoder;
 use verl::models::device::{Preflight, device, preflight};
 use verl::pipe::cli::json_error::{BENCH, JsonError};
@@ -168,6 +170,7 @@ type Failure = Box<dyn std::error::Error>;
 /// # Errors
 /// When `out` cannot be written.
 pub(crate) fn bench(command: &Bench, out: &mut dyn Write) -> io::Result<u8> {
+    compiled::begin();
     let answer = match command {
         Bench::Check(args) => check(args),
         Bench::Rollout(args) => rollout(args),
@@ -240,9 +243,14 @@ fn check(args: &CheckArgs) -> Result<Answer, Failure> {
                 value
             })
             .collect();
-        line(&json!({ "device": found, "holds": good, "distances": distances }))
+        let kernels = compiled::tally();
+        line(&json!({ "device": found, "holds": good, "kernels": kernels, "distances": distances }))
     } else {
-        table(&found, &distances)
+        let mut text = table(&found, &distances);
+        if let Some(tally) = compiled::tally() {
+            text += &row("kernels", WIDTH, &tally.to_string());
+        }
+        text
     };
     Ok(Answer { text, good })
 }
@@ -294,11 +302,63 @@ struct Place {
     decoder: Decoder,
     ceilings: Ceilings,
     dtype: DType,
+    start: Start,
+}
+
+/// What came before the work, in milliseconds.
+#[derive(Debug, Clone, Copy)]
+struct Start {
+    preflight: f64,
+    load: f64,
+    ceilings: f64,
+}
+
+impl Start {
+    fn json(self) -> Value {
+        json!({
+            "preflight_ms": self.preflight,
+            "load_ms": self.load,
+            "ceilings_ms": self.ceilings,
+            "kernels": compiled::tally(),
+        })
+    }
+
+    fn lines(self, width: usize) -> String {
+        let mut text = row(
+            "start",
+            width,
+            &format!(
+                "preflight {:.0} ms, load {:.0} ms, rates of the device {:.0} ms",
+                self.preflight, self.load, self.ceilings
+            ),
+        );
+        if let Some(tally) = compiled::tally() {
+            text += &row("kernels", width, &tally.to_string());
+        }
+        text
+    }
+}
+
+/// Of the names before the figures, where none is longer.
+const WIDTH: usize = 22;
+
+fn row(name: &str, width: usize, value: &str) -> String {
+    format!("  {name:<width$} {value}\n")
+}
+
+/// Milliseconds since `since`, which begins anew.
+fn lap(since: &mut Instant) -> f64 {
+    let now = Instant::now();
+    1e3 * now
+        .duration_since(std::mem::replace(since, now))
+        .as_secs_f64()
 }
 
 impl ModelArgs {
     fn place(&self) -> Result<Place, Failure> {
+        let mut since = Instant::now();
         let found = preflight(&self.common.device)?;
+        let preflight = lap(&mut since);
         let device = device(&self.common.device)?;
         let dtype = match self.dtype {
             Some(dtype) => dtype.into(),
@@ -321,38 +381,46 @@ impl ModelArgs {
                 Decoder::load_as(&dir, &device, dtype)?.0
             }
         };
+        let load = lap(&mut since);
         let quick = self.model == "tiny";
+        let ceilings = Ceilings::measure(&device, dtype, quick)?;
         Ok(Place {
-            ceilings: Ceilings::measure(&device, dtype, quick)?,
+            ceilings,
             found,
             decoder,
             dtype,
+            start: Start {
+                preflight,
+                load,
+                ceilings: lap(&mut since),
+            },
         })
     }
 
     fn answer(
         &self,
-        place: (&Preflight, DType),
+        place: (&Preflight, DType, Start),
         figures: &impl serde::Serialize,
         lines: &[(&str, String)],
     ) -> Result<Answer, Failure> {
-        let (found, dtype) = place;
+        let (found, dtype, start) = place;
         let dtype = format!("{dtype:?}").to_lowercase();
         let text = if self.common.json {
             line(&json!({
                 "device": found,
                 "model": self.model,
                 "dtype": dtype,
+                "start": start.json(),
                 "figures": serde_json::to_value(figures)?,
             }))
         } else {
             let widths = lines.iter().map(|(name, _)| name.len());
-            let width = widths.max().unwrap_or(0).max(22);
+            let width = widths.max().unwrap_or(0).max(WIDTH);
             let mut text = format!("{} in {dtype} on {found}\n", self.model);
             for (name, value) in lines {
-                text += &format!("  {name:<width$} {value}\n");
+                text += &row(name, width, value);
             }
-            text
+            text + &start.lines(width)
         };
         Ok(Answer { text, good: true })
     }
@@ -384,7 +452,7 @@ fn rollout(args: &RolloutArgs) -> Result<Answer, Failure> {
         ("memory", memory(figures.peak_bytes)),
     ];
     args.model
-        .answer((&place.found, place.dtype), &figures, &lines)
+        .answer((&place.found, place.dtype, place.start), &figures, &lines)
 }
 
 fn train(args: &TrainArgs) -> Result<Answer, Failure> {
@@ -415,7 +483,7 @@ fn train(args: &TrainArgs) -> Result<Answer, Failure> {
         ("memory", memory(figures.peak_bytes)),
     ];
     args.model
-        .answer((&place.found, place.dtype), &figures, &lines)
+        .answer((&place.found, place.dtype, place.start), &figures, &lines)
 }
 
 fn step(args: &StepArgs) -> Result<Answer, Failure> {
@@ -443,7 +511,7 @@ fn step(args: &StepArgs) -> Result<Answer, Failure> {
         ("memory", memory(figures.peak_bytes)),
     ];
     args.model
-        .answer((&place.found, place.dtype), &figures, &lines)
+        .answer((&place.found, place.dtype, place.start), &figures, &lines)
 }
 
 fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
@@ -474,7 +542,7 @@ fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
         })
         .collect();
     args.model
-        .answer((&place.found, place.dtype), &figures, &lines)
+        .answer((&place.found, place.dtype, place.start), &figures, &lines)
 }
 
 fn times(times: &Times) -> String {

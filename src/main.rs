@@ -1,13 +1,16 @@
 //! The executable `pipe`.
 
 mod bench;
+mod kernels;
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use bench::Bench;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use kernels::OfGpu;
 use tracing_subscriber::EnvFilter;
 use verl::models::gguf::{self, WeightType};
 use verl::pipe::cli;
@@ -17,6 +20,7 @@ use verl::pipe::cli::json_error::{FILE, JsonError, USAGE};
 use verl::pipe::cli::plan::PlanArgs;
 use verl::pipe::cli::schema::SchemaArgs;
 use verl::pipe::cli::train::TrainArgs;
+use verl::pipe::cli::warmup::WarmupArgs;
 use verl::pipe::run::console::LogWriter;
 
 /// Typed pipelines for reinforcement-learning post-training of language models.
@@ -35,12 +39,15 @@ Examples:
 
 Exit status: 0 done, 1 a faulty pipeline, a run that failed, or a difference that `debug` found, 2 a wrong command line,
 3 what `debug` cannot tell, 130 a run that was cancelled.
-Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away.";
+Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away;
+CUDA_CACHE_PATH=DIR has the NVIDIA driver keep machine code of kernels in DIR instead of ~/.nv/ComputeCache.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Runs a pipeline to its target step.
     Train(TrainArgs),
+    /// Takes one step, so that the driver of the GPU keeps the kernels of a pipeline for a later start.
+    Warmup(WarmupArgs),
     /// Checks a pipeline and tells every fault; loads no weights.
     Check(CheckArgs),
     /// Prints the checked graph, the batch arithmetic and a memory estimate.
@@ -101,7 +108,14 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Train(args) => {
             drop(out);
-            return ExitCode::from(cli::train::train(&args, &registry, verl::versions()));
+            let versions = verl::versions();
+            let kernels = Arc::new(OfGpu::counted());
+            let status = cli::train::train(&args, &registry, versions, Some(kernels));
+            return ExitCode::from(status);
+        }
+        Command::Warmup(args) => {
+            let kernels = Arc::new(OfGpu::counted());
+            cli::warmup::warmup(&args, &registry, kernels, &mut out)
         }
         Command::Check(args) => cli::check::check(&args, &registry, &mut out),
         Command::Plan(args) => cli::plan::plan(&args, &registry, &mut out),

@@ -61,6 +61,7 @@ fn measurements_tell_their_figures() {
         assert_eq!(answer["model"], "tiny");
         assert_eq!(answer["dtype"], "f32");
         assert_eq!(answer["device"]["name"], "CPU");
+        assert!(answer["start"]["load_ms"].is_f64() && answer["start"]["kernels"].is_null());
         let figures = &answer["figures"];
         assert!(
             figures["tokens_per_s"].as_f64().is_some_and(|x| x > 0.0),

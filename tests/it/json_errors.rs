@@ -39,7 +39,7 @@ fn commands_with_json(path: &[&str], found: &mut BTreeSet<String>) {
 type Case = (&'static str, &'static [&'static str], i32, &'static str);
 
 /// One of each command that takes `--json`.
-const CASES: [Case; 13] = [
+const CASES: [Case; 14] = [
     ("bench check", &["--device", "cuda:99"], 1, "bench"),
     ("bench kernels", &["--model", "absent"], 1, "bench"),
     ("bench rollout", &["--model", "absent"], 1, "bench"),
@@ -58,6 +58,7 @@ const CASES: [Case; 13] = [
     ("debug trace", &["--run", "absent"], 3, "T010"),
     ("plan", &["absent.toml"], 1, "C001"),
     ("schema", &["--stage", "generat"], 1, "C003"),
+    ("warmup", &["absent.toml"], 1, "C001"),
 ];
 
 /// Runs a command with `--json` and without; gives the error object.

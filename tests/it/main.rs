@@ -36,3 +36,4 @@ mod trace_settings;
 mod trl;
 mod view;
 mod view_clicks;
+mod warmup;

@@ -14,6 +14,15 @@ fn a_run_leaves_its_files_metrics_and_model() {
     let run = place.train("run", &[]);
 
     assert!(run.read("status.json").contains("\"finished\""));
+    let start: Value = serde_json::from_str(&run.read("start.json")).expect("JSON");
+    assert!(
+        start["load_s"]
+            .as_f64()
+            .is_some_and(|seconds| seconds > 0.0)
+    );
+    // What was observed before the first step is no part of it.
+    assert!(start["observe_s"].as_f64() > start["stages"]["prompts"].as_f64());
+    assert!(start["stages"]["update"].as_f64() <= start["first_step_s"].as_f64());
     assert!(run.read("plan.txt").contains("old_log_probs"));
     assert!(run.read("versions.json").contains("verl"));
     assert!(run.read("data.json").contains("fingerprint"));

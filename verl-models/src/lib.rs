@@ -7,6 +7,7 @@ mod allocation;
 pub mod bench;
 pub mod blocks;
 pub mod chat_template;
+pub mod compiled;
 pub mod conformance;
 pub mod critic;
 pub mod decoder;
@@ -15,6 +16,8 @@ pub mod families;
 pub mod gguf;
 pub mod hf;
 pub mod ilql;
+#[cfg(any(feature = "cuda", test))]
+mod kernel_text;
 pub mod kernels;
 mod lanes;
 pub mod memory;

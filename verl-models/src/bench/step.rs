@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::rollout::requests;
 use super::train::optimizer;
 use super::{BenchError, Ceilings, RolloutWork, Times, at_least, peak_bytes, seconds};
+use crate::compiled;
 use crate::decoder::Decoder;
 use crate::model::{ModelInterface, PolicyModel, ScoreRow, Scores, TrainedModel};
 use crate::policy::Policy;
@@ -94,6 +95,8 @@ pub fn step(
     let mut policy = Policy::new(decoder, Some(optimizer()))?;
     let mut parts = vec![one(&mut policy, reference.as_ref(), work, &device)?];
     let first_step_ms = 1e3 * started.elapsed().as_secs_f64();
+    // What is counted besides must not be in the times.
+    compiled::tally();
     for _ in 0..work.runs.max(1) {
         parts.push(one(&mut policy, reference.as_ref(), work, &device)?);
     }

@@ -12,6 +12,7 @@ pub mod json_error;
 pub mod plan;
 pub mod schema;
 pub mod train;
+pub mod warmup;
 
 use std::io::{self, Write};
 use std::path::PathBuf;

@@ -1,6 +1,8 @@
 //! `pipe train FILE [key=value…]`: runs a pipeline to its target step.
 
 use std::io::Write;
+use std::sync::Arc;
+use std::time::Instant;
 
 use clap::Args;
 
@@ -11,6 +13,7 @@ use crate::run::console::Console;
 use crate::run::error::RunError;
 use crate::run::interrupt::{CANCELLED_STATUS, cancel_on_ctrl_c};
 use crate::run::runner::RunOptions;
+use crate::run::timeline::Kernels;
 use crate::run::trainer::{Trainer, TrainerOptions};
 use crate::schedule::placement::forbidding;
 use crate::schema::pipeline_schema;
@@ -80,8 +83,15 @@ fn add<T: Clone + PartialEq>(to: &mut Vec<T>, named: &[T]) {
 /// Runs the command. The exit status is 0 only when the target step was reached and models are saved; 1 when the
 /// pipeline is faulty or the run failed; 130 when it was cancelled.
 ///
-/// `versions` names further crates and their versions for `versions.json`.
-pub fn train(args: &TrainArgs, registry: &Registry, versions: Vec<(String, String)>) -> u8 {
+/// `versions` names further crates and their versions for `versions.json`; `kernels` is what compiles kernels below the
+/// engine, where something does.
+pub fn train(
+    args: &TrainArgs,
+    registry: &Registry,
+    versions: Vec<(String, String)>,
+    kernels: Option<Arc<dyn Kernels>>,
+) -> u8 {
+    let began = Instant::now();
     let checked = args.pipeline.read(registry).and_then(|mut pipe| {
         args.debug.apply(&mut pipe.trace);
         pipe.plan()
@@ -112,6 +122,8 @@ pub fn train(args: &TrainArgs, registry: &Registry, versions: Vec<(String, Strin
         console: Some(console),
         versions,
         schema: Some(pipeline_schema(registry)),
+        began: Some(began),
+        kernels,
     };
     let dir = plan.pipe.run.dir.clone();
     let ended = Trainer::with_options(plan, options).and_then(|mut trainer| trainer.train());
@@ -274,12 +286,17 @@ mod tests {
                 },
                 &registry,
                 Vec::new(),
+                None,
             )
         };
         let status =
             |dir: &str| std::fs::read_to_string(temp.path().join(dir).join("status.json")).unwrap();
         assert_eq!(run("a", &[]), 0);
         assert!(status("a").contains("\"finished\""));
+        let start = std::fs::read_to_string(temp.path().join("a/start.json")).unwrap();
+        let start: crate::run::records::StartFile = serde_json::from_str(&start).unwrap();
+        assert!(start.check_s.is_some_and(|seconds| seconds > 0.0) && start.load_s > 0.0);
+        assert!(start.stages.contains_key("count") && start.kernels.is_none());
         // The folder is there already.
         assert_eq!(run("a", &[]), 1);
         assert_eq!(run("b", &["count.fail_at=2"]), 1);

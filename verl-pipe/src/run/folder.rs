@@ -15,6 +15,7 @@
 //! | `trace/` | statistics of every edge, steps in full, anomalies; see [`format`](crate::trace::format) |
 //! | `schema.json` | keys, shapes and meanings of the pipeline, where steps or stages are traced in full |
 //! | `stall.json` | what the run waited for when nothing came for long; see [`stall`](crate::run::stall) |
+//! | `start.json` | how long everything took until the first step was done, and which kernels were compiled for it |
 //! | `status.json` | see [`RunState`] |
 //!
 //! A line is written with one call and cut off again where the disk refuses a part of it; `status.json` and models
@@ -32,7 +33,7 @@ use serde_json::Value;
 use crate::run::error::RunError;
 use crate::run::metrics::{StepMetrics, now};
 pub use crate::run::records::Status;
-use crate::run::records::{DataFile, DataOrigin, SampleLine, StatusFile, VersionsFile};
+use crate::run::records::{DataFile, DataOrigin, SampleLine, StartFile, StatusFile, VersionsFile};
 use crate::run::runner::Run;
 
 /// Content of `status.json`.
@@ -221,6 +222,14 @@ impl RunFolder {
             optimised: !cfg!(debug_assertions),
         };
         self.write_text("versions.json", &pretty(&all))
+    }
+
+    /// Writes `start.json`.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn write_start(&self, start: &StartFile) -> Result<(), RunError> {
+        self.write_text("start.json", &pretty(start))
     }
 
     /// Adds a line to `metrics.jsonl`.

@@ -30,6 +30,7 @@ pub(crate) mod start;
 pub mod state;
 mod step;
 mod table;
+pub mod timeline;
 pub mod trainer;
 pub(crate) mod watch;
 mod waves;

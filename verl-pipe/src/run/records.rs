@@ -79,6 +79,36 @@ pub struct VersionsFile {
     pub optimised: bool,
 }
 
+/// The kernels of a GPU that a start launched.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct KernelTally {
+    /// Kernels that NVRTC compiled, which it does in every process.
+    pub compiled: usize,
+    /// Folder where the driver keeps their machine code for the next process, or why there is none.
+    pub driver_cache: String,
+}
+
+/// `start.json`: how the run got to the end of its first step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StartFile {
+    /// Time of reading and checking the pipeline, its devices included (seconds); left out where a program made the plan.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub check_s: Option<f64>,
+    /// Time of opening data and loading models (seconds).
+    pub load_s: f64,
+    /// Time between loading and the first step (seconds), that of stages that ran before it above all.
+    pub observe_s: f64,
+    /// Time of the first step (seconds).
+    pub first_step_s: f64,
+    /// Of it, the time of each stage's calls, added up (seconds); calls that ran side by side count each.
+    pub stages: BTreeMap<String, f64>,
+    /// Kernels that were compiled on the way; left out where none were launched.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernels: Option<KernelTally>,
+}
+
 /// A line of `metrics.jsonl`: what a step came to. Values that are not finite are `null`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct MetricsLine {

@@ -12,6 +12,7 @@ use crate::run::error::RunError;
 use crate::run::folder::{RunFolder, RunState, Status};
 use crate::run::metrics::StepMetrics;
 use crate::run::runner::{LeftOver, Run, RunOptions, RunSnapshot, StepOutput};
+use crate::run::timeline::{Kernels, Timeline, start_line};
 use crate::trace::config::TraceWeights;
 use crate::trace::describe::describe;
 use crate::trace::recorder::Recorder;
@@ -35,6 +36,8 @@ pub struct Trainer {
     /// State before each of the last steps, for the flight recorder.
     snapshots: VecDeque<RunSnapshot>,
     since: Option<Instant>,
+    /// Until the first step is done.
+    timeline: Option<Timeline>,
     /// Models that were saved.
     saved: BTreeSet<String>,
 }
@@ -50,6 +53,10 @@ pub struct TrainerOptions {
     pub versions: Vec<(String, String)>,
     /// Schema of pipeline files, to be written beside `config.toml`, which then names it for editors.
     pub schema: Option<serde_json::Value>,
+    /// When the work on the plan began, for `start.json`.
+    pub began: Option<Instant>,
+    /// What compiles kernels below the engine.
+    pub kernels: Option<Arc<dyn Kernels>>,
 }
 
 impl Trainer {
@@ -99,12 +106,14 @@ impl Trainer {
             if let Some(recorder) = &recorder {
                 run.tap = Arc::new(Both(run.tap, recorder.clone()));
             }
+            let mut timeline = Timeline::load(&schedule.plan, options.began, options.kernels);
             let run = schedule.start(run)?;
+            timeline.loaded();
             folder.write_origin(&run, &options.versions)?;
-            Ok((run, recorder))
+            Ok((run, recorder, timeline))
         };
         match begin() {
-            Ok((run, recorder)) => Ok(Trainer {
+            Ok((run, recorder, timeline)) => Ok(Trainer {
                 recorder,
                 snapshots: VecDeque::new(),
                 run,
@@ -114,6 +123,7 @@ impl Trainer {
                 summary: Summary::default(),
                 samples_per_step: settings.samples_per_step,
                 since: None,
+                timeline: Some(timeline),
                 saved: BTreeSet::new(),
             }),
             Err(error) => {
@@ -165,6 +175,11 @@ impl Trainer {
         }
         // The step is learnt, so it is recorded whatever became of its observers.
         self.folder.record(&metrics)?;
+        if let Some(timeline) = self.timeline.take() {
+            let start = timeline.first_step(&metrics);
+            self.folder.write_start(&start)?;
+            self.say(&start_line(&start));
+        }
         self.summary.steps = metrics.step;
         self.summary.seconds = self
             .since

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::kinds::{Catalogue, metric_note};
 use super::{DRAFT, NOTE};
 use crate::run::records::{
-    DataFile, ENGINE_METRICS, MetricsLine, STAGE, SampleLine, StatusFile, VersionsFile,
+    DataFile, ENGINE_METRICS, MetricsLine, STAGE, SampleLine, StartFile, StatusFile, VersionsFile,
 };
 use crate::run::stall::StallReport;
 use crate::stage::Metric;
@@ -139,6 +139,11 @@ impl Catalogue<'_> {
                 "stall.json",
                 "stall",
                 "what the run waited for when nothing had come for long; there where it did, and overwritten by the next time",
+            ),
+            json::<StartFile>(
+                "start.json",
+                "start",
+                "how long everything took until the first step was done, and which kernels were compiled for it; there once it is",
             ),
             json::<StatusFile>(
                 "status.json",

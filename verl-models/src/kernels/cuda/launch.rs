@@ -2,7 +2,8 @@
 //!
 //! A [`Source`] is the text of a file. A [`CudaKernel`] is one entry of it with the definitions that are put in front of
 //! the text: sizes and types that the compiler should know. cubecl compiles it with NVRTC when it is first launched and
-//! keeps it by its [`KernelId`], which covers text, definitions and entry.
+//! keeps it by its [`KernelId`], which covers text, definitions and entry. The compiler gets the entry without the other
+//! kernels of its file ([`kernel_text`](crate::kernel_text)).
 
 use cubecl::ir::settings::Dim3;
 use cubecl::ir::{UIntKind, metadata::Info};
@@ -12,6 +13,8 @@ use cubecl::prelude::{
 };
 use cubecl::server::{Handle, KernelArguments, KernelResource, MetadataBindingInfo};
 use cubecl::{CubeKernel, PrecompiledSource};
+
+use crate::kernel_text::one_entry;
 
 /// The text of a `.cu` file, behind what several of them share.
 #[derive(Debug)]
@@ -152,7 +155,11 @@ impl CubeKernel for CudaKernel {
 
     fn source(&self) -> Option<PrecompiledSource> {
         Some(PrecompiledSource {
-            source: format!("{}{}", self.definitions, self.source.texts.concat()),
+            source: format!(
+                "{}{}",
+                self.definitions,
+                one_entry(&self.source.texts.concat(), self.entry)
+            ),
             entrypoint_name: self.entry.to_owned(),
             lang: "cuda",
         })

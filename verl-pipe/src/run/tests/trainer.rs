@@ -82,6 +82,7 @@ pub(super) fn trainer(pipe: &DataPipe, cancel: CancelToken) -> (Result<Trainer, 
                 console,
                 versions: Vec::new(),
                 schema: None,
+                ..TrainerOptions::default()
             },
         ),
         page,
@@ -149,6 +150,7 @@ fn a_whole_run_leaves_its_folder() {
         "plan.txt",
         "versions.json",
         "data.json",
+        "start.json",
         "model/actor/weights.txt",
     ] {
         assert!(dir.join(name).is_file(), "{name}");
@@ -158,7 +160,13 @@ fn a_whole_run_leaves_its_folder() {
 
     let text = page.text();
     assert!(
-        text.starts_with("[eval] step 0/3 | exact_match 0.2500\n[epoch 0] step 1/3 | loss "),
+        text.starts_with("[eval] step 0/3 | exact_match 0.2500\n[start] load "),
+        "{text}"
+    );
+    assert_eq!(text.matches("[start]").count(), 1);
+    let behind = text.lines().nth(2);
+    assert!(
+        behind.is_some_and(|line| line.starts_with("[epoch 0] step 1/3 | loss ")),
         "{text}"
     );
     assert!(

@@ -1,0 +1,30 @@
+//! Compiled kernels of a GPU, as the engine sees them.
+
+use verl::models::compiled;
+use verl::pipe::run::records::KernelTally;
+use verl::pipe::run::timeline::Kernels;
+
+/// The kernels of this build.
+pub(crate) struct OfGpu;
+
+impl OfGpu {
+    /// Counted from now on.
+    pub(crate) fn counted() -> OfGpu {
+        compiled::begin();
+        OfGpu
+    }
+}
+
+impl Kernels for OfGpu {
+    fn are_for(&self, device: &str) -> bool {
+        cfg!(feature = "cuda") && device.starts_with("cuda")
+    }
+
+    fn tally(&self) -> Option<KernelTally> {
+        let tally = compiled::tally()?;
+        Some(KernelTally {
+            compiled: tally.compiled,
+            driver_cache: tally.driver_cache,
+        })
+    }
+}

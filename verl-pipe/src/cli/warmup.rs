@@ -1,0 +1,258 @@
+//! `pipe warmup`: has the driver of a GPU keep what a pipeline needs there, before a run needs it.
+//!
+//! It loads the models and takes one step, for which every kernel must be there; no run folder is made. The driver keeps
+//! the kernels' machine code, which a later start of the same pipeline finds.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::time::Instant;
+
+use clap::Args;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::json_error::{JsonError, write_json};
+use super::{PipelineArgs, write_findings};
+use crate::diagnostic::Diagnostic;
+use crate::plan::Plan;
+use crate::registry::Registry;
+use crate::run::error::RunError;
+use crate::run::records::StartFile;
+use crate::run::runner::RunOptions;
+use crate::run::timeline::{Kernels, Timeline};
+
+/// Arguments of `pipe warmup`.
+#[derive(Debug, Clone, Args)]
+pub struct WarmupArgs {
+    /// The pipeline.
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
+    /// Prints one JSON object: what took how long and where the driver keeps the kernels, or the error with all findings.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What a warm-up came to.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Warmup {
+    /// Name of the pipeline.
+    pub pipeline: String,
+    /// Its group of devices.
+    pub devices: String,
+    /// Why nothing was to be done; left out where something was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nothing: Option<String>,
+    /// How long it took; left out where nothing was done.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub start: Option<StartFile>,
+}
+
+enum Failure {
+    Findings(Vec<Diagnostic>),
+    Run(RunError),
+}
+
+/// Takes one step of a pipeline on a GPU; tells how long each part took. Returns the exit code.
+///
+/// # Errors
+/// When `out` cannot be written.
+pub fn warmup(
+    args: &WarmupArgs,
+    registry: &Registry,
+    kernels: Arc<dyn Kernels>,
+    out: &mut dyn Write,
+) -> io::Result<u8> {
+    let began = Instant::now();
+    let plan = args.pipeline.read(registry).and_then(|pipe| pipe.plan());
+    let done = plan
+        .map_err(Failure::Findings)
+        .and_then(|plan| warm(plan, began, kernels));
+    match done {
+        Ok(done) if args.json => write_json(&done, out).map(|()| 0),
+        Ok(done) => write!(out, "{}", text(&done)).map(|()| 0),
+        Err(Failure::Findings(findings)) if args.json => {
+            JsonError::of_findings(&findings).write(out).map(|()| 1)
+        }
+        Err(Failure::Findings(findings)) => write_findings(&findings, out).map(|()| 1),
+        Err(Failure::Run(error)) if args.json => {
+            let help = format!("`docs/errors/{}.md` explains it", error.code());
+            let told = JsonError::new(error.code(), error.to_string(), help);
+            told.write(out).map(|()| 1)
+        }
+        Err(Failure::Run(error)) => writeln!(out, "error[{}]: {error}", error.code()).map(|()| 1),
+    }
+}
+
+fn warm(plan: Plan, began: Instant, kernels: Arc<dyn Kernels>) -> Result<Warmup, Failure> {
+    let group = plan.pipe.devices.group.clone();
+    let mut done = Warmup {
+        pipeline: plan.pipe.name.clone(),
+        devices: group.clone(),
+        nothing: None,
+        start: None,
+    };
+    let devices = plan.pipe.devices.list().unwrap_or_default();
+    if !devices.iter().any(|device| kernels.are_for(device)) {
+        done.nothing = Some(format!("this build compiles nothing for `{group}`"));
+        return Ok(done);
+    }
+    let schedule = plan.schedule().map_err(Failure::Findings)?;
+    let mut timeline = Timeline::load(&schedule.plan, Some(began), Some(kernels));
+    let mut run = schedule
+        .start(RunOptions::default())
+        .map_err(Failure::Run)?;
+    timeline.loaded();
+    let output = run.step().map_err(Failure::Run)?;
+    done.start = Some(timeline.first_step(&output.metrics));
+    Ok(done)
+}
+
+fn text(done: &Warmup) -> String {
+    let mut text = format!("{} on {}\n", done.pipeline, done.devices);
+    let mut line = |name: &str, value: String| text.push_str(&format!("  {name:<12} {value}\n"));
+    if let Some(nothing) = &done.nothing {
+        line("nothing to do", nothing.clone());
+    }
+    if let Some(start) = &done.start {
+        let seconds = |seconds: f64| format!("{seconds:.2} s");
+        line("check", seconds(start.check_s.unwrap_or_default()));
+        line("load", seconds(start.load_s));
+        line("first step", seconds(start.first_step_s));
+        let stages: &BTreeMap<String, f64> = &start.stages;
+        for (stage, taken) in stages {
+            line(&format!("  {stage}"), seconds(*taken));
+        }
+        if let Some(kernels) = &start.kernels {
+            line("kernels", format!("{} compiled", kernels.compiled));
+            line("driver keeps", kernels.driver_cache.clone());
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::{Batch, RowId};
+    use crate::keys::DATA_ROWS;
+    use crate::run::records::KernelTally;
+    use crate::stage::{
+        BuildContext, ConfigError, RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
+    };
+
+    /// Compiles for one device.
+    struct Fake(&'static str);
+
+    impl Kernels for Fake {
+        fn are_for(&self, device: &str) -> bool {
+            device == self.0
+        }
+        fn tally(&self) -> Option<KernelTally> {
+            Some(KernelTally {
+                compiled: 2,
+                driver_cache: "/cache".to_owned(),
+            })
+        }
+    }
+
+    #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
+    #[serde(deny_unknown_fields, default)]
+    struct Count {
+        fails: bool,
+    }
+
+    struct Counting {
+        rows: u64,
+        fails: bool,
+    }
+
+    impl StageConfig for Count {
+        const KIND: &'static str = "count";
+        const SUMMARY: &'static str = "numbers rows";
+        fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+            Ok(Box::new(Counting {
+                rows: context.batch.prompts as u64,
+                fails: self.fails,
+            }))
+        }
+    }
+
+    impl Stage for Counting {
+        fn spec(&self) -> StageSpec {
+            StageSpec::new().rows(RowRule::Source).writes(DATA_ROWS)
+        }
+        fn run(&mut self, _: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
+            if self.fails {
+                return Err(StageError::failed("no rows left"));
+            }
+            let ids = (0..self.rows).map(|row| RowId::prompt(0, row));
+            let mut batch = Batch::with_rows(&ids.collect::<Result<Vec<_>, _>>()?);
+            batch.put(&DATA_ROWS, (0..self.rows).collect::<Vec<_>>())?;
+            context.emit(batch)
+        }
+    }
+
+    /// Exit code and output where kernels are compiled for `device`.
+    fn run(device: &'static str, more: &[&str], json: bool) -> (u8, String) {
+        let temp = tempfile::tempdir().unwrap();
+        let file = temp.path().join("count.toml");
+        std::fs::write(&file, "name = \"count\"\n[[stages]]\nkind = \"count\"\n").unwrap();
+        let args = WarmupArgs {
+            pipeline: PipelineArgs {
+                file,
+                overrides: more.iter().map(|text| (*text).to_owned()).collect(),
+            },
+            json,
+        };
+        let mut out = Vec::new();
+        let registry = Registry::new().stage::<Count>();
+        let code = warmup(&args, &registry, Arc::new(Fake(device)), &mut out).unwrap();
+        (code, String::from_utf8(out).unwrap())
+    }
+
+    #[test]
+    fn a_step_is_taken_and_told() {
+        let (code, out) = run("cpu", &[], false);
+        assert_eq!(code, 0);
+        assert!(out.starts_with("count on cpu\n  check "), "{out}");
+        assert!(out.contains("    count "), "{out}");
+        assert!(
+            out.ends_with("  kernels      2 compiled\n  driver keeps /cache\n"),
+            "{out}"
+        );
+        let (code, out) = run("cpu", &[], true);
+        let told: Warmup = serde_json::from_str(&out).unwrap();
+        let start = told.start.unwrap();
+        assert!(code == 0 && told.nothing.is_none());
+        assert!(start.stages.contains_key("count") && start.kernels.unwrap().compiled == 2);
+    }
+
+    #[test]
+    fn where_nothing_is_compiled_nothing_is_done() {
+        let (code, out) = run("cuda:0", &["count.fails=true"], false);
+        assert_eq!(code, 0);
+        assert_eq!(
+            out,
+            "count on cpu\n  nothing to do this build compiles nothing for `cpu`\n"
+        );
+        let (_, out) = run("cuda:0", &[], true);
+        let told: Warmup = serde_json::from_str(&out).unwrap();
+        assert!(told.nothing.is_some() && told.start.is_none());
+    }
+
+    #[test]
+    fn what_keeps_it_from_a_step_is_told() {
+        let (code, out) = run("cpu", &["count.fails=true"], true);
+        let told: JsonError = serde_json::from_str(&out).unwrap();
+        assert!(
+            code == 1 && told.error.message.contains("no rows left"),
+            "{out}"
+        );
+        let (code, out) = run("cpu", &["count.fails=true"], false);
+        assert!(code == 1 && out.starts_with("error["), "{out}");
+        let (code, out) = run("cpu", &["count.failss=true"], true);
+        let told: JsonError = serde_json::from_str(&out).unwrap();
+        assert_eq!((code, told.error.code.as_str()), (1, "C002"));
+    }
+}
