@@ -99,12 +99,10 @@ mod tests {
         assert_eq!(blocks_for(&[5; 100], 8), 40);
         // All at once: what they ask for together.
         assert_eq!(blocks_for(&[1, 2, 3, 24], 4), 30);
-        // One long and many short: far below four of the longest.
-        let needs = [vec![24], vec![1; 999]].concat();
-        assert_eq!(
-            blocks_for(&needs, 4),
-            (4 * (576 + 999_usize)).div_ceil(1023) + 24
-        );
+        // One long and many short: never more than the largest that can meet.
+        assert_eq!(blocks_for(&[vec![24], vec![1; 999]].concat(), 4), 27);
+        // Eight long among many short: 16 (8 · 24² + 992) / (8 · 24 + 992) and the largest, not eight long and eight short.
+        assert_eq!(blocks_for(&[vec![24; 8], vec![1; 992]].concat(), 16), 100);
         assert_eq!(blocks_for(&[], 4), 0);
     }
 
