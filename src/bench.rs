@@ -82,6 +82,9 @@ pub(crate) struct RolloutArgs {
     /// Tokens of a response.
     #[arg(long, default_value_t = 32)]
     new: usize,
+    /// Prompts of between a sixteenth of `prompt` and all of it, responses of between a 64th of `new` and all of it.
+    #[arg(long)]
+    mixed: bool,
     /// Responses of a prompt.
     #[arg(long, default_value_t = 1)]
     samples: usize,
@@ -432,6 +435,7 @@ fn rollout(args: &RolloutArgs) -> Result<Answer, Failure> {
         sequences: args.sequences,
         prompt_tokens: args.prompt,
         new_tokens: args.new,
+        mixed: args.mixed,
         shared_prompts: args.samples,
         runs: args.model.runs,
     };
@@ -441,6 +445,10 @@ fn rollout(args: &RolloutArgs) -> Result<Answer, Failure> {
         ("run", times(&figures.run)),
         ("prompts", format!("{:.2} ms", figures.prompts_ms)),
         ("step", format!("{:.3} ms", figures.step_ms)),
+        (
+            "idle",
+            format!("{:.1} % of the rows' steps", 1e2 * figures.idle_share),
+        ),
         (
             "bandwidth",
             share(

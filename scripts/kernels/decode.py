@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Checks what the kernels of a decode step hand over to each other, and times whole steps.
+"""Checks the products of a decode step, and times whole steps and each of its kernels.
 
     python3 scripts/kernels/decode.py [check] [step] [step16] [step64] [step128] [step256] [step512] [compile]
     (default: check and step, which is all sizes)
 
-Needs a Hopper GPU, PyTorch, and NVRTC of CUDA 13. `check` compares products whose matrices lie apart, norms between two
-products, shared sums and steps of attention that bring weights into the cache with float64, on ragged shapes, into
-outputs full of NaN, twice for equal bits. `step` captures all kernels of a step of a 0.5B decoder (24 layers, weights of
-their own, a cache filled to 256 tokens) into a graph: as it was, as it is, with each part of the change left out, with
-other divisions of each product, and without each kind of kernel, which tells the time that kind takes. `compile` compiles
-every configuration and needs no GPU. Exit code 1 when anything was wrong.
+Needs a Hopper GPU, PyTorch, and NVRTC of CUDA 13. `check` compares products whose matrices lie apart and shared sums with
+float64, on ragged shapes, into outputs full of NaN, twice for equal bits. `step` captures all kernels of a step of a 0.5B
+decoder (24 layers, weights of their own, a cache of 258 tokens and more) into a graph: as it is, with the divisions before,
+and with one other division at a time. Then each kind of kernel by itself, all its launches of a step one after another, and
+the step without it. A step without its bookkeeping attends to fewer tokens, and one without its embedding adds to what the
+step before left: for these two only the time by itself says what they take. `compile` compiles every configuration and needs
+no GPU. Exit code 1 when anything was wrong.
 """
 import math
 import os
@@ -26,7 +27,9 @@ from gemm import CUDA, Driver, attempt, compile_text, error, longs, report
 
 LAYERS, WIDTH, HEADS, KEYS, DIM, INNER, VOCAB, EPS = 24, 896, 14, 2, 64, 4864, 151936, 1e-6
 JOINT = (HEADS + 2 * KEYS) * DIM
-TOKENS, BLOCKS = 256, 7  # cached tokens of a row; blocks of 64 that it has
+# Cached tokens of a row, two more than whole tiles, so that the tokens which the replays add begin no other tile; blocks of
+# 64 that it has.
+TOKENS, BLOCKS = 258, 7
 SECONDS = 30.0  # of the timings of one size
 SMS = 132
 PREFIXES = {"gemm.cu": ["gemm_tile.cuh"], "gemm_dyn.cu": ["gemm_tile.cuh"], "race.cu": ["rowwise.cuh", "draw.cuh"],
@@ -77,12 +80,9 @@ def up(a, b):
 class Product:
     """What is made of X and W: `weight` a list of matrices whose rows follow one another."""
 
-    def __init__(self, x, weight, to, into="product", normed=None, gained=None, weighed=None, next=None):
+    def __init__(self, x, weight, to, into="product", normed=None):
         self.x, self.weight, self.to, self.into = x, weight, to, into
-        self.normed = normed    # gain: skinny kernels norm X themselves
-        self.gained = gained    # squares: X is the sum times a gain
-        self.weighed = weighed  # (gain, weighed, squares) that the sum leaves as well
-        self.next = next
+        self.normed = normed  # gain: skinny kernels norm X themselves
         self.m, self.k, self.n = x.shape[0], x.shape[1], sum(w.shape[0] for w in weight)
 
     def firsts(self):
@@ -95,21 +95,9 @@ class Product:
     def flags(self):
         return {"ADD": int(self.into == "sum"), "SWIGLU": int(self.into == "swiglu"), "PARTS": len(self.weight)}
 
-    def tail(self, scalars, norm):
+    def tail(self):
         """Buffers and scalars behind C."""
-        buffers = [self.to] if self.into == "sum" else []
-        if self.gained is not None:
-            buffers.append(self.gained)
-        if self.weighed is not None:
-            buffers += self.weighed
-        scalars = scalars + self.firsts() + ([real(EPS)] if norm else [])
-        return buffers, scalars
-
-    def ahead(self, buffers, scalars):
-        if self.next is not None:
-            buffers.append(self.next)
-            scalars.append(self.next.numel() * 2)
-        return {"PREFETCH": int(self.next is not None)}
+        return [self.to] if self.into == "sum" else [], [self.m, self.n, self.k, self.k] + self.firsts()
 
 
 def skinny(p, tiles, warps, ahead, cs=1, per_sm=1, most=None):
@@ -118,16 +106,13 @@ def skinny(p, tiles, warps, ahead, cs=1, per_sm=1, most=None):
                "BLOCKS_PER_SM": per_sm, "ONCE": int(most is None), "NORM": int(p.normed is not None)} | p.flags()
     buffers = [p.x, *p.weight, p.to] + ([p.normed] if p.normed is not None else []) + ([p.to] if p.into == "sum" else [])
     scalars = [p.m, p.n] + p.firsts() + ([real(EPS)] if p.normed is not None else [])
-    defines |= p.ahead(buffers, scalars)
     launch("gemm_skinny.cu", "gemm_skinny", defines, (cs * min(groups, most or groups),), 32 * tiles * warps, buffers, scalars)
 
 
 def tile(p, bm, bn, stages, cs=1, per_sm=1, bk=64):
     halves = 1 + (p.into == "swiglu")
-    defines = {"BM": bm, "BN": bn, "BK": bk, "STAGES": stages, "CM": 1, "CS": cs, "BLOCKS_PER_SM": per_sm,
-               "NORM": p.k if p.gained is not None else 0, "GAIN": int(p.weighed is not None)} | p.flags()
-    buffers, scalars = p.tail([p.m, p.n, p.k, p.k], p.gained is not None)
-    defines |= p.ahead(buffers, scalars)
+    defines = {"BM": bm, "BN": bn, "BK": bk, "STAGES": stages, "CM": 1, "CS": cs, "BLOCKS_PER_SM": per_sm} | p.flags()
+    buffers, scalars = p.tail()
     maps = [(p.x, (bk, bm), bk * 2)] + [(w, (bk, bn // halves), bk * 2) for w in p.weight]
     launch("gemm.cu", "gemm", defines, (cs * up(p.m, bm) * up(p.n, bn),), 128, maps + [p.to] + buffers, scalars)
 
@@ -136,9 +121,8 @@ def deep(p, bn, cs=1):
     halves = 1 + (p.into == "swiglu")
     stored = p.into != "sum" and cs == 1
     stages = (232448 - 1024 - stored * 256 * bn // halves) // (16384 + 128 * bn)
-    defines = {"BM": 128, "BN": bn, "BK": 64, "STAGES": stages, "CM": 1, "CS": cs, "STORE": int(stored),
-               "NORM": p.k if p.gained is not None else 0, "GAIN": int(p.weighed is not None)} | p.flags()
-    buffers, scalars = p.tail([p.m, p.n, p.k, p.k], p.gained is not None)
+    defines = {"BM": 128, "BN": bn, "BK": 64, "STAGES": stages, "CM": 1, "CS": cs, "STORE": int(stored)} | p.flags()
+    buffers, scalars = p.tail()
     maps = [(p.x, (64, 128), 128)] + [(w, (64, bn // halves), 128) for w in p.weight]
     tiles = up(p.m, 128) * up(p.n, bn)
     launch("gemm_dyn.cu", "gemm", defines, (cs * min(tiles, SMS // cs),), 384,
@@ -150,42 +134,41 @@ def best_columns(m, n, sizes=(256, 192, 128)):
     return min((*sizes, *more), key=lambda c: up(up(m, 128) * up(n, c), SMS) * (c + 32))
 
 
-KINDS = ("embed", "norm", "qkv", "attention", "o", "gate_up", "down", "head", "draw", "advance")
-OLD = {
+KINDS = ("embed", "norm", "qkv", "attention", "o", "gate_up", "down", "head", "race", "settle", "advance")
+# With how many blocks of a cluster a row attends, and with how many blocks it races.
+BEFORE = {
     16: {"qkv": (skinny, 1, 7, 4), "o": (skinny, 1, 7, 4), "gate_up": (skinny, 5, 4, 7), "down": (skinny, 1, 5, 4, 8, 4),
-         "head": (skinny, 2, 4, 4, 1, 3, 3 * SMS)},
+         "head": (skinny, 2, 4, 4, 1, 3, 3 * SMS), "attention": 8, "splits": 32},
     64: {"qkv": (tile, 64, 32, 4, 4), "o": (tile, 64, 32, 4, 4), "gate_up": (tile, 64, 64, 6, 1, 2), "down": (tile, 64, 64, 10, 8),
-         "head": (tile, 64, 64, 6, 1, 2)},
+         "head": (tile, 64, 64, 6, 1, 2), "attention": 4, "splits": 9},
     128: {"qkv": (tile, 128, 32, 4, 4), "o": (tile, 128, 32, 4, 4), "gate_up": (tile, 128, 64, 4, 1, 2), "down": (tile, 128, 64, 8, 8),
-          "head": (tile, 128, 64, 4, 1, 2)},
-} | {rows: {kind: (deep, best_columns(rows, n)) for kind, n in
-            (("qkv", JOINT), ("o", WIDTH), ("gate_up", 2 * INNER), ("down", WIDTH), ("head", VOCAB))} for rows in (256, 512)}
+          "head": (deep, 128), "attention": 2, "splits": 5},
+} | {rows: {"qkv": (deep, 128, 2), "o": (deep, 128, 2), "gate_up": (deep, best_columns(rows, 2 * INNER)), "down": (deep, 128, shared),
+            "head": (deep, best_columns(rows, VOCAB)), "attention": 1, "splits": splits} for rows, shared, splits in ((256, 8, 3), (512, 4, 2))}
 NEW = {
-    16: OLD[16],
-    64: OLD[64],
-    128: OLD[128] | {"head": (deep, 128)},
-    256: OLD[256] | {"qkv": (deep, 128, 2), "o": (deep, 128, 2), "down": (deep, 128, 8)},
-    512: OLD[512] | {"qkv": (deep, 128, 2), "o": (deep, 128, 2), "down": (deep, 128, 4)},
+    16: BEFORE[16] | {"head": (skinny, 2, 4, 4, 1, 2, 2 * SMS), "splits": 24},
+    64: BEFORE[64] | {"splits": 6},
+    128: BEFORE[128] | {"qkv": (tile, 64, 32, 7, 2, 2), "o": (tile, 64, 32, 7, 2, 2), "gate_up": (tile, 64, 128, 4, 1, 2), "attention": 1, "splits": 3},
+    256: BEFORE[256] | {"splits": 1},
+    512: BEFORE[512] | {"qkv": (tile, 128, 64, 4, 1, 2), "o": (tile, 128, 64, 4, 2, 2), "splits": 1},
 }
-# Other divisions, one tried at a time.
+# Other divisions, one tried at a time besides those before.
 TRIED = {
-    16: {"qkv": [(skinny, 1, 14, 2), (skinny, 1, 4, 7)], "o": [(skinny, 1, 14, 2)], "gate_up": [(skinny, 4, 4, 3, 1, 2), (skinny, 1, 7, 4, 1, 4)],
-         "down": [(skinny, 1, 19, 4, 2), (skinny, 1, 10, 4, 4)], "head": [(skinny, 2, 4, 7, 1, 2, 2 * SMS), (skinny, 2, 4, 4, 1, 2, 2 * SMS)],
-         "attention": [4, 2], "splits": [24, 16]},
-    64: {"qkv": [(tile, 64, 16, 7, 2), (tile, 64, 64, 4, 8)], "o": [(tile, 64, 16, 7, 2), (tile, 64, 64, 4, 8)],
-         "gate_up": [(tile, 64, 128, 6), (tile, 64, 32, 7, 1, 2)], "down": [(tile, 64, 32, 14, 4), (tile, 64, 32, 10, 4, 2)], "attention": [4, 2, 1]},
-    128: {"qkv": [(tile, 64, 32, 7, 2, 2), (tile, 64, 64, 4, 4, 2), (tile, 128, 64, 4, 8)],
-          "o": [(tile, 64, 32, 7, 2, 2), (tile, 64, 64, 4, 4, 2), (tile, 128, 64, 4, 8)],
-          "gate_up": [(tile, 64, 128, 4, 1, 2), (tile, 128, 128, 6), (deep, 128)],
-          "down": [(tile, 64, 64, 6, 4, 2), (tile, 128, 32, 10, 4), (deep, 128, 8)], "head": [(tile, 128, 64, 4, 1, 2), (deep, 192)], "attention": [4, 1],
-          "splits": [4, 3, 9]},
-    256: {"qkv": [(tile, 128, 32, 4, 4, 2), (tile, 128, 64, 4, 4, 2)], "o": [(tile, 128, 32, 4, 4, 2), (tile, 128, 64, 4, 4, 2)],
+    16: {"qkv": [(skinny, 1, 14, 2)], "o": [(skinny, 1, 14, 2)], "head": [(skinny, 2, 4, 7, 1, 2, 2 * SMS), (skinny, 2, 4, 5, 1, 2, 2 * SMS)],
+         "attention": [4], "splits": [16]},
+    64: {"qkv": [(tile, 64, 32, 7, 2, 2), (tile, 64, 16, 7, 2)], "o": [(tile, 64, 32, 7, 2, 2), (tile, 64, 16, 7, 2)],
+         "gate_up": [(tile, 64, 128, 4, 1, 2), (tile, 64, 128, 6), (tile, 64, 32, 7, 1, 2)],
+         "down": [(tile, 64, 32, 14, 4), (tile, 64, 64, 6, 4, 2), (tile, 64, 32, 7, 4, 2)], "head": [(deep, 128), (tile, 64, 128, 4, 1, 2)],
+         "attention": [8, 2, 1], "splits": [12]},
+    128: {"qkv": [(tile, 64, 64, 4, 4, 2), (tile, 64, 64, 4, 2, 2)], "o": [(tile, 64, 64, 4, 4, 2), (tile, 64, 64, 4, 2, 2)],
+          "gate_up": [(deep, 128), (tile, 64, 64, 4, 1, 3)], "down": [(tile, 64, 64, 6, 4, 2), (tile, 64, 32, 7, 4, 2)], "head": [(deep, 192)],
+          "attention": [2], "splits": [4, 6]},
+    256: {"qkv": [(tile, 128, 64, 4, 2, 2), (tile, 128, 64, 4, 4, 2), (tile, 64, 64, 4, 2, 2), (deep, 128)],
+          "o": [(tile, 128, 64, 4, 2, 2), (tile, 128, 64, 4, 4, 2), (tile, 64, 64, 4, 2, 2), (deep, 128, 4)],
           "gate_up": [(deep, 128), (deep, 192), (tile, 128, 64, 4, 1, 2)], "down": [(tile, 128, 64, 8, 8), (tile, 128, 64, 4, 8, 2), (deep, 128, 4)],
-          "attention": [2], "splits": [2, 5]},
-    512: {"qkv": [(deep, 128), (deep, 128, 4), (tile, 128, 64, 4, 1, 2), (tile, 128, 64, 4, 2, 2)],
-          "o": [(deep, 128), (deep, 128, 4), (tile, 128, 64, 4, 2, 2), (tile, 128, 64, 4, 4, 2)],
-          "gate_up": [(deep, 128), (deep, 256), (tile, 128, 64, 4, 1, 2)],
-          "down": [(deep, 128, 2), (tile, 128, 64, 4, 2, 2), (tile, 128, 64, 4, 4, 2)], "head": [(deep, 192)], "attention": [2], "splits": [1, 3]},
+          "attention": [2], "splits": [2, 3]},
+    512: {"qkv": [(deep, 128), (tile, 128, 64, 4, 2, 2), (tile, 128, 128, 3, 1, 2)], "o": [(deep, 128, 4), (tile, 128, 64, 4, 4, 2), (tile, 128, 64, 4, 1, 2)],
+          "gate_up": [(deep, 128), (deep, 192), (deep, 256)], "down": [(deep, 128, 8), (tile, 128, 64, 4, 4, 2)], "head": [(deep, 192)], "splits": [2, 3]},
 }
 
 
@@ -222,14 +205,13 @@ class Step:
         self.gain = torch.ones(WIDTH, device=device, dtype=bf16)
         self.embedding = weight(vocab, WIDTH)
         self.x, self.normed, self.scale = empty(rows, WIDTH), empty(rows, WIDTH), empty(rows, dtype=torch.float32)
-        self.squares = empty(WIDTH // 8, rows, dtype=torch.float32)
         self.qkv, self.mixed, self.inner, self.logits = empty(rows, JOINT), empty(rows, HEADS * DIM), empty(rows, INNER), empty(rows, vocab)
         angle = torch.rand(BLOCKS * 64, DIM, device=device)
         self.cos, self.sin = angle.cos(), angle.sin()
         self.table = ints(range(rows * BLOCKS))
         self.streams = torch.randint(0, 1 << 30, (rows, 4), device=device, dtype=torch.int32)
         self.token, self.positions, self.lengths, self.states = (ints([v] * rows) for v in (5, TOKENS, 0, 0))
-        self.limits, self.live, self.eos, self.stops = ints([1 << 20] * rows), ints([0]), ints([-1]), ints([-1])
+        self.limits, self.eos, self.stops = ints([1 << 20] * rows), ints([-1]), ints([-1])
         self.log_probs = [empty(rows, dtype=torch.float32) for _ in range(2)]
         self.responses = [empty(rows * 4096, dtype=torch.float32) for _ in range(3)]
         self.partial = empty(rows * 32 * 4, dtype=torch.float64)
@@ -239,69 +221,50 @@ class Step:
         self.lengths.zero_()
         self.states.zero_()
 
-    def calls(self, table, packed=False, fused=True, ahead=None, attention=None, splits=None, tokens=None):
-        """(kind, launch) of all kernels in their order. `ahead`: which kernels bring weights into the cache."""
-        rows, fused = self.rows, fused and self.rows > 16
-        if ahead is None:
-            ahead = ("qkv", "attention", "o", "gate_up", "down") if rows <= 128 else ()
+    def calls(self, table, packed=False, tokens=None):
+        """(kind, launch) of all kernels in their order."""
+        rows = self.rows
         calls = []
-        heads = rows * KEYS
-        tokens = tokens or (32 if heads <= 6 * SMS else 16)
-        cluster = attention or (8 if heads <= 64 else 4 if heads <= 128 else 2 if heads <= 256 else 1)
+        cluster = table["attention"]
+        tokens = tokens or (32 if rows * KEYS <= 6 * SMS else 16)
 
         def product(kind, *args, **kwargs):
             p = Product(*args, **kwargs)
             how, *rest = table[kind]
             calls.append((kind, lambda: how(p, *rest)))
 
-        def norm():
+        def normed(kind, weight, to, into):
+            if rows <= 16:
+                product(kind, self.x, weight, to, into, normed=self.gain)
+                return
             calls.append(("norm", lambda: launch("norm.cu", "rms_norm", {"ELEMENT": "__nv_bfloat16", "WIDTH": WIDTH}, (up(rows, 8),), 256,
                                                  [self.x, self.gain, self.normed, self.scale], [rows, real(EPS)])))
-
-        def normed(kind, weight, to, into, first=False, next=None):
-            if rows <= 16:
-                product(kind, self.x, weight, to, into, normed=self.gain, next=next)
-                return
-            if not fused or first:
-                norm()
-            product(kind, self.normed, weight, to, into, gained=self.squares if fused and not first else None, next=next)
+            product(kind, self.normed, weight, to, into)
 
         calls.append(("embed", lambda: launch("embed.cu", "take_rows", {"ELEMENT": "__nv_bfloat16", "WIDTH": WIDTH}, (up(rows * WIDTH // 8, 256),), 256,
                                               [self.embedding, self.token, self.x], [self.vocab, rows])))
         suffix = "_packed" if packed else ""
-        weighed = (self.gain, self.normed, self.squares) if fused else None
-        for i, layer in enumerate(self.layers):
-            following = self.layers[i + 1]["qkv"][0] if i + 1 < len(self.layers) else self.embedding[:5851]
-
-            def bring(kernel, weight):
-                tiled = kernel == "attention" or table[kernel][0] is not deep
-                return weight if tiled and kernel in ahead else None
-
-            gates = layer["gate_up" + suffix]
-            first, last = (gates[0], gates[-1]) if len(gates) == 2 else (gates[0][:INNER], gates[0][INNER:])
-            normed("qkv", layer["qkv" + suffix], self.qkv, "product", first=i == 0, next=bring("qkv", layer["o"][0]))
-            next = bring("attention", first)
-            calls.append(("attention", lambda layer=layer, next=next: launch(
+        for layer in self.layers:
+            normed("qkv", layer["qkv" + suffix], self.qkv, "product")
+            calls.append(("attention", lambda layer=layer: launch(
                 "attention_decode.cu", "attention_decode_step",
-                {"QUERY_HEADS": HEADS, "KEY_HEADS": KEYS, "HEAD_DIM": DIM, "QKV_BIAS": 1, "CLUSTER": cluster, "PREFETCH": int(next is not None),
-                 "WARP_TOKENS": tokens},
+                {"QUERY_HEADS": HEADS, "KEY_HEADS": KEYS, "HEAD_DIM": DIM, "QKV_BIAS": 1, "CLUSTER": cluster, "WARP_TOKENS": tokens},
                 (KEYS, rows, cluster), 128,
-                [self.qkv, layer["bias"], self.gain, self.gain, self.cos, self.sin, *layer["cache"], self.table, self.positions, self.mixed]
-                + ([next] if next is not None else []),
-                [real(DIM ** -0.5), real(EPS), BLOCKS] + ([next.numel() * 2] if next is not None else []))))
-            product("o", self.mixed, layer["o"], self.x, "sum", weighed=weighed, next=bring("o", last))
-            normed("gate_up", gates, self.inner, "swiglu", next=bring("gate_up", layer["down"][0]))
-            product("down", self.inner, layer["down"], self.x, "sum", weighed=weighed, next=bring("down", following))
+                [self.qkv, layer["bias"], self.gain, self.gain, self.cos, self.sin, *layer["cache"], self.table, self.positions, self.mixed],
+                [real(DIM ** -0.5), real(EPS), BLOCKS])))
+            product("o", self.mixed, layer["o"], self.x, "sum")
+            normed("gate_up", layer["gate_up" + suffix], self.inner, "swiglu")
+            product("down", self.inner, layer["down"], self.x, "sum")
         normed("head", [self.embedding], self.logits, "product")
-        parts = splits or min(32, max(1, up(4 * SMS, rows)))
+        parts = table["splits"]
         scalars = [rows, self.vocab, parts, 0, 0, 0, real(1.0), real(1.0), real(0.0), real(1.0)]
         inputs = [self.logits, self.streams, self.lengths, self.states, self.eos]
         race = {"ELEMENT": "__nv_bfloat16"}
-        calls.append(("draw", lambda: launch("race.cu", "race", race, (parts, rows), 256, inputs + [self.partial], scalars)))
-        calls.append(("draw", lambda: launch("race.cu", "settle", race, (rows,), 32, inputs + [self.partial, self.token, *self.log_probs], scalars)))
-        calls.append(("advance", lambda: launch("advance.cu", "advance", race, (1,), 1024, [
-            self.token, *self.log_probs, self.eos, self.stops, self.limits, self.lengths, self.positions, self.states, self.token, *self.responses,
-            self.live], [rows, 4096, self.vocab, 0, 0, 1, 0, 0])))
+        calls.append(("race", lambda: launch("race.cu", "race", race, (parts, rows), 256, inputs + [self.partial], scalars)))
+        calls.append(("settle", lambda: launch("race.cu", "settle", race, (rows,), 32, inputs + [self.partial, self.token, *self.log_probs], scalars)))
+        calls.append(("advance", lambda: launch("advance.cu", "advance", race, (up(rows, 32),), 32, [
+            self.token, *self.log_probs, self.eos, self.stops, self.limits, self.lengths, self.positions, self.states, self.token, *self.responses],
+            [rows, 4096, self.vocab, 0, 0, 1, 0, 0])))
         return calls
 
     def ms(self, calls, repeats=15):
@@ -323,29 +286,25 @@ class Step:
 
 
 VARIANTS = {
-    "as it was": lambda step, rows: step.calls(OLD[rows], packed=True, fused=False, ahead=(), tokens=32),
     "as it is": lambda step, rows: step.calls(NEW[rows]),
+    "divisions before": lambda step, rows: step.calls(BEFORE[rows]),
     "weights packed": lambda step, rows: step.calls(NEW[rows], packed=True),
-    "norms by themselves": lambda step, rows: step.calls(NEW[rows], fused=False),
-    "old divisions": lambda step, rows: step.calls(OLD[rows]),
-    "nothing ahead": lambda step, rows: step.calls(NEW[rows], ahead=()),
-    "only attention ahead": lambda step, rows: step.calls(NEW[rows], ahead=("attention",)),
-    "attention and o ahead": lambda step, rows: step.calls(NEW[rows], ahead=("attention", "o")),
-    "all but down ahead": lambda step, rows: step.calls(NEW[rows], ahead=("qkv", "attention", "o", "gate_up")),
     "attention in sixteens": lambda step, rows: step.calls(NEW[rows], tokens=16),
     "attention in thirty-twos": lambda step, rows: step.calls(NEW[rows], tokens=32),
-    "all but gate_up ahead": lambda step, rows: step.calls(NEW[rows], ahead=("qkv", "attention", "o", "down")),
 }
 
 
+def name_of(kind, how):
+    return f"{kind} {how}" if isinstance(how, int) else f"{kind} {how[0].__name__} {' '.join(map(str, how[1:]))}"
+
+
 def tried(rows):
-    for kind, others in TRIED[rows].items():
-        for other in others:
-            if kind in ("attention", "splits"):
-                yield f"{kind} {other}", lambda step, k=kind, o=other: step.calls(NEW[rows], **{k: o})
-            else:
-                name = f"{kind} {other[0].__name__} {' '.join(map(str, other[1:]))}"
-                yield name, lambda step, k=kind, o=other: step.calls(NEW[rows] | {k: o})
+    """Every single change: what was before, then the others."""
+    before = {kind: [how] for kind, how in BEFORE[rows].items() if how != NEW[rows][kind]}
+    for others in (before, TRIED[rows]):
+        for kind, hows in others.items():
+            for how in hows:
+                yield name_of(kind, how), lambda step, k=kind, h=how: step.calls(NEW[rows] | {k: h})
 
 
 def time_step(rows):
@@ -362,18 +321,20 @@ def time_step(rows):
 
     for name, make in VARIANTS.items():
         attempt(f"{rows} rows, {name}", lambda: show(name, make(step, rows)))
-    for name in ("as it was", "as it is"):
-        def shares():
-            calls = VARIANTS[name](step, rows)
-            parts = []
-            for kind in KINDS:
-                count = sum(k == kind for k, _ in calls)
-                if count:
-                    less = reached[name] - step.ms([c for c in calls if c[0] != kind], repeats=9)
-                    parts.append(f"{kind} {count}: {less * 1000:.0f} us, {less * 1000 / count:.1f} each")
-            print(f"step {rows:4} rows  {name}, a step less one without: {'; '.join(parts)}", flush=True)
 
-        attempt(f"{rows} rows, shares", shares)
+    def shares():
+        calls = VARIANTS["as it is"](step, rows)
+        for kind in KINDS:
+            own = [c for c in calls if c[0] == kind]
+            if not own:
+                continue
+            # Each at least 24 times, behind one another, in an otherwise empty graph.
+            alone = step.ms(own * up(24, len(own)), repeats=9) / up(24, len(own)) / len(own)
+            less = reached["as it is"] - step.ms([c for c in calls if c[0] != kind], repeats=9)
+            print(f"step {rows:4} rows  {kind:9} {len(own):3} x {alone * 1000:6.1f} us by itself = {alone * len(own) * 1000:6.0f} us; "
+                  f"a step less one without: {less * 1000:6.0f} us", flush=True)
+
+    attempt(f"{rows} rows, shares", shares)
     for name, make in tried(rows):
         if time.time() - START < SECONDS:
             attempt(f"{rows} rows, {name}", lambda: show(name, make(step)))
@@ -408,14 +369,14 @@ def twice(name, make, expected, limit=6e-3):
 
 
 def cases():
-    """Name, how a product is divided, m, rows of the matrices, k, what becomes of it, with norm, with gain."""
+    """Name, how a product is divided, m, rows of the matrices, k, what becomes of it."""
     everything = []
     for rows in NEW:
         for m in {16: (1, 16), 64: (17, 64), 128: (65, 128), 256: (129, 256), 512: (300, 512)}[rows]:
             shapes = {"qkv": ([896, 128, 128], 896, "product"), "o": ([896], 896, "sum"), "gate_up": ([4864, 4864], 896, "swiglu"), "down": ([896], 4864, "sum")}
             for kind, (parts, k, into) in shapes.items():
-                for table in [NEW[rows][kind]] + TRIED[rows].get(kind, []):
-                    everything.append((kind, table, m, parts, k, into))
+                for how in [NEW[rows][kind], BEFORE[rows][kind]] + TRIED[rows].get(kind, []):
+                    everything.append((kind, how, m, parts, k, into))
     for how in ((tile, 64, 32, 4, 4), (tile, 128, 64, 4, 1, 2), (deep, 128), (deep, 128, 4), (deep, 128, 8)):
         everything += [("ragged", how, 77, [904], 1032, "sum"), ("ragged", how, 200, [128, 256, 64], 904, "product")]
     for how in ((tile, 64, 64, 4), (tile, 128, 64, 4, 1, 2), (deep, 128), (deep, 192), (deep, 256)):
@@ -433,10 +394,8 @@ def check_case(kind, how, m, parts, k, into):
     n = sum(parts) // (1 + (into == "swiglu"))
     x, gain = torch.randn(m, k, device=device).to(bf16), torch.randn(k, device=device).to(bf16)
     weight = [(torch.randn(rows, k, device=device) / math.sqrt(k)).to(bf16) for rows in parts]
-    old, next = torch.randn(m, n, device=device).to(bf16), torch.zeros(3 << 18, device=device, dtype=bf16)
-    after = torch.randn(n, device=device).to(bf16)
+    old = torch.randn(m, n, device=device).to(bf16)
     name = f"{kind} {how.__name__} {rest} [{m}, {parts}, {k}] {into}"
-    ahead = next if how is not deep else None
     norm = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * gain.double()
 
     def nan(*shape, dtype=bf16):
@@ -447,7 +406,7 @@ def check_case(kind, how, m, parts, k, into):
 
     def plain():
         y = target()
-        how(Product(x, weight, y, into, next=ahead), *rest)
+        how(Product(x, weight, y, into), *rest)
         return [y]
 
     base = old.double() if into == "sum" else 0.0
@@ -462,34 +421,10 @@ def check_case(kind, how, m, parts, k, into):
             return [y]
 
         inside() if COMPILING else twice(name + " normed", inside, [double_product(norm, weight, into)])
-    if how is not skinny and into != "sum":
-        squares = x.double().square().view(m, k // 8, 8).sum(-1).T.float().contiguous()
-        gained = (x.float() * gain.float()).to(bf16)
-
-        def behind():
-            y = target()
-            how(Product(gained, weight, y, into, gained=squares), *rest)
-            return [y]
-
-        behind() if COMPILING else twice(name + " behind a gain", behind, [double_product(norm, weight, into)])
-    if how is not skinny and into == "sum":
-        def before():
-            y, weighed, sums = target(), nan(m, n), nan(n // 8, m, dtype=torch.float32)
-            how(Product(x, weight, y, into, weighed=(after, weighed, sums)), *rest)
-            return [y, weighed, sums]
-
-        if COMPILING:
-            before()
-        else:
-            y, weighed, sums = before()
-            torch.cuda.synchronize()
-            want = y.double()  # they are of C as it is stored
-            twice(name + " with a gain", before, [double_product(x, weight, into) + base, want * after.double(),
-                                                  want.square().view(m, n // 8, 8).sum(-1).T])
 
 
 def check_step():
-    """A whole step with and without each part: the same tokens' logits within bf16, the same bits where only places differ."""
+    """A whole step divided in each way: the same tokens' logits within bf16, the same bits where only places differ."""
     import torch
 
     for rows in NEW:
@@ -518,8 +453,7 @@ def check_step():
         for name, found in results.items():
             e = error(found, base.double())
             same = torch.equal(found, base)
-            need = name in ("weights packed",) or "ahead" in name
-            report(e < 2e-2 and (same or not need), f"step {rows} rows, {name}: error {e:.1e}{' same bits' if same else ''}")
+            report(e < 2e-2 and (same or name != "weights packed"), f"step {rows} rows, {name}: error {e:.1e}{' same bits' if same else ''}")
 
 
 def check():

@@ -214,15 +214,15 @@ class Gemm(Kernel):
         d = self.d
         return (self.clusters(m, n) * d["CM"] * d["CN"] * d["CS"], pieces, 1)
 
-    def __call__(self, a, b, c, bias=None, add=None, next=None, pieces=1, early=False):
+    def __call__(self, a, b, c, bias=None, add=None, pieces=1, early=False):
         import torch
 
         m, n, k = self.sizes(a, b)
         split = k if pieces == 1 else math.ceil(math.ceil(k / pieces) / self.d["BK"]) * self.d["BK"]
         assert math.ceil(k / split) == pieces
         args = [tensor_map(self.driver, a, *self.box_a), tensor_map(self.driver, b, *self.box_b), self.target(c)]
-        args += [t.data_ptr() for t in (bias, add, next) if t is not None]
-        args.append(longs(m, n, k, split, *([next.numel() * 2] if next is not None else [])))
+        args += [t.data_ptr() for t in (bias, add) if t is not None]
+        args.append(longs(m, n, k, split))
         self.driver.launch(self.function, self.grid(m, n, pieces), self.block, self.dynamic(),
                            torch.cuda.current_stream().cuda_stream, args, early)
 
@@ -291,19 +291,17 @@ class Skinny(Kernel):
         sums = 512 * (units * (d["K_WARPS"] - 1) + (d["CS"] > 1) * d["CS"] * math.ceil(units / d["CS"]))
         return (staged + sums) * d.get("DYNAMIC", 0)
 
-    def __call__(self, x, w, y, gain=None, bias=None, add=None, next=None, early=False):
+    def __call__(self, x, w, y, gain=None, bias=None, add=None, early=False):
         import torch
 
         d = self.d
         m, n = x.shape[0], w.shape[0]
         groups = math.ceil(n / (16 * d["ROW_TILES"])) # with SWIGLU 8 columns of n / 2 a tile
         groups = min(groups, self.blocks or groups)
-        args = [t.data_ptr() for t in (x, w, y, gain, bias, add, next) if t is not None]
+        args = [t.data_ptr() for t in (x, w, y, gain, bias, add) if t is not None]
         dims = [m, n]
         if d["NORM"]:
             dims.append(ctypes.c_longlong.from_buffer(ctypes.c_double(EPS)).value)
-        if next is not None:
-            dims.append(next.numel() * 2)
         args.append(longs(*dims))
         self.driver.launch(self.function, (groups * d["CS"], math.ceil(m / d["TOKENS"]), 1),
                            d["ROW_TILES"] * d["K_WARPS"] * 32, self.dynamic(), torch.cuda.current_stream().cuda_stream, args, early)
@@ -420,43 +418,40 @@ WIDE = {
     for tokens in (32, 64)
     for wide in [{"TOKENS": tokens, "DYNAMIC": DYNAMIC, "WEIGHTS_EARLY": 1, "note": f"{tokens} tokens"}]
 }
-def chain_kernels(tokens, early, prefetch):
+def chain_kernels(tokens, early):
     """The products of a layer and the head, fused with what surrounds them."""
-    wide = {"WEIGHTS_EARLY": early, "note": f"fused{' prefetch' * prefetch}"} | ({"TOKENS": tokens, "DYNAMIC": DYNAMIC} if tokens > 16 else {})
-    then = wide | ({"PREFETCH": 1} if prefetch else {})
+    wide = {"WEIGHTS_EARLY": early, "note": "fused"} | ({"TOKENS": tokens, "DYNAMIC": DYNAMIC} if tokens > 16 else {})
     if tokens <= 16:
         return {
-            "qkv": skinny(896, 1, 7, 4, NORM=1, BIAS=1, **then),
-            "o": skinny(896, 1, 14, 2, ADD=1, **then),
-            "gate up": skinny(896, 5, 4, 7, NORM=1, SWIGLU=1, **then),
-            "down": skinny(4864, 1, 5, 4, 8, per_sm=4, ADD=1, **then),
+            "qkv": skinny(896, 1, 7, 4, NORM=1, BIAS=1, **wide),
+            "o": skinny(896, 1, 14, 2, ADD=1, **wide),
+            "gate up": skinny(896, 5, 4, 7, NORM=1, SWIGLU=1, **wide),
+            "down": skinny(4864, 1, 5, 4, 8, per_sm=4, ADD=1, **wide),
             "head": skinny(896, 2, 4, 4, per_sm=3, blocks=396, NORM=1, OUT_F32=1, **wide),
         }
     return {
-        "qkv": skinny(896, 2, 7, 1, 4, NORM=1, BIAS=1, **then),
-        "o": skinny(896, 2, 7, 1, 4, ADD=1, **then),
-        "gate up": skinny(896, 5, 4, 4, NORM=1, SWIGLU=1, **then),
-        "down": skinny(4864, 4, 5, 4, 8, ADD=1, **then),
+        "qkv": skinny(896, 2, 7, 1, 4, NORM=1, BIAS=1, **wide),
+        "o": skinny(896, 2, 7, 1, 4, ADD=1, **wide),
+        "gate up": skinny(896, 5, 4, 4, NORM=1, SWIGLU=1, **wide),
+        "down": skinny(4864, 4, 5, 4, 8, ADD=1, **wide),
         "head": skinny(896, 4, 4, 4, blocks=132, NORM=1, OUT_F32=1, **wide),
     }
 
 
-def chain_tiles(rows, prefetch):
+def chain_tiles(rows):
     """The same with gemm.cu, where the norm is a kernel of its own and left out here."""
-    then = {"PREFETCH": 1} if prefetch else {}
     return {
-        "qkv": mid(rows, 32, 4, 4, BIAS=1, **then),
-        "o": mid(rows, 32, 4, 4, ADD=1, **then),
-        "gate up": mid(rows, 64, 4, per_sm=2, SWIGLU=1, **then),
-        "down": mid(rows, 64, 8, 8, ADD=1, **then),
+        "qkv": mid(rows, 32, 4, 4, BIAS=1),
+        "o": mid(rows, 32, 4, 4, ADD=1),
+        "gate up": mid(rows, 64, 4, per_sm=2, SWIGLU=1),
+        "down": mid(rows, 64, 8, 8, ADD=1),
         "head": mid(64, 64, 6, per_sm=2, OUT_F32=1) if rows == 64 else Dynamic("nt", "head f32", BN=128, CM=1, STAGES=6, OUT_F32=1),
     }
 
 
-CHAIN = {(tokens, early, prefetch): chain_kernels(tokens, early, prefetch)
-         for tokens, early, prefetch in ((16, 0, 0), (16, 1, 0), (16, 0, 1), (16, 1, 1), (32, 0, 0), (32, 0, 1), (64, 0, 0), (64, 0, 1))}
-CHAIN_TILES = {(rows, prefetch): chain_tiles(rows, prefetch) for rows in (64, 128) for prefetch in (0, 1)}
-SKINNY_EXTRA = [k for c in ((16, 0, 0), (64, 0, 0)) for k in CHAIN[c].values()] + [
+CHAIN = {(tokens, early): chain_kernels(tokens, early) for tokens, early in ((16, 0), (16, 1), (32, 0), (64, 0))}
+CHAIN_TILES = {rows: chain_tiles(rows) for rows in (64, 128)}
+SKINNY_EXTRA = [k for c in ((16, 0), (64, 0)) for k in CHAIN[c].values()] + [
     skinny(896, 5, 4, 7, TOKENS=8, note="8 tokens"),
     skinny(896, 2, 4, 4, 2, TOKENS=32, note="32 tokens"),
     skinny(888, 2, 3, 4, OUT_F32=1, BIAS=1, ADD=1, note="ragged"),
@@ -704,21 +699,13 @@ def time_chain(m, layers=24):
     qkv, hidden = torch.empty(m, 1152, device="cuda", dtype=torch.bfloat16), torch.empty(m, 4864, device="cuda", dtype=torch.bfloat16)
     o_in = torch.randn(m, 896, device="cuda", dtype=torch.bfloat16)
     logits = torch.empty(m, 151936, device="cuda")
-    def ours(kernels, early=False, distance=0):
-        """`distance`: of the weights to bring into the cache, in kernels; none without."""
+    def ours(kernels, early=False):
         fused = {"gain": gain} if kernels["qkv"].file == "gemm_skinny.cu" else {}
-        order = [w for p in params for w in p] + [head]
-        place = iter(range(len(order)))
-
-        def ahead():
-            at = next(place) + distance
-            return {"next": order[at if at < len(order) - 1 else 0]} if distance else {}
-
         for q, o, gu, down in params:
-            kernels["qkv"](x, q, qkv, bias=bias, early=early, **fused, **ahead())
-            kernels["o"](o_in, o, x, add=x, early=early, **ahead())
-            kernels["gate up"](x, gu, hidden, early=early, **fused, **ahead())
-            kernels["down"](hidden, down, x, add=x, early=early, **ahead())
+            kernels["qkv"](x, q, qkv, bias=bias, early=early, **fused)
+            kernels["o"](o_in, o, x, add=x, early=early)
+            kernels["gate up"](x, gu, hidden, early=early, **fused)
+            kernels["down"](hidden, down, x, add=x, early=early)
         kernels["head"](x, head, logits, early=early, **fused)
 
     def theirs():
@@ -733,17 +720,10 @@ def time_chain(m, layers=24):
     runs = [("torch", theirs)]
     width = 16 if m <= 16 else m
     for early in (0, 1):
-        for prefetch in (0, 1):
-            if (width, early, prefetch) in CHAIN:
-                for distance in (1, 2) if prefetch else (0,):
-                    kernels = CHAIN[width, early, prefetch]
-                    name = f"fused{', early start' * early}{f', prefetch {distance} ahead' if prefetch else ''}"
-                    runs.append((name, lambda k=kernels, e=early, d=distance: ours(k, bool(e), d)))
-    for prefetch in (0, 1):
-        if (m, prefetch) in CHAIN_TILES:
-            for early in (False, True):
-                runs.append((f"gemm.cu without norms{', early start' * early}{', prefetch' * prefetch}",
-                             lambda k=CHAIN_TILES[m, prefetch], e=early, d=prefetch: ours(k, e, d)))
+        if (width, early) in CHAIN:
+            runs.append((f"fused{', early start' * early}", lambda k=CHAIN[width, early], e=early: ours(k, bool(e))))
+    for early in (False, True) if m in CHAIN_TILES else ():
+        runs.append((f"gemm.cu without norms{', early start' * early}", lambda k=CHAIN_TILES[m], e=early: ours(k, e)))
     for name, what in runs:
         ms = graph_us([what]) / 1000
         print(f"chain   {m} rows, {layers} layers and head, {name}: {ms:.3f} ms ({data / ms / 1e9:.2f} TB/s)", flush=True)

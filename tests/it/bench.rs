@@ -42,7 +42,16 @@ fn measurements_tell_their_figures() {
     let train = [
         "train", "--rows", "2", "--tokens", "12", "--micro", "1", "--mixed",
     ];
-    let rollout = ["rollout", "--sequences", "3", "--prompt", "4", "--new", "3"];
+    let rollout = [
+        "rollout",
+        "--sequences",
+        "3",
+        "--prompt",
+        "4",
+        "--new",
+        "3",
+        "--mixed",
+    ];
     let step = [
         "step",
         "--prompts",

@@ -175,13 +175,28 @@ mod tests {
             sequences: 3,
             prompt_tokens: 5,
             new_tokens: 4,
+            mixed: false,
             shared_prompts: 1,
             runs: 1,
         };
         let figures = rollout(&decoder, &work, &ceilings).unwrap();
-        assert_eq!(figures.tokens, 12);
+        assert_eq!((figures.tokens, figures.idle_share), (12, 0.0));
         // A step is a difference of two times, which noise may turn around.
         assert!(figures.tokens_per_s > 0.0 && figures.step_ms.is_finite());
+        let work = RolloutWork {
+            sequences: 100,
+            new_tokens: 8,
+            mixed: true,
+            ..work
+        };
+        let figures = rollout(&decoder, &work, &ceilings).unwrap();
+        assert!((100..800).contains(&figures.tokens));
+        // More responses than rows: places of short ones are taken over, until the last are left.
+        assert!(
+            (0.01..0.5).contains(&figures.idle_share),
+            "{}",
+            figures.idle_share
+        );
         let work = TrainWork {
             rows: 2,
             tokens: 16,

@@ -9,16 +9,20 @@ use crate::decoder::Decoder;
 use crate::model::ModelInterface;
 use crate::random::{DrawKey, Purpose};
 use crate::rollout::engine::{RolloutRequest, SamplingSettings};
+use crate::rollout::row_steps;
 
 /// What is sampled.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RolloutWork {
     /// Responses.
     pub sequences: usize,
-    /// Tokens of a prompt.
+    /// Tokens of a prompt, of the longest where they are mixed.
     pub prompt_tokens: usize,
-    /// Tokens of each response, exactly.
+    /// Tokens of each response, exactly; of the longest where they are mixed.
     pub new_tokens: usize,
+    /// Whether prompts have between a sixteenth and all of their tokens and responses between a 64th and all of theirs,
+    /// each length as often as any other; otherwise all have all.
+    pub mixed: bool,
     /// Responses of a prompt.
     pub shared_prompts: usize,
     /// Runs that are timed.
@@ -31,6 +35,7 @@ impl Default for RolloutWork {
             sequences: 128,
             prompt_tokens: 128,
             new_tokens: 256,
+            mixed: false,
             shared_prompts: 1,
             runs: 3,
         }
@@ -50,9 +55,11 @@ pub struct RolloutFigures {
     pub run: Times,
     /// The prompts and the first token of each response.
     pub prompts_ms: f64,
-    /// A step after that: one token for every response.
+    /// A step after that: one token for every response under way.
     pub step_ms: f64,
-    /// Bytes that a step cannot avoid to read: weights once, keys and values of half the responses.
+    /// Share of the rows' steps that gave no token: rows that were free, or whose response had ended.
+    pub idle_share: f64,
+    /// Bytes that a step cannot avoid to read, on average: weights once, keys and values of half the responses.
     pub step_bytes: f64,
     /// Their share of what the device can read in that time.
     pub bandwidth_share: f64,
@@ -62,7 +69,7 @@ pub struct RolloutFigures {
     pub ceilings: Ceilings,
 }
 
-/// Samples responses of a fixed length at temperature 1.
+/// Samples responses of known lengths at temperature 1.
 ///
 /// # Errors
 /// Sizes of nothing; what the engine refuses.
@@ -77,28 +84,38 @@ pub fn rollout(
     at_least("shared_prompts", work.shared_prompts, 1)?;
     let device = decoder.head().device();
     let settings = SamplingSettings::default();
-    let sample = |new_tokens: usize| {
-        let requests = requests(decoder, work, new_tokens);
-        let settings = settings.clone();
-        move || decoder.generate(&requests, &settings, &mut |_, _| Ok(()))
+    // Counts steps of the last run.
+    let sample = |requests: &[RolloutRequest]| {
+        row_steps::take();
+        decoder.generate(requests, &settings, &mut |_, _| Ok(()))
     };
-    let whole = sample(work.new_tokens);
+    let whole = requests(decoder, work);
+    let first: Vec<RolloutRequest> = whole
+        .iter()
+        .map(|request| RolloutRequest {
+            max_new_tokens: 1,
+            ..request.clone()
+        })
+        .collect();
     let run = repeat(&device, 1, work.runs, || {
-        let sampled = whole();
+        let sampled = sample(&whole);
         // Every kernel was launched once: what is counted besides must not be in the times.
         compiled::tally();
         sampled
     })?;
-    let prompts = repeat(&device, 1, work.runs, sample(1))?;
-    let steps = (work.new_tokens - 1) as f64;
+    let taken = row_steps::take();
+    let prompts = repeat(&device, 1, work.runs, || sample(&first))?;
+    let begun = row_steps::take();
+    let steps = taken.steps.saturating_sub(begun.steps).max(1) as f64;
     let step_ms = (run.median_ms - prompts.median_ms) / steps;
-    let step_bytes = step_bytes(decoder, work);
-    let tokens = work.sequences * work.new_tokens;
+    let step_bytes = step_bytes(decoder, &whole, steps);
+    let tokens = whole.iter().map(|request| request.max_new_tokens).sum();
     Ok(RolloutFigures {
         tokens,
         tokens_per_s: tokens as f64 / run.median_ms * 1e3,
         prompts_ms: prompts.median_ms,
         step_ms,
+        idle_share: taken.idle_share(),
         step_bytes,
         bandwidth_share: step_bytes / (step_ms * 1e6) / ceilings.copy_gb_s,
         peak_bytes: peak_bytes(&device),
@@ -108,11 +125,7 @@ pub fn rollout(
     })
 }
 
-pub(super) fn requests(
-    decoder: &Decoder,
-    work: &RolloutWork,
-    new_tokens: usize,
-) -> Vec<RolloutRequest> {
+pub(super) fn requests(decoder: &Decoder, work: &RolloutWork) -> Vec<RolloutRequest> {
     let vocab = decoder.vocab_size() as u64;
     (0..work.sequences)
         .map(|row| {
@@ -125,20 +138,82 @@ pub(super) fn requests(
             };
             let words = key(row / work.shared_prompts, Purpose::Data).stream();
             let id = |at: usize| (u64::from(words.word(at as u32, 0)) % vocab) as u32;
+            // The last position is that of no id.
+            let prompt = length(work, work.prompt_tokens, 16, words.word(u32::MAX, 0));
+            let own = key(row, Purpose::Data).stream();
             RolloutRequest {
-                prompt: (0..work.prompt_tokens).map(id).collect(),
+                prompt: (0..prompt).map(id).collect(),
                 key: key(row, Purpose::Rollout),
-                max_new_tokens: new_tokens,
+                max_new_tokens: length(work, work.new_tokens, 64, own.word(u32::MAX, 1)),
             }
         })
         .collect()
 }
 
-fn step_bytes(decoder: &Decoder, work: &RolloutWork) -> f64 {
+/// `most` tokens, or by a random word from `most / part` on.
+fn length(work: &RolloutWork, most: usize, part: usize, word: u32) -> usize {
+    if !work.mixed {
+        return most;
+    }
+    let least = (most / part).max(1);
+    least + word as usize % (most - least + 1)
+}
+
+/// Bytes of a step after the first tokens.
+fn step_bytes(decoder: &Decoder, requests: &[RolloutRequest], steps: f64) -> f64 {
     let config = &decoder.config;
     let element = decoder.head().dtype().size() as f64;
     let heads = config.heads;
     let token = (2 * config.layers * heads.key_value * heads.dim) as f64;
-    let length = work.prompt_tokens as f64 + work.new_tokens as f64 / 2.0;
-    element * (multiplied(config).0 + token * length * work.sequences as f64)
+    let read = |request: &RolloutRequest| {
+        let new = request.max_new_tokens as f64;
+        (new - 1.0) * (request.prompt.len() as f64 + new / 2.0)
+    };
+    let tokens: f64 = requests.iter().map(read).sum();
+    element * (multiplied(config).0 + token * tokens / steps)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::{preset, random_decoder};
+    use burn::tensor::{DType, Device};
+
+    #[test]
+    fn mixed_lengths_are_spread_evenly() {
+        let decoder = random_decoder(preset("tiny").unwrap(), &Device::flex(), DType::F32);
+        let work = RolloutWork {
+            sequences: 400,
+            prompt_tokens: 32,
+            new_tokens: 64,
+            mixed: true,
+            shared_prompts: 4,
+            runs: 1,
+        };
+        let mixed = requests(&decoder, &work);
+        let prompts: Vec<usize> = mixed.iter().map(|request| request.prompt.len()).collect();
+        let new: Vec<usize> = mixed.iter().map(|request| request.max_new_tokens).collect();
+        for (lengths, least, most) in [(&prompts, 2, 32), (&new, 1, 64)] {
+            assert_eq!(lengths.iter().min(), Some(&least));
+            assert_eq!(lengths.iter().max(), Some(&most));
+            let mean = lengths.iter().sum::<usize>() as f64 / 400.0;
+            let middle = (least + most) as f64 / 2.0;
+            assert!((mean - middle).abs() < 0.1 * most as f64, "{mean}");
+        }
+        for group in mixed.chunks(4) {
+            assert!(group.iter().all(|own| own.prompt == group[0].prompt));
+        }
+        assert!(
+            new.chunks(4).any(|own| own[0] != own[1]),
+            "responses of a prompt differ in length"
+        );
+        assert_eq!(mixed, requests(&decoder, &work), "the draws are the work's");
+        let alike = RolloutWork {
+            mixed: false,
+            ..work
+        };
+        for request in requests(&decoder, &alike) {
+            assert_eq!((request.prompt.len(), request.max_new_tokens), (32, 64));
+        }
+    }
 }

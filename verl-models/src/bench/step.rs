@@ -133,10 +133,11 @@ fn one(
         sequences: work.prompts * work.samples,
         prompt_tokens: work.prompt_tokens,
         new_tokens: work.new_tokens,
+        mixed: false,
         shared_prompts: work.samples,
         runs: 1,
     };
-    let requests = requests(policy.module(), &asked, work.new_tokens);
+    let requests = requests(policy.module(), &asked);
     let mut responses = vec![Vec::new(); requests.len()];
     let settings = SamplingSettings::default();
     let generate = seconds(device, || {

@@ -11,6 +11,7 @@ use super::engine::{
 };
 use super::host::HostDecoder;
 use super::row::Row;
+use super::row_steps;
 use super::sampling::Sampler;
 use super::stop::StopRules;
 use super::tensor::TensorDecoder;
@@ -324,6 +325,8 @@ impl<'a, M: StepModel> Rollout<'a, M> {
         let ids: Vec<Option<u32>> = self.slots.iter().map(last).collect();
         let logits = self.model.step(&ids)?;
         let live = self.slots.iter().flatten().count();
+        row_steps::count(1, self.slots.len());
+        row_steps::count_live(live);
         let rows = self.slots.iter_mut().flatten();
         let rows = rows.zip(logits.chunks_exact((logits.len() / live).max(1)));
         let ends = self.sampling.advance(rows.collect())?;

@@ -1,20 +1,31 @@
 //! The batched engine where a device decodes by itself: a step is a captured graph that draws its tokens and keeps its
 //! books, and the host looks in every few steps.
 //!
-//! The bits of a response depend on its prompt, its key and the size of the batch's buffers ([`ROWS`]), never on what the
-//! other rows hold: products of other sizes run in other kernels.
+//! Requests wait for rows and for blocks of the cache, in their order; a row that ends is given to the next. Once none
+//! waits, the rows that are left move into smaller buffers ([`ROWS`]), whose steps take less time.
+//!
+//! The bits of a response depend on its prompt, its key and the rows of the buffers while it is sampled, since products of
+//! other sizes run in other kernels: not on what the other rows hold, but on when so few of them are left. The same requests
+//! give the same bits.
 
 use super::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
 };
+use super::pool::{BLOCK, blocks_for, blocks_of};
+use super::row_steps;
 use crate::decoder::Decoder;
-use crate::kernels::cuda::decode::{self, DeviceDecoder, Drawing, Responses, Sizes, Start, state};
+use crate::kernels::cuda::decode::{self, DeviceDecoder, Drawing, Response, Sizes, Start, state};
 use crate::model::ModelInterface;
 
 /// Rows that buffers may have.
 const ROWS: &[usize] = &[16, 32, 64, 128, 256, 512];
 /// Steps between two looks of the host.
 const STEPS: usize = 8;
+/// Share of the rows that are filled together, since a pass over few prompts takes about as long as one over some dozens:
+/// 1 / this.
+const FILLED: usize = 16;
+/// Steps for which it pays to move into smaller buffers: the move and a new recording take as long as some ten.
+const WORTH_A_MOVE: usize = 32;
 /// Most ids that end a response.
 const MOST_ENDS: usize = 32;
 /// Share of the device's memory that keys and values may take.
@@ -55,17 +66,22 @@ pub(crate) fn generate(
         // Nothing is asked for, or nothing of each.
         return (0..requests.len()).try_for_each(|at| on_done(at, empty()));
     };
+    let lengths = requests.iter().zip(&rooms);
+    let needs: Vec<usize> = lengths
+        .map(|(request, room)| blocks_of(request.prompt.len() + room))
+        .collect();
+    let rows = rows(model, &needs);
     let sizes = Sizes {
-        rows: rows(model, requests.len(), tokens),
+        rows,
         tokens,
         new_tokens,
+        blocks: blocks_for(&needs, rows),
     };
     let decoder = DeviceDecoder::new(model, sizes, drawing(settings));
     let batch = Batch {
         decoder,
         requests,
         rooms,
-        new_tokens,
         slots: vec![None; sizes.rows],
         left: vec![0; sizes.rows],
         admitted: 0,
@@ -82,15 +98,15 @@ fn empty() -> RolloutOutput {
     }
 }
 
-/// Rows of the buffers: enough for the requests, or as many as the memory gives.
-fn rows(model: &Decoder, requests: usize, tokens: usize) -> usize {
+/// Rows of the buffers: enough for requests of so many blocks each, or as many as the memory gives.
+fn rows(model: &Decoder, needs: &[usize]) -> usize {
     let config = &model.config;
     let element = model.head().dtype().size();
     let token = 2 * config.layers * config.heads.key_value * config.heads.dim * element;
     let room = decode::memory(model).map_or(f64::INFINITY, |bytes| CACHE_SHARE * bytes as f64);
-    let fits = |rows: &&usize| (**rows * token * tokens) as f64 <= room;
+    let fits = |rows: &&usize| (blocks_for(needs, **rows) * BLOCK * token) as f64 <= room;
     let fitting: Vec<usize> = ROWS.iter().take_while(fits).copied().collect();
-    let enough = fitting.iter().find(|&&rows| rows >= requests);
+    let enough = fitting.iter().find(|&&rows| rows >= needs.len());
     enough.or(fitting.last()).copied().unwrap_or(ROWS[0])
 }
 
@@ -116,7 +132,6 @@ struct Batch<'a> {
     requests: &'a [RolloutRequest],
     /// Most tokens of each response.
     rooms: Vec<usize>,
-    new_tokens: usize,
     /// The request of each row.
     slots: Vec<Option<usize>>,
     /// Tokens that a row may still draw.
@@ -135,7 +150,9 @@ impl Batch<'_> {
             let Some(longest) = longest.max() else {
                 return Ok(());
             };
+            self.shrink(longest)?;
             let steps = longest.min(STEPS);
+            row_steps::count(steps, self.slots.len());
             for _ in 0..steps {
                 self.decoder.step().map_err(device)?;
             }
@@ -146,13 +163,40 @@ impl Batch<'_> {
         }
     }
 
-    /// Fills free rows with waiting requests. Neighbours with equal prompts share one pass over it.
+    /// Moves into smaller buffers where nothing waits, few rows are left and one of them may go on for long.
+    fn shrink(&mut self, longest: usize) -> Result<(), RolloutError> {
+        let live: Vec<usize> = (0..self.slots.len())
+            .filter(|&row| self.slots[row].is_some())
+            .collect();
+        let rows = ROWS.iter().copied().find(|&rows| rows >= live.len());
+        let waiting = self.admitted < self.requests.len();
+        let Some(rows) =
+            rows.filter(|&rows| !waiting && longest >= WORTH_A_MOVE && rows < self.slots.len())
+        else {
+            return Ok(());
+        };
+        self.decoder.shrink(rows, &live).map_err(device)?;
+        self.slots = live.iter().map(|&row| self.slots[row]).collect();
+        self.left = live.iter().map(|&row| self.left[row]).collect();
+        self.slots.resize(rows, None);
+        self.left.resize(rows, 0);
+        Ok(())
+    }
+
+    /// Fills free rows with waiting requests, once enough are free. Neighbours with equal prompts share one pass over it.
     fn admit(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
         let requests = self.requests;
+        let rows = self.slots.len();
+        let free = self.slots.iter().filter(|slot| slot.is_none()).count();
+        let waiting = requests.len() - self.admitted;
+        if free < rows && free < waiting.min(rows / FILLED) {
+            return Ok(());
+        }
         let mut prompts: Vec<(&[u32], Vec<usize>)> = Vec::new();
         let mut starts = Vec::new();
         let free = (0..self.slots.len()).filter(|&row| self.slots[row].is_none());
-        let mut free = free.collect::<Vec<_>>().into_iter();
+        let free: Vec<usize> = free.collect();
+        let mut free = free.into_iter().peekable();
         while self.admitted < requests.len() {
             let at = self.admitted;
             let request = &requests[at];
@@ -161,7 +205,12 @@ impl Batch<'_> {
                 on_done(at, empty())?;
                 continue;
             }
-            let Some(row) = free.next() else { break };
+            let Some(&row) = free.peek() else { break };
+            let tokens = request.prompt.len() + self.rooms[at];
+            if !self.decoder.reserve(row, tokens) {
+                break;
+            }
+            free.next();
             self.admitted += 1;
             self.slots[row] = Some(at);
             self.left[row] = self.rooms[at];
@@ -194,13 +243,15 @@ impl Batch<'_> {
         if ended.is_empty() {
             return Ok(());
         }
-        let responses = self.decoder.responses().map_err(device)?;
+        let lengths = ended.iter().map(|&row| standing.lengths[row] as usize);
+        let drawn: Vec<(usize, usize)> = ended.iter().copied().zip(lengths).collect();
+        let responses = self.decoder.responses(&drawn).map_err(device)?;
         self.decoder.rest(&ended).map_err(device)?;
-        for row in ended {
+        for ((row, length), response) in drawn.into_iter().zip(responses) {
             let Some(request) = self.slots[row].take() else {
                 continue;
             };
-            let length = standing.lengths[row] as usize;
+            row_steps::count_live(length);
             let finish = match standing.states[row] {
                 state::EOS => FinishReason::Eos,
                 state::STOP => FinishReason::Stop,
@@ -212,29 +263,18 @@ impl Batch<'_> {
                     });
                 }
             };
-            on_done(request, self.output(&responses, row, length, finish))?;
+            on_done(request, output(response, finish))?;
         }
         Ok(())
     }
+}
 
-    fn output(
-        &self,
-        responses: &Responses,
-        row: usize,
-        length: usize,
-        finish: FinishReason,
-    ) -> RolloutOutput {
-        let start = row * self.new_tokens;
-        let own = start..start + length;
-        RolloutOutput {
-            tokens: responses.tokens[own.clone()]
-                .iter()
-                .map(|&id| id as u32)
-                .collect(),
-            sampling_log_probs: responses.sampling_log_probs[own.clone()].to_vec(),
-            log_probs: responses.log_probs[own].to_vec(),
-            finish,
-        }
+fn output(response: Response, finish: FinishReason) -> RolloutOutput {
+    RolloutOutput {
+        tokens: response.tokens.iter().map(|&id| id as u32).collect(),
+        sampling_log_probs: response.sampling_log_probs,
+        log_probs: response.log_probs,
+        finish,
     }
 }
 

@@ -199,7 +199,8 @@ pub trait RolloutEngine<M: ModelInterface> {
     const NAME: &'static str;
 
     /// Samples all `requests`; `on_done(index, output)` is called as each one is complete, in any order. What is
-    /// sampled for a request depends on its prompt, key and limit alone, never on its neighbours.
+    /// sampled for a request depends on its prompt, key and limit alone, never on its neighbours; on a GPU that holds up to
+    /// rounding, which follows from how many of them are left.
     ///
     /// # Errors
     /// See [`RolloutError`]; what `on_done` returned ends the rollout.

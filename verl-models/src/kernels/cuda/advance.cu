@@ -1,12 +1,13 @@
 // The bookkeeping of a decoding step; see draw.cuh for what the other buffers hold.
 //
-// Appends what was drawn to live rows and tells which of them end, why, and how many go on.
+// Appends what was drawn to live rows and tells which of them end, and why.
 //
 // limits: [rows] i32, most tokens of a response, at most max_new_tokens; positions: [rows] i32, the place in the sequence
 // of the token that is fed next; stops: [stop_count, stop_width] i32, sequences that end a response, filled up with −1 at
-// the left; tokens, sampling_log_probs, log_probs: [rows, max_new_tokens]; live: [1] i32. An end comes before a stop, and
-// a stop before the limit. `token` is then what the next step is fed.
-// Launch: block 1024, grid 1.
+// the left; tokens, sampling_log_probs, log_probs: [rows, max_new_tokens]. An end comes before a stop, and a stop before
+// the limit. `token` is then what the next step is fed.
+// Launch: block 32, grid ceil(rows / 32): rows have nothing to do with one another, and what a row needs is asked for at
+// once, so that the kernel takes as long as a load and a store, whatever the rows.
 
 struct AdvanceScalars {
     u64 rows;
@@ -22,47 +23,41 @@ struct AdvanceScalars {
     u64 penalises;
 };
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(32)
     advance(int* token, const float* sampling_log_prob, const float* log_prob, const int* eos, const int* stops,
             const int* limits, int* lengths, int* positions, int* states, unsigned* seen, int* tokens,
-            float* sampling_log_probs, float* log_probs, int* live, const __grid_constant__ AdvanceScalars s) {
-    int left = 0;
-    for (u64 base = 0; base < s.rows; base += 1024) {
-        const u64 row = base + threadIdx.x;
-        bool goes_on = false;
-        if (row < s.rows && states[row] == LIVE) {
-            const int id = token[row];
-            int state = LIVE;
-            if (id < 0) {
-                state = NOT_FINITE;
-            } else {
-                int* own = tokens + row * s.max_new_tokens;
-                const int length = lengths[row] + 1;
-                own[length - 1] = id;
-                sampling_log_probs[row * s.max_new_tokens + length - 1] = sampling_log_prob[row];
-                log_probs[row * s.max_new_tokens + length - 1] = log_prob[row];
-                lengths[row] = length;
-                positions[row]++;
-                if (s.penalises) seen[row * ((s.vocab + 31) / 32) + id / 32] |= 1u << (id % 32);
-                if (length >= limits[row]) state = LENGTH;
-                for (u64 stop = 0; stop < s.stop_count; stop++) {
-                    bool ends = true;
-                    for (int back = 1; back <= int(s.stop_width); back++) {
-                        const int wanted = stops[(stop + 1) * s.stop_width - back];
-                        if (wanted < 0) break;
-                        ends = ends && back <= length && own[length - back] == wanted;
-                    }
-                    if (ends) state = STOP;
-                }
-                for (u64 i = 0; i < s.eos_count; i++) {
-                    if (eos[i] == id) state = EOS;
-                }
+            float* sampling_log_probs, float* log_probs, const __grid_constant__ AdvanceScalars s) {
+    const u64 row = blockIdx.x * 32 + threadIdx.x;
+    if (row >= s.rows) return;
+    const int before = states[row], id = token[row], length = lengths[row] + 1, position = positions[row];
+    const int limit = limits[row];
+    const float sampling = sampling_log_prob[row], full = log_prob[row];
+    int state = before;
+    if (before == LIVE && id < 0) {
+        state = NOT_FINITE;
+    } else if (before == LIVE) {
+        int* own = tokens + row * s.max_new_tokens;
+        const u64 place = row * s.max_new_tokens + length - 1;
+        tokens[place] = id;
+        sampling_log_probs[place] = sampling;
+        log_probs[place] = full;
+        lengths[row] = length;
+        positions[row] = position + 1;
+        if (s.penalises) seen[row * ((s.vocab + 31) / 32) + id / 32] |= 1u << (id % 32);
+        if (length >= limit) state = LENGTH;
+        for (u64 stop = 0; stop < s.stop_count; stop++) {
+            bool ends = true;
+            for (int back = 1; ends && back <= int(s.stop_width); back++) {
+                const int wanted = stops[(stop + 1) * s.stop_width - back];
+                if (wanted < 0) break;
+                ends = back <= length && own[length - back] == wanted;
             }
-            states[row] = state;
-            goes_on = state == LIVE;
+            if (ends) state = STOP;
         }
-        if (row < s.rows && !goes_on) token[row] = int(s.pad);
-        left += __syncthreads_count(goes_on);
+        for (u64 i = 0; i < s.eos_count; i++) {
+            if (eos[i] == id) state = EOS;
+        }
     }
-    if (threadIdx.x == 0) *live = left;
+    if (state != before) states[row] = state;
+    if (state != LIVE) token[row] = int(s.pad);
 }

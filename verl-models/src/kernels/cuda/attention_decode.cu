@@ -25,7 +25,6 @@
 // A warp streams tiles of 32 tokens (16 for wide heads) through its own shared memory with cp.async, keys and values in
 // turn; all query heads of a group share them, as columns of mma.m16n8k16. The four warps are merged in their order, then
 // the blocks of a cluster in theirs, through each other's shared memory.
-// With PREFETCH a step takes the address `next` behind `out` and a last scalar `next_bytes`, see gemm_skinny.cu.
 // Bytes: keys and values once, 2 * K * Dh * 2 a token of a row (bf16).
 
 #include <cuda_bf16.h>
@@ -68,10 +67,6 @@ typedef unsigned int u32;
 #ifndef CACHE_EARLY
 #define CACHE_EARLY 0
 #endif
-// 1: a step brings weights of a kernel that follows into the L2 cache, as in gemm_skinny.cu.
-#ifndef PREFETCH
-#define PREFETCH 0
-#endif
 
 #define IS_F32_float 1
 #define IS_F32_bf16 0
@@ -103,9 +98,6 @@ struct Scalars {
     double scale;
     double epsilon;
     long long max_blocks;
-#if PREFETCH
-    long long next_bytes;
-#endif
 };
 
 // exp2: close to exact for f32.
@@ -566,22 +558,9 @@ __device__ __forceinline__ void merge_blocks(Shared& shared, const Work& work, T
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// With PREFETCH, asks for this block's share of the bytes at `next`, a thread for each 4 KB.
-__device__ __forceinline__ void bring(const char* next, const Scalars& s) {
-#if PREFETCH
-    const long long blocks = (long long)gridDim.x * gridDim.y * gridDim.z;
-    const long long block = blockIdx.x + (long long)gridDim.x * (blockIdx.y + (long long)gridDim.y * blockIdx.z);
-    const long long share = (s.next_bytes / blocks + 4095) / 4096 * 4096, at = block * share + threadIdx.x * 4096ll;
-    const long long end = min(s.next_bytes, (block + 1) * share);
-    if (at < end)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(next + at), "r"((u32)min(end - at, 4096ll))
-                     : "memory");
-#endif
-}
-
 template <bool STEP>
 __device__ __forceinline__ void attend(const T* q, const Step& step, T* k_cache, T* v_cache, const int* table,
-                                       const int* lengths, T* out, const Scalars& s, const char* next = nullptr) {
+                                       const int* lengths, T* out, const Scalars& s) {
     __shared__ Shared shared;
     allow_next_kernel();
     if (!CACHE_EARLY) wait_for_previous_kernel();
@@ -604,7 +583,6 @@ __device__ __forceinline__ void attend(const T* q, const Step& step, T* k_cache,
     // The same for all blocks of a cluster.
     if (work.tokens < (STEP ? 0 : 1) || work.tokens + (STEP ? 1 : 0) > s.max_blocks * BLOCK) {
         if (CACHE_EARLY) wait_for_previous_kernel();
-        bring(next, s);
         if (blockIdx.z == 0)
             for (int i = threadIdx.x; i < work.heads * HEAD_DIM; i += THREADS) out[i] = (T)0.0f;
         return;
@@ -619,8 +597,6 @@ __device__ __forceinline__ void attend(const T* q, const Step& step, T* k_cache,
     stream.fetch_keys(work, first_token, first_block);
     stream.fetch_values(work, first_token, first_block);
 #endif
-    // Behind the row's own tokens, which do not wait for it.
-    bring(next, s);
     if (CACHE_EARLY) wait_for_previous_kernel();
     if (STEP) {
         prepare(shared, work, step, work.tokens, (float)s.epsilon);
@@ -654,15 +630,9 @@ attention_decode(const T* q, T* k_cache, T* v_cache, const int* table, const int
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 attention_decode_step(const T* qkv, const T* bias, const T* q_norm, const T* k_norm, const float* cos, const float* sin,
                       T* k_cache, T* v_cache, const int* table, const int* lengths, T* out,
-#if PREFETCH
-                      const char* next,
-#endif
                       const __grid_constant__ Scalars s) {
-#if !PREFETCH
-    const char* next = nullptr;
-#endif
     const Step step = {qkv, bias, q_norm, k_norm, cos, sin};
-    attend<true>(nullptr, step, k_cache, v_cache, table, lengths, out, s, next);
+    attend<true>(nullptr, step, k_cache, v_cache, table, lengths, out, s);
 }
 
 #if IS_F32

@@ -2,8 +2,8 @@
 //! a step can be captured into a graph and replayed.
 //!
 //! All that varies lies in buffers: tokens, positions, states, random streams. A row that is not live costs little and
-//! changes nothing. Keys and values lie in blocks of 64 tokens; each row has blocks of its own. Results of burn's own
-//! operations may have padded rows, and are made dense.
+//! changes nothing. Keys and values lie in blocks of 64 tokens, of which a row takes as many as its prompt and its longest
+//! response need. Results of burn's own operations may have padded rows, and are made dense.
 //!
 //! Dims: `R` rows, `H`/`K` query/key heads, `Dh` head width, `I` width inside the MLP, `V` vocabulary.
 
@@ -19,18 +19,16 @@ use cubecl::client::Graph;
 use cubecl::server::Handle;
 
 use super::product::{Joined, projects};
-use super::tensor::{CubeTensor, empty, primitive};
+use super::tensor::{CubeTensor, empty, leading, primitive};
 use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
 use crate::decoder::{Decoder, DecoderConfig};
+use crate::rollout::pool::{BLOCK, Pool, blocks_of};
 
 use self::book::Book;
 
-pub(crate) use self::book::{Responses, Start, state};
+pub(crate) use self::book::{Response, Start, state};
 pub(crate) use self::drawing::Drawing;
-
-/// Tokens of a block of the cache.
-const BLOCK: usize = 64;
 
 /// Sizes of the buffers.
 #[derive(Debug, Clone, Copy)]
@@ -40,6 +38,8 @@ pub(crate) struct Sizes {
     pub tokens: usize,
     /// Tokens of the longest response.
     pub new_tokens: usize,
+    /// Blocks of the cache, of all rows together.
+    pub blocks: usize,
 }
 
 /// Weights of a layer: what is multiplied with the same vector is one product.
@@ -61,10 +61,8 @@ struct Layer {
 /// Buffers of a step.
 struct Buffers {
     x: CubeTensor,
-    /// The norm of `x`, or `x` times the gain of the norm that comes next.
+    /// The norm of `x`.
     normed: CubeTensor,
-    /// Sums of squares of eight neighbours of `x`, `[D / 8, R]`.
-    squares: CubeTensor,
     scale: CubeTensor,
     qkv: CubeTensor,
     mixed: CubeTensor,
@@ -81,8 +79,11 @@ pub(crate) struct DeviceDecoder {
     config: DecoderConfig,
     dtype: DType,
     sizes: Sizes,
-    /// Blocks of a row.
+    /// Rows of a step, at most those of the buffers.
+    rows: usize,
+    /// Columns of the table of blocks.
     blocks: usize,
+    pool: Pool,
     layers: Vec<Layer>,
     embedding: CubeTensor,
     last_norm: CubeTensor,
@@ -93,7 +94,16 @@ pub(crate) struct DeviceDecoder {
     book: Book,
     drawing: Drawing,
     stop_width: usize,
-    graph: Option<Graph>,
+    step: Recorded,
+}
+
+/// How a step is launched.
+enum Recorded {
+    /// It was not yet, with so many rows.
+    Not,
+    Graph(Graph),
+    /// Kernel by kernel, on a device that records nothing.
+    Never,
 }
 
 fn weight(linear: &Linear) -> CubeTensor {
@@ -132,14 +142,13 @@ impl DeviceDecoder {
         let config = decoder.config.clone();
         let embedding = primitive(decoder.model.embed_tokens.weight.val());
         let dtype = embedding.dtype();
-        // One more than the sequences have: a row that has ended still writes behind its last token.
-        let blocks = (sizes.tokens + 1).div_ceil(BLOCK);
+        let blocks = blocks_of(sizes.tokens);
         let device = decoder.model.embed_tokens.weight.val().device();
         let rotation = decoder.rope.leading(blocks * BLOCK, &device, DType::F32);
         let [cos, sin] = rotation.tables().map(primitive);
         let heads = config.heads;
         let cache = || {
-            let shape = [sizes.rows * blocks, heads.key_value, BLOCK, heads.dim];
+            let shape = [sizes.blocks, heads.key_value, BLOCK, heads.dim];
             empty(&embedding, shape, dtype)
         };
         let layers = decoder.model.layers.iter().map(|layer| {
@@ -164,7 +173,7 @@ impl DeviceDecoder {
             Some(head) => weight(head),
             None => embedding.clone(),
         };
-        let mut made = DeviceDecoder {
+        DeviceDecoder {
             layers: layers.collect(),
             last_norm: gain(&decoder.model.norm),
             head: Joined::one(head),
@@ -174,44 +183,57 @@ impl DeviceDecoder {
             book: Book::new(sizes, blocks, &drawing, &embedding),
             stop_width: drawing.stops.iter().map(Vec::len).max().unwrap_or(1).max(1),
             drawing,
-            graph: None,
+            step: Recorded::Not,
             embedding,
             config,
             dtype,
+            rows: sizes.rows,
+            pool: Pool::new(sizes.rows, sizes.blocks),
             sizes,
             blocks,
-        };
-        made.capture();
-        made
-    }
-
-    /// Records a step, with all rows at rest. Without a graph, steps are launched kernel by kernel.
-    fn capture(&mut self) {
-        let client = self.embedding.client.clone();
-        if client.graph_prepare().is_err() {
-            return;
-        }
-        // Compiles what is new.
-        self.launch_step();
-        if client.start_capture().is_ok() {
-            self.launch_step();
-            self.graph = client
-                .stop_capture()
-                .inspect_err(|error| tracing::warn!("a step cannot be captured: {error}"))
-                .ok();
         }
     }
 
-    /// One token for every live row.
+    /// One token for every live row. The first step with so many rows is launched kernel by kernel, which compiles what is
+    /// new, and is then recorded.
     ///
     /// # Errors
     /// What the device says.
     pub fn step(&mut self) -> Result<(), String> {
-        let Some(graph) = &self.graph else {
+        if let Recorded::Graph(graph) = &self.step {
+            return replay(graph).map_err(|error| error.to_string());
+        }
+        let client = self.embedding.client.clone();
+        let records = matches!(self.step, Recorded::Not) && client.graph_prepare().is_ok();
+        self.launch_step();
+        self.step = Recorded::Never;
+        if records && client.start_capture().is_ok() {
             self.launch_step();
-            return Ok(());
-        };
-        replay(graph).map_err(|error| error.to_string())
+            match client.stop_capture() {
+                Ok(graph) => self.step = Recorded::Graph(graph),
+                Err(error) => tracing::warn!("a step cannot be captured: {error}"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on with `rows` rows, of which the first are those of `kept`, in this order, and the others are at rest.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn shrink(&mut self, rows: usize, kept: &[usize]) -> Result<(), String> {
+        // The recording holds on to memory that the next one may use.
+        self.step = Recorded::Not;
+        self.pool.keep(kept);
+        self.keep(kept)?;
+        self.rows = rows;
+        self.buffers.lead(rows);
+        Ok(())
+    }
+
+    /// Takes blocks for a row whose sequence has at most so many tokens; false where too few are free.
+    pub fn reserve(&mut self, row: usize, tokens: usize) -> bool {
+        self.pool.take(row, blocks_of(tokens))
     }
 
     fn epsilon(&self) -> f64 {
@@ -238,14 +260,32 @@ impl Buffers {
         Buffers {
             x: matrix(config.hidden_size),
             normed: matrix(config.hidden_size),
-            squares: empty(like, [config.hidden_size.div_ceil(8), rows], DType::F32),
             scale: empty(like, [rows], DType::F32),
             qkv: matrix((heads.query + 2 * heads.key_value) * heads.dim),
             mixed: matrix(heads.query * heads.dim),
             wide: (dtype == DType::F32).then(|| matrix(2 * config.intermediate_size)),
             inner: matrix(config.intermediate_size),
             logits: matrix(config.vocab_size),
-            partial: like.client.empty(rows * drawing::race_splits(rows) * 32),
+            partial: like.client.empty(drawing::race_parts(rows) * 32),
+        }
+    }
+
+    /// From now on, the first `rows` rows alone.
+    fn lead(&mut self, rows: usize) {
+        let Buffers {
+            x,
+            normed,
+            scale,
+            qkv,
+            mixed,
+            wide,
+            inner,
+            logits,
+            partial: _,
+        } = self;
+        let all = [x, normed, scale, qkv, mixed, inner, logits];
+        for tensor in all.into_iter().chain(wide) {
+            *tensor = leading(tensor, rows);
         }
     }
 }

@@ -18,16 +18,8 @@
 // dims.second and dims.third count the rows before them (third is N if there are two). A box of B lies in one matrix, so
 // both are multiples of its rows, unless they divide gate from up.
 //
-// # The norm between two products
-// A decoder norms the sum that one product adds to before the next reads it. Here the first (GAIN) also writes
-// C[m, n] gain[n] in bf16 and `weighed_squares` [N / 8, M], the sums of squares of eight neighbours of C as it is stored,
-// and the next (NORM, the number of terms) takes these: its A is C gain, and
-//   C'[m, n] = 1 / sqrt(sum_k C[m, k]^2 / K + eps) sum_k C[m, k] gain[k] B[n, k]  (+ ...)
-// No kernel stands between the two, and no sum depends on how either is divided.
-//
 // # Launch
-// Kernel `gemm(map_a, map_b, [map_b2], [map_b3], c, [bias], [add], [squares], [gain, weighed_out, weighed_squares],
-// [next], dims)`, 128 threads; `next` as in gemm_skinny.cu.
+// Kernel `gemm(map_a, map_b, [map_b2], [map_b3], c, [bias], [add], dims)`, 128 threads.
 // Grid x: CM * CN * CS blocks for each group of CM * BM rows by CN * BN columns, rounded up; grid y: pieces of the sum
 // (1, or more with a workspace, below).
 // Tensor maps: 2-D, bf16, dims {inner, outer} of the operand, row pitch in bytes, no interleave, zero fill.
@@ -83,15 +75,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
 #if ADD
      const Out* add,
 #endif
-#if NORM
-     const float* squares,
-#endif
-#if GAIN
-     const bf16* gain, bf16* weighed_out, float* weighed_squares,
-#endif
-#if PREFETCH
-     const char* next,
-#endif
      const __grid_constant__ Dims dims) {
   const Matrices matrices = {&map_b
 #if PARTS > 1
@@ -101,9 +84,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
                              , &map_b3
 #endif
   };
-#if GAIN
-  const Weighed weighed = {gain, weighed_out, weighed_squares};
-#endif
 #if DYNAMIC
   extern __shared__ unsigned char tiles[];
 #else
@@ -142,19 +122,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
     if (WEIGHTS_EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
     for (int s = 0; s < STAGES && s < count; ++s) load_a(&map_a, p, p.first + s, tile + s * STAGE_BYTES, full + s * 8);
   }
-
-#if PREFETCH
-  if (warp > 0) prefetch_share(next, dims.next_bytes, blockIdx.x, gridDim.x, thread - 32);
-#endif
-
-#if NORM
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  float scale[BM / 64][2];
-#pragma unroll
-  for (int h = 0; h < BM / 64; ++h)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) scale[h][i] = row_scale(squares, p.row + h * 64 + warp * 16 + lane / 4 + i * 8, dims, lane);
-#endif
 
   float acc[BM / 64][BN / 2];
 #pragma unroll
@@ -239,9 +206,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
         if (CS > 1 && r != part) x = received(mine + slot_of(r, h, up, i));
         sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
       }
-#if NORM
-      sum.x *= scale[h][0], sum.y *= scale[h][0], sum.z *= scale[h][1], sum.w *= scale[h][1];
-#endif
       return sum;
     };
     float v[BLOCKS8][4];
@@ -260,9 +224,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
 #endif
 #if ADD
                add,
-#endif
-#if GAIN
-               weighed,
 #endif
                lane);
   }

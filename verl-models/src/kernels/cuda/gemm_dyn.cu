@@ -3,10 +3,9 @@
 // gemm_tile.cuh.
 //
 // # Launch
-// Kernel `gemm(map_a, map_b, [map_b2], [map_b3], map_c or c, [bias], [add], [squares], [gain, weighed_out,
-// weighed_squares], dims)`, 384 threads; BM is 128 and BK 64. The parameters are those of gemm.cu. With STORE the one for
-// C is a tensor map of it, box {32, 64}, swizzle 64 bytes: tiles of C leave through shared memory while the next tile is
-// multiplied. Otherwise it is the address of C.
+// Kernel `gemm(map_a, map_b, [map_b2], [map_b3], map_c or c, [bias], [add], dims)`, 384 threads; BM is 128 and BK 64. The
+// parameters are those of gemm.cu. With STORE the one for C is a tensor map of it, box {32, 64}, swizzle 64 bytes: tiles of
+// C leave through shared memory while the next tile is multiplied. Otherwise it is the address of C.
 // Grid x: a multiple of CM * CN * CS, at best the SMs rounded down to one; the blocks take the tiles in turn. Without a
 // cluster's split (CS 1) pieces of the sum, ceil(k / k_split) of them, are tiles too: no grid y.
 // Shared memory: STAGES * STAGE_BYTES bytes, with STORE 256 * COLUMNS more. It is static, which compilers of CUDA 13
@@ -119,12 +118,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
 #if ADD
      const Out* add,
 #endif
-#if NORM
-     const float* squares,
-#endif
-#if GAIN
-     const bf16* gain, bf16* weighed_out, float* weighed_squares,
-#endif
      const __grid_constant__ Dims dims) {
   const Matrices matrices = {&map_b
 #if PARTS > 1
@@ -134,9 +127,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
                              , &map_b3
 #endif
   };
-#if GAIN
-  const Weighed weighed = {gain, weighed_out, weighed_squares};
-#endif
 #if DYNAMIC
   extern __shared__ unsigned char memory[];
 #else
@@ -196,11 +186,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
     [[maybe_unused]] const long long n = SWIGLU ? dims.n / 2 : dims.n;
     for (int t = work.cluster; t < work.total; t += work.step) {
       const Place p = place_of(dims, t % work.clusters, t / work.clusters, rank);
-#if NORM
-      float scale[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) scale[i] = row_scale(squares, p.row + half * 64 + warp * 16 + lane / 4 + i * 8, dims, lane);
-#endif
       float acc[BN / 2];
 #pragma unroll
       for (int i = 0; i < BN / 2; ++i) acc[i] = 0.0f;
@@ -222,10 +207,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
       if (p.last > p.first && lane < SENDERS) barrier_arrive_in(empty + freed * 8, sender(p, lane));
 #pragma unroll
       for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
-#if NORM && CS == 1
-#pragma unroll
-      for (int i = 0; i < BN / 2; ++i) acc[i] *= scale[i / 2 % 2];
-#endif
       const int row = p.row + half * 64;
       int column = p.column;
       float v[BLOCKS8][4];
@@ -256,10 +237,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
             if (r != part) x = received(mine + (r * SHARE + i) * 1024);
             v[i / 4][0] += x.x, v[i / 4][1] += x.y, v[i / 4][2] += x.z, v[i / 4][3] += x.w;
           }
-#if NORM
-#pragma unroll
-          for (int e = 0; e < 4; ++e) v[i / 4][e] *= scale[e / 2];
-#endif
         }
         shared_to_engine(); // the copy engine writes there next
         group_sync(3);
@@ -283,9 +260,6 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
 #endif
 #if ADD
                  add,
-#endif
-#if GAIN
-                 weighed,
 #endif
                  lane);
 #endif

@@ -13,7 +13,7 @@
 // a tile is 8 rows of the gate and the same 8 of up, which meet in one lane.
 //
 // # Launch
-// Kernel `gemm_skinny(x, w, [w2], [w3], y, [gain], [bias], [add], [next], dims)`, ROW_TILES * K_WARPS * 32 threads. Grid
+// Kernel `gemm_skinny(x, w, [w2], [w3], y, [gain], [bias], [add], dims)`, ROW_TILES * K_WARPS * 32 threads. Grid
 // x: CS blocks for a group of ROW_TILES * 16 rows of W, so CS * ceil(N / (16 * ROW_TILES)); with ONCE 0 also fewer, each
 // taking every (grid / CS)-th group. Grid y: ceil(M / TOKENS); each reads W again. K_DIM is a multiple of 8, N of 8 (with
 // SWIGLU of 16); x, w and gain are 16-byte aligned. `add` has the type of `y` and may be `y`. Shared memory is static
@@ -21,11 +21,6 @@
 // 1, and 64 * TOKENS * ROW_TILES * (K_WARPS - 1), and with CS > 1 512 * CS * ceil(ROW_TILES * TOKENS / 8 / CS).
 // With PARTS the rows of W are those of up to three matrices, which stay where they are; dims.second and dims.third,
 // multiples of 16 unless they divide gate from up, count the rows before them (third is N if there are two).
-//
-// # The next kernel
-// A step's kernels are short, and device memory is idle while one hands over to the next. With PREFETCH a block asks
-// early on for its share of `next_bytes` at `next`, the weights of a kernel that follows; the L2 cache holds 50 MB.
-// THREADS * 4 KB a block at most.
 //
 // # The sum
 // K_DIM is split over CS blocks of a cluster, then over K_WARPS warps. Partial sums meet in shared memory and are added
@@ -62,9 +57,6 @@
 #endif
 #ifndef PARTS
 #define PARTS 1 // matrices, up to 3, whose rows one after another are those of W
-#endif
-#ifndef PREFETCH
-#define PREFETCH 0 // 1: brings the next kernel's weights into the L2 cache on the way
 #endif
 #ifndef WEIGHTS_EARLY
 #define WEIGHTS_EARLY 0 // 1: fetch the first weights before the preceding kernel of the stream has ended
@@ -103,9 +95,6 @@ struct Dims {
 #if NORM
   double eps;
 #endif
-#if PREFETCH
-  long long next_bytes; // a multiple of 16
-#endif
 };
 
 constexpr bool DIRECT = ROW_TILES == 1; // X goes into registers, not into shared memory
@@ -139,14 +128,6 @@ __device__ __forceinline__ uint4 load(const bf16* p) { // in program order with 
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
-}
-
-// Asks for one block's share of `bytes` at `p` to be brought into the L2 cache; thread i asks for the i-th 4 KB of it.
-__device__ __forceinline__ void prefetch_share(const char* p, long long bytes, int block, int blocks, int thread) {
-  const long long share = (bytes / blocks + 4095) / 4096 * 4096, at = block * share + thread * 4096ll;
-  const long long end = bytes < (block + 1) * share ? bytes : (block + 1) * share;
-  if (at < end)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p + at), "r"((u32)(end - at < 4096 ? end - at : 4096)) : "memory");
 }
 
 // d[16, 8] += a[16, 16] b[8, 16]^T
@@ -254,9 +235,6 @@ gemm_skinny(const bf16* x, const bf16* __restrict__ w,
 #if ADD
             const Out* add,
 #endif
-#if PREFETCH
-            const char* next,
-#endif
             const __grid_constant__ Dims dims) {
 #if DYNAMIC
   extern __shared__ uint4 memory[];
@@ -351,9 +329,6 @@ gemm_skinny(const bf16* x, const bf16* __restrict__ w,
     load_row(parts, warp);
   }
   if (!WEIGHTS_EARLY) fetch_first();
-#if PREFETCH
-  prefetch_share(next, dims.next_bytes, blockIdx.x, gridDim.x, thread);
-#endif
   if (!DIRECT) {
     if (warp < TOKENS) stage_row(parts, warp);
     if constexpr (WARPS < TOKENS) {

@@ -39,15 +39,6 @@
 #ifndef PARTS
 #define PARTS 1 // matrices, up to 3, whose rows one after another are those of B
 #endif
-#ifndef NORM
-#define NORM 0 // K, if rows of the sum are divided by the root mean square of A's, which `squares` tells
-#endif
-#ifndef GAIN
-#define GAIN 0 // 1: C leaves a second time, times a gain, with the squares of its rows
-#endif
-#ifndef PREFETCH
-#define PREFETCH 0 // 1: brings the next kernel's weights into the L2 cache on the way
-#endif
 #ifndef GROUP
 #define GROUP 8 // rows of clusters walked together
 #endif
@@ -72,12 +63,6 @@ struct Dims {
   long long k_split; // terms of one piece of the sum, a multiple of BK unless it is k
 #if PARTS > 1
   long long second, third; // rows of B before the second and before the third matrix
-#endif
-#if NORM
-  double eps;
-#endif
-#if PREFETCH
-  long long next_bytes; // a multiple of 16
 #endif
 };
 
@@ -104,7 +89,6 @@ static_assert(BN % 16 == 0 && BN <= 256, "columns of a tile");
 static_assert(A_ROWS % 8 == 0 && B_ROWS % 8 == 0 && BK / A_CUT % 8 == 0 && BK / B_CUT % 8 == 0,
               "a share of a tile is whole swizzle atoms");
 static_assert(PARTS == 1 || (SWIGLU ? PARTS == 2 : !B_MN), "matrices are joined by their rows");
-static_assert(!GAIN || !OUT_F32, "a stream of bf16");
 static_assert(!SWIGLU || (!B_MN && !BIAS && BN % 32 == 0), "gate and up are rows of B");
 static_assert(COLUMNS % (8 * CS) == 0, "the blocks of a split sum share the columns evenly");
 static_assert(A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "tiles start at a swizzle atom");
@@ -161,14 +145,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int inner
         " [%0], [%1, {%2, %3}], [%4], %5;"
         ::"r"(to), "l"(map), "r"(inner), "r"(outer), "r"(bar), "h"((unsigned short)mask) : "memory");
   }
-}
-
-// Asks for one block's share of `bytes` at `p` to be brought into the L2 cache; thread i asks for the i-th 4 KB of it.
-__device__ __forceinline__ void prefetch_share(const char* p, long long bytes, int block, int blocks, int thread) {
-  const long long share = (bytes / blocks + 4095) / 4096 * 4096, at = block * share + thread * 4096ll;
-  const long long end = bytes < (block + 1) * share ? bytes : (block + 1) * share;
-  if (at < end)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p + at), "r"((u32)(end - at < 4096 ? end - at : 4096)) : "memory");
 }
 
 // Descriptor of an operand in shared memory. Summed dimension last: rows of BK * 2 bytes, eight to a swizzle atom.
@@ -371,8 +347,6 @@ __device__ __forceinline__ u32 pack(float2 v) {
   return *(u32*)&r;
 }
 __device__ __forceinline__ void store2(bf16* p, float2 v) { *(u32*)p = pack(v); }
-__device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
 // Exchanges so that lane i of four holds register i of each: a 4 x 4 transposition.
 __device__ __forceinline__ void swap_with(u32& low, u32& high, bool upper, int lanes) {
@@ -389,29 +363,6 @@ __device__ __forceinline__ uint4 transpose4(u32 v[4], int lane) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
-#if NORM
-// 1 / sqrt(mean_k x^2 + eps) of row `row` of A, from the squares of its groups of eight terms. Four lanes ask for a row.
-__device__ __forceinline__ float row_scale(const float* squares, long long row, const Dims& dims, int lane) {
-  constexpr int GROUPS = NORM / 8, OWN = (GROUPS + 3) / 4;
-  float sum = 0.0f;
-#pragma unroll OWN < 32 ? OWN : 32
-  for (int i = 0; i < OWN; ++i) {
-    const int group = i * 4 + lane % 4;
-    sum += row < dims.m && group < GROUPS ? squares[group * dims.m + row] : 0.0f;
-  }
-  sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-  sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-  return rsqrtf(sum / NORM + (float)dims.eps);
-}
-#endif
-
-// Where C goes a second time: C[m, n] gain[n], and [N / 8, M] sums of squares of eight columns of C.
-struct Weighed {
-  const bf16* gain;
-  bf16* to;
-  float* squares;
-};
-
 // Writes rows `row` and `row + 8` of BLOCKS8 groups of eight columns from `column` on; v[j][0..1] are this lane's
 // two columns of group j in the first row, v[j][2..3] in the second.
 __device__ __forceinline__ void store_rows(const float (*v)[4], long long row, int column, long long m, long long n, Out* c,
@@ -420,9 +371,6 @@ __device__ __forceinline__ void store_rows(const float (*v)[4], long long row, i
 #endif
 #if ADD
                                            const Out* add,
-#endif
-#if GAIN
-                                           const Weighed& weighed,
 #endif
                                            int lane) {
   const int pair = column + lane % 4 * 2, room = (int)n - column; // columns left
@@ -452,17 +400,6 @@ __device__ __forceinline__ void store_rows(const float (*v)[4], long long row, i
 #endif
         if (PAIRS && live && inside) store2(to + pair + j * 8, x);
         packed[j - j0] = pack(x);
-#if GAIN
-        const float2 stored = make_float2(low_of(packed[j - j0]), high_of(packed[j - j0]));
-        float square = stored.x * stored.x + stored.y * stored.y;
-        square += __shfl_xor_sync(0xFFFFFFFF, square, 1);
-        square += __shfl_xor_sync(0xFFFFFFFF, square, 2);
-        if (live && inside) {
-          const float2 g = load2(weighed.gain + pair + j * 8);
-          store2(weighed.to + row * n + pair + j * 8, make_float2(stored.x * g.x, stored.y * g.y));
-          if (lane % 4 == 0) weighed.squares[(column / 8 + j) * m + row] = square;
-        }
-#endif
       }
       if constexpr (!PAIRS) {
         const uint4 eight = transpose4(packed, lane);

@@ -17,11 +17,8 @@ use super::mlp;
 use super::probe::takes_large;
 use super::tensor::{CubeTensor, cast, dense, empty};
 
-pub(crate) use self::divisions::AHEAD_ROWS;
 pub(crate) use self::operands::{Joined, Summed};
-pub(crate) use self::projection::{
-    Ahead, Input, Into, Projection, Weighed, hands_over, project, project_normed, projects,
-};
+pub(crate) use self::projection::{Input, Into, Projection, projects};
 
 /// C\[m, n\] = Σ_k A\[m, k\] B\[n, k\], in `out`: the dtype of A, or f32.
 pub(crate) fn product(

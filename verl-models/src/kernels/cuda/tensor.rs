@@ -59,6 +59,19 @@ pub(crate) fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) ->
     )
 }
 
+/// The first `rows` rows of a dense tensor, in the same memory.
+pub(crate) fn leading(tensor: &CubeTensor, rows: usize) -> CubeTensor {
+    let mut shape = tensor.shape();
+    shape[0] = rows;
+    CubeTensor::new_contiguous(
+        tensor.client.clone(),
+        tensor.device.clone(),
+        shape,
+        tensor.handle.clone(),
+        tensor.dtype(),
+    )
+}
+
 /// Integers beside `like`.
 pub(crate) fn integers(like: &CubeTensor, values: &[i32]) -> cubecl::server::Handle {
     let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();

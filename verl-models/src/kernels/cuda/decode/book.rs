@@ -9,6 +9,8 @@ use super::{DeviceDecoder, Drawing, Sizes};
 
 /// The position of a row that attends to nothing.
 const AT_REST: i32 = -1;
+/// Responses that are read by themselves.
+const FEW: usize = 16;
 
 /// What a row is at; the kernels' numbers.
 pub(crate) mod state {
@@ -41,7 +43,6 @@ pub(super) struct Book {
     pub lengths: Handle,
     pub states: Handle,
     pub limits: Handle,
-    pub live: Handle,
     pub seen: Handle,
     pub eos: Handle,
     pub stops: Handle,
@@ -58,8 +59,8 @@ pub(crate) struct Standing {
     pub lengths: Vec<i32>,
 }
 
-/// Responses of all rows, `[R, new_tokens]` each.
-pub(crate) struct Responses {
+/// The response of a row.
+pub(crate) struct Response {
     pub tokens: Vec<i32>,
     pub sampling_log_probs: Vec<f32>,
     pub log_probs: Vec<f32>,
@@ -69,11 +70,11 @@ impl DeviceDecoder {
     /// Books what was drawn.
     pub(super) fn advance(&self) {
         let (book, drawing) = (&self.book, &self.drawing);
-        CudaKernel::new(&ADVANCE, "advance", 1024)
+        CudaKernel::new(&ADVANCE, "advance", 32)
             .define("ELEMENT", element(self.dtype))
             .launch(
                 &self.embedding.client,
-                [1, 1, 1],
+                [self.rows.div_ceil(32) as u32, 1, 1],
                 &[
                     &book.token,
                     &book.sampling_log_prob,
@@ -88,10 +89,9 @@ impl DeviceDecoder {
                     &book.tokens,
                     &book.sampling_log_probs,
                     &book.log_probs,
-                    &book.live,
                 ],
                 vec![
-                    self.sizes.rows as u64,
+                    self.rows as u64,
                     self.sizes.new_tokens as u64,
                     self.config.vocab_size as u64,
                     drawing.eos.len() as u64,
@@ -103,7 +103,7 @@ impl DeviceDecoder {
             );
     }
 
-    /// Begins rows; all of them are at rest.
+    /// Begins rows that are at rest and have their blocks.
     ///
     /// # Errors
     /// What the device says.
@@ -138,10 +138,45 @@ impl DeviceDecoder {
             write(client, handle, column);
         }
         write(client, &book.streams, &streams);
+        write(client, &book.table, &self.pool.table(self.blocks));
         Ok(())
     }
 
-    /// Puts rows to rest that have ended, so that they attend to nothing.
+    /// Moves the rows of `kept` to the front, in this order, and puts all others to rest.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub(super) fn keep(&self, kept: &[usize]) -> Result<(), String> {
+        let book = &self.book;
+        let client = &self.embedding.client;
+        let columns = [
+            (&book.token, 0),
+            (&book.lengths, 0),
+            (&book.limits, 0),
+            (&book.positions, AT_REST),
+            (&book.states, state::LENGTH),
+            (&book.streams, 0),
+            (&book.tokens, 0),
+            (&book.sampling_log_probs, 0),
+            (&book.log_probs, 0),
+        ];
+        let read = read(client, &columns.map(|(handle, _)| handle))?;
+        for ((handle, rest), bytes) in columns.into_iter().zip(read) {
+            // Bits of floats as well.
+            let old = integers_of(&bytes);
+            let width = old.len() / self.sizes.rows;
+            let mut new = vec![rest; old.len()];
+            for (row, &from) in kept.iter().enumerate() {
+                let own = &old[from * width..(from + 1) * width];
+                new[row * width..(row + 1) * width].copy_from_slice(own);
+            }
+            write(client, handle, &new);
+        }
+        write(client, &book.table, &self.pool.table(self.blocks));
+        Ok(())
+    }
+
+    /// Puts rows to rest that have ended, so that they attend to nothing, and frees their blocks.
     ///
     /// # Errors
     /// What the device says.
@@ -150,6 +185,7 @@ impl DeviceDecoder {
         let mut positions = integers_of(&read(client, &[&self.book.positions])?.concat());
         for &row in ended {
             positions[row] = AT_REST;
+            self.pool.give_back(row);
         }
         write(client, &self.book.positions, &positions);
         Ok(())
@@ -168,19 +204,42 @@ impl DeviceDecoder {
         })
     }
 
-    /// What was drawn.
+    /// What rows have drawn, each so many tokens.
     ///
     /// # Errors
     /// What the device says.
-    pub fn responses(&self) -> Result<Responses, String> {
+    pub fn responses(&self, rows: &[(usize, usize)]) -> Result<Vec<Response>, String> {
         let book = &self.book;
-        let handles = [&book.tokens, &book.sampling_log_probs, &book.log_probs];
-        let read = read(&self.embedding.client, &handles)?;
-        Ok(Responses {
-            tokens: integers_of(&read[0]),
-            sampling_log_probs: floats_of(&read[1]),
-            log_probs: floats_of(&read[2]),
-        })
+        let pitch = 4 * self.sizes.new_tokens;
+        // Few rows by themselves: a buffer of all grows with the longest response.
+        let few = rows.len() <= FEW;
+        let part = |handle: &Handle, row: usize| {
+            let before = (row * pitch) as u64;
+            let behind = handle.size() - before - pitch as u64;
+            handle.clone().offset_start(before).offset_end(behind)
+        };
+        let all = [&book.tokens, &book.sampling_log_probs, &book.log_probs];
+        let handles: Vec<Handle> = if few {
+            let parts = rows.iter().flat_map(|&(row, _)| all.map(|b| part(b, row)));
+            parts.collect()
+        } else {
+            all.map(Handle::clone).into()
+        };
+        let read = read(&self.embedding.client, &handles.iter().collect::<Vec<_>>())?;
+        let response = |(at, &(row, length)): (usize, &(usize, usize))| {
+            let (buffers, start) = if few {
+                (&read[3 * at..3 * at + 3], 0)
+            } else {
+                (&read[..], row * pitch)
+            };
+            let own = |index: usize| &buffers[index][start..start + 4 * length];
+            Response {
+                tokens: integers_of(own(0)),
+                sampling_log_probs: floats_of(own(1)),
+                log_probs: floats_of(own(2)),
+            }
+        };
+        Ok(rows.iter().enumerate().map(response).collect())
     }
 }
 
@@ -208,7 +267,6 @@ fn floats_of(bytes: &[u8]) -> Vec<f32> {
 impl Book {
     pub fn new(sizes: Sizes, blocks: usize, drawing: &Drawing, like: &CubeTensor) -> Self {
         let rows = sizes.rows;
-        let table: Vec<i32> = (0..(rows * blocks) as i32).collect();
         let column = |value: i32| integers(like, &vec![value; rows]);
         let some = |values: &[i32]| integers(like, if values.is_empty() { &[-1] } else { values });
         let width = drawing.stops.iter().map(Vec::len).max().unwrap_or(0);
@@ -219,14 +277,13 @@ impl Book {
             .collect();
         let responses = || like.client.empty(rows * sizes.new_tokens * 4);
         Book {
-            table: integers(like, &table),
+            table: integers(like, &vec![0; rows * blocks]),
             streams: integers(like, &vec![0; 4 * rows]),
             token: column(0),
             positions: column(AT_REST),
             lengths: column(0),
             states: column(state::LENGTH),
             limits: column(0),
-            live: integers(like, &[0]),
             // Only a penalty reads it, and such rollouts are not made here.
             seen: integers(like, &[0]),
             eos: some(&drawing.eos),

@@ -40,15 +40,24 @@ impl Drawing {
     }
 }
 
-/// Blocks that share a row's race.
+/// Blocks of the race that run at once.
+const RACING: usize = 3 * 132;
+
+/// Blocks that share a row's race: as many as run at once, since each has an end of its own that costs as much as some
+/// thousand ids.
 pub(super) fn race_splits(rows: usize) -> usize {
-    (4 * 132usize).div_ceil(rows).clamp(1, 32)
+    (RACING / rows).clamp(1, 32)
+}
+
+/// Most parts of races of up to `rows` rows.
+pub(super) fn race_parts(rows: usize) -> usize {
+    rows.max(RACING)
 }
 
 impl DeviceDecoder {
     /// Draws a token of each live row.
     pub(super) fn draw(&self) {
-        let (rows, drawing) = (self.sizes.rows, &self.drawing);
+        let (rows, drawing) = (self.rows, &self.drawing);
         let splits = race_splits(rows);
         let scalars = vec![
             rows as u64,

@@ -9,8 +9,9 @@ use super::super::attention::Call;
 use super::super::product::{gated_product, product_with_joined};
 use super::super::tensor::{CubeTensor, dense, empty, integers};
 use super::super::{norm, rows};
-use super::{BLOCK, DeviceDecoder, Layer};
+use super::{DeviceDecoder, Layer};
 use crate::kernels::AttentionShape;
+use crate::rollout::pool::BLOCK;
 
 /// Tokens of prompts that go through the layers at once.
 const PREFILL: usize = 16_384;
@@ -42,14 +43,12 @@ impl DeviceDecoder {
             };
             let tokens = prompt.len() - 1;
             ids.extend(prompt[..tokens].iter().map(|&id| id as i32));
-            let start = first * self.blocks * BLOCK;
-            slots.extend((0..tokens).map(|at| (start + at) as i32));
+            slots.extend((0..tokens).map(|at| self.pool.slot(first, at)));
             lengths.push(tokens);
             for &row in others {
-                for block in 0..tokens.div_ceil(BLOCK) {
-                    pairs.push((first * self.blocks + block) as i32);
-                    pairs.push((row * self.blocks + block) as i32);
-                }
+                let own = self.pool.held(first).iter().zip(self.pool.held(row));
+                let filled = own.take(tokens.div_ceil(BLOCK));
+                pairs.extend(filled.flat_map(|(&from, &to)| [from, to]));
             }
         }
         if ids.is_empty() {

@@ -9,15 +9,11 @@ pub(super) const PROCESSORS: usize = 132;
 /// Blocks that run at once.
 pub(super) const FULL: usize = 3 * PROCESSORS;
 /// Rows of a product that `gemm_skinny.cu` takes.
-pub(crate) const SKINNY_ROWS: usize = 16;
+pub(super) const SKINNY_ROWS: usize = 16;
 /// Rows from which `gemm_dyn.cu` is faster, outside of decoding.
 pub(super) const DEEP_ROWS: usize = 256;
 /// Rows of a matrix that is read beside others are a multiple of the widest tile that may not cross into the next.
 pub(super) const JOINT: usize = 128;
-/// Rows up to which the kernels of a step bring later weights into the L2 cache: with more, memory has no idle time.
-pub(crate) const AHEAD_ROWS: usize = 128;
-/// Most bytes that a kernel brings: a fifth of the L2 cache.
-pub(crate) const AHEAD_BYTES: usize = 10 << 20;
 
 /// How `gemm_skinny.cu` divides a product.
 #[derive(Debug, Clone, Copy)]
@@ -50,7 +46,7 @@ impl Skinny {
             most,
         };
         let found = if n >= 1 << 16 {
-            skinny(2, 4, 4, 1, 3, Some(3 * PROCESSORS))
+            skinny(2, 4, 4, 1, 2, Some(2 * PROCESSORS))
         } else if n >= 4096 || into == Into::Swiglu {
             skinny(5, 4, 7, 1, 1, None)
         } else if k > 2048 {
@@ -104,8 +100,7 @@ impl Tile {
 
     /// For the rows of a decoding step, with rings as deep as were measured best.
     pub fn of_some(m: usize, [n, k]: [usize; 2], swiglu: bool) -> Self {
-        let rows = if m <= 64 { 64 } else { 128 };
-        let ring = |columns, stages, sharing, blocks_per_processor| Tile {
+        let tile = |rows, columns, stages, sharing, blocks_per_processor| Tile {
             rows,
             columns,
             terms: 64,
@@ -113,14 +108,22 @@ impl Tile {
             sharing,
             blocks_per_processor,
         };
-        match (n, k, rows) {
-            (4096.., _, 64) => ring(64, 6, 1, 2),
-            (4096.., _, _) => ring(64, 4, 1, 2),
-            // Half of the columns are ups, too few to be shared.
-            _ if swiglu => ring(64, 4, 1, 2),
-            (_, 2049.., 64) => ring(64, 10, 8, 1),
-            (_, 2049.., _) => ring(64, 8, 8, 1),
-            _ => ring(32, 4, if k >= 512 { 4 } else { 1 }, 1),
+        // Half of the columns of gates and ups are ups: short sums are not shared.
+        let (wide, long) = (swiglu || n >= 4096, k > 2048);
+        let share = |most: usize| if k >= 512 { most } else { 1 };
+        match m {
+            0..=64 if wide => tile(64, 64, 6, 1, 2),
+            0..=64 if long => tile(64, 64, 10, 8, 1),
+            0..=64 => tile(64, 32, 4, share(4), 1),
+            65..=128 if swiglu => tile(64, 128, 4, 1, 2),
+            65..=128 if wide => tile(128, 64, 4, 1, 2),
+            65..=128 if long => tile(128, 64, 8, 8, 1),
+            65..=128 => tile(64, 32, 7, share(2), 2),
+            _ => {
+                let tiles = m.div_ceil(128) * n.div_ceil(64);
+                let whole = wide || 2 * tiles > PROCESSORS;
+                tile(128, 64, 4, if whole { 1 } else { share(2) }, 2)
+            }
         }
     }
 }
@@ -156,8 +159,13 @@ const SOME: Tile = Tile {
 };
 
 /// Whether a product of a decoding step is one for `gemm_dyn.cu`.
-pub(super) fn is_deep(m: usize, n: usize) -> bool {
-    m > 128 || m > 64 && n >= 1 << 16
+pub(super) fn is_deep([m, n, k]: [usize; 3]) -> bool {
+    match m {
+        0..=64 => false,
+        65..=128 => n >= 1 << 16,
+        129..=256 => true,
+        _ => n >= 4096 || k > 2048,
+    }
 }
 
 /// How `gemm_dyn.cu` divides a product.

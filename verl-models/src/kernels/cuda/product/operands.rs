@@ -88,11 +88,6 @@ impl Joined {
         &self.matrices[0]
     }
 
-    /// The last matrix.
-    pub fn last(&self) -> &CubeTensor {
-        &self.matrices[self.matrices.len() - 1]
-    }
-
     /// Rows before the second matrix and before the third, if there are several.
     pub(super) fn firsts(&self) -> Vec<u64> {
         let rows = |count: usize| -> u64 {

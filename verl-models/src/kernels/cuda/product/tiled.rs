@@ -11,7 +11,6 @@ use super::super::tensor::{CubeTensor, empty};
 use super::Into;
 use super::divisions::{Deep, PROCESSORS, Tile};
 use super::operands::{Joined, Summed, boxes, buffer, tensor_map};
-use super::projection::{Ahead, Weighed};
 
 static GEMM: Source =
     Source::with_prefix(include_str!("../gemm_tile.cuh"), include_str!("../gemm.cu"));
@@ -34,10 +33,6 @@ pub(super) struct Tiled<'a> {
     pub bias: Option<&'a CubeTensor>,
     /// What [`Into::Sum`] adds the product to, where that is not C. Not where the sum is in pieces.
     pub sum: Option<&'a CubeTensor>,
-    /// Squares of what A was before a gain, and epsilon.
-    pub squares: Option<(&'a CubeTensor, f64)>,
-    pub weighed: Option<Weighed<'a>>,
-    pub ahead: Option<Ahead<'a>>,
 }
 
 impl<'a> Tiled<'a> {
@@ -57,9 +52,6 @@ impl<'a> Tiled<'a> {
             sizes,
             bias: None,
             sum: None,
-            squares: None,
-            weighed: None,
-            ahead: None,
         }
     }
 
@@ -78,7 +70,6 @@ impl<'a> Tiled<'a> {
     }
 
     fn define(&self, kernel: CudaKernel, c: &CubeTensor, adds: bool) -> CudaKernel {
-        let [_, _, k] = self.sizes;
         kernel
             .define("CM", 1)
             .define("A_MN", self.summed[0].flag())
@@ -87,12 +78,10 @@ impl<'a> Tiled<'a> {
             .define("SWIGLU", self.halves() - 1)
             .define("BIAS", u8::from(self.bias.is_some()))
             .define("ADD", u8::from(adds))
-            .define("NORM", if self.squares.is_some() { k } else { 0 })
-            .define("GAIN", u8::from(self.weighed.is_some()))
             .define("OUT_F32", u8::from(c.dtype() == DType::F32))
     }
 
-    /// Buffers behind C, and scalars but for those of what is brought ahead.
+    /// Buffers behind C, and scalars.
     fn rest(&self, c: &CubeTensor, adds: bool, part: usize) -> (Vec<KernelResource>, Vec<u64>) {
         let [m, n, k] = self.sizes;
         let mut scalars: Vec<u64> = [m, n, k, part].map(|size| size as u64).into();
@@ -100,13 +89,6 @@ impl<'a> Tiled<'a> {
         let mut buffers: Vec<KernelResource> = self.bias.map(buffer).into_iter().collect();
         if adds {
             buffers.push(buffer(self.sum.unwrap_or(c)));
-        }
-        if let Some((squares, epsilon)) = self.squares {
-            buffers.push(buffer(squares));
-            scalars.push(epsilon.to_bits());
-        }
-        if let Some(weighed) = &self.weighed {
-            buffers.extend([weighed.gain, weighed.to, weighed.squares].map(buffer));
         }
         (buffers, scalars)
     }
@@ -117,20 +99,15 @@ impl<'a> Tiled<'a> {
         let adds = self.into == Into::Sum;
         let mut resources = self.maps(tile.rows, tile.columns, tile.terms);
         resources.push(buffer(self.c));
-        let (buffers, mut scalars) = self.rest(self.c, adds, part);
+        let (buffers, scalars) = self.rest(self.c, adds, part);
         resources.extend(buffers);
-        if let Some(ahead) = &self.ahead {
-            resources.push(buffer(ahead.weight));
-            scalars.push(ahead.bytes());
-        }
         let kernel = CudaKernel::new(&GEMM, "gemm", 128)
             .define("BM", tile.rows)
             .define("BN", tile.columns)
             .define("BK", tile.terms)
             .define("STAGES", tile.stages)
             .define("CS", tile.sharing)
-            .define("BLOCKS_PER_SM", tile.blocks_per_processor)
-            .define("PREFETCH", u8::from(self.ahead.is_some()));
+            .define("BLOCKS_PER_SM", tile.blocks_per_processor);
         let blocks = tile.sharing * m.div_ceil(tile.rows) * n.div_ceil(tile.columns);
         self.define(kernel, self.c, adds).launch_resources(
             &self.a.client,
@@ -140,7 +117,7 @@ impl<'a> Tiled<'a> {
         );
     }
 
-    /// By `gemm_dyn.cu`, which brings nothing ahead.
+    /// By `gemm_dyn.cu`.
     pub fn launch_deep(&self, deep: Deep) {
         let [m, n, k] = self.sizes;
         let Deep {
