@@ -284,7 +284,8 @@ impl Found<'_> {
     }
 
     fn requests(&self) -> Vec<RolloutRequest> {
-        let room = (self.subject.config().max_tokens - 1).min(24);
+        // Odd, so that buffers of responses end in padding.
+        let room = (self.subject.config().max_tokens - 1).min(23);
         let prompts = self.sequences().into_iter();
         // The first prompt twice: they share a pass.
         let prompts = prompts.clone().take(1).chain(prompts);

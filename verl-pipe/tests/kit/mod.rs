@@ -241,6 +241,7 @@ impl ModelConfig for Decoder {
                 layer_bytes_per_token: 40_448,
                 call_tokens: 16_384,
                 logit_bytes: 805_306_368,
+                ..Footprint::default()
             },
             smaller: Some("dtype = \"bf16\""),
             max_tokens: 4096,

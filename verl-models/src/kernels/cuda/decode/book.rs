@@ -215,7 +215,8 @@ impl DeviceDecoder {
         let few = rows.len() <= FEW;
         let part = |handle: &Handle, row: usize| {
             let before = (row * pitch) as u64;
-            let behind = handle.size() - before - pitch as u64;
+            // Without what pads the buffer, which the handle leaves out already.
+            let behind = handle.size_in_used() - before - pitch as u64;
             handle.clone().offset_start(before).offset_end(behind)
         };
         let all = [&book.tokens, &book.sampling_log_probs, &book.log_probs];

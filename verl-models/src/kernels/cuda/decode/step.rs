@@ -99,8 +99,8 @@ impl DeviceDecoder {
     fn cluster(&self) -> usize {
         let heads = self.config.heads.key_value * Self::head_tiles(&self.config, self.dtype);
         match self.rows * heads {
-            0..=64 => 8,
-            65..=128 => 4,
+            0..=31 => 8,
+            32..=128 => 4,
             _ => 1,
         }
     }
