@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks and times the row-wise CUDA kernels: norm, mlp, vocab, embed, optim, race, sample, advance.
+"""Checks and times the row-wise CUDA kernels: norm, mlp, vocab, embed, columns, update, race, sample, advance.
 
 Every kernel is compiled with NVRTC as the product does it and compared with float64 (what is drawn: with the CPU's
 rules, id by id) on random inputs of ragged shapes, into outputs filled with NaN, twice, bit for bit. Then it is timed
@@ -670,42 +670,45 @@ def time_embed():
               lambda i: launch(mod, "take_rows_backward", grid, 256, [g, index, y], count, count // 2), graph=3)
 
 
-# ------------------------------------------------------------------------------------------------------------ optim
-
-TILE = 4096
+# ---------------------------------------------------------------------------------------------------------- columns
 
 
-class Flat:
-    """Parameters of the given lengths in one buffer."""
-
-    def __init__(self, lengths):
-        tiles = [ceil_div(n, TILE) for n in lengths]
-        self.lengths = lengths
-        starts = np.concatenate([[0], np.cumsum(tiles)])
-        self.tiles = int(starts[-1])
-        self.starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
-        self.owner = torch.tensor(np.repeat(np.arange(len(lengths)), tiles), dtype=torch.int32, device=DEVICE)
-
-    def fill(self, values):
-        flat = torch.zeros(self.tiles * TILE, device=DEVICE)
-        for start, value in zip(self.starts.tolist(), values):
-            flat[start * TILE : start * TILE + value.numel()] = value
-        return flat
+def column_sums(mod, x):
+    rows, width = x.shape
+    vec = 16 // x.element_size()
+    groups = ceil_div(width, 32 * (vec if width % vec == 0 else 1))
+    stripes = min(ceil_div(rows, 32), 64)
+    parts, y = poison(stripes, width), poison(width)
+    launch(mod, "column_parts", (groups, stripes), 256, [x, parts], rows)
+    launch(mod, "column_sums", ceil_div(width, 256), 256, [parts, y], stripes)
+    return y
 
 
-def clip(mod, flat, gradient, max_norm):
-    count = len(flat.lengths)
-    partial, sums, out = poison(flat.tiles, dtype=torch.float64), poison(count), poison(4)
-    launch(mod, "sum_of_squares", flat.tiles, 256, [gradient, partial], flat.tiles * TILE)
-    launch(mod, "parameter_sums", count, 256, [partial, flat.starts, sums], 0)
-    launch(mod, "clip_factor", 1, 256, [sums, out], count, max_norm)
-    return sums, out
+def check_columns():
+    for dtype in DTYPES:
+        for rows, width in [(1, 1152), (300, 1152), (8192, 1152), (77, 49)]:
+            mod = module("columns", dtype, WIDTH=width)
+            x = randn(rows, width, dtype=dtype)
+            (y,), same = twice(lambda: [column_sums(mod, x)])
+            far = error(y, x.double().sum(0))
+            report(f"columns {short(dtype)} {rows} x {width}", far < 1e-5 and same, f"error {far:.1e}")
+
+
+def time_columns():
+    mod = module("columns", torch.bfloat16, WIDTH=1152)
+    x = randn(8192, 1152, dtype=torch.bfloat16)
+    timed("column sums", "bf16 [8192, 1152]", 2 * x.numel(), lambda _: column_sums(mod, x), lambda _: x.float().sum(0))
+
+
+# ----------------------------------------------------------------------------------------------------------- update
+
+TASK = 16384
 
 
 def adamw_reference(p, m, v, g, factor, beta1, beta2, epsilon, step):
     """One operation after the other in f32, which numpy rounds as the CPU does."""
     f = np.float32
-    decay, step_size, correction = (f(x) for x in step[:3])
+    decay, step_size, correction = (f(x) for x in step)
     g = g * f(factor)
     m = m * f(beta1) + g * f(1.0 - beta1)
     v = v * f(beta2) + g * g * f(1.0 - beta2)
@@ -713,120 +716,62 @@ def adamw_reference(p, m, v, g, factor, beta1, beta2, epsilon, step):
     return p * decay - m / root * step_size, m, v
 
 
-def check_optim():
-    mod = module("optim", torch.bfloat16)
-    lengths = [5, 4096, 10000, 1, 123457, 896]
-    flat = Flat(lengths)
-    values = [randn(n) for n in lengths]
-    gradient = flat.fill(values)
-    for max_norm in [1.0, 1e9, float("inf")]:
-        (sums, out), same = twice(lambda: clip(mod, flat, gradient, max_norm))
-        ref = np.array([np.float32((v.double() ** 2).sum().item()) for v in values])
-        norm = np.sqrt(ref.astype(np.float64).sum())
-        factor = min(1.0, max_norm / (norm + 1e-6))
-        got = out.tolist()
-        right = np.allclose(sums.cpu().numpy(), ref, rtol=2e-7, atol=0) and same
-        right = right and abs(got[0] / norm - 1) < 1e-6 and abs(got[1] / factor - 1) < 1e-6 and got[2] == -1
-        report(f"optim clip at {max_norm}", right, f"norm {got[0]:.4f} factor {got[1]:.3e}")
-    for bad in [float("nan"), float("inf"), 1e30]:
-        broken = gradient.clone()
-        broken[int(flat.starts[2]) * TILE + 9999] = bad
-        _, out = clip(mod, flat, broken, 1.0)
-        sync()
-        report(f"optim names the parameter with {bad}", out[2].item() == 2.0 and not np.isfinite(out[3].item()))
-
-    betas = (0.9, 0.95, 1e-8)
-    steps = torch.tensor([[1 - 1e-3 * 0.1 * (i % 2), 1e-3 / (1 - 0.9**3), (1 - 0.95**3) ** 0.5, float(i != 3)]
-                          for i in range(len(lengths))], dtype=torch.float32, device=DEVICE)
-    start = [flat.fill([randn(n) for n in lengths]), flat.fill([randn(n) for n in lengths]),
-             flat.fill([randn(n).abs() for n in lengths])]
-    good, bad = torch.tensor([9.0, 0.37, -1.0, 0.0], device=DEVICE), torch.tensor([9.0, 0.37, 2.0, 0.0], device=DEVICE)
-
-    length = flat.tiles * TILE
-
-    def step(clipped, cast):
-        p, m, v = (x.clone() for x in start)
-        if not cast:
-            launch(mod, "adamw", flat.tiles, 256, [p, m, v, gradient, flat.owner, steps, clipped], length, 0,
-                   *betas)
-            return p, m, v
-        weight = poison(flat.tiles * TILE, dtype=torch.bfloat16)
-        launch(mod, "adamw_cast", flat.tiles, 256, [p, m, v, gradient, weight, flat.owner, steps, clipped], length, 0,
-               *betas)
-        return p, m, v, weight
-
-    (p, m, v), same = twice(lambda: step(good, False))
-    (p2, m2, v2, weight), same_cast = twice(lambda: step(good, True))
-    refs = [x.cpu().numpy().copy() for x in start]
-    g = gradient.cpu().numpy()
-    for i, (a, b) in enumerate(zip(flat.starts.tolist(), flat.starts.tolist()[1:])):
-        if i == 3:
-            continue
-        part = slice(a * TILE, b * TILE)
-        new = adamw_reference(*(r[part] for r in refs), g[part], 0.37, *betas, steps[i].tolist())
-        for r, n in zip(refs, new):
-            r[part] = n
-    exact = all(np.array_equal(r, x.cpu().numpy()) for r, x in zip(refs, [p, m, v]))
-    worst = max(float(np.abs(r - x.cpu().numpy()).max()) for r, x in zip(refs, [p, m, v]))
-    report("optim adamw has the CPU's bits", exact, f"largest difference {worst:.1e}")
-    agree = all(torch.equal(a, b) for a, b in zip([p, m, v], [p2, m2, v2]))
-    moved = torch.ones(flat.tiles * TILE, dtype=torch.bool, device=DEVICE)
-    moved[int(flat.starts[3]) * TILE : int(flat.starts[4]) * TILE] = False
-    cast = torch.equal(weight[moved], p[moved].bfloat16()) and bool(torch.isnan(weight[~moved]).all())
-    report("optim adamw_cast", agree and cast and same and same_cast)
-    # Every parameter in buffers of its own, which do not fill their last tile.
-    alone = [[x[a * TILE : a * TILE + n].clone() for x in start + [gradient]]
-             for a, n in zip(flat.starts.tolist(), lengths)]
-    halves = [poison(n, dtype=torch.bfloat16) for n in lengths]
-    sums = poison(len(lengths))
-    for i, ((p1, m1, v1, g1), half) in enumerate(zip(alone, halves)):
-        n = p1.numel()
-        tiles = ceil_div(n, TILE)
-        partial, owner = poison(tiles, dtype=torch.float64), torch.zeros(tiles, dtype=torch.int32, device=DEVICE)
-        starts = torch.tensor([0, tiles], dtype=torch.int32, device=DEVICE)
-        launch(mod, "sum_of_squares", tiles, 256, [g1, partial], n)
-        launch(mod, "parameter_sums", 1, 256, [partial, starts, sums], i)
-        launch(mod, "adamw_cast", tiles, 256, [p1, m1, v1, g1, half, owner, steps, good], n, i, *betas)
-    sync()
-    parts = [slice(a * TILE, a * TILE + n) for a, n in zip(flat.starts.tolist(), lengths)]
-    agree = all(torch.equal(x, whole[part]) for own, part in zip(alone, parts) for x, whole in zip(own, [p, m, v]))
-    agree = agree and all(torch.equal(h, weight[part]) for i, (h, part) in enumerate(zip(halves, parts)) if i != 3)
-    flat_sums = clip(mod, flat, gradient, 1.0)[0]
-    sync()
-    report("optim one tensor at a time", agree and torch.allclose(sums, flat_sums, rtol=2e-7, atol=0))
-    p, m, v = step(bad, False)
-    sync()
-    report("optim leaves all as it was after a gradient that is not finite",
-           all(torch.equal(a, b) for a, b in zip([p, m, v], start)))
+def tasks(lengths):
+    counts = [max(ceil_div(n, TASK), 1) for n in lengths]
+    return [sum(counts[:i]) for i in range(len(counts))], sum(counts)
 
 
-def time_optim():
-    mod = module("optim", torch.bfloat16)
-    count = 65536 * TILE
-    flat = Flat([count // 2, count // 2])
-    tensors = [torch.empty(count, device=DEVICE).normal_() for _ in range(4)]
-    p, m, v, g = tensors
+def check_update():
+    lengths = [5, 16384, 40000, 1, 123457, 896, 16385]
+    start, blocks = tasks(lengths)
+    steps = [(1 - 1e-4 * (i % 2), 1e-3 / (1 + i), 0.9 + 0.01 * i) for i in range(len(lengths))]
+    common = (0.37, 0.9, 0.95, 1e-8)
+    state = [[randn(n), randn(n), randn(n).abs(), randn(n)] for n in lengths]
+    for cast in [0, 1]:
+        mod = module("update", torch.bfloat16, CAST=cast, COUNT=len(lengths))
+
+        def run():
+            kept = [[poison(n) for _ in range(3)] + [poison(n, dtype=torch.bfloat16)] * cast for n in lengths]
+            buffers = [x for own, to in zip(state, kept) for x in own + to]
+            launch(mod, "update", blocks, 256, buffers, *common, *start, *lengths, *(float(s[i]) for i in range(3) for s in steps))
+            return [x for own in kept for x in own]
+
+        got, same = twice(run)
+        each = 3 + cast
+        exact, rounded = True, True
+        for i, own in enumerate(state):
+            new = adamw_reference(*(x.cpu().numpy() for x in own), common[0], *common[1:], steps[i])
+            mine = got[i * each : (i + 1) * each]
+            exact = exact and all(np.array_equal(a, b.cpu().numpy()) for a, b in zip(new, mine))
+            rounded = rounded and (not cast or torch.equal(mine[3], mine[0].bfloat16()))
+        report(f"update of {len(lengths)} tensors, cast {cast}: the CPU's bits", exact and rounded and same)
+    mod = module("update", torch.bfloat16, CAST=0, COUNT=len(lengths))
+    starts = torch.tensor(start + [blocks], dtype=torch.int32, device=DEVICE)
+
+    def sums():
+        partial, y = poison(blocks, dtype=torch.float64), poison(len(lengths))
+        launch(mod, "squares", blocks, 256, [own[3] for own in state] + [partial], 0, *start, *lengths)
+        launch(mod, "sums", len(lengths), 256, [partial, starts, y])
+        return [y]
+
+    (y,), same = twice(sums)
+    far = error(y, torch.stack([own[3].double().square().sum() for own in state]))
+    report("squares and sums", far < 1e-6 and same, f"error {far:.1e}")
+
+
+def time_update():
+    mod = module("update", torch.bfloat16, CAST=1, COUNT=1)
+    count = 1 << 28
+    p, m, v, g = (torch.empty(count, device=DEVICE).normal_() for _ in range(4))
     v.abs_()
     weight = torch.empty(count, dtype=torch.bfloat16, device=DEVICE)
-    steps = torch.tensor([[1.0, 1e-6, 1.0, 1.0]] * 2, device=DEVICE)
-    partial, sums = torch.empty(flat.tiles, dtype=torch.float64, device=DEVICE), torch.empty(2, device=DEVICE)
-    out = torch.zeros(4, device=DEVICE)
-    shape = f"f32 [{count}]"
-
-    def norm(_):
-        launch(mod, "sum_of_squares", flat.tiles, 256, [g, partial], count)
-        launch(mod, "parameter_sums", 2, 256, [partial, flat.starts, sums], 0)
-        launch(mod, "clip_factor", 1, 256, [sums, out], 2, 1.0)
-
-    def update(_):
-        buffers = [p, m, v, g, weight, flat.owner, steps, out]
-        launch(mod, "adamw_cast", flat.tiles, 256, buffers, count, 0, 0.9, 0.999, 1e-8)
-
     leaf = torch.nn.Parameter(p.clone())
     leaf.grad = g
     optimizer = torch.optim.AdamW([leaf], lr=1e-6, fused=True)
-    timed("norm and clip", shape, count * 4, norm, lambda _: torch.linalg.vector_norm(g))
-    timed("adamw_cast", shape, count * 30, update, lambda _: optimizer.step())
+    buffers = [p, m, v, g, p, m, v, weight]
+    timed("update, cast", f"f32 [{count}]", count * 30,
+          lambda _: launch(mod, "update", count // TASK, 256, buffers, 1.0, 0.9, 0.999, 1e-8, 0, count, 1.0, 1e-6, 1.0),
+          lambda _: optimizer.step())
 
 
 # ----------------------------------------------------------------------------------------------------------- sample
@@ -1178,16 +1123,17 @@ def check_advance():
 
 # ------------------------------------------------------------------------------------------------------------- main
 
-CHECKS = {"norm": check_norm, "mlp": check_mlp, "vocab": check_vocab, "embed": check_embed, "optim": check_optim,
+CHECKS = {"norm": check_norm, "mlp": check_mlp, "vocab": check_vocab, "embed": check_embed, "columns": check_columns, "update": check_update,
           "sample": check_sample, "advance": check_advance}
-TIMES = {"norm": time_norm, "mlp": time_mlp, "vocab": time_vocab, "embed": time_embed, "optim": time_optim,
+TIMES = {"norm": time_norm, "mlp": time_mlp, "vocab": time_vocab, "embed": time_embed, "columns": time_columns, "update": time_update,
          "sample": time_sample}
 ENTRIES = {
     key_of("norm", torch.bfloat16, WIDTH=896): ["rms_norm", "rms_norm_add", "rms_norm_backward", "rms_norm_backward_add"],
     key_of("mlp", torch.bfloat16, INNER=4864): ["swiglu_fused", "swiglu_fused_backward"],
     key_of("vocab", torch.bfloat16): ["score_rows", "score_rows_backward"],
     key_of("embed", torch.bfloat16, WIDTH=896): ["take_rows", "take_rows_backward", "embed_backward"],
-    key_of("optim", torch.bfloat16): ["sum_of_squares", "adamw", "adamw_cast"],
+    key_of("columns", torch.bfloat16, WIDTH=1152): ["column_parts", "column_sums"],
+    key_of("update", torch.bfloat16, CAST=1, COUNT=1): ["update"],
     key_of("race", torch.bfloat16): ["race", "settle"],
     key_of("sample", torch.bfloat16): ["sample"],
     key_of("advance", torch.bfloat16): ["advance"],
