@@ -2,7 +2,7 @@
 //!
 //! Measured against it, on an NVIDIA H200: a decoder of 24 layers, width 896, 14 query heads over 2 key heads of 64,
 //! feed-forward 4,864, vocabulary 151,936, in bf16 with f32 masters, trained on 8 × 1,024 tokens in one micro-batch, held
-//! 21.0 GB at most, and 13.5 GB with recomputation. The estimates are 21.6 and 14.4 GB: they count the sums of gradients
+//! 21.0 GB at most, and 13.5 GB with recomputation. The estimates are 21.8 and 14.4 GB: they count the sums of gradients
 //! (2.0 GB) as if they were there before the backward pass, as they are from the second micro-batch on.
 
 use burn::tensor::DType;
