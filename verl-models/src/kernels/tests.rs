@@ -323,3 +323,54 @@ fn the_first_half_of_a_layer_is_its_composition() {
         }
     }
 }
+
+/// The gradient of the tracked ones among `inputs`, of which `tracked` says which they are, of the sum of the result.
+fn some_gradients(
+    inputs: &Inputs,
+    tracked: &[bool],
+    operation: Operation<'_>,
+) -> Vec<Option<Vec<f32>>> {
+    let device = Device::flex().autodiff();
+    let tensors: Vec<Tensor<2>> = inputs
+        .iter()
+        .zip(tracked)
+        .map(|((values, shape), tracked)| {
+            let data = TensorData::new(values.clone(), *shape);
+            Tensor::from_data(data, &device).set_require_grad(*tracked)
+        })
+        .collect();
+    let gradients = operation(&tensors).sum().backward();
+    let gradient = |tensor: &Tensor<2>| tensor.grad(&gradients).map(values);
+    tensors.iter().map(gradient).collect()
+}
+
+#[test]
+fn what_is_frozen_in_a_half_changes_no_other_gradient() {
+    let [width, inner] = [8, 12];
+    let inputs = vec![
+        input(5, width, 1),
+        input(1, width, 2),
+        input(inner, width, 3),
+        input(inner, width, 4),
+        input(width, inner, 5),
+    ];
+    let half = |x: &[Tensor<2>]| {
+        let gain = x[1].clone().reshape([width]);
+        let weights = [&x[2], &x[3], &x[4]].map(Clone::clone);
+        mlp_block(x[0].clone(), gain, weights, (EPSILON, false))
+    };
+    let all = some_gradients(&inputs, &[true; 5], &half);
+    assert!(all.iter().all(Option::is_some));
+    for only in 0..5 {
+        let mut tracked = [false; 5];
+        tracked[only] = true;
+        let found = some_gradients(&inputs, &tracked, &half);
+        for (at, found) in found.iter().enumerate() {
+            let expected = if at == only { &all[at] } else { &None };
+            assert_eq!(
+                found, expected,
+                "gradient {at} where {only} alone is tracked"
+            );
+        }
+    }
+}

@@ -7,6 +7,8 @@
 //! answer; its exit code is the same as without.
 
 pub mod check;
+#[cfg(test)]
+mod counting;
 pub mod debug;
 pub mod json_error;
 pub mod plan;

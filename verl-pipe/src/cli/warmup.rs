@@ -134,12 +134,8 @@ fn text(done: &Warmup) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::batch::{Batch, RowId};
-    use crate::keys::DATA_ROWS;
+    use crate::cli::counting::Count;
     use crate::run::records::KernelTally;
-    use crate::stage::{
-        BuildContext, ConfigError, RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
-    };
 
     /// Compiles for one device.
     struct Fake(&'static str);
@@ -153,43 +149,6 @@ mod tests {
                 compiled: 2,
                 driver_cache: "/cache".to_owned(),
             })
-        }
-    }
-
-    #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
-    #[serde(deny_unknown_fields, default)]
-    struct Count {
-        fails: bool,
-    }
-
-    struct Counting {
-        rows: u64,
-        fails: bool,
-    }
-
-    impl StageConfig for Count {
-        const KIND: &'static str = "count";
-        const SUMMARY: &'static str = "numbers rows";
-        fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
-            Ok(Box::new(Counting {
-                rows: context.batch.prompts as u64,
-                fails: self.fails,
-            }))
-        }
-    }
-
-    impl Stage for Counting {
-        fn spec(&self) -> StageSpec {
-            StageSpec::new().rows(RowRule::Source).writes(DATA_ROWS)
-        }
-        fn run(&mut self, _: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
-            if self.fails {
-                return Err(StageError::failed("no rows left"));
-            }
-            let ids = (0..self.rows).map(|row| RowId::prompt(0, row));
-            let mut batch = Batch::with_rows(&ids.collect::<Result<Vec<_>, _>>()?);
-            batch.put(&DATA_ROWS, (0..self.rows).collect::<Vec<_>>())?;
-            context.emit(batch)
         }
     }
 
@@ -230,7 +189,7 @@ mod tests {
 
     #[test]
     fn where_nothing_is_compiled_nothing_is_done() {
-        let (code, out) = run("cuda:0", &["count.fails=true"], false);
+        let (code, out) = run("cuda:0", &["count.fail_at=1"], false);
         assert_eq!(code, 0);
         assert_eq!(
             out,
@@ -243,15 +202,15 @@ mod tests {
 
     #[test]
     fn what_keeps_it_from_a_step_is_told() {
-        let (code, out) = run("cpu", &["count.fails=true"], true);
+        let (code, out) = run("cpu", &["count.fail_at=1"], true);
         let told: JsonError = serde_json::from_str(&out).unwrap();
         assert!(
             code == 1 && told.error.message.contains("no rows left"),
             "{out}"
         );
-        let (code, out) = run("cpu", &["count.fails=true"], false);
+        let (code, out) = run("cpu", &["count.fail_at=1"], false);
         assert!(code == 1 && out.starts_with("error["), "{out}");
-        let (code, out) = run("cpu", &["count.failss=true"], true);
+        let (code, out) = run("cpu", &["count.fail_att=1"], true);
         let told: JsonError = serde_json::from_str(&out).unwrap();
         assert_eq!((code, told.error.code.as_str()), (1, "C002"));
     }

@@ -7,7 +7,7 @@ use burn::backend::autodiff::ops::{Backward, Ops};
 use burn::backend::tensor::FloatTensor;
 
 use super::AttentionBlock;
-use super::steps::{BlockGradients, Places, register};
+use super::steps::{BlockGradients, Places, each, register};
 
 /// Operands of the first half.
 #[derive(Debug, Clone)]
@@ -81,15 +81,11 @@ impl<B: BlockGradients> AttentionHalf<B> {
         } else {
             vec![None; 3]
         };
-        let (dx, d_gain) = if wanted[0] || wanted[1] {
+        let epsilon = block.epsilon;
+        let [dx, d_gain] = each(wanted[..2].contains(&true).then(|| {
             let d_normed = B::product_with_columns(d_joined, joined_weight);
-            let epsilon = block.epsilon;
-            let [dx, d_gain] =
-                B::rms_norm_backward_past(self.x, self.gain, epsilon, scale, d_normed, gradient);
-            (Some(dx), Some(d_gain))
-        } else {
-            (None, None)
-        };
+            B::rms_norm_backward_past(self.x, self.gain, epsilon, scale, d_normed, gradient)
+        }));
         let mut next = || d_projections.remove(0);
         [dx, d_gain, next(), next(), next(), d_bias, d_output]
     }

@@ -6,7 +6,7 @@ use burn::backend::autodiff::ops::{Backward, Ops};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 
-use super::steps::{BlockGradients, register};
+use super::steps::{BlockGradients, each, register};
 
 /// Operands of the second half.
 #[derive(Debug, Clone)]
@@ -76,15 +76,11 @@ impl<B: BlockGradients> MlpHalf<B> {
         } else {
             vec![None; 2]
         };
-        let (dx, d_gain) = if wanted[0] || wanted[1] {
+        let epsilon = self.epsilon;
+        let [dx, d_gain] = each(wanted[..2].contains(&true).then(|| {
             let d_normed = B::product_with_columns(d_gate_up, joined_weight);
-            let (x, gain, epsilon) = (self.x, self.gain, self.epsilon);
-            let [dx, d_gain] =
-                B::rms_norm_backward_past(x, gain, epsilon, scale, d_normed, gradient);
-            (Some(dx), Some(d_gain))
-        } else {
-            (None, None)
-        };
+            B::rms_norm_backward_past(self.x, self.gain, epsilon, scale, d_normed, gradient)
+        }));
         let mut next = || parts.remove(0);
         [dx, d_gain, next(), next(), d_down]
     }

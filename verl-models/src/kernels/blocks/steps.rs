@@ -164,6 +164,11 @@ fn halves<B: Backend>(x: FloatTensor<B>) -> [FloatTensor<B>; 2] {
     [parts.remove(0), last]
 }
 
+/// Each of several gradients, or none of them.
+pub(super) fn each<T, const N: usize>(parts: Option<[T; N]>) -> [Option<T>; N] {
+    parts.map_or_else(|| [const { None }; N], |parts| parts.map(Some))
+}
+
 /// Hands each part to its parent.
 macro_rules! register {
     ($parents:expr, $parts:expr, $grads:expr) => {
