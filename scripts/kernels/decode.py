@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks the products of a decode step, and times whole steps and each of its kernels.
 
-    python3 scripts/kernels/decode.py [check] [step] [step16] [step64] [step128] [step256] [step512] [compile]
+    python3 scripts/kernels/decode.py [--quick] [check] [layers] [step] [step16 ... step512] [profile16 ... profile128] [compile]
     (default: check and step, which is all sizes)
 
 Needs a Hopper GPU, PyTorch, and NVRTC of CUDA 13. `check` compares products whose matrices lie apart and shared sums with
@@ -9,8 +9,9 @@ float64, on ragged shapes, into outputs full of NaN, twice for equal bits. `step
 decoder (24 layers, weights of their own, a cache of 258 tokens and more) into a graph: as it is, with the divisions before,
 and with one other division at a time. Then each kind of kernel by itself, all its launches of a step one after another, and
 the step without it. A step without its bookkeeping attends to fewer tokens, and one without its embedding adds to what the
-step before left: for these two only the time by itself says what they take. `compile` compiles every configuration and needs
-no GPU. Exit code 1 when anything was wrong.
+step before left: for these two only the time by itself says what they take. `layers` compares steps whose layers are one
+kernel with float64, on several models and numbers of rows; `profile` tells when its blocks end each phase. `compile`
+compiles every configuration and needs no GPU. `--quick` times no other divisions. Exit code 1 when anything was wrong.
 """
 import math
 import os
@@ -27,12 +28,28 @@ from gemm import CUDA, Driver, attempt, compile_text, error, longs, report
 
 LAYERS, WIDTH, HEADS, KEYS, DIM, INNER, VOCAB, EPS = 24, 896, 14, 2, 64, 4864, 151936, 1e-6
 JOINT = (HEADS + 2 * KEYS) * DIM
+# Whether projections have a bias, and heads a norm.
+BIAS, HEAD_NORM = 1, 0
 # Cached tokens of a row, two more than whole tiles, so that the tokens which the replays add begin no other tile; blocks of
 # 64 that it has.
 TOKENS, BLOCKS = 258, 7
+
+
+def become(width, heads, keys, dim, inner, bias, head_norm, blocks=7):
+    """From now on, a decoder of this shape."""
+    global WIDTH, HEADS, KEYS, DIM, INNER, BIAS, HEAD_NORM, JOINT, BLOCKS
+    WIDTH, HEADS, KEYS, DIM, INNER, BIAS, HEAD_NORM, BLOCKS = width, heads, keys, dim, inner, bias, head_norm, blocks
+    JOINT = (HEADS + 2 * KEYS) * DIM
+
+
+# Decoders of which the layers in one kernel are checked: 0.5B, 135M, one with norms of heads, a tiny one, a ragged one, and
+# long contexts, which several groups share.
+MODELS = {"0.5B": (896, 14, 2, 64, 4864, 1, 0), "135M": (576, 9, 3, 64, 1536, 0, 0), "norms": (1024, 16, 8, 128, 3072, 0, 1),
+          "tiny": (64, 4, 2, 16, 128, 1, 0), "ragged": (200, 5, 1, 48, 328, 1, 1), "long": (896, 14, 2, 64, 4864, 1, 0, 48)}
 SECONDS = 30.0  # of the timings of one size
+QUICK = "--quick" in sys.argv
 SMS = 132
-PREFIXES = {"gemm.cu": ["gemm_tile.cuh"], "gemm_dyn.cu": ["gemm_tile.cuh"], "race.cu": ["rowwise.cuh", "draw.cuh"],
+PREFIXES = {"decode_layers.cu": ["gemm_tile.cuh", "attention_decode.cu"], "gemm.cu": ["gemm_tile.cuh"], "gemm_dyn.cu": ["gemm_tile.cuh"], "race.cu": ["rowwise.cuh", "draw.cuh"],
             "advance.cu": ["rowwise.cuh", "draw.cuh"], "embed.cu": ["rowwise.cuh"], "norm.cu": ["rowwise.cuh"]}
 START = time.time()
 COMPILING = False  # launches only note what has to be compiled
@@ -134,6 +151,15 @@ def best_columns(m, n, sizes=(256, 192, 128)):
     return min((*sizes, *more), key=lambda c: up(up(m, 128) * up(n, c), SMS) * (c + 32))
 
 
+def unit(columns, terms, rows, most):
+    """Columns of a unit of the layers' kernel, and pieces of the sum."""
+    chunks = up(terms, 128)
+    fits = [(up(chunks, pieces) * (rows + tile), pieces, tile) for pieces in range(1, min(most, chunks) + 1) for tile in range(16, 129, 16)
+            if up(up(columns, tile), 2) * 2 * pieces <= SMS]
+    _, pieces, tile = min(fits)
+    return tile, pieces
+
+
 KINDS = ("embed", "norm", "qkv", "attention", "o", "gate_up", "down", "head", "race", "settle", "advance")
 # With how many blocks of a cluster a row attends, and with how many blocks it races.
 BEFORE = {
@@ -198,7 +224,7 @@ class Step:
             q, k, v = weight(HEADS * DIM, WIDTH), weight(KEYS * DIM, WIDTH), weight(KEYS * DIM, WIDTH)
             gate, upper = weight(INNER, WIDTH), weight(INNER, WIDTH)
             self.layers.append({
-                "qkv": [q, k, v], "gate_up": [gate, upper], "o": [weight(WIDTH, WIDTH)], "down": [weight(WIDTH, INNER)],
+                "qkv": [q, k, v], "gate_up": [gate, upper], "o": [weight(WIDTH, HEADS * DIM)], "down": [weight(WIDTH, INNER)],
                 "bias": weight(1, JOINT)[0],
                 "cache": [torch.randn(rows * BLOCKS, KEYS, 64, DIM, device=device).to(bf16) for _ in range(2)]})
             self.layers[-1]["qkv_packed"], self.layers[-1]["gate_up_packed"] = [torch.cat([q, k, v])], [torch.cat([gate, upper])]
@@ -215,6 +241,14 @@ class Step:
         self.log_probs = [empty(rows, dtype=torch.float32) for _ in range(2)]
         self.responses = [empty(rows * 4096, dtype=torch.float32) for _ in range(3)]
         self.partial = empty(rows * 32 * 4, dtype=torch.float64)
+        self.pieces = empty(rows * 16 * max(JOINT, WIDTH), dtype=torch.float32)
+        self.parts = empty(rows * KEYS * 8 * 16 * (DIM + 2), dtype=torch.float32)
+        self.counts = empty(32 + rows * KEYS * 2, dtype=torch.int32)
+        self.stamps = empty(SMS * (1 + 7 * layers), dtype=torch.int64)
+        gain = [[w.data_ptr() if device != "meta" else 0 for w in (
+            *layer["qkv"], layer["bias"], self.gain, self.gain, self.gain, *layer["o"], self.gain, *layer["gate_up"], *layer["down"],
+            *layer["cache"])] + [0, 0] for layer in self.layers]
+        self.pointers = torch.tensor(gain, dtype=torch.int64, device=device)
 
     def reset(self):
         self.positions.fill_(TOKENS)
@@ -248,7 +282,7 @@ class Step:
             normed("qkv", layer["qkv" + suffix], self.qkv, "product")
             calls.append(("attention", lambda layer=layer: launch(
                 "attention_decode.cu", "attention_decode_step",
-                {"QUERY_HEADS": HEADS, "KEY_HEADS": KEYS, "HEAD_DIM": DIM, "QKV_BIAS": 1, "CLUSTER": cluster, "WARP_TOKENS": tokens},
+                {"QUERY_HEADS": HEADS, "KEY_HEADS": KEYS, "HEAD_DIM": DIM, "QKV_BIAS": BIAS, "QK_NORM": HEAD_NORM, "CLUSTER": cluster, "WARP_TOKENS": tokens},
                 (KEYS, rows, cluster), 128,
                 [self.qkv, layer["bias"], self.gain, self.gain, self.cos, self.sin, *layer["cache"], self.table, self.positions, self.mixed],
                 [real(DIM ** -0.5), real(EPS), BLOCKS])))
@@ -266,6 +300,37 @@ class Step:
             self.token, *self.log_probs, self.eos, self.stops, self.limits, self.lengths, self.positions, self.states, self.token, *self.responses],
             [rows, 4096, self.vocab, 0, 0, 1, 0, 0])))
         return calls
+
+    def joined(self, table, stamps=0, layers=None):
+        """(kind, launch) of a step whose layers are one kernel, divided as product/divisions.rs divides them."""
+        rows = self.rows
+        tile = next(size for size in (16, 32, 64, 128) if size >= rows)
+        group = HEADS // KEYS
+        units = KEYS * up(group, min(group, 16))
+        qkv, out, down = (unit(n, k, tile, most) for n, k, most in ((JOINT, WIDTH, 4), (WIDTH, HEADS * DIM, 4), (WIDTH, INNER, 9)))
+        defines = {"BK": 64, "GROUPS": 1, "QUERY_HEADS": HEADS, "KEY_HEADS": KEYS, "HEAD_DIM": DIM, "QKV_BIAS": BIAS, "QK_NORM": HEAD_NORM,
+                   "ROWS": tile, "LAYERS": layers or len(self.layers), "WIDTH": WIDTH, "INNER": INNER, "BLOCKS": SMS, "STAMPS": stamps,
+                   "QKV_TILE": qkv[0], "QKV_PIECES": qkv[1], "OUT_TILE": out[0], "OUT_PIECES": out[1], "DOWN_TILE": down[0], "DOWN_PIECES": down[1],
+                   "MLP_TILE": unit(2 * INNER, WIDTH, tile, 1)[0], "ATTENTION_PARTS": max(1, min(8, 2 * SMS // (rows * units)))}
+        defines |= {} if tile == 128 else {"WARPS": 8}
+
+        def boxes(x):
+            return (x, (64, tile // 2), 128)
+
+        layers = ("layers", lambda: launch(
+            "decode_layers.cu", "decode_layers", defines, (SMS,), 384,
+            [boxes(self.normed), boxes(self.mixed), boxes(self.inner), self.pointers, self.embedding, self.token, self.gain, self.cos, self.sin,
+             self.table, self.positions, self.x, self.normed, self.mixed, self.inner, self.pieces, self.parts, self.counts]
+            + [self.stamps] * stamps, [rows, self.vocab, real(DIM ** -0.5), real(EPS), BLOCKS]))
+        calls = self.calls(table)
+        last = max(i for i, (kind, _) in enumerate(calls) if kind == "down")
+        rest = [c for c in calls[last + 1:] if c[0] != "norm"]
+        if rows <= 16:
+            # The norm is in the kernel of the layers.
+            p = Product(self.normed, [self.embedding], self.logits)
+            how, *more = table["head"]
+            rest = [("head", lambda: how(p, *more)) if kind == "head" else (kind, call) for kind, call in rest]
+        return [layers] + rest
 
     def ms(self, calls, repeats=15):
         import torch
@@ -285,8 +350,13 @@ class Step:
         return gemm.event_ms([graph.replay], warm=3, repeats=repeats)
 
 
+def one_kernel(step, rows):
+    return step.joined(NEW[rows]) if rows <= 128 else step.calls(NEW[rows])
+
+
 VARIANTS = {
     "as it is": lambda step, rows: step.calls(NEW[rows]),
+    "layers in one kernel": one_kernel,
     "divisions before": lambda step, rows: step.calls(BEFORE[rows]),
     "weights packed": lambda step, rows: step.calls(NEW[rows], packed=True),
     "attention in sixteens": lambda step, rows: step.calls(NEW[rows], tokens=16),
@@ -335,9 +405,32 @@ def time_step(rows):
                   f"a step less one without: {less * 1000:6.0f} us", flush=True)
 
     attempt(f"{rows} rows, shares", shares)
-    for name, make in tried(rows):
+    for name, make in () if QUICK else tried(rows):
         if time.time() - START < SECONDS:
             attempt(f"{rows} rows, {name}", lambda: show(name, make(step)))
+
+
+PHASES = ("qkv", "attention", "out", "settle", "mlp", "down", "settle")
+
+
+def profile(rows):
+    """When the blocks of the layers' kernel end each phase, in us after the last block ended the phase before."""
+    import torch
+
+    step = Step(rows)
+    calls = step.joined(NEW[rows], stamps=1)[:1]
+    for _ in range(3):
+        step.reset()
+        calls[0][1]()
+    torch.cuda.synchronize()
+    stamps = step.stamps.view(SMS, -1)
+    stamps = ((stamps - stamps.min()).double() / 1000).cpu()
+    ends = stamps.max(0).values
+    print(f"profile {rows} rows: {ends[-1]:.1f} us, {LAYERS} layers")
+    for i, phase in enumerate(PHASES):
+        took = stamps[:, 1 + i::7] - ends[i::7][:LAYERS]
+        last, mean, first = (x.median().item() for x in (took.max(0).values, took.mean(0), took.min(0).values))
+        print(f"profile {rows} rows: {phase:10} {last:6.2f} us to the last block, {mean:6.2f} on average, {first:6.2f} to the first")
 
 
 def steps(rows):
@@ -456,28 +549,131 @@ def check_step():
             report(e < 2e-2 and (same or name != "weights packed"), f"step {rows} rows, {name}: error {e:.1e}{' same bits' if same else ''}")
 
 
+def reference(step):
+    """x and logits of a step, and keys and values of its tokens: in float64, rounded to bf16 where the kernels round."""
+    import torch
+
+    def rounded(x):
+        return x.to(torch.bfloat16).double()
+
+    def norm(x, gain):
+        return rounded(rounded(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)) * gain.double())
+
+    def turned(heads, cos, sin):
+        a, b = heads[..., :DIM // 2], heads[..., DIM // 2:]
+        return rounded(torch.cat([a * cos - b * sin, b * cos + a * sin], -1))
+
+    rows, caches = step.rows, []
+    x = step.embedding[step.token.long()].double()
+    at = step.positions.clamp(min=0).long()
+    cos, sin = (t[at, DIM // 2:].double()[:, None] for t in (step.cos, step.sin))
+    for layer in step.layers:
+        joint = rounded(norm(x, step.gain[:WIDTH]) @ torch.cat(layer["qkv"]).double().T)
+        joint = rounded(joint + layer["bias"].double()) if BIAS else joint
+        q, k, v = joint.view(rows, -1, DIM).split([HEADS, KEYS, KEYS], 1)
+        if HEAD_NORM:
+            q, k = norm(q, step.gain[:DIM]), norm(k, step.gain[:DIM])
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        caches.append((k, v))
+        mixed = torch.zeros(rows, HEADS, DIM, dtype=torch.float64, device=x.device)
+        for row, tokens in enumerate(step.positions.tolist()):
+            if tokens < 0:
+                continue
+            blocks = step.table[row * BLOCKS:(row + 1) * BLOCKS].long()
+            keys, values = (torch.cat([cache[blocks].transpose(1, 2).reshape(-1, KEYS, DIM)[:tokens].double(), new[row][None]])
+                            for cache, new in zip(layer["cache"], (k, v)))
+            group = q[row].view(KEYS, -1, DIM)
+            weights = torch.einsum("kgd,tkd->kgt", group, keys).mul(DIM ** -0.5).softmax(-1)
+            mixed[row] = torch.einsum("kgt,tkd->kgd", weights, values).reshape(HEADS, DIM)
+        x = rounded(x + rounded(mixed.view(rows, -1)) @ layer["o"][0].double().T)
+        gate, upper = (norm(x, step.gain[:WIDTH]) @ torch.cat(layer["gate_up"]).double().T).chunk(2, -1)
+        x = rounded(x + rounded(torch.nn.functional.silu(gate) * upper) @ layer["down"][0].double().T)
+    return x, norm(x, step.gain[:WIDTH]) @ step.embedding.double().T, caches
+
+
+def check_layers():
+    """Steps whose layers are one kernel, twice each: of several models and numbers of rows, some rows not live."""
+    import torch
+
+    before = (WIDTH, HEADS, KEYS, DIM, INNER, BIAS, HEAD_NORM, BLOCKS)
+    device = "meta" if COMPILING else "cuda"
+    for name, shape in MODELS.items():
+        become(*shape)
+        for rows in (1, 7, 16, 33, 128) if name != "0.5B" else (1, 7, 16, 17, 32, 33, 64, 100, 128):
+            if name == "long" and rows > 33:
+                continue
+            step = Step(rows, layers=3, vocab=1024, device=device)
+            launched = step.joined(NEW[512])[0][1]
+            if COMPILING:
+                launched()
+                continue
+            step.positions.copy_(torch.randint(0, BLOCKS * 64 - 1, (rows,), device=device, dtype=torch.int32))
+            step.positions[0] = 0 if rows > 1 else BLOCKS * 64 - 1
+            if rows > 2:
+                step.positions[2] = -1
+            step.token.copy_(torch.arange(rows, device=device, dtype=torch.int32))
+            step.gain.copy_(1 + 0.1 * torch.randn(WIDTH, device=device))
+            x, logits, new = reference(step)
+            caches = [[c.clone() for c in layer["cache"]] for layer in step.layers]
+            results = []
+            for _ in range(2):
+                for buffer in (step.x, step.normed, step.mixed, step.inner, step.pieces, step.parts):
+                    buffer.fill_(float("nan"))
+                for layer, kept in zip(step.layers, caches):
+                    for cache, old in zip(layer["cache"], kept):
+                        cache.copy_(old)
+                launched()
+                torch.cuda.synchronize()
+                results.append([step.x.clone(), step.normed.double() @ step.embedding.double().T] + [c.clone() for layer in step.layers for c in layer["cache"]])
+            live = (step.positions >= 0).nonzero().flatten()
+            at = step.positions[live].long()
+            place = step.table.view(rows, BLOCKS)[live, at // 64].long()
+            errors = [error(results[0][0], x), error(results[0][1], logits)]
+            others = True
+            for found, kept, wanted in zip(results[0][2:], sum(caches, []), [t for pair in new for t in pair]):
+                errors.append(error(found[place, :, at % 64], wanted[live]))
+                rest = found.clone()
+                rest[place, :, at % 64] = kept[place, :, at % 64]
+                others &= torch.equal(rest, kept)
+            same = all(torch.equal(a, b) for a, b in zip(*results))
+            report(max(errors) < 1.5e-2 and same and others and int(step.counts.abs().sum()) == 0,
+                   f"layers of {name}, {rows} rows: x {errors[0]:.1e}, logits {errors[1]:.1e}, caches {max(errors[2:]):.1e}{' same bits' if same else ' OTHER BITS'}"
+                   f"{'' if others else ', OTHER TOKENS WRITTEN'}")
+    become(*before)
+
+
 def check():
     for case in cases():
         attempt(str(case), lambda: check_case(*case))
     attempt("step", check_step)
+    attempt("layers", check_layers)
 
 
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-def gather():
-    """Every configuration of the checks and of the timings."""
+def gather(sections):
+    """Every configuration that these sections launch."""
     global COMPILING
     COMPILING = True
-    for case in cases():
-        check_case(*case)
-    check_step()
+    if "check" in sections:
+        for case in cases():
+            check_case(*case)
+        check_step()
+    if {"check", "layers"} & set(sections):
+        check_layers()
     for rows in NEW:
         step = Step(rows, layers=2, vocab=1024, device="meta")
+        if rows <= 128 and f"profile{rows}" in sections:
+            step.joined(NEW[rows], stamps=1, layers=LAYERS)[0][1]()
+        if f"step{rows}" not in sections:
+            continue
+        if rows <= 128:
+            step.joined(NEW[rows], layers=LAYERS)[0][1]()
         for make in VARIANTS.values():
             for _, call in make(step, rows):
                 call()
-        for _, make in tried(rows):
+        for _, make in () if QUICK else tried(rows):
             for _, call in make(step):
                 call()
     COMPILING = False
@@ -493,7 +689,14 @@ def section(name, cubins):
     torch.zeros(1, device="cuda")
     DRIVER = Driver()
     print(f"-- {name} on {torch.cuda.get_device_name()}", flush=True)
-    check() if name == "check" else steps(name.removeprefix("step"))
+    if name == "check":
+        check()
+    elif name.startswith("profile"):
+        profile(int(name.removeprefix("profile")))
+    elif name.startswith("layers"):
+        check_layers()
+    else:
+        steps(name.removeprefix("step"))
     print(f"-- {name}: {len(gemm.FAILED)} wrong, {time.time() - START:.1f} s", flush=True)
     return 1 if gemm.FAILED else 0
 
@@ -501,8 +704,9 @@ def section(name, cubins):
 def main():
     if sys.argv[1:2] == ["--section"]:
         return section(sys.argv[2], sys.argv[3])
-    wanted = sys.argv[1:] or ["check", "step"]
-    gather()
+    wanted = [word for word in sys.argv[1:] if word != "--quick"] or ["check", "step"]
+    sections = [s for w in wanted for s in ([f"step{rows}" for rows in NEW] if w == "step" else [w]) if s != "compile"]
+    gather(sections or ["check"] + [f"{kind}{rows}" for rows in NEW for kind in ("step", "profile")])
     jobs = sorted(JOBS)
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         codes = dict(zip(jobs, pool.map(compile_job, jobs)))
@@ -510,14 +714,13 @@ def main():
     for job, (code, log) in codes.items():
         if code is None:
             report(False, f"{job} does not compile:\n{log[:1500]}")
-    sections = [s for w in wanted for s in ([f"step{rows}" for rows in NEW] if w == "step" else [w]) if s != "compile"]
     with tempfile.NamedTemporaryFile(suffix=".cubins") as file:
         file.write(pickle.dumps(codes))
         file.flush()
         # A process each, so that a kernel that never ends or a broken context spoils one section only.
         for name in sections:
             try:
-                if subprocess.run([sys.executable, __file__, "--section", name, file.name], timeout=90).returncode:
+                if subprocess.run([sys.executable, __file__, "--section", name, file.name] + ["--quick"] * QUICK, timeout=90).returncode:
                     gemm.FAILED.append(name)
             except subprocess.TimeoutExpired:
                 report(False, f"{name}: no end within 90 s")

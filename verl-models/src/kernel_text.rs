@@ -232,6 +232,23 @@ extern \"C\" __global__ void second(const T* x) { }
         }
     }
 
+    /// The kernel of all layers stands behind others, of which it uses what is no kernel.
+    #[test]
+    fn the_kernel_of_all_layers_leaves_no_kernel_of_attention() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels/cuda");
+        let files = ["gemm_tile.cuh", "attention_decode.cu", "decode_layers.cu"];
+        let texts = files.map(|file| fs::read_to_string(folder.join(file)).unwrap());
+        let joined = texts.concat();
+        let all = entries(&joined);
+        for other in ["kv_store", "kv_copy_blocks", "attention_decode_step"] {
+            assert!(all.iter().any(|name| name == other), "{all:?}");
+        }
+        let alone = one_entry(&joined, "decode_layers");
+        assert_eq!(entries(&alone), ["decode_layers"]);
+        assert!(alone.contains("void settle_rows(") && alone.contains("bool attend("));
+        assert_eq!(alone.lines().count(), joined.lines().count());
+    }
+
     /// Every kernel of the tree can be had alone, with everything that is no kernel around it.
     #[test]
     fn every_kernel_of_every_file_can_be_had_alone() {

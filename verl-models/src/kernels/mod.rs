@@ -8,6 +8,8 @@ mod blocks;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+#[cfg(any(feature = "cuda", test))]
+mod layer_units;
 #[cfg(test)]
 mod tests;
 

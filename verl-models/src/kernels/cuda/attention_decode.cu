@@ -77,14 +77,33 @@ typedef unsigned int u32;
 typedef ELEMENT T;
 
 #define BLOCK 64
-#define GROUP (QUERY_HEADS / KEY_HEADS)
+#define HEAD_GROUP (QUERY_HEADS / KEY_HEADS)
 #define MOST_HEADS (PLAIN ? 8 : 16)
-#define TILE_HEADS (GROUP < MOST_HEADS ? GROUP : MOST_HEADS)
-#define HEAD_TILES ((GROUP + TILE_HEADS - 1) / TILE_HEADS)
+#define TILE_HEADS (HEAD_GROUP < MOST_HEADS ? HEAD_GROUP : MOST_HEADS)
+#define HEAD_TILES ((HEAD_GROUP + TILE_HEADS - 1) / TILE_HEADS)
 #define HEADS (QUERY_HEADS + 2 * KEY_HEADS)
 #define HALF (HEAD_DIM / 2)
-#define THREADS 128
+// Warps that attend together.
+#ifndef WARPS
 #define WARPS 4
+#endif
+#define THREADS (WARPS * 32)
+// Groups of so many threads attend on their own, each to a part of a row; a block has one, or with GROUPS 1 several,
+// whose kernel stands in another file.
+#ifndef GROUPS
+#define GROUPS 0
+#endif
+#if GROUPS
+#define THREAD ((int)threadIdx.x % THREADS)
+#define MEET() asm volatile("bar.sync %0, %1;" ::"r"(2 + (int)threadIdx.x / THREADS), "n"(THREADS) : "memory")
+#else
+#define THREAD ((int)threadIdx.x)
+#define MEET() __syncthreads()
+#endif
+// Pieces [piece][row][..] in f32 whose sum is the projection; 0: it is there in T.
+#ifndef QKV_PIECES
+#define QKV_PIECES 0
+#endif
 // Tokens of a warp's tile: 32 or 16.
 #ifndef WARP_TOKENS
 #define WARP_TOKENS (HEAD_DIM <= 64 ? 32 : 16)
@@ -129,8 +148,8 @@ struct Shared {
     // Tiles of keys and values of each warp; then their mixtures [WARPS][TILE_HEADS][Dh], the first one merged.
     alignas(128) unsigned char stream[STREAM_BYTES];
     alignas(16) T queries[TILE_HEADS * QUERY_STRIDE];
-    T key[HEAD_DIM];
-    T value[HEAD_DIM];
+    alignas(16) T key[HEAD_DIM];
+    alignas(16) T value[HEAD_DIM];
     // Highest score (times log2 e) of each warp, then of the new token, whose weight is 1; sum of weights of each warp.
     float top[WARPS + 1][TILE_HEADS];
     float sum[WARPS][TILE_HEADS];
@@ -151,88 +170,173 @@ struct Work {
     int heads;
     // Cached tokens.
     int tokens;
+    // Which of the groups that share a row this is, and how many they are.
+    int rank;
+    int sharing;
     // This block has the new token as well.
     bool appends;
+    // Of a lane: the block of the warp's `lane`-th tile, of use only if the row has so many tokens.
+    int block;
 
     // The warp's first token, and what lies between its tiles: blocks take tiles in turn, then warps.
     __device__ __forceinline__ int first_token() const {
-        return ((int)threadIdx.x / 32 * CLUSTER + (int)blockIdx.z) * WARP_TOKENS;
+        return (THREAD / 32 * sharing + rank) * WARP_TOKENS;
+    }
+    __device__ __forceinline__ int tokens_between() const { return WARPS * sharing * WARP_TOKENS; }
+    // The block of the `tile`-th tile, which begins with `token`, for a whole warp.
+    __device__ __forceinline__ int block_of(int tile, int token, const int* blocks) const {
+        if (tile < 32) return __shfl_sync(~0u, block, tile);
+        return token < tokens ? blocks[token / BLOCK] : 0;
     }
 };
-#define TOKENS_BETWEEN (WARPS * CLUSTER * WARP_TOKENS)
 
 // Where `token` of this row and key head lies in a cache.
 __device__ __forceinline__ long long slot(int block, int key_head, int token) {
     return (((long long)block * KEY_HEADS + key_head) * BLOCK + token % BLOCK) * HEAD_DIM;
 }
 
+// Neighbours that a lane reads and writes at once.
+#define W (HALF % 4 == 0 ? 4 : HALF % 2 == 0 ? 2 : 1)
+template <class E>
+struct alignas(W * sizeof(E)) Neighbours {
+    E of[W];
+};
+template <class E>
+__device__ __forceinline__ void load(const E* from, float (&x)[W]) {
+    const Neighbours<E> all = *reinterpret_cast<const Neighbours<E>*>(from);
+#pragma unroll
+    for (int i = 0; i < W; i++) x[i] = (float)all.of[i];
+}
+__device__ __forceinline__ void store(T* to, const float (&x)[W]) {
+    Neighbours<T> all;
+#pragma unroll
+    for (int i = 0; i < W; i++) all.of[i] = (T)x[i];
+    *reinterpret_cast<Neighbours<T>*>(to) = all;
+}
+
 // Buffers of the step that are not there without it.
 struct Step {
+#if QKV_PIECES
+    const float* qkv;
+    // From a piece to the next.
+    long long piece;
+#else
     const T* qkv;
+#endif
     const T* bias;
     const T* q_norm;
     const T* k_norm;
     const float* cos;
     const float* sin;
+
+    // Neighbouring values of the projection.
+    __device__ __forceinline__ void read(long long at, float (&x)[W]) const {
+#if QKV_PIECES
+        static_assert(W == 4, "pieces are read four at a time");
+        float4 pieces[QKV_PIECES];
+#pragma unroll
+        for (int i = 0; i < QKV_PIECES; i++) pieces[i] = __ldcg(reinterpret_cast<const float4*>(qkv + i * piece + at));
+        float4 sum = pieces[0];
+#pragma unroll
+        for (int i = 1; i < QKV_PIECES; i++)
+            sum.x += pieces[i].x, sum.y += pieces[i].y, sum.z += pieces[i].z, sum.w += pieces[i].w;
+        x[0] = (float)(T)sum.x, x[1] = (float)(T)sum.y, x[2] = (float)(T)sum.z, x[3] = (float)(T)sum.w;
+#else
+        load(qkv + at, x);
+#endif
+    }
 };
 
-// Queries, and the new key and value where the block appends, from the projection: bias, norm, rotation. A head is a warp's;
-// a lane has dims d and d + Dh/2 for d = lane, lane + 32, ... All loads are under way before the first use.
-#define PREPARED ((TILE_HEADS + 2 + WARPS - 1) / WARPS)
-#define PAIRS ((HALF + 31) / 32)
-__device__ __forceinline__ void prepare(Shared& shared, const Work& work, const Step& step, int position, float epsilon) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = work.heads + (work.appends ? 2 : 0);
-    float raw[PREPARED][PAIRS][2], bias[PREPARED][PAIRS][2], cos[PAIRS], sin[PAIRS];
-#pragma unroll
-    for (int i = 0; i < PREPARED; i++) {
-        const int head = warp + i * WARPS, place = head - work.heads;
-        const int at = place < 0 ? work.first_head + head : QUERY_HEADS + place * KEY_HEADS + work.key_head;
-        const long long from = ((long long)work.row * HEADS + at) * HEAD_DIM;
-#pragma unroll
-        for (int j = 0; j < PAIRS * 2; j++) {
-            const int d = lane + j / 2 * 32, dim = d + j % 2 * HALF;
-            const bool here = head < heads && d < HALF;
-            raw[i][j / 2][j % 2] = here ? (float)step.qkv[from + dim] : 0.0f;
-            bias[i][j / 2][j % 2] = QKV_BIAS && here ? (float)step.bias[at * HEAD_DIM + dim] : 0.0f;
-        }
+// Queries, and the new key and value where the block appends, from the projection: bias, norm, rotation. LANES lanes have a
+// head, each W neighbours of its first half and those of its second. All loads are under way before the first use.
+__host__ __device__ constexpr int lanes_of(int accesses) { return accesses <= 1 ? 1 : 2 * lanes_of((accesses + 1) / 2); }
+#define LANES (lanes_of(HALF / W))
+static_assert(LANES <= 32, "a head is a part of a warp");
+#define PREPARED ((TILE_HEADS + 2 + THREADS / LANES - 1) / (THREADS / LANES))
+struct Preparation {
+    float bias[PREPARED][2][W], cos[W], sin[W];
+
+    static __device__ __forceinline__ int dim() { return THREAD % LANES * W; }
+    // The head of a lane's `i`-th turn; behind the queries come the key and the value.
+    static __device__ __forceinline__ int head_of(int i) { return (i * THREADS + THREAD) / LANES; }
+    static __device__ __forceinline__ bool has(const Work& work, int head) {
+        return head < work.heads + (work.appends ? 2 : 0) && dim() < HALF;
     }
+    static __device__ __forceinline__ int column_of(const Work& work, int head) {
+        const int place = head - work.heads;
+        return (place < 0 ? work.first_head + head : QUERY_HEADS + place * KEY_HEADS + work.key_head) * HEAD_DIM + dim();
+    }
+
+    // What was there before the step.
+    __device__ __forceinline__ void begin(const Work& work, const Step& step, int position) {
 #pragma unroll
-    for (int j = 0; j < PAIRS; j++) {
+        for (int i = 0; i < (QKV_BIAS ? PREPARED : 0); i++) {
+            const int head = head_of(i);
+            if (!has(work, head)) continue;
+            load(step.bias + column_of(work, head), bias[i][0]);
+            load(step.bias + column_of(work, head) + HALF, bias[i][1]);
+        }
         // The second half of a row has all that the first has.
-        const long long at = (long long)position * HEAD_DIM + HALF + min(lane + j * 32, HALF - 1);
-        cos[j] = step.cos[at];
-        sin[j] = step.sin[at];
+        const long long at = (long long)position * HEAD_DIM + HALF + (dim() < HALF ? dim() : 0);
+        load(step.cos + at, cos);
+        load(step.sin + at, sin);
     }
+
+    __device__ __forceinline__ void finish(Shared& shared, const Work& work, const Step& step, float epsilon) const {
+        float raw[PREPARED][2][W] = {};
 #pragma unroll
-    for (int i = 0; i < PREPARED; i++) {
-        const int head = warp + i * WARPS, place = head - work.heads;
-        if (head >= heads) break;
-        T* to = place < 0 ? shared.queries + head * QUERY_STRIDE : place == 0 ? shared.key : shared.value;
-        float squares = 0.0f;
-#pragma unroll
-        for (int j = 0; j < PAIRS * 2; j++) {
-            float& x = raw[i][j / 2][j % 2];
-            // Rounded like a projection that has its bias.
-            if (QKV_BIAS) x = (float)(T)(x + bias[i][j / 2][j % 2]);
-            squares = fmaf(x, x, squares);
+        for (int i = 0; i < PREPARED; i++) {
+            const int head = head_of(i);
+            if (!has(work, head)) continue;
+            const long long from = (long long)work.row * HEADS * HEAD_DIM + column_of(work, head);
+            step.read(from, raw[i][0]);
+            step.read(from + HALF, raw[i][1]);
         }
-        const float factor = QK_NORM ? rsqrtf(warp_sum(squares) / HEAD_DIM + epsilon) : 1.0f;
 #pragma unroll
-        for (int j = 0; j < PAIRS; j++) {
-            const int d = lane + j * 32;
-            if (d >= HALF) continue;
-            float a = raw[i][j][0], b = raw[i][j][1];
+        for (int i = 0; i < PREPARED; i++) {
+            const int head = head_of(i), place = head - work.heads;
+            float(&a)[W] = raw[i][0], (&b)[W] = raw[i][1];
+            const bool here = has(work, head);
+            float squares = 0.0f;
+#pragma unroll
+            for (int j = 0; here && j < W; j++) {
+                // Rounded like a projection that has its bias.
+                if (QKV_BIAS) a[j] = (float)(T)(a[j] + bias[i][0][j]), b[j] = (float)(T)(b[j] + bias[i][1][j]);
+                squares = fmaf(a[j], a[j], fmaf(b[j], b[j], squares));
+            }
+            if (QK_NORM) {
+                // By whole warps, whether they have this head or not.
+#pragma unroll
+                for (int other = LANES / 2; other > 0; other /= 2) squares += __shfl_xor_sync(~0u, squares, other);
+            }
+            if (!here) continue;
             if (QK_NORM && place <= 0) {
                 const T* norm = place < 0 ? step.q_norm : step.k_norm;
+                const float factor = rsqrtf(squares / HEAD_DIM + epsilon);
+                float low[W], high[W];
+                load(norm + dim(), low);
+                load(norm + dim() + HALF, high);
                 // Rounded where a norm of its own rounds.
-                a = (float)(T)((float)(T)(a * factor) * (float)norm[d]);
-                b = (float)(T)((float)(T)(b * factor) * (float)norm[d + HALF]);
+#pragma unroll
+                for (int j = 0; j < W; j++) {
+                    a[j] = (float)(T)((float)(T)(a[j] * factor) * low[j]);
+                    b[j] = (float)(T)((float)(T)(b[j] * factor) * high[j]);
+                }
             }
-            to[d] = (T)(place <= 0 ? a * cos[j] - b * sin[j] : a);
-            to[d + HALF] = (T)(place <= 0 ? b * cos[j] + a * sin[j] : b);
+            if (place <= 0) {
+#pragma unroll
+                for (int j = 0; j < W; j++) {
+                    const float turned = a[j] * cos[j] - b[j] * sin[j];
+                    b[j] = b[j] * cos[j] + a[j] * sin[j];
+                    a[j] = turned;
+                }
+            }
+            T* to = place < 0 ? shared.queries + head * QUERY_STRIDE : place == 0 ? shared.key : shared.value;
+            store(to + dim(), a);
+            store(to + dim() + HALF, b);
         }
     }
-}
+};
 
 #if !PLAIN
 
@@ -241,17 +345,27 @@ __device__ __forceinline__ void prepare(Shared& shared, const Work& work, const 
 #define SWIZZLED (CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2)
 #define STEPS (HEAD_DIM / 16)
 
-__device__ __forceinline__ u32 place(u32 tile, int token, int chunk) {
+__device__ __forceinline__ u32 place(u32 tile, u32 token, u32 chunk) {
     return tile + (token * CHUNKS + (chunk ^ (token / (8 / SWIZZLED) % SWIZZLED))) * 16;
 }
-// A warp's tile of a cache; zeros from token `tokens` on.
+// A warp's tile of a cache: all of it, or with SOME the first `tokens`, and zeros.
+template <bool SOME>
 __device__ __forceinline__ void fetch(u32 tile, const T* from, int tokens) {
+    const u32 lane = THREAD % 32;
+    from += lane * 8;
 #pragma unroll
-    for (int i = 0; i < WARP_TOKENS * CHUNKS / 32; i++) {
-        const int at = i * 32 + threadIdx.x % 32, token = at / CHUNKS, chunk = at % CHUNKS;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place(tile, token, chunk)),
-                     "l"(from + at * 8), "r"(token < tokens ? 16 : 0)
-                     : "memory");
+    for (u32 i = 0; i < WARP_TOKENS * CHUNKS / 32; i++) {
+        // The compiler sees that lanes change few bits of a place where a warp copies whole tokens.
+        const u32 token = 32 % CHUNKS == 0 ? i * (32 / CHUNKS) + lane / CHUNKS : (i * 32 + lane) / CHUNKS;
+        const u32 chunk = 32 % CHUNKS == 0 ? lane % CHUNKS : (i * 32 + lane) % CHUNKS;
+        if (SOME) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place(tile, token, chunk)), "l"(from + i * 256),
+                         "r"((int)token < tokens ? 16 : 0)
+                         : "memory");
+        } else {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place(tile, token, chunk)), "l"(from + i * 256)
+                         : "memory");
+        }
     }
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -304,16 +418,22 @@ struct Stream {
     const int* blocks;
 
     __device__ __forceinline__ void fetch_keys(const Work& work, int token, int block) const {
-        if (token < work.tokens) fetch(keys, k_cache + slot(block, work.key_head, token), work.tokens - token);
+        // Keys that do not exist score nothing, whatever lies there.
+        if (token < work.tokens) fetch<false>(keys, k_cache + slot(block, work.key_head, token), 0);
         commit();
     }
     __device__ __forceinline__ void fetch_values(const Work& work, int token, int block) const {
-        if (token < work.tokens) fetch(values, v_cache + slot(block, work.key_head, token), work.tokens - token);
+        const T* from = v_cache + slot(block, work.key_head, token);
+        if (token + WARP_TOKENS <= work.tokens) {
+            fetch<false>(values, from, 0);
+        } else if (token < work.tokens) {
+            fetch<true>(values, from, work.tokens - token);
+        }
         commit();
     }
 
     __device__ __forceinline__ void run(Shared& shared, const Work& work, float scale) const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int warp = THREAD / 32, lane = THREAD % 32;
         const int row = lane / 4, column = lane % 4 * 2, matrix = lane / 8, line = lane % 8;
         u32 queries[EIGHTS][STEPS][2];
 #pragma unroll
@@ -326,9 +446,9 @@ struct Stream {
 #pragma unroll
         for (int i = 0; i < EIGHTS * 2; i++) top[i / 2][i % 2] = NOTHING, sum[i / 2][i % 2] = 0.0f;
 
-        for (int token = work.first_token(); token < work.tokens; token += TOKENS_BETWEEN) {
-            const int next = token + TOKENS_BETWEEN;
-            const int next_block = next < work.tokens ? blocks[next / BLOCK] : 0;
+        int tile = 0;
+        for (int token = work.first_token(); token < work.tokens; token += work.tokens_between()) {
+            const int next = token + work.tokens_between(), next_block = work.block_of(++tile, next, blocks);
             // Values of a thread: tokens `row` and `row` + 8 of a sixteen, heads `column` and the next of an eight.
             float scores[WARP_TOKENS / 16][EIGHTS][4] = {};
             wait_for_older();
@@ -394,7 +514,7 @@ struct Stream {
             fetch_values(work, next, next_block);
         }
         // The tiles give way to mixtures.
-        __syncthreads();
+        MEET();
         float* mixtures = shared.mixtures(warp);
 #pragma unroll
         for (int i = 0; i < EIGHTS * 2; i++) {
@@ -425,11 +545,11 @@ struct Stream {
     const int* blocks;
 
     __device__ __forceinline__ void run(Shared& shared, const Work& work, float scale) const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int warp = THREAD / 32, lane = THREAD % 32;
         float mixed[TILE_HEADS][LANE_DIMS] = {}, top[TILE_HEADS], sum[TILE_HEADS];
 #pragma unroll
         for (int head = 0; head < TILE_HEADS; head++) top[head] = NOTHING, sum[head] = 0.0f;
-        for (int first = work.first_token(); first < work.tokens; first += TOKENS_BETWEEN) {
+        for (int first = work.first_token(); first < work.tokens; first += work.tokens_between()) {
             const int block = blocks[first / BLOCK], end = min(first + WARP_TOKENS, work.tokens);
             for (int token = first; token < end; token++) {
                 const long long at = slot(block, work.key_head, token);
@@ -476,42 +596,61 @@ struct Stream {
 
 #endif
 
-// Score of the new token with each head.
+// Score of the new token with each head, by sixteen lanes.
 __device__ __forceinline__ void score_new_token(Shared& shared, const Work& work, float scale) {
-    const int lane = threadIdx.x % 32;
-    for (int head = threadIdx.x / 32; head < work.heads; head += WARPS) {
+#pragma unroll 1
+    for (int first = 0; first < work.heads; first += THREADS / 16) {
+        const int head = first + THREAD / 16, row = min(head, work.heads - 1) * QUERY_STRIDE;
         float score = 0.0f;
-        for (int d = lane; d < HEAD_DIM; d += 32)
-            score = fmaf((float)shared.queries[head * QUERY_STRIDE + d], (float)shared.key[d], score);
-        score = warp_sum(score) * scale;
-        if (lane == 0) shared.top[WARPS][head] = score;
+#pragma unroll
+        for (int i = 0; i < (HEAD_DIM + 16 * W - 1) / (16 * W); i++) {
+            const int d = (i * 16 + THREAD % 16) * W;
+            if (d >= HEAD_DIM) continue;
+            float query[W], key[W];
+            load(shared.queries + row + d, query);
+            load(shared.key + d, key);
+#pragma unroll
+            for (int j = 0; j < W; j++) score = fmaf(query[j], key[j], score);
+        }
+#pragma unroll
+        for (int other = 8; other > 0; other /= 2) score += __shfl_xor_sync(~0u, score, other);
+        if (THREAD % 16 == 0 && head < work.heads) shared.top[WARPS][head] = score * scale;
     }
 }
 
 // Merges the warps in their order: the output if the row has one block, else the block's own mixture.
 __device__ __forceinline__ void merge_warps(Shared& shared, const Work& work, T* out) {
-    for (int i = threadIdx.x; i < work.heads * HEAD_DIM; i += THREADS) {
+#pragma unroll 1
+    for (int i = THREAD * W; i < work.heads * HEAD_DIM; i += THREADS * W) {
         const int head = i / HEAD_DIM, d = i % HEAD_DIM;
-        float top = work.appends ? shared.top[WARPS][head] : NOTHING, sum = 0.0f, mixed = 0.0f;
+        float top = work.appends ? shared.top[WARPS][head] : NOTHING, sum = 0.0f, mixed[W] = {};
 #pragma unroll
         for (int warp = 0; warp < WARPS; warp++) top = fmaxf(top, shared.top[warp][head]);
         // A block may have no token.
         const float shift = top == NOTHING ? 0.0f : top;
+        const auto add = [&](float factor, float weights, const float(&values)[W]) {
+            sum = fmaf(factor, weights, sum);
+#pragma unroll
+            for (int j = 0; j < W; j++) mixed[j] = fmaf(factor, values[j], mixed[j]);
+        };
 #pragma unroll
         for (int warp = 0; warp < WARPS; warp++) {
-            const float factor = power(shared.top[warp][head] - shift);
-            sum = fmaf(factor, shared.sum[warp][head], sum);
-            mixed = fmaf(factor, shared.mixtures(warp)[i], mixed);
+            float values[W];
+            load(shared.mixtures(warp) + i, values);
+            add(power(shared.top[warp][head] - shift), shared.sum[warp][head], values);
         }
         if (work.appends) {
-            const float factor = power(shared.top[WARPS][head] - shift);
-            sum += factor;
-            mixed = fmaf(factor, (float)shared.value[d], mixed);
+            float values[W];
+            load(shared.value + d, values);
+            add(power(shared.top[WARPS][head] - shift), 1.0f, values);
         }
-        if (CLUSTER == 1) {
-            out[i] = (T)(mixed / sum);
+        if (work.sharing == 1) {
+#pragma unroll
+            for (int j = 0; j < W; j++) mixed[j] /= sum;
+            store(out + i, mixed);
         } else {
-            shared.mixtures(0)[i] = mixed;
+#pragma unroll
+            for (int j = 0; j < W; j++) shared.mixtures(0)[i + j] = mixed[j];
             if (d == 0) shared.block_top[head] = top, shared.block_sum[head] = sum;
         }
     }
@@ -531,7 +670,7 @@ __device__ __forceinline__ void wait_for_cluster() {
 // Merges the blocks of a cluster in their order, each of them a part of the output.
 __device__ __forceinline__ void merge_blocks(Shared& shared, const Work& work, T* out) {
     wait_for_cluster();
-    for (int i = blockIdx.z * THREADS + threadIdx.x; i < work.heads * HEAD_DIM; i += CLUSTER * THREADS) {
+    for (int i = work.rank * THREADS + THREAD; i < work.heads * HEAD_DIM; i += CLUSTER * THREADS) {
         const int head = i / HEAD_DIM;
         float tops[CLUSTER], sums[CLUSTER], mixtures[CLUSTER], top = NOTHING, sum = 0.0f, mixed = 0.0f;
 #pragma unroll
@@ -558,73 +697,103 @@ __device__ __forceinline__ void merge_blocks(Shared& shared, const Work& work, T
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-template <bool STEP>
-__device__ __forceinline__ void attend(const T* q, const Step& step, T* k_cache, T* v_cache, const int* table,
-                                       const int* lengths, T* out, const Scalars& s) {
-    __shared__ Shared shared;
-    allow_next_kernel();
-    if (!CACHE_EARLY) wait_for_previous_kernel();
-    Work work;
-    work.row = blockIdx.y;
-    work.key_head = blockIdx.x / HEAD_TILES;
-    const int head_tile = blockIdx.x % HEAD_TILES;
-    work.first_head = work.key_head * GROUP + head_tile * TILE_HEADS;
-    work.heads = min(TILE_HEADS, GROUP - head_tile * TILE_HEADS);
+// A group's part of a row, from the first fetch to its mixture in `shared`, which is the output where no other group shares
+// the row. Waits with `ready` for what the step reads and for the output's last reader; lengths, table and cached tokens are
+// read before. False if the row is not live: then its output is zeros.
+template <bool STEP, class Ready>
+__device__ __forceinline__ bool attend(Shared& shared, const Work& work, const T* q, const Step& step, T* k_cache, T* v_cache,
+                                       const int* table, T* out, const Scalars& s, const Ready& ready) {
+    const int head_tile = work.first_head % HEAD_GROUP / TILE_HEADS;
     const int* blocks = table + work.row * s.max_blocks;
-#if !PLAIN
-    // Read side by side with the length; of use only if the length reaches it.
-    const int first_token = work.first_token();
-    const int first_block = first_token / BLOCK < s.max_blocks ? blocks[first_token / BLOCK] : 0;
-#endif
-    work.tokens = lengths[work.row];
-    work.appends = STEP && blockIdx.z == 0;
-    const long long first = ((long long)work.row * QUERY_HEADS + work.first_head) * HEAD_DIM;
-    out += first;
-    // The same for all blocks of a cluster.
+    // The same for all groups that share the row.
     if (work.tokens < (STEP ? 0 : 1) || work.tokens + (STEP ? 1 : 0) > s.max_blocks * BLOCK) {
-        if (CACHE_EARLY) wait_for_previous_kernel();
-        if (blockIdx.z == 0)
-            for (int i = threadIdx.x; i < work.heads * HEAD_DIM; i += THREADS) out[i] = (T)0.0f;
-        return;
+        ready();
+        if (work.rank == 0) {
+#pragma unroll 1
+            for (int i = THREAD; i < work.heads * HEAD_DIM; i += THREADS) out[i] = (T)0.0f;
+        }
+        return false;
     }
     const float scale = (float)s.scale * LOG2E;
+    Preparation preparation;
+    // Before copies that take their time.
+    if (STEP) preparation.begin(work, step, work.tokens);
 
 #if PLAIN
     const Stream stream = {k_cache, v_cache, blocks};
 #else
-    const u32 tiles = (u32)__cvta_generic_to_shared(shared.stream) + threadIdx.x / 32 * WARP_TOKENS * HEAD_DIM * 4;
+    const u32 tiles = (u32)__cvta_generic_to_shared(shared.stream) + THREAD / 32 * WARP_TOKENS * HEAD_DIM * 4;
     const Stream stream = {tiles, tiles + WARP_TOKENS * HEAD_DIM * 2, k_cache, v_cache, blocks};
+    const int first_token = work.first_token(), first_block = work.block_of(0, first_token, blocks);
     stream.fetch_keys(work, first_token, first_block);
     stream.fetch_values(work, first_token, first_block);
 #endif
-    if (CACHE_EARLY) wait_for_previous_kernel();
+    ready();
     if (STEP) {
-        prepare(shared, work, step, work.tokens, (float)s.epsilon);
+        preparation.finish(shared, work, step, (float)s.epsilon);
     } else {
-        for (int i = threadIdx.x; i < work.heads * HEAD_DIM; i += THREADS)
+        const long long first = ((long long)work.row * QUERY_HEADS + work.first_head) * HEAD_DIM;
+        for (int i = THREAD; i < work.heads * HEAD_DIM; i += THREADS)
             shared.queries[i / HEAD_DIM * QUERY_STRIDE + i % HEAD_DIM] = q[first + i];
     }
-    __syncthreads();
-    if (work.appends) {
-        if (head_tile == 0) {
-            const long long to = slot(blocks[work.tokens / BLOCK], work.key_head, work.tokens);
-            for (int d = threadIdx.x; d < HEAD_DIM; d += THREADS) {
-                k_cache[to + d] = shared.key[d];
-                v_cache[to + d] = shared.value[d];
-            }
-        }
-        score_new_token(shared, work, scale);
-    }
+    MEET();
+    if (work.appends) score_new_token(shared, work, scale);
     stream.run(shared, work, scale);
-    __syncthreads();
+    MEET();
     merge_warps(shared, work, out);
-    if (CLUSTER > 1) merge_blocks(shared, work, out);
+    if (work.appends && head_tile == 0) {
+        const long long to = slot(blocks[work.tokens / BLOCK], work.key_head, work.tokens);
+#pragma unroll 1
+        for (int d = THREAD; d < HEAD_DIM; d += THREADS) {
+            k_cache[to + d] = shared.key[d];
+            v_cache[to + d] = shared.value[d];
+        }
+    }
+    return true;
+}
+
+// The `tile`-th part of the heads of a row, all key heads counted.
+__device__ __forceinline__ Work work_of(int row, int tile, int rank, int sharing, bool appends, const int* lengths,
+                                        const int* table, long long max_blocks) {
+    Work work;
+    work.row = row;
+    work.key_head = tile / HEAD_TILES;
+    work.first_head = work.key_head * HEAD_GROUP + tile % HEAD_TILES * TILE_HEADS;
+    work.heads = min(TILE_HEADS, HEAD_GROUP - tile % HEAD_TILES * TILE_HEADS);
+    work.tokens = lengths[row];
+    work.rank = rank;
+    work.sharing = sharing;
+    work.appends = appends && rank == 0;
+    // Read side by side with the length.
+    const int at = (work.first_token() + THREAD % 32 * work.tokens_between()) / BLOCK;
+    work.block = at < max_blocks ? table[row * max_blocks + at] : 0;
+    return work;
+}
+__device__ __forceinline__ long long output_of(const Work& work) {
+    return ((long long)work.row * QUERY_HEADS + work.first_head) * HEAD_DIM;
+}
+
+#if !GROUPS
+
+template <bool STEP>
+__device__ __forceinline__ void attend_block(const T* q, const Step& step, T* k_cache, T* v_cache, const int* table,
+                                             const int* lengths, T* out, const Scalars& s) {
+    __shared__ Shared shared;
+    allow_next_kernel();
+    if (!CACHE_EARLY) wait_for_previous_kernel();
+    const Work work = work_of(blockIdx.y, blockIdx.x, blockIdx.z, CLUSTER, STEP, lengths, table, s.max_blocks);
+    out += output_of(work);
+    const auto ready = [] {
+        if (CACHE_EARLY) wait_for_previous_kernel();
+    };
+    const bool live = attend<STEP>(shared, work, q, step, k_cache, v_cache, table, out, s, ready);
+    if (CLUSTER > 1 && live) merge_blocks(shared, work, out);
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 attention_decode(const T* q, T* k_cache, T* v_cache, const int* table, const int* lengths, T* out,
                  const __grid_constant__ Scalars s) {
-    attend<false>(q, Step(), k_cache, v_cache, table, lengths, out, s);
+    attend_block<false>(q, Step(), k_cache, v_cache, table, lengths, out, s);
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
@@ -632,8 +801,10 @@ attention_decode_step(const T* qkv, const T* bias, const T* q_norm, const T* k_n
                       T* k_cache, T* v_cache, const int* table, const int* lengths, T* out,
                       const __grid_constant__ Scalars s) {
     const Step step = {qkv, bias, q_norm, k_norm, cos, sin};
-    attend<true>(nullptr, step, k_cache, v_cache, table, lengths, out, s);
+    attend_block<true>(nullptr, step, k_cache, v_cache, table, lengths, out, s);
 }
+
+#endif
 
 #if IS_F32
 #define WIDE 4

@@ -5,10 +5,14 @@
 //! changes nothing. Keys and values lie in blocks of 64 tokens, of which a row takes as many as its prompt and its longest
 //! response need. Results of burn's own operations may have padded rows, and are made dense.
 //!
+//! Up to 128 rows of a small decoder in bf16 on Hopper, one kernel takes all layers of a step where it is asked for
+//! (`decode/layers.rs`); else each layer has its kernels (`decode/step.rs`).
+//!
 //! Dims: `R` rows, `H`/`K` query/key heads, `Dh` head width, `I` width inside the MLP, `V` vocabulary.
 
 mod book;
 mod drawing;
+mod layers;
 mod prefill;
 mod step;
 
@@ -26,6 +30,7 @@ use crate::decoder::{Decoder, DecoderConfig};
 use crate::rollout::pool::{BLOCK, Pool, blocks_of};
 
 use self::book::Book;
+use self::layers::LayersKernel;
 
 pub(crate) use self::book::{Response, Start, state};
 pub(crate) use self::drawing::Drawing;
@@ -85,6 +90,8 @@ pub(crate) struct DeviceDecoder {
     blocks: usize,
     pool: Pool,
     layers: Vec<Layer>,
+    /// Where one kernel takes all layers of a step, which has the addresses of `layers`.
+    layers_kernel: Option<LayersKernel>,
     embedding: CubeTensor,
     last_norm: CubeTensor,
     head: Joined,
@@ -106,12 +113,28 @@ enum Recorded {
     Never,
 }
 
+impl Layer {
+    /// Bias of the projections, norms of queries and of keys; any buffer stands for what the model has not.
+    fn optional<'a>(&'a self, any: &'a CubeTensor) -> [&'a CubeTensor; 3] {
+        let norms = self.head_norms.as_ref().map(<[CubeTensor; 2]>::each_ref);
+        let [q_norm, k_norm] = norms.unwrap_or([any, any]);
+        [self.bias.as_ref().unwrap_or(any), q_norm, k_norm]
+    }
+}
+
 fn weight(linear: &Linear) -> CubeTensor {
     primitive(linear.weight.val())
 }
 
 fn gain(norm: &RmsNorm) -> CubeTensor {
     primitive(norm.weight.val())
+}
+
+/// Whether a step attends with heads of this width: a part of a warp prepares one, up to four neighbours of each half a lane.
+fn attends(head_dim: usize) -> bool {
+    let half = head_dim / 2;
+    let together = [4, 2].into_iter().find(|width| half.is_multiple_of(*width));
+    half / together.unwrap_or(1) <= 32
 }
 
 /// Whether the kernels take this decoder.
@@ -128,6 +151,7 @@ pub(crate) fn takes(decoder: &Decoder) -> bool {
     !config.output_bias
         && !config.mlp_bias
         && super::attention::takes(config.heads.dim)
+        && attends(config.heads.dim)
         && projects(&embedding, &widths)
 }
 
@@ -173,8 +197,9 @@ impl DeviceDecoder {
             Some(head) => weight(head),
             None => embedding.clone(),
         };
-        DeviceDecoder {
+        let mut new = DeviceDecoder {
             layers: layers.collect(),
+            layers_kernel: None,
             last_norm: gain(&decoder.model.norm),
             head: Joined::one(head),
             cos,
@@ -191,7 +216,9 @@ impl DeviceDecoder {
             pool: Pool::new(sizes.rows, sizes.blocks),
             sizes,
             blocks,
-        }
+        };
+        new.layers_kernel = LayersKernel::of(&new);
+        new
     }
 
     /// One token for every live row. The first step with so many rows is launched kernel by kernel, which compiles what is

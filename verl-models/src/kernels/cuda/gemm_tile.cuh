@@ -165,6 +165,7 @@ constexpr u32 A_HALF = A_MN ? BK * 128 : 64 * BK * 2; // bytes from 64 rows to t
 #define F16(d, i) F8(d, i), F8(d, i + 8)
 #define F32(d, i) F16(d, i), F16(d, i + 16)
 #define F40(d, i) F32(d, i), F8(d, i + 32)
+#define F24(d, i) F16(d, i), F8(d, i + 16)
 #define F48(d, i) F32(d, i), F16(d, i + 32)
 #define F64(d, i) F32(d, i), F32(d, i + 32)
 #define F96(d, i) F64(d, i), F32(d, i + 64)
@@ -172,6 +173,7 @@ constexpr u32 A_HALF = A_MN ? BK * 128 : 64 * BK * 2; // bytes from 64 rows to t
 #define F128(d, i) F64(d, i), F64(d, i + 64)
 #define N8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define N16 N8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define N24 N16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define N32 N16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define N40 N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define N48 N40 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -198,6 +200,7 @@ constexpr u32 A_HALF = A_MN ? BK * 128 : 64 * BK * 2; // bytes from 64 rows to t
   }
 DEFINE_MMA(16, N8, F8(d, 0), 8, 9, 10, 11)
 DEFINE_MMA(32, N16, F16(d, 0), 16, 17, 18, 19)
+DEFINE_MMA(48, N24, F24(d, 0), 24, 25, 26, 27)
 DEFINE_MMA(64, N32, F32(d, 0), 32, 33, 34, 35)
 DEFINE_MMA(80, N40, F40(d, 0), 40, 41, 42, 43)
 DEFINE_MMA(96, N48, F48(d, 0), 48, 49, 50, 51)
@@ -209,26 +212,30 @@ DEFINE_MMA(256, N128, F128(d, 0), 128, 129, 130, 131)
 // Bytes from column 0 of a tile of B to column n.
 __device__ __forceinline__ constexpr u32 b_columns(int n) { return B_MN ? n / 64 * BK * 128 : n * BK * 2; }
 
-// d[64, BN] += a[64, 16] b[BN, 16]^T, in the widest instructions that add up to BN columns.
-__device__ __forceinline__ void mma(float* d, u64 a, u64 b) {
-  constexpr int C128 = BN / 128 * 128, C64 = BN / 64 * 64, C32 = BN / 32 * 32;
-  if constexpr (BN == 256) {
+// d[64, N] += a[64, 16] b[N, 16]^T, in the widest instructions that add up to N columns.
+template <int N>
+__device__ __forceinline__ void mma_columns(float* d, u64 a, u64 b) {
+  constexpr int C128 = N / 128 * 128, C64 = N / 64 * 64, C32 = N / 32 * 32;
+  if constexpr (N == 256) {
     mma_n256(d, a, b);
-  } else if constexpr (BN == 224) {
+  } else if constexpr (N == 224) {
     mma_n224(d, a, b);
-  } else if constexpr (BN == 192) {
+  } else if constexpr (N == 192) {
     mma_n192(d, a, b);
-  } else if constexpr (BN == 96) {
+  } else if constexpr (N == 96) {
     mma_n96(d, a, b);
-  } else if constexpr (BN == 80) {
+  } else if constexpr (N == 80) {
     mma_n80(d, a, b);
+  } else if constexpr (N == 48) {
+    mma_n48(d, a, b);
   } else {
-    if constexpr (BN & 128) mma_n128(d, a, b);
-    if constexpr (BN & 64) mma_n64(d + C128 / 2, a, b + (b_columns(C128) >> 4));
-    if constexpr (BN & 32) mma_n32(d + C64 / 2, a, b + (b_columns(C64) >> 4));
-    if constexpr (BN & 16) mma_n16(d + C32 / 2, a, b + (b_columns(C32) >> 4));
+    if constexpr (N & 128) mma_n128(d, a, b);
+    if constexpr (N & 64) mma_n64(d + C128 / 2, a, b + (b_columns(C128) >> 4));
+    if constexpr (N & 32) mma_n32(d + C64 / 2, a, b + (b_columns(C64) >> 4));
+    if constexpr (N & 16) mma_n16(d + C32 / 2, a, b + (b_columns(C32) >> 4));
   }
 }
+__device__ __forceinline__ void mma(float* d, u64 a, u64 b) { mma_columns<BN>(d, a, b); }
 
 // The tile of a block and the terms it sums.
 struct Place {

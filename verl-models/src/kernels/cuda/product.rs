@@ -17,7 +17,7 @@ use super::mlp;
 use super::probe::takes_large;
 use super::tensor::{CubeTensor, cast, dense, empty};
 
-pub(crate) use self::operands::{Joined, Summed};
+pub(crate) use self::operands::{Joined, Summed, boxes};
 pub(crate) use self::projection::{Input, Into, Projection, projects};
 
 /// C\[m, n\] = Σ_k A\[m, k\] B\[n, k\], in `out`: the dtype of A, or f32.
@@ -164,7 +164,8 @@ fn added(
     }
 }
 
-fn is_hopper(tensor: &CubeTensor) -> bool {
+/// Whether the tensor's device has the matrix instructions of Hopper.
+pub(crate) fn is_hopper(tensor: &CubeTensor) -> bool {
     let identity = &tensor.client.properties().identity;
     identity.fingerprint.contains("sm90")
 }

@@ -1,6 +1,7 @@
 //! The kernels of a step, in their order.
 //!
-//! A layer is five kernels up to 16 rows, where a product norms what it reads, and seven with more.
+//! Where no kernel takes all layers ([`DeviceDecoder::launch_layers`]), a layer is five kernels up to 16 rows, where a
+//! product norms what it reads, and seven with more.
 
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
@@ -10,7 +11,6 @@ use super::super::product::{Input, Into, Joined, Projection};
 use super::super::tensor::{CubeTensor, short_element};
 use super::super::{mlp, norm, rows};
 use super::{Buffers, DeviceDecoder, Layer};
-use crate::decoder::DecoderConfig;
 
 static ATTENTION: Source = Source::new(include_str!("../attention_decode.cu"));
 
@@ -19,30 +19,41 @@ const RESIDENT_BLOCKS: usize = 6 * 132;
 
 impl DeviceDecoder {
     pub(super) fn launch_step(&self) {
-        let Buffers {
-            qkv,
-            mixed,
-            inner,
-            logits,
-            ..
-        } = &self.buffers;
-        self.embed();
-        for layer in &self.layers {
-            self.multiply(&layer.input_norm, &layer.qkv, (qkv, Into::Product));
-            self.attend(layer);
-            self.add(mixed, &layer.output);
-            match &self.buffers.wide {
-                Some(wide) => {
-                    self.multiply(&layer.mlp_norm, &layer.gate_up, (wide, Into::Product));
-                    mlp::joined_into(wide, inner);
-                }
-                None => self.multiply(&layer.mlp_norm, &layer.gate_up, (inner, Into::Swiglu)),
+        let Buffers { normed, logits, .. } = &self.buffers;
+        if self.launch_layers() {
+            let projection = Projection {
+                input: Input::Plain(normed),
+                weight: &self.head,
+                to: logits,
+                into: Into::Product,
+            };
+            projection.launch();
+        } else {
+            self.embed();
+            for layer in &self.layers {
+                self.launch_layer(layer);
             }
-            self.add(inner, &layer.down);
+            self.multiply(&self.last_norm, &self.head, (logits, Into::Product));
         }
-        self.multiply(&self.last_norm, &self.head, (logits, Into::Product));
         self.draw();
         self.advance();
+    }
+
+    fn launch_layer(&self, layer: &Layer) {
+        let Buffers {
+            qkv, mixed, inner, ..
+        } = &self.buffers;
+        self.multiply(&layer.input_norm, &layer.qkv, (qkv, Into::Product));
+        self.attend(layer);
+        self.add(mixed, &layer.output);
+        match &self.buffers.wide {
+            Some(wide) => {
+                self.multiply(&layer.mlp_norm, &layer.gate_up, (wide, Into::Product));
+                mlp::joined_into(wide, inner);
+            }
+            None => self.multiply(&layer.mlp_norm, &layer.gate_up, (inner, Into::Swiglu)),
+        }
+        self.add(inner, &layer.down);
     }
 
     fn embed(&self) {
@@ -88,17 +99,23 @@ impl DeviceDecoder {
     }
 
     /// Query heads that share a tile of the kernel, as it divides them.
-    fn head_tiles(config: &DecoderConfig, dtype: DType) -> usize {
-        let heads = config.heads;
-        let plain = dtype == DType::F32 || !heads.dim.is_multiple_of(16) || heads.dim > 128;
+    pub(super) fn tile_heads(&self) -> usize {
+        let heads = self.config.heads;
+        let plain = self.dtype == DType::F32 || !heads.dim.is_multiple_of(16) || heads.dim > 128;
         let group = heads.query / heads.key_value;
-        group.div_ceil(group.min(if plain { 8 } else { 16 }))
+        group.min(if plain { 8 } else { 16 })
+    }
+
+    /// Tiles of heads of a row.
+    pub(super) fn tiles_of_row(&self) -> usize {
+        let heads = self.config.heads;
+        let group = heads.query / heads.key_value;
+        heads.key_value * group.div_ceil(self.tile_heads())
     }
 
     /// Blocks that share the tokens of a row: a function of the rows alone.
     fn cluster(&self) -> usize {
-        let heads = self.config.heads.key_value * Self::head_tiles(&self.config, self.dtype);
-        match self.rows * heads {
+        match self.rows * self.tiles_of_row() {
             0..=31 => 8,
             32..=128 => 4,
             _ => 1,
@@ -116,23 +133,15 @@ impl DeviceDecoder {
 
     /// Appends keys and values of the new tokens and attends.
     fn attend(&self, layer: &Layer) {
-        let heads = self.config.heads;
-        let tiles = Self::head_tiles(&self.config, self.dtype);
         let cluster = self.cluster();
-        let any = &self.embedding.handle;
-        let bias = layer.bias.as_ref().map_or(any, |bias| &bias.handle);
-        let norms = layer.head_norms.as_ref();
-        let [q_norm, k_norm] = norms.map_or([any, any], |norms| {
-            norms.each_ref().map(|norm| &norm.handle)
-        });
+        let [bias, q_norm, k_norm] = layer.optional(&self.embedding);
         let [keys, values] = &layer.cache;
         let Buffers { qkv, mixed, .. } = &self.buffers;
-        let scale = (heads.dim as f64).powf(-0.5);
         let buffers = [
             &qkv.handle,
-            bias,
-            q_norm,
-            k_norm,
+            &bias.handle,
+            &q_norm.handle,
+            &k_norm.handle,
             &self.cos.handle,
             &self.sin.handle,
             &keys.handle,
@@ -140,11 +149,6 @@ impl DeviceDecoder {
             &self.book.table,
             &self.book.positions,
             &mixed.handle,
-        ];
-        let scalars = vec![
-            scale.to_bits(),
-            self.config.norm_epsilon.to_bits(),
-            self.blocks as u64,
         ];
         let mut kernel = self.attention_kernel("attention_decode_step", 128);
         if let Some(tokens) = self.tile_tokens() {
@@ -156,10 +160,17 @@ impl DeviceDecoder {
             .define("CLUSTER", cluster)
             .launch(
                 &qkv.client,
-                [heads.key_value * tiles, self.rows, cluster].map(|size| size as u32),
+                [self.tiles_of_row(), self.rows, cluster].map(|size| size as u32),
                 &buffers,
-                scalars,
+                self.attention_scalars().into(),
             );
+    }
+
+    /// Scale of the scores, epsilon of the norms, columns of the table of blocks.
+    pub(super) fn attention_scalars(&self) -> [u64; 3] {
+        let scale = (self.config.heads.dim as f64).powf(-0.5);
+        let epsilon = self.config.norm_epsilon;
+        [scale.to_bits(), epsilon.to_bits(), self.blocks as u64]
     }
 
     /// A kernel of `attention_decode.cu` for this decoder.

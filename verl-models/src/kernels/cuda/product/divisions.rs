@@ -1,4 +1,5 @@
-//! How products are divided: every choice that was made by measuring, in one place.
+//! How products are divided: every choice that was made by measuring, in one place but for the kernel of all layers
+//! (`kernels/layer_units.rs`).
 //!
 //! `scripts/kernels/decode.py step` times a whole step with these and with others.
 

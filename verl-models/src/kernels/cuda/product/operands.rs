@@ -88,6 +88,16 @@ impl Joined {
         &self.matrices[0]
     }
 
+    /// Where the matrices begin that were put together, which have so many rows: within which matrix, and how many elements
+    /// behind its beginning.
+    pub fn places<const N: usize>(&self, rows: [usize; N]) -> [(&CubeTensor, usize); N] {
+        let [_, terms] = self.sizes();
+        std::array::from_fn(|at| match self.matrices.as_slice() {
+            [one] => (one, rows[..at].iter().sum::<usize>() * terms),
+            several => (&several[at], 0),
+        })
+    }
+
     /// Rows before the second matrix and before the third, if there are several.
     pub(super) fn firsts(&self) -> Vec<u64> {
         let rows = |count: usize| -> u64 {
@@ -118,7 +128,7 @@ pub(super) fn tensor_map(
 }
 
 /// Boxes of a dense matrix of bf16.
-pub(super) fn boxes(
+pub(crate) fn boxes(
     matrix: &CubeTensor,
     tile: [usize; 2],
     swizzle: TensorMapSwizzle,

@@ -1,0 +1,229 @@
+//! All layers of a step in one kernel, where it takes the decoder.
+//!
+//! The kernel finds the layers' tensors through a table of their addresses. cubecl moves memory when it makes room and before
+//! it records a graph, but never what a recorded graph was given: the launches that write the table are recorded for that.
+//! The kernel's blocks wait for one another between the phases of a layer, so all of them have to run at once.
+//!
+//! It is used where `VERL_DECODE_LAYERS=1` asks for it (docs/performance.md tells why).
+
+use burn::tensor::DType;
+use cubecl::client::Graph;
+use cubecl::prelude::TensorMapSwizzle;
+use cubecl::server::{Handle, KernelResource};
+
+use super::super::launch::{CudaKernel, Source};
+use super::super::probe::takes_large;
+use super::super::product::{boxes, is_hopper};
+use super::super::tensor::{CubeTensor, integers, short_element};
+use super::{Buffers, DeviceDecoder, Layer, replay};
+use crate::kernels::layer_units::{LayerSizes, LayerUnits, MOST_ROWS, attention_parts};
+
+static LAYERS: Source = Source::with_prefixes(
+    include_str!("../gemm_tile.cuh"),
+    include_str!("../attention_decode.cu"),
+    include_str!("../decode_layers.cu"),
+);
+static ADDRESSES: Source = Source::new(include_str!("../addresses.cu"));
+
+/// The variable that asks for the kernel: `1`.
+const ASKED_FOR: &str = "VERL_DECODE_LAYERS";
+/// Addresses of a layer in the table.
+const ADDRESSES_OF_LAYER: usize = 16;
+/// Counts of blocks, before those of the rows.
+const COUNTS: usize = 32;
+
+/// What the kernel of all layers needs besides a step's buffers.
+pub(super) struct LayersKernel {
+    sizes: LayerSizes,
+    /// Blocks of a launch, one a multiprocessor.
+    blocks: usize,
+    /// Where the layers' tensors lie.
+    addresses: Handle,
+    /// The recording that writes them: while it lives, nothing moves that it was given.
+    _still: Graph,
+    /// Pieces of sums.
+    pieces: Handle,
+    /// What groups have that share a row's tokens.
+    parts: Handle,
+    /// Of blocks and groups that have come; zeros between launches.
+    counts: Handle,
+}
+
+fn is_asked_for() -> bool {
+    std::env::var_os(ASKED_FOR).is_some_and(|value| value == "1")
+}
+
+impl LayersKernel {
+    /// Notes where the layers lie; none where the kernel is not asked for or takes no step of this decoder, or where the
+    /// device records nothing.
+    pub fn of(decoder: &DeviceDecoder) -> Option<Self> {
+        if !is_asked_for() {
+            return None;
+        }
+        let like = &decoder.embedding;
+        let (client, config) = (&like.client, &decoder.config);
+        let processors = client.properties().hardware.num_streaming_multiprocessors?;
+        // Pairs of blocks share activations.
+        let blocks = processors as usize / 2 * 2;
+        let sizes = LayerSizes {
+            width: config.hidden_size,
+            inner: config.intermediate_size,
+            heads: config.heads,
+        };
+        let counts = [16, 32, 64, MOST_ROWS].map(|rows| rows.min(decoder.sizes.rows));
+        let pieces = counts.into_iter().filter_map(|rows| {
+            let units = LayerUnits::of(&sizes, rows, blocks)?;
+            Some(rows * units.pieces(&sizes))
+        });
+        let pieces = pieces.max()?;
+        if decoder.dtype != DType::BF16
+            || decoder.layers.is_empty()
+            || !is_hopper(like)
+            || !takes_large(client)
+        {
+            return None;
+        }
+        let tiles = MOST_ROWS.min(decoder.sizes.rows) * decoder.tiles_of_row();
+        let part = decoder.tile_heads() * (config.heads.dim + 2);
+        let addresses = client.empty(decoder.layers.len() * ADDRESSES_OF_LAYER * 8);
+        let note = || {
+            for (index, layer) in decoder.layers.iter().enumerate() {
+                note(&addresses, index, layer, decoder);
+            }
+        };
+        client.graph_prepare().ok()?;
+        note();
+        client.start_capture().ok()?;
+        note();
+        let still = client.stop_capture().ok()?;
+        replay(&still).ok()?;
+        Some(LayersKernel {
+            sizes,
+            blocks,
+            addresses,
+            _still: still,
+            pieces: client.empty(pieces * 4),
+            parts: client.empty(tiles.max(2 * blocks) * part * 4),
+            counts: integers(like, &vec![0; COUNTS + tiles]),
+        })
+    }
+
+    /// The kernel for this decoder's rows.
+    fn kernel(&self, units: &LayerUnits, decoder: &DeviceDecoder) -> CudaKernel {
+        let heads = self.sizes.heads;
+        let tiles = decoder.rows * decoder.tiles_of_row();
+        let first = &decoder.layers[0];
+        let mut kernel = CudaKernel::new(&LAYERS, "decode_layers", 384)
+            .define("BK", 64)
+            .define("GROUPS", 1)
+            .define("ELEMENT", short_element(decoder.dtype))
+            .define("HEAD_DIM", heads.dim)
+            .define("QUERY_HEADS", heads.query)
+            .define("KEY_HEADS", heads.key_value)
+            .define("QKV_BIAS", u8::from(first.bias.is_some()))
+            .define("QK_NORM", u8::from(first.head_norms.is_some()))
+            .define("LAYERS", decoder.layers.len())
+            .define("WIDTH", self.sizes.width)
+            .define("INNER", self.sizes.inner)
+            .define("ROWS", units.rows)
+            .define("BLOCKS", self.blocks)
+            .define("QKV_TILE", units.qkv.tile)
+            .define("QKV_PIECES", units.qkv.pieces)
+            .define("OUT_TILE", units.output.tile)
+            .define("OUT_PIECES", units.output.pieces)
+            .define("MLP_TILE", units.mlp.tile)
+            .define("DOWN_TILE", units.down.tile)
+            .define("DOWN_PIECES", units.down.pieces)
+            .define("ATTENTION_PARTS", attention_parts(tiles, self.blocks));
+        if units.rows <= 64 {
+            // All warps of a block attend to the same part of a row.
+            kernel = kernel.define("WARPS", 8);
+        }
+        kernel
+    }
+}
+
+/// Writes the addresses of a layer's tensors into the table.
+fn note(addresses: &Handle, index: usize, layer: &Layer, decoder: &DeviceDecoder) {
+    let (heads, inner) = (decoder.config.heads, decoder.config.intermediate_size);
+    let keys = heads.key_value * heads.dim;
+    let [(q, q_offset), (k, k_offset), (v, v_offset)] =
+        layer.qkv.places([heads.query * heads.dim, keys, keys]);
+    let [(gate, gate_offset), (up, up_offset)] = layer.gate_up.places([inner, inner]);
+    let [bias, q_norm, k_norm] = layer.optional(&decoder.embedding);
+    let [cached_keys, cached_values] = &layer.cache;
+    let tensors = [
+        q,
+        k,
+        v,
+        bias,
+        q_norm,
+        k_norm,
+        &layer.input_norm,
+        layer.output.first(),
+        &layer.mlp_norm,
+        gate,
+        up,
+        layer.down.first(),
+        cached_keys,
+        cached_values,
+    ];
+    let mut buffers = tensors.map(|tensor| &tensor.handle).to_vec();
+    buffers.push(addresses);
+    let scalars = [index, q_offset, k_offset, v_offset, gate_offset, up_offset];
+    CudaKernel::new(&ADDRESSES, "note_layer", 1).launch(
+        &decoder.embedding.client,
+        [1, 1, 1],
+        &buffers,
+        scalars.map(|number| number as u64).into(),
+    );
+}
+
+impl DeviceDecoder {
+    /// Takes all rows from their tokens to the norm behind the last layer; false where the kernel takes no such step.
+    pub(super) fn launch_layers(&self) -> bool {
+        let Some(layers) = &self.layers_kernel else {
+            return false;
+        };
+        let Some(units) = LayerUnits::of(&layers.sizes, self.rows, layers.blocks) else {
+            return false;
+        };
+        let Buffers {
+            x,
+            normed,
+            mixed,
+            inner,
+            ..
+        } = &self.buffers;
+        let map = |tensor: &CubeTensor| boxes(tensor, [units.rows / 2, 64], TensorMapSwizzle::B128);
+        let buffers = [
+            &layers.addresses,
+            &self.embedding.handle,
+            &self.book.token,
+            &self.last_norm.handle,
+            &self.cos.handle,
+            &self.sin.handle,
+            &self.book.table,
+            &self.book.positions,
+            &x.handle,
+            &normed.handle,
+            &mixed.handle,
+            &inner.handle,
+            &layers.pieces,
+            &layers.parts,
+            &layers.counts,
+        ];
+        let mut resources = [normed, mixed, inner].map(map).to_vec();
+        let buffers = buffers.map(|handle| KernelResource::Buffer(handle.clone().binding()));
+        resources.extend(buffers);
+        let mut scalars = vec![self.rows as u64, self.config.vocab_size as u64];
+        scalars.extend(self.attention_scalars());
+        layers.kernel(&units, self).launch_resources(
+            &x.client,
+            [layers.blocks as u32, 1, 1],
+            resources,
+            scalars,
+        );
+        true
+    }
+}

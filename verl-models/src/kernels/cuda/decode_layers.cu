@@ -1,0 +1,640 @@
+// All layers of a decoding step in one kernel, for up to 128 rows of a model in bf16 on Hopper (sm_90a).
+//
+//   x = E[token];  for each layer:  x += O attention(QKV norm(x));  x += Down (silu(Gate norm(x)) * Up norm(x))
+//   normed = norm(x), which the head is multiplied with
+//
+// One block a multiprocessor stays for the whole step, so that memory works while results are exchanged: a ring of tiles of
+// weights runs ahead of the arithmetic through all products of all layers, and waits for nothing but its own slots.
+//
+// # Phases of a layer, with a barrier of all blocks behind each
+//   qkv       pieces of QKV norm(x), f32               units: tiles of columns x pieces of the sum
+//   attention adds pieces up, appends to the cache     units: rows x key heads x parts of the tokens
+//   out       pieces of O mixed, f32
+//   settle    x += the pieces in their order; normed   units: rows
+//   mlp       inner = silu(gate) * up, bf16
+//   down      pieces of Down inner, f32
+//   settle    as above, with the gain of the next layer's norm
+// Which block does what, and the order of every sum, is fixed: the same inputs give the same bits. x and what is normed are
+// rounded where an addition and a norm of their own round (norm.cu); a projection is rounded once it is summed.
+//
+// # Threads
+// Eight warps multiply, attend and settle; one fetches activations with the bulk copy engine, each block of a pair half of a
+// tile for both; three fetch weights with cp.async. Up to 64 rows both warp groups multiply the same rows, each half of the
+// terms of a chunk; with 128 each has 64 rows.
+//
+// # Shapes (R = rows, D = WIDTH, I = INNER, H/K query/key heads of Dh, all dims multiples of 8)
+//   layers: [LAYERS] Layer, pointers; embedding [V, D]; token, lengths [R] i32; x, normed [R, D]; mixed [R, H Dh];
+//   inner [R, I]; pieces: f32, the largest of PIECES * R * columns; parts: f32 [R, K HEAD_TILES, ATTENTION_PARTS, PART];
+//   counts: u32 [32 + R K HEAD_TILES], zeros before the first launch, which every launch leaves so; otherwise as
+//   attention_decode.cu. Tensor maps of normed, mixed, inner: box {64, ROWS / 2}, swizzle 128 bytes, zero fill.
+// Launch: BLOCKS blocks of 384 threads, one for each multiprocessor.
+// Bytes: every weight once, keys and values once; of activations each pair of blocks reads its pieces' share from L2.
+//
+// Put behind gemm_tile.cuh and attention_decode.cu, with BK 64.
+#ifndef ROWS
+#define ROWS 16 // of a tile of activations: 16, 32, 64 or 128, at least those of the step
+#endif
+#ifndef LAYERS
+#define LAYERS 24
+#endif
+#ifndef WIDTH
+#define WIDTH 896
+#endif
+#ifndef INNER
+#define INNER 4864
+#endif
+#ifndef BLOCKS
+#define BLOCKS 132 // of the launch: an even number, all resident at once
+#endif
+// Columns of a unit (with the mlp, gates and ups) and pieces of the sum.
+#ifndef QKV_TILE
+#define QKV_TILE 48
+#define OUT_TILE 32
+#define OUT_PIECES 4
+#define MLP_TILE 80
+#define DOWN_TILE 64
+#define DOWN_PIECES 8
+#endif
+// Groups that share a row's tokens, at most.
+#ifndef ATTENTION_PARTS
+#define ATTENTION_PARTS 8
+#endif
+#ifndef STAMPS
+#define STAMPS 0 // 1: every block writes when it ended which phase, for measuring: [BLOCKS, 1 + 7 LAYERS] u64, ns
+#endif
+
+static_assert(BK == 64 && QKV_PIECES > 0, "chunks of 64 terms, projections in pieces");
+
+struct Layer {
+  const bf16 *q, *k, *v, *bias, *q_norm, *k_norm, *input_norm, *o, *mlp_norm, *gate, *up, *down;
+  bf16 *keys, *values;
+  const void* unused[2];
+};
+
+struct LayersScalars {
+  long long rows, vocab;
+  Scalars attention;
+};
+
+constexpr int QUERIES = QUERY_HEADS * HEAD_DIM, KEYS = KEY_HEADS * HEAD_DIM;
+
+// Terms that come and are multiplied at once: a chunk of so many tiles of 64. With one, the barriers cost as much as the
+// products of few rows.
+constexpr int TOGETHER = 2, CHUNK_TERMS = TOGETHER * 64;
+
+// How a product is divided into units: two neighbouring tiles and one piece of the sum belong to a pair of blocks.
+template <int TILE_, int PIECES_, int TERMS_, int COLUMNS_>
+struct Division {
+  static constexpr int TILE = TILE_, PIECES = PIECES_, TERMS = TERMS_, COLUMNS = COLUMNS_;
+  static constexpr int TERM_CHUNKS = (TERMS + CHUNK_TERMS - 1) / CHUNK_TERMS;
+  static constexpr int TILE_PAIRS = ((COLUMNS + TILE - 1) / TILE + 1) / 2;
+  static constexpr int PAIRS_OF_UNITS = TILE_PAIRS * PIECES;
+  static constexpr int ROUNDS = (PAIRS_OF_UNITS + BLOCKS / 2 - 1) / (BLOCKS / 2);
+  static_assert(TILE % 16 == 0 && TILE <= 128 && PIECES <= TERM_CHUNKS, "tiles are whole instructions, pieces whole chunks");
+  static_assert(COLUMNS % 8 == 0 && TERMS % 8 == 0, "accesses of 16 bytes");
+  int first_column, piece, begin, end; // of this block's unit; chunks of the sum
+  int turn; // pairs begin with different chunks, so that not all read the same activations at once
+
+  __device__ __forceinline__ Division(int pair, int rank) {
+    first_column = (pair % TILE_PAIRS * 2 + rank) * TILE;
+    piece = pair / TILE_PAIRS;
+    begin = piece * TERM_CHUNKS / PIECES;
+    end = (piece + 1) * TERM_CHUNKS / PIECES;
+    turn = pair % (end - begin);
+  }
+  // The chunk that comes at place `i` of them, counted from `begin`.
+  __device__ __forceinline__ int chunk(int i) const { return i + turn < end ? i + turn : i + turn - end + begin; }
+};
+typedef Division<QKV_TILE, QKV_PIECES, WIDTH, QUERIES + 2 * KEYS> Qkv;
+typedef Division<OUT_TILE, OUT_PIECES, QUERIES, WIDTH> Outputs;
+typedef Division<MLP_TILE, 1, WIDTH, 2 * INNER> Mlp;
+typedef Division<DOWN_TILE, DOWN_PIECES, INNER, WIDTH> Down;
+
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int MOST_COLUMNS = larger(larger(QKV_TILE, OUT_TILE), larger(MLP_TILE, DOWN_TILE));
+constexpr bool HALVED = ROWS <= 64; // both warp groups have the same rows
+constexpr int STAGE = ROWS * 2 * CHUNK_TERMS; // bytes of a chunk of activations
+constexpr int STAGES = !HALVED ? 3 : ROWS == 64 ? 4 : 8;
+constexpr int SLOT = MOST_COLUMNS * 2 * CHUNK_TERMS; // and of weights
+// Products read 64 rows of a stage, whatever lies there; then the sums that a warp group hands to the other.
+constexpr int HANDED = STAGES * STAGE + (HALVED ? 8192 : 0);
+constexpr int ACTIVATIONS = larger(HANDED + (HALVED ? MOST_COLUMNS * 256 : 0), (256 / THREADS) * (int)sizeof(Shared));
+constexpr int REGION = (ACTIVATIONS + 1023) / 1024 * 1024;
+constexpr int LARGEST = 232448 - 2048; // of shared memory, less what is declared besides
+constexpr int SLOTS = (LARGEST - REGION) / SLOT;
+static_assert(SLOTS >= 2 && SLOT % 1024 == 0, "some tiles of weights fit");
+
+constexpr int FETCHERS = 96; // threads that fetch weights
+constexpr int BARRIERS = 2 * (STAGES + SLOTS);
+
+__device__ __forceinline__ u32 load_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+// What came into shared memory, and into global memory, is there for the copy engine and the matrix units.
+__device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// The barrier of all blocks behind every phase: each adds one to a count in the L2 cache and waits until it is that of all.
+// Within a block the consumers only look at shared memory: one thread, the
+// usher, tells the others of the grid that they have finished, waits for all, and opens the next phase.
+struct Phases {
+  u32* count; // of blocks, over all phases
+  u32 finished, opened; // barriers in shared memory
+  int phase;  // that is next
+
+  // By all threads of a consumer's warp, whose writes are seen by whoever comes through the next phase's opening.
+  __device__ __forceinline__ void finish() const {
+    fence_shared(); // the copy engine writes next where this warp wrote
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(finished) : "memory");
+  }
+  __device__ __forceinline__ void wait() const { barrier_wait(opened, phase & 1); }
+
+  // By the usher, without and with the opening.
+  __device__ __forceinline__ void meet() const {
+    barrier_wait(finished, phase & 1);
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+    while (load_acquire(count) < (phase + 1) * BLOCKS) {}
+    fence_global();
+  }
+  __device__ __forceinline__ void open() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(opened) : "memory");
+    ++phase;
+  }
+  // After the last phase: the last block to come leaves the count as it was.
+  __device__ __forceinline__ void close() const {
+    barrier_wait(finished, phase & 1);
+    if (atomicAdd(count, 1) + 1 == (phase + 1) * BLOCKS) *count = 0;
+  }
+};
+
+// A ring of tiles in shared memory: for each place a barrier that says that it is full, and after all of these one each that
+// says that it is empty. A place is known by its first barrier.
+template <int SIZE_, int BYTES_>
+struct Ring {
+  static constexpr int SIZE = SIZE_, BYTES = BYTES_, EMPTY = SIZE_ * 8; // from the barrier of a place to its other one
+  u32 bar, data, parity; // of the next place; the parity of its round
+  u32 first_bar, first_data;
+
+  __device__ __forceinline__ Ring(u32 bars, u32 tiles) : bar(bars), data(tiles), parity(0), first_bar(bars), first_data(tiles) {}
+  __device__ __forceinline__ void wait_full() const { barrier_wait(bar, parity); }
+  __device__ __forceinline__ void wait_empty() const { barrier_wait(bar + EMPTY, parity ^ 1); }
+  __device__ __forceinline__ void next() {
+    bar += 8, data += BYTES;
+    if (bar == first_bar + EMPTY) bar = first_bar, data = first_data, parity ^= 1;
+  }
+};
+typedef Ring<STAGES, STAGE> Activations;
+typedef Ring<SLOTS, SLOT> Weights;
+
+// ---- fetching ------------------------------------------------------------------------------------------------------
+
+// Activations, by the usher.
+template <class D>
+__device__ __forceinline__ void fetch_activations(Activations& stage, const TensorMap* map, u32 rank) {
+  for (int pair = blockIdx.x / 2; pair < D::PAIRS_OF_UNITS; pair += BLOCKS / 2) {
+    const D unit(pair, rank);
+#pragma unroll 1
+    for (int i = unit.begin; i < unit.end; ++i, stage.next()) {
+      const int chunk = unit.chunk(i);
+      stage.wait_empty();
+      barrier_expect(stage.bar, STAGE);
+#pragma unroll
+      for (int j = 0; j < TOGETHER; ++j)
+        copy_box(stage.data + (j * 2 + rank) * (ROWS * 64), map, chunk * CHUNK_TERMS + j * 64, rank * (ROWS / 2), stage.bar, 3);
+    }
+  }
+}
+
+// Weights, by FETCHERS threads: `row` tells where the tile's r-th row begins, or nothing.
+template <class D, class Row>
+__device__ __forceinline__ void fetch_weights(Weights& slot, int thread, u32 rank, const Row& row) {
+  constexpr int PASS = FETCHERS / 8, PASSES = (D::TILE + PASS - 1) / PASS;
+  const int part = thread % 8;
+  for (int pair = blockIdx.x / 2; pair < D::PAIRS_OF_UNITS; pair += BLOCKS / 2) {
+    const D unit(pair, rank);
+    const bf16* from[PASSES];
+#pragma unroll
+    for (int i = 0; i < PASSES; ++i) {
+      const int r = i * PASS + thread / 8;
+      from[i] = r < D::TILE ? row(unit, r) : nullptr;
+    }
+#pragma unroll 1
+    for (int i = unit.begin; i < unit.end; ++i, slot.next()) {
+      const int chunk = unit.chunk(i);
+      slot.wait_empty();
+#pragma unroll
+      for (int j = 0; j < TOGETHER; ++j) {
+        const int term = chunk * CHUNK_TERMS + j * 64 + part * 8;
+#pragma unroll
+        for (int k = 0; k < PASSES; ++k) {
+          const int r = k * PASS + thread / 8;
+          if (from[k] == nullptr) continue;
+          // Like a tensor map of 128 bytes with its swizzle; zeros behind the last term.
+          asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                           slot.data + (j * D::TILE + r) * 128 + (part ^ (r % 8)) * 16),
+                       "l"(from[k] + (term < D::TERMS ? term : 0)), "r"(term < D::TERMS ? 16 : 0)
+                       : "memory");
+        }
+      }
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(slot.bar) : "memory");
+    }
+  }
+}
+
+// ---- multiplying ---------------------------------------------------------------------------------------------------
+
+// All units of a product: `finish(unit, row, sums)` gets sums of columns 8 j + 2 (lane % 4) and the next, of `row` and of the
+// row 8 below, in sums[4 j ..].
+template <class D, class Finish>
+__device__ __forceinline__ void multiply_units(Activations& stage, Weights& slot, u32 rank, float4* handed, const Finish& finish) {
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  // Three lanes free a place: in both blocks of the pair for activations, in this one for weights.
+  const u32 far = address_in(stage.first_bar, lane < 2 ? lane : rank) - stage.first_bar;
+#pragma unroll
+  for (int round = 0; round < D::ROUNDS; ++round) {
+    const int pair = round * (BLOCKS / 2) + blockIdx.x / 2;
+    if (pair >= D::PAIRS_OF_UNITS) return;
+    const D unit(pair, rank);
+    float acc[D::TILE / 2];
+#pragma unroll
+    for (int i = 0; i < D::TILE / 2; ++i) acc[i] = 0.0f;
+    u32 used = 0; // the place to be freed next
+    const auto free = [&] {
+      if (used != 0 && lane < 3) asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(used) : "memory");
+    };
+#pragma unroll 1
+    for (int chunk = unit.begin; chunk < unit.end; ++chunk) {
+      slot.wait_full();
+      stage.wait_full();
+      fence_shared(); // weights came through cp.async
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      constexpr int STEPS16 = HALVED ? 2 : 4;
+      const u64 a = descriptor<false>(stage.data + (HALVED ? group * 64 : group * 8192));
+      const u64 b = descriptor<false>(slot.data + (HALVED ? group * 64 : 0));
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+        for (int step = 0; step < STEPS16; ++step)
+          mma_columns<D::TILE>(acc, a + (i * ROWS * 8 + step * 2), b + (i * D::TILE * 8 + step * 2));
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      free();
+      used = far + (lane < 2 ? stage.bar + Activations::EMPTY : slot.bar + Weights::EMPTY);
+      stage.next(), slot.next();
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < D::TILE / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+    free();
+    if constexpr (HALVED) {
+      // The second warp group hands its sums to the first.
+      const bool some = warp * 16 < ROWS;
+      if (group == 1 && some) {
+#pragma unroll
+        for (int i = 0; i < D::TILE / 8; ++i)
+          handed[i * 128 + thread] = make_float4(acc[i * 4], acc[i * 4 + 1], acc[i * 4 + 2], acc[i * 4 + 3]);
+      }
+      meet_consumers();
+      if (group == 0 && some) {
+#pragma unroll
+        for (int i = 0; i < D::TILE / 8; ++i) {
+          const float4 other = handed[i * 128 + thread];
+          acc[i * 4] += other.x, acc[i * 4 + 1] += other.y, acc[i * 4 + 2] += other.z, acc[i * 4 + 3] += other.w;
+        }
+        finish(unit, warp * 16 + lane / 4, acc);
+      }
+      if (round + 1 < D::ROUNDS) meet_consumers();
+    } else {
+      finish(unit, group * 64 + warp * 16 + lane / 4, acc);
+    }
+  }
+}
+
+// Writes a unit's sums as a piece: pieces[piece][row][column].
+template <class D>
+struct ToPieces {
+  float* pieces;
+  int rows;
+  __device__ __forceinline__ void operator()(const D& unit, int row, const float* sums) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half, row += 8) {
+      float* to = pieces + ((long long)unit.piece * rows + row) * D::COLUMNS;
+#pragma unroll
+      for (int j = 0; j < D::TILE / 8; ++j) {
+        const int column = unit.first_column + j * 8 + threadIdx.x % 4 * 2;
+        if (row < rows && column < D::COLUMNS) *(float2*)(to + column) = make_float2(sums[j * 4 + half * 2], sums[j * 4 + half * 2 + 1]);
+      }
+    }
+  }
+};
+
+// silu(gate) * up
+__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
+
+// Gates and ups meet.
+struct ToInner {
+  bf16* inner;
+  int rows;
+  __device__ __forceinline__ void operator()(const Mlp& unit, int row, const float* sums) const {
+    constexpr int OWN = MLP_TILE / 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half, row += 8) {
+#pragma unroll
+      for (int j = 0; j < OWN / 8; ++j) {
+        const int column = unit.first_column / 2 + j * 8 + threadIdx.x % 4 * 2, at = j * 4 + half * 2;
+        const float low = gated(sums[at], sums[OWN / 2 + at]), high = gated(sums[at + 1], sums[OWN / 2 + at + 1]);
+        if (row < rows && column < INNER) store2(inner + (long long)row * INNER + column, make_float2(low, high));
+      }
+    }
+  }
+};
+
+// ---- settling ------------------------------------------------------------------------------------------------------
+
+constexpr int QUADS = (WIDTH / 4 + 255) / 256; // of a thread
+
+__device__ __forceinline__ float4 widened(uint2 v) {
+  return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xFFFF0000u), __uint_as_float(v.y << 16),
+                     __uint_as_float(v.y & 0xFFFF0000u));
+}
+__device__ __forceinline__ uint2 narrowed(float4 v) { return make_uint2(pack(make_float2(v.x, v.y)), pack(make_float2(v.z, v.w))); }
+
+// x[row] += pieces, or with PIECES 0 x[row] = start[row]; normed[row] is its norm. A block a row.
+template <int PIECES, class Start, class Ready>
+__device__ __forceinline__ void settle_rows(const float* pieces, const Start& start, bf16* x, bf16* normed, const bf16* gain,
+                                            int rows, float epsilon, float* sums, const Ready& ready) {
+  const int thread = threadIdx.x;
+  uint2 weight[QUADS];
+#pragma unroll
+  for (int i = 0; i < QUADS; ++i)
+    if (thread + i * 256 < WIDTH / 4) weight[i] = *(const uint2*)(gain + (thread + i * 256) * 4);
+#pragma unroll 1
+  for (int row = blockIdx.x; row < rows; row += BLOCKS) {
+    uint2 held[QUADS];
+    float4 value[QUADS];
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i)
+      if (thread + i * 256 < WIDTH / 4) held[i] = start(row, (thread + i * 256) * 4);
+    if (row == blockIdx.x) ready();
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) {
+      const int column = (thread + i * 256) * 4;
+      if (column >= WIDTH) continue;
+      float4 piece[larger(PIECES, 1)], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p) piece[p] = __ldcg((const float4*)(pieces + ((long long)p * rows + row) * WIDTH + column));
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p) sum.x += piece[p].x, sum.y += piece[p].y, sum.z += piece[p].z, sum.w += piece[p].w;
+      const float4 before = widened(held[i]);
+      held[i] = narrowed(make_float4(before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w));
+      *(uint2*)(x + (long long)row * WIDTH + column) = held[i];
+      const float4 v = value[i] = widened(held[i]);
+      squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
+    }
+    squares = warp_sum(squares);
+    if (thread % 32 == 0) sums[thread / 32] = squares;
+    meet_consumers();
+    float all = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) all += sums[i];
+    const float scale = 1.0f / sqrtf(all / (float)WIDTH + epsilon);
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) {
+      const int column = (thread + i * 256) * 4;
+      if (column >= WIDTH) continue;
+      const float4 v = value[i];
+      const float4 n = widened(narrowed(make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale))), w = widened(weight[i]);
+      *(uint2*)(normed + (long long)row * WIDTH + column) = narrowed(make_float4(n.x * w.x, n.y * w.y, n.z * w.z, n.w * w.w));
+    }
+    if (row + BLOCKS < rows) meet_consumers();
+  }
+  if (blockIdx.x >= rows) ready();
+}
+
+// ---- attention -----------------------------------------------------------------------------------------------------
+
+constexpr int TILES_OF_HEADS = KEY_HEADS * HEAD_TILES;
+constexpr int PART = TILE_HEADS * (HEAD_DIM + 2); // of a group that shares a row: tops, sums, mixtures
+
+// Merges the groups that share a row, by the last of them to come, in their order.
+__device__ __forceinline__ void merge_parts(Shared& shared, const Work& work, float* parts, u32* count, u32* last, bf16* out) {
+  float* mine = parts + work.rank * PART;
+  MEET();
+#pragma unroll 1
+  for (int i = THREAD; i < work.heads * HEAD_DIM; i += THREADS) __stcg(mine + 2 * TILE_HEADS + i, shared.mixtures(0)[i]);
+  if (THREAD < work.heads) {
+    __stcg(mine + THREAD, shared.block_top[THREAD]);
+    __stcg(mine + TILE_HEADS + THREAD, shared.block_sum[THREAD]);
+  }
+  __threadfence();
+  MEET();
+  if (THREAD == 0) {
+    const u32 before = atomicAdd(count, 1);
+    *last = before == work.sharing - 1;
+    __threadfence();
+  }
+  MEET();
+  if (!*last) return;
+  if (THREAD == 0) *count = 0;
+#pragma unroll 1
+  for (int i = THREAD; i < work.heads * HEAD_DIM; i += THREADS) {
+    const int head = i / HEAD_DIM;
+    float top = NOTHING, sum = 0.0f, mixed = 0.0f, tops[ATTENTION_PARTS], sums[ATTENTION_PARTS], mixtures[ATTENTION_PARTS];
+#pragma unroll
+    for (int rank = 0; rank < ATTENTION_PARTS; rank++) {
+      const bool here = rank < work.sharing;
+      tops[rank] = here ? __ldcg(parts + rank * PART + head) : NOTHING;
+      sums[rank] = here ? __ldcg(parts + rank * PART + TILE_HEADS + head) : 0.0f;
+      mixtures[rank] = here ? __ldcg(parts + rank * PART + 2 * TILE_HEADS + i) : 0.0f;
+      top = fmaxf(top, tops[rank]);
+    }
+#pragma unroll
+    for (int rank = 0; rank < ATTENTION_PARTS; rank++) {
+      const float factor = power(tops[rank] - top);
+      sum = fmaf(factor, sums[rank], sum);
+      mixed = fmaf(factor, mixtures[rank], mixed);
+    }
+    out[i] = (T)(mixed / sum);
+  }
+}
+
+// Groups that share a row with so many cached tokens: to merge them costs as much as some tiles.
+constexpr int PART_TOKENS = 512;
+__device__ __forceinline__ int sharing_of(int tokens) {
+  return max(1, min(ATTENTION_PARTS, (tokens + PART_TOKENS - 1) / PART_TOKENS));
+}
+
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
+decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constant__ TensorMap map_mixed,
+              const __grid_constant__ TensorMap map_inner, const Layer* layers, const bf16* embedding, const int* token,
+              const bf16* last_norm, const float* cos, const float* sin, const int* table, const int* lengths, bf16* x,
+              bf16* normed, bf16* mixed, bf16* inner, float* pieces, float* parts, u32* counts,
+#if STAMPS
+              u64* stamps,
+#endif
+              const __grid_constant__ LayersScalars s) {
+  __shared__ alignas(1024) unsigned char memory[REGION + SLOTS * SLOT];
+  __shared__ u64 barriers[BARRIERS];
+  __shared__ u64 phase_barriers[2];
+  __shared__ float row_sums[8];
+  __shared__ u32 is_last[2];
+  const u32 rank = cluster_rank();
+  const Activations activations(shared_address(barriers), shared_address(memory));
+  const Weights weights(shared_address(barriers) + 2 * Activations::EMPTY, shared_address(memory) + REGION);
+  Phases phases = {counts, shared_address(phase_barriers), shared_address(phase_barriers + 1), 0};
+  const int rows = (int)s.rows;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(activations.bar + i * 8, 1);
+      barrier_init(activations.bar + Activations::EMPTY + i * 8, 16);
+    }
+    for (int i = 0; i < SLOTS; ++i) {
+      barrier_init(weights.bar + i * 8, FETCHERS);
+      barrier_init(weights.bar + Weights::EMPTY + i * 8, 8);
+    }
+    barrier_init(phases.finished, 8);
+    barrier_init(phases.opened, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  cluster_arrive();
+  cluster_wait();
+
+  // The same for all lanes, so that the compiler knows that warp groups stay together.
+  const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+  if (warp >= 8) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    if (warp > 8) {
+      const int thread = threadIdx.x - 288;
+      Weights slot = weights;
+#pragma unroll 1
+      for (int l = 0; l < LAYERS; ++l) {
+        const Layer& layer = layers[l];
+        const bf16 *q = layer.q, *k = layer.k, *v = layer.v, *o = layer.o, *gate = layer.gate, *up = layer.up, *down = layer.down;
+        fetch_weights<Qkv>(slot, thread, rank, [&](const Qkv& unit, int r) -> const bf16* {
+          const int n = unit.first_column + r;
+          if (n < QUERIES) return q + (long long)n * WIDTH;
+          if (n < QUERIES + KEYS) return k + (long long)(n - QUERIES) * WIDTH;
+          return n < QUERIES + 2 * KEYS ? v + (long long)(n - QUERIES - KEYS) * WIDTH : nullptr;
+        });
+        fetch_weights<Outputs>(slot, thread, rank, [&](const Outputs& unit, int r) -> const bf16* {
+          const int n = unit.first_column + r;
+          return n < WIDTH ? o + (long long)n * QUERIES : nullptr;
+        });
+        fetch_weights<Mlp>(slot, thread, rank, [&](const Mlp& unit, int r) -> const bf16* {
+          const int n = unit.first_column / 2 + r % (MLP_TILE / 2);
+          return n < INNER ? (r < MLP_TILE / 2 ? gate : up) + (long long)n * WIDTH : nullptr;
+        });
+        fetch_weights<Down>(slot, thread, rank, [&](const Down& unit, int r) -> const bf16* {
+          const int n = unit.first_column + r;
+          return n < WIDTH ? down + (long long)n * INNER : nullptr;
+        });
+      }
+    } else {
+      if (threadIdx.x == 256) {
+        Activations stage = activations;
+#pragma unroll 1
+        for (int l = 0; l < LAYERS; ++l) {
+#pragma unroll 1
+          for (int i = 0; i < 7; ++i) {
+            phases.meet();
+            phases.open();
+            if (i == 0) fetch_activations<Qkv>(stage, &map_normed, rank);
+            if (i == 2) fetch_activations<Outputs>(stage, &map_mixed, rank);
+            if (i == 4) fetch_activations<Mlp>(stage, &map_normed, rank);
+            if (i == 5) fetch_activations<Down>(stage, &map_inner, rank);
+          }
+        }
+        phases.close();
+      }
+      __syncwarp();
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+    Activations stage = activations;
+    Weights slot = weights;
+    float4* handed = (float4*)(memory + HANDED);
+    const float epsilon = (float)s.attention.epsilon;
+    const int group = threadIdx.x / THREADS;
+    [[maybe_unused]] int ended = 0; // phases
+    Shared& shared = ((Shared*)memory)[group];
+    // Parts of rows: the first of a group is the same in all layers.
+    const int items = rows * TILES_OF_HEADS * ATTENTION_PARTS, own_item = blockIdx.x + group * BLOCKS;
+    const auto work_of_item = [&](int item) {
+      const int unit = item % (rows * TILES_OF_HEADS), row = unit / TILES_OF_HEADS;
+      const int sharing = sharing_of(lengths[row]), part = item / (rows * TILES_OF_HEADS);
+      return work_of(row, unit % TILES_OF_HEADS, part, sharing, true, lengths, table, s.attention.max_blocks);
+    };
+    Work own_work = {};
+    if (own_item < items) own_work = work_of_item(own_item);
+    const auto end_phase = [&] {
+#if STAMPS
+      u64 now;
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+      if (threadIdx.x == 0) stamps[blockIdx.x * (1 + 7 * LAYERS) + ended++] = now;
+#endif
+      phases.finish();
+    };
+    const auto opened = [&] { phases.wait(); };
+    const auto nothing = [] {};
+    const auto own = [&](int row, int column) { return *(const uint2*)(x + (long long)row * WIDTH + column); };
+    settle_rows<0>(
+        nullptr,
+        [&](int row, int column) {
+          const int id = token[row];
+          const u32 nan = 0x7FC07FC0u;
+          return id >= 0 && id < s.vocab ? *(const uint2*)(embedding + (long long)id * WIDTH + column) : make_uint2(nan, nan);
+        },
+        x, normed, layers[0].input_norm, rows, epsilon, row_sums, nothing);
+    end_phase();
+#pragma unroll 1
+    for (int l = 0; l < LAYERS; ++l) {
+      const Layer layer = layers[l]; // all of it now: what a phase reads of it later takes its time
+      phases.wait();
+      multiply_units<Qkv>(stage, slot, rank, handed, ToPieces<Qkv>{pieces, rows});
+      end_phase(), ++phases.phase;
+
+      // Here the tiles of activations give way to the cache's: no warp may read any more.
+      meet_consumers();
+      const Step step = {pieces, (long long)rows * Qkv::COLUMNS, layer.bias, layer.q_norm, layer.k_norm, cos, sin};
+#pragma unroll 1
+      for (int item = own_item; item < items; item += BLOCKS * (256 / THREADS)) {
+        const Work work = item == own_item ? own_work : work_of_item(item);
+        if (work.rank >= work.sharing) continue;
+        bf16* out = mixed + output_of(work);
+        const bool live = attend<true>(shared, work, nullptr, step, layer.keys, layer.values, table, out, s.attention, opened);
+        const int unit = item % (rows * TILES_OF_HEADS);
+        if (ATTENTION_PARTS > 1 && live && work.sharing > 1)
+          merge_parts(shared, work, parts + (long long)unit * ATTENTION_PARTS * PART, counts + 32 + unit, is_last + group, out);
+        MEET();
+      }
+      phases.wait();
+      end_phase(), ++phases.phase;
+
+      phases.wait();
+      multiply_units<Outputs>(stage, slot, rank, handed, ToPieces<Outputs>{pieces, rows});
+      end_phase(), ++phases.phase;
+      settle_rows<OUT_PIECES>(pieces, own, x, normed, layer.mlp_norm, rows, epsilon, row_sums, opened);
+      end_phase(), ++phases.phase;
+      phases.wait();
+      multiply_units<Mlp>(stage, slot, rank, handed, ToInner{inner, rows});
+      end_phase(), ++phases.phase;
+      phases.wait();
+      multiply_units<Down>(stage, slot, rank, handed, ToPieces<Down>{pieces, rows});
+      end_phase(), ++phases.phase;
+      const bf16* gain = l + 1 < LAYERS ? layers[l + 1].input_norm : last_norm;
+      settle_rows<DOWN_PIECES>(pieces, own, x, normed, gain, rows, epsilon, row_sums, opened);
+      end_phase(), ++phases.phase;
+    }
+  }
+  // The other block of the pair may still signal this one's barriers.
+  __syncthreads();
+  cluster_arrive();
+  cluster_wait();
+}
