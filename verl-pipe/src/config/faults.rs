@@ -1,0 +1,188 @@
+//! What is wrong with a value, where it stands, and what to write instead.
+
+use serde_json::{Map, Value};
+
+use super::decode::Fault;
+use super::reader::Reader;
+use crate::diagnostic::{Diagnostic, nearest, quoted, suggest};
+
+impl Reader<'_> {
+    /// A table; a text stands for the table whose `path` it is.
+    pub(super) fn table(
+        &mut self,
+        path: &[&str],
+        place: &str,
+        value: Value,
+    ) -> Option<Map<String, Value>> {
+        match value {
+            Value::Object(table) => Some(table),
+            Value::String(text) => Some(Map::from_iter([("path".to_owned(), Value::String(text))])),
+            _ => {
+                self.invalid(path, place, "it is neither a path nor a table");
+                None
+            }
+        }
+    }
+
+    pub(super) fn text(&mut self, path: &[&str], place: &str, value: Value) -> Option<String> {
+        match value {
+            Value::String(text) => Some(text),
+            _ => {
+                self.invalid(path, place, "it is not a text");
+                None
+            }
+        }
+    }
+
+    pub(super) fn unknown_kind(
+        &mut self,
+        path: &[&str],
+        place: &str,
+        what: &'static str,
+        kind: String,
+        help: String,
+    ) {
+        let fault = Fault::UnknownKind {
+            path: vec!["kind".to_owned()],
+            what,
+            kind,
+            help,
+        };
+        self.fault(path, place, fault);
+    }
+
+    pub(super) fn invalid(&mut self, path: &[&str], place: &str, reason: &str) {
+        let fault = Fault::Invalid {
+            path: Vec::new(),
+            reason: reason.to_owned(),
+            known: Vec::new(),
+        };
+        self.fault(path, place, fault);
+    }
+
+    pub(super) fn faults(&mut self, at: &[&str], place: &str, faults: Vec<Fault>) {
+        let misspelt: Vec<Vec<String>> = faults.iter().filter_map(meant).collect();
+        for fault in faults {
+            // A setting that is there under a misspelt name is not told twice.
+            if !(matches!(fault, Fault::Missing { .. })
+                && misspelt.iter().any(|path| path == fault.path()))
+            {
+                self.fault(at, place, fault);
+            }
+        }
+    }
+
+    pub(super) fn fault(&mut self, at: &[&str], place: &str, fault: Fault) {
+        let mut path = owned(at);
+        path.extend(fault.path().iter().cloned());
+        let where_ = self.source.place(&path, place);
+        let setting = match fault.path() {
+            [] => at.last().copied().unwrap_or_default().to_owned(),
+            own => own.join("."),
+        };
+        let key = path.last().cloned().unwrap_or_default();
+        self.findings.push(match fault {
+            Fault::Unknown { known, .. } => {
+                Diagnostic::error("C002", format!("there is no setting `{setting}`"))
+                    .at(where_)
+                    .because("a setting that nothing reads would silently change nothing")
+                    .help(suggest(
+                        &key,
+                        "settings here",
+                        known.iter().map(String::as_str),
+                    ))
+            }
+            Fault::UnknownKind {
+                what, kind, help, ..
+            } => Diagnostic::error(
+                "C003",
+                format!("there is no kind of {what} called `{kind}`"),
+            )
+            .at(where_)
+            .because(format!(
+                "`{setting}` chooses what {} {what} is; `{kind}` is not registered",
+                article(what)
+            ))
+            .help(help),
+            Fault::Missing { .. } => Diagnostic::error("C004", format!("`{setting}` must be set"))
+                .at(where_)
+                .because("it has no default")
+                .help(format!("add `{key} = …`")),
+            Fault::Invalid { reason, known, .. } => {
+                let help = match (
+                    known.as_slice(),
+                    nearest(
+                        reason.split('`').nth(1).unwrap_or_default(),
+                        known.iter().map(String::as_str),
+                    ),
+                ) {
+                    ([], _) => "see `pipe schema` for what may stand here".to_owned(),
+                    (known, None) => format!("one of {}", quoted(known.iter().map(String::as_str))),
+                    (known, Some(near)) => {
+                        format!(
+                            "did you mean `{near}`? one of {}",
+                            quoted(known.iter().map(String::as_str))
+                        )
+                    }
+                };
+                Diagnostic::error("C004", format!("`{setting}` has a value that does not fit"))
+                    .at(where_)
+                    .because(plain(&reason))
+                    .help(help)
+            }
+        });
+    }
+}
+
+/// The path of the setting that an unknown key probably means.
+fn meant(fault: &Fault) -> Option<Vec<String>> {
+    let Fault::Unknown { path, known } = fault else {
+        return None;
+    };
+    let (last, parents) = path.split_last()?;
+    let near = nearest(last, known.iter().map(String::as_str))?;
+    Some(parents.iter().cloned().chain([near.to_owned()]).collect())
+}
+
+/// The words of the deserialiser without the names of Rust's types.
+fn plain(reason: &str) -> String {
+    let mut words = reason
+        .replace("invalid type: ", "it is ")
+        .replace("invalid value: ", "it is ")
+        .replace("it is string", "it is the text")
+        .replace("it is integer `", "it is the number `")
+        .replace("it is floating point `", "it is the number `")
+        .replace("it is boolean `", "it is `")
+        .replace("it is sequence", "it is a list")
+        .replace("it is map", "it is a table");
+    for (from, to) in [
+        ("expected usize", "but a whole number from 0 is needed"),
+        ("expected u64", "but a whole number from 0 is needed"),
+        ("expected u32", "but a whole number from 0 is needed"),
+        ("expected i64", "but a whole number is needed"),
+        ("expected f64", "but a number is needed"),
+        ("expected f32", "but a number is needed"),
+        ("expected a string", "but a text is needed"),
+        ("expected a boolean", "but true or false is needed"),
+        ("expected a sequence", "but a list is needed"),
+    ] {
+        if let Some(start) = words.strip_suffix(from) {
+            words = format!("{start}{to}");
+        }
+    }
+    words
+}
+
+/// The article before a word.
+fn article(word: &str) -> &'static str {
+    if word.starts_with(['a', 'e', 'i', 'o', 'u']) {
+        "an"
+    } else {
+        "a"
+    }
+}
+
+/// A path of its own.
+pub(super) fn owned(path: &[&str]) -> Vec<String> {
+    path.iter().map(|part| (*part).to_owned()).collect()
+}
