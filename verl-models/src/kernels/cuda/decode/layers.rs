@@ -1,21 +1,19 @@
 //! All layers of a step in one kernel, where it takes the decoder.
 //!
-//! The kernel finds the layers' tensors through a table of their addresses. cubecl moves memory when it makes room and before
-//! it records a graph, but never what a recorded graph was given: the launches that write the table are recorded for that.
-//! The kernel's blocks wait for one another between the phases of a layer, so all of them have to run at once.
+//! The kernel finds the layers' tensors through a table of their addresses. cubecl moves live memory when it makes room and
+//! before it records a graph, but nothing that is bound: bindings are held for as long as the table is. The kernel's blocks wait for one another between the phases of a layer, so all of them have to run at once.
 //!
 //! It is used where `VERL_DECODE_LAYERS=1` asks for it (docs/performance.md tells why).
 
 use burn::tensor::DType;
-use cubecl::client::Graph;
 use cubecl::prelude::TensorMapSwizzle;
-use cubecl::server::{Handle, KernelResource};
+use cubecl::server::{BufferBinding, Handle, KernelResource};
 
 use super::super::launch::{CudaKernel, Source};
 use super::super::probe::takes_large;
 use super::super::product::{boxes, is_hopper};
 use super::super::tensor::{CubeTensor, integers, short_element};
-use super::{Buffers, DeviceDecoder, Layer, replay};
+use super::{Buffers, DeviceDecoder, Layer};
 use crate::kernels::layer_units::{LayerSizes, LayerUnits, MOST_ROWS, attention_parts};
 
 static LAYERS: Source = Source::with_prefixes(
@@ -39,8 +37,8 @@ pub(super) struct LayersKernel {
     blocks: usize,
     /// Where the layers' tensors lie.
     addresses: Handle,
-    /// The recording that writes them: while it lives, nothing moves that it was given.
-    _still: Graph,
+    /// Of these tensors: what is bound is not moved.
+    _bound: Vec<BufferBinding>,
     /// Pieces of sums.
     pieces: Handle,
     /// What groups have that share a row's tokens.
@@ -54,8 +52,7 @@ fn is_asked_for() -> bool {
 }
 
 impl LayersKernel {
-    /// Notes where the layers lie; none where the kernel is not asked for or takes no step of this decoder, or where the
-    /// device records nothing.
+    /// Notes where the layers lie; none where the kernel is not asked for or takes no step of this decoder.
     pub fn of(decoder: &DeviceDecoder) -> Option<Self> {
         if !is_asked_for() {
             return None;
@@ -86,22 +83,15 @@ impl LayersKernel {
         let tiles = MOST_ROWS.min(decoder.sizes.rows) * decoder.tiles_of_row();
         let part = decoder.tile_heads() * (config.heads.dim + 2);
         let addresses = client.empty(decoder.layers.len() * ADDRESSES_OF_LAYER * 8);
-        let note = || {
-            for (index, layer) in decoder.layers.iter().enumerate() {
-                note(&addresses, index, layer, decoder);
-            }
-        };
-        client.graph_prepare().ok()?;
-        note();
-        client.start_capture().ok()?;
-        note();
-        let still = client.stop_capture().ok()?;
-        replay(&still).ok()?;
+        let mut bound = Vec::new();
+        for (index, layer) in decoder.layers.iter().enumerate() {
+            bound.extend(note(&addresses, index, layer, decoder));
+        }
         Some(LayersKernel {
             sizes,
             blocks,
             addresses,
-            _still: still,
+            _bound: bound,
             pieces: client.empty(pieces * 4),
             parts: client.empty(tiles.max(2 * blocks) * part * 4),
             counts: integers(like, &vec![0; COUNTS + tiles]),
@@ -143,8 +133,13 @@ impl LayersKernel {
     }
 }
 
-/// Writes the addresses of a layer's tensors into the table.
-fn note(addresses: &Handle, index: usize, layer: &Layer, decoder: &DeviceDecoder) {
+/// Writes the addresses of a layer's tensors into the table; with what holds them in place.
+fn note(
+    addresses: &Handle,
+    index: usize,
+    layer: &Layer,
+    decoder: &DeviceDecoder,
+) -> Vec<BufferBinding> {
     let (heads, inner) = (decoder.config.heads, decoder.config.intermediate_size);
     let keys = heads.key_value * heads.dim;
     let [(q, q_offset), (k, k_offset), (v, v_offset)] =
@@ -168,6 +163,8 @@ fn note(addresses: &Handle, index: usize, layer: &Layer, decoder: &DeviceDecoder
         cached_keys,
         cached_values,
     ];
+    // Bound before their addresses are taken.
+    let bound = tensors.map(|tensor| tensor.handle.clone().binding());
     let mut buffers = tensors.map(|tensor| &tensor.handle).to_vec();
     buffers.push(addresses);
     let scalars = [index, q_offset, k_offset, v_offset, gate_offset, up_offset];
@@ -177,6 +174,7 @@ fn note(addresses: &Handle, index: usize, layer: &Layer, decoder: &DeviceDecoder
         &buffers,
         scalars.map(|number| number as u64).into(),
     );
+    bound.into()
 }
 
 impl DeviceDecoder {
