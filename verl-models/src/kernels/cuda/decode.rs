@@ -90,8 +90,6 @@ pub(crate) struct DeviceDecoder {
     blocks: usize,
     pool: Pool,
     layers: Vec<Layer>,
-    /// Where one kernel takes all layers of a step, which has the addresses of `layers`.
-    layers_kernel: Option<LayersKernel>,
     embedding: CubeTensor,
     last_norm: CubeTensor,
     head: Joined,
@@ -102,6 +100,9 @@ pub(crate) struct DeviceDecoder {
     drawing: Drawing,
     stop_width: usize,
     step: Recorded,
+    /// Where one kernel takes all layers of a step, which has the addresses of `layers`. Given back behind `step`, whose end
+    /// waits for the device.
+    layers_kernel: Option<LayersKernel>,
 }
 
 /// How a step is launched.

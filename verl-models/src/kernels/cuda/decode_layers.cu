@@ -25,9 +25,9 @@
 //
 // # What was measured (H200, 0.5B, 16 and 128 rows; scripts/kernels/decode.py profile16 profile128)
 // A phase costs 0.9 us of barrier before its first load. Straight code that runs once a layer waits for instructions: with
-// the loops over chunks unrolled the kernel was 157 KB, and a step 3 % slower. A fence between cp.async and wgmma that covers global
-// memory as well cost 0.4 us a chunk. Chunks of 64 terms are slower up to 64 rows, by barriers. Bringing the next layer's
-// cache into L2 and two tiles under way for attention did not pay.
+// the loops over chunks unrolled the kernel was 157 KB, and a step 3 % slower. A fence between cp.async and wgmma that covers
+// global memory as well cost 0.4 us a chunk. Chunks of 64 terms are slower up to 64 rows, by barriers. Bringing the next
+// layer's cache into L2 and two tiles under way for attention did not pay.
 //
 // # Shapes (R = rows, D = WIDTH, I = INNER, H/K query/key heads of Dh, all dims multiples of 8)
 //   layers: [LAYERS] Layer, pointers; embedding [V, D]; token, lengths [R] i32; x, normed [R, D]; mixed [R, H Dh];

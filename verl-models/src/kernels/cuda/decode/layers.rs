@@ -5,6 +5,8 @@
 //!
 //! It is used where `VERL_DECODE_LAYERS=1` asks for it (docs/performance.md tells why).
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use burn::tensor::DType;
 use cubecl::prelude::TensorMapSwizzle;
 use cubecl::server::{BufferBinding, Handle, KernelResource};
@@ -39,6 +41,7 @@ pub(super) struct LayersKernel {
     addresses: Handle,
     /// Of these tensors: what is bound is not moved.
     _bound: Vec<BufferBinding>,
+    _only: Only,
     /// Pieces of sums.
     pieces: Handle,
     /// What groups have that share a row's tokens.
@@ -47,12 +50,29 @@ pub(super) struct LayersKernel {
     counts: Handle,
 }
 
+/// That no other decoder of the process has the kernel: blocks of two at once on a card could wait for one another for good.
+struct Only;
+
+static TAKEN: AtomicBool = AtomicBool::new(false);
+
+impl Only {
+    fn take() -> Option<Self> {
+        (!TAKEN.swap(true, Ordering::AcqRel)).then_some(Only)
+    }
+}
+
+impl Drop for Only {
+    fn drop(&mut self) {
+        TAKEN.store(false, Ordering::Release);
+    }
+}
+
 fn is_asked_for() -> bool {
     std::env::var_os(ASKED_FOR).is_some_and(|value| value == "1")
 }
 
 impl LayersKernel {
-    /// Notes where the layers lie; none where the kernel is not asked for or takes no step of this decoder.
+    /// Notes where the layers lie; none where the kernel is not asked for, takes no step of this decoder, or is another's.
     pub fn of(decoder: &DeviceDecoder) -> Option<Self> {
         if !is_asked_for() {
             return None;
@@ -80,6 +100,7 @@ impl LayersKernel {
         {
             return None;
         }
+        let only = Only::take()?;
         let tiles = MOST_ROWS.min(decoder.sizes.rows) * decoder.tiles_of_row();
         let part = decoder.tile_heads() * (config.heads.dim + 2);
         let addresses = client.empty(decoder.layers.len() * ADDRESSES_OF_LAYER * 8);
@@ -92,6 +113,7 @@ impl LayersKernel {
             blocks,
             addresses,
             _bound: bound,
+            _only: only,
             pieces: client.empty(pieces * 4),
             parts: client.empty(tiles.max(2 * blocks) * part * 4),
             counts: integers(like, &vec![0; COUNTS + tiles]),
