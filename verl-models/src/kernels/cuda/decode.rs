@@ -237,10 +237,9 @@ impl DeviceDecoder {
         self.step = Recorded::Never;
         if records && client.start_capture().is_ok() {
             self.launch_step();
-            match client.stop_capture() {
-                Ok(graph) => self.step = Recorded::Graph(graph),
-                Err(error) => tracing::warn!("a step cannot be captured: {error}"),
-            }
+            // cubecl lets nothing read any more what a refused recording would have written: there is no way on.
+            let refused = |error| format!("a step cannot be recorded: {error}");
+            self.step = Recorded::Graph(client.stop_capture().map_err(refused)?);
         }
         Ok(())
     }
