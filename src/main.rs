@@ -104,7 +104,7 @@ fn main() -> ExitCode {
         Err(error) => return wrong_command_line(&error),
     };
     let registry = verl::registry();
-    let mut out = std::io::stdout().lock();
+    let mut out = Answer(Some(std::io::stdout().lock()));
     let result = match cli.command {
         Command::Train(args) => {
             drop(out);
@@ -126,8 +126,6 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(code) => ExitCode::from(code),
-        // A closed pipe (`pipe plan | head`) is how readers say that they have seen enough.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("cannot write the answer: {error}");
             if asks_for_json() {
@@ -137,6 +135,39 @@ fn main() -> ExitCode {
             }
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Where the answer goes. A closed pipe (`pipe plan | head`) is how readers say that they have seen enough: what follows goes
+/// nowhere, and the exit status stays what it would have been.
+struct Answer(Option<std::io::StdoutLock<'static>>);
+
+impl Answer {
+    fn tell<T>(
+        &mut self,
+        otherwise: T,
+        tell: impl FnOnce(&mut std::io::StdoutLock<'static>) -> std::io::Result<T>,
+    ) -> std::io::Result<T> {
+        let Some(out) = &mut self.0 else {
+            return Ok(otherwise);
+        };
+        match tell(out) {
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {
+                self.0 = None;
+                Ok(otherwise)
+            }
+            told => told,
+        }
+    }
+}
+
+impl Write for Answer {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.tell(bytes.len(), |out| out.write(bytes))
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.tell((), |out| out.flush())
     }
 }
 

@@ -63,6 +63,56 @@ fn models_that_cannot_be_loaded() {
 }
 
 #[test]
+fn models_whose_names_are_no_folders() {
+    let place = Place::new();
+    let long = "x".repeat(300);
+    for name in [
+        "",
+        "a/b",
+        "..",
+        ".hidden",
+        "/tmp/elsewhere",
+        "a\\u0000b",
+        &long,
+    ] {
+        let text = GRPO.replace("[models.ref]", &format!("[models.\"{name}\"]"));
+        let pipe = place.parse(&text, "run", &["save=[]"]).expect("a pipeline");
+        let refusal = trainer(&pipe).err().expect("a refusal");
+        check(
+            &refusal,
+            &[
+                "error[C004]",
+                "no folder can be called",
+                "[models]",
+                "`path`",
+            ],
+        );
+        assert!(!place.path("run").exists(), "{name}");
+    }
+}
+
+/// The exit status is about the pipeline, not about who reads on.
+#[cfg(unix)]
+#[test]
+fn a_reader_that_leaves_changes_no_exit_status() {
+    use std::process::{Command, Stdio};
+
+    let place = Place::new();
+    let file = place.path("grpo.toml");
+    fs::write(&file, GRPO).unwrap();
+    for (more, status) in [("steps=3", 0), ("reward.rule=nope", 1)] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_pipe"))
+            .args(["check", "--json", &file.display().to_string(), more])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        assert_eq!(child.wait().unwrap().code(), Some(status), "{more}");
+    }
+}
+
+#[test]
 fn data_that_cannot_be_read() {
     let place = Place::new();
     let data = place.path("train.jsonl");

@@ -436,6 +436,17 @@ fn a_setting_that_was_changed_after_the_run_is_named_first() {
 }
 
 #[test]
+fn a_plan_with_a_warning_is_the_same_plan() {
+    let place = Place::new();
+    // The learning rate never gets to what it is set to.
+    let schedule = "actor.optimizer.schedule={ kind = \"constant\", warmup_steps = 100 }";
+    let run = recorded(&place, "run", &[schedule]);
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    assert!(code == 0 && !text.contains("another plan"), "{text}");
+    assert!(text.ends_with("\n0 differences\n"), "{text}");
+}
+
+#[test]
 fn another_machine_claims_no_equal_bits_and_names_no_culprit_of_rounding() {
     let place = Place::new();
     let run = recorded(&place, "run", &[]);

@@ -11,6 +11,25 @@ use crate::stage::{Access, Cadence, Cardinality, OnShort, RowRule};
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Unwarned(self).fmt(f)?;
+        for warning in &self.warnings {
+            write!(f, "\n{warning}\n")?;
+        }
+        Ok(())
+    }
+}
+
+/// What is done, as text, without what is doubtful about it.
+pub(crate) struct Unwarned<'a>(pub &'a Plan);
+
+impl fmt::Display for Unwarned<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.write_plan(f)
+    }
+}
+
+impl Plan {
+    fn write_plan(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
             "pipeline {}: {}, {}, {}, {}",
@@ -28,11 +47,7 @@ impl fmt::Display for Plan {
             self.write_stage(f, index, stage)?;
         }
         self.write_batch(f)?;
-        self.write_memory(f)?;
-        for warning in &self.warnings {
-            write!(f, "\n{warning}\n")?;
-        }
-        Ok(())
+        self.write_memory(f)
     }
 }
 

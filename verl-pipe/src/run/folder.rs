@@ -283,9 +283,7 @@ impl RunFolder {
         let models = self.dir.join("model");
         let (aside, dir) = (models.join(format!(".{name}.partial")), models.join(name));
         fs::create_dir_all(&models).map_err(|e| file_error("create", &models, e, &self.saved()))?;
-        let written = run.save_model(name, &aside).and_then(|()| {
-            fs::rename(&aside, &dir).map_err(|e| file_error("rename", &aside, e, &self.saved()))
-        });
+        let written = run.save_model(name, &aside);
         if written.is_err() {
             // Half a model is of no use, and its bytes may be what the disk lacks for `status.json`.
             if aside.exists()
@@ -296,7 +294,10 @@ impl RunFolder {
             // Refused where another model lies in it, which is as it should be.
             let _ = fs::remove_dir(&models);
         }
-        written.map(|()| dir)
+        written?;
+        // Where only this fails, the model stays where it was written.
+        fs::rename(&aside, &dir).map_err(|e| file_error("rename", &aside, e, &self.saved()))?;
+        Ok(dir)
     }
 
     /// Writes `status.json`.

@@ -1,4 +1,4 @@
-//! Ctrl-C, and SIGTERM where there is one: the first asks the run to end, the second ends the process.
+//! Ctrl-C, and SIGTERM and SIGHUP where there are such: the first asks the run to end, the second ends the process.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use crate::stage::CancelToken;
 /// Exit status of a run that was cancelled: 128 and the number of SIGINT.
 pub const CANCELLED_STATUS: u8 = 130;
 
-/// From now on Ctrl-C and SIGTERM cancel `token`; a second one ends the process at once with [`CANCELLED_STATUS`].
+/// From now on Ctrl-C, SIGTERM and SIGHUP cancel `token`; a second one ends the process at once with [`CANCELLED_STATUS`].
 ///
 /// # Errors
 /// When no thread or signal handler can be had.
@@ -27,7 +27,7 @@ pub fn cancel_on_ctrl_c(token: CancelToken) -> io::Result<()> {
     })
 }
 
-/// From now on Ctrl-C and SIGTERM call `told`, on a thread of its own, and do nothing else.
+/// From now on Ctrl-C, SIGTERM and SIGHUP call `told`, on a thread of its own, and do nothing else.
 ///
 /// # Errors
 /// When no thread or signal handler can be had.
@@ -52,11 +52,13 @@ pub(crate) fn on_ctrl_c(told: impl Fn() + Send + 'static) -> io::Result<()> {
         .map(drop)
 }
 
-/// What asks a run to end; schedulers of clusters and containers send SIGTERM.
+/// What asks a run to end; schedulers of clusters and containers send SIGTERM, a terminal that is closed SIGHUP.
 #[cfg(unix)]
 struct Signals {
     interrupt: tokio::signal::unix::Signal,
     terminate: tokio::signal::unix::Signal,
+    /// Not where the run is to outlive its terminal.
+    hangup: Option<tokio::signal::unix::Signal>,
 }
 
 #[cfg(unix)]
@@ -66,16 +68,43 @@ impl Signals {
         Ok(Signals {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
+            hangup: if ignores_hangup() {
+                None
+            } else {
+                Some(signal(SignalKind::hangup())?)
+            },
         })
     }
 
     async fn next(&mut self) -> io::Result<()> {
+        let Signals {
+            interrupt,
+            terminate,
+            hangup,
+        } = self;
+        let hung_up = async {
+            match hangup {
+                Some(hangup) => hangup.recv().await,
+                None => std::future::pending().await,
+            }
+        };
         let one = tokio::select! {
-            one = self.interrupt.recv() => one,
-            one = self.terminate.recv() => one,
+            one = interrupt.recv() => one,
+            one = terminate.recv() => one,
+            one = hung_up => one,
         };
         one.ok_or_else(|| io::Error::other("no further signal can come"))
     }
+}
+
+/// Whether the process was started with SIGHUP ignored, as `nohup` does, or does not tell.
+#[cfg(unix)]
+fn ignores_hangup() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    // Signal 1 is the lowest bit.
+    ignored.is_none_or(|mask| mask & 1 == 1)
 }
 
 #[cfg(not(unix))]

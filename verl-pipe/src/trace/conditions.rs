@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use crate::config::to_toml;
 use crate::pipe::DataPipe;
 use crate::plan::Plan;
+use crate::plan::display::Unwarned;
 use crate::run::folder::processor_features;
 use crate::schedule::placement::Schedule;
 use crate::trace::error::TraceError;
@@ -121,9 +122,9 @@ pub(crate) fn of_versions(run_dir: &Path, now: &Machine) -> (Value, Value) {
     (parts(&recorded), parts(&now))
 }
 
-/// SHA-256 of the printed plan, in hexadecimal: two runs of one plan agree in it.
+/// SHA-256 of the printed plan, in hexadecimal: two runs of one plan agree in it, whatever is doubtful about either.
 pub(crate) fn plan_hash(plan: &Plan) -> String {
-    let hash = Sha256::digest(plan.to_string().as_bytes());
+    let hash = Sha256::digest(Unwarned(plan).to_string().as_bytes());
     hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -1,4 +1,4 @@
-//! Names are unique, and renamed keys exist.
+//! Names are unique, those of models can be folders, and renamed keys exist.
 
 use std::collections::BTreeMap;
 
@@ -22,6 +22,8 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         pipe.data.iter().map(|data| data.name.as_str()),
         findings,
     );
+    let unfit = pipe.models.iter().map(|model| model.name.as_str());
+    findings.extend(unfit.filter(|name| !is_folder(name)).map(no_folder));
     for stage in draft.stages {
         let Some(spec) = &stage.spec else { continue };
         let fields = spec
@@ -46,6 +48,28 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             );
         }
     }
+}
+
+/// Longest name of a folder, in bytes: file systems hold 255, and what is written aside is called longer.
+const LONGEST: usize = 200;
+
+/// Whether a folder can be called so, that lies where it is looked for and is not hidden.
+fn is_folder(name: &str) -> bool {
+    let separates = |c: char| matches!(c, '/' | '\\' | ':') || c.is_control();
+    !name.is_empty()
+        && name.len() <= LONGEST
+        && !name.starts_with('.')
+        && !name.chars().any(separates)
+}
+
+fn no_folder(name: &str) -> Diagnostic {
+    Diagnostic::error(
+        "C004",
+        format!("no folder can be called `{}`", name.escape_debug()),
+    )
+    .at("[models]")
+    .because("what a run makes of a model is saved in a folder with the model's name")
+    .help("call it something like `actor`; where it comes from is its `path`")
 }
 
 fn twice<'a>(what: &str, names: impl Iterator<Item = &'a str>, findings: &mut Vec<Diagnostic>) {
