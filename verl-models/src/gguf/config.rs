@@ -78,6 +78,30 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
             ),
         });
     }
+    let rotated = metadata.count(&key("rope.dimension_count"))?;
+    if let Some(rotated) = rotated.filter(|rotated| *rotated != head_width) {
+        return Err(unsupported(
+            "rotation",
+            &format!("of {rotated} of {head_width} dims of a head"),
+            "rotations of all of them",
+        ));
+    }
+    let layers = metadata.needed_count(&key("block_count"))?;
+    let tensors = metadata.0.tensor_infos.len();
+    if layers > tensors {
+        return Err(GgufError::Metadata {
+            key: key("block_count"),
+            reason: format!("gives {layers} layers, but the file has {tensors} tensors"),
+        });
+    }
+    let base = key("rope.freq_base");
+    let rope_theta = metadata.float(&base)?.unwrap_or(10_000.0);
+    if !(rope_theta.is_finite() && rope_theta > 0.0) {
+        return Err(GgufError::Metadata {
+            key: base,
+            reason: format!("is {rope_theta}, and must be above 0"),
+        });
+    }
     let scaling = key("rope.scaling.type");
     let linear_rope_factor = match metadata.text(&scaling)? {
         None | Some("none") => None,
@@ -90,7 +114,7 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
     Ok(Model {
         width,
         mlp_width: metadata.needed_count(&key("feed_forward_length"))?,
-        layers: metadata.needed_count(&key("block_count"))?,
+        layers,
         heads,
         kv_heads,
         head_width,
@@ -101,7 +125,7 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
         norm_eps: metadata
             .float(&eps)?
             .ok_or_else(|| Metadata::missing(&eps))?,
-        rope_theta: metadata.float(&key("rope.freq_base"))?.unwrap_or(10_000.0),
+        rope_theta,
         linear_rope_factor,
         architecture,
     })

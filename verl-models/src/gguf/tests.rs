@@ -392,7 +392,7 @@ fn faults_are_told_and_leave_nothing_behind() {
             .to_string()
     };
     type Change<'a> = &'a dyn Fn(&mut Writer);
-    let cases: [(Change, &str); 9] = [
+    let cases: [(Change, &str); 13] = [
         (
             &|w| w.set("general.architecture", text("mamba")),
             "architecture `mamba` is not supported; known are llama, qwen2, qwen3",
@@ -404,6 +404,22 @@ fn faults_are_told_and_leave_nothing_behind() {
         (
             &|w| w.set("llama.block_count", text("one")),
             "metadata `llama.block_count` is a String, not a count",
+        ),
+        (
+            &|w| w.set("llama.block_count", GgufValue::U32(u32::MAX)),
+            "metadata `llama.block_count` gives 4294967295 layers, but the file has 11 tensors",
+        ),
+        (
+            &|w| w.set("llama.attention.head_count", GgufValue::U32(0)),
+            "metadata `llama.attention.head_count` is 0",
+        ),
+        (
+            &|w| w.set("llama.rope.dimension_count", GgufValue::U32(4)),
+            "rotation `of 4 of 8 dims of a head` is not supported; known are rotations of all of them",
+        ),
+        (
+            &|w| w.set("llama.rope.freq_base", GgufValue::F32(0.0)),
+            "metadata `llama.rope.freq_base` is 0, and must be above 0",
         ),
         (
             &|w| w.set("tokenizer.ggml.pre", text("new-one")),
