@@ -115,6 +115,13 @@ fn top_k_above_the_vocabulary_keeps_all() {
     }
 }
 
+#[track_caller]
+fn check_best_two(settings: &SamplingSettings) {
+    let none = f64::NEG_INFINITY;
+    let shares = softmax(&[none, none, 2.0, none, none, 1.0]);
+    check_distribution(settings, &LOGITS, &[], &shares);
+}
+
 #[test]
 fn min_p_keeps_by_share_of_the_best() {
     let settings = SamplingSettings {
@@ -122,13 +129,7 @@ fn min_p_keeps_by_share_of_the_best() {
         ..SamplingSettings::default()
     };
     // e^(1 − 2) = 0.37 stays, e^(0.5 − 2) = 0.22 goes.
-    let none = f64::NEG_INFINITY;
-    check_distribution(
-        &settings,
-        &LOGITS,
-        &[],
-        &softmax(&[none, none, 2.0, none, none, 1.0]),
-    );
+    check_best_two(&settings);
 }
 
 #[test]
@@ -139,13 +140,7 @@ fn top_k_comes_before_top_p() {
         top_p: 0.8,
         ..SamplingSettings::default()
     };
-    let none = f64::NEG_INFINITY;
-    check_distribution(
-        &settings,
-        &LOGITS,
-        &[],
-        &softmax(&[none, none, 2.0, none, none, 1.0]),
-    );
+    check_best_two(&settings);
 }
 
 #[test]
