@@ -160,7 +160,7 @@ def unit(columns, terms, rows, most):
     return tile, pieces
 
 
-KINDS = ("embed", "norm", "qkv", "attention", "o", "gate_up", "down", "head", "race", "settle", "advance")
+KINDS = ("embed", "norm", "qkv", "attention", "o", "gate_up", "down", "head", "race", "advance")
 # With how many blocks of a cluster a row attends, and with how many blocks it races.
 BEFORE = {
     16: {"qkv": (skinny, 1, 7, 4), "o": (skinny, 1, 7, 4), "gate_up": (skinny, 5, 4, 7), "down": (skinny, 1, 5, 4, 8, 4),
@@ -181,11 +181,11 @@ NEW = {
 # Other divisions, one tried at a time besides those before.
 TRIED = {
     16: {"qkv": [(skinny, 1, 14, 2)], "o": [(skinny, 1, 14, 2)], "head": [(skinny, 2, 4, 7, 1, 2, 2 * SMS), (skinny, 2, 4, 5, 1, 2, 2 * SMS)],
-         "attention": [4], "splits": [16]},
+         "attention": [4], "splits": [16, 32]},
     64: {"qkv": [(tile, 64, 32, 7, 2, 2), (tile, 64, 16, 7, 2)], "o": [(tile, 64, 32, 7, 2, 2), (tile, 64, 16, 7, 2)],
          "gate_up": [(tile, 64, 128, 4, 1, 2), (tile, 64, 128, 6), (tile, 64, 32, 7, 1, 2)],
          "down": [(tile, 64, 32, 14, 4), (tile, 64, 64, 6, 4, 2), (tile, 64, 32, 7, 4, 2)], "head": [(deep, 128), (tile, 64, 128, 4, 1, 2)],
-         "attention": [8, 2, 1], "splits": [12]},
+         "attention": [8, 2, 1], "splits": [8, 12]},
     128: {"qkv": [(tile, 64, 64, 4, 4, 2), (tile, 64, 64, 4, 2, 2)], "o": [(tile, 64, 64, 4, 4, 2), (tile, 64, 64, 4, 2, 2)],
           "gate_up": [(deep, 128), (tile, 64, 64, 4, 1, 3)], "down": [(tile, 64, 64, 6, 4, 2), (tile, 64, 32, 7, 4, 2)], "head": [(deep, 192)],
           "attention": [2], "splits": [4, 6]},
@@ -241,6 +241,7 @@ class Step:
         self.log_probs = [empty(rows, dtype=torch.float32) for _ in range(2)]
         self.responses = [empty(rows * 4096, dtype=torch.float32) for _ in range(3)]
         self.partial = empty(rows * 32 * 4, dtype=torch.float64)
+        self.ended = torch.zeros(rows, dtype=torch.int32, device=device)
         self.pieces = empty(rows * 16 * max(JOINT, WIDTH), dtype=torch.float32)
         self.parts = empty(rows * KEYS * 8 * 16 * (DIM + 2), dtype=torch.float32)
         self.counts = empty(32 + rows * KEYS * 2, dtype=torch.int32)
@@ -294,8 +295,7 @@ class Step:
         scalars = [rows, self.vocab, parts, 0, 0, 0, real(1.0), real(1.0), real(0.0), real(1.0)]
         inputs = [self.logits, self.streams, self.lengths, self.states, self.eos]
         race = {"ELEMENT": "__nv_bfloat16"}
-        calls.append(("race", lambda: launch("race.cu", "race", race, (parts, rows), 256, inputs + [self.partial], scalars)))
-        calls.append(("settle", lambda: launch("race.cu", "settle", race, (rows,), 32, inputs + [self.partial, self.token, *self.log_probs], scalars)))
+        calls.append(("race", lambda: launch("race.cu", "race", race, (parts, rows), 256, inputs + [self.partial, self.ended, self.token, *self.log_probs], scalars)))
         calls.append(("advance", lambda: launch("advance.cu", "advance", race, (up(rows, 32),), 32, [
             self.token, *self.log_probs, self.eos, self.stops, self.limits, self.lengths, self.positions, self.states, self.token, *self.responses],
             [rows, 4096, self.vocab, 0, 0, 1, 0, 0])))

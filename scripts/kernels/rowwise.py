@@ -869,9 +869,11 @@ def draw(dtype, logits, settings, streams, lengths, states, seen, splits=8, gene
     if settings.plain(vocab) and not general:
         mod = module("race", dtype)
         partial = poison(rows, splits, 4, dtype=torch.float64)
-        inputs = [logits, streams, lengths, states, eos, partial]
-        launch(mod, "race", (splits, rows), 256, inputs, *scalars)
-        launch(mod, "settle", rows, 32, inputs + [token, sampling, full], *scalars)
+        ended = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+        buffers = [logits, streams, lengths, states, eos, partial, ended, token, sampling, full]
+        launch(mod, "race", (splits, rows), 256, buffers, *scalars)
+        if ended.any():
+            raise AssertionError("race left counts of ended blocks")
     else:
         mod = module("sample", dtype)
         inputs = [logits, streams, lengths, states, eos, seen, token, sampling, full]
@@ -1023,18 +1025,17 @@ def time_sample():
         _, streams = random_streams(rows)
         zeros = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
         _, seen = seen_bits(rows, vocab)
-        splits = max(1, min(32, ceil_div(132 * 6, rows)))
+        splits = max(1, min(32, 3 * 132 // rows))
         eos = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         token, sampling, full = zeros.clone(), torch.zeros(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
         partial = torch.empty(rows, splits, 4, dtype=torch.float64, device=DEVICE)
+        ended = zeros.clone()
         shape = f"bf16 [{rows}, {vocab}]"
 
         def race(inputs, settings=Settings()):
             def run(i):
-                buffers = [inputs[i % sets], streams, zeros, zeros, eos, partial]
-                scalars = settings.scalars(rows, vocab, splits)
-                launch(module("race", dtype), "race", (splits, rows), 256, buffers, *scalars)
-                launch(module("race", dtype), "settle", rows, 32, buffers + [token, sampling, full], *scalars)
+                buffers = [inputs[i % sets], streams, zeros, zeros, eos, partial, ended, token, sampling, full]
+                launch(module("race", dtype), "race", (splits, rows), 256, buffers, *settings.scalars(rows, vocab, splits))
             return run
 
         def sample(inputs, settings):
@@ -1053,9 +1054,9 @@ def time_sample():
             ids.gather(1, torch.multinomial(p, 1))
 
         moved = rows * vocab * 2
-        timed(f"race+settle, {splits} parts", shape, moved, race(data), theirs, graph=sets)
-        timed("race+settle, flat", shape, moved, race(flat), None, graph=sets)
-        timed("race+settle, greedy", shape, moved, race(data, Settings(0.0)), None, graph=sets)
+        timed(f"race, {splits} parts", shape, moved, race(data), theirs, graph=sets)
+        timed("race, flat", shape, moved, race(flat), None, graph=sets)
+        timed("race, greedy", shape, moved, race(data, Settings(0.0)), None, graph=sets)
         timed("sample k 50 p .95", shape, moved, sample(data, Settings(top_k=50, top_p=0.95)), theirs_truncated, graph=sets)
         timed("sample p .95", shape, moved, sample(data, Settings(top_p=0.95)), None, graph=sets)
         timed("sample p .95, flat", shape, moved, sample(flat, Settings(top_p=0.95)), None, graph=sets)
@@ -1134,7 +1135,7 @@ ENTRIES = {
     key_of("embed", torch.bfloat16, WIDTH=896): ["take_rows", "take_rows_backward", "embed_backward"],
     key_of("columns", torch.bfloat16, WIDTH=1152): ["column_parts", "column_sums"],
     key_of("update", torch.bfloat16, CAST=1, COUNT=1): ["update"],
-    key_of("race", torch.bfloat16): ["race", "settle"],
+    key_of("race", torch.bfloat16): ["race"],
     key_of("sample", torch.bfloat16): ["sample"],
     key_of("advance", torch.bfloat16): ["advance"],
 }

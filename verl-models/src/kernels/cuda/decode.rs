@@ -5,8 +5,8 @@
 //! changes nothing. Keys and values lie in blocks of 64 tokens, of which a row takes as many as its prompt and its longest
 //! response need. Results of burn's own operations may have padded rows, and are made dense.
 //!
-//! Up to 128 rows of a small decoder in bf16 on Hopper, one kernel takes all layers of a step where it is asked for
-//! (`decode/layers.rs`); else each layer has its kernels (`decode/step.rs`).
+//! Up to 128 rows of a small decoder in bf16 on Hopper, one kernel takes all layers of a step (`decode/layers.rs`); else
+//! each layer has its kernels (`decode/step.rs`).
 //!
 //! Dims: `R` rows, `H`/`K` query/key heads, `Dh` head width, `I` width inside the MLP, `V` vocabulary.
 
@@ -23,7 +23,7 @@ use cubecl::client::Graph;
 use cubecl::server::Handle;
 
 use super::product::{Joined, projects};
-use super::tensor::{CubeTensor, empty, leading, primitive};
+use super::tensor::{CubeTensor, empty, integers, leading, primitive};
 use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
 use crate::decoder::{Decoder, DecoderConfig};
@@ -77,6 +77,8 @@ struct Buffers {
     logits: CubeTensor,
     /// Parts of the race for a token.
     partial: Handle,
+    /// Of each row, the parts that have ended; zeros between steps.
+    ended: Handle,
 }
 
 /// A decoder with a cache, a step and its bookkeeping on the device.
@@ -294,6 +296,7 @@ impl Buffers {
             inner: matrix(config.intermediate_size),
             logits: matrix(config.vocab_size),
             partial: like.client.empty(drawing::race_parts(rows) * 32),
+            ended: integers(like, &vec![0; rows]),
         }
     }
 
@@ -309,6 +312,7 @@ impl Buffers {
             inner,
             logits,
             partial: _,
+            ended: _,
         } = self;
         let all = [x, normed, scale, qkv, mixed, inner, logits];
         for tensor in all.into_iter().chain(wide) {

@@ -79,7 +79,9 @@ struct Words {
         }
     }
 
-    __device__ __forceinline__ unsigned word(int id) const {
+    __device__ __forceinline__ unsigned word(int id) const { return word_of(stream, position, id); }
+
+    static __device__ __noinline__ unsigned word_of(uint4 stream, unsigned position, int id) {
         uint4 four[1] = {make_uint4(unsigned(id) / 4, position, stream.z, stream.w)};
         philox(four, stream.x, stream.y);
         const unsigned low = id & 1 ? four[0].y : four[0].x;
@@ -243,9 +245,19 @@ struct Look {
 };
 
 // Copies 16 bytes into shared memory while the thread goes on. Copies are waited for in groups, oldest first.
-__device__ __forceinline__ void copy_ahead(uint4* to, const elem* from) {
-    const unsigned place = unsigned(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+__device__ __forceinline__ void copy_ahead(unsigned to, const elem* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 read_place(unsigned place) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(place) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void write_place(unsigned place, uint4 x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -305,6 +317,9 @@ struct Row {
         }
     }
 
+    // Whether `process` does anything.
+    __device__ __forceinline__ bool changes() const { return penalty != 1.0f || forbidden > 0; }
+
     __device__ __forceinline__ float penalised(float x) const { return x > 0.0f ? x / penalty : x * penalty; }
 
     // The processed logit of an id that may be drawn.
@@ -340,42 +355,47 @@ __device__ constexpr int ring_parts(int threads, int depth) { return threads * d
 template <int THREADS, int DEPTH, typename F>
 __device__ __forceinline__ void each_look(const Row& row, int begin, int end, bool processes, F f) {
     constexpr int STRIDE = THREADS * LOOK;
+    constexpr unsigned PART = THREADS * 16, SLOT = PART * (LOOK / VEC);
     const int last = end * LOOK < row.vocab ? end * LOOK : row.vocab;
     int first = (begin + int(threadIdx.x) / 32 * 32) * LOOK;
     int own = first + int(threadIdx.x) % 32 * LOOK;
-    const auto load_ahead = [&](int base, int slot) {
+    const unsigned ring = unsigned(__cvta_generic_to_shared(row.ring + threadIdx.x));
+    const auto load_ahead = [&](int base, unsigned place) {
 #pragma unroll
         for (int i = 0; i < LOOK / VEC; i++) {
-            uint4* to = row.ring + (slot * (LOOK / VEC) + i) * THREADS + threadIdx.x;
             if (base < last) {
-                copy_ahead(to, row.logits + base + i * VEC);
+                copy_ahead(place + i * PART, row.logits + base + i * VEC);
             } else {
-                *to = Look::nothing();
+                write_place(place + i * PART, Look::nothing());
             }
         }
         end_group();
     };
     if (row.aligned) {
-        for (int slot = 0; slot < DEPTH; slot++) load_ahead(own + slot * STRIDE, slot);
+#pragma unroll
+        for (int slot = 0; slot < DEPTH; slot++) load_ahead(own + slot * STRIDE, ring + slot * SLOT);
     }
-    for (int slot = 0; first < last; first += STRIDE, own += STRIDE) {
+    const bool changes = processes && row.changes();
+    unsigned place = ring;
+#pragma unroll 1
+    for (; first < last; first += STRIDE, own += STRIDE) {
         Look look;
         if (row.aligned) {
             wait_for_groups<DEPTH - 1>();
 #pragma unroll
-            for (int i = 0; i < LOOK / VEC; i++) {
-                look.part[i] = row.ring[(slot * (LOOK / VEC) + i) * THREADS + threadIdx.x];
-            }
+            for (int i = 0; i < LOOK / VEC; i++) look.part[i] = read_place(place + i * PART);
         } else {
             look = row.fetch(own < last ? own : row.vocab);
         }
         float x[LOOK];
         look.get(x);
-        if (processes) row.process(own, x);
+        if (changes) row.process(own, x);
         f(own, x);
         // The look's logits were used, so its place is free.
-        if (row.aligned) load_ahead(own + DEPTH * STRIDE, slot);
-        slot = slot + 1 == DEPTH ? 0 : slot + 1;
+        if (row.aligned) {
+            load_ahead(own + DEPTH * STRIDE, place);
+            place = place == ring + (DEPTH - 1) * SLOT ? ring : place + SLOT;
+        }
     }
 }
 
@@ -394,8 +414,9 @@ struct Softmax {
         at = -1;
     }
 
-    // Adds logits and gives their weights; returns by how much the reference fell, in logits.
-    __device__ __forceinline__ float add(const float (&x)[LOOK], int base, const Heat& heat, float (&weight)[LOOK]) {
+    // Adds logits and gives their weights and the largest of these; returns by how much the reference fell, in logits.
+    __device__ __forceinline__ float add(const float (&x)[LOOK], int base, const Heat& heat, float (&weight)[LOOK],
+                                         float& heaviest) {
         float largest = x[0];
 #pragma unroll
         for (int i = 1; i < LOOK; i++) largest = fmaxf(largest, x[i]);
@@ -413,6 +434,7 @@ struct Softmax {
         }
 #pragma unroll
         for (int i = 0; i < LOOK; i++) weight[i] = power((x[i] - reference) * heat.scale);
+        heaviest = power((largest - reference) * heat.scale);
         sum += (weight[0] + weight[1]) + (weight[2] + weight[3]) + ((weight[4] + weight[5]) + (weight[6] + weight[7]));
         return fell;
     }
@@ -445,14 +467,12 @@ struct Racer {
     static constexpr float DOUBT = 1e-3f;
     // Relative to the reference, in units of T.
     float score;
-    float logit;
     int id;
     // 2³² e^(−b) with slack, b the best score of the warp.
     float bar;
 
     __device__ __forceinline__ void start() {
         score = -INFINITE;
-        logit = 0.0f;
         id = -1;
         bar = INFINITE;
     }
@@ -468,24 +488,24 @@ struct Racer {
         raise_bar();
     }
 
-    __device__ __forceinline__ void consider(const float (&x)[LOOK], const float (&weight)[LOOK], int base,
-                                             float reference, const Heat& heat, const Words& words) {
-        float largest = weight[0];
-#pragma unroll
-        for (int i = 1; i < LOOK; i++) largest = fmaxf(largest, weight[i]);
+    // `heaviest` is the largest of the weights, which are relative to `reference`.
+    __device__ __forceinline__ void consider(const float (&weight)[LOOK], float heaviest, int base, float reference,
+                                             const Row& row, const Heat& heat, const Words& words) {
         unsigned word[LOOK];
-        // How far the nearest to a win is over the bar; the smallest complement counts as ½.
-        float over = -1.0f;
-        if (largest * bar > 0.5f) {
+        // Whether an id could win that had the largest weight and the largest word; the smallest complement counts as ½.
+        bool near = heaviest * bar > 0.5f;
+        if (near) {
             words.look(base, word);
+            unsigned highest = word[0];
 #pragma unroll
-            for (int i = 0; i < LOOK; i++) over = fmaxf(over, fmaf(weight[i], bar, -float(~word[i])));
+            for (int i = 1; i < LOOK; i++) highest = max(highest, word[i]);
+            near = heaviest * bar > float(~highest);
         }
-        if (!__any_sync(ALL_LANES, over > 0.0f)) return;
+        if (!__any_sync(ALL_LANES, near)) return;
         // The most promising first, after which hardly another passes the bar. The promise is w / (1 − u).
-        unsigned left = over > 0.0f ? (1u << LOOK) - 1 : 0;
-        do {
-            float promise = 0.0f, its_logit = 0.0f;
+        unsigned left = near ? (1u << LOOK) - 1 : 0;
+        while (true) {
+            float promise = 0.0f, its_weight = 0.0f;
             unsigned its_word = 0;
             int at = 0;
 #pragma unroll
@@ -493,53 +513,72 @@ struct Racer {
                 const float its = __fdividef(weight[i], float(~word[i]) + 0.5f);
                 const bool better = (left >> i & 1) && its > promise;
                 promise = better ? its : promise;
-                its_logit = better ? x[i] : its_logit;
+                its_weight = better ? weight[i] : its_weight;
                 its_word = better ? word[i] : its_word;
                 at = better ? i : at;
             }
+            if (!(promise * bar > 1.0f)) left = 0;
+            if (!__any_sync(ALL_LANES, left != 0)) return;
+            if (left != 0) challenge(base + at, its_weight, its_word, reference, row, heat, words);
             left &= ~(1u << at);
-            if (promise * bar > 1.0f) {
-                challenge(base + at, its_logit, its_word, reference, heat, words);
-            } else {
-                left = 0;
-            }
             __syncwarp();
             raise_bar();
-        } while (__any_sync(ALL_LANES, left != 0));
+        }
     }
 
-    __device__ __forceinline__ void challenge(int other, float its_logit, unsigned its_word, float reference,
-                                              const Heat& heat, const Words& words) {
-        const float above = (its_logit - reference) * heat.inverse_f32;
+    __device__ __forceinline__ void challenge(int other, float its_weight, unsigned its_word, float reference,
+                                              const Row& row, const Heat& heat, const Words& words) {
+        const float above = logf(its_weight);
         const float its_score = above + gumbel_f32(its_word);
         const float doubt = 1e-4f + 1e-6f * (fabsf(above) + fabsf(score));
         bool wins = its_score > score;
         if (id >= 0 && fabsf(its_score - score) <= doubt) {
-            wins = exact(other, its_logit, double(reference), heat, words) >
-                   exact(id, logit, double(reference), heat, words);
+            wins = exact(other, row.processed(other), reference, heat, words) >
+                   exact(id, row.processed(id), reference, heat, words);
         }
         if (!wins) return;
         score = its_score;
-        logit = its_logit;
         id = other;
     }
 
-    static __device__ __forceinline__ double exact(int id, float logit, double max, const Heat& heat,
+    static __device__ __forceinline__ double exact(int id, float logit, float reference, const Heat& heat,
                                                    const Words& words) {
-        return (double(logit) - max) * heat.inverse + gumbel(words.word(id));
+        return (double(logit) - double(reference)) * heat.inverse + gumbel(words.word(id));
     }
 
-    // The leader, where it can be the block's, with its score relative to the block's best logit `largest`: an exact
-    // one where there are several.
+    // The warp's leader with its score relative to the reference: an exact one where several lanes have nearly as much.
+    __device__ __forceinline__ Ranked leader(float reference, const Row& row, const Heat& heat,
+                                             const Words& words) const {
+        return first_of(id, score, warp_max(score), reference, row, heat, words);
+    }
+
+    // The leader of all warps of the block, which have the same reference.
     template <int THREADS>
-    __device__ __forceinline__ Ranked contender(float reference, float largest, const Heat& heat,
-                                                const Words& words) const {
-        const float own = id < 0 ? -INFINITE : score + (reference - largest) * heat.inverse_f32;
-        const float best = block_max<THREADS>(own);
-        const bool contends = id >= 0 && own >= best - DOUBT;
-        const int contenders = __syncthreads_count(contends);
-        if (!contends) return {0.0, -1};
-        return {contenders == 1 ? double(own) : exact(id, logit, double(largest), heat, words), id};
+    __device__ __forceinline__ Ranked winner(float reference, const Row& row, const Heat& heat,
+                                             const Words& words) const {
+        __shared__ Ranked leaders[THREADS / 32];
+        const Ranked own = leader(reference, row, heat, words);
+        if (threadIdx.x % 32 == 0) leaders[threadIdx.x / 32] = own;
+        __syncthreads();
+        const int lane = threadIdx.x % 32;
+        const Ranked its = lane < THREADS / 32 ? leaders[lane] : Ranked{0.0, -1};
+        const float its_score = its.id < 0 ? -INFINITE : float(its.score);
+        return first_of(its.id, its_score, warp_max(its_score), reference, row, heat, words);
+    }
+
+    // Of a warp's ids with their scores, as near as f32 has them, the one with the highest; −1 is none.
+    static __device__ __forceinline__ Ranked first_of(int id, float score, float best, float reference, const Row& row,
+                                                      const Heat& heat, const Words& words) {
+        const bool contends = id >= 0 && score >= best - DOUBT;
+        const unsigned contenders = __ballot_sync(ALL_LANES, contends);
+        if (contenders == 0) return {0.0, -1};
+        if (__popc(contenders) == 1) {
+            const int lane = __ffs(int(contenders)) - 1;
+            return {double(best), __shfl_sync(ALL_LANES, id, lane)};
+        }
+        Ranked own = {0.0, -1};
+        if (contends) own = {exact(id, row.processed(id), reference, heat, words), id};
+        return warp_best(own);
     }
 };
 

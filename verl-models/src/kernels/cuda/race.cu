@@ -1,10 +1,11 @@
 // One token a row from logits where no top-k, top-p, min-p or repetition penalty applies; see draw.cuh.
 //
-// race: each of `splits` blocks of a row finds the largest logit, the sum of weights and the winner of its part, in one
-// pass; settle joins the parts. partial: [rows, splits, 4] f64, a Part each.
-// Launch: race: block 256, grid (splits, rows), splits ≤ 32, enough that splits · rows is several times the SMs;
-// settle: block 32, grid rows. Bytes: one read of the logits; the random words cost more than these, about 20
-// instructions an id, except for those that cannot win whatever their word.
+// Each of `splits` blocks of a row finds the largest logit, the sum of weights and the winner of its part, in one pass; the
+// last one to end joins the parts.
+// partial: [rows, splits, 4] f64, a Part each; ended: [rows] u32, blocks of a row that have ended, 0 between launches.
+// Launch: block 256, grid (splits, rows), splits ≤ 32, enough that splits · rows is several times the SMs. Bytes: one read
+// of the logits; the random words cost more than these, about 20 instructions an id, except for those that cannot win
+// whatever their word.
 
 constexpr int RACE_THREADS = 256;
 // Looks of a thread under way: 16 KB of a block.
@@ -16,20 +17,81 @@ struct Part {
     double sum;
     // The winner's score relative to the largest.
     double score;
+    // Of a greedy draw only.
     int best;
     int winner;
 };
 
+// What a warp found of the part; the sum and the score are relative to its reference.
+struct Found {
+    float reference;
+    float largest;
+    int best;
+    double sum;
+    Ranked leader;
+};
+
+// Joins the parts of a row: by one warp.
+__device__ __forceinline__ void settle(u64 index, const Row& row, const Heat& heat, const Words& words, const Part* parts,
+                                       int splits, int* token, float* sampling_log_prob, float* log_prob) {
+    const int lane = threadIdx.x % 32;
+    Part part = {-double(INFINITE), 0.0, 0.0, -1, -1};
+    // From L2, where the other blocks' stores are.
+    if (lane < splits) {
+        const double2* from = reinterpret_cast<const double2*>(parts + lane);
+        const double2 low = __ldcg(from), high = __ldcg(from + 1);
+        const long long ids = __double_as_longlong(high.y);
+        part = {low.x, low.y, high.x, int(ids), int(ids >> 32)};
+    }
+    const float largest = warp_max(float(part.largest));
+    // A part without a finite logit has the sum 0, or NaN.
+    double sum = part.sum;
+    if (sum != 0.0 && part.largest != double(largest)) sum *= exp((part.largest - double(largest)) * heat.inverse);
+    sum = warp_sum(sum);
+    Ranked winner;
+    if (heat.greedy) {
+        winner = warp_best({part.largest, part.best});
+    } else {
+        const double fall = (part.largest - double(largest)) * heat.inverse;
+        const float score = part.winner < 0 ? -INFINITE : float(part.score + fall);
+        winner = Racer::first_of(part.winner, score, warp_max(score), largest, row, heat, words);
+    }
+
+    // Forbidden ends count in the model's own softmax.
+    float raw_largest = largest;
+    double raw = sum;
+    if (row.forbidden > 0) {
+        float end = -INFINITE;
+        if (lane < row.forbidden) {
+            const int id = row.eos[lane];
+            if (id >= 0 && id < row.vocab) end = to_float(row.logits[id]);
+        }
+        raw_largest = fmaxf(largest, warp_max(end));
+        raw = end == -INFINITE ? 0.0 : exp((double(end) - double(raw_largest)) * heat.inverse);
+        raw = warp_sum(raw) + sum * exp((double(largest) - double(raw_largest)) * heat.inverse);
+    }
+    if (lane != 0) return;
+    const bool finite = isfinite(largest) && isfinite(sum) && isfinite(raw_largest) && isfinite(raw);
+    const int id = finite ? winner.id : -1;
+    const float logit = id < 0 ? 0.0f : to_float(row.logits[id]);
+    answer(index, id, heat.greedy ? 0.0f : heat.log_share(logit, largest, sum), heat.log_share(logit, raw_largest, raw),
+           token, sampling_log_prob, log_prob);
+}
+
 extern "C" __global__ void __launch_bounds__(RACE_THREADS, 3)
     race(const elem* logits, const unsigned* streams, const int* lengths, const int* states, const int* eos,
-         double* partial, const __grid_constant__ SampleScalars s) {
+         double* partial, unsigned* ended, int* token, float* sampling_log_prob, float* log_prob,
+         const __grid_constant__ SampleScalars s) {
+    constexpr int WARPS = RACE_THREADS / 32;
     __shared__ uint4 ring[ring_parts(RACE_THREADS, RACE_DEPTH)];
+    __shared__ Found found[WARPS];
     const u64 index = blockIdx.y;
-    if (states[index] != LIVE) return;
-    const Heat heat(s);
-    const int length = lengths[index];
-    const Row row = row_of(logits, index, ring, eos, length, s);
+    // Asked for at once.
+    const int state = states[index], length = lengths[index];
     const Words words = words_of(streams, index, length);
+    if (state != LIVE) return;
+    const Heat heat(s);
+    const Row row = row_of(logits, index, ring, eos, length, s);
     const int share = (row.looks() + int(s.splits) - 1) / int(s.splits);
     const int begin = blockIdx.x * share;
     const int end = min(begin + share, row.looks());
@@ -38,66 +100,39 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS, 3)
     softmax.start();
     racer.start();
     each_look<RACE_THREADS, RACE_DEPTH>(row, begin, end, true, [&](int base, const float (&x)[LOOK]) {
-        float weight[LOOK];
-        const float fell = softmax.add(x, base, heat, weight);
+        float weight[LOOK], heaviest;
+        const float fell = softmax.add(x, base, heat, weight, heaviest);
         if (heat.greedy) return;
         if (fell != 0.0f) racer.shift(fell, heat);
-        racer.consider(x, weight, base, softmax.reference, heat, words);
+        racer.consider(weight, heaviest, base, softmax.reference, row, heat, words);
     });
-    const Ranked best = block_best<RACE_THREADS>(softmax.ranked(row, true));
-    const float largest = best.id < 0 ? -INFINITE : float(best.score);
-    const double sum = block_sum<RACE_THREADS>(softmax.sum_under(largest, heat));
-    const Ranked winner =
-        block_best<RACE_THREADS>(racer.contender<RACE_THREADS>(softmax.reference, largest, heat, words));
-    if (threadIdx.x != 0) return;
-    reinterpret_cast<Part*>(partial)[index * s.splits + blockIdx.x] = {double(largest), sum, winner.score, best.id,
-                                                                       winner.id};
-}
 
-extern "C" __global__ void __launch_bounds__(32)
-    settle(const elem* logits, const unsigned* streams, const int* lengths, const int* states, const int* eos,
-           const double* partial, int* token, float* sampling_log_prob, float* log_prob,
-           const __grid_constant__ SampleScalars s) {
-    const u64 index = blockIdx.x;
-    if (states[index] != LIVE) return;
-    const Heat heat(s);
-    const int length = lengths[index];
-    const Row row = row_of(logits, index, nullptr, eos, length, s);
-    const Words words = words_of(streams, index, length);
-    Part part = {-double(INFINITE), 0.0, 0.0, -1, -1};
-    if (threadIdx.x < s.splits) part = reinterpret_cast<const Part*>(partial)[index * s.splits + threadIdx.x];
-    const Ranked best = warp_best({part.largest, part.best});
-    const float largest = best.id < 0 ? -INFINITE : float(best.score);
-    // A part without a finite logit has the sum 0, or NaN.
-    double sum = part.sum;
-    if (sum != 0.0 && part.largest != double(largest)) sum *= exp((part.largest - double(largest)) * heat.inverse);
-    sum = warp_sum(sum);
-    Ranked winner = {part.score + (part.largest - double(largest)) * heat.inverse, part.winner};
-    const double leading = warp_best(winner).score;
-    const bool contends = winner.id >= 0 && winner.score >= leading - 2.0 * Racer::DOUBT;
-    if (!contends) winner.id = -1;
-    if (warp_sum(int(contends)) > 1 && contends) {
-        winner.score = Racer::exact(winner.id, to_float(row.logits[winner.id]), largest, heat, words);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const float reference = softmax.reference, highest = warp_max(softmax.best);
+    int best = -1;
+    if (heat.greedy) best = warp_best(softmax.ranked(row, true)).id;
+    const double summed = warp_sum(double(softmax.sum));
+    const Ranked leader = racer.leader(reference, row, heat, words);
+    if (lane == 0) found[warp] = {reference, highest, best, summed, leader};
+    __syncthreads();
+    if (warp != 0) return;
+    Found own = {LOWEST, -INFINITE, -1, 0.0, {0.0, -1}};
+    if (lane < WARPS) own = found[lane];
+    const float largest = warp_max(own.largest);
+    if (heat.greedy) best = warp_best({double(own.largest), own.best}).id;
+    const double fall = (double(own.reference) - double(largest)) * heat.inverse;
+    const double sum = warp_sum(own.sum == 0.0 ? 0.0 : own.sum * exp(fall));
+    const float score = own.leader.id < 0 ? -INFINITE : float(own.leader.score + fall);
+    const Ranked winner = Racer::first_of(own.leader.id, score, warp_max(score), largest, row, heat, words);
+    Part* parts = reinterpret_cast<Part*>(partial) + index * s.splits;
+    unsigned before = 0;
+    if (lane == 0) {
+        parts[blockIdx.x] = {double(largest), sum, winner.score, best, winner.id};
+        __threadfence();
+        before = atomicAdd(ended + index, 1u);
+        __threadfence();
     }
-    winner = warp_best(winner);
-
-    // Forbidden ends count in the model's own softmax.
-    float raw_largest = largest;
-    double raw = sum;
-    if (row.forbidden > 0) {
-        float end = -INFINITE;
-        if (int(threadIdx.x) < row.forbidden) {
-            const int id = eos[threadIdx.x];
-            if (id >= 0 && id < row.vocab) end = to_float(row.logits[id]);
-        }
-        raw_largest = fmaxf(largest, warp_max(end));
-        raw = end == -INFINITE ? 0.0 : exp((double(end) - double(raw_largest)) * heat.inverse);
-        raw = warp_sum(raw) + sum * exp((double(largest) - double(raw_largest)) * heat.inverse);
-    }
-    if (threadIdx.x != 0) return;
-    const bool finite = isfinite(largest) && isfinite(sum) && isfinite(raw_largest) && isfinite(raw);
-    const int id = !finite ? -1 : heat.greedy ? best.id : winner.id;
-    const float logit = id < 0 ? 0.0f : to_float(row.logits[id]);
-    answer(index, id, heat.greedy ? 0.0f : heat.log_share(logit, largest, sum), heat.log_share(logit, raw_largest, raw),
-           token, sampling_log_prob, log_prob);
+    if (__shfl_sync(ALL_LANES, before, 0) + 1 < unsigned(s.splits)) return;
+    if (lane == 0) ended[index] = 0;
+    settle(index, row, heat, words, parts, int(s.splits), token, sampling_log_prob, log_prob);
 }

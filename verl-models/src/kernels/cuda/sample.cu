@@ -28,8 +28,8 @@ __device__ __noinline__ Whole whole(const Row& row, bool processes, const Heat& 
     softmax.start();
     int count = 0;
     each_look<SAMPLE_THREADS, SAMPLE_DEPTH>(row, 0, row.looks(), processes, [&](int base, const float (&x)[LOOK]) {
-        float weight[LOOK];
-        softmax.add(x, base, heat, weight);
+        float weight[LOOK], heaviest;
+        softmax.add(x, base, heat, weight, heaviest);
 #pragma unroll
         for (int i = 0; i < LOOK; i++) count += x[i] > -INFINITE;
     });
@@ -300,8 +300,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 2)
     const Words words = words_of(streams, index, length);
 
     const Whole raw = whole(row, false, heat);
-    const bool changes = row.penalty != 1.0f || row.forbidden > 0;
-    const Whole drawn = changes ? whole(row, true, heat) : raw;
+    const Whole drawn = row.changes() ? whole(row, true, heat) : raw;
     if (!isfinite(raw.largest) || !isfinite(raw.sum) || !isfinite(drawn.largest) || !isfinite(drawn.sum)) {
         if (threadIdx.x == 0) answer(index, -1, 0.0f, 0.0f, token, sampling_log_prob, log_prob);
         return;
@@ -341,23 +340,23 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 2)
             if (weight < s.min_p) continue;
             mass += weight;
             const int id = id_of(entry);
-            winner = better(winner, {Racer::exact(id, logit, double(drawn.largest), heat, words), id});
+            winner = better(winner, {Racer::exact(id, logit, drawn.largest, heat, words), id});
         }
     } else {
         each_look<SAMPLE_THREADS, SAMPLE_DEPTH>(row, 0, row.looks(), true, [&](int base, const float (&x)[LOOK]) {
-            float left[LOOK], weight[LOOK];
+            float weight[LOOK], heaviest = 0.0f;
 #pragma unroll
             for (int i = 0; i < LOOK; i++) {
                 const float its = scale.weight(x[i]);
                 const bool keeps = kept.end.keeps(key_of(x[i]), base + i) && double(its) >= s.min_p;
-                left[i] = keeps ? x[i] : -INFINITE;
                 weight[i] = keeps ? its : 0.0f;
+                heaviest = fmaxf(heaviest, weight[i]);
             }
             mass += double((weight[0] + weight[1]) + (weight[2] + weight[3]) +
                            ((weight[4] + weight[5]) + (weight[6] + weight[7])));
-            racer.consider(left, weight, base, drawn.largest, heat, words);
+            racer.consider(weight, heaviest, base, drawn.largest, row, heat, words);
         });
-        winner = racer.contender<SAMPLE_THREADS>(drawn.largest, drawn.largest, heat, words);
+        winner = racer.winner<SAMPLE_THREADS>(drawn.largest, row, heat, words);
     }
     mass = block_sum<SAMPLE_THREADS>(mass);
     winner = block_best<SAMPLE_THREADS>(winner);

@@ -97,12 +97,8 @@ impl DeviceDecoder {
             launch(kernel(&SAMPLE, "sample", 512), [rows as u32, 1, 1], handles);
             return;
         }
-        let partial = &self.buffers.partial;
-        let mut racing: Vec<Handle> = inputs.iter().map(|&handle| handle.clone()).collect();
-        racing.push(partial.clone());
         let grid = [splits as u32, rows as u32, 1];
-        launch(kernel(&RACE, "race", 256), grid, racing);
-        let handles = joined(&[partial]);
-        launch(kernel(&RACE, "settle", 32), [rows as u32, 1, 1], handles);
+        let handles = joined(&[&self.buffers.partial, &self.buffers.ended]);
+        launch(kernel(&RACE, "race", 256), grid, handles);
     }
 }

@@ -1,9 +1,8 @@
 //! All layers of a step in one kernel, where it takes the decoder.
 //!
 //! The kernel finds the layers' tensors through a table of their addresses. cubecl moves live memory when it makes room and
-//! before it records a graph, but nothing that is bound: bindings are held for as long as the table is. The kernel's blocks wait for one another between the phases of a layer, so all of them have to run at once.
-//!
-//! It is used where `VERL_DECODE_LAYERS=1` asks for it (docs/performance.md tells why).
+//! before it records a graph, but nothing that is bound: bindings are held for as long as the table is. The kernel's blocks
+//! wait for one another between the phases of a layer, so all of them have to run at once.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -25,8 +24,6 @@ static LAYERS: Source = Source::with_prefixes(
 );
 static ADDRESSES: Source = Source::new(include_str!("../addresses.cu"));
 
-/// The variable that asks for the kernel: `1`.
-const ASKED_FOR: &str = "VERL_DECODE_LAYERS";
 /// Addresses of a layer in the table.
 const ADDRESSES_OF_LAYER: usize = 16;
 /// Counts of blocks, before those of the rows.
@@ -67,16 +64,9 @@ impl Drop for Only {
     }
 }
 
-fn is_asked_for() -> bool {
-    std::env::var_os(ASKED_FOR).is_some_and(|value| value == "1")
-}
-
 impl LayersKernel {
-    /// Notes where the layers lie; none where the kernel is not asked for, takes no step of this decoder, or is another's.
+    /// Notes where the layers lie; none where the kernel takes no step of this decoder or is another's.
     pub fn of(decoder: &DeviceDecoder) -> Option<Self> {
-        if !is_asked_for() {
-            return None;
-        }
         let like = &decoder.embedding;
         let (client, config) = (&like.client, &decoder.config);
         let processors = client.properties().hardware.num_streaming_multiprocessors?;
