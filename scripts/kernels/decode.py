@@ -49,8 +49,10 @@ MODELS = {"0.5B": (896, 14, 2, 64, 4864, 1, 0), "135M": (576, 9, 3, 64, 1536, 0,
 SECONDS = 30.0  # of the timings of one size
 QUICK = "--quick" in sys.argv
 SMS = 132
-PREFIXES = {"decode_layers.cu": ["gemm_tile.cuh", "attention_decode.cu"], "gemm.cu": ["gemm_tile.cuh"], "gemm_dyn.cu": ["gemm_tile.cuh"], "race.cu": ["rowwise.cuh", "draw.cuh"],
-            "advance.cu": ["rowwise.cuh", "draw.cuh"], "embed.cu": ["rowwise.cuh"], "norm.cu": ["rowwise.cuh"]}
+# Ids of a row's shortlist, and below which complements of words ids are on it, for 48 of them.
+SHORTLIST, LIMIT = 128, (48 << 32) // VOCAB
+PREFIXES = {"decode_layers.cu": ["gemm_tile.cuh", "attention_decode.cu", "philox.cuh"], "gemm.cu": ["gemm_tile.cuh"], "gemm_dyn.cu": ["gemm_tile.cuh"], "race.cu": ["rowwise.cuh", "philox.cuh", "draw.cuh"],
+            "advance.cu": ["rowwise.cuh", "philox.cuh", "draw.cuh"], "embed.cu": ["rowwise.cuh"], "norm.cu": ["rowwise.cuh"]}
 START = time.time()
 COMPILING = False  # launches only note what has to be compiled
 JOBS = set()
@@ -241,7 +243,8 @@ class Step:
         self.log_probs = [empty(rows, dtype=torch.float32) for _ in range(2)]
         self.responses = [empty(rows * 4096, dtype=torch.float32) for _ in range(3)]
         self.partial = empty(rows * 32 * 4, dtype=torch.float64)
-        self.ended = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.ended, self.shortlisted = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
+        self.shortlist = empty(rows, SHORTLIST, 2, dtype=torch.int32)
         self.pieces = empty(rows * 16 * max(JOINT, WIDTH), dtype=torch.float32)
         self.parts = empty(rows * KEYS * 8 * 16 * (DIM + 2), dtype=torch.float32)
         self.counts = empty(32 + rows * KEYS * 2, dtype=torch.int32)
@@ -256,8 +259,8 @@ class Step:
         self.lengths.zero_()
         self.states.zero_()
 
-    def calls(self, table, packed=False, tokens=None):
-        """(kind, launch) of all kernels in their order."""
+    def calls(self, table, packed=False, tokens=None, limit=0):
+        """(kind, launch) of all kernels in their order; the race goes by shortlists up to `limit`, if there is one."""
         rows = self.rows
         calls = []
         cluster = table["attention"]
@@ -292,19 +295,21 @@ class Step:
             product("down", self.inner, layer["down"], self.x, "sum")
         normed("head", [self.embedding], self.logits, "product")
         parts = table["splits"]
-        scalars = [rows, self.vocab, parts, 0, 0, 0, real(1.0), real(1.0), real(0.0), real(1.0)]
+        scalars = [rows, self.vocab, parts, 0, 0, 0, real(1.0), real(1.0), real(0.0), real(1.0), limit]
         inputs = [self.logits, self.streams, self.lengths, self.states, self.eos]
         race = {"ELEMENT": "__nv_bfloat16"}
-        calls.append(("race", lambda: launch("race.cu", "race", race, (parts, rows), 256, inputs + [self.partial, self.ended, self.token, *self.log_probs], scalars)))
+        calls.append(("race", lambda: launch("race.cu", "race", race, (parts, rows), 256, inputs + [
+            self.partial, self.ended, self.shortlist, self.shortlisted, self.token, *self.log_probs], scalars)))
         calls.append(("advance", lambda: launch("advance.cu", "advance", race, (up(rows, 32),), 32, [
             self.token, *self.log_probs, self.eos, self.stops, self.limits, self.lengths, self.positions, self.states, self.token, *self.responses],
             [rows, 4096, self.vocab, 0, 0, 1, 0, 0])))
         return calls
 
-    def joined(self, table, stamps=0, layers=None):
+    def joined(self, table, stamps=0, layers=None, limit=LIMIT):
         """(kind, launch) of a step whose layers are one kernel, divided as product/divisions.rs divides them."""
         rows = self.rows
         tile = next(size for size in (16, 32, 64, 128) if size >= rows)
+        limit *= tile >= 64
         group = HEADS // KEYS
         units = KEYS * up(group, min(group, 16))
         qkv, out, down = (unit(n, k, tile, most) for n, k, most in ((JOINT, WIDTH, 4), (WIDTH, HEADS * DIM, 4), (WIDTH, INNER, 9)))
@@ -320,9 +325,10 @@ class Step:
         layers = ("layers", lambda: launch(
             "decode_layers.cu", "decode_layers", defines, (SMS,), 384,
             [boxes(self.normed), boxes(self.mixed), boxes(self.inner), self.pointers, self.embedding, self.token, self.gain, self.cos, self.sin,
-             self.table, self.positions, self.x, self.normed, self.mixed, self.inner, self.pieces, self.parts, self.counts]
-            + [self.stamps] * stamps, [rows, self.vocab, real(DIM ** -0.5), real(EPS), BLOCKS]))
-        calls = self.calls(table)
+             self.table, self.positions, self.x, self.normed, self.mixed, self.inner, self.pieces, self.parts, self.counts,
+             self.streams, self.lengths, self.states, self.shortlist, self.shortlisted]
+            + [self.stamps] * stamps, [rows, self.vocab, limit, real(DIM ** -0.5), real(EPS), BLOCKS]))
+        calls = self.calls(table, limit=limit)
         last = max(i for i, (kind, _) in enumerate(calls) if kind == "down")
         rest = [c for c in calls[last + 1:] if c[0] != "norm"]
         if rows <= 16:
@@ -357,6 +363,7 @@ def one_kernel(step, rows):
 VARIANTS = {
     "as it is": lambda step, rows: step.calls(NEW[rows]),
     "layers in one kernel": one_kernel,
+    "the same without shortlists": lambda step, rows: step.joined(NEW[rows], limit=0) if rows <= 128 else step.calls(NEW[rows]),
     "divisions before": lambda step, rows: step.calls(BEFORE[rows]),
     "weights packed": lambda step, rows: step.calls(NEW[rows], packed=True),
     "attention in sixteens": lambda step, rows: step.calls(NEW[rows], tokens=16),
@@ -591,9 +598,27 @@ def reference(step):
     return x, norm(x, step.gain[:WIDTH]) @ step.embedding.double().T, caches
 
 
+def shortlist_of(step, row):
+    length = int(step.shortlisted[row])
+    return sorted((id, word % 2**32) for id, word in step.shortlist[row, :length].tolist())
+
+
+def wanted_shortlist(step, row, vocab, limit):
+    from rowwise import words_of
+
+    if step.rows <= 32 or int(step.states[row]):
+        return []
+    words = words_of([int(x) % 2**32 for x in step.streams[row]], int(step.lengths[row]), vocab)
+    return [(id, int(word)) for id, word in enumerate(words) if 2**32 - 1 - int(word) < limit]
+
+
 def check_layers():
-    """Steps whose layers are one kernel, twice each: of several models and numbers of rows, some rows not live."""
+    """Steps whose layers are one kernel, twice each: of several models and numbers of rows, some rows not live. And the
+    shortlists that it makes, of a vocabulary with half a group of ids more than whole groups."""
     import torch
+
+    vocab = 1024 + 128
+    limit = (48 << 32) // vocab
 
     before = (WIDTH, HEADS, KEYS, DIM, INNER, BIAS, HEAD_NORM, BLOCKS)
     device = "meta" if COMPILING else "cuda"
@@ -602,8 +627,8 @@ def check_layers():
         for rows in (1, 7, 16, 33, 128) if name != "0.5B" else (1, 7, 16, 17, 32, 33, 64, 100, 128):
             if name == "long" and rows > 33:
                 continue
-            step = Step(rows, layers=3, vocab=1024, device=device)
-            launched = step.joined(NEW[512])[0][1]
+            step = Step(rows, layers=3, vocab=vocab, device=device)
+            launched = step.joined(NEW[512], limit=limit)[0][1]
             if COMPILING:
                 launched()
                 continue
@@ -612,6 +637,8 @@ def check_layers():
             if rows > 2:
                 step.positions[2] = -1
             step.token.copy_(torch.arange(rows, device=device, dtype=torch.int32))
+            step.lengths.copy_(torch.randint(0, 4096, (rows,), device=device, dtype=torch.int32))
+            step.states[rows // 2:rows // 2 + rows // 7] = 1
             step.gain.copy_(1 + 0.1 * torch.randn(WIDTH, device=device))
             x, logits, new = reference(step)
             caches = [[c.clone() for c in layer["cache"]] for layer in step.layers]
@@ -619,6 +646,7 @@ def check_layers():
             for _ in range(2):
                 for buffer in (step.x, step.normed, step.mixed, step.inner, step.pieces, step.parts):
                     buffer.fill_(float("nan"))
+                step.shortlisted.zero_()
                 for layer, kept in zip(step.layers, caches):
                     for cache, old in zip(layer["cache"], kept):
                         cache.copy_(old)
@@ -636,9 +664,10 @@ def check_layers():
                 rest[place, :, at % 64] = kept[place, :, at % 64]
                 others &= torch.equal(rest, kept)
             same = all(torch.equal(a, b) for a, b in zip(*results))
-            report(max(errors) < 1.5e-2 and same and others and int(step.counts.abs().sum()) == 0,
+            listed = all(shortlist_of(step, row) == wanted_shortlist(step, row, vocab, limit) for row in range(rows))
+            report(max(errors) < 1.5e-2 and same and others and listed and int(step.counts.abs().sum()) == 0,
                    f"layers of {name}, {rows} rows: x {errors[0]:.1e}, logits {errors[1]:.1e}, caches {max(errors[2:]):.1e}{' same bits' if same else ' OTHER BITS'}"
-                   f"{'' if others else ', OTHER TOKENS WRITTEN'}")
+                   f"{'' if others else ', OTHER TOKENS WRITTEN'}{'' if listed else ', OTHER SHORTLISTS'}")
     become(*before)
 
 

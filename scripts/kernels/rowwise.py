@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 DEVICE = "cuda"
 SOURCES = os.path.join(os.path.dirname(__file__), "../../verl-models/src/kernels/cuda")
-PRELUDES = {"race": ["draw"], "sample": ["draw"], "advance": ["draw"]}
+PRELUDES = {kernel: ["philox", "draw"] for kernel in ("race", "sample", "advance")}
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16"}
 DTYPES = [torch.float32, torch.bfloat16]
 # ‖out − ref‖ / ‖ref‖ that rounding explains.
@@ -811,9 +811,27 @@ class Settings:
         truncates = 0 < self.top_k < vocab
         return not truncates and self.top_p >= 1 and self.min_p <= 0 and self.penalty == 1
 
-    def scalars(self, rows, vocab, splits):
+    def scalars(self, rows, vocab, splits, limit=0):
         return (rows, vocab, splits, len(self.eos), self.min_new, self.top_k, self.temperature, self.top_p, self.min_p,
-                self.penalty)
+                self.penalty, limit)
+
+
+SHORTLIST = 128
+
+
+def shortlists(words, lengths, states, vocab, limit):
+    """Of live rows, the ids whose words have a complement below `limit`, with these words, in any order, and their number."""
+    rows = len(words)
+    lists, listed = np.zeros((rows, SHORTLIST, 2), dtype=np.uint32), np.zeros(rows, dtype=np.int32)
+    for row in range(rows):
+        if limit == 0 or int(states[row]) != 0:
+            continue
+        own = words_of(words[row].numpy(), int(lengths[row]), vocab)
+        ids = np.random.permutation(np.flatnonzero(~own.astype(np.uint32) < limit))
+        listed[row] = len(ids)
+        ids = ids[:SHORTLIST]
+        lists[row, : len(ids)] = np.stack([ids, own[ids]], 1)
+    return torch.from_numpy(lists.view(np.int32)).to(DEVICE), torch.from_numpy(listed).to(DEVICE)
 
 
 def reference_draw(logits, settings, stream, position, seen, nudge=0.0):
@@ -861,19 +879,21 @@ def reference_draw(logits, settings, stream, position, seen, nudge=0.0):
     return token, sampling, full(token), len(kept)
 
 
-def draw(dtype, logits, settings, streams, lengths, states, seen, splits=8, general=False):
+def draw(dtype, logits, settings, streams, lengths, states, seen, splits=8, general=False, shortlist=None, limit=0):
     rows, vocab = logits.shape
     eos = torch.tensor(settings.eos or (0,), dtype=torch.int32, device=DEVICE)
     token, sampling, full = poison(rows, dtype=torch.int32), poison(rows), poison(rows)
-    scalars = settings.scalars(rows, vocab, splits)
+    scalars = settings.scalars(rows, vocab, splits, limit)
     if settings.plain(vocab) and not general:
         mod = module("race", dtype)
         partial = poison(rows, splits, 4, dtype=torch.float64)
         ended = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-        buffers = [logits, streams, lengths, states, eos, partial, ended, token, sampling, full]
+        lists, listed = shortlist or (torch.zeros(1, SHORTLIST, 2, dtype=torch.int32, device=DEVICE), ended)
+        listed = listed.clone()
+        buffers = [logits, streams, lengths, states, eos, partial, ended, lists, listed, token, sampling, full]
         launch(mod, "race", (splits, rows), 256, buffers, *scalars)
-        if ended.any():
-            raise AssertionError("race left counts of ended blocks")
+        if ended.any() or listed.any():
+            raise AssertionError("race left counts of ended blocks or of shortlists")
     else:
         mod = module("sample", dtype)
         inputs = [logits, streams, lengths, states, eos, seen, token, sampling, full]
@@ -902,7 +922,8 @@ def model_like(rows, vocab, dtype):
     return logits.to(dtype).to(DEVICE)
 
 
-def check_draws(name, dtype, logits, settings, splits=8, general=False):
+def check_draws(name, dtype, logits, settings, splits=8, general=False, mean=0):
+    """`mean`: so many ids are on a row's shortlist; none without."""
     rows, vocab = logits.shape
     words, streams = random_streams(rows)
     lengths = uniform_ids(6, rows)
@@ -910,8 +931,10 @@ def check_draws(name, dtype, logits, settings, splits=8, general=False):
     if rows > 3:
         states[2] = 1
     seen, packed = seen_bits(rows, vocab)
+    limit = min((mean << 32) // vocab, 2**32 - 1)
+    shortlist = shortlists(words, lengths, states, vocab, limit)
     (token, sampling, full), same = twice(
-        lambda: draw(dtype, logits, settings, streams, lengths, states, packed, splits, general))
+        lambda: draw(dtype, logits, settings, streams, lengths, states, packed, splits, general, shortlist, limit))
     host = logits.float().cpu().numpy()
     wrong, nudged, worst = [], 0, 0.0
     for row in range(rows):
@@ -973,6 +996,9 @@ def check_sample():
                      Settings(1.0, eos=eos, min_new=4), Settings(0.0, eos=eos, min_new=4)]
             for settings in plain:
                 check_draws("race", dtype, logits, settings, splits=8 if vocab > 1000 else 2)
+            for mean in (2, 48, 200):  # of the last, lists overflow
+                for settings in plain[:3] + plain[4:7]:
+                    check_draws(f"race, {mean} listed", dtype, logits, settings, splits=8 if vocab > 1000 else 2, mean=mean)
             for settings in plain[:4] + plain[6:]:
                 check_draws("sample", dtype, logits, settings, general=True)
             for settings in [Settings(top_k=1), Settings(top_k=5), Settings(0.8, top_k=50), Settings(top_p=0.9),
@@ -983,7 +1009,8 @@ def check_sample():
                              Settings(4.0, top_k=30000, top_p=0.7), Settings(6.0, top_p=0.5)]:
                 check_draws("sample", dtype, logits, settings)
         equal = torch.zeros(4, 151936, dtype=dtype, device=DEVICE)
-        check_draws("race of equals", dtype, equal, Settings())
+        for mean in (0, 48):
+            check_draws(f"race of equals, {mean} listed", dtype, equal, Settings(), mean=mean)
         check_draws("sample of equals", dtype, equal, Settings(top_k=3))
         check_draws("sample of equals", dtype, equal, Settings(top_k=70000, top_p=0.5000001))
         zeros = -randn(32, 77, dtype=dtype).abs()
@@ -993,11 +1020,13 @@ def check_sample():
             check_draws("signed zeros", dtype, zeros, settings)
         masked = model_like(8, 151936, dtype)
         masked[:, 100:] = float("-inf")
-        check_draws("race of masked", dtype, masked, Settings(0.9))
+        for mean in (0, 48):
+            check_draws(f"race of masked, {mean} listed", dtype, masked, Settings(0.9), mean=mean)
         check_draws("sample of masked", dtype, masked, Settings(0.9, top_k=50, top_p=0.9))
         broken = randn(6, 1000, dtype=dtype)
         broken[0, 7], broken[1, 999], broken[3] = float("nan"), float("inf"), float("-inf")
-        check_draws("race not finite", dtype, broken, Settings())
+        for mean in (0, 48):
+            check_draws(f"race not finite, {mean} listed", dtype, broken, Settings(), mean=mean)
         check_draws("sample not finite", dtype, broken, Settings(top_k=5))
 
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0, float("-inf"), 1.0, 1.0, -0.5, 0.3, 2.0, -3.0, 0.1])
@@ -1034,7 +1063,7 @@ def time_sample():
 
         def race(inputs, settings=Settings()):
             def run(i):
-                buffers = [inputs[i % sets], streams, zeros, zeros, eos, partial, ended, token, sampling, full]
+                buffers = [inputs[i % sets], streams, zeros, zeros, eos, partial, ended, zeros, zeros, token, sampling, full]
                 launch(module("race", dtype), "race", (splits, rows), 256, buffers, *settings.scalars(rows, vocab, splits))
             return run
 

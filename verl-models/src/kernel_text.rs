@@ -236,7 +236,12 @@ extern \"C\" __global__ void second(const T* x) { }
     #[test]
     fn the_kernel_of_all_layers_leaves_no_kernel_of_attention() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels/cuda");
-        let files = ["gemm_tile.cuh", "attention_decode.cu", "decode_layers.cu"];
+        let files = [
+            "gemm_tile.cuh",
+            "attention_decode.cu",
+            "philox.cuh",
+            "decode_layers.cu",
+        ];
         let texts = files.map(|file| fs::read_to_string(folder.join(file)).unwrap());
         let joined = texts.concat();
         let all = entries(&joined);

@@ -79,6 +79,9 @@ struct Buffers {
     partial: Handle,
     /// Of each row, the parts that have ended; zeros between steps.
     ended: Handle,
+    /// Of each row, the ids on its shortlist with their words, and how many there are; zeros between steps.
+    shortlist: Handle,
+    shortlisted: Handle,
 }
 
 /// A decoder with a cache, a step and its bookkeeping on the device.
@@ -297,6 +300,8 @@ impl Buffers {
             logits: matrix(config.vocab_size),
             partial: like.client.empty(drawing::race_parts(rows) * 32),
             ended: integers(like, &vec![0; rows]),
+            shortlist: like.client.empty(rows * drawing::SHORTLIST * 8),
+            shortlisted: integers(like, &vec![0; rows]),
         }
     }
 
@@ -313,6 +318,8 @@ impl Buffers {
             logits,
             partial: _,
             ended: _,
+            shortlist: _,
+            shortlisted: _,
         } = self;
         let all = [x, normed, scale, qkv, mixed, inner, logits];
         for tensor in all.into_iter().chain(wide) {

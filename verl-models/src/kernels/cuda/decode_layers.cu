@@ -21,23 +21,27 @@
 // Eight warps multiply, attend and settle: the consumers. Of the other four, three fetch weights with cp.async; a thread of the
 // fourth, the usher, goes through the barriers and fetches activations with the bulk copy engine, each block of a pair half
 // of a tile for both. Up to 64 rows both warp groups multiply the same rows, each half of the terms of a chunk, and attend
-// together; with 128 each has 64 rows, and attends on its own.
+// together; with 128 each has 64 rows, and attends on its own. While the consumers wait behind the mlp they make some of
+// the shortlists of the step's draw (philox.cuh), which cost as many instructions as the rest of drawing and no memory.
 //
 // # What was measured (H200, 0.5B, 16 and 128 rows; scripts/kernels/decode.py profile16 profile128)
 // A phase costs 0.9 us of barrier before its first load. Straight code that runs once a layer waits for instructions: with
 // the loops over chunks unrolled the kernel was 157 KB, and a step 3 % slower. A fence between cp.async and wgmma that covers
 // global memory as well cost 0.4 us a chunk. Chunks of 64 terms are slower up to 64 rows, by barriers. Bringing the next
-// layer's cache into L2 and two tiles under way for attention did not pay.
+// layer's cache into L2 and two tiles under way for attention did not pay. Shortlists save 28 us of drawing at 128 rows and cost
+// 8 here; where the fetchers made them, whose registers are few, they cost 17.
 //
 // # Shapes (R = rows, D = WIDTH, I = INNER, H/K query/key heads of Dh, all dims multiples of 8)
 //   layers: [LAYERS] Layer, pointers; embedding [V, D]; token, lengths [R] i32; x, normed [R, D]; mixed [R, H Dh];
 //   inner [R, I]; pieces: f32, the largest of PIECES * R * columns; parts: f32 [R, K HEAD_TILES, ATTENTION_PARTS, PART];
 //   counts: u32 [32 + R K HEAD_TILES], zeros before the first launch, which every launch leaves so; otherwise as
-//   attention_decode.cu. Tensor maps of normed, mixed, inner: box {64, ROWS / 2}, swizzle 128 bytes, zero fill.
+//   attention_decode.cu. streams [R, 4] u32, drawn, states [R] i32: key and position of a row's draw, and whether there is
+//   one (0); shortlist: [R, SHORTLIST] (id, word), in any order; shortlisted: [R] u32, their number, which is added to.
+//   Tensor maps of normed, mixed, inner: box {64, ROWS / 2}, swizzle 128 bytes, zero fill.
 // Launch: BLOCKS blocks of 384 threads, one for each multiprocessor.
 // Bytes: every weight once, keys and values once; of activations each pair of blocks reads its pieces' share from L2.
 //
-// Put behind gemm_tile.cuh and attention_decode.cu, with BK 64.
+// Put behind gemm_tile.cuh, attention_decode.cu and philox.cuh, with BK 64.
 #ifndef ROWS
 #define ROWS 16 // of a tile of activations: 16, 32, 64 or 128, at least those of the step
 #endif
@@ -80,6 +84,7 @@ struct Layer {
 
 struct LayersScalars {
   long long rows, vocab;
+  long long limit; // of the shortlists; 0 makes none
   Scalars attention;
 };
 
@@ -120,6 +125,7 @@ typedef Division<DOWN_TILE, DOWN_PIECES, INNER, WIDTH> Down;
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int MOST_COLUMNS = larger(larger(QKV_TILE, OUT_TILE), larger(MLP_TILE, DOWN_TILE));
 constexpr bool HALVED = ROWS <= 64; // both warp groups have the same rows
+constexpr bool SHORTLISTS = ROWS >= 64; // are made: for fewer rows they take longer than they save
 constexpr int STAGE = ROWS * 2 * CHUNK_TERMS; // bytes of a chunk of activations
 constexpr int STAGES = !HALVED ? 3 : ROWS == 64 ? 4 : 8;
 constexpr int SLOT = MOST_COLUMNS * 2 * CHUNK_TERMS; // and of weights
@@ -196,6 +202,63 @@ struct Ring {
 };
 typedef Ring<STAGES, STAGE> Activations;
 typedef Ring<SLOTS, SLOT> Weights;
+
+// ---- shortlists ----------------------------------------------------------------------------------------------------
+
+// A consuming warp's share of the shortlists of all rows, which it makes 256 ids at a time.
+struct Shortlists {
+  static constexpr int SHARES = BLOCKS * 8, IDS = 256;
+  const uint4* streams;
+  const int *drawn, *states;
+  uint2* lists;
+  u32 *lengths, limit;
+  int vocab;
+  int groups, row, group, left; // of a row; what is next, and how many groups are left
+  uint4 stream; // of the row
+  u32 position;
+  bool live;
+
+  __device__ __forceinline__ void start(int warp, long long rows) {
+    groups = (vocab + IDS - 1) / IDS;
+    const long long all = limit == 0 ? 0 : rows * groups, begin = all * warp / SHARES;
+    left = (int)(all * (warp + 1) / SHARES - begin);
+    row = (int)(begin / groups), group = (int)(begin % groups);
+    if (left > 0) load();
+  }
+  __device__ __forceinline__ void load() { stream = streams[row], position = drawn[row], live = states[row] == 0; }
+
+  // What is due while so many layers are left, this one among them.
+  __device__ __forceinline__ void step(int layers) {
+#pragma unroll 1
+    for (int due = (left + layers - 1) / layers; due > 0; --due) {
+      if (live) {
+        const int first = group * (IDS / 4) + threadIdx.x % 32; // the words of ids 4 first .. 4 first + 3
+        uint4 four[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) four[i] = make_uint4(first + 32 * i, position, stream.z, stream.w);
+        philox(four, stream.x, stream.y);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (~max(max(four[i].x, four[i].y), max(four[i].z, four[i].w)) >= limit) continue;
+          const u32 word[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int id = (first + 32 * i) * 4 + j;
+            if (~word[j] >= limit || id >= vocab) continue;
+            const u32 place = atomicAdd(lengths + row, 1u);
+            if (place < SHORTLIST) lists[(long long)row * SHORTLIST + place] = make_uint2(id, word[j]);
+          }
+        }
+        __syncwarp();
+      }
+      --left;
+      if (++group == groups) {
+        group = 0, ++row;
+        if (left > 0) load();
+      }
+    }
+  }
+};
 
 // ---- fetching ------------------------------------------------------------------------------------------------------
 
@@ -481,7 +544,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
 decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constant__ TensorMap map_mixed,
               const __grid_constant__ TensorMap map_inner, const Layer* layers, const bf16* embedding, const int* token,
               const bf16* last_norm, const float* cos, const float* sin, const int* table, const int* lengths, bf16* x,
-              bf16* normed, bf16* mixed, bf16* inner, float* pieces, float* parts, u32* counts,
+              bf16* normed, bf16* mixed, bf16* inner, float* pieces, float* parts, u32* counts, const uint4* streams,
+              const int* drawn, const int* states, uint2* shortlist, u32* shortlisted,
 #if STAMPS
               u64* stamps,
 #endif
@@ -580,6 +644,8 @@ decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constan
     };
     Work own_work = {};
     if (own_item < items) own_work = work_of_item(own_item);
+    [[maybe_unused]] Shortlists lists = {streams, drawn, states, shortlist, shortlisted, (u32)s.limit, (int)s.vocab};
+    if constexpr (SHORTLISTS) lists.start(blockIdx.x * 8 + warp, s.rows);
     const auto end_phase = [&] {
 #if STAMPS
       u64 now;
@@ -632,6 +698,7 @@ decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constan
       phases.wait();
       multiply_units<Mlp>(stage, slot, rank, handed, ToInner{inner, rows});
       end_phase(), ++phases.phase;
+      if constexpr (SHORTLISTS) lists.step(LAYERS - l);
       phases.wait();
       multiply_units<Down>(stage, slot, rank, handed, ToPieces<Down>{pieces, rows});
       end_phase(), ++phases.phase;

@@ -1,5 +1,6 @@
 // How a token is drawn from a row of logits: random words, the row as it is sampled from, softmax and race over it.
-// Put between rowwise.cuh and race.cu, sample.cu or advance.cu.
+// Put behind rowwise.cuh and philox.cuh, before
+// race.cu, sample.cu or advance.cu.
 //
 // A token is the argmax of (logit − max) / T + gumbel over the kept ids, the lowest id among equals, where gumbel is
 // −ln(−ln u) of word (id mod 4) of philox(counter = [id / 4, position, high₀, high₁], key): the CPU's draw. Screens in f32
@@ -40,24 +41,9 @@ struct SampleScalars {
     double top_p;
     double min_p;
     double repetition_penalty;
+    // Of the rows' shortlists; 0 where there are none.
+    u64 limit;
 };
-
-// Philox 4×32-10 on N counters of one key.
-template <int N> __device__ __forceinline__ void philox(uint4 (&counter)[N], unsigned key0, unsigned key1) {
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            const uint4 c = counter[i];
-            const u64 product0 = u64(0xD2511F53u) * c.x;
-            const u64 product1 = u64(0xCD9E8D57u) * c.z;
-            counter[i] = make_uint4(unsigned(product1 >> 32) ^ c.y ^ key0, unsigned(product1),
-                                    unsigned(product0 >> 32) ^ c.w ^ key1, unsigned(product0));
-        }
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
-    }
-}
 
 // The words of a draw.
 struct Words {
@@ -322,6 +308,15 @@ struct Row {
 
     __device__ __forceinline__ float penalised(float x) const { return x > 0.0f ? x / penalty : x * penalty; }
 
+    // The processed logit of an id; −∞ where it must not be drawn.
+    __device__ __forceinline__ float drawable(int id) const {
+#pragma unroll 1
+        for (int j = 0; j < forbidden; j++) {
+            if (eos[j] == id) return -INFINITE;
+        }
+        return processed(id);
+    }
+
     // The processed logit of an id that may be drawn.
     __device__ __forceinline__ float processed(int id) const {
         const float x = to_float(logits[id]);
@@ -407,10 +402,11 @@ struct Softmax {
     float best;
     int at;
 
-    __device__ __forceinline__ void start() {
-        reference = limit = LOWEST;
+    __device__ __forceinline__ void start(float first, const Heat& heat) {
+        reference = first;
+        limit = first == LOWEST ? LOWEST : first + heat.margin;
         sum = 0.0f;
-        best = -INFINITE;
+        best = first == LOWEST ? -INFINITE : first;
         at = -1;
     }
 
@@ -468,23 +464,61 @@ struct Racer {
     // Relative to the reference, in units of T.
     float score;
     int id;
-    // 2³² e^(−b) with slack, b the best score of the warp.
+    // 2³² e^(−b) with slack, b the best score of the warp, or of the shortlist.
     float bar;
+    // The best score of the shortlist, and below which complements all words are on it; the smallest complement counts as ½.
+    float known;
+    float floor;
 
     __device__ __forceinline__ void start() {
-        score = -INFINITE;
+        score = known = -INFINITE;
         id = -1;
         bar = INFINITE;
+        floor = 0.5f;
+    }
+
+    // Learns the best score of a shortlist, and its leader where the warp is to lead with it; gives the reference for both,
+    // which is the largest logit on the list.
+    __device__ __forceinline__ float learn(const uint2* list, unsigned length, unsigned limit, bool leads, const Row& row,
+                                           const Heat& heat, const Words& words) {
+        constexpr int EACH = SHORTLIST / 32;
+        uint2 entry[EACH];
+        float x[EACH], reference = -INFINITE;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const unsigned at = threadIdx.x % 32 + 32 * i;
+            entry[i] = at < length ? list[at] : make_uint2(0u, 0u);
+            x[i] = at < length ? row.drawable(int(entry[i].x)) : -INFINITE;
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++) reference = fmaxf(reference, x[i]);
+        reference = warp_max(reference);
+        floor = __uint2float_rd(limit);
+        if (reference == -INFINITE) return LOWEST;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const float above = (x[i] - reference) * heat.inverse_f32;
+            if (above > -INFINITE) challenge(int(entry[i].x), above, entry[i].y, reference, row, heat, words);
+        }
+        __syncwarp();
+        known = warp_max(score);
+        if (!leads) {
+            score = -INFINITE;
+            id = -1;
+        }
+        raise_bar();
+        return reference;
     }
 
     __device__ __forceinline__ void raise_bar() {
-        const float best = warp_max(score);
+        const float best = fmaxf(warp_max(score), known);
         bar = exp2_fast(fmaf(best, -1.4426950408889634f, 32.0f)) * 1.001f;
     }
 
     // After the reference fell by that many logits.
     __device__ __forceinline__ void shift(float fell, const Heat& heat) {
         if (id >= 0) score += fell * heat.inverse_f32;
+        known += fell * heat.inverse_f32;
         raise_bar();
     }
 
@@ -492,8 +526,8 @@ struct Racer {
     __device__ __forceinline__ void consider(const float (&weight)[LOOK], float heaviest, int base, float reference,
                                              const Row& row, const Heat& heat, const Words& words) {
         unsigned word[LOOK];
-        // Whether an id could win that had the largest weight and the largest word; the smallest complement counts as ½.
-        bool near = heaviest * bar > 0.5f;
+        // Whether an id could win that had the largest weight and the largest word.
+        bool near = heaviest * bar > floor;
         if (near) {
             words.look(base, word);
             unsigned highest = word[0];
@@ -519,16 +553,16 @@ struct Racer {
             }
             if (!(promise * bar > 1.0f)) left = 0;
             if (!__any_sync(ALL_LANES, left != 0)) return;
-            if (left != 0) challenge(base + at, its_weight, its_word, reference, row, heat, words);
+            if (left != 0) challenge(base + at, logf(its_weight), its_word, reference, row, heat, words);
             left &= ~(1u << at);
             __syncwarp();
             raise_bar();
         }
     }
 
-    __device__ __forceinline__ void challenge(int other, float its_weight, unsigned its_word, float reference,
-                                              const Row& row, const Heat& heat, const Words& words) {
-        const float above = logf(its_weight);
+    // By an id whose logit is so many units of T above the reference.
+    __device__ __forceinline__ void challenge(int other, float above, unsigned its_word, float reference, const Row& row,
+                                              const Heat& heat, const Words& words) {
         const float its_score = above + gumbel_f32(its_word);
         const float doubt = 1e-4f + 1e-6f * (fabsf(above) + fabsf(score));
         bool wins = its_score > score;

@@ -19,32 +19,30 @@ use crate::kernel_text::one_entry;
 /// The text of a `.cu` file, behind what several of them share.
 #[derive(Debug)]
 pub(crate) struct Source {
-    texts: [&'static str; 3],
+    texts: [&'static str; 4],
     hash: u64,
 }
 
 impl Source {
     /// A file of its own.
     pub const fn new(text: &'static str) -> Self {
-        Source::with_prefixes("", "", text)
+        Source::with_prefixes(["", "", ""], text)
     }
 
     /// A file behind another.
     pub const fn with_prefix(prefix: &'static str, text: &'static str) -> Self {
-        Source::with_prefixes("", prefix, text)
+        Source::with_prefixes([prefix, "", ""], text)
     }
 
-    /// A file behind two others.
-    pub const fn with_prefixes(
-        first: &'static str,
-        second: &'static str,
-        text: &'static str,
-    ) -> Self {
+    /// A file behind three others.
+    pub const fn with_prefixes(prefixes: [&'static str; 3], text: &'static str) -> Self {
+        let [first, second, third] = prefixes;
         let mut hash = fnv(0xcbf2_9ce4_8422_2325, first.as_bytes());
         hash = fnv(hash, second.as_bytes());
+        hash = fnv(hash, third.as_bytes());
         hash = fnv(hash, text.as_bytes());
         Source {
-            texts: [first, second, text],
+            texts: [first, second, third, text],
             hash,
         }
     }

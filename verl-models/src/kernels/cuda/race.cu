@@ -2,10 +2,13 @@
 //
 // Each of `splits` blocks of a row finds the largest logit, the sum of weights and the winner of its part, in one pass; the
 // last one to end joins the parts.
-// partial: [rows, splits, 4] f64, a Part each; ended: [rows] u32, blocks of a row that have ended, 0 between launches.
+// With `limit`, the ids on a row's shortlist (philox.cuh) race first: what is not on it has a word that can hardly beat the
+// best of these, and is only asked for it where the logit is large enough.
+// partial: [rows, splits, 4] f64, a Part each; ended: [rows] u32, blocks of a row that have ended, 0 between launches;
+// shortlist: [rows, SHORTLIST] (id, word), in any order; shortlisted: [rows] u32, their number, 0 again behind a draw.
 // Launch: block 256, grid (splits, rows), splits ≤ 32, enough that splits · rows is several times the SMs. Bytes: one read
-// of the logits; the random words cost more than these, about 20 instructions an id, except for those that cannot win
-// whatever their word.
+// of the logits; without shortlists the random words cost more than these, about 20 instructions an id, except for those
+// that cannot win whatever their word.
 
 constexpr int RACE_THREADS = 256;
 // Looks of a thread under way: 16 KB of a block.
@@ -80,7 +83,7 @@ __device__ __forceinline__ void settle(u64 index, const Row& row, const Heat& he
 
 extern "C" __global__ void __launch_bounds__(RACE_THREADS, 3)
     race(const elem* logits, const unsigned* streams, const int* lengths, const int* states, const int* eos,
-         double* partial, unsigned* ended, int* token, float* sampling_log_prob, float* log_prob,
+         double* partial, unsigned* ended, const uint2* shortlist, unsigned* shortlisted, int* token, float* sampling_log_prob, float* log_prob,
          const __grid_constant__ SampleScalars s) {
     constexpr int WARPS = RACE_THREADS / 32;
     __shared__ uint4 ring[ring_parts(RACE_THREADS, RACE_DEPTH)];
@@ -89,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS, 3)
     // Asked for at once.
     const int state = states[index], length = lengths[index];
     const Words words = words_of(streams, index, length);
+    const unsigned listed = s.limit > 0 ? shortlisted[index] : SHORTLIST + 1;
     if (state != LIVE) return;
     const Heat heat(s);
     const Row row = row_of(logits, index, ring, eos, length, s);
@@ -97,8 +101,13 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS, 3)
     const int end = min(begin + share, row.looks());
     Softmax softmax;
     Racer racer;
-    softmax.start();
     racer.start();
+    float first = LOWEST;
+    if (!heat.greedy && listed <= SHORTLIST) {
+        const bool leads = blockIdx.x == 0 && threadIdx.x < 32;
+        first = racer.learn(shortlist + index * SHORTLIST, listed, unsigned(s.limit), leads, row, heat, words);
+    }
+    softmax.start(first, heat);
     each_look<RACE_THREADS, RACE_DEPTH>(row, begin, end, true, [&](int base, const float (&x)[LOOK]) {
         float weight[LOOK], heaviest;
         const float fell = softmax.add(x, base, heat, weight, heaviest);
@@ -133,6 +142,9 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS, 3)
         __threadfence();
     }
     if (__shfl_sync(ALL_LANES, before, 0) + 1 < unsigned(s.splits)) return;
-    if (lane == 0) ended[index] = 0;
+    if (lane == 0) {
+        ended[index] = 0;
+        if (s.limit > 0) shortlisted[index] = 0;
+    }
     settle(index, row, heat, words, parts, int(s.splits), token, sampling_log_prob, log_prob);
 }

@@ -25,7 +25,7 @@ struct Whole {
 
 __device__ __noinline__ Whole whole(const Row& row, bool processes, const Heat& heat) {
     Softmax softmax;
-    softmax.start();
+    softmax.start(LOWEST, heat);
     int count = 0;
     each_look<SAMPLE_THREADS, SAMPLE_DEPTH>(row, 0, row.looks(), processes, [&](int base, const float (&x)[LOOK]) {
         float weight[LOOK], heaviest;

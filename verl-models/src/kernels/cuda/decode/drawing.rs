@@ -4,23 +4,17 @@ use cubecl::server::Handle;
 
 use super::super::launch::{CudaKernel, Source};
 use super::super::tensor::element;
-use super::DeviceDecoder;
+use super::{Buffers, DeviceDecoder};
 
-static RACE: Source = Source::with_prefixes(
+/// What the kernels of drawing share.
+const SHARED: [&str; 3] = [
     include_str!("../rowwise.cuh"),
+    include_str!("../philox.cuh"),
     include_str!("../draw.cuh"),
-    include_str!("../race.cu"),
-);
-static SAMPLE: Source = Source::with_prefixes(
-    include_str!("../rowwise.cuh"),
-    include_str!("../draw.cuh"),
-    include_str!("../sample.cu"),
-);
-pub(super) static ADVANCE: Source = Source::with_prefixes(
-    include_str!("../rowwise.cuh"),
-    include_str!("../draw.cuh"),
-    include_str!("../advance.cu"),
-);
+];
+static RACE: Source = Source::with_prefixes(SHARED, include_str!("../race.cu"));
+static SAMPLE: Source = Source::with_prefixes(SHARED, include_str!("../sample.cu"));
+pub(super) static ADVANCE: Source = Source::with_prefixes(SHARED, include_str!("../advance.cu"));
 
 /// How tokens are drawn, the same for all rows.
 #[derive(Debug, Clone, Default)]
@@ -40,6 +34,12 @@ impl Drawing {
     }
 }
 
+/// Ids of a row's shortlist: most, and on average (`philox.cuh`).
+pub(super) const SHORTLIST: usize = 128;
+const SHORTLIST_MEAN: u64 = 48;
+/// Vocabularies of which a shortlist is no small part do without.
+const SHORTLISTED_VOCABULARY: usize = 4096;
+
 /// Blocks of the race that run at once.
 const RACING: usize = 3 * 132;
 
@@ -55,6 +55,16 @@ pub(super) fn race_parts(rows: usize) -> usize {
 }
 
 impl DeviceDecoder {
+    /// Below which complements of words ids are on the shortlists of this step; 0 where the step makes none.
+    pub(super) fn shortlist_limit(&self) -> u64 {
+        let vocabulary = self.config.vocab_size;
+        let races = self.drawing.races() && self.drawing.temperature > 0.0;
+        if !races || vocabulary < SHORTLISTED_VOCABULARY || !self.makes_shortlists() {
+            return 0;
+        }
+        (SHORTLIST_MEAN << 32) / vocabulary as u64
+    }
+
     /// Draws a token of each live row.
     pub(super) fn draw(&self) {
         let (rows, drawing) = (self.rows, &self.drawing);
@@ -70,6 +80,7 @@ impl DeviceDecoder {
             drawing.top_p.to_bits(),
             drawing.min_p.to_bits(),
             1.0f64.to_bits(),
+            self.shortlist_limit(),
         ];
         let logits = &self.buffers.logits;
         let (client, book) = (&logits.client, &self.book);
@@ -98,7 +109,14 @@ impl DeviceDecoder {
             return;
         }
         let grid = [splits as u32, rows as u32, 1];
-        let handles = joined(&[&self.buffers.partial, &self.buffers.ended]);
+        let Buffers {
+            partial,
+            ended,
+            shortlist,
+            shortlisted,
+            ..
+        } = &self.buffers;
+        let handles = joined(&[partial, ended, shortlist, shortlisted]);
         launch(kernel(&RACE, "race", 256), grid, handles);
     }
 }

@@ -18,8 +18,11 @@ use super::{Buffers, DeviceDecoder, Layer};
 use crate::kernels::layer_units::{LayerSizes, LayerUnits, MOST_ROWS, attention_parts};
 
 static LAYERS: Source = Source::with_prefixes(
-    include_str!("../gemm_tile.cuh"),
-    include_str!("../attention_decode.cu"),
+    [
+        include_str!("../gemm_tile.cuh"),
+        include_str!("../attention_decode.cu"),
+        include_str!("../philox.cuh"),
+    ],
     include_str!("../decode_layers.cu"),
 );
 static ADDRESSES: Source = Source::new(include_str!("../addresses.cu"));
@@ -28,6 +31,9 @@ static ADDRESSES: Source = Source::new(include_str!("../addresses.cu"));
 const ADDRESSES_OF_LAYER: usize = 16;
 /// Counts of blocks, before those of the rows.
 const COUNTS: usize = 32;
+
+/// Rows of a tile from which on the kernel makes shortlists.
+const SHORTLISTED_ROWS: usize = 64;
 
 /// What the kernel of all layers needs besides a step's buffers.
 pub(super) struct LayersKernel {
@@ -190,12 +196,22 @@ fn note(
 }
 
 impl DeviceDecoder {
+    /// How the kernel divides a layer; none where it takes no step of so many rows.
+    fn layer_units(&self) -> Option<(&LayersKernel, LayerUnits)> {
+        let layers = self.layers_kernel.as_ref()?;
+        let units = LayerUnits::of(&layers.sizes, self.rows, layers.blocks)?;
+        Some((layers, units))
+    }
+
+    /// Whether [`Self::launch_layers`] makes shortlists for the draw.
+    pub(super) fn makes_shortlists(&self) -> bool {
+        let units = self.layer_units();
+        units.is_some_and(|(_, units)| units.rows >= SHORTLISTED_ROWS)
+    }
+
     /// Takes all rows from their tokens to the norm behind the last layer; false where the kernel takes no such step.
     pub(super) fn launch_layers(&self) -> bool {
-        let Some(layers) = &self.layers_kernel else {
-            return false;
-        };
-        let Some(units) = LayerUnits::of(&layers.sizes, self.rows, layers.blocks) else {
+        let Some((layers, units)) = self.layer_units() else {
             return false;
         };
         let Buffers {
@@ -203,6 +219,8 @@ impl DeviceDecoder {
             normed,
             mixed,
             inner,
+            shortlist,
+            shortlisted,
             ..
         } = &self.buffers;
         let map = |tensor: &CubeTensor| boxes(tensor, [units.rows / 2, 64], TensorMapSwizzle::B128);
@@ -222,11 +240,20 @@ impl DeviceDecoder {
             &layers.pieces,
             &layers.parts,
             &layers.counts,
+            &self.book.streams,
+            &self.book.lengths,
+            &self.book.states,
+            shortlist,
+            shortlisted,
         ];
         let mut resources = [normed, mixed, inner].map(map).to_vec();
         let buffers = buffers.map(|handle| KernelResource::Buffer(handle.clone().binding()));
         resources.extend(buffers);
-        let mut scalars = vec![self.rows as u64, self.config.vocab_size as u64];
+        let mut scalars = vec![
+            self.rows as u64,
+            self.config.vocab_size as u64,
+            self.shortlist_limit(),
+        ];
         scalars.extend(self.attention_scalars());
         layers.kernel(&units, self).launch_resources(
             &x.client,
