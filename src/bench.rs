@@ -7,14 +7,15 @@ use std::time::Instant;
 use burn::tensor::{DType, Device};
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
-use verl::models::agreement::{self, Distance, Measure, Subject, subjects, wide};
+use verl::models::agreement::{self, AgreementError, Distance, Measure, Subject, subjects, wide};
 use verl::models::bench::{
-    self, Ceilings, KernelWork, PRESETS, RolloutWork, StepWork, Times, TrainWork, preset,
-    random_decoder,
+    self, BenchError, Ceilings, KernelWork, PRESETS, RolloutWork, StepWork, Times, TrainWork,
+    preset, random_decoder,
 };
 use verl::models::compiled;
 use verl::models::decoder::Decoder;
-use verl::models::device::{Preflight, device, preflight};
+use verl::models::device::{DeviceError, Preflight, device, preflight};
+use verl::models::hf::LoadError;
 use verl::pipe::cli::json_error::{BENCH, JsonError};
 
 /// Measures a device: agreement with the CPU, then speed.
@@ -64,7 +65,7 @@ pub(crate) struct ModelArgs {
     /// Type of the weights; bf16 where it is not given and the device is a GPU.
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
-    /// Runs that are timed.
+    /// Runs that are timed, at least one.
     #[arg(long, default_value_t = 3)]
     runs: usize,
 }
@@ -76,10 +77,10 @@ pub(crate) struct RolloutArgs {
     /// Responses.
     #[arg(long, default_value_t = 16)]
     sequences: usize,
-    /// Tokens of a prompt.
+    /// Tokens of a prompt; with those of a response at most the model's context.
     #[arg(long, default_value_t = 16)]
     prompt: usize,
-    /// Tokens of a response.
+    /// Tokens of a response, at least two.
     #[arg(long, default_value_t = 32)]
     new: usize,
     /// Prompts of between a sixteenth of `prompt` and all of it, responses of between a 64th of `new` and all of it.
@@ -97,7 +98,7 @@ pub(crate) struct TrainArgs {
     /// Rows of a step.
     #[arg(long, default_value_t = 8)]
     rows: usize,
-    /// Tokens of the longest row.
+    /// Tokens of the longest row that are predicted; one more comes before them.
     #[arg(long, default_value_t = 64)]
     tokens: usize,
     /// Rows of a micro-batch.
@@ -121,7 +122,7 @@ pub(crate) struct StepArgs {
     /// Responses of a prompt.
     #[arg(long, default_value_t = 4)]
     samples: usize,
-    /// Tokens of a prompt.
+    /// Tokens of a prompt; with those of a response at most the model's context.
     #[arg(long, default_value_t = 16)]
     prompt: usize,
     /// Tokens of a response.
@@ -165,8 +166,54 @@ impl From<Dtype> for DType {
     }
 }
 
-/// Why there is no answer.
-type Failure = Box<dyn std::error::Error>;
+/// Why there is no answer, and what to do.
+struct Failure {
+    message: String,
+    help: String,
+}
+
+impl Failure {
+    fn new(error: impl ToString, help: impl Into<String>) -> Self {
+        Failure {
+            message: error.to_string(),
+            help: help.into(),
+        }
+    }
+}
+
+impl From<DeviceError> for Failure {
+    fn from(error: DeviceError) -> Self {
+        let help = match &error {
+            DeviceError::NotBuilt { .. } | DeviceError::Unusable { .. } => {
+                "mend that, or leave `--device` out to measure the CPU"
+            }
+            _ => "give `--device` one that is available",
+        };
+        Failure::new(&error, help)
+    }
+}
+
+impl From<LoadError> for Failure {
+    fn from(error: LoadError) -> Self {
+        Failure::new(
+            error,
+            "`--model` takes a folder as Hugging Face has them: the config.json of a supported family, and all weights in \
+             safetensors",
+        )
+    }
+}
+
+impl From<AgreementError> for Failure {
+    fn from(error: AgreementError) -> Self {
+        Failure::new(error, "see that the weights are whole and finite")
+    }
+}
+
+impl From<BenchError> for Failure {
+    fn from(error: BenchError) -> Self {
+        Failure::new(&error, error.help())
+    }
+}
 
 /// Runs the command. Exit code 1 where a bound is broken or nothing could be measured.
 ///
@@ -188,16 +235,16 @@ pub(crate) fn bench(command: &Bench, out: &mut dyn Write) -> io::Result<u8> {
         }
         Err(error) => {
             match command.json() {
-                true => JsonError::new(BENCH, error.to_string(), HELP).write(out)?,
-                false => writeln!(io::stderr(), "error: {error}")?,
+                true => JsonError::new(BENCH, error.message, error.help).write(out)?,
+                false => {
+                    writeln!(io::stderr(), "error: {}", error.message)?;
+                    writeln!(io::stderr(), "  help: {}", error.help)?;
+                }
             }
             Ok(1)
         }
     }
 }
-
-/// What to do where nothing could be measured.
-const HELP: &str = "a device is `cpu` or `cuda:N`, a model a folder or one of the shapes that `pipe bench train --help` names";
 
 impl Bench {
     /// Whether the answer is to be JSON.
@@ -374,12 +421,10 @@ impl ModelArgs {
                 let dir = PathBuf::from(&self.model);
                 if !dir.exists() {
                     let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
-                    return Err(format!(
-                        "`{}` is neither a model folder nor a shape; shapes: {}",
-                        self.model,
-                        names.join(", ")
-                    )
-                    .into());
+                    return Err(Failure::new(
+                        format!("`{}` is neither a model folder nor a shape", self.model),
+                        format!("give `--model` a folder, or one of {}", names.join(", ")),
+                    ));
                 }
                 Decoder::load_as(&dir, &device, dtype)?.0
             }
@@ -414,7 +459,7 @@ impl ModelArgs {
                 "model": self.model,
                 "dtype": dtype,
                 "start": start.json(),
-                "figures": serde_json::to_value(figures)?,
+                "figures": serde_json::to_value(figures).unwrap_or_default(),
             }))
         } else {
             let widths = lines.iter().map(|(name, _)| name.len());

@@ -102,24 +102,137 @@ fn kernels_have_their_shares() {
     assert_eq!(lines.count(), kernels.len(), "{text}");
 }
 
+/// What a command that cannot measure says, with `--json` the same.
+#[track_caller]
+fn refusal(words: &str) -> String {
+    let words: Vec<&str> = words.split(' ').collect();
+    let output = bench(&words);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    let output = bench(&[&words[..], &["--json"]].concat());
+    assert_eq!(output.status.code(), Some(1));
+    let told: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    let part = |name: &str| told["error"][name].as_str().unwrap_or_default();
+    assert_eq!(
+        text,
+        format!("error: {}\n  help: {}\n", part("message"), part("help"))
+    );
+    text
+}
+
 #[test]
 fn what_is_not_there_is_told() {
-    let told = |arguments: &[&str]| {
-        let output = bench(arguments);
-        assert_eq!(output.status.code(), Some(1));
-        String::from_utf8_lossy(&output.stderr).into_owned()
-    };
-    insta::assert_snapshot!(
-        told(&["train", "--model", "huge"]),
-        @"error: `huge` is neither a model folder nor a shape; shapes: tiny, smollm2-135m, qwen2.5-0.5b"
+    insta::assert_snapshot!(refusal("train --model huge"), @r"
+    error: `huge` is neither a model folder nor a shape
+      help: give `--model` a folder, or one of tiny, smollm2-135m, qwen2.5-0.5b
+    ");
+    insta::assert_snapshot!(refusal("check --model huge"), @r"
+    error: model folder `huge` does not exist
+      help: `--model` takes a folder as Hugging Face has them: the config.json of a supported family, and all weights in safetensors
+    ");
+    insta::assert_snapshot!(refusal("train --model src"), @r"
+    error: cannot read `src/config.json`: No such file or directory (os error 2)
+      help: `--model` takes a folder as Hugging Face has them: the config.json of a supported family, and all weights in safetensors
+    ");
+    insta::assert_snapshot!(refusal("kernels --dtype bf16"), @r"
+    error: there are no fused operations in bf16 on this device
+      help: measure with `--dtype f32`
+    ");
+    let told = refusal("check --device gpu");
+    assert!(
+        told.starts_with("error: device `gpu` is not known"),
+        "{told}"
     );
-    insta::assert_snapshot!(
-        told(&["train", "--rows", "0"]),
-        @"error: `rows` is 0, but must be at least 1"
-    );
-    insta::assert_snapshot!(
-        told(&["kernels", "--dtype", "bf16"]),
-        @"error: there are no fused operations in bf16 on this device; measure in f32"
-    );
-    assert!(told(&["check", "--device", "gpu"]).starts_with("error: device `gpu` is not known"));
+    assert!(told.ends_with("help: give `--device` one that is available\n"));
+}
+
+#[test]
+fn sizes_of_nothing_are_refused() {
+    for words in [
+        "rollout --sequences",
+        "rollout --prompt",
+        "rollout --new",
+        "rollout --samples",
+        "rollout --runs",
+        "train --rows",
+        "train --tokens",
+        "train --micro",
+        "train --runs",
+        "step --prompts",
+        "step --samples",
+        "step --prompt",
+        "step --new",
+        "step --micro",
+        "step --runs",
+        "kernels --tokens",
+        "kernels --sequence",
+        "kernels --parameters",
+        "kernels --runs",
+    ] {
+        let option = words.split(' ').next_back().unwrap_or_default();
+        let told = refusal(&format!("{words} 0"));
+        assert!(
+            told.starts_with(&format!("error: `{option}` is 0, but")),
+            "{told}"
+        );
+    }
+    insta::assert_snapshot!(refusal("train --rows 0"), @r"
+    error: `--rows` is 0, but must be at least 1
+      help: give `--rows` 1 or more
+    ");
+    insta::assert_snapshot!(refusal("step --beta NaN"), @r"
+    error: `--beta` is NaN, but must be finite and not negative
+      help: give `--beta` 0 for a step without a reference, or a weight such as 0.04
+    ");
+}
+
+#[test]
+fn lengths_beyond_the_context_are_refused() {
+    insta::assert_snapshot!(refusal("rollout --prompt 500 --new 13"), @r"
+    error: a prompt of 500 and a response of 13 are 513 tokens, but the model's context holds 512
+      help: make `--prompt` or `--new` smaller, or measure a model with a longer context
+    ");
+    insta::assert_snapshot!(refusal("train --tokens 512"), @r"
+    error: a row of 512 and the one before its first are 513 tokens, but the model's context holds 512
+      help: make `--tokens` smaller, or measure a model with a longer context
+    ");
+    for most in ["1000000000", "18446744073709551615"] {
+        for words in [
+            "rollout --prompt",
+            "rollout --mixed --new",
+            "step --prompt",
+            "step --new",
+            "train --mixed --tokens",
+        ] {
+            let told = refusal(&format!("{words} {most}"));
+            assert!(told.contains("but the model's context holds 512"), "{told}");
+        }
+    }
+}
+
+// Elsewhere the size of the memory is not known.
+#[cfg(target_os = "linux")]
+#[test]
+fn work_that_no_memory_holds_is_refused() {
+    // More than any machine has.
+    for (words, option) in [
+        ("rollout --mixed --sequences", "--sequences"),
+        ("train --mixed --rows", "--rows"),
+        ("train --rows 18446744073709551615 --micro", "--rows"),
+        ("train --rows 1000000 --tokens 500 --micro", "--micro"),
+        ("step --prompts", "--prompts` or `--samples"),
+        ("step --samples", "--prompts` or `--samples"),
+        ("kernels --tokens", "--tokens"),
+        ("kernels --sequence", "--sequence"),
+        ("kernels --parameters", "--parameters"),
+    ] {
+        for most in ["1000000000000", "18446744073709551615"] {
+            let told = refusal(&format!("{words} {most}"));
+            assert!(told.contains(" GiB at least, but the "), "{told}");
+            assert!(
+                told.ends_with(&format!("help: make `{option}` smaller\n")),
+                "{told}"
+            );
+        }
+    }
 }

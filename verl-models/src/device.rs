@@ -9,6 +9,7 @@ use burn::tensor::Device;
 
 use crate::allocation;
 
+pub(crate) use memory::memory_of;
 pub use memory::{Shortage, memory, shortage};
 pub use preflight::{Preflight, preflight};
 

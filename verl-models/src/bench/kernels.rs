@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use serde::Serialize;
 
-use super::{BenchError, Ceilings, Times, at_least, peak_bytes, repeat};
+use super::{BenchError, Ceilings, Times, at_least, fits_on, peak_bytes, repeat};
 use crate::blocks::rope::Rope;
 use crate::compiled;
 use crate::decoder::DecoderConfig;
@@ -76,21 +76,23 @@ pub struct KernelFigures {
 /// the other, so that the time is the device's and not that of a launch.
 ///
 /// # Errors
-/// Sizes of nothing; a type that the device has no fused operations for; a device that fails.
+/// Sizes of nothing, or larger than the memory; a type that the device has no fused operations for; a device that fails.
 pub fn kernels(
     config: &DecoderConfig,
     (device, dtype): (&Device, DType),
     work: &KernelWork,
     ceilings: &Ceilings,
 ) -> Result<KernelFigures, BenchError> {
-    at_least("tokens", work.tokens, 1)?;
-    at_least("sequence", work.sequence, 1)?;
-    at_least("parameters", work.parameters, 1)?;
+    at_least("--tokens", work.tokens, 1)?;
+    at_least("--sequence", work.sequence, 1)?;
+    at_least("--parameters", work.parameters, 1)?;
+    at_least("--runs", work.runs, 1)?;
     if !kernels::are_fused(device, dtype) {
         return Err(BenchError::Dtype {
             dtype: format!("{dtype:?}").to_lowercase(),
         });
     }
+    can_be_held(config, device, work)?;
     let mut bench = Bench {
         config,
         device: device.clone(),
@@ -111,6 +113,29 @@ pub fn kernels(
         ceilings: *ceilings,
         work: work.clone(),
     })
+}
+
+/// Refuses sizes of which the device cannot hold the operands of one operation. Numbers are drawn in f32.
+fn can_be_held(
+    config: &DecoderConfig,
+    device: &Device,
+    work: &KernelWork,
+) -> Result<(), BenchError> {
+    let width = config.hidden_size + 2 * config.intermediate_size;
+    for (tokens, option) in [(work.tokens, "`--tokens`"), (work.sequence, "`--sequence`")] {
+        let bytes = 4.0 * tokens as f64 * width as f64;
+        fits_on(device, format!("a call of {tokens} tokens"), bytes, option)?;
+    }
+    let state = format!(
+        "{} parameters, their gradients and two moments",
+        work.parameters
+    );
+    fits_on(
+        device,
+        state,
+        16.0 * work.parameters as f64,
+        "`--parameters`",
+    )
 }
 
 struct Bench<'a> {

@@ -22,9 +22,11 @@ pub use shape::{PRESETS, Preset, preset, random_decoder};
 pub use step::{StepFigures, StepWork, step};
 pub use train::{TrainFigures, TrainWork, train};
 
+use crate::decoder::DecoderConfig;
+use crate::device::{memory, memory_of};
 use crate::model::ModelError;
 use crate::optim::OptimizerConfigError;
-use crate::rollout::engine::RolloutError;
+use crate::rollout::engine::{RolloutError, RolloutRequest};
 
 /// What a measurement can fail with.
 #[derive(Debug, thiserror::Error)]
@@ -43,21 +45,82 @@ pub enum BenchError {
     #[error("the device failed: {0}")]
     Device(String),
     /// A type that the device has no operations of its own for.
-    #[error("there are no fused operations in {dtype} on this device; measure in f32")]
+    #[error("there are no fused operations in {dtype} on this device")]
     Dtype {
         /// The type.
         dtype: String,
     },
     /// Sizes that leave nothing to measure.
-    #[error("`{setting}` is {value}, but must be at least {least}")]
+    #[error("`{option}` is {value}, but must be at least {least}")]
     Size {
-        /// The setting.
-        setting: &'static str,
+        /// The option of `pipe bench`.
+        option: &'static str,
         /// Its value.
         value: usize,
         /// The least value.
         least: usize,
     },
+    /// A weight of the KL that is none.
+    #[error("`--beta` is {value}, but must be finite and not negative")]
+    Beta {
+        /// The weight.
+        value: f64,
+    },
+    /// Sequences that the model cannot read.
+    #[error("{parts} are {tokens} tokens, but the model's context holds {limit}")]
+    Context {
+        /// What a sequence is made of.
+        parts: String,
+        /// Its tokens.
+        tokens: usize,
+        /// Longest sequence.
+        limit: usize,
+        /// The options that say so.
+        options: &'static str,
+    },
+    /// Work that no memory holds.
+    #[error("{work} would take {} at least, but {place} has {}", gib(*bytes), gib(*memory as f64))]
+    Memory {
+        /// The work.
+        work: String,
+        /// Bytes that it cannot do without.
+        bytes: f64,
+        /// Where they would lie.
+        place: &'static str,
+        /// Bytes that there are.
+        memory: u64,
+        /// The options that say so.
+        options: &'static str,
+    },
+}
+
+impl BenchError {
+    /// What to do about it.
+    #[must_use]
+    pub fn help(&self) -> String {
+        match self {
+            BenchError::Model(_) | BenchError::Rollout(_) => {
+                "`pipe bench check` tells whether the device computes what the CPU does, with `--model` for weights of a \
+                 folder"
+                    .to_owned()
+            }
+            BenchError::Optimizer(_) => "report it: these settings are not of the command line".to_owned(),
+            BenchError::Device(_) => {
+                "smaller sizes take less of the device; `nvidia-smi` tells whether it works and who else is on it".to_owned()
+            }
+            BenchError::Dtype { .. } => "measure with `--dtype f32`".to_owned(),
+            BenchError::Size { option, least, .. } => format!("give `{option}` {least} or more"),
+            BenchError::Beta { .. } => "give `--beta` 0 for a step without a reference, or a weight such as 0.04".to_owned(),
+            BenchError::Context { options, .. } => {
+                format!("make {options} smaller, or measure a model with a longer context")
+            }
+            BenchError::Memory { options, .. } => format!("make {options} smaller"),
+        }
+    }
+}
+
+fn gib(bytes: f64) -> String {
+    format!("{:.1} GiB", bytes / (1u64 << 30) as f64)
 }
 
 /// Times of the same work, milliseconds.
@@ -115,21 +178,70 @@ fn repeat<E: Into<BenchError>>(
     for _ in 0..warm_up {
         seconds(device, &mut work)?;
     }
-    let times: Result<Vec<f64>, BenchError> = (0..runs.max(1))
-        .map(|_| seconds(device, &mut work))
-        .collect();
+    let times: Result<Vec<f64>, BenchError> =
+        (0..runs).map(|_| seconds(device, &mut work)).collect();
     Ok(Times::of(times?))
 }
 
-fn at_least(setting: &'static str, value: usize, least: usize) -> Result<(), BenchError> {
+fn at_least(option: &'static str, value: usize, least: usize) -> Result<(), BenchError> {
     if value < least {
         return Err(BenchError::Size {
-            setting,
+            option,
             value,
             least,
         });
     }
     Ok(())
+}
+
+/// Refuses a prompt and a response that do not fit the context together: a rollout would end before.
+fn within_context(config: &DecoderConfig, prompt: usize, new: usize) -> Result<(), BenchError> {
+    let (tokens, limit) = (prompt.saturating_add(new), config.max_tokens);
+    if tokens > limit {
+        return Err(BenchError::Context {
+            parts: format!("a prompt of {prompt} and a response of {new}"),
+            tokens,
+            limit,
+            options: "`--prompt` or `--new`",
+        });
+    }
+    Ok(())
+}
+
+/// Refuses more rows than the machine can list, whatever the device.
+fn can_be_listed(rows: f64, tokens: usize, options: &'static str) -> Result<(), BenchError> {
+    let row = (size_of::<RolloutRequest>() as f64) + 4.0 * tokens as f64;
+    let work = format!("{rows} rows of {tokens} tokens or more");
+    fits(work, rows * row, ("the machine", memory("cpu")), options)
+}
+
+/// Refuses work that takes more `bytes` than there are. They are counted in f64, which no product overflows.
+fn fits(
+    work: String,
+    bytes: f64,
+    (place, memory): (&'static str, Option<u64>),
+    options: &'static str,
+) -> Result<(), BenchError> {
+    match memory {
+        Some(memory) if bytes > memory as f64 => Err(BenchError::Memory {
+            work,
+            bytes,
+            place,
+            memory,
+            options,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses work that takes more bytes than `device` has.
+fn fits_on(
+    device: &Device,
+    work: String,
+    bytes: f64,
+    options: &'static str,
+) -> Result<(), BenchError> {
+    fits(work, bytes, ("the device", memory_of(device)), options)
 }
 
 /// Bytes that the device's allocator holds at most, or on the CPU the process.
@@ -244,6 +356,31 @@ mod tests {
             ..TrainWork::default()
         };
         let error = train(decoder, &work, &ceilings).unwrap_err();
-        assert_eq!(error.to_string(), "`rows` is 0, but must be at least 1");
+        assert_eq!(error.to_string(), "`--rows` is 0, but must be at least 1");
+    }
+
+    #[test]
+    fn sequences_may_fill_the_context_and_no_more() {
+        let config = preset("tiny").unwrap();
+        assert!(within_context(&config, 412, 100).is_ok());
+        for (prompt, new) in [(412, 101), (1, usize::MAX), (usize::MAX, usize::MAX)] {
+            assert!(
+                within_context(&config, prompt, new).is_err(),
+                "{prompt}, {new}"
+            );
+        }
+    }
+
+    #[test]
+    fn work_may_fill_the_memory_and_no_more() {
+        let check =
+            |bytes: f64, memory| fits("10 rows".into(), bytes, ("a GPU", memory), "`--rows`");
+        assert!(check(f64::MAX, None).is_ok(), "nobody knows");
+        assert!(check(2048.0, Some(2048)).is_ok());
+        let error = check(3e12, Some(1 << 40)).unwrap_err();
+        insta::assert_snapshot!(
+            format!("{error}; {}", error.help()),
+            @"10 rows would take 2794.0 GiB at least, but a GPU has 1024.0 GiB; make `--rows` smaller"
+        );
     }
 }

@@ -3,7 +3,9 @@
 use serde::Serialize;
 
 use super::shape::multiplied;
-use super::{BenchError, Ceilings, Times, at_least, peak_bytes, repeat};
+use super::{
+    BenchError, Ceilings, Times, at_least, can_be_listed, peak_bytes, repeat, within_context,
+};
 use crate::compiled;
 use crate::decoder::Decoder;
 use crate::model::ModelInterface;
@@ -72,16 +74,20 @@ pub struct RolloutFigures {
 /// Samples responses of known lengths at temperature 1.
 ///
 /// # Errors
-/// Sizes of nothing; what the engine refuses.
+/// Sizes of nothing, or larger than the context or the memory; what the engine refuses.
 pub fn rollout(
     decoder: &Decoder,
     work: &RolloutWork,
     ceilings: &Ceilings,
 ) -> Result<RolloutFigures, BenchError> {
-    at_least("sequences", work.sequences, 1)?;
-    at_least("prompt_tokens", work.prompt_tokens, 1)?;
-    at_least("new_tokens", work.new_tokens, 2)?;
-    at_least("shared_prompts", work.shared_prompts, 1)?;
+    at_least("--sequences", work.sequences, 1)?;
+    at_least("--prompt", work.prompt_tokens, 1)?;
+    at_least("--new", work.new_tokens, 2)?;
+    at_least("--samples", work.shared_prompts, 1)?;
+    at_least("--runs", work.runs, 1)?;
+    within_context(&decoder.config, work.prompt_tokens, work.new_tokens)?;
+    let least = least(work, work.prompt_tokens, PROMPT_PARTS);
+    can_be_listed(work.sequences as f64, least, "`--sequences`")?;
     let device = decoder.head().device();
     let settings = SamplingSettings::default();
     // Counts steps of the last run.
@@ -139,7 +145,12 @@ pub(super) fn requests(decoder: &Decoder, work: &RolloutWork) -> Vec<RolloutRequ
             let words = key(row / work.shared_prompts, Purpose::Data).stream();
             let id = |at: usize| (u64::from(words.word(at as u32, 0)) % vocab) as u32;
             // The last position is that of no id.
-            let prompt = length(work, work.prompt_tokens, 16, words.word(u32::MAX, 0));
+            let prompt = length(
+                work,
+                work.prompt_tokens,
+                PROMPT_PARTS,
+                words.word(u32::MAX, 0),
+            );
             let own = key(row, Purpose::Data).stream();
             RolloutRequest {
                 prompt: (0..prompt).map(id).collect(),
@@ -150,12 +161,21 @@ pub(super) fn requests(decoder: &Decoder, work: &RolloutWork) -> Vec<RolloutRequ
         .collect()
 }
 
-/// `most` tokens, or by a random word from `most / part` on.
-fn length(work: &RolloutWork, most: usize, part: usize, word: u32) -> usize {
-    if !work.mixed {
-        return most;
+/// The shortest of mixed prompts is this part of the longest.
+const PROMPT_PARTS: usize = 16;
+
+/// `most` tokens, or where lengths are mixed a part of them.
+fn least(work: &RolloutWork, most: usize, parts: usize) -> usize {
+    if work.mixed {
+        (most / parts).max(1)
+    } else {
+        most
     }
-    let least = (most / part).max(1);
+}
+
+/// From the least on to `most` tokens, by a random word.
+fn length(work: &RolloutWork, most: usize, parts: usize, word: u32) -> usize {
+    let least = least(work, most, parts);
     least + word as usize % (most - least + 1)
 }
 

@@ -6,8 +6,11 @@ use burn::tensor::{Device, Tensor, TensorData};
 use serde::Serialize;
 
 use super::rollout::requests;
-use super::train::optimizer;
-use super::{BenchError, Ceilings, RolloutWork, Times, at_least, peak_bytes, seconds};
+use super::train::{optimizer, trains_on};
+use super::{
+    BenchError, Ceilings, RolloutWork, Times, at_least, can_be_listed, peak_bytes, seconds,
+    within_context,
+};
 use crate::compiled;
 use crate::decoder::Decoder;
 use crate::model::{ModelInterface, PolicyModel, ScoreRow, Scores, TrainedModel};
@@ -76,17 +79,27 @@ pub struct StepFigures {
 /// The loss is −Â r with r = π / sg(π) (one optimiser step for each rollout), plus beta · k3 against the reference.
 ///
 /// # Errors
-/// Sizes of nothing; what sampling and training refuse.
+/// Sizes of nothing, or larger than the context or the memory; what sampling and training refuse.
 pub fn step(
     decoder: Decoder,
     work: &StepWork,
     ceilings: &Ceilings,
 ) -> Result<StepFigures, BenchError> {
-    at_least("prompts", work.prompts, 1)?;
-    at_least("samples", work.samples, 1)?;
-    at_least("prompt_tokens", work.prompt_tokens, 1)?;
-    at_least("new_tokens", work.new_tokens, 1)?;
-    at_least("micro_rows", work.micro_rows, 1)?;
+    at_least("--prompts", work.prompts, 1)?;
+    at_least("--samples", work.samples, 1)?;
+    at_least("--prompt", work.prompt_tokens, 1)?;
+    at_least("--new", work.new_tokens, 1)?;
+    at_least("--micro", work.micro_rows, 1)?;
+    at_least("--runs", work.runs, 1)?;
+    if !(work.beta.is_finite() && work.beta >= 0.0) {
+        return Err(BenchError::Beta { value: work.beta });
+    }
+    within_context(&decoder.config, work.prompt_tokens, work.new_tokens)?;
+    let tokens = work.prompt_tokens + work.new_tokens;
+    let rows = work.prompts as f64 * work.samples as f64;
+    can_be_listed(rows, tokens, "`--prompts` or `--samples`")?;
+    let rows = work.micro_rows.min(work.prompts * work.samples);
+    trains_on(&decoder, decoder.model.recompute, rows, tokens, "`--micro`")?;
     let started = Instant::now();
     let device = decoder.head().device();
     let reference = (work.beta != 0.0)
@@ -97,7 +110,7 @@ pub fn step(
     let first_step_ms = 1e3 * started.elapsed().as_secs_f64();
     // What is counted besides must not be in the times.
     compiled::tally();
-    for _ in 0..work.runs.max(1) {
+    for _ in 0..work.runs {
         parts.push(one(&mut policy, reference.as_ref(), work, &device)?);
     }
     let mut timed = parts.split_off(1);

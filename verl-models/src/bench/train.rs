@@ -3,9 +3,13 @@
 use serde::Serialize;
 
 use super::shape::multiplied;
-use super::{BenchError, Ceilings, Times, at_least, peak_bytes, repeat, seconds};
+use super::{
+    BenchError, Ceilings, Times, at_least, can_be_listed, fits_on, peak_bytes, repeat, seconds,
+};
 use crate::compiled;
 use crate::decoder::{Decoder, DecoderConfig};
+use crate::device::is_cpu;
+use crate::memory::{Usage, footprint};
 use crate::model::{ModelInterface, PolicyModel, ScoreRow, TrainedModel};
 use crate::optim::OptimizerConfig;
 use crate::policy::Policy;
@@ -16,7 +20,7 @@ use crate::random::{DrawKey, Purpose};
 pub struct TrainWork {
     /// Rows of a step.
     pub rows: usize,
-    /// Tokens of the longest row.
+    /// Tokens of the longest row that are predicted; one more comes before them.
     pub tokens: usize,
     /// Rows of a micro-batch.
     pub micro_rows: usize,
@@ -69,15 +73,21 @@ pub struct TrainFigures {
 /// Trains a decoder on random rows; every token but the first is predicted.
 ///
 /// # Errors
-/// Sizes of nothing; what training refuses.
+/// Sizes of nothing, or larger than the context or the memory; what training refuses.
 pub fn train(
     mut decoder: Decoder,
     work: &TrainWork,
     ceilings: &Ceilings,
 ) -> Result<TrainFigures, BenchError> {
-    at_least("rows", work.rows, 1)?;
-    at_least("tokens", work.tokens, 2)?;
-    at_least("micro_rows", work.micro_rows, 1)?;
+    at_least("--rows", work.rows, 1)?;
+    at_least("--tokens", work.tokens, 2)?;
+    at_least("--micro", work.micro_rows, 1)?;
+    at_least("--runs", work.runs, 1)?;
+    within_context(&decoder.config, work.tokens)?;
+    let least = least(work);
+    can_be_listed(work.rows as f64, least, "`--rows`")?;
+    let rows = work.rows.min(work.micro_rows);
+    trains_on(&decoder, work.recompute, rows, least, "`--micro`")?;
     decoder.model.recompute = work.recompute;
     let device = decoder.head().device();
     let (config, packs) = (decoder.config.clone(), decoder.packs());
@@ -132,6 +142,41 @@ pub fn train(
     })
 }
 
+/// Refuses rows that do not fit the context with the token before them.
+fn within_context(config: &DecoderConfig, tokens: usize) -> Result<(), BenchError> {
+    let (whole, limit) = (tokens.saturating_add(1), config.max_tokens);
+    if whole > limit {
+        return Err(BenchError::Context {
+            parts: format!("a row of {tokens} and the one before its first"),
+            tokens: whole,
+            limit,
+            options: "`--tokens`",
+        });
+    }
+    Ok(())
+}
+
+/// Refuses a micro-batch of which the device cannot keep what the backward pass needs.
+pub(super) fn trains_on(
+    decoder: &Decoder,
+    recompute: bool,
+    rows: usize,
+    tokens: usize,
+    options: &'static str,
+) -> Result<(), BenchError> {
+    let (device, dtype) = (decoder.head().device(), decoder.head().dtype());
+    let usage = Usage {
+        dtype,
+        device: if is_cpu(&device) { "cpu" } else { "cuda" },
+        scores_tokens: true,
+        recompute,
+    };
+    let kept = footprint(&decoder.config, usage).kept_per_token;
+    let bytes = rows as f64 * tokens as f64 * kept as f64;
+    let work = format!("a micro-batch of {rows} rows of {tokens} tokens or more");
+    fits_on(&device, work, bytes, options)
+}
+
 pub(super) fn optimizer() -> OptimizerConfig {
     OptimizerConfig {
         learning_rate: 1e-6,
@@ -147,6 +192,15 @@ pub(super) fn operations(config: &DecoderConfig, tokens: usize) -> f64 {
     tokens * (6.0 * multiplied(config).0 + 6.0 * channels * tokens)
 }
 
+/// Tokens of the shortest row.
+fn least(work: &TrainWork) -> usize {
+    if work.mixed {
+        (work.tokens / 4).max(1)
+    } else {
+        work.tokens
+    }
+}
+
 fn responses(config: &DecoderConfig, work: &TrainWork) -> Vec<Vec<u32>> {
     let vocab = config.vocab_size as u64;
     (0..work.rows)
@@ -159,12 +213,8 @@ fn responses(config: &DecoderConfig, work: &TrainWork) -> Vec<Vec<u32>> {
                 attempt: 0,
             };
             let words = key.stream();
-            let least = (work.tokens / 4).max(1);
-            let length = if work.mixed {
-                least + words.word(u32::MAX, 0) as usize % (work.tokens - least + 1)
-            } else {
-                work.tokens
-            };
+            let least = least(work);
+            let length = least + words.word(u32::MAX, 0) as usize % (work.tokens - least + 1);
             (0..=length as u32)
                 .map(|at| (u64::from(words.word(at, 0)) % vocab) as u32)
                 .collect()

@@ -1,6 +1,8 @@
 //! How much memory a device has, and what a message says of a device that ran out of it.
 
-use super::Named;
+use burn::tensor::Device;
+
+use super::{Named, is_cpu};
 
 /// Bytes of memory of the device called `name`, where it is here and tells: for the CPU those of the machine.
 ///
@@ -12,6 +14,20 @@ pub fn memory(name: &str) -> Option<u64> {
         Named::Cpu => machine(),
         Named::Cuda(index) => card(index),
     }
+}
+
+/// The same of a device at hand.
+pub(crate) fn memory_of(device: &Device) -> Option<u64> {
+    if is_cpu(device) {
+        return machine();
+    }
+    #[cfg(feature = "cuda")]
+    for index in 0..super::cuda_count() {
+        if device.clone().without_autodiff() == Device::cuda(index) {
+            return card(index);
+        }
+    }
+    None
 }
 
 #[cfg(feature = "cuda")]
@@ -89,6 +105,7 @@ mod tests {
         assert_eq!(total("MemFree: 1 kB\n"), None);
         if cfg!(target_os = "linux") {
             assert!(memory("cpu").is_some_and(|bytes| bytes > 64 << 20));
+            assert_eq!(memory_of(&Device::flex().autodiff()), memory("cpu"));
         }
     }
 
