@@ -205,7 +205,11 @@ impl From<LoadError> for Failure {
 
 impl From<AgreementError> for Failure {
     fn from(error: AgreementError) -> Self {
-        Failure::new(error, "see that the weights are whole and finite")
+        let help = match &error {
+            AgreementError::Context { .. } => "compare a model with a longer context",
+            _ => "see that the weights are whole and finite",
+        };
+        Failure::new(&error, help)
     }
 }
 

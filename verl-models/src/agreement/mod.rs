@@ -71,6 +71,16 @@ pub enum AgreementError {
         /// Why.
         source: ModelError,
     },
+    /// A context that holds none of the sequences that are compared.
+    #[error(
+        "`{subject}`: the model's context holds {limit} tokens, too few for any sequence of the comparison"
+    )]
+    Context {
+        /// The decoder.
+        subject: String,
+        /// Longest sequence.
+        limit: usize,
+    },
     /// A rollout failed.
     #[error("`{subject}`: {source}")]
     Rollout {
@@ -88,7 +98,7 @@ pub enum AgreementError {
 /// must have the same bits; log-probs that a rollout reports against those that training computes.
 ///
 /// # Errors
-/// When a side cannot compute at all.
+/// A context too short for what is compared; a side that cannot compute at all.
 pub fn compare(
     subject: &Subject,
     device: &Device,
@@ -117,6 +127,7 @@ struct Sides<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decoder::DecoderConfig;
 
     #[test]
     fn the_cpu_agrees_with_itself() {
@@ -143,6 +154,26 @@ mod tests {
         }
         let logits = distances.iter().find(|d| d.quantity == "logits").unwrap();
         assert!(logits.distance > 1e-4, "bf16 is not f32: {logits:#?}");
+    }
+
+    #[test]
+    fn a_context_without_room_is_told() {
+        let drawn = |max_tokens| {
+            let config = subjects()[0].config().clone();
+            Subject::drawn(
+                "short",
+                DecoderConfig {
+                    max_tokens,
+                    ..config
+                },
+            )
+        };
+        let compare = |max_tokens| compare(&drawn(max_tokens), &Device::flex(), DType::F32);
+        assert!(compare(6).unwrap().iter().all(Distance::holds));
+        insta::assert_snapshot!(
+            compare(5).unwrap_err(),
+            @"`short`: the model's context holds 5 tokens, too few for any sequence of the comparison"
+        );
     }
 
     #[test]

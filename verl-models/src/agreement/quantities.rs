@@ -82,6 +82,12 @@ pub(super) fn all(
         bounds: if dtype == DType::BF16 { &BF16 } else { &F32 },
         distances: Vec::new(),
     };
+    if found.sequences().is_empty() {
+        return Err(AgreementError::Context {
+            subject: subject.name.clone(),
+            limit: subject.config().max_tokens,
+        });
+    }
     found.logits(&sides);
     found.scores(&sides).map_err(model)?;
     found.training(&sides).map_err(model)?;
