@@ -153,6 +153,23 @@ fn each_setting_without_sense_is_told() {
 }
 
 #[test]
+fn a_stage_between_steps_that_is_to_be_recorded_is_told() {
+    let evaluate = "stages = [\"evaluate\", \"reward\"]\nevery = 1";
+    let reward = "stages = [\"reward\"]\nevery = 1";
+    assert_eq!(printed(told(reward, &[])), "");
+    for (trace, more) in [(evaluate, &[][..]), (reward, &["evaluate.debug=true"])] {
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(printed(told(trace, more)), @r"
+            warning[C008]: `stages` is probably not meant as it is set
+              where: [trace]
+              why:   `stages` or `debug` names `evaluate`: what runs between steps is given no rows, so nothing of it is recorded
+              help:  name stages of the step; what it measures is in metrics.jsonl and samples.jsonl
+            ");
+        }
+    }
+}
+
+#[test]
 fn settings_with_sense_are_not_told() {
     for (trace, more) in [
         (

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crossbeam_channel::{Receiver, Sender};
 
 use crate::batch::Batch;
+use crate::diagnostic::quoted;
 use crate::resource::WeightsVersion;
 use crate::trace::config::TraceConfig;
 use crate::trace::error::TraceError;
@@ -106,6 +107,10 @@ pub(crate) struct Recording {
     /// Steps that are on disk with all their stages.
     whole: BTreeSet<u64>,
     told: BTreeSet<&'static str>,
+    /// Stages that are to be recorded by name, and of which nothing has come yet.
+    unseen: BTreeSet<usize>,
+    /// A step began in which some stage is to be recorded.
+    asked: bool,
 }
 
 /// What the recorder and the thread that records both look at.
@@ -134,7 +139,14 @@ impl Recording {
             )?),
             false => None,
         };
+        let asked = config.captures();
+        let named =
+            |about: &StageAbout| about.debug || asked && config.stages.contains(&about.name);
+        let unseen = stages.iter().enumerate();
+        let unseen = unseen.filter(|(_, about)| about.in_step && named(about));
         Ok(Recording {
+            unseen: unseen.map(|(stage, _)| stage).collect(),
+            asked: false,
             wanted,
             rules: RuleBook::new(own_rules, &config.rules),
             ring: Ring {
@@ -219,6 +231,9 @@ impl Recording {
         }
         let written = self.table.as_mut().map_or(Ok(()), StatsWriter::part);
         self.tell("statistics", written);
+        if let Some(unseen) = self.told_of_unseen() {
+            tracing::warn!("{unseen}");
+        }
         if let Some(told) = closed {
             let _ = told.send(());
         }
@@ -227,12 +242,31 @@ impl Recording {
     fn begin(&mut self, step: u64) {
         self.data = StepData::new(step);
         self.files = StepFiles::default();
+        self.asked |= self.chosen(step).contains(&true);
         self.stats.clear();
         self.judged = false;
         self.alarmed = false;
         if self.state.0 != step {
             self.state = (step, StepState::default());
         }
+    }
+
+    /// Stages that were to be recorded, and of which there is nothing, with the reason.
+    fn told_of_unseen(&self) -> Option<String> {
+        let names = self
+            .unseen
+            .iter()
+            .map(|stage| self.stages[*stage].name.as_str());
+        let why = match self.asked {
+            true => "no row came to it in the steps that were to be recorded in full",
+            false => "the run ended before a step that was to be recorded in full",
+        };
+        (!self.unseen.is_empty()).then(|| {
+            format!(
+                "trace: nothing is recorded of {}, which `trace.stages` or `debug` names: {why}",
+                quoted(names)
+            )
+        })
     }
 
     /// Whether a stage is recorded in full in a step that nothing went wrong in.
@@ -255,6 +289,9 @@ impl Recording {
             self.stats.add(&part);
         }
         let chosen = self.is_chosen(self.data.step, part.stage);
+        if chosen {
+            self.unseen.remove(&part.stage);
+        }
         if chosen || self.flies() {
             self.data.add(part);
             self.make_room();
@@ -521,6 +558,10 @@ impl Recording {
             }
         }
         let stateless = models.is_empty();
+        // The flight recorder may have them.
+        let about = &self.stages;
+        let is_there = |stage: &usize| stages.iter().any(|file| file.stage == about[*stage].name);
+        self.unseen.retain(|stage| !is_there(stage));
         self.writer.end_step(&StepManifest {
             format: FORMAT,
             step,

@@ -62,6 +62,7 @@ fn recording(run: &std::path::Path, steps: &[u64]) -> Recording {
         rename: BTreeMap::new(),
         rule: RowRule::Same,
         debug: false,
+        in_step: true,
         inputs: Vec::new(),
         outputs: fields(&batch(1, 0)),
     };
@@ -198,4 +199,39 @@ fn a_step_that_fails_has_its_own_rows_and_leaves_those_of_the_step_before() {
         .flatten()
         .filter(|entry| entry.file_name().to_string_lossy().ends_with(".partial"));
     assert_eq!(partial.count(), 0);
+}
+
+#[test]
+fn a_stage_of_which_nothing_was_recorded_is_told_with_the_reason() {
+    let temp = tempfile::tempdir().expect("a folder");
+    let begin = |name: &str| recording(&temp.path().join(name), &[2]);
+    let told = |recording: &Recording, why: &str| {
+        let told = format!(
+            "trace: nothing is recorded of `kept`, which `trace.stages` or `debug` names: {why}"
+        );
+        assert_eq!(recording.told_of_unseen(), Some(told));
+    };
+    let mut ended = begin("ended");
+    all_slices(&mut ended, 1);
+    ended.end(1);
+    told(
+        &ended,
+        "the run ended before a step that was to be recorded in full",
+    );
+    let mut empty = begin("empty");
+    all_slices(&mut empty, 1);
+    empty.end(1);
+    empty.begin(2);
+    empty.part(part(2, 1, 0));
+    empty.end(2);
+    told(
+        &empty,
+        "no row came to it in the steps that were to be recorded in full",
+    );
+    let mut seen = begin("seen");
+    all_slices(&mut seen, 2);
+    assert_eq!(seen.told_of_unseen(), None);
+    // What the flight recorder wrote is there too.
+    ended.metrics(1, BTreeMap::new());
+    assert_eq!(ended.told_of_unseen(), None);
 }

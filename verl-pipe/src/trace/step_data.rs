@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::batch::{Batch, BatchError, RowId};
 use crate::plan::Plan;
 use crate::schedule::placement::Schedule;
-use crate::stage::RowRule;
+use crate::stage::{Cadence, RowRule};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Side, StageFile, StageManifest};
 use crate::trace::writer::{SliceAt, StageWriter, TraceWriter};
@@ -26,6 +26,8 @@ pub(crate) struct StageAbout {
     pub rule: RowRule,
     /// Recorded whenever any step is.
     pub debug: bool,
+    /// Whether rows come to it at all: stages between steps are given none.
+    pub in_step: bool,
     pub inputs: Vec<Field>,
     pub outputs: Vec<Field>,
 }
@@ -47,6 +49,7 @@ impl StageAbout {
                     rename: stage.rename.clone(),
                     rule: stage.spec.rows,
                     debug: decl.is_some_and(|decl| decl.debug),
+                    in_step: stage.spec.cadence == Cadence::Step,
                     inputs: inputs.map(|field| field.as_ref().clone()).collect(),
                     outputs: outputs
                         .map(|out| Field::new(&out.local, out.data_type.clone(), true))
@@ -396,6 +399,7 @@ mod tests {
             rename: BTreeMap::new(),
             rule: RowRule::Same,
             debug: false,
+            in_step: true,
             inputs: fields.clone(),
             outputs: fields,
         }];

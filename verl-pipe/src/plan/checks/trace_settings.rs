@@ -2,8 +2,9 @@
 
 use super::settings::{doubted, refused};
 use crate::diagnostic::{Diagnostic, quoted};
+use crate::pipe::StageDecl;
 use crate::plan::build::Draft;
-use crate::stage::ConfigError;
+use crate::stage::{Cadence, ConfigError};
 use crate::trace::config::{RuleSetting, TraceConfig};
 use crate::trace::rules::{BuiltIn, LooksAt, RULES, RuleDecl, Severity};
 
@@ -15,6 +16,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let trace = &draft.pipe.trace;
     let mut told = Told::default();
     steps(trace, draft.pipe.run.steps, &mut told);
+    observers(draft, &mut told);
     sizes(trace, draft.pipe.records_in_full(), &mut told);
     for rule in RULES {
         if let Some(setting) = trace.rules.get(rule.name) {
@@ -90,6 +92,23 @@ fn steps(trace: &TraceConfig, last: u64, told: &mut Told) {
             "stages",
             format!("names {names}, but no step is recorded in full"),
             "say which steps with `steps` or `every` (`every = 1` for all), or leave `stages` out",
+        ));
+    }
+}
+
+/// Stages that are to be recorded and are given no rows.
+fn observers(draft: &Draft<'_>, told: &mut Told) {
+    let named = |decl: &StageDecl| decl.debug || draft.pipe.trace.stages.contains(&decl.name);
+    let observers = draft.stages.iter().filter(|stage| {
+        let spec = stage.spec.as_ref();
+        spec.is_some_and(|spec| spec.cadence != Cadence::Step) && named(stage.decl)
+    });
+    let names = quoted(observers.map(|stage| stage.decl.name.as_str()));
+    if !names.is_empty() {
+        told.doubts.push(ConfigError::new(
+            "stages",
+            format!("or `debug` names {names}: what runs between steps is given no rows, so nothing of it is recorded"),
+            "name stages of the step; what it measures is in metrics.jsonl and samples.jsonl",
         ));
     }
 }
