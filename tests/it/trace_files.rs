@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use serde_json::Value;
 use verl::pipe::trace::format::Side;
@@ -333,4 +334,33 @@ fn what_a_rule_ended_the_run_for_is_what_was_bad() {
         &["`actor/kl`", "the rule `kl_blow_up` ended the run: "],
     );
     assert!(text.ends_with("--step 2\n"), "{text}");
+}
+
+/// What was told, as lines of a log.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().expect("a log").write(bytes)
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_state_that_cannot_be_written_is_told_once() {
+    let place = Place::new();
+    let mut trainer = trainer(&place.grpo("run", &["trace.every=1"])).expect("a trainer");
+    // A file in the place of the folder of states.
+    fs::write(place.path("run/trace/state"), "").expect("a file");
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone());
+    let ended = tracing::subscriber::with_default(subscriber.finish(), || trainer.train());
+    ended.expect("a run that goes on");
+    let text = String::from_utf8(log.0.lock().expect("a log").clone()).expect("text");
+    let told = text.matches("a state that a replay needs could not be written");
+    assert_eq!(told.count(), 1, "{text}");
 }

@@ -7,7 +7,7 @@
 //! A thread that does not answer, because a rule or the disk hangs, is told in `stall.json` like any other wait, and given
 //! up in the end: the run goes on without its trace.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -60,8 +60,8 @@ pub struct Recorder {
     state_bytes: u64,
     /// Bytes of steps in full on disk, rows and states.
     used: Arc<AtomicU64>,
-    /// A state was left out for want of room, and that was told.
-    without_state: AtomicBool,
+    /// Why states were left out, as far as it was told.
+    told: Mutex<BTreeSet<&'static str>>,
     /// Versions whose state is on disk, and under which name.
     kept: Mutex<BTreeMap<String, StateRef>>,
     watches_weights: bool,
@@ -154,7 +154,7 @@ impl Recorder {
             debug_stages,
             state_bytes,
             used,
-            without_state: AtomicBool::new(false),
+            told: Mutex::default(),
             kept: Mutex::default(),
             watches_weights,
             wanted,
@@ -247,7 +247,7 @@ impl Recorder {
         let size = stored.tensors.len() as u64;
         let used = self.used.load(Ordering::Relaxed);
         if used + size > self.config.budget_mb << 20 {
-            if !self.without_state.swap(true, Ordering::Relaxed) {
+            if self.tells("room") {
                 tracing::warn!(
                     "trace: steps are recorded without the state that a replay needs from here on: it takes {:.1} MB, and {:.1} MB of {} MB (`trace.budget_mb`) are used",
                     size as f64 / f64::from(1 << 20),
@@ -266,7 +266,12 @@ impl Recorder {
                 Some(name)
             }
             Err(error) => {
-                tracing::warn!("the trace of this step goes without its state: {error}");
+                if self.tells("disk") {
+                    tracing::warn!(
+                        "trace: a state that a replay needs could not be written ({}): {error}; the run goes on, and what the disk takes later is written again",
+                        error.code()
+                    );
+                }
                 None
             }
         };
@@ -274,6 +279,12 @@ impl Recorder {
             version: version.clone(),
             state,
         }
+    }
+
+    /// Whether this reason to leave out a state is told for the first time.
+    fn tells(&self, reason: &'static str) -> bool {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        told.insert(reason)
     }
 
     /// Whether the versions of the models are to be told after `step`.
