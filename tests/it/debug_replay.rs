@@ -436,6 +436,83 @@ fn a_setting_that_was_changed_after_the_run_is_named_first() {
 }
 
 #[test]
+fn data_that_were_changed_after_the_run_are_named_and_no_stage_is_blamed() {
+    let place = Place::new();
+    let file = place.path("train.jsonl");
+    let write = |rows: std::ops::Range<u32>| {
+        let row = |n: u32| {
+            format!(
+                "{{\"question\": \"{n}+{n}=\", \"answer\": \"{}\"}}\n",
+                2 * n
+            )
+        };
+        fs::write(&file, rows.map(row).collect::<String>()).expect("a file");
+    };
+    write(10..22);
+    let run = recorded(&place, "run", &[&format!("data.train={}", file.display())]);
+    // Other rows, and so few that an order of the rows that were is past the end.
+    for rows in [40..52, 40..42] {
+        write(rows);
+        let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+        let path = file.display();
+        let data = format!("data train ({path}): 12 rows with fingerprint ");
+        let why = format!(
+            "stage `prompts` would draw other rows, for data were changed since the recording: `train` ({path}); put them \
+             back as they were to run it again"
+        );
+        assert!(code == 0 && text.contains(&data), "{text}");
+        assert!(
+            text.contains(&format!("\nnot run again: {why}\n")),
+            "{text}"
+        );
+        assert!(text.ends_with("\n0 differences\n"), "{text}");
+        assert_eq!(
+            pipe_debug(&format!("replay --run {run} --step 2 --stage prompts")).0,
+            3
+        );
+        let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
+        assert!(code == 0 && text.contains(&data), "{text}");
+        assert!(
+            text.contains(&format!("note: not run again in steps 1–3: {why}\n")),
+            "{text}"
+        );
+    }
+    let report = json_of(&format!("replay --run {run} --step 2 --json"));
+    assert_eq!(report["changes"]["data"][0]["now"]["rows"], 2);
+    // A fault of a stage is one all the same.
+    corrupt(&run, 2, "advantages", Side::Output, 5, |v| -v - 1.0);
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    assert!(
+        code == 1 && text.contains("the first: stage `advantages`"),
+        "{text}"
+    );
+    write(10..22);
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 1"));
+    assert!(code == 0 && !text.contains("data train"), "{text}");
+}
+
+#[test]
+fn data_that_a_source_does_not_draw_from_excuse_it_not() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    let changed = |name: &str| {
+        edit(&Path::new(&run).join("data.json"), |data| {
+            data[name]["fingerprint"] = "of another file".into();
+        });
+        replace(&run, "config.toml", "shuffle = true", "shuffle = false");
+        let told = pipe_debug(&format!("replay --run {run} --step 2"));
+        replace(&run, "config.toml", "shuffle = false", "shuffle = true");
+        told
+    };
+    let (code, text) = changed("eval");
+    let told = "\ndata eval (";
+    assert!(code == 1 && text.contains(told), "{text}");
+    assert!(text.contains("the first: stage `prompts`"), "{text}");
+    let (code, text) = changed("train");
+    assert!(code == 0 && text.contains("`prompts` would draw"), "{text}");
+}
+
+#[test]
 fn a_plan_with_a_warning_is_the_same_plan() {
     let place = Place::new();
     // The learning rate never gets to what it is set to.

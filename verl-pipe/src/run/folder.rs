@@ -199,14 +199,8 @@ impl RunFolder {
     /// # Errors
     /// When the disk refuses.
     pub fn write_origin(&self, run: &Run, versions: &[(String, String)]) -> Result<(), RunError> {
-        let data = run.data().iter().map(|(name, data)| {
-            let origin = DataOrigin {
-                origin: data.origin(),
-                rows: data.len(),
-                fingerprint: data.fingerprint(),
-            };
-            (name.clone(), origin)
-        });
+        let data = run.data().iter();
+        let data = data.map(|(name, data)| (name.clone(), DataOrigin::of(data.as_ref())));
         self.write_text("data.json", &pretty(&DataFile::from_iter(data)))?;
         let others = versions.iter();
         let others = others.map(|(name, version)| (name.clone(), version.clone().into()));

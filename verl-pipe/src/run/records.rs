@@ -6,6 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::data::DataLoaderInterface;
 use crate::stage::{Metric, Reduce};
 
 /// How far a run has come, as `status.json` tells.
@@ -55,6 +56,17 @@ pub struct DataOrigin {
     pub rows: usize,
     /// Hash of its content.
     pub fingerprint: String,
+}
+
+impl DataOrigin {
+    /// That of an opened data set.
+    pub fn of(data: &dyn DataLoaderInterface) -> DataOrigin {
+        DataOrigin {
+            origin: data.origin(),
+            rows: data.len(),
+            fingerprint: data.fingerprint(),
+        }
+    }
 }
 
 /// `data.json`: the data sets by their names in the pipeline.

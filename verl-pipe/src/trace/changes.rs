@@ -4,9 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
+use crate::plan::{Plan, PlannedStage};
+use crate::run::records::DataOrigin;
+use crate::stage::RowRule;
 use crate::trace::conditions::{Conditions, Machine};
+use crate::trace::text::count;
 
 /// One thing that is not as it was.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -17,6 +21,17 @@ pub struct Change {
     pub recorded: Value,
     /// As it is now; null where it is not set.
     pub now: Value,
+}
+
+/// A data set whose content is not what it was.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ChangedData {
+    /// Its name in the pipeline.
+    pub name: String,
+    /// As the run's `data.json` tells it.
+    pub recorded: DataOrigin,
+    /// As it is now.
+    pub now: DataOrigin,
 }
 
 /// Whether a setting decides no number: where and how often something is written, how long is waited.
@@ -39,6 +54,8 @@ pub struct Changes {
     pub plan: Option<(String, String)>,
     /// Settings that decide numbers.
     pub settings: Vec<Change>,
+    /// Data sets, where a run was started to replay in it.
+    pub data: Vec<ChangedData>,
     /// Parts of the machine.
     pub machine: Vec<Change>,
     /// Whether the trace tells what it was recorded under; where it does not, the plan's hash alone is compared.
@@ -88,6 +105,35 @@ impl Changes {
         self.same_processor() && !device && !self.settings.iter().any(typed)
     }
 
+    /// Why a stage is not to blame for rows that are not those of the recording: it is a source, and the data that it
+    /// draws from were changed.
+    pub(crate) fn other_data(&self, plan: &Plan, stage: &PlannedStage) -> Option<String> {
+        if stage.spec.rows != RowRule::Source {
+            return None;
+        }
+        let mut stages = plan.pipe.stages.iter();
+        let settings = stages
+            .find(|decl| decl.name == stage.name)?
+            .config
+            .as_object();
+        let names = |data: &str| {
+            let mut values = settings.into_iter().flat_map(Map::values);
+            values.any(|value| value == data)
+        };
+        // A stage whose settings name no data set may draw from any.
+        let any = !plan.pipe.data.iter().any(|data| names(&data.name));
+        let changed = self.data.iter().filter(|data| any || names(&data.name));
+        let changed = changed.map(|data| format!("`{}` ({})", data.name, data.now.origin));
+        let changed: Vec<String> = changed.collect();
+        (!changed.is_empty()).then(|| {
+            format!(
+                "stage `{}` would draw other rows, for data were changed since the recording: {}; put them back as they were to run it again",
+                stage.name,
+                changed.join(", ")
+            )
+        })
+    }
+
     /// The setting of a stage that was changed to another kind.
     pub(crate) fn kind_of(&self, stage: &str) -> Option<&Change> {
         let name = format!("stages.{stage}.kind");
@@ -114,6 +160,9 @@ impl fmt::Display for Changes {
         for change in &self.settings {
             writeln!(f, "setting {change}")?;
         }
+        for data in &self.data {
+            writeln!(f, "data {data}")?;
+        }
         for change in &self.machine {
             writeln!(f, "machine {change}")?;
         }
@@ -132,6 +181,19 @@ impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (recorded, now) = (shown(&self.recorded), shown(&self.now));
         write!(f, "{}: {recorded} when recorded, {now} now", self.name)
+    }
+}
+
+impl fmt::Display for ChangedData {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let content = |of: &DataOrigin| {
+            let print = &of.fingerprint;
+            let print = print.get(..12).unwrap_or(print);
+            format!("{} with fingerprint {print}", count(of.rows as u64, "row"))
+        };
+        let (recorded, now) = (content(&self.recorded), content(&self.now));
+        let (name, origin) = (&self.name, &self.now.origin);
+        write!(f, "{name} ({origin}): {recorded} when recorded, {now} now")
     }
 }
 

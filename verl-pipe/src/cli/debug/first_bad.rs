@@ -67,8 +67,8 @@ pub(super) fn first_bad(
         Some(run) => Some(Replayer::of_run(run, &traced)?),
         None => None,
     };
-    if replayer.is_some() {
-        seen.notes.extend(lines(&changes));
+    if let Some(replayer) = &replayer {
+        seen.notes.extend(lines(replayer.changes()));
     }
     for step in &steps {
         let found = match recorded.contains(step) {

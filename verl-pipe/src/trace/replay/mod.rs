@@ -42,8 +42,8 @@ use chosen::{Choice, Known, changed_models, choose};
 use compared::{Around, Versions, compare_stage, compare_weights};
 use failed::{Lost, failed_stage, is_of_stage};
 use report::notes_of;
-use since::changes_of;
 pub(crate) use since::changes_since;
+use since::{changed_data, changes_of};
 use weights::{Sources, state_after};
 
 /// Replays steps of one run; holds it for as long.
@@ -78,7 +78,10 @@ impl<'a> Replayer<'a> {
     /// # Errors
     /// When the state cannot be read, or what the trace tells of the recording is damaged.
     pub fn of_run(run: &'a mut Run, traced: &TracedRun) -> Result<Replayer<'a>, LookError> {
-        let changes = changes_since(traced)?;
+        let changes = Changes {
+            data: changed_data(traced.dir(), run.data()),
+            ..changes_since(traced)?
+        };
         Ok(Replayer {
             trace: Some(traced.trace().clone()),
             changes,
@@ -173,9 +176,13 @@ impl<'a> Replayer<'a> {
             let again = match self.call_again(index, recorded) {
                 Ok(again) => again,
                 Err(error) if is_of_stage(&error) => {
+                    lost.add(self.schedule(), index, &error);
+                    if let Some(why) = self.drawn_elsewhere(index, report) {
+                        self.skip(index, why, report);
+                        continue;
+                    }
                     let failed = failed_stage(self.schedule(), index, recorded, &error);
                     report.stages.push(failed);
-                    lost.add(self.schedule(), index, &error);
                     if stop {
                         break;
                     }
@@ -195,6 +202,12 @@ impl<'a> Replayer<'a> {
             let schedule = self.schedule();
             let stage = &recorded.stages[&schedule.plan.stages[index].name];
             let mut replayed = compare_stage(schedule, index, &report.changes, stage, &again);
+            if replayed.compared.differences > 0
+                && let Some(why) = self.drawn_elsewhere(index, report)
+            {
+                self.skip(index, why, report);
+                continue;
+            }
             let around = Around {
                 before: &before,
                 after: changes.then_some((after, &versions)),
@@ -215,6 +228,12 @@ impl<'a> Replayer<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Why a stage that gives something else, or fails, is not to blame.
+    fn drawn_elsewhere(&self, index: usize, report: &ReplayReport) -> Option<String> {
+        let plan = &self.schedule().plan;
+        report.changes.other_data(plan, &plan.stages[index])
     }
 
     fn skip(&self, index: usize, why: String, report: &mut ReplayReport) {

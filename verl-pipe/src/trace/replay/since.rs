@@ -1,7 +1,14 @@
 //! What is not as it was when a step was recorded.
 
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::data::DataLoaderInterface;
+use crate::run::records::{DataFile, DataOrigin};
 use crate::schedule::placement::Schedule;
-use crate::trace::changes::{Change, Changes, changed};
+use crate::trace::changes::{Change, ChangedData, Changes, changed};
 use crate::trace::conditions::{Conditions, of_versions};
 use crate::trace::recorded::RecordedStep;
 use crate::trace::traced_run::{LookError, TracedRun};
@@ -22,6 +29,25 @@ pub(crate) fn changes_since(traced: &TracedRun) -> Result<Changes, LookError> {
             }
         }
     })
+}
+
+/// Data sets whose content is not what the `data.json` of the run in `dir` tells. Where that cannot be read nothing is
+/// said.
+pub(super) fn changed_data(
+    dir: &Path,
+    now: &BTreeMap<String, Arc<dyn DataLoaderInterface>>,
+) -> Vec<ChangedData> {
+    let text = fs::read_to_string(dir.join("data.json")).unwrap_or_default();
+    let mut recorded: DataFile = serde_json::from_str(&text).unwrap_or_default();
+    let changed = now.iter().filter_map(|(name, data)| {
+        let (recorded, now) = (recorded.remove(name)?, DataOrigin::of(data.as_ref()));
+        (recorded.fingerprint != now.fingerprint).then(|| ChangedData {
+            name: name.clone(),
+            recorded,
+            now,
+        })
+    });
+    changed.collect()
 }
 
 /// `of_run`, and what the step itself tells of its seed and stages.
