@@ -390,6 +390,7 @@ fn runs_without_recorded_rows_are_compared_by_their_hashes() {
 }
 
 #[test]
+#[cfg_attr(not(unix), ignore = "no lock tells whether a process is left")]
 fn a_run_that_waits_for_nothing_says_so() {
     let place = Place::new();
     let pipe = place
@@ -403,6 +404,17 @@ fn a_run_that_waits_for_nothing_says_so() {
         (code, text.as_str()),
         (0, "the run waits for nothing for long\n")
     );
+    // As a process leaves it that was killed.
+    let status = place.path("run").join("status.json");
+    let text = std::fs::read_to_string(&status).expect("a status");
+    std::fs::write(&status, text.replace("\"finished\"", "\"running\"")).expect("a status");
+    let (code, text) = pipe_debug(&format!("stall --run {dir}"));
+    assert!(
+        code == 1 && text.starts_with("no process of the run is left"),
+        "{text}"
+    );
+    let found = json_of(&format!("stall --run {dir} --json"));
+    assert_eq!(found, serde_json::json!({"abandoned": true}));
     assert_eq!(pipe_debug(&format!("stall --run {dir}x")).0, 3);
     let no_run = env!("CARGO_MANIFEST_DIR");
     assert_eq!(pipe_debug(&format!("stall --run {no_run}")).0, 3);

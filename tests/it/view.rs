@@ -271,6 +271,11 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
     fs::write(young.join("status.json"), status.to_string()).expect("a file");
     let data = told(&young, "metrics.jsonl holds no step yet");
     assert_eq!(data["run"]["status"], "running");
+    // As it is when the process was killed in the middle of a line.
+    if cfg!(unix) {
+        fs::write(young.join("metrics.jsonl"), "{\"step\":1,\"ep").expect("a file");
+        told(&young, "no process of the run is left");
+    }
     // A file of statistics that was cut.
     let part = whole.join("trace/stats/part-00000001.parquet");
     let bytes = fs::read(&part).expect("a part");

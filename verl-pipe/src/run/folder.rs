@@ -31,6 +31,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::run::error::RunError;
+use crate::run::held::hold;
 use crate::run::metrics::{StepMetrics, now};
 pub use crate::run::records::Status;
 use crate::run::records::{DataFile, DataOrigin, SampleLine, StartFile, StatusFile, VersionsFile};
@@ -158,6 +159,7 @@ impl RunFolder {
         let files =
             lines("metrics.jsonl").and_then(|metrics| Ok((metrics, lines("samples.jsonl")?)));
         let (metrics, samples) = files.inspect_err(|_| drop(fs::remove_dir_all(dir)))?;
+        hold(&metrics.file);
         let folder = RunFolder {
             dir: dir.to_owned(),
             metrics,

@@ -12,6 +12,7 @@ mod deadlines;
 pub mod error;
 pub mod folder;
 pub mod guard;
+pub(crate) mod held;
 mod host_calls;
 mod host_pool;
 pub mod interrupt;

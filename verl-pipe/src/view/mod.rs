@@ -22,6 +22,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::registry::Registry;
+use crate::run::held::{ABANDONED, is_abandoned};
 use crate::run::records::{SampleLine, StatusFile};
 use crate::schedule::placement::Schedule;
 use crate::trace::error::TraceError;
@@ -122,6 +123,9 @@ pub fn page(dir: &Path, registry: &Registry, options: &ViewOptions) -> Result<Pa
     notes.extend(samples.notes);
     notes.extend(left);
     notes.extend(told_of_curves(metrics.iter().chain(&keys), options.points));
+    if is_abandoned(dir) {
+        notes.push(ABANDONED.to_owned());
+    }
     if files.metrics.is_empty() {
         notes.push("metrics.jsonl holds no step yet".to_owned());
     }

@@ -44,7 +44,7 @@ pub const EXIT_STATUS: [(u8, &str); 4] = [
     ),
     (
         DIFFERS,
-        "a value, a row or weights differ; a stage failed when it was run again; a fault was found; the run waits",
+        "a value, a row or weights differ; a stage failed when it was run again; a fault was found; the run waits, or its process is gone",
     ),
     (
         WRONG_USE,

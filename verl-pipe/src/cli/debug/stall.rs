@@ -5,6 +5,7 @@ use std::io::Write;
 use clap::Args;
 
 use super::{DIFFERS, Failure, RunArg, SAME, write, write_json};
+use crate::run::held::{ABANDONED, is_abandoned};
 use crate::run::stall::StallReport;
 use crate::trace::traced_run::LookError;
 
@@ -33,10 +34,30 @@ pub(super) fn stall(args: &StallArgs, out: &mut dyn Write) -> Result<u8, Failure
         return Err(no_run("there is no status.json in it".to_owned()).into());
     }
     let report = StallReport::read(dir);
-    match report.map_err(|e| no_run(format!("its stall.json cannot be read: {e}")))? {
-        None if args.json => write_json(out, &serde_json::Value::Null).map(|()| SAME),
-        None => write(out, "the run waits for nothing for long\n").map(|()| SAME),
-        Some(report) if args.json => write_json(out, &report).map(|()| DIFFERS),
-        Some(report) => write(out, &report).map(|()| DIFFERS),
+    let report = report.map_err(|e| no_run(format!("its stall.json cannot be read: {e}")))?;
+    let abandoned = is_abandoned(dir);
+    let code = match report.is_some() || abandoned {
+        true => DIFFERS,
+        false => SAME,
+    };
+    if args.json {
+        let mut told = serde_json::to_value(&report).unwrap_or_default();
+        if abandoned {
+            told["abandoned"] = true.into();
+        }
+        write_json(out, &told)?;
+        return Ok(code);
     }
+    if abandoned {
+        write(out, format_args!("{ABANDONED}\n"))?;
+    }
+    match report {
+        Some(report) if abandoned => {
+            write(out, format_args!("when it was last heard of, {report}"))?
+        }
+        Some(report) => write(out, &report)?,
+        None if abandoned => {}
+        None => write(out, "the run waits for nothing for long\n")?,
+    }
+    Ok(code)
 }
