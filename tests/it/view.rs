@@ -275,6 +275,7 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
     if cfg!(unix) {
         fs::write(young.join("metrics.jsonl"), "{\"step\":1,\"ep").expect("a file");
         told(&young, "no process of the run is left");
+        told(&young, "metrics.jsonl ends in half a line");
     }
     // A file of statistics that was cut.
     let part = whole.join("trace/stats/part-00000001.parquet");

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde::de::DeserializeOwned;
 
+use crate::run::held::is_held;
 use crate::run::records::{MetricsLine, SampleLine, StatusFile};
 use crate::trace::rules::Anomaly;
 use crate::trace::text::count;
@@ -20,6 +21,8 @@ pub(crate) struct RunFiles {
     pub samples: Vec<SampleLine>,
     /// Lines of `trace/anomalies.jsonl`.
     pub anomalies: Vec<Anomaly>,
+    /// The run goes on.
+    grows: bool,
     /// What was left out.
     pub notes: Vec<String>,
 }
@@ -28,6 +31,7 @@ impl RunFiles {
     /// Reads the files of the run in `dir`.
     pub(crate) fn read(dir: &Path) -> RunFiles {
         let mut files = RunFiles::default();
+        files.grows = is_held(dir) == Some(true);
         files.status = files.document(&dir.join("status.json"));
         files.metrics = files.lines(&dir.join("metrics.jsonl"));
         files.metrics.sort_by_key(|line| line.step);
@@ -49,7 +53,8 @@ impl RunFiles {
             .ok()
     }
 
-    /// The lines that can be read. A file that is not there has none; a last line without its end is still being written.
+    /// The lines that can be read. A file that is not there has none; a last line without its end is left out, and told
+    /// unless the run may still be writing it.
     fn lines<T: DeserializeOwned>(&mut self, path: &Path) -> Vec<T> {
         let bytes = match fs::read(path) {
             Ok(bytes) => bytes,
@@ -77,6 +82,11 @@ impl RunFiles {
                 &format!("has {n} that cannot be read, the first is line {first}"),
             );
         }
+        if whole < bytes.len() && !self.grows {
+            let what =
+                "ends in half a line, which is left out: the run was interrupted while it wrote";
+            self.note(path, what);
+        }
         lines
     }
 
@@ -89,6 +99,8 @@ impl RunFiles {
 #[cfg(test)]
 mod tests {
     use super::*;
+    #[cfg(unix)]
+    use crate::run::folder::RunFolder;
 
     #[test]
     fn what_cannot_be_read_is_left_out_and_told() {
@@ -104,11 +116,31 @@ mod tests {
         let steps: Vec<u64> = files.metrics.iter().map(|line| line.step).collect();
         assert_eq!(steps, [1, 2]);
         assert!(files.status.is_none() && files.samples.is_empty());
-        assert_eq!(files.notes.len(), 2, "{:?}", files.notes);
+        assert_eq!(files.notes.len(), 3, "{:?}", files.notes);
         assert!(files.notes[0].starts_with("status.json is not what a run writes"));
         assert_eq!(
             files.notes[1],
             "metrics.jsonl has 1 line that cannot be read, the first is line 2"
         );
+        assert_eq!(
+            files.notes[2],
+            "metrics.jsonl ends in half a line, which is left out: the run was interrupted while it wrote"
+        );
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn half_a_line_of_a_run_that_goes_on_is_still_being_written() {
+        let temp = tempfile::tempdir().expect("a folder");
+        let dir = temp.path().join("run");
+        let folder = RunFolder::create(&dir, 5).expect("a run");
+        fs::write(dir.join("samples.jsonl"), "{\"step\":1}\n{\"st").expect("a file");
+        let read = || {
+            let files = RunFiles::read(&dir);
+            (files.samples.len(), files.notes.len())
+        };
+        assert_eq!(read(), (1, 0));
+        drop(folder);
+        assert_eq!(read(), (1, 1));
     }
 }
