@@ -13,6 +13,18 @@ use crate::blocks::attention::Heads;
 use crate::decoder::DecoderConfig;
 use crate::hf::config::Settings;
 use crate::hf::{LoadError, SaveDType};
+use crate::vocabulary::MAX_IDS;
+
+/// Largest sizes that are read from a file: above those of any model, and so small that no product of them which sizes
+/// memory leaves 64 bits.
+pub(crate) mod largest {
+    pub(crate) const LAYERS: usize = 1 << 12;
+    /// Of the model and inside the MLP.
+    pub(crate) const WIDTH: usize = 1 << 20;
+    pub(crate) const HEADS: usize = 1 << 12;
+    pub(crate) const HEAD_DIM: usize = 1 << 12;
+    pub(crate) const CONTEXT: usize = 1 << 30; // tokens
+}
 
 /// A family: what its config.json says beyond the settings that all share.
 #[derive(Debug, Clone, Copy)]
@@ -97,17 +109,25 @@ fn llama(settings: &Settings<'_>) -> Result<Traits, LoadError> {
 /// not do.
 pub fn decoder_config(settings: &Settings<'_>) -> Result<DecoderConfig, LoadError> {
     let traits = (family(settings)?.traits)(settings)?;
+    refuse_absurd(settings)?;
     refuse_unsupported(settings)?;
     let hidden_size = settings.size("hidden_size")?;
     let declared = settings.size("max_position_embeddings")?;
     let rope = rope(settings, declared)?;
+    let max_tokens = context(&rope.scaling, declared);
+    if max_tokens > largest::CONTEXT {
+        return Err(settings.error(format!(
+            "rotary scaling stretches the context to {max_tokens} tokens by its `factor`, but at most {} is read",
+            largest::CONTEXT
+        )));
+    }
     Ok(DecoderConfig {
         vocab_size: settings.size("vocab_size")?,
         hidden_size,
         intermediate_size: settings.size("intermediate_size")?,
         layers: settings.size("num_hidden_layers")?,
         heads: heads(settings, hidden_size, traits.head_dim)?,
-        max_tokens: context(&rope.scaling, declared),
+        max_tokens,
         norm_epsilon: settings.positive("rms_norm_eps")?.unwrap_or(1e-6),
         rope,
         qkv_bias: traits.qkv_bias,
@@ -168,6 +188,28 @@ fn heads(
         key_value,
         dim,
     })
+}
+
+/// Refuses sizes that no model has, before any of them sizes memory.
+fn refuse_absurd(settings: &Settings<'_>) -> Result<(), LoadError> {
+    for (name, largest) in [
+        ("num_hidden_layers", largest::LAYERS),
+        ("hidden_size", largest::WIDTH),
+        ("intermediate_size", largest::WIDTH),
+        ("vocab_size", MAX_IDS),
+        ("num_attention_heads", largest::HEADS),
+        ("num_key_value_heads", largest::HEADS),
+        ("head_dim", largest::HEAD_DIM),
+        ("max_position_embeddings", largest::CONTEXT),
+    ] {
+        if let Some(size) = settings.optional_size(name)?.filter(|size| *size > largest) {
+            return Err(settings.error(format!(
+                "`{name}` is {size}, but at most {largest} is read: no model is so large, so the file is probably \
+                 damaged"
+            )));
+        }
+    }
+    Ok(())
 }
 
 fn refuse_unsupported(settings: &Settings<'_>) -> Result<(), LoadError> {
@@ -249,6 +291,8 @@ fn family_of(config: &DecoderConfig) -> &'static Family {
 mod tests {
     use super::*;
     use crate::blocks::rope::RopeScaling;
+    use crate::memory::{Usage, footprint};
+    use burn::tensor::DType;
 
     fn base() -> Value {
         json!({
@@ -446,6 +490,11 @@ mod tests {
         );
         check_refused(json!({"vocab_size": null}), "`vocab_size` is missing");
         check_refused(
+            json!({"rope_scaling": {"type": "yarn", "factor": 1e30}}),
+            "rotary scaling stretches the context to 18446744073709551615 tokens by its `factor`, but at most 1073741824 \
+             is read",
+        );
+        check_refused(
             json!({"rope_scaling": {"type": "linear"}}),
             "rotary scaling `linear` needs `factor`",
         );
@@ -453,6 +502,39 @@ mod tests {
             json!({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1.0}}),
             "`beta_slow` (1) must be less than `beta_fast` (1)",
         );
+    }
+
+    #[test]
+    fn sizes_that_no_model_has_are_refused_and_those_below_leave_no_product_of_64_bits() {
+        let sizes = [
+            ("num_hidden_layers", largest::LAYERS),
+            ("hidden_size", largest::WIDTH),
+            ("intermediate_size", largest::WIDTH),
+            ("vocab_size", MAX_IDS),
+            ("num_attention_heads", largest::HEADS),
+            ("num_key_value_heads", largest::HEADS),
+            ("head_dim", largest::HEAD_DIM),
+            ("max_position_embeddings", largest::CONTEXT),
+        ];
+        for (name, most) in sizes {
+            for size in [most as u64 + 1, u64::MAX] {
+                let told = format!(
+                    "`{name}` is {size}, but at most {most} is read: no model is so large, so the file is probably damaged"
+                );
+                check_refused(json!({ name: size }), &told);
+            }
+        }
+        let all = sizes.map(|(name, most)| (name.to_owned(), json!(most)));
+        let config = read(Value::Object(all.into_iter().collect())).unwrap();
+        for recompute in [false, true] {
+            let usage = Usage {
+                dtype: DType::F32,
+                device: "cuda:0",
+                scores_tokens: true,
+                recompute,
+            };
+            assert!(footprint(&config, usage).copies > 0);
+        }
     }
 
     #[test]

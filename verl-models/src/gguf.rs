@@ -212,7 +212,7 @@ pub fn import(
     let metadata = Metadata(&content);
     let model = config::read(&metadata)?;
     let files = tokenizer::files(&metadata)?;
-    let rope_factors = weights::rope_factors(&content, &mut reader, file)?;
+    let rope_factors = weights::rope_factors(&content, &mut reader, file, &model)?;
     let tensors = weights::read(&content, &mut reader, file, &model, weight_type)?;
     let mut stored_types = BTreeMap::new();
     for info in content.tensor_infos.values() {
@@ -325,14 +325,23 @@ impl Metadata<'_> {
             .ok_or_else(|| Self::wrong(key, value, "a count"))
     }
 
-    fn needed_count(&self, key: &str) -> Result<usize, GgufError> {
-        match self.count(key)? {
+    /// A count of at most `largest`, which sizes memory.
+    fn size(&self, key: &str, largest: usize) -> Result<Option<usize>, GgufError> {
+        let size = self.count(key)?;
+        if let Some(size) = size {
+            refuse_above(key, size, largest)?;
+        }
+        Ok(size)
+    }
+
+    fn needed_size(&self, key: &str, largest: usize) -> Result<usize, GgufError> {
+        match self.size(key, largest)? {
             None => Err(Self::missing(key)),
             Some(0) => Err(GgufError::Metadata {
                 key: key.to_owned(),
                 reason: "is 0".to_owned(),
             }),
-            Some(count) => Ok(count),
+            Some(size) => Ok(size),
         }
     }
 
@@ -381,6 +390,19 @@ impl Metadata<'_> {
             Some(other) => Err(Self::wrong(key, other, "a list")),
         }
     }
+}
+
+/// Refuses a size that no model has.
+fn refuse_above(key: &str, size: usize, largest: usize) -> Result<(), GgufError> {
+    if size <= largest {
+        return Ok(());
+    }
+    Err(GgufError::Metadata {
+        key: key.to_owned(),
+        reason: format!(
+            "is {size}, but at most {largest} is read: no model is so large, so the file is probably damaged"
+        ),
+    })
 }
 
 fn integer(value: &GgufValue) -> Option<i64> {

@@ -8,8 +8,8 @@ use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use crate::tokenizer::TokenizerError;
 
-/// Ids of one tokenizer beyond this are a damaged file.
-const MAX_IDS: usize = 1 << 24;
+/// Ids of one tokenizer beyond this are a damaged file, and so is an embedding with more rows.
+pub(crate) const MAX_IDS: usize = 1 << 24;
 
 /// The tokens of a folder's tokenizer.json by id, added ones included; `None` where an id is no token.
 ///

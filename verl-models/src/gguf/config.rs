@@ -3,7 +3,9 @@
 use serde_json::{Value, json};
 
 use super::tokenizer::SpecialIds;
-use super::{GgufError, Metadata, WeightType, object};
+use super::{GgufError, Metadata, WeightType, object, refuse_above};
+use crate::families::largest;
+use crate::vocabulary::MAX_IDS;
 
 /// The decoder that a file describes.
 #[derive(Debug, Clone, PartialEq)]
@@ -61,12 +63,12 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
             "dense decoders",
         ));
     }
-    let width = metadata.needed_count(&key("embedding_length"))?;
-    let heads = metadata.needed_count(&key("attention.head_count"))?;
+    let width = metadata.needed_size(&key("embedding_length"), largest::WIDTH)?;
+    let heads = metadata.needed_size(&key("attention.head_count"), largest::HEADS)?;
     let kv_heads = metadata
-        .count(&key("attention.head_count_kv"))?
+        .size(&key("attention.head_count_kv"), largest::HEADS)?
         .unwrap_or(heads);
-    let head_width = match metadata.count(&key("attention.key_length"))? {
+    let head_width = match metadata.size(&key("attention.key_length"), largest::HEAD_DIM)? {
         Some(head_width) => head_width,
         None => width / heads,
     };
@@ -86,7 +88,7 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
             "rotations of all of them",
         ));
     }
-    let layers = metadata.needed_count(&key("block_count"))?;
+    let layers = metadata.needed_size(&key("block_count"), largest::LAYERS)?;
     let tensors = metadata.0.tensor_infos.len();
     if layers > tensors {
         return Err(GgufError::Metadata {
@@ -110,16 +112,18 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
     };
     let embedding = metadata.0.tensor_infos.get("token_embd.weight");
     let vocab_size = embedding.and_then(|t| t.shape.dims().first().copied());
+    let vocab_size = vocab_size.unwrap_or(0);
+    refuse_above("rows of token_embd.weight", vocab_size, MAX_IDS)?;
     let eps = key("attention.layer_norm_rms_epsilon");
     Ok(Model {
         width,
-        mlp_width: metadata.needed_count(&key("feed_forward_length"))?,
+        mlp_width: metadata.needed_size(&key("feed_forward_length"), largest::WIDTH)?,
         layers,
         heads,
         kv_heads,
         head_width,
-        context: metadata.needed_count(&key("context_length"))?,
-        vocab_size: vocab_size.unwrap_or(0),
+        context: metadata.needed_size(&key("context_length"), largest::CONTEXT)?,
+        vocab_size,
         tied: !metadata.0.tensor_infos.contains_key("output.weight"),
         attention_bias: metadata.0.tensor_infos.contains_key("blk.0.attn_q.bias"),
         norm_eps: metadata

@@ -392,7 +392,7 @@ fn faults_are_told_and_leave_nothing_behind() {
             .to_string()
     };
     type Change<'a> = &'a dyn Fn(&mut Writer);
-    let cases: [(Change, &str); 13] = [
+    let cases: [(Change, &str); 15] = [
         (
             &|w| w.set("general.architecture", text("mamba")),
             "architecture `mamba` is not supported; known are llama, qwen2, qwen3",
@@ -406,8 +406,17 @@ fn faults_are_told_and_leave_nothing_behind() {
             "metadata `llama.block_count` is a String, not a count",
         ),
         (
-            &|w| w.set("llama.block_count", GgufValue::U32(u32::MAX)),
-            "metadata `llama.block_count` gives 4294967295 layers, but the file has 11 tensors",
+            &|w| w.set("llama.block_count", GgufValue::U32(12)),
+            "metadata `llama.block_count` gives 12 layers, but the file has 11 tensors",
+        ),
+        (
+            &|w| w.set("llama.attention.key_length", GgufValue::U64(1 << 62)),
+            "metadata `llama.attention.key_length` is 4611686018427387904, but at most 4096 is read: no model is so \
+             large, so the file is probably damaged",
+        ),
+        (
+            &|w| w.tensor("rope_freqs", vec![1.0; 8], &[8], GgmlDType::F32),
+            "tensor `rope_freqs.weight` has shape [8], but the metadata say [4]",
         ),
         (
             &|w| w.set("llama.attention.head_count", GgufValue::U32(0)),

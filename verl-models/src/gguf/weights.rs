@@ -149,12 +149,27 @@ pub(super) fn rope_factors<R: Read + Seek>(
     content: &Content,
     reader: &mut R,
     file: &Path,
+    model: &Model,
 ) -> Result<Option<Vec<f32>>, GgufError> {
     if content.tensor_infos.contains_key(ROPE_FACTORS) {
+        check_shape(content, ROPE_FACTORS, &[model.head_width / 2])?;
         values(content, reader, file, ROPE_FACTORS).map(Some)
     } else {
         Ok(None)
     }
+}
+
+/// Refuses a tensor of another shape before anything is made of that shape.
+fn check_shape(content: &Content, name: &str, wanted: &[usize]) -> Result<(), GgufError> {
+    let found = content.tensor_infos[name].shape.dims();
+    if found == wanted {
+        return Ok(());
+    }
+    Err(GgufError::Shape {
+        name: name.to_owned(),
+        found: found.to_vec(),
+        wanted: wanted.to_vec(),
+    })
 }
 
 /// All tensors of the model, in checkpoint names, order and number format.
@@ -190,14 +205,7 @@ pub(super) fn read<R: Read + Seek>(
         });
     }
     for e in &expected {
-        let found = content.tensor_infos[&e.stored].shape.dims();
-        if found != e.shape {
-            return Err(GgufError::Shape {
-                name: e.stored.clone(),
-                found: found.to_vec(),
-                wanted: e.shape.clone(),
-            });
-        }
+        check_shape(content, &e.stored, &e.shape)?;
     }
     expected
         .into_iter()
