@@ -5,6 +5,7 @@
 //! `candle_core::quantized` reads (F32, F16, BF16, Q4_0 to Q8_1, the K-quants). llama.cpp stores the query and key
 //! rows of `llama` in another order than the checkpoints (rotary pairs as neighbours instead of halves); that is undone.
 
+mod alignment;
 mod config;
 mod tokenizer;
 mod weights;
@@ -12,7 +13,7 @@ mod weights;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
-use std::io::BufReader;
+use std::io::{BufReader, Seek};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::gguf_file::{Content, Value as GgufValue};
@@ -208,6 +209,13 @@ pub fn import(
         });
     }
     let mut reader = BufReader::new(File::open(file).map_err(|e| read_error(e.to_string()))?);
+    if alignment::is_zero(&mut reader) {
+        return Err(GgufError::Metadata {
+            key: "general.alignment".to_owned(),
+            reason: "is 0, but tensors begin at multiples of it; the file is damaged".to_owned(),
+        });
+    }
+    reader.rewind().map_err(|e| read_error(e.to_string()))?;
     let content = Content::read(&mut reader).map_err(|e| read_error(e.to_string()))?;
     let metadata = Metadata(&content);
     let model = config::read(&metadata)?;

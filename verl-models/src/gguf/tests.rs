@@ -479,3 +479,25 @@ fn existing_folders_and_truncated_files_are_refused() {
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
 }
+
+#[test]
+fn an_alignment_of_zero_is_refused_and_others_are_left_to_the_reader() {
+    let with = |key: &str, alignment: GgufValue| {
+        let mut writer = Writer::new("llama", GgmlDType::F32);
+        writer.metadata.insert(1, (key.to_owned(), alignment));
+        let nested = GgufValue::Array(vec![texts(&["a", "b"]), texts(&["c"])]);
+        writer.metadata.insert(1, ("other".to_owned(), nested));
+        writer.import(WeightType::F32).map(drop)
+    };
+    for key in ["general.alignment", "general.alignment\0"] {
+        for zero in [GgufValue::U8(0), GgufValue::I16(0), GgufValue::U32(0)] {
+            assert_eq!(
+                with(key, zero).unwrap_err().to_string(),
+                "metadata `general.alignment` is 0, but tensors begin at multiples of it; the file is damaged"
+            );
+        }
+    }
+    for other in [GgufValue::U32(32), GgufValue::U64(0), text("0")] {
+        with("general.alignment", other).unwrap();
+    }
+}
