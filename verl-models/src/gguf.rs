@@ -315,6 +315,13 @@ impl Metadata<'_> {
         }
     }
 
+    fn zero(key: &str) -> GgufError {
+        GgufError::Metadata {
+            key: key.to_owned(),
+            reason: "is 0".to_owned(),
+        }
+    }
+
     fn text(&self, key: &str) -> Result<Option<&str>, GgufError> {
         match self.get(key) {
             None => Ok(None),
@@ -345,10 +352,7 @@ impl Metadata<'_> {
     fn needed_size(&self, key: &str, largest: usize) -> Result<usize, GgufError> {
         match self.size(key, largest)? {
             None => Err(Self::missing(key)),
-            Some(0) => Err(GgufError::Metadata {
-                key: key.to_owned(),
-                reason: "is 0".to_owned(),
-            }),
+            Some(0) => Err(Self::zero(key)),
             Some(size) => Ok(size),
         }
     }

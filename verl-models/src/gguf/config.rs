@@ -32,6 +32,9 @@ const ARCHITECTURES: [(&str, &str); 3] = [
     ("qwen3", "Qwen3ForCausalLM"),
 ];
 
+/// The size of the vocabulary.
+const ROWS: &str = "rows of token_embd.weight";
+
 fn unsupported(what: &'static str, found: &str, known: &str) -> GgufError {
     GgufError::Unsupported {
         what,
@@ -113,7 +116,10 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
     let embedding = metadata.0.tensor_infos.get("token_embd.weight");
     let vocab_size = embedding.and_then(|t| t.shape.dims().first().copied());
     let vocab_size = vocab_size.unwrap_or(0);
-    refuse_above("rows of token_embd.weight", vocab_size, MAX_IDS)?;
+    refuse_above(ROWS, vocab_size, MAX_IDS)?;
+    if embedding.is_some() && vocab_size == 0 {
+        return Err(Metadata::zero(ROWS));
+    }
     let eps = key("attention.layer_norm_rms_epsilon");
     Ok(Model {
         width,

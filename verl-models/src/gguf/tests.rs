@@ -116,6 +116,14 @@ impl Writer {
             .push((name, QTensor::quantize(&tensor, dtype).unwrap()));
     }
 
+    /// Has the tensor `name` in the file without rows.
+    fn empty(&mut self, name: &str) {
+        let tensor = Tensor::zeros((0, WIDTH), candle_core::DType::F32, &Device::Cpu).unwrap();
+        self.tensors.retain(|(other, _)| other != name);
+        let tensor = QTensor::quantize(&tensor, GgmlDType::F32).unwrap();
+        self.tensors.push((name.to_owned(), tensor));
+    }
+
     fn set(&mut self, key: &str, value: GgufValue) {
         self.remove(key);
         self.metadata.push((key.to_owned(), value));
@@ -392,7 +400,7 @@ fn faults_are_told_and_leave_nothing_behind() {
             .to_string()
     };
     type Change<'a> = &'a dyn Fn(&mut Writer);
-    let cases: [(Change, &str); 15] = [
+    let cases: [(Change, &str); 16] = [
         (
             &|w| w.set("general.architecture", text("mamba")),
             "architecture `mamba` is not supported; known are llama, qwen2, qwen3",
@@ -413,6 +421,10 @@ fn faults_are_told_and_leave_nothing_behind() {
             &|w| w.set("llama.attention.key_length", GgufValue::U64(1 << 62)),
             "metadata `llama.attention.key_length` is 4611686018427387904, but at most 4096 is read: no model is so \
              large, so the file is probably damaged",
+        ),
+        (
+            &|w| w.empty("token_embd.weight"),
+            "metadata `rows of token_embd.weight` is 0",
         ),
         (
             &|w| w.tensor("rope_freqs", vec![1.0; 8], &[8], GgmlDType::F32),
