@@ -29,7 +29,7 @@ use verl_pipe::stage::{
     StageSpec, find_model,
 };
 
-use crate::generate::{LONGEST, refused};
+use crate::generate::{LONGEST, refused, stop_fault};
 use crate::model::{POLICY, PolicyResource, room_fault};
 use crate::settings::metrics;
 
@@ -85,6 +85,7 @@ impl StageConfig for Baseline {
                 "set it to the `min_new_tokens` of `generate`",
             ));
         }
+        faults.extend(stop_fault(&self.stop));
         let longest = self.max_new_tokens;
         faults.extend(room_fault("max_new_tokens", longest, &self.model, context));
         if !faults.is_empty() {
@@ -184,10 +185,11 @@ mod tests {
         let config = Baseline {
             max_new_tokens: 0,
             min_new_tokens: 3,
+            stop: vec!["end".to_owned(), String::new()],
             ..Baseline::default()
         };
-        let faults = config.build(&BuildContext::default()).err().expect("two");
+        let faults = config.build(&BuildContext::default()).err().expect("three");
         let told: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
-        assert_eq!(told, ["max_new_tokens", "min_new_tokens"]);
+        assert_eq!(told, ["max_new_tokens", "min_new_tokens", "stop"]);
     }
 }

@@ -106,9 +106,9 @@ impl Generate {
         };
         fault(
             "temperature",
-            self.temperature.is_nan() || self.temperature <= 0.0,
+            !(self.temperature > 0.0 && self.temperature.is_finite()),
             format!(
-                "is {}, but sampling for training needs more than 0",
+                "is {}, but sampling for training needs a finite number above 0",
                 self.temperature
             ),
             "set it to 1.0; greedy decoding belongs to `evaluate`",
@@ -127,8 +127,11 @@ impl Generate {
         );
         fault(
             "repetition_penalty",
-            self.repetition_penalty.is_nan() || self.repetition_penalty <= 0.0,
-            format!("is {}, but must be above 0", self.repetition_penalty),
+            !(self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite()),
+            format!(
+                "is {}, but must be a finite number above 0",
+                self.repetition_penalty
+            ),
             "set it to 1.0 to change nothing",
         );
         fault(
@@ -146,8 +149,21 @@ impl Generate {
             ),
             "set it to 0 or below max_new_tokens",
         );
+        faults.extend(stop_fault(&self.stop));
         faults
     }
+}
+
+/// What is wrong with texts that end a response.
+pub(crate) fn stop_fault(stop: &[String]) -> Option<ConfigError> {
+    let empty = stop.iter().any(String::is_empty);
+    empty.then(|| {
+        ConfigError::new(
+            "stop",
+            "holds an empty text, which every response has in it from its beginning",
+            "take it out; responses end at end-of-sequence anyway",
+        )
+    })
 }
 
 /// What several stages are told of a response.

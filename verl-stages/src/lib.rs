@@ -238,6 +238,7 @@ mod tests {
         let both = ["data.train=absent.jsonl", "update.temperature=0.7"];
         check(&both, &["C005", "P007"]);
         check(&["ref_log_probs.model=actor"], &["P018", "P011"]);
+        check(&["generate.stop=[\"\"]"], &["C005"]);
         // A penalty in the reward needs the log-probs of the policy too, and is one penalty more.
         check(&["advantages.kl_coef=0.01"], &["P002", "P020"]);
         let only_reward = ["advantages.kl_coef=0.01", "update.loss.kl_coef=0"];
