@@ -150,57 +150,15 @@ impl Tokenizer {
             return Err(malformed("the vocabulary is empty".to_owned()));
         }
 
-        let tokenizer_config = read_json(folder, "tokenizer_config.json")?.unwrap_or_default();
-        let generation = read_json(folder, "generation_config.json")?.unwrap_or_default();
-        let config = read_json(folder, "config.json")?.unwrap_or_default();
-        let named = |role: &'static str| -> Result<Option<u32>, TokenizerError> {
-            let Some(token) = special_token(&tokenizer_config, role) else {
-                return Ok(None);
-            };
-            match inner.token_to_id(&token) {
-                Some(id) => Ok(Some(id)),
-                None => Err(TokenizerError::UnknownToken {
-                    path: folder.join("tokenizer_config.json").display().to_string(),
-                    role,
-                    token,
-                }),
-            }
-        };
-        let declared = |key: &str| -> Result<Vec<u32>, TokenizerError> {
-            for (map, file) in [
-                (&generation, "generation_config.json"),
-                (&config, "config.json"),
-            ] {
-                let ids = token_ids(map, key).map_err(|reason| TokenizerError::Malformed {
-                    path: folder.join(file).display().to_string(),
-                    reason,
-                })?;
-                if !ids.is_empty() {
-                    return Ok(ids);
-                }
-            }
-            Ok(Vec::new())
-        };
-
-        let mut eos = declared("eos_token_id")?;
-        if eos.is_empty() {
-            eos.extend(named("eos_token")?);
-        }
+        let special = SpecialIds::read(folder, |token| inner.token_to_id(token))?;
+        let eos = special.eos;
         if let Some(id) = eos.iter().find(|&&id| inner.id_to_token(id).is_none()) {
             tracing::warn!(
                 folder = %folder.display(), id,
                 "an end-of-sequence id is not in the tokenizer's vocabulary"
             );
         }
-        let bos = match named("bos_token")? {
-            Some(id) => Some(id),
-            None => declared("bos_token_id")?.first().copied(),
-        };
-        let declared_pad = match named("pad_token")? {
-            Some(id) => Some(id),
-            None => declared("pad_token_id")?.first().copied(),
-        };
-        if let Some(pad) = declared_pad
+        if let Some(pad) = special.declared_pad
             && eos.contains(&pad)
         {
             tracing::warn!(
@@ -208,16 +166,12 @@ impl Tokenizer {
                 "the pad token also ends sequences; lengths are kept here, but a program that masks by pad id would hide the end"
             );
         }
-        let pad = match declared_pad {
-            Some(id) => id,
-            None => named("unk_token")?.unwrap_or(0),
-        };
         Ok(Tokenizer {
             inner,
             vocab_size,
-            bos,
+            bos: special.bos,
             eos,
-            pad,
+            pad: special.declared_pad.or(special.unknown).unwrap_or(0),
             files,
         })
     }
@@ -312,6 +266,80 @@ impl Tokenizer {
             std::fs::write(&path, bytes).map_err(|e| failed(&path, e))?;
         }
         Ok(())
+    }
+}
+
+/// Ids of special tokens, as the files beside tokenizer.json declare them.
+pub(crate) struct SpecialIds {
+    bos: Option<u32>,
+    eos: Vec<u32>,
+    declared_pad: Option<u32>,
+    unknown: Option<u32>,
+}
+
+impl SpecialIds {
+    /// Those of a folder; `id_of` is the id of a token of its vocabulary.
+    ///
+    /// # Errors
+    /// A file that is malformed; a special token that is not in the vocabulary.
+    pub(crate) fn read(
+        folder: &Path,
+        id_of: impl Fn(&str) -> Option<u32>,
+    ) -> Result<Self, TokenizerError> {
+        let tokenizer_config = read_json(folder, "tokenizer_config.json")?.unwrap_or_default();
+        let generation = read_json(folder, "generation_config.json")?.unwrap_or_default();
+        let config = read_json(folder, "config.json")?.unwrap_or_default();
+        let named = |role: &'static str| -> Result<Option<u32>, TokenizerError> {
+            let Some(token) = special_token(&tokenizer_config, role) else {
+                return Ok(None);
+            };
+            match id_of(&token) {
+                Some(id) => Ok(Some(id)),
+                None => Err(TokenizerError::UnknownToken {
+                    path: folder.join("tokenizer_config.json").display().to_string(),
+                    role,
+                    token,
+                }),
+            }
+        };
+        let declared = |key: &str| -> Result<Vec<u32>, TokenizerError> {
+            for (map, file) in [
+                (&generation, "generation_config.json"),
+                (&config, "config.json"),
+            ] {
+                let ids = token_ids(map, key).map_err(|reason| TokenizerError::Malformed {
+                    path: folder.join(file).display().to_string(),
+                    reason,
+                })?;
+                if !ids.is_empty() {
+                    return Ok(ids);
+                }
+            }
+            Ok(Vec::new())
+        };
+
+        let mut eos = declared("eos_token_id")?;
+        if eos.is_empty() {
+            eos.extend(named("eos_token")?);
+        }
+        let bos = match named("bos_token")? {
+            Some(id) => Some(id),
+            None => declared("bos_token_id")?.first().copied(),
+        };
+        let declared_pad = match named("pad_token")? {
+            Some(id) => Some(id),
+            None => declared("pad_token_id")?.first().copied(),
+        };
+        let unknown = match declared_pad {
+            Some(_) => None,
+            None => named("unk_token")?,
+        };
+        Ok(SpecialIds {
+            bos,
+            eos,
+            declared_pad,
+            unknown,
+        })
     }
 }
 

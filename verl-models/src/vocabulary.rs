@@ -5,8 +5,9 @@ use std::path::Path;
 
 use serde::Deserialize;
 use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
+use tokenizers::{DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper};
 
-use crate::tokenizer::TokenizerError;
+use crate::tokenizer::{SpecialIds, TokenizerError};
 
 /// Ids of one tokenizer beyond this are a damaged file, and so is an embedding with more rows.
 pub(crate) const MAX_IDS: usize = 1 << 24;
@@ -16,7 +17,8 @@ pub(crate) const MAX_IDS: usize = 1 << 24;
 /// `None` for a kind of tokenizer that does not list its vocabulary as a map or a list.
 ///
 /// # Errors
-/// A folder without tokenizer.json; a file that is malformed or holds no token.
+/// A folder without tokenizer.json; a file that is malformed or holds no token; special tokens that the files beside it
+/// declare and the tokenizer would refuse.
 pub fn tokens(folder: &Path) -> Result<Option<Vec<Option<String>>>, TokenizerError> {
     let path = folder.join("tokenizer.json");
     let malformed = |reason: String| TokenizerError::Malformed {
@@ -32,6 +34,8 @@ pub fn tokens(folder: &Path) -> Result<Option<Vec<Option<String>>>, TokenizerErr
     let file: File =
         serde_json::from_slice(&bytes).map_err(|error| malformed(error.to_string()))?;
     let Some(vocab) = file.model.vocab else {
+        // Which tokens there are is not known, so that each may be.
+        SpecialIds::read(folder, |_| Some(0))?;
         return Ok(None);
     };
     let added = file.added_tokens.into_iter();
@@ -52,6 +56,10 @@ pub fn tokens(folder: &Path) -> Result<Option<Vec<Option<String>>>, TokenizerErr
     if tokens.is_empty() {
         return Err(malformed("the vocabulary is empty".to_owned()));
     }
+    SpecialIds::read(folder, |token| {
+        let id = tokens.iter().position(|t| t.as_deref() == Some(token))?;
+        u32::try_from(id).ok()
+    })?;
     Ok(Some(tokens))
 }
 
@@ -60,6 +68,15 @@ struct File {
     #[serde(default)]
     added_tokens: Vec<Added>,
     model: Model,
+    // Small, and read only to see that the tokenizer can.
+    #[serde(rename = "normalizer")]
+    _normalizer: Option<NormalizerWrapper>,
+    #[serde(rename = "pre_tokenizer")]
+    _pre_tokenizer: Option<PreTokenizerWrapper>,
+    #[serde(rename = "post_processor")]
+    _post_processor: Option<PostProcessorWrapper>,
+    #[serde(rename = "decoder")]
+    _decoder: Option<DecoderWrapper>,
 }
 
 #[derive(Deserialize)]
@@ -113,6 +130,8 @@ impl<'de> Visitor<'de> for VocabVisitor {
 mod tests {
     use super::*;
     use crate::tokenizer::Tokenizer;
+    use crate::tokenizer::tests::{folder, word_level};
+    use serde_json::json;
 
     fn read(text: &str) -> Result<Option<Vec<Option<String>>>, String> {
         let dir = tempfile::tempdir().unwrap();
@@ -141,9 +160,37 @@ mod tests {
         assert!(told(r#"{"model": {"vocab": {}}}"#).contains("empty"));
         assert!(told(r#"{"model": {"vocab": {"a": 4294967295}}}"#).contains("beyond"));
         assert!(told(r#"{"model": {"vocab": 3}}"#).contains("a map of tokens"));
+        for part in ["normalizer", "pre_tokenizer", "post_processor", "decoder"] {
+            let file = json!({"model": {"vocab": {"a": 0}}, part: {"type": "Unknown"}});
+            assert!(told(&file.to_string()).contains("tokenizer.json"), "{part}");
+        }
         let dir = tempfile::tempdir().unwrap();
         let missing = tokens(dir.path()).unwrap_err().to_string();
         assert!(missing.contains("no tokenizer.json"), "{missing}");
+    }
+
+    #[test]
+    fn what_the_tokenizer_refuses_of_the_files_beside_it_is_refused() {
+        let words = r#"{"model": {"type": "Own"}}"#;
+        let listed = word_level(&["<unk>", "a"]).to_string();
+        let damaged = [
+            ("generation_config.json", "{\"eos_token_id\": 2"),
+            ("generation_config.json", r#"{"eos_token_id": [0, -1]}"#),
+            ("config.json", r#"{"pad_token_id": "a"}"#),
+            ("tokenizer_config.json", "[]"),
+        ];
+        for (name, text) in damaged {
+            for vocabulary in [words, &listed] {
+                let dir = tempfile::tempdir().unwrap();
+                std::fs::write(dir.path().join("tokenizer.json"), vocabulary).unwrap();
+                std::fs::write(dir.path().join(name), text).unwrap();
+                let told = tokens(dir.path()).unwrap_err().to_string();
+                assert!(told.contains(name), "{told}");
+            }
+        }
+        let dir = folder(&[("tokenizer_config.json", json!({"eos_token": "<none>"}))]);
+        let told = tokens(dir.path()).unwrap_err().to_string();
+        assert_eq!(told, Tokenizer::load(dir.path()).unwrap_err().to_string());
     }
 
     #[test]

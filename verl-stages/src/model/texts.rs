@@ -247,7 +247,11 @@ mod tests {
         assert!(told(&none).contains("no tokenizer.json"));
         let large = r#"{"model": {"vocab": {"a": 0, "b": 40}}}"#;
         let large = changed("tokenizer.json", Some(large));
+        std::fs::remove_file(large.path().join("tokenizer_config.json")).unwrap();
         assert!(told(&large).contains("has 41 ids, but the embedding has 32 rows"));
+
+        let damaged = changed("generation_config.json", Some("{\"eos_token_id\": 2"));
+        assert!(told(&damaged).contains("generation_config.json"));
     }
 
     #[test]
