@@ -144,6 +144,21 @@ fn meant(fault: &Fault) -> Option<Vec<String>> {
     Some(parents.iter().cloned().chain([near.to_owned()]).collect())
 }
 
+/// What the deserialiser expects of a whole number, and the largest one that can be written there: a TOML file has none
+/// above that of i64.
+const WHOLE_NUMBERS: [(&str, i64); 4] = [
+    ("expected usize", i64::MAX),
+    ("expected u64", i64::MAX),
+    ("expected u32", u32::MAX as i64),
+    ("expected i64", i64::MAX),
+];
+
+/// The number that words such as ``it is the number `1e30` `` tell.
+fn number_in(words: &str) -> Option<f64> {
+    let number = words.strip_prefix("it is the number `")?;
+    number.split('`').next()?.parse().ok()
+}
+
 /// The words of the deserialiser without the names of Rust's types.
 fn plain(reason: &str) -> String {
     let mut words = reason
@@ -155,11 +170,19 @@ fn plain(reason: &str) -> String {
         .replace("it is boolean `", "it is `")
         .replace("it is sequence", "it is a list")
         .replace("it is map", "it is a table");
+    for (from, most) in WHOLE_NUMBERS {
+        if let Some(start) = words.strip_suffix(from) {
+            let needed = match number_in(start) {
+                Some(number) if number.fract() == 0.0 && number >= most as f64 + 1.0 => {
+                    format!("which is too large: the largest is {most}")
+                }
+                _ if from == "expected i64" => "but a whole number is needed".to_owned(),
+                _ => "but a whole number from 0 is needed".to_owned(),
+            };
+            words = format!("{start}{needed}");
+        }
+    }
     for (from, to) in [
-        ("expected usize", "but a whole number from 0 is needed"),
-        ("expected u64", "but a whole number from 0 is needed"),
-        ("expected u32", "but a whole number from 0 is needed"),
-        ("expected i64", "but a whole number is needed"),
         ("expected f64", "but a number is needed"),
         ("expected f32", "but a number is needed"),
         ("expected a string", "but a text is needed"),
@@ -185,4 +208,48 @@ fn article(word: &str) -> &'static str {
 /// A path of its own.
 pub(super) fn owned(path: &[&str]) -> Vec<String> {
     path.iter().map(|part| (*part).to_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check<T: serde::de::DeserializeOwned>(value: Value, expected: &str) {
+        let error = serde_json::from_value::<T>(value)
+            .err()
+            .expect("it does not fit");
+        assert_eq!(plain(&error.to_string()), expected);
+    }
+
+    #[test]
+    fn numbers_that_are_too_large_are_told_apart_from_those_of_another_kind() {
+        let most = "9223372036854775807";
+        check::<u64>(
+            1e30.into(),
+            &format!("it is the number `1e+30`, which is too large: the largest is {most}"),
+        );
+        check::<usize>(
+            1e20.into(),
+            &format!("it is the number `1e+20`, which is too large: the largest is {most}"),
+        );
+        check::<u32>(
+            4_294_967_296_u64.into(),
+            "it is the number `4294967296`, which is too large: the largest is 4294967295",
+        );
+        for (value, told) in [
+            (Value::from(-1), "-1"),
+            (Value::from(1.5), "1.5"),
+            (Value::from(1e3), "1000.0"),
+            (Value::from(-1e30), "-1e+30"),
+            (Value::from(4_294_967_295.5), "4294967295.5"),
+        ] {
+            let words = format!("it is the number `{told}`, but a whole number from 0 is needed");
+            check::<u32>(value, &words);
+        }
+        check::<i64>(
+            1.5.into(),
+            "it is the number `1.5`, but a whole number is needed",
+        );
+    }
 }

@@ -12,7 +12,7 @@
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Number, Value};
 
 use super::{SECTIONS, source};
 use crate::diagnostic::{Diagnostic, quoted, suggest};
@@ -168,7 +168,7 @@ fn nothing_at(key: &str, known: &[&str]) -> (String, String) {
     )
 }
 
-/// A TOML value, or a text where it is none.
+/// A TOML value, or a text where it is none; a whole number that is too large for TOML is a number all the same.
 fn parse(value: &str) -> Value {
     let value = value.trim();
     let parsed = format!("v = {value}")
@@ -177,7 +177,10 @@ fn parse(value: &str) -> Value {
         .filter(|table| table.len() == 1);
     match parsed.and_then(|mut table| table.remove("v")) {
         Some(value) => source::json(value, None),
-        None => Value::String(value.to_owned()),
+        None => {
+            let number = source::beyond_toml(value).and_then(Number::from_f64);
+            number.map_or_else(|| Value::String(value.to_owned()), Value::Number)
+        }
     }
 }
 
@@ -404,7 +407,9 @@ mod tests {
     #[test]
     fn reaches_every_setting() {
         check("steps=10", "/run/steps", json!(10));
+        check("steps=99999999999999999999", "/run/steps", json!(1e20));
         check("run.dir=x", "/run/dir", json!("x"));
+        check("run.dir=007", "/run/dir", json!("007"));
         check("name=other", "/name", json!("other"));
         check("batch.samples = 4", "/batch/samples", json!(4));
         check("actor.path=DIR", "/models/actor/path", json!("DIR"));

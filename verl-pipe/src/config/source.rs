@@ -53,8 +53,21 @@ impl<'a> Source<'a> {
             Some(line) => format!("{}:{line}{quoted}", self.name),
             None => self.name.clone(),
         };
-        Diagnostic::error("C001", "the pipeline file is not TOML")
-            .at(place)
+        let finding = Diagnostic::error("C001", "the pipeline file is not TOML").at(place);
+        let spanned = error.span().and_then(|span| self.text.get(span));
+        if let Some(number) = spanned.filter(|text| beyond_toml(text).is_some()) {
+            let (word, extreme, limit) = match number.starts_with('-') {
+                true => ("small", "least", i64::MIN),
+                false => ("large", "largest", i64::MAX),
+            };
+            return finding
+                .because(format!(
+                    "the number `{}` is too {word}: the {extreme} whole number of TOML is {limit}",
+                    shortened(number)
+                ))
+                .help("write a number that the setting can have");
+        }
+        finding
             .because(error.message().to_owned())
             .help(match error.message() {
                 "duplicate key" => "state each setting and each table once",
@@ -115,6 +128,15 @@ impl<'a> Source<'a> {
         }
         Some(offset)
     }
+}
+
+/// The text of a whole number in decimal digits that TOML has no room for, as a number.
+pub(super) fn beyond_toml(text: &str) -> Option<f64> {
+    let plain = text.replace('_', "");
+    let digits = plain.strip_prefix(['-', '+']).unwrap_or(&plain);
+    let whole = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    let fits = plain.parse::<i64>().is_ok();
+    plain.parse().ok().filter(|_| whole && !fits)
 }
 
 /// A line of the file as a message can show it: not longer than about a line, nothing that a terminal would obey.
@@ -187,6 +209,37 @@ pub(crate) fn json(value: toml::Value, text: Option<&DeValue<'_>>) -> Value {
                 _ => None,
             };
             Value::Object(object(table, text))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whole_numbers_that_toml_has_no_room_for_are_told_with_the_last_that_it_has() {
+        let told = |number: &str| {
+            let text = format!("[batch]\nprompts = {number}\n");
+            let findings = Source::parse("a.toml", &text).err().expect("it is no TOML");
+            findings[0].to_string().replace("\n         ", " ")
+        };
+        let large = "is too large: the largest whole number of TOML is 9223372036854775807";
+        for number in [
+            "9223372036854775808",
+            "18446744073709551616",
+            "99_999_999_999_999_999_999",
+            "+1000000000000000000000000000000000000000000",
+        ] {
+            let told = told(number);
+            assert!(told.contains(&format!("`{number}` {large}")), "{told}");
+            assert!(told.contains("a.toml:2"), "{told}");
+        }
+        let small = told("-9223372036854775809");
+        let least = "is too small: the least whole number of TOML is -9223372036854775808";
+        assert!(small.contains(least), "{small}");
+        for other in ["007", "1__0", "1e", "12x"] {
+            assert!(!told(other).contains("whole number of TOML"), "{other}");
         }
     }
 }
