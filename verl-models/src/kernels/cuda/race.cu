@@ -83,8 +83,8 @@ __device__ __forceinline__ void settle(u64 index, const Row& row, const Heat& he
 
 extern "C" __global__ void __launch_bounds__(RACE_THREADS, 3)
     race(const elem* logits, const unsigned* streams, const int* lengths, const int* states, const int* eos,
-         double* partial, unsigned* ended, const uint2* shortlist, unsigned* shortlisted, int* token, float* sampling_log_prob, float* log_prob,
-         const __grid_constant__ SampleScalars s) {
+         double* partial, unsigned* ended, const uint2* shortlist, unsigned* shortlisted, int* token,
+         float* sampling_log_prob, float* log_prob, const __grid_constant__ SampleScalars s) {
     constexpr int WARPS = RACE_THREADS / 32;
     __shared__ uint4 ring[ring_parts(RACE_THREADS, RACE_DEPTH)];
     __shared__ Found found[WARPS];
