@@ -26,6 +26,18 @@ pub(crate) mod largest {
     pub(crate) const CONTEXT: usize = 1 << 30; // tokens
 }
 
+/// The sizes of a config.json, with the largest that is read.
+const SIZES: [(&str, usize); 8] = [
+    ("num_hidden_layers", largest::LAYERS),
+    ("hidden_size", largest::WIDTH),
+    ("intermediate_size", largest::WIDTH),
+    ("vocab_size", MAX_IDS),
+    ("num_attention_heads", largest::HEADS),
+    ("num_key_value_heads", largest::HEADS),
+    ("head_dim", largest::HEAD_DIM),
+    ("max_position_embeddings", largest::CONTEXT),
+];
+
 /// A family: what its config.json says beyond the settings that all share.
 #[derive(Debug, Clone, Copy)]
 pub struct Family {
@@ -192,16 +204,7 @@ fn heads(
 
 /// Refuses sizes that no model has, before any of them sizes memory.
 fn refuse_absurd(settings: &Settings<'_>) -> Result<(), LoadError> {
-    for (name, largest) in [
-        ("num_hidden_layers", largest::LAYERS),
-        ("hidden_size", largest::WIDTH),
-        ("intermediate_size", largest::WIDTH),
-        ("vocab_size", MAX_IDS),
-        ("num_attention_heads", largest::HEADS),
-        ("num_key_value_heads", largest::HEADS),
-        ("head_dim", largest::HEAD_DIM),
-        ("max_position_embeddings", largest::CONTEXT),
-    ] {
+    for (name, largest) in SIZES {
         if let Some(size) = settings.optional_size(name)?.filter(|size| *size > largest) {
             return Err(settings.error(format!(
                 "`{name}` is {size}, but at most {largest} is read: no model is so large, so the file is probably \
@@ -506,17 +509,7 @@ mod tests {
 
     #[test]
     fn sizes_that_no_model_has_are_refused_and_those_below_leave_no_product_of_64_bits() {
-        let sizes = [
-            ("num_hidden_layers", largest::LAYERS),
-            ("hidden_size", largest::WIDTH),
-            ("intermediate_size", largest::WIDTH),
-            ("vocab_size", MAX_IDS),
-            ("num_attention_heads", largest::HEADS),
-            ("num_key_value_heads", largest::HEADS),
-            ("head_dim", largest::HEAD_DIM),
-            ("max_position_embeddings", largest::CONTEXT),
-        ];
-        for (name, most) in sizes {
+        for (name, most) in SIZES {
             for size in [most as u64 + 1, u64::MAX] {
                 let told = format!(
                     "`{name}` is {size}, but at most {most} is read: no model is so large, so the file is probably damaged"
@@ -524,7 +517,7 @@ mod tests {
                 check_refused(json!({ name: size }), &told);
             }
         }
-        let all = sizes.map(|(name, most)| (name.to_owned(), json!(most)));
+        let all = SIZES.map(|(name, most)| (name.to_owned(), json!(most)));
         let config = read(Value::Object(all.into_iter().collect())).unwrap();
         for recompute in [false, true] {
             let usage = Usage {
