@@ -1,6 +1,5 @@
 // How a token is drawn from a row of logits: random words, the row as it is sampled from, softmax and race over it.
-// Put behind rowwise.cuh and philox.cuh, before
-// race.cu, sample.cu or advance.cu.
+// Put behind rowwise.cuh and philox.cuh, before race.cu, sample.cu or advance.cu.
 //
 // A token is the argmax of (logit − max) / T + gumbel over the kept ids, the lowest id among equals, where gumbel is
 // −ln(−ln u) of word (id mod 4) of philox(counter = [id / 4, position, high₀, high₁], key): the CPU's draw. Screens in f32
@@ -16,8 +15,9 @@
 //   token: [rows] i32, −1 where logits are not finite
 //   sampling_log_prob: [rows] f32, under the distribution that was sampled from, 0 when greedy
 //   log_prob: [rows] f32, under the full softmax of the model's own logits / T (T = 1 when greedy)
-// Limits: vocab < 2³¹; buffers aligned to 16 bytes; a vocab that is a multiple of 8 is read 16 bytes at a time. Buffers that
-// a setting leaves unread may be of one element.
+// Limits: vocab ≤ 2³⁰; logits above −10³⁰, or −∞; a T above 0 of at least 10⁻³⁸ where logits are subnormal; buffers aligned
+// to 16 bytes; a vocab that is a multiple of 8 is read 16 bytes at a time. Buffers that a setting leaves unread may be of one
+// element.
 
 // Why a row ended, if it did.
 enum State { LIVE = 0, EOS = 1, STOP = 2, LENGTH = 3, NOT_FINITE = 4 };
@@ -184,7 +184,8 @@ struct Heat {
         greedy = s.temperature == 0.0;
         temperature = greedy ? 1.0 : s.temperature;
         inverse = fmin(1.0 / temperature, 1.7976931348623157e308);
-        inverse_f32 = float(fmin(1.0 / temperature, 3.4028234663852886e38));
+        // Not 0, of which −∞ would make NaN.
+        inverse_f32 = fmaxf(float(fmin(1.0 / temperature, 3.4028234663852886e38)), 1.4012985e-45f);
         scale = fminf(inverse_f32 * POWER_SCALE, 3.4028234663852886e38f);
         margin = float(MARGIN * temperature);
     }
@@ -571,8 +572,9 @@ struct Racer {
         const float doubt = 1e-4f + 1e-6f * (fabsf(above) + fabsf(score));
         bool wins = its_score > score;
         if (id >= 0 && fabsf(its_score - score) <= doubt) {
-            wins = exact(other, row.processed(other), reference, heat, words) >
-                   exact(id, row.processed(id), reference, heat, words);
+            const double its = exact(other, row.processed(other), reference, heat, words);
+            const double own = exact(id, row.processed(id), reference, heat, words);
+            wins = its > own || (its == own && other < id);
         }
         if (!wins) return;
         score = its_score;

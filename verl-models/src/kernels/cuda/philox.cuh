@@ -2,7 +2,7 @@
 // (race.cu). Words do not depend on logits, so the shortlist is made while others wait for memory (decode_layers.cu).
 //
 // An id is on the shortlist of its row when the complement of its word is below `limit`. The list has room for so many ids
-// that it overflows once in 10²⁰ rows where `limit` is meant for 48 of them; it is of no use then, and its length says so.
+// that it overflows once in 10²¹ rows where `limit` is meant for 48 of them; it is of no use then, and its length says so.
 
 // Most ids on a row's shortlist.
 [[maybe_unused]] constexpr int SHORTLIST = 128;

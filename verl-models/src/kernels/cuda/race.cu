@@ -146,5 +146,6 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS, 3)
         ended[index] = 0;
         if (s.limit > 0) shortlisted[index] = 0;
     }
+    __syncwarp();
     settle(index, row, heat, words, parts, int(s.splits), token, sampling_log_prob, log_prob);
 }
