@@ -410,11 +410,26 @@ fn a_run_that_waits_for_nothing_says_so() {
     std::fs::write(&status, text.replace("\"finished\"", "\"running\"")).expect("a status");
     let (code, text) = pipe_debug(&format!("stall --run {dir}"));
     assert!(
-        code == 1 && text.starts_with("no process of the run is left"),
+        code == 1 && text.starts_with("no process holds this folder"),
         "{text}"
     );
     let found = json_of(&format!("stall --run {dir} --json"));
     assert_eq!(found, serde_json::json!({"abandoned": true}));
+    // Without the file that the process holds, or with a status that is none, nothing is known.
+    std::fs::remove_file(place.path("run").join("metrics.jsonl")).expect("removed");
+    let (code, text) = pipe_debug(&format!("stall --run {dir}"));
+    assert!(
+        code == 3 && text.starts_with("whether the run goes on"),
+        "{code}: {text}"
+    );
+    let found = json_of(&format!("stall --run {dir} --json"));
+    assert_eq!(found, serde_json::json!({"abandoned": null}));
+    std::fs::write(&status, "{\"status\": ").expect("a status");
+    let (code, text) = pipe_debug(&format!("stall --run {dir}"));
+    assert!(
+        code == 3 && text.starts_with("error[T003]") && text.contains("status.json` is damaged"),
+        "{code}: {text}"
+    );
     assert_eq!(pipe_debug(&format!("stall --run {dir}x")).0, 3);
     let no_run = env!("CARGO_MANIFEST_DIR");
     assert_eq!(pipe_debug(&format!("stall --run {no_run}")).0, 3);

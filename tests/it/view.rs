@@ -274,7 +274,7 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
     // As it is when the process was killed in the middle of a line.
     if cfg!(unix) {
         fs::write(young.join("metrics.jsonl"), "{\"step\":1,\"ep").expect("a file");
-        told(&young, "no process of the run is left");
+        told(&young, "no process holds this folder");
         told(&young, "metrics.jsonl ends in half a line");
     }
     // A file of statistics that was cut.

@@ -5,10 +5,25 @@ use std::fs::{File, TryLockError};
 use std::path::Path;
 
 use crate::run::records::{Status, StatusFile};
+use crate::trace::error::TraceError;
 
-/// What is told of a run whose process is gone without a word.
-pub(crate) const ABANDONED: &str = "no process of the run is left, although status.json says that it runs: it was killed, or its machine went down; \
-     what it wrote until then is there, and a run begins anew in another folder (`run.dir`)";
+/// What is told of a run that [`Process::Gone`] is said of.
+pub(crate) const ABANDONED: &str = "no process holds this folder, although status.json says that the run goes on: the run was killed, its machine went down, or \
+     it goes on elsewhere, on another machine or in the folder of which this is a copy; what was written until then is there, \
+     and a run that was killed begins anew in another folder (`run.dir`)";
+
+/// What is known of the process of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Process {
+    /// It ended, and said so.
+    Ended,
+    /// It holds the folder.
+    Holds,
+    /// The run goes on by its status, and no process holds the folder: it was killed, or this is a copy of the folder.
+    Gone,
+    /// The run goes on by its status, and there is no lock to look at.
+    Unknown,
+}
 
 /// Takes the lock, for as long as `metrics` is open. Where the file system has none, nothing is told of the process.
 pub(super) fn hold(metrics: &File) {
@@ -34,14 +49,27 @@ pub(crate) fn is_held(dir: &Path) -> Option<bool> {
     }
 }
 
-/// Whether the run in `dir` says that it runs, and its process is gone.
-pub(crate) fn is_abandoned(dir: &Path) -> bool {
-    let status = std::fs::read(dir.join("status.json"));
-    let status = status
-        .ok()
-        .and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    let runs = status.is_some_and(|file: StatusFile| file.status == Status::Running);
-    runs && is_held(dir) == Some(false)
+/// What is known of the process of the run in `dir`.
+///
+/// # Errors
+/// A status.json that cannot be read.
+pub(crate) fn process_of(dir: &Path) -> Result<Process, TraceError> {
+    // Looked at first: a run that ends meanwhile has said so in its status.
+    let held = is_held(dir);
+    let path = dir.join("status.json");
+    let bytes = std::fs::read(&path).map_err(|e| TraceError::file("read", &path, e))?;
+    let file: StatusFile = serde_json::from_slice(&bytes).map_err(|e| {
+        TraceError::damaged(
+            &path,
+            format!("{e}, so that nothing tells whether the run goes on"),
+        )
+    })?;
+    Ok(match (file.status, held) {
+        (Status::Running, Some(true)) => Process::Holds,
+        (Status::Running, Some(false)) => Process::Gone,
+        (Status::Running, None) => Process::Unknown,
+        _ => Process::Ended,
+    })
 }
 
 #[cfg(all(test, unix))]
@@ -50,13 +78,16 @@ mod tests {
     use crate::run::folder::{RunFolder, RunState};
 
     #[test]
-    fn a_run_that_ends_without_a_word_is_abandoned() {
+    fn a_run_that_ends_without_a_word_is_gone() {
         let temp = tempfile::tempdir().expect("a folder");
         let dir = temp.path().join("run");
+        let process = || process_of(&dir).expect("a status");
         let folder = RunFolder::create(&dir, 5).expect("a run");
-        assert_eq!((is_held(&dir), is_abandoned(&dir)), (Some(true), false));
+        assert_eq!((is_held(&dir), process()), (Some(true), Process::Holds));
         drop(folder);
-        assert_eq!((is_held(&dir), is_abandoned(&dir)), (Some(false), true));
+        assert_eq!((is_held(&dir), process()), (Some(false), Process::Gone));
+        std::fs::remove_file(dir.join("metrics.jsonl")).expect("removed");
+        assert_eq!((is_held(&dir), process()), (None, Process::Unknown));
         std::fs::remove_dir_all(&dir).expect("removed");
         let folder = RunFolder::create(&dir, 5).expect("a run");
         let finished = RunState {
@@ -65,7 +96,7 @@ mod tests {
         };
         folder.set_state(&finished).expect("written");
         drop(folder);
-        assert!(!is_abandoned(&dir));
-        assert_eq!(is_held(temp.path()), None);
+        assert_eq!(process(), Process::Ended);
+        assert!(process_of(temp.path()).is_err());
     }
 }

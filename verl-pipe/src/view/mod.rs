@@ -22,7 +22,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::registry::Registry;
-use crate::run::held::{ABANDONED, is_abandoned};
+use crate::run::held::{ABANDONED, Process, process_of};
 use crate::run::records::{SampleLine, StatusFile};
 use crate::schedule::placement::Schedule;
 use crate::trace::error::TraceError;
@@ -123,7 +123,7 @@ pub fn page(dir: &Path, registry: &Registry, options: &ViewOptions) -> Result<Pa
     notes.extend(samples.notes);
     notes.extend(left);
     notes.extend(told_of_curves(metrics.iter().chain(&keys), options.points));
-    if is_abandoned(dir) {
+    if process_of(dir).is_ok_and(|process| process == Process::Gone) {
         notes.push(ABANDONED.to_owned());
     }
     if files.metrics.is_empty() {

@@ -44,7 +44,7 @@ pub const EXIT_STATUS: [(u8, &str); 4] = [
     ),
     (
         DIFFERS,
-        "a value, a row or weights differ; a stage failed when it was run again; a fault was found; the run waits, or its process is gone",
+        "a value, a row or weights differ; a stage failed when it was run again; a fault was found; the run waits, or no process holds its folder",
     ),
     (
         WRONG_USE,
@@ -52,7 +52,7 @@ pub const EXIT_STATUS: [(u8, &str); 4] = [
     ),
     (
         NOTHING,
-        "it cannot be told: no such run, step or sample, a stage or step that was not recorded, a file that is damaged, nothing that could be run again or compared",
+        "it cannot be told: no such run, step or sample, a stage or step that was not recorded, a file that is damaged, whether a run goes on, nothing that could be run again or compared",
     ),
 ];
 

@@ -3,11 +3,15 @@
 use std::io::Write;
 
 use clap::Args;
+use serde_json::Value;
 
-use super::{DIFFERS, Failure, RunArg, SAME, write, write_json};
-use crate::run::held::{ABANDONED, is_abandoned};
+use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
+use crate::run::held::{ABANDONED, Process, process_of};
 use crate::run::stall::StallReport;
 use crate::trace::traced_run::LookError;
+
+const UNKNOWN: &str = "whether the run goes on, as status.json says, cannot be told: its process holds metrics.jsonl, \
+     which is not there or cannot be looked at for that here";
 
 /// Arguments of `pipe debug stall`.
 #[derive(Debug, Clone, Args)]
@@ -35,29 +39,35 @@ pub(super) fn stall(args: &StallArgs, out: &mut dyn Write) -> Result<u8, Failure
     }
     let report = StallReport::read(dir);
     let report = report.map_err(|e| no_run(format!("its stall.json cannot be read: {e}")))?;
-    let abandoned = is_abandoned(dir);
-    let code = match report.is_some() || abandoned {
-        true => DIFFERS,
-        false => SAME,
+    let process = process_of(dir)?;
+    let code = match (&report, process) {
+        (Some(_), _) | (None, Process::Gone) => DIFFERS,
+        (None, Process::Unknown) => NOTHING,
+        (None, Process::Holds | Process::Ended) => SAME,
     };
     if args.json {
         let mut told = serde_json::to_value(&report).unwrap_or_default();
-        if abandoned {
-            told["abandoned"] = true.into();
+        match process {
+            Process::Gone => told["abandoned"] = true.into(),
+            Process::Unknown => told["abandoned"] = Value::Null,
+            Process::Holds | Process::Ended => {}
         }
         write_json(out, &told)?;
         return Ok(code);
     }
-    if abandoned {
-        write(out, format_args!("{ABANDONED}\n"))?;
+    let last = match process {
+        Process::Gone => Some(ABANDONED),
+        Process::Unknown => Some(UNKNOWN),
+        Process::Holds | Process::Ended => None,
+    };
+    if let Some(last) = last {
+        write(out, format_args!("{last}\n"))?;
     }
-    match report {
-        Some(report) if abandoned => {
-            write(out, format_args!("when it was last heard of, {report}"))?
-        }
-        Some(report) => write(out, &report)?,
-        None if abandoned => {}
-        None => write(out, "the run waits for nothing for long\n")?,
+    match (report, last) {
+        (Some(report), Some(_)) => write(out, format_args!("when it was last heard of, {report}"))?,
+        (Some(report), None) => write(out, &report)?,
+        (None, Some(_)) => {}
+        (None, None) => write(out, "the run waits for nothing for long\n")?,
     }
     Ok(code)
 }
