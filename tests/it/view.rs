@@ -269,6 +269,7 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
     }
     let status = json!({"status": "running", "step": 0, "target": 3, "timestamp": 1.0});
     fs::write(young.join("status.json"), status.to_string()).expect("a file");
+    fs::write(young.join("metrics.jsonl"), "").expect("a file");
     let data = told(&young, "metrics.jsonl holds no step yet");
     assert_eq!(data["run"]["status"], "running");
     // As it is when the process was killed in the middle of a line.
@@ -277,6 +278,12 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
         told(&young, "no process holds this folder");
         told(&young, "metrics.jsonl ends in half a line");
     }
+    // A run that ended, whose metrics were removed.
+    let metrics = whole.join("metrics.jsonl");
+    let kept = fs::read(&metrics).expect("a file");
+    fs::remove_file(&metrics).expect("removed");
+    told(&whole, "metrics.jsonl is not there");
+    fs::write(&metrics, kept).expect("a file");
     // A file of statistics that was cut.
     let part = whole.join("trace/stats/part-00000001.parquet");
     let bytes = fs::read(&part).expect("a part");

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 
 use crate::run::held::is_held;
-use crate::run::records::{MetricsLine, SampleLine, StatusFile};
+use crate::run::records::{MetricsLine, SampleLine, Status, StatusFile};
 use crate::trace::rules::Anomaly;
 use crate::trace::text::count;
 
@@ -53,7 +53,7 @@ impl RunFiles {
             .ok()
     }
 
-    /// The lines that can be read. A file that is not there has none; a last line without its end is left out, and told
+    /// The lines that can be read. A file that is not there has none; half a line at the end is left out, and told
     /// unless the run may still be writing it.
     fn lines<T: DeserializeOwned>(&mut self, path: &Path) -> Vec<T> {
         let bytes = match fs::read(path) {
@@ -64,17 +64,16 @@ impl RunFiles {
                 return Vec::new();
             }
         };
-        let whole = bytes
-            .iter()
-            .rposition(|byte| *byte == b'\n')
-            .map_or(0, |at| at + 1);
-        let text = String::from_utf8_lossy(&bytes[..whole]);
+        let text = String::from_utf8_lossy(&bytes);
+        // Without its newline the last line may be half of one.
+        let open = (!text.ends_with('\n')).then(|| text.lines().count());
         let mut lost: Vec<usize> = Vec::new();
         let lines = text.lines().enumerate().filter_map(|(at, line)| {
             let read = serde_json::from_str(line);
             read.inspect_err(|_| lost.push(at + 1)).ok()
         });
         let lines: Vec<T> = lines.collect();
+        let half = lost.pop_if(|line| Some(*line) == open).is_some();
         if let Some(first) = lost.first() {
             let n = count(lost.len() as u64, "line");
             self.note(
@@ -82,12 +81,27 @@ impl RunFiles {
                 &format!("has {n} that cannot be read, the first is line {first}"),
             );
         }
-        if whole < bytes.len() && !self.grows {
-            let what =
-                "ends in half a line, which is left out: the run was interrupted while it wrote";
+        if half && !self.grows {
+            let what = "ends in half a line, which is left out: the run was interrupted while it wrote it, or the file was cut afterwards";
             self.note(path, what);
         }
         lines
+    }
+
+    /// Why there are no metrics of any step.
+    pub(crate) fn told_of_no_step(&self, dir: &Path) -> Option<String> {
+        self.metrics.is_empty().then(|| {
+            let status = self.status.as_ref();
+            let what = match status.map(|status| (status.status, status.step)) {
+                _ if !dir.join("metrics.jsonl").exists() => {
+                    "is not there, and with it every curve of a metric"
+                }
+                Some((Status::Running, 0)) => "holds no step yet",
+                Some((_, 0)) => "holds no step",
+                _ => "holds no step that can be read",
+            };
+            format!("metrics.jsonl {what}")
+        })
     }
 
     fn note(&mut self, path: &Path, what: &str) {
@@ -124,8 +138,18 @@ mod tests {
         );
         assert_eq!(
             files.notes[2],
-            "metrics.jsonl ends in half a line, which is left out: the run was interrupted while it wrote"
+            "metrics.jsonl ends in half a line, which is left out: the run was interrupted while it wrote it, or the file was cut afterwards"
         );
+    }
+
+    #[test]
+    fn a_last_line_that_lacks_only_its_newline_is_kept() {
+        let temp = tempfile::tempdir().expect("a folder");
+        let line = "{\"step\":1,\"epoch\":0,\"timestamp\":1.0}";
+        fs::write(temp.path().join("metrics.jsonl"), line).expect("a file");
+        let files = RunFiles::read(temp.path());
+        assert_eq!(files.metrics.len(), 1);
+        assert!(files.notes.iter().all(|note| !note.contains("metrics")));
     }
 
     #[cfg(unix)]

@@ -126,9 +126,7 @@ pub fn page(dir: &Path, registry: &Registry, options: &ViewOptions) -> Result<Pa
     if process_of(dir).is_ok_and(|process| process == Process::Gone) {
         notes.push(ABANDONED.to_owned());
     }
-    if files.metrics.is_empty() {
-        notes.push("metrics.jsonl holds no step yet".to_owned());
-    }
+    notes.extend(files.told_of_no_step(dir));
     let head = run.head(dir, &files);
     let title = head.name.clone();
     let mut blocks = html::Blocks::default();
