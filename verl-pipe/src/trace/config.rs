@@ -91,6 +91,11 @@ impl Default for TraceConfig {
     }
 }
 
+/// A size in megabytes as bytes; one beyond all memory is the largest.
+pub(crate) fn bytes_of(megabytes: u64) -> u64 {
+    megabytes.saturating_mul(1 << 20)
+}
+
 impl TraceConfig {
     /// Whether anything is asked for in full, stages with a `debug` of their own left out.
     pub fn captures(&self) -> bool {
@@ -112,6 +117,12 @@ impl TraceConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_size_beyond_all_memory_is_no_small_one() {
+        assert_eq!(bytes_of(3), 3 * 1024 * 1024);
+        assert_eq!(bytes_of(1 << 44), u64::MAX);
+    }
 
     #[test]
     fn steps_and_stages_are_chosen() {

@@ -25,7 +25,7 @@ use crate::run::state::RunState;
 use crate::run::watch::{Wait, Watch};
 use crate::schedule::placement::Schedule;
 use crate::trace::conditions::Conditions;
-use crate::trace::config::{TraceConfig, TraceWeights};
+use crate::trace::config::{TraceConfig, TraceWeights, bytes_of};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, Side, StageInfo, StateRef, TraceFormat};
 use crate::trace::partial::write_json;
@@ -167,7 +167,7 @@ impl Recorder {
     /// Whether the state of models and stages is to be told before `step`, and if so, whether in full or by version.
     pub(crate) fn wants_state(&self, step: u64) -> Option<TraceWeights> {
         let captured = self.config.captures_step(step) || self.debug_stages;
-        let small = self.state_bytes <= self.config.weights_limit_mb << 20;
+        let small = self.state_bytes <= bytes_of(self.config.weights_limit_mb);
         let whole = self.config.captures_step(step) && self.config.stages.is_empty();
         let by_size = match whole && small {
             true => TraceWeights::Full,
@@ -193,7 +193,7 @@ impl Recorder {
     pub(crate) fn kept_snapshots(&self) -> usize {
         // The steps of the ring, the current one, and one more: a step may be asked for after the next one.
         let steps = self.config.ring_steps as u64 + 2;
-        let fits = self.state_bytes.saturating_mul(steps) <= self.config.ring_mb << 20;
+        let fits = self.state_bytes.saturating_mul(steps) <= bytes_of(self.config.ring_mb);
         let flies = self.config.stats && self.config.ring_steps > 0;
         let kept = flies && fits && self.config.weights != Some(TraceWeights::Hash);
         usize::from(kept) * steps as usize
@@ -246,7 +246,7 @@ impl Recorder {
     fn keep(&self, version: &WeightsVersion, stored: &crate::resource::StoredState) -> StateRef {
         let size = stored.tensors.len() as u64;
         let used = self.used.load(Ordering::Relaxed);
-        if used + size > self.config.budget_mb << 20 {
+        if used + size > bytes_of(self.config.budget_mb) {
             if self.tells("room") {
                 tracing::warn!(
                     "trace: steps are recorded without the state that a replay needs from here on: it takes {:.1} MB, and {:.1} MB of {} MB (`trace.budget_mb`) are used",

@@ -11,7 +11,7 @@ use crossbeam_channel::{Receiver, Sender};
 use crate::batch::Batch;
 use crate::diagnostic::quoted;
 use crate::resource::WeightsVersion;
-use crate::trace::config::TraceConfig;
+use crate::trace::config::{TraceConfig, bytes_of};
 use crate::trace::error::TraceError;
 use crate::trace::format::{
     FORMAT, ROWS_MISSING, Reason, Side, StateRef, StepManifest, TraceFormat, parse,
@@ -151,7 +151,7 @@ impl Recording {
             rules: RuleBook::new(own_rules, &config.rules),
             ring: Ring {
                 max_steps: config.ring_steps,
-                max_bytes: (config.ring_mb as usize) << 20,
+                max_bytes: usize::try_from(bytes_of(config.ring_mb)).unwrap_or(usize::MAX),
                 ..Ring::default()
             },
             writer,
@@ -499,7 +499,7 @@ impl Recording {
 
     /// Writes the current step's rows and its manifest.
     fn write(&mut self, reason: Reason, chosen: &[bool]) {
-        let (step, budget) = (self.data.step, self.config.budget_mb << 20);
+        let (step, budget) = (self.data.step, bytes_of(self.config.budget_mb));
         let size = self.data.bytes as u64 + self.files.bytes_written();
         let used = self.used.load(Ordering::Relaxed);
         if used + size > budget {
