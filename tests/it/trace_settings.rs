@@ -157,13 +157,19 @@ fn a_stage_between_steps_that_is_to_be_recorded_is_told() {
     let evaluate = "stages = [\"evaluate\", \"reward\"]\nevery = 1";
     let reward = "stages = [\"reward\"]\nevery = 1";
     assert_eq!(printed(told(reward, &[])), "");
-    for (trace, more) in [(evaluate, &[][..]), (reward, &["evaluate.debug=true"])] {
+    insta::assert_snapshot!(printed(told(evaluate, &[])), @r"
+    warning[C008]: `stages` is probably not meant as it is set
+      where: [trace]
+      why:   `stages` names `evaluate`: what runs between steps is given no rows, so nothing of it is recorded
+      help:  name stages of the step; what it measures is in metrics.jsonl and samples.jsonl
+    ");
+    for trace in [reward, ""] {
         insta::allow_duplicates! {
-            insta::assert_snapshot!(printed(told(trace, more)), @r"
-            warning[C008]: `stages` is probably not meant as it is set
-              where: [trace]
-              why:   `stages` or `debug` names `evaluate`: what runs between steps is given no rows, so nothing of it is recorded
-              help:  name stages of the step; what it measures is in metrics.jsonl and samples.jsonl
+            insta::assert_snapshot!(printed(told(trace, &["evaluate.debug=true"])), @r"
+            warning[C008]: `debug` is probably not meant as it is set
+              where: stage `evaluate` (evaluate)
+              why:   `debug` is set, but what runs between steps is given no rows, so nothing of it is recorded
+              help:  leave it out; what it measures is in metrics.jsonl and samples.jsonl
             ");
         }
     }

@@ -1,6 +1,7 @@
 //! Settings of the run and of stages make sense; what a configuration itself refuses or doubts is told in its words.
 
 use crate::diagnostic::Diagnostic;
+use crate::pipe::StageDecl;
 use crate::plan::build::Draft;
 use crate::stage::ConfigError;
 
@@ -16,11 +17,16 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         findings.push(refused("[run]", &error));
     }
     for stage in draft.stages {
-        let place = format!("stage `{}` ({})", stage.decl.name, stage.decl.kind);
+        let place = stage_place(stage.decl);
         findings.extend(stage.errors.iter().map(|error| refused(&place, error)));
         let doubts = stage.spec.iter().flat_map(|spec| &spec.doubts);
         findings.extend(doubts.map(|doubt| doubted(&place, doubt)));
     }
+}
+
+/// A stage as the place of a finding about its settings.
+pub(super) fn stage_place(decl: &StageDecl) -> String {
+    format!("stage `{}` ({})", decl.name, decl.kind)
 }
 
 /// What a configuration refuses.

@@ -1,8 +1,7 @@
 //! Settings of `[trace]` make sense in this run: steps that it has, sizes that hold something, rules that can fire.
 
-use super::settings::{doubted, refused};
+use super::settings::{doubted, refused, stage_place};
 use crate::diagnostic::{Diagnostic, quoted};
-use crate::pipe::StageDecl;
 use crate::plan::build::Draft;
 use crate::stage::{Cadence, ConfigError};
 use crate::trace::config::{RuleSetting, TraceConfig};
@@ -16,7 +15,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let trace = &draft.pipe.trace;
     let mut told = Told::default();
     steps(trace, draft.pipe.run.steps, &mut told);
-    observers(draft, &mut told);
+    observers(draft, &mut told, findings);
     sizes(trace, draft.pipe.records_in_full(), &mut told);
     for rule in RULES {
         if let Some(setting) = trace.rules.get(rule.name) {
@@ -96,21 +95,34 @@ fn steps(trace: &TraceConfig, last: u64, told: &mut Told) {
     }
 }
 
-/// Stages that are to be recorded and are given no rows.
-fn observers(draft: &Draft<'_>, told: &mut Told) {
-    let named = |decl: &StageDecl| decl.debug || draft.pipe.trace.stages.contains(&decl.name);
-    let observers = draft.stages.iter().filter(|stage| {
-        let spec = stage.spec.as_ref();
-        spec.is_some_and(|spec| spec.cadence != Cadence::Step) && named(stage.decl)
-    });
-    let names = quoted(observers.map(|stage| stage.decl.name.as_str()));
+/// Stages that are to be recorded and are given no rows, each told where it is named.
+fn observers(draft: &Draft<'_>, told: &mut Told, findings: &mut Vec<Diagnostic>) {
+    let observers = || {
+        let declared = draft.stages.iter().filter(|stage| {
+            let spec = stage.spec.as_ref();
+            spec.is_some_and(|spec| spec.cadence != Cadence::Step)
+        });
+        declared.map(|stage| stage.decl)
+    };
+    let no_rows = "what runs between steps is given no rows, so nothing of it is recorded";
+    let measures = "what it measures is in metrics.jsonl and samples.jsonl";
+    let listed = observers().filter(|decl| draft.pipe.trace.stages.contains(&decl.name));
+    let names = quoted(listed.map(|decl| decl.name.as_str()));
     if !names.is_empty() {
         told.doubts.push(ConfigError::new(
             "stages",
-            format!("or `debug` names {names}: what runs between steps is given no rows, so nothing of it is recorded"),
-            "name stages of the step; what it measures is in metrics.jsonl and samples.jsonl",
+            format!("names {names}: {no_rows}"),
+            format!("name stages of the step; {measures}"),
         ));
     }
+    findings.extend(observers().filter(|decl| decl.debug).map(|decl| {
+        let doubt = ConfigError::new(
+            "debug",
+            format!("is set, but {no_rows}"),
+            format!("leave it out; {measures}"),
+        );
+        doubted(&stage_place(decl), &doubt)
+    }));
 }
 
 fn sizes(trace: &TraceConfig, in_full: bool, told: &mut Told) {
