@@ -102,6 +102,12 @@ impl TraceConfig {
         self.every.is_some_and(|every| every > 0) || !self.steps.is_empty()
     }
 
+    /// Whether any of the steps 1 to `last` is to be recorded in full, stages with a `debug` of their own left out.
+    pub fn captures_up_to(&self, last: u64) -> bool {
+        let reached = |step: u64| (1..=last).contains(&step);
+        self.every.is_some_and(reached) || self.steps.iter().any(|step| reached(*step))
+    }
+
     /// Whether `step` is to be recorded in full.
     pub fn captures_step(&self, step: u64) -> bool {
         let periodic = |every: u64| every > 0 && step.is_multiple_of(every);
@@ -136,6 +142,7 @@ mod tests {
         };
         let chosen: Vec<u64> = (1..12).filter(|step| some.captures_step(*step)).collect();
         assert_eq!(chosen, [5, 7, 10]);
+        assert!(some.captures_up_to(5) && !some.captures_up_to(4));
         assert!(some.captures_stage("reward") && !some.captures_stage("update"));
     }
 }

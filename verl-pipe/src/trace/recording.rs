@@ -139,7 +139,8 @@ impl Recording {
             )?),
             false => None,
         };
-        let asked = config.captures();
+        // Steps that the run has not are told before it.
+        let asked = config.captures_up_to(format.steps);
         let named =
             |about: &StageAbout| about.debug || asked && config.stages.contains(&about.name);
         let unseen = stages.iter().enumerate();

@@ -231,6 +231,9 @@ fn a_stage_of_which_nothing_was_recorded_is_told_with_the_reason() {
     let mut seen = begin("seen");
     all_slices(&mut seen, 2);
     assert_eq!(seen.told_of_unseen(), None);
+    // A step that the run has not was told before it.
+    let never = recording(&temp.path().join("never"), &[99]);
+    assert_eq!(never.told_of_unseen(), None);
     // What the flight recorder wrote is there too.
     ended.metrics(1, BTreeMap::new());
     assert_eq!(ended.told_of_unseen(), None);
