@@ -156,7 +156,7 @@ fn a_stage_whose_input_is_missing_is_left_out_alone() {
     ];
     let text = check(gone, &rest, &["reward"]);
     assert!(
-        text.contains("of the input of stage `reward` in step 2 nothing is recorded"),
+        text.contains("of the input of stage `reward` nothing is recorded"),
         "{text}"
     );
     let row = |step: &mut RecordedStep| {
@@ -165,7 +165,7 @@ fn a_stage_whose_input_is_missing_is_left_out_alone() {
         *batch = batch.slice(1..batch.num_rows()).expect("rows");
     };
     let text = check(row, &rest, &["reward"]);
-    assert!(text.contains("in step 2 1 row is not recorded"), "{text}");
+    assert!(text.contains("`reward` 1 row is not recorded"), "{text}");
     // Nothing at all: and that is not called equal.
     let all = |step: &mut RecordedStep| {
         step.stages
@@ -227,7 +227,7 @@ fn what_was_not_run_again_did_not_give_the_same() {
     assert_eq!(code, 0, "{text}");
     // The first step begins with the weights that are loaded.
     assert!(
-        text.contains("note: not run again in step 2: stage `generate` of step 2"),
+        text.contains("note: not run again in steps 2–3: stage `generate` works with"),
         "{text}"
     );
     assert!(
@@ -340,6 +340,22 @@ fn weights_are_taken_from_where_they_are_the_same() {
     assert_eq!(code, 0, "{text}");
     let told = "note: the weights of `actor` at the start of step 2 are not kept; they are those of step 3, by their hash\n";
     assert!(text.contains(told), "{text}");
+}
+
+#[test]
+fn weights_that_are_not_kept_are_told_once_for_all_steps() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &["trace.weights=hash"]);
+    let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
+    let told = "note: not run again in steps 2–3: stage `generate` works with `actor`, which the run trains";
+    assert!(code == 0 && text.contains(told), "{text}");
+    assert!(text.contains("`trace.budget_mb`"), "{text}");
+    let stages = ["prompts", "generate", "old_log_probs", "update"];
+    assert_eq!(
+        text.matches("not run again").count(),
+        stages.len(),
+        "{text}"
+    );
 }
 
 #[test]

@@ -37,7 +37,7 @@ pub enum ReplayError {
         recorded: String,
     },
     /// A stage whose input is not, or not whole, in the trace.
-    #[error("of the input of stage `{stage}` in step {step} {missing}")]
+    #[error("of the input of stage `{stage}` {missing}")]
     NoInput {
         /// The stage.
         stage: String,
@@ -66,7 +66,7 @@ pub enum ReplayError {
     },
     /// The weights that a stage worked with are not kept.
     #[error(
-        "stage `{stage}` of step {step} works with `{model}`, which the run trains, and the state of `{model}` at the start of that step is not kept{looked}; record with full weights, or replay stages that do not use it"
+        "stage `{stage}` works with `{model}`, which the run trains, and the state of `{model}` at the start of the step is not kept{looked}; record with `trace.weights=full` and a `trace.budget_mb` that holds it, or replay stages that do not use it"
     )]
     NoState {
         /// The stage.
@@ -80,7 +80,7 @@ pub enum ReplayError {
     },
     /// What a stage remembers from step to step is not kept.
     #[error(
-        "stage `{stage}` remembers something from step to step, and what that was at the start of step {step} is not kept; record with full weights"
+        "stage `{stage}` remembers something from step to step, and what that was at the start of the step is not kept; record with `trace.weights=full` and a `trace.budget_mb` that holds it"
     )]
     NoMemory {
         /// The stage.
