@@ -236,6 +236,17 @@ fn texts_of_a_run_stay_texts() {
 }
 
 #[test]
+fn a_page_that_cannot_be_written_can_go_elsewhere() {
+    let place = Place::new();
+    let run = place.train("run", &[]).dir;
+    // Even who may write everywhere cannot give a file the name of a folder.
+    fs::create_dir(run.join("view.html")).expect("a folder");
+    let (code, text) = pipe_debug(&format!("view --run {}", run.display()));
+    assert!(code == 3 && text.starts_with("error[T005]"), "{text}");
+    assert!(text.contains("`--out FILE`"), "{text}");
+}
+
+#[test]
 fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
     let place = Place::new();
     let bare = place.train("bare", &["trace.stats=false"]).dir;

@@ -50,9 +50,15 @@ pub(super) fn view(
     let dir = &args.run.dir;
     let made = page(dir, registry, &options)?;
     let path = args.out.clone().unwrap_or_else(|| dir.join("view.html"));
-    write_aside(&path, |mut file| {
+    let written = write_aside(&path, |mut file| {
         file.write_all(made.html.as_bytes())
             .map_err(|e| TraceError::file("write", &path, e))
+    });
+    written.map_err(|mut error| {
+        if let TraceError::File { reason, .. } = &mut error {
+            reason.push_str("; `--out FILE` writes the page to another place");
+        }
+        error
     })?;
     write(
         out,
