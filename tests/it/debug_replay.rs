@@ -508,6 +508,54 @@ fn data_that_were_changed_after_the_run_are_named_and_no_stage_is_blamed() {
 }
 
 #[test]
+fn data_of_which_the_run_tells_nothing_are_not_compared_and_told() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    let file = Path::new(&run).join("data.json");
+    let whole = fs::read_to_string(&file).expect("a file");
+    let told = |why: &str| {
+        let start = format!("data cannot be compared with those of the run, for data.json {why}");
+        let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+        assert!(code == 0 && text.contains(&start), "{text}");
+        let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
+        assert!(
+            code == 0 && text.contains(&format!("note: {start}")),
+            "{text}"
+        );
+    };
+    fs::write(&file, &whole[..whole.len() / 2]).expect("a file");
+    told("is not what a run writes (");
+    fs::write(&file, &whole).expect("a file");
+    edit(&file, |data| {
+        data.as_object_mut().expect("data sets").remove("eval");
+    });
+    told("tells nothing of `eval`");
+    fs::remove_file(&file).expect("removed");
+    told("cannot be read (");
+}
+
+#[test]
+fn data_that_keep_the_run_from_starting_are_told_as_changed() {
+    let place = Place::new();
+    let file = place.path("train.jsonl");
+    let row = "{\"question\": \"1+1=\", \"answer\": \"2\"}\n";
+    fs::write(&file, row.repeat(12)).expect("a file");
+    let run = recorded(&place, "run", &[&format!("data.train={}", file.display())]);
+    let then = format!(
+        "its data were changed since the run: train ({}): 12 rows with fingerprint ",
+        file.display()
+    );
+    // A row that is no JSON, and one without the column that is read.
+    for rows in ["{\"question\": ", "{\"query\": \"1+1=\"}\n"] {
+        fs::write(&file, rows).expect("a file");
+        let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+        assert!(code == 3 && text.contains(&then), "{text}");
+        let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
+        assert!(code == 0 && text.contains(&then), "{text}");
+    }
+}
+
+#[test]
 fn data_that_a_source_does_not_draw_from_excuse_it_not() {
     let place = Place::new();
     let run = recorded(&place, "run", &[]);

@@ -56,6 +56,9 @@ pub struct Changes {
     pub settings: Vec<Change>,
     /// Data sets, where a run was started to replay in it.
     pub data: Vec<ChangedData>,
+    /// Why data sets cannot be compared, where they cannot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data_unknown: Option<String>,
     /// Parts of the machine.
     pub machine: Vec<Change>,
     /// Whether the trace tells what it was recorded under; where it does not, the plan's hash alone is compared.
@@ -163,6 +166,13 @@ impl fmt::Display for Changes {
         for data in &self.data {
             writeln!(f, "data {data}")?;
         }
+        if let Some(why) = &self.data_unknown {
+            writeln!(
+                f,
+                "data cannot be compared with those of the run, for {why}; where they were changed, a stage that draws from \
+                 them emits something else for that alone"
+            )?;
+        }
         for change in &self.machine {
             writeln!(f, "machine {change}")?;
         }
@@ -186,15 +196,17 @@ impl fmt::Display for Change {
 
 impl fmt::Display for ChangedData {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let content = |of: &DataOrigin| {
-            let print = &of.fingerprint;
-            let print = print.get(..12).unwrap_or(print);
-            format!("{} with fingerprint {print}", count(of.rows as u64, "row"))
-        };
         let (recorded, now) = (content(&self.recorded), content(&self.now));
         let (name, origin) = (&self.name, &self.now.origin);
         write!(f, "{name} ({origin}): {recorded} when recorded, {now} now")
     }
+}
+
+/// What a data set held.
+pub(crate) fn content(of: &DataOrigin) -> String {
+    let print = &of.fingerprint;
+    let print = print.get(..12).unwrap_or(print);
+    format!("{} with fingerprint {print}", count(of.rows as u64, "row"))
 }
 
 /// A setting's value for people.

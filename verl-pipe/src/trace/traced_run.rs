@@ -15,7 +15,7 @@ use crate::trace::altered::altered;
 use crate::trace::error::TraceError;
 use crate::trace::format::StateRef;
 use crate::trace::recorded::{RecordedStep, StepStart};
-use crate::trace::replay::ReplayError;
+use crate::trace::replay::{ReplayError, told_of_data};
 use crate::trace::rules::Anomaly;
 use crate::trace::stand_in::read_recorded;
 use crate::trace::store::TraceDir;
@@ -58,6 +58,14 @@ pub enum LookError {
     /// The run cannot be started to replay in it.
     #[error(transparent)]
     Run(#[from] RunError),
+    /// The run cannot be started to replay in it, and its data are not what they were.
+    #[error("{source}\nits data were changed since the run: {}", .changed.join("; "))]
+    OtherData {
+        /// Why it cannot be started.
+        source: RunError,
+        /// Data sets as they were and as they are, in words.
+        changed: Vec<String>,
+    },
     /// A page cannot be served.
     #[error(transparent)]
     Serve(#[from] ServeError),
@@ -83,7 +91,7 @@ impl LookError {
             LookError::Config(_) | LookError::Gone(_) => "T011",
             LookError::Trace(error) | LookError::Step { source: error, .. } => error.code(),
             LookError::Replay(error) => error.code(),
-            LookError::Run(error) => error.code(),
+            LookError::Run(error) | LookError::OtherData { source: error, .. } => error.code(),
             LookError::Sample { .. } => "T012",
             LookError::Serve(_) => "T020",
         }
@@ -228,7 +236,13 @@ impl TracedRun {
             return Err(LookError::Gone(self.gone.clone()));
         }
         let schedule = self.schedule.plan.schedule().map_err(LookError::Config)?;
-        Ok(schedule.start(RunOptions::default())?)
+        let started = schedule.start(RunOptions::default());
+        started.map_err(
+            |source| match told_of_data(&self.dir, &self.schedule.plan) {
+                changed if changed.is_empty() => source.into(),
+                changed => LookError::OtherData { source, changed },
+            },
+        )
     }
 
     /// How the token ids of a stage (by its index in the plan) are written: by its model's tokenizer, or by the first

@@ -42,8 +42,8 @@ use chosen::{Choice, Known, changed_models, choose};
 use compared::{Around, Versions, compare_stage, compare_weights};
 use failed::{Lost, failed_stage, is_of_stage};
 use report::notes_of;
-pub(crate) use since::changes_since;
-use since::{changed_data, changes_of};
+use since::{add_data, changes_of};
+pub(crate) use since::{changes_since, told_of_data};
 use weights::{Sources, state_after};
 
 /// Replays steps of one run; holds it for as long.
@@ -78,10 +78,8 @@ impl<'a> Replayer<'a> {
     /// # Errors
     /// When the state cannot be read, or what the trace tells of the recording is damaged.
     pub fn of_run(run: &'a mut Run, traced: &TracedRun) -> Result<Replayer<'a>, LookError> {
-        let changes = Changes {
-            data: changed_data(traced.dir(), run.data()),
-            ..changes_since(traced)?
-        };
+        let mut changes = changes_since(traced)?;
+        add_data(&mut changes, traced.dir(), run.data());
         Ok(Replayer {
             trace: Some(traced.trace().clone()),
             changes,

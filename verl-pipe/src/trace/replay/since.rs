@@ -6,9 +6,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::data::DataLoaderInterface;
+use crate::diagnostic::quoted;
+use crate::plan::Plan;
 use crate::run::records::{DataFile, DataOrigin};
 use crate::schedule::placement::Schedule;
-use crate::trace::changes::{Change, ChangedData, Changes, changed};
+use crate::trace::changes::{Change, ChangedData, Changes, changed, content};
 use crate::trace::conditions::{Conditions, of_versions};
 use crate::trace::recorded::RecordedStep;
 use crate::trace::traced_run::{LookError, TracedRun};
@@ -31,23 +33,75 @@ pub(crate) fn changes_since(traced: &TracedRun) -> Result<Changes, LookError> {
     })
 }
 
-/// Data sets whose content is not what the `data.json` of the run in `dir` tells. Where that cannot be read nothing is
-/// said.
-pub(super) fn changed_data(
+/// Adds to `changes` the data sets whose content is not what the `data.json` of the run in `dir` tells, and of which that
+/// tells nothing.
+pub(super) fn add_data(
+    changes: &mut Changes,
     dir: &Path,
     now: &BTreeMap<String, Arc<dyn DataLoaderInterface>>,
-) -> Vec<ChangedData> {
-    let text = fs::read_to_string(dir.join("data.json")).unwrap_or_default();
-    let mut recorded: DataFile = serde_json::from_str(&text).unwrap_or_default();
-    let changed = now.iter().filter_map(|(name, data)| {
-        let (recorded, now) = (recorded.remove(name)?, DataOrigin::of(data.as_ref()));
-        (recorded.fingerprint != now.fingerprint).then(|| ChangedData {
-            name: name.clone(),
-            recorded,
-            now,
-        })
+) {
+    let recorded = match recorded_data(dir) {
+        Ok(recorded) => recorded,
+        Err(why) => {
+            changes.data_unknown = (!now.is_empty()).then_some(why);
+            return;
+        }
+    };
+    let mut missing = Vec::new();
+    for (name, data) in now {
+        match recorded.get(name) {
+            Some(recorded) => {
+                let changed = changed_data(name, recorded, data.as_ref());
+                changes.data.extend(changed);
+            }
+            None => missing.push(name.as_str()),
+        }
+    }
+    if !missing.is_empty() {
+        changes.data_unknown = Some(format!("data.json tells nothing of {}", quoted(missing)));
+    }
+}
+
+/// Data sets of `plan` that are not what the `data.json` of the run in `dir` tells, in words; those that cannot be opened
+/// any more among them.
+pub(crate) fn told_of_data(dir: &Path, plan: &Plan) -> Vec<String> {
+    let recorded = recorded_data(dir).unwrap_or_default();
+    let told = plan.pipe.data.iter().filter_map(|decl| {
+        let recorded = recorded.get(&decl.name)?;
+        match (decl.open)(&plan.context) {
+            Ok(data) => {
+                let changed = changed_data(&decl.name, recorded, data.as_ref());
+                changed.map(|changed| changed.to_string())
+            }
+            Err(_) => Some(format!(
+                "{} ({}): {} when recorded, cannot be opened now",
+                decl.name,
+                recorded.origin,
+                content(recorded)
+            )),
+        }
     });
-    changed.collect()
+    told.collect()
+}
+
+/// The `data.json` of the run in `dir`, or why there is none.
+fn recorded_data(dir: &Path) -> Result<DataFile, String> {
+    let text = fs::read_to_string(dir.join("data.json"));
+    let text = text.map_err(|e| format!("data.json cannot be read ({e})"))?;
+    serde_json::from_str(&text).map_err(|e| format!("data.json is not what a run writes ({e})"))
+}
+
+fn changed_data(
+    name: &str,
+    recorded: &DataOrigin,
+    now: &dyn DataLoaderInterface,
+) -> Option<ChangedData> {
+    let now = DataOrigin::of(now);
+    (recorded.fingerprint != now.fingerprint).then(|| ChangedData {
+        name: name.to_owned(),
+        recorded: recorded.clone(),
+        now,
+    })
 }
 
 /// `of_run`, and what the step itself tells of its seed and stages.
