@@ -13,7 +13,7 @@ use crate::blocks::attention::Heads;
 use crate::decoder::DecoderConfig;
 use crate::hf::config::Settings;
 use crate::hf::{LoadError, SaveDType};
-use crate::vocabulary::MAX_IDS;
+use crate::tokenizer::MAX_IDS;
 
 /// Largest sizes that are read from a file: above those of any model, and so small that no product of them which sizes
 /// memory leaves 64 bits.

@@ -36,7 +36,6 @@ mod toy;
 mod trained;
 pub mod value_head;
 mod vector;
-pub mod vocabulary;
 mod weights;
 
 pub use decoder::{Decoder, DecoderConfig};

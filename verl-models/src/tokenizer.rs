@@ -9,10 +9,17 @@
 //! | `generation_config.json` | every id of `eos_token_id`; `bos_token_id`, `pad_token_id` |
 //! | `config.json` | the same ids, where the file above does not give them |
 
+use std::any::Any;
+use std::cell::Cell;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::Once;
 
 use serde_json::{Map, Value};
+
+/// Ids of one tokenizer beyond this are a damaged file, and so is an embedding with more rows.
+pub(crate) const MAX_IDS: usize = 1 << 24;
 
 /// What can go wrong with a tokenizer.
 #[derive(Debug, thiserror::Error)]
@@ -89,6 +96,7 @@ pub struct Tokenizer {
     vocab_size: usize,
     bos: Option<u32>,
     eos: Vec<u32>,
+    declared_pad: Option<u32>,
     pad: u32,
     files: Vec<(&'static str, Vec<u8>)>,
 }
@@ -117,6 +125,30 @@ impl Tokenizer {
     /// # Errors
     /// When `tokenizer.json` is missing, a file is malformed, or a special token is not in the vocabulary.
     pub fn load(folder: &Path) -> Result<Tokenizer, TokenizerError> {
+        let tokenizer = Self::read(folder)?;
+        let eos = tokenizer.eos_ids();
+        if let Some(id) = eos.iter().find(|&&id| tokenizer.id_to_token(id).is_none()) {
+            tracing::warn!(
+                folder = %folder.display(), id,
+                "an end-of-sequence id is not in the tokenizer's vocabulary"
+            );
+        }
+        if let Some(pad) = tokenizer.declared_pad
+            && eos.contains(&pad)
+        {
+            tracing::warn!(
+                folder = %folder.display(), pad,
+                "the pad token also ends sequences; lengths are kept here, but a program that masks by pad id would hide the end"
+            );
+        }
+        Ok(tokenizer)
+    }
+
+    /// [`Self::load`] without its warnings: to see whether a run could load a tokenizer.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn read(folder: &Path) -> Result<Tokenizer, TokenizerError> {
         let mut files = Vec::new();
         for name in FILES {
             if let Some(bytes) = read_optional(&folder.join(name))? {
@@ -136,41 +168,31 @@ impl Tokenizer {
             reason,
         };
         let mut inner =
-            tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| malformed(e.to_string()))?;
+            guarded(|| tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string()))
+                .map_err(malformed)?;
         inner
             .with_truncation(None)
             .map_err(|e| malformed(e.to_string()))?;
         inner.with_padding(None);
-        let vocab_size = inner
-            .get_vocab(true)
-            .values()
-            .max()
-            .map_or(0, |&id| id as usize + 1);
-        if vocab_size == 0 {
-            return Err(malformed("the vocabulary is empty".to_owned()));
+        let vocabulary = inner.get_vocab(true);
+        let (token, last) = vocabulary
+            .iter()
+            .max_by_key(|(_, id)| **id)
+            .ok_or_else(|| malformed("the vocabulary is empty".to_owned()))?;
+        let vocab_size = *last as usize + 1;
+        if vocab_size > MAX_IDS {
+            return Err(malformed(format!(
+                "token `{token}` has the id {last}, beyond any vocabulary"
+            )));
         }
 
         let special = SpecialIds::read(folder, |token| inner.token_to_id(token))?;
-        let eos = special.eos;
-        if let Some(id) = eos.iter().find(|&&id| inner.id_to_token(id).is_none()) {
-            tracing::warn!(
-                folder = %folder.display(), id,
-                "an end-of-sequence id is not in the tokenizer's vocabulary"
-            );
-        }
-        if let Some(pad) = special.declared_pad
-            && eos.contains(&pad)
-        {
-            tracing::warn!(
-                folder = %folder.display(), pad,
-                "the pad token also ends sequences; lengths are kept here, but a program that masks by pad id would hide the end"
-            );
-        }
         Ok(Tokenizer {
             inner,
             vocab_size,
             bos: special.bos,
-            eos,
+            eos: special.eos,
+            declared_pad: special.declared_pad,
             pad: special.declared_pad.or(special.unknown).unwrap_or(0),
             files,
         })
@@ -226,6 +248,11 @@ impl Tokenizer {
         self.inner.id_to_token(id)
     }
 
+    /// The token of each id, from 0 on; `None` where an id is no token.
+    pub fn tokens(&self) -> impl Iterator<Item = Option<String>> {
+        (0..self.vocab_size as u32).map(|id| self.id_to_token(id))
+    }
+
     /// Largest id plus one, added tokens included: the least number of embedding rows that a model needs.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
@@ -269,8 +296,38 @@ impl Tokenizer {
     }
 }
 
+thread_local! {
+    /// Whether this thread is inside [`guarded`].
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What `work` gives, with a panic as its error: the `tokenizers` crate panics on some damaged files. Rust's own message
+/// of such a panic is not printed.
+fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    static SET: Once = Once::new();
+    SET.call_once(|| {
+        let usual = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !GUARDED.get() {
+                usual(info);
+            }
+        }));
+    });
+    GUARDED.set(true);
+    let result = catch_unwind(AssertUnwindSafe(work));
+    GUARDED.set(false);
+    result.unwrap_or_else(|payload: Box<dyn Any + Send>| {
+        let text = payload.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| payload.downcast_ref::<&str>().copied());
+        Err(format!(
+            "its parser panicked: {}",
+            text.unwrap_or("no message")
+        ))
+    })
+}
+
 /// Ids of special tokens, as the files beside tokenizer.json declare them.
-pub(crate) struct SpecialIds {
+struct SpecialIds {
     bos: Option<u32>,
     eos: Vec<u32>,
     declared_pad: Option<u32>,
@@ -282,10 +339,7 @@ impl SpecialIds {
     ///
     /// # Errors
     /// A file that is malformed; a special token that is not in the vocabulary.
-    pub(crate) fn read(
-        folder: &Path,
-        id_of: impl Fn(&str) -> Option<u32>,
-    ) -> Result<Self, TokenizerError> {
+    fn read(folder: &Path, id_of: impl Fn(&str) -> Option<u32>) -> Result<Self, TokenizerError> {
         let tokenizer_config = read_json(folder, "tokenizer_config.json")?.unwrap_or_default();
         let generation = read_json(folder, "generation_config.json")?.unwrap_or_default();
         let config = read_json(folder, "config.json")?.unwrap_or_default();
@@ -401,7 +455,7 @@ pub(crate) mod tests {
     use serde_json::json;
 
     /// A word-level tokenizer with the given vocabulary; words in angle brackets are special.
-    pub(crate) fn word_level(words: &[&str]) -> Value {
+    fn word_level(words: &[&str]) -> Value {
         let vocab: Map<String, Value> = words
             .iter()
             .enumerate()
@@ -522,6 +576,9 @@ pub(crate) mod tests {
         };
         assert!(told(&[("tokenizer.json", "{\"version\": ")]).contains("tokenizer.json`: "));
         assert!(told(&[("tokenizer_config.json", "[]")]).contains("tokenizer_config.json`: "));
+        assert!(told(&[("generation_config.json", "{")]).contains("generation_config.json`: "));
+        let text = told(&[("config.json", r#"{"pad_token_id": "a"}"#)]);
+        assert!(text.contains("config.json`: "), "{text}");
         let text = told(&[("tokenizer_config.json", r#"{"eos_token": "<stop>"}"#)]);
         assert!(
             text.ends_with("eos_token is `<stop>`, which the vocabulary does not hold"),
@@ -532,6 +589,63 @@ pub(crate) mod tests {
             text.ends_with("`eos_token_id` holds -1, which is no token id"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn damaged_tokenizers_are_told() {
+        let dir = folder(&[]);
+        let with = |at: &str, value: Value| {
+            let mut file = word_level(&WORDS);
+            let (parent, key) = at.rsplit_once('/').unwrap();
+            file.pointer_mut(parent).unwrap()[key] = value;
+            std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+            Tokenizer::load(dir.path()).unwrap_err().to_string()
+        };
+        let bpe =
+            |merges: Value| json!({"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": merges});
+        let unigram = json!({"type": "Unigram", "unk_id": 99, "vocab": [["a", -1.0]]});
+        let precompiled = json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"});
+        let bare = json!([{"id": 0, "content": "<unk>"}]);
+        for (at, value) in [
+            ("/normalizer", precompiled),
+            ("/normalizer", json!({"type": "Unknown"})),
+            ("/pre_tokenizer", json!({"type": "Unknown"})),
+            ("/post_processor", json!({"type": "Unknown"})),
+            ("/decoder", json!({"type": "Unknown"})),
+            ("/version", json!("9.0")),
+            ("/truncation", json!(5)),
+            ("/padding", json!("x")),
+            ("/added_tokens", bare),
+            ("/model", json!({"type": "Own"})),
+            ("/model", bpe(json!([["a", "c"]]))),
+            ("/model", bpe(Value::Null)),
+            ("/model", unigram),
+            ("/model/vocab", json!(3)),
+        ] {
+            let told = with(at, value);
+            assert!(told.contains("tokenizer.json`: "), "{at}: {told}");
+        }
+        let none = json!({"type": "WordLevel", "vocab": {}, "unk_token": "a"});
+        let mut file = word_level(&[]);
+        file["model"] = none;
+        std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+        let told = Tokenizer::load(dir.path()).unwrap_err().to_string();
+        assert!(told.contains("the vocabulary is empty"), "{told}");
+        let told = with("/model/vocab", json!({"<unk>": 4_294_967_295_u32}));
+        assert!(told.contains("beyond any vocabulary"), "{told}");
+    }
+
+    #[test]
+    fn ids_without_a_token_are_none() {
+        let dir = folder(&[]);
+        let mut file = word_level(&WORDS);
+        file["model"]["vocab"] = json!({"<unk>": 0, "one": 3});
+        file["added_tokens"].as_array_mut().unwrap().truncate(1);
+        std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+        let tokenizer = Tokenizer::load(dir.path()).unwrap();
+        let tokens: Vec<_> = tokenizer.tokens().collect();
+        let some = |token: &str| Some(token.to_owned());
+        assert_eq!(tokens, [some("<unk>"), None, None, some("one")]);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::tokenizer::SpecialIds;
 use super::{GgufError, Metadata, WeightType, object, refuse_above};
 use crate::families::largest;
-use crate::vocabulary::MAX_IDS;
+use crate::tokenizer::MAX_IDS;
 
 /// The decoder that a file describes.
 #[derive(Debug, Clone, PartialEq)]

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use verl_models::DecoderConfig;
 use verl_models::chat_template::ChatTemplate;
-use verl_models::tokenizer::Tokenizer;
-use verl_models::vocabulary;
+use verl_models::tokenizer::{Tokenizer, TokenizerError};
 use verl_pipe::resource::{ModelInfo, ResourceError, Vocabulary};
 use verl_pipe::stage::{BuildContext, ConfigError, Models, StageError, find_model};
 
@@ -115,8 +114,8 @@ pub(super) fn texts(dir: &Path, config: &DecoderConfig) -> Result<TextTools, Res
     })
 }
 
-/// Fills in what a check can tell of the tokenizer and chat template of a folder without loading either; `rows` are those
-/// of the embedding, where they are known.
+/// Fills in what a check can tell of the tokenizer and chat template of a folder; `rows` are those of the embedding,
+/// where they are known. The tokenizer is built as a run builds it, so that nothing is left for the run to refuse.
 ///
 /// # Errors
 /// A tokenizer that is missing, malformed or too large.
@@ -125,23 +124,43 @@ pub(super) fn look_at_texts(
     dir: &Path,
     rows: Option<usize>,
 ) -> Result<(), ConfigError> {
-    let fault = |reason: String| {
-        let help = "give the folder of a model with the tokenizer.json that belongs to its weights";
+    let fault = |reason: String, help: &str| {
         ConfigError::new("path", format!("cannot be used: {reason}"), help)
     };
-    let tokens = vocabulary::tokens(dir).map_err(|error| fault(error.to_string()))?;
-    if let (Some(tokens), Some(rows)) = (&tokens, rows)
-        && tokens.len() > rows
-    {
-        return Err(fault(format!(
-            "the tokenizer of `{}` has {} ids, but the embedding has {rows} rows: ids from {rows} on have no embedding",
+    let tokenizer =
+        Tokenizer::read(dir).map_err(|error| fault(error.to_string(), help_with(&error)))?;
+    let ids = tokenizer.vocab_size();
+    if let Some(rows) = rows.filter(|rows| ids > *rows) {
+        let reason = format!(
+            "the tokenizer of `{}` has {ids} ids, but the embedding has {rows} rows: ids from {rows} on have no embedding",
             dir.display(),
-            tokens.len()
-        )));
+        );
+        return Err(fault(reason, GIVE_ANOTHER));
     }
-    info.vocabulary = tokens.map(Vocabulary::new);
+    info.vocabulary = Some(Vocabulary::new(tokenizer.tokens()));
     info.no_template = template_of(dir).1;
     Ok(())
+}
+
+/// What to do without a tokenizer that can be used.
+const GIVE_ANOTHER: &str =
+    "give the folder of a model with the tokenizer.json that belongs to its weights";
+
+/// What to do about a tokenizer that cannot be loaded.
+fn help_with(error: &TokenizerError) -> &'static str {
+    let (TokenizerError::Malformed { path, .. } | TokenizerError::UnknownToken { path, .. }) =
+        error
+    else {
+        return GIVE_ANOTHER;
+    };
+    match Path::new(path).file_name().and_then(|name| name.to_str()) {
+        Some("generation_config.json") => {
+            "mend or delete that file: config.json and tokenizer_config.json name such ids too"
+        }
+        Some("tokenizer_config.json") => "mend that file: it must name tokens of tokenizer.json",
+        Some("config.json") => "mend that file",
+        _ => GIVE_ANOTHER,
+    }
 }
 
 /// What is wrong with writing prompts of the model `name` by `template`, as far as a check can tell.
@@ -245,13 +264,21 @@ mod tests {
 
         let none = changed("tokenizer.json", None);
         assert!(told(&none).contains("no tokenizer.json"));
-        let large = r#"{"model": {"vocab": {"a": 0, "b": 40}}}"#;
-        let large = changed("tokenizer.json", Some(large));
-        std::fs::remove_file(large.path().join("tokenizer_config.json")).unwrap();
+        let sound = std::fs::read_to_string(Path::new(FOLDER).join("tokenizer.json")).unwrap();
+        let mut large: Value = serde_json::from_str(&sound).unwrap();
+        large["model"]["vocab"]["more"] = 40.into();
+        let large = changed("tokenizer.json", Some(&large.to_string()));
         assert!(told(&large).contains("has 41 ids, but the embedding has 32 rows"));
+        let mut panics: Value = serde_json::from_str(&sound).unwrap();
+        panics["normalizer"] =
+            serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"});
+        let panics = changed("tokenizer.json", Some(&panics.to_string()));
+        assert!(told(&panics).contains("tokenizer.json`: "));
 
         let damaged = changed("generation_config.json", Some("{\"eos_token_id\": 2"));
         assert!(told(&damaged).contains("generation_config.json"));
+        let fault = &describe(damaged.path()).unwrap_err()[0];
+        assert!(fault.help.contains("mend or delete"), "{}", fault.help);
     }
 
     #[test]
