@@ -22,6 +22,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::chat_template::{ChatTemplate, ChatTemplateError};
+use crate::families;
+use crate::hf::LoadError;
+use crate::hf::config::Settings;
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
 /// What can go wrong while a GGUF file is imported; nothing is left behind.
@@ -106,6 +109,9 @@ pub enum GgufError {
         /// Why.
         reason: String,
     },
+    /// Metadata that make a config.json which no model can be loaded by.
+    #[error("the metadata describe a model that does not load: {0}")]
+    Config(#[from] LoadError),
     /// The rebuilt tokenizer does not load.
     #[error("the rebuilt tokenizer does not load: {0}")]
     Tokenizer(#[from] TokenizerError),
@@ -222,6 +228,11 @@ pub fn import(
     let files = tokenizer::files(&metadata)?;
     let rope_factors = weights::rope_factors(&content, &mut reader, file, &model)?;
     let tensors = weights::read(&content, &mut reader, file, &model, weight_type)?;
+    let config = config::to_json(&model, &files.special, weight_type, rope_factors.as_deref())?;
+    families::decoder_config(&Settings {
+        path: "config.json".into(),
+        map: &config,
+    })?;
     let mut stored_types = BTreeMap::new();
     for info in content.tensor_infos.values() {
         *stored_types
@@ -236,9 +247,8 @@ pub fn import(
             reason: e,
         };
         std::fs::create_dir_all(&staged).map_err(|e| write_error(&staged, e.to_string()))?;
-        let config = config::to_json(&model, &files.special, weight_type, rope_factors.as_deref())?;
         for (name, value) in [
-            ("config.json", config),
+            ("config.json", Value::Object(config)),
             ("generation_config.json", files.generation.clone()),
             ("tokenizer_config.json", files.tokenizer_config.clone()),
             ("tokenizer.json", files.tokenizer.clone()),
@@ -417,7 +427,7 @@ fn refuse_above(key: &str, size: usize, largest: usize) -> Result<(), GgufError>
     })
 }
 
-fn integer(value: &GgufValue) -> Option<i64> {
+fn integer(value: &GgufValue) -> Option<i128> {
     match *value {
         GgufValue::U8(n) => Some(n.into()),
         GgufValue::I8(n) => Some(n.into()),
@@ -425,8 +435,8 @@ fn integer(value: &GgufValue) -> Option<i64> {
         GgufValue::I16(n) => Some(n.into()),
         GgufValue::U32(n) => Some(n.into()),
         GgufValue::I32(n) => Some(n.into()),
-        GgufValue::U64(n) => i64::try_from(n).ok(),
-        GgufValue::I64(n) => Some(n),
+        GgufValue::U64(n) => Some(n.into()),
+        GgufValue::I64(n) => Some(n.into()),
         _ => None,
     }
 }

@@ -1,6 +1,6 @@
 //! Metadata into `config.json`.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::tokenizer::SpecialIds;
 use super::{GgufError, Metadata, WeightType, object, refuse_above};
@@ -146,7 +146,7 @@ pub(super) fn to_json(
     special: &SpecialIds,
     weight_type: WeightType,
     rope_factors: Option<&[f32]>,
-) -> Result<Value, GgufError> {
+) -> Result<Map<String, Value>, GgufError> {
     let scaling = match (rope_factors, model.linear_rope_factor) {
         (Some(factors), _) => Some(llama3_scaling(model, factors)?),
         (None, Some(factor)) => Some(json!({"rope_type": "linear", "factor": factor})),
@@ -186,8 +186,7 @@ pub(super) fn to_json(
         ),
         ("pad_token_id", special.pad.map(Value::from)),
         ("torch_dtype", Some(dtype.into())),
-    ])
-    .into())
+    ]))
 }
 
 /// The settings of Llama 3's rotary scaling whose factors a file holds instead of the settings themselves: all

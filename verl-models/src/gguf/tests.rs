@@ -400,7 +400,7 @@ fn faults_are_told_and_leave_nothing_behind() {
             .to_string()
     };
     type Change<'a> = &'a dyn Fn(&mut Writer);
-    let cases: [(Change, &str); 16] = [
+    let cases: [(Change, &str); 20] = [
         (
             &|w| w.set("general.architecture", text("mamba")),
             "architecture `mamba` is not supported; known are llama, qwen2, qwen3",
@@ -421,6 +421,38 @@ fn faults_are_told_and_leave_nothing_behind() {
             &|w| w.set("llama.attention.key_length", GgufValue::U64(1 << 62)),
             "metadata `llama.attention.key_length` is 4611686018427387904, but at most 4096 is read: no model is so \
              large, so the file is probably damaged",
+        ),
+        (
+            &|w| w.set("llama.block_count", GgufValue::U64(u64::MAX)),
+            "metadata `llama.block_count` is 18446744073709551615, but at most 4096 is read: no model is so large, so \
+             the file is probably damaged",
+        ),
+        (
+            &|w| {
+                w.set(
+                    "llama.attention.layer_norm_rms_epsilon",
+                    GgufValue::F32(0.0),
+                )
+            },
+            "the metadata describe a model that does not load: `config.json`: `rms_norm_eps` must be a number above 0, \
+             got 0.0",
+        ),
+        (
+            &|w| {
+                w.set(
+                    "llama.attention.layer_norm_rms_epsilon",
+                    GgufValue::F32(-1.0),
+                )
+            },
+            "the metadata describe a model that does not load: `config.json`: `rms_norm_eps` must be a number above 0, \
+             got -1.0",
+        ),
+        (
+            &|w| {
+                w.set("llama.rope.scaling.type", text("linear"));
+                w.set("llama.rope.scaling.factor", GgufValue::F32(-2.0));
+            },
+            "the metadata describe a model that does not load: `config.json`: `factor` must be a number above 0, got -2.0",
         ),
         (
             &|w| w.empty("token_embd.weight"),
