@@ -205,7 +205,8 @@ fn heads(
 /// Refuses sizes that no model has, before any of them sizes memory.
 fn refuse_absurd(settings: &Settings<'_>) -> Result<(), LoadError> {
     for (name, largest) in SIZES {
-        if let Some(size) = settings.optional_size(name)?.filter(|size| *size > largest) {
+        let above = |value: &&Value| value.as_f64().is_some_and(|size| size > largest as f64);
+        if let Some(size) = settings.get(name).filter(above) {
             return Err(settings.error(format!(
                 "`{name}` is {size}, but at most {largest} is read: no model is so large, so the file is probably \
                  damaged"
@@ -517,6 +518,11 @@ mod tests {
                 check_refused(json!({ name: size }), &told);
             }
         }
+        check_refused(
+            serde_json::from_str(r#"{"num_hidden_layers": 18446744073709551616}"#).unwrap(),
+            "`num_hidden_layers` is 1.8446744073709552e+19, but at most 4096 is read: no model is so large, so the file is \
+             probably damaged",
+        );
         let all = SIZES.map(|(name, most)| (name.to_owned(), json!(most)));
         let config = read(Value::Object(all.into_iter().collect())).unwrap();
         for recompute in [false, true] {

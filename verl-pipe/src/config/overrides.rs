@@ -409,6 +409,11 @@ mod tests {
         check("steps=10", "/run/steps", json!(10));
         check("steps=99999999999999999999", "/run/steps", json!(1e20));
         check("run.dir=x", "/run/dir", json!("x"));
+        check(
+            "steps=0x8000000000000000",
+            "/run/steps",
+            json!(9223372036854775808.0),
+        );
         check("run.dir=007", "/run/dir", json!("007"));
         check("name=other", "/name", json!("other"));
         check("batch.samples = 4", "/batch/samples", json!(4));

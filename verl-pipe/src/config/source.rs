@@ -130,13 +130,28 @@ impl<'a> Source<'a> {
     }
 }
 
-/// The text of a whole number in decimal digits that TOML has no room for, as a number.
+/// The text of a whole number that TOML has no room for, as a number.
 pub(super) fn beyond_toml(text: &str) -> Option<f64> {
+    const RADIXES: [(&str, u32); 3] = [("0x", 16), ("0o", 8), ("0b", 2)];
     let plain = text.replace('_', "");
-    let digits = plain.strip_prefix(['-', '+']).unwrap_or(&plain);
-    let whole = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
-    let fits = plain.parse::<i64>().is_ok();
-    plain.parse().ok().filter(|_| whole && !fits)
+    let mut radixes = RADIXES.iter();
+    let prefixed = radixes.find_map(|(prefix, radix)| Some((plain.strip_prefix(prefix)?, *radix)));
+    let (signed, radix) = prefixed.unwrap_or((&plain, 10));
+    let digits = match radix {
+        10 => signed.strip_prefix(['-', '+']).unwrap_or(signed),
+        _ => signed,
+    };
+    let whole = !digits.is_empty() && digits.chars().all(|digit| digit.is_digit(radix));
+    if !whole || i64::from_str_radix(signed, radix).is_ok() {
+        return None;
+    }
+    if radix == 10 {
+        return plain.parse().ok();
+    }
+    let values = digits.chars().filter_map(|digit| digit.to_digit(radix));
+    Some(values.fold(0.0, |number, digit| {
+        number * f64::from(radix) + f64::from(digit)
+    }))
 }
 
 /// A line of the file as a message can show it: not longer than about a line, nothing that a terminal would obey.
@@ -230,6 +245,10 @@ mod tests {
             "18446744073709551616",
             "99_999_999_999_999_999_999",
             "+1000000000000000000000000000000000000000000",
+            "0x8000000000000000",
+            "0xFFFFFFFFFFFFFFFFFF",
+            "0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFF",
+            "0o7777777777777777777777777",
         ] {
             let told = told(number);
             assert!(told.contains(&format!("`{number}` {large}")), "{told}");
