@@ -181,7 +181,7 @@ fn sizes_of_nothing_are_refused() {
       help: give `--rows` 1 or more
     ");
     insta::assert_snapshot!(refusal("step --beta NaN"), @r"
-    error: `--beta` is NaN, but must be finite and not negative
+    error: `--beta` is NaN, but must be from 0 to 1000000
       help: give `--beta` 0 for a step without a reference, or a weight such as 0.04
     ");
 }

@@ -19,7 +19,7 @@ pub use ceilings::Ceilings;
 pub use kernels::{KernelFigure, KernelFigures, KernelWork, kernels};
 pub use rollout::{RolloutFigures, RolloutWork, rollout};
 pub use shape::{PRESETS, Preset, preset, random_decoder};
-pub use step::{StepFigures, StepWork, step};
+pub use step::{LARGEST_BETA, StepFigures, StepWork, step};
 pub use train::{TrainFigures, TrainWork, train};
 
 use crate::decoder::DecoderConfig;
@@ -61,7 +61,7 @@ pub enum BenchError {
         least: usize,
     },
     /// A weight of the KL that is none.
-    #[error("`--beta` is {value}, but must be finite and not negative")]
+    #[error("`--beta` is {value:?}, but must be from 0 to {largest}", largest = LARGEST_BETA)]
     Beta {
         /// The weight.
         value: f64,
@@ -341,6 +341,30 @@ mod tests {
         };
         let figures = step(decoder, &work, &ceilings).unwrap();
         assert!(figures.step.median_ms >= figures.generate_ms);
+    }
+
+    #[test]
+    fn weights_of_the_kl_that_overflow_are_refused() {
+        let device = Device::flex();
+        let decoder = random_decoder(preset("tiny").unwrap(), &device, DType::F32);
+        let ceilings = Ceilings {
+            copy_gb_s: 1.0,
+            product_tflop_s: 1.0,
+        };
+        for (beta, told) in [
+            (1e7, "10000000.0"),
+            (f64::INFINITY, "inf"),
+            (f64::NAN, "NaN"),
+            (-1.0, "-1.0"),
+        ] {
+            let work = StepWork {
+                beta,
+                ..StepWork::default()
+            };
+            let error = step(decoder.clone(), &work, &ceilings).unwrap_err();
+            let words = format!("`--beta` is {told}, but must be from 0 to 1000000");
+            assert_eq!(error.to_string(), words);
+        }
     }
 
     #[test]

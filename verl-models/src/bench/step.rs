@@ -18,6 +18,9 @@ use crate::policy::Policy;
 use crate::rollout::engine::SamplingSettings;
 use crate::scoring::Extras;
 
+/// Largest weight of the KL that is measured: losses, gradients and the squares of those stay far inside f32.
+pub const LARGEST_BETA: f64 = 1e6;
+
 /// What a step is made of.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepWork {
@@ -31,7 +34,7 @@ pub struct StepWork {
     pub new_tokens: usize,
     /// Rows of a micro-batch.
     pub micro_rows: usize,
-    /// Weight of the KL to the reference; 0 needs none.
+    /// Weight of the KL to the reference, at most [`LARGEST_BETA`]; 0 needs none.
     pub beta: f64,
     /// Steps that are timed.
     pub runs: usize,
@@ -91,7 +94,7 @@ pub fn step(
     at_least("--new", work.new_tokens, 1)?;
     at_least("--micro", work.micro_rows, 1)?;
     at_least("--runs", work.runs, 1)?;
-    if !(work.beta.is_finite() && work.beta >= 0.0) {
+    if !(0.0..=LARGEST_BETA).contains(&work.beta) {
         return Err(BenchError::Beta { value: work.beta });
     }
     within_context(&decoder.config, work.prompt_tokens, work.new_tokens)?;
