@@ -12,7 +12,7 @@
 
 use std::path::Path;
 
-use serde_json::{Map, Number, Value};
+use serde_json::{Map, Value};
 
 use super::{SECTIONS, source};
 use crate::diagnostic::{Diagnostic, quoted, suggest};
@@ -168,19 +168,24 @@ fn nothing_at(key: &str, known: &[&str]) -> (String, String) {
     )
 }
 
-/// A TOML value, or a text where it is none; a whole number that is too large for TOML is a number all the same.
+/// A TOML value, or a text where it is none; whole numbers that are too large for TOML are numbers all the same.
 fn parse(value: &str) -> Value {
     let value = value.trim();
-    let parsed = format!("v = {value}")
-        .parse::<toml::Table>()
-        .ok()
-        .filter(|table| table.len() == 1);
+    let mut line = format!("v = {value}");
+    let mut table = line.parse::<toml::Table>();
+    while let Err(error) = &table {
+        let large = error.span().and_then(|span| {
+            let number = source::beyond_toml(line.get(span.clone())?)?;
+            number.is_finite().then_some((span, number))
+        });
+        let Some((span, number)) = large else { break };
+        line.replace_range(span, &format!("{number:e}"));
+        table = line.parse();
+    }
+    let parsed = table.ok().filter(|table| table.len() == 1);
     match parsed.and_then(|mut table| table.remove("v")) {
         Some(value) => source::json(value, None),
-        None => {
-            let number = source::beyond_toml(value).and_then(Number::from_f64);
-            number.map_or_else(|| Value::String(value.to_owned()), Value::Number)
-        }
+        None => Value::String(value.to_owned()),
     }
 }
 
@@ -413,6 +418,11 @@ mod tests {
             "steps=0x8000000000000000",
             "/run/steps",
             json!(9223372036854775808.0),
+        );
+        check(
+            "trace.steps=[1, 99999999999999999999, 0xFFFFFFFFFFFFFFFFFF]",
+            "/trace/steps",
+            json!([1, 1e20, 4722366482869645213696.0]),
         );
         check("run.dir=007", "/run/dir", json!("007"));
         check("name=other", "/name", json!("other"));
