@@ -1,5 +1,7 @@
 //! `pipe bench`: what a device computes against the CPU, and how fast it is.
 
+mod failure;
+
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Instant;
@@ -7,16 +9,17 @@ use std::time::Instant;
 use burn::tensor::{DType, Device};
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
-use verl::models::agreement::{self, AgreementError, Distance, Measure, Subject, subjects, wide};
+use verl::models::agreement::{self, Distance, Measure, Subject, subjects, wide};
 use verl::models::bench::{
-    self, BenchError, Ceilings, KernelWork, PRESETS, RolloutWork, StepWork, Times, TrainWork,
-    preset, random_decoder,
+    self, Ceilings, KernelWork, PRESETS, RolloutWork, StepWork, Times, TrainWork, preset,
+    random_decoder,
 };
 use verl::models::compiled;
 use verl::models::decoder::Decoder;
-use verl::models::device::{DeviceError, Preflight, device, preflight};
-use verl::models::hf::LoadError;
+use verl::models::device::{Preflight, device, preflight};
 use verl::pipe::cli::json_error::{BENCH, JsonError};
+
+use failure::Failure;
 
 /// Measures a device: agreement with the CPU, then speed.
 #[derive(Debug, Subcommand)]
@@ -163,59 +166,6 @@ impl From<Dtype> for DType {
             Dtype::F32 => DType::F32,
             Dtype::Bf16 => DType::BF16,
         }
-    }
-}
-
-/// Why there is no answer, and what to do.
-struct Failure {
-    message: String,
-    help: String,
-}
-
-impl Failure {
-    fn new(error: impl ToString, help: impl Into<String>) -> Self {
-        Failure {
-            message: error.to_string(),
-            help: help.into(),
-        }
-    }
-}
-
-impl From<DeviceError> for Failure {
-    fn from(error: DeviceError) -> Self {
-        let help = match &error {
-            DeviceError::NotBuilt { .. } | DeviceError::Unusable { .. } => {
-                "mend that, or leave `--device` out to measure the CPU"
-            }
-            _ => "give `--device` one that is available",
-        };
-        Failure::new(&error, help)
-    }
-}
-
-impl From<LoadError> for Failure {
-    fn from(error: LoadError) -> Self {
-        Failure::new(
-            error,
-            "`--model` takes a folder as Hugging Face has them: the config.json of a supported family, and all weights in \
-             safetensors",
-        )
-    }
-}
-
-impl From<AgreementError> for Failure {
-    fn from(error: AgreementError) -> Self {
-        let help = match &error {
-            AgreementError::Context { .. } => "compare a model with a longer context",
-            _ => "see that the weights are whole and finite",
-        };
-        Failure::new(&error, help)
-    }
-}
-
-impl From<BenchError> for Failure {
-    fn from(error: BenchError) -> Self {
-        Failure::new(&error, error.help())
     }
 }
 

@@ -9,6 +9,7 @@ mod dapo;
 mod debug;
 mod debug_diff;
 mod debug_replay;
+mod debug_replay_changes;
 mod devices;
 mod distillation;
 mod endings;

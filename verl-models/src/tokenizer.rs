@@ -9,14 +9,17 @@
 //! | `generation_config.json` | every id of `eos_token_id`; `bos_token_id`, `pad_token_id` |
 //! | `config.json` | the same ids, where the file above does not give them |
 
-use std::any::Any;
-use std::cell::Cell;
+mod guarded;
+mod special;
+
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::Once;
 
 use serde_json::{Map, Value};
+
+use guarded::guarded;
+use special::SpecialIds;
+pub(crate) use special::special_token;
 
 /// Ids of one tokenizer beyond this are a damaged file, and so is an embedding with more rows.
 pub(crate) const MAX_IDS: usize = 1 << 24;
@@ -296,107 +299,6 @@ impl Tokenizer {
     }
 }
 
-thread_local! {
-    /// Whether this thread is inside [`guarded`].
-    static GUARDED: Cell<bool> = const { Cell::new(false) };
-}
-
-/// What `work` gives, with a panic as its error: the `tokenizers` crate panics on some damaged files. Rust's own message
-/// of such a panic is not printed.
-fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    static SET: Once = Once::new();
-    SET.call_once(|| {
-        let usual = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            if !GUARDED.get() {
-                usual(info);
-            }
-        }));
-    });
-    GUARDED.set(true);
-    let result = catch_unwind(AssertUnwindSafe(work));
-    GUARDED.set(false);
-    result.unwrap_or_else(|payload: Box<dyn Any + Send>| {
-        let text = payload.downcast_ref::<String>().map(String::as_str);
-        let text = text.or_else(|| payload.downcast_ref::<&str>().copied());
-        Err(format!(
-            "its parser panicked: {}",
-            text.unwrap_or("no message")
-        ))
-    })
-}
-
-/// Ids of special tokens, as the files beside tokenizer.json declare them.
-struct SpecialIds {
-    bos: Option<u32>,
-    eos: Vec<u32>,
-    declared_pad: Option<u32>,
-    unknown: Option<u32>,
-}
-
-impl SpecialIds {
-    /// Those of a folder; `id_of` is the id of a token of its vocabulary.
-    ///
-    /// # Errors
-    /// A file that is malformed; a special token that is not in the vocabulary.
-    fn read(folder: &Path, id_of: impl Fn(&str) -> Option<u32>) -> Result<Self, TokenizerError> {
-        let tokenizer_config = read_json(folder, "tokenizer_config.json")?.unwrap_or_default();
-        let generation = read_json(folder, "generation_config.json")?.unwrap_or_default();
-        let config = read_json(folder, "config.json")?.unwrap_or_default();
-        let named = |role: &'static str| -> Result<Option<u32>, TokenizerError> {
-            let Some(token) = special_token(&tokenizer_config, role) else {
-                return Ok(None);
-            };
-            match id_of(&token) {
-                Some(id) => Ok(Some(id)),
-                None => Err(TokenizerError::UnknownToken {
-                    path: folder.join("tokenizer_config.json").display().to_string(),
-                    role,
-                    token,
-                }),
-            }
-        };
-        let declared = |key: &str| -> Result<Vec<u32>, TokenizerError> {
-            for (map, file) in [
-                (&generation, "generation_config.json"),
-                (&config, "config.json"),
-            ] {
-                let ids = token_ids(map, key).map_err(|reason| TokenizerError::Malformed {
-                    path: folder.join(file).display().to_string(),
-                    reason,
-                })?;
-                if !ids.is_empty() {
-                    return Ok(ids);
-                }
-            }
-            Ok(Vec::new())
-        };
-
-        let mut eos = declared("eos_token_id")?;
-        if eos.is_empty() {
-            eos.extend(named("eos_token")?);
-        }
-        let bos = match named("bos_token")? {
-            Some(id) => Some(id),
-            None => declared("bos_token_id")?.first().copied(),
-        };
-        let declared_pad = match named("pad_token")? {
-            Some(id) => Some(id),
-            None => declared("pad_token_id")?.first().copied(),
-        };
-        let unknown = match declared_pad {
-            Some(_) => None,
-            None => named("unk_token")?,
-        };
-        Ok(SpecialIds {
-            bos,
-            eos,
-            declared_pad,
-            unknown,
-        })
-    }
-}
-
 fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, TokenizerError> {
     match std::fs::read(path) {
         Ok(bytes) => Ok(Some(bytes)),
@@ -423,30 +325,6 @@ pub(crate) fn read_json(
             path: path.display().to_string(),
             reason: e.to_string(),
         })
-}
-
-/// A special token of `tokenizer_config.json`: a text, or an object with `content`.
-pub(crate) fn special_token(config: &Map<String, Value>, role: &str) -> Option<String> {
-    let value = config.get(role)?;
-    let text = value
-        .as_str()
-        .or_else(|| value.get("content").and_then(Value::as_str))?;
-    Some(text.to_owned())
-}
-
-/// The id or list of ids under `key`.
-fn token_ids(map: &Map<String, Value>, key: &str) -> Result<Vec<u32>, String> {
-    let one = |value: &Value| {
-        value
-            .as_u64()
-            .and_then(|id| u32::try_from(id).ok())
-            .ok_or_else(|| format!("`{key}` holds {value}, which is no token id"))
-    };
-    match map.get(key) {
-        None | Some(Value::Null) => Ok(Vec::new()),
-        Some(Value::Array(ids)) => ids.iter().map(one).collect(),
-        Some(value) => Ok(vec![one(value)?]),
-    }
 }
 
 #[cfg(test)]

@@ -266,6 +266,11 @@ mod tests {
     use super::*;
     use burn::tensor::DType;
 
+    const CEILINGS: Ceilings = Ceilings {
+        copy_gb_s: 1.0,
+        product_tflop_s: 1.0,
+    };
+
     #[test]
     fn times_are_ordered() {
         let times = Times::of(vec![0.003, 0.001, 0.002]);
@@ -291,7 +296,7 @@ mod tests {
             shared_prompts: 1,
             runs: 1,
         };
-        let figures = rollout(&decoder, &work, &ceilings).unwrap();
+        let figures = rollout(&decoder, &work, &CEILINGS).unwrap();
         assert_eq!((figures.tokens, figures.idle_share), (12, 0.0));
         // A step is a difference of two times, which noise may turn around.
         assert!(figures.tokens_per_s > 0.0 && figures.step_ms.is_finite());
@@ -301,7 +306,7 @@ mod tests {
             mixed: true,
             ..work
         };
-        let figures = rollout(&decoder, &work, &ceilings).unwrap();
+        let figures = rollout(&decoder, &work, &CEILINGS).unwrap();
         assert!((100..800).contains(&figures.tokens));
         // More responses than rows: places of short ones are taken over, until the last are left.
         assert!(
@@ -317,7 +322,7 @@ mod tests {
             recompute: true,
             runs: 1,
         };
-        let figures = train(decoder.clone(), &work, &ceilings).unwrap();
+        let figures = train(decoder.clone(), &work, &CEILINGS).unwrap();
         assert!(figures.tokens_per_s > 0.0 && figures.loss.is_finite());
         assert!((0.0..1.0).contains(&figures.padding_share));
         let work = KernelWork {
@@ -327,7 +332,7 @@ mod tests {
             runs: 1,
         };
         let place = (&device, DType::F32);
-        let figures = kernels(&decoder.config, place, &work, &ceilings).unwrap();
+        let figures = kernels(&decoder.config, place, &work, &CEILINGS).unwrap();
         assert_eq!(figures.kernels.len(), 14);
         assert!(figures.kernels.iter().all(|own| own.times.median_ms > 0.0));
         let work = StepWork {
@@ -339,7 +344,7 @@ mod tests {
             beta: 0.04,
             runs: 1,
         };
-        let figures = step(decoder, &work, &ceilings).unwrap();
+        let figures = step(decoder, &work, &CEILINGS).unwrap();
         assert!(figures.step.median_ms >= figures.generate_ms);
     }
 
@@ -347,10 +352,6 @@ mod tests {
     fn weights_of_the_kl_that_overflow_are_refused() {
         let device = Device::flex();
         let decoder = random_decoder(preset("tiny").unwrap(), &device, DType::F32);
-        let ceilings = Ceilings {
-            copy_gb_s: 1.0,
-            product_tflop_s: 1.0,
-        };
         for (beta, told) in [
             (1e7, "10000000.0"),
             (f64::INFINITY, "inf"),
@@ -361,7 +362,7 @@ mod tests {
                 beta,
                 ..StepWork::default()
             };
-            let error = step(decoder.clone(), &work, &ceilings).unwrap_err();
+            let error = step(decoder.clone(), &work, &CEILINGS).unwrap_err();
             let words = format!("`--beta` is {told}, but must be from 0 to 1000000");
             assert_eq!(error.to_string(), words);
         }
@@ -371,15 +372,11 @@ mod tests {
     fn sizes_of_nothing_are_refused() {
         let device = Device::flex();
         let decoder = random_decoder(preset("tiny").unwrap(), &device, DType::F32);
-        let ceilings = Ceilings {
-            copy_gb_s: 1.0,
-            product_tflop_s: 1.0,
-        };
         let work = TrainWork {
             rows: 0,
             ..TrainWork::default()
         };
-        let error = train(decoder, &work, &ceilings).unwrap_err();
+        let error = train(decoder, &work, &CEILINGS).unwrap_err();
         assert_eq!(error.to_string(), "`--rows` is 0, but must be at least 1");
     }
 

@@ -1,0 +1,59 @@
+//! Why nothing could be measured, and what to do about it.
+
+use verl::models::agreement::AgreementError;
+use verl::models::bench::BenchError;
+use verl::models::device::DeviceError;
+use verl::models::hf::LoadError;
+
+/// Why there is no answer, and what to do.
+pub(super) struct Failure {
+    pub message: String,
+    pub help: String,
+}
+
+impl Failure {
+    pub fn new(error: impl ToString, help: impl Into<String>) -> Self {
+        Failure {
+            message: error.to_string(),
+            help: help.into(),
+        }
+    }
+}
+
+impl From<DeviceError> for Failure {
+    fn from(error: DeviceError) -> Self {
+        let help = match &error {
+            DeviceError::NotBuilt { .. } | DeviceError::Unusable { .. } => {
+                "mend that, or leave `--device` out to measure the CPU"
+            }
+            _ => "give `--device` one that is available",
+        };
+        Failure::new(&error, help)
+    }
+}
+
+impl From<LoadError> for Failure {
+    fn from(error: LoadError) -> Self {
+        Failure::new(
+            error,
+            "`--model` takes a folder as Hugging Face has them: the config.json of a supported family, and all weights in \
+             safetensors",
+        )
+    }
+}
+
+impl From<AgreementError> for Failure {
+    fn from(error: AgreementError) -> Self {
+        let help = match &error {
+            AgreementError::Context { .. } => "compare a model with a longer context",
+            _ => "see that the weights are whole and finite",
+        };
+        Failure::new(&error, help)
+    }
+}
+
+impl From<BenchError> for Failure {
+    fn from(error: BenchError) -> Self {
+        Failure::new(&error, error.help())
+    }
+}
