@@ -172,7 +172,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let model = Path::new("examples/models/addition-init");
     let pipe = pipeline(file, model, &runs.path().join("run")).map_err(Findings)?;
     let plan = pipe.plan().map_err(Findings)?;
-    let mut trainer = Trainer::with_options(plan, TrainerOptions::default())?;
+    // Its console shows each step, and whatever is to be warned of.
+    let mut trainer = Trainer::new(plan)?;
     for _ in 0..5 {
         let metrics = trainer.step()?;
         println!(
@@ -184,5 +185,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             metrics.kl().unwrap_or(f64::NAN),
         );
     }
+    // Saves the model and writes how the run ended.
+    trainer.finish()?;
     Ok(())
 }

@@ -172,7 +172,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     while trainer.run().steps_done() < 100 {
         last = trainer.step()?.loss().unwrap_or(f64::NAN);
     }
-    let summary = trainer.train()?;
+    // Saves the model and writes how the run ended.
+    let summary = trainer.finish()?;
     println!("loss {first:.3} -> {last:.3} in {} steps", summary.steps);
     Ok(())
 }

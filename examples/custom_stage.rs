@@ -132,7 +132,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         .map_err(Findings)?;
     println!("{plan}");
 
-    let mut trainer = Trainer::with_options(plan, TrainerOptions::default())?;
+    // Its console shows each step, and whatever is to be warned of.
+    let mut trainer = Trainer::new(plan)?;
     for _ in 0..5 {
         let metrics = trainer.step()?;
         println!(
@@ -143,5 +144,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             metrics.get("response/length_mean").unwrap_or(f64::NAN),
         );
     }
+    // Saves the model and writes how the run ended.
+    trainer.finish()?;
     Ok(())
 }

@@ -15,9 +15,10 @@ use verl::prelude::*;
 pub fn addition(model: &Path, steps: u64) -> DataPipe {
     let optimizer = OptimizerConfig {
         learning_rate: 2e-4,
+        // Over all optimiser steps of the run.
         schedule: Schedule::Linear {
             warmup_steps: 5,
-            total_steps: steps,
+            total_steps: None,
             final_share: 0.1,
         },
         ..OptimizerConfig::default()

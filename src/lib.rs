@@ -31,6 +31,10 @@
 //! `examples/` has whole runs: `grpo_addition.rs`, a stage of one's own (`custom_stage.rs`), a loss and an estimator of
 //! one's own (`custom_algorithm.rs`), a model of one's own (`custom_model.rs`).
 
+/// What settings of your own derive their schema with; `#[schemars(crate = "verl::schemars")]`.
+pub use schemars;
+/// What settings of your own are read and written with; `#[serde(crate = "verl::serde")]`.
+pub use serde;
 pub use verl_algos as algos;
 pub use verl_models as models;
 pub use verl_pipe as pipe;
@@ -70,48 +74,121 @@ pub fn versions() -> Vec<(String, String)> {
     .to_vec()
 }
 
-/// What a pipeline in Rust needs.
+/// What a pipeline in Rust needs: the settings of every built-in kind, and what kinds of your own are made with.
+///
+/// Losses and estimators are `losses::Dpo`, `estimators::Gae`, since some have the same name.
+///
+/// A program that depends on this crate alone derives settings through it:
+///
+/// ```
+/// use verl::algos::losses::{PerToken, PreparedTokens};
+/// use verl::prelude::*;
+///
+/// /// −A log π, with the advantage cut off.
+/// #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+/// #[serde(crate = "verl::serde", default)]
+/// #[schemars(crate = "verl::schemars")]
+/// struct Cut {
+///     /// Largest advantage.
+///     most: f64,
+/// }
+///
+/// impl Default for Cut {
+///     fn default() -> Self {
+///         Cut { most: 1.0 }
+///     }
+/// }
+///
+/// impl TokenLoss for Cut {
+///     fn name(&self) -> &'static str {
+///         Self::KIND
+///     }
+///     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
+///         let advantages = tokens.advantages(self.name())?.clamp_max(self.most);
+///         Ok(PerToken { loss: -(advantages * tokens.log_probs()), metrics: Vec::new() })
+///     }
+/// }
+///
+/// impl PolicyLoss for Cut {
+///     const KIND: &'static str = "cut";
+///     const SUMMARY: &'static str = "the log-prob times an advantage that is cut off";
+///     fn token_loss(&self) -> Box<dyn TokenLoss> {
+///         Box::new(self.clone())
+///     }
+/// }
+///
+/// let registry = verl::registry().part::<PolicyObjective<Cut>>();
+/// assert!(registry.slot("loss").is_some_and(|losses| losses.get("cut").is_some()));
+/// let update = Update {
+///     loss: PolicyObjective { policy: Cut { most: 2.0 }, ..PolicyObjective::default() }.into(),
+///     ..Update::default()
+/// };
+/// assert_eq!(update.loss.settings()["most"], 2.0);
+/// ```
 pub mod prelude {
+    pub use schemars::JsonSchema;
+    pub use serde::{Deserialize, Serialize};
+    pub use verl_algos::advantages::{AdvantageEstimator, AdvantageInputs, GroupScores};
+    pub use verl_algos::losses::{PerToken, PreparedTokens, TokenLoss};
+    pub use verl_algos::{AlgoError, CutUnit};
     pub use verl_models::model::{
         ModelError, ModelInterface, PolicyModel, TrainedModel, ValueInterface, ValueModel,
     };
     pub use verl_models::optim::{OptimizerConfig, Schedule};
     pub use verl_models::policy::Policy;
     pub use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+    pub use verl_pipe::config::read_pipeline;
     pub use verl_pipe::data::{DataError, DataLoaderInterface};
-    pub use verl_pipe::diagnostic::Findings;
-    pub use verl_pipe::field::{Field, Key, Ragged, Scalar, Text};
+    pub use verl_pipe::diagnostic::{Diagnostic, Findings};
+    pub use verl_pipe::field::{Field, Key, LogProbTag, Ragged, Scalar, Support, Text, Weights};
     pub use verl_pipe::keys;
     pub use verl_pipe::part::{Part, PartConfig, Slot};
     pub use verl_pipe::pipe::{DataPipe, IntoStage, RunConfig, stage_fn, stage_with};
+    pub use verl_pipe::registry::Registry;
     pub use verl_pipe::run::trainer::{Trainer, TrainerOptions};
-    pub use verl_pipe::schedule::batching::BatchConfig;
+    pub use verl_pipe::schedule::batching::{BatchConfig, DevicesConfig};
     pub use verl_pipe::stage::{
-        Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage,
-        StageConfig, StageContext, StageError, StageSpec,
+        Access, BuildContext, Cardinality, ConfigError, DataConfig, Metric, ModelConfig, Reduce,
+        RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
     };
+    pub use verl_pipe::trace::config::TraceConfig;
     pub use verl_stages::advantages::Advantages;
     pub use verl_stages::baseline::Baseline;
-    pub use verl_stages::correct_rollout::{CorrectRollout, Rejection};
+    pub use verl_stages::correct_rollout::{CorrectRollout, Rejection, SamplerRatio};
     pub use verl_stages::data::addition::{Addition, Split};
     pub use verl_stages::data::addition_episodes::AdditionEpisodes;
     pub use verl_stages::data::addition_pairs::AdditionPairs;
+    pub use verl_stages::data::file::DataFile;
+    pub use verl_stages::data::jsonl::Jsonl;
+    pub use verl_stages::data::parquet::Parquet;
     pub use verl_stages::distill::Distill;
     pub use verl_stages::episodes::Episodes;
     pub use verl_stages::estimators::{self, Estimator};
     pub use verl_stages::evaluate::Evaluate;
+    pub use verl_stages::evaluate_reward_model::EvaluateRewardModel;
     pub use verl_stages::filter_groups::FilterGroups;
     pub use verl_stages::generate::Generate;
     pub use verl_stages::log_probs::{LogProbs, Role};
     pub use verl_stages::losses::{self, Loss, PolicyLoss, PolicyObjective};
-    pub use verl_stages::model::{CausalLm, IlqlLm, Init, PolicyResource, policy_model};
+    pub use verl_stages::model::{
+        CausalLm, HeadInit, IlqlLm, Init, PolicyResource, SaveAs, ValueLm, ValueResource,
+        WeightsDType, policy_model, value_model,
+    };
     pub use verl_stages::pairs::Pairs;
     pub use verl_stages::preferences::Preferences;
-    pub use verl_stages::prompts::Prompts;
+    pub use verl_stages::prompts::{OnLong, Prompts, Template};
+    pub use verl_stages::reward::model::RewardModel;
     pub use verl_stages::reward::rule::{Reward, RuleKind};
+    pub use verl_stages::scale_rewards::ScaleRewards;
     pub use verl_stages::shape_overlong::ShapeOverlong;
+    pub use verl_stages::shape_unended::ShapeUnended;
+    pub use verl_stages::shuffle_rewards::ShuffleRewards;
+    pub use verl_stages::steering::{Control, EntropyControl, KlControl};
     pub use verl_stages::teacher_advantages::TeacherAdvantages;
     pub use verl_stages::teacher_top::TeacherTop;
     pub use verl_stages::update::Update;
+    pub use verl_stages::update_critic::UpdateCritic;
     pub use verl_stages::update_ilql::UpdateIlql;
+    pub use verl_stages::update_reward_model::UpdateRewardModel;
+    pub use verl_stages::values::Values;
 }

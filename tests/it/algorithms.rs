@@ -8,6 +8,10 @@ use verl::prelude::*;
 
 use crate::kit::{GRPO, Place, start};
 
+/// What a second reward function is read under.
+const FORM_REWARDS: Key<Scalar<f32>> =
+    Key::new("form_rewards", "[B]", "reward", "reward of the form").nullable();
+
 /// Names of the kinds of a slot.
 fn kinds(slot: &str) -> Vec<&'static str> {
     let registry = verl::registry();
@@ -221,14 +225,39 @@ fn two_reward_functions_train_with_metrics_of_their_own() {
         let estimator = format!(
             "advantages.estimator={{ kind = \"{kind}\", components = [\"rewards\", \"form_rewards\"], weights = [1.0, 0.5] }}"
         );
+        // What both functions gave each response.
+        let seen: Arc<Mutex<Vec<(f32, f32)>>> = Arc::default();
+        let spec = StageSpec::new()
+            .reads(keys::REWARDS)
+            .reads(FORM_REWARDS)
+            .rows(RowRule::Sink);
+        let kept = seen.clone();
         let pipe = place.parse(&text, "run", &[&estimator]).map_err(Findings);
-        let pipe = pipe.expect("a pipeline");
+        let pipe = pipe.expect("a pipeline").add_stage(
+            "seen",
+            stage_fn(spec, move |batch, _| {
+                let (rewards, form) = (batch.get(&keys::REWARDS)?, batch.get(&FORM_REWARDS)?);
+                let both = rewards.rows().zip(form.rows());
+                let mut kept = kept.lock().map_err(|e| StageError::failed(e.to_string()))?;
+                kept.extend(both.filter_map(|(reward, form)| Some((reward?, form?))));
+                Ok(())
+            }),
+        );
         check_trains(&pipe, kind);
+        seen.lock().expect("no panic").clear();
         let metrics = start(&pipe).step().expect("a step").metrics;
         let get = |name: &str| metrics.get(name).unwrap_or_else(|| panic!("{name}"));
         assert!(get("form/correct_share") >= get("reward/correct_share"));
-        // Both functions give at most 1 a response.
-        assert!(get("reward/mean") <= 1.5);
+        let seen = seen.lock().expect("no panic");
+        assert_eq!(seen.len(), 16);
+        let total = seen
+            .iter()
+            .map(|(reward, form)| f64::from(*reward) + 0.5 * f64::from(*form));
+        let mean = total.sum::<f64>() / 16.0;
+        assert!(
+            mean > 0.0 && (get("reward/mean") - mean).abs() < 1e-6,
+            "{kind}: {mean}"
+        );
     }
 }
 

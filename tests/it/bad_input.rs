@@ -136,7 +136,7 @@ fn data_that_cannot_be_read() {
     );
     fs::write(place.path("train.csv"), "question,answer\n1+1,2\n").unwrap();
     let table = refused(&place, &["data.train=train.csv"]);
-    check(&table, &["C005", "train.csv", "no JSON object"]);
+    check(&table, &["C005", "train.csv", "comma-separated values"]);
 
     // Every row is looked at before the first step, and the first few bad ones are told together.
     let last = told(&(row.repeat(400) + "{\"question\": \"1+1\", \"answer\": null}\n"));
@@ -161,13 +161,12 @@ fn prompts_that_are_too_long() {
     let question = "1+".repeat(50) + "1";
     let rows = format!("{{\"question\": \"{question}\", \"answer\": \"#### 51\"}}\n");
     fs::write(place.path("long.jsonl"), rows).unwrap();
-    let pipe = place.grpo("run", &["data.train=long.jsonl"]);
-    let error = trainer(&pipe)
-        .expect("a start")
-        .train()
-        .expect_err("too long")
-        .to_string();
-    check(&error, &["row 1", "tokens", "on_long", "64"]);
+    for on_long in ["error", "drop"] {
+        let on_long = format!("prompts.on_long={on_long}");
+        let pipe = place.grpo("run", &["data.train=long.jsonl", on_long.as_str()]);
+        let error = trainer(&pipe).err().expect("too long");
+        check(&error, &["row 1", "tokens", "on_long", "64"]);
+    }
 }
 
 #[test]

@@ -59,7 +59,8 @@ fn another_model_is_an_input_that_differs() {
         "{text}"
     );
     // The table follows the first key that differs.
-    assert!(text.contains("mean |Δ| generate."), "{text}");
+    assert!(text.contains("  of generate.responses  "), "{text}");
+    assert!(text.contains(" differ"), "{text}");
 }
 
 #[test]
@@ -122,4 +123,54 @@ fn one_step_is_one_step() {
         text.contains("note: 1 step is recorded in one of the runs only\n"),
         "{text}"
     );
+}
+
+/// P3-9: token ids, masks and flags have no mean and no distance; how many differ is what there is to say.
+#[test]
+fn p3_9_identifiers_are_counted_and_not_averaged() {
+    let place = Place::new();
+    // Row by row: another temperature draws other tokens.
+    let first = recorded(&place, "first", &[]);
+    let other = [
+        "generate.temperature=0.5",
+        "update.temperature=0.5",
+        "ref_log_probs.temperature=0.5",
+        "old_log_probs.temperature=0.5",
+    ];
+    let second = recorded(&place, "second", &other);
+    let (code, text) = pipe_debug(&format!("diff {first} {second}"));
+    assert_eq!(code, 1, "{text}");
+    assert!(
+        text.contains("the runs part in step 1, stage `generate`, key `responses`"),
+        "{text}"
+    );
+    assert!(text.contains("  of generate.responses  "), "{text}");
+    for wrong in ["mean |Δ|", "mean of generate.responses", "distance"] {
+        assert!(!text.contains(wrong), "{wrong}: {text}");
+    }
+    let found = json_of(&format!("diff {first} {second} --json"));
+    let stages = found["steps"][0]["stages"].as_array().expect("stages");
+    let generate = stages.iter().find(|stage| stage["stage"] == "generate");
+    let keys = generate.expect("the stage")["keys"]
+        .as_array()
+        .expect("keys");
+    for key in keys {
+        let name = key["key"].as_str().expect("a name");
+        let is_identifier = !name.ends_with("log_probs");
+        assert_eq!(key["is_identifier"], is_identifier, "{name}");
+        assert_eq!(key["mean"].is_null(), is_identifier, "{name}");
+    }
+
+    // By their hashes alone.
+    let lean = |name: &str, more: &[&str]| {
+        place.train(name, &[&["trace.ring_steps=0"], more].concat());
+        place.path(name).display().to_string()
+    };
+    let (first, second) = (lean("third", &[]), lean("fourth", &other));
+    let (code, text) = pipe_debug(&format!("diff {first} {second}"));
+    assert_eq!(code, 1, "{text}");
+    let columns = "step  keys that differ  generate.responses  values in the first  in the second";
+    assert!(text.contains(columns), "{text}");
+    assert!(text.contains("  differs "), "{text}");
+    assert!(!text.contains("mean"), "{text}");
 }

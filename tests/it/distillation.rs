@@ -182,7 +182,7 @@ fn what_does_not_fit_together_is_told_by_the_plan() {
         text.contains("the teacher would say nothing") && text.contains("`kl`"),
         "{text}"
     );
-    let text = findings(PLAIN, &["generate.temperature=0.5"]);
+    let text = findings(PLAIN, &["teacher_log_probs.temperature=0.5"]);
     assert!(text.contains("P007"), "{text}");
 }
 

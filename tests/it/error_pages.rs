@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
+use verl::pipe::plan::look::Look;
 
 use crate::kit::root;
 
@@ -76,7 +77,9 @@ fn pages() -> Vec<(String, String)> {
 }
 
 fn findings(file: &Path, overrides: &[&str]) -> Vec<Diagnostic> {
-    match read_pipeline(file, overrides, &verl::registry()).and_then(|pipe| pipe.plan()) {
+    let look = Look::default();
+    let plan = read_pipeline(file, overrides, &verl::registry());
+    match plan.and_then(|pipe| pipe.check(&look).plan) {
         Ok(plan) => plan.warnings,
         Err(findings) => findings,
     }

@@ -160,9 +160,11 @@ fn a_log_can_be_a_file_and_its_faults_are_told() {
     let error = step(good, &["episodes.reward=score"]).expect_err("a refusal");
     assert!(error.contains("no column `score`"), "{error}");
     let long = good.replace("#### 4", &"4".repeat(80));
-    let error = step(&long, &[]).expect_err("a refusal");
+    let metrics = step(&long, &["episodes.standardize=false"]).expect("a step without that row");
+    assert!((metric(&metrics, "episodes/reward_mean") - 1.5).abs() < 1e-6);
+    let error = step(&long, &["episodes.on_long=error"]).expect_err("a refusal");
     assert!(
-        error.contains("row 2") && error.contains("context is 64"),
+        error.contains("row 2") && error.contains("context of 64"),
         "{error}"
     );
 }

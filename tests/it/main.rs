@@ -1,6 +1,7 @@
 //! Whole runs through the façade: pipelines of files and of Rust, what they leave behind, and what they refuse.
 
 mod algorithms;
+mod anomalies;
 mod bad_input;
 mod bench;
 mod browser;
@@ -19,11 +20,13 @@ mod false_alarms;
 mod ilql;
 mod json_errors;
 mod kit;
+mod look;
 mod memory;
 mod on_policy;
 mod pipelines;
 mod planted;
 mod preferences;
+mod prelude;
 mod replay;
 mod replayed;
 mod run_folder;
@@ -31,6 +34,8 @@ mod samples;
 mod schemas;
 mod settings_are_read;
 mod source;
+mod targets;
+mod told;
 mod trace;
 mod trace_files;
 mod trace_settings;

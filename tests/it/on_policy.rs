@@ -18,19 +18,9 @@ fn recomputed_log_probs_are_those_of_the_rollout() {
         .reads(keys::ROLLOUT_LOG_PROBS)
         .reads(keys::OLD_LOG_PROBS)
         .rows(RowRule::Sink);
-    // The same temperature everywhere, or the plan refuses.
-    let text = GRPO
-        .replace(
-            "name = \"old_log_probs\"",
-            "name = \"old_log_probs\"\ntemperature = 0.8",
-        )
-        .replace(
-            "role = \"reference\"",
-            "role = \"reference\"\ntemperature = 0.8",
-        )
-        .replace("loss = {", "temperature = 0.8\nloss = {");
+    // The stages that score follow the one that samples.
     let pipe = place
-        .parse(&text, "run", &["generate.temperature=0.8"])
+        .parse(GRPO, "run", &["generate.temperature=0.8"])
         .unwrap_or_else(|findings| panic!("{}", Findings(findings)))
         .add_stage(
             "compare",
@@ -84,7 +74,7 @@ fn another_temperature_in_the_update_is_refused() {
             .expect("a refusal");
         Findings(findings).to_string()
     };
-    let text = refused("generate.temperature=0.7");
+    let text = refused("old_log_probs.temperature=0.7");
     for word in ["temperature", "old_log_probs", "0.7", "1"] {
         assert!(text.contains(word), "`{word}` is not in {text}");
     }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::Findings;
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::run::columns::Columns;
 use verl::pipe::stage::BuildContext;
 
 use crate::kit::{root, save_value_model, trainer};
@@ -60,6 +61,11 @@ fn stand_in(scratch: &Path) -> PathBuf {
 /// The pipeline of a file; models whose folder is not there and data files that are not there are replaced, a value model
 /// by a folder in `scratch`.
 pub fn read(file: &Path, scratch: &Path) -> DataPipe {
+    read_with(file, scratch, &[])
+}
+
+/// The same with further overrides.
+fn read_with(file: &Path, scratch: &Path, more: &[&str]) -> DataPipe {
     let read = |overrides: &[String]| {
         read_pipeline(file, overrides, &verl::registry())
             .unwrap_or_else(|findings| panic!("{}: {}", file.display(), Findings(findings)))
@@ -83,7 +89,8 @@ pub fn read(file: &Path, scratch: &Path) -> DataPipe {
     fs::write(&file_of_rows, rows()).expect("a file");
     let data = pipe.data.iter().filter(|data| missing(&data.config));
     let data = data.map(|data| format!("data.{}.path={}", data.name, file_of_rows.display()));
-    let overrides: Vec<String> = models.chain(data).collect();
+    let more = more.iter().map(|text| (*text).to_owned());
+    let overrides: Vec<String> = models.chain(data).chain(more).collect();
     read(&overrides)
 }
 
@@ -104,6 +111,77 @@ fn every_file_is_a_plan() {
             plan.warnings
         );
         assert!(plan.to_string().contains(&pipe.name));
+    }
+}
+
+/// Part 3, item 5 of what was found by use: one override changes the temperature of a whole pipeline.
+#[test]
+fn one_temperature_is_enough_for_every_file() {
+    let mut sampling = 0;
+    for file in files() {
+        let plan_of = |more: &[&str]| {
+            let scratch = tempfile::tempdir().expect("a temporary folder");
+            let pipe = read_with(&file, scratch.path(), more);
+            let plan = pipe.plan().map_err(Findings);
+            plan.unwrap_or_else(|findings| panic!("{}: {findings}", file.display()))
+        };
+        let temperatures = |more: &[&str]| {
+            let plan = plan_of(more);
+            assert!(
+                plan.warnings.is_empty(),
+                "{}: {:?}",
+                file.display(),
+                plan.warnings
+            );
+            let specs = plan.stages.iter().map(|stage| &stage.spec);
+            let fields = specs.flat_map(|spec| spec.reads.iter().chain(&spec.writes));
+            let tags = fields.filter_map(|field| field.tag.as_ref()?.temperature);
+            tags.map(|temperature| temperature.to_string())
+                .collect::<std::collections::BTreeSet<_>>()
+        };
+        let whole = plan_of(&[]);
+        let samples = whole.stages.iter().any(|stage| stage.kind == "generate");
+        let offline = temperatures(&[]);
+        assert!(
+            offline.is_empty() || offline.iter().eq(["1"]),
+            "{offline:?}"
+        );
+        if samples {
+            sampling += 1;
+            let cooler = temperatures(&["generate.temperature=0.7"]);
+            assert!(cooler.iter().eq(["0.7"]), "{}: {cooler:?}", file.display());
+            // What the run builds its stages with is what the plan says.
+            let plan = plan_of(&["generate.temperature=0.7"]);
+            for stage in &plan.stages {
+                let built = (stage.build)(&plan.context).map_err(|errors| errors[0].to_string());
+                assert_eq!(built.expect("a stage").spec(), stage.spec, "{}", stage.name);
+            }
+        }
+    }
+    assert!(sampling >= 12, "{sampling}");
+}
+
+/// Steps that are set on the command line move the schedule of every file.
+#[test]
+fn every_schedule_follows_the_steps_of_the_run() {
+    for file in files() {
+        let scratch = tempfile::tempdir().expect("a temporary folder");
+        let pipe = read_with(&file, scratch.path(), &["steps=1000"]);
+        let plan = pipe.plan().map_err(Findings).expect("a plan");
+        assert!(
+            plan.warnings.is_empty(),
+            "{}: {:?}",
+            file.display(),
+            plan.warnings
+        );
+        for model in &plan.pipe.models {
+            let schedule = &model.config["optimizer"]["schedule"];
+            let steps = plan.context.optimizer_steps.get(&model.name);
+            if let (Some("linear" | "cosine"), Some(steps)) = (schedule["kind"].as_str(), steps) {
+                assert!(*steps >= 900, "{}: {steps}", file.display());
+                assert_eq!(schedule["total_steps"], *steps, "{}", file.display());
+            }
+        }
     }
 }
 
@@ -174,11 +252,14 @@ fn small(file: &Path, scratch: &Path) -> DataPipe {
 /// Every file trains: two steps with all its stages, from the start of the run to the saved model.
 #[test]
 fn every_file_trains() {
+    let mut shown = String::new();
     for file in files() {
         let scratch = tempfile::tempdir().expect("a temporary folder");
         let pipe = small(&file, scratch.path());
         let mut trainer = trainer(&pipe).unwrap_or_else(|e| panic!("{}: {e}", pipe.name));
         let mut moved = 0.0;
+        let mut columns = Columns::of(&pipe.plan().expect("a plan"));
+        let mut line = String::new();
         for _ in 0..2 {
             let metrics = trainer
                 .step()
@@ -189,6 +270,8 @@ fn every_file_trains() {
                     moved += value;
                 }
             }
+            line = columns.line(&metrics, 400);
+            assert!(line.chars().count() <= 100, "{line}");
             if pipe.name == "remax_addition" {
                 // Each question is answered greedily once, and that is scored apart from the samples.
                 let get = |name: &str| metrics.get(name).unwrap_or_else(|| panic!("{name}"));
@@ -197,6 +280,7 @@ fn every_file_trains() {
             }
         }
         assert!(moved > 0.0, "{} does not learn", pipe.name);
+        shown += &format!("{}: {}\n", pipe.name, labels(&line));
         trainer
             .train()
             .unwrap_or_else(|e| panic!("{}: {e}", pipe.name));
@@ -210,6 +294,20 @@ fn every_file_trains() {
             pipe.name
         );
     }
+    // P3-6: what the console shows of each.
+    insta::assert_snapshot!("console_columns", shown);
+}
+
+/// The labels of a line of the console.
+fn labels(line: &str) -> String {
+    let parts = line.split("  ").map(str::trim);
+    let labels = parts.filter_map(|part| {
+        let label = part.trim_end_matches(|c: char| !c.is_whitespace());
+        let label = label.trim();
+        let label = if label.is_empty() { part } else { label };
+        (label.starts_with(char::is_alphabetic) && label != "step").then(|| label.to_owned())
+    });
+    labels.collect::<Vec<_>>().join(", ")
 }
 
 /// Questions and sums of every data set of a file; sums without regard to the order of their operands.

@@ -177,7 +177,8 @@ fn single_answers_train_kto() {
         .expect("a pipeline");
     let (steps, _) = steps(&pipe);
     for step in &steps {
-        assert!(get(step, "preference/kl") >= 0.0);
+        // It is cut off at 0, so that only a number that is none could be below.
+        assert!(get(step, "preference/kl").is_finite());
         assert!((0.0..1.0).contains(&get(step, "preference/desirable_share")));
     }
     // Policy and reference are the same at first.

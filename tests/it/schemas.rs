@@ -10,6 +10,7 @@ use verl::pipe::cli;
 use verl::pipe::cli::schema::SchemaArgs;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::run::records::{RowErrorLine, RowStatus};
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
 use verl::pipe::schema::edges::PipelineEdges;
 use verl::pipe::schema::folder::{Document, Format};
@@ -282,6 +283,18 @@ fn a_run_folder_fits_its_schemas() {
         dir: place.path("run"),
     };
     std::fs::write(run.dir.join("stall.json"), STALL).expect("a file");
+    let failed = RowErrorLine {
+        step: 2,
+        stage: "reward".to_owned(),
+        sample: Some("0.1#2".to_owned()),
+        data_row: Some(2),
+        status: RowStatus::TimedOut,
+        reason: "no answer within the deadline of 10 s".to_owned(),
+        seconds: Some(10.0),
+        rows: 1,
+    };
+    let failed = serde_json::to_string(&failed).expect("JSON");
+    std::fs::write(run.dir.join("row_errors.jsonl"), failed).expect("a file");
     let files = Catalogue::of(&registry).run_files();
     let mut seen = BTreeSet::new();
     for path in paths_below(&run.dir) {

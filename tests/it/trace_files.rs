@@ -264,7 +264,11 @@ fn a_run_folder_that_was_copied_elsewhere_is_looked_at_as_it_was() {
         "stall --run RUN",
         "diff RUN RUN",
     ];
-    let all = |run: &str| lines.map(|line| said(&line.replace("RUN", run), 0));
+    // Commands that are told name the folder.
+    let all = |run: &str| {
+        let told = |line: &str| said(&line.replace("RUN", run), 0);
+        lines.map(|line| told(line).replace(run, "RUN"))
+    };
     let before = all(&run);
     let elsewhere = tempfile::tempdir().expect("a folder");
     let copy = elsewhere.path().join("below/copy");

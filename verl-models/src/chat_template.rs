@@ -1,7 +1,10 @@
 //! Chat templates: messages into the text that a model was trained to continue.
 //!
 //! Templates are Jinja as `transformers` runs it: block tags swallow their line, strings have Python's methods, and
-//! `raise_exception`, `strftime_now`, `tojson` are there. `{% generation %}` marks are passed over.
+//! `raise_exception`, `strftime_now`, `tojson` are there. `{% generation %}` marks print nothing; [`render_marked`] tells
+//! what stands between them.
+//!
+//! [`render_marked`]: ChatTemplate::render_marked
 //!
 //! ```
 //! use verl_models::chat_template::{ChatTemplate, message};
@@ -12,8 +15,10 @@
 //! # Ok::<(), verl_models::chat_template::ChatTemplateError>(())
 //! ```
 
+mod marks;
 mod python;
 
+use std::ops::Range;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -22,7 +27,8 @@ use minijinja::value::Serde;
 use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value, json};
 
-use crate::tokenizer::{Tokenizer, TokenizerError, read_json, special_token};
+use crate::files;
+use crate::tokenizer::{Declared, TEMPLATES, Tokenizer, TokenizerError, read_json, templates};
 
 /// What can go wrong with a chat template.
 #[derive(Debug, thiserror::Error)]
@@ -30,11 +36,13 @@ use crate::tokenizer::{Tokenizer, TokenizerError, read_json, special_token};
 pub enum ChatTemplateError {
     /// A folder without a template.
     #[error(
-        "`{folder}` has no chat template (neither chat_template.jinja nor `chat_template` in tokenizer_config.json); with `template = \"none\"` prompts are plain text"
+        "`{folder}` has no chat template (neither chat_template.jinja nor `chat_template` in tokenizer_config.json{beside}); with `template = \"none\"` prompts are plain text"
     )]
     Missing {
         /// The folder.
         folder: String,
+        /// A file that looks like one and is not.
+        beside: &'static str,
     },
     /// Several named templates, none of which is the default.
     #[error("`{folder}` names the chat templates {names}, but none is called `default`")]
@@ -63,16 +71,11 @@ pub enum ChatTemplateError {
 
 const NAME: &str = "chat_template";
 
-/// Names of the special tokens that a template may use as variables.
-const SPECIAL_TOKENS: [&str; 7] = [
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "pad_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-];
+/// The template whose `{% generation %}` blocks leave marks.
+const MARKED: &str = "chat_template_with_marks";
+
+/// Where processors of images and sounds keep their template.
+const PROCESSOR_TEMPLATE: &str = "chat_template.json";
 
 /// A message of `role` (`system`, `user`, `assistant`) as templates expect it.
 pub fn message(role: &str, content: &str) -> Value {
@@ -84,6 +87,7 @@ pub fn message(role: &str, content: &str) -> Value {
 pub struct ChatTemplate {
     environment: Environment<'static>,
     variables: Map<String, Value>,
+    reads_tools: bool,
 }
 
 impl ChatTemplate {
@@ -109,44 +113,45 @@ impl ChatTemplate {
         environment.set_formatter(python::format);
         environment.add_filter("tojson", python::tojson);
         environment.add_function("raise_exception", raise_exception);
+        environment.add_filter(marks::FILTER, |text: String| marks::mark(&text));
+        let (marked, plain) = marks::without_generation_blocks(&lines_of(source));
         environment
-            .add_template_owned(NAME, without_generation_marks(source))
+            .add_template_owned(NAME, plain)
             .map_err(syntax)?;
+        if let Some(marked) = marked {
+            environment
+                .add_template_owned(MARKED, marked)
+                .map_err(syntax)?;
+        }
+        let plain = environment.get_template(NAME).map_err(syntax)?;
+        let reads_tools = plain.undeclared_variables(false).contains("tools");
         let mut template = ChatTemplate {
             environment,
             variables: Map::new(),
+            reads_tools,
         };
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         template.set_time(now.map_or(0, |t| t.as_secs()));
         Ok(template)
     }
 
-    /// The template of a Hugging Face folder: `chat_template.jinja`, else `chat_template` of
-    /// `tokenizer_config.json` (a text, or a list of named ones of which `default` is taken). Special tokens named in
-    /// `tokenizer_config.json` become variables (`bos_token`, `eos_token`, …).
+    /// The template of a Hugging Face folder, with the precedence of `transformers`: `chat_template.jinja` and
+    /// `additional_chat_templates/NAME.jinja`, else `chat_template` of `tokenizer_config.json` (a text, or several named
+    /// ones); of named ones `default` is taken. Special tokens become variables (`bos_token`, `eos_token`, …), wherever
+    /// [`Tokenizer::load`] finds them.
     ///
     /// # Errors
     /// [`ChatTemplateError::Missing`] when there is none; malformed files or Jinja.
     pub fn load(folder: &Path) -> Result<ChatTemplate, ChatTemplateError> {
-        let config = read_json(folder, "tokenizer_config.json")?.unwrap_or_default();
-        let file = folder.join("chat_template.jinja");
-        let source = match std::fs::read_to_string(&file) {
-            Ok(source) => source,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => named_template(folder, &config)?,
-            Err(e) => {
-                return Err(TokenizerError::Malformed {
-                    path: file.display().to_string(),
-                    reason: e.to_string(),
-                }
-                .into());
+        let source = match template_files(folder)? {
+            Some(source) => source,
+            None => {
+                let config = read_json(folder, "tokenizer_config.json")?.unwrap_or_default();
+                named_template(folder, &config)?
             }
         };
         let mut template = ChatTemplate::new(&source)?;
-        for role in SPECIAL_TOKENS {
-            if let Some(token) = special_token(&config, role) {
-                template.variables.insert(role.to_owned(), token.into());
-            }
-        }
+        template.variables = Declared::read(folder)?.variables();
         Ok(template)
     }
 
@@ -175,10 +180,68 @@ impl ChatTemplate {
         messages: &[Value],
         add_generation_prompt: bool,
     ) -> Result<String, ChatTemplateError> {
+        self.render_with(messages, add_generation_prompt, &Map::new())
+    }
+
+    /// [`render`](Self::render) with variables of one conversation, such as its `tools`; they go before those of
+    /// [`with_variables`](Self::with_variables).
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub fn render_with(
+        &self,
+        messages: &[Value],
+        add_generation_prompt: bool,
+        variables: &Map<String, Value>,
+    ) -> Result<String, ChatTemplateError> {
+        self.render_named(NAME, messages, add_generation_prompt, variables)
+    }
+
+    /// The text of a finished conversation, and the byte ranges of it that stand between `{% generation %}` and
+    /// `{% endgeneration %}`; none where the template has no such marks.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render); a conversation that holds the characters by which ranges are found.
+    pub fn render_marked(
+        &self,
+        messages: &[Value],
+        variables: &Map<String, Value>,
+    ) -> Result<(String, Vec<Range<usize>>), ChatTemplateError> {
+        let plain = self.render_with(messages, false, variables)?;
+        if !self.has_marks() {
+            return Ok((plain, Vec::new()));
+        }
+        let (text, ranges) = marks::read(&self.render_named(MARKED, messages, false, variables)?);
+        if text != plain {
+            return Err(ChatTemplateError::Render {
+                reason: "the text changes with its `{% generation %}` marks; it holds U+FDD0 or U+FDD1, or the template looks at what a block has written".to_owned(),
+            });
+        }
+        Ok((text, ranges))
+    }
+
+    /// Whether the template marks the assistant's text by `{% generation %}`.
+    pub fn has_marks(&self) -> bool {
+        self.environment.get_template(MARKED).is_ok()
+    }
+
+    /// Whether the template writes tools, so far as it asks for them.
+    pub fn reads_tools(&self) -> bool {
+        self.reads_tools
+    }
+
+    fn render_named(
+        &self,
+        name: &str,
+        messages: &[Value],
+        add_generation_prompt: bool,
+        of_conversation: &Map<String, Value>,
+    ) -> Result<String, ChatTemplateError> {
         let mut variables = Map::new();
         variables.insert("tools".to_owned(), Value::Null);
         variables.insert("documents".to_owned(), Value::Null);
         variables.extend(self.variables.clone());
+        variables.extend(of_conversation.clone());
         variables.insert("messages".to_owned(), messages.into());
         variables.insert(
             "add_generation_prompt".to_owned(),
@@ -191,7 +254,7 @@ impl ChatTemplate {
             },
         };
         self.environment
-            .get_template(NAME)
+            .get_template(name)
             .and_then(|template| template.render(Serde(&variables)))
             .map_err(failed)
     }
@@ -228,51 +291,70 @@ fn raise_exception(text: String) -> Result<String, minijinja::Error> {
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
 }
 
-fn named_template(folder: &Path, config: &Map<String, Value>) -> Result<String, ChatTemplateError> {
-    let folder = folder.display().to_string();
-    match config.get("chat_template") {
-        Some(Value::String(source)) => Ok(source.clone()),
-        Some(Value::Array(list)) => {
-            let part = |entry: &Value, key: &str| entry.get(key)?.as_str().map(str::to_owned);
-            list.iter()
-                .find(|entry| part(entry, "name").as_deref() == Some("default"))
-                .and_then(|entry| part(entry, "template"))
-                .ok_or_else(|| ChatTemplateError::NoDefault {
-                    folder,
-                    names: list
-                        .iter()
-                        .filter_map(|entry| part(entry, "name"))
-                        .collect::<Vec<_>>()
-                        .join(", "),
-                })
-        }
-        _ => Err(ChatTemplateError::Missing { folder }),
+/// The default template in files of its own, where there are any.
+fn template_files(folder: &Path) -> Result<Option<String>, ChatTemplateError> {
+    let further = templates(folder);
+    let default = format!("{TEMPLATES}/default.jinja");
+    let name = match further.contains(&default) {
+        true => default.as_str(),
+        false => "chat_template.jinja",
+    };
+    let path = folder.join(name);
+    let malformed = |reason: String| TokenizerError::Malformed {
+        path: path.display().to_string(),
+        reason,
+    };
+    match std::fs::read(&path) {
+        Ok(bytes) => Ok(Some(files::text(&bytes).map_err(malformed)?.to_owned())),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound && further.is_empty() => Ok(None),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(ChatTemplateError::NoDefault {
+            folder: folder.display().to_string(),
+            names: further.join(", "),
+        }),
+        Err(e) => Err(malformed(e.to_string()).into()),
     }
 }
 
-/// `{% generation %}` … `{% endgeneration %}` mark the assistant's tokens for `transformers`; they print nothing, so
-/// they become a condition that always holds, with their whitespace marks kept.
-fn without_generation_marks(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(start) = rest.find("{%") {
-        let (before, tag) = rest.split_at(start);
-        out.push_str(before);
-        let Some(end) = tag.find("%}") else {
-            rest = tag;
-            break;
-        };
-        let (tag, after) = tag.split_at(end + 2);
-        let inner = &tag[2..tag.len() - 2];
-        match inner.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+') {
-            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
-            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
-            _ => out.push_str(tag),
+/// The template in `tokenizer_config.json`.
+fn named_template(folder: &Path, config: &Map<String, Value>) -> Result<String, ChatTemplateError> {
+    let part = |entry: &Value, key: &str| entry.get(key)?.as_str().map(str::to_owned);
+    let named: Vec<(String, String)> = match config.get("chat_template") {
+        Some(Value::String(source)) => return Ok(source.clone()),
+        Some(Value::Array(list)) => list
+            .iter()
+            .filter_map(|entry| Some((part(entry, "name")?, part(entry, "template")?)))
+            .collect(),
+        Some(Value::Object(map)) => map
+            .iter()
+            .filter_map(|(name, source)| Some((name.clone(), source.as_str()?.to_owned())))
+            .collect(),
+        _ => {
+            return Err(ChatTemplateError::Missing {
+                folder: folder.display().to_string(),
+                beside: match folder.join(PROCESSOR_TEMPLATE).exists() {
+                    true => {
+                        "; chat_template.json is for processors, `transformers` reads it for no tokenizer either: put its template into chat_template.jinja"
+                    }
+                    false => "",
+                },
+            });
         }
-        rest = after;
-    }
-    out.push_str(rest);
-    out
+    };
+    let names = named.iter().map(|(name, _)| name.as_str());
+    let names = names.collect::<Vec<_>>().join(", ");
+    let mut sources = named.into_iter();
+    let default = sources.find(|(name, _)| name == "default");
+    default
+        .map(|(_, source)| source)
+        .ok_or_else(|| ChatTemplateError::NoDefault {
+            folder: folder.display().to_string(),
+            names,
+        })
+}
+
+/// The source with line ends as Jinja has them, whatever the file has.
+fn lines_of(source: &str) -> String {
+    source.replace("\r\n", "\n").replace('\r', "\n")
 }
 
 #[cfg(test)]

@@ -320,7 +320,8 @@ impl Decoder {
         Ok(Self::load_as(dir, device, DType::F32)?.0)
     }
 
-    /// The decoder of a Hugging Face folder with weights in `dtype`, and what was found in the folder.
+    /// The decoder of a Hugging Face folder with weights in `dtype`, and what was found in the folder. A head that differs
+    /// from the embedding is kept, even where config.json ties the two.
     ///
     /// # Errors
     /// See [`Decoder::load`].
@@ -330,7 +331,14 @@ impl Decoder {
         dtype: DType,
     ) -> Result<(Self, LoadReport), LoadError> {
         let origin = hf::Origin::read(dir)?;
-        let config = origin.decoder_config()?;
+        let config = origin.stored_config()?;
+        if config.tied_head != origin.decoder_config()?.tied_head {
+            tracing::warn!(
+                dir = %dir.display(),
+                "config.json has `tie_word_embeddings` true, but lm_head.weight is not the embedding: it is kept as a head of \
+                 its own, and a saved folder has `tie_word_embeddings` false"
+            );
+        }
         let lazy = Decoder::lazy(config, device);
         let (mut decoder, report) = hf::weights::load(lazy, dir, dtype)?;
         decoder.origin = Some(Arc::new(origin));

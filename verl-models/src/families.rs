@@ -222,12 +222,29 @@ fn refuse_unsupported(settings: &Settings<'_>) -> Result<(), LoadError> {
             "`hidden_act` is `{activation}`; only `silu` is supported"
         )));
     }
-    if settings.get("quantization_config").is_some() {
-        return Err(settings.error("`quantization_config`: quantised weights are not supported"));
-    }
+    refuse_quantised(settings)?;
     if let Some(window) = sliding_window(settings)? {
         return Err(settings.error(format!(
             "layers attend to a sliding window of {window} tokens (`sliding_window`); only full attention is supported"
+        )));
+    }
+    Ok(())
+}
+
+/// Refuses weights that are quantised: by `quantization_config` of GPTQ, AWQ, bitsandbytes and others, or `quantization`
+/// of MLX.
+fn refuse_quantised(settings: &Settings<'_>) -> Result<(), LoadError> {
+    for (name, default) in [
+        ("quantization", "MLX"),
+        ("quantization_config", "an unnamed method"),
+    ] {
+        let Some(config) = settings.get(name) else {
+            continue;
+        };
+        let method = config.get("quant_method").and_then(Value::as_str);
+        let method = method.map_or_else(|| default.to_owned(), |method| format!("`{method}`"));
+        return Err(settings.error(format!(
+            "`{name}`: weights quantised by {method} are not supported; use the unquantised model"
         )));
     }
     Ok(())
@@ -466,7 +483,15 @@ mod tests {
         );
         check_refused(
             json!({"quantization_config": {"bits": 4}}),
-            "`quantization_config`: quantised weights are not supported",
+            "`quantization_config`: weights quantised by an unnamed method are not supported; use the unquantised model",
+        );
+        check_refused(
+            json!({"quantization_config": {"quant_method": "gptq"}}),
+            "`quantization_config`: weights quantised by `gptq` are not supported; use the unquantised model",
+        );
+        check_refused(
+            json!({"quantization": {"group_size": 64, "bits": 4}}),
+            "`quantization`: weights quantised by MLX are not supported; use the unquantised model",
         );
         check_refused(
             json!({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),

@@ -7,6 +7,7 @@
 
 mod alignment;
 mod config;
+mod rope;
 mod tokenizer;
 mod weights;
 
@@ -23,6 +24,7 @@ use serde_json::{Map, Value};
 
 use crate::chat_template::{ChatTemplate, ChatTemplateError};
 use crate::families;
+use crate::files;
 use crate::hf::LoadError;
 use crate::hf::config::Settings;
 use crate::tokenizer::{Tokenizer, TokenizerError};
@@ -214,6 +216,9 @@ pub fn import(
             folder: folder.display().to_string(),
         });
     }
+    if let Some(reason) = files::stand_in_at(file) {
+        return Err(read_error(reason.to_owned()));
+    }
     let mut reader = BufReader::new(File::open(file).map_err(|e| read_error(e.to_string()))?);
     if alignment::is_zero(&mut reader) {
         return Err(GgufError::Metadata {
@@ -367,14 +372,18 @@ impl Metadata<'_> {
         }
     }
 
+    /// A token id; −1, also as the 32 bits of an unsigned number, means none, as in llama.cpp.
     fn token_id(&self, key: &str) -> Result<Option<u32>, GgufError> {
         let Some(value) = self.get(key) else {
             return Ok(None);
         };
-        integer(value)
-            .and_then(|n| u32::try_from(n).ok())
-            .map(Some)
-            .ok_or_else(|| Self::wrong(key, value, "a token id"))
+        match integer(value) {
+            Some(id) if id < 0 || id == i128::from(u32::MAX) => Ok(None),
+            id => id
+                .and_then(|id| u32::try_from(id).ok())
+                .map(Some)
+                .ok_or_else(|| Self::wrong(key, value, "a token id")),
+        }
     }
 
     fn flag(&self, key: &str) -> Result<Option<bool>, GgufError> {

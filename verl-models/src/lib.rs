@@ -13,6 +13,7 @@ pub mod critic;
 pub mod decoder;
 pub mod device;
 pub mod families;
+pub mod files;
 pub mod gguf;
 pub mod hf;
 pub mod ilql;
@@ -30,6 +31,7 @@ pub mod random;
 pub mod rollout;
 mod rows;
 pub mod scoring;
+pub mod targets;
 pub mod tokenizer;
 #[cfg(test)]
 mod toy;

@@ -10,6 +10,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 use safetensors::tensor::{SafeTensors, TensorView};
 
 use crate::blocks::norm::to_dtype;
+use crate::files;
 use crate::model::ModelError;
 use crate::random;
 
@@ -95,7 +96,7 @@ pub fn save_parameters<M: Module>(module: &M, path: &std::path::Path) -> Result<
     });
     let views = views.collect::<Result<Vec<_>, _>>().map_err(fault)?;
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    safetensors::serialize_to_file(views, Some(metadata), path).map_err(fault)
+    files::write_safetensors(views, metadata, path).map_err(fault)
 }
 
 /// The module with the values that [`save_parameters`] wrote.

@@ -1,15 +1,23 @@
 //! Tokenizers of Hugging Face folders: text to token ids and back, and which ids begin, end and pad a sequence.
 //!
-//! Four files of the folder say what the ids mean; all but the first may be absent:
+//! Six files of the folder say what the ids mean; all but the first may be absent:
 //!
 //! | file | what is read |
 //! |---|---|
 //! | `tokenizer.json` | the tokenizer itself; its truncation and padding settings are ignored |
-//! | `tokenizer_config.json` | `bos_token`, `eos_token`, `pad_token`, `unk_token` |
-//! | `generation_config.json` | every id of `eos_token_id`; `bos_token_id`, `pad_token_id` |
+//! | `tokenizer_config.json` | `added_tokens_decoder`; `bos_token`, `eos_token` and every other `…_token`; `additional_special_tokens`, `extra_special_tokens`; `split_special_tokens` |
+//! | `special_tokens_map.json` | the same tokens; they replace those above, unless there is an `added_tokens_decoder` |
+//! | `added_tokens.json` | tokens and their ids, unless there is an `added_tokens_decoder` |
+//! | `generation_config.json` | every id of `eos_token_id`; `bos_token_id`, `pad_token_id`; negative ids mean none |
 //! | `config.json` | the same ids, where the file above does not give them |
+//!
+//! A declared token that tokenizer.json lacks gets the next id, as `transformers` gives it. Where a file places it at
+//! another id, the folder is refused.
 
+mod added;
+mod declared;
 mod guarded;
+mod pieces;
 mod special;
 
 use std::fmt;
@@ -17,9 +25,12 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+pub(crate) use declared::Declared;
 use guarded::guarded;
+pub use pieces::Piece;
 use special::SpecialIds;
-pub(crate) use special::special_token;
+
+use crate::files::{json_object, stand_in, text, without_bom};
 
 /// Ids of one tokenizer beyond this are a damaged file, and so is an embedding with more rows.
 pub(crate) const MAX_IDS: usize = 1 << 24;
@@ -54,6 +65,28 @@ pub enum TokenizerError {
         /// The token.
         token: String,
     },
+    /// A token that cannot have the id at which a file places it.
+    #[error("`{path}` places the token `{token}` at id {id}, but {reason}")]
+    Misplaced {
+        /// The file that places it.
+        path: String,
+        /// The token.
+        token: String,
+        /// The id.
+        id: u32,
+        /// Which id it has or would get, or whose id that is.
+        reason: String,
+    },
+    /// Ends of sequence that are all beyond the vocabulary, so that no response could end.
+    #[error("`{path}`: `eos_token_id` is {id}, but the vocabulary ends at {rows}")]
+    EndBeyond {
+        /// The file that names it.
+        path: String,
+        /// The id.
+        id: u32,
+        /// Rows of the embedding.
+        rows: usize,
+    },
     /// Text that the tokenizer refuses.
     #[error("the tokenizer refuses a text: {reason}")]
     Encode {
@@ -71,7 +104,7 @@ pub enum TokenizerError {
 }
 
 /// Files that make up a tokenizer; copied by [`Tokenizer::save`] where they exist.
-const FILES: [&str; 9] = [
+pub(crate) const FILES: [&str; 9] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -82,6 +115,9 @@ const FILES: [&str; 9] = [
     "merges.txt",
     "tokenizer.model",
 ];
+
+/// Folder of further chat templates; copied too.
+pub(crate) const TEMPLATES: &str = "additional_chat_templates";
 
 /// The tokenizer of a model folder.
 ///
@@ -101,7 +137,9 @@ pub struct Tokenizer {
     eos: Vec<u32>,
     declared_pad: Option<u32>,
     pad: u32,
-    files: Vec<(&'static str, Vec<u8>)>,
+    without_id: Vec<(String, String)>,
+    beyond: Vec<u32>,
+    files: Vec<(String, Vec<u8>)>,
 }
 
 impl fmt::Debug for Tokenizer {
@@ -118,17 +156,34 @@ impl fmt::Debug for Tokenizer {
 impl Tokenizer {
     /// Loads the tokenizer of a Hugging Face folder.
     ///
-    /// - **Ends of sequence**: every id of `generation_config.json`, else of `config.json`, else the `eos_token` of
-    ///   `tokenizer_config.json`. The first one is [`eos_id`](Self::eos_id).
-    /// - **Pad**: `pad_token` of `tokenizer_config.json`, else `pad_token_id` of `generation_config.json` or
-    ///   `config.json`, else `unk_token`, else id 0. Nothing in this workspace reads a pad id back (lengths are kept,
-    ///   nothing is padded between stages), so the last two serve as well as any; but a declared pad that also ends
-    ///   sequences is warned of, because other programs that mask by pad id hide the end with it.
+    /// - **Ends of sequence**: every id of `generation_config.json`, else of `config.json`, else the `eos_token`. The
+    ///   first one is [`eos_id`](Self::eos_id). Ids beyond the embedding are left out with a warning, as no response can
+    ///   contain them; if all are, the folder is refused.
+    /// - **Pad**: `pad_token`, else `pad_token_id` of `generation_config.json` or `config.json`, else `unk_token`, else
+    ///   id 0. Nothing in this workspace reads a pad id back (lengths are kept, nothing is padded between stages), so
+    ///   the last two serve as well as any; but a declared pad that also ends sequences is warned of, because other
+    ///   programs that mask by pad id hide the end with it.
+    /// - **Tokens without an id**: a special token that the vocabulary lacks gets the next id, where the embedding has a
+    ///   row for it. Otherwise it is left out with a warning, except for `eos_token`, without which nothing would end.
     ///
     /// # Errors
-    /// When `tokenizer.json` is missing, a file is malformed, or a special token is not in the vocabulary.
+    /// When `tokenizer.json` is missing, a file is malformed, `eos_token` is not in the vocabulary, or a file places a
+    /// token at an id that it cannot have.
     pub fn load(folder: &Path) -> Result<Tokenizer, TokenizerError> {
         let tokenizer = Self::read(folder)?;
+        for (role, token) in &tokenizer.without_id {
+            tracing::warn!(
+                folder = %folder.display(),
+                "`{role}` is `{token}`, which is not in the vocabulary and for which the embedding has no row; it is ignored, \
+                 and texts that contain it are cut like any other"
+            );
+        }
+        if !tokenizer.beyond.is_empty() {
+            tracing::warn!(
+                folder = %folder.display(), ids = ?tokenizer.beyond,
+                "end-of-sequence ids beyond the vocabulary are ignored"
+            );
+        }
         let eos = tokenizer.eos_ids();
         if let Some(id) = eos.iter().find(|&&id| tokenizer.id_to_token(id).is_none()) {
             tracing::warn!(
@@ -152,14 +207,9 @@ impl Tokenizer {
     /// # Errors
     /// As [`Self::load`].
     pub fn read(folder: &Path) -> Result<Tokenizer, TokenizerError> {
-        let mut files = Vec::new();
-        for name in FILES {
-            if let Some(bytes) = read_optional(&folder.join(name))? {
-                files.push((name, bytes));
-            }
-        }
+        let files = read_files(folder)?;
         let bytes = match files.first() {
-            Some(("tokenizer.json", bytes)) => bytes,
+            Some((name, bytes)) if name == FILES[0] => bytes,
             _ => {
                 return Err(TokenizerError::Missing {
                     folder: folder.display().to_string(),
@@ -167,9 +217,10 @@ impl Tokenizer {
             }
         };
         let malformed = |reason: String| TokenizerError::Malformed {
-            path: folder.join("tokenizer.json").display().to_string(),
+            path: folder.join(FILES[0]).display().to_string(),
             reason,
         };
+        text(bytes).map_err(malformed)?;
         let mut inner =
             guarded(|| tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string()))
                 .map_err(malformed)?;
@@ -177,6 +228,9 @@ impl Tokenizer {
             .with_truncation(None)
             .map_err(|e| malformed(e.to_string()))?;
         inner.with_padding(None);
+        let declared = Declared::read(folder)?;
+        let rows = special::rows(folder)?;
+        added::add(&mut inner, &declared, folder, rows)?;
         let vocabulary = inner.get_vocab(true);
         let (token, last) = vocabulary
             .iter()
@@ -189,7 +243,7 @@ impl Tokenizer {
             )));
         }
 
-        let special = SpecialIds::read(folder, |token| inner.token_to_id(token))?;
+        let special = SpecialIds::read(folder, &declared, rows, |token| inner.token_to_id(token))?;
         Ok(Tokenizer {
             inner,
             vocab_size,
@@ -197,6 +251,8 @@ impl Tokenizer {
             eos: special.eos,
             declared_pad: special.declared_pad,
             pad: special.declared_pad.or(special.unknown).unwrap_or(0),
+            without_id: special.without_id,
+            beyond: special.beyond,
             files,
         })
     }
@@ -271,6 +327,11 @@ impl Tokenizer {
         &self.eos
     }
 
+    /// Declared ends of sequence that no row of the embedding has, and which are ignored.
+    pub fn ignored_eos_ids(&self) -> &[u32] {
+        &self.beyond
+    }
+
     /// The first of [`eos_ids`](Self::eos_ids).
     pub fn eos_id(&self) -> Option<u32> {
         self.eos.first().copied()
@@ -281,7 +342,8 @@ impl Tokenizer {
         self.pad
     }
 
-    /// Writes the tokenizer's files into `folder`, byte for byte as they were loaded.
+    /// Writes the tokenizer's files into `folder`, byte for byte as they were loaded but for a byte-order mark, so that
+    /// the folder gives the same ids again, here and in `transformers`.
     ///
     /// # Errors
     /// When a file cannot be written.
@@ -293,10 +355,50 @@ impl Tokenizer {
         std::fs::create_dir_all(folder).map_err(|e| failed(folder, e))?;
         for (name, bytes) in &self.files {
             let path = folder.join(name);
+            if let Some(parent) = path.parent() {
+                std::fs::create_dir_all(parent).map_err(|e| failed(parent, e))?;
+            }
             std::fs::write(&path, bytes).map_err(|e| failed(&path, e))?;
         }
         Ok(())
     }
+}
+
+/// The files of a tokenizer by their names in the folder, tokenizer.json first. Pointers of Git LFS to files that are not
+/// read here are left out, with a warning.
+fn read_files(folder: &Path) -> Result<Vec<(String, Vec<u8>)>, TokenizerError> {
+    let mut names: Vec<String> = FILES.iter().map(|name| (*name).to_owned()).collect();
+    names.extend(templates(folder));
+    let mut files = Vec::new();
+    for name in names {
+        let Some(bytes) = read_optional(&folder.join(&name))? else {
+            continue;
+        };
+        if UNREAD.contains(&name.as_str())
+            && let Some(reason) = stand_in(&bytes)
+        {
+            tracing::warn!(folder = %folder.display(), file = name, "a file is not copied: {reason}");
+            continue;
+        }
+        files.push((name, without_bom(bytes)));
+    }
+    Ok(files)
+}
+
+/// Files of a tokenizer that are copied only.
+const UNREAD: [&str; 3] = ["vocab.json", "merges.txt", "tokenizer.model"];
+
+/// Further chat templates of a folder, sorted: `additional_chat_templates/NAME.jinja`.
+pub(crate) fn templates(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder.join(TEMPLATES));
+    let names = entries.into_iter().flatten().flatten();
+    let mut names: Vec<String> = names
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(|name| name.ends_with(".jinja"))
+        .map(|name| format!("{TEMPLATES}/{name}"))
+        .collect();
+    names.sort();
+    names
 }
 
 fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, TokenizerError> {
@@ -319,252 +421,13 @@ pub(crate) fn read_json(
     let Some(bytes) = read_optional(&path)? else {
         return Ok(None);
     };
-    serde_json::from_slice(&bytes)
+    json_object(&bytes)
         .map(Some)
-        .map_err(|e| TokenizerError::Malformed {
+        .map_err(|reason| TokenizerError::Malformed {
             path: path.display().to_string(),
-            reason: e.to_string(),
+            reason,
         })
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use super::*;
-    use serde_json::json;
-
-    /// A word-level tokenizer with the given vocabulary; words in angle brackets are special.
-    fn word_level(words: &[&str]) -> Value {
-        let vocab: Map<String, Value> = words
-            .iter()
-            .enumerate()
-            .map(|(id, word)| ((*word).to_owned(), json!(id)))
-            .collect();
-        let added: Vec<Value> = words
-            .iter()
-            .enumerate()
-            .filter(|(_, word)| word.starts_with('<'))
-            .map(|(id, word)| {
-                json!({"id": id, "content": word, "single_word": false, "lstrip": false, "rstrip": false,
-                       "normalized": false, "special": true})
-            })
-            .collect();
-        json!({
-            "version": "1.0",
-            "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
-            "padding": null, "added_tokens": added, "normalizer": null,
-            "pre_tokenizer": {"type": "WhitespaceSplit"},
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
-            },
-            "decoder": null,
-            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
-        })
-    }
-
-    const WORDS: [&str; 7] = ["<unk>", "<s>", "</s>", "one", "two", "three", "<end>"];
-
-    pub(crate) fn folder(files: &[(&str, Value)]) -> tempfile::TempDir {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(
-            dir.path().join("tokenizer.json"),
-            word_level(&WORDS).to_string(),
-        )
-        .unwrap();
-        for (name, value) in files {
-            std::fs::write(dir.path().join(name), value.to_string()).unwrap();
-        }
-        dir
-    }
-
-    #[test]
-    fn encodes_and_decodes_without_the_files_own_truncation() {
-        let dir = folder(&[]);
-        let tokenizer = Tokenizer::load(dir.path()).unwrap();
-        assert_eq!(tokenizer.encode("one two three", false).unwrap(), [3, 4, 5]);
-        assert_eq!(
-            tokenizer.encode("one two three", true).unwrap(),
-            [1, 3, 4, 5]
-        );
-        assert_eq!(tokenizer.encode("one</s>", false).unwrap(), [3, 2]);
-        assert_eq!(tokenizer.decode(&[1, 3, 4, 2]), "one two");
-        assert_eq!(tokenizer.decode_with_special(&[1, 3, 2]), "<s> one </s>");
-        assert_eq!(tokenizer.token_to_id("two"), Some(4));
-        assert_eq!(tokenizer.id_to_token(6).as_deref(), Some("<end>"));
-        assert_eq!(tokenizer.id_to_token(7), None);
-        assert_eq!(tokenizer.vocab_size(), 7);
-    }
-
-    #[test]
-    fn every_end_of_sequence_id_counts_in_order_of_precedence() {
-        let config = ("config.json", json!({"eos_token_id": 2, "pad_token_id": 0}));
-        let tokens = (
-            "tokenizer_config.json",
-            json!({"eos_token": {"content": "<end>"}, "bos_token": "<s>"}),
-        );
-        let generation = ("generation_config.json", json!({"eos_token_id": [6, 2]}));
-        let silent = ("generation_config.json", json!({"temperature": 1.0}));
-        let cases = [
-            (vec![], vec![], None),
-            (vec![tokens.clone()], vec![6], Some(1)),
-            (vec![tokens.clone(), config.clone()], vec![2], Some(1)),
-            (
-                vec![tokens.clone(), config.clone(), silent],
-                vec![2],
-                Some(1),
-            ),
-            (vec![tokens, config, generation], vec![6, 2], Some(1)),
-        ];
-        for (files, eos, bos) in cases {
-            let dir = folder(&files);
-            let tokenizer = Tokenizer::load(dir.path()).unwrap();
-            assert_eq!(tokenizer.eos_ids(), eos, "{files:?}");
-            assert_eq!(tokenizer.eos_id(), eos.first().copied());
-            assert_eq!(tokenizer.bos_id(), bos, "{files:?}");
-        }
-    }
-
-    #[test]
-    fn pad_is_declared_or_falls_back() {
-        let pad = |files: &[(&str, Value)]| Tokenizer::load(folder(files).path()).unwrap().pad_id();
-        let token = ("tokenizer_config.json", json!({"pad_token": "<end>"}));
-        let generation = ("generation_config.json", json!({"pad_token_id": 2}));
-        let unknown = ("tokenizer_config.json", json!({"unk_token": "three"}));
-        assert_eq!(pad(&[token, generation.clone()]), 6);
-        assert_eq!(pad(&[generation]), 2);
-        assert_eq!(pad(&[unknown]), 5);
-        assert_eq!(pad(&[]), 0);
-    }
-
-    #[test]
-    fn bad_folders_are_told() {
-        let empty = tempfile::tempdir().unwrap();
-        assert!(matches!(
-            Tokenizer::load(empty.path()),
-            Err(TokenizerError::Missing { .. })
-        ));
-        let told = |files: &[(&str, &str)]| {
-            let dir = folder(&[]);
-            for (name, text) in files {
-                std::fs::write(dir.path().join(name), text).unwrap();
-            }
-            Tokenizer::load(dir.path()).unwrap_err().to_string()
-        };
-        assert!(told(&[("tokenizer.json", "{\"version\": ")]).contains("tokenizer.json`: "));
-        assert!(told(&[("tokenizer_config.json", "[]")]).contains("tokenizer_config.json`: "));
-        assert!(told(&[("generation_config.json", "{")]).contains("generation_config.json`: "));
-        let text = told(&[("config.json", r#"{"pad_token_id": "a"}"#)]);
-        assert!(text.contains("config.json`: "), "{text}");
-        let text = told(&[("tokenizer_config.json", r#"{"eos_token": "<stop>"}"#)]);
-        assert!(
-            text.ends_with("eos_token is `<stop>`, which the vocabulary does not hold"),
-            "{text}"
-        );
-        let text = told(&[("generation_config.json", r#"{"eos_token_id": [2, -1]}"#)]);
-        assert!(
-            text.ends_with("`eos_token_id` holds -1, which is no token id"),
-            "{text}"
-        );
-    }
-
-    #[test]
-    fn damaged_tokenizers_are_told() {
-        let dir = folder(&[]);
-        let with = |at: &str, value: Value| {
-            let mut file = word_level(&WORDS);
-            let (parent, key) = at.rsplit_once('/').unwrap();
-            file.pointer_mut(parent).unwrap()[key] = value;
-            std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
-            Tokenizer::load(dir.path()).unwrap_err().to_string()
-        };
-        let bpe =
-            |merges: Value| json!({"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": merges});
-        let unigram = json!({"type": "Unigram", "unk_id": 99, "vocab": [["a", -1.0]]});
-        let precompiled = json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"});
-        let bare = json!([{"id": 0, "content": "<unk>"}]);
-        for (at, value) in [
-            ("/normalizer", precompiled),
-            ("/normalizer", json!({"type": "Unknown"})),
-            ("/pre_tokenizer", json!({"type": "Unknown"})),
-            ("/post_processor", json!({"type": "Unknown"})),
-            ("/decoder", json!({"type": "Unknown"})),
-            ("/version", json!("9.0")),
-            ("/truncation", json!(5)),
-            ("/padding", json!("x")),
-            ("/added_tokens", bare),
-            ("/model", json!({"type": "Own"})),
-            ("/model", bpe(json!([["a", "c"]]))),
-            ("/model", bpe(Value::Null)),
-            ("/model", unigram),
-            ("/model/vocab", json!(3)),
-        ] {
-            let told = with(at, value);
-            assert!(told.contains("tokenizer.json`: "), "{at}: {told}");
-        }
-        let none = json!({"type": "WordLevel", "vocab": {}, "unk_token": "a"});
-        let mut file = word_level(&[]);
-        file["model"] = none;
-        std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
-        let told = Tokenizer::load(dir.path()).unwrap_err().to_string();
-        assert!(told.contains("the vocabulary is empty"), "{told}");
-        let told = with("/model/vocab", json!({"<unk>": 4_294_967_295_u32}));
-        assert!(told.contains("beyond any vocabulary"), "{told}");
-    }
-
-    #[test]
-    fn ids_without_a_token_are_none() {
-        let dir = folder(&[]);
-        let mut file = word_level(&WORDS);
-        file["model"]["vocab"] = json!({"<unk>": 0, "one": 3});
-        file["added_tokens"].as_array_mut().unwrap().truncate(1);
-        std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
-        let tokenizer = Tokenizer::load(dir.path()).unwrap();
-        let tokens: Vec<_> = tokenizer.tokens().collect();
-        let some = |token: &str| Some(token.to_owned());
-        assert_eq!(tokens, [some("<unk>"), None, None, some("one")]);
-    }
-
-    #[test]
-    fn files_are_copied_byte_for_byte() {
-        let dir = folder(&[("generation_config.json", json!({"eos_token_id": 2}))]);
-        std::fs::write(dir.path().join("chat_template.jinja"), "{{ x }}\r\n").unwrap();
-        let tokenizer = Tokenizer::load(dir.path()).unwrap();
-        let out = dir.path().join("a/b");
-        tokenizer.save(&out).unwrap();
-        let names = [
-            "tokenizer.json",
-            "generation_config.json",
-            "chat_template.jinja",
-        ];
-        for name in names {
-            assert_eq!(
-                std::fs::read(out.join(name)).unwrap(),
-                std::fs::read(dir.path().join(name)).unwrap()
-            );
-        }
-        assert_eq!(std::fs::read_dir(&out).unwrap().count(), names.len());
-    }
-
-    /// A SentencePiece-style tokenizer, where it lies beside the workspace; ids as `transformers` gives them.
-    #[test]
-    fn stories_are_tokenised_as_elsewhere() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/models/stories260K");
-        if !folder.exists() {
-            return;
-        }
-        let tokenizer = Tokenizer::load(&folder).unwrap();
-        assert_eq!(tokenizer.eos_ids(), [1, 2]);
-        assert_eq!((tokenizer.bos_id(), tokenizer.pad_id()), (Some(1), 0));
-        let ids = [
-            1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315, 421, 395, 317, 426,
-        ];
-        let text = "Once upon a time, there was a little girl named Lily.";
-        assert_eq!(tokenizer.encode(text, true).unwrap(), ids);
-        assert_eq!(tokenizer.decode(&ids), text);
-        let ids = [1, 320, 485, 306, 414, 13, 410, 475, 479];
-        assert_eq!(tokenizer.encode("Héllo\n 12", true).unwrap(), ids);
-        assert_eq!(tokenizer.decode(&ids), "Héllo\n 12");
-    }
-}
+pub(crate) mod tests;

@@ -487,6 +487,39 @@ fn limits_and_stops_are_honoured() {
     }
 }
 
+/// A stop text that begins and ends inside tokens, and one over several of them.
+#[test]
+fn stops_inside_tokens_end_all_engines_alike() {
+    let decoder = decoder(llama());
+    let requests: Vec<RolloutRequest> = (0..40).map(|row| request(vec![5, 6], row, 30)).collect();
+    let free = generate(EAGER, &decoder, &requests, &SamplingSettings::default()).unwrap();
+    let text = |ids: &[u32]| ids.iter().map(|id| format!("<{id}>")).collect::<String>();
+    let within = |row: usize, tokens: std::ops::Range<usize>| {
+        let whole = text(&free[row].tokens[tokens]);
+        whole[1..whole.len() - 1].to_owned()
+    };
+    let settings = SamplingSettings {
+        stop_texts: vec![within(2, 4..6), within(3, 1..9)],
+        text_decoder: Some(TextDecoder::new(text)),
+        ..SamplingSettings::default()
+    };
+    let expected = generate(EAGER, &decoder, &requests, &settings).unwrap();
+    for (row, longest) in [(2, 6), (3, 9)] {
+        assert_eq!(expected[row].finish, FinishReason::Stop);
+        assert!(expected[row].tokens.len() <= longest);
+    }
+    let ends = |outputs: &[RolloutOutput]| {
+        let ends = outputs
+            .iter()
+            .map(|output| (output.tokens.clone(), output.finish));
+        ends.collect::<Vec<_>>()
+    };
+    for engine in ways() {
+        let outputs = generate(engine, &decoder, &requests, &settings).unwrap();
+        assert_eq!(ends(&outputs), ends(&expected), "{engine:?}");
+    }
+}
+
 #[test]
 fn a_response_ends_where_the_context_does() {
     let decoder = decoder(llama());
@@ -503,15 +536,21 @@ fn a_response_ends_where_the_context_does() {
     for engine in ways() {
         let settings = SamplingSettings::default();
         let cut = generate(engine, &decoder, &requests, &settings).unwrap();
-        // The same as if no more had been asked for.
-        assert_eq!(cut, generate(engine, &decoder, &asked, &settings).unwrap());
+        // The same as if no more had been asked for, but for the reason where more was.
+        let mut exact = generate(engine, &decoder, &asked, &settings).unwrap();
+        for ((output, request), asked) in exact.iter_mut().zip(&requests).zip(&asked) {
+            assert_eq!(output.finish, FinishReason::Length);
+            if request.max_new_tokens > asked.max_new_tokens {
+                output.finish = FinishReason::Context;
+            }
+        }
+        assert_eq!(cut, exact);
         for (output, request) in cut.iter().zip(&requests) {
             assert_eq!(
                 output.tokens.len() + request.prompt.len(),
                 CONTEXT,
                 "{engine:?}"
             );
-            assert_eq!(output.finish, FinishReason::Length);
         }
     }
 }

@@ -97,8 +97,17 @@ impl Diagnostic {
 /// }
 /// # check().unwrap();
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
+///
+/// Returned from `main`, they are printed as `pipe check` prints them: `Debug` writes the same text as `Display`, on lines
+/// of its own.
+#[derive(Clone, PartialEq, Eq)]
 pub struct Findings(pub Vec<Diagnostic>);
+
+impl fmt::Debug for Findings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\n{self}")
+    }
+}
 
 impl fmt::Display for Findings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -225,6 +234,17 @@ mod tests {
             ["word"; 12].join(" ")
         );
         assert_eq!(finding.to_string(), expected);
+    }
+
+    /// `main` that returns an error prints its `Debug`.
+    #[test]
+    fn findings_are_readable_where_they_end_a_program() {
+        let finding = Diagnostic::error("P001", "short")
+            .at("a")
+            .because("b")
+            .help("c");
+        let boxed: Box<dyn std::error::Error> = Box::new(Findings(vec![finding.clone()]));
+        assert_eq!(format!("Error: {boxed:?}"), format!("Error: \n{finding}"));
     }
 
     #[test]

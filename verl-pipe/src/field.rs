@@ -199,6 +199,23 @@ impl Field {
         self.shape.parse()
     }
 
+    /// Whether its values stand for something instead of measuring it, such as token ids, row numbers, flags and masks:
+    /// they are the same or they are not, and have no mean. Whole numbers are, unless their unit is a quantity, and so are
+    /// texts.
+    pub fn is_identifier(&self) -> bool {
+        let kinds = [
+            "id", "ids", "row", "flag", "kind", "reason", "mask", "index", "class",
+        ];
+        let last = self.unit.rsplit(' ').next().unwrap_or_default();
+        match self.dtype {
+            DType::Text | DType::Bool => true,
+            DType::F32 | DType::F64 => false,
+            DType::U8 | DType::U32 | DType::U64 | DType::I64 => {
+                last.is_empty() || kinds.contains(&last)
+            }
+        }
+    }
+
     /// The same field under another name.
     pub fn renamed(mut self, name: impl Into<Cow<'static, str>>) -> Field {
         self.name = name.into();
@@ -357,5 +374,37 @@ impl<K: ColumnKind> Key<K> {
 impl<K: ColumnKind> From<Key<K>> for Field {
     fn from(key: Key<K>) -> Field {
         key.field()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keys;
+
+    #[test]
+    fn what_stands_for_something_is_no_measure() {
+        let names: [Field; 8] = [
+            keys::RESPONSES.into(),
+            keys::DATA_ROWS.into(),
+            keys::DESIRABLE.into(),
+            keys::MASK_KINDS.into(),
+            keys::FINISH_REASONS.into(),
+            keys::ROLLOUT_MASKS.into(),
+            keys::ANSWERS.into(),
+            Key::<Ragged<u32>>::new("experts", "[B, T~]", "expert id", "expert of each token")
+                .into(),
+        ];
+        for field in names {
+            assert!(field.is_identifier(), "{field}");
+        }
+        let measures: [Field; 3] = [
+            keys::REWARDS.into(),
+            keys::OLD_LOG_PROBS.into(),
+            Key::<Scalar<u32>>::new("turns", "[B]", "turns", "turns of an episode").into(),
+        ];
+        for field in measures {
+            assert!(!field.is_identifier(), "{field}");
+        }
     }
 }

@@ -32,6 +32,13 @@ pub const TARGETS: Key<Ragged<u32>> = Key::new(
     "token id",
     "tokens that supervised training imitates",
 );
+/// Which target tokens are trained: see [`mask`].
+pub const TARGET_KINDS: Key<Ragged<u8>> = Key::new(
+    "target_kinds",
+    "[B, T~]",
+    "mask kind",
+    "1 trained, 0 read alone: what stands between turns of the assistant, or outside the template's marks",
+);
 /// Answer that is preferred to the other one of its prompt.
 pub const CHOSEN_RESPONSES: Key<Ragged<u32>> = Key::new(
     "chosen_responses",
@@ -65,7 +72,7 @@ pub const RESPONSE_TEXTS: Key<Text> = Key::new(
     "response_texts",
     "[B]",
     "",
-    "response decoded without special tokens",
+    "response decoded without special tokens, up to its stop text",
 );
 /// Token ids of a reference response to the prompt.
 pub const BASELINE_RESPONSES: Key<Ragged<u32>> = Key::new(
@@ -101,7 +108,7 @@ pub const FINISH_REASONS: Key<Scalar<u8>> = Key::new(
     "finish_reasons",
     "[B]",
     "finish reason",
-    "0 end-of-sequence, 1 stop string, 2 length limit",
+    "0 end-of-sequence, 1 stop string, 2 length limit, 3 end of the model's context",
 );
 /// Log-probs of the sampled tokens under the distribution they were sampled from.
 pub const SAMPLING_LOG_PROBS: Key<Ragged<f32>> = Key::new(
@@ -234,6 +241,43 @@ pub const VALUES: Key<Ragged<f32>> = Key::new(
 )
 .finite();
 
+/// Names of all keys here. A stage that offers one of them does what stages of its sort do; other keys are a pipeline's
+/// own.
+pub(crate) const STANDARD: [&str; 32] = [
+    PROMPTS.name(),
+    PROMPT_TEXTS.name(),
+    ANSWERS.name(),
+    DATA_ROWS.name(),
+    TARGETS.name(),
+    TARGET_KINDS.name(),
+    CHOSEN_RESPONSES.name(),
+    REJECTED_RESPONSES.name(),
+    DESIRABLE.name(),
+    RESPONSES.name(),
+    RESPONSE_TEXTS.name(),
+    BASELINE_RESPONSES.name(),
+    BASELINE_RESPONSE_TEXTS.name(),
+    MARGINS.name(),
+    MASK_KINDS.name(),
+    FINISH_REASONS.name(),
+    SAMPLING_LOG_PROBS.name(),
+    ROLLOUT_LOG_PROBS.name(),
+    OLD_LOG_PROBS.name(),
+    REF_LOG_PROBS.name(),
+    ENTROPIES.name(),
+    SUM_PI_SQUARED.name(),
+    ROLLOUT_WEIGHTS.name(),
+    ROLLOUT_MASKS.name(),
+    REWARDS.name(),
+    REWARD_BASELINES.name(),
+    SHAPED_REWARDS.name(),
+    GROUP_MEANS.name(),
+    TOKEN_LEVEL_REWARDS.name(),
+    ADVANTAGES.name(),
+    RETURNS.name(),
+    VALUES.name(),
+];
+
 /// Values of [`MASK_KINDS`].
 pub mod mask {
     /// Tool or environment text inside a response; never trained on.
@@ -250,4 +294,23 @@ pub mod finish {
     pub const STOP: u8 = 1;
     /// The token limit was reached.
     pub const LENGTH: u8 = 2;
+    /// The end of the model's context was reached before the token limit.
+    pub const CONTEXT: u8 = 3;
+
+    /// Whether a response was cut off, by either limit, instead of having ended.
+    pub const fn is_cut(reason: u8) -> bool {
+        matches!(reason, LENGTH | CONTEXT)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::STANDARD;
+
+    #[test]
+    fn every_key_of_this_file_is_standard() {
+        let keys = include_str!("keys.rs").lines();
+        let keys = keys.filter(|line| line.starts_with("pub const ") && line.contains(": Key<"));
+        assert_eq!(keys.count(), STANDARD.len());
+    }
 }

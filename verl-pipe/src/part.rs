@@ -70,6 +70,10 @@ pub trait Slot: Sized + 'static {
 ///
 /// Implementors derive `Deserialize`, `Serialize` and `JsonSchema`. A key that the schema does not have is refused, so
 /// `deny_unknown_fields` is not needed, and `flatten` is possible.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not the settings of a part (a loss, an estimator)",
+    note = "implement `PartConfig` for them: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` where these crates are not dependencies of yours); a policy loss implements `PolicyLoss` and is used as `PolicyObjective<{Self}>`"
+)]
 pub trait PartConfig:
     DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
 {

@@ -10,12 +10,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::chain::Chain;
 pub use crate::chain::{IntoStage, stage_fn, stage_with};
-use crate::data::{DataError, DataLoaderInterface};
+use crate::data::{DataError, DataLoaderInterface, OpenedData};
 use crate::resource::{
     DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
 };
 use crate::schedule::batching::{BatchConfig, DevicesConfig};
-use crate::stage::{BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig};
+use crate::stage::{
+    BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig, Training,
+};
 use crate::trace::config::TraceConfig;
 use crate::trace::rules::{Rule, RuleDecl};
 
@@ -23,7 +25,7 @@ use crate::trace::rules::{Rule, RuleDecl};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RunConfig {
-    /// Folder of the run; refused if it exists.
+    /// Folder of the run; refused if it exists, unless what lies there is a run that failed before its first step was done.
     pub dir: PathBuf,
     /// Seed of every random draw.
     pub seed: u64,
@@ -37,6 +39,10 @@ pub struct RunConfig {
     /// Longest wait for one call of a stage that uses a model (seconds).
     #[schemars(extend("exclusiveMinimum" = 0))]
     pub stage_deadline_s: f64,
+    /// Largest share of a step's rows that may fail in a stage (share): a step in which more fail ends the run. Where all of
+    /// them fail it ends whatever this is.
+    #[schemars(range(min = 0, max = 1))]
+    pub max_failed_share: f64,
     /// Models to save at the end; all that were updated when absent.
     pub save: Option<Vec<String>>,
 }
@@ -50,6 +56,7 @@ impl Default for RunConfig {
             console_every: 1,
             samples_per_step: 2,
             stage_deadline_s: 3600.0,
+            max_failed_share: 1.0,
             save: None,
         }
     }
@@ -61,6 +68,10 @@ pub type StageBuilder =
 /// Opens a data set.
 pub type DataBuilder =
     Arc<dyn Fn(&BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> + Send + Sync>;
+
+/// Opens as much of a data set as a check looks at.
+pub type DataStartBuilder =
+    Arc<dyn Fn(&BuildContext) -> Result<OpenedData, DataError> + Send + Sync>;
 
 /// Looks at a data set without reading it.
 pub type DataCheck = Arc<dyn Fn(&BuildContext) -> Result<(), Vec<ConfigError>> + Send + Sync>;
@@ -105,6 +116,10 @@ pub trait ModelFactory: Send + Sync {
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>>;
     /// See [`ModelConfig::trainable`].
     fn trainable(&self) -> bool;
+    /// See [`ModelConfig::training`].
+    fn training(&self, _optimizer_steps: u64) -> Option<Training> {
+        None
+    }
     /// See [`ModelConfig::check_device`].
     ///
     /// # Errors
@@ -142,6 +157,9 @@ impl<C: ModelConfig> ModelFactory for C {
     }
     fn trainable(&self) -> bool {
         ModelConfig::trainable(self)
+    }
+    fn training(&self, optimizer_steps: u64) -> Option<Training> {
+        ModelConfig::training(self, optimizer_steps)
     }
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
         ModelConfig::check_device(self, device)
@@ -191,6 +209,8 @@ pub struct DataDecl {
     pub check: DataCheck,
     /// Opens it.
     pub open: DataBuilder,
+    /// Opens as much of it as a check looks at; see [`DataConfig::open_start`].
+    pub open_start: DataStartBuilder,
 }
 
 /// A declared pipeline; see the crate's first page.
@@ -307,12 +327,14 @@ impl DataPipe {
         name: impl Into<String>,
         data: Arc<dyn DataLoaderInterface>,
     ) -> Self {
+        let start = OpenedData::whole(data.clone());
         self.data.push(DataDecl {
             name: name.into(),
             kind: CUSTOM.to_owned(),
             config: serde_json::Value::Null,
             check: Arc::new(|_| Ok(())),
             open: Arc::new(move |_| Ok(data.clone())),
+            open_start: Arc::new(move |_| Ok(start.clone())),
         });
         self
     }
@@ -444,13 +466,14 @@ impl ModelDecl {
 impl DataDecl {
     /// The declaration of a data set from its configuration.
     pub fn new<C: DataConfig>(name: impl Into<String>, config: C) -> Self {
-        let checked = config.clone();
+        let (checked, started) = (config.clone(), config.clone());
         DataDecl {
             name: name.into(),
             kind: C::KIND.to_owned(),
             config: as_json(&config),
             check: Arc::new(move |context| checked.check(context)),
             open: Arc::new(move |context| config.open(context)),
+            open_start: Arc::new(move |context| started.open_start(context)),
         }
     }
 }

@@ -145,9 +145,31 @@ pub trait ModelResource: Any + Send {
 }
 
 /// How token ids are written; what a reader of a trace needs of a model.
-pub trait TokenTexts: Send + Sync {
+pub trait TokenTexts: Any + Send + Sync {
     /// The text of one token, special ones included; empty for an id that there is not.
     fn token(&self, id: u32) -> String;
+
+    /// The text of several, special ones included.
+    fn text(&self, ids: &[u32]) -> String {
+        ids.iter().map(|id| self.token(*id)).collect()
+    }
+}
+
+/// What turns texts into a model's tokens and back, loaded when a pipeline is checked. Stages downcast it through
+/// [`PreviewContext::texts`](crate::stage::PreviewContext::texts).
+#[derive(Clone)]
+pub struct Texts(pub Arc<dyn TokenTexts>);
+
+impl fmt::Debug for Texts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Texts")
+    }
+}
+
+impl PartialEq for Texts {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
 }
 
 /// What a model declaration tells without loading weights.
@@ -157,6 +179,9 @@ pub struct ModelInfo {
     pub num_parameters: u64,
     /// Bytes of weights as held on the device.
     pub weight_bytes: u64,
+    /// Bytes of the folder into which it is saved; where that is 0 it is not known, and `weight_bytes` stands for it.
+    #[serde(skip)]
+    pub saved_bytes: u64,
     /// Bytes of the optimiser's state while training, f32 copies of narrower weights and moments; 0 for a frozen model.
     pub optimizer_bytes: u64,
     /// Bytes of summed gradients while training; 0 for a frozen model.
@@ -176,6 +201,12 @@ pub struct ModelInfo {
     /// What its token ids mean, where that is told.
     #[serde(skip)]
     pub vocabulary: Option<Vocabulary>,
+    /// Number of token ids that it can read, where that is told; 0 where it is not.
+    #[serde(skip)]
+    pub num_ids: usize,
+    /// What turns texts into its tokens, where it has that.
+    #[serde(skip)]
+    pub texts: Option<Texts>,
     /// Why no prompt can be written by its chat template, where that is known.
     #[serde(skip)]
     pub no_template: Option<String>,

@@ -332,7 +332,7 @@ fn sizes_without_a_value_that_fits() {
 /// A station's letter and three digits.
 fn is_code(text: &str) -> bool {
     text.len() == 4
-        && text.starts_with(['C', 'P', 'S', 'R', 'M', 'T'])
+        && text.starts_with(['C', 'D', 'P', 'S', 'R', 'M', 'T'])
         && text[1..].bytes().all(|b| b.is_ascii_digit())
 }
 
@@ -480,8 +480,8 @@ fn every_code_of_the_source_has_a_page_and_the_reverse() {
         for heading in ["## Why", "## Repair"] {
             assert!(page.contains(heading), "{code} has no {heading}");
         }
-        // What can end a run, or be wrong with a trace, is printed by tests of their own.
-        if code.starts_with(['R', 'T']) || code == "S011" {
+        // What can end a run, or be wrong with data or a trace, is printed by tests of their own.
+        if code.starts_with(['D', 'R', 'T']) || code == "S011" {
             continue;
         }
         assert!(page.contains("## A pipeline that fails"), "{code}");

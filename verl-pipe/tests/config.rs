@@ -258,11 +258,12 @@ fn commands_print_and_tell_by_their_exit_code() {
     let registry = registry();
     let checked = |overrides: &[&str], json| CheckArgs {
         pipeline: args(overrides),
+        rows: 0,
         json,
     };
 
     let (code, text) = run(|out| cli::check::check(&checked(&[], false), &registry, out));
-    assert_eq!(code, 0);
+    assert_eq!(code, 0, "{text}");
     assert!(
         text.contains("warning[P011]: no stage uses the model `reference`"),
         "{text}"

@@ -14,11 +14,12 @@ use verl_pipe::keys::{
 use verl_pipe::part::Part;
 use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
 use verl_pipe::stage::{
-    BuildContext, Cardinality, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext,
-    StageError, StageSpec,
+    BuildContext, Cardinality, ConfigError, Metric, Reduce, Shown, Stage, StageConfig,
+    StageContext, StageError, StageSpec,
 };
 
 use crate::estimators::{Estimator, Grpo};
+use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
 use crate::losses::KL_PENALTY;
 use crate::settings::{coefficient_fault, refusal};
 use crate::state::{recalled, restored, snapshot, stored};
@@ -73,8 +74,9 @@ pub struct Advantages {
     pub kl_control: KlControl,
     /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`.
     pub kl_estimator: String,
-    /// Temperature of the log-probs that the KL compares, and of those that an estimator reads.
-    pub temperature: f64,
+    /// Temperature of the log-probs that the KL compares, and of those that an estimator reads; that of the sampling when
+    /// absent.
+    pub temperature: Option<f64>,
 }
 
 impl Default for Advantages {
@@ -84,7 +86,7 @@ impl Default for Advantages {
             kl_coef: 0.0,
             kl_control: KlControl::default(),
             kl_estimator: "k1".to_owned(),
-            temperature: 1.0,
+            temperature: None,
         }
     }
 }
@@ -95,6 +97,7 @@ impl StageConfig for Advantages {
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(coefficient_fault("kl_coef", self.kl_coef));
+        faults.extend(scoring_temperature_fault(self.temperature));
         let kl = KlEstimator::parse(&self.kl_estimator)
             .map_err(|error| faults.push(refusal("kl_estimator", &error)));
         let steering = self.steering(context);
@@ -113,6 +116,7 @@ impl StageConfig for Advantages {
         };
         Ok(Box::new(AdvantagesStage {
             doubt: self.lone(&estimator, samples),
+            temperature: scoring_temperature(self.temperature, context),
             config: self.clone(),
             kl,
             steering,
@@ -202,6 +206,7 @@ const NO_COMPONENT: &str = "put a `reward` stage before it that writes this key,
 /// The running stage.
 struct AdvantagesStage {
     config: Advantages,
+    temperature: f64,
     kl: KlEstimator,
     steering: Option<KlSteering>,
     estimator: Estimator,
@@ -212,7 +217,7 @@ impl AdvantagesStage {
     fn tag(&self, weights: Weights) -> LogProbTag {
         LogProbTag {
             policy: None,
-            temperature: Some(self.config.temperature),
+            temperature: Some(self.temperature),
             support: Some(Support::Full),
             weights: Some(weights),
         }
@@ -337,7 +342,7 @@ impl Stage for AdvantagesStage {
             CutUnit::Pair | CutUnit::Group => Cardinality::Group,
             CutUnit::MiniBatch => Cardinality::Batch,
         };
-        let mut spec = StageSpec::new();
+        let mut spec = StageSpec::new().at_temperature_of(MASK_KINDS.name());
         for key in &self.estimator.components().keys {
             spec = spec.reads(REWARDS.field().renamed(key.clone()));
             spec = spec.remedy(key, NO_COMPONENT.replace("NAME", key));
@@ -351,7 +356,8 @@ impl Stage for AdvantagesStage {
             .reads_optional(GROUP_MEANS)
             .writes(ADVANTAGES)
             .cardinality(cardinality)
-            .metrics(&[REWARD_MEAN, UNSCORED]);
+            .metrics(&[REWARD_MEAN, UNSCORED])
+            .shows(Shown::of(&REWARD_MEAN, "reward", Shown::OUTCOME));
         if self.reads(EstimatorInput::Groups) {
             spec = spec.metrics(&[NO_SIGNAL]);
         }
@@ -382,7 +388,9 @@ impl Stage for AdvantagesStage {
                 .once(KL_PENALTY);
         }
         if self.config.kl_coef != 0.0 {
-            spec = spec.metrics(&[REWARD_KL]);
+            spec = spec
+                .metrics(&[REWARD_KL])
+                .shows(Shown::of(&REWARD_KL, "kl", Shown::DISTANCE));
         }
         if self.steering.is_some() {
             spec = spec.metrics(&[REWARD_KL_COEF]);

@@ -29,8 +29,9 @@ use verl_pipe::stage::{
     StageSpec, find_model,
 };
 
-use crate::generate::{LONGEST, refused, stop_fault};
+use crate::generate::{LONGEST, STOPS, stop_fault, stop_list};
 use crate::model::{POLICY, PolicyResource, room_fault};
+use crate::refusals::refused_request;
 use crate::settings::metrics;
 
 metrics! {
@@ -49,6 +50,8 @@ pub struct Baseline {
     pub min_new_tokens: usize,
     /// Texts that end a response; as in `generate`.
     pub stop: Vec<String>,
+    /// Whether the text that rewards see keeps the stop text; as in `generate`.
+    pub include_stop: bool,
 }
 
 impl Default for Baseline {
@@ -58,6 +61,7 @@ impl Default for Baseline {
             max_new_tokens: 128,
             min_new_tokens: 0,
             stop: Vec::new(),
+            include_stop: false,
         }
     }
 }
@@ -111,6 +115,7 @@ impl Stage for BaselineStage {
             .writes(BASELINE_RESPONSES)
             .writes(BASELINE_RESPONSE_TEXTS)
             .agrees(LONGEST, "max_new_tokens", self.config.max_new_tokens)
+            .agrees(STOPS, "stop", stop_list(&self.config.stop))
             .slice_rows(self.prompts)
             .uses_as(POLICY, &self.config.model, Access::Read)
             .works(
@@ -163,12 +168,14 @@ impl Stage for BaselineStage {
         match resource.policy.generate(&requests, &settings, &mut keep) {
             Ok(()) => {}
             Err(_) if cancel.is_cancelled() => return Err(StageError::Cancelled),
-            Err(error) => return Err(refused(error, &input, 1)),
+            Err(error) => return Err(refused_request(error, &input.ids(), 1)),
         }
         for response in &responses {
             context.sink.record(&LENGTH, response.len() as f64, 1.0);
         }
-        let texts: Vec<String> = responses.iter().map(|ids| resource.decode(ids)).collect();
+        let (stop, include_stop) = (&self.config.stop, self.config.include_stop);
+        let text = |ids: &Vec<u32>| resource.response_text(ids, stop, include_stop);
+        let texts: Vec<String> = responses.iter().map(text).collect();
         let mut output = input.rows_only();
         output.put(&BASELINE_RESPONSES, RaggedColumn::from_rows(&responses))?;
         output.put(&BASELINE_RESPONSE_TEXTS, texts)?;

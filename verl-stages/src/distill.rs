@@ -16,16 +16,16 @@ use verl_models::model::{ListedTokens, PolicyModel};
 use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, RowRule, Stage, StageConfig, StageContext,
-    StageError, StageSink, StageSpec, find_model,
+    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Shown, Stage,
+    StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
-use crate::log_probs::scoring_temperature_fault;
+use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
 use crate::losses::aggregation;
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::{metrics, refusal};
 use crate::teacher_top::{TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, teacher_log_probs};
-use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
+use crate::training::{Cuts, OptimizerSteps, Rows, Shares, tell_skipped};
 
 metrics! {
     LOSS: "distill/loss", "nats", "aggregated divergence of the student from the teacher";
@@ -35,6 +35,14 @@ metrics! {
     GRAD_NORM: "distill/grad_norm", "", "global gradient norm before clipping";
     LEARNING_RATE: "distill/learning_rate", "", "learning rate of the optimiser step";
 }
+
+/// Optimiser steps of the step.
+pub const OPTIMIZER_STEPS: Metric = Metric {
+    name: "distill/optimizer_steps",
+    unit: "optimiser steps",
+    meaning: "optimiser steps taken; fewer than planned where mini-batches held no token to train on",
+    reduce: Reduce::Sum,
+};
 
 /// Settings of stage `distill`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -53,8 +61,8 @@ pub struct Distill {
     pub aggregation: String,
     /// Divisor of `seq-mean-token-sum-norm`: the longest response in tokens.
     pub loss_scale_factor: Option<f64>,
-    /// Divides logits; the same as in `teacher_top`.
-    pub temperature: f64,
+    /// Divides logits, as in `teacher_top`; the temperature at which the responses were sampled when absent.
+    pub temperature: Option<f64>,
 }
 
 impl Default for Distill {
@@ -66,7 +74,7 @@ impl Default for Distill {
             tail: Tail::default().name().to_owned(),
             aggregation: "token-mean".to_owned(),
             loss_scale_factor: None,
-            temperature: 1.0,
+            temperature: None,
         }
     }
 }
@@ -109,6 +117,7 @@ impl StageConfig for Distill {
         Ok(Box::new(DistillStage {
             loss: self.loss()?,
             config: self.clone(),
+            temperature: scoring_temperature(self.temperature, context),
             cuts: Cuts::new(&context.batch),
             optimizer: OptimizerSteps::default(),
         }))
@@ -118,6 +127,7 @@ impl StageConfig for Distill {
 /// The running stage.
 struct DistillStage {
     config: Distill,
+    temperature: f64,
     loss: DistillationLoss,
     cuts: Cuts,
     optimizer: OptimizerSteps,
@@ -147,7 +157,7 @@ impl<'a> Columns<'a> {
             if tokens * top_k != listed {
                 return Err(StageError::Row {
                     row,
-                    id: input.ids()[row].to_string(),
+                    id: input.ids()[row],
                     reason: format!(
                         "`{}` has {listed} ids for {tokens} response tokens, but other rows have {top_k} a token",
                         TEACHER_TOP_IDS.name()
@@ -191,37 +201,45 @@ impl<'a> Columns<'a> {
 }
 
 impl DistillStage {
-    /// One optimiser step on `rows`.
+    /// One optimiser step on `rows`; false where none of their tokens is trained on, so that there is none.
     fn mini_step(
         &mut self,
         student: &mut dyn PolicyModel,
         columns: &Columns<'_>,
         rows: Range<usize>,
         sink: &mut dyn StageSink,
-    ) -> Result<(), StageError> {
+    ) -> Result<bool, StageError> {
         let (mini, batch) = columns.batch(rows.clone());
         if batch.num_tokens() == 0 {
-            return Ok(());
+            sink.record(&OPTIMIZER_STEPS, 0.0, 1.0);
+            return Ok(false);
         }
         let prepared = self.loss.prepare(&batch).map_err(StageError::failed)?;
-        let temperature = self.config.temperature;
-        let shares = Shares::of(&mini, rows, (self.cuts, CutUnit::Row), |micro, shares| {
-            student.accumulate_listed(
-                &columns.rows.score_rows(micro.rows.clone()),
-                &columns.listed(micro.rows.clone()),
-                &|row, token| columns.rows.is_action(micro.rows.start + row, token),
-                temperature,
-                &mut |packed| {
-                    let output = packed.log_probs.clone().sum();
-                    let micro = DistillationMicroBatch {
-                        tokens: micro.tokens.clone().collect(),
-                        log_probs: packed.log_probs,
-                    };
-                    shares.take(prepared.loss(&micro), output)
-                },
-            )
-        })?;
+        let temperature = self.temperature;
+        let shares = Shares::of(
+            &mini,
+            columns.rows.ids(),
+            rows,
+            (self.cuts, CutUnit::Row),
+            |micro, shares| {
+                student.accumulate_listed(
+                    &columns.rows.score_rows(micro.rows.clone()),
+                    &columns.listed(micro.rows.clone()),
+                    &|row, token| columns.rows.is_action(micro.rows.start + row, token),
+                    temperature,
+                    &mut |packed| {
+                        let output = packed.log_probs.clone().sum();
+                        let micro = DistillationMicroBatch {
+                            tokens: micro.tokens.clone().collect(),
+                            log_probs: packed.log_probs,
+                        };
+                        shares.take(prepared.loss(&micro), output)
+                    },
+                )
+            },
+        )?;
         let report = self.optimizer.step(student, &self.config.model)?;
+        sink.record(&OPTIMIZER_STEPS, 1.0, 1.0);
         sink.record(&LOSS, shares.loss, 1.0);
         for (name, metric) in [
             ("distillation_divergence", DIVERGENCE),
@@ -234,7 +252,7 @@ impl DistillStage {
         }
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        Ok(())
+        Ok(true)
     }
 }
 
@@ -243,9 +261,10 @@ impl Stage for DistillStage {
         StageSpec::new()
             .reads(PROMPTS)
             .reads(RESPONSES)
+            .at_temperature_of(RESPONSES.name())
             .reads(MASK_KINDS)
             .reads(TEACHER_TOP_IDS)
-            .reads(teacher_log_probs(None, self.config.temperature))
+            .reads(teacher_log_probs(None, self.temperature))
             .remedy(
                 TEACHER_TOP_IDS.name(),
                 "add a `teacher_top` stage, which asks a teacher about the responses",
@@ -259,18 +278,25 @@ impl Stage for DistillStage {
                 [PROMPTS.name(), RESPONSES.name()],
             ))
             .metrics(&[LOSS, DIVERGENCE, TEACHER_MASS, STUDENT_MASS])
-            .metrics(&[GRAD_NORM, LEARNING_RATE])
+            .metrics(&[GRAD_NORM, LEARNING_RATE, OPTIMIZER_STEPS])
+            .shows(Shown::of(&LOSS, "loss", Shown::LOSS))
+            .shows(Shown::of(&DIVERGENCE, "div", Shown::DISTANCE))
+            .shows(Shown::of(&GRAD_NORM, "grad", Shown::GRADIENT).narrow())
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let columns = Columns::new(&input)?;
         let student = find_model::<PolicyResource>(context.models, &self.config.model)?;
+        let (mut skipped, mut steps) = (0, 0);
         for rows in self.cuts.mini_batches(input.num_rows()) {
             if context.cancel.is_cancelled() {
                 return Err(StageError::Cancelled);
             }
-            self.mini_step(student.policy.as_mut(), &columns, rows, context.sink)?;
+            let moved = self.mini_step(student.policy.as_mut(), &columns, rows, context.sink)?;
+            skipped += usize::from(!moved);
+            steps += 1;
         }
+        tell_skipped(context, &columns.rows, skipped, steps);
         Ok(())
     }
 }
@@ -294,7 +320,7 @@ mod tests {
             divergence: "kl".to_owned(),
             tail: "none".to_owned(),
             aggregation: "mean".to_owned(),
-            temperature: 0.0,
+            temperature: Some(0.0),
             ..plain.clone()
         };
         let settings = ["temperature", "divergence", "tail", "aggregation"];
@@ -343,7 +369,7 @@ mod tests {
         put(&mut other, [vec![4, 5, 6, 7], vec![], vec![8]]);
         let error = Columns::new(&other).err().expect("a refusal").to_string();
         assert!(
-            error.contains("row 2") && error.contains("1 ids for 1"),
+            error.contains("sample 0.0#2") && error.contains("1 ids for 1"),
             "{error}"
         );
     }

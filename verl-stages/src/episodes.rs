@@ -3,26 +3,25 @@
 //! A row of the data set is a prompt, a response and a reward. Rows are drawn as by [`prompts`](crate::prompts): an endless
 //! sequence of epochs, each a permutation that depends on the run's seed and the epoch's number alone.
 
-use std::sync::Arc;
+use std::collections::HashMap;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use verl_algos::ilql::standardize_returns;
-use verl_models::chat_template::ChatTemplate;
-use verl_models::random;
-use verl_models::tokenizer::Tokenizer;
-use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::keys::{DATA_ROWS, MASK_KINDS, PROMPT_TEXTS, PROMPTS, RESPONSES, REWARDS, mask};
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, RowRule, Stage, StageConfig, StageContext,
-    StageError, StageSpec, StartContext,
+    Access, BuildContext, Cardinality, ConfigError, PreviewContext, RowPreviews, RowRule, Stage,
+    StageConfig, StageContext, StageError, StageSpec, StartContext,
 };
 
 use crate::generate::TOKENS;
-use crate::model::{TextTools, template_config_fault};
-use crate::prompts::source::stop_id;
-use crate::prompts::{PromptFormat, Row, Template, look_at_rows, target_tokens};
+use crate::model::template_config_fault;
+use crate::prompts::{
+    EncodedExample, Looks, OnLong, PromptFormat, Row, Shown, Source, Template, preview,
+};
 use crate::settings::metrics;
 
 metrics! {
@@ -40,7 +39,8 @@ pub struct Episodes {
     pub model: String,
     /// Column with the question, a text: the only message of the user.
     pub prompt: String,
-    /// Column with the response, a text; it ends with the end-of-sequence id.
+    /// Column with the response, a text: what the chat template writes of it behind the prompt, up to the token that ends
+    /// the turn.
     pub response: String,
     /// Column with the reward of the response, a number.
     pub reward: String,
@@ -48,6 +48,16 @@ pub struct Episodes {
     pub system: Option<String>,
     /// How the question becomes text.
     pub template: Template,
+    /// Further variables of the chat template, such as `enable_thinking`.
+    pub template_variables: Map<String, Value>,
+    /// Column with the tools of a row's conversation, a list of objects or its JSON text, which the template gets as
+    /// `tools`; empty: none is read. They go before those of `template_variables`.
+    pub tools: String,
+    /// Column with further variables of the template for the row alone, an object or its JSON text; they go before
+    /// `template_variables`. Empty: none is read.
+    pub row_variables: String,
+    /// What becomes of rows that do not fit the model's context.
+    pub on_long: OnLong,
     /// Whether rewards get mean 0 and deviation 1 over the data set; all rows are read at the start for that.
     pub standardize: bool,
     /// Whether rows come in a new order in each epoch; otherwise as the data set has them.
@@ -64,6 +74,10 @@ impl Default for Episodes {
             reward: "reward".to_owned(),
             system: None,
             template: Template::default(),
+            template_variables: Map::new(),
+            tools: PromptFormat::default().tools,
+            row_variables: PromptFormat::default().row_variables,
+            on_long: OnLong::default(),
             standardize: true,
             shuffle: true,
         }
@@ -77,6 +91,10 @@ impl Episodes {
             answer: self.response.clone(),
             system: self.system.clone(),
             template: self.template,
+            template_variables: self.template_variables.clone(),
+            tools: self.tools.clone(),
+            row_variables: self.row_variables.clone(),
+            on_long: self.on_long,
             ..PromptFormat::default()
         }
     }
@@ -84,6 +102,24 @@ impl Episodes {
     /// The reward of row `index`.
     fn reward(&self, data: &dyn DataLoaderInterface, index: usize) -> Result<f64, DataError> {
         self.reward_of(&Row::read(data, index)?)
+    }
+
+    /// A logged response to its prompt.
+    fn encode(
+        &self,
+        format: &PromptFormat,
+        source: &Source,
+        row: usize,
+    ) -> Result<EncodedExample, DataError> {
+        let (data, template) = (source.data.as_ref(), source.template.as_ref());
+        format.encode_response(data, row, &source.tokenizer, template)
+    }
+
+    /// A row with what is to be known of it.
+    fn show(&self, format: &PromptFormat, source: &Source, row: usize) -> Result<Shown, DataError> {
+        let example = self.encode(format, source, row)?;
+        self.reward(source.data.as_ref(), row)?;
+        Shown::example(format, source, row, example, None, Some("response"))
     }
 
     fn reward_of(&self, row: &Row<'_>) -> Result<f64, DataError> {
@@ -135,7 +171,7 @@ impl StageConfig for Episodes {
             config: self.clone(),
             format,
             rows: context.batch.prompts.max(1),
-            source: None,
+            opened: None,
         }))
     }
 }
@@ -145,71 +181,35 @@ struct EpisodeStage {
     config: Episodes,
     format: PromptFormat,
     rows: usize,
-    source: Option<Source>,
+    opened: Option<Opened>,
 }
 
 /// What is opened when the run starts.
-struct Source {
-    data: Arc<dyn DataLoaderInterface>,
-    tokenizer: Arc<Tokenizer>,
-    template: Option<ChatTemplate>,
-    /// Longest sequence of the model.
-    context: usize,
-    /// Id that ends a response.
-    stop: u32,
-    /// Standardised rewards of all rows, where they are wanted.
-    rewards: Option<Vec<f64>>,
-    /// The order that was drawn from last: of which seed and epoch, and the order itself. Only saves time.
-    order: Option<((u64, u64), Vec<usize>)>,
-}
-
-impl Source {
-    /// Data-set row of a draw, and its epoch.
-    fn draw(&mut self, draw: u64, seed: u64, shuffle: bool) -> (u64, usize) {
-        let len = self.data.len();
-        let (epoch, position) = (draw / len as u64, (draw % len as u64) as usize);
-        if !shuffle {
-            return (epoch, position);
-        }
-        let order = match self.order.take() {
-            Some((key, order)) if key == (seed, epoch) => order,
-            _ => random::shuffle(seed, epoch, len),
-        };
-        let row = order[position];
-        self.order = Some(((seed, epoch), order));
-        (epoch, row)
-    }
+struct Opened {
+    source: Source,
+    /// Standardised rewards by row, where they are wanted.
+    rewards: Option<HashMap<usize, f64>>,
 }
 
 impl EpisodeStage {
-    fn open(&self, context: &mut StartContext<'_>) -> Result<Source, StageError> {
-        let data = context.data(&self.config.data)?;
-        let model = &self.config.model;
-        let texts = TextTools::of(context.models, model)?;
-        let tokenizer = texts.tokenizer(model, "episodes need")?;
-        let variables = &self.format.template_variables;
-        let template = texts.chat_template(model, self.format.template, variables)?;
-        look_at_rows(data.as_ref(), |row| {
-            self.format.look(row)?;
-            self.config.reward_of(row).map(drop)
+    fn open(&self, context: &mut StartContext<'_>) -> Result<Opened, StageError> {
+        let Episodes { data, model, .. } = &self.config;
+        let mut source = Source::open(context, data, model, &self.format, true)?;
+        let (config, format) = (&self.config, &self.format);
+        source.survey(format.on_long, |source, row| {
+            Ok(config.show(format, source, row)?.surveyed())
         })?;
         let rewards = match self.config.standardize {
             true => {
-                let rewards = (0..data.len()).map(|row| self.config.reward(data.as_ref(), row));
+                let data = source.data.as_ref();
+                let rewards = source.rows.iter().map(|row| self.config.reward(data, *row));
                 let rewards = rewards.collect::<Result<Vec<f64>, _>>()?;
-                Some(standardize_returns(&rewards).map_err(StageError::failed)?)
+                let rewards = standardize_returns(&rewards).map_err(StageError::failed)?;
+                Some(source.rows.iter().copied().zip(rewards).collect())
             }
             false => None,
         };
-        Ok(Source {
-            stop: stop_id(model, &tokenizer, template.as_ref())?,
-            context: texts.max_tokens,
-            data,
-            tokenizer,
-            template,
-            rewards,
-            order: None,
-        })
+        Ok(Opened { source, rewards })
     }
 }
 
@@ -229,52 +229,72 @@ impl Stage for EpisodeStage {
     }
 
     fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {
-        self.source = Some(self.open(context)?);
+        self.opened = Some(self.open(context)?);
         Ok(())
     }
 
+    fn preview(
+        &self,
+        context: PreviewContext<'_>,
+    ) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
+        let (config, format) = (self.config.clone(), self.format.clone());
+        let Episodes { data, model, .. } = &self.config;
+        let (read, asked) = (self.config.clone(), self.format.clone());
+        let looks = Looks::new(
+            move |source, row| {
+                read.reward_of(row)?;
+                asked.glance(row, source.template.as_ref(), true)
+            },
+            move |source, row| config.show(&format, source, row),
+        );
+        preview(context, data, model, &self.format, true, looks)
+    }
+
     fn run(&mut self, _input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
-        let Some(source) = &mut self.source else {
+        let Some(mut opened) = self.opened.take() else {
             return Err(StageError::failed(
                 "the stage was run before it was started",
             ));
         };
-        let first = context.step.saturating_sub(1) * self.rows as u64;
-        let (mut ids, mut rows) = (Vec::new(), Vec::new());
+        let written = self.write(&mut opened, context);
+        self.opened = Some(opened);
+        context.emit(written?)
+    }
+}
+
+impl EpisodeStage {
+    /// The episodes of the step at hand.
+    fn write(
+        &self,
+        opened: &mut Opened,
+        context: &mut StageContext<'_>,
+    ) -> Result<Batch, StageError> {
+        let source = &mut opened.source;
+        let ids = source.drawn(context, self.rows, self.config.shuffle)?;
         let (mut texts, mut rewards) = (Vec::new(), Vec::new());
         let (mut prompts, mut responses) = (RaggedColumn::new(), RaggedColumn::new());
         let mut kinds = RaggedColumn::new();
-        for draw in first..first + self.rows as u64 {
-            let (epoch, row) = source.draw(draw, context.seed, self.config.shuffle);
+        for id in &ids {
+            let row = id.row() as usize;
+            let example = self.config.encode(&self.format, source, row)?;
             let data = source.data.as_ref();
-            let template = source.template.as_ref();
-            let prompt = self.format.encode(data, row, &source.tokenizer, template)?;
-            let response =
-                target_tokens(&prompt.answer, source.stop, data, row, &source.tokenizer)?;
-            let tokens = prompt.tokens.len() + response.len();
-            if tokens > source.context {
-                let context = source.context;
-                return Err(StageError::Data(DataError::Row {
-                    path: data.origin(),
-                    row: row + 1,
-                    reason: format!(
-                        "prompt and response have {tokens} tokens, but the model's context is {context}"
-                    ),
-                }));
-            }
+            let example = self
+                .format
+                .fit_example(example, source.context, data, row)?;
+            let (prompt, response) = (example.prompt, example.target.tokens);
             let raw = self.config.reward(data, row)?;
-            let reward = source.rewards.as_ref().map_or(raw, |rewards| rewards[row]);
+            let standardised = opened.rewards.as_ref().map(|rewards| rewards.get(&row));
+            let reward = standardised.map_or(raw, |reward| reward.copied().unwrap_or(raw));
             context.record(&REWARD, raw);
             context.record(&RESPONSE_LENGTH, response.len() as f64);
-            context.record(&TOKENS, tokens as f64);
-            ids.push(RowId::prompt(epoch, row as u64)?);
-            rows.push(row as u64);
+            context.record(&TOKENS, (prompt.tokens.len() + response.len()) as f64);
             prompts.push(&prompt.tokens);
             texts.push(prompt.text);
             kinds.push(&vec![mask::ACTION; response.len()]);
             responses.push(&response);
             rewards.push(Some(reward as f32));
         }
+        let rows: Vec<u64> = ids.iter().map(|id| id.row()).collect();
         let mut batch = Batch::with_rows(&ids);
         batch.put(&PROMPTS, prompts)?;
         batch.put(&PROMPT_TEXTS, texts)?;
@@ -282,6 +302,6 @@ impl Stage for EpisodeStage {
         batch.put(&RESPONSES, responses)?;
         batch.put(&MASK_KINDS, kinds)?;
         batch.put(&REWARDS, rewards)?;
-        context.emit(batch)
+        Ok(batch)
     }
 }

@@ -8,15 +8,20 @@ use verl_models::random::{DrawKey, Purpose};
 use verl_models::rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
 };
+use verl_models::targets::Target;
 use verl_pipe::batch::{Batch, RowId};
-use verl_pipe::data::DataLoaderInterface;
+use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
-    StageSpec, StartContext, find_model,
+    Access, BuildContext, ConfigError, ModelWork, PreviewContext, RowPreviews, Stage, StageConfig,
+    StageContext, StageError, StageSpec, StartContext, find_model,
 };
 
-use crate::model::{POLICY, PolicyResource, TextTools, room_fault, template_config_fault};
-use crate::prompts::{EncodedPrompt, PromptFormat, look_at_rows};
+use crate::generate::{STOPS, stop_fault, stop_list, warn_of_context};
+use crate::model::{POLICY, PolicyResource, room_fault, template_config_fault};
+use crate::prompts::{
+    EncodedExample, EncodedPrompt, Looks, PromptFormat, Shown, Source as Rows, preview,
+};
+use crate::refusals::refused_request;
 use crate::reward::rule::{Reward, Rule, Verdict};
 use crate::settings::{metrics, undeclared};
 
@@ -24,7 +29,8 @@ metrics! {
     EXACT_MATCH: "eval/exact_match", "share", "share of held-out questions whose answer is right";
     WELL_FORMED: "eval/well_formed", "share", "share of held-out answers in the form that the rule asks for";
     LENGTH: "eval/response_length_mean", "tokens", "mean length of a held-out answer";
-    TRUNCATED: "eval/truncated_share", "share", "share of held-out answers that reached the token limit";
+    TRUNCATED: "eval/truncated_share", "share", "share of held-out answers that reached the token limit or the end of the model's context";
+    CONTEXT_LIMITED: "eval/context_limited_share", "share", "share of held-out answers that reached the end of the model's context before `max_new_tokens`";
 }
 
 /// Settings of stage `evaluate`.
@@ -43,6 +49,10 @@ pub struct Evaluate {
     pub max_new_tokens: usize,
     /// Divides logits; 0 is greedy.
     pub temperature: f64,
+    /// Texts that end an answer; as in `generate`.
+    pub stop: Vec<String>,
+    /// Whether the text that is judged keeps the stop text; as in `generate`.
+    pub include_stop: bool,
     /// How a row becomes a prompt.
     pub format: PromptFormat,
     /// How an answer is judged.
@@ -81,6 +91,8 @@ impl Default for Evaluate {
             questions: None,
             max_new_tokens: 128,
             temperature: 0.0,
+            stop: Vec::new(),
+            include_stop: false,
             format: PromptFormat::default(),
             reward: Reward::default(),
             samples: 5,
@@ -128,11 +140,13 @@ impl StageConfig for Evaluate {
                 "set it to 0 for greedy answers",
             ));
         }
+        faults.extend(stop_fault(&self.stop));
         match Rule::new(&self.reward) {
             Ok(rule) if faults.is_empty() => Ok(Box::new(EvaluateStage {
                 config: self.clone(),
                 rule,
                 source: None,
+                has_warned: false,
             })),
             Ok(_) => Err(faults),
             Err(errors) => {
@@ -151,29 +165,51 @@ struct EvaluateStage {
     config: Evaluate,
     rule: Rule,
     source: Option<Source>,
+    /// Whether the user was told that the context is what limits answers.
+    has_warned: bool,
 }
 
 /// The questions, encoded when the run starts.
 struct Source {
     data: Arc<dyn DataLoaderInterface>,
-    prompts: Vec<EncodedPrompt>,
+    /// Each with its row.
+    prompts: Vec<(usize, EncodedPrompt)>,
+}
+
+/// A question with what is to be known of it.
+fn show(format: &PromptFormat, rows: &Rows, row: usize) -> Result<Shown, DataError> {
+    let template = rows.template.as_ref();
+    let prompt = format.encode(rows.data.as_ref(), row, &rows.tokenizer, template)?;
+    let answer = (!format.answer.is_empty()).then(|| prompt.answer.clone());
+    let example = EncodedExample {
+        prompt,
+        target: Target::default(),
+        notes: Vec::new(),
+    };
+    Shown::example(format, rows, row, example, answer, None)
 }
 
 impl EvaluateStage {
     fn encode(&self, context: &mut StartContext<'_>) -> Result<Source, StageError> {
-        let data = context.data(&self.config.data)?;
-        let (model, format) = (&self.config.model, &self.config.format);
-        let texts = TextTools::of(context.models, model)?;
-        let tokenizer = texts.tokenizer(model, "evaluation needs")?;
-        let template = texts.chat_template(model, format.template, &format.template_variables)?;
-        let limit = texts.max_tokens;
-        look_at_rows(data.as_ref(), |row| format.look(row))?;
-        let count = self.config.questions.unwrap_or(data.len()).min(data.len());
-        let mut prompts = Vec::with_capacity(count);
-        for row in 0..count {
-            let prompt = format.encode(data.as_ref(), row, &tokenizer, template.as_ref())?;
-            prompts.push(format.fit(prompt, limit, data.as_ref(), row)?);
+        let Evaluate {
+            data,
+            model,
+            format,
+            ..
+        } = &self.config;
+        let mut rows = Rows::open(context, data, model, format, false)?;
+        let count = self.config.questions.unwrap_or(usize::MAX);
+        rows.rows.truncate(count);
+        rows.survey(format.on_long, |rows, row| {
+            Ok(show(format, rows, row)?.surveyed())
+        })?;
+        let mut prompts = Vec::with_capacity(rows.rows.len());
+        for &row in &rows.rows {
+            let (data, template) = (rows.data.as_ref(), rows.template.as_ref());
+            let prompt = format.encode(data, row, &rows.tokenizer, template)?;
+            prompts.push((row, format.fit(prompt, rows.context, data, row)?));
         }
+        let data = rows.data;
         Ok(Source { data, prompts })
     }
 
@@ -224,15 +260,36 @@ impl Stage for EvaluateStage {
     fn spec(&self) -> StageSpec {
         StageSpec::new()
             .observer(self.config.every)
+            .agrees(STOPS, "stop", stop_list(&self.config.stop))
             .uses_as(POLICY, &self.config.model, Access::Read)
             .works(self.work())
-            .metrics(&[EXACT_MATCH, WELL_FORMED, LENGTH, TRUNCATED])
+            .metrics(&[EXACT_MATCH, WELL_FORMED, LENGTH, TRUNCATED, CONTEXT_LIMITED])
             .samples_of::<EvaluationSample>()
     }
 
     fn start(&mut self, context: &mut StartContext<'_>) -> Result<(), StageError> {
         self.source = Some(self.encode(context)?);
         Ok(())
+    }
+
+    fn preview(
+        &self,
+        context: PreviewContext<'_>,
+    ) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
+        let Evaluate {
+            data,
+            model,
+            format,
+            questions,
+            ..
+        } = &self.config;
+        let (read, own) = (format.clone(), format.clone());
+        let looks = Looks::new(
+            move |rows, row| read.glance(row, rows.template.as_ref(), false),
+            move |rows, row| show(&own, rows, row),
+        );
+        let looks = looks.first(questions.unwrap_or(usize::MAX));
+        preview(context, data, model, format, false, looks)
     }
 
     fn run(&mut self, _input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
@@ -247,17 +304,19 @@ impl Stage for EvaluateStage {
         let settings = SamplingSettings {
             temperature: self.config.temperature,
             eos_ids: resource.eos_ids(),
+            stop_texts: self.config.stop.clone(),
+            text_decoder: resource.text_decoder(),
             ..SamplingSettings::default()
         };
         let mut requests = Vec::with_capacity(source.prompts.len());
-        for (row, prompt) in source.prompts.iter().enumerate() {
+        for (row, prompt) in &source.prompts {
             requests.push(RolloutRequest {
                 prompt: prompt.tokens.clone(),
                 key: DrawKey {
                     seed,
                     purpose: Purpose::Evaluation,
                     step: 0,
-                    row: RowId::prompt(0, row as u64)?.0,
+                    row: RowId::prompt(0, *row as u64)?.0,
                     attempt: 0,
                 },
                 max_new_tokens: self.config.max_new_tokens,
@@ -276,25 +335,39 @@ impl Stage for EvaluateStage {
             .map_err(|error| match error {
                 RolloutError::Stopped(_) => StageError::Cancelled,
                 error => {
+                    let ids: Vec<RowId> =
+                        requests.iter().map(|asked| RowId(asked.key.row)).collect();
+                    let error = refused_request(error, &ids, 1);
                     StageError::failed(format!("evaluation on `{}`: {error}", source.data.origin()))
                 }
             })?;
-        for (row, output) in outputs.into_iter().enumerate() {
+        let mut context_limited = 0usize;
+        for (index, output) in outputs.into_iter().enumerate() {
             let Some(output) = output else { continue };
-            let (prompt, text) = (&source.prompts[row], resource.decode(&output.tokens));
+            let (row, prompt) = &source.prompts[index];
+            let text =
+                resource.response_text(&output.tokens, &self.config.stop, self.config.include_stop);
             let verdict = self.rule.judge(&text, &prompt.answer, output.tokens.len());
             let sink = &mut *context.sink;
             sink.record(&EXACT_MATCH, f64::from(verdict.correct), 1.0);
             sink.record(&WELL_FORMED, f64::from(verdict.well_formed), 1.0);
             sink.record(&LENGTH, output.tokens.len() as f64, 1.0);
-            sink.record(
-                &TRUNCATED,
-                f64::from(output.finish == FinishReason::Length),
-                1.0,
-            );
-            if row < self.config.samples {
-                sink.sample(self.sample(step, steps, row, prompt, &text, verdict));
+            let is_limited = output.finish == FinishReason::Context;
+            context_limited += usize::from(is_limited);
+            sink.record(&TRUNCATED, f64::from(output.finish.is_cut()), 1.0);
+            sink.record(&CONTEXT_LIMITED, f64::from(is_limited), 1.0);
+            if index < self.config.samples {
+                sink.sample(self.sample(step, steps, *row, prompt, &text, verdict));
             }
+        }
+        if context_limited > 0 && !self.has_warned {
+            warn_of_context(
+                context_limited,
+                requests.len(),
+                &self.config.model,
+                resource,
+            );
+            self.has_warned = true;
         }
         Ok(())
     }

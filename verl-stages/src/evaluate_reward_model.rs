@@ -4,15 +4,16 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::model::ScoreRow;
-use verl_pipe::batch::Batch;
+use verl_pipe::batch::{Batch, RowId};
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, ModelWork, Stage, StageConfig, StageContext, StageError,
-    StageSpec, StartContext, find_model,
+    Access, BuildContext, ConfigError, ModelWork, PreviewContext, RowPreviews, Stage, StageConfig,
+    StageContext, StageError, StageSpec, StartContext, find_model,
 };
 
 use crate::model::{VALUE_MODEL, ValueResource};
 use crate::preferences::{Judged, PreferenceFormat};
 use crate::prompts::declared_faults;
+use crate::refusals::refused_row;
 use crate::settings::metrics;
 
 metrics! {
@@ -78,6 +79,7 @@ impl StageConfig for EvaluateRewardModel {
         Ok(Box::new(EvaluateRewardModelStage {
             config: self.clone(),
             pairs: Vec::new(),
+            ids: Vec::new(),
         }))
     }
 }
@@ -87,6 +89,8 @@ struct EvaluateRewardModelStage {
     config: EvaluateRewardModel,
     /// Encoded when the run starts.
     pairs: Vec<Judged>,
+    /// Rows of the data set, one for each answer of a pair.
+    ids: Vec<RowId>,
 }
 
 impl Stage for EvaluateRewardModelStage {
@@ -108,9 +112,26 @@ impl Stage for EvaluateRewardModelStage {
         let source = format.open(context, data, model)?;
         let rows = source.rows.iter();
         let rows = rows.take(self.config.pairs.unwrap_or(usize::MAX));
-        let pairs: Result<_, _> = rows.map(|row| format.read(&source, *row)).collect();
-        self.pairs = pairs?;
+        for row in rows {
+            let pair = format.read(&source, *row)?;
+            let id = RowId::prompt(0, *row as u64)?;
+            self.ids.extend(pair.answers.iter().map(|_| id));
+            self.pairs.push(pair);
+        }
         Ok(())
+    }
+
+    fn preview(
+        &self,
+        context: PreviewContext<'_>,
+    ) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
+        let EvaluateRewardModel {
+            data,
+            model,
+            format,
+            ..
+        } = &self.config;
+        format.preview(context, data, model)
     }
 
     fn run(&mut self, _input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
@@ -122,7 +143,8 @@ impl Stage for EvaluateRewardModelStage {
         });
         let resource = find_model::<ValueResource>(context.models, &self.config.model)?;
         let scores = resource.model.scores(&rows.collect::<Vec<_>>());
-        for pair in scores.map_err(StageError::failed)?.chunks_exact(2) {
+        let scores = scores.map_err(|error| refused_row(error, &self.ids))?;
+        for pair in scores.chunks_exact(2) {
             let (chosen, rejected) = (f64::from(pair[0]), f64::from(pair[1]));
             context.record(&ACCURACY, f64::from(chosen > rejected));
             context.record(&MARGIN, chosen - rejected);

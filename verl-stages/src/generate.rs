@@ -13,11 +13,12 @@ use verl_pipe::keys::{
     SAMPLING_LOG_PROBS, finish, mask,
 };
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, ModelWork, Reduce, RowRule, Stage,
-    StageConfig, StageContext, StageError, StageSpec, find_model,
+    Access, BuildContext, Cardinality, ConfigError, Metric, ModelWork, Reduce, RowRule, Shown,
+    Stage, StageConfig, StageContext, StageError, StageSpec, find_model,
 };
 
 use crate::model::{POLICY, PolicyResource, room_fault};
+use crate::refusals::refused_request;
 
 /// Mean response length of the step.
 pub const RESPONSE_LENGTH: Metric = Metric {
@@ -30,7 +31,21 @@ pub const RESPONSE_LENGTH: Metric = Metric {
 pub const TRUNCATED: Metric = Metric {
     name: "response/truncated_share",
     unit: "share",
-    meaning: "share of responses that reached the token limit",
+    meaning: "share of responses that reached the token limit or the end of the model's context",
+    reduce: Reduce::Mean,
+};
+/// Share of responses cut off by the model's context.
+pub const CONTEXT_LIMITED: Metric = Metric {
+    name: "response/context_limited_share",
+    unit: "share",
+    meaning: "share of responses that reached the end of the model's context before `max_new_tokens`",
+    reduce: Reduce::Mean,
+};
+/// Entropy of the step's responses, estimated from what was sampled.
+pub const SAMPLED_ENTROPY: Metric = Metric {
+    name: "response/sampled_entropy",
+    unit: "nats",
+    meaning: "mean of −log q over the sampled tokens, q being what was sampled from (temperature, top-k and top-p included): an estimate without bias of the entropy of q",
     reduce: Reduce::Mean,
 };
 /// Prompt and response tokens of the step, for throughput.
@@ -61,8 +76,12 @@ pub struct Generate {
     pub max_new_tokens: usize,
     /// End-of-sequence is forbidden until a response has this many tokens (tokens).
     pub min_new_tokens: usize,
-    /// Texts that end a response.
+    /// Texts that end a response. They are looked for in its text with special tokens written out, and may begin and end
+    /// inside tokens.
     pub stop: Vec<String>,
+    /// Whether the text that rewards see keeps the stop text. It is left out by default, as servers do, with what stands
+    /// after it inside the last token; the tokens stay as they were sampled, since they are trained.
+    pub include_stop: bool,
 }
 
 impl Default for Generate {
@@ -77,6 +96,7 @@ impl Default for Generate {
             max_new_tokens: 128,
             min_new_tokens: 0,
             stop: Vec::new(),
+            include_stop: false,
         }
     }
 }
@@ -168,6 +188,13 @@ pub(crate) fn stop_fault(stop: &[String]) -> Option<ConfigError> {
 
 /// What several stages are told of a response.
 pub(crate) const LONGEST: &str = "longest response in tokens";
+/// What several stages are told of its end.
+pub(crate) const STOPS: &str = "texts that end a response";
+
+/// Texts that end a response as an [agreement](StageSpec::agrees) compares them.
+pub(crate) fn stop_list(stop: &[String]) -> String {
+    format!("{stop:?}")
+}
 
 impl Generate {
     /// Settings that sample from another distribution than the one whose log-probs are trained.
@@ -213,6 +240,7 @@ impl StageConfig for Generate {
             config: self.clone(),
             samples: context.batch.samples.max(1),
             prompts: context.batch.prompts.max(1),
+            has_warned: false,
         }))
     }
 }
@@ -222,6 +250,8 @@ struct GenerateStage {
     config: Generate,
     samples: usize,
     prompts: usize,
+    /// Whether the user was told that the context is what limits responses.
+    has_warned: bool,
 }
 
 impl GenerateStage {
@@ -248,7 +278,9 @@ impl GenerateStage {
             &RESPONSES,
             RaggedColumn::from_rows(outputs.iter().map(|o| &o.tokens)),
         )?;
-        let texts = outputs.iter().map(|o| resource.decode(&o.tokens));
+        let (stop, include_stop) = (&self.config.stop, self.config.include_stop);
+        let texts = outputs.iter();
+        let texts = texts.map(|o| resource.response_text(&o.tokens, stop, include_stop));
         batch.put(&RESPONSE_TEXTS, texts.collect::<Vec<_>>())?;
         let kinds = outputs.iter().map(|o| vec![mask::ACTION; o.tokens.len()]);
         batch.put(&MASK_KINDS, RaggedColumn::from_rows(kinds))?;
@@ -271,12 +303,19 @@ impl GenerateStage {
     }
 }
 
+/// Mean of −log q over the sampled tokens of a response, whose expectation is the entropy of q; `None` without tokens.
+fn sampled_entropy(log_probs: &[f32]) -> Option<f64> {
+    let sum: f64 = log_probs.iter().map(|log_prob| -f64::from(*log_prob)).sum();
+    (!log_probs.is_empty()).then(|| sum / log_probs.len() as f64)
+}
+
 /// The key's value for a finish reason.
 pub fn finish_code(reason: FinishReason) -> u8 {
     match reason {
         FinishReason::Eos => finish::EOS,
         FinishReason::Stop => finish::STOP,
         FinishReason::Length => finish::LENGTH,
+        FinishReason::Context => finish::CONTEXT,
     }
 }
 
@@ -286,6 +325,7 @@ impl Stage for GenerateStage {
         doubts
             .fold(StageSpec::new(), StageSpec::doubts)
             .agrees(LONGEST, "max_new_tokens", self.config.max_new_tokens)
+            .agrees(STOPS, "stop", stop_list(&self.config.stop))
             .reads(PROMPTS.field().shaped("[P, S~]"))
             .writes(RESPONSES)
             .writes(RESPONSE_TEXTS)
@@ -303,7 +343,15 @@ impl Stage for GenerateStage {
                 "max_new_tokens",
                 Some(self.config.max_new_tokens),
             )
-            .metrics(&[RESPONSE_LENGTH, TRUNCATED, TOKENS])
+            .metrics(&[
+                RESPONSE_LENGTH,
+                TRUNCATED,
+                CONTEXT_LIMITED,
+                SAMPLED_ENTROPY,
+                TOKENS,
+            ])
+            .shows(Shown::of(&RESPONSE_LENGTH, "len", Shown::RESPONSES).narrow())
+            .shows(Shown::of(&SAMPLED_ENTROPY, "ent", Shown::RESPONSES + 2).narrow())
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
@@ -334,6 +382,7 @@ impl Stage for GenerateStage {
 
         let mut pending: Vec<Vec<Option<RolloutOutput>>> =
             vec![vec![None; self.samples]; prompts.len()];
+        let mut context_limited = 0usize;
         let sink = &mut *context.sink;
         let mut emit_group = |index: usize, output: RolloutOutput| -> Result<(), StageError> {
             if cancel.is_cancelled() {
@@ -341,11 +390,13 @@ impl Stage for GenerateStage {
             }
             let row = index / self.samples;
             sink.record(&RESPONSE_LENGTH, output.tokens.len() as f64, 1.0);
-            sink.record(
-                &TRUNCATED,
-                f64::from(output.finish == FinishReason::Length),
-                1.0,
-            );
+            if let Some(entropy) = sampled_entropy(&output.sampling_log_probs) {
+                sink.record(&SAMPLED_ENTROPY, entropy, output.tokens.len() as f64);
+            }
+            let is_limited = output.finish == FinishReason::Context;
+            context_limited += usize::from(is_limited);
+            sink.record(&TRUNCATED, f64::from(output.finish.is_cut()), 1.0);
+            sink.record(&CONTEXT_LIMITED, f64::from(is_limited), 1.0);
             sink.record(
                 &TOKENS,
                 (prompts.row_len(row) + output.tokens.len()) as f64,
@@ -366,33 +417,35 @@ impl Stage for GenerateStage {
             .generate(&requests, &settings, &mut |index, output| {
                 emit_group(index, output).map_err(|error| RolloutError::Stopped(Box::new(error)))
             });
+        if context_limited > 0 && !self.has_warned {
+            self.has_warned = true;
+            warn_of_context(
+                context_limited,
+                requests.len(),
+                &self.config.model,
+                resource,
+            );
+        }
         match done {
             Ok(()) => Ok(()),
             Err(RolloutError::Stopped(error)) => Err(match error.downcast::<StageError>() {
                 Ok(error) => *error,
                 Err(other) => StageError::Failed(other),
             }),
-            Err(error) => Err(refused(error, &input, self.samples)),
+            Err(error) => Err(refused_request(error, &input.ids(), self.samples)),
         }
     }
 }
 
-/// What a rollout refuses, with the row of the data set that the request was made of.
-pub(crate) fn refused(error: RolloutError, input: &Batch, samples: usize) -> StageError {
-    let request = match &error {
-        RolloutError::TooLong { request, .. }
-        | RolloutError::EmptyPrompt { request }
-        | RolloutError::TokenId { request, .. }
-        | RolloutError::NonFinite { request, .. } => *request,
-        _ => return StageError::failed(error),
-    };
-    let row = request / samples;
-    match input.ids().get(row) {
-        None => StageError::failed(error),
-        Some(id) => StageError::Row {
-            row,
-            id: id.to_string(),
-            reason: format!("row {} of the data set: {error}", id.row() + 1),
-        },
-    }
+/// Warns that the context, and not `max_new_tokens`, is what cut responses off.
+pub(crate) fn warn_of_context(cut: usize, of: usize, model: &str, resource: &PolicyResource) {
+    tracing::warn!(
+        "{cut} of {of} responses reached the end of the context of `{model}` ({} tokens, prompt and response together) \
+         before `max_new_tokens`: a larger `max_new_tokens` changes nothing; use shorter prompts, or a model with a longer \
+         context",
+        resource.policy.max_tokens()
+    );
 }
+
+#[cfg(test)]
+mod tests;

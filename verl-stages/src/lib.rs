@@ -45,8 +45,11 @@ pub mod model;
 pub mod pairs;
 pub mod preferences;
 pub mod prompts;
+mod refusals;
 pub mod reward;
 pub mod scale_rewards;
+#[cfg(test)]
+mod scripted;
 mod settings;
 pub mod shape_overlong;
 pub mod shape_unended;
@@ -177,6 +180,9 @@ built_ins! {
 }
 
 #[cfg(test)]
+mod setting_tests;
+
+#[cfg(test)]
 mod tests {
     use std::path::Path;
 
@@ -228,9 +234,13 @@ mod tests {
     #[test]
     fn the_example_is_checked_as_a_whole() {
         check(&[], &[]);
-        // Sampled at one temperature, scored or trained at another.
-        check(&["generate.temperature=0.7"], &["P007"]);
+        // One temperature is enough; sampled at one, scored or trained at another is none.
+        check(&["generate.temperature=0.7"], &[]);
         check(&["update.temperature=0.7"], &["P007"]);
+        check(
+            &["generate.temperature=0.7", "ref_log_probs.temperature=1.0"],
+            &["P007"],
+        );
         let cooler =
             ["generate", "ref_log_probs", "update"].map(|stage| format!("{stage}.temperature=0.7"));
         check(&cooler.each_ref().map(String::as_str), &[]);

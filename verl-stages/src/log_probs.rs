@@ -15,11 +15,12 @@ use verl_pipe::keys::{
     SUM_PI_SQUARED,
 };
 use verl_pipe::stage::{
-    Access, BuildContext, ConfigError, Metric, ModelWork, Reduce, Stage, StageConfig, StageContext,
-    StageError, StageSpec, find_model,
+    Access, BuildContext, ConfigError, Metric, ModelWork, Reduce, Shown, Stage, StageConfig,
+    StageContext, StageError, StageSpec, find_model,
 };
 
 use crate::model::{POLICY, PolicyResource};
+use crate::refusals::refused_row;
 use crate::training::score_rows;
 use cache::Cache;
 
@@ -66,8 +67,8 @@ pub struct LogProbs {
     pub model: String,
     /// Which key is written.
     pub role: Role,
-    /// Divides logits; must be the sampling temperature.
-    pub temperature: f64,
+    /// Divides logits; the temperature at which the responses were sampled when absent.
+    pub temperature: Option<f64>,
     /// Also writes `entropies`; only as `old`.
     pub entropies: bool,
     /// Also writes `sum_pi_squared`, which the estimators `otb` and `tir_otb` read; only as `old`.
@@ -84,7 +85,7 @@ impl Default for LogProbs {
         LogProbs {
             model: "actor".to_owned(),
             role: Role::Old,
-            temperature: 1.0,
+            temperature: None,
             entropies: false,
             sum_pi_squared: false,
             bypass: false,
@@ -93,23 +94,27 @@ impl Default for LogProbs {
     }
 }
 
-/// What is wrong with a temperature by which a scoring forward divides logits.
-pub(crate) fn scoring_temperature_fault(temperature: f64) -> Option<ConfigError> {
-    let sound = temperature > 0.0 && temperature.is_finite();
-    (!sound).then(|| {
-        ConfigError::new(
-            "temperature",
-            format!("is {temperature}, but must be above 0"),
-            "set it to the temperature of `generate`",
-        )
-    })
+/// The temperature by which a scoring forward divides logits: its own, else that of the tokens' sampling, else 1.
+pub(crate) fn scoring_temperature(own: Option<f64>, context: &BuildContext) -> f64 {
+    own.or(context.temperature).unwrap_or(1.0)
+}
+
+/// What is wrong with a temperature that is set.
+pub(crate) fn scoring_temperature_fault(own: Option<f64>) -> Option<ConfigError> {
+    let sound = |temperature: &f64| *temperature > 0.0 && temperature.is_finite();
+    let unsound = own.filter(|temperature| !sound(temperature))?;
+    Some(ConfigError::new(
+        "temperature",
+        format!("is {unsound}, but must be above 0"),
+        "leave it out: it is then the temperature at which the tokens are sampled",
+    ))
 }
 
 impl StageConfig for LogProbs {
     const KIND: &'static str = "log_probs";
     const SUMMARY: &'static str = "log-probs of the responses under a policy or reference model";
 
-    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+    fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
         if self.role == Role::Reference && self.bypass {
             faults.push(ConfigError::new(
@@ -140,6 +145,7 @@ impl StageConfig for LogProbs {
         if faults.is_empty() {
             Ok(Box::new(LogProbsStage {
                 config: self.clone(),
+                temperature: scoring_temperature(self.temperature, context),
                 cache: Cache::default(),
             }))
         } else {
@@ -152,6 +158,7 @@ impl StageConfig for LogProbs {
 #[derive(Clone)]
 struct LogProbsStage {
     config: LogProbs,
+    temperature: f64,
     cache: Cache,
 }
 
@@ -163,9 +170,17 @@ impl LogProbsStage {
         };
         LogProbTag {
             policy: Some(self.config.model.clone()),
-            temperature: Some(self.config.temperature),
+            temperature: Some(self.temperature),
             support: Some(Support::Full),
             weights: Some(weights),
+        }
+    }
+
+    /// The key whose tokens are scored.
+    fn tokens(&self) -> &'static str {
+        match self.config.bypass {
+            true => ROLLOUT_LOG_PROBS.name(),
+            false => RESPONSES.name(),
         }
     }
 
@@ -184,24 +199,24 @@ impl LogProbsStage {
         context: &mut StageContext<'_>,
     ) -> Result<Vec<Scores>, StageError> {
         let LogProbs {
-            temperature,
             entropies,
             sum_pi_squared,
             cache,
             ..
         } = self.config;
+        let temperature = self.temperature;
         let extras = Extras {
             entropies,
             sum_pi_squared,
         };
         let policy = &find_model::<PolicyResource>(context.models, &self.config.model)?.policy;
-        let score = |rows: &[ScoreRow<'_>]| {
+        let score = |rows: &[ScoreRow<'_>], ids: &[RowId]| {
             policy
                 .score(rows, temperature, extras)
-                .map_err(StageError::failed)
+                .map_err(|error| refused_row(error, ids))
         };
         if !cache {
-            return score(rows);
+            return score(rows, ids);
         }
         let (scores, known) = self.cache.scores(ids, rows, score)?;
         if !rows.is_empty() {
@@ -222,7 +237,9 @@ impl LogProbsStage {
 impl Stage for LogProbsStage {
     fn spec(&self) -> StageSpec {
         // Read for its rows alone: behind a filter of groups, those that were dropped are not scored.
-        let spec = StageSpec::new().reads_optional(GROUP_MEANS);
+        let spec = StageSpec::new()
+            .reads_optional(GROUP_MEANS)
+            .at_temperature_of(self.tokens());
         if self.config.bypass {
             return spec
                 .reads(ROLLOUT_LOG_PROBS.tagged(self.tag()))
@@ -245,7 +262,8 @@ impl Stage for LogProbsStage {
         if self.config.entropies {
             spec = spec
                 .writes(ENTROPIES.tagged(self.tag()))
-                .metrics(&[ENTROPY]);
+                .metrics(&[ENTROPY])
+                .shows(Shown::of(&ENTROPY, "ent", Shown::RESPONSES + 1).narrow());
         }
         if self.config.sum_pi_squared {
             spec = spec.writes(SUM_PI_SQUARED.tagged(self.tag()));
@@ -277,8 +295,10 @@ impl Stage for LogProbsStage {
                 RaggedColumn::from_rows(scores.iter().map(|s| &s.entropies)),
             )?;
             for score in &scores {
-                let count = score.entropies.len() as f64;
-                let sum: f64 = score.entropies.iter().map(|h| f64::from(*h)).sum();
+                // What is not finite lies on observations, or the guards refuse it.
+                let finite = score.entropies.iter().filter(|h| h.is_finite());
+                let count = finite.clone().count() as f64;
+                let sum: f64 = finite.map(|h| f64::from(*h)).sum();
                 if count > 0.0 {
                     context.record_weighted(&ENTROPY, sum / count, count);
                 }
@@ -287,18 +307,13 @@ impl Stage for LogProbsStage {
         if self.config.role == Role::Old && input.has(ROLLOUT_LOG_PROBS.name()) {
             let rollout = input.get(&ROLLOUT_LOG_PROBS)?;
             for (score, reported) in scores.iter().zip(rollout.rows()) {
-                let sum: f64 = score
-                    .log_probs
-                    .iter()
-                    .zip(reported)
-                    .map(|(a, b)| f64::from((a.exp() - b.exp()).abs()))
-                    .sum();
-                if !reported.is_empty() {
-                    context.record_weighted(
-                        &ROLLOUT_DIFFERENCE,
-                        sum / reported.len() as f64,
-                        reported.len() as f64,
-                    );
+                let pairs = score.log_probs.iter().zip(reported);
+                let differences = pairs.map(|(a, b)| f64::from((a.exp() - b.exp()).abs()));
+                let finite = differences.filter(|difference| difference.is_finite());
+                let (count, sum) =
+                    finite.fold((0.0, 0.0), |(n, sum), value| (n + 1.0, sum + value));
+                if count > 0.0 {
+                    context.record_weighted(&ROLLOUT_DIFFERENCE, sum / count, count);
                 }
             }
         }

@@ -8,7 +8,9 @@ mod dtype;
 mod ilql;
 mod own;
 mod texts;
+mod training;
 pub(crate) mod value;
+mod words;
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -19,22 +21,25 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_models::chat_template::ChatTemplate;
 use verl_models::device::DeviceError;
+use verl_models::hf::save::companion_bytes;
 use verl_models::hf::{LoadError, Origin, SaveDType};
 use verl_models::memory::{Usage, footprint};
 use verl_models::model::{PolicyModel, TrainedModel};
 use verl_models::optim::OptimizerConfig;
 use verl_models::parameters;
 use verl_models::policy::Policy;
-use verl_models::rollout::stop::TextDecoder;
+use verl_models::rollout::stop::{TextDecoder, text_to_stop};
 use verl_models::tokenizer::Tokenizer;
 use verl_models::{Decoder, DecoderConfig};
 use verl_pipe::resource::{
     DeviceRefusal, Footprint, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot,
     StoredState, TokenTexts, WeightsVersion,
 };
-use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
+use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
 use texts::{look_at_texts, texts};
+use training::{optimizer_of, training};
+use words::token_texts;
 
 pub use dtype::WeightsDType;
 pub use ilql::IlqlLm;
@@ -96,10 +101,28 @@ impl PolicyResource {
         }
     }
 
-    /// What turns a response into text while it is sampled, for stop texts; `None` without a tokenizer.
+    /// What turns a response into text while it is sampled, for stop texts: special tokens are written out. `None` without
+    /// a tokenizer.
     pub fn text_decoder(&self) -> Option<TextDecoder> {
         let tokenizer = self.tokenizer.clone()?;
-        Some(TextDecoder::new(move |ids| tokenizer.decode(ids)))
+        Some(TextDecoder::new(move |ids| {
+            tokenizer.decode_with_special(ids)
+        }))
+    }
+
+    /// Text of a response as rewards see it: special tokens are left out, and so is the first of the texts `stop` with all
+    /// that stands after it; with `include_stop` that text is kept.
+    pub fn response_text(&self, ids: &[u32], stop: &[String], include_stop: bool) -> String {
+        match &self.tokenizer {
+            Some(tokenizer) => text_to_stop(
+                ids,
+                stop,
+                include_stop,
+                |ids| tokenizer.decode_with_special(ids),
+                |ids| tokenizer.decode(ids),
+            ),
+            None => self.decode(ids),
+        }
     }
 }
 
@@ -404,6 +427,15 @@ fn sized(
     }
 }
 
+/// Bytes of the folder that a model of `parameters` parameters, loaded from `dir`, is saved into.
+fn saved_bytes(dtype: SaveAs, parameters: u64, dir: &Path) -> u64 {
+    let element = match dtype {
+        SaveAs::F32 => 4,
+        SaveAs::Bf16 => 2,
+    };
+    element * parameters + companion_bytes(dir)
+}
+
 /// Refuses recomputation where it would change nothing.
 fn check_recompute(
     recompute: bool,
@@ -451,11 +483,36 @@ fn summary(config: &DecoderConfig, dtype: DType) -> String {
     )
 }
 
-/// The architecture of a folder.
+/// The architecture that the config.json of a folder declares.
 fn decoder_config(dir: &Path) -> Result<DecoderConfig, ConfigError> {
     Origin::read(dir)
         .and_then(|origin| origin.decoder_config())
         .map_err(|error| path_fault(&error))
+}
+
+/// The architecture of what is loaded from a folder, and what is doubtful about it: weights may have a head of their own
+/// where config.json declares none.
+fn loaded_config(dir: &Path, init: Init) -> Result<(DecoderConfig, Vec<ConfigError>), ConfigError> {
+    let declared = decoder_config(dir)?;
+    if init == Init::Random || !declared.tied_head {
+        return Ok((declared, Vec::new()));
+    }
+    let stored = Origin::read(dir).and_then(|origin| origin.stored_config());
+    let stored = stored.map_err(|error| path_fault(&error))?;
+    if stored.tied_head {
+        return Ok((stored, Vec::new()));
+    }
+    let doubt = ConfigError::new(
+        "path",
+        format!(
+            "is `{}`, whose config.json has `tie_word_embeddings` true, but whose lm_head.weight is not the embedding; \
+             the head is kept, and trained and saved on its own",
+            dir.display()
+        ),
+        "set `tie_word_embeddings` to false in that config.json; or, to use the embedding as the head, remove \
+         lm_head.weight from the weights",
+    );
+    Ok((stored, vec![doubt]))
 }
 
 /// Refuses a folder that would not load, as far as the headers of its files tell.
@@ -471,28 +528,6 @@ fn path_fault(error: &LoadError) -> ConfigError {
     ConfigError::new("path", format!("cannot be used: {error}"), help)
 }
 
-/// Settings of an optimiser that are possible and probably not meant.
-fn optimizer_doubts(
-    optimizer: Option<&OptimizerConfig>,
-    context: &BuildContext,
-) -> Vec<ConfigError> {
-    let Some(schedule) = optimizer.map(|optimizer| optimizer.schedule) else {
-        return Vec::new();
-    };
-    let steps = context.steps * context.batch.optimizer_steps as u64;
-    let doubt = schedule.doubt().or_else(|| {
-        let warmup = schedule.warmup_steps();
-        (steps > 0 && warmup > steps).then(|| {
-            let reason = format!(
-                "has `warmup_steps = {warmup}`, but the run takes {steps} optimiser steps, so that the learning rate never gets to what it is set to"
-            );
-            (reason, "set `warmup_steps` to a share of them".to_owned())
-        })
-    });
-    let doubt = doubt.map(|(reason, help)| ConfigError::new("optimizer.schedule", reason, help));
-    doubt.into_iter().collect()
-}
-
 /// Settings of an optimiser that make no sense.
 fn check_optimizer(optimizer: Option<&OptimizerConfig>) -> Result<(), Vec<ConfigError>> {
     let Some(Err(error)) = optimizer.map(OptimizerConfig::validate) else {
@@ -505,26 +540,6 @@ fn check_optimizer(optimizer: Option<&OptimizerConfig>) -> Result<(), Vec<Config
     )])
 }
 
-/// The words of a folder's tokenizer.
-struct Words(Tokenizer);
-
-impl TokenTexts for Words {
-    fn token(&self, id: u32) -> String {
-        // A piece of a character decodes to nothing readable; then the vocabulary's own spelling is better.
-        let text = self.0.decode_with_special(&[id]);
-        match text.is_empty() || text.contains('\u{fffd}') {
-            true => self.0.id_to_token(id).unwrap_or_default(),
-            false => text,
-        }
-    }
-}
-
-/// The words of the tokenizer in a model's folder.
-fn token_texts(dir: &Path) -> Option<Arc<dyn TokenTexts>> {
-    let tokenizer = Tokenizer::load(dir).ok()?;
-    Some(Arc::new(Words(tokenizer)))
-}
-
 impl ModelConfig for CausalLm {
     const KIND: &'static str = "causal_lm";
     const SUMMARY: &'static str =
@@ -532,7 +547,8 @@ impl ModelConfig for CausalLm {
 
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         let dir = self.folder(context);
-        let config = decoder_config(&dir).map_err(|error| vec![error])?;
+        let loaded = loaded_config(&dir, self.init);
+        let (config, head_doubts) = loaded.map_err(|error| vec![error])?;
         check_optimizer(self.optimizer.as_ref())?;
         check_weights(&dir, &config, self.init).map_err(|error| vec![error])?;
         let device = &context.device;
@@ -549,15 +565,24 @@ impl ModelConfig for CausalLm {
         let mut info = ModelInfo {
             role: POLICY,
             smaller: smaller(&config, usage, optimizer.is_some()),
-            doubts: optimizer_doubts(optimizer, context),
+            saved_bytes: saved_bytes(self.save_as, parameters, &dir),
             ..sized(&config, usage, parameters, optimizer)
         };
+        info.doubts.extend(head_doubts);
         look_at_texts(&mut info, &dir, Some(config.vocab_size)).map_err(|error| vec![error])?;
         Ok(info)
     }
 
     fn trainable(&self) -> bool {
         self.optimizer.is_some()
+    }
+
+    fn training(&self, optimizer_steps: u64) -> Option<Training> {
+        let own = self.optimizer.clone()?;
+        Some(training(own, optimizer_steps, |optimizer| CausalLm {
+            optimizer,
+            ..self.clone()
+        }))
     }
 
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
@@ -578,14 +603,15 @@ impl ModelConfig for CausalLm {
 
     fn load(
         &self,
-        _name: &str,
+        name: &str,
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let dir = self.folder(context);
         let decoder = self.decoder(&dir, device, context.seed)?;
         let tools = texts(&dir, &decoder.config)?;
-        let policy = Policy::new(decoder, self.optimizer.clone()).map_err(failed)?;
+        let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
+        let policy = Policy::new(decoder, optimizer).map_err(failed)?;
         Ok(Box::new(PolicyResource::with_texts(
             Box::new(policy),
             tools,

@@ -11,14 +11,18 @@
 //! several: from there on a pair is two responses to one prompt, which every stage on responses understands.
 //!
 //! Prompts are written as [`prompts`](crate::prompts) does, and drawn in the same order. An answer is a text, or a
-//! conversation whose last message is the assistant's; what stands before it must then be the prompt. It ends with the
-//! id that ends an answer of the chat template.
+//! conversation whose last message is the assistant's; what stands before it must then be the prompt, so an answer is one
+//! turn. Its tokens are what the chat template writes of it behind the prompt, up to the token that ends the turn, as
+//! `prompts` writes targets; all of them count, whatever the template marks by `{% generation %}`. Where the prompt's tokens
+//! are not the first ones of a finished conversation, the row's prompt is what its finished conversations share before their
+//! answers, and a warning tells it once.
 
 mod judged;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use verl_models::targets::Target;
 use verl_pipe::batch::{Batch, RaggedColumn};
 use verl_pipe::data::DataError;
 use verl_pipe::keys::{
@@ -26,18 +30,17 @@ use verl_pipe::keys::{
     REJECTED_RESPONSES, RESPONSES, mask,
 };
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, RowRule, Stage, StageConfig, StageContext,
-    StageError, StageSpec, StartContext,
+    Access, BuildContext, Cardinality, ConfigError, PreviewContext, RowPreviews, RowRule, Stage,
+    StageConfig, StageContext, StageError, StageSpec, StartContext,
 };
 
 use crate::generate::{RESPONSE_LENGTH, TOKENS};
 use crate::model::template_config_fault;
 use crate::prompts::{
-    OnLong, PROMPT_LENGTH, PromptFormat, Row, Source, Template, declared_faults, look_at_rows,
+    Looks, OnLong, PROMPT_LENGTH, PromptFormat, Shown, Source, Template, declared_faults, preview,
 };
 use crate::settings::metrics;
 pub(crate) use judged::Judged;
-use judged::RawJudged;
 
 metrics! {
     CHOSEN_LENGTH: "preference/chosen_length", "tokens", "mean number of tokens of a chosen answer, end-of-sequence included";
@@ -79,11 +82,17 @@ pub struct PreferenceFormat {
     pub template: Template,
     /// Further variables of the chat template, such as `enable_thinking`.
     pub template_variables: Map<String, Value>,
+    /// Column with the tools of a row's conversation, a list of objects or its JSON text, which the template gets as
+    /// `tools`; empty: none is read. They go before those of `template_variables`.
+    pub tools: String,
+    /// Column with further variables of the template for the row alone, an object or its JSON text; they go before
+    /// `template_variables`. Empty: none is read.
+    pub row_variables: String,
     /// Longest prompt (tokens); the model's context when absent.
     pub max_prompt_tokens: Option<usize>,
     /// Longest answer, end-of-sequence included (tokens); what the prompt leaves of the model's context when absent.
     pub max_response_tokens: Option<usize>,
-    /// What becomes of a longer prompt or answer; `truncate` cuts a prompt at its beginning, an answer at its end.
+    /// What becomes of rows whose prompt or answer is too long.
     pub on_long: OnLong,
     /// What becomes of a pair whose answers are the same.
     pub on_equal: OnEqual,
@@ -102,6 +111,8 @@ impl Default for PreferenceFormat {
             system: format.system,
             template: format.template,
             template_variables: format.template_variables,
+            tools: format.tools,
+            row_variables: format.row_variables,
             max_prompt_tokens: format.max_prompt_tokens,
             max_response_tokens: None,
             on_long: format.on_long,
@@ -118,6 +129,8 @@ impl PreferenceFormat {
             system: self.system.clone(),
             template: self.template,
             template_variables: self.template_variables.clone(),
+            tools: self.tools.clone(),
+            row_variables: self.row_variables.clone(),
             max_prompt_tokens: self.max_prompt_tokens,
             on_long: self.on_long,
             ..PromptFormat::default()
@@ -180,29 +193,51 @@ impl PreferenceFormat {
     ) -> Result<Source, StageError> {
         let prompts = self.prompts();
         let mut source = Source::open(context, data, model, &prompts, true)?;
-        look_at_rows(source.data.as_ref(), |row| self.look(row))?;
-        if self.on_long == OnLong::Drop {
-            let what = format!("every row of `{}` is too long", source.data.origin());
-            source.drop_rows(&what, |source, row| {
-                let judged = Judged::encode(self, &prompts, source, row)?;
-                Ok(judged.fits(self, &prompts, source.context))
-            })?;
-        }
+        source.survey(self.on_long, |source, row| {
+            Ok(self.show(source, row)?.surveyed())
+        })?;
         Ok(source)
     }
 
-    /// Looks whether a row has what it is judged by; the template and the tokenizer are not asked.
-    fn look(&self, row: &Row<'_>) -> Result<(), DataError> {
+    /// What is to be known of a row before the first step.
+    fn show(&self, source: &Source, row: usize) -> Result<Shown, DataError> {
         let prompts = self.prompts();
-        let RawJudged { asked, answers, .. } = RawJudged::read(self, row)?;
-        prompts.look_at(row, asked)?;
-        match &answers[..] {
-            // Texts that differ can still be the same tokens, which is told when the row is drawn.
-            [chosen, rejected] if chosen == rejected && self.on_equal == OnEqual::Error => {
-                Err(row.fault(judged::SAME.to_owned()))
-            }
-            _ => Ok(()),
+        let judged = Judged::encode(self, &prompts, source, row)?;
+        let long = judged.long(self, &prompts, source.context);
+        let names = self.answers().into_iter().map(|(name, _)| name);
+        let targets = names.zip(judged.answers.iter().map(|tokens| Target {
+            tokens: tokens.clone(),
+            trained: vec![true; tokens.len()],
+        }));
+        let mut shown = Shown {
+            text: judged.text.clone(),
+            prompt: judged.prompt.clone(),
+            answer: None,
+            targets: targets.collect(),
+            notes: judged.notes.clone(),
+            long,
+        };
+        // What is to be left out need not differ, and what is to be cut has to behind it.
+        if shown.long.is_none() || self.on_long == OnLong::Truncate {
+            shown.notes = judged.fit(self, &prompts, source, row)?.notes;
         }
+        shown.notes.extend(prompts.tools_note(source, row)?);
+        Ok(shown)
+    }
+
+    /// The rows of `data` for a look before a run.
+    pub(crate) fn preview(
+        &self,
+        context: PreviewContext<'_>,
+        data: &str,
+        model: &str,
+    ) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
+        let (read, format) = (self.clone(), self.clone());
+        let looks = Looks::new(
+            move |_, row| Judged::glance(&read, row),
+            move |source, row| format.show(source, row),
+        );
+        preview(context, data, model, &self.prompts(), true, looks)
     }
 
     /// Row `row` within the limits.
@@ -365,6 +400,19 @@ impl Stage for PreferenceStage {
         let source = self.config.format.open(context, data, model)?;
         self.source = Some(source);
         Ok(())
+    }
+
+    fn preview(
+        &self,
+        context: PreviewContext<'_>,
+    ) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
+        let Preferences {
+            data,
+            model,
+            format,
+            ..
+        } = &self.config;
+        format.preview(context, data, model)
     }
 
     fn run(&mut self, _input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {

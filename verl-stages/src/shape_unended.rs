@@ -1,4 +1,5 @@
-//! Stage `shape_unended`: changes the rewards of responses that did not end of themselves: they reached the token limit.
+//! Stage `shape_unended`: changes the rewards of responses that did not end of themselves: they reached the token limit
+//! or the end of the context.
 //!
 //! It writes `shaped_rewards`, which `advantages` reads under `rename = { rewards = "shaped_rewards" }`. What comes near
 //! the limit without reaching it is for stage [`shape_overlong`](crate::shape_overlong).
@@ -94,7 +95,7 @@ impl Stage for ShapeUnended {
         let ended: Vec<bool> = reasons
             .values()
             .iter()
-            .map(|reason| *reason != finish::LENGTH)
+            .map(|reason| !finish::is_cut(*reason))
             .collect();
         for ended in &ended {
             context.record(&UNENDED, f64::from(!ended));
@@ -123,7 +124,7 @@ mod tests {
         let mut batch = Batch::with_rows(&ids);
         let rewards = vec![Some(1.0f32), Some(1.0), None, Some(0.5)];
         batch.put(&REWARDS, rewards).unwrap();
-        let reasons = vec![finish::EOS, finish::LENGTH, finish::LENGTH, finish::STOP];
+        let reasons = vec![finish::EOS, finish::LENGTH, finish::CONTEXT, finish::STOP];
         batch.put(&FINISH_REASONS, reasons).unwrap();
         let config = ShapeUnended { penalty, coef };
         let mut stage = config.build(&BuildContext::default()).expect("a stage");

@@ -9,6 +9,7 @@ use verl_pipe::stage::{
 #[derive(Default)]
 pub(crate) struct Kept {
     pub(crate) batches: Vec<Batch>,
+    pub(crate) samples: Vec<serde_json::Value>,
     metrics: Vec<(&'static str, f64)>,
 }
 
@@ -41,7 +42,9 @@ impl StageSink for Kept {
         self.metrics.push((metric.name, value));
     }
     fn record_named(&mut self, _name: &str, _value: f64, _weight: f64) {}
-    fn sample(&mut self, _sample: serde_json::Value) {}
+    fn sample(&mut self, sample: serde_json::Value) {
+        self.samples.push(sample);
+    }
 }
 
 /// What a stage without a model makes of `input` in a step of a run with seed 5.

@@ -14,7 +14,7 @@ use verl_pipe::stage::{
     BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
 
-use crate::log_probs::scoring_temperature_fault;
+use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
 use crate::settings::{metrics, refusal};
 
 metrics! {
@@ -27,15 +27,15 @@ metrics! {
 pub struct TeacherAdvantages {
     /// Discount of what follows a token, in [0, 1]; 0 blames each token for its own divergence only.
     pub gamma: f64,
-    /// Temperature of the log-probs that are compared; that of `generate`.
-    pub temperature: f64,
+    /// Temperature of the log-probs that are compared; that of the sampling when absent.
+    pub temperature: Option<f64>,
 }
 
 impl Default for TeacherAdvantages {
     fn default() -> Self {
         TeacherAdvantages {
             gamma: 0.0,
-            temperature: 1.0,
+            temperature: None,
         }
     }
 }
@@ -44,7 +44,7 @@ impl StageConfig for TeacherAdvantages {
     const KIND: &'static str = "teacher_advantages";
     const SUMMARY: &'static str = "advantages from what a teacher thinks of the sampled tokens";
 
-    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+    fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
         let none = AlgoRagged::<f64>::from_rows([[0.0; 0]; 0]);
         let checked = teacher_advantages(&none, &none, &none.map(|_, _, _| true), self.gamma);
@@ -54,6 +54,7 @@ impl StageConfig for TeacherAdvantages {
         }
         Ok(Box::new(TeacherAdvantagesStage {
             config: self.clone(),
+            temperature: scoring_temperature(self.temperature, context),
         }))
     }
 }
@@ -62,6 +63,7 @@ impl StageConfig for TeacherAdvantages {
 #[derive(Clone)]
 struct TeacherAdvantagesStage {
     config: TeacherAdvantages,
+    temperature: f64,
 }
 
 fn numbers(column: RaggedView<'_, f32>) -> AlgoRagged<f64> {
@@ -76,12 +78,13 @@ impl Stage for TeacherAdvantagesStage {
     fn spec(&self) -> StageSpec {
         let tag = |weights| LogProbTag {
             policy: None,
-            temperature: Some(self.config.temperature),
+            temperature: Some(self.temperature),
             support: Some(Support::Full),
             weights: Some(weights),
         };
         StageSpec::new()
             .reads(MASK_KINDS)
+            .at_temperature_of(MASK_KINDS.name())
             .reads(OLD_LOG_PROBS.tagged(tag(Weights::StepStart)))
             .reads(REF_LOG_PROBS.tagged(tag(Weights::Frozen)))
             .remedy(
@@ -164,7 +167,7 @@ mod tests {
     fn settings_out_of_range_are_refused() {
         let config = TeacherAdvantages {
             gamma: 1.5,
-            temperature: 0.0,
+            temperature: Some(0.0),
         };
         let errors = StageConfig::build(&config, &BuildContext::default());
         let errors = errors.err().expect("a refusal");

@@ -14,8 +14,9 @@ use verl_pipe::stage::{
     StageSpec, find_model,
 };
 
-use crate::log_probs::scoring_temperature_fault;
+use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
 use crate::model::{POLICY, PolicyResource};
+use crate::refusals::refused_row;
 use crate::settings::metrics;
 use crate::training::score_rows;
 
@@ -47,8 +48,8 @@ pub struct TeacherTop {
     pub model: String,
     /// Tokens listed in the place of each response token, K (tokens).
     pub top_k: usize,
-    /// Divides logits; the same as in `distill`.
-    pub temperature: f64,
+    /// Divides logits, as in `distill`; the temperature at which the responses were sampled when absent.
+    pub temperature: Option<f64>,
 }
 
 impl Default for TeacherTop {
@@ -56,7 +57,7 @@ impl Default for TeacherTop {
         TeacherTop {
             model: "teacher".to_owned(),
             top_k: 16,
-            temperature: 1.0,
+            temperature: None,
         }
     }
 }
@@ -65,7 +66,7 @@ impl StageConfig for TeacherTop {
     const KIND: &'static str = "teacher_top";
     const SUMMARY: &'static str = "the tokens that a teacher finds most probable, with log-probs";
 
-    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
+    fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
         if self.top_k == 0 {
             faults.push(ConfigError::new(
@@ -79,6 +80,7 @@ impl StageConfig for TeacherTop {
         }
         Ok(Box::new(TeacherTopStage {
             config: self.clone(),
+            temperature: scoring_temperature(self.temperature, context),
         }))
     }
 }
@@ -97,6 +99,7 @@ pub(crate) fn teacher_log_probs(policy: Option<String>, temperature: f64) -> Fie
 #[derive(Clone)]
 struct TeacherTopStage {
     config: TeacherTop,
+    temperature: f64,
 }
 
 impl Stage for TeacherTopStage {
@@ -105,8 +108,9 @@ impl Stage for TeacherTopStage {
         StageSpec::new()
             .reads(PROMPTS)
             .reads(RESPONSES)
+            .at_temperature_of(RESPONSES.name())
             .writes(TEACHER_TOP_IDS)
-            .writes(teacher_log_probs(Some(model), self.config.temperature))
+            .writes(teacher_log_probs(Some(model), self.temperature))
             .uses_as(POLICY, &self.config.model, Access::Read)
             .works(ModelWork::scoring(&self.config.model).of([PROMPTS.name(), RESPONSES.name()]))
             .metrics(&[TEACHER_MASS])
@@ -115,15 +119,11 @@ impl Stage for TeacherTopStage {
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
         let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
         let rows = score_rows(&prompts, &responses);
-        let TeacherTop {
-            model,
-            top_k,
-            temperature,
-        } = &self.config;
+        let TeacherTop { model, top_k, .. } = &self.config;
         let policy = &find_model::<PolicyResource>(context.models, model)?.policy;
         let top = policy
-            .top_tokens(&rows, *top_k, *temperature)
-            .map_err(StageError::failed)?;
+            .top_tokens(&rows, *top_k, self.temperature)
+            .map_err(|error| refused_row(error, &input.ids()))?;
         for row in top.iter().filter(|row| !row.ids.is_empty()) {
             let tokens = (row.ids.len() / top_k) as f64;
             let mass: f64 = row.log_probs.iter().map(|l| f64::from(l.exp())).sum();

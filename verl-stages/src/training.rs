@@ -7,11 +7,16 @@ use burn::tensor::Tensor;
 use verl_algos::losses::{MetricSum, Partial};
 use verl_algos::{AlgoError, Counts, CutUnit, MiniBatch};
 use verl_models::model::{ModelError, ScoreRow, StepReport, TrainedModel};
-use verl_pipe::batch::{Batch, RaggedView};
+use verl_pipe::batch::{Batch, RaggedView, RowId};
 use verl_pipe::field::{Key, Ragged};
-use verl_pipe::keys::{FINISH_REASONS, MASK_KINDS, PROMPTS, ROLLOUT_MASKS, finish, mask};
+use verl_pipe::keys::{
+    FINISH_REASONS, MASK_KINDS, PROMPTS, ROLLOUT_MASKS, TARGET_KINDS, TARGETS, finish, mask,
+};
+use verl_pipe::run::records::{NO_SAMPLES, STAGE};
 use verl_pipe::schedule::batching::BatchPlan;
-use verl_pipe::stage::{ModelWork, StageError};
+use verl_pipe::stage::{ModelWork, StageContext, StageError};
+
+use crate::refusals::refused_row;
 
 /// How the rows of a step are cut: into mini-batches of whole prompts, one optimiser step each, and those into
 /// micro-batches whose gradients add up.
@@ -90,26 +95,32 @@ pub(crate) struct Rows<'a> {
     kinds: Option<RaggedView<'a, u8>>,
     /// Rows that no token is trained on; empty: none.
     left_out: Vec<bool>,
+    ids: Vec<RowId>,
     /// Tokens that a correction of the rollout kept.
     kept: Option<RaggedView<'a, u8>>,
 }
 
 impl<'a> Rows<'a> {
     /// The rows of `input`, whose responses have the key `tokens`. Where reasons for the end of responses are there, those
-    /// that reached the token limit are left out.
+    /// that reached the token limit or the end of the context are left out.
     ///
     /// # Errors
     /// When a key is not there.
     pub(crate) fn new(input: &'a Batch, tokens: &Key<Ragged<u32>>) -> Result<Self, StageError> {
-        let has_kinds = input.has(MASK_KINDS.name());
+        let kinds = match tokens.name() == TARGETS.name() {
+            true => TARGET_KINDS,
+            false => MASK_KINDS,
+        };
+        let has_kinds = input.has(kinds.name());
         Ok(Rows {
+            ids: input.ids(),
             prompts: input.get(&PROMPTS)?,
             tokens: input.get(tokens)?,
-            kinds: has_kinds.then(|| input.get(&MASK_KINDS)).transpose()?,
+            kinds: has_kinds.then(|| input.get(&kinds)).transpose()?,
             left_out: if input.has(FINISH_REASONS.name()) {
                 let reasons = input.get(&FINISH_REASONS)?;
                 let reasons = reasons.values().iter();
-                reasons.map(|reason| *reason == finish::LENGTH).collect()
+                reasons.map(|reason| finish::is_cut(*reason)).collect()
             } else {
                 Vec::new()
             },
@@ -118,6 +129,33 @@ impl<'a> Rows<'a> {
                 .then(|| input.get(&ROLLOUT_MASKS))
                 .transpose()?,
         })
+    }
+
+    /// Identities of the rows.
+    pub(crate) fn ids(&self) -> &[RowId] {
+        &self.ids
+    }
+
+    /// Why no token of the rows is trained on.
+    fn why_idle(&self) -> String {
+        let rows = self.ids.len();
+        let truncated = self.left_out.iter().filter(|left_out| **left_out).count();
+        if truncated == rows {
+            return format!(
+                "all {rows} responses reached the token limit and are masked (`mask_truncated`); raise `max_new_tokens`, or shorten the responses"
+            );
+        }
+        let masked = match truncated {
+            0 => String::new(),
+            n => format!("{n} of them reached the token limit and are masked (`mask_truncated`); "),
+        };
+        let others = match self.kept {
+            Some(_) => {
+                "the others have no token that the policy chose and the correction of the rollout kept"
+            }
+            None => "the others have no token that the policy chose",
+        };
+        format!("of {rows} rows {masked}{others}")
     }
 
     /// Whether a token is trained on.
@@ -180,6 +218,29 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// Tells that `skipped` of `steps` optimiser steps were left out, since no token of theirs is trained on.
+pub(crate) fn tell_skipped(
+    context: &mut StageContext<'_>,
+    rows: &Rows<'_>,
+    skipped: usize,
+    steps: usize,
+) {
+    if skipped == 0 {
+        return;
+    }
+    // Named after the stage, as the engine does where no row comes to it.
+    let name = NO_SAMPLES.name.replace(STAGE, context.stage);
+    context.sink.record_named(&name, skipped as f64, 1.0);
+    if skipped == steps {
+        tracing::warn!(
+            "step {}, stage `{}`: nothing was left to learn from, so no weight was moved: {}",
+            context.step,
+            context.stage,
+            rows.why_idle()
+        );
+    }
+}
+
 /// What a model reads of all rows of two columns.
 pub(crate) fn score_rows<'a>(
     prompts: &RaggedView<'a, u32>,
@@ -211,12 +272,13 @@ pub(crate) struct Shares {
 
 impl Shares {
     /// Has `accumulate` take the micro-batches of the mini-batch of `rows` one after the other; those without a token are
-    /// passed over.
+    /// passed over. `ids` are those of all rows of the step, for refusals.
     ///
     /// # Errors
     /// What the model or the maths refuses.
     pub(crate) fn of(
         mini: &MiniBatch,
+        ids: &[RowId],
         rows: Range<usize>,
         (cuts, unit): (Cuts, CutUnit),
         mut accumulate: impl FnMut(&Micro, &mut Shares) -> Result<f64, ModelError>,
@@ -231,11 +293,12 @@ impl Shares {
             if tokens.is_empty() {
                 continue;
             }
+            let ids = ids.get(part.clone()).unwrap_or_default();
             let value = accumulate(&Micro { rows: part, tokens }, &mut shares);
             if let Some(error) = shares.refused.take() {
                 return Err(StageError::failed(error));
             }
-            shares.loss += value.map_err(StageError::failed)?;
+            shares.loss += value.map_err(|error| refused_row(error, ids))?;
         }
         Ok(shares)
     }

@@ -23,23 +23,23 @@ use verl_pipe::batch::{Batch, RaggedView, RowId};
 use verl_pipe::field::{Key, LogProbTag, Ragged, Support, Weights};
 use verl_pipe::keys::{
     ADVANTAGES, FINISH_REASONS, MASK_KINDS, OLD_LOG_PROBS, PROMPTS, REF_LOG_PROBS,
-    ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS,
+    ROLLOUT_LOG_PROBS, ROLLOUT_MASKS, ROLLOUT_WEIGHTS, TARGET_KINDS,
 };
 use verl_pipe::part::Part;
 use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, RowRule, Stage, StageConfig,
-    StageContext, StageError, StageSink, StageSpec, find_model,
+    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Shown, Stage,
+    StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
 use crate::advantages::{NO_OLD, NO_REFERENCE};
 use crate::generate::TOKENS;
-use crate::log_probs::scoring_temperature_fault;
+use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
 use crate::losses::{Grpo, KL_PENALTY, Loss, LossState, PolicyObjective};
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::metrics;
 use crate::state::{recalled, restored, snapshot, stored};
-use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
+use crate::training::{Cuts, OptimizerSteps, Rows, Shares, tell_skipped};
 use inputs::StepAt;
 
 metrics! {
@@ -52,6 +52,14 @@ metrics! {
     REWARD_SHIFT: "preference/reward_shift", "nats", "running mean of implicit rewards, δ of `bco_pair`";
 }
 
+/// Optimiser steps of the step.
+pub const OPTIMIZER_STEPS: Metric = Metric {
+    name: "actor/optimizer_steps",
+    unit: "optimiser steps",
+    meaning: "optimiser steps taken; fewer than planned where mini-batches held no token to train on",
+    reduce: Reduce::Sum,
+};
+
 /// Settings of stage `update`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
@@ -60,8 +68,8 @@ pub struct Update {
     pub model: String,
     /// What is minimised.
     pub loss: Part<Loss>,
-    /// Divides logits; must be the sampling temperature, 1 for supervised training.
-    pub temperature: f64,
+    /// Divides logits; the temperature at which the trained tokens were sampled when absent, 1 for tokens of a data set.
+    pub temperature: Option<f64>,
     /// Leaves the tokens of responses that reached the token limit out of the loss and its counts (overlong filtering);
     /// their rewards count in their groups as before. Only for losses on responses.
     pub mask_truncated: bool,
@@ -75,7 +83,7 @@ impl Default for Update {
         Update {
             model: "actor".to_owned(),
             loss: PolicyObjective::<Grpo>::default().into(),
-            temperature: 1.0,
+            temperature: None,
             mask_truncated: false,
             warmup_steps: 0,
         }
@@ -98,6 +106,7 @@ impl StageConfig for Update {
         };
         Ok(Box::new(UpdateStage {
             never: self.warm_up_for_ever(context.steps),
+            temperature: scoring_temperature(self.temperature, context),
             config: self.clone(),
             loss,
             cuts: Cuts::new(&context.batch),
@@ -137,6 +146,7 @@ impl Update {
 /// The running stage.
 struct UpdateStage {
     config: Update,
+    temperature: f64,
     loss: Loss,
     cuts: Cuts,
     /// Optimiser steps of a step whose rows are all there; 0: the arithmetic is not known.
@@ -216,13 +226,13 @@ impl UpdateStage {
     fn tag(&self) -> LogProbTag {
         LogProbTag {
             policy: Some(self.config.model.clone()),
-            temperature: Some(self.config.temperature),
+            temperature: Some(self.temperature),
             support: Some(Support::Full),
             weights: Some(Weights::StepStart),
         }
     }
 
-    /// One optimiser step on `rows`.
+    /// One optimiser step on `rows`; false where none of their tokens is trained on, so that there is none.
     fn mini_step(
         &mut self,
         policy: &mut dyn PolicyModel,
@@ -230,13 +240,14 @@ impl UpdateStage {
         rows: Range<usize>,
         at: StepAt,
         sink: &mut dyn StageSink,
-    ) -> Result<(), StageError> {
+    ) -> Result<bool, StageError> {
         let mut mini = match self.loss.of_pairs {
             true => columns.pairs(rows.clone()),
             false => columns.mini_batch(rows.clone()),
         };
         if mini.num_tokens() == 0 {
-            return Ok(());
+            sink.record(&OPTIMIZER_STEPS, 0.0, 1.0);
+            return Ok(false);
         }
         let squares = self.fill(&mut mini, &*policy, columns, rows.clone(), at)?;
         if let Some(mean) = self.loss.state.reward_shift {
@@ -251,11 +262,11 @@ impl UpdateStage {
             .map_err(StageError::failed)?;
         let entropies = self.loss.reads(LossInput::Entropies);
         let cut = (self.cuts, self.loss.objective.cut_unit());
-        let shares = Shares::of(&mini, rows, cut, |micro, shares| {
+        let shares = Shares::of(&mini, columns.rows.ids(), rows, cut, |micro, shares| {
             policy.accumulate(
                 &columns.rows.score_rows(micro.rows.clone()),
                 &|row, token| columns.rows.is_action(micro.rows.start + row, token),
-                self.config.temperature,
+                self.temperature,
                 entropies,
                 &mut |packed| {
                     let log_probs = packed.log_probs.clone();
@@ -278,6 +289,7 @@ impl UpdateStage {
         let noted = self.loss.state.note(&shares.metrics, num_rows);
         noted.map_err(StageError::failed)?;
         self.report_state(sink);
+        sink.record(&OPTIMIZER_STEPS, 1.0, 1.0);
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
@@ -292,7 +304,7 @@ impl UpdateStage {
                 None => sink.record_named(&format!("actor/{}", total.name), total.value(), 1.0),
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     fn state_metrics(&self) -> Vec<Metric> {
@@ -370,10 +382,14 @@ impl Stage for UpdateStage {
             weights: Some(Weights::Frozen),
             ..policy.clone()
         };
-        let mut spec = StageSpec::new().reads(PROMPTS).reads(self.loss.tokens);
-        if self.loss.on_responses() {
-            spec = spec.reads(MASK_KINDS);
-        }
+        let mut spec = StageSpec::new()
+            .reads(PROMPTS)
+            .reads(self.loss.tokens)
+            .at_temperature_of(self.loss.tokens.name());
+        spec = match self.loss.on_responses() {
+            true => spec.reads(MASK_KINDS),
+            false => spec.reads_optional(TARGET_KINDS),
+        };
         if self.loss.reads(LossInput::Advantages) {
             spec = spec.reads(ADVANTAGES);
             spec = spec.remedy(ADVANTAGES.name(), NO_ADVANTAGES);
@@ -413,19 +429,34 @@ impl Stage for UpdateStage {
             .iter()
             .map(|(_, metric)| *metric)
             .collect();
+        // The loss of a policy gradient says nothing of how good the policy is.
+        let rank = match self.loss.reads(LossInput::Advantages) {
+            true => Shown::DETAIL,
+            false => Shown::LOSS,
+        };
+        let spec = self.loss.shown().into_iter().fold(spec, StageSpec::shows);
         self.never
             .iter()
             .cloned()
             .fold(spec, StageSpec::doubts)
+            .shows(Shown::of(&LOSS, "loss", rank))
+            .shows(Shown::of(&GRAD_NORM, "grad", Shown::GRADIENT).narrow())
+            .shows(Shown::of(&LEARNING_RATE, "lr", Shown::DETAIL + 2))
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses_as(POLICY, &self.config.model, Access::Update)
+            .optimizes(
+                &self.config.model,
+                self.cuts.epochs,
+                self.config.warmup_steps,
+            )
             .works(self.cuts.work(
                 &self.config.model,
                 self.loss.objective.cut_unit(),
                 [PROMPTS.name(), self.loss.tokens.name()],
             ))
-            .metrics(&[LOSS, GRAD_NORM, LEARNING_RATE, FIRST_PPO_KL, TOKENS])
+            .metrics(&[LOSS, GRAD_NORM, LEARNING_RATE, OPTIMIZER_STEPS])
+            .metrics(&[FIRST_PPO_KL, TOKENS])
             .metrics(&self.state_metrics())
             .metrics(&metrics)
     }
@@ -451,6 +482,7 @@ impl Stage for UpdateStage {
             context.record(&TOKENS, tokens as f64);
         }
         let mini_batches = self.cuts.mini_batches(input.num_rows());
+        let mut skipped = 0;
         for (index, rows) in mini_batches.enumerate() {
             if context.cancel.is_cancelled() {
                 return Err(StageError::Cancelled);
@@ -458,8 +490,9 @@ impl Stage for UpdateStage {
             if let Some(reference) = &self.loss.reference {
                 let models = (self.config.model.as_str(), reference.as_str());
                 let scored = columns.rows.score_rows(rows.clone());
-                let temperature = self.config.temperature;
-                let baseline = judged::baseline(context.models, models, temperature, &scored)?;
+                let temperature = self.temperature;
+                let scored = (&columns.ids[rows.clone()], scored.as_slice());
+                let baseline = judged::baseline(context.models, models, temperature, scored)?;
                 columns.kl_baseline = Some(baseline);
             }
             let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
@@ -469,8 +502,11 @@ impl Stage for UpdateStage {
                 pass: index * self.cuts.epochs / steps,
                 is_first: index == 0,
             };
-            self.mini_step(resource.policy.as_mut(), &columns, rows, at, context.sink)?;
+            let moved =
+                self.mini_step(resource.policy.as_mut(), &columns, rows, at, context.sink)?;
+            skipped += usize::from(!moved);
         }
+        tell_skipped(context, &columns.rows, skipped, steps);
         let ended = self.loss.state.end_step(input.num_rows());
         ended.map_err(StageError::failed)
     }

@@ -13,14 +13,14 @@ use verl_models::model::ValueModel;
 use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES, RETURNS, VALUES};
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, RowRule, Stage, StageConfig, StageContext,
-    StageError, StageSink, StageSpec, find_model,
+    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Shown, Stage,
+    StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
 use crate::losses::aggregation;
 use crate::model::{VALUE_MODEL, ValueResource};
 use crate::settings::metrics;
-use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
+use crate::training::{Cuts, OptimizerSteps, Rows, Shares, tell_skipped};
 use crate::values::values_of;
 
 metrics! {
@@ -32,6 +32,14 @@ metrics! {
     RETURNS_MEAN: "critic/returns_mean", "reward", "mean return over response tokens";
     EXPLAINED_VARIANCE: "critic/explained_variance", "share", "1 − Var(returns − values) / Var(returns) over response tokens, before the update; above 0 the critic predicts better than a constant, 1 is perfect; not told where all returns are equal";
 }
+
+/// Optimiser steps of the step.
+pub const OPTIMIZER_STEPS: Metric = Metric {
+    name: "critic/optimizer_steps",
+    unit: "optimiser steps",
+    meaning: "optimiser steps taken; fewer than planned where mini-batches held no token to train on",
+    reduce: Reduce::Sum,
+};
 
 /// Settings of stage `update_critic`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -158,21 +166,22 @@ fn report_fit(values: &[f64], returns: &[f64], sink: &mut dyn StageSink) {
 }
 
 impl UpdateCriticStage {
-    /// One optimiser step on `rows`.
+    /// One optimiser step on `rows`; false where none of their tokens is trained on, so that there is none.
     fn mini_step(
         &mut self,
         critic: &mut dyn ValueModel,
         columns: &Columns<'_>,
         rows: Range<usize>,
         sink: &mut dyn StageSink,
-    ) -> Result<(), StageError> {
+    ) -> Result<bool, StageError> {
         let mini = columns.mini_batch(rows.clone());
         if mini.num_tokens() == 0 {
-            return Ok(());
+            sink.record(&OPTIMIZER_STEPS, 0.0, 1.0);
+            return Ok(false);
         }
         let prepared = self.objective.prepare(&mini).map_err(StageError::failed)?;
         let cut = (self.cuts, self.objective.cut_unit());
-        let shares = Shares::of(&mini, rows, cut, |micro, shares| {
+        let shares = Shares::of(&mini, columns.rows.ids(), rows, cut, |micro, shares| {
             critic.accumulate(
                 &columns.rows.score_rows(micro.rows.clone()),
                 &|row, token| columns.rows.is_action(micro.rows.start + row, token),
@@ -184,13 +193,14 @@ impl UpdateCriticStage {
             )
         })?;
         let report = self.optimizer.step(critic, &self.model)?;
+        sink.record(&OPTIMIZER_STEPS, 1.0, 1.0);
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
         if let Some(clipped) = shares.metrics.iter().find(|m| m.name == "vf_clipfrac") {
             sink.record(&CLIPPED, clipped.value(), 1.0);
         }
-        Ok(())
+        Ok(true)
     }
 }
 
@@ -206,9 +216,12 @@ impl Stage for UpdateCriticStage {
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses_as(VALUE_MODEL, &self.model, Access::Update)
+            .optimizes(&self.model, self.cuts.epochs, 0)
             .works(self.cuts.work(&self.model, self.objective.cut_unit(), [PROMPTS.name(), RESPONSES.name()]))
-            .metrics(&[LOSS, CLIPPED, GRAD_NORM, LEARNING_RATE])
+            .metrics(&[LOSS, CLIPPED, GRAD_NORM, LEARNING_RATE, OPTIMIZER_STEPS])
             .metrics(&[VALUES_MEAN, RETURNS_MEAN, EXPLAINED_VARIANCE])
+            .shows(Shown::of(&EXPLAINED_VARIANCE, "expl", Shown::DETAIL))
+            .shows(Shown::of(&LOSS, "v loss", Shown::DETAIL + 1).narrow())
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
@@ -218,12 +231,16 @@ impl Stage for UpdateCriticStage {
         let returns = columns.rows.packed(columns.returns, all);
         report_fit(&values, &returns, context.sink);
         let critic = find_model::<ValueResource>(context.models, &self.model)?;
+        let (mut skipped, mut steps) = (0, 0);
         for rows in self.cuts.mini_batches(input.num_rows()) {
             if context.cancel.is_cancelled() {
                 return Err(StageError::Cancelled);
             }
-            self.mini_step(critic.model.as_mut(), &columns, rows, context.sink)?;
+            let moved = self.mini_step(critic.model.as_mut(), &columns, rows, context.sink)?;
+            skipped += usize::from(!moved);
+            steps += 1;
         }
+        tell_skipped(context, &columns.rows, skipped, steps);
         Ok(())
     }
 }

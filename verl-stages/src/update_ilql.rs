@@ -14,13 +14,13 @@ use verl_models::ilql::IlqlModel;
 use verl_pipe::batch::Batch;
 use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, RowRule, Stage, StageConfig, StageContext,
-    StageError, StageSink, StageSpec, find_model,
+    Access, BuildContext, Cardinality, ConfigError, RowRule, Shown, Stage, StageConfig,
+    StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::{metrics, refusal};
-use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
+use crate::training::{Cuts, OptimizerSteps, Rows, Shares, tell_skipped};
 
 metrics! {
     LOSS: "ilql/loss", "", "loss of a mini-batch, all terms with their coefficients";
@@ -158,40 +158,46 @@ impl<'a> Columns<'a> {
 }
 
 impl UpdateIlqlStage {
-    /// One optimiser step on `rows`.
+    /// One optimiser step on `rows`; false where none of their tokens is trained on, so that there is none.
     fn mini_step(
         &mut self,
         model: &mut dyn IlqlModel,
         columns: &Columns<'_>,
         rows: Range<usize>,
         sink: &mut dyn StageSink,
-    ) -> Result<(), StageError> {
+    ) -> Result<bool, StageError> {
         let batch = columns.batch(rows.clone())?;
         if batch.actions.num_values() == 0 {
-            return Ok(());
+            return Ok(false);
         }
         let loss = self.config.loss();
         let prepared = loss.prepare(&batch).map_err(StageError::failed)?;
         let mini = MiniBatch::new(batch.rows());
         let first = rows.start;
-        let shares = Shares::of(&mini, rows, (self.cuts, CutUnit::Row), |micro, shares| {
-            let start = micro.rows.start;
-            model.accumulate_ilql(
-                &columns.rows.score_rows(micro.rows.clone()),
-                &|row, token| columns.is_action(start + row, token),
-                &mut |packed| {
-                    let output = packed.values.clone();
-                    let micro = IlqlMicroBatch {
-                        rows: packed.rows.iter().map(|row| start - first + row).collect(),
-                        qs: packed.qs,
-                        target_qs: packed.target_qs,
-                        values: packed.values,
-                        logits: packed.logits,
-                    };
-                    shares.take(prepared.loss(&micro), output)
-                },
-            )
-        })?;
+        let shares = Shares::of(
+            &mini,
+            columns.rows.ids(),
+            rows,
+            (self.cuts, CutUnit::Row),
+            |micro, shares| {
+                let start = micro.rows.start;
+                model.accumulate_ilql(
+                    &columns.rows.score_rows(micro.rows.clone()),
+                    &|row, token| columns.is_action(start + row, token),
+                    &mut |packed| {
+                        let output = packed.values.clone();
+                        let micro = IlqlMicroBatch {
+                            rows: packed.rows.iter().map(|row| start - first + row).collect(),
+                            qs: packed.qs,
+                            target_qs: packed.target_qs,
+                            values: packed.values,
+                            logits: packed.logits,
+                        };
+                        shares.take(prepared.loss(&micro), output)
+                    },
+                )
+            },
+        )?;
         let report = self.optimizer.step(model, &self.config.model)?;
         let sync = self.config.sync();
         let due = sync.is_due(model.optimizer_steps());
@@ -213,7 +219,7 @@ impl UpdateIlqlStage {
         }
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        Ok(())
+        Ok(true)
     }
 }
 
@@ -234,6 +240,10 @@ impl Stage for UpdateIlqlStage {
             ))
             .metrics(&[LOSS, Q_LOSS, V_LOSS, CQL_LOSS, AWAC_LOSS])
             .metrics(&[VALUE, TARGET_Q, GRAD_NORM, LEARNING_RATE])
+            .shows(Shown::of(&LOSS, "loss", Shown::LOSS))
+            .shows(Shown::of(&VALUE, "value", Shown::OUTCOME))
+            .shows(Shown::of(&Q_LOSS, "q loss", Shown::DISTANCE))
+            .shows(Shown::of(&GRAD_NORM, "grad", Shown::GRADIENT).narrow())
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
@@ -246,12 +256,16 @@ impl Stage for UpdateIlqlStage {
                 reason: "has no value heads; declare it with `kind = \"ilql_lm\"`".to_owned(),
             });
         };
+        let (mut skipped, mut steps) = (0, 0);
         for rows in self.cuts.mini_batches(input.num_rows()) {
             if context.cancel.is_cancelled() {
                 return Err(StageError::Cancelled);
             }
-            self.mini_step(model, &columns, rows, context.sink)?;
+            let moved = self.mini_step(model, &columns, rows, context.sink)?;
+            skipped += usize::from(!moved);
+            steps += 1;
         }
+        tell_skipped(context, &columns.rows, skipped, steps);
         Ok(())
     }
 }

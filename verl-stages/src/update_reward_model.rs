@@ -13,7 +13,7 @@ use verl_models::model::ValueModel;
 use verl_pipe::batch::Batch;
 use verl_pipe::keys::{MARGINS, PROMPTS, RESPONSES};
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, RowRule, Stage, StageConfig,
+    Access, BuildContext, Cardinality, ConfigError, Metric, RowRule, Shown, Stage, StageConfig,
     StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
@@ -143,7 +143,7 @@ impl UpdateRewardModelStage {
         let mini = mini_batch(rows.len(), margins);
         let prepared = self.objective.prepare(&mini).map_err(StageError::failed)?;
         let cut = (self.cuts, self.objective.cut_unit());
-        let shares = Shares::of(&mini, rows, cut, |micro, shares| {
+        let shares = Shares::of(&mini, columns.ids(), rows, cut, |micro, shares| {
             let rows = columns.score_rows(micro.rows.clone());
             model.accumulate_scores(&rows, &mut |scores| {
                 let rows = micro.tokens.clone().collect();
@@ -180,6 +180,10 @@ impl Stage for UpdateRewardModelStage {
             ))
             .metrics(&[LOSS, GRAD_NORM, LEARNING_RATE, TOKENS])
             .metrics(&REPORTED.map(|(_, metric)| metric))
+            .shows(Shown::of(&LOSS, "loss", Shown::LOSS))
+            .shows(Shown::of(&ACCURACY, "acc", Shown::OUTCOME).narrow())
+            .shows(Shown::of(&MARGIN, "margin", Shown::OUTCOME + 1))
+            .shows(Shown::of(&GRAD_NORM, "grad", Shown::GRADIENT).narrow())
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {

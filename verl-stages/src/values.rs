@@ -12,6 +12,7 @@ use verl_pipe::stage::{
 };
 
 use crate::model::{VALUE_MODEL, ValueResource};
+use crate::refusals::refused_row;
 use crate::training::score_rows;
 
 /// Settings of stage `values`.
@@ -70,7 +71,8 @@ impl Stage for ValuesStage {
         let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
         let rows = score_rows(&prompts, &responses);
         let critic = find_model::<ValueResource>(context.models, &self.model)?;
-        let values = critic.model.values(&rows).map_err(StageError::failed)?;
+        let values = critic.model.values(&rows);
+        let values = values.map_err(|error| refused_row(error, &input.ids()))?;
         let mut output = input.rows_only();
         output.put(&VALUES, RaggedColumn::from_rows(values.iter()))?;
         context.emit(output)

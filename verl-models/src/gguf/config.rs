@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
+use super::rope::Scaling;
 use super::tokenizer::SpecialIds;
 use super::{GgufError, Metadata, WeightType, object, refuse_above};
 use crate::families::largest;
@@ -23,7 +24,7 @@ pub(super) struct Model {
     pub(super) attention_bias: bool,
     norm_eps: f64,
     rope_theta: f64,
-    linear_rope_factor: Option<f64>,
+    scaling: Scaling,
 }
 
 const ARCHITECTURES: [(&str, &str); 3] = [
@@ -35,7 +36,7 @@ const ARCHITECTURES: [(&str, &str); 3] = [
 /// The size of the vocabulary.
 const ROWS: &str = "rows of token_embd.weight";
 
-fn unsupported(what: &'static str, found: &str, known: &str) -> GgufError {
+pub(super) fn unsupported(what: &'static str, found: &str, known: &str) -> GgufError {
     GgufError::Unsupported {
         what,
         found: found.to_owned(),
@@ -54,6 +55,13 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
             "architecture",
             &architecture,
             "llama, qwen2, qwen3",
+        ));
+    }
+    if let Some(parts) = metadata.count("split.count")?.filter(|parts| *parts > 1) {
+        return Err(unsupported(
+            "file",
+            &format!("one of {parts} parts"),
+            "whole files; merge the parts first (`llama-gguf-split --merge`)",
         ));
     }
     let key = |name: &str| format!("{architecture}.{name}");
@@ -107,12 +115,8 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
             reason: format!("is {rope_theta}, and must be above 0"),
         });
     }
-    let scaling = key("rope.scaling.type");
-    let linear_rope_factor = match metadata.text(&scaling)? {
-        None | Some("none") => None,
-        Some("linear") => metadata.float(&key("rope.scaling.factor"))?,
-        Some(other) => return Err(unsupported("rope scaling", other, "none, linear, llama3")),
-    };
+    let context = metadata.needed_size(&key("context_length"), largest::CONTEXT)?;
+    let scaling = Scaling::read(metadata, &architecture, context)?;
     let embedding = metadata.0.tensor_infos.get("token_embd.weight");
     let vocab_size = embedding.and_then(|t| t.shape.dims().first().copied());
     let vocab_size = vocab_size.unwrap_or(0);
@@ -128,7 +132,7 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
         heads,
         kv_heads,
         head_width,
-        context: metadata.needed_size(&key("context_length"), largest::CONTEXT)?,
+        context,
         vocab_size,
         tied: !metadata.0.tensor_infos.contains_key("output.weight"),
         attention_bias: metadata.0.tensor_infos.contains_key("blk.0.attn_q.bias"),
@@ -136,7 +140,7 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
             .float(&eps)?
             .ok_or_else(|| Metadata::missing(&eps))?,
         rope_theta,
-        linear_rope_factor,
+        scaling,
         architecture,
     })
 }
@@ -147,11 +151,9 @@ pub(super) fn to_json(
     weight_type: WeightType,
     rope_factors: Option<&[f32]>,
 ) -> Result<Map<String, Value>, GgufError> {
-    let scaling = match (rope_factors, model.linear_rope_factor) {
-        (Some(factors), _) => Some(llama3_scaling(model, factors)?),
-        (None, Some(factor)) => Some(json!({"rope_type": "linear", "factor": factor})),
-        (None, None) => None,
-    };
+    let scaling = model
+        .scaling
+        .to_json(rope_factors, model.rope_theta, model.head_width)?;
     let class = ARCHITECTURES
         .iter()
         .find(|(name, _)| *name == model.architecture)
@@ -187,68 +189,4 @@ pub(super) fn to_json(
         ("pad_token_id", special.pad.map(Value::from)),
         ("torch_dtype", Some(dtype.into())),
     ]))
-}
-
-/// The settings of Llama 3's rotary scaling whose factors a file holds instead of the settings themselves: all
-/// published models have low and high frequency factors 1 and 4 on an original context of 8192, so the largest factor
-/// tells the rest. A tensor that those settings do not reproduce is refused.
-fn llama3_scaling(model: &Model, factors: &[f32]) -> Result<Value, GgufError> {
-    let (low, high, original) = (1.0, 4.0, 8192.0);
-    let factor = factors.iter().copied().fold(1.0f32, f32::max);
-    let expected = (0..model.head_width / 2).map(|i| {
-        let wavelength = std::f64::consts::TAU
-            * model
-                .rope_theta
-                .powf(2.0 * i as f64 / model.head_width as f64);
-        let smooth = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
-        1.0 / ((1.0 - smooth) / f64::from(factor) + smooth)
-    });
-    let agrees = factors.len() == model.head_width / 2
-        && expected
-            .zip(factors)
-            .all(|(want, &have)| (want / f64::from(have) - 1.0).abs() < 1e-3);
-    if !agrees {
-        return Err(unsupported(
-            "rope scaling",
-            "rope_freqs.weight",
-            "the factors of Llama 3 (low 1, high 4, original context 8192)",
-        ));
-    }
-    Ok(json!({
-        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
-        "original_max_position_embeddings": 8192
-    }))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn llama3_settings_come_back_from_their_factors() {
-        let model = Model {
-            architecture: "llama".to_owned(),
-            width: 64,
-            mlp_width: 1,
-            layers: 1,
-            heads: 1,
-            kv_heads: 1,
-            head_width: 8,
-            context: 131_072,
-            vocab_size: 1,
-            tied: true,
-            attention_bias: false,
-            norm_eps: 1e-5,
-            rope_theta: 500_000.0,
-            linear_rope_factor: None,
-        };
-        // Wavelengths 2π·500000^(i/4) are 6.3, 167, 4443, 118143: short, short, between 8192/4 and 8192, long.
-        let smooth = (8192.0 / 4442.883 - 1.0) / 3.0;
-        let factors = [1.0, 1.0, 1.0 / ((1.0 - smooth) / 32.0 + smooth), 32.0];
-        let scaling = llama3_scaling(&model, &factors).unwrap();
-        assert_eq!(scaling["factor"], 32.0);
-        assert_eq!(scaling["rope_type"], "llama3");
-        assert!(llama3_scaling(&model, &[1.0, 1.0, 2.0, 32.0]).is_err());
-        assert!(llama3_scaling(&model, &factors[..3]).is_err());
-    }
 }

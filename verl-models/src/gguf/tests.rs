@@ -452,7 +452,7 @@ fn faults_are_told_and_leave_nothing_behind() {
                 w.set("llama.rope.scaling.type", text("linear"));
                 w.set("llama.rope.scaling.factor", GgufValue::F32(-2.0));
             },
-            "the metadata describe a model that does not load: `config.json`: `factor` must be a number above 0, got -2.0",
+            "metadata `llama.rope.scaling.factor` is -2, and must not be below 0",
         ),
         (
             &|w| w.empty("token_embd.weight"),
@@ -544,4 +544,146 @@ fn an_alignment_of_zero_is_refused_and_others_are_left_to_the_reader() {
     for other in [GgufValue::U32(32), GgufValue::U64(0), text("0")] {
         with("general.alignment", other).unwrap();
     }
+}
+
+/// A1 and its kind: rotary scaling as llama.cpp reads it.
+#[test]
+fn rotary_scaling_is_read_in_every_form() {
+    let with = |entries: &[(&str, GgufValue)], factors: Option<Vec<f32>>| {
+        let mut writer = Writer::new("llama", GgmlDType::F32);
+        for (name, value) in entries {
+            writer.set(&format!("llama.rope.{name}"), value.clone());
+        }
+        if let Some(factors) = factors {
+            writer.tensor("rope_freqs", factors, &[4], GgmlDType::F32);
+        }
+        writer.import(WeightType::F32)
+    };
+    let scaling = |entries: &[(&str, GgufValue)]| {
+        with(entries, None).unwrap().json("config.json")["rope_scaling"].clone()
+    };
+    let refused = |entries: &[(&str, GgufValue)], factors: Option<Vec<f32>>| {
+        with(entries, factors).err().unwrap().to_string()
+    };
+    let float = GgufValue::F32;
+    let kind = |name: &str| ("scaling.type", text(name));
+    let factor = |value: f32| ("scaling.factor", float(value));
+    let linear = json!({"rope_type": "linear", "factor": 4.0});
+    // A1: a factor without a type is linear.
+    assert_eq!(scaling(&[factor(4.0)]), linear);
+    assert_eq!(scaling(&[kind("linear"), factor(4.0)]), linear);
+    assert_eq!(scaling(&[("scale_linear", float(4.0))]), linear);
+    assert_eq!(
+        scaling(&[kind("linear"), ("scale_linear", float(4.0))]),
+        linear
+    );
+    // The new key comes first, even where it says nothing.
+    assert_eq!(
+        scaling(&[factor(4.0), ("scale_linear", float(2.0))]),
+        linear
+    );
+    assert_eq!(
+        scaling(&[factor(0.0), ("scale_linear", float(2.0))]),
+        Value::Null
+    );
+    assert_eq!(scaling(&[kind("none"), factor(4.0)]), Value::Null);
+    assert_eq!(scaling(&[kind("linear")]), Value::Null);
+    assert_eq!(scaling(&[kind("yarn")]), Value::Null);
+    assert_eq!(scaling(&[factor(1.0)]), Value::Null);
+    assert_eq!(
+        scaling(&[("scaling.finetuned", GgufValue::Bool(true))]),
+        Value::Null
+    );
+
+    let yarn = |length: f64, original: u32| {
+        json!({"rope_type": "yarn", "factor": 4.0, "attention_factor": length, "beta_fast": 32.0, "beta_slow": 1.0,
+               "original_max_position_embeddings": original})
+    };
+    let longer = 0.1 * 4.0_f64.ln() + 1.0;
+    let original = ("scaling.original_context_length", GgufValue::U32(32));
+    let attention = |value: f32| ("scaling.attn_factor", float(value));
+    assert_eq!(scaling(&[kind("yarn"), factor(4.0)]), yarn(longer, 128));
+    assert_eq!(
+        scaling(&[kind("yarn"), factor(4.0), original.clone()]),
+        yarn(longer, 32)
+    );
+    let halved = [kind("yarn"), factor(4.0), original, attention(0.5)];
+    assert_eq!(scaling(&halved), yarn(0.5 * longer, 32));
+    // These are read for other architectures only.
+    let others = [
+        kind("yarn"),
+        factor(4.0),
+        ("scaling.yarn_log_multiplier", float(0.1)),
+        ("scaling.yarn_beta_fast", float(8.0)),
+    ];
+    assert_eq!(scaling(&others), yarn(longer, 128));
+
+    // Factors of 1 are no scaling, and may stand beside one.
+    let beside = with(&[factor(4.0)], Some(vec![1.0; 4])).unwrap();
+    assert_eq!(beside.json("config.json")["rope_scaling"], linear);
+
+    assert!(refused(&[kind("longrope"), factor(4.0)], None).contains("rope scaling `longrope`"));
+    assert!(
+        refused(&[factor(4.0), attention(0.5)], None).contains("attn_factor` 0.5 without yarn")
+    );
+    assert!(refused(&[factor(-4.0)], None).contains("is -4, and must not be below 0"));
+    let both = refused(&[factor(4.0)], Some(vec![1.0, 1.0, 2.0, 8.0]));
+    assert!(
+        both.contains("rope_freqs.weight and `rope.scaling.factor` 4"),
+        "{both}"
+    );
+}
+
+/// #10: −1, as llama.cpp writes it, is no token; what nothing reads is not looked at.
+#[test]
+fn negative_token_ids_mean_none() {
+    let mut writer = Writer::new("llama", GgmlDType::F32);
+    writer.set("tokenizer.ggml.padding_token_id", GgufValue::I32(-1));
+    writer.set("tokenizer.ggml.bos_token_id", GgufValue::U32(u32::MAX));
+    writer.set("tokenizer.ggml.unknown_token_id", GgufValue::U32(99));
+    let imported = writer.import(WeightType::F32).unwrap();
+    assert_eq!(imported.tokenizer().bos_id(), None);
+    assert!(imported.json("config.json").get("pad_token_id").is_none());
+    writer.set("tokenizer.ggml.eos_token_id", GgufValue::U32(99));
+    let error = writer.import(WeightType::F32).err().unwrap().to_string();
+    assert!(
+        error.contains("is 99, past the end of the vocabulary"),
+        "{error}"
+    );
+}
+
+/// #11: a pointer of Git LFS as the file.
+#[test]
+fn a_pointer_is_not_called_damaged() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("model.gguf");
+    std::fs::write(&file, "version https://git-lfs.github.com/spec/v1\n").unwrap();
+    let error = import(&file, &dir.path().join("out"), WeightType::F32).unwrap_err();
+    assert!(error.to_string().contains("git lfs pull"), "{error}");
+}
+
+/// #12: who can read config.json can read the weights.
+#[cfg(unix)]
+#[test]
+fn imported_files_have_one_mode() {
+    use std::os::unix::fs::PermissionsExt;
+    let imported = Writer::new("llama", GgmlDType::F32)
+        .import(WeightType::F32)
+        .unwrap();
+    let mode = |name: &str| {
+        let path = imported.dir.path().join("out").join(name);
+        std::fs::metadata(path).unwrap().permissions().mode()
+    };
+    assert_eq!(mode("model.safetensors"), mode("config.json"));
+}
+
+#[test]
+fn a_part_of_a_split_file_is_recognised() {
+    let mut writer = Writer::new("llama", GgmlDType::F32);
+    writer.set("split.count", GgufValue::U16(3));
+    let error = writer.import(WeightType::F32).err().unwrap().to_string();
+    assert!(
+        error.contains("`one of 3 parts`") && error.contains("--merge"),
+        "{error}"
+    );
 }

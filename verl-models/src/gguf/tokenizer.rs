@@ -76,10 +76,15 @@ pub(super) fn files(metadata: &Metadata<'_>) -> Result<Files, GgufError> {
             id => Ok(id),
         }
     };
+    // Nothing reads these two where they make no sense.
+    let optional_id = |name: &str| -> Result<Option<u32>, GgufError> {
+        let id = metadata.token_id(&key(&format!("{name}_token_id")))?;
+        Ok(id.filter(|id| (*id as usize) < vocabulary.tokens.len()))
+    };
     let mut special = SpecialIds {
         bos: special_id("bos")?,
         eos: Vec::new(),
-        pad: special_id("padding")?,
+        pad: optional_id("padding")?,
     };
     for name in ["eos", "eot", "eom"] {
         if let Some(id) = special_id(name)?
@@ -88,7 +93,7 @@ pub(super) fn files(metadata: &Metadata<'_>) -> Result<Files, GgufError> {
             special.eos.push(id);
         }
     }
-    let unknown = special_id("unknown")?;
+    let unknown = optional_id("unknown")?;
 
     let model_key = key("model");
     let model = metadata

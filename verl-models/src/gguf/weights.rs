@@ -12,6 +12,7 @@ use safetensors::{Dtype, View};
 
 use super::config::Model;
 use super::{GgufError, WeightType};
+use crate::files;
 
 /// Factors of rotary frequencies; part of the configuration, not of the weights.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
@@ -288,7 +289,7 @@ fn encode(values: &[f32], weight_type: WeightType) -> Result<(Dtype, Vec<u8>), (
 pub(super) fn write(tensors: &[Tensor], path: &Path) -> Result<(), String> {
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let views = tensors.iter().map(|t| (t.name.as_str(), t));
-    safetensors::serialize_to_file(views, Some(metadata), path).map_err(|e| e.to_string())
+    files::write_safetensors(views, metadata, path).map_err(|e| e.to_string())
 }
 
 #[cfg(test)]

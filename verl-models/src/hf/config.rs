@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::LoadError;
+use super::{LoadError, weights};
 use crate::decoder::DecoderConfig;
 use crate::families;
+use crate::files;
 
 /// The folder a model came from, with its config.json as it was.
 #[derive(Debug, Clone)]
@@ -22,7 +23,7 @@ impl Origin {
     /// Reads the config.json of a folder.
     ///
     /// # Errors
-    /// A folder that is not there; a file that is not there or no JSON object.
+    /// A folder that is not there, or contains an adapter; a file that is not there or no JSON object.
     pub fn read(dir: &Path) -> Result<Self, LoadError> {
         let missing = |reason| LoadError::Folder {
             dir: dir.to_path_buf(),
@@ -33,6 +34,15 @@ impl Origin {
         }
         if !dir.is_dir() {
             return Err(missing("is not a folder"));
+        }
+        refuse_adapter(dir)?;
+        if !dir.join("config.json").exists()
+            && let Some(found) = weights::what_is_there(dir)
+        {
+            return Err(LoadError::NoConfig {
+                dir: dir.to_path_buf(),
+                found,
+            });
         }
         Ok(Origin {
             dir: dir.to_path_buf(),
@@ -57,17 +67,32 @@ impl Origin {
     }
 }
 
-/// The JSON object in a file.
+/// Refuses the folder of an adapter (PEFT), with or without a model beside it: alone it is no model, and beside one it
+/// changes what the model is.
+fn refuse_adapter(dir: &Path) -> Result<(), LoadError> {
+    let path = dir.join("adapter_config.json");
+    if !path.exists() {
+        return Ok(());
+    }
+    let config = read_object(&path)?;
+    let text = |name: &str| config.get(name).and_then(Value::as_str);
+    Err(LoadError::Adapter {
+        dir: dir.to_path_buf(),
+        kind: text("peft_type").unwrap_or("PEFT").to_owned(),
+        base: text("base_model_name_or_path").map_or_else(
+            || "a base model that it does not name".to_owned(),
+            |base| format!("`{base}`"),
+        ),
+    })
+}
+
+/// The JSON object in a file. A byte-order mark is passed over.
 ///
 /// # Errors
 /// A file that cannot be read, or holds anything else.
 pub fn read_object(path: &Path) -> Result<Map<String, Value>, LoadError> {
-    let text = fs::read_to_string(path).map_err(|error| LoadError::file(path, error))?;
-    match serde_json::from_str(&text) {
-        Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(LoadError::file(path, "it does not hold a JSON object")),
-        Err(error) => Err(LoadError::file(path, format!("malformed JSON: {error}"))),
-    }
+    let bytes = fs::read(path).map_err(|error| LoadError::file(path, error))?;
+    files::json_object(&bytes).map_err(|reason| LoadError::file(path, reason))
 }
 
 /// Settings of a JSON object. `null` counts as absent, as it does in `transformers`.

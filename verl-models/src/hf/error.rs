@@ -17,6 +17,40 @@ pub enum LoadError {
         /// Does not exist, is a file.
         reason: &'static str,
     },
+    /// A folder without a config.json, but with weights in some form.
+    #[error("model folder `{}` has no config.json: {found}", dir.display())]
+    NoConfig {
+        /// The folder.
+        dir: PathBuf,
+        /// What there is, and what to do.
+        found: String,
+    },
+    /// The folder of an adapter.
+    #[error(
+        "model folder `{}` contains an adapter ({kind}) of {base}; merge it into that model first \
+         (`merge_and_unload` of PEFT, then `save_pretrained`), and give the merged folder",
+        dir.display()
+    )]
+    Adapter {
+        /// The folder.
+        dir: PathBuf,
+        /// LORA, for example.
+        kind: String,
+        /// The model that it changes.
+        base: String,
+    },
+    /// A weight that is not a finite number.
+    #[error("`{}`: weight `{name}` contains {value} at position {index}", path.display())]
+    NonFinite {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// The value there.
+        value: f32,
+        /// Its position in the tensor.
+        index: usize,
+    },
     /// A folder without weights that can be read.
     #[error("model folder `{}` has no model.safetensors and no model.safetensors.index.json: {found}", dir.display())]
     NoWeights {

@@ -3,6 +3,7 @@
 pub mod config;
 pub mod error;
 pub mod generation;
+mod head;
 pub mod report;
 pub mod save;
 #[cfg(test)]

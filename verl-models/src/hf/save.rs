@@ -14,8 +14,10 @@ use serde_json::{Map, Value};
 use super::config::Origin;
 use crate::decoder::{Decoder, DecoderConfig};
 use crate::families;
+use crate::files;
 use crate::model::ModelError;
 use crate::parameters::visit_parameters;
+use crate::tokenizer;
 
 /// Type of saved weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -50,19 +52,6 @@ impl SaveDType {
         }
     }
 }
-
-/// Files that make a folder complete beside weights and config.json; copied as they are.
-const COMPANIONS: &[&str] = &[
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-];
 
 /// Writes weights, config.json (as loaded, with the new dtype) and the files beside them into `dir`.
 ///
@@ -100,14 +89,15 @@ pub(crate) fn write<M: Module>(
     written
 }
 
-/// The config.json of a decoder: as it was loaded with the dtype replaced, else a new one.
+/// The config.json of a decoder: as it was loaded, with the dtype replaced and whether the head is tied put right; else
+/// a new one.
 pub(crate) fn config_of(
     origin: Option<&Origin>,
     config: &DecoderConfig,
     dtype: SaveDType,
 ) -> Map<String, Value> {
     match origin {
-        Some(origin) => with_dtype(origin.config.clone(), dtype),
+        Some(origin) => with_head(with_dtype(origin.config.clone(), dtype), config.tied_head),
         None => families::config_json(config, dtype),
     }
 }
@@ -154,7 +144,7 @@ fn write_weights<M: Module>(module: &M, path: &Path, dtype: SaveDType) -> Result
     });
     // `transformers` refuses files that do not say whose layout they have.
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    safetensors::serialize_to_file(tensors, Some(metadata), path)
+    files::write_safetensors(tensors, metadata, path)
         .map_err(|error| failed("write", path, error))?;
     sync(path)
 }
@@ -208,12 +198,36 @@ fn with_dtype(mut config: Map<String, Value>, dtype: SaveDType) -> Map<String, V
     config
 }
 
+/// The object with what it says of the head put right, where that is wrong.
+fn with_head(mut config: Map<String, Value>, tied: bool) -> Map<String, Value> {
+    const NAME: &str = "tie_word_embeddings";
+    if config.get(NAME).and_then(Value::as_bool).unwrap_or(false) != tied {
+        config.insert(NAME.to_string(), tied.into());
+    }
+    config
+}
+
+/// Bytes of the files of folder `dir` that a model saved from it has beside its weights.
+pub fn companion_bytes(dir: &Path) -> u64 {
+    let fixed = tokenizer::FILES.iter().map(|name| (*name).to_owned());
+    let files = fixed.chain(tokenizer::templates(dir));
+    let files = files.chain(["config.json".to_owned()]);
+    let sizes = files.filter_map(|name| fs::metadata(dir.join(name)).ok());
+    sizes.map(|file| file.len()).sum()
+}
+
+/// Copies the files that make a folder complete beside weights and config.json.
 fn copy_companions(from: &Path, to: &Path) -> Result<(), ModelError> {
-    for name in COMPANIONS {
-        let source = from.join(name);
-        if source.exists() {
-            fs::copy(&source, to.join(name)).map_err(|error| failed("read", &source, error))?;
+    let fixed = tokenizer::FILES.iter().map(|name| (*name).to_owned());
+    for name in fixed.chain(tokenizer::templates(from)) {
+        let (source, target) = (from.join(&name), to.join(&name));
+        if !source.exists() || files::stand_in_at(&source).is_some() {
+            continue;
         }
+        if let Some(parent) = target.parent() {
+            fs::create_dir_all(parent).map_err(|error| failed("write", parent, error))?;
+        }
+        files::copy_content(&source, &target).map_err(|error| failed("read", &source, error))?;
     }
     Ok(())
 }

@@ -101,6 +101,158 @@ fn rotary_buffers_and_the_copy_of_a_tied_head_are_left_out() {
     assert_eq!(report.applied.len(), 20);
 }
 
+/// #6: the head of the file is another matrix than the embedding that config.json ties it to.
+#[test]
+fn a_head_that_differs_from_the_tied_embedding_is_kept() {
+    const AT: usize = 64 * 5;
+    let dir = edited(TIED, |tensors| {
+        let mut head = tensors["model.embed_tokens.weight"].clone();
+        // The sign of one number; the first rows may be zeros.
+        head.2[4 * AT + 3] ^= 0x80;
+        tensors.insert("lm_head.weight".into(), head);
+    });
+    let (decoder, report) = load(dir.path());
+    assert!(!decoder.config.tied_head && decoder.lm_head.is_some());
+    assert!(report.ignored.is_empty());
+    let values = parameters(&decoder);
+    let (head, embedding) = (
+        &values["lm_head.weight"],
+        &values["model.embed_tokens.weight"],
+    );
+    assert_eq!(head[AT], -embedding[AT]);
+    assert_eq!(head[AT + 1..], embedding[AT + 1..]);
+    // The saved folder says what it contains, and is the same model again.
+    let saved = dir.path().join("saved");
+    decoder.save_as(&saved, SaveDType::F32).unwrap();
+    assert_eq!(config(dir.path())["tie_word_embeddings"], true);
+    assert_eq!(config(&saved)["tie_word_embeddings"], false);
+    assert_eq!(parameters(&load(&saved).0), values);
+    let origin = super::Origin::read(dir.path()).unwrap();
+    assert!(origin.decoder_config().unwrap().tied_head);
+    assert!(!origin.stored_config().unwrap().tied_head);
+}
+
+#[test]
+fn a_head_with_the_numbers_of_the_embedding_is_tied() {
+    // A zero of the other sign, and another type, are the same numbers.
+    let same = edited(TIED, |tensors| {
+        let embedding = tensors.get_mut("model.embed_tokens.weight").unwrap();
+        embedding.2[..4].copy_from_slice(&0.0f32.to_le_bytes());
+        let mut head = embedding.clone();
+        head.2[..4].copy_from_slice(&(-0.0f32).to_le_bytes());
+        tensors.insert("lm_head.weight".into(), head);
+    });
+    let (decoder, report) = load(same.path());
+    assert!(decoder.config.tied_head && decoder.lm_head.is_none());
+    assert_eq!(report.ignored, ["lm_head.weight"]);
+    // A head of another shape is no copy.
+    let narrow = edited(TIED, |tensors| {
+        tensors.insert(
+            "lm_head.weight".into(),
+            Stored::zeros(Dtype::F32, &[319, 64]),
+        );
+    });
+    assert!(refusal(narrow.path()).contains("mismatched `lm_head.weight`"));
+}
+
+/// A14: the file has the head alone.
+#[test]
+fn the_embedding_of_a_tied_model_may_be_stored_as_its_head() {
+    let dir = edited(TIED, |tensors| {
+        let embedding = tensors.remove("model.embed_tokens.weight").unwrap();
+        tensors.insert("lm_head.weight".into(), embedding);
+    });
+    let (decoder, _) = load(dir.path());
+    assert_eq!(parameters(&decoder), parameters(&load(&folder(TIED)).0));
+    // Where nothing ties them, the embedding is missing.
+    let mut untied = config(dir.path());
+    untied["tie_word_embeddings"] = false.into();
+    fs::write(dir.path().join("config.json"), untied.to_string()).unwrap();
+    assert!(refusal(dir.path()).contains("missing `model.embed_tokens.weight`"));
+}
+
+/// A13: which weight is not a number.
+#[test]
+fn weights_that_are_not_finite_are_named() {
+    for (value, shown) in [(f32::NAN, "NaN"), (f32::NEG_INFINITY, "-inf")] {
+        let dir = edited(TIED, |tensors| {
+            let weight = tensors
+                .get_mut("model.layers.1.mlp.down_proj.weight")
+                .unwrap();
+            weight.2[4 * 5000..4 * 5001].copy_from_slice(&value.to_le_bytes());
+        });
+        let expected = format!(
+            "`DIR/model.safetensors`: weight `model.layers.1.mlp.down_proj.weight` contains {shown} at position 5000"
+        );
+        assert_eq!(refusal(dir.path()), expected);
+    }
+}
+
+/// #12: who can read config.json can read the weights; and files of a read-only folder can be written again.
+#[cfg(unix)]
+#[test]
+fn saved_files_have_the_mode_of_new_files() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = copied(TIED);
+    let mode = |path: PathBuf| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    fs::write(dir.path().join("generation_config.json"), "{}").unwrap();
+    let narrow = fs::Permissions::from_mode(0o400);
+    fs::set_permissions(dir.path().join("generation_config.json"), narrow).unwrap();
+    let saved = dir.path().join("saved");
+    load(dir.path()).0.save_as(&saved, SaveDType::F32).unwrap();
+    fs::write(dir.path().join("plain"), "").unwrap();
+    let plain = mode(dir.path().join("plain"));
+    for name in ["model.safetensors", "config.json", "generation_config.json"] {
+        assert_eq!(mode(saved.join(name)), plain, "{name}");
+    }
+}
+
+/// A11: an adapter is no model, and changes one that lies beside it.
+#[test]
+fn the_folder_of_an_adapter_is_recognised() {
+    let dir = copied(TIED);
+    let about = json!({"peft_type": "LORA", "base_model_name_or_path": "org/base"});
+    fs::write(dir.path().join("adapter_config.json"), about.to_string()).unwrap();
+    let expected = "model folder `DIR` contains an adapter (LORA) of `org/base`; merge it into that model first \
+                    (`merge_and_unload` of PEFT, then `save_pretrained`), and give the merged folder";
+    assert_eq!(refusal(dir.path()), expected);
+    fs::remove_file(dir.path().join("config.json")).unwrap();
+    assert_eq!(refusal(dir.path()), expected);
+}
+
+/// #11: pointers of Git LFS in place of the files.
+#[test]
+fn pointers_are_not_called_damaged() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
+    for name in ["model.safetensors", "config.json"] {
+        let dir = copied(TIED);
+        fs::write(dir.path().join(name), pointer).unwrap();
+        assert_eq!(
+            refusal(dir.path()),
+            format!(
+                "cannot read `DIR/{name}`: it is a Git LFS pointer, not the file; run `git lfs pull` in its folder"
+            )
+        );
+    }
+    let dir = sharded();
+    fs::write(dir.path().join("part-2.safetensors"), pointer).unwrap();
+    assert!(refusal(dir.path()).contains("part-2.safetensors`: it is a Git LFS pointer"));
+    fs::write(dir.path().join("model.safetensors.index.json"), pointer).unwrap();
+    assert!(refusal(dir.path()).contains("index.json`: it is a Git LFS pointer"));
+}
+
+/// A12: a byte-order mark before the object.
+#[test]
+fn a_byte_order_mark_is_passed_over() {
+    let dir = copied(TIED);
+    let text = fs::read_to_string(dir.path().join("config.json")).unwrap();
+    fs::write(dir.path().join("config.json"), format!("\u{feff}{text}")).unwrap();
+    assert_eq!(
+        parameters(&load(dir.path()).0),
+        parameters(&load(&folder(TIED)).0)
+    );
+}
+
 #[test]
 fn a_fresh_decoder_can_be_saved_and_loaded() {
     let scratch = TempDir::new().unwrap();
@@ -261,6 +413,18 @@ fn folders_without_weights_are_told_by_what_they_hold() {
         @"`m-Q4_0.gguf` has to be imported first (`pipe import gguf`)"
     );
     insta::assert_snapshot!(
+        found("consolidated.00.pth"),
+        @"`consolidated.00.pth` is in the format of the model's makers, not of Hugging Face; convert it, or fetch the folder with config.json and model.safetensors"
+    );
+    insta::assert_snapshot!(
+        found("adapter_model.safetensors"),
+        @"`adapter_model.safetensors` is an adapter; merge it into its base model first"
+    );
+    insta::assert_snapshot!(
+        found("flax_model.msgpack"),
+        @"`flax_model.msgpack` is a format that is not read; convert it to safetensors"
+    );
+    insta::assert_snapshot!(
         found("weights.safetensors"),
         @"`weights.safetensors` is neither; its index is missing, or it was renamed"
     );
@@ -274,6 +438,11 @@ fn missing_folders_and_configs_are_told() {
         @"model folder `DIR/none` does not exist"
     );
     assert!(refusal(dir.path()).starts_with("cannot read `DIR/config.json`: "));
+    fs::write(dir.path().join("m.gguf"), "").unwrap();
+    insta::assert_snapshot!(
+        refusal(dir.path()),
+        @"model folder `DIR` has no config.json: `m.gguf` has to be imported first (`pipe import gguf`)"
+    );
     fs::write(dir.path().join("config.json"), "{\"model_type\": ").unwrap();
     assert!(refusal(dir.path()).starts_with("cannot read `DIR/config.json`: malformed JSON: "));
 }

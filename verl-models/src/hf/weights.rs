@@ -12,7 +12,9 @@ use safetensors::{Dtype, SafeTensorError, SafeTensors};
 
 use super::LoadError;
 use super::config::read_object;
+use super::head;
 use super::report::{LoadReport, Mismatch, Unmatched};
+use crate::files;
 use crate::parameters::{fill_parameters, named_parameters};
 
 /// Fills a module with the weights of a folder, converted to `dtype`, and tells what became of each tensor.
@@ -21,15 +23,25 @@ use crate::parameters::{fill_parameters, named_parameters};
 ///
 /// # Errors
 /// Files that are missing or damaged; weights that do not fit: then nothing is filled, and the error holds the whole
-/// report.
+/// report; weights that are not finite, since nothing computed from them would be.
 pub fn load<M: Module>(module: M, dir: &Path, dtype: DType) -> Result<(M, LoadReport), LoadError> {
     let checkpoint = Checkpoint::open(dir)?;
     let report = complete(&module, dir, &checkpoint)?;
     if !report.unused.is_empty() {
         tracing::warn!(dir = %dir.display(), "weights beside the decoder are not used:\n{report}");
     }
-    let module = fill_parameters(module, dtype, |name, _| checkpoint.find(name)?.values());
-    Ok((module, report))
+    let mut fault = None;
+    let module = fill_parameters(module, dtype, |name, _| {
+        let data = checkpoint.find(name)?.values()?;
+        if fault.is_none() {
+            fault = checkpoint.not_finite(name, &data);
+        }
+        Some(data)
+    });
+    match fault {
+        Some(fault) => Err(fault),
+        None => Ok((module, report)),
+    }
 }
 
 /// What became of each tensor if the weights of a folder filled this module; reads the headers of the files alone.
@@ -59,7 +71,7 @@ fn complete<M: Module>(
 /// The tensors of a folder, by name. Nothing is read before it is asked for.
 #[derive(Debug)]
 pub struct Checkpoint {
-    shards: Vec<Mmap>,
+    shards: Vec<(PathBuf, Mmap)>,
     entries: BTreeMap<String, Entry>,
 }
 
@@ -83,7 +95,8 @@ pub struct StoredTensor<'a> {
 }
 
 impl Checkpoint {
-    /// Maps the safetensors of a folder.
+    /// Maps the safetensors of a folder. Where its config.json ties the head and the file has the head alone, that is
+    /// the embedding.
     ///
     /// # Errors
     /// No folder, no safetensors, missing shards, damaged files.
@@ -100,6 +113,13 @@ impl Checkpoint {
             checkpoint.add_shards(dir, &index)?;
         } else {
             return Err(no_weights(dir));
+        }
+        if checkpoint.find(head::EMBEDDING).is_none()
+            && checkpoint.entries.contains_key(head::HEAD)
+            && head::is_tied_by_config(dir)?
+            && let Some(entry) = checkpoint.entries.remove(head::HEAD)
+        {
+            checkpoint.entries.insert(head::EMBEDDING.to_owned(), entry);
         }
         Ok(checkpoint)
     }
@@ -126,8 +146,29 @@ impl Checkpoint {
         StoredTensor {
             dtype: entry.dtype,
             shape: &entry.shape,
-            bytes: &self.shards[entry.shard][entry.bytes.clone()],
+            bytes: &self.shards[entry.shard].1[entry.bytes.clone()],
         }
+    }
+
+    /// The first value of a tensor that is not finite.
+    fn not_finite(&self, name: &str, data: &TensorData) -> Option<LoadError> {
+        const PIECE: usize = 4096;
+        let values = data.as_slice::<f32>().ok()?;
+        // Whole pieces first: a search that may end at any value is many times slower.
+        let is_finite = |piece: &&[f32]| piece.iter().fold(true, |all, v| all & v.is_finite());
+        let piece = values.chunks(PIECE).position(|piece| !is_finite(&piece))?;
+        let start = piece * PIECE;
+        let at = start
+            + values[start..]
+                .iter()
+                .position(|value| !value.is_finite())?;
+        let stored = self.stored_name(name)?;
+        Some(LoadError::NonFinite {
+            path: self.shards[self.entries[stored].shard].0.clone(),
+            name: stored.to_owned(),
+            value: values[at],
+            index: at,
+        })
     }
 
     fn add_shards(&mut self, dir: &Path, index: &Path) -> Result<(), LoadError> {
@@ -161,6 +202,9 @@ impl Checkpoint {
         )]
         // SAFETY: the map is only read, and lives as long as the slices taken from it.
         let map = unsafe { Mmap::map(&file) }.map_err(|error| LoadError::file(path, error))?;
+        if let Some(reason) = files::stand_in(&map) {
+            return Err(LoadError::file(path, reason));
+        }
         let (header, metadata) = SafeTensors::read_metadata(&map)
             .map_err(|error| LoadError::file(path, damage(&error, map.len())))?;
         // The data follow the header, which follows its length in 8 bytes.
@@ -177,7 +221,7 @@ impl Checkpoint {
                 self.entries.insert(name, entry);
             }
         }
-        self.shards.push(map);
+        self.shards.push((path.to_path_buf(), map));
         Ok(())
     }
 }
@@ -185,13 +229,20 @@ impl Checkpoint {
 impl StoredTensor<'_> {
     /// Values in f32, or `None` for a type that does not convert.
     pub fn values(&self) -> Option<TensorData> {
-        let values: Vec<f32> = match self.dtype {
-            Dtype::F32 => numbers(self.bytes, f32::from_le_bytes),
-            Dtype::BF16 => numbers(self.bytes, |bytes| bf16::from_le_bytes(bytes).to_f32()),
-            Dtype::F16 => numbers(self.bytes, |bytes| f16::from_le_bytes(bytes).to_f32()),
-            _ => return None,
-        };
+        let values = self.piece(0..self.shape.iter().product())?;
         Some(TensorData::new(values, self.shape.to_vec()))
+    }
+
+    /// Some of the values, counted through all of them.
+    pub(super) fn piece(&self, range: std::ops::Range<usize>) -> Option<Vec<f32>> {
+        let width = self.dtype.bitsize() / 8;
+        let bytes = &self.bytes[range.start * width..range.end * width];
+        Some(match self.dtype {
+            Dtype::F32 => numbers(bytes, f32::from_le_bytes),
+            Dtype::BF16 => numbers(bytes, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+            Dtype::F16 => numbers(bytes, |bytes| f16::from_le_bytes(bytes).to_f32()),
+            _ => return None,
+        })
     }
 }
 
@@ -303,30 +354,58 @@ fn no_weights(dir: &Path) -> LoadError {
             reason: "does not exist",
         };
     }
-    let mut names: Vec<String> = fs::read_dir(dir)
-        .into_iter()
-        .flatten()
-        .flatten()
+    let found = what_is_there(dir).or_else(|| {
+        let names = names_in(dir);
+        let name = names.iter().find(|name| name.ends_with(".safetensors"))?;
+        Some(format!(
+            "`{name}` is neither; its index is missing, or it was renamed"
+        ))
+    });
+    LoadError::NoWeights {
+        dir: dir.to_path_buf(),
+        found: found.unwrap_or_else(|| "it holds no weights".to_string()),
+    }
+}
+
+/// Names in a folder, sorted.
+fn names_in(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
         .collect();
     names.sort();
-    let having = |suffix: &str| names.iter().find(|name| name.ends_with(suffix));
-    let found = if let Some(name) = having(".bin")
-        .or_else(|| having(".pt"))
-        .or_else(|| having(".pth"))
-    {
-        format!(
-            "`{name}` is pickled, which can run code when opened and is never read; convert it to safetensors"
-        )
-    } else if let Some(name) = having(".gguf") {
-        format!("`{name}` has to be imported first (`pipe import gguf`)")
-    } else if let Some(name) = having(".safetensors") {
-        format!("`{name}` is neither; its index is missing, or it was renamed")
-    } else {
-        "it holds no weights".to_string()
+    names
+}
+
+/// Weights of a folder in a form that is not read, and what to do about it.
+pub(super) fn what_is_there(dir: &Path) -> Option<String> {
+    let names = names_in(dir);
+    let starting = |prefix: &str| names.iter().find(|name| name.starts_with(prefix));
+    let ending = |suffixes: &[&str]| {
+        let ends = |name: &&String| suffixes.iter().any(|suffix| name.ends_with(suffix));
+        names.iter().find(ends)
     };
-    LoadError::NoWeights {
-        dir: dir.to_path_buf(),
-        found,
+    if let Some(name) = starting("consolidated.") {
+        Some(format!(
+            "`{name}` is in the format of the model's makers, not of Hugging Face; convert it, or fetch the folder with \
+             config.json and model.safetensors"
+        ))
+    } else if let Some(name) = starting("adapter_model.") {
+        Some(format!(
+            "`{name}` is an adapter; merge it into its base model first"
+        ))
+    } else if let Some(name) = ending(&[".gguf"]) {
+        Some(format!(
+            "`{name}` has to be imported first (`pipe import gguf`)"
+        ))
+    } else if let Some(name) = ending(&[".bin", ".pt", ".pth", ".ckpt"]) {
+        Some(format!(
+            "`{name}` is pickled, which can run code when opened and is never read; convert it to safetensors"
+        ))
+    } else {
+        let name = ending(&[".npz", ".msgpack", ".h5", ".onnx"])?;
+        Some(format!(
+            "`{name}` is a format that is not read; convert it to safetensors"
+        ))
     }
 }

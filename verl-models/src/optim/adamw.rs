@@ -17,7 +17,8 @@ use crate::model::{ModelError, ParameterGroup, StepReport};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimizerConfig {
-    /// Peak learning rate, a step size in units of the weights; positive or 0.
+    /// Peak learning rate, a step size in units of the weights; positive or 0. The default suits reinforcement learning of
+    /// a pretrained model; supervised training takes more, for example 1e-5.
     pub learning_rate: f64,
     /// Decay rates of the first and second moment, each in 0..1 (1 excluded).
     pub betas: [f64; 2],
@@ -50,8 +51,8 @@ impl Default for OptimizerConfig {
 pub struct OptimizerConfigError {
     /// Its name.
     pub setting: &'static str,
-    /// Its value.
-    pub value: f64,
+    /// Its value; `absent` where it has none.
+    pub value: String,
     /// What is allowed.
     pub expected: &'static str,
 }
@@ -70,7 +71,7 @@ impl OptimizerConfig {
             }
             Err(OptimizerConfigError {
                 setting,
-                value,
+                value: value.to_string(),
                 expected,
             })
         };
@@ -89,6 +90,16 @@ impl OptimizerConfig {
         let share = self.schedule.final_share();
         let allowed = (0.0..=1.0).contains(&share);
         range("schedule.final_share", share, allowed, ">= 0 and <= 1")
+    }
+
+    /// The same settings for a run that takes `steps` optimiser steps, where that is known: its schedule falls over them
+    /// unless it says itself over how many.
+    #[must_use]
+    pub fn for_run(mut self, steps: Option<u64>) -> Self {
+        if let Some(steps) = steps {
+            self.schedule = self.schedule.for_run(steps);
+        }
+        self
     }
 }
 
@@ -121,9 +132,16 @@ impl AdamW {
     /// An optimiser without state.
     ///
     /// # Errors
-    /// A setting out of its range.
+    /// A setting out of its range; a schedule that falls over a number of steps that nobody set.
     pub fn new(config: OptimizerConfig) -> Result<Self, OptimizerConfigError> {
         config.validate()?;
+        if config.schedule.lacks_total_steps() {
+            return Err(OptimizerConfigError {
+                setting: "schedule.total_steps",
+                value: "absent".to_owned(),
+                expected: "set where no plan says how many optimiser steps the run takes",
+            });
+        }
         Ok(AdamW {
             config,
             states: Vec::new(),

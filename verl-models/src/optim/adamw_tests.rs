@@ -104,13 +104,16 @@ fn the_norm_is_told_before_clipping() {
 fn the_schedule_counts_optimiser_steps() {
     let schedule = Schedule::Linear {
         warmup_steps: 2,
-        total_steps: 4,
+        total_steps: None,
         final_share: 0.0,
     };
     let config = OptimizerConfig {
         schedule,
         ..config()
     };
+    let refused = AdamW::new(config.clone()).expect_err("nobody says how long the run is");
+    assert_eq!(refused.setting, "schedule.total_steps");
+    let config = config.for_run(Some(4));
     let mut optimizer = AdamW::new(config).expect("sensible settings");
     let mut toy = toy();
     let mut rates = Vec::new();

@@ -1,11 +1,12 @@
 //! Learning-rate schedules: a factor on the peak learning rate for each optimiser step.
 
 use std::f64::consts::PI;
+use std::fmt;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// How the learning rate moves over the optimiser steps of a run.
+/// How the learning rate moves over the optimiser steps of a run; the name of a kind alone stands for its defaults.
 ///
 /// Step k (the first is 1) of a warm-up of w steps uses k/w of the learning rate, so the first step already moves the
 /// weights and step w uses all of it. Behind it, with progress x = (k − w)/(total − w) cut to [0, 1] and final share f:
@@ -27,9 +28,10 @@ pub enum Schedule {
         /// Optimiser steps of linear warm-up.
         #[serde(default)]
         warmup_steps: u64,
-        /// Optimiser steps of the run, warm-up included.
-        total_steps: u64,
-        /// Share of the learning rate left at `total_steps` and later, in 0..=1.
+        /// Optimiser steps over which it falls, warm-up included; those that the run takes when absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        total_steps: Option<u64>,
+        /// Share of the learning rate left after the last of these steps, in 0..=1.
         #[serde(default)]
         final_share: f64,
     },
@@ -38,9 +40,10 @@ pub enum Schedule {
         /// Optimiser steps of linear warm-up.
         #[serde(default)]
         warmup_steps: u64,
-        /// Optimiser steps of the run, warm-up included.
-        total_steps: u64,
-        /// Share of the learning rate left at `total_steps` and later, in 0..=1.
+        /// Optimiser steps over which it falls, warm-up included; those that the run takes when absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        total_steps: Option<u64>,
+        /// Share of the learning rate left after the last of these steps, in 0..=1.
         #[serde(default)]
         final_share: f64,
     },
@@ -53,26 +56,52 @@ impl Default for Schedule {
 }
 
 impl Schedule {
-    /// Factor on the learning rate for the step that follows `steps_taken` optimiser steps.
+    /// Optimiser steps over which the learning rate falls, where it falls and the number is set.
+    pub fn total_steps(&self) -> Option<u64> {
+        match *self {
+            Schedule::Constant { .. } => None,
+            Schedule::Linear { total_steps, .. } | Schedule::Cosine { total_steps, .. } => {
+                total_steps
+            }
+        }
+    }
+
+    /// Whether the learning rate falls over a number of steps that is not set.
+    pub fn lacks_total_steps(&self) -> bool {
+        !matches!(self, Schedule::Constant { .. }) && self.total_steps().is_none()
+    }
+
+    /// The same schedule over `steps` optimiser steps, where it does not set their number itself. A run without steps
+    /// leaves it open.
+    #[must_use]
+    pub fn for_run(mut self, steps: u64) -> Self {
+        if let Schedule::Linear { total_steps, .. } | Schedule::Cosine { total_steps, .. } =
+            &mut self
+        {
+            *total_steps = total_steps.or((steps > 0).then_some(steps));
+        }
+        self
+    }
+
+    /// Factor on the learning rate for the step that follows `steps_taken` optimiser steps. Without `total_steps` it
+    /// stays 1 after the warm-up; [`AdamW`](super::AdamW) refuses such a schedule.
     pub fn factor(&self, steps_taken: u64) -> f64 {
         let step = steps_taken.saturating_add(1);
         let warmup = self.warmup_steps();
         if step <= warmup {
             return step as f64 / warmup as f64;
         }
+        let Some(total_steps) = self.total_steps() else {
+            return 1.0;
+        };
+        let progress = progress(step, warmup, total_steps);
         match *self {
             Schedule::Constant { .. } => 1.0,
-            Schedule::Linear {
-                total_steps,
-                final_share,
-                ..
-            } => final_share + (1.0 - final_share) * (1.0 - progress(step, warmup, total_steps)),
-            Schedule::Cosine {
-                total_steps,
-                final_share,
-                ..
-            } => {
-                let wave = (1.0 + (PI * progress(step, warmup, total_steps)).cos()) / 2.0;
+            Schedule::Linear { final_share, .. } => {
+                final_share + (1.0 - final_share) * (1.0 - progress)
+            }
+            Schedule::Cosine { final_share, .. } => {
+                let wave = (1.0 + (PI * progress).cos()) / 2.0;
                 final_share + (1.0 - final_share) * wave
             }
         }
@@ -89,14 +118,11 @@ impl Schedule {
 
     /// What is possible and probably not meant: what it does, and what to do about it.
     pub fn doubt(&self) -> Option<(String, String)> {
-        let (Schedule::Linear { total_steps, .. } | Schedule::Cosine { total_steps, .. }) = *self
-        else {
-            return None;
-        };
+        let total_steps = self.total_steps()?;
         let warmup = self.warmup_steps();
         if total_steps == 0 {
             let reason = "has `total_steps = 0`, so that the first optimiser step has the last learning rate already";
-            let help = "set it to the optimiser steps of the run";
+            let help = "leave `total_steps` out: it is then the optimiser steps of the run";
             return Some((reason.to_owned(), help.to_owned()));
         }
         (warmup >= total_steps).then(|| {
@@ -119,6 +145,26 @@ impl Schedule {
     }
 }
 
+impl fmt::Display for Schedule {
+    /// In a few words: `linear over 400 steps to 0.1 of it, warm-up 5`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self {
+            Schedule::Constant { .. } => "constant",
+            Schedule::Linear { .. } => "linear",
+            Schedule::Cosine { .. } => "cosine",
+        };
+        let warmup = self.warmup_steps();
+        f.write_str(kind)?;
+        if let Some(total) = self.total_steps() {
+            write!(f, " over {total} steps to {} of it", self.final_share())?;
+        }
+        if warmup > 0 {
+            write!(f, ", warm-up {warmup}")?;
+        }
+        Ok(())
+    }
+}
+
 fn progress(step: u64, warmup: u64, total: u64) -> f64 {
     let length = total.saturating_sub(warmup).max(1);
     ((step - warmup) as f64 / length as f64).min(1.0)
@@ -132,7 +178,7 @@ mod tests {
     fn senseless_lengths_are_doubted() {
         let cosine = |warmup_steps, total_steps| Schedule::Cosine {
             warmup_steps,
-            total_steps,
+            total_steps: Some(total_steps),
             final_share: 0.0,
         };
         assert_eq!(cosine(5, 100).doubt(), None);
@@ -167,7 +213,7 @@ mod tests {
     fn linear_reaches_its_end_and_stays() {
         let linear = |final_share| Schedule::Linear {
             warmup_steps: 2,
-            total_steps: 6,
+            total_steps: Some(6),
             final_share,
         };
         check(linear(0.0), &[0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]);
@@ -178,7 +224,7 @@ mod tests {
     fn cosine_is_half_way_at_half_time() {
         let cosine = Schedule::Cosine {
             warmup_steps: 0,
-            total_steps: 4,
+            total_steps: Some(4),
             final_share: 0.0,
         };
         let quarter = (1.0 + 0.5_f64.sqrt()) / 2.0;
@@ -189,10 +235,31 @@ mod tests {
     fn a_warmup_longer_than_the_run_is_no_division_by_zero() {
         let linear = Schedule::Linear {
             warmup_steps: 3,
-            total_steps: 2,
+            total_steps: Some(2),
             final_share: 0.0,
         };
         check(linear, &[1.0 / 3.0, 2.0 / 3.0, 1.0, 0.0]);
+    }
+
+    #[test]
+    fn the_steps_of_the_run_are_taken_where_none_are_set() {
+        let open: Schedule =
+            serde_json::from_str(r#"{"kind": "linear", "warmup_steps": 2}"#).unwrap();
+        assert!(open.lacks_total_steps());
+        let linear = Schedule::Linear {
+            warmup_steps: 2,
+            total_steps: Some(6),
+            final_share: 0.0,
+        };
+        assert_eq!(open.for_run(6), linear);
+        assert_eq!(linear.for_run(100), linear);
+        assert!(open.for_run(0).lacks_total_steps());
+        assert!(!Schedule::default().for_run(9).lacks_total_steps());
+        assert_eq!(
+            linear.to_string(),
+            "linear over 6 steps to 0 of it, warm-up 2"
+        );
+        assert_eq!(Schedule::default().to_string(), "constant");
     }
 
     #[test]
@@ -200,7 +267,7 @@ mod tests {
         let text = r#"{"kind": "cosine", "warmup_steps": 3, "total_steps": 9}"#;
         let expected = Schedule::Cosine {
             warmup_steps: 3,
-            total_steps: 9,
+            total_steps: Some(9),
             final_share: 0.0,
         };
         assert_eq!(serde_json::from_str::<Schedule>(text).ok(), Some(expected));

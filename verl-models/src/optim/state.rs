@@ -8,6 +8,7 @@ use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::accumulate::TrainableParameters;
 use super::adamw::{AdamW, ParameterState};
+use crate::files;
 use crate::model::ModelError;
 
 /// Metadata key of the optimiser's step count; that of a parameter is its name.
@@ -33,7 +34,7 @@ impl AdamW {
             view.map(|view| (name.as_str(), view))
         });
         let views = views.collect::<Result<Vec<_>, _>>().map_err(fault)?;
-        safetensors::serialize_to_file(views, Some(metadata), path).map_err(fault)
+        files::write_safetensors(views, metadata, path).map_err(fault)
     }
 
     /// Moments and master weights by the names that they have on disk, and step counts.

@@ -82,6 +82,7 @@ pub(crate) fn generate(
         decoder,
         requests,
         rooms,
+        max_tokens: model.max_tokens(),
         slots: vec![None; sizes.rows],
         left: vec![0; sizes.rows],
         admitted: 0,
@@ -132,6 +133,8 @@ struct Batch<'a> {
     requests: &'a [RolloutRequest],
     /// Most tokens of each response.
     rooms: Vec<usize>,
+    /// Tokens of the model's context.
+    max_tokens: usize,
     /// The request of each row.
     slots: Vec<Option<usize>>,
     /// Tokens that a row may still draw.
@@ -255,7 +258,7 @@ impl Batch<'_> {
             let finish = match standing.states[row] {
                 state::EOS => FinishReason::Eos,
                 state::STOP => FinishReason::Stop,
-                state::LENGTH => FinishReason::Length,
+                state::LENGTH => self.requests[request].limit(self.max_tokens),
                 _ => {
                     return Err(RolloutError::NonFinite {
                         request,

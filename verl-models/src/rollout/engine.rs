@@ -17,7 +17,7 @@ pub struct RolloutRequest {
     /// What the random draws of this response are a function of, apart from position and token.
     pub key: DrawKey,
     /// Most tokens to sample, end-of-sequence included. A response that reaches the end of the model's context before
-    /// ends there, with [`FinishReason::Length`].
+    /// ends there, with [`FinishReason::Context`].
     pub max_new_tokens: usize,
 }
 
@@ -26,6 +26,14 @@ impl RolloutRequest {
     pub(crate) fn room(&self, max_tokens: usize) -> usize {
         let left = max_tokens.saturating_sub(self.prompt.len());
         self.max_new_tokens.min(left)
+    }
+
+    /// Why a response ends that has as many tokens as there is room for in a context of `max_tokens`.
+    pub(crate) fn limit(&self, max_tokens: usize) -> FinishReason {
+        match self.room(max_tokens) < self.max_new_tokens {
+            true => FinishReason::Context,
+            false => FinishReason::Length,
+        }
     }
 }
 
@@ -48,7 +56,8 @@ pub struct SamplingSettings {
     /// Token-id sequences that end a response; kept at its end. (Stop strings are turned into a test on decoded text
     /// by [`SamplingSettings::stop_texts`].)
     pub stop_ids: Vec<Vec<u32>>,
-    /// Texts that end a response as soon as its decoded text contains one; they need [`Self::text_decoder`].
+    /// Texts that end a response as soon as its text, special tokens written out, contains one; they need
+    /// [`Self::text_decoder`].
     pub stop_texts: Vec<String>,
     /// How a response becomes text. Not a setting of files: whoever owns the tokenizer puts it here.
     #[serde(skip)]
@@ -83,8 +92,18 @@ pub enum FinishReason {
     Eos,
     /// A stop text or stop id sequence appeared.
     Stop,
-    /// The token limit was reached, or the end of the model's context.
+    /// The token limit was reached.
     Length,
+    /// The end of the model's context was reached before the token limit.
+    Context,
+}
+
+impl FinishReason {
+    /// Whether the response was cut off instead of having ended.
+    #[must_use]
+    pub fn is_cut(self) -> bool {
+        matches!(self, FinishReason::Length | FinishReason::Context)
+    }
 }
 
 /// A sampled response.

@@ -11,6 +11,8 @@ pub(crate) struct Row {
     /// Position of the request.
     pub request: usize,
     limit: usize,
+    /// Why it ends at the limit.
+    at_limit: FinishReason,
     stream: Stream,
     /// Distinct ids of prompt and response in the order of their first use; kept only where a penalty reads them.
     seen: Option<Vec<u32>>,
@@ -31,6 +33,7 @@ impl Row {
         let mut row = Row {
             request: index,
             limit,
+            at_limit: request.limit(max_tokens),
             stream: request.key.stream(),
             seen: (settings.repetition_penalty != 1.0).then(Vec::new),
             tokens: Vec::with_capacity(limit.min(1024)),
@@ -83,7 +86,11 @@ impl Row {
         self.tokens.push(sampled.token);
         self.sampling_log_probs.push(sampled.sampling_log_prob);
         self.log_probs.push(sampled.log_prob);
-        Ok(rules.finish(&self.tokens, self.limit))
+        let finish = rules.finish(&self.tokens, self.limit);
+        Ok(finish.map(|reason| match reason {
+            FinishReason::Length => self.at_limit,
+            reason => reason,
+        }))
     }
 
     /// The complete response.

@@ -1,4 +1,9 @@
-//! When a response ends: end-of-sequence ids, id sequences, texts, and the token limit.
+//! When a response ends: end-of-sequence ids, id sequences, texts, and the token limit; and what of its text is in front of
+//! a stop text.
+//!
+//! Stop texts are looked for in the text with special tokens written out, so that a stop text may be one, contain one or
+//! be spelled by ordinary tokens, and may begin and end inside tokens. A response ends with the token that completes a
+//! stop text. Where several stop texts are complete then, the one that begins first counts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,7 +12,7 @@ use super::engine::{FinishReason, RolloutError, SamplingSettings};
 
 type Decode = dyn Fn(&[u32]) -> String + Send + Sync;
 
-/// Token ids into text, as stop texts need it; shared by the rows of a rollout.
+/// Token ids into text with special tokens written out, as stop texts need it; shared by the rows of a rollout.
 #[derive(Clone)]
 pub struct TextDecoder(Arc<Decode>);
 
@@ -111,20 +116,65 @@ impl<'a> StopRules<'a> {
             .any(|stop| text.contains(stop.as_str()))
     }
 
-    /// Text of as many of the last tokens as hold the longest stop text and the margin of a cut and an unfinished
-    /// character at either end; of all of them where tokens decode to nothing.
+    /// Text of the last token, and before it of as many as hold the longest stop text and the margin of a cut and an
+    /// unfinished character at either end; of all of them where tokens decode to nothing.
     fn tail(&self, decoder: &TextDecoder, tokens: &[u32]) -> String {
         const MARGIN: usize = 32;
+        let last = tokens.len().saturating_sub(1);
+        // A stop text may begin right before the last token, however long that is.
+        let needed = self.longest_text + MARGIN + decoder.decode(&tokens[last..]).len();
         let mut count = self.longest_text.min(16) + 4;
         loop {
             let start = tokens.len().saturating_sub(count);
             let text = decoder.decode(&tokens[start..]);
-            if start == 0 || text.len() >= self.longest_text + MARGIN {
+            if start == 0 || text.len() >= needed {
                 return text;
             }
             count *= 2;
         }
     }
+}
+
+/// The text of a response up to its stop text, if it has one: what stands after it inside the last token is left out, and
+/// with `include` the stop text is kept.
+///
+/// `spelled` gives the text of tokens with special ones written out, `visible` without them: the stop text is looked for
+/// in the former, and the latter is what is returned.
+#[must_use]
+pub fn text_to_stop(
+    tokens: &[u32],
+    stops: &[String],
+    include: bool,
+    spelled: impl Fn(&[u32]) -> String,
+    visible: impl Fn(&[u32]) -> String,
+) -> String {
+    let full = if stops.is_empty() {
+        String::new()
+    } else {
+        spelled(tokens)
+    };
+    let found = stops
+        .iter()
+        .filter_map(|stop| Some((full.find(stop.as_str())?, stop)));
+    let Some((at, stop)) = found.min_by_key(|(at, _)| *at) else {
+        return visible(tokens);
+    };
+    // Whole tokens that end at the stop text or before it; the next one may have its first part before it too.
+    let whole = (0..tokens.len()).rev().find_map(|count| {
+        let text = spelled(&tokens[..count]);
+        (text.len() <= at && full.starts_with(&text)).then_some((count, text.len()))
+    });
+    let (count, length) = whole.unwrap_or_default();
+    let mut text = visible(&tokens[..count]);
+    let next = &tokens[count..tokens.len().min(count + 1)];
+    let is_special = visible(next).is_empty() && !spelled(next).is_empty();
+    if !is_special {
+        text.push_str(&full[length..at]);
+    }
+    if include {
+        text.push_str(stop);
+    }
+    text
 }
 
 fn setting(setting: &'static str, reason: &str) -> RolloutError {
@@ -238,6 +288,75 @@ mod tests {
         assert_eq!(rules.finish(&tokens, 999), None);
         tokens.push(u32::from(b'b'));
         assert_eq!(rules.finish(&tokens, 999), Some(FinishReason::Stop));
+    }
+
+    /// The stop text begins before the last token, which alone is longer than the look back.
+    #[test]
+    fn a_long_last_token_does_not_hide_a_stop() {
+        let words = [vec!["a"; 60].concat(), "b".to_owned()];
+        let settings = SamplingSettings {
+            stop_texts: vec![format!("{}{}", "b".repeat(39), "a")],
+            text_decoder: Some(TextDecoder::new(move |ids| {
+                ids.iter().map(|&id| words[id as usize].as_str()).collect()
+            })),
+            ..SamplingSettings::default()
+        };
+        let rules = StopRules::new(&settings).unwrap();
+        let mut tokens = vec![1; 39];
+        assert_eq!(rules.finish(&tokens, 999), None);
+        tokens.push(0);
+        assert_eq!(rules.finish(&tokens, 999), Some(FinishReason::Stop));
+    }
+
+    /// Tokens of a vocabulary whose last two are special: `<|end|>` and `<|x|>`.
+    const WORDS: [&str; 8] = [
+        "x", "<EN", "D> tail", "18", "\n\n", "<|", "<|end|>", "<|x|>",
+    ];
+
+    #[track_caller]
+    fn check_text(tokens: &[u32], stops: &[&str], cut: &str, kept: &str) {
+        let spelled = |ids: &[u32]| ids.iter().map(|&id| WORDS[id as usize]).collect::<String>();
+        let visible = |ids: &[u32]| {
+            let ids = ids.iter().filter(|&&id| id < 6);
+            ids.map(|&id| WORDS[id as usize]).collect::<String>()
+        };
+        let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
+        let text = |include| text_to_stop(tokens, &stops, include, spelled, visible);
+        assert_eq!((text(false).as_str(), text(true).as_str()), (cut, kept));
+    }
+
+    #[test]
+    fn a_response_is_what_stands_before_its_stop_text() {
+        // A6: the stop text ends inside the last token.
+        check_text(&[0, 1, 2], &["<END>"], "x", "x<END>");
+        // #5: the stop text is a special token.
+        check_text(&[3, 6], &["<|end|>"], "18", "18<|end|>");
+        check_text(&[3, 6, 4], &["<|end|>\n"], "18", "18<|end|>\n");
+        check_text(&[3, 4, 6], &["\n<|end|>"], "18\n", "18\n\n<|end|>");
+        // Special tokens before the stop text are not part of the text.
+        check_text(&[7, 3, 7, 6], &["<|end|>"], "18", "18<|end|>");
+        // One that the stop text begins inside of is no part of it either.
+        check_text(&[3, 6], &["end|>"], "18", "18end|>");
+        // Of two, the one that begins first.
+        check_text(&[0, 1, 2], &["D>", "EN"], "x<", "x<EN");
+        check_text(&[0, 1, 2], &["x<", "<END"], "", "x<");
+        // The first token, none, all.
+        check_text(&[6], &["<|end|>"], "", "<|end|>");
+        check_text(&[0, 3], &["<|end|>"], "x18", "x18");
+        check_text(&[], &["x"], "", "");
+        check_text(&[0, 6], &[], "x", "x");
+    }
+
+    #[test]
+    fn a_stop_text_among_pieces_of_characters_is_cut_out() {
+        let tokens = ids("né…STOP");
+        let text = |stop: &str| {
+            let decode = |ids: &[u32]| bytes().decode(ids);
+            text_to_stop(&tokens, &[stop.to_owned()], false, decode, decode)
+        };
+        assert_eq!(text("STOP"), "né…");
+        assert_eq!(text("…"), "né");
+        assert_eq!(text("é…ST"), "n");
     }
 
     #[test]

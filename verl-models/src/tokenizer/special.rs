@@ -4,7 +4,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::{TokenizerError, read_json};
+use super::declared::Declared;
+use super::{MAX_IDS, TokenizerError, read_json};
 
 /// Ids of special tokens, as the files beside tokenizer.json declare them.
 pub(super) struct SpecialIds {
@@ -12,94 +13,108 @@ pub(super) struct SpecialIds {
     pub eos: Vec<u32>,
     pub declared_pad: Option<u32>,
     pub unknown: Option<u32>,
+    /// Tokens with a role that have no id: role and token.
+    pub without_id: Vec<(String, String)>,
+    /// Declared ends of sequence that no model of this folder can sample.
+    pub beyond: Vec<u32>,
+}
+
+/// Rows of the embedding, where the folder's config.json says it.
+pub(super) fn rows(folder: &Path) -> Result<Option<usize>, TokenizerError> {
+    let config = read_json(folder, "config.json")?.unwrap_or_default();
+    let rows = config.get("vocab_size").and_then(Value::as_u64);
+    Ok(rows.and_then(|rows| usize::try_from(rows).ok()))
 }
 
 impl SpecialIds {
-    /// Those of a folder; `id_of` is the id of a token of its vocabulary.
+    /// Those of a folder; `id_of` is the id of a token of its vocabulary, and `rows` are those of the embedding.
     ///
     /// # Errors
-    /// A file that is malformed; a special token that is not in the vocabulary.
+    /// A file that is malformed; ends of sequence that are all beyond the embedding.
     pub fn read(
         folder: &Path,
+        declared: &Declared,
+        rows: Option<usize>,
         id_of: impl Fn(&str) -> Option<u32>,
     ) -> Result<Self, TokenizerError> {
-        let tokenizer_config = read_json(folder, "tokenizer_config.json")?.unwrap_or_default();
         let generation = read_json(folder, "generation_config.json")?.unwrap_or_default();
         let config = read_json(folder, "config.json")?.unwrap_or_default();
-        let named = |role: &'static str| -> Result<Option<u32>, TokenizerError> {
-            let Some(token) = special_token(&tokenizer_config, role) else {
-                return Ok(None);
-            };
-            match id_of(&token) {
-                Some(id) => Ok(Some(id)),
-                None => Err(TokenizerError::UnknownToken {
-                    path: folder.join("tokenizer_config.json").display().to_string(),
-                    role,
-                    token,
-                }),
+        let mut without_id = Vec::new();
+        for role in &declared.roles {
+            let token = &role.token.content;
+            if !token.is_empty() && id_of(token).is_none() {
+                without_id.push((role.name.clone(), token.clone()));
             }
-        };
-        let declared = |key: &str| -> Result<Vec<u32>, TokenizerError> {
-            for (map, file) in [
+        }
+        let named = |name: &str| id_of(&declared.role(name)?.token.content);
+        let ids = |key: &str| -> Result<(Vec<u32>, &'static str), TokenizerError> {
+            let files = [
                 (&generation, "generation_config.json"),
                 (&config, "config.json"),
-            ] {
+            ];
+            for (map, file) in files {
                 let ids = token_ids(map, key).map_err(|reason| TokenizerError::Malformed {
                     path: folder.join(file).display().to_string(),
                     reason,
                 })?;
                 if !ids.is_empty() {
-                    return Ok(ids);
+                    return Ok((ids, file));
                 }
             }
-            Ok(Vec::new())
+            Ok((Vec::new(), "config.json"))
         };
+        let first =
+            |key: &str| -> Result<Option<u32>, TokenizerError> { Ok(ids(key)?.0.first().copied()) };
 
-        let mut eos = declared("eos_token_id")?;
-        if eos.is_empty() {
-            eos.extend(named("eos_token")?);
+        let (mut eos, file) = ids("eos_token_id")?;
+        let limit = rows.unwrap_or(MAX_IDS);
+        let beyond: Vec<u32> = eos.extract_if(.., |id| *id as usize >= limit).collect();
+        if eos.is_empty()
+            && let Some(id) = beyond.first()
+        {
+            return Err(TokenizerError::EndBeyond {
+                path: folder.join(file).display().to_string(),
+                id: *id,
+                rows: limit,
+            });
         }
-        let bos = match named("bos_token")? {
+        if eos.is_empty() {
+            eos.extend(named("eos_token"));
+        }
+        let bos = match named("bos_token") {
             Some(id) => Some(id),
-            None => declared("bos_token_id")?.first().copied(),
+            None => first("bos_token_id")?,
         };
-        let declared_pad = match named("pad_token")? {
+        let declared_pad = match named("pad_token") {
             Some(id) => Some(id),
-            None => declared("pad_token_id")?.first().copied(),
+            None => first("pad_token_id")?,
         };
-        let unknown = match declared_pad {
-            Some(_) => None,
-            None => named("unk_token")?,
-        };
+        let unknown = declared_pad.is_none().then(|| named("unk_token")).flatten();
         Ok(SpecialIds {
             bos,
             eos,
             declared_pad,
             unknown,
+            without_id,
+            beyond,
         })
     }
 }
 
-/// A special token of `tokenizer_config.json`: a text, or an object with `content`.
-pub(crate) fn special_token(config: &Map<String, Value>, role: &str) -> Option<String> {
-    let value = config.get(role)?;
-    let text = value
-        .as_str()
-        .or_else(|| value.get("content").and_then(Value::as_str))?;
-    Some(text.to_owned())
-}
-
-/// The id or list of ids under `key`.
+/// The id or list of ids under `key`; negative ones mean none, as old files write it.
 fn token_ids(map: &Map<String, Value>, key: &str) -> Result<Vec<u32>, String> {
-    let one = |value: &Value| {
-        value
+    let one = |value: &Value| match value.as_i64() {
+        Some(..0) => Ok(None),
+        _ => value
             .as_u64()
             .and_then(|id| u32::try_from(id).ok())
-            .ok_or_else(|| format!("`{key}` holds {value}, which is no token id"))
+            .map(Some)
+            .ok_or_else(|| format!("`{key}` is {value}, which is not a token id")),
     };
-    match map.get(key) {
-        None | Some(Value::Null) => Ok(Vec::new()),
+    let ids: Result<Vec<Option<u32>>, String> = match map.get(key) {
+        None | Some(Value::Null) => return Ok(Vec::new()),
         Some(Value::Array(ids)) => ids.iter().map(one).collect(),
         Some(value) => Ok(vec![one(value)?]),
-    }
+    };
+    Ok(ids?.into_iter().flatten().collect())
 }

@@ -3,7 +3,7 @@
     pip install torch transformers==5.24.0 safetensors
     python verl-models/tests/models/make.py
 
-Writes beside this file tiny-random-qwen2-yarn and tiny-random-llama-dynamic: config.json, model.safetensors, and
+Writes beside this file tiny-random-qwen2-yarn, tiny-random-llama-dynamic and tiny-random-llama-own-head: config.json, model.safetensors, and
 reference.safetensors with what transformers computes in f32. Rows are longer than the context of pre-training, so that
 the scalings act; the second row is padded on the right.
 """
@@ -30,7 +30,7 @@ SHAPE = dict(
 )
 
 
-def write(name, model, config):
+def write(name, model, config, tied=None):
     torch.manual_seed(0)
     model = model(config)
     with torch.no_grad():
@@ -39,6 +39,9 @@ def write(name, model, config):
             parameter.copy_(1 + 0.2 * noise if "norm" in parameter_name else 0.4 * noise)
     folder = HERE / name
     model.save_pretrained(folder)
+    if tied is not None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": tied}, indent=2) + "\n")
     model = type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = torch.randint(3, SHAPE["vocab_size"], (2, LENGTH))
     mask = torch.ones_like(ids)
@@ -76,3 +79,4 @@ yarn = {
 write("tiny-random-qwen2-yarn", Qwen2ForCausalLM, Qwen2Config(**SHAPE, rope_parameters=yarn))
 dynamic = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
 write("tiny-random-llama-dynamic", LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=dynamic))
+write("tiny-random-llama-own-head", LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=False), tied=True)

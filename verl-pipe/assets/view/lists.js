@@ -9,14 +9,15 @@ function drawAnomalies() {
     place.append(el("p", { class: "empty" }, "No rule has found anything."));
     return;
   }
-  const head = ["step", "rule", "stage", "key", "value", "limit", "what", "look at", "samples"];
+  const head = ["step", "rule", "stage", "key", "value", "limit", "what", "likely causes", "next", "samples"];
   const rows = data.anomalies.slice(0, LISTED).map((a) => {
     const row = el("tr", { class: "link", tabindex: 0, "data-step": a.step },
       el("td", { class: "n" }, String(a.step)),
       el("td", { class: "k" }, el("span", { class: a.severity === "stop" ? "stop" : "warn" }, a.severity === "stop" ? "■ " : "▲ "), a.rule),
       el("td", { class: "k" }, a.stage), el("td", { class: "k" }, a.key),
       el("td", { class: "n" }, short(a.value)), el("td", { class: "n" }, short(a.limit)),
-      el("td", { class: "w" }, a.what), el("td", { class: "w" }, a.advice),
+      el("td", { class: "w" }, a.what), el("td", { class: "w" }, a.causes),
+      el("td", { class: "w" }, a.advice, ...(a.command ? [el("br"), el("code", {}, a.command)] : [])),
       el("td", {}, ...a.samples.slice(0, 4).flatMap((id) => [sampleLink(a.step, id), " "])));
     press(row, () => chooseStep(a.step, true));
     return row;

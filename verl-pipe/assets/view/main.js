@@ -25,6 +25,7 @@ function overviewCurves() {
 /** What the rules that compare two keys, or lengths, measure. */
 const MEASURES = {
   length_limit: "truncated_share", low_ess: "ess", negative_kl: "k1", probability_difference: "probability_diff", ratio_not_one: "k1",
+  same_responses: "length", looping_responses: "length",
 };
 
 /** The curve that shows best what a rule found. */

@@ -101,6 +101,20 @@ impl RowId {
         self.0 & ((1 << SAMPLE_BITS) - 1)
     }
 
+    /// The row as messages name it: its identity, which counts from 0, and the row of the data set, counted from 1 as in
+    /// messages about the file.
+    ///
+    /// ```
+    /// use verl_pipe::batch::RowId;
+    ///
+    /// let row = RowId::prompt(0, 168)?;
+    /// assert_eq!(row.in_words(), "sample 0.168#0 (row 169 of the data set)");
+    /// # Ok::<(), verl_pipe::batch::BatchError>(())
+    /// ```
+    pub fn in_words(self) -> String {
+        format!("sample {self} (row {} of the data set)", self.row() + 1)
+    }
+
     /// What the samples of one prompt share.
     pub fn group(self) -> u64 {
         self.0 >> SAMPLE_BITS

@@ -1,4 +1,4 @@
-//! `pipe check`: builds the plan, tells all findings, loads nothing.
+//! `pipe check`: builds the plan, looks at the data, reports all findings; loads no weights.
 
 use std::io::{self, Write};
 
@@ -6,7 +6,9 @@ use clap::Args;
 use serde_json::json;
 
 use super::json_error::{JsonError, json_findings, write_json};
+use super::rows::{write_rows, write_summary};
 use super::{PipelineArgs, number, write_findings};
+use crate::plan::look::{Checked, Look};
 use crate::registry::Registry;
 
 /// Arguments of `pipe check`.
@@ -15,23 +17,48 @@ pub struct CheckArgs {
     /// The pipeline.
     #[command(flatten)]
     pub pipeline: PipelineArgs,
-    /// Prints one JSON object: what the pipeline comes to and its warnings, or the error with all findings.
+    /// Prints this many rows of each data set as a run would see them: text and tokens of the prompt, what is trained
+    /// behind it, the answer.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub rows: usize,
+    /// Prints one JSON object: what the pipeline comes to, what its sources make of their rows and its warnings, or the
+    /// error with all findings.
     #[arg(long)]
     pub json: bool,
 }
 
-/// Checks a pipeline file; writes what is wrong with it. Returns the exit code.
+/// Checks a pipeline file and looks at its data; writes what is wrong. Returns the exit code.
 ///
 /// # Errors
 /// When `out` cannot be written.
 pub fn check(args: &CheckArgs, registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
-    match args.pipeline.read(registry).and_then(|pipe| pipe.plan()) {
+    let pipe = match args.pipeline.read(registry) {
+        Ok(pipe) => pipe,
+        Err(findings) => {
+            match args.json {
+                true => JsonError::of_findings(&findings).write(out)?,
+                false => write_findings(&findings, out)?,
+            }
+            return Ok(1);
+        }
+    };
+    let Checked { plan, rows } = pipe.check(&Look {
+        shown: args.rows,
+        ..Look::default()
+    });
+    if !args.json {
+        for rows in &rows {
+            write_rows(rows, out)?;
+        }
+    }
+    match plan {
         Ok(plan) if args.json => {
             let told = json!({
                 "pipeline": plan.pipe.name,
                 "stages": plan.stages.len(),
                 "samples_a_step": plan.batch.rows,
                 "optimizer_steps_a_step": plan.batch.optimizer_steps,
+                "rows": rows,
                 "warnings": json_findings(&plan.warnings),
             });
             write_json(&told, out)?;
@@ -47,6 +74,9 @@ pub fn check(args: &CheckArgs, registry: &Registry, out: &mut dyn Write) -> io::
                 number(plan.batch.rows, "sample"),
                 number(plan.batch.optimizer_steps, "optimiser step")
             )?;
+            for rows in &rows {
+                write_summary(rows, out)?;
+            }
             Ok(0)
         }
         Err(findings) => {

@@ -12,6 +12,7 @@ mod counting;
 pub mod debug;
 pub mod json_error;
 pub mod plan;
+mod rows;
 pub mod schema;
 pub mod train;
 pub mod warmup;

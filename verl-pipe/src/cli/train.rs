@@ -8,6 +8,7 @@ use clap::Args;
 
 use super::{PipelineArgs, write_findings};
 use crate::diagnostic::Diagnostic;
+use crate::plan::look::Look;
 use crate::registry::Registry;
 use crate::run::console::Console;
 use crate::run::error::RunError;
@@ -94,7 +95,11 @@ pub fn train(
     let began = Instant::now();
     let checked = args.pipeline.read(registry).and_then(|mut pipe| {
         args.debug.apply(&mut pipe.trace);
-        pipe.plan()
+        let look = Look {
+            whole: true,
+            ..Look::default()
+        };
+        pipe.check(&look).plan
     });
     let plan = match checked {
         Ok(plan) => plan,
@@ -124,6 +129,8 @@ pub fn train(
         schema: Some(pipeline_schema(registry)),
         began: Some(began),
         kernels,
+        plan_told: true,
+        free_space: None,
     };
     let dir = plan.pipe.run.dir.clone();
     let ended = Trainer::with_options(plan, options).and_then(|mut trainer| trainer.train());

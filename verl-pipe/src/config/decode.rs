@@ -7,6 +7,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use serde_path_to_error::{Path, Segment};
 
+use super::fit::Shape;
 use crate::part::take_faults;
 
 /// What is wrong with one setting.
@@ -90,9 +91,15 @@ impl<T> Decoded<T> {
     }
 }
 
+/// The schema of a configuration, with the definitions that it refers to.
+fn schema_of<C: JsonSchema>() -> Value {
+    let generator = SchemaGenerator::default();
+    generator.into_root_schema_for::<C>().to_value()
+}
+
 /// The keys of a configuration, from its schema.
 pub(crate) fn keys_of<C: JsonSchema>() -> Vec<String> {
-    let schema = SchemaGenerator::default().into_root_schema_for::<C>();
+    let schema = schema_of::<C>();
     let properties = schema.get("properties").and_then(Value::as_object);
     properties.map_or_else(Vec::new, |map| map.keys().cloned().collect())
 }
@@ -121,7 +128,12 @@ pub(crate) fn decode_known<C: DeserializeOwned + JsonSchema>(
 
 /// Deserialises `value`. After each fault the setting that is to blame is taken out and the rest tried again, so that
 /// all faults are found; a fault whose setting cannot be taken out ends the search.
-pub(crate) fn decode<T: DeserializeOwned>(mut value: Value) -> Decoded<T> {
+///
+/// Where a table with a `kind` is wanted, the name of the kind alone stands for it with its defaults.
+pub(crate) fn decode<T: DeserializeOwned + JsonSchema>(mut value: Value) -> Decoded<T> {
+    let schema = schema_of::<T>();
+    let shape = Shape::of(&schema);
+    shape.spell_out(&mut value);
     let mut faults: Vec<Fault> = Vec::new();
     loop {
         take_faults();
@@ -151,7 +163,7 @@ pub(crate) fn decode<T: DeserializeOwned>(mut value: Value) -> Decoded<T> {
             [] => Vec::from_iter(culprit::<T>(&value, &message)),
             _ => at,
         };
-        let fault = fault(at, &message);
+        let fault = in_words(fault(at, &message), shape, &value);
         let missing = matches!(fault, Fault::Missing { .. });
         // A setting that was taken out for its own fault, or one inside it, is not missing too.
         let known_already = faults.iter().any(|other| {
@@ -167,6 +179,33 @@ pub(crate) fn decode<T: DeserializeOwned>(mut value: Value) -> Decoded<T> {
                 faults,
             };
         }
+    }
+}
+
+/// The fault as the schema tells it, where it knows more than the deserialiser: where the value stands, and what may
+/// stand there.
+fn in_words(fault: Fault, shape: Shape<'_>, value: &Value) -> Fault {
+    let Fault::Invalid {
+        mut path,
+        reason,
+        known,
+    } = fault
+    else {
+        return fault;
+    };
+    let found = shape.follow(value, &path);
+    let Some(misfit) = found.and_then(|(shape, value)| shape.misfit(value)) else {
+        return Fault::Invalid {
+            path,
+            reason,
+            known,
+        };
+    };
+    path.extend(misfit.path);
+    Fault::Invalid {
+        path,
+        reason: misfit.reason.unwrap_or(reason),
+        known: misfit.known,
     }
 }
 
@@ -262,7 +301,7 @@ mod tests {
 
     use super::*;
 
-    #[derive(Deserialize, Debug, PartialEq)]
+    #[derive(Deserialize, JsonSchema, Debug, PartialEq)]
     #[serde(deny_unknown_fields)]
     struct Outer {
         needed: u32,
@@ -272,14 +311,14 @@ mod tests {
         choice: Option<Choice>,
     }
 
-    #[derive(Deserialize, Debug, PartialEq)]
+    #[derive(Deserialize, JsonSchema, Debug, PartialEq)]
     #[serde(deny_unknown_fields, default)]
     #[derive(Default)]
     struct Inner {
         rate: f64,
     }
 
-    #[derive(Deserialize, Debug, PartialEq)]
+    #[derive(Deserialize, JsonSchema, Debug, PartialEq)]
     #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
     enum Choice {
         First {
@@ -335,9 +374,20 @@ mod tests {
             &[("choice.kind", "invalid first")],
         );
         check(json!(3), &[("", "invalid")]);
+        // The name of a kind alone.
+        check(json!({"needed": 1, "choice": "first"}), &[]);
+        check(
+            json!({"needed": 1, "choice": "frist"}),
+            &[("choice.kind", "invalid first")],
+        );
+        // What is buffered for its kind has lost its place.
+        check(
+            json!({"needed": 1, "choice": {"kind": "first", "size": -1}}),
+            &[("choice.size", "invalid")],
+        );
     }
 
-    #[derive(Deserialize)]
+    #[derive(Deserialize, JsonSchema)]
     #[expect(dead_code, reason = "only what is wrong with it is looked at")]
     struct Flat {
         #[serde(flatten)]

@@ -4,6 +4,7 @@ use serde_json::{Map, Value};
 
 use super::decode::Fault;
 use super::reader::Reader;
+use super::synonyms;
 use crate::diagnostic::{Diagnostic, nearest, quoted, suggest};
 
 impl Reader<'_> {
@@ -86,11 +87,7 @@ impl Reader<'_> {
                 Diagnostic::error("C002", format!("there is no setting `{setting}`"))
                     .at(where_)
                     .because("a setting that nothing reads would silently change nothing")
-                    .help(suggest(
-                        &key,
-                        "settings here",
-                        known.iter().map(String::as_str),
-                    ))
+                    .help(known_instead(&key, &known))
             }
             Fault::UnknownKind {
                 what, kind, help, ..
@@ -109,13 +106,12 @@ impl Reader<'_> {
                 .because("it has no default")
                 .help(format!("add `{key} = …`")),
             Fault::Invalid { reason, known, .. } => {
-                let help = match (
-                    known.as_slice(),
-                    nearest(
-                        reason.split('`').nth(1).unwrap_or_default(),
-                        known.iter().map(String::as_str),
-                    ),
-                ) {
+                // A text that is none of the words stands at the beginning; other values are like none of them.
+                let text = reason
+                    .strip_prefix('`')
+                    .and_then(|rest| rest.split('`').next());
+                let near = text.and_then(|text| nearest(text, known.iter().map(String::as_str)));
+                let help = match (known.as_slice(), near) {
                     ([], _) => "see `pipe schema` for what may stand here".to_owned(),
                     (known, None) => format!("one of {}", quoted(known.iter().map(String::as_str))),
                     (known, Some(near)) => {
@@ -134,13 +130,31 @@ impl Reader<'_> {
     }
 }
 
+/// What to write instead of an unknown key: the setting that is called so elsewhere, or the one that is spelt nearly so.
+fn known_instead(key: &str, known: &[String]) -> String {
+    let known: Vec<&str> = known.iter().map(String::as_str).collect();
+    if let Some(meant) = synonyms::meant_by(key, &known) {
+        return format!(
+            "did you mean `{meant}`? known settings here: {}",
+            quoted(known)
+        );
+    }
+    let near = nearest(key, known.iter().copied());
+    let list = suggest(key, "settings here", known.iter().copied());
+    match synonyms::elsewhere(key).filter(|_| near.is_none()) {
+        Some(elsewhere) => format!("{elsewhere}; {list}"),
+        None => list,
+    }
+}
+
 /// The path of the setting that an unknown key probably means.
 fn meant(fault: &Fault) -> Option<Vec<String>> {
     let Fault::Unknown { path, known } = fault else {
         return None;
     };
     let (last, parents) = path.split_last()?;
-    let near = nearest(last, known.iter().map(String::as_str))?;
+    let known: Vec<&str> = known.iter().map(String::as_str).collect();
+    let near = synonyms::meant_by(last, &known).or_else(|| nearest(last, known))?;
     Some(parents.iter().cloned().chain([near.to_owned()]).collect())
 }
 
@@ -183,6 +197,7 @@ fn plain(reason: &str) -> String {
         }
     }
     for (from, to) in [
+        ("expected path string", "but a text is needed"),
         ("expected f64", "but a number is needed"),
         ("expected f32", "but a number is needed"),
         ("expected a string", "but a text is needed"),
@@ -193,7 +208,14 @@ fn plain(reason: &str) -> String {
             words = format!("{start}{to}");
         }
     }
-    words
+    // What is left names types of Rust.
+    match words
+        .find(", expected ")
+        .filter(|_| words.starts_with("it is "))
+    {
+        Some(end) => format!("{}, which does not fit here", &words[..end]),
+        None => words,
+    }
 }
 
 /// The article before a word.

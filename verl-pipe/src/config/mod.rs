@@ -24,9 +24,11 @@
 
 pub(crate) mod decode;
 mod faults;
+mod fit;
 mod overrides;
 mod reader;
 mod source;
+mod synonyms;
 mod write;
 
 use std::path::{Path, PathBuf};

@@ -14,7 +14,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::{SECTIONS, source};
+use super::{SECTIONS, source, synonyms};
 use crate::diagnostic::{Diagnostic, quoted, suggest};
 
 /// The folders that a relative path of an override may mean.
@@ -252,11 +252,21 @@ fn resolve(
             .iter()
             .map(String::as_str)
             .chain(models.iter().copied());
+        let known: Vec<&str> = known.collect();
+        let meant = match synonyms::meant_by(first, &known) {
+            Some(meant) => format!("did you mean `{meant}`? "),
+            None => match synonyms::elsewhere(first) {
+                Some(elsewhere) if crate::diagnostic::nearest(first, known.clone()).is_none() => {
+                    format!("{elsewhere}; ")
+                }
+                _ => String::new(),
+            },
+        };
         return Err((
             format!("`{first}` is no setting of [run] and no model"),
             format!(
-                "{}; settings elsewhere need their section, model or stage: `generate.temperature=0.7`",
-                suggest(first, "settings", known.collect::<Vec<_>>())
+                "{meant}{}; settings elsewhere need their section, model or stage: `generate.temperature=0.7`",
+                suggest(first, "settings", known)
             ),
         ));
     }
@@ -315,7 +325,6 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
         return Err("its key is empty".to_owned());
     };
     let is_data = path.first().is_some_and(|section| section == "data");
-    let is_stage = path.first().is_some_and(|section| section == "stages");
     let mut at = root;
     for (depth, key) in parents.iter().enumerate() {
         let child = match at {
@@ -334,8 +343,8 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
         if let (true, Value::String(text)) = (is_data, &mut *at) {
             *at = serde_json::json!({ "path": std::mem::take(text) });
         }
-        // So does a part that was given as its kind.
-        if let (true, Value::String(text)) = (is_stage && depth >= 2, &mut *at) {
+        // So does what was given as its kind: the part of a stage, a table inside a model.
+        if let (true, Value::String(text)) = (!is_data && depth >= 2, &mut *at) {
             *at = serde_json::json!({ "kind": std::mem::take(text) });
         }
         if !at.is_object() && !at.is_array() {
@@ -355,7 +364,7 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
         }
         // A part that gives way to another kind; what its settings were says nothing of this one's.
         Some(old @ Value::Object(_))
-            if is_stage && value.is_string() && old.get("kind").is_some() =>
+            if !is_data && value.is_string() && old.get("kind").is_some() =>
         {
             *old = value;
         }

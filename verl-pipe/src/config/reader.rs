@@ -1,5 +1,6 @@
 //! The sections of a pipeline file.
 
+use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
@@ -64,7 +65,11 @@ impl Reader<'_> {
         pipe
     }
 
-    fn section<C: DeserializeOwned + Default>(&mut self, name: &str, value: Option<Value>) -> C {
+    fn section<C: DeserializeOwned + JsonSchema + Default>(
+        &mut self,
+        name: &str,
+        value: Option<Value>,
+    ) -> C {
         let Some(value) = value else {
             return C::default();
         };

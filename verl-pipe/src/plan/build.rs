@@ -7,9 +7,9 @@ use crate::field::Field;
 use crate::pipe::{DataPipe, ModelDecl, StageDecl};
 use crate::plan::checks;
 use crate::plan::graph::Digraph;
-use crate::plan::memory;
 use crate::plan::tables::{self, Tables};
 use crate::plan::{Edge, Plan, PlannedModel, PlannedStage};
+use crate::plan::{memory, optimizer_steps, temperatures};
 use crate::resource::ModelInfo;
 use crate::schedule::batching::{BatchPlan, MINI_BATCH, Violation};
 use crate::stage::{Access, BuildContext, Cadence, Cardinality, ConfigError, StageSpec};
@@ -29,6 +29,8 @@ pub(crate) struct DraftStage<'a> {
     /// `None` when the stage could not be built.
     pub spec: Option<StageSpec>,
     pub errors: Vec<ConfigError>,
+    /// Temperature that it takes where its own is not set.
+    pub temperature: Option<f64>,
 }
 
 impl DraftStage<'_> {
@@ -127,7 +129,12 @@ impl DataPipe {
     /// # Errors
     /// All findings, warnings included, when at least one of them is an error.
     pub fn plan(&self) -> Result<Plan, Vec<Diagnostic>> {
-        self.checked(Files::Needed).map(|(plan, _)| plan)
+        self.plan_prepared(&prepare(self))
+    }
+
+    /// [`DataPipe::plan`] of what is prepared already.
+    pub(crate) fn plan_prepared(&self, prepared: &Prepared<'_>) -> Result<Plan, Vec<Diagnostic>> {
+        self.checked(prepared, Files::Needed).map(|(plan, _)| plan)
     }
 
     /// As [`DataPipe::plan`], for one who looks at what a run of this pipeline left: model folders and data files that
@@ -137,17 +144,21 @@ impl DataPipe {
     /// # Errors
     /// As [`DataPipe::plan`].
     pub(crate) fn plan_to_look(&self) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
-        self.checked(Files::Forgiven)
+        self.checked(&prepare(self), Files::Forgiven)
     }
 
-    fn checked(&self, files: Files) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
+    fn checked(
+        &self,
+        prepared: &Prepared<'_>,
+        files: Files,
+    ) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
         let Prepared {
             context,
             violations,
             stages,
             models,
-        } = prepare(self);
-        let draft = draft(self, &context, &violations, &stages, &models);
+        } = prepared;
+        let draft = draft(self, context, violations, stages, models);
 
         let mut findings = Vec::new();
         for check in checks::SETTINGS {
@@ -172,10 +183,14 @@ impl DataPipe {
         for check in checks::ORDERED {
             check(&draft, &order, &tables, &mut findings);
         }
+        let optimizer_steps = optimizer_steps::of_models(&draft, &tables);
+        let training = optimizer_steps::training(&draft, &optimizer_steps);
+        optimizer_steps::check(&draft, &training, &mut findings);
         if findings.iter().any(Diagnostic::is_error) {
             return Err(sorted(findings));
         }
         let mut plan = assemble(&draft, &order, &after, &tables, findings);
+        optimizer_steps::settle(&mut plan, optimizer_steps, training);
         plan.warnings.extend(memory::check(&plan));
         Ok((plan, gone))
     }
@@ -196,6 +211,8 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
         device: first_device(pipe),
         base: pipe.base.clone(),
         model_infos: BTreeMap::new(),
+        temperature: None,
+        optimizer_steps: BTreeMap::new(),
     };
     let describe = |model: &ModelDecl| model.factory.describe(&context);
     let models: Vec<_> = pipe.models.iter().map(describe).collect();
@@ -221,6 +238,16 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
         let violations = &mut prepared.violations;
         violations.retain(|violation| violation.setting != MINI_BATCH);
     }
+    let followed = temperatures::followed(&prepared.stages);
+    for (stage, temperature) in prepared.stages.iter_mut().zip(followed) {
+        if temperature.is_some() {
+            *stage = build(
+                stage.decl,
+                &temperatures::with(&prepared.context, temperature),
+            );
+            stage.temperature = temperature;
+        }
+    }
     prepared
 }
 
@@ -236,7 +263,7 @@ fn built<'a>(pipe: &'a DataPipe, context: &BuildContext) -> Vec<DraftStage<'a>> 
 }
 
 /// Errors first, otherwise in the order of the checks.
-fn sorted(mut findings: Vec<Diagnostic>) -> Vec<Diagnostic> {
+pub(crate) fn sorted(mut findings: Vec<Diagnostic>) -> Vec<Diagnostic> {
     findings.sort_by_key(|finding| !finding.is_error());
     findings
 }
@@ -246,7 +273,12 @@ fn build<'a>(decl: &'a StageDecl, context: &BuildContext) -> DraftStage<'a> {
         Ok(stage) => (Some(stage.spec()), Vec::new()),
         Err(errors) => (None, errors),
     };
-    DraftStage { decl, spec, errors }
+    DraftStage {
+        decl,
+        spec,
+        errors,
+        temperature: None,
+    }
 }
 
 fn draft<'a>(
@@ -393,6 +425,7 @@ fn assemble(
         models: Vec::new(),
         fields: BTreeMap::new(),
         warnings,
+        opened: BTreeMap::new(),
     };
     for table in &mut plan.tables {
         table.made_by = position[table.made_by];
@@ -415,7 +448,7 @@ fn assemble(
             table_in: tables.input[index],
             table_out: tables.output[index],
             slice_rows: slice_rows(spec, tables.input[index], tables, draft.context),
-            build: stage.decl.build.clone(),
+            build: temperatures::builder(stage),
         });
     }
     for (key, by) in &draft.written {
@@ -475,6 +508,7 @@ fn planned_models(draft: &Draft<'_>, stages: &[PlannedStage]) -> Vec<PlannedMode
             info: info.clone().unwrap_or_default(),
             readers: Vec::new(),
             updaters: Vec::new(),
+            training: None,
         })
         .collect();
     let by_name: HashMap<String, usize> = models

@@ -11,7 +11,9 @@ use crate::stage::{Access, Cadence, Cardinality, OnShort, RowRule};
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        Unwarned(self).fmt(f)?;
+        self.write_graph(f)?;
+        self.write_training(f)?;
+        self.write_memory(f)?;
         for warning in &self.warnings {
             write!(f, "\n{warning}\n")?;
         }
@@ -19,17 +21,19 @@ impl fmt::Display for Plan {
     }
 }
 
-/// What is done, as text, without what is doubtful about it.
+/// What is done, as text, without what is doubtful about it, and without settings of optimisers: another learning rate
+/// makes no other plan.
 pub(crate) struct Unwarned<'a>(pub &'a Plan);
 
 impl fmt::Display for Unwarned<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.write_plan(f)
+        self.0.write_graph(f)?;
+        self.0.write_memory(f)
     }
 }
 
 impl Plan {
-    fn write_plan(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn write_graph(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
             "pipeline {}: {}, {}, {}, {}",
@@ -46,8 +50,7 @@ impl Plan {
         for (index, stage) in self.stages.iter().enumerate() {
             self.write_stage(f, index, stage)?;
         }
-        self.write_batch(f)?;
-        self.write_memory(f)
+        self.write_batch(f)
     }
 }
 
@@ -310,6 +313,24 @@ impl Plan {
         writeln!(f, "\nbatch arithmetic")?;
         for (what, formula, value) in lines {
             writeln!(f, "  {what:<46}{formula:<42}{value:>9}")?;
+        }
+        Ok(())
+    }
+
+    fn write_training(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let trained = self.models.iter();
+        let trained = trained.filter_map(|model| Some((&model.name, model.training.as_ref()?)));
+        for (index, (name, training)) in trained.enumerate() {
+            if index == 0 {
+                writeln!(f, "\ntraining")?;
+            }
+            let steps = self.context.optimizer_steps.get(name);
+            let steps = steps.copied().unwrap_or_default();
+            let steps = count(
+                usize::try_from(steps).unwrap_or(usize::MAX),
+                "optimiser step",
+            );
+            writeln!(f, "  {name:<12}{steps}, {training}")?;
         }
         Ok(())
     }

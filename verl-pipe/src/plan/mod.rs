@@ -33,11 +33,16 @@ pub(crate) mod build;
 pub(crate) mod checks;
 pub(crate) mod display;
 pub mod graph;
+pub mod look;
 pub mod memory;
+pub(crate) mod optimizer_steps;
 pub(crate) mod tables;
+pub(crate) mod temperatures;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
+use crate::data::DataLoaderInterface;
 use crate::field::{DType, Field};
 use crate::pipe::{DataPipe, StageBuilder};
 use crate::resource::ModelInfo;
@@ -135,6 +140,8 @@ pub struct PlannedModel {
     pub readers: Vec<usize>,
     /// Stages that update it.
     pub updaters: Vec<usize>,
+    /// How it is trained, where a stage does and its kind says so: in a line.
+    pub training: Option<String>,
 }
 
 /// A checked pipeline: stages in the order of execution, every key resolved to its writer.
@@ -156,4 +163,6 @@ pub struct Plan {
     pub fields: BTreeMap<String, Field>,
     /// Findings that do not forbid a run.
     pub warnings: Vec<crate::diagnostic::Diagnostic>,
+    /// Data sets that [`DataPipe::check`] has opened whole, by name: a run takes these instead of opening them again.
+    pub opened: BTreeMap<String, Arc<dyn DataLoaderInterface>>,
 }

@@ -156,6 +156,14 @@ thread_local! {
     static IN_STAGE: Cell<bool> = const { Cell::new(false) };
     /// File and line of the newest panic of a stage on this thread.
     static PANICKED_AT: RefCell<Option<String>> = const { RefCell::new(None) };
+    /// Text and place of the newest other panic on this thread.
+    static PANICKED: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Text and place of the panic that unwinds this thread, where nobody else tells it.
+pub(crate) fn unwinding_panic() -> Option<String> {
+    let text = PANICKED.take();
+    text.filter(|_| std::thread::panicking())
 }
 
 /// Panics of stages are told by the run's errors, with their place; Rust's own message would be a second one, in the
@@ -165,12 +173,15 @@ fn quiet_panics_of_stages() {
     SET.call_once(|| {
         let usual = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            if !IN_STAGE.get() {
-                return usual(info);
-            }
             let place = info
                 .location()
                 .map(|at| format!("{}:{}", at.file(), at.line()));
+            if !IN_STAGE.get() {
+                let text = panic_message(info.payload());
+                let place = place.map_or(String::new(), |at| format!(" (at {at})"));
+                PANICKED.set(Some(format!("{text}{place}")));
+                return usual(info);
+            }
             PANICKED_AT.set(place);
         }));
     });
@@ -219,9 +230,9 @@ pub(crate) fn call_stage(
 /// What `work` gives, or the text of its panic with its place.
 pub(crate) fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     quiet_panics_of_stages();
-    IN_STAGE.set(true);
+    let before = IN_STAGE.replace(true);
     let result = catch_unwind(AssertUnwindSafe(work));
-    IN_STAGE.set(false);
+    IN_STAGE.set(before);
     result.map_err(|payload| {
         let message = panic_message(payload.as_ref());
         let place = PANICKED_AT.take();

@@ -10,7 +10,10 @@ use std::sync::{Mutex, PoisonError};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
+use crate::plan::Plan;
+use crate::run::columns::Columns;
 use crate::run::metrics::StepMetrics;
+use crate::trace::rules::Fired;
 
 /// Samples that a summary shows before and after.
 const SHOWN: usize = 5;
@@ -42,6 +45,7 @@ pub struct Console {
     out: Box<dyn Write + Send>,
     steps: u64,
     every: u64,
+    columns: Columns,
 }
 
 impl Console {
@@ -57,6 +61,7 @@ impl Console {
             out: Box::new(std::io::stdout()),
             steps,
             every,
+            columns: Columns::default(),
         }
     }
 
@@ -67,7 +72,13 @@ impl Console {
             out,
             steps,
             every,
+            columns: Columns::default(),
         }
+    }
+
+    /// Shows after each step what the stages of `plan` declare.
+    pub fn show(&mut self, plan: &Plan) {
+        self.columns = Columns::of(plan);
     }
 
     /// Writes a line without disturbing the bar.
@@ -82,7 +93,8 @@ impl Console {
         self.bar.set_position(metrics.step);
         let due = self.every > 0 && metrics.step.is_multiple_of(self.every);
         if due || metrics.step == self.steps {
-            self.line(&step_line(metrics, self.steps));
+            let line = self.columns.line(metrics, self.steps);
+            self.line(&line);
         }
     }
 
@@ -114,35 +126,6 @@ pub fn observed_lines(metrics: &StepMetrics, steps: u64) -> Vec<String> {
     groups.into_iter().map(line).collect()
 }
 
-/// `[epoch 0] step 10/320 | loss 0.0123 | kl 0.0010 | reward 0.512 | tok/s 12345 | mem 210 MB`; what a run does not
-/// record is left out.
-pub fn step_line(metrics: &StepMetrics, steps: u64) -> String {
-    let loss = metrics.loss().or_else(|| {
-        metrics
-            .values
-            .iter()
-            .find(|(name, _)| name.ends_with("/loss"))
-            .map(|(_, value)| *value)
-    });
-    let parts = [
-        loss.map(|v| format!("loss {}", number(v))),
-        metrics.kl().map(|v| format!("kl {}", number(v))),
-        metrics.reward().map(|v| format!("reward {v:.3}")),
-        metrics
-            .get("perf/tokens_per_s")
-            .map(|v| format!("tok/s {v:.0}")),
-        metrics
-            .get("perf/memory_mb")
-            .map(|v| format!("mem {v:.0} MB")),
-    ];
-    let mut line = format!("[epoch {}] step {}/{steps}", metrics.epoch, metrics.step);
-    for part in parts.into_iter().flatten() {
-        line.push_str(" | ");
-        line.push_str(&part);
-    }
-    line
-}
-
 /// A value with as many digits as matter.
 pub(super) fn number(value: f64) -> String {
     // Below this, four digits behind the point would show fewer than two of the number's own.
@@ -170,6 +153,25 @@ pub struct Summary {
     pub samples_before: Vec<Value>,
     /// Samples that observers gave last.
     pub samples_after: Vec<Value>,
+    /// The rules of anomalies that fired.
+    pub anomalies: Vec<Fired>,
+}
+
+impl Summary {
+    /// The rules that fired, with a command that shows the first step of each; empty where none did.
+    pub fn anomaly_lines(&self) -> String {
+        let mut text = String::new();
+        if !self.anomalies.is_empty() {
+            text += "anomalies:\n";
+        }
+        for fired in &self.anomalies {
+            text += &format!("  {fired}\n");
+            if !fired.command.is_empty() {
+                text += &format!("    {}\n", fired.command);
+            }
+        }
+        text
+    }
 }
 
 impl fmt::Display for Summary {
@@ -206,7 +208,7 @@ impl fmt::Display for Summary {
                 writeln!(f, "  {}", sample_line(sample))?;
             }
         }
-        Ok(())
+        write!(f, "{}", self.anomaly_lines())
     }
 }
 
@@ -230,6 +232,7 @@ fn sample_line(sample: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::trace::rules::Severity;
 
     fn metrics(values: &[(&str, f64)]) -> StepMetrics {
         let values = values
@@ -242,29 +245,6 @@ mod tests {
             timestamp: 0.0,
             values,
         }
-    }
-
-    #[test]
-    fn a_step_in_one_line() {
-        let grpo = metrics(&[
-            ("actor/loss", 0.0123),
-            ("actor/kl", 0.001),
-            ("reward/mean", 0.5),
-            ("perf/tokens_per_s", 12345.6),
-            ("perf/memory_mb", 210.2),
-        ]);
-        assert_eq!(
-            step_line(&grpo, 320),
-            "[epoch 0] step 10/320 | loss 0.0123 | kl 0.0010 | reward 0.500 | tok/s 12346 | mem 210 MB"
-        );
-        assert_eq!(
-            step_line(&metrics(&[("sft/loss", 2.0)]), 20),
-            "[epoch 0] step 10/20 | loss 2.0000"
-        );
-        assert_eq!(
-            step_line(&metrics(&[("actor/loss", -3.04e-7), ("actor/kl", 0.0)]), 20),
-            "[epoch 0] step 10/20 | loss -3.0e-7 | kl 0.0000"
-        );
     }
 
     #[test]
@@ -300,6 +280,16 @@ mod tests {
                 serde_json::json!({"prompt": "1+1=", "response": "3", "answer": "2", "correct": false}),
             ],
             samples_after: Vec::new(),
+            anomalies: vec![Fired {
+                rule: "grad_norm_spike".to_owned(),
+                severity: Severity::Warn,
+                events: 1,
+                steps: 2,
+                first_step: 1,
+                last_step: 2,
+                what: "the norm is 17.4".to_owned(),
+                command: "pipe debug trace --run runs/x --step 1".to_owned(),
+            }],
         };
         let expected = [
             "2 steps in 4.0 s",
@@ -310,6 +300,9 @@ mod tests {
             "samples before:",
             "  \"1+1=\" -> \"3\"",
             "  wrong  \"1+1=\" -> \"3\"  (wanted: \"2\")",
+            "anomalies:",
+            "  grad_norm_spike: steps 1 to 2, at first: the norm is 17.4",
+            "    pipe debug trace --run runs/x --step 1",
             "",
         ];
         assert_eq!(summary.to_string(), expected.join("\n"));

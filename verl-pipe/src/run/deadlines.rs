@@ -69,7 +69,7 @@ impl Run {
             }
             progress.host_running -= 1;
             self.replace_thread(flight.id.0)?;
-            self.end_host_call(progress, flight, Some(error))?;
+            self.end_host_call(progress, flight, Some((error, waited.as_secs_f64())))?;
         }
         Ok(())
     }

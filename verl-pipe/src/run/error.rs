@@ -1,12 +1,15 @@
 //! What can end a run.
 
+use std::fmt;
 use std::path::PathBuf;
 
-use crate::batch::BatchError;
+use crate::batch::{BatchError, RowId};
 use crate::data::DataError;
 use crate::diagnostic::Diagnostic;
+use crate::plan::display::bytes;
 use crate::resource::ResourceError;
 use crate::run::guard::GuardError;
+use crate::run::records::RowStatus;
 use crate::stage::{ConfigError, StageError};
 use crate::trace::error::TraceError;
 use crate::trace::rules::Anomaly;
@@ -28,6 +31,115 @@ pub struct FullDevice {
     pub planned: String,
     /// What to set otherwise.
     pub help: String,
+}
+
+/// A reason for which rows of a stage failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RowReason {
+    /// What became of the rows.
+    pub status: RowStatus,
+    /// Why: the error, or the text and place of the panic.
+    pub reason: String,
+    /// How many rows.
+    pub rows: usize,
+    /// The first of them.
+    pub first: RowId,
+}
+
+impl fmt::Display for RowReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let RowReason {
+            status,
+            reason,
+            rows,
+            first,
+        } = self;
+        let word = status.word();
+        let row = first.row() + 1;
+        write!(
+            f,
+            "{rows} {word}: {reason} (first sample {first}, of row {row} of the data)"
+        )
+    }
+}
+
+/// Rows that failed in a stage of a step, too many for the step to go on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FailedRows {
+    /// The step.
+    pub step: u64,
+    /// The stage.
+    pub stage: String,
+    /// Rows that failed.
+    pub failed: usize,
+    /// Rows that it was given.
+    pub rows: usize,
+    /// `run.max_failed_share`, where fewer than all failed.
+    pub limit: Option<f64>,
+    /// Reasons, the most frequent first.
+    pub reasons: Vec<RowReason>,
+    /// Further reasons.
+    pub others: usize,
+}
+
+impl std::error::Error for FailedRows {}
+
+impl fmt::Display for FailedRows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let FailedRows {
+            step,
+            stage,
+            failed,
+            rows,
+            ..
+        } = self;
+        write!(f, "step {step}, stage `{stage}`: ")?;
+        match self.limit {
+            None if *rows == 1 => {
+                write!(f, "its only row failed, so nothing is left to learn from")?
+            }
+            None => write!(
+                f,
+                "all {rows} rows failed, so nothing is left to learn from"
+            )?,
+            Some(limit) => write!(
+                f,
+                "{failed} of {rows} rows failed, more than the share of {limit} that may (`run.max_failed_share`)"
+            )?,
+        }
+        for reason in &self.reasons {
+            write!(f, "\n  {reason}")?;
+        }
+        match self.others {
+            0 => {}
+            1 => write!(f, "\n  and 1 further reason")?,
+            others => write!(f, "\n  and {others} further reasons")?,
+        }
+        write!(
+            f,
+            "\n  help: mend what the first line names; `row_errors.jsonl` of the run lists the rows"
+        )
+    }
+}
+
+/// A disk that has no room for what the run must save.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the disk of `{}` has {} free, but saving {models} at the end takes {}\n  help: make room, choose another disk \
+     (`run.dir=…`), or save fewer models (`run.save`)",
+    .dir.display(),
+    bytes(*.free),
+    bytes(*.needed)
+)]
+pub struct NoRoom {
+    /// The run folder.
+    pub dir: PathBuf,
+    /// Bytes that are free.
+    pub free: u64,
+    /// Bytes that are needed.
+    pub needed: u64,
+    /// Models that are to be saved, as text.
+    pub models: String,
 }
 
 /// Why a run did not start or did not go on. [`RunError::code`] leads to a page in `docs/errors/`.
@@ -193,6 +305,20 @@ pub enum RunError {
     /// The trace could not be begun.
     #[error("the trace cannot be begun: {0}")]
     Trace(#[from] TraceError),
+    /// Too many rows of a step failed in a stage.
+    #[error(transparent)]
+    RowsFailed(Box<FailedRows>),
+    /// The disk has no room for what the run must save.
+    #[error(transparent)]
+    NoRoom(Box<NoRoom>),
+    /// A step was asked for after the run had ended.
+    #[error(
+        "the run has ended behind step {step} and takes no further step; make another trainer, with a folder of its own"
+    )]
+    Ended {
+        /// Steps done.
+        step: u64,
+    },
     /// The run was asked to end.
     #[error("the run was cancelled during step {step}")]
     Cancelled {
@@ -269,6 +395,9 @@ impl RunError {
             RunError::NoSignal { .. } => "R016",
             RunError::Anomaly { .. } => "R017",
             RunError::OutOfMemory(_) => "R018",
+            RunError::RowsFailed(_) => "R019",
+            RunError::NoRoom(_) => "R020",
+            RunError::Ended { .. } => "R021",
             RunError::Trace(error) => error.code(),
         }
     }

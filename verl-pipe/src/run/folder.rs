@@ -11,6 +11,8 @@
 //! | `data.json` | origin, rows and fingerprint of each data set |
 //! | `metrics.jsonl` | one flat object a step: `step`, `epoch`, `timestamp` (seconds since 1970 UTC), and metrics by name |
 //! | `samples.jsonl` | a few rows a step (`kind` `training`) and what observers gave |
+//! | `row_errors.jsonl` | rows that failed in a stage or were slow there, and why; where some did |
+//! | `warnings.jsonl` | what the run warned of; see [`warnings`](crate::run::warnings); where it did |
 //! | `model/<name>/` | models at the end of the run |
 //! | `trace/` | statistics of every edge, steps in full, anomalies; see [`format`](crate::trace::format) |
 //! | `schema.json` | keys, shapes and meanings of the pipeline, where steps or stages are traced in full |
@@ -22,8 +24,8 @@
 //! are written aside and renamed, so that what is there is whole. On a full disk a new `status.json` is written over the
 //! old one, in the room that it has.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -32,88 +34,29 @@ use serde_json::Value;
 
 use crate::run::error::RunError;
 use crate::run::held::hold;
+use crate::run::lines::Lines;
 use crate::run::metrics::{StepMetrics, now};
+use crate::run::processor::processor_features;
 pub use crate::run::records::Status;
-use crate::run::records::{DataFile, DataOrigin, SampleLine, StartFile, StatusFile, VersionsFile};
+use crate::run::records::{
+    DataFile, DataOrigin, RowErrorLine, RowStatus, SampleLine, StartFile, StatusFile, VersionsFile,
+};
+use crate::run::replaced::replace;
 use crate::run::runner::Run;
-
-/// Content of `status.json`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RunState {
-    /// How it ended, if it has.
-    pub status: Status,
-    /// Last whole step; of a run that goes on, at most a second old.
-    pub step: u64,
-    /// Why it ended early; left out where it is empty.
-    pub reason: String,
-    /// Models whose folder is whole; left out while there are none.
-    pub saved: Vec<String>,
-    /// Those among them that hold a part of the step behind `step`, which failed; left out where there are none.
-    pub partial: Vec<String>,
-}
-
-impl RunState {
-    /// A run that goes on behind step `step`.
-    pub fn running(step: u64) -> RunState {
-        RunState {
-            status: Status::Running,
-            step,
-            reason: String::new(),
-            saved: Vec::new(),
-            partial: Vec::new(),
-        }
-    }
-
-    fn file(&self, target: u64) -> StatusFile {
-        StatusFile {
-            status: self.status,
-            step: self.step,
-            target,
-            timestamp: now(),
-            saved: self.saved.clone(),
-            partial: self.partial.clone(),
-            reason: (!self.reason.is_empty()).then(|| self.reason.clone()),
-        }
-    }
-}
-
-/// A file to which whole lines are added.
-#[derive(Debug)]
-struct Lines {
-    path: PathBuf,
-    file: File,
-    len: u64,
-}
-
-impl Lines {
-    fn create(path: PathBuf) -> Result<Lines, RunError> {
-        let opened = OpenOptions::new().write(true).create_new(true).open(&path);
-        let file = opened.map_err(|e| file_error("create", &path, e, NOTHING))?;
-        Ok(Lines { path, file, len: 0 })
-    }
-
-    fn add(&mut self, value: &impl Serialize) -> io::Result<()> {
-        let line = format!("{}\n", serde_json::to_string(value)?);
-        let written = self
-            .file
-            .write_all(line.as_bytes())
-            .and_then(|()| self.file.flush());
-        match written {
-            Ok(()) => self.len += line.len() as u64,
-            // Half a line would spoil the file; if it cannot even be cut, the first error is the one to tell.
-            Err(_) => drop(self.file.set_len(self.len)),
-        }
-        written
-    }
-}
+use crate::run::space::Room;
+pub use crate::run::state_file::RunState;
+use crate::run::state_file::{BLOCK, Told, write_status};
 
 const NOTHING: &str = "nothing has run yet";
 
 /// Time between two notes of the step in `status.json`.
 const BETWEEN_NOTES: Duration = Duration::from_secs(1);
 
-/// Bytes that a file of any size has on its disk: one block.
-const BLOCK: usize = 4096;
+/// Bytes by which a line of metrics or samples may make its file larger, about.
+const LINE: u64 = BLOCK as u64;
+
+/// Lines of `row_errors.jsonl`; what comes later is counted in the metrics alone.
+const MOST_ROW_ERRORS: usize = 20_000;
 
 fn file_error(action: &'static str, path: &Path, reason: io::Error, saved: &str) -> RunError {
     RunError::File {
@@ -130,6 +73,14 @@ pub struct RunFolder {
     dir: PathBuf,
     metrics: Lines,
     samples: Lines,
+    /// Made when the first row is to be told.
+    row_errors: Option<Lines>,
+    num_row_errors: usize,
+    /// Room on its disk, kept for the models.
+    room: Room,
+    told: Told,
+    /// Why the run ended whose folder was replaced by this one.
+    replaced: Option<String>,
     /// Last step whose metrics are in the file.
     recorded: Option<u64>,
     /// When the step was noted in `status.json`.
@@ -138,15 +89,32 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Makes the folder `dir` for a run of `target` steps.
+    /// Makes the folder `dir` for a run of `target` steps. One of a run that ended before its first step was done, in which
+    /// nothing else lies, is replaced.
     ///
     /// # Errors
-    /// [`RunError::FolderExists`] when there is anything at `dir`; [`RunError::File`] when it cannot be made.
+    /// [`RunError::FolderExists`] when there is anything else at `dir`; [`RunError::File`] when it cannot be made.
     pub fn create(dir: &Path, target: u64) -> Result<RunFolder, RunError> {
+        Self::create_in(dir, target, Room::of(dir, None))
+    }
+
+    /// As [`RunFolder::create`], with what is known of the room on its disk.
+    pub(crate) fn create_in(dir: &Path, target: u64, room: Room) -> Result<RunFolder, RunError> {
         if let Some(parent) = dir.parent().filter(|p| !p.as_os_str().is_empty()) {
             fs::create_dir_all(parent).map_err(|e| file_error("create", parent, e, NOTHING))?;
         }
-        match fs::create_dir(dir) {
+        let mut replaced = None;
+        let mut made = fs::create_dir(dir);
+        if made
+            .as_ref()
+            .is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists)
+        {
+            replaced = replace(dir);
+            if replaced.is_some() {
+                made = fs::create_dir(dir);
+            }
+        }
+        match made {
             Ok(()) => {}
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 return Err(RunError::FolderExists {
@@ -155,7 +123,10 @@ impl RunFolder {
             }
             Err(e) => return Err(file_error("create", dir, e, NOTHING)),
         }
-        let lines = |name: &str| Lines::create(dir.join(name));
+        let lines = |name: &str| {
+            let path = dir.join(name);
+            Lines::create(path.clone()).map_err(|e| file_error("create", &path, e, NOTHING))
+        };
         let files =
             lines("metrics.jsonl").and_then(|metrics| Ok((metrics, lines("samples.jsonl")?)));
         let (metrics, samples) = files.inspect_err(|_| drop(fs::remove_dir_all(dir)))?;
@@ -164,6 +135,11 @@ impl RunFolder {
             dir: dir.to_owned(),
             metrics,
             samples,
+            row_errors: None,
+            num_row_errors: 0,
+            room,
+            told: Told::default(),
+            replaced,
             recorded: None,
             noted: None,
             target,
@@ -178,6 +154,16 @@ impl RunFolder {
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.dir
+    }
+
+    /// Why the run ended whose folder this one replaced; `None` where it replaced none.
+    pub fn replaced(&self) -> Option<&str> {
+        self.replaced.as_deref()
+    }
+
+    /// Takes what the run has told so far, for the next `status.json`.
+    pub(crate) fn count(&mut self, told: Told) {
+        self.told = told;
     }
 
     /// Removes the folder of a run that never ran.
@@ -233,7 +219,8 @@ impl RunFolder {
     /// # Errors
     /// When the disk refuses; the message tells what is safe.
     pub fn record(&mut self, metrics: &StepMetrics) -> Result<(), RunError> {
-        let written = self.metrics.add(&metrics.to_json());
+        let room = self.room.take(LINE);
+        let written = room.and_then(|()| self.metrics.add(&metrics.to_json()));
         written.map_err(|e| file_error("write", &self.metrics.path, e, &self.saved()))?;
         self.recorded = Some(metrics.step);
         self.note(metrics.step);
@@ -265,10 +252,51 @@ impl RunFolder {
             // The step is the engine's to tell.
             fields.shift_remove("step");
             let line = SampleLine { step, fields };
-            let written = self.samples.add(&line);
+            let room = self.room.take(LINE);
+            let written = room.and_then(|()| self.samples.add(&line));
             written.map_err(|e| file_error("write", &self.samples.path, e, &self.saved()))?;
         }
         Ok(())
+    }
+
+    /// Adds rows that failed or were slow to `row_errors.jsonl`, as long as it is not too long.
+    ///
+    /// # Errors
+    /// As [`RunFolder::record`].
+    pub fn row_errors(&mut self, lines: &[RowErrorLine]) -> Result<(), RunError> {
+        for line in lines {
+            if self.num_row_errors > MOST_ROW_ERRORS {
+                return Ok(());
+            }
+            let path = self.dir.join("row_errors.jsonl");
+            let written = self.add_row_error(&path, line);
+            written.map_err(|e| file_error("write", &path, e, &self.saved()))?;
+        }
+        Ok(())
+    }
+
+    fn add_row_error(&mut self, path: &Path, line: &RowErrorLine) -> io::Result<()> {
+        self.room.take(LINE)?;
+        if self.row_errors.is_none() {
+            self.row_errors = Some(Lines::create(path.to_owned())?);
+        }
+        self.num_row_errors += 1;
+        let Some(file) = &mut self.row_errors else {
+            return Ok(());
+        };
+        if self.num_row_errors <= MOST_ROW_ERRORS {
+            return file.add(line);
+        }
+        file.add(&RowErrorLine {
+            sample: None,
+            data_row: None,
+            status: RowStatus::LeftOut,
+            reason: format!(
+                "{MOST_ROW_ERRORS} lines are written at most; `row_errors` of the metrics counts all rows"
+            ),
+            seconds: None,
+            ..line.clone()
+        })
     }
 
     /// Saves model `name` into `model/<name>`, written aside first.
@@ -301,18 +329,23 @@ impl RunFolder {
     /// # Errors
     /// When the disk refuses.
     pub fn set_state(&self, state: &RunState) -> Result<(), RunError> {
-        let aside = self.dir.join(".status.json.partial");
+        let written = write_status(&self.dir, &self.status_file(state));
         let path = self.dir.join("status.json");
-        let text = pretty(&state.file(self.target));
-        let written = fs::write(&aside, text).and_then(|()| fs::rename(&aside, &path));
-        let Err(reason) = written else {
-            return Ok(());
-        };
-        let _ = fs::remove_file(&aside);
-        let mut short = state.clone();
-        short.reason = shortened(&state.reason, BLOCK / 4);
-        over_write(&path, &pretty(&short.file(self.target)))
-            .map_err(|_| file_error("write", &path, reason, &self.saved()))
+        written.map_err(|reason| file_error("write", &path, reason, &self.saved()))
+    }
+
+    fn status_file(&self, state: &RunState) -> StatusFile {
+        StatusFile {
+            status: state.status,
+            step: state.step,
+            target: self.target,
+            timestamp: now(),
+            saved: state.saved.clone(),
+            partial: state.partial.clone(),
+            reason: (!state.reason.is_empty()).then(|| state.reason.clone()),
+            warnings: self.told.warnings,
+            anomalies: self.told.anomalies.clone(),
+        }
     }
 
     fn saved(&self) -> String {
@@ -326,70 +359,7 @@ impl RunFolder {
     }
 }
 
-/// At most `bytes` bytes of a text, cut between characters.
-fn shortened(text: &str, bytes: usize) -> String {
-    if text.len() <= bytes {
-        return text.to_owned();
-    }
-    format!("{}…", &text[..text.floor_char_boundary(bytes)])
-}
-
-/// Puts `text` in the place of what a small file holds, without asking the disk for room.
-fn over_write(path: &Path, text: &str) -> io::Result<()> {
-    if text.len() > BLOCK {
-        return Err(io::Error::other(
-            "the text needs more room than the file has",
-        ));
-    }
-    let mut file = OpenOptions::new().write(true).open(path)?;
-    file.write_all(text.as_bytes())?;
-    file.set_len(text.len() as u64)
-}
-
-/// Features of the processor that decide which kernels run, and with them the last bits of results.
-pub(crate) fn processor_features() -> Vec<&'static str> {
-    let known = known_features().into_iter();
-    known
-        .filter_map(|(feature, found)| found.then_some(feature))
-        .collect()
-}
-
-/// Features that kernels are chosen by, and whether the processor has them.
-#[cfg(target_arch = "x86_64")]
-fn known_features() -> Vec<(&'static str, bool)> {
-    use std::arch::is_x86_feature_detected;
-    vec![
-        ("sse4.2", is_x86_feature_detected!("sse4.2")),
-        ("avx", is_x86_feature_detected!("avx")),
-        ("avx2", is_x86_feature_detected!("avx2")),
-        ("fma", is_x86_feature_detected!("fma")),
-        ("f16c", is_x86_feature_detected!("f16c")),
-        ("avx512f", is_x86_feature_detected!("avx512f")),
-        ("avx512bw", is_x86_feature_detected!("avx512bw")),
-        ("avx512dq", is_x86_feature_detected!("avx512dq")),
-        ("avx512vl", is_x86_feature_detected!("avx512vl")),
-    ]
-}
-
-/// Features that kernels are chosen by, and whether the processor has them.
-#[cfg(target_arch = "aarch64")]
-fn known_features() -> Vec<(&'static str, bool)> {
-    use std::arch::is_aarch64_feature_detected;
-    vec![
-        ("neon", is_aarch64_feature_detected!("neon")),
-        ("fp16", is_aarch64_feature_detected!("fp16")),
-        ("dotprod", is_aarch64_feature_detected!("dotprod")),
-        ("sve", is_aarch64_feature_detected!("sve")),
-    ]
-}
-
-/// No kernels are chosen by features of other processors.
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-fn known_features() -> Vec<(&'static str, bool)> {
-    Vec::new()
-}
-
-fn pretty(value: &impl Serialize) -> String {
+pub(super) fn pretty(value: &impl Serialize) -> String {
     // Texts, numbers and tables of texts always print.
     let mut text = serde_json::to_string_pretty(value).unwrap_or_default();
     text.push('\n');
@@ -398,23 +368,11 @@ fn pretty(value: &impl Serialize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::OpenOptions;
+
     use serde_json::json;
 
     use super::*;
-
-    #[test]
-    fn a_half_written_line_is_cut_off() {
-        let temp = tempfile::tempdir().unwrap();
-        let mut lines = Lines::create(temp.path().join("lines.jsonl")).unwrap();
-        lines.add(&json!({"a": 1})).unwrap();
-        // As if the disk had taken half of a line and then refused.
-        lines.file.write_all(b"{\"b\":").unwrap();
-        lines.file = File::open(&lines.path).unwrap();
-        assert!(lines.add(&json!({"b": 2})).is_err());
-        lines.file = OpenOptions::new().write(true).open(&lines.path).unwrap();
-        lines.file.set_len(lines.len).unwrap();
-        assert_eq!(fs::read_to_string(&lines.path).unwrap(), "{\"a\":1}\n");
-    }
 
     #[cfg(target_os = "linux")]
     #[test]

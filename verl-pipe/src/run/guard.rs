@@ -7,7 +7,8 @@ use arrow_array::types::{Float32Type, Float64Type};
 use arrow_array::{Array, ArrayRef, ListArray};
 
 use crate::batch::{Batch, RowId};
-use crate::schedule::wiring::{OutputColumn, StageWires};
+use crate::keys::mask;
+use crate::schedule::wiring::{OutputColumn, StageWires, ragged_dim};
 
 /// Rows on an edge that are not what was declared.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -44,9 +45,7 @@ pub enum GuardError {
         found: String,
     },
     /// Nulls in a key that allows none.
-    #[error(
-        "stage `{stage}`, key `{key}`, row {row} (sample {id}): null, but the key allows no null"
-    )]
+    #[error("stage `{stage}`, key `{key}`, {}: null, but the key allows no null", .id.in_words())]
     Null {
         /// The stage.
         stage: String,
@@ -58,8 +57,8 @@ pub enum GuardError {
         id: RowId,
     },
     /// A value that is not finite in a key that promises it.
-    #[error("stage `{stage}`, key `{key}`, row {row} (sample {id}){}: {value}, but the key promises finite values",
-        .token.map(|t| format!(", token {t}")).unwrap_or_default())]
+    #[error("stage `{stage}`, key `{key}`, {}{}: {value}, but the key promises finite values",
+        .id.in_words(), .token.map(|t| format!(", token {t}")).unwrap_or_default())]
     NonFinite {
         /// The stage.
         stage: String,
@@ -75,7 +74,7 @@ pub enum GuardError {
         value: f64,
     },
     /// Lists of one row that should be equally long and are not.
-    #[error("stage `{stage}`, row {row} (sample {id}): {lengths}")]
+    #[error("stage `{stage}`, {}: {lengths}", .id.in_words())]
     Length {
         /// The stage.
         stage: String,
@@ -88,7 +87,8 @@ pub enum GuardError {
     },
     /// A row that does not belong to the call.
     #[error(
-        "stage `{stage}` emitted sample {id}, which is not among the rows it may emit here ({allowed})"
+        "stage `{stage}` emitted {}, which is not among the rows it may emit here ({allowed})",
+        .id.in_words()
     )]
     ForeignRow {
         /// The stage.
@@ -99,7 +99,7 @@ pub enum GuardError {
         allowed: String,
     },
     /// A row that came twice.
-    #[error("stage `{stage}` emitted sample {id} twice in one step")]
+    #[error("stage `{stage}` emitted {} twice in one step", .id.in_words())]
     RepeatedRow {
         /// The stage.
         stage: String,
@@ -155,6 +155,25 @@ pub(crate) struct GuardScope<'a> {
     /// Position of each row of the batch among the step's rows.
     pub positions: &'a [u32],
     pub ids: &'a [u64],
+    /// Which tokens the policy chose, where that is known before the batch is looked at.
+    pub mask: Option<MaskOf<'a>>,
+}
+
+/// Which tokens of rows the policy chose.
+#[derive(Clone, Copy)]
+pub(crate) struct MaskOf<'a> {
+    /// Dim of the keys that it tells of.
+    pub dim: &'a str,
+    /// Mask kinds of a row of the batch.
+    pub kinds: &'a dyn Fn(usize) -> Option<Vec<u8>>,
+}
+
+impl MaskOf<'_> {
+    /// Whether nothing reads what a key holds for `token` of `len` tokens of a row: the policy did not choose it.
+    fn is_unread(&self, row: usize, token: usize, len: usize) -> bool {
+        let kinds = (self.kinds)(row).filter(|kinds| kinds.len() == len);
+        kinds.is_some_and(|kinds| kinds[token] == mask::OBSERVATION)
+    }
 }
 
 impl GuardScope<'_> {
@@ -206,7 +225,7 @@ impl GuardScope<'_> {
         })?;
         self.check_nulls(&array, out)?;
         if out.field.finite {
-            self.check_finite(&array, &out.local)?;
+            self.check_finite(&array, out)?;
         }
         Ok(array)
     }
@@ -235,7 +254,8 @@ impl GuardScope<'_> {
         Ok(())
     }
 
-    fn check_finite(&self, array: &ArrayRef, key: &str) -> Result<(), GuardError> {
+    /// A value that is not finite, where something reads it: observation tokens are what nothing reads.
+    fn check_finite(&self, array: &ArrayRef, out: &OutputColumn) -> Result<(), GuardError> {
         let list = array.as_list_opt::<i32>();
         let (values, span) = match list {
             Some(list) => {
@@ -247,33 +267,47 @@ impl GuardScope<'_> {
             }
             None => (array, 0..array.len()),
         };
-        let bad = if let Some(floats) = values.as_primitive_opt::<Float32Type>() {
-            span.clone()
-                .zip(&floats.values()[span])
-                .find(|(i, v)| !v.is_finite() && values.is_valid(*i))
-                .map(|(i, v)| (i, f64::from(*v)))
-        } else if let Some(floats) = values.as_primitive_opt::<Float64Type>() {
-            span.clone()
-                .zip(&floats.values()[span])
-                .find(|(i, v)| !v.is_finite() && values.is_valid(*i))
-                .map(|(i, v)| (i, *v))
-        } else {
-            None
-        };
-        let Some((at, value)) = bad else {
-            return Ok(());
-        };
-        let (row, token) = match list {
+        let mut bad: Box<dyn Iterator<Item = (usize, f64)>> =
+            if let Some(floats) = values.as_primitive_opt::<Float32Type>() {
+                let all = span.clone().zip(&floats.values()[span]);
+                Box::new(
+                    all.filter(|(i, v)| !v.is_finite() && values.is_valid(*i))
+                        .map(|(i, v)| (i, f64::from(*v))),
+                )
+            } else if let Some(floats) = values.as_primitive_opt::<Float64Type>() {
+                let all = span.clone().zip(&floats.values()[span]);
+                Box::new(
+                    all.filter(|(i, v)| !v.is_finite() && values.is_valid(*i))
+                        .map(|(i, v)| (i, *v)),
+                )
+            } else {
+                return Ok(());
+            };
+        let mask = self
+            .mask
+            .filter(|mask| ragged_dim(&out.field).as_deref() == Some(mask.dim));
+        let place = |at: usize| match list {
             Some(list) => {
-                let row = list.value_offsets().partition_point(|o| *o as usize <= at) - 1;
-                (row, Some(at - list.value_offsets()[row] as usize))
+                let offsets = list.value_offsets();
+                let row = offsets.partition_point(|o| *o as usize <= at) - 1;
+                (row, Some(at - offsets[row] as usize))
             }
             None => (at, None),
         };
+        let is_read = |(at, _): &(usize, f64)| {
+            let (Some(mask), Some(list), (row, Some(token))) = (mask, list, place(*at)) else {
+                return true;
+            };
+            !mask.is_unread(row, token, list.value_length(row) as usize)
+        };
+        let Some((at, value)) = bad.find(is_read) else {
+            return Ok(());
+        };
+        let (row, token) = place(at);
         let (row, id) = self.row(row);
         Err(GuardError::NonFinite {
             stage: self.stage.to_owned(),
-            key: key.to_owned(),
+            key: out.local.clone(),
             row,
             id,
             token,

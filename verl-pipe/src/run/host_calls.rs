@@ -8,6 +8,7 @@ use crate::run::call_error::call_error;
 use crate::run::channel::CallFailure;
 use crate::run::error::RunError;
 use crate::run::host_pool::{Cell, HostJob};
+use crate::run::row_errors::Fault;
 use crate::run::runner::{HostFlight, InFlight, Progress, Run};
 use crate::run::start::HostStage;
 use crate::run::step::CallId;
@@ -103,7 +104,7 @@ impl Run {
         &mut self,
         progress: &mut Progress,
         flight: InFlight,
-        hung: Option<RunError>,
+        hung: Option<(RunError, f64)>,
     ) -> Result<(), RunError> {
         let InFlight {
             id,
@@ -130,9 +131,19 @@ impl Run {
         let lost_object = stage.is_none();
         self.give_back(id.0, stage)?;
         let mut rest = units.into_iter();
+        let deadline = self.schedule.plan.stages[id.0].spec.deadline;
         for result in finished {
             let Some(unit) = rest.next() else { break };
+            if let Some(deadline) = deadline {
+                let seconds = result.report.seconds;
+                progress.rows.took(id.0, &unit, seconds, deadline);
+            }
             for batch in &result.batches {
+                if self.schedule.forgives_rows(id.0) {
+                    let written = self.schedule.wiring.stages[id.0].outputs.iter();
+                    let written = written.map(|out| out.local.as_str());
+                    progress.rows.gave(id.0, batch, written);
+                }
                 self.take_rows(progress, id, &unit, batch)?;
             }
             progress
@@ -146,9 +157,12 @@ impl Run {
         let Some(unit) = rest.next() else {
             return progress.state.finish(id);
         };
-        let error = match (failure, hung) {
-            (Some(failure), _) => self.failed(progress, id, &unit, failure),
-            (None, Some(hung)) => hung,
+        let (fault, error) = match (failure, hung) {
+            (Some((failure, seconds)), _) => {
+                let fault = Fault::of(&failure, seconds);
+                (fault, self.failed(progress, id, &unit, failure))
+            }
+            (None, Some((hung, waited))) => (Fault::timed_out(waited, &hung), hung),
             (None, None) => return progress.state.finish(id),
         };
         let ends_step =
@@ -160,7 +174,7 @@ impl Run {
         let mut left = if atoms.len() > 1 {
             atoms
         } else {
-            self.forgive(progress, id, &unit, &error)?;
+            self.forgive(progress, id, &unit, &fault)?;
             first_row += unit.num_rows();
             Vec::new()
         };
@@ -197,13 +211,9 @@ impl Run {
         progress: &mut Progress,
         id: CallId,
         unit: &Batch,
-        error: &RunError,
+        fault: &Fault,
     ) -> Result<(), RunError> {
-        let entry = progress.row_errors.entry(id.0).or_insert_with(|| {
-            tracing::warn!(stage = self.name(id.0), "rows are given up: {error}");
-            (0, error.to_string())
-        });
-        entry.0 += unit.num_rows();
+        progress.rows.gave_up(id.0, unit, fault);
         let nulls = progress.state.nulls(id, unit)?;
         self.take_rows(progress, id, unit, &nulls)
     }
@@ -227,7 +237,7 @@ pub(super) fn describe_rows(input: &Batch) -> String {
         (Some(first), Some(last)) if ids.len() > 1 => {
             format!("{} rows, samples {first} to {last}", ids.len())
         }
-        (Some(first), _) => format!("sample {first}"),
+        (Some(first), _) => first.in_words(),
         _ => "without rows".to_owned(),
     }
 }

@@ -9,10 +9,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
+use tracing::dispatcher::Dispatch;
 
 use crate::batch::Batch;
 use crate::run::channel::{CallEnv, CallFailure, CallReport, Event, Out, call_stage};
 use crate::run::patience;
+use crate::run::warnings::{heard, heard_by};
 use crate::stage::{Models, Stage};
 
 /// Hung threads that the pool replaces before it gives up.
@@ -32,8 +34,8 @@ pub(crate) struct Progress {
     pub unit_since: Option<Instant>,
     /// Units that succeeded, in order.
     pub finished: Vec<UnitResult>,
-    /// Why the unit after the finished ones failed.
-    pub failure: Option<CallFailure>,
+    /// Why the unit after the finished ones failed, and after how many seconds.
+    pub failure: Option<(CallFailure, f64)>,
     /// The stage, given back unless it panicked.
     pub stage: Option<Box<dyn Stage>>,
     /// The runner has given the job up.
@@ -74,6 +76,8 @@ pub(crate) struct HostPool {
     alive: Arc<AtomicUsize>,
     /// A model works meanwhile, and needs the cores more than threads that look for work.
     model_works: Arc<AtomicBool>,
+    /// Hears the warnings of the thread that started the run, and those of these threads.
+    listens: Option<Dispatch>,
     spawned: usize,
     hung: usize,
 }
@@ -90,6 +94,7 @@ impl HostPool {
             size: size.max(1),
             alive,
             model_works: Arc::default(),
+            listens: heard_by(),
             spawned: 0,
             hung: 0,
         };
@@ -102,11 +107,13 @@ impl HostPool {
     fn spawn(&mut self) -> std::io::Result<()> {
         let (inbox, events, alive) = (self.inbox.clone(), self.events.clone(), self.alive.clone());
         let model_works = self.model_works.clone();
+        let listens = self.listens.clone();
         self.spawned += 1;
         alive.fetch_add(1, Ordering::SeqCst);
         let spawned = std::thread::Builder::new()
             .name(format!("host-{}", self.spawned))
             .spawn(move || {
+                let _heard = heard(listens.as_ref());
                 serve(&inbox, &events, &model_works);
                 alive.fetch_sub(1, Ordering::SeqCst);
             });
@@ -200,7 +207,7 @@ fn work(job: HostJob, events: &Sender<Event>) -> bool {
                 if matches!(failure, CallFailure::Error(_)) {
                     progress.stage = Some(stage);
                 }
-                progress.failure = Some(failure);
+                progress.failure = Some((failure, report.seconds));
                 return true;
             }
         }

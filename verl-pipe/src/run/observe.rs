@@ -186,7 +186,7 @@ impl Run {
                         emitted.extend(result.batches);
                         result.report
                     });
-                    Some((report, failure))
+                    Some((report, failure.map(|(failure, _)| failure)))
                 }
                 Some(Event::Rows { call: c, batch }) if c == call => {
                     emitted.push(batch);

@@ -21,6 +21,8 @@ pub enum Status {
     Failed,
     /// It was asked to end.
     Cancelled,
+    /// The program that ran it ended it before the target step; models are saved as `saved` tells.
+    Stopped,
 }
 
 /// `status.json`: whether what lies in the folder is whole.
@@ -44,6 +46,12 @@ pub struct StatusFile {
     /// Why a run ended that is not finished.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// Warnings and errors that the run told; `warnings.jsonl` has them.
+    #[serde(default)]
+    pub warnings: u64,
+    /// How often each anomaly rule began to hold; `trace/anomalies.jsonl` tells when and where. Left out while none did.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub anomalies: BTreeMap<String, u64>,
 }
 
 /// A data set in `data.json`.
@@ -145,6 +153,94 @@ pub struct SampleLine {
     pub fields: Map<String, Value>,
 }
 
+/// What became of a row in a stage, as `row_errors.jsonl` tells.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum RowStatus {
+    /// The stage gave an error.
+    Failed,
+    /// The stage panicked.
+    Panicked,
+    /// No answer came within the stage's deadline.
+    TimedOut,
+    /// The stage wrote a column of another number of rows than the row's batch has.
+    WrongLength,
+    /// The stage read a key that it does not declare.
+    MissingKey,
+    /// It was scored, but took more than half of the stage's deadline.
+    Slow,
+    /// Further rows, which are counted here and listed nowhere.
+    LeftOut,
+}
+
+impl RowStatus {
+    /// As messages call it.
+    pub fn word(self) -> &'static str {
+        match self {
+            RowStatus::Failed => "failed",
+            RowStatus::Panicked => "panicked",
+            RowStatus::TimedOut => "timed out",
+            RowStatus::WrongLength => "gave a wrong length",
+            RowStatus::MissingKey => "read a key that is not there",
+            RowStatus::Slow => "slow",
+            RowStatus::LeftOut => "left out",
+        }
+    }
+}
+
+/// A line of `row_errors.jsonl`: a row that failed in a stage or was slow there.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RowErrorLine {
+    /// Step of the run.
+    pub step: u64,
+    /// The stage.
+    pub stage: String,
+    /// Identity of the row, as samples and errors name it: epoch, row of the data set counted from 0, and sample.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sample: Option<String>,
+    /// Row of the data set that it was made of, counted from 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_row: Option<u64>,
+    /// What became of it.
+    pub status: RowStatus,
+    /// Why: the error, or the text and place of the panic.
+    pub reason: String,
+    /// Time that its call took (seconds).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<f64>,
+    /// Rows that this line stands for: 1, or those that are left out.
+    pub rows: usize,
+}
+
+/// How much a warning matters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum WarningLevel {
+    /// Something is probably not as it was meant.
+    Warning,
+    /// Something failed.
+    Error,
+}
+
+/// A line of `warnings.jsonl`: something that whoever runs it should know.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct WarningLine {
+    /// Step that ran; 0 before the first.
+    pub step: u64,
+    /// When it was told (seconds since 1970-01-01 UTC).
+    pub timestamp: f64,
+    /// How much it matters.
+    pub level: WarningLevel,
+    /// Module of the program that told it.
+    pub source: String,
+    /// What was told.
+    pub message: String,
+}
+
 /// Stands for the name of a stage in the name of a metric.
 pub const STAGE: &str = "<stage>";
 
@@ -209,6 +305,27 @@ pub const ROW_ERRORS: Metric = metric(
     "rows whose call failed, panicked or passed its deadline; their keys are null",
     Reduce::Sum,
 );
+/// Time of a row, the median.
+pub const ROW_S_P50: Metric = metric(
+    "perf/stage/<stage>_row_s_p50",
+    "seconds",
+    "median time of a row's call, of stages whose rows have a deadline; rows that were given up count too",
+    Reduce::Last,
+);
+/// Time of a row, the longest.
+pub const ROW_S_MAX: Metric = metric(
+    "perf/stage/<stage>_row_s_max",
+    "seconds",
+    "longest time of a row's call, of stages whose rows have a deadline; rows that were given up count too",
+    Reduce::Max,
+);
+/// Optimiser steps without samples.
+pub const NO_SAMPLES: Metric = metric(
+    "<stage>/no_samples",
+    "optimiser steps",
+    "optimiser steps that were left out because no token was left to learn from",
+    Reduce::Sum,
+);
 /// Waves drawn.
 pub const WAVES: Metric = metric(
     "<stage>/waves",
@@ -232,12 +349,15 @@ pub const GROUPS_SURPLUS: Metric = metric(
 );
 
 /// Every metric that the engine itself records.
-pub const ENGINE_METRICS: [Metric; 9] = [
+pub const ENGINE_METRICS: [Metric; 12] = [
     GROUPS_KEPT,
     GROUPS_SURPLUS,
     MEMORY_MB,
+    NO_SAMPLES,
     OBSERVE_S,
     ROW_ERRORS,
+    ROW_S_MAX,
+    ROW_S_P50,
     STAGE_S,
     STEP_S,
     TOKENS_PER_S,

@@ -18,9 +18,10 @@ use crate::run::metrics::{StepMetrics, TOKENS, memory_mb, now, reduce};
 use crate::run::notice::Notices;
 use crate::run::patience;
 use crate::run::records::{
-    GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, ROW_ERRORS, STAGE_S, STEP_S, TOKENS_PER_S, WAVES,
-    of_stage,
+    GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, NO_SAMPLES, ROW_ERRORS, ROW_S_MAX, ROW_S_P50,
+    RowErrorLine, STAGE_S, STEP_S, TOKENS_PER_S, WAVES, of_stage,
 };
+use crate::run::row_errors::StepRows;
 use crate::run::samples::SampledRows;
 use crate::run::stall::StallReport;
 use crate::run::start::HostStage;
@@ -51,6 +52,8 @@ pub struct Run {
     pub(super) in_order: Vec<bool>,
     pub(super) sampled: SampledRows,
     pub(super) left: BTreeMap<String, LeftOver>,
+    /// Rows of the last step that failed or were slow.
+    pub(super) row_errors: Vec<RowErrorLine>,
     pub(super) step: u64,
     pub(super) next_call: u64,
 }
@@ -100,8 +103,8 @@ pub(super) struct Progress {
     pub(super) told: bool,
     /// What the step waited for when a call was found to take too long.
     pub(super) late: Option<StallReport>,
-    /// Rows that were given null, by stage, with the first reason.
-    pub(super) row_errors: BTreeMap<usize, (usize, String)>,
+    /// Rows that were given up, and how long rows took.
+    pub(super) rows: StepRows,
     /// Optimiser steps of each model before the step's first update; `None` until then.
     pub(super) steps_before: Option<BTreeMap<String, u64>>,
     /// Stages with a model whose call panicked.
@@ -155,6 +158,7 @@ impl Run {
     /// As [`Run::step`].
     pub fn step_at(&mut self, step: u64) -> Result<StepOutput, RunError> {
         let start = Instant::now();
+        self.row_errors.clear();
         self.options.tap.step_begin(step);
         let span = tracing::debug_span!("step", step);
         let _entered = span.enter();
@@ -168,7 +172,7 @@ impl Run {
             last_event: start,
             told: false,
             late: None,
-            row_errors: BTreeMap::new(),
+            rows: StepRows::default(),
             steps_before: None,
             panicked: Vec::new(),
         };
@@ -179,11 +183,14 @@ impl Run {
             self.drain(&mut progress);
             self.options.tap.step_failed(step, &error);
             self.note_left_over(&progress);
+            self.tell_rows(&progress, Some(&error));
             return Err(error);
         }
         self.options.tap.step_end(step);
         self.step = step;
-        let rows = self.sample_rows(&progress.state);
+        self.tell_rows(&progress, None);
+        self.tell_idle_updates(&progress);
+        let rows = self.sample_rows(&progress);
         let mut output = self.count(progress, step, start);
         output.samples.extend(rows);
         Ok(output)
@@ -206,6 +213,7 @@ impl Run {
                     step: progress.env.step,
                 });
             }
+            self.check_rows(progress)?;
             let statistics = |stage| self.statistics(progress, stage);
             if let Some(error) = progress.state.no_signal(statistics) {
                 return Err(error);
@@ -227,7 +235,7 @@ impl Run {
             self.check_deadlines(progress)?;
             self.watch(progress);
         }
-        Ok(())
+        self.check_rows(progress)
     }
 
     /// What a stage recorded in the step so far, as text.
@@ -299,7 +307,7 @@ impl Run {
         }
     }
 
-    fn updates(&self, stage: usize) -> bool {
+    pub(super) fn updates(&self, stage: usize) -> bool {
         let models = &self.schedule.plan.stages[stage].spec.models;
         models.iter().any(|(_, access)| *access == Access::Update)
     }
@@ -421,8 +429,18 @@ impl Run {
                 .or_default() += report.seconds;
         }
         for stage in (0..self.schedule.places.len()).filter(|s| self.schedule.forgives_rows(*s)) {
-            let rows = progress.row_errors.get(&stage).map_or(0, |(rows, _)| *rows);
+            let rows = progress.rows.given_up(stage);
             values.insert(of_stage(&ROW_ERRORS, self.name(stage)), rows as f64);
+        }
+        for (stage, times) in progress.rows.times() {
+            let [median, longest] = times;
+            values.insert(of_stage(&ROW_S_P50, self.name(stage)), median);
+            values.insert(of_stage(&ROW_S_MAX, self.name(stage)), longest);
+        }
+        for stage in self.updates_of_step() {
+            let idle = f64::from(u8::from(!progress.state.was_called(stage)));
+            let name = of_stage(&NO_SAMPLES, self.name(stage));
+            values.entry(name).or_insert(idle);
         }
         if let Some(counts) = progress.state.wave_counts() {
             let name = self.name(counts.filter);

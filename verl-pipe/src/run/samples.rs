@@ -3,7 +3,7 @@
 //! They are found by the names of the standard keys, whichever stages write them, on the finest rows that have one of
 //! these keys; behind a filter, on those that it kept. A key that the pipeline does not have is left out.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::batch::{Batch, RowId};
 use crate::field::{Key, Ragged, Text};
@@ -12,7 +12,7 @@ use crate::keys::{
     mask,
 };
 use crate::plan::Plan;
-use crate::run::runner::Run;
+use crate::run::runner::{Progress, Run};
 use crate::run::step::StepState;
 use crate::run::table::{AncestorRows, Ancestors, up};
 use crate::schedule::placement::Schedule;
@@ -97,12 +97,12 @@ fn writer(plan: &Plan, key: &str) -> Option<(usize, usize)> {
 
 impl Run {
     /// `samples_per_step` rows of a step that has ended, spread evenly over its rows.
-    pub(super) fn sample_rows(&mut self, state: &StepState) -> Vec<Value> {
+    pub(super) fn sample_rows(&mut self, progress: &Progress) -> Vec<Value> {
         let wanted = self.schedule.plan.pipe.run.samples_per_step;
         if wanted == 0 || self.sampled.columns.is_empty() {
             return Vec::new();
         }
-        let sample = self.gather_sample(state, wanted);
+        let sample = self.gather_sample(&progress.state, wanted);
         let texts = if sample.has(RESPONSE_TEXTS.name()) {
             None
         } else {
@@ -110,8 +110,19 @@ impl Run {
         };
         let ids = sample.ids();
         let rows = ids.iter().enumerate();
-        rows.map(|(row, id)| sample_row(&sample, row, *id, texts.as_deref()))
-            .collect()
+        rows.map(|(row, id)| {
+            let mut line = sample_row(&sample, row, *id, texts.as_deref());
+            // A row without a result tells why it has none.
+            if let (Some((stage, status, reason)), Some(line)) =
+                (progress.rows.fate(*id), line.as_object_mut())
+            {
+                line.insert("failed_in".to_owned(), self.name(stage).into());
+                line.insert("status".to_owned(), json!(status));
+                line.insert("reason".to_owned(), reason.into());
+            }
+            line
+        })
+        .collect()
     }
 
     /// The keys of the chosen rows.

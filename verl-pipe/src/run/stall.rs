@@ -179,8 +179,8 @@ impl StepState {
             .and_then(|table| self.tables[table].ids().get(row));
         let first = id.map_or_else(String::new, |id| {
             format!(
-                ", the first that is missing: sample {}",
-                crate::batch::RowId(*id)
+                ", the first that is missing: {}",
+                crate::batch::RowId(*id).in_words()
             )
         });
         let on = format!("`{}`", plan.stages[wires.sources[at].writer].name);

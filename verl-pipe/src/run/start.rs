@@ -8,7 +8,7 @@ use std::time::Duration;
 use crossbeam_channel::{Sender, bounded, unbounded};
 
 use crate::data::DataLoaderInterface;
-use crate::run::channel::Event;
+use crate::run::channel::{Event, caught};
 use crate::run::error::RunError;
 use crate::run::host_pool::HostPool;
 use crate::run::notice::Notices;
@@ -69,6 +69,10 @@ impl Schedule {
         let plan = &schedule.plan;
         let mut data: BTreeMap<String, Arc<dyn DataLoaderInterface>> = BTreeMap::new();
         for decl in &plan.pipe.data {
+            if let Some(opened) = plan.opened.get(&decl.name) {
+                data.insert(decl.name.clone(), opened.clone());
+                continue;
+            }
             let opened = (decl.open)(&plan.context);
             let opened = opened.map_err(|source| RunError::Data {
                 name: decl.name.clone(),
@@ -109,6 +113,7 @@ impl Schedule {
             in_order,
             sampled,
             left: BTreeMap::new(),
+            row_errors: Vec::new(),
             step: 0,
             next_call: 0,
         })
@@ -163,9 +168,10 @@ impl HostStage {
 
     /// An object to run, if one can be had now.
     pub(super) fn take(&mut self) -> Option<Box<dyn Stage>> {
-        self.free
-            .pop()
-            .or_else(|| self.prototype.as_ref()?.duplicate())
+        self.free.pop().or_else(|| {
+            let prototype = self.prototype.as_ref()?;
+            caught(|| prototype.duplicate()).ok()?
+        })
     }
 
     pub(super) fn can_take(&self) -> bool {

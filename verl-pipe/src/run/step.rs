@@ -12,7 +12,7 @@ use arrow_array::{ArrayRef, RecordBatch, UInt64Array, new_null_array};
 use crate::batch::{Batch, BatchError, RowId};
 use crate::run::convert::convert;
 use crate::run::error::RunError;
-use crate::run::guard::{GuardError, GuardScope};
+use crate::run::guard::{GuardError, GuardScope, MaskOf};
 use crate::run::outputs::Outputs;
 use crate::run::table::{TableState, runs, up_range};
 use crate::run::waves::RefillState;
@@ -229,7 +229,15 @@ impl StepState {
             self.add_source_rows(call, ids)?;
         }
         let positions = self.positions(call, ids)?;
-        let scope = self.scope(stage, &positions, ids);
+        let kinds = |row: usize| self.mask_kinds(stage, batch, positions[row] as usize, row);
+        let mask = schedule.wiring.stages[stage].mask.as_ref();
+        let scope = GuardScope {
+            mask: mask.map(|mask| MaskOf {
+                dim: &mask.dim,
+                kinds: &kinds,
+            }),
+            ..self.scope(stage, &positions, ids)
+        };
         let columns = scope.columns(batch)?;
         let same_rows = matches!(rule, RowRule::Same | RowRule::Filter);
         scope.lengths(same_rows.then(|| (input, ids_of(input))), &columns)?;
@@ -386,10 +394,7 @@ impl StepState {
             stage: planned.name.clone(),
             missing: expected - state.emitted,
             expected,
-            first: first.map_or_else(
-                || "unknown".to_owned(),
-                |id| format!("sample {}", RowId(*id)),
-            ),
+            first: first.map_or_else(|| "unknown".to_owned(), |id| RowId(*id).in_words()),
         })
     }
 
@@ -459,8 +464,8 @@ impl StepState {
         }
         if let Some(id) = self.tables[child].extend(&ids) {
             return Err(BatchError::Arrow(format!(
-                "sample {} was made twice",
-                RowId(id)
+                "{} was made twice",
+                RowId(id).in_words()
             )));
         }
         self.tables[child].total = self.tables[parent].total.map(|rows| rows * n);
@@ -475,7 +480,18 @@ impl StepState {
             wires: &self.schedule.wiring.stages[stage],
             positions,
             ids,
+            mask: None,
         }
+    }
+
+    /// Rows that a stage has taken, and whether it has ended.
+    pub(super) fn rows_taken(&self, stage: usize) -> (usize, bool) {
+        (self.stages[stage].cut, self.stages[stage].done)
+    }
+
+    /// Whether a stage was called in the step: rows came to it.
+    pub(super) fn was_called(&self, stage: usize) -> bool {
+        !self.stages[stage].slices.is_empty()
     }
 
     fn guard(&self, source: GuardError) -> RunError {

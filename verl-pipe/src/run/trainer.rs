@@ -1,18 +1,24 @@
 //! [`Trainer`]: a whole run with its folder, console and summary.
 
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use tracing::dispatcher::{DefaultGuard, Dispatch};
+
 use crate::config::to_toml;
-use crate::diagnostic::quoted;
 use crate::plan::Plan;
 use crate::run::console::{Console, Summary};
+use crate::run::ending::Failure;
 use crate::run::error::RunError;
-use crate::run::folder::{RunFolder, RunState, Status};
+use crate::run::folder::RunFolder;
 use crate::run::metrics::StepMetrics;
-use crate::run::runner::{LeftOver, Run, RunOptions, RunSnapshot, StepOutput};
+use crate::run::records::WarningLevel;
+use crate::run::runner::{Run, RunOptions, RunSnapshot, StepOutput};
+use crate::run::space::{FreeSpace, Room};
+use crate::run::state_file::Told;
 use crate::run::timeline::{Kernels, Timeline, start_line};
+use crate::run::warnings::{SharedConsole, Warnings, hear};
 use crate::trace::config::TraceWeights;
 use crate::trace::describe::describe;
 use crate::trace::recorder::Recorder;
@@ -24,22 +30,68 @@ const CONFIG_SCHEMA: &str = "config.schema.json";
 /// What is called after each step.
 type OnStep = Box<dyn FnMut(&StepMetrics) + Send>;
 
-/// Runs a plan: [`Trainer::step`] for one step, [`Trainer::train`] for all.
+/// Runs a plan: [`Trainer::train`] for all steps, or [`Trainer::step`] for one at a time and [`Trainer::finish`] at the
+/// end, which saves the models.
+///
+/// Warnings of the run, its stages and its models are told on the console and written to `warnings.jsonl` of the run
+/// folder, without a subscriber to [`tracing`]; a program that has one sees them there instead of on the console.
+///
+/// A trainer that is dropped without [`Trainer::finish`] saves what was learnt too, but can tell no error.
+///
+/// ```
+/// use verl_pipe::keys::PROMPTS;
+/// use verl_pipe::batch::{Batch, RaggedColumn, RowId};
+/// use verl_pipe::pipe::{DataPipe, RunConfig, stage_fn};
+/// use verl_pipe::run::trainer::{Trainer, TrainerOptions};
+/// use verl_pipe::schedule::batching::BatchConfig;
+/// use verl_pipe::stage::{RowRule, StageSpec};
+///
+/// let temp = tempfile::tempdir()?;
+/// let source = StageSpec::new().rows(RowRule::Source).writes(PROMPTS);
+/// let plan = DataPipe::new("one_row")
+///     .run(RunConfig { dir: temp.path().join("run"), steps: 3, ..RunConfig::default() })
+///     .batch(BatchConfig { prompts: 1, ..BatchConfig::default() })
+///     .add_stage("source", stage_fn(source, |_, ctx| {
+///         let mut row = Batch::with_rows(&[RowId::prompt(0, ctx.step)?]);
+///         row.put(&PROMPTS, RaggedColumn::from_rows([[1u32]]))?;
+///         ctx.emit(row)
+///     }))
+///     .plan()
+///     .expect("a plan");
+/// let mut trainer = Trainer::with_options(plan, TrainerOptions::default())?;
+/// for _ in 0..3 {
+///     trainer.step()?;
+/// }
+/// assert_eq!(trainer.finish()?.steps, 3);
+/// let status = std::fs::read_to_string(temp.path().join("run/status.json"))?;
+/// assert!(status.contains("\"finished\""));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Trainer {
-    run: Run,
-    folder: RunFolder,
-    console: Option<Console>,
+    pub(super) run: Run,
+    pub(super) folder: RunFolder,
+    pub(super) console: Option<SharedConsole>,
     on_step: Vec<OnStep>,
-    summary: Summary,
+    pub(super) summary: Summary,
     samples_per_step: usize,
-    recorder: Option<Arc<Recorder>>,
+    pub(super) recorder: Option<Arc<Recorder>>,
     /// State before each of the last steps, for the flight recorder.
     snapshots: VecDeque<RunSnapshot>,
     since: Option<Instant>,
     /// Until the first step is done.
     timeline: Option<Timeline>,
     /// Models that were saved.
-    saved: BTreeSet<String>,
+    pub(super) saved: BTreeSet<String>,
+    pub(super) warnings: Warnings,
+    /// Hears warnings for this run.
+    listener: Dispatch,
+    pub(super) room: Room,
+    /// How the last step failed, if it did.
+    pub(super) failure: Option<Failure>,
+    /// The end is written; no further step is taken.
+    pub(super) ended: bool,
+    /// Some model could not be saved.
+    pub(super) unsaved: bool,
 }
 
 /// How a trainer behaves besides what the plan says.
@@ -57,6 +109,10 @@ pub struct TrainerOptions {
     pub began: Option<Instant>,
     /// What compiles kernels below the engine.
     pub kernels: Option<Arc<dyn Kernels>>,
+    /// The warnings of the plan were shown already; they are still written into the run folder.
+    pub plan_told: bool,
+    /// Tells how much room the disk has, for disks whose quotas the system does not tell; the system is asked when absent.
+    pub free_space: Option<FreeSpace>,
 }
 
 impl Trainer {
@@ -75,23 +131,46 @@ impl Trainer {
         )
     }
 
-    /// Makes the run folder, then opens data and loads models. The folder is removed again when that fails.
+    /// Makes the run folder, then opens data and loads models. The folder is removed again when that fails. Nothing is
+    /// written to standard output without [`TrainerOptions::console`].
     ///
     /// # Errors
     /// A plan that cannot be placed, a run folder that exists, and all that [`Schedule::start`] tells.
     ///
     /// [`Schedule::start`]: crate::schedule::placement::Schedule::start
     pub fn with_options(plan: Plan, options: TrainerOptions) -> Result<Trainer, RunError> {
+        let console = options.console.map(|mut console| {
+            console.show(&plan);
+            Arc::new(Mutex::new(console))
+        });
+        let warnings = Warnings::new(console.clone());
+        let listener = warnings.listener();
+        let _heard = hear(&listener);
         let schedule = plan.schedule().map_err(RunError::Schedule)?;
         let settings = &plan.pipe.run;
+        let room = Room::of(&settings.dir, options.free_space);
         let mut config = to_toml(&plan.pipe).map_err(|e| RunError::Config {
             reason: e.to_string(),
         })?;
         if options.schema.is_some() {
             config.insert_str(0, &format!("#:schema ./{CONFIG_SCHEMA}\n"));
         }
-        let folder = RunFolder::create(&settings.dir, settings.steps)?;
+        let folder = RunFolder::create_in(&settings.dir, settings.steps, room.clone())?;
+        warnings.write_into(folder.path());
+        if let Some(reason) = folder.replaced() {
+            tracing::warn!(
+                "`{}` held a run that ended before its first step was done, and is replaced; that run ended with: {reason}",
+                folder.path().display()
+            );
+        }
+        for finding in &plan.warnings {
+            match options.plan_told {
+                true => warnings.note(WarningLevel::Warning, "plan", &finding.to_string()),
+                false => tracing::warn!("{finding}"),
+            }
+        }
         let begin = || {
+            room.keep_for(&plan)?;
             folder.write_text("config.toml", &config)?;
             if let Some(schema) = &options.schema {
                 folder.write_text(CONFIG_SCHEMA, &schema.to_string())?;
@@ -100,7 +179,7 @@ impl Trainer {
             if plan.pipe.records_in_full() {
                 folder.write_text("schema.json", &describe(&plan))?;
             }
-            let recorder = Recorder::start(folder.path(), &schedule)?;
+            let recorder = Recorder::start_in(folder.path(), &schedule, &room)?;
             let mut run = options.run;
             run.run_dir = Some(folder.path().to_owned());
             if let Some(recorder) = &recorder {
@@ -118,13 +197,19 @@ impl Trainer {
                 snapshots: VecDeque::new(),
                 run,
                 folder,
-                console: options.console,
+                console,
                 on_step: Vec::new(),
                 summary: Summary::default(),
                 samples_per_step: settings.samples_per_step,
                 since: None,
                 timeline: Some(timeline),
                 saved: BTreeSet::new(),
+                warnings,
+                listener,
+                room,
+                failure: None,
+                ended: false,
+                unsaved: false,
             }),
             Err(error) => {
                 folder.discard();
@@ -148,23 +233,37 @@ impl Trainer {
         &self.folder
     }
 
-    fn target(&self) -> u64 {
+    pub(super) fn target(&self) -> u64 {
         self.run.schedule().plan.context.steps
     }
 
     /// Runs one step with the observers that are due, before the first step too, and records it.
     ///
     /// # Errors
-    /// What ended the step, or a disk that refuses.
+    /// What ended the step, or a disk that refuses. [`RunError::Ended`] behind [`Trainer::finish`].
     pub fn step(&mut self) -> Result<StepMetrics, RunError> {
+        if self.ended {
+            let step = self.run.steps_done();
+            return Err(RunError::Ended { step });
+        }
+        let _heard = self.hear();
+        self.failure = None;
+        self.try_step().inspect_err(|error| self.fail(error))
+    }
+
+    fn try_step(&mut self) -> Result<StepMetrics, RunError> {
         self.begin()?;
+        self.warnings.at_step(self.run.steps_done() + 1);
         self.record_state();
         let output = self.run.step();
         self.record_late_states();
+        let rows_told = self.folder.row_errors(self.run.row_errors());
         let StepOutput {
             mut metrics,
             samples,
         } = output?;
+        rows_told?;
+        self.count();
         self.tally(&metrics);
         self.record_metrics(&metrics);
         let kept = samples.len().min(self.samples_per_step);
@@ -173,6 +272,7 @@ impl Trainer {
         if let Ok(Some(observed)) = &observed {
             metrics.values.extend(observed.values.clone());
         }
+        self.room.step_done(metrics.step, &self.run.schedule().plan);
         // The step is learnt, so it is recorded whatever became of its observers.
         self.folder.record(&metrics)?;
         if let Some(timeline) = self.timeline.take() {
@@ -185,12 +285,12 @@ impl Trainer {
             .since
             .map_or(0.0, |since| since.elapsed().as_secs_f64());
         let observed = observed?;
-        if let Some(console) = &mut self.console {
+        self.with_console(|console| {
             console.step(&metrics);
             observed
                 .iter()
                 .for_each(|observed| console.observed(observed));
-        }
+        });
         for callback in &mut self.on_step {
             callback(&metrics);
         }
@@ -230,7 +330,7 @@ impl Trainer {
     }
 
     /// Gives the recorder the state of steps that the flight recorder wrote.
-    fn record_late_states(&mut self) {
+    pub(super) fn record_late_states(&mut self) {
         let Some(recorder) = &self.recorder else {
             return;
         };
@@ -261,7 +361,7 @@ impl Trainer {
     }
 
     /// Once: observers before the first step.
-    fn begin(&mut self) -> Result<(), RunError> {
+    pub(super) fn begin(&mut self) -> Result<(), RunError> {
         if self.since.is_some() {
             return Ok(());
         }
@@ -272,9 +372,7 @@ impl Trainer {
         self.summary.before = self.summary.after.clone();
         self.summary.samples_before = std::mem::take(&mut self.summary.samples_after);
         self.folder.record(&metrics)?;
-        if let Some(console) = &mut self.console {
-            console.observed(&metrics);
-        }
+        self.with_console(|console| console.observed(&metrics));
         Ok(())
     }
 
@@ -310,153 +408,27 @@ impl Trainer {
         }
     }
 
-    /// Runs all steps that are left, saves models, and writes how it ended to `status.json`.
-    ///
-    /// A run that ends early saves what it learnt too, as the last whole step left it. Where the step that failed has
-    /// changed a model already, that is saved as it is, and `status.json` lists it as partial.
-    ///
-    /// # Errors
-    /// What ended the run. `Ok` means that the target step was reached and all is saved.
-    pub fn train(&mut self) -> Result<Summary, RunError> {
-        let ran = self.run_steps();
-        if let Some(recorder) = self.recorder.clone() {
-            recorder.sync();
-            self.record_late_states();
-            recorder.close();
-        }
-        if let Some(console) = &mut self.console {
-            console.end();
-        }
-        let unsaved = if ran.is_ok() || self.has_learnt() {
-            self.save_models().err()
-        } else {
-            None
-        };
-        let ended = match (ran, unsaved) {
-            (Ok(()), None) => Ok(()),
-            (Ok(()), Some(error)) => Err(error),
-            (Err(error), unsaved) => {
-                if let Some(unsaved) = unsaved {
-                    tracing::error!("{unsaved}");
-                }
-                Err(error)
-            }
-        };
-        match ended {
-            Ok(()) => {
-                let state = self.state(Status::Finished);
-                self.folder.set_state(&state)?;
-                let summary = self.summary.clone();
-                self.say(summary.to_string().trim_end());
-                Ok(summary)
-            }
-            Err(error) => {
-                self.end_early(&error);
-                Err(error)
-            }
-        }
+    /// While what it gives lives, warnings on this thread are this run's.
+    pub(super) fn hear(&self) -> DefaultGuard {
+        hear(&self.listener)
     }
 
-    fn run_steps(&mut self) -> Result<(), RunError> {
-        self.begin()?;
-        while self.run.steps_done() < self.target() {
-            self.step()?;
-        }
-        Ok(())
-    }
-
-    /// Tells how a run ended before its target.
-    fn end_early(&mut self, error: &RunError) {
-        let status = match error {
-            RunError::Cancelled { .. } => Status::Cancelled,
-            _ => Status::Failed,
-        };
-        let state = RunState {
-            reason: error.to_string(),
-            ..self.state(status)
-        };
-        if !state.saved.is_empty() {
-            let saved = quoted(state.saved.iter().map(String::as_str));
-            let mut line = format!("saved as step {} left it: {saved}", state.step);
-            if !state.partial.is_empty() {
-                let partial = quoted(state.partial.iter().map(String::as_str));
-                line.push_str(&format!(
-                    "; with a part of step {}: {partial}",
-                    state.step + 1
-                ));
-            }
-            self.say(&line);
-        }
-        if let Err(unwritten) = self.folder.set_state(&state) {
-            // A disk that refused one file refuses the other, and one message is enough.
-            match error {
-                RunError::File { .. } => tracing::debug!("{unwritten}"),
-                _ => tracing::error!("{unwritten}"),
-            }
-        }
-    }
-
-    fn state(&self, status: Status) -> RunState {
-        let left = self.run.left_over();
-        RunState {
-            status,
-            step: self.run.steps_done(),
-            reason: String::new(),
-            saved: self.saved.iter().cloned().collect(),
-            partial: left
-                .keys()
-                .filter(|name| self.saved.contains(*name))
-                .cloned()
-                .collect(),
-        }
-    }
-
-    fn say(&mut self, text: &str) {
-        if let Some(console) = &mut self.console {
-            console.line(text);
-        }
-    }
-
-    /// Whether some model is no longer what it was when it was loaded.
-    fn has_learnt(&self) -> bool {
-        self.run.steps_done() > 0 || !self.run.left_over().is_empty()
-    }
-
-    /// Saves the models that the run settings name: by default those that a stage updates. One that cannot be saved
-    /// keeps no other from it; the first error is told.
-    fn save_models(&mut self) -> Result<(), RunError> {
-        let plan = &self.run.schedule().plan;
-        let names = plan.pipe.run.save.clone().unwrap_or_else(|| {
-            plan.models
-                .iter()
-                .filter(|m| !m.updaters.is_empty())
-                .map(|m| m.name.clone())
-                .collect()
+    /// Has `status.json` know what the run has told so far.
+    pub(super) fn count(&mut self) {
+        let recorder = self.recorder.as_ref();
+        self.folder.count(Told {
+            warnings: self.warnings.count(),
+            anomalies: recorder.map(|r| r.anomalies()).unwrap_or_default(),
         });
-        let mut first = Ok(());
-        for name in names {
-            if self.saved.contains(&name) {
-                continue;
-            }
-            match self.save_model(&name) {
-                Ok(()) => drop(self.saved.insert(name)),
-                Err(error) if first.is_ok() => first = Err(error),
-                Err(error) => tracing::error!("{error}"),
-            }
-        }
-        first
     }
 
-    fn save_model(&mut self, name: &str) -> Result<(), RunError> {
-        if self.run.left_over().get(name) == Some(&LeftOver::Torn) {
-            return Err(RunError::State {
-                what: "model",
-                name: name.to_owned(),
-                action: "save",
-                source: "an optimiser step on it panicked, so its weights may be half of one step and half of another"
-                    .into(),
-            });
+    pub(super) fn say(&self, text: &str) {
+        self.with_console(|console| console.line(text));
+    }
+
+    pub(super) fn with_console(&self, tell: impl FnOnce(&mut Console)) {
+        if let Some(console) = &self.console {
+            tell(&mut console.lock().unwrap_or_else(PoisonError::into_inner));
         }
-        self.folder.save_model(&mut self.run, name).map(drop)
     }
 }

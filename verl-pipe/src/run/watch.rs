@@ -11,6 +11,7 @@ use crate::run::error::RunError;
 use crate::run::metrics::now;
 use crate::run::notice::Notices;
 use crate::run::stall::{PendingEdge, StallReport, remove_stall};
+use crate::run::warnings::{heard, heard_by};
 
 /// How often the thread looks, where deadlines are long.
 const LOOK: Duration = Duration::from_millis(500);
@@ -122,9 +123,11 @@ impl Watch {
         let (ends, ended) = bounded::<()>(0);
         let look = LOOK.min(deadline / 16).max(Duration::from_millis(1));
         let seen = shared.clone();
+        let listens = heard_by();
         let thread = std::thread::Builder::new()
             .name("watch".to_owned())
             .spawn(move || {
+                let _heard = heard(listens.as_ref());
                 while ended.recv_timeout(look) == Err(RecvTimeoutError::Timeout) {
                     seen.look();
                 }

@@ -13,8 +13,9 @@ use crate::run::call_error::out_of_memory;
 use crate::run::channel::{CallEnv, Event, Out, call_stage, caught};
 use crate::run::error::RunError;
 use crate::run::patience;
+use crate::run::warnings::{heard, heard_by};
 use crate::schedule::placement::{Place, Schedule};
-use crate::stage::{Models, Stage, StartContext};
+use crate::stage::{Models, Stage, StageError, StartContext};
 
 /// What lives on the worker's thread.
 pub(crate) struct WorkerState {
@@ -61,15 +62,20 @@ impl Worker {
         let (jobs, inbox) = unbounded();
         let (told, started) = bounded(1);
         let of_thread = schedule.clone();
+        let listens = heard_by();
         let thread = std::thread::Builder::new()
             .name(format!("worker-{name}"))
-            .spawn(move || match loaded(&of_thread, group, &data) {
-                Ok(state) => {
-                    let _ = told.send(Ok(()));
-                    serve(&of_thread, state, &inbox, &events);
-                }
-                Err(error) => {
-                    let _ = told.send(Err(error));
+            .spawn(move || {
+                // Who hears the warnings of the thread that starts the run hears those of this one.
+                let _heard = heard(listens.as_ref());
+                match loaded(&of_thread, group, &data) {
+                    Ok(state) => {
+                        let _ = told.send(Ok(()));
+                        serve(&of_thread, state, &inbox, &events);
+                    }
+                    Err(error) => {
+                        let _ = told.send(Err(error));
+                    }
                 }
             });
         let thread = thread.map_err(|e| RunError::Lost {
@@ -215,16 +221,26 @@ pub(crate) fn start_stage(
 ) -> Result<Box<dyn Stage>, RunError> {
     let planned = &schedule.plan.stages[index];
     let stage = || planned.name.clone();
-    let mut made = (planned.build)(&schedule.plan.context).map_err(|errors| RunError::Build {
-        stage: stage(),
-        errors,
-    })?;
-    made.start(&mut StartContext { data, models })
-        .map_err(|source| RunError::Start {
+    let start = || {
+        let mut made =
+            (planned.build)(&schedule.plan.context).map_err(|errors| RunError::Build {
+                stage: stage(),
+                errors,
+            })?;
+        made.start(&mut StartContext { data, models })
+            .map_err(|source| RunError::Start {
+                stage: stage(),
+                source: Box::new(source),
+            })?;
+        Ok(made)
+    };
+    // Stages of the host pool start on the caller's thread, whose program a panic would end.
+    caught(start).unwrap_or_else(|message| {
+        Err(RunError::Start {
             stage: stage(),
-            source: Box::new(source),
-        })?;
-    Ok(made)
+            source: Box::new(StageError::failed(format!("it panicked: {message}"))),
+        })
+    })
 }
 
 fn serve(

@@ -1,5 +1,7 @@
 //! Batch arithmetic: prompts → samples → shards → micro-batches → optimiser steps. Pure.
 
+mod rules;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -191,6 +193,8 @@ struct Sizes {
     prompts: usize,
     samples: usize,
     mini_batch: usize,
+    /// Whether the mini-batch is set; otherwise it is all prompts that an update sees.
+    mini_is_set: bool,
     micro_batch: Option<usize>,
     log_prob_micro_batch: Option<usize>,
     epochs: usize,
@@ -214,6 +218,7 @@ impl Sizes {
             prompts: batch.prompts,
             samples: batch.samples,
             mini_batch: batch.mini_batch.unwrap_or(groups),
+            mini_is_set: batch.mini_batch.is_some(),
             micro_batch: batch.micro_batch,
             log_prob_micro_batch: batch.log_prob_micro_batch,
             epochs: batch.epochs,
@@ -229,6 +234,7 @@ impl Sizes {
             prompts: count(self.prompts),
             samples: count(self.samples),
             mini_batch: count(self.mini_batch),
+            mini_is_set: self.mini_is_set,
             micro_batch: self.micro_batch.map(count),
             log_prob_micro_batch: self.log_prob_micro_batch.map(count),
             epochs: count(self.epochs),
@@ -278,17 +284,35 @@ impl Sizes {
 
     /// The nearest numbers of prompts whose samples go to all devices and rollout engines evenly, as one mini-batch; of
     /// no use where a stage says how many groups are kept.
-    fn other_prompts(self) -> Option<(&'static str, Vec<usize>)> {
-        let fits = |prompts: usize| {
-            let sizes = Sizes {
-                prompts,
-                mini_batch: prompts,
-                ..self
-            };
-            sizes.rollout_divides() && sizes.mini_spreads() && sizes.micro_divides()
+    fn other_prompts(self) -> Vec<usize> {
+        if self.refill.is_some() {
+            return Vec::new();
+        }
+        let whole = |prompts| Sizes {
+            prompts,
+            mini_batch: prompts,
+            ..self
         };
-        let nearest = nearest_values(self.prompts, fits);
-        (self.refill.is_none() && !nearest.is_empty()).then_some(("batch.prompts", nearest))
+        let spreads = |prompts| whole(prompts).rollout_divides() && whole(prompts).mini_spreads();
+        let nearest = nearest_values(self.prompts, |prompts| {
+            spreads(prompts) && whole(prompts).micro_divides()
+        });
+        if nearest.is_empty() {
+            return nearest_values(self.prompts, spreads);
+        }
+        nearest
+    }
+
+    /// The nearest numbers of prompts that the rollout engines share evenly, with which the other rules hold too: with the
+    /// mini-batch as it is set, or without one where it fits the devices with no number of prompts.
+    fn nearest_prompts(self) -> Vec<usize> {
+        if self.refill.is_none() && !(self.mini_is_set && self.mini_spreads()) {
+            return self.other_prompts();
+        }
+        nearest_values(self.prompts, |prompts| {
+            let sizes = Sizes { prompts, ..self };
+            sizes.rollout_divides() && sizes.mini_divides()
+        })
     }
 
     fn micro_divides(self) -> bool {
@@ -394,144 +418,10 @@ impl BatchPlan {
             }
         };
         let given = Sizes::new(batch, num_devices, devices.rollout_tensor_parallel, refill);
-        check_counts(&given, batch, &mut violations);
+        rules::check_counts(&given, batch, &mut violations);
         let sizes = given.clamped();
-        check_rules(sizes, &mut violations);
+        rules::check_rules(sizes, &mut violations);
         (sizes.plan(), violations)
-    }
-}
-
-/// Every count lies in 1..=MAX_COUNT.
-fn check_counts(given: &Sizes, batch: &BatchConfig, violations: &mut Vec<Violation>) {
-    let counts = [
-        ("batch.prompts", Some(given.prompts)),
-        ("batch.samples", Some(given.samples)),
-        ("batch.mini_batch", batch.mini_batch),
-        ("batch.micro_batch", given.micro_batch),
-        ("batch.log_prob_micro_batch", given.log_prob_micro_batch),
-        ("batch.epochs", Some(given.epochs)),
-        (
-            "devices.rollout_tensor_parallel",
-            Some(given.tensor_parallel),
-        ),
-    ];
-    for (setting, value) in counts {
-        match value {
-            Some(0) => violations.push(Violation {
-                setting,
-                rule: "it is 0, but at least one is needed".to_owned(),
-                nearest: vec![1],
-                instead: None,
-            }),
-            Some(value) if value > MAX_COUNT => violations.push(Violation {
-                setting,
-                rule: format!("{value} is more than the largest count, {MAX_COUNT}"),
-                nearest: vec![MAX_COUNT],
-                instead: None,
-            }),
-            _ => {}
-        }
-    }
-}
-
-/// The divisions are exact. `sizes` are clamped, so no product overflows 64 bits.
-fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
-    let Sizes {
-        devices,
-        tensor_parallel,
-        prompts,
-        samples,
-        mini_batch,
-        ..
-    } = sizes;
-    if !sizes.divides_devices() {
-        violations.push(Violation {
-            setting: "devices.rollout_tensor_parallel",
-            rule: format!(
-                "{tensor_parallel} devices a rollout engine do not divide the group's {devices} devices"
-            ),
-            nearest: nearest_values(tensor_parallel, |v| {
-                Sizes { tensor_parallel: v, ..sizes }.divides_devices()
-            }),
-            instead: None,
-        });
-    } else if !sizes.rollout_divides() {
-        violations.push(Violation {
-            setting: "batch.prompts",
-            rule: format!(
-                "prompts · samples = {prompts} · {samples} = {} samples do not divide among {} rollout engines \
-                 ({devices} devices / tensor parallel {tensor_parallel})",
-                sizes.rows(),
-                sizes.rollout_shards()
-            ),
-            nearest: nearest_values(prompts, |v| {
-                let sizes = Sizes { prompts: v, ..sizes };
-                sizes.rollout_divides() && sizes.mini_divides()
-            }),
-            instead: None,
-        });
-    }
-    if !sizes.mini_divides() {
-        let relation = if mini_batch > sizes.groups() {
-            "are more than"
-        } else {
-            "do not divide"
-        };
-        let whole = match sizes.refill {
-            None => format!("the step's {prompts} prompts"),
-            Some((_, groups)) => format!("the {groups} prompts whose groups a step keeps"),
-        };
-        violations.push(mini_violation(
-            sizes,
-            format!("{mini_batch} prompts a mini-batch {relation} {whole}"),
-        ));
-    }
-    if !sizes.mini_spreads() {
-        violations.push(mini_violation(
-            sizes,
-            format!(
-                "mini_batch · samples = {mini_batch} · {samples} = {} samples do not divide among {devices} devices",
-                sizes.mini_rows()
-            ),
-        ));
-    }
-    if let Some(micro) = sizes.micro_batch
-        && !sizes.micro_divides()
-    {
-        let per_device = sizes.mini_rows_per_device();
-        let relation = if micro > per_device {
-            "is more than"
-        } else {
-            "does not divide"
-        };
-        violations.push(Violation {
-            setting: "batch.micro_batch",
-            rule: format!(
-                "a micro-batch of {micro} samples {relation} the {per_device} samples that a mini-batch has on one \
-                 device (mini_batch · samples / devices = {mini_batch} · {samples} / {devices})"
-            ),
-            nearest: nearest_values(micro, |v| {
-                Sizes { micro_batch: Some(v), ..sizes }.micro_divides()
-            }),
-            instead: None,
-        });
-    }
-}
-
-/// A mini-batch that breaks `rule`.
-fn mini_violation(sizes: Sizes, rule: String) -> Violation {
-    let nearest = nearest_values(sizes.mini_batch, |v| {
-        let sizes = Sizes {
-            mini_batch: v,
-            ..sizes
-        };
-        sizes.mini_divides() && sizes.mini_spreads()
-    });
-    Violation {
-        setting: MINI_BATCH,
-        rule,
-        instead: nearest.is_empty().then(|| sizes.other_prompts()).flatten(),
-        nearest,
     }
 }
 

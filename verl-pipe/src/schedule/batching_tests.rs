@@ -69,7 +69,7 @@ fn no_count_is_rounded_to_zero() {
     check_refused(
         &batch(8, 1, 4, 1),
         &devices(8, 1),
-        &[("batch.mini_batch", &[8]), ("batch.micro_batch", &[])],
+        &[("batch.mini_batch", &[8])],
     );
 }
 
@@ -87,7 +87,7 @@ fn all_violations_are_told_with_the_nearest_values() {
     check_refused(
         &batch(7, 1, 7, 1),
         &devices(2, 1),
-        &[("batch.prompts", &[14]), ("batch.mini_batch", &[])],
+        &[("batch.prompts", &[6, 8]), ("batch.mini_batch", &[])],
     );
     check_refused(
         &batch(4, 2, 8, 1),
@@ -109,6 +109,48 @@ fn all_violations_are_told_with_the_nearest_values() {
             ("devices.rollout_tensor_parallel", &[1]),
         ],
     );
+}
+
+/// One cause, one help; where two settings take part, both helps name the same numbers.
+#[test]
+fn a_batch_that_does_not_divide_by_the_devices_has_helps_that_agree() {
+    let alone = |prompts, micro_batch| BatchConfig {
+        prompts,
+        micro_batch,
+        ..BatchConfig::default()
+    };
+    check_refused(
+        &alone(5, None),
+        &devices(2, 1),
+        &[("batch.prompts", &[4, 6])],
+    );
+    check_refused(
+        &alone(6, None),
+        &devices(4, 2),
+        &[("batch.prompts", &[4, 8])],
+    );
+    // Micro-batches of 3 fit 3 samples a device, but not 2 or 4.
+    check_refused(
+        &alone(5, Some(3)),
+        &devices(2, 1),
+        &[("batch.prompts", &[6])],
+    );
+    let told = BatchPlan::solve(&batch(6, 1, 3, 1), &devices(4, 1)).expect_err("does not divide");
+    assert_eq!(told[0].nearest, [4, 8]);
+    assert_eq!(told[1].instead, Some(("batch.prompts", vec![4, 8])));
+    // Each value that is offered is one that solves.
+    for prompts in 1..40 {
+        for count in 2..9 {
+            let Err(told) = BatchPlan::solve(&alone(prompts, None), &devices(count, 1)) else {
+                continue;
+            };
+            assert_eq!(told.len(), 1, "{told:?}");
+            for &value in &told[0].nearest {
+                let again = BatchPlan::solve(&alone(value, None), &devices(count, 1));
+                assert!(again.is_ok(), "{prompts} -> {value} on {count}: {again:?}");
+            }
+        }
+    }
 }
 
 #[test]

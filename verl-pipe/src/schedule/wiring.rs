@@ -7,9 +7,10 @@ use arrow_schema::{DataType, Field as ArrowField, Schema};
 use crate::batch::{GROUP_ID, SAMPLE_ID, arrow_type};
 use crate::diagnostic::Diagnostic;
 use crate::field::{DType, Field};
+use crate::keys::MASK_KINDS;
 use crate::plan::{Plan, PlannedStage};
 use crate::schedule::placement::internal;
-use crate::stage::Cadence;
+use crate::stage::{Cadence, RowRule};
 
 /// One step up from a table to its parent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +60,21 @@ pub(crate) struct SharedLength {
     pub outputs: Vec<usize>,
 }
 
+/// The column of mask kinds that stands beside the rows of a stage, and has come before them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct MaskColumn {
+    /// Who writes it: the stage itself, or one that it reads from, directly or not.
+    pub writer: usize,
+    /// Column of the writer.
+    pub column: usize,
+    /// The writer's own name of it.
+    pub local: String,
+    /// Dim of its rows.
+    pub dim: String,
+    /// From the rows that the stage emits to those of the writer.
+    pub path: Vec<Hop>,
+}
+
 /// The wires of one stage.
 #[derive(Debug, Clone)]
 pub(crate) struct StageWires {
@@ -66,6 +82,8 @@ pub(crate) struct StageWires {
     pub inputs: Vec<InputColumn>,
     pub outputs: Vec<OutputColumn>,
     pub lengths: Vec<SharedLength>,
+    /// Which column tells of the rows that the stage writes which tokens the policy chose.
+    pub mask: Option<MaskColumn>,
     /// Schema of the input batch.
     pub schema: Arc<Schema>,
     /// Stages that read from this one.
@@ -105,6 +123,12 @@ impl Wiring {
             for before in &stage.after {
                 stages[*before].followers.push(index);
             }
+        }
+        let masks: Vec<Option<MaskColumn>> = (0..stages.len())
+            .map(|index| mask_column(plan, &stages, index))
+            .collect();
+        for (stage, mask) in stages.iter_mut().zip(masks) {
+            stage.mask = mask;
         }
         let mut takers = vec![Vec::new(); plan.tables.len()];
         for (index, stage) in plan.stages.iter().enumerate() {
@@ -195,6 +219,7 @@ fn wires(plan: &Plan, before: &[StageWires], stage: &PlannedStage) -> Result<Sta
         inputs,
         outputs,
         lengths,
+        mask: None,
         schema: Arc::new(Schema::new(fields)),
         readers: Vec::new(),
         followers: Vec::new(),
@@ -205,8 +230,47 @@ fn is_ragged(field: &Field) -> bool {
     ragged_dim(field).is_some()
 }
 
-fn ragged_dim(field: &Field) -> Option<String> {
+/// The ragged dim of a field.
+pub(crate) fn ragged_dim(field: &Field) -> Option<String> {
     field.parsed_shape().ok()?.ragged().map(str::to_owned)
+}
+
+/// The mask kinds of the rows that stage `index` emits. Those of a stage that it does not read from may come at any time,
+/// and nothing may depend on when.
+fn mask_column(plan: &Plan, stages: &[StageWires], index: usize) -> Option<MaskColumn> {
+    let planned = plan.stages.get(index)?;
+    let table = match planned.spec.rows {
+        RowRule::Filter => planned.table_in?,
+        _ => planned.table_out?,
+    };
+    let mut upstream = vec![index];
+    let mut next = 0;
+    while let Some(at) = upstream.get(next).copied() {
+        next += 1;
+        let column = stages[at].outputs.iter().position(|out| {
+            let key = plan.stages[at].key(&out.local);
+            key == MASK_KINDS.name() && out.field.dtype == DType::U8
+        });
+        let Some(column) = column else {
+            let writers = stages[at].sources.iter().map(|source| source.writer);
+            let new: Vec<usize> = writers.filter(|at| !upstream.contains(at)).collect();
+            upstream.extend(new);
+            continue;
+        };
+        let out = &stages[at].outputs[column];
+        let path = match at == index {
+            true => Vec::new(),
+            false => path(plan, table, plan.stages[at].table_out?)?,
+        };
+        return Some(MaskColumn {
+            writer: at,
+            column,
+            local: out.local.clone(),
+            dim: ragged_dim(&out.field)?,
+            path,
+        });
+    }
+    None
 }
 
 /// The way up from `table` to its ancestor `to`.

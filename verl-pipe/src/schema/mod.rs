@@ -113,7 +113,42 @@ pub fn pipeline_schema(registry: &Registry) -> Value {
         schema.insert("$defs".to_owned(), Value::Object(definitions));
     }
     without_null(&mut schema);
+    with_names_of_kinds(&mut schema);
     schema
+}
+
+/// Where a table with a `kind` may stand, the name of a kind stands for it with its defaults.
+fn with_names_of_kinds(schema: &mut Value) {
+    if let Some(choices) = schema.get_mut("oneOf").and_then(Value::as_array_mut) {
+        let kind = |choice: &Value| {
+            choice["properties"]["kind"]["const"]
+                .as_str()
+                .map(str::to_owned)
+        };
+        if choices.iter().all(|choice| kind(choice).is_some()) {
+            let alone = choices.iter().filter(|choice| {
+                let required = choice["required"].as_array();
+                required.is_none_or(|names| names.len() <= 1)
+            });
+            let names: Vec<String> = alone.filter_map(kind).collect();
+            choices.insert(0, by_name(&names));
+        }
+    }
+    match schema {
+        Value::Array(list) => list.iter_mut().for_each(with_names_of_kinds),
+        Value::Object(map) => map.values_mut().for_each(with_names_of_kinds),
+        _ => {}
+    }
+}
+
+/// A text that names a kind.
+fn by_name<S: AsRef<str>>(names: &[S]) -> Value {
+    let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
+    json!({
+        "type": "string",
+        "enum": names,
+        "description": "A kind with its default settings."
+    })
 }
 
 /// TOML has no null, so a setting that may be absent is of its type alone; a fault in it is then told as one of that
@@ -253,12 +288,7 @@ fn slot_schema(slot: &str, kinds: &Kinds<AnyPart>, generator: &mut SchemaGenerat
         required.is_none_or(|names| names.len() == 1)
     });
     let names: Vec<&str> = without_settings.map(|(kind, _)| kind.name).collect();
-    let by_name = json!({
-        "type": "string",
-        "enum": names,
-        "description": "A kind with its default settings."
-    });
-    let named = (!names.is_empty()).then_some(by_name);
+    let named = (!names.is_empty()).then(|| by_name(&names));
     let one_of: Vec<Value> = named.into_iter().chain(tables).collect();
     json!({ NOTE: { "slot": slot }, "oneOf": one_of })
 }

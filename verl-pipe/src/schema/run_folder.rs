@@ -8,7 +8,8 @@ use serde_json::{Map, Value, json};
 use super::kinds::{Catalogue, metric_note};
 use super::{DRAFT, NOTE};
 use crate::run::records::{
-    DataFile, ENGINE_METRICS, MetricsLine, STAGE, SampleLine, StartFile, StatusFile, VersionsFile,
+    DataFile, ENGINE_METRICS, MetricsLine, RowErrorLine, STAGE, SampleLine, StartFile, StatusFile,
+    VersionsFile, WarningLine,
 };
 use crate::run::stall::StallReport;
 use crate::stage::Metric;
@@ -129,6 +130,11 @@ impl Catalogue<'_> {
                 "text",
                 "the checked graph, the batch arithmetic and the estimate of memory, as `pipe plan` prints them",
             ),
+            lines::<RowErrorLine>(
+                "row_errors.jsonl",
+                "row_errors",
+                "a line for each row that failed in a stage or was slow there, and why; there where one did or was",
+            ),
             self.samples_file(),
             json::<TracedPipeline>(
                 "schema.json",
@@ -197,6 +203,11 @@ impl Catalogue<'_> {
             ),
             step_file(),
             json::<VersionsFile>("versions.json", "versions", "what the run was made with"),
+            lines::<WarningLine>(
+                "warnings.jsonl",
+                "warnings",
+                "a line for each warning or error that the run, a stage or a model told; there where one did",
+            ),
         ]
     }
 

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::Stage;
-use crate::data::{DataError, DataLoaderInterface};
+use crate::data::{DataError, DataLoaderInterface, OpenedData};
 use crate::resource::{
     DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
 };
@@ -33,6 +33,12 @@ pub struct BuildContext {
     pub base: std::path::PathBuf,
     /// What the declared models tell of themselves, by name, as far as they could be described.
     pub model_infos: BTreeMap<String, ModelInfo>,
+    /// Temperature at which the tokens that the stage asks about were sampled, for a stage that
+    /// [follows](super::StageSpec::at_temperature_of) it; absent where no stage samples them. Each stage has its own.
+    pub temperature: Option<f64>,
+    /// Optimiser steps of the run by model, once the plan knows them, as the batch arithmetic counts them: fewer are taken
+    /// where a filter keeps fewer rows than it may.
+    pub optimizer_steps: BTreeMap<String, u64>,
 }
 
 impl BuildContext {
@@ -70,10 +76,25 @@ impl ConfigError {
     }
 }
 
+/// How a model is trained in a run, as the plan knows it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Training {
+    /// In a line, for `pipe plan`.
+    pub summary: String,
+    /// Its settings, with those filled in that the run decides; null where it has none.
+    pub settings: serde_json::Value,
+    /// Settings that are probably not meant for so many optimiser steps.
+    pub doubts: Vec<ConfigError>,
+}
+
 /// The configuration of a stage: a plain struct that becomes the stage. This is the whole seam of adding one.
 ///
 /// Implementors derive `Deserialize` (with `deny_unknown_fields`), `Serialize` and `JsonSchema`; the registry, the
 /// builder and the operator form take the same struct.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not the configuration of a stage",
+    note = "implement `StageConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` where these crates are not dependencies of yours)"
+)]
 pub trait StageConfig:
     DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
 {
@@ -90,6 +111,10 @@ pub trait StageConfig:
 }
 
 /// The configuration of a model: a plain struct that becomes the resource.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not the configuration of a model",
+    note = "implement `ModelConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` where these crates are not dependencies of yours)"
+)]
 pub trait ModelConfig:
     DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
 {
@@ -105,6 +130,10 @@ pub trait ModelConfig:
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>>;
     /// Whether a stage may update it.
     fn trainable(&self) -> bool;
+    /// How it is trained in a run that takes so many optimiser steps with it; `None` for a kind that does not say.
+    fn training(&self, _optimizer_steps: u64) -> Option<Training> {
+        None
+    }
     /// Whether it could be loaded onto `device`, when the pipeline is checked; a kind that does not tell takes any.
     ///
     /// # Errors
@@ -137,6 +166,10 @@ pub trait ModelConfig:
 }
 
 /// The configuration of a data set.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not the configuration of a data set",
+    note = "implement `DataConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` where these crates are not dependencies of yours)"
+)]
 pub trait DataConfig:
     DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
 {
@@ -158,4 +191,12 @@ pub trait DataConfig:
     /// # Errors
     /// When a file is missing, empty or malformed.
     fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError>;
+
+    /// Opens as much of it as a check looks at: all of it, or the beginning of one that takes long to open.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    fn open_start(&self, context: &BuildContext) -> Result<OpenedData, DataError> {
+        self.open(context).map(OpenedData::whole)
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Metric;
-use crate::batch::{Batch, BatchError};
+use crate::batch::{Batch, BatchError, RowId};
 use crate::data::{DataError, DataLoaderInterface};
 use crate::resource::{ModelResource, ResourceError};
 
@@ -31,12 +31,12 @@ pub enum StageError {
         reason: String,
     },
     /// One row is to blame.
-    #[error("row {row} (sample {id}): {reason}")]
+    #[error("{}: {reason}", .id.in_words())]
     Row {
         /// Position in the batch.
         row: usize,
         /// Identity of the row.
-        id: String,
+        id: RowId,
         /// What is wrong.
         reason: String,
     },

@@ -7,11 +7,13 @@
 //! | `rules` | what a stage may say of itself: cut, rows, cadence, metrics |
 //! | `spec` | [`StageSpec`], all that it says |
 //! | `context` | [`StageContext`] and [`StageError`]: what a call is given, and what it can end with |
+//! | `preview` | [`RowPreview`]: a row as a source writes it, without a run |
 //! | `work` | [`ModelWork`], what it has a model do, and how long rows may be |
 //! | `config` | [`StageConfig`], [`ModelConfig`], [`DataConfig`]: what a pipeline file decodes into |
 
 mod config;
 mod context;
+mod preview;
 mod rules;
 mod spec;
 mod work;
@@ -21,15 +23,17 @@ use std::any::Any;
 use crate::batch::Batch;
 use crate::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
 
-pub use config::{BuildContext, ConfigError, DataConfig, ModelConfig, StageConfig};
+pub use config::{BuildContext, ConfigError, DataConfig, ModelConfig, StageConfig, Training};
 pub use context::{
     CancelToken, Models, StageContext, StageError, StageSink, StartContext, find_model,
 };
+pub use preview::{LongRows, NotePreview, PreviewContext, RowPreview, RowPreviews, TargetPreview};
 pub use rules::{
     Access, Agreement, Cadence, Cardinality, Metric, OnRowError, OnShort, Reduce, Refill, RowRule,
+    Shown,
 };
 pub use spec::StageSpec;
-pub use work::{LengthBound, LengthLimit, ModelWork, WorkKind};
+pub use work::{LengthBound, LengthLimit, ModelWork, OptimizerPasses, WorkKind};
 
 /// One stage of a pipeline.
 ///
@@ -53,6 +57,18 @@ pub trait Stage: Send + Any {
     /// # Errors
     /// When the input is not as declared or the work fails.
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError>;
+
+    /// The rows that a source would write, without a run; `None` for a stage that reads no data set, and where the data
+    /// set or the model is not in `context`, since that is reported already.
+    ///
+    /// # Errors
+    /// A tokenizer or template that cannot be used.
+    fn preview(
+        &self,
+        _context: PreviewContext<'_>,
+    ) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
+        Ok(None)
+    }
 
     /// A copy for another thread of the host pool; `None` when the stage has state that cannot be shared. A stage
     /// without a model whose cardinality is `Row` and that can be copied runs rows side by side.

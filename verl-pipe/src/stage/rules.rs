@@ -133,6 +133,68 @@ pub struct Metric {
     pub reduce: Reduce,
 }
 
+/// A metric that the console shows after a step. Every stage says which of its own matter; the console puts those of all
+/// stages into one line by their ranks, as many as fit.
+///
+/// ```
+/// use verl_pipe::stage::{Metric, Reduce, Shown, StageSpec};
+///
+/// const ACCURACY: Metric = Metric {
+///     name: "judge/accuracy",
+///     unit: "share",
+///     meaning: "share of verdicts that are right",
+///     reduce: Reduce::Mean,
+/// };
+/// let spec = StageSpec::new()
+///     .metrics(&[ACCURACY])
+///     .shows(Shown::of(&ACCURACY, "acc", Shown::OUTCOME).narrow());
+/// assert_eq!(spec.shows[0].label, "acc");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shown {
+    /// Name of the metric.
+    pub metric: &'static str,
+    /// What stands before the value.
+    pub label: &'static str,
+    /// Place in the line, and how much it matters: where there is no room, the largest ranks are left out.
+    pub rank: u8,
+    /// Characters of the value.
+    pub width: usize,
+}
+
+impl Shown {
+    /// Rank of a loss that says how well the model does.
+    pub const LOSS: u8 = 5;
+    /// Rank of what a run is for: reward, accuracy.
+    pub const OUTCOME: u8 = 10;
+    /// Rank of what the responses look like: length, entropy.
+    pub const RESPONSES: u8 = 20;
+    /// Rank of distances between policies: KL, share of clipped tokens.
+    pub const DISTANCE: u8 = 40;
+    /// Rank of gradients.
+    pub const GRADIENT: u8 = 60;
+    /// Rank of speed.
+    pub const SPEED: u8 = 70;
+    /// Rank of what is looked at when something is wrong.
+    pub const DETAIL: u8 = 80;
+
+    /// `metric` behind the word `label`, with six characters for its value.
+    pub const fn of(metric: &Metric, label: &'static str, rank: u8) -> Shown {
+        Shown {
+            metric: metric.name,
+            label,
+            rank,
+            width: 6,
+        }
+    }
+
+    /// With five characters for its value, which is not negative.
+    pub const fn narrow(mut self) -> Shown {
+        self.width = 5;
+        self
+    }
+}
+
 /// A quantity that several stages are told.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Agreement {

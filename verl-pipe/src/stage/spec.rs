@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 
 use super::{
     Access, Agreement, Cadence, Cardinality, ConfigError, LengthBound, LengthLimit, Metric,
-    ModelWork, OnRowError, Refill, RowRule,
+    ModelWork, OnRowError, OptimizerPasses, Refill, RowRule, Shown,
 };
 use crate::field::Field;
 
@@ -43,6 +43,11 @@ pub struct StageSpec {
     pub roles: Vec<(String, &'static str)>,
     /// What it has models do, for the estimate of memory; nothing where it only asks a model's tokenizer.
     pub work: Vec<ModelWork>,
+    /// How often it steps optimisers, where that is not what the batch arithmetic says: `batch.epochs` passes in each step.
+    pub passes: Vec<OptimizerPasses>,
+    /// Key, in its own name, whose sampling temperature it takes where its own `temperature` is not set; see
+    /// [`BuildContext::temperature`](super::BuildContext::temperature).
+    pub temperature_of: Option<String>,
     /// How long the rows of keys that it writes may be.
     pub lengths: Vec<LengthBound>,
     /// Rows handed to one call; `None`: for `Row` stages with a model the plan's micro-batch, otherwise no limit.
@@ -53,6 +58,8 @@ pub struct StageSpec {
     pub on_row_error: OnRowError,
     /// Metrics that it records.
     pub metrics: Vec<Metric>,
+    /// Those of them that the console shows.
+    pub shows: Vec<Shown>,
     /// What it does that a pipeline usually does once, as a phrase: the plan warns where two stages say the same.
     pub once: Vec<&'static str>,
     /// What to do about a needed key (by name) that no stage writes, where more can be said than to write it.
@@ -127,6 +134,22 @@ impl StageSpec {
     /// Adds work with a model.
     pub fn works(mut self, work: ModelWork) -> Self {
         self.work.push(work);
+        self
+    }
+    /// Says how often it steps the optimiser of `model`: `passes` times over the rows of a step, and not in the first
+    /// `idle_steps` steps of the run.
+    pub fn optimizes(mut self, model: impl Into<String>, passes: usize, idle_steps: u64) -> Self {
+        self.passes.push(OptimizerPasses {
+            model: model.into(),
+            passes,
+            idle_steps,
+        });
+        self
+    }
+    /// Says that it works at the temperature at which the tokens of the key `name` were sampled, unless it is set to
+    /// another.
+    pub fn at_temperature_of(mut self, name: impl Into<String>) -> Self {
+        self.temperature_of = Some(name.into());
         self
     }
     /// Says that its setting `setting` bounds the rows of the key `name`, which it writes; `tokens` is absent where the
@@ -228,6 +251,11 @@ impl StageSpec {
     /// Adds metrics that it records.
     pub fn metrics(mut self, metrics: &[Metric]) -> Self {
         self.metrics.extend_from_slice(metrics);
+        self
+    }
+    /// Has the console show a metric that it records.
+    pub fn shows(mut self, shown: Shown) -> Self {
+        self.shows.push(shown);
         self
     }
 }

@@ -88,6 +88,18 @@ impl ModelWork {
     }
 }
 
+/// How often a stage steps the optimiser of a model, for the number of optimiser steps that a run takes: one step for each
+/// mini-batch of the rows that it gets, in each pass.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OptimizerPasses {
+    /// The model's name.
+    pub model: String,
+    /// Passes over the rows of a step.
+    pub passes: usize,
+    /// First steps of the run in which it does not train yet.
+    pub idle_steps: u64,
+}
+
 /// How long the rows of a key that a stage writes may be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LengthBound {

@@ -194,7 +194,7 @@ const fn maybe(
 }
 
 /// The columns of `trace/stats`, in order: a row a step, stage, side and key.
-pub(crate) const STAT_COLUMNS: [StatColumn; 38] = {
+pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
     use Of::{Buckets, Counts, Real, Text, Whole};
     [
         stat(
@@ -369,7 +369,7 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 38] = {
             "truncated_share",
             Real(|row| row.truncated_share),
             "share of rows",
-            "rows whose response reached the token limit; for texts, `responses` and `finish_reasons`",
+            "rows whose response reached the token limit or the end of the context; for texts, `responses` and `finish_reasons`",
         ),
         maybe(
             "counterpart",
@@ -382,6 +382,12 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 38] = {
             Whole(|row| Some(row.ratio.as_ref()?.tokens)),
             "tokens",
             "tokens that were compared with the counterpart",
+        ),
+        maybe(
+            "ratio_rows",
+            Whole(|row| Some(row.ratio.as_ref()?.rows)),
+            "rows",
+            "rows with a token that was compared with the counterpart",
         ),
         maybe(
             "diff_mean",
@@ -400,6 +406,12 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 38] = {
             Real(|row| Some(row.ratio.as_ref()?.k1)),
             "nats",
             "mean of counterpart minus key, which estimates a KL divergence",
+        ),
+        maybe(
+            "k1_error",
+            Real(|row| row.ratio.as_ref()?.k1_error),
+            "nats",
+            "standard error of `k1`, with rows as the units that are drawn",
         ),
         maybe(
             "ratio_min",

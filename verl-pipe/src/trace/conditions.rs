@@ -12,7 +12,7 @@ use crate::config::to_toml;
 use crate::pipe::DataPipe;
 use crate::plan::Plan;
 use crate::plan::display::Unwarned;
-use crate::run::folder::processor_features;
+use crate::run::processor::processor_features;
 use crate::schedule::placement::Schedule;
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, parse};

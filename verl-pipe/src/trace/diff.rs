@@ -22,6 +22,8 @@ pub struct KeyDiff {
     pub values: u64,
     /// Those that differ.
     pub differences: u64,
+    /// Whether the values are token ids, masks and the like, which have no distance.
+    pub is_identifier: bool,
     /// Largest distance of two numbers; `None` where there is no pair of numbers.
     pub largest: Option<f64>,
     /// Mean distance over all pairs of numbers; `None` where there is none.
@@ -143,12 +145,17 @@ fn diff_stage(planned: &PlannedStage, first: &RecordedStage, second: &RecordedSt
             right: key,
             tolerance: Tolerance::EXACT,
         };
-        let found = compare_rows(&pairing(&both), &[compared], &left, &right);
-        let measured = |value: f64| (found.numbers > 0).then_some(value);
+        let mut found = compare_rows(&pairing(&both), &[compared], &left, &right);
+        let is_identifier = field.is_identifier();
+        if let Some(first) = found.first.as_mut().filter(|_| is_identifier) {
+            first.absolute = None;
+        }
+        let measured = |value: f64| (found.numbers > 0 && !is_identifier).then_some(value);
         diff.keys.push(KeyDiff {
             key: key.to_owned(),
             values: found.values,
             differences: found.differences,
+            is_identifier,
             largest: measured(found.largest),
             mean: measured(found.total / found.numbers.max(1) as f64),
             unlike: found.unlike,

@@ -109,7 +109,7 @@ pub(crate) fn diff_inputs(
             tolerance: Tolerance::EXACT,
         })
         .collect();
-    let found = compare_rows(
+    let mut found = compare_rows(
         &Pairing {
             stage: &planned.name,
             order: left.ids(),
@@ -121,6 +121,17 @@ pub(crate) fn diff_inputs(
         &left,
         &right,
     );
+    let fields = planned
+        .spec
+        .reads
+        .iter()
+        .chain(&planned.spec.reads_optional);
+    let mut identifiers = fields.filter(|field| field.is_identifier());
+    if let Some(first) = &mut found.first
+        && identifiers.any(|field| field.name == first.key)
+    {
+        first.absolute = None;
+    }
     diff.differences += found.differences;
     diff.first = diff.first.or(found.first).map(Difference::of_input);
     diff

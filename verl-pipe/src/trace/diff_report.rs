@@ -121,58 +121,83 @@ impl RunDiff {
         found.map(|(stage, key)| (stage, key.key.as_str()))
     }
 
-    /// A line a step: what differs, and how far the key that differed first lies apart.
+    /// A line a step: what differs, and how far the key that differed first lies apart; of token ids and the like, how many
+    /// differ.
     fn write_trend(&self, f: &mut fmt::Formatter<'_>, parting: &Parting<'_>) -> fmt::Result {
         let Some(key) = self.followed(parting) else {
             return Ok(());
         };
         let name = format!("{}.{}", key.0, key.1);
-        let (mean, largest) = (format!("mean |Δ| {name}"), format!("largest |Δ| {name}"));
-        let mut table = Table::new(&[
+        let of_key = |step: &StepDiff| step.key(key).map(|found| found.is_identifier);
+        let is_identifier = self.steps.iter().find_map(of_key) == Some(true);
+        let apart = match is_identifier {
+            true => vec![format!("of {name}")],
+            false => vec![format!("mean |Δ| {name}"), format!("largest |Δ| {name}")],
+        };
+        let mut columns = vec![
             ("step", Align::Right),
             ("values that differ", Align::Right),
             ("rows of one only", Align::Right),
-            (mean.as_str(), Align::Right),
-            (largest.as_str(), Align::Right),
-            ("stages that differ", Align::Left),
-        ]);
+        ];
+        columns.extend(apart.iter().map(|name| (name.as_str(), Align::Right)));
+        columns.push(("stages that differ", Align::Left));
+        let mut table = Table::new(&columns);
         for step in &self.steps {
-            table.row(step.trend(key));
+            table.row(step.trend(key, is_identifier));
         }
         write!(f, "{table}")
     }
 }
 
 impl StepDiff {
-    fn trend(&self, (stage, key): (&str, &str)) -> [String; 6] {
+    fn key(&self, (stage, key): (&str, &str)) -> Option<&KeyDiff> {
+        let of_stage = self.stages.iter().find(|other| other.stage == stage);
+        of_stage.and_then(|stage| stage.keys.iter().find(|other| other.key == key))
+    }
+
+    fn trend(&self, key: (&str, &str), is_identifier: bool) -> Vec<String> {
         let keys = || self.stages.iter().flat_map(|stage| &stage.keys);
         let values: u64 = keys().map(|key| key.values).sum();
         let differing: u64 = keys().map(|key| key.differences).sum();
         let lone =
             |stage: &crate::trace::diff::StageDiff| stage.rows_of_first + stage.rows_of_second;
         let lone: usize = self.stages.iter().map(lone).sum();
-        let of_stage = self.stages.iter().find(|other| other.stage == stage);
-        let of_key = of_stage.and_then(|stage| stage.keys.iter().find(|other| other.key == key));
+        let of_key = self.key(key);
         let differ: Vec<&str> = self
             .stages
             .iter()
             .filter(|stage| stage.differences() > 0)
             .map(|stage| stage.stage.as_str())
             .collect();
-        [
+        let none = || "-".to_owned();
+        let mut cells = vec![
             self.step.to_string(),
             format!("{:.2} %", 100.0 * differing as f64 / values.max(1) as f64),
             lone.to_string(),
-            of_key.map_or("-".to_owned(), KeyDiff::apart),
-            of_key
-                .and_then(|key| key.largest)
-                .map_or("-".to_owned(), short),
-            quoted(differ),
-        ]
+        ];
+        match is_identifier {
+            true => cells.push(of_key.map_or_else(none, KeyDiff::differing)),
+            false => {
+                cells.push(of_key.map_or_else(none, KeyDiff::apart));
+                let largest = of_key.and_then(|key| key.largest);
+                cells.push(largest.map_or_else(none, short));
+            }
+        }
+        cells.push(quoted(differ));
+        cells
     }
 }
 
 impl KeyDiff {
+    /// `3 of 512 differ`, and what has no partner: `3 of 512 differ, lengths 5 and 7`.
+    fn differing(&self) -> String {
+        let mut text = format!("{} of {} differ", self.differences, self.values);
+        if let Some(unlike) = &self.unlike {
+            text += &format!(", {unlike}");
+        }
+        text
+    }
+
     /// The mean distance, and what has none: `0.25`, `lengths 5 and 7`, `0.25, lengths 5 and 7`.
     fn apart(&self) -> String {
         let mean = self

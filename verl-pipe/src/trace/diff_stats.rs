@@ -6,6 +6,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use crate::field::Field;
 use crate::schedule::placement::Schedule;
 use crate::stage::RowRule;
 use crate::trace::diff_inputs::Cause;
@@ -27,8 +28,12 @@ pub struct StatsStep {
     pub differing: usize,
     /// The first of them in the order of the plan: stage and key.
     pub first: Option<(String, String)>,
-    /// Means of the key in which the runs part, in the first and in the second run.
+    /// Means of the key in which the runs part, in the first and in the second run; none of token ids and the like.
     pub means: (Option<f64>, Option<f64>),
+    /// Values of that key in the first and in the second run.
+    pub values: (Option<u64>, Option<u64>),
+    /// Whether that key differs.
+    pub differs: bool,
 }
 
 /// Two runs, by their statistics.
@@ -36,6 +41,8 @@ pub struct StatsStep {
 pub struct StatsDiff {
     /// Where they part: step, stage, key.
     pub parting: Option<(u64, String, String)>,
+    /// Whether the key in which they part holds token ids, masks and the like, which have no mean.
+    pub is_identifier: bool,
     /// Whether the stage in which they part was given the same.
     pub cause: Option<Cause>,
     /// Steps that both have, rising.
@@ -85,14 +92,28 @@ pub(crate) fn diff_stats(schedule: &Schedule, first: &[StatRow], second: &[StatR
             differing: keys.iter().filter(differs).count(),
             first,
             means: (None, None),
+            values: (None, None),
+            differs: false,
         });
     }
     if let Some((step, stage, key)) = &diff.parting {
         diff.cause = cause(schedule, *step, stage, first, second);
         let name = (stage.as_str(), key.as_str());
+        let mut stages = schedule.plan.stages.iter();
+        let planned = stages.find(|planned| planned.name == *stage);
+        let field = planned.and_then(|stage| stage.spec.writes.iter().find(|f| f.name == *key));
+        diff.is_identifier = field.is_some_and(Field::is_identifier);
         for step in &mut diff.steps {
-            let mean = |of: &BTreeMap<u64, Emitted<'_>>| of[&step.step].get(&name)?.mean;
-            step.means = (mean(&left), mean(&right));
+            let first = left[&step.step].get(&name).copied();
+            let second = right[&step.step].get(&name).copied();
+            step.values = (first.map(|row| row.count), second.map(|row| row.count));
+            step.differs = first.map(|row| row.hash) != second.map(|row| row.hash);
+            if !diff.is_identifier {
+                step.means = (
+                    first.and_then(|row| row.mean),
+                    second.and_then(|row| row.mean),
+                );
+            }
         }
     }
     diff
@@ -142,27 +163,37 @@ impl fmt::Display for StatsDiff {
         if let Some(cause) = &self.cause {
             writeln!(f, "  {cause}")?;
         }
-        let (first, second) = (
-            format!("mean of {stage}.{key} in the first"),
-            "in the second".to_owned(),
-        );
-        let mut table = Table::new(&[
-            ("step", Align::Right),
-            ("keys that differ", Align::Right),
-            (first.as_str(), Align::Right),
-            (second.as_str(), Align::Right),
-        ]);
+        let name = format!("{stage}.{key}");
+        let (first, second) = match self.is_identifier {
+            true => ("values in the first".to_owned(), "in the second"),
+            false => (format!("mean of {name} in the first"), "in the second"),
+        };
+        let mut columns = vec![("step", Align::Right), ("keys that differ", Align::Right)];
+        if self.is_identifier {
+            columns.push((name.as_str(), Align::Left));
+        }
+        columns.extend([(first.as_str(), Align::Right), (second, Align::Right)]);
+        let mut table = Table::new(&columns);
         let every = self.steps.len().div_ceil(SHOWN_STEPS).max(1);
         let last = self.steps.len().saturating_sub(1);
-        let shown = |number: Option<f64>| number.map_or_else(|| "-".to_owned(), short);
+        let none = || "-".to_owned();
+        let mean = |number: Option<f64>| number.map_or_else(none, short);
+        let values = |count: Option<u64>| count.map_or_else(none, |count| count.to_string());
         for (at, row) in self.steps.iter().enumerate() {
             if at % every == 0 || at == last || row.step == *step {
-                table.row([
+                let mut cells = vec![
                     row.step.to_string(),
                     format!("{} of {}", row.differing, row.keys),
-                    shown(row.means.0),
-                    shown(row.means.1),
-                ]);
+                ];
+                match self.is_identifier {
+                    true => {
+                        let word = if row.differs { "differs" } else { "the same" };
+                        cells.push(word.to_owned());
+                        cells.extend([values(row.values.0), values(row.values.1)]);
+                    }
+                    false => cells.extend([mean(row.means.0), mean(row.means.1)]),
+                }
+                table.row(cells);
             }
         }
         write!(f, "{table}")

@@ -225,6 +225,11 @@ impl Layout {
         }
     }
 
+    /// The folder of the run.
+    pub fn run_dir(&self) -> &Path {
+        self.dir.parent().unwrap_or(&self.dir)
+    }
+
     /// `format.json`.
     pub fn format(&self) -> PathBuf {
         self.dir.join("format.json")

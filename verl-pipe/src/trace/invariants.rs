@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use crate::batch::{Batch, RowId};
 use crate::keys;
-use crate::run::guard::{GuardError, GuardScope};
+use crate::run::guard::{GuardError, GuardScope, MaskOf};
+use crate::run::masks::kinds_of;
 use crate::schedule::placement::Schedule;
 use crate::stage::RowRule;
 use crate::trace::cell::{Cell, cell};
@@ -68,11 +69,18 @@ fn guard(
         .map(|(row, id)| order.get(id).copied().unwrap_or(row as u32))
         .collect();
     let planned = &schedule.plan.stages[index];
+    let mask = schedule.wiring.stages[index].mask.as_ref();
+    let masks = batch.column(keys::MASK_KINDS.name());
+    let kinds = |row: usize| masks.and_then(|masks| kinds_of(masks, row));
     let scope = GuardScope {
         stage: &planned.name,
         wires: &schedule.wiring.stages[index],
         positions: &positions,
         ids: &ids,
+        mask: mask.map(|mask| MaskOf {
+            dim: &mask.dim,
+            kinds: &kinds,
+        }),
     };
     let result = if output {
         let same_rows = matches!(planned.spec.rows, RowRule::Same | RowRule::Filter);
@@ -169,8 +177,8 @@ fn rule(key: &str) -> Option<ValueRule> {
             ("it is 0 or 1", |v| v <= 1.0)
         }
         _ if key == keys::FINISH_REASONS.name() => (
-            "a finish reason is 0 (end of sequence), 1 (stop text) or 2 (length)",
-            |v| v <= 2.0,
+            "a finish reason is 0 (end of sequence), 1 (stop text), 2 (length) or 3 (context)",
+            |v| v <= 3.0,
         ),
         _ if key == keys::ENTROPIES.name() => ("an entropy is never below 0", |v| v >= -ROUNDING),
         _ if key == keys::ROLLOUT_WEIGHTS.name() => {

@@ -26,6 +26,7 @@ pub mod first_bad;
 pub(crate) mod first_changed;
 pub mod format;
 mod invariants;
+pub(crate) mod look;
 pub(crate) mod partial;
 pub mod ratio;
 pub mod recorded;

@@ -27,6 +27,11 @@ pub struct RatioStats {
     pub diff_max: f64,
     /// Mean of counterpart − key (nats): KL of the counterpart from the key, by samples of the counterpart.
     pub k1: f64,
+    /// Standard error of `k1` (nats), with rows as the units that are drawn, since the tokens of a row depend on one
+    /// another; `None` of a single row.
+    pub k1_error: Option<f64>,
+    /// Rows with a token that was compared.
+    pub rows: u64,
     /// Smallest ratio e^(key − counterpart).
     pub ratio_min: f64,
     /// Largest ratio.
@@ -79,6 +84,8 @@ pub(crate) fn compare(
             diff_mean: sums.diff / n,
             diff_max: sums.diff_max,
             k1: -sums.signed / n,
+            k1_error: sums.error(),
+            rows: sums.rows,
             ratio_min: sums.min.exp(),
             ratio_max: sums.max.exp(),
             probability_diff: sums.probability / n,
@@ -98,6 +105,9 @@ struct Sums {
     probability: f64,
     ratio: f64,
     ratio_squared: f64,
+    /// Of rows with their sum s of key − counterpart over n tokens: how many, Σs², Σsn, Σn².
+    rows: u64,
+    row_squares: [f64; 3],
 }
 
 impl Default for Sums {
@@ -112,6 +122,8 @@ impl Default for Sums {
             probability: 0.0,
             ratio: 0.0,
             ratio_squared: 0.0,
+            rows: 0,
+            row_squares: [0.0; 3],
         }
     }
 }
@@ -120,6 +132,7 @@ impl Sums {
     /// Adds a row; gives its largest distance.
     fn row(&mut self, own: &[f32], other: &[f32], kinds: Option<&[u8]>) -> Option<f64> {
         let mut farthest: Option<f64> = None;
+        let (signed, tokens) = (self.signed, self.tokens);
         for (at, (own, other)) in own.iter().zip(other).enumerate() {
             let acted = kinds.is_none_or(|kinds| kinds.get(at) == Some(&mask::ACTION));
             if !acted || !own.is_finite() || !other.is_finite() {
@@ -139,7 +152,21 @@ impl Sums {
             self.ratio_squared += ratio * ratio;
             farthest = Some(farthest.unwrap_or(0.0).max(d.abs()));
         }
+        let (s, n) = (self.signed - signed, (self.tokens - tokens) as f64);
+        self.rows += u64::from(n > 0.0);
+        for (sum, of_row) in self.row_squares.iter_mut().zip([s * s, s * n, n * n]) {
+            *sum += of_row;
+        }
         farthest
+    }
+
+    /// Standard error of the mean over tokens, a ratio of two sums over rows (Cochran 1977, 6.4).
+    fn error(&self) -> Option<f64> {
+        let (rows, tokens) = (self.rows as f64, self.tokens as f64);
+        let mean = self.signed / tokens;
+        let [ss, sn, nn] = self.row_squares;
+        let residuals = (ss - 2.0 * mean * sn + mean * mean * nn).max(0.0);
+        (self.rows > 1).then(|| (rows / (rows - 1.0) * residuals).sqrt() / tokens)
     }
 }
 
@@ -196,6 +223,8 @@ mod tests {
             (2, 0.625, 1.0)
         );
         assert_eq!(stats.k1, -0.375);
+        // Two rows of one token each: the deviation of +1 and −0.25 by the root of two.
+        assert_eq!((stats.rows, stats.k1_error), (2, Some(0.625)));
         assert_eq!(
             (stats.ratio_min, stats.ratio_max),
             ((-0.25f64).exp(), 1f64.exp())

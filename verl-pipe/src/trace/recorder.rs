@@ -18,10 +18,13 @@ use crossbeam_channel::{RecvTimeoutError, SendTimeoutError, Sender, TrySendError
 
 use crate::batch::Batch;
 use crate::resource::WeightsVersion;
+use crate::run::channel::caught;
 use crate::run::error::RunError;
 use crate::run::metrics::StepMetrics;
+use crate::run::space::Room;
 use crate::run::start::seconds;
 use crate::run::state::RunState;
+use crate::run::warnings::{heard, heard_by};
 use crate::run::watch::{Wait, Watch};
 use crate::schedule::placement::Schedule;
 use crate::trace::conditions::Conditions;
@@ -30,7 +33,7 @@ use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, Side, StageInfo, StateRef, TraceFormat};
 use crate::trace::partial::write_json;
 use crate::trace::recording::{Message, Recording, SPILL_BYTES, Shared, StepState};
-use crate::trace::rules::{Anomaly, Rule};
+use crate::trace::rules::{Anomaly, Fired, Rule};
 use crate::trace::state::write_state;
 use crate::trace::step_data::{Part, StageAbout};
 use crate::trace::tap::{Tap, TapPoint};
@@ -60,6 +63,8 @@ pub struct Recorder {
     state_bytes: u64,
     /// Bytes of steps in full on disk, rows and states.
     used: Arc<AtomicU64>,
+    /// Room on the disk beside the models.
+    room: Room,
     /// Why states were left out, as far as it was told.
     told: Mutex<BTreeSet<&'static str>>,
     /// Versions whose state is on disk, and under which name.
@@ -67,6 +72,8 @@ pub struct Recorder {
     watches_weights: bool,
     /// Steps that the flight recorder wrote without their state.
     wanted: Arc<Mutex<Vec<u64>>>,
+    /// What the rules found so far.
+    fired: Arc<Mutex<Vec<Fired>>>,
     /// Tells waits for the thread.
     watch: Watch,
     /// The thread did not answer and was given up.
@@ -90,6 +97,15 @@ impl Recorder {
     /// # Errors
     /// A folder or thread that cannot be made.
     pub fn start(run_dir: &Path, schedule: &Schedule) -> Result<Option<Arc<Recorder>>, TraceError> {
+        Self::start_in(run_dir, schedule, &Room::of(run_dir, None))
+    }
+
+    /// As [`Recorder::start`]; writes as long as there is `room` beside the models.
+    pub(crate) fn start_in(
+        run_dir: &Path,
+        schedule: &Schedule,
+        room: &Room,
+    ) -> Result<Option<Arc<Recorder>>, TraceError> {
         let plan = &schedule.plan;
         let config = plan.pipe.trace.clone();
         let stages = StageAbout::all(schedule);
@@ -113,7 +129,10 @@ impl Recorder {
                 })
                 .collect(),
         };
-        let writer = TraceWriter::create(run_dir, &format)?;
+        let writer = TraceWriter::create(run_dir, &format)?.in_room(room.clone());
+        if plan.pipe.records_in_full() {
+            room.tell_budget(config.budget_mb);
+        }
         let layout = writer.layout().clone();
         write_json(&layout.conditions(), &conditions)?;
         let on_cpu = schedule
@@ -126,7 +145,12 @@ impl Recorder {
             .map(|model| model.info.weight_bytes + model.info.optimizer_bytes)
             .sum();
         let shared = Shared::default();
-        let Shared { wanted, used } = shared.clone();
+        let Shared {
+            wanted,
+            used,
+            fired,
+        } = shared.clone();
+        let listens = heard_by();
         let deadline = seconds(plan.pipe.run.stage_deadline_s);
         let watch = Watch::start(Some(run_dir), deadline);
         let own = plan.pipe.rules.iter().map(|rule| (rule.build)());
@@ -144,7 +168,15 @@ impl Recorder {
         let (to, inbox) = bounded(QUEUE);
         let thread = std::thread::Builder::new()
             .name("trace".to_owned())
-            .spawn(move || recording.serve(&inbox))
+            .spawn(move || {
+                let _heard = heard(listens.as_ref());
+                // A rule of one's own may panic.
+                if let Err(message) = caught(|| recording.serve(&inbox)) {
+                    tracing::error!(
+                        "trace: its thread panicked: {message}; the run goes on, and from here on no rule looks and nothing is recorded"
+                    );
+                }
+            })
             .map_err(|e| TraceError::file("start a thread for", &layout.dir, e))?;
         Ok(Some(Arc::new(Recorder {
             to,
@@ -154,14 +186,22 @@ impl Recorder {
             debug_stages,
             state_bytes,
             used,
+            room: room.clone(),
             told: Mutex::default(),
             kept: Mutex::default(),
             watches_weights,
             wanted,
+            fired,
             watch,
             lost: AtomicBool::new(false),
             step: AtomicU64::new(0),
         })))
+    }
+
+    /// How often each rule began to hold so far.
+    pub(crate) fn anomalies(&self) -> BTreeMap<String, u64> {
+        let fired = self.fired().into_iter();
+        fired.map(|fired| (fired.rule, fired.events)).collect()
     }
 
     /// Whether the state of models and stages is to be told before `step`, and if so, whether in full or by version.
@@ -260,7 +300,9 @@ impl Recorder {
                 state: None,
             };
         }
-        let state = match write_state(&self.layout, stored) {
+        let room = self.room.take_beside_lines(size);
+        let room = room.map_err(|e| TraceError::file("write", &self.layout.dir, e));
+        let state = match room.and_then(|()| write_state(&self.layout, stored)) {
             Ok((name, bytes)) => {
                 self.used.fetch_add(bytes, Ordering::Relaxed);
                 Some(name)
@@ -305,6 +347,12 @@ impl Recorder {
                 values: metrics.values.clone(),
             });
         }
+    }
+
+    /// The rules that fired so far, as far as the thread has come.
+    pub fn fired(&self) -> Vec<Fired> {
+        let fired = self.fired.lock().unwrap_or_else(PoisonError::into_inner);
+        fired.clone()
     }
 
     /// Waits until all that was handed over so far is done.

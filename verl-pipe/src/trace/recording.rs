@@ -16,7 +16,11 @@ use crate::trace::error::TraceError;
 use crate::trace::format::{
     FORMAT, ROWS_MISSING, Reason, Side, StateRef, StepManifest, TraceFormat, parse,
 };
-use crate::trace::rules::{Anomaly, MetricsView, Rule, RuleBook, SeenBatch, Severity, StepView};
+use crate::trace::look::Look;
+use crate::trace::rules::{
+    Anomaly, EARLY_STEPS, Fired, HISTORY_STEPS, MetricsView, Rule, RuleBook, SeenBatch, Severity,
+    StepView,
+};
 use crate::trace::stats_table::StatsWriter;
 use crate::trace::step_data::{Part, Ring, StageAbout, StepData, StepFiles, StepHeader};
 use crate::trace::step_stats::StepStats;
@@ -24,8 +28,6 @@ use crate::trace::writer::TraceWriter;
 
 /// Bytes of rows that a step recorded in full may hold in memory before they move to its files.
 pub(crate) const SPILL_BYTES: usize = 256 << 20;
-/// Steps whose metrics are remembered for spikes.
-const HISTORY: usize = 32;
 
 /// What the thread is told.
 pub(crate) enum Message {
@@ -79,6 +81,8 @@ pub(crate) struct StepState {
 pub(crate) struct Recording {
     /// Steps that were written without their state.
     wanted: Arc<Mutex<Vec<u64>>>,
+    /// What the rules found so far.
+    fired: Arc<Mutex<Vec<Fired>>>,
     writer: TraceWriter,
     stages: Vec<StageAbout>,
     config: TraceConfig,
@@ -98,6 +102,9 @@ pub(crate) struct Recording {
     /// A rule on metrics asks to stop before the next update.
     stop: Option<Box<Anomaly>>,
     history: VecDeque<BTreeMap<String, f64>>,
+    early: Vec<BTreeMap<String, f64>>,
+    /// By stage, the setting that bounds its responses, and its value.
+    limits: BTreeMap<String, (&'static str, usize)>,
     versions: Vec<(u64, BTreeMap<String, WeightsVersion>)>,
     /// Bytes of rows that a step recorded in full may hold in memory.
     spill_bytes: usize,
@@ -120,11 +127,17 @@ pub(crate) struct Shared {
     pub wanted: Arc<Mutex<Vec<u64>>>,
     /// Bytes of steps in full on disk, rows and states.
     pub used: Arc<AtomicU64>,
+    /// What the rules found so far.
+    pub fired: Arc<Mutex<Vec<Fired>>>,
 }
 
 impl Recording {
     pub(crate) fn new(
-        Shared { wanted, used }: Shared,
+        Shared {
+            wanted,
+            used,
+            fired,
+        }: Shared,
         writer: TraceWriter,
         stages: Vec<StageAbout>,
         config: TraceConfig,
@@ -133,10 +146,11 @@ impl Recording {
         on_cpu: bool,
     ) -> Result<Recording, TraceError> {
         let table = match config.stats {
-            true => Some(StatsWriter::create(
-                writer.layout().stats(),
-                config.part_steps,
-            )?),
+            true => {
+                let dir = writer.layout().stats();
+                let table = StatsWriter::create(dir, config.part_steps)?;
+                Some(table.in_room(writer.room().cloned()))
+            }
             false => None,
         };
         // Steps that the run has not are told before it.
@@ -145,10 +159,15 @@ impl Recording {
             |about: &StageAbout| about.debug || asked && config.stages.contains(&about.name);
         let unseen = stages.iter().enumerate();
         let unseen = unseen.filter(|(_, about)| about.in_step && named(about));
+        let limits: Vec<_> = stages
+            .iter()
+            .filter_map(|about| Some((about.name.clone(), about.longest?)))
+            .collect();
         Ok(Recording {
             unseen: unseen.map(|(stage, _)| stage).collect(),
             asked: false,
             wanted,
+            fired,
             rules: RuleBook::new(own_rules, &config.rules),
             ring: Ring {
                 max_steps: config.ring_steps,
@@ -169,6 +188,8 @@ impl Recording {
             alarmed: false,
             stop: None,
             history: VecDeque::new(),
+            early: Vec::new(),
+            limits: limits.into_iter().collect(),
             versions: Vec::new(),
             spill_bytes: SPILL_BYTES,
             used,
@@ -299,6 +320,12 @@ impl Recording {
         }
     }
 
+    /// Whether the rows of a step in which a rule fires will be on disk.
+    fn keeps_rows(&self, step: u64) -> bool {
+        let room = self.ring_writes < self.config.ring_writes;
+        self.flies() && room || self.chosen(step).contains(&true)
+    }
+
     /// Whether the flight recorder is on.
     fn flies(&self) -> bool {
         self.table.is_some() && self.ring.max_steps > 0
@@ -330,6 +357,7 @@ impl Recording {
     fn spill(&mut self, chosen: &[bool]) -> Result<(), TraceError> {
         let header = header(&self.stages, &self.format, &self.state.1);
         let chosen = |stage: usize| chosen[stage];
+        self.writer.take_room(self.data.bytes as u64)?;
         self.files.spill(&self.writer, &header, &self.data, &chosen)
     }
 
@@ -346,6 +374,7 @@ impl Recording {
     /// Rules on rows look at the step so far; gives the first that stops.
     fn judge(&mut self, update: Option<(usize, &Batch)>) -> Option<Box<Anomaly>> {
         self.judged = true;
+        let keeps_rows = self.keeps_rows(self.data.step);
         let (rows, distances) = self.stats.rows(self.data.step, &self.stages, true);
         let batches: Vec<SeenBatch<'_>> = self
             .data
@@ -362,21 +391,32 @@ impl Recording {
             side: Side::Input,
             batch,
         });
-        let found = self.rules.before_update(&StepView {
+        let view = StepView {
             step: self.data.step,
             stats: &rows,
             batches: &batches,
             update,
             distances: &distances,
-        });
+            limits: &self.limits,
+        };
+        let look = Look {
+            dir: self.writer.layout().run_dir(),
+            step: self.data.step,
+            stages: &self.stages,
+            kept: keeps_rows,
+        };
+        let found = self.rules.before_update(&view, &|hit| look.command(hit));
         self.report(found)
     }
 
     /// Tells what rules found; gives the first that stops.
     fn report(&mut self, found: Vec<Anomaly>) -> Option<Box<Anomaly>> {
         self.alarmed |= !found.is_empty();
+        let mut fired = self.fired.lock().unwrap_or_else(PoisonError::into_inner);
+        *fired = self.rules.fired();
+        drop(fired);
         for anomaly in &found {
-            tracing::warn!("{anomaly}");
+            tracing::warn!("{anomaly:#}");
             let written = self.line(anomaly);
             self.tell("anomalies", written);
         }
@@ -448,15 +488,26 @@ impl Recording {
     }
 
     fn metrics(&mut self, step: u64, values: BTreeMap<String, f64>) {
-        let found = self.rules.after_step(&MetricsView {
+        let look = Look {
+            dir: self.writer.layout().run_dir(),
+            step,
+            stages: &self.stages,
+            kept: self.keeps_rows(step),
+        };
+        let view = MetricsView {
             step,
             metrics: &values,
             history: &self.history,
+            early: &self.early,
             versions: &self.versions,
             on_cpu: self.on_cpu,
-        });
+        };
+        let found = self.rules.after_step(&view, &|hit| look.command(hit));
+        if self.early.len() < EARLY_STEPS {
+            self.early.push(values.clone());
+        }
         self.history.push_back(values);
-        if self.history.len() > HISTORY {
+        if self.history.len() > HISTORY_STEPS {
             self.history.pop_front();
         }
         let any = !found.is_empty();

@@ -1,8 +1,11 @@
 //! Anomaly rules: what is looked for in every step, and what is said when it is found.
 //!
 //! A rule looks at the statistics and rows of a step before the update runs, or at its metrics after it. It *warns*, or
-//! *stops* the run before the optimiser moves (a rule on metrics: before the next one). It is told once when it begins
-//! to hold for a stage and key, and again only after it has ceased to.
+//! *stops* the run before the optimiser moves (a rule on metrics: before the next one).
+//!
+//! One cause is one event. A rule reports a stage and key when it begins to hold, and again only after it has not held
+//! for [`QUIET_STEPS`] steps. What follows from another finding of the same step (advantages of 0 from equal
+//! rewards) is counted, not reported. [`Fired`] sums up each rule at the end of a run.
 //!
 //! Built-in rules stand in [`RULES`]; `[trace.rules]` tunes or silences them by name:
 //!
@@ -19,9 +22,15 @@
 //! ([`Registry::rule`](crate::registry::Registry::rule)) for every pipeline that is read with it. It is tuned and silenced
 //! like those that are built in.
 
+mod book;
 mod built_in;
+mod log_probs;
+mod metrics;
+mod robust;
+mod rows;
+mod trends;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 
@@ -30,10 +39,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::batch::{Batch, RowId};
 use crate::resource::WeightsVersion;
-use crate::trace::format::{FORMAT, Side};
+use crate::trace::format::Side;
 use crate::trace::stats::StatRow;
 
+pub(crate) use book::RuleBook;
+pub use book::{Fired, QUIET_STEPS};
 pub use built_in::{BuiltIn, LooksAt, RULES};
+
+/// First steps of a run whose metrics are kept for rules.
+pub const EARLY_STEPS: usize = 16;
+/// Newest steps of a run whose metrics are kept for rules.
+pub const HISTORY_STEPS: usize = 64;
 
 /// What a rule does when it fires.
 #[derive(
@@ -72,6 +88,8 @@ pub struct StepView<'a> {
     pub update: Option<SeenBatch<'a>>,
     /// For each log-prob key that was compared with a counterpart: its name, and the largest distance of each row.
     pub distances: &'a BTreeMap<String, Vec<(RowId, f64)>>,
+    /// By stage: the longest response that a setting of the stage allows, and the name of the setting.
+    pub limits: &'a BTreeMap<String, (&'static str, usize)>,
 }
 
 /// A step after its end, as rules see it.
@@ -80,13 +98,43 @@ pub struct MetricsView<'a> {
     pub step: u64,
     /// Its metrics.
     pub metrics: &'a BTreeMap<String, f64>,
-    /// Metrics of the steps before, the newest last; some dozens at most.
+    /// Metrics of the steps before, the newest last; [`HISTORY_STEPS`] at most.
     pub history: &'a VecDeque<BTreeMap<String, f64>>,
+    /// Metrics of the first steps of the run, this one left out; [`EARLY_STEPS`] at most.
+    pub early: &'a [BTreeMap<String, f64>],
     /// Versions of the models when they were looked at last, and the step; now and then only, as a hash reads all
     /// weights.
     pub versions: &'a [(u64, BTreeMap<String, WeightsVersion>)],
     /// Whether every device of the run is a CPU.
     pub on_cpu: bool,
+}
+
+impl MetricsView<'_> {
+    /// The values of `name` in the steps before that have it, the newest last.
+    pub fn before(&self, name: &str) -> Vec<f64> {
+        self.history
+            .iter()
+            .filter_map(|step| step.get(name).copied())
+            .collect()
+    }
+
+    /// The values of `name` in the first steps of the run that have it.
+    pub fn first(&self, name: &str) -> Vec<f64> {
+        self.early
+            .iter()
+            .filter_map(|step| step.get(name).copied())
+            .collect()
+    }
+
+    /// The value of `name` in this step and the `steps - 1` before, the newest last; `None` where one lacks it.
+    pub fn last(&self, name: &str, steps: usize) -> Option<Vec<f64>> {
+        let before = self.history.len().checked_sub(steps.saturating_sub(1))?;
+        self.history
+            .range(before..)
+            .chain([self.metrics])
+            .map(|step| step.get(name).copied())
+            .collect()
+    }
 }
 
 /// What a rule found.
@@ -116,8 +164,16 @@ pub trait Rule: Send {
     fn limit(&self) -> f64 {
         0.0
     }
-    /// What to look at when it has fired.
+    /// What to do when it has fired.
     fn advice(&self) -> &str;
+    /// What usually causes it, as a list; empty where nothing is known.
+    fn causes(&self) -> &str {
+        ""
+    }
+    /// Names of rules from whose findings this one's follow: it reports nothing in a step in which one of them holds.
+    fn follows_from(&self) -> &[&str] {
+        &[]
+    }
     /// Looks at a step before its update.
     fn before_update(&mut self, _view: &StepView<'_>, _limit: f64) -> Vec<Hit> {
         Vec::new()
@@ -189,10 +245,17 @@ pub struct Anomaly {
     pub limit: f64,
     /// What is wrong, in words.
     pub what: String,
-    /// What to look at next.
+    /// What usually causes it; empty where nothing is known.
+    #[serde(default)]
+    pub causes: String,
+    /// What to do about it.
     pub advice: String,
+    /// Command that shows the step; empty where nothing is recorded of it.
+    #[serde(default)]
+    pub command: String,
 }
 
+/// On one line; with `{:#}` each part on a line of its own.
 impl fmt::Display for Anomaly {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Anomaly {
@@ -204,93 +267,23 @@ impl fmt::Display for Anomaly {
             ..
         } = self;
         write!(f, "{rule}: step {step}, `{stage}`, `{key}`: {what}")?;
-        if !self.samples.is_empty() {
-            write!(f, "; worst samples {}", self.samples.join(", "))?;
+        let between = if f.alternate() { "\n  " } else { "; " };
+        let samples = self.samples.join(", ");
+        let command = match self.command.as_str() {
+            "" => String::new(),
+            command => format!("`{command}`"),
+        };
+        for (word, text) in [
+            ("worst samples", samples.as_str()),
+            ("likely causes:", self.causes.as_str()),
+            ("next:", self.advice.as_str()),
+            ("look further:", command.as_str()),
+        ] {
+            if !text.is_empty() {
+                write!(f, "{between}{word} {text}")?;
+            }
         }
-        write!(f, "; next: {}", self.advice)
-    }
-}
-
-struct Armed {
-    rule: Box<dyn Rule>,
-    severity: Severity,
-    limit: f64,
-    /// Stages and keys for which it held when it was looked at last: before the update, after the step.
-    holds: [BTreeSet<(String, String)>; 2],
-}
-
-/// The rules of a run.
-pub(crate) struct RuleBook {
-    armed: Vec<Armed>,
-}
-
-impl RuleBook {
-    /// Built-in rules and those of the user, as `settings` change them.
-    pub(crate) fn new(
-        own: Vec<Box<dyn Rule>>,
-        settings: &BTreeMap<String, crate::trace::config::RuleSetting>,
-    ) -> RuleBook {
-        let built_in = RULES.iter().map(|rule| Box::new(*rule) as Box<dyn Rule>);
-        let armed = built_in.chain(own).filter_map(|rule| {
-            let setting = settings.get(rule.name()).copied().unwrap_or_default();
-            let severity = setting.severity.unwrap_or(rule.severity());
-            (severity > Severity::Off).then(|| Armed {
-                severity,
-                limit: setting.limit.unwrap_or(rule.limit()),
-                rule,
-                holds: Default::default(),
-            })
-        });
-        RuleBook {
-            armed: armed.collect(),
-        }
-    }
-
-    pub(crate) fn has(&self, name: &str) -> bool {
-        self.armed.iter().any(|armed| armed.rule.name() == name)
-    }
-
-    pub(crate) fn before_update(&mut self, view: &StepView<'_>) -> Vec<Anomaly> {
-        self.look(0, view.step, |rule, limit| rule.before_update(view, limit))
-    }
-
-    pub(crate) fn after_step(&mut self, view: &MetricsView<'_>) -> Vec<Anomaly> {
-        self.look(1, view.step, |rule, limit| rule.after_step(view, limit))
-    }
-
-    fn look(
-        &mut self,
-        moment: usize,
-        step: u64,
-        look: impl Fn(&mut dyn Rule, f64) -> Vec<Hit>,
-    ) -> Vec<Anomaly> {
-        let mut found = Vec::new();
-        for armed in &mut self.armed {
-            let hits = look(armed.rule.as_mut(), armed.limit);
-            let holds = hits
-                .iter()
-                .map(|hit| (hit.stage.clone(), hit.key.clone()))
-                .collect();
-            let before = std::mem::replace(&mut armed.holds[moment], holds);
-            let new = hits
-                .into_iter()
-                .filter(|hit| !before.contains(&(hit.stage.clone(), hit.key.clone())));
-            found.extend(new.map(|hit| Anomaly {
-                format: FORMAT,
-                rule: armed.rule.name().to_owned(),
-                severity: armed.severity,
-                step,
-                stage: hit.stage,
-                key: hit.key,
-                samples: hit.samples.iter().map(ToString::to_string).collect(),
-                sample_ids: hit.samples.iter().map(|id| id.0).collect(),
-                value: hit.value.is_finite().then_some(hit.value),
-                limit: armed.limit,
-                what: hit.what,
-                advice: armed.rule.advice().to_owned(),
-            }));
-        }
-        found
+        Ok(())
     }
 }
 

@@ -274,6 +274,9 @@ fn rows_of(record: &RecordBatch) -> Option<Vec<StatRow>> {
                 diff_mean: f("diff_mean")??,
                 diff_max: f("diff_max")??,
                 k1: f("k1")??,
+                // Traces of older versions have neither.
+                k1_error: f("k1_error").flatten(),
+                rows: maybe_u("ratio_rows").flatten().unwrap_or_default(),
                 ratio_min: f("ratio_min")??,
                 ratio_max: f("ratio_max")??,
                 probability_diff: f("probability_diff")??,

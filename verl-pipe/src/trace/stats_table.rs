@@ -1,7 +1,7 @@
 //! The table of statistics on disk: Parquet parts of some dozen steps, and the newest steps in an Arrow stream beside.
 
 use std::fs::{self, File};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arrow_array::builder::{ListBuilder, PrimitiveBuilder};
@@ -14,6 +14,7 @@ use parquet::basic::Compression;
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 
+use crate::run::space::Room;
 use crate::trace::columns::{Of, STAT_COLUMNS};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, MANIFEST_KEY};
@@ -57,6 +58,8 @@ pub struct StatsWriter {
     /// Steps since the last part.
     waiting: Vec<RecordBatch>,
     first_step: u64,
+    /// Room on the disk, where something is kept of it.
+    room: Option<Room>,
 }
 
 impl StatsWriter {
@@ -72,7 +75,21 @@ impl StatsWriter {
             live: None,
             waiting: Vec::new(),
             first_step: 0,
+            room: None,
         })
+    }
+
+    /// Has it write as long as there is room beside what is kept.
+    pub(crate) fn in_room(self, room: Option<Room>) -> StatsWriter {
+        StatsWriter { room, ..self }
+    }
+
+    fn take_room(&self, path: &Path, size: usize) -> Result<(), TraceError> {
+        let taken = self
+            .room
+            .as_ref()
+            .map_or(Ok(()), |room| room.take_beside_lines(size as u64));
+        taken.map_err(|e| TraceError::file("write", path, e))
     }
 
     /// Adds the rows of a step: into the stream, and with enough steps into a part of their own.
@@ -109,6 +126,9 @@ impl StatsWriter {
             .join(format!("part-{:08}.parquet", self.first_step));
         let schema = first.schema();
         let waiting = std::mem::take(&mut self.waiting);
+        // Compressed it takes less, and readers find the same steps in the stream until then.
+        let size = waiting.iter().map(RecordBatch::get_array_memory_size).sum();
+        self.take_room(&path, size)?;
         let told = |e: parquet::errors::ParquetError| TraceError::file("write", &path, e);
         write_aside(&path, |file| {
             let properties = WriterProperties::builder()
@@ -136,6 +156,7 @@ impl StatsWriter {
 
     fn stream(&mut self, record: &RecordBatch) -> Result<(), TraceError> {
         let path = self.live_path();
+        self.take_room(&path, record.get_array_memory_size())?;
         let told = |e: ArrowError| TraceError::file("write", &path, e);
         let mut live = match self.live.take() {
             Some(live) => live,
@@ -189,6 +210,8 @@ mod tests {
             diff_mean: 0.5,
             diff_max: 1.0,
             k1: -0.25,
+            k1_error: Some(0.125),
+            rows: 2,
             ratio_min: 0.5,
             ratio_max: 2.0,
             probability_diff: 0.125,

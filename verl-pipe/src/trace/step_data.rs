@@ -9,9 +9,10 @@ use arrow_schema::Field;
 use serde_json::Value;
 
 use crate::batch::{Batch, BatchError, RowId};
+use crate::keys::RESPONSES;
 use crate::plan::Plan;
 use crate::schedule::placement::Schedule;
-use crate::stage::{Cadence, RowRule};
+use crate::stage::{Cadence, LengthLimit, RowRule, StageSpec};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Side, StageFile, StageManifest};
 use crate::trace::writer::{SliceAt, StageWriter, TraceWriter};
@@ -30,6 +31,10 @@ pub(crate) struct StageAbout {
     pub in_step: bool,
     pub inputs: Vec<Field>,
     pub outputs: Vec<Field>,
+    /// Metrics that it declares, by name.
+    pub metrics: Vec<&'static str>,
+    /// The setting that bounds its responses, and the most tokens that it allows.
+    pub longest: Option<(&'static str, usize)>,
 }
 
 impl StageAbout {
@@ -54,6 +59,8 @@ impl StageAbout {
                     outputs: outputs
                         .map(|out| Field::new(&out.local, out.data_type.clone(), true))
                         .collect(),
+                    metrics: stage.spec.metrics.iter().map(|m| m.name).collect(),
+                    longest: longest_response(&stage.spec),
                 }
             })
             .collect()
@@ -73,6 +80,21 @@ impl StageAbout {
             .filter(|name| batch.has(name))
             .collect();
         batch.select(&own).unwrap_or_else(|_| batch.rows_only())
+    }
+}
+
+/// The setting that bounds the responses that a stage writes, and its value.
+fn longest_response(spec: &StageSpec) -> Option<(&'static str, usize)> {
+    let bound = spec
+        .lengths
+        .iter()
+        .find(|bound| bound.key == RESPONSES.name())?;
+    match bound.limit {
+        LengthLimit::Setting {
+            name,
+            tokens: Some(tokens),
+        } => Some((name, tokens)),
+        _ => None,
     }
 }
 
@@ -402,6 +424,8 @@ mod tests {
             in_step: true,
             inputs: fields.clone(),
             outputs: fields,
+            metrics: Vec::new(),
+            longest: None,
         }];
         let header = StepHeader {
             stages: &stages,

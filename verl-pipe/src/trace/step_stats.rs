@@ -175,8 +175,8 @@ impl SideStats {
             return;
         };
         self.finished.0 += (reasons.len() - reasons.null_count()) as u64;
-        let limit = reasons.iter().filter(|r| *r == Some(finish::LENGTH));
-        self.finished.1 += limit.count() as u64;
+        let cut = reasons.iter().flatten().filter(|r| finish::is_cut(*r));
+        self.finished.1 += cut.count() as u64;
     }
 
     fn truncated(&self) -> Option<f64> {

@@ -39,6 +39,14 @@ impl Rule for ToldRule {
         self.rule.advice()
     }
 
+    fn causes(&self) -> &str {
+        self.rule.causes()
+    }
+
+    fn follows_from(&self) -> &[&str] {
+        self.rule.follows_from()
+    }
+
     fn before_update(&mut self, view: &StepView<'_>, limit: f64) -> Vec<Hit> {
         let rule = &mut self.rule;
         self.teller

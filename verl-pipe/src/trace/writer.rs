@@ -15,6 +15,7 @@ use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::schema::types::ColumnPath;
 
 use crate::batch::{Batch, GROUP_ID, SAMPLE_ID};
+use crate::run::space::Room;
 use crate::trace::columns::STEP_COLUMNS;
 use crate::trace::error::TraceError;
 use crate::trace::format::{
@@ -34,6 +35,8 @@ const WRITE_VALUES: usize = 8192;
 pub struct TraceWriter {
     layout: Layout,
     threads: usize,
+    /// Room on the disk, where something is kept of it.
+    room: Option<Room>,
 }
 
 impl TraceWriter {
@@ -48,7 +51,29 @@ impl TraceWriter {
         Ok(TraceWriter {
             layout,
             threads: thread::available_parallelism().map_or(1, usize::from),
+            room: None,
         })
+    }
+
+    /// Has it write as long as there is room beside what is kept.
+    pub(crate) fn in_room(self, room: Room) -> TraceWriter {
+        TraceWriter {
+            room: Some(room),
+            ..self
+        }
+    }
+
+    pub(crate) fn room(&self) -> Option<&Room> {
+        self.room.as_ref()
+    }
+
+    /// Whether so many bytes of rows may be written.
+    pub(crate) fn take_room(&self, size: u64) -> Result<(), TraceError> {
+        let taken = self
+            .room
+            .as_ref()
+            .map_or(Ok(()), |room| room.take_beside_lines(size));
+        taken.map_err(|e| TraceError::file("write", &self.layout.dir, e))
     }
 
     /// Has `threads` threads encode the columns of a large step, as many as there are cores otherwise. Its files are the

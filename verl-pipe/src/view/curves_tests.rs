@@ -73,6 +73,8 @@ fn ratios_texts_and_numbers_that_are_not_finite_have_curves_of_their_own() {
         diff_mean: 0.5,
         diff_max: 1.0,
         k1: -0.25,
+        k1_error: None,
+        rows: 1,
         ratio_min: 0.5,
         ratio_max: 2.0,
         probability_diff: 0.125,

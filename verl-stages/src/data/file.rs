@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_pipe::data::{DataError, DataLoaderInterface};
+use verl_pipe::data::{DataError, DataLoaderInterface, OpenedData};
 use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
 
 use super::jsonl::JsonlRows;
 use super::parquet::ParquetRows;
 
-/// A data file: Parquet when it is called `.parquet` or begins as such files do, JSON Lines otherwise.
+/// A data file: Parquet when it is called `.parquet` or begins as such files do, JSON Lines or a JSON list otherwise.
 ///
 /// This is the kind of a data set that is declared by a path alone: `train = "train.jsonl"`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -32,6 +32,14 @@ impl DataConfig for DataFile {
     fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
         open(&super::resolve(&context.base, &self.path))
     }
+
+    fn open_start(&self, context: &BuildContext) -> Result<OpenedData, DataError> {
+        let path = super::resolve(&context.base, &self.path);
+        match is_parquet(&path)? {
+            true => ParquetRows::open_start(&path),
+            false => JsonlRows::open_start(&path),
+        }
+    }
 }
 
 /// Opens a data file.
@@ -47,10 +55,14 @@ pub fn open(path: &Path) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
 }
 
 fn is_parquet(path: &Path) -> Result<bool, DataError> {
-    match by_name(path) {
-        Some(parquet) => Ok(parquet),
-        None => Ok(super::read_file(path)?.starts_with(b"PAR1")),
+    if let Some(parquet) = by_name(path) {
+        return Ok(parquet);
     }
+    let start = super::read_mark(path).map_err(|error| DataError::Unreadable {
+        path: path.display().to_string(),
+        reason: error.to_string(),
+    })?;
+    Ok(start.starts_with(b"PAR1"))
 }
 
 /// Whether it is a Parquet file, where the name says so or says otherwise.
@@ -93,5 +105,23 @@ mod tests {
         assert!(open(&dir.path().join("e.parquet")).is_err());
         assert!(error.contains("e.parquet`: "), "{error}");
         assert!(open(&dir.path().join("missing")).is_err());
+    }
+
+    /// #11: a pointer of Git LFS as the file, whatever it is called.
+    #[test]
+    fn a_pointer_is_not_read_as_rows() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["a.jsonl", "a.parquet", "a"] {
+            let path = dir.path().join(name);
+            std::fs::write(&path, "version https://git-lfs.github.com/spec/v1\n").unwrap();
+            let error = open(&path).err().expect("no rows").to_string();
+            assert!(
+                error.contains(name) && error.contains("git lfs pull"),
+                "{error}"
+            );
+            let context = BuildContext::default();
+            let faults = DataFile { path }.check(&context).unwrap_err();
+            assert!(faults[0].help.contains("git lfs pull"), "{faults:?}");
+        }
     }
 }

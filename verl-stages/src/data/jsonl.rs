@@ -1,20 +1,30 @@
-//! JSON Lines: one object a line.
+//! JSON Lines: one object a line; and files that are one JSON list of objects.
 //!
 //! The file is read and checked once, when it is opened. Its bytes stay in memory (not the parsed values, which take
 //! several times as much) with the position of each row, and a row is parsed when it is asked for, which costs a few
 //! microseconds. So rows cannot change during a run even if the file does.
 
+use std::fs::File;
+use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use schemars::JsonSchema;
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use verl_pipe::data::{DataError, DataLoaderInterface};
+use verl_pipe::data::{DataError, DataLoaderInterface, OpenedData};
 use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
 
-/// A JSON Lines file. Blank lines are skipped; a byte-order mark and Windows line ends are passed over.
+use super::json_numbers;
+use super::recognise::{json_fault, recognise};
+
+/// A JSON Lines file, or a file that is one JSON list of objects. Blank lines are skipped; a byte-order mark and the line
+/// ends of Windows and of old Macs are passed over.
+///
+/// Numbers keep all their digits: integers beyond 64 bits, and decimals of more than 17 digits within lists and objects,
+/// are texts as the file has them, and a number that is read as a text (an answer, a question) is the file's text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Jsonl {
@@ -34,6 +44,10 @@ impl DataConfig for Jsonl {
         let path = super::resolve(&context.base, &self.path);
         Ok(Arc::new(JsonlRows::open(&path)?))
     }
+
+    fn open_start(&self, context: &BuildContext) -> Result<OpenedData, DataError> {
+        JsonlRows::open_start(&super::resolve(&context.base, &self.path))
+    }
 }
 
 /// The rows of a JSON Lines file.
@@ -42,7 +56,8 @@ pub struct JsonlRows {
     origin: String,
     text: String,
     rows: Vec<Range<usize>>,
-    lines: Vec<usize>,
+    /// By what number each row is called: its line, or in a list its position from 1.
+    numbers: Vec<usize>,
     fingerprint: String,
 }
 
@@ -50,35 +65,59 @@ impl JsonlRows {
     /// Reads and checks a file.
     ///
     /// # Errors
-    /// [`DataError::Unreadable`]; [`DataError::Empty`]; [`DataError::Row`] with the line of the first row that is no
-    /// JSON object or not UTF-8.
+    /// [`DataError::Unreadable`], also for a file of another format; [`DataError::Empty`]; [`DataError::Row`] with the
+    /// line of the first row that is no JSON object or not UTF-8.
     pub fn open(path: &Path) -> Result<JsonlRows, DataError> {
-        JsonlRows::from_bytes(path.display().to_string(), super::read_file(path)?)
+        let origin = path.display().to_string();
+        JsonlRows::from_bytes(origin, super::read_file(path)?, Extent::Whole)
     }
 
-    fn from_bytes(origin: String, bytes: Vec<u8>) -> Result<JsonlRows, DataError> {
-        let fingerprint = super::sha256_hex(&bytes);
-        let text = String::from_utf8(bytes).map_err(|e| {
-            let valid = &e.as_bytes()[..e.utf8_error().valid_up_to()];
-            DataError::Row {
+    /// Reads and checks the beginning of a large file, all of a small one.
+    ///
+    /// # Errors
+    /// As [`JsonlRows::open`].
+    pub fn open_start(path: &Path) -> Result<OpenedData, DataError> {
+        let length = std::fs::metadata(path).map_or(0, |file| file.len());
+        if length > super::START_BYTES {
+            let origin = path.display().to_string();
+            let mut bytes = Vec::new();
+            let read = File::open(path)
+                .and_then(|file| file.take(super::START_BYTES).read_to_end(&mut bytes));
+            read.map_err(|error| DataError::Unreadable {
                 path: origin.clone(),
-                row: valid.iter().filter(|&&byte| byte == b'\n').count() + 1,
-                reason: "the line is not UTF-8".to_owned(),
+                reason: error.to_string(),
+            })?;
+            match JsonlRows::from_bytes(origin, bytes, Extent::Start) {
+                // No row ends within what was read.
+                Err(DataError::Empty { .. }) => {}
+                rows => {
+                    return Ok(OpenedData {
+                        rows: Arc::new(rows?),
+                        is_whole: false,
+                    });
+                }
             }
-        })?;
-        let mut rows = Vec::new();
-        let mut lines = Vec::new();
-        let mut start = if text.starts_with('\u{feff}') { 3 } else { 0 };
-        for (index, line) in text[start..].split('\n').enumerate() {
-            let range = start..start + line.len();
-            start = range.end + 1;
-            if line.trim().is_empty() {
-                continue;
-            }
-            parse(&origin, index + 1, line)?;
-            rows.push(range);
-            lines.push(index + 1);
         }
+        Ok(OpenedData::whole(Arc::new(JsonlRows::open(path)?)))
+    }
+
+    fn from_bytes(origin: String, bytes: Vec<u8>, extent: Extent) -> Result<JsonlRows, DataError> {
+        if let Some(other) = recognise(&bytes[..bytes.len().min(super::MARK_BYTES as usize)]) {
+            let reason = format!("it {}; {}", other.what, other.help);
+            return Err(DataError::Unreadable {
+                path: origin,
+                reason,
+            });
+        }
+        let fingerprint = super::sha256_hex(&bytes);
+        let text = decode(&origin, bytes, extent)?;
+        let start = if text.starts_with('\u{feff}') { 3 } else { 0 };
+        let is_list = text[start..].trim_start().starts_with('[');
+        let found = match is_list {
+            true => list_rows(&origin, &text, start, extent)?,
+            false => line_rows(&origin, &text, start, extent)?,
+        };
+        let (numbers, rows): (Vec<usize>, Vec<Range<usize>>) = found.into_iter().unzip();
         if rows.is_empty() {
             return Err(DataError::Empty { path: origin });
         }
@@ -86,38 +125,218 @@ impl JsonlRows {
             origin,
             text,
             rows,
-            lines,
+            numbers,
             fingerprint,
         })
     }
 }
 
-fn parse(origin: &str, line: usize, text: &str) -> Result<Map<String, Value>, DataError> {
+/// How much of a file was read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Extent {
+    Whole,
+    /// The beginning, cut off anywhere.
+    Start,
+}
+
+fn decode(origin: &str, bytes: Vec<u8>, extent: Extent) -> Result<String, DataError> {
+    String::from_utf8(bytes).or_else(|error| {
+        let at = error.utf8_error().valid_up_to();
+        let cut = extent == Extent::Start && error.utf8_error().error_len().is_none();
+        let mut bytes = error.into_bytes();
+        let byte = bytes.get(at).copied().unwrap_or_default();
+        bytes.truncate(at);
+        // All that is left is valid.
+        let valid = String::from_utf8(bytes).unwrap_or_default();
+        if cut {
+            return Ok(valid);
+        }
+        let line = valid.rfind(['\n', '\r']).map_or(0, |end| end + 1);
+        Err(DataError::Row {
+            path: origin.to_owned(),
+            row: valid.matches('\n').count() + 1,
+            reason: format!(
+                "invalid UTF-8 at byte 0x{byte:02x} (column {}); convert the file to UTF-8, for example with `iconv`",
+                valid[line..].chars().count() + 1
+            ),
+        })
+    })
+}
+
+/// A row's number and where it stands in the text.
+type Numbered = (usize, Range<usize>);
+
+/// The rows of a text with an object a line. Lines end with a line feed, or where there is none, with a carriage return: a
+/// JSON text holds neither.
+fn line_rows(
+    origin: &str,
+    text: &str,
+    mut start: usize,
+    extent: Extent,
+) -> Result<Vec<Numbered>, DataError> {
+    let ends_line = match text.contains('\n') {
+        true => '\n',
+        false => '\r',
+    };
+    let end = match extent {
+        Extent::Whole => text.len(),
+        Extent::Start => text.rfind(ends_line).unwrap_or(0).max(start),
+    };
+    let (mut rows, mut faults) = (Vec::new(), Vec::new());
+    for (index, line) in text[start..end].split(ends_line).enumerate() {
+        let range = start..start + line.len();
+        start = range.end + 1;
+        if line.trim().is_empty() {
+            continue;
+        }
+        match parse(origin, index + 1, line) {
+            Ok(_) => rows.push((index + 1, range)),
+            Err(error) => faults.push((index + 1, error)),
+        }
+    }
+    let mut faults = faults.into_iter();
+    match faults.next() {
+        Some((_, first)) => Err(together(first, faults.map(|(line, _)| line))),
+        None => Ok(rows),
+    }
+}
+
+/// Lines that are named when several are malformed.
+const NAMED: usize = 5;
+
+/// A fault, with the numbers of the other lines that have one.
+fn together(first: DataError, others: impl Iterator<Item = usize>) -> DataError {
+    let others: Vec<String> = others.map(|line| line.to_string()).collect();
+    let also = match others.len() {
+        0 => String::new(),
+        1 => format!("; row {} is malformed too", others[0]),
+        2..=NAMED => format!("; rows {} are malformed too", others.join(", ")),
+        all => format!(
+            "; rows {} and {} more are malformed too",
+            others[..NAMED].join(", "),
+            all - NAMED
+        ),
+    };
+    match first {
+        DataError::Row { path, row, reason } => DataError::Row {
+            path,
+            row,
+            reason: reason + &also,
+        },
+        other => other,
+    }
+}
+
+/// The rows of a text that is a JSON list of objects.
+fn list_rows(
+    origin: &str,
+    text: &str,
+    start: usize,
+    extent: Extent,
+) -> Result<Vec<Numbered>, DataError> {
+    let mut rows: Vec<Numbered> = Vec::new();
+    let fault = |number: usize, at: usize, reason: &str| DataError::Row {
+        path: origin.to_owned(),
+        row: number,
+        reason: format!("malformed JSON at {}: {reason}", place(text, at)),
+    };
+    let past_blanks = |at: usize| text.len() - text[at..].trim_start().len();
+    let mut at = past_blanks(start) + 1;
+    loop {
+        at = past_blanks(at);
+        let number = rows.len() + 1;
+        if rows.is_empty() && text[at..].starts_with(']') {
+            at += 1;
+            break;
+        }
+        let mut items = serde_json::Deserializer::from_str(&text[at..]).into_iter::<IgnoredAny>();
+        match items.next() {
+            Some(Ok(_)) => {}
+            None if extent == Extent::Start => return Ok(rows),
+            None => {
+                return Err(fault(
+                    number,
+                    at,
+                    "the list does not end; the file is cut off",
+                ));
+            }
+            Some(Err(error)) if error.is_eof() && extent == Extent::Start => return Ok(rows),
+            Some(Err(error)) => {
+                let item = &text[at..];
+                let ends = item.match_indices('\n').map(|(end, _)| end + 1);
+                let starts: Vec<usize> = std::iter::once(0).chain(ends).collect();
+                let line_start = starts
+                    .get(error.line().saturating_sub(1))
+                    .copied()
+                    .unwrap_or(0);
+                let found = (at + line_start + error.column().saturating_sub(1)).min(text.len());
+                return Err(fault(number, found, &json_fault(item, &error).1));
+            }
+        }
+        let range = at..at + items.byte_offset();
+        at = past_blanks(range.end);
+        parse(origin, number, &text[range.clone()])?;
+        rows.push((number, range));
+        match text[at..].chars().next() {
+            Some(',') => at += 1,
+            Some(']') => {
+                at += 1;
+                break;
+            }
+            None if extent == Extent::Start => return Ok(rows),
+            None => {
+                return Err(fault(
+                    number,
+                    at,
+                    "the list does not end; the file is cut off",
+                ));
+            }
+            Some(_) => return Err(fault(number, at, "expected `,` or `]` after the object")),
+        }
+    }
+    at = past_blanks(at);
+    match at < text.len() {
+        true => Err(fault(
+            rows.len(),
+            at,
+            "the list has ended, but the file goes on",
+        )),
+        false => Ok(rows),
+    }
+}
+
+/// Line and column of a position in a text.
+fn place(text: &str, at: usize) -> String {
+    // An error of the parser may point into a character.
+    let at = (0..=at)
+        .rev()
+        .find(|at| text.is_char_boundary(*at))
+        .unwrap_or(0);
+    let before = &text[..at];
+    let line = before.rfind('\n').map_or(0, |end| end + 1);
+    format!(
+        "line {}, column {}",
+        before.matches('\n').count() + 1,
+        before[line..].chars().count() + 1
+    )
+}
+
+fn parse(origin: &str, number: usize, text: &str) -> Result<Map<String, Value>, DataError> {
     let fail = |reason: String| DataError::Row {
         path: origin.to_owned(),
-        row: line,
+        row: number,
         reason,
     };
-    match serde_json::from_str(text) {
+    match json_numbers::parse(text) {
         Ok(Value::Object(row)) => Ok(row),
         Ok(other) => Err(fail(format!(
             "the line holds {}, not an object",
             kind_of(&other)
         ))),
-        Err(e) => Err(fail(format!(
-            "malformed JSON at column {}: {}",
-            e.column(),
-            reason_of(&e)
-        ))),
-    }
-}
-
-/// The parser's words without its position, which counts lines within the row.
-fn reason_of(error: &serde_json::Error) -> String {
-    let text = error.to_string();
-    match text.rfind(" at line ") {
-        Some(at) => text[..at].to_owned(),
-        None => text,
+        Err(error) => {
+            let (column, reason) = json_fault(text, &error);
+            Err(fail(format!("malformed JSON at column {column}: {reason}")))
+        }
     }
 }
 
@@ -141,7 +360,19 @@ impl DataLoaderInterface for JsonlRows {
         let Some(range) = self.rows.get(index) else {
             return Err(super::past_the_end(self.origin(), index, self.len()));
         };
-        parse(&self.origin, self.lines[index], &self.text[range.clone()])
+        parse(&self.origin, self.numbers[index], &self.text[range.clone()])
+    }
+
+    fn written(&self, index: usize) -> Result<Map<String, Value>, DataError> {
+        match self
+            .rows
+            .get(index)
+            .map(|range| json_numbers::written(&self.text[range.clone()]))
+        {
+            Some(Ok(row)) => Ok(row),
+            // What is wrong with it is for the parser to say.
+            _ => self.row(index),
+        }
     }
 
     fn origin(&self) -> String {
@@ -154,100 +385,4 @@ impl DataLoaderInterface for JsonlRows {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn open(bytes: &[u8]) -> Result<JsonlRows, DataError> {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("rows.jsonl");
-        std::fs::write(&path, bytes).unwrap();
-        JsonlRows::open(&path)
-    }
-
-    fn told(bytes: &[u8]) -> (usize, String) {
-        match open(bytes) {
-            Err(DataError::Row { row, reason, .. }) => (row, reason),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
-    fn rows_survive_marks_blank_lines_and_line_ends() {
-        let data =
-            open("\u{feff}{\"q\": \"é\"}\r\n\n  \r\n{\"q\": 2}\n{\"q\": [1]}".as_bytes()).unwrap();
-        assert_eq!(data.len(), 3);
-        assert_eq!(data.row(0).unwrap()["q"], "é");
-        assert_eq!(data.row(1).unwrap()["q"], 2);
-        assert_eq!(data.row(2).unwrap()["q"][0], 1);
-        assert!(matches!(data.row(3), Err(DataError::Row { row: 4, .. })));
-    }
-
-    #[test]
-    fn faults_are_told_with_their_line() {
-        assert!(matches!(open(b""), Err(DataError::Empty { .. })));
-        assert!(matches!(open(b"\n \r\n"), Err(DataError::Empty { .. })));
-        let (row, reason) = told(b"{\"a\": 1}\n\n{\"a\": 1,}\n{");
-        assert_eq!(
-            (row, reason.as_str()),
-            (3, "malformed JSON at column 9: trailing comma")
-        );
-        let (row, reason) = told(b"{\"a\": 1}\n[1]\n");
-        assert_eq!(
-            (row, reason.as_str()),
-            (2, "the line holds a list, not an object")
-        );
-        let (row, reason) = told(b"{\"a\": 1}\n{\"a\": \"\xff\"}\n");
-        assert_eq!((row, reason.as_str()), (2, "the line is not UTF-8"));
-        assert_eq!(told(b"{} {}").0, 1);
-        assert!(matches!(
-            JsonlRows::open(Path::new("no/such.jsonl")),
-            Err(DataError::Unreadable { .. })
-        ));
-    }
-
-    #[test]
-    fn the_fingerprint_is_that_of_the_content() {
-        let data = open(b"{}\n").unwrap();
-        assert_eq!(
-            data.fingerprint(),
-            "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"
-        );
-    }
-
-    #[test]
-    fn paths_are_relative_to_the_pipeline_file() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("rows.jsonl"), "{}\n").unwrap();
-        let context = BuildContext {
-            base: dir.path().to_owned(),
-            ..BuildContext::default()
-        };
-        let config = Jsonl {
-            path: "rows.jsonl".into(),
-        };
-        let data = config.open(&context).unwrap();
-        assert_eq!(data.len(), 1);
-        assert_eq!(
-            data.origin(),
-            dir.path().join("rows.jsonl").display().to_string()
-        );
-    }
-
-    /// The questions of GSM8K, where they lie beside the workspace.
-    #[test]
-    fn gsm8k_reads_whole() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/gsm8k");
-        if !folder.exists() {
-            return;
-        }
-        for (name, count) in [("train.jsonl", 7473), ("test.jsonl", 1319)] {
-            let data = JsonlRows::open(&folder.join(name)).unwrap();
-            assert_eq!(data.len(), count);
-            for index in 0..count {
-                let row = data.row(index).unwrap();
-                assert!(row["question"].is_string());
-                assert!(row["answer"].as_str().unwrap().contains("\n#### "));
-            }
-        }
-    }
-}
+mod tests;

@@ -13,13 +13,16 @@ pub mod addition;
 pub mod addition_episodes;
 pub mod addition_pairs;
 pub mod file;
+mod json_numbers;
 pub mod jsonl;
 pub mod parquet;
+mod recognise;
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use recognise::{Unusable, recognise};
 use sha2::{Digest, Sha256};
 use verl_pipe::data::DataError;
 use verl_pipe::stage::ConfigError;
@@ -59,47 +62,93 @@ fn check_file(base: &Path, path: &Path) -> Result<(), Vec<ConfigError>> {
     Err(vec![ConfigError::new("path", reason, help)])
 }
 
+/// Files up to this size are opened whole by a check, larger ones in part (bytes).
+const START_BYTES: u64 = 64 << 20;
+
+/// Bytes at the beginning of a file by which its format is recognised.
+const MARK_BYTES: u64 = 1 << 16;
+
+/// The beginning of a file.
+fn read_mark(path: &Path) -> io::Result<Vec<u8>> {
+    let mut start = Vec::new();
+    File::open(path)?.take(MARK_BYTES).read_to_end(&mut start)?;
+    Ok(start)
+}
+
+/// What a file is, where it is of a known format that is no data set.
+fn recognise_file(path: &Path) -> Option<Unusable> {
+    recognise(&read_mark(path).ok()?)
+}
+
+/// Hash of a file, which is read in parts.
+fn sha256_of_file(path: &Path) -> Result<String, DataError> {
+    hash(path).map_err(|error| DataError::Unreadable {
+        path: path.display().to_string(),
+        reason: error.to_string(),
+    })
+}
+
+fn hash(path: &Path) -> io::Result<String> {
+    let mut file = File::open(path)?;
+    let (mut hasher, mut part) = (Sha256::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut part)? {
+            0 => return Ok(hex(&hasher.finalize())),
+            read => hasher.update(&part[..read]),
+        }
+    }
+}
+
 /// Refuses a data file that is not there, or does not begin as a file of its format does; reads no more of it.
 fn check_format(base: &Path, path: &Path, parquet: Option<bool>) -> Result<(), Vec<ConfigError>> {
     check_file(base, path)?;
     let found = resolve(base, path);
-    let fault = |reason: String| {
-        let help = "give a JSON Lines file, an object a line, or a Parquet file";
-        Err(vec![ConfigError::new(
-            "path",
-            format!("cannot be used: `{}`: {reason}", found.display()),
-            help,
-        )])
+    let fault = |reason: &str, help: &str| {
+        let reason = format!("cannot be used: `{}` {reason}", found.display());
+        Err(vec![ConfigError::new("path", reason, help)])
     };
-    let mut start = Vec::new();
-    let read = File::open(&found).and_then(|file| file.take(1 << 16).read_to_end(&mut start));
-    if let Err(error) = read {
-        return fault(error.to_string());
-    }
-    let begins = start.starts_with(b"PAR1");
+    let start = match read_mark(&found) {
+        Ok(start) => start,
+        Err(error) => return fault(&format!("cannot be read: {error}"), GIVE_DATA),
+    };
     if start.is_empty() {
-        return fault("it holds no row".to_owned());
+        return fault("holds no row", GIVE_DATA);
     }
-    if parquet.unwrap_or(begins) {
-        return match begins {
-            true => Ok(()),
-            false => fault("it does not begin as a Parquet file does".to_owned()),
-        };
+    if let Some(other) = recognise(&start) {
+        return fault(&other.what, &other.help);
     }
-    let text = String::from_utf8_lossy(&start);
+    match (parquet, start.starts_with(b"PAR1")) {
+        (Some(true) | None, true) => Ok(()),
+        (Some(true), false) => fault("does not begin as a Parquet file does", GIVE_DATA),
+        (Some(false), true) => fault(
+            "is a Parquet file",
+            "call it `.parquet`, or declare it with `kind = \"parquet\"`",
+        ),
+        (Some(false) | None, false) => match first_line_without_object(&start) {
+            None => Ok(()),
+            Some(line) => fault(
+                &format!("does not begin with a JSON object: {line:?}"),
+                GIVE_DATA,
+            ),
+        },
+    }
+}
+
+const GIVE_DATA: &str =
+    "give a JSON Lines file (an object a line), a JSON list of objects, or a Parquet file";
+
+/// The beginning of a file that begins neither with an object nor with a list of objects.
+fn first_line_without_object(start: &[u8]) -> Option<String> {
+    let text = String::from_utf8_lossy(start);
     let text = text.trim_start_matches('\u{feff}').trim_start();
-    match text.starts_with('{') {
-        true => Ok(()),
-        false => fault(format!(
-            "its first line is no JSON object: {:?}",
-            text.lines()
-                .next()
-                .unwrap_or_default()
-                .chars()
-                .take(40)
-                .collect::<String>()
-        )),
+    let item = text.strip_prefix('[').map(str::trim_start);
+    if text.starts_with('{')
+        || item.is_some_and(|item| item.is_empty() || item.starts_with(['{', ']']))
+    {
+        return None;
     }
+    let line = text.lines().next().unwrap_or_default();
+    Some(line.chars().take(40).collect())
 }
 
 /// `path` as seen from the pipeline file's folder.
@@ -157,10 +206,23 @@ mod tests {
                 .map(|faults| faults[0].reason.clone())
                 .unwrap_or_default()
         };
-        assert!(told("users.jsonl", b"root:x:0:0\n").contains("no JSON object: \"root:x:0:0\""));
-        assert!(told("users", b"root:x:0:0\n").contains("no JSON object"));
-        assert!(told("list.json", b"[1, 2]\n").contains("no JSON object"));
+        assert!(
+            told("users.jsonl", b"root:x:0:0\n")
+                .contains("not begin with a JSON object: \"root:x:0:0\"")
+        );
+        assert!(told("users", b"root:x:0:0\n").contains("JSON object"));
+        assert!(told("numbers.json", b"[1, 2]\n").contains("JSON object"));
         assert!(told("rows.parquet", b"{\"a\": 1}\n").contains("Parquet"));
+        assert!(told("table.csv", b"question,answer\n1+1,2\n").contains("comma-separated"));
+        assert!(
+            told(
+                "rows.parquet",
+                b"version https://git-lfs.github.com/spec/v1\n"
+            )
+            .contains("Git LFS")
+        );
+        assert!(told("lines.jsonl", b"PAR1").contains("is a Parquet file"));
+        assert_eq!(told("list.json", b" [\n {\"a\": 1}\n]\n"), "");
         assert!(told("none.jsonl", b"").contains("no row"));
         assert_eq!(
             told("sound.jsonl", "\u{feff}\n {\"a\": 1}\n".as_bytes()),

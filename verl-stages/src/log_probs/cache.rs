@@ -30,7 +30,7 @@ impl Cache {
         &mut self,
         ids: &[RowId],
         rows: &[ScoreRow<'_>],
-        score: impl FnOnce(&[ScoreRow<'_>]) -> Result<Vec<Scores>, StageError>,
+        score: impl FnOnce(&[ScoreRow<'_>], &[RowId]) -> Result<Vec<Scores>, StageError>,
     ) -> Result<(Vec<Scores>, usize), StageError> {
         let hashes: Vec<[u8; 32]> = rows.iter().map(hash).collect();
         let key = |id: &RowId| (id.row(), id.sample_index());
@@ -44,7 +44,8 @@ impl Cache {
         let mut fresh = Vec::new();
         if !missing.is_empty() {
             let asked: Vec<ScoreRow<'_>> = missing.iter().map(|&index| rows[index]).collect();
-            fresh = score(&asked)?;
+            let asked_ids: Vec<RowId> = missing.iter().map(|&index| ids[index]).collect();
+            fresh = score(&asked, &asked_ids)?;
         }
         let mut scores = vec![Scores::default(); rows.len()];
         for (&index, fresh) in missing.iter().zip(fresh) {
@@ -86,7 +87,7 @@ mod tests {
     use super::*;
 
     /// Scores that tell the tokens, as a model's would.
-    fn score(rows: &[ScoreRow<'_>]) -> Result<Vec<Scores>, StageError> {
+    fn score(rows: &[ScoreRow<'_>], _: &[RowId]) -> Result<Vec<Scores>, StageError> {
         let each = rows.iter().map(|row| Scores {
             log_probs: row.response.iter().map(|token| -(*token as f32)).collect(),
             entropies: Vec::new(),
@@ -103,12 +104,12 @@ mod tests {
     #[track_caller]
     fn check(cache: &mut Cache, ids: &[RowId], rows: &[ScoreRow<'_>], expected: usize) {
         let mut asked = 0;
-        let scores = cache.scores(ids, rows, |missing| {
+        let scores = cache.scores(ids, rows, |missing, ids| {
             asked = missing.len();
-            score(missing)
+            score(missing, ids)
         });
         let (scores, known) = scores.unwrap();
-        assert_eq!(scores, score(rows).unwrap());
+        assert_eq!(scores, score(rows, ids).unwrap());
         assert_eq!((known, asked), (expected, rows.len() - expected));
     }
 
@@ -138,7 +139,7 @@ mod tests {
             prompt: &[1],
             response: &[2],
         }];
-        let refused = cache.scores(&[id(0, 0, 0)], &rows, |_| Err(StageError::Cancelled));
+        let refused = cache.scores(&[id(0, 0, 0)], &rows, |_, _| Err(StageError::Cancelled));
         assert!(refused.is_err());
         check(&mut cache, &[id(0, 0, 0)], &rows, 0);
     }

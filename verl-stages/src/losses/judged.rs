@@ -1,7 +1,7 @@
 //! What losses of judged answers have in common: what is reported, and what rows they need.
 
 use verl_algos::losses::Objective;
-use verl_pipe::stage::{BuildContext, ConfigError, Metric};
+use verl_pipe::stage::{BuildContext, ConfigError, Metric, Shown};
 
 use super::Loss;
 use crate::settings::metrics;
@@ -30,6 +30,15 @@ const REPORTED: [(&str, Metric); 9] = [
     ("log_probs_rejected", LOG_PROBS_REJECTED),
     ("kto_kl", KL),
     ("log_odds", LOG_ODDS),
+];
+
+/// What the console shows of them, where the loss reports it.
+pub(super) const SHOWN: [Shown; 5] = [
+    Shown::of(&REWARD_ACCURACIES, "acc", Shown::OUTCOME).narrow(),
+    Shown::of(&REWARD_MARGINS, "margin", Shown::OUTCOME + 1),
+    Shown::of(&REWARDS_CHOSEN, "chosen", Shown::RESPONSES),
+    Shown::of(&REWARDS_REJECTED, "rejected", Shown::RESPONSES + 1),
+    Shown::of(&KL, "z₀", Shown::DISTANCE),
 ];
 
 /// A loss of judged answers whose own term has the name `own`; the terms of a mixture are reported by their names.

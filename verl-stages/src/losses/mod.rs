@@ -29,7 +29,7 @@ use verl_algos::{Aggregation, AlgoError};
 use verl_pipe::field::{Key, Ragged};
 use verl_pipe::keys::RESPONSES;
 use verl_pipe::part::Slot;
-use verl_pipe::stage::{ConfigError, Metric};
+use verl_pipe::stage::{ConfigError, Metric, Shown};
 
 pub use cpo::{Cpo, SimPo};
 pub use dpo::Dpo;
@@ -90,6 +90,15 @@ impl Loss {
     /// Whether it reads `input`.
     pub fn reads(&self, input: LossInput) -> bool {
         self.objective.inputs().contains(&input)
+    }
+
+    /// Those of its metrics that the console shows.
+    pub(crate) fn shown(&self) -> Vec<Shown> {
+        let all = self.metrics.iter().flat_map(|(_, metric)| {
+            let shown = policy::SHOWN.iter().chain(&judged::SHOWN);
+            shown.filter(|shown| shown.metric == metric.name)
+        });
+        all.copied().collect()
     }
 
     /// Whether it reads which rows are to be learnt; a loss of pairs does, to see that they are pairs.

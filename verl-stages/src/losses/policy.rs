@@ -9,7 +9,7 @@ use verl_algos::losses::{
     TopEntropyBonus, TopEntropyTokens,
 };
 use verl_pipe::part::PartConfig;
-use verl_pipe::stage::{BuildContext, ConfigError, Metric};
+use verl_pipe::stage::{BuildContext, ConfigError, Metric, Shown};
 
 use super::{Level, Loss, LossState, aggregation};
 use crate::settings::{coefficient_fault, metrics, refusal};
@@ -27,6 +27,13 @@ metrics! {
     ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update";
 }
 
+/// What the console shows of them.
+pub(super) const SHOWN: [Shown; 3] = [
+    Shown::of(&ENTROPY, "ent", Shown::RESPONSES + 3).narrow(),
+    Shown::of(&KL, "kl", Shown::DISTANCE),
+    Shown::of(&CLIPPED, "clip", Shown::DISTANCE + 1).narrow(),
+];
+
 /// Names of the maths and the metrics under which they are reported: of every policy loss, and of each further term of
 /// the objective where it is there.
 const OF_POLICY: [(&str, Metric); 3] = [
@@ -41,6 +48,10 @@ const OF_TOP_ENTROPY: [(&str, Metric); 1] = [("top_entropy_loss", TOP_ENTROPY_LO
 /// The settings of a loss of the policy on advantages: what it is apart from the terms that all of them share.
 ///
 /// Register one as [`PolicyObjective`]: `registry.part::<PolicyObjective<MyLoss>>()`.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a policy loss",
+    note = "implement `PolicyLoss` for its settings: derive `Default`, `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` where these crates are not dependencies of yours)"
+)]
 pub trait PolicyLoss:
     DeserializeOwned + Serialize + JsonSchema + Default + Clone + Send + Sync + 'static
 {

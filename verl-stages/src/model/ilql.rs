@@ -11,10 +11,11 @@ use verl_models::optim::OptimizerConfig;
 use verl_pipe::resource::{
     DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
 };
-use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
+use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
 use super::{
-    CausalLm, Init, PolicyResource, SaveAs, WeightsDType, check_device, failed, shortage, texts,
+    CausalLm, Init, PolicyResource, SaveAs, WeightsDType, check_device, failed, optimizer_of,
+    shortage, texts, training,
 };
 
 /// Settings of model kind `ilql_lm`: those of `causal_lm`, and how much the heads weigh in sampling.
@@ -77,6 +78,7 @@ impl ModelConfig for IlqlLm {
             let heads = IlqlHeads::num_parameters(config.hidden_size, config.vocab_size);
             info.num_parameters += heads;
             info.weight_bytes += 4 * heads;
+            info.saved_bytes += 4 * heads;
             if self.trainable() {
                 info.optimizer_bytes += 8 * heads;
                 info.gradient_bytes += 4 * heads;
@@ -94,6 +96,14 @@ impl ModelConfig for IlqlLm {
 
     fn trainable(&self) -> bool {
         self.optimizer.is_some()
+    }
+
+    fn training(&self, optimizer_steps: u64) -> Option<Training> {
+        let own = self.optimizer.clone()?;
+        Some(training(own, optimizer_steps, |optimizer| IlqlLm {
+            optimizer,
+            ..self.clone()
+        }))
     }
 
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
@@ -114,7 +124,7 @@ impl ModelConfig for IlqlLm {
 
     fn load(
         &self,
-        _name: &str,
+        name: &str,
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
@@ -126,7 +136,8 @@ impl ModelConfig for IlqlLm {
         if self.init == Init::Pretrained {
             model = model.with_heads_of(&dir).map_err(failed)?;
         }
-        let policy = IlqlPolicy::new(model, self.optimizer.clone()).map_err(failed)?;
+        let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
+        let policy = IlqlPolicy::new(model, optimizer).map_err(failed)?;
         Ok(Box::new(PolicyResource::with_texts(
             Box::new(policy),
             tools,

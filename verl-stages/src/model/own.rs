@@ -11,12 +11,12 @@ use verl_models::policy::Policy;
 use verl_models::tokenizer::Tokenizer;
 use verl_pipe::pipe::ModelFactory;
 use verl_pipe::resource::{DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage};
-use verl_pipe::stage::{BuildContext, ConfigError};
+use verl_pipe::stage::{BuildContext, ConfigError, Training};
 
 use super::texts::template_of;
 use super::{
     POLICY, PolicyResource, TextTools, VALUE_MODEL, ValueResource, check_device, check_optimizer,
-    failed, look_at_texts, optimizer_doubts, shortage,
+    failed, look_at_texts, optimizer_of, shortage, training,
 };
 
 /// A model of either kind.
@@ -167,8 +167,6 @@ impl ModelFactory for OwnModel {
             role: self.role,
             ..self.info.clone()
         };
-        info.doubts
-            .extend(optimizer_doubts(self.optimizer.as_ref(), context));
         if let Some(dir) = &self.tokenizer {
             let looked = look_at_texts(&mut info, &context.base.join(dir), None);
             looked.map_err(|error| {
@@ -185,6 +183,12 @@ impl ModelFactory for OwnModel {
         self.optimizer.is_some()
     }
 
+    fn training(&self, optimizer_steps: u64) -> Option<Training> {
+        let own = self.optimizer.clone()?;
+        // It is given as an object, so it has no settings in a file.
+        Some(training(own, optimizer_steps, |_| ()))
+    }
+
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
         check_device(device)
     }
@@ -199,12 +203,13 @@ impl ModelFactory for OwnModel {
 
     fn load(
         &self,
-        _name: &str,
+        name: &str,
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let device = verl_models::device::device(device).map_err(failed)?;
-        let made = (self.make)(&device, context.seed, self.optimizer.clone())?;
+        let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
+        let made = (self.make)(&device, context.seed, optimizer)?;
         let mut tools = TextTools::default();
         if let Some(dir) = &self.tokenizer {
             let dir = context.base.join(dir);

@@ -1,15 +1,16 @@
 //! Tokenizer and chat template of a model: loaded for a run, and looked at when a pipeline is checked.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde_json::{Map, Value};
 use verl_models::DecoderConfig;
 use verl_models::chat_template::ChatTemplate;
 use verl_models::tokenizer::{Tokenizer, TokenizerError};
-use verl_pipe::resource::{ModelInfo, ResourceError, Vocabulary};
+use verl_pipe::resource::{ModelInfo, ResourceError, Texts, TokenTexts, Vocabulary};
 use verl_pipe::stage::{BuildContext, ConfigError, Models, StageError, find_model};
 
+use super::words::Words;
 use super::{PolicyResource, ValueResource, failed};
 use crate::prompts::Template;
 
@@ -24,6 +25,8 @@ pub(crate) struct TextTools {
     pub no_template: Option<String>,
     /// Longest sequence in tokens.
     pub max_tokens: usize,
+    /// The texts of single tokens, once somebody looks at them.
+    words: Arc<OnceLock<Words>>,
 }
 
 impl TextTools {
@@ -38,6 +41,7 @@ impl TextTools {
                 template: resource.template.clone(),
                 no_template: resource.no_template.clone(),
                 max_tokens: resource.policy.max_tokens(),
+                words: Arc::default(),
             });
         }
         let resource = find_model::<ValueResource>(models, name)?;
@@ -46,6 +50,7 @@ impl TextTools {
             template: resource.template.clone(),
             no_template: resource.no_template.clone(),
             max_tokens: resource.model.max_tokens(),
+            words: Arc::default(),
         })
     }
 
@@ -84,6 +89,23 @@ impl TextTools {
     }
 }
 
+impl TokenTexts for TextTools {
+    fn token(&self, id: u32) -> String {
+        let words = |tokenizer: &Arc<Tokenizer>| {
+            let words = self.words.get_or_init(|| Words::new(tokenizer.clone()));
+            words.token(id)
+        };
+        self.tokenizer.as_ref().map(words).unwrap_or_default()
+    }
+
+    fn text(&self, ids: &[u32]) -> String {
+        let tokenizer = self.tokenizer.as_deref();
+        tokenizer
+            .map(|tokenizer| tokenizer.decode_with_special(ids))
+            .unwrap_or_default()
+    }
+}
+
 /// What to do without a template.
 const PLAIN: &str = "`template = \"none\"` uses the question as it is";
 
@@ -111,6 +133,7 @@ pub(super) fn texts(dir: &Path, config: &DecoderConfig) -> Result<TextTools, Res
         template,
         no_template,
         max_tokens: config.max_tokens,
+        words: Arc::default(),
     })
 }
 
@@ -138,8 +161,52 @@ pub(super) fn look_at_texts(
         return Err(fault(reason, GIVE_ANOTHER));
     }
     info.vocabulary = Some(Vocabulary::new(tokenizer.tokens()));
-    info.no_template = template_of(dir).1;
+    info.num_ids = rows.unwrap_or(0);
+    info.doubts
+        .extend(rows.and_then(|rows| end_doubt(dir, &tokenizer, rows)));
+    let (template, no_template) = template_of(dir);
+    info.no_template = no_template.clone();
+    info.texts = Some(Texts(Arc::new(TextTools {
+        tokenizer: Some(Arc::new(tokenizer)),
+        template,
+        no_template,
+        // A model that does not tell refuses no row before it is loaded.
+        max_tokens: match info.max_tokens {
+            0 => usize::MAX,
+            known => known,
+        },
+        words: Arc::default(),
+    })));
     Ok(())
+}
+
+/// Files that name ids that end a sequence, in the order in which they are read.
+const END_FILES: [&str; 2] = ["generation_config.json", "config.json"];
+
+/// An id that ends sequences and that the model cannot write, as it has `rows` ids.
+fn end_doubt(dir: &Path, tokenizer: &Tokenizer, rows: usize) -> Option<ConfigError> {
+    let id = tokenizer.ignored_eos_ids().first()?;
+    let names_it = |file: &&&str| {
+        let text = std::fs::read_to_string(dir.join(file)).unwrap_or_default();
+        let named: Option<Value> = serde_json::from_str(&text).ok();
+        named.is_some_and(|named| match &named["eos_token_id"] {
+            Value::Array(ids) => ids.contains(&Value::from(*id)),
+            one => one.as_u64() == Some(u64::from(*id)),
+        })
+    };
+    let file = END_FILES
+        .iter()
+        .find(names_it)
+        .unwrap_or(&"tokenizer_config.json");
+    let path = dir.join(file);
+    Some(ConfigError::new(
+        "path",
+        format!(
+            "names a model that cannot end a response by the id {id}: `{}` has it as `eos_token_id`, but the vocabulary ends at {rows}",
+            path.display()
+        ),
+        format!("correct `eos_token_id` in `{}`", path.display()),
+    ))
 }
 
 /// What to do without a tokenizer that can be used.
@@ -148,17 +215,26 @@ const GIVE_ANOTHER: &str =
 
 /// What to do about a tokenizer that cannot be loaded.
 fn help_with(error: &TokenizerError) -> &'static str {
-    let (TokenizerError::Malformed { path, .. } | TokenizerError::UnknownToken { path, .. }) =
-        error
+    let (TokenizerError::Malformed { path, .. }
+    | TokenizerError::UnknownToken { path, .. }
+    | TokenizerError::EndBeyond { path, .. }
+    | TokenizerError::Misplaced { path, .. }) = error
     else {
         return GIVE_ANOTHER;
     };
     match Path::new(path).file_name().and_then(|name| name.to_str()) {
-        Some("generation_config.json") => {
-            "mend or delete that file: config.json and tokenizer_config.json name such ids too"
+        Some("tokenizer_config.json" | "added_tokens.json")
+            if matches!(error, TokenizerError::Misplaced { .. }) =>
+        {
+            "fix that file: number new tokens from the end of the vocabulary on, without gaps, as the embedding has them"
         }
-        Some("tokenizer_config.json") => "mend that file: it must name tokens of tokenizer.json",
-        Some("config.json") => "mend that file",
+        Some("generation_config.json") => {
+            "fix or delete that file: config.json and tokenizer_config.json name such ids too"
+        }
+        Some("tokenizer_config.json" | "special_tokens_map.json") => {
+            "fix that file: it must name tokens of tokenizer.json, or place them by `added_tokens_decoder`"
+        }
+        Some("config.json") => "fix that file",
         _ => GIVE_ANOTHER,
     }
 }
@@ -177,7 +253,7 @@ pub(crate) fn template_config_fault(
     Some(ConfigError::new(
         setting,
         format!("is \"chat\", but `{name}` has no chat template that can be used: {why}"),
-        format!("mend the template of the model's folder; or {PLAIN}"),
+        format!("fix the template of the model's folder; or {PLAIN}"),
     ))
 }
 
@@ -278,7 +354,7 @@ mod tests {
         let damaged = changed("generation_config.json", Some("{\"eos_token_id\": 2"));
         assert!(told(&damaged).contains("generation_config.json"));
         let fault = &describe(damaged.path()).unwrap_err()[0];
-        assert!(fault.help.contains("mend or delete"), "{}", fault.help);
+        assert!(fault.help.contains("fix or delete"), "{}", fault.help);
     }
 
     #[test]
@@ -302,6 +378,37 @@ mod tests {
         assert!(
             told.contains("malformed") && told.contains("template = \"none\""),
             "{told}"
+        );
+    }
+
+    /// #6: a head of its own in a folder whose config.json ties it counts, and the plan says so.
+    #[test]
+    fn an_own_head_of_a_tied_folder_is_counted_and_reported() {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../verl-models/tests/models/tiny-random-llama-own-head");
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        std::fs::copy(source.join("model.safetensors"), path("model.safetensors")).unwrap();
+        let config = std::fs::read_to_string(source.join("config.json")).unwrap();
+        let mut config: Value = serde_json::from_str(&config).unwrap();
+        let tokenizer = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": null, "post_processor": null, "decoder": null,
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "a"},
+        });
+        std::fs::write(path("tokenizer.json"), tokenizer.to_string()).unwrap();
+        let mut about = |tied: bool| {
+            config["tie_word_embeddings"] = tied.into();
+            std::fs::write(path("config.json"), config.to_string()).unwrap();
+            describe(dir.path()).unwrap()
+        };
+        let (declared_tied, declared_untied) = (about(true), about(false));
+        assert_eq!(declared_tied.num_parameters, declared_untied.num_parameters);
+        assert!(declared_untied.doubts.is_empty());
+        let doubt = &declared_tied.doubts[0];
+        assert!(
+            doubt.reason.contains("lm_head.weight is not the embedding"),
+            "{doubt}"
         );
     }
 }

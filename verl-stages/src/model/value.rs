@@ -19,13 +19,13 @@ use verl_pipe::resource::{
     DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot, StoredState,
     TokenTexts, WeightsVersion,
 };
-use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig};
+use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
 use super::{
     Init, SaveAs, TextTools, VALUE_MODEL, WeightsDType, check_device, check_optimizer,
     check_recompute, check_weights, count_parameters, decoder_config, failed, look_at_texts,
-    optimizer_doubts, quick_snapshot, random_decoder, recall, restore, save, shortage, sized,
-    smaller, snapshot, store, texts, token_texts, trained_resource, version,
+    optimizer_of, quick_snapshot, random_decoder, recall, restore, save, saved_bytes, shortage,
+    sized, smaller, snapshot, store, texts, token_texts, trained_resource, training, version,
 };
 
 /// A model of values with its tokenizer and chat template, as stages find it.
@@ -202,7 +202,7 @@ impl ModelConfig for ValueLm {
             kv_bytes_per_token: 0,
             role: VALUE_MODEL,
             smaller: smaller(&config, usage, optimizer.is_some()),
-            doubts: optimizer_doubts(optimizer, context),
+            saved_bytes: saved_bytes(self.save_as, parameters, &dir),
             ..sized(&config, usage, parameters, optimizer)
         };
         info.summary += ", value head";
@@ -212,6 +212,14 @@ impl ModelConfig for ValueLm {
 
     fn trainable(&self) -> bool {
         self.optimizer.is_some()
+    }
+
+    fn training(&self, optimizer_steps: u64) -> Option<Training> {
+        let own = self.optimizer.clone()?;
+        Some(training(own, optimizer_steps, |optimizer| ValueLm {
+            optimizer,
+            ..self.clone()
+        }))
     }
 
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
@@ -232,7 +240,7 @@ impl ModelConfig for ValueLm {
 
     fn load(
         &self,
-        _name: &str,
+        name: &str,
         device: &str,
         context: &BuildContext,
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
@@ -254,7 +262,8 @@ impl ModelConfig for ValueLm {
         decoder.model.recompute = self.recompute;
         decoder.save_dtype = self.save_as.into();
         let tools = texts(&dir, &decoder.config)?;
-        let critic = Critic::new(decoder, self.optimizer.clone()).map_err(failed)?;
+        let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
+        let critic = Critic::new(decoder, optimizer).map_err(failed)?;
         Ok(Box::new(ValueResource::with_texts(Box::new(critic), tools)))
     }
 }

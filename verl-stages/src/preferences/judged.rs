@@ -2,11 +2,13 @@
 
 use serde_json::Value;
 use verl_models::chat_template::message;
+use verl_models::targets::Lesson;
 use verl_pipe::data::DataError;
 
 use super::{OnEqual, PreferenceFormat};
 use crate::prompts::{
-    Asked, EncodedPrompt, OnLong, PromptFormat, Row, Source, role, target_tokens,
+    Asked, EncodedPrompt, Long, OnLong, PromptFormat, Row, RowNote, Source, Template,
+    messages_without_template, refused, role, text_bytes,
 };
 
 /// A prompt with what was judged of it.
@@ -22,17 +24,16 @@ pub(crate) struct Judged {
     pub is_desirable: bool,
     /// By how much the chosen answer is better; 0 where nobody says.
     pub margin: f32,
+    /// What should be told of the row.
+    pub notes: Vec<RowNote>,
 }
 
-/// What is wrong with a pair whose answers are the same.
-pub(super) const SAME: &str = "the chosen and the rejected answer are the same text, so that there is nothing to prefer; remove the row, or set `on_equal = \"warn\"`";
-
 /// A row before anything became tokens.
-pub(super) struct RawJudged {
+struct RawJudged {
     /// What is asked.
-    pub asked: Asked,
-    /// Texts of the answers.
-    pub answers: Vec<String>,
+    asked: Asked,
+    /// The answers as messages of the assistant.
+    answers: Vec<Value>,
     is_desirable: bool,
     margin: f32,
 }
@@ -43,14 +44,14 @@ impl RawJudged {
     /// # Errors
     /// [`DataError`] with the row: a column is missing or of another type, an answer is empty, the answers are not of
     /// the row's prompt.
-    pub fn read(config: &PreferenceFormat, row: &Row<'_>) -> Result<RawJudged, DataError> {
+    fn read(config: &PreferenceFormat, row: &Row<'_>) -> Result<RawJudged, DataError> {
         let answers = config.answers().into_iter();
         let answers = answers
             .map(|(name, column)| read_answer(row, name, column))
             .collect::<Result<Vec<Answer>, DataError>>()?;
         Ok(RawJudged {
             asked: asked(row, &config.prompt, &answers)?,
-            answers: answers.into_iter().map(|answer| answer.text).collect(),
+            answers: answers.into_iter().map(|answer| answer.said).collect(),
             is_desirable: match &config.labels {
                 Some(column) => label(row, column)?,
                 None => true,
@@ -67,10 +68,26 @@ impl RawJudged {
 struct Answer {
     name: &'static str,
     before: Option<Vec<Value>>,
-    text: String,
+    /// The assistant's message.
+    said: Value,
 }
 
 impl Judged {
+    /// Reads what a row is made of and renders nothing; gives the bytes of its texts.
+    ///
+    /// # Errors
+    /// As [`Judged::encode`], apart from what the template and the tokenizer refuse.
+    pub fn glance(config: &PreferenceFormat, row: &Row<'_>) -> Result<usize, DataError> {
+        let RawJudged { asked, answers, .. } = RawJudged::read(config, row)?;
+        let asked = match asked {
+            Asked::Text(text) => text.len(),
+            Asked::Messages(messages) => messages.iter().map(text_bytes).sum(),
+        };
+        // The longer of the answers has to fit.
+        let answers = answers.iter().map(text_bytes);
+        Ok(asked + answers.max().unwrap_or(0))
+    }
+
     /// Reads row `index`; the result may be longer than the settings allow, see [`Judged::fit`].
     ///
     /// # Errors
@@ -82,29 +99,58 @@ impl Judged {
         source: &Source,
         index: usize,
     ) -> Result<Judged, DataError> {
-        let (data, tokenizer) = (source.data.as_ref(), &source.tokenizer);
-        let row = Row::read(data, index)?;
+        let row = Row::read(source.data.as_ref(), index)?;
         let raw = RawJudged::read(config, &row)?;
-        let (text, prompt) = format.write(&row, raw.asked, tokenizer, source.template.as_ref())?;
-        let stop = source
-            .stop
-            .ok_or_else(|| row.fault("there is no id that ends an answer".to_owned()))?;
-        let answers = raw.answers.iter();
-        let answers = answers.map(|text| target_tokens(text, stop, data, index, tokenizer));
+        let writer = format.writer(&row, &source.tokenizer, source.template.as_ref())?;
+        let lesson = match (config.template, raw.asked) {
+            (Template::None, Asked::Text(prompt)) => {
+                let answers = raw.answers.iter().map(|said| plain_text(&row, said));
+                writer.plain(&prompt, &answers.collect::<Result<Vec<&str>, DataError>>()?)
+            }
+            (Template::None, Asked::Messages(_)) => return Err(messages_without_template(&row)),
+            (Template::Chat, asked) => {
+                writer.answers(&format.conversation(&row, asked)?, &raw.answers)
+            }
+        };
+        let Lesson {
+            text,
+            prompt,
+            targets,
+            notes,
+        } = lesson.map_err(|error| refused(&row, &error))?;
         Ok(Judged {
             text,
             prompt,
-            answers: answers.collect::<Result<_, DataError>>()?,
+            answers: targets.into_iter().map(|target| target.tokens).collect(),
             is_desirable: raw.is_desirable,
             margin: raw.margin,
+            notes: notes.into_iter().map(RowNote::Written).collect(),
         })
     }
 
-    /// Whether nothing is longer than the settings and the model's context allow.
-    pub fn fits(&self, config: &PreferenceFormat, format: &PromptFormat, context: usize) -> bool {
-        let room = room(config, context, self.prompt.len());
-        let fits = |answer: &Vec<u32>| answer.len() <= room;
-        self.prompt.len() <= format.limit(context) && self.answers.iter().all(fits)
+    /// What is longer than the settings and the model's context allow.
+    pub fn long(
+        &self,
+        config: &PreferenceFormat,
+        format: &PromptFormat,
+        context: usize,
+    ) -> Option<Long> {
+        let prompt = self.prompt.len();
+        if let Some(long) = format.long_prompt(prompt, context) {
+            return Some(long);
+        }
+        let room = room(config, context, prompt);
+        let names = config.answers().into_iter().map(|(name, _)| name);
+        let mut answers = names.zip(&self.answers);
+        let (name, answer) = answers.find(|(_, answer)| answer.len() > room)?;
+        let tokens = answer.len();
+        Some(Long {
+            tokens,
+            reason: format!(
+                "the {name} answer has {tokens} tokens, but there is room for {room} behind a prompt of {prompt} (`max_response_tokens`, the model's context of {context})"
+            ),
+            help: "raise or shorten them",
+        })
     }
 
     /// Applies the limits to row `index`, and looks whether its answers differ.
@@ -133,30 +179,23 @@ impl Judged {
         let EncodedPrompt { text, tokens, .. } = format.fit(prompt, source.context, data, index)?;
         (self.text, self.prompt) = (text, tokens);
         let room = room(config, source.context, self.prompt.len());
-        for ((name, _), answer) in config.answers().iter().zip(&mut self.answers) {
-            if answer.len() <= room {
-                continue;
-            }
-            if config.on_long != OnLong::Truncate || room == 0 {
-                return Err(fault(format!(
-                    "the {name} answer has {} tokens, but there is room for {room} behind a prompt of {} (`max_response_tokens`, the model's context of {}); raise or shorten them, or set `on_long` to \"truncate\" or \"drop\"",
-                    answer.len(),
-                    self.prompt.len(),
-                    source.context
-                )));
-            }
+        if let Some(long) = self.long(config, format, source.context)
+            && (config.on_long != OnLong::Truncate || room == 0)
+        {
+            return Err(fault(long.refusal()));
+        }
+        for answer in &mut self.answers {
             answer.truncate(room);
         }
         if let [chosen, rejected] = &self.answers[..]
             && chosen == rejected
         {
-            let reason = "the chosen and the rejected answer are the same tokens";
             if config.on_equal == OnEqual::Error {
-                return Err(fault(format!(
-                    "{reason}, so that there is nothing to prefer; remove the row, or set `on_equal = \"warn\"`"
-                )));
+                return Err(fault(
+                    "the chosen and the rejected answer are the same tokens, so that there is nothing to prefer; remove the row, or set `on_equal = \"warn\"`".to_owned(),
+                ));
             }
-            tracing::warn!(data = data.origin(), row = index + 1, "{reason}");
+            self.notes.push(RowNote::SameAnswers);
         }
         Ok(self)
     }
@@ -171,33 +210,66 @@ fn room(config: &PreferenceFormat, context: usize, prompt: usize) -> usize {
 }
 
 fn read_answer(row: &Row<'_>, name: &'static str, column: &str) -> Result<Answer, DataError> {
-    let (before, text) = if row.value(column)?.is_array() {
-        let mut messages = row.messages(column)?;
-        let last = messages
-            .pop()
-            .filter(|last| role(last) == Some("assistant"));
-        let last = last.ok_or_else(|| {
-            row.fault(format!(
-                "column `{column}` does not end with the assistant's message, which is the answer"
-            ))
-        })?;
-        let text = last.get("content").and_then(Value::as_str);
-        let text = text.ok_or_else(|| {
-            row.fault(format!(
-                "the last message of column `{column}` has no text `content`"
-            ))
-        })?;
-        ((!messages.is_empty()).then_some(messages), text.to_owned())
-    } else {
-        (None, row.text(column)?)
-    };
-    if text.trim().is_empty() {
-        return Err(row.fault(format!(
-            "the {name} answer (column `{column}`) is empty, so that there is nothing to compare"
-        )));
+    if !row.value(column)?.is_array() {
+        let said = message("assistant", &row.text(column)?);
+        return Answer::new(row, name, column, None, said);
     }
-    Ok(Answer { name, before, text })
+    let mut messages = row.messages(column)?;
+    let last = messages.pop_if(|last| role(last) == Some("assistant"));
+    let said = last.ok_or_else(|| {
+        row.fault(format!(
+            "column `{column}` does not end with the assistant's message, which is the answer"
+        ))
+    })?;
+    let before = (!messages.is_empty()).then_some(messages);
+    Answer::new(row, name, column, before, said)
 }
+
+impl Answer {
+    /// An answer that says something.
+    fn new(
+        row: &Row<'_>,
+        name: &'static str,
+        column: &str,
+        before: Option<Vec<Value>>,
+        said: Value,
+    ) -> Result<Answer, DataError> {
+        let calls = said.get("tool_calls").and_then(Value::as_array);
+        if calls.is_none_or(Vec::is_empty) {
+            match said.get("content") {
+                Some(Value::String(text)) if text.trim().is_empty() => {
+                    return Err(row.fault(format!(
+                        "the {name} answer (column `{column}`) is empty, so that there is nothing to compare"
+                    )));
+                }
+                Some(Value::String(_) | Value::Array(_)) => {}
+                _ => {
+                    return Err(row.fault(format!(
+                        "the last message of column `{column}` has no text `content`"
+                    )));
+                }
+            }
+        }
+        Ok(Answer { name, before, said })
+    }
+
+    /// Whether it goes on behind `prompt` with more than one turn.
+    fn has_turns_behind(&self, prompt: &[Value]) -> bool {
+        let own = self.before.as_deref().unwrap_or_default();
+        own.len() > prompt.len() && own.starts_with(prompt)
+            || own.first().and_then(role) == Some("assistant")
+    }
+}
+
+/// The text of an answer that no template writes.
+fn plain_text<'a>(row: &Row<'_>, said: &'a Value) -> Result<&'a str, DataError> {
+    let text = said.get("content").and_then(Value::as_str);
+    text.ok_or_else(|| messages_without_template(row))
+}
+
+/// What is wrong with answers of several turns.
+const ONE_TURN: &str =
+    "a pair compares one turn of the assistant each; move the turns before it into the prompt";
 
 /// The prompt of a row: that of its own column, which the answers may repeat, or else the one that they agree in.
 fn asked(row: &Row<'_>, column: &str, answers: &[Answer]) -> Result<Asked, DataError> {
@@ -213,7 +285,7 @@ fn asked(row: &Row<'_>, column: &str, answers: &[Answer]) -> Result<Asked, DataE
             match shared {
                 Some((other, first)) if first != before => {
                     return Err(row.fault(format!(
-                        "the {other} and the {} answer are of different prompts; a pair has one",
+                        "the {other} and the {} answer are of different prompts; a pair has one, behind which {ONE_TURN}",
                         answer.name
                     )));
                 }
@@ -234,6 +306,10 @@ fn asked(row: &Row<'_>, column: &str, answers: &[Answer]) -> Result<Asked, DataE
     };
     let is_other = |answer: &&Answer| answer.before.as_ref().is_some_and(|own| own != messages);
     match answers.iter().find(is_other) {
+        Some(answer) if answer.has_turns_behind(messages) => Err(row.fault(format!(
+            "the {} answer has several messages behind the prompt, but {ONE_TURN}",
+            answer.name
+        ))),
         Some(answer) => Err(row.fault(format!(
             "the {} answer is of another prompt than the one in column `{column}`; a pair has one prompt",
             answer.name
@@ -243,7 +319,7 @@ fn asked(row: &Row<'_>, column: &str, answers: &[Answer]) -> Result<Asked, DataE
 }
 
 fn label(row: &Row<'_>, column: &str) -> Result<bool, DataError> {
-    match row.value(column)? {
+    match row.value(column)?.as_ref() {
         Value::Bool(label) => Ok(*label),
         Value::Number(number) if number.as_f64() == Some(1.0) => Ok(true),
         Value::Number(number) if number.as_f64() == Some(0.0) => Ok(false),

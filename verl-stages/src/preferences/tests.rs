@@ -40,7 +40,6 @@ fn source(rows: Value) -> Source {
         tokenizer: Arc::new(Tokenizer::load(&folder).unwrap()),
         template: Some(ChatTemplate::load(&folder).unwrap()),
         context: CONTEXT,
-        stop: Some(2),
         order: None,
     }
 }
@@ -57,9 +56,12 @@ fn judge(config: &Preferences, row: Value) -> Result<Judged, DataError> {
     let (source, config) = (source(json!([{}, row])), &config.format);
     let prompts = config.prompts();
     let judged = Judged::encode(config, &prompts, &source, 1)?;
-    let fits = judged.fits(config, &prompts, CONTEXT);
+    let fits = judged.long(config, &prompts, CONTEXT).is_none();
     match judged.clone().fit(config, &prompts, &source, 1) {
-        Ok(fitted) => assert_eq!(fits, fitted == judged),
+        Ok(fitted) => assert_eq!(
+            fits,
+            fitted.answers == judged.answers && fitted.prompt == judged.prompt
+        ),
         Err(error) => assert!(!fits || error.to_string().contains("the same tokens")),
     }
     config.read(&source, 1)
@@ -364,4 +366,88 @@ fn settings_that_make_no_sense_are_all_told() {
         ..Preferences::default()
     };
     assert_eq!(told(labelled), ["response", "labels"]);
+}
+
+/// The pairs of the examples: an answer's tokens and the end of the sequence, as from the start.
+#[test]
+fn pairs_of_sums_have_the_answers_that_they_had() {
+    let pairs = crate::data::addition_pairs::AdditionPairs::default();
+    let data = pairs.rows().unwrap();
+    let source = Source {
+        rows: (0..data.len()).collect(),
+        data: Arc::new(data),
+        ..source(json!([{}]))
+    };
+    let config = PreferenceFormat::default();
+    for row in 0..200 {
+        let values = source.data.row(row).unwrap();
+        let judged = config.read(&source, row).unwrap();
+        for (column, answer) in ["chosen", "rejected"].into_iter().zip(&judged.answers) {
+            let text = values[column].as_str().unwrap();
+            let mut tokens = source.tokenizer.encode(text, false).unwrap();
+            tokens.push(2);
+            assert_eq!(*answer, tokens);
+        }
+        assert_eq!(judged.notes, []);
+    }
+}
+
+#[test]
+fn answers_of_several_turns_are_refused() {
+    let config = Preferences::default();
+    let user = |text: &str| json!({"role": "user", "content": text});
+    let answer = |text: &str| json!({"role": "assistant", "content": text});
+    let several = json!([answer("2"), user("sure?"), answer("2")]);
+    let words =
+        "several messages behind the prompt, but a pair compares one turn of the assistant each";
+    check_refused(
+        &config,
+        json!({"prompt": "1+1", "chosen": several, "rejected": "3"}),
+        words,
+    );
+    let repeated = json!([user("1+1"), answer("2"), user("2+2"), answer("4")]);
+    check_refused(
+        &config,
+        json!({"prompt": "1+1", "chosen": repeated, "rejected": "3"}),
+        words,
+    );
+}
+
+/// Row 3 of what was found by use, for pairs.
+#[test]
+fn answers_that_end_already_get_no_second_end() {
+    let config = Preferences {
+        format: PreferenceFormat {
+            template: Template::None,
+            ..PreferenceFormat::default()
+        },
+        ..Preferences::default()
+    };
+    let judged = judge(&config, pair("46<eos>", "4")).unwrap();
+    let ends = |answer: &Vec<u32>| answer.iter().filter(|id| **id == 2).count();
+    assert_eq!(judged.answers.iter().map(ends).collect::<Vec<_>>(), [1, 1]);
+    assert_eq!(
+        judged.answers.iter().map(Vec::len).collect::<Vec<_>>(),
+        [3, 2]
+    );
+    let chat = judge(&Preferences::default(), pair("46<eos>", "4")).unwrap();
+    assert_eq!(chat.answers, judged.answers);
+}
+
+#[test]
+fn calls_of_tools_are_answers() {
+    let template = "{% for m in messages %}{% if m.tool_calls %}<|assistant|>{{ m.tool_calls[0].name }}<eos>{% else %}<|user|>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
+    let config = PreferenceFormat::default();
+    let call = |name: &str| json!([{"role": "assistant", "content": null, "tool_calls": [{"name": name}]}]);
+    let row = json!({"prompt": "1+1", "chosen": call("2"), "rejected": call("11")});
+    let source = Source {
+        template: Some(ChatTemplate::new(template).unwrap()),
+        ..source(json!([row]))
+    };
+    let judged = config.read(&source, 0).unwrap();
+    let texts = judged
+        .answers
+        .iter()
+        .map(|ids| source.tokenizer.decode_with_special(ids));
+    assert_eq!(texts.collect::<Vec<_>>(), ["2<eos>", "11<eos>"]);
 }

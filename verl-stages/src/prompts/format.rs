@@ -1,35 +1,52 @@
-//! A row of a data set into prompt tokens. Pure: the same row gives the same tokens.
+//! Which columns of a row make a prompt and how, and how they are read.
+
+use std::borrow::Cow;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use verl_models::chat_template::{ChatTemplate, message};
-use verl_models::tokenizer::Tokenizer;
-use verl_pipe::data::{DataError, DataLoaderInterface};
+use verl_pipe::data::{DataError, DataLoaderInterface, column_names, find_column};
 use verl_pipe::stage::ConfigError;
+
+pub(crate) use verl_models::targets::role;
 
 /// How messages become text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Template {
-    /// Through the model's chat template, up to where the assistant's answer begins.
+    /// Through the model's chat template, up to where the assistant's answer begins. An answer that is trained is what the
+    /// template writes of it behind the prompt, up to the token that ends the turn.
     #[default]
     Chat,
-    /// The text of the question as it is, with the special tokens that the tokenizer adds to a sequence.
+    /// The text of the question as it is, with the special tokens that the tokenizer adds to a sequence. An answer that is
+    /// trained is one text with the question, so a blank between them has to be in one of the two; it ends with an
+    /// end-of-sequence id, which is added where the answer's text does not end with one.
     None,
 }
 
-/// What becomes of a prompt that is longer than the limit.
+/// What becomes of rows that are too long; all rows are tokenised before the first step to know which are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnLong {
-    /// The run ends and tells the row.
+    /// They are left out of every epoch, and a warning tells how many.
     #[default]
-    Error,
-    /// Tokens are cut off at the beginning, so that what opens the answer stays.
-    Truncate,
-    /// The row is left out of every epoch; all rows are tokenised at the start to know which.
     Drop,
+    /// The run ends before its first step and tells them.
+    Error,
+    /// A prompt is cut off at the beginning, so that what opens the answer stays, and an answer at the end.
+    Truncate,
+}
+
+/// Which turns of the assistant are trained in a conversation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TrainOn {
+    /// The last one; all before it is the prompt.
+    #[default]
+    Last,
+    /// Every one that something comes before. The prompt is what comes before the first; messages of others behind it are
+    /// read and not trained.
+    All,
 }
 
 /// Which columns make a prompt, and how it is written.
@@ -40,7 +57,7 @@ pub struct PromptFormat {
     pub question: String,
     /// Column with a whole conversation instead (a list of objects with `role` and `content`), where it is named.
     pub messages: Option<String>,
-    /// Column with the reference answer, a text or number; empty: rows have none.
+    /// Column with the reference answer, a text or a number (as the file writes it); empty: rows have none.
     pub answer: String,
     /// System message before the conversation.
     pub system: Option<String>,
@@ -48,9 +65,16 @@ pub struct PromptFormat {
     pub template: Template,
     /// Further variables of the chat template, such as `enable_thinking`.
     pub template_variables: Map<String, Value>,
+    /// Column with the tools of a row's conversation, a list of objects or its JSON text, which the template gets as
+    /// `tools`; empty: none is read. Rows without it, or with null there, have no tools but those of
+    /// `template_variables`; where both are there, the row's go before.
+    pub tools: String,
+    /// Column with further variables of the template for the row alone, an object or its JSON text; they go before
+    /// `template_variables`. Empty: none is read.
+    pub row_variables: String,
     /// Longest prompt (tokens); one less than the model's context when absent.
     pub max_prompt_tokens: Option<usize>,
-    /// What becomes of a longer prompt.
+    /// What becomes of rows that are too long.
     pub on_long: OnLong,
 }
 
@@ -63,21 +87,12 @@ impl Default for PromptFormat {
             system: None,
             template: Template::Chat,
             template_variables: Map::new(),
+            tools: "tools".to_owned(),
+            row_variables: "chat_template_kwargs".to_owned(),
             max_prompt_tokens: None,
-            on_long: OnLong::Error,
+            on_long: OnLong::default(),
         }
     }
-}
-
-/// A prompt with what belongs to it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EncodedPrompt {
-    /// The prompt as text; of a truncated one too the whole text.
-    pub text: String,
-    /// Its token ids, at least one.
-    pub tokens: Vec<u32>,
-    /// The reference answer as the data set has it; empty where the format names no column.
-    pub answer: String,
 }
 
 impl PromptFormat {
@@ -115,175 +130,6 @@ impl PromptFormat {
         }
         faults
     }
-
-    /// Prompt and answer of a row; `template` is the model's, with the variables of this format already in.
-    ///
-    /// The result may be longer than `max_prompt_tokens`; see [`PromptFormat::fit`].
-    ///
-    /// # Errors
-    /// [`DataError`] with the row: a column is missing or of another type, the template or the tokenizer refuses, the
-    /// prompt has no token.
-    pub fn encode(
-        &self,
-        data: &dyn DataLoaderInterface,
-        index: usize,
-        tokenizer: &Tokenizer,
-        template: Option<&ChatTemplate>,
-    ) -> Result<EncodedPrompt, DataError> {
-        let row = Row::read(data, index)?;
-        let (asked, answer) = self.read(&row)?;
-        let (text, tokens) = self.write(&row, asked, tokenizer, template)?;
-        Ok(EncodedPrompt {
-            text,
-            tokens,
-            answer,
-        })
-    }
-
-    /// What a row asks, and its answer.
-    fn read(&self, row: &Row<'_>) -> Result<(Asked, String), DataError> {
-        let asked = match &self.messages {
-            Some(column) => Asked::Messages(row.messages(column)?),
-            None => Asked::Text(row.text(&self.question)?),
-        };
-        let answer = if self.answer.is_empty() {
-            String::new()
-        } else {
-            row.text(&self.answer)?
-        };
-        Ok((asked, answer))
-    }
-
-    /// Looks whether a row has what a prompt is made of; the template and the tokenizer are not asked.
-    ///
-    /// # Errors
-    /// [`DataError`] with the row: a column is missing or of another type, the conversation ends with an answer.
-    pub(crate) fn look(&self, row: &Row<'_>) -> Result<(), DataError> {
-        let (asked, _) = self.read(row)?;
-        self.look_at(row, asked)
-    }
-
-    /// The same of what is asked.
-    pub(crate) fn look_at(&self, row: &Row<'_>, asked: Asked) -> Result<(), DataError> {
-        match (self.template, asked) {
-            (Template::Chat, asked) => self.conversation(row, asked).map(drop),
-            (Template::None, Asked::Text(_)) => Ok(()),
-            (Template::None, Asked::Messages(_)) => Err(messages_without_template(row)),
-        }
-    }
-
-    /// Applies the limit to the prompt of row `index`: `max_prompt_tokens`, else what `context` leaves beside a token of
-    /// an answer.
-    ///
-    /// # Errors
-    /// [`DataError::Row`] when it is longer, unless it is to be truncated.
-    pub fn fit(
-        &self,
-        mut prompt: EncodedPrompt,
-        context: usize,
-        data: &dyn DataLoaderInterface,
-        index: usize,
-    ) -> Result<EncodedPrompt, DataError> {
-        let limit = self.limit(context);
-        let tokens = prompt.tokens.len();
-        if tokens > limit {
-            if self.on_long != OnLong::Truncate {
-                let room = if self.max_prompt_tokens == Some(limit) {
-                    format!("`max_prompt_tokens` is {limit}; raise it")
-                } else {
-                    format!(
-                        "the model's context is {context}, which an answer has to fit in too; shorten it"
-                    )
-                };
-                return Err(DataError::Row {
-                    path: data.origin(),
-                    row: index + 1,
-                    reason: format!(
-                        "the prompt has {tokens} tokens, but {room}, or set `on_long` to \"truncate\" or \"drop\""
-                    ),
-                });
-            }
-            prompt.tokens.drain(..tokens - limit);
-        }
-        Ok(prompt)
-    }
-
-    /// Most tokens of a prompt for a model of this context, in which there must be room for a token of an answer.
-    pub fn limit(&self, context: usize) -> usize {
-        let room = context.saturating_sub(1).max(1);
-        self.max_prompt_tokens.map_or(room, |most| most.min(room))
-    }
-
-    /// What is asked, as text and as tokens, at least one.
-    ///
-    /// # Errors
-    /// [`DataError`] with the row: the conversation ends with an answer, the template or the tokenizer refuses.
-    pub(crate) fn write(
-        &self,
-        row: &Row<'_>,
-        asked: Asked,
-        tokenizer: &Tokenizer,
-        template: Option<&ChatTemplate>,
-    ) -> Result<(String, Vec<u32>), DataError> {
-        let (text, tokens) = match (self.template, template, asked) {
-            (Template::Chat, Some(template), asked) => {
-                let messages = self.conversation(row, asked)?;
-                let text = template
-                    .render(&messages, true)
-                    .map_err(|e| row.fault(e.to_string()))?;
-                let tokens = tokenizer.encode(&text, false);
-                (text, tokens)
-            }
-            (Template::Chat, None, _) => {
-                return Err(row.fault(
-                    "the model has no chat template; set `template = \"none\"` to use the question as it is"
-                        .to_owned(),
-                ));
-            }
-            (Template::None, _, Asked::Text(text)) => {
-                let tokens = tokenizer.encode(&text, true);
-                (text, tokens)
-            }
-            (Template::None, _, Asked::Messages(_)) => {
-                return Err(messages_without_template(row));
-            }
-        };
-        let tokens = tokens.map_err(|e| row.fault(e.to_string()))?;
-        if tokens.is_empty() {
-            return Err(row.fault("the prompt has no token".to_owned()));
-        }
-        Ok((text, tokens))
-    }
-
-    /// The messages before the answer.
-    fn conversation(&self, row: &Row<'_>, asked: Asked) -> Result<Vec<Value>, DataError> {
-        let mut messages = match asked {
-            Asked::Text(text) => vec![message("user", &text)],
-            Asked::Messages(messages) => messages,
-        };
-        if messages.last().and_then(role) == Some("assistant") {
-            return Err(row.fault(
-                "the conversation ends with the assistant's message, which the model is to write"
-                    .to_owned(),
-            ));
-        }
-        if let Some(system) = &self.system {
-            if messages.first().and_then(role) == Some("system") {
-                return Err(row.fault(
-                    "the conversation has a system message, and `system` is set too".to_owned(),
-                ));
-            }
-            messages.insert(0, message("system", system));
-        }
-        Ok(messages)
-    }
-}
-
-fn messages_without_template(row: &Row<'_>) -> DataError {
-    row.fault(
-        "the prompt is a list of messages, which become text through a chat template alone; set `template = \"chat\"`"
-            .to_owned(),
-    )
 }
 
 /// What a prompt is made of.
@@ -295,47 +141,25 @@ pub(crate) enum Asked {
     Messages(Vec<Value>),
 }
 
-/// Who wrote a message.
-pub(crate) fn role(message: &Value) -> Option<&str> {
-    message.get("role").and_then(Value::as_str)
-}
-
-/// What supervised training imitates: the answer's tokens and the id that ends the response.
-///
-/// # Errors
-/// [`DataError::Row`] when the tokenizer refuses the answer.
-pub fn target_tokens(
-    answer: &str,
-    stop: u32,
-    data: &dyn DataLoaderInterface,
-    index: usize,
-    tokenizer: &Tokenizer,
-) -> Result<Vec<u32>, DataError> {
-    let mut tokens = tokenizer
-        .encode(answer, false)
-        .map_err(|e| DataError::Row {
-            path: data.origin(),
-            row: index + 1,
-            reason: e.to_string(),
-        })?;
-    tokens.push(stop);
-    Ok(tokens)
-}
-
 /// A row of a data set whose columns are read with messages that tell it.
 pub(crate) struct Row<'a> {
     data: &'a dyn DataLoaderInterface,
     index: usize,
-    values: Map<String, Value>,
+    /// All columns; `None` where the data set keeps them apart, so that each is read when it is asked for.
+    values: Option<Map<String, Value>>,
 }
 
 impl<'a> Row<'a> {
     /// Reads row `index`.
     pub(crate) fn read(data: &'a dyn DataLoaderInterface, index: usize) -> Result<Self, DataError> {
+        let values = match data.is_columnar() {
+            true => None,
+            false => Some(data.row(index)?),
+        };
         Ok(Row {
             data,
             index,
-            values: data.row(index)?,
+            values,
         })
     }
 }
@@ -350,24 +174,51 @@ impl Row<'_> {
         }
     }
 
-    /// The value of a column.
-    pub(crate) fn value(&self, column: &str) -> Result<&Value, DataError> {
-        self.values
-            .get(column)
-            .ok_or_else(|| DataError::MissingColumn {
-                path: self.data.origin(),
-                row: self.index + 1,
-                column: column.to_owned(),
-                known: self
-                    .values
-                    .keys()
-                    .map(String::as_str)
-                    .collect::<Vec<_>>()
-                    .join(", "),
-            })
+    /// The value of a column; its name may reach into nested ones ([`find_column`]).
+    pub(crate) fn value(&self, column: &str) -> Result<Cow<'_, Value>, DataError> {
+        match self.find(column)? {
+            Some(value) => Ok(value),
+            None => {
+                let names = match &self.values {
+                    Some(values) => column_names(values),
+                    None => self.data.names(self.index)?,
+                };
+                let origin = self.data.origin();
+                Err(DataError::missing_column(
+                    origin, self.index, column, &names,
+                ))
+            }
+        }
     }
 
-    /// The conversation in a column: a list of at least one object with a text `role`.
+    fn find(&self, column: &str) -> Result<Option<Cow<'_, Value>>, DataError> {
+        Ok(match &self.values {
+            Some(values) => find_column(values, column).map(Cow::Borrowed),
+            None => self.data.value(self.index, column)?.map(Cow::Owned),
+        })
+    }
+
+    /// The value of a column that rows may lack; `None` too for null and where `column` is empty.
+    pub(crate) fn optional(&self, column: &str) -> Result<Option<Value>, DataError> {
+        if column.is_empty() {
+            return Ok(None);
+        }
+        let value = self.find(column)?;
+        Ok(value.filter(|value| !value.is_null()).map(Cow::into_owned))
+    }
+
+    /// The same of a value that may be written as JSON text; `None` for a blank text, and a text that is no JSON as it is.
+    pub(crate) fn optional_json(&self, column: &str) -> Result<Option<Value>, DataError> {
+        let value = self.optional(column)?;
+        Ok(value.and_then(|value| match value {
+            Value::String(text) if text.trim().is_empty() => None,
+            Value::String(text) => Some(serde_json::from_str(&text).unwrap_or(Value::String(text))),
+            value => Some(value),
+        }))
+    }
+
+    /// The conversation in a column: a list of at least one object with a text `role`. What a message has as null but its
+    /// content is left out, because files of columns give every message the keys of all.
     pub(crate) fn messages(&self, column: &str) -> Result<Vec<Value>, DataError> {
         let value = self.value(column)?;
         let list = value
@@ -381,14 +232,26 @@ impl Row<'_> {
         if list.is_empty() {
             return Err(self.fault(format!("column `{column}` is an empty list")));
         }
-        Ok(list.clone())
+        let mut messages = list.clone();
+        for message in messages.iter_mut().filter_map(Value::as_object_mut) {
+            message.retain(|key, value| key == "content" || !value.is_null());
+        }
+        Ok(messages)
     }
 
-    /// A text or number as text.
+    /// A text, or a number as the data set writes it.
     pub(crate) fn text(&self, column: &str) -> Result<String, DataError> {
-        match self.value(column)? {
+        match self.value(column)?.as_ref() {
             Value::String(text) => Ok(text.clone()),
-            Value::Number(number) => Ok(number.to_string()),
+            Value::Number(number) => {
+                let written = match self.values {
+                    Some(_) => self.data.written(self.index)?,
+                    None => Map::new(),
+                };
+                let text = find_column(&written, column).and_then(Value::as_str);
+                let text = text.map(str::to_owned);
+                Ok(text.unwrap_or_else(|| number.to_string()))
+            }
             other => Err(self.fault(format!(
                 "column `{column}` holds {}, not a text",
                 match other {

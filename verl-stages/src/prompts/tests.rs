@@ -13,7 +13,6 @@ use verl_models::tokenizer::Tokenizer;
 use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::stage::{CancelToken, Models, StageSink};
 
-use super::source::stop_id;
 use super::*;
 use crate::data::addition::Addition;
 use crate::model::PolicyResource;
@@ -36,15 +35,15 @@ impl DataLoaderInterface for Rows {
     }
 }
 
-fn rows(values: Value) -> Arc<dyn DataLoaderInterface> {
+pub(super) fn rows(values: Value) -> Arc<dyn DataLoaderInterface> {
     Arc::new(Rows(values.as_array().unwrap().clone()))
 }
 
-fn folder() -> std::path::PathBuf {
+pub(super) fn folder() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/models/addition-init")
 }
 
-fn tokenizer() -> Arc<Tokenizer> {
+pub(super) fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::load(&folder()).unwrap())
 }
 
@@ -52,10 +51,13 @@ fn template() -> ChatTemplate {
     ChatTemplate::load(&folder()).unwrap()
 }
 
-fn stage(config: Prompts, prompts: usize, data: Arc<dyn DataLoaderInterface>) -> PromptStage {
+pub(super) fn stage(
+    config: Prompts,
+    prompts: usize,
+    data: Arc<dyn DataLoaderInterface>,
+) -> PromptStage {
     let tokenizer = tokenizer();
     let template = template();
-    let stop = stop_id("actor", &tokenizer, Some(&template)).unwrap();
     PromptStage {
         format: config.format(),
         prompts,
@@ -63,7 +65,6 @@ fn stage(config: Prompts, prompts: usize, data: Arc<dyn DataLoaderInterface>) ->
             rows: (0..data.len()).collect(),
             data,
             tokenizer,
-            stop: config.with_targets.then_some(stop),
             template: (config.template == Template::Chat).then_some(template),
             context: 64,
             order: None,
@@ -72,8 +73,17 @@ fn stage(config: Prompts, prompts: usize, data: Arc<dyn DataLoaderInterface>) ->
     }
 }
 
+/// Looks at the rows as [`Stage::start`] does.
+pub(super) fn survey(stage: &mut PromptStage) -> Result<(), StageError> {
+    let (config, format) = (&stage.config, &stage.format);
+    let source = stage.source.as_mut().unwrap();
+    source.survey(format.on_long, |source, row| {
+        Ok(config.show(format, source, row)?.surveyed())
+    })
+}
+
 #[derive(Default)]
-struct Sink {
+pub(super) struct Sink {
     batches: Vec<Batch>,
     metrics: Vec<(String, f64)>,
 }
@@ -92,7 +102,11 @@ impl StageSink for Sink {
     fn sample(&mut self, _sample: Value) {}
 }
 
-fn step(stage: &mut PromptStage, step: u64, seed: u64) -> Result<(Batch, Sink), StageError> {
+pub(super) fn step(
+    stage: &mut PromptStage,
+    step: u64,
+    seed: u64,
+) -> Result<(Batch, Sink), StageError> {
     wave(stage, step, 0, seed)
 }
 
@@ -168,6 +182,7 @@ fn a_step_holds_all_its_keys_in_agreement() {
         written(batch.get(&TARGETS).unwrap().row(0)),
         ["####", " ", "4", "6", "<eos>"]
     );
+    assert_eq!(batch.get(&TARGET_KINDS).unwrap().row(0), [mask::ACTION; 5]);
     assert_eq!(batch.get(&DATA_ROWS).unwrap().values(), [0]);
     assert_eq!(sink.metrics, [("prompt/length_mean".to_owned(), 8.0)]);
 }
@@ -296,11 +311,12 @@ fn long_prompts_stop_the_run_unless_asked_otherwise() {
     let long = json!({"question": "123456+1", "answer": 123457});
     let mut format = PromptFormat {
         max_prompt_tokens: Some(9),
+        on_long: OnLong::Error,
         ..PromptFormat::default()
     };
     assert_eq!(
         told(&format, long.clone()),
-        "`rows`, row 2: the prompt has 11 tokens, but `max_prompt_tokens` is 9; raise it, or set `on_long` to \"truncate\" or \"drop\""
+        "`rows`, row 2: the prompt has 11 tokens, but `max_prompt_tokens` is 9; raise it, or set `on_long` to \"drop\" or \"truncate\""
     );
     format.max_prompt_tokens = Some(11);
     let whole = encode(&format, long.clone()).unwrap();
@@ -327,28 +343,15 @@ fn long_prompts_stop_the_run_unless_asked_otherwise() {
     let data =
         rows(json!([{"question": "1+1", "answer": "2"}, long, {"question": "2+2", "answer": "4"}]));
     let mut dropping = stage(config.clone(), 4, data);
-    dropping
-        .source
-        .as_mut()
-        .unwrap()
-        .drop_long(&config.format())
-        .unwrap();
+    survey(&mut dropping).unwrap();
     let (batch, _) = step(&mut dropping, 1, 0).unwrap();
     let drawn: Vec<u64> = batch.get(&DATA_ROWS).unwrap().values().to_vec();
     assert!(!drawn.contains(&1), "{drawn:?}");
     assert_eq!(batch.ids()[2].epoch(), 1);
-    let tight = PromptFormat {
-        max_prompt_tokens: Some(2),
-        ..config.format()
-    };
-    let error = dropping
-        .source
-        .as_mut()
-        .unwrap()
-        .drop_long(&tight)
-        .unwrap_err();
+    dropping.format.max_prompt_tokens = Some(2);
+    let error = survey(&mut dropping).unwrap_err().to_string();
     assert!(
-        error.to_string().contains("longer than 2 tokens"),
+        error.starts_with("`rows` has no row that is short enough"),
         "{error}"
     );
 }
@@ -375,7 +378,7 @@ fn conversations_and_plain_text() {
     assert!(told(&chat, talk(json!("1+1"))).contains("is not a list of objects"));
     assert!(
         told(&chat, json!({"question": "1"}))
-            .contains("there is no column `talk`; the row has question")
+            .contains("there is no column `talk`; the row has `question`")
     );
 
     let system = PromptFormat {
@@ -533,15 +536,17 @@ fn starting_takes_tokenizer_template_and_context_from_the_model() {
         Ok(_) => String::new(),
         Err(error) => error.to_string(),
     };
-    let mut running = started(Prompts::default(), whole()).unwrap();
-    let error = step(&mut running, 1, 0).err().unwrap().to_string();
+    let refusing = Prompts {
+        on_long: OnLong::Error,
+        ..Prompts::default()
+    };
+    let error = told(refusing, whole());
     assert!(
         error.contains("row 2: the prompt has 10 tokens, but the model's context is 9"),
         "{error}"
     );
 
     let config = Prompts {
-        on_long: OnLong::Drop,
         with_targets: true,
         ..Prompts::default()
     };
@@ -647,8 +652,6 @@ fn answers_that_do_not_fit_the_context_are_handled_as_long_prompts() {
     let prompt = batch.get(&PROMPTS).unwrap().row_len(0);
     assert_eq!(batch.get(&TARGETS).unwrap().row_len(0), 64 - prompt);
     let mut dropping = stage(config(OnLong::Drop), 1, data());
-    let format = dropping.format.clone();
-    let source = dropping.source.as_mut().unwrap();
-    source.drop_long(&format).unwrap();
-    assert_eq!(source.rows, [1]);
+    survey(&mut dropping).unwrap();
+    assert_eq!(dropping.source.unwrap().rows, [1]);
 }

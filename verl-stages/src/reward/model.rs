@@ -10,6 +10,7 @@ use verl_pipe::stage::{
 };
 
 use crate::model::{VALUE_MODEL, ValueResource};
+use crate::refusals::refused_row;
 use crate::training::score_rows;
 
 /// Settings of stage `reward_model`.
@@ -59,7 +60,8 @@ impl Stage for RewardModelStage {
         let (prompts, responses) = (input.get(&PROMPTS)?, input.get(&RESPONSES)?);
         let rows = score_rows(&prompts, &responses);
         let resource = find_model::<ValueResource>(context.models, &self.model)?;
-        let rewards = resource.model.scores(&rows).map_err(StageError::failed)?;
+        let rewards = resource.model.scores(&rows);
+        let rewards = rewards.map_err(|error| refused_row(error, &input.ids()))?;
         let mut output = input.rows_only();
         output.put(&REWARDS, rewards)?;
         context.emit(output)

@@ -3,13 +3,47 @@
 //! A pipeline may have several, each with a name of its own and its rewards under another key (`rename`). Their metrics
 //! are named after the stage: `form/correct_share` for one called `form`.
 //!
-//! ```
-//! use verl_stages::reward::rule::{final_answer, same_number};
+//! | rule | answer | right | wrong |
+//! |---|---|---|---|
+//! | `final_answer` | `18` | `#### 18 eggs`, `#### **$18.00**`, `#### £18`, `#### = 18`, `#### \boxed{18}`, `#### 36/2`, `#### 18 ####` | `#### 18 #### 19`, `#### 18 or 19`, `#### not 18`, `#### 1 8`, `#### 18 hundred`, `18` |
+//! | | `70000` | `#### 70,000`, `#### 7e4` | `#### 7,0000` |
+//! | | `Paris` | `#### Paris` | `#### paris` |
+//! | `math` | `\frac{1}{2}` | `\boxed{0.5}`, `The answer is 1/2.`, `$50\%$` | `\boxed{0.51}`, `1/2 or 1/3` |
+//! | | `2\sqrt{2}` | `\boxed{\sqrt{8}}` | `\boxed{2.83}` |
+//! | | `x^2+2x+1` | `\boxed{(x+1)^2}` | `\boxed{(x-1)^2}` |
+//! | | `(-\infty,3]` | `\boxed{(-\infty, 3]}` | `\boxed{(-\infty,3)}` |
+//! | `regex` with `answer is (\d+)` | `18` | `The answer is 18.` | `18` |
+//! | `exact` | `4` | ` 4` | `4.0` |
 //!
-//! assert_eq!(final_answer("48 / 2 = 24\n#### 72"), Some("72"));
-//! assert_eq!(final_answer("no answer"), None);
-//! assert!(same_number("1,000", "1000.0"));
-//! assert!(!same_number("12", "21"));
+//! ```
+//! use verl_stages::reward::rule::{Reward, Rule, RuleKind};
+//!
+//! let judge = |rule, answer: &str, response: &str| {
+//!     let pattern = (rule == RuleKind::Regex).then(|| r"answer is (\d+)".to_owned());
+//!     let rule = Rule::new(&Reward { rule, pattern, ..Reward::default() }).expect("a sound rule");
+//!     rule.judge(response, answer, 8).correct
+//! };
+//! let rule = RuleKind::FinalAnswer;
+//! for right in ["18 eggs", "**$18.00**", "£18", "= 18", r"\boxed{18}", "36/2", "18 ####"] {
+//!     assert!(judge(rule, "18", &format!("9 * 2 = 18\n#### {right}")), "{right}");
+//! }
+//! for wrong in ["18 #### 19", "18 or 19", "not 18", "1 8", "18 hundred"] {
+//!     assert!(!judge(rule, "18", &format!("9 * 2 = 18\n#### {wrong}")), "{wrong}");
+//! }
+//! assert!(judge(rule, "70000", "#### 70,000") && !judge(rule, "70000", "#### 7,0000"));
+//! assert!(judge(rule, "Paris", "#### Paris") && !judge(rule, "Paris", "#### paris"));
+//!
+//! let rule = RuleKind::Math;
+//! for right in [r"\boxed{0.5}", "The answer is 1/2.", r"$50\%$"] {
+//!     assert!(judge(rule, r"\frac{1}{2}", right), "{right}");
+//! }
+//! assert!(!judge(rule, r"\frac{1}{2}", r"\boxed{0.51}") && !judge(rule, r"\frac{1}{2}", "1/2 or 1/3"));
+//! assert!(judge(rule, r"2\sqrt{2}", r"\boxed{\sqrt{8}}") && !judge(rule, r"2\sqrt{2}", r"\boxed{2.83}"));
+//! assert!(judge(rule, "x^2+2x+1", r"\boxed{(x+1)^2}") && !judge(rule, "x^2+2x+1", r"\boxed{(x-1)^2}"));
+//! assert!(!judge(rule, r"(-\infty,3]", r"\boxed{(-\infty,3)}"));
+//!
+//! assert!(judge(RuleKind::Regex, "18", "The answer is 18.") && !judge(RuleKind::Regex, "18", "18"));
+//! assert!(judge(RuleKind::Exact, "4", " 4\n") && !judge(RuleKind::Exact, "4", "4.0"));
 //! ```
 
 use std::time::Duration;
@@ -23,6 +57,12 @@ use verl_pipe::stage::{
     BuildContext, ConfigError, Metric, Reduce, Stage, StageConfig, StageContext, StageError,
     StageSpec,
 };
+
+use super::math;
+use super::number::Number;
+
+/// What stands before a final answer.
+const MARK: &str = "####";
 
 /// Share of scored responses whose answer is right.
 pub const CORRECT: Metric = Metric {
@@ -43,13 +83,21 @@ pub const WELL_FORMED: Metric = Metric {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RuleKind {
-    /// The number after the last `####` of the response equals the one after the last `####` of the answer
-    /// (the whole answer where it has none). Numbers are compared as numbers: `1,000` is `1000`.
+    /// The number after the last `####` of the response equals the one after the last `####` of the answer (the whole
+    /// answer where it has none). It is compared exactly. Currencies, units, a percent sign, marks of emphasis, a full
+    /// stop, `=`, `x =`, `$…$` and `\boxed{}` around it do not matter; anything else does, so that `18 or 19` and
+    /// `18 hundred` are not 18. An answer without a number is compared as a text, apart from white space at both ends.
     #[default]
     FinalAnswer,
+    /// What the response states is what the answer does, as mathematics and as Math-Verify reads it: `\frac{1}{2}` is
+    /// `0.5`, `\sqrt{8}` is `2\sqrt{2}`, `(x+1)^2` is `x^2+2x+1`, `\{1,2\}` is `2,1`. Of the response counts the last
+    /// `\boxed{}` or what follows "the final answer is", else `####`, else the word "answer", else the last formula or
+    /// number. The answer is LaTeX, plain text, or a whole solution with a box or `####`.
+    Math,
     /// The whole response equals the whole answer, apart from white space at both ends.
     Exact,
-    /// The first group of `pattern` (the whole match where it has no group) equals the answer; the last match counts.
+    /// What `pattern` finds equals the answer, compared as by `final_answer`. The last match counts, and of it the first
+    /// group that took part; the whole match where the pattern has no group.
     Regex,
     /// The response has at most `target_tokens` tokens; each token more costs `correct / target_tokens`, down to `wrong`.
     Length,
@@ -107,31 +155,48 @@ pub struct Rule {
     pattern: Option<Regex>,
 }
 
-/// The text after the last `####`, up to the end of its line, without white space; `None` without one or when empty.
+/// What stands after the last `####` of a response: the rest of the line, or the first line of text after it, without
+/// white space. Marks that nothing follows are passed over: `#### 18 ####` answers 18. `None` without an answer.
+///
+/// ```
+/// use verl_stages::reward::rule::final_answer;
+///
+/// assert_eq!(final_answer("48 / 2 = 24\n#### 72 eggs"), Some("72 eggs"));
+/// assert_eq!(final_answer("#### 18 #### 19\nThat is all."), Some("19"));
+/// assert_eq!(final_answer("####\n18 ####"), Some("18"));
+/// assert_eq!(final_answer("no answer"), None);
+/// ```
 pub fn final_answer(text: &str) -> Option<&str> {
-    let (_, rest) = text.rsplit_once("####")?;
-    let line = rest
-        .trim_start_matches([' ', '\t'])
-        .lines()
-        .next()
-        .unwrap_or("");
-    let answer = line.trim();
-    (!answer.is_empty()).then_some(answer)
+    final_answer_at(text).map(|(_, answer)| answer)
 }
 
-/// Whether two answers are the same number, or, where one is no number, the same text.
+/// The final answer and where it begins (bytes).
+pub(super) fn final_answer_at(text: &str) -> Option<(usize, &str)> {
+    let mut text = text.trim_end();
+    while text.ends_with(MARK) {
+        text = text.trim_end_matches('#').trim_end();
+    }
+    let rest = &text[text.rfind(MARK)? + MARK.len()..];
+    let rest = rest.trim_start();
+    let answer = rest.lines().next()?.trim_end();
+    (!answer.is_empty()).then_some((text.len() - rest.len(), answer))
+}
+
+/// Whether two answers state the same number, read and compared as [`Number`] does; where neither states one, whether
+/// they are the same text, apart from white space at both ends.
+///
+/// ```
+/// use verl_stages::reward::rule::same_number;
+///
+/// assert!(same_number("1,000", "$1000.00"));
+/// assert!(same_number("Paris", " Paris"));
+/// assert!(!same_number("12", "21") && !same_number("1,23", "123") && !same_number("18 or 19", "18"));
+/// ```
 pub fn same_number(a: &str, b: &str) -> bool {
-    let clean = |text: &str| -> String {
-        text.trim()
-            .trim_end_matches('.')
-            .chars()
-            .filter(|c| !matches!(c, ',' | '$' | '%' | ' '))
-            .collect()
-    };
-    let (a, b) = (clean(a), clean(b));
-    match (a.parse::<f64>(), b.parse::<f64>()) {
-        (Ok(x), Ok(y)) if x.is_finite() && y.is_finite() => x == y,
-        _ => a == b,
+    match (Number::read(a), Number::read(b)) {
+        (Some(a), Some(b)) => a == b,
+        (None, None) => a.trim() == b.trim(),
+        _ => false,
     }
 }
 
@@ -215,37 +280,51 @@ impl Rule {
         if self.config.rule == RuleKind::Length {
             return self.judge_length(tokens);
         }
-        let found = match self.config.rule {
-            RuleKind::FinalAnswer => final_answer(response),
-            RuleKind::Exact => Some(response.trim()).filter(|text| !text.is_empty()),
-            RuleKind::Regex | RuleKind::Length => self.last_match(response),
+        let (well_formed, correct) = match self.config.rule {
+            RuleKind::Exact => {
+                let found = response.trim();
+                (
+                    !found.is_empty(),
+                    !found.is_empty() && found == answer.trim(),
+                )
+            }
+            RuleKind::Math => {
+                let found = math::answer_of(response);
+                let same = |found: &String| math::same_answer(answer, found);
+                (found.is_some(), found.as_ref().is_some_and(same))
+            }
+            RuleKind::FinalAnswer | RuleKind::Regex | RuleKind::Length => {
+                let found = match self.config.rule {
+                    RuleKind::Regex => self.last_match(response),
+                    _ => final_answer(response),
+                };
+                let wanted = final_answer(answer).unwrap_or(answer.trim());
+                let same = found.is_some_and(|found| same_number(found, wanted));
+                (found.is_some(), same)
+            }
         };
-        let wanted = match self.config.rule {
-            RuleKind::Exact => answer.trim(),
-            _ => final_answer(answer).unwrap_or(answer.trim()),
-        };
-        let correct = match self.config.rule {
-            RuleKind::Exact => found == Some(wanted),
-            _ => found.is_some_and(|text| same_number(text, wanted)),
-        };
-        let reward = match (correct, found.is_some()) {
+        let reward = match (correct, well_formed) {
             (true, _) => self.config.correct,
             (false, true) => self.config.well_formed,
             (false, false) => self.config.wrong,
         };
         Verdict {
             reward,
-            well_formed: found.is_some(),
+            well_formed,
             correct,
         }
     }
 
+    /// The first group that took part in the last match; the whole match where the pattern has no group.
     fn last_match<'t>(&self, response: &'t str) -> Option<&'t str> {
         let captures = self.pattern.as_ref()?.captures_iter(response).last()?;
-        captures
-            .get(1)
-            .or_else(|| captures.get(0))
-            .map(|found| found.as_str().trim())
+        let whole = if captures.len() == 1 {
+            captures.get(0)
+        } else {
+            None
+        };
+        let found = captures.iter().skip(1).flatten().next().or(whole)?;
+        Some(found.as_str().trim())
     }
 
     fn judge_length(&self, tokens: usize) -> Verdict {
@@ -325,87 +404,4 @@ impl Stage for RewardStage {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[track_caller]
-    fn check(config: Reward, response: &str, answer: &str, wanted: (f32, bool, bool)) {
-        let verdict =
-            Rule::new(&config)
-                .expect("a sound rule")
-                .judge(response, answer, response.len());
-        assert_eq!(
-            (verdict.reward, verdict.well_formed, verdict.correct),
-            wanted
-        );
-    }
-
-    fn scored(rule: RuleKind) -> Reward {
-        Reward {
-            rule,
-            correct: 1.0,
-            well_formed: 0.1,
-            wrong: -1.0,
-            ..Reward::default()
-        }
-    }
-
-    #[test]
-    fn final_answers() {
-        let rule = || scored(RuleKind::FinalAnswer);
-        check(rule(), "2+2=4\n#### 4", "so 4.\n#### 4", (1.0, true, true));
-        check(rule(), "#### 5 #### 4", "#### 4", (1.0, true, true));
-        check(rule(), "#### $1,234.", "#### 1234", (1.0, true, true));
-        check(rule(), "#### 5", "4", (0.1, true, false));
-        check(rule(), "####", "4", (-1.0, false, false));
-        check(rule(), "4", "4", (-1.0, false, false));
-        check(rule(), "#### NaN", "#### NaN", (1.0, true, true));
-    }
-
-    #[test]
-    fn exact_answers() {
-        check(scored(RuleKind::Exact), " 4\n", "4", (1.0, true, true));
-        check(scored(RuleKind::Exact), "4.0", "4", (0.1, true, false));
-        check(scored(RuleKind::Exact), "  ", "4", (-1.0, false, false));
-    }
-
-    #[test]
-    fn regex_answers() {
-        let rule = || Reward {
-            pattern: Some(r"\\boxed\{([^}]*)\}".to_owned()),
-            ..scored(RuleKind::Regex)
-        };
-        check(
-            rule(),
-            r"\boxed{3} then \boxed{ 4 }",
-            "4",
-            (1.0, true, true),
-        );
-        check(rule(), "4", "4", (-1.0, false, false));
-    }
-
-    #[test]
-    fn lengths() {
-        let rule = || Reward {
-            target_tokens: Some(4),
-            ..scored(RuleKind::Length)
-        };
-        check(rule(), "abcd", "", (1.0, true, true));
-        check(rule(), "abcdef", "", (0.5, true, false));
-        check(rule(), &"x".repeat(40), "", (-1.0, true, false));
-    }
-
-    #[test]
-    fn senseless_settings_are_told_together() {
-        let config = Reward {
-            rule: RuleKind::Exact,
-            pattern: Some("(".to_owned()),
-            correct: f32::NAN,
-            deadline_s: 0.0,
-            ..Reward::default()
-        };
-        let faults = Rule::new(&config).expect_err("four faults");
-        let settings: Vec<_> = faults.iter().map(|fault| fault.setting.as_str()).collect();
-        assert_eq!(settings, ["correct", "deadline_s", "pattern", "pattern"]);
-    }
-}
+mod tests;

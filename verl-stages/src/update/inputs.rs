@@ -10,6 +10,7 @@ use verl_pipe::stage::{ConfigError, StageError};
 
 use super::{Columns, UpdateStage};
 use crate::losses::Loss;
+use crate::refusals::refused_row;
 
 /// Where an optimiser step stands.
 #[derive(Debug, Clone, Copy)]
@@ -83,10 +84,10 @@ impl UpdateStage {
             };
             let scores = policy.score(
                 &columns.rows.score_rows(rows.clone()),
-                self.config.temperature,
+                self.temperature,
                 extras,
             );
-            let scores = scores.map_err(StageError::failed)?;
+            let scores = scores.map_err(|error| refused_row(error, &columns.ids[rows.clone()]))?;
             let packed = |of: fn(&verl_models::model::Scores) -> &[f32]| {
                 let each = rows.clone().zip(&scores);
                 let tokens = each.flat_map(|(row, scores)| {

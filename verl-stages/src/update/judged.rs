@@ -2,12 +2,13 @@
 
 use verl_algos::losses::kl_baseline;
 use verl_models::model::{Extras, ScoreRow};
-use verl_pipe::batch::Batch;
+use verl_pipe::batch::{Batch, RowId};
 use verl_pipe::keys::{DESIRABLE, PROMPTS};
 use verl_pipe::stage::{Access, ModelWork, Models, StageError, StageSpec, find_model};
 
 use crate::losses::Loss;
 use crate::model::{POLICY, PolicyResource};
+use crate::refusals::refused_row;
 
 /// Adds what `loss` reads.
 pub(super) fn spec(mut spec: StageSpec, loss: &Loss) -> StageSpec {
@@ -38,7 +39,7 @@ pub(super) fn desirable(input: &Batch, loss: &Loss) -> Result<Vec<bool>, StageEr
     {
         return Err(StageError::Row {
             row: 2 * pair,
-            id: input.ids()[2 * pair].to_string(),
+            id: input.ids()[2 * pair],
             reason:
                 "begins no pair of a chosen and a rejected answer, of which the loss is a function"
                     .to_owned(),
@@ -56,7 +57,7 @@ pub(super) fn baseline(
     models: &mut Models,
     (policy, reference): (&str, &str),
     temperature: f64,
-    rows: &[ScoreRow<'_>],
+    (ids, rows): (&[RowId], &[ScoreRow<'_>]),
 ) -> Result<f64, StageError> {
     let mut context = usize::MAX;
     for name in [policy, reference] {
@@ -67,7 +68,7 @@ pub(super) fn baseline(
     let mut sums = |name: &str| -> Result<Vec<f64>, StageError> {
         let policy = &find_model::<PolicyResource>(models, name)?.policy;
         let scores = policy.score(&rows, temperature, Extras::default());
-        let scores = scores.map_err(StageError::failed)?.into_iter();
+        let scores = scores.map_err(|error| refused_row(error, ids))?.into_iter();
         Ok(scores
             .map(|row| row.log_probs.iter().map(|value| f64::from(*value)).sum())
             .collect())
@@ -157,7 +158,10 @@ mod tests {
         );
         for labels in [&[1, 0, 0, 1][..], &[1, 0, 1]] {
             let error = desirable(&labelled(labels), &orpo).unwrap_err().to_string();
-            assert!(error.contains("row 2 (sample 0.0#2)"), "{error}");
+            assert!(
+                error.contains("sample 0.0#2 (row 1 of the data set)"),
+                "{error}"
+            );
             assert_eq!(
                 desirable(&labelled(labels), &kto).unwrap().len(),
                 labels.len()

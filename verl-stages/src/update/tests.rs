@@ -245,3 +245,27 @@ fn pairs_can_be_weighed_by_what_the_policy_would_say() {
     let faults = part.build("loss", &context).unwrap_err();
     assert!(format!("{faults:?}").contains("wpo"), "{faults:?}");
 }
+
+#[test]
+fn the_loss_of_a_policy_gradient_is_shown_last() {
+    let spec = |config: &Update| {
+        StageConfig::build(config, &BuildContext::default())
+            .unwrap()
+            .spec()
+    };
+    let declared = spec(&Update::default()).metrics;
+    let shown = spec(&Update::default()).shows;
+    for shown in &shown {
+        assert!(
+            declared.iter().any(|metric| metric.name == shown.metric),
+            "{shown:?}"
+        );
+    }
+    let rank = |shows: &[Shown], label| shows.iter().find(|s| s.label == label).unwrap().rank;
+    assert_eq!(rank(&shown, "loss"), Shown::DETAIL);
+    let sft = Update {
+        loss: crate::losses::Sft::default().into(),
+        ..Update::default()
+    };
+    assert_eq!(rank(&spec(&sft).shows, "loss"), Shown::LOSS);
+}

@@ -1,10 +1,11 @@
 //! `pipe debug first-bad`: the first thing that went wrong in a run.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
+use std::path::Path;
 
 use clap::Args;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{DIFFERS, Failure, RunArg, SAME, write, write_json, write_notes};
 use crate::registry::Registry;
@@ -12,7 +13,9 @@ use crate::run::runner::Run;
 use crate::trace::changes::Changes;
 use crate::trace::first_bad::{Fault, FirstBad, Looked, damaged_fault, look};
 use crate::trace::first_changed::changed_setting;
+use crate::trace::look::shell_word;
 use crate::trace::replay::{ReplayError, Replayer, changes_since};
+use crate::trace::rules::Anomaly;
 use crate::trace::stats_faults::first_fault_of_stats;
 use crate::trace::stopped::stopped_fault;
 use crate::trace::store::{DamagedFile, ranges};
@@ -106,9 +109,11 @@ pub(super) fn first_bad(
             count(lone as u64, "step")
         ));
     }
+    let reported = Reported::of(&trace.anomalies());
     if args.json {
         let found = json!({
             "found": null, "recorded": recorded, "steps": steps, "stages_run_again": seen.again, "notes": notes,
+            "anomalies": reported.to_json(),
         });
         write_json(out, &found)?;
         return Ok(SAME);
@@ -120,7 +125,54 @@ pub(super) fn first_bad(
     };
     let n = count(steps.len() as u64, "step");
     write(out, format_args!("nothing bad in {n}; {how}\n"))?;
+    write(out, reported.lines(&args.run.dir))?;
     Ok(SAME)
+}
+
+/// What the rules reported while the run went on, by rule: how often, and the first step. It is no fault of the program
+/// that can be found by running a stage again, but of how it learns.
+struct Reported(BTreeMap<String, (u64, u64)>);
+
+impl Reported {
+    fn of(anomalies: &[Anomaly]) -> Reported {
+        let mut rules: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+        for anomaly in anomalies {
+            let entry = rules.entry(anomaly.rule.clone());
+            let (times, first) = entry.or_insert((0, anomaly.step));
+            *times += 1;
+            *first = anomaly.step.min(*first);
+        }
+        Reported(rules)
+    }
+
+    fn to_json(&self) -> Value {
+        let rules = self.0.iter().map(
+            |(rule, (times, first))| json!({"rule": rule, "events": times, "first_step": first}),
+        );
+        rules.collect()
+    }
+
+    /// Lines behind the verdict; empty where nothing was reported.
+    fn lines(&self, dir: &Path) -> String {
+        let all: u64 = self.0.values().map(|(times, _)| times).sum();
+        if all == 0 {
+            return String::new();
+        }
+        let what = match all {
+            1 => "1 anomaly".to_owned(),
+            n => format!("{n} anomalies"),
+        };
+        let mut text = format!("but the run's rules reported {what} in how it learns:\n");
+        for (rule, (times, first)) in &self.0 {
+            let times = match times {
+                1 => format!("in step {first}"),
+                n => format!("{n} times, first in step {first}"),
+            };
+            text += &format!("  {rule}: {times}\n");
+        }
+        let dir = shell_word(&dir.display().to_string());
+        text + &format!("  look at them: pipe debug view --run {dir}\n")
+    }
 }
 
 /// What there is to say besides the first fault.

@@ -16,6 +16,15 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         );
         findings.push(refused("[run]", &error));
     }
+    let share = draft.pipe.run.max_failed_share;
+    if !(0.0..=1.0).contains(&share) {
+        let error = ConfigError::new(
+            "max_failed_share",
+            format!("is {share}, which is no share"),
+            "set it to a number from 0 (no row may fail) to 1 (a step fails where all of its rows do)",
+        );
+        findings.push(refused("[run]", &error));
+    }
     for stage in draft.stages {
         let place = stage_place(stage.decl);
         findings.extend(stage.errors.iter().map(|error| refused(&place, error)));
@@ -25,7 +34,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
 }
 
 /// A stage as the place of a finding about its settings.
-pub(super) fn stage_place(decl: &StageDecl) -> String {
+pub(crate) fn stage_place(decl: &StageDecl) -> String {
     format!("stage `{}` ({})", decl.name, decl.kind)
 }
 
@@ -41,7 +50,7 @@ pub(super) fn refused(place: &str, error: &ConfigError) -> Diagnostic {
 }
 
 /// What a configuration doubts.
-pub(super) fn doubted(place: &str, doubt: &ConfigError) -> Diagnostic {
+pub(crate) fn doubted(place: &str, doubt: &ConfigError) -> Diagnostic {
     Diagnostic::warning(
         "C008",
         format!("`{}` is probably not meant as it is set", doubt.setting),

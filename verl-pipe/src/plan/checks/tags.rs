@@ -54,7 +54,10 @@ fn mismatch(
     let mut help = Vec::new();
     let differs = |name| parts.iter().any(|(part, ..)| *part == name);
     if differs("temperature") {
-        help.push("set the same `temperature` in both stages".to_owned());
+        help.push(
+            "leave `temperature` out of every stage but the one that samples, which the others then follow"
+                .to_owned(),
+        );
     }
     if differs("policy") && !is_probability {
         help.push("set the same `model` in both stages".to_owned());

@@ -266,10 +266,7 @@ fn blind(rule: &BuiltIn, draft: &Draft<'_>) -> Option<ConfigError> {
             (found, "writes", keys)
         }
         LooksAt::Metrics(metrics) => {
-            let told = |name: &str| {
-                let last = name.rsplit_once('/').map(|(_, last)| last);
-                last.is_some_and(|last| metrics.contains(&last))
-            };
+            let told = |name: &str| LooksAt::names_metric(metrics, name);
             let found = specs.any(|spec| spec.metrics.iter().any(|metric| told(metric.name)));
             (found, "records a metric", metrics)
         }

@@ -1,10 +1,13 @@
 //! No key is written for nothing.
 //!
 //! Stages offer more keys than a pipeline needs (`generate` writes log-probs that only some algorithms read), so an
-//! unread key is worth a word only where it shows a slip: when a stage writes keys and none of them is read, or when
-//! the pipeline gave the key its name. Sources, and stages that update a model, have done their work anyway.
+//! unread key is worth a word only where it shows a slip: when a stage writes keys and none of them is read, when the
+//! pipeline gave the key its name, or when the key is none of the [standard ones](crate::keys), so that it was made for
+//! a reader of its own. Sources, and stages that update a model, have done their work anyway. Rules of one's own may look
+//! at any key.
 
 use crate::diagnostic::{Diagnostic, quoted};
+use crate::keys::STANDARD;
 use crate::plan::build::Draft;
 use crate::stage::{Access, RowRule};
 
@@ -34,11 +37,12 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             .iter()
             .map(|field| stage.key(&field.name))
             .collect();
+        let own = |key: &str| !STANDARD.contains(&key) && draft.pipe.rules.is_empty();
         let idle = !keys.iter().any(|key| read.contains(key));
         let named = |key: &str| stage.decl.rename.values().any(|name| name == key);
         let unread: Vec<&str> = keys
             .into_iter()
-            .filter(|key| !read.contains(key) && (idle || named(key)))
+            .filter(|key| !read.contains(key) && (idle || named(key) || own(key)))
             .collect();
         if unread.is_empty() {
             continue;
@@ -52,13 +56,58 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             .at(format!("stage `{name}`"))
             .because(if idle {
                 format!("nothing that `{name}` writes is read, so its work changes nothing")
-            } else {
+            } else if unread.iter().all(|key| named(key)) {
                 "the pipeline gave the key its name, but no stage reads that name".to_owned()
+            } else {
+                format!("other keys of `{name}` are read, but nothing in this pipeline knows these")
             })
             .help(format!(
                 "let a stage read {}, or remove it",
                 quoted(unread.iter().copied())
             )),
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::diagnostic::Findings;
+    use crate::field::{Key, Scalar};
+    use crate::keys::{RESPONSES, REWARDS};
+    use crate::pipe::{DataPipe, stage_fn};
+    use crate::stage::{RowRule, StageSpec};
+
+    const POLITENESS: Key<Scalar<f32>> =
+        Key::new("politeness", "[B]", "reward", "how polite a response is");
+
+    /// What the plan warns of where a judge writes rewards and a key of its own, and `last` reads.
+    fn told(last: StageSpec) -> String {
+        let source = StageSpec::new().rows(RowRule::Source).writes(RESPONSES);
+        let judge = StageSpec::new().reads(RESPONSES).writes(REWARDS);
+        let plan = DataPipe::new("judged")
+            .add_stage("source", stage_fn(source, |batch, ctx| ctx.emit(batch)))
+            .add_stage(
+                "judge",
+                stage_fn(judge.writes(POLITENESS), |batch, ctx| ctx.emit(batch)),
+            )
+            .add_stage("last", stage_fn(last.rows(RowRule::Sink), |_, _| Ok(())))
+            .plan();
+        Findings(plan.map_err(Findings).expect("a plan").warnings).to_string()
+    }
+
+    /// Part 3, item 12 of what was found by use.
+    #[test]
+    fn a_key_of_ones_own_that_nobody_reads_is_told_with_its_writer() {
+        let text = told(StageSpec::new().reads(REWARDS));
+        for words in [
+            "warning[P013]: no stage reads `politeness`",
+            "where: stage `judge`",
+        ] {
+            assert!(text.contains(words), "{text}");
+        }
+        assert_eq!(told(StageSpec::new().reads(REWARDS).reads(POLITENESS)), "");
+        // A standard key that is offered beside others is nothing to tell.
+        let text = told(StageSpec::new().reads(POLITENESS));
+        assert_eq!(text, "");
     }
 }

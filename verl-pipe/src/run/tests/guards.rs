@@ -45,7 +45,7 @@ fn reward_but(change: impl Fn(&mut Vec<Option<f32>>) + Send + Sync + 'static) ->
 fn values_that_are_not_finite() {
     check(
         reward_but(|rewards| rewards[1] = Some(f32::NAN)),
-        "stage `reward`, key `rewards`, row",
+        "stage `reward`, key `rewards`, sample 0.0#2 (row 1 of the data set): NaN",
     );
     check(
         reward_but(|rewards| rewards[1] = Some(f32::INFINITY)),
@@ -69,7 +69,7 @@ fn values_that_are_not_finite() {
     );
     check(
         advantages,
-        "stage `advantages`, key `advantages`, row 14 (sample 0.1#2), token 1: NaN",
+        "stage `advantages`, key `advantages`, sample 0.1#2 (row 2 of the data set), token 1: NaN",
     );
 }
 
@@ -87,7 +87,7 @@ fn rows_that_are_not_those_of_the_call() {
             *group = group.take(&[0, 1, 1])?;
             Ok(())
         }),
-        "stage `generate` emitted sample 0.3#1 twice",
+        "stage `generate` emitted sample 0.3#1 (row 4 of the data set) twice",
     );
     let strange = |group: &mut Batch| {
         let mut other = Batch::with_rows(&[RowId::prompt(0, 99)?]);
@@ -98,7 +98,7 @@ fn rows_that_are_not_those_of_the_call() {
     };
     check(
         generate_but(strange),
-        "stage `generate` emitted sample 0.99#0, which is not among the rows",
+        "stage `generate` emitted sample 0.99#0 (row 100 of the data set), which is not among the rows",
     );
     let update = single(
         "update",
@@ -128,7 +128,7 @@ fn a_source_makes_as_many_rows_as_the_plan_counts() {
     check(source(5), "ended a call 1 rows short of 6");
     check(
         source(7),
-        "sample 0.6#0, which is not among the rows it may emit here (6 rows a step)",
+        "sample 0.6#0 (row 7 of the data set), which is not among the rows it may emit here (6 rows a step)",
     );
 }
 
@@ -173,4 +173,141 @@ fn lengths_types_nulls_and_names() {
         context.emit(input)
     });
     check(null, "): null, but the key allows no null");
+}
+
+/// Advantages that are NaN at `token` of every response that is long enough, with a mask that calls it an observation.
+fn poisoned(token: usize, observed: bool, filter: bool) -> Vec<StageDecl> {
+    let generate = generate_but_all(move |group| {
+        let lengths: Vec<usize> = group.get(&RESPONSES)?.rows().map(<[u32]>::len).collect();
+        let kinds = lengths.iter().map(|n| {
+            (0..*n)
+                .map(|at| u8::from(at != token || !observed))
+                .collect::<Vec<u8>>()
+        });
+        Ok(group.put(&MASK_KINDS, RaggedColumn::from_rows(kinds))?)
+    });
+    let spec = crate::stage::StageSpec::new()
+        .reads(RESPONSES)
+        .writes(crate::keys::ADVANTAGES)
+        .cardinality(crate::stage::Cardinality::Group);
+    let spec = if filter {
+        spec.rows(crate::stage::RowRule::Filter)
+    } else {
+        spec
+    };
+    let advantages = stage("advantages", spec, move |input, context| {
+        let lengths = input.get(&RESPONSES)?;
+        let rows = (0..input.num_rows()).map(|row| {
+            let mut values = vec![0.25f32; lengths.row_len(row)];
+            if let Some(value) = values.get_mut(token) {
+                *value = f32::NAN;
+            }
+            values
+        });
+        let rows = RaggedColumn::from_rows(rows.collect::<Vec<_>>());
+        let mut output = input.rows_only();
+        output.put(&crate::keys::ADVANTAGES, rows)?;
+        // Last row first, so that no place in the batch is the row's place in the step.
+        let last_first: Vec<usize> = (0..output.num_rows()).rev().collect();
+        context.emit(output.take(&last_first)?)
+    });
+    vec![generate, advantages, quiet_update()]
+}
+
+fn generate_but_all(
+    change: impl Fn(&mut Batch) -> Result<(), StageError> + Send + Sync + 'static,
+) -> StageDecl {
+    single("generate", generate_spec(), move |input, context| {
+        for prompt in &input.split(1) {
+            let mut group = respond(prompt, context)?;
+            change(&mut group)?;
+            context.emit(group)?;
+        }
+        Ok(())
+    })
+}
+
+/// An update that looks at nothing but what the mask lets it.
+fn quiet_update() -> StageDecl {
+    let spec = crate::stage::StageSpec::new()
+        .reads(MASK_KINDS)
+        .reads(crate::keys::ADVANTAGES)
+        .rows(crate::stage::RowRule::Sink)
+        .cardinality(crate::stage::Cardinality::Batch)
+        .uses("actor", crate::stage::Access::Update);
+    single("update", spec, |input, _| {
+        let kinds = input.get(&MASK_KINDS)?;
+        for (row, advantages) in input.get(&crate::keys::ADVANTAGES)?.rows().enumerate() {
+            let actions = advantages.iter().zip(kinds.row(row));
+            let mut actions = actions.filter(|(_, kind)| **kind == 1);
+            assert!(actions.all(|(value, _)| value.is_finite()));
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn p2_a_nan_at_an_observation_token_ends_nothing() {
+    for filter in [false, true] {
+        for token in [0, 1] {
+            let output = start(poisoned(token, true, filter)).step();
+            assert!(output.is_ok(), "token {token}, filter {filter}: {output:?}");
+        }
+    }
+}
+
+#[test]
+fn a_nan_at_an_action_token_names_sample_token_and_row_of_the_data() {
+    // Responses have 1 to 4 tokens: the first with two is the second sample of data row 0.
+    for filter in [false, true] {
+        let error = start(poisoned(1, false, filter))
+            .step()
+            .unwrap_err()
+            .to_string();
+        let place = "stage `advantages`, key `advantages`, sample 0.";
+        let what = " of the data set), token 1: NaN, but the key promises finite values";
+        assert!(error.contains(place) && error.ends_with(what), "{error}");
+        let (row, _) = error
+            .split("sample 0.")
+            .nth(1)
+            .and_then(|rest| rest.split_once('#'))
+            .expect(&error);
+        let row: u64 = row.parse().expect("a number");
+        let counted = format!("(row {} of the data set)", row + 1);
+        assert!(error.contains(&counted), "{error}");
+    }
+}
+
+#[test]
+fn a_mask_of_another_stage_that_may_come_later_excuses_nothing() {
+    // Mask kinds of a stage that `advantages` does not read from.
+    let spec = crate::stage::StageSpec::new()
+        .reads(PROMPTS)
+        .writes(RESPONSES)
+        .rows(crate::stage::RowRule::Expand(SAMPLES))
+        .cardinality(crate::stage::Cardinality::Batch)
+        .uses("actor", crate::stage::Access::Read);
+    let generate = single("generate", spec, |input, context| {
+        for prompt in &input.split(1) {
+            let group = respond(prompt, context)?;
+            context.emit(group.select(&["responses"])?)?;
+        }
+        Ok(())
+    });
+    let spec = crate::stage::StageSpec::new()
+        .reads(RESPONSES)
+        .writes(MASK_KINDS);
+    let kinds = stage("kinds", spec, |input, context| {
+        let none = input.get(&RESPONSES)?;
+        let none = none.rows().map(|row| vec![0u8; row.len()]);
+        let none = RaggedColumn::from_rows(none.collect::<Vec<_>>());
+        let mut output = input.rows_only();
+        output.put(&MASK_KINDS, none)?;
+        context.emit(output)
+    });
+    let mut stages = poisoned(0, true, false);
+    stages[0] = generate;
+    stages.push(kinds);
+    let error = start(stages).step().unwrap_err().to_string();
+    assert!(error.contains("token 0: NaN"), "{error}");
 }

@@ -3,13 +3,16 @@
 mod endings;
 mod failures;
 mod fakes;
+mod finish;
 mod guards;
 mod out_of_memory;
 mod refill;
 mod refill_failures;
+mod room;
+mod row_errors;
 mod samples;
 mod stall;
 mod state;
 mod streaming;
 mod trace;
-mod trainer;
+pub(super) mod trainer;

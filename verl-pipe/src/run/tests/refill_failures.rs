@@ -147,7 +147,7 @@ fn a_source_that_repeats_its_rows_or_miscounts_a_wave_is_told() {
     });
     let text = told(again);
     assert!(
-        text.contains("`prompts` emitted sample 0.5#0 twice"),
+        text.contains("`prompts` emitted sample 0.5#0 (row 6 of the data set) twice"),
         "{text}"
     );
     let more = stage("prompts", source_spec(), |_, context| {

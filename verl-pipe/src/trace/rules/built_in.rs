@@ -1,37 +1,49 @@
-//! The built-in rules: one table, a function each.
+//! The built-in rules as one table. What each computes is in the file named after what it looks at.
 
-use std::collections::BTreeMap;
-
-use arrow_array::cast::AsArray;
-use arrow_array::types::{Float32Type, UInt8Type};
-use arrow_array::{Array, ArrayRef};
-
-use super::{Hit, MetricsView, Rule, SeenBatch, Severity, StepView};
-use crate::batch::{Batch, RowId};
-use crate::keys::{
-    ADVANTAGES, FINISH_REASONS, MASK_KINDS, OLD_LOG_PROBS, REF_LOG_PROBS, REWARDS, finish, mask,
+use super::log_probs::{low_ess, negative_kl, probability_difference};
+use super::metrics::{
+    clip_share, entropy_collapse, grad_norm_spike, kl_blow_up, large_update, no_update,
+    ratio_not_one, row_errors, weights_unchanged, zero_gradient, zero_learning_rate,
 };
-use crate::trace::format::Side;
-use crate::trace::ratio::{bytes, floats};
-use crate::trace::stats::StatRow;
+use super::rows::{
+    advantage_variance, constant_reward, length_limit, looping_responses, non_finite,
+    same_responses, zero_advantages,
+};
+use super::trends::{
+    blind_critic, chosen_falls, entropy_explosion, kto_baseline, length_collapse, length_growth,
+    reward_collapse, reward_jump,
+};
+use super::{Hit, MetricsView, Rule, Severity, StepView};
+use crate::keys::{ADVANTAGES, FINISH_REASONS, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSES, REWARDS};
 
-/// Rows that a finding names.
-const NAMED: usize = 5;
-/// Steps of history that a spike is measured against at least.
-const SPIKE_HISTORY: usize = 8;
-/// Tokens below which an effective sample size says nothing.
-const ESS_TOKENS: u64 = 32;
-/// How much wider the tolerance of log-probs is where a device computes with other kernels for other shapes.
-const DEVICE_FACTOR: f64 = 100.0;
-
-/// Metrics, without their group, that are a mean entropy of the policy.
-const ENTROPIES: &[&str] = &["entropy", "entropy_now"];
-/// Metrics, without their group, that compare log-probs of the same weights.
-const SAME_WEIGHTS: &[&str] = &["first_ppo_kl"];
-/// Metrics, without their group, that are a norm of gradients.
-const GRAD_NORMS: &[&str] = &["grad_norm"];
-/// Metrics, without their group, that are a KL divergence.
-const KLS: &[&str] = &["kl", "ppo_kl"];
+/// Metrics that are a mean entropy of the policy, or an estimate of it.
+pub(super) const ENTROPIES: &[&str] = &["entropy", "entropy_now", "sampled_entropy"];
+/// Metrics that compare log-probs of the same weights.
+pub(super) const SAME_WEIGHTS: &[&str] = &["first_ppo_kl"];
+/// Metrics that are a norm of gradients.
+pub(super) const GRAD_NORMS: &[&str] = &["grad_norm"];
+/// Metrics that are a KL divergence a token.
+pub(super) const KLS: &[&str] = &["actor/kl", "reward/kl", "rollout_correction/kl", "ppo_kl"];
+/// Metrics that say how far the updates of a step moved the policy.
+pub(super) const UPDATE_KLS: &[&str] = &["ppo_kl"];
+/// Metrics that are a share of clipped tokens.
+pub(super) const CLIP_SHARES: &[&str] = &["pg_clipfrac"];
+/// Metrics that are the number of optimiser steps of a step.
+pub(super) const OPTIMIZER_STEPS: &[&str] = &["optimizer_steps"];
+/// Metrics that are a learning rate.
+pub(super) const LEARNING_RATES: &[&str] = &["learning_rate"];
+/// Metrics that are a number of rows that could not be worked on.
+pub(super) const ROW_ERRORS: &[&str] = &["row_errors"];
+/// Metrics that are a mean length of the responses.
+pub(super) const LENGTHS: &[&str] = &["response/length_mean"];
+/// Metrics that are a mean reward.
+pub(super) const MEAN_REWARDS: &[&str] = &["reward/mean"];
+/// Metrics that say how well values predict returns.
+pub(super) const EXPLAINED: &[&str] = &["explained_variance"];
+/// Metrics that are a log-prob of the answers to be preferred.
+pub(super) const CHOSEN: &[&str] = &["preference/log_probs_chosen"];
+/// Metrics that are z₀ of KTO.
+pub(super) const KTO_BASELINES: &[&str] = &["preference/kl"];
 
 /// What a rule needs in order to find anything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,8 +52,23 @@ pub enum LooksAt {
     Anything,
     /// One of these keys, by the name under which a stage writes it.
     Keys(&'static [&'static str]),
-    /// One of these metrics, by the name behind its group.
+    /// One of these metrics: by its whole name where that has a slash, else by the name after its group. What is
+    /// measured between steps (`eval/…`) is left out.
     Metrics(&'static [&'static str]),
+}
+
+impl LooksAt {
+    /// Whether `metric` is one of those that `names` names.
+    pub(crate) fn names_metric(names: &[&str], metric: &str) -> bool {
+        let Some((group, last)) = metric.rsplit_once('/') else {
+            return false;
+        };
+        let named = |name: &&str| match name.contains('/') {
+            true => *name == metric,
+            false => *name == last && group != "eval",
+        };
+        names.iter().any(named)
+    }
 }
 
 /// When a rule looks, and how.
@@ -62,12 +89,18 @@ pub struct BuiltIn {
     pub limit: f64,
     /// Unit of the limit.
     pub unit: &'static str,
-    /// When it fires.
+    /// When it fires: its limit, the least that it needs, the steps that it looks at.
     pub meaning: &'static str,
-    /// What to look at next.
+    /// What usually causes it.
+    pub causes: &'static str,
+    /// What to do about it.
     pub advice: &'static str,
+    /// Where the limit comes from.
+    pub source: &'static str,
     /// What it needs in order to find anything.
     pub looks_at: LooksAt,
+    /// Rules from whose findings this one's follow.
+    pub follows_from: &'static [&'static str],
     check: Check,
 }
 
@@ -91,6 +124,12 @@ impl Rule for BuiltIn {
     fn advice(&self) -> &str {
         self.advice
     }
+    fn causes(&self) -> &str {
+        self.causes
+    }
+    fn follows_from(&self) -> &[&str] {
+        self.follows_from
+    }
     fn before_update(&mut self, view: &StepView<'_>, limit: f64) -> Vec<Hit> {
         match self.check {
             Check::Step(check) => check(view, limit),
@@ -105,7 +144,7 @@ impl Rule for BuiltIn {
     }
 }
 
-/// The built-in rules, in the order in which they look.
+/// The built-in rules, in the order in which they look: causes before what follows from them.
 pub const RULES: &[BuiltIn] = &[
     BuiltIn {
         name: "non_finite",
@@ -113,9 +152,51 @@ pub const RULES: &[BuiltIn] = &[
         limit: 0.0,
         unit: "values",
         meaning: "more values than the limit that an update reads are NaN or infinite; observation tokens do not count",
-        advice: "`pipe debug first-bad` names the stage where the first such value appeared",
+        causes: "a division by a standard deviation of 0, an overflow of bf16 or f16, a reward function that returns NaN",
+        advice: "find the stage where the first such value appeared: `pipe debug first-bad`",
+        source: "any such value makes the loss NaN",
         looks_at: LooksAt::Anything,
+        follows_from: &[],
         check: Check::Step(non_finite),
+    },
+    BuiltIn {
+        name: "row_errors",
+        severity: Severity::Warn,
+        limit: 0.0,
+        unit: "rows",
+        meaning: "more rows than the limit could not be worked on in the step",
+        causes: "a reward function that fails, panics or passes its deadline on some rows",
+        advice: "read the error of the first row in the log; make the function total, or raise `deadline_s`",
+        source: "none is expected",
+        looks_at: LooksAt::Anything,
+        follows_from: &[],
+        check: Check::Metrics(row_errors),
+    },
+    BuiltIn {
+        name: "constant_reward",
+        severity: Severity::Warn,
+        limit: 0.95,
+        unit: "share of groups",
+        meaning: "all rewards of the step are equal, or those within more than this share of its groups; of at least 8 rewards or 4 groups",
+        causes: "questions that are all too easy or too hard, a reward function that does not find the answer, temperature too low",
+        advice: "compare response texts and answers of the samples; filter groups, or take data that is neither too easy nor too hard",
+        source: "a group of equal rewards has advantages of 0 (DAPO, arXiv:2503.14476, section 3.2)",
+        looks_at: LooksAt::Keys(&[REWARDS.name()]),
+        follows_from: &[],
+        check: Check::Step(constant_reward),
+    },
+    BuiltIn {
+        name: "zero_advantages",
+        severity: Severity::Warn,
+        limit: 1.0,
+        unit: "share of advantages",
+        meaning: "at least this share of at least 32 advantages is exactly 0",
+        causes: "a filter or a mask that leaves nothing, returns that equal their baseline",
+        advice: "look at rewards and baselines of the samples",
+        source: "the policy term of the loss has no gradient then",
+        looks_at: LooksAt::Keys(&[ADVANTAGES.name()]),
+        follows_from: &["constant_reward"],
+        check: Check::Step(zero_advantages),
     },
     BuiltIn {
         name: "advantage_variance",
@@ -123,28 +204,24 @@ pub const RULES: &[BuiltIn] = &[
         limit: 100.0,
         unit: "variance",
         meaning: "the variance of the advantages is above the limit",
+        causes: "rewards of very different size, a group whose standard deviation is almost 0",
         advice: "look at the rewards of the samples and at how the estimator scales; clip or scale rewards",
+        source: "whitened advantages have a variance of 1; ten standard deviations are left as room",
         looks_at: LooksAt::Keys(&[ADVANTAGES.name()]),
+        follows_from: &[],
         check: Check::Step(advantage_variance),
-    },
-    BuiltIn {
-        name: "constant_reward",
-        severity: Severity::Warn,
-        limit: 0.95,
-        unit: "share of groups",
-        meaning: "all rewards of the step are equal, or those within more than this share of its groups",
-        advice: "look at response texts and answers of the samples; filter groups, or take data that is neither too easy nor too hard",
-        looks_at: LooksAt::Keys(&[REWARDS.name()]),
-        check: Check::Step(constant_reward),
     },
     BuiltIn {
         name: "negative_kl",
         severity: Severity::Warn,
         limit: 0.05,
         unit: "nats",
-        meaning: "the mean of k1, which estimates a KL divergence, is below zero by more than the limit",
-        advice: "compare temperature, mask and token ids of the two log-probs: they are not of the same tokens or distribution",
+        meaning: "the mean of k1, which estimates a KL divergence, is below minus the limit and below 0 by more than 4 standard errors; of at least 256 tokens in at least 16 rows",
+        causes: "log-probs of other tokens, masks or temperatures on the two sides, responses that the counterpart did not sample, top-k or top-p",
+        advice: "compare temperature, mask and token ids of the two log-probs",
+        source: "a KL divergence is not negative, but its estimate from few tokens may be (Schulman 2020, joschu.net/blog/kl-approx.html)",
         looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name(), REF_LOG_PROBS.name()]),
+        follows_from: &[],
         check: Check::Step(negative_kl),
     },
     BuiltIn {
@@ -152,9 +229,12 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.5,
         unit: "share of tokens",
-        meaning: "the effective sample size of the importance weights trainer against rollout is below this share",
+        meaning: "the effective sample size of the importance weights trainer against rollout is below this share of at least 256 tokens",
+        causes: "a rollout of older weights, another precision or other kernels in the rollout",
         advice: "look at `probability_diff` and at the samples' log-probs; use `correct_rollout`",
+        source: "below one half the weights waste more tokens than they keep (Kish 1965)",
         looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name()]),
+        follows_from: &[],
         check: Check::Step(low_ess),
     },
     BuiltIn {
@@ -162,9 +242,12 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.01,
         unit: "probability",
-        meaning: "probabilities of the sampled tokens differ between rollout and trainer by more than this on average",
+        meaning: "probabilities of the sampled tokens differ between rollout and trainer by more than this on average, over at least 32 tokens",
+        causes: "another temperature or older weights in the rollout, another precision, a mask that is shifted",
         advice: "compare temperature and weights version of rollout and trainer, then the samples token by token",
+        source: "two sound forwards in bf16 stay below 0.01 (verl, docs/advance/rollout_corr)",
         looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name()]),
+        follows_from: &[],
         check: Check::Step(probability_difference),
     },
     BuiltIn {
@@ -172,30 +255,91 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.5,
         unit: "share of responses",
-        meaning: "more than this share of the responses reached the token limit",
-        advice: "look at the ends of the response texts; raise `max_new_tokens`, check the end-of-sequence ids, or shape overlong rewards",
+        meaning: "more than this share of at least 8 responses reached the token limit",
+        causes: "a limit that is too short for the task, end-of-sequence ids that the model does not write, looping responses",
+        advice: "look at the ends of the response texts; check the end-of-sequence ids, or shape overlong rewards",
+        source: "half of the responses have no end that could be rewarded",
         looks_at: LooksAt::Keys(&[FINISH_REASONS.name()]),
+        follows_from: &[],
         check: Check::Step(length_limit),
     },
     BuiltIn {
-        name: "ratio_not_one",
+        name: "same_responses",
         severity: Severity::Warn,
-        limit: 1e-4,
-        unit: "nats",
-        meaning: "old and current log-probs differ on the first mini-batch of a step, where both are of the same weights; 100 times the limit on other devices than a CPU",
-        advice: "compare temperature, mask and token ids of `old_log_probs` and the update",
-        looks_at: LooksAt::Metrics(SAME_WEIGHTS),
-        check: Check::Metrics(ratio_not_one),
+        limit: 0.9,
+        unit: "share of responses",
+        meaning: "more than this share of at least 16 responses to at least 4 prompts are one and the same tokens",
+        causes: "a policy that collapsed to one answer, a reward that any answer earns, prompts that do not reach the model",
+        advice: "read the responses; go back to a model from before, lower the learning rate, add a KL or entropy term",
+        source: "different questions have different answers",
+        looks_at: LooksAt::Keys(&[RESPONSES.name()]),
+        follows_from: &[],
+        check: Check::Step(same_responses),
     },
     BuiltIn {
-        name: "entropy_collapse",
+        name: "looping_responses",
         severity: Severity::Warn,
-        limit: 0.01,
-        unit: "nats",
-        meaning: "the mean entropy of the policy is below the limit",
-        advice: "look at how alike the responses of a group are; lower the learning rate, add an entropy or KL term",
-        looks_at: LooksAt::Metrics(ENTROPIES),
-        check: Check::Metrics(entropy_collapse),
+        limit: 0.25,
+        unit: "share of responses",
+        meaning: "more than this share of at least 8 responses end in a loop: their last 32 tokens repeat with a period of at most 8",
+        causes: "a temperature that is too low, a collapsed policy, a length bonus",
+        advice: "read the ends of the response texts; raise the temperature, or penalise truncated responses",
+        source: "degenerate repetition (Holtzman et al., arXiv:1904.09751)",
+        looks_at: LooksAt::Keys(&[RESPONSES.name()]),
+        follows_from: &[],
+        check: Check::Step(looping_responses),
+    },
+    BuiltIn {
+        name: "no_update",
+        severity: Severity::Warn,
+        limit: 0.0,
+        unit: "optimiser steps",
+        meaning: "an update took no more optimiser steps than this in the step, as no token was left to train on",
+        causes: "`mask_truncated` where all responses reach the token limit, a correction of the rollout that rejects every row, targets that are all masked",
+        advice: "look at why responses end, and at what leaves them out",
+        source: "a step without an update teaches nothing",
+        looks_at: LooksAt::Metrics(OPTIMIZER_STEPS),
+        follows_from: &[],
+        check: Check::Metrics(no_update),
+    },
+    BuiltIn {
+        name: "zero_learning_rate",
+        severity: Severity::Warn,
+        limit: 2.0,
+        unit: "steps",
+        meaning: "the learning rate was 0 in so many steps in a row",
+        causes: "a schedule whose `total_steps` is smaller than the run's optimiser steps",
+        advice: "set `total_steps` to the optimiser steps of the run (`pipe plan`), or leave it out",
+        source: "the last step of a schedule may have a rate of 0, two in a row are a mistake",
+        looks_at: LooksAt::Metrics(LEARNING_RATES),
+        follows_from: &[],
+        check: Check::Metrics(zero_learning_rate),
+    },
+    BuiltIn {
+        name: "zero_gradient",
+        severity: Severity::Warn,
+        limit: 3.0,
+        unit: "steps",
+        meaning: "the gradient norm was exactly 0 in so many steps in a row",
+        causes: "advantages of 0, a loss that does not reach the weights, ratios that are all clipped",
+        advice: "look at advantages and clip share; check that the update trains the model that is read",
+        source: "rounding alone makes it positive where anything is learnt",
+        looks_at: LooksAt::Metrics(GRAD_NORMS),
+        follows_from: &["constant_reward", "zero_advantages", "no_update"],
+        check: Check::Metrics(zero_gradient),
+    },
+    BuiltIn {
+        name: "grad_norm_spike",
+        severity: Severity::Warn,
+        limit: 5.0,
+        unit: "times the median",
+        meaning: "a gradient norm is above 0.1 and above this multiple of its median over the 8 to 64 steps before, of which at most one in 16 had half as much",
+        causes: "a batch of unusual responses or advantages, a learning rate that is too high, the first sign of a diverging run",
+        advice: "look at advantages and log-probs of the step, longest and shortest responses first; clip gradients (`max_grad_norm`), lower the learning rate",
+        source: "spikes precede a loss of quality (AdaGC, arXiv:2502.11034; ZClip, arXiv:2504.02507); sound runs vary by two to three times; below 0.1 none matters under the usual clip of 1",
+        looks_at: LooksAt::Metrics(GRAD_NORMS),
+        follows_from: &[],
+        check: Check::Metrics(grad_norm_spike),
     },
     BuiltIn {
         name: "weights_unchanged",
@@ -203,388 +347,183 @@ pub const RULES: &[BuiltIn] = &[
         limit: 1.0,
         unit: "optimiser steps",
         meaning: "a model's weights have the same hash after at least so many optimiser steps, although gradients were not zero",
+        causes: "a learning rate that is too small for bf16, an optimiser that works on a copy",
         advice: "check the learning rate against the weights' type, and that the update trains the model that is read",
+        source: "an optimiser step changes weights",
         looks_at: LooksAt::Metrics(GRAD_NORMS),
+        follows_from: &["zero_learning_rate"],
         check: Check::Metrics(weights_unchanged),
     },
     BuiltIn {
-        name: "grad_norm_spike",
+        name: "ratio_not_one",
         severity: Severity::Warn,
-        limit: 10.0,
-        unit: "times the median",
-        meaning: "a gradient norm is above this multiple of its median over the last steps",
-        advice: "look at advantages and log-probs of the step, longest and shortest responses first; clip gradients",
-        looks_at: LooksAt::Metrics(GRAD_NORMS),
-        check: Check::Metrics(grad_norm_spike),
+        limit: 1e-4,
+        unit: "nats",
+        meaning: "old and current log-probs differ on the first mini-batch of a step, where both are of the same weights; 100 times the limit on other devices than a CPU",
+        causes: "another temperature, mask or dropout in the update than in `old_log_probs`",
+        advice: "compare temperature, mask and token ids of `old_log_probs` and the update",
+        source: "rounding of f32; the same kernels give the same bits",
+        looks_at: LooksAt::Metrics(SAME_WEIGHTS),
+        follows_from: &[],
+        check: Check::Metrics(ratio_not_one),
     },
     BuiltIn {
         name: "kl_blow_up",
         severity: Severity::Warn,
         limit: 1.0,
         unit: "nats",
-        meaning: "a KL divergence is above the limit, or no number",
+        meaning: "a KL divergence a token is above the limit, or is NaN",
+        causes: "a policy that has left the reference: a learning rate that is too high, a KL coefficient that is too small, reward hacking",
         advice: "look at the samples whose log-probs moved most; lower the learning rate or raise the KL coefficient",
+        source: "a response of 100 tokens is 100 nats away then, where rewards are overoptimised (Gao et al., arXiv:2210.10760)",
         looks_at: LooksAt::Metrics(KLS),
+        follows_from: &[],
         check: Check::Metrics(kl_blow_up),
     },
+    BuiltIn {
+        name: "large_update",
+        severity: Severity::Warn,
+        limit: 0.2,
+        unit: "nats",
+        meaning: "the mean of old minus current log-probs over the updates of a step is farther from 0 than the limit",
+        causes: "a learning rate that is too high, too many mini-batches or epochs a step, a few huge advantages",
+        advice: "lower the learning rate, take fewer optimiser steps a step, clip gradients",
+        source: "Spinning Up ends the updates of a step at 0.015 nats",
+        looks_at: LooksAt::Metrics(UPDATE_KLS),
+        follows_from: &["kl_blow_up"],
+        check: Check::Metrics(large_update),
+    },
+    BuiltIn {
+        name: "clip_share",
+        severity: Severity::Warn,
+        limit: 0.4,
+        unit: "share of tokens",
+        meaning: "the median share of clipped tokens over 5 steps is above the limit",
+        causes: "a learning rate that is too high, too many optimiser steps a step, a rollout of older weights",
+        advice: "lower the learning rate, take fewer mini-batches or epochs a step",
+        source: "sound runs clip up to 0.2, GSPO clips 0.15 by design (arXiv:2507.18071)",
+        looks_at: LooksAt::Metrics(CLIP_SHARES),
+        follows_from: &[],
+        check: Check::Metrics(clip_share),
+    },
+    BuiltIn {
+        name: "entropy_collapse",
+        severity: Severity::Warn,
+        limit: 0.01,
+        unit: "nats",
+        meaning: "the median entropy of the policy over 5 steps is below the limit, and below a tenth of its upper quartile in the first 16 steps",
+        causes: "a policy that no longer explores: a learning rate that is too high, no entropy or KL term, an upper clip that is too small",
+        advice: "look at how alike the responses of a group are; lower the learning rate, raise `clip_high`, add an entropy or KL term",
+        source: "without entropy there is no further gain (Cui et al., arXiv:2505.22617)",
+        looks_at: LooksAt::Metrics(ENTROPIES),
+        follows_from: &[],
+        check: Check::Metrics(entropy_collapse),
+    },
+    BuiltIn {
+        name: "entropy_explosion",
+        severity: Severity::Warn,
+        limit: 3.0,
+        unit: "times the first steps",
+        meaning: "the median entropy of the policy over 5 steps is above this multiple of its median in the first 16 steps, and 1 nat above it",
+        causes: "an entropy bonus that is too large, a learning rate that is too high, a policy that falls apart",
+        advice: "read the responses; lower the entropy coefficient or the learning rate",
+        source: "text at 1 nat a token more than the model began with is noise",
+        looks_at: LooksAt::Metrics(ENTROPIES),
+        follows_from: &[],
+        check: Check::Metrics(entropy_explosion),
+    },
+    BuiltIn {
+        name: "length_collapse",
+        severity: Severity::Warn,
+        limit: 0.25,
+        unit: "times the first steps",
+        meaning: "in 2 steps in a row the mean response length is below this multiple of its upper quartile in the first 16 steps, which is at least 4 tokens; below 2 tokens where most of those responses were cut off",
+        causes: "responses that end at once: a reward that short ones earn, a length penalty, a collapsed policy",
+        advice: "read the responses beside their rewards; go back to a model from before, check reward and length penalty",
+        source: "a quarter of the length is more than brevity learnt by chance",
+        looks_at: LooksAt::Metrics(LENGTHS),
+        follows_from: &[],
+        check: Check::Metrics(length_collapse),
+    },
+    BuiltIn {
+        name: "length_growth",
+        severity: Severity::Warn,
+        limit: 0.25,
+        unit: "share of responses",
+        meaning: "more than this share of the responses reaches the token limit, at least 0.2 more than in the first 16 steps, while their mean length has grown by half",
+        causes: "responses that grow until they are cut off: a loss that favours long ones, looping responses",
+        advice: "read the longest responses; shape overlong rewards, or raise the token limit",
+        source: "overlong responses are noise in the reward (DAPO, arXiv:2503.14476, section 3.4)",
+        looks_at: LooksAt::Metrics(LENGTHS),
+        follows_from: &["length_limit"],
+        check: Check::Metrics(length_growth),
+    },
+    BuiltIn {
+        name: "reward_collapse",
+        severity: Severity::Warn,
+        limit: 6.0,
+        unit: "deviations",
+        meaning: "the median reward of 5 steps is lower than that of the 16 to 60 steps before by more than so many of their deviations (1.48 times the median absolute deviation; at least 2 % of their median or of 0.5)",
+        causes: "a policy that falls apart, a learning rate that is too high, harder data, a reward function that began to fail",
+        advice: "compare response texts of a step before and after; go back to a model from before, lower the learning rate",
+        source: "six deviations of a median are no chance",
+        looks_at: LooksAt::Metrics(MEAN_REWARDS),
+        follows_from: &[],
+        check: Check::Metrics(reward_collapse),
+    },
+    BuiltIn {
+        name: "reward_jump",
+        severity: Severity::Warn,
+        limit: 8.0,
+        unit: "deviations",
+        meaning: "the median reward of 5 steps is higher than that of the 16 to 60 steps before by more than so many of their deviations (as for `reward_collapse`)",
+        causes: "a policy that found a hole in the reward, easier data, a format learnt at once",
+        advice: "read the responses that earn most: a right answer, or something that only looks like one?",
+        source: "reward hacking shows as a jump (Pan et al., arXiv:2201.03544)",
+        looks_at: LooksAt::Metrics(MEAN_REWARDS),
+        follows_from: &[],
+        check: Check::Metrics(reward_jump),
+    },
+    BuiltIn {
+        name: "blind_critic",
+        severity: Severity::Warn,
+        limit: 0.0,
+        unit: "explained variance",
+        meaning: "the median explained variance of the values over 16 steps is below the limit, 48 steps into the run or later, and not 0.1 above that of the 16 steps before",
+        causes: "a critic that learns too slowly, values of other rewards than the returns",
+        advice: "raise the critic's learning rate, or train it first (`warmup_steps` of the update); look at values and returns of the samples",
+        source: "below 0 a constant predicts better (Huang et al. 2022, the 37 implementation details)",
+        looks_at: LooksAt::Metrics(EXPLAINED),
+        follows_from: &[],
+        check: Check::Metrics(blind_critic),
+    },
+    BuiltIn {
+        name: "chosen_falls",
+        severity: Severity::Warn,
+        limit: 0.2,
+        unit: "times the first steps",
+        meaning: "the median log-prob of chosen and of rejected answers over 8 steps has fallen by more than this multiple of its size in the first 16 steps, and by 4 deviations",
+        causes: "a loss that pushes both answers down, which moves probability to a third; pairs that are almost alike",
+        advice: "compare what the model writes with the chosen answers; lower the learning rate, add an SFT term, or filter similar pairs",
+        source: "likelihood displacement (Razin et al., arXiv:2410.08847; Pal et al., arXiv:2402.13228)",
+        looks_at: LooksAt::Metrics(CHOSEN),
+        follows_from: &[],
+        check: Check::Metrics(chosen_falls),
+    },
+    BuiltIn {
+        name: "kto_baseline",
+        severity: Severity::Warn,
+        limit: 50.0,
+        unit: "nats",
+        meaning: "z₀ of KTO is above the limit",
+        causes: "a policy that has left the reference",
+        advice: "lower the learning rate or raise β",
+        source: "at β = 0.1 and 50 nats σ is 0.99, so no gradient is left",
+        looks_at: LooksAt::Metrics(KTO_BASELINES),
+        follows_from: &[],
+        check: Check::Metrics(kto_baseline),
+    },
 ];
-
-fn non_finite(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
-    let Some(update) = view.update else {
-        let of_outputs = view.stats.iter().filter(|row| row.side == Side::Output);
-        return of_outputs
-            .filter(|row| row.non_finite as f64 > limit)
-            .map(|row| Hit {
-                value: row.non_finite as f64,
-                what: format!("{} values are NaN or infinite", row.non_finite),
-                ..at(row)
-            })
-            .collect();
-    };
-    let ids = update.batch.ids();
-    let kinds = update.batch.column(MASK_KINDS.name());
-    let mut hits = Vec::new();
-    for key in update.batch.keys() {
-        let Some(array) = update.batch.column(&key) else {
-            continue;
-        };
-        let bad: Vec<(usize, u64)> = (0..ids.len())
-            .map(|row| (row, bad_values(array, kinds, row)))
-            .filter(|(_, count)| *count > 0)
-            .collect();
-        let total: u64 = bad.iter().map(|(_, count)| count).sum();
-        if total as f64 > limit {
-            hits.push(Hit {
-                stage: update.stage.to_owned(),
-                key,
-                value: total as f64,
-                samples: bad.iter().take(NAMED).map(|(row, _)| ids[*row]).collect(),
-                what: format!(
-                    "{total} values under the mask are NaN or infinite, in {} of {} rows",
-                    bad.len(),
-                    ids.len()
-                ),
-            });
-        }
-    }
-    hits
-}
-
-/// Values of a row that are NaN or infinite and not at an observation.
-fn bad_values(array: &ArrayRef, kinds: Option<&ArrayRef>, row: usize) -> u64 {
-    if let Some(scalars) = array.as_primitive_opt::<Float32Type>() {
-        return u64::from(scalars.is_valid(row) && !scalars.value(row).is_finite());
-    }
-    let Some(values) = floats(array, row) else {
-        return 0;
-    };
-    let kinds = kinds.and_then(|kinds| bytes(kinds, row));
-    let kinds = kinds.filter(|kinds| kinds.len() == values.len());
-    let counts = |token: usize| kinds.is_none_or(|kinds| kinds[token] != mask::OBSERVATION);
-    let bad = values.iter().enumerate();
-    bad.filter(|(token, value)| !value.is_finite() && counts(*token))
-        .count() as u64
-}
-
-fn advantage_variance(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
-    outputs(view, ADVANTAGES.name())
-        .filter_map(|row| {
-            let variance = row.std?.powi(2);
-            let size = |batch: &Batch, at: usize| {
-                let values = floats(batch.column(&row.key)?, at)?;
-                values.iter().map(|v| f64::from(v.abs())).reduce(f64::max)
-            };
-            (variance > limit).then(|| Hit {
-                value: variance,
-                samples: worst(view, row, size),
-                what: format!("the variance is {variance:.4}, above {limit}"),
-                ..at(row)
-            })
-        })
-        .collect()
-}
-
-fn constant_reward(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
-    outputs(view, REWARDS.name())
-        .filter_map(|row| {
-            let (min, max) = (row.min?, row.max?);
-            let first = |_: &Batch, at: usize| Some(-(at as f64));
-            if min == max && row.count > 1 {
-                return Some(Hit {
-                    value: 1.0,
-                    samples: worst(view, row, first),
-                    what: format!("all {} rewards are {min}", row.count),
-                    ..at(row)
-                });
-            }
-            let (constant, groups, samples) = constant_groups(view, row);
-            let share = constant as f64 / groups.max(1) as f64;
-            (groups > 1 && share > limit).then(|| Hit {
-                value: share,
-                samples,
-                what: format!(
-                    "rewards are equal within {constant} of {groups} groups, which teach nothing"
-                ),
-                ..at(row)
-            })
-        })
-        .collect()
-}
-
-/// Groups of more than one row whose rewards are equal, all such groups, and a row of some of the former.
-fn constant_groups(view: &StepView<'_>, row: &StatRow) -> (usize, usize, Vec<RowId>) {
-    let mut groups: BTreeMap<u64, (Vec<f32>, RowId)> = BTreeMap::new();
-    for seen in seen(view, row) {
-        let column = seen.batch.column(&row.key);
-        let Some(rewards) = column.and_then(|c| c.as_primitive_opt::<Float32Type>()) else {
-            continue;
-        };
-        for (reward, id) in rewards.iter().zip(seen.batch.ids()) {
-            let entry = groups.entry(id.group()).or_insert((Vec::new(), id));
-            entry.0.extend(reward);
-        }
-    }
-    groups.retain(|_, (rewards, _)| rewards.len() > 1);
-    let constant: Vec<RowId> = groups
-        .values()
-        .filter(|(rewards, _)| rewards.iter().all(|reward| reward == &rewards[0]))
-        .map(|(_, id)| *id)
-        .collect();
-    let named = constant.iter().take(NAMED).copied().collect();
-    (constant.len(), groups.len(), named)
-}
-
-fn negative_kl(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
-    ratios(view, |row| {
-        let ratio = row.ratio.as_ref()?;
-        (ratio.k1 < -limit).then(|| {
-            let what = format!(
-                "the mean of k1 against `{}` is {:.4} over {} tokens, but a KL divergence is not negative",
-                ratio.counterpart, ratio.k1, ratio.tokens
-            );
-            (ratio.k1, what)
-        })
-    })
-}
-
-fn low_ess(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
-    ratios(view, |row| {
-        let ratio = row
-            .ratio
-            .as_ref()
-            .filter(|_| row.key == OLD_LOG_PROBS.name())?;
-        (ratio.ess < limit && ratio.tokens >= ESS_TOKENS).then(|| {
-            let what = format!(
-                "the effective sample size against `{}` is {:.3} of {} tokens",
-                ratio.counterpart, ratio.ess, ratio.tokens
-            );
-            (ratio.ess, what)
-        })
-    })
-}
-
-fn probability_difference(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
-    ratios(view, |row| {
-        let ratio = row
-            .ratio
-            .as_ref()
-            .filter(|_| row.key == OLD_LOG_PROBS.name())?;
-        (ratio.probability_diff > limit).then(|| {
-            let what = format!(
-                "probabilities differ from `{}` by {:.4} on average, log-probs by up to {:.3} nats",
-                ratio.counterpart, ratio.probability_diff, ratio.diff_max
-            );
-            (ratio.probability_diff, what)
-        })
-    })
-}
-
-fn length_limit(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
-    outputs(view, FINISH_REASONS.name())
-        .filter_map(|row| {
-            let share = row.truncated_share?;
-            let cut = |batch: &Batch, at: usize| {
-                let reasons = batch.column(&row.key)?.as_primitive_opt::<UInt8Type>()?;
-                (reasons.value(at) == finish::LENGTH).then_some(-(at as f64))
-            };
-            (share > limit).then(|| Hit {
-                value: share,
-                samples: worst(view, row, cut),
-                what: format!(
-                    "{:.0} % of the responses reached the token limit",
-                    share * 100.0
-                ),
-                ..at(row)
-            })
-        })
-        .collect()
-}
-
-fn ratio_not_one(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    let limit = if view.on_cpu {
-        limit
-    } else {
-        limit * DEVICE_FACTOR
-    };
-    metrics(view, SAME_WEIGHTS, |value, _| {
-        (value.is_nan() || value.abs() > limit).then(|| {
-            format!(
-                "old minus current log-probs is {value:e} on the first mini-batch instead of 0, so the ratio is not 1"
-            )
-        })
-    })
-}
-
-fn entropy_collapse(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, ENTROPIES, |value, _| {
-        (value < limit).then(|| format!("the entropy is {value:.5} nats, below {limit}"))
-    })
-}
-
-fn grad_norm_spike(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, GRAD_NORMS, |value, before| {
-        if before.len() < SPIKE_HISTORY {
-            return None;
-        }
-        let mut sorted = before.to_vec();
-        sorted.sort_by(f64::total_cmp);
-        let median = sorted[sorted.len() / 2];
-        (median > 0.0 && value > limit * median).then(|| {
-            format!(
-                "the norm is {value:.4}, {:.0} times its median of {median:.4}",
-                value / median
-            )
-        })
-    })
-}
-
-fn kl_blow_up(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, KLS, |value, _| {
-        (value.is_nan() || value.abs() > limit)
-            .then(|| format!("the divergence is {value:.4} nats, above {limit}"))
-    })
-}
-
-fn weights_unchanged(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    let [.., (from, before), (to, now)] = view.versions else {
-        return Vec::new();
-    };
-    let moved = view
-        .history
-        .iter()
-        .chain([view.metrics])
-        .flat_map(|step| step.iter())
-        .any(|(name, value)| {
-            let last = name.rsplit_once('/').map_or("", |(_, last)| last);
-            GRAD_NORMS.contains(&last) && *value > 0.0
-        });
-    let unchanged = now.iter().filter(|(name, version)| {
-        let old = before.get(*name);
-        old.is_some_and(|old| {
-            !old.hash.is_empty()
-                && old.hash == version.hash
-                && version.step as f64 >= old.step as f64 + limit
-        })
-    });
-    unchanged
-        .filter(|_| moved)
-        .map(|(name, version)| Hit {
-            stage: name.clone(),
-            key: "weights".to_owned(),
-            value: version.step as f64,
-            samples: Vec::new(),
-            what: format!(
-                "the weights have the hash {} at steps {from} and {to}, though the optimiser moved in between",
-                version.hash.get(..12).unwrap_or(&version.hash)
-            ),
-        })
-        .collect()
-}
-
-fn at(row: &StatRow) -> Hit {
-    Hit {
-        stage: row.stage.clone(),
-        key: row.key.clone(),
-        ..Hit::default()
-    }
-}
-
-/// Statistics of what stages wrote under their own name `key`.
-fn outputs<'a>(view: &StepView<'a>, key: &'a str) -> impl Iterator<Item = &'a StatRow> {
-    let rows = view.stats.iter();
-    rows.filter(move |row| row.side == Side::Output && row.key == key)
-}
-
-/// The batches that a row of statistics is about.
-fn seen<'a>(view: &StepView<'a>, row: &'a StatRow) -> impl Iterator<Item = SeenBatch<'a>> {
-    let batches = view.batches.iter().copied();
-    batches.filter(move |seen| seen.stage == row.stage && seen.side == row.side)
-}
-
-/// The rows with the largest size; those without one are left out.
-fn worst(
-    view: &StepView<'_>,
-    row: &StatRow,
-    size: impl Fn(&Batch, usize) -> Option<f64>,
-) -> Vec<RowId> {
-    let mut rows: Vec<(f64, RowId)> = Vec::new();
-    for seen in seen(view, row) {
-        let ids = seen.batch.ids();
-        let sized = ids.iter().enumerate();
-        rows.extend(sized.filter_map(|(at, id)| Some((size(seen.batch, at)?, *id))));
-    }
-    largest(rows)
-}
-
-fn largest(mut rows: Vec<(f64, RowId)>) -> Vec<RowId> {
-    rows.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-    rows.into_iter().take(NAMED).map(|(_, id)| id).collect()
-}
-
-/// Hits on log-prob keys that were compared with a counterpart, with the rows that lie farthest from it.
-fn ratios(view: &StepView<'_>, judge: impl Fn(&StatRow) -> Option<(f64, String)>) -> Vec<Hit> {
-    let rows = view.stats.iter().filter(|row| row.side == Side::Output);
-    rows.filter_map(|row| {
-        let (value, what) = judge(row)?;
-        let distances = view.distances.get(&row.key).cloned().unwrap_or_default();
-        let samples = largest(distances.into_iter().map(|(id, d)| (d, id)).collect());
-        Some(Hit {
-            value,
-            samples,
-            what,
-            ..at(row)
-        })
-    })
-    .collect()
-}
-
-/// Hits on metrics whose name without its group is among `names`; `judge` is given the value and those before.
-fn metrics(
-    view: &MetricsView<'_>,
-    names: &[&str],
-    judge: impl Fn(f64, &[f64]) -> Option<String>,
-) -> Vec<Hit> {
-    let named = view.metrics.iter().filter_map(|(name, value)| {
-        let (group, last) = name.rsplit_once('/')?;
-        names.contains(&last).then_some((name, group, *value))
-    });
-    named
-        .filter_map(|(name, group, value)| {
-            let before: Vec<f64> = view
-                .history
-                .iter()
-                .filter_map(|step| step.get(name).copied())
-                .collect();
-            Some(Hit {
-                stage: group.to_owned(),
-                key: name.clone(),
-                value,
-                samples: Vec::new(),
-                what: judge(value, &before)?,
-            })
-        })
-        .collect()
-}
 
 #[cfg(test)]
 mod tests {
@@ -592,12 +531,27 @@ mod tests {
 
     #[test]
     fn names_are_unique_and_texts_stand_alone() {
-        let names: std::collections::BTreeSet<&str> = RULES.iter().map(|rule| rule.name).collect();
-        assert_eq!(names.len(), RULES.len());
+        let mut names = std::collections::BTreeSet::new();
         for rule in RULES {
-            assert!(!rule.meaning.ends_with('.') && !rule.advice.ends_with('.'));
+            // What a finding follows from is looked at before it.
+            assert!(
+                rule.follows_from.iter().all(|cause| names.contains(cause)),
+                "{}",
+                rule.name
+            );
+            assert!(names.insert(rule.name));
+            for text in [rule.meaning, rule.causes, rule.advice, rule.source] {
+                assert!(!text.is_empty() && !text.ends_with('.'), "{text}");
+            }
             assert!(rule.limit.is_finite() && rule.limit >= 0.0);
             assert!(!rule.is_share() || rule.limit <= 1.0);
         }
+    }
+
+    #[test]
+    fn metrics_are_named_whole_or_by_their_last_part() {
+        let names = |names: &[&str], metric| LooksAt::names_metric(names, metric);
+        assert!(names(&["kl"], "a/b/kl") && !names(&["kl"], "kl") && !names(&["kl"], "eval/kl"));
+        assert!(names(&["a/kl"], "a/kl") && !names(&["a/kl"], "b/kl"));
     }
 }

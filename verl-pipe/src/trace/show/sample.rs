@@ -156,7 +156,7 @@ impl fmt::Display for SampleView {
         }
         let mut table = Table::new(&columns);
         for (t, (id, text)) in self.response.iter().enumerate() {
-            let own = [t.to_string(), id.to_string(), one_line(text, TOKEN_WIDTH)];
+            let own = [t.to_string(), id.to_string(), marked(text)];
             let values =
                 self.per_token
                     .iter()
@@ -170,13 +170,21 @@ impl fmt::Display for SampleView {
     }
 }
 
+/// A token's text between marks, so that its blanks are seen.
+fn marked(text: &str) -> String {
+    match text.is_empty() {
+        true => String::new(),
+        false => format!("‹{}›", one_line(text, TOKEN_WIDTH)),
+    }
+}
+
 /// Tokens as `id‹text›`, as many on a line as fit.
 fn write_tokens(f: &mut fmt::Formatter<'_>, tokens: &[(u32, String)]) -> fmt::Result {
     let mut line = String::new();
     for (id, text) in tokens {
         let shown = match text.is_empty() {
             true => id.to_string(),
-            false => format!("{id}‹{}›", one_line(text, TOKEN_WIDTH)),
+            false => format!("{id}{}", marked(text)),
         };
         if !line.is_empty() && line.chars().count() + shown.chars().count() > TEXT_WIDTH {
             writeln!(f, "  {}", line.trim_end())?;

@@ -35,6 +35,7 @@ pub(super) fn meaning(key: &str, value: &Value) -> Option<&'static str> {
         keys::finish::EOS => "end of sequence",
         keys::finish::STOP => "stop text",
         keys::finish::LENGTH => "length limit",
+        keys::finish::CONTEXT => "end of the context",
         _ => "unknown",
     })
 }

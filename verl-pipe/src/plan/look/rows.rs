@@ -1,0 +1,204 @@
+//! What a source makes of its rows, for people and programs to look at.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::data::DataError;
+use crate::pipe::StageDecl;
+use crate::resource::Texts;
+use crate::stage::{RowPreview, TargetPreview};
+
+/// What one source makes of the rows of its data set.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct StageRows {
+    /// Name of the stage in the pipeline.
+    pub stage: String,
+    /// Name of the data set in the pipeline.
+    pub data: String,
+    /// Rows whose columns were read: all that the stage draws from, or those of the beginning of a large data set.
+    pub rows: usize,
+    /// Whether the data set was opened whole.
+    pub is_whole: bool,
+    /// Rows that were rendered and tokenised.
+    pub tokenised: usize,
+    /// Rows of these that are too long.
+    pub too_long: usize,
+    /// Lengths of their prompts (tokens); absent where there is none.
+    pub prompt_tokens: Option<Spread>,
+    /// Lengths of what is behind the prompts (tokens), such as `target`, `chosen`.
+    pub target_tokens: Vec<(String, Spread)>,
+    /// The first rows as they are written, where they were asked for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shown: Vec<ShownRow>,
+    #[serde(skip)]
+    lengths: Vec<(String, Vec<usize>)>,
+}
+
+/// Least, middle and greatest of some lengths.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Spread {
+    /// The least.
+    pub least: usize,
+    /// The median, the lower one of an even number.
+    pub median: usize,
+    /// The greatest.
+    pub most: usize,
+}
+
+impl Spread {
+    /// Of lengths, of which there is at least one.
+    fn of(mut lengths: Vec<usize>) -> Option<Spread> {
+        lengths.sort_unstable();
+        Some(Spread {
+            least: *lengths.first()?,
+            median: *lengths.get((lengths.len() - 1) / 2)?,
+            most: *lengths.last()?,
+        })
+    }
+}
+
+/// A row as a run would see it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ShownRow {
+    /// The row of the data set, counted from 1.
+    pub row: usize,
+    /// The prompt as text.
+    pub prompt_text: String,
+    /// Its tokens.
+    pub prompt: Vec<ShownToken>,
+    /// What is behind it; empty where a model is to write it.
+    pub targets: Vec<ShownTarget>,
+    /// The reference answer; absent where rows have none.
+    pub answer: Option<String>,
+    /// Why it is too long; absent where it is not.
+    pub too_long: Option<String>,
+    /// What is possible and perhaps not meant.
+    pub notes: Vec<String>,
+    /// Why it cannot be used; absent where it can.
+    pub refused: Option<String>,
+}
+
+/// What is behind a prompt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ShownTarget {
+    /// What it is called: `target`, `response`, `chosen`, `rejected`.
+    pub name: String,
+    /// It as text.
+    pub text: String,
+    /// Its tokens.
+    pub tokens: Vec<ShownToken>,
+}
+
+/// A token.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ShownToken {
+    /// Its id.
+    pub id: u32,
+    /// Its text.
+    pub text: String,
+    /// Whether it is trained.
+    pub trained: bool,
+}
+
+impl StageRows {
+    pub(super) fn new(stage: &StageDecl, data: &str, rows: usize, is_whole: bool) -> Self {
+        StageRows {
+            stage: stage.name.clone(),
+            data: data.to_owned(),
+            rows,
+            is_whole,
+            tokenised: 0,
+            too_long: 0,
+            prompt_tokens: None,
+            target_tokens: Vec::new(),
+            shown: Vec::new(),
+            lengths: Vec::new(),
+        }
+    }
+
+    /// Takes a written row into account.
+    pub(super) fn count(&mut self, row: &RowPreview) {
+        self.tokenised += 1;
+        self.too_long += usize::from(row.too_long.is_some());
+        self.add_length(PROMPT, row.prompt.len());
+        for target in &row.targets {
+            self.add_length(&target.name, target.tokens.len());
+        }
+    }
+
+    fn add_length(&mut self, name: &str, length: usize) {
+        match self.lengths.iter_mut().find(|(other, _)| other == name) {
+            Some((_, lengths)) => lengths.push(length),
+            None => self.lengths.push((name.to_owned(), vec![length])),
+        }
+    }
+
+    /// Sums up the lengths.
+    pub(super) fn finish(&mut self) {
+        for (name, lengths) in std::mem::take(&mut self.lengths) {
+            let Some(spread) = Spread::of(lengths) else {
+                continue;
+            };
+            match name == PROMPT {
+                true => self.prompt_tokens = Some(spread),
+                false => self.target_tokens.push((name, spread)),
+            }
+        }
+    }
+}
+
+const PROMPT: &str = "prompt";
+
+impl ShownRow {
+    pub(super) fn new(
+        row: usize,
+        written: &Result<RowPreview, DataError>,
+        texts: Option<&Texts>,
+    ) -> Self {
+        let written = match written {
+            Ok(written) => written,
+            Err(error) => return ShownRow::refused(row, error.to_string()),
+        };
+        let token = |id: u32, trained: bool| ShownToken {
+            id,
+            text: texts.map(|texts| texts.0.token(id)).unwrap_or_default(),
+            trained,
+        };
+        let target = |target: &TargetPreview| ShownTarget {
+            name: target.name.clone(),
+            text: texts
+                .map(|texts| texts.0.text(&target.tokens))
+                .unwrap_or_default(),
+            tokens: target
+                .tokens
+                .iter()
+                .zip(&target.trained)
+                .map(|(id, trained)| token(*id, *trained))
+                .collect(),
+        };
+        ShownRow {
+            row: row + 1,
+            prompt_text: written.prompt_text.clone(),
+            prompt: written.prompt.iter().map(|id| token(*id, false)).collect(),
+            targets: written.targets.iter().map(target).collect(),
+            answer: written.answer.clone(),
+            too_long: written.too_long.clone(),
+            notes: written.notes.iter().map(|note| note.text.clone()).collect(),
+            refused: None,
+        }
+    }
+
+    /// A row that a run would refuse.
+    pub(super) fn refused(row: usize, reason: String) -> Self {
+        ShownRow {
+            row: row + 1,
+            prompt_text: String::new(),
+            prompt: Vec::new(),
+            targets: Vec::new(),
+            answer: None,
+            too_long: None,
+            notes: Vec::new(),
+            refused: Some(reason),
+        }
+    }
+}

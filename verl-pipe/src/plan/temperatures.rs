@@ -1,0 +1,72 @@
+//! One temperature: a stage that works with log-probs of sampled tokens takes the temperature at which they were sampled,
+//! unless its own is set.
+//!
+//! Who sampled them is read off the graph: the stage that writes the key which the stage [follows], or else the nearest
+//! one upstream of it, that declares a temperature in the tag of a key that it writes.
+//!
+//! [follows]: crate::stage::StageSpec::at_temperature_of
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use crate::pipe::StageBuilder;
+use crate::plan::build::DraftStage;
+use crate::stage::BuildContext;
+
+/// For each stage the temperature that it takes where its own is not set.
+pub(crate) fn followed(stages: &[DraftStage<'_>]) -> Vec<Option<f64>> {
+    let mut writers: BTreeMap<&str, usize> = BTreeMap::new();
+    for (index, stage) in stages.iter().enumerate().filter(|(_, s)| s.in_step()) {
+        for field in stage.spec.iter().flat_map(|spec| &spec.writes) {
+            writers.entry(stage.key(&field.name)).or_insert(index);
+        }
+    }
+    let followed = stages.iter().map(|stage| {
+        let key = stage.spec.as_ref()?.temperature_of.as_deref()?;
+        sampled_at(stages, &writers, stage.key(key))
+    });
+    followed.collect()
+}
+
+/// The temperature at which the tokens of `key` were sampled.
+fn sampled_at(
+    stages: &[DraftStage<'_>],
+    writers: &BTreeMap<&str, usize>,
+    key: &str,
+) -> Option<f64> {
+    let mut seen = vec![false; stages.len()];
+    let mut waiting: VecDeque<usize> = writers.get(key).copied().into_iter().collect();
+    while let Some(index) = waiting.pop_front() {
+        if std::mem::replace(&mut seen[index], true) {
+            continue;
+        }
+        let stage = &stages[index];
+        let Some(spec) = &stage.spec else { continue };
+        let tags = spec.writes.iter().filter_map(|field| field.tag.as_ref());
+        let own = tags.filter_map(|tag| tag.temperature).next();
+        // One that follows says nothing of its own.
+        if own.is_some() && spec.temperature_of.is_none() {
+            return own;
+        }
+        let read = spec.reads.iter().chain(&spec.reads_optional);
+        waiting.extend(read.filter_map(|field| writers.get(stage.key(&field.name)).copied()));
+    }
+    None
+}
+
+/// What a stage is built with that takes `temperature` where its own is not set.
+pub(crate) fn with(context: &BuildContext, temperature: Option<f64>) -> BuildContext {
+    BuildContext {
+        temperature,
+        ..context.clone()
+    }
+}
+
+/// Makes the stage as the plan knows it, whatever the temperature of the context.
+pub(crate) fn builder(stage: &DraftStage<'_>) -> StageBuilder {
+    let (build, temperature) = (stage.decl.build.clone(), stage.temperature);
+    match temperature {
+        None => build,
+        Some(_) => Arc::new(move |context| build(&with(context, temperature))),
+    }
+}

@@ -1,0 +1,229 @@
+//! Disks that have too little room: what is refused before the first step, and what gives way while a run goes on.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde_json::json;
+
+use super::fakes::*;
+use super::trainer::{Page, lines, status};
+use crate::pipe::{DataPipe, ModelDecl, ModelFactory};
+use crate::resource::{ModelInfo, ModelResource, ResourceError};
+use crate::run::console::Console;
+use crate::run::error::RunError;
+use crate::run::trainer::{Trainer, TrainerOptions};
+use crate::stage::{BuildContext, ConfigError};
+
+/// The numbers, told to take a megabyte when they are saved.
+struct Large;
+
+const MODEL: u64 = 1 << 20;
+
+impl ModelFactory for Large {
+    fn describe(&self, _context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
+        Ok(ModelInfo {
+            num_parameters: 3,
+            saved_bytes: MODEL,
+            ..ModelInfo::default()
+        })
+    }
+    fn trainable(&self) -> bool {
+        true
+    }
+    fn load(
+        &self,
+        name: &str,
+        device: &str,
+        context: &BuildContext,
+    ) -> Result<Box<dyn ModelResource>, ResourceError> {
+        NumbersFactory.load(name, device, context)
+    }
+}
+
+fn large(dir: &Path, steps: u64) -> DataPipe {
+    let mut pipe = pipeline(vec![]);
+    pipe.run.steps = steps;
+    pipe.run.dir = dir.to_owned();
+    pipe.trace.rules = super::trace::quiet().rules;
+    pipe.models[0] = ModelDecl {
+        factory: Arc::new(Large),
+        ..pipe.models[0].clone()
+    };
+    pipe
+}
+
+/// Where an error says that a model was saved.
+pub(super) fn elsewhere(error: &str) -> PathBuf {
+    let (_, rest) = error.split_once("it is saved in `").expect("a place");
+    PathBuf::from(rest.split('`').next().expect("its end"))
+}
+
+/// Bytes of the files below a folder.
+fn size_of(dir: &Path) -> u64 {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let sizes = entries.map(|entry| match entry.metadata() {
+        Ok(about) if about.is_dir() => size_of(&entry.path()),
+        Ok(about) => about.len(),
+        Err(_) => 0,
+    });
+    sizes.sum()
+}
+
+/// A trainer on a disk of `disk` bytes, on which only the run folder lies.
+fn on_a_disk(pipe: &DataPipe, disk: u64) -> (Result<Trainer, RunError>, Page) {
+    let page = Page::default();
+    let options = TrainerOptions {
+        run: options(),
+        console: Some(Console::to(Box::new(page.clone()), pipe.run.steps, 0)),
+        free_space: Some(Arc::new(move |dir| Some(disk.saturating_sub(size_of(dir))))),
+        ..TrainerOptions::default()
+    };
+    let plan = pipe
+        .plan()
+        .unwrap_or_else(|findings| panic!("{findings:#?}"));
+    (Trainer::with_options(plan, options), page)
+}
+
+#[test]
+fn a4_a_disk_without_room_for_the_model_is_told_before_the_first_step() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = temp.path().join("run");
+    let (made, _) = on_a_disk(&large(&dir, 3), MODEL);
+    let error = made.err().expect("no room");
+    assert_eq!(error.code(), "R020");
+    let text = error.to_string();
+    assert!(
+        text.contains(" free, but saving `actor` at the end takes 1.1 MiB"),
+        "{text}"
+    );
+    assert!(!dir.exists());
+    // A run that saves nothing needs none.
+    let mut pipe = large(&dir, 1);
+    pipe.run.save = Some(Vec::new());
+    let (made, _) = on_a_disk(&pipe, MODEL);
+    made.unwrap().train().unwrap();
+}
+
+#[test]
+fn a4_the_trace_gives_way_to_the_model() {
+    for in_full in [false, true] {
+        let temp = tempfile::tempdir().unwrap();
+        let dir = temp.path().join("run");
+        let steps = 60;
+        let mut pipe = large(&dir, steps);
+        pipe.trace.every = in_full.then_some(1);
+        // Room for the model and little else: what the trace of all steps takes is more.
+        let disk = MODEL + (400 << 10);
+        let (made, page) = on_a_disk(&pipe, disk);
+        made.unwrap().train().unwrap();
+        let told = status(&dir);
+        assert_eq!(
+            (&told["status"], &told["saved"]),
+            (&json!("finished"), &json!(["actor"]))
+        );
+        assert_eq!(lines(&dir, "metrics.jsonl").len(), steps as usize);
+        assert!(size_of(&dir) + MODEL <= disk, "{} bytes", size_of(&dir));
+        let text = page.text();
+        assert!(
+            text.contains("are kept for saving the models; the run goes on"),
+            "{text}"
+        );
+        assert_eq!(
+            text.contains("steps in full may take 4096 MB"),
+            in_full,
+            "{text}"
+        );
+        // With room enough nothing is told, and more is recorded.
+        let roomy = temp.path().join("roomy");
+        pipe.run.dir = roomy.clone();
+        let (made, page) = on_a_disk(&pipe, 64 << 30);
+        made.unwrap().train().unwrap();
+        assert!(size_of(&roomy.join("trace")) > size_of(&dir.join("trace")));
+        assert!(!page.text().contains("warning"), "{}", page.text());
+    }
+}
+
+#[test]
+fn a_disk_that_others_fill_ends_the_run_while_its_models_still_fit() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = temp.path().join("run");
+    let left = Arc::new(AtomicU64::new(64 << 20));
+    let told = left.clone();
+    let options = TrainerOptions {
+        run: options(),
+        free_space: Some(Arc::new(move |_| Some(told.load(Ordering::SeqCst)))),
+        ..TrainerOptions::default()
+    };
+    let plan = large(&dir, 9).plan().expect("a plan");
+    let mut trainer = Trainer::with_options(plan, options).unwrap();
+    trainer.on_step(move |metrics| {
+        if metrics.step == 3 {
+            left.store(MODEL + (64 << 10), Ordering::SeqCst);
+        }
+    });
+    let error = trainer.train().unwrap_err();
+    assert_eq!(error.code(), "R014");
+    let text = error.to_string();
+    assert!(text.contains("are kept for saving the models"), "{text}");
+    let told = status(&dir);
+    assert_eq!(
+        (&told["status"], &told["saved"]),
+        (&json!("failed"), &json!(["actor"]))
+    );
+    assert!(dir.join("model/actor/weights.txt").is_file());
+}
+
+#[test]
+fn a_model_that_the_disk_of_the_run_refuses_is_saved_elsewhere() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = temp.path().join("refused");
+    let mut pipe = large(&dir, 2);
+    pipe.trace.stats = false;
+    let (made, _) = on_a_disk(&pipe, 64 << 20);
+    let mut trainer = made.unwrap();
+    trainer.step().unwrap();
+    trainer.step().unwrap();
+    // A file in the place of the models' folder.
+    fs::write(dir.join("model"), "taken").unwrap();
+    let text = trainer.finish().unwrap_err().to_string();
+    assert!(text.starts_with("cannot save model `actor`: "), "{text}");
+    let told = status(&dir);
+    assert_eq!(
+        (&told["status"], &told["step"]),
+        (&json!("failed"), &json!(2))
+    );
+    assert_eq!(told.get("saved"), None);
+    let place = elsewhere(&text);
+    assert!(
+        told["reason"]
+            .as_str()
+            .unwrap()
+            .contains(&place.display().to_string())
+    );
+    let saved = fs::read_to_string(place.join("weights.txt")).expect("the weights");
+    fs::remove_dir_all(place.parent().expect("a folder")).unwrap();
+    assert!(saved.starts_with('['), "{saved}");
+    // The weights are there still: once there is room, all ends well.
+    fs::remove_file(dir.join("model")).unwrap();
+    trainer.finish().unwrap();
+    let told = status(&dir);
+    assert_eq!(
+        (&told["status"], &told["saved"]),
+        (&json!("finished"), &json!(["actor"]))
+    );
+    let again = fs::read_to_string(dir.join("model/actor/weights.txt"));
+    assert_eq!(again.unwrap(), saved);
+}
+
+#[test]
+fn the_system_tells_the_room_of_a_disk() {
+    let temp = tempfile::tempdir().unwrap();
+    let free = crate::run::space::free_space(temp.path());
+    assert_eq!(free.is_some(), cfg!(unix));
+    assert_eq!(
+        crate::run::space::free_space(Path::new("/no/such/folder")),
+        None
+    );
+}

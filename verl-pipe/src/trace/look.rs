@@ -1,0 +1,63 @@
+//! The command that shows what a rule found.
+
+use std::path::Path;
+
+use crate::trace::rules::Hit;
+use crate::trace::step_data::StageAbout;
+
+/// Where what a rule found can be looked at.
+pub(crate) struct Look<'a> {
+    /// Folder of the run.
+    pub dir: &'a Path,
+    pub step: u64,
+    pub stages: &'a [StageAbout],
+    /// The rows of the step will be on disk.
+    pub kept: bool,
+}
+
+impl Look<'_> {
+    /// The command that shows a finding: the stage that it is about, or that records the metric; all curves where the
+    /// step's rows are not kept.
+    pub(crate) fn command(&self, hit: &Hit) -> String {
+        let run = shell_word(&self.dir.display().to_string());
+        if !self.kept {
+            return format!("pipe debug view --run {run}");
+        }
+        let of = |about: &&StageAbout| {
+            about.name == hit.stage || about.metrics.contains(&hit.key.as_str())
+        };
+        let stage = self.stages.iter().find(of);
+        let stage = stage.map_or_else(String::new, |about| format!(" --stage {}", about.name));
+        let sample = hit.samples.first().filter(|_| !stage.is_empty());
+        let sample = sample.map_or_else(String::new, |id| format!(" --sample '{id}'"));
+        let step = self.step;
+        format!("pipe debug trace --run {run} --step {step}{stage}{sample}")
+    }
+}
+
+/// A text as one word of a shell.
+pub(crate) fn shell_word(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
+    match !text.is_empty() && text.chars().all(plain) {
+        true => text.to_owned(),
+        false => format!("'{}'", text.replace('\'', r"'\''")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_are_one_word_of_a_shell() {
+        for (dir, word) in [
+            ("runs/a-1.b", "runs/a-1.b"),
+            ("my runs/a", "'my runs/a'"),
+            ("it's", r"'it'\''s'"),
+            ("$(x)", "'$(x)'"),
+            ("", "''"),
+        ] {
+            assert_eq!(shell_word(dir), word);
+        }
+    }
+}

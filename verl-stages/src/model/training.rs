@@ -1,0 +1,151 @@
+//! How a model is trained in a run: what its optimiser is in so many optimiser steps.
+
+use serde::Serialize;
+use verl_models::optim::OptimizerConfig;
+use verl_pipe::stage::{BuildContext, ConfigError, Training};
+
+/// The optimiser of the model `name` in the run that `context` is of.
+pub(super) fn optimizer_of(
+    optimizer: Option<&OptimizerConfig>,
+    name: &str,
+    context: &BuildContext,
+) -> Option<OptimizerConfig> {
+    optimizer.map(|optimizer| {
+        let steps = context.optimizer_steps.get(name).copied();
+        optimizer.clone().for_run(steps)
+    })
+}
+
+/// How a model is trained; `with` makes its settings of those of the optimiser.
+pub(super) fn training<S: Serialize>(
+    own: OptimizerConfig,
+    steps: u64,
+    with: impl FnOnce(Option<OptimizerConfig>) -> S,
+) -> Training {
+    let optimizer = own.clone().for_run(Some(steps));
+    Training {
+        summary: format!(
+            "learning rate {:e}, {}",
+            optimizer.learning_rate, optimizer.schedule
+        ),
+        doubts: doubt(&own, steps).into_iter().collect(),
+        settings: serde_json::to_value(with(Some(optimizer))).unwrap_or_default(),
+    }
+}
+
+/// What is possible and probably not meant; of several the first.
+fn doubt(own: &OptimizerConfig, steps: u64) -> Option<ConfigError> {
+    if steps == 0 {
+        return None;
+    }
+    let total = own.schedule.total_steps();
+    if let Some(total) = total.filter(|total| *total != 0 && *total != steps) {
+        let so = if total < steps {
+            "the last learning rate is reached too early"
+        } else {
+            "the run ends before the last learning rate is reached"
+        };
+        return Some(ConfigError::new(
+            "optimizer.schedule.total_steps",
+            format!(
+                "is {total}, but the run takes {steps} optimiser steps with this model, so that {so}"
+            ),
+            format!("leave it out, so that it follows the run, or set it to {steps}"),
+        ));
+    }
+    let warmup = own.schedule.warmup_steps();
+    let doubt = own.schedule.doubt().or_else(|| {
+        (warmup > steps).then(|| {
+            let reason = format!(
+                "has `warmup_steps = {warmup}`, but the run takes {steps} optimiser steps, so that the learning rate never gets to what it is set to"
+            );
+            (reason, "set `warmup_steps` to a share of them".to_owned())
+        })
+    });
+    doubt.map(|(reason, help)| ConfigError::new("optimizer.schedule", reason, help))
+}
+
+#[cfg(test)]
+mod tests {
+    use verl_models::optim::Schedule;
+
+    use super::*;
+
+    fn linear(total_steps: Option<u64>, warmup_steps: u64) -> OptimizerConfig {
+        let schedule = Schedule::Linear {
+            warmup_steps,
+            total_steps,
+            final_share: 0.0,
+        };
+        OptimizerConfig {
+            schedule,
+            ..OptimizerConfig::default()
+        }
+    }
+
+    fn of(own: OptimizerConfig, steps: u64) -> Training {
+        training(own, steps, |optimizer| optimizer)
+    }
+
+    #[track_caller]
+    fn check(own: OptimizerConfig, steps: u64, expected: &[&str]) {
+        let doubts = of(own, steps).doubts;
+        assert_eq!(
+            doubts.len(),
+            usize::from(!expected.is_empty()),
+            "{doubts:?}"
+        );
+        for words in expected {
+            let text = format!("{} {}", doubts[0], doubts[0].help);
+            assert!(text.contains(words), "`{words}` is not in {text}");
+        }
+    }
+
+    #[test]
+    fn another_number_than_the_plans_is_doubted_with_both() {
+        check(linear(None, 0), 16, &[]);
+        check(linear(Some(16), 0), 16, &[]);
+        check(
+            linear(Some(4), 0),
+            16,
+            &["is 4", "takes 16", "too early", "set it to 16"],
+        );
+        check(
+            linear(Some(400), 0),
+            16,
+            &["is 400", "takes 16", "ends before"],
+        );
+        check(linear(Some(0), 0), 16, &["total_steps = 0"]);
+        // A run without steps says nothing.
+        check(linear(Some(4), 0), 0, &[]);
+        check(linear(None, 0), 0, &[]);
+    }
+
+    #[test]
+    fn a_warm_up_beyond_the_run_is_doubted() {
+        check(linear(Some(16), 16), 16, &["only rises"]);
+        check(linear(None, 16), 16, &[]);
+        check(
+            linear(None, 20),
+            16,
+            &["warmup_steps = 20", "16 optimiser steps"],
+        );
+        let constant = OptimizerConfig {
+            schedule: Schedule::Constant { warmup_steps: 20 },
+            ..OptimizerConfig::default()
+        };
+        check(constant, 16, &["warmup_steps = 20", "16 optimiser steps"]);
+    }
+
+    #[test]
+    fn what_the_run_decides_stands_in_the_settings() {
+        let found = of(linear(None, 2), 16);
+        assert_eq!(found.settings["schedule"]["total_steps"], 16);
+        assert_eq!(
+            found.summary,
+            "learning rate 1e-6, linear over 16 steps to 0 of it, warm-up 2"
+        );
+        let found = of(linear(Some(4), 0), 16);
+        assert_eq!(found.settings["schedule"]["total_steps"], 4);
+    }
+}

@@ -1,0 +1,194 @@
+//! Rows as a source writes them, for a look before a run.
+
+use serde_json::Value;
+use verl_models::targets::Target;
+use verl_pipe::data::DataError;
+use verl_pipe::stage::{
+    LongRows, NotePreview, PreviewContext, RowPreview, RowPreviews, StageError, TargetPreview,
+};
+
+use super::encode::{EncodedExample, Long};
+use super::format::Row;
+use super::notes::RowNote;
+use super::{OnLong, PromptFormat, Source, Surveyed};
+use crate::model::TextTools;
+
+/// A row before anything is cut off, with what is known of it.
+pub(crate) struct Shown {
+    pub text: String,
+    pub prompt: Vec<u32>,
+    pub answer: Option<String>,
+    /// Each with its name.
+    pub targets: Vec<(&'static str, Target)>,
+    pub long: Option<Long>,
+    pub notes: Vec<RowNote>,
+}
+
+impl Shown {
+    /// An example, whose target is called `name`; without a name there is none.
+    pub fn example(
+        format: &PromptFormat,
+        source: &Source,
+        row: usize,
+        example: EncodedExample,
+        answer: Option<String>,
+        name: Option<&'static str>,
+    ) -> Result<Shown, DataError> {
+        let long = format.long_example(&example, source.context);
+        let EncodedExample {
+            prompt,
+            target,
+            notes,
+        } = example;
+        let notes = notes.into_iter().map(RowNote::Written);
+        Ok(Shown {
+            text: prompt.text,
+            prompt: prompt.tokens,
+            answer,
+            targets: name
+                .into_iter()
+                .map(|name| (name, target.clone()))
+                .collect(),
+            long,
+            notes: notes.chain(format.tools_note(source, row)?).collect(),
+        })
+    }
+
+    /// What a survey keeps of it.
+    pub fn surveyed(self) -> Surveyed {
+        Surveyed {
+            long: self.long,
+            notes: self.notes,
+        }
+    }
+}
+
+/// How a source looks at its rows before a run.
+pub(crate) struct Looks {
+    /// Rows that it takes at most, from the first on.
+    pub rows: usize,
+    /// Reads a row and renders nothing; gives its length in bytes.
+    pub glance: Glance,
+    /// Writes a row.
+    pub show: Show,
+}
+
+/// Reads a row and gives its length in bytes.
+type Glance = Box<dyn Fn(&Source, &Row<'_>) -> Result<usize, DataError> + Send + Sync>;
+/// Writes a row.
+type Show = Box<dyn Fn(&Source, usize) -> Result<Shown, DataError> + Send + Sync>;
+
+impl Looks {
+    /// At all rows.
+    pub fn new(
+        glance: impl Fn(&Source, &Row<'_>) -> Result<usize, DataError> + Send + Sync + 'static,
+        show: impl Fn(&Source, usize) -> Result<Shown, DataError> + Send + Sync + 'static,
+    ) -> Self {
+        Looks {
+            rows: usize::MAX,
+            glance: Box::new(glance),
+            show: Box::new(show),
+        }
+    }
+
+    /// At so many rows, from the first on.
+    pub fn first(self, rows: usize) -> Self {
+        Looks { rows, ..self }
+    }
+}
+
+/// Bytes of the texts in a value.
+pub(crate) fn text_bytes(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(items) => items.iter().map(text_bytes).sum(),
+        Value::Object(fields) => fields.values().map(text_bytes).sum(),
+        _ => 0,
+    }
+}
+
+/// The rows of a source.
+struct Preview {
+    data: String,
+    model: String,
+    on_long: OnLong,
+    source: Source,
+    looks: Looks,
+}
+
+/// The rows of `data` as they are written for `model`; `None` where one of the two is not in `context`.
+///
+/// # Errors
+/// A model that lacks what is needed.
+pub(crate) fn preview(
+    context: PreviewContext<'_>,
+    data: &str,
+    model: &str,
+    format: &PromptFormat,
+    has_answers: bool,
+    looks: Looks,
+) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
+    let rows = context.data.get(data).cloned();
+    let (Some(rows), Some(texts)) = (rows, context.texts::<TextTools>(model)) else {
+        return Ok(None);
+    };
+    Ok(Some(Box::new(Preview {
+        source: Source::new(rows, texts, model, format, has_answers)?,
+        data: data.to_owned(),
+        model: model.to_owned(),
+        on_long: format.on_long,
+        looks,
+    })))
+}
+
+impl RowPreviews for Preview {
+    fn data(&self) -> &str {
+        &self.data
+    }
+
+    fn model(&self) -> &str {
+        &self.model
+    }
+
+    fn rows(&self) -> usize {
+        self.source.data.len().min(self.looks.rows)
+    }
+
+    fn long_rows(&self) -> LongRows {
+        match self.on_long {
+            OnLong::Error => LongRows::Refused,
+            OnLong::Drop => LongRows::Dropped,
+            OnLong::Truncate => LongRows::Cut,
+        }
+    }
+
+    fn glance(&self, index: usize) -> Result<usize, DataError> {
+        let row = Row::read(self.source.data.as_ref(), index)?;
+        (self.looks.glance)(&self.source, &row)
+    }
+
+    fn row(&self, index: usize) -> Result<RowPreview, DataError> {
+        let shown = (self.looks.show)(&self.source, index)?;
+        let targets = shown.targets.into_iter();
+        let targets = targets.map(|(name, Target { tokens, trained })| TargetPreview {
+            name: name.to_owned(),
+            tokens,
+            trained,
+        });
+        Ok(RowPreview {
+            prompt_text: shown.text,
+            prompt: shown.prompt,
+            answer: shown.answer,
+            targets: targets.collect(),
+            too_long: shown.long.map(|long| long.reason),
+            notes: shown.notes.iter().map(note).collect(),
+        })
+    }
+}
+
+fn note(note: &RowNote) -> NotePreview {
+    NotePreview {
+        sort: note.sort(),
+        text: note.text(),
+    }
+}
