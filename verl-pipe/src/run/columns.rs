@@ -1,7 +1,7 @@
 //! The line that the console writes after a step: which metrics, in which order, how wide.
 //!
 //! Stages say what of theirs matters ([`Shown`]); the engine adds speed, memory and epoch. The columns are chosen once a
-//! run, so that lines stand one below the other, and as many are taken as fit into [`WIDTH`] characters.
+//! run, so that lines stand one below the other, and as many are taken as fit into 100 characters.
 
 use std::collections::BTreeSet;
 
