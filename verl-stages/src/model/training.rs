@@ -59,7 +59,7 @@ fn doubt(own: &OptimizerConfig, steps: u64) -> Option<ConfigError> {
             let reason = format!(
                 "has `warmup_steps = {warmup}`, but the run takes {steps} optimiser steps, so that the learning rate never gets to what it is set to"
             );
-            (reason, "set `warmup_steps` to a share of them".to_owned())
+            (reason, format!("set `warmup_steps` to less than {steps}"))
         })
     });
     doubt.map(|(reason, help)| ConfigError::new("optimizer.schedule", reason, help))
