@@ -142,7 +142,7 @@ impl<'a> Rows<'a> {
         let truncated = self.left_out.iter().filter(|left_out| **left_out).count();
         if truncated == rows {
             return format!(
-                "all {rows} responses reached the token limit and are masked (`mask_truncated`); raise `max_new_tokens`, or shorten the responses"
+                "all {rows} responses were cut off and are masked (`mask_truncated`); raise `max_new_tokens`, or where the context of the model is the limit, use shorter prompts"
             );
         }
         let masked = match truncated {
