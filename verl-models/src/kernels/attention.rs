@@ -16,6 +16,10 @@ const DIMS: usize = 8;
 /// Keys that share the loads of a tile in [`products`].
 const KEYS: usize = 4;
 
+/// Scores this far below the largest one weigh nothing: e^−64 is 10⁻²⁸ of what a sum has. Smaller weights would make
+/// numbers below 10⁻³⁸ of products with gradients, which some processors compute a hundred times slower than others.
+const NOTHING: f32 = -64.0;
+
 /// Eight neighbouring dims of a token.
 type Dims = [f32; DIMS];
 
@@ -338,13 +342,8 @@ fn copy(from: &[f32], to: &mut [f32]) {
 fn turn_half(y: &mut [f32], (a, cos): (&[f32], &[f32]), (b, sin): (&[f32], &[f32]), scale: f32) {
     let n = y.len();
     let (a, b, cos, sin) = (&a[..n], &b[..n], &cos[..n], &sin[..n]);
-    let at = |i: usize| (a[i] * cos[i] + b[i] * sin[i]) * scale;
-    let (chunks, rest) = y.as_chunks_mut::<4>();
-    for (c, chunk) in chunks.iter_mut().enumerate() {
-        *chunk = [0, 1, 2, 3].map(|i| at(4 * c + i));
-    }
-    for (i, y) in rest.iter_mut().enumerate() {
-        *y = at(n / 4 * 4 + i);
+    for (i, y) in y.iter_mut().enumerate() {
+        *y = (a[i] * cos[i] + b[i] * sin[i]) * scale;
     }
 }
 
@@ -448,7 +447,9 @@ fn exponentiate(scores: &mut [Row], first: usize) -> Row {
     let mut sums = [0.0_f32; LANES];
     for row in scores.iter_mut() {
         for lane in 0..LANES {
-            row[lane] = exp(row[lane] - largest[lane]);
+            let below = row[lane] - largest[lane];
+            let weight = exp(below);
+            row[lane] = if below < NOTHING { 0.0 } else { weight };
             sums[lane] += row[lane];
         }
     }
@@ -506,7 +507,10 @@ fn spread(weights: &[Row], tile: &Head, own: usize, to: &mut Head) {
     let rows = to.rows.chunks_exact_mut(TOGETHER * blocks);
     for (rows, weights) in rows.zip(weights.as_chunks::<TOGETHER>().0) {
         for b in 0..blocks {
-            let mut sums: [Dims; TOGETHER] = std::array::from_fn(|k| rows[k * blocks + b]);
+            let mut sums = [[0.0; DIMS]; TOGETHER];
+            for (k, sum) in sums.iter_mut().enumerate() {
+                *sum = rows[k * blocks + b];
+            }
             for (lane, x) in tile.rows.chunks_exact(blocks).take(own).enumerate() {
                 let x = x[b];
                 for (k, sum) in sums.iter_mut().enumerate() {
