@@ -11,6 +11,7 @@ use std::path::Path;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl::algos::advantages::{self, AdvantageEstimator, AdvantageInputs, GroupScores};
+use verl::algos::functions::exp;
 use verl::algos::losses::{PerToken, PreparedTokens, TokenLoss};
 use verl::algos::{AlgoError, CutUnit};
 use verl::pipe::config::read_pipeline;
@@ -97,7 +98,7 @@ impl TokenLoss for Spo {
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
         let advantages = tokens.advantages(self.name())?;
         let log_ratio = tokens.log_probs() - tokens.old_log_probs(self.name())?;
-        let ratio = log_ratio.clamp(-20.0, 20.0).exp();
+        let ratio = exp(log_ratio.clamp(-20.0, 20.0));
         let distance = (ratio.clone() - 1.0).square() * advantages.clone().abs();
         let pull = distance / (2.0 * self.epsilon);
         Ok(PerToken {

@@ -17,6 +17,7 @@ use verl::models::bench::{
 use verl::models::compiled;
 use verl::models::decoder::Decoder;
 use verl::models::device::{Preflight, device, preflight};
+use verl::models::registers;
 use verl::pipe::cli::json_error::{BENCH, JsonError};
 
 use failure::Failure;
@@ -532,13 +533,29 @@ fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
     let device = device(&args.model.common.device)?;
     let on = (&device, place.dtype);
     let figures = bench::kernels(&place.decoder.config, on, &work, &place.ceilings)?;
-    let lines: Vec<(&str, String)> = figures
-        .kernels
-        .iter()
-        .map(|own| {
-            let matrix = own.matrix_share.map_or(String::new(), |share| {
-                format!("{:5.1} % of the matrix rate", 1e2 * share)
+    let ceilings = &place.ceilings;
+    let peak = ceilings.arithmetic_tflop_s.map(|peak| {
+        let share = 1e2 * ceilings.product_tflop_s / peak;
+        let line = format!(
+            "{peak:.3} TFLOP/s with {} registers; {share:.1} % of it in a large product",
+            registers::used().name()
+        );
+        ("peak", line)
+    });
+    let kernels = figures.kernels.iter();
+    let lines: Vec<(&str, String)> = peak
+        .into_iter()
+        .chain(kernels.map(|own| {
+            let shares = [
+                (own.matrix_share, "matrix rate"),
+                (own.arithmetic_share, "peak"),
+            ];
+            let shares = shares.map(|(share, of)| {
+                share.map_or(String::new(), |share| {
+                    format!("{:5.1} % of the {of}", 1e2 * share)
+                })
             });
+            let matrix = shares.join("  ");
             let figures = format!(
                 "{:<22} {:>10.4} ms {:>7.1} % of a copy  {matrix}",
                 own.sizes,
@@ -546,7 +563,7 @@ fn kernels(args: &KernelArgs) -> Result<Answer, Failure> {
                 1e2 * own.bandwidth_share
             );
             (own.name.as_str(), figures.trim_end().to_owned())
-        })
+        }))
         .collect();
     args.model
         .answer((&place.found, place.dtype, place.start), &figures, &lines)

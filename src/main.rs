@@ -13,6 +13,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use kernels::OfGpu;
 use tracing_subscriber::EnvFilter;
 use verl::models::gguf::{self, WeightType};
+use verl::models::registers;
 use verl::pipe::cli;
 use verl::pipe::cli::check::CheckArgs;
 use verl::pipe::cli::debug::Debug;
@@ -40,6 +41,7 @@ Examples:
 Exit status: 0 done, 1 a faulty pipeline, a run that failed, or a difference that `debug` found, 2 a wrong command line,
 3 what `debug` cannot tell, 130 a run that was cancelled.
 Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away;
+VERL_REGISTERS=plain, avx2 or avx512 names the widest vector registers that the CPU's kernels use (same bits, other speed);
 CUDA_CACHE_PATH=DIR has the NVIDIA driver keep machine code of kernels in DIR instead of ~/.nv/ComputeCache.";
 
 #[derive(Debug, Subcommand)]
@@ -103,6 +105,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return wrong_command_line(&error),
     };
+    if let Err(error) = known_registers() {
+        return wrong_environment(&error);
+    }
     let registry = verl::registry();
     let mut out = Answer(Some(std::io::stdout().lock()));
     let result = match cli.command {
@@ -174,6 +179,25 @@ impl Write for Answer {
 /// Whether the command line asks for JSON; for a command line that cannot be parsed too.
 fn asks_for_json() -> bool {
     std::env::args_os().any(|word| word == "--json")
+}
+
+/// Refuses a name of registers that do not exist.
+fn known_registers() -> Result<(), String> {
+    match std::env::var_os(registers::VARIABLE) {
+        Some(name) => registers::at_most(&name.to_string_lossy()).map(drop),
+        None => Ok(()),
+    }
+}
+
+/// Reports an environment variable that cannot be followed.
+fn wrong_environment(error: &str) -> ExitCode {
+    if asks_for_json() {
+        let report = JsonError::new(USAGE, error, "change or unset the variable");
+        let _ = report.write(&mut std::io::stdout());
+    } else {
+        let _ = writeln!(std::io::stderr(), "error: {error}");
+    }
+    ExitCode::from(2)
 }
 
 /// Tells what is wrong with the command line, or the help that it asks for.

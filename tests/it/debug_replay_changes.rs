@@ -78,6 +78,61 @@ fn a_setting_that_was_changed_after_the_run_is_named_first() {
     );
 }
 
+/// Bits of the CPU do not depend on the processor: what a run of another one recorded is compared bit by bit.
+#[test]
+fn another_processor_is_named_and_equal_bits_are_expected() {
+    let place = Place::new();
+    let run = recorded(&place, "run", &[]);
+    let conditions = Path::new(&run).join("trace/conditions.json");
+    edit(&conditions, |value| {
+        let machine = &mut value["machine"];
+        machine["cpu"]["model"] = "of tomorrow".into();
+        machine["cpu"]["l2_kib"] = 12_345.into();
+        machine["cpu_kernels"]["registers"] = "wider".into();
+        machine["threads"] = 999.into();
+    });
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    let expected = "on the CPU equal bits are expected, for sums do not depend on them\n";
+    assert!(
+        text.contains("another width of registers (\"wider\" when recorded, "),
+        "{text}"
+    );
+    assert!(
+        text.contains("another number of threads (999 when recorded, "),
+        "{text}"
+    );
+    assert!(
+        text.contains(expected) && !text.contains("not claimed"),
+        "{text}"
+    );
+    assert!(code == 0 && text.ends_with("\n0 differences\n"), "{text}");
+    // One bit is a difference.
+    corrupt(&run, 2, "advantages", Side::Output, 5, f32::next_down);
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    assert!(
+        code == 1 && text.contains("the first: stage `advantages`"),
+        "{text}"
+    );
+    // Kernels that add in another order, or of which nothing is recorded, promise no bits.
+    edit(&conditions, |value| {
+        value["machine"]["cpu_kernels"]["sums"] = "of old".into();
+    });
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    let why = "not claimed (kernels add in another order: `of old` when recorded, ";
+    assert!(code == 0 && text.contains(why), "{text}");
+    edit(&conditions, |value| {
+        let machine = value["machine"].as_object_mut().expect("an object");
+        for part in ["c_library", "cpu", "cpu_kernels"] {
+            machine.remove(part);
+        }
+    });
+    let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
+    let why = "the recording does not say in which order its kernels add";
+    assert!(code == 0 && text.contains(why), "{text}");
+    let report = json_of(&format!("replay --run {run} --step 2 --json"));
+    assert_eq!(report["changes"]["unclaimed"]["models"][0], why);
+}
+
 #[test]
 fn data_that_were_changed_after_the_run_are_named_and_no_stage_is_blamed() {
     let place = Place::new();

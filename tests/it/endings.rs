@@ -238,4 +238,43 @@ fn versions_tell_what_decides_the_bits() {
     let features = versions["processor"].as_array().expect("a list");
     let known = cfg!(any(target_arch = "x86_64", target_arch = "aarch64"));
     assert_eq!(features.is_empty(), !known, "{features:?}");
+    let kernels = &versions["cpu_kernels"];
+    assert_eq!(kernels["sums"], verl::models::registers::SUMS);
+    assert_eq!(kernels["registers"], verl::models::registers::used().name());
+    let library = versions["c_library"].as_str().expect("a name");
+    let glibc = cfg!(all(target_os = "linux", target_env = "gnu"));
+    assert_eq!(library.starts_with("glibc 2."), glibc, "{library}");
+    // What the system does not say is left out.
+    let cpu = versions["cpu"].as_object().expect("an object");
+    for (part, value) in cpu {
+        let is_size = part.ends_with("_kib");
+        assert!(
+            if is_size {
+                value.is_u64()
+            } else {
+                value.is_string()
+            },
+            "{cpu:?}"
+        );
+    }
+    let names = cfg!(target_arch = "x86_64");
+    assert_eq!(
+        cpu.contains_key("vendor") && cpu.contains_key("model"),
+        names,
+        "{cpu:?}"
+    );
+    // The trace notes the same.
+    let text = fs::read_to_string(place.path("run/trace/conditions.json")).expect("conditions");
+    let conditions: Value = serde_json::from_str(&text).expect("an object");
+    for part in [
+        "arch",
+        "c_library",
+        "cpu",
+        "cpu_kernels",
+        "optimised",
+        "os",
+        "processor",
+    ] {
+        assert_eq!(conditions["machine"][part], versions[part], "{part}");
+    }
 }

@@ -1,5 +1,10 @@
 //! Whole runs through the façade: pipelines of files and of Rust, what they leave behind, and what they refuse.
 
+#![expect(
+    clippy::disallowed_methods,
+    reason = "tests compare with the standard library's functions within a tolerance"
+)]
+
 mod algorithms;
 mod anomalies;
 mod bad_input;
@@ -23,6 +28,7 @@ mod kit;
 mod look;
 mod memory;
 mod on_policy;
+mod other_processor;
 mod pipelines;
 mod planted;
 mod preferences;

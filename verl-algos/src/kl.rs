@@ -17,6 +17,7 @@
 use burn::tensor::Tensor;
 
 use crate::error::{AlgoError, check_finite, check_setting};
+use crate::functions::exp;
 use crate::masked;
 use crate::ragged::Ragged;
 
@@ -114,9 +115,9 @@ impl KlEstimator {
             KlValue::K2 => delta * delta / 2.0,
             KlValue::K3 => {
                 let x = (-delta).clamp(-K3_EXPONENT, K3_EXPONENT);
-                (x.exp_m1() - x).clamp(-K3_VALUE, K3_VALUE)
+                (libm::expm1(x) - x).clamp(-K3_VALUE, K3_VALUE)
             }
-            KlValue::K3Unclamped => (-delta).exp_m1() + delta,
+            KlValue::K3Unclamped => libm::expm1(-delta) + delta,
         }
     }
 
@@ -132,9 +133,9 @@ impl KlEstimator {
             KlValue::K2 => half_square(delta.clone()),
             KlValue::K3 => {
                 let x = delta.clone().neg().clamp(-K3_EXPONENT, K3_EXPONENT);
-                (x.clone().exp() - x - 1.0).clamp(-K3_VALUE, K3_VALUE)
+                (exp(x.clone()) - x - 1.0).clamp(-K3_VALUE, K3_VALUE)
             }
-            KlValue::K3Unclamped => delta.clone().neg().exp() + delta.clone() - 1.0,
+            KlValue::K3Unclamped => exp(delta.clone().neg()) + delta.clone() - 1.0,
         };
         if !self.straight_through {
             return value;

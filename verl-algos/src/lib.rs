@@ -5,6 +5,7 @@
 //! | [`advantages`] | rewards into advantages: GAE, GRPO (s − μ_g)/(σ_g + ε) and its relatives | plain f64 over [`Ragged`] rows |
 //! | [`ilql`] | offline Q-learning: Q, V, CQL and AWAC terms, target heads, decoding | packed, tensors `[N, V]` |
 //! | [`entropy_control`] | the coefficient of the entropy bonus, fixed or adaptive | plain |
+//! | [`functions`] | exponentials and logarithms with the same bits on every CPU | tensors |
 //! | [`kl`] | estimators k1, k2, k3 of KL(π‖π_ref); KL in the reward | plain, and tensors `[N]` |
 //! | [`kl_control`] | the KL coefficient, fixed or adaptive | plain |
 //! | [`log_probs`] | log-probs and entropies from logits | tensors `[N, V]` to `[N]` |
@@ -18,12 +19,21 @@
 //! Nothing here sees padding. Ragged rows carry a mask of action tokens; packed arrays hold the action tokens only, row
 //! after row, with the row of each. What lies on an observation is never read, so that NaN there cannot matter.
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests compare with the standard library's functions within a tolerance"
+    )
+)]
+
 pub mod advantages;
 pub mod aggregate;
 mod batch;
 mod cut;
 pub mod entropy_control;
 mod error;
+pub mod functions;
 pub mod ilql;
 pub mod kl;
 pub mod kl_control;

@@ -3,6 +3,7 @@
 use burn::tensor::{Int, Tensor};
 
 use crate::error::{AlgoError, check_len, check_setting};
+use crate::functions::{exp, log, log_sum_exp};
 
 /// Log-probs of the targets: z_y − log Σ_v e^{z_v} with z = logits / temperature.
 ///
@@ -23,7 +24,7 @@ pub fn log_probs_from_logits(
 ) -> Result<Tensor<1>, AlgoError> {
     check_len("targets", "tokens", targets.dims()[0], logits.dims()[0])?;
     let shifted = shift(logits, temperature)?;
-    let log_sum = shifted.clone().exp().sum_dim(1).log();
+    let log_sum = log_sum_exp(shifted.clone());
     let chosen = shifted.gather(1, targets.unsqueeze_dim(1));
     Ok((chosen - log_sum).squeeze_dim(1))
 }
@@ -40,12 +41,12 @@ pub fn log_probs_from_logits(
 /// verl `entropy_from_logits`.
 pub fn entropy_from_logits(logits: Tensor<2>, temperature: f64) -> Result<Tensor<1>, AlgoError> {
     let shifted = shift(logits, temperature)?;
-    let exp = shifted.clone().exp();
+    let exp = exp(shifted.clone());
     let sum = exp.clone().sum_dim(1);
     let shut_out = shifted.clone().equal_scalar(f64::NEG_INFINITY);
     let finite = shifted.mask_fill(shut_out, 0.0);
     let mean = (exp * finite).sum_dim(1) / sum.clone();
-    Ok((sum.log() - mean).squeeze_dim(1))
+    Ok((log(sum) - mean).squeeze_dim(1))
 }
 
 /// Logits over the temperature, minus their largest; the shift carries no gradient, since it cancels.

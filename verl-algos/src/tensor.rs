@@ -55,3 +55,42 @@ pub(crate) mod test {
         (read(sum)[0], read(x.grad(&grads).unwrap()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::{Device, Tensor};
+
+    /// The order of a sum on the CPU must not follow from the width of its registers; burn's feature "simd" makes it do so.
+    #[test]
+    fn sums_on_the_cpu_add_in_ascending_order() {
+        let mut state = 1u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / 16_777_216.0
+        };
+        let rows: Vec<Vec<f32>> = (0..8)
+            .map(|_| (0..1000).map(|_| next()).collect())
+            .collect();
+        let ascending = |row: &Vec<f32>| row.iter().fold(0.0, |sum, x| sum + x);
+        let by_lanes = |row: &Vec<f32>, lanes: usize| {
+            let of = |lane: usize| row.iter().skip(lane).step_by(lanes).sum::<f32>();
+            (0..lanes).map(of).sum::<f32>()
+        };
+        let want: Vec<f32> = rows.iter().map(ascending).collect();
+        for lanes in [4, 8, 16] {
+            let other: Vec<f32> = rows.iter().map(|row| by_lanes(row, lanes)).collect();
+            assert_ne!(want, other, "the numbers must tell the orders apart");
+        }
+        let device = Device::flex();
+        let flat = rows.concat();
+        let matrix = Tensor::<1>::from_floats(flat.as_slice(), &device).reshape([8, 1000]);
+        let read = |tensor: Tensor<2>| tensor.into_data().iter::<f32>().collect::<Vec<_>>();
+        assert_eq!(read(matrix.clone().sum_dim(1)), want);
+        assert_eq!(read(matrix.transpose().sum_dim(0)), want);
+        let sums = rows.iter().map(|row| {
+            let row = Tensor::<1>::from_floats(row.as_slice(), &device);
+            row.sum().into_data().iter::<f32>().collect::<Vec<_>>()[0]
+        });
+        assert_eq!(sums.collect::<Vec<_>>(), want);
+    }
+}

@@ -447,9 +447,9 @@ impl<M: ModelInterface> Check<M> {
             for ((logits, &token), &told) in steps.zip(&output.tokens).zip(&output.log_probs) {
                 let scaled = logits.iter().map(|&l| f64::from(l) / temperature);
                 let largest = scaled.clone().fold(f64::MIN, f64::max);
-                let sum: f64 = scaled.map(|l| (l - largest).exp()).sum();
+                let sum: f64 = scaled.map(|l| libm::exp(l - largest)).sum();
                 let own = logits.get(token as usize).copied().unwrap_or(f32::NAN);
-                let expected = f64::from(own) / temperature - largest - sum.ln();
+                let expected = f64::from(own) / temperature - largest - libm::log(sum);
                 let difference = (f64::from(told) - expected).abs();
                 if difference.is_nan() || difference > 1e-3 {
                     let found =

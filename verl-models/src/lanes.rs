@@ -3,6 +3,9 @@
 //! A [`Kernel`] is written once over [`Lanes`] and compiled for the widest registers that the machine has. Lanes never
 //! mix, and products are fused with their additions on every machine, so that its bits do not depend on the machine.
 
+use std::mem::MaybeUninit;
+
+use crate::registers::{self, Registers};
 use crate::vector::LANES;
 
 /// Numbers that are worked on side by side.
@@ -10,18 +13,46 @@ pub(crate) type Row = [f32; LANES];
 
 /// [`LANES`] numbers in registers.
 pub(crate) trait Lanes: Copy {
+    /// Whether all numbers lie in one register, of which there are 32; otherwise they take two of 16.
+    const ARE_WIDE: bool;
     /// The same number in every lane.
     fn splat(x: f32) -> Self;
     /// Numbers from memory.
     fn load(x: &Row) -> Self;
+    /// Numbers to memory that may hold nothing yet.
+    fn write(self, to: &mut [MaybeUninit<f32>; LANES]);
     /// Numbers to memory.
-    fn store(self, to: &mut Row);
+    #[inline(always)]
+    fn store(self, to: &mut Row) {
+        self.write(unset(to));
+    }
     /// self · b + c, rounded once.
     fn mul_add(self, b: Self, c: Self) -> Self;
     /// self · b
     fn mul(self, b: Self) -> Self;
     /// self − b
     fn sub(self, b: Self) -> Self;
+    /// A block of a matrix, rows and columns exchanged.
+    #[inline(always)]
+    fn turn(rows: [&[f32; TURN]; TURN]) -> [[f32; TURN]; TURN] {
+        std::array::from_fn(|column| std::array::from_fn(|row| rows[row][column]))
+    }
+}
+
+/// Rows and columns that [`Lanes::turn`] exchanges at a time.
+pub(crate) const TURN: usize = 8;
+
+/// Numbers as memory that is written to.
+#[inline(always)]
+fn unset(row: &mut Row) -> &mut [MaybeUninit<f32>; LANES] {
+    let row: *mut Row = row;
+    #[expect(
+        unsafe_code,
+        reason = "same layout; `Lanes::write` writes numbers, so none becomes unset"
+    )]
+    unsafe {
+        &mut *row.cast()
+    }
 }
 
 /// Work that is compiled for each kind of registers. What it calls is marked `inline(always)`.
@@ -30,18 +61,17 @@ pub(crate) trait Kernel {
     fn run<L: Lanes>(self);
 }
 
-/// Runs `kernel` with the widest registers of this processor.
+/// Runs `kernel` with the registers that are used here.
 pub(crate) fn run(kernel: impl Kernel) {
     #[cfg(target_arch = "x86_64")]
-    {
-        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("fma") {
-            #[expect(unsafe_code, reason = "the features were just found on this processor")]
-            return unsafe { x86::with_avx512(kernel) };
-        }
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            #[expect(unsafe_code, reason = "the features were just found on this processor")]
-            return unsafe { x86::with_avx2(kernel) };
-        }
+    #[expect(
+        unsafe_code,
+        reason = "`used` answers what was found on this processor"
+    )]
+    match registers::used() {
+        Registers::Avx512 => return unsafe { x86::with_avx512(kernel) },
+        Registers::Avx2 => return unsafe { x86::with_avx2(kernel) },
+        Registers::Plain => {}
     }
     kernel.run::<Plain>();
 }
@@ -61,6 +91,8 @@ impl Plain {
 }
 
 impl Lanes for Plain {
+    const ARE_WIDE: bool = false;
+
     #[inline(always)]
     fn splat(x: f32) -> Self {
         Plain([x; LANES])
@@ -72,8 +104,8 @@ impl Lanes for Plain {
     }
 
     #[inline(always)]
-    fn store(self, to: &mut Row) {
-        *to = self.0;
+    fn write(self, to: &mut [MaybeUninit<f32>; LANES]) {
+        *to = self.0.map(MaybeUninit::new);
     }
 
     #[inline(always)]
@@ -104,12 +136,15 @@ impl Lanes for Plain {
 )]
 mod x86 {
     use std::arch::x86_64::{
-        __m256, __m512, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_mul_ps, _mm256_set1_ps,
-        _mm256_storeu_ps, _mm256_sub_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mul_ps,
-        _mm512_set1_ps, _mm512_storeu_ps, _mm512_sub_ps,
+        __m256, __m512, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_mul_ps, _mm256_permute2f128_ps,
+        _mm256_set1_ps, _mm256_shuffle_ps, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_ps,
+        _mm256_unpacklo_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps,
+        _mm512_storeu_ps, _mm512_sub_ps,
     };
 
-    use super::{Kernel, Lanes, Row};
+    use std::mem::MaybeUninit;
+
+    use super::{Kernel, LANES, Lanes, Row, TURN};
 
     #[target_feature(enable = "avx512f,avx2,fma")]
     pub(super) fn with_avx512(kernel: impl Kernel) {
@@ -126,6 +161,8 @@ mod x86 {
     pub(super) struct Avx512(__m512);
 
     impl Lanes for Avx512 {
+        const ARE_WIDE: bool = true;
+
         #[inline(always)]
         fn splat(x: f32) -> Self {
             unsafe { Avx512(_mm512_set1_ps(x)) }
@@ -137,8 +174,8 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn store(self, to: &mut Row) {
-            unsafe { _mm512_storeu_ps(to.as_mut_ptr(), self.0) }
+        fn write(self, to: &mut [MaybeUninit<f32>; LANES]) {
+            unsafe { _mm512_storeu_ps(to.as_mut_ptr().cast(), self.0) }
         }
 
         #[inline(always)]
@@ -155,6 +192,11 @@ mod x86 {
         fn sub(self, b: Self) -> Self {
             unsafe { Avx512(_mm512_sub_ps(self.0, b.0)) }
         }
+
+        #[inline(always)]
+        fn turn(rows: [&[f32; TURN]; TURN]) -> [[f32; TURN]; TURN] {
+            unsafe { turned(rows) }
+        }
     }
 
     /// Two registers of eight numbers.
@@ -162,6 +204,8 @@ mod x86 {
     pub(super) struct Avx2(__m256, __m256);
 
     impl Lanes for Avx2 {
+        const ARE_WIDE: bool = false;
+
         #[inline(always)]
         fn splat(x: f32) -> Self {
             let half = unsafe { _mm256_set1_ps(x) };
@@ -175,11 +219,11 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn store(self, to: &mut Row) {
-            let (low, high) = to.split_at_mut(super::LANES / 2);
+        fn write(self, to: &mut [MaybeUninit<f32>; LANES]) {
+            let (low, high) = to.split_at_mut(LANES / 2);
             unsafe {
-                _mm256_storeu_ps(low.as_mut_ptr(), self.0);
-                _mm256_storeu_ps(high.as_mut_ptr(), self.1);
+                _mm256_storeu_ps(low.as_mut_ptr().cast(), self.0);
+                _mm256_storeu_ps(high.as_mut_ptr().cast(), self.1);
             }
         }
 
@@ -202,6 +246,59 @@ mod x86 {
         fn sub(self, b: Self) -> Self {
             unsafe { Avx2(_mm256_sub_ps(self.0, b.0), _mm256_sub_ps(self.1, b.1)) }
         }
+
+        #[inline(always)]
+        fn turn(rows: [&[f32; TURN]; TURN]) -> [[f32; TURN]; TURN] {
+            unsafe { turned(rows) }
+        }
+    }
+
+    /// # Safety
+    /// The processor has AVX2.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    unsafe fn turned(rows: [&[f32; TURN]; TURN]) -> [[f32; TURN]; TURN] {
+        let row = |i: usize| unsafe { _mm256_loadu_ps(rows[i].as_ptr()) };
+        // Pairs, then fours, then halves of registers change places.
+        let (a, b, c, d) = (row(0), row(1), row(2), row(3));
+        let (e, f, g, h) = (row(4), row(5), row(6), row(7));
+        let (ab, ba) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+        let (cd, dc) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+        let (ef, fe) = (_mm256_unpacklo_ps(e, f), _mm256_unpackhi_ps(e, f));
+        let (gh, hg) = (_mm256_unpacklo_ps(g, h), _mm256_unpackhi_ps(g, h));
+        const LOW: i32 = 0b01_00_01_00;
+        const HIGH: i32 = 0b11_10_11_10;
+        let (q0, q1) = (
+            _mm256_shuffle_ps::<LOW>(ab, cd),
+            _mm256_shuffle_ps::<HIGH>(ab, cd),
+        );
+        let (q2, q3) = (
+            _mm256_shuffle_ps::<LOW>(ba, dc),
+            _mm256_shuffle_ps::<HIGH>(ba, dc),
+        );
+        let (q4, q5) = (
+            _mm256_shuffle_ps::<LOW>(ef, gh),
+            _mm256_shuffle_ps::<HIGH>(ef, gh),
+        );
+        let (q6, q7) = (
+            _mm256_shuffle_ps::<LOW>(fe, hg),
+            _mm256_shuffle_ps::<HIGH>(fe, hg),
+        );
+        let columns = [
+            _mm256_permute2f128_ps::<0x20>(q0, q4),
+            _mm256_permute2f128_ps::<0x20>(q1, q5),
+            _mm256_permute2f128_ps::<0x20>(q2, q6),
+            _mm256_permute2f128_ps::<0x20>(q3, q7),
+            _mm256_permute2f128_ps::<0x31>(q0, q4),
+            _mm256_permute2f128_ps::<0x31>(q1, q5),
+            _mm256_permute2f128_ps::<0x31>(q2, q6),
+            _mm256_permute2f128_ps::<0x31>(q3, q7),
+        ];
+        let mut out = [[0.0; TURN]; TURN];
+        for (out, column) in out.iter_mut().zip(columns) {
+            unsafe { _mm256_storeu_ps(out.as_mut_ptr(), column) };
+        }
+        out
     }
 
     #[inline(always)]
@@ -230,6 +327,27 @@ mod tests {
         }
     }
 
+    /// A block turned by each kind of registers.
+    struct Turned<'a>(&'a [[f32; TURN]; TURN], &'a mut [[f32; TURN]; TURN]);
+
+    impl Kernel for Turned<'_> {
+        #[inline(always)]
+        fn run<L: Lanes>(self) {
+            *self.1 = L::turn(self.0.each_ref());
+        }
+    }
+
+    #[test]
+    fn a_block_is_turned() {
+        let rows = std::array::from_fn(|i| std::array::from_fn(|j| (10 * i + j) as f32));
+        let expected: [[f32; TURN]; TURN] =
+            std::array::from_fn(|i| std::array::from_fn(|j| (10 * j + i) as f32));
+        let mut out = [[[0.0; TURN]; TURN]; 2];
+        Turned(&rows, &mut out[0]).run::<Plain>();
+        run(Turned(&rows, &mut out[1]));
+        assert_eq!(out, [expected; 2]);
+    }
+
     #[test]
     fn every_kind_of_registers_has_the_same_bits() {
         let a: Row = std::array::from_fn(|i| (i as f32 - 7.3) / 3.0);
@@ -250,8 +368,8 @@ mod tests {
         }
         assert_eq!(sample(&|kernel| run(kernel)), plain);
         #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            #[expect(unsafe_code, reason = "the features were just found")]
+        if registers::found() != Registers::Plain {
+            #[expect(unsafe_code, reason = "wider registers were just found")]
             let narrow = sample(&|kernel| unsafe { x86::with_avx2(kernel) });
             assert_eq!(narrow, plain);
         }

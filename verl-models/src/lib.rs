@@ -2,6 +2,14 @@
 //!
 //! This crate knows nothing of pipelines.
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests compare with the standard library's functions within a tolerance"
+    )
+)]
+
 pub mod agreement;
 mod allocation;
 pub mod bench;
@@ -28,6 +36,7 @@ mod packing;
 pub mod parameters;
 pub mod policy;
 pub mod random;
+pub mod registers;
 pub mod rollout;
 mod rows;
 pub mod scoring;
@@ -36,6 +45,7 @@ pub mod tokenizer;
 #[cfg(test)]
 mod toy;
 mod trained;
+mod unset;
 pub mod value_head;
 mod vector;
 mod weights;

@@ -19,8 +19,8 @@ use std::path::Path;
 use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 
+use crate::blocks::linear::linear;
 use crate::ilql::IlqlModel;
-use crate::kernels;
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows;
 pub use crate::scoring::Extras;
@@ -77,12 +77,7 @@ pub trait ModelInterface: Module + 'static {
         let head = self.head();
         let v = head.dims()[0];
         let hidden = hidden.reshape([b * s, d]);
-        let logits = if kernels::are_fused(&hidden.device(), hidden.dtype()) {
-            kernels::linear(hidden, head)
-        } else {
-            hidden.matmul(head.transpose())
-        };
-        logits.reshape([b, s, v])
+        linear(hidden, head).reshape([b, s, v])
     }
 
     /// Samples responses; `on_done(index, output)` is called as soon as each request is complete, in any order.

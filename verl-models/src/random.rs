@@ -114,8 +114,8 @@ impl Stream {
     pub fn normal(&self, position: u32, index: u32) -> f64 {
         let words = self.block(position, index / 2);
         let lane = (index % 2) as usize * 2;
-        let radius = (-2.0 * open_unit(words[lane]).ln()).sqrt();
-        radius * (std::f64::consts::TAU * open_unit(words[lane + 1])).cos()
+        let radius = (-2.0 * libm::log(open_unit(words[lane]))).sqrt();
+        radius * libm::cos(std::f64::consts::TAU * open_unit(words[lane + 1]))
     }
 }
 
@@ -158,7 +158,7 @@ pub fn open_unit_f32(word: u32) -> f32 {
 #[inline]
 #[must_use]
 pub fn gumbel(word: u32) -> f64 {
-    -(-open_unit(word).ln()).ln()
+    -libm::log(-libm::log(open_unit(word)))
 }
 
 /// Order of `len` rows in an epoch: result\[i\] is the row that comes i-th. Fisher–Yates over words of the key

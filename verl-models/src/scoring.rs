@@ -13,10 +13,12 @@ use burn::backend::{
 };
 use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Int, Shape, Slice, Tensor};
 
+mod cpu;
 mod listed;
 
 use crate::kernels::Products;
 
+pub(crate) use listed::log_sums;
 pub use listed::{ListedScoringOps, listed_log_probs, top_log_probs};
 
 /// What is wanted beside the log-probs of tokens.
@@ -117,7 +119,19 @@ pub trait ScoringOps: Products {
     }
 }
 
-impl ScoringOps for Flex {}
+impl ScoringOps for Flex {
+    fn linear_scores(
+        hidden: FloatTensor<Self>,
+        head: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        temperature: f64,
+        extras: Extras,
+        chunk: usize,
+    ) -> FloatTensor<Self> {
+        let inputs = Inputs::new(hidden, head, targets, temperature, chunk);
+        Self::linear_scores_saving(&ScoringInputs(inputs), extras).0
+    }
+}
 
 /// What the forward pass of [`linear_log_probs`] keeps for the backward pass.
 #[derive(Debug, Clone)]
@@ -164,7 +178,132 @@ pub trait ScoringGradients: ScoringOps {
     }
 }
 
-impl ScoringGradients for Flex {}
+/// In f32 by the kernels of `scoring/cpu.rs`, in other dtypes composed.
+impl ScoringGradients for Flex {
+    fn linear_scores_saving(
+        inputs: &ScoringInputs<Self>,
+        extras: Extras,
+    ) -> (FloatTensor<Self>, SavedScores<Self>) {
+        let statistics = match on_cpu::forward(&inputs.0, extras) {
+            Some(statistics) => statistics,
+            None => inputs.0.forward(extras),
+        };
+        let scores = statistics.clone().scores();
+        (scores, SavedScores(Saved::Statistics(statistics)))
+    }
+
+    fn linear_scores_backward(
+        inputs: &ScoringInputs<Self>,
+        saved: SavedScores<Self>,
+        gradient: FloatTensor<Self>,
+        wanted: [bool; 2],
+    ) -> [Option<FloatTensor<Self>>; 2] {
+        let Saved::Statistics(statistics) = &saved.0 else {
+            unreachable!("the forward pass saves statistics");
+        };
+        let inputs = &inputs.0;
+        let weights = TokenWeights::new(gradient, statistics, inputs.tokens(), inputs.temperature);
+        on_cpu::backward(inputs, statistics, &weights, wanted).unwrap_or_else(|| {
+            let (hidden, head) = inputs.backward(statistics, &weights, wanted[0], wanted[1]);
+            [hidden, head]
+        })
+    }
+}
+
+/// Between tensors and the slices of `cpu`.
+mod on_cpu {
+    use burn::backend::ops::IntTensorOps;
+    use burn::backend::tensor::FloatTensor;
+    use burn::backend::{Flex, TensorMetadata};
+    use burn::tensor::{DType, Shape};
+
+    use super::cpu::{Found, Operands, Weight};
+    use super::{Extras, Inputs, Statistics, TokenWeights};
+    use crate::kernels::{dense, tensor, values};
+
+    /// What `with` makes of the operands; nothing where they are not f32.
+    fn operands<R>(inputs: &Inputs<Flex>, with: impl FnOnce(Operands<'_>) -> R) -> Option<R> {
+        if inputs.hidden.dtype() != DType::F32 || inputs.head.dtype() != DType::F32 {
+            return None;
+        }
+        let (hidden, head) = (dense(inputs.hidden.clone()), dense(inputs.head.clone()));
+        let targets = dense_targets(inputs);
+        Some(with(Operands {
+            hidden: values(&hidden),
+            head: values(&head),
+            width: head.shape()[1],
+            targets: &targets,
+            temperature: inputs.temperature as f32,
+            chunk: inputs.chunk,
+        }))
+    }
+
+    fn dense_targets(inputs: &Inputs<Flex>) -> Vec<usize> {
+        let data = burn::tensor::try_read_sync(Flex::int_into_data(inputs.targets.clone()));
+        let data = data
+            .expect("the CPU reads at once")
+            .expect("an int tensor has ints");
+        data.iter::<i64>().map(|id| id as usize).collect()
+    }
+
+    pub(super) fn forward(inputs: &Inputs<Flex>, extras: Extras) -> Option<Statistics<Flex>> {
+        let found = operands(inputs, |operands| operands.forward(extras))?;
+        let column = |of: fn(&Found) -> f32| {
+            tensor(found.iter().map(of).collect(), Shape::new([found.len(), 1]))
+        };
+        Some(Statistics {
+            log_probs: column(|found| found.log_prob),
+            entropies: extras.entropies.then(|| column(|found| found.entropy)),
+            sum_pi_squared: extras
+                .sum_pi_squared
+                .then(|| column(|found| found.sum_pi_squared)),
+            largest: column(|found| found.largest),
+            log_sum: column(|found| found.log_sum),
+        })
+    }
+
+    pub(super) fn backward(
+        inputs: &Inputs<Flex>,
+        statistics: &Statistics<Flex>,
+        weights: &TokenWeights<Flex>,
+        wanted: [bool; 2],
+    ) -> Option<[Option<FloatTensor<Flex>>; 2]> {
+        let [largest, log_sum, target, constant] = [
+            &statistics.largest,
+            &statistics.log_sum,
+            &weights.target,
+            &weights.constant,
+        ]
+        .map(|column| dense(column.clone()));
+        let factor = weights.log_prob_factor.clone().map(dense);
+        let gradients = operands(inputs, |operands| {
+            let (largest, log_sum) = (values(&largest), values(&log_sum));
+            let found: Vec<Found> = (largest.iter().zip(log_sum))
+                .map(|(&largest, &log_sum)| Found {
+                    largest,
+                    log_sum,
+                    ..Found::default()
+                })
+                .collect();
+            let factors = factor.as_ref().map(values);
+            let weights: Vec<Weight> = (values(&target).iter().zip(values(&constant)))
+                .enumerate()
+                .map(|(token, (&target, &constant))| Weight {
+                    target,
+                    constant,
+                    log_prob_factor: factors.map_or(0.0, |factors| factors[token]),
+                })
+                .collect();
+            operands.backward(&found, &weights, wanted)
+        })?;
+        let shapes = [inputs.hidden.shape(), inputs.head.shape()];
+        let mut shapes = shapes.into_iter();
+        Some(gradients.map(|gradient| {
+            let shape = shapes.next().expect("a shape for each gradient");
+            gradient.map(|gradient| tensor(gradient, shape))
+        }))
+    }
+}
 
 #[cfg(feature = "cuda")]
 mod on_cuda {

@@ -13,9 +13,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::FAMILIES;
-use crate::blocks::linear::Linear;
+use crate::blocks::linear::{Linear, linear};
 use crate::blocks::rope::Rope;
 use crate::decoder::{Backbone, Decoder, DecoderConfig};
+use crate::device::is_cpu;
 use crate::hf::weights::Checkpoint;
 use crate::hf::{self, LoadError, LoadReport};
 use crate::model::{ModelError, ValueInterface};
@@ -237,7 +238,7 @@ fn with_head(mut config: Map<String, Value>, kind: HeadKind) -> Map<String, Valu
     config
 }
 
-/// x wᵀ + b for one output. A sum a row, in an order that does not depend on the other rows.
+/// x wᵀ + b for one output, in f32 at least. A sum a row, in an order that does not depend on the other rows.
 ///
 /// # Shapes
 /// `x`: `[N, D]`; result: `[N]`
@@ -246,8 +247,12 @@ fn scores(x: Tensor<2>, head: &Linear) -> Tensor<1> {
         DType::F64 => DType::F64,
         _ => DType::F32,
     };
-    let products = x.cast(dtype) * head.weight.val().cast(dtype);
-    let sums: Tensor<1> = products.sum_dim(1).squeeze_dim(1);
+    let (x, weight) = (x.cast(dtype), head.weight.val().cast(dtype));
+    let sums = match dtype == DType::F32 && is_cpu(&x.device()) {
+        true => linear(x, weight),
+        false => (x * weight).sum_dim(1),
+    };
+    let sums: Tensor<1> = sums.squeeze_dim(1);
     match &head.bias {
         Some(bias) => sums + bias.val().cast(dtype),
         None => sums,

@@ -4,6 +4,8 @@
 //! that a row has the same bits in any company. Products are fused with their additions ([`f32::mul_add`]) whatever
 //! the machine, so that it has the same bits on any machine, too.
 
+use crate::registers::{self, Registers};
+
 /// Numbers that one sum runs over at a time.
 pub(crate) const LANES: usize = 16;
 
@@ -12,15 +14,14 @@ pub(crate) const LANES: usize = 16;
 #[inline]
 pub(crate) fn vectorised<R>(op: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
-    {
-        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("fma") {
-            #[expect(unsafe_code, reason = "the features were just found on this processor")]
-            return unsafe { with_avx512(op) };
-        }
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            #[expect(unsafe_code, reason = "the features were just found on this processor")]
-            return unsafe { with_avx2(op) };
-        }
+    #[expect(
+        unsafe_code,
+        reason = "`used` answers what was found on this processor"
+    )]
+    match registers::used() {
+        Registers::Avx512 => return unsafe { with_avx512(op) },
+        Registers::Avx2 => return unsafe { with_avx2(op) },
+        Registers::Plain => {}
     }
     op()
 }
@@ -29,11 +30,10 @@ pub(crate) fn vectorised<R>(op: impl FnOnce() -> R) -> R {
 /// with 32 registers of 16 numbers, four with 16 registers of 8.
 #[inline]
 pub(crate) fn tile_rows() -> usize {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("fma") {
-        return 8;
+    match registers::used() {
+        Registers::Avx512 => 8,
+        Registers::Avx2 | Registers::Plain => 4,
     }
-    4
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -46,6 +46,22 @@ fn with_avx512<R>(op: impl FnOnce() -> R) -> R {
 #[target_feature(enable = "avx2,fma")]
 fn with_avx2<R>(op: impl FnOnce() -> R) -> R {
     op()
+}
+
+/// Has the memory that lies `ahead` rows behind `row` fetched into the cache; any address will do.
+#[inline(always)]
+pub(crate) fn fetch(row: &[f32; LANES], ahead: usize) {
+    let address = std::ptr::from_ref(row).wrapping_add(ahead);
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        #[expect(unsafe_code, reason = "nothing is read, and no address faults")]
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(address.cast());
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
 }
 
 /// eˣ within two units in the last place for −87 ≤ x ≤ 88, and its value at the nearer border beyond.

@@ -33,6 +33,14 @@
 //! let chain = reader.named("reader") >> PROMPTS;
 //! ```
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests compare with the standard library's functions within a tolerance"
+    )
+)]
+
 pub mod batch;
 pub mod chain;
 pub mod cli;

@@ -12,7 +12,7 @@ use crate::chain::Chain;
 pub use crate::chain::{IntoStage, stage_fn, stage_with};
 use crate::data::{DataError, DataLoaderInterface, OpenedData};
 use crate::resource::{
-    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
+    CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
 };
 use crate::schedule::batching::{BatchConfig, DevicesConfig};
 use crate::stage::{
@@ -135,6 +135,10 @@ pub trait ModelFactory: Send + Sync {
     fn shortage(&self, _message: &str) -> Option<Shortage> {
         None
     }
+    /// See [`ModelConfig::cpu_kernels`].
+    fn cpu_kernels(&self) -> CpuKernels {
+        CpuKernels::default()
+    }
     /// See [`ModelConfig::token_texts`].
     fn token_texts(&self, _context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
         None
@@ -169,6 +173,9 @@ impl<C: ModelConfig> ModelFactory for C {
     }
     fn shortage(&self, message: &str) -> Option<Shortage> {
         ModelConfig::shortage(self, message)
+    }
+    fn cpu_kernels(&self) -> CpuKernels {
+        ModelConfig::cpu_kernels(self)
     }
     fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
         ModelConfig::token_texts(self, context)
@@ -448,6 +455,13 @@ impl StageDecl {
             debug: false,
             build: Arc::new(move |context| config.build(context)),
         }
+    }
+}
+
+impl DataPipe {
+    /// The kernels of the CPU with which all its models compute, as far as they agree.
+    pub(crate) fn cpu_kernels(&self) -> CpuKernels {
+        CpuKernels::common(self.models.iter().map(|model| model.factory.cpu_kernels()))
     }
 }
 

@@ -239,6 +239,31 @@ pub struct Footprint {
     pub copy_bytes: u64,
 }
 
+/// The kernels with which a model computes on the CPU, as far as they decide how results repeat.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CpuKernels {
+    /// Vector registers that they use, such as `avx512`; left out where a kind of model does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub registers: Option<String>,
+    /// Name of the order in which they add. Kernels with the same name compute the same bits on every processor of an
+    /// architecture, with any registers, caches and number of threads. Left out where a kind of model does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sums: Option<String>,
+}
+
+impl CpuKernels {
+    /// What all of `kernels` agree on; nothing where there are none.
+    pub(crate) fn common(kernels: impl IntoIterator<Item = CpuKernels>) -> CpuKernels {
+        let both = |a: CpuKernels, b: CpuKernels| CpuKernels {
+            registers: a
+                .registers
+                .filter(|name| b.registers.as_ref() == Some(name)),
+            sums: a.sums.filter(|name| b.sums.as_ref() == Some(name)),
+        };
+        kernels.into_iter().reduce(both).unwrap_or_default()
+    }
+}
+
 /// A device had no room for what was asked for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Shortage {
@@ -288,5 +313,28 @@ impl Vocabulary {
     pub fn reads(&self, written: &Vocabulary) -> Result<(), usize> {
         let other = (0..written.len()).find(|&id| self.0.get(id) != written.0.get(id));
         other.map_or(Ok(()), Err)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_have_in_common_what_all_say() {
+        let kernels = |registers: &str, sums: Option<&str>| CpuKernels {
+            registers: Some(registers.to_owned()),
+            sums: sums.map(str::to_owned),
+        };
+        let first = kernels("avx2", Some("fixed-1"));
+        assert_eq!(CpuKernels::common([]), CpuKernels::default());
+        assert_eq!(CpuKernels::common([first.clone(), first.clone()]), first);
+        let silent = kernels("avx2", None);
+        assert_eq!(CpuKernels::common([first.clone(), silent.clone()]), silent);
+        assert_eq!(CpuKernels::common([silent.clone(), first.clone()]), silent);
+        let other = kernels("avx2", Some("fixed-2"));
+        assert_eq!(CpuKernels::common([first.clone(), other]), silent);
+        let own = CpuKernels::default();
+        assert_eq!(CpuKernels::common([first, own.clone()]), own);
     }
 }

@@ -28,6 +28,14 @@
 //! | [`evaluate`] | held-out rows | metrics and samples, between steps |
 //! | [`evaluate_reward_model`] | held-out pairs | metrics, between steps |
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests compare with the standard library's functions within a tolerance"
+    )
+)]
+
 pub mod advantages;
 pub mod baseline;
 pub mod correct_rollout;

@@ -308,7 +308,8 @@ impl Stage for LogProbsStage {
             let rollout = input.get(&ROLLOUT_LOG_PROBS)?;
             for (score, reported) in scores.iter().zip(rollout.rows()) {
                 let pairs = score.log_probs.iter().zip(reported);
-                let differences = pairs.map(|(a, b)| f64::from((a.exp() - b.exp()).abs()));
+                let differences =
+                    pairs.map(|(a, b)| (libm::exp(f64::from(*a)) - libm::exp(f64::from(*b))).abs());
                 let finite = differences.filter(|difference| difference.is_finite());
                 let (count, sum) =
                     finite.fold((0.0, 0.0), |(n, sum), value| (n + 1.0, sum + value));

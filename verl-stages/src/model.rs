@@ -28,12 +28,13 @@ use verl_models::model::{PolicyModel, TrainedModel};
 use verl_models::optim::OptimizerConfig;
 use verl_models::parameters;
 use verl_models::policy::Policy;
+use verl_models::registers;
 use verl_models::rollout::stop::{TextDecoder, text_to_stop};
 use verl_models::tokenizer::Tokenizer;
 use verl_models::{Decoder, DecoderConfig};
 use verl_pipe::resource::{
-    DeviceRefusal, Footprint, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot,
-    StoredState, TokenTexts, WeightsVersion,
+    CpuKernels, DeviceRefusal, Footprint, ModelInfo, ModelResource, ResourceError, Shortage,
+    Snapshot, StoredState, TokenTexts, WeightsVersion,
 };
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
@@ -540,6 +541,14 @@ fn check_optimizer(optimizer: Option<&OptimizerConfig>) -> Result<(), Vec<Config
     )])
 }
 
+/// The kernels of all decoders and of what is on top of them.
+fn decoder_kernels() -> CpuKernels {
+    CpuKernels {
+        registers: Some(registers::used().name().to_owned()),
+        sums: Some(registers::SUMS.to_owned()),
+    }
+}
+
 impl ModelConfig for CausalLm {
     const KIND: &'static str = "causal_lm";
     const SUMMARY: &'static str =
@@ -595,6 +604,10 @@ impl ModelConfig for CausalLm {
 
     fn shortage(&self, message: &str) -> Option<Shortage> {
         shortage(message)
+    }
+
+    fn cpu_kernels(&self) -> CpuKernels {
+        decoder_kernels()
     }
 
     fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {

@@ -126,7 +126,7 @@ impl Stage for TeacherTopStage {
             .map_err(|error| refused_row(error, &input.ids()))?;
         for row in top.iter().filter(|row| !row.ids.is_empty()) {
             let tokens = (row.ids.len() / top_k) as f64;
-            let mass: f64 = row.log_probs.iter().map(|l| f64::from(l.exp())).sum();
+            let mass: f64 = row.log_probs.iter().map(|l| libm::exp(f64::from(*l))).sum();
             context.record_weighted(&TEACHER_MASS, mass / tokens, tokens);
         }
         let mut output = input.rows_only();

@@ -129,7 +129,7 @@ impl OptimalTokenBaseline {
         };
         let each = log_probs.iter().zip(&squares).zip(&weights);
         Ok(each
-            .map(|((l, s), rho)| (1.0 - 2.0 * l.exp() + s) * rho * rho)
+            .map(|((l, s), rho)| (1.0 - 2.0 * libm::exp(*l) + s) * rho * rho)
             .collect())
     }
 

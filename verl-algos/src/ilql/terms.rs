@@ -4,6 +4,7 @@ use burn::tensor::{Int, Tensor};
 
 use super::batch::{IlqlMicroBatch, Steps};
 use crate::error::AlgoError;
+use crate::functions::exp;
 use crate::log_probs::log_probs_from_logits;
 use crate::losses::{Metric, Share};
 use crate::tensor::{at_least_f32, constant_like, indices_like};
@@ -85,7 +86,7 @@ impl Live {
 
     pub(super) fn awac_loss(&self, beta: f64) -> Result<Tensor<1>, AlgoError> {
         let advantages = self.target_q.clone() - self.values.clone().detach();
-        Ok(self.cross_entropy(&self.logits)? * (advantages * beta).exp())
+        Ok(self.cross_entropy(&self.logits)? * exp(advantages * beta))
     }
 
     fn cross_entropy(&self, logits: &Tensor<2>) -> Result<Tensor<1>, AlgoError> {

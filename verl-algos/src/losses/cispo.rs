@@ -3,6 +3,7 @@
 use super::clipped_policy::{check_clip, log_ratio};
 use super::{PerToken, PreparedTokens, TokenLoss};
 use crate::error::{AlgoError, check_setting};
+use crate::functions::exp;
 use crate::tensor::ones_where;
 
 /// −sg(clip(r, 1 − ε_low, 1 + ε_high)) A ℓ. Times the rollout weights.
@@ -59,7 +60,7 @@ impl TokenLoss for CispoLoss {
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
         let d = log_ratio(tokens, self.name())?.detach();
-        let ratio = d.clone().exp();
+        let ratio = exp(d.clone());
         let weight = ratio
             .clone()
             .clamp(1.0 - self.clip_low, 1.0 + self.clip_high);

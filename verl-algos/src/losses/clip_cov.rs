@@ -5,6 +5,7 @@ use super::covariance::{check_share, covariances, selected_count};
 use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::batch::{MiniBatch, require};
 use crate::error::{AlgoError, check_setting};
+use crate::functions::exp;
 use crate::tensor::ones_where;
 
 /// PPO's clip, and 0 on at most max(1, ⌊ratio·N⌋) of the unclipped tokens whose (A − Ā)(ℓ − ℓ̄) lies in (lb, ub). Times
@@ -55,7 +56,7 @@ impl ClipCovLoss {
         let old = require(self.name(), "old_log_probs", &batch.old_log_probs)?;
         let now = require(self.name(), "current_log_probs", &batch.current_log_probs)?;
         let is_clipped = |t: usize| {
-            let ratio = (now[t] - old[t]).exp();
+            let ratio = libm::exp(now[t] - old[t]);
             let bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high);
             -advantages[t] * bounded > -advantages[t] * ratio
         };
@@ -101,7 +102,7 @@ impl TokenLoss for ClipCovLoss {
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
         let d = tokens.log_probs() - tokens.old_log_probs(self.name())?;
-        let ratio = d.clone().exp();
+        let ratio = exp(d.clone());
         let bounded = ratio
             .clone()
             .clamp(1.0 - self.clip_low, 1.0 + self.clip_high);

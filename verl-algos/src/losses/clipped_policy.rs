@@ -4,6 +4,7 @@ use burn::tensor::Tensor;
 
 use super::{PerToken, PreparedTokens, TokenLoss};
 use crate::error::{AlgoError, check_setting};
+use crate::functions::exp;
 
 /// Bound of the log-ratio before `exp`; e^20 is finite in f32, and outside there is no gradient.
 pub(crate) const LOG_RATIO_BOUND: f64 = 20.0;
@@ -57,7 +58,7 @@ impl TokenLoss for ClippedPolicyLoss {
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
         let advantages = tokens.advantages(self.name())?;
         let d = log_ratio(tokens, self.name())?;
-        let ratio = d.clone().exp();
+        let ratio = exp(d.clone());
         let bounded = ratio
             .clone()
             .clamp(1.0 - self.clip_low, 1.0 + self.clip_high);

@@ -5,6 +5,7 @@ use burn::tensor::{Bool, Tensor};
 use super::clipped_policy::{check_clip, log_ratio};
 use super::{PerToken, PreparedTokens, TokenLoss};
 use crate::error::{AlgoError, check_setting};
+use crate::functions::{exp, log};
 use crate::tensor::ones_where;
 
 /// Keeps the logarithm of 1 − π finite.
@@ -71,7 +72,7 @@ impl DppoLoss {
         old_log_probs: Tensor<1>,
         advantages: Tensor<1>,
     ) -> Tensor<1, Bool> {
-        let (now, old) = (log_probs.clone().exp(), old_log_probs.clone().exp());
+        let (now, old) = (exp(log_probs.clone()), exp(old_log_probs.clone()));
         let (rising, falling) = match self.divergence {
             DppoDivergence::Tv => {
                 let change = now - old;
@@ -83,7 +84,7 @@ impl DppoLoss {
             DppoDivergence::Kl => {
                 let rest = |p: Tensor<1>| p.neg() + 1.0;
                 let guarded = |p: Tensor<1>| rest(p) + PROBABILITY_EPSILON;
-                let of_rest = (guarded(old.clone()) / guarded(now.clone())).log();
+                let of_rest = log(guarded(old.clone()) / guarded(now.clone()));
                 let kl = old.clone() * (old_log_probs - log_probs) + rest(old.clone()) * of_rest;
                 let near = |bound: f64| kl.clone().lower_equal_scalar(bound);
                 (
@@ -117,7 +118,7 @@ impl TokenLoss for DppoLoss {
         let advantages = tokens.advantages(self.name())?;
         let log_probs = tokens.log_probs();
         let d = log_ratio(tokens, self.name())?.detach();
-        let ratio = d.clone().exp();
+        let ratio = exp(d.clone());
         let inside = self.inside(
             log_probs.clone().detach(),
             tokens.old_log_probs(self.name())?,

@@ -4,6 +4,7 @@ use super::clip_shares::{clip_share_reduction, clip_shares};
 use super::{PerToken, PreparedTokens, Reduction, TokenLoss};
 use crate::aggregate::Aggregation;
 use crate::error::{AlgoError, check_setting};
+use crate::functions::{exp, log};
 use crate::tensor::ones_where;
 
 /// Keeps the logarithm of a rollout weight of 0 finite.
@@ -78,9 +79,9 @@ impl TokenLoss for GmpoLoss {
             .mask_fill(too_low.clone(), -self.clip_low)
             .mask_fill(advantages.clone().equal_scalar(0.0), 0.0);
         let mut loss =
-            (tokens.row_means(exponent).exp() * tokens.row_means(advantages.clone())).neg();
+            (exp(tokens.row_means(exponent)) * tokens.row_means(advantages.clone())).neg();
         if let Some(weights) = tokens.rollout_weights() {
-            loss = loss * tokens.row_means((weights + WEIGHT_EPSILON).log()).exp();
+            loss = loss * exp(tokens.row_means(log(weights + WEIGHT_EPSILON)));
         }
         let mut metrics = clip_shares(too_low, too_high, &advantages);
         let share = |side| ones_where(outside.clone().bool_and(side), &advantages);

@@ -3,6 +3,7 @@
 use super::clipped_policy::{check_clip, clipped_surrogate};
 use super::{PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
+use crate::functions::exp;
 
 /// Bound of the log-ratio before `exp`, from above only, as in verl.
 const LOG_RATIO_MAX: f64 = 10.0;
@@ -50,9 +51,7 @@ impl TokenLoss for GspoLoss {
         let constant = log_probs.clone().detach();
         let d = constant.clone() - tokens.old_log_probs(self.name())?;
         let row = tokens.row_means(d.clone());
-        let ratio = (row + (log_probs - constant))
-            .clamp_max(LOG_RATIO_MAX)
-            .exp();
+        let ratio = exp((row + (log_probs - constant)).clamp_max(LOG_RATIO_MAX));
         let advantages = tokens.advantages(self.name())?;
         let bounded = ratio
             .clone()

@@ -4,6 +4,7 @@ use super::covariance::{check_share, covariances, selected_count};
 use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::batch::{MiniBatch, require};
 use crate::error::{AlgoError, check_setting};
+use crate::functions::exp;
 
 /// −A r, plus coef·|d| on the max(1, ⌊ratio·N⌋) tokens whose (A − Ā)(ℓ − ℓ̄) is largest. Times the rollout weights.
 ///
@@ -75,7 +76,7 @@ impl TokenLoss for KlCovLoss {
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
         let d = tokens.log_probs() - tokens.old_log_probs(self.name())?;
         let distance = d.clone().abs();
-        let plain = (d.exp() * tokens.advantages(self.name())?).neg();
+        let plain = (exp(d) * tokens.advantages(self.name())?).neg();
         let selected = tokens.marks(self.name())?.greater_scalar(0.0);
         let held = plain.clone() + distance.clone() * self.kl_coef;
         let loss = plain.mask_where(selected, held);

@@ -4,6 +4,7 @@ use burn::tensor::Tensor;
 
 use super::PreparedTokens;
 use crate::error::AlgoError;
+use crate::functions::exp;
 
 /// What one importance ratio is taken over; d = ℓ − ℓ_old.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -46,9 +47,9 @@ impl RatioLevel {
     /// The ratio at each token, `[M]`, from its log-ratio; differentiable.
     pub(crate) fn ratios(self, log_ratios: Tensor<1>, tokens: &PreparedTokens<'_>) -> Tensor<1> {
         match self {
-            RatioLevel::Token => log_ratios.exp(),
-            RatioLevel::Sequence => tokens.row_means(log_ratios).exp(),
-            RatioLevel::SequenceProduct => tokens.row_sums(log_ratios).exp(),
+            RatioLevel::Token => exp(log_ratios),
+            RatioLevel::Sequence => exp(tokens.row_means(log_ratios)),
+            RatioLevel::SequenceProduct => exp(tokens.row_sums(log_ratios)),
         }
     }
 }

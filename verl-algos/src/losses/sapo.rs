@@ -4,6 +4,7 @@ use super::clipped_policy::log_ratio;
 use super::{PerToken, PreparedTokens, TokenLoss};
 use crate::aggregate::Aggregation;
 use crate::error::{AlgoError, check_setting};
+use crate::functions::{exp, tanh};
 
 /// −A (4/τ) σ(τ(r − 1)), τ = τ_pos where A > 0, else τ_neg. Times the rollout weights.
 ///
@@ -56,8 +57,8 @@ impl TokenLoss for SapoLoss {
         let good = advantages.clone().greater_scalar(0.0);
         let tau = (advantages.zeros_like() + self.tau_neg).mask_fill(good, self.tau_pos);
         // σ(x) = (1 + tanh(x/2))/2: no exponential that overflows, and in the dtype of x.
-        let half = (d.clone().exp() - 1.0) * tau.clone() * 0.5;
-        let gate = (half.tanh() + 1.0) * 2.0 / tau;
+        let half = (exp(d.clone()) - 1.0) * tau.clone() * 0.5;
+        let gate = (tanh(half) + 1.0) * 2.0 / tau;
         Ok(PerToken {
             loss: tokens.times_rollout_weights((gate * advantages).neg()),
             metrics: vec![("ppo_kl", -d)],

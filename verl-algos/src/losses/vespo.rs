@@ -5,6 +5,7 @@ use burn::tensor::Tensor;
 use super::clipped_policy::{LOG_RATIO_BOUND, log_ratio};
 use super::{PerToken, PreparedTokens, Reduction, TokenLoss};
 use crate::error::{AlgoError, check_setting};
+use crate::functions::{exp, log};
 
 /// ln of the smallest weight of a row, and of a token's rollout weight.
 const LOG_WEIGHT_MIN: f64 = -18.420_680_743_952_367;
@@ -56,8 +57,8 @@ impl VespoLoss {
         };
         let k = by_sign(self.k_pos, self.k_neg);
         let lambda = by_sign(self.lambda_pos, self.lambda_neg);
-        let excess = log_weights.clone().exp() - 1.0;
-        (k * log_weights - lambda * excess).exp()
+        let excess = exp(log_weights.clone()) - 1.0;
+        exp(k * log_weights - lambda * excess)
     }
 }
 
@@ -94,7 +95,7 @@ impl TokenLoss for VespoLoss {
         let d = log_ratio(tokens, self.name())?.detach();
         let mut log_weights = d.clone();
         if let Some(weights) = tokens.rollout_weights() {
-            log_weights = log_weights + weights.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_BOUND);
+            log_weights = log_weights + log(weights).clamp(LOG_WEIGHT_MIN, LOG_RATIO_BOUND);
         }
         let log_weights = tokens.row_sums(log_weights);
         let phi = self.phi(

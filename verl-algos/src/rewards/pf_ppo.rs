@@ -45,7 +45,7 @@ impl PfPpo {
             scored().fold(f64::INFINITY, f64::min),
         );
         let weight = |score: f64| match *self {
-            PfPpo::Pow(power) => score.abs().powf(power),
+            PfPpo::Pow(power) => libm::pow(score.abs(), power),
             PfPpo::MaxMin => f64::from(score == best || score == worst),
             PfPpo::MaxRandom if score == best => MAX_RANDOM.0,
             PfPpo::MaxRandom => MAX_RANDOM.1,

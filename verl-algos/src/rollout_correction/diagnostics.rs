@@ -31,25 +31,25 @@ pub(super) fn mismatch(ratios: &LogRatios) -> Mismatch {
     let differences = of_rows(RowMeans::log_ppl_diff);
     Mismatch {
         kl: mean(|t| t.rollout - t.train),
-        k3_kl: mean(|t| (t.train - t.rollout).exp_m1() - (t.train - t.rollout)),
-        probs_diff_mean: mean(|t| (t.train.exp() - t.rollout.exp()).abs()),
+        k3_kl: mean(|t| libm::expm1(t.train - t.rollout) - (t.train - t.rollout)),
+        probs_diff_mean: mean(|t| (libm::exp(t.train) - libm::exp(t.rollout)).abs()),
         chi2_token: mean(|t| chi_square(t.train - t.rollout)),
         chi2_seq: mean_of_rows(|row| chi_square(-row.log_ppl_diff() * row.tokens)),
-        training_ppl: mean_of_rows(|row| (-row.train).exp()),
+        training_ppl: mean_of_rows(|row| libm::exp(-row.train)),
         training_log_ppl: mean_of_rows(|row| -row.train),
-        rollout_ppl: mean_of_rows(|row| (-row.rollout).exp()),
+        rollout_ppl: mean_of_rows(|row| libm::exp(-row.rollout)),
         rollout_log_ppl: mean_of_rows(|row| -row.rollout),
         log_ppl_diff: masked::mean(&differences),
         log_ppl_abs_diff: mean_of_rows(|row| row.log_ppl_diff().abs()),
         log_ppl_diff_max: largest(&differences),
         log_ppl_diff_min: smallest(&differences),
-        ppl_ratio: mean_of_rows(|row| row.log_ppl_diff().exp()),
+        ppl_ratio: mean_of_rows(|row| libm::exp(row.log_ppl_diff())),
     }
 }
 
 /// ρ² − 1 of a log-ratio.
 fn chi_square(q: f64) -> f64 {
-    (2.0 * q.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp_m1()
+    libm::expm1(2.0 * q.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 }
 
 /// Mean log-probs of a row.

@@ -32,7 +32,7 @@ impl Divergence {
         match self {
             Divergence::K1 => -q,
             Divergence::K2 => q * q / 2.0,
-            Divergence::K3 => q.exp_m1() - q,
+            Divergence::K3 => libm::expm1(q) - q,
         }
     }
 }
@@ -195,7 +195,7 @@ impl RejectionRule {
         match self.divergence {
             Divergence::K1 => {
                 let low = self.low.unwrap_or(1.0 / self.high);
-                (low.ln(), self.high.ln())
+                (libm::log(low), libm::log(self.high))
             }
             // Neither is ever negative.
             Divergence::K2 | Divergence::K3 => (0.0, self.high),

@@ -101,7 +101,7 @@ impl TrlSamplerRatio {
         };
         let low = self.clip_min.unwrap_or(0.0);
         let mut bounded = log_ratios.iter().map(|q| {
-            let ratio = q.exp();
+            let ratio = libm::exp(*q);
             let inside = low <= ratio && ratio <= self.clip_max;
             match self.mask {
                 true if inside => ratio,

@@ -159,15 +159,15 @@ impl RolloutWeights {
             WeightLevel::Token => ratios.values.clone(),
             WeightLevel::Sequence => ratios.on_tokens(&row_log_ratios),
         };
-        let exp = |q: &f64| q.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp();
+        let exp = |q: &f64| libm::exp(q.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND));
         let raw: Vec<f64> = log_ratios.iter().map(exp).collect();
         let bounded: Vec<f64> = raw.iter().map(|w| self.bound.apply(*w)).collect();
         let mut stats = self.stats(ratios, &raw, &bounded);
         if self.level == WeightLevel::Sequence {
-            let (low, high) = (self.bound.low().ln(), self.bound.high().ln());
+            let (low, high) = (libm::log(self.bound.low()), libm::log(self.bound.high()));
             let of_rows = ratios.of_non_empty(&row_log_ratios);
-            stats.max = largest(&of_rows).min(LOG_RATIO_BOUND).exp();
-            stats.min = smallest(&of_rows).exp();
+            stats.max = libm::exp(largest(&of_rows).min(LOG_RATIO_BOUND));
+            stats.min = libm::exp(smallest(&of_rows));
             stats.ratio_fraction_high = share(&of_rows, |q| q > high);
             stats.ratio_fraction_low = share(&of_rows, |q| q < low);
         }

@@ -388,7 +388,7 @@ impl Found<'_> {
                 subject: self.subject.name.clone(),
                 source,
             })?;
-        let probability = |x: &f32| f64::from(*x).exp();
+        let probability = |x: &f32| libm::exp(f64::from(*x));
         let got: Vec<f64> = outputs
             .iter()
             .flat_map(|output| output.log_probs.iter().map(probability))

@@ -1,11 +1,16 @@
 //! What a device can do at most, measured in the process that measures everything else.
 
+use std::hint::black_box;
+use std::time::Instant;
+
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use serde::Serialize;
 
 use super::{BenchError, repeat};
 use crate::blocks::linear::Linear;
 use crate::device::is_cpu;
+use crate::lanes::{Kernel, Lanes, Row, run};
+use crate::vector::LANES;
 use burn::module::Param;
 
 /// Rates that a copy and a large matrix product reach.
@@ -15,6 +20,9 @@ pub struct Ceilings {
     pub copy_gb_s: f64,
     /// Operations (two a multiplication with its addition) in a second of a square product, in 10¹².
     pub product_tflop_s: f64,
+    /// On a CPU in f32: operations in a second of multiplications with additions of numbers in registers, on all
+    /// threads, in 10¹²: what no kernel can exceed.
+    pub arithmetic_tflop_s: Option<f64>,
 }
 
 impl Ceilings {
@@ -31,8 +39,61 @@ impl Ceilings {
         Ok(Ceilings {
             copy_gb_s: copy(device, elements)?,
             product_tflop_s: product(device, dtype, size)?,
+            arithmetic_tflop_s: (is_cpu(device) && dtype == DType::F32).then(arithmetic),
         })
     }
+}
+
+/// Chains of multiplications with additions that hide the latency of each other.
+const CHAINS: usize = 12;
+/// Links of each chain.
+const LINKS: usize = 100_000;
+
+/// Chains on one thread.
+struct Arithmetic<'a>(&'a mut [Row; CHAINS]);
+
+impl Kernel for Arithmetic<'_> {
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let (factor, term) = (L::splat(0.999), L::splat(0.001));
+        // As many chains at a time as the registers hold.
+        let at_once = if L::ARE_WIDE { CHAINS } else { CHAINS / 2 };
+        for rows in self.0.chunks_exact_mut(at_once) {
+            if L::ARE_WIDE {
+                links::<L, CHAINS>(rows, factor, term);
+            } else {
+                links::<L, { CHAINS / 2 }>(rows, factor, term);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn links<L: Lanes, const N: usize>(rows: &mut [Row], factor: L, term: L) {
+    let mut chains: [L; N] = std::array::from_fn(|i| L::load(&rows[i]));
+    for _ in 0..LINKS {
+        for chain in &mut chains {
+            *chain = chain.mul_add(factor, term);
+        }
+    }
+    for (chain, row) in chains.into_iter().zip(rows) {
+        chain.store(row);
+    }
+}
+
+/// The best of several runs on all threads at once, in 10¹² operations a second.
+fn arithmetic() -> f64 {
+    let best = (0..10).map(|_| {
+        let start = Instant::now();
+        let threads = rayon::broadcast(|_| {
+            let mut rows = [[0.5; LANES]; CHAINS];
+            run(Arithmetic(&mut rows));
+            black_box(rows);
+        });
+        let operations = 2 * threads.len() * CHAINS * LANES * LINKS;
+        operations as f64 / start.elapsed().as_secs_f64() * 1e-12
+    });
+    best.fold(0.0, f64::max)
 }
 
 fn copy(device: &Device, elements: usize) -> Result<f64, BenchError> {

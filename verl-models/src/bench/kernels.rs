@@ -57,6 +57,8 @@ pub struct KernelFigure {
     pub bandwidth_share: f64,
     /// Share of the rate of a large product, where there are operations.
     pub matrix_share: Option<f64>,
+    /// Share of [`Ceilings::arithmetic_tflop_s`], where there are operations and that is known.
+    pub arithmetic_share: Option<f64>,
 }
 
 /// What single operations took.
@@ -177,12 +179,14 @@ impl Bench<'_> {
         }
         let bytes = (elements * self.dtype.size()) as f64;
         let operations = operations as f64;
-        let matrix_share = operations / times.median_ms * 1e-9 / self.ceilings.product_tflop_s;
+        let rate = operations / times.median_ms * 1e-9;
+        let share = |ceiling: f64| (operations > 0.0).then_some(rate / ceiling);
         self.found.push(KernelFigure {
             name: name.to_owned(),
             sizes,
             bandwidth_share: bytes / times.median_ms * 1e-6 / self.ceilings.copy_gb_s,
-            matrix_share: (operations > 0.0).then_some(matrix_share),
+            matrix_share: share(self.ceilings.product_tflop_s),
+            arithmetic_share: self.ceilings.arithmetic_tflop_s.and_then(share),
             bytes,
             operations,
             times,
@@ -279,6 +283,17 @@ impl Bench<'_> {
             let [queries, keys, values] = [&queries, &keys, &values].map(Clone::clone);
             let (cos, sin) = (cos.clone(), sin.clone());
             drop(kernels::attention(shape, queries, keys, values, cos, sin));
+        })?;
+        // Two products forward and five backward, which computes the weights again.
+        let cost = [6 * n * (width + key_width), 7 * n * shape.tokens * width];
+        let sizes = format!("{} x {}", shape.sequences, shape.tokens);
+        let [cos, sin] = [cos, sin].map(Tensor::from_inner);
+        self.add("attention, with gradients", sizes, cost, || {
+            let [queries, keys, values] =
+                [&queries, &keys, &values].map(|x| Tensor::from_inner(x.clone()).require_grad());
+            let (cos, sin) = (cos.clone(), sin.clone());
+            let mixed = kernels::attention(shape, queries, keys, values, cos, sin);
+            drop(mixed.sum().backward());
         })
     }
 

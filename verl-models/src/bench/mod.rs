@@ -269,6 +269,7 @@ mod tests {
     const CEILINGS: Ceilings = Ceilings {
         copy_gb_s: 1.0,
         product_tflop_s: 1.0,
+        arithmetic_tflop_s: None,
     };
 
     #[test]
@@ -288,6 +289,7 @@ mod tests {
         let decoder = random_decoder(config, &device, DType::F32);
         let ceilings = Ceilings::measure(&device, DType::F32, true).unwrap();
         assert!(ceilings.copy_gb_s > 0.0 && ceilings.product_tflop_s > 0.0);
+        assert!(ceilings.arithmetic_tflop_s.is_some_and(|rate| rate > 0.0));
         let work = RolloutWork {
             sequences: 3,
             prompt_tokens: 5,
@@ -333,7 +335,7 @@ mod tests {
         };
         let place = (&device, DType::F32);
         let figures = kernels(&decoder.config, place, &work, &CEILINGS).unwrap();
-        assert_eq!(figures.kernels.len(), 14);
+        assert_eq!(figures.kernels.len(), 15);
         assert!(figures.kernels.iter().all(|own| own.times.median_ms > 0.0));
         let work = StepWork {
             prompts: 2,

@@ -167,7 +167,7 @@ pub fn attend(
     let [_, k, t, _] = keys.dims();
     let dtype = queries.dtype();
     // [B, H, S, Dh] -> [B, K, G·S, Dh]
-    let grouped = (queries * (dim as f64).powf(-0.5)).reshape([b, k, h / k * s, dim]);
+    let grouped = (queries * (1.0 / (dim as f64).sqrt())).reshape([b, k, h / k * s, dim]);
     let scores = grouped.matmul(keys.transpose()).reshape([b, h, s, t]);
     let weights = softmax(to_dtype(scores, DType::F32) + mask.clone(), 3);
     to_dtype(weights, dtype)

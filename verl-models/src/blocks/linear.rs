@@ -26,16 +26,24 @@ impl Linear {
     /// # Shapes
     /// `x`: `[N, in]`; result: `[N, out]`
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        let weight = self.weight.val();
-        let y = if kernels::are_fused(&x.device(), x.dtype()) {
-            kernels::linear(x, weight)
-        } else {
-            x.matmul(weight.transpose())
-        };
+        let y = linear(x, self.weight.val());
         match &self.bias {
             Some(bias) => y + bias.val().unsqueeze(),
             None => y,
         }
+    }
+}
+
+/// x Wᵀ, fused where the device has it; the bits of an element on the CPU then follow from its row of `x` and its row
+/// of `weight` alone, where those of burn's product follow from the sizes of the caches, too.
+///
+/// # Shapes
+/// `x`: `[N, in]`; `weight`: `[out, in]`; result: `[N, out]`
+pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    if kernels::are_fused(&x.device(), x.dtype()) {
+        kernels::linear(x, weight)
+    } else {
+        x.matmul(weight.transpose())
     }
 }
 

@@ -107,7 +107,7 @@ impl Rope {
             // The product is rounded to f32 like the reference's.
             let angles = frequencies.iter().map(|f| f64::from(position as f32 * f));
             let (row_sin, row_cos): (Vec<f32>, Vec<f32>) = angles
-                .map(|angle| (angle.sin() as f32, angle.cos() as f32))
+                .map(|angle| (libm::sin(angle) as f32, libm::cos(angle) as f32))
                 .map(|(sin, cos)| (magnitude * sin, magnitude * cos))
                 .unzip();
             cos.extend(row_cos.iter().chain(&row_cos));

@@ -70,7 +70,7 @@ impl RopeConfig {
     pub fn frequencies(&self, head_dim: usize, length: usize) -> Vec<f32> {
         let dim = head_dim as f64;
         let theta = self.base(dim, length);
-        let frequency = |i: usize| theta.powf(-(2.0 * i as f64) / dim);
+        let frequency = |i: usize| libm::pow(theta, -(2.0 * i as f64) / dim);
         (0..head_dim / 2)
             .map(|i| match self.scaling {
                 RopeScaling::Yarn { factor, .. } => {
@@ -88,7 +88,7 @@ impl RopeConfig {
             return self.theta;
         };
         let longer = self.scaling.scaled_for(length) as f64 / context as f64;
-        self.theta * (factor * longer - factor + 1.0).powf(dim / (dim - 2.0))
+        self.theta * libm::pow(factor * longer - factor + 1.0, dim / (dim - 2.0))
     }
 
     /// YaRN's share of a pair's frequency that is divided: 0 up to the pair that turns `beta_fast` times, 1 from that which
@@ -107,7 +107,7 @@ impl RopeConfig {
         // The pair, a real number, that turns so often within the original context.
         let turning = |turns: f64| {
             let wavelengths = original_context as f64 / (turns * TAU);
-            dim * wavelengths.ln() / (2.0 * self.theta.ln())
+            dim * libm::log(wavelengths) / (2.0 * libm::log(self.theta))
         };
         let (mut low, mut high) = (turning(beta_fast), turning(beta_slow));
         if truncate {

@@ -109,7 +109,7 @@ fn yarn(
         )));
     }
     let length = |scale: f64| match factor > 1.0 {
-        true => 0.1 * scale * factor.ln() + 1.0,
+        true => 0.1 * scale * libm::log(factor) + 1.0,
         false => 1.0,
     };
     let scales = (rope.positive("mscale")?, rope.positive("mscale_all_dim")?);

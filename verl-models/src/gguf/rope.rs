@@ -103,7 +103,7 @@ impl Scaling {
             return Err(unsupported("rope scaling", &found, "one of the two"));
         }
         if kind == Kind::Yarn && is_scaled {
-            let longer = 0.1 * factor.max(1.0).ln() + 1.0;
+            let longer = 0.1 * libm::log(factor.max(1.0)) + 1.0;
             return Ok(Some(json!({
                 "rope_type": "yarn", "factor": factor, "attention_factor": longer * length,
                 "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": original_context
@@ -128,7 +128,8 @@ fn llama3(factors: &[f32], theta: f64, head_width: usize) -> Result<Value, GgufE
     let (low, high, original) = (1.0, 4.0, 8192.0);
     let factor = factors.iter().copied().fold(1.0f32, f32::max);
     let expected = (0..head_width / 2).map(|i| {
-        let wavelength = std::f64::consts::TAU * theta.powf(2.0 * i as f64 / head_width as f64);
+        let turns = libm::pow(theta, 2.0 * i as f64 / head_width as f64);
+        let wavelength = std::f64::consts::TAU * turns;
         let smooth = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
         1.0 / ((1.0 - smooth) / f64::from(factor) + smooth)
     });

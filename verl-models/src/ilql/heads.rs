@@ -6,6 +6,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData, activation};
 use crate::blocks::linear::Linear;
 use crate::parameters::fill_parameters;
 use crate::random;
+use crate::scoring::log_sums;
 
 /// Q heads of a model; the smaller of two estimates errs on the side of caution.
 pub const Q_HEADS: usize = 2;
@@ -138,7 +139,8 @@ impl IlqlHeads {
     pub fn shifted(&self, logits: Tensor<2>, hidden: Tensor<2>, beta: f64) -> Tensor<2> {
         let values = self.values(hidden.clone()).unsqueeze_dim(1);
         let smallest = self.target_qs(hidden).into_iter().reduce(Tensor::min_pair);
-        let log_probs = activation::log_softmax(logits, 1);
+        let below = logits.clone() - logits.max_dim(1);
+        let log_probs = below.clone() - log_sums(below);
         match smallest {
             Some(smallest) => log_probs + (smallest - values) * beta,
             None => log_probs,

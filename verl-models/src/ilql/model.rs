@@ -6,6 +6,7 @@ use std::path::Path;
 use burn::tensor::{Device, Tensor};
 
 use super::IlqlDecoder;
+use crate::blocks::linear::linear;
 use crate::model::{
     Extras, ListedTokens, ModelError, ModelInterface, PackedListed, PackedScores, PolicyModel,
     ScoreRow, Scores, StepReport, TopTokens, TrainedModel,
@@ -146,7 +147,7 @@ impl States {
                 .map(|q| q.gather(1, tokens.clone()).squeeze_dim(1).detach())
                 .collect(),
             values: module.heads.values(states),
-            logits: actions.matmul(module.head().transpose()),
+            logits: linear(actions, module.head()),
         }
     }
 }

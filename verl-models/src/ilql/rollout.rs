@@ -6,6 +6,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use rayon::prelude::*;
 
 use super::IlqlDecoder;
+use crate::blocks::linear::linear;
 use crate::model::ModelInterface;
 use crate::rollout::eager::read;
 use crate::rollout::engine::{
@@ -84,7 +85,7 @@ fn next_logits(model: &IlqlDecoder, prefix: &[u32]) -> Result<(Vec<f32>, Vec<f32
     let hidden = model.hidden(Tensor::<2, Int>::from_data(ids, &head.device()));
     let [_, tokens, width] = hidden.dims();
     let last = hidden.slice([0..1, tokens - 1..tokens]).reshape([1, width]);
-    let logits = last.clone().matmul(head.transpose());
+    let logits = linear(last.clone(), head);
     let shifted = model.heads.shifted(logits.clone(), last, model.beta);
     Ok((read(logits)?, read(shifted)?))
 }
@@ -94,6 +95,6 @@ fn log_prob(logits: &[f32], token: u32, temperature: f64) -> f32 {
     let temperature = if temperature == 0.0 { 1.0 } else { temperature };
     let scaled = |logit: &f32| f64::from(*logit) / temperature;
     let largest = logits.iter().map(scaled).fold(f64::NEG_INFINITY, f64::max);
-    let sum: f64 = logits.iter().map(|l| (scaled(l) - largest).exp()).sum();
-    (scaled(&logits[token as usize]) - largest - sum.ln()) as f32
+    let sum: f64 = logits.iter().map(|l| libm::exp(scaled(l) - largest)).sum();
+    (scaled(&logits[token as usize]) - largest - libm::log(sum)) as f32
 }

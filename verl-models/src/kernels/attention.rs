@@ -48,7 +48,7 @@ impl AttentionShape {
     }
 
     fn scale(&self) -> f32 {
-        (self.head_dim as f32).powf(-0.5)
+        1.0 / (self.head_dim as f32).sqrt()
     }
 
     /// Query heads that share key head `head`.

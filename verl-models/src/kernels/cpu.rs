@@ -8,6 +8,7 @@
 
 use rayon::prelude::*;
 
+use crate::unset::{self, Unset};
 use crate::vector::{exp, vectorised};
 
 /// Tokens of one task of the element-wise kernels.
@@ -43,23 +44,28 @@ fn add_scaled(out: &mut [f32], factor: f32, x: &[f32]) {
 /// y = w · x / sqrt(mean(x²) + ε); `x`: `[N, D]`, `weight`: `[D]`.
 pub(super) fn rms_norm(x: &[f32], weight: &[f32], epsilon: f64) -> Vec<f32> {
     let d = weight.len();
-    let mut y = vec![0.0; x.len()];
-    y.par_chunks_mut(d * TASK_TOKENS)
-        .zip(x.par_chunks(d * TASK_TOKENS))
-        .for_each(|(y, x)| {
-            vectorised(
-                #[inline(always)]
-                || {
-                    for (y, x) in y.chunks_exact_mut(d).zip(x.chunks_exact(d)) {
-                        let scale = inverse_root(x, epsilon);
-                        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-                            *y = x * scale * w;
+    assert_eq!(x.len() % d, 0, "rows of another width");
+    let write = |y: &mut [Unset]| {
+        y.par_chunks_mut(d * TASK_TOKENS)
+            .zip(x.par_chunks(d * TASK_TOKENS))
+            .for_each(|(y, x)| {
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        for (y, x) in y.chunks_exact_mut(d).zip(x.chunks_exact(d)) {
+                            let scale = inverse_root(x, epsilon);
+                            for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+                                y.write(x * scale * w);
+                            }
                         }
-                    }
-                },
-            );
-        });
-    y
+                    },
+                );
+            });
+    };
+    #[expect(unsafe_code, reason = "rows of `x`, one after the other, cover `y`")]
+    unsafe {
+        unset::made(x.len(), write)
+    }
 }
 
 #[inline(always)]
@@ -78,13 +84,16 @@ pub(super) fn rms_norm_backward(
     gradient: &[f32],
 ) -> (Vec<f32>, Vec<f32>) {
     let d = weight.len();
-    let mut dx = vec![0.0; x.len()];
+    assert_eq!(x.len() % d, 0, "rows of another width");
+    assert_eq!(x.len(), gradient.len(), "input and gradient differ in size");
     let block = d * TASK_TOKENS;
-    let parts: Vec<Vec<f32>> = dx
-        .par_chunks_mut(block)
-        .zip(x.par_chunks(block))
-        .zip(gradient.par_chunks(block))
-        .map(|((dx, x), gradient)| {
+    let mut parts: Vec<Vec<f32>> = Vec::new();
+    let write = |dx: &mut [Unset]| {
+        let tasks = dx
+            .par_chunks_mut(block)
+            .zip(x.par_chunks(block))
+            .zip(gradient.par_chunks(block));
+        let part = |((dx, x), gradient): ((&mut [Unset], &[f32]), &[f32])| {
             let mut dw = vec![0.0; d];
             vectorised(
                 #[inline(always)]
@@ -102,14 +111,17 @@ pub(super) fn rms_norm_backward(
                         }
                         let pull = dot(&h, x) / d as f32 * s * s * s;
                         for i in 0..d {
-                            dx[i] = h[i] * s - x[i] * pull;
+                            dx[i].write(h[i] * s - x[i] * pull);
                         }
                     }
                 },
             );
             dw
-        })
-        .collect();
+        };
+        parts = tasks.map(part).collect();
+    };
+    #[expect(unsafe_code, reason = "rows of `x`, one after the other, cover `dx`")]
+    let dx = unsafe { unset::made(x.len(), write) };
     let mut dw = vec![0.0; d];
     for part in parts {
         add_scaled(&mut dw, 1.0, &part);
@@ -120,21 +132,26 @@ pub(super) fn rms_norm_backward(
 /// silu(gate) · up, silu(x) = x / (1 + e^−x); all `[N, I]`.
 pub(super) fn swiglu(gate: &[f32], up: &[f32]) -> Vec<f32> {
     const BLOCK: usize = 8192;
-    let mut y = vec![0.0; gate.len()];
-    y.par_chunks_mut(BLOCK)
-        .zip(gate.par_chunks(BLOCK))
-        .zip(up.par_chunks(BLOCK))
-        .for_each(|((y, gate), up)| {
-            vectorised(
-                #[inline(always)]
-                || {
-                    for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
-                        *y = g * sigmoid(*g) * u;
-                    }
-                },
-            );
-        });
-    y
+    assert_eq!(gate.len(), up.len(), "gate and up differ in size");
+    let write = |y: &mut [Unset]| {
+        y.par_chunks_mut(BLOCK)
+            .zip(gate.par_chunks(BLOCK))
+            .zip(up.par_chunks(BLOCK))
+            .for_each(|((y, gate), up)| {
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        for ((y, g), u) in y.iter_mut().zip(gate).zip(up) {
+                            y.write(g * sigmoid(*g) * u);
+                        }
+                    },
+                );
+            });
+    };
+    #[expect(unsafe_code, reason = "blocks of `gate` and of `up` cover `y`")]
+    unsafe {
+        unset::made(gate.len(), write)
+    }
 }
 
 #[inline(always)]
@@ -145,25 +162,47 @@ fn sigmoid(x: f32) -> f32 {
 /// Gradients of [`swiglu`] for `gate` and `up`.
 pub(super) fn swiglu_backward(gate: &[f32], up: &[f32], gradient: &[f32]) -> (Vec<f32>, Vec<f32>) {
     const BLOCK: usize = 8192;
-    let (mut d_gate, mut d_up) = (vec![0.0; gate.len()], vec![0.0; gate.len()]);
-    d_gate
-        .par_chunks_mut(BLOCK)
-        .zip(d_up.par_chunks_mut(BLOCK))
-        .zip(gate.par_chunks(BLOCK))
-        .zip(up.par_chunks(BLOCK))
-        .zip(gradient.par_chunks(BLOCK))
-        .for_each(|((((d_gate, d_up), gate), up), gradient)| {
-            vectorised(
-                #[inline(always)]
-                || {
-                    for i in 0..gate.len() {
-                        let s = sigmoid(gate[i]);
-                        let silu = gate[i] * s;
-                        d_up[i] = gradient[i] * silu;
-                        d_gate[i] = gradient[i] * up[i] * (s + silu * (1.0 - s));
-                    }
-                },
-            );
-        });
+    assert_eq!(gate.len(), up.len(), "gate and up differ in size");
+    assert_eq!(
+        gate.len(),
+        gradient.len(),
+        "gate and gradient differ in size"
+    );
+    let mut d_up = Vec::new();
+    let write = |d_gate: &mut [Unset]| {
+        let both = |d_up: &mut [Unset]| {
+            d_gate
+                .par_chunks_mut(BLOCK)
+                .zip(d_up.par_chunks_mut(BLOCK))
+                .zip(gate.par_chunks(BLOCK))
+                .zip(up.par_chunks(BLOCK))
+                .zip(gradient.par_chunks(BLOCK))
+                .for_each(|((((d_gate, d_up), gate), up), gradient)| {
+                    vectorised(
+                        #[inline(always)]
+                        || {
+                            for i in 0..gate.len() {
+                                let s = sigmoid(gate[i]);
+                                let silu = gate[i] * s;
+                                d_up[i].write(gradient[i] * silu);
+                                d_gate[i].write(gradient[i] * up[i] * (s + silu * (1.0 - s)));
+                            }
+                        },
+                    );
+                });
+        };
+        #[expect(
+            unsafe_code,
+            reason = "blocks of `gate`, `up` and `gradient` cover both"
+        )]
+        unsafe {
+            d_up = unset::made(gate.len(), both);
+        }
+    };
+    #[expect(
+        unsafe_code,
+        reason = "blocks of `gate`, `up` and `gradient` cover both"
+    )]
+    let d_gate = unsafe { unset::made(gate.len(), write) };
     (d_gate, d_up)
 }

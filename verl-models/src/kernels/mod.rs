@@ -10,6 +10,7 @@ mod cpu;
 pub(crate) mod cuda;
 #[cfg(any(feature = "cuda", test))]
 mod layer_units;
+pub(crate) mod product;
 #[cfg(test)]
 mod tests;
 
@@ -17,9 +18,13 @@ use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
-use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Shape, Tensor, TensorData};
+use burn::backend::{
+    Autodiff, Backend, BackendTensor, Dispatch, DispatchTensorKind, Flex, TensorMetadata,
+    backend_extension,
+};
+use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Shape, Tensor, TensorData};
 
 pub use attention::AttentionShape;
 pub use blocks::{
@@ -27,6 +32,7 @@ pub use blocks::{
     mlp_block,
 };
 
+use self::product::Matrix;
 use crate::device::is_cpu;
 
 /// Whether fused operations exist for tensors of this device and dtype. [`attention`] asks for more; see
@@ -171,7 +177,51 @@ pub trait Products: Backend {
     }
 }
 
-impl Products for Flex {}
+/// Products of f32 matrices are those of the module `product`; others are burn's.
+impl Products for Flex {
+    fn product_with_rows(x: FlexTensor, weight: FlexTensor) -> FlexTensor {
+        match multiplied(&x, &weight, |x, weight| (x, weight.transposed())) {
+            Some(product) => product,
+            None => Self::float_matmul(x, Self::float_transpose(weight)),
+        }
+    }
+
+    fn product_with_columns(x: FlexTensor, weight: FlexTensor) -> FlexTensor {
+        match multiplied(&x, &weight, |x, weight| (x, weight)) {
+            Some(product) => product,
+            None => Self::float_matmul(x, weight),
+        }
+    }
+
+    fn product_of_columns(x: FlexTensor, y: FlexTensor) -> FlexTensor {
+        match multiplied(&x, &y, |x, y| (x.transposed(), y)) {
+            Some(product) => product,
+            None => Self::float_matmul(Self::float_transpose(x), y),
+        }
+    }
+}
+
+/// The product of two f32 matrices that `arranged` lays out; nothing where they are of another dtype or rank.
+fn multiplied(
+    a: &FlexTensor,
+    b: &FlexTensor,
+    arranged: impl for<'a> FnOnce(Matrix<'a>, Matrix<'a>) -> (Matrix<'a>, Matrix<'a>),
+) -> Option<FlexTensor> {
+    if a.dtype() != DType::F32 || b.dtype() != DType::F32 {
+        return None;
+    }
+    let (a, b) = (dense(a.clone()), dense(b.clone()));
+    let (&[a_rows, a_columns], &[b_rows, b_columns]) = (&*a.shape(), &*b.shape()) else {
+        return None;
+    };
+    let (a, b) = arranged(
+        Matrix::new(values(&a), a_rows, a_columns),
+        Matrix::new(values(&b), b_rows, b_columns),
+    );
+    let shape = Shape::new([a.rows(), b.columns()]);
+    Some(tensor(product::product(a, b), shape))
+}
+
 impl Products for Dispatch {}
 impl<B: Backend, C: CheckpointStrategy> Products for Autodiff<B, C> {}
 
@@ -206,7 +256,8 @@ pub trait DecoderGradients: DecoderOps + Products {
         _ascending: bool,
         gradient: FloatTensor<Self>,
     ) -> FloatTensor<Self> {
-        let zeros = Self::float_mul_scalar(table, 0.0.into());
+        let dtype = FloatDType::from(table.dtype());
+        let zeros = Self::float_zeros(table.shape(), &table.device(), dtype);
         Self::float_select_assign(zeros, 0, index, gradient, IndexingUpdateOp::Add)
     }
     /// [`attention`] of queries, keys, values, cosines and sines, and what its backward pass needs.
@@ -222,10 +273,11 @@ pub trait DecoderGradients: DecoderOps + Products {
     ) -> [FloatTensor<Self>; 3];
 }
 
-type FlexTensor = FloatTensor<Flex>;
+/// A tensor on the CPU.
+pub(crate) type FlexTensor = FloatTensor<Flex>;
 
 /// The tensor with its values one after the other.
-fn dense(tensor: FlexTensor) -> FlexTensor {
+pub(crate) fn dense(tensor: FlexTensor) -> FlexTensor {
     if tensor.is_contiguous() {
         tensor
     } else {
@@ -234,13 +286,22 @@ fn dense(tensor: FlexTensor) -> FlexTensor {
 }
 
 /// The values of a dense f32 tensor.
-fn values(tensor: &FlexTensor) -> &[f32] {
+pub(crate) fn values(tensor: &FlexTensor) -> &[f32] {
     tensor
         .as_slice()
         .expect("are_fused admits f32 alone, and the tensor is dense")
 }
 
-fn tensor(values: Vec<f32>, shape: Shape) -> FlexTensor {
+/// A tensor outside of any graph as it lies in memory, in f32, one number after the other; nothing where it is not on
+/// the CPU.
+pub(crate) fn on_cpu<const D: usize>(tensor: Tensor<D>) -> Option<FlexTensor> {
+    match tensor.cast(DType::F32).into_dispatch().kind {
+        DispatchTensorKind::Flex(BackendTensor::Float(tensor)) => Some(dense(tensor)),
+        _ => None,
+    }
+}
+
+pub(crate) fn tensor(values: Vec<f32>, shape: Shape) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(values, shape))
 }
 

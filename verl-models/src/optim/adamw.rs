@@ -372,7 +372,7 @@ impl Updater<'_> {
         let group = self.groups[position];
         let learning_rate = self.learning_rate * group.learning_rate_scale;
         let [beta1, beta2] = self.config.betas;
-        let correction = |beta: f64| 1.0 - beta.powf(steps as f64);
+        let correction = |beta: f64| 1.0 - libm::pow(beta, steps as f64);
         let weight_decay = if group.decays {
             self.config.weight_decay
         } else {

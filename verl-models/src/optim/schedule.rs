@@ -101,7 +101,7 @@ impl Schedule {
                 final_share + (1.0 - final_share) * (1.0 - progress)
             }
             Schedule::Cosine { final_share, .. } => {
-                let wave = (1.0 + (PI * progress).cos()) / 2.0;
+                let wave = (1.0 + libm::cos(PI * progress)) / 2.0;
                 final_share + (1.0 - final_share) * wave
             }
         }

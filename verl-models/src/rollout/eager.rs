@@ -12,6 +12,7 @@ use super::engine::{
 use super::row::Row;
 use super::sampling::Sampler;
 use super::stop::StopRules;
+use crate::blocks::linear::linear;
 use crate::model::ModelInterface;
 
 /// The plain engine.
@@ -72,7 +73,7 @@ pub fn next_logits<M: ModelInterface>(model: &M, prefix: &[u32]) -> Result<Vec<f
     let [_, tokens, width] = hidden.dims();
     // [1, S, D] -> [1, D]: only the last position goes through the head.
     let last = hidden.slice([0..1, tokens - 1..tokens]).reshape([1, width]);
-    read(last.matmul(head.transpose()))
+    read(linear(last, head))
 }
 
 /// A matrix as host numbers, row by row.

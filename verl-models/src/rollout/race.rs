@@ -86,7 +86,7 @@ impl<'a> Race<'a> {
         Leader {
             score,
             id,
-            bar: (-score).exp() * SLACK,
+            bar: libm::exp(-score) * SLACK,
         }
     }
 

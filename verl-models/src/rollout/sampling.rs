@@ -224,7 +224,7 @@ pub(super) fn argmax(logits: &[f32], max: f32) -> u32 {
 
 /// ln(e^((logit − max)/T) / sum).
 fn log_share(logit: f32, max: f32, temperature: f64, sum: f64) -> f32 {
-    ((f64::from(logit) - f64::from(max)) / temperature - sum.ln()) as f32
+    ((f64::from(logit) - f64::from(max)) / temperature - libm::log(sum)) as f32
 }
 
 /// Sum of the weights of `ids`.

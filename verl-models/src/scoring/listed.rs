@@ -8,9 +8,13 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Dispatch, Flex, backend_extension};
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use rayon::prelude::*;
 
+use crate::blocks::linear::linear;
+use crate::device::is_cpu;
 use crate::kernels::Products;
+use crate::vector::exponentials;
 
 use super::{Extras, Inputs, Statistics, TokenWeights, backward};
 
@@ -71,21 +75,39 @@ pub fn top_log_probs(
         DType::F64 => DType::F64,
         _ => DType::F32,
     };
-    let columns = head.transpose();
     let parts = (0..n).step_by(chunk.max(1)).map(|start| {
         let end = n.min(start + chunk.max(1));
         let rows = hidden.clone().slice([start..end, 0..d]);
-        let logits = rows
-            .matmul(columns.clone())
+        let logits = linear(rows, head.clone())
             .cast(wide)
             .div_scalar(temperature);
-        let shifted = logits.clone() - logits.max_dim(1);
-        let log_sum = shifted.clone().exp().sum_dim(1).log();
-        let (best, ids) = shifted.topk_with_indices(k, 1);
-        (ids, best - log_sum)
+        let below = logits.clone() - logits.max_dim(1);
+        let log_sums = log_sums(below.clone());
+        let (best, ids) = below.topk_with_indices(k, 1);
+        (ids, best - log_sums)
     });
     let (ids, log_probs) = parts.unzip::<_, _, Vec<_>, Vec<_>>();
     (Tensor::cat(ids, 0), Tensor::cat(log_probs, 0))
+}
+
+/// log Σ_v e^(logit − largest) of each row, without a gradient. In f32 on the CPU the order of the sum follows from V
+/// alone, and exponentials and logarithm are this crate's and `libm`'s rather than the C library's.
+///
+/// # Shapes
+/// `below`: `[N, V]`, logits less the largest of their row; result: `[N, 1]`
+pub(crate) fn log_sums(below: Tensor<2>) -> Tensor<2> {
+    let device = below.device();
+    let [n, v] = below.dims();
+    if !is_cpu(&device) || below.dtype() != DType::F32 {
+        return below.exp().sum_dim(1).log();
+    }
+    let data = below.into_data();
+    let Ok(rows) = data.as_slice::<f32>() else {
+        unreachable!("dtype was checked")
+    };
+    let row = |out: &mut Vec<f32>, row: &[f32]| libm::log(exponentials(row, 0.0, 1.0, out)) as f32;
+    let sums: Vec<f32> = rows.par_chunks(v).map_init(Vec::new, row).collect();
+    Tensor::from_data(TensorData::new(sums, [n, 1]), &device)
 }
 
 /// What a backend offers for scoring lists of tokens; every backend gets it from its primitive operations.
@@ -178,8 +200,8 @@ impl<B: Products> Backward<B, 2> for ListedScores {
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::Device;
     use burn::tensor::activation::log_softmax;
-    use burn::tensor::{Device, TensorData};
 
     use super::*;
     use crate::toy::numbers;

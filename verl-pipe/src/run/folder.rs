@@ -7,7 +7,7 @@
 //! | `config.toml` | the pipeline with every setting stated |
 //! | `config.schema.json` | what may stand in it, for editors; where a registry is known |
 //! | `plan.txt` | the checked graph |
-//! | `versions.json` | versions of the crates, the platform and the features of its processor |
+//! | `versions.json` | versions of the crates and the C library, the platform, its processor and the kernels of the CPU |
 //! | `data.json` | origin, rows and fingerprint of each data set |
 //! | `metrics.jsonl` | one flat object a step: `step`, `epoch`, `timestamp` (seconds since 1970 UTC), and metrics by name |
 //! | `samples.jsonl` | a few rows a step (`kind` `training`) and what observers gave |
@@ -36,10 +36,11 @@ use crate::run::error::RunError;
 use crate::run::held::hold;
 use crate::run::lines::Lines;
 use crate::run::metrics::{StepMetrics, now};
-use crate::run::processor::processor_features;
+use crate::run::processor::{c_library, processor_features};
 pub use crate::run::records::Status;
 use crate::run::records::{
-    DataFile, DataOrigin, RowErrorLine, RowStatus, SampleLine, StartFile, StatusFile, VersionsFile,
+    Cpu, DataFile, DataOrigin, RowErrorLine, RowStatus, SampleLine, StartFile, StatusFile,
+    VersionsFile,
 };
 use crate::run::replaced::replace;
 use crate::run::runner::Run;
@@ -201,6 +202,9 @@ impl RunFolder {
                 .into_iter()
                 .map(str::to_owned)
                 .collect(),
+            cpu: Cpu::here(),
+            cpu_kernels: run.schedule().plan.pipe.cpu_kernels(),
+            c_library: Some(c_library()),
             optimised: !cfg!(debug_assertions),
         };
         self.write_text("versions.json", &pretty(&all))

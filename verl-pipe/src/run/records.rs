@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::data::DataLoaderInterface;
+use crate::resource::CpuKernels;
 use crate::stage::{Metric, Reduce};
 
 /// How far a run has come, as `status.json` tells.
@@ -93,10 +94,39 @@ pub struct VersionsFile {
     pub os: String,
     /// Architecture of the processor.
     pub arch: String,
-    /// Features of the processor that kernels are chosen by, and with them the last bits of results.
+    /// Features of the processor by which kernels and functions of the C library are chosen.
     pub processor: Vec<String>,
+    /// Make of the processor and sizes of its caches.
+    #[serde(default)]
+    pub cpu: Cpu,
+    /// The kernels of the CPU that the models have.
+    #[serde(default)]
+    pub cpu_kernels: CpuKernels,
+    /// C library, such as `glibc 2.36`; `other` where it is not glibc.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub c_library: Option<String>,
     /// Whether the program was built with optimisation.
     pub optimised: bool,
+}
+
+/// Make of a processor and sizes of its caches. What the system does not say is left out.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Cpu {
+    /// Its vendor, such as `GenuineIntel`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vendor: Option<String>,
+    /// Name of its model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// First-level cache of data of a core (KiB).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub l1d_kib: Option<u64>,
+    /// Second-level cache of a core (KiB).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub l2_kib: Option<u64>,
+    /// Third-level cache (KiB).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub l3_kib: Option<u64>,
 }
 
 /// The kernels of a GPU that a start launched.

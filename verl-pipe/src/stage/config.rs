@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use super::Stage;
 use crate::data::{DataError, DataLoaderInterface, OpenedData};
 use crate::resource::{
-    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
+    CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
 };
 use crate::schedule::batching::BatchPlan;
 
@@ -148,6 +148,11 @@ pub trait ModelConfig:
     /// Whether a message, of a panic or an error, says that the memory of a device that such models work on is used up.
     fn shortage(&self, _message: &str) -> Option<Shortage> {
         None
+    }
+    /// The kernels with which it computes on the CPU. By default nothing is known of them, and a replay on another
+    /// processor expects no equal bits.
+    fn cpu_kernels(&self) -> CpuKernels {
+        CpuKernels::default()
     }
     /// How its token ids are written, without loading weights; `None` for a model without a tokenizer.
     fn token_texts(&self, _context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {

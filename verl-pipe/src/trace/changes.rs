@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::plan::{Plan, PlannedStage};
+use crate::run::processor::OTHER_LIBRARY;
 use crate::run::records::DataOrigin;
 use crate::stage::RowRule;
 use crate::trace::conditions::{Conditions, Machine};
@@ -47,6 +48,15 @@ fn is_idle(name: &str) -> bool {
     name == "name" || name.starts_with("trace.") || recorded || IDLE.contains(&name)
 }
 
+/// Why equal bits are not to be expected on the CPU of another machine, in words; empty where they are.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Unclaimed {
+    /// Of any stage.
+    pub stages: Vec<String>,
+    /// Of stages that work with models, besides.
+    pub models: Vec<String>,
+}
+
 /// Differences between what a run was recorded under and what it is replayed under.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Changes {
@@ -61,6 +71,8 @@ pub struct Changes {
     pub data_unknown: Option<String>,
     /// Parts of the machine.
     pub machine: Vec<Change>,
+    /// Why the machine alone forbids to expect equal bits, where it does.
+    pub unclaimed: Unclaimed,
     /// Whether the trace tells what it was recorded under; where it does not, the plan's hash alone is compared.
     pub is_known: bool,
 }
@@ -69,11 +81,22 @@ impl Changes {
     /// Between a recording and a replay.
     pub fn between(recorded: &Conditions, now: &Conditions) -> Changes {
         let settings = changed(&recorded.settings, &now.settings);
+        let value = |machine: &Machine| serde_json::to_value(machine).unwrap_or_default();
         Changes {
             settings: settings.filter(|change| !is_idle(&change.name)).collect(),
-            machine: machine(&recorded.machine, &now.machine),
             is_known: true,
             ..Changes::of_plans(&recorded.plan_hash, &now.plan_hash)
+        }
+        .with_machines(&value(&recorded.machine), &value(&now.machine))
+    }
+
+    /// The same, with what differs between two machines.
+    pub(crate) fn with_machines(self, recorded: &Value, now: &Value) -> Changes {
+        let machine = machine(recorded, now);
+        Changes {
+            unclaimed: unclaimed(recorded, now, &machine),
+            machine,
+            ..self
         }
     }
 
@@ -92,20 +115,58 @@ impl Changes {
         }
     }
 
-    /// Whether what is computed on the host can be expected to have the same bits: same kind of processor, same
-    /// system, same sort of build.
-    pub fn same_processor(&self) -> bool {
-        let matters =
-            |change: &Change| !["device", "threads", "verl"].contains(&change.name.as_str());
-        !self.machine.iter().any(matters)
+    /// Whether what stages without models compute can be expected to have the same bits: on any processor of the
+    /// architecture that has AVX2 and FMA, with the same C library, system and sort of build.
+    pub fn repeats_host_bits(&self) -> bool {
+        self.unclaimed.stages.is_empty()
     }
 
-    /// Whether what models compute can be expected to have the same bits, where that is on the CPU: same processor,
-    /// same device, same type of numbers.
-    pub fn same_arithmetic(&self) -> bool {
+    /// Whether what models compute can be expected to have the same bits, where that is on the CPU: as for
+    /// [`Changes::repeats_host_bits`], on the same device, with the same type of numbers, and with kernels that add in
+    /// the same order.
+    pub fn repeats_model_bits(&self) -> bool {
         let device = self.machine.iter().any(|change| change.name == "device");
         let typed = |change: &Change| change.name.rsplit('.').next() == Some("dtype");
-        self.same_processor() && !device && !self.settings.iter().any(typed)
+        self.repeats_host_bits()
+            && self.unclaimed.models.is_empty()
+            && !device
+            && !self.settings.iter().any(typed)
+    }
+
+    /// Says that equal bits are expected although the machine differs, and in what; `None` where it does not, or where
+    /// they are not expected. `sides` shows what a part was and is.
+    pub(crate) fn other_machine(&self, sides: impl Fn(&Change) -> String) -> Option<String> {
+        if !self.repeats_model_bits() {
+            return None;
+        }
+        let named = |name: &str| self.machine.iter().find(|change| change.name == name);
+        let with_sides = |what: &str, change: Option<&Change>| match change {
+            Some(change) => format!("another {what} ({})", sides(change)),
+            None => format!("another {what}"),
+        };
+        let processor = self.machine.iter().any(|change| is_processor(&change.name));
+        let processor = processor.then(|| with_sides("processor", named("cpu.model")));
+        let others = [
+            ("width of registers", "cpu_kernels.registers"),
+            ("number of threads", "threads"),
+        ];
+        let others = others.into_iter().filter_map(|(what, name)| {
+            let change = named(name)?;
+            Some(with_sides(what, Some(change)))
+        });
+        let all: Vec<String> = processor.into_iter().chain(others).collect();
+        let them = if all.len() == 1 { "it" } else { "them" };
+        let all = listed(&all)?;
+        Some(format!(
+            "{all}: on the CPU equal bits are expected, for sums do not depend on {them}"
+        ))
+    }
+
+    /// Why equal bits are not to be expected, as far as the machine forbids it; `None` where it does not.
+    pub(crate) fn why_unclaimed(&self) -> Option<String> {
+        let Unclaimed { stages, models } = &self.unclaimed;
+        let all: Vec<&str> = stages.iter().chain(models).map(String::as_str).collect();
+        (!all.is_empty()).then(|| all.join("; "))
     }
 
     /// Why a stage is not to blame for rows that are not those of the recording: it is a source, and the data that it
@@ -173,13 +234,24 @@ impl fmt::Display for Changes {
                  them emits something else for that alone"
             )?;
         }
+        let repeats = self.repeats_model_bits();
         for change in &self.machine {
-            writeln!(f, "machine {change}")?;
+            let idle = match repeats && decides_no_bit(&change.name) {
+                true => " (decides no bit)",
+                false => "",
+            };
+            let Change { name, .. } = change;
+            writeln!(f, "machine {name}: {}{idle}", recorded_and_now(change))?;
         }
-        if !self.same_arithmetic() {
+        if let Some(expected) = self.other_machine(recorded_and_now) {
+            writeln!(f, "{expected}")?;
+        }
+        if !repeats {
+            let why = self.why_unclaimed();
+            let why = why.map_or_else(String::new, |why| format!(" ({why})"));
             writeln!(
                 f,
-                "equal bits are not to be expected, and not claimed: floats are compared within their tolerance; a token \
+                "equal bits are not to be expected, and not claimed{why}: floats are compared within their tolerance; a token \
                  or another choice that differs may come from rounding"
             )?;
         }
@@ -217,10 +289,112 @@ pub(crate) fn shown(value: &Value) -> String {
     }
 }
 
-/// What differs between two machines.
-pub(crate) fn machine(recorded: &Machine, now: &Machine) -> Vec<Change> {
-    let value = |machine: &Machine| serde_json::to_value(machine).unwrap_or_default();
-    changed(&value(recorded), &value(now)).collect()
+/// A part of the machine, then and now.
+fn recorded_and_now(change: &Change) -> String {
+    let recorded = match &change.recorded {
+        Value::Null => "not recorded".to_owned(),
+        value => format!("{value} when recorded"),
+    };
+    let now = match &change.now {
+        Value::Null => "not known".to_owned(),
+        value => value.to_string(),
+    };
+    format!("{recorded}, {now} now")
+}
+
+/// `a`, `a and b`, `a, b and c`; `None` of nothing.
+fn listed(items: &[String]) -> Option<String> {
+    let (last, before) = items.split_last()?;
+    Some(match before {
+        [] => last.clone(),
+        before => format!("{} and {last}", before.join(", ")),
+    })
+}
+
+/// Whether a part of the machine says which processor it has.
+fn is_processor(name: &str) -> bool {
+    name == "processor" || name.starts_with("cpu.")
+}
+
+/// Whether a part of the machine decides no bit where equal bits are expected.
+fn decides_no_bit(name: &str) -> bool {
+    is_processor(name) || ["cpu_kernels.registers", "threads"].contains(&name)
+}
+
+/// What differs between two machines. A size or a name of the processor that one of them does not say is no difference.
+fn machine(recorded: &Value, now: &Value) -> Vec<Change> {
+    let known = |change: &Change| {
+        let both = !change.recorded.is_null() && !change.now.is_null();
+        both || !change.name.starts_with("cpu.")
+    };
+    changed(recorded, now).filter(known).collect()
+}
+
+/// Why equal bits are not to be expected on the CPU of two machines that differ in `changes`.
+fn unclaimed(recorded: &Value, now: &Value, changes: &[Change]) -> Unclaimed {
+    let differs = |name: &str| changes.iter().find(|change| change.name == name);
+    let mut stages = Vec::new();
+    let parts = [
+        ("arch", "another architecture of the processor"),
+        ("os", "another operating system"),
+        ("optimised", "another sort of build"),
+    ];
+    let parts = parts
+        .into_iter()
+        .filter(|(name, _)| differs(name).is_some());
+    stages.extend(parts.map(|(_, why)| why.to_owned()));
+    let computes = "which computes some exponentials and logarithms";
+    match differs("c_library") {
+        Some(change) if change.recorded.is_null() => {
+            stages.push(format!(
+                "the recording does not name its C library, {computes}"
+            ));
+        }
+        Some(_) => stages.push(format!("another C library, {computes}")),
+        None => {}
+    }
+    if changes.iter().any(|change| is_processor(&change.name)) {
+        if now["c_library"] == OTHER_LIBRARY {
+            stages.push(format!(
+                "another processor, and no known version of the C library, {computes}"
+            ));
+        }
+        let lacks = |machine: &Value| {
+            let has = |feature: &str| {
+                let features = machine["processor"].as_array();
+                features.is_some_and(|all| all.iter().any(|known| known == feature))
+            };
+            machine["arch"] == "x86_64" && !(has("avx2") && has("fma"))
+        };
+        if lacks(recorded) || lacks(now) {
+            stages.push(
+                "a processor without AVX2 and FMA, where the C library computes exponentials and logarithms otherwise"
+                    .to_owned(),
+            );
+        }
+    }
+    let sums = [recorded, now].map(|machine| machine["cpu_kernels"]["sums"].as_str());
+    let mut models = Vec::new();
+    match sums {
+        [Some(then), Some(now)] if then != now => stages.push(format!(
+            "kernels add in another order: `{then}` when recorded, `{now}` now"
+        )),
+        [Some(_), Some(_)] => {}
+        [None, Some(_)] => {
+            models.push("the recording does not say in which order its kernels add".to_owned());
+        }
+        [then, None] => {
+            let of_kernels = |change: &Change| change.name == "cpu_kernels.registers";
+            let other = |change: &Change| is_processor(&change.name) || of_kernels(change);
+            if then.is_some() || changes.iter().any(other) {
+                models.push(
+                    "a kind of model does not say that its sums are the same on every processor"
+                        .to_owned(),
+                );
+            }
+        }
+    }
+    Unclaimed { stages, models }
 }
 
 /// Leaves of two documents that differ, by dotted names; an entry of a list that has a name goes by it.
@@ -274,19 +448,50 @@ fn flatten(name: &str, value: &Value, into: &mut BTreeMap<String, Value>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::resource::CpuKernels;
+    use crate::run::records::Cpu;
     use serde_json::json;
 
     fn conditions(settings: Value) -> Conditions {
+        let text = |text: &str| Some(text.to_owned());
+        let kernels = CpuKernels {
+            registers: text("avx512"),
+            sums: text("fixed-1"),
+        };
         Conditions {
             format: 1,
             plan_hash: "a".repeat(64),
             settings,
             machine: Machine {
-                processor: vec!["avx2".to_owned(), "fma".to_owned()],
-                ..Machine::here("cpu")
+                os: "linux".to_owned(),
+                arch: "x86_64".to_owned(),
+                processor: ["avx2", "avx512f", "fma"].map(str::to_owned).to_vec(),
+                cpu: Cpu {
+                    vendor: text("GenuineIntel"),
+                    model: text("Xeon"),
+                    l1d_kib: Some(48),
+                    l2_kib: Some(2048),
+                    l3_kib: None,
+                },
+                c_library: text("glibc 2.36"),
+                threads: 8,
+                ..Machine::here("cpu", kernels)
             },
             stages: Vec::new(),
         }
+    }
+
+    /// On an AMD processor without AVX-512, with other caches and half the threads.
+    fn on_amd(now: &mut Conditions) {
+        let machine = &mut now.machine;
+        machine.processor = ["avx", "avx2", "fma"].map(str::to_owned).to_vec();
+        machine.cpu.vendor = Some("AuthenticAMD".to_owned());
+        machine.cpu.model = Some("EPYC".to_owned());
+        machine.cpu.l1d_kib = Some(32);
+        machine.cpu.l2_kib = Some(512);
+        machine.cpu.l3_kib = Some(16384);
+        machine.cpu_kernels.registers = Some("avx2".to_owned());
+        machine.threads = 4;
     }
 
     #[test]
@@ -309,7 +514,7 @@ mod tests {
         let recorded = conditions(settings("a", 1, 5));
         let same = Changes::between(&recorded, &conditions(settings("b", 2, 5)));
         assert!(same.settings.is_empty() && same.plan.is_none() && same.machine.is_empty());
-        assert!(same.same_processor() && same.same_arithmetic());
+        assert!(same.repeats_host_bits() && same.repeats_model_bits());
         let mut now = conditions(settings("a", 1, 6));
         now.plan_hash = "b".repeat(64);
         let text = Changes::between(&recorded, &now).to_string();
@@ -319,26 +524,200 @@ mod tests {
     }
 
     #[test]
-    fn only_the_same_arithmetic_claims_equal_bits() {
+    fn equal_bits_are_claimed_by_these_rules() {
         let recorded = conditions(json!({"models": {"actor": {"dtype": "f32"}}}));
-        let check = |change: fn(&mut Conditions), processor: bool, arithmetic: bool| {
+        let check = |change: fn(&mut Conditions), host: bool, models: bool, why: &str| {
             let mut now = recorded.clone();
             change(&mut now);
             let changes = Changes::between(&recorded, &now);
-            assert_eq!(changes.same_processor(), processor, "{changes}");
-            assert_eq!(changes.same_arithmetic(), arithmetic, "{changes}");
+            assert_eq!(changes.repeats_host_bits(), host, "{changes}");
+            assert_eq!(changes.repeats_model_bits(), models, "{changes}");
             let text = changes.to_string();
-            assert_eq!(text.contains("not claimed"), !arithmetic, "{text}");
+            assert_eq!(text.contains("not claimed"), !models, "{text}");
+            assert!(text.contains(why), "{text}");
         };
-        check(|_| {}, true, true);
-        check(|now| now.machine.threads += 3, true, true);
-        check(|now| now.machine.device = "cuda:0".to_owned(), true, false);
-        check(|now| drop(now.machine.processor.pop()), false, false);
-        check(|now| now.machine.optimised ^= true, false, false);
+        let expected = |change, what: &str| {
+            let line = format!(
+                "\nanother {what}: on the CPU equal bits are expected, for sums do not depend on it\n"
+            );
+            check(change, true, true, &line);
+        };
+        // What decides no bit.
+        check(|_| {}, true, true, "");
+        expected(
+            |now| now.machine.threads = 11,
+            "number of threads (8 when recorded, 11 now)",
+        );
+        expected(
+            |now| now.machine.cpu_kernels.registers = Some("plain".to_owned()),
+            "width of registers (\"avx512\" when recorded, \"plain\" now)",
+        );
+        expected(
+            |now| now.machine.cpu.vendor = Some("Other".to_owned()),
+            "processor",
+        );
+        expected(
+            |now| now.machine.cpu.model = Some("EPYC".to_owned()),
+            "processor (\"Xeon\" when recorded, \"EPYC\" now)",
+        );
+        expected(|now| now.machine.cpu.l1d_kib = Some(32), "processor");
+        expected(|now| now.machine.cpu.l2_kib = Some(512), "processor");
+        expected(
+            |now| now.machine.processor.push("f16c".to_owned()),
+            "processor",
+        );
+        check(on_amd, true, true, "equal bits are expected");
+        // What decides bits of models alone.
+        check(
+            |now| now.machine.device = "cuda:0".to_owned(),
+            true,
+            false,
+            "machine device: \"cpu\" when recorded, \"cuda:0\" now\n",
+        );
         check(
             |now| now.settings["models"]["actor"]["dtype"] = "bf16".into(),
             true,
             false,
+            "setting models.actor.dtype: ",
+        );
+        check(
+            |now| now.machine.cpu_kernels.sums = None,
+            true,
+            false,
+            "(a kind of model does not say that its sums are the same on every processor)",
+        );
+        // What decides any.
+        check(
+            |now| now.machine.cpu_kernels.sums = Some("fixed-2".to_owned()),
+            false,
+            false,
+            "(kernels add in another order: `fixed-1` when recorded, `fixed-2` now)",
+        );
+        check(
+            |now| now.machine.arch = "aarch64".to_owned(),
+            false,
+            false,
+            "(another architecture of the processor)",
+        );
+        check(
+            |now| now.machine.os = "macos".to_owned(),
+            false,
+            false,
+            "(another operating system)",
+        );
+        check(
+            |now| now.machine.optimised ^= true,
+            false,
+            false,
+            "(another sort of build)",
+        );
+        check(
+            |now| now.machine.c_library = Some("glibc 2.41".to_owned()),
+            false,
+            false,
+            "(another C library, which computes some exponentials and logarithms)",
+        );
+        for missing in ["avx2", "fma"] {
+            let mut now = recorded.clone();
+            now.machine.processor.retain(|feature| feature != missing);
+            for [then, now] in [[&recorded, &now], [&now, &recorded]] {
+                let changes = Changes::between(then, now);
+                assert!(!changes.repeats_host_bits() && !changes.repeats_model_bits());
+                let why = "(a processor without AVX2 and FMA, where";
+                assert!(changes.to_string().contains(why), "{changes}");
+            }
+        }
+        // Another version says of itself in its sums whether it computes otherwise.
+        let version = |now: &mut Conditions| now.machine.verl = "9.9.9".to_owned();
+        check(version, true, true, "machine verl: ");
+    }
+
+    #[test]
+    fn a_difference_that_decides_no_bit_is_worded_so() {
+        let recorded = conditions(json!({}));
+        let mut now = recorded.clone();
+        on_amd(&mut now);
+        let text = Changes::between(&recorded, &now).to_string();
+        let lines: Vec<&str> = text.lines().collect();
+        let (last, parts) = lines.split_last().expect("lines");
+        assert_eq!(
+            *last,
+            "another processor (\"Xeon\" when recorded, \"EPYC\" now), another width of registers (\"avx512\" when \
+             recorded, \"avx2\" now) and another number of threads (8 when recorded, 4 now): on the CPU equal bits are \
+             expected, for sums do not depend on them"
+        );
+        // The size of the third cache was not known when recorded.
+        let names = [
+            "cpu.l1d_kib",
+            "cpu.l2_kib",
+            "cpu.model",
+            "cpu.vendor",
+            "cpu_kernels.registers",
+            "processor",
+            "threads",
+        ];
+        assert_eq!(parts.len(), names.len(), "{text}");
+        for (line, name) in parts.iter().zip(names) {
+            let start = format!("machine {name}: ");
+            assert!(
+                line.starts_with(&start) && line.ends_with(" (decides no bit)"),
+                "{line}"
+            );
+        }
+        // Where something else forbids equal bits they are differences like any other.
+        now.machine.optimised ^= true;
+        let text = Changes::between(&recorded, &now).to_string();
+        assert!(
+            !text.contains("decides no bit") && !text.contains("are expected"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn models_that_say_nothing_of_their_sums_repeat_on_the_same_processor_only() {
+        let mut recorded = conditions(json!({}));
+        recorded.machine.cpu_kernels = CpuKernels::default();
+        let mut now = recorded.clone();
+        now.machine.threads = 4;
+        assert!(Changes::between(&recorded, &now).repeats_model_bits());
+        now.machine.cpu.l2_kib = Some(512);
+        let changes = Changes::between(&recorded, &now);
+        assert!(changes.repeats_host_bits() && !changes.repeats_model_bits());
+    }
+
+    #[test]
+    fn another_processor_is_no_promise_where_the_c_library_is_not_known() {
+        let mut recorded = conditions(json!({}));
+        recorded.machine.c_library = Some(OTHER_LIBRARY.to_owned());
+        assert!(Changes::between(&recorded, &recorded).repeats_model_bits());
+        let mut now = recorded.clone();
+        on_amd(&mut now);
+        let changes = Changes::between(&recorded, &now);
+        assert!(!changes.repeats_host_bits());
+        let why = "(another processor, and no known version of the C library";
+        assert!(changes.to_string().contains(why), "{changes}");
+    }
+
+    #[test]
+    fn a_trace_of_an_older_version_is_read_and_claims_nothing() {
+        let now = conditions(json!({}));
+        let mut old = serde_json::to_value(&now).expect("JSON");
+        let machine = old["machine"].as_object_mut().expect("an object");
+        for part in ["cpu", "cpu_kernels", "c_library"] {
+            assert!(machine.remove(part).is_some(), "{part}");
+        }
+        let old: Conditions = serde_json::from_value(old).expect("conditions");
+        assert_eq!(old.machine.cpu, Cpu::default());
+        let changes = Changes::between(&old, &now);
+        assert!(!changes.repeats_host_bits() && !changes.repeats_model_bits());
+        assert_eq!(
+            changes.to_string(),
+            "machine c_library: not recorded, \"glibc 2.36\" now\n\
+             machine cpu_kernels.registers: not recorded, \"avx512\" now\n\
+             machine cpu_kernels.sums: not recorded, \"fixed-1\" now\n\
+             equal bits are not to be expected, and not claimed (the recording does not name its C library, which \
+             computes some exponentials and logarithms; the recording does not say in which order its kernels add): \
+             floats are compared within their tolerance; a token or another choice that differs may come from rounding\n"
         );
     }
 }

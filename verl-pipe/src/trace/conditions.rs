@@ -12,7 +12,9 @@ use crate::config::to_toml;
 use crate::pipe::DataPipe;
 use crate::plan::Plan;
 use crate::plan::display::Unwarned;
-use crate::run::processor::processor_features;
+use crate::resource::CpuKernels;
+use crate::run::processor::{c_library, processor_features};
+use crate::run::records::Cpu;
 use crate::schedule::placement::Schedule;
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, parse};
@@ -33,17 +35,27 @@ pub struct Conditions {
     pub stages: Vec<StageShape>,
 }
 
-/// What decides the last bits of results besides the settings.
+/// What can decide the last bits of results besides the settings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Machine {
     /// Device group of the models.
     pub device: String,
-    /// Operating system, whose library computes exponentials and logarithms.
+    /// Operating system.
     pub os: String,
     /// Architecture of the processor.
     pub arch: String,
-    /// Features of the processor that kernels are chosen by.
+    /// Features of the processor by which kernels and functions of the C library are chosen.
     pub processor: Vec<String>,
+    /// Make of the processor and sizes of its caches; empty in traces of older versions.
+    #[serde(default)]
+    pub cpu: Cpu,
+    /// The kernels of the CPU that the models have; empty in traces of older versions.
+    #[serde(default)]
+    pub cpu_kernels: CpuKernels,
+    /// C library, such as `glibc 2.36`, which computes some exponentials and logarithms; `other` where it is not glibc.
+    /// Left out in traces of older versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub c_library: Option<String>,
     /// Whether the program was built with optimisation.
     pub optimised: bool,
     /// Threads that kernels may use: `RAYON_NUM_THREADS`, else as many as there are cores. On a CPU no bit depends on
@@ -54,8 +66,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// This machine, with the models on `device`.
-    pub fn here(device: &str) -> Machine {
+    /// This machine, with the models on `device`; `cpu_kernels` are those that they have for the CPU.
+    pub fn here(device: &str, cpu_kernels: CpuKernels) -> Machine {
         let asked = std::env::var("RAYON_NUM_THREADS").ok();
         let asked = asked.and_then(|text| text.parse().ok());
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
@@ -67,6 +79,9 @@ impl Machine {
                 .into_iter()
                 .map(str::to_owned)
                 .collect(),
+            cpu: Cpu::here(),
+            cpu_kernels,
+            c_library: Some(c_library()),
             optimised: !cfg!(debug_assertions),
             threads: asked.filter(|n| *n > 0).unwrap_or_else(cores),
             verl: env!("CARGO_PKG_VERSION").to_owned(),
@@ -82,7 +97,7 @@ impl Conditions {
             format: FORMAT,
             plan_hash: plan_hash(plan),
             settings: settings_of(&plan.pipe),
-            machine: Machine::here(&schedule.groups[0].name),
+            machine: Machine::here(&schedule.groups[0].name, plan.pipe.cpu_kernels()),
             stages: plan.stages.iter().map(StageShape::of).collect(),
         }
     }
@@ -102,16 +117,25 @@ impl Conditions {
 }
 
 /// Parts of the machine that `versions.json` of a run tells too, for a trace that does not note it.
-const OF_VERSIONS: [&str; 4] = ["arch", "optimised", "os", "processor"];
+const OF_VERSIONS: [&str; 7] = [
+    "arch",
+    "c_library",
+    "cpu",
+    "cpu_kernels",
+    "optimised",
+    "os",
+    "processor",
+];
 
 /// Those parts of the machine of the run in `run_dir`, and the same of `now`.
 pub(crate) fn of_versions(run_dir: &Path, now: &Machine) -> (Value, Value) {
     let text = fs::read_to_string(run_dir.join("versions.json")).unwrap_or_default();
     let recorded: Value = serde_json::from_str(&text).unwrap_or_default();
     let now = serde_json::to_value(now).unwrap_or_default();
+    // What equal bits depend on counts where it is not recorded, too.
     let told = OF_VERSIONS
         .into_iter()
-        .filter(|part| recorded.get(part).is_some());
+        .filter(|part| recorded.get(part).is_some() || ["c_library", "cpu_kernels"].contains(part));
     let told: Vec<&str> = told.collect();
     let parts = |of: &Value| -> Value {
         let parts = told

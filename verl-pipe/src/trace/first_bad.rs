@@ -174,7 +174,7 @@ fn again_bad<'r>(
     let index = stages.position(|planned| planned.name == stage.stage)?;
     let bad = match (&stage.failed, &stage.compared.first) {
         (None, Some(difference)) => {
-            let exact = report.changes.same_arithmetic();
+            let exact = report.changes.repeats_model_bits();
             of_replay(schedule, recorded, index, difference, exact)
         }
         (error, _) => {

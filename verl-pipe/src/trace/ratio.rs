@@ -86,8 +86,8 @@ pub(crate) fn compare(
             k1: -sums.signed / n,
             k1_error: sums.error(),
             rows: sums.rows,
-            ratio_min: sums.min.exp(),
-            ratio_max: sums.max.exp(),
+            ratio_min: libm::exp(sums.min),
+            ratio_max: libm::exp(sums.max),
             probability_diff: sums.probability / n,
             ess: sums.ratio * sums.ratio / (n * sums.ratio_squared),
         };
@@ -146,8 +146,8 @@ impl Sums {
             self.diff_max = self.diff_max.max(d.abs());
             self.min = self.min.min(d);
             self.max = self.max.max(d);
-            self.probability += (own.exp() - other.exp()).abs();
-            let ratio = d.exp();
+            self.probability += (libm::exp(own) - libm::exp(other)).abs();
+            let ratio = libm::exp(d);
             self.ratio += ratio;
             self.ratio_squared += ratio * ratio;
             farthest = Some(farthest.unwrap_or(0.0).max(d.abs()));
@@ -227,7 +227,7 @@ mod tests {
         assert_eq!((stats.rows, stats.k1_error), (2, Some(0.625)));
         assert_eq!(
             (stats.ratio_min, stats.ratio_max),
-            ((-0.25f64).exp(), 1f64.exp())
+            (libm::exp(-0.25), libm::exp(1.0))
         );
         let (a, b) = (1f64.exp(), (-0.25f64).exp());
         assert!((stats.ess - (a + b).powi(2) / (2.0 * (a * a + b * b))).abs() < 1e-12);

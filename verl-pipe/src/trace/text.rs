@@ -97,7 +97,7 @@ pub(crate) fn short(value: f64) -> String {
     if value == 0.0 || (value.fract() == 0.0 && size < 1e6) {
         format!("{value}")
     } else if (1e-3..1e5).contains(&size) {
-        let digits = 3 - (size.log10().floor() as i32);
+        let digits = 3 - (libm::log10(size).floor() as i32);
         format!("{value:.*}", digits.max(0) as usize)
     } else {
         format!("{value:.3e}")

@@ -9,13 +9,13 @@ use verl_models::hf::Origin;
 use verl_models::ilql::{IlqlDecoder, IlqlHeads, IlqlPolicy, Q_HEADS};
 use verl_models::optim::OptimizerConfig;
 use verl_pipe::resource::{
-    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
+    CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
 };
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
 use super::{
-    CausalLm, Init, PolicyResource, SaveAs, WeightsDType, check_device, failed, optimizer_of,
-    shortage, texts, training,
+    CausalLm, Init, PolicyResource, SaveAs, WeightsDType, check_device, decoder_kernels, failed,
+    optimizer_of, shortage, texts, training,
 };
 
 /// Settings of model kind `ilql_lm`: those of `causal_lm`, and how much the heads weigh in sampling.
@@ -120,6 +120,11 @@ impl ModelConfig for IlqlLm {
 
     fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
         self.plain().token_texts(context)
+    }
+
+    /// Products and sums of the heads are burn's, which follow the processor.
+    fn cpu_kernels(&self) -> CpuKernels {
+        decoder_kernels()
     }
 
     fn load(

@@ -16,16 +16,17 @@ use verl_models::optim::OptimizerConfig;
 use verl_models::tokenizer::Tokenizer;
 use verl_models::value_head::{self, FreshHead, HeadKind};
 use verl_pipe::resource::{
-    DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot, StoredState,
-    TokenTexts, WeightsVersion,
+    CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot,
+    StoredState, TokenTexts, WeightsVersion,
 };
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
 use super::{
     Init, SaveAs, TextTools, VALUE_MODEL, WeightsDType, check_device, check_optimizer,
-    check_recompute, check_weights, count_parameters, decoder_config, failed, look_at_texts,
-    optimizer_of, quick_snapshot, random_decoder, recall, restore, save, saved_bytes, shortage,
-    sized, smaller, snapshot, store, texts, token_texts, trained_resource, training, version,
+    check_recompute, check_weights, count_parameters, decoder_config, decoder_kernels, failed,
+    look_at_texts, optimizer_of, quick_snapshot, random_decoder, recall, restore, save,
+    saved_bytes, shortage, sized, smaller, snapshot, store, texts, token_texts, trained_resource,
+    training, version,
 };
 
 /// A model of values with its tokenizer and chat template, as stages find it.
@@ -232,6 +233,11 @@ impl ModelConfig for ValueLm {
 
     fn shortage(&self, message: &str) -> Option<Shortage> {
         shortage(message)
+    }
+
+    /// The sums of the value head are burn's, which follow the width of the registers.
+    fn cpu_kernels(&self) -> CpuKernels {
+        decoder_kernels()
     }
 
     fn token_texts(&self, context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {

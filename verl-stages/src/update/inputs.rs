@@ -104,7 +104,12 @@ impl UpdateStage {
             }
             if reads_squares {
                 let squared = packed(|scores| &scores.sum_pi_squared);
-                squares = Some(squared.into_iter().map(|sum| sum.ln() as f32).collect());
+                squares = Some(
+                    squared
+                        .into_iter()
+                        .map(|sum| libm::log(sum) as f32)
+                        .collect(),
+                );
             }
             mini.current_log_probs = Some(packed(|scores| &scores.log_probs));
             if mini.old_log_probs.is_none() && self.loss.reads(LossInput::OldLogProbs) {

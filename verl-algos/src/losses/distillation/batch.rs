@@ -95,7 +95,7 @@ impl DistillationBatch {
         check_len(argument, "numbers", self.teacher_log_probs.len(), expected)?;
         check_finite(argument, &self.teacher_log_probs)?;
         for (position, own) in self.teacher_log_probs.chunks(self.top_k).enumerate() {
-            let mass: f64 = own.iter().map(|log_prob| log_prob.exp()).sum();
+            let mass: f64 = own.iter().map(|log_prob| libm::exp(*log_prob)).sum();
             if mass > 1.0 + MASS_SLACK {
                 return Err(AlgoError::Mass {
                     argument,

@@ -1,8 +1,9 @@
 //! Divergences between the teacher's and the student's distribution over a few tokens.
 
-use burn::tensor::{Tensor, activation};
+use burn::tensor::Tensor;
 
 use crate::error::{AlgoError, check_setting};
+use crate::functions::{exp, log, log_softmax};
 
 /// Least mass of the tail: f32 does not know a remainder of 1 below it. No gradient goes through it there.
 const TAIL_FLOOR: f64 = 1e-6;
@@ -55,12 +56,12 @@ impl Tail {
         let outcomes = match self {
             Tail::Renormalize => log_probs,
             Tail::Bucket => {
-                let left = log_probs.clone().exp().sum_dim(1).neg() + 1.0; // [N, 1]
-                Tensor::cat(vec![log_probs, left.clamp_min(TAIL_FLOOR).log()], 1)
+                let left = exp(log_probs.clone()).sum_dim(1).neg() + 1.0; // [N, 1]
+                Tensor::cat(vec![log_probs, log(left.clamp_min(TAIL_FLOOR))], 1)
             }
         };
         // With a tail the mass is 1 already, up to rounding and the floor.
-        activation::log_softmax(outcomes, 1)
+        log_softmax(outcomes)
     }
 }
 
@@ -148,8 +149,8 @@ impl Divergence {
             Divergence::Reverse => kl(student, teacher),
             Divergence::JensenShannon { beta } => {
                 let mixture = log_add(
-                    teacher.clone() + beta.ln(),
-                    student.clone() + (-beta).ln_1p(),
+                    teacher.clone() + libm::log(beta),
+                    student.clone() + libm::log1p(-beta),
                 );
                 kl(teacher, mixture.clone()) * beta + kl(student, mixture) * (1.0 - beta)
             }
@@ -159,14 +160,14 @@ impl Divergence {
 
 /// Σ p (log p − log q), `[N, K]` to `[N]`.
 fn kl(p: Tensor<2>, q: Tensor<2>) -> Tensor<1> {
-    (p.clone().exp() * (p - q)).sum_dim(1).squeeze_dim(1)
+    (exp(p.clone()) * (p - q)).sum_dim(1).squeeze_dim(1)
 }
 
 /// log(e^a + e^b); the larger is taken off first and carries no gradient, since it cancels.
 fn log_add(a: Tensor<2>, b: Tensor<2>) -> Tensor<2> {
     let larger = a.clone().max_pair(b.clone()).detach();
-    let sum = (a - larger.clone()).exp() + (b - larger.clone()).exp();
-    sum.log() + larger
+    let sum = exp(a - larger.clone()) + exp(b - larger.clone());
+    log(sum) + larger
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use super::batch::{DistillationBatch, DistillationMicroBatch};
 use super::divergence::{Divergence, Tail};
 use crate::aggregate::{Aggregation, token_weights};
 use crate::error::{AlgoError, check_len};
+use crate::functions::exp;
 use crate::losses::{Metric, Partial, Share};
 use crate::tensor::{at_least_f32, constant_like};
 
@@ -115,7 +116,7 @@ impl PreparedDistillation<'_> {
 
 /// Σ e^{log-prob}, `[M, K]` to `[M]`.
 fn mass(log_probs: Tensor<2>) -> Tensor<1> {
-    log_probs.exp().sum_dim(1).squeeze_dim(1)
+    exp(log_probs).sum_dim(1).squeeze_dim(1)
 }
 
 #[cfg(test)]

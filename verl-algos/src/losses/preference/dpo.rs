@@ -6,6 +6,7 @@ use crate::aggregate::Aggregation;
 use crate::batch::MiniBatch;
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
+use crate::functions::exp;
 use crate::losses::LossInput;
 use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
 
@@ -166,7 +167,7 @@ impl RowLoss for Dpo {
         if self.wpo {
             let aligned = log_probs.clone().detach() - tokens.log_sum_sq_probs(self.name())?;
             let means = rows.side_means(aligned);
-            loss = loss * (means.chosen + means.rejected).exp();
+            loss = loss * exp(means.chosen + means.rejected);
         }
         let implicit = ratios.map(|delta| delta * self.beta);
         Ok(PerRow {

@@ -1,34 +1,28 @@
 //! Functions of log-probs that keep their digits and their gradients at both ends.
 
-use burn::tensor::{Tensor, activation};
+use burn::tensor::Tensor;
+
+use crate::functions;
+pub(super) use crate::functions::log_sigmoid;
 
 /// Bound of an exponent; e^80 is finite in f32, and beyond there is no gradient.
 const EXPONENT_BOUND: f64 = 80.0;
 /// The nearest to 0 that a log-prob is taken to be where 1 − p is needed; 1 − e^0 has no logarithm.
 const LARGEST_LOG_PROB: f64 = -1e-30;
 
-/// log σ(x).
-pub(super) fn log_sigmoid(x: Tensor<1>) -> Tensor<1> {
-    activation::log_sigmoid(x)
-}
-
 /// σ(x), by its logarithm: burn's own goes through f32.
 pub(super) fn sigmoid(x: Tensor<1>) -> Tensor<1> {
-    log_sigmoid(x).exp()
+    functions::exp(log_sigmoid(x))
 }
 
-/// e^x − 1 = 2 e^{x/2} sinh(x/2), x = clip(x, ±80): near 0 nothing cancels.
+/// e^x − 1, x = clip(x, ±80): near 0 nothing cancels.
 pub(super) fn exp_m1(x: Tensor<1>) -> Tensor<1> {
-    let half = x.clamp(-EXPONENT_BOUND, EXPONENT_BOUND) / 2.0;
-    half.clone().exp() * half.sinh() * 2.0
+    functions::exp_m1(x.clamp(-EXPONENT_BOUND, EXPONENT_BOUND))
 }
 
 /// log(1 − e^x) for x ≤ 0.
-///
-/// With t = tanh(x/2), 1 − e^x = −2t/(1 − t), where nothing cancels at either end.
 pub(super) fn log1m_exp(x: Tensor<1>) -> Tensor<1> {
-    let t = (x.clamp_max(LARGEST_LOG_PROB) / 2.0).tanh();
-    (t.clone() * -2.0).log() - (t * -1.0).log1p()
+    functions::log1m_exp(x.clamp_max(LARGEST_LOG_PROB))
 }
 
 #[cfg(test)]

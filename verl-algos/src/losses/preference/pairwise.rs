@@ -5,6 +5,7 @@
 use burn::tensor::Tensor;
 
 use super::log_space::{log_sigmoid, sigmoid as sigma};
+use crate::functions::exp;
 use crate::losses::Sides;
 
 /// What the functions read of pairs, `[P]` each.
@@ -90,8 +91,8 @@ pub(super) fn ipo_sum(pairs: &Pairs) -> Tensor<1> {
 pub(super) fn exo_pair(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
     let log_q = log_sigmoid(pairs.x());
     let log_not_q = log_sigmoid(-pairs.x());
-    log_q.clone().exp() * (log_q - (-epsilon).ln_1p())
-        + log_not_q.clone().exp() * (log_not_q - epsilon.ln())
+    exp(log_q.clone()) * (log_q - libm::log1p(-epsilon))
+        + exp(log_not_q.clone()) * (log_not_q - libm::log(epsilon))
 }
 
 /// −log σ(βΔ_w) − ½ log σ(−βΔ_w) − ½ log σ(−βΔ_l).
@@ -143,7 +144,7 @@ pub(super) fn apo_down(pairs: &Pairs) -> Tensor<1> {
 pub(super) fn discopop(pairs: &Pairs, tau: f64) -> Tensor<1> {
     let x = pairs.x();
     let logistic = -log_sigmoid(x.clone());
-    let exponential = (log_sigmoid(x.clone() / tau) - x.clone()).exp();
+    let exponential = exp(log_sigmoid(x.clone() / tau) - x.clone());
     sigma(-x / tau) * logistic + exponential
 }
 

@@ -162,7 +162,7 @@ impl Call {
     }
 
     fn scalars(&self, splits: usize) -> Vec<u64> {
-        let scale = (self.shape.head_dim as f64).powf(-0.5);
+        let scale = 1.0 / (self.shape.head_dim as f64).sqrt();
         vec![scale.to_bits(), self.tokens() as u64, 0, splits as u64]
     }
 

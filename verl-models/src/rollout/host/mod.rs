@@ -22,6 +22,7 @@ use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
 use crate::blocks::rope::RopeConfig;
 use crate::decoder::{Decoder, DecoderLayer};
+use crate::kernels::{FlexTensor, on_cpu, tensor, values};
 use crate::vector::{LANES, gated, rms_norm, rms_norm_in_place, rotate};
 
 /// Weights that a core keeps in its second-level cache while rows pass by: below, threads take rows of their own and
@@ -37,7 +38,8 @@ pub(crate) struct HostDecoder {
 }
 
 struct Weights {
-    embedding: Vec<f32>,
+    /// `[V, D]`
+    embedding: FlexTensor,
     layers: Vec<Layer>,
     norm: Vec<f32>,
     head: Packed,
@@ -73,7 +75,7 @@ impl HostDecoder {
         let embedding = host(decoder.model.embed_tokens.weight.val())?;
         let head = match &decoder.lm_head {
             Some(head) => pack(&[head])?,
-            None => Packed::new(&[&embedding], config.hidden_size, None),
+            None => Packed::new(&[values(&embedding)], config.hidden_size, None),
         };
         let layers = decoder.model.layers.iter().map(Layer::new);
         let layers = layers.collect::<Result<Vec<_>, _>>()?;
@@ -81,7 +83,7 @@ impl HostDecoder {
         let weights = Weights {
             embedding,
             layers,
-            norm: host(decoder.model.norm.weight.val())?,
+            norm: norm(&decoder.model.norm)?,
             head,
             width: config.hidden_size,
             intermediate: config.intermediate_size,
@@ -184,7 +186,7 @@ struct Token {
 
 impl Weights {
     fn vocab(&self) -> usize {
-        self.embedding.len() / self.width
+        values(&self.embedding).len() / self.width
     }
 
     /// Appends the feeds to their sequences; logits after the last token of each: `[feeds, V]`.
@@ -255,10 +257,11 @@ impl Weights {
     }
 
     fn embed(&self, feeds: &[Feed<'_>]) -> Vec<f32> {
+        let embedding = values(&self.embedding);
         let ids = feeds.iter().flat_map(|feed| feed.ids);
         let rows = ids.flat_map(|&id| {
             let start = id as usize * self.width;
-            &self.embedding[start..start + self.width]
+            &embedding[start..start + self.width]
         });
         rows.copied().collect()
     }
@@ -369,23 +372,26 @@ fn pack(maps: &[&Linear]) -> Result<Packed, RolloutError> {
     let inputs = maps[0].weight.val().dims()[1];
     let weights = maps.iter().map(|map| host(map.weight.val()));
     let weights = weights.collect::<Result<Vec<_>, _>>()?;
-    let weights: Vec<&[f32]> = weights.iter().map(Vec::as_slice).collect();
+    let weights: Vec<&[f32]> = weights.iter().map(values).collect();
     let biases = maps.iter().filter_map(|map| map.bias.as_ref());
-    let biases = biases
-        .map(|bias| host(bias.val()))
-        .collect::<Result<Vec<_>, _>>()?;
+    let biases = biases.map(|bias| Ok(values(&host(bias.val())?).to_vec()));
+    let biases = biases.collect::<Result<Vec<_>, RolloutError>>()?;
     let bias = (biases.len() == maps.len()).then(|| biases.concat());
     Ok(Packed::new(&weights, inputs, bias))
 }
 
 fn norm(norm: &RmsNorm) -> Result<Vec<f32>, RolloutError> {
-    host(norm.weight.val())
+    Ok(values(&host(norm.weight.val())?).to_vec())
 }
 
-/// A parameter's numbers in f32.
-fn host<const D: usize>(tensor: Tensor<D>) -> Result<Vec<f32>, RolloutError> {
-    let elements = tensor.shape().num_elements();
-    super::eager::read(tensor.reshape([1, elements]))
+/// A parameter's numbers in f32; those on the CPU are not copied.
+fn host<const D: usize>(parameter: Tensor<D>) -> Result<FlexTensor, RolloutError> {
+    if let Some(numbers) = on_cpu(parameter.clone()) {
+        return Ok(numbers);
+    }
+    let shape = parameter.shape();
+    let flat = parameter.reshape([1, shape.num_elements()]);
+    Ok(tensor(super::eager::read(flat)?, shape))
 }
 
 /// Cosines and sines of positions `0..length`, rounded as the decoder's own tables are.
@@ -395,8 +401,12 @@ fn rotations(rope: &RopeConfig, head_dim: usize, length: usize) -> Vec<f32> {
     let mut table = Vec::with_capacity(length * 2 * frequencies.len());
     for position in 0..length {
         let angles = frequencies.iter().map(|f| f64::from(position as f32 * f));
-        table.extend(angles.clone().map(|angle| magnitude * angle.cos() as f32));
-        table.extend(angles.map(|angle| magnitude * angle.sin() as f32));
+        table.extend(
+            angles
+                .clone()
+                .map(|angle| magnitude * libm::cos(angle) as f32),
+        );
+        table.extend(angles.map(|angle| magnitude * libm::sin(angle) as f32));
     }
     table
 }

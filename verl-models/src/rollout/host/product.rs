@@ -6,10 +6,14 @@
 
 use rayon::prelude::*;
 
-use crate::vector::{LANES, tile_rows, vectorised};
+use crate::unset::{self, Unset};
+use crate::vector::{LANES, fetch, tile_rows, vectorised};
 
 /// Rows that stay in the second-level cache while panels pass by.
 const BLOCK: usize = 64;
+/// Inputs ahead of the one in use whose weights are fetched: the processor by itself fetches too late, or not across pages,
+/// and weights that come from memory would pass at half of its rate.
+const AHEAD: usize = 64;
 
 /// Who computes a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,17 +49,14 @@ impl Packed {
             .iter()
             .flat_map(|m| m.chunks_exact(inputs))
             .collect();
-        let mut panels = vec![0.0; rows.len().div_ceil(LANES) * inputs * LANES];
-        panels
-            .par_chunks_mut(inputs * LANES)
-            .zip(rows.par_chunks(LANES))
-            .for_each(|(panel, rows)| {
-                for (input, lanes) in panel.chunks_exact_mut(LANES).enumerate() {
-                    for (lane, row) in lanes.iter_mut().zip(rows) {
-                        *lane = row[input];
-                    }
-                }
-            });
+        let write = |panels: &mut [Unset]| {
+            panels
+                .par_chunks_mut(inputs * LANES)
+                .zip(rows.par_chunks(LANES))
+                .for_each(|(panel, rows)| pack(rows, panel.as_chunks_mut().0));
+        };
+        #[expect(unsafe_code, reason = "`pack` writes every lane of every panel")]
+        let panels = unsafe { unset::made(rows.len().div_ceil(LANES) * inputs * LANES, write) };
         Packed {
             panels,
             bias,
@@ -142,6 +143,24 @@ impl Packed {
     }
 }
 
+/// Rows of a matrix, [`LANES`] at most, side by side; lanes without a row are 0.
+fn pack(rows: &[&[f32]], panel: &mut [[Unset; LANES]]) {
+    if let Ok(rows) = <&[&[f32]; LANES]>::try_from(rows) {
+        let rows = rows.map(|row| &row[..panel.len()]);
+        for (input, lanes) in panel.iter_mut().enumerate() {
+            for lane in 0..LANES {
+                lanes[lane].write(rows[lane][input]);
+            }
+        }
+    } else {
+        for (input, lanes) in panel.iter_mut().enumerate() {
+            for (lane, to) in lanes.iter_mut().enumerate() {
+                to.write(rows.get(lane).map_or(0.0, |row| row[input]));
+            }
+        }
+    }
+}
+
 /// The products of all rows of `x` with one panel, a tile of rows at a time.
 fn panel_product(
     panel: &[f32],
@@ -182,6 +201,7 @@ fn tile_product<const ROWS: usize>(
     let panel = &panel.as_chunks::<LANES>().0[..inputs];
     for input in 0..inputs {
         let weights = panel[input];
+        fetch(&panel[input], AHEAD);
         for row in 0..ROWS {
             let value = rows[row][input];
             for lane in 0..LANES {

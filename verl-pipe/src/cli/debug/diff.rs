@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::{DIFFERS, Failure, NOTHING, SAME, write, write_json};
 use crate::registry::Registry;
-use crate::trace::changes::changed;
+use crate::trace::changes::{Change, Changes, changed, shown};
 use crate::trace::conditions::Conditions;
 use crate::trace::diff::{RunDiff, diff_settings, diff_step};
 use crate::trace::diff_stats::diff_stats;
@@ -49,6 +49,15 @@ pub(super) fn diff(
     };
     let plans = [&first, &second].map(|run| run.trace().format().plan_hash.as_str());
     found.notes.extend(other_plan(plans[0], plans[1]));
+    let recorded = [
+        Conditions::read(&args.first)?,
+        Conditions::read(&args.second)?,
+    ];
+    if let [Some(left), Some(right)] = &recorded {
+        found
+            .notes
+            .extend(equal_bits(&Changes::between(left, right)));
+    }
     found.notes.extend(lone_steps(&left, &right));
     for step in left.intersection(&right) {
         let (a, b) = (first.step(*step)?, second.step(*step)?);
@@ -85,6 +94,16 @@ fn other_plan(first: &str, second: &str) -> Option<String> {
     let short = |hash: &str| hash.get(..12).unwrap_or(hash).to_owned();
     let (left, right) = (short(first), short(second));
     (first != second).then(|| format!("the plans differ: {left} | {right}"))
+}
+
+/// What another machine means for the bits of two runs, where the machines differ.
+fn equal_bits(changes: &Changes) -> Option<String> {
+    let sides = |change: &Change| format!("{} | {}", shown(&change.recorded), shown(&change.now));
+    let unclaimed = || {
+        let why = changes.why_unclaimed()?;
+        Some(format!("equal bits are not to be expected: {why}"))
+    };
+    changes.other_machine(sides).or_else(unclaimed)
 }
 
 /// Steps that one of the runs recorded and the other did not.

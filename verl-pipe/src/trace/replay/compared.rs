@@ -17,8 +17,8 @@ use crate::trace::replay::chosen::changed_models;
 use crate::trace::replay::report::ReplayedStage;
 
 /// How far a key that a model computes may lie from the recorded value where equal bits are not to be expected: on
-/// another device than the CPU, whose kernels may add up in another order from call to call, and on another kind of
-/// processor, system or build than the recording's, where host stages are held to it too. Floats repeat to about their
+/// another device than the CPU, whose kernels may add up in another order from call to call, and where the machine differs
+/// from the recording's in what decides bits ([`Changes`]), where host stages are held to it too. Floats repeat to about their
 /// rounding; what is chosen from them (tokens, masks, reasons) must be equal.
 ///
 /// | unit | allowed |
@@ -44,8 +44,8 @@ pub fn device_tolerance(field: &Field) -> Tolerance {
 /// Whether a stage's numbers can be expected to have the same bits.
 pub(super) fn repeats_bits(schedule: &Schedule, stage: usize, changes: &Changes) -> bool {
     match schedule.places[stage] {
-        Place::Host => changes.same_processor(),
-        Place::Group(group) => schedule.groups[group].name == "cpu" && changes.same_arithmetic(),
+        Place::Host => changes.repeats_host_bits(),
+        Place::Group(group) => schedule.groups[group].name == "cpu" && changes.repeats_model_bits(),
     }
 }
 
@@ -141,7 +141,7 @@ pub(super) fn compare_weights(
         let compared = match repeats_bits(schedule, index, changes) {
             true => hashes(then.get(model), now.get(model)),
             // A hash knows no "nearly".
-            false => Err("on another device, processor or build they repeat to rounding only"),
+            false => Err("on another device, C library or build they repeat to rounding only"),
         };
         match compared {
             Ok(sides) => weights_differ(sides, "after", model, replayed),

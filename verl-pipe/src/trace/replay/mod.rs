@@ -9,8 +9,9 @@
 //! A model that some stage of the step changes is brought to where the replayed stage found it: the state of the
 //! step's start is restored, and the stages that changed it before are run first, on their recorded inputs.
 //!
-//! On the CPU that recorded them the bits are equal. Where models run on another device, or the recording was made on
-//! another kind of processor, floats are compared within [`device_tolerance`].
+//! On a CPU the bits are equal, also on another processor where the recording names kernels that add in the same order.
+//! Where models run on another device, or the machine differs in what decides bits, floats are compared within
+//! [`device_tolerance`]; [`Changes`] says which.
 
 mod chosen;
 mod compared;

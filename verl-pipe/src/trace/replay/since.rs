@@ -25,10 +25,8 @@ pub(crate) fn changes_since(traced: &TracedRun) -> Result<Changes, LookError> {
         Some(recorded) => Changes::between(&recorded, &now),
         None => {
             let (recorded, here) = of_versions(traced.dir(), &now.machine);
-            Changes {
-                machine: changed(&recorded, &here).collect(),
-                ..Changes::of_plans(&traced.trace().format().plan_hash, &now.plan_hash)
-            }
+            let plans = Changes::of_plans(&traced.trace().format().plan_hash, &now.plan_hash);
+            plans.with_machines(&recorded, &here)
         }
     })
 }

@@ -27,7 +27,7 @@ pub(crate) fn shown(value: f64) -> String {
     if !(1e-3..1e5).contains(&size) {
         return format!("{value:.1e}");
     }
-    let digits = (2 - size.log10().floor() as i32).max(0);
+    let digits = (2 - libm::log10(size).floor() as i32).max(0);
     let text = format!("{value:.*}", digits as usize);
     match text.contains('.') {
         true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),

@@ -168,7 +168,7 @@ impl DeviceDecoder {
 
     /// Scale of the scores, epsilon of the norms, columns of the table of blocks.
     pub(super) fn attention_scalars(&self) -> [u64; 3] {
-        let scale = (self.config.heads.dim as f64).powf(-0.5);
+        let scale = 1.0 / (self.config.heads.dim as f64).sqrt();
         let epsilon = self.config.norm_epsilon;
         [scale.to_bits(), epsilon.to_bits(), self.blocks as u64]
     }

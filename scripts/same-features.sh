@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Reports each crate that some selection of packages builds with other features than `--workspace` does, and so a second
+# time. Add what it lists to verl-deps/Cargo.toml.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# The crates of a selection, each with its features.
+crates() {
+  cargo tree --prefix none --format '{p} [{f}]' "$@" | sed 's/ (\*)$//' | sort -u
+}
+
+everything=$(crates --workspace --edges normal,build,dev)
+different=0
+compare() {
+  local found
+  found=$(comm -23 <(crates "$@") <(echo "$everything"))
+  if [ -n "$found" ]; then
+    printf '%s\n' "cargo tree $*: other features than of --workspace" "$found"
+    different=1
+  fi
+}
+# What `cargo build --bin pipe` and `cargo install` select; tests, examples and benches; one package alone.
+compare --package verl --edges normal,build
+for package in verl verl-algos verl-models verl-pipe verl-stages; do
+  compare --package "$package" --edges normal,build,dev
+done
+exit "$different"

@@ -1,0 +1,5 @@
+//! Exact maths: golden numbers, properties, and what the documentation has to say.
+
+mod documented;
+mod golden;
+mod properties;

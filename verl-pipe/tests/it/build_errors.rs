@@ -1,0 +1,494 @@
+//! Each error code: a failing pipeline and its printed text. The pages' own pipelines are tried by the root package, which
+//! has the stages that they name.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::kit::*;
+use verl_pipe::chain::IntoStage;
+use verl_pipe::config::{parse_pipeline, read_pipeline};
+use verl_pipe::diagnostic::Diagnostic;
+use verl_pipe::field::{Key, Scalar};
+use verl_pipe::keys::*;
+use verl_pipe::pipe::{DataPipe, stage_fn};
+use verl_pipe::registry::Registry;
+use verl_pipe::schedule::batching::BatchConfig;
+use verl_pipe::schedule::groups::DeviceGroup;
+use verl_pipe::stage::*;
+
+fn pages() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/errors")
+}
+
+fn printed(findings: &[Diagnostic]) -> String {
+    findings
+        .iter()
+        .map(|finding| format!("{finding}\n"))
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+/// Findings of a pipeline file, warnings of a good one included.
+fn findings_of(text: &str, overrides: &[&str]) -> Vec<Diagnostic> {
+    match parse_pipeline(text, "example.toml", overrides, &registry()).and_then(|pipe| pipe.plan())
+    {
+        Ok(plan) => plan.warnings,
+        Err(findings) => findings,
+    }
+}
+
+fn findings(pipe: &DataPipe) -> Vec<Diagnostic> {
+    match pipe.plan() {
+        Ok(plan) => plan.warnings,
+        Err(findings) => findings,
+    }
+}
+
+#[test]
+fn values_of_another_critic() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let update = StageSpec::new()
+        .reads(VALUES.tagged(critic_tag("critic")))
+        .rows(RowRule::Sink);
+    let values = Values {
+        model: "other".to_owned(),
+    };
+    let other = Critic {
+        path: "base".to_owned(),
+        optimizer: None,
+    };
+    let pipe = grpo()
+        .model("other", other)
+        .add_stage("values", values)
+        .add_stage("update_critic", stage_fn(update, emit));
+    insta::assert_snapshot!("P007_values", printed(&findings(&pipe)));
+}
+
+#[test]
+fn overrides_that_cannot_be_applied() {
+    let text = "[models.actor]\npath = \"base\"\n[[stages]]\nkind = \"generate\"\n";
+    let overrides = [
+        "stesp=10",
+        "genrate.temperature=0.7",
+        "models.acter.path=x",
+        "steps",
+        "generate.temprature=1",
+    ];
+    insta::assert_snapshot!("C006", printed(&findings_of(text, &overrides)));
+}
+
+#[test]
+fn kinds_that_are_registered_twice() {
+    let registry = Registry::new()
+        .stage::<Generate>()
+        .stage::<Generate>()
+        .model::<Decoder>();
+    let found = parse_pipeline::<&str>("", "example.toml", &[], &registry)
+        .err()
+        .expect("is refused");
+    insta::assert_snapshot!("C007", printed(&found));
+}
+
+#[test]
+fn a_file_that_is_not_there() {
+    let found = read_pipeline::<&str>(Path::new("no/such/file.toml"), &[], &registry())
+        .err()
+        .expect("fails");
+    assert_eq!(found.len(), 1);
+    assert_eq!(
+        (found[0].code, found[0].location.as_str()),
+        ("C001", "no/such/file.toml")
+    );
+}
+
+#[test]
+fn stated_keys_that_differ() {
+    let pipe = DataPipe::new("stated")
+        .reads(["prompts"])
+        .data(
+            "train",
+            Questions {
+                path: "a.jsonl".to_owned(),
+            },
+        )
+        .add_stage("prompts", Prompts::default())
+        .writes(["prompts", "answers"])
+        .add_stage("reward", Reward::default())
+        .reads(["response_texts", "answer"])
+        .writes(["scores"])
+        .writing("rewards", "scores");
+    let found: Vec<Diagnostic> = findings(&pipe)
+        .into_iter()
+        .filter(|finding| finding.code == "P014")
+        .collect();
+    insta::assert_snapshot!("P014", printed(&found));
+}
+
+#[test]
+fn stages_without_rows() {
+    const KEPT: Key<Scalar<f32>> = Key::new("kept", "[B]", "", "kept");
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let source = StageSpec::new()
+        .rows(RowRule::Source)
+        .reads(ANSWERS)
+        .writes(KEPT);
+    let constant = StageSpec::new().writes(VALUES.field().shaped("[B]"));
+    let none = StageSpec::new()
+        .reads(PROMPTS)
+        .writes(RETURNS)
+        .rows(RowRule::Expand(0));
+    let filter = StageSpec::new().reads(REWARDS).rows(RowRule::Filter);
+    let observer = StageSpec::new().reads(REWARDS).observer(10);
+    let pipe = grpo()
+        .add_stage("observer", stage_fn(observer, emit))
+        .add_stage("source", stage_fn(source, emit))
+        .add_stage("constant", stage_fn(constant, emit))
+        .add_stage("none", stage_fn(none, emit))
+        .add_stage("filter", stage_fn(filter, emit));
+    let found: Vec<Diagnostic> = findings(&pipe)
+        .into_iter()
+        .filter(|finding| finding.code == "P015")
+        .collect();
+    insta::assert_snapshot!("P015", printed(&found));
+}
+
+#[test]
+fn filters_that_cannot_refill() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let refill = Refill {
+        groups: 0,
+        waves: 2,
+        on_short: OnShort::Error,
+    };
+    let rowwise = StageSpec::new()
+        .reads(REWARDS)
+        .writes(RETURNS.field().shaped("[B]"))
+        .rows(RowRule::Filter)
+        .refill(refill);
+    let nothing = rowwise
+        .clone()
+        .writes(VALUES.field().shaped("[B]"))
+        .cardinality(Cardinality::Group);
+    let mut nothing = nothing;
+    nothing.writes.remove(0);
+    let train = StageSpec::new()
+        .reads(REWARDS)
+        .writes(REWARDS.field().renamed("trained_rewards"))
+        .uses("actor", Access::Update);
+    let silent = StageSpec::new()
+        .rows(RowRule::Source)
+        .writes(PROMPTS)
+        .writes(ANSWERS);
+    let mut pipe = grpo()
+        .add_stage("train", stage_fn(train, emit))
+        .add_stage("filter_groups", FilterGroups::default())
+        .reading("rewards", "trained_rewards")
+        .add_stage("rowwise", stage_fn(rowwise, emit))
+        .add_stage("nothing", stage_fn(nothing, emit));
+    pipe.stages[0] = stage_fn(silent, emit).named("prompts").declare();
+    let found: Vec<Diagnostic> = findings(&pipe)
+        .into_iter()
+        .filter(|finding| finding.code == "P021")
+        .collect();
+    insta::assert_snapshot!("P021_others", printed(&found));
+}
+
+#[test]
+fn rows_that_never_meet() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let other = StageSpec::new()
+        .rows(RowRule::Source)
+        .writes(VALUES.field().shaped("[B]"));
+    let both = StageSpec::new()
+        .reads(VALUES.field().shaped("[B]"))
+        .reads(REWARDS)
+        .rows(RowRule::Sink);
+    let pipe = grpo()
+        .add_stage("other", stage_fn(other, emit))
+        .add_stage("both", stage_fn(both, emit));
+    insta::assert_snapshot!("P008_unrelated", printed(&findings(&pipe)));
+}
+
+#[test]
+fn a_long_cycle_is_a_walk_through_names() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let step = |from: &str, to: &str| {
+        StageSpec::new()
+            .reads(REWARDS.field().renamed(from.to_owned()))
+            .writes(REWARDS.field().renamed(to.to_owned()))
+    };
+    let pipe = grpo()
+        .add_stage("a", stage_fn(step("k3", "k1"), emit))
+        .add_stage("b", stage_fn(step("k1", "k2"), emit))
+        .add_stage("c", stage_fn(step("k2", "k3"), emit));
+    let found = findings(&pipe);
+    assert_eq!(
+        (found[0].code, found[0].location.as_str()),
+        ("P006", "a -> b -> c -> a")
+    );
+}
+
+#[test]
+fn all_faults_of_a_file_are_told_at_once() {
+    let text = r#"
+nmae = "x"
+[run]
+stpes = 3
+seed = "one"
+[batch]
+prompts = 7
+mini_batch = 2
+[devices]
+group = "cuda:3-1"
+[data]
+train = "questions.jsonl"
+test = "questions.zip"
+[models.actor]
+path = "base"
+optimizer = { learning_rat = 1e-6 }
+[[stages]]
+kind = "prompts"
+[[stages]]
+kind = "generat"
+[[stages]]
+name = "nameless"
+[[stages]]
+kind = "reward"
+rull = "exact"
+temprature = 3
+"#;
+    insta::assert_snapshot!("all_at_once", printed(&findings_of(text, &[])));
+}
+
+#[test]
+fn all_faults_of_a_graph_are_told_at_once() {
+    let reference = LogProbs {
+        model: "reff".to_owned(),
+        reference: true,
+        ..LogProbs::default()
+    };
+    let mut pipe = grpo()
+        .model(
+            "critic",
+            Decoder {
+                path: "missing".to_owned(),
+                optimizer: None,
+            },
+        )
+        .add_stage("more_log_probs", reference.named("again"))
+        .add_stage(
+            "reward",
+            Reward {
+                rule: "second".to_owned(),
+            },
+        )
+        .writing("rewards", "second_rewards");
+    pipe.batch.micro_batch = Some(7);
+    pipe.batch.samples = 5;
+    insta::assert_snapshot!("graph_at_once", printed(&findings(&pipe)));
+}
+
+#[test]
+fn models_to_save_that_are_not_there() {
+    let mut pipe = grpo();
+    pipe.run.save = Some(["acter", "ref"].map(str::to_owned).to_vec());
+    insta::assert_snapshot!("P009_save", printed(&findings(&pipe)));
+}
+
+#[test]
+fn deadlines_that_leave_no_time() {
+    for seconds in [0.0, -1.0, f64::NAN] {
+        let mut pipe = grpo();
+        pipe.run.stage_deadline_s = seconds;
+        let found = findings(&pipe);
+        assert_eq!((found.len(), found[0].code), (1, "C005"), "{seconds}");
+    }
+    let text = "[run]\nstage_deadline_s = 0.0\n[[stages]]\nkind = \"prompts\"\ndata = \"train\"\n[data]\ntrain = \"a.jsonl\"\n";
+    insta::assert_snapshot!("C005_deadline", printed(&findings_of(text, &[])));
+}
+
+#[test]
+fn sizes_without_a_value_that_fits() {
+    let mut pipe = grpo();
+    pipe.devices.rollout_tensor_parallel = 1;
+    pipe.batch = BatchConfig {
+        prompts: 8,
+        samples: 2,
+        ..BatchConfig::default()
+    };
+    insta::assert_snapshot!("S001_instead", printed(&findings(&pipe)));
+    // The groups that a filter keeps are not for the batch arithmetic to change.
+    let filter = FilterGroups {
+        groups: 8,
+        ..FilterGroups::default()
+    };
+    let found = findings(&pipe.add_stage("filter_groups", filter));
+    insta::assert_snapshot!("S001_none", printed(&found));
+}
+
+/// A station's letter and three digits.
+fn is_code(text: &str) -> bool {
+    text.len() == 4
+        && text.starts_with(['C', 'D', 'P', 'S', 'R', 'M', 'T'])
+        && text[1..].bytes().all(|b| b.is_ascii_digit())
+}
+
+#[test]
+fn what_two_stages_do_that_one_should() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let penalty = StageSpec::new()
+        .reads(REWARDS)
+        .rows(RowRule::Sink)
+        .once("a penalty");
+    let pipe = grpo().add_stage("first", stage_fn(penalty.clone(), emit));
+    assert_eq!(printed(&findings(&pipe)), "");
+    let pipe = pipe.add_stage("second", stage_fn(penalty, emit));
+    insta::assert_snapshot!("P020", printed(&findings(&pipe)));
+}
+
+#[test]
+fn what_a_stage_doubts() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let idle = StageSpec::new()
+        .reads(REWARDS)
+        .rows(RowRule::Sink)
+        .doubts(ConfigError::new(
+            "price",
+            "is 0, so that nothing is taken off",
+            "set it to a number above 0",
+        ));
+    let found = findings(&grpo().add_stage("idle", stage_fn(idle, emit)));
+    insta::assert_snapshot!("C008", printed(&found));
+}
+
+#[test]
+fn what_to_do_about_a_missing_key_is_told_by_its_reader() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let critic = StageSpec::new()
+        .reads(VALUES)
+        .rows(RowRule::Sink)
+        .remedy("values", "train a critic");
+    let pipe = grpo().add_stage("critic", stage_fn(critic, emit));
+    let pipe = pipe.reading("values", "worths");
+    let found = findings(&pipe);
+    assert_eq!(
+        (found[0].code, found[0].help.as_str()),
+        ("P002", "train a critic")
+    );
+    assert!(found[0].what.contains("`worths`"), "{}", found[0]);
+}
+
+#[test]
+fn devices_that_cannot_be_used() {
+    let model = Decoder {
+        path: "for_newer_devices".to_owned(),
+        optimizer: None,
+    };
+    let mut found = findings(&grpo().model("other", model));
+    found.retain(|finding| finding.code == "S013");
+    insta::assert_snapshot!("S013", printed(&found));
+}
+
+#[test]
+fn runs_that_do_not_fit() {
+    let model = |path: &str| Decoder {
+        path: path.to_owned(),
+        ..trained()
+    };
+    let plan_of = |path: &str| {
+        let mut pipe = grpo();
+        let other = DataPipe::new("other").model("actor", model(path));
+        pipe.models[0] = other.models[0].clone();
+        pipe.plan().expect("a plan")
+    };
+    let plan = plan_of("on_a_small_device");
+    let found: Vec<Diagnostic> = plan.warnings.clone();
+    insta::assert_snapshot!("S014", printed(&found));
+    // It can be planned, but not run.
+    let refused = plan.schedule().expect_err("does not fit");
+    assert_eq!(refused.len(), 1);
+    assert!(refused[0].code == "S014" && refused[0].is_error());
+    let plan = plan_of("on_a_large_device");
+    assert_eq!(printed(&plan.warnings), "");
+    assert!(plan.schedule().is_ok());
+}
+
+#[test]
+fn devices_that_are_none() {
+    let found = DeviceGroup::parse("cuda:3-1").expect_err("is refused");
+    insta::assert_snapshot!("S010", printed(&[found]));
+}
+
+#[test]
+fn nulls_for_a_stage_that_takes_none() {
+    const SURE: Key<Scalar<f32>> = Key::new("rewards", "[B]", "", "a reward in every row");
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let sure = StageSpec::new().reads(SURE).rows(RowRule::Sink);
+    let found = findings(&grpo().add_stage("sure", stage_fn(sure, emit)));
+    insta::assert_snapshot!("P019", printed(&found));
+}
+
+#[test]
+fn rows_a_prompt_that_the_batch_does_not_count_with() {
+    let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
+    let train = StageSpec::new()
+        .reads(PROMPTS)
+        .rows(RowRule::Sink)
+        .uses("actor", Access::Update);
+    let found: Vec<Diagnostic> =
+        findings(&grpo().add_stage("train_on_prompts", stage_fn(train, emit)))
+            .into_iter()
+            .filter(|finding| finding.code == "S002")
+            .collect();
+    insta::assert_snapshot!("S002", printed(&found));
+}
+
+#[test]
+fn every_code_of_the_source_has_a_page_and_the_reverse() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut used = BTreeSet::new();
+    let mut folders: Vec<PathBuf> = ["src", "verl-pipe/src", "verl-stages/src", "verl-models/src"]
+        .iter()
+        .map(|folder| root.join(folder))
+        .collect();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = fs::read_to_string(&path).expect("a source file");
+                used.extend(
+                    text.split('"')
+                        .filter(|quoted| is_code(quoted))
+                        .map(str::to_owned),
+                );
+            }
+        }
+    }
+    let paged: BTreeSet<String> = fs::read_dir(pages())
+        .expect("the pages")
+        .filter_map(|entry| Some(entry.ok()?.path().file_stem()?.to_str()?.to_owned()))
+        .collect();
+    assert_eq!(used, paged);
+    for code in &paged {
+        let page = fs::read_to_string(pages().join(format!("{code}.md"))).expect("a page");
+        assert!(page.starts_with(&format!("# {code}: ")), "{code}");
+        for heading in ["## Why", "## Repair"] {
+            assert!(page.contains(heading), "{code} has no {heading}");
+        }
+        // What can end a run, or be wrong with data or a trace, is printed by tests of their own.
+        if code.starts_with(['D', 'R', 'T']) || code == "S011" {
+            continue;
+        }
+        assert!(page.contains("## A pipeline that fails"), "{code}");
+        let here = format!("verl-pipe/tests/it/snapshots/it__build_errors__{code}.snap");
+        let of_page = format!("tests/it/snapshots/it__error_pages__{code}.snap");
+        let others = format!("tests/it/snapshots/it__devices__{code}.snap");
+        let printed = [here, of_page, others]
+            .iter()
+            .any(|path| root.join(path).exists());
+        assert!(printed, "{code} has no printed text");
+    }
+}
