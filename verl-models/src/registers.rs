@@ -71,7 +71,7 @@ pub fn at_most(name: &str) -> Result<Registers, String> {
     let names = || Registers::ALL.map(Registers::name).join("`, `");
     let limit = limit.ok_or_else(|| {
         format!(
-            "{VARIABLE} is `{name}`, which names no registers: set one of `{}`, or unset it",
+            "{VARIABLE} is `{name}`, which is not a kind of registers: set one of `{}`, or unset it",
             names()
         )
     })?;
@@ -94,7 +94,7 @@ mod tests {
         let error = at_most("AVX").expect_err("no such registers");
         assert_eq!(
             error,
-            "VERL_REGISTERS is `AVX`, which names no registers: set one of `plain`, `avx2`, `avx512`, or unset it"
+            "VERL_REGISTERS is `AVX`, which is not a kind of registers: set one of `plain`, `avx2`, `avx512`, or unset it"
         );
     }
 }
