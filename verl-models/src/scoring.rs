@@ -149,6 +149,21 @@ enum Saved<B: Backend> {
     Rows(FloatTensor<B>, bool, Option<FloatTensor<B>>),
 }
 
+impl<B: Products> SavedScores<B> {
+    /// What composed operations kept, and what logits get of the gradient of the scores.
+    fn weighted(
+        &self,
+        inputs: &Inputs<B>,
+        gradient: FloatTensor<B>,
+    ) -> (&Statistics<B>, TokenWeights<B>) {
+        let Saved::Statistics(statistics) = &self.0 else {
+            unreachable!("the forward pass saves statistics");
+        };
+        let weights = TokenWeights::new(gradient, statistics, inputs.tokens(), inputs.temperature);
+        (statistics, weights)
+    }
+}
+
 /// The backward pass of [`ScoringOps`]; every backend gets it from its primitive operations.
 pub trait ScoringGradients: ScoringOps {
     /// The scores, and what their backward pass needs.
@@ -168,11 +183,8 @@ pub trait ScoringGradients: ScoringOps {
         gradient: FloatTensor<Self>,
         wanted: [bool; 2],
     ) -> [Option<FloatTensor<Self>>; 2] {
-        let Saved::Statistics(statistics) = &saved.0 else {
-            unreachable!("the forward pass saves statistics");
-        };
         let inputs = &inputs.0;
-        let weights = TokenWeights::new(gradient, statistics, inputs.tokens(), inputs.temperature);
+        let (statistics, weights) = saved.weighted(inputs, gradient);
         let (hidden, head) = inputs.backward(statistics, &weights, wanted[0], wanted[1]);
         [hidden, head]
     }
@@ -198,11 +210,8 @@ impl ScoringGradients for Flex {
         gradient: FloatTensor<Self>,
         wanted: [bool; 2],
     ) -> [Option<FloatTensor<Self>>; 2] {
-        let Saved::Statistics(statistics) = &saved.0 else {
-            unreachable!("the forward pass saves statistics");
-        };
         let inputs = &inputs.0;
-        let weights = TokenWeights::new(gradient, statistics, inputs.tokens(), inputs.temperature);
+        let (statistics, weights) = saved.weighted(inputs, gradient);
         on_cpu::backward(inputs, statistics, &weights, wanted).unwrap_or_else(|| {
             let (hidden, head) = inputs.backward(statistics, &weights, wanted[0], wanted[1]);
             [hidden, head]
