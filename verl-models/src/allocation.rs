@@ -26,11 +26,11 @@ pub(crate) fn keep_freed_memory() {
     reason = "mallopt changes settings of the allocator alone"
 )]
 fn set() {
-    /// From here on blocks are mapped for themselves; the largest that glibc accepts.
-    const MAPPED_FROM: libc::c_int = 32 << 20;
-    // One arena, or threads keep what others could use. Refused settings are left as they are.
+    // No block is mapped for itself: unmapped, it would be cleared anew (the gradient of a vocabulary's embedding is larger
+    // than any threshold that glibc accepts). One arena, or threads keep what others could use. Refused settings are left
+    // as they are.
     unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_FROM);
+        libc::mallopt(libc::M_MMAP_MAX, 0);
         libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
         libc::mallopt(libc::M_ARENA_MAX, 1);
     }

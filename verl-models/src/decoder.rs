@@ -8,18 +8,21 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-use crate::blocks::attention::{Attention, Heads, causal_mask};
+use crate::blocks::attention::{Attention, Heads, Rows, causal_mask};
 use crate::blocks::linear::{Embedding, Linear};
 use crate::blocks::mlp::Mlp;
 use crate::blocks::norm::RmsNorm;
 use crate::blocks::rope::{Rope, RopeConfig, Rotation};
+use crate::device::is_cpu;
 use crate::hf::{self, LoadError, LoadReport};
 use crate::kernels::{self, AttentionParameters, AttentionSizes, Sequences};
 use crate::model::{ModelError, ModelInterface, padded_hidden};
 use crate::parameters::fill_parameters;
+use crate::prefixes::Distinct;
 use crate::random;
 use crate::rollout::EngineKind;
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
+use crate::rows::indices;
 
 /// What a [`Decoder`] is made of. [`crate::families`] reads it from a config.json.
 #[derive(Debug, Clone, PartialEq)]
@@ -124,18 +127,28 @@ impl Backbone {
             let width = hidden.dims()[1];
             return hidden.reshape([b, s, width]);
         }
-        let mut x = self.embed_tokens.forward(ids.reshape([b * s]));
+        let x = self.embed_tokens.forward(ids.reshape([b * s]));
         let (device, width) = (x.device(), x.dims()[1]);
-        let head_dim = rope.head_dim();
-        let fused = kernels::attention_is_fused(&device, x.dtype(), head_dim);
-        // Fused attention turns heads in f32.
-        let dtype = if fused { DType::F32 } else { x.dtype() };
-        let rotation = rope.leading(s, &device, dtype);
-        let mask = (!fused).then(|| causal_mask(s, &device));
-        for layer in &self.layers {
-            x = layer.forward(x, [b, s], &rotation, mask.as_ref());
-        }
+        let x = if kernels::attention_is_fused(&device, x.dtype(), rope.head_dim()) {
+            self.fused(x, &Rows::Equal([b, s]), s, rope)
+        } else {
+            let rotation = rope.leading(s, &device, x.dtype());
+            let mask = causal_mask(s, &device);
+            let layers = self.layers.iter();
+            layers.fold(x, |x, layer| layer.forward(x, [b, s], &rotation, &mask))
+        };
         self.norm.forward(x).reshape([b, s, width])
+    }
+
+    /// The layers with the fused kernel of attention; no sequence is longer than `longest`.
+    ///
+    /// # Shapes
+    /// `x`, result: `[N, D]`
+    fn fused(&self, x: Tensor<2>, rows: &Rows, longest: usize, rope: &Rope) -> Tensor<2> {
+        // Fused attention turns heads in f32.
+        let rotation = rope.leading(longest, &x.device(), DType::F32);
+        let layers = self.layers.iter();
+        layers.fold(x, |x, layer| layer.fused(x, rows, &rotation))
     }
 
     /// Whether [`Backbone::packed`] is the fast way.
@@ -145,12 +158,29 @@ impl Backbone {
         let fused = |layer: &DecoderLayer| {
             kernels::blocks_are_fused(&device, dtype, layer.self_attn.heads.dim)
         };
-        self.is_plain() && self.layers.first().is_some_and(fused)
+        self.shares_prefixes() || self.is_plain() && self.layers.first().is_some_and(fused)
     }
 
-    /// Whether layers have nothing that [`Backbone::packed`] lacks.
+    /// Whether sequences that begin alike share what is computed for their beginning: where attention takes [segments].
+    ///
+    /// [segments]: crate::prefixes::Segment
+    fn shares_prefixes(&self) -> bool {
+        let weight = self.embed_tokens.weight.val();
+        let (device, dtype) = (weight.device(), weight.dtype());
+        let fused = |layer: &DecoderLayer| {
+            kernels::attention_is_fused(&device, dtype, layer.self_attn.heads.dim)
+        };
+        is_cpu(&device) && self.layers.first().is_some_and(fused)
+    }
+
+    /// Whether layers have nothing that [`kernels::attention_block`] and [`kernels::mlp_block`] lack.
     fn is_plain(&self) -> bool {
         self.layers.iter().all(DecoderLayer::is_plain)
+    }
+
+    /// Whether there is [`Backbone::packed`].
+    fn can_pack(&self) -> bool {
+        self.shares_prefixes() || self.is_plain()
     }
 
     /// Final hidden states of sequences of these lengths that lie one after the other.
@@ -159,6 +189,18 @@ impl Backbone {
     /// `ids`: `[N]`; result: `[N, D]`
     pub(crate) fn packed(&self, ids: Tensor<1, Int>, lengths: &[usize], rope: &Rope) -> Tensor<2> {
         let device = ids.device();
+        if self.shares_prefixes() {
+            let ids: Vec<i32> = ids.into_data().iter().collect();
+            let distinct = Distinct::new(&ids, lengths);
+            let x = self.embed_tokens.forward(indices(distinct.ids, &device));
+            let longest = lengths.iter().copied().max().unwrap_or(0);
+            let x = self.fused(x, &Rows::Segments(distinct.segments), longest, rope);
+            let hidden = self.norm.forward(x);
+            return match distinct.rows {
+                Some(rows) => hidden.select(0, indices(rows, &device)),
+                None => hidden,
+            };
+        }
         let sequences = Sequences::new(lengths, &device);
         let tables = rope.whole_tables(sequences.longest(), &device);
         let mut x = self.embed_tokens.forward(ids);
@@ -190,10 +232,20 @@ impl DecoderLayer {
         x: Tensor<2>,
         shape: [usize; 2],
         rotation: &Rotation,
-        mask: Option<&Tensor<4>>,
+        mask: &Tensor<4>,
     ) -> Tensor<2> {
         let normed = self.input_layernorm.forward(x.clone());
         let x = x + self.self_attn.forward(normed, shape, rotation, mask);
+        self.feed_forward(x)
+    }
+
+    /// [`DecoderLayer::forward`] with the fused kernel of attention; see [`Attention::fused`].
+    ///
+    /// # Shapes
+    /// `x`, result: `[N, D]`
+    pub fn fused(&self, x: Tensor<2>, rows: &Rows, rotation: &Rotation) -> Tensor<2> {
+        let normed = self.input_layernorm.forward(x.clone());
+        let x = x + self.self_attn.fused(normed, rows, rotation);
         self.feed_forward(x)
     }
 
@@ -417,7 +469,7 @@ impl ModelInterface for Decoder {
     }
 
     fn hidden_packed(&self, ids: Tensor<1, Int>, lengths: &[usize]) -> Tensor<2> {
-        if self.model.is_plain() {
+        if self.model.can_pack() {
             self.model.packed(ids, lengths, &self.rope)
         } else {
             padded_hidden(self, ids, lengths)
@@ -558,6 +610,45 @@ mod tests {
             for (got, want) in pairs {
                 assert!((got - want).abs() < 1e-4, "{got} is not {want}");
             }
+        }
+    }
+
+    /// Whether a beginning is computed once or for each sequence, and what lies beside a sequence, changes no bit.
+    #[test]
+    fn what_sequences_share_changes_no_bit_of_their_states() {
+        let device = Device::flex();
+        let prompt: Vec<i32> = (0..27).map(|at| at * 37 % 100).collect();
+        let continued = |from: usize, own: i32| {
+            let own = (0..own).map(|at| (at * 13 + 5) % 100);
+            prompt[..from]
+                .iter()
+                .copied()
+                .chain(own)
+                .collect::<Vec<i32>>()
+        };
+        let sequences = [
+            continued(27, 5),
+            continued(27, 0),
+            continued(27, 30),
+            continued(11, 18),
+            continued(2, 1),
+            continued(27, 5),
+        ];
+        for qk_norm in [false, true] {
+            let config = DecoderConfig {
+                qk_norm,
+                ..config()
+            };
+            let decoder = Decoder::random(config, 7, &device);
+            let states = |sequences: &[Vec<i32>]| -> Vec<u32> {
+                let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
+                let hidden = decoder.hidden_packed(indices(sequences.concat(), &device), &lengths);
+                hidden.into_data().iter::<f32>().map(f32::to_bits).collect()
+            };
+            let alone = sequences
+                .iter()
+                .flat_map(|one| states(std::slice::from_ref(one)));
+            assert_eq!(states(&sequences), alone.collect::<Vec<u32>>());
         }
     }
 

@@ -35,6 +35,7 @@ pub mod optim;
 mod packing;
 pub mod parameters;
 pub mod policy;
+pub mod prefixes;
 pub mod random;
 pub mod registers;
 pub mod rollout;

@@ -47,7 +47,8 @@ pub trait ModelInterface: Module + 'static {
     /// `ids`: `[B, S]`; result: `[B, S, D]`
     fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<3>;
 
-    /// Whether [`ModelInterface::hidden_packed`] is faster than padding.
+    /// Whether [`ModelInterface::hidden_packed`] is faster than padding. On the CPU it must then give a sequence the same
+    /// bits whatever lies beside it: calls are not filled up to one size there.
     fn packs(&self) -> bool {
         false
     }

@@ -104,7 +104,7 @@ fn score_packed<M: ModelInterface>(
     call: &PackedCall,
     rows: &[ScoreRow<'_>],
     device: &Device,
-    (temperature, extras, chunk): (f64, Extras, usize),
+    (temperature, extras, limits): (f64, Extras, CallLimits),
 ) -> Vec<Scores> {
     let mut packed = Packed::default();
     let mut start = 0;
@@ -117,7 +117,8 @@ fn score_packed<M: ModelInterface>(
     let picked = call.rows.iter().map(|&row| &rows[row]);
     let mut ids = rows::packed_ids(picked.zip(call.lengths.iter().copied()));
     ids.resize(call.lengths.iter().sum(), 0);
-    packed.pad(packed.rows.len().next_multiple_of(chunk));
+    let [chunk, tokens] = limits.packed_product(packed.rows.len());
+    packed.pad(tokens);
     let hidden = module.hidden_packed(rows::indices(ids, device), &call.lengths);
     let found = packed.score(hidden, module.head(), device, temperature, extras, chunk);
     scores_of(&packed, found, call.rows.len())
@@ -157,6 +158,7 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
         self.check(rows)?;
         let device = self.trained.device();
         let limits = CallLimits::of(&device);
+        let settings = (temperature, extras, limits);
         let mut results = vec![Scores::default(); rows.len()];
         let mut keep = |rows: &[usize], scores: Vec<Scores>| {
             for (&row, scores) in rows.iter().zip(scores) {
@@ -164,15 +166,17 @@ impl<M: ModelInterface> PolicyModel for Policy<M> {
             }
         };
         if self.module().packs() {
-            let settings = (temperature, extras, limits.chunk());
-            for call in rows::packed_calls(rows::input_lens(rows), limits) {
-                let scores = score_packed(self.module(), &call, rows, &device, settings);
+            let shared = rows::shared_lens(rows);
+            let calls = rows::packed_calls(rows::input_lens(rows), &shared, limits);
+            let scores = self.trained.run_calls(&calls, |module, call| {
+                score_packed(module, call, rows, &device, settings)
+            });
+            for (call, scores) in calls.iter().zip(scores) {
                 keep(&call.rows, scores);
             }
         } else {
             let calls = rows::calls(rows, self.max_tokens(), limits);
             let scores = self.trained.run_calls(&calls, |module, call| {
-                let settings = (temperature, extras, limits);
                 score_call(module, call, rows, &device, settings)
             });
             for (call, scores) in calls.iter().zip(scores) {

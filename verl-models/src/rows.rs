@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use crate::model::{ModelError, ScoreRow};
+use crate::policy::TRAIN_CHUNK;
 
 /// Token ids are padded to a quarter of the next power of two, but at least to a multiple of this.
 const MIN_STEP: usize = 16;
@@ -21,6 +22,11 @@ pub(crate) struct CallLimits {
     rows: usize,
     /// Most tokens of a product with the head.
     chunk: usize,
+    /// Tokens of a call whose rows lie one after the other, about.
+    packed: usize,
+    /// Whether such calls, and their products with the head, are filled up to one size: where the order of additions
+    /// follows the sizes of operands. On the CPU it does not; see [`kernels`](crate::kernels).
+    fills: bool,
 }
 
 impl CallLimits {
@@ -30,6 +36,8 @@ impl CallLimits {
         tokens: 256,
         rows: 16,
         chunk: 64,
+        packed: 1024,
+        fills: false,
     };
 
     /// Large calls: a GPU is idle otherwise, and rows of padding are nearly free.
@@ -37,6 +45,8 @@ impl CallLimits {
         tokens: 16_384,
         rows: 64,
         chunk: 256,
+        packed: 16_384,
+        fills: true,
     };
 
     /// The sizes for this device.
@@ -57,19 +67,23 @@ impl CallLimits {
     pub(crate) fn call_tokens(&self) -> usize {
         const CORES: usize = 16;
         if *self == CallLimits::CPU {
-            self.tokens * CORES
+            self.packed * CORES
         } else {
-            self.tokens
+            self.packed
         }
     }
 
-    /// Tokens of each product with the head, padding included, for a call with this many response tokens.
-    ///
-    /// Most tokens of a product with the head.
-    pub(crate) fn chunk(&self) -> usize {
-        self.chunk
+    /// Tokens of each product with the head in a packed call, and of all of them, for this many response tokens.
+    pub(crate) fn packed_product(&self, response: usize) -> [usize; 2] {
+        if self.fills {
+            [self.chunk, response.next_multiple_of(self.chunk)]
+        } else {
+            [TRAIN_CHUNK, response]
+        }
     }
 
+    /// Tokens of each product with the head, padding included, for a padded call with this many response tokens.
+    ///
     /// A row alone in its call decides it; rows that share a call get a constant.
     pub(crate) fn product_len(&self, call: &Call, response: usize) -> usize {
         if call.height == 1 {
@@ -205,12 +219,29 @@ pub(crate) struct PackedCall {
     pub lengths: Vec<usize>,
 }
 
-/// Groups rows into calls of the same number of tokens, whatever the rows; only a row that is longer has a larger one.
+/// Tokens that each row has in common with the row before it, at their beginning.
+pub(crate) fn shared_lens(rows: &[ScoreRow<'_>]) -> Vec<usize> {
+    fn tokens<'a>(row: &ScoreRow<'a>) -> impl Iterator<Item = &'a u32> {
+        row.prompt.iter().chain(row.response)
+    }
+    let mut shared = vec![0; rows.len()];
+    for (shared, pair) in shared.iter_mut().skip(1).zip(rows.windows(2)) {
+        let pairs = tokens(&pair[0]).zip(tokens(&pair[1]));
+        *shared = pairs.take_while(|(a, b)| a == b).count();
+    }
+    shared
+}
+
+/// Groups rows into calls without padding between rows.
 ///
-/// So products have the same shape in every call, and a row's result does not depend on the rows beside it. `lengths` are
-/// as for [`calls_of`].
+/// Where `limits` fill them up, all have the same number of tokens, whatever the rows; only a row that is longer has a
+/// larger call. So products have the same shape in every call, and a row's result does not depend on the rows beside it.
+/// Elsewhere tokens that a row shares with the one before it in its call do not count.
+///
+/// `lengths` are as for [`calls_of`], `shared` as [`shared_lens`] gives it.
 pub(crate) fn packed_calls(
     lengths: impl Iterator<Item = Option<usize>>,
+    shared: &[usize],
     limits: CallLimits,
 ) -> Vec<PackedCall> {
     let mut calls = Vec::new();
@@ -221,7 +252,10 @@ pub(crate) fn packed_calls(
     let mut used = 0;
     let mut close = |open: &mut PackedCall, used: &mut usize| {
         if !open.rows.is_empty() {
-            let mut left = used.next_multiple_of(limits.tokens) - *used;
+            let mut left = match limits.fills {
+                true => used.next_multiple_of(limits.packed) - *used,
+                false => 0,
+            };
             while left > 0 {
                 let filler = left.min(MOST_FILLER);
                 open.lengths.push(filler);
@@ -236,12 +270,22 @@ pub(crate) fn packed_calls(
     };
     for (position, length) in lengths.enumerate() {
         let Some(length) = length else { continue };
-        if used + length > limits.tokens {
+        let follows = open.rows.last().is_some_and(|last| last + 1 == position);
+        let shared = if follows && !limits.fills {
+            shared[position].min(length)
+        } else {
+            0
+        };
+        if used + length - shared > limits.packed {
             close(&mut open, &mut used);
         }
+        used += if open.rows.is_empty() {
+            length
+        } else {
+            length - shared
+        };
         open.rows.push(position);
         open.lengths.push(length);
-        used += length;
     }
     close(&mut open, &mut used);
     calls
@@ -320,7 +364,7 @@ mod tests {
     fn packed_calls_are_of_one_size() {
         let limits = CallLimits::GPU;
         let lengths = [9000, 7000, 500, 1, 20_000, 3];
-        let calls = packed_calls(lengths.into_iter().map(Some), limits);
+        let calls = packed_calls(lengths.into_iter().map(Some), &[0; 6], limits);
         let rows: Vec<_> = calls.iter().map(|call| call.rows.clone()).collect();
         assert_eq!(rows, [vec![0, 1], vec![2, 3], vec![4], vec![5]]);
         for call in &calls {
@@ -328,9 +372,32 @@ mod tests {
             assert!(own.eq(call.lengths[..call.rows.len()].iter().copied()));
             let tokens: usize = call.lengths.iter().sum();
             let size = if call.rows == [4] { 2 } else { 1 };
-            assert_eq!(tokens, size * limits.tokens);
+            assert_eq!(tokens, size * limits.packed);
         }
-        assert!(packed_calls([None, None].into_iter(), limits).is_empty());
+        assert!(packed_calls([None, None].into_iter(), &[0; 2], limits).is_empty());
+    }
+
+    #[test]
+    fn calls_of_the_cpu_count_shared_tokens_once() {
+        let prompt = [1; 900];
+        let tokens: Vec<u32> = (0..200).collect();
+        let rows = [
+            row(&prompt, &tokens[..50]),
+            row(&prompt, &tokens[50..100]),
+            row(&prompt, &[]),
+            row(&prompt, &tokens[..60]),
+            row(&prompt, &tokens[..61]),
+        ];
+        let shared = shared_lens(&rows);
+        assert_eq!(shared, [0, 900, 900, 900, 960]);
+        let calls = packed_calls(input_lens(&rows), &shared, CallLimits::CPU);
+        let found: Vec<_> = calls
+            .iter()
+            .map(|call| (&*call.rows, &*call.lengths))
+            .collect();
+        // 949 and 49 tokens; a row that was left out ends a call's chain, and 959 and 1 fit again.
+        let expected: [(&[usize], &[usize]); 2] = [(&[0, 1], &[949, 949]), (&[3, 4], &[959, 960])];
+        assert_eq!(found, expected);
     }
 
     #[test]

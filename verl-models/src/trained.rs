@@ -14,7 +14,6 @@ use crate::model::{ModelError, ParameterGroup, StepReport};
 use crate::optim::{
     AdamW, GradientAccumulator, OptimizerConfig, OptimizerConfigError, TrainableParameters,
 };
-use crate::rows::Call;
 use crate::weights::{self, Loader, Weights};
 
 /// Why a module is always there.
@@ -99,17 +98,17 @@ impl<M: Module> Trained<M> {
     }
 
     /// What `run` makes of each call, in their order; side by side where that helps.
-    pub(crate) fn run_calls<T: Send>(
+    pub(crate) fn run_calls<C: Sync, T: Send>(
         &self,
-        calls: &[Call],
-        run: impl Fn(&M, &Call) -> T + Send + Sync,
+        calls: &[C],
+        run: impl Fn(&M, &C) -> T + Send + Sync,
     ) -> Vec<T> {
         // Modules may be sent to another thread, but not shared with it: each call gets a handle of its own.
         let jobs: Vec<_> = calls
             .iter()
             .map(|call| (call, self.module().clone()))
             .collect();
-        let run = |(call, module): (&Call, M)| run(&module, call);
+        let run = |(call, module): (&C, M)| run(&module, call);
         // One call leaves cores idle, as only large products are split among threads. A GPU has a stream a thread and
         // a pool of memory a stream, so there calls stay on this thread.
         if self.device() == Device::flex() {

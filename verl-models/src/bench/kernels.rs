@@ -268,6 +268,7 @@ impl Bench<'_> {
             query_heads: heads.query,
             key_heads: heads.key_value,
             head_dim: heads.dim,
+            segments: None,
         };
         let n = shape.sequences * shape.tokens;
         let (width, key_width) = (self.query_width(), self.key_width());
@@ -282,7 +283,14 @@ impl Bench<'_> {
         self.add("attention", sizes, cost, || {
             let [queries, keys, values] = [&queries, &keys, &values].map(Clone::clone);
             let (cos, sin) = (cos.clone(), sin.clone());
-            drop(kernels::attention(shape, queries, keys, values, cos, sin));
+            drop(kernels::attention(
+                shape.clone(),
+                queries,
+                keys,
+                values,
+                cos,
+                sin,
+            ));
         })?;
         // Two products forward and five backward, which computes the weights again.
         let cost = [6 * n * (width + key_width), 7 * n * shape.tokens * width];
@@ -292,7 +300,7 @@ impl Bench<'_> {
             let [queries, keys, values] =
                 [&queries, &keys, &values].map(|x| Tensor::from_inner(x.clone()).require_grad());
             let (cos, sin) = (cos.clone(), sin.clone());
-            let mixed = kernels::attention(shape, queries, keys, values, cos, sin);
+            let mixed = kernels::attention(shape.clone(), queries, keys, values, cos, sin);
             drop(mixed.sum().backward());
         })
     }

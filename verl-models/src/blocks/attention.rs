@@ -1,5 +1,7 @@
 //! Grouped-query attention.
 
+use std::sync::Arc;
+
 use burn::module::Module;
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -8,6 +10,7 @@ use super::linear::Linear;
 use super::norm::{RmsNorm, to_dtype};
 use super::rope::Rotation;
 use crate::kernels::{self, AttentionShape};
+use crate::prefixes::Segment;
 
 /// Heads of an attention block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,6 +32,15 @@ pub struct Projected {
     pub keys: Tensor<4>,
     /// `[B, K, S, Dh]`.
     pub values: Tensor<4>,
+}
+
+/// How the rows of a call are cut into sequences.
+#[derive(Debug, Clone)]
+pub enum Rows {
+    /// `B` sequences of `S` tokens.
+    Equal([usize; 2]),
+    /// Segments of sequences that share their beginnings, for the fused kernel of the CPU.
+    Segments(Arc<[Segment]>),
 }
 
 /// Attention with rotary positions, fewer key/value heads than query heads, and norms on queries and keys where the
@@ -83,18 +95,14 @@ impl Attention {
     /// The block for sequences that begin in this call.
     ///
     /// # Shapes
-    /// `x`: `[B·S, D]`; `mask`: `[1 or B, 1, S, S]`, added to scores, or `None` for the fused causal kernel, which
-    /// takes positions `0..S` alone; result: `[B·S, D]`
+    /// `x`: `[B·S, D]`; `mask`: `[1 or B, 1, S, S]`, added to scores; result: `[B·S, D]`
     pub fn forward(
         &self,
         x: Tensor<2>,
         shape: [usize; 2],
         rotation: &Rotation,
-        mask: Option<&Tensor<4>>,
+        mask: &Tensor<4>,
     ) -> Tensor<2> {
-        let Some(mask) = mask else {
-            return self.fused(x, shape, rotation);
-        };
         let Projected {
             queries,
             keys,
@@ -103,28 +111,38 @@ impl Attention {
         self.output(attend(queries, keys, values, mask))
     }
 
-    fn fused(&self, x: Tensor<2>, [b, s]: [usize; 2], rotation: &Rotation) -> Tensor<2> {
+    /// [`Attention::forward`] by the fused causal kernel. The rotation is that of positions from 0.
+    ///
+    /// # Shapes
+    /// `x`, result: `[N, D]`
+    pub fn fused(&self, x: Tensor<2>, rows: &Rows, rotation: &Rotation) -> Tensor<2> {
+        let n = x.dims()[0];
         let Heads {
             query,
             key_value,
             dim,
         } = self.heads;
         let heads = |norm: &Option<RmsNorm>, x: Tensor<2>, count: usize| match norm {
-            // [B·S, H·Dh] -> [B·S·H, Dh]
+            // [N, H·Dh] -> [N·H, Dh]
             Some(norm) => norm
-                .forward(x.reshape([b * s * count, dim]))
-                .reshape([b * s, count * dim]),
+                .forward(x.reshape([n * count, dim]))
+                .reshape([n, count * dim]),
             None => x,
         };
         let queries = heads(&self.q_norm, self.q_proj.forward(x.clone()), query);
         let keys = heads(&self.k_norm, self.k_proj.forward(x.clone()), key_value);
         let values = self.v_proj.forward(x);
+        let (shape, segments) = match rows {
+            Rows::Equal(shape) => (*shape, None),
+            Rows::Segments(segments) => ([0, 0], Some(segments.clone())),
+        };
         let shape = AttentionShape {
-            sequences: b,
-            tokens: s,
+            sequences: shape[0],
+            tokens: shape[1],
             query_heads: query,
             key_heads: key_value,
             head_dim: dim,
+            segments,
         };
         let [cos, sin] = rotation.tables();
         self.o_proj

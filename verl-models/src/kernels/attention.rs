@@ -1,20 +1,28 @@
 //! Causal attention with rotary positions on the CPU, forward and backward, in tiles of sixteen queries.
 //!
 //! The lanes of a register are queries, so that maxima, sums and normalisation run down the keys and lanes never mix.
-//! A tile meets the keys from the first to its own last one; what that is does not depend on the rows beside it or on
-//! how far they are padded, and neither do the bits of a row. Scores of one tile exist at a time.
+//! A tile meets the keys from the first to its own last one; what comes after a query's own key weighs exactly nothing
+//! in it. So the bits of a row depend neither on the rows beside it nor on where tiles begin. Scores of one tile exist at
+//! a time.
 //!
-//! Dims: `B` sequences, `S` tokens of a sequence, `H`/`K` query/key heads, `Dh` head width, `J` keys that a tile meets.
+//! Dims: `N` rows, in [segments](Segment) or as `B` sequences of `S` tokens; `H`/`K` query/key heads, `Dh` head width,
+//! `J` keys that a tile meets.
+
+use std::ops::Range;
+use std::sync::Arc;
 
 use rayon::prelude::*;
 
 use crate::lanes::{Kernel, Lanes, Row, run};
+use crate::prefixes::{Segment, equal};
 use crate::vector::{LANES, exp};
 
 /// Dims of a head that are worked on side by side; a head is filled up with zeros.
 const DIMS: usize = 8;
 /// Keys that share the loads of a tile in [`products`].
 const KEYS: usize = 4;
+/// Keys whose sums are in registers at once in [`spread`]: enough to hide the latency of additions.
+const STEP: usize = 8;
 
 /// Scores this far below the largest one weigh nothing: e^−64 is 10⁻²⁸ of what a sum has. Smaller weights would make
 /// numbers below 10⁻³⁸ of products with gradients, which some processors compute a hundred times slower than others.
@@ -24,7 +32,7 @@ const NOTHING: f32 = -64.0;
 type Dims = [f32; DIMS];
 
 /// Sizes of an attention call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttentionShape {
     /// Sequences, `B`.
     pub sequences: usize,
@@ -36,6 +44,8 @@ pub struct AttentionShape {
     pub key_heads: usize,
     /// Width of a head, `Dh`, even.
     pub head_dim: usize,
+    /// The rows, where they are not `B` sequences of `S` tokens; on the CPU alone.
+    pub segments: Option<Arc<[Segment]>>,
 }
 
 impl AttentionShape {
@@ -51,23 +61,76 @@ impl AttentionShape {
         1.0 / (self.head_dim as f32).sqrt()
     }
 
-    /// Query heads that share key head `head`.
-    fn sharing(&self, head: usize) -> std::ops::Range<usize> {
-        let group = self.query_heads / self.key_heads;
-        head * group..(head + 1) * group
+    /// Query heads that share a key head.
+    fn group(&self) -> usize {
+        self.query_heads / self.key_heads
     }
 
-    /// Where head `head` of token `t` lies among rows of `width`.
+    /// Where head `head` of row `row` lies among rows of `width`.
     #[inline(always)]
-    fn place(&self, t: usize, width: usize, head: usize) -> std::ops::Range<usize> {
-        let start = t * width + head * self.head_dim;
+    fn place(&self, row: usize, width: usize, head: usize) -> Range<usize> {
+        let start = row * width + head * self.head_dim;
         start..start + self.head_dim
     }
 
-    /// Sequence `b` of a column with rows of `width`.
-    fn sequence<'a>(&self, column: &'a [f32], width: usize, b: usize) -> &'a [f32] {
-        &column[b * self.tokens * width..][..self.tokens * width]
+    /// What `run` makes of each key head of each tree of segments, side by side: of one tree after the other, head by head.
+    fn each<T: Send>(
+        &self,
+        run: impl Fn(&[Segment], usize) -> T + Send + Sync,
+    ) -> (Vec<usize>, Vec<T>) {
+        let segments = match &self.segments {
+            Some(segments) => segments.clone(),
+            None => equal(self.sequences, self.tokens),
+        };
+        let trees: Vec<&[Segment]> = segments.chunk_by(|_, next| next.position > 0).collect();
+        let tasks: Vec<(&[Segment], usize)> = trees
+            .iter()
+            .flat_map(|tree| (0..self.key_heads).map(|head| (*tree, head)))
+            .collect();
+        let parts = tasks.into_par_iter().map(|(tree, head)| run(tree, head));
+        (
+            trees.iter().map(|tree| rows(tree).len()).collect(),
+            parts.collect(),
+        )
     }
+
+    /// Columns of `width` of each key head, as [`AttentionShape::each`] has them, side by side.
+    fn joined(&self, trees: &[usize], parts: &[Vec<f32>], width: usize) -> Vec<f32> {
+        let whole = self.key_heads * width;
+        let mut joined = vec![0.0; trees.iter().sum::<usize>() * whole];
+        let mut rest = joined.as_mut_slice();
+        let mut tasks = Vec::with_capacity(trees.len());
+        for (&rows, parts) in trees.iter().zip(parts.chunks(self.key_heads)) {
+            let (own, others) = rest.split_at_mut(rows * whole);
+            tasks.push((own, parts));
+            rest = others;
+        }
+        tasks.into_par_iter().for_each(|(to, parts)| {
+            for (head, part) in parts.iter().enumerate() {
+                for (to, from) in to.chunks_exact_mut(whole).zip(part.chunks_exact(width)) {
+                    to[head * width..][..width].copy_from_slice(from);
+                }
+            }
+        });
+        joined
+    }
+}
+
+/// Rows of a tree.
+fn rows(tree: &[Segment]) -> Range<usize> {
+    let end = tree.last().map_or(0, |last| last.first + last.tokens);
+    tree.first().map_or(0, |first| first.first)..end
+}
+
+/// Keys that a tile meets whose first query stands at position `first`, in whole steps of [`STEP`].
+#[inline(always)]
+fn seen(first: usize) -> usize {
+    (first + LANES).next_multiple_of(STEP)
+}
+
+/// Positions of a tree and those after it that a tile may look at.
+fn depth(tree: &[Segment]) -> usize {
+    tree.iter().map(Segment::end).max().map_or(0, seen)
 }
 
 /// Rotary tables: cosines and signed sines of each position, `[S, Dh]`.
@@ -88,75 +151,72 @@ impl<'a> Tables<'a> {
 /// Queries, keys and values of a call, with the tables.
 #[derive(Clone, Copy)]
 pub(super) struct Inputs<'a> {
-    /// `[B·S, H·Dh]`
+    /// `[N, H·Dh]`
     pub queries: &'a [f32],
-    /// `[B·S, K·Dh]`
+    /// `[N, K·Dh]`
     pub keys: &'a [f32],
-    /// `[B·S, K·Dh]`
+    /// `[N, K·Dh]`
     pub values: &'a [f32],
     pub tables: Tables<'a>,
 }
 
-impl<'a> Inputs<'a> {
-    fn sequence(&self, shape: AttentionShape, b: usize) -> Inputs<'a> {
-        Inputs {
-            queries: shape.sequence(self.queries, shape.query_width(), b),
-            keys: shape.sequence(self.keys, shape.key_width(), b),
-            values: shape.sequence(self.values, shape.key_width(), b),
-            tables: self.tables,
-        }
-    }
-}
-
-/// softmax(R q (R k)ᵀ / √Dh) v for every query head; result: `[B·S, H·Dh]`.
-pub(super) fn attention(shape: AttentionShape, inputs: Inputs<'_>) -> Vec<f32> {
-    let mut output = vec![0.0; inputs.queries.len()];
-    output
-        .par_chunks_mut((shape.tokens * shape.query_width()).max(1))
-        .enumerate()
-        .for_each(|(b, output)| {
-            run(Forward {
-                shape,
-                inputs: inputs.sequence(shape, b),
-                output,
-            });
+/// softmax(R q (R k)ᵀ / √Dh) v for every query head; result: `[N, H·Dh]`.
+pub(super) fn attention(shape: &AttentionShape, inputs: Inputs<'_>) -> Vec<f32> {
+    let width = shape.group() * shape.head_dim;
+    let (trees, parts) = shape.each(|tree, head| {
+        let mut output = vec![0.0; rows(tree).len() * width];
+        run(Forward {
+            shape,
+            inputs,
+            tree,
+            head,
+            output: &mut output,
         });
-    output
+        output
+    });
+    shape.joined(&trees, &parts, width)
 }
 
 /// Gradients of [`attention`] for queries, keys and values, from its output and the output's gradient.
 pub(super) fn attention_backward(
-    shape: AttentionShape,
+    shape: &AttentionShape,
     inputs: Inputs<'_>,
     output: &[f32],
     gradient: &[f32],
 ) -> [Vec<f32>; 3] {
-    let [mut dq, mut dk, mut dv] =
-        [inputs.queries, inputs.keys, inputs.values].map(|x| vec![0.0; x.len()]);
-    let query_block = (shape.tokens * shape.query_width()).max(1);
-    let key_block = (shape.tokens * shape.key_width()).max(1);
-    dq.par_chunks_mut(query_block)
-        .zip(dk.par_chunks_mut(key_block))
-        .zip(dv.par_chunks_mut(key_block))
-        .enumerate()
-        .for_each(|(b, ((dq, dk), dv))| {
-            run(Backward {
-                shape,
-                inputs: inputs.sequence(shape, b),
-                output: shape.sequence(output, shape.query_width(), b),
-                gradient: shape.sequence(gradient, shape.query_width(), b),
-                dq,
-                dk,
-                dv,
-            });
+    let (dim, width) = (shape.head_dim, shape.group() * shape.head_dim);
+    let (trees, parts) = shape.each(|tree, head| {
+        let rows = rows(tree).len();
+        let [mut dq, mut dk, mut dv] = [width, dim, dim].map(|width| vec![0.0; rows * width]);
+        run(Backward {
+            shape,
+            inputs,
+            tree,
+            head,
+            output,
+            gradient,
+            dq: &mut dq,
+            dk: &mut dk,
+            dv: &mut dv,
         });
-    [dq, dk, dv]
+        (dq, dk, dv)
+    });
+    let (mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new());
+    for part in parts {
+        dq.push(part.0);
+        dk.push(part.1);
+        dv.push(part.2);
+    }
+    [(dq, width), (dk, dim), (dv, dim)].map(|(parts, width)| shape.joined(&trees, &parts, width))
 }
 
-/// [`attention`] of one sequence.
+/// [`attention`] of one key head of one tree.
 struct Forward<'a> {
-    shape: AttentionShape,
+    shape: &'a AttentionShape,
     inputs: Inputs<'a>,
+    tree: &'a [Segment],
+    head: usize,
+    /// `[rows of the tree, group · Dh]`
     output: &'a mut [f32],
 }
 
@@ -166,32 +226,43 @@ impl Kernel for Forward<'_> {
         let Forward {
             shape,
             inputs,
+            tree,
+            head,
             output,
         } = self;
-        let (s, dim, width) = (shape.tokens, shape.head_dim, shape.query_width());
-        let (mut keys, mut values) = (Head::new(s, dim), Head::new(s, dim));
+        let (dim, group) = (shape.head_dim, shape.group());
+        let (base, depth) = (rows(tree).start, depth(tree));
+        let (mut keys, mut values) = (Head::new(depth, dim), Head::new(depth, dim));
         let mut queries = Head::new(LANES, dim);
         let mut tile = vec![[0.0; LANES]; queries.blocks * DIMS];
-        let mut weights = vec![[0.0; LANES]; s.next_multiple_of(LANES)];
-        for head in 0..shape.key_heads {
-            fill(&shape, &inputs, head, &mut keys, &mut values);
-            for query_head in shape.sharing(head) {
-                for first in (0..s).step_by(LANES) {
-                    let own = LANES.min(s - first);
+        let mut weights = vec![[0.0; LANES]; depth];
+        for segment in tree {
+            fill(shape, &inputs, head, segment, &mut keys, &mut values);
+            for member in 0..group {
+                for first in (0..segment.tokens).step_by(LANES) {
+                    let own = LANES.min(segment.tokens - first);
+                    let (row, position) = (segment.first + first, segment.position + first);
                     for lane in 0..own {
-                        let query = &inputs.queries[shape.place(first + lane, width, query_head)];
-                        let row = &mut queries.row(lane)[..dim];
-                        turn(query, first + lane, inputs.tables, shape.scale(), row);
+                        let place =
+                            shape.place(row + lane, shape.query_width(), head * group + member);
+                        let to = &mut queries.row(lane)[..dim];
+                        turn(
+                            &inputs.queries[place],
+                            position + lane,
+                            inputs.tables,
+                            shape.scale(),
+                            to,
+                        );
                     }
-                    let seen = first + LANES;
+                    let seen = seen(position);
                     let weights = &mut weights[..seen];
                     transpose(&queries.rows, &mut tile);
                     products::<L>(keys.first(seen), &tile, weights);
-                    let inverse = exponentiate(weights, first);
+                    let inverse = exponentiate(weights, position);
                     mix::<L>(values.first(seen), weights, &mut tile);
                     for lane in 0..own {
-                        let row = &mut output[shape.place(first + lane, width, query_head)];
-                        for (to, d) in row.iter_mut().zip(&tile) {
+                        let place = shape.place(row + lane - base, group * dim, member);
+                        for (to, d) in output[place].iter_mut().zip(&tile) {
                             *to = d[lane] * inverse[lane];
                         }
                     }
@@ -201,17 +272,51 @@ impl Kernel for Forward<'_> {
     }
 }
 
-/// [`attention_backward`] of one sequence.
+/// [`attention_backward`] of one key head of one tree.
 ///
 /// With p the softmax, o its output and g the gradient of o: s = p ⊙ (g vᵀ − g·o), dq = s k, dk = sᵀ q, dv = pᵀ g.
+///
+/// Keys and values of a segment, and their gradients, lie behind those of what it continues. Its own queries come after
+/// all segments that continue it; by then its gradients are complete, and what lies behind it is of no more use.
 struct Backward<'a> {
-    shape: AttentionShape,
+    shape: &'a AttentionShape,
     inputs: Inputs<'a>,
+    tree: &'a [Segment],
+    head: usize,
+    /// `[N, H·Dh]`
     output: &'a [f32],
+    /// `[N, H·Dh]`
     gradient: &'a [f32],
+    /// `[rows of the tree, group · Dh]`
     dq: &'a mut [f32],
+    /// `[rows of the tree, Dh]`
     dk: &'a mut [f32],
+    /// `[rows of the tree, Dh]`
     dv: &'a mut [f32],
+}
+
+/// A turn of the walk of [`Backward`].
+#[derive(Clone, Copy)]
+enum Turn {
+    /// The segment begins; what continues it follows.
+    Into(Segment),
+    /// All that continues it is done.
+    OutOf(Segment),
+}
+
+/// The walk through a tree.
+fn walk(tree: &[Segment]) -> Vec<Turn> {
+    let mut turns = Vec::with_capacity(2 * tree.len());
+    let mut open: Vec<Segment> = Vec::new();
+    for &segment in tree {
+        while let Some(done) = open.pop_if(|open| open.position >= segment.position) {
+            turns.push(Turn::OutOf(done));
+        }
+        turns.push(Turn::Into(segment));
+        open.push(segment);
+    }
+    turns.extend(open.into_iter().rev().map(Turn::OutOf));
+    turns
 }
 
 impl Kernel for Backward<'_> {
@@ -220,40 +325,56 @@ impl Kernel for Backward<'_> {
         let Backward {
             shape,
             inputs,
+            tree,
+            head,
             output,
             gradient,
             dq,
             dk,
             dv,
         } = self;
-        let (s, dim, width) = (shape.tokens, shape.head_dim, shape.query_width());
-        let [mut keys, mut values, mut d_keys, mut d_values] = [(); 4].map(|()| Head::new(s, dim));
+        let (dim, group, width) = (shape.head_dim, shape.group(), shape.query_width());
+        let (base, depth) = (rows(tree).start, depth(tree));
+        let [mut keys, mut values, mut d_keys, mut d_values] =
+            [(); 4].map(|()| Head::new(depth, dim));
         let [mut queries, mut gradients, mut outputs] = [(); 3].map(|()| Head::new(LANES, dim));
         let [mut tile, mut output_tile] =
             [(); 2].map(|()| vec![[0.0; LANES]; queries.blocks * DIMS]);
-        let [mut weights, mut slopes] =
-            [(); 2].map(|()| vec![[0.0; LANES]; s.next_multiple_of(LANES)]);
+        let [mut weights, mut slopes] = [(); 2].map(|()| vec![[0.0; LANES]; depth]);
         let mut turned = vec![0.0; dim];
-        for head in 0..shape.key_heads {
-            fill(&shape, &inputs, head, &mut keys, &mut values);
-            d_keys.rows.fill([0.0; DIMS]);
-            d_values.rows.fill([0.0; DIMS]);
-            for query_head in shape.sharing(head) {
-                for first in (0..s).step_by(LANES) {
-                    let own = LANES.min(s - first);
+        for turn_of_walk in walk(tree) {
+            let segment = match turn_of_walk {
+                Turn::Into(segment) => {
+                    fill(shape, &inputs, head, &segment, &mut keys, &mut values);
+                    for of in [&mut d_keys, &mut d_values] {
+                        of.rows_mut(segment.position..segment.end())
+                            .fill([0.0; DIMS]);
+                    }
+                    continue;
+                }
+                Turn::OutOf(segment) => segment,
+            };
+            for of in [&mut keys, &mut values] {
+                of.rows_mut(segment.end()..seen(segment.end()))
+                    .fill([0.0; DIMS]);
+            }
+            for member in 0..group {
+                for first in (0..segment.tokens).step_by(LANES) {
+                    let own = LANES.min(segment.tokens - first);
+                    let (row, position) = (segment.first + first, segment.position + first);
                     for lane in 0..own {
-                        let place = shape.place(first + lane, width, query_head);
-                        let row = &mut queries.row(lane)[..dim];
+                        let place = shape.place(row + lane, width, head * group + member);
+                        let to = &mut queries.row(lane)[..dim];
                         let query = &inputs.queries[place.clone()];
-                        turn(query, first + lane, inputs.tables, shape.scale(), row);
+                        turn(query, position + lane, inputs.tables, shape.scale(), to);
                         copy(&gradient[place.clone()], gradients.row(lane));
                         copy(&output[place], outputs.row(lane));
                     }
-                    let seen = first + LANES;
+                    let seen = seen(position);
                     let (weights, slopes) = (&mut weights[..seen], &mut slopes[..seen]);
                     transpose(&queries.rows, &mut tile);
                     products::<L>(keys.first(seen), &tile, weights);
-                    let inverse = exponentiate(weights, first);
+                    let inverse = exponentiate(weights, position);
                     transpose(&gradients.rows, &mut tile);
                     transpose(&outputs.rows, &mut output_tile);
                     let means = dots::<L>(&output_tile, &tile);
@@ -271,16 +392,17 @@ impl Kernel for Backward<'_> {
                         for (to, d) in turned.iter_mut().zip(&tile) {
                             *to = d[lane];
                         }
-                        let row = &mut dq[shape.place(first + lane, width, query_head)];
-                        turn_back(&turned, first + lane, inputs.tables, shape.scale(), row);
+                        let to = &mut dq[shape.place(row + lane - base, group * dim, member)];
+                        turn_back(&turned, position + lane, inputs.tables, shape.scale(), to);
                     }
                 }
             }
-            for t in 0..s {
-                let place = shape.place(t, shape.key_width(), head);
-                let row = &mut dk[place.clone()];
-                turn_back(&d_keys.row(t)[..dim], t, inputs.tables, 1.0, row);
-                copy(&d_values.row(t)[..dim], &mut dv[place]);
+            for token in 0..segment.tokens {
+                let position = segment.position + token;
+                let place = shape.place(segment.first + token - base, dim, 0);
+                let d_key = &d_keys.row(position)[..dim];
+                turn_back(d_key, position, inputs.tables, 1.0, &mut dk[place.clone()]);
+                copy(&d_values.row(position)[..dim], &mut dv[place]);
             }
         }
     }
@@ -308,25 +430,42 @@ impl Head {
     }
 
     #[inline(always)]
+    fn rows_mut(&mut self, tokens: Range<usize>) -> &mut [Dims] {
+        &mut self.rows[tokens.start * self.blocks..tokens.end * self.blocks]
+    }
+
+    #[inline(always)]
     fn first(&self, tokens: usize) -> &[Dims] {
         &self.rows[..tokens * self.blocks]
     }
 }
 
-/// Turned keys, and values, of head `head`.
+/// Turned keys, and values, of the head and segment at its positions, and zeros where a tile may look behind it.
 #[inline(always)]
 fn fill(
     shape: &AttentionShape,
     inputs: &Inputs<'_>,
     head: usize,
+    segment: &Segment,
     keys: &mut Head,
     values: &mut Head,
 ) {
-    for t in 0..shape.tokens {
-        let place = shape.place(t, shape.key_width(), head);
-        let row = &mut keys.row(t)[..shape.head_dim];
-        turn(&inputs.keys[place.clone()], t, inputs.tables, 1.0, row);
-        copy(&inputs.values[place], values.row(t));
+    for token in 0..segment.tokens {
+        let position = segment.position + token;
+        let place = shape.place(segment.first + token, shape.key_width(), head);
+        let row = &mut keys.row(position)[..shape.head_dim];
+        turn(
+            &inputs.keys[place.clone()],
+            position,
+            inputs.tables,
+            1.0,
+            row,
+        );
+        copy(&inputs.values[place], values.row(position));
+    }
+    for of in [keys, values] {
+        of.rows_mut(segment.end()..seen(segment.end()))
+            .fill([0.0; DIMS]);
     }
 }
 
@@ -501,13 +640,11 @@ fn differentiate<L: Lanes>(
 /// to[j] += Σ_lane weights[j, lane] tile[lane], over the first `own` lanes.
 #[inline(always)]
 fn spread(weights: &[Row], tile: &Head, own: usize, to: &mut Head) {
-    /// Keys whose sums are in registers at once: enough to hide the latency of additions.
-    const TOGETHER: usize = 8;
     let blocks = tile.blocks;
-    let rows = to.rows.chunks_exact_mut(TOGETHER * blocks);
-    for (rows, weights) in rows.zip(weights.as_chunks::<TOGETHER>().0) {
+    let rows = to.rows.chunks_exact_mut(STEP * blocks);
+    for (rows, weights) in rows.zip(weights.as_chunks::<STEP>().0) {
         for b in 0..blocks {
-            let mut sums = [[0.0; DIMS]; TOGETHER];
+            let mut sums = [[0.0; DIMS]; STEP];
             for (k, sum) in sums.iter_mut().enumerate() {
                 *sum = rows[k * blocks + b];
             }

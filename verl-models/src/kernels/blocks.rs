@@ -100,6 +100,7 @@ impl AttentionBlock {
             query_heads: self.query_heads,
             key_heads: self.key_heads,
             head_dim: self.head_dim,
+            segments: None,
         }
     }
 

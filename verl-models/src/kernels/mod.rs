@@ -106,7 +106,8 @@ pub fn take_rows(table: Tensor<2>, index: Tensor<1, Int>, ascending: bool) -> Te
 /// Causal attention with rotary positions, from projections to mixed heads, without a buffer of scores.
 ///
 /// # Shapes
-/// `queries`: `[B·S, H·Dh]`; `keys`, `values`: `[B·S, K·Dh]`; `cos`, `sin` (signed): `[S, Dh]`; result: `[B·S, H·Dh]`
+/// `queries`: `[N, H·Dh]`; `keys`, `values`: `[N, K·Dh]`; `cos`, `sin` (signed): `[S, Dh]`; result: `[N, H·Dh]`; `N` is
+/// `B·S` unless the shape has segments, and `S` then at least the last position and one
 pub fn attention(
     shape: AttentionShape,
     queries: Tensor<2>,
@@ -371,7 +372,7 @@ impl DecoderGradients for Flex {
         inputs: [FlexTensor; 5],
     ) -> (FlexTensor, Vec<FlexTensor>) {
         let inputs = inputs.map(dense);
-        let mixed = attention::attention(shape, attention_inputs(&inputs));
+        let mixed = attention::attention(&shape, attention_inputs(&inputs));
         let mixed = tensor(mixed, inputs[0].shape());
         let saved = inputs.into_iter().chain([mixed.clone()]).collect();
         (mixed, saved)
@@ -389,7 +390,7 @@ impl DecoderGradients for Flex {
         let inputs = [queries, keys, content, cos, sin];
         let gradient = dense(gradient);
         let parts = attention::attention_backward(
-            shape,
+            &shape,
             attention_inputs(&inputs),
             values(&output),
             values(&gradient),
@@ -566,7 +567,7 @@ impl<B: DecoderGradients, C: CheckpointStrategy> DecoderOps for Autodiff<B, C> {
             cos.into_parts().0,
             sin.into_parts().0,
         ];
-        let (mixed, saved) = B::attention_saving(shape, inputs);
+        let (mixed, saved) = B::attention_saving(shape.clone(), inputs);
         match AttentionStep
             .prepare::<C>([query_node, key_node, value_node])
             .compute_bound()

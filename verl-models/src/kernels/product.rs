@@ -29,13 +29,21 @@ const NARROW_ROWS: usize = 6;
 const ALONE: usize = 1 << 18;
 /// Numbers of a right operand up to which it is packed once for all rows.
 const PACKED_ONCE: usize = 1 << 20;
+/// Fewest rows of a task then: each reads all panels.
+const LEAST_ROWS: usize = 4 * WIDE_ROWS;
 /// Most rows of a task then: [`DEPTH`] terms of them stay in the second-level cache while panels pass by.
 const TASK_ROWS: usize = 192;
 /// Products with fewer rows turn the left operand into the panel instead of the right one, which is read once.
 const FEW_ROWS: usize = 16;
 
-/// One row of a panel.
-type PanelRow = [Row; 2];
+/// One row of a panel. It begins a cache line: a register that crosses two takes two loads.
+#[derive(Debug, Clone, Copy)]
+#[repr(align(64))]
+struct PanelRow([Row; 2]);
+
+impl PanelRow {
+    const ZERO: PanelRow = PanelRow([[0.0; LANES]; 2]);
+}
 
 /// A matrix whose rows lie one after the other, or the transpose of one.
 #[derive(Debug, Clone, Copy)]
@@ -140,7 +148,7 @@ fn multiply(a: Matrix<'_>, b: Matrix<'_>, start: Start, out: &mut [Unset]) {
     let pieces = 4 * rayon::current_num_threads();
     if terms < ALONE {
         by_rows(a, Right::Plain(b), m, start, out);
-    } else if b.values.len() <= PACKED_ONCE && m >= pieces * WIDE_ROWS {
+    } else if b.values.len() <= PACKED_ONCE && m >= pieces * LEAST_ROWS {
         let rows = m
             .div_ceil(pieces)
             .next_multiple_of(WIDE_ROWS)
@@ -217,7 +225,7 @@ thread_local! {
 /// All panels of `b`.
 fn panels(b: Matrix<'_>) -> Vec<PanelRow> {
     let mut panels = PANELS.take();
-    panels.resize(b.columns.div_ceil(PANEL) * b.rows, [[0.0; LANES]; 2]);
+    panels.resize(b.columns.div_ceil(PANEL) * b.rows, PanelRow::ZERO);
     panels
         .par_chunks_mut(b.rows)
         .enumerate()
@@ -250,7 +258,7 @@ fn pack<L: Lanes>(b: Matrix<'_>, first_row: usize, first_column: usize, panel: &
             let columns: [&[f32]; PANEL] =
                 std::array::from_fn(|lane| if lane < width { column(lane) } else { &[] });
             for (row, to) in panel.iter_mut().enumerate() {
-                for (to, column) in to.as_flattened_mut().iter_mut().zip(columns) {
+                for (to, column) in to.0.as_flattened_mut().iter_mut().zip(columns) {
                     *to = column.get(row).copied().unwrap_or(0.0);
                 }
             }
@@ -265,19 +273,19 @@ fn pack<L: Lanes>(b: Matrix<'_>, first_row: usize, first_column: usize, panel: &
             for (at, block) in blocks.iter_mut().enumerate() {
                 let turned = L::turn(std::array::from_fn(|lane| &columns[lane][at]));
                 for row in 0..TURN {
-                    block[row].as_flattened_mut()[first..][..TURN].copy_from_slice(&turned[row]);
+                    block[row].0.as_flattened_mut()[first..][..TURN].copy_from_slice(&turned[row]);
                 }
             }
         }
         for (row, to) in rest.iter_mut().enumerate() {
-            for (to, column) in to.as_flattened_mut().iter_mut().zip(columns) {
+            for (to, column) in to.0.as_flattened_mut().iter_mut().zip(columns) {
                 *to = column[whole + row];
             }
         }
     } else {
         let rows = panel.iter_mut().enumerate().map(|(row, to)| {
             let from = &b.values[(first_row + row) * b.columns + first_column..][..width];
-            (to.as_flattened_mut(), from)
+            (to.0.as_flattened_mut(), from)
         });
         // Copies of a known length are moves of registers; others are calls.
         if width == PANEL {
@@ -308,7 +316,7 @@ impl Kernel for Task<'_, '_> {
         // Pieces of equal depth: a short one would cost as much for its start and end.
         let depth = self.a.columns.div_ceil(self.a.columns.div_ceil(DEPTH));
         let mut own = match self.b {
-            Right::Plain(_) => vec![[[0.0; LANES]; 2]; depth],
+            Right::Plain(_) => vec![PanelRow::ZERO; depth],
             Right::Packed(_) => Vec::new(),
         };
         let height = if L::ARE_WIDE { WIDE_ROWS } else { NARROW_ROWS };
@@ -317,13 +325,12 @@ impl Kernel for Task<'_, '_> {
             let depth = depth.min(self.a.columns - first_term);
             if self.a.is_transposed {
                 let rows = self.first_row..self.first_row + self.out.len() / height * height;
-                pack_left(
-                    self.a,
-                    rows,
-                    height,
-                    first_term..first_term + depth,
-                    &mut tiles_of_a,
-                );
+                let terms = first_term..first_term + depth;
+                if L::ARE_WIDE {
+                    pack_left::<WIDE_ROWS>(self.a, rows, terms, &mut tiles_of_a);
+                } else {
+                    pack_left::<NARROW_ROWS>(self.a, rows, terms, &mut tiles_of_a);
+                }
             }
             for column in (0..self.out[0].len()).step_by(PANEL) {
                 let panel = match self.b {
@@ -367,20 +374,22 @@ struct Left<'a> {
     goes_on: bool,
 }
 
-/// Tiles of `height` rows of a transposed operand one after the other, each `[terms, height]`: rows of a tile lie side by
+/// Tiles of `ROWS` rows of a transposed operand one after the other, each `[terms, ROWS]`: rows of a tile lie side by
 /// side already, but its terms far apart.
 #[inline(always)]
-fn pack_left(
+fn pack_left<const ROWS: usize>(
     a: Matrix<'_>,
     rows: Range<usize>,
-    height: usize,
     terms: Range<usize>,
     tiles: &mut Vec<f32>,
 ) {
-    tiles.clear();
-    for first_row in rows.step_by(height) {
-        for term in terms.clone() {
-            tiles.extend_from_slice(&a.values[term * a.rows + first_row..][..height]);
+    let depth = terms.len();
+    tiles.resize(rows.len() * depth, 0.0);
+    let tiles = tiles.as_chunks_mut::<ROWS>().0.chunks_exact_mut(depth);
+    for (first_row, tile) in rows.step_by(ROWS).zip(tiles) {
+        let from = &a.values[terms.start * a.rows + first_row..];
+        for (to, from) in tile.iter_mut().zip(from.chunks(a.rows)) {
+            to.copy_from_slice(&from[..ROWS]);
         }
     }
 }
@@ -465,7 +474,7 @@ macro_rules! tile {
             let Left { a, first_row, first_term, packed, .. } = left;
             if !packed.is_empty() {
                 for (factors, values) in panel.iter().zip(packed.as_chunks::<$rows>().0) {
-                    let (first, second) = (L::load(&factors[side]), L::load(&factors[1]));
+                    let (first, second) = (L::load(&factors.0[side]), L::load(&factors.0[1]));
                     $(
                         let value = L::splat(values[$row]);
                         $x = value.mul_add(first, $x);
@@ -478,7 +487,7 @@ macro_rules! tile {
                 let values = &a.values[first_term * a.rows + first_row..];
                 for (term, factors) in panel.iter().enumerate() {
                     let values: &[f32] = &values[term * a.rows..][..$rows];
-                    let (first, second) = (L::load(&factors[side]), L::load(&factors[1]));
+                    let (first, second) = (L::load(&factors.0[side]), L::load(&factors.0[1]));
                     $(
                         let value = L::splat(values[$row]);
                         $x = value.mul_add(first, $x);
@@ -492,7 +501,7 @@ macro_rules! tile {
                     &a.values[(first_row + row) * a.columns + first_term..][..panel.len()]
                 });
                 for (term, factors) in panel.iter().enumerate() {
-                    let (first, second) = (L::load(&factors[side]), L::load(&factors[1]));
+                    let (first, second) = (L::load(&factors.0[side]), L::load(&factors.0[1]));
                     $(
                         let value = L::splat(rows[$row][term]);
                         $x = value.mul_add(first, $x);

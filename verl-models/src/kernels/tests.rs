@@ -9,6 +9,8 @@ use super::{
     attention_block, linear, mlp_block, rms_norm, swiglu,
 };
 use crate::blocks::rope::{Rope, RopeConfig, RopeScaling};
+use crate::prefixes::Distinct;
+use crate::rows::indices;
 use crate::toy::numbers;
 
 /// Largest difference as a share of the largest value: sums of up to some hundred f32 terms in another order.
@@ -123,7 +125,7 @@ fn linear_is_its_composition() {
 }
 
 /// [B·S, H·Dh] -> [B, H, S, Dh]
-fn heads(x: Tensor<2>, shape: AttentionShape, count: usize) -> Tensor<4> {
+fn heads(x: Tensor<2>, shape: &AttentionShape, count: usize) -> Tensor<4> {
     x.reshape([shape.sequences, shape.tokens, count, shape.head_dim])
         .swap_dims(1, 2)
 }
@@ -136,7 +138,7 @@ fn repeated(x: Tensor<4>, times: usize) -> Tensor<4> {
         .reshape([b, k * times, s, dim])
 }
 
-fn composed_attention(shape: AttentionShape, x: &[Tensor<2>], rope: &Rope) -> Tensor<2> {
+fn composed_attention(shape: &AttentionShape, x: &[Tensor<2>], rope: &Rope) -> Tensor<2> {
     let (s, dim) = (shape.tokens, shape.head_dim);
     let device = x[0].device();
     let rotation = rope.leading(s, &device.clone().without_autodiff(), DType::F32);
@@ -171,6 +173,7 @@ fn check_attention(
         query_heads,
         key_heads,
         head_dim,
+        segments: None,
     };
     let rope = Rope::new(
         RopeConfig {
@@ -188,9 +191,16 @@ fn check_attention(
     let fused = |x: &[Tensor<2>]| {
         let device = x[0].device().without_autodiff();
         let [cos, sin] = rope.leading(tokens, &device, DType::F32).tables();
-        attention(shape, x[0].clone(), x[1].clone(), x[2].clone(), cos, sin)
+        attention(
+            shape.clone(),
+            x[0].clone(),
+            x[1].clone(),
+            x[2].clone(),
+            cos,
+            sin,
+        )
     };
-    check(&inputs, &fused, &|x| composed_attention(shape, x, &rope));
+    check(&inputs, &fused, &|x| composed_attention(&shape, x, &rope));
 }
 
 #[test]
@@ -214,6 +224,76 @@ fn attention_is_its_composition_for_short_and_long_sequences() {
     check_attention(1, 2, [2, 1, 4]);
     check_attention(7, 16, [2, 1, 8]);
     check_attention(2, 70, [2, 1, 8]);
+}
+
+/// Forward and backward, where sequences share their beginnings, in one place and in several.
+#[test]
+fn attention_over_segments_is_that_of_each_sequence() {
+    let [query_heads, key_heads, head_dim] = [4, 2, 6];
+    let rope = Rope::new(
+        RopeConfig {
+            theta: 100.0,
+            scaling: RopeScaling::Default,
+        },
+        head_dim,
+    );
+    let prompt: Vec<i32> = (0..21).collect();
+    let with = |shared: usize, own: std::ops::Range<i32>| {
+        [&prompt[..shared], &own.collect::<Vec<_>>()].concat()
+    };
+    let trees = [
+        vec![
+            with(21, 100..105),
+            with(21, 0..0),
+            with(21, 200..240),
+            with(21, 300..301),
+        ],
+        vec![
+            with(5, 50..53),
+            with(21, 60..70),
+            with(12, 80..100),
+            with(12, 110..112),
+        ],
+        vec![with(0, 7..8), with(21, 0..9), with(0, 40..60)],
+    ];
+    for sequences in trees {
+        let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
+        let distinct = Distinct::new(&sequences.concat(), &lengths);
+        let rows = distinct.ids.len();
+        let all: Vec<i32> = (0..lengths.iter().sum::<usize>() as i32).collect();
+        let places = distinct.rows.unwrap_or(all);
+        let inputs = vec![
+            input(rows, query_heads * head_dim, 7),
+            input(rows, key_heads * head_dim, 8),
+            input(rows, key_heads * head_dim, 9),
+        ];
+        let shape = |sequences: usize, tokens: usize, segments| AttentionShape {
+            sequences,
+            tokens,
+            query_heads,
+            key_heads,
+            head_dim,
+            segments,
+        };
+        let fused = |x: &[Tensor<2>]| {
+            let device = x[0].device().without_autodiff();
+            let longest = lengths.iter().copied().max().unwrap();
+            let [cos, sin] = rope.leading(longest, &device, DType::F32).tables();
+            let shape = shape(0, 0, Some(distinct.segments.clone()));
+            let mixed = attention(shape, x[0].clone(), x[1].clone(), x[2].clone(), cos, sin);
+            mixed.select(0, indices(places.clone(), &x[0].device()))
+        };
+        check(&inputs, &fused, &|x| {
+            let mut start = 0;
+            let mixed = lengths.iter().map(|&tokens| {
+                let places = indices(places[start..start + tokens].to_vec(), &x[0].device());
+                start += tokens;
+                let own = [0, 1, 2].map(|at: usize| x[at].clone().select(0, places.clone()));
+                composed_attention(&shape(1, tokens, None), &own, &rope)
+            });
+            Tensor::cat(mixed.collect(), 0)
+        });
+    }
 }
 
 fn norm(x: &Tensor<2>, gain: &Tensor<2>) -> Tensor<2> {
@@ -298,10 +378,11 @@ fn the_first_half_of_a_layer_is_its_composition() {
                     query_heads: sizes.query_heads,
                     key_heads: sizes.key_heads,
                     head_dim: sizes.head_dim,
+                    segments: None,
                 };
                 let own = [&queries, &keys, &values].map(|x| x.clone().narrow(0, start, tokens));
                 start += tokens;
-                composed_attention(shape, &own, &rope)
+                composed_attention(&shape, &own, &rope)
             });
             x[0].clone() + linear(Tensor::cat(mixed.collect(), 0), x[5].clone())
         };

@@ -45,7 +45,8 @@ pub(crate) struct Call {
 
 impl Call {
     fn new(shape: AttentionShape, like: &CubeTensor) -> Self {
-        Call::packed(shape, &vec![shape.tokens; shape.sequences], like)
+        let lengths = vec![shape.tokens; shape.sequences];
+        Call::packed(shape, &lengths, like)
     }
 
     /// For sequences of these lengths, whose starts and positions are on the device.

@@ -60,6 +60,7 @@ impl DeviceDecoder {
             query_heads: heads.query,
             key_heads: heads.key_value,
             head_dim: heads.dim,
+            segments: None,
         };
         let like = &self.embedding;
         let call = Call::packed(shape, &lengths, like);
