@@ -60,8 +60,9 @@ impl Distinct {
             let alike = sequence.iter().zip(before).take_while(|(a, b)| a == b);
             let shared = Some(alike.count()).filter(|shared| *shared >= LEAST_SHARED);
             let shared = shared.unwrap_or(0);
+            // What the sequence before this one goes on with, and what this one does.
+            beginnings.extend(path.get(shared));
             if shared < length {
-                beginnings.extend(path.get(shared));
                 beginnings.insert(distinct.len());
             }
             path.truncate(shared);
@@ -114,10 +115,17 @@ mod tests {
 
     /// What every token sees, read from the segments as attention does.
     fn seen(of: &Distinct) -> Vec<Vec<i32>> {
-        let mut path = Vec::new();
+        let (mut path, mut open) = (Vec::new(), Vec::<Segment>::new());
         let mut seen = vec![Vec::new(); of.ids.len()];
         for segment in &*of.segments {
-            assert!(segment.position <= path.len() && segment.tokens > 0);
+            assert!(segment.tokens > 0);
+            while open
+                .pop_if(|open| open.position >= segment.position)
+                .is_some()
+            {}
+            // A segment continues the end of another one.
+            assert_eq!(open.last().map_or(0, Segment::end), segment.position);
+            open.push(*segment);
             path.truncate(segment.position);
             for row in segment.first..segment.first + segment.tokens {
                 path.push(of.ids[row]);
