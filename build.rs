@@ -1,9 +1,9 @@
-//! Tells the executable what it was built with, for `versions.json` of a run.
+//! Records what the executable is built with, for `versions.json` of a run.
 
 use std::path::Path;
 use std::process::Command;
 
-/// Crates whose version decides the bits of a result.
+/// Crates whose version affects the bits of a result.
 const CRATES: [&str; 2] = ["burn", "cubecl"];
 
 fn main() {
@@ -16,12 +16,12 @@ fn main() {
         println!("cargo::rustc-env=VERL_{}={version}", name.to_uppercase());
     }
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".to_owned());
-    let told = Command::new(rustc).arg("--version").output();
-    let told = told
+    let output = Command::new(rustc).arg("--version").output();
+    let version = output
         .ok()
         .and_then(|output| String::from_utf8(output.stdout).ok());
-    let told = told.as_deref().map_or("unknown", str::trim);
-    println!("cargo::rustc-env=VERL_RUSTC={told}");
+    let version = version.as_deref().map_or("unknown", str::trim);
+    println!("cargo::rustc-env=VERL_RUSTC={version}");
 }
 
 /// The version of a crate in the text of a lock file.

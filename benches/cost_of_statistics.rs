@@ -1,13 +1,13 @@
-//! What the statistics of every edge and the flight recorder add to a step of the addition pipeline.
+//! The cost that the statistics of every edge and the flight recorder add to a step of the addition pipeline.
 //!
 //! ```text
 //! cargo bench --workspace --bench cost_of_statistics
 //! ```
 //!
-//! Two runs of the same pipeline in one process, alike but for `[trace] stats`, take blocks of steps in turn; their
-//! losses must be equal. Each block of the one is compared with the block of the other beside it, once by the clock and
-//! once by the CPU seconds of the whole process, which count the recorder's thread in and what else runs on the machine
-//! out. The target is a share under 2 %. Takes two and a half minutes, whatever the machine.
+//! Two runs of the same pipeline in one process, which differ only in `[trace] stats`, take blocks of steps in turn;
+//! their losses must be equal. Each block of one run is compared with the adjacent block of the other, once by the
+//! clock and once by the CPU seconds of the entire process, which include the recorder's thread and exclude other
+//! processes. The target is a share under 2 %. It takes two and a half minutes on any machine.
 
 #![expect(clippy::print_stdout, reason = "a bench prints its result")]
 
@@ -27,12 +27,12 @@ mod addition;
 const WARM_UP: u64 = 5;
 /// Seconds that are measured, both runs together.
 const SECONDS: f64 = 140.0;
-/// CPU seconds of a block, about; they are told in hundredths, which are half a percent of it.
+/// Approximate CPU seconds of a block; they are reported in hundredths, which are half a percent of it.
 const BLOCK_SECONDS: f64 = 2.0;
 /// Steps that no run reaches in this time.
 const STEPS: u64 = 100_000;
 
-/// A run without its observers, which take turns of their own.
+/// A run without its observers, which have their own schedule.
 fn trainer(folder: &Path, stats: bool) -> Result<Trainer, Box<dyn Error>> {
     let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/addition-base");
     let mut pipe = addition::chained(addition::addition(&model, STEPS));
@@ -43,7 +43,7 @@ fn trainer(folder: &Path, stats: bool) -> Result<Trainer, Box<dyn Error>> {
     Ok(Trainer::with_options(plan, TrainerOptions::default())?)
 }
 
-/// What a block of steps took.
+/// The time of a block of steps.
 struct Block {
     wall: f64,
     cpu: Option<f64>,
@@ -57,13 +57,13 @@ fn block(trainer: &mut Trainer, steps: u64) -> Result<Block, Box<dyn Error>> {
         loss = trainer.step()?.loss();
     }
     let wall = since.elapsed().as_secs_f64();
-    // What the recorder's thread has yet to do is of this block.
+    // The remaining work of the recorder's thread belongs to this block.
     thread::sleep(Duration::from_millis(20));
     let cpu = cpu_seconds().zip(before).map(|(now, before)| now - before);
     Ok(Block { wall, cpu, loss })
 }
 
-/// Seconds that the process has spent on CPUs, by itself and in the system, as Linux tells: in hundredths.
+/// CPU seconds of the process, in user and system mode, as Linux reports them: in hundredths.
 fn cpu_seconds() -> Option<f64> {
     let text = fs::read_to_string("/proc/self/stat").ok()?;
     let (_, fields) = text.rsplit_once(')')?;
@@ -72,26 +72,26 @@ fn cpu_seconds() -> Option<f64> {
     Some((own + system) / 100.0)
 }
 
-/// Tells the median of the ratios of `with` to `without`, and the ratio of the sums, each with its interval.
-fn tell(what: &str, unit: f64, pairs: &[(f64, f64)]) {
+/// Prints the median of the ratios of `with` to `without`, and the ratio of the sums, each with its interval.
+fn print(what: &str, unit: f64, pairs: &[(f64, f64)]) {
     let mut ratios: Vec<f64> = pairs.iter().map(|(with, without)| with / without).collect();
     ratios.sort_by(f64::total_cmp);
     let at = |share: f64| {
         let rank = (ratios.len() - 1) as f64 * share.clamp(0.0, 1.0);
         100.0 * (ratios[rank.round() as usize] - 1.0)
     };
-    // The median of n values lies between those of the ranks n/2 ± 0.98 √n in 95 % of cases, whatever they follow.
+    // The median of n values lies between those of the ranks n/2 ± 0.98 √n in 95 % of cases, for any distribution.
     let half_width = 0.98 / (ratios.len() as f64).sqrt();
     let (with, without) = pairs.iter().fold((0.0, 0.0), |(a, b), (with, without)| {
         (a + with, b + without)
     });
-    // Two standard errors of a ratio of sums, from how far each pair lies from it.
+    // Two standard errors of a ratio of sums, from the distance of each pair from it.
     let ratio = with / without;
     let squares = pairs.iter().map(|(a, b)| (a - ratio * b).powi(2));
     let error = 200.0 * squares.sum::<f64>().sqrt() / without;
     println!(
         "{what}: {:+.2} % (median of {} pairs; 95 % interval {:+.2} to {:+.2} %; quartiles {:+.2} to {:+.2} %); \
-         of the sums {:+.2} ± {error:.2} %; {:.2} against {:.2} ms a step",
+         of the sums {:+.2} ± {error:.2} %; {:.2} against {:.2} ms per step",
         at(0.5),
         ratios.len(),
         at(0.5 - half_width),
@@ -125,12 +125,12 @@ fn main() -> Result<(), Box<dyn Error>> {
             b = block(&mut without, steps)?;
             a = block(&mut with, steps)?;
         }
-        assert_eq!(a.loss, b.loss, "the two runs are not alike");
+        assert_eq!(a.loss, b.loss, "the two runs differ");
         walls.push((a.wall, b.wall));
         cpus.extend(a.cpu.zip(b.cpu));
     }
     let unit = 1e3 / (walls.len() as f64 * steps as f64);
-    tell("CPU seconds of the process", unit, &cpus);
-    tell("time by the clock", unit, &walls);
+    print("CPU seconds of the process", unit, &cpus);
+    print("time by the clock", unit, &walls);
     Ok(())
 }

@@ -1,11 +1,12 @@
-//! What the engine adds to a step of the addition pipeline, against a loop that calls the same stages by hand.
+//! The cost that the engine adds to a step of the addition pipeline, compared with a hand-written loop.
 //!
 //! ```text
 //! cargo bench --workspace --bench hand_written_loop
 //! ```
 //!
-//! Both sides run the same steps on models of their own, in turn; the rewards must be equal. The target is a share
-//! under 1 %. Speed depends on what else runs, so the median of the paired ratios counts, with its interval.
+//! Both sides call the same stages and run the same steps in turn, each on its own models; the rewards must be equal.
+//! The target is a share under 1 %. Other processes affect the speed, so the median of the paired ratios counts, with
+//! its interval.
 
 #![expect(clippy::print_stdout, reason = "a bench prints its result")]
 
@@ -184,10 +185,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             (hand, rewards) = timed(|| by_hand.step(step, steps))?;
         }
         let mean = rewards.iter().map(|r| f64::from(*r)).sum::<f64>() / rewards.len() as f64;
-        let told = output.metrics.get("reward/mean");
+        let reward = output.metrics.get("reward/mean");
         assert!(
-            told.is_some_and(|told| (told - mean).abs() < 1e-9),
-            "step {step}: {told:?} is not {mean}"
+            reward.is_some_and(|reward| (reward - mean).abs() < 1e-9),
+            "step {step}: {reward:?} is not {mean}"
         );
         if step > WARM_UP {
             ratios.push(engine / hand);
@@ -199,7 +200,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         times.sort_by(f64::total_cmp);
         times[((times.len() - 1) as f64 * share).round() as usize]
     };
-    // The median of n values lies between those of the ranks n/2 ± 0.98 √n in 95 % of cases, whatever they follow.
+    // The median of n values lies between those of the ranks n/2 ± 0.98 √n in 95 % of cases, for any distribution.
     let half_width = 0.98 / (STEPS as f64).sqrt();
     println!(
         "engine / hand-written loop, {STEPS} steps: median {:.4} (95 % interval {:.4} to {:.4}), \
@@ -210,7 +211,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         of(&mut ratios, 0.25),
         of(&mut ratios, 0.75)
     );
-    // What else runs on the machine can only slow a step down, so the fast steps of each side say most.
+    // Other processes can only slow a step down, so the fastest steps of each side are the most reliable.
     println!(
         "fastest tenth: engine {:.2} ms, by hand {:.2} ms",
         1e3 * of(&mut engines, 0.1),

@@ -1,9 +1,9 @@
-//! A loss and an advantage estimator of one's own, chosen by name in a pipeline file.
+//! A custom loss and a custom advantage estimator, selected by name in a pipeline file.
 //!
 //! ```text
 //! cargo run --release --example custom_algorithm
 //! ```
-#![expect(clippy::print_stdout, reason = "an example talks to its reader")]
+#![expect(clippy::print_stdout, reason = "an example prints its results")]
 
 use std::error::Error;
 use std::path::Path;
@@ -69,7 +69,7 @@ impl PartConfig for MedianBaseline {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Spo {
-    /// ε: the ratio that is aimed at is 1 ± ε.
+    /// ε: the target ratio is 1 ± ε.
     pub epsilon: f64,
 }
 
@@ -118,14 +118,14 @@ impl PolicyLoss for Spo {
     }
 }
 
-/// The built-in kinds and ours: what a program of one's own hands to `read_pipeline` or to the command line.
+/// The built-in and the custom kinds, for `read_pipeline` or the command line.
 pub fn registry() -> Registry {
     verl::registry()
         .part::<MedianBaseline>()
         .part::<PolicyObjective<Spo>>()
 }
 
-/// The addition pipeline with our parts by name, on a model with random weights that is rewarded for short answers.
+/// The addition pipeline with the custom parts by name, on a model with random weights, rewarded for short answers.
 pub fn pipeline(file: &Path, model: &Path, dir: &Path) -> Result<DataPipe, Vec<Diagnostic>> {
     let (model, dir) = (model.display(), dir.display());
     let overrides = [
@@ -145,7 +145,7 @@ pub fn pipeline(file: &Path, model: &Path, dir: &Path) -> Result<DataPipe, Vec<D
         &format!("run.dir={dir}"),
     ];
     let pipe = read_pipeline(file, &overrides, &registry())?;
-    // The second pass over a step's rows is off policy: its ratios need the log-probs of before.
+    // The second pass over a step's rows is off policy: its ratios need the log-probs from before the update.
     Ok(pipe.add_stage("old_log_probs", LogProbs::default()))
 }
 
@@ -173,7 +173,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let model = Path::new("examples/models/addition-init");
     let pipe = pipeline(file, model, &runs.path().join("run")).map_err(Findings)?;
     let plan = pipe.plan().map_err(Findings)?;
-    // Its console shows each step, and whatever is to be warned of.
+    // The trainer prints each step and all warnings to the console.
     let mut trainer = Trainer::new(plan)?;
     for _ in 0..5 {
         let metrics = trainer.step()?;

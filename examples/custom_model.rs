@@ -1,12 +1,12 @@
-//! A model of one's own, trained by the stages that train the built-in ones.
+//! A custom model, trained by the same stages as the built-in ones.
 //!
 //! ```text
 //! cargo run --release --example custom_model
 //! ```
 //!
-//! The model mixes tokens without attention: each head weighs the past by distance alone. It has no cache, so it
+//! The model mixes tokens without attention: each head weighs the past only by distance. It has no cache, so it
 //! generates with the default engine, which recomputes the prefix.
-#![expect(clippy::print_stdout, reason = "an example talks to its reader")]
+#![expect(clippy::print_stdout, reason = "an example prints its results")]
 
 use std::error::Error;
 use std::path::{Path, PathBuf};

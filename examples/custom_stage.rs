@@ -1,16 +1,16 @@
-//! A stage of one's own with keys of its own: a penalty for long responses, taken off the rule's reward.
+//! A custom stage with custom keys: a penalty for long responses, subtracted from the rule's reward.
 //!
 //! ```text
 //! cargo run --release --example custom_stage
 //! ```
-#![expect(clippy::print_stdout, reason = "an example talks to its reader")]
+#![expect(clippy::print_stdout, reason = "an example prints its results")]
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
 
 use verl::prelude::*;
 
-/// What a response's length costs.
+/// Cost of a response's length.
 const LENGTH_PENALTIES: Key<Scalar<f32>> = Key::new(
     "length_penalties",
     "[B]",
@@ -19,9 +19,9 @@ const LENGTH_PENALTIES: Key<Scalar<f32>> = Key::new(
 )
 .finite();
 
-/// The rule's reward, before the penalty is taken off.
+/// The rule's reward, before the penalty is subtracted.
 const RULE_REWARDS: Key<Scalar<f32>> =
-    Key::new("rule_rewards", "[B]", "reward", "reward of the rule alone")
+    Key::new("rule_rewards", "[B]", "reward", "reward of the rule")
         .nullable()
         .finite();
 
@@ -65,7 +65,7 @@ impl Stage for LengthPenalty {
     }
 }
 
-/// rewards = rule_rewards − length_penalties; what the rule could not score stays without a reward.
+/// rewards = rule_rewards − length_penalties; rows that the rule could not score have no reward.
 fn subtract(input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
     let (rules, penalties) = (input.get(&RULE_REWARDS)?, input.get(&LENGTH_PENALTIES)?);
     let rewards: Vec<Option<f32>> = rules
@@ -78,7 +78,7 @@ fn subtract(input: Batch, context: &mut StageContext<'_>) -> Result<(), StageErr
     context.emit(output)
 }
 
-/// GRPO on sums with random weights, rewarded by the rule less the penalty.
+/// GRPO on sums with random weights, rewarded by the rule minus the penalty.
 pub fn pipeline(model: &Path, dir: PathBuf) -> DataPipe {
     let penalty = LengthPenalty {
         limit: 4,
@@ -94,7 +94,7 @@ pub fn pipeline(model: &Path, dir: PathBuf) -> DataPipe {
     };
     let stages = Prompts::default()
         >> generate
-        // The built-in stage writes under another name, so that ours may write `rewards`.
+        // The built-in stage writes under another name, so that the custom one can write `rewards`.
         >> Reward::default().writing("rewards", "rule_rewards")
         >> stage_with(move |_| Ok(Box::new(penalty.clone()))).named("length_penalty")
         >> stage_fn(shaped, subtract).named("shaped_reward")
@@ -132,7 +132,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .map_err(Findings)?;
     println!("{plan}");
 
-    // Its console shows each step, and whatever is to be warned of.
+    // The trainer prints each step and all warnings to the console.
     let mut trainer = Trainer::new(plan)?;
     for _ in 0..5 {
         let metrics = trainer.step()?;

@@ -4,7 +4,7 @@
 //! ```text
 //! cargo run --release --example grpo_addition -- [MODEL_FOLDER] [STEPS]
 //! ```
-#![expect(clippy::print_stdout, reason = "an example talks to its reader")]
+#![expect(clippy::print_stdout, reason = "an example prints its results")]
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -102,7 +102,7 @@ pub fn stage_by_stage(pipe: DataPipe) -> DataPipe {
         .add_stage("evaluate", evaluate())
 }
 
-/// The operator: the same stages in a row. Who reads what is decided by keys, not by the order of the chain.
+/// The operator: the same stages as a chain. Keys decide which stage reads what, not the order of the chain.
 pub fn chained(pipe: DataPipe) -> DataPipe {
     pipe.chain(
         Prompts::default()

@@ -1,10 +1,10 @@
-//! Seconds of a whole GRPO step on a model folder, as one JSON line: for comparing engines on one machine.
+//! Seconds of a complete GRPO step on a model folder, as one JSON line: for comparing engines on one machine.
 //!
 //! ```text
 //! cargo run --release --example grpo_step_speed -- MODEL_DIR PROMPTS.jsonl [new=64] [n=8] [micro=64] [beta=0] [steps=6]
 //! ```
 //!
-//! Rows of the file hold `prompt`; all of them make up a step. Every response has exactly `new` tokens, the reward is
+//! Rows of the file have a `prompt`; all of them make up a step. Every response has exactly `new` tokens, the reward is
 //! the parity of the response's bytes, old log-probs are the update's own (one optimiser step a step), and the first
 //! step is not counted.
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Writes the golden pairs of the reward rule `math`: reference, response, and what Math-Verify says of them.
+r"""Writes the golden pairs of the reward rule `math`: reference, response, and Math-Verify's verdict.
 
     python3 -m venv /tmp/math-verify && /tmp/math-verify/bin/pip install 'math-verify==0.9.0' 'latex2sympy2_extended==1.11.0' 'sympy==1.14.0'
     /tmp/math-verify/bin/python scripts/math_verify_pairs.py verl-stages/tests/golden/math_verify.json
@@ -19,7 +19,7 @@ def box(answer):
     return "$\\boxed{" + answer + "}$"
 
 
-# form -> reference -> (answers, put into a box, that Math-Verify was thought to accept; answers that are wrong)
+# form -> reference -> (answers, put into a box, that Math-Verify was expected to accept; answers that are wrong)
 BOXED = {
     "integers": {
         r"18": (["18", "18.0", "18.00", "+18", r"\$18", r"18\text{ eggs}", "36/2", r"\frac{36}{2}", "9 \\cdot 2", "20-2", "(18)", r"\text{18}", r"\mathbf{18}", "018"],

@@ -3,9 +3,9 @@
 #
 #   scripts/results.sh [OUT [GROUP…]]     OUT: runs/results; GROUP: quickstart, base, algorithms, controls (all of them)
 #
-# It can be interrupted at any time: what is done stays done, and the next call goes on with the run that was cut off, from
-# its start. Runs of another build of `pipe` than the present one are kept, too, but marked in the tables.
-# PIPE names the executable (target/release/pipe), SEEDS the seeds (17 18 19).
+# It can be interrupted at any time: completed runs are kept, and the next call starts the interrupted run again. Runs
+# of another build of `pipe` are kept, too, but marked in the tables.
+# PIPE is the path of the executable (target/release/pipe), SEEDS the list of seeds (17 18 19).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,13 +25,13 @@ for group in "${groups[@]}"; do
   esac
 done
 if [ ! -x "$pipe" ]; then
-  echo "error: \`$pipe\` is not there; run \`cargo build --release --bin pipe\`, or name it in PIPE" >&2
+  echo "error: \`$pipe\` does not exist; run \`cargo build --release --bin pipe\`, or set PIPE to its path" >&2
   exit 2
 fi
 mkdir -p "$out"
 build=$(sha256sum "$pipe" | cut -c1-12)
 
-# Exact match of each evaluation, in per cent, and of a table's row the mark of another build.
+# Prints a row of a table: exact match of each evaluation, in per cent, with a mark for another build.
 row() {
   local dir=$1 mark=
   [ "$(cat "$dir/build")" = "$build" ] || mark=' (another build)'
@@ -39,7 +39,7 @@ row() {
     awk -v name="$(basename "$dir")$mark" '{ line = line sprintf(" %.1f (%d)", 100 * $2, $1) } END { print name ":" line }'
 }
 
-# run NAME SEED ARGUMENT…: a run that is not there yet.
+# run NAME SEED ARGUMENT…: runs it unless it exists already.
 run() {
   local name=$1 seed=$2 dir="$out/$1-$2"
   shift 2
@@ -48,7 +48,7 @@ run() {
     echo "… $name, seed $seed ($(date +%H:%M:%S))" >&2
     if ! "$pipe" train "$@" "seed=$seed" "run.dir=$dir.partial" >"$out/$name-$seed.log" 2>&1; then
       tail -n 5 "$out/$name-$seed.log" >&2
-      # A run may end itself, as a control does that has no signal left; its evaluations count.
+      # A run may end by itself, such as a control without any signal left; its evaluations count.
       grep -q '"status": *"finished"\|"status": *"failed"' "$dir.partial/status.json" || exit 1
     fi
     echo "$build" >"$dir.partial/build"

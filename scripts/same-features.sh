@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Reports each crate that some selection of packages builds with other features than `--workspace` does, and so a second
-# time. Add what it lists to verl-deps/Cargo.toml.
+# Reports each crate that some selection of packages builds with other features than `--workspace`, and so a second
+# time. Add the reported crates to verl-deps/Cargo.toml.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,11 +15,11 @@ compare() {
   local found
   found=$(comm -23 <(crates "$@") <(echo "$everything"))
   if [ -n "$found" ]; then
-    printf '%s\n' "cargo tree $*: other features than of --workspace" "$found"
+    printf '%s\n' "cargo tree $*: other features than with --workspace" "$found"
     different=1
   fi
 }
-# What `cargo build --bin pipe` and `cargo install` select; tests, examples and benches; one package alone.
+# What `cargo build --bin pipe` and `cargo install` select; tests, examples and benches; a single package.
 compare --package verl --edges normal,build
 for package in verl verl-algos verl-models verl-pipe verl-stages; do
   compare --package "$package" --edges normal,build,dev

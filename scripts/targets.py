@@ -1,15 +1,15 @@
-"""Golden tokens of chat templates: what transformers writes of prompts and of finished conversations.
+"""Golden tokens of chat templates: how transformers tokenizes prompts and finished conversations.
 
     pip install transformers==5.24.0
     python scripts/targets.py            # writes verl-models/tests/targets/{tokenizers,cases.json}
 
 The templates in verl-models/tests/targets/templates are written from the published descriptions of the formats. The
-tokenizers are trained here on a few lines: byte-level BPE, two of the SentencePiece sort (a blank before the text, put
-there by the normalizer and by the pre-tokenizer), and words. Each template is tried with its own special tokens on each.
+tokenizers are trained here on a few lines: byte-level BPE, two in the style of SentencePiece (a space before the text,
+added by the normalizer or by the pre-tokenizer), and words. Each template is tried with its own special tokens on each.
 
-cases.json holds, for each conversation and answer, the ids of the prompt (`add_generation_prompt=True`), those of the
-finished conversation behind the `shared` ones at its beginning, and for templates with `{% generation %}` marks the mask of `return_assistant_tokens_mask`.
-verl-models/tests/targets.rs holds `verl_models::targets` against them.
+cases.json contains, for each conversation and answer, the ids of the prompt (`add_generation_prompt=True`), those of the
+finished conversation after the `shared` ones at its beginning, and for templates with `{% generation %}` marks the mask of
+`return_assistant_tokens_mask`. verl-models/tests/it/targets.rs compares `verl_models::targets` with them.
 """
 
 import json
@@ -48,7 +48,7 @@ def bytes_bpe():
 
 
 def llama_bpe():
-    """As Llama 2's: the normalizer puts a blank before every text between special tokens."""
+    """Like Llama 2's: the normalizer adds a space before every text between special tokens."""
     tok = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     words = pre_tokenizers.Split("▁", "merged_with_next")
@@ -60,7 +60,7 @@ def llama_bpe():
 
 
 def metaspace_unigram():
-    """As Gemma's and T5's: a unigram model behind the pre-tokenizer Metaspace, which puts a blank before the first text."""
+    """Like Gemma's and T5's: a unigram model after the pre-tokenizer Metaspace, which adds a space before the first text."""
     tok = Tokenizer(models.Unigram())
     tok.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
     tok.train_from_iterator(LINES * 3, trainers.UnigramTrainer(vocab_size=300, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False))
@@ -80,7 +80,7 @@ def words():
 
 
 def plain_bytes(tok):
-    """Training names bytes as special tokens; they are pieces like others."""
+    """Training declares bytes as special tokens; make them ordinary pieces."""
     state = json.loads(tok.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] == "<unk>"]
     return Tokenizer.from_str(json.dumps(state))
@@ -90,7 +90,7 @@ BASES = {"bytes": bytes_bpe, "llama": llama_bpe, "metaspace": metaspace_unigram,
 
 
 class Form:
-    """A template with its special tokens: the one that begins, those that generation stops at, others."""
+    """A template with its special tokens: the first one, those at which generation stops, others."""
 
     def __init__(self, name, bos, eos, stops=(), more=(), system=True, tools=False, variables=({},), rstrip=()):
         self.name, self.bos, self.eos, self.system, self.tools = name, bos, eos, system, tools
@@ -173,8 +173,8 @@ def conversations(form):
         yield [USER, CALL, RESULT], [TOOL], False
 
 
-def told(prompt, whole):
-    """Both lists of ids, the second without what it shares with the first at its beginning."""
+def ids_of_case(prompt, whole):
+    """Both lists of ids, the second without the beginning that it shares with the first."""
     pairs = zip(prompt, whole)
     shared = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(prompt), len(whole)))
     return {"prompt": ids(prompt), "shared": shared, "rest": ids(whole[shared:])}
@@ -186,7 +186,7 @@ def ids(tokens):
 
 def tokenizer(form, base):
     tok = Tokenizer.from_str(base)
-    # Rendered as they are written, so that both readers know them by the same flags.
+    # Not normalized, so that both readers use the same flags.
     tok.add_special_tokens([AddedToken(name, normalized=False, special=True, rstrip=name in form.rstrip) for name in form.special])
     template = (OUT / "templates" / f"{form.name}.jinja").read_text()
     fast = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token=form.bos, eos_token=form.eos, chat_template=template)
@@ -209,14 +209,14 @@ def cases(form, fast, base):
                 case = {"before": before, "answer": answer}
                 case |= {"tools": tools} if tools else {}
                 case |= {"variables": variables} if variables else {}
-                case |= told(prompt, whole["input_ids"])
+                case |= ids_of_case(prompt, whole["input_ids"])
                 if has_marks:
                     case["mask"] = "".join(str(kind) for kind in whole["assistant_masks"])
                 yield case
 
 
 def plain_cases(base):
-    """Prompt and answer as one text, with what a tokenizer adds to a sequence."""
+    """Prompt and answer as one text, with the tokens that a tokenizer adds to a sequence."""
     for added in ["none", "bos", "both"]:
         tok = Tokenizer.from_str(base)
         tok.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in ["<s>", "</s>"]])
@@ -230,7 +230,7 @@ def plain_cases(base):
                 found.append({
                     "question": question,
                     "answer": answer,
-                    **told(fast(question)["input_ids"], fast(question + answer)["input_ids"]),
+                    **ids_of_case(fast(question)["input_ids"], fast(question + answer)["input_ids"]),
                 })
         state = json.loads(tok.to_str())
         yield {"added_tokens": state["added_tokens"], "post_processor": state["post_processor"], "cases": found}

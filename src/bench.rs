@@ -1,4 +1,4 @@
-//! `pipe bench`: what a device computes against the CPU, and how fast it is.
+//! `pipe bench`: compares the results of a device with the CPU, and measures its speed.
 
 mod failure;
 
@@ -25,13 +25,13 @@ use failure::Failure;
 /// Measures a device: agreement with the CPU, then speed.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Bench {
-    /// Compares everything a decoder computes with the CPU's result; fails where a bound is broken.
+    /// Compares everything a decoder computes with the CPU's result; fails if a bound is broken.
     Check(CheckArgs),
-    /// Sampling: tokens a second, a step's time, share of the memory bandwidth.
+    /// Sampling: tokens per second, time per step, share of the memory bandwidth.
     Rollout(RolloutArgs),
-    /// Training: tokens a second, share of the matrix rate.
+    /// Training: tokens per second, share of the matrix rate.
     Train(TrainArgs),
-    /// A whole step of GRPO, without an engine around it.
+    /// A complete GRPO step, without an engine around it.
     Step(StepArgs),
     /// Single operations: times, shares of the memory bandwidth and of the matrix rate.
     Kernels(KernelArgs),
@@ -66,10 +66,10 @@ pub(crate) struct ModelArgs {
     /// A model folder, or a shape with random weights: tiny, smollm2-135m, qwen2.5-0.5b.
     #[arg(long, default_value = "tiny")]
     model: String,
-    /// Type of the weights; bf16 where it is not given and the device is a GPU.
+    /// Type of the weights; the default is bf16 on a GPU and f32 on the CPU.
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
-    /// Runs that are timed, at least one.
+    /// Number of timed runs, at least one.
     #[arg(long, default_value_t = 3)]
     runs: usize,
 }
@@ -78,19 +78,19 @@ pub(crate) struct ModelArgs {
 pub(crate) struct RolloutArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Responses.
+    /// Number of responses.
     #[arg(long, default_value_t = 16)]
     sequences: usize,
-    /// Tokens of a prompt; with those of a response at most the model's context.
+    /// Tokens per prompt; prompt and response together must fit into the model's context.
     #[arg(long, default_value_t = 16)]
     prompt: usize,
-    /// Tokens of a response, at least two.
+    /// Tokens per response, at least two.
     #[arg(long, default_value_t = 32)]
     new: usize,
-    /// Prompts of between a sixteenth of `prompt` and all of it, responses of between a 64th of `new` and all of it.
+    /// Mixed lengths: prompts from `prompt`/16 to `prompt` tokens, responses from `new`/64 to `new` tokens.
     #[arg(long)]
     mixed: bool,
-    /// Responses of a prompt.
+    /// Responses per prompt.
     #[arg(long, default_value_t = 1)]
     samples: usize,
 }
@@ -99,19 +99,19 @@ pub(crate) struct RolloutArgs {
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Rows of a step.
+    /// Rows per step.
     #[arg(long, default_value_t = 8)]
     rows: usize,
-    /// Tokens of the longest row that are predicted; one more comes before them.
+    /// Predicted tokens of the longest row; one more token precedes them.
     #[arg(long, default_value_t = 64)]
     tokens: usize,
-    /// Rows of a micro-batch.
+    /// Rows per micro-batch.
     #[arg(long, default_value_t = 8)]
     micro: usize,
-    /// Rows of between a quarter of `tokens` and all of it.
+    /// Mixed lengths: rows from `tokens`/4 to `tokens` tokens.
     #[arg(long)]
     mixed: bool,
-    /// Keep the inputs of layers alone and compute the rest again in the backward pass.
+    /// Keep only the inputs of layers and recompute the rest in the backward pass.
     #[arg(long)]
     recompute: bool,
 }
@@ -120,22 +120,22 @@ pub(crate) struct TrainArgs {
 pub(crate) struct StepArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Prompts.
+    /// Number of prompts.
     #[arg(long, default_value_t = 4)]
     prompts: usize,
-    /// Responses of a prompt.
+    /// Responses per prompt.
     #[arg(long, default_value_t = 4)]
     samples: usize,
-    /// Tokens of a prompt; with those of a response at most the model's context.
+    /// Tokens per prompt; prompt and response together must fit into the model's context.
     #[arg(long, default_value_t = 16)]
     prompt: usize,
-    /// Tokens of a response.
+    /// Tokens per response.
     #[arg(long, default_value_t = 16)]
     new: usize,
-    /// Rows of a micro-batch.
+    /// Rows per micro-batch.
     #[arg(long, default_value_t = 16)]
     micro: usize,
-    /// Weight of the KL to a reference; 0 needs none.
+    /// Weight of the KL to a reference; with 0 there is no reference.
     #[arg(long, default_value_t = 0.0)]
     beta: f64,
 }
@@ -144,13 +144,13 @@ pub(crate) struct StepArgs {
 pub(crate) struct KernelArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Tokens of a call.
+    /// Tokens per call.
     #[arg(long, default_value_t = 128)]
     tokens: usize,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     #[arg(long, default_value_t = 64)]
     sequence: usize,
-    /// Parameters of an optimiser step.
+    /// Parameters per optimiser step.
     #[arg(long, default_value_t = 1 << 20)]
     parameters: usize,
 }
@@ -170,7 +170,7 @@ impl From<Dtype> for DType {
     }
 }
 
-/// Runs the command. Exit code 1 where a bound is broken or nothing could be measured.
+/// Runs the command. Exit code 1 if a bound is broken or nothing could be measured.
 ///
 /// # Errors
 /// When `out` cannot be written.
@@ -202,7 +202,7 @@ pub(crate) fn bench(command: &Bench, out: &mut dyn Write) -> io::Result<u8> {
 }
 
 impl Bench {
-    /// Whether the answer is to be JSON.
+    /// Whether to print JSON.
     fn json(&self) -> bool {
         match self {
             Bench::Check(args) => args.common.json,
@@ -301,7 +301,7 @@ fn table(found: &Preflight, distances: &[Distance]) -> String {
     text
 }
 
-/// A decoder on a device, and what the device can do.
+/// A decoder on a device, and the rates of the device.
 struct Place {
     found: Preflight,
     decoder: Decoder,
@@ -310,7 +310,7 @@ struct Place {
     start: Start,
 }
 
-/// What came before the work, in milliseconds.
+/// The time of the preparation, in milliseconds.
 #[derive(Debug, Clone, Copy)]
 struct Start {
     preflight: f64,
@@ -344,14 +344,14 @@ impl Start {
     }
 }
 
-/// Of the names before the figures, where none is longer.
+/// Minimum width of the names before the figures.
 const WIDTH: usize = 22;
 
 fn row(name: &str, width: usize, value: &str) -> String {
     format!("  {name:<width$} {value}\n")
 }
 
-/// Milliseconds since `since`, which begins anew.
+/// Milliseconds since `since`, which is reset to now.
 fn lap(since: &mut Instant) -> f64 {
     let now = Instant::now();
     1e3 * now
@@ -378,7 +378,7 @@ impl ModelArgs {
                     let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
                     return Err(Failure::new(
                         format!("`{}` is neither a model folder nor a shape", self.model),
-                        format!("give `--model` a folder, or one of {}", names.join(", ")),
+                        format!("set `--model` to a folder or to one of {}", names.join(", ")),
                     ));
                 }
                 Decoder::load_as(&dir, &device, dtype)?.0
@@ -583,7 +583,7 @@ fn share(share: f64, of: f64, what: &str) -> String {
 fn memory(bytes: Option<u64>) -> String {
     match bytes {
         Some(bytes) => format!("{:.2} GiB at most", bytes as f64 / (1u64 << 30) as f64),
-        None => "not told".to_owned(),
+        None => "unknown".to_owned(),
     }
 }
 

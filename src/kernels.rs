@@ -5,17 +5,17 @@ use verl::pipe::run::records::KernelTally;
 use verl::pipe::run::timeline::Kernels;
 
 /// The kernels of this build.
-pub(crate) struct OfGpu;
+pub(crate) struct GpuKernels;
 
-impl OfGpu {
-    /// Counted from now on.
-    pub(crate) fn counted() -> OfGpu {
+impl GpuKernels {
+    /// Starts to count them.
+    pub(crate) fn counted() -> GpuKernels {
         compiled::begin();
-        OfGpu
+        GpuKernels
     }
 }
 
-impl Kernels for OfGpu {
+impl Kernels for GpuKernels {
     fn are_for(&self, device: &str) -> bool {
         cfg!(feature = "cuda") && device.starts_with("cuda")
     }

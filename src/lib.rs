@@ -1,7 +1,7 @@
 //! verl: a typed dataflow engine for reinforcement-learning post-training of language models.
 //!
-//! This crate is the façade: it re-exports the four crates, offers a [`prelude`], and fills the registry of
-//! built-ins ([`registry`]) that the executable `pipe` works with.
+//! This crate is the façade: it re-exports the four crates, provides a [`prelude`], and fills the registry of
+//! built-ins ([`registry`]) that the executable `pipe` uses.
 //!
 //! A pipeline is declared, then checked as a whole; only what passed can be placed and run:
 //!
@@ -28,12 +28,12 @@
 //! # Ok::<(), Findings>(())
 //! ```
 //!
-//! `examples/` has whole runs: `grpo_addition.rs`, a stage of one's own (`custom_stage.rs`), a loss and an estimator of
-//! one's own (`custom_algorithm.rs`), a model of one's own (`custom_model.rs`).
+//! `examples/` has complete runs: `grpo_addition.rs`, a custom stage (`custom_stage.rs`), a custom loss and estimator
+//! (`custom_algorithm.rs`), a custom model (`custom_model.rs`).
 
-/// What settings of your own derive their schema with; `#[schemars(crate = "verl::schemars")]`.
+/// For deriving the schema of custom settings: `#[schemars(crate = "verl::schemars")]`.
 pub use schemars;
-/// What settings of your own are read and written with; `#[serde(crate = "verl::serde")]`.
+/// For reading and writing custom settings: `#[serde(crate = "verl::serde")]`.
 pub use serde;
 pub use verl_algos as algos;
 pub use verl_models as models;
@@ -42,7 +42,7 @@ pub use verl_stages as stages;
 
 use verl_pipe::registry::Registry;
 
-/// Every built-in stage, loss, estimator, model kind and data set; add kinds of your own to it.
+/// Every built-in stage, loss, estimator, model kind and data set; custom kinds can be added.
 ///
 /// ```
 /// let registry = verl::registry();
@@ -54,7 +54,7 @@ pub fn registry() -> Registry {
     verl_stages::register(Registry::new())
 }
 
-/// What decides the bits of a result besides the code of a run: names and versions for `versions.json`
+/// What affects the bits of a result besides the code of a run: names and versions for `versions.json`
 /// ([`TrainerOptions::versions`](verl_pipe::run::trainer::TrainerOptions::versions)).
 ///
 /// ```
@@ -74,11 +74,11 @@ pub fn versions() -> Vec<(String, String)> {
     .to_vec()
 }
 
-/// What a pipeline in Rust needs: the settings of every built-in kind, and what kinds of your own are made with.
+/// What a pipeline in Rust needs: the settings of every built-in kind, and the traits and types of custom kinds.
 ///
 /// Losses and estimators are `losses::Dpo`, `estimators::Gae`, since some have the same name.
 ///
-/// A program that depends on this crate alone derives settings through it:
+/// A program that depends only on this crate derives settings through it:
 ///
 /// ```
 /// use verl::algos::losses::{PerToken, PreparedTokens};

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use bench::Bench;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use kernels::OfGpu;
+use kernels::GpuKernels;
 use tracing_subscriber::EnvFilter;
 use verl::models::gguf::{self, WeightType};
 use verl::models::registers;
@@ -38,31 +38,31 @@ Examples:
   pipe train examples/pipelines/grpo_addition.toml steps=20 run.dir=runs/short
   pipe train examples/pipelines/grpo_addition.toml --debug-trace-step 500 --debug-trace-stages generate,reward
 
-Exit status: 0 done, 1 a faulty pipeline, a run that failed, or a difference that `debug` found, 2 a wrong command line,
-3 what `debug` cannot tell, 130 a run that was cancelled.
-Environment: VERL_LOG=debug tells more (error, warn, info, debug, trace); NO_COLOR=1 takes colours away;
-VERL_REGISTERS=plain, avx2 or avx512 names the widest vector registers that the CPU's kernels use (same bits, other speed);
-CUDA_CACHE_PATH=DIR has the NVIDIA driver keep machine code of kernels in DIR instead of ~/.nv/ComputeCache.";
+Exit status: 0 success, 1 an invalid pipeline, a failed run, or a difference that `debug` found, 2 an invalid command line,
+3 no result from `debug`, 130 a cancelled run.
+Environment: VERL_LOG=debug prints more (error, warn, info, debug, trace); NO_COLOR=1 turns colours off;
+VERL_REGISTERS=plain, avx2 or avx512 limits the vector registers that CPU kernels use (same bits, different speed);
+CUDA_CACHE_PATH=DIR makes the NVIDIA driver cache the machine code of kernels in DIR instead of ~/.nv/ComputeCache.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Runs a pipeline to its target step.
     Train(TrainArgs),
-    /// Takes one step, so that the driver of the GPU keeps the kernels of a pipeline for a later start.
+    /// Runs one step, so that the GPU driver caches the kernels of a pipeline for later starts.
     Warmup(WarmupArgs),
-    /// Checks a pipeline and tells every fault; loads no weights.
+    /// Checks a pipeline and reports every error; loads no weights.
     Check(CheckArgs),
     /// Prints the checked graph, the batch arithmetic and a memory estimate.
     Plan(PlanArgs),
-    /// Documents pipeline files, kinds of stages and parts, run folders, or one pipeline: JSON Schema or Markdown.
+    /// Documents pipeline files, kinds of stages and parts, run folders, or one pipeline as JSON Schema or Markdown.
     Schema(SchemaArgs),
-    /// Looks at what a run recorded, runs it again, and compares.
+    /// Inspects, replays and compares what runs recorded.
     #[command(subcommand)]
     Debug(Debug),
-    /// Measures a device: whether it computes what the CPU does, and how fast.
+    /// Measures a device: whether its results agree with the CPU, and how fast it is.
     #[command(subcommand)]
     Bench(Bench),
-    /// Turns a model of another format into a Hugging Face folder.
+    /// Converts a model in another format into a Hugging Face folder.
     #[command(subcommand)]
     Import(Import),
 }
@@ -103,23 +103,23 @@ fn main() -> ExitCode {
         .init();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return wrong_command_line(&error),
+        Err(error) => return command_line_error(&error),
     };
-    if let Err(error) = known_registers() {
-        return wrong_environment(&error);
+    if let Err(error) = check_registers() {
+        return environment_error(&error);
     }
     let registry = verl::registry();
-    let mut out = Answer(Some(std::io::stdout().lock()));
+    let mut out = Output(Some(std::io::stdout().lock()));
     let result = match cli.command {
         Command::Train(args) => {
             drop(out);
             let versions = verl::versions();
-            let kernels = Arc::new(OfGpu::counted());
+            let kernels = Arc::new(GpuKernels::counted());
             let status = cli::train::train(&args, &registry, versions, Some(kernels));
             return ExitCode::from(status);
         }
         Command::Warmup(args) => {
-            let kernels = Arc::new(OfGpu::counted());
+            let kernels = Arc::new(GpuKernels::counted());
             cli::warmup::warmup(&args, &registry, kernels, &mut out)
         }
         Command::Check(args) => cli::check::check(&args, &registry, &mut out),
@@ -132,66 +132,67 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            tracing::error!("cannot write the answer: {error}");
-            if asks_for_json() {
-                // Nothing of the answer may have come out; where that is impossible too, the status tells.
-                let told = JsonError::new(FILE, error.to_string(), "make room, or write elsewhere");
-                let _ = told.write(&mut out);
+            tracing::error!("cannot write the output: {error}");
+            if requests_json() {
+                // Nothing may have been written yet. If this fails too, only the exit status reports the error.
+                let help = "free some space, or write elsewhere";
+                let report = JsonError::new(FILE, error.to_string(), help);
+                let _ = report.write(&mut out);
             }
             ExitCode::FAILURE
         }
     }
 }
 
-/// Where the answer goes. A closed pipe (`pipe plan | head`) is how readers say that they have seen enough: what follows goes
-/// nowhere, and the exit status stays what it would have been.
-struct Answer(Option<std::io::StdoutLock<'static>>);
+/// The standard output. A closed pipe (`pipe plan | head`) is not an error: further output is discarded, and the exit
+/// status stays the same.
+struct Output(Option<std::io::StdoutLock<'static>>);
 
-impl Answer {
-    fn tell<T>(
+impl Output {
+    fn with_stdout<T>(
         &mut self,
-        otherwise: T,
-        tell: impl FnOnce(&mut std::io::StdoutLock<'static>) -> std::io::Result<T>,
+        if_closed: T,
+        act: impl FnOnce(&mut std::io::StdoutLock<'static>) -> std::io::Result<T>,
     ) -> std::io::Result<T> {
         let Some(out) = &mut self.0 else {
-            return Ok(otherwise);
+            return Ok(if_closed);
         };
-        match tell(out) {
+        match act(out) {
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {
                 self.0 = None;
-                Ok(otherwise)
+                Ok(if_closed)
             }
-            told => told,
+            result => result,
         }
     }
 }
 
-impl Write for Answer {
+impl Write for Output {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.tell(bytes.len(), |out| out.write(bytes))
+        self.with_stdout(bytes.len(), |out| out.write(bytes))
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
-        self.tell((), |out| out.flush())
+        self.with_stdout((), |out| out.flush())
     }
 }
 
-/// Whether the command line asks for JSON; for a command line that cannot be parsed too.
-fn asks_for_json() -> bool {
+/// Whether the command line requests JSON, even if it cannot be parsed.
+fn requests_json() -> bool {
     std::env::args_os().any(|word| word == "--json")
 }
 
-/// Refuses a name of registers that do not exist.
-fn known_registers() -> Result<(), String> {
+/// Rejects unknown names of vector registers.
+fn check_registers() -> Result<(), String> {
     match std::env::var_os(registers::VARIABLE) {
         Some(name) => registers::at_most(&name.to_string_lossy()).map(drop),
         None => Ok(()),
     }
 }
 
-/// Reports an environment variable that cannot be followed.
-fn wrong_environment(error: &str) -> ExitCode {
-    if asks_for_json() {
+/// Reports an invalid environment variable.
+fn environment_error(error: &str) -> ExitCode {
+    if requests_json() {
         let report = JsonError::new(USAGE, error, "change or unset the variable");
         let _ = report.write(&mut std::io::stdout());
     } else {
@@ -200,26 +201,22 @@ fn wrong_environment(error: &str) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// Tells what is wrong with the command line, or the help that it asks for.
-fn wrong_command_line(error: &clap::Error) -> ExitCode {
-    if error.use_stderr() && asks_for_json() {
+/// Prints what is wrong with the command line, or the help that it requests.
+fn command_line_error(error: &clap::Error) -> ExitCode {
+    if error.use_stderr() && requests_json() {
         let text = error.render().to_string();
         let about = text.lines().map(str::trim);
         let about = about.take_while(|line| !line.starts_with("Usage:"));
         let about: Vec<&str> = about.filter(|line| !line.is_empty()).collect();
         let message = about.join(" ");
         let message = message.trim_start_matches("error: ");
-        let told = JsonError::new(
-            USAGE,
-            message,
-            "`--help` behind the command tells what it takes",
-        );
-        let _ = told.write(&mut std::io::stdout());
+        let report = JsonError::new(USAGE, message, "run the command with `--help` for usage");
+        let _ = report.write(&mut std::io::stdout());
     }
     error.exit()
 }
 
-/// Whether an environment variable is there and not empty.
+/// Whether an environment variable is set and not empty.
 fn set(variable: &str) -> bool {
     std::env::var_os(variable).is_some_and(|value| !value.is_empty())
 }

@@ -3,9 +3,9 @@
 
 Usage: scripts/kernels/attention.py [--quick]   (from the root of the repository; needs PyTorch with CUDA and NVRTC)
 
-Sources are compiled by NVRTC as the product compiles them and launched through the driver. Results are compared with float64
-references on fresh random inputs: ragged lengths, outputs and unused inputs filled with NaN, two runs compared bit by bit.
-The exit code tells whether all was right.
+NVRTC compiles the sources as verl does, and the driver launches them. Results are compared with float64 references on
+fresh random inputs: ragged lengths, outputs and unused inputs filled with NaN, two runs compared bit by bit. The exit code
+is 0 if all checks passed.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ DEVICE = "cuda"
 
 
 def cuda_folders(name):
-    """Folders called `name` of CUDA installations, a system's and those in Python packages."""
+    """Folders called `name` in CUDA installations, both of the system and in Python packages."""
     packages = [f for p in sys.path for f in glob.glob(os.path.join(p, "nvidia", "*", name))]
     return [*glob.glob(f"/usr/local/cuda/{name}*"), *packages]
 
@@ -119,7 +119,7 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-# Programmatic serialization: a kernel may start before its predecessor has ended.
+# Programmatic serialization: a kernel may start before the previous one has ended.
 EARLY = LaunchAttribute(6, 0, (ctypes.c_int * 16)(1))
 
 
@@ -254,7 +254,7 @@ def dense(q, k, v, scale, window=0):
 
 
 class Training:
-    """Buffers of one call over packed sequences; `spare` tokens at the end belong to none."""
+    """Buffers of one call over packed sequences; `spare` tokens at the end belong to no sequence."""
 
     def __init__(self, heads, lengths, window=0, splits=1, spare=0):
         self.heads, self.lengths, self.window, self.splits = heads, lengths, window, splits
@@ -515,7 +515,7 @@ def decode_defines(heads, bias=False, norm=False, cluster=1, early=False):
 
 
 class Decoding:
-    """A cache with a shuffled table; `lengths` tokens a row are in it, all else is NaN."""
+    """A cache with a shuffled table; it contains `lengths` tokens per row, everything else is NaN."""
 
     def __init__(self, heads, lengths, cluster, capacity, bias=False, norm=False, fresh=True, early=False):
         self.heads, self.lengths, self.cluster = heads, lengths, cluster
@@ -532,7 +532,7 @@ class Decoding:
                 for row, tokens in enumerate(filled):
                     at = torch.arange(len(tokens), device=DEVICE)
                     cache[order[row].long()[at // 64], :, at % 64] = tokens
-            # Entries that no token of a row needs lead nowhere.
+            # Entries that no token of a row needs are invalid.
             used = torch.tensor([[n // 64 + 1 if n >= 0 else 0] for n in lengths], device=DEVICE)
             places = torch.arange(self.max_blocks, device=DEVICE)[None]
             self.table = torch.where(places < used, order, torch.full_like(order, 1 << 30))
@@ -577,7 +577,7 @@ class Decoding:
         return out
 
     def projected(self, row):
-        """Turned query and key and the value of a row's new token."""
+        """Rotated query and key and the value of a row's new token."""
         heads = self.heads
         x = self.qkv[row].double()
         if self.bias_used:
@@ -603,17 +603,17 @@ def check_decode(heads, lengths, cluster, capacity):
     check(f"decode, {name}", case.out, case.reference(), 5e-3 if heads.dtype == BF16 else 3e-6)
     dead = [row for row, n in enumerate(lengths) if n <= 0]
     ensure(f"decode: rows that are not live are zeros, {name}", bool((case.out[dead] == 0).all()))
-    # Alone, a row has the same bits.
+    # A single row has the same bits.
     row = max(range(len(lengths)), key=lambda i: lengths[i])
     case.rows = 1
     case.q, case.table, case.length_buffer = (x[row : row + 1].clone() for x in (case.q, case.table, case.length_buffer))
     case.poison()
     case.attend()
-    ensure(f"decode: a row alone has the same bits, {name}", same_bits(case.out[0], first[row]))
+    ensure(f"decode: a single row has the same bits, {name}", same_bits(case.out[0], first[row]))
 
 
 def check_full(heads):
-    """A row whose table has no room for the new token is left alone; its neighbour is not."""
+    """A row whose table has no room for the new token stays unchanged; its neighbour does not."""
     case = Decoding(heads, [128, 127], 2, 128, fresh=False)
     before = [cache.clone() for cache in case.cache]
     case.step()
@@ -691,7 +691,7 @@ def time_decode(heads, rows, length, capacity, clusters):
                 ms = milliseconds(launches)
                 report(f"attention_{what}, cluster {cluster}{suffix}", name, ms, bytes_moved=moved)
             if not early:
-                # What a launch costs without its tokens.
+                # The cost of a launch without any tokens.
                 for case in cases:
                     case.length_buffer.fill_(1)
                 ms = milliseconds([c.step for c in cases])
@@ -728,7 +728,7 @@ def main():
     wanted += [("attention_decode.cu", decode_defines(qwen, 1, 0, c, early)) for c in (1, 2, 4, 8) for early in (0, 1)]
     wanted += [("attention_decode.cu", decode_defines(qwen, 0, 0, 8))]
 
-    # Processes of their own, started before this one uses the device.
+    # Separate processes, started before this one uses the device.
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for key, job in [(key, pool.submit(compile_source, *key)) for key in wanted]:
             try:

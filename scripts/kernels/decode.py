@@ -4,14 +4,14 @@
     python3 scripts/kernels/decode.py [--quick] [check] [layers] [step] [step16 ... step512] [profile16 ... profile128] [compile]
     (default: check and step, which is all sizes)
 
-Needs a Hopper GPU, PyTorch, and NVRTC of CUDA 13. `check` compares products whose matrices lie apart and shared sums with
+Needs a Hopper GPU, PyTorch, and NVRTC of CUDA 13. `check` compares products of separate matrices and shared sums with
 float64, on ragged shapes, into outputs full of NaN, twice for equal bits. `step` captures all kernels of a step of a 0.5B
-decoder (24 layers, weights of their own, a cache of 258 tokens and more) into a graph: as it is, with the divisions before,
-and with one other division at a time. Then each kind of kernel by itself, all its launches of a step one after another, and
-the step without it. A step without its bookkeeping attends to fewer tokens, and one without its embedding adds to what the
-step before left: for these two only the time by itself says what they take. `layers` compares steps whose layers are one
-kernel with float64, on several models and numbers of rows; `profile` tells when its blocks end each phase. `compile`
-compiles every configuration and needs no GPU. `--quick` times no other divisions. Exit code 1 when anything was wrong.
+decoder (24 layers with separate weights, a cache of 258 tokens and more) into a graph: as it is, with the previous
+divisions, and with one other division at a time. Then each kind of kernel by itself, all its launches of a step one after
+another, and the step without it. A step without its bookkeeping attends to fewer tokens, and one without its embedding adds
+to the result of the step before: for these two only the time by itself shows their cost. `layers` compares steps whose
+layers are one kernel with float64, on several models and numbers of rows; `profile` prints when its blocks end each phase.
+`compile` compiles every configuration and needs no GPU. `--quick` times no other divisions. Exit code 1 if any check failed.
 """
 import math
 import os
@@ -30,13 +30,13 @@ LAYERS, WIDTH, HEADS, KEYS, DIM, INNER, VOCAB, EPS = 24, 896, 14, 2, 64, 4864, 1
 JOINT = (HEADS + 2 * KEYS) * DIM
 # Whether projections have a bias, and heads a norm.
 BIAS, HEAD_NORM = 1, 0
-# Cached tokens of a row, two more than whole tiles, so that the tokens which the replays add begin no other tile; blocks of
-# 64 that it has.
+# Cached tokens of a row, two more than complete tiles, so that the tokens which the replays add start no new tile; its
+# blocks of 64.
 TOKENS, BLOCKS = 258, 7
 
 
 def become(width, heads, keys, dim, inner, bias, head_norm, blocks=7):
-    """From now on, a decoder of this shape."""
+    """Switches to a decoder of this shape."""
     global WIDTH, HEADS, KEYS, DIM, INNER, BIAS, HEAD_NORM, JOINT, BLOCKS
     WIDTH, HEADS, KEYS, DIM, INNER, BIAS, HEAD_NORM, BLOCKS = width, heads, keys, dim, inner, bias, head_norm, blocks
     JOINT = (HEADS + 2 * KEYS) * DIM
@@ -97,7 +97,7 @@ def up(a, b):
 
 
 class Product:
-    """What is made of X and W: `weight` a list of matrices whose rows follow one another."""
+    """A product of X and W: `weight` is a list of matrices whose rows follow one another."""
 
     def __init__(self, x, weight, to, into="product", normed=None):
         self.x, self.weight, self.to, self.into = x, weight, to, into
@@ -115,7 +115,7 @@ class Product:
         return {"ADD": int(self.into == "sum"), "SWIGLU": int(self.into == "swiglu"), "PARTS": len(self.weight)}
 
     def tail(self):
-        """Buffers and scalars behind C."""
+        """Buffers and scalars after C."""
         return [self.to] if self.into == "sum" else [], [self.m, self.n, self.k, self.k] + self.firsts()
 
 
@@ -180,7 +180,7 @@ NEW = {
     256: BEFORE[256] | {"splits": 1},
     512: BEFORE[512] | {"qkv": (tile, 128, 64, 4, 1, 2), "o": (tile, 128, 64, 4, 2, 2), "splits": 1},
 }
-# Other divisions, one tried at a time besides those before.
+# Other divisions, one at a time, in addition to the previous ones.
 TRIED = {
     16: {"qkv": [(skinny, 1, 14, 2)], "o": [(skinny, 1, 14, 2)], "head": [(skinny, 2, 4, 7, 1, 2, 2 * SMS), (skinny, 2, 4, 5, 1, 2, 2 * SMS)],
          "attention": [4], "splits": [16, 32]},
@@ -332,7 +332,7 @@ class Step:
         last = max(i for i, (kind, _) in enumerate(calls) if kind == "down")
         rest = [c for c in calls[last + 1:] if c[0] != "norm"]
         if rows <= 16:
-            # The norm is in the kernel of the layers.
+            # The norm is part of the kernel of the layers.
             p = Product(self.normed, [self.embedding], self.logits)
             how, *more = table["head"]
             rest = [("head", lambda: how(p, *more)) if kind == "head" else (kind, call) for kind, call in rest]
@@ -376,7 +376,7 @@ def name_of(kind, how):
 
 
 def tried(rows):
-    """Every single change: what was before, then the others."""
+    """Every single change: the previous division, then the others."""
     before = {kind: [how] for kind, how in BEFORE[rows].items() if how != NEW[rows][kind]}
     for others in (before, TRIED[rows]):
         for kind, hows in others.items():
@@ -405,11 +405,11 @@ def time_step(rows):
             own = [c for c in calls if c[0] == kind]
             if not own:
                 continue
-            # Each at least 24 times, behind one another, in an otherwise empty graph.
-            alone = step.ms(own * up(24, len(own)), repeats=9) / up(24, len(own)) / len(own)
+            # Each at least 24 times, one after another, in an otherwise empty graph.
+            single = step.ms(own * up(24, len(own)), repeats=9) / up(24, len(own)) / len(own)
             less = reached["as it is"] - step.ms([c for c in calls if c[0] != kind], repeats=9)
-            print(f"step {rows:4} rows  {kind:9} {len(own):3} x {alone * 1000:6.1f} us by itself = {alone * len(own) * 1000:6.0f} us; "
-                  f"a step less one without: {less * 1000:6.0f} us", flush=True)
+            print(f"step {rows:4} rows  {kind:9} {len(own):3} x {single * 1000:6.1f} us by itself = {single * len(own) * 1000:6.0f} us; "
+                  f"a step minus one without: {less * 1000:6.0f} us", flush=True)
 
     attempt(f"{rows} rows, shares", shares)
     for name, make in () if QUICK else tried(rows):
@@ -458,7 +458,7 @@ def double_product(x, weight, into):
 
 
 def twice(name, make, expected, limit=6e-3):
-    """`make` gives tensors; `expected` the float64 of each, or none."""
+    """`make` returns tensors; `expected` the float64 of each, or none."""
     import torch
 
     first, second = make(), make()
@@ -469,7 +469,7 @@ def twice(name, make, expected, limit=6e-3):
 
 
 def cases():
-    """Name, how a product is divided, m, rows of the matrices, k, what becomes of it."""
+    """Name, how a product is divided, m, rows of the matrices, k, what is done with the result."""
     everything = []
     for rows in NEW:
         for m in {16: (1, 16), 64: (17, 64), 128: (65, 128), 256: (129, 256), 512: (300, 512)}[rows]:
@@ -746,7 +746,7 @@ def main():
     with tempfile.NamedTemporaryFile(suffix=".cubins") as file:
         file.write(pickle.dumps(codes))
         file.flush()
-        # A process each, so that a kernel that never ends or a broken context spoils one section only.
+        # One process each, so that a kernel that never ends or a broken context affects only one section.
         for name in sections:
             try:
                 if subprocess.run([sys.executable, __file__, "--section", name, file.name] + ["--quick"] * QUICK, timeout=90).returncode:

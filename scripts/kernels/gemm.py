@@ -6,7 +6,7 @@
 Needs a Hopper GPU, PyTorch, and NVRTC or nvcc of CUDA 12.8 or later. `check` compares every configuration with a float64
 product of the same bf16 inputs, on ragged shapes, into outputs full of NaN, twice for equal bits. `large` times
 products of training, `decode` those of a decode step (weights rotated through more than the L2 cache, many launches in
-one CUDA graph), `chain` all products of a 24-layer step one after another. Exit code 1 when anything was wrong.
+one CUDA graph), `chain` all products of a 24-layer step one after another. Exit code 1 if any check failed.
 """
 import ctypes
 import math
@@ -41,7 +41,7 @@ def load_nvrtc():
     for folder in [r / d for r in cuda_roots() for d in ("lib64", "lib")]:
         for path in sorted(folder.glob("libnvrtc.so*")):
             try:
-                # The library opens its built-ins by name: have them open already.
+                # The library opens its built-ins by name: open them in advance.
                 for part in sorted(folder.glob("libnvrtc-builtins.so*")):
                     ctypes.CDLL(str(part))
                 return ctypes.CDLL(str(path))
@@ -81,7 +81,7 @@ def compile_text(text, file):
 
 
 class Driver:
-    """The few driver calls that PyTorch does not offer."""
+    """The few driver calls that PyTorch does not provide."""
 
     def __init__(self):
         self.lib = ctypes.CDLL("libcuda.so.1")
@@ -108,7 +108,7 @@ class Driver:
         return function, attribute
 
     def launch(self, function, grid, block, dynamic, stream, args, early=False):
-        """`args`: addresses (int), or bytes-like structs. `early`: may start before its predecessor has ended."""
+        """`args`: addresses (int), or bytes-like structs. `early`: may start before the previous kernel has ended."""
         holders = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in args]
         pointers = (ctypes.c_void_p * len(holders))(*[ctypes.addressof(h) for h in holders])
         attributes = (LaunchAttribute * 1)()
@@ -312,7 +312,7 @@ EPS = 1e-6
 
 # ---- the configurations --------------------------------------------------------------------------------------------
 
-# Training. Names tell the columns of a tile and the cluster: CM x CN.
+# Training. Names contain the columns of a tile and the cluster: CM x CN.
 RING = {256: 4, 224: 4, 192: 5, 128: 6}
 
 
@@ -439,7 +439,7 @@ def chain_kernels(tokens, early):
 
 
 def chain_tiles(rows):
-    """The same with gemm.cu, where the norm is a kernel of its own and left out here."""
+    """The same with gemm.cu, where the norm is a separate kernel and omitted here."""
     return {
         "qkv": mid(rows, 32, 4, 4, BIAS=1),
         "o": mid(rows, 32, 4, 4, ADD=1),
@@ -493,7 +493,7 @@ def error(out, ref):
 def limit(out, k):
     import torch
 
-    # Tensor cores cut off sums: the error grows with the number of additions.
+    # Tensor cores truncate sums: the error grows with the number of additions.
     return 5e-3 if out.dtype == torch.bfloat16 else 1e-5 * max(1.0, k / 1024)
 
 
@@ -687,7 +687,7 @@ def time_decode(m, n, k, kernels):
 
 
 def time_chain(m, layers=24):
-    """All products of a decode step of a 0.5B decoder, each waiting for the one before; attention is left out."""
+    """All products of a decode step of a 0.5B decoder, each waiting for the one before; attention is omitted."""
     import torch
 
     def weight(n, k):
@@ -796,7 +796,7 @@ def chain():
 
 
 def probe():
-    """Whether static shared memory beyond 48 KB runs; if not, everything takes dynamic."""
+    """Whether static shared memory beyond 48 KB works; if not, everything uses dynamic memory."""
     check_gemm(LARGE["nt"][1], 256, 512, 896)
 
 
@@ -841,7 +841,7 @@ def main():
         if not DYNAMIC and subprocess.run([sys.executable, __file__, "--section", "probe", file.name], timeout=60).returncode:
             print("static shared memory beyond 48 KB does not run here: dynamic from now on", flush=True)
             return subprocess.run([sys.executable, __file__, *sys.argv[1:]], env=os.environ | {"DYNAMIC": "1"}).returncode
-        # A process each, so that a kernel that never ends or a broken context spoils one section only.
+        # One process each, so that a kernel that never ends or a broken context affects only one section.
         for name in wanted:
             try:
                 status = subprocess.run([sys.executable, __file__, "--section", name, file.name], timeout=60).returncode

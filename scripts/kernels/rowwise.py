@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Checks and times the row-wise CUDA kernels: norm, mlp, vocab, embed, columns, update, race, sample, advance.
 
-Every kernel is compiled with NVRTC as the product does it and compared with float64 (what is drawn: with the CPU's
-rules, id by id) on random inputs of ragged shapes, into outputs filled with NaN, twice, bit for bit. Then it is timed
-beside the PyTorch operations that do the same.
+Every kernel is compiled with NVRTC as verl does and compared with float64 (drawn ids: with the CPU's rules, one by one) on
+random inputs of ragged shapes, into outputs filled with NaN, twice, bit for bit. Then it is timed against the PyTorch
+operations that do the same.
 
     python3 scripts/kernels/rowwise.py [--only norm,vocab] [--no-times]
 
-Exit code 0: everything was right.
+Exit code 0: all checks passed.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SOURCES = os.path.join(os.path.dirname(__file__), "../../verl-models/src/kernels
 PRELUDES = {kernel: ["philox", "draw"] for kernel in ("race", "sample", "advance")}
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16"}
 DTYPES = [torch.float32, torch.bfloat16]
-# ‖out − ref‖ / ‖ref‖ that rounding explains.
+# Largest ‖out − ref‖ / ‖ref‖ due to rounding.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 COPY_GB_S = 4300.0
 
@@ -38,7 +38,7 @@ COPY_GB_S = 4300.0
 
 
 def library(name, patterns):
-    """A shared library that is loaded already, or found in the usual places."""
+    """A shared library that is already loaded, or found in the usual places."""
     try:
         return ctypes.CDLL(name)
     except OSError:
@@ -125,10 +125,10 @@ class Module:
         return value.value
 
     def run(self, name, grid, block, pointers, scalars):
-        held = [ctypes.c_uint64(p) for p in pointers]
+        values = [ctypes.c_uint64(p) for p in pointers]
         if scalars:
-            held.append(ctypes.create_string_buffer(scalars, len(scalars)))
-        parameters = (ctypes.c_void_p * len(held))(*[ctypes.addressof(h) for h in held])
+            values.append(ctypes.create_string_buffer(scalars, len(scalars)))
+        parameters = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         code = self.cuda.cuLaunchKernel(self.function(name), *grid, block, 1, 1, 0, stream, parameters, None)
         self.check(code, f"launch of {name}")
@@ -205,7 +205,7 @@ def bits(x):
 
 
 def twice(run):
-    """Runs twice; the results of the first, and whether the second has the same bits."""
+    """Runs twice; returns the results of the first run, and whether the second has the same bits."""
     first = run()
     second = run()
     sync()
@@ -218,7 +218,7 @@ def sync():
 
 
 def milliseconds(run, repeats=30):
-    """Median of events around each call; `run(i)` gets the number of the call, to take turns between input sets."""
+    """Median of events around each call; `run(i)` gets the number of the call, to alternate between input sets."""
     for i in range(5):
         run(i)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
@@ -260,7 +260,7 @@ def timed(name, shape, moved, run, other=None, graph=0):
             try:
                 torch_ms = measure(other)
             except Exception as exception:
-                print(f"     torch beside {name}: {exception}")
+                print(f"     torch for {name}: {exception}")
         ROWS.append((name, shape, min(ours, again), abs(ours - again), moved, torch_ms))
     except Exception:
         traceback.print_exc()
@@ -529,7 +529,7 @@ def check_vocab():
                 own = scores[:, first : first + rows]
                 refs = [log_prob.detach(), entropy.detach(), p.detach().pow(2).sum(1), largest, log_sum]
                 names = ["log_prob", "entropy", "sum_sq", "largest", "log_sum"]
-                # A peaked row has an entropy of near 0, as a difference: absolute there.
+                # A peaked row has an entropy near 0, computed as a difference: the absolute error counts.
                 errors = [((a - b).abs() / (1 + b.abs())).max().item() for a, b in zip(own.double(), refs)]
                 right = all(e < 4e-6 for e in errors)
                 ids = torch.arange(vocab, device=DEVICE)
@@ -652,7 +652,7 @@ def time_embed():
     mod = module("embed", dtype, WIDTH=width)
     weight, dw = randn(vocab, width, dtype=dtype), torch.zeros(vocab, width, device=DEVICE)
     for count in [8192, 32768]:
-        # As common as words are: the share of id i falls as 1 / (i + 2).
+        # As frequent as words: the share of id i falls as 1 / (i + 2).
         share = 1 / (torch.arange(vocab, dtype=torch.float64) + 2)
         sets = [torch.multinomial(share, count, replacement=True, generator=GENERATOR).int().to(DEVICE) for _ in range(3)]
         g, y = randn(count, width, dtype=dtype), torch.empty(count, width, dtype=dtype, device=DEVICE)
@@ -706,7 +706,7 @@ TASK = 16384
 
 
 def adamw_reference(p, m, v, g, factor, beta1, beta2, epsilon, step):
-    """One operation after the other in f32, which numpy rounds as the CPU does."""
+    """One operation after the other in f32, which numpy rounds like the CPU."""
     f = np.float32
     decay, step_size, correction = (f(x) for x in step)
     g = g * f(factor)
@@ -835,8 +835,8 @@ def shortlists(words, lengths, states, vocab, limit):
 
 
 def reference_draw(logits, settings, stream, position, seen, nudge=0.0):
-    """The CPU's rules on one row: token, its log-probs, and how many ids are kept. `nudge` moves the borders of top-p and
-    min-p, where the rounding of weights may decide otherwise."""
+    """The CPU's rules on one row: token, its log-probs, and how many ids are kept. `nudge` moves the thresholds of top-p
+    and min-p, where the rounding of weights may change the result."""
     raw = logits.astype(np.float64)
     temperature = settings.temperature or 1.0
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -858,7 +858,7 @@ def reference_draw(logits, settings, stream, position, seen, nudge=0.0):
             token = int(np.argmax(x))
             return token, 0.0, full(token), 1
         weight = np.exp((x.astype(np.float64) - float(top)) * scale)
-    # As the numbers, −0 before +0.
+    # In numerical order, −0 before +0.
     bits = x.view(np.int32).astype(np.int64)
     order = np.lexsort((np.arange(len(x)), np.where(bits < 0, bits & 0x7FFFFFFF, -1 - bits)))
     order = order[x[order] > -np.inf]
@@ -923,7 +923,7 @@ def model_like(rows, vocab, dtype):
 
 
 def check_draws(name, dtype, logits, settings, splits=8, general=False, mean=0):
-    """`mean`: so many ids are on a row's shortlist; none without."""
+    """`mean`: the mean number of ids on a row's shortlist; without it there is no shortlist."""
     rows, vocab = logits.shape
     words, streams = random_streams(rows)
     lengths = uniform_ids(6, rows)
@@ -1113,7 +1113,7 @@ def check_advance():
     right = True
     for step in range(most):
         drawn = rng.integers(0, vocab, rows)
-        # Stop sequences come up often enough to be seen.
+        # Stop sequences occur often enough to be tested.
         drawn = np.where(rng.random(rows) < 0.2, rng.choice([8, 9], rows), drawn)
         drawn = np.where(rng.random(rows) < 0.01, -1, drawn)
         token = device(drawn)

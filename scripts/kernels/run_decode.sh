@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# All that tells whether a decoding step is right and fast, on a Hopper GPU: harnesses first, then the executable.
+# Checks that a decoding step is correct and fast on a Hopper GPU: test harnesses first, then the executable.
 #
 #     scripts/kernels/run_decode.sh [PIPE]        (default: target/cuda/release/pipe)
 #
-# Each part says for itself whether it failed; the exit code is 1 if any did.
+# Each part reports whether it failed; the exit code is 1 if any did.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 pipe=${1:-target/cuda/release/pipe}

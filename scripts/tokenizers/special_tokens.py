@@ -5,8 +5,8 @@
     v4/bin/python scripts/tokenizers/special_tokens.py verl-models/tests/golden/special_tokens.json
     v5/bin/python scripts/tokenizers/special_tokens.py verl-models/tests/golden/special_tokens.json
 
-Each run adds what its version reads beside what the file has; `verl-models/tests/special_tokens.rs` compares. torch is
-not needed.
+Each run adds the values of its version to those in the file; `verl-models/tests/it/special_tokens.rs` compares them. torch
+is not needed.
 """
 
 import json
@@ -51,7 +51,7 @@ def letters(extra=(), added_tokens=()):
 
 
 def pieces():
-    """A tokenizer of SentencePiece's kind: a blank is `▁`, and one is put before a text."""
+    """A tokenizer in the style of SentencePiece: a space is `▁`, and one is added before a text."""
     tokenizer = letters(extra=["▁", "▁a"])
     tokenizer["model"]["merges"] = [["▁", "a"]]
     replace = lambda a, b: {"type": "Replace", "pattern": {"String": a}, "content": b}
@@ -113,14 +113,14 @@ CASES = {
             added_tokens_decoder={str(START): added("ab", special=False, single_word=True)}
         ),
     },
-    # Flags of a token that tokenizer.json has too are those of the configuration.
+    # For a token that tokenizer.json has too, the flags of the configuration apply.
     "decoder_changes_flags": {
         "tokenizer.json": letters(added_tokens=[added("<|start|>", START), added("<|end|>", END)]),
         "tokenizer_config.json": config(
             added_tokens_decoder={str(END): added("<|end|>", lstrip=True), str(START): added("<|start|>", special=False)}
         ),
     },
-    # The legacy map is not read beside a decoder.
+    # The legacy map is not read if there is a decoder.
     "decoder_hides_the_map": {
         "tokenizer.json": letters(),
         "tokenizer_config.json": config(added_tokens_decoder=decoder("<|start|>", "<|end|>"), bos_token="<s>"),
@@ -188,7 +188,7 @@ CASES = {
         "tokenizer.json": letters(),
         "tokenizer_config.json": config(eos_token="</s>", split_special_tokens=True),
     },
-    # Refused here, since the ids are not those that the files say.
+    # Rejected here, since the ids differ from those in the files.
     "gap": {
         "tokenizer.json": letters(),
         "tokenizer_config.json": config(added_tokens_decoder={str(START + 3): added("<|start|>")}),
@@ -242,7 +242,7 @@ def main():
                 Path(folder, file).write_text(json.dumps(content))
             try:
                 case[version] = read(folder)
-            except Exception as error:  # what a version refuses is part of the comparison
+            except Exception as error:  # what a version rejects is part of the comparison
                 case[version] = {"refused": f"{type(error).__name__}: {error}"}
     path.write_text(json.dumps(known, ensure_ascii=False, separators=(",", ":")) + "\n")
 

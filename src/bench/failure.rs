@@ -5,7 +5,7 @@ use verl::models::bench::BenchError;
 use verl::models::device::DeviceError;
 use verl::models::hf::LoadError;
 
-/// Why there is no answer, and what to do.
+/// Why there is no result, and what to do.
 pub(super) struct Failure {
     pub message: String,
     pub help: String,
@@ -24,9 +24,9 @@ impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Self {
         let help = match &error {
             DeviceError::NotBuilt { .. } | DeviceError::Unusable { .. } => {
-                "mend that, or leave `--device` out to measure the CPU"
+                "fix it, or omit `--device` to measure the CPU"
             }
-            _ => "give `--device` one that is available",
+            _ => "set `--device` to an available device",
         };
         Failure::new(&error, help)
     }
@@ -36,7 +36,7 @@ impl From<LoadError> for Failure {
     fn from(error: LoadError) -> Self {
         Failure::new(
             error,
-            "`--model` takes a folder as Hugging Face has them: the config.json of a supported family, and all weights in \
+            "set `--model` to a Hugging Face folder with the config.json of a supported family and all weights in \
              safetensors",
         )
     }
@@ -46,7 +46,7 @@ impl From<AgreementError> for Failure {
     fn from(error: AgreementError) -> Self {
         let help = match &error {
             AgreementError::Context { .. } => "compare a model with a longer context",
-            _ => "see that the weights are whole and finite",
+            _ => "check that the weights are complete and finite",
         };
         Failure::new(&error, help)
     }

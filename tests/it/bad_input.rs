@@ -46,7 +46,7 @@ fn models_that_cannot_be_loaded() {
         fs::write(&weights, &bytes[..length]).unwrap();
         check(
             &refused(&place, &broken),
-            &["C005", "actor", "cannot be used", "model.safetensors"],
+            &["C005", "actor", "invalid setting", "model.safetensors"],
         );
     }
 
@@ -82,7 +82,7 @@ fn models_whose_names_are_no_folders() {
             &refusal,
             &[
                 "error[C004]",
-                "no folder can be called",
+                "invalid model name",
                 "[models]",
                 "`path`",
             ],
@@ -140,7 +140,7 @@ fn data_that_cannot_be_read() {
 
     // Every row is looked at before the first step, and the first few bad ones are told together.
     let last = told(&(row.repeat(400) + "{\"question\": \"1+1\", \"answer\": null}\n"));
-    check(&last, &["prompts", "row 401", "`answer` holds null"]);
+    check(&last, &["prompts", "row 401", "`answer` contains null"]);
     let several = told(&(row.repeat(2) + &"{\"question\": \"1+1\"}\n".repeat(9)));
     check(
         &several,
@@ -232,7 +232,7 @@ fn several_optimiser_steps_without_old_log_probs() {
             &[
                 "P002",
                 "old_log_probs",
-                "2 optimiser steps a step",
+                "2 optimiser steps per step",
                 "put a `log_probs`",
             ],
         );
@@ -267,6 +267,6 @@ fn a_run_is_never_overwritten() {
     let error = trainer(&place.grpo("run", &["steps=1"]))
         .err()
         .expect("a refusal");
-    check(&error, &["exists already", "run.dir"]);
+    check(&error, &["already exists", "run.dir"]);
     assert_eq!(run.read("metrics.jsonl"), before);
 }

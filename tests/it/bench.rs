@@ -143,7 +143,7 @@ fn what_is_not_there_is_told() {
         told.starts_with("error: device `gpu` is not known"),
         "{told}"
     );
-    assert!(told.ends_with("help: give `--device` one that is available\n"));
+    assert!(told.ends_with("help: set `--device` to an available device\n"));
 }
 
 #[test]
@@ -205,7 +205,7 @@ fn lengths_beyond_the_context_are_refused() {
             "train --mixed --tokens",
         ] {
             let told = refusal(&format!("{words} {most}"));
-            assert!(told.contains("but the model's context holds 512"), "{told}");
+            assert!(told.contains("but the model's context is limited to 512"), "{told}");
         }
     }
 }

@@ -128,7 +128,7 @@ fn an_untouched_run_replays_to_the_bit_in_a_fresh_run() {
     }
     let (_, last) = pipe_debug(&format!("replay --run {run} --step 3"));
     let note =
-        "note: the weights that `update` made of `actor` are not compared: step 4 is not recorded";
+        "note: the weights of `actor` after `update` are not compared: step 4 is not recorded";
     assert!(last.contains(note), "{last}");
     let (code, text) = pipe_debug(&format!("trace --run {run} --step 2 --replay"));
     assert_eq!(code, 0);
@@ -141,7 +141,7 @@ fn an_untouched_run_replays_to_the_bit_in_a_fresh_run() {
         (code, without_rules(&text)),
         (
             0,
-            "nothing bad in 3 steps; what was run again gave the same\n"
+            "nothing bad in 3 steps; the stages that were run again gave the same results\n"
         )
     );
     let (code, text) = pipe_debug(&format!("first-bad --run {run} --no-replay"));
@@ -209,7 +209,7 @@ fn a_corrupted_stage_is_named() {
     assert!(text.contains("(row 3), index 0"), "{text}");
     let (_, table) = pipe_debug(&format!("trace --run {run} --step 1"));
     assert!(
-        table.contains("! `update`: not as `advantages` wrote it"),
+        table.contains("! `update`: differs from what `advantages` wrote"),
         "{table}"
     );
 }
@@ -296,8 +296,8 @@ fn what_is_not_there_is_told_with_what_is_nearest() {
 fn regexless(text: &str) -> String {
     let lines = text
         .lines()
-        .map(|line| match line.split_once("; near are ") {
-            Some((before, _)) => format!("{before}; near are …"),
+        .map(|line| match line.split_once("; the nearest samples are ") {
+            Some((before, _)) => format!("{before}; the nearest samples are …"),
             None => line.to_owned(),
         });
     lines.collect::<Vec<_>>().join("\n")
@@ -309,7 +309,7 @@ fn a_run_that_was_not_asked_for_anything_still_tells_something() {
     place.train("quiet", &["trace.ring_steps=0"]);
     let run = place.path("quiet").display().to_string();
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
-    let told = "note: of 3 steps there are statistics only: every value is finite, every input is as it was written\n\
+    let told = "note: there are only statistics for 3 steps: every value is finite, and every input equals what was written\n\
                 nothing bad in 3 steps; nothing was run again\n";
     assert_eq!((code, without_rules(&text)), (0, told));
     assert_eq!(pipe_debug(&format!("trace --run {run}")).0, 3);
@@ -357,10 +357,10 @@ fn two_runs_part_where_a_setting_differs() {
         "{text}"
     );
     assert!(
-        text.contains("the runs part in step 1, stage `update`, weights of `actor`\n"),
+        text.contains("the runs diverge in step 1, stage `update`, weights of `actor`\n"),
         "{text}"
     );
-    assert!(text.contains("\n  same inputs, other outputs\n"), "{text}");
+    assert!(text.contains("\n  same inputs, different outputs\n"), "{text}");
     let found = json_of(&format!("diff {first} {faster} --json"));
     let share = |step: usize| {
         let stages = found["steps"][step]["stages"].as_array().expect("stages");
@@ -408,7 +408,7 @@ fn a_run_that_waits_for_nothing_says_so() {
     let (code, text) = pipe_debug(&format!("stall --run {dir}"));
     assert_eq!(
         (code, text.as_str()),
-        (0, "the run waits for nothing for long\n")
+        (0, "the run is not stalled\n")
     );
     // As a process leaves it that was killed.
     let status = place.path("run").join("status.json");
@@ -416,7 +416,7 @@ fn a_run_that_waits_for_nothing_says_so() {
     std::fs::write(&status, text.replace("\"finished\"", "\"running\"")).expect("a status");
     let (code, text) = pipe_debug(&format!("stall --run {dir}"));
     assert!(
-        code == 1 && text.starts_with("no process holds this folder"),
+        code == 1 && text.starts_with("no process has this folder locked"),
         "{text}"
     );
     let found = json_of(&format!("stall --run {dir} --json"));
@@ -425,7 +425,7 @@ fn a_run_that_waits_for_nothing_says_so() {
     std::fs::remove_file(place.path("run").join("metrics.jsonl")).expect("removed");
     let (code, text) = pipe_debug(&format!("stall --run {dir}"));
     assert!(
-        code == 3 && text.starts_with("whether the run goes on"),
+        code == 3 && text.starts_with("it is unknown whether the run is in progress"),
         "{code}: {text}"
     );
     let found = json_of(&format!("stall --run {dir} --json"));

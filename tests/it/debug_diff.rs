@@ -16,10 +16,10 @@ fn other_rows_of_data_are_inputs_that_differ() {
     assert_eq!(code, 1, "{text}");
     assert!(text.starts_with("setting run.seed: 5 | 6\n"), "{text}");
     // Weights are drawn from the seed, too.
-    let told = "the runs part in step 1, stage `prompts`, weights of `actor`\n";
+    let told = "the runs diverge in step 1, stage `prompts`, weights of `actor`\n";
     assert!(text.contains(told), "{text}");
     assert!(
-        text.contains("\n  inputs differ: the runs began with other weights\n"),
+        text.contains("\n  inputs differ: the runs began with different weights\n"),
         "{text}"
     );
 
@@ -29,7 +29,7 @@ fn other_rows_of_data_are_inputs_that_differ() {
     let (code, text) = pipe_debug(&format!("diff {first} {second}"));
     assert_eq!(code, 1, "{text}");
     assert!(text.starts_with("setting batch.prompts: 4 | 2\n"), "{text}");
-    let told = "\n  inputs differ: its rows come from outside, other rows were drawn; its settings differ\n";
+    let told = "\n  inputs differ: its rows come from outside, different rows were drawn; its settings differ\n";
     assert!(
         text.contains("stage `prompts`, key `sample_id`") && text.contains(told),
         "{text}"
@@ -51,11 +51,11 @@ fn another_model_is_an_input_that_differs() {
     let (code, text) = pipe_debug(&format!("diff {first} {second}"));
     assert_eq!(code, 1, "{text}");
     assert!(
-        text.starts_with("the runs part in step 1, stage `prompts`, weights of `actor`\n"),
+        text.starts_with("the runs diverge in step 1, stage `prompts`, weights of `actor`\n"),
         "{text}"
     );
     assert!(
-        text.contains("\n  inputs differ: the runs began with other weights\n"),
+        text.contains("\n  inputs differ: the runs began with different weights\n"),
         "{text}"
     );
     // The table follows the first key that differs.
@@ -71,10 +71,10 @@ fn a_stage_that_does_something_else_with_the_same_is_told_from_one_that_was_give
     let (code, text) = pipe_debug(&format!("diff {first} {second}"));
     assert_eq!(code, 1, "{text}");
     assert!(
-        text.contains("the runs part in step 1, stage `advantages`, key `advantages`"),
+        text.contains("the runs diverge in step 1, stage `advantages`, key `advantages`"),
         "{text}"
     );
-    assert!(text.contains("\n  same inputs, other outputs\n"), "{text}");
+    assert!(text.contains("\n  same inputs, different outputs\n"), "{text}");
     // Where the writer is not recorded, the reader's input is the first sign.
     let only = |name: &str, estimator: &str| {
         let only = [
@@ -88,7 +88,7 @@ fn a_stage_that_does_something_else_with_the_same_is_told_from_one_that_was_give
     let second = only("fourth", "advantages.estimator=rloo");
     let (_, text) = pipe_debug(&format!("diff {first} {second}"));
     assert!(
-        text.contains("the runs part in step 1, stage `update`, input key `advantages`"),
+        text.contains("the runs diverge in step 1, stage `update`, input key `advantages`"),
         "{text}"
     );
     assert!(text.contains("\n  inputs differ\n"), "{text}");
@@ -141,7 +141,7 @@ fn p3_9_identifiers_are_counted_and_not_averaged() {
     let (code, text) = pipe_debug(&format!("diff {first} {second}"));
     assert_eq!(code, 1, "{text}");
     assert!(
-        text.contains("the runs part in step 1, stage `generate`, key `responses`"),
+        text.contains("the runs diverge in step 1, stage `generate`, key `responses`"),
         "{text}"
     );
     assert!(text.contains("  of generate.responses  "), "{text}");

@@ -66,7 +66,7 @@ fn a_stage_of_another_program_is_left_out_alone() {
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
     assert_eq!(code, 0, "{text}");
     let told =
-        "\nnot run again: stage `own` is not called again: this build has no stage kind `custom`\n";
+        "\nnot run again: stage `own` cannot be called again: this build has no stage kind `custom`\n";
     assert!(text.contains(told), "{text}");
     assert!(text.ends_with("\n0 differences\n"), "{text}");
     assert!(
@@ -81,8 +81,8 @@ fn a_stage_of_another_program_is_left_out_alone() {
         "{code}: {text}"
     );
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
-    let told = "note: not run again in steps 1–3: stage `own` is not called again: this build has no stage kind `custom`\n\
-                nothing bad in 3 steps; what was run again gave the same\n";
+    let told = "note: not run again in steps 1–3: stage `own` cannot be called again: this build has no stage kind `custom`\n\
+                nothing bad in 3 steps; the stages that were run again gave the same results\n";
     assert_eq!((code, without_rules(&text)), (0, told));
     // What it emitted is looked at like anything else.
     corrupt(&run, 2, "advantages", Side::Output, 5, |v| -v - 1.0);
@@ -158,7 +158,7 @@ fn a_stage_whose_input_is_missing_is_left_out_alone() {
     ];
     let text = check(gone, &rest, &["reward"]);
     assert!(
-        text.contains("of the input of stage `reward` nothing is recorded"),
+        text.contains("the input of stage `reward` is incomplete: nothing is recorded"),
         "{text}"
     );
     let row = |step: &mut RecordedStep| {
@@ -211,7 +211,7 @@ fn a_stage_behind_one_that_cannot_change_its_model_is_left_out_with_it() {
     let report = report.expect("a replay");
     assert_eq!(names(&report).1, [first, last.as_str()], "{report}");
     let why = &report.skipped[1].why;
-    let told = format!("works with `actor` as `{first}` left it, and of the input of");
+    let told = format!("uses `actor` as left by `{first}`, but the input of");
     assert!(why.contains(&told), "{why}");
     assert_eq!((report.differences(), report.stages.len()), (0, 6));
 }
@@ -229,11 +229,11 @@ fn what_was_not_run_again_did_not_give_the_same() {
     assert_eq!(code, 0, "{text}");
     // The first step begins with the weights that are loaded.
     assert!(
-        text.contains("note: not run again in steps 2–3: stage `generate` works with"),
+        text.contains("note: not run again in steps 2–3: stage `generate` uses"),
         "{text}"
     );
     assert!(
-        without_rules(&text).ends_with("; what was run again gave the same\n"),
+        without_rules(&text).ends_with("; the stages that were run again gave the same results\n"),
         "{text}"
     );
     fs::remove_dir_all(Path::new(&run).join("trace/steps/00000001")).expect("a step");
@@ -312,7 +312,7 @@ fn weights_behind_a_step_of_the_flight_recorder_are_compared() {
         step["models"]["actor"]["state"] = Value::Null
     });
     let (code, text) = pipe_debug(&line);
-    let told = "the weights that `update` made of `actor` are not compared: step 3 holds neither their hash nor the weights";
+    let told = "the weights of `actor` after `update` are not compared: step 3 has neither their hash nor the weights";
     assert!(code == 3 && text.contains(told), "{text}");
     assert!(text.ends_with("\nnothing was compared\n"), "{text}");
 }
@@ -333,14 +333,14 @@ fn weights_are_taken_from_where_they_are_the_same() {
     let (code, text) = pipe_debug(&line);
     assert!(code == 3 && text.starts_with("error[T013]"), "{text}");
     assert!(
-        text.contains("neither the model as it is loaded nor another step has its weights"),
+        text.contains("neither the model as loaded nor another step has these weights"),
         "{text}"
     );
     // Another step with the same weights.
     edit(&manifest(&run, 3), |step| step["models"]["actor"] = whole);
     let (code, text) = pipe_debug(&line);
     assert_eq!(code, 0, "{text}");
-    let told = "note: the weights of `actor` at the start of step 2 are not kept; they are those of step 3, by their hash\n";
+    let told = "note: the weights of `actor` at the start of step 2 are not stored; by their hash they are those of step 3\n";
     assert!(text.contains(told), "{text}");
 }
 
@@ -349,7 +349,7 @@ fn weights_that_are_not_kept_are_told_once_for_all_steps() {
     let place = Place::new();
     let run = recorded(&place, "run", &["trace.weights=hash"]);
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
-    let told = "note: not run again in steps 2–3: stage `generate` works with `actor`, which the run trains";
+    let told = "note: not run again in steps 2–3: stage `generate` uses `actor`, which the run trains";
     assert!(code == 0 && text.contains(told), "{text}");
     assert!(text.contains("`trace.budget_mb`"), "{text}");
     let stages = ["prompts", "generate", "old_log_probs", "update"];
@@ -372,7 +372,7 @@ fn weights_of_the_model_as_it_is_loaded_are_known_by_their_hash() {
     let report = replayer.replay(&later, &scope).expect("a replay");
     assert_eq!(report.differences(), 0, "{report}");
     assert!(
-        report.notes[0].contains("they are those of the model as it is loaded"),
+        report.notes[0].contains("they are those of the model as loaded"),
         "{report}"
     );
     for stage in later.stages.values_mut() {
@@ -449,7 +449,7 @@ fn a_stage_that_fails_when_it_is_run_again_is_a_difference() {
     assert_eq!(of("replay --run RUN --step 2 --stage own").0, 1);
     assert_eq!(of("replay --run RUN --step 2 --stage advantages").0, 0);
     let (code, text) = of("first-bad --run RUN");
-    let told = "step 1, stage `own`\n  what it was given is in order, but run again it fails: ";
+    let told = "step 1, stage `own`\n  its input is correct, but it fails when run again: ";
     assert!(code == 1 && text.starts_with(told), "{text}");
 }
 
@@ -542,7 +542,7 @@ fn a_stage_or_step_that_is_not_there_is_told_with_what_is() {
         assert_eq!(code, 3, "{text}");
         assert!(
             text.contains(
-                "stage `advantages` is not recorded in step 2; recorded are: `generate`, `reward`"
+                "stage `advantages` is not recorded in step 2; recorded stages: `generate`, `reward`"
             ),
             "{text}"
         );

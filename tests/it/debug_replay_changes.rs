@@ -35,7 +35,7 @@ fn a_setting_that_was_changed_after_the_run_is_named_first() {
         "{text}"
     );
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
-    let told = "step 1, stage `prompts`, setting `models.actor.optimizer.learning_rate`\n  it was recorded as 0.001, the configuration says 0.01\n";
+    let told = "step 1, stage `prompts`, setting `models.actor.optimizer.learning_rate`\n  it was 0.001 when recorded, but the configuration says 0.01\n";
     assert!(code == 1 && text.contains(told), "{text}");
     replace(
         &run,
@@ -62,7 +62,7 @@ fn a_setting_that_was_changed_after_the_run_is_named_first() {
     fs::remove_file(Path::new(&run).join("trace/conditions.json")).expect("a file");
     let (_, text) = pipe_debug(&format!("replay --run {run} --step 2 --stage generate"));
     assert!(
-        text.contains("; the trace does not tell its settings\n"),
+        text.contains("; the trace does not record its settings\n"),
         "{text}"
     );
     assert!(!text.contains("machine"), "{text}");
@@ -73,7 +73,7 @@ fn a_setting_that_was_changed_after_the_run_is_named_first() {
     let (_, text) = pipe_debug(&format!("replay --run {run} --step 2 --stage generate"));
     let told = "machine arch: \"of_tomorrow\" when recorded";
     assert!(
-        text.contains(told) && text.contains("not claimed"),
+        text.contains(told) && text.contains("are not expected"),
         "{text}"
     );
 }
@@ -92,7 +92,7 @@ fn another_processor_is_named_and_equal_bits_are_expected() {
         machine["threads"] = 999.into();
     });
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
-    let expected = "on the CPU equal bits are expected, for sums do not depend on them\n";
+    let expected = "equal bits are expected on the CPU, because sums do not depend on them\n";
     assert!(
         text.contains("another width of registers (\"wider\" when recorded, "),
         "{text}"
@@ -102,7 +102,7 @@ fn another_processor_is_named_and_equal_bits_are_expected() {
         "{text}"
     );
     assert!(
-        text.contains(expected) && !text.contains("not claimed"),
+        text.contains(expected) && !text.contains("are not expected"),
         "{text}"
     );
     assert!(code == 0 && text.ends_with("\n0 differences\n"), "{text}");
@@ -118,7 +118,7 @@ fn another_processor_is_named_and_equal_bits_are_expected() {
         value["machine"]["cpu_kernels"]["sums"] = "of old".into();
     });
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
-    let why = "not claimed (kernels add in another order: `of old` when recorded, ";
+    let why = "are not expected (kernels add in another order: `of old` when recorded, ";
     assert!(code == 0 && text.contains(why), "{text}");
     edit(&conditions, |value| {
         let machine = value["machine"].as_object_mut().expect("an object");
@@ -127,7 +127,7 @@ fn another_processor_is_named_and_equal_bits_are_expected() {
         }
     });
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
-    let why = "the recording does not say in which order its kernels add";
+    let why = "the recording does not state the order in which its kernels add";
     assert!(code == 0 && text.contains(why), "{text}");
     let report = json_of(&format!("replay --run {run} --step 2 --json"));
     assert_eq!(report["changes"]["unclaimed"]["models"][0], why);
@@ -155,8 +155,8 @@ fn data_that_were_changed_after_the_run_are_named_and_no_stage_is_blamed() {
         let path = file.display();
         let data = format!("data train ({path}): 12 rows with fingerprint ");
         let why = format!(
-            "stage `prompts` would draw other rows, for data were changed since the recording: `train` ({path}); put them \
-             back as they were to run it again"
+            "stage `prompts` would draw different rows, because data were changed since the recording: `train` ({path}); \
+             restore the data to run it again"
         );
         assert!(code == 0 && text.contains(&data), "{text}");
         assert!(
@@ -196,7 +196,7 @@ fn data_of_which_the_run_tells_nothing_are_not_compared_and_told() {
     let file = Path::new(&run).join("data.json");
     let whole = fs::read_to_string(&file).expect("a file");
     let told = |why: &str| {
-        let start = format!("data cannot be compared with those of the run, for data.json {why}");
+        let start = format!("data cannot be compared with those of the run: data.json {why}");
         let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
         assert!(code == 0 && text.contains(&start), "{text}");
         let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
@@ -206,12 +206,12 @@ fn data_of_which_the_run_tells_nothing_are_not_compared_and_told() {
         );
     };
     fs::write(&file, &whole[..whole.len() / 2]).expect("a file");
-    told("is not what a run writes (");
+    told("is invalid (");
     fs::write(&file, &whole).expect("a file");
     edit(&file, |data| {
         data.as_object_mut().expect("data sets").remove("eval");
     });
-    told("tells nothing of `eval`");
+    told("has no entry for `eval`");
     fs::remove_file(&file).expect("removed");
     told("cannot be read (");
 }
@@ -224,7 +224,7 @@ fn data_that_keep_the_run_from_starting_are_told_as_changed() {
     fs::write(&file, row.repeat(12)).expect("a file");
     let run = recorded(&place, "run", &[&format!("data.train={}", file.display())]);
     let then = format!(
-        "its data were changed since the run: train ({}): 12 rows with fingerprint ",
+        "the data were changed since the run: train ({}): 12 rows with fingerprint ",
         file.display()
     );
     // A row that is no JSON, and one without the column that is read.
@@ -279,7 +279,7 @@ fn another_machine_claims_no_equal_bits_and_names_no_culprit_of_rounding() {
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
     assert!(text.contains("machine threads: 99 when recorded"), "{text}");
     assert!(
-        code == 0 && text.contains("bit-equal") && !text.contains("not claimed"),
+        code == 0 && text.contains("bit-equal") && !text.contains("are not expected"),
         "{text}"
     );
     // Models were on another device: what the host computed stays exact.
@@ -319,11 +319,11 @@ fn another_machine_claims_no_equal_bits_and_names_no_culprit_of_rounding() {
         "{text}"
     );
     assert!(
-        text.contains("equal bits are not to be expected, and not claimed"),
+        text.contains("equal bits are not expected"),
         "{text}"
     );
     assert!(text.contains("within tolerance"), "{text}");
-    assert!(text.contains("repeat to rounding only"), "{text}");
+    assert!(text.contains("repeat only up to rounding"), "{text}");
     // Without the hashes of the statistics, which would tell that the file was changed.
     std::fs::remove_dir_all(format!("{run}/trace/stats")).expect("statistics");
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));

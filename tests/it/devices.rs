@@ -37,7 +37,7 @@ fn devices_of_another_build_can_be_planned_for_but_not_trained_on() {
     let pipe = place.grpo("run", &["devices.group=cuda:0"]);
     let error = trainer(&pipe).err().expect("a refusal");
     assert!(
-        error.contains("error[S012]: the devices of `cuda:0` are not here"),
+        error.contains("error[S012]: the devices of `cuda:0` are not available on this machine"),
         "{error}"
     );
     assert!(!place.path("run").exists());

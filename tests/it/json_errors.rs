@@ -142,7 +142,7 @@ fn what_a_run_lacks_is_told_as_json() {
         "trace --run {run} --step 2 --stage generate --sample 9.9#9"
     ));
     assert!(
-        sample.code == "T012" && sample.help.starts_with("near are "),
+        sample.code == "T012" && sample.help.starts_with("the nearest samples are "),
         "{sample:?}"
     );
     let near = of(&format!("trace --run {run}s"));

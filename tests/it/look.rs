@@ -205,7 +205,7 @@ fn a8_an_end_of_sequence_id_beyond_the_vocabulary() {
     });
     let words = [
         "the id 100000",
-        "generation_config.json` has it as `eos_token_id`",
+        "generation_config.json` sets it as `eos_token_id`",
         "ends at 32",
     ];
     let findings = found(&place, GRPO, &["save=[]"]);
@@ -272,8 +272,8 @@ fn wrong_types_and_pairs_without_a_difference() {
         + "{\"question\": null, \"answer\": \"2\"}\n{\"question\": [], \"answer\": \"2\"}\n";
     let words = [
         "2 of 4 rows of `train` cannot be used",
-        "row 3: column `question` holds null, not a text",
-        "row 4: column `question` holds a list, not a text",
+        "row 3: column `question` contains null, not a text",
+        "row 4: column `question` contains a list, not a text",
     ];
     reported(&place(rows), SFT, &[], "D003", &words);
 
@@ -283,7 +283,7 @@ fn wrong_types_and_pairs_without_a_difference() {
     let rows = pair("2", "3") + &pair("2", "2") + &pair("", "3");
     let words = [
         "2 of 3 rows of `train` cannot be used",
-        "row 2: the chosen and the rejected answer are the same",
+        "row 2: the chosen and the rejected answer have the same",
         "row 3: the chosen answer (column `chosen`) is empty",
     ];
     reported(&place(rows), DPO, &[], "D003", &words);

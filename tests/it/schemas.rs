@@ -486,7 +486,7 @@ fn names_that_do_not_exist_are_told_with_the_nearest() {
         (
             |args, name| args.part = Some(name),
             "grpo",
-            "several slots have it: say",
+            "several slots have it: use",
         ),
         (
             |args, name| args.model = Some(name),

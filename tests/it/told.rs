@@ -180,7 +180,7 @@ fn p2_a_step_whose_responses_are_all_truncated_says_that_it_learnt_nothing() {
         .count();
     assert!(idle > 0, "no step was truncated as a whole");
     let told =
-        "nothing was left to learn from, so no weight was moved: all 16 responses were cut off";
+        "nothing was left to train on, so no weights were updated: all 16 responses were cut off";
     assert_eq!(page.text().matches(told).count(), idle, "{}", page.text());
     assert!(run.read("warnings.jsonl").contains(told));
     // A step that learns says 0.

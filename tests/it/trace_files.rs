@@ -122,7 +122,7 @@ fn a_damaged_file_hides_nothing_else() {
     contains(
         &text,
         &[
-            &format!("note: not looked at, {about}"),
+            &format!("note: not checked: {about}"),
             "step 3, stage `update`",
         ],
     );
@@ -131,7 +131,7 @@ fn a_damaged_file_hides_nothing_else() {
     fs::write(file(&same, 2, "step.json"), "{\"format\": 1, \"st").expect("a file");
     contains(
         &said(&format!("trace --run {same}"), 0),
-        &["recorded steps: 1, 3\n", "note: step 2 is left out: `"],
+        &["recorded steps: 1, 3\n", "note: step 2 is skipped: `"],
     );
     said(&format!("trace --run {same} --step 3"), 0);
     contains(
@@ -202,7 +202,7 @@ fn a_run_whose_model_and_data_are_gone_can_be_looked_at() {
     let other = recorded(&place, "other", &["data.train=rows.jsonl"]);
     let shown = format!("trace --run {run} --step 2 --stage generate");
     let note =
-        "note: tokens are shown by their ids: no tokenizer of the run's models can be read\n";
+        "note: tokens are shown as ids because no tokenizer of the run's models can be read\n";
     assert!(!said(&shown, 0).contains(note));
     fs::rename(place.path("tiny"), place.path("moved")).expect("a folder");
     fs::remove_file(place.path("rows.jsonl")).expect("a file");
@@ -223,7 +223,7 @@ fn a_run_whose_model_and_data_are_gone_can_be_looked_at() {
     contains(
         &text,
         &[
-            "note: nothing can be run again, for what the run worked with cannot be found any more",
+            "note: nothing can be run again, because models or data of the run are missing",
             "[models.actor]",
             "nothing bad in 3 steps; nothing was run again\n",
         ],
@@ -365,6 +365,6 @@ fn a_state_that_cannot_be_written_is_told_once() {
     let ended = tracing::subscriber::with_default(subscriber.finish(), || trainer.train());
     ended.expect("a run that goes on");
     let text = String::from_utf8(log.0.lock().expect("a log").clone()).expect("text");
-    let told = text.matches("a state that a replay needs could not be written");
+    let told = text.matches("cannot write a state that replay needs");
     assert_eq!(told.count(), 1, "{text}");
 }

@@ -31,23 +31,23 @@ fn each_setting_without_sense_is_told() {
         (
             "steps = [99]",
             "error[C005]",
-            "`steps` names 99, but the run has the steps 1 to 3",
+            "`steps` contains 99, but the run has steps 1 to 3",
         ),
         (
             "steps = [0, 2]",
             "error[C005]",
-            "`steps` names 0, but the run has the steps 1 to 3",
+            "`steps` contains 0, but the run has steps 1 to 3",
         ),
         ("steps = [-1]", "error[C004]", "steps"),
         (
             "steps = [2, 2]",
             "warning[C008]",
-            "`steps` names 2 more than once",
+            "`steps` contains 2 more than once",
         ),
         (
             "every = 0",
             "warning[C008]",
-            "`every` is 0, which records no step",
+            "`every` is 0, so no step is recorded",
         ),
         (
             "every = 4",
@@ -57,27 +57,27 @@ fn each_setting_without_sense_is_told() {
         (
             "part_steps = 0",
             "error[C005]",
-            "`part_steps` is 0, so that a file",
+            "`part_steps` is 0, so a statistics file",
         ),
         (
             "budget_mb = 0",
             "error[C005]",
-            "`budget_mb` is 0, so that no step of the flight recorder",
+            "`budget_mb` is 0, so no step of the flight recorder",
         ),
         (
             "every = 1\nbudget_mb = 0",
             "error[C005]",
-            "`budget_mb` is 0, so that no step that is asked for",
+            "`budget_mb` is 0, so no requested step",
         ),
         (
             "ring_mb = 0",
             "error[C005]",
-            "`ring_mb` is 0, so that the flight recorder would hold nothing",
+            "`ring_mb` is 0, so the flight recorder could store nothing",
         ),
         (
             "stages = [\"reward\"]",
             "warning[C008]",
-            "`stages` names `reward`, but no step is recorded",
+            "`stages` contains `reward`, but no step is recorded",
         ),
         (
             "every = 1\nstages = [\"rewrad\"]",
@@ -92,7 +92,7 @@ fn each_setting_without_sense_is_told() {
         (
             "rules.kl_blow_up.limit = -1",
             "error[C005]",
-            "`rules.kl_blow_up.limit` is -1, but nothing",
+            "`rules.kl_blow_up.limit` is -1, but the rule measures",
         ),
         (
             "rules.kl_blow_up.limit = nan",
@@ -107,7 +107,7 @@ fn each_setting_without_sense_is_told() {
         (
             "rules.low_ess.limit = 1.5",
             "error[C005]",
-            "is 1.5, but it is a share of tokens, which is 1 at most",
+            "is 1.5, but it is a share of tokens, which is at most 1",
         ),
         (
             "rules.low_ess = { severity = \"off\", limit = 0.1 }",
@@ -117,23 +117,23 @@ fn each_setting_without_sense_is_told() {
         (
             "stats = false\nrules.kl_blow_up.severity = \"stop\"",
             "error[C005]",
-            "`rules.kl_blow_up` is to stop the run, but `stats = false`",
+            "`rules.kl_blow_up` is set to stop the run, but `stats = false`",
         ),
         // It stops unless it is told otherwise.
         (
             "stats = false\nrules.non_finite.limit = 1",
             "error[C005]",
-            "`rules.non_finite` is to stop the run",
+            "`rules.non_finite` is set to stop the run",
         ),
         (
             "stats = false\nrules.kl_blow_up.limit = 2",
             "warning[C008]",
-            "`rules.kl_blow_up` is to warn, but",
+            "`rules.kl_blow_up` is set to warn, but",
         ),
         (
             "rules.blind_critic.severity = \"stop\"",
             "warning[C008]",
-            "none records a metric `explained_variance`",
+            "no stage declares that it records a metric `explained_variance`",
         ),
         (
             "[trace.rules.kl_blow_up]\nlimit = 2\n[trace.rules.kl_blow_up]\nlimit = 3",
@@ -262,7 +262,7 @@ fn limits_that_are_no_numbers_are_told_in_rust_too() {
                 .map_or_else(|findings| findings, |plan| plan.warnings),
         );
         assert!(
-            text.starts_with("error[C005]: `rules.grad_norm_spike.limit`"),
+            text.starts_with("error[C005]: invalid setting `rules.grad_norm_spike.limit`"),
             "{text}"
         );
     }
@@ -277,7 +277,7 @@ fn a_rule_that_two_overrides_tune_is_told() {
     let found = parse_pipeline(GRPO, "tiny.toml", &both, &verl::registry());
     let text = printed(found.err().expect("refused"));
     assert!(
-        text.starts_with("error[C006]") && text.contains("tunes the same rule"),
+        text.starts_with("error[C006]") && text.contains("sets the same setting of the rule"),
         "{text}"
     );
     let other = [
@@ -357,13 +357,13 @@ fn names_and_limits_of_rules_that_were_added_in_rust_are_checked() {
     let text = told("rules.length_of_answers.limit = -1");
     assert!(
         text.starts_with("error[C005]")
-            && text.contains("is -1, but a limit is not below 0")
-            && text.contains("it is 7 by default"),
+            && text.contains("is -1, but a limit must not be below 0")
+            && text.contains("(default: 7)"),
         "{text}"
     );
     let text = told("stats = false\nrules.length_of_answers.severity = \"stop\"");
     assert!(
-        text.starts_with("error[C005]") && text.contains("is to stop the run"),
+        text.starts_with("error[C005]") && text.contains("is set to stop the run"),
         "{text}"
     );
     let (registry, _) = with_rule();
@@ -381,7 +381,7 @@ fn two_rules_of_one_name_are_told() {
     let pipe = place.grpo("run", &[]).rule(own.clone()).rule(own);
     let text = printed(pipe.plan().err().expect("refused"));
     assert!(
-        text.starts_with("error[C007]: there are two rules called `length_of_answers`"),
+        text.starts_with("error[C007]: two rules are named `length_of_answers`"),
         "{text}"
     );
 }

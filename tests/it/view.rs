@@ -265,7 +265,7 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
     };
     let data = told(
         &bare,
-        "the run has no trace: there are metrics and texts only",
+        "the run has no trace, so the page shows only metrics and texts",
     );
     assert!(
         data["metrics"]
@@ -281,19 +281,19 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
     let status = json!({"status": "running", "step": 0, "target": 3, "timestamp": 1.0});
     fs::write(young.join("status.json"), status.to_string()).expect("a file");
     fs::write(young.join("metrics.jsonl"), "").expect("a file");
-    let data = told(&young, "metrics.jsonl holds no step yet");
+    let data = told(&young, "metrics.jsonl contains no steps yet");
     assert_eq!(data["run"]["status"], "running");
     // As it is when the process was killed in the middle of a line.
     if cfg!(unix) {
         fs::write(young.join("metrics.jsonl"), "{\"step\":1,\"ep").expect("a file");
-        told(&young, "no process holds this folder");
-        told(&young, "metrics.jsonl ends in half a line");
+        told(&young, "no process has this folder locked");
+        told(&young, "metrics.jsonl ends with an incomplete line");
     }
     // A run that ended, whose metrics were removed.
     let metrics = whole.join("metrics.jsonl");
     let kept = fs::read(&metrics).expect("a file");
     fs::remove_file(&metrics).expect("removed");
-    told(&whole, "metrics.jsonl is not there");
+    told(&whole, "metrics.jsonl is missing");
     fs::write(&metrics, kept).expect("a file");
     // A file of statistics that was cut.
     let part = whole.join("trace/stats/part-00000001.parquet");
@@ -423,7 +423,7 @@ fn a_long_run_stays_usable() {
         text.contains("curves of 10000 steps are drawn with 1200 points"),
         "{text}"
     );
-    assert!(text.contains("tables are of 200 of 10000 steps"), "{text}");
+    assert!(text.contains("tables of 200 of 10000 steps"), "{text}");
     assert!(text.contains("1000 of 1024 samples"), "{text}");
     assert!(size < 20 << 20, "{size} bytes");
     let keys = data["keys"].as_array().expect("curves");

@@ -1,43 +1,43 @@
-//! From a loss a token to a scalar: the named ways of adding up.
+//! From token losses to a scalar: the named aggregations.
 //!
-//! Every way is Σ_t w_t E_t with weights that are known before the loss is. They are computed here once, from the
-//! *whole* mini-batch, in plain numbers; a micro-batch then adds its own tokens with its share of the weights, so
-//! that the parts of a mini-batch add up to the whole however it is cut.
+//! Every aggregation is Σ_t w_t E_t with weights that are known before the loss is. They are computed once, from the
+//! *entire* mini-batch, in plain numbers; a micro-batch then adds its own tokens with its share of the weights, so
+//! that the parts of a mini-batch add up to the total for any division.
 
 use crate::error::{AlgoError, check_setting};
 
-/// How losses E of tokens become one number, Σ_t w_t E_t. D is the number of data-parallel ranks, N tokens, B sequences,
+/// How token losses E become one number, Σ_t w_t E_t. D is the number of data-parallel ranks, N tokens, B sequences,
 /// L_b a row's tokens.
 ///
 /// # Shapes
 /// E and w: `[N]`, packed action tokens.
 /// # Differences
-/// N and B are declared counts of the whole mini-batch, as in verl; undeclared, those of this rank, where verl takes the
-/// micro-batch's, so that its result depends on the cut. verl adds 1e-8 to L_b. TRL's loss types are in the table at
-/// [`POLICY_LOSSES`](crate::losses::POLICY_LOSSES).
+/// N and B are declared counts of the entire mini-batch, as in verl. Undeclared, they are those of this rank; verl uses
+/// those of the micro-batch, so that its result depends on the division. verl adds 1e-8 to L_b. TRL's loss types are in
+/// the table at [`POLICY_LOSSES`](crate::losses::POLICY_LOSSES).
 /// # Source
 /// verl `agg_loss`; `token-mean`: Yu et al. 2025 (DAPO), arXiv:2503.14476; `seq-mean-token-sum-norm`: Liu et al. 2025
 /// (Dr. GRPO), arXiv:2503.20783.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Aggregation {
-    /// D Σ E / N: each token weighs the same. The default, and DAPO's.
+    /// D Σ E / N: each token has the same weight. The default, and DAPO's.
     #[default]
     TokenMean,
     /// D Σ E.
     TokenSum,
     /// D Σ_b Σ_t E / B.
     SeqMeanTokenSum,
-    /// The former over a constant, as in Dr. GRPO: no row's weight depends on its length.
+    /// The same divided by a constant, as in Dr. GRPO: no row's weight depends on its length.
     SeqMeanTokenSumNorm {
         /// The constant, usually the longest response allowed, in tokens.
         loss_scale_factor: f64,
     },
-    /// D Σ_b (Σ_t E / L_b) / B: each row weighs the same. The original GRPO, and GSPO.
+    /// D Σ_b (Σ_t E / L_b) / B: each row has the same weight. The original GRPO, and GSPO.
     SeqMeanTokenMean,
 }
 
 impl Aggregation {
-    /// The names of all ways.
+    /// The names of all aggregations.
     pub const NAMES: &'static [&'static str] = &[
         "token-mean",
         "token-sum",
@@ -46,7 +46,7 @@ impl Aggregation {
         "seq-mean-token-mean",
     ];
 
-    /// The way with this name.
+    /// The aggregation with this name.
     ///
     /// # Errors
     /// An unknown name; `seq-mean-token-sum-norm` without its `loss_scale_factor`, or with one that is not positive.
@@ -102,9 +102,9 @@ impl Aggregation {
     }
 }
 
-/// Sizes of the whole mini-batch over all data-parallel ranks.
+/// Sizes of the entire mini-batch over all data-parallel ranks.
 ///
-/// A count that is not declared is taken from the mini-batch at hand: its tokens, its *non-empty* rows.
+/// A count that is not declared is taken from this rank's mini-batch: its tokens, its *non-empty* rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     /// Action tokens of all ranks, N.
@@ -123,7 +123,7 @@ impl Counts {
         dp_size: 1,
     };
 
-    /// Declared sizes of a mini-batch that lies on one rank.
+    /// Declared sizes of a mini-batch on one rank.
     pub fn declared(tokens: usize, sequences: usize) -> Counts {
         Counts {
             tokens: Some(tokens),
@@ -141,15 +141,15 @@ impl Default for Counts {
 
 /// Weight w_t of each packed token, such that the aggregated loss is Σ_t w_t E_t.
 ///
-/// `rows` holds the row of each action token of the whole mini-batch; a row without action tokens does not appear.
+/// `rows` contains the row of each action token of the entire mini-batch; a row without action tokens does not appear.
 ///
 /// # Shapes
 /// `rows`, result: `[N]`
 /// # Errors
-/// More than one rank without the count that the aggregation divides by; a declared count of 0 although there are
+/// More than one rank without the count that the aggregation divides by; a declared count of 0 for a mini-batch with
 /// tokens; no rank.
 /// # Differences
-/// As [`Aggregation`].
+/// The same as [`Aggregation`].
 /// # Source
 /// verl `agg_loss`; the rows of Dr. GRPO: Liu et al. 2025, arXiv:2503.20783.
 pub fn token_weights(
@@ -171,8 +171,8 @@ pub fn token_weights(
             });
         }
         let count = declared.unwrap_or(own) as f64;
-        let sound = count > 0.0 || rows.is_empty();
-        check_setting(unit, count, sound, "the mini-batch is not empty")?;
+        let valid = count > 0.0 || rows.is_empty();
+        check_setting(unit, count, valid, "the mini-batch is not empty")?;
         Ok(count)
     };
     let sequences = || divisor(counts.sequences, non_empty, "sequences");
@@ -192,7 +192,7 @@ pub fn token_weights(
     })
 }
 
-/// Number of packed tokens of each row up to the last that has one.
+/// Number of packed tokens of each row, up to the last row that has one.
 ///
 /// # Shapes
 /// `rows`: `[N]`; result: `[B]`.
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_has_no_answer() {
+    fn rejects_invalid_aggregations() {
         let error = Aggregation::parse("seq-mean-token-sum-norm", None).unwrap_err();
         assert!(error.to_string().contains("loss_scale_factor"), "{error}");
         assert!(Aggregation::parse("seq-mean-token-sum-norm", Some(0.0)).is_err());

@@ -1,4 +1,4 @@
-//! What losses read: a mini-batch in plain numbers, and micro-batches of it with the model's outputs.
+//! Inputs of losses: a mini-batch in plain numbers, and its micro-batches with the model's outputs.
 
 use burn::tensor::Tensor;
 
@@ -6,9 +6,9 @@ use crate::aggregate::{Counts, row_lengths};
 use crate::error::{AlgoError, check_finite, check_len};
 use crate::preferences::Preferences;
 
-/// The rows of one optimiser step on this rank, packed: the action tokens of all rows, one after the other.
+/// The rows of one optimiser step on this rank, packed: the action tokens of all rows, row after row.
 ///
-/// There is no mask and no padding: what is not trained on is not here. Everything in it is a constant.
+/// There is no mask and no padding: tokens that are not trained on are not included. Everything in it is a constant.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct MiniBatch {
     /// Row of each token, `[N]`. Rows without action tokens do not appear.
@@ -23,31 +23,31 @@ pub struct MiniBatch {
     pub ref_log_probs: Option<Vec<f64>>,
     /// Importance weights against the sampler, `[N]`; they multiply the policy loss.
     pub rollout_weights: Option<Vec<f64>>,
-    /// Log-probs as the sampler reported them, `[N]`, nats.
+    /// Log-probs reported by the sampler, `[N]`, nats.
     pub rollout_log_probs: Option<Vec<f64>>,
-    /// Log-probs of the policy as it is when this optimiser step starts, `[N]`, nats.
+    /// Log-probs of the policy at the start of this optimiser step, `[N]`, nats.
     ///
     /// For rules that select among *all* tokens of the mini-batch, such as the largest covariances: a micro-batch does
-    /// not know the others' log-probs, so the caller scores the mini-batch once, without gradient, before its first
+    /// not contain the others' log-probs, so the caller scores the mini-batch once, without gradient, before its first
     /// micro-batch. In the first optimiser step after sampling these are the old log-probs.
     pub current_log_probs: Option<Vec<f64>>,
-    /// Entropies of the policy at the same moment, `[N]`, nats; filled by the caller for the same reason.
+    /// Entropies of the policy at the same time, `[N]`, nats; filled in by the caller for the same reason.
     pub current_entropies: Option<Vec<f64>>,
-    /// One number a token in [0, 1), `[N]`, for losses that take a random subset: the smallest are taken.
+    /// One number per token in [0, 1), `[N]`, for losses that select a random subset: the smallest are selected.
     ///
     /// Drawn by the caller as a function of seed, step and the token's identity, so that the subset depends neither on
-    /// the order of rows nor on how the mini-batch is cut.
+    /// the order of rows nor on the division into micro-batches.
     pub draws: Option<Vec<f64>>,
     /// Values of the critic at the start of the update, `[N]`.
     pub old_values: Option<Vec<f64>>,
-    /// Returns, which the critic learns, `[N]`.
+    /// Returns, the critic's targets, `[N]`.
     pub returns: Option<Vec<f64>>,
-    /// What preference losses read.
+    /// Inputs of preference losses.
     pub preferences: Preferences,
 }
 
 impl MiniBatch {
-    /// A mini-batch with nothing but rows, and counts of its own; set the fields that the losses need.
+    /// A mini-batch with only rows, and counts taken from them; set the fields that the losses need.
     pub fn new(rows: Vec<usize>) -> MiniBatch {
         MiniBatch {
             rows,
@@ -55,17 +55,17 @@ impl MiniBatch {
         }
     }
 
-    /// Action tokens, `N`.
+    /// Number of action tokens, `N`.
     pub fn num_tokens(&self) -> usize {
         self.rows.len()
     }
 
-    /// Tokens of each row.
+    /// Number of tokens of each row.
     pub fn row_lengths(&self) -> Vec<usize> {
         row_lengths(&self.rows)
     }
 
-    /// The whole mini-batch as one micro-batch.
+    /// The entire mini-batch as one micro-batch.
     pub fn whole(&self, log_probs: Tensor<1>, entropies: Option<Tensor<1>>) -> MicroBatch {
         MicroBatch {
             entropies,
@@ -73,10 +73,10 @@ impl MiniBatch {
         }
     }
 
-    /// Refuses columns of other lengths, and numbers that are not finite.
+    /// Rejects columns of the wrong length, and numbers that are not finite.
     ///
     /// # Errors
-    /// The first column that is wrong.
+    /// The first invalid column.
     pub fn check(&self) -> Result<(), AlgoError> {
         let columns = [
             ("advantages", &self.advantages),
@@ -100,7 +100,7 @@ impl MiniBatch {
     }
 }
 
-/// A column that `algorithm` cannot do without.
+/// A column that `algorithm` requires.
 pub(crate) fn require<'a>(
     algorithm: &'static str,
     argument: &'static str,
@@ -112,23 +112,23 @@ pub(crate) fn require<'a>(
     })
 }
 
-/// Some rows of a mini-batch, with what the model says about their tokens.
+/// Some rows of a mini-batch, with the model's outputs for their tokens.
 #[derive(Debug, Clone)]
 pub struct MicroBatch {
-    /// Positions of its tokens in the mini-batch, `[M]`. Rows must be whole.
+    /// Positions of its tokens in the mini-batch, `[M]`. Rows must be complete.
     pub tokens: Vec<usize>,
-    /// Log-probs of the policy now, `[M]`, nats; differentiable. A critic's values lie here: [`MicroBatch::of_values`].
+    /// Current log-probs of the policy, `[M]`, nats; differentiable. A critic's values: see [`MicroBatch::of_values`].
     pub log_probs: Tensor<1>,
-    /// Entropies of the policy now, `[M]`, nats; differentiable.
+    /// Current entropies of the policy, `[M]`, nats; differentiable.
     pub entropies: Option<Tensor<1>>,
-    /// log Σ_v π(v)² of the policy now, `[M]`, nats; a constant.
+    /// Current log Σ_v π(v)² of the policy, `[M]`, nats; a constant.
     pub log_sum_sq_probs: Option<Tensor<1>>,
-    /// Numbers of a scalar head now, `[M]`: values of a critic, scores of a reward model; differentiable.
+    /// Current outputs of a scalar head, `[M]`: values of a critic, scores of a reward model; differentiable.
     pub values: Option<Tensor<1>>,
 }
 
 impl MicroBatch {
-    /// Tokens and their log-probs, and nothing else; set the fields that the losses need.
+    /// Tokens and their log-probs only; set the fields that the losses need.
     pub fn new(tokens: Vec<usize>, log_probs: Tensor<1>) -> MicroBatch {
         MicroBatch {
             tokens,
@@ -139,8 +139,8 @@ impl MicroBatch {
         }
     }
 
-    /// Tokens with the values that a critic gives them, `[M]`, differentiable; a critic has no log-probs, and no loss
-    /// that reads [`PreparedTokens::values`](crate::losses::PreparedTokens::values) asks for them.
+    /// Tokens with the values that a critic gives them, `[M]`, differentiable. A critic has no log-probs, and no loss
+    /// that reads [`PreparedTokens::values`](crate::losses::PreparedTokens::values) needs them.
     pub fn of_values(tokens: Vec<usize>, values: Tensor<1>) -> MicroBatch {
         MicroBatch {
             values: Some(values.clone()),
@@ -148,7 +148,7 @@ impl MicroBatch {
         }
     }
 
-    /// Refuses positions outside the mini-batch, tensors of another length, and rows that were cut.
+    /// Rejects positions outside the mini-batch, tensors of another length, and rows that were cut.
     pub(crate) fn check(&self, batch: &MiniBatch, lengths: &[usize]) -> Result<(), AlgoError> {
         let columns = [
             ("log_probs", Some(&self.log_probs)),

@@ -1,6 +1,6 @@
-//! The smallest piece of a batch that an algorithm must see whole.
+//! The smallest part of a batch that an algorithm must receive in one piece.
 
-/// What must not be cut apart when a batch is streamed or split into micro-batches.
+/// The unit that must not be divided when a batch is streamed or split into micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum CutUnit {
     /// A row: a prompt with one response.
@@ -9,6 +9,6 @@ pub enum CutUnit {
     Pair,
     /// All responses of a prompt.
     Group,
-    /// The whole mini-batch.
+    /// The entire mini-batch.
     MiniBatch,
 }

@@ -5,13 +5,13 @@ use serde::{Deserialize, Serialize};
 
 /// Decides the coefficient c of the entropy bonus.
 ///
-/// Adaptive: after each optimiser step with mean entropy H, c ← min(c + Δ, max) if H ≤ target, else max(c − Δ, min). The
-/// bonus is applied only while the entropy last seen is at most the target: above it there is nothing to push up.
+/// Adaptive: after each optimiser step with mean entropy H, c ← min(c + Δ, max) if H ≤ target, else max(c − Δ, min).
+/// The bonus is applied only while the last entropy is at most the target: above it the entropy needs no increase.
 ///
 /// # Shapes
-/// One entropy a step.
+/// One entropy per step.
 /// # Differences
-/// None known: a step of 0.005 and a target of 0.2 are TRL's as well.
+/// None known: the step of 0.005 and the target of 0.2 are TRL's too.
 /// # Source
 /// TRL `use_adaptive_entropy`; He et al. 2025 (Skywork Open Reasoner 1), arXiv:2505.22312.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -21,12 +21,12 @@ pub struct EntropyController {
     last: Option<f64>,
 }
 
-/// How an adaptive coefficient moves.
+/// Parameters of an adaptive coefficient.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct EntropySteering {
-    /// Mean entropy a token that should not be fallen below, nats.
+    /// Target of the mean entropy per token, nats; the controller tries to keep the entropy above it.
     pub target: f64,
-    /// Δ > 0, the change a step.
+    /// Δ > 0, the change per step.
     pub step: f64,
     /// Smallest coefficient, at least 0.
     pub min: f64,
@@ -46,7 +46,7 @@ impl Default for EntropySteering {
 }
 
 impl EntropyController {
-    /// A coefficient that stays; 0 for none, below 0 to lower the entropy.
+    /// A constant coefficient; 0 for none, negative to lower the entropy.
     ///
     /// # Errors
     /// A coefficient that is not finite.
@@ -92,8 +92,8 @@ impl EntropyController {
         })
     }
 
-    /// The coefficient to apply now: the bonus is added to the loss with −coef. 0 while the entropy last seen is above
-    /// the target.
+    /// The coefficient to apply now: the bonus is added to the loss with −coef. 0 while the last entropy is above the
+    /// target.
     pub fn coef(&self) -> f64 {
         match (self.steering, self.last) {
             (Some(steering), Some(last)) if last > steering.target => 0.0,
@@ -101,10 +101,10 @@ impl EntropyController {
         }
     }
 
-    /// Takes note of the mean entropy (nats) of an optimiser step's tokens.
+    /// Records the mean entropy (nats) of an optimiser step's tokens.
     ///
     /// # Errors
-    /// An entropy that is not finite; nothing changes then.
+    /// An entropy that is not finite; in that case nothing changes.
     pub fn update(&mut self, entropy: f64) -> Result<(), AlgoError> {
         let Some(steering) = self.steering else {
             return Ok(());
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_makes_no_sense() {
+    fn rejects_invalid_settings() {
         let adaptive = EntropyController::adaptive;
         let plain = EntropySteering::default();
         assert!(EntropyController::fixed(f64::NAN).is_err());

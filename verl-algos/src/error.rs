@@ -1,6 +1,6 @@
-//! What can be wrong with the inputs or settings of an algorithm.
+//! Errors in the inputs or settings of an algorithm.
 
-/// A refusal: inputs or settings for which there is no right answer.
+/// Inputs or settings for which there is no correct answer.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AlgoError {
@@ -28,12 +28,12 @@ pub enum AlgoError {
         /// The length it should have.
         expected: usize,
     },
-    /// An argument that this algorithm needs was not given.
+    /// An argument that this algorithm needs is missing.
     #[error("`{algorithm}` needs `{argument}`")]
     Missing {
-        /// Who needs it.
+        /// The algorithm that needs it.
         algorithm: &'static str,
-        /// What is needed.
+        /// The missing argument.
         argument: &'static str,
     },
     /// A number that has to be finite is not.
@@ -56,7 +56,7 @@ pub enum AlgoError {
         /// The rule that it breaks.
         rule: &'static str,
     },
-    /// A setting given as text that does not say what it should.
+    /// A setting given as text that does not follow its rule.
     #[error("`{setting}` is `{text}`, but {rule}")]
     SettingText {
         /// The setting.
@@ -66,36 +66,36 @@ pub enum AlgoError {
         /// The rule that it breaks.
         rule: &'static str,
     },
-    /// A setting that has no default.
+    /// A required setting that has no default.
     #[error("`{algorithm}` needs the setting `{setting}`: {reason}")]
     MissingSetting {
-        /// Who needs it.
+        /// The algorithm that needs it.
         algorithm: &'static str,
-        /// What is needed.
+        /// The missing setting.
         setting: &'static str,
         /// Why there is no default.
         reason: &'static str,
     },
-    /// A name that is not known.
-    #[error("unknown {what} `{name}`; known are {}", known.join(", "))]
+    /// An unknown name.
+    #[error("unknown {what} `{name}`; known names: {}", known.join(", "))]
     UnknownName {
-        /// What the name stands for.
+        /// What the name refers to.
         what: &'static str,
         /// The name.
         name: String,
-        /// The names there are.
+        /// The known names.
         known: Vec<&'static str>,
     },
     /// Statistics over too few numbers.
     #[error("`{algorithm}` needs at least {needed} {unit}, got {got}")]
     TooFew {
-        /// Who needs them.
+        /// The algorithm that needs them.
         algorithm: &'static str,
-        /// What is counted.
+        /// The unit of the counts.
         unit: &'static str,
-        /// How many are needed.
+        /// The least number needed.
         needed: usize,
-        /// How many there are.
+        /// The actual number.
         got: usize,
     },
     /// More than one data-parallel rank, but no global count to divide by.
@@ -105,12 +105,12 @@ pub enum AlgoError {
     MissingCount {
         /// The aggregation.
         aggregation: &'static str,
-        /// What has to be declared: tokens, sequences.
+        /// The unit whose number has to be declared: tokens, sequences.
         unit: &'static str,
-        /// Ranks.
+        /// Number of ranks.
         dp_size: usize,
     },
-    /// A micro-batch that holds part of a row.
+    /// A micro-batch that contains only part of a row.
     #[error(
         "row {row} has {expected} tokens in the mini-batch, but {got} in the micro-batch: rows must not be cut"
     )]
@@ -122,19 +122,19 @@ pub enum AlgoError {
         /// Tokens in the mini-batch.
         expected: usize,
     },
-    /// A micro-batch that holds one side of a pair.
+    /// A micro-batch that contains only one side of a pair.
     #[error(
         "pair {pair} has tokens on both sides in the mini-batch, but only the {side} side in the micro-batch: pairs must not be cut"
     )]
     CutPair {
         /// The pair.
         pair: usize,
-        /// The side that is there: chosen, rejected.
+        /// The side that is present: chosen, rejected.
         side: &'static str,
     },
     /// A micro-batch that is only part of the mini-batch, for a loss that compares all of it.
     #[error(
-        "`{loss}` compares all rows of a mini-batch, but the micro-batch holds {got} of its {expected} tokens: make it one micro-batch"
+        "`{loss}` compares all rows of a mini-batch, but the micro-batch contains {got} of its {expected} tokens: use one micro-batch"
     )]
     CutMiniBatch {
         /// The loss.
@@ -169,7 +169,7 @@ pub enum AlgoError {
         loss: &'static str,
         /// The setting.
         setting: &'static str,
-        /// Why.
+        /// The reason.
         reason: &'static str,
     },
     /// A term of the loss that is not finite.
@@ -200,12 +200,12 @@ pub enum AlgoError {
     },
     /// A token id outside the vocabulary.
     #[error(
-        "`{argument}` holds token id {id} at position {position}, but the vocabulary ends at {vocab}"
+        "`{argument}` contains token id {id} at position {position}, but the vocabulary ends at {vocab}"
     )]
     TokenId {
         /// The argument.
         argument: &'static str,
-        /// Where it is, packed.
+        /// Its packed position.
         position: usize,
         /// The id.
         id: u32,
@@ -219,7 +219,7 @@ pub enum AlgoError {
     RepeatedId {
         /// The argument.
         argument: &'static str,
-        /// The token, packed.
+        /// The packed position of the token.
         position: usize,
         /// The id.
         id: u32,
@@ -231,7 +231,7 @@ pub enum AlgoError {
     Mass {
         /// The argument.
         argument: &'static str,
-        /// The token, packed.
+        /// The packed position of the token.
         position: usize,
         /// Σ e^{log-prob}.
         mass: f64,
@@ -246,7 +246,7 @@ pub enum AlgoError {
     },
 }
 
-/// Refuses lengths that differ.
+/// Rejects lengths that differ.
 pub(crate) fn check_len(
     argument: &'static str,
     unit: &'static str,
@@ -264,7 +264,7 @@ pub(crate) fn check_len(
     })
 }
 
-/// Refuses NaN and infinity.
+/// Rejects NaN and infinity.
 pub(crate) fn check_finite(argument: &'static str, values: &[f64]) -> Result<(), AlgoError> {
     match values.iter().position(|v| !v.is_finite()) {
         None => Ok(()),
@@ -276,13 +276,13 @@ pub(crate) fn check_finite(argument: &'static str, values: &[f64]) -> Result<(),
     }
 }
 
-/// Refuses NaN and infinity where there is a number.
+/// Rejects NaN and infinity among the numbers that are present.
 pub(crate) fn check_given(argument: &'static str, values: &[Option<f64>]) -> Result<(), AlgoError> {
     let given: Vec<f64> = values.iter().map(|v| v.unwrap_or(0.0)).collect();
     check_finite(argument, &given)
 }
 
-/// Refuses a setting for which `holds` is false (NaN never holds).
+/// Rejects a setting for which `holds` is false (NaN never holds).
 pub(crate) fn check_setting(
     setting: &'static str,
     value: f64,

@@ -1,10 +1,10 @@
-//! Functions of tensors whose bits on the CPU do not depend on the machine.
+//! Functions of tensors whose bits on the CPU do not depend on the platform.
 //!
-//! burn takes exponentials and logarithms on the CPU from the C library, whose versions differ in the last bit. Here
-//! they are those of the `libm` crate, in f64 and rounded to the tensor's dtype. On other devices they are burn's.
+//! burn takes exponentials and logarithms on the CPU from the C library, whose versions differ in the last bit. This
+//! module uses those of the `libm` crate, in f64 and rounded to the tensor's dtype. On other devices it uses burn's.
 //!
-//! All are differentiable. A number that is not finite has no gradient, and a gradient beyond the dtype's range is the
-//! largest that it has.
+//! All are differentiable. A number that is not finite has no gradient, and a gradient beyond the dtype's range is
+//! clamped to that range.
 
 use burn::tensor::{DType, Device, Element, Tensor, TensorData, activation};
 use rayon::prelude::*;
@@ -79,10 +79,10 @@ pub fn log_softmax(x: Tensor<2>) -> Tensor<2> {
     below.clone() - log_sum_exp(below)
 }
 
-/// ln Σ_k eˣ of each row, which has a finite number; −∞ adds nothing.
+/// ln Σ_k eˣ of each row, which must contain a finite number; −∞ adds nothing.
 ///
-/// Sums are in f64, in ascending order. The largest number of a row should be near 0: where it is far from it, the
-/// result has fewer digits after the point.
+/// Sums are in f64, in ascending order. The largest number of a row should be near 0: the farther it is from 0, the
+/// fewer digits after the point the result has.
 ///
 /// # Shapes
 /// `x`: `[N, K]`; result: `[N, 1]`
@@ -122,7 +122,7 @@ where
     sums + (zeros_with_slope_one(x) * shares).sum_dim(1)
 }
 
-/// `of` at each number on the CPU, `elsewhere` on other devices.
+/// Maps each number with `of` on the CPU; uses `elsewhere` on other devices.
 fn mapped<const D: usize>(
     x: Tensor<D>,
     elsewhere: fn(Tensor<D>) -> Tensor<D>,
@@ -168,7 +168,7 @@ mod tests {
     use super::*;
     use crate::tensor::test::{constant, gradient, read};
 
-    /// A function of tensors, and its value and slope at a number.
+    /// Name, tensor function, and expected value and slope at a number.
     type Case = (fn(Tensor<1>) -> Tensor<1>, fn(f64) -> Point);
 
     fn near(a: f64, b: f64) -> bool {
@@ -200,17 +200,17 @@ mod tests {
                 };
                 let [value, slope] = expected(x);
                 let (got, grad) = gradient(&[x], function);
-                assert!(near(got, value), "{at} at {x}: {got} is not {value}");
-                assert!(near(grad[0], slope), "{at} at {x}: {grad:?}, not {slope}");
+                assert!(near(got, value), "{at} at {x}: {got} differs from {value}");
+                assert!(near(grad[0], slope), "{at} at {x}: {grad:?} differs from {slope}");
             }
         }
     }
 
     #[test]
-    fn both_ends_keep_their_digits() {
+    fn both_ends_are_accurate() {
         for (x, value) in [(-1e-9f64, 1e-9f64.ln()), (-50.0, -(-50f64).exp())] {
             let (got, _) = gradient(&[x], log1m_exp);
-            assert!((got / value - 1.0).abs() < 1e-9, "{got} is not {value}");
+            assert!((got / value - 1.0).abs() < 1e-9, "{got} differs from {value}");
         }
         assert_eq!(gradient(&[1e-20], exp_m1), (1e-20, vec![1.0]));
         assert_eq!(gradient(&[-800.0], log_sigmoid), (-800.0, vec![1.0]));
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_has_no_gradient() {
+    fn non_finite_numbers_have_no_gradient() {
         let inf = f64::INFINITY;
         let slopes = |x: &[f64], function: fn(Tensor<1>) -> Tensor<1>| gradient(x, function).1;
         assert_eq!(read(exp(constant(&[-inf, inf]))), [0.0, inf]);
@@ -247,14 +247,14 @@ mod tests {
                 slopes.push(weights[at] - total * powers[at] / sum);
             }
         }
-        assert!((value - want).abs() < 1e-11, "{value} is not {want}");
+        assert!((value - want).abs() < 1e-11, "{value} differs from {want}");
         for (got, want) in grad.iter().zip(&slopes) {
-            assert!((got - want).abs() < 1e-12, "{got} is not {want}");
+            assert!((got - want).abs() < 1e-12, "{got} differs from {want}");
         }
     }
 
     #[test]
-    fn a_shut_out_number_adds_nothing_to_a_sum() {
+    fn negative_infinity_adds_nothing_to_a_sum() {
         let row = [0.0, f64::NEG_INFINITY, 0.0];
         let (value, grad) = gradient(&row, |x| log_sum_exp(x.reshape([1, 3])).reshape([1]));
         assert!(near(value, std::f64::consts::LN_2));

@@ -1,6 +1,6 @@
 //! Estimators of KL(π‖π_ref) from the log-probs of sampled tokens, in plain numbers and as tensors.
 //!
-//! With δ = ℓ − ℓ_ref of a token that was drawn from π:
+//! With δ = ℓ − ℓ_ref of a token sampled from π:
 //!
 //! | name | value | |
 //! |---|---|---|
@@ -21,12 +21,12 @@ use crate::functions::exp;
 use crate::masked;
 use crate::ragged::Ragged;
 
-/// Bound of the exponent of k3: e^20 still adds up in f32.
+/// Bound of the exponent of k3: sums with e^20 are still accurate in f32.
 const K3_EXPONENT: f64 = 20.0;
-/// Bound of the value of k3, so that one token cannot carry a batch. Beyond it the gradient is 0.
+/// Bound of the value of k3, so that no single token dominates a batch. Beyond it the gradient is 0.
 const K3_VALUE: f64 = 10.0;
 
-/// Value of the estimator.
+/// The value of an estimator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KlValue {
     /// δ.
@@ -44,17 +44,17 @@ pub enum KlValue {
 /// An estimator of KL(π‖π_ref), a function of δ = ℓ − ℓ_ref at a token of π; nats.
 ///
 /// # Shapes
-/// δ: a number, or `[M]`, one a token; result the same.
+/// δ: a number, or `[M]`, one per token; the result has the same shape.
 /// # Differences
-/// k3 has verl's clamps: −δ to ±20 and the value to ±10, where its gradient is 0. TRL has none (`k3_unclamped`);
-/// OpenRLHF clamps every estimator to ±10. verl's `full` needs whole distributions and is refused, there as well.
+/// k3 has verl's clamps: −δ to ±20 and the value to ±10, beyond which its gradient is 0. TRL has none (`k3_unclamped`);
+/// OpenRLHF clamps every estimator to ±10. verl's `full` needs complete distributions and is rejected, as in verl.
 /// # Source
 /// Schulman 2020, "Approximating KL divergence"; the names and `+` are verl's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KlEstimator {
     /// Its value.
     pub value: KlValue,
-    /// Whether its gradient is that of k2 instead of its own.
+    /// Whether to use the gradient of k2 instead of its own.
     pub straight_through: bool,
 }
 
@@ -80,7 +80,7 @@ impl KlEstimator {
     /// The estimator with this name.
     ///
     /// # Errors
-    /// An unknown name. verl's `full` (over the vocabulary) is one: verl refuses it too.
+    /// An unknown name. This includes verl's `full` (over the vocabulary), which verl rejects too.
     pub fn parse(name: &str) -> Result<KlEstimator, AlgoError> {
         let (base, straight_through) = match name.strip_suffix('+') {
             Some(base) => (base, true),
@@ -149,27 +149,27 @@ fn half_square(delta: Tensor<1>) -> Tensor<1> {
     delta.clone() * delta * 0.5
 }
 
-/// Rewards with the KL penalty taken off.
+/// Rewards after the KL penalty.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KlReward {
     /// Score − coefficient · KL on action tokens, 0 on observations. `[B, T~]`
     pub token_level_rewards: Ragged<f64>,
-    /// Mean over the non-empty rows of each row's mean KL, nats: what a controller looks at.
+    /// Mean over the non-empty rows of each row's mean KL, nats; input of a controller.
     pub reported_kl: f64,
-    /// Non-empty rows.
+    /// Number of non-empty rows.
     pub num_sequences: usize,
 }
 
-/// Takes coefficient · KL(π_old‖π_ref) off each action token's score.
+/// Subtracts coefficient · KL(π_old‖π_ref) from each action token's score.
 ///
 /// # Shapes
 /// `token_level_scores`, `old_log_probs`, `ref_log_probs`, `actions`: `[B, T~]`
 /// # Errors
-/// Rows of other lengths than those of `actions`; a log-prob or score of an action token that is not finite; a
+/// Rows whose lengths differ from those of `actions`; a log-prob or score of an action token that is not finite; a
 /// coefficient that is negative or not finite.
 /// # Differences
-/// verl counts rows without action tokens in the reported KL, as 0; here they are left out. NaN at an observation
-/// does not matter.
+/// verl counts rows without action tokens in the reported KL, as 0; here they are excluded. NaN at an observation has
+/// no effect.
 /// # Source
 /// Ziegler et al. 2019, arXiv:1909.08593; verl `apply_kl_penalty`.
 pub fn kl_in_reward(
@@ -180,8 +180,8 @@ pub fn kl_in_reward(
     estimator: KlEstimator,
     coef: f64,
 ) -> Result<KlReward, AlgoError> {
-    let sound = coef >= 0.0 && coef.is_finite();
-    check_setting("kl_coef", coef, sound, "it must be a finite number from 0")?;
+    let valid = coef >= 0.0 && coef.is_finite();
+    check_setting("kl_coef", coef, valid, "it must be a finite number of at least 0")?;
     let scores = token_level_scores.select("token_level_scores", actions)?;
     let old = old_log_probs.select("old_log_probs", actions)?;
     let reference = ref_log_probs.select("ref_log_probs", actions)?;
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_names_are_refused() {
+    fn unknown_names_are_rejected() {
         assert!(KlEstimator::parse("full").is_err());
         assert!(KlEstimator::parse("k4").is_err());
         let text = KlEstimator::parse("k4+").unwrap_err().to_string();
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn the_penalty_is_taken_off_each_action() {
+    fn the_penalty_is_subtracted_from_each_action() {
         let actions = Ragged::<bool>::from_rows([vec![true, false, true], vec![], vec![true]]);
         let scores = Ragged::<f64>::from_rows([vec![0.0, f64::NAN, 1.0], vec![], vec![0.5]]);
         let old = Ragged::<f64>::from_rows([vec![-1.0, f64::NAN, -1.0], vec![], vec![-1.0]]);

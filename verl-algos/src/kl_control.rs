@@ -11,11 +11,11 @@ const ERROR_BOUND: f64 = 0.2;
 /// Adaptive: β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) after each batch of n sequences.
 ///
 /// # Shapes
-/// One KL and a number of sequences a step.
+/// One KL and a number of sequences per step.
 /// # Differences
-/// verl lets a KL that is NaN into β, where it stays, and β turns negative once n exceeds five horizons; both are
-/// refused here. n counts sequences, as in verl and in the first TRL; the KL is a mean over a row's tokens as in
-/// verl, where Ziegler et al. add them up.
+/// In verl a KL that is NaN stays in β, and β turns negative once n exceeds five horizons; both are rejected here. n
+/// counts sequences, as in verl and in the first TRL; the KL is a mean over a row's tokens as in verl, whereas Ziegler
+/// et al. sum over them.
 /// # Source
 /// Ziegler et al. 2019, arXiv:1909.08593, section 2.2; verl `AdaptiveKLController`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -31,13 +31,13 @@ struct Target {
 }
 
 impl KlController {
-    /// A coefficient that stays.
+    /// A constant coefficient.
     ///
     /// # Errors
     /// A coefficient that is negative or not finite.
     pub fn fixed(coef: f64) -> Result<KlController, AlgoError> {
-        let sound = coef >= 0.0 && coef.is_finite();
-        check_setting("kl_coef", coef, sound, "it must be a finite number from 0")?;
+        let valid = coef >= 0.0 && coef.is_finite();
+        check_setting("kl_coef", coef, valid, "it must be a finite number of at least 0")?;
         Ok(KlController { coef, target: None })
     }
 
@@ -62,15 +62,15 @@ impl KlController {
         Ok(controller)
     }
 
-    /// The coefficient now.
+    /// The current coefficient.
     pub fn coef(&self) -> f64 {
         self.coef
     }
 
-    /// Takes note of the KL (nats) of a batch of `num_sequences`.
+    /// Records the KL (nats) of a batch of `num_sequences`.
     ///
     /// # Errors
-    /// A KL that is not finite, which would stay in the coefficient for ever; so many sequences that the coefficient
+    /// A KL that is not finite, which would stay in the coefficient forever; so many sequences that the coefficient
     /// could become negative (more than 5 horizons).
     pub fn update(&mut self, kl: f64, num_sequences: usize) -> Result<(), AlgoError> {
         let Some(target) = &self.target else {
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_update_changes_nothing() {
+    fn a_rejected_update_changes_nothing() {
         let mut controller = KlController::adaptive(0.1, 0.1, 10.0).unwrap();
         assert!(controller.update(f64::NAN, 4).is_err());
         assert!(controller.update(0.0, 51).is_err());

@@ -9,15 +9,15 @@
 //! | [`kl`] | estimators k1, k2, k3 of KL(π‖π_ref); KL in the reward | plain, and tensors `[N]` |
 //! | [`kl_control`] | the KL coefficient, fixed or adaptive | plain |
 //! | [`log_probs`] | log-probs and entropies from logits | tensors `[N, V]` to `[N]` |
-//! | [`aggregate`] | losses of tokens into one number: Σ w_t E_t with weights known beforehand | plain |
+//! | [`aggregate`] | token losses into one number: Σ w_t E_t with weights known beforehand | plain |
 //! | [`losses`] | policy losses (PPO clip, GSPO, CISPO, GMPO, SAPO, DPPO, TRL's), value, KL, entropy, SFT, distillation; partial sums over packed tokens | tensors `[N]` |
 //! | [`losses`] | DPO and relatives, KTO, ORPO, CPO, SimPO, Bradley–Terry; partial sums over rows and pairs | tensors `[N]` |
 //! | [`rewards`] | shaping and scaling of scores, group filter | plain |
 //! | [`rollout_correction`] | weights e^(ℓ_train − ℓ_roll) and rejection where the sampler is off | plain f64 over [`Ragged`] rows |
 //! | [`masked`] | sum, mean, variance, whitening | plain, packed |
 //!
-//! Nothing here sees padding. Ragged rows carry a mask of action tokens; packed arrays hold the action tokens only, row
-//! after row, with the row of each. What lies on an observation is never read, so that NaN there cannot matter.
+//! Nothing here has padding. Ragged rows carry a mask of action tokens; packed arrays contain only the action tokens,
+//! row after row, with the row of each. Values at observations are never read, so NaN there has no effect.
 
 #![cfg_attr(
     test,

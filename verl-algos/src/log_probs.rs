@@ -7,14 +7,14 @@ use crate::functions::{exp, log, log_sum_exp};
 
 /// Log-probs of the targets: z_y − log Σ_v e^{z_v} with z = logits / temperature.
 ///
-/// The largest logit is subtracted first, so that large logits cost no digits. A logit of −∞ shuts a token out.
+/// The largest logit is subtracted first, so that large logits cost no digits. A logit of −∞ excludes a token.
 ///
 /// # Shapes
 /// `logits`: `[N, V]`; `targets`, result: `[N]`, nats
 /// # Errors
-/// Another number of targets than rows; a temperature that is not positive.
+/// Different numbers of targets and rows; a temperature that is not positive.
 /// # Differences
-/// verl in f32 takes the logit minus the log of the sum of exponentials, which costs digits where logits are large.
+/// verl in f32 takes the logit minus the log of the sum of exponentials, which costs digits for large logits.
 /// # Source
 /// verl `logprobs_from_logits`, TRL `selective_log_softmax`.
 pub fn log_probs_from_logits(
@@ -36,7 +36,7 @@ pub fn log_probs_from_logits(
 /// # Errors
 /// A temperature that is not positive.
 /// # Differences
-/// verl and TRL get NaN from a logit of −∞.
+/// verl and TRL return NaN for a logit of −∞.
 /// # Source
 /// verl `entropy_from_logits`.
 pub fn entropy_from_logits(logits: Tensor<2>, temperature: f64) -> Result<Tensor<1>, AlgoError> {
@@ -49,10 +49,10 @@ pub fn entropy_from_logits(logits: Tensor<2>, temperature: f64) -> Result<Tensor
     Ok((log(sum) - mean).squeeze_dim(1))
 }
 
-/// Logits over the temperature, minus their largest; the shift carries no gradient, since it cancels.
+/// Logits over the temperature, minus their largest; the shift has no gradient, because it cancels.
 fn shift(logits: Tensor<2>, temperature: f64) -> Result<Tensor<2>, AlgoError> {
-    let sound = temperature > 0.0 && temperature.is_finite();
-    check_setting("temperature", temperature, sound, "it must be positive")?;
+    let valid = temperature > 0.0 && temperature.is_finite();
+    check_setting("temperature", temperature, valid, "it must be positive")?;
     let scaled = logits / temperature;
     let largest = scaled.clone().detach().max_dim(1);
     Ok(scaled - largest)
@@ -88,13 +88,13 @@ mod tests {
     }
 
     #[test]
-    fn a_token_shut_out_counts_nothing() {
+    fn an_excluded_token_has_no_weight() {
         let ln2 = 2f64.ln();
         check(&[0.0, f64::NEG_INFINITY, 0.0], 2, 1.0, -ln2, ln2);
     }
 
     #[test]
-    fn refuses_a_temperature_of_zero() {
+    fn rejects_a_temperature_of_zero() {
         assert!(entropy_from_logits(row(&[0.0]), 0.0).is_err());
         assert!(entropy_from_logits(row(&[0.0]), f64::NAN).is_err());
     }

@@ -1,7 +1,7 @@
-//! Reductions over the tokens that count.
+//! Reductions over the unmasked tokens.
 //!
-//! All take *packed* values: what is masked out has been dropped before ([`Ragged::select`]), so that NaN or infinity
-//! there cannot reach a result.
+//! All take *packed* values: masked values have been dropped before ([`Ragged::select`]), so that NaN or infinity there
+//! cannot reach a result.
 //!
 //! [`Ragged::select`]: crate::Ragged::select
 
@@ -15,20 +15,20 @@ pub const WHITEN_EPSILON: f64 = 1e-8;
 /// # Shapes
 /// `values`: `[N]`, packed action tokens; result: one number.
 /// # Differences
-/// verl replaces masked numbers by 0 first, as leaving them out does; OpenRLHF multiplies by the mask, so that a NaN
-/// there stays.
+/// verl replaces masked numbers by 0 first, which is equivalent; OpenRLHF multiplies by the mask, so that a NaN there
+/// remains.
 /// # Source
 /// verl `masked_sum`.
 pub fn sum(values: &[f64]) -> f64 {
     values.iter().sum()
 }
 
-/// Σ x / N; 0 for no value.
+/// Σ x / N; 0 if there are no values.
 ///
 /// # Shapes
 /// `values`: `[N]`.
 /// # Differences
-/// verl adds 1e-8 to N; TRL's mean of no value is NaN.
+/// verl adds 1e-8 to N; TRL's mean of no values is NaN.
 /// # Source
 /// verl `masked_mean`.
 pub fn mean(values: &[f64]) -> f64 {
@@ -39,12 +39,12 @@ pub fn mean(values: &[f64]) -> f64 {
     }
 }
 
-/// Σ x of each row, 0 for a row without tokens; `rows` holds the row of each value.
+/// Σ x of each row, 0 for a row without tokens; `rows` gives the row of each value.
 ///
 /// # Shapes
 /// `values`, `rows`: `[N]`; result: `[B]`, B = `num_rows`.
 /// # Errors
-/// `rows` of another length than `values`, or a row at or above `num_rows`.
+/// Different lengths of `rows` and `values`, or a row at or above `num_rows`.
 /// # Source
 /// verl `masked_sum` over the last dim.
 pub fn row_sums(values: &[f64], rows: &[usize], num_rows: usize) -> Result<Vec<f64>, AlgoError> {
@@ -76,7 +76,7 @@ pub fn row_means(values: &[f64], rows: &[usize], num_rows: usize) -> Result<Vec<
         .collect())
 }
 
-/// Sum of squared deviations from the mean, in two passes: a large common offset costs no digits.
+/// Sum of squared deviations from the mean, in two passes, so that a large common offset costs no digits.
 fn squared_deviations(values: &[f64]) -> f64 {
     let mean = mean(values);
     values.iter().map(|v| (v - mean) * (v - mean)).sum()
@@ -87,9 +87,9 @@ fn squared_deviations(values: &[f64]) -> f64 {
 /// # Shapes
 /// `values`: `[N]`, packed action tokens; result: one number.
 /// # Errors
-/// [`AlgoError::TooFew`] for fewer than two values, where it is not defined.
+/// [`AlgoError::TooFew`] for fewer than two values, where it is undefined.
 /// # Differences
-/// verl refuses no value and one value, too.
+/// verl rejects zero values and one value, too.
 /// # Source
 /// verl `masked_var`.
 pub fn variance(values: &[f64]) -> Result<f64, AlgoError> {
@@ -104,7 +104,7 @@ pub fn variance(values: &[f64]) -> Result<f64, AlgoError> {
     Ok(squared_deviations(values) / (values.len() - 1) as f64)
 }
 
-/// Variance over N; 0 for no value.
+/// Variance over N; 0 if there are no values.
 ///
 /// # Shapes
 /// `values`: `[N]`, packed action tokens; result: one number.
@@ -125,8 +125,8 @@ pub fn variance_biased(values: &[f64]) -> f64 {
 /// # Errors
 /// As [`variance`].
 /// # Differences
-/// verl whitens a padded array and leaves what stands at masked slots there; here nothing but action tokens goes in.
-/// It refuses fewer than two as well.
+/// verl whitens a padded array and leaves values at masked slots unchanged; here only action tokens are passed in. verl
+/// also rejects fewer than two.
 /// # Source
 /// verl `masked_whiten`.
 pub fn whiten(values: &[f64]) -> Result<Vec<f64>, AlgoError> {

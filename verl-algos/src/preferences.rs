@@ -1,30 +1,30 @@
-//! What preference losses read of a mini-batch besides its tokens.
+//! Inputs of preference losses in a mini-batch, besides its tokens.
 
 use crate::error::{AlgoError, check_finite, check_len, check_setting};
 
-/// Columns of a mini-batch of preferences; all are constants, and each is needed by some losses only.
+/// Columns of a mini-batch of preferences; all are constants, and each is needed by only some losses.
 ///
 /// In a mini-batch of pairs, row 2i is the chosen and row 2i + 1 the rejected side of pair i.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Preferences {
-    /// By how much the chosen side should win, `[pairs]`; read by the reward model's loss.
+    /// The margin by which the chosen side should win, `[pairs]`; read by the reward model's loss.
     pub margins: Option<Vec<f64>>,
-    /// Whether each row is an answer to learn or one to unlearn, `[B]`, rows without action tokens included; read by
+    /// Whether each row is a response to learn or to unlearn, `[B]`, including rows without action tokens; read by
     /// losses of unpaired rows.
     pub desirable: Option<Vec<bool>>,
     /// z₀ of KTO, at least 0, nats: see [`kl_baseline`](crate::losses::kl_baseline).
     pub kl_baseline: Option<f64>,
-    /// δ of `bco_pair`, a running mean of rewards β·Δ that the caller keeps; 0 unless it does.
+    /// δ of `bco_pair`, a running mean of rewards β·Δ that the caller maintains; 0 if it does not.
     pub reward_shift: f64,
-    /// Action tokens of the chosen rows of all ranks; those of the mini-batch at hand unless declared.
+    /// Action tokens of the chosen rows of all ranks; if not declared, those of this mini-batch.
     pub num_chosen_tokens: Option<usize>,
 }
 
 impl Preferences {
-    /// Refuses columns that are too short for `num_rows` rows, and numbers that are not finite.
+    /// Rejects columns that are too short for `num_rows` rows, and numbers that are not finite.
     ///
     /// # Errors
-    /// The first column that is wrong.
+    /// The first invalid column.
     pub(crate) fn check(&self, num_rows: usize) -> Result<(), AlgoError> {
         if let Some(margins) = &self.margins {
             let num_pairs = num_rows.div_ceil(2).max(margins.len());
@@ -36,8 +36,8 @@ impl Preferences {
             check_len("desirable", "rows", desirable.len(), num_rows)?;
         }
         if let Some(baseline) = self.kl_baseline {
-            let sound = baseline >= 0.0 && baseline.is_finite();
-            check_setting("kl_baseline", baseline, sound, "it is max(0, a mean)")?;
+            let valid = baseline >= 0.0 && baseline.is_finite();
+            check_setting("kl_baseline", baseline, valid, "it is max(0, a mean)")?;
         }
         check_finite("reward_shift", &[self.reward_shift])
     }
@@ -65,7 +65,7 @@ mod tests {
             ..none()
         };
         check(margins(&[0.0, 1.0]), None);
-        // A last pair without any token is not seen in the rows.
+        // A last pair without any token does not appear in the rows.
         check(margins(&[0.0, 1.0, 2.0]), None);
         check(margins(&[0.0]), Some("`margins` has 1 pairs, expected 2"));
         check(margins(&[0.0, f64::NAN]), Some("`margins` is NaN"));

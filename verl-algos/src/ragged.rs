@@ -1,4 +1,4 @@
-//! Rows of different lengths, one after the other.
+//! Rows of different lengths in one flat buffer.
 
 use crate::error::{AlgoError, check_len};
 
@@ -19,7 +19,7 @@ pub struct Ragged<T> {
 }
 
 impl<T: Copy> Ragged<T> {
-    /// Copies rows of any type that converts losslessly, such as f32 into f64.
+    /// Copies rows of any type that converts losslessly, such as f32 to f64.
     pub fn from_rows<R, S>(rows: impl IntoIterator<Item = R>) -> Ragged<T>
     where
         R: AsRef<[S]>,
@@ -35,7 +35,7 @@ impl<T: Copy> Ragged<T> {
         out
     }
 
-    /// Rows of the same lengths as `self`, each value made from (row, token, value).
+    /// Rows with the same lengths as `self`, each value computed from (row, token, value).
     pub fn map<U>(&self, mut f: impl FnMut(usize, usize, T) -> U) -> Ragged<U> {
         let mut values = Vec::with_capacity(self.values.len());
         for b in 0..self.num_rows() {
@@ -67,7 +67,7 @@ impl<T: Copy> Ragged<T> {
     /// Row `b`.
     ///
     /// # Panics
-    /// When `b` is not below [`Ragged::num_rows`].
+    /// If `b` is not below [`Ragged::num_rows`].
     pub fn row(&self, b: usize) -> &[T] {
         &self.values[self.offsets[b]..self.offsets[b + 1]]
     }
@@ -89,20 +89,20 @@ impl<T: Copy> Ragged<T> {
             .collect()
     }
 
-    /// The values where `mask` holds, row after row: from ragged to packed.
+    /// The values where `mask` is true, row after row: from ragged to packed.
     ///
     /// # Errors
-    /// Rows of other lengths than those of `mask`, told with the name `argument`.
+    /// Rows whose lengths differ from those of `mask`; the error names `argument`.
     pub fn select(&self, argument: &'static str, mask: &Ragged<bool>) -> Result<Vec<T>, AlgoError> {
         self.check_like(argument, mask)?;
         let kept = self.values.iter().zip(&mask.values);
         Ok(kept.filter(|(_, m)| **m).map(|(v, _)| *v).collect())
     }
 
-    /// Refuses rows of other lengths than those of `other`.
+    /// Rejects rows whose lengths differ from those of `other`.
     ///
     /// # Errors
-    /// [`AlgoError::Shape`] or [`AlgoError::RowLength`] with the name `argument`.
+    /// [`AlgoError::Shape`] or [`AlgoError::RowLength`], which name `argument`.
     pub fn check_like<U>(
         &self,
         argument: &'static str,
@@ -126,7 +126,7 @@ impl<T: Copy> Ragged<T> {
 }
 
 impl Ragged<bool> {
-    /// Number of true values of each row: L_b when this is a mask of action tokens.
+    /// Number of true values of each row: L_b if this is a mask of action tokens.
     pub fn counts(&self) -> Vec<usize> {
         self.rows()
             .map(|row| row.iter().filter(|m| **m).count())
@@ -140,19 +140,19 @@ impl Ragged<bool> {
         each.flat_map(|(b, &n)| std::iter::repeat_n(b, n)).collect()
     }
 
-    /// One number a row onto the row's action tokens; 0 at observations.
+    /// Repeats one number per row on the row's action tokens; 0 at observations.
     ///
     /// # Errors
-    /// Another number of values than rows.
+    /// Different numbers of values and rows.
     pub fn broadcast(&self, values: &[f64]) -> Result<Ragged<f64>, AlgoError> {
         check_len("values", "rows", values.len(), self.num_rows())?;
         Ok(self.map(|b, _, action| if action { values[b] } else { 0.0 }))
     }
 
-    /// Packed numbers back onto the action tokens; 0 at observations.
+    /// Scatters packed numbers back to the action tokens; 0 at observations.
     ///
     /// # Errors
-    /// Another number of values than action tokens.
+    /// Different numbers of values and action tokens.
     pub fn scatter(&self, packed: &[f64]) -> Result<Ragged<f64>, AlgoError> {
         let actions = self.values.iter().filter(|m| **m).count();
         check_len("packed", "tokens", packed.len(), actions)?;
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_rows_of_other_lengths() {
+    fn rejects_rows_of_the_wrong_length() {
         let mask = Ragged::<bool>::from_rows([vec![true], vec![true, true]]);
         let short = Ragged::<f64>::from_rows([vec![1.0], vec![1.0]]);
         let error = short.select("values", &mask).unwrap_err();

@@ -1,4 +1,4 @@
-//! Plain numbers into tensors beside another tensor.
+//! Tensors from plain numbers, on the device of another tensor.
 
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 
@@ -21,7 +21,7 @@ pub(crate) fn ones_where(mask: Tensor<1, Bool>, like: &Tensor<1>) -> Tensor<1> {
     like.zeros_like().mask_fill(mask, 1.0)
 }
 
-/// Half precision into f32, in which all losses are computed; wider types as they are.
+/// Converts half precision to f32, in which all losses are computed; keeps wider types.
 pub(crate) fn at_least_f32<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
     match tensor.dtype() {
         DType::F32 | DType::F64 => tensor,
@@ -60,7 +60,8 @@ pub(crate) mod test {
 mod tests {
     use burn::tensor::{Device, Tensor};
 
-    /// The order of a sum on the CPU must not follow from the width of its registers; burn's feature "simd" makes it do so.
+    /// The order of a sum on the CPU must not depend on the width of its registers; burn's feature "simd" would make it
+    /// so.
     #[test]
     fn sums_on_the_cpu_add_in_ascending_order() {
         let mut state = 1u32;
@@ -79,7 +80,7 @@ mod tests {
         let want: Vec<f32> = rows.iter().map(ascending).collect();
         for lanes in [4, 8, 16] {
             let other: Vec<f32> = rows.iter().map(|row| by_lanes(row, lanes)).collect();
-            assert_ne!(want, other, "the numbers must tell the orders apart");
+            assert_ne!(want, other, "the numbers must distinguish the orders");
         }
         let device = Device::flex();
         let flat = rows.concat();

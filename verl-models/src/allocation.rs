@@ -1,20 +1,20 @@
-//! How the process treats memory that a training step has freed.
+//! What the process does with memory that a training step has freed.
 
 use std::sync::Once;
 
 /// Makes the allocator keep what is freed, so that the next micro-batch gets its buffers without asking the system.
 ///
-/// A micro-batch makes and frees the same large buffers each time; by default glibc hands them back to the system,
-/// which clears every page anew. Acts once, on Linux with glibc, and not where `GLIBC_TUNABLES` or a `MALLOC_…`
-/// variable says how the user wants it; elsewhere nothing changes.
+/// Every micro-batch allocates and frees the same large buffers; by default glibc returns them to the system, which
+/// zeroes every page again. Takes effect once, on Linux with glibc, unless the user has set `GLIBC_TUNABLES` or a
+/// `MALLOC_…` variable; elsewhere it does nothing.
 pub(crate) fn keep_freed_memory() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        let is_chosen = std::env::vars_os().any(|(name, _)| {
+        let is_configured = std::env::vars_os().any(|(name, _)| {
             let name = name.to_string_lossy();
             name == "GLIBC_TUNABLES" || name.starts_with("MALLOC_")
         });
-        if !is_chosen {
+        if !is_configured {
             set();
         }
     });
@@ -23,12 +23,12 @@ pub(crate) fn keep_freed_memory() {
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[expect(
     unsafe_code,
-    reason = "mallopt changes settings of the allocator alone"
+    reason = "mallopt only changes allocator settings"
 )]
 fn set() {
-    // No block is mapped for itself: unmapped, it would be cleared anew (the gradient of a vocabulary's embedding is larger
-    // than any threshold that glibc accepts). One arena, or threads keep what others could use. Refused settings are left
-    // as they are.
+    // No block gets a mapping of its own: after an unmap its pages would be zeroed again (the gradient of a
+    // vocabulary's embedding is larger than any threshold that glibc accepts). A single arena, or threads would keep
+    // memory that others could use. Rejected settings are ignored.
     unsafe {
         libc::mallopt(libc::M_MMAP_MAX, 0);
         libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);

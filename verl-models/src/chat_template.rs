@@ -1,8 +1,8 @@
-//! Chat templates: messages into the text that a model was trained to continue.
+//! Chat templates: turn messages into the text that a model was trained to continue.
 //!
-//! Templates are Jinja as `transformers` runs it: block tags swallow their line, strings have Python's methods, and
-//! `raise_exception`, `strftime_now`, `tojson` are there. `{% generation %}` marks print nothing; [`render_marked`] tells
-//! what stands between them.
+//! Templates are Jinja as `transformers` runs it: block tags consume their line, strings have Python's methods, and
+//! `raise_exception`, `strftime_now` and `tojson` are available. `{% generation %}` marks print nothing;
+//! [`render_marked`] returns the text between them.
 //!
 //! [`render_marked`]: ChatTemplate::render_marked
 //!
@@ -30,7 +30,7 @@ use serde_json::{Map, Value, json};
 use crate::files;
 use crate::tokenizer::{Declared, TEMPLATES, Tokenizer, TokenizerError, read_json, templates};
 
-/// What can go wrong with a chat template.
+/// Errors of a chat template.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChatTemplateError {
@@ -41,27 +41,27 @@ pub enum ChatTemplateError {
     Missing {
         /// The folder.
         folder: String,
-        /// A file that looks like one and is not.
+        /// A hint about a file that looks like a template but is not read.
         beside: &'static str,
     },
     /// Several named templates, none of which is the default.
-    #[error("`{folder}` names the chat templates {names}, but none is called `default`")]
+    #[error("`{folder}` has the chat templates {names}, but none is named `default`")]
     NoDefault {
         /// The folder.
         folder: String,
-        /// Names that are there.
+        /// The names it has.
         names: String,
     },
     /// A template that is not valid Jinja.
     #[error("the chat template is malformed: {reason}")]
     Syntax {
-        /// What and where.
+        /// What is wrong, and where.
         reason: String,
     },
-    /// The template refused the messages, or failed on them.
+    /// The template rejected the messages or failed on them.
     #[error("the chat template refuses the messages: {reason}")]
     Render {
-        /// What it said.
+        /// The reason it gave.
         reason: String,
     },
     /// The folder's files cannot be read.
@@ -71,10 +71,10 @@ pub enum ChatTemplateError {
 
 const NAME: &str = "chat_template";
 
-/// The template whose `{% generation %}` blocks leave marks.
+/// The variant of the template whose `{% generation %}` blocks leave marks in the text.
 const MARKED: &str = "chat_template_with_marks";
 
-/// Where processors of images and sounds keep their template.
+/// The template file of image and audio processors.
 const PROCESSOR_TEMPLATE: &str = "chat_template.json";
 
 /// A message of `role` (`system`, `user`, `assistant`) as templates expect it.
@@ -82,7 +82,7 @@ pub fn message(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
 }
 
-/// A chat template with its variables.
+/// A chat template and its variables.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -135,13 +135,13 @@ impl ChatTemplate {
         Ok(template)
     }
 
-    /// The template of a Hugging Face folder, with the precedence of `transformers`: `chat_template.jinja` and
-    /// `additional_chat_templates/NAME.jinja`, else `chat_template` of `tokenizer_config.json` (a text, or several named
-    /// ones); of named ones `default` is taken. Special tokens become variables (`bos_token`, `eos_token`, …), wherever
-    /// [`Tokenizer::load`] finds them.
+    /// Loads the template of a Hugging Face folder, with the precedence of `transformers`: `chat_template.jinja` and
+    /// `additional_chat_templates/NAME.jinja`, else `chat_template` in `tokenizer_config.json` (a string, or several
+    /// named templates). Of several, `default` is used. Special tokens become variables (`bos_token`, `eos_token`, …),
+    /// wherever [`Tokenizer::load`] finds them.
     ///
     /// # Errors
-    /// [`ChatTemplateError::Missing`] when there is none; malformed files or Jinja.
+    /// [`ChatTemplateError::Missing`] if there is none; malformed files or Jinja.
     pub fn load(folder: &Path) -> Result<ChatTemplate, ChatTemplateError> {
         let source = match template_files(folder)? {
             Some(source) => source,
@@ -161,8 +161,8 @@ impl ChatTemplate {
         self
     }
 
-    /// Fixes what `strftime_now` calls now, in seconds since 1970 UTC; by default the time of loading. Templates that
-    /// print the date (Llama 3.x) make prompts differ from day to day, so a replay fixes it.
+    /// Sets the time that `strftime_now` prints, in seconds since 1970 UTC; by default the time of loading. Templates
+    /// that print the date (Llama 3.x) make prompts differ from day to day, so a replay sets it.
     pub fn set_time(&mut self, unix_seconds: u64) {
         self.environment
             .add_function("strftime_now", move |format: &str| {
@@ -170,8 +170,8 @@ impl ChatTemplate {
             });
     }
 
-    /// Text of `messages` (objects with `role` and `content`); with `add_generation_prompt` followed by what opens
-    /// the assistant's answer.
+    /// Renders `messages` (objects with `role` and `content`); with `add_generation_prompt`, followed by the text that
+    /// opens the assistant's answer.
     ///
     /// # Errors
     /// [`ChatTemplateError::Render`] when the template raises an exception or fails.
@@ -183,7 +183,7 @@ impl ChatTemplate {
         self.render_with(messages, add_generation_prompt, &Map::new())
     }
 
-    /// [`render`](Self::render) with variables of one conversation, such as its `tools`; they go before those of
+    /// [`render`](Self::render) with variables of one conversation, such as its `tools`; they override those of
     /// [`with_variables`](Self::with_variables).
     ///
     /// # Errors
@@ -197,11 +197,11 @@ impl ChatTemplate {
         self.render_named(NAME, messages, add_generation_prompt, variables)
     }
 
-    /// The text of a finished conversation, and the byte ranges of it that stand between `{% generation %}` and
-    /// `{% endgeneration %}`; none where the template has no such marks.
+    /// The text of a finished conversation, and its byte ranges between `{% generation %}` and `{% endgeneration %}`;
+    /// no ranges if the template has no such marks.
     ///
     /// # Errors
-    /// As [`render`](Self::render); a conversation that holds the characters by which ranges are found.
+    /// As [`render`](Self::render); a conversation that contains the characters used to find the ranges.
     pub fn render_marked(
         &self,
         messages: &[Value],
@@ -214,18 +214,18 @@ impl ChatTemplate {
         let (text, ranges) = marks::read(&self.render_named(MARKED, messages, false, variables)?);
         if text != plain {
             return Err(ChatTemplateError::Render {
-                reason: "the text changes with its `{% generation %}` marks; it holds U+FDD0 or U+FDD1, or the template looks at what a block has written".to_owned(),
+                reason: "marking its `{% generation %}` blocks changes the text: it contains U+FDD0 or U+FDD1, or the template reads the output of a block".to_owned(),
             });
         }
         Ok((text, ranges))
     }
 
-    /// Whether the template marks the assistant's text by `{% generation %}`.
+    /// Whether the template marks the assistant's text with `{% generation %}`.
     pub fn has_marks(&self) -> bool {
         self.environment.get_template(MARKED).is_ok()
     }
 
-    /// Whether the template writes tools, so far as it asks for them.
+    /// Whether the template reads the variable `tools`.
     pub fn reads_tools(&self) -> bool {
         self.reads_tools
     }
@@ -235,13 +235,13 @@ impl ChatTemplate {
         name: &str,
         messages: &[Value],
         add_generation_prompt: bool,
-        of_conversation: &Map<String, Value>,
+        conversation: &Map<String, Value>,
     ) -> Result<String, ChatTemplateError> {
         let mut variables = Map::new();
         variables.insert("tools".to_owned(), Value::Null);
         variables.insert("documents".to_owned(), Value::Null);
         variables.extend(self.variables.clone());
-        variables.extend(of_conversation.clone());
+        variables.extend(conversation.clone());
         variables.insert("messages".to_owned(), messages.into());
         variables.insert(
             "add_generation_prompt".to_owned(),
@@ -259,8 +259,9 @@ impl ChatTemplate {
             .map_err(failed)
     }
 
-    /// What the template writes after an assistant's answer, up to the next message: usually the token that ends a
-    /// turn. `None` where the template cannot tell (it refuses two messages, or does not hold the answer's text).
+    /// The text that the template writes after an assistant's answer, up to the next message: usually the token that
+    /// ends a turn. `None` if it cannot be determined (the template rejects two messages, or does not print the
+    /// answer).
     pub fn after_answer(&self) -> Option<String> {
         const ANSWER: &str = "the-answer-itself";
         let messages = [message("user", "question"), message("assistant", ANSWER)];
@@ -270,11 +271,11 @@ impl ChatTemplate {
     }
 
     /// The id that ends an assistant's answer: the first token after it, if that is one of the tokenizer's
-    /// end-of-sequence ids. `None` means that a model which follows the template never ends by an id that generation
-    /// stops at, or that the template cannot tell.
+    /// end-of-sequence ids. `None` means that a model which follows the template never emits an id at which generation
+    /// stops, or that the text after the answer cannot be determined.
     ///
     /// # Errors
-    /// When the tokenizer refuses the text.
+    /// The tokenizer cannot encode the text.
     pub fn terminator(&self, tokenizer: &Tokenizer) -> Result<Option<u32>, TokenizerError> {
         let Some(text) = self.after_answer() else {
             return Ok(None);
@@ -291,7 +292,7 @@ fn raise_exception(text: String) -> Result<String, minijinja::Error> {
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
 }
 
-/// The default template in files of its own, where there are any.
+/// The default template from a separate file, if there is one.
 fn template_files(folder: &Path) -> Result<Option<String>, ChatTemplateError> {
     let further = templates(folder);
     let default = format!("{TEMPLATES}/default.jinja");
@@ -333,7 +334,7 @@ fn named_template(folder: &Path, config: &Map<String, Value>) -> Result<String, 
                 folder: folder.display().to_string(),
                 beside: match folder.join(PROCESSOR_TEMPLATE).exists() {
                     true => {
-                        "; chat_template.json is for processors, `transformers` reads it for no tokenizer either: put its template into chat_template.jinja"
+                        "; chat_template.json is only for processors, and `transformers` does not read it for tokenizers either: move its template to chat_template.jinja"
                     }
                     false => "",
                 },
@@ -352,7 +353,7 @@ fn named_template(folder: &Path, config: &Map<String, Value>) -> Result<String, 
         })
 }
 
-/// The source with line ends as Jinja has them, whatever the file has.
+/// The source with its line ends normalised to those of Jinja.
 fn lines_of(source: &str) -> String {
     source.replace("\r\n", "\n").replace('\r', "\n")
 }

@@ -1,7 +1,7 @@
-//! Compiled kernels of a GPU: how many a start needed, and where the driver keeps their machine code.
+//! Compiled GPU kernels: how many a process compiled, and where the driver caches their machine code.
 //!
-//! NVRTC makes PTX of a kernel's text, anew in each process. The driver makes machine code of the PTX, and keeps that from
-//! one process to the next ([`DriverCache`]).
+//! NVRTC compiles a kernel's source to PTX in every process. The driver compiles PTX to machine code, which it caches
+//! across processes ([`DriverCache`]).
 
 mod driver_cache;
 #[cfg(feature = "cuda")]
@@ -13,12 +13,12 @@ use serde::Serialize;
 
 pub use driver_cache::DriverCache;
 
-/// How many kernels were compiled, and what is kept of them.
+/// How many kernels were compiled, and where their machine code is cached.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Tally {
-    /// Kernels that NVRTC compiled in this process, those of burn too.
+    /// Kernels that NVRTC compiled in this process, including burn's.
     pub compiled: usize,
-    /// Folder where the driver keeps their machine code, or why there is none.
+    /// Folder where the driver caches their machine code, or why there is none.
     pub driver_cache: String,
 }
 
@@ -35,13 +35,13 @@ impl fmt::Display for Tally {
     }
 }
 
-/// Begins, or goes on, to count the kernels that are launched for the first time. Without a GPU it does nothing.
+/// Starts, or continues, to count first launches of kernels. Without a GPU it does nothing.
 pub fn begin() {
     #[cfg(feature = "cuda")]
     launched::begin();
 }
 
-/// Ends the counting, which costs each launch a little; none where no kernel was launched so far.
+/// Stops counting, which slows down each launch a little. `None` if no kernel has been launched so far.
 pub fn tally() -> Option<Tally> {
     #[cfg(feature = "cuda")]
     return launched::end();
@@ -55,13 +55,13 @@ mod tests {
 
     #[cfg(not(feature = "cuda"))]
     #[test]
-    fn without_a_gpu_there_is_nothing_to_tell() {
+    fn without_a_gpu_there_is_no_tally() {
         begin();
         assert_eq!(tally(), None);
     }
 
     #[test]
-    fn a_tally_is_told_in_one_line() {
+    fn a_tally_prints_on_one_line() {
         let tally = Tally {
             compiled: 34,
             driver_cache: "/c".to_owned(),

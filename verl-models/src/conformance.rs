@@ -1,4 +1,4 @@
-//! What every [`ModelInterface`] keeps to, as checks that a test of a model calls.
+//! The rules of every [`ModelInterface`], as checks to call from a model's tests.
 //!
 //! ```
 //! use burn::tensor::Device;
@@ -29,7 +29,7 @@ use crate::rollout::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings,
 };
 
-/// Logits this close to the largest may be chosen instead of it.
+/// A logit this close to the largest may be chosen instead of it.
 const TIE: f32 = 1e-4;
 
 /// A rule that a model breaks.
@@ -37,7 +37,7 @@ const TIE: f32 = 1e-4;
 pub struct Violation {
     /// The rule, in a few words.
     pub rule: &'static str,
-    /// What was found instead.
+    /// What was observed instead.
     pub found: String,
 }
 
@@ -47,15 +47,16 @@ impl fmt::Display for Violation {
     }
 }
 
-/// All rules that `model` breaks, in a few forward passes on short sequences.
+/// Finds all rules that `model` breaks, with a few forward passes on short sequences.
 ///
-/// - Shapes are those of [`ModelInterface`], names of parameters are unique, a pass repeated has the same bits.
+/// - Shapes are as documented in [`ModelInterface`], parameter names are unique, and repeating a pass gives the same
+///   bits.
 /// - Later tokens and other rows change nothing at a position.
 /// - `forward` is `hidden · headᵀ`.
-/// - Gradients reach every parameter whose group is not frozen, and a training step leaves the others alone.
-/// - `generate` answers each request once, within its limit and the vocabulary; a response depends on its request's
-///   prompt and key alone; greedy tokens are the most probable ones; log-probs are those of a forward pass; an
-///   end-of-sequence id ends a response; impossible requests are refused.
+/// - Gradients reach every parameter whose group is not frozen, and a training step does not change the others.
+/// - `generate` answers each request once, within its limit and the vocabulary; a response depends only on its
+///   request's prompt and key; greedy tokens are the most probable ones; log-probs match those of a forward pass; an
+///   end-of-sequence id ends a response; invalid requests are refused.
 pub fn check_model<M: ModelInterface>(model: &M) -> Vec<Violation> {
     let mut check = Check::new(model);
     if check.shapes() {
@@ -71,7 +72,7 @@ pub fn check_model<M: ModelInterface>(model: &M) -> Vec<Violation> {
     check.violations
 }
 
-/// All that is lost when `model` is saved into `dir` (which must not exist) and loaded from there by `load`.
+/// Finds what is lost when `model` is saved to `dir` (which must not exist) and loaded from there with `load`.
 pub fn check_saving<M: ModelInterface>(
     model: &M,
     dir: &Path,
@@ -81,18 +82,18 @@ pub fn check_saving<M: ModelInterface>(
     let loaded = match model.save(dir).and_then(|()| load(dir)) {
         Ok(loaded) => loaded,
         Err(error) => {
-            check.fail("a saved model is loaded again", error.to_string());
+            check.fail("a saved model can be loaded", error.to_string());
             return check.violations;
         }
     };
-    let (own, kept) = (weights(&model.valid()), weights(&loaded.valid()));
-    if own.len() != kept.len() {
-        let counts = format!("{} parameters became {}", own.len(), kept.len());
-        check.fail("a saved model is loaded again", counts);
+    let (own, saved) = (weights(&model.valid()), weights(&loaded.valid()));
+    if own.len() != saved.len() {
+        let counts = format!("{} parameters became {}", own.len(), saved.len());
+        check.fail("a saved model can be loaded", counts);
     }
-    for ((name, own), (other, kept)) in own.iter().zip(&kept) {
-        if name != other || own != kept {
-            let found = format!("parameter `{name}` comes back changed (as `{other}`)");
+    for ((name, own), (other, saved)) in own.iter().zip(&saved) {
+        if name != other || own != saved {
+            let found = format!("parameter `{name}` changed (loaded as `{other}`)");
             check.fail("a saved model has the same weights", found);
         }
     }
@@ -110,7 +111,7 @@ struct Check<M> {
     model: M,
     device: Device,
     vocab: usize,
-    /// Tokens of the sequences that are tried.
+    /// Tokens per test sequence.
     length: usize,
     violations: Vec<Violation>,
 }
@@ -140,13 +141,13 @@ impl<M: ModelInterface> Check<M> {
         ids(rows, &self.device)
     }
 
-    /// Hidden states as numbers, `[B, S, D]` flat.
+    /// Hidden states `[B, S, D]`, flattened.
     fn hidden(&self, rows: &[Vec<u32>]) -> Vec<f32> {
         let hidden = self.model.hidden(self.ids(rows)).into_data();
         hidden.iter::<f32>().collect()
     }
 
-    /// Logits as numbers, `[B, S, V]` flat.
+    /// Logits `[B, S, V]`, flattened.
     fn logits(&self, rows: &[Vec<u32>]) -> Vec<f32> {
         let logits = self.model.forward(self.ids(rows)).into_data();
         logits.iter::<f32>().collect()
@@ -156,7 +157,7 @@ impl<M: ModelInterface> Check<M> {
         self.violations.extend(apart(rule, what, got, want));
     }
 
-    /// Whether the other checks make sense.
+    /// Checks sizes and shapes; returns whether the other checks can run.
     fn shapes(&mut self) -> bool {
         let rule = "sizes and shapes are as declared";
         let before = self.violations.len();
@@ -187,11 +188,11 @@ impl<M: ModelInterface> Check<M> {
         names.dedup();
         if names.is_empty() || names.len() < count {
             let found = format!("{count} parameters with {} names", names.len());
-            self.fail("every parameter has a name of its own", found);
+            self.fail("parameter names are unique", found);
         }
         if self.hidden(&rows) != self.hidden(&rows) {
             let found = "two passes over the same tokens differ".to_owned();
-            self.fail("a pass repeated has the same bits", found);
+            self.fail("repeating a pass gives the same bits", found);
         }
         self.violations.len() == before
     }
@@ -210,7 +211,7 @@ impl<M: ModelInterface> Check<M> {
             let what = format!("hidden states before position {seen}");
             self.close(rule, &what, &other[..seen * width], &whole[..seen * width]);
             let cut = self.hidden(&[rows[0][..seen].to_vec()]);
-            let what = format!("hidden states of the first {seen} tokens alone");
+            let what = format!("hidden states of only the first {seen} tokens");
             self.close(rule, &what, &cut, &whole[..seen * width]);
         }
     }
@@ -223,7 +224,7 @@ impl<M: ModelInterface> Check<M> {
             let alone = self.hidden(std::slice::from_ref(row));
             self.close(
                 "other rows change nothing",
-                "hidden states of a row alone",
+                "hidden states of a single row",
                 &alone,
                 together,
             );
@@ -286,7 +287,7 @@ impl<M: ModelInterface> Check<M> {
         }
     }
 
-    /// Responses in the order of the requests; `None` where there is not exactly one each.
+    /// Responses in the order of the requests; `None` if there is not exactly one per request.
     fn generate(
         &mut self,
         requests: &[RolloutRequest],
@@ -294,11 +295,11 @@ impl<M: ModelInterface> Check<M> {
     ) -> Option<Vec<RolloutOutput>> {
         let rule = "each request is answered once";
         let mut outputs: Vec<Vec<RolloutOutput>> = vec![Vec::new(); requests.len()];
-        let mut strangers = 0;
+        let mut unknown = 0;
         let result = self.model.generate(requests, settings, &mut |at, output| {
             match outputs.get_mut(at) {
                 Some(answers) => answers.push(output),
-                None => strangers += 1,
+                None => unknown += 1,
             }
             Ok(())
         });
@@ -307,15 +308,15 @@ impl<M: ModelInterface> Check<M> {
             return None;
         }
         let counts: Vec<usize> = outputs.iter().map(Vec::len).collect();
-        if strangers > 0 || counts.iter().any(|&count| count != 1) {
-            let found = format!("answers by request: {counts:?}, and {strangers} of no request");
+        if unknown > 0 || counts.iter().any(|&count| count != 1) {
+            let found = format!("answers per request: {counts:?}, and {unknown} for unknown requests");
             self.fail(rule, found);
             return None;
         }
         Some(outputs.into_iter().flatten().collect())
     }
 
-    /// Requests of all limits that the context allows, every prompt twice.
+    /// Requests with all limits that the context allows, every prompt twice.
     fn requests(&self) -> Vec<RolloutRequest> {
         let prompts = self.sequences(3, self.length / 2);
         let room = self.length - self.length / 2;
@@ -334,13 +335,13 @@ impl<M: ModelInterface> Check<M> {
         for (at, (request, output)) in requests.iter().zip(&outputs).enumerate() {
             let count = output.tokens.len();
             let outside = output.tokens.iter().any(|&id| id as usize >= self.vocab);
-            // Without an end-of-sequence id only the limit ends a response.
+            // Without an end-of-sequence id, only the limit ends a response.
             if count != request.max_new_tokens || output.finish != FinishReason::Length || outside {
                 let found = format!(
                     "request {at} for {} tokens got {:?}, {:?}, with vocabulary {}",
                     request.max_new_tokens, output.tokens, output.finish, self.vocab
                 );
-                self.fail("responses keep to limit and vocabulary", found);
+                self.fail("responses respect the limit and the vocabulary", found);
             }
             let log_probs = [&output.log_probs, &output.sampling_log_probs];
             if log_probs.iter().any(|values| {
@@ -350,7 +351,7 @@ impl<M: ModelInterface> Check<M> {
                 self.fail("every token has a log-prob", found);
             }
         }
-        let rule = "a response depends on prompt and key alone";
+        let rule = "a response depends only on prompt and key";
         let mut reversed = requests.clone();
         reversed.reverse();
         if let Some(mut again) = self.generate(&reversed, &settings) {
@@ -374,7 +375,7 @@ impl<M: ModelInterface> Check<M> {
         self.other_keys();
     }
 
-    /// Eight keys for one prompt: not all the same response, unless it is all but certain.
+    /// Eight keys for one prompt must not all give the same response, unless it is almost certain.
     fn other_keys(&mut self) {
         let prompt = self.sequences(1, self.length / 2).concat();
         let room = self.length - prompt.len();
@@ -384,8 +385,8 @@ impl<M: ModelInterface> Check<M> {
         };
         let certain = outputs[0].log_probs.iter().sum::<f32>() > -0.5;
         if !certain && outputs.iter().all(|o| o.tokens == outputs[0].tokens) {
-            let found = format!("eight keys all gave {:?}", outputs[0].tokens);
-            self.fail("another key is another draw", found);
+            let found = format!("all of eight keys gave {:?}", outputs[0].tokens);
+            self.fail("different keys give different draws", found);
         }
     }
 
@@ -426,7 +427,7 @@ impl<M: ModelInterface> Check<M> {
                 "id {first} gave {:?}, {:?}",
                 ended[0].tokens, ended[0].finish
             );
-            self.fail("an end-of-sequence id ends a response and is kept", found);
+            self.fail("an end-of-sequence id ends a response and is part of it", found);
         }
     }
 
@@ -444,17 +445,17 @@ impl<M: ModelInterface> Check<M> {
             let row = [request.prompt.as_slice(), &output.tokens].concat();
             let logits = self.logits(std::slice::from_ref(&row));
             let steps = logits.chunks(self.vocab).skip(request.prompt.len() - 1);
-            for ((logits, &token), &told) in steps.zip(&output.tokens).zip(&output.log_probs) {
+            for ((logits, &token), &reported) in steps.zip(&output.tokens).zip(&output.log_probs) {
                 let scaled = logits.iter().map(|&l| f64::from(l) / temperature);
                 let largest = scaled.clone().fold(f64::MIN, f64::max);
                 let sum: f64 = scaled.map(|l| libm::exp(l - largest)).sum();
                 let own = logits.get(token as usize).copied().unwrap_or(f32::NAN);
                 let expected = f64::from(own) / temperature - largest - libm::log(sum);
-                let difference = (f64::from(told) - expected).abs();
+                let difference = (f64::from(reported) - expected).abs();
                 if difference.is_nan() || difference > 1e-3 {
                     let found =
-                        format!("request {at}, token {token}: {told}, but forward has {expected}");
-                    self.fail("log-probs are those of a forward pass", found);
+                        format!("request {at}, token {token}: {reported}, but forward has {expected}");
+                    self.fail("log-probs match those of a forward pass", found);
                 }
             }
         }
@@ -476,8 +477,8 @@ impl<M: ModelInterface> Check<M> {
                     });
             if result.is_ok() {
                 self.fail(
-                    "impossible requests are refused",
-                    format!("{what} was taken"),
+                    "invalid requests are refused",
+                    format!("{what} was accepted"),
                 );
             }
         }

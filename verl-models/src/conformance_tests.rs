@@ -1,4 +1,4 @@
-//! The checks hold for every built-in model, and find each fault of a model that has one.
+//! Every built-in model passes the checks, and the checks find each fault of a faulty model.
 
 use std::path::PathBuf;
 
@@ -66,12 +66,12 @@ fn decoders_of_every_family_conform() {
 }
 
 #[test]
-fn the_plain_engine_conforms() {
+fn the_toy_conforms() {
     assert_eq!(check_model(&Toy::new(11, 6, 24)), []);
     assert_eq!(check_model(&Toy::new(11, 6, 24).freezing("value")), []);
 }
 
-/// Which way a model is wrong.
+/// What is wrong with a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
     SeesTheFuture,
@@ -143,15 +143,15 @@ impl ModelInterface for Faulty {
         settings: &SamplingSettings,
         on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
     ) -> Result<(), RolloutError> {
-        let mut asked = requests.to_vec();
-        for request in &mut asked {
+        let mut requests = requests.to_vec();
+        for request in &mut requests {
             match self.fault {
                 Fault::IgnoresLimit => request.max_new_tokens += 1,
                 Fault::IgnoresKey => request.key.row = 0,
                 _ => {}
             }
         }
-        crate::rollout::eager::generate(self, &asked, settings, &mut |at, mut output| {
+        crate::rollout::eager::generate(self, &requests, settings, &mut |at, mut output| {
             match self.fault {
                 Fault::DropsAnswers if at == 1 => return Ok(()),
                 Fault::WrongLogProbs => output.log_probs.iter_mut().for_each(|x| *x -= 0.01),
@@ -192,18 +192,18 @@ fn each_fault_is_found() {
     );
     check(
         Fault::IgnoresLimit,
-        "responses keep to limit and vocabulary",
+        "responses respect the limit and the vocabulary",
     );
-    check(Fault::IgnoresKey, "another key is another draw");
+    check(Fault::IgnoresKey, "different keys give different draws");
     check(Fault::DropsAnswers, "each request is answered once");
     check(
         Fault::WrongLogProbs,
-        "log-probs are those of a forward pass",
+        "log-probs match those of a forward pass",
     );
 }
 
 #[test]
-fn a_model_that_forgets_its_weights_is_found() {
+fn a_model_that_loses_its_weights_is_found() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let model = Faulty::new(Fault::SavesNothing);
     let violations = check_saving(&model, &dir.path().join("saved"), |_| {
@@ -211,14 +211,14 @@ fn a_model_that_forgets_its_weights_is_found() {
         other.toy.gain = Param::from_tensor(Tensor::zeros([6], &Device::flex()));
         Ok(other)
     });
-    let told: Vec<String> = violations.iter().map(ToString::to_string).collect();
+    let messages: Vec<String> = violations.iter().map(ToString::to_string).collect();
     assert!(
-        told[0].contains("`toy.gain` comes back changed"),
-        "{told:?}"
+        messages[0].contains("`toy.gain` changed (loaded as"),
+        "{messages:?}"
     );
     assert!(
-        told[1].starts_with("a saved model computes the same"),
-        "{told:?}"
+        messages[1].starts_with("a saved model computes the same"),
+        "{messages:?}"
     );
 }
 
@@ -239,7 +239,7 @@ fn value_heads_of_every_family_conform() {
     }
 }
 
-/// A toy with one number a position, and a fault.
+/// A toy with one number per position, and a fault.
 #[derive(Module, Debug)]
 struct FaultyValues {
     toy: Toy,

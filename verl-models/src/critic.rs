@@ -1,4 +1,4 @@
-//! A model of values with its optimiser, as stages use it: a critic, or a reward model.
+//! A value model with its optimiser, as stages use it: a critic or a reward model.
 
 use std::any::Any;
 use std::path::Path;
@@ -13,10 +13,10 @@ use crate::packing::{Layout, TrainingBatch};
 use crate::rows::{self, Call, CallLimits};
 use crate::trained::Trained;
 
-/// A model of values with an optimiser, or a frozen one without.
+/// A value model with an optimiser, or a frozen one without.
 ///
-/// As in [`Policy`](crate::policy::Policy), the module inside never tracks gradients; the one that does is made for each
-/// micro-batch and shares its buffers.
+/// As in [`Policy`](crate::policy::Policy), the module inside never tracks gradients; a tracking module that shares its
+/// buffers is created for each micro-batch.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -47,7 +47,7 @@ impl<M: ValueInterface> Critic<M> {
     /// Wraps a module; without optimiser settings it is frozen.
     ///
     /// # Errors
-    /// A setting of the optimiser that makes no sense.
+    /// An invalid setting of the optimiser.
     pub fn new(
         module: M,
         optimizer: Option<OptimizerConfig>,
@@ -59,7 +59,7 @@ impl<M: ValueInterface> Critic<M> {
     /// The module, without autodiff.
     ///
     /// # Panics
-    /// When an optimiser step panicked before.
+    /// Panics if an earlier optimiser step panicked.
     pub fn module(&self) -> &M {
         self.trained.module()
     }
@@ -67,15 +67,15 @@ impl<M: ValueInterface> Critic<M> {
     /// Writes the optimiser's state (moments, master weights, step counts) to a safetensors file.
     ///
     /// # Errors
-    /// A frozen model; a file that cannot be written.
+    /// The model is frozen, or the file cannot be written.
     pub fn save_optimizer(&self, path: &Path) -> Result<(), ModelError> {
         self.trained.save_optimizer(path)
     }
 
-    /// Reads what [`Critic::save_optimizer`] wrote; on an error nothing changes.
+    /// Reads the file that [`Critic::save_optimizer`] wrote; on an error nothing changes.
     ///
     /// # Errors
-    /// A frozen model; a file that cannot be read or is of another model.
+    /// The model is frozen, or the file cannot be read or belongs to another model.
     pub fn load_optimizer(&mut self, path: &Path) -> Result<(), ModelError> {
         self.trained.load_optimizer(path)
     }
@@ -84,7 +84,8 @@ impl<M: ValueInterface> Critic<M> {
         rows::check(rows, self.vocab_size(), self.max_tokens())
     }
 
-    /// Values of the positions that `wanted` names in each row; `length` is what the model must see of a row.
+    /// Values at the positions that `wanted` returns for each row; `length` is how many tokens of a row the model must
+    /// read.
     fn read(
         &self,
         rows: &[ScoreRow<'_>],
@@ -107,7 +108,7 @@ impl<M: ValueInterface> Critic<M> {
     }
 }
 
-/// Values of all positions of a padded call, row after row.
+/// Values of all positions of a padded call, row by row.
 fn grid<M: ValueInterface>(
     module: &M,
     call: &Call,
@@ -124,7 +125,7 @@ fn state(row: &ScoreRow<'_>, token: usize) -> usize {
     row.prompt.len() + token - 1
 }
 
-/// Half precision into f32, in which all losses are computed.
+/// Casts half precision to f32, in which all losses are computed.
 fn at_least_f32(values: Tensor<2>) -> Tensor<2> {
     match values.dtype() {
         DType::F32 | DType::F64 => values,

@@ -6,7 +6,7 @@ use crate::model::{ModelInterface, ParameterGroup};
 use crate::optim::{GradientAccumulator, Schedule, TrainableParameters};
 use crate::toy::{Toy, bits, close, numbers, rows, sequences};
 
-/// f32 values of size 1 through two orders of addition.
+/// Rounding of f32 values of size 1 under two orders of addition.
 const ROUNDING: f32 = 2e-5;
 
 /// A toy with a head of one number.
@@ -50,7 +50,7 @@ impl ValueInterface for ToyValues {
 }
 
 fn frozen(model: ToyValues) -> Critic<ToyValues> {
-    Critic::new(model, None).expect("no settings, no error")
+    Critic::new(model, None).expect("a frozen model has no settings")
 }
 
 fn trained(model: ToyValues) -> Critic<ToyValues> {
@@ -59,7 +59,7 @@ fn trained(model: ToyValues) -> Critic<ToyValues> {
         schedule: Schedule::Constant { warmup_steps: 2 },
         ..OptimizerConfig::default()
     };
-    Critic::new(model, Some(config)).expect("sensible settings")
+    Critic::new(model, Some(config)).expect("valid settings")
 }
 
 fn all(_row: usize, _token: usize) -> bool {
@@ -79,7 +79,7 @@ fn score_loss(scores: Tensor<1>) -> Tensor<1> {
     (scores.clone() * scores.clone()).sum() - scores.slice(0..1)
 }
 
-/// Values of all positions of a row alone, without padding: hidden states times head.
+/// Values of all positions of a single row without padding: hidden states times head.
 fn plain(model: &ToyValues, row: &ScoreRow<'_>) -> Tensor<1> {
     let ids: Vec<i32> = [row.prompt, row.response]
         .concat()
@@ -93,7 +93,7 @@ fn plain(model: &ToyValues, row: &ScoreRow<'_>) -> Tensor<1> {
     hidden.reshape([s, d]).matmul(head).reshape([s])
 }
 
-/// Those of the states in which the response tokens are chosen.
+/// Values of the states in which the response tokens are chosen.
 fn plain_values(model: &ToyValues, row: &ScoreRow<'_>) -> Tensor<1> {
     let first = row.prompt.len() - 1;
     plain(model, row).slice(first..first + row.response.len())
@@ -116,7 +116,7 @@ fn gradients(critic: &Critic<ToyValues>) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn values_are_those_of_each_sequence_alone_without_padding() {
+fn values_match_those_of_each_single_unpadded_sequence() {
     let critic = frozen(ToyValues::new(29, 12, 64));
     let sequences = sequences(&[(1, 1), (5, 9), (3, 0), (20, 30), (2, 7)], 29);
     let rows = rows(&sequences);
@@ -136,7 +136,7 @@ fn values_are_those_of_each_sequence_alone_without_padding() {
 }
 
 #[test]
-fn a_value_is_the_score_of_what_came_before() {
+fn a_value_is_the_score_of_the_tokens_before_it() {
     let critic = frozen(ToyValues::new(29, 12, 64));
     let sequences = sequences(&[(5, 9)], 29);
     let row = rows(&sequences)[0];
@@ -202,7 +202,7 @@ fn threads_change_no_bit() {
     }
 }
 
-/// The accumulated gradients are those of `expected`, a loss composed on the differentiable model.
+/// Checks that the accumulated gradients match those of `expected`, a loss composed on the differentiable model.
 #[track_caller]
 fn check_gradients(
     critic: &Critic<ToyValues>,
@@ -240,7 +240,7 @@ fn check_gradients(
 }
 
 #[test]
-fn gradients_are_those_of_the_composed_loss_over_selected_tokens() {
+fn gradients_match_the_composed_loss_over_selected_tokens() {
     let sequences = sequences(&[(3, 8), (6, 2), (2, 5), (1, 11)], 29);
     let rows = rows(&sequences);
     // No token of row 1, and not the last ones of row 3.
@@ -266,7 +266,7 @@ fn gradients_are_those_of_the_composed_loss_over_selected_tokens() {
 }
 
 #[test]
-fn gradients_of_scores_are_those_of_the_composed_loss() {
+fn gradients_of_scores_match_the_composed_loss() {
     let sequences = sequences(&[(3, 8), (6, 0), (2, 5), (1, 11)], 29);
     let rows = rows(&sequences);
     let mut critic = trained(ToyValues::new(29, 12, 64));
@@ -280,7 +280,7 @@ fn gradients_of_scores_are_those_of_the_composed_loss() {
 }
 
 #[test]
-fn gradients_are_those_of_finite_differences() {
+fn gradients_match_finite_differences() {
     const STEP: f32 = 1e-2;
     let sequences = sequences(&[(3, 4), (2, 6)], 29);
     let rows = rows(&sequences);
@@ -319,7 +319,7 @@ fn gradients_are_those_of_finite_differences() {
         };
         let slope = |of: &dyn Fn(f32) -> f64| (of(STEP) - of(-STEP)) as f32 / (2.0 * STEP);
         for (slope, grad) in [(slope(&with_gain), of_gain), (slope(&with_head), of_head)] {
-            // f32 losses of about 50 leave 1e-3 of a difference over 2e-2.
+            // f32 losses of about 50 leave an error of 1e-3 in a difference over 2e-2.
             assert!((slope - grad).abs() < 5e-3, "{at}: {grad}, {slope}");
         }
     }
@@ -348,14 +348,14 @@ fn micro_batches_add_up() {
 }
 
 #[test]
-fn nothing_selected_is_no_gradient() {
+fn an_empty_selection_gives_no_gradient() {
     let mut critic = trained(ToyValues::new(29, 12, 64));
     let sequences = sequences(&[(3, 8), (4, 0)], 29);
     let rows = rows(&sequences);
-    let mut never = |_: PackedValues| unreachable!("there is nothing to take a loss of");
+    let mut never = |_: PackedValues| unreachable!("there are no values to compute a loss from");
     let nothing = critic.accumulate(&rows, &|_, _| false, &mut never);
     assert_eq!(nothing.ok(), Some(0.0));
-    let mut never = |_: Tensor<1>| unreachable!("there is nothing to take a loss of");
+    let mut never = |_: Tensor<1>| unreachable!("there are no values to compute a loss from");
     assert_eq!(critic.accumulate_scores(&[], &mut never).ok(), Some(0.0));
     let before = critic.weights_hash();
     assert_eq!(critic.optimizer_step().expect("nothing").grad_norm, 0.0);
@@ -363,7 +363,7 @@ fn nothing_selected_is_no_gradient() {
 }
 
 #[test]
-fn what_is_not_finite_or_not_one_number_is_refused() {
+fn non_finite_and_non_scalar_losses_are_refused() {
     let mut critic = trained(ToyValues::new(29, 12, 64));
     let sequences = sequences(&[(3, 8)], 29);
     let rows = rows(&sequences);
@@ -372,7 +372,7 @@ fn what_is_not_finite_or_not_one_number_is_refused() {
     let error = critic
         .accumulate(&rows, &all, &mut |packed| (packed.values * 0.0).log().sum())
         .expect_err("not finite");
-    let text = "loss is not finite (-inf); the weights stay as they were";
+    let text = "loss is not finite (-inf); the weights are unchanged";
     assert_eq!(error.to_string(), text);
     let error = critic
         .accumulate_scores(&rows, &mut |scores| (scores * 0.0).sqrt().sum())

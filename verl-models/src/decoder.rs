@@ -1,6 +1,6 @@
 //! The decoder: one model for the Llama and Qwen families, described by its config.
 //!
-//! Fields are named as in checkpoints, so a parameter's path is its name in a safetensors file.
+//! Fields are named as in checkpoints, so the path of a parameter is its name in a safetensors file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::rollout::EngineKind;
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows::indices;
 
-/// What a [`Decoder`] is made of. [`crate::families`] reads it from a config.json.
+/// The architecture of a [`Decoder`]. [`crate::families`] reads it from a config.json.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
     /// Size of the vocabulary, `V`.
@@ -33,7 +33,7 @@ pub struct DecoderConfig {
     pub hidden_size: usize,
     /// Width inside the MLP, `I`.
     pub intermediate_size: usize,
-    /// Layers.
+    /// Number of layers.
     pub layers: usize,
     /// Heads of attention.
     pub heads: Heads,
@@ -58,12 +58,13 @@ pub struct DecoderConfig {
 }
 
 impl DecoderConfig {
-    /// Whether the halves of a layer are those of [`kernels::attention_block`] and [`kernels::mlp_block`].
+    /// Whether [`kernels::attention_block`] and [`kernels::mlp_block`] can compute the two halves of a layer.
     pub fn halves_are_plain(&self) -> bool {
         !(self.qk_norm || self.output_bias || self.mlp_bias)
     }
 
-    /// Refuses a tokenizer with more ids than the embedding has rows. Fewer are usual: embeddings are often padded.
+    /// Rejects a tokenizer with more ids than the embedding has rows. Fewer ids are normal: embeddings are often
+    /// padded.
     ///
     /// # Errors
     /// [`LoadError::Vocabulary`].
@@ -84,9 +85,9 @@ impl DecoderConfig {
 pub struct Decoder {
     /// Everything below the head.
     pub model: Backbone,
-    /// The head, `[V, D]`; a tied decoder has none of its own.
+    /// The head, `[V, D]`; `None` in a tied decoder.
     pub lm_head: Option<Linear>,
-    /// What the decoder is made of.
+    /// The architecture.
     #[module(skip)]
     pub config: DecoderConfig,
     /// Rotary tables, shared by clones.
@@ -95,7 +96,7 @@ pub struct Decoder {
     /// The folder it was loaded from.
     #[module(skip)]
     pub(crate) origin: Option<Arc<hf::Origin>>,
-    /// Type of the weights in a folder that [`ModelInterface::save`] writes.
+    /// Type of the weights that [`ModelInterface::save`] writes.
     #[module(skip)]
     pub save_dtype: hf::SaveDType,
 }
@@ -109,14 +110,14 @@ pub struct Backbone {
     pub layers: Vec<DecoderLayer>,
     /// Norm after the last layer.
     pub norm: RmsNorm,
-    /// Whether training keeps the input of each half of a layer alone and computes the rest again in the backward pass,
-    /// where [`kernels::blocks_are_fused`].
+    /// Whether training keeps only the input of each half of a layer and recomputes the rest in the backward pass. Only
+    /// used where [`kernels::blocks_are_fused`] is true.
     #[module(skip)]
     pub recompute: bool,
 }
 
 impl Backbone {
-    /// Final hidden states of whole sequences, without a cache.
+    /// Final hidden states of complete sequences, without a cache.
     ///
     /// # Shapes
     /// `ids`: `[B, S]`; result: `[B, S, D]`
@@ -140,18 +141,18 @@ impl Backbone {
         self.norm.forward(x).reshape([b, s, width])
     }
 
-    /// The layers with the fused kernel of attention; no sequence is longer than `longest`.
+    /// Runs the layers with the fused attention kernel; no sequence is longer than `longest`.
     ///
     /// # Shapes
     /// `x`, result: `[N, D]`
     fn fused(&self, x: Tensor<2>, rows: &Rows, longest: usize, rope: &Rope) -> Tensor<2> {
-        // Fused attention turns heads in f32.
+        // Fused attention rotates heads in f32.
         let rotation = rope.leading(longest, &x.device(), DType::F32);
         let layers = self.layers.iter();
         layers.fold(x, |x, layer| layer.fused(x, rows, &rotation))
     }
 
-    /// Whether [`Backbone::packed`] is the fast way.
+    /// Whether [`Backbone::packed`] is the fast path.
     fn packs(&self) -> bool {
         let weight = self.embed_tokens.weight.val();
         let (device, dtype) = (weight.device(), weight.dtype());
@@ -161,7 +162,7 @@ impl Backbone {
         self.shares_prefixes() || self.is_plain() && self.layers.first().is_some_and(fused)
     }
 
-    /// Whether sequences that begin alike share what is computed for their beginning: where attention takes [segments].
+    /// Whether sequences with a common prefix share its computation. This requires attention over [segments].
     ///
     /// [segments]: crate::prefixes::Segment
     fn shares_prefixes(&self) -> bool {
@@ -173,17 +174,17 @@ impl Backbone {
         is_cpu(&device) && self.layers.first().is_some_and(fused)
     }
 
-    /// Whether layers have nothing that [`kernels::attention_block`] and [`kernels::mlp_block`] lack.
+    /// Whether [`kernels::attention_block`] and [`kernels::mlp_block`] support every layer.
     fn is_plain(&self) -> bool {
         self.layers.iter().all(DecoderLayer::is_plain)
     }
 
-    /// Whether there is [`Backbone::packed`].
+    /// Whether [`Backbone::packed`] is available.
     fn can_pack(&self) -> bool {
         self.shares_prefixes() || self.is_plain()
     }
 
-    /// Final hidden states of sequences of these lengths that lie one after the other.
+    /// Final hidden states of concatenated sequences of these lengths.
     ///
     /// # Shapes
     /// `ids`: `[N]`; result: `[N, D]`
@@ -239,7 +240,7 @@ impl DecoderLayer {
         self.feed_forward(x)
     }
 
-    /// [`DecoderLayer::forward`] with the fused kernel of attention; see [`Attention::fused`].
+    /// [`DecoderLayer::forward`] with the fused attention kernel; see [`Attention::fused`].
     ///
     /// # Shapes
     /// `x`, result: `[N, D]`
@@ -249,7 +250,7 @@ impl DecoderLayer {
         self.feed_forward(x)
     }
 
-    /// Whether attention and MLP are of the kind that [`DecoderLayer::packed`] takes.
+    /// Whether [`DecoderLayer::packed`] supports this attention and MLP.
     fn is_plain(&self) -> bool {
         let (attention, mlp) = (&self.self_attn, &self.mlp);
         let unbiased = [
@@ -263,7 +264,7 @@ impl DecoderLayer {
             && unbiased.iter().all(|linear| linear.bias.is_none())
     }
 
-    /// The layer on sequences that lie one after the other, by [`kernels::attention_block`] and [`kernels::mlp_block`].
+    /// The layer on concatenated sequences, with [`kernels::attention_block`] and [`kernels::mlp_block`].
     ///
     /// # Shapes
     /// `x`: `[N, D]`; result: the same
@@ -313,7 +314,7 @@ impl DecoderLayer {
 }
 
 impl Decoder {
-    /// A decoder whose parameters take memory only when they are first used or loaded; zeros, and ones in norms.
+    /// A decoder whose parameters are allocated only when first used or loaded: zeros, except ones in norms.
     pub fn lazy(config: DecoderConfig, device: &Device) -> Self {
         let c = &config;
         Decoder {
@@ -334,7 +335,7 @@ impl Decoder {
 
     /// A fresh decoder in f32: matrices are `initializer_range · normal(name, index)`, biases zero, norms one.
     ///
-    /// `normal(name, count)` gives that many draws from N(0, 1) for the parameter of this name.
+    /// `normal(name, count)` returns `count` draws from N(0, 1) for the parameter `name`.
     pub fn fresh(
         config: DecoderConfig,
         device: &Device,
@@ -350,30 +351,30 @@ impl Decoder {
         })
     }
 
-    /// A fresh decoder whose draws are a function of the seed and of each parameter's name.
+    /// A fresh decoder whose draws depend only on the seed and on each parameter's name.
     pub fn random(config: DecoderConfig, seed: u64, device: &Device) -> Self {
         Decoder::fresh(config, device, |name, count| {
             random::normals(seed, name, count)
         })
     }
 
-    /// Remembers the folder whose config.json, tokenizer and template belong to this decoder, for saving.
+    /// Sets the folder whose config.json, tokenizer and template belong to this decoder; saving copies them.
     #[must_use]
     pub fn with_origin(mut self, origin: hf::Origin) -> Self {
         self.origin = Some(Arc::new(origin));
         self
     }
 
-    /// The decoder of a Hugging Face folder, in f32.
+    /// Loads the decoder of a Hugging Face folder, in f32.
     ///
     /// # Errors
-    /// A folder that is not there, of an unknown family, or whose weights do not fit its config.
+    /// The folder does not exist or is of an unknown family, or its weights do not match its config.
     pub fn load(dir: &Path, device: &Device) -> Result<Self, LoadError> {
         Ok(Self::load_as(dir, device, DType::F32)?.0)
     }
 
-    /// The decoder of a Hugging Face folder with weights in `dtype`, and what was found in the folder. A head that differs
-    /// from the embedding is kept, even where config.json ties the two.
+    /// Loads the decoder of a Hugging Face folder with weights in `dtype`, and reports what was found there. A head
+    /// that differs from the embedding is kept, even if config.json ties the two.
     ///
     /// # Errors
     /// See [`Decoder::load`].
@@ -387,8 +388,8 @@ impl Decoder {
         if config.tied_head != origin.decoder_config()?.tied_head {
             tracing::warn!(
                 dir = %dir.display(),
-                "config.json has `tie_word_embeddings` true, but lm_head.weight is not the embedding: it is kept as a head of \
-                 its own, and a saved folder has `tie_word_embeddings` false"
+                "config.json has `tie_word_embeddings` true, but lm_head.weight differs from the embedding; it is kept as a \
+                 separate head, and saved folders have `tie_word_embeddings` false"
             );
         }
         let lazy = Decoder::lazy(config, device);
@@ -397,10 +398,10 @@ impl Decoder {
         Ok((decoder, report))
     }
 
-    /// Looks whether [`Decoder::load`] would find weights that fit `config`; reads no weights.
+    /// Checks that [`Decoder::load`] would find weights that match `config`, without reading the weights.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Decoder::load`].
     pub fn check_folder(dir: &Path, config: &DecoderConfig) -> Result<(), LoadError> {
         let lazy = Decoder::lazy(config.clone(), &Device::flex());
         hf::weights::check(&lazy, dir).map(drop)
@@ -409,7 +410,7 @@ impl Decoder {
     /// Writes a Hugging Face folder with weights in `dtype`; see [`hf::save`].
     ///
     /// # Errors
-    /// A folder that exists and is not empty; files that cannot be written.
+    /// The folder exists and is not empty, or files cannot be written.
     pub fn save_as(&self, dir: &Path, dtype: hf::SaveDType) -> Result<(), ModelError> {
         hf::save::save(self, dir, dtype)
     }
@@ -417,7 +418,7 @@ impl Decoder {
     /// See [`DecoderConfig::check_vocabulary`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`DecoderConfig::check_vocabulary`].
     pub fn check_vocabulary(&self, tokenizer_ids: usize) -> Result<(), LoadError> {
         self.config.check_vocabulary(tokenizer_ids)
     }
@@ -483,7 +484,7 @@ impl ModelInterface for Decoder {
         }
     }
 
-    /// By [`batched`](crate::rollout::batched).
+    /// Uses [`batched`](crate::rollout::batched).
     fn generate(
         &self,
         requests: &[RolloutRequest],
@@ -592,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn packed_sequences_have_the_states_of_padded_ones() {
+    fn packed_and_padded_sequences_have_the_same_states() {
         let device = Device::flex();
         let lengths = [3, 1, 7];
         for qk_norm in [false, true] {
@@ -613,9 +614,10 @@ mod tests {
         }
     }
 
-    /// Whether a beginning is computed once or for each sequence, and what lies beside a sequence, changes no bit.
+    /// States have the same bits whether a prefix is computed once or per sequence, and whatever the other sequences
+    /// are.
     #[test]
-    fn what_sequences_share_changes_no_bit_of_their_states() {
+    fn sharing_prefixes_changes_no_bit_of_the_states() {
         let device = Device::flex();
         let prompt: Vec<i32> = (0..27).map(|at| at * 37 % 100).collect();
         let continued = |from: usize, own: i32| {

@@ -1,6 +1,7 @@
 //! Devices by name, chosen at run time.
 //!
-//! The default of burn follows the enabled features, whatever hardware is there; so a device is always named here.
+//! Burn's default device depends on the enabled features, not on the hardware; so a device is always chosen by name
+//! here.
 
 mod memory;
 mod preflight;
@@ -13,12 +14,12 @@ pub(crate) use memory::memory_of;
 pub use memory::{Shortage, memory, shortage};
 pub use preflight::{Preflight, preflight};
 
-/// The device called `name`: `cpu`, or `cuda:N` (`cuda` is `cuda:0`) in a build with the feature `cuda`.
+/// The device named `name`: `cpu`, or `cuda:N` (`cuda` is `cuda:0`) in a build with the feature `cuda`.
 ///
-/// The first use of the CPU makes the allocator of glibc keep what is freed, unless `GLIBC_TUNABLES` or `MALLOC_…` is set.
+/// The first use of the CPU makes glibc's allocator keep freed memory, unless `GLIBC_TUNABLES` or `MALLOC_…` is set.
 ///
 /// # Errors
-/// A name of no known form; a CUDA device that is not there; a build without the feature.
+/// The name is invalid, the CUDA device does not exist, or the build lacks the feature.
 pub fn device(name: &str) -> Result<Device, DeviceError> {
     match parse(name)? {
         Named::Cpu => {
@@ -29,8 +30,8 @@ pub fn device(name: &str) -> Result<Device, DeviceError> {
     }
 }
 
-/// Whether models may be held in bf16 on the device called `name`, wherever it is: kernels of the CPU are f32 alone, and a
-/// GPU without bf16 does not pass [`preflight`].
+/// Whether the device named `name`, which need not exist on this machine, supports models in bf16. CPU kernels are f32
+/// only, and a GPU without bf16 does not pass [`preflight`].
 ///
 /// ```
 /// use verl_models::device::has_bf16;
@@ -41,7 +42,7 @@ pub fn has_bf16(name: &str) -> bool {
     matches!(parse(name), Ok(Named::Cuda(_)))
 }
 
-/// Whether this is the CPU, with autodiff or without.
+/// Whether this is the CPU, with or without autodiff.
 pub(crate) fn is_cpu(device: &Device) -> bool {
     device.clone().without_autodiff() == Device::flex()
 }
@@ -53,24 +54,24 @@ pub fn available() -> Vec<String> {
     names
 }
 
-/// Why there is no such device.
+/// Why a device cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// A name of no known form.
-    #[error("device `{name}` is not known; write `cpu` or `cuda:N` (available here: {})", available.join(", "))]
+    /// The name has no known form.
+    #[error("unknown device `{name}`; use `cpu` or `cuda:N` (available here: {})", available.join(", "))]
     Unknown {
-        /// What was written.
+        /// The name as given.
         name: String,
-        /// What there is.
+        /// Devices that exist.
         available: Vec<String>,
     },
-    /// A device that this machine lacks.
-    #[error("device `{name}` is not on this machine; available: {}", available.join(", "))]
+    /// The machine does not have the device.
+    #[error("device `{name}` is not available on this machine; available: {}", available.join(", "))]
     Absent {
-        /// What was written.
+        /// The name as given.
         name: String,
-        /// What there is.
+        /// Devices that exist.
         available: Vec<String>,
     },
     /// A CUDA device in a build without CUDA.
@@ -79,15 +80,15 @@ pub enum DeviceError {
         available.join(", ")
     )]
     NotBuilt {
-        /// What was written.
+        /// The name as given.
         name: String,
-        /// What there is.
+        /// Devices that exist.
         available: Vec<String>,
     },
-    /// A CUDA device that is there, but that cannot run what this build needs.
+    /// A CUDA device that exists but cannot run this build.
     #[error("device `{name}` cannot be used: {reason}; {help}")]
     Unusable {
-        /// What was written.
+        /// The name as given.
         name: String,
         /// What is missing.
         reason: String,
@@ -151,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read() {
+    fn names_are_parsed() {
         assert_eq!(parse("cpu"), Ok(Named::Cpu));
         assert_eq!(parse("cuda"), Ok(Named::Cuda(0)));
         assert_eq!(parse("cuda:3"), Ok(Named::Cuda(3)));
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn other_names_are_refused_with_what_there_is() {
+    fn unknown_names_are_refused_with_the_available_devices() {
         for name in ["gpu", "cuda:x", "cuda:-1", "cpu:0", ""] {
             let error = device(name).unwrap_err().to_string();
             assert!(error.contains(&format!("`{name}`")), "{error}");
@@ -169,7 +170,7 @@ mod tests {
 
     #[cfg(not(feature = "cuda"))]
     #[test]
-    fn cuda_without_the_feature_says_how_to_get_it() {
+    fn without_cuda_the_error_says_how_to_enable_it() {
         insta::assert_snapshot!(
             device("cuda:1").unwrap_err(),
             @"device `cuda:1` needs a build with the feature `cuda` (cargo build --features cuda); this one has: cpu"

@@ -1,7 +1,7 @@
-//! Families of models: config.json into a [`DecoderConfig`] and back.
+//! Model families: converts config.json to a [`DecoderConfig`] and back.
 //!
-//! Both generations of spellings are read: `rope_theta` with `rope_scaling`, or `rope_parameters`; `torch_dtype` or
-//! `dtype`. What a config asks for and the decoder cannot do is refused by name.
+//! Both generations of names are read: `rope_theta` with `rope_scaling`, or `rope_parameters`; `torch_dtype` or
+//! `dtype`. Settings that the decoder does not support are refused by name.
 
 mod rotary;
 
@@ -15,18 +15,18 @@ use crate::hf::config::Settings;
 use crate::hf::{LoadError, SaveDType};
 use crate::tokenizer::MAX_IDS;
 
-/// Largest sizes that are read from a file: above those of any model, and so small that no product of them which sizes
-/// memory leaves 64 bits.
+/// Largest sizes accepted from a file: above those of any model, and small enough that no product of them used as a
+/// memory size overflows 64 bits.
 pub(crate) mod largest {
     pub(crate) const LAYERS: usize = 1 << 12;
-    /// Of the model and inside the MLP.
+    /// The model's width and the width inside the MLP.
     pub(crate) const WIDTH: usize = 1 << 20;
     pub(crate) const HEADS: usize = 1 << 12;
     pub(crate) const HEAD_DIM: usize = 1 << 12;
     pub(crate) const CONTEXT: usize = 1 << 30; // tokens
 }
 
-/// The sizes of a config.json, with the largest that is read.
+/// The sizes in a config.json, with their limits.
 const SIZES: [(&str, usize); 8] = [
     ("num_hidden_layers", largest::LAYERS),
     ("hidden_size", largest::WIDTH),
@@ -38,7 +38,7 @@ const SIZES: [(&str, usize); 8] = [
     ("max_position_embeddings", largest::CONTEXT),
 ];
 
-/// A family: what its config.json says beyond the settings that all share.
+/// A family: how its config.json differs from the settings that all families share.
 #[derive(Debug, Clone, Copy)]
 pub struct Family {
     /// `model_type` of its config.json.
@@ -55,7 +55,7 @@ struct Traits {
     output_bias: bool,
     mlp_bias: bool,
     qk_norm: bool,
-    /// Width of a head where the file gives none; `None` divides the width among the heads.
+    /// Default width of a head; `None` divides the width among the heads.
     head_dim: Option<usize>,
 }
 
@@ -97,7 +97,7 @@ pub const QWEN3: Family = Family {
     },
 };
 
-/// SmolLM, where it goes by its own name.
+/// SmolLM, where config.json uses its own `model_type`.
 pub const SMOLLM: Family = Family {
     model_type: "smollm",
     ..LLAMA
@@ -117,11 +117,10 @@ fn llama(settings: &Settings<'_>) -> Result<Traits, LoadError> {
 /// The decoder that a config.json describes.
 ///
 /// # Errors
-/// A family that is not in [`FAMILIES`]; settings that are missing, make no sense, or ask for what the decoder does
-/// not do.
+/// A family that is not in [`FAMILIES`]; settings that are missing, invalid or not supported by the decoder.
 pub fn decoder_config(settings: &Settings<'_>) -> Result<DecoderConfig, LoadError> {
     let traits = (family(settings)?.traits)(settings)?;
-    refuse_absurd(settings)?;
+    refuse_oversized(settings)?;
     refuse_unsupported(settings)?;
     let hidden_size = settings.size("hidden_size")?;
     let declared = settings.size("max_position_embeddings")?;
@@ -129,7 +128,7 @@ pub fn decoder_config(settings: &Settings<'_>) -> Result<DecoderConfig, LoadErro
     let max_tokens = context(&rope.scaling, declared);
     if max_tokens > largest::CONTEXT {
         return Err(settings.error(format!(
-            "rotary scaling stretches the context to {max_tokens} tokens by its `factor`, but at most {} is read",
+            "the `factor` of rotary scaling extends the context to {max_tokens} tokens, but the limit is {}",
             largest::CONTEXT
         )));
     }
@@ -178,7 +177,7 @@ fn heads(
         )));
     }
     let declared = settings.optional_size("head_dim")?;
-    // A `head_dim` of null asks for the division, which is not the family's default.
+    // A `head_dim` of null requests the division instead of the family's default.
     let default = default_dim.filter(|_| !settings.map.contains_key("head_dim"));
     let dim = match declared.or(default) {
         Some(dim) => dim,
@@ -202,13 +201,13 @@ fn heads(
     })
 }
 
-/// Refuses sizes that no model has, before any of them sizes memory.
-fn refuse_absurd(settings: &Settings<'_>) -> Result<(), LoadError> {
+/// Refuses sizes that no model has, before memory is allocated from them.
+fn refuse_oversized(settings: &Settings<'_>) -> Result<(), LoadError> {
     for (name, largest) in SIZES {
         let above = |value: &&Value| value.as_f64().is_some_and(|size| size > largest as f64);
         if let Some(size) = settings.get(name).filter(above) {
             return Err(settings.error(format!(
-                "`{name}` is {size}, but at most {largest} is read: no model is so large, so the file is probably \
+                "`{name}` is {size}, but the limit is {largest}: no model is that large, so the file is probably \
                  damaged"
             )));
         }
@@ -231,8 +230,8 @@ fn refuse_unsupported(settings: &Settings<'_>) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// Refuses weights that are quantised: by `quantization_config` of GPTQ, AWQ, bitsandbytes and others, or `quantization`
-/// of MLX.
+/// Refuses quantised weights, declared by `quantization_config` (GPTQ, AWQ, bitsandbytes and others) or `quantization`
+/// (MLX).
 fn refuse_quantised(settings: &Settings<'_>) -> Result<(), LoadError> {
     for (name, default) in [
         ("quantization", "MLX"),
@@ -250,7 +249,7 @@ fn refuse_quantised(settings: &Settings<'_>) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// The sliding window, where one is in use and shorter than the context.
+/// The sliding window, if one is used and shorter than the context.
 fn sliding_window(settings: &Settings<'_>) -> Result<Option<usize>, LoadError> {
     let declared = settings.flag("use_sliding_window")?;
     let listed = match settings.get("layer_types") {
@@ -264,7 +263,7 @@ fn sliding_window(settings: &Settings<'_>) -> Result<Option<usize>, LoadError> {
     Ok(window.filter(|window| declared && slides && *window < context))
 }
 
-/// A config.json for a decoder that was not loaded from one, in spellings that every version of `transformers` reads.
+/// A config.json for a decoder that was not loaded from one, with names that every version of `transformers` reads.
 pub fn config_json(config: &DecoderConfig, dtype: SaveDType) -> Map<String, Value> {
     let family = family_of(config);
     let entries = [
@@ -297,7 +296,7 @@ pub fn config_json(config: &DecoderConfig, dtype: SaveDType) -> Map<String, Valu
         .collect()
 }
 
-/// The family that has what this decoder has.
+/// The family whose architecture matches this decoder.
 fn family_of(config: &DecoderConfig) -> &'static Family {
     if config.qk_norm {
         &QWEN3
@@ -325,7 +324,7 @@ mod tests {
     fn read(changes: Value) -> Result<DecoderConfig, String> {
         let mut config = base();
         let (Value::Object(map), Value::Object(changes)) = (&mut config, changes) else {
-            panic!("the test gives objects")
+            panic!("the test passes objects")
         };
         map.extend(changes);
         let settings = Settings {
@@ -354,30 +353,30 @@ mod tests {
 
     #[test]
     fn families_differ_in_biases_and_norms() {
-        let told = |changes| {
+        let traits = |changes| {
             let c = read(changes).unwrap();
             (c.qkv_bias, c.output_bias, c.mlp_bias, c.qk_norm)
         };
         assert_eq!(
-            told(json!({"model_type": "smollm"})),
+            traits(json!({"model_type": "smollm"})),
             (false, false, false, false)
         );
         assert_eq!(
-            told(json!({"attention_bias": true, "mlp_bias": true})),
+            traits(json!({"attention_bias": true, "mlp_bias": true})),
             (true, true, true, false)
         );
         assert_eq!(
-            told(json!({"model_type": "qwen2"})),
+            traits(json!({"model_type": "qwen2"})),
             (true, false, false, false)
         );
         assert_eq!(
-            told(json!({"model_type": "qwen3"})),
+            traits(json!({"model_type": "qwen3"})),
             (false, false, false, true)
         );
     }
 
     #[test]
-    fn both_spellings_of_rotary_settings_agree() {
+    fn old_and_new_names_of_rotary_settings_agree() {
         let old = json!({
             "rope_theta": 500000.0,
             "rope_scaling": {"type": "linear", "factor": 4.0},
@@ -410,7 +409,7 @@ mod tests {
 
     #[test]
     fn yarn_is_read_as_transformers_reads_it() {
-        // As the cards of Qwen2.5 and Qwen3 have it.
+        // As in the model cards of Qwen2.5 and Qwen3.
         let card = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});
         let config = read(json!({"rope_scaling": card})).unwrap();
         let yarn = |factor: f64, magnitude, original_context| RopeScaling::Yarn {
@@ -424,10 +423,10 @@ mod tests {
         let magnitude = 0.1 * 4f64.ln() + 1.0;
         assert_eq!(config.rope.scaling, yarn(4.0, magnitude, 32));
         assert_eq!(config.max_tokens, 128);
-        let told = json!({
+        let explicit = json!({
             "rope_type": "yarn", "factor": 2.0, "attention_factor": 0.5, "mscale": 2.0, "truncate": true,
         });
-        let scaling = read(json!({"rope_parameters": told})).unwrap().rope.scaling;
+        let scaling = read(json!({"rope_parameters": explicit})).unwrap().rope.scaling;
         assert_eq!(scaling, yarn(2.0, 0.5, 64));
         let scales =
             json!({"rope_type": "yarn", "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 1.0});
@@ -455,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn a_declared_but_unused_sliding_window_is_fine() {
+    fn a_declared_but_unused_sliding_window_is_accepted() {
         let window = |changes: Value| read(changes).map(|_| ());
         let declared = json!({"sliding_window": 8, "use_sliding_window": false});
         assert_eq!(window(declared), Ok(()));
@@ -468,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_decoder_cannot_do_is_refused() {
+    fn unsupported_settings_are_refused() {
         check_refused(
             json!({"sliding_window": 8, "use_sliding_window": true, "max_window_layers": 1}),
             "layers attend to a sliding window of 8 tokens (`sliding_window`); only full attention is supported",
@@ -495,12 +494,12 @@ mod tests {
         );
         check_refused(
             json!({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
-            "`partial_rotary_factor` is 0.5; only whole heads are rotated",
+            "`partial_rotary_factor` is 0.5; only rotation of complete heads is supported",
         );
     }
 
     #[test]
-    fn nonsense_is_refused_by_name() {
+    fn invalid_settings_are_refused_by_name() {
         check_refused(
             json!({"num_key_value_heads": 3}),
             "`num_attention_heads` (4) must be a multiple of `num_key_value_heads` (3)",
@@ -520,8 +519,7 @@ mod tests {
         check_refused(json!({"vocab_size": null}), "`vocab_size` is missing");
         check_refused(
             json!({"rope_scaling": {"type": "yarn", "factor": 1e30}}),
-            "rotary scaling stretches the context to 18446744073709551615 tokens by its `factor`, but at most 1073741824 \
-             is read",
+            "the `factor` of rotary scaling extends the context to 18446744073709551615 tokens, but the limit is 1073741824",
         );
         check_refused(
             json!({"rope_scaling": {"type": "linear"}}),
@@ -534,18 +532,18 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_no_model_has_are_refused_and_those_below_leave_no_product_of_64_bits() {
+    fn oversized_values_are_refused_and_smaller_ones_overflow_no_product() {
         for (name, most) in SIZES {
             for size in [most as u64 + 1, u64::MAX] {
-                let told = format!(
-                    "`{name}` is {size}, but at most {most} is read: no model is so large, so the file is probably damaged"
+                let reason = format!(
+                "`{name}` is {size}, but the limit is {most}: no model is that large, so the file is probably damaged"
                 );
-                check_refused(json!({ name: size }), &told);
+                check_refused(json!({ name: size }), &reason);
             }
         }
         check_refused(
             serde_json::from_str(r#"{"num_hidden_layers": 18446744073709551616}"#).unwrap(),
-            "`num_hidden_layers` is 1.8446744073709552e+19, but at most 4096 is read: no model is so large, so the file is \
+            "`num_hidden_layers` is 1.8446744073709552e+19, but the limit is 4096: no model is that large, so the file is \
              probably damaged",
         );
         let all = SIZES.map(|(name, most)| (name.to_owned(), json!(most)));
@@ -562,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn other_families_are_told_which_are_supported() {
+    fn unknown_families_are_refused_with_the_supported_ones() {
         insta::assert_snapshot!(
             read(json!({"model_type": "mistral"})).unwrap_err(),
             @"`config.json`: model_type `mistral` is not supported; supported: llama, qwen2, qwen3, smollm"

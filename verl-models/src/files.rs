@@ -1,4 +1,4 @@
-//! Files of model folders and data sets: what a file is instead of what its name promises, and how files are written.
+//! Files of model folders and data sets: detects files that are not what their name says, and writes files.
 
 use std::collections::HashMap;
 use std::fmt::Display;
@@ -9,12 +9,12 @@ use std::path::Path;
 use safetensors::{SafeTensorError, View};
 use serde_json::{Map, Value};
 
-/// How a pointer of Git LFS begins.
+/// The start of a Git LFS pointer.
 const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 /// The byte-order mark of UTF-8.
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// Why a file that begins with `bytes` is not the file that its name promises; `None` where nothing speaks against it.
+/// Why a file that starts with `bytes` is not the file that its name says; `None` if nothing suggests so.
 ///
 /// ```
 /// use verl_models::files::stand_in;
@@ -30,7 +30,7 @@ pub fn stand_in(bytes: &[u8]) -> Option<&'static str> {
         .then_some("it is a Git LFS pointer, not the file; run `git lfs pull` in its folder")
 }
 
-/// [`stand_in`] of the file at `path`; `None` too where it cannot be read.
+/// [`stand_in`] of the file at `path`; also `None` if it cannot be read.
 pub fn stand_in_at(path: &Path) -> Option<&'static str> {
     let mut start = Vec::new();
     let file = File::open(path).ok()?;
@@ -49,7 +49,7 @@ pub(crate) fn without_bom(mut bytes: Vec<u8>) -> Vec<u8> {
 /// A text file's content.
 ///
 /// # Errors
-/// What it is instead of UTF-8 text.
+/// Why it is not UTF-8 text.
 pub(crate) fn text(bytes: &[u8]) -> Result<&str, String> {
     if let Some(reason) = stand_in(bytes) {
         return Err(reason.to_owned());
@@ -61,24 +61,24 @@ pub(crate) fn text(bytes: &[u8]) -> Result<&str, String> {
     std::str::from_utf8(bytes).map_err(|e| format!("invalid UTF-8 at byte {}", e.valid_up_to()))
 }
 
-/// The JSON object in a file's bytes. A byte-order mark is passed over.
+/// The JSON object in a file's bytes. A byte-order mark is skipped.
 ///
 /// # Errors
-/// What it is instead.
+/// Why it is not a JSON object.
 pub(crate) fn json_object(bytes: &[u8]) -> Result<Map<String, Value>, String> {
     match serde_json::from_str(text(bytes)?) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err("it does not hold a JSON object".to_owned()),
+        Ok(_) => Err("it does not contain a JSON object".to_owned()),
         Err(_) if bytes.is_empty() => Err("it is empty".to_owned()),
         Err(error) => Err(format!("malformed JSON: {error}")),
     }
 }
 
-/// Writes tensors as [`safetensors::serialize_to_file`] does, with the mode that any new file gets: that function goes
-/// through a temporary file, which its owner alone may read.
+/// Writes tensors like [`safetensors::serialize_to_file`], but with the default mode of new files: that function writes
+/// through a temporary file that only its owner may read.
 ///
 /// # Errors
-/// A file that cannot be written.
+/// The file cannot be written.
 pub(crate) fn write_safetensors<S, V>(
     tensors: impl IntoIterator<Item = (S, V)>,
     metadata: HashMap<String, String>,
@@ -95,14 +95,14 @@ where
     };
     let written = safetensors::serialize_to_file(tensors, Some(metadata), path);
     if written.is_err() && is_new {
-        // The error of writing is what matters.
+        // Only the error of writing matters.
         let _ = fs::remove_file(path);
     }
     written?;
     Ok(fs::set_permissions(path, permissions)?)
 }
 
-/// Copies a file's content, and nothing of its mode: what is copied from a read-only folder can be written again.
+/// Copies a file's content without its mode, so that copies from a read-only folder are writable.
 ///
 /// # Errors
 /// As [`fs::copy`].
@@ -115,14 +115,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_text_file_is_instead_is_reported() {
+    fn files_that_are_not_json_text_are_reported() {
         let refused = |bytes: &[u8]| json_object(bytes).unwrap_err();
         assert_eq!(
             json_object(b"\xef\xbb\xbf{\"a\": 1}").unwrap()["a"],
             Value::from(1)
         );
         assert_eq!(refused(b""), "it is empty");
-        assert_eq!(refused(b"[]"), "it does not hold a JSON object");
+        assert_eq!(refused(b"[]"), "it does not contain a JSON object");
         assert_eq!(
             refused(b"\xff\xfe{\0}\0"),
             "it is UTF-16 text; save it as UTF-8"
@@ -139,7 +139,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn written_tensors_have_the_mode_of_any_file_of_the_folder() {
+    fn written_tensors_have_the_default_file_mode() {
         use safetensors::tensor::TensorView;
         use std::os::unix::fs::PermissionsExt;
 
@@ -157,11 +157,11 @@ mod tests {
         fs::write(dir.path().join("plain"), "").unwrap();
         write();
         assert_eq!(mode("model.safetensors"), mode("plain"));
-        // A file that is there keeps the mode that it was given.
+        // An existing file keeps its mode.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
         write();
         assert_eq!(mode("model.safetensors"), 0o640);
-        // A copy has none of the mode of what it is a copy of.
+        // A copy does not inherit the mode of its source.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o400)).unwrap();
         copy_content(&path, &dir.path().join("copy")).unwrap();
         assert_eq!(mode("copy"), mode("plain"));

@@ -1,9 +1,10 @@
-//! GGUF files into Hugging Face folders: weights dequantised and renamed, configuration and tokenizer rebuilt from
-//! the metadata.
+//! Converts GGUF files to Hugging Face folders: dequantises and renames the weights, and rebuilds configuration and
+//! tokenizer from the metadata.
 //!
-//! Architectures `llama` (Llama, SmolLM2, Mistral-like), `qwen2` and `qwen3`; every tensor type that
-//! `candle_core::quantized` reads (F32, F16, BF16, Q4_0 to Q8_1, the K-quants). llama.cpp stores the query and key
-//! rows of `llama` in another order than the checkpoints (rotary pairs as neighbours instead of halves); that is undone.
+//! Supports the architectures `llama` (Llama, SmolLM2, Mistral-like), `qwen2` and `qwen3`, and every tensor type that
+//! `candle_core::quantized` reads (F32, F16, BF16, Q4_0 to Q8_1, the K-quants). llama.cpp stores the query and key rows
+//! of `llama` in a different order than the checkpoints (rotary pairs as neighbours instead of halves); the import
+//! restores the checkpoint order.
 
 mod alignment;
 mod config;
@@ -29,11 +30,11 @@ use crate::hf::LoadError;
 use crate::hf::config::Settings;
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
-/// What can go wrong while a GGUF file is imported; nothing is left behind.
+/// Errors of importing a GGUF file; a failed import leaves no files.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GgufError {
-    /// A file that is missing, truncated or no GGUF.
+    /// A file that is missing, truncated or not GGUF.
     #[error("cannot read `{path}`: {reason}")]
     Read {
         /// The file.
@@ -41,7 +42,7 @@ pub enum GgufError {
         /// Why.
         reason: String,
     },
-    /// Metadata that is missing or of another type than expected.
+    /// Metadata that is missing or has an unexpected type.
     #[error("metadata `{key}` {reason}")]
     Metadata {
         /// Its key.
@@ -49,18 +50,18 @@ pub enum GgufError {
         /// What is wrong.
         reason: String,
     },
-    /// Something that this import does not know.
-    #[error("{what} `{found}` is not supported; known are {known}")]
+    /// A feature that the import does not support.
+    #[error("{what} `{found}` is not supported; supported: {known}")]
     Unsupported {
         /// Architecture, pre-tokenizer, rope scaling.
         what: &'static str,
         /// What the file has.
         found: String,
-        /// What is known.
+        /// What is supported.
         known: String,
     },
-    /// Tensors without a place in the model.
-    #[error("the file holds tensors that `{architecture}` does not have: {names}")]
+    /// Tensors that the model does not have.
+    #[error("the file contains tensors that `{architecture}` does not have: {names}")]
     UnknownTensors {
         /// Architecture of the file.
         architecture: String,
@@ -76,17 +77,17 @@ pub enum GgufError {
         names: String,
     },
     /// A tensor whose shape does not agree with the metadata.
-    #[error("tensor `{name}` has shape {found:?}, but the metadata say {wanted:?}")]
+    #[error("tensor `{name}` has shape {found:?}, but the metadata require {wanted:?}")]
     Shape {
         /// The tensor's name in the file.
         name: String,
         /// Its shape.
         found: Vec<usize>,
-        /// What the metadata say.
+        /// The shape that follows from the metadata.
         wanted: Vec<usize>,
     },
-    /// A value that is not finite, or does not fit the type asked for.
-    #[error("tensor `{name}` holds {value} at {index}, which {dtype} cannot hold")]
+    /// A value that is not finite or that the requested type cannot represent.
+    #[error("tensor `{name}` contains {value} at index {index}, which {dtype} cannot represent")]
     Value {
         /// The tensor's name in the file.
         name: String,
@@ -94,11 +95,11 @@ pub enum GgufError {
         value: f32,
         /// Its position.
         index: usize,
-        /// The type asked for.
+        /// The requested type.
         dtype: WeightType,
     },
-    /// A folder that exists already.
-    #[error("`{folder}` exists; an import never overwrites")]
+    /// A folder that already exists.
+    #[error("`{folder}` already exists; an import never overwrites a folder")]
     Exists {
         /// The folder.
         folder: String,
@@ -111,7 +112,7 @@ pub enum GgufError {
         /// Why.
         reason: String,
     },
-    /// Metadata that make a config.json which no model can be loaded by.
+    /// Metadata from which no loadable config.json can be made.
     #[error("the metadata describe a model that does not load: {0}")]
     Config(#[from] LoadError),
     /// The rebuilt tokenizer does not load.
@@ -161,7 +162,7 @@ pub struct ImportReport {
     pub vocab_size: usize,
     /// Ids that end a sequence.
     pub eos_ids: Vec<u32>,
-    /// What there is to know about the chat template: `None` if the file holds none, otherwise whether it compiles.
+    /// The chat template: `None` if the file has none, otherwise whether it compiles.
     pub chat_template: Option<Result<(), String>>,
 }
 
@@ -197,8 +198,8 @@ impl fmt::Display for ImportReport {
 /// Writes the model in `file` as a Hugging Face folder: `config.json`, `generation_config.json`,
 /// `model.safetensors`, `tokenizer.json`, `tokenizer_config.json`.
 ///
-/// The folder is written under another name, loaded once to see that the tokenizer works, and renamed. The weights
-/// are held in memory in their written format meanwhile.
+/// The folder is written under a temporary name, its tokenizer is loaded once as a check, and it is renamed. Meanwhile
+/// the weights stay in memory in their output format.
 ///
 /// # Errors
 /// [`GgufError`]; `folder` exists only after success.
@@ -223,7 +224,7 @@ pub fn import(
     if alignment::is_zero(&mut reader) {
         return Err(GgufError::Metadata {
             key: "general.alignment".to_owned(),
-            reason: "is 0, but tensors begin at multiples of it; the file is damaged".to_owned(),
+            reason: "is 0, but tensors start at multiples of it; the file is damaged".to_owned(),
         });
     }
     reader.rewind().map_err(|e| read_error(e.to_string()))?;
@@ -269,7 +270,7 @@ pub fn import(
             return Err(GgufError::Metadata {
                 key: "tokenizer.ggml.tokens".to_owned(),
                 reason: format!(
-                    "holds {} tokens, but the embedding has {} rows",
+                    "has {} tokens, but the embedding has {} rows",
                     tokenizer.vocab_size(),
                     model.vocab_size
                 ),
@@ -302,7 +303,7 @@ pub fn import(
     written
 }
 
-/// A neighbour of `folder` on the same file system.
+/// A temporary name next to `folder`, on the same file system.
 fn staged_name(folder: &Path) -> PathBuf {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     folder.with_file_name(format!(".{name}.unfinished-{}", std::process::id()))
@@ -341,7 +342,7 @@ impl Metadata<'_> {
         match self.get(key) {
             None => Ok(None),
             Some(GgufValue::String(text)) => Ok(Some(text)),
-            Some(other) => Err(Self::wrong(key, other, "a text")),
+            Some(other) => Err(Self::wrong(key, other, "a string")),
         }
     }
 
@@ -355,7 +356,7 @@ impl Metadata<'_> {
             .ok_or_else(|| Self::wrong(key, value, "a count"))
     }
 
-    /// A count of at most `largest`, which sizes memory.
+    /// A count of at most `largest`, from which memory is allocated.
     fn size(&self, key: &str, largest: usize) -> Result<Option<usize>, GgufError> {
         let size = self.count(key)?;
         if let Some(size) = size {
@@ -372,7 +373,7 @@ impl Metadata<'_> {
         }
     }
 
-    /// A token id; −1, also as the 32 bits of an unsigned number, means none, as in llama.cpp.
+    /// A token id; as in llama.cpp, −1 means none, also as an unsigned 32-bit number.
     fn token_id(&self, key: &str) -> Result<Option<u32>, GgufError> {
         let Some(value) = self.get(key) else {
             return Ok(None);
@@ -394,7 +395,7 @@ impl Metadata<'_> {
         }
     }
 
-    /// A float; f32 values become the shortest decimal that means them (`1e-5`, not `9.999999747e-6`).
+    /// A float; f32 values become their shortest decimal (`1e-5`, not `9.999999747e-6`).
     fn float(&self, key: &str) -> Result<Option<f64>, GgufError> {
         match self.get(key) {
             None => Ok(None),
@@ -414,7 +415,7 @@ impl Metadata<'_> {
             Some(GgufValue::Array(items)) => items
                 .iter()
                 .map(|value| {
-                    item(value).ok_or_else(|| Self::wrong(key, value, "of the type of the list"))
+                    item(value).ok_or_else(|| Self::wrong(key, value, "the element type of the list"))
                 })
                 .collect::<Result<Vec<T>, _>>()
                 .map(Some),
@@ -431,7 +432,7 @@ fn refuse_above(key: &str, size: usize, largest: usize) -> Result<(), GgufError>
     Err(GgufError::Metadata {
         key: key.to_owned(),
         reason: format!(
-            "is {size}, but at most {largest} is read: no model is so large, so the file is probably damaged"
+            "is {size}, but the limit is {largest}: no model is that large, so the file is probably damaged"
         ),
     })
 }
@@ -454,7 +455,7 @@ fn shortest(x: f32) -> f64 {
     x.to_string().parse().unwrap_or(f64::from(x))
 }
 
-/// Object with the entries whose value is there.
+/// An object of the entries that have a value.
 fn object<const N: usize>(entries: [(&str, Option<Value>); N]) -> Map<String, Value> {
     entries
         .into_iter()

@@ -1,17 +1,17 @@
-//! The text of one kernel out of a CUDA C++ file that holds several.
+//! Extracts the text of one kernel from a CUDA C++ file that contains several.
 //!
-//! NVRTC compiles every `extern "C" __global__` function of what it is given, and each kernel is compiled by itself. So
-//! a file of five kernels would be compiled five times as a whole; [`one_entry`] leaves the one that is wanted. What is
-//! taken out leaves its line ends behind, so that the compiler's line numbers are those of the file.
+//! NVRTC compiles every `extern "C" __global__` function of its input, and each kernel is compiled separately, so a
+//! file of five kernels would be compiled completely five times. [`one_entry`] removes all kernels but one. Line ends
+//! of the removed text stay, so that the compiler's line numbers match the file.
 
 use std::ops::Range;
 
 const MARK: &str = "extern \"C\" __global__";
 
-/// `text` without the definitions of other kernels than `entry`.
+/// `text` without the definitions of kernels other than `entry`.
 ///
-/// Of a kernel that is defined several times, under conditions of the preprocessor, all definitions stay. A definition
-/// stays too where it cannot be told apart: where braces or conditions begun in it end elsewhere.
+/// If a kernel has several definitions under preprocessor conditions, all of them stay. A definition that cannot be
+/// isolated stays too: one in which a brace or condition is opened but not closed.
 pub(crate) fn one_entry(text: &str, entry: &str) -> String {
     let code = blanked(text);
     let mut kept = String::with_capacity(text.len());
@@ -22,7 +22,7 @@ pub(crate) fn one_entry(text: &str, entry: &str) -> String {
         let Some(kernel) = definition(&code, found) else {
             continue;
         };
-        if &text[kernel.name] != entry && whole_conditions(&code[found..kernel.end]) {
+        if &text[kernel.name] != entry && conditions_are_closed(&code[found..kernel.end]) {
             kept.push_str(&text[from..found]);
             kept.extend(text[found..kernel.end].chars().filter(|c| *c == '\n'));
             from = kernel.end;
@@ -33,13 +33,13 @@ pub(crate) fn one_entry(text: &str, entry: &str) -> String {
     kept
 }
 
-/// Where the name of a kernel stands and where its body ends.
+/// The position of a kernel's name, and the end of its body.
 struct Definition {
     name: Range<usize>,
     end: usize,
 }
 
-/// The definition that begins at `start`; none for a declaration.
+/// The definition that starts at `start`; `None` for a declaration.
 fn definition(code: &[u8], start: usize) -> Option<Definition> {
     let mut at = start + MARK.len();
     let name = loop {
@@ -49,8 +49,7 @@ fn definition(code: &[u8], start: usize) -> Option<Definition> {
             .rposition(|byte| !byte.is_ascii_whitespace())?
             + 1;
         let word = code[..word_end].iter().rposition(|byte| !is_word(*byte))? + 1;
-        // Attributes such as `__launch_bounds__(256)` begin like this, and conditions of the preprocessor may stand
-        // around them.
+        // Attributes such as `__launch_bounds__(256)` start with `__`, and may be enclosed in preprocessor conditions.
         let first_of_line = code[..word].iter().rposition(|byte| *byte == b'\n')? + 1;
         let directive = code[first_of_line..word].trim_ascii_start().first() == Some(&b'#');
         if !code[word..].starts_with(b"__") && !directive && word < word_end {
@@ -59,9 +58,9 @@ fn definition(code: &[u8], start: usize) -> Option<Definition> {
         at = matching(code, open)? + 1;
     };
     let open = name.end + code[name.end..].iter().position(|byte| *byte == b'(')?;
-    let behind = matching(code, open)? + 1;
-    let body = behind
-        + code[behind..]
+    let after = matching(code, open)? + 1;
+    let body = after
+        + code[after..]
             .iter()
             .position(|byte| !byte.is_ascii_whitespace())?;
     if code[body] != b'{' {
@@ -71,7 +70,7 @@ fn definition(code: &[u8], start: usize) -> Option<Definition> {
     Some(Definition { name, end })
 }
 
-/// Where the bracket at `open` is closed.
+/// The position of the bracket that closes the one at `open`.
 fn matching(code: &[u8], open: usize) -> Option<usize> {
     let mut depth = 0_usize;
     for (at, byte) in code.iter().enumerate().skip(open) {
@@ -89,8 +88,8 @@ fn matching(code: &[u8], open: usize) -> Option<usize> {
     None
 }
 
-/// Whether every condition of the preprocessor that begins in `code` ends there, and no other does.
-fn whole_conditions(code: &[u8]) -> bool {
+/// Whether every preprocessor condition that starts in `code` also ends there, and no other ends there.
+fn conditions_are_closed(code: &[u8]) -> bool {
     let mut depth = 0_i32;
     for line in code.split(|byte| *byte == b'\n') {
         let Some(directive) = line.trim_ascii_start().strip_prefix(b"#") else {
@@ -111,7 +110,7 @@ fn whole_conditions(code: &[u8]) -> bool {
     depth == 0
 }
 
-/// The bytes of `text` with blanks in the place of comments and of what stands between quotes; `extern "C"` stays.
+/// The bytes of `text` with comments and quoted text replaced by blanks; `extern "C"` stays.
 fn blanked(text: &str) -> Vec<u8> {
     let mut code = text.as_bytes().to_vec();
     let mut at = 0;
@@ -140,7 +139,7 @@ fn blanked(text: &str) -> Vec<u8> {
     code
 }
 
-/// Bytes from a quote to behind the next one of its kind that no backslash stands before.
+/// Bytes from a quote up to and including the next unescaped quote of the same kind.
 fn quoted(rest: &[u8]) -> usize {
     let mut at = 1;
     while at < rest.len() && rest[at] != rest[0] {
@@ -204,7 +203,7 @@ extern \"C\" __global__ void second(const T* x) { }
 ";
 
     #[test]
-    fn the_others_are_taken_out_and_lines_stay_where_they_are() {
+    fn other_kernels_are_removed_and_line_numbers_stay() {
         assert_eq!(entries(TWO), ["first", "second", "second"]);
         let first = one_entry(TWO, "first");
         assert_eq!(entries(&first), ["first"]);
@@ -222,7 +221,7 @@ extern \"C\" __global__ void second(const T* x) { }
     }
 
     #[test]
-    fn what_cannot_be_told_apart_stays() {
+    fn definitions_that_cannot_be_isolated_stay() {
         for text in [
             "extern \"C\" __global__ void declared(int x);\n",
             "extern \"C\" __global__ void open(int x) { if (x) {\n",
@@ -232,9 +231,9 @@ extern \"C\" __global__ void second(const T* x) { }
         }
     }
 
-    /// The kernel of all layers stands behind others, of which it uses what is no kernel.
+    /// The kernel of all layers follows other files, from which it uses only the functions that are not kernels.
     #[test]
-    fn the_kernel_of_all_layers_leaves_no_kernel_of_attention() {
+    fn the_kernel_of_all_layers_is_extracted_without_attention_kernels() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels/cuda");
         let files = [
             "gemm_tile.cuh",
@@ -254,9 +253,9 @@ extern \"C\" __global__ void second(const T* x) { }
         assert_eq!(alone.lines().count(), joined.lines().count());
     }
 
-    /// Every kernel of the tree can be had alone, with everything that is no kernel around it.
+    /// Every kernel of the tree can be extracted, together with everything around it that is not a kernel.
     #[test]
-    fn every_kernel_of_every_file_can_be_had_alone() {
+    fn every_kernel_of_every_file_can_be_extracted() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels/cuda");
         let mut found = 0;
         for file in fs::read_dir(folder).unwrap() {

@@ -1,27 +1,27 @@
-//! Sixteen f32 numbers in vector registers, for loops that the compiler does not vectorise by itself.
+//! Sixteen f32 numbers in vector registers, for loops that the compiler does not vectorise on its own.
 //!
-//! A [`Kernel`] is written once over [`Lanes`] and compiled for the widest registers that the machine has. Lanes never
-//! mix, and products are fused with their additions on every machine, so that its bits do not depend on the machine.
+//! A [`Kernel`] is written once over [`Lanes`] and compiled for the widest registers of the processor. Lanes never mix,
+//! and products are fused with their additions on every processor, so that its bits do not depend on the processor.
 
 use std::mem::MaybeUninit;
 
 use crate::registers::{self, Registers};
 use crate::vector::LANES;
 
-/// Numbers that are worked on side by side.
+/// Numbers that are processed in parallel.
 pub(crate) type Row = [f32; LANES];
 
 /// [`LANES`] numbers in registers.
 pub(crate) trait Lanes: Copy {
-    /// Whether all numbers lie in one register, of which there are 32; otherwise they take two of 16.
+    /// Whether all numbers fit in one register, of which there are 32; otherwise they take two of 16.
     const ARE_WIDE: bool;
     /// The same number in every lane.
     fn splat(x: f32) -> Self;
-    /// Numbers from memory.
+    /// Loads numbers from memory.
     fn load(x: &Row) -> Self;
-    /// Numbers to memory that may hold nothing yet.
+    /// Writes numbers to memory that may be uninitialised.
     fn write(self, to: &mut [MaybeUninit<f32>; LANES]);
-    /// Numbers to memory.
+    /// Stores numbers in memory.
     #[inline(always)]
     fn store(self, to: &mut Row) {
         self.write(unset(to));
@@ -32,41 +32,41 @@ pub(crate) trait Lanes: Copy {
     fn mul(self, b: Self) -> Self;
     /// self − b
     fn sub(self, b: Self) -> Self;
-    /// A block of a matrix, rows and columns exchanged.
+    /// Transposes a block of a matrix.
     #[inline(always)]
-    fn turn(rows: [&[f32; TURN]; TURN]) -> [[f32; TURN]; TURN] {
+    fn transpose(rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
         std::array::from_fn(|column| std::array::from_fn(|row| rows[row][column]))
     }
 }
 
-/// Rows and columns that [`Lanes::turn`] exchanges at a time.
-pub(crate) const TURN: usize = 8;
+/// Rows and columns that [`Lanes::transpose`] transposes at a time.
+pub(crate) const TRANSPOSE_SIZE: usize = 8;
 
-/// Numbers as memory that is written to.
+/// Initialised numbers as memory that is written to.
 #[inline(always)]
 fn unset(row: &mut Row) -> &mut [MaybeUninit<f32>; LANES] {
     let row: *mut Row = row;
     #[expect(
         unsafe_code,
-        reason = "same layout; `Lanes::write` writes numbers, so none becomes unset"
+        reason = "same layout; `Lanes::write` writes numbers, so none becomes uninitialised"
     )]
     unsafe {
         &mut *row.cast()
     }
 }
 
-/// Work that is compiled for each kind of registers. What it calls is marked `inline(always)`.
+/// Work that is compiled for each kind of registers. Functions that it calls are marked `inline(always)`.
 pub(crate) trait Kernel {
     /// Does the work.
     fn run<L: Lanes>(self);
 }
 
-/// Runs `kernel` with the registers that are used here.
+/// Runs `kernel` with the registers that the process uses.
 pub(crate) fn run(kernel: impl Kernel) {
     #[cfg(target_arch = "x86_64")]
     #[expect(
         unsafe_code,
-        reason = "`used` answers what was found on this processor"
+        reason = "`used` returns what was detected on this processor"
     )]
     match registers::used() {
         Registers::Avx512 => return unsafe { x86::with_avx512(kernel) },
@@ -76,7 +76,7 @@ pub(crate) fn run(kernel: impl Kernel) {
     kernel.run::<Plain>();
 }
 
-/// Lanes of a machine without known registers; on some the compiler finds them.
+/// Lanes without known registers; on some processors the compiler vectorises them.
 #[derive(Clone, Copy)]
 pub(crate) struct Plain(Row);
 
@@ -127,8 +127,8 @@ impl Lanes for Plain {
     }
 }
 
-/// Registers of x86-64. Their values are made in [`with_avx512`](x86::with_avx512) and [`with_avx2`](x86::with_avx2)
-/// alone, whose callers have found the features.
+/// Registers of x86-64. Their values are only made in [`with_avx512`](x86::with_avx512) and
+/// [`with_avx2`](x86::with_avx2), whose callers have detected the features.
 #[cfg(target_arch = "x86_64")]
 #[expect(
     unsafe_code,
@@ -144,7 +144,7 @@ mod x86 {
 
     use std::mem::MaybeUninit;
 
-    use super::{Kernel, LANES, Lanes, Row, TURN};
+    use super::{Kernel, LANES, Lanes, Row, TRANSPOSE_SIZE};
 
     #[target_feature(enable = "avx512f,avx2,fma")]
     pub(super) fn with_avx512(kernel: impl Kernel) {
@@ -194,8 +194,8 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn turn(rows: [&[f32; TURN]; TURN]) -> [[f32; TURN]; TURN] {
-            unsafe { turned(rows) }
+        fn transpose(rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
+            unsafe { transposed(rows) }
         }
     }
 
@@ -248,8 +248,8 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn turn(rows: [&[f32; TURN]; TURN]) -> [[f32; TURN]; TURN] {
-            unsafe { turned(rows) }
+        fn transpose(rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
+            unsafe { transposed(rows) }
         }
     }
 
@@ -257,9 +257,9 @@ mod x86 {
     /// The processor has AVX2.
     #[target_feature(enable = "avx2")]
     #[inline]
-    unsafe fn turned(rows: [&[f32; TURN]; TURN]) -> [[f32; TURN]; TURN] {
+    unsafe fn transposed(rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
         let row = |i: usize| unsafe { _mm256_loadu_ps(rows[i].as_ptr()) };
-        // Pairs, then fours, then halves of registers change places.
+        // Exchanges pairs, then fours, then halves of registers.
         let (a, b, c, d) = (row(0), row(1), row(2), row(3));
         let (e, f, g, h) = (row(4), row(5), row(6), row(7));
         let (ab, ba) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
@@ -294,7 +294,7 @@ mod x86 {
             _mm256_permute2f128_ps::<0x31>(q2, q6),
             _mm256_permute2f128_ps::<0x31>(q3, q7),
         ];
-        let mut out = [[0.0; TURN]; TURN];
+        let mut out = [[0.0; TRANSPOSE_SIZE]; TRANSPOSE_SIZE];
         for (out, column) in out.iter_mut().zip(columns) {
             unsafe { _mm256_storeu_ps(out.as_mut_ptr(), column) };
         }
@@ -327,24 +327,24 @@ mod tests {
         }
     }
 
-    /// A block turned by each kind of registers.
-    struct Turned<'a>(&'a [[f32; TURN]; TURN], &'a mut [[f32; TURN]; TURN]);
+    /// A block transposed by each kind of registers.
+    struct Transposed<'a>(&'a [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE], &'a mut [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]);
 
-    impl Kernel for Turned<'_> {
+    impl Kernel for Transposed<'_> {
         #[inline(always)]
         fn run<L: Lanes>(self) {
-            *self.1 = L::turn(self.0.each_ref());
+            *self.1 = L::transpose(self.0.each_ref());
         }
     }
 
     #[test]
-    fn a_block_is_turned() {
+    fn a_block_is_transposed() {
         let rows = std::array::from_fn(|i| std::array::from_fn(|j| (10 * i + j) as f32));
-        let expected: [[f32; TURN]; TURN] =
+        let expected: [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] =
             std::array::from_fn(|i| std::array::from_fn(|j| (10 * j + i) as f32));
-        let mut out = [[[0.0; TURN]; TURN]; 2];
-        Turned(&rows, &mut out[0]).run::<Plain>();
-        run(Turned(&rows, &mut out[1]));
+        let mut out = [[[0.0; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]; 2];
+        Transposed(&rows, &mut out[0]).run::<Plain>();
+        run(Transposed(&rows, &mut out[1]));
         assert_eq!(out, [expected; 2]);
     }
 
@@ -369,7 +369,7 @@ mod tests {
         assert_eq!(sample(&|kernel| run(kernel)), plain);
         #[cfg(target_arch = "x86_64")]
         if registers::found() != Registers::Plain {
-            #[expect(unsafe_code, reason = "wider registers were just found")]
+            #[expect(unsafe_code, reason = "wider registers were just detected")]
             let narrow = sample(&|kernel| unsafe { x86::with_avx2(kernel) });
             assert_eq!(narrow, plain);
         }

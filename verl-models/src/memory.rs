@@ -1,9 +1,9 @@
-//! What a decoder takes on its device beside weights and optimiser state, in bytes: an upper estimate from its config.
+//! Bytes that a decoder needs on its device besides weights and optimiser state: an upper estimate from its config.
 //!
-//! Measured against it, on an NVIDIA H200: a decoder of 24 layers, width 896, 14 query heads over 2 key heads of 64,
-//! feed-forward 4,864, vocabulary 151,936, in bf16 with f32 masters, trained on 8 × 1,024 tokens in one micro-batch, held
-//! 21.0 GB at most, and 13.5 GB with recomputation. The estimates are 21.8 and 14.4 GB: they count the sums of gradients
-//! (2.0 GB) as if they were there before the backward pass, as they are from the second micro-batch on.
+//! For comparison, on an NVIDIA H200 a decoder of 24 layers, width 896, 14 query heads over 2 key heads of 64,
+//! feed-forward 4,864, vocabulary 151,936, in bf16 with f32 masters, trained on 8 × 1,024 tokens in one micro-batch,
+//! used at most 21.0 GB, and 13.5 GB with recomputation. The estimates are 21.8 and 14.4 GB: they assume that the sums
+//! of gradients (2.0 GB) exist before the backward pass, which is true from the second micro-batch on.
 
 use burn::tensor::DType;
 
@@ -13,72 +13,72 @@ use crate::policy::TRAIN_CHUNK;
 use crate::rollout::batched::MAX_ROWS;
 use crate::rows::CallLimits;
 
-/// Most bytes of logits that the kernels of a GPU have in memory at once, where `TRAIN_CHUNK` tokens take no more.
+/// Maximum bytes of logits that GPU kernels have in memory at once, unless `TRAIN_CHUNK` tokens take more.
 pub(crate) const LOGIT_BYTES: usize = 768 << 20;
 
-/// Most bytes of logits that a GPU keeps from a forward for a backward pass.
+/// Maximum bytes of logits that a GPU keeps from the forward for the backward pass.
 pub(crate) const KEPT_LOGIT_BYTES: usize = 3 << 30;
 
-/// Rows that buffers of a rollout have on a GPU: a power of two between these.
+/// Minimum and maximum rows of a rollout's buffers on a GPU; the number is a power of two.
 const GPU_ROWS: [usize; 2] = [16, 512];
 
-/// Share of a GPU's memory that keys and values of a rollout may take, at least [`GPU_ROWS`]`[0]` rows of them.
+/// Share of a GPU's memory that keys and values of a rollout may take; at least [`GPU_ROWS`]`[0]` rows are kept.
 pub(crate) const CACHE_SHARE: f64 = 0.4;
 
-/// Bytes of a decoder's work.
+/// Working memory of a decoder, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Footprint {
-    /// Keys and values of a token of a rollout.
+    /// Keys and values per token of a rollout.
     pub cache_per_token: u64,
-    /// Least and most rows of a rollout's buffers, powers of two.
+    /// Minimum and maximum rows of a rollout's buffers, powers of two.
     pub cache_rows: [usize; 2],
-    /// Share of the device's memory that the cache may take; with less room than it would like it has fewer rows.
+    /// Share of the device's memory that the cache may take; if that is too little, the cache has fewer rows.
     pub cache_share: Option<f64>,
-    /// What a forward pass keeps of a token for the backward pass.
+    /// Bytes per token that the forward pass keeps for the backward pass.
     pub kept_per_token: u64,
-    /// What a token takes in the layer at work, in either pass.
+    /// Bytes per token in the layer being computed, in either pass.
     pub layer_per_token: u64,
-    /// Tokens of a call without gradient, about; a longer row is a call of its own.
+    /// Approximate tokens per call without gradient; a longer row is a separate call.
     pub call_tokens: usize,
-    /// Logits that are there at once, and in training what the head's gradient takes beside its sum.
+    /// Logits in memory at once and, in training, the head's gradient in addition to its sum.
     pub logits: u64,
-    /// Logits of a token that training keeps for the backward pass.
+    /// Logits per token that training keeps for the backward pass.
     pub kept_logits_per_token: u64,
-    /// All of them at most; those of more tokens are computed again, a chunk at a time.
+    /// Maximum of these in total; logits of further tokens are recomputed, a chunk at a time.
     pub kept_logits: u64,
     /// Copies of weights that training keeps for the backward pass.
     pub copies: u64,
 }
 
-/// What a decoder is used for, and where.
+/// How and where a decoder is used.
 #[derive(Debug, Clone, Copy)]
 pub struct Usage<'a> {
     /// Type of the weights.
     pub dtype: DType,
     /// Name of the device.
     pub device: &'a str,
-    /// Whether it has logits; a model of values has none.
+    /// Whether logits are computed; a value model has none.
     pub scores_tokens: bool,
-    /// Whether the backward pass computes the insides of layers again.
+    /// Whether the backward pass recomputes the activations inside layers.
     pub recompute: bool,
 }
 
 /// The footprint of a decoder.
 ///
-/// With `b` bytes an element, `D` width, `I` feed-forward, `H`/`K` query/key heads of width `Dh`, `L` layers, `V`
-/// vocabulary and `C` tokens of a chunk of logits:
+/// With `b` bytes per element, `D` width, `I` feed-forward, `H`/`K` query/key heads of width `Dh`, `L` layers, `V`
+/// vocabulary and `C` tokens per chunk of logits:
 ///
-/// - cache, a token: 2 L K Dh b
-/// - kept, a token: L (b (4 D + 2 H Dh + 2 K Dh + 3 I) + 4 (2 + H)) + 2 b D. A layer keeps the inputs of its two norms and
-///   what they give, turned queries and keys, values, what attention gives, gate, up, and their product; and in f32 a scale
-///   of each norm and a log-sum of each head. With norms on heads, those keep b (H + K) Dh + 4 (H + K) more. The last
-///   norm keeps its input and what it gives. With recomputation a layer keeps 2 b D, the inputs of its halves.
-/// - layer, a token: b (4 D + 2 H Dh + 2 K Dh + 3 I), the gradients of all that; with recomputation twice as much
-/// - logits: on a GPU max(C V b, 768 MiB) at most; on the CPU, where operations are composed, 4 · 4 C V. And (b + 4) V D,
-///   the head's own gradient and the embedding's before they are summed.
-/// - kept logits: on a GPU V b a token, as long as that is 3 GiB at most
-/// - copies: on a GPU b D (H Dh + 2 K Dh + 2 I) a layer, as the projections of a half are multiplied as one matrix; with
-///   recomputation of one layer
+/// - cache, per token: 2 L K Dh b
+/// - kept, per token: L (b (4 D + 2 H Dh + 2 K Dh + 3 I) + 4 (2 + H)) + 2 b D. A layer keeps the inputs and outputs of
+///   its two norms, rotated queries and keys, values, the output of attention, gate, up, and their product; and in f32
+///   a scale per norm and a log-sum per head. Norms on heads keep b (H + K) Dh + 4 (H + K) more. The last norm keeps
+///   its input and output. With recomputation a layer keeps 2 b D, the inputs of its halves.
+/// - layer, per token: b (4 D + 2 H Dh + 2 K Dh + 3 I), the gradients of all these; twice as much with recomputation
+/// - logits: on a GPU at most max(C V b, 768 MiB); on the CPU, where operations are composed, 4 · 4 C V. Plus (b + 4) V
+///   D, the gradients of the head and of the embedding before they are summed.
+/// - kept logits: on a GPU V b per token, up to 3 GiB
+/// - copies: on a GPU b D (H Dh + 2 K Dh + 2 I) per layer, because the projections of a half are multiplied as one
+///   matrix; with recomputation, only for one layer
 ///
 /// ```
 /// use burn::tensor::DType;
@@ -89,7 +89,7 @@ pub struct Usage<'a> {
 /// let usage = Usage { dtype: DType::BF16, device: "cuda:0", scores_tokens: true, recompute: false };
 /// let taken = footprint(&config, usage);
 /// assert_eq!(taken.cache_per_token, 2 * 24 * 2 * 64 * 2);
-/// // Just below 1 MB a token; a tenth of it with recomputation.
+/// // Just below 1 MB per token; a tenth of that with recomputation.
 /// assert_eq!(taken.kept_per_token, 975_872);
 /// let taken = footprint(&config, Usage { recompute: true, ..usage });
 /// assert_eq!(taken.kept_per_token, 89_600);
@@ -189,23 +189,23 @@ mod tests {
     };
 
     #[test]
-    fn the_estimate_is_a_little_above_what_was_measured() {
+    fn the_estimate_is_slightly_above_the_measurement() {
         for (recompute, measured) in [(false, 21.0e9), (true, 13.54e9)] {
             let taken = footprint(&qwen(), Usage { recompute, ..GPU });
             let parameters = 494_032_768;
             // Weights, masters, two moments, gradients.
-            let held = parameters * (2 + 4 + 8 + 4);
+            let state = parameters * (2 + 4 + 8 + 4);
             let tokens = 8 * 1024;
             let token = taken.kept_per_token + taken.layer_per_token;
             let kept_logits = (tokens * taken.kept_logits_per_token).min(taken.kept_logits);
             let work = tokens * token + kept_logits + taken.logits + taken.copies;
-            let share = (held + work) as f64 / measured;
+            let share = (state + work) as f64 / measured;
             assert!((1.0..1.1).contains(&share), "{recompute}: {share}");
         }
     }
 
     #[test]
-    fn sizes_follow_dtype_device_and_head() {
+    fn sizes_depend_on_dtype_device_and_head() {
         let bf16 = footprint(&qwen(), GPU);
         let f32 = footprint(
             &qwen(),
@@ -246,7 +246,7 @@ mod tests {
             ..plain.clone()
         };
         let kept = |config: DecoderConfig| footprint(&config, CPU).kept_per_token;
-        // 16 heads of 64, and a scale of each.
+        // 16 heads of 64, and a scale per head.
         assert_eq!(kept(normed) - kept(plain), 4 * 16 * 64 + 4 * 16);
     }
 }

@@ -1,11 +1,10 @@
-//! The seam between models and everything that trains or samples them.
+//! The interface between models and everything that trains or samples them.
 //!
-//! [`ModelInterface`] is what an author of a model implements: a burn `Module` with a forward pass. [`Policy`] wraps
-//! it with weights' versions, an optimiser and a tokenizer, and offers the object-safe [`PolicyModel`], which is all
-//! that stages know.
+//! A model's author implements [`ModelInterface`]: a burn `Module` with a forward pass. [`Policy`] wraps it with an
+//! optimiser and offers the object-safe [`PolicyModel`], which is all that stages use.
 //!
-//! [`ValueInterface`] and [`ValueModel`] are the same for models that give numbers instead of tokens: critics and reward
-//! models, wrapped by [`Critic`].
+//! [`ValueInterface`] and [`ValueModel`] are the counterparts for models that output numbers instead of tokens: critics
+//! and reward models, wrapped by [`Critic`].
 //!
 //! [`Critic`]: crate::critic::Critic
 //! [`Policy`]: crate::policy::Policy
@@ -29,9 +28,9 @@ pub use listed::{ListedTokens, PackedListed, TopTokens};
 pub use trained::TrainedModel;
 pub use value::{PackedValues, ValueInterface, ValueModel};
 
-/// A causal language model on burn. Implement it for a `#[derive(Module)]` struct of your own to train it.
+/// A causal language model on burn. Implement it for your own `#[derive(Module)]` struct to train it.
 ///
-/// Dims: `B` rows, `S` tokens of a row (right-padded inside a call), `D` width, `V` vocabulary.
+/// Dims: `B` rows, `S` tokens per row (right-padded inside a call), `D` width, `V` vocabulary.
 pub trait ModelInterface: Module + 'static {
     /// Size of the vocabulary, `V`.
     fn vocab_size(&self) -> usize;
@@ -47,14 +46,14 @@ pub trait ModelInterface: Module + 'static {
     /// `ids`: `[B, S]`; result: `[B, S, D]`
     fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<3>;
 
-    /// Whether [`ModelInterface::hidden_packed`] is faster than padding. On the CPU it must then give a sequence the same
-    /// bits whatever lies beside it: calls are not filled up to one size there.
+    /// Whether [`ModelInterface::hidden_packed`] is faster than padding. If so, on the CPU a sequence must get the same
+    /// bits whatever the other sequences are, because calls there are not padded to a fixed size.
     fn packs(&self) -> bool {
         false
     }
 
-    /// [`ModelInterface::hidden`] of sequences of these lengths, each at least 1, that lie one after the other. By default
-    /// they are padded to the longest.
+    /// [`ModelInterface::hidden`] of concatenated sequences of these lengths, each at least 1. By default they are
+    /// padded to the longest.
     ///
     /// # Shapes
     /// `ids`: `[N]`, with `N` the sum of `lengths`; result: `[N, D]`
@@ -83,11 +82,11 @@ pub trait ModelInterface: Module + 'static {
 
     /// Samples responses; `on_done(index, output)` is called as soon as each request is complete, in any order.
     ///
-    /// By default the plain engine ([`rollout::eager`](crate::rollout::eager)), which recomputes the whole prefix for
-    /// each token; a model with a KV cache overrides it.
+    /// The default is the plain engine ([`rollout::eager`](crate::rollout::eager)), which recomputes the entire prefix
+    /// for each token; a model with a KV cache overrides it.
     ///
     /// # Errors
-    /// A request longer than the context, settings that make no sense; or what `on_done` returned.
+    /// A request is longer than the context, settings are invalid, or `on_done` returned an error.
     fn generate(
         &self,
         requests: &[RolloutRequest],
@@ -97,19 +96,19 @@ pub trait ModelInterface: Module + 'static {
         crate::rollout::eager::generate(self, requests, settings, on_done)
     }
 
-    /// How the optimiser treats the parameter with this name and rank: by default vectors (norms, biases) do not decay.
+    /// How the optimiser treats the parameter with this name and rank. By default vectors (norms, biases) do not decay.
     fn parameter_group(&self, _name: &str, rank: usize) -> ParameterGroup {
         ParameterGroup::of_rank(rank)
     }
 
-    /// Writes the model into `dir`.
+    /// Writes the model to `dir`.
     ///
     /// # Errors
-    /// When files cannot be written.
+    /// Files cannot be written.
     fn save(&self, dir: &Path) -> Result<(), ModelError>;
 }
 
-/// [`ModelInterface::hidden_packed`] by padding.
+/// [`ModelInterface::hidden_packed`] implemented by padding.
 pub(crate) fn padded_hidden<M: ModelInterface>(
     model: &M,
     ids: Tensor<1, Int>,
@@ -161,28 +160,29 @@ pub struct ScoreRow<'a> {
     pub response: &'a [u32],
 }
 
-/// Log-probs (and what else was asked for) of the response tokens of a row, full softmax, logits divided by the temperature.
+/// Log-probs (and other requested statistics) of the response tokens of a row, under the full softmax of logits divided
+/// by the temperature.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Scores {
-    /// Nats, one a response token.
+    /// Nats, one per response token.
     pub log_probs: Vec<f32>,
-    /// Nats, one a response token; empty where it was not asked for.
+    /// Nats, one per response token; empty if not requested.
     pub entropies: Vec<f32>,
-    /// Σ_v π(v)², one a response token; empty where it was not asked for.
+    /// Σ_v π(v)², one per response token; empty if not requested.
     pub sum_pi_squared: Vec<f32>,
 }
 
-/// Differentiable log-probs of a micro-batch, packed: the selected response tokens of all rows one after the other.
+/// Differentiable log-probs of a micro-batch, packed: the selected response tokens of all rows, concatenated.
 pub struct PackedScores {
     /// `[N]` nats.
     pub log_probs: Tensor<1>,
-    /// `[N]` nats, where asked for. Differentiable.
+    /// `[N]` nats, if requested. Differentiable.
     pub entropies: Option<Tensor<1>>,
     /// Row of each token; `len = N`.
     pub rows: Vec<usize>,
 }
 
-/// What one optimiser step did.
+/// The outcome of an optimiser step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepReport {
     /// Global gradient norm before clipping.
@@ -193,12 +193,13 @@ pub struct StepReport {
     pub clipped: bool,
 }
 
-/// A language model with optimiser, as stages use it; object-safe. Implemented by [`Policy`](crate::policy::Policy).
+/// A language model with its optimiser, as stages use it; object-safe. Implemented by
+/// [`Policy`](crate::policy::Policy).
 pub trait PolicyModel: TrainedModel {
     /// See [`ModelInterface::generate`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`ModelInterface::generate`].
     fn generate(
         &self,
         requests: &[RolloutRequest],
@@ -217,11 +218,11 @@ pub trait PolicyModel: TrainedModel {
         extras: Extras,
     ) -> Result<Vec<Scores>, ModelError>;
 
-    /// Forward of `rows`, `loss` of the packed scores of the tokens where `select(row, token)` holds, backward, and
-    /// gradients added to the accumulators in f32. Returns the loss value.
+    /// Runs `rows` forward, computes `loss` on the packed scores of the tokens for which `select(row, token)` is true,
+    /// runs backward, and adds the gradients to the f32 accumulators. Returns the loss.
     ///
     /// # Errors
-    /// As [`PolicyModel::score`]; a non-finite loss or gradient (accumulators are then as before).
+    /// As [`PolicyModel::score`]; a non-finite loss or gradient (the accumulators are then unchanged).
     fn accumulate(
         &mut self,
         rows: &[ScoreRow<'_>],
@@ -231,11 +232,12 @@ pub trait PolicyModel: TrainedModel {
         loss: &mut dyn FnMut(PackedScores) -> Tensor<1>,
     ) -> Result<f64, ModelError>;
 
-    /// The `top_k` most probable tokens of the vocabulary in the place of each response token, without gradient. The
-    /// result of a row does not depend on the other rows. A model that only says how probable given tokens are refuses.
+    /// The `top_k` most probable tokens of the vocabulary at the position of each response token, without gradient. The
+    /// result of a row does not depend on the other rows. A model that can only score given tokens returns an error.
     ///
     /// # Errors
-    /// As [`PolicyModel::score`]; a `top_k` of 0 or above the size of the vocabulary; a temperature that is not positive.
+    /// As [`PolicyModel::score`]; a `top_k` of 0 or above the size of the vocabulary; a temperature that is not
+    /// positive.
     fn top_tokens(
         &self,
         _rows: &[ScoreRow<'_>],
@@ -247,10 +249,11 @@ pub trait PolicyModel: TrainedModel {
         })
     }
 
-    /// As [`PolicyModel::accumulate`], with log-probs of the tokens that are listed in the place of each response token.
+    /// As [`PolicyModel::accumulate`], with log-probs of the tokens listed at the position of each response token.
     ///
     /// # Errors
-    /// As there; lists that do not fit the rows. A model that only scores what was said refuses.
+    /// As [`PolicyModel::accumulate`]; lists that do not match the rows. A model that can only score given tokens
+    /// returns an error.
     fn accumulate_listed(
         &mut self,
         _rows: &[ScoreRow<'_>],
@@ -264,18 +267,18 @@ pub trait PolicyModel: TrainedModel {
         })
     }
 
-    /// This model with ILQL's heads, where it has them.
+    /// This model as one with ILQL's heads, if it has them.
     fn ilql(&mut self) -> Option<&mut dyn IlqlModel> {
         None
     }
 }
 
-/// What can go wrong with a model.
+/// Errors of a model.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// A sequence that does not fit the context.
-    #[error("row {row} has {tokens} tokens, but the model's context holds {limit}")]
+    /// A sequence that is longer than the context.
+    #[error("row {row} has {tokens} tokens, but the model's context is limited to {limit}")]
     TooLong {
         /// Position of the row.
         row: usize,
@@ -285,7 +288,7 @@ pub enum ModelError {
         limit: usize,
     },
     /// A token id outside the vocabulary.
-    #[error("row {row} holds token id {id}, but the vocabulary ends at {limit}")]
+    #[error("row {row} contains token id {id}, but the vocabulary ends at {limit}")]
     TokenId {
         /// Position of the row.
         row: usize,
@@ -303,37 +306,37 @@ pub enum ModelError {
         row: usize,
     },
     /// A loss or gradient that is not finite; nothing was changed.
-    #[error("{what} is not finite ({value}); the weights stay as they were")]
+    #[error("{what} is not finite ({value}); the weights are unchanged")]
     NonFinite {
         /// Loss, or the name of a parameter's gradient.
         what: String,
         /// The value.
         value: f64,
     },
-    /// A loss that is not one number.
+    /// A loss that is not a single number.
     #[error("the loss has {values} values, but a backward pass needs exactly 1")]
     LossShape {
         /// Elements of the tensor.
         values: usize,
     },
-    /// Lists of tokens that do not fit the rows.
+    /// Lists of tokens that do not match the rows.
     #[error(
-        "row {row} lists {got} tokens of the vocabulary, but {top_k} for each of its {tokens} response tokens are needed"
+        "row {row} lists {got} tokens of the vocabulary, but needs {top_k} for each of its {tokens} response tokens"
     )]
     Listed {
         /// Position of the row.
         row: usize,
         /// Ids listed.
         got: usize,
-        /// Ids a response token.
+        /// Ids needed per response token.
         top_k: usize,
         /// Response tokens.
         tokens: usize,
     },
-    /// More tokens were asked for than there are, or none.
-    #[error("the {top_k} most probable tokens were asked for, but the vocabulary has 1 to {limit}")]
+    /// More tokens were requested than the vocabulary has, or none.
+    #[error("the {top_k} most probable tokens were requested, but the vocabulary allows 1 to {limit}")]
     TopK {
-        /// Tokens asked for.
+        /// Tokens requested.
         top_k: usize,
         /// Size of the vocabulary.
         limit: usize,
@@ -344,10 +347,10 @@ pub enum ModelError {
         /// The temperature.
         temperature: f64,
     },
-    /// Something that this kind of model does not do.
-    #[error("this model does not tell {what}; use one that does, such as a decoder of a folder")]
+    /// An operation that this kind of model does not support.
+    #[error("this model does not provide {what}; use one that does, such as a decoder from a model folder")]
     Unsupported {
-        /// What was asked for.
+        /// What was requested.
         what: &'static str,
     },
     /// A model without optimiser was asked to train.
@@ -356,14 +359,14 @@ pub enum ModelError {
     /// Reading or writing files failed.
     #[error("cannot {action} `{path}`: {reason}")]
     File {
-        /// What was tried: read, write.
+        /// The failed action: read, write.
         action: &'static str,
         /// The file.
         path: String,
         /// Why.
         reason: String,
     },
-    /// Loading a folder failed; the message lists everything that is wrong with it.
+    /// Loading a folder failed; the message lists all problems.
     #[error("{0}")]
     Load(String),
 }

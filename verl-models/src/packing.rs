@@ -1,4 +1,4 @@
-//! Response tokens of padded rows, packed for the head: only they are multiplied with it.
+//! Response tokens of padded rows, packed for the head, so that only they are multiplied by it.
 
 use burn::tensor::{Device, Int, Tensor};
 
@@ -7,7 +7,7 @@ use crate::model::{ModelInterface, ScoreRow};
 use crate::rows;
 use crate::scoring::{Extras, TokenScores, linear_log_probs};
 
-/// Response tokens of a call, one after the other.
+/// The response tokens of a call, concatenated.
 #[derive(Default)]
 pub(crate) struct Packed {
     /// Index of the hidden state that predicts each token, in the flattened call.
@@ -26,13 +26,13 @@ impl Packed {
         self.rows.push(row);
     }
 
-    /// Fills up with tokens of no row.
+    /// Pads to `length` with tokens that belong to no row.
     pub(crate) fn pad(&mut self, length: usize) {
         self.positions.resize(length, 0);
         self.targets.resize(length, 0);
     }
 
-    /// Where the states are in which the tokens are chosen, in the flattened call: `[N]`.
+    /// Positions, in the flattened call, of the states in which the tokens are chosen: `[N]`.
     pub(crate) fn states(&self, device: &Device) -> Tensor<1, Int> {
         rows::indices(self.positions.clone(), device)
     }
@@ -53,23 +53,23 @@ impl Packed {
         let ascending = self.positions.is_sorted();
         let hidden = kernels::take_rows(hidden, self.states(device), ascending); // [N, D]
         let targets = rows::indices(self.targets.clone(), device);
-        // Greedy rollouts report log-probs of temperature 1.
+        // Greedy rollouts report log-probs at temperature 1.
         let temperature = if temperature == 0.0 { 1.0 } else { temperature };
         linear_log_probs(hidden, head, targets, temperature, extras, chunk)
     }
 }
 
-/// How the rows of a call lie in the flattened call.
+/// How rows are arranged in the flattened call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Layout {
-    /// Each as long as the longest.
+    /// Every row is padded to the longest.
     Padded,
-    /// One after the other.
+    /// Rows are concatenated.
     Packed,
 }
 
 impl Layout {
-    /// The one that a model is faster with.
+    /// The layout with which a model is faster.
     pub(crate) fn of<M: ModelInterface>(module: &M) -> Self {
         if module.packs() {
             Layout::Packed
@@ -79,7 +79,7 @@ impl Layout {
     }
 }
 
-/// What a micro-batch runs through the model: rows with a selected token, up to the last one that is needed.
+/// The input of a micro-batch: the rows with a selected token, up to the last token that is needed.
 pub(crate) struct TrainingBatch {
     /// Positions of the rows in the request.
     pub(crate) rows: Vec<usize>,
@@ -93,7 +93,7 @@ pub(crate) struct TrainingBatch {
 }
 
 impl TrainingBatch {
-    /// None where no token is selected.
+    /// `None` if no token is selected.
     pub(crate) fn new(
         rows: &[ScoreRow<'_>],
         select: &dyn Fn(usize, usize) -> bool,
@@ -162,7 +162,7 @@ mod tests {
     use crate::toy::{Toy, bits, rows, sequences};
 
     #[test]
-    fn a_model_that_pads_sees_the_same_rows_packed() {
+    fn a_model_that_pads_gives_the_same_scores_packed() {
         let device = Device::flex();
         let toy = Toy::new(29, 12, 64);
         let sequences = sequences(&[(3, 4), (2, 0), (1, 9), (5, 2)], 29);

@@ -1,6 +1,6 @@
 //! A module's parameters by name.
 //!
-//! Names are paths of fields joined by dots. For the decoders of this crate they are the checkpoint's names, such as
+//! Names are field paths joined by dots. For the decoders of this crate they match the checkpoint's names, such as
 //! `model.layers.0.self_attn.q_proj.weight`.
 
 use std::collections::HashMap;
@@ -34,10 +34,10 @@ pub fn visit_parameters<M: Module>(
     });
 }
 
-/// The module with values in place of its parameters: `value(name, shape)` gives each, or `None` to leave it.
+/// Replaces the module's parameters: `value(name, shape)` returns each new value, or `None` to keep the old one.
 ///
-/// Values are converted to `dtype` and put on the parameter's device. Parameters that were never used take no memory
-/// before.
+/// Values are converted to `dtype` and put on the parameter's device. Parameters that were never used are not allocated
+/// first.
 pub fn fill_parameters<M: Module>(
     module: M,
     dtype: DType,
@@ -50,8 +50,8 @@ pub fn fill_parameters<M: Module>(
     })
 }
 
-/// The module with fresh matrices: `scale` · N(0, 1), a function of the seed and of each parameter's name. Vectors stay
-/// as they are.
+/// The module with fresh matrices drawn from `scale` · N(0, 1), depending only on the seed and each parameter's name.
+/// Vectors are unchanged.
 pub fn randomized<M: Module>(module: M, seed: u64, scale: f32) -> M {
     fill_parameters(module, DType::F32, |name, shape| {
         (shape.len() >= 2).then(|| {
@@ -75,17 +75,17 @@ pub fn cast<M: Module>(module: M, dtype: DType) -> M {
     module.map(&mut Caster(dtype))
 }
 
-/// Writes all parameters by name into a safetensors file, in f32. All that most models need to implement
+/// Writes all parameters by name to a safetensors file, in f32. For most models this is a sufficient implementation of
 /// [`ModelInterface::save`](crate::model::ModelInterface::save).
 ///
 /// # Errors
-/// [`ModelError::File`] when the file cannot be written.
+/// [`ModelError::File`] if the file cannot be written.
 pub fn save_parameters<M: Module>(module: &M, path: &std::path::Path) -> Result<(), ModelError> {
     let mut tensors: Vec<(String, TensorData)> = Vec::new();
     visit_parameters(module, |name, _, read| {
         tensors.push((name.to_owned(), read().convert_dtype(DType::F32)));
     });
-    let fault = |error: safetensors::SafeTensorError| file_error("write", path, &error);
+    let failed = |error: safetensors::SafeTensorError| file_error("write", path, &error);
     let views = tensors.iter().map(|(name, data)| {
         let view = TensorView::new(
             safetensors::Dtype::F32,
@@ -94,28 +94,28 @@ pub fn save_parameters<M: Module>(module: &M, path: &std::path::Path) -> Result<
         );
         view.map(|view| (name.as_str(), view))
     });
-    let views = views.collect::<Result<Vec<_>, _>>().map_err(fault)?;
+    let views = views.collect::<Result<Vec<_>, _>>().map_err(failed)?;
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    files::write_safetensors(views, metadata, path).map_err(fault)
+    files::write_safetensors(views, metadata, path).map_err(failed)
 }
 
-/// The module with the values that [`save_parameters`] wrote.
+/// Loads the values that [`save_parameters`] wrote.
 ///
 /// # Errors
-/// [`ModelError::File`] when the file cannot be read, or lacks a parameter or has it in another shape or dtype; the
-/// message names all of them.
+/// [`ModelError::File`] if the file cannot be read, lacks a parameter, or has one with another shape or dtype; the
+/// message lists all of them.
 pub fn load_parameters<M: Module>(module: M, path: &std::path::Path) -> Result<M, ModelError> {
     let bytes = std::fs::read(path).map_err(|error| file_error("read", path, &error))?;
     let stored =
         SafeTensors::deserialize(&bytes).map_err(|error| file_error("read", path, &error))?;
-    let mut faults = Vec::new();
+    let mut problems = Vec::new();
     let loaded = fill_parameters(module, DType::F32, |name, shape| {
         match stored.tensor(name) {
             Ok(view) if view.shape() == shape && view.dtype() == safetensors::Dtype::F32 => Some(
                 TensorData::from_bytes_vec(view.data().to_vec(), shape.to_vec(), DType::F32),
             ),
             Ok(view) => {
-                faults.push(format!(
+                problems.push(format!(
                     "`{name}` is {:?} {:?}, but the model has F32 {shape:?}",
                     view.dtype(),
                     view.shape()
@@ -123,15 +123,15 @@ pub fn load_parameters<M: Module>(module: M, path: &std::path::Path) -> Result<M
                 None
             }
             Err(_) => {
-                faults.push(format!("`{name}` is missing"));
+                problems.push(format!("`{name}` is missing"));
                 None
             }
         }
     });
-    if faults.is_empty() {
+    if problems.is_empty() {
         Ok(loaded)
     } else {
-        Err(file_error("read", path, &faults.join("; ")))
+        Err(file_error("read", path, &problems.join("; ")))
     }
 }
 
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn names_follow_the_fields() {
+    fn names_match_the_fields() {
         let named = named_parameters(&pair());
         assert_eq!(
             named,
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn saved_parameters_are_loaded_again_and_faults_are_listed() {
+    fn saved_parameters_can_be_loaded_and_problems_are_listed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("pair.safetensors");
         let values = |pair: &Pair| {

@@ -23,9 +23,9 @@ pub(crate) const TRAIN_CHUNK: usize = 256;
 
 /// A model with an optimiser, or a frozen one without.
 ///
-/// The module inside never tracks gradients; the one that does is made for each micro-batch and shares its buffers.
-/// So rollouts and scores read the weights that training writes, without a copy, and an optimiser step writes in
-/// place unless a snapshot holds the old weights.
+/// The module inside never tracks gradients; a tracking module that shares its buffers is created for each micro-batch.
+/// So rollouts and scores read the weights that training writes, without a copy, and an optimiser step writes in place
+/// unless a snapshot still uses the old weights.
 pub struct Policy<M: ModelInterface> {
     pub(crate) trained: Trained<M>,
 }
@@ -34,7 +34,7 @@ impl<M: ModelInterface> Policy<M> {
     /// Wraps a module; without optimiser settings it is frozen.
     ///
     /// # Errors
-    /// A setting of the optimiser that makes no sense.
+    /// An invalid setting of the optimiser.
     pub fn new(
         module: M,
         optimizer: Option<OptimizerConfig>,
@@ -46,7 +46,7 @@ impl<M: ModelInterface> Policy<M> {
     /// The module, without autodiff.
     ///
     /// # Panics
-    /// When an optimiser step panicked before.
+    /// Panics if an earlier optimiser step panicked.
     pub fn module(&self) -> &M {
         self.trained.module()
     }
@@ -54,15 +54,15 @@ impl<M: ModelInterface> Policy<M> {
     /// Writes the optimiser's state (moments, master weights, step counts) to a safetensors file.
     ///
     /// # Errors
-    /// A frozen model; a file that cannot be written.
+    /// The model is frozen, or the file cannot be written.
     pub fn save_optimizer(&self, path: &Path) -> Result<(), ModelError> {
         self.trained.save_optimizer(path)
     }
 
-    /// Reads what [`Policy::save_optimizer`] wrote; on an error nothing changes.
+    /// Reads the file that [`Policy::save_optimizer`] wrote; on an error nothing changes.
     ///
     /// # Errors
-    /// A frozen model; a file that cannot be read or is of another model.
+    /// The model is frozen, or the file cannot be read or belongs to another model.
     pub fn load_optimizer(&mut self, path: &Path) -> Result<(), ModelError> {
         self.trained.load_optimizer(path)
     }

@@ -11,11 +11,11 @@ use crate::parameters::{cast, visit_parameters};
 use crate::random::{DrawKey, Purpose};
 use crate::toy::{Toy, bits, close, rows, sequences};
 
-/// f32 logits of size 1 through two orders of addition.
+/// Rounding of f32 logits of size 1 under two orders of addition.
 const ROUNDING: f32 = 2e-5;
 
 fn frozen(toy: Toy) -> Policy<Toy> {
-    Policy::new(toy, None).expect("no settings, no error")
+    Policy::new(toy, None).expect("a frozen model has no settings")
 }
 
 fn trained(toy: Toy) -> Policy<Toy> {
@@ -24,7 +24,7 @@ fn trained(toy: Toy) -> Policy<Toy> {
         schedule: Schedule::Constant { warmup_steps: 2 },
         ..OptimizerConfig::default()
     };
-    Policy::new(toy, Some(config)).expect("sensible settings")
+    Policy::new(toy, Some(config)).expect("valid settings")
 }
 
 fn all(_row: usize, _token: usize) -> bool {
@@ -43,7 +43,7 @@ fn loss(scores: PackedScores) -> Tensor<1> {
     }
 }
 
-/// Log-probs and entropies of a row from the logits of the whole sequence, without padding.
+/// Log-probs and entropies of a row from the logits of the complete sequence, without padding.
 fn plain(toy: &Toy, row: &ScoreRow<'_>, temperature: f64) -> (Tensor<1>, Tensor<1>) {
     let ids: Vec<i32> = row
         .prompt
@@ -78,7 +78,7 @@ fn gradients(policy: &Policy<Toy>) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn scores_are_those_of_each_sequence_alone_without_padding() {
+fn scores_match_those_of_each_single_unpadded_sequence() {
     let toy = Toy::new(29, 12, 64);
     let policy = frozen(toy);
     let sequences = sequences(&[(1, 1), (5, 9), (3, 0), (20, 30), (2, 7)], 29);
@@ -173,7 +173,7 @@ fn threads_change_no_bit() {
 }
 
 #[test]
-fn gradients_are_those_of_the_composed_loss_over_selected_tokens() {
+fn gradients_match_the_composed_loss_over_selected_tokens() {
     let sequences = sequences(&[(3, 8), (6, 2), (2, 5), (1, 11)], 29);
     let rows = rows(&sequences);
     // No token of row 1, and not the last ones of row 3.
@@ -237,11 +237,11 @@ fn micro_batches_add_up() {
 }
 
 #[test]
-fn no_selected_token_is_no_gradient() {
+fn an_empty_selection_gives_no_gradient() {
     let mut policy = trained(Toy::new(29, 12, 64));
     let sequences = sequences(&[(3, 8), (4, 0)], 29);
     let rows = rows(&sequences);
-    let mut never = |_: PackedScores| unreachable!("there is nothing to take a loss of");
+    let mut never = |_: PackedScores| unreachable!("there are no scores to compute a loss from");
     assert_eq!(
         policy
             .accumulate(&rows, &|_, _| false, 1.0, false, &mut never)
@@ -255,7 +255,7 @@ fn no_selected_token_is_no_gradient() {
 }
 
 #[test]
-fn what_is_not_finite_is_named_and_changes_nothing() {
+fn non_finite_losses_and_gradients_are_named_and_change_nothing() {
     let mut policy = trained(Toy::new(29, 12, 64));
     let sequences = sequences(&[(3, 8)], 29);
     let rows = rows(&sequences);
@@ -273,7 +273,7 @@ fn what_is_not_finite_is_named_and_changes_nothing() {
     };
     assert_eq!(
         refused(&mut |scores| (scores.log_probs * 0.0).log().sum()),
-        "loss is not finite (-inf); the weights stay as they were"
+        "loss is not finite (-inf); the weights are unchanged"
     );
     // The root is 0, its slope is not finite.
     let message = refused(&mut |scores| (scores.log_probs * 0.0).sqrt().sum());
@@ -284,7 +284,7 @@ fn what_is_not_finite_is_named_and_changes_nothing() {
 }
 
 #[test]
-fn odd_losses_are_refused_or_have_no_gradient() {
+fn non_scalar_losses_are_refused_and_constant_ones_have_no_gradient() {
     let mut policy = trained(Toy::new(29, 12, 64));
     let sequences = sequences(&[(3, 8)], 29);
     let rows = rows(&sequences);
@@ -321,7 +321,7 @@ fn a_step_repeats_from_a_snapshot() {
     assert_ne!(before, start);
     let snapshot = policy.snapshot();
     let first = (step(&mut policy), step(&mut policy), policy.weights_hash());
-    // What was accumulated but not stepped does not survive a restore.
+    // A restore discards gradients that were accumulated but not stepped.
     policy
         .accumulate(&rows, &all, 1.0, true, &mut loss)
         .expect("finite");
@@ -334,7 +334,7 @@ fn a_step_repeats_from_a_snapshot() {
 }
 
 #[test]
-fn a_stored_snapshot_brings_another_object_to_the_same_bits() {
+fn a_stored_snapshot_restores_another_object_to_the_same_bits() {
     let sequences = sequences(&[(3, 8), (6, 2)], 29);
     let rows = rows(&sequences);
     let step = |policy: &mut Policy<Toy>| {
@@ -372,7 +372,7 @@ fn a_stored_snapshot_brings_another_object_to_the_same_bits() {
             "{wider}"
         );
     }
-    // Weights of another type are told as that.
+    // Weights of another type are reported as such.
     let mut narrow = trained(Toy::new(29, 12, 64).cast(DType::BF16));
     step(&mut narrow);
     let bytes = narrow
@@ -380,10 +380,10 @@ fn a_stored_snapshot_brings_another_object_to_the_same_bits() {
         .expect("known types")
         .expect("its own");
     let wider = trained(Toy::new(29, 12, 64)).recall(&bytes).err();
-    let told = wider.map(|error| error.to_string()).unwrap_or_default();
+    let message = wider.map(|error| error.to_string()).unwrap_or_default();
     assert!(
-        told.contains("weights are BF16, those of this one F32"),
-        "{told}"
+        message.contains("its weights are BF16, but this model has F32"),
+        "{message}"
     );
     let policy = frozen(Toy::new(29, 12, 64));
     let bytes = policy
@@ -395,7 +395,7 @@ fn a_stored_snapshot_brings_another_object_to_the_same_bits() {
 }
 
 #[test]
-fn snapshots_of_other_things_are_refused() {
+fn snapshots_of_other_models_are_refused() {
     let mut policy = trained(Toy::new(29, 12, 64));
     let before = policy.weights_hash();
     assert!(!policy.restore(&0_u8));
@@ -405,7 +405,7 @@ fn snapshots_of_other_things_are_refused() {
 }
 
 #[test]
-fn frozen_models_and_parameters_stay() {
+fn frozen_models_and_parameters_do_not_change() {
     let sequences = sequences(&[(3, 8)], 29);
     let rows = rows(&sequences);
     let mut policy = frozen(Toy::new(29, 12, 64));
@@ -429,7 +429,7 @@ fn frozen_models_and_parameters_stay() {
 }
 
 #[test]
-fn faults_of_rows_come_before_any_work() {
+fn invalid_rows_are_refused_before_any_work() {
     let mut policy = trained(Toy::new(29, 12, 8));
     let sequences = [(vec![1, 2], vec![3]), (vec![1; 5], vec![2; 4])];
     let long = policy.score(&rows(&sequences), 1.0, Extras::NONE);
@@ -458,14 +458,14 @@ fn faults_of_rows_come_before_any_work() {
 }
 
 #[test]
-fn bf16_weights_move_by_steps_smaller_than_their_spacing() {
+fn bf16_weights_change_by_steps_smaller_than_their_spacing() {
     let config = OptimizerConfig {
         learning_rate: 1e-4,
         weight_decay: 0.0,
         ..OptimizerConfig::default()
     };
     let toy = Toy::new(29, 12, 64).cast(DType::BF16);
-    let mut policy = Policy::new(toy, Some(config)).expect("sensible settings");
+    let mut policy = Policy::new(toy, Some(config)).expect("valid settings");
     let sequences = sequences(&[(3, 8)], 29);
     let rows = rows(&sequences);
     let mut step = || {
@@ -484,7 +484,7 @@ fn bf16_weights_move_by_steps_smaller_than_their_spacing() {
         .iter()
         .filter(|x| **x != 1.0)
         .count();
-    assert!(moved > 6, "only {moved} of 12 moved");
+    assert!(moved > 6, "only {moved} of 12 changed");
 }
 
 /// Weights of a decoder, in f32.
@@ -498,7 +498,7 @@ fn weights(decoder: &Decoder) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn a_bf16_decoder_is_saved_from_the_f32_weights_of_its_optimiser() {
+fn a_bf16_decoder_is_saved_from_the_optimisers_f32_weights() {
     let device = Device::flex();
     let config = preset("tiny").expect("a preset");
     let decoder = cast(Decoder::random(config, 3, &device), DType::BF16);
@@ -506,7 +506,7 @@ fn a_bf16_decoder_is_saved_from_the_f32_weights_of_its_optimiser() {
         learning_rate: 1e-4,
         ..OptimizerConfig::default()
     };
-    let mut policy = Policy::new(decoder, Some(settings)).expect("sensible settings");
+    let mut policy = Policy::new(decoder, Some(settings)).expect("valid settings");
     let sequences = sequences(&[(3, 8), (2, 5)], 512);
     let rows = rows(&sequences);
     for _ in 0..3 {
@@ -524,7 +524,7 @@ fn a_bf16_decoder_is_saved_from_the_f32_weights_of_its_optimiser() {
         policy.save(&dir).expect("saved");
         weights(&Decoder::load(&dir, &device).expect("a folder"))
     };
-    // In f32 what was trained: more than bf16 holds, and the module's own weights once it is rounded.
+    // A folder in f32 has the trained weights: more precise than bf16, and equal to the module's own after rounding.
     let trained = saved(&mut policy, "f32", SaveDType::F32);
     assert_ne!(trained, own);
     let rounded = |values: &Vec<f32>| -> Vec<f32> {
@@ -535,7 +535,7 @@ fn a_bf16_decoder_is_saved_from_the_f32_weights_of_its_optimiser() {
     };
     assert_eq!(trained.iter().map(rounded).collect::<Vec<_>>(), own);
     assert_eq!(saved(&mut policy, "bf16", SaveDType::BF16), own);
-    // A snapshot brings the f32 weights back too.
+    // A snapshot restores the f32 weights too.
     let snapshot = policy.snapshot();
     policy
         .accumulate(&rows, &all, 1.0, false, &mut loss)
@@ -544,7 +544,7 @@ fn a_bf16_decoder_is_saved_from_the_f32_weights_of_its_optimiser() {
     assert_ne!(saved(&mut policy, "later", SaveDType::F32), trained);
     assert!(policy.restore(snapshot.as_ref()));
     assert_eq!(saved(&mut policy, "again", SaveDType::F32), trained);
-    // Before the first step there is nothing but the module's own.
+    // Before the first step there are only the module's own weights.
     let fresh = cast(
         Decoder::load(&scratch.path().join("f32"), &device).expect("a folder"),
         DType::BF16,
@@ -554,7 +554,7 @@ fn a_bf16_decoder_is_saved_from_the_f32_weights_of_its_optimiser() {
 }
 
 #[test]
-fn nothing_but_the_policy_holds_its_weights_after_training() {
+fn only_the_policy_owns_its_weights_after_training() {
     struct Unique;
     impl burn::module::ModuleMapper for Unique {
         fn map_float<const D: usize>(
@@ -584,7 +584,7 @@ fn nothing_but_the_policy_holds_its_weights_after_training() {
 }
 
 #[test]
-fn rollouts_report_the_log_probs_that_scoring_finds() {
+fn rollouts_report_the_log_probs_that_scoring_computes() {
     let policy = frozen(Toy::new(29, 12, 64));
     let key = |row| DrawKey {
         seed: 7,

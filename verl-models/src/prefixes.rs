@@ -1,27 +1,27 @@
-//! Sequences of a call without repetition: tokens that neighbouring sequences have in common at their beginning are
-//! computed once.
+//! Removes repetition from the sequences of a call: a common prefix of consecutive sequences is computed once.
 //!
-//! The state of a token depends on the token and those before it alone, so responses to one prompt, or the answers of a
-//! preference pair, need the states of the prompt once; gradients of all of them meet there.
-//! (Liu et al., *Prefix Grouper*, 2025, do the same for one prompt a group.)
+//! The state of a token depends only on the token and those before it, so the responses to a prompt, or the two answers
+//! of a preference pair, need the states of the prompt only once; the gradients of all of them are summed there.
+//! (Liu et al., *Prefix Grouper*, 2025, do the same for one prompt per group.)
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Sequences that share fewer tokens than this are computed apart: a short segment leaves registers half empty.
-const LEAST_SHARED: usize = 4;
+/// Sequences that share fewer tokens than this are computed separately: a short segment leaves registers half empty.
+const MIN_SHARED: usize = 4;
 
-/// Tokens of a call that lie one after the other and continue the same tokens.
+/// Consecutive tokens of a call that continue the same prefix.
 ///
-/// The segments of a call are in the order of a walk through a tree: a segment continues the last one before it that
-/// begins at a lower position, and that one ends where it begins. A segment at position 0 continues nothing.
+/// The segments of a call are in the order of a depth-first walk through a tree: the parent of a segment is the last
+/// segment before it that starts at a lower position, and that parent ends where the segment starts. A segment at
+/// position 0 has no parent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     /// Its first row in the call.
     pub first: usize,
     /// Position of its first token in a sequence.
     pub position: usize,
-    /// Its tokens, at least 1.
+    /// Number of tokens, at least 1.
     pub tokens: usize,
 }
 
@@ -32,24 +32,24 @@ impl Segment {
     }
 }
 
-/// The different tokens of a call.
+/// The distinct tokens of a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Distinct {
     /// Id of each row.
     pub ids: Vec<i32>,
-    /// The rows.
+    /// The segments of these rows.
     pub segments: Arc<[Segment]>,
-    /// The row of each token of the sequences; none where each has its own, in their order.
+    /// The row of each token of the sequences; `None` if every token has its own row, in order.
     pub rows: Option<Vec<i32>>,
 }
 
 impl Distinct {
-    /// Of sequences of these lengths, each at least 1, that lie one after the other in `ids`.
+    /// The distinct tokens of the sequences concatenated in `ids`; each of the `lengths` is at least 1.
     pub(crate) fn new(ids: &[i32], lengths: &[usize]) -> Self {
         let mut distinct = Vec::with_capacity(ids.len());
         let mut positions = Vec::with_capacity(ids.len());
         let mut rows = Vec::with_capacity(ids.len());
-        let mut beginnings = BTreeSet::new();
+        let mut starts = BTreeSet::new();
         let mut before: &[i32] = &[];
         // Rows of the tokens of the sequence before this one.
         let mut path: Vec<usize> = Vec::new();
@@ -57,13 +57,13 @@ impl Distinct {
         for &length in lengths {
             let sequence = &ids[start..start + length];
             start += length;
-            let alike = sequence.iter().zip(before).take_while(|(a, b)| a == b);
-            let shared = Some(alike.count()).filter(|shared| *shared >= LEAST_SHARED);
+            let equal = sequence.iter().zip(before).take_while(|(a, b)| a == b);
+            let shared = Some(equal.count()).filter(|shared| *shared >= MIN_SHARED);
             let shared = shared.unwrap_or(0);
-            // What the sequence before this one goes on with, and what this one does.
-            beginnings.extend(path.get(shared));
+            // The previous sequence continues here in another way: a segment begins.
+            starts.extend(path.get(shared));
             if shared < length {
-                beginnings.insert(distinct.len());
+                starts.insert(distinct.len());
             }
             path.truncate(shared);
             for (position, &id) in sequence.iter().enumerate().skip(shared) {
@@ -74,8 +74,8 @@ impl Distinct {
             rows.extend(path.iter().map(|&row| row as i32));
             before = sequence;
         }
-        let ends = beginnings.iter().skip(1).copied().chain([distinct.len()]);
-        let segments = beginnings.iter().zip(ends).map(|(&first, end)| Segment {
+        let ends = starts.iter().skip(1).copied().chain([distinct.len()]);
+        let segments = starts.iter().zip(ends).map(|(&first, end)| Segment {
             first,
             position: positions[first],
             tokens: end - first,
@@ -88,7 +88,7 @@ impl Distinct {
     }
 }
 
-/// Segments of `sequences` sequences of `tokens` tokens each that share nothing.
+/// Segments of `sequences` sequences of `tokens` tokens each, without shared prefixes.
 pub(crate) fn equal(sequences: usize, tokens: usize) -> Arc<[Segment]> {
     let segment = |sequence: usize| Segment {
         first: sequence * tokens,
@@ -113,7 +113,7 @@ mod tests {
         of.segments.iter().map(numbers).collect()
     }
 
-    /// What every token sees, read from the segments as attention does.
+    /// The tokens that each token sees, derived from the segments as in attention.
     fn seen(of: &Distinct) -> Vec<Vec<i32>> {
         let (mut path, mut open) = (Vec::new(), Vec::<Segment>::new());
         let mut seen = vec![Vec::new(); of.ids.len()];
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_without_much_in_common_are_apart() {
+    fn sequences_with_short_common_prefixes_are_separate() {
         let found = distinct(&[&[1, 2, 3, 4], &[1, 2, 3, 5], &[1]]);
         assert_eq!(found.rows, None);
         assert_eq!(segments(&found), [[0, 0, 4], [4, 0, 4], [8, 0, 1]]);
@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(segments(&distinct(&[])), Vec::<[usize; 3]>::new());
     }
 
-    /// Whatever is shared, a token sees what it saw.
+    /// Sharing does not change what a token sees.
     #[test]
     fn every_token_sees_its_own_sequence() {
         let mut random = crate::toy::numbers(4_000, 5).into_iter();
@@ -171,7 +171,7 @@ mod tests {
         for _ in 0..60 {
             let mut sequences: Vec<Vec<i32>> = Vec::new();
             for _ in 0..1 + draw(6) {
-                // A part of the one before, then something new.
+                // A prefix of the previous sequence, then new tokens.
                 let before = sequences.last().cloned().unwrap_or_default();
                 let kept = draw(before.len() + 1);
                 let mut ids = before[..kept].to_vec();

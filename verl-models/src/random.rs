@@ -1,8 +1,8 @@
 //! Counter-based randomness (Philox 4×32-10): each draw is a function of its key, never of scheduling.
 //!
 //! # Layout
-//! A draw has 296 bits of name (seed 64, purpose 8, step 64, row 64, attempt 32, position 32, token 32), a Philox
-//! call takes 192. So names are bound in three calls, each a bijection of its counter for a fixed key:
+//! A draw is identified by 296 bits (seed 64, purpose 8, step 64, row 64, attempt 32, position 32, token 32), but a
+//! Philox call takes 192. So the identity is bound in three calls, each a bijection of its counter for a fixed key:
 //!
 //! 1. h₁ = philox(counter = row ‖ step, key = seed);
 //! 2. h₂ = philox(counter = h₁, key = attempt ‖ purpose): the identity of the [`Stream`];
@@ -16,7 +16,7 @@
 //! # Source
 //! Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 
-/// What draws are for; separate purposes never share random words.
+/// The purpose of draws; different purposes never share random words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Purpose {
@@ -32,16 +32,16 @@ pub enum Purpose {
     Init = 5,
     /// Generated data sets.
     Data = 6,
-    /// Random subsets of what is trained on.
+    /// Random subsets of the training data.
     Subset = 7,
 }
 
-/// What the draws of one response are a function of, apart from position and token id.
+/// The key that, with position and token id, determines the draws of one response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DrawKey {
     /// Seed of the run.
     pub seed: u64,
-    /// What for.
+    /// Purpose of the draws.
     pub purpose: Purpose,
     /// Step of the run.
     pub step: u64,
@@ -52,7 +52,7 @@ pub struct DrawKey {
 }
 
 impl DrawKey {
-    /// The random words that this key names.
+    /// The random words of this key.
     #[must_use]
     pub fn stream(&self) -> Stream {
         let [row_low, row_high] = split(self.row);
@@ -74,7 +74,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// The four words that name the stream: key, then the high half of the counter.
+    /// The four words that identify the stream: key, then the high half of the counter.
     #[must_use]
     pub fn words(&self) -> [u32; 4] {
         [self.key[0], self.key[1], self.high[0], self.high[1]]
@@ -119,8 +119,8 @@ impl Stream {
     }
 }
 
-/// Draws from N(0, 1) for the initial values of the parameter `name`; whatever other parameters a model has, it keeps
-/// its draws.
+/// Draws from N(0, 1) for the initial values of the parameter `name`. They do not depend on the other parameters of the
+/// model.
 #[must_use]
 pub fn normals(seed: u64, name: &str, count: usize) -> Vec<f32> {
     // FNV-1a.
@@ -161,7 +161,7 @@ pub fn gumbel(word: u32) -> f64 {
     -libm::log(-libm::log(open_unit(word)))
 }
 
-/// Order of `len` rows in an epoch: result\[i\] is the row that comes i-th. Fisher–Yates over words of the key
+/// Order of `len` rows in an epoch: result\[i\] is the i-th row. Fisher–Yates over words of the key
 /// (seed, [`Purpose::Shuffle`], step = epoch).
 #[must_use]
 pub fn shuffle(seed: u64, epoch: u64, len: usize) -> Vec<usize> {
@@ -175,7 +175,7 @@ pub fn shuffle(seed: u64, epoch: u64, len: usize) -> Vec<usize> {
     .stream();
     let mut order: Vec<usize> = (0..len).collect();
     for last in (1..len).rev() {
-        // Two words for each swap: the bias of the multiply-shift is below len/2⁶⁴. Positions carry the high half
+        // Two words for each swap: the bias of the multiply-shift is below len/2⁶⁴. Positions contain the high half
         // of the index, so that no length wraps around.
         let at = last as u64;
         let words = stream.block((at >> 32) as u32, at as u32);

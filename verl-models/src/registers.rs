@@ -1,14 +1,14 @@
-//! The vector registers that kernels of the CPU use.
+//! The vector registers that CPU kernels use.
 //!
-//! They decide how fast a result is there, not its bits: every sum has an order of its own, products are fused with
-//! their additions on every machine, and functions such as eˣ are computed here from additions and products.
+//! They decide how fast a result is computed, not its bits: every sum has its own fixed order, products are fused with
+//! their additions on every processor, and functions such as eˣ are computed here from additions and products.
 
 use std::sync::OnceLock;
 
 /// Kinds of vector registers, narrowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Registers {
-    /// Those that the compiler assumes of any processor of the architecture.
+    /// Registers that the compiler assumes for any processor of the architecture.
     Plain,
     /// AVX2 and FMA of x86-64: 16 registers of 8 numbers.
     Avx2,
@@ -16,14 +16,14 @@ pub enum Registers {
     Avx512,
 }
 
-/// The variable that names the widest registers to use.
+/// The environment variable that limits the registers to use.
 pub const VARIABLE: &str = "VERL_REGISTERS";
 
-/// Name of the order in which kernels of the CPU add, which fixes the bits of their results whatever the processor.
+/// Name of the order in which CPU kernels add, which fixes the bits of their results on any processor.
 ///
-/// `versions.json` and the conditions of a trace record it: a replay expects equal bits on another processor where
-/// both sides have the same name. Give it a new name whenever a kernel adds in another order, rounds at another place,
-/// or computes a function such as eˣ otherwise.
+/// `versions.json` and the conditions of a trace record it: a replay expects equal bits on another processor if both
+/// sides have the same name. Change the name whenever a kernel adds in another order, rounds at another place, or
+/// computes a function such as eˣ differently.
 pub const SUMS: &str = "fixed-1";
 
 impl Registers {
@@ -53,7 +53,7 @@ pub fn found() -> Registers {
     Registers::Plain
 }
 
-/// The registers that kernels use: the widest of this processor, at most those that [`VARIABLE`] names.
+/// The registers that kernels use: the widest of this processor, limited by [`VARIABLE`].
 pub fn used() -> Registers {
     static USED: OnceLock<Registers> = OnceLock::new();
     *USED.get_or_init(|| {
@@ -62,16 +62,16 @@ pub fn used() -> Registers {
     })
 }
 
-/// The widest registers of this processor that are no wider than those named.
+/// The widest registers of this processor that are at most as wide as `name`.
 ///
 /// # Errors
-/// No registers have this name; the text says which have.
+/// If `name` is unknown; the text lists the known names.
 pub fn at_most(name: &str) -> Result<Registers, String> {
     let limit = Registers::ALL.into_iter().find(|kind| kind.name() == name);
     let names = || Registers::ALL.map(Registers::name).join("`, `");
     let limit = limit.ok_or_else(|| {
         format!(
-            "{VARIABLE} is `{name}`, which is not a kind of registers: set one of `{}`, or unset it",
+            "{VARIABLE} is `{name}`, which is not a kind of registers: set it to one of `{}`, or unset it",
             names()
         )
     })?;
@@ -86,15 +86,15 @@ mod tests {
     fn a_limit_never_widens() {
         assert_eq!(at_most("plain"), Ok(Registers::Plain));
         assert_eq!(at_most("avx512"), Ok(found()));
-        assert!(at_most("avx2").expect("a name") <= Registers::Avx2);
+        assert!(at_most("avx2").expect("a known name") <= Registers::Avx2);
     }
 
     #[test]
-    fn an_unknown_name_is_refused_with_those_that_exist() {
+    fn an_unknown_name_lists_the_known_ones() {
         let error = at_most("AVX").expect_err("no such registers");
         assert_eq!(
             error,
-            "VERL_REGISTERS is `AVX`, which is not a kind of registers: set one of `plain`, `avx2`, `avx512`, or unset it"
+            "VERL_REGISTERS is `AVX`, which is not a kind of registers: set it to one of `plain`, `avx2`, `avx512`, or unset it"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Ragged rows into padded model calls: checks, sizes of calls, positions of response tokens.
+//! Arranges ragged rows into padded model calls: checks, call sizes, positions of response tokens.
 
 use std::collections::BTreeMap;
 
@@ -7,31 +7,31 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use crate::model::{ModelError, ScoreRow};
 use crate::policy::TRAIN_CHUNK;
 
-/// Token ids are padded to a quarter of the next power of two, but at least to a multiple of this.
+/// Lengths are padded to a multiple of an eighth of the next power of two, or of this if that is larger.
 const MIN_STEP: usize = 16;
 
-/// Longest sequence of padding in a packed call: attention over it is cheap.
-const MOST_FILLER: usize = 256;
+/// Longest sequence of padding in a packed call, so that attention over it is cheap.
+const MAX_FILLER: usize = 256;
 
 /// Sizes of calls without gradient. They are constants of the device, never of the request.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct CallLimits {
-    /// Tokens of a call, about; its rows follow from this and from the width alone.
+    /// Approximate tokens per call; the number of rows depends only on this and the width.
     tokens: usize,
-    /// Most rows of a call.
+    /// Maximum rows per call.
     rows: usize,
-    /// Most tokens of a product with the head.
+    /// Maximum tokens per product with the head.
     chunk: usize,
-    /// Tokens of a call whose rows lie one after the other, about.
+    /// Approximate tokens per packed call.
     packed: usize,
-    /// Whether such calls, and their products with the head, are filled up to one size: where the order of additions
-    /// follows the sizes of operands. On the CPU it does not; see [`kernels`](crate::kernels).
+    /// Whether packed calls, and their products with the head, are padded to a fixed size. This is needed where the
+    /// order of additions depends on the sizes of operands. On the CPU it does not; see [`kernels`](crate::kernels).
     fills: bool,
 }
 
 impl CallLimits {
-    /// Calls run side by side and hold a few short rows, or one long one: enough for products to be efficient, little
-    /// enough for the padding of a row that is alone.
+    /// Calls run in parallel and contain a few short rows or one long row: enough for products to be efficient, but few
+    /// enough that the padding of a single row is cheap.
     pub(crate) const CPU: CallLimits = CallLimits {
         tokens: 256,
         rows: 16,
@@ -40,7 +40,7 @@ impl CallLimits {
         fills: false,
     };
 
-    /// Large calls: a GPU is idle otherwise, and rows of padding are nearly free.
+    /// Large calls: otherwise a GPU is idle, and rows of padding are nearly free.
     pub(crate) const GPU: CallLimits = CallLimits {
         tokens: 16_384,
         rows: 64,
@@ -63,7 +63,7 @@ impl CallLimits {
         }
     }
 
-    /// Tokens of calls that are in memory at once, about; those of the CPU run side by side on this many cores.
+    /// Approximate tokens of the calls that are in memory at once; on the CPU, calls run in parallel on `CORES` cores.
     pub(crate) fn call_tokens(&self) -> usize {
         const CORES: usize = 16;
         if *self == CallLimits::CPU {
@@ -73,7 +73,7 @@ impl CallLimits {
         }
     }
 
-    /// Tokens of each product with the head in a packed call, and of all of them, for this many response tokens.
+    /// Tokens of each product with the head in a packed call, and of all products, for `response` response tokens.
     pub(crate) fn packed_product(&self, response: usize) -> [usize; 2] {
         if self.fills {
             [self.chunk, response.next_multiple_of(self.chunk)]
@@ -82,9 +82,9 @@ impl CallLimits {
         }
     }
 
-    /// Tokens of each product with the head, padding included, for a padded call with this many response tokens.
+    /// Tokens of each product with the head, including padding, for a padded call with `response` response tokens.
     ///
-    /// A row alone in its call decides it; rows that share a call get a constant.
+    /// For a call of a single row it depends on that row; for calls of several rows it is constant.
     pub(crate) fn product_len(&self, call: &Call, response: usize) -> usize {
         if call.height == 1 {
             padded_len(response, usize::MAX).min(self.chunk)
@@ -124,7 +124,7 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// Tokens that a model must see to score the first `response` response tokens: the last one is only predicted.
+/// Tokens that a model must read to score the first `response` response tokens: the last one is only predicted.
 pub(crate) fn input_len(row: &ScoreRow<'_>, response: usize) -> usize {
     row.prompt.len() + response - 1
 }
@@ -140,23 +140,23 @@ pub(crate) struct Call {
     pub width: usize,
 }
 
-/// Groups rows with a response into calls that see all of a row but its last token, which is only predicted.
+/// Groups rows with a response into calls that read all tokens of a row but the last, which is only predicted.
 pub(crate) fn calls(rows: &[ScoreRow<'_>], max_tokens: usize, limits: CallLimits) -> Vec<Call> {
     calls_of(input_lens(rows), max_tokens, limits)
 }
 
-/// Tokens that a model must see to score each row; none where there is no response.
+/// Tokens that a model must read to score each row; `None` if there is no response.
 pub(crate) fn input_lens(rows: &[ScoreRow<'_>]) -> impl Iterator<Item = Option<usize>> {
     let length = |row: &ScoreRow<'_>| input_len(row, row.response.len());
     rows.iter()
         .map(move |row| (!row.response.is_empty()).then(|| length(row)))
 }
 
-/// Groups rows into calls whose shape is a function of the row's own length alone. `lengths` are the tokens that the
-/// model must see of each row; none leaves a row out.
+/// Groups rows into calls whose shape depends only on the row's own length. `lengths` are the tokens that the model
+/// must read of each row; `None` leaves a row out.
 ///
-/// Kernels choose their order of additions by the shape of their operands, so this is what makes a row's result
-/// independent of its neighbours, to the last bit.
+/// Kernels choose their order of additions by the shape of their operands, so this makes a row's result bit-identical
+/// whatever the other rows are.
 pub(crate) fn calls_of(
     lengths: impl Iterator<Item = Option<usize>>,
     max_tokens: usize,
@@ -181,13 +181,13 @@ pub(crate) fn calls_of(
     calls
 }
 
-/// At most a quarter more than `length` once that is past 64.
+/// At most a quarter more than `length`, for lengths above 64.
 fn padded_len(length: usize, max_tokens: usize) -> usize {
     let step = (length.next_power_of_two() / 8).max(MIN_STEP);
     length.next_multiple_of(step).min(max_tokens.max(length))
 }
 
-/// Right-padded ids of some rows, cut to `width` tokens, below them rows of padding: `[height, width]`.
+/// Right-padded ids of `rows`, truncated to `width` tokens and followed by rows of padding: `[height, width]`.
 pub(crate) fn padded_ids<'a>(
     rows: impl Iterator<Item = &'a ScoreRow<'a>>,
     height: usize,
@@ -204,13 +204,13 @@ pub(crate) fn padded_ids<'a>(
     Tensor::from_data(TensorData::new(ids, [height, width]), device)
 }
 
-/// The first ids of some rows, as many of each as is said, one row after the other.
+/// The first ids of each row, as many as its given length, concatenated.
 pub(crate) fn packed_ids<'a>(rows: impl Iterator<Item = (&'a ScoreRow<'a>, usize)>) -> Vec<i32> {
     let inputs = rows.flat_map(|(row, length)| row.prompt.iter().chain(row.response).take(length));
     inputs.map(|&id| id as i32).collect()
 }
 
-/// Rows that are scored in one call, one after the other.
+/// Rows that are scored in one call, concatenated.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct PackedCall {
     /// Positions of the rows in the request.
@@ -219,7 +219,7 @@ pub(crate) struct PackedCall {
     pub lengths: Vec<usize>,
 }
 
-/// Tokens that each row has in common with the row before it, at their beginning.
+/// Length of the prefix that each row shares with the row before it.
 pub(crate) fn shared_lens(rows: &[ScoreRow<'_>]) -> Vec<usize> {
     fn tokens<'a>(row: &ScoreRow<'a>) -> impl Iterator<Item = &'a u32> {
         row.prompt.iter().chain(row.response)
@@ -234,11 +234,11 @@ pub(crate) fn shared_lens(rows: &[ScoreRow<'_>]) -> Vec<usize> {
 
 /// Groups rows into calls without padding between rows.
 ///
-/// Where `limits` fill them up, all have the same number of tokens, whatever the rows; only a row that is longer has a
-/// larger call. So products have the same shape in every call, and a row's result does not depend on the rows beside it.
-/// Elsewhere tokens that a row shares with the one before it in its call do not count.
+/// If `limits` pad calls to a fixed size, all calls have the same number of tokens, whatever the rows; only a longer
+/// row gets a larger call. So products have the same shape in every call, and a row's result does not depend on the
+/// other rows. Otherwise tokens that a row shares with the row before it in its call are counted once.
 ///
-/// `lengths` are as for [`calls_of`], `shared` as [`shared_lens`] gives it.
+/// `lengths` are as for [`calls_of`], `shared` is the result of [`shared_lens`].
 pub(crate) fn packed_calls(
     lengths: impl Iterator<Item = Option<usize>>,
     shared: &[usize],
@@ -257,7 +257,7 @@ pub(crate) fn packed_calls(
                 false => 0,
             };
             while left > 0 {
-                let filler = left.min(MOST_FILLER);
+                let filler = left.min(MAX_FILLER);
                 open.lengths.push(filler);
                 left -= filler;
             }
@@ -291,8 +291,8 @@ pub(crate) fn packed_calls(
     calls
 }
 
-/// Padding for a model that takes rows of one length alone: where each token of the packed rows is among those of the padded
-/// ones, and, for each place of these, where its token is among the packed ones.
+/// Index maps for a model that needs rows of equal length: the position of each packed token in the padded rows; for
+/// each padded position, the packed token it contains; and the width of the padded rows.
 pub(crate) fn padding(lengths: &[usize]) -> (Vec<i32>, Vec<i32>, usize) {
     let width = lengths.iter().copied().max().unwrap_or(0);
     let (mut places, mut sources) = (Vec::new(), Vec::new());
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn every_fault_is_named() {
+    fn invalid_rows_are_named() {
         let limits = |rows: &[ScoreRow<'_>]| match check(rows, 10, 4) {
             Ok(()) => String::new(),
             Err(error) => error.to_string(),
@@ -331,16 +331,16 @@ mod tests {
         );
         assert_eq!(
             limits(&[row(&[1, 2, 3], &[4, 5])]),
-            "row 0 has 5 tokens, but the model's context holds 4"
+            "row 0 has 5 tokens, but the model's context is limited to 4"
         );
         assert_eq!(
             limits(&[row(&[1, 2], &[10])]),
-            "row 0 holds token id 10, but the vocabulary ends at 10"
+            "row 0 contains token id 10, but the vocabulary ends at 10"
         );
     }
 
     #[test]
-    fn shapes_of_calls_depend_on_the_row_alone() {
+    fn shapes_of_calls_depend_only_on_the_row() {
         let tokens = vec![1; 600];
         let lengths = [3, 17, 17, 40, 100, 300, 560];
         let rows: Vec<_> = lengths
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn packed_calls_are_of_one_size() {
+    fn packed_calls_on_a_gpu_have_a_fixed_size() {
         let limits = CallLimits::GPU;
         let lengths = [9000, 7000, 500, 1, 20_000, 3];
         let calls = packed_calls(lengths.into_iter().map(Some), &[0; 6], limits);
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_of_the_cpu_count_shared_tokens_once() {
+    fn packed_calls_on_the_cpu_count_shared_tokens_once() {
         let prompt = [1; 900];
         let tokens: Vec<u32> = (0..200).collect();
         let rows = [
@@ -395,18 +395,18 @@ mod tests {
             .iter()
             .map(|call| (&*call.rows, &*call.lengths))
             .collect();
-        // 949 and 49 tokens; a row that was left out ends a call's chain, and 959 and 1 fit again.
+        // 949 and 49 tokens; the skipped row breaks the chain of shared prefixes, so the next call counts 959 and 1.
         let expected: [(&[usize], &[usize]); 2] = [(&[0, 1], &[949, 949]), (&[3, 4], &[959, 960])];
         assert_eq!(found, expected);
     }
 
     #[test]
-    fn padding_and_back() {
+    fn padding_is_invertible() {
         let (places, sources, width) = padding(&[2, 3, 1]);
         assert_eq!(width, 3);
         assert_eq!(places, [0, 1, 3, 4, 5, 6]);
         assert_eq!(sources, [0, 1, 1, 2, 3, 4, 5, 5, 5]);
-        // What a packed token is found at after padding is itself.
+        // Mapping a packed token to its padded position and back gives the same token.
         let back: Vec<i32> = places.iter().map(|&at| sources[at as usize]).collect();
         assert!(back.iter().enumerate().all(|(at, &from)| at as i32 == from));
     }
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_without_response_are_in_no_call() {
+    fn rows_without_a_response_are_skipped() {
         assert!(calls(&[row(&[1, 2], &[])], 8, CallLimits::CPU).is_empty());
     }
 

@@ -21,7 +21,7 @@ use crate::kernels::Products;
 pub(crate) use listed::log_sums;
 pub use listed::{ListedScoringOps, listed_log_probs, top_log_probs};
 
-/// What is wanted beside the log-probs of tokens.
+/// Results requested besides the log-probs of tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Extras {
     /// Entropies.
@@ -31,45 +31,46 @@ pub struct Extras {
 }
 
 impl Extras {
-    /// Log-probs alone.
+    /// Only log-probs.
     pub const NONE: Extras = Extras {
         entropies: false,
         sum_pi_squared: false,
     };
-    /// Entropies too.
+    /// Also entropies.
     pub const ENTROPIES: Extras = Extras {
         entropies: true,
         sum_pi_squared: false,
     };
 }
 
-/// What [`linear_log_probs`] gives, `[N]` each.
+/// The result of [`linear_log_probs`], `[N]` each.
 #[derive(Debug, Clone)]
 pub struct TokenScores {
     /// Nats; differentiable.
     pub log_probs: Tensor<1>,
-    /// Nats, where asked for; differentiable.
+    /// Nats, if requested; differentiable.
     pub entropies: Option<Tensor<1>>,
-    /// Σ_v π(v)², in (0, 1], where asked for; a constant.
+    /// Σ_v π(v)², in (0, 1], if requested; a constant.
     pub sum_pi_squared: Option<Tensor<1>>,
 }
 
-/// Log-probs of `targets` and, if asked for, entropies and Σ_v π(v)² under softmax(hidden · headᵀ / temperature).
+/// Log-probs of `targets` and, if requested, entropies and Σ_v π(v)² under softmax(hidden · headᵀ / temperature).
 ///
 /// log π_n = z_{n,y_n} − log Σ_v exp z_{n,v},  H_n = −Σ_v p_{n,v} log p_{n,v},  z = hidden · headᵀ / temperature.
 ///
-/// Log-probs and entropies, in nats, are differentiable in `hidden` and `head`; Σ π² is a constant. The forward pass sees `chunk` tokens at a time and keeps two numbers a token;
-/// the backward pass recomputes the logits, a block of the vocabulary at a time, so that no buffer is ever larger than
-/// `chunk · V` (rounded up to one column of all tokens):
+/// Log-probs and entropies, in nats, are differentiable in `hidden` and `head`; Σ π² is a constant. The forward pass
+/// processes `chunk` tokens at a time and saves two numbers per token; the backward pass recomputes the logits, a block
+/// of the vocabulary at a time, so that no buffer is ever larger than `chunk · V` (rounded up to one column of all
+/// tokens):
 ///
 /// ∂L/∂logits = (g_π (onehot − p) − g_H p (log p + H)) / temperature.
 ///
-/// The product is taken in the dtype of the weights; everything after it is f32, or f64 where the weights are f64.
+/// The product is computed in the dtype of the weights; everything after it is f32, or f64 if the weights are f64.
 ///
 /// # Shapes
 /// `hidden`: `[N, D]`; `head`: `[V, D]`; `targets`: `[N]`, each below `V`; results: `[N]`
 /// # Panics
-/// When shapes disagree or `N` is 0, which is a fault of the caller.
+/// If shapes disagree or `N` is 0, which is a caller's bug.
 pub fn linear_log_probs(
     hidden: Tensor<2>,
     head: Tensor<2>,
@@ -99,7 +100,7 @@ pub fn linear_log_probs(
     }
 }
 
-/// What a backend offers for scoring; every backend gets it from its primitive operations.
+/// Scoring operations of a backend; every backend gets them from its primitive operations.
 #[backend_extension(Flex, Cube: cfg(feature = "cuda"), Autodiff)]
 pub trait ScoringOps: Products {
     /// The results of [`linear_log_probs`] as rows of one tensor, in the order of the fields of [`TokenScores`].
@@ -133,15 +134,15 @@ impl ScoringOps for Flex {
     }
 }
 
-/// What the forward pass of [`linear_log_probs`] keeps for the backward pass.
+/// What the forward pass of [`linear_log_probs`] saves for the backward pass.
 #[derive(Debug, Clone)]
 pub struct SavedScores<B: Backend>(Saved<B>);
 
 #[derive(Debug, Clone)]
 enum Saved<B: Backend> {
-    /// Of composed operations.
+    /// From composed operations.
     Statistics(Statistics<B>),
-    /// Of kernels: `[5, N]`, whether entropies were asked for, and the logits where they were kept, `[N, V]`.
+    /// From kernels: `[5, N]`, whether entropies were requested, and the logits if they were kept, `[N, V]`.
     #[cfg_attr(
         not(feature = "cuda"),
         expect(dead_code, reason = "the CPU composes operations")
@@ -150,7 +151,8 @@ enum Saved<B: Backend> {
 }
 
 impl<B: Products> SavedScores<B> {
-    /// What composed operations kept, and what logits get of the gradient of the scores.
+    /// The saved statistics of composed operations, and the weights that turn the scores' gradient into that of the
+    /// logits.
     fn weighted(
         &self,
         inputs: &Inputs<B>,
@@ -176,7 +178,7 @@ pub trait ScoringGradients: ScoringOps {
         (scores, SavedScores(Saved::Statistics(statistics)))
     }
 
-    /// Gradients of hidden states and head, each where asked for.
+    /// Gradients of hidden states and head, each if requested.
     fn linear_scores_backward(
         inputs: &ScoringInputs<Self>,
         saved: SavedScores<Self>,
@@ -219,18 +221,18 @@ impl ScoringGradients for Flex {
     }
 }
 
-/// Between tensors and the slices of `cpu`.
+/// Converts between tensors and the slices of `cpu`.
 mod on_cpu {
     use burn::backend::ops::IntTensorOps;
     use burn::backend::tensor::FloatTensor;
     use burn::backend::{Flex, TensorMetadata};
     use burn::tensor::{DType, Shape};
 
-    use super::cpu::{Found, Operands, Weight};
+    use super::cpu::{Scored, Operands, Weight};
     use super::{Extras, Inputs, Statistics, TokenWeights};
     use crate::kernels::{dense, tensor, values};
 
-    /// What `with` makes of the operands; nothing where they are not f32.
+    /// Calls `with` on the operands; returns `None` if they are not f32.
     fn operands<R>(inputs: &Inputs<Flex>, with: impl FnOnce(Operands<'_>) -> R) -> Option<R> {
         if inputs.hidden.dtype() != DType::F32 || inputs.head.dtype() != DType::F32 {
             return None;
@@ -250,14 +252,14 @@ mod on_cpu {
     fn dense_targets(inputs: &Inputs<Flex>) -> Vec<usize> {
         let data = burn::tensor::try_read_sync(Flex::int_into_data(inputs.targets.clone()));
         let data = data
-            .expect("the CPU reads at once")
-            .expect("an int tensor has ints");
+            .expect("the CPU reads synchronously")
+            .expect("an int tensor contains ints");
         data.iter::<i64>().map(|id| id as usize).collect()
     }
 
     pub(super) fn forward(inputs: &Inputs<Flex>, extras: Extras) -> Option<Statistics<Flex>> {
         let found = operands(inputs, |operands| operands.forward(extras))?;
-        let column = |of: fn(&Found) -> f32| {
+        let column = |of: fn(&Scored) -> f32| {
             tensor(found.iter().map(of).collect(), Shape::new([found.len(), 1]))
         };
         Some(Statistics {
@@ -287,11 +289,11 @@ mod on_cpu {
         let factor = weights.log_prob_factor.clone().map(dense);
         let gradients = operands(inputs, |operands| {
             let (largest, log_sum) = (values(&largest), values(&log_sum));
-            let found: Vec<Found> = (largest.iter().zip(log_sum))
-                .map(|(&largest, &log_sum)| Found {
+            let found: Vec<Scored> = (largest.iter().zip(log_sum))
+                .map(|(&largest, &log_sum)| Scored {
                     largest,
                     log_sum,
-                    ..Found::default()
+                    ..Scored::default()
                 })
                 .collect();
             let factors = factor.as_ref().map(values);
@@ -322,7 +324,7 @@ mod on_cuda {
     use super::{Extras, Inputs, Saved, SavedScores, ScoringGradients, ScoringInputs, ScoringOps};
     use crate::kernels::cuda::vocab;
 
-    /// Operands as the kernels take them.
+    /// Operands in the form that the kernels require.
     fn operands(inputs: &Inputs<Cube>) -> vocab::Operands {
         vocab::Operands {
             hidden: inputs.hidden.clone(),
@@ -422,8 +424,8 @@ impl<B: ScoringGradients> Backward<B, 2> for LinearScores {
     }
 }
 
-/// Hands gradients to hidden states and head, each where it is tracked; `weights` says what logits get of the gradient of
-/// the scores.
+/// Registers gradients for hidden states and head, each if it is tracked; `weights` turn the scores' gradient into that
+/// of the logits.
 fn backward<B: Products>(
     ops: Ops<(Inputs<B>, Statistics<B>), 2>,
     grads: &mut Gradients,
@@ -447,22 +449,22 @@ fn backward<B: Products>(
 #[derive(Debug, Clone)]
 pub struct ScoringInputs<B: Backend>(Inputs<B>);
 
-/// Operands, kept for the backward pass (buffers are shared, not copied).
+/// Operands, saved for the backward pass (buffers are shared, not copied).
 #[derive(Debug, Clone)]
 struct Inputs<B: Backend> {
     /// `[N, D]`
     hidden: FloatTensor<B>,
     /// `[V, D]`
     head: FloatTensor<B>,
-    /// `[N, K]`; one a token unless they are [`listed`]
+    /// `[N, K]`; one per token unless they are [`listed`]
     targets: IntTensor<B>,
     temperature: f64,
     chunk: usize,
 }
 
-/// What the forward pass finds out about each token; all `[N, 1]`, but `log_probs` is `[N, K]`.
+/// Statistics of each token from the forward pass; all `[N, 1]`, but `log_probs` is `[N, K]`.
 ///
-/// The largest logit and the log of the sum stay apart: added up, a large logit would swallow the log's digits.
+/// The largest logit and the log of the sum are kept apart: added up, a large logit would absorb the log's digits.
 #[derive(Debug, Clone)]
 struct Statistics<B: Backend> {
     log_probs: FloatTensor<B>,
@@ -522,7 +524,7 @@ impl<B: Products> Inputs<B> {
         self.hidden.shape()[0]
     }
 
-    /// Dtype of everything behind the product.
+    /// Dtype of everything after the product.
     fn precision(&self) -> FloatDType {
         match self.hidden.dtype() {
             DType::F64 => FloatDType::F64,
@@ -557,7 +559,7 @@ impl<B: Products> Inputs<B> {
         Statistics::cat(parts)
     }
 
-    /// Gradients of the hidden states and of the head, each where asked for.
+    /// Gradients of the hidden states and of the head, each if requested.
     fn backward(
         &self,
         statistics: &Statistics<B>,
@@ -608,7 +610,7 @@ impl<B: Products> Inputs<B> {
                 B::float_mul(p, B::float_add(slope, weights.constant.clone()))
             }
         };
-        // A target outside of the block lands on its edge, with weight 0.
+        // A target outside of the block is clamped to its edge, with weight 0.
         let wanted = B::int_sub_scalar(self.targets.clone(), (start as i64).into());
         let clamped = B::int_clamp(wanted.clone(), 0.into(), ((end - start - 1) as i64).into());
         let device = self.hidden.device();
@@ -630,12 +632,12 @@ struct TokenWeights<B: Backend> {
     target: FloatTensor<B>,
     /// −(g_π + g_H H) / T
     constant: FloatTensor<B>,
-    /// −g_H / T, where entropies were asked for
+    /// −g_H / T, if entropies were requested
     log_prob_factor: Option<FloatTensor<B>>,
 }
 
 impl<B: Backend> TokenWeights<B> {
-    /// `gradient` is `[1, N]` to `[3, N]`, as the scores are; that of Σ π², a constant, is not looked at.
+    /// `gradient` is `[1, N]` to `[3, N]`, like the scores; that of Σ π², a constant, is ignored.
     fn new(
         gradient: FloatTensor<B>,
         statistics: &Statistics<B>,

@@ -6,12 +6,12 @@ const N: usize = 7;
 const D: usize = 5;
 const V: usize = 13;
 
-/// f64 sums of a few dozen terms of size 1: rounding only.
+/// Rounding of f64 sums of a few dozen terms of size 1.
 const EXACT: f64 = 1e-11;
-/// Central differences of step 1e-6 in f64.
+/// Error of central differences with step 1e-6 in f64.
 const DIFFERENCES: f64 = 1e-7;
 
-/// Numbers in [−1, 1) that look random, from a multiplicative hash.
+/// Pseudo-random numbers in [−1, 1), from a multiplicative hash.
 fn numbers(count: usize, salt: u64) -> Vec<f64> {
     (0..count as u64)
         .map(|i| {
@@ -64,7 +64,7 @@ fn close(got: &[f64], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// Weights of the tokens in the loss that gradients are taken of.
+/// Weights of the tokens in the differentiated loss.
 fn weights(salt: u64) -> Tensor<1> {
     matrix(1, N, salt, 1.0).reshape([N])
 }
@@ -93,7 +93,7 @@ fn run(
     let (log_probs, found) = score(hidden.clone(), head.clone());
     let mut loss = (log_probs.clone() * weights(3).autodiff()).sum();
     if entropies {
-        let found = found.clone().expect("entropies were asked for");
+        let found = found.clone().expect("entropies were requested");
         loss = loss + (found * weights(4).autodiff()).sum();
     }
     let grads = loss.backward();
@@ -156,7 +156,7 @@ fn gradients_agree_with_finite_differences() {
             Extras::ENTROPIES,
             2,
         ));
-        let entropies = entropies.expect("entropies were asked for");
+        let entropies = entropies.expect("entropies were requested");
         values((log_probs * weights(3)).sum() + (entropies * weights(4)).sum())[0]
     };
     let [_, _, d_hidden, d_head] = run(
@@ -196,7 +196,7 @@ fn gradients_agree_with_finite_differences() {
 
 #[test]
 fn a_common_offset_of_the_logits_changes_nothing() {
-    // The last of the hidden numbers is 1 and the head's last column is 10⁴, so all logits move by 10⁴.
+    // The last hidden number is 1 and the head's last column is 10⁴, so all logits shift by 10⁴.
     let offset = |dtype: DType, by: f32| {
         let hidden = Tensor::cat(
             vec![
@@ -254,7 +254,7 @@ fn certain_tokens_have_finite_gradients() {
 }
 
 #[test]
-fn only_what_is_tracked_gets_a_gradient() {
+fn only_tracked_tensors_get_a_gradient() {
     let hidden = matrix(N, D, 1, 1.0).autodiff();
     let head = matrix(V, D, 2, 1.0).autodiff().require_grad();
     let found = linear_log_probs(
@@ -271,8 +271,8 @@ fn only_what_is_tracked_gets_a_gradient() {
 }
 
 #[test]
-fn a_token_scores_the_same_bits_at_every_place_of_a_chunk() {
-    // Wider than one block of the product's inner dim, and a vocabulary that is not a multiple of anything.
+fn a_token_scores_the_same_bits_at_every_place_in_a_chunk() {
+    // Wider than one block of the product's inner dim, and a vocabulary that is not a multiple of a tile.
     let (n, d, v) = (32, 1100, 517);
     let hidden = matrix(n, d, 1, 0.1).cast(DType::F32);
     let head = matrix(v, d, 2, 1.0).cast(DType::F32);
@@ -286,7 +286,7 @@ fn a_token_scores_the_same_bits_at_every_place_of_a_chunk() {
             Extras::ENTROPIES,
             n,
         ));
-        let entropies = entropies.expect("entropies were asked for");
+        let entropies = entropies.expect("entropies were requested");
         let both = Tensor::cat(vec![log_probs, entropies], 0).into_data();
         both.iter::<f32>().map(f32::to_bits).collect::<Vec<_>>()
     };
@@ -307,7 +307,7 @@ fn a_token_scores_the_same_bits_at_every_place_of_a_chunk() {
 }
 
 #[test]
-fn sums_of_squares_are_those_of_the_softmax_and_have_no_gradient() {
+fn sums_of_squares_match_the_softmax_and_have_no_gradient() {
     for (entropies, temperature) in [(false, 1.0), (true, 0.7)] {
         let hidden = matrix(N, D, 1, 1.0).autodiff().require_grad();
         let head = matrix(V, D, 2, 1.0);
@@ -324,10 +324,10 @@ fn sums_of_squares_are_those_of_the_softmax_and_have_no_gradient() {
         let p = log_softmax(logits / divisor, 1).exp();
         let expected = values((p.clone() * p).sum_dim(1));
         for chunk in [1, 3, N] {
-            let found = scores(chunk).sum_pi_squared.expect("asked for");
+            let found = scores(chunk).sum_pi_squared.expect("requested");
             close(&values(found), &expected, EXACT);
         }
-        // The other gradients are as without it.
+        // The other gradients are the same as without it.
         let gradient = |extras| {
             let (hidden, head) = (hidden.clone(), head.clone().autodiff());
             let scores = linear_log_probs(hidden.clone(), head, targets(), temperature, extras, 3);

@@ -1,23 +1,22 @@
-//! What training imitates: the tokens of a finished conversation behind those of its prompt.
+//! Training targets: the tokens of a finished conversation that follow its prompt.
 //!
-//! A model is trained on what its chat template writes. The conversation is rendered with the answer and its text becomes
-//! tokens as a whole; the *prompt* is what they share with the tokens that generation starts from, and the *target* is
-//! what stands behind, up to the first token of the end of the turn at which generation stops. Blanks that the template
-//! trims, text that only a finished turn has, and tokens that reach over the border are as the template and the tokenizer
-//! make them, because nothing is put together from parts.
+//! A model is trained on the output of its chat template. The conversation is rendered with the answer, and the
+//! complete text is tokenised at once. The *prompt* is the part that these tokens share with the tokens from which
+//! generation starts, and the *target* is everything after it, up to the first token at the end of the turn at which
+//! generation stops. Because nothing is assembled from parts, blanks that the template trims, text that only a finished
+//! turn has, and tokens that span the border are exactly as the template and the tokenizer produce them.
 //!
-//! | case | what becomes of it |
+//! | case | result |
 //! |---|---|
-//! | the template writes something behind the end of the turn, such as a line end | not part of the target |
-//! | the turn ends without a token that generation stops at | the tokenizer's first end-of-sequence id is added ([`Note::Unended`]) |
-//! | the answer itself ends with such a token | the target ends with it; there is no second one |
-//! | the prompt's tokens do not begin those of the finished conversation | the prompt is what the finished conversation has before the answer ([`Note::Apart`]) |
-//! | the template leaves out a part of the answer, such as its thoughts | that is not trained ([`Note::Changed`]) |
-//! | the template has `{% generation %}` marks | only what stands between them is trained; see [`Writer::last_turn`] |
-//! | there is no template | prompt and answer are one text |
+//! | the template writes something after the end of the turn, such as a line end | it is not part of the target |
+//! | the turn ends without a token at which generation stops | the tokenizer's first end-of-sequence id is added ([`Note::Unended`]) |
+//! | the answer itself ends with such a token | the target ends with it; no second one is added |
+//! | the finished conversation does not start with the prompt's tokens | the prompt is what the finished conversation has before the answer ([`Note::Apart`]) |
+//! | the template leaves out a part of the answer, such as its reasoning | that part is not trained ([`Note::Changed`]) |
+//! | the template has `{% generation %}` marks | only the text between them is trained; see [`Writer::last_turn`] |
+//! | there is no template | prompt and answer are a single text |
 //!
-//! In every case the tokens of prompt and target together are the first ones of the finished conversation, but for an end
-//! that was added.
+//! In every case the finished conversation starts with the tokens of prompt and target, except for an added end.
 //!
 //! ```
 //! use serde_json::Map;
@@ -49,88 +48,88 @@ use whole::{Whole, shared};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TargetError {
-    /// The template refused the conversation.
+    /// The template rejected the conversation.
     #[error(transparent)]
     Template(#[from] ChatTemplateError),
-    /// The tokenizer refused the text.
+    /// The tokenizer cannot encode the text.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
-    /// Messages without a template that makes a text of them.
-    #[error("the model has no chat template, which makes a text of messages")]
+    /// Messages without a template to render them.
+    #[error("the model has no chat template to render messages with")]
     NoTemplate,
-    /// A prompt without a token, behind which nothing can be predicted.
-    #[error("the prompt has no token")]
+    /// A prompt without tokens, after which nothing can be predicted.
+    #[error("the prompt has no tokens")]
     NoPrompt,
-    /// A model without an id that ends a sequence.
-    #[error("the tokenizer has no end-of-sequence id, so that targets cannot end")]
+    /// A model without an end-of-sequence id.
+    #[error("the tokenizer has no end-of-sequence id, so targets cannot end")]
     NoEnd,
-    /// A template that passes over an answer.
-    #[error("the chat template writes nothing of the assistant's message (message {message})")]
+    /// A template that skips an answer.
+    #[error("the chat template does not write the assistant's message (message {message})")]
     Unwritten {
         /// Number of the message, from 1.
         message: usize,
     },
-    /// A template whose marks pass over an answer.
+    /// A template whose marks skip an answer.
     #[error(
-        "the `{{% generation %}}` marks of the chat template hold nothing of what the assistant says, so that nothing would be trained"
+        "the `{{% generation %}}` marks of the chat template contain no text of the assistant, so nothing would be trained"
     )]
     Unmarked,
     /// A conversation without an answer.
-    #[error("the conversation has no message of the assistant behind a prompt")]
+    #[error("the conversation has no assistant message after a prompt")]
     NoAnswer,
 }
 
-/// Something of a conversation that is trained on, but perhaps not as it was meant.
+/// A part of a conversation that is trained on, but perhaps not as intended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Note {
-    /// The tokens of the prompt are not the first ones of the finished conversation.
+    /// The finished conversation does not start with the tokens of the prompt.
     Apart {
-        /// The text that generation starts from.
+        /// The text from which generation starts.
         prompt: String,
         /// The finished conversation, up to the end of the answer.
         finished: String,
     },
-    /// Neither the template nor the answer ends the turn with a token that generation stops at.
+    /// Neither the template nor the answer ends the turn with a token at which generation stops.
     Unended,
-    /// A token that generation stops at stands within an answer.
+    /// An answer contains a token at which generation stops.
     EndsWithin,
-    /// The template writes an answer in other words, or leaves out a part of it.
+    /// The template changes an answer or leaves out a part of it.
     Changed {
         /// The answer.
         answer: String,
-        /// What is written of it.
+        /// What the template writes.
         written: String,
     },
     /// The `{% generation %}` marks leave out the token that ends the turn.
     UnmarkedEnd,
-    /// An earlier turn of the assistant is written in another way than when it was the last.
+    /// An earlier turn of the assistant is written differently from when it was the last.
     Rewritten {
-        /// The conversation up to that turn, as it is written alone.
+        /// The conversation up to that turn, rendered on its own.
         alone: String,
-        /// The same part of the whole conversation.
+        /// The same part of the complete conversation.
         within: String,
     },
 }
 
-/// What is imitated behind a prompt.
+/// The tokens to predict after a prompt.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Target {
-    /// Token ids behind the prompt.
+    /// Token ids after the prompt.
     pub tokens: Vec<u32>,
-    /// Which of them are trained; the others stand between turns of the assistant, or outside marks.
+    /// Which of them are trained; the others are between turns of the assistant, or outside marks.
     pub trained: Vec<bool>,
 }
 
-/// A prompt with what is imitated behind it.
+/// A prompt with its targets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lesson {
     /// Text of the prompt.
     pub text: String,
     /// Its token ids, at least one.
     pub prompt: Vec<u32>,
-    /// A target for each answer, in their order.
+    /// A target for each answer, in order.
     pub targets: Vec<Target>,
-    /// What should be told.
+    /// Notes to report.
     pub notes: Vec<Note>,
 }
 
@@ -156,10 +155,11 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Text and tokens of the prompt that generation starts from: `messages`, and what opens the assistant's answer.
+    /// Text and tokens of the prompt from which generation starts: `messages`, and the text that opens the assistant's
+    /// answer.
     ///
     /// # Errors
-    /// The template or the tokenizer refuses; the prompt has no token.
+    /// The template or the tokenizer fails, or the prompt has no tokens.
     pub fn prompt(&self, messages: &[Value]) -> Result<(String, Vec<u32>), TargetError> {
         let template = self.template.ok_or(TargetError::NoTemplate)?;
         let text = template.render_with(messages, true, &self.variables)?;
@@ -170,10 +170,10 @@ impl<'a> Writer<'a> {
         Ok((text, tokens))
     }
 
-    /// Tokens of a prompt that is a text as it is, with what the tokenizer adds to a sequence.
+    /// Tokens of a plain-text prompt, with the special tokens that the tokenizer adds to a sequence.
     ///
     /// # Errors
-    /// The tokenizer refuses; the prompt has no token.
+    /// The tokenizer fails, or the prompt has no tokens.
     pub fn plain_prompt(&self, text: &str) -> Result<Vec<u32>, TargetError> {
         let tokens = self.tokenizer.encode(text, true)?;
         if tokens.is_empty() {
@@ -182,11 +182,11 @@ impl<'a> Writer<'a> {
         Ok(tokens)
     }
 
-    /// The conversation `before` with each of several answers (messages of the assistant) to it. All of a target is
-    /// trained, whatever the template marks.
+    /// The conversation `before` with each of several answers (assistant messages) to it. The entire target is trained,
+    /// whatever the template marks.
     ///
     /// # Errors
-    /// The template or the tokenizer refuses, or the template writes nothing of an answer.
+    /// The template or the tokenizer fails, or the template does not write an answer.
     pub fn answers(&self, before: &[Value], answers: &[Value]) -> Result<Lesson, TargetError> {
         let (text, asked) = self.prompt(before)?;
         let mut notes = Vec::new();
@@ -207,21 +207,21 @@ impl<'a> Writer<'a> {
         Ok(lesson(text, prompt, targets, notes))
     }
 
-    /// A finished conversation whose last message is the assistant's, which is trained.
+    /// A finished conversation; its last message, which must be the assistant's, is trained.
     ///
-    /// Where the template marks text by `{% generation %}`, the tokens that hold marked text behind the prompt are trained
-    /// and no others, as `transformers` tells them by `return_assistant_tokens_mask`.
+    /// If the template marks text with `{% generation %}`, only tokens after the prompt that contain marked text are
+    /// trained, like `return_assistant_tokens_mask` of `transformers`.
     ///
     /// # Errors
-    /// The template or the tokenizer refuses; it writes or marks nothing of the answer.
+    /// The template or the tokenizer fails, or the template does not write or mark the answer.
     pub fn last_turn(&self, messages: &[Value]) -> Result<Lesson, TargetError> {
         let at = messages.iter().rposition(is_answer);
         let at = at.filter(|at| *at + 1 == messages.len());
         self.conversation(messages, Vec::from_iter(at))
     }
 
-    /// The same with every turn of the assistant that something comes before: the prompt is what comes before the first
-    /// of them, and what stands between turns is not trained.
+    /// [`last_turn`](Self::last_turn), but trains every turn of the assistant except one that starts the conversation:
+    /// the prompt is everything before the first trained turn, and text between turns is not trained.
     ///
     /// # Errors
     /// As [`last_turn`](Self::last_turn).
@@ -254,11 +254,11 @@ impl<'a> Writer<'a> {
         Ok(lesson(text, prompt, vec![target], notes))
     }
 
-    /// A text as it is with each of several answers: both are one text, with the special tokens that the tokenizer adds
-    /// to a sequence. A blank between them has to be in one of the two.
+    /// A plain-text prompt with each of several answers: prompt and answer are concatenated, with the special tokens
+    /// that the tokenizer adds to a sequence. A blank between them must be part of one of the two.
     ///
     /// # Errors
-    /// The tokenizer refuses; the prompt has no token.
+    /// The tokenizer fails, or the prompt has no tokens.
     pub fn plain(&self, prompt: &str, answers: &[&str]) -> Result<Lesson, TargetError> {
         let asked = self.plain_prompt(prompt)?;
         let mut notes = Vec::new();
@@ -267,10 +267,10 @@ impl<'a> Writer<'a> {
             let text = format!("{prompt}{answer}");
             let pieces = self.tokenizer.pieces(&text, true)?;
             let whole = Whole::new(text, pieces, Vec::new());
-            // An end that the tokenizer adds to every sequence is no part of the prompt of an answer without a text.
-            let behind = whole.behind(&asked, prompt);
-            let behind = behind.filter(|start| *start < whole.ids.len() || !whole.has_added_end());
-            let start = behind.unwrap_or_else(|| {
+            // For an empty answer, an end that the tokenizer adds to every sequence is not part of the prompt.
+            let start = whole.after_prompt(&asked, prompt);
+            let start = start.filter(|start| *start < whole.ids.len() || !whole.has_added_end());
+            let start = start.unwrap_or_else(|| {
                 notes.push(Note::Apart {
                     prompt: prompt.to_owned(),
                     finished: whole.text.clone(),
@@ -293,12 +293,12 @@ impl<'a> Writer<'a> {
         for (whole, turn) in &written {
             targets.push(self.target(whole, prompt.len(), *turn, &mut notes)?);
         }
-        // Where no template writes an end, there is nothing to tell of one that is added.
+        // Without a template that writes an end, an added end needs no note.
         notes.retain(|note| *note != Note::Unended);
         Ok(lesson(text, prompt, targets, notes))
     }
 
-    /// A turn behind a prompt of `start` tokens.
+    /// A turn after a prompt of `start` tokens.
     fn target(
         &self,
         whole: &Whole,
@@ -318,7 +318,7 @@ impl<'a> Writer<'a> {
         Ok(Target { tokens, trained })
     }
 
-    /// Several turns behind a prompt of `start` tokens.
+    /// Several turns after a prompt of `start` tokens.
     fn turns_target(
         &self,
         whole: &Whole,
@@ -350,7 +350,7 @@ impl<'a> Writer<'a> {
         Ok(target)
     }
 
-    /// What marks hold behind a prompt of `start` tokens.
+    /// The marked text after a prompt of `start` tokens.
     fn marked_target(
         &self,
         whole: &Whole,
@@ -388,12 +388,12 @@ impl<'a> Writer<'a> {
         self.tokenizer.eos_ids().contains(&id)
     }
 
-    /// Whether the tokens `start..end` end with one that generation stops at.
+    /// Whether the tokens `start..end` end with one at which generation stops.
     fn stops_at(&self, whole: &Whole, start: usize, end: usize) -> bool {
         start < end && self.is_stop(whole.ids[end - 1])
     }
 
-    /// Leaves one end where several follow each other.
+    /// Keeps only the first of several consecutive ends.
     fn cut_second_ends(&self, tokens: &mut Vec<u32>) {
         while let [.., before, _] = tokens[..]
             && self.is_stop(before)
@@ -418,7 +418,7 @@ impl Target {
     }
 }
 
-/// Who wrote a message.
+/// The role of a message.
 pub fn role(message: &Value) -> Option<&str> {
     message.get("role").and_then(Value::as_str)
 }
@@ -427,7 +427,7 @@ fn is_answer(message: &Value) -> bool {
     role(message) == Some("assistant")
 }
 
-/// The prompt of what was written behind `starts`: the one that was asked, where all go on behind it.
+/// The prompt before all of `starts`: the requested prompt if all of them continue it, else their common prefix.
 fn joined_prompt(
     text: String,
     asked: Vec<u32>,
@@ -456,18 +456,18 @@ fn joined_prompt(
 }
 
 fn lesson(text: String, prompt: Vec<u32>, targets: Vec<Target>, notes: Vec<Note>) -> Lesson {
-    let mut told: Vec<Note> = Vec::new();
+    let mut distinct: Vec<Note> = Vec::new();
     for note in notes {
         let same = |other: &Note| std::mem::discriminant(other) == std::mem::discriminant(&note);
-        if !told.iter().any(same) {
-            told.push(note);
+        if !distinct.iter().any(same) {
+            distinct.push(note);
         }
     }
     Lesson {
         text,
         prompt,
         targets,
-        notes: told,
+        notes: distinct,
     }
 }
 

@@ -1,6 +1,7 @@
-//! Tokenizers of Hugging Face folders: text to token ids and back, and which ids begin, end and pad a sequence.
+//! Tokenizers of Hugging Face folders: convert text to token ids and back, and know which ids begin, end and pad a
+//! sequence.
 //!
-//! Six files of the folder say what the ids mean; all but the first may be absent:
+//! Six files of the folder define the ids; all but the first may be absent:
 //!
 //! | file | what is read |
 //! |---|---|
@@ -9,10 +10,10 @@
 //! | `special_tokens_map.json` | the same tokens; they replace those above, unless there is an `added_tokens_decoder` |
 //! | `added_tokens.json` | tokens and their ids, unless there is an `added_tokens_decoder` |
 //! | `generation_config.json` | every id of `eos_token_id`; `bos_token_id`, `pad_token_id`; negative ids mean none |
-//! | `config.json` | the same ids, where the file above does not give them |
+//! | `config.json` | the same ids, if the file above does not have them |
 //!
-//! A declared token that tokenizer.json lacks gets the next id, as `transformers` gives it. Where a file places it at
-//! another id, the folder is refused.
+//! A declared token that tokenizer.json lacks gets the next id, as in `transformers`. If a file places it at another
+//! id, the folder is refused.
 
 mod added;
 mod declared;
@@ -32,16 +33,16 @@ use special::SpecialIds;
 
 use crate::files::{json_object, stand_in, text, without_bom};
 
-/// Ids of one tokenizer beyond this are a damaged file, and so is an embedding with more rows.
+/// Maximum ids of a tokenizer, and rows of an embedding; more means that the file is damaged.
 pub(crate) const MAX_IDS: usize = 1 << 24;
 
-/// What can go wrong with a tokenizer.
+/// Errors of a tokenizer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenizerError {
     /// A folder without `tokenizer.json`.
     #[error(
-        "`{folder}` has no tokenizer.json; slow tokenizers (tokenizer.model, vocab.json) have to be converted first"
+        "`{folder}` has no tokenizer.json; slow tokenizers (tokenizer.model, vocab.json) must be converted first"
     )]
     Missing {
         /// The folder.
@@ -55,8 +56,8 @@ pub enum TokenizerError {
         /// Why.
         reason: String,
     },
-    /// A special token that the vocabulary does not hold.
-    #[error("`{path}`: {role} is `{token}`, which the vocabulary does not hold")]
+    /// A special token that is not in the vocabulary.
+    #[error("`{path}`: {role} is `{token}`, which is not in the vocabulary")]
     UnknownToken {
         /// The file that names it.
         path: String,
@@ -74,10 +75,10 @@ pub enum TokenizerError {
         token: String,
         /// The id.
         id: u32,
-        /// Which id it has or would get, or whose id that is.
+        /// The id that it has or would get, or the token that has this id.
         reason: String,
     },
-    /// Ends of sequence that are all beyond the vocabulary, so that no response could end.
+    /// Every end-of-sequence id is beyond the vocabulary, so no response could end.
     #[error("`{path}`: `eos_token_id` is {id}, but the vocabulary ends at {rows}")]
     EndBeyond {
         /// The file that names it.
@@ -87,8 +88,8 @@ pub enum TokenizerError {
         /// Rows of the embedding.
         rows: usize,
     },
-    /// Text that the tokenizer refuses.
-    #[error("the tokenizer refuses a text: {reason}")]
+    /// Text that the tokenizer cannot encode.
+    #[error("the tokenizer cannot encode the text: {reason}")]
     Encode {
         /// Why.
         reason: String,
@@ -103,7 +104,7 @@ pub enum TokenizerError {
     },
 }
 
-/// Files that make up a tokenizer; copied by [`Tokenizer::save`] where they exist.
+/// Files that make up a tokenizer; [`Tokenizer::save`] copies those that exist.
 pub(crate) const FILES: [&str; 9] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -116,7 +117,7 @@ pub(crate) const FILES: [&str; 9] = [
     "tokenizer.model",
 ];
 
-/// Folder of further chat templates; copied too.
+/// Folder of additional chat templates; it is copied too.
 pub(crate) const TEMPLATES: &str = "additional_chat_templates";
 
 /// The tokenizer of a model folder.
@@ -157,25 +158,25 @@ impl Tokenizer {
     /// Loads the tokenizer of a Hugging Face folder.
     ///
     /// - **Ends of sequence**: every id of `generation_config.json`, else of `config.json`, else the `eos_token`. The
-    ///   first one is [`eos_id`](Self::eos_id). Ids beyond the embedding are left out with a warning, as no response can
-    ///   contain them; if all are, the folder is refused.
+    ///   first one is [`eos_id`](Self::eos_id). Ids beyond the embedding are ignored with a warning, because no
+    ///   response can contain them; if all are, the folder is refused.
     /// - **Pad**: `pad_token`, else `pad_token_id` of `generation_config.json` or `config.json`, else `unk_token`, else
-    ///   id 0. Nothing in this workspace reads a pad id back (lengths are kept, nothing is padded between stages), so
-    ///   the last two serve as well as any; but a declared pad that also ends sequences is warned of, because other
-    ///   programs that mask by pad id hide the end with it.
-    /// - **Tokens without an id**: a special token that the vocabulary lacks gets the next id, where the embedding has a
-    ///   row for it. Otherwise it is left out with a warning, except for `eos_token`, without which nothing would end.
+    ///   id 0. Nothing in this workspace reads a pad id back (lengths are stored, nothing is padded between stages), so
+    ///   the last two are as good as any. A declared pad that also ends sequences causes a warning, because other
+    ///   programs that mask by pad id would hide the end.
+    /// - **Tokens without an id**: a special token that the vocabulary lacks gets the next id, if the embedding has a
+    ///   row for it. Otherwise it is ignored with a warning, except for `eos_token`, without which nothing would end.
     ///
     /// # Errors
-    /// When `tokenizer.json` is missing, a file is malformed, `eos_token` is not in the vocabulary, or a file places a
-    /// token at an id that it cannot have.
+    /// `tokenizer.json` is missing, a file is malformed, `eos_token` is not in the vocabulary, or a file places a token
+    /// at an id that it cannot have.
     pub fn load(folder: &Path) -> Result<Tokenizer, TokenizerError> {
         let tokenizer = Self::read(folder)?;
         for (role, token) in &tokenizer.without_id {
             tracing::warn!(
                 folder = %folder.display(),
-                "`{role}` is `{token}`, which is not in the vocabulary and for which the embedding has no row; it is ignored, \
-                 and texts that contain it are cut like any other"
+                "`{role}` is `{token}`, which is not in the vocabulary and has no row in the embedding; it is ignored, and text \
+                 that contains it is tokenised like any other text"
             );
         }
         if !tokenizer.beyond.is_empty() {
@@ -196,13 +197,13 @@ impl Tokenizer {
         {
             tracing::warn!(
                 folder = %folder.display(), pad,
-                "the pad token also ends sequences; lengths are kept here, but a program that masks by pad id would hide the end"
+                "the pad token also ends sequences; this program stores lengths, but one that masks by pad id would hide the end"
             );
         }
         Ok(tokenizer)
     }
 
-    /// [`Self::load`] without its warnings: to see whether a run could load a tokenizer.
+    /// [`Self::load`] without warnings, to check whether a run can load the tokenizer.
     ///
     /// # Errors
     /// As [`Self::load`].
@@ -239,7 +240,7 @@ impl Tokenizer {
         let vocab_size = *last as usize + 1;
         if vocab_size > MAX_IDS {
             return Err(malformed(format!(
-                "token `{token}` has the id {last}, beyond any vocabulary"
+                "token `{token}` has the id {last}, but the limit is {MAX_IDS} ids"
             )));
         }
 
@@ -257,13 +258,13 @@ impl Tokenizer {
         })
     }
 
-    /// Token ids of `text`. With `special` the tokenizer adds what it adds to a sequence (often a begin token); a
-    /// rendered chat template holds those already.
+    /// Token ids of `text`. With `special`, the tokenizer adds the special tokens of a sequence (often a begin token);
+    /// a rendered chat template already contains them.
     ///
-    /// Special tokens written out in `text` become their ids in both cases.
+    /// Special tokens that are spelled out in `text` become their ids in both cases.
     ///
     /// # Errors
-    /// [`TokenizerError::Encode`] when the text cannot be tokenised (no unknown token, for example).
+    /// [`TokenizerError::Encode`] if the text cannot be tokenised (for example, for lack of an unknown token).
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TokenizerError> {
         self.inner
             .encode_fast(text, special)
@@ -273,11 +274,11 @@ impl Tokenizer {
             })
     }
 
-    /// Text of `ids`, special tokens left out. Ids outside the vocabulary (rows that only fill up an embedding) are
-    /// passed over, and bytes that are no UTF-8 print as U+FFFD.
+    /// Text of `ids` without special tokens. Ids outside the vocabulary (rows that only pad an embedding) are skipped,
+    /// and bytes that are not UTF-8 become U+FFFD.
     ///
     /// # Differences
-    /// `clean_up_tokenization_spaces` is not applied: it changes text that byte-level tokenizers give back exactly.
+    /// `clean_up_tokenization_spaces` is not applied: it changes text that byte-level tokenizers reproduce exactly.
     pub fn decode(&self, ids: &[u32]) -> String {
         self.decode_as(ids, true)
     }
@@ -291,28 +292,28 @@ impl Tokenizer {
         match self.inner.decode(ids, skip_special) {
             Ok(text) => text,
             Err(error) => {
-                tracing::warn!(%error, "the tokenizer's decoder failed; its tokens are joined as they are");
+                tracing::warn!(%error, "the tokenizer's decoder failed; its tokens are joined unchanged");
                 ids.iter().filter_map(|&id| self.id_to_token(id)).collect()
             }
         }
     }
 
-    /// Id of a token as the vocabulary writes it.
+    /// Id of a token, spelled as in the vocabulary.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// Token of an id, as the vocabulary writes it.
+    /// Token of an id, spelled as in the vocabulary.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
-    /// The token of each id, from 0 on; `None` where an id is no token.
+    /// The token of each id, starting at 0; `None` for an id without a token.
     pub fn tokens(&self) -> impl Iterator<Item = Option<String>> {
         (0..self.vocab_size as u32).map(|id| self.id_to_token(id))
     }
 
-    /// Largest id plus one, added tokens included: the least number of embedding rows that a model needs.
+    /// Largest id plus one, including added tokens: the minimum number of embedding rows that a model needs.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -322,12 +323,12 @@ impl Tokenizer {
         self.bos
     }
 
-    /// Every id that ends a sequence; empty where the folder names none.
+    /// Every id that ends a sequence; empty if the folder declares none.
     pub fn eos_ids(&self) -> &[u32] {
         &self.eos
     }
 
-    /// Declared ends of sequence that no row of the embedding has, and which are ignored.
+    /// Declared end-of-sequence ids that are ignored because the embedding has no row for them.
     pub fn ignored_eos_ids(&self) -> &[u32] {
         &self.beyond
     }
@@ -342,11 +343,11 @@ impl Tokenizer {
         self.pad
     }
 
-    /// Writes the tokenizer's files into `folder`, byte for byte as they were loaded but for a byte-order mark, so that
-    /// the folder gives the same ids again, here and in `transformers`.
+    /// Writes the tokenizer's files to `folder`, byte for byte as loaded except for a byte-order mark, so that the
+    /// folder gives the same ids, here and in `transformers`.
     ///
     /// # Errors
-    /// When a file cannot be written.
+    /// A file cannot be written.
     pub fn save(&self, folder: &Path) -> Result<(), TokenizerError> {
         let failed = |path: &Path, e: std::io::Error| TokenizerError::Write {
             path: path.display().to_string(),
@@ -364,8 +365,8 @@ impl Tokenizer {
     }
 }
 
-/// The files of a tokenizer by their names in the folder, tokenizer.json first. Pointers of Git LFS to files that are not
-/// read here are left out, with a warning.
+/// The files of a tokenizer by name, tokenizer.json first. Git LFS pointers to files that are not read here are skipped
+/// with a warning.
 fn read_files(folder: &Path) -> Result<Vec<(String, Vec<u8>)>, TokenizerError> {
     let mut names: Vec<String> = FILES.iter().map(|name| (*name).to_owned()).collect();
     names.extend(templates(folder));
@@ -385,10 +386,10 @@ fn read_files(folder: &Path) -> Result<Vec<(String, Vec<u8>)>, TokenizerError> {
     Ok(files)
 }
 
-/// Files of a tokenizer that are copied only.
+/// Files of a tokenizer that are copied but not read.
 const UNREAD: [&str; 3] = ["vocab.json", "merges.txt", "tokenizer.model"];
 
-/// Further chat templates of a folder, sorted: `additional_chat_templates/NAME.jinja`.
+/// Additional chat templates of a folder, sorted: `additional_chat_templates/NAME.jinja`.
 pub(crate) fn templates(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder.join(TEMPLATES));
     let names = entries.into_iter().flatten().flatten();
@@ -412,7 +413,7 @@ fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, TokenizerError> {
     }
 }
 
-/// The object in a JSON file of `folder`; `None` where there is no such file.
+/// The object in a JSON file of `folder`; `None` if the file does not exist.
 pub(crate) fn read_json(
     folder: &Path,
     name: &str,

@@ -36,7 +36,7 @@ impl Toy {
         }
     }
 
-    /// The same model with this parameter frozen through its group.
+    /// The same model with the parameter `name` frozen by its group.
     pub(crate) fn freezing(mut self, name: &str) -> Self {
         self.frozen = Some(name.to_owned());
         self
@@ -53,7 +53,7 @@ impl Toy {
     }
 }
 
-/// Numbers in [−0.5, 0.5) that look random, from a multiplicative hash.
+/// Pseudo-random numbers in [−0.5, 0.5), from a multiplicative hash.
 pub(crate) fn numbers(count: usize, salt: u64) -> Vec<f32> {
     (0..count as u64)
         .map(|i| {
@@ -108,7 +108,7 @@ impl ModelInterface for Toy {
     }
 }
 
-/// Prompt and response of some lengths, ids below `vocab`.
+/// Prompts and responses of the given lengths, with ids below `vocab`.
 pub(crate) fn sequences(lengths: &[(usize, usize)], vocab: u32) -> Vec<(Vec<u32>, Vec<u32>)> {
     let ids = |count: usize, salt: u32| {
         let id = |i: u32| (i * 7919 + salt * 104_729 + i * i * 31) % vocab;

@@ -1,4 +1,4 @@
-//! A module with its optimiser: what policies and critics share.
+//! A module with its optimiser: the common part of policies and critics.
 
 mod stored;
 
@@ -16,7 +16,7 @@ use crate::optim::{
 };
 use crate::weights::{self, Loader, Weights};
 
-/// Why a module is always there.
+/// Why the module is always present.
 const PRESENT: &str = "the module is absent only inside an optimiser step";
 
 /// A module, without autodiff, and its optimiser unless it is frozen.
@@ -26,25 +26,25 @@ pub(crate) struct Trained<M: Module> {
     pub(crate) training: Option<Training>,
 }
 
-/// What a module has beyond its weights when it is trained.
+/// The training state of a module.
 pub(crate) struct Training {
     parameters: TrainableParameters,
     pub(crate) accumulator: GradientAccumulator,
     optimizer: AdamW,
 }
 
-/// Weights and optimiser at one moment.
+/// Weights and optimiser at a point in time.
 struct Snapshot {
     weights: Vec<(ParamId, Tensor<1>)>,
     optimizer: Option<AdamW>,
 }
 
 impl<M: Module> Trained<M> {
-    /// Wraps a module; without optimiser settings it is frozen. `group` says how the optimiser treats the parameter
+    /// Wraps a module; without optimiser settings it is frozen. `group` returns how the optimiser treats the parameter
     /// with a name and rank.
     ///
     /// # Errors
-    /// A setting of the optimiser that makes no sense.
+    /// An invalid setting of the optimiser.
     pub(crate) fn new(
         module: M,
         group: impl Fn(&M, &str, usize) -> ParameterGroup,
@@ -68,19 +68,19 @@ impl<M: Module> Trained<M> {
     }
 
     /// # Panics
-    /// When an optimiser step panicked before.
+    /// Panics if an earlier optimiser step panicked.
     pub(crate) fn module(&self) -> &M {
         self.module.as_ref().expect(PRESENT)
     }
 
-    /// Where the weights are.
+    /// The device of the weights.
     pub(crate) fn device(&self) -> Device {
         let devices = self.module().devices();
         devices.into_iter().next().unwrap_or_else(Device::flex)
     }
 
     /// # Errors
-    /// A frozen model; a file that cannot be written.
+    /// The model is frozen, or the file cannot be written.
     pub(crate) fn save_optimizer(&self, path: &Path) -> Result<(), ModelError> {
         let training = self.training.as_ref().ok_or(ModelError::Frozen)?;
         training.optimizer.save(&training.parameters, path)
@@ -89,7 +89,7 @@ impl<M: Module> Trained<M> {
     /// On an error nothing changes.
     ///
     /// # Errors
-    /// A frozen model; a file that cannot be read or is of another model.
+    /// The model is frozen, or the file cannot be read or belongs to another model.
     pub(crate) fn load_optimizer(&mut self, path: &Path) -> Result<(), ModelError> {
         let device = self.device();
         let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
@@ -97,20 +97,20 @@ impl<M: Module> Trained<M> {
         training.optimizer.load(parameters, path, &device)
     }
 
-    /// What `run` makes of each call, in their order; side by side where that helps.
+    /// The result of `run` for each call, in order; calls run in parallel where that helps.
     pub(crate) fn run_calls<C: Sync, T: Send>(
         &self,
         calls: &[C],
         run: impl Fn(&M, &C) -> T + Send + Sync,
     ) -> Vec<T> {
-        // Modules may be sent to another thread, but not shared with it: each call gets a handle of its own.
+        // Modules are `Send` but not `Sync`, so each call gets its own handle.
         let jobs: Vec<_> = calls
             .iter()
             .map(|call| (call, self.module().clone()))
             .collect();
         let run = |(call, module): (&C, M)| run(&module, call);
-        // One call leaves cores idle, as only large products are split among threads. A GPU has a stream a thread and
-        // a pool of memory a stream, so there calls stay on this thread.
+        // A single call leaves cores idle, because only large products are split among threads. A GPU has one stream
+        // per thread and one memory pool per stream, so there calls stay on this thread.
         if self.device() == Device::flex() {
             jobs.into_par_iter().map(run).collect()
         } else {
@@ -127,11 +127,11 @@ impl<M: Module> Trained<M> {
         }
     }
 
-    /// The loss of a forward pass with autodiff; its gradients are added to the accumulators in f32.
+    /// Computes the loss of a forward pass with autodiff and adds its gradients to the f32 accumulators.
     ///
     /// # Errors
-    /// A frozen model; a loss that is not one number; a loss or gradient that is not finite (accumulators are then as
-    /// before).
+    /// The model is frozen, the loss is not a single number, or the loss or a gradient is not finite (the accumulators
+    /// are then unchanged).
     pub(crate) fn accumulate(
         &mut self,
         loss: impl FnOnce(&M, &Device) -> Tensor<1>,
@@ -165,7 +165,7 @@ impl<M: Module> Trained<M> {
     }
 
     /// # Errors
-    /// A gradient that is not finite (weights stay as they were); a frozen model.
+    /// A gradient is not finite (the weights are then unchanged), or the model is frozen.
     pub(crate) fn optimizer_step(&mut self) -> Result<StepReport, ModelError> {
         let training = self.training.as_mut().ok_or(ModelError::Frozen)?;
         let module = self.module.take().expect(PRESENT);
@@ -178,9 +178,10 @@ impl<M: Module> Trained<M> {
         report
     }
 
-    /// The module as it is saved: with the optimiser's f32 weights in the place of those that the module holds narrower.
+    /// The module to save: with the optimiser's f32 weights instead of those that the module stores in a narrower type.
     ///
-    /// A folder in f32 then holds what was trained, and one in bf16 the module's own weights, which are those rounded.
+    /// A folder in f32 then contains the trained weights, and one in bf16 the module's own weights, which are the
+    /// rounded ones.
     pub(crate) fn exported(&self) -> M {
         let module = self.module().clone();
         let masters = self.training.as_ref().map(|training| {
@@ -221,7 +222,7 @@ impl<M: Module> Trained<M> {
         })
     }
 
-    /// Back to a snapshot of the same module; false when it is of another one.
+    /// Restores a snapshot of the same module; returns `false` if it belongs to another one.
     pub(crate) fn restore(&mut self, snapshot: &(dyn Any + Send + Sync)) -> bool {
         let Some(snapshot) = snapshot.downcast_ref::<Snapshot>() else {
             return false;
@@ -231,7 +232,7 @@ impl<M: Module> Trained<M> {
             && own
                 .iter()
                 .zip(&snapshot.weights)
-                .all(|(own, kept)| own.0 == kept.0 && own.1.shape() == kept.1.shape())
+                .all(|(own, saved)| own.0 == saved.0 && own.1.shape() == saved.1.shape())
             && self.training.is_some() == snapshot.optimizer.is_some();
         drop(own);
         let Some(module) = self.module.take_if(|_| same) else {
@@ -241,7 +242,7 @@ impl<M: Module> Trained<M> {
         self.module = Some(module.map(&mut Loader { weights }));
         if let (Some(training), Some(optimizer)) = (&mut self.training, &snapshot.optimizer) {
             training.optimizer = optimizer.clone();
-            // Gradients of other weights are of no use.
+            // Gradients of other weights are useless.
             training.accumulator = GradientAccumulator::default();
         }
         true

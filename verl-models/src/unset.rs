@@ -1,14 +1,14 @@
-//! Memory that is written before it is read: kernels that write every number need no zeros there first.
+//! Uninitialised memory for kernels that write every number, so that it need not be zeroed first.
 
 use std::mem::MaybeUninit;
 
-/// A number that may not be there yet.
+/// A number that may be uninitialised.
 pub(crate) type Unset = MaybeUninit<f32>;
 
-/// `len` numbers that `write` writes.
+/// A vector of `len` numbers, initialised by `write`.
 ///
 /// # Safety
-/// `write` writes every element.
+/// `write` must write every element.
 #[expect(
     unsafe_code,
     reason = "the caller promises that every element was written"
@@ -20,12 +20,12 @@ pub(crate) unsafe fn made(len: usize, write: impl FnOnce(&mut [Unset])) -> Vec<f
     numbers
 }
 
-/// Numbers as memory that is written to. What takes it must write numbers alone.
+/// Views numbers as memory to write to. The code that receives it must write only initialised numbers.
 pub(crate) fn of(numbers: &mut [f32]) -> &mut [Unset] {
     let numbers: *mut [f32] = numbers;
     #[expect(
         unsafe_code,
-        reason = "same layout; the kernels of this crate write numbers alone"
+        reason = "same layout; the kernels of this crate write only initialised numbers"
     )]
     unsafe {
         &mut *(numbers as *mut [Unset])

@@ -1,7 +1,7 @@
 //! A scalar head on a decoder: critics and reward models of Hugging Face folders.
 //!
 //! Fields are named as in checkpoints of `…ForSequenceClassification` and `…ForTokenClassification` with one label:
-//! `model.*`, `score.weight`, and `score.bias` where there is one.
+//! `model.*`, `score.weight`, and `score.bias` if it exists.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::hf::{self, LoadError, LoadReport};
 use crate::model::{ModelError, ValueInterface};
 use crate::random;
 
-/// What a folder calls a model with a head of labels; here there is always one label.
+/// The architecture that a folder declares for a model with a label head; here there is always one label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum HeadKind {
@@ -51,9 +51,9 @@ impl HeadKind {
 /// Weights of a fresh head; its bias is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HeadInit {
-    /// Zeros: every value is 0 at first.
+    /// Zeros: every value is initially 0.
     Zeros,
-    /// N(0, 1 / (D + 1)), a function of the seed.
+    /// Draws from N(0, 1 / (D + 1)), depending only on the seed.
     ///
     /// # Source
     /// Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
@@ -63,19 +63,19 @@ pub enum HeadInit {
     },
 }
 
-/// The head of a folder that has none.
+/// The head to use for a folder without one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FreshHead {
-    /// What the saved folder is called.
+    /// The kind that a saved folder declares.
     pub kind: HeadKind,
     /// Its weights.
     pub init: HeadInit,
 }
 
-/// Whether the weights of a folder hold a value head.
+/// Whether the weights of a folder contain a value head.
 ///
 /// # Errors
-/// A folder that is not there, or whose weights cannot be read.
+/// The folder does not exist, or its weights cannot be read.
 pub fn has_head(dir: &Path) -> Result<bool, LoadError> {
     Ok(Checkpoint::open(dir)?.find(HEAD).is_some())
 }
@@ -83,32 +83,32 @@ pub fn has_head(dir: &Path) -> Result<bool, LoadError> {
 /// Name of the head's weights.
 const HEAD: &str = "score.weight";
 
-/// A decoder with one number a position instead of logits: score = hidden · wᵀ (+ b), in f32 or wider.
+/// A decoder with one number per position instead of logits: score = hidden · wᵀ (+ b), in f32 or wider.
 #[derive(Module, Debug)]
 pub struct ValueDecoder {
     /// Everything below the head.
     pub model: Backbone,
     /// The head, `[1, D]`.
     pub score: Linear,
-    /// What the decoder is made of.
+    /// The decoder's architecture.
     #[module(skip)]
     pub config: DecoderConfig,
     /// Rotary tables, shared by clones.
     #[module(skip)]
     pub rope: Rope,
-    /// What a saved folder is called.
+    /// The kind that a saved folder declares.
     #[module(skip)]
     pub kind: HeadKind,
     /// The folder it was loaded from.
     #[module(skip)]
     origin: Option<Arc<hf::Origin>>,
-    /// Type of the weights in a folder that [`ValueInterface::save`] writes.
+    /// Type of the weights that [`ValueInterface::save`] writes.
     #[module(skip)]
     pub save_dtype: hf::SaveDType,
 }
 
 impl ValueDecoder {
-    /// A fresh head on a decoder, whose language-model head is dropped.
+    /// Adds a fresh head to a decoder, whose language-model head is dropped.
     pub fn on(decoder: Decoder, head: FreshHead) -> Self {
         let width = decoder.config.hidden_size;
         let biased = head.kind == HeadKind::TokenClassification;
@@ -137,16 +137,16 @@ impl ValueDecoder {
         }
     }
 
-    /// The model of a Hugging Face folder, in f32. A folder without a head gets `fresh`.
+    /// Loads the model of a Hugging Face folder, in f32. A folder without a head gets `fresh`.
     ///
     /// # Errors
-    /// A folder that is not there, of an unknown family, or whose weights do not fit its config; one without a head where
-    /// `fresh` is none; a head with more than one label.
+    /// The folder does not exist or is of an unknown family; its weights do not match its config; it has no head and
+    /// `fresh` is `None`; its head has more than one label.
     pub fn load(dir: &Path, device: &Device, fresh: Option<FreshHead>) -> Result<Self, LoadError> {
         Ok(Self::load_as(dir, device, DType::F32, fresh)?.0)
     }
 
-    /// The model of a Hugging Face folder with weights in `dtype`, and what was found in the folder.
+    /// Loads the model of a Hugging Face folder with weights in `dtype`, and reports what was found there.
     ///
     /// # Errors
     /// See [`ValueDecoder::load`].
@@ -160,7 +160,7 @@ impl ValueDecoder {
         let config = origin.decoder_config()?;
         let stored = Checkpoint::open(dir)?;
         let has_head = stored.find(HEAD).is_some();
-        // Without a head of its own, which is neither loaded nor kept.
+        // Without a separate language-model head, which is neither loaded nor kept.
         let bare = DecoderConfig {
             tied_head: true,
             ..config.clone()
@@ -198,7 +198,7 @@ impl ValueDecoder {
     /// Writes a Hugging Face folder with weights in `dtype`.
     ///
     /// # Errors
-    /// A folder that exists and is not empty; files that cannot be written.
+    /// The folder exists and is not empty, or files cannot be written.
     pub fn save_as(&self, dir: &Path, dtype: hf::SaveDType) -> Result<(), ModelError> {
         let origin = self.origin.as_deref();
         let config = hf::save::config_of(origin, &self.config, dtype);
@@ -207,7 +207,7 @@ impl ValueDecoder {
     }
 }
 
-/// The kind that a folder declares; else the one that usually has such a head.
+/// The kind that a folder declares, else the kind that usually has such a head.
 fn kind(origin: &hf::Origin, bias: bool) -> HeadKind {
     let declared = origin.config.get("architectures");
     let declared = declared.and_then(|names| names.get(0)?.as_str());
@@ -220,7 +220,7 @@ fn kind(origin: &hf::Origin, bias: bool) -> HeadKind {
     })
 }
 
-/// The config.json of a decoder with a head of one label.
+/// The config.json of a decoder with a one-label head.
 fn with_head(mut config: Map<String, Value>, kind: HeadKind) -> Map<String, Value> {
     let model_type = config.get("model_type").and_then(Value::as_str);
     let mut families = FAMILIES.iter();
@@ -238,7 +238,7 @@ fn with_head(mut config: Map<String, Value>, kind: HeadKind) -> Map<String, Valu
     config
 }
 
-/// x wᵀ + b for one output, in f32 at least. A sum a row, in an order that does not depend on the other rows.
+/// x wᵀ + b for one output, in at least f32. One sum per row, in an order that does not depend on the other rows.
 ///
 /// # Shapes
 /// `x`: `[N, D]`; result: `[N]`

@@ -72,7 +72,7 @@ fn values_are_hidden_states_times_the_head() {
 }
 
 #[test]
-fn a_fresh_head_is_zero_or_a_function_of_the_seed() {
+fn a_fresh_head_is_zero_or_depends_only_on_the_seed() {
     let head = |init| {
         numbers(
             load(
@@ -114,7 +114,7 @@ fn kinds_differ_in_the_bias_of_a_fresh_head() {
 }
 
 #[test]
-fn a_saved_folder_is_loaded_again_to_the_byte() {
+fn a_saved_folder_loads_byte_for_byte() {
     let scratch = tempfile::tempdir().unwrap();
     for (name, stem) in [(TIED, "Llama"), (QWEN3, "Qwen3")] {
         for kind in HeadKind::ALL {
@@ -127,7 +127,7 @@ fn a_saved_folder_is_loaded_again_to_the_byte() {
                 let (once, twice) = (path("once"), path("twice"));
                 let model = load(&folder(name), fresh(kind, HeadInit::Normal { seed: 3 }));
                 model.save_as(&once, dtype).unwrap();
-                // A head that is there goes before a fresh one.
+                // An existing head takes precedence over a fresh one.
                 let loaded = load(&once, fresh(kind, HeadInit::Zeros));
                 assert_eq!(loaded.kind, kind);
                 assert_eq!(loaded.config, model.config);
@@ -151,7 +151,7 @@ fn a_saved_folder_is_loaded_again_to_the_byte() {
 }
 
 #[test]
-fn a_model_without_folder_can_be_saved() {
+fn a_model_without_a_folder_can_be_saved() {
     let scratch = tempfile::tempdir().unwrap();
     let dir = scratch.path().join("fresh");
     let config = load(
@@ -159,7 +159,7 @@ fn a_model_without_folder_can_be_saved() {
         fresh(HeadKind::TokenClassification, HeadInit::Zeros),
     )
     .config;
-    // An output head of its own is not kept.
+    // A separate output head is not kept.
     let config = DecoderConfig {
         tied_head: false,
         ..config
@@ -182,7 +182,7 @@ fn a_model_without_folder_can_be_saved() {
 }
 
 #[test]
-fn a_language_models_own_head_is_dropped() {
+fn a_language_model_head_is_dropped() {
     let scratch = tempfile::tempdir().unwrap();
     let dir = scratch.path().join("causal");
     let config = load(
@@ -210,7 +210,7 @@ fn a_language_models_own_head_is_dropped() {
 }
 
 #[test]
-fn heads_that_are_missing_or_have_more_labels_are_refused() {
+fn missing_heads_and_heads_with_several_labels_are_refused() {
     let refusal = |dir: &Path| {
         let error = ValueDecoder::load(dir, &Device::flex(), None).unwrap_err();
         error.to_string().replace(&dir.display().to_string(), "DIR")
@@ -237,7 +237,7 @@ fn heads_that_are_missing_or_have_more_labels_are_refused() {
 }
 
 #[test]
-fn a_critic_learns_from_a_head_of_zeros() {
+fn a_critic_learns_from_a_zero_head() {
     let head = fresh(HeadKind::TokenClassification, HeadInit::Zeros);
     let optimizer = OptimizerConfig {
         learning_rate: 1e-2,

@@ -1,22 +1,22 @@
-//! Loops over slices, compiled for the widest instructions of the machine.
+//! Loops over slices, compiled for the widest instructions of the processor.
 //!
-//! Every sum has an order that is written down here and does not depend on how many rows are computed or by whom, so
-//! that a row has the same bits in any company. Products are fused with their additions ([`f32::mul_add`]) whatever
-//! the machine, so that it has the same bits on any machine, too.
+//! Every sum has a fixed order that does not depend on the number of rows or on threads, so that a row always has the
+//! same bits. Products are fused with their additions ([`f32::mul_add`]) on every processor, so that the bits are the
+//! same on any processor, too.
 
 use crate::registers::{self, Registers};
 
 /// Numbers that one sum runs over at a time.
 pub(crate) const LANES: usize = 16;
 
-/// Runs `op` compiled for the widest instructions that this processor has. Only what is inlined into it gains:
-/// closures given to it and what they call are marked `inline(always)`.
+/// Runs `op` compiled for the widest instructions of this processor. Only inlined code benefits: closures passed to it
+/// and the functions that they call are marked `inline(always)`.
 #[inline]
 pub(crate) fn vectorised<R>(op: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     #[expect(
         unsafe_code,
-        reason = "`used` answers what was found on this processor"
+        reason = "`used` returns what was detected on this processor"
     )]
     match registers::used() {
         Registers::Avx512 => return unsafe { with_avx512(op) },
@@ -48,7 +48,7 @@ fn with_avx2<R>(op: impl FnOnce() -> R) -> R {
     op()
 }
 
-/// Has the memory that lies `ahead` rows behind `row` fetched into the cache; any address will do.
+/// Prefetches the memory `ahead` rows after `row` into the cache; any address is valid.
 #[inline(always)]
 pub(crate) fn fetch(row: &[f32; LANES], ahead: usize) {
     let address = std::ptr::from_ref(row).wrapping_add(ahead);
@@ -64,7 +64,7 @@ pub(crate) fn fetch(row: &[f32; LANES], ahead: usize) {
     let _ = address;
 }
 
-/// eˣ within two units in the last place for −87 ≤ x ≤ 88, and its value at the nearer border beyond.
+/// eˣ within two units in the last place for −87 ≤ x ≤ 88; beyond, the value at the nearer bound.
 ///
 /// x = n·ln 2 + r with |r| ≤ ½ ln 2; e^r by the polynomial of Cephes' `expf`; times 2ⁿ through the exponent's bits.
 #[inline(always)]
@@ -105,7 +105,7 @@ pub(crate) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// The largest number; nothing where one is NaN.
+/// The largest number; `None` if one is NaN.
 pub(crate) fn largest(x: &[f32]) -> Option<f32> {
     vectorised(
         #[inline(always)]
@@ -131,7 +131,7 @@ pub(crate) fn largest(x: &[f32]) -> Option<f32> {
     )
 }
 
-/// e^((x − max)·scale) of each number into `out`, at least e⁻⁸⁷; returns their sum.
+/// Writes e^((x − max)·scale) of each number, at least e⁻⁸⁷, to `out`; returns their sum.
 pub(crate) fn exponentials(x: &[f32], max: f32, scale: f32, out: &mut Vec<f32>) -> f64 {
     /// Numbers that are summed in f32.
     const PIECE: usize = 64 * LANES;
@@ -234,10 +234,10 @@ pub(crate) fn gated(gate_up: &[f32], width: usize, out: &mut [f32]) {
     );
 }
 
-/// Turns the pairs (xᵢ, xᵢ₊ₕ) of each head by the angles whose cosines and sines are given.
+/// Rotates the pairs (xᵢ, xᵢ₊ₕ) of each head by the angles with the given cosines and sines.
 ///
 /// # Shapes
-/// `x`: heads of width 2h one after the other; `cos`, `sin`: `[h]`
+/// `x`: consecutive heads of width 2h; `cos`, `sin`: `[h]`
 pub(crate) fn rotate(x: &mut [f32], cos: &[f32], sin: &[f32]) {
     let half = cos.len();
     vectorised(
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn softmax_sums_over_whole_and_broken_lanes() {
+    fn softmax_sums_over_full_and_partial_lanes() {
         for len in [1, 15, 16, 1024, 2500] {
             let x: Vec<f32> = (0..len)
                 .map(|i| ((i * 37) % 101) as f32 / 25.0 - 4.0)
@@ -282,7 +282,7 @@ mod tests {
             let mut out = Vec::new();
             let sum = exponentials(&x, max, 0.5, &mut out);
             let want: f64 = x.iter().map(|&x| (f64::from(x - max) * 0.5).exp()).sum();
-            assert!((sum / want - 1.0).abs() < 1e-6, "{sum} is not {want}");
+            assert!((sum / want - 1.0).abs() < 1e-6, "{sum} differs from {want}");
             for nan in [0, len / 2, len - 1] {
                 let mut broken = x.clone();
                 broken[nan] = f32::NAN;
@@ -309,11 +309,11 @@ mod tests {
     }
 
     #[test]
-    fn pairs_are_turned() {
+    fn pairs_are_rotated() {
         let mut x = [1.0, 0.0, 0.0, 2.0];
         let (cos, sin) = ([0.0, 1.0], [1.0, 0.0]);
         rotate(&mut x, &cos, &sin);
-        // (1, 0) by a right angle is (0, 1); (0, 2) stays.
+        // (1, 0) rotated by a right angle is (0, 1); (0, 2) stays.
         assert_eq!(x, [0.0, 0.0, 1.0, 2.0]);
     }
 }

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::device::is_cpu;
 
-/// Flat views of all float parameters, in the order of the module; a parameter held twice is listed once.
+/// Flat views of all float parameters, in the order of the module; a parameter used twice is listed once.
 #[derive(Default)]
 pub(crate) struct Weights {
     path: Vec<String>,
@@ -44,7 +44,7 @@ impl ModuleVisitor for Weights {
     }
 }
 
-/// The module with every matrix on a GPU in one piece: burn pads its rows, and kernels would copy it each time.
+/// The module with every matrix on a GPU made contiguous: burn pads its rows, and kernels would copy it each time.
 pub(crate) fn dense<M: Module>(module: M) -> M {
     let cpu = module.devices().iter().all(is_cpu);
     if cpu {
@@ -66,7 +66,7 @@ impl ModuleMapper for Unpadder {
     }
 }
 
-/// Puts flat weights back.
+/// Replaces parameters by flat weights.
 pub(crate) struct Loader {
     pub(crate) weights: HashMap<ParamId, Tensor<1>>,
 }

@@ -1,6 +1,6 @@
-//! What the engine itself costs: steps through stages that do nothing.
+//! The cost of the engine itself: steps through stages that do nothing.
 //!
-//! Targets: at most 20 µs a stage and 1 µs a row. Divide a result by the stages (or rows times stages) in its name.
+//! Targets: at most 20 µs per stage and 1 µs per row. Divide a result by the stages (or rows times stages) in its name.
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
@@ -15,9 +15,9 @@ use verl_pipe::run::runner::{Run, RunOptions};
 use verl_pipe::schedule::batching::BatchConfig;
 use verl_pipe::stage::{Cardinality, RowRule, Stage, StageContext, StageError, StageSpec};
 
-const LINK: Key<Scalar<u64>> = Key::new("link", "[B]", "", "handed on unchanged");
+const LINK: Key<Scalar<u64>> = Key::new("link", "[B]", "", "passed on unchanged");
 
-/// Hands its input on under the next name.
+/// Passes its input on under the next name.
 #[derive(Clone)]
 struct Link {
     from: Option<String>,
@@ -89,7 +89,7 @@ fn chain(stages: usize, rows: usize, cardinality: Cardinality) -> Run {
     let schedule = pipe
         .plan()
         .and_then(|plan| plan.schedule())
-        .expect("a sound chain");
+        .expect("a valid chain");
     schedule
         .start(RunOptions::default())
         .expect("nothing to load")

@@ -1,5 +1,5 @@
-//! What the trace costs: a step of many small rows with and without statistics, and how fast and in how much memory a
-//! large step goes to disk.
+//! The cost of the trace: a step of many small rows with and without statistics, and the speed and memory of writing a
+//! large step to disk.
 //!
 //! Targets: statistics cost at most 2 % of a training step, which takes a hundred times as long as these stages; a large
 //! step is written at a rate near that of a plain write of the same bytes to the same disk, and recording it takes no
@@ -9,7 +9,7 @@
 //! cargo bench -p verl-pipe --bench trace
 //! ```
 //!
-//! Peaks of memory are those that Linux tells (`VmHWM`, set back before each part).
+//! Peaks of memory are those that Linux reports (`VmHWM`, reset before each part).
 
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ use verl_pipe::trace::writer::{ROW_GROUP_BYTES, SliceAt, TraceWriter};
 const FLOATS: [verl_pipe::field::Key<verl_pipe::field::Ragged<f32>>; 3] =
     [ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, ADVANTAGES];
 
-/// Rows of equal length with numbers that, like log-probs, hardly ever come twice.
+/// Rows of equal length with numbers that, like log-probs, are hardly ever equal.
 fn rows(count: usize, tokens: usize) -> Batch {
     let ids = (0..count as u64).map(|row| RowId::prompt(0, row));
     let ids = ids.collect::<Result<Vec<_>, _>>().expect("in range");
@@ -52,7 +52,7 @@ fn rows(count: usize, tokens: usize) -> Batch {
         .put(&MASK_KINDS, RaggedColumn::from_rows(kinds))
         .expect("as many rows");
     for key in &FLOATS {
-        // 24 bits each, as many as an f32 keeps.
+        // 24 bits each, as many as the mantissa of an f32.
         let mut number = || -(draw() as f32 / 16_777_216.0);
         let rows = (0..count).map(|_| (0..tokens).map(|_| number()).collect::<Vec<_>>());
         batch
@@ -100,7 +100,7 @@ fn statistics(criterion: &mut Criterion) {
             stats,
             ..TraceConfig::default()
         });
-        let schedule = plan.plan().and_then(|plan| plan.schedule()).expect("sound");
+        let schedule = plan.plan().and_then(|plan| plan.schedule()).expect("a valid plan");
         let recorder = Recorder::start(folder.path(), &schedule).expect("starts");
         let mut options = RunOptions::default();
         if let Some(recorder) = &recorder {
@@ -117,18 +117,18 @@ fn statistics(criterion: &mut Criterion) {
 const LARGE: (usize, usize) = (4096, 2048);
 /// Rows of a slice of it.
 const SLICE: usize = 256;
-/// Rounds of which the fastest is told: what else runs on the machine can only slow one down.
+/// Rounds of which the fastest is reported: other processes can only slow one down.
 const ROUNDS: usize = 7;
 
-/// A large step to disk: how fast beside a plain write of the same bytes to the same disk, both synced, with how many
-/// threads and CPU seconds, and in how much memory.
+/// A large step to disk: its speed compared with a plain write of the same bytes to the same disk, both synced, with
+/// the number of threads, the CPU seconds and the memory.
 fn large_step(_: &mut Criterion) {
-    // The target folder lies on a disk, which the folder for temporary files need not.
+    // The target folder is on a disk; the folder for temporary files may not be.
     let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
     std::fs::create_dir_all(target).expect("a folder");
     let folder = tempfile::tempdir_in(target).expect("a folder");
     let batch = rows(LARGE.0, LARGE.1);
-    tell(&format!(
+    print(&format!(
         "large step: {} samples of {} tokens, {} keys, {:.0} MB of rows; in {}",
         LARGE.0,
         LARGE.1,
@@ -174,39 +174,39 @@ fn large_step(_: &mut Criterion) {
     }
     let mega = mb(size as u64);
     let fastest = |all: &[Took]| all.iter().map(|took| took.wall).fold(f64::MAX, f64::min);
-    let told = |all: &[Took]| {
+    let describe = |all: &[Took]| {
         let spent: Option<Vec<f64>> = all.iter().map(|took| took.cpu).collect();
-        let cpu = spent.map_or("not told by this system".to_owned(), |spent| {
+        let cpu = spent.map_or("not reported by this system".to_owned(), |spent| {
             let mean = spent.iter().sum::<f64>() / spent.len() as f64;
-            format!("{:.2} CPU seconds a GB", mean / mega * 1e3)
+            format!("{:.2} CPU seconds per GB", mean / mega * 1e3)
         });
         let wall = fastest(all);
         format!("{wall:.3} s, {:.0} MB/s, {cpu}", mega / wall)
     };
-    tell(&format!(
+    print(&format!(
         "  plain write and sync of the same {mega:.0} MB: {} (fastest of {ROUNDS} rounds)",
-        told(&plain)
+        describe(&plain)
     ));
     for (threads, written) in threads.iter().zip(&written) {
-        tell(&format!(
+        print(&format!(
             "  trace write and sync, {threads} encoding: {}; {:.2} of the plain rate",
-            told(written),
+            describe(written),
             fastest(&plain) / fastest(written)
         ));
     }
     let above = |peak: Option<u64>, base: Option<u64>| match (resets, peak, base) {
         (true, Some(peak), Some(base)) => format!("{:.0} MB", mb(peak.saturating_sub(base))),
-        _ => "not told by this system".to_owned(),
+        _ => "not reported by this system".to_owned(),
     };
-    tell(&format!(
-        "  memory of the writer: peak {} above the rows; a row group holds {:.0} MB of them",
+    print(&format!(
+        "  memory of the writer: peak {} above the rows; a row group has {:.0} MB of them",
         above(peak, before),
         mb(ROW_GROUP_BYTES as u64)
     ));
     recorded_step(folder.path(), &batch, &above);
 }
 
-/// Seconds that something took.
+/// Seconds of a piece of work.
 #[derive(Debug, Clone)]
 struct Took {
     wall: f64,
@@ -222,7 +222,7 @@ fn timed<T>(work: impl FnOnce() -> T) -> (Took, T) {
     (Took { wall, cpu }, value)
 }
 
-/// Seconds that the process has spent on CPUs, by itself and in the system, as Linux tells: in hundredths.
+/// CPU seconds of the process, in user and system mode, as Linux reports them: in hundredths.
 fn cpu_seconds() -> Option<f64> {
     let text = std::fs::read_to_string("/proc/self/stat").ok()?;
     let (_, fields) = text.rsplit_once(')')?;
@@ -231,11 +231,11 @@ fn cpu_seconds() -> Option<f64> {
     Some((own + system) / 100.0)
 }
 
-/// The same through a run with its recorder, beside a run without: what the recorder takes on top.
+/// The same through a run with its recorder, compared with a run without: the additional cost of the recorder.
 fn recorded_step(folder: &Path, batch: &Batch, above: &dyn Fn(Option<u64>, Option<u64>) -> String) {
     let step = |name: &str, trace: TraceConfig| {
         let plan = large_pipeline(batch.clone(), trace).plan();
-        let schedule = plan.and_then(|plan| plan.schedule()).expect("sound");
+        let schedule = plan.and_then(|plan| plan.schedule()).expect("a valid plan");
         let dir = folder.join(name);
         std::fs::create_dir(&dir).expect("a folder");
         let recorder = Recorder::start(&dir, &schedule).expect("starts");
@@ -260,11 +260,11 @@ fn recorded_step(folder: &Path, batch: &Batch, above: &dyn Fn(Option<u64>, Optio
     };
     let (without, base, _) = step("without", nothing);
     let (with, peak, bytes) = step("with", full);
-    tell(&format!(
+    print(&format!(
         "  recorded in a run (a source and a reader, with statistics): {with:.2} s with {:.0} MB on disk, {without:.2} s without recording",
         mb(bytes)
     ));
-    tell(&format!(
+    print(&format!(
         "  memory of the recorder: peak {} above a run without recording; its budget is {:.0} MB",
         above(peak, base),
         mb(MEMORY_BUDGET as u64)
@@ -292,7 +292,7 @@ fn large_pipeline(batch: Batch, trace: TraceConfig) -> DataPipe {
         .add_stage("reader", stage_fn(sink, |_, _| Ok(())))
 }
 
-/// Writes the batch as the output of a stage of step 1; gives the file.
+/// Writes the batch as the output of a stage of step 1; returns the file.
 fn write_step(run: &Path, batch: &Batch, threads: usize) -> PathBuf {
     let format = TraceFormat {
         format: FORMAT,
@@ -352,7 +352,7 @@ fn folder_bytes(dir: &Path) -> u64 {
     sizes.sum()
 }
 
-/// Has the system forget the largest memory that the process held; whether it did.
+/// Resets the peak memory of the process in the system; returns whether that worked.
 fn reset_peak() -> bool {
     std::fs::write("/proc/self/clear_refs", "5").is_ok()
 }
@@ -370,7 +370,7 @@ fn mb(bytes: u64) -> f64 {
 }
 
 #[expect(clippy::print_stdout, reason = "this is the report of the bench")]
-fn tell(line: &str) {
+fn print(line: &str) {
     println!("{line}");
 }
 

@@ -1,4 +1,4 @@
-//! Stages side by side: what can be added to a pipeline ([`IntoStage`]), and the operator form ([`Chain`]).
+//! What can be added to a pipeline as a stage ([`IntoStage`]), and the operator form ([`Chain`]).
 
 use std::collections::BTreeMap;
 use std::ops::Shr;
@@ -13,10 +13,10 @@ use crate::stage::{
 /// What can be added to a pipeline as a stage: every [`StageConfig`], [`Named`] and [`CustomStage`].
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a stage",
-    note = "stages are configurations such as `Generate`, and what `stage_fn`, `stage_with` and `named` return"
+    note = "a stage is a configuration such as `Generate`, or what `stage_fn`, `stage_with` or `named` returns"
 )]
 pub trait IntoStage: Sized {
-    /// The declaration, under the default name: the kind.
+    /// The declaration; its default name is the kind.
     fn declare(self) -> StageDecl;
 
     /// The stage under another name.
@@ -27,19 +27,19 @@ pub trait IntoStage: Sized {
         })
     }
 
-    /// The stage finding what it calls `own` under the pipeline's `key`.
+    /// Makes the stage read its key `own` from the pipeline's `key`.
     fn reading(self, own: impl Into<String>, key: impl Into<String>) -> Named {
         let mut decl = self.declare();
         decl.rename.insert(own.into(), key.into());
         Named(decl)
     }
 
-    /// The stage writing what it calls `own` under the pipeline's `key`.
+    /// Makes the stage write its key `own` as the pipeline's `key`.
     fn writing(self, own: impl Into<String>, key: impl Into<String>) -> Named {
         self.reading(own, key)
     }
 
-    /// The stage recorded in full at every step, within the size budget of the trace.
+    /// Records the stage in full at every step, within the size budget of the trace.
     fn debug(self) -> Named {
         Named(StageDecl {
             debug: true,
@@ -54,7 +54,7 @@ impl<C: StageConfig> IntoStage for C {
     }
 }
 
-/// A stage with a name or renamed keys of its own.
+/// A stage with an explicit name or renamed keys.
 #[derive(Debug, Clone)]
 pub struct Named(StageDecl);
 
@@ -64,7 +64,7 @@ impl IntoStage for Named {
     }
 }
 
-/// A stage of one's own, given as an object; made by [`stage_fn`] and [`stage_with`].
+/// A custom stage, given as an object; made by [`stage_fn`] and [`stage_with`].
 pub struct CustomStage(crate::pipe::StageBuilder);
 
 impl IntoStage for CustomStage {
@@ -82,7 +82,7 @@ impl IntoStage for CustomStage {
     }
 }
 
-/// A stage from a closure that makes it, called once for each run and once for the plan.
+/// A stage that a closure builds; the closure is called once for the plan and once for each run.
 pub fn stage_with<F>(make: F) -> CustomStage
 where
     F: Fn(&BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> + Send + Sync + 'static,
@@ -90,7 +90,7 @@ where
     CustomStage(Arc::new(make))
 }
 
-/// A stage from what it declares and a function of its input; without state, so its rows may run side by side.
+/// A stateless stage from its spec and a function of its input; its rows may run in parallel.
 ///
 /// ```
 /// use verl_pipe::chain::{IntoStage, stage_fn};
@@ -145,7 +145,7 @@ where
     }
 }
 
-/// Stages in a row: `a >> b >> c`. Sugar for adding one after the other; who reads what is decided by keys.
+/// A chain of stages: `a >> b >> c`. Shorthand for adding them one by one; keys decide which stage reads what.
 #[derive(Debug, Clone, Default)]
 pub struct Chain(Vec<StageDecl>);
 
@@ -175,7 +175,7 @@ impl<S: IntoStage> Shr<S> for Chain {
     }
 }
 
-/// Lets `>>` begin at a type: `chainable!(Prompts)` allows `Prompts { .. } >> Generate { .. }`.
+/// Lets a chain start with a type: `chainable!(Prompts)` allows `Prompts { .. } >> Generate { .. }`.
 ///
 /// ```
 /// use schemars::JsonSchema;

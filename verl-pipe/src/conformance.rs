@@ -1,4 +1,4 @@
-//! What every [`DataLoaderInterface`] keeps to, as a check that a test of a data set calls.
+//! The rules that every [`DataLoaderInterface`] follows, as a check for the tests of a data set.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::data::{DataError, DataLoaderInterface};
 
-/// Rows that are compared at most; of larger data sets they are spread over the whole.
+/// Maximum number of rows compared; in larger data sets they are spread evenly.
 const ROWS: usize = 256;
 
 /// A rule that a data set breaks.
@@ -25,11 +25,11 @@ impl fmt::Display for Violation {
     }
 }
 
-/// All rules that a data set breaks; `open` opens it anew at each call.
+/// Returns all rules that a data set breaks; `open` opens it again at each call.
 ///
-/// - It has rows, and each of them can be read; an index past the end is an error that tells the origin.
-/// - A row is the same whenever it is asked for, from whichever thread, in whichever order.
-/// - Opened again, it has the same rows, origin and fingerprint.
+/// - It has rows, and each of them can be read; an index past the end is an error that names the origin.
+/// - A row is the same whenever it is read, on any thread and in any order.
+/// - After reopening, it has the same rows, origin and fingerprint.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -84,8 +84,8 @@ fn read(data: &dyn DataLoaderInterface, index: usize) -> Row {
     data.row(index).map_err(|error| error.to_string())
 }
 
-/// Indices that are tried, lowest first, the first and the last row among them.
-fn picked(len: usize) -> Vec<usize> {
+/// The indices to test, in ascending order, including the first and the last row.
+fn tested_indices(len: usize) -> Vec<usize> {
     if len <= ROWS {
         return (0..len).collect();
     }
@@ -103,12 +103,12 @@ impl Check {
         F: Fn() -> Result<Arc<dyn DataLoaderInterface>, DataError>,
     {
         open()
-            .map_err(|error| self.fail("it can be opened, more than once", error.to_string()))
+            .map_err(|error| self.fail("it can be opened more than once", error.to_string()))
             .ok()
     }
 
     fn sizes(&mut self, data: &dyn DataLoaderInterface) {
-        let rule = "what opens has rows and a name";
+        let rule = "an open data set has rows and a name";
         let (len, is_empty) = (data.len(), data.is_empty());
         if len == 0 || is_empty {
             let found = format!("len {len}, is_empty {is_empty}");
@@ -125,7 +125,7 @@ impl Check {
     }
 
     fn past_the_end(&mut self, data: &dyn DataLoaderInterface) {
-        let rule = "an index past the end is an error that tells the origin";
+        let rule = "an index past the end is an error that names the origin";
         for index in [data.len(), data.len() + 1, usize::MAX] {
             match read(data, index) {
                 Ok(_) => self.fail(rule, format!("row {index} of {} exists", data.len())),
@@ -136,7 +136,7 @@ impl Check {
     }
 
     fn rows(&mut self, data: &Arc<dyn DataLoaderInterface>) {
-        let indices = picked(data.len());
+        let indices = tested_indices(data.len());
         let first: Vec<Row> = indices.iter().map(|&i| read(data.as_ref(), i)).collect();
         for (index, row) in indices.iter().zip(&first) {
             if let Err(error) = row {
@@ -144,7 +144,7 @@ impl Check {
                 self.fail("every row can be read", found);
             }
         }
-        let rule = "a row is the same whenever it is asked for";
+        let rule = "a row is the same whenever it is read";
         for (at, &index) in indices.iter().enumerate().rev() {
             if read(data.as_ref(), index) != first[at] {
                 self.fail(
@@ -171,7 +171,7 @@ impl Check {
     }
 
     fn reopened(&mut self, data: &dyn DataLoaderInterface, again: &dyn DataLoaderInterface) {
-        let rule = "opened again, it is the same";
+        let rule = "a reopened data set is the same";
         for (what, one, two) in [
             ("rows", data.len().to_string(), again.len().to_string()),
             ("origin", data.origin(), again.origin()),
@@ -181,7 +181,7 @@ impl Check {
                 self.fail(rule, format!("{what}: `{one}`, then `{two}`"));
             }
         }
-        for index in picked(data.len().min(again.len())) {
+        for index in tested_indices(data.len().min(again.len())) {
             if read(data, index) != read(again, index) {
                 self.fail(rule, format!("row {index} differs"));
             }
@@ -195,20 +195,20 @@ mod tests {
 
     use super::*;
 
-    /// Rows that count how often something was asked for.
-    struct Restless {
+    /// A data set that changes: its rows contain the number of reads so far.
+    struct Unstable {
         opened: usize,
         reads: AtomicUsize,
     }
 
-    impl DataLoaderInterface for Restless {
+    impl DataLoaderInterface for Unstable {
         fn len(&self) -> usize {
             3
         }
         fn row(&self, index: usize) -> Result<Map<String, Value>, DataError> {
             let read = self.reads.fetch_add(1, Ordering::SeqCst);
             if index == 1 {
-                let (path, reason) = ("restless".to_owned(), "torn".to_owned());
+                let (path, reason) = ("unstable".to_owned(), "torn".to_owned());
                 return Err(DataError::Row {
                     path,
                     row: 2,
@@ -218,7 +218,7 @@ mod tests {
             Ok(Map::from_iter([("read".to_owned(), read.into())]))
         }
         fn origin(&self) -> String {
-            "restless".to_owned()
+            "unstable".to_owned()
         }
         fn fingerprint(&self) -> String {
             self.opened.to_string()
@@ -226,40 +226,40 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_is_found() {
+    fn every_violation_is_found() {
         let opened = AtomicUsize::new(0);
         let violations = check_data(|| {
-            Ok(Arc::new(Restless {
+            Ok(Arc::new(Unstable {
                 opened: opened.fetch_add(1, Ordering::SeqCst),
                 reads: AtomicUsize::new(0),
             }))
         });
-        let told: Vec<String> = violations.iter().map(ToString::to_string).collect();
+        let reported: Vec<String> = violations.iter().map(ToString::to_string).collect();
         for text in [
-            "an index past the end is an error that tells the origin: row 3 of 3 exists",
-            "every row can be read: row 1 of 3: `restless`, row 2: torn",
-            "a row is the same whenever it is asked for: row 0 differs when rows are read backwards",
-            "a row is the same whenever it is asked for: row 2 differs on another thread",
-            "opened again, it is the same: fingerprint: `0`, then `1`",
-            "opened again, it is the same: row 0 differs",
+            "an index past the end is an error that names the origin: row 3 of 3 exists",
+            "every row can be read: row 1 of 3: `unstable`, row 2: torn",
+            "a row is the same whenever it is read: row 0 differs when rows are read backwards",
+            "a row is the same whenever it is read: row 2 differs on another thread",
+            "a reopened data set is the same: fingerprint: `0`, then `1`",
+            "a reopened data set is the same: row 0 differs",
         ] {
             assert!(
-                told.iter().any(|line| line == text),
-                "{text}\nnot in {told:#?}"
+                reported.iter().any(|line| line == text),
+                "{text}\nnot in {reported:#?}"
             );
         }
-        let refused = check_data(|| {
+        let rejected = check_data(|| {
             Err(DataError::Empty {
                 path: "nothing".to_owned(),
             })
         });
-        assert_eq!(refused.len(), 2);
+        assert_eq!(rejected.len(), 2);
     }
 
     #[test]
     fn rows_of_large_data_sets_are_spread() {
-        let rows = picked(10_000);
+        let rows = tested_indices(10_000);
         assert_eq!((rows.len(), rows[0], rows[ROWS - 1]), (ROWS, 0, 9_999));
-        assert_eq!(picked(3), [0, 1, 2]);
+        assert_eq!(tested_indices(3), [0, 1, 2]);
     }
 }

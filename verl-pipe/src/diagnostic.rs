@@ -1,8 +1,8 @@
-//! Diagnostics: what a pipeline's author got wrong. Code, what, where, why, help.
+//! Diagnostics for errors in a pipeline: code, what, where, why, help.
 
 use std::fmt;
 
-/// How grave a finding is.
+/// The severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
     /// A run is possible.
@@ -16,7 +16,7 @@ pub enum Severity {
 pub struct Diagnostic {
     /// Code such as `P003`; `docs/errors/<CODE>.md` explains it.
     pub code: &'static str,
-    /// How grave it is.
+    /// Its severity.
     pub severity: Severity,
     /// What is wrong, in one line.
     pub what: String,
@@ -78,7 +78,7 @@ impl Diagnostic {
         self
     }
 
-    /// Whether it forbids a run.
+    /// Whether it prevents a run.
     pub fn is_error(&self) -> bool {
         self.severity == Severity::Error
     }
@@ -98,8 +98,8 @@ impl Diagnostic {
 /// # check().unwrap();
 /// ```
 ///
-/// Returned from `main`, they are printed as `pipe check` prints them: `Debug` writes the same text as `Display`, on lines
-/// of its own.
+/// When `main` returns them, they are printed as `pipe check` prints them: `Debug` writes the same text as `Display`,
+/// starting on a new line.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Findings(pub Vec<Diagnostic>);
 
@@ -118,9 +118,9 @@ impl fmt::Display for Findings {
 
 impl std::error::Error for Findings {}
 
-/// The known name that is most like `name`, if one is alike at all.
+/// The known name that is most similar to `name`, if one is similar enough.
 ///
-/// Alike: at most a third of the letters differ (and at least one edit is granted), or one name begins with the other.
+/// Similar: at most a third of the letters differ (one edit is always allowed), or one name begins with the other.
 ///
 /// ```
 /// use verl_pipe::diagnostic::nearest;
@@ -188,7 +188,7 @@ impl fmt::Display for Diagnostic {
     }
 }
 
-/// Columns that a finding keeps to where its words allow.
+/// Maximum line width of a finding; only a longer word exceeds it.
 const WIDTH: usize = 100;
 
 /// `head` and `text`, broken between words; further lines are indented.
@@ -238,7 +238,7 @@ mod tests {
 
     /// `main` that returns an error prints its `Debug`.
     #[test]
-    fn findings_are_readable_where_they_end_a_program() {
+    fn findings_returned_from_main_are_readable() {
         let finding = Diagnostic::error("P001", "short")
             .at("a")
             .because("b")

@@ -1,6 +1,6 @@
-//! Fields: what a column on an edge is; and keys: typed handles to fields.
+//! Fields, which describe the columns on edges, and keys, which are typed handles to fields.
 //!
-//! A field's name, shape, dtype, unit and meaning stand in one constant ([`Key`]); the build check, the run-time
+//! A field's name, shape, dtype, unit and meaning are defined in one constant ([`Key`]); the build check, the run-time
 //! guards, the schema and the trace all read it.
 //!
 //! ```
@@ -69,7 +69,7 @@ impl fmt::Display for DType {
 pub enum Support {
     /// The whole vocabulary.
     Full,
-    /// What sampling left over (top-k, top-p, min-p, penalties), renormalised.
+    /// The tokens that sampling keeps (top-k, top-p, min-p, penalties), renormalised.
     Sampling,
 }
 
@@ -105,7 +105,7 @@ impl fmt::Display for Weights {
 ///
 /// A writer sets every part that it knows; a reader sets what it requires and leaves the rest `None` (anything).
 /// A ratio of two log-probabilities whose tags differ is a build error. Other numbers of a model, such as a critic's
-/// values, have a model and weights alone.
+/// values, have only a model and weights.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LogProbTag {
     /// Name of the model.
@@ -184,9 +184,9 @@ pub struct Field {
     pub meaning: Cow<'static, str>,
     /// Values may be null (a row without a score).
     pub nullable: bool,
-    /// Every value is promised to be finite; the run-time guard checks it.
+    /// Every value must be finite; the run-time guard checks it.
     pub finite: bool,
-    /// Which model and weights a number comes from; of a log-probability also its distribution.
+    /// Which model and weights a number comes from; for a log-probability also its distribution.
     pub tag: Option<LogProbTag>,
 }
 
@@ -194,14 +194,14 @@ impl Field {
     /// The shape, parsed.
     ///
     /// # Errors
-    /// When the text is no shape.
+    /// When the text is not a valid shape.
     pub fn parsed_shape(&self) -> Result<Shape, crate::shape::ShapeParseError> {
         self.shape.parse()
     }
 
-    /// Whether its values stand for something instead of measuring it, such as token ids, row numbers, flags and masks:
-    /// they are the same or they are not, and have no mean. Whole numbers are, unless their unit is a quantity, and so are
-    /// texts.
+    /// Whether its values are identifiers instead of measurements, such as token ids, row numbers, flags and masks:
+    /// they are equal or different, but their mean is meaningless. Integers are identifiers unless their unit is a
+    /// quantity; texts and booleans always are.
     pub fn is_identifier(&self) -> bool {
         let kinds = [
             "id", "ids", "row", "flag", "kind", "reason", "mask", "index", "class",
@@ -245,7 +245,7 @@ impl fmt::Display for Field {
     }
 }
 
-/// A Rust element type that a column can hold.
+/// A Rust element type that a column can contain.
 pub trait Element: Copy + Send + Sync + 'static {
     /// Its dtype.
     const DTYPE: DType;
@@ -258,15 +258,15 @@ macro_rules! element {
 }
 element!(u8 => U8, u32 => U32, u64 => U64, i64 => I64, f32 => F32, f64 => F64);
 
-/// Column kind: one number a row, `[B]`.
+/// Column kind: one number per row, `[B]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Scalar<T>(PhantomData<fn() -> T>);
 
-/// Column kind: a list of numbers a row, `[B, T~]`.
+/// Column kind: a list of numbers per row, `[B, T~]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Ragged<T>(PhantomData<fn() -> T>);
 
-/// Column kind: one text a row, `[B]`.
+/// Column kind: one text per row, `[B]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Text;
 
@@ -274,7 +274,7 @@ pub struct Text;
 pub trait ColumnKind: 'static {
     /// Element type of the kind.
     const DTYPE: DType;
-    /// Whether a row holds a list.
+    /// Whether a row contains a list.
     const RAGGED: bool;
 }
 
@@ -291,7 +291,7 @@ impl ColumnKind for Text {
     const RAGGED: bool = false;
 }
 
-/// A typed handle to a field; made as a constant and used for every access to the column.
+/// A typed handle to a field; defined as a constant and used for every access to the column.
 pub struct Key<K> {
     name: &'static str,
     shape: &'static str,
@@ -334,7 +334,7 @@ impl<K: ColumnKind> Key<K> {
         }
     }
 
-    /// Values are promised to be finite; a run stops at the edge where one is not.
+    /// Values must be finite; a run stops at the edge where one is not.
     pub const fn finite(mut self) -> Self {
         self.finite = true;
         self
@@ -383,7 +383,7 @@ mod tests {
     use crate::keys;
 
     #[test]
-    fn what_stands_for_something_is_no_measure() {
+    fn identifiers_are_distinguished_from_measurements() {
         let names: [Field; 8] = [
             keys::RESPONSES.into(),
             keys::DATA_ROWS.into(),

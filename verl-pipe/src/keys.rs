@@ -37,7 +37,7 @@ pub const TARGET_KINDS: Key<Ragged<u8>> = Key::new(
     "target_kinds",
     "[B, T~]",
     "mask kind",
-    "1 trained, 0 read alone: what stands between turns of the assistant, or outside the template's marks",
+    "1 trained, 0 only read: text between turns of the assistant, or outside the template's marks",
 );
 /// Answer that is preferred to the other one of its prompt.
 pub const CHOSEN_RESPONSES: Key<Ragged<u32>> = Key::new(
@@ -58,7 +58,7 @@ pub const DESIRABLE: Key<Scalar<u8>> = Key::new(
     "desirable",
     "[B]",
     "flag",
-    "1 a response to learn, 0 one to unlearn; of a pair the first row is 1 and the second 0",
+    "1 a response to learn, 0 one to unlearn; in a pair the first row is 1 and the second 0",
 );
 /// Response token ids.
 pub const RESPONSES: Key<Ragged<u32>> = Key::new(
@@ -81,7 +81,7 @@ pub const BASELINE_RESPONSES: Key<Ragged<u32>> = Key::new(
     "token id",
     "token ids of the greedy response to the prompt, end-of-sequence included",
 );
-/// That response as text.
+/// The reference response as text.
 pub const BASELINE_RESPONSE_TEXTS: Key<Text> = Key::new(
     "baseline_response_texts",
     "[B]",
@@ -150,7 +150,7 @@ pub const ENTROPIES: Key<Ragged<f32>> = Key::new(
     "entropy of the policy at each response token",
 )
 .finite();
-/// How sure the policy is of each response token: Σ_v π(v)² over the vocabulary.
+/// Confidence of the policy at each response token: Σ_v π(v)² over the vocabulary.
 pub const SUM_PI_SQUARED: Key<Ragged<f32>> = Key::new(
     "sum_pi_squared",
     "[B, T~]",
@@ -166,19 +166,19 @@ pub const ROLLOUT_WEIGHTS: Key<Ragged<f32>> = Key::new(
     "importance weight of each response token against the rollout engine; 0 at observations",
 )
 .finite();
-/// Tokens that are near enough to the rollout engine to be trained on.
+/// Tokens that are close enough to the rollout engine to be trained on.
 pub const ROLLOUT_MASKS: Key<Ragged<u8>> = Key::new(
     "rollout_masks",
     "[B, T~]",
     "",
-    "1 trained on, 0 left out: an observation, or too far from the rollout engine",
+    "1 trained on, 0 excluded: an observation, or too far from the rollout engine",
 );
-/// One reward a response.
+/// One reward per response.
 pub const REWARDS: Key<Scalar<f32>> = Key::new(
     "rewards",
     "[B]",
     "reward",
-    "one reward a response; null where it could not be scored",
+    "one reward per response; null if it could not be scored",
 )
 .nullable()
 .finite();
@@ -187,7 +187,7 @@ pub const REWARD_BASELINES: Key<Scalar<f32>> = Key::new(
     "reward_baselines",
     "[B]",
     "reward",
-    "score of a reference response to the prompt, such as the greedy one; null where it could not be scored",
+    "score of a reference response to the prompt, such as the greedy one; null if it could not be scored",
 )
 .nullable()
 .finite();
@@ -196,16 +196,16 @@ pub const SHAPED_REWARDS: Key<Scalar<f32>> = Key::new(
     "shaped_rewards",
     "[B]",
     "reward",
-    "one reward a response after shaping; null where it could not be scored",
+    "one reward per response after shaping; null if it could not be scored",
 )
 .nullable()
 .finite();
-/// What a filter judged a group by. A stage that reads it works on the groups that were kept, and on those alone.
+/// What a filter judged a group by. A stage that reads it works only on the groups that were kept.
 pub const GROUP_MEANS: Key<Scalar<f32>> = Key::new(
     "group_means",
     "[B]",
     "reward",
-    "mean of what the filter judged the row's group by",
+    "mean of the values by which the filter judged the row's group",
 )
 .finite();
 /// Rewards on tokens after shaping.
@@ -237,12 +237,12 @@ pub const VALUES: Key<Ragged<f32>> = Key::new(
     "values",
     "[B, T~]",
     "reward",
-    "what the critic expected of the response when each token was chosen",
+    "return of the response that the critic expected when each token was chosen",
 )
 .finite();
 
-/// Names of all keys here. A stage that offers one of them does what stages of its sort do; other keys are a pipeline's
-/// own.
+/// Names of all keys in this file. A stage that writes one of them does what such stages usually do; other keys are
+/// custom.
 pub(crate) const STANDARD: [&str; 32] = [
     PROMPTS.name(),
     PROMPT_TEXTS.name(),
@@ -297,7 +297,7 @@ pub mod finish {
     /// The end of the model's context was reached before the token limit.
     pub const CONTEXT: u8 = 3;
 
-    /// Whether a response was cut off, by either limit, instead of having ended.
+    /// Whether a response was cut off by either limit instead of ending by itself.
     pub const fn is_cut(reason: u8) -> bool {
         matches!(reason, LENGTH | CONTEXT)
     }

@@ -4,29 +4,29 @@
 //! `Run` (executed). This crate knows no stage, model or algorithm by name.
 //!
 //! # What the compiler refuses
-//! What was not checked cannot be scheduled:
+//! A pipeline that was not checked cannot be scheduled:
 //! ```compile_fail,E0599
 //! let pipe = verl_pipe::pipe::DataPipe::new("unchecked");
 //! let schedule = pipe.schedule();
 //! ```
-//! what was not scheduled cannot run:
+//! A plan that was not scheduled cannot run:
 //! ```compile_fail,E0599
 //! use verl_pipe::{pipe::DataPipe, run::runner::RunOptions};
 //! let plan = DataPipe::new("unplaced").plan().unwrap();
 //! let run = plan.start(RunOptions::default());
 //! ```
-//! a key knows the type of its column, when it is written
+//! A key fixes the type of its column for writing
 //! ```compile_fail,E0277
 //! use verl_pipe::{batch::Batch, keys::REWARDS};
 //! Batch::with_rows(&[]).put(&REWARDS, vec!["good", "bad"]).unwrap();
 //! ```
-//! and when it is read;
+//! and for reading.
 //! ```compile_fail,E0308
 //! use verl_pipe::{batch::Batch, keys::RESPONSES};
 //! let batch = Batch::with_rows(&[]);
 //! let row: &[f32] = batch.get(&RESPONSES).unwrap().row(0);
 //! ```
-//! and the operator joins stages, nothing else:
+//! The operator `>>` joins only stages:
 //! ```compile_fail,E0277
 //! use verl_pipe::{chain::stage_fn, keys::PROMPTS, stage::StageSpec};
 //! let reader = stage_fn(StageSpec::new().reads(PROMPTS), |batch, ctx| ctx.emit(batch));

@@ -1,9 +1,9 @@
-//! Parts: things with settings that a stage holds by kind, such as the loss that an update minimises.
+//! Parts: configurable components of a stage that are selected by kind, such as the loss that an update minimises.
 //!
-//! A [`Slot`] is what parts of one sort become. A [`PartConfig`] is the settings of one kind. A [`Part`] is the field of
-//! a stage's settings that holds any of them: in a pipeline file a table with `kind` and the kind's settings, or the name
-//! of the kind alone; in Rust what `into` makes of the settings. The file finds kinds by name in the registry; a part
-//! that was made in Rust carries its own builder, registered or not.
+//! A [`Slot`] is what all parts of one sort are built into. A [`PartConfig`] is the settings of one kind. A [`Part`] is
+//! the field of a stage's settings that contains any of them: in a pipeline file a table with `kind` and the kind's
+//! settings, or just the name of the kind; in Rust the result of `into` on the settings. A pipeline file finds kinds by
+//! name in the registry; a part made in Rust carries its own builder, registered or not.
 //!
 //! ```
 //! use schemars::JsonSchema;
@@ -12,7 +12,7 @@
 //! use verl_pipe::registry::Registry;
 //! use verl_pipe::stage::{BuildContext, ConfigError};
 //!
-//! /// A price of a number of tokens: what parts of the slot become.
+//! /// A price of a number of tokens: what parts of the slot are built into.
 //! struct Price(fn(f64, f64) -> f64, f64);
 //! impl Slot for Price {
 //!     const NAME: &'static str = "price";
@@ -60,38 +60,38 @@ use crate::diagnostic::suggest;
 use crate::registry::Kinds;
 use crate::stage::{BuildContext, ConfigError};
 
-/// What the parts of one sort become; a stage's settings hold such a part as a field of type [`Part`].
+/// What the parts of one sort are built into; a stage's settings have such a part as a field of type [`Part`].
 pub trait Slot: Sized + 'static {
     /// Its name in messages, in the schema and in the registry: one word, such as `loss`.
     const NAME: &'static str;
 }
 
-/// The settings of one kind of part. This is the whole seam of adding one.
+/// The settings of one kind of part. A new kind only has to implement this.
 ///
-/// Implementors derive `Deserialize`, `Serialize` and `JsonSchema`. A key that the schema does not have is refused, so
+/// Implementors derive `Deserialize`, `Serialize` and `JsonSchema`. A key that the schema does not have is an error, so
 /// `deny_unknown_fields` is not needed, and `flatten` is possible.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not the settings of a part (a loss, an estimator)",
-    note = "implement `PartConfig` for them: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` where these crates are not dependencies of yours); a policy loss implements `PolicyLoss` and is used as `PolicyObjective<{Self}>`"
+    note = "implement `PartConfig` for them: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` if your crate does not depend on them); a policy loss implements `PolicyLoss` and is used as `PolicyObjective<{Self}>`"
 )]
 pub trait PartConfig:
     DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
 {
-    /// What it becomes.
+    /// What it is built into.
     type Slot: Slot;
     /// Registered name.
     const KIND: &'static str;
     /// One line for lists.
     const SUMMARY: &'static str;
 
-    /// Makes it; loads nothing.
+    /// Builds it; loads nothing.
     ///
     /// # Errors
-    /// All settings that make no sense.
+    /// All invalid settings.
     fn build(&self, context: &BuildContext) -> Result<Self::Slot, Vec<ConfigError>>;
 }
 
-/// Makes what a part becomes.
+/// Builds a part.
 type Builder<S> = Arc<dyn Fn(&BuildContext) -> Result<S, Vec<ConfigError>> + Send + Sync>;
 
 /// A part of any kind: its kind, its settings, and how it is built. See the [module](self).
@@ -107,15 +107,15 @@ impl<S: Slot> Part<S> {
         self.kind
     }
 
-    /// Its settings, every one stated.
+    /// All its settings, including defaults.
     pub fn settings(&self) -> &Map<String, Value> {
         &self.settings
     }
 
-    /// Makes what it becomes. `field` is the setting of the stage that holds it, for messages.
+    /// Builds the part. `field` is the setting of the stage that contains it, for messages.
     ///
     /// # Errors
-    /// All settings that make no sense, named with `field`.
+    /// All invalid settings, prefixed with `field`.
     pub fn build(&self, field: &str, context: &BuildContext) -> Result<S, Vec<ConfigError>> {
         (self.build)(context).map_err(|errors| {
             let within = errors.into_iter().map(|error| ConfigError {
@@ -183,13 +183,13 @@ impl<'de, S: Slot> Deserialize<'de> for Part<S> {
         let Some(slots) = READING.with_borrow(|reading| Some(reading.as_ref()?.slots.clone()))
         else {
             return Err(D::Error::custom(
-                "kinds are known to a registry only: read it within `Registry::reading`",
+                "only a registry knows the kinds of parts: deserialise it within `Registry::reading`",
             ));
         };
         slots.read(value).map_err(|faults| {
-            let told: Vec<String> = faults.iter().map(ToString::to_string).collect();
-            leave_faults(faults);
-            D::Error::custom(format!("no {}: {}", S::NAME, told.join("; ")))
+            let messages: Vec<String> = faults.iter().map(ToString::to_string).collect();
+            store_faults(faults);
+            D::Error::custom(format!("invalid {}: {}", S::NAME, messages.join("; ")))
         })
     }
 }
@@ -211,10 +211,10 @@ impl<S: Slot> JsonSchema for Part<S> {
     }
 }
 
-/// Key of a part's table that chooses its kind.
+/// Key of a part's table that selects its kind.
 const KIND: &str = "kind";
 
-/// A part of a slot that is known at run time only.
+/// A part whose slot is known only at run time.
 pub struct AnyPart(Box<dyn Any>);
 
 /// Slots by name, each with its kinds.
@@ -228,8 +228,8 @@ struct SlotKinds {
 }
 
 impl Slots {
-    /// The kinds of the slot that `C` belongs to, which it makes where there are none; `None` where another type has
-    /// its name.
+    /// The kinds of the slot that `C` belongs to, created if necessary; `None` if a slot of another type has the same
+    /// name.
     pub fn kinds_for<C: PartConfig>(&mut self) -> Option<&mut Kinds<AnyPart>> {
         let slot = TypeId::of::<C::Slot>();
         let name = <C::Slot as Slot>::NAME;
@@ -248,7 +248,7 @@ impl Slots {
         self.0.iter().map(|(name, slot)| (*name, &slot.kinds))
     }
 
-    /// The part that a value of a pipeline file is.
+    /// Reads a part from a value of a pipeline file.
     fn read<S: Slot>(&self, value: Value) -> Result<Part<S>, Vec<Fault>> {
         let (kind, settings) = kind_and_settings(value).map_err(|fault| vec![fault])?;
         let kinds = self.get(S::NAME);
@@ -272,7 +272,7 @@ impl Slots {
     }
 }
 
-/// The name of a kind alone stands for the kind with its defaults.
+/// Splits a value into kind and settings; just the name of a kind stands for the kind with its defaults.
 fn kind_and_settings(value: Value) -> Result<(String, Map<String, Value>), Fault> {
     let invalid = |path: &[&str], reason: &str| Fault::Invalid {
         path: path.iter().map(|part| (*part).to_owned()).collect(),
@@ -283,14 +283,14 @@ fn kind_and_settings(value: Value) -> Result<(String, Map<String, Value>), Fault
         Value::String(kind) => Ok((kind, Map::new())),
         Value::Object(mut table) => match table.shift_remove(KIND) {
             Some(Value::String(kind)) => Ok((kind, table)),
-            Some(_) => Err(invalid(&[KIND], "it is not a text")),
+            Some(_) => Err(invalid(&[KIND], "expected a string")),
             None => Err(Fault::Missing {
                 path: vec![KIND.to_owned()],
             }),
         },
         _ => Err(invalid(
             &[],
-            "it is neither the name of a kind nor a table with `kind`",
+            "expected the name of a kind or a table with `kind`",
         )),
     }
 }
@@ -305,20 +305,20 @@ fn erase<C: PartConfig>(config: C) -> AnyPart {
 }
 
 thread_local! {
-    /// What this thread reads a pipeline file with. serde hands nothing down to a `Deserialize` that is derived, and
-    /// nothing but a text up from it; this does both for parts.
+    /// The state with which this thread reads a pipeline file. serde passes nothing down to a derived `Deserialize`,
+    /// and only a string up from it; this does both for parts.
     static READING: RefCell<Option<Reading>> = const { RefCell::new(None) };
 }
 
 struct Reading {
     slots: Arc<Slots>,
-    /// What is wrong with the part that failed last; paths begin at the part.
+    /// The faults of the part that failed last; paths begin at the part.
     faults: Vec<Fault>,
 }
 
-/// Calls `read`, in which parts are found in `slots`.
+/// Calls `read`; parts that it deserialises are looked up in `slots`.
 pub(crate) fn reading<T>(slots: &Arc<Slots>, read: impl FnOnce() -> T) -> T {
-    /// Puts back what was there before, also when `read` panics.
+    /// Restores the previous state, also when `read` panics.
     struct Outer(Option<Reading>);
     impl Drop for Outer {
         fn drop(&mut self) {
@@ -332,8 +332,8 @@ pub(crate) fn reading<T>(slots: &Arc<Slots>, read: impl FnOnce() -> T) -> T {
     read()
 }
 
-/// Leaves what is wrong with a part to whoever reads what it stands in.
-fn leave_faults(faults: Vec<Fault>) {
+/// Stores the faults of a part for the code that reads the value around it.
+fn store_faults(faults: Vec<Fault>) {
     READING.with_borrow_mut(|reading| {
         if let Some(reading) = reading {
             reading.faults = faults;
@@ -341,7 +341,7 @@ fn leave_faults(faults: Vec<Fault>) {
     });
 }
 
-/// What was left, once.
+/// Takes the stored faults.
 pub(crate) fn take_faults() -> Vec<Fault> {
     READING.with_borrow_mut(|reading| {
         let reading = reading.as_mut();

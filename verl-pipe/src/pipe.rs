@@ -1,4 +1,4 @@
-//! [`DataPipe`]: a declared pipeline. Records what the user says and checks nothing; [`DataPipe::plan`] checks.
+//! [`DataPipe`]: a declared pipeline. It only records declarations; [`DataPipe::plan`] checks them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -25,7 +25,7 @@ use crate::trace::rules::{Rule, RuleDecl};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RunConfig {
-    /// Folder of the run; refused if it exists, unless what lies there is a run that failed before its first step was done.
+    /// Run folder. It must not exist, unless it contains a run that failed before it completed its first step.
     pub dir: PathBuf,
     /// Seed of every random draw.
     pub seed: u64,
@@ -33,17 +33,17 @@ pub struct RunConfig {
     pub steps: u64,
     /// Steps between two console lines (steps).
     pub console_every: u64,
-    /// Samples a step written to `samples.jsonl` (samples): rows of the step with prompt, response, answer, reward and
-    /// advantage, as far as the pipeline has these keys.
+    /// Samples per step written to `samples.jsonl` (samples): rows of the step with prompt, response, answer, reward
+    /// and advantage, as far as the pipeline has these keys.
     pub samples_per_step: usize,
-    /// Longest wait for one call of a stage that uses a model (seconds).
+    /// Time limit for one call of a stage that uses a model (seconds).
     #[schemars(extend("exclusiveMinimum" = 0))]
     pub stage_deadline_s: f64,
-    /// Largest share of a step's rows that may fail in a stage (share): a step in which more fail ends the run. Where all of
-    /// them fail it ends whatever this is.
+    /// Largest share of a step's rows that may fail in a stage (share); if more fail, the run ends. If all of them
+    /// fail, the run always ends.
     #[schemars(range(min = 0, max = 1))]
     pub max_failed_share: f64,
-    /// Models to save at the end; all that were updated when absent.
+    /// Models to save at the end; by default all that were updated.
     pub save: Option<Vec<String>>,
 }
 
@@ -62,18 +62,18 @@ impl Default for RunConfig {
     }
 }
 
-/// Makes a stage from its configuration; made by the typed front ends, called by the plan and the workers.
+/// Builds a stage from its configuration; created by the typed front ends, called by the plan and the workers.
 pub type StageBuilder =
     Arc<dyn Fn(&BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> + Send + Sync>;
 /// Opens a data set.
 pub type DataBuilder =
     Arc<dyn Fn(&BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError> + Send + Sync>;
 
-/// Opens as much of a data set as a check looks at.
+/// Opens the part of a data set that a check reads.
 pub type DataStartBuilder =
     Arc<dyn Fn(&BuildContext) -> Result<OpenedData, DataError> + Send + Sync>;
 
-/// Looks at a data set without reading it.
+/// Checks a data set without reading it.
 pub type DataCheck = Arc<dyn Fn(&BuildContext) -> Result<(), Vec<ConfigError>> + Send + Sync>;
 
 /// A declared stage.
@@ -85,15 +85,15 @@ pub struct StageDecl {
     pub kind: String,
     /// Its configuration, for the resolved config and the plan.
     pub config: serde_json::Value,
-    /// Keys under other names in this pipeline: the stage's own name → the pipeline's.
+    /// Renamed keys: the stage's own name → the pipeline's.
     pub rename: BTreeMap<String, String>,
-    /// Reads stated by hand; must agree with the stage.
+    /// Explicitly stated reads; must agree with the stage.
     pub stated_reads: Option<Vec<String>>,
-    /// Writes stated by hand; must agree with the stage.
+    /// Explicitly stated writes; must agree with the stage.
     pub stated_writes: Option<Vec<String>>,
     /// Whether it is recorded in full at every step.
     pub debug: bool,
-    /// Makes the stage.
+    /// Builds the stage.
     pub build: StageBuilder,
 }
 
@@ -107,7 +107,7 @@ impl fmt::Debug for StageDecl {
     }
 }
 
-/// A declared model, as the engine handles it.
+/// A declared model, as the engine uses it.
 pub trait ModelFactory: Send + Sync {
     /// See [`ModelConfig::describe`].
     ///
@@ -212,15 +212,15 @@ pub struct DataDecl {
     pub kind: String,
     /// Its configuration.
     pub config: serde_json::Value,
-    /// Tells what is wrong before it is opened; see [`DataConfig::check`].
+    /// Checks it before it is opened; see [`DataConfig::check`].
     pub check: DataCheck,
     /// Opens it.
     pub open: DataBuilder,
-    /// Opens as much of it as a check looks at; see [`DataConfig::open_start`].
+    /// Opens the part of it that a check reads; see [`DataConfig::open_start`].
     pub open_start: DataStartBuilder,
 }
 
-/// A declared pipeline; see the crate's first page.
+/// A declared pipeline; see the crate documentation.
 #[derive(Clone)]
 pub struct DataPipe {
     /// Name of the pipeline.
@@ -239,11 +239,11 @@ pub struct DataPipe {
     pub models: Vec<ModelDecl>,
     /// Stages by declaration order.
     pub stages: Vec<StageDecl>,
-    /// Anomaly rules beside the built-in ones.
+    /// Anomaly rules in addition to the built-in ones.
     pub rules: Vec<RuleDecl>,
-    /// Folder against which relative paths are read.
+    /// Folder against which relative paths are resolved.
     pub base: PathBuf,
-    /// Statements about a stage that were made before any stage was added; a fault that the plan tells.
+    /// Statements about a stage that were made before any stage was added; the plan reports them as errors.
     pub misplaced: Vec<String>,
 }
 
@@ -275,7 +275,7 @@ impl DataPipe {
         self
     }
 
-    /// Adds an anomaly rule of one's own, which `[trace.rules]` may tune by its name. Each run makes a rule of its own.
+    /// Adds a custom anomaly rule, which `[trace.rules]` may tune by its name. Each run makes a new instance of it.
     pub fn rule<R: Rule + 'static>(mut self, make: impl Fn() -> R + Send + Sync + 'static) -> Self {
         self.rules.push(RuleDecl::new(make));
         self
@@ -299,8 +299,8 @@ impl DataPipe {
         self
     }
 
-    /// Whether some step of some stage is to be recorded in full, whoever asks for it: the settings of the trace, the
-    /// flags that change them, or a stage's own `debug`.
+    /// Whether any step of any stage is to be recorded in full, because of the trace settings, the flags that change
+    /// them, or a stage's own `debug`.
     pub fn records_in_full(&self) -> bool {
         self.trace.captures() || self.stages.iter().any(|stage| stage.debug)
     }
@@ -317,7 +317,7 @@ impl DataPipe {
         self
     }
 
-    /// Declares a model of one's own, given as the object that loads it.
+    /// Declares a custom model, given as the object that loads it.
     pub fn model_object(mut self, name: impl Into<String>, factory: Arc<dyn ModelFactory>) -> Self {
         self.models.push(ModelDecl {
             name: name.into(),
@@ -328,7 +328,7 @@ impl DataPipe {
         self
     }
 
-    /// Declares a data set of one's own, given as the object that holds it.
+    /// Declares a custom data set, given as an object.
     pub fn data_object(
         mut self,
         name: impl Into<String>,
@@ -346,7 +346,7 @@ impl DataPipe {
         self
     }
 
-    /// Adds a stage under a name: a [`StageConfig`], or a stage of one's own from [`stage_fn`] or [`stage_with`].
+    /// Adds a stage under a name: a [`StageConfig`], or a custom stage from [`stage_fn`] or [`stage_with`].
     ///
     /// ```
     /// use verl_pipe::keys::{REWARDS, RESPONSES};
@@ -369,7 +369,7 @@ impl DataPipe {
     ///
     /// let plan = pipe.plan().unwrap();
     /// assert_eq!(plan.fields["length_rewards"].shape, "[B]");
-    /// assert_eq!(plan.warnings[0].code, "P013"); // nobody reads it
+    /// assert_eq!(plan.warnings[0].code, "P013"); // nothing reads it
     /// ```
     pub fn add_stage(mut self, name: impl Into<String>, stage: impl IntoStage) -> Self {
         self.stages.push(StageDecl {
@@ -379,30 +379,30 @@ impl DataPipe {
         self
     }
 
-    /// States the keys that the stage added last needs, by the pipeline's names; the plan compares.
+    /// States the keys that the stage added last reads, by the pipeline's names; the plan checks this.
     pub fn reads<S: Into<String>>(self, keys: impl IntoIterator<Item = S>) -> Self {
         let keys: Vec<String> = keys.into_iter().map(Into::into).collect();
-        self.about_last("reads", move |stage| stage.stated_reads = Some(keys))
+        self.update_last("reads", move |stage| stage.stated_reads = Some(keys))
     }
 
-    /// States the keys that the stage added last writes, by the pipeline's names; the plan compares.
+    /// States the keys that the stage added last writes, by the pipeline's names; the plan checks this.
     pub fn writes<S: Into<String>>(self, keys: impl IntoIterator<Item = S>) -> Self {
         let keys: Vec<String> = keys.into_iter().map(Into::into).collect();
-        self.about_last("writes", move |stage| stage.stated_writes = Some(keys))
+        self.update_last("writes", move |stage| stage.stated_writes = Some(keys))
     }
 
-    /// Lets the stage added last find what it calls `own` under the pipeline's `key`.
+    /// Makes the stage added last read its key `own` from the pipeline's `key`.
     pub fn reading(self, own: impl Into<String>, key: impl Into<String>) -> Self {
         let (own, key) = (own.into(), key.into());
-        self.about_last("reading", move |stage| {
+        self.update_last("reading", move |stage| {
             stage.rename.insert(own, key);
         })
     }
 
-    /// Lets the stage added last write what it calls `own` under the pipeline's `key`.
+    /// Makes the stage added last write its key `own` as the pipeline's `key`.
     pub fn writing(self, own: impl Into<String>, key: impl Into<String>) -> Self {
         let (own, key) = (own.into(), key.into());
-        self.about_last("writing", move |stage| {
+        self.update_last("writing", move |stage| {
             stage.rename.insert(own, key);
         })
     }
@@ -421,7 +421,7 @@ impl DataPipe {
     /// assert!(pipe.stages[0].debug);
     /// ```
     pub fn debug(self) -> Self {
-        self.about_last("debug", |stage| stage.debug = true)
+        self.update_last("debug", |stage| stage.debug = true)
     }
 
     /// Adds the stages of a [`Chain`], in order.
@@ -430,7 +430,7 @@ impl DataPipe {
         self
     }
 
-    fn about_last(mut self, statement: &str, change: impl FnOnce(&mut StageDecl)) -> Self {
+    fn update_last(mut self, statement: &str, change: impl FnOnce(&mut StageDecl)) -> Self {
         match self.stages.last_mut() {
             Some(stage) => change(stage),
             None => self.misplaced.push(statement.to_owned()),
@@ -439,7 +439,7 @@ impl DataPipe {
     }
 }
 
-/// Kind of what was given as an object instead of by configuration.
+/// Kind of a stage, model or data set that was given as an object instead of a configuration.
 pub const CUSTOM: &str = "custom";
 
 impl StageDecl {
@@ -459,7 +459,7 @@ impl StageDecl {
 }
 
 impl DataPipe {
-    /// The kernels of the CPU with which all its models compute, as far as they agree.
+    /// The CPU kernels that all its models use, as far as they agree.
     pub(crate) fn cpu_kernels(&self) -> CpuKernels {
         CpuKernels::common(self.models.iter().map(|model| model.factory.cpu_kernels()))
     }

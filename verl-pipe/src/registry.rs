@@ -1,4 +1,4 @@
-//! [`Registry`]: names of kinds → what they are made by. The pipeline file, the schema and the command line read it.
+//! [`Registry`]: maps names of kinds to their builders. The pipeline file, the schema and the command line read it.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -25,11 +25,11 @@ pub struct Kind<D> {
     pub(crate) declare: fn(&str, Value) -> Decoded<D>,
     /// JSON Schema of its configuration.
     pub(crate) schema: fn(&mut SchemaGenerator) -> Schema,
-    /// File name extensions that choose it (data sets).
+    /// File name extensions that select it (data sets).
     pub(crate) extensions: Vec<&'static str>,
 }
 
-// Derived, `Clone` would ask for a `D` that can be cloned.
+// A derived `Clone` would require `D: Clone`.
 impl<D> Clone for Kind<D> {
     fn clone(&self) -> Self {
         Kind {
@@ -54,7 +54,7 @@ impl<D> Clone for Kinds<D> {
     }
 }
 
-/// A name that two kinds want.
+/// A name that is registered for two kinds.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("there are two {what} called `{name}`")]
 pub struct DuplicateKind {
@@ -93,7 +93,7 @@ impl<D> Kinds<D> {
         self.list.iter()
     }
 
-    /// Help for somebody who wrote `name`: the nearest name and the known ones.
+    /// Help for an unknown `name`: the nearest name and the known ones.
     pub fn suggest(&self, name: &str) -> String {
         let known: Vec<&str> = self.list.iter().map(|kind| kind.name).collect();
         suggest(name, &self.what, known.iter().copied())
@@ -118,7 +118,7 @@ impl<D> Kinds<D> {
 /// let registry = Registry::new().stage::<Judge>();
 /// assert!(registry.stages().get("judge").is_some());
 /// assert!(registry.stages().suggest("jugde").starts_with("did you mean `judge`?"));
-/// // The same name twice is refused when the registry is used.
+/// // A duplicate name is reported when the registry is used.
 /// assert_eq!(registry.stage::<Judge>().duplicates()[0].to_string(), "there are two stage kinds called `judge`");
 /// ```
 pub struct Registry {
@@ -137,7 +137,7 @@ impl Default for Registry {
 }
 
 impl Registry {
-    /// A registry that knows nothing.
+    /// An empty registry.
     pub fn new() -> Self {
         Registry {
             stages: Kinds::new("stage kinds"),
@@ -172,7 +172,7 @@ impl Registry {
         self
     }
 
-    /// Anomaly rules beside the built-in ones, in the order in which they were added.
+    /// Anomaly rules in addition to the built-in ones, in the order in which they were added.
     pub fn rules(&self) -> &[RuleDecl] {
         &self.rules
     }
@@ -197,7 +197,7 @@ impl Registry {
         self
     }
 
-    /// Adds a kind of model. The one that was added first is meant where a pipeline file names none.
+    /// Adds a kind of model. The one added first is the default of a pipeline file.
     pub fn model<C: ModelConfig>(mut self) -> Self {
         let kind = Kind {
             name: C::KIND,
@@ -218,7 +218,7 @@ impl Registry {
         self.data_files::<C>(&[])
     }
 
-    /// Adds a kind of data set that reads files: a path with one of these extensions (without the dot) means this kind.
+    /// Adds a kind of data set that reads files: a path with one of these extensions (no dot) selects this kind.
     pub fn data_files<C: DataConfig>(mut self, extensions: &[&'static str]) -> Self {
         let kind = Kind {
             name: C::KIND,
@@ -249,12 +249,12 @@ impl Registry {
         &self.data
     }
 
-    /// Kinds of the parts of slot `name`, such as `loss`; `None` where no part of it is registered.
+    /// Kinds of the parts of slot `name`, such as `loss`; `None` if no part of it is registered.
     pub fn slot(&self, name: &str) -> Option<&Kinds<AnyPart>> {
         self.slots.get(name)
     }
 
-    /// Calls `read`, in which parts of the registered kinds can be deserialised. Whoever reads pipeline files does it.
+    /// Calls `read`, which can deserialise parts of the registered kinds. Required for reading pipeline files.
     ///
     /// ```
     /// # use verl_pipe::part::{Part, Slot};
@@ -264,7 +264,7 @@ impl Registry {
     /// # impl Slot for Price { const NAME: &'static str = "price"; }
     /// let read = || serde_json::from_str::<Part<Price>>("\"linear\"");
     /// let error = Registry::new().reading(read).unwrap_err();
-    /// assert!(error.to_string().contains("there is no kind of price called `linear`"));
+    /// assert!(error.to_string().contains("unknown price kind `linear`"));
     /// ```
     pub fn reading<T>(&self, read: impl FnOnce() -> T) -> T {
         part::reading(&self.slots, read)
@@ -275,12 +275,12 @@ impl Registry {
         &self.slots
     }
 
-    /// Names that were registered twice; the first one stays.
+    /// Names that were registered twice; the first registration is kept.
     pub fn duplicates(&self) -> &[DuplicateKind] {
         &self.duplicates
     }
 
-    /// The kind of data set that a path means: the one with its extension, else the kind `file`.
+    /// The kind of data set that a path selects: the one with its extension, else the kind `file`.
     pub(crate) fn kind_of_path(&self, path: &str) -> Option<&'static str> {
         let extension = std::path::Path::new(path)
             .extension()
@@ -296,7 +296,7 @@ impl Registry {
             .map(|kind| kind.name)
     }
 
-    /// The kind of model where none is named.
+    /// The kind of a model that does not set `kind`.
     pub(crate) fn default_model(&self) -> Option<&'static str> {
         self.models.iter().next().map(|kind| kind.name)
     }

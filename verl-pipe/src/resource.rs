@@ -1,7 +1,7 @@
 //! Model resources: what stages share that does not travel on edges (weights, optimiser state, caches).
 //!
-//! The engine knows of a model only what stands in [`ModelResource`]: a version, snapshots, export. Stages downcast
-//! to the concrete type through [`StageContext::model`](crate::stage::StageContext::model).
+//! The engine knows a model only through [`ModelResource`]: a version, snapshots, export. Stages downcast to the
+//! concrete type through [`StageContext::model`](crate::stage::StageContext::model).
 
 use std::any::Any;
 use std::fmt;
@@ -31,12 +31,12 @@ impl fmt::Display for WeightsVersion {
     }
 }
 
-/// State of a resource or a stage at one moment; restoring it makes what follows bit-equal.
+/// State of a resource or a stage at one moment; what follows after restoring it is bit-equal.
 #[derive(Clone)]
 pub struct Snapshot {
     /// Version of the weights inside.
     pub version: WeightsVersion,
-    /// The state, known only to the type that made it.
+    /// The state, which only the type that made it can read.
     pub state: Arc<dyn Any + Send + Sync>,
 }
 
@@ -46,25 +46,25 @@ impl fmt::Debug for Snapshot {
     }
 }
 
-/// State in a form that can be kept on disk, and read by any version of the type that made it.
+/// State in a form that can be stored on disk, and read by any version of the type that made it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StoredState {
     /// Tensors, in the safetensors format; may be empty.
     pub tensors: Vec<u8>,
-    /// What is not a tensor.
+    /// Everything that is not a tensor.
     pub about: Value,
 }
 
-/// What a resource can refuse.
+/// An error of a resource.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResourceError {
     /// A snapshot that another type made.
     #[error("the snapshot was not made by this kind of model")]
     ForeignSnapshot,
-    /// A kind of model whose state cannot be kept on disk.
+    /// A kind of model whose state cannot be stored on disk.
     #[error(
-        "the state of this kind of model cannot be kept on disk: it implements no `store` and `recall`"
+        "the state of this kind of model cannot be stored on disk: it does not implement `store` and `recall`"
     )]
     NotStored,
     /// Loading, saving or computing failed.
@@ -76,27 +76,27 @@ pub enum ResourceError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceRefusal {
-    /// No device is called so, whatever the machine.
+    /// The name is not a valid device on any machine.
     #[error("{0}")]
     Unknown(String),
-    /// Another machine or another build has it.
+    /// This machine or this build does not have it.
     #[error("{0}")]
     Absent(String),
-    /// It is here, but lacks what models need.
+    /// It is present, but lacks what models need.
     #[error("{0}")]
     Unusable(String),
 }
 
 /// A model as the engine sees it. It lives on the worker thread of its device group.
 pub trait ModelResource: Any + Send {
-    /// Version of the weights now.
+    /// Current version of the weights.
     fn version(&self) -> WeightsVersion;
     /// Optimiser steps taken since the model was loaded: the step of [`ModelResource::version`] without its hash, which
     /// may cost a pass over all weights.
     fn optimizer_steps(&self) -> u64 {
         self.version().step
     }
-    /// Text of token ids, for people to read; `None` where the model has no tokenizer.
+    /// Human-readable text of token ids; `None` if the model has no tokenizer.
     fn text_of(&self, _tokens: &[u32]) -> Option<String> {
         None
     }
@@ -112,22 +112,22 @@ pub trait ModelResource: Any + Send {
     fn quick_snapshot(&mut self) -> Result<Snapshot, ResourceError> {
         self.snapshot()
     }
-    /// Back to a snapshot of this model.
+    /// Restores a snapshot of this model.
     ///
     /// # Errors
-    /// When the snapshot is of another kind.
+    /// When another kind of model made the snapshot.
     fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ResourceError>;
-    /// A snapshot of this model in a form that can be kept on disk; `None` where this kind of model offers none.
+    /// Converts a snapshot of this model into a form for storage on disk; `None` if the kind does not support that.
     ///
     /// # Errors
-    /// When the snapshot is of another kind or cannot be read back.
+    /// When another kind of model made the snapshot, or it cannot be read back.
     fn store(&mut self, _snapshot: &Snapshot) -> Result<Option<StoredState>, ResourceError> {
         Ok(None)
     }
-    /// The snapshot that [`ModelResource::store`] made `stored` of; `version` is the one it had.
+    /// Converts `stored`, which [`ModelResource::store`] returned, back into the snapshot; `version` is its version.
     ///
     /// # Errors
-    /// When it is of another model, or this kind of model offers none.
+    /// When it belongs to another model, or this kind of model does not support storage.
     fn recall(
         &mut self,
         _version: &WeightsVersion,
@@ -144,18 +144,18 @@ pub trait ModelResource: Any + Send {
     fn as_any_mut(&mut self) -> &mut dyn Any;
 }
 
-/// How token ids are written; what a reader of a trace needs of a model.
+/// The texts of token ids, which a reader of a trace needs.
 pub trait TokenTexts: Any + Send + Sync {
-    /// The text of one token, special ones included; empty for an id that there is not.
+    /// The text of one token, special ones included; empty for an unknown id.
     fn token(&self, id: u32) -> String;
 
-    /// The text of several, special ones included.
+    /// The text of several tokens, special ones included.
     fn text(&self, ids: &[u32]) -> String {
         ids.iter().map(|id| self.token(*id)).collect()
     }
 }
 
-/// What turns texts into a model's tokens and back, loaded when a pipeline is checked. Stages downcast it through
+/// Converts texts into a model's tokens and back; loaded when a pipeline is checked. Stages downcast it through
 /// [`PreviewContext::texts`](crate::stage::PreviewContext::texts).
 #[derive(Clone)]
 pub struct Texts(pub Arc<dyn TokenTexts>);
@@ -172,14 +172,14 @@ impl PartialEq for Texts {
     }
 }
 
-/// What a model declaration tells without loading weights.
+/// What is known about a declared model without loading weights.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct ModelInfo {
     /// Number of parameters.
     pub num_parameters: u64,
-    /// Bytes of weights as held on the device.
+    /// Bytes of the weights on the device.
     pub weight_bytes: u64,
-    /// Bytes of the folder into which it is saved; where that is 0 it is not known, and `weight_bytes` stands for it.
+    /// Bytes of the model folder into which it is saved; 0 if unknown: `weight_bytes` is used instead.
     #[serde(skip)]
     pub saved_bytes: u64,
     /// Bytes of the optimiser's state while training, f32 copies of narrower weights and moments; 0 for a frozen model.
@@ -188,71 +188,71 @@ pub struct ModelInfo {
     pub gradient_bytes: u64,
     /// Bytes of keys and values per token of context.
     pub kv_bytes_per_token: u64,
-    /// What it takes on its device while it works.
+    /// The memory that it needs on its device while it works.
     pub footprint: Footprint,
-    /// A setting of it that would take less memory, as it is written; `None` where there is none.
+    /// A setting that would reduce its memory, as written in a pipeline file; `None` if there is none.
     pub smaller: Option<&'static str>,
     /// Longest context in tokens.
     pub max_tokens: usize,
     /// One line about it, for `pipe plan`.
     pub summary: String,
-    /// What stages take it for, as a noun, for example `policy`; empty where that is not told.
+    /// Its role in stages, as a noun, for example `policy`; empty if unknown.
     pub role: &'static str,
-    /// What its token ids mean, where that is told.
+    /// The meaning of its token ids, if known.
     #[serde(skip)]
     pub vocabulary: Option<Vocabulary>,
-    /// Number of token ids that it can read, where that is told; 0 where it is not.
+    /// Number of token ids that it can read; 0 if unknown.
     #[serde(skip)]
     pub num_ids: usize,
-    /// What turns texts into its tokens, where it has that.
+    /// Converts texts into its tokens, if it can.
     #[serde(skip)]
     pub texts: Option<Texts>,
-    /// Why no prompt can be written by its chat template, where that is known.
+    /// Why its chat template cannot write prompts, if it cannot.
     #[serde(skip)]
     pub no_template: Option<String>,
-    /// Settings of it that are possible and probably not meant: the plan warns.
+    /// Settings that are valid but probably not intended: the plan warns.
     #[serde(skip)]
     pub doubts: Vec<ConfigError>,
 }
 
-/// What a model takes on its device while it works, beside weights, optimiser state, and keys and values; zeros where that
-/// is not known.
+/// The memory that a model needs on its device while it works, in addition to weights, optimiser state, and keys and
+/// values; zeros where it is unknown.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Footprint {
-    /// Least and most rows that a rollout has room for, a power of two between these; zeros: any number.
+    /// Minimum and maximum number of rows in a rollout, a power of two between these; zeros: any number.
     pub cache_rows: [usize; 2],
-    /// Share of the device's memory that keys and values may take: with less room a rollout has room for fewer rows.
+    /// Share of the device's memory that keys and values may use; with less memory, a rollout has fewer rows.
     pub cache_share: Option<f64>,
-    /// Bytes that a token keeps for the backward pass.
+    /// Bytes kept per token for the backward pass.
     pub kept_bytes_per_token: u64,
-    /// Bytes of a token in the layer at work.
+    /// Bytes per token in the layer that is being computed.
     pub layer_bytes_per_token: u64,
-    /// Tokens of a call without gradient, at least.
+    /// Minimum number of tokens of a call without gradient.
     pub call_tokens: usize,
-    /// Bytes of logits that are there at once, and of what the output head takes in training.
+    /// Bytes of logits that exist at once, and of the memory of the output head in training.
     pub logit_bytes: u64,
-    /// Bytes of logits that training keeps of a token for the backward pass.
+    /// Bytes of logits that training keeps per token for the backward pass.
     pub kept_logit_bytes_per_token: u64,
-    /// All of those at most.
+    /// Maximum of their total bytes.
     pub kept_logit_bytes: u64,
     /// Bytes of copies of weights that training keeps for the backward pass.
     pub copy_bytes: u64,
 }
 
-/// The kernels with which a model computes on the CPU, as far as they decide how results repeat.
+/// The kernels that a model uses on the CPU, as far as they affect whether results repeat.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CpuKernels {
-    /// Vector registers that they use, such as `avx512`; left out where a kind of model does not say.
+    /// Vector registers that they use, such as `avx512`; omitted if a kind of model does not report them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub registers: Option<String>,
     /// Name of the order in which they add. Kernels with the same name compute the same bits on every processor of an
-    /// architecture, with any registers, caches and number of threads. Left out where a kind of model does not say.
+    /// architecture, with any registers, caches and number of threads. Omitted if a kind of model does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sums: Option<String>,
 }
 
 impl CpuKernels {
-    /// What all of `kernels` agree on; nothing where there are none.
+    /// What all of `kernels` have in common; nothing if there are none.
     pub(crate) fn common(kernels: impl IntoIterator<Item = CpuKernels>) -> CpuKernels {
         let both = |a: CpuKernels, b: CpuKernels| CpuKernels {
             registers: a
@@ -264,14 +264,14 @@ impl CpuKernels {
     }
 }
 
-/// A device had no room for what was asked for.
+/// A device did not have enough memory for a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Shortage {
-    /// Bytes that were asked for, where that is told.
+    /// The requested bytes, if known.
     pub asked: Option<u64>,
 }
 
-/// What the token ids of a model mean, as far as another model must agree: which token each id is.
+/// The meaning of a model's token ids, for comparison with another model: which token each id is.
 ///
 /// ```
 /// use verl_pipe::resource::Vocabulary;
@@ -309,7 +309,7 @@ impl Vocabulary {
     /// Whether each id of `written` is the same token here.
     ///
     /// # Errors
-    /// The first id that is another token here, or none.
+    /// The first id that is another token here, or that does not exist here.
     pub fn reads(&self, written: &Vocabulary) -> Result<(), usize> {
         let other = (0..written.len()).find(|&id| self.0.get(id) != written.0.get(id));
         other.map_or(Ok(()), Err)
@@ -321,7 +321,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_have_in_common_what_all_say() {
+    fn kernels_have_in_common_what_all_report() {
         let kernels = |registers: &str, sums: Option<&str>| CpuKernels {
             registers: Some(registers.to_owned()),
             sums: sums.map(str::to_owned),

@@ -61,11 +61,11 @@ impl fmt::Display for Shape {
     }
 }
 
-/// Why a shape text could not be read.
+/// Why a shape could not be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is not a shape: {reason}; write for example `[B, T~]`")]
+#[error("`{text}` is not a valid shape: {reason}; write for example `[B, T~]`")]
 pub struct ShapeParseError {
-    /// The text that was given.
+    /// The text.
     pub text: String,
     /// What is wrong with it.
     pub reason: &'static str,

@@ -1,4 +1,4 @@
-//! Stage `advantages`: rewards into advantages, by any estimator of [`estimators`](crate::estimators).
+//! Stage `advantages`: computes advantages from rewards, with any estimator of [`estimators`](crate::estimators).
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -36,7 +36,7 @@ pub const REWARD_MEAN: Metric = Metric {
 pub const NO_SIGNAL: Metric = Metric {
     name: "reward/groups_without_signal",
     unit: "share",
-    meaning: "share of prompt groups whose rewards are all equal, so that they teach nothing",
+    meaning: "share of groups of samples whose rewards are all equal, so that they carry no signal",
     reduce: Reduce::Mean,
 };
 /// Rows without a score.
@@ -50,15 +50,15 @@ pub const UNSCORED: Metric = Metric {
 pub const REWARD_KL: Metric = Metric {
     name: "reward/kl",
     unit: "nats",
-    meaning: "mean over responses of the mean KL per token that was taken off the reward",
+    meaning: "mean over responses of the mean KL per token that was subtracted from the reward",
     reduce: Reduce::Mean,
 };
 
-/// Coefficient of that KL.
+/// Coefficient of the KL penalty in the reward.
 pub const REWARD_KL_COEF: Metric = Metric {
     name: "reward/kl_coef",
     unit: "",
-    meaning: "coefficient of the KL that was taken off the reward, where it is adaptive",
+    meaning: "coefficient of the KL that was subtracted from the reward, when it is adaptive",
     reduce: Reduce::Mean,
 };
 
@@ -68,14 +68,14 @@ pub const REWARD_KL_COEF: Metric = Metric {
 pub struct Advantages {
     /// The estimator.
     pub estimator: Part<Estimator>,
-    /// Coefficient of the KL to the reference that is taken off the rewards; 0 needs no reference.
+    /// Coefficient of the KL to the reference that is subtracted from the rewards; 0 needs no reference.
     pub kl_coef: f64,
-    /// Whether that coefficient stays or follows the KL: `{ kind = "adaptive", target = 0.1, horizon = 10000 }`.
+    /// Whether that coefficient is fixed or follows the KL: `{ kind = "adaptive", target = 0.1, horizon = 10000 }`.
     pub kl_control: KlControl,
     /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`.
     pub kl_estimator: String,
-    /// Temperature of the log-probs that the KL compares, and of those that an estimator reads; that of the sampling when
-    /// absent.
+    /// Temperature of the log-probs that the KL compares and of those that an estimator reads; the sampling temperature
+    /// when absent.
     pub temperature: Option<f64>,
 }
 
@@ -93,7 +93,7 @@ impl Default for Advantages {
 
 impl StageConfig for Advantages {
     const KIND: &'static str = "advantages";
-    const SUMMARY: &'static str = "rewards into advantages, by an estimator chosen by name";
+    const SUMMARY: &'static str = "computes advantages from rewards, with an estimator chosen by name";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(coefficient_fault("kl_coef", self.kl_coef));
@@ -106,8 +106,8 @@ impl StageConfig for Advantages {
         let estimator = self.estimator.build("estimator", context);
         let estimator = estimator.map_err(|errors| faults.extend(errors));
         if let Ok(estimator) = &estimator {
-            faults.extend(self.too_few(estimator, samples));
-            faults.extend(self.no_penalty(estimator));
+            faults.extend(self.too_few_samples(estimator, samples));
+            faults.extend(self.penalty_conflict(estimator));
         }
         let (Ok(kl), Ok(steering), Ok(estimator), true) =
             (kl, steering, estimator, faults.is_empty())
@@ -115,7 +115,7 @@ impl StageConfig for Advantages {
             return Err(faults);
         };
         Ok(Box::new(AdvantagesStage {
-            doubt: self.lone(&estimator, samples),
+            warning: self.single_response(&estimator, samples),
             temperature: scoring_temperature(self.temperature, context),
             config: self.clone(),
             kl,
@@ -126,7 +126,7 @@ impl StageConfig for Advantages {
 }
 
 impl Advantages {
-    /// What moves the coefficient of the KL; none where it stays.
+    /// The controller of the KL coefficient; `None` if the coefficient is fixed.
     fn steering(&self, context: &BuildContext) -> Result<Option<KlSteering>, Vec<ConfigError>> {
         let rows = context.batch.groups.max(context.batch.prompts) * context.batch.samples;
         let controller = self.kl_control.controller(self.kl_coef.max(0.0), rows)?;
@@ -134,8 +134,8 @@ impl Advantages {
         Ok(moves.then(|| KlSteering::new(controller)))
     }
 
-    /// A prompt has fewer responses than the estimator can work with.
-    fn too_few(&self, estimator: &Estimator, samples: usize) -> Option<ConfigError> {
+    /// Refuses fewer responses to a prompt than the estimator needs.
+    fn too_few_samples(&self, estimator: &Estimator, samples: usize) -> Option<ConfigError> {
         let needed = estimator.smallest_group();
         let fault = || {
             ConfigError::new(
@@ -152,19 +152,21 @@ impl Advantages {
         (samples < needed).then(fault)
     }
 
-    /// The estimator has no place where a KL penalty could be taken off, or takes one off itself.
-    fn no_penalty(&self, estimator: &Estimator) -> Option<ConfigError> {
+    /// Refuses a KL penalty that the estimator cannot use, or that it already subtracts itself.
+    fn penalty_conflict(&self, estimator: &Estimator) -> Option<ConfigError> {
         let kind = self.estimator.kind();
         let (reason, help) = if !estimator.components().keys.is_empty() {
             (
                 format!(
-                    "takes a KL penalty off `rewards`, but `{kind}` reads the rewards of several functions"
+                    "subtracts a KL penalty from `rewards`, but `{kind}` reads the rewards of several functions"
                 ),
-                "set it to 0 and hold the policy to the reference in the loss: `kl_coef` of the loss in `update`",
+                "set it to 0 and penalise the KL in the loss instead: set `kl_coef` of the loss in `update`",
             )
         } else if estimator.inputs().contains(&EstimatorInput::RefLogProbs) {
             (
-                format!("takes a KL penalty off `rewards`, but `{kind}` takes one off itself"),
+                format!(
+                    "subtracts a KL penalty from `rewards`, but `{kind}` already subtracts one itself"
+                ),
                 "set it to 0, or set the estimator's own coefficient to 0",
             )
         } else {
@@ -173,35 +175,35 @@ impl Advantages {
         (self.kl_coef != 0.0).then(|| ConfigError::new("kl_coef", reason, help))
     }
 
-    /// A prompt has one response, and the estimator compares the responses to a prompt.
-    fn lone(&self, estimator: &Estimator, samples: usize) -> Option<ConfigError> {
+    /// Warns if a prompt has one response, but the estimator compares the responses to a prompt.
+    fn single_response(&self, estimator: &Estimator, samples: usize) -> Option<ConfigError> {
         let compares = estimator.inputs().contains(&EstimatorInput::Groups);
-        let doubt = || {
+        let warning = || {
             ConfigError::new(
                 "estimator",
                 format!(
-                    "is `{}`, which compares the responses to a prompt, but `samples` is 1: a lone response keeps its raw reward",
+                    "is `{}`, which compares the responses to a prompt, but `samples` is 1: a single response keeps its raw reward",
                     self.estimator.kind()
                 ),
-                "set `samples` in [batch] to 2 or more, or choose an estimator that compares nothing, for example `reinforce_plus_plus`",
+                "set `samples` in [batch] to 2 or more, or choose an estimator that does not compare responses, for example `reinforce_plus_plus`",
             )
         };
-        (compares && samples == 1).then(doubt)
+        (compares && samples == 1).then(warning)
     }
 }
 
-/// What to do where no stage writes critic values.
+/// Help if no stage writes critic values.
 const NO_VALUES: &str = "put a `values` stage before it, which writes a critic's value of each response token, or choose an estimator that needs no critic, for example `grpo`";
-/// What to do where no stage writes the scores of reference responses.
+/// Help if no stage writes the scores of reference responses.
 const NO_BASELINES: &str = "put two stages before it: `baseline`, which answers each prompt greedily, and a `reward` that scores the answer, with rename = { responses = \"baseline_responses\", response_texts = \"baseline_response_texts\", rewards = \"reward_baselines\" }; or choose an estimator that needs no baseline, for example `rloo`";
-/// What to do where no stage writes Σ π².
+/// Help if no stage writes Σ π².
 const NO_SQUARES: &str = "set `sum_pi_squared = true` in the `log_probs` stage that writes `old_log_probs`, or choose an estimator without a baseline for each token, for example `rloo`";
-/// What to do where no stage writes the old log-probs.
+/// Help if no stage writes the old log-probs.
 pub(crate) const NO_OLD: &str = "put a `log_probs` stage before it";
-/// What to do where no stage writes log-probs of a reference.
+/// Help if no stage writes log-probs of a reference.
 pub(crate) const NO_REFERENCE: &str = "put a `log_probs` stage before it that scores a frozen model: role = \"reference\", model = \"ref\"; or set the coefficient of the KL to 0";
-/// What to do where no stage writes the rewards of a component.
-const NO_COMPONENT: &str = "put a `reward` stage before it that writes this key, under `rename`: rename = { rewards = \"NAME\" }";
+/// Help if no stage writes the rewards of a component.
+const NO_COMPONENT: &str = "put a `reward` stage before it that writes this key: rename = { rewards = \"NAME\" }";
 
 /// The running stage.
 struct AdvantagesStage {
@@ -210,7 +212,7 @@ struct AdvantagesStage {
     kl: KlEstimator,
     steering: Option<KlSteering>,
     estimator: Estimator,
-    doubt: Option<ConfigError>,
+    warning: Option<ConfigError>,
 }
 
 impl AdvantagesStage {
@@ -227,23 +229,24 @@ impl AdvantagesStage {
         self.estimator.inputs().contains(&input)
     }
 
-    /// Whether it, or the penalty, reads log-probs of the old policy and of the reference.
+    /// Whether the estimator or the penalty reads the log-probs of the old policy.
     fn reads_old(&self) -> bool {
         self.config.kl_coef != 0.0 || self.reads(EstimatorInput::OldLogProbs)
     }
 
+    /// Whether the estimator or the penalty reads the log-probs of the reference.
     fn reads_reference(&self) -> bool {
         self.config.kl_coef != 0.0 || self.reads(EstimatorInput::RefLogProbs)
     }
 
-    /// The rewards of each component, as they were scored.
+    /// The raw rewards of each component.
     fn component_scores(&self, input: &Batch) -> Result<Vec<Vec<Option<f64>>>, StageError> {
         let keys = self.estimator.components().keys.iter();
         keys.map(|key| scores_of(input, key)).collect()
     }
 
-    /// The score of each row: its reward, or the weighted sum of those components that scored it; none where none did,
-    /// or where the response that it is compared with has none.
+    /// The score of each row: its reward, or the weighted sum of the components that scored it. `None` if none did, or
+    /// if the row's baseline response has no score.
     fn scores(
         &self,
         input: &Batch,
@@ -310,7 +313,7 @@ impl AdvantagesStage {
     }
 }
 
-/// The score of each row less the KL penalty of its action tokens.
+/// The score of each row minus the KL penalty of its action tokens.
 fn outcomes(scores: &[Option<f64>], penalties: Option<&AlgoRagged<f64>>) -> Vec<Option<f64>> {
     let penalty = |row| penalties.map_or(0.0, |rows| rows.row(row).iter().sum::<f64>());
     let rows = scores.iter().enumerate();
@@ -318,7 +321,7 @@ fn outcomes(scores: &[Option<f64>], penalties: Option<&AlgoRagged<f64>>) -> Vec<
         .collect()
 }
 
-/// The reward of each token: the score on the last action, less the KL penalty of each.
+/// The reward of each token: the score on the last action token, minus the KL penalty of each token.
 fn token_rewards(
     actions: &AlgoRagged<bool>,
     scores: &[Option<f64>],
@@ -352,7 +355,7 @@ impl Stage for AdvantagesStage {
         }
         spec = spec
             .reads(MASK_KINDS)
-            // For its rows alone: behind a filter of groups, those that were dropped have no advantages.
+            // Only for its rows: after `filter_groups`, dropped rows get no advantages.
             .reads_optional(GROUP_MEANS)
             .writes(ADVANTAGES)
             .cardinality(cardinality)
@@ -395,7 +398,7 @@ impl Stage for AdvantagesStage {
         if self.steering.is_some() {
             spec = spec.metrics(&[REWARD_KL_COEF]);
         }
-        self.doubt.iter().cloned().fold(spec, StageSpec::doubts)
+        self.warning.iter().cloned().fold(spec, StageSpec::doubts)
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {
@@ -425,8 +428,8 @@ impl Stage for AdvantagesStage {
             .transpose()?;
         let penalties = kls.map(|kls| kls.map(|_, _, kl| coef * kl));
 
-        // A row without a score has nothing to say: to the estimator none of its tokens is an action, so that it leaves
-        // the statistics and gets advantage 0.
+        // A row without a score carries no signal. The estimator sees none of its tokens as an action, so the row is
+        // left out of the statistics and gets advantage 0.
         let scored = actions.map(|row, _, action| action && scores[row].is_some());
         let rewards = self
             .reads(EstimatorInput::TokenLevelRewards)
@@ -443,7 +446,7 @@ impl Stage for AdvantagesStage {
         let squares = tokens(reads_squares, &SUM_PI_SQUARED)?;
         let has_weights = reads_squares && input.has(ROLLOUT_WEIGHTS.name());
         let weights = tokens(has_weights, &ROLLOUT_WEIGHTS)?;
-        // A row whose baseline was not scored is none of the scored ones, so its number is not read.
+        // A row whose baseline has no score counts as unscored, so its number is not read.
         let baselines = baselines
             .map(|rows| -> Vec<f64> { rows.into_iter().map(Option::unwrap_or_default).collect() });
         let inputs = AdvantageInputs {
@@ -469,10 +472,10 @@ impl Stage for AdvantagesStage {
             let returns = result.returns.ok_or_else(|| {
                 let name = self.estimator.name();
                 let reason =
-                    "reads a critic's values, but gives no returns that the critic could learn";
+                    "reads a critic's values, but computes no returns for the critic to learn";
                 StageError::failed(format!("estimator `{name}` {reason}"))
             })?;
-            // A row without a score teaches a critic nothing: its returns are the values that it has.
+            // A row without a score must not train the critic: its returns are the critic's own values.
             let returns = returns.map(|row, token, value| {
                 let unscored = scores[row].is_none() && actions.row(row)[token];
                 if unscored {
@@ -514,7 +517,7 @@ fn scores_of(input: &Batch, key: &str) -> Result<Vec<Option<f64>>, StageError> {
     Ok(rewards.rows().map(|reward| reward.map(f64::from)).collect())
 }
 
-/// Numbers of the maths as a column.
+/// Rows of f64 as an f32 column.
 fn narrowed(rows: &AlgoRagged<f64>) -> RaggedColumn<f32> {
     let rows = rows.rows();
     RaggedColumn::from_rows(rows.map(|row| row.iter().map(|v| *v as f32).collect::<Vec<_>>()))

@@ -1,7 +1,7 @@
-//! Stage `baseline`: answers each prompt once, greedily, for estimators that compare with such an answer (ReMax).
+//! Stage `baseline`: answers each prompt once, greedily, for estimators that use this answer as a baseline (ReMax).
 //!
-//! It works on the prompts' rows, one each, before they become `batch.samples` rows; a `reward` stage on what it writes
-//! scores it, and `advantages` repeats that score for the samples of the prompt:
+//! It works on the rows of prompts, before each becomes `batch.samples` rows. A `reward` stage scores what it writes,
+//! and `advantages` uses that score for all samples of the prompt:
 //!
 //! ```toml
 //! [[stages]]
@@ -44,13 +44,13 @@ metrics! {
 pub struct Baseline {
     /// Model that answers.
     pub model: String,
-    /// Most tokens of a response, end-of-sequence included; as in `generate` (tokens).
+    /// Longest response, end-of-sequence included; as in `generate` (tokens).
     pub max_new_tokens: usize,
     /// End-of-sequence is forbidden until a response has this many tokens; as in `generate` (tokens).
     pub min_new_tokens: usize,
     /// Texts that end a response; as in `generate`.
     pub stop: Vec<String>,
-    /// Whether the text that rewards see keeps the stop text; as in `generate`.
+    /// Whether the text that rewards see includes the stop text; as in `generate`.
     pub include_stop: bool,
 }
 
@@ -68,7 +68,7 @@ impl Default for Baseline {
 
 impl StageConfig for Baseline {
     const KIND: &'static str = "baseline";
-    const SUMMARY: &'static str = "answers each prompt once, greedily, to be compared with";
+    const SUMMARY: &'static str = "answers each prompt once, greedily, as a baseline";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::new();
@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn senseless_settings_are_told_together() {
+    fn invalid_settings_are_reported_together() {
         let config = Baseline {
             max_new_tokens: 0,
             min_new_tokens: 3,
@@ -196,7 +196,7 @@ mod tests {
             ..Baseline::default()
         };
         let faults = config.build(&BuildContext::default()).err().expect("three");
-        let told: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
-        assert_eq!(told, ["max_new_tokens", "min_new_tokens", "stop"]);
+        let settings: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
+        assert_eq!(settings, ["max_new_tokens", "min_new_tokens", "stop"]);
     }
 }

@@ -1,9 +1,9 @@
-//! Stage `correct_rollout`: what to do where the rollout engine's probabilities are not the trainer's.
+//! Stage `correct_rollout`: corrects for differences between the rollout engine's probabilities and the trainer's.
 //!
-//! An engine computes in other kernels, at another precision or with older weights. From the log-probs of both the stage
-//! makes importance weights, which multiply the policy loss of `update`, and a mask without the tokens or responses that
-//! are too far off. It stands behind a `log_probs` stage that scores the responses itself (not `bypass`), and `update`
-//! finds what it wrote.
+//! An engine may use other kernels, another precision or older weights. From the log-probs of both the stage computes
+//! importance weights, which multiply the policy loss of `update`, and a mask that excludes tokens or responses whose
+//! log-probs differ too much. Put it after a `log_probs` stage that scores the responses itself (not `bypass`);
+//! `update` reads what it writes.
 //!
 //! ```toml
 //! [[stages]]
@@ -11,9 +11,9 @@
 //! preset = "decoupled_token_is"
 //! ```
 //!
-//! In *bypass* mode (presets that begin with `bypass_`) the rollout engine's policy stands for the old one: weights and
-//! rejection are the same, and the ratio of the loss is taken to the rollout engine's log-probs. The update is told so by
-//! what it reads, and the loss by its kind (`grpo` for `bypass_ppo_clip*`, `reinforce` for `bypass_pg_*`):
+//! In *bypass* mode (presets that begin with `bypass_`) the rollout engine's policy replaces the old one: weights and
+//! rejection are the same, and the ratio of the loss is relative to the rollout engine's log-probs. Rename the key that
+//! `update` reads, and choose the matching kind of loss (`grpo` for `bypass_ppo_clip*`, `reinforce` for `bypass_pg_*`):
 //!
 //! ```toml
 //! [[stages]]
@@ -26,13 +26,13 @@
 //! ```
 //!
 //! # Differences
-//! verl's bypass mode measures the distance anew with the policy of each optimiser step; here it is measured once, with
-//! the policy at the start of the step, as in decoupled mode. With one optimiser step a step the two are the same.
+//! verl's bypass mode recomputes the distance with the policy of each optimiser step; here it is computed once, with
+//! the policy at the start of the step, as in decoupled mode. With one optimiser step per step the two are the same.
 //!
-//! Rules of one's own stand in the place of the preset:
+//! Custom rules replace the preset:
 //! `weights = "token"`, `bound = "2.0"`, `rejection = [{ rule = "seq_mean_k3", bound = "0.01" }]`.
 //!
-//! Reported under `rollout_correction/` are all numbers of [`verl_algos::rollout_correction::Correction::metrics`].
+//! All numbers of [`verl_algos::rollout_correction::Correction::metrics`] are reported under `rollout_correction/`.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -55,30 +55,30 @@ use crate::advantages::NO_OLD;
 use crate::settings::{metrics, refusal};
 
 metrics! {
-    ESS: "rollout_correction/rollout_is_eff_sample_size", "share", "share of the step that the importance weights leave effective: 1 / mean((w / mean w)^2)";
+    ESS: "rollout_correction/rollout_is_eff_sample_size", "share", "effective sample size under the importance weights, as a share of the step: 1 / mean((w / mean w)^2)";
     CHI2: "rollout_correction/chi2_token", "", "chi-squared of the token distributions of trainer and rollout engine";
-    KL: "rollout_correction/kl", "nats", "mean log-prob of the rollout engine less that of the trainer";
-    PROBABILITY_DIFFERENCE: "rollout_correction/probs_diff_mean", "probability", "mean |p_trainer - p_rollout| of the sampled tokens; above 0.01 asks for a look";
+    KL: "rollout_correction/kl", "nats", "mean log-prob of the rollout engine minus that of the trainer";
+    PROBABILITY_DIFFERENCE: "rollout_correction/probs_diff_mean", "probability", "mean |p_trainer - p_rollout| of the sampled tokens; investigate above 0.01";
 }
 
-/// A rule by which tokens or responses are left out.
+/// A rule that excludes tokens or responses.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Rejection {
-    /// Name: what is judged (`token`, `seq_sum`, `seq_mean`, `seq_max`) and by which estimate of the divergence (`k1`,
+    /// Name: what the rule checks (`token`, `seq_sum`, `seq_mean`, `seq_max`) and its estimate of the divergence (`k1`,
     /// `k2`, `k3`), for example `seq_mean_k3`.
     pub rule: String,
-    /// Largest estimate that stays, for example `0.01`. For `k1` the bounds of π_rollout/π_trainer: `0.5_2.0`, or the
-    /// upper one alone.
+    /// Largest estimate that is kept, for example `0.01`. For `k1` the bounds of π_rollout/π_trainer: `0.5_2.0`, or
+    /// only the upper one.
     pub bound: String,
 }
 
-/// Importance weights as TRL has them.
+/// Importance weights as in TRL.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct SamplerRatio {
-    /// Of each token, or of the whole response on its tokens; beyond the bounds moved to them, or 0: `token_truncate`,
-    /// `token_mask`, `sequence_truncate`, `sequence_mask`.
+    /// Whether each token has a weight or all tokens of a response share one, and whether weights outside the bounds
+    /// are clamped or set to 0: `token_truncate`, `token_mask`, `sequence_truncate`, `sequence_mask`.
     pub mode: String,
     /// Lower bound; 0 when absent.
     pub clip_min: Option<f64>,
@@ -96,7 +96,7 @@ impl Default for SamplerRatio {
     }
 }
 
-/// Settings of stage `correct_rollout`; without preset, weights and rules it only measures.
+/// Settings of stage `correct_rollout`; without a preset, weights or rules it only measures.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct CorrectRollout {
@@ -105,22 +105,23 @@ pub struct CorrectRollout {
     /// with `_geo_rs` or `_k3_rs`; `bypass_pg_is`, `bypass_pg_token_icepop`, `bypass_pg_geo_rs`, the last with `_seq_tis`
     /// or `_token_tis`; `disabled`.
     pub preset: Option<String>,
-    /// Importance weights of each `token`, or of the whole response on its tokens (`sequence`); none when absent.
+    /// Importance weights of each `token`, or one for all tokens of a response (`sequence`); none when absent.
     pub weights: Option<String>,
-    /// What bounds a weight: `2.0` is the largest, `0.5_5.0` a band outside of which it is 0 (IcePop). `2.0` when absent.
+    /// Bound of the weights: `2.0` is an upper bound, `0.5_5.0` a band outside which a weight is 0 (IcePop). `2.0` when
+    /// absent.
     pub bound: Option<String>,
     /// Whether weights are divided by their mean over the step.
     pub normalize: bool,
-    /// Importance weights as TRL has them, instead of `weights`: `{ mode = "sequence_mask", clip_max = 3.0 }`.
+    /// Importance weights as in TRL, instead of `weights`: `{ mode = "sequence_mask", clip_max = 3.0 }`.
     pub sampler_ratio: Option<SamplerRatio>,
-    /// What is not trained on; a token stays if all rules keep it.
+    /// Rules that exclude tokens from training; a token is kept if all rules keep it.
     pub rejection: Vec<Rejection>,
 }
 
 impl StageConfig for CorrectRollout {
     const KIND: &'static str = "correct_rollout";
     const SUMMARY: &'static str =
-        "importance weights against the rollout engine, and which tokens to train on";
+        "computes importance weights against the rollout engine, and selects the tokens to train on";
 
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let correction = match &self.preset {
@@ -140,14 +141,14 @@ impl StageConfig for CorrectRollout {
 
 impl CorrectRollout {
     fn by_name(&self, name: &str) -> Result<RolloutCorrection, Vec<ConfigError>> {
-        let alone = CorrectRollout {
+        let only_preset = CorrectRollout {
             preset: self.preset.clone(),
             ..CorrectRollout::default()
         };
-        if *self != alone {
+        if *self != only_preset {
             return Err(vec![ConfigError::new(
                 "preset",
-                format!("is `{name}`, and there are rules of your own too"),
+                format!("is `{name}`, but custom rules are set too"),
                 "remove `preset`, or `weights`, `bound`, `normalize`, `sampler_ratio` and `rejection`",
             )]);
         }
@@ -156,7 +157,7 @@ impl CorrectRollout {
 
     fn by_rules(&self) -> Result<RolloutCorrection, Vec<ConfigError>> {
         let mut faults = Vec::new();
-        let mut noted = |setting: &str, error: AlgoError| {
+        let mut report = |setting: &str, error: AlgoError| {
             faults.push(ConfigError {
                 setting: setting.to_owned(),
                 ..refusal(setting, &error)
@@ -164,29 +165,29 @@ impl CorrectRollout {
         };
         let level = self.weights.as_deref().map(WeightLevel::parse).transpose();
         let level = level
-            .map_err(|error| noted("weights", error))
+            .map_err(|error| report("weights", error))
             .ok()
             .flatten();
         let bound = WeightBound::parse(self.bound.as_deref().unwrap_or("2.0"));
-        let bound = bound.map_err(|error| noted("bound", error)).ok();
+        let bound = bound.map_err(|error| report("bound", error)).ok();
         let mut rejection = Vec::new();
         for (at, Rejection { rule, bound }) in self.rejection.iter().enumerate() {
             match RejectionRule::parse(rule, bound) {
                 Ok(rule) => rejection.push(rule),
-                Err(error) => noted(&format!("rejection[{at}]"), error),
+                Err(error) => report(&format!("rejection[{at}]"), error),
             }
         }
         if self.weights.is_some() && self.sampler_ratio.is_some() {
             faults.push(ConfigError::new(
                 "sampler_ratio",
-                "is set, and `weights` too, which it is instead of",
+                "replaces `weights`, but both are set",
                 "remove one of the two",
             ));
         }
         if self.weights.is_none() && (self.bound.is_some() || self.normalize) {
             faults.push(ConfigError::new(
                 if self.normalize { "normalize" } else { "bound" },
-                "is about weights, of which there are none",
+                "applies to weights, but no weights are set",
                 "set `weights = \"token\"` or `\"sequence\"`, or remove it",
             ));
         }
@@ -209,7 +210,7 @@ impl CorrectRollout {
 /// The running stage.
 struct CorrectRolloutStage {
     correction: RolloutCorrection,
-    /// TRL's weights, in the place of those of the correction.
+    /// TRL's weights, which replace those of the correction.
     ratio: Option<TrlSamplerRatio>,
 }
 
@@ -218,7 +219,7 @@ impl CorrectRolloutStage {
         !self.correction.rejection.is_empty()
     }
 
-    /// The declared metrics under their constants, so that they are told with their meaning, the others by name.
+    /// Records declared metrics under their constants, which include their meaning, and the others by name.
     fn report(correction: &Correction, tokens: f64, context: &mut StageContext<'_>) {
         let declared: [&Metric; 4] = [&ESS, &CHI2, &KL, &PROBABILITY_DIFFERENCE];
         for (name, value) in correction.metrics() {
@@ -243,7 +244,7 @@ impl Stage for CorrectRolloutStage {
             .reads(OLD_LOG_PROBS.tagged(tag.clone()))
             .remedy(OLD_LOG_PROBS.name(), NO_OLD)
             .reads(ROLLOUT_LOG_PROBS.tagged(tag))
-            // For its rows alone: those that a filter of groups dropped are not corrected.
+            // Only for its rows: rows that `filter_groups` dropped are not corrected.
             .reads_optional(GROUP_MEANS)
             .cardinality(Cardinality::Batch)
             .metrics(&[CHI2, KL, PROBABILITY_DIFFERENCE]);
@@ -270,7 +271,7 @@ impl Stage for CorrectRolloutStage {
         let train = Ragged::<f64>::from_rows(input.get(&OLD_LOG_PROBS)?.rows());
         let rollout = Ragged::<f64>::from_rows(input.get(&ROLLOUT_LOG_PROBS)?.rows());
         let tokens: usize = actions.counts().into_iter().sum();
-        // Where there is no action there is nothing to measure, and what is written is never read.
+        // Without actions there is nothing to measure, and what is written is never read.
         let (weights, kept) = if tokens == 0 {
             (Some(actions.map(|_, _, _| 0.0)), actions)
         } else {
@@ -309,7 +310,7 @@ mod tests {
     use verl_algos::rollout_correction::PRESETS;
     use verl_pipe::batch::RowId;
 
-    /// One response of two actions around an observation, far off, and one that is near.
+    /// A response of two actions around an observation whose log-probs differ, and a response whose log-probs agree.
     fn corrected(config: &CorrectRollout) -> Kept {
         let ids = [RowId::prompt(0, 1).unwrap(), RowId::prompt(0, 2).unwrap()];
         let mut batch = Batch::with_rows(&ids);
@@ -398,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn without_rules_it_measures() {
+    fn without_rules_it_only_measures() {
         let kept = corrected(&CorrectRollout::default());
         assert!(kept.batches.is_empty());
         assert!(kept.mean(&CHI2).is_some() && kept.mean(&ESS).is_none());
@@ -426,12 +427,12 @@ mod tests {
             .build(&BuildContext::default())
             .err()
             .expect("refused");
-        let told: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
-        assert_eq!(told, expected, "{faults:?}");
+        let settings: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
+        assert_eq!(settings, expected, "{faults:?}");
     }
 
     #[test]
-    fn senseless_settings_are_told_together() {
+    fn invalid_settings_are_reported_together() {
         let text = |text: &str| Some(text.to_owned());
         let config = CorrectRollout {
             weights: text("tokens"),

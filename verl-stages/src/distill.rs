@@ -1,8 +1,8 @@
-//! Stage `distill`: trains a student towards what a teacher says about its responses.
+//! Stage `distill`: trains a student towards a teacher's token distribution on the student's responses.
 //!
-//! On-policy distillation is `prompts >> generate >> teacher_top >> distill`: the student writes, the teacher lists what it
-//! would have said in each place, and the student's distribution is drawn towards the teacher's. Rows are cut as in
-//! [`update`](crate::update).
+//! On-policy distillation is `prompts >> generate >> teacher_top >> distill`: the student samples responses, the teacher
+//! lists its most probable tokens at each position, and the student's distribution is trained towards the teacher's. Rows
+//! are split as in [`update`](crate::update).
 
 use std::ops::Range;
 
@@ -30,8 +30,8 @@ use crate::training::{Cuts, OptimizerSteps, Rows, Shares, tell_skipped};
 metrics! {
     LOSS: "distill/loss", "nats", "aggregated divergence of the student from the teacher";
     DIVERGENCE: "distill/divergence", "nats", "mean divergence of the student from the teacher over action tokens";
-    TEACHER_MASS: "distill/teacher_mass", "probability", "mean probability that the teacher gives to the listed tokens";
-    STUDENT_MASS: "distill/student_mass", "probability", "mean probability that the student gives to the listed tokens";
+    TEACHER_MASS: "distill/teacher_mass", "probability", "mean probability that the teacher assigns to the listed tokens";
+    STUDENT_MASS: "distill/student_mass", "probability", "mean probability that the student assigns to the listed tokens";
     GRAD_NORM: "distill/grad_norm", "", "global gradient norm before clipping";
     LEARNING_RATE: "distill/learning_rate", "", "learning rate of the optimiser step";
 }
@@ -40,7 +40,7 @@ metrics! {
 pub const OPTIMIZER_STEPS: Metric = Metric {
     name: "distill/optimizer_steps",
     unit: "optimiser steps",
-    meaning: "optimiser steps taken; fewer than planned where mini-batches held no token to train on",
+    meaning: "optimiser steps taken; fewer than planned when mini-batches contain no token to train on",
     reduce: Reduce::Sum,
 };
 
@@ -50,14 +50,15 @@ pub const OPTIMIZER_STEPS: Metric = Metric {
 pub struct Distill {
     /// Student to train.
     pub model: String,
-    /// What is minimised at each token: `forward_kl` (cover all that the teacher may say), `reverse_kl` (say only what the
-    /// teacher may say), `jensen_shannon` (in between).
+    /// Divergence minimised at each token: `forward_kl` (covers all of the teacher's modes), `reverse_kl` (stays within the
+    /// teacher's modes), `jensen_shannon` (in between).
     pub divergence: String,
     /// Share of the teacher in the mixture of `jensen_shannon`, in (0, 1); ½ when absent.
     pub beta: Option<f64>,
-    /// What becomes of tokens that the teacher does not list: `bucket` (one more outcome) or `renormalize` (left out).
+    /// How tokens that the teacher does not list count: `bucket` (together, as one more outcome) or `renormalize` (not at
+    /// all).
     pub tail: String,
-    /// How tokens become one number: `token-mean`, `seq-mean-token-mean`, …
+    /// How per-token losses are aggregated: `token-mean`, `seq-mean-token-mean`, …
     pub aggregation: String,
     /// Divisor of `seq-mean-token-sum-norm`: the longest response in tokens.
     pub loss_scale_factor: Option<f64>,
@@ -138,7 +139,7 @@ struct Columns<'a> {
     rows: Rows<'a>,
     ids: RaggedView<'a, u32>,
     log_probs: RaggedView<'a, f32>,
-    /// Tokens listed in the place of each response token, K.
+    /// Tokens listed for each response token, K.
     top_k: usize,
 }
 
@@ -159,7 +160,7 @@ impl<'a> Columns<'a> {
                     row,
                     id: input.ids()[row],
                     reason: format!(
-                        "`{}` has {listed} ids for {tokens} response tokens, but other rows have {top_k} a token",
+                        "`{}` has {listed} ids for {tokens} response tokens, but other rows have {top_k} per token",
                         TEACHER_TOP_IDS.name()
                     ),
                 });
@@ -173,7 +174,7 @@ impl<'a> Columns<'a> {
         })
     }
 
-    /// What the teacher lists in the place of the actions of `rows`; `of_tokens` are the actions' rows.
+    /// The actions of `rows` as a mini-batch, and what the teacher lists for them.
     fn batch(&self, rows: Range<usize>) -> (verl_algos::MiniBatch, DistillationBatch) {
         let mini = self.rows.mini_batch(rows.clone());
         let (mut ids, mut log_probs) = (Vec::new(), Vec::new());
@@ -201,7 +202,7 @@ impl<'a> Columns<'a> {
 }
 
 impl DistillStage {
-    /// One optimiser step on `rows`; false where none of their tokens is trained on, so that there is none.
+    /// Takes an optimiser step on `rows`; returns false, without a step, when none of their tokens is trained on.
     fn mini_step(
         &mut self,
         student: &mut dyn PolicyModel,
@@ -267,7 +268,7 @@ impl Stage for DistillStage {
             .reads(teacher_log_probs(None, self.temperature))
             .remedy(
                 TEACHER_TOP_IDS.name(),
-                "add a `teacher_top` stage, which asks a teacher about the responses",
+                "add a `teacher_top` stage, which scores the responses with a teacher",
             )
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
@@ -336,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_follow_the_actions_and_must_fit() {
+    fn listed_tokens_follow_the_actions_and_have_one_length() {
         let ids: Vec<RowId> = (0..3).map(RowId).collect();
         let mut batch = Batch::with_rows(&ids);
         let tokens = [vec![1u32, 2], vec![], vec![3]];

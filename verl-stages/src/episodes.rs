@@ -1,7 +1,7 @@
 //! Stage `episodes`: a source of logged responses with their rewards, for training without sampling.
 //!
-//! A row of the data set is a prompt, a response and a reward. Rows are drawn as by [`prompts`](crate::prompts): an endless
-//! sequence of epochs, each a permutation that depends on the run's seed and the epoch's number alone.
+//! A row of the data set is a prompt, a response and a reward. Rows are drawn as in [`prompts`](crate::prompts): an
+//! endless sequence of epochs, each a permutation that depends only on the run's seed and the epoch's number.
 
 use std::collections::HashMap;
 
@@ -25,7 +25,7 @@ use crate::prompts::{
 use crate::settings::metrics;
 
 metrics! {
-    REWARD: "episodes/reward_mean", "reward", "mean reward of the logged responses, before it is standardised";
+    REWARD: "episodes/reward_mean", "reward", "mean reward of the logged responses, before standardisation";
     RESPONSE_LENGTH: "episodes/response_length_mean", "tokens", "mean number of tokens of a logged response, end-of-sequence included";
 }
 
@@ -37,10 +37,10 @@ pub struct Episodes {
     pub data: String,
     /// Model whose tokenizer and chat template are used.
     pub model: String,
-    /// Column with the question, a text: the only message of the user.
+    /// Column with the question, a text: the only user message.
     pub prompt: String,
-    /// Column with the response, a text: what the chat template writes of it behind the prompt, up to the token that ends
-    /// the turn.
+    /// Column with the response, a text. Its tokens are what the chat template renders of it after the prompt, up to
+    /// the token that ends the turn.
     pub response: String,
     /// Column with the reward of the response, a number.
     pub reward: String,
@@ -48,19 +48,20 @@ pub struct Episodes {
     pub system: Option<String>,
     /// How the question becomes text.
     pub template: Template,
-    /// Further variables of the chat template, such as `enable_thinking`.
+    /// Additional variables of the chat template, such as `enable_thinking`.
     pub template_variables: Map<String, Value>,
-    /// Column with the tools of a row's conversation, a list of objects or its JSON text, which the template gets as
-    /// `tools`; empty: none is read. They go before those of `template_variables`.
+    /// Column with the tools of a row's conversation, a list of objects or its JSON text, passed to the template as
+    /// `tools`; empty: none is read. They take precedence over those of `template_variables`.
     pub tools: String,
-    /// Column with further variables of the template for the row alone, an object or its JSON text; they go before
-    /// `template_variables`. Empty: none is read.
+    /// Column with additional template variables for that row only, an object or its JSON text; they take precedence
+    /// over `template_variables`. Empty: none is read.
     pub row_variables: String,
-    /// What becomes of rows that do not fit the model's context.
+    /// What happens to rows that do not fit the model's context.
     pub on_long: OnLong,
-    /// Whether rewards get mean 0 and deviation 1 over the data set; all rows are read at the start for that.
+    /// Whether rewards are standardised to mean 0 and standard deviation 1 over the data set; this reads all rows at
+    /// the start.
     pub standardize: bool,
-    /// Whether rows come in a new order in each epoch; otherwise as the data set has them.
+    /// Whether rows are in a new order in each epoch; otherwise they are in the order of the data set.
     pub shuffle: bool,
 }
 
@@ -115,7 +116,7 @@ impl Episodes {
         format.encode_response(data, row, &source.tokenizer, template)
     }
 
-    /// A row with what is to be known of it.
+    /// A row as a preview shows it.
     fn show(&self, format: &PromptFormat, source: &Source, row: usize) -> Result<Shown, DataError> {
         let example = self.encode(format, source, row)?;
         self.reward(source.data.as_ref(), row)?;
@@ -125,7 +126,7 @@ impl Episodes {
     fn reward_of(&self, row: &Row<'_>) -> Result<f64, DataError> {
         let (column, value) = (&self.reward, row.value(&self.reward)?);
         let number = value.as_f64().filter(|number| number.is_finite());
-        number.ok_or_else(|| row.fault(format!("column `{column}` holds {value}, not a number")))
+        number.ok_or_else(|| row.fault(format!("column `{column}` contains {value}, not a number")))
     }
 }
 
@@ -144,7 +145,7 @@ impl StageConfig for Episodes {
                 faults.push(ConfigError::new(
                     setting,
                     format!("names `{name}`, but the pipeline declares no such {kind}"),
-                    format!("declared are: {}", known.join(", ")),
+                    format!("use a declared {kind}: {}", known.join(", ")),
                 ));
             }
         }
@@ -160,7 +161,7 @@ impl StageConfig for Episodes {
                 faults.push(ConfigError::new(
                     setting,
                     "is empty",
-                    format!("name the column that holds the {setting}"),
+                    format!("set it to the column that contains the {setting}"),
                 ));
             }
         }
@@ -184,10 +185,10 @@ struct EpisodeStage {
     opened: Option<Opened>,
 }
 
-/// What is opened when the run starts.
+/// What the stage opens when the run starts.
 struct Opened {
     source: Source,
-    /// Standardised rewards by row, where they are wanted.
+    /// Standardised rewards by row, if `standardize` is set.
     rewards: Option<HashMap<usize, f64>>,
 }
 
@@ -263,7 +264,7 @@ impl Stage for EpisodeStage {
 }
 
 impl EpisodeStage {
-    /// The episodes of the step at hand.
+    /// The episodes of the current step.
     fn write(
         &self,
         opened: &mut Opened,

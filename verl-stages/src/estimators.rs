@@ -1,7 +1,7 @@
-//! How rewards become advantages: the slot `estimator` of stage [`advantages`](crate::advantages), and the estimators of
-//! [`verl_algos::advantages`] under their names in pipelines, a few lines each.
+//! How rewards become advantages: the slot `estimator` of stage [`advantages`](crate::advantages), and the estimators
+//! of [`verl_algos::advantages`] under their names in pipelines.
 //!
-//! An estimator of one's own is an [`AdvantageEstimator`] with settings that are a [`PartConfig`].
+//! A custom estimator is an [`AdvantageEstimator`] whose settings are a [`PartConfig`].
 
 mod components;
 
@@ -22,12 +22,12 @@ pub struct Estimator {
     components: Components,
 }
 
-/// The rewards of several functions that an estimator reads in the place of `rewards`; no key for none.
+/// The rewards of several functions that an estimator reads instead of `rewards`; no keys if it reads `rewards`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Components {
-    /// Keys that hold them, each as `rewards` does.
+    /// Keys of these rewards, each in the form of `rewards`.
     pub keys: Vec<String>,
-    /// Weight of each in what is reported.
+    /// Weight of each in the reported reward.
     pub weights: Vec<f64>,
 }
 
@@ -36,10 +36,10 @@ impl Slot for Estimator {
 }
 
 impl Estimator {
-    /// An estimator whose settings make sense.
+    /// An estimator with valid settings.
     ///
     /// # Errors
-    /// What its own check refuses.
+    /// Settings that the estimator's own check refuses.
     pub fn new(estimator: impl AdvantageEstimator + 'static) -> Result<Self, Vec<ConfigError>> {
         match estimator.check() {
             Ok(()) => Ok(Estimator {
@@ -56,7 +56,7 @@ impl Estimator {
         Estimator { components, ..self }
     }
 
-    /// The rewards that it reads in the place of `rewards`.
+    /// The rewards that it reads instead of `rewards`.
     pub fn components(&self) -> &Components {
         &self.components
     }
@@ -97,7 +97,7 @@ macro_rules! estimators {
 }
 
 estimators! {
-    /// s − μ: the score less the mean score of the prompt's responses (Dr. GRPO).
+    /// s − μ: the score minus the mean score of the prompt's responses (Dr. GRPO).
     DrGrpo = "dr_grpo" {} => |_| maths::Grpo::without_std();
 
     /// Generalised advantage estimation on the values of a critic.
@@ -106,11 +106,11 @@ estimators! {
         gamma: f64 = 1.0,
         /// λ, in [0, 1].
         gae_lambda: f64 = 1.0,
-        /// Whether advantages get mean 0 and variance 1 over the step.
+        /// Whether advantages are whitened to mean 0 and variance 1 over the step.
         whiten: bool = true,
     } => |own| maths::Gae { gamma: own.gamma, gae_lambda: own.gae_lambda, whiten: own.whiten };
 
-    /// α(s − μ)/f_norm, α the number of rows over that of rows whose score is not 0 (GPG).
+    /// α(s − μ)/f_norm, where α is the number of rows divided by the number of rows with a non-zero score (GPG).
     Gpg = "gpg" {
         /// Divisor.
         f_norm: f64 = 1.0,
@@ -122,20 +122,20 @@ estimators! {
         epsilon: f64 = 1e-6,
     } => |own| maths::Grpo { epsilon: Some(own.epsilon) };
 
-    /// The best response of a prompt gets its lead over the second, the others 0 (pass@k).
+    /// The best response of a prompt gets its margin over the second best, the others get 0 (pass@k).
     GrpoPassK = "grpo_passk" {
-        /// Whether the lead is divided by σ + ε.
+        /// Whether the margin is divided by σ + ε.
         normalise: bool = true,
         /// ε added to the group's deviation.
         epsilon: f64 = 1e-6,
     } => |own| maths::GrpoPassK { epsilon: own.normalise.then_some(own.epsilon) };
 
-    /// The score less the mean score of the prompt's responses, each weighted by its length.
+    /// The score minus the mean score of the prompt's responses, weighted by their lengths.
     Opo = "opo" {} => |_| maths::Opo;
 
-    /// Rewards to come less a baseline for each place of a response, weighted by the variance gathered so far.
+    /// Reward-to-go minus a baseline for each position of a response, weighted by the accumulated variance.
     Otb = "otb" {
-        /// Whether the longest response of a prompt has baseline 0 where no other reaches.
+        /// Whether the longest response of a prompt has baseline 0 at positions that no other response reaches.
         handle_zero_tail: bool = true,
     } => |own| maths::OptimalTokenBaseline {
         handle_zero_tail: own.handle_zero_tail,
@@ -151,19 +151,19 @@ estimators! {
     /// s − μ on each token, whitened over the step.
     ReinforcePlusPlusBaseline = "reinforce_plus_plus_baseline" {} => |_| maths::ReinforcePlusPlusBaseline;
 
-    /// Returns less the score of a reference response to the prompt, such as the greedy one.
+    /// Returns minus the score of a reference response to the prompt, such as the greedy one.
     ReMax = "remax" {} => |_| maths::ReMax;
 
-    /// The score less the mean score of the prompt's other responses.
+    /// The score minus the mean score of the prompt's other responses.
     Rloo = "rloo" {} => |_| maths::Rloo;
 
-    /// RLOO with the KL to the reference taken off the score, and advantages normalised over the step if asked for (TRL).
+    /// RLOO with the KL to the reference subtracted from the score; advantages optionally normalised over the step (TRL).
     RlooTrl = "rloo_trl" {
         /// β: coefficient of the KL to the reference; 0 needs no reference.
         beta: f64 = 0.05,
-        /// Bounds of the score before the KL is taken off: `[low, high]`.
+        /// Bounds of the score before the KL is subtracted: `[low, high]`.
         reward_clip: Option<[f64; 2]> = None,
-        /// Whether advantages get mean 0 and deviation 1 over the step.
+        /// Whether advantages are normalised to mean 0 and standard deviation 1 over the step.
         normalize: bool = false,
         /// ε added to that deviation.
         epsilon: f64 = 1e-4,
@@ -174,9 +174,9 @@ estimators! {
         epsilon: own.epsilon,
     };
 
-    /// `otb` with places counted in the tokens that the policy chose, for responses with observations.
+    /// `otb` with positions counted in the tokens that the policy chose, for responses with observations.
     TirOtb = "tir_otb" {
-        /// Whether the longest response of a prompt has baseline 0 where no other reaches.
+        /// Whether the longest response of a prompt has baseline 0 at positions that no other response reaches.
         handle_zero_tail: bool = true,
     } => |own| maths::OptimalTokenBaseline {
         handle_zero_tail: own.handle_zero_tail,

@@ -16,7 +16,7 @@ use verl_pipe::stage::{
     StageContext, StageError, StageSpec, StartContext, find_model,
 };
 
-use crate::generate::{STOPS, stop_fault, stop_list, warn_of_context};
+use crate::generate::{STOPS, stop_fault, stop_list, warn_context_limit};
 use crate::model::{POLICY, PolicyResource, room_fault, template_config_fault};
 use crate::prompts::{
     EncodedExample, EncodedPrompt, Looks, PromptFormat, Shown, Source as Rows, preview,
@@ -27,7 +27,7 @@ use crate::settings::{metrics, undeclared};
 
 metrics! {
     EXACT_MATCH: "eval/exact_match", "share", "share of held-out questions whose answer is right";
-    WELL_FORMED: "eval/well_formed", "share", "share of held-out answers in the form that the rule asks for";
+    WELL_FORMED: "eval/well_formed", "share", "share of held-out answers in the form that the rule expects";
     LENGTH: "eval/response_length_mean", "tokens", "mean length of a held-out answer";
     TRUNCATED: "eval/truncated_share", "share", "share of held-out answers that reached the token limit or the end of the model's context";
     CONTEXT_LIMITED: "eval/context_limited_share", "share", "share of held-out answers that reached the end of the model's context before `max_new_tokens`";
@@ -37,7 +37,7 @@ metrics! {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Evaluate {
-    /// Data set to ask from, in its order.
+    /// Data set with the questions, asked in its order.
     pub data: String,
     /// Model to ask.
     pub model: String,
@@ -45,19 +45,19 @@ pub struct Evaluate {
     pub every: u64,
     /// Questions asked (questions); all rows when absent.
     pub questions: Option<usize>,
-    /// Most tokens of an answer, end-of-sequence included (tokens).
+    /// Longest answer, end-of-sequence included (tokens).
     pub max_new_tokens: usize,
     /// Divides logits; 0 is greedy.
     pub temperature: f64,
     /// Texts that end an answer; as in `generate`.
     pub stop: Vec<String>,
-    /// Whether the text that is judged keeps the stop text; as in `generate`.
+    /// Whether the text that is judged includes the stop text; as in `generate`.
     pub include_stop: bool,
     /// How a row becomes a prompt.
     pub format: PromptFormat,
     /// How an answer is judged.
     pub reward: Reward,
-    /// Answers kept as samples of each evaluation (samples).
+    /// Answers written as samples in each evaluation (samples).
     pub samples: usize,
 }
 
@@ -157,7 +157,7 @@ impl StageConfig for Evaluate {
     }
 }
 
-/// Rows that are thought of as sampled at once where all rows of a data set are asked: no rollout takes more.
+/// Rows assumed to be sampled at once when all rows of a data set are asked: no rollout takes more.
 const MOST_ROWS: usize = 512;
 
 /// The running stage.
@@ -165,18 +165,18 @@ struct EvaluateStage {
     config: Evaluate,
     rule: Rule,
     source: Option<Source>,
-    /// Whether the user was told that the context is what limits answers.
+    /// Whether the user was warned that the context limits answers.
     has_warned: bool,
 }
 
 /// The questions, encoded when the run starts.
 struct Source {
     data: Arc<dyn DataLoaderInterface>,
-    /// Each with its row.
+    /// Each prompt with its row.
     prompts: Vec<(usize, EncodedPrompt)>,
 }
 
-/// A question with what is to be known of it.
+/// Encodes a question, with its length problems and notes.
 fn show(format: &PromptFormat, rows: &Rows, row: usize) -> Result<Shown, DataError> {
     let template = rows.template.as_ref();
     let prompt = format.encode(rows.data.as_ref(), row, &rows.tokenizer, template)?;
@@ -213,7 +213,7 @@ impl EvaluateStage {
         Ok(Source { data, prompts })
     }
 
-    /// Its prompts are on no edge, so that of their length only what a setting says is known.
+    /// Its prompts are not on an edge, so only `max_prompt_tokens` bounds their length.
     fn work(&self) -> ModelWork {
         let Evaluate {
             model,
@@ -251,7 +251,7 @@ impl EvaluateStage {
             answer: prompt.answer.clone(),
             correct: verdict.correct,
         };
-        // Texts and numbers always make an object.
+        // A struct of texts and numbers always serialises.
         serde_json::to_value(sample).unwrap_or_default()
     }
 }
@@ -361,7 +361,7 @@ impl Stage for EvaluateStage {
             }
         }
         if context_limited > 0 && !self.has_warned {
-            warn_of_context(
+            warn_context_limit(
                 context_limited,
                 requests.len(),
                 &self.config.model,

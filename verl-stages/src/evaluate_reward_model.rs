@@ -1,5 +1,5 @@
-//! Stage `evaluate_reward_model`: how often a reward model prefers the better response of held-out pairs; before, during
-//! and after training.
+//! Stage `evaluate_reward_model`: measures how often a reward model prefers the better response of evaluation pairs;
+//! before, during and after training.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -17,17 +17,17 @@ use crate::refusals::refused_row;
 use crate::settings::metrics;
 
 metrics! {
-    ACCURACY: "eval/pair_accuracy", "share", "share of held-out pairs whose chosen response scores higher";
-    MARGIN: "eval/pair_margin", "reward", "mean score of chosen minus rejected held-out responses";
-    CHOSEN: "eval/chosen_mean", "reward", "mean score of chosen held-out responses";
-    REJECTED: "eval/rejected_mean", "reward", "mean score of rejected held-out responses";
+    ACCURACY: "eval/pair_accuracy", "share", "share of evaluation pairs whose chosen response scores higher";
+    MARGIN: "eval/pair_margin", "reward", "mean score of chosen minus rejected responses of evaluation pairs";
+    CHOSEN: "eval/chosen_mean", "reward", "mean score of chosen responses of evaluation pairs";
+    REJECTED: "eval/rejected_mean", "reward", "mean score of rejected responses of evaluation pairs";
 }
 
 /// Settings of stage `evaluate_reward_model`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvaluateRewardModel {
-    /// Data set of pairs, in its order.
+    /// Data set of pairs, read in its order.
     pub data: String,
     /// Value model that scores.
     pub model: String,
@@ -54,7 +54,7 @@ impl Default for EvaluateRewardModel {
 impl StageConfig for EvaluateRewardModel {
     const KIND: &'static str = "evaluate_reward_model";
     const SUMMARY: &'static str =
-        "how often a reward model prefers the better of held-out responses";
+        "measures how often a reward model prefers the better response of evaluation pairs";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = self.format.faults();
@@ -62,8 +62,8 @@ impl StageConfig for EvaluateRewardModel {
         if self.format.labels.is_some() {
             faults.push(ConfigError::new(
                 "format.labels",
-                "is set, but a pair has two answers, of which one is better",
-                "leave it out, and name the columns `chosen` and `rejected`",
+                "is set, but the stage compares the two answers of a pair",
+                "remove it, and set the columns `chosen` and `rejected`",
             ));
         }
         if self.pairs == Some(0) {

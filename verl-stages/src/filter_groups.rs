@@ -1,20 +1,20 @@
-//! Stage `filter_groups`: drops groups of responses that teach nothing, and has others drawn in their place.
+//! Stage `filter_groups`: drops groups of samples that carry no signal, and has others drawn in their place.
 //!
-//! A group whose responses are all right, or all wrong, has advantage 0 in every row: it costs time, thins out the
-//! gradient and shrinks the batch by a different amount in each step. Dropping such groups and drawing further prompts
-//! until enough are left is DAPO's dynamic sampling.
+//! A group whose responses are all right, or all wrong, has advantage 0 in every row: it costs time, dilutes the
+//! gradient and shrinks the effective batch by a different amount in each step. Dropping such groups and drawing more
+//! prompts until enough groups remain is DAPO's dynamic sampling.
 //!
 //! A step draws `batch.prompts` prompts, a *wave*. While fewer than `groups` groups are kept and fewer than `max_waves`
-//! waves are drawn, the source draws another one; rewards and other work on rows go on as the waves come in. Of the
-//! groups that are kept the first `groups` go on, in the order in which they were drawn. A draw is a pure function of
-//! step, wave and position, so `max_waves` changes nothing in a step that needed fewer.
+//! waves are drawn, the source draws another one; rewards and other row-wise stages run as waves arrive. Of the groups
+//! that are kept, the first `groups` are passed on, in the order in which they were drawn. A draw is a pure function of
+//! step, wave and position, so `max_waves` changes nothing in a step that needs fewer.
 //!
-//! The stage writes `group_means`; `log_probs` and `advantages` read it and so work on what was kept. Besides its own
-//! metrics the engine records `filter_groups/waves`, `…/groups_kept` and `…/groups_surplus`.
+//! The stage writes `group_means`; `log_probs` and `advantages` read it, and so process only the rows that were kept.
+//! Besides its own metrics, the engine records `filter_groups/waves`, `…/groups_kept` and `…/groups_surplus`.
 //!
 //! # Differences
 //! DAPO's recipe stops when too few groups are left after its last wave, and so does this stage unless `on_short` says
-//! otherwise. verl decides by a standard deviation, which rounding can move off 0, and keeps groups of one response;
+//! otherwise. verl tests the standard deviation, which rounding can make non-zero, and keeps groups of one response;
 //! here rewards are compared exactly, and a group with fewer than two scored responses is dropped. OpenRLHF keeps a
 //! group whose mean lies inside the range even if its rewards are all equal; here it is dropped.
 //!
@@ -38,11 +38,11 @@ macro_rules! metrics {
 }
 
 metrics! {
-    SIGNAL: "filter_groups/signal_share", "share", Mean, "share of groups that teach something, of all that were drawn";
+    SIGNAL: "filter_groups/signal_share", "share", Mean, "share of the drawn groups that carry a signal";
     ALL_HIGH: "filter_groups/all_high", "groups", Sum, "groups dropped as too easy: equal rewards above 0, or a mean at `max_mean` or above";
     ALL_LOW: "filter_groups/all_low", "groups", Sum, "groups dropped as too hard: equal rewards of 0 or below, or a mean at `min_mean` or below";
     UNSCORED: "filter_groups/unscored", "groups", Sum, "groups dropped with fewer than two scored responses";
-    SCORE_MEAN: "filter_groups/score_mean", "reward", Mean, "mean over the scored responses of all groups that were drawn";
+    SCORE_MEAN: "filter_groups/score_mean", "reward", Mean, "mean score over the scored responses of all drawn groups";
     SCORE_MIN: "filter_groups/score_min", "reward", Min, "lowest score of the step";
     SCORE_MAX: "filter_groups/score_max", "reward", Max, "highest score of the step";
 }
@@ -51,18 +51,19 @@ metrics! {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct FilterGroups {
-    /// Key that groups are judged by: one number a response, such as the reward before it is shaped.
+    /// Key that groups are filtered by: one number per response, such as the reward before shaping.
     pub key: String,
-    /// Groups that a step keeps (groups); `batch.prompts` when absent. With fewer most steps need one wave only.
+    /// Groups that a step keeps (groups); `batch.prompts` when absent. With fewer, most steps need only one wave.
     pub groups: Option<usize>,
-    /// Waves of `batch.prompts` prompts that a step draws at most; 1 drops groups and never refills (waves).
+    /// Maximum number of waves of `batch.prompts` prompts that a step draws; 1 drops groups without refilling (waves).
     pub max_waves: usize,
-    /// What becomes of a step that kept fewer after its last wave: `error` ends the run before the update, `continue`
-    /// goes on with what there is, at least one group. Absent: `error`, and `continue` where nothing is refilled.
+    /// What happens if a step has kept fewer groups after its last wave: `error` ends the run before the update,
+    /// `continue` continues with the groups that it has, at least one. When absent: `error`, or `continue` if
+    /// `max_waves` is 1.
     pub on_short: Option<OnShort>,
-    /// A group is dropped unless its mean is above this; absent: not looked at.
+    /// A group is dropped unless its mean is above this; no limit when absent.
     pub min_mean: Option<f64>,
-    /// A group is dropped unless its mean is below this; absent: not looked at.
+    /// A group is dropped unless its mean is below this; no limit when absent.
     pub max_mean: Option<f64>,
 }
 
@@ -79,11 +80,11 @@ impl Default for FilterGroups {
     }
 }
 
-/// What a group is worth.
+/// Whether a group is kept, or why it is dropped.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Verdict {
-    /// It teaches something; the mean of its scores.
-    Kept(f64),
+    /// It carries a signal; the mean of its scores.
+    Keep(f64),
     TooEasy,
     TooHard,
     Unscored,
@@ -97,7 +98,7 @@ impl FilterGroups {
         if others.is_empty() {
             return Verdict::Unscored;
         }
-        // By equality and not by a deviation, which rounding can move off 0.
+        // Compares for equality: rounding can make a standard deviation non-zero.
         if others.iter().all(|score| score == first) {
             return if *first > 0.0 {
                 Verdict::TooEasy
@@ -111,7 +112,7 @@ impl FilterGroups {
         } else if self.min_mean.is_some_and(|min| mean <= min) {
             Verdict::TooHard
         } else {
-            Verdict::Kept(mean)
+            Verdict::Keep(mean)
         }
     }
 
@@ -127,13 +128,13 @@ impl FilterGroups {
         fault(
             "key",
             self.key.is_empty(),
-            "names no key".to_owned(),
-            format!("set it to `{}`, or leave it out", REWARDS.name()),
+            "is empty".to_owned(),
+            format!("set it to `{}`, or remove it", REWARDS.name()),
         );
         fault(
             "batch.samples",
             samples == 1,
-            "is 1: responses of a group of one never differ, so that every group would be dropped"
+            "is 1: the rewards of a group of one never differ, so every group would be dropped"
                 .to_owned(),
             "sample several responses to each prompt".to_owned(),
         );
@@ -141,7 +142,7 @@ impl FilterGroups {
             "max_waves",
             !(1..=most).contains(&(self.max_waves as u64)),
             format!("is {}, outside 1 to {most}", self.max_waves),
-            "draw more prompts a wave (`batch.prompts`) where more are needed".to_owned(),
+            "raise `batch.prompts` to draw more prompts per wave".to_owned(),
         );
         let groups = self.groups.unwrap_or(prompts);
         let drawn = prompts.saturating_mul(self.max_waves.max(1));
@@ -149,7 +150,7 @@ impl FilterGroups {
             "groups",
             groups == 0 || groups > drawn,
             format!("is {groups}, outside 1 to max_waves · batch.prompts = {drawn}"),
-            "keep fewer groups, or draw more prompts or waves".to_owned(),
+            "keep fewer groups, or raise `batch.prompts` or `max_waves`".to_owned(),
         );
         let (min, max) = (
             self.min_mean.unwrap_or(f64::NEG_INFINITY),
@@ -158,8 +159,8 @@ impl FilterGroups {
         fault(
             "min_mean",
             min.is_nan() || max.is_nan() || min >= max,
-            format!("is {min} and `max_mean` is {max}, so that no mean lies between"),
-            "set min_mean below max_mean".to_owned(),
+            format!("is {min} and `max_mean` is {max}, so no mean lies between them"),
+            "set `min_mean` below `max_mean`".to_owned(),
         );
         faults
     }
@@ -168,7 +169,7 @@ impl FilterGroups {
 impl StageConfig for FilterGroups {
     const KIND: &'static str = "filter_groups";
     const SUMMARY: &'static str =
-        "drops groups whose rewards teach nothing, and has further prompts drawn in their place";
+        "drops groups whose rewards carry no signal, and has more prompts drawn in their place";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let faults = self.faults(context);
@@ -222,7 +223,7 @@ impl Stage for FilterStage {
                 }
             }
             let verdict = self.config.judge(&scored);
-            let kept = matches!(verdict, Verdict::Kept(_));
+            let kept = matches!(verdict, Verdict::Keep(_));
             context.record(&SIGNAL, f64::from(kept));
             for (metric, dropped) in [
                 (&ALL_HIGH, Verdict::TooEasy),
@@ -231,7 +232,7 @@ impl Stage for FilterStage {
             ] {
                 context.record(metric, f64::from(verdict == dropped));
             }
-            if let Verdict::Kept(mean) = verdict {
+            if let Verdict::Keep(mean) = verdict {
                 means.extend(group.clone().map(|_| mean as f32));
                 rows.extend(group);
             }

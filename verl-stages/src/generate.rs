@@ -45,7 +45,7 @@ pub const CONTEXT_LIMITED: Metric = Metric {
 pub const SAMPLED_ENTROPY: Metric = Metric {
     name: "response/sampled_entropy",
     unit: "nats",
-    meaning: "mean of −log q over the sampled tokens, q being what was sampled from (temperature, top-k and top-p included): an estimate without bias of the entropy of q",
+    meaning: "mean of −log q over the sampled tokens, where q is the sampling distribution (temperature, top-k and top-p included): an unbiased estimate of the entropy of q",
     reduce: Reduce::Mean,
 };
 /// Prompt and response tokens of the step, for throughput.
@@ -68,19 +68,19 @@ pub struct Generate {
     pub top_k: usize,
     /// Keeps the smallest set of most probable tokens whose mass reaches this; 1 keeps all.
     pub top_p: f64,
-    /// Keeps tokens at least this share of the most probable one; 0 keeps all.
+    /// Keeps tokens whose probability is at least this share of the highest one; 0 keeps all.
     pub min_p: f64,
     /// Divides positive logits of seen tokens and multiplies negative ones; 1 changes nothing.
     pub repetition_penalty: f64,
-    /// Most tokens of a response, end-of-sequence included (tokens).
+    /// Longest response, end-of-sequence included (tokens).
     pub max_new_tokens: usize,
     /// End-of-sequence is forbidden until a response has this many tokens (tokens).
     pub min_new_tokens: usize,
-    /// Texts that end a response. They are looked for in its text with special tokens written out, and may begin and end
-    /// inside tokens.
+    /// Texts that end a response. They are matched against its text, special tokens included, and may begin or end inside
+    /// a token.
     pub stop: Vec<String>,
-    /// Whether the text that rewards see keeps the stop text. It is left out by default, as servers do, with what stands
-    /// after it inside the last token; the tokens stay as they were sampled, since they are trained.
+    /// Whether the text that rewards see includes the stop text. By default it is removed, as inference servers do,
+    /// together with the rest of the last token; the token ids stay as sampled, since they are trained on.
     pub include_stop: bool,
 }
 
@@ -116,7 +116,7 @@ impl Generate {
         }
     }
 
-    /// Settings that make no sense.
+    /// Settings whose values are out of range.
     fn faults(&self) -> Vec<ConfigError> {
         let mut faults = Vec::new();
         let mut fault = |setting: &str, bad: bool, reason: String, help: &str| {
@@ -131,7 +131,7 @@ impl Generate {
                 "is {}, but sampling for training needs a finite number above 0",
                 self.temperature
             ),
-            "set it to 1.0; greedy decoding belongs to `evaluate`",
+            "set it to 1.0; for greedy decoding use stage `evaluate`",
         );
         fault(
             "top_p",
@@ -174,31 +174,31 @@ impl Generate {
     }
 }
 
-/// What is wrong with texts that end a response.
+/// Refuses an empty text among those that end a response.
 pub(crate) fn stop_fault(stop: &[String]) -> Option<ConfigError> {
     let empty = stop.iter().any(String::is_empty);
     empty.then(|| {
         ConfigError::new(
             "stop",
-            "holds an empty text, which every response has in it from its beginning",
-            "take it out; responses end at end-of-sequence anyway",
+            "contains an empty text, which every response contains from the start",
+            "remove it; responses end at end-of-sequence anyway",
         )
     })
 }
 
-/// What several stages are told of a response.
+/// [Agreement](StageSpec::agrees) between stages on the longest response.
 pub(crate) const LONGEST: &str = "longest response in tokens";
-/// What several stages are told of its end.
+/// [Agreement](StageSpec::agrees) between stages on the texts that end a response.
 pub(crate) const STOPS: &str = "texts that end a response";
 
-/// Texts that end a response as an [agreement](StageSpec::agrees) compares them.
+/// Texts that end a response, as the [agreement](StageSpec::agrees) compares them.
 pub(crate) fn stop_list(stop: &[String]) -> String {
     format!("{stop:?}")
 }
 
 impl Generate {
-    /// Settings that sample from another distribution than the one whose log-probs are trained.
-    fn doubts(&self) -> Vec<ConfigError> {
+    /// Warnings about settings that sample from a distribution other than the one whose log-probs are trained.
+    fn warnings(&self) -> Vec<ConfigError> {
         let each = [
             ("top_k", self.top_k > 0, self.top_k.to_string(), "0"),
             ("top_p", self.top_p < 1.0, self.top_p.to_string(), "1.0"),
@@ -215,9 +215,9 @@ impl Generate {
             ConfigError::new(
                 setting,
                 format!(
-                    "is {value}, so that responses are sampled from another distribution than the full softmax, whose log-probs the update takes its ratios of"
+                    "is {value}, so responses are not sampled from the full softmax, but the update computes its ratios from full-softmax log-probs"
                 ),
-                format!("set it to {none} for training; it belongs to what is asked of a trained model"),
+                format!("set it to {none} for training; use it only to sample from a trained model"),
             )
         })
         .collect()
@@ -250,7 +250,7 @@ struct GenerateStage {
     config: Generate,
     samples: usize,
     prompts: usize,
-    /// Whether the user was told that the context is what limits responses.
+    /// Whether the user was warned that the context limits responses.
     has_warned: bool,
 }
 
@@ -321,8 +321,8 @@ pub fn finish_code(reason: FinishReason) -> u8 {
 
 impl Stage for GenerateStage {
     fn spec(&self) -> StageSpec {
-        let doubts = self.config.doubts().into_iter();
-        doubts
+        let warnings = self.config.warnings().into_iter();
+        warnings
             .fold(StageSpec::new(), StageSpec::doubts)
             .agrees(LONGEST, "max_new_tokens", self.config.max_new_tokens)
             .agrees(STOPS, "stop", stop_list(&self.config.stop))
@@ -419,7 +419,7 @@ impl Stage for GenerateStage {
             });
         if context_limited > 0 && !self.has_warned {
             self.has_warned = true;
-            warn_of_context(
+            warn_context_limit(
                 context_limited,
                 requests.len(),
                 &self.config.model,
@@ -437,8 +437,8 @@ impl Stage for GenerateStage {
     }
 }
 
-/// Warns that the context, and not `max_new_tokens`, is what cut responses off.
-pub(crate) fn warn_of_context(cut: usize, of: usize, model: &str, resource: &PolicyResource) {
+/// Warns that the context, not `max_new_tokens`, cut responses off.
+pub(crate) fn warn_context_limit(cut: usize, of: usize, model: &str, resource: &PolicyResource) {
     tracing::warn!(
         "{cut} of {of} responses reached the end of the context of `{model}` ({} tokens, prompt and response together) \
          before `max_new_tokens`: a larger `max_new_tokens` changes nothing; use shorter prompts, or a model with a longer \

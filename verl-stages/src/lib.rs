@@ -1,32 +1,32 @@
-//! The stages of verl, the losses and estimators that they hold, and the data sets they read.
+//! The stages of verl, the losses and estimators that they use, and the data sets that they read.
 //!
 //! | stage | reads | writes |
 //! |---|---|---|
 //! | [`prompts`] | rows of a data set | prompt tokens, answers |
-//! | [`preferences`] | rows of a data set | prompts with judged answers |
+//! | [`preferences`] | rows of a data set | prompts with labelled answers |
 //! | [`pairs`] | chosen and rejected answers | both as responses to one prompt |
 //! | [`generate`] | prompts | responses with log-probs |
 //! | [`reward`] | responses, answers | rewards, by a rule or a reward model |
-//! | [`shape_overlong`] | rewards, responses | rewards less a penalty for length |
+//! | [`shape_overlong`] | rewards, responses | rewards minus a penalty for length |
 //! | [`shape_unended`] | rewards, responses | rewards changed where a response did not end |
-//! | [`scale_rewards`] | rewards | rewards over a deviation, within bounds |
-//! | [`filter_groups`] | rewards | the rows of groups with a signal; has further prompts drawn |
-//! | [`shuffle_rewards`] | rewards | the same in another order, for control runs |
-//! | [`baseline`] | prompts | one greedy response to each, to be scored and compared with |
+//! | [`scale_rewards`] | rewards | rewards divided by a standard deviation and clipped |
+//! | [`filter_groups`] | rewards | the rows of groups with a signal; has more prompts drawn |
+//! | [`shuffle_rewards`] | rewards | the same rewards in another order, for control runs |
+//! | [`baseline`] | prompts | one greedy response to each, whose score is a baseline |
 //! | [`log_probs`] | prompts, responses | log-probs of policy or reference |
 //! | [`correct_rollout`] | log-probs of policy and rollout engine | importance weights, and which tokens to train on |
 //! | [`values`] | prompts, responses | a critic's values |
 //! | [`advantages`] | rewards | advantages, by one of the [`estimators`] |
-//! | [`update`] | all of it | nothing: it moves the weights against one of the [`losses`] |
+//! | [`update`] | all of the above | nothing: it trains a model to minimise one of the [`losses`] |
 //! | [`episodes`] | rows of a log | prompts, responses, rewards |
-//! | [`update_ilql`] | responses, rewards | nothing: it moves a policy and its value heads |
+//! | [`update_ilql`] | responses, rewards | nothing: it trains a policy and its value heads |
 //! | [`teacher_top`] | prompts, responses | the tokens that a teacher finds most probable |
 //! | [`teacher_advantages`] | log-probs of student and teacher | advantages |
-//! | [`distill`] | responses, a teacher's tokens | nothing: it moves the weights towards the teacher |
-//! | [`update_critic`] | values, returns | nothing: it moves a critic's weights |
-//! | [`update_reward_model`] | pairs of responses | nothing: it moves a reward model's weights |
-//! | [`evaluate`] | held-out rows | metrics and samples, between steps |
-//! | [`evaluate_reward_model`] | held-out pairs | metrics, between steps |
+//! | [`distill`] | responses, a teacher's tokens | nothing: it trains the student towards the teacher |
+//! | [`update_critic`] | values, returns | nothing: it trains a critic |
+//! | [`update_reward_model`] | pairs of responses | nothing: it trains a reward model |
+//! | [`evaluate`] | evaluation rows | metrics and samples, between steps |
+//! | [`evaluate_reward_model`] | evaluation pairs | metrics, between steps |
 
 #![cfg_attr(
     test,
@@ -77,7 +77,7 @@ pub mod values;
 
 use verl_pipe::registry::Registry;
 
-/// The one list of what this crate offers: stages are registered and can be chained with `>>`, the rest is registered.
+/// The list of everything that this crate registers; stages can also be chained with `>>`.
 macro_rules! built_ins {
     (
         stages: $($stage:ty),+;
@@ -88,7 +88,7 @@ macro_rules! built_ins {
         data: $($data:ty),+;
         files: $files:ty = $extensions:expr;
     ) => {
-        /// Puts every stage, loss, estimator, model kind and data set of this crate into `registry`.
+        /// Adds every stage, loss, estimator, model kind and data set of this crate to `registry`.
         pub fn register(registry: Registry) -> Registry {
             registry
                 $(.stage::<$stage>())+
@@ -207,12 +207,12 @@ mod tests {
     use super::update::Update;
     use super::*;
 
-    /// The plan of the addition example under `overrides`, or what is wrong with it.
+    /// The plan of the addition example with `overrides`, or its findings.
     fn plan_or_findings(overrides: &[&str]) -> Result<Plan, Vec<Diagnostic>> {
         plan_of("grpo_addition.toml", overrides)
     }
 
-    /// The same of an example with actor and reference.
+    /// The plan of the example `file`, which has an actor and a reference, with `overrides`, or its findings.
     fn plan_of(file: &str, overrides: &[&str]) -> Result<Plan, Vec<Diagnostic>> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/pipelines");
         let fresh = ["actor", "ref"].map(|model| {
@@ -227,7 +227,7 @@ mod tests {
             .and_then(|pipe| pipe.plan())
     }
 
-    /// Codes of all that is said about the example under `overrides`, each once.
+    /// Checks the codes of all findings of the addition example with `overrides`; repeated codes count once.
     #[track_caller]
     fn check(overrides: &[&str], expected: &[&str]) {
         let findings = match plan_or_findings(overrides) {
@@ -242,7 +242,7 @@ mod tests {
     #[test]
     fn the_example_is_checked_as_a_whole() {
         check(&[], &[]);
-        // One temperature is enough; sampled at one, scored or trained at another is none.
+        // One temperature is enough: the others follow it. Sampling and scoring or training must agree.
         check(&["generate.temperature=0.7"], &[]);
         check(&["update.temperature=0.7"], &["P007"]);
         check(
@@ -252,19 +252,19 @@ mod tests {
         let cooler =
             ["generate", "ref_log_probs", "update"].map(|stage| format!("{stage}.temperature=0.7"));
         check(&cooler.each_ref().map(String::as_str), &[]);
-        // A data file that is missing is told with everything else.
+        // A missing data file is reported together with the other findings.
         let both = ["data.train=absent.jsonl", "update.temperature=0.7"];
         check(&both, &["C005", "P007"]);
         check(&["ref_log_probs.model=actor"], &["P018", "P011"]);
         check(&["generate.stop=[\"\"]"], &["C005"]);
-        // A penalty in the reward needs the log-probs of the policy too, and is one penalty more.
+        // A penalty in the reward also needs the policy's log-probs, and is a second penalty.
         check(&["advantages.kl_coef=0.01"], &["P002", "P020"]);
         let only_reward = ["advantages.kl_coef=0.01", "update.loss.kl_coef=0"];
         check(&only_reward, &["P002"]);
     }
 
     #[test]
-    fn a_penalty_in_reward_and_loss_is_noticed() {
+    fn a_penalty_in_reward_and_loss_is_reported() {
         let penalised = Advantages {
             kl_coef: 0.01,
             ..Advantages::default()
@@ -287,12 +287,12 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_work_is_told_before_the_run() {
-        let lone = ["batch.samples=1", "batch.micro_batch=32"];
+    fn errors_are_reported_before_the_run() {
+        let single = ["batch.samples=1", "batch.micro_batch=32"];
         let mut text = String::new();
         for (change, more) in [
-            ("advantages.estimator=grpo", lone.as_slice()),
-            ("advantages.estimator=grpo_passk", &lone),
+            ("advantages.estimator=grpo", single.as_slice()),
+            ("advantages.estimator=grpo_passk", &single),
             ("advantages.estimator=gae", &[]),
             ("advantages.estimator=gdpo", &["advantages.kl_coef=0.1"]),
             ("advantages.estimator=otb", &[]),
@@ -320,20 +320,20 @@ mod tests {
         insta::assert_snapshot!("refusals", text);
     }
 
-    /// What is said about an example under each of the changes.
-    fn told(file: &str, changes: &[&str]) -> String {
-        let told = |change: &&str| {
+    /// The findings of an example with each of the changes, as text.
+    fn findings_of(file: &str, changes: &[&str]) -> String {
+        let report = |change: &&str| {
             let findings = match plan_of(file, &change.split("; ").collect::<Vec<_>>()) {
                 Ok(plan) => plan.warnings,
                 Err(findings) => findings,
             };
             format!("# {change}\n{}\n\n", Findings(findings))
         };
-        changes.iter().map(told).collect()
+        changes.iter().map(report).collect()
     }
 
     #[test]
-    fn what_cannot_work_with_a_critic_is_told_before_the_run() {
+    fn errors_with_a_critic_are_reported_before_the_run() {
         let changes = [
             "advantages.estimator={ kind = \"grpo\" }; batch.samples=2",
             "update_critic.model=actor",
@@ -341,11 +341,14 @@ mod tests {
             "update_critic.clip=-1; update_critic.epochs=0",
             "update.warmup_steps=150",
         ];
-        insta::assert_snapshot!("critic_refusals", told("ppo_addition.toml", &changes));
+        insta::assert_snapshot!(
+            "critic_refusals",
+            findings_of("ppo_addition.toml", &changes)
+        );
     }
 
     #[test]
-    fn a_value_model_that_nobody_trains_needs_a_head() {
+    fn a_frozen_value_model_needs_a_head() {
         let reward = "reward.path=../models/addition-base";
         let critic = "models.critic={ kind = \"value_model\", path = \"../models/addition-base\" }";
         for (file, change, codes) in [
@@ -361,14 +364,14 @@ mod tests {
             assert_eq!(found, codes);
             let why = &findings[0].why;
             assert!(
-                why.contains("holds no value head (`score.weight`)"),
+                why.contains("has no value head (`score.weight`)"),
                 "{why}"
             );
         }
     }
 
     #[test]
-    fn kinds_that_do_not_exist_are_told_with_those_that_do() {
+    fn unknown_kinds_are_reported_with_the_known_ones() {
         for (change, what, nearest) in [
             ("advantages.estimator=grop", "estimator", "`grpo`"),
             ("advantages.estimator=rlo", "estimator", "`rloo`"),
@@ -377,7 +380,7 @@ mod tests {
             let findings = plan_or_findings(&[change]).err().expect("an unknown kind");
             let text = Findings(findings).to_string();
             for words in [
-                format!("error[C003]: there is no kind of {what} called"),
+                format!("error[C003]: unknown {what} kind `"),
                 format!("where: override `{change}`, [[stages]] `"),
                 format!("did you mean {nearest}? known {what} kinds: "),
             ] {
@@ -387,8 +390,8 @@ mod tests {
     }
 
     #[test]
-    fn a_lone_response_is_noticed_by_what_compares() {
-        let lone = ["batch.samples=1", "batch.micro_batch=32"];
+    fn a_single_response_is_reported_for_estimators_that_compare() {
+        let single = ["batch.samples=1", "batch.micro_batch=32"];
         for (estimator, expected) in [
             ("dr_grpo", &["C008"][..]),
             ("gpg", &["C008"]),
@@ -397,11 +400,11 @@ mod tests {
             ("reinforce_plus_plus", &[]),
         ] {
             let estimator = format!("advantages.estimator={estimator}");
-            check(&[&[estimator.as_str()], lone.as_slice()].concat(), expected);
+            check(&[&[estimator.as_str()], single.as_slice()].concat(), expected);
         }
     }
 
-    /// Kinds of a slot, and the part that each makes with its defaults.
+    /// The kinds of a slot, each with the part of its default settings.
     fn parts<S: Slot>(registry: &Registry) -> Vec<(&'static str, Part<S>)> {
         let kinds = registry.slot(S::NAME).expect("the slot").iter();
         kinds
@@ -428,23 +431,23 @@ mod tests {
             let about = kind["description"].as_str().unwrap_or_default();
             assert!(about.len() > 10, "{kind}");
             for (name, setting) in kind["properties"].as_object().expect("settings") {
-                let told = name == "kind" || setting["description"].is_string();
-                assert!(told, "{}, {name}", kind["title"]);
+                let documented = name == "kind" || setting["description"].is_string();
+                assert!(documented, "{}, {name}", kind["title"]);
             }
         }
     }
 
     #[test]
-    fn every_part_has_defaults_is_written_as_it_is_read_and_is_documented() {
+    fn every_part_has_defaults_round_trips_and_is_documented() {
         let registry = register(Registry::new());
         assert!(registry.duplicates().is_empty());
         check_parts::<Loss>(&registry);
         check_parts::<Estimator>(&registry);
     }
 
-    /// Each algorithm of the maths is offered, with the defaults that it has there.
+    /// Every algorithm of `verl_algos` is registered, with the same defaults.
     #[test]
-    fn every_algorithm_of_the_maths_is_offered() {
+    fn every_algorithm_of_the_maths_is_registered() {
         let registry = register(Registry::new());
         let mut context = BuildContext::default();
         context.batch.samples = 2;
@@ -457,18 +460,18 @@ mod tests {
         }
         let losses = parts::<Loss>(&registry);
         for (name, make) in verl_algos::losses::POLICY_LOSSES {
-            // PPO's loss is called after the algorithm that it is used for.
+            // PPO's loss has the name of the algorithm that uses it.
             let name = if *name == "vanilla" { "grpo" } else { name };
             let part = losses.iter().find(|(kind, _)| *kind == name);
             let (_, part) = part.unwrap_or_else(|| panic!("no kind `{name}`"));
             let built = part.build("loss", &context).expect("defaults");
             let (built, maths) = (format!("{:?}", built.objective), format!("{:?}", make()));
-            assert!(built.contains(&maths), "{built} has no {maths}");
+            assert!(built.contains(&maths), "{built} does not contain {maths}");
         }
     }
 
     #[test]
-    fn a_data_set_that_is_a_path_is_a_file() {
+    fn a_data_set_given_as_a_path_is_a_file() {
         let file = tempfile::NamedTempFile::with_suffix(".jsonl").unwrap();
         std::fs::write(file.path(), "{}\n").unwrap();
         let path = file.path().display().to_string();

@@ -1,7 +1,7 @@
-//! Stage `log_probs`: log-probs of the responses under a model, by the training forward.
+//! Stage `log_probs`: log-probs of the responses under a model, by the training forward pass.
 //!
-//! As `old` it gives the denominators of the policy ratio at the start of the update, as `reference` those of the KL
-//! penalty. Both are over the full softmax at the sampling temperature.
+//! With role `old` they are the denominators of the policy ratio at the start of the update, with role `reference`
+//! those of the KL penalty. Both are over the full softmax at the sampling temperature.
 
 mod cache;
 
@@ -31,20 +31,20 @@ pub const ENTROPY: Metric = Metric {
     meaning: "mean entropy of the policy over response tokens, before the update",
     reduce: Reduce::Mean,
 };
-/// How far the trainer's probabilities lie from the rollout engine's.
+/// Difference between the trainer's probabilities and the rollout engine's.
 pub const ROLLOUT_DIFFERENCE: Metric = Metric {
     name: "rollout/probability_difference_mean",
     unit: "probability",
-    meaning: "mean |p_trainer − p_rollout| of the sampled tokens; above 0.01 the two forwards disagree",
+    meaning: "mean |p_trainer − p_rollout| of the sampled tokens; above 0.01 the two forward passes disagree",
     reduce: Reduce::Mean,
 };
 
-/// How much the cache saved. Among what the machine does rather than what is learnt, since a run that was resumed or
-/// taken back finds other rows in it.
+/// How much the cache saved. Under `perf/`, because it is not reproducible: a run that was resumed or rolled back finds
+/// other rows in the cache.
 pub const CACHED: Metric = Metric {
     name: "perf/log_probs_cached_share",
     unit: "share",
-    meaning: "share of rows whose log-probs were known from an earlier epoch",
+    meaning: "share of rows whose log-probs were cached in an earlier epoch",
     reduce: Reduce::Mean,
 };
 
@@ -67,16 +67,16 @@ pub struct LogProbs {
     pub model: String,
     /// Which key is written.
     pub role: Role,
-    /// Divides logits; the temperature at which the responses were sampled when absent.
+    /// Temperature that divides logits; the temperature at which the responses were sampled when absent.
     pub temperature: Option<f64>,
-    /// Also writes `entropies`; only as `old`.
+    /// Also writes `entropies`; only with role `old`.
     pub entropies: bool,
-    /// Also writes `sum_pi_squared`, which the estimators `otb` and `tir_otb` read; only as `old`.
+    /// Also writes `sum_pi_squared`, which the estimators `otb` and `tir_otb` read; only with role `old`.
     pub sum_pi_squared: bool,
-    /// Takes the rollout engine's log-probs instead of a forward of its own (bypass); only as `old`.
+    /// Copies the rollout engine's log-probs instead of running a forward pass (bypass); only with role `old`.
     pub bypass: bool,
-    /// Keeps the log-probs of each row in memory and computes them once for all epochs; only as `reference`. For data
-    /// sets whose responses are given; the values are the same bits.
+    /// Keeps the log-probs of each row in memory and computes them once for all epochs; only with role `reference`. For
+    /// data sets with fixed responses; the values are bit-identical.
     pub cache: bool,
 }
 
@@ -94,19 +94,19 @@ impl Default for LogProbs {
     }
 }
 
-/// The temperature by which a scoring forward divides logits: its own, else that of the tokens' sampling, else 1.
+/// The temperature that divides logits in a scoring forward pass: its own, else the sampling temperature, else 1.
 pub(crate) fn scoring_temperature(own: Option<f64>, context: &BuildContext) -> f64 {
     own.or(context.temperature).unwrap_or(1.0)
 }
 
-/// What is wrong with a temperature that is set.
+/// Refuses a temperature that is not positive.
 pub(crate) fn scoring_temperature_fault(own: Option<f64>) -> Option<ConfigError> {
-    let sound = |temperature: &f64| *temperature > 0.0 && temperature.is_finite();
-    let unsound = own.filter(|temperature| !sound(temperature))?;
+    let is_valid = |temperature: &f64| *temperature > 0.0 && temperature.is_finite();
+    let invalid = own.filter(|temperature| !is_valid(temperature))?;
     Some(ConfigError::new(
         "temperature",
-        format!("is {unsound}, but must be above 0"),
-        "leave it out: it is then the temperature at which the tokens are sampled",
+        format!("is {invalid}, but must be above 0"),
+        "remove it to use the temperature at which the tokens are sampled",
     ))
 }
 
@@ -119,7 +119,7 @@ impl StageConfig for LogProbs {
         if self.role == Role::Reference && self.bypass {
             faults.push(ConfigError::new(
                 "bypass",
-                "takes the rollout's log-probs, which are the policy's, not the reference's",
+                "copies the rollout's log-probs, which are the policy's, not the reference's",
                 "remove it or set `role = \"old\"`",
             ));
         }
@@ -130,7 +130,7 @@ impl StageConfig for LogProbs {
             if wanted && (self.role == Role::Reference || self.bypass) {
                 faults.push(ConfigError::new(
                     setting,
-                    "needs a forward of the policy",
+                    "needs a forward pass of the policy",
                     "remove it, or set `role = \"old\"` without `bypass`",
                 ));
             }
@@ -138,7 +138,7 @@ impl StageConfig for LogProbs {
         if self.cache && self.role == Role::Old {
             faults.push(ConfigError::new(
                 "cache",
-                "would keep log-probs of weights that change with every step",
+                "would cache log-probs of weights that change in every step",
                 "remove it, or set `role = \"reference\"`",
             ));
         }
@@ -191,7 +191,7 @@ impl LogProbsStage {
         }
     }
 
-    /// Scores of `rows`, from the cache where they are there.
+    /// Scores of `rows`, from the cache if they are there.
     fn scores(
         &mut self,
         ids: &[RowId],
@@ -236,7 +236,7 @@ impl LogProbsStage {
 
 impl Stage for LogProbsStage {
     fn spec(&self) -> StageSpec {
-        // Read for its rows alone: behind a filter of groups, those that were dropped are not scored.
+        // `GROUP_MEANS` is read only for its rows: after `filter_groups`, dropped rows are not scored.
         let spec = StageSpec::new()
             .reads_optional(GROUP_MEANS)
             .at_temperature_of(self.tokens());
@@ -295,7 +295,7 @@ impl Stage for LogProbsStage {
                 RaggedColumn::from_rows(scores.iter().map(|s| &s.entropies)),
             )?;
             for score in &scores {
-                // What is not finite lies on observations, or the guards refuse it.
+                // Values that are not finite are at observations; the guards refuse others.
                 let finite = score.entropies.iter().filter(|h| h.is_finite());
                 let count = finite.clone().count() as f64;
                 let sum: f64 = finite.map(|h| f64::from(*h)).sum();

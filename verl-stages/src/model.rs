@@ -1,7 +1,7 @@
 //! Models as resources of a pipeline: kind `causal_lm`, a decoder from a Hugging Face folder with its tokenizer, and kind
 //! [`value_model`](ValueLm), the same with a value head.
 //!
-//! [`IlqlLm`] is a decoder with the heads of ILQL, in f32 alone. Models of one's own are declared with [`policy_model`] and
+//! [`IlqlLm`] is a decoder with the heads of ILQL, only in f32. Custom models are declared with [`policy_model`] and
 //! [`value_model`](value_model()).
 
 mod dtype;
@@ -38,35 +38,35 @@ use verl_pipe::resource::{
 };
 use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
-use texts::{look_at_texts, texts};
+use texts::{describe_texts, load_texts};
 use training::{optimizer_of, training};
 use words::token_texts;
 
 pub use dtype::WeightsDType;
 pub use ilql::IlqlLm;
-pub use own::{OwnModel, policy_model, value_model};
+pub use own::{CustomModel, policy_model, value_model};
 pub(crate) use texts::{TextTools, room_fault, template_config_fault};
 pub use value::{HeadInit, ValueLm, ValueResource};
 
 /// The [role](ModelInfo::role) of a model that samples and scores tokens.
 pub const POLICY: &str = "policy";
-/// The [role](ModelInfo::role) of a model that gives numbers: a critic, a reward model.
+/// The [role](ModelInfo::role) of a model that returns numbers: a critic, a reward model.
 pub const VALUE_MODEL: &str = "value model";
 
-/// A policy with its tokenizer and chat template, as stages find it.
+/// A policy with its tokenizer and chat template, as stages use it.
 pub struct PolicyResource {
     /// The model.
     pub policy: Box<dyn PolicyModel>,
-    /// Its tokenizer, where it has one.
+    /// Its tokenizer, if it has one.
     pub tokenizer: Option<Arc<Tokenizer>>,
-    /// Its chat template, where it has one.
+    /// Its chat template, if it has one.
     pub template: Option<Arc<ChatTemplate>>,
-    /// Why there is no chat template, where one was looked for: none is there, or what is there is broken.
+    /// Why there is no chat template, if one was looked for: it is missing or broken.
     pub no_template: Option<String>,
 }
 
 impl PolicyResource {
-    /// A resource of a model alone; set `tokenizer` and `template` where stages need text.
+    /// A resource with only a model; set `tokenizer` and `template` if stages need text.
     pub fn new(policy: Box<dyn PolicyModel>) -> Self {
         PolicyResource {
             policy,
@@ -76,7 +76,7 @@ impl PolicyResource {
         }
     }
 
-    /// A resource of a model with what turns texts into its tokens.
+    /// A resource of a model with its tokenizer and chat template.
     pub(crate) fn with_texts(policy: Box<dyn PolicyModel>, tools: TextTools) -> Self {
         PolicyResource {
             policy,
@@ -102,8 +102,8 @@ impl PolicyResource {
         }
     }
 
-    /// What turns a response into text while it is sampled, for stop texts: special tokens are written out. `None` without
-    /// a tokenizer.
+    /// The decoder that turns a response into text while it is sampled, for stop texts; it writes special tokens out.
+    /// `None` without a tokenizer.
     pub fn text_decoder(&self) -> Option<TextDecoder> {
         let tokenizer = self.tokenizer.clone()?;
         Some(TextDecoder::new(move |ids| {
@@ -111,8 +111,8 @@ impl PolicyResource {
         }))
     }
 
-    /// Text of a response as rewards see it: special tokens are left out, and so is the first of the texts `stop` with all
-    /// that stands after it; with `include_stop` that text is kept.
+    /// Text of a response as rewards see it: without special tokens, up to the first of the texts `stop`; with
+    /// `include_stop` that text is included.
     pub fn response_text(&self, ids: &[u32], stop: &[String], include_stop: bool) -> String {
         match &self.tokenizer {
             Some(tokenizer) => text_to_stop(
@@ -127,7 +127,7 @@ impl PolicyResource {
     }
 }
 
-/// The resource of a model with weights and an optimiser, `$kind` in what is kept of it; `$model` is its field.
+/// The resource of a model with weights and an optimiser, stored as kind `$kind`; `$model` is its field.
 macro_rules! trained_resource {
     ($resource:ty, $model:ident, $kind:literal) => {
         impl ModelResource for $resource {
@@ -198,7 +198,7 @@ fn snapshot(model: &dyn TrainedModel) -> Snapshot {
     }
 }
 
-/// A snapshot whose version has no hash, since that reads every weight.
+/// A snapshot whose version has no hash, since hashing reads every weight.
 fn quick_snapshot(model: &dyn TrainedModel) -> Snapshot {
     Snapshot {
         version: WeightsVersion {
@@ -271,7 +271,7 @@ pub enum Init {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SaveAs {
-    /// Lossless for what was trained.
+    /// Lossless for trained weights.
     #[default]
     F32,
     /// Half the size.
@@ -299,8 +299,8 @@ pub struct CausalLm {
     /// Type of the weights on the device.
     #[serde(default)]
     pub dtype: WeightsDType,
-    /// Whether training keeps the inputs of layers alone and computes the rest again in the backward pass: a tenth of the
-    /// memory of activations for a fifth more time. On a GPU only.
+    /// Whether training keeps only the inputs of layers and recomputes the rest in the backward pass: a tenth of the
+    /// memory of activations for a fifth more time. Only on a GPU.
     #[serde(default)]
     pub recompute: bool,
     /// How it is trained; absent: the model is frozen.
@@ -387,13 +387,13 @@ fn count_parameters(c: &DecoderConfig) -> u64 {
     c.layers as u64 * (attention + 3 * d * i + norms) + d + head
 }
 
-/// Whether a message says that the memory of a device is used up.
+/// The shortage, if a message says that a device is out of memory.
 fn shortage(message: &str) -> Option<Shortage> {
     let found = verl_models::device::shortage(message)?;
     Some(Shortage { asked: found.asked })
 }
 
-/// What `parameters` parameters and the work of a decoder take.
+/// The memory that `parameters` parameters and the work of a decoder need.
 fn sized(
     config: &DecoderConfig,
     usage: Usage<'_>,
@@ -402,7 +402,7 @@ fn sized(
 ) -> ModelInfo {
     let (taken, dtype) = (footprint(config, usage), usage.dtype);
     let element = dtype.size() as u64;
-    // Two moments in f32, and the weights in f32 where the model has them narrower.
+    // Two moments in f32, and the weights in f32 if the model's are narrower.
     let of_optimizer = 8 + if dtype == DType::F32 { 0 } else { 4 };
     let trained = |bytes: u64| optimizer.map_or(0, |_| bytes * parameters);
     ModelInfo {
@@ -428,7 +428,7 @@ fn sized(
     }
 }
 
-/// Bytes of the folder that a model of `parameters` parameters, loaded from `dir`, is saved into.
+/// Size in bytes of the folder that a model of `parameters` parameters, loaded from `dir`, is saved into.
 fn saved_bytes(dtype: SaveAs, parameters: u64, dir: &Path) -> u64 {
     let element = match dtype {
         SaveAs::F32 => 4,
@@ -437,16 +437,16 @@ fn saved_bytes(dtype: SaveAs, parameters: u64, dir: &Path) -> u64 {
     element * parameters + companion_bytes(dir)
 }
 
-/// Refuses recomputation where it would change nothing.
+/// Refuses recomputation where it is not supported.
 fn check_recompute(
     recompute: bool,
     config: &DecoderConfig,
     device: &str,
 ) -> Result<(), ConfigError> {
-    let lacks = if !verl_models::device::has_bf16(device) {
-        "the CPU keeps what layers computed"
+    let reason = if !verl_models::device::has_bf16(device) {
+        "recomputation is not supported on the CPU"
     } else if !config.halves_are_plain() {
-        "this model's layers have norms of heads or biases that recomputation does not know"
+        "recomputation does not support this model's head norms or biases"
     } else {
         return Ok(());
     };
@@ -455,12 +455,12 @@ fn check_recompute(
     }
     Err(ConfigError::new(
         "recompute",
-        format!("is true, but {lacks}"),
-        "leave it out; a smaller `batch.micro_batch` takes less memory too",
+        format!("is true, but {reason}"),
+        "remove it; a smaller `batch.micro_batch` also saves memory",
     ))
 }
 
-/// A setting that would take less memory, where there is one.
+/// A setting that would save memory, if there is one.
 fn smaller(config: &DecoderConfig, usage: Usage<'_>, trained: bool) -> Option<&'static str> {
     if !verl_models::device::has_bf16(usage.device) {
         None
@@ -491,8 +491,8 @@ fn decoder_config(dir: &Path) -> Result<DecoderConfig, ConfigError> {
         .map_err(|error| path_fault(&error))
 }
 
-/// The architecture of what is loaded from a folder, and what is doubtful about it: weights may have a head of their own
-/// where config.json declares none.
+/// The architecture of the model that is loaded from a folder, and warnings about it: the weights may have a separate
+/// head although config.json declares none.
 fn loaded_config(dir: &Path, init: Init) -> Result<(DecoderConfig, Vec<ConfigError>), ConfigError> {
     let declared = decoder_config(dir)?;
     if init == Init::Random || !declared.tied_head {
@@ -503,20 +503,20 @@ fn loaded_config(dir: &Path, init: Init) -> Result<(DecoderConfig, Vec<ConfigErr
     if stored.tied_head {
         return Ok((stored, Vec::new()));
     }
-    let doubt = ConfigError::new(
+    let warning = ConfigError::new(
         "path",
         format!(
-            "is `{}`, whose config.json has `tie_word_embeddings` true, but whose lm_head.weight is not the embedding; \
-             the head is kept, and trained and saved on its own",
+            "is `{}`, whose config.json sets `tie_word_embeddings` to true, but whose lm_head.weight is not the embedding; \
+             the head is kept, and trained and saved separately",
             dir.display()
         ),
         "set `tie_word_embeddings` to false in that config.json; or, to use the embedding as the head, remove \
          lm_head.weight from the weights",
     );
-    Ok((stored, vec![doubt]))
+    Ok((stored, vec![warning]))
 }
 
-/// Refuses a folder that would not load, as far as the headers of its files tell.
+/// Refuses a folder that would not load, as far as the headers of its files show.
 fn check_weights(dir: &Path, config: &DecoderConfig, init: Init) -> Result<(), ConfigError> {
     match init {
         Init::Random => Ok(()),
@@ -525,11 +525,11 @@ fn check_weights(dir: &Path, config: &DecoderConfig, init: Init) -> Result<(), C
 }
 
 fn path_fault(error: &LoadError) -> ConfigError {
-    let help = "give the folder of a Llama, SmolLM2, Qwen2, Qwen2.5 or Qwen3 model with config.json, model.safetensors and tokenizer.json";
+    let help = "set it to the folder of a Llama, SmolLM2, Qwen2, Qwen2.5 or Qwen3 model with config.json, model.safetensors and tokenizer.json";
     ConfigError::new("path", format!("cannot be used: {error}"), help)
 }
 
-/// Settings of an optimiser that make no sense.
+/// Refuses invalid settings of an optimiser.
 fn check_optimizer(optimizer: Option<&OptimizerConfig>) -> Result<(), Vec<ConfigError>> {
     let Some(Err(error)) = optimizer.map(OptimizerConfig::validate) else {
         return Ok(());
@@ -537,11 +537,11 @@ fn check_optimizer(optimizer: Option<&OptimizerConfig>) -> Result<(), Vec<Config
     Err(vec![ConfigError::new(
         format!("optimizer.{}", error.setting),
         format!("is {}", error.value),
-        format!("it must be {}", error.expected),
+        format!("use a value {}", error.expected),
     )])
 }
 
-/// The kernels of all decoders and of what is on top of them.
+/// The kernels of all decoders and their heads.
 fn decoder_kernels() -> CpuKernels {
     CpuKernels {
         registers: Some(registers::used().name().to_owned()),
@@ -557,7 +557,7 @@ impl ModelConfig for CausalLm {
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         let dir = self.folder(context);
         let loaded = loaded_config(&dir, self.init);
-        let (config, head_doubts) = loaded.map_err(|error| vec![error])?;
+        let (config, head_warnings) = loaded.map_err(|error| vec![error])?;
         check_optimizer(self.optimizer.as_ref())?;
         check_weights(&dir, &config, self.init).map_err(|error| vec![error])?;
         let device = &context.device;
@@ -577,8 +577,8 @@ impl ModelConfig for CausalLm {
             saved_bytes: saved_bytes(self.save_as, parameters, &dir),
             ..sized(&config, usage, parameters, optimizer)
         };
-        info.doubts.extend(head_doubts);
-        look_at_texts(&mut info, &dir, Some(config.vocab_size)).map_err(|error| vec![error])?;
+        info.doubts.extend(head_warnings);
+        describe_texts(&mut info, &dir, Some(config.vocab_size)).map_err(|error| vec![error])?;
         Ok(info)
     }
 
@@ -622,7 +622,7 @@ impl ModelConfig for CausalLm {
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let dir = self.folder(context);
         let decoder = self.decoder(&dir, device, context.seed)?;
-        let tools = texts(&dir, &decoder.config)?;
+        let tools = load_texts(&dir, &decoder.config)?;
         let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
         let policy = Policy::new(decoder, optimizer).map_err(failed)?;
         Ok(Box::new(PolicyResource::with_texts(

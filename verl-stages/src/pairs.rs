@@ -1,7 +1,7 @@
 //! Stage `pairs`: each row with a chosen and a rejected answer becomes two neighbouring responses to one prompt.
 //!
-//! Row 2i is the chosen and row 2i + 1 the rejected answer of pair i, both with the group of their prompt, so that what
-//! scores responses works on them unchanged. The rows are also labelled, so that losses of single answers can learn
+//! Row 2i is the chosen and row 2i + 1 the rejected answer of pair i, both in the group of their prompt, so that stages
+//! that score responses work on them unchanged. The rows are also labelled, so that losses on single answers can learn
 //! from pairs.
 
 use schemars::JsonSchema;

@@ -1,21 +1,21 @@
-//! Stage `preferences`: the source of a pipeline that learns from judged answers; rows of a data set as a prompt with a
-//! chosen and a rejected answer, or as a prompt with one answer that is good or bad.
+//! Stage `preferences`: the source of a pipeline that learns from judged answers. A row of a data set becomes a prompt
+//! with a chosen and a rejected answer, or a prompt with one answer that is good or bad.
 //!
 //! | form | columns | writes | next |
 //! |---|---|---|---|
-//! | pairs | `prompt`, `chosen`, `rejected` | both answers, one row a pair | [`pairs`](crate::pairs), `batch.samples = 2` |
-//! | single answers, where `labels` is set | `prompt`, `response`, `labels` | `responses`, `desirable` | any stage on responses, `batch.samples = 1` |
+//! | pairs | `prompt`, `chosen`, `rejected` | both answers, one row per pair | [`pairs`](crate::pairs), `batch.samples = 2` |
+//! | single answers, if `labels` is set | `prompt`, `response`, `labels` | `responses`, `desirable` | any stage on responses, `batch.samples = 1` |
 //!
-//! A source makes one row a prompt, and the batch arithmetic counts `batch.samples` rows of each from there on. So this
-//! stage reads and checks the data, and [`pairs`](crate::pairs) makes two samples of each row, as `generate` makes
-//! several: from there on a pair is two responses to one prompt, which every stage on responses understands.
+//! A source emits one row per prompt; later stages have `batch.samples` rows per prompt. So this stage reads and checks
+//! the data, and [`pairs`](crate::pairs) expands each row into two samples, as `generate` expands a prompt into several.
+//! After that, a pair is two responses to one prompt, which every stage on responses can handle.
 //!
 //! Prompts are written as [`prompts`](crate::prompts) does, and drawn in the same order. An answer is a text, or a
-//! conversation whose last message is the assistant's; what stands before it must then be the prompt, so an answer is one
-//! turn. Its tokens are what the chat template writes of it behind the prompt, up to the token that ends the turn, as
-//! `prompts` writes targets; all of them count, whatever the template marks by `{% generation %}`. Where the prompt's tokens
-//! are not the first ones of a finished conversation, the row's prompt is what its finished conversations share before their
-//! answers, and a warning tells it once.
+//! conversation whose last message is the assistant's; the messages before it must be the prompt, so an answer is one
+//! turn. Its tokens are what the chat template writes after the prompt, up to the token that ends the turn, as `prompts`
+//! writes targets. All of them count, whatever the template marks with `{% generation %}`. If the tokens of the prompt are
+//! not a prefix of a finished conversation, the row's prompt is what its finished conversations share before their answers,
+//! and a warning reports this once.
 
 mod judged;
 
@@ -45,17 +45,17 @@ pub(crate) use judged::Judged;
 metrics! {
     CHOSEN_LENGTH: "preference/chosen_length", "tokens", "mean number of tokens of a chosen answer, end-of-sequence included";
     REJECTED_LENGTH: "preference/rejected_length", "tokens", "mean number of tokens of a rejected answer, end-of-sequence included";
-    DESIRABLE_SHARE: "preference/desirable_share", "share", "share of single answers that are to be learnt";
+    DESIRABLE_SHARE: "preference/desirable_share", "share", "share of single answers that are labelled as good";
 }
 
-/// What becomes of a pair whose two answers are the same tokens.
+/// What to do with a pair whose two answers have the same tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnEqual {
-    /// The run ends and tells the row.
+    /// The run stops and reports the row.
     #[default]
     Error,
-    /// A warning tells the row, and the pair is kept; it teaches nothing.
+    /// The row is reported in a warning, and the pair is kept, although it teaches nothing.
     Warn,
 }
 
@@ -63,8 +63,8 @@ pub enum OnEqual {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct PreferenceFormat {
-    /// Column with the prompt: a text, which is the only message of the user, or a conversation (a list of objects with
-    /// `role` and `content`). Empty: the answers are whole conversations that hold it.
+    /// Column with the prompt: a text, used as a single user message, or a conversation (a list of objects with `role` and
+    /// `content`). Empty: the answers are complete conversations that contain it.
     pub prompt: String,
     /// Column with the answer that is preferred.
     pub chosen: String,
@@ -72,29 +72,29 @@ pub struct PreferenceFormat {
     pub rejected: String,
     /// Column that says by how much the chosen answer is better (reward), for losses with a margin; absent: none.
     pub margins: Option<String>,
-    /// Column that says whether an answer is good: true or false, 1 or 0. Named, it makes rows of single answers.
+    /// Column that says whether an answer is good: true or false, 1 or 0. If set, rows have single answers.
     pub labels: Option<String>,
-    /// Column with the answer, where `labels` is named.
+    /// Column with the answer, if `labels` is set.
     pub response: String,
     /// System message before the conversation.
     pub system: Option<String>,
     /// How messages become text.
     pub template: Template,
-    /// Further variables of the chat template, such as `enable_thinking`.
+    /// Additional variables of the chat template, such as `enable_thinking`.
     pub template_variables: Map<String, Value>,
-    /// Column with the tools of a row's conversation, a list of objects or its JSON text, which the template gets as
-    /// `tools`; empty: none is read. They go before those of `template_variables`.
+    /// Column with the tools of a row's conversation, a list of objects or its JSON text, passed to the template as `tools`.
+    /// They take precedence over those of `template_variables`. Empty: no column is read.
     pub tools: String,
-    /// Column with further variables of the template for the row alone, an object or its JSON text; they go before
-    /// `template_variables`. Empty: none is read.
+    /// Column with template variables of the row, an object or its JSON text; they take precedence over
+    /// `template_variables`. Empty: no column is read.
     pub row_variables: String,
-    /// Longest prompt (tokens); the model's context when absent.
+    /// Longest prompt (tokens); one less than the model's context when absent.
     pub max_prompt_tokens: Option<usize>,
-    /// Longest answer, end-of-sequence included (tokens); what the prompt leaves of the model's context when absent.
+    /// Longest answer, end-of-sequence included (tokens); the rest of the model's context after the prompt when absent.
     pub max_response_tokens: Option<usize>,
-    /// What becomes of rows whose prompt or answer is too long.
+    /// What to do with rows whose prompt or answer is too long.
     pub on_long: OnLong,
-    /// What becomes of a pair whose answers are the same.
+    /// What to do with a pair whose answers are the same.
     pub on_equal: OnEqual,
 }
 
@@ -122,7 +122,7 @@ impl Default for PreferenceFormat {
 }
 
 impl PreferenceFormat {
-    /// How prompts are written; which columns hold them is said here.
+    /// How prompts are written; their columns are settings of this format.
     fn prompts(&self) -> PromptFormat {
         PromptFormat {
             answer: String::new(),
@@ -137,7 +137,7 @@ impl PreferenceFormat {
         }
     }
 
-    /// Columns of the answers, with what each answer is called.
+    /// Name and column of each answer.
     fn answers(&self) -> Vec<(&'static str, &str)> {
         match self.labels {
             Some(_) => vec![("response", &self.response)],
@@ -145,7 +145,7 @@ impl PreferenceFormat {
         }
     }
 
-    /// What is wrong with the settings.
+    /// Settings that are missing or contradict each other.
     pub(crate) fn faults(&self) -> Vec<ConfigError> {
         let mut faults = self.prompts().faults();
         let more = [("labels", &self.labels), ("margins", &self.margins)];
@@ -153,22 +153,22 @@ impl PreferenceFormat {
         let more = more.filter_map(|(setting, column)| Some((setting, column.as_deref()?)));
         for (setting, column) in self.answers().into_iter().chain(more) {
             if column.is_empty() {
-                let help = "name the column of the data set";
-                faults.push(ConfigError::new(setting, "names no column", help));
+                let help = "set it to a column of the data set";
+                faults.push(ConfigError::new(setting, "is empty", help));
             }
         }
         if self.labels.is_some() && self.margins.is_some() {
             faults.push(ConfigError::new(
                 "margins",
-                "is set together with `labels`, but a single answer is better than none by any margin",
-                "leave out one of them",
+                "is set together with `labels`, but a single answer has no margin",
+                "remove one of them",
             ));
         }
         if self.labels.is_none() && self.chosen == self.rejected {
             faults.push(ConfigError::new(
                 "rejected",
-                format!("is `{}`, as `chosen` is", self.rejected),
-                "name the column of the answer that is not preferred",
+                format!("is `{}`, the same column as `chosen`", self.rejected),
+                "set it to the column of the answer that is not preferred",
             ));
         }
         if self.max_response_tokens == Some(0) {
@@ -181,10 +181,11 @@ impl PreferenceFormat {
         faults
     }
 
-    /// Opens `data` with what turns it into the tokens of `model`, without the rows that are to be dropped.
+    /// Opens `data` with the tokenizer and chat template of `model`, and drops the rows that are too long if `on_long` says
+    /// so.
     ///
     /// # Errors
-    /// What [`Source::open`] refuses; a data set of which nothing is left.
+    /// Those of [`Source::open`]; rows that cannot be used; a data set with no rows left.
     pub(crate) fn open(
         &self,
         context: &mut StartContext<'_>,
@@ -199,7 +200,7 @@ impl PreferenceFormat {
         Ok(source)
     }
 
-    /// What is to be known of a row before the first step.
+    /// Encodes a row before the first step, with what is too long in it and its notes.
     fn show(&self, source: &Source, row: usize) -> Result<Shown, DataError> {
         let prompts = self.prompts();
         let judged = Judged::encode(self, &prompts, source, row)?;
@@ -217,7 +218,7 @@ impl PreferenceFormat {
             notes: judged.notes.clone(),
             long,
         };
-        // What is to be left out need not differ, and what is to be cut has to behind it.
+        // The answers of a row that is dropped need not differ; those of a truncated row must differ after truncation.
         if shown.long.is_none() || self.on_long == OnLong::Truncate {
             shown.notes = judged.fit(self, &prompts, source, row)?.notes;
         }
@@ -225,7 +226,7 @@ impl PreferenceFormat {
         Ok(shown)
     }
 
-    /// The rows of `data` for a look before a run.
+    /// Previews of the rows of `data`, before a run.
     pub(crate) fn preview(
         &self,
         context: PreviewContext<'_>,
@@ -258,9 +259,9 @@ pub struct Preferences {
     pub data: String,
     /// Model whose tokenizer and chat template are used.
     pub model: String,
-    /// Whether rows come in a new order in each epoch; otherwise as the data set has them.
+    /// Whether rows are shuffled anew in each epoch; otherwise they keep the order of the data set.
     pub shuffle: bool,
-    /// How a row becomes a prompt with judged answers; in a pipeline file its settings stand beside the others.
+    /// How a row becomes a prompt with judged answers; in a pipeline file its settings are next to the others.
     #[serde(flatten)]
     pub format: PreferenceFormat,
 }

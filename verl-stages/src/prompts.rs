@@ -1,32 +1,32 @@
-//! Stage `prompts`: the source of a pipeline; rows of a data set as prompt tokens.
+//! Stage `prompts`: the source of a pipeline. It turns rows of a data set into prompt tokens.
 //!
-//! Rows are drawn from an endless sequence of epochs, each of which is a permutation of the data set that depends on
-//! the run's seed and the epoch's number alone. Step k of P prompts uses draws (k − 1)·P to k·P of that sequence, so
-//! resuming and replaying a run need no state, and a step may straddle two epochs.
+//! Rows are drawn from an endless sequence of epochs, each a permutation of the data set that depends only on the run's
+//! seed and the epoch's number. Step k of P prompts uses draws (k − 1)·P to k·P of that sequence, so resuming and
+//! replaying a run need no state, and a step may span two epochs.
 //!
 //! # What is trained
 //!
-//! With `with_targets` a row is an example to imitate. The chat template writes the whole conversation, question and answer,
-//! and the text becomes tokens as a whole; the target is what stands behind the prompt's tokens, up to the token that ends
-//! the turn, by which generation stops. What the template writes behind that token, such as a line end, is not trained. So
-//! blanks that the template trims are not trained, and what only a finished turn has (an empty `<think>` block) is. Where
-//! the template ends a turn without such a token, the tokenizer's is added, and a warning tells it; an answer that ends with
-//! one already gets no second. Where the tokens of the prompt are not the first ones of the finished conversation (templates
-//! whose prompt opens a `<think>` block, blanks that become one token over the border), the row's prompt is what the
-//! finished text has before the answer, and a warning tells both texts once. With `template = "none"` question and answer
-//! are one text in the same way. See [`verl_models::targets`].
+//! With `with_targets` a row is an example to imitate. The chat template writes the complete conversation, question and
+//! answer, and its text is tokenised in one piece. The target is what follows the prompt's tokens, up to the token that ends
+//! the turn and stops generation. What the template writes after that token, such as a newline, is not trained. So
+//! whitespace that the template trims is not trained, and what only a finished turn has (an empty `<think>` block) is. If
+//! the template ends a turn without such a token, the tokenizer's is added, with a warning; an answer that already ends with
+//! one gets no second. If the tokens of the prompt are not a prefix of the finished conversation (templates whose prompt
+//! opens a `<think>` block, whitespace that merges into one token across the boundary), the row's prompt is what the
+//! finished text has before the answer, and a warning shows both texts once. With `template = "none"`, question and answer
+//! are one text, handled in the same way. See [`verl_models::targets`].
 //!
-//! The answer is the text of the column `answer`, or the last message of a conversation that ends with the assistant's, with
-//! the calls of tools that it makes. `train_on = "all"` trains every turn of the assistant: tokens between them are part of
-//! the target, and `target_kinds` tells which are trained. A template that marks text by `{% generation %}` says itself what
-//! is trained: of the tokens behind the prompt those that hold marked text, and no others.
+//! The answer is the text of the column `answer`, or the last message of a conversation that ends with the assistant's,
+//! including its tool calls. `train_on = "all"` trains every assistant turn: the tokens between them are part of the
+//! target, and `target_kinds` says which are trained. If a template marks text with `{% generation %}`, the marks decide
+//! what is trained: of the tokens after the prompt, exactly those that contain marked text.
 //!
 //! # Waves
 //!
-//! Where a filter asks for further waves, wave w of the step uses the same draws moved on by a part of the epoch: ½, ¼,
-//! ¾, ⅛, … of it (van der Corput's sequence), wrapping around. So the first wave is what it is without a refill, a wave
-//! does not depend on how many there may be, and no row comes twice in a step as long as the epoch has room: W waves
-//! of P prompts with P ≤ ⌊rows / W⌋, W rounded up to a power of two.
+//! If a filter requests more waves, wave w of the step uses the same draws, offset by a part of the epoch: ½, ¼, ¾, ⅛, …
+//! of it (van der Corput's sequence), wrapping around. So the first wave is the same with or without a refill, a wave does
+//! not depend on the number of waves, and no row repeats within a step as long as the epoch has room: W waves of P prompts
+//! with P ≤ ⌊rows / W⌋, W rounded up to a power of two.
 
 mod encode;
 mod format;
@@ -49,13 +49,13 @@ use verl_pipe::stage::{
 
 use crate::model::{room_fault, template_config_fault};
 pub use encode::{EncodedExample, EncodedPrompt};
-pub(crate) use encode::{Long, messages_without_template, refused};
-pub(crate) use format::{Asked, Row, role};
+pub(crate) use encode::{TooLong, messages_without_template, refused};
+pub(crate) use format::{PromptInput, Row, role};
 pub use format::{OnLong, PromptFormat, Template, TrainOn};
 pub(crate) use notes::RowNote;
 pub(crate) use preview::{Looks, Shown, preview, text_bytes};
 pub(crate) use source::{Source, declared_faults};
-pub(crate) use survey::Surveyed;
+pub(crate) use survey::SurveyedRow;
 
 /// Mean prompt length of the step.
 pub const PROMPT_LENGTH: Metric = Metric {
@@ -73,9 +73,9 @@ pub struct Prompts {
     pub data: String,
     /// Model whose tokenizer and chat template are used.
     pub model: String,
-    /// Column with the question, a text: the only message of the user.
+    /// Column with the question, a text, used as a single user message.
     pub question: String,
-    /// Column with a whole conversation instead (a list of objects with `role` and `content`), where it is named. With
+    /// Column with a complete conversation (a list of objects with `role` and `content`), used instead of `question`. With
     /// `with_targets` it may end with the assistant's answer.
     pub messages: Option<String>,
     /// Column with the reference answer, a text or number; empty: rows have none, and `answers` is not written. Rows whose
@@ -85,25 +85,25 @@ pub struct Prompts {
     pub system: Option<String>,
     /// How messages become text.
     pub template: Template,
-    /// Further variables of the chat template, such as `enable_thinking`.
+    /// Additional variables of the chat template, such as `enable_thinking`.
     pub template_variables: Map<String, Value>,
-    /// Column with the tools of a row's conversation, a list of objects or its JSON text, which the template gets as
-    /// `tools`; empty: none is read. Rows without it, or with null there, have no tools but those of
-    /// `template_variables`; where both are there, the row's go before.
+    /// Column with the tools of a row's conversation, a list of objects or its JSON text, passed to the template as `tools`.
+    /// They take precedence over those of `template_variables`, which apply to rows where the column is missing or null.
+    /// Empty: no column is read.
     pub tools: String,
-    /// Column with further variables of the template for the row alone, an object or its JSON text; they go before
-    /// `template_variables`. Empty: none is read.
+    /// Column with template variables of the row, an object or its JSON text; they take precedence over
+    /// `template_variables`. Empty: no column is read.
     pub row_variables: String,
     /// Longest prompt (tokens); one less than the model's context when absent.
     pub max_prompt_tokens: Option<usize>,
-    /// What becomes of rows that are too long.
+    /// What to do with rows that are too long.
     pub on_long: OnLong,
-    /// Whether to write what is imitated behind the prompt as `targets`, for supervised training: what the template writes
-    /// of the answer, up to the token that ends the turn.
+    /// Whether to write `targets`, for supervised training: what the template writes after the prompt, up to the token that
+    /// ends the turn.
     pub with_targets: bool,
-    /// Which turns of the assistant are trained, with `with_targets`; `all` is for conversations.
+    /// Which assistant turns are trained, with `with_targets`; `all` requires conversations.
     pub train_on: TrainOn,
-    /// Whether rows come in a new order in each epoch; otherwise as the data set has them.
+    /// Whether rows are shuffled anew in each epoch; otherwise they keep the order of the data set.
     pub shuffle: bool,
 }
 
@@ -131,7 +131,7 @@ impl Default for Prompts {
 }
 
 impl Prompts {
-    /// The part that says how a row becomes a prompt; an evaluation that is to ask in the same way takes it too.
+    /// The settings that define how a row becomes a prompt; an evaluation with the same prompts uses them too.
     pub fn format(&self) -> PromptFormat {
         PromptFormat {
             question: self.question.clone(),
@@ -171,15 +171,15 @@ impl StageConfig for Prompts {
         if self.with_targets && self.answer.is_empty() && self.messages.is_none() {
             faults.push(ConfigError::new(
                 "with_targets",
-                "needs answers, but neither `answer` nor `messages` names a column",
-                "name the column that holds the answer, or conversations that end with it",
+                "requires answers, but neither `answer` nor `messages` is set",
+                "set `answer` to the column with the answer, or `messages` to conversations that end with it",
             ));
         }
         if self.train_on == TrainOn::All && !(self.with_targets && self.messages.is_some()) {
             faults.push(ConfigError::new(
                 "train_on",
-                "is \"all\", which is for the turns of conversations that are trained on",
-                "set `with_targets = true`, and name the column of conversations in `messages`",
+                "is \"all\", which requires conversations with targets",
+                "set `with_targets = true`, and set `messages` to the column of conversations",
             ));
         }
         if !faults.is_empty() {
@@ -275,7 +275,7 @@ impl Stage for PromptStage {
 }
 
 impl Prompts {
-    /// A row as it is, with what is imitated of it where that is wanted.
+    /// Encodes a row without applying limits, with its target if targets are written.
     fn encode(
         &self,
         format: &PromptFormat,
@@ -294,7 +294,7 @@ impl Prompts {
         })
     }
 
-    /// A row with what is to be known of it.
+    /// Encodes a row, with what is too long in it and its notes.
     fn show(&self, format: &PromptFormat, source: &Source, row: usize) -> Result<Shown, DataError> {
         let example = self.encode(format, source, row)?;
         let answer = (!self.answer.is_empty()).then(|| example.prompt.answer.clone());
@@ -310,7 +310,7 @@ impl Prompts {
 }
 
 impl PromptStage {
-    /// The rows of the step and wave at hand.
+    /// The rows of the current step and wave.
     fn write(
         &self,
         source: &mut Source,

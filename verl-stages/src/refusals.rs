@@ -1,4 +1,4 @@
-//! What a model refuses, as errors that name the sample: a model counts the rows and requests of a call alone.
+//! Errors of models, rewritten to name the sample: a model knows only the row and request numbers within a call.
 
 use std::fmt::Display;
 
@@ -7,7 +7,7 @@ use verl_models::rollout::engine::RolloutError;
 use verl_pipe::batch::RowId;
 use verl_pipe::stage::StageError;
 
-/// What a rollout refuses, where it was asked for `samples` responses to each row of `ids`.
+/// The error of a rollout that was asked for `samples` responses to each row of `ids`, with the sample named.
 pub(crate) fn refused_request(error: RolloutError, ids: &[RowId], samples: usize) -> StageError {
     let request = match &error {
         RolloutError::TooLong { request, .. }
@@ -30,7 +30,7 @@ pub(crate) fn refused_request(error: RolloutError, ids: &[RowId], samples: usize
     }
 }
 
-/// What a model refuses of the rows of `ids`.
+/// The error of a model call on the rows of `ids`, with the sample named.
 pub(crate) fn refused_row(error: ModelError, ids: &[RowId]) -> StageError {
     let row = match &error {
         ModelError::TooLong { row, .. }
@@ -45,7 +45,7 @@ pub(crate) fn refused_row(error: ModelError, ids: &[RowId]) -> StageError {
     }
 }
 
-/// An error that begins with `word` and a number, which the sample and its row of the data set take the place of.
+/// Replaces the `word` and number at the start of an error by the sample and its row of the data set.
 fn of_row(
     error: &impl Display,
     (word, number): (&str, usize),
@@ -71,8 +71,8 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_named_as_its_own_sample() {
-        // The verification's: four samples to a prompt, the fault in the last one of the second.
+    fn an_error_of_a_request_names_its_sample() {
+        // Four samples per prompt; the error is in the last sample of the second prompt.
         let error = RolloutError::NonFinite {
             request: 7,
             tokens: 2,
@@ -81,7 +81,7 @@ mod tests {
             refused_request(error, &ids(), 4).to_string(),
             "sample 0.89#3 (row 90 of the data set): logits are not finite after 2 tokens"
         );
-        // One response to each row, which may be a sample itself.
+        // One response per row; the row may itself be a sample.
         let error = RolloutError::EmptyPrompt { request: 2 };
         let samples: Vec<RowId> = ids().iter().map(|id| id.sample(5).unwrap()).collect();
         assert_eq!(
@@ -96,12 +96,12 @@ mod tests {
         assert!(
             refused_request(error, &ids(), 4)
                 .to_string()
-                .starts_with("request 99 holds")
+                .starts_with("request 99 contains")
         );
     }
 
     #[test]
-    fn a_row_of_a_call_is_named_as_its_sample() {
+    fn an_error_of_a_row_names_its_sample() {
         let error = ModelError::TokenId {
             row: 1,
             id: 100_000,
@@ -109,7 +109,7 @@ mod tests {
         };
         assert_eq!(
             refused_row(error, &ids()).to_string(),
-            "sample 0.89#0 (row 90 of the data set): holds token id 100000, but the vocabulary ends at 512"
+            "sample 0.89#0 (row 90 of the data set): contains token id 100000, but the vocabulary ends at 512"
         );
         assert_eq!(
             refused_row(ModelError::Frozen, &ids()).to_string(),

@@ -1,10 +1,10 @@
-//! Stage `scale_rewards`: takes the mean off rewards, divides them by a deviation, and keeps them within bounds.
+//! Stage `scale_rewards`: centres rewards, divides them by a standard deviation, and clips them.
 //!
-//! It writes `scaled_rewards`, which `advantages` reads under `rename = { rewards = "scaled_rewards" }`, so that a filter
-//! of groups and the metrics can still look at what was scored. A row without a reward stays without.
+//! It writes `scaled_rewards`, which `advantages` reads with `rename = { rewards = "scaled_rewards" }`, so that group
+//! filters and metrics still see the original scores. A row without a reward stays without one.
 //!
 //! # Differences
-//! TRL and trlX add a machine epsilon to the deviation; here equal rewards stay what they are.
+//! TRL and trlX add a machine epsilon to the deviation; here rewards are not divided by a deviation of 0.
 //!
 //! # Source
 //! trlX `scale_reward` and `cliprange_reward`; TRL's first PPO. OpenRLHF clips at ±10.
@@ -23,29 +23,29 @@ use verl_pipe::stage::{
 use crate::settings::metrics;
 use crate::state::{recalled, restored, snapshot, stored};
 
-/// Rewards over a deviation, within bounds.
+/// Rewards divided by a standard deviation and clipped.
 pub const SCALED_REWARDS: Key<Scalar<f32>> = Key::new(
     "scaled_rewards",
     "[B]",
     "reward",
-    "one reward a response, scaled and within bounds; null where it could not be scored",
+    "one reward per response, scaled and clipped; null where it could not be scored",
 )
 .nullable()
 .finite();
 
 metrics! {
-    CLIPPED: "scale_rewards/clipped_share", "share", "share of the scored responses whose reward lies at a bound";
-    DEVIATION: "scale_rewards/running_std", "reward", "deviation of all rewards seen so far";
+    CLIPPED: "scale_rewards/clipped_share", "share", "share of the scored responses whose reward is at the clip bound";
+    DEVIATION: "scale_rewards/running_std", "reward", "standard deviation of all rewards seen so far";
 }
 
-/// Whose deviation rewards are divided by.
+/// The standard deviation that rewards are divided by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Scale {
-    /// None: they are not divided.
+    /// None: rewards are not divided.
     #[default]
     None,
-    /// That of the step.
+    /// That of the step's rewards.
     Batch,
     /// That of all rewards of the run so far.
     Running,
@@ -53,19 +53,19 @@ pub enum Scale {
     Reference,
 }
 
-/// Settings of stage `scale_rewards`; without any it writes the rewards as they are.
+/// Settings of stage `scale_rewards`; the defaults leave rewards unchanged.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ScaleRewards {
-    /// Whose deviation rewards are divided by: `none`, `batch`, `running`, `reference`.
+    /// The standard deviation that rewards are divided by: `none`, `batch`, `running`, `reference`.
     pub scale: Scale,
-    /// Whether the mean of the same rewards is taken off.
+    /// Whether the mean of the same rewards is subtracted.
     pub centre: bool,
-    /// Rewards end up within ± this (reward, after scaling); none when absent.
+    /// Rewards are clipped to ± this (reward, after scaling); not clipped when absent.
     pub clip: Option<f64>,
     /// Mean of the reference (reward); 0 when absent.
     pub reference_mean: Option<f64>,
-    /// Deviation of the reference (reward).
+    /// Standard deviation of the reference (reward).
     pub reference_std: Option<f64>,
 }
 
@@ -75,7 +75,7 @@ impl ScaleRewards {
         let positive = |value: f64| value > 0.0 && value.is_finite();
         if let Some(clip) = self.clip.filter(|clip| !positive(*clip)) {
             let help =
-                "set it to the largest reward that is wanted, for example 10, or leave it out";
+                "set it to the largest reward to keep, for example 10, or leave it out";
             faults.push(ConfigError::new("clip", format!("is {clip}"), help));
         }
         let is_reference = self.scale == Scale::Reference;
@@ -96,7 +96,7 @@ impl ScaleRewards {
             faults.push(ConfigError::new(
                 "reference_std",
                 "is not a number above 0, but `scale` is `reference`",
-                "set it to the deviation of the rewards that are the reference",
+                "set it to the standard deviation of the reference rewards",
             ));
         }
         faults
@@ -105,7 +105,7 @@ impl ScaleRewards {
 
 impl StageConfig for ScaleRewards {
     const KIND: &'static str = "scale_rewards";
-    const SUMMARY: &'static str = "rewards over a deviation, within bounds";
+    const SUMMARY: &'static str = "rewards divided by a standard deviation and clipped";
 
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let faults = self.faults();
@@ -136,7 +136,7 @@ impl Stage for ScaleRewardsStage {
     fn spec(&self) -> StageSpec {
         let spec = StageSpec::new()
             .reads(REWARDS)
-            // For its rows alone: behind a filter of groups, those that were dropped are not counted.
+            // Read only for its rows: after a group filter, dropped rows do not count.
             .reads_optional(GROUP_MEANS)
             .writes(SCALED_REWARDS)
             .cardinality(Cardinality::Batch);
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_seen_is_state() {
+    fn the_running_deviation_is_state() {
         let config = ScaleRewards {
             scale: Scale::Running,
             ..ScaleRewards::default()
@@ -251,15 +251,15 @@ mod tests {
     }
 
     #[test]
-    fn senseless_settings_are_told() {
-        let told = |config: ScaleRewards| -> Vec<String> {
+    fn contradictory_settings_are_refused() {
+        let refused = |config: ScaleRewards| -> Vec<String> {
             let faults = config.build(&BuildContext::default()).err();
             let faults = faults.unwrap_or_default().into_iter();
             faults.map(|fault| fault.setting).collect()
         };
         let base = ScaleRewards::default;
         assert_eq!(
-            told(ScaleRewards {
+            refused(ScaleRewards {
                 clip: Some(0.0),
                 reference_std: Some(1.0),
                 ..base()
@@ -267,7 +267,7 @@ mod tests {
             ["clip", "reference_std"]
         );
         assert_eq!(
-            told(ScaleRewards {
+            refused(ScaleRewards {
                 scale: Scale::Reference,
                 ..base()
             }),

@@ -15,7 +15,7 @@ use verl_models::tokenizer::Tokenizer;
 
 use crate::model::PolicyResource;
 
-/// Says `script` as far as stop rules, limits and a context of `context` tokens let it.
+/// Answers with `script` up to a stop rule, a limit, or the end of a context of `context` tokens.
 pub(crate) struct Scripted {
     pub script: Vec<u32>,
     pub context: usize,

@@ -1,4 +1,4 @@
-//! Settings of a wrong type, and settings that go by the name they have elsewhere, are told in a user's words.
+//! Errors about settings of a wrong type, and about settings named as in other trainers, use a user's words.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use verl_pipe::schema::pipeline_schema;
 
 use super::register;
 
-/// Values one of which is of the wrong type wherever it stands.
+/// Values of which at least one has the wrong type for any setting.
 fn wrong() -> Vec<Value> {
     vec![
         json!("x"),
@@ -28,7 +28,7 @@ fn wrong() -> Vec<Value> {
     ]
 }
 
-/// Every wrong value for what `schema` describes, and tables and lists that hold one.
+/// Every wrong value for what `schema` describes, and tables and lists that contain one.
 fn cases(schema: &Value, root: &Value, depth: usize) -> Vec<Value> {
     let mut all = wrong();
     if depth == 0 {
@@ -61,7 +61,7 @@ fn cases(schema: &Value, root: &Value, depth: usize) -> Vec<Value> {
     all
 }
 
-/// Words of the deserialiser and of Rust, which say nothing to a user.
+/// Words of the deserialiser and of Rust, which mean nothing to a user.
 const JARGON: [&str; 24] = [
     "expected",
     "invalid",
@@ -92,7 +92,7 @@ const JARGON: [&str; 24] = [
 /// The words of the deserialiser in a finding.
 fn jargon(finding: &Diagnostic) -> Vec<&'static str> {
     let text = format!("{}\n{}", finding.what, finding.why);
-    // Between backticks stand names and values of the file.
+    // Names and values of the file are between backticks.
     let plain: Vec<&str> = text.split('`').step_by(2).collect();
     let plain = plain.join(" ");
     let words: Vec<&str> = plain
@@ -112,7 +112,7 @@ fn findings(document: &Value, registry: &Registry) -> Vec<Diagnostic> {
 }
 
 #[test]
-fn no_setting_of_any_kind_is_told_in_the_words_of_the_deserialiser() {
+fn no_error_about_a_setting_uses_the_words_of_the_deserialiser() {
     let registry = register(Registry::new());
     let schema = pipeline_schema(&registry);
     let mut documents = Vec::new();
@@ -145,18 +145,18 @@ fn no_setting_of_any_kind_is_told_in_the_words_of_the_deserialiser() {
         }
     }
     assert!(documents.len() > 10_000, "{}", documents.len());
-    let (mut told, mut refused) = (Vec::new(), 0);
+    let (mut unclear, mut refused) = (Vec::new(), 0);
     for document in &documents {
         let found = findings(document, &registry);
         refused += usize::from(!found.is_empty());
         for finding in found {
             let words = jargon(&finding);
-            if !words.is_empty() && told.len() < 20 {
-                told.push(format!("{document}: {words:?}\n{finding}"));
+            if !words.is_empty() && unclear.len() < 20 {
+                unclear.push(format!("{document}: {words:?}\n{finding}"));
             }
         }
     }
-    assert!(told.is_empty(), "{}", told.join("\n\n"));
+    assert!(unclear.is_empty(), "{}", unclear.join("\n\n"));
     // Each setting takes values of one type, or of two.
     assert!(
         refused * 2 > documents.len(),
@@ -165,8 +165,8 @@ fn no_setting_of_any_kind_is_told_in_the_words_of_the_deserialiser() {
     );
 }
 
-/// What is said about the addition example under an override.
-fn told(change: &str) -> String {
+/// The warnings or errors of the addition example with an override.
+fn report(change: &str) -> String {
     let file =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/pipelines/grpo_addition.toml");
     let registry = register(Registry::new());
@@ -176,9 +176,9 @@ fn told(change: &str) -> String {
     }
 }
 
-/// Row A18 and part 3, item 13 of what was found by use.
+/// Row A18, and item 13 of part 3, of the usability findings.
 #[test]
-fn names_of_other_trainers_lead_to_the_setting() {
+fn names_from_other_trainers_suggest_the_setting() {
     for (change, expected) in [
         ("actor.optimizer.lr=1e-4", "did you mean `learning_rate`?"),
         (
@@ -187,11 +187,11 @@ fn names_of_other_trainers_lead_to_the_setting() {
         ),
         (
             "learning_rate=1e-4",
-            "`learning_rate` stands in [models.NAME.optimizer]",
+            "`learning_rate` belongs in [models.NAME.optimizer]",
         ),
         (
             "actor.learning_rate=1e-4",
-            "`learning_rate` stands in [models.NAME.optimizer]",
+            "`learning_rate` belongs in [models.NAME.optimizer]",
         ),
         ("generate.temprature=1", "did you mean `temperature`?"),
         ("generate.max_length=9", "did you mean `max_new_tokens`?"),
@@ -227,7 +227,7 @@ fn names_of_other_trainers_lead_to_the_setting() {
             "did you mean `recompute`?",
         ),
     ] {
-        let text = told(change);
+        let text = report(change);
         assert!(
             text.contains(expected),
             "`{change}`: `{expected}` is not in\n{text}"
@@ -236,7 +236,7 @@ fn names_of_other_trainers_lead_to_the_setting() {
 }
 
 #[test]
-fn the_name_of_a_kind_stands_for_its_defaults() {
+fn the_name_of_a_kind_selects_its_defaults() {
     for change in [
         "actor.optimizer.schedule=cosine",
         "actor.optimizer.schedule=constant",
@@ -244,32 +244,32 @@ fn the_name_of_a_kind_stands_for_its_defaults() {
         "advantages.estimator=rloo",
         "advantages.kl_control=fixed",
     ] {
-        assert_eq!(told(change), "", "{change}");
+        assert_eq!(report(change), "", "{change}");
     }
     for (change, expected) in [
         ("actor.optimizer.schedule=cosin", "did you mean `cosine`?"),
         (
             "actor.optimizer={ learning_rate = 1e-4, schedule = 7 }",
-            "a table such as `{ kind = \"constant\" }` is needed",
+            "expected a table such as `{ kind = \"constant\" }`",
         ),
         (
             "actor.optimizer.schedule={ kind = \"linear\", warmup_steps = \"x\" }",
-            "`optimizer.schedule.warmup_steps` has a value",
+            "invalid value for `optimizer.schedule.warmup_steps`",
         ),
         (
             "actor.optimizer.schedule={ kind = \"linear\", warmup_steps = -1 }",
-            "a whole number from 0 is needed",
+            "expected a non-negative integer",
         ),
-        ("actor.optimizer.betas=0.9", "a list of 2 numbers is needed"),
+        ("actor.optimizer.betas=0.9", "expected a list of 2 numbers"),
         (
             "actor.optimizer.betas=[0.9]",
-            "a list of 2 numbers is needed",
+            "expected a list of 2 numbers",
         ),
         ("actor.optimizer=adamw", "`optimizer` is a table"),
-        ("generate.stop=x", "a list of texts is needed"),
-        ("reward.rule=3", "a text that is one of"),
+        ("generate.stop=x", "expected a list of strings"),
+        ("reward.rule=3", "expected one of"),
     ] {
-        let text = told(change);
+        let text = report(change);
         assert!(
             text.contains(expected),
             "`{change}`: `{expected}` is not in\n{text}"
@@ -277,9 +277,9 @@ fn the_name_of_a_kind_stands_for_its_defaults() {
     }
 }
 
-/// Row 8: sizes of four optimiser steps a step, and a schedule that knows of one.
+/// Row 8: batch sizes that give four optimiser steps per step, and a schedule that assumes one.
 #[test]
-fn a_schedule_falls_over_the_optimiser_steps_of_the_run() {
+fn a_schedule_covers_the_optimiser_steps_of_the_run() {
     let file =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/pipelines/grpo_addition.toml");
     let plan = |more: &[&str]| {
@@ -299,7 +299,7 @@ fn a_schedule_falls_over_the_optimiser_steps_of_the_run() {
     let found = plan(&["actor.optimizer.schedule={ kind = \"linear\", total_steps = 4 }"]);
     let text = Findings(found.warnings).to_string();
     for words in [
-        "warning[C008]: `optimizer.schedule.total_steps`",
+        "warning[C008]: setting `optimizer.schedule.total_steps`",
         "is 4,",
         "takes 16 optimiser steps",
         "set it to 16",
@@ -322,9 +322,9 @@ fn a_schedule_falls_over_the_optimiser_steps_of_the_run() {
     assert_eq!(plan(&more).context.optimizer_steps["actor"], 3 * 4 * 2);
 }
 
-/// With two stages that sample, each that scores follows the one whose responses it reads.
+/// With two sampling stages, each scoring stage uses the temperature of the one whose responses it reads.
 #[test]
-fn a_stage_follows_the_temperature_of_its_own_responses() {
+fn a_stage_uses_the_temperature_of_its_own_responses() {
     let file =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/pipelines/grpo_addition.toml");
     let registry = register(Registry::new());

@@ -1,4 +1,4 @@
-//! What settings of this crate's stages and parts are written with.
+//! Macros and checks for the settings of this crate's stages and parts.
 
 use verl_algos::AlgoError;
 use verl_pipe::diagnostic::suggest;
@@ -40,7 +40,7 @@ macro_rules! metrics {
 }
 pub(crate) use metrics;
 
-/// What the maths refuses, as the refusal of a setting: the one that it names, else `setting`.
+/// Turns an [`AlgoError`] into the error of a setting: the one that it names, otherwise `setting`.
 pub(crate) fn refusal(setting: &str, error: &AlgoError) -> ConfigError {
     match error {
         AlgoError::Setting {
@@ -50,7 +50,7 @@ pub(crate) fn refusal(setting: &str, error: &AlgoError) -> ConfigError {
         } => ConfigError::new(
             *setting,
             format!("is {value}, but {rule}"),
-            "set it to a value that it can have; `pipe schema` tells what it does",
+            "use a value in the allowed range; `pipe schema` describes the setting",
         ),
         AlgoError::MissingSetting {
             algorithm,
@@ -63,25 +63,25 @@ pub(crate) fn refusal(setting: &str, error: &AlgoError) -> ConfigError {
         ),
         AlgoError::UnknownName { what, name, known } => ConfigError::new(
             setting,
-            format!("is `{name}`, which is the name of no {what}"),
+            format!("is `{name}`, which is not a known {what}"),
             suggest(name, "names", known.iter().copied()),
         ),
         error => ConfigError::new(
             setting,
             format!("is refused: {error}"),
-            "`pipe schema` tells what it does",
+            "see `pipe schema` for a description of the setting",
         ),
     }
 }
 
-/// What is wrong with a coefficient.
+/// Refuses a coefficient that is negative or not finite.
 pub(crate) fn coefficient_fault(name: &str, value: f64) -> Option<ConfigError> {
     let sound = value >= 0.0 && value.is_finite();
-    let fault = || ConfigError::new(name, format!("is {value}"), "set it to a number from 0");
+    let fault = || ConfigError::new(name, format!("is {value}"), "set it to 0 or more");
     (!sound).then(fault)
 }
 
-/// What is wrong with the name of a model or data set that the pipeline does not declare.
+/// Refuses the name of a model or data set that the pipeline does not declare.
 pub(crate) fn undeclared(
     setting: &str,
     name: &str,
@@ -92,7 +92,7 @@ pub(crate) fn undeclared(
         ConfigError::new(
             setting,
             format!("names `{name}`, but the pipeline declares no such {kind}"),
-            format!("declared are: {}", known.join(", ")),
+            format!("use a declared {kind}: {}", known.join(", ")),
         )
     };
     (!known.iter().any(|known| known == name)).then(fault)

@@ -1,8 +1,8 @@
-//! Stage `shape_overlong`: takes a penalty off the rewards of responses that come near the token limit, or pass it.
+//! Stage `shape_overlong`: subtracts a penalty from the rewards of responses near or above the token limit.
 //!
-//! A response that is cut off has no answer, whatever its thoughts were worth; a reward that falls before the limit
-//! tells the policy to come to an end in time. The stage writes `shaped_rewards`, so that a filter of groups can still
-//! look at the rewards alone: equal answers of unequal lengths are no signal.
+//! A truncated response has no answer, however good its reasoning; a reward that falls before the limit teaches the
+//! policy to finish in time. The stage writes `shaped_rewards`, so that group filters still see the plain rewards: equal
+//! answers of different lengths are not a signal.
 //!
 //! To leave truncated responses out of the loss instead, set `mask_truncated` in stage `update`.
 
@@ -22,7 +22,7 @@ use crate::generate::LONGEST;
 pub const PENALTY_MEAN: Metric = Metric {
     name: "overlong/penalty_mean",
     unit: "reward",
-    meaning: "mean over responses of what was added to the reward for its length: 0 or less",
+    meaning: "mean length penalty that is added to the reward of a response: 0 or less",
     reduce: Reduce::Mean,
 };
 /// Share of responses that are penalised.
@@ -33,17 +33,17 @@ pub const PENALISED: Metric = Metric {
     reduce: Reduce::Mean,
 };
 
-/// Settings of stage `shape_overlong`; the first two have no default. `advantages` reads the result under `rename`.
+/// Settings of stage `shape_overlong`; the first two have no default. `advantages` reads the result through `rename`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ShapeOverlong {
     /// L_max: length at which the penalty is `penalty`; the `max_new_tokens` of stage `generate` (tokens).
     pub max_tokens: usize,
-    /// Length of the stretch below `max_tokens` in which the penalty grows from 0 (tokens).
+    /// Length of the range below `max_tokens` in which the penalty grows from 0 (tokens).
     pub buffer_tokens: usize,
     /// Penalty of a response of `max_tokens` tokens.
     pub penalty: f64,
-    /// Whether longer responses are penalised no more than that; otherwise the penalty goes on growing.
+    /// Whether the penalty stays at `penalty` above `max_tokens`; otherwise it keeps growing.
     pub cap: bool,
 }
 
@@ -74,7 +74,7 @@ impl ShapeOverlong {
 impl StageConfig for ShapeOverlong {
     const KIND: &'static str = "shape_overlong";
     const SUMMARY: &'static str =
-        "takes a penalty off the rewards of responses near the token limit";
+        "subtracts a penalty from the rewards of responses near the token limit";
 
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::new();
@@ -92,14 +92,14 @@ impl StageConfig for ShapeOverlong {
                     "is {}, outside 1 to max_tokens = {}",
                     self.buffer_tokens, self.max_tokens
                 ),
-                "set it to the tokens before the limit in which a response is to end, a fifth of the limit, say",
+                "set it to the number of tokens before the limit within which a response should end, for example a fifth of the limit",
             ));
         }
         if !(self.penalty >= 0.0 && self.penalty.is_finite()) {
             faults.push(ConfigError::new(
                 "penalty",
                 format!("is {}", self.penalty),
-                "set it to a number from 0; it is taken off the reward",
+                "set it to 0 or more; it is subtracted from the reward",
             ));
         }
         if faults.is_empty() {
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn rewards_fall_towards_the_limit_and_nulls_stay() {
+    fn rewards_fall_towards_the_limit_and_nulls_stay_null() {
         let config = ShapeOverlong {
             max_tokens: 8,
             buffer_tokens: 4,
@@ -187,8 +187,8 @@ mod tests {
     }
 
     #[test]
-    fn senseless_settings_are_told_together() {
-        let told = |config: ShapeOverlong| match config.build(&BuildContext::default()) {
+    fn settings_out_of_range_are_all_reported() {
+        let refused = |config: ShapeOverlong| match config.build(&BuildContext::default()) {
             Ok(_) => Vec::new(),
             Err(faults) => faults.into_iter().map(|fault| fault.setting).collect(),
         };
@@ -196,12 +196,12 @@ mod tests {
             penalty: -1.0,
             ..ShapeOverlong::default()
         };
-        assert_eq!(told(config), ["max_tokens", "buffer_tokens", "penalty"]);
+        assert_eq!(refused(config), ["max_tokens", "buffer_tokens", "penalty"]);
         let config = ShapeOverlong {
             max_tokens: 8,
             buffer_tokens: 9,
             ..ShapeOverlong::default()
         };
-        assert_eq!(told(config), ["buffer_tokens"]);
+        assert_eq!(refused(config), ["buffer_tokens"]);
     }
 }

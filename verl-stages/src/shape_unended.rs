@@ -1,8 +1,8 @@
-//! Stage `shape_unended`: changes the rewards of responses that did not end of themselves: they reached the token limit
-//! or the end of the context.
+//! Stage `shape_unended`: changes the rewards of responses that did not end on their own, but reached the token limit or
+//! the end of the context.
 //!
-//! It writes `shaped_rewards`, which `advantages` reads under `rename = { rewards = "shaped_rewards" }`. What comes near
-//! the limit without reaching it is for stage [`shape_overlong`](crate::shape_overlong).
+//! It writes `shaped_rewards`, which `advantages` reads with `rename = { rewards = "shaped_rewards" }`. For responses that
+//! come near the limit without reaching it, use stage [`shape_overlong`](crate::shape_overlong).
 //!
 //! # Source
 //! `penalty`: `missing_eos_penalty` of TRL's PPO. `coef`: the "stop properly" penalty of OpenRLHF, after Liu et al. 2025
@@ -20,16 +20,16 @@ use verl_pipe::stage::{
 use crate::settings::{metrics, refusal};
 
 metrics! {
-    UNENDED: "shape_unended/share", "share", "share of responses that did not end of themselves";
+    UNENDED: "shape_unended/share", "share", "share of responses that did not end on their own";
 }
 
-/// Settings of stage `shape_unended`; one of the two is set.
+/// Settings of stage `shape_unended`; set exactly one of them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ShapeUnended {
-    /// Taken off the reward (reward, from 0).
+    /// Subtracted from the reward (reward, 0 or more).
     pub penalty: Option<f64>,
-    /// From 0 to 1 it multiplies the reward; a negative one takes its place.
+    /// A value in [0, 1] multiplies the reward; a negative value replaces it.
     pub coef: Option<f64>,
 }
 
@@ -48,17 +48,17 @@ impl ShapeUnended {
 
 impl StageConfig for ShapeUnended {
     const KIND: &'static str = "shape_unended";
-    const SUMMARY: &'static str = "changes the rewards of responses that did not end of themselves";
+    const SUMMARY: &'static str = "changes the rewards of responses that did not end on their own";
 
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         if self.penalty.is_some() == self.coef.is_some() {
             let (reason, help) = match self.penalty {
                 None => (
                     "is not set, and neither is `coef`, so nothing would change",
-                    "set `penalty` to what is taken off, or `coef` to what the reward is multiplied with",
+                    "set `penalty` to the amount to subtract, or `coef` to the factor to multiply the reward by",
                 ),
                 Some(_) => (
-                    "is set, and `coef` too, which is instead of it",
+                    "is set together with `coef`, but only one of them applies",
                     "remove one of the two",
                 ),
             };
@@ -144,14 +144,14 @@ mod tests {
     }
 
     #[test]
-    fn one_of_the_two_is_set() {
-        let told = |penalty, coef| {
+    fn exactly_one_setting_is_required() {
+        let refused = |penalty, coef| {
             let faults = ShapeUnended { penalty, coef }.build(&BuildContext::default());
             faults.err().unwrap()[0].setting.clone()
         };
-        assert_eq!(told(None, None), "penalty");
-        assert_eq!(told(Some(1.0), Some(0.5)), "penalty");
-        assert_eq!(told(Some(-1.0), None), "penalty");
-        assert_eq!(told(None, Some(1.5)), "coef");
+        assert_eq!(refused(None, None), "penalty");
+        assert_eq!(refused(Some(1.0), Some(0.5)), "penalty");
+        assert_eq!(refused(Some(-1.0), None), "penalty");
+        assert_eq!(refused(None, Some(1.5)), "coef");
     }
 }

@@ -1,7 +1,7 @@
-//! Stage `shuffle_rewards`: hands the step's rewards to other responses, for control runs.
+//! Stage `shuffle_rewards`: assigns the step's rewards to other responses, for control runs.
 //!
-//! A run that learns from rewards must not learn from shuffled ones: what it still gains comes from somewhere else
-//! (the entropy falls, lengths change). The distribution of rewards stays as it is.
+//! A run that learns from rewards must not learn from shuffled ones: any remaining gain has another cause (falling
+//! entropy, changed lengths). The distribution of rewards is unchanged.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -18,19 +18,19 @@ pub const SHUFFLED_REWARDS: Key<Scalar<f32>> = Key::new(
     "shuffled_rewards",
     "[B]",
     "reward",
-    "rewards of the step, handed to other responses",
+    "rewards of the step, assigned to other responses",
 )
 .nullable()
 .finite();
 
-/// Settings of stage `shuffle_rewards`; there are none. `advantages` reads the result under `rename`.
+/// Settings of stage `shuffle_rewards`; there are none. `advantages` reads the result through `rename`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ShuffleRewards {}
 
 impl StageConfig for ShuffleRewards {
     const KIND: &'static str = "shuffle_rewards";
-    const SUMMARY: &'static str = "hands the step's rewards to other responses, for control runs";
+    const SUMMARY: &'static str = "assigns the step's rewards to other responses, for control runs";
 
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         Ok(Box::new(ShuffleRewardsStage))

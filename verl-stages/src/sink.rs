@@ -5,7 +5,7 @@ use verl_pipe::stage::{
     CancelToken, Metric, Models, Reduce, Stage, StageContext, StageError, StageSink,
 };
 
-/// Keeps what is emitted and recorded.
+/// Collects what a stage emits and records.
 #[derive(Default)]
 pub(crate) struct Kept {
     pub(crate) batches: Vec<Batch>,
@@ -19,14 +19,14 @@ impl Kept {
         own.map(|(_, value)| *value)
     }
 
-    /// Mean of what was recorded under a metric that is reduced so.
+    /// Mean of the recorded values of a metric that is reduced by its mean.
     pub(crate) fn mean(&self, metric: &Metric) -> Option<f64> {
         assert_eq!(metric.reduce, Reduce::Mean);
         let count = self.values(metric).count();
         (count > 0).then(|| self.values(metric).sum::<f64>() / count as f64)
     }
 
-    /// Sum of what was recorded under a metric that is reduced so.
+    /// Sum of the recorded values of a metric that is reduced by its sum.
     pub(crate) fn sum(&self, metric: &Metric) -> f64 {
         assert_eq!(metric.reduce, Reduce::Sum);
         self.values(metric).sum()
@@ -47,13 +47,13 @@ impl StageSink for Kept {
     }
 }
 
-/// What a stage without a model makes of `input` in a step of a run with seed 5.
+/// Runs a stage without models on `input`, in a step of a run with seed 5.
 #[track_caller]
 pub(crate) fn run(stage: &mut dyn Stage, step: u64, input: Batch) -> Kept {
     run_with(stage, step, input, &mut Models::new()).expect("sound rows")
 }
 
-/// The same of a stage with models, which may refuse.
+/// Runs a stage with models, which may fail, in the same way.
 pub(crate) fn run_with(
     stage: &mut dyn Stage,
     step: u64,

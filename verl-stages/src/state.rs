@@ -1,4 +1,4 @@
-//! State that a stage keeps between steps, as snapshots hold it.
+//! State that a stage keeps between steps, as snapshots contain it.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use verl_pipe::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
 use verl_pipe::stage::StageError;
 
-/// A snapshot of `state`; a stage has no weights, so the version says nothing.
+/// A snapshot of `state`; a stage has no weights, so the version is empty.
 pub(crate) fn snapshot<T: Clone + Send + Sync + 'static>(state: &T) -> Snapshot {
     Snapshot {
         version: WeightsVersion {
@@ -22,16 +22,16 @@ pub(crate) fn snapshot<T: Clone + Send + Sync + 'static>(state: &T) -> Snapshot 
 /// The state in a snapshot.
 ///
 /// # Errors
-/// A snapshot of another kind.
+/// A snapshot of another type.
 pub(crate) fn restored<T: Clone + 'static>(snapshot: &Snapshot) -> Result<T, StageError> {
     let state = snapshot.state.downcast_ref::<T>();
     Ok(state.ok_or(ResourceError::ForeignSnapshot)?.clone())
 }
 
-/// The state in a snapshot as it can be kept on disk.
+/// The state in a snapshot, as it is stored on disk.
 ///
 /// # Errors
-/// A snapshot of another kind.
+/// A snapshot of another type.
 pub(crate) fn stored<T: Clone + Serialize + 'static>(
     snapshot: &Snapshot,
 ) -> Result<Option<StoredState>, StageError> {
@@ -43,10 +43,10 @@ pub(crate) fn stored<T: Clone + Serialize + 'static>(
     }))
 }
 
-/// The snapshot that [`stored`] was made of.
+/// The snapshot that [`stored`] wrote.
 ///
 /// # Errors
-/// What was kept of another state.
+/// Stored state of another type.
 pub(crate) fn recalled<T: Clone + DeserializeOwned + Send + Sync + 'static>(
     version: &WeightsVersion,
     stored: &StoredState,
@@ -59,10 +59,10 @@ pub(crate) fn recalled<T: Clone + DeserializeOwned + Send + Sync + 'static>(
     })
 }
 
-/// What stands for a number with its bits.
+/// Key of the object that stores a number by its bits.
 const BITS: &str = "f64";
 
-/// Numbers with a fraction by their bits, since a text of one may be read as its neighbour.
+/// Replaces floating-point numbers by their bits, since decimal text may be parsed as an adjacent number.
 fn exact(value: Value) -> Value {
     match value {
         Value::Number(number) if number.is_f64() => {
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn state_is_the_same_bits_again() {
+    fn state_round_trips_bit_for_bit() {
         let third = 1.0 / 3.0;
         let state = (
             vec![third, f64::MIN_POSITIVE, -0.0, 1e300],

@@ -1,5 +1,4 @@
-//! Coefficients that stay, or follow what is measured: of the KL penalty, in the reward or in the loss, and of the entropy
-//! bonus.
+//! Fixed and adaptive coefficients: of the KL penalty, in the reward or in the loss, and of the entropy bonus.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -13,10 +12,10 @@ use crate::settings::refusal;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Control {
-    /// It stays what it is set to.
+    /// It stays at its setting.
     #[default]
     Fixed,
-    /// It is what it is set to at first, and then follows the KL of each step.
+    /// It starts at its setting, then follows the KL of each step.
     Adaptive,
 }
 
@@ -30,7 +29,7 @@ pub enum Control {
 pub struct KlControl {
     /// `fixed` or `adaptive`.
     pub kind: Control,
-    /// KL that is aimed at, a mean per token (nats); only for `adaptive`, which has no default.
+    /// Target KL, a mean per token (nats); only for `adaptive`, which has no default.
     pub target: Option<f64>,
     /// How slowly the coefficient moves (responses); only for `adaptive`, which has no default.
     pub horizon: Option<f64>,
@@ -40,8 +39,8 @@ impl KlControl {
     /// The controller of a coefficient that starts at `coef`, in steps of up to `rows` responses.
     ///
     /// # Errors
-    /// Adaptive without target or horizon, or with a horizon that a step runs over; fixed with either; a coefficient
-    /// that could never move.
+    /// Adaptive without target or horizon, or with a horizon too short for a step; fixed with either; a coefficient that
+    /// could never move.
     pub(crate) fn controller(
         &self,
         coef: f64,
@@ -67,7 +66,7 @@ impl KlControl {
                 ConfigError::new(
                     setting,
                     "has no effect on a fixed coefficient",
-                    "remove it, or set `kind = \"adaptive\"` beside it",
+                    "remove it, or set `kind = \"adaptive\"`",
                 )
             }));
             if !faults.is_empty() {
@@ -86,8 +85,8 @@ impl KlControl {
         if coef == 0.0 {
             faults.push(ConfigError::new(
                 "kl_coef",
-                "is 0, which an adaptive coefficient stays for ever: it moves by factors",
-                "set it to what it starts with, for example 0.001, or set `kind = \"fixed\"`",
+                "is 0, but an adaptive coefficient changes by a factor and would stay 0 forever",
+                "set it to the initial coefficient, for example 0.001, or set `kind = \"fixed\"`",
             ));
         }
         let (Some(target), Some(horizon), true) = (self.target, self.horizon, faults.is_empty())
@@ -95,24 +94,24 @@ impl KlControl {
             return Err(faults);
         };
         let controller = KlController::adaptive(coef, target, horizon).map_err(named)?;
-        // What it would refuse behind the first step is refused now.
+        // A trial update reports now what would fail after the first step.
         let mut trial = controller.clone();
         trial.update(target, rows).map_err(named)?;
         Ok(controller)
     }
 }
 
-/// How the coefficient of the entropy bonus moves: after each optimiser step up by `step` where the entropy is at most
-/// `target`, else down; and there is no bonus while the entropy is above it.
+/// How the coefficient of the entropy bonus moves: after each optimiser step it rises by `step` if the entropy is at most
+/// `target`, and falls by `step` otherwise. There is no bonus while the entropy is above `target`.
 ///
 /// # Source
 /// He et al. 2025 (Skywork Open Reasoner 1), arXiv:2505.22312.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EntropyControl {
-    /// Mean entropy a token that should not be fallen below (nats).
+    /// Mean entropy per token to stay above (nats).
     pub target: f64,
-    /// Change of the coefficient with an optimiser step.
+    /// Change of the coefficient per optimiser step.
     pub step: f64,
     /// Smallest coefficient.
     pub min: f64,
@@ -141,7 +140,7 @@ impl EntropyControl {
     /// The controller of a coefficient that starts at `coef`.
     ///
     /// # Errors
-    /// Bounds out of order, a coefficient outside of them.
+    /// Bounds out of order; a coefficient outside them.
     pub(crate) fn controller(&self, coef: f64) -> Result<EntropyController, ConfigError> {
         let steering = EntropySteering {
             target: self.target,
@@ -166,8 +165,8 @@ impl EntropyControl {
     }
 }
 
-/// A KL coefficient of a stage that sees a step in pieces: it stays for the whole step, and moves when the next one begins
-/// by what was measured in all of them.
+/// The KL coefficient of a stage that processes a step in several calls: it is constant within a step, and is updated
+/// from the mean KL of the whole step when the next one begins.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct KlSteering {
     controller: KlController,
@@ -189,7 +188,7 @@ impl KlSteering {
     /// The coefficient in `step`.
     ///
     /// # Errors
-    /// A KL of the step before that is not finite.
+    /// The KL of the previous step is not finite.
     pub(crate) fn coef(&mut self, step: u64) -> Result<f64, StageError> {
         if step != self.step && self.rows > 0 {
             let mean = self.sum / self.rows as f64;
@@ -202,7 +201,7 @@ impl KlSteering {
         Ok(self.controller.coef())
     }
 
-    /// Takes note of the KL of a response, a mean per token.
+    /// Records the KL of a response, a mean per token.
     pub(crate) fn measured(&mut self, kl: f64) {
         self.sum += kl;
         self.rows += 1;
@@ -251,11 +250,11 @@ mod tests {
     }
 
     #[test]
-    fn bounds_of_the_entropy_coefficient_are_told_by_their_settings() {
-        let told = |control: EntropyControl, coef| control.controller(coef).unwrap_err().setting;
+    fn errors_of_the_entropy_coefficient_name_their_settings() {
+        let refused = |control: EntropyControl, coef| control.controller(coef).unwrap_err().setting;
         let control = EntropyControl::default;
         assert_eq!(
-            told(
+            refused(
                 EntropyControl {
                     max: -1.0,
                     ..control()
@@ -265,7 +264,7 @@ mod tests {
             "entropy_control.max"
         );
         assert_eq!(
-            told(
+            refused(
                 EntropyControl {
                     step: 0.0,
                     ..control()
@@ -274,12 +273,12 @@ mod tests {
             ),
             "entropy_control.step"
         );
-        assert_eq!(told(control(), 2.0), "entropy_coef");
+        assert_eq!(refused(control(), 2.0), "entropy_coef");
         assert_eq!(control().controller(0.01).unwrap().coef(), 0.01);
     }
 
     #[test]
-    fn a_step_in_pieces_moves_the_coefficient_once() {
+    fn a_step_in_several_calls_moves_the_coefficient_once() {
         let control = adaptive(Some(0.1), Some(100.0));
         let mut steering = KlSteering::new(control.controller(0.5, 8).unwrap());
         for kl in [0.3, 0.1] {

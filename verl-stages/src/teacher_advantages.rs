@@ -1,7 +1,8 @@
-//! Stage `teacher_advantages`: a teacher's opinion of the sampled tokens as advantages, so that any policy loss distils.
+//! Stage `teacher_advantages`: advantages from a teacher's log-probs of the sampled tokens, so that any policy loss
+//! distils.
 //!
-//! It takes the place of `reward` and `advantages`: the student's own log-probs are `old_log_probs`, the teacher's are the
-//! `ref_log_probs` of a `log_probs` stage with the teacher in the role of the reference.
+//! It replaces `reward` and `advantages`. The student's log-probs are `old_log_probs`; the teacher's are the
+//! `ref_log_probs` of a `log_probs` stage whose reference model is the teacher.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -18,16 +19,16 @@ use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
 use crate::settings::{metrics, refusal};
 
 metrics! {
-    REVERSE_KL: "distill/reverse_kl", "nats", "mean of log student − log teacher over sampled tokens: the reverse KL a token, estimated";
+    REVERSE_KL: "distill/reverse_kl", "nats", "mean of log student − log teacher over sampled tokens: an estimate of the reverse KL per token";
 }
 
 /// Settings of stage `teacher_advantages`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TeacherAdvantages {
-    /// Discount of what follows a token, in [0, 1]; 0 blames each token for its own divergence only.
+    /// Discount of later tokens, in [0, 1]; 0 counts only a token's own divergence against it.
     pub gamma: f64,
-    /// Temperature of the log-probs that are compared; that of the sampling when absent.
+    /// Temperature of the compared log-probs; the sampling temperature when absent.
     pub temperature: Option<f64>,
 }
 
@@ -42,7 +43,7 @@ impl Default for TeacherAdvantages {
 
 impl StageConfig for TeacherAdvantages {
     const KIND: &'static str = "teacher_advantages";
-    const SUMMARY: &'static str = "advantages from what a teacher thinks of the sampled tokens";
+    const SUMMARY: &'static str = "advantages from a teacher's log-probs of the sampled tokens";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
@@ -89,11 +90,11 @@ impl Stage for TeacherAdvantagesStage {
             .reads(REF_LOG_PROBS.tagged(tag(Weights::Frozen)))
             .remedy(
                 REF_LOG_PROBS.name(),
-                "add a `log_probs` stage with `model` the teacher and `role = \"reference\"`",
+                "add a `log_probs` stage with `model` set to the teacher and `role = \"reference\"`",
             )
             .remedy(
                 OLD_LOG_PROBS.name(),
-                "add a `log_probs` stage of the student; with `bypass = true` it takes those of the rollout",
+                "add a `log_probs` stage for the student; with `bypass = true` it uses the rollout's log-probs",
             )
             .writes(ADVANTAGES)
             .metrics(&[REVERSE_KL])
@@ -140,7 +141,7 @@ mod tests {
     use crate::sink::run;
 
     #[test]
-    fn actions_get_the_teachers_opinion_and_observations_nothing() {
+    fn actions_get_advantages_and_observations_get_zero() {
         let ids: Vec<RowId> = (0..2).map(RowId).collect();
         let mut batch = Batch::with_rows(&ids);
         let ragged = |rows: [Vec<f32>; 2]| RaggedColumn::from_rows(rows);

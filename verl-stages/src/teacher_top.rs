@@ -1,8 +1,8 @@
-//! Stage `teacher_top`: the tokens that a teacher finds most probable in the place of each response token.
+//! Stage `teacher_top`: a teacher's most probable tokens at the position of each response token.
 //!
-//! A column of the batch has one ragged dim, so the lists of a row lie one after the other: with K tokens listed, those
-//! in the place of response token t are numbers t·K to (t + 1)·K of the row, most probable first. Observations have lists
-//! too, which nothing reads.
+//! A column of the batch has one ragged dim, so the lists of a row are concatenated: with K tokens per list, items t·K to
+//! (t + 1)·K of the row belong to response token t, most probable first. Observations have lists too, but nothing reads
+//! them.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -20,33 +20,33 @@ use crate::refusals::refused_row;
 use crate::settings::metrics;
 use crate::training::score_rows;
 
-/// Ids of the tokens that the teacher finds most probable, a list in the place of each response token.
+/// Ids of the teacher's most probable tokens, one list per response token.
 pub const TEACHER_TOP_IDS: Key<Ragged<u32>> = Key::new(
     "teacher_top_ids",
     "[B, TK~]",
     "token id",
-    "tokens that the teacher finds most probable, K in the place of each response token, most probable first",
+    "the teacher's K most probable tokens for each response token, most probable first",
 );
-/// The teacher's log-probs of them.
+/// The teacher's log-probs of these tokens.
 pub const TEACHER_TOP_LOG_PROBS: Key<Ragged<f32>> = Key::new(
     "teacher_top_log_probs",
     "[B, TK~]",
     "nats",
-    "the teacher's log-probs of the tokens that it finds most probable",
+    "the teacher's log-probs of its most probable tokens",
 )
 .finite();
 
 metrics! {
-    TEACHER_MASS: "teacher/top_mass", "probability", "mean probability that the teacher gives to the tokens that are listed";
+    TEACHER_MASS: "teacher/top_mass", "probability", "mean probability that the teacher assigns to the listed tokens";
 }
 
 /// Settings of stage `teacher_top`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TeacherTop {
-    /// Model that is asked; it must have the student's vocabulary.
+    /// The teacher; it must have the student's vocabulary.
     pub model: String,
-    /// Tokens listed in the place of each response token, K (tokens).
+    /// Tokens listed for each response token, K (tokens).
     pub top_k: usize,
     /// Divides logits, as in `distill`; the temperature at which the responses were sampled when absent.
     pub temperature: Option<f64>,
@@ -64,15 +64,15 @@ impl Default for TeacherTop {
 
 impl StageConfig for TeacherTop {
     const KIND: &'static str = "teacher_top";
-    const SUMMARY: &'static str = "the tokens that a teacher finds most probable, with log-probs";
+    const SUMMARY: &'static str = "a teacher's most probable tokens, with log-probs";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(scoring_temperature_fault(self.temperature));
         if self.top_k == 0 {
             faults.push(ConfigError::new(
                 "top_k",
-                "is 0, so the teacher would say nothing",
-                "set it to a few tokens, at most the size of the vocabulary",
+                "is 0, so no tokens would be listed",
+                "set it to a small number of tokens, at most the vocabulary size",
             ));
         }
         if !faults.is_empty() {

@@ -1,5 +1,5 @@
-//! What stages that train have in common: how a step's rows are cut, how the shares of micro-batches add up to an
-//! optimiser step, and the check that it moves weights.
+//! Shared by stages that train: how the rows of a step are split, how the shares of micro-batches add up to an
+//! optimiser step, and the check that it changes the weights.
 
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ use verl_pipe::stage::{ModelWork, StageContext, StageError};
 
 use crate::refusals::refused_row;
 
-/// How the rows of a step are cut: into mini-batches of whole prompts, one optimiser step each, and those into
+/// How the rows of a step are split: into mini-batches of complete prompts, one optimiser step each, and those into
 /// micro-batches whose gradients add up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Cuts {
@@ -44,7 +44,7 @@ impl Cuts {
         self.epochs * rows.div_ceil(self.mini_rows)
     }
 
-    /// Rows of each mini-batch, pass after pass.
+    /// Rows of each mini-batch, one pass after another.
     pub(crate) fn mini_batches(self, rows: usize) -> impl Iterator<Item = Range<usize>> {
         (0..self.epochs).flat_map(move |_| pieces(0..rows, self.mini_rows))
     }
@@ -70,7 +70,7 @@ impl Cuts {
         }
     }
 
-    /// Training of `model` on rows of these keys, for the estimate of memory.
+    /// Training of `model` on rows of these keys, for the memory estimate.
     pub(crate) fn work<'k>(
         self,
         model: &str,
@@ -93,19 +93,19 @@ pub(crate) struct Rows<'a> {
     pub prompts: RaggedView<'a, u32>,
     pub tokens: RaggedView<'a, u32>,
     kinds: Option<RaggedView<'a, u8>>,
-    /// Rows that no token is trained on; empty: none.
+    /// Whether each row is excluded from training; empty if none is.
     left_out: Vec<bool>,
     ids: Vec<RowId>,
-    /// Tokens that a correction of the rollout kept.
+    /// Tokens that `correct_rollout` kept.
     kept: Option<RaggedView<'a, u8>>,
 }
 
 impl<'a> Rows<'a> {
-    /// The rows of `input`, whose responses have the key `tokens`. Where reasons for the end of responses are there, those
-    /// that reached the token limit or the end of the context are left out.
+    /// The rows of `input`, whose responses have the key `tokens`. If there are finish reasons, responses that reached
+    /// the token limit or the end of the context are excluded.
     ///
     /// # Errors
-    /// When a key is not there.
+    /// If a key is missing.
     pub(crate) fn new(input: &'a Batch, tokens: &Key<Ragged<u32>>) -> Result<Self, StageError> {
         let kinds = match tokens.name() == TARGETS.name() {
             true => TARGET_KINDS,
@@ -142,20 +142,19 @@ impl<'a> Rows<'a> {
         let truncated = self.left_out.iter().filter(|left_out| **left_out).count();
         if truncated == rows {
             return format!(
-                "all {rows} responses were cut off and are masked (`mask_truncated`); raise `max_new_tokens`, or where the context of the model is the limit, use shorter prompts"
+                "all {rows} responses were cut off and are masked (`mask_truncated`); raise `max_new_tokens`, or use shorter prompts if the context of the model is the limit"
             );
         }
-        let masked = match truncated {
-            0 => String::new(),
-            n => format!("{n} of them reached the token limit and are masked (`mask_truncated`); "),
+        let missing = match self.kept {
+            Some(_) => "token that the policy chose and `correct_rollout` kept",
+            None => "token that the policy chose",
         };
-        let others = match self.kept {
-            Some(_) => {
-                "the others have no token that the policy chose and the correction of the rollout kept"
-            }
-            None => "the others have no token that the policy chose",
-        };
-        format!("of {rows} rows {masked}{others}")
+        match truncated {
+            0 => format!("none of {rows} rows has a {missing}"),
+            n => format!(
+                "{n} of {rows} rows reached the token limit and are masked (`mask_truncated`); the others have no {missing}"
+            ),
+        }
     }
 
     /// Whether a token is trained on.
@@ -179,7 +178,7 @@ impl<'a> Rows<'a> {
             .sum()
     }
 
-    /// Actions of a column in `rows`, one after the other.
+    /// Values of a column at the actions of `rows`, concatenated.
     pub(crate) fn packed(&self, column: RaggedView<'_, f32>, rows: Range<usize>) -> Vec<f64> {
         let mut values = Vec::new();
         for row in rows {
@@ -191,8 +190,8 @@ impl<'a> Rows<'a> {
 
     /// The mini-batch of `rows`, which are numbered from its first, without any column.
     ///
-    /// A row without an action is no sequence: one that a correction of the rollout rejected, or that was left out
-    /// because it was truncated, leaves the denominators with its tokens.
+    /// A row without an action does not count as a sequence: a row that `correct_rollout` rejected, or that is excluded
+    /// as truncated, leaves the denominators together with its tokens.
     pub(crate) fn mini_batch(&self, rows: Range<usize>) -> MiniBatch {
         let mut of_tokens = Vec::new();
         let mut sequences = 0;
@@ -208,7 +207,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// What the model reads of `rows`.
+    /// The model's input for `rows`.
     pub(crate) fn score_rows(&self, rows: Range<usize>) -> Vec<ScoreRow<'a>> {
         rows.map(|row| ScoreRow {
             prompt: self.prompts.row(row),
@@ -218,7 +217,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Tells that `skipped` of `steps` optimiser steps were left out, since no token of theirs is trained on.
+/// Reports that `skipped` of `steps` optimiser steps were skipped, because none of their tokens is trained on.
 pub(crate) fn tell_skipped(
     context: &mut StageContext<'_>,
     rows: &Rows<'_>,
@@ -228,12 +227,12 @@ pub(crate) fn tell_skipped(
     if skipped == 0 {
         return;
     }
-    // Named after the stage, as the engine does where no row comes to it.
+    // Named after the stage, as the engine does when no row reaches it.
     let name = NO_SAMPLES.name.replace(STAGE, context.stage);
     context.sink.record_named(&name, skipped as f64, 1.0);
     if skipped == steps {
         tracing::warn!(
-            "step {}, stage `{}`: nothing was left to learn from, so no weight was moved: {}",
+            "step {}, stage `{}`: nothing was left to train on, so no weights were updated: {}",
             context.step,
             context.stage,
             rows.why_idle()
@@ -241,7 +240,7 @@ pub(crate) fn tell_skipped(
     }
 }
 
-/// What a model reads of all rows of two columns.
+/// The model's input for all rows of two columns.
 pub(crate) fn score_rows<'a>(
     prompts: &RaggedView<'a, u32>,
     responses: &RaggedView<'a, u32>,
@@ -271,11 +270,11 @@ pub(crate) struct Shares {
 }
 
 impl Shares {
-    /// Has `accumulate` take the micro-batches of the mini-batch of `rows` one after the other; those without a token are
-    /// passed over. `ids` are those of all rows of the step, for refusals.
+    /// Calls `accumulate` for the micro-batches of the mini-batch of `rows` in order; those without a token are
+    /// skipped. `ids` are those of all rows of the step, for error messages.
     ///
     /// # Errors
-    /// What the model or the maths refuses.
+    /// Errors of the model or the maths.
     pub(crate) fn of(
         mini: &MiniBatch,
         ids: &[RowId],
@@ -303,8 +302,8 @@ impl Shares {
         Ok(shares)
     }
 
-    /// Takes a share and gives the loss to go backward through. Inside a model's pass nothing can be refused, so a
-    /// refusal of the maths is kept until the pass is over; `output` is what the model gave.
+    /// Adds a share and returns the loss to backpropagate. A model's pass cannot return errors of the maths, so such an
+    /// error is kept until the pass is over; `output` is the model's output.
     pub(crate) fn take(
         &mut self,
         share: Result<Partial, AlgoError>,
@@ -324,19 +323,19 @@ impl Shares {
     }
 }
 
-/// The optimiser's steps of a model. The first that can move weights is checked to have done so: an optimiser that works
-/// on a copy trains nothing and looks as if it did. Later ones are not, since a hash reads every weight twice.
+/// The optimiser steps of a model. The first step that can change weights is checked: an optimiser that works on a copy
+/// trains nothing and shows no other sign of it. Later steps are not checked, since a check hashes every weight twice.
 #[derive(Debug, Default)]
 pub(crate) struct OptimizerSteps {
-    /// The weights were seen to change, so that the optimiser works on those that the model uses.
+    /// Whether the weights have changed, which shows that the optimiser works on those that the model uses.
     has_moved: bool,
 }
 
 impl OptimizerSteps {
-    /// Takes a step of the model `name`.
+    /// Takes an optimiser step of the model `name`.
     ///
     /// # Errors
-    /// What the optimiser refuses; weights that stay as they were although they should not.
+    /// Errors of the optimiser; weights that did not change although they should have.
     pub(crate) fn step(
         &mut self,
         model: &mut dyn TrainedModel,
@@ -348,12 +347,12 @@ impl OptimizerSteps {
         let before = model.weights_hash();
         let report = model.optimizer_step().map_err(StageError::failed)?;
         if report.grad_norm > 0.0 && report.learning_rate > 0.0 {
-            // An empty hash is that of a model which computes none.
+            // A model that computes no hash returns an empty one.
             if !before.is_empty() && model.weights_hash() == before {
                 return Err(StageError::Model {
                     name: name.to_owned(),
                     reason: format!(
-                        "has the same weights after an optimiser step with gradient norm {:e} and learning rate {:e}; the learning rate is too small for the weights' type, or the optimiser does not hold the weights that the model uses",
+                        "has the same weights after an optimiser step with gradient norm {:e} and learning rate {:e}; the learning rate is too small for the weights' type, or the optimiser does not update the weights that the model uses",
                         report.grad_norm, report.learning_rate
                     ),
                 });

@@ -1,12 +1,11 @@
 //! Stage `update`: forward, loss, backward, optimiser steps, for any loss of [`losses`](crate::losses).
 //!
-//! The step's rows are cut into mini-batches of whole prompts, one optimiser step each, and those into micro-batches
-//! whose gradients add up. The objective sees each mini-batch whole before any of its micro-batches, and is weighted
-//! by its counts, so no micro-batch size changes the result beyond rounding.
+//! The rows of a step are split into mini-batches of complete prompts, one optimiser step each, and those into
+//! micro-batches whose gradients add up. The objective sees each entire mini-batch before any of its micro-batches, and
+//! is weighted by its counts, so the micro-batch size does not change the result beyond rounding.
 //!
-//! What an objective reads of the mini-batch and no stage writes is made here (`update/inputs.rs`): log-probs and
-//! entropies of the policy as it is when an optimiser step starts, by one forward pass without gradient, and random
-//! draws for subsets.
+//! Inputs of the objective that no stage writes are computed here (`update/inputs.rs`): log-probs and entropies of the
+//! policy at the start of an optimiser step, by one forward pass without gradients, and random draws for subsets.
 
 mod inputs;
 mod judged;
@@ -40,15 +39,15 @@ use crate::model::{POLICY, PolicyResource};
 use crate::settings::metrics;
 use crate::state::{recalled, restored, snapshot, stored};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, tell_skipped};
-use inputs::StepAt;
+use inputs::StepPosition;
 
 metrics! {
     LOSS: "actor/loss", "", "loss of a mini-batch, all terms with their coefficients";
     GRAD_NORM: "actor/grad_norm", "", "global gradient norm before clipping";
     LEARNING_RATE: "actor/learning_rate", "", "learning rate of the optimiser step";
-    FIRST_PPO_KL: "actor/first_ppo_kl", "nats", "mean of old minus current log-probs on the first mini-batch of the step, where both are of the same weights: 0 but for rounding";
-    KL_COEF: "actor/kl_coef", "", "coefficient of the KL in the loss, where it is adaptive";
-    ENTROPY_COEF: "actor/entropy_coef", "", "coefficient of the entropy bonus behind the optimiser step, where it is adaptive; 0 while the entropy is above its target";
+    FIRST_PPO_KL: "actor/first_ppo_kl", "nats", "mean of old minus current log-probs on the first mini-batch of the step, where both come from the same weights: 0 except for rounding";
+    KL_COEF: "actor/kl_coef", "", "coefficient of the KL in the loss, when it is adaptive";
+    ENTROPY_COEF: "actor/entropy_coef", "", "coefficient of the entropy bonus after the optimiser step, when it is adaptive; 0 while the entropy is above its target";
     REWARD_SHIFT: "preference/reward_shift", "nats", "running mean of implicit rewards, δ of `bco_pair`";
 }
 
@@ -56,7 +55,7 @@ metrics! {
 pub const OPTIMIZER_STEPS: Metric = Metric {
     name: "actor/optimizer_steps",
     unit: "optimiser steps",
-    meaning: "optimiser steps taken; fewer than planned where mini-batches held no token to train on",
+    meaning: "optimiser steps taken; fewer than planned when mini-batches contain no token to train on",
     reduce: Reduce::Sum,
 };
 
@@ -68,13 +67,14 @@ pub struct Update {
     pub model: String,
     /// What is minimised.
     pub loss: Part<Loss>,
-    /// Divides logits; the temperature at which the trained tokens were sampled when absent, 1 for tokens of a data set.
+    /// Temperature that divides logits; when absent, the temperature at which the trained tokens were sampled, or 1 for
+    /// tokens of a data set.
     pub temperature: Option<f64>,
-    /// Leaves the tokens of responses that reached the token limit out of the loss and its counts (overlong filtering);
-    /// their rewards count in their groups as before. Only for losses on responses.
+    /// Excludes the tokens of responses that reached the token limit from the loss and its counts (overlong filtering);
+    /// their rewards still count in their groups. Only for losses on responses.
     pub mask_truncated: bool,
-    /// First steps of the run in which the model is not trained yet (steps), so that a critic can learn before the policy
-    /// moves by its values.
+    /// Number of steps at the start of the run in which the model is not trained (steps), so that a critic can learn
+    /// before its values train the policy.
     pub warmup_steps: u64,
 }
 
@@ -99,13 +99,13 @@ impl StageConfig for Update {
         let loss = self.loss.build("loss", context);
         let loss = loss.map_err(|errors| faults.extend(errors));
         if let Ok(loss) = &loss {
-            faults.extend(inputs::unfillable(loss, self.loss.kind()));
+            faults.extend(inputs::unavailable_inputs(loss, self.loss.kind()));
         }
         let (Ok(loss), true) = (loss, faults.is_empty()) else {
             return Err(faults);
         };
         Ok(Box::new(UpdateStage {
-            never: self.warm_up_for_ever(context.steps),
+            warning: self.never_trained(context.steps),
             temperature: scoring_temperature(self.temperature, context),
             config: self.clone(),
             loss,
@@ -116,30 +116,30 @@ impl StageConfig for Update {
     }
 }
 
-/// What to do where no stage writes advantages.
+/// Help if no stage writes advantages.
 const NO_ADVANTAGES: &str = "put an `advantages` stage before it";
 
-/// What to do where no stage writes the old log-probs of a step of several optimiser steps.
-fn several_steps(steps: usize) -> String {
+/// Help if a step has several optimiser steps and no stage writes the old log-probs.
+fn several_steps_help(steps: usize) -> String {
     format!(
-        "only the first of the {steps} optimiser steps a step is on policy without it; {NO_OLD}, with `bypass = true` to take those of the rollout; or take one: set `epochs = 1` in [batch] and leave `mini_batch` out"
+        "only the first of the {steps} optimiser steps per step is on policy without it; {NO_OLD}, with `bypass = true` to use those of the rollout; or take only one: set `epochs = 1` in [batch] and remove `mini_batch`"
     )
 }
 
 impl Update {
-    /// The run is over before the model is trained for the first time.
-    fn warm_up_for_ever(&self, steps: u64) -> Option<ConfigError> {
-        let doubt = || {
+    /// Warns if the run ends before the model is first trained.
+    fn never_trained(&self, steps: u64) -> Option<ConfigError> {
+        let warning = || {
             ConfigError::new(
                 "warmup_steps",
                 format!(
                     "is {}, but the run has {steps} steps, so `{}` is never trained",
                     self.warmup_steps, self.model
                 ),
-                "set it to fewer steps than `steps` in [run]",
+                "set it to less than `steps` in [run]",
             )
         };
-        (steps > 0 && self.warmup_steps >= steps).then(doubt)
+        (steps > 0 && self.warmup_steps >= steps).then(warning)
     }
 }
 
@@ -149,10 +149,10 @@ struct UpdateStage {
     temperature: f64,
     loss: Loss,
     cuts: Cuts,
-    /// Optimiser steps of a step whose rows are all there; 0: the arithmetic is not known.
+    /// Optimiser steps of a step with all its rows; 0 if the batch arithmetic is not known.
     steps: usize,
     optimizer: OptimizerSteps,
-    never: Option<ConfigError>,
+    warning: Option<ConfigError>,
 }
 
 /// The columns of a step that an update reads.
@@ -164,9 +164,9 @@ struct Columns<'a> {
     advantages: Option<RaggedView<'a, f32>>,
     rollout: Option<RaggedView<'a, f32>>,
     rollout_weights: Option<RaggedView<'a, f32>>,
-    /// Whether each row is to be learnt; empty: no loss asks.
+    /// Whether each row is desirable; empty if the loss does not read it.
     desirable: Vec<bool>,
-    /// z₀ of the mini-batch at hand, where the loss reads it.
+    /// z₀ of the current mini-batch, if the loss reads it.
     kl_baseline: Option<f64>,
 }
 
@@ -187,7 +187,7 @@ impl<'a> Columns<'a> {
         })
     }
 
-    /// What losses of judged answers read of `rows`.
+    /// Inputs of preference losses for `rows`.
     fn preferences(&self, rows: Range<usize>) -> Preferences {
         Preferences {
             desirable: self.desirable.get(rows).map(<[bool]>::to_vec),
@@ -196,7 +196,7 @@ impl<'a> Columns<'a> {
         }
     }
 
-    /// The mini-batch of `rows`; rows are numbered from its first.
+    /// The mini-batch of `rows`, numbered from its first.
     fn mini_batch(&self, rows: Range<usize>) -> MiniBatch {
         let packed = |column: Option<RaggedView<'_, f32>>| {
             column.map(|column| self.rows.packed(column, rows.clone()))
@@ -212,7 +212,7 @@ impl<'a> Columns<'a> {
         }
     }
 
-    /// The same of pairs, each of which counts whatever is left of its two sides.
+    /// The mini-batch of `rows` as pairs: both rows of a pair count, even without a token to train on.
     fn pairs(&self, rows: Range<usize>) -> MiniBatch {
         let mini = self.mini_batch(rows.clone());
         MiniBatch {
@@ -232,13 +232,13 @@ impl UpdateStage {
         }
     }
 
-    /// One optimiser step on `rows`; false where none of their tokens is trained on, so that there is none.
+    /// Takes an optimiser step on `rows`; returns false, without a step, when none of their tokens is trained on.
     fn mini_step(
         &mut self,
         policy: &mut dyn PolicyModel,
         columns: &Columns<'_>,
         rows: Range<usize>,
-        at: StepAt,
+        at: StepPosition,
         sink: &mut dyn StageSink,
     ) -> Result<bool, StageError> {
         let mut mini = match self.loss.of_pairs {
@@ -315,7 +315,7 @@ impl UpdateStage {
         kl.into_iter().chain(entropy).chain(shift).collect()
     }
 
-    /// Tells the coefficients and the mean that move.
+    /// Records the adaptive coefficients and the running mean.
     fn report_state(&self, sink: &mut dyn StageSink) {
         let state = &self.loss.state;
         if let Some(kl) = &state.kl {
@@ -329,7 +329,7 @@ impl UpdateStage {
         }
     }
 
-    /// The share of a micro-batch whose old log-probs are its own, which holds where a step is one optimiser step.
+    /// The share of a micro-batch whose old log-probs are its own, as in a step of one optimiser step.
     fn on_policy(
         &self,
         mini: &MiniBatch,
@@ -366,7 +366,7 @@ impl UpdateStage {
     }
 }
 
-/// What the model says about the tokens at `positions` of a mini-batch.
+/// The model's output for the tokens at `positions` of a mini-batch.
 fn micro_batch(positions: &Range<usize>, packed: PackedScores) -> MicroBatch {
     MicroBatch {
         entropies: packed.entropies,
@@ -403,16 +403,16 @@ impl Stage for UpdateStage {
         }
         if self.loss.reads(LossInput::OldLogProbs) {
             let old = OLD_LOG_PROBS.tagged(policy.clone());
-            // Behind the first of several optimiser steps the policy is no longer the one that sampled.
+            // After the first of several optimiser steps the policy is no longer the one that sampled.
             spec = if self.steps > 1 {
                 spec.reads(old)
-                    .remedy(OLD_LOG_PROBS.name(), several_steps(self.steps))
+                    .remedy(OLD_LOG_PROBS.name(), several_steps_help(self.steps))
             } else {
                 spec.reads_optional(old)
             };
         }
         if self.loss.on_responses() {
-            // The engine's own log-probs are read for their tag too: responses that were sampled at another temperature
+            // The engine's log-probs are also read for their tag: responses that were sampled at another temperature
             // are not those of the policy that is trained.
             spec = spec
                 .reads_optional(ROLLOUT_LOG_PROBS.tagged(policy))
@@ -429,13 +429,13 @@ impl Stage for UpdateStage {
             .iter()
             .map(|(_, metric)| *metric)
             .collect();
-        // The loss of a policy gradient says nothing of how good the policy is.
+        // The loss of a policy gradient says nothing about how good the policy is.
         let rank = match self.loss.reads(LossInput::Advantages) {
             true => Shown::DETAIL,
             false => Shown::LOSS,
         };
         let spec = self.loss.shown().into_iter().fold(spec, StageSpec::shows);
-        self.never
+        self.warning
             .iter()
             .cloned()
             .fold(spec, StageSpec::doubts)
@@ -471,12 +471,12 @@ impl Stage for UpdateStage {
         let steps = self.cuts.optimizer_steps(input.num_rows());
         if reads_old && columns.old.is_none() && steps > 1 {
             return Err(StageError::failed(format!(
-                "{steps} optimiser steps a step need `{}`: {}",
+                "{steps} optimiser steps per step need `{}`: {}",
                 OLD_LOG_PROBS.name(),
-                several_steps(steps)
+                several_steps_help(steps)
             )));
         }
-        // Tokens that were sampled are counted where that was done.
+        // Sampled tokens are counted by the stage that samples.
         if !self.loss.on_responses() {
             let tokens = self.cuts.epochs * columns.rows.num_tokens();
             context.record(&TOKENS, tokens as f64);
@@ -496,7 +496,7 @@ impl Stage for UpdateStage {
                 columns.kl_baseline = Some(baseline);
             }
             let resource = find_model::<PolicyResource>(context.models, &self.config.model)?;
-            let at = StepAt {
+            let at = StepPosition {
                 seed: context.seed,
                 step: context.step,
                 pass: index * self.cuts.epochs / steps,

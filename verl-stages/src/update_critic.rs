@@ -1,7 +1,7 @@
-//! Stage `update_critic`: a critic learns the returns of the step's responses.
+//! Stage `update_critic`: trains a critic on the returns of the step's responses.
 //!
-//! Rows are cut as in [`update`](crate::update): an optimiser step for each mini-batch, gradients of micro-batches added
-//! up, all weighted by the counts of the mini-batch.
+//! Rows are split as in [`update`](crate::update): one optimiser step for each mini-batch, in which the gradients of
+//! micro-batches add up, weighted by the counts of the mini-batch.
 
 use std::ops::Range;
 
@@ -30,14 +30,14 @@ metrics! {
     LEARNING_RATE: "critic/learning_rate", "", "learning rate of the optimiser step";
     VALUES_MEAN: "critic/values_mean", "reward", "mean value over response tokens, before the update";
     RETURNS_MEAN: "critic/returns_mean", "reward", "mean return over response tokens";
-    EXPLAINED_VARIANCE: "critic/explained_variance", "share", "1 − Var(returns − values) / Var(returns) over response tokens, before the update; above 0 the critic predicts better than a constant, 1 is perfect; not told where all returns are equal";
+    EXPLAINED_VARIANCE: "critic/explained_variance", "share", "1 − Var(returns − values) / Var(returns) over response tokens, before the update; above 0 the critic predicts better than a constant, 1 is perfect; not reported when all returns are equal";
 }
 
 /// Optimiser steps of the step.
 pub const OPTIMIZER_STEPS: Metric = Metric {
     name: "critic/optimizer_steps",
     unit: "optimiser steps",
-    meaning: "optimiser steps taken; fewer than planned where mini-batches held no token to train on",
+    meaning: "optimiser steps taken; fewer than planned when mini-batches contain no token to train on",
     reduce: Reduce::Sum,
 };
 
@@ -47,7 +47,7 @@ pub const OPTIMIZER_STEPS: Metric = Metric {
 pub struct UpdateCritic {
     /// Value model to train: the one whose `values` are read.
     pub model: String,
-    /// How far a value may move from the one at the start of the step before moving further gains nothing; 0: no limit.
+    /// How far a value may move from the one at the start of the step; moving further gains nothing. 0: no limit.
     pub clip: f64,
     /// How token losses become one number: `token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum`,
     /// `seq-mean-token-sum-norm`, `token-sum`.
@@ -87,7 +87,7 @@ impl StageConfig for UpdateCritic {
             faults.push(ConfigError::new(
                 "epochs",
                 "is 0, so the critic would learn nothing",
-                "set it to 1 or more, or leave it out",
+                "set it to 1 or more, or remove it",
             ));
         }
         let aggregation = aggregation(&self.aggregation, self.loss_scale_factor)
@@ -148,7 +148,7 @@ fn moments(numbers: impl Iterator<Item = f64> + Clone) -> Option<(f64, f64)> {
     (n > 0.0).then_some((mean, variance))
 }
 
-/// Says how well the values at the start of the step predict the returns.
+/// Records how well the values at the start of the step predict the returns.
 fn report_fit(values: &[f64], returns: &[f64], sink: &mut dyn StageSink) {
     let errors = values.iter().zip(returns).map(|(v, r)| r - v);
     let (Some((values, _)), Some((returns, variance)), Some((_, unexplained))) = (
@@ -166,7 +166,7 @@ fn report_fit(values: &[f64], returns: &[f64], sink: &mut dyn StageSink) {
 }
 
 impl UpdateCriticStage {
-    /// One optimiser step on `rows`; false where none of their tokens is trained on, so that there is none.
+    /// Takes an optimiser step on `rows`; returns false, without a step, when none of their tokens is trained on.
     fn mini_step(
         &mut self,
         critic: &mut dyn ValueModel,
@@ -212,7 +212,7 @@ impl Stage for UpdateCriticStage {
             .reads(MASK_KINDS)
             .reads(values_of(&self.model))
             .reads(RETURNS)
-            .remedy(RETURNS.name(), "let `advantages` estimate with `gae`, which writes the returns that a critic learns")
+            .remedy(RETURNS.name(), "set `estimator = \"gae\"` in `advantages`: it writes the returns that a critic learns")
             .rows(RowRule::Sink)
             .cardinality(Cardinality::Batch)
             .uses_as(VALUE_MODEL, &self.model, Access::Update)
@@ -263,7 +263,7 @@ mod tests {
         StageConfig::build(config, &context).unwrap()
     }
 
-    /// What the critic says about the testing rows.
+    /// The critic's values of the testing rows.
     fn values(models: &mut Models) -> Vec<Vec<f32>> {
         let batch = testing::batch();
         let (prompts, responses) = (batch.get(&PROMPTS).unwrap(), batch.get(&RESPONSES).unwrap());
@@ -275,7 +275,7 @@ mod tests {
         critic.model.values(&rows).unwrap()
     }
 
-    /// One step towards `returns`; at the observation lies something that must not be read.
+    /// One step towards `returns`; the observation has values that must not be read.
     fn step(stage: &mut dyn Stage, returns: [&[f32]; 4], models: &mut Models) -> Kept {
         let mut batch = testing::batch();
         let mut old = values(models);
@@ -297,11 +297,11 @@ mod tests {
             ..UpdateCritic::default()
         };
         let mut stage = stage(&config, 2);
-        let mut told = Vec::new();
+        let mut results = Vec::new();
         for _ in 0..60 {
-            told.push(step(stage.as_mut(), RETURNS_OF_ROWS, &mut models));
+            results.push(step(stage.as_mut(), RETURNS_OF_ROWS, &mut models));
         }
-        let (first, last) = (&told[0], &told[59]);
+        let (first, last) = (&results[0], &results[59]);
         let of = |kept: &Kept, metric| kept.mean(metric).expect("recorded");
         assert!(of(last, &LOSS) < 0.1 * of(first, &LOSS));
         assert!(
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_moved_beyond_the_clip_are_told() {
+    fn values_that_moved_beyond_the_clip_are_reported() {
         let clipped = |clip| {
             let config = UpdateCritic {
                 clip,
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn senseless_settings_are_told_together() {
+    fn invalid_settings_are_reported_together() {
         let config = UpdateCritic {
             clip: -0.5,
             aggregation: "mean".to_owned(),

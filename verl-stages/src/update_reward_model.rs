@@ -1,7 +1,7 @@
-//! Stage `update_reward_model`: a reward model learns which response of a pair was preferred.
+//! Stage `update_reward_model`: trains a reward model to prefer the chosen response of a pair.
 //!
 //! A response's score is the number at its last token, as stage [`reward_model`](crate::reward::model) reads it. Row 2i
-//! is the chosen response of a pair, row 2i + 1 the rejected one, as stage [`pairs`](crate::pairs) makes them.
+//! is the chosen response of a pair, row 2i + 1 the rejected one, as stage [`pairs`](crate::pairs) writes them.
 
 use std::ops::Range;
 
@@ -32,7 +32,7 @@ metrics! {
     LEARNING_RATE: "reward_model/learning_rate", "", "learning rate of the optimiser step";
 }
 
-/// Names of the maths and the metrics under which they are reported.
+/// Names in `verl_algos` and the metrics under which they are reported.
 const REPORTED: [(&str, Metric); 4] = [
     ("reward_accuracies", ACCURACY),
     ("reward_margins", MARGIN),
@@ -88,7 +88,7 @@ impl StageConfig for UpdateRewardModel {
         }
         Ok(Box::new(UpdateRewardModelStage {
             model: self.model.clone(),
-            // The aggregation is that of token losses, of which there are none.
+            // The aggregation is for token losses, and there are none.
             objective: Objective::new(Aggregation::default()).with_rows(1.0, loss),
             cuts: Cuts::new(&context.batch),
             optimizer: OptimizerSteps::default(),
@@ -104,7 +104,7 @@ struct UpdateRewardModelStage {
     optimizer: OptimizerSteps,
 }
 
-/// The mini-batch of `rows` rows: a score each, in the place of a token.
+/// The mini-batch of `rows` rows, each with a score instead of tokens.
 fn mini_batch(rows: usize, margins: Option<Vec<f64>>) -> MiniBatch {
     MiniBatch {
         counts: Counts::declared(rows, rows),
@@ -116,13 +116,13 @@ fn mini_batch(rows: usize, margins: Option<Vec<f64>>) -> MiniBatch {
     }
 }
 
-/// Refuses rows that are no pairs.
+/// Refuses rows that are not pairs.
 fn check_pairs(input: &Batch) -> Result<(), StageError> {
     let mut groups = input.groups().chunks(SIDES).enumerate();
     match groups.find(|(_, sides)| sides.len() != SIDES || sides[0] != sides[1]) {
         None => Ok(()),
         Some((pair, _)) => Err(StageError::failed(format!(
-            "rows {} and {} are not of one pair; rows 2i and 2i + 1 must be the chosen and the rejected response to one prompt, as stage `pairs` makes them",
+            "rows {} and {} are not a pair; rows 2i and 2i + 1 must be the chosen and the rejected response to one prompt, as stage `pairs` writes them",
             SIDES * pair,
             SIDES * pair + 1
         ))),
@@ -130,7 +130,7 @@ fn check_pairs(input: &Batch) -> Result<(), StageError> {
 }
 
 impl UpdateRewardModelStage {
-    /// One optimiser step on `rows`.
+    /// Takes an optimiser step on `rows`.
     fn mini_step(
         &mut self,
         model: &mut dyn ValueModel,
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn the_chosen_side_comes_to_score_higher() {
+    fn the_chosen_response_learns_to_score_higher() {
         let mut models = testing::models("reward");
         let mut stage = stage(&UpdateRewardModel::default(), 2);
         let mut last = Kept::default();
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn margins_and_centring_enter_the_loss_of_their_pair() {
+    fn margins_and_centring_are_part_of_the_loss_of_their_pair() {
         let scores = {
             let mut models = testing::models("reward");
             let batch = testing::batch();
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_are_no_pairs_are_refused() {
+    fn rows_that_are_not_pairs_are_refused() {
         let check = |rows: &[u64]| {
             let ids: Vec<RowId> = rows
                 .iter()
@@ -316,13 +316,16 @@ mod tests {
             check_pairs(&Batch::with_rows(&ids)).map_err(|error| error.to_string())
         };
         assert!(check(&[]).is_ok() && check_pairs(&testing::batch()).is_ok());
-        let told = check(&[1, 1, 2, 3]).unwrap_err();
-        assert!(told.contains("rows 2 and 3 are not of one pair"), "{told}");
+        let message = check(&[1, 1, 2, 3]).unwrap_err();
+        assert!(
+            message.contains("rows 2 and 3 are not a pair"),
+            "{message}"
+        );
         assert!(check(&[1]).is_err());
     }
 
     #[test]
-    fn senseless_settings_are_told_together() {
+    fn invalid_settings_are_reported_together() {
         let config = UpdateRewardModel {
             center_coefficient: f64::NAN,
             ..UpdateRewardModel::default()

@@ -1,5 +1,4 @@
-//! Stage `values`: what a critic expects of a response when each of its tokens is chosen, with the weights that the step
-//! started with.
+//! Stage `values`: a critic's value of each response token, with the critic's weights at the start of the step.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -19,7 +18,7 @@ use crate::training::score_rows;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Values {
-    /// Value model that is asked.
+    /// Value model to use.
     pub model: String,
 }
 
@@ -42,7 +41,7 @@ impl StageConfig for Values {
     }
 }
 
-/// Values of the critic `model` with the weights that the step started with.
+/// Values of the critic `model` with its weights at the start of the step.
 pub(crate) fn values_of(model: &str) -> Field {
     VALUES.tagged(LogProbTag {
         policy: Some(model.to_owned()),
@@ -93,7 +92,7 @@ mod tests {
     use crate::reward::model::RewardModel;
     use crate::sink::run_with;
 
-    /// What a stage of `config` writes about the testing rows, and the model that it asked.
+    /// What a stage of `config` writes for the test rows, and the models that it used.
     fn written(config: &impl StageConfig) -> (Batch, Models) {
         let mut models = testing::models("critic");
         let mut stage = config.build(&BuildContext::default()).unwrap();
@@ -122,19 +121,19 @@ mod tests {
             let score = critic.model.scores(&[whole]).unwrap()[0];
             let rewards = rewards.get(&verl_pipe::keys::REWARDS).unwrap();
             assert_eq!(rewards.row(row), Some(score));
-            // The first value is what the critic says about the prompt alone.
+            // The first value is the critic's score of the prompt without a response.
             assert_eq!(critic.model.scores(&[row_of(&[])]).unwrap()[0], expected[0]);
         }
     }
 
     #[test]
-    fn another_kind_of_model_is_refused_by_name() {
+    fn a_missing_model_is_refused_by_name() {
         let mut stage = StageConfig::build(&Values::default(), &BuildContext::default()).unwrap();
         let refused = run_with(stage.as_mut(), 1, testing::batch(), &mut Models::new());
-        let told = refused.err().unwrap().to_string();
+        let error = refused.err().unwrap().to_string();
         assert!(
-            told.contains("`critic` is not on this device group"),
-            "{told}"
+            error.contains("`critic` is not on this device group"),
+            "{error}"
         );
     }
 }

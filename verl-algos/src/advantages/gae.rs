@@ -8,17 +8,17 @@ use crate::masked;
 /// Â_t = δ_t + γλ Â_{t+1}, δ_t = r_t + γ V_{t+1} − V_t; returns Â + V. Advantages are whitened over the batch unless
 /// `whiten` is off; returns never are.
 ///
-/// Observations are stepped over, as if they did not exist. After the last action token V and Â are 0.
+/// Observations are skipped, as if they did not exist. After the last action token V and Â are 0.
 ///
 /// # Shapes
 /// Rewards, values, advantages and returns: `[B, T~]`, 0 at observations.
 /// # Errors
 /// No rewards or values; whitening of fewer than two action tokens.
 /// # Differences
-/// What stands at observations is left out, so that a NaN there cannot spread; verl carries it as m·x + (1 − m)·y,
-/// and repeats the next whitened advantage at masked slots. TRL's PPO takes the value of slot t + 1 whatever lies
-/// there, and sets advantages of padding to 0 after whitening; OpenRLHF multiplies values and rewards by the mask and
-/// scans all slots.
+/// Values at observations are ignored, so that a NaN there cannot spread; verl carries it as m·x + (1 − m)·y, and
+/// repeats the next whitened advantage at masked slots. TRL's PPO takes the value of slot t + 1 regardless of its mask,
+/// and sets advantages of padding to 0 after whitening; OpenRLHF multiplies values and rewards by the mask and scans
+/// all slots.
 /// # Source
 /// Schulman et al. 2016, arXiv:1506.02438, eq. 16; the whitening is verl's.
 #[derive(Debug, Clone, Copy, PartialEq)]

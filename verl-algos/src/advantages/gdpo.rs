@@ -9,15 +9,15 @@ use crate::masked;
 
 /// GDPO: A_k by GRPO for each reward function k, then Σ_k w_k A_k on each action token, whitened over the batch.
 ///
-/// No function drowns another, however large its numbers are. Long rows weigh more in the whitening. A row that a
-/// function did not score leaves that function's statistics, and gets nothing from it.
+/// No function dominates the others, however large its numbers are. Long rows weigh more in the whitening. A row that a
+/// function did not score is excluded from that function's statistics and receives nothing from it.
 ///
 /// # Shapes
-/// Components `[K, B]`, groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
+/// Components `[K, B]`, groups `[B]`; result `[B, T~]`, one number per row on its action tokens.
 /// # Errors
-/// No `reward_components`; another number of weights than components; fewer than two action tokens in the batch.
+/// No `reward_components`; different numbers of weights and components; fewer than two action tokens in the batch.
 /// # Differences
-/// verl puts a component's score on a token first, and so on the wrong one for a row without tokens; here scores of
+/// verl first puts a component's score on a token, and thus on the wrong one for a row without tokens; here scores of
 /// rows stay scores of rows.
 /// # Source
 /// Liu et al. 2026, arXiv:2601.05242; verl `compute_gdpo_outcome_advantage`.
@@ -25,7 +25,7 @@ use crate::masked;
 pub struct Gdpo {
     /// w_k; `None` for 1 each.
     pub weights: Option<Vec<f64>>,
-    /// Added to the deviation of a group; `None` leaves the deviation out.
+    /// Added to the deviation of a group; with `None` there is no division by the deviation.
     pub epsilon: Option<f64>,
 }
 
@@ -89,8 +89,8 @@ mod tests {
 
     #[test]
     fn by_hand() {
-        // A of [0, 1, 2] is -1, 0, 1; of [200, 100, 0] 1, 0, -1. With weights 2 and 1 the tokens hold -1, 0, 0, 1, whose
-        // variance is 2/3.
+        // A of [0, 1, 2] is -1, 0, 1; of [200, 100, 0] 1, 0, -1. With weights 2 and 1 the tokens have -1, 0, 0, 1,
+        // whose variance is 2/3.
         let gdpo = Gdpo {
             weights: Some(vec![2.0, 1.0]),
             epsilon: Some(0.0),
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_says_nothing_about_a_row_that_it_did_not_score() {
+    fn a_function_ignores_rows_that_it_did_not_score() {
         let gdpo = Gdpo {
             epsilon: None,
             ..Gdpo::default()
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         let gdpo = Gdpo {
             weights: Some(vec![1.0, 1.0]),
             ..Gdpo::default()

@@ -8,14 +8,14 @@ use crate::masked;
 /// GPG: A = α(s − μ_g)/f_norm with α = B / max(1, rows whose score is not 0).
 ///
 /// Equal scores give exactly 0. A lone row has μ_g = 0 and gets α s / f_norm, which is α s with the usual f_norm = 1. α
-/// looks at the whole batch, so the batch must not be cut.
+/// depends on the entire batch, so the batch must not be divided.
 ///
 /// # Shapes
-/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
+/// Scores and groups `[B]`; result `[B, T~]`, one number per row on its action tokens.
 /// # Errors
 /// An `f_norm` that is not positive; scores or groups that are missing or not finite.
 /// # Differences
-/// verl computes σ_g as well and does not use it; it divides lone rows by f_norm like all others, as here.
+/// verl also computes σ_g but does not use it; it divides lone rows by f_norm like all others, as here.
 /// # Source
 /// Chu et al. 2025, arXiv:2504.02546; verl `compute_gpg_outcome_advantage`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -40,8 +40,8 @@ impl AdvantageEstimator for Gpg {
     }
 
     fn check(&self) -> Result<(), AlgoError> {
-        let sound = self.f_norm > 0.0 && self.f_norm.is_finite();
-        check_setting("f_norm", self.f_norm, sound, "it must be positive")
+        let valid = self.f_norm > 0.0 && self.f_norm.is_finite();
+        check_setting("f_norm", self.f_norm, valid, "it must be positive")
     }
 
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {

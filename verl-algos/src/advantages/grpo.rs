@@ -1,4 +1,4 @@
-//! Group-relative advantages: a response against the other responses to its prompt.
+//! Group-relative advantages: a response compared with the other responses to its prompt.
 
 use super::{AdvantageEstimator, AdvantageInputs, Advantages, GroupScores};
 use crate::cut::CutUnit;
@@ -8,7 +8,7 @@ use crate::masked;
 /// Advantage of each row by GRPO: (s − μ_g) / (σ_g + ε), or s − μ_g without `epsilon` (Dr. GRPO).
 ///
 /// μ_g and σ_g (Bessel, n − 1) are those of the row's group. Equal scores carry no signal and give exactly 0. A lone
-/// row has no group to compare with and keeps its score: s / (1 + ε), or s. A row that was not scored (`None`) leaves
+/// row has no group to compare with and keeps its score: s / (1 + ε), or s. An unscored row (`None`) is excluded from
 /// the statistics and gets 0.
 ///
 /// # Shapes
@@ -17,7 +17,7 @@ use crate::masked;
 /// Lengths that differ; a score that is not finite; a negative `epsilon`.
 /// # Differences
 /// verl adds ε = 1e-6 to σ, as here by default; TRL 1e-4, OpenRLHF 1e-9. verl in f32 gives equal scores up to ±0.1
-/// from the rounding of their mean.
+/// because of rounding in their mean.
 /// # Source
 /// Shao et al. 2024, arXiv:2402.03300, section 4.1; without σ: Liu et al. 2025, arXiv:2503.20783.
 pub fn grpo_advantages(
@@ -36,14 +36,14 @@ pub fn grpo_advantages(
     })
 }
 
-/// Refuses what cannot be added to a deviation.
+/// Rejects values that cannot be added to a deviation.
 pub(super) fn check_epsilon(epsilon: Option<f64>) -> Result<(), AlgoError> {
     let Some(epsilon) = epsilon else {
         return Ok(());
     };
-    let sound = epsilon >= 0.0 && epsilon.is_finite();
-    let rule = "it must be a finite number from 0";
-    check_setting("epsilon", epsilon, sound, rule)
+    let valid = epsilon >= 0.0 && epsilon.is_finite();
+    let rule = "it must be a finite number of at least 0";
+    check_setting("epsilon", epsilon, valid, rule)
 }
 
 /// GRPO and Dr. GRPO as an estimator: A = (s − μ_g)/(σ_g + ε), or s − μ_g without `epsilon`.
@@ -51,22 +51,22 @@ pub(super) fn check_epsilon(epsilon: Option<f64>) -> Result<(), AlgoError> {
 /// A lone row keeps its score; see [`grpo_advantages`].
 ///
 /// # Shapes
-/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
+/// Scores and groups `[B]`; result `[B, T~]`, one number per row on its action tokens.
 /// # Errors
-/// As [`grpo_advantages`]; no scores or groups.
+/// The same as [`grpo_advantages`]; no scores or groups.
 /// # Differences
-/// As [`grpo_advantages`]. NeMo-RL takes mean and deviation of the other rows, and does not divide where the
-/// deviation is 0; TRL refuses groups of one.
+/// The same as [`grpo_advantages`]. NeMo-RL uses mean and deviation of the other rows, and does not divide if the
+/// deviation is 0; TRL rejects groups of one.
 /// # Source
 /// Shao et al. 2024, arXiv:2402.03300, section 4.1; without σ: Liu et al. 2025, arXiv:2503.20783.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Grpo {
-    /// Added to the deviation; `None` leaves the deviation out (Dr. GRPO).
+    /// Added to the deviation; with `None` there is no division by the deviation (Dr. GRPO).
     pub epsilon: Option<f64>,
 }
 
 impl Grpo {
-    /// Dr. GRPO: only the mean is taken off.
+    /// Dr. GRPO: only subtracts the mean.
     pub fn without_std() -> Grpo {
         Grpo { epsilon: None }
     }
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     const SCORES: [f64; 7] = [1.0, 0.2, 0.0, 0.7, 0.0, 0.4, 1.0];
-    /// Groups 9 = [1, 0, 0, 1], 4 = [.2, .4], 7 = [.7], not neighbours.
+    /// Groups 9 = [1, 0, 0, 1], 4 = [.2, .4], 7 = [.7], interleaved.
     const GROUPS: [u64; 7] = [9, 4, 9, 7, 9, 4, 9];
 
     #[track_caller]
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         assert!(grpo_advantages(&[Some(1.0)], &[], None).is_err());
         assert!(grpo_advantages(&[Some(f64::NAN), Some(0.0)], &[1, 1], None).is_err());
         assert!(grpo_advantages(&[Some(1.0)], &[1], Some(-1.0)).is_err());

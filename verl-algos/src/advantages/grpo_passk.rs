@@ -6,17 +6,17 @@ use crate::cut::CutUnit;
 use crate::error::AlgoError;
 use crate::masked;
 
-/// Only the best row of a group gets something: best − second best, over σ_g + ε where normalised; the others 0.
+/// Only the best row of a group gets an advantage: best − second best, over σ_g + ε if normalised; the others get 0.
 ///
-/// A tie at the top gives 0, and so does a response without another scored one to lead over.
+/// A tie at the top gives 0, and so does a response that is the only scored one.
 ///
 /// # Shapes
-/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
+/// Scores and groups `[B]`; result `[B, T~]`, one number per row on its action tokens.
 /// # Errors
 /// [`AlgoError::TooFew`] for a group of one.
 /// # Differences
-/// verl's switch for the division by σ_g is one of its configuration, and the argument of the same name is not read;
-/// here `epsilon` is the switch.
+/// In verl the division by σ_g is switched by its configuration, and the argument of the same name is not read; here
+/// `epsilon` is the switch.
 /// # Source
 /// verl `compute_grpo_passk_outcome_advantage`; Tang et al. 2025, arXiv:2503.19595.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lone_row_is_refused_and_a_lone_score_leads_over_none() {
+    fn a_lone_row_is_rejected_and_a_lone_score_gets_zero() {
         let actions = Ragged::<bool>::from_rows([[true], [true]]);
         let of = |groups: &[u64]| {
             let inputs = AdvantageInputs {

@@ -1,4 +1,4 @@
-//! GRPO as TRL has it: several reward functions, and a choice of what scales the advantages.
+//! GRPO as in TRL: several reward functions, and a choice of how advantages are scaled.
 
 use super::inputs::component_weights;
 use super::{AdvantageEstimator, AdvantageInputs, Advantages, GroupScores, group_rows};
@@ -6,37 +6,38 @@ use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 use crate::masked;
 
-/// The deviation that advantages are divided by.
+/// The deviation by which advantages are divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AdvantageScale {
-    /// That of the row's group.
+    /// The deviation of the row's group.
     #[default]
     Group,
-    /// That of all scored rows.
+    /// The deviation of all scored rows.
     Batch,
-    /// None.
+    /// No division.
     None,
 }
 
-/// Whether reward functions are added up before they are normalised.
+/// Whether reward functions are summed before they are normalised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ComponentOrder {
     /// r = Σ_k w_k r_k, then A = (r − μ_g)/(σ + ε).
     #[default]
     SumThenNormalize,
-    /// a_k = (r_k − μ_gk)/(σ_gk + ε), then A = Σ_k w_k a_k, normalised over the batch. The scale is not asked.
+    /// a_k = (r_k − μ_gk)/(σ_gk + ε), then A = Σ_k w_k a_k, normalised over the batch. The scale is ignored.
     NormalizeThenSum,
 }
 
 /// GRPO by TRL's rules: A = (Σ_k w_k r_k − μ_g)/(σ + ε), σ of the group or of the batch, or no division; or each
 /// function normalised before the sum ([`ComponentOrder`]).
 ///
-/// Reward functions are the `reward_components`, or else the outcome score alone. Deviations are Bessel's (n − 1).
-/// What was not scored is left out: a function of a row's sum, a row that no function scored of all statistics; its
-/// advantage is 0, and so is that of a row that is the only scored one of its group. Equal scores give exactly 0.
+/// Reward functions are the `reward_components`, or else only the outcome score. Deviations are Bessel's (n − 1).
+/// Missing scores are left out: a function that did not score a row is left out of the row's sum, and a row that no
+/// function scored is left out of all statistics. Its advantage is 0, and so is that of a row that is the only scored
+/// one of its group. Equal scores give exactly 0.
 ///
 /// # Shapes
-/// Components `[K, B]` or scores `[B]`, groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
+/// Components `[K, B]` or scores `[B]`, groups `[B]`; result `[B, T~]`, one number per row on its action tokens.
 /// # Errors
 /// [`AlgoError::TooFew`] for a group of one; lengths that differ; scores that are not finite.
 /// # Differences
@@ -47,9 +48,9 @@ pub enum ComponentOrder {
 pub struct GrpoTrl {
     /// w_k; `None` for 1 each.
     pub weights: Option<Vec<f64>>,
-    /// What advantages are divided by.
+    /// The scale of advantages.
     pub scale: AdvantageScale,
-    /// Whether functions are summed first.
+    /// The order of sum and normalisation.
     pub order: ComponentOrder,
     /// Added to deviations.
     pub epsilon: f64,
@@ -85,9 +86,9 @@ impl AdvantageEstimator for GrpoTrl {
     }
 
     fn check(&self) -> Result<(), AlgoError> {
-        let sound = self.epsilon >= 0.0 && self.epsilon.is_finite();
-        let rule = "it must be a finite number from 0";
-        check_setting("epsilon", self.epsilon, sound, rule)
+        let valid = self.epsilon >= 0.0 && self.epsilon.is_finite();
+        let rule = "it must be a finite number of at least 0";
+        check_setting("epsilon", self.epsilon, valid, rule)
     }
 
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
@@ -99,7 +100,7 @@ impl GrpoTrl {
     /// Advantage of each row, `[B]`.
     ///
     /// # Errors
-    /// As the estimator.
+    /// The same as the estimator.
     pub fn row_advantages(&self, inputs: &AdvantageInputs<'_>) -> Result<Vec<f64>, AlgoError> {
         self.check()?;
         let components = match inputs.reward_components {
@@ -151,7 +152,7 @@ impl GrpoTrl {
     }
 }
 
-/// Refuses a group of one: there is nothing to compare its row with.
+/// Rejects a group of one: there is nothing to compare its row with.
 pub(super) fn check_groups(algorithm: &'static str, groups: &[u64]) -> Result<(), AlgoError> {
     match group_rows(groups).iter().find(|rows| rows.len() < 2) {
         None => Ok(()),
@@ -164,7 +165,7 @@ pub(super) fn check_groups(algorithm: &'static str, groups: &[u64]) -> Result<()
     }
 }
 
-/// (a − mean)/(std + ε) over the rows that are there; the others 0.
+/// (a − mean)/(std + ε) over the scored rows; 0 for the others.
 pub(super) fn standardized(rows: &[Option<f64>], epsilon: f64) -> Vec<f64> {
     let there: Vec<f64> = rows.iter().flatten().copied().collect();
     let (mean, scale) = (masked::mean(&there), deviation(&there) + epsilon);
@@ -181,7 +182,7 @@ fn deviation(values: &[f64]) -> f64 {
     masked::variance(values).map_or(0.0, f64::sqrt)
 }
 
-/// Σ_k w_k r_k over the functions that scored the row; `None` where none did.
+/// Σ_k w_k r_k over the functions that scored the row; `None` if none did.
 fn weighted_sums(components: &[Vec<Option<f64>>], weights: &[f64]) -> Vec<Option<f64>> {
     let num_rows = components.first().map_or(0, Vec::len);
     let row = |b: usize| {
@@ -235,7 +236,7 @@ mod tests {
         let std = (26.0f64 / 3.0).sqrt();
         let got = estimate(&grpo, &groups, &components).unwrap();
         check(&got, &[2.0 / std, -2.0 / std, 1.0 / std, -1.0 / std]);
-        // Each function by itself: ±√½ and ±√½; 0, - and 0, 0. Over the batch: variance ⅔.
+        // Each function normalised: ±√½ and ±√½; 0, - and 0, 0. Over the batch: variance ⅔.
         grpo.order = ComponentOrder::NormalizeThenSum;
         let one = (0.5f64 / (2.0 / 3.0)).sqrt();
         let got = estimate(&grpo, &groups, &components).unwrap();
@@ -243,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_scored_is_left_out() {
+    fn missing_scores_are_left_out() {
         let components = [vec![Some(1.0), None, Some(3.0), None, Some(0.4)]];
         let grpo = GrpoTrl {
             scale: AdvantageScale::None,
@@ -269,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_of_one_is_refused() {
+    fn a_group_of_one_is_rejected() {
         let error = estimate(&GrpoTrl::default(), &[1], &[vec![Some(1.0)]]).unwrap_err();
         let text = "`grpo_trl` needs at least 2 responses to a prompt, got 1";
         assert_eq!(error.to_string(), text);

@@ -1,4 +1,4 @@
-//! What estimators read, and the loops that they share.
+//! Inputs of estimators, and their common loops.
 
 use std::collections::HashMap;
 
@@ -6,23 +6,23 @@ use super::Advantages;
 use crate::error::{AlgoError, check_finite, check_given, check_len};
 use crate::ragged::Ragged;
 
-/// What estimators read. Only the mask of action tokens is always there.
+/// Inputs of estimators. Only the mask of action tokens is always present.
 #[derive(Debug, Clone)]
 pub struct AdvantageInputs<'a> {
-    /// Which response tokens are actions, `[B, T~]`. Observations are stepped over, and get advantage 0.
+    /// Which response tokens are actions, `[B, T~]`. Observations are skipped, and get advantage 0.
     pub actions: &'a Ragged<bool>,
     /// Prompt of each row, `[B]`: any numbers, in any order.
     pub groups: Option<&'a [u64]>,
-    /// Outcome score of each row, `[B]`; `None` where the row was not scored. Otherwise the sum of the row's
-    /// `token_level_rewards`.
+    /// Outcome score of each row, `[B]`; `None` if the row was not scored. If absent, the sum of the row's
+    /// `token_level_rewards` is used.
     pub scores: Option<&'a [Option<f64>]>,
-    /// Reward of each token, `[B, T~]`. What lies on observations is dropped.
+    /// Reward of each token, `[B, T~]`. Rewards at observations are dropped.
     pub token_level_rewards: Option<&'a Ragged<f64>>,
     /// The critic's value of each token, `[B, T~]`.
     pub values: Option<&'a Ragged<f64>>,
     /// Score of a reference response (such as the greedy one) to each row's prompt, `[B]`.
     pub reward_baselines: Option<&'a [f64]>,
-    /// Scores by several reward functions, `[K, B]`; `None` where a function did not score a row.
+    /// Scores of several reward functions, `[K, B]`; `None` if a function did not score a row.
     pub reward_components: Option<&'a [Vec<Option<f64>>]>,
     /// Log-probs at the start of the update, `[B, T~]`, nats.
     pub old_log_probs: Option<&'a Ragged<f64>>,
@@ -35,7 +35,7 @@ pub struct AdvantageInputs<'a> {
 }
 
 impl<'a> AdvantageInputs<'a> {
-    /// Inputs with nothing but the mask; set the fields that the estimator needs.
+    /// Inputs with only the mask; set the fields that the estimator needs.
     pub fn new(actions: &'a Ragged<bool>) -> AdvantageInputs<'a> {
         AdvantageInputs {
             actions,
@@ -57,10 +57,10 @@ impl<'a> AdvantageInputs<'a> {
         self.actions.num_rows()
     }
 
-    /// The outcome score of each row: declared, or the sum of its rewards on action tokens. `None` where not scored.
+    /// The outcome score of each row: declared, or the sum of its rewards on action tokens. `None` if not scored.
     ///
     /// # Errors
-    /// Neither scores nor rewards; another number of rows; a score that is not finite.
+    /// Neither scores nor rewards; a wrong number of rows; a score that is not finite.
     pub fn outcome_scores(&self, algorithm: &'static str) -> Result<Vec<Option<f64>>, AlgoError> {
         let scores: Vec<Option<f64>> = if let Some(scores) = self.scores {
             check_len("scores", "rows", scores.len(), self.num_rows())?;
@@ -82,7 +82,7 @@ impl<'a> AdvantageInputs<'a> {
     /// Rewards of the action tokens, packed `[N]`.
     ///
     /// # Errors
-    /// No rewards, rows of other lengths, a reward of an action token that is not finite.
+    /// No rewards, rows of the wrong length, a reward of an action token that is not finite.
     pub fn rewards(&self, algorithm: &'static str) -> Result<Vec<f64>, AlgoError> {
         self.packed(algorithm, "token_level_rewards", self.token_level_rewards)
     }
@@ -90,7 +90,7 @@ impl<'a> AdvantageInputs<'a> {
     /// A column of the action tokens, packed `[N]`.
     ///
     /// # Errors
-    /// No column, rows of other lengths, a number of an action token that is not finite.
+    /// No column, rows of the wrong length, a number of an action token that is not finite.
     pub fn packed(
         &self,
         algorithm: &'static str,
@@ -109,7 +109,7 @@ impl<'a> AdvantageInputs<'a> {
     /// The prompt of each row.
     ///
     /// # Errors
-    /// No groups, or another number of rows.
+    /// No groups, or a wrong number of rows.
     pub fn group_ids(&self, algorithm: &'static str) -> Result<&'a [u64], AlgoError> {
         let groups = self.groups.ok_or(AlgoError::Missing {
             algorithm,
@@ -122,7 +122,7 @@ impl<'a> AdvantageInputs<'a> {
     /// The scores by each reward function, `[K, B]`.
     ///
     /// # Errors
-    /// No components, a component of another number of rows, a score that is not finite.
+    /// No components, a component with a wrong number of rows, a score that is not finite.
     pub fn components(&self, algorithm: &'static str) -> Result<&'a [Vec<Option<f64>>], AlgoError> {
         let components = match self.reward_components {
             None | Some([]) => {
@@ -145,10 +145,10 @@ impl<'a> AdvantageInputs<'a> {
         Ok(components)
     }
 
-    /// One advantage a row, put on each of its action tokens.
+    /// Puts one advantage per row on each of its action tokens.
     ///
     /// # Errors
-    /// Another number of rows.
+    /// A wrong number of rows.
     pub fn of_rows(&self, rows: &[f64]) -> Result<Advantages, AlgoError> {
         Ok(Advantages {
             advantages: self.actions.broadcast(rows)?,
@@ -160,16 +160,16 @@ impl<'a> AdvantageInputs<'a> {
 /// Outcome scores by group.
 #[derive(Debug, Clone)]
 pub struct GroupScores {
-    /// Score of each row, `[B]`; `None` where it was not scored.
+    /// Score of each row, `[B]`; `None` if it was not scored.
     pub scores: Vec<Option<f64>>,
     groups: Vec<Vec<usize>>,
 }
 
 impl GroupScores {
-    /// The scores of the inputs, by their groups.
+    /// The scores of the inputs, by group.
     ///
     /// # Errors
-    /// No scores or rewards, no groups, other numbers of rows, scores that are not finite.
+    /// No scores or rewards, no groups, wrong numbers of rows, scores that are not finite.
     pub fn new(
         inputs: &AdvantageInputs<'_>,
         algorithm: &'static str,
@@ -182,10 +182,10 @@ impl GroupScores {
         GroupScores::from_parts(scores, groups)
     }
 
-    /// Scores and the group of each.
+    /// Scores and their groups.
     ///
     /// # Errors
-    /// Another number of groups than scores; a score that is not finite.
+    /// Different numbers of groups and scores; a score that is not finite.
     pub fn from_parts(scores: Vec<Option<f64>>, groups: &[u64]) -> Result<GroupScores, AlgoError> {
         check_len("groups", "rows", groups.len(), scores.len())?;
         check_given("scores", &scores)?;
@@ -195,12 +195,13 @@ impl GroupScores {
         })
     }
 
-    /// Advantage of each row, `f(rows, scores)` giving those of the scored rows of a group; rows without score get 0.
+    /// Advantage of each row; `f(rows, scores)` returns those of the scored rows of a group; rows without a score get
+    /// 0.
     ///
-    /// A group of several equal scores carries no signal and gets exactly 0, whatever the rounding of its mean.
+    /// A group of several equal scores carries no signal and gets exactly 0, regardless of rounding in its mean.
     ///
     /// # Errors
-    /// As `f`.
+    /// Those of `f`.
     pub fn map_groups(
         &self,
         f: impl Fn(&[usize], &[f64]) -> Result<Vec<f64>, AlgoError>,
@@ -225,7 +226,7 @@ impl GroupScores {
 /// The weight of each of `count` reward components: the declared ones, else 1.
 ///
 /// # Errors
-/// Another number of weights than components; a weight that is not finite.
+/// Different numbers of weights and components; a weight that is not finite.
 pub(super) fn component_weights(
     weights: Option<&[f64]>,
     count: usize,
@@ -238,8 +239,8 @@ pub(super) fn component_weights(
     Ok(weights.to_vec())
 }
 
-/// Scans the packed tokens of each row from its last to its first: `step(token, state of the next token)`; the state
-/// after the last token of a row is `end`.
+/// Scans the packed tokens of each row from last to first: `step(token, state of the next token)`; the state after the
+/// last token of a row is `end`.
 ///
 /// # Shapes
 /// `rows`, result: `[N]`, packed action tokens.
@@ -255,14 +256,14 @@ pub fn backward_scan<S: Copy>(rows: &[usize], end: S, step: impl Fn(usize, S) ->
     states
 }
 
-/// Sum of a row's rewards over its action tokens: what lies on observations is dropped.
+/// Sum of a row's rewards over its action tokens; rewards at observations are dropped.
 ///
 /// # Shapes
 /// `rewards`, `actions`: `[B, T~]`; result: `[B]`
 /// # Errors
 /// Rows of different lengths.
 /// # Differences
-/// verl's outcome estimators add what lies on masked slots too, while its GAE drops it.
+/// verl's outcome estimators also add rewards at masked slots, while its GAE drops them.
 /// # Source
 /// verl sums token rewards in each outcome estimator.
 pub fn outcome_scores(

@@ -1,7 +1,8 @@
 //! Advantages: how much better a response, or a token of it, was than expected.
 //!
-//! Plain scans over ragged rows in f64. An estimator takes [`AdvantageInputs`], uses what it needs, refuses when that
-//! is missing, and returns [`Advantages`]. A new one is a file here and a line in [`ESTIMATORS`].
+//! Plain scans over ragged rows in f64. An estimator takes [`AdvantageInputs`], uses the inputs that it needs, returns
+//! an error if one is missing, and otherwise returns [`Advantages`]. A new one is a file here and a line in
+//! [`ESTIMATORS`].
 
 use crate::cut::CutUnit;
 use crate::error::AlgoError;
@@ -37,12 +38,12 @@ pub use remax::ReMax;
 pub use rloo::Rloo;
 pub use rloo_trl::RlooTrl;
 
-/// What an estimator returns; 0 at observations.
+/// The result of an estimator; 0 at observations.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Advantages {
     /// `[B, T~]`
     pub advantages: Ragged<f64>,
-    /// `[B, T~]`: what a critic should learn, where the estimator defines it.
+    /// `[B, T~]`: the critic's targets, if the estimator defines them.
     pub returns: Option<Ragged<f64>>,
 }
 
@@ -51,35 +52,35 @@ pub trait AdvantageEstimator: std::fmt::Debug + Send + Sync {
     /// Its name in pipelines.
     fn name(&self) -> &'static str;
 
-    /// What it must see whole.
+    /// The unit that it must receive in one piece.
     fn cut_unit(&self) -> CutUnit;
 
-    /// What it reads beside the mask of actions.
+    /// The inputs that it reads besides the mask of actions.
     fn inputs(&self) -> &'static [EstimatorInput] {
         &[EstimatorInput::Scores, EstimatorInput::Groups]
     }
 
-    /// Fewest responses to a prompt of which it can say something.
+    /// Smallest number of responses to a prompt for which it is defined.
     fn smallest_group(&self) -> usize {
         1
     }
 
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
-    /// The first setting that is wrong.
+    /// The first invalid setting.
     fn check(&self) -> Result<(), AlgoError> {
         Ok(())
     }
 
-    /// Advantages of a batch that holds whole cut units.
+    /// Advantages of a batch of complete cut units.
     ///
     /// # Errors
     /// Inputs that are missing, of the wrong shape or not finite; settings out of range.
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError>;
 }
 
-/// Name of an estimator, and how to make it with its default settings.
+/// Name of an estimator, and its constructor with default settings.
 pub type EstimatorEntry = (&'static str, fn() -> Box<dyn AdvantageEstimator>);
 
 /// All estimators with their default settings, by name.

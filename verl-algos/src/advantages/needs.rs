@@ -1,25 +1,25 @@
-//! What an estimator reads, as it says itself.
+//! The inputs that an estimator declares.
 
-/// A part of [`AdvantageInputs`](super::AdvantageInputs) beside the mask of actions.
+/// A part of [`AdvantageInputs`](super::AdvantageInputs) besides the mask of actions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum EstimatorInput {
-    /// One score a row, or the sum of its rewards.
+    /// One score per row, or the sum of its rewards.
     Scores,
     /// The prompt of each row, to compare the rows of one prompt.
     Groups,
-    /// A reward a token.
+    /// A reward per token.
     TokenLevelRewards,
     /// A critic's value of each token.
     Values,
     /// The score of a reference response to each row's prompt.
     RewardBaselines,
-    /// Scores of several kinds, one of each kind a row.
+    /// Scores of several kinds, one of each kind per row.
     RewardComponents,
-    /// Log-probs of the policy that sampled, a token.
+    /// Log-probs of the policy that sampled, one per token.
     OldLogProbs,
-    /// Log-probs of the reference, a token.
+    /// Log-probs of the reference, one per token.
     RefLogProbs,
-    /// Σ_v π(v)² of the policy that sampled, a token.
+    /// Σ_v π(v)² of the policy that sampled, one per token.
     SumPiSquared,
 }
 
@@ -30,7 +30,7 @@ mod tests {
     use crate::ragged::Ragged;
 
     #[test]
-    fn every_estimator_reads_what_it_says() {
+    fn every_estimator_reads_the_inputs_that_it_declares() {
         let actions = Ragged::<bool>::from_rows(vec![vec![true, true]; 4]);
         let numbers = Ragged::<f64>::from_rows([[0.0, 1.0], [0.5, 0.0], [0.0, 0.0], [0.25, 2.0]]);
         let scores = [1.0, 0.5, 0.0, 2.25].map(Some);
@@ -52,52 +52,52 @@ mod tests {
             sum_pi_squared: Some(&squares),
             ..AdvantageInputs::new(&actions)
         };
-        let given = |says: &[EstimatorInput]| AdvantageInputs {
+        let given = |declared: &[EstimatorInput]| AdvantageInputs {
             groups: all
                 .groups
-                .filter(|_| says.contains(&EstimatorInput::Groups)),
+                .filter(|_| declared.contains(&EstimatorInput::Groups)),
             scores: all
                 .scores
-                .filter(|_| says.contains(&EstimatorInput::Scores)),
+                .filter(|_| declared.contains(&EstimatorInput::Scores)),
             token_level_rewards: all
                 .token_level_rewards
-                .filter(|_| says.contains(&EstimatorInput::TokenLevelRewards)),
+                .filter(|_| declared.contains(&EstimatorInput::TokenLevelRewards)),
             values: all
                 .values
-                .filter(|_| says.contains(&EstimatorInput::Values)),
+                .filter(|_| declared.contains(&EstimatorInput::Values)),
             reward_baselines: all
                 .reward_baselines
-                .filter(|_| says.contains(&EstimatorInput::RewardBaselines)),
+                .filter(|_| declared.contains(&EstimatorInput::RewardBaselines)),
             reward_components: all
                 .reward_components
-                .filter(|_| says.contains(&EstimatorInput::RewardComponents)),
+                .filter(|_| declared.contains(&EstimatorInput::RewardComponents)),
             old_log_probs: all
                 .old_log_probs
-                .filter(|_| says.contains(&EstimatorInput::OldLogProbs)),
+                .filter(|_| declared.contains(&EstimatorInput::OldLogProbs)),
             ref_log_probs: all
                 .ref_log_probs
-                .filter(|_| says.contains(&EstimatorInput::RefLogProbs)),
+                .filter(|_| declared.contains(&EstimatorInput::RefLogProbs)),
             sum_pi_squared: all
                 .sum_pi_squared
-                .filter(|_| says.contains(&EstimatorInput::SumPiSquared)),
+                .filter(|_| declared.contains(&EstimatorInput::SumPiSquared)),
             ..all
         };
         for (name, make) in ESTIMATORS {
             let estimator = make();
-            let says = estimator.inputs();
+            let declared = estimator.inputs();
             assert!(
-                estimator.estimate(&given(says)).is_ok(),
-                "{name} reads more"
+                estimator.estimate(&given(declared)).is_ok(),
+                "{name} reads more than it declares"
             );
-            for left_out in says {
-                let fewer: Vec<_> = says.iter().copied().filter(|i| i != left_out).collect();
+            for left_out in declared {
+                let fewer: Vec<_> = declared.iter().copied().filter(|i| i != left_out).collect();
                 let without = estimator.estimate(&given(&fewer));
                 assert!(without.is_err(), "{name} does not read {left_out:?}");
             }
             let lone = Ragged::<bool>::from_rows([[true, true]]);
             let first = Ragged::<f64>::from_rows([[0.0, 1.0]]);
             let lone_components = [vec![Some(1.0)], vec![Some(0.5)]];
-            let alone = AdvantageInputs {
+            let single = AdvantageInputs {
                 groups: Some(&[3]),
                 scores: Some(&scores[..1]),
                 token_level_rewards: Some(&first),
@@ -109,7 +109,7 @@ mod tests {
                 sum_pi_squared: Some(&first),
                 ..AdvantageInputs::new(&lone)
             };
-            let refused = estimator.estimate(&alone).is_err();
+            let refused = estimator.estimate(&single).is_err();
             assert_eq!(
                 refused,
                 estimator.smallest_group() > 1,
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_out_of_range_are_refused_before_any_input() {
+    fn settings_out_of_range_are_rejected_before_any_input() {
         for (name, make) in ESTIMATORS {
             assert_eq!(make().check(), Ok(()), "{name}");
         }

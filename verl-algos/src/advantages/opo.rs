@@ -9,9 +9,9 @@ use crate::error::AlgoError;
 /// Equal scores give exactly 0. A lone row keeps its score.
 ///
 /// # Shapes
-/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
+/// Scores and groups `[B]`; result `[B, T~]`, one number per row on its action tokens.
 /// # Differences
-/// A group of rows without action tokens is 0/0 in verl; its baseline is 0 here.
+/// A group of rows without action tokens is 0/0 in verl; here its baseline is 0.
 /// # Source
 /// Hao et al. 2025, arXiv:2505.23585.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

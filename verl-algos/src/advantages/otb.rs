@@ -1,4 +1,4 @@
-//! Optimal token baseline: a baseline for each point in time, weighted by the variance that a response has gathered.
+//! Optimal token baseline: a baseline for each point in time, weighted by the accumulated variance of a response.
 
 use std::ops::Range;
 
@@ -9,10 +9,10 @@ use crate::cut::CutUnit;
 use crate::error::AlgoError;
 use crate::ragged::Ragged;
 
-/// Keeps the baseline finite where no response has any variance.
+/// Keeps the baseline finite if no response has any variance.
 const EPSILON: f64 = 1e-8;
 
-/// What tells which tokens of a group's responses belong together.
+/// How tokens of a group's responses are matched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenTime {
     /// The slot within the response, observations included.
@@ -23,8 +23,8 @@ pub enum TokenTime {
 
 /// A_t = G_t − B_t, B_t = Σ_i G W / (Σ_i W + 1e-8) over the rows i of the group that have an action token at time t.
 ///
-/// G_t = Σ_{u ≥ t} r_u over action tokens. W_t = Σ_{u ≤ t} w_u with w = (1 − 2π + Σ_v π(v)²) ρ²: the squared length of the
-/// token's score vector, ρ the rollout weight (1 where there are none). A lone row has baseline 0. Beyond the second
+/// G_t = Σ_{u ≥ t} r_u over action tokens. W_t = Σ_{u ≤ t} w_u with w = (1 − 2π + Σ_v π(v)²) ρ²: the squared length of
+/// the token's score vector, ρ the rollout weight (1 if there is none). A lone row has baseline 0. Beyond the second
 /// longest row the longest would be its own baseline; with `handle_zero_tail` its baseline there is 0.
 ///
 /// # Shapes
@@ -35,7 +35,7 @@ pub enum TokenTime {
 /// # Differences
 /// Rows without action tokens do not count as members of their group; verl's flat form counts them, its multi-turn
 /// form does not. With [`TokenTime::Slots`] the zero tail begins at the *slot* whose number is the second longest row's
-/// count of action tokens, as in verl, so rows with observations want [`TokenTime::Actions`].
+/// count of action tokens, as in verl, so rows with observations should use [`TokenTime::Actions`].
 /// # Source
 /// verl `compute_optimal_token_baseline_advantage` and its multi-turn form; Greensmith et al. 2004 for the optimal
 /// baseline.
@@ -43,12 +43,12 @@ pub enum TokenTime {
 pub struct OptimalTokenBaseline {
     /// How time is counted.
     pub time: TokenTime,
-    /// Whether the longest row has baseline 0 where it is alone.
+    /// Whether the longest row has baseline 0 beyond the others.
     pub handle_zero_tail: bool,
 }
 
 impl OptimalTokenBaseline {
-    /// Time in slots: for responses of one turn.
+    /// Time in slots: for single-turn responses.
     pub fn flat() -> OptimalTokenBaseline {
         OptimalTokenBaseline {
             time: TokenTime::Slots,
@@ -93,7 +93,7 @@ impl AdvantageEstimator for OptimalTokenBaseline {
         let tokens = Tokens {
             time: self.times(inputs.actions),
             rows: row_ranges(&inputs.actions.counts()),
-            variance: gathered(&self.token_variances(inputs)?, &rows),
+            variance: running_sums(&self.token_variances(inputs)?, &rows),
             returns,
         };
         let mut advantages = tokens.returns.clone();
@@ -170,7 +170,7 @@ impl OptimalTokenBaseline {
     }
 }
 
-/// The one longest row, and the length of the second longest.
+/// The longest row, if it is unique, and the length of the second longest.
 fn longest(tokens: &Tokens, members: &[usize]) -> Option<(usize, usize)> {
     let mut order = members.to_vec();
     order.sort_by_key(|&row| std::cmp::Reverse(tokens.rows[row].len()));
@@ -183,7 +183,7 @@ fn longest(tokens: &Tokens, members: &[usize]) -> Option<(usize, usize)> {
 }
 
 /// Running sum within each row.
-fn gathered(values: &[f64], rows: &[usize]) -> Vec<f64> {
+fn running_sums(values: &[f64], rows: &[usize]) -> Vec<f64> {
     let mut sums = values.to_vec();
     for t in 1..sums.len() {
         if rows[t] == rows[t - 1] {
@@ -193,7 +193,7 @@ fn gathered(values: &[f64], rows: &[usize]) -> Vec<f64> {
     sums
 }
 
-/// Where the packed tokens of each row lie.
+/// Range of the packed tokens of each row.
 fn row_ranges(lengths: &[usize]) -> Vec<Range<usize>> {
     let mut end = 0;
     let next = |&length: &usize| {
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_without_actions_are_no_company() {
+    fn rows_without_actions_do_not_count_as_members() {
         let rewards = Ragged::<f64>::from_rows([vec![1.0, 1.0], vec![f64::NAN]]);
         for estimator in [
             OptimalTokenBaseline::flat(),

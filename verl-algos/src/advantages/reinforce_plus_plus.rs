@@ -9,17 +9,17 @@ use crate::masked;
 
 /// REINFORCE++: returns G_t = r_t + γ G_{t+1} over action tokens; advantages are G whitened over the batch.
 ///
-/// Observations are stepped over: γ counts actions, not time slots.
+/// Observations are skipped: γ counts actions, not time slots.
 ///
 /// # Shapes
 /// Rewards, advantages and returns: `[B, T~]`, 0 at observations.
 /// # Errors
-/// Fewer than two action tokens in the batch, where whitening is not defined.
+/// Fewer than two action tokens in the batch, where whitening is undefined.
 /// # Differences
-/// As verl since August 2026; before, an observation set the running return to 0. slime and miles count time slots,
-/// so that γ acts at observations too: rewards of −1 at the first and last of four slots, two observations between
-/// them, γ = 0.9, give a first return of −1.9 here and of −1.729 there. verl drops rewards at observations in this
-/// estimator as is done here.
+/// The same as verl since August 2026; before, an observation set the running return to 0. slime and miles count time
+/// slots, so that γ acts at observations too: rewards of −1 at the first and last of four slots, two observations
+/// between them, γ = 0.9, give a first return of −1.9 here and of −1.729 there. As here, verl drops rewards at
+/// observations in this estimator.
 /// # Source
 /// Hu et al. 2025, arXiv:2501.03262; verl `compute_reinforce_plus_plus_outcome_advantage`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -48,8 +48,8 @@ impl AdvantageEstimator for ReinforcePlusPlus {
     }
 
     fn check(&self) -> Result<(), AlgoError> {
-        let sound = (0.0..=1.0).contains(&self.gamma);
-        check_setting("gamma", self.gamma, sound, "it must lie in [0, 1]")
+        let valid = (0.0..=1.0).contains(&self.gamma);
+        check_setting("gamma", self.gamma, valid, "it must lie in [0, 1]")
     }
 
     fn estimate(&self, inputs: &AdvantageInputs<'_>) -> Result<Advantages, AlgoError> {
@@ -67,16 +67,16 @@ impl AdvantageEstimator for ReinforcePlusPlus {
 
 /// REINFORCE++ with baseline: s − μ_g on each action token, whitened over all action tokens of the batch.
 ///
-/// Long responses weigh more in the whitening. A lone row keeps its score. A row that was not scored leaves the statistics
-/// and gets 0.
+/// Long responses weigh more in the whitening. A lone row keeps its score. An unscored row is excluded from the
+/// statistics and gets 0.
 ///
 /// # Shapes
-/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
+/// Scores and groups `[B]`; result `[B, T~]`, one number per row on its action tokens.
 /// # Errors
 /// Fewer than two action tokens in the batch.
 /// # Differences
-/// verl knows no row without a score, and adds up what lies on masked slots as well; here an outcome score is the sum
-/// over action tokens.
+/// verl has no rows without a score, and also adds rewards at masked slots; here an outcome score is the sum over
+/// action tokens.
 /// # Source
 /// Hu et al. 2025, arXiv:2501.03262; verl `compute_reinforce_plus_plus_baseline_outcome_advantage`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -100,7 +100,7 @@ impl AdvantageEstimator for ReinforcePlusPlusBaseline {
             };
             Ok(scores.iter().map(|s| s - mean).collect())
         })?;
-        // A row without a score is not whitened either, or it would get minus the mean.
+        // A row without a score is not whitened either; otherwise it would get minus the mean.
         let scored = |row: usize| scores.scores[row].is_some();
         let actions = inputs.actions.map(|row, _, action| action && scored(row));
         let tokens = actions.packed_rows();

@@ -9,10 +9,10 @@ use crate::error::{AlgoError, check_finite, check_len};
 /// # Shapes
 /// Rewards, advantages and returns: `[B, T~]`; `reward_baselines`: `[B]`.
 /// # Errors
-/// No `reward_baselines`, or not one a row.
+/// No `reward_baselines`, or not one per row.
 /// # Differences
-/// verl multiplies masked slots by 0, so that a NaN there spreads; here they are left out. There is one baseline a
-/// row, whereas verl's of a prompt has to be repeated for its responses.
+/// verl multiplies masked slots by 0, so that a NaN there spreads; here they are left out. Here there is one baseline
+/// per row, whereas verl's is per prompt and has to be repeated for its responses.
 /// # Source
 /// Li et al. 2023, arXiv:2310.10505.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

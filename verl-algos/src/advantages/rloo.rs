@@ -6,10 +6,10 @@ use crate::error::AlgoError;
 
 /// RLOO: A = s − mean of the other scores of the group = n/(n−1)·(s − μ_g).
 ///
-/// Equal scores give exactly 0. A lone row keeps its score. A row that was not scored leaves the statistics and gets 0.
+/// Equal scores give exactly 0. A lone row keeps its score. An unscored row is excluded from the statistics and gets 0.
 ///
 /// # Shapes
-/// Scores and groups `[B]`; result `[B, T~]`, one number a row on its action tokens.
+/// Scores and groups `[B]`; result `[B, T~]`, one number per row on its action tokens.
 /// # Differences
 /// One rule for lone rows: verl's vectorised form gives them 0, its loop the raw score, as here.
 /// # Source

@@ -1,4 +1,4 @@
-//! RLOO as TRL has it: the KL to the reference is part of the reward.
+//! RLOO as in TRL: the KL to the reference is part of the reward.
 
 use super::grpo_trl::{check_groups, standardized};
 use super::{AdvantageEstimator, AdvantageInputs, Advantages, EstimatorInput, GroupScores};
@@ -6,14 +6,14 @@ use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 use crate::masked;
 
-/// r = clip(s) − β Σ_t (ℓ_old − ℓ_ref); A = r − mean of the group's other r; (A − mean)/(std + ε) over the batch where
-/// `normalize` is set.
+/// r = clip(s) − β Σ_t (ℓ_old − ℓ_ref); A = r − mean of the group's other r; with `normalize` (A − mean)/(std + ε) over
+/// the batch.
 ///
-/// A row that was not scored leaves the statistics and gets 0, and so does a row that is the only scored one of its
+/// An unscored row is excluded from the statistics and gets 0, and so does a row that is the only scored one of its
 /// group.
 ///
 /// # Shapes
-/// Scores and groups `[B]`, `old_log_probs` and `ref_log_probs` `[B, T~]`; result `[B, T~]`, one number a row on its
+/// Scores and groups `[B]`, `old_log_probs` and `ref_log_probs` `[B, T~]`; result `[B, T~]`, one number per row on its
 /// action tokens.
 /// # Errors
 /// No log-probs although `beta` is not 0; [`AlgoError::TooFew`] for a group of one.
@@ -25,7 +25,7 @@ use crate::masked;
 pub struct RlooTrl {
     /// β, the coefficient of the KL; 0 needs no log-probs.
     pub beta: f64,
-    /// Bounds of the score before the KL is taken off.
+    /// Bounds of the score before the KL is subtracted.
     pub reward_clip: Option<(f64, f64)>,
     /// Whether advantages get mean 0 and deviation 1 over the batch.
     pub normalize: bool,
@@ -72,14 +72,14 @@ impl AdvantageEstimator for RlooTrl {
     }
 
     fn check(&self) -> Result<(), AlgoError> {
-        let rule = "it must be a finite number from 0";
+        let rule = "it must be a finite number of at least 0";
         for (setting, value) in [("beta", self.beta), ("epsilon", self.epsilon)] {
             check_setting(setting, value, value >= 0.0 && value.is_finite(), rule)?;
         }
         let Some((low, high)) = self.reward_clip else {
             return Ok(());
         };
-        let rule = "it must not lie above the upper bound";
+        let rule = "it must not exceed the upper bound";
         check_setting("reward_clip", low, low <= high, rule)
     }
 
@@ -92,7 +92,7 @@ impl RlooTrl {
     /// Advantage of each row, `[B]`.
     ///
     /// # Errors
-    /// As the estimator.
+    /// The same as the estimator.
     pub fn row_advantages(&self, inputs: &AdvantageInputs<'_>) -> Result<Vec<f64>, AlgoError> {
         self.check()?;
         let groups = inputs.group_ids(self.name())?;
@@ -115,7 +115,7 @@ impl RlooTrl {
         Ok(standardized(&scored, self.epsilon))
     }
 
-    /// Clipped scores with the KL taken off.
+    /// Clipped scores minus the KL.
     fn rewards(&self, inputs: &AdvantageInputs<'_>) -> Result<Vec<Option<f64>>, AlgoError> {
         let mut scores = inputs.outcome_scores(self.name())?;
         if let Some((low, high)) = self.reward_clip {
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         let plain = RlooTrl::default();
         assert!(estimate(plain, &[Some(1.0)], &[1]).is_err());
         let rloo = RlooTrl {

@@ -1,4 +1,4 @@
-//! What the ILQL loss reads: trajectories in plain numbers, and micro-batches of them with what the heads say.
+//! Trajectories in plain numbers, and micro-batches of them with the outputs of the heads.
 
 use burn::tensor::Tensor;
 
@@ -8,15 +8,15 @@ use crate::ragged::Ragged;
 
 /// Trajectories of one optimiser step on this rank. Everything in it is a constant.
 ///
-/// Observations are not here: an action's next state is the state of the row's next action, or the final state.
+/// Observations are not included: an action's next state is the state of the row's next action, or the final state.
 #[derive(Debug, Clone, PartialEq)]
 pub struct IlqlBatch {
     /// Token of each action, `[B, T~]`.
     pub actions: Ragged<u32>,
-    /// Reward of each action, `[B, T~]`. What lies on a state that is not alive is never read.
+    /// Reward of each action, `[B, T~]`. Rewards of states that are not alive are never read.
     pub rewards: Ragged<f64>,
     /// Whether each state is alive, `[B, (T + 1)~]`: the states of a row's actions, then its final state. An action
-    /// counts where its state is alive; the next state's value counts where that one is.
+    /// counts if its state is alive; the next state's value counts if that state is.
     pub alive: Ragged<bool>,
     /// Sizes of the mini-batch over all ranks; `tokens` is K, the number of actions in states that are alive.
     pub counts: Counts,
@@ -27,7 +27,7 @@ impl IlqlBatch {
     /// The return of a row without actions is dropped.
     ///
     /// # Errors
-    /// Another number of returns than rows.
+    /// Different numbers of returns and rows.
     pub fn from_returns(actions: Ragged<u32>, returns: &[f64]) -> Result<IlqlBatch, AlgoError> {
         check_len("returns", "rows", returns.len(), actions.num_rows())?;
         let last = |b: usize, t: usize| t + 1 == actions.row(b).len();
@@ -58,10 +58,10 @@ impl IlqlBatch {
         states.iter().filter(|alive| **alive).count()
     }
 
-    /// Refuses rows of other lengths, and rewards that count and are not finite.
+    /// Rejects rows of the wrong length, and counted rewards that are not finite.
     ///
     /// # Errors
-    /// The first argument that is wrong.
+    /// The first invalid argument.
     pub fn check(&self) -> Result<(), AlgoError> {
         self.rewards.check_like("rewards", &self.actions)?;
         let num_rows = self.actions.num_rows();
@@ -115,19 +115,19 @@ pub(super) struct Steps {
     pub next_alive: Vec<bool>,
 }
 
-/// Some rows of a mini-batch, with what the heads say about them.
+/// Some rows of a mini-batch, with the outputs of the heads for them.
 ///
-/// Actions lie packed, row after row: `M` of them. States lie packed too, and each row has one more: its final state,
-/// where the hidden state is that of the row's last token. A row without actions has its final state only.
+/// Actions are packed, row after row: `M` of them. States are packed too, and each row has one more: its final state,
+/// where the hidden state is that of the row's last token. A row without actions has only its final state.
 ///
 /// Dims: `M` actions, `R` rows, `V` vocabulary.
 #[derive(Debug, Clone)]
 pub struct IlqlMicroBatch {
     /// Rows of the mini-batch, in the order of the tensors, `[R]`.
     pub rows: Vec<usize>,
-    /// Q of every token in the state of each action, one tensor a head, `[M, V]`; differentiable.
+    /// Q of every token in the state of each action, one tensor per head, `[M, V]`; differentiable.
     pub qs: Vec<Tensor<2>>,
-    /// Q̂ of each action taken, one tensor a target head, `[M]`; no gradient goes into them.
+    /// Q̂ of each action taken, one tensor per target head, `[M]`; without gradient.
     pub target_qs: Vec<Tensor<1>>,
     /// V of each state, `[M + R]`; differentiable.
     pub values: Tensor<1>,
@@ -136,7 +136,7 @@ pub struct IlqlMicroBatch {
 }
 
 impl IlqlMicroBatch {
-    /// Refuses rows outside the mini-batch, tensors of other shapes, and actions outside the vocabulary.
+    /// Rejects rows outside the mini-batch, tensors of the wrong shape, and actions outside the vocabulary.
     pub(super) fn check(&self, batch: &IlqlBatch) -> Result<(), AlgoError> {
         let rows = batch.actions.num_rows();
         if let Some(&row) = self.rows.iter().find(|row| **row >= rows) {
@@ -211,20 +211,20 @@ mod tests {
     }
 
     #[test]
-    fn refuses_rows_that_do_not_fit() {
+    fn rejects_rows_of_the_wrong_shape() {
         let actions = Ragged::<u32>::from_rows([[5u32, 6]]);
-        let sound = IlqlBatch::from_returns(actions, &[1.0]).unwrap();
-        let mut batch = sound.clone();
+        let valid = IlqlBatch::from_returns(actions, &[1.0]).unwrap();
+        let mut batch = valid.clone();
         batch.alive = Ragged::from_rows([[true, true]]);
         let error = batch.check().unwrap_err();
         assert_eq!(
             error.to_string(),
             "row 0 of `alive` has 2 tokens, expected 3"
         );
-        let mut batch = sound.clone();
+        let mut batch = valid.clone();
         batch.rewards = Ragged::from_rows([[0.0]]);
         assert!(batch.check().is_err());
-        let mut batch = sound;
+        let mut batch = valid;
         batch.rewards = Ragged::from_rows([[0.0, f64::NAN]]);
         let error = batch.check().unwrap_err();
         assert_eq!(error.to_string(), "`rewards` is NaN at position 1");

@@ -1,11 +1,11 @@
-//! Decoding from a policy whose logits are shifted by what the heads think of each token.
+//! Decoding from a policy whose logits are shifted by the heads' advantages of each token.
 
 use burn::tensor::{Int, Tensor, activation};
 
 use crate::error::{AlgoError, check_len, check_setting};
 use crate::tensor::at_least_f32;
 
-/// softmax over the best k tokens of (log π + β (min Q̂ − V)), over the temperature; temperature 0 takes the best.
+/// softmax over the best k tokens of (log π + β (min Q̂ − V)), over the temperature; temperature 0 selects the best.
 ///
 /// Tokens that tie with the k-th best are kept.
 ///
@@ -14,16 +14,16 @@ use crate::tensor::at_least_f32;
 /// # Shapes
 /// Logits and target Q values `[B, V]`, V `[B]`; result `[B, V]` or `[B]`.
 /// # Differences
-/// None known against trlX.
+/// None known compared with trlX.
 /// # Source
 /// Snell et al. 2023, arXiv:2206.11871, section 4.3; trlX `generate` of its ILQL model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct IlqlDecoding {
-    /// Weight β of the advantages, finite and from 0; 0 is the policy itself.
+    /// Weight β of the advantages, finite and at least 0; 0 is the policy itself.
     pub beta: f64,
     /// Number of tokens kept; 0 keeps all.
     pub top_k: usize,
-    /// From 0.
+    /// At least 0.
     pub temperature: f64,
 }
 
@@ -39,28 +39,28 @@ impl Default for IlqlDecoding {
 }
 
 impl IlqlDecoding {
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
-    /// The first setting that is wrong.
+    /// The first invalid setting.
     pub fn check(&self) -> Result<(), AlgoError> {
-        let rule = "it must be a finite number from 0";
-        let sound = |value: f64| value >= 0.0 && value.is_finite();
-        check_setting("beta", self.beta, sound(self.beta), rule)?;
+        let rule = "it must be a finite number of at least 0";
+        let valid = |value: f64| value >= 0.0 && value.is_finite();
+        check_setting("beta", self.beta, valid(self.beta), rule)?;
         check_setting(
             "temperature",
             self.temperature,
-            sound(self.temperature),
+            valid(self.temperature),
             rule,
         )
     }
 
-    /// log π + β (min Q̂ − V): what any sampler can take for logits.
+    /// log π + β (min Q̂ − V): usable as logits by any sampler.
     ///
     /// # Shapes
     /// `logits`, each of `target_qs`, result: `[B, V]`; `values`: `[B]`
     /// # Errors
-    /// Settings out of range; no target head; tensors of other shapes.
+    /// Settings out of range; no target head; tensors of the wrong shape.
     pub fn shifted_logits(
         &self,
         logits: Tensor<2>,
@@ -92,7 +92,7 @@ impl IlqlDecoding {
     /// # Shapes
     /// As [`IlqlDecoding::shifted_logits`].
     /// # Errors
-    /// As there.
+    /// Those of [`IlqlDecoding::shifted_logits`].
     pub fn probabilities(
         &self,
         logits: Tensor<2>,
@@ -110,12 +110,12 @@ impl IlqlDecoding {
         Ok(activation::softmax(kept / self.temperature, 1))
     }
 
-    /// The best token of each row, whatever the temperature.
+    /// The best token of each row, at any temperature.
     ///
     /// # Shapes
     /// Inputs as [`IlqlDecoding::shifted_logits`]; result: `[B]`
     /// # Errors
-    /// As there.
+    /// Those of [`IlqlDecoding::shifted_logits`].
     pub fn best(
         &self,
         logits: Tensor<2>,
@@ -126,7 +126,7 @@ impl IlqlDecoding {
         Ok(shifted.argmax(1).squeeze_dim(1))
     }
 
-    /// −∞ for all but the best k.
+    /// Sets all but the best k to −∞.
     fn keep_best(&self, shifted: Tensor<2>) -> Tensor<2> {
         let [rows, vocab] = shifted.dims();
         if self.top_k == 0 || self.top_k >= vocab {
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         let plain = IlqlDecoding::default();
         let (logits, values) = (row(&[0.0, 0.0]), constant(&[0.0]));
         let shift = |decoding: IlqlDecoding, target_qs: &[Tensor<2>]| {
@@ -205,7 +205,7 @@ mod tests {
         let error = shift(plain, &[]).unwrap_err();
         assert_eq!(error.to_string(), "`ilql decoding` needs `target_qs`");
         assert!(shift(plain, &[row(&[0.0])]).is_err());
-        let sound = [row(&[0.0, 0.0])];
+        let valid = [row(&[0.0, 0.0])];
         for value in [-1.0, f64::NAN] {
             assert!(
                 shift(
@@ -213,7 +213,7 @@ mod tests {
                         beta: value,
                         ..plain
                     },
-                    &sound
+                    &valid
                 )
                 .is_err()
             );
@@ -221,7 +221,7 @@ mod tests {
                 temperature: value,
                 ..plain
             };
-            assert!(shift(decoding, &sound).is_err());
+            assert!(shift(decoding, &valid).is_err());
         }
     }
 }

@@ -11,15 +11,15 @@ use crate::tensor::at_least_f32;
 
 /// Q + V + `cql_scale` · CQL + `awac_scale` · AWAC, each a mean over the K actions whose states are alive.
 ///
-/// With q̂_t the smallest Q̂ of the action taken, c the alive flags and sg without gradient:
+/// With q̂_t the smallest Q̂ of the action taken, c the alive flags and sg the stop-gradient:
 ///
 /// - Q: Σ_heads mean (Q(a_t) − r_t − γ sg(V_{t+1}) c_{t+1})²
 /// - V: mean |τ − 1(q̂_t < V_t)| (q̂_t − V_t)², the τ-expectile
 /// - CQL: Σ_heads mean −log softmax(Q)(a_t)
 /// - AWAC: mean −sg(e^{β (q̂_t − V_t)}) log π(a_t)
 ///
-/// Reported: the terms without their scales, as `q_loss`, `v_loss`, `cql_loss`, `awac_loss`; and `value` and `target_q`,
-/// the means of V and q̂ over actions. Without any action the loss is 0.
+/// Reported: the terms without their scales, as `q_loss`, `v_loss`, `cql_loss`, `awac_loss`; and `value` and
+/// `target_q`, the means of V and q̂ over actions. Without any action the loss is 0.
 ///
 /// # Shapes
 /// Q heads and logits `[M, V]`, target Q of the actions `[M]`, V `[M + R]` of M actions in R rows.
@@ -34,11 +34,11 @@ pub struct IlqlLoss {
     pub gamma: f64,
     /// Expectile τ, in (0, 1); above ½ V leans towards the best actions.
     pub tau: f64,
-    /// Inverse temperature β of AWAC's weights, from 0; 0 clones all actions alike.
+    /// Inverse temperature β of AWAC's weights, at least 0; 0 clones all actions alike.
     pub beta: f64,
-    /// Coefficient of CQL, from 0.
+    /// Coefficient of CQL, at least 0.
     pub cql_scale: f64,
-    /// Coefficient of AWAC, from 0.
+    /// Coefficient of AWAC, at least 0.
     pub awac_scale: f64,
 }
 
@@ -56,30 +56,30 @@ impl Default for IlqlLoss {
 }
 
 impl IlqlLoss {
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
-    /// The first setting that is wrong.
+    /// The first invalid setting.
     pub fn check(&self) -> Result<(), AlgoError> {
         let gamma = (0.0..=1.0).contains(&self.gamma);
         check_setting("gamma", self.gamma, gamma, "it must lie in [0, 1]")?;
         let tau = self.tau > 0.0 && self.tau < 1.0;
-        check_setting("tau", self.tau, tau, "an expectile lies in (0, 1)")?;
+        check_setting("tau", self.tau, tau, "an expectile must lie in (0, 1)")?;
         for (name, value) in [
             ("beta", self.beta),
             ("cql_scale", self.cql_scale),
             ("awac_scale", self.awac_scale),
         ] {
-            let sound = value >= 0.0 && value.is_finite();
-            check_setting(name, value, sound, "it must be a finite number from 0")?;
+            let valid = value >= 0.0 && value.is_finite();
+            check_setting(name, value, valid, "it must be a finite number of at least 0")?;
         }
         Ok(())
     }
 
-    /// Looks at the whole mini-batch, once, before any micro-batch.
+    /// Prepares the loss from the entire mini-batch, once, before any micro-batch.
     ///
     /// # Errors
-    /// Settings out of range; rows that do not fit; more than one rank without the declared number of actions.
+    /// Settings out of range; rows that do not match; more than one rank without the declared number of actions.
     pub fn prepare<'a>(&self, batch: &'a IlqlBatch) -> Result<PreparedIlql<'a>, AlgoError> {
         self.check()?;
         batch.check()?;
@@ -92,7 +92,7 @@ impl IlqlLoss {
     }
 }
 
-/// The loss, having seen its mini-batch.
+/// The loss, prepared for its mini-batch.
 #[derive(Debug, Clone)]
 pub struct PreparedIlql<'a> {
     loss: IlqlLoss,
@@ -105,12 +105,12 @@ impl PreparedIlql<'_> {
     /// The share of `micro` in the loss of the mini-batch; the shares of all micro-batches add up to it.
     ///
     /// # Errors
-    /// Rows outside the mini-batch, tensors of other shapes, actions outside the vocabulary.
+    /// Rows outside the mini-batch, tensors of the wrong shape, actions outside the vocabulary.
     pub fn loss(&self, micro: &IlqlMicroBatch) -> Result<Partial, AlgoError> {
         micro.check(self.batch)?;
         let steps = self.batch.steps(&micro.rows);
         if steps.tokens.is_empty() {
-            // The sum over no action is 0, and a caller can go backward through it.
+            // The sum over no actions is 0, and a caller can run a backward pass through it.
             let values = at_least_f32(micro.values.clone());
             let all = values.zeros_like().equal_scalar(0.0);
             return Ok(Partial {
@@ -133,7 +133,7 @@ impl PreparedIlql<'_> {
         let mut metrics = live.means();
         for (name, scale, per_action) in terms {
             let value = per_action.sum() * self.weight;
-            // A term that is switched off cannot matter, even where it is infinite.
+            // A disabled term has no effect, even if it is infinite.
             let is_on = scale != 0.0;
             metrics.push(Metric {
                 name,
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_switched_off_term_cannot_matter() {
+    fn a_disabled_term_has_no_effect() {
         let mut micro = micro();
         micro.logits = constant(&[f64::NAN; 4]).reshape([2, 2]);
         let loss = IlqlLoss {
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_tensors_that_do_not_fit() {
+    fn rejects_tensors_of_the_wrong_shape() {
         let batch = batch();
         let prepared = IlqlLoss::default().prepare(&batch).unwrap();
         let refusal = |change: &dyn Fn(&mut IlqlMicroBatch)| {
@@ -309,12 +309,12 @@ mod tests {
         });
         assert_eq!(
             text,
-            "`actions` holds token id 1 at position 0, but the vocabulary ends at 1"
+            "`actions` contains token id 1 at position 0, but the vocabulary ends at 1"
         );
     }
 
     #[test]
-    fn refuses_settings_out_of_range() {
+    fn rejects_settings_out_of_range() {
         let plain = IlqlLoss::default();
         for tau in [0.0, 1.0, f64::NAN] {
             assert!(IlqlLoss { tau, ..plain }.check().is_err());

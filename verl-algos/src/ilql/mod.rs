@@ -6,7 +6,7 @@
 //!
 //! | what | here |
 //! |---|---|
-//! | returns of a data set into rewards | [`standardize_returns`], [`IlqlBatch::from_returns`] |
+//! | returns of a data set to rewards | [`standardize_returns`], [`IlqlBatch::from_returns`] |
 //! | Q + V + CQL + AWAC, as partial sums | [`IlqlLoss`] |
 //! | Q̂ ← α Q + (1 − α) Q̂ | [`TargetSync`] |
 //! | softmax of log π + β (min Q̂ − V) | [`IlqlDecoding`] |
@@ -33,8 +33,8 @@
 //! # Ok::<(), verl_algos::AlgoError>(())
 //! ```
 //!
-//! Source: Snell et al. 2023, arXiv:2206.11871; the expectile: Kostrikov et al. 2022, arXiv:2110.06169; CQL: Kumar et al.
-//! 2020, arXiv:2006.04779; AWAC: Nair et al. 2020, arXiv:2006.09359; the defaults are trlX's.
+//! Source: Snell et al. 2023, arXiv:2206.11871; the expectile: Kostrikov et al. 2022, arXiv:2110.06169; CQL: Kumar et
+//! al. 2020, arXiv:2006.04779; AWAC: Nair et al. 2020, arXiv:2006.09359; the defaults are trlX's.
 
 mod batch;
 mod decoding;

@@ -1,18 +1,18 @@
-//! Returns of a data set on one scale.
+//! Standardisation of a data set's returns.
 
 use crate::error::{AlgoError, check_finite};
 use crate::masked;
 
-/// (x − mean) / (std + ε) over the whole data set, Bessel deviation, ε the spacing of f64 at 1.
+/// (x − mean) / (std + ε) over the entire data set, Bessel deviation, ε the spacing of f64 at 1.
 ///
-/// One return has no deviation: it becomes 0 and is not divided. Equal returns become exactly 0.
+/// A single return has no deviation: it becomes 0 and is not divided. Equal returns become exactly 0.
 ///
 /// # Shapes
-/// `returns`, result: one a row of the data set
+/// `returns`, result: one per row of the data set
 /// # Errors
 /// A return that is not finite.
 /// # Differences
-/// trlX divides what rounding leaves of equal returns by ε; here equality decides.
+/// trlX divides the rounding error of equal returns by ε; here equality is checked.
 /// # Source
 /// trlX `make_experience` of its ILQL trainer.
 pub fn standardize_returns(returns: &[f64]) -> Result<Vec<f64>, AlgoError> {
@@ -39,14 +39,14 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_deviation_becomes_zero() {
+    fn returns_without_a_deviation_become_zero() {
         assert_eq!(standardize_returns(&[]).unwrap(), [0.0; 0]);
         assert_eq!(standardize_returns(&[3.5]).unwrap(), [0.0]);
         assert_eq!(standardize_returns(&[0.1; 3]).unwrap(), [0.0; 3]);
     }
 
     #[test]
-    fn refuses_what_is_not_finite() {
+    fn rejects_non_finite_numbers() {
         let error = standardize_returns(&[1.0, f64::NAN]).unwrap_err();
         assert_eq!(error.to_string(), "`returns` is NaN at position 1");
     }

@@ -9,7 +9,7 @@ use crate::error::{AlgoError, check_len, check_setting};
 /// # Shapes
 /// Weights of any shape, the same on both sides.
 /// # Differences
-/// None known against trlX.
+/// None known compared with trlX.
 /// # Source
 /// Polyak and Juditsky 1992; trlX `sync_target_q_heads`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -31,18 +31,18 @@ impl Default for TargetSync {
 }
 
 impl TargetSync {
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
-    /// The first setting that is wrong.
+    /// The first invalid setting.
     pub fn check(&self) -> Result<(), AlgoError> {
-        let sound = (0.0..=1.0).contains(&self.alpha);
-        check_setting("alpha", self.alpha, sound, "it must lie in [0, 1]")?;
+        let valid = (0.0..=1.0).contains(&self.alpha);
+        check_setting("alpha", self.alpha, valid, "it must lie in [0, 1]")?;
         let every = self.every as f64;
         check_setting("every", every, self.every > 0, "it must be at least 1 step")
     }
 
-    /// Whether a synchronisation follows the optimiser step after which `steps` were taken.
+    /// Whether a synchronisation is due after `steps` optimiser steps.
     ///
     /// # Errors
     /// Settings out of range.
@@ -54,7 +54,7 @@ impl TargetSync {
     /// The targets after one synchronisation.
     ///
     /// # Errors
-    /// Settings out of range; another number of weights than targets.
+    /// Settings out of range; different numbers of weights and targets.
     pub fn values(&self, targets: &[f64], weights: &[f64]) -> Result<Vec<f64>, AlgoError> {
         self.check()?;
         check_len("targets", "weights", targets.len(), weights.len())?;
@@ -67,7 +67,7 @@ impl TargetSync {
     /// The targets after one synchronisation, without gradient and in the dtype of `targets`.
     ///
     /// # Errors
-    /// Settings out of range; weights of another shape than the targets.
+    /// Settings out of range; weights whose shape differs from that of the targets.
     pub fn tensor<const D: usize>(
         &self,
         targets: Tensor<D>,
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         for alpha in [-0.1, 1.1, f64::NAN] {
             assert!(TargetSync { alpha, ..QUARTER }.check().is_err());
         }

@@ -1,4 +1,4 @@
-//! The four terms of ILQL, one number an action each.
+//! The four terms of ILQL, one number per action each.
 
 use burn::tensor::{Int, Tensor};
 
@@ -9,9 +9,9 @@ use crate::log_probs::log_probs_from_logits;
 use crate::losses::{Metric, Share};
 use crate::tensor::{at_least_f32, constant_like, indices_like};
 
-/// What the heads say about the actions that count.
+/// Outputs of the heads for the actions that count.
 pub(super) struct Live {
-    /// `[K, V]` a head
+    /// `[K, V]` per head
     qs: Vec<Tensor<2>>,
     /// `[K, V]`
     logits: Tensor<2>,

@@ -8,11 +8,11 @@ use crate::tensor::ones_where;
 
 /// −sg(clip(r, 1 − ε_low, 1 + ε_high)) A ℓ. Times the rollout weights.
 ///
-/// No token loses its gradient; only its weight is bounded. Reported: `pg_clipfrac`, the share of tokens whose ratio was
-/// clipped; `cispo_clip_ratio`, the share that has A > 0 and lies above the upper bound; `ppo_kl`.
+/// No token loses its gradient; only its weight is bounded. Reported: `pg_clipfrac`, the share of tokens whose ratio
+/// was clipped; `cispo_clip_ratio`, the share with A > 0 and a ratio above the upper bound; `ppo_kl`.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
 /// TRL's upper bound is absolute and it has no lower bound: [`CispoLoss::with_cap`].
 /// # Source
@@ -21,7 +21,7 @@ use crate::tensor::ones_where;
 pub struct CispoLoss {
     /// ε_low, in [0, 1].
     pub clip_low: f64,
-    /// ε_high, at least 0; above −1 where there is no lower bound (ε_low = 1).
+    /// ε_high, at least 0; above −1 if there is no lower bound (ε_low = 1).
     pub clip_high: f64,
 }
 
@@ -35,8 +35,8 @@ impl Default for CispoLoss {
 }
 
 impl CispoLoss {
-    /// −sg(min(r, cap)) A ℓ: no lower bound, and an upper one that is not counted from 1. TRL's form, with a cap such as
-    /// 5; any positive number is one, also below 1, where tokens on policy are held back too.
+    /// −sg(min(r, cap)) A ℓ: no lower bound, and an upper bound that is not relative to 1. TRL's form, with a cap such
+    /// as 5; any positive number is valid. A cap below 1 also reduces the weight of tokens on policy.
     pub fn with_cap(cap: f64) -> CispoLoss {
         CispoLoss {
             clip_low: 1.0,
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cap_bounds_from_above_alone() {
+    fn a_cap_has_no_lower_bound() {
         let loss = CispoLoss::with_cap(5.0);
         assert_eq!(loss.check(), Ok(()));
         let objective = Objective::new(Aggregation::TokenSum).with(1.0, loss);
@@ -119,7 +119,7 @@ mod tests {
         for (g, expected) in grad.iter().zip([-5.0, -4.0, -0.01]) {
             assert!((g - expected).abs() < 1e-9, "{grad:?}");
         }
-        // A cap below 1 holds back what is on policy, too.
+        // A cap below 1 also reduces the weight of tokens on policy.
         assert_eq!(CispoLoss::with_cap(0.5).check(), Ok(()));
         assert!(CispoLoss::with_cap(0.0).check().is_err());
         let negative = CispoLoss {

@@ -11,15 +11,15 @@ use crate::tensor::ones_where;
 /// PPO's clip, and 0 on at most max(1, ⌊ratio·N⌋) of the unclipped tokens whose (A − Ā)(ℓ − ℓ̄) lies in (lb, ub). Times
 /// the rollout weights.
 ///
-/// The tokens are selected among all N of the mini-batch (of this rank) by [`MiniBatch::current_log_probs`]; where
-/// there are more candidates than may be left out, those with the smallest [`MiniBatch::draws`] are. This loss needs both.
+/// The tokens are selected among all N of the mini-batch (of this rank) by [`MiniBatch::current_log_probs`]; if there
+/// are more candidates than may be left out, those with the smallest [`MiniBatch::draws`] are. This loss needs both.
 /// Reported: `pg_clipfrac`, the share that was left out; `ppo_kl`, mean of −d.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// verl selects among the tokens of a micro-batch and draws from a generator with a state of its own. There is neither
-/// a clamp of d nor a dual clip, as there.
+/// verl selects among the tokens of a micro-batch and draws from its own stateful generator. As in verl, there is
+/// neither a clamp of d nor a dual clip.
 /// # Source
 /// Cui et al. 2025, arXiv:2505.22617.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -28,7 +28,7 @@ pub struct ClipCovLoss {
     pub clip_low: f64,
     /// ε_high, at least 0.
     pub clip_high: f64,
-    /// Share of tokens that is left out, in (0, 1].
+    /// Share of tokens that are left out, in (0, 1].
     pub ratio: f64,
     /// Covariances of candidates lie above this.
     pub lower: f64,
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_missing_or_out_of_range() {
+    fn rejects_missing_inputs_and_settings_out_of_range() {
         let mut batch = batch();
         batch.draws = None;
         let error = loss(0.5).prepare(&batch).unwrap_err();

@@ -1,4 +1,4 @@
-//! Shares of tokens or rows that a one-sided clip acts on, as TRL reports them.
+//! Shares of tokens or rows that a one-sided clip affects, as reported by TRL.
 
 use burn::tensor::{Bool, Tensor};
 

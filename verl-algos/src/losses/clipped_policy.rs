@@ -9,25 +9,25 @@ use crate::functions::exp;
 /// Bound of the log-ratio before `exp`; e^20 is finite in f32, and outside there is no gradient.
 pub(crate) const LOG_RATIO_BOUND: f64 = 20.0;
 
-/// max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high)); where A < 0, at most −c A. Times the rollout weights, if any.
+/// max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high)); if A < 0, at most −c A. Times the rollout weights, if any.
 ///
-/// r = e^d, d = clip(ℓ − ℓ_old, ±20). Reported: `pg_clipfrac`, the share of tokens where the clipped term is larger (a
-/// tie is not clipped); `pg_clipfrac_lower`, where the dual clip acts; `ppo_kl`, mean of −d.
+/// r = e^d, d = clip(ℓ − ℓ_old, ±20). Reported: `pg_clipfrac`, the share of tokens for which the clipped term is larger
+/// (a tie is not clipped); `pg_clipfrac_lower`, the share with an active dual clip; `ppo_kl`, mean of −d.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
 /// The clamp of d is verl's; TRL and the papers have none.
 /// # Source
-/// Schulman et al. 2017, arXiv:1707.06347, eq. 7; dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5; clip-higher: Yu et
-/// al. 2025 (DAPO), arXiv:2503.14476.
+/// Schulman et al. 2017, arXiv:1707.06347, eq. 7; dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5; clip-higher: Yu
+/// et al. 2025 (DAPO), arXiv:2503.14476.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClippedPolicyLoss {
     /// ε_low, in [0, 1].
     pub clip_low: f64,
     /// ε_high, at least `0`; DAPO: 0.28.
     pub clip_high: f64,
-    /// c > 1, the bound of the ratio where A < 0; `None` for no dual clip.
+    /// c > 1, the bound of the ratio for A < 0; `None` for no dual clip.
     pub dual_clip: Option<f64>,
 }
 
@@ -84,16 +84,16 @@ impl TokenLoss for ClippedPolicyLoss {
     }
 }
 
-/// Refuses bounds of a ratio that are out of order.
+/// Rejects bounds of a ratio that are out of order.
 pub(crate) fn check_clip(low: f64, high: f64) -> Result<(), AlgoError> {
     let rule = "it must lie in [0, 1]";
     check_setting("clip_low", low, (0.0..=1.0).contains(&low), rule)?;
-    let sound = high >= 0.0 && high.is_finite();
+    let valid = high >= 0.0 && high.is_finite();
     check_setting(
         "clip_high",
         high,
-        sound,
-        "it must be a finite number from 0",
+        valid,
+        "it must be a finite number of at least 0",
     )
 }
 
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_settings_out_of_range() {
+    fn rejects_settings_out_of_range() {
         let plain = ClippedPolicyLoss::default();
         for c in [1.0, f64::NAN] {
             let loss = ClippedPolicyLoss {
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_missing_inputs_and_cut_rows() {
+    fn rejects_missing_inputs_and_cut_rows() {
         let objective =
             Objective::new(Aggregation::TokenMean).with(1.0, ClippedPolicyLoss::default());
         let mut batch = MiniBatch::new(vec![0, 0]);

@@ -4,9 +4,9 @@ use crate::batch::{MiniBatch, require};
 use crate::error::{AlgoError, check_setting};
 use crate::masked;
 
-/// (A − Ā)(ℓ − ℓ̄) of each token, means over the whole mini-batch of this rank, ℓ the current log-probs.
+/// (A − Ā)(ℓ − ℓ̄) of each token, means over the entire mini-batch of this rank, ℓ the current log-probs.
 ///
-/// Cui et al. 2025, arXiv:2505.22617: tokens where it is large are those that make the entropy collapse.
+/// Cui et al. 2025, arXiv:2505.22617: tokens with a large covariance are those that make the entropy collapse.
 pub(crate) fn covariances(
     batch: &MiniBatch,
     algorithm: &'static str,
@@ -18,8 +18,8 @@ pub(crate) fn covariances(
     Ok(each.map(|(a, l)| (a - means.0) * (l - means.1)).collect())
 }
 
-/// The mean, summed in the order of size: to the last bit it does not depend on the order of rows, and so neither does
-/// which of two nearly equal covariances is the larger.
+/// The mean, summed in the order of size, so that its last bit does not depend on the order of rows, and neither does
+/// the order of two nearly equal covariances.
 fn mean(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -31,10 +31,10 @@ pub(crate) fn selected_count(ratio: f64, num_tokens: usize) -> usize {
     ((ratio * num_tokens as f64) as usize).max(1)
 }
 
-/// Refuses a share of tokens that is not in (0, 1].
+/// Rejects a share of tokens that is not in (0, 1].
 pub(crate) fn check_share(setting: &'static str, share: f64) -> Result<(), AlgoError> {
-    let sound = share > 0.0 && share <= 1.0;
-    check_setting(setting, share, sound, "it must lie in (0, 1]")
+    let valid = share > 0.0 && share <= 1.0;
+    check_setting(setting, share, valid, "it must lie in (0, 1]")
 }
 
 #[cfg(test)]

@@ -22,25 +22,25 @@ pub enum DppoDivergence {
 
 /// −A sg(min(r, c)) ℓ on the tokens inside the trust region, 0 on the others. Times the rollout weights.
 ///
-/// A token is inside if it has not moved too far *in the direction of its advantage*. TV: π − π_old ≤ ε_high where A > 0,
-/// ≥ −ε_low elsewhere. KL: divergence ≤ ε_high or π ≤ π_old where A > 0; ≤ ε_low or π ≥ π_old elsewhere. Reported:
+/// A token is inside if it has not moved too far *in the direction of its advantage*. TV: π − π_old ≤ ε_high if A > 0,
+/// ≥ −ε_low otherwise. KL: divergence ≤ ε_high or π ≤ π_old if A > 0; ≤ ε_low or π ≥ π_old otherwise. Reported:
 /// `pg_clipfrac`, the share outside; `pg_clipfrac_lower`, the share inside whose ratio exceeds c; `ppo_kl`.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// verl's default of c is the actor's 3; here it is 20, which its text names.
+/// verl's default of c is the actor's 3; here it is 20, the value in verl's documentation.
 /// # Source
 /// arXiv:2602.04879; d clamped to ±20 as in verl.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DppoLoss {
-    /// What is bounded.
+    /// The bounded divergence.
     pub divergence: DppoDivergence,
     /// ε_low, in [0, 1].
     pub clip_low: f64,
     /// ε_high, at least 0.
     pub clip_high: f64,
-    /// c, the largest ratio that weighs a token.
+    /// c, the largest ratio used as a weight.
     pub ratio_cap: f64,
 }
 
@@ -110,8 +110,8 @@ impl TokenLoss for DppoLoss {
     fn check(&self) -> Result<(), AlgoError> {
         check_clip(self.clip_low, self.clip_high)?;
         let cap = self.ratio_cap;
-        let sound = cap > 0.0 && cap.is_finite();
-        check_setting("ratio_cap", cap, sound, "it must be a positive ratio")
+        let valid = cap > 0.0 && cap.is_finite();
+        check_setting("ratio_cap", cap, valid, "it must be a positive ratio")
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
@@ -148,7 +148,7 @@ mod tests {
     use crate::losses::Objective;
     use crate::tensor::test::gradient;
 
-    /// The gradient of a token whose probability went from `old` to `now`.
+    /// The gradient of a token whose probability changed from `old` to `now`.
     #[track_caller]
     fn check(loss: DppoLoss, old: f64, now: f64, advantage: f64, expected: f64) {
         let objective = Objective::new(Aggregation::TokenSum).with(1.0, loss);
@@ -166,20 +166,20 @@ mod tests {
     }
 
     #[test]
-    fn total_variation_bounds_the_way_of_the_advantage() {
+    fn total_variation_bounds_moves_along_the_advantage() {
         let tv = DppoLoss::tv();
         check(tv, 0.5, 0.6, 1.0, -1.2);
         check(tv, 0.5, 0.7, 1.0, 0.0);
         check(tv, 0.5, 0.3, 1.0, -0.6);
         check(tv, 0.5, 0.3, -1.0, 0.0);
         check(tv, 0.5, 0.7, -1.0, 1.4);
-        // A large ratio of small probabilities is no large step.
+        // A large ratio of small probabilities is not a large step.
         check(tv, 0.001, 0.01, 1.0, -10.0);
         check(tv, 0.001, 0.1, 1.0, -20.0);
     }
 
     #[test]
-    fn binary_kl_bounds_the_way_of_the_advantage() {
+    fn binary_kl_bounds_moves_along_the_advantage() {
         // KL of (.5, .5) from (.7, .3) is 0.0872, from (.6, .4) 0.0204.
         let kl = DppoLoss::kl();
         check(kl, 0.5, 0.6, 1.0, -1.2);
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_settings_out_of_range() {
+    fn rejects_settings_out_of_range() {
         let ratio_cap = 0.0;
         assert!(
             DppoLoss {

@@ -8,10 +8,10 @@ use crate::error::{AlgoError, check_setting};
 /// Reported: `ppo_kl`, mean of −d.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
 /// d is not clamped, as in verl. A log-prob of an observation that is not finite makes verl's gradient NaN, though
-/// not its loss; here observations are not part of it.
+/// not its loss; here observations are not included.
 /// # Source
 /// Richemond et al. 2024, arXiv:2405.19107; verl `compute_policy_loss_dro`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,12 +24,12 @@ impl DroLoss {
     /// The loss with a declared β.
     ///
     /// # Errors
-    /// No β: there is no value that suits advantages of every scale.
+    /// No β: no value suits advantages of every scale.
     pub fn new(beta: Option<f64>) -> Result<DroLoss, AlgoError> {
         let beta = beta.ok_or(AlgoError::MissingSetting {
             algorithm: "dro",
             setting: "beta",
-            reason: "declare the strength of the pull; what suits depends on the scale of the advantages",
+            reason: "declare the strength of the pull; the right value depends on the scale of the advantages",
         })?;
         Ok(DroLoss { beta })
     }
@@ -41,8 +41,8 @@ impl TokenLoss for DroLoss {
     }
 
     fn check(&self) -> Result<(), AlgoError> {
-        let sound = self.beta > 0.0 && self.beta.is_finite();
-        check_setting("beta", self.beta, sound, "it must be positive")
+        let valid = self.beta > 0.0 && self.beta.is_finite();
+        check_setting("beta", self.beta, valid, "it must be positive")
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_a_beta_that_is_missing_or_not_positive() {
+    fn rejects_a_beta_that_is_missing_or_not_positive() {
         let error = DroLoss::new(None).unwrap_err();
         assert!(error.to_string().contains("beta"), "{error}");
         for beta in [0.0, -1.0, f64::NAN] {

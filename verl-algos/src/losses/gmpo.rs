@@ -10,20 +10,21 @@ use crate::tensor::ones_where;
 /// Keeps the logarithm of a rollout weight of 0 finite.
 const WEIGHT_EPSILON: f64 = 1e-10;
 
-/// Of each row −mean(A) e^{mean e}; the mean over rows. Times the geometric mean of the row's rollout weights.
+/// For each row −mean(A) e^{mean e}; the mean over rows. Times the geometric mean of the row's rollout weights.
 ///
-/// e is d, clipped on the side towards which A pushes: min(d, ε_high) for A > 0, max(d, −ε_low) for A < 0. Bounds are of
-/// the log-ratio. Every token of a row carries the row's loss, and the aggregation is always `seq-mean-token-mean`.
-/// Reported: `pg_clipfrac`, the share with A > 0 and d outside either bound, `pg_clipfrac_lower` the same for A < 0; TRL's
-/// one-sided `clip_ratio_low_mean` (A < 0, d < −ε_low), `clip_ratio_high_mean` (A > 0, d > ε_high), `clip_ratio_region_mean`
-/// (either), `clip_ratio_low_min` and `clip_ratio_high_max` (over rows); `ppo_kl`, mean of −d.
+/// e is d, clipped on the side towards which A pushes: min(d, ε_high) for A > 0, max(d, −ε_low) for A < 0. The bounds
+/// apply to the log-ratio. Every token of a row has the row's loss, and the aggregation is always
+/// `seq-mean-token-mean`. Reported: `pg_clipfrac`, the share with A > 0 and d outside either bound, `pg_clipfrac_lower`
+/// the same for A < 0; TRL's one-sided `clip_ratio_low_mean` (A < 0, d < −ε_low), `clip_ratio_high_mean` (A > 0, d >
+/// ε_high), `clip_ratio_region_mean` (either), `clip_ratio_low_min` and `clip_ratio_high_max` (over rows); `ppo_kl`,
+/// mean of −d.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// verl ignores declared counts and counts rows without action tokens, so that its gradient depends on the cut; TRL adds
-/// −A for such a row. Here they add nothing, and are counted where the number of sequences is declared. TRL weighs log-ratios
-/// with the rollout weights instead.
+/// verl ignores declared counts and counts rows without action tokens, so that its gradient depends on the division;
+/// TRL adds −A for such a row. Here they add nothing, but are counted if the number of sequences is declared. TRL
+/// multiplies log-ratios by the rollout weights instead.
 /// # Source
 /// Zhao et al. 2025, arXiv:2507.20673; verl `geo_mean`, TRL `GMPOTrainer`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -50,10 +51,10 @@ impl TokenLoss for GmpoLoss {
     }
 
     fn check(&self) -> Result<(), AlgoError> {
-        let rule = "it must be a finite number of nats from 0";
-        let sound = |bound: f64| bound >= 0.0 && bound.is_finite();
-        check_setting("clip_low", self.clip_low, sound(self.clip_low), rule)?;
-        check_setting("clip_high", self.clip_high, sound(self.clip_high), rule)
+        let rule = "it must be a finite number of nats, at least 0";
+        let valid = |bound: f64| bound >= 0.0 && bound.is_finite();
+        check_setting("clip_low", self.clip_low, valid(self.clip_low), rule)?;
+        check_setting("clip_high", self.clip_high, valid(self.clip_high), rule)
     }
 
     fn aggregation(&self, _declared: Aggregation) -> Aggregation {
@@ -130,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_bounds_below_zero() {
+    fn rejects_bounds_below_zero() {
         let plain = GmpoLoss::default();
         for bound in [-0.1, f64::NAN] {
             let clip_low = bound;

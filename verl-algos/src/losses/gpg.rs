@@ -6,7 +6,7 @@ use crate::error::AlgoError;
 /// −A ℓ. Times the rollout weights. No ratio, so no old log-probs are needed.
 ///
 /// # Shapes
-/// Log-probs, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, A, weights and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
 /// verl reports zeros for the shares and the KL that this loss does not have; here nothing is reported. A log-prob of
 /// an observation that is not finite makes verl's gradient NaN.

@@ -8,15 +8,15 @@ use crate::functions::exp;
 /// Bound of the log-ratio before `exp`, from above only, as in verl.
 const LOG_RATIO_MAX: f64 = 10.0;
 
-/// PPO's clip on the ratio of the whole row: log-ratio sg(S) + ℓ − sg(ℓ), S = Σ_t d / L. Times the rollout weights.
+/// PPO's clip on the ratio of the entire row: log-ratio sg(S) + ℓ − sg(ℓ), S = Σ_t d / L. Times the rollout weights.
 ///
-/// All tokens of a row share the value of the ratio, and each has a gradient of its own. Use it with
-/// `seq-mean-token-mean`. Reported as for [`ClippedPolicyLoss`](super::ClippedPolicyLoss); there is no dual clip.
+/// All tokens of a row share the value of the ratio, but each has its own gradient. Use it with
+/// `seq-mean-token-mean`. Reports the same as [`ClippedPolicyLoss`](super::ClippedPolicyLoss); there is no dual clip.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch. S is one a row.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch. There is one S per row.
 /// # Differences
-/// TRL differentiates the row's ratio itself; with one advantage a row the two agree, gradient too.
+/// TRL differentiates the row's ratio itself; with one advantage per row the two agree, including the gradient.
 /// # Source
 /// Zheng et al. 2025, arXiv:2507.18071, section 4.3 (GSPO-token).
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -7,11 +7,11 @@ use crate::kl::KlEstimator;
 
 /// r · KL(π‖π_ref) of each token, r = π/π_old. Add it with coefficient β.
 ///
-/// The estimators are unbiased for tokens of π; those at hand are of π_old, hence r, through which the gradient flows
-/// too. Reported: `ref_kl`, its mean over tokens. Rollout weights do not touch it.
+/// The estimators are unbiased for tokens of π, but the tokens were sampled from π_old, hence r, through which the
+/// gradient flows too. Reported: `ref_kl`, its mean over tokens. Rollout weights do not affect it.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, ℓ_ref and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_old, ℓ_ref and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
 /// d is clamped to ±20 before `exp`; TRL has no clamp.
 /// # Source
@@ -20,7 +20,7 @@ use crate::kl::KlEstimator;
 pub struct ImportanceKlLoss {
     /// How the divergence is estimated.
     pub estimator: KlEstimator,
-    /// What one ratio is taken over.
+    /// The level of the importance ratio.
     pub level: RatioLevel,
 }
 

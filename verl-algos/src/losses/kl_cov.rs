@@ -1,4 +1,4 @@
-//! KL-Cov: holding back the tokens that make the entropy collapse.
+//! KL-Cov: a KL penalty on the tokens that make the entropy collapse.
 
 use super::covariance::{check_share, covariances, selected_count};
 use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
@@ -8,22 +8,21 @@ use crate::functions::exp;
 
 /// −A r, plus coef·|d| on the max(1, ⌊ratio·N⌋) tokens whose (A − Ā)(ℓ − ℓ̄) is largest. Times the rollout weights.
 ///
-/// The tokens are selected among all N of the mini-batch (of this rank) by
-/// [`MiniBatch::current_log_probs`], which this loss needs; of equal ones those with the smaller ℓ are taken. Reported: `ppo_kl`, here
-/// the mean of |d|.
+/// The tokens are selected among all N of the mini-batch (of this rank) by [`MiniBatch::current_log_probs`], which this
+/// loss needs; among equals those with the smaller ℓ are selected. Reported: `ppo_kl`, here the mean of |d|.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// verl selects among the tokens of a micro-batch, so that the update depends on its size. Its configuration says 0.1
-/// for the coefficient and its text 1; the default here is 1.
+/// verl selects among the tokens of a micro-batch, so that the update depends on its size. Its configuration has 0.1
+/// for the coefficient and its documentation 1; the default here is 1.
 /// # Source
 /// Cui et al. 2025, arXiv:2505.22617.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KlCovLoss {
-    /// Share of tokens that is selected, in (0, 1].
+    /// Share of tokens that are selected, in (0, 1].
     pub ratio: f64,
-    /// Coefficient of |d| there, at least 0.
+    /// Coefficient of |d| on the selected tokens, at least 0.
     pub kl_coef: f64,
 }
 
@@ -51,9 +50,9 @@ impl TokenLoss for KlCovLoss {
 
     fn check(&self) -> Result<(), AlgoError> {
         check_share("ratio", self.ratio)?;
-        let sound = self.kl_coef >= 0.0 && self.kl_coef.is_finite();
-        let rule = "it must be a finite number from 0";
-        check_setting("cov_kl_coef", self.kl_coef, sound, rule)
+        let valid = self.kl_coef >= 0.0 && self.kl_coef.is_finite();
+        let rule = "it must be a finite number of at least 0";
+        check_setting("cov_kl_coef", self.kl_coef, valid, rule)
     }
 
     /// 1 on the selected tokens.
@@ -78,8 +77,8 @@ impl TokenLoss for KlCovLoss {
         let distance = d.clone().abs();
         let plain = (exp(d) * tokens.advantages(self.name())?).neg();
         let selected = tokens.marks(self.name())?.greater_scalar(0.0);
-        let held = plain.clone() + distance.clone() * self.kl_coef;
-        let loss = plain.mask_where(selected, held);
+        let penalised = plain.clone() + distance.clone() * self.kl_coef;
+        let loss = plain.mask_where(selected, penalised);
         Ok(PerToken {
             loss: tokens.times_rollout_weights(loss),
             metrics: vec![("ppo_kl", distance)],
@@ -95,7 +94,7 @@ mod tests {
     use crate::tensor::test::gradient;
 
     #[test]
-    fn the_largest_covariances_pay_for_their_distance() {
+    fn the_largest_covariances_get_the_kl_penalty() {
         let loss = KlCovLoss {
             ratio: 0.5,
             kl_coef: 0.1,
@@ -121,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn of_equal_covariances_the_less_likely_token_is_taken() {
+    fn the_less_likely_of_equal_covariances_is_selected() {
         // The covariances of two tokens are always equal.
         let mut batch = MiniBatch::new(vec![0, 1]);
         for (advantages, now, marks) in [
@@ -135,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_settings_out_of_range() {
+    fn rejects_settings_out_of_range() {
         let plain = KlCovLoss::default();
         assert!(
             KlCovLoss {

@@ -6,14 +6,14 @@ use crate::kl::KlEstimator;
 
 /// Estimated KL(π‖π_ref) of each token. Add it with coefficient β.
 ///
-/// Reported: `ref_kl`, its mean over tokens, whatever the aggregation. Rollout weights do not touch it.
+/// Reported: `ref_kl`, its mean over tokens, regardless of the aggregation. Rollout weights do not affect it.
 ///
 /// # Shapes
-/// Log-probs, ℓ_ref and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_ref and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// The term has an aggregation and a coefficient of its own, as in verl. TRL adds it to a token's loss after the
-/// sampler's ratio and has no clamps (`k3_unclamped`); without such a ratio the two agree. OpenRLHF clamps every
-/// estimator to ±10, here and in verl that is k3's alone.
+/// The term has its own aggregation and coefficient, as in verl. TRL adds it to a token's loss after the sampler's
+/// ratio and has no clamps (`k3_unclamped`); without such a ratio the two agree. OpenRLHF clamps every estimator to
+/// ±10; here and in verl only k3 is clamped.
 /// # Source
 /// Shao et al. 2024, arXiv:2402.03300, eq. 4, which uses k3.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -1,11 +1,11 @@
-//! What a loss reports about its tokens, added up over micro-batches.
+//! Metrics that a loss reports about its tokens, accumulated over micro-batches.
 
 use burn::tensor::Tensor;
 
 use crate::aggregate::{Counts, row_lengths};
 use crate::error::AlgoError;
 
-/// How numbers of tokens become one number of the mini-batch, whatever the aggregation of the loss.
+/// How numbers of tokens are reduced to one number of the mini-batch, regardless of the aggregation of the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Reduction {
     /// Mean over tokens.
@@ -13,7 +13,7 @@ pub enum Reduction {
     TokenMean,
     /// Mean over rows of each row's mean.
     RowMean {
-        /// What a row without action tokens counts, where the declared number of sequences says that there are some.
+        /// The value of a row without action tokens, if the declared number of sequences says that there are some.
         of_empty: f64,
     },
     /// The smallest of the means of the rows with action tokens.
@@ -22,60 +22,60 @@ pub enum Reduction {
     LargestRow,
 }
 
-/// How the shares of micro-batches become the value.
+/// How the shares of micro-batches are combined into the value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Share {
-    /// They add up to it: a term of the loss, which has to be finite.
+    /// They are added: a term of the loss, which has to be finite.
     Sum,
-    /// They add up to it, and it is no term of the loss.
+    /// They are added; not a term of the loss.
     Reported,
-    /// They add up, and the value is the sum over all counts.
+    /// They are added, and the value is the sum divided by the sum of all counts.
     Mean {
         /// Number of summands of this share.
         count: usize,
     },
-    /// It is the smallest.
+    /// The smallest is the value.
     Least,
-    /// It is the largest.
+    /// The largest is the value.
     Largest,
 }
 
-/// A micro-batch's share of the loss and of what is reported.
+/// A micro-batch's share of the loss and of the metrics.
 #[derive(Debug, Clone)]
 pub struct Partial {
     /// `[1]`, differentiable.
     pub loss: Tensor<1>,
-    /// What is reported, still on the device.
+    /// The metrics, still on the device.
     pub metrics: Vec<Metric>,
 }
 
-/// A reported number, still on the device.
+/// A metric, still on the device.
 #[derive(Debug, Clone)]
 pub struct Metric {
     /// Its name.
     pub name: &'static str,
     /// The share of the micro-batch, `[1]`, without gradient.
     pub number: Tensor<1>,
-    /// How shares become the value.
+    /// How shares are combined into the value.
     pub share: Share,
 }
 
-/// A reported number on the host.
+/// A metric on the host.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MetricSum {
     /// Its name.
     pub name: &'static str,
-    /// The shares so far, put together.
+    /// The combined shares so far.
     pub number: f64,
-    /// How shares become the value.
+    /// How shares are combined into the value.
     pub share: Share,
 }
 
 impl Partial {
-    /// The metrics, fetched from the device at once.
+    /// Fetches all metrics from the device at once.
     ///
     /// # Errors
-    /// When the device fails; [`AlgoError::NonFiniteLoss`] names the term whose share is not finite.
+    /// A device error; [`AlgoError::NonFiniteLoss`] names the term whose share is not finite.
     pub fn read_metrics(&self) -> Result<Vec<MetricSum>, AlgoError> {
         if self.metrics.is_empty() {
             return Ok(Vec::new());
@@ -141,9 +141,9 @@ impl MetricSum {
 /// Weights of a mean over the rows of a mini-batch.
 #[derive(Debug)]
 pub(crate) struct RowWeights {
-    /// Of each token, `[N]`: 1/(L_b·B), with the rows of this rank alone where B is not declared.
+    /// Of each token, `[N]`: 1/(L_b·B), where B counts only the rows of this rank if it is not declared.
     pub tokens: Vec<f64>,
-    /// Weight of the rows without action tokens, spread over all tokens so that it splits as they do.
+    /// Weight of the rows without action tokens, spread over all tokens so that it is divided as they are.
     pub empty_per_token: f64,
 }
 

@@ -1,12 +1,12 @@
-//! Losses on packed action tokens, as partial sums that do not depend on how a mini-batch is cut.
+//! Losses on packed action tokens, as partial sums that do not depend on the division of a mini-batch.
 //!
-//! A [`TokenLoss`] says what one token costs. An [`Objective`] adds several of them up with coefficients, as in PPO's
-//! Agg(pg) − c_H·Agg(H) + β·Agg(KL). [`Objective::prepare`] looks at the whole mini-batch once (aggregation weights,
-//! selections); the [`PreparedObjective`] that comes back is the only thing with a [`loss`](PreparedObjective::loss), so
-//! no micro-batch can be computed before. A new loss is a file here and a line in [`POLICY_LOSSES`].
+//! A [`TokenLoss`] computes the loss of one token. An [`Objective`] adds several of them with coefficients, as in PPO's
+//! Agg(pg) − c_H·Agg(H) + β·Agg(KL). [`Objective::prepare`] reads the entire mini-batch once (aggregation weights,
+//! selections); only the returned [`PreparedObjective`] has a [`loss`](PreparedObjective::loss), so no micro-batch can
+//! be computed before. A new loss is a file here and a line in [`POLICY_LOSSES`].
 //!
-//! A [`RowLoss`] says what a row or a pair of rows costs, as preference losses do; an objective holds terms of both
-//! forms. They are listed in [`PREFERENCE_LOSSES`].
+//! A [`RowLoss`] computes the loss of a row or a pair of rows, as preference losses do; an objective can have terms of
+//! both forms. They are listed in [`PREFERENCE_LOSSES`].
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};
@@ -101,52 +101,53 @@ use crate::batch::MiniBatch;
 use crate::cut::CutUnit;
 use crate::error::AlgoError;
 
-/// A loss that is a number a token.
+/// A loss with one number per token.
 pub trait TokenLoss: std::fmt::Debug + Send + Sync {
     /// The name under which its aggregated value is reported.
     fn name(&self) -> &'static str;
 
-    /// What micro-batches must hold whole.
+    /// The unit that micro-batches must not divide.
     fn cut_unit(&self) -> CutUnit {
         CutUnit::Row
     }
 
-    /// What it reads beside the log-probs of the policy now; unless told otherwise what a loss on a ratio reads.
+    /// Its inputs besides the current log-probs of the policy; by default those of a loss on a ratio.
     fn inputs(&self) -> &'static [LossInput] {
         &[LossInput::Advantages, LossInput::OldLogProbs]
     }
 
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
-    /// The first setting that is wrong.
+    /// The first invalid setting.
     fn check(&self) -> Result<(), AlgoError> {
         Ok(())
     }
 
-    /// How it is aggregated where the objective declares `declared`; some losses are defined with one way only.
+    /// Its aggregation if the objective declares `declared`; some losses are defined for only one.
     fn aggregation(&self, declared: Aggregation) -> Aggregation {
         declared
     }
 
-    /// Looks at the whole mini-batch before any micro-batch: one number a token that [`TokenLoss::tokens`] gets back as
-    /// [`PreparedTokens::marks`], such as which tokens a rule over the whole mini-batch selects. Empty for most losses.
+    /// Reads the entire mini-batch before any micro-batch: returns one number per token, which [`TokenLoss::tokens`]
+    /// receives as [`PreparedTokens::marks`], such as which tokens a rule over the entire mini-batch selects. Empty for
+    /// most losses.
     ///
     /// # Errors
-    /// Inputs that are missing.
+    /// Missing inputs.
     fn prepare(&self, _batch: &MiniBatch) -> Result<Vec<f64>, AlgoError> {
         Ok(Vec::new())
     }
 
-    /// How the numbers of tokens that are reported as `metric` become one.
+    /// How the numbers per token of `metric` are reduced to one.
     fn reduction(&self, _metric: &str) -> Reduction {
         Reduction::TokenMean
     }
 
-    /// Loss of each token, differentiable, and what is reported about each.
+    /// Loss of each token, differentiable, and its metrics.
     ///
     /// # Errors
-    /// Inputs that are missing.
+    /// Missing inputs.
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError>;
 }
 
@@ -155,23 +156,23 @@ pub trait TokenLoss: std::fmt::Debug + Send + Sync {
 pub struct PerToken {
     /// `[M]`, differentiable.
     pub loss: Tensor<1>,
-    /// Names and numbers `[M]` of what is reported over all micro-batches: their mean over tokens, unless
+    /// Names and numbers `[M]` of metrics over all micro-batches: reduced by their mean over tokens, unless
     /// [`TokenLoss::reduction`] says otherwise.
     pub metrics: Vec<(&'static str, Tensor<1>)>,
 }
 
-/// Name of a loss, and how to make it with its default settings.
+/// Name of a loss, and its constructor with default settings.
 pub type LossEntry = (&'static str, fn() -> Box<dyn TokenLoss>);
 
 /// All policy losses with their default settings, by name. β of `dro` has no default; here it is 1.
 ///
-/// TRL's loss types are these, with an aggregation; `trl_grpo` there is [`TrlGrpoLoss`]:
+/// TRL's loss types are these, with an aggregation; `trl_grpo` in the table is [`TrlGrpoLoss`]:
 ///
 /// | `loss_type` | loss | aggregation |
 /// |---|---|---|
 /// | `grpo` | `trl_grpo` | `seq-mean-token-mean` |
 /// | `bnpo` | `trl_grpo` | `token-mean` |
-/// | `dapo` | `trl_grpo` | `token-mean` with the declared tokens of the whole batch |
+/// | `dapo` | `trl_grpo` | `token-mean` with the declared tokens of the entire batch |
 /// | `dr_grpo` | `trl_grpo` | `seq-mean-token-sum-norm` over the longest completion allowed |
 /// | `grpo` with the ratio of the row | `trl_gspo` | `seq-mean-token-mean` |
 /// | `luspo` | `trl_gspo`, usually with wider bounds | `seq-mean-token-sum` |
@@ -201,7 +202,7 @@ pub const POLICY_LOSSES: &[LossEntry] = &[
     ("vespo", || Box::new(VespoLoss::default())),
 ];
 
-/// Losses that are added to a policy loss or stand alone, with their default settings, by name.
+/// Losses that are added to a policy loss or used by themselves, with their default settings, by name.
 pub const OTHER_LOSSES: &[LossEntry] = &[
     ("entropy", || Box::new(EntropyBonus)),
     ("importance_kl", || Box::new(ImportanceKlLoss::default())),

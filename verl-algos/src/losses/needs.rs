@@ -1,6 +1,6 @@
-//! What a loss reads, as it says itself.
+//! The inputs that a loss declares.
 
-/// What a loss reads of the mini-batch or of the model, beside the log-probs of the policy now.
+/// An input of a loss from the mini-batch or the model, besides the current log-probs of the policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LossInput {
     /// Advantages.
@@ -9,23 +9,23 @@ pub enum LossInput {
     OldLogProbs,
     /// Log-probs of the reference policy.
     RefLogProbs,
-    /// Entropies of the policy now.
+    /// Current entropies of the policy.
     Entropies,
-    /// Log-probs of the policy when the optimiser step starts, for rules over the whole mini-batch.
+    /// Log-probs of the policy at the start of the optimiser step, for rules over the entire mini-batch.
     CurrentLogProbs,
-    /// Entropies of the policy at the same moment.
+    /// Entropies of the policy at the same time.
     CurrentEntropies,
     /// Uniform draws, for random subsets.
     Draws,
-    /// Values that a critic, or a reward model, gives now.
+    /// Current values of a critic, or scores of a reward model.
     Values,
     /// Values of the critic at the start of the update.
     OldValues,
-    /// Returns, which a critic learns.
+    /// Returns, a critic's targets.
     Returns,
     /// Which rows are desirable.
     Desirable,
-    /// KTO's z₀, of mismatched prompts and answers.
+    /// KTO's z₀, of mismatched prompts and responses.
     KlBaseline,
 }
 
@@ -42,10 +42,10 @@ mod tests {
     use crate::preferences::Preferences;
     use crate::tensor::test::constant;
 
-    /// Whether the objective has a loss when these inputs are there.
-    fn works(objective: &Objective, says: &[LossInput]) -> bool {
+    /// Whether the objective has a loss with these inputs.
+    fn works(objective: &Objective, declared: &[LossInput]) -> bool {
         let column =
-            |input: LossInput, values: [f64; 3]| says.contains(&input).then(|| values.to_vec());
+            |input: LossInput, values: [f64; 3]| declared.contains(&input).then(|| values.to_vec());
         let batch = MiniBatch {
             old_log_probs: column(OldLogProbs, [-1.0, -2.0, -0.5]),
             advantages: column(Advantages, [1.0, -1.0, 0.5]),
@@ -56,13 +56,13 @@ mod tests {
             old_values: column(OldValues, [0.2, 0.1, -0.3]),
             returns: column(Returns, [1.0, 1.0, 0.0]),
             preferences: Preferences {
-                desirable: says.contains(&Desirable).then(|| vec![true, false]),
-                kl_baseline: says.contains(&KlBaseline).then_some(0.25),
+                desirable: declared.contains(&Desirable).then(|| vec![true, false]),
+                kl_baseline: declared.contains(&KlBaseline).then_some(0.25),
                 ..Preferences::default()
             },
             ..MiniBatch::new(vec![0, 0, 1])
         };
-        let output = |input, values: [f64; 3]| says.contains(&input).then(|| constant(&values));
+        let output = |input, values: [f64; 3]| declared.contains(&input).then(|| constant(&values));
         let whole = MicroBatch {
             entropies: output(Entropies, [0.5, 1.0, 0.25]),
             values: output(Values, [0.3, 0.4, 0.5]),
@@ -74,10 +74,10 @@ mod tests {
 
     #[track_caller]
     fn check(name: &str, objective: &Objective) {
-        let says = objective.inputs();
-        assert!(works(objective, &says), "{name} reads more than {says:?}");
-        for left_out in &says {
-            let fewer: Vec<_> = says.iter().copied().filter(|i| i != left_out).collect();
+        let declared = objective.inputs();
+        assert!(works(objective, &declared), "{name} reads more than {declared:?}");
+        for left_out in &declared {
+            let fewer: Vec<_> = declared.iter().copied().filter(|i| i != left_out).collect();
             assert!(
                 !works(objective, &fewer),
                 "{name} does not read {left_out:?}"
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn every_loss_reads_what_it_says() {
+    fn every_loss_reads_the_inputs_that_it_declares() {
         let empty = || Objective::new(Aggregation::TokenMean);
         for (name, make) in POLICY_LOSSES.iter().chain(OTHER_LOSSES) {
             check(name, &empty().with_boxed(1.0, make()));

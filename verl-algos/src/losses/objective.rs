@@ -1,4 +1,4 @@
-//! Losses added up over the parts of a mini-batch.
+//! Losses, summed over the parts of a mini-batch.
 
 use std::collections::BTreeSet;
 
@@ -13,9 +13,9 @@ use crate::cut::CutUnit;
 use crate::error::AlgoError;
 use crate::tensor::{at_least_f32, constant_like, indices_like};
 
-/// Σ coefficient · Agg(loss): what an optimiser step minimises.
+/// Σ coefficient · Agg(loss): the quantity that an optimiser step minimises.
 ///
-/// The aggregation is that of its token losses; row losses are means over rows or pairs.
+/// The aggregation applies to its token losses; row losses are means over rows or pairs.
 ///
 /// # Shapes
 /// As the losses'; result: one number.
@@ -54,13 +54,13 @@ impl Objective {
         self.with_boxed(coef, Box::new(loss))
     }
 
-    /// Adds a term that was chosen at run time.
+    /// Adds a term chosen at run time.
     #[must_use]
     pub fn with_boxed(self, coef: f64, loss: Box<dyn TokenLoss>) -> Objective {
         self.with_boxed_filters(coef, loss, Vec::new())
     }
 
-    /// Adds a term of which only the tokens count that all `filters` keep.
+    /// Adds a term in which only the tokens count that all `filters` keep.
     #[must_use]
     pub fn with_filters(
         self,
@@ -71,7 +71,7 @@ impl Objective {
         self.with_boxed_filters(coef, Box::new(loss), filters)
     }
 
-    /// Adds a filtered term that was chosen at run time.
+    /// Adds a filtered term chosen at run time.
     #[must_use]
     pub fn with_boxed_filters(
         mut self,
@@ -93,21 +93,21 @@ impl Objective {
         self.with_boxed_rows(coef, Box::new(loss))
     }
 
-    /// Adds a term over rows or pairs that was chosen at run time.
+    /// Adds a term over rows or pairs chosen at run time.
     #[must_use]
     pub fn with_boxed_rows(mut self, coef: f64, loss: Box<dyn RowLoss>) -> Objective {
         self.row_terms.push((coef, loss));
         self
     }
 
-    /// Gives the term over tokens with the name `loss` another coefficient; says whether there is one.
+    /// Changes the coefficient of the token term named `loss`; returns whether there is one.
     pub fn set_coef(&mut self, loss: &str, coef: f64) -> bool {
         let mut terms = self.terms.iter_mut();
         let term = terms.find(|term| term.loss.name() == loss);
         term.map(|term| term.coef = coef).is_some()
     }
 
-    /// What its terms read, each once.
+    /// The inputs of its terms, each once.
     pub fn inputs(&self) -> Vec<LossInput> {
         let of_terms = self.terms.iter().flat_map(|term| {
             let filters = term.filters.iter().flat_map(|filter| filter.inputs());
@@ -118,14 +118,14 @@ impl Objective {
         BTreeSet::from_iter(each).into_iter().collect()
     }
 
-    /// What micro-batches must hold whole: the largest that a term asks for.
+    /// The unit that micro-batches must not divide: the largest among its terms.
     pub fn cut_unit(&self) -> CutUnit {
         let tokens = self.terms.iter().map(|term| term.loss.cut_unit());
         let rows = self.row_terms.iter().map(|(_, loss)| loss.cut_unit());
         tokens.chain(rows).max().unwrap_or(CutUnit::Row)
     }
 
-    /// Looks at the whole mini-batch, once, before any micro-batch.
+    /// Prepares all terms from the entire mini-batch, once, before any micro-batch.
     ///
     /// # Errors
     /// Settings out of range; columns of wrong lengths or not finite; a missing global count
@@ -160,7 +160,7 @@ impl Objective {
     }
 }
 
-/// An objective that has seen its mini-batch.
+/// An objective prepared for its mini-batch.
 #[derive(Debug)]
 pub struct PreparedObjective<'a> {
     batch: &'a MiniBatch,
@@ -184,12 +184,12 @@ impl PreparedObjective<'_> {
     /// The share of `micro` in the loss of the mini-batch; the shares of all micro-batches add up to it.
     ///
     /// # Errors
-    /// Positions outside the mini-batch, cut rows, tensors of another length; inputs that a term needs.
+    /// Positions outside the mini-batch, cut rows, tensors of another length; missing inputs of a term.
     pub fn loss(&self, micro: &MicroBatch) -> Result<Partial, AlgoError> {
         micro.check(self.batch, &self.row_lengths)?;
         let log_probs = at_least_f32(micro.log_probs.clone());
         if micro.tokens.is_empty() {
-            // The sum over no token is 0, and a caller can go backward through it.
+            // The sum over no tokens is 0, and a caller can run a backward pass through it.
             return Ok(Partial {
                 loss: log_probs.sum(),
                 metrics: Vec::new(),
@@ -245,7 +245,7 @@ impl PreparedObjective<'_> {
         })
     }
 
-    /// The share of a micro-batch in what is reported about its tokens.
+    /// The share of a micro-batch in the metrics of its tokens.
     fn report(
         &self,
         name: &'static str,
@@ -272,7 +272,7 @@ impl PreparedObjective<'_> {
     }
 }
 
-/// What a term reads: the tokens of a micro-batch, with their share of the mini-batch's columns.
+/// Input of a term: the tokens of a micro-batch, with their share of the mini-batch's columns.
 #[derive(Debug)]
 pub struct PreparedTokens<'a> {
     batch: &'a MiniBatch,
@@ -283,32 +283,32 @@ pub struct PreparedTokens<'a> {
 }
 
 impl PreparedTokens<'_> {
-    /// Log-probs of the policy now, `[M]`, in f32 or wider; differentiable.
+    /// Current log-probs of the policy, `[M]`, in f32 or wider; differentiable.
     pub fn log_probs(&self) -> Tensor<1> {
         self.log_probs.clone()
     }
 
-    /// Entropies of the policy now, `[M]`; differentiable.
+    /// Current entropies of the policy, `[M]`; differentiable.
     ///
     /// # Errors
-    /// When there are none.
+    /// If there are none.
     pub fn entropies(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
         output(algorithm, "entropies", &self.micro.entropies)
     }
 
-    /// log Σ_v π(v)² of the policy now, `[M]`, without gradient.
+    /// Current log Σ_v π(v)² of the policy, `[M]`, without gradient.
     ///
     /// # Errors
-    /// When there are none.
+    /// If there are none.
     pub fn log_sum_sq_probs(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
         let column = &self.micro.log_sum_sq_probs;
         Ok(output(algorithm, "log_sum_sq_probs", column)?.detach())
     }
 
-    /// Numbers of a scalar head now, `[M]`; differentiable.
+    /// Current outputs of a scalar head, `[M]`; differentiable.
     ///
     /// # Errors
-    /// When there are none.
+    /// If there are none.
     pub fn values(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
         output(algorithm, "values", &self.micro.values)
     }
@@ -316,7 +316,7 @@ impl PreparedTokens<'_> {
     /// Log-probs at the start of the update, `[M]`.
     ///
     /// # Errors
-    /// When there are none.
+    /// If there are none.
     pub fn old_log_probs(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
         self.column(algorithm, "old_log_probs", &self.batch.old_log_probs)
     }
@@ -324,7 +324,7 @@ impl PreparedTokens<'_> {
     /// Advantages, `[M]`.
     ///
     /// # Errors
-    /// When there are none.
+    /// If there are none.
     pub fn advantages(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
         self.column(algorithm, "advantages", &self.batch.advantages)
     }
@@ -332,7 +332,7 @@ impl PreparedTokens<'_> {
     /// Log-probs of the reference policy, `[M]`.
     ///
     /// # Errors
-    /// When there are none.
+    /// If there are none.
     pub fn ref_log_probs(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
         self.column(algorithm, "ref_log_probs", &self.batch.ref_log_probs)
     }
@@ -340,7 +340,7 @@ impl PreparedTokens<'_> {
     /// Values at the start of the update, `[M]`.
     ///
     /// # Errors
-    /// When there are none.
+    /// If there are none.
     pub fn old_values(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
         self.column(algorithm, "old_values", &self.batch.old_values)
     }
@@ -348,12 +348,12 @@ impl PreparedTokens<'_> {
     /// Returns, `[M]`.
     ///
     /// # Errors
-    /// When there are none.
+    /// If there are none.
     pub fn returns(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
         self.column(algorithm, "returns", &self.batch.returns)
     }
 
-    /// Log-probs as the sampler reported them, `[M]`, where it did.
+    /// Log-probs reported by the sampler, `[M]`, if any.
     pub fn rollout_log_probs(&self) -> Option<Tensor<1>> {
         self.batch
             .rollout_log_probs
@@ -361,7 +361,7 @@ impl PreparedTokens<'_> {
             .map(|column| self.gather(column))
     }
 
-    /// Importance weights against the sampler, `[M]`, where there are any.
+    /// Importance weights against the sampler, `[M]`, if any.
     pub fn rollout_weights(&self) -> Option<Tensor<1>> {
         self.batch
             .rollout_weights
@@ -369,7 +369,7 @@ impl PreparedTokens<'_> {
             .map(|column| self.gather(column))
     }
 
-    /// `loss` times the importance weights against the sampler, where there are any.
+    /// `loss` times the importance weights against the sampler, if any.
     pub fn times_rollout_weights(&self, loss: Tensor<1>) -> Tensor<1> {
         match self.rollout_weights() {
             Some(weights) => loss * weights,
@@ -377,10 +377,10 @@ impl PreparedTokens<'_> {
         }
     }
 
-    /// What [`TokenLoss::prepare`] said about each token, `[M]`.
+    /// The numbers that [`TokenLoss::prepare`] returned for each token, `[M]`.
     ///
     /// # Errors
-    /// When it said nothing.
+    /// If it returned none.
     pub fn marks(&self, algorithm: &'static str) -> Result<Tensor<1>, AlgoError> {
         if self.marks.len() == self.batch.num_tokens() {
             return Ok(self.gather(self.marks));

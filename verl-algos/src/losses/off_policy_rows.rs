@@ -1,4 +1,4 @@
-//! Leaving out bad rows that the policy has moved away from.
+//! Leaving out bad rows from which the policy has moved away.
 
 use burn::tensor::{Bool, Tensor};
 
@@ -7,18 +7,18 @@ use crate::error::{AlgoError, check_setting};
 
 /// Keeps a token if A ≥ 0, or if its row's mean of ℓ_sampled − ℓ is at most the threshold.
 ///
-/// ℓ_sampled are the sampler's own log-probs where the mini-batch has them, else the old ones. A row with a negative
+/// ℓ_sampled are the sampler's own log-probs if the mini-batch has them, else the old ones. A row with a negative
 /// advantage that has become unlikely teaches little and can break the policy; good rows are always kept.
 ///
 /// # Shapes
-/// A and log-probs `[N]`; one flag a token, `[N]`, the same within a row where A is one number a row.
+/// A and log-probs `[N]`; one flag per token, `[N]`, the same within a row if there is one A per row.
 /// # Differences
 /// None known: as in TRL, tokens that are left out stay in the denominators.
 /// # Source
 /// DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 9; TRL `off_policy_mask_threshold`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OffPolicyRows {
-    /// Largest mean log-ratio that is kept, nats a token.
+    /// Largest mean log-ratio that is kept, nats per token.
     pub threshold: f64,
 }
 
@@ -38,8 +38,8 @@ impl TokenFilter for OffPolicyRows {
     }
 
     fn check(&self) -> Result<(), AlgoError> {
-        let sound = self.threshold.is_finite();
-        check_setting("threshold", self.threshold, sound, "it must be finite")
+        let valid = self.threshold.is_finite();
+        check_setting("threshold", self.threshold, valid, "it must be finite")
     }
 
     fn keeps(&self, tokens: &PreparedTokens<'_>) -> Result<Tensor<1, Bool>, AlgoError> {
@@ -75,13 +75,13 @@ mod tests {
             gradient(&now, |l| prepared.loss(&batch.whole(l, None)).unwrap().loss)
         };
         assert_eq!(loss(&batch).1, [0.0, 0.0, -1.0, -1.0, 1.0, 1.0]);
-        // What the sampler says goes before the old log-probs.
+        // The sampler's log-probs take precedence over the old ones.
         batch.rollout_log_probs = Some(vec![-2.0, -1.0, -2.0, -1.0, 0.0, 0.0]);
         assert_eq!(loss(&batch).1, [1.0, 1.0, -1.0, -1.0, 0.0, 0.0]);
     }
 
     #[test]
-    fn refuses_a_threshold_that_is_not_a_number() {
+    fn rejects_a_threshold_that_is_not_a_number() {
         let threshold = f64::NAN;
         assert!(OffPolicyRows { threshold }.check().is_err());
     }

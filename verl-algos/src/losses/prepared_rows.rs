@@ -22,7 +22,7 @@ impl Sides {
         self.chosen.clone() - self.rejected.clone()
     }
 
-    /// The same function of both sides.
+    /// Applies a function to both sides.
     pub fn map(&self, f: impl Fn(Tensor<1>) -> Tensor<1>) -> Sides {
         Sides {
             chosen: f(self.chosen.clone()),
@@ -30,7 +30,7 @@ impl Sides {
         }
     }
 
-    /// Each side over that of `other`.
+    /// Divides each side by that of `other`.
     pub fn over(&self, other: &Sides) -> Sides {
         Sides {
             chosen: self.chosen.clone() / other.chosen.clone(),
@@ -39,12 +39,12 @@ impl Sides {
     }
 }
 
-/// What a row loss reads: the units of a micro-batch, and its tokens.
+/// Input of a row loss: the units of a micro-batch, and its tokens.
 #[derive(Debug)]
 pub struct PreparedRows<'a> {
     tokens: PreparedTokens<'a>,
     units: Vec<usize>,
-    /// Row of each token, counted among the rows of the units at hand, `[M]`.
+    /// Row of each token, counted among the rows of these units, `[M]`.
     slots: Vec<usize>,
     /// Tokens of each of those rows.
     lengths: Vec<usize>,
@@ -59,7 +59,7 @@ impl<'a> PreparedRows<'a> {
         let size = all.size();
         let lengths = units.iter().flat_map(|&unit| all.lengths(unit));
         let lengths = lengths.copied().collect();
-        // Units are in ascending order, so that a search finds their places.
+        // Units are in ascending order, so that a search finds their positions.
         let slot = |&position: &usize| {
             let row = tokens.batch().rows[position];
             units.partition_point(|&unit| unit < row / size) * size + row % size
@@ -83,7 +83,7 @@ impl<'a> PreparedRows<'a> {
         &self.units
     }
 
-    /// Sum of `values` over each row, `[M]` to `[U]`, or `[2P]` where units are pairs; 0 for a row without tokens.
+    /// Sum of `values` over each row, `[M]` to `[U]`, or `[2P]` if units are pairs; 0 for a row without tokens.
     pub fn row_sums(&self, values: Tensor<1>) -> Tensor<1> {
         self.scatter(values, &self.slots)
     }
@@ -98,7 +98,7 @@ impl<'a> PreparedRows<'a> {
         self.sides(values).over(&self.side_lengths())
     }
 
-    /// Tokens of each side of each pair, but at least 1, so that a mean over no token is 0.
+    /// Number of tokens of each side of each pair, but at least 1, so that a mean over no tokens is 0.
     pub fn side_lengths(&self) -> Sides {
         let lengths = self.lengths.iter().map(|&n| n.max(1) as f64);
         split(constant_like(lengths.collect(), &self.tokens.log_probs()))
@@ -136,7 +136,7 @@ impl<'a> PreparedRows<'a> {
     }
 }
 
-/// Chosen, rejected, chosen, … into the two sides, `[2P]` to `[P]` twice.
+/// Splits chosen, rejected, chosen, … into the two sides, `[2P]` to `[P]` twice.
 fn split(rows: Tensor<1>) -> Sides {
     let side = |first: usize| {
         let places: Vec<usize> = (first..rows.dims()[0]).step_by(2).collect();

@@ -1,4 +1,4 @@
-//! What one importance ratio is taken over.
+//! The level of an importance ratio.
 
 use burn::tensor::Tensor;
 
@@ -6,7 +6,7 @@ use super::PreparedTokens;
 use crate::error::AlgoError;
 use crate::functions::exp;
 
-/// What one importance ratio is taken over; d = ℓ − ℓ_old.
+/// The unit of an importance ratio; d = ℓ − ℓ_old.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum RatioLevel {
     /// e^d of each token.
@@ -14,7 +14,7 @@ pub enum RatioLevel {
     Token,
     /// e^{mean d} of each row, the geometric mean of its tokens' ratios, as in GSPO.
     Sequence,
-    /// e^{Σ d} of each row, the ratio of the probabilities of the whole response.
+    /// e^{Σ d} of each row, the ratio of the probabilities of the entire response.
     SequenceProduct,
 }
 

@@ -3,13 +3,13 @@
 use super::{LossInput, PerToken, PreparedTokens, TokenLoss};
 use crate::error::AlgoError;
 
-/// −A ℓ sg(w), w the rollout weights, 1 where there are none.
+/// −A ℓ sg(w), w the rollout weights, 1 if there are none.
 ///
-/// With w = π/π_sampler, made from the current log-probs, this is the policy gradient of samples of another policy.
-/// Reported: `ppo_kl`, mean of ℓ_old − ℓ, where there are old log-probs.
+/// With w = π/π_sampler, computed from the current log-probs, this is the policy gradient for samples of another
+/// policy. Reported: `ppo_kl`, mean of ℓ_old − ℓ, if there are old log-probs.
 ///
 /// # Shapes
-/// Log-probs, A, w and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, A, w and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
 /// [`GpgLoss`](super::GpgLoss) is the same loss and reports nothing.
 /// # Source

@@ -1,4 +1,4 @@
-//! Losses that are a number a row or a pair of rows, as partial sums.
+//! Losses with one number per row or pair of rows, as partial sums.
 
 use burn::tensor::Tensor;
 
@@ -11,7 +11,7 @@ use crate::batch::MiniBatch;
 use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 
-/// A loss that is a function of whole rows: a number a *unit*, which is a row or a pair of rows.
+/// A loss that is a function of complete rows: a number per *unit*, which is a row or a pair of rows.
 ///
 /// In a mini-batch of pairs, row 2i is the chosen and row 2i + 1 the rejected side of pair i. A side may have no action
 /// tokens; a pair without any is padding.
@@ -19,47 +19,47 @@ pub trait RowLoss: std::fmt::Debug + Send + Sync {
     /// The name under which its mean is reported.
     fn name(&self) -> &'static str;
 
-    /// What micro-batches must hold whole. With [`CutUnit::Row`] the units are rows, else pairs.
+    /// The unit that micro-batches must not divide. With [`CutUnit::Row`] the units are rows, else pairs.
     fn cut_unit(&self) -> CutUnit {
         CutUnit::Pair
     }
 
-    /// What it reads beside the log-probs of the policy now.
+    /// Its inputs besides the current log-probs of the policy.
     fn inputs(&self) -> &'static [LossInput];
 
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
-    /// The first setting that is wrong.
+    /// The first invalid setting.
     fn check(&self) -> Result<(), AlgoError> {
         Ok(())
     }
 
-    /// What the sum over units is divided by.
+    /// The divisor of the sum over units.
     fn mean(&self) -> Mean {
         Mean::Units
     }
 
-    /// Looks at the whole mini-batch before any micro-batch: one number a token that [`RowLoss::rows`] gets back as
-    /// [`PreparedTokens::marks`], such as the weight of each token. Empty for most losses.
+    /// Reads the entire mini-batch before any micro-batch: returns one number per token, which [`RowLoss::rows`]
+    /// receives as [`PreparedTokens::marks`], such as the weight of each token. Empty for most losses.
     ///
     /// # Errors
-    /// Inputs that are missing, rows for which the loss is not defined.
+    /// Missing inputs, rows for which the loss is not defined.
     fn prepare(&self, _batch: &MiniBatch) -> Result<Vec<f64>, AlgoError> {
         Ok(Vec::new())
     }
 
-    /// Loss of each unit, differentiable, and what is reported.
+    /// Loss of each unit, differentiable, and its metrics.
     ///
     /// # Errors
-    /// Inputs that are missing.
+    /// Missing inputs.
     fn rows(&self, rows: &PreparedRows<'_>) -> Result<PerRow, AlgoError>;
 }
 
-/// What the sum of a row loss is divided by, counted over the whole mini-batch and all ranks.
+/// The divisor of a row loss's sum, counted over the entire mini-batch and all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mean {
-    /// The units: each row or pair weighs the same.
+    /// The units: each row or pair has the same weight.
     Units,
     /// The action tokens of chosen rows, for a loss that is a sum over them.
     ChosenTokens,
@@ -70,12 +70,12 @@ pub enum Mean {
 pub struct PerRow {
     /// `[U]`, differentiable.
     pub loss: Tensor<1>,
-    /// Names and numbers whose mean over all micro-batches is reported. There may be fewer numbers than units, where
-    /// something is said about some only.
+    /// Names and numbers whose mean over all micro-batches is reported. There may be fewer numbers than units, if a
+    /// metric is defined for only some.
     pub metrics: Vec<(&'static str, Tensor<1>)>,
 }
 
-/// A row loss that has seen its mini-batch.
+/// A row loss prepared for its mini-batch.
 #[derive(Debug)]
 pub(super) struct PreparedRowTerm<'a> {
     coef: f64,
@@ -110,7 +110,7 @@ impl<'a> PreparedRowTerm<'a> {
         &self.marks
     }
 
-    /// The micro-batch's share of the mean, without coefficient, and what is reported.
+    /// The micro-batch's share of the mean, without coefficient, and its metrics.
     pub fn share(&self, tokens: PreparedTokens<'_>) -> Result<(Tensor<1>, Vec<Metric>), AlgoError> {
         let rows = PreparedRows::new(tokens, &self.units)?;
         let per_row = self.loss.rows(&rows)?;
@@ -132,7 +132,7 @@ impl<'a> PreparedRowTerm<'a> {
     }
 }
 
-/// D over the number that the mean divides by.
+/// D over the divisor of the mean.
 fn weight(loss: &dyn RowLoss, units: &Units, batch: &MiniBatch) -> Result<f64, AlgoError> {
     let counts = &batch.counts;
     let dp_size = counts.dp_size as f64;
@@ -155,9 +155,9 @@ fn weight(loss: &dyn RowLoss, units: &Units, batch: &MiniBatch) -> Result<f64, A
         });
     }
     let count = declared.unwrap_or(own);
-    let sound = count > 0 || own == 0;
-    check_setting(unit, count as f64, sound, "the mini-batch is not empty")?;
-    // A sum over nothing is 0 whatever it is divided by.
+    let valid = count > 0 || own == 0;
+    check_setting(unit, count as f64, valid, "the mini-batch is not empty")?;
+    // A sum over nothing is 0 for any divisor.
     Ok(dp_size / count.max(1) as f64)
 }
 
@@ -169,7 +169,7 @@ mod tests {
     use crate::losses::{Objective, SftLoss};
     use crate::tensor::test::{constant, gradient, read};
 
-    /// Chosen sum minus ten times the rejected mean, and the values of last tokens where there are any.
+    /// Chosen sum minus ten times the rejected mean, and the values of last tokens if there are any.
     #[derive(Debug)]
     struct Given(Mean);
 
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_of_another_length_are_told_by_name() {
+    fn columns_of_another_length_are_reported_by_name() {
         let (batch, objective) = (batch(), objective(Mean::Units));
         let mut whole = batch.whole(constant(&LOG_PROBS), None);
         whole.values = Some(constant(&[0.0; 4]));
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_that_is_not_finite_is_refused_by_name() {
+    fn a_non_finite_share_is_reported_by_name() {
         let (batch, objective) = (batch(), objective(Mean::Units));
         let prepared = objective.prepare(&batch).unwrap();
         let mut log_probs = LOG_PROBS;

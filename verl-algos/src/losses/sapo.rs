@@ -8,20 +8,20 @@ use crate::functions::{exp, tanh};
 
 /// −A (4/τ) σ(τ(r − 1)), τ = τ_pos where A > 0, else τ_neg. Times the rollout weights.
 ///
-/// On policy the gate has slope 1, so the gradient is PPO's; it fades as r leaves 1, the sooner the larger τ. The
+/// On policy the gate has slope 1, so the gradient is PPO's; it fades as r moves away from 1, faster for larger τ. The
 /// aggregation is always `seq-mean-token-mean`. Reported: `ppo_kl`, mean of −d.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// TRL does not clamp d; at ±20 the gate has closed, so that no number differs. verl forces the same aggregation.
+/// TRL does not clamp d; at ±20 the gate has closed, so that no number differs. verl uses the same aggregation.
 /// # Source
 /// Gao et al. 2025, arXiv:2511.20347; d clamped to ±20 as in verl, where the gate has closed. TRL's `sapo` is the same.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SapoLoss {
     /// τ_pos > 0.
     pub tau_pos: f64,
-    /// τ_neg > 0; above τ_pos, since steps away from a token spread over the whole vocabulary.
+    /// τ_neg > 0; larger than τ_pos, because a step away from a token spreads over the entire vocabulary.
     pub tau_neg: f64,
 }
 
@@ -41,8 +41,8 @@ impl TokenLoss for SapoLoss {
 
     fn check(&self) -> Result<(), AlgoError> {
         for (setting, tau) in [("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)] {
-            let sound = tau > 0.0 && tau.is_finite();
-            check_setting(setting, tau, sound, "it must be positive")?;
+            let valid = tau > 0.0 && tau.is_finite();
+            check_setting(setting, tau, valid, "it must be positive")?;
         }
         Ok(())
     }
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_temperatures_that_are_not_positive() {
+    fn rejects_temperatures_that_are_not_positive() {
         for tau in [0.0, -1.0, f64::NAN, f64::INFINITY] {
             let plain = SapoLoss::default();
             assert!(

@@ -5,13 +5,13 @@ use crate::error::AlgoError;
 
 /// −ℓ = −log π(y): negative log-likelihood of each target token, nats.
 ///
-/// Reported: `nll`, its mean over tokens, whatever the aggregation.
+/// Reported: `nll`, its mean over tokens, regardless of the aggregation.
 ///
 /// # Shapes
-/// Log-probs and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// verl shifts the loss mask of all rows laid end to end by one, so that a row that is trained on from its first
-/// token reaches into the last position of the row before; here rows are apart.
+/// verl shifts the loss mask of all concatenated rows by one, so that a row trained on from its first token affects the
+/// last position of the row before; here rows are separate.
 /// # Source
 /// Maximum likelihood; for instructions Ouyang et al. 2022, arXiv:2203.02155, section 3.5.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]

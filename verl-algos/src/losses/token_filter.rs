@@ -1,4 +1,4 @@
-//! Rules for which tokens of a loss count.
+//! Rules that select which tokens of a loss count.
 
 use burn::tensor::{Bool, Tensor};
 
@@ -6,28 +6,28 @@ use super::{LossInput, OffPolicyRows, PreparedTokens, TopEntropyTokens};
 use crate::batch::MiniBatch;
 use crate::error::AlgoError;
 
-/// Which tokens of a term count. The others cost nothing, but stay in the denominators and in what is reported.
+/// Selects the tokens of a term that count. The others have no loss, but stay in the denominators and in the metrics.
 ///
-/// Given to a term by [`Objective::with_filters`](super::Objective::with_filters).
+/// Passed to a term by [`Objective::with_filters`](super::Objective::with_filters).
 pub trait TokenFilter: std::fmt::Debug + Send + Sync {
     /// Its name.
     fn name(&self) -> &'static str;
 
-    /// What it reads beside the log-probs of the policy now.
+    /// Its inputs besides the current log-probs of the policy.
     fn inputs(&self) -> &'static [LossInput];
 
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
-    /// The first setting that is wrong.
+    /// The first invalid setting.
     fn check(&self) -> Result<(), AlgoError> {
         Ok(())
     }
 
-    /// Looks at the whole mini-batch before any micro-batch, as [`TokenLoss::prepare`](super::TokenLoss::prepare) does.
+    /// Reads the entire mini-batch before any micro-batch, as [`TokenLoss::prepare`](super::TokenLoss::prepare) does.
     ///
     /// # Errors
-    /// Inputs that are missing.
+    /// Missing inputs.
     fn prepare(&self, _batch: &MiniBatch) -> Result<Vec<f64>, AlgoError> {
         Ok(Vec::new())
     }
@@ -35,11 +35,11 @@ pub trait TokenFilter: std::fmt::Debug + Send + Sync {
     /// Whether each token counts, `[M]`.
     ///
     /// # Errors
-    /// Inputs that are missing.
+    /// Missing inputs.
     fn keeps(&self, tokens: &PreparedTokens<'_>) -> Result<Tensor<1, Bool>, AlgoError>;
 }
 
-/// Name of a filter, and how to make it with its default settings.
+/// Name of a filter, and its constructor with default settings.
 pub type FilterEntry = (&'static str, fn() -> Box<dyn TokenFilter>);
 
 /// All filters with their default settings, by name.

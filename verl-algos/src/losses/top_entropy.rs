@@ -1,4 +1,4 @@
-//! Training on the tokens where the policy is least sure.
+//! Training on the tokens where the policy is least certain.
 
 use burn::tensor::{Bool, Tensor};
 
@@ -7,21 +7,21 @@ use crate::aggregate::Aggregation;
 use crate::batch::{MiniBatch, require};
 use crate::error::{AlgoError, check_setting};
 
-/// Keeps the tokens whose entropy reaches the (1 − q)-quantile over the whole mini-batch.
+/// Keeps the tokens whose entropy is ≥ the (1 − q)-quantile over the entire mini-batch.
 ///
-/// Entropies are [`MiniBatch::current_entropies`], so the choice does not depend on how the mini-batch is cut. The
-/// quantile interpolates between neighbours; ties with it are kept. On several ranks each selects among its own rows.
+/// Entropies are [`MiniBatch::current_entropies`], so the choice does not depend on the division of the mini-batch. The
+/// quantile interpolates between neighbours; ties with it are kept. With several ranks each selects among its own rows.
 ///
 /// # Shapes
-/// Entropies `[N]`; one flag a token, `[N]`.
+/// Entropies `[N]`; one flag per token, `[N]`.
 /// # Differences
-/// TRL takes the quantile of each forward pass, over all devices. As there, tokens that are left out stay in the
+/// TRL computes the quantile of each forward pass, over all devices. As there, tokens that are left out stay in the
 /// denominators.
 /// # Source
 /// Wang et al. 2025 (beyond the 80/20 rule), arXiv:2506.01939; TRL `top_entropy_quantile`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TopEntropyTokens {
-    /// q, the share of tokens that is kept, in (0, 1].
+    /// q, the share of tokens that are kept, in (0, 1].
     pub quantile: f64,
 }
 
@@ -55,19 +55,20 @@ impl TokenFilter for TopEntropyTokens {
     }
 }
 
-/// The mean entropy of the tokens that [`TopEntropyTokens`] keeps, whatever the aggregation. Add it with coefficient −c.
+/// The mean entropy of the tokens that [`TopEntropyTokens`] keeps, regardless of the aggregation. Add it with
+/// coefficient −c.
 ///
-/// The others are not counted. On several ranks it is the mean of the ranks' means.
+/// The others are not counted. With several ranks it is the mean of the ranks' means.
 ///
 /// # Shapes
-/// Entropies and the result: `[M]`, one a token of the micro-batch.
+/// Entropies and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// As [`TopEntropyTokens`].
+/// The same as [`TopEntropyTokens`].
 /// # Source
 /// TRL `entropy_coef` together with `top_entropy_quantile`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TopEntropyBonus {
-    /// q, the share of tokens that is kept, in (0, 1].
+    /// q, the share of tokens that are kept, in (0, 1].
     pub quantile: f64,
 }
 
@@ -96,7 +97,7 @@ impl TokenLoss for TopEntropyBonus {
         Aggregation::TokenSum
     }
 
-    /// The weight of each token in the mean; D, which the aggregation multiplies by, is taken out of it.
+    /// The weight of each token in the mean, divided by D, by which the aggregation multiplies.
     fn prepare(&self, batch: &MiniBatch) -> Result<Vec<f64>, AlgoError> {
         let kept = kept(batch, self.name(), self.quantile)?;
         let count = kept.iter().filter(|kept| **kept).count() * batch.counts.dp_size;
@@ -116,16 +117,16 @@ impl TokenLoss for TopEntropyBonus {
 }
 
 fn check_quantile(quantile: f64) -> Result<(), AlgoError> {
-    let sound = quantile > 0.0 && quantile <= 1.0;
+    let valid = quantile > 0.0 && quantile <= 1.0;
     check_setting(
         "top_entropy_quantile",
         quantile,
-        sound,
+        valid,
         "it must lie in (0, 1]",
     )
 }
 
-/// Whether each token's entropy reaches the quantile.
+/// Whether each token's entropy is at least the quantile.
 fn kept(batch: &MiniBatch, algorithm: &'static str, quantile: f64) -> Result<Vec<bool>, AlgoError> {
     let column = &batch.current_entropies;
     let entropies = require(algorithm, "current_entropies", column)?;
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_missing_entropies_and_shares_out_of_range() {
+    fn rejects_missing_entropies_and_shares_out_of_range() {
         let objective =
             Objective::new(Aggregation::TokenMean).with(1.0, TopEntropyBonus::default());
         let error = objective.prepare(&MiniBatch::new(vec![0])).unwrap_err();

@@ -1,4 +1,4 @@
-//! The clipped surrogate as TRL writes it, for tokens or whole rows.
+//! The clipped surrogate in TRL's form, for tokens or entire rows.
 
 use super::clip_shares::{clip_share_reduction, clip_shares};
 use super::clipped_policy::{check_clip, clipped_surrogate};
@@ -8,20 +8,20 @@ use crate::error::{AlgoError, check_setting};
 
 /// −min(min(r, δ) A, clip(r, 1 − ε_low, 1 + ε_high) A), r of each token or of its row. Times the rollout weights.
 ///
-/// With the aggregations of the table at [`POLICY_LOSSES`](super::POLICY_LOSSES) these are TRL's `grpo`, `bnpo`, `dapo`,
-/// `dr_grpo` and `luspo`, and with the product of a row's ratios the loss of its RLOO. Advantages should be one number a
-/// row if the ratio is.
+/// With the aggregations of the table at [`POLICY_LOSSES`](super::POLICY_LOSSES) these are TRL's `grpo`, `bnpo`,
+/// `dapo`, `dr_grpo` and `luspo`, and with the product of a row's ratios the loss of its RLOO. There should be one
+/// advantage per row if there is one ratio per row.
 ///
 /// Reported: `clip_ratio_low_mean`, the share with A < 0 and r below its bound; `clip_ratio_high_mean`, with A > 0 and
-/// min(r, δ) above it; `clip_ratio_region_mean`, either; `clip_ratio_low_min` and `clip_ratio_high_max`, the extremes over
-/// rows. Shares are of tokens, or of rows if the ratio is of rows.
+/// min(r, δ) above it; `clip_ratio_region_mean`, either; `clip_ratio_low_min` and `clip_ratio_high_max`, the extremes
+/// over rows. Shares are of tokens, or of rows if the ratio is of rows.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// From [`ClippedPolicyLoss`](super::ClippedPolicyLoss): d is not clamped before `exp`, and δ caps the ratio for
-/// every sign of A, where the dual clip bounds the loss for A < 0. From [`GspoLoss`](super::GspoLoss): the row's ratio
-/// is differentiated itself.
+/// From [`ClippedPolicyLoss`](super::ClippedPolicyLoss): d is not clamped before `exp`, and δ caps the ratio for either
+/// sign of A, whereas the dual clip bounds the loss for A < 0. From [`GspoLoss`](super::GspoLoss): the row's ratio
+/// itself is differentiated.
 /// From TRL's RLOO: a row without action tokens, whose ratio there is 1, adds nothing; the gradient is the same.
 /// # Source
 /// TRL `GRPOTrainer`, `RLOOTrainer`; δ: Prime Intellect 2025 (INTELLECT-2), arXiv:2505.07291; LUSPO: arXiv:2602.05261.
@@ -33,12 +33,12 @@ pub struct TrlGrpoLoss {
     pub clip_high: f64,
     /// δ, an absolute cap of the unclipped ratio, usually above 1 + ε_high; `None` for none.
     pub delta: Option<f64>,
-    /// What one ratio is taken over.
+    /// The level of the ratio.
     pub level: RatioLevel,
 }
 
 impl Default for TrlGrpoLoss {
-    /// ε = 0.2 on both sides, no δ, a ratio a token.
+    /// ε = 0.2 on both sides, no δ, a ratio per token.
     fn default() -> TrlGrpoLoss {
         TrlGrpoLoss {
             clip_low: 0.2,
@@ -50,7 +50,7 @@ impl Default for TrlGrpoLoss {
 }
 
 impl TrlGrpoLoss {
-    /// GSPO as TRL has it: the geometric mean of a row's ratios, with the paper's bounds.
+    /// GSPO as in TRL: the geometric mean of a row's ratios, with the paper's bounds.
     pub fn gspo() -> TrlGrpoLoss {
         TrlGrpoLoss {
             clip_low: 3e-4,
@@ -60,7 +60,7 @@ impl TrlGrpoLoss {
         }
     }
 
-    /// The loss of TRL's RLOO: one ratio for the whole response.
+    /// The loss of TRL's RLOO: one ratio for the entire response.
     pub fn rloo() -> TrlGrpoLoss {
         TrlGrpoLoss {
             level: RatioLevel::SequenceProduct,
@@ -78,14 +78,14 @@ impl TokenLoss for TrlGrpoLoss {
         check_clip(self.clip_low, self.clip_high)?;
         match self.delta {
             Some(delta) => {
-                let sound = delta > 0.0 && delta.is_finite();
-                check_setting("delta", delta, sound, "it must be a positive ratio")
+                let valid = delta > 0.0 && delta.is_finite();
+                check_setting("delta", delta, valid, "it must be a positive ratio")
             }
             None => Ok(()),
         }
     }
 
-    /// With the product of ratios, which has a length of its own, a row counts once, whatever is declared.
+    /// The product of ratios already depends on the row's length, so a row counts once, regardless of `declared`.
     fn aggregation(&self, declared: Aggregation) -> Aggregation {
         match self.level {
             RatioLevel::Token | RatioLevel::Sequence => declared,
@@ -205,7 +205,7 @@ mod tests {
             level: RatioLevel::SequenceProduct,
             ..wide
         };
-        // 2·1.5 = 3, once for the row although the objective says token-sum.
+        // 2·1.5 = 3, once for the row although the objective declares token-sum.
         check(product, &[2.0, 1.5], 1.0, (-3.0, &[-3.0, -3.0]));
         let clipped = TrlGrpoLoss::rloo();
         let metrics = check(clipped, &[1.1, 1.2], 1.0, (-1.2, &[0.0, 0.0]));
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_settings_out_of_range() {
+    fn rejects_settings_out_of_range() {
         for delta in [0.0, -1.0, f64::NAN, f64::INFINITY] {
             let loss = TrlGrpoLoss {
                 delta: Some(delta),

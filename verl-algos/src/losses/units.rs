@@ -6,16 +6,16 @@ use crate::error::AlgoError;
 
 /// The units of a mini-batch that row losses are functions of: rows, or pairs of rows 2i and 2i + 1.
 ///
-/// A pair without any token is padding and does not count. A row without tokens counts where `desirable` lists it: it
-/// has no gradient, but a share in the mean. Since no token tells which micro-batch it is in, it goes with the row before
-/// it (or, at the head, after it), so that the shares of any micro-batches add up.
+/// A pair without any token is padding and does not count. A row without tokens counts if `desirable` lists it: it has
+/// no gradient, but a share in the mean. Because no token shows which micro-batch it is in, it is assigned to the row
+/// before it (or, at the head, after it), so that the shares of any micro-batches add up.
 #[derive(Debug)]
 pub(super) struct Units {
     loss: &'static str,
     cut_unit: CutUnit,
     /// Tokens of each row, `[units · rows of a unit]`.
     lengths: Vec<usize>,
-    /// The unit with tokens that each goes with, usually itself; `None` where it does not count.
+    /// The unit with tokens to which each is assigned, usually itself; `None` if it does not count.
     hosts: Vec<Option<usize>>,
 }
 
@@ -58,12 +58,12 @@ impl Units {
         if self.cut_unit == CutUnit::Row { 1 } else { 2 }
     }
 
-    /// Units that count.
+    /// Number of units that count.
     pub fn num_counted(&self) -> usize {
         self.hosts.iter().flatten().count()
     }
 
-    /// Tokens of chosen rows, where units are pairs.
+    /// Number of tokens of chosen rows, if units are pairs.
     pub fn num_chosen_tokens(&self) -> usize {
         self.lengths.iter().step_by(2).sum()
     }
@@ -76,8 +76,8 @@ impl Units {
     /// The units of a micro-batch with the tokens at `positions`, in ascending order.
     ///
     /// # Errors
-    /// [`AlgoError::CutPair`], [`AlgoError::CutMiniBatch`] for a micro-batch that does not hold its units whole. Rows are
-    /// whole already.
+    /// [`AlgoError::CutPair`], [`AlgoError::CutMiniBatch`] for a micro-batch with incomplete units. Rows have been
+    /// checked before.
     pub fn of(&self, positions: &[usize], batch: &MiniBatch) -> Result<Vec<usize>, AlgoError> {
         if self.cut_unit == CutUnit::MiniBatch && positions.len() != batch.num_tokens() {
             return Err(AlgoError::CutMiniBatch {
@@ -106,7 +106,8 @@ impl Units {
     }
 }
 
-/// Rows with tokens host themselves; the first `listed` without tokens go with the nearest before, else after them.
+/// Rows with tokens are their own hosts; the first `listed` rows without tokens are assigned to the nearest row before,
+/// or else after them.
 fn hosts_of_rows(lengths: &[usize], listed: usize) -> Vec<Option<usize>> {
     let mut host = lengths.iter().position(|n| *n > 0);
     let each = lengths.iter().enumerate();
@@ -149,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_without_tokens_goes_with_a_neighbour() {
+    fn a_row_without_tokens_is_assigned_to_a_neighbour() {
         let mut batch = batch(&[0, 1, 0, 1, 0]);
         let without = Units::new("loss", CutUnit::Row, &batch).unwrap();
         assert_eq!(without.num_counted(), 2);
@@ -161,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_cut_units_and_odd_rows() {
+    fn rejects_cut_units_and_odd_rows() {
         let pairs = batch(&[1, 1, 1, 1]);
         let units = Units::new("loss", CutUnit::Pair, &pairs).unwrap();
         let error = units.of(&[0, 1, 3], &pairs).unwrap_err();
@@ -178,7 +179,7 @@ mod tests {
         let mut odd = batch(&[1, 1, 1]);
         assert!(Units::new("loss", CutUnit::Pair, &odd).is_err());
         assert!(Units::new("loss", CutUnit::Row, &odd).is_ok());
-        // Nothing declared: the last side may be missing, or not be one.
+        // Nothing declared: the last side may be missing, or may not exist.
         odd.counts = Counts::LOCAL;
         let error = Units::new("loss", CutUnit::Pair, &odd).unwrap_err();
         assert!(error.to_string().contains("3 rows"), "{error}");

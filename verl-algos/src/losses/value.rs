@@ -8,16 +8,16 @@ use crate::tensor::ones_where;
 
 /// ½ max((V − R)², (clip(V, V_old ± c) − R)²), of the critic's values V.
 ///
-/// Micro-batches carry values ([`MicroBatch::of_values`](crate::MicroBatch::of_values)); the
-/// mini-batch needs `returns`, and `old_values` where values are clipped. Rollout weights do not touch it. Reported:
-/// `vf_clipfrac`, the share of tokens where the clipped term is larger (a tie is not clipped).
+/// Micro-batches contain values ([`MicroBatch::of_values`](crate::MicroBatch::of_values)); the mini-batch needs
+/// `returns`, and `old_values` if values are clipped. Rollout weights do not affect it. Reported: `vf_clipfrac`, the
+/// share of tokens for which the clipped term is larger (a tie is not clipped).
 ///
 /// # Shapes
-/// V, V_old, R and the result: `[M]`, one a token of the micro-batch.
+/// V, V_old, R and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// As verl. OpenRLHF has the same, or ½ (V − R)² where no clip is given, as here without `clip`; TRL's PPO takes half
-/// the masked mean of the maximum, whatever the aggregation of the policy loss. A value of an observation that is not
-/// finite makes verl's gradient NaN.
+/// The same as verl. OpenRLHF has the same, or ½ (V − R)² without a clip, as here without `clip`; TRL's PPO takes half
+/// the masked mean of the maximum, regardless of the aggregation of the policy loss. A value of an observation that is
+/// not finite makes verl's gradient NaN.
 /// # Source
 /// Schulman et al. 2017, arXiv:1707.06347, with the clip of OpenAI's implementation; verl `compute_value_loss`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -44,8 +44,8 @@ impl TokenLoss for ValueLoss {
     fn check(&self) -> Result<(), AlgoError> {
         match self.clip {
             Some(clip) => {
-                let sound = clip > 0.0 && clip.is_finite();
-                check_setting("cliprange_value", clip, sound, "it must be positive")
+                let valid = clip > 0.0 && clip.is_finite();
+                check_setting("cliprange_value", clip, valid, "it must be positive")
             }
             None => Ok(()),
         }
@@ -62,7 +62,7 @@ impl TokenLoss for ValueLoss {
             });
         };
         let old = tokens.old_values(self.name())?;
-        // A value inside stays as it is to the last bit, so that rounding cannot make its term the larger.
+        // A value inside the clip is kept to the last bit, so that rounding cannot make its term the larger one.
         let (low, high) = (old.clone() - clip, old + clip);
         let near = values
             .clone()
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_missing_or_out_of_range() {
+    fn rejects_missing_inputs_and_settings_out_of_range() {
         let objective = Objective::new(Aggregation::TokenMean).with(1.0, ValueLoss::default());
         let mut batch = MiniBatch::new(vec![0]);
         batch.returns = Some(vec![1.0]);

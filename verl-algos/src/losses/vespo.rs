@@ -12,16 +12,16 @@ const LOG_WEIGHT_MIN: f64 = -18.420_680_743_952_367;
 
 /// −φ A ℓ with φ = sg(e^{λ + k ln w − λ w}), w = e^{Σ d} of the row.
 ///
-/// (k, λ) are those of A ≥ 0 or those of A < 0. φ is 1 on policy and falls to 0 as w leaves 1, on both sides and without a
-/// corner. Rollout weights are factors of w and do not multiply the loss; they have to be one a *token*, whose product is
-/// the row's. d is clamped to ±20, ln w to [ln 1e-8, 20]. Reported: `vespo_phi_seq_mean`, the mean of φ over rows, 1 for
-/// one without action tokens; `ppo_kl`.
+/// (k, λ) are those of A ≥ 0 or those of A < 0. φ is 1 on policy and falls smoothly to 0 on both sides as w moves away
+/// from 1. Rollout weights are factors of w and do not multiply the loss; there must be one per *token*, so that their
+/// product is the row's. d is clamped to ±20, ln w to [ln 1e-8, 20]. Reported: `vespo_phi_seq_mean`, the mean of φ over
+/// rows, 1 for a row without action tokens; `ppo_kl`.
 ///
 /// # Shapes
-/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one a token of the micro-batch. φ is one a row for each sign
-/// of A.
+/// Log-probs, ℓ_old, A, weights and the result: `[M]`, one per token of the micro-batch. There is one φ per row for
+/// each sign of A.
 /// # Differences
-/// verl has no such loss. TRL is followed, its bounds of ln w and the sampler's ratio inside w included.
+/// verl has no such loss. This is TRL's, including its bounds of ln w and the sampler's ratio inside w.
 /// # Source
 /// Shen et al. 2026, arXiv:2602.10693; TRL `vespo`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -69,16 +69,16 @@ impl TokenLoss for VespoLoss {
 
     fn check(&self) -> Result<(), AlgoError> {
         for (setting, k) in [("k_pos", self.k_pos), ("k_neg", self.k_neg)] {
-            let sound = k >= 0.0 && k.is_finite();
-            check_setting(setting, k, sound, "it must be a finite number from 0")?;
+            let valid = k >= 0.0 && k.is_finite();
+            check_setting(setting, k, valid, "it must be a finite number of at least 0")?;
         }
         let lambdas = [
             ("lambda_pos", self.lambda_pos),
             ("lambda_neg", self.lambda_neg),
         ];
         for (setting, lambda) in lambdas {
-            let sound = lambda > 0.0 && lambda.is_finite();
-            check_setting(setting, lambda, sound, "it must be positive")?;
+            let valid = lambda > 0.0 && lambda.is_finite();
+            check_setting(setting, lambda, valid, "it must be positive")?;
         }
         Ok(())
     }
@@ -117,7 +117,7 @@ mod tests {
     use crate::losses::Objective;
     use crate::tensor::test::gradient;
 
-    /// φ of a row of two tokens whose ratios are these.
+    /// φ of a row of two tokens with these ratios.
     fn phi(ratios: [f64; 2], advantage: f64, weights: Option<Vec<f64>>) -> f64 {
         let objective = Objective::new(Aggregation::TokenSum).with(1.0, VespoLoss::default());
         let mut batch = MiniBatch::new(vec![0, 0]);
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn the_weight_is_that_of_the_whole_row() {
+    fn the_weight_is_that_of_the_entire_row() {
         check(phi([1.0, 1.0], 1.0, None), 1.0);
         // w = 2·0.75 = 1.5: e^{−λ/2} 1.5^k.
         check(phi([2.0, 0.75], 1.0, None), (-1.5f64).exp() * 2.25);
@@ -149,14 +149,14 @@ mod tests {
     }
 
     #[test]
-    fn far_away_nothing_is_left() {
+    fn the_weight_vanishes_far_from_the_old_policy() {
         check(phi([1e-6, 1e-6], 1.0, None), 0.0);
         check(phi([1e6, 1e6], -1.0, None), 0.0);
         check(phi([1.0, 1.0], 1.0, Some(vec![0.0, 1.0])), 0.0);
     }
 
     #[test]
-    fn refuses_settings_out_of_range() {
+    fn rejects_settings_out_of_range() {
         let plain = VespoLoss::default();
         let lambda_pos = 0.0;
         assert!(

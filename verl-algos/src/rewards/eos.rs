@@ -1,14 +1,14 @@
-//! What the end of a response says about it.
+//! Shaping of rewards by how a response ends.
 
 use crate::error::{AlgoError, check_given, check_len, check_setting};
 use crate::ragged::Ragged;
 
-/// Tokens of the response up to its first end-of-sequence token, that token included; all where there is none.
+/// Tokens of the response up to and including its first end-of-sequence token; all if there is none.
 ///
 /// # Shapes
 /// `tokens`: `[T]`, one response; result: a number of tokens.
 /// # Differences
-/// In a padded array verl counts the padding as well where there is no such token; ragged rows have none.
+/// In a padded array verl also counts the padding if there is no such token; ragged rows have none.
 /// # Source
 /// verl `get_response_mask`.
 pub fn response_length(tokens: &[u32], eos_ids: &[u32]) -> usize {
@@ -16,7 +16,7 @@ pub fn response_length(tokens: &[u32], eos_ids: &[u32]) -> usize {
     end.map_or(tokens.len(), |end| end + 1)
 }
 
-/// Takes `penalty` off the score of each row that did not end of itself.
+/// Subtracts `penalty` from the score of each row that did not end on its own.
 ///
 /// # Shapes
 /// `scores`, `ended`, result: `[B]`
@@ -31,21 +31,21 @@ pub fn missing_eos_penalty(
     ended: &[bool],
     penalty: f64,
 ) -> Result<Vec<Option<f64>>, AlgoError> {
-    let sound = penalty >= 0.0 && penalty.is_finite();
-    let rule = "it must be a finite number from 0";
-    check_setting("missing_eos_penalty", penalty, sound, rule)?;
+    let valid = penalty >= 0.0 && penalty.is_finite();
+    let rule = "it must be a finite number of at least 0";
+    check_setting("missing_eos_penalty", penalty, valid, rule)?;
     of_unended(scores, ended, |score| score - penalty)
 }
 
-/// Changes the score of each row that did not end of itself: a coefficient from 0 to 1 multiplies it, a negative one
-/// takes its place.
+/// Changes the score of each row that did not end on its own: a coefficient from 0 to 1 multiplies
+/// it, a negative one replaces it.
 ///
 /// # Shapes
 /// `scores`, `ended`, result: `[B]`
 /// # Errors
 /// Lengths that differ; a score that is not finite; a coefficient that is above 1 or not finite.
 /// # Differences
-/// None known against OpenRLHF, whose sign is the finish reason, too.
+/// None known compared with OpenRLHF, which also goes by the finish reason.
 /// # Source
 /// The "stop properly" penalty of OpenRLHF, after ProRL: Liu et al. 2025, arXiv:2505.24864.
 pub fn stop_properly(
@@ -53,9 +53,9 @@ pub fn stop_properly(
     ended: &[bool],
     coef: f64,
 ) -> Result<Vec<Option<f64>>, AlgoError> {
-    let sound = coef <= 1.0 && coef.is_finite();
+    let valid = coef <= 1.0 && coef.is_finite();
     let rule = "it must lie in [0, 1], or be negative to replace the score";
-    check_setting("stop_properly_coef", coef, sound, rule)?;
+    check_setting("stop_properly_coef", coef, valid, rule)?;
     of_unended(
         scores,
         ended,
@@ -65,17 +65,17 @@ pub fn stop_properly(
     )
 }
 
-/// The mask without the rows that did not end of themselves: they are not trained on.
+/// The mask without the rows that did not end on their own: they are not trained on.
 ///
 /// Their scores still count in their group.
 ///
 /// # Shapes
 /// `actions`, result: `[B, T~]`; `ended`: `[B]`
 /// # Errors
-/// Another number of rows.
+/// A wrong number of rows.
 /// # Differences
-/// TRL takes a row for truncated whose last token neither ends nor pads, verl one without any end; here the caller
-/// says which rows ended, as engines tell it.
+/// TRL considers a row truncated if its last token neither ends nor pads, verl if it has no end-of-sequence token; here
+/// the caller says which rows ended, as reported by engines.
 /// # Source
 /// `mask_truncated_completions` of TRL; Yu et al. 2025 (DAPO), arXiv:2503.14476, overlong filtering.
 pub fn without_truncated(
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         assert!(missing_eos_penalty(&SCORES, &ENDED, -1.0).is_err());
         assert!(missing_eos_penalty(&SCORES, &ENDED[1..], 1.0).is_err());
         assert!(missing_eos_penalty(&[Some(f64::INFINITY)], &[true], 1.0).is_err());

@@ -1,4 +1,4 @@
-//! Dynamic sampling: groups that teach nothing are left out, and others sampled in their place.
+//! Dynamic sampling: groups without a training signal are dropped, and others sampled in their place.
 
 use crate::advantages::group_rows;
 use crate::error::{AlgoError, check_given, check_len, check_setting};
@@ -6,16 +6,16 @@ use crate::error::{AlgoError, check_given, check_len, check_setting};
 /// Which groups of responses are kept.
 ///
 /// # Shapes
-/// Scores and groups `[B]`; result: one flag a row, `[B]`.
+/// Scores and groups `[B]`; result: one flag per row, `[B]`.
 /// # Differences
-/// As [`GroupFilter::keep`].
+/// The same as [`GroupFilter::keep`].
 /// # Source
-/// As [`GroupFilter::keep`].
+/// The same as [`GroupFilter::keep`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum GroupFilter {
-    /// Those whose scores are not all equal. A lone response stays: it has nothing to be equal to.
+    /// Groups whose scores are not all equal. A group with one score is kept: there is nothing to compare it with.
     Differing,
-    /// Those whose mean score lies strictly between the bounds.
+    /// Groups whose mean score lies strictly between the bounds.
     MeanInside {
         /// Lower bound.
         low: f64,
@@ -25,16 +25,16 @@ pub enum GroupFilter {
 }
 
 impl GroupFilter {
-    /// For each row whether its group is kept; the rows of a group are kept or left out together.
+    /// For each row whether its group is kept; the rows of a group are kept or dropped together.
     ///
-    /// Responses without a score have no say, and a group without any score is left out.
+    /// Responses without a score are ignored, and a group without any score is dropped.
     ///
     /// # Shapes
     /// `scores`, `groups`, result: `[B]`
     /// # Errors
     /// Lengths that differ; a score that is not finite; bounds that are not in order.
     /// # Differences
-    /// Equality is exact and decided by group. A deviation may be off from 0 by rounding, and statistics that leave a
+    /// Equality is exact and decided per group. A deviation may differ from 0 by rounding, and statistics that leave a
     /// row out can split a group, as NeMo-RL's do.
     /// # Source
     /// Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.2; verl `filter_groups`; the bounds are OpenRLHF's.
@@ -42,7 +42,7 @@ impl GroupFilter {
         check_len("groups", "rows", groups.len(), scores.len())?;
         check_given("scores", scores)?;
         if let GroupFilter::MeanInside { low, high } = *self {
-            let rule = "it must lie below the upper bound";
+            let rule = "it must be below the upper bound";
             check_setting("low", low, low < high, rule)?;
         }
         let mut keep = vec![false; scores.len()];
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_of_equal_scores_go() {
+    fn groups_of_equal_scores_are_dropped() {
         let scores = [Some(0.1), Some(1.0), Some(0.1), Some(0.0), Some(0.1), None];
         let groups = [4, 9, 4, 9, 4, 9];
         let expected = [false, true, false, true, false, true];
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn lone_scores_stay_and_groups_without_any_go() {
+    fn lone_scores_are_kept_and_groups_without_any_are_dropped() {
         let scores = [Some(0.0), Some(0.0), None, None];
         let expected = [true, true, true, false];
         check(GroupFilter::Differing, &scores, &[1, 2, 2, 3], &expected);
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         let filter = GroupFilter::Differing;
         assert!(filter.keep(&[Some(1.0)], &[]).is_err());
         assert!(filter.keep(&[Some(f64::NAN)], &[1]).is_err());

@@ -1,15 +1,15 @@
-//! Rewards before they become advantages: shaping, scaling, and which groups are worth training on.
+//! Rewards before they become advantages: shaping, scaling, and the choice of groups worth training on.
 //!
 //! | module | what |
 //! |---|---|
-//! | [`eos`] | where a response ends, penalties for one that does not end, rows that are left out |
-//! | [`group_filter`] | dynamic sampling: groups that teach nothing |
+//! | [`eos`] | where a response ends, penalties for one that does not end, rows that are dropped |
+//! | [`group_filter`] | dynamic sampling: groups without a training signal |
 //! | [`overlong`] | soft penalty for long responses |
-//! | [`pf_ppo`] | rows drawn anew by their scores |
+//! | [`pf_ppo`] | rows resampled by their scores |
 //! | [`scaling`] | scores over a deviation, within bounds |
 //!
-//! Scores are one number a row, `None` where a row was not scored; no function makes a score of a `None`. The KL to the
-//! reference is taken off by [`kl_in_reward`](crate::kl::kl_in_reward).
+//! There is one score per row, `None` if a row was not scored; no function turns a `None` into a score. The KL to the
+//! reference is subtracted by [`kl_in_reward`](crate::kl::kl_in_reward).
 
 pub mod eos;
 pub mod group_filter;
@@ -22,17 +22,17 @@ use crate::ragged::Ragged;
 
 /// Puts each row's score on its last action token; 0 elsewhere.
 ///
-/// A row that was not scored, or has no action token to hold the score, stays 0.
+/// A row that was not scored, or has no action token, is 0 everywhere.
 ///
 /// # Shapes
 /// `scores`: `[B]`; `actions`, result: `[B, T~]`
 /// # Errors
-/// Another number of scores than rows; a score that is not finite.
+/// Different numbers of scores and rows; a score that is not finite.
 /// # Differences
-/// TRL's PPO puts the score behind the end of the response where there is padding, so that it lies outside the mask;
-/// verl's component scores of an empty row land on the last slot.
+/// TRL's PPO puts the score after the end of the response if there is padding, so that it lies outside the mask; verl's
+/// component scores of an empty row are put on the last slot.
 /// # Source
-/// Where verl and OpenRLHF put it.
+/// As in verl and OpenRLHF.
 pub fn scores_on_last_action(
     scores: &[Option<f64>],
     actions: &Ragged<bool>,

@@ -4,51 +4,51 @@ use crate::error::{AlgoError, check_given, check_len, check_setting};
 
 /// 0 up to L_max − buffer tokens, then linearly down to −factor at L_max.
 ///
-/// −factor · (L − (L_max − buffer)) / buffer where that is negative. Beyond L_max it goes on falling, unless `capped`.
+/// −factor · (L − (L_max − buffer)) / buffer if that is negative. Beyond L_max it keeps falling, unless `capped`.
 ///
 /// # Shapes
 /// Lengths and scores `[B]`; result `[B]`.
 /// # Differences
-/// verl's goes on falling beyond L_max; OpenRLHF's stops at −factor, as here where `capped`.
+/// verl's keeps falling beyond L_max; OpenRLHF's stops at −factor, as here with `capped`.
 /// # Source
 /// Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13; verl's DAPO reward manager does not cap, OpenRLHF does.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OverlongPenalty {
     /// L_max, tokens.
     pub max_length: usize,
-    /// Tokens below L_max that are penalised already.
+    /// Number of tokens below L_max that are already penalised.
     pub buffer: usize,
-    /// Penalty at L_max, from 0.
+    /// Penalty at L_max, at least 0.
     pub factor: f64,
     /// Whether the penalty stays at −factor beyond L_max.
     pub capped: bool,
 }
 
 impl OverlongPenalty {
-    /// What is added to the score of a response of `length` tokens.
+    /// The number to add to the score of a response of `length` tokens.
     ///
     /// # Errors
     /// A buffer of 0, or longer than L_max; a factor that is negative or not finite.
     pub fn penalty(&self, length: usize) -> Result<f64, AlgoError> {
         let (max, buffer) = (self.max_length as f64, self.buffer as f64);
-        let sound = buffer > 0.0 && buffer <= max;
+        let valid = buffer > 0.0 && buffer <= max;
         let rule = "it must lie between 1 and `max_length`";
-        check_setting("overlong_buffer", buffer, sound, rule)?;
-        let sound = self.factor >= 0.0 && self.factor.is_finite();
-        let rule = "it must be a finite number from 0";
-        check_setting("overlong_factor", self.factor, sound, rule)?;
+        check_setting("overlong_buffer", buffer, valid, rule)?;
+        let valid = self.factor >= 0.0 && self.factor.is_finite();
+        let rule = "it must be a finite number of at least 0";
+        check_setting("overlong_factor", self.factor, valid, rule)?;
         let mut exceeding = (length as f64 - (max - buffer)).max(0.0);
         if self.capped {
             exceeding = exceeding.min(buffer);
         }
-        // Without this 0 would be -0 for short responses.
+        // Without this, short responses would get -0 instead of 0.
         Ok(0.0 - exceeding / buffer * self.factor)
     }
 
     /// Scores with the penalty of each response's length, `[B]`.
     ///
     /// # Errors
-    /// As [`OverlongPenalty::penalty`]; lengths that differ in number from the scores.
+    /// Those of [`OverlongPenalty::penalty`]; different numbers of lengths and scores.
     pub fn penalise(
         &self,
         scores: &[Option<f64>],
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         for buffer in [0, 4097] {
             assert!(OverlongPenalty { buffer, ..PLAIN }.penalty(1).is_err());
         }

@@ -1,18 +1,19 @@
-//! PF-PPO: rows drawn anew, with replacement, by what their scores are worth.
+//! PF-PPO: rows resampled with replacement, with weights that depend on their scores.
 
 use crate::error::{AlgoError, check_finite, check_given, check_setting};
 
-/// Added to each weight, so that a batch whose weights are all 0 can be drawn from.
+/// Added to each weight, so that a batch whose weights are all 0 can be sampled.
 const EPSILON: f64 = 1e-8;
 /// Weight of the best rows, and of the others, by [`PfPpo::MaxRandom`].
 const MAX_RANDOM: (f64, f64) = (0.4, 0.1);
 
-/// How a row's weight w follows from its score s: w = |s|^p, or one of two levels, by whether the score is among the best or worst.
+/// How a row's weight w depends on its score s: w = |s|^p, or one of two levels, for rows that are and are not among
+/// the best (or worst).
 ///
 /// # Shapes
 /// Scores and weights `[B]`.
 /// # Differences
-/// verl draws the rows itself, from a generator with a state; here [`draw`] takes the uniform numbers.
+/// verl draws the rows itself, from a stateful generator; here [`draw`] takes the uniform numbers.
 /// # Source
 /// Shen and Zhang 2024, arXiv:2409.06957; verl `compute_pf_ppo_reweight_data`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -35,9 +36,9 @@ impl PfPpo {
     pub fn weights(&self, scores: &[Option<f64>]) -> Result<Vec<f64>, AlgoError> {
         check_given("scores", scores)?;
         if let PfPpo::Pow(power) = *self {
-            let sound = power >= 0.0 && power.is_finite();
-            let rule = "it must be a finite number from 0";
-            check_setting("weight_pow", power, sound, rule)?;
+            let valid = power >= 0.0 && power.is_finite();
+            let rule = "it must be a finite number of at least 0";
+            check_setting("weight_pow", power, valid, rule)?;
         }
         let scored = || scores.iter().flatten().copied();
         let (best, worst) = (
@@ -57,7 +58,7 @@ impl PfPpo {
     }
 }
 
-/// Rows drawn with replacement: the one in whose share of Σ weights each of `uniforms` falls.
+/// Rows drawn with replacement: each of `uniforms` selects the row in whose share of Σ weights it falls.
 ///
 /// # Shapes
 /// `weights`: `[B]`; `uniforms`, numbers in [0, 1), and the result: `[draws]`
@@ -76,7 +77,7 @@ pub fn draw(weights: &[f64], uniforms: &[f64]) -> Result<Vec<usize>, AlgoError> 
         let mut last = 0;
         for (row, &weight) in weights.iter().enumerate() {
             if weight > 0.0 {
-                // Rounding may leave something over behind the last row that has a weight.
+                // Rounding may leave a remainder after the last row that has a weight.
                 last = row;
                 if rest < weight {
                     break;
@@ -115,13 +116,13 @@ mod tests {
         let weights = [1.0, 0.0, 3.0, 0.0];
         let got = draw(&weights, &[0.0, 0.2499, 0.25, 0.999_999]).unwrap();
         assert_eq!(got, [0, 0, 2, 2]);
-        // All scores 0: every scored row is as likely.
+        // All scores 0: every scored row is equally likely.
         let weights = PfPpo::Pow(2.0).weights(&[Some(0.0), Some(0.0)]).unwrap();
         assert_eq!(draw(&weights, &[0.49, 0.51]).unwrap(), [0, 1]);
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         assert!(PfPpo::Pow(-1.0).weights(&[Some(1.0)]).is_err());
         assert!(PfPpo::MaxMin.weights(&[Some(f64::NAN)]).is_err());
         assert!(draw(&[1.0], &[1.0]).is_err());

@@ -1,26 +1,26 @@
-//! Scores over a deviation, and within bounds.
+//! Scores divided by a deviation, and clipped.
 
 use crate::error::{AlgoError, check_finite, check_given, check_setting};
 use crate::masked;
 use serde::{Deserialize, Serialize};
 
-/// A deviation below this share of the mean is the rounding of equal scores.
+/// A deviation below this share of the mean is rounding error of equal scores.
 const ROUNDING: f64 = 1e-12;
 
-/// Mean and variance of all numbers seen so far, taken in batch by batch.
+/// Mean and variance of all numbers so far, updated batch by batch.
 ///
-/// Neither depends on how the numbers were cut into batches, up to rounding.
+/// Up to rounding, neither depends on how the numbers were divided into batches.
 ///
 /// # Shapes
 /// Numbers in batches of any length.
 /// # Differences
-/// trlX and TRL mix the deviations of batches by their sizes as well; they start from a count of 1e-24, here from 0.
+/// trlX and TRL also combine the deviations of batches weighted by size; they start from a count of 1e-24, here from 0.
 /// # Source
 /// Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances"; trlX and TRL
 /// `RunningMoments`.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct RunningMoments {
-    /// How many numbers.
+    /// Number of values.
     pub count: u64,
     /// Their mean.
     pub mean: f64,
@@ -29,10 +29,10 @@ pub struct RunningMoments {
 }
 
 impl RunningMoments {
-    /// Takes in more numbers.
+    /// Adds more numbers.
     ///
     /// # Errors
-    /// A number that is not finite; nothing is taken in then.
+    /// A number that is not finite; in that case nothing is added.
     pub fn update(&mut self, values: &[f64]) -> Result<(), AlgoError> {
         check_finite("values", values)?;
         if values.is_empty() {
@@ -54,16 +54,16 @@ impl RunningMoments {
     }
 }
 
-/// Whose deviation scores are divided by.
+/// The deviation by which scores are divided.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum RewardScale {
-    /// None.
+    /// No division.
     None,
-    /// That of the batch.
+    /// The deviation of the batch.
     Batch,
-    /// That of all scores up to and with the batch.
+    /// The deviation of all scores up to and including the batch.
     Running,
-    /// A known one, such as that of the first rollouts.
+    /// A known deviation, such as that of the first rollouts.
     Reference {
         /// Their mean.
         mean: f64,
@@ -72,32 +72,32 @@ pub enum RewardScale {
     },
 }
 
-/// (s − mean)/std, then within ± a bound. The mean is only taken off where `centre` is set.
+/// (s − mean)/std, then clipped to ± a bound. The mean is only subtracted if `centre` is set.
 ///
-/// Scores are not divided by a deviation of 0 (up to rounding), or of fewer than two scores. The state is the running moments alone, so
-/// that a checkpoint can hold it.
+/// Scores are not divided by a deviation of 0 (up to rounding), or of fewer than two scores. The state consists only of
+/// the running moments, so that a checkpoint can store it.
 ///
 /// # Shapes
-/// Scores `[B]`; result the same.
+/// Scores `[B]`; the result has the same shape.
 /// # Differences
-/// TRL and trlX add a machine epsilon to the deviation; here a constant score stays what it is.
+/// TRL and trlX add a machine epsilon to the deviation; here a constant score stays unchanged.
 /// # Source
 /// `scale_reward` and `cliprange_reward` of trlX; `use_score_scaling`, `use_score_norm` and `score_clip` of TRL's
 /// first PPO. OpenRLHF clips at ±10.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct RewardScaler {
-    /// Whose deviation.
+    /// The deviation to divide by.
     pub scale: RewardScale,
-    /// Whether the mean is taken off.
+    /// Whether the mean is subtracted.
     pub centre: bool,
-    /// Bound of what comes out.
+    /// Bound of the result.
     pub clip: Option<f64>,
-    /// What was seen so far.
+    /// Moments of the scores so far.
     pub moments: RunningMoments,
 }
 
 impl RewardScaler {
-    /// A scaler that has not seen anything.
+    /// A scaler that has not processed any score.
     pub fn new(scale: RewardScale, centre: bool, clip: Option<f64>) -> RewardScaler {
         RewardScaler {
             scale,
@@ -107,12 +107,13 @@ impl RewardScaler {
         }
     }
 
-    /// Takes note of a batch of scores, and scales it.
+    /// Records a batch of scores, and scales it.
     ///
     /// # Shapes
     /// `scores`, result: `[B]`
     /// # Errors
-    /// Scores that are not finite; a bound or reference deviation that is not positive. A refused batch leaves no trace.
+    /// Scores that are not finite; a bound or reference deviation that is not positive. A rejected batch changes
+    /// nothing.
     pub fn scale(&mut self, scores: &[Option<f64>]) -> Result<Vec<Option<f64>>, AlgoError> {
         check_given("scores", scores)?;
         let positive = |x: f64| x > 0.0 && x.is_finite();
@@ -175,9 +176,9 @@ mod tests {
     }
 
     #[test]
-    fn by_the_deviation_of_all_that_was_seen() {
+    fn by_the_deviation_of_all_scores_so_far() {
         let mut scaler = RewardScaler::new(RewardScale::Running, false, None);
-        // A deviation of one score is not known.
+        // The deviation of one score is undefined.
         check(&mut scaler, &[1.0], &[1.0]);
         check(&mut scaler, &[3.0, 5.0], &[1.5, 2.5]);
         assert_eq!((scaler.moments.count, scaler.moments.mean), (3, 3.0));
@@ -206,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_batch_leaves_no_trace() {
+    fn a_rejected_batch_changes_nothing() {
         let mut scaler = RewardScaler::new(RewardScale::Running, false, Some(1.0));
         assert!(scaler.scale(&[Some(1.0), Some(f64::NAN)]).is_err());
         assert_eq!(scaler.moments, RunningMoments::default());

@@ -3,25 +3,26 @@
 use crate::error::AlgoError;
 use crate::losses::{ClippedPolicyLoss, LossInput, PerToken, PreparedTokens, TokenLoss};
 
-/// What is minimised where the sampler's policy stands for the old one.
+/// The policy loss that is minimised if the sampler's policy takes the place of the old one.
 ///
 /// # Shapes
-/// Log-probs, ℓ_roll, A and the result: `[M]`, one a token of the micro-batch.
+/// Log-probs, ℓ_roll, A and the result: `[M]`, one per token of the micro-batch.
 /// # Differences
-/// As verl: rejected tokens leave the loss in both forms. A batch without any action token is refused, as by
-/// [`RolloutCorrection::correct`](super::RolloutCorrection::correct); one of which rejection leaves none has loss 0.
+/// The same as verl: rejected tokens leave the loss in both forms. A batch without any action token is rejected, as by
+/// [`RolloutCorrection::correct`](super::RolloutCorrection::correct); a batch whose tokens are all rejected has loss 0.
 /// # Source
 /// verl `compute_policy_loss_bypass_mode`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum BypassLoss {
-    /// PPO's clipped surrogate on π/π_roll. The ratio is the importance weight; none is multiplied on top.
+    /// PPO's clipped surrogate on π/π_roll. The ratio is the importance weight, so no other weight multiplies it.
     PpoClip(ClippedPolicyLoss),
-    /// −A ℓ sg(w): no ratio, and importance weights where they are asked for.
+    /// −A ℓ sg(w): no ratio; importance weights if requested.
     Reinforce,
 }
 
 impl BypassLoss {
-    /// The loss of a token, for a mini-batch from [`RolloutCorrection::mini_batch`](super::RolloutCorrection::mini_batch).
+    /// The loss of a token, for a mini-batch from
+    /// [`RolloutCorrection::mini_batch`](super::RolloutCorrection::mini_batch).
     ///
     /// # Source
     /// verl `compute_policy_loss_bypass_mode`.

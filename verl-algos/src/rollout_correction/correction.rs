@@ -1,4 +1,4 @@
-//! Weights and rejection together, and the mini-batch that they leave.
+//! Weights and rejection together, and the resulting mini-batch.
 
 use super::bypass::BypassLoss;
 use super::diagnostics::mismatch;
@@ -12,13 +12,13 @@ use crate::cut::CutUnit;
 use crate::error::AlgoError;
 use crate::ragged::Ragged;
 
-/// Which policies there are.
+/// The number of policies.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Mode {
     /// Three: π_roll sampled, π_old is the training engine's at the start of the update, π is trained.
     #[default]
     Decoupled,
-    /// Two: π_roll stands for π_old, and no log-probs are computed before the update.
+    /// Two: π_roll takes the place of π_old, and no log-probs are computed before the update.
     Bypass(BypassLoss),
 }
 
@@ -32,35 +32,35 @@ pub enum Mode {
 /// verl `rollout_corr_helper`.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct RolloutCorrection {
-    /// Which policies there are.
+    /// The number of policies.
     pub mode: Mode,
     /// Importance weights, if any.
     pub weights: Option<RolloutWeights>,
-    /// What is not trained on; a token stays if all rules keep it.
+    /// Rules for what is not trained on; a token is kept if all rules keep it.
     pub rejection: Vec<RejectionRule>,
 }
 
-/// What came out. Nothing of it carries a gradient.
+/// The result of a correction. None of it has a gradient.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Correction {
     /// Importance weights, `[B, T~]`; 0 at observations. A rejected token has one too.
     pub weights: Option<Ragged<f64>>,
-    /// The action tokens that are left, `[B, T~]`.
+    /// The action tokens that are kept, `[B, T~]`.
     pub actions: Ragged<bool>,
-    /// About the weights.
+    /// Statistics of the weights.
     pub weight_stats: Option<WeightStats>,
-    /// About each rule, in the order of the rules.
+    /// Statistics of each rule, in the order of the rules.
     pub rejection_stats: Vec<(RejectionRule, RejectionStats)>,
-    /// Share of action tokens that are gone.
+    /// Share of action tokens that were rejected.
     pub masked_fraction: f64,
     /// Share of rows that lost a token.
     pub seq_masked_fraction: f64,
-    /// How far the sampler was off, before anything was rejected.
+    /// How far the sampler was off, before any rejection.
     pub mismatch: Mismatch,
 }
 
 impl Correction {
-    /// All numbers by the names under which verl reports them.
+    /// All numbers by the names that verl uses for them.
     pub fn metrics(&self) -> Vec<(String, f64)> {
         let mut metrics = Vec::new();
         let mut add = |prefix: &str, named: Vec<(&'static str, f64)>| {
@@ -86,16 +86,16 @@ impl Correction {
 }
 
 impl RolloutCorrection {
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
-    /// The first bound that is wrong.
+    /// The first invalid bound.
     pub fn check(&self) -> Result<(), AlgoError> {
         self.weights.map_or(Ok(()), |weights| weights.check())?;
         self.rejection.iter().try_for_each(RejectionRule::check)
     }
 
-    /// What it must see whole: the batch where weights are normalised, else a row.
+    /// The unit that it must receive in one piece: the batch if weights are normalised, else a row.
     pub fn cut_unit(&self) -> CutUnit {
         match self.weights {
             Some(weights) if weights.normalize => CutUnit::MiniBatch,
@@ -103,13 +103,13 @@ impl RolloutCorrection {
         }
     }
 
-    /// Weights, and the mask without what is rejected.
+    /// Weights, and the mask without rejected tokens.
     ///
     /// # Errors
-    /// Settings out of range; rows of other lengths than those of the mask; a log-prob of an action token that is not
-    /// finite, unless the sampler is known not to have scored it; no action token that it scored.
+    /// Settings out of range; rows whose lengths differ from those of the mask; a log-prob of an action token that is
+    /// not finite, unless the sampler is known not to have scored it; no action token that it scored.
     /// # Differences
-    /// verl counts rows without action tokens in what it reports for rows, and NaN at observations becomes NaN in its
+    /// verl counts rows without action tokens in its row statistics, and NaN at observations becomes NaN in its
     /// weights. A token that was not scored is NaN there, and ratio 1 in TRL, as here.
     pub fn correct(&self, pair: &LogProbPair<'_>) -> Result<Correction, AlgoError> {
         self.check()?;
@@ -141,20 +141,20 @@ impl RolloutCorrection {
         })
     }
 
-    /// The mini-batch of the tokens that are left, for the policy loss of the mode, and the correction it came from.
+    /// The mini-batch of the kept tokens, for the policy loss of the mode, and the correction that it came from.
     ///
-    /// Decoupled: ℓ_old are the pair's `train_log_probs`, the weights multiply the loss. Bypass: ℓ_old is ℓ_roll, so the
-    /// pair's `train_log_probs` must be those of the policy *now*: computed without gradient for the whole mini-batch,
-    /// before the first micro-batch of the optimiser step. No weight depends on how the mini-batch is cut then. A token that the sampler
-    /// did not score has ratio 1.
+    /// Decoupled: ℓ_old are the pair's `train_log_probs`, the weights multiply the loss. Bypass: ℓ_old is ℓ_roll, so
+    /// the pair's `train_log_probs` must be those of the *current* policy: computed without gradient for the entire
+    /// mini-batch, before the first micro-batch of the optimiser step. Then no weight depends on the division of the
+    /// mini-batch. A token that the sampler did not score has ratio 1.
     ///
     /// Tokens are those of [`Correction::actions`], packed. Rejected ones leave the denominators as well, unless
-    /// `counts` declares them: declare what is left, over all ranks.
+    /// `counts` declares them: declare the number of kept tokens, over all ranks.
     ///
     /// # Shapes
     /// `advantages`: `[B, T~]`
     /// # Errors
-    /// As [`RolloutCorrection::correct`]; advantages of another shape.
+    /// Those of [`RolloutCorrection::correct`]; advantages of another shape.
     pub fn mini_batch(
         &self,
         pair: &LogProbPair<'_>,
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_of_a_decoupled_batch() {
+    fn a_decoupled_batch_by_hand() {
         let (batch, correction) = run(Mode::Decoupled);
         assert_eq!(
             correction.actions.values(),
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sampler_stands_for_the_old_policy_in_bypass_mode() {
+    fn the_sampler_replaces_the_old_policy_in_bypass_mode() {
         let old = [-1.0, -3.0, -1.0 - 2f64.ln()];
         let (batch, _) = run(Mode::Bypass(BypassLoss::Reinforce));
         assert_eq!(batch.old_log_probs.unwrap(), old);
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_have_names() {
+    fn metrics_have_names() {
         let (_, correction) = run(Mode::Decoupled);
         let metrics = correction.metrics();
         let value = |name: &str| metrics.iter().find(|(n, _)| n == name).unwrap().1;

@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn by_hand() {
-        // Probabilities of the training engine against the sampler: ½ and ¼, 1 and ½ | ¼ and ½ | nothing scored.
+        // Probabilities of the training engine and the sampler: ½ and ¼, 1 and ½ | ¼ and ½ | nothing scored.
         let actions = Ragged::<bool>::from_rows([vec![true, true], vec![true], vec![true]]);
         let log = |rows: [Vec<f64>; 3]| Ragged::<f64>::from_rows(rows).map(|_, _, p| p.ln());
         let train = log([vec![0.5, 1.0], vec![0.25], vec![0.5]]);

@@ -1,4 +1,4 @@
-//! Two log-probs of each action token, and what lies between them.
+//! Two log-probs of each action token, and their differences.
 
 use crate::error::{AlgoError, check_finite, check_given};
 use crate::ragged::Ragged;
@@ -8,9 +8,9 @@ use crate::ragged::Ragged;
 pub struct LogProbPair<'a> {
     /// Which response tokens are actions, `[B, T~]`.
     pub actions: &'a Ragged<bool>,
-    /// By the training engine, `[B, T~]`, nats: ℓ_old in decoupled mode, ℓ in bypass mode.
+    /// Log-probs of the training engine, `[B, T~]`, nats: ℓ_old in decoupled mode, ℓ in bypass mode.
     pub train_log_probs: &'a Ragged<f64>,
-    /// By the sampler, `[B, T~]`, nats; `None` for a token that it did not score, whose ratio is then 1.
+    /// Log-probs of the sampler, `[B, T~]`, nats; `None` for a token that it did not score, whose ratio is then 1.
     pub rollout_log_probs: &'a Ragged<Option<f64>>,
 }
 
@@ -25,7 +25,7 @@ pub(super) struct LogRatios {
     pub rows: Vec<usize>,
     /// Action tokens of each row, `[B]`.
     pub lengths: Vec<usize>,
-    /// q = ℓ_train − ℓ_roll, 0 where the sampler did not score, `[N]`.
+    /// q = ℓ_train − ℓ_roll, 0 if the sampler did not score the token, `[N]`.
     pub values: Vec<f64>,
     /// ℓ_train, `[N]`.
     pub train: Vec<f64>,
@@ -35,8 +35,8 @@ pub(super) struct LogRatios {
 
 impl LogRatios {
     /// # Errors
-    /// Rows of other lengths than those of the mask; a log-prob of an action token that is not finite; no action token
-    /// that the sampler scored.
+    /// Rows whose lengths differ from those of the mask; a log-prob of an action token that is not finite; no action
+    /// token that the sampler scored.
     pub fn new(pair: &LogProbPair<'_>) -> Result<LogRatios, AlgoError> {
         let train = pair
             .train_log_probs
@@ -80,7 +80,7 @@ impl LogRatios {
             .collect()
     }
 
-    /// One number a row onto its tokens, `[B]` to `[N]`.
+    /// Repeats one number per row on its tokens, `[B]` to `[N]`.
     pub fn on_tokens(&self, of_rows: &[f64]) -> Vec<f64> {
         self.rows.iter().map(|&row| of_rows[row]).collect()
     }
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refuses_what_has_no_ratio() {
+    fn rejects_tokens_without_a_ratio() {
         let actions = Ragged::<bool>::from_rows([[true, false]]);
         let check = |train: f64, rollout: Option<f64>, expected: &str| {
             let train = Ragged::<f64>::from_rows([[train, f64::NAN]]);

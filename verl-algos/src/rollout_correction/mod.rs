@@ -1,17 +1,17 @@
-//! What to do when the policy that is trained is not the one that the tokens were sampled from.
+//! Corrections for training on tokens that another policy sampled.
 //!
 //! A sampler computes in other kernels, at another precision, or with older weights than the training engine. With
-//! q = ℓ_train − ℓ_roll of each action token, [`RolloutCorrection::correct`] gives importance weights e^q, bounded
-//! ([`RolloutWeights`]), and a smaller mask, without the tokens or rows that are too far off ([`RejectionRule`]). Neither
-//! carries a gradient. Both modes of training end in [`RolloutCorrection::mini_batch`]:
+//! q = ℓ_train − ℓ_roll of each action token, [`RolloutCorrection::correct`] returns importance weights e^q, bounded
+//! ([`RolloutWeights`]), and a smaller mask, without the tokens or rows that are too far off ([`RejectionRule`]).
+//! Neither has a gradient. Both modes of training end in [`RolloutCorrection::mini_batch`]:
 //!
 //! | mode | ℓ_train | ratio of the loss | weights |
 //! |---|---|---|---|
 //! | decoupled | ℓ_old, computed by the training engine at the start of the update | π/π_old | multiply the loss |
-//! | bypass, `ppo_clip` | ℓ, the policy now | π/π_roll | none: the ratio does it |
+//! | bypass, `ppo_clip` | ℓ, of the current policy | π/π_roll | none: the ratio includes them |
 //! | bypass, `reinforce` | ℓ | none: −A ℓ | multiply the loss |
 //!
-//! All in f64 on ragged rows. What lies on observations is never read.
+//! All in f64 on ragged rows. Values at observations are never read.
 //!
 //! # Source
 //! Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; Yao et

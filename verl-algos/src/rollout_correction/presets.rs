@@ -23,21 +23,21 @@ const TOKEN_ICEPOP: RolloutWeights = RolloutWeights {
     },
     ..TOKEN_TIS
 };
-/// A row whose product of π_roll/π_train lies within a factor of 2.
+/// Keeps a row if the product of its π_roll/π_train is within a factor of 2.
 const SEQ_RS: RejectionRule = RejectionRule {
     level: RejectionLevel::SequenceSum,
     divergence: Divergence::K1,
     low: Some(0.5),
     high: 2.0,
 };
-/// A row whose geometric mean of π_roll/π_train lies within a thousandth of 1.
+/// Keeps a row if the geometric mean of its π_roll/π_train is within a thousandth of 1.
 const GEO_RS: RejectionRule = RejectionRule {
     level: RejectionLevel::SequenceMean,
     divergence: Divergence::K1,
     low: Some(0.999),
     high: 1.001,
 };
-/// A row whose mean k3 is at most 0.01 nats.
+/// Keeps a row if its mean k3 is at most 0.01 nats.
 const K3_RS: RejectionRule = RejectionRule {
     level: RejectionLevel::SequenceMean,
     divergence: Divergence::K3,
@@ -67,14 +67,14 @@ fn reinforce(weights: Option<RolloutWeights>, rules: &[RejectionRule]) -> Rollou
     }
 }
 
-/// Name of a preset, and how to make it.
+/// Name of a preset, and its constructor.
 pub type PresetEntry = (&'static str, fn() -> RolloutCorrection);
 
 /// All presets, by the names of verl's configurations.
 ///
 /// `is` and `tis`: truncated importance weights, of tokens or of rows (`seq`), at most 2. `icepop`: weights outside 0.5
-/// to 5 become 0. `rs` rejects rows: with `seq_is` by the product of their ratios (Seq-MIS), with `geo` by its geometric
-/// mean, with `k3` by the mean k3. `pg` is the `reinforce` loss. `disabled` only measures.
+/// to 5 become 0. `rs` rejects rows: with `seq_is` by the product of their ratios (Seq-MIS), with `geo` by its
+/// geometric mean, with `k3` by the mean k3. `pg` is the `reinforce` loss. `disabled` only measures.
 pub const PRESETS: &[PresetEntry] = &[
     ("bypass_pg_geo_rs", || reinforce(None, &[GEO_RS])),
     ("bypass_pg_geo_rs_seq_tis", || {
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn presets_are_sorted_sound_and_say_their_mode() {
+    fn presets_are_sorted_valid_and_name_their_mode() {
         assert!(PRESETS.is_sorted_by_key(|(name, _)| *name));
         for (name, make) in PRESETS {
             let correction = make();

@@ -10,10 +10,10 @@ use crate::masked;
 /// An estimate of the divergence at a token, from q = clip(ℓ_train − ℓ_roll, ±20).
 ///
 /// # Shapes
-/// q: `[N]`; result the same.
+/// q: `[N]`; the result has the same shape.
 /// # Differences
 /// k1 is −q, so that it estimates KL(π_roll‖π_train); the estimators of [`crate::kl`] are of ℓ − ℓ_ref and have
-/// bounds of their own.
+/// their own bounds.
 /// # Source
 /// verl `compute_rollout_rejection_mask`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,7 +37,7 @@ impl Divergence {
     }
 }
 
-/// What is held against the bounds, and taken away beyond them.
+/// The unit that is compared with the bounds, and rejected beyond them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RejectionLevel {
     /// A token.
@@ -50,7 +50,7 @@ pub enum RejectionLevel {
     SequenceMax,
 }
 
-/// All rules there are: name, level, divergence. A largest k1 is none: it is large where π_roll > π_train only.
+/// All rules: name, level, divergence. There is none for the largest k1: it is large only where π_roll > π_train.
 const RULES: [(&str, RejectionLevel, Divergence); 11] = [
     ("seq_max_k2", RejectionLevel::SequenceMax, Divergence::K2),
     ("seq_max_k3", RejectionLevel::SequenceMax, Divergence::K3),
@@ -65,21 +65,21 @@ const RULES: [(&str, RejectionLevel, Divergence); 11] = [
     ("token_k3", RejectionLevel::Token, Divergence::K3),
 ];
 
-/// Keeps what has k2 or k3 ≤ high, or ln low ≤ k1 ≤ ln high.
+/// Keeps tokens or rows with k2 or k3 ≤ high, or ln low ≤ k1 ≤ ln high.
 ///
 /// k1 is −q, so its bounds are bounds of π_roll/π_train, *the inverse of the importance weight*: a band from 0.5 to 1.2
 /// keeps π_train/π_roll from 1/1.2 to 2.
 ///
 /// # Shapes
-/// Log-ratios of the action tokens, packed `[N]`; one flag a token, `[N]`.
+/// Log-ratios of the action tokens, packed `[N]`; one flag per token, `[N]`.
 /// # Differences
-/// verl counts rows without action tokens in what it reports for rows; here they are left out. OpenRLHF filters rows
-/// by the geometric mean of their ratio alone.
+/// verl counts rows without action tokens in its row statistics; here they are left out. OpenRLHF filters rows only by
+/// the geometric mean of their ratio.
 /// # Source
 /// verl `compute_rollout_rejection_mask`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RejectionRule {
-    /// Of what.
+    /// The level of the rule.
     pub level: RejectionLevel,
     /// The estimate.
     pub divergence: Divergence,
@@ -98,7 +98,7 @@ impl RejectionRule {
     /// A rule by its name, with a bound as text: `0.1`, or for k1 also a band `0.5_2.0`.
     ///
     /// # Errors
-    /// An unknown name; a bound that is no positive number; a band for k2 or k3, or one that is upside down.
+    /// An unknown name; a bound that is not a positive number; a band for k2 or k3, or one with its bounds reversed.
     pub fn parse(name: &str, threshold: &str) -> Result<RejectionRule, AlgoError> {
         let known = RULES.iter().find(|(known, ..)| *known == name);
         let (_, level, divergence) = *known.ok_or_else(|| AlgoError::UnknownName {
@@ -121,10 +121,11 @@ impl RejectionRule {
         Ok(rule)
     }
 
-    /// Rules from two lists with commas, such as `token_k1,seq_mean_k3` and `0.5_2.0,0.2`; a single bound is for all.
+    /// Rules from two comma-separated lists, such as `token_k1,seq_mean_k3` and `0.5_2.0,0.2`; a single bound applies
+    /// to all.
     ///
     /// # Errors
-    /// As [`RejectionRule::parse`]; another number of bounds than rules.
+    /// Those of [`RejectionRule::parse`]; different numbers of bounds and rules.
     pub fn parse_list(names: &str, thresholds: &str) -> Result<Vec<RejectionRule>, AlgoError> {
         let parts = |text: &'_ str| -> Vec<String> {
             let parts = text.split(',').map(str::trim);
@@ -152,17 +153,17 @@ impl RejectionRule {
         let own = |(_, level, divergence): &&(_, _, _)| {
             (*level, *divergence) == (self.level, self.divergence)
         };
-        // The largest k1 is the only combination that is no rule.
+        // The largest k1 is the only combination that is not a rule.
         RULES
             .iter()
             .find(own)
             .map_or("seq_max_k1", |(name, ..)| name)
     }
 
-    /// Refuses bounds that are out of order.
+    /// Rejects bounds that are out of order.
     ///
     /// # Errors
-    /// A bound that is not positive; a lower bound for k2 or k3; a band that is upside down; the largest k1.
+    /// A bound that is not positive; a lower bound for k2 or k3; a band with its bounds reversed; the largest k1.
     pub fn check(&self) -> Result<(), AlgoError> {
         if !RejectionRule::names().contains(&self.name()) {
             return Err(AlgoError::UnknownName {
@@ -179,12 +180,12 @@ impl RejectionRule {
             (Divergence::K1, _) => {
                 let low = self.low.unwrap_or(1.0 / self.high);
                 check_setting(setting, low, positive(low), rule)?;
-                let rule = "the lower bound must not lie above the upper one";
+                let rule = "the lower bound must not exceed the upper one";
                 check_setting(setting, low, low <= self.high, rule)
             }
             (_, None) => Ok(()),
             (_, Some(low)) => {
-                let rule = "k2 and k3 have an upper bound only";
+                let rule = "k2 and k3 have only an upper bound";
                 check_setting(setting, low, false, rule)
             }
         }
@@ -202,7 +203,7 @@ impl RejectionRule {
         }
     }
 
-    /// Which action tokens stay, `[N]`.
+    /// Which action tokens are kept, `[N]`.
     pub(super) fn apply(&self, ratios: &LogRatios) -> (Vec<bool>, RejectionStats) {
         let of_tokens: Vec<f64> = ratios
             .values
@@ -259,7 +260,7 @@ impl RejectionRule {
     }
 }
 
-/// Share of tokens that do not stay, and of rows that lose one.
+/// Share of tokens that are rejected, and of rows that lose one.
 pub(super) fn masked_fractions(ratios: &LogRatios, keep: &[bool]) -> (f64, f64) {
     let gone: Vec<f64> = keep.iter().map(|kept| f64::from(!kept)).collect();
     let of_rows = ratios.of_non_empty(&ratios.row_sums(&gone));
@@ -334,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         for (name, threshold) in [
             ("token_k4", "1"),
             ("seq_max_k1", "1"),

@@ -1,4 +1,4 @@
-//! What is reported about a correction. Rows without action tokens are left out of every number.
+//! Reported statistics of a correction. Rows without action tokens are excluded from all of them.
 
 use crate::masked;
 
@@ -24,14 +24,14 @@ stats! {
     WeightStats {
         /// Mean of the bounded weights over tokens.
         mean,
-        /// Largest weight: of the bounded ones per token, of those before any bound per row.
+        /// Largest weight: of token weights after bounding, of row weights before.
         max,
         /// Smallest weight, likewise.
         min,
         /// Deviation (over N) over tokens.
         std,
-        /// 1 / mean((w / mean w)²) over tokens, in (0, 1]: the share of the batch that the weights leave effective. 0
-        /// where all weights are 0.
+        /// 1 / mean((w / mean w)²) over tokens, in (0, 1]: the share of the batch that is effective under the weights.
+        /// 0 if all weights are 0.
         eff_sample_size,
         /// Share of ratios above the upper bound.
         ratio_fraction_high,
@@ -39,7 +39,7 @@ stats! {
         ratio_fraction_low,
         /// Share of tokens whose ratio lies outside the band; 0 for a truncation.
         oob_ratio,
-        /// What normalised weights were divided by; else 1.
+        /// The divisor of normalised weights; else 1.
         batch_norm_factor,
         /// Mean over rows of the row means of the bounded weights.
         seq_mean,
@@ -59,7 +59,7 @@ stats! {
 }
 
 stats! {
-    /// A rejection rule's statistic, and what the rule took away.
+    /// A rejection rule's statistic, and the share of tokens and rows that the rule rejected.
     RejectionStats {
         /// Mean over tokens; a row's statistic counts for each of its tokens.
         mean,
@@ -67,11 +67,11 @@ stats! {
         max,
         /// The smallest, likewise.
         min,
-        /// Deviation (over N) over tokens, of the statistic brought within its bounds.
+        /// Deviation (over N) over tokens, of the statistic clamped to its bounds.
         std,
         /// Share above the upper bound: of tokens, or of rows.
         fraction_high,
-        /// Share below the lower bound, likewise; 0 where there is none.
+        /// Share below the lower bound, likewise; 0 if there is none.
         fraction_low,
         /// Mean over rows of the row's statistic, or of its tokens' mean.
         seq_mean,
@@ -87,7 +87,7 @@ stats! {
         seq_fraction_high,
         /// Share of rows below the lower bound.
         seq_fraction_low,
-        /// Share of tokens that the rule takes away.
+        /// Share of tokens that the rule rejects.
         masked_fraction,
         /// Share of rows that lose a token to the rule.
         seq_masked_fraction,
@@ -95,13 +95,13 @@ stats! {
 }
 
 stats! {
-    /// How far the sampler was from the training engine, over the tokens that it scored.
+    /// The mismatch between sampler and training engine, over the tokens that the sampler scored.
     Mismatch {
         /// Mean of ℓ_roll − ℓ_train: k1 of KL(π_roll‖π_train), nats.
         kl,
         /// Mean of e^q − q − 1, k3 of the same, nats. Not clamped.
         k3_kl,
-        /// Mean of |π_train − π_roll| of the sampled tokens. Below 0.005 is healthy, above 0.01 asks for a look.
+        /// Mean of |π_train − π_roll| of the sampled tokens. Below 0.005 is healthy; above 0.01 needs investigation.
         probs_diff_mean,
         /// Mean of e^{2q} − 1, q within ±20: χ² of token distributions.
         chi2_token,
@@ -109,15 +109,15 @@ stats! {
         chi2_seq,
         /// Mean over rows of the training engine's perplexity.
         training_ppl,
-        /// Mean over rows of its logarithm, nats a token.
+        /// Mean over rows of its logarithm, nats per token.
         training_log_ppl,
         /// Mean over rows of the sampler's perplexity.
         rollout_ppl,
-        /// Mean over rows of its logarithm, nats a token.
+        /// Mean over rows of its logarithm, nats per token.
         rollout_log_ppl,
         /// Mean over rows of the training engine's log perplexity minus the sampler's.
         log_ppl_diff,
-        /// Mean over rows of its size.
+        /// Mean over rows of its absolute value.
         log_ppl_abs_diff,
         /// The largest.
         log_ppl_diff_max,
@@ -128,10 +128,10 @@ stats! {
     }
 }
 
-/// Share of the values for which `holds`; 0 for no value.
+/// Share of the values for which `holds`; 0 for no values.
 pub(super) fn share(values: &[f64], holds: impl Fn(f64) -> bool) -> f64 {
-    let held = values.iter().filter(|v| holds(**v)).count();
-    held as f64 / values.len().max(1) as f64
+    let count = values.iter().filter(|v| holds(**v)).count();
+    count as f64 / values.len().max(1) as f64
 }
 
 /// Bessel's deviation; 0 for fewer than two values.

@@ -1,26 +1,26 @@
-//! Importance weights against the sampler as TRL has them.
+//! Importance weights against the sampler as in TRL.
 
 use super::log_ratios::{LogProbPair, LogRatios};
 use super::weights::WeightLevel;
 use crate::error::{AlgoError, check_setting};
 use crate::ragged::Ragged;
 
-/// e^q per token or e^{Σq} per row, clamped into `[clip_min, clip_max]`, or 0 outside where `mask` is set.
+/// e^q per token or e^{Σq} per row, clamped into `[clip_min, clip_max]`, or with `mask` 0 outside.
 ///
 /// The ratio of a token that the sampler did not score is 1.
 ///
 /// # Shapes
 /// Log-probs and ratios: `[B, T~]`.
 /// # Differences
-/// [`RolloutWeights`](super::RolloutWeights) clamps log-ratios at ±20; here only the ratio has bounds. TRL takes a
-/// sampler log-prob that is NaN for one that was not scored; here it is refused unless marked as such.
+/// [`RolloutWeights`](super::RolloutWeights) clamps log-ratios at ±20; here only the ratio has bounds. TRL treats a
+/// sampler log-prob of NaN as not scored; here it is rejected unless marked as not scored.
 /// # Source
 /// `vllm_importance_sampling_mode` of TRL's `GRPOTrainer`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TrlSamplerRatio {
-    /// Of tokens or of rows.
+    /// Whether ratios are of tokens or of rows.
     pub level: WeightLevel,
-    /// Whether a ratio outside the bounds becomes 0; else it is moved to the bound.
+    /// Whether a ratio outside the bounds becomes 0; else it is clamped to the bound.
     pub mask: bool,
     /// Lower bound.
     pub clip_min: Option<f64>,
@@ -80,9 +80,9 @@ impl TrlSamplerRatio {
 
     fn check(&self) -> Result<(), AlgoError> {
         let low = self.clip_min.unwrap_or(0.0);
-        let rule = "it must be a number from 0";
+        let rule = "it must be a number of at least 0";
         check_setting("clip_min", low, low >= 0.0, rule)?;
-        let rule = "it must lie above the lower bound";
+        let rule = "it must be above the lower bound";
         check_setting("clip_max", self.clip_max, self.clip_max > low, rule)
     }
 
@@ -91,7 +91,7 @@ impl TrlSamplerRatio {
     /// # Shapes
     /// `[B, T~]`
     /// # Errors
-    /// As [`RolloutCorrection::correct`](super::RolloutCorrection::correct); bounds out of order.
+    /// Those of [`RolloutCorrection::correct`](super::RolloutCorrection::correct); bounds out of order.
     pub fn ratios(&self, pair: &LogProbPair<'_>) -> Result<Ragged<f64>, AlgoError> {
         self.check()?;
         let ratios = LogRatios::new(pair)?;
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         assert!(TrlSamplerRatio::parse("word_mask", None, 3.0).is_err());
         assert!(TrlSamplerRatio::parse("token_mask", Some(3.0), 3.0).is_err());
         assert!(TrlSamplerRatio::parse("token_mask", Some(-1.0), 3.0).is_err());

@@ -6,15 +6,15 @@ use super::stats::{WeightStats, deviation, largest, largest_distance, share, sma
 use crate::error::{AlgoError, check_setting};
 use crate::masked;
 
-/// A mean weight at or below this cannot be divided by.
+/// Weights are not divided by a mean at or below this.
 const SMALLEST_MEAN: f64 = 1e-8;
 
-/// What a weight is of.
+/// The unit of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightLevel {
-    /// e^q of each token: little variance, biased.
+    /// e^q of each token: low variance, biased.
     Token,
-    /// e^{Σq} of each row, on all its tokens: unbiased, much variance.
+    /// e^{Σq} of each row, on all its tokens: unbiased, high variance.
     Sequence,
 }
 
@@ -36,12 +36,12 @@ impl WeightLevel {
     }
 }
 
-/// What keeps a weight from growing.
+/// The bound of a weight.
 ///
 /// # Shapes
-/// Weights `[N]`; result the same.
+/// Weights `[N]`; the result has the same shape.
 /// # Differences
-/// OpenRLHF's `tis` clamps into a band where verl's `"lo_hi"`, followed here, sets to 0.
+/// OpenRLHF's `tis` clamps into a band; verl's `"lo_hi"`, followed here, sets weights outside it to 0.
 /// # Source
 /// verl `rollout_is_threshold`, whose band is called IcePop.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -82,7 +82,7 @@ impl WeightBound {
         check_setting("rollout_is_threshold", high, positive(high), rule)?;
         check_setting("rollout_is_threshold", low, positive(low), rule)?;
         if let WeightBound::Band { low, high } = *self {
-            let rule = "the lower bound must not lie above the upper one";
+            let rule = "the lower bound must not exceed the upper one";
             check_setting("rollout_is_threshold", low, low <= high, rule)?;
         }
         Ok(())
@@ -111,7 +111,7 @@ impl WeightBound {
     }
 }
 
-/// A positive number out of a text.
+/// Parses a positive number.
 pub(super) fn parse_number(setting: &'static str, text: &str) -> Result<f64, AlgoError> {
     text.trim().parse().map_err(|_| AlgoError::SettingText {
         setting,
@@ -120,34 +120,35 @@ pub(super) fn parse_number(setting: &'static str, text: &str) -> Result<f64, Alg
     })
 }
 
-/// Weights w = e^{clip(q, ±20)} per token or e^{clip(Σq, ±20)} per row, bounded, and over their mean where normalised.
+/// Weights w = e^{clip(q, ±20)} per token or e^{clip(Σq, ±20)} per row, bounded, and if normalised divided by their
+/// mean.
 ///
-/// The mean is that of tokens, or of rows that have tokens; weights whose mean is 0 stay 0. Normalising looks at the
-/// whole batch, so that the batch must not be cut.
+/// The mean is over tokens, or over rows that have tokens; weights whose mean is 0 stay 0. Normalising depends on the
+/// entire batch, so the batch must not be divided.
 ///
 /// # Shapes
 /// Log-ratios of the action tokens, packed `[N]`; weights `[N]`, without gradient.
 /// # Differences
-/// verl fails where a band leaves no weight, since the effective sample size is then 0/0; here it is 0. OpenRLHF's
+/// verl fails if a band leaves no weight, because the effective sample size is then 0/0; here it is 0. OpenRLHF's
 /// `seq-mask-tis` keeps the token weights of the rows it keeps unbounded. TRL's form is
 /// [`TrlSamplerRatio`](super::TrlSamplerRatio).
 /// # Source
 /// verl `compute_rollout_correction_weights`; truncation: Ionides 2008, "Truncated importance sampling".
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RolloutWeights {
-    /// Of tokens or of rows.
+    /// Whether weights are of tokens or of rows.
     pub level: WeightLevel,
     /// The bound.
     pub bound: WeightBound,
-    /// Whether the mean weight becomes 1.
+    /// Whether to divide by the mean weight.
     pub normalize: bool,
 }
 
 impl RolloutWeights {
-    /// Refuses a bound that is out of order.
+    /// Rejects bounds that are out of order.
     ///
     /// # Errors
-    /// A bound that is not positive, or a band that is upside down.
+    /// A bound that is not positive, or a band with its bounds reversed.
     pub fn check(&self) -> Result<(), AlgoError> {
         self.bound.check()
     }

@@ -1,5 +1,6 @@
-//! Every registered estimator, loss and filter, and the other maths that has settings, says what it computes, on what
-//! shapes, where reference systems differ and where it is from. A new one is looked at by its line in the registry.
+//! Every registered estimator, loss and filter, and the other maths with settings, documents what it computes, its
+//! shapes, the differences from reference systems and its source. A new item is checked through its line in the
+//! registry.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,9 +9,9 @@ use std::path::Path;
 use verl_algos::advantages::ESTIMATORS;
 use verl_algos::losses::{OTHER_LOSSES, POLICY_LOSSES, PREFERENCE_LOSSES, TOKEN_FILTERS};
 
-/// What a doc comment has to have.
+/// Required sections of a doc comment.
 const SECTIONS: &[&str] = &["# Shapes", "# Differences", "# Source"];
-/// Signs of which an equation or an inequality has one.
+/// Signs; an equation or inequality contains at least one of them.
 const SIGNS: &[char] = &['=', '−', '≤', '≥', '→', '(', 'Σ'];
 /// Types without a registry.
 const OTHERS: &[&str] = &[
@@ -34,7 +35,7 @@ fn documented() -> BTreeMap<String, Vec<String>> {
     let mut folders = vec![source];
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).expect("the source can be read") {
-            let path = entry.expect("an entry").path();
+            let path = entry.expect("a directory entry").path();
             if path.is_dir() {
                 folders.push(path);
             } else {
@@ -59,7 +60,7 @@ fn types_of(text: &str, found: &mut BTreeMap<String, Vec<String>>) {
         let declared = ["pub struct ", "pub enum "];
         if let Some(rest) = declared.iter().find_map(|word| line.strip_prefix(word)) {
             let name = rest.split(|c: char| !c.is_alphanumeric()).next();
-            // A name may stand for two types; both are held to the rule of a listed one.
+            // Two types may have the same name; both are checked like a listed one.
             let docs: &mut Vec<String> = found
                 .entry(name.unwrap_or_default().to_owned())
                 .or_default();
@@ -69,18 +70,18 @@ fn types_of(text: &str, found: &mut BTreeMap<String, Vec<String>>) {
     }
 }
 
-/// What a doc comment lacks.
-fn lacks(doc: &str) -> Vec<&'static str> {
-    let mut lacks: Vec<&str> = SECTIONS.to_vec();
-    lacks.retain(|section| !doc.lines().any(|line| line == *section));
+/// What is missing from a doc comment.
+fn missing_sections(doc: &str) -> Vec<&'static str> {
+    let mut missing: Vec<&str> = SECTIONS.to_vec();
+    missing.retain(|section| !doc.lines().any(|line| line == *section));
     let equation = doc.split("# ").next().unwrap_or_default();
     if !equation.contains(SIGNS) {
-        lacks.push("an equation");
+        missing.push("an equation");
     }
-    lacks
+    missing
 }
 
-/// The name of the type behind a registered item.
+/// The type name of a registered item.
 fn type_name(item: &dyn std::fmt::Debug) -> String {
     let text = format!("{item:?}");
     let end = text.find(|c: char| !c.is_alphanumeric());
@@ -101,10 +102,10 @@ fn every_registered_item_is_documented() {
     let mut faults = Vec::new();
     for name in &names {
         let Some(docs) = documented.get(name) else {
-            faults.push(format!("`{name}` is no public type of the crate"));
+            faults.push(format!("`{name}` is not a public type of the crate"));
             continue;
         };
-        let best = docs.iter().map(|doc| lacks(doc)).min_by_key(Vec::len);
+        let best = docs.iter().map(|doc| missing_sections(doc)).min_by_key(Vec::len);
         let best = best.unwrap_or_default();
         if !best.is_empty() {
             faults.push(format!("`{name}` lacks {}", best.join(", ")));
@@ -115,10 +116,10 @@ fn every_registered_item_is_documented() {
 }
 
 #[test]
-fn what_lacks_is_told() {
-    assert_eq!(lacks("x = y\n# Shapes\n# Differences\n# Source"), [""; 0]);
+fn missing_sections_are_reported() {
+    assert_eq!(missing_sections("x = y\n# Shapes\n# Differences\n# Source"), [""; 0]);
     assert_eq!(
-        lacks("Adds up\n# Shapes\n# Source"),
+        missing_sections("Adds up\n# Shapes\n# Source"),
         ["# Differences", "an equation"]
     );
 }

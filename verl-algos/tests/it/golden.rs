@@ -1,13 +1,13 @@
-//! Numbers of the reference systems: every case of every golden file whose function exists here.
+//! Compares with numbers of the reference systems: every case of every golden file whose function exists here.
 //!
-//! The folder is `VERL_GOLDEN_DIR`, else `../../shared/golden` beside this crate, and always `tests/golden` (a few cases
-//! kept with the code). `wanted` goes before `expected`; `null` is not compared; padded arrays become ragged or packed
-//! before anything is computed, so what lies under a zero mask cannot matter. A setting that a case leaves out has the
-//! library's default, clip ratios verl's. Every case runs, whatever became of those before it.
+//! The folders are `VERL_GOLDEN_DIR`, or else `../../shared/golden` beside this crate, and always `tests/golden` (a few
+//! cases kept with the code). `wanted` takes precedence over `expected`; `null` is not compared; padded arrays become
+//! ragged or packed before anything is computed, so values under a zero mask have no effect. A setting that a case
+//! omits has the library's default, clip ratios verl's. Every case runs, regardless of the results of earlier ones.
 
 #![expect(
     clippy::print_stdout,
-    reason = "the tests tell what they could not compare"
+    reason = "the tests print what they could not compare"
 )]
 
 mod advantages;
@@ -27,7 +27,7 @@ use cases::{Answer, Case, compare, load};
 
 /// Largest error in f32, relative to max(1, |number|).
 const F32_TOLERANCE: f64 = 5e-5;
-/// Words in the names of cases that f32 cannot hold.
+/// Words in the names of cases that f32 cannot represent.
 const BEYOND_F32: &[&str] = &[
     "extreme", "1e5", "1e6", "1e8", "1e4", "1e-7", "offset", "huge",
 ];
@@ -36,7 +36,7 @@ fn own_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-/// The full set of files, where there is one.
+/// The full set of files, if there is one.
 fn shared_folder() -> Option<PathBuf> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     match std::env::var_os("VERL_GOLDEN_DIR") {
@@ -45,19 +45,19 @@ fn shared_folder() -> Option<PathBuf> {
     }
 }
 
-/// A folder that was asked for; relative to the workspace where it is not here.
+/// The requested folder; relative to the workspace if it is not found here.
 fn named_folder(named: &Path) -> Result<PathBuf, String> {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let places = [named.to_path_buf(), workspace.join(named)];
     places.into_iter().find(|place| place.is_dir()).ok_or_else(|| {
         format!(
-            "VERL_GOLDEN_DIR is `{}`, which is no folder; name the folder of golden files or unset it",
+            "VERL_GOLDEN_DIR is `{}`, which is not a folder; set it to the folder of golden files, or unset it",
             named.display()
         )
     })
 }
 
-/// What a function here says of a case; `None` for a function that is not here, an error for a panic.
+/// The result of a case; `None` if its function does not exist here, an error for a panic.
 fn outcome(case: &Case, dtype: DType) -> Option<Result<Answer, String>> {
     let run = AssertUnwindSafe(|| functions::run(case, dtype));
     match catch_unwind(run) {
@@ -70,7 +70,7 @@ fn outcome(case: &Case, dtype: DType) -> Option<Result<Answer, String>> {
     }
 }
 
-/// Runs all cases of a folder; returns what went wrong.
+/// Runs all cases of a folder; returns the failures.
 fn run(folder: &Path, dtype: DType) -> Vec<String> {
     let loaded = load(folder);
     let mut failures = loaded.faults;
@@ -98,7 +98,7 @@ fn run(folder: &Path, dtype: DType) -> Vec<String> {
     }
     println!("{}: compared {compared:?}", folder.display());
     if !without.is_empty() {
-        println!("no function here for {without:?}");
+        println!("no function for {without:?}");
     }
     if compared.is_empty() && failures.is_empty() {
         failures.push(format!("no case in {}", folder.display()));
@@ -127,7 +127,7 @@ fn golden_cases_kept_with_the_code_in_f32() {
 fn golden_files() {
     match shared_folder() {
         Some(folder) => check(&folder, DType::F64),
-        None => println!("no folder of golden files: set VERL_GOLDEN_DIR"),
+        None => println!("no golden files: set VERL_GOLDEN_DIR"),
     }
 }
 
@@ -135,12 +135,12 @@ fn golden_files() {
 fn golden_files_in_f32() {
     match shared_folder() {
         Some(folder) => check(&folder, DType::F32),
-        None => println!("no folder of golden files: set VERL_GOLDEN_DIR"),
+        None => println!("no golden files: set VERL_GOLDEN_DIR"),
     }
 }
 
 #[test]
-fn golden_comparison_notices_what_is_wrong() {
+fn golden_comparison_detects_wrong_answers() {
     let cases = load(&own_folder()).cases;
     let case = |name: &str| cases.iter().find(|c| c.name == name).expect("the case");
     let wrong = |name: &str, answer: cases::Answer| compare(case(name), answer, 1e-6).is_err();
@@ -179,13 +179,13 @@ fn golden_readme_table_is_read() {
 }
 
 #[test]
-fn golden_folder_that_is_not_there_is_told() {
+fn missing_golden_folder_is_reported() {
     let why = named_folder(Path::new("no/such/folder")).unwrap_err();
-    assert!(why.starts_with("VERL_GOLDEN_DIR is `no/such/folder`, which is no folder"));
+    assert!(why.starts_with("VERL_GOLDEN_DIR is `no/such/folder`, which is not a folder"));
     assert!(named_folder(Path::new("verl-algos/tests/golden")).is_ok());
 }
 
-/// A folder as nobody should make one, for what a harness must bear.
+/// A malformed folder, which the harness must handle.
 fn folder_of(name: &str, files: &[(&str, &str)]) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     std::fs::create_dir_all(&folder).expect("a folder");
@@ -222,39 +222,39 @@ fn golden_cases_do_not_hide_each_other() {
     );
     let failures = run(&folder, DType::F64);
     assert_eq!(failures.len(), 4, "{failures:?}");
-    for (failure, told) in failures
+    for (failure, expected) in failures
         .iter()
         .zip(["case 1", "b: expected", "a rloo y", "a rloo x"])
     {
-        assert!(failure.contains(told), "{failure} does not tell {told}");
+        assert!(failure.contains(expected), "{failure} does not contain {expected}");
     }
     let faults = coverage(&folder);
-    let told: Vec<&str> = faults.iter().map(String::as_str).collect();
-    assert_eq!(told, ["no function here for `not_here` of a"]);
+    let reported: Vec<&str> = faults.iter().map(String::as_str).collect();
+    assert_eq!(reported, ["no function for `not_here` of a"]);
 }
 
 #[test]
-fn golden_readme_may_name_more_than_a_folder_has() {
+fn golden_readme_may_list_more_functions_than_the_folder_has() {
     let table = "| file | functions |\n|---|---|\n| `a` | `gae`, `dpo_*` |\n| `b` | `not_here` |\n";
     let folder = folder_of("golden_subset", &[("README.md", table)]);
     assert_eq!(
         coverage(&folder),
-        ["the README names `not_here`, which is not here"]
+        ["the README lists `not_here`, which is not implemented"]
     );
 }
 
-/// Nothing that the golden folder holds may go unnoticed: a function without an implementation here is a failure.
+/// Every function in the golden folder must be implemented here.
 #[test]
 fn golden_readme_functions_are_all_covered() {
     let Some(folder) = shared_folder() else {
-        println!("no folder of golden files: set VERL_GOLDEN_DIR");
+        println!("no golden files: set VERL_GOLDEN_DIR");
         return;
     };
     let faults = coverage(&folder);
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
-/// Functions of the cases, and of the README where the folder has one, that are not here.
+/// Functions of the cases, and of the folder's README if it has one, that are not implemented here.
 fn coverage(folder: &Path) -> Vec<String> {
     let is_here = |case: &Case| outcome(case, DType::F64).is_some();
     let cases = load(folder).cases;
@@ -264,7 +264,7 @@ fn coverage(folder: &Path) -> Vec<String> {
     }
     let missing = first.iter().filter(|(_, case)| !is_here(case));
     let mut faults: Vec<String> = missing
-        .map(|(function, case)| format!("no function here for `{function}` of {}", case.file))
+        .map(|(function, case)| format!("no function for `{function}` of {}", case.file))
         .collect();
     let text = std::fs::read_to_string(folder.join("README.md")).unwrap_or_default();
     let Some(named) = readme::functions(&text) else {
@@ -275,9 +275,9 @@ fn coverage(folder: &Path) -> Vec<String> {
         if first.keys().any(|function| readme::matches(name, function)) {
             continue;
         }
-        println!("the README names `{name}`, but no case does");
+        println!("the README lists `{name}`, but no case uses it");
         if !is_here(&Case::empty(name)) {
-            faults.push(format!("the README names `{name}`, which is not here"));
+            faults.push(format!("the README lists `{name}`, which is not implemented"));
         }
     }
     for function in first.keys() {

@@ -1,4 +1,4 @@
-//! Exact maths: golden numbers, properties, and what the documentation has to say.
+//! Exact maths: golden numbers, properties, and required documentation.
 
 mod documented;
 mod golden;

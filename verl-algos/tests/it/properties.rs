@@ -1,10 +1,10 @@
 //! Properties that hold for every registered estimator, loss and token filter: a new one is covered by its line in the
 //! registry.
 //!
-//! 1 what lies on observations does not matter · 2 nor do empty rows · 3 nor how a mini-batch is cut · 4 nor the order of
-//! rows · 5 nor where observations lie · 6 on policy the ratio is 1 · 7, 8 centring and leave-one-out · 9 the KL
-//! estimators · 10 whitening · 11 equal rewards carry no signal · 12 what is taken up again goes on with the same bits. The
-//! same for every preset of the rollout correction.
+//! 1 observations have no effect · 2 nor do empty rows · 3 nor does the division of a mini-batch · 4 nor the order of
+//! rows · 5 nor the positions of observations · 6 on policy the ratio is 1 · 7, 8 centring and leave-one-out · 9 the KL
+//! estimators · 10 whitening · 11 equal rewards carry no signal · 12 resuming continues with the same bits. The same
+//! for every preset of the rollout correction.
 
 #![expect(
     clippy::disallowed_methods,
@@ -28,7 +28,7 @@ use verl_algos::losses::{
 };
 use verl_algos::{Aggregation, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
-/// Rounding of another order of summation.
+/// Rounding differences between orders of summation.
 const TOLERANCE: f64 = 1e-9;
 
 #[track_caller]
@@ -36,11 +36,12 @@ fn close(got: &[f64], expected: &[f64]) {
     assert_eq!(got.len(), expected.len());
     for (g, e) in got.iter().zip(expected) {
         let bound = TOLERANCE * e.abs().max(1.0);
-        assert!((g - e).abs() <= bound, "{got:?} against {expected:?}");
+        assert!((g - e).abs() <= bound, "{got:?} differs from {expected:?}");
     }
 }
 
-/// Whether a gradient is a slope of finite differences, up to a share of it where it is above 1: the steps leave one.
+/// Whether a gradient matches a slope of finite differences, up to a share of it if it is above 1: the steps leave an
+/// error.
 fn is_slope(grad: f64, slope: f64, share: f64) -> bool {
     (slope - grad).abs() < share * grad.abs().max(1.0)
 }
@@ -95,7 +96,7 @@ struct Tokens {
 fn tokens() -> impl Strategy<Value = Tokens> {
     let lengths = prop::collection::vec(0usize..5, 2..6);
     lengths
-        .prop_filter("some token", |lengths| lengths.iter().any(|n| *n > 0))
+        .prop_filter("at least one token", |lengths| lengths.iter().any(|n| *n > 0))
         .prop_flat_map(|lengths| {
             let each = lengths.iter().enumerate();
             let rows: Vec<usize> = each.flat_map(|(b, &n)| std::iter::repeat_n(b, n)).collect();
@@ -175,7 +176,7 @@ fn losses() -> impl Iterator<Item = Box<dyn TokenLoss>> {
         .map(|(_, make)| make())
 }
 
-/// Every loss under every aggregation, with all its tokens and with those that every filter keeps.
+/// Every loss with every aggregation, with all its tokens and with those that every filter keeps.
 fn objectives(coef: f64) -> Vec<(&'static str, Objective)> {
     let filters = || -> Vec<Box<dyn TokenFilter>> {
         let each = TOKEN_FILTERS.iter().map(|(name, make)| (name, make()));
@@ -214,7 +215,7 @@ fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     tensor.try_into_vec_as::<f64>().unwrap()
 }
 
-/// Loss, gradients in log-probs and entropies, metrics, when the rows are cut at `parts`.
+/// Loss, gradients with respect to log-probs and entropies, and metrics, with the rows divided into `parts`.
 fn evaluate(
     tokens: &Tokens,
     objective: &Objective,
@@ -275,12 +276,12 @@ fn same_metrics(
         let own = got.iter().find(|own| own.name == m.name);
         let own = own.map_or(f64::NAN, MetricSum::value);
         let same = (own - m.value()).abs() < TOLERANCE * m.value().abs().max(1.0);
-        prop_assert!(same, "{} {}: {} against {}", loss, m.name, own, m.value());
+        prop_assert!(same, "{} {}: {} differs from {}", loss, m.name, own, m.value());
     }
     Ok(())
 }
 
-/// Packed tokens as rows, with an observation of `junk` after some, and at the head of every other row.
+/// Packed tokens as rows, with an observation of `junk` after some, and at the start of every other row.
 fn ragged(
     column: &[f64],
     rows: &[usize],
@@ -299,9 +300,9 @@ fn ragged(
     Ragged::from_rows((0..num_rows).map(row))
 }
 
-/// Gradient of a policy loss at ratio 1 under `seq-mean-token-mean`: −A/(L_b B) for all that take a ratio a token, and
-/// with the mean advantage of the row for those that take one a row. The ratio of a whole response moves with each of its tokens, so that
-/// RLOO's gradient lacks the 1/L_b.
+/// Gradient of a policy loss at ratio 1 under `seq-mean-token-mean`: −A/(L_b B) for losses with a ratio per token, and
+/// with the row's mean advantage for losses with a ratio per row. The ratio of an entire response changes with each of
+/// its tokens, so RLOO's gradient lacks the 1/L_b.
 fn on_policy_gradient(name: &str, batch: &MiniBatch) -> Vec<f64> {
     let advantages = batch.advantages.as_deref().unwrap();
     let lengths = batch.row_lengths();
@@ -360,7 +361,7 @@ proptest! {
 
     #[test]
     fn empty_rows_change_nothing(tokens in tokens()) {
-        // With declared counts, rows without action tokens may lie anywhere: they only shift the row numbers.
+        // With declared counts, rows without action tokens may be anywhere: they only shift the row numbers.
         let mut shifted = tokens.clone();
         shifted.batch.rows = tokens.batch.rows.iter().map(|b| 2 * b + 1).collect();
         for (_, objective) in objectives(1.0) {
@@ -409,7 +410,7 @@ proptest! {
             let left_out = grad.iter().zip(&expected).filter(|(g, e)| **g == 0.0 && **e != 0.0).count();
             let left_out = left_out as f64 / expected.len() as f64;
             if *name == "clip_cov" {
-                // The one that leaves tokens out by another rule than the ratio.
+                // The loss that leaves tokens out by a rule other than the ratio.
                 prop_assert!((metric(&metrics, "pg_clipfrac") - left_out).abs() < TOLERANCE);
                 let kept = grad.iter().zip(&expected).filter(|(g, _)| **g != 0.0);
                 let (grad, expected): (Vec<f64>, Vec<f64>) = kept.unzip();
@@ -429,7 +430,7 @@ proptest! {
         const STEP: f64 = 1e-6;
         let at = at.index(tokens.log_probs.len());
         for loss in losses() {
-            // A detached ratio makes the gradient another one than that of the value, on purpose.
+            // A detached ratio makes the gradient differ from that of the value, on purpose.
             if matches!(loss.name(), "cispo_loss" | "dppo_kl_loss" | "dppo_tv_loss" | "gspo_loss" | "vespo_loss") {
                 continue;
             }
@@ -444,7 +445,7 @@ proptest! {
             let slopes = [(moved(STEP) - moved(0.0)) / STEP, (moved(0.0) - moved(-STEP)) / STEP];
             // At a kink the two slopes differ, and the gradient is one of them.
             let near = slopes.iter().any(|slope| is_slope(grad[at], *slope, 1e-4));
-            prop_assert!(near, "{}: {} against {:?}", name, grad[at], slopes);
+            prop_assert!(near, "{}: {} differs from {:?}", name, grad[at], slopes);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Distances between two lists of numbers.
 
-/// ‖got − want‖ / ‖want‖; the plain norm of `got` where `want` is zero; NaN where lengths differ or a value is not finite.
+/// ‖got − want‖ / ‖want‖; the plain norm of `got` where `want` is zero; NaN where lengths differ or a value is not
+/// finite.
 pub(super) fn relative(got: &[f64], want: &[f64]) -> f64 {
     let difference = norm(&differences(got, want));
     let size = norm(want);
@@ -20,7 +21,7 @@ pub(super) fn largest(got: &[f64], want: &[f64]) -> f64 {
         .fold(0.0, |a, b| if b.is_nan() || b > a { b } else { a })
 }
 
-/// The mean |got − want|; 0 of none.
+/// The mean |got − want|; 0 for empty lists.
 pub(super) fn mean(got: &[f64], want: &[f64]) -> f64 {
     let differences = differences(got, want);
     let count = differences.len().max(1) as f64;
@@ -36,7 +37,7 @@ fn differences(got: &[f64], want: &[f64]) -> Vec<f64> {
         return vec![f64::NAN];
     }
     let pairs = got.iter().zip(want);
-    // An infinity minus itself is NaN, and minus anything else infinite.
+    // Infinity minus itself is NaN; minus anything else it stays infinite.
     pairs.map(|(got, want)| got - want).collect()
 }
 
@@ -45,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn distances_are_as_counted_by_hand() {
+    fn distances_match_hand_computed_values() {
         let (got, want) = ([3.0, 4.5], [3.0, 4.0]);
         assert_eq!(relative(&got, &want), 0.1);
         assert_eq!(largest(&got, &want), 0.5);
@@ -55,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_not_finite_shows() {
+    fn missing_or_non_finite_values_give_no_finite_distance() {
         for measure in [relative, largest, mean] {
             assert!(measure(&[1.0], &[1.0, 2.0]).is_nan());
             assert!(measure(&[f64::NAN, 1.0], &[1.0, 1.0]).is_nan());

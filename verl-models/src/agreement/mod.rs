@@ -1,8 +1,8 @@
-//! How far a device's results lie from the CPU's, on small decoders: what `pipe bench check` prints.
+//! Compares a device's results with the CPU's on small decoders, for `pipe bench check`.
 //!
-//! [`compare`] runs the same work on both sides, and says for each quantity the distance, the bound it is held to, and
-//! where the distance is largest. The reference is always the CPU in f32; a decoder in bf16 is held against the CPU's
-//! with the same rounded weights, so that what differs is arithmetic alone.
+//! [`compare`] runs the same work on both sides and reports, for each quantity, the distance, its bound, and where the
+//! distance is largest. The reference is always the CPU in f32; a decoder in bf16 is compared with the CPU's at the
+//! same rounded weights, so that only the arithmetic differs.
 
 mod measure;
 mod quantities;
@@ -17,7 +17,7 @@ use crate::decoder::Decoder;
 use crate::model::ModelError;
 use crate::rollout::engine::RolloutError;
 
-/// How a distance is counted.
+/// How a distance is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Measure {
@@ -31,7 +31,7 @@ pub enum Measure {
     Count,
 }
 
-/// How far one quantity of one decoder lies from its reference.
+/// The distance of one quantity of a decoder from its reference.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Distance {
     /// The decoder.
@@ -40,26 +40,26 @@ pub struct Distance {
     pub dtype: &'static str,
     /// The quantity.
     pub quantity: &'static str,
-    /// How the distance is counted.
+    /// How the distance is measured.
     pub measure: Measure,
     /// The distance; NaN where a value is not finite.
     pub distance: f64,
-    /// The largest distance that is allowed.
+    /// The largest allowed distance.
     pub bound: f64,
-    /// Where the distance is largest, for quantities of many parts.
+    /// Where the distance is largest, for quantities with several parts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub at: Option<String>,
 }
 
 impl Distance {
-    /// Whether the bound is kept. NaN keeps none.
+    /// Whether the distance is within the bound; NaN never is.
     #[must_use]
     pub fn holds(&self) -> bool {
         self.distance <= self.bound
     }
 }
 
-/// What the comparison itself can fail with.
+/// Errors of the comparison itself.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AgreementError {
@@ -71,9 +71,9 @@ pub enum AgreementError {
         /// Why.
         source: ModelError,
     },
-    /// A context that holds none of the sequences that are compared.
+    /// The context is too short for any sequence of the comparison.
     #[error(
-        "`{subject}`: the model's context holds {limit} tokens, too few for any sequence of the comparison"
+        "`{subject}`: the model's context of {limit} tokens is too short for any sequence of the comparison"
     )]
     Context {
         /// The decoder.
@@ -91,14 +91,14 @@ pub enum AgreementError {
     },
 }
 
-/// Distances of everything that a decoder computes on `device`, in `dtype` (f32 or bf16), from the CPU in f32.
+/// Compares everything that a decoder computes on `device`, in `dtype` (f32 or bf16), with the CPU in f32.
 ///
-/// Logits of padded rows; log-probs and entropies of ragged ones; a loss, its gradient for every parameter, the global
-/// norm; two optimiser steps on equal gradients; greedy tokens; the tokens and log-probs of a seed sampled twice, which
-/// must have the same bits; log-probs that a rollout reports against those that training computes.
+/// Logits of padded rows; log-probs and entropies of ragged rows; a loss, its gradient for every parameter, the global
+/// norm; two optimiser steps on equal gradients; greedy tokens; the tokens and log-probs of one seed sampled twice,
+/// which must be bit-identical; log-probs that a rollout reports compared with those that training computes.
 ///
 /// # Errors
-/// A context too short for what is compared; a side that cannot compute at all.
+/// The context is too short for any sequence of the comparison, or one of the sides fails to compute.
 pub fn compare(
     subject: &Subject,
     device: &Device,
@@ -110,7 +110,7 @@ pub fn compare(
     quantities::all(subject, dtype, &reference, &other)
 }
 
-/// The type's name in the answer.
+/// The type's name in the output.
 fn name_of(dtype: DType) -> &'static str {
     match dtype {
         DType::BF16 => "bf16",
@@ -136,7 +136,7 @@ mod tests {
             assert!(distances.len() >= 12, "{distances:#?}");
             for distance in distances {
                 assert!(distance.holds(), "{distance:#?}");
-                // What a rollout reports comes from other loops than what training computes.
+                // Rollouts and training compute log-probs in different loops.
                 if !quantities::OF_ROLLOUTS.contains(&distance.quantity) {
                     assert_eq!(distance.distance, 0.0, "{distance:#?}");
                 }
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn bf16_on_the_cpu_keeps_its_bounds() {
+    fn bf16_on_the_cpu_stays_within_its_bounds() {
         let subject = &subjects()[0];
         let distances = compare(subject, &Device::flex(), DType::BF16).unwrap();
         for distance in &distances {
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_context_without_room_is_told() {
+    fn a_context_that_is_too_short_is_reported() {
         let drawn = |max_tokens| {
             let config = subjects()[0].config().clone();
             Subject::drawn(
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn nan_keeps_no_bound() {
+    fn nan_is_never_within_the_bound() {
         let distance = Distance {
             subject: String::new(),
             dtype: "f32",

@@ -1,4 +1,4 @@
-//! What is compared, and the bounds.
+//! The quantities that are compared, and their bounds.
 
 use burn::module::Module;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -14,28 +14,29 @@ use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, Sampli
 use crate::scoring::Extras;
 use crate::weights::Weights;
 
-/// What a rollout reports against what training computes; probabilities: the mean, then the largest.
+/// Probabilities that a rollout reports, compared with those that training computes: the mean difference, then the
+/// largest.
 pub(super) const OF_ROLLOUTS: [&str; 2] = [
     "rollout probabilities against training",
     "the largest of them",
 ];
 
-/// Largest distances that are allowed.
+/// Largest allowed distances.
 struct Bounds {
     logits: f64,
-    /// Nats, the mean over tokens.
+    /// Mean over tokens, nats.
     log_probs: f64,
-    /// Share of the loss.
+    /// Relative to the loss.
     loss: f64,
-    /// Of all gradients together, and of each parameter's own.
+    /// All gradients together; `parameter` bounds each parameter's gradient on its own.
     gradients: f64,
     parameter: f64,
-    /// Of the change of the weights.
+    /// The change of the weights.
     update: f64,
     rollout: f64,
 }
 
-/// Sums in another order, in f32.
+/// f32 sums in a different order.
 const F32: Bounds = Bounds {
     logits: 1e-4,
     log_probs: 1e-4,
@@ -53,12 +54,12 @@ const BF16: Bounds = Bounds {
     loss: 2e-2,
     gradients: 6e-2,
     parameter: 2e-1,
-    // Equal gradients, and state in f32: weights are rounded once a step.
+    // Equal gradients and f32 state: weights are rounded once per step.
     update: 1e-3,
     rollout: 5e-3,
 };
 
-/// Gradients below this share of the largest parameter's are rounding, such as those of key biases.
+/// Gradients below this share of the largest parameter's are rounding noise, such as those of key biases.
 const SILENT: f64 = 1e-3;
 
 pub(super) fn all(
@@ -76,36 +77,36 @@ pub(super) fn all(
         source,
     };
     let sides = Sides { reference, other };
-    let mut found = Found {
+    let mut comparison = Comparison {
         subject,
         dtype,
         bounds: if dtype == DType::BF16 { &BF16 } else { &F32 },
         distances: Vec::new(),
     };
-    if found.sequences().is_empty() {
+    if comparison.sequences().is_empty() {
         return Err(AgreementError::Context {
             subject: subject.name.clone(),
             limit: subject.config().max_tokens,
         });
     }
-    found.logits(&sides);
-    found.scores(&sides).map_err(model)?;
-    found.training(&sides).map_err(model)?;
-    found.update(&sides).map_err(model)?;
-    found.texts(&sides).map_err(rollout)?;
-    found.repeated(&sides).map_err(rollout)?;
-    found.rollout(&sides)?;
-    Ok(found.distances)
+    comparison.logits(&sides);
+    comparison.scores(&sides).map_err(model)?;
+    comparison.training(&sides).map_err(model)?;
+    comparison.update(&sides).map_err(model)?;
+    comparison.texts(&sides).map_err(rollout)?;
+    comparison.repeated(&sides).map_err(rollout)?;
+    comparison.rollout(&sides)?;
+    Ok(comparison.distances)
 }
 
-struct Found<'a> {
+struct Comparison<'a> {
     subject: &'a Subject,
     dtype: DType,
     bounds: &'a Bounds,
     distances: Vec<Distance>,
 }
 
-impl Found<'_> {
+impl Comparison<'_> {
     fn add(&mut self, quantity: &'static str, measure: Measure, distance: f64, bound: f64) {
         self.add_at(quantity, measure, distance, bound, None);
     }
@@ -133,7 +134,7 @@ impl Found<'_> {
         self.subject.config().vocab_size as u32
     }
 
-    /// Prompts and responses of unequal lengths, as far as the context goes.
+    /// Prompts and responses of unequal lengths that fit the context.
     fn sequences(&self) -> Vec<(Vec<u32>, Vec<u32>)> {
         let context = self.subject.config().max_tokens;
         let vocab = u64::from(self.vocab());
@@ -290,10 +291,10 @@ impl Found<'_> {
     }
 
     fn requests(&self) -> Vec<RolloutRequest> {
-        // Odd, so that buffers of responses end in padding.
+        // An odd count, so that response buffers end in padding.
         let room = (self.subject.config().max_tokens - 1).min(23);
         let prompts = self.sequences().into_iter();
-        // The first prompt twice: they share a pass.
+        // The first prompt appears twice: both share a pass.
         let prompts = prompts.clone().take(1).chain(prompts);
         prompts
             .enumerate()
@@ -315,7 +316,7 @@ impl Found<'_> {
     }
 
     fn texts(&mut self, sides: &Sides<'_>) -> Result<(), RolloutError> {
-        // In bf16 the two largest logits are often equal.
+        // In bf16 the two largest logits often tie.
         if self.dtype == DType::BF16 {
             return Ok(());
         }
@@ -414,7 +415,7 @@ impl Found<'_> {
     }
 }
 
-/// What a training pass gives.
+/// Results of a training pass.
 struct Trained {
     loss: f64,
     gradients: Vec<(String, Vec<f64>)>,
@@ -431,7 +432,7 @@ impl Trained {
         // Two micro-batches, whose gradients add up.
         for rows in rows.chunks(rows.len().div_ceil(2)) {
             loss += policy.accumulate(rows, &select, 1.3, true, &mut |packed| {
-                let entropies = packed.entropies.expect("entropies were asked for");
+                let entropies = packed.entropies.expect("entropies were requested");
                 -packed.log_probs.mean() - 0.1 * entropies.mean()
             })?;
         }
@@ -456,7 +457,7 @@ impl Trained {
     }
 }
 
-/// How the weights move in two steps on drawn gradients.
+/// The change of the weights after two steps on random gradients.
 fn updated(decoder: &Decoder) -> Result<Vec<(String, Vec<f64>)>, ModelError> {
     let decoder = decoder.valid();
     let parameters = TrainableParameters::new(&decoder);
@@ -473,7 +474,7 @@ fn updated(decoder: &Decoder) -> Result<Vec<(String, Vec<f64>)>, ModelError> {
         report?;
         module = moved;
     }
-    // What the optimiser keeps in f32, where the module holds less.
+    // The optimiser's f32 masters, where the module stores a narrower type.
     let masters = optimizer.masters(&parameters);
     let after = if masters.is_empty() {
         weights(&module)

@@ -11,10 +11,10 @@ use crate::decoder::{Decoder, DecoderConfig};
 use crate::hf::LoadError;
 use crate::parameters::{fill_parameters, visit_parameters};
 
-/// A decoder to compare, kept as it is on the CPU.
+/// A decoder to compare, stored unchanged on the CPU.
 #[derive(Debug, Clone)]
 pub struct Subject {
-    /// Its name in the answer.
+    /// Its name in the output.
     pub name: String,
     decoder: Decoder,
 }
@@ -23,8 +23,8 @@ pub struct Subject {
 pub(super) type Values = HashMap<String, TensorData>;
 
 impl Subject {
-    /// A decoder with drawn weights, biases and norms included, large enough for distributions that are neither flat nor
-    /// certain.
+    /// A decoder with random weights, biases and norms included, large enough that its distributions are neither flat
+    /// nor deterministic.
     #[must_use]
     pub fn drawn(name: &str, config: DecoderConfig) -> Self {
         let scale = config.initializer_range as f32;
@@ -63,7 +63,7 @@ impl Subject {
         })
     }
 
-    /// Sizes.
+    /// The decoder's sizes.
     pub fn config(&self) -> &DecoderConfig {
         &self.decoder.config
     }
@@ -85,7 +85,7 @@ impl Subject {
     }
 }
 
-/// A decoder as wide as those that people train, with fewer layers and ids: too much for the tests of the CPU.
+/// A decoder as wide as real models, with fewer layers and ids; too large for the CPU tests.
 #[must_use]
 pub fn wide() -> Subject {
     let config = DecoderConfig {
@@ -105,8 +105,8 @@ pub fn wide() -> Subject {
     Subject::drawn("wide", config)
 }
 
-/// What is compared where no folder is given: each family's shape, a width that fills no tile, and heads as wide as those
-/// of the models that people train.
+/// The default subjects, used where no folder is given: each family's shape, a width that is not a multiple of a tile,
+/// and heads as wide as those of real models.
 #[must_use]
 pub fn subjects() -> Vec<Subject> {
     let llama = DecoderConfig {

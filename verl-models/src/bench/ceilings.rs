@@ -1,4 +1,4 @@
-//! What a device can do at most, measured in the process that measures everything else.
+//! The peak rates of a device, measured in the same process as everything else.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -13,23 +13,23 @@ use crate::lanes::{Kernel, Lanes, Row, run};
 use crate::vector::LANES;
 use burn::module::Param;
 
-/// Rates that a copy and a large matrix product reach.
+/// Rates reached by a copy and by a large matrix product.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Ceilings {
-    /// Bytes read and written in a second by a pass over a buffer, in 10⁹.
+    /// Bytes read and written per second by a pass over a buffer, in 10⁹.
     pub copy_gb_s: f64,
-    /// Operations (two a multiplication with its addition) in a second of a square product, in 10¹².
+    /// Operations per second of a square product, in 10¹²; a multiply-add counts as two.
     pub product_tflop_s: f64,
-    /// On a CPU in f32: operations in a second of multiplications with additions of numbers in registers, on all
-    /// threads, in 10¹²: what no kernel can exceed.
+    /// On a CPU in f32: operations per second of multiply-adds on registers, on all threads, in 10¹². No kernel can
+    /// exceed it.
     pub arithmetic_tflop_s: Option<f64>,
 }
 
 impl Ceilings {
-    /// Measures both on random numbers, products in `dtype`; `quick` takes small buffers.
+    /// Measures the rates on random numbers, products in `dtype`; `quick` uses small buffers.
     ///
     /// # Errors
-    /// When the device fails.
+    /// The device fails.
     pub fn measure(device: &Device, dtype: DType, quick: bool) -> Result<Self, BenchError> {
         let (elements, size) = match (is_cpu(device), quick) {
             (_, true) => (1 << 16, 64),
@@ -44,7 +44,7 @@ impl Ceilings {
     }
 }
 
-/// Chains of multiplications with additions that hide the latency of each other.
+/// Independent chains of multiply-adds, enough to hide each other's latency.
 const CHAINS: usize = 12;
 /// Links of each chain.
 const LINKS: usize = 100_000;
@@ -56,7 +56,7 @@ impl Kernel for Arithmetic<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let (factor, term) = (L::splat(0.999), L::splat(0.001));
-        // As many chains at a time as the registers hold.
+        // As many chains at a time as fit in the registers.
         let at_once = if L::ARE_WIDE { CHAINS } else { CHAINS / 2 };
         for rows in self.0.chunks_exact_mut(at_once) {
             if L::ARE_WIDE {
@@ -81,7 +81,7 @@ fn links<L: Lanes, const N: usize>(rows: &mut [Row], factor: L, term: L) {
     }
 }
 
-/// The best of several runs on all threads at once, in 10¹² operations a second.
+/// The best of several runs on all threads at once, in 10¹² operations per second.
 fn arithmetic() -> f64 {
     let best = (0..10).map(|_| {
         let start = Instant::now();

@@ -1,4 +1,4 @@
-//! Single operations at the sizes that a decoder has: times, and shares of what the device can do.
+//! Single operations at the sizes of a decoder: times, and shares of the device's peak rates.
 
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use serde::Serialize;
@@ -19,13 +19,13 @@ use crate::scoring::{Extras, linear_log_probs};
 /// What is measured.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct KernelWork {
-    /// Tokens of a call.
+    /// Tokens in a call.
     pub tokens: usize,
-    /// Tokens of a sequence.
+    /// Tokens in a sequence.
     pub sequence: usize,
-    /// Parameters of an optimiser step.
+    /// Parameters in an optimiser step.
     pub parameters: usize,
-    /// Times that are taken of each.
+    /// Timed runs of each operation.
     pub runs: usize,
 }
 
@@ -40,45 +40,45 @@ impl Default for KernelWork {
     }
 }
 
-/// What one operation took.
+/// Measurements of one operation.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct KernelFigure {
     /// Its name.
     pub name: String,
     /// Sizes.
     pub sizes: String,
-    /// A call.
+    /// Times of a call.
     pub times: Times,
-    /// Bytes that it cannot avoid to move.
+    /// Bytes that it must move at least.
     pub bytes: f64,
-    /// Operations, two a multiplication with its addition; 0 where they are not what it is about.
+    /// Arithmetic operations, a multiply-add counted as two; 0 for operations that only move data.
     pub operations: f64,
-    /// Share of the rate of a copy.
+    /// Share of a copy's rate.
     pub bandwidth_share: f64,
-    /// Share of the rate of a large product, where there are operations.
+    /// Share of a large product's rate, where `operations` is not 0.
     pub matrix_share: Option<f64>,
-    /// Share of [`Ceilings::arithmetic_tflop_s`], where there are operations and that is known.
+    /// Share of [`Ceilings::arithmetic_tflop_s`], where that is known and `operations` is not 0.
     pub arithmetic_share: Option<f64>,
 }
 
-/// What single operations took.
+/// Measurements of single operations.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct KernelFigures {
     /// The work.
     pub work: KernelWork,
     /// In the order in which a step runs them.
     pub kernels: Vec<KernelFigure>,
-    /// Bytes held at most.
+    /// Peak memory, in bytes.
     pub peak_bytes: Option<u64>,
-    /// What the device can do.
+    /// The device's peak rates.
     pub ceilings: Ceilings,
 }
 
-/// Times the operations of a decoder of these sizes on random numbers. Calls of a few microseconds are launched one behind
-/// the other, so that the time is the device's and not that of a launch.
+/// Times the operations of a decoder of these sizes on random numbers. Calls of a few microseconds are launched back to
+/// back, so that the device is timed rather than the launches.
 ///
 /// # Errors
-/// Sizes of nothing, or larger than the memory; a type that the device has no fused operations for; a device that fails.
+/// Sizes that are zero or exceed the memory; a type without fused operations on the device; a device failure.
 pub fn kernels(
     config: &DecoderConfig,
     (device, dtype): (&Device, DType),
@@ -94,7 +94,7 @@ pub fn kernels(
             dtype: format!("{dtype:?}").to_lowercase(),
         });
     }
-    can_be_held(config, device, work)?;
+    operands_fit(config, device, work)?;
     let mut bench = Bench {
         config,
         device: device.clone(),
@@ -117,8 +117,8 @@ pub fn kernels(
     })
 }
 
-/// Refuses sizes of which the device cannot hold the operands of one operation. Numbers are drawn in f32.
-fn can_be_held(
+/// Rejects sizes where the operands of one operation do not fit on the device. Numbers are drawn in f32.
+fn operands_fit(
     config: &DecoderConfig,
     device: &Device,
     work: &KernelWork,
@@ -153,7 +153,7 @@ impl Bench<'_> {
     fn random<const R: usize>(&self, shape: [usize; R]) -> Tensor<R> {
         let normal = Distribution::Normal(0.0, 1.0);
         let count: usize = shape.iter().product();
-        // As a vector first: a GPU may pad the rows of a matrix.
+        // Drawn as a vector first: a GPU may pad the rows of a matrix.
         let flat = Tensor::<1>::random([count], normal, (&self.device, DType::F32));
         flat.cast(self.dtype).reshape(shape)
     }
@@ -165,7 +165,7 @@ impl Bench<'_> {
         [elements, operations]: [usize; 2],
         mut call: impl FnMut(),
     ) -> Result<(), BenchError> {
-        // Counting costs a launch a little, so it has ended before the clock runs.
+        // Counting slows down launches a little, so it ends before timing starts.
         compiled::begin();
         call();
         compiled::tally();
@@ -252,7 +252,7 @@ impl Bench<'_> {
         )
     }
 
-    /// Whole sequences of the call.
+    /// Complete sequences in a call.
     fn sequences(&self) -> usize {
         (self.work.tokens / self.work.sequence).max(1)
     }
@@ -278,7 +278,7 @@ impl Bench<'_> {
         let rotation = rope.leading(shape.tokens, &self.device, DType::F32);
         let [cos, sin] = rotation.tables();
         let sizes = format!("{} x {}", shape.sequences, shape.tokens);
-        // Two products of half of the pairs.
+        // Two products over half of the pairs.
         let cost = [2 * n * (width + key_width), 2 * n * shape.tokens * width];
         self.add("attention", sizes, cost, || {
             let [queries, keys, values] = [&queries, &keys, &values].map(Clone::clone);
@@ -292,7 +292,7 @@ impl Bench<'_> {
                 sin,
             ));
         })?;
-        // Two products forward and five backward, which computes the weights again.
+        // Two products forward and five backward, because backward recomputes the weights.
         let cost = [6 * n * (width + key_width), 7 * n * shape.tokens * width];
         let sizes = format!("{} x {}", shape.sequences, shape.tokens);
         let [cos, sin] = [cos, sin].map(Tensor::from_inner);
@@ -305,7 +305,7 @@ impl Bench<'_> {
         })
     }
 
-    /// The halves of a layer, forward and backward.
+    /// The two halves of a layer, forward and backward.
     fn halves(&mut self) -> Result<(), BenchError> {
         let heads = self.config.heads;
         let (d, inner) = (self.config.hidden_size, self.config.intermediate_size);

@@ -1,7 +1,8 @@
 //! Measurements of one device: what `pipe bench` prints.
 //!
-//! Each works on a decoder with random weights that are drawn on the device, or on a folder's, and tells its figures as
-//! data; [`Ceilings`] says, from the same process, what the device can do at most, so that a figure has a share.
+//! Each measurement uses a decoder with random weights drawn on the device, or one from a model folder, and returns its
+//! figures as data. [`Ceilings`], measured in the same process, are the device's peak rates; figures are also given as
+//! shares of them.
 
 mod ceilings;
 mod kernels;
@@ -28,7 +29,7 @@ use crate::model::ModelError;
 use crate::optim::OptimizerConfigError;
 use crate::rollout::engine::{RolloutError, RolloutRequest};
 
-/// What a measurement can fail with.
+/// Errors of a measurement.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BenchError {
@@ -44,13 +45,13 @@ pub enum BenchError {
     /// The device.
     #[error("the device failed: {0}")]
     Device(String),
-    /// A type that the device has no operations of its own for.
+    /// A type without fused operations on the device.
     #[error("there are no fused operations in {dtype} on this device")]
     Dtype {
         /// The type.
         dtype: String,
     },
-    /// Sizes that leave nothing to measure.
+    /// A size that leaves nothing to measure.
     #[error("`{option}` is {value}, but must be at least {least}")]
     Size {
         /// The option of `pipe bench`.
@@ -60,36 +61,36 @@ pub enum BenchError {
         /// The least value.
         least: usize,
     },
-    /// A weight of the KL that is none.
+    /// An invalid weight of the KL.
     #[error("`--beta` is {value:?}, but must be from 0 to {largest}", largest = LARGEST_BETA)]
     Beta {
         /// The weight.
         value: f64,
     },
-    /// Sequences that the model cannot read.
-    #[error("{parts} are {tokens} tokens, but the model's context holds {limit}")]
+    /// Sequences longer than the model's context.
+    #[error("{parts} are {tokens} tokens, but the model's context is limited to {limit}")]
     Context {
-        /// What a sequence is made of.
+        /// The parts of a sequence.
         parts: String,
         /// Its tokens.
         tokens: usize,
         /// Longest sequence.
         limit: usize,
-        /// The options that say so.
+        /// The options that set it.
         options: &'static str,
     },
-    /// Work that no memory holds.
-    #[error("{work} would take {} at least, but {place} has {}", gib(*bytes), gib(*memory as f64))]
+    /// Work that does not fit in memory.
+    #[error("{work} would need at least {}, but {place} has {}", gib(*bytes), gib(*memory as f64))]
     Memory {
         /// The work.
         work: String,
-        /// Bytes that it cannot do without.
+        /// Bytes that it requires at least.
         bytes: f64,
-        /// Where they would lie.
+        /// Where they would be allocated.
         place: &'static str,
-        /// Bytes that there are.
+        /// Bytes available.
         memory: u64,
-        /// The options that say so.
+        /// The options that set it.
         options: &'static str,
     },
 }
@@ -100,21 +101,21 @@ impl BenchError {
     pub fn help(&self) -> String {
         match self {
             BenchError::Model(_) | BenchError::Rollout(_) => {
-                "`pipe bench check` tells whether the device computes what the CPU does, with `--model` for weights of a \
-                 folder"
+                "run `pipe bench check` to compare the device's results with the CPU's; pass `--model` to use a folder's \
+                 weights"
                     .to_owned()
             }
-            BenchError::Optimizer(_) => "report it: these settings are not of the command line".to_owned(),
+            BenchError::Optimizer(_) => "report this bug: these settings do not come from the command line".to_owned(),
             BenchError::Device(_) => {
-                "smaller sizes take less of the device; `nvidia-smi` tells whether it works and who else is on it".to_owned()
+                "use smaller sizes, or run `nvidia-smi` to see whether the device works and which processes use it".to_owned()
             }
             BenchError::Dtype { .. } => "measure with `--dtype f32`".to_owned(),
-            BenchError::Size { option, least, .. } => format!("give `{option}` {least} or more"),
-            BenchError::Beta { .. } => "give `--beta` 0 for a step without a reference, or a weight such as 0.04".to_owned(),
+            BenchError::Size { option, least, .. } => format!("set `{option}` to {least} or more"),
+            BenchError::Beta { .. } => "set `--beta` to 0 for a step without a reference, or to a weight such as 0.04".to_owned(),
             BenchError::Context { options, .. } => {
-                format!("make {options} smaller, or measure a model with a longer context")
+                format!("reduce {options}, or measure a model with a longer context")
             }
-            BenchError::Memory { options, .. } => format!("make {options} smaller"),
+            BenchError::Memory { options, .. } => format!("reduce {options}"),
         }
     }
 }
@@ -123,7 +124,7 @@ fn gib(bytes: f64) -> String {
     format!("{:.1} GiB", bytes / (1u64 << 30) as f64)
 }
 
-/// Times of the same work, milliseconds.
+/// Times of the same work, in milliseconds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Times {
     /// The median.
@@ -132,12 +133,12 @@ pub struct Times {
     pub min_ms: f64,
     /// The longest.
     pub max_ms: f64,
-    /// How many were taken, after those that were not counted.
+    /// The number of timed runs, warm-up runs excluded.
     pub runs: usize,
 }
 
 impl Times {
-    /// Of seconds, at least one.
+    /// Summarises `seconds`, which must not be empty.
     fn of(mut seconds: Vec<f64>) -> Self {
         seconds.sort_by(f64::total_cmp);
         let at = |index: usize| 1e3 * seconds.get(index).copied().unwrap_or(f64::NAN);
@@ -162,13 +163,13 @@ fn seconds<T, E: Into<BenchError>>(
     Ok(started.elapsed().as_secs_f64())
 }
 
-/// Waits until the device has nothing left to do.
+/// Waits until the device is idle.
 fn settle(device: &Device) -> Result<(), BenchError> {
     let done = device.sync();
     done.map_err(|error| BenchError::Device(error.to_string()))
 }
 
-/// Runs `work` `warm_up` times, then `runs` times with the clock.
+/// Runs `work` `warm_up` times untimed, then `runs` times timed.
 fn repeat<E: Into<BenchError>>(
     device: &Device,
     warm_up: usize,
@@ -194,7 +195,7 @@ fn at_least(option: &'static str, value: usize, least: usize) -> Result<(), Benc
     Ok(())
 }
 
-/// Refuses a prompt and a response that do not fit the context together: a rollout would end before.
+/// Rejects a prompt and a response that together exceed the context: the rollout would end early.
 fn within_context(config: &DecoderConfig, prompt: usize, new: usize) -> Result<(), BenchError> {
     let (tokens, limit) = (prompt.saturating_add(new), config.max_tokens);
     if tokens > limit {
@@ -208,14 +209,14 @@ fn within_context(config: &DecoderConfig, prompt: usize, new: usize) -> Result<(
     Ok(())
 }
 
-/// Refuses more rows than the machine can list, whatever the device.
-fn can_be_listed(rows: f64, tokens: usize, options: &'static str) -> Result<(), BenchError> {
+/// Rejects more rows than fit in the machine's memory as requests, whatever the device.
+fn requests_fit(rows: f64, tokens: usize, options: &'static str) -> Result<(), BenchError> {
     let row = (size_of::<RolloutRequest>() as f64) + 4.0 * tokens as f64;
     let work = format!("{rows} rows of {tokens} tokens or more");
     fits(work, rows * row, ("the machine", memory("cpu")), options)
 }
 
-/// Refuses work that takes more `bytes` than there are. They are counted in f64, which no product overflows.
+/// Rejects work that needs more `bytes` than there are. They are counted in f64, so that products do not overflow.
 fn fits(
     work: String,
     bytes: f64,
@@ -234,7 +235,7 @@ fn fits(
     }
 }
 
-/// Refuses work that takes more bytes than `device` has.
+/// Rejects work that needs more bytes than `device` has.
 fn fits_on(
     device: &Device,
     work: String,
@@ -244,16 +245,16 @@ fn fits_on(
     fits(work, bytes, ("the device", memory_of(device)), options)
 }
 
-/// Bytes that the device's allocator holds at most, or on the CPU the process.
+/// Peak bytes of the device's allocator or, on the CPU, of the process.
 fn peak_bytes(device: &Device) -> Option<u64> {
-    // Pages stay reserved until they are asked back, so what is reserved is the most that was ever needed.
+    // Pages stay reserved until they are released explicitly, so the reserved bytes are the peak.
     match device.memory_pool_usage() {
         Some(usage) => Some(usage.bytes_reserved),
         None => resident_peak(),
     }
 }
 
-/// The process's largest resident size, where the system tells.
+/// The process's peak resident size, where the system reports it.
 fn resident_peak() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
@@ -300,7 +301,7 @@ mod tests {
         };
         let figures = rollout(&decoder, &work, &CEILINGS).unwrap();
         assert_eq!((figures.tokens, figures.idle_share), (12, 0.0));
-        // A step is a difference of two times, which noise may turn around.
+        // A step is a difference of two times, which noise may make negative.
         assert!(figures.tokens_per_s > 0.0 && figures.step_ms.is_finite());
         let work = RolloutWork {
             sequences: 100,
@@ -310,7 +311,7 @@ mod tests {
         };
         let figures = rollout(&decoder, &work, &CEILINGS).unwrap();
         assert!((100..800).contains(&figures.tokens));
-        // More responses than rows: places of short ones are taken over, until the last are left.
+        // More responses than rows: a row that ends early is reused until only the last responses remain.
         assert!(
             (0.01..0.5).contains(&figures.idle_share),
             "{}",
@@ -354,7 +355,7 @@ mod tests {
     fn weights_of_the_kl_that_overflow_are_refused() {
         let device = Device::flex();
         let decoder = random_decoder(preset("tiny").unwrap(), &device, DType::F32);
-        for (beta, told) in [
+        for (beta, printed) in [
             (1e7, "10000000.0"),
             (f64::INFINITY, "inf"),
             (f64::NAN, "NaN"),
@@ -365,13 +366,13 @@ mod tests {
                 ..StepWork::default()
             };
             let error = step(decoder.clone(), &work, &CEILINGS).unwrap_err();
-            let words = format!("`--beta` is {told}, but must be from 0 to 1000000");
+            let words = format!("`--beta` is {printed}, but must be from 0 to 1000000");
             assert_eq!(error.to_string(), words);
         }
     }
 
     #[test]
-    fn sizes_of_nothing_are_refused() {
+    fn sizes_of_zero_are_refused() {
         let device = Device::flex();
         let decoder = random_decoder(preset("tiny").unwrap(), &device, DType::F32);
         let work = TrainWork {
@@ -383,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_may_fill_the_context_and_no_more() {
+    fn sequences_may_fill_but_not_exceed_the_context() {
         let config = preset("tiny").unwrap();
         assert!(within_context(&config, 412, 100).is_ok());
         for (prompt, new) in [(412, 101), (1, usize::MAX), (usize::MAX, usize::MAX)] {
@@ -395,10 +396,10 @@ mod tests {
     }
 
     #[test]
-    fn work_may_fill_the_memory_and_no_more() {
+    fn work_may_fill_but_not_exceed_the_memory() {
         let check =
             |bytes: f64, memory| fits("10 rows".into(), bytes, ("a GPU", memory), "`--rows`");
-        assert!(check(f64::MAX, None).is_ok(), "nobody knows");
+        assert!(check(f64::MAX, None).is_ok(), "unknown memory is not checked");
         assert!(check(2048.0, Some(2048)).is_ok());
         let error = check(3e12, Some(1 << 40)).unwrap_err();
         insta::assert_snapshot!(

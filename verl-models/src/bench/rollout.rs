@@ -1,10 +1,10 @@
-//! Sampling: tokens a second, milliseconds a step, and the share of the memory bandwidth.
+//! Sampling: tokens per second, milliseconds per step, and the share of the memory bandwidth.
 
 use serde::Serialize;
 
 use super::shape::multiplied;
 use super::{
-    BenchError, Ceilings, Times, at_least, can_be_listed, peak_bytes, repeat, within_context,
+    BenchError, Ceilings, Times, at_least, peak_bytes, repeat, requests_fit, within_context,
 };
 use crate::compiled;
 use crate::decoder::Decoder;
@@ -18,16 +18,16 @@ use crate::rollout::row_steps;
 pub struct RolloutWork {
     /// Responses.
     pub sequences: usize,
-    /// Tokens of a prompt, of the longest where they are mixed.
+    /// Tokens of each prompt; of the longest prompt where lengths are mixed.
     pub prompt_tokens: usize,
-    /// Tokens of each response, exactly; of the longest where they are mixed.
+    /// Tokens of each response, exactly; of the longest response where lengths are mixed.
     pub new_tokens: usize,
-    /// Whether prompts have between a sixteenth and all of their tokens and responses between a 64th and all of theirs,
-    /// each length as often as any other; otherwise all have all.
+    /// Whether lengths are mixed: uniform from 1/16 of `prompt_tokens` up for prompts and from 1/64 of `new_tokens` up
+    /// for responses. Otherwise every sequence has the full length.
     pub mixed: bool,
-    /// Responses of a prompt.
+    /// Responses per prompt.
     pub shared_prompts: usize,
-    /// Runs that are timed.
+    /// Timed runs.
     pub runs: usize,
 }
 
@@ -44,37 +44,38 @@ impl Default for RolloutWork {
     }
 }
 
-/// What sampling took.
+/// Measurements of sampling.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RolloutFigures {
     /// The work.
     pub work: RolloutWork,
-    /// Tokens sampled in a run.
+    /// Tokens sampled per run.
     pub tokens: usize,
-    /// Tokens sampled in a second, prompts included in the time.
+    /// Tokens sampled per second; the time includes the prompts.
     pub tokens_per_s: f64,
-    /// A run.
+    /// Times of a run.
     pub run: Times,
     /// The prompts and the first token of each response.
     pub prompts_ms: f64,
-    /// A step after that: one token for every response under way.
+    /// A step after that: one token for every unfinished response.
     pub step_ms: f64,
-    /// Share of the rows' steps that gave no token: rows that were free, or whose response had ended.
+    /// Share of the rows' steps that produced no token, because the row was free or its response had ended.
     pub idle_share: f64,
-    /// Bytes that a step cannot avoid to read, on average: weights once, keys and values of half the responses.
+    /// Bytes that a step must read on average: the weights once, and the keys and values of the prompts and of half of
+    /// each response.
     pub step_bytes: f64,
-    /// Their share of what the device can read in that time.
+    /// Share of what the device can read in that time.
     pub bandwidth_share: f64,
-    /// Bytes held at most.
+    /// Peak memory, in bytes.
     pub peak_bytes: Option<u64>,
-    /// What the device can do.
+    /// The device's peak rates.
     pub ceilings: Ceilings,
 }
 
 /// Samples responses of known lengths at temperature 1.
 ///
 /// # Errors
-/// Sizes of nothing, or larger than the context or the memory; what the engine refuses.
+/// Sizes that are zero or exceed the context or the memory; errors of the engine.
 pub fn rollout(
     decoder: &Decoder,
     work: &RolloutWork,
@@ -87,10 +88,10 @@ pub fn rollout(
     at_least("--runs", work.runs, 1)?;
     within_context(&decoder.config, work.prompt_tokens, work.new_tokens)?;
     let least = least(work, work.prompt_tokens, PROMPT_PARTS);
-    can_be_listed(work.sequences as f64, least, "`--sequences`")?;
+    requests_fit(work.sequences as f64, least, "`--sequences`")?;
     let device = decoder.head().device();
     let settings = SamplingSettings::default();
-    // Counts steps of the last run.
+    // Counts the steps of the last run only.
     let sample = |requests: &[RolloutRequest]| {
         row_steps::take();
         decoder.generate(requests, &settings, &mut |_, _| Ok(()))
@@ -105,7 +106,7 @@ pub fn rollout(
         .collect();
     let run = repeat(&device, 1, work.runs, || {
         let sampled = sample(&whole);
-        // Every kernel was launched once: what is counted besides must not be in the times.
+        // Every kernel has been launched once: stop counting, because counting would distort the times.
         compiled::tally();
         sampled
     })?;
@@ -144,7 +145,7 @@ pub(super) fn requests(decoder: &Decoder, work: &RolloutWork) -> Vec<RolloutRequ
             };
             let words = key(row / work.shared_prompts, Purpose::Data).stream();
             let id = |at: usize| (u64::from(words.word(at as u32, 0)) % vocab) as u32;
-            // The last position is that of no id.
+            // No id uses the last position.
             let prompt = length(
                 work,
                 work.prompt_tokens,
@@ -161,10 +162,10 @@ pub(super) fn requests(decoder: &Decoder, work: &RolloutWork) -> Vec<RolloutRequ
         .collect()
 }
 
-/// The shortest of mixed prompts is this part of the longest.
+/// The shortest mixed prompt is the longest divided by this.
 const PROMPT_PARTS: usize = 16;
 
-/// `most` tokens, or where lengths are mixed a part of them.
+/// The shortest length: `most` tokens, or `most / parts` where lengths are mixed.
 fn least(work: &RolloutWork, most: usize, parts: usize) -> usize {
     if work.mixed {
         (most / parts).max(1)
@@ -173,13 +174,13 @@ fn least(work: &RolloutWork, most: usize, parts: usize) -> usize {
     }
 }
 
-/// From the least on to `most` tokens, by a random word.
+/// A length between the shortest and `most` tokens, chosen by a random word.
 fn length(work: &RolloutWork, most: usize, parts: usize, word: u32) -> usize {
     let least = least(work, most, parts);
     least + word as usize % (most - least + 1)
 }
 
-/// Bytes of a step after the first tokens.
+/// Average bytes that a step after the first tokens reads.
 fn step_bytes(decoder: &Decoder, requests: &[RolloutRequest], steps: f64) -> f64 {
     let config = &decoder.config;
     let element = decoder.head().dtype().size() as f64;
@@ -200,7 +201,7 @@ mod tests {
     use burn::tensor::{DType, Device};
 
     #[test]
-    fn mixed_lengths_are_spread_evenly() {
+    fn mixed_lengths_are_uniform() {
         let decoder = random_decoder(preset("tiny").unwrap(), &Device::flex(), DType::F32);
         let work = RolloutWork {
             sequences: 400,
@@ -227,7 +228,7 @@ mod tests {
             new.chunks(4).any(|own| own[0] != own[1]),
             "responses of a prompt differ in length"
         );
-        assert_eq!(mixed, requests(&decoder, &work), "the draws are the work's");
+        assert_eq!(mixed, requests(&decoder, &work), "the draws depend only on the work");
         let alike = RolloutWork {
             mixed: false,
             ..work

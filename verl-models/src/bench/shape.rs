@@ -1,4 +1,4 @@
-//! Decoders to measure: the shapes of models that people train, with random weights.
+//! Decoders to measure: the shapes of real models, with random weights.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Device, Distribution, Tensor};
@@ -8,7 +8,7 @@ use crate::blocks::rope::{RopeConfig, RopeScaling};
 use crate::decoder::{Decoder, DecoderConfig};
 use crate::weights;
 
-/// A shape by name.
+/// A named shape.
 #[derive(Debug, Clone, Copy)]
 pub struct Preset {
     /// Its name.
@@ -106,8 +106,8 @@ fn qwen2_5_half_b() -> DecoderConfig {
     }
 }
 
-/// A decoder whose matrices are drawn on the device, in `dtype`; biases are zero, norms one. Its draws are no function of
-/// a seed: only its speed is of use.
+/// A decoder whose matrices are drawn on the device, in `dtype`; biases are zero, norms one. The draws are not seeded,
+/// so use it only to measure speed.
 pub fn random_decoder(config: DecoderConfig, device: &Device, dtype: DType) -> Decoder {
     let scale = config.initializer_range;
     weights::dense(Decoder::lazy(config, device).map(&mut Drawer { scale, dtype }))
@@ -131,7 +131,7 @@ impl ModuleMapper for Drawer {
     }
 }
 
-/// Elements of all matrices that a token is multiplied with, the head among them, and of the head alone.
+/// Elements of all matrices that a token is multiplied by, including the head; and of the head only.
 pub(super) fn multiplied(config: &DecoderConfig) -> (f64, f64) {
     let (d, i) = (config.hidden_size as f64, config.intermediate_size as f64);
     let Heads {
@@ -151,12 +151,12 @@ mod tests {
     use crate::model::ModelInterface;
 
     #[test]
-    fn presets_are_those_of_the_published_configs() {
+    fn presets_match_the_published_configs() {
         let sizes: Vec<(&str, f64)> = PRESETS
             .iter()
             .map(|preset| (preset.name, multiplied(&(preset.config)()).0))
             .collect();
-        // 494 million parameters of Qwen2.5-0.5B, 134.5 of SmolLM2-135M; norms and biases are no matrices.
+        // 494 million parameters of Qwen2.5-0.5B, 134.5 million of SmolLM2-135M; norms and biases are not matrices.
         assert_eq!(sizes[1].1, 134_479_872.0);
         assert_eq!(sizes[2].1, 493_961_216.0);
         assert!(preset("llama").is_none());

@@ -1,4 +1,4 @@
-//! A whole step of GRPO without an engine around it: sampling, rewards, reference, update.
+//! A complete GRPO step without the pipeline engine: sampling, rewards, reference, update.
 
 use std::time::Instant;
 
@@ -6,9 +6,9 @@ use burn::tensor::{Device, Tensor, TensorData};
 use serde::Serialize;
 
 use super::rollout::requests;
-use super::train::{optimizer, trains_on};
+use super::train::{activations_fit, optimizer};
 use super::{
-    BenchError, Ceilings, RolloutWork, Times, at_least, can_be_listed, peak_bytes, seconds,
+    BenchError, Ceilings, RolloutWork, Times, at_least, peak_bytes, requests_fit, seconds,
     within_context,
 };
 use crate::compiled;
@@ -18,7 +18,7 @@ use crate::policy::Policy;
 use crate::rollout::engine::SamplingSettings;
 use crate::scoring::Extras;
 
-/// Largest weight of the KL that is measured: losses, gradients and the squares of those stay far inside f32.
+/// Largest accepted weight of the KL: losses, gradients and their squares stay well within the range of f32.
 pub const LARGEST_BETA: f64 = 1e6;
 
 /// What a step is made of.
@@ -26,17 +26,17 @@ pub const LARGEST_BETA: f64 = 1e6;
 pub struct StepWork {
     /// Prompts.
     pub prompts: usize,
-    /// Responses of a prompt.
+    /// Responses per prompt.
     pub samples: usize,
     /// Tokens of a prompt.
     pub prompt_tokens: usize,
     /// Tokens of each response, exactly.
     pub new_tokens: usize,
-    /// Rows of a micro-batch.
+    /// Rows per micro-batch.
     pub micro_rows: usize,
-    /// Weight of the KL to the reference, at most [`LARGEST_BETA`]; 0 needs none.
+    /// Weight of the KL to the reference, at most [`LARGEST_BETA`]; 0 uses no reference.
     pub beta: f64,
-    /// Steps that are timed.
+    /// Timed steps.
     pub runs: usize,
 }
 
@@ -54,12 +54,12 @@ impl Default for StepWork {
     }
 }
 
-/// What a step took.
+/// Measurements of a step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepFigures {
     /// The work.
     pub work: StepWork,
-    /// A step.
+    /// Times of a step.
     pub step: Times,
     /// Sampling, in the median step.
     pub generate_ms: f64,
@@ -67,22 +67,22 @@ pub struct StepFigures {
     pub reference_ms: f64,
     /// Forward, backward and AdamW.
     pub update_ms: f64,
-    /// Tokens sampled in a second of the whole step.
+    /// Tokens sampled per second of the complete step.
     pub tokens_per_s: f64,
     /// From the call of this function to the end of the first step.
     pub first_step_ms: f64,
-    /// Bytes held at most.
+    /// Peak memory, in bytes.
     pub peak_bytes: Option<u64>,
-    /// What the device can do.
+    /// The device's peak rates.
     pub ceilings: Ceilings,
 }
 
-/// Takes steps with the parity of a response's ids as reward.
+/// Runs steps whose reward is the parity of the sum of a response's ids.
 ///
 /// The loss is −Â r with r = π / sg(π) (one optimiser step for each rollout), plus beta · k3 against the reference.
 ///
 /// # Errors
-/// Sizes of nothing, or larger than the context or the memory; what sampling and training refuse.
+/// Sizes that are zero or exceed the context or the memory; errors of sampling and training.
 pub fn step(
     decoder: Decoder,
     work: &StepWork,
@@ -100,9 +100,9 @@ pub fn step(
     within_context(&decoder.config, work.prompt_tokens, work.new_tokens)?;
     let tokens = work.prompt_tokens + work.new_tokens;
     let rows = work.prompts as f64 * work.samples as f64;
-    can_be_listed(rows, tokens, "`--prompts` or `--samples`")?;
+    requests_fit(rows, tokens, "`--prompts` or `--samples`")?;
     let rows = work.micro_rows.min(work.prompts * work.samples);
-    trains_on(&decoder, decoder.model.recompute, rows, tokens, "`--micro`")?;
+    activations_fit(&decoder, decoder.model.recompute, rows, tokens, "`--micro`")?;
     let started = Instant::now();
     let device = decoder.head().device();
     let reference = (work.beta != 0.0)
@@ -111,7 +111,7 @@ pub fn step(
     let mut policy = Policy::new(decoder, Some(optimizer()))?;
     let mut parts = vec![one(&mut policy, reference.as_ref(), work, &device)?];
     let first_step_ms = 1e3 * started.elapsed().as_secs_f64();
-    // What is counted besides must not be in the times.
+    // Stop counting, because counting would distort the times.
     compiled::tally();
     for _ in 0..work.runs {
         parts.push(one(&mut policy, reference.as_ref(), work, &device)?);
@@ -171,10 +171,10 @@ fn one(
             response,
         })
         .collect();
-    let mut told: Option<Vec<Scores>> = None;
+    let mut reference_scores: Option<Vec<Scores>> = None;
     let scored = seconds(device, || match reference {
         Some(reference) => reference.score(&rows, 1.0, Extras::NONE).map(|scores| {
-            told = Some(scores);
+            reference_scores = Some(scores);
         }),
         None => Ok(()),
     })?;
@@ -183,15 +183,15 @@ fn one(
         for (at, micro) in rows.chunks(work.micro_rows).enumerate() {
             let first = at * work.micro_rows;
             policy.accumulate(micro, &|_, _| true, 1.0, false, &mut |packed| {
-                let told_device = packed.log_probs.device();
+                let loss_device = packed.log_probs.device();
                 let constant = |values: Vec<f32>| {
                     let length = values.len();
-                    Tensor::<1>::from_data(TensorData::new(values, [length]), &told_device)
+                    Tensor::<1>::from_data(TensorData::new(values, [length]), &loss_device)
                 };
                 let weights = packed.rows.iter().map(|row| advantages[first + row]);
                 let ratio = (packed.log_probs.clone() - packed.log_probs.clone().detach()).exp();
                 let mut loss = -(ratio * constant(weights.collect())).sum();
-                if let Some(scores) = &told {
+                if let Some(scores) = &reference_scores {
                     let reference = scores[first..first + micro.len()].iter();
                     let reference = reference.flat_map(|scores| scores.log_probs.clone());
                     let apart = constant(reference.collect()) - packed.log_probs;

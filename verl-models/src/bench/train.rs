@@ -1,10 +1,10 @@
-//! Training: tokens a second and the share of the matrix rate.
+//! Training: tokens per second and the share of the matrix rate.
 
 use serde::Serialize;
 
 use super::shape::multiplied;
 use super::{
-    BenchError, Ceilings, Times, at_least, can_be_listed, fits_on, peak_bytes, repeat, seconds,
+    BenchError, Ceilings, Times, at_least, fits_on, peak_bytes, repeat, requests_fit, seconds,
 };
 use crate::compiled;
 use crate::decoder::{Decoder, DecoderConfig};
@@ -15,20 +15,20 @@ use crate::optim::OptimizerConfig;
 use crate::policy::Policy;
 use crate::random::{DrawKey, Purpose};
 
-/// What is trained on.
+/// The training data and how it is processed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrainWork {
-    /// Rows of a step.
+    /// Rows per step.
     pub rows: usize,
-    /// Tokens of the longest row that are predicted; one more comes before them.
+    /// Predicted tokens of the longest row; one more token precedes them.
     pub tokens: usize,
-    /// Rows of a micro-batch.
+    /// Rows per micro-batch.
     pub micro_rows: usize,
-    /// Whether rows have between a quarter and all of `tokens`; otherwise all have all.
+    /// Whether row lengths are mixed, uniform from a quarter of `tokens` up; otherwise every row has `tokens`.
     pub mixed: bool,
-    /// Whether the backward pass computes the insides of layers again.
+    /// Whether the backward pass recomputes the activations inside layers.
     pub recompute: bool,
-    /// Steps that are timed.
+    /// Timed steps.
     pub runs: usize,
 }
 
@@ -45,35 +45,35 @@ impl Default for TrainWork {
     }
 }
 
-/// What a step took: forward, backward and AdamW, log-probs and entropies of every token included.
+/// Measurements of a step: forward, backward and AdamW, including log-probs and entropies of every token.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrainFigures {
     /// The work.
     pub work: TrainWork,
-    /// A step.
+    /// Times of a step.
     pub step: Times,
     /// The optimiser's part of it: the norm, and AdamW.
     pub optimizer_ms: f64,
-    /// Tokens in a second, without padding.
+    /// Tokens per second, without padding.
     pub tokens_per_s: f64,
     /// Share of the tokens in model calls that are padding.
     pub padding_share: f64,
-    /// Operations a token costs at least, in 10⁹.
+    /// Minimum operations per token, in 10⁹.
     pub gflop_per_token: f64,
-    /// Their share of the rate of a large product.
+    /// Share of a large product's rate.
     pub matrix_share: f64,
     /// The last loss.
     pub loss: f64,
-    /// Bytes held at most.
+    /// Peak memory, in bytes.
     pub peak_bytes: Option<u64>,
-    /// What the device can do.
+    /// The device's peak rates.
     pub ceilings: Ceilings,
 }
 
 /// Trains a decoder on random rows; every token but the first is predicted.
 ///
 /// # Errors
-/// Sizes of nothing, or larger than the context or the memory; what training refuses.
+/// Sizes that are zero or exceed the context or the memory; errors of training.
 pub fn train(
     mut decoder: Decoder,
     work: &TrainWork,
@@ -85,9 +85,9 @@ pub fn train(
     at_least("--runs", work.runs, 1)?;
     within_context(&decoder.config, work.tokens)?;
     let least = least(work);
-    can_be_listed(work.rows as f64, least, "`--rows`")?;
+    requests_fit(work.rows as f64, least, "`--rows`")?;
     let rows = work.rows.min(work.micro_rows);
-    trains_on(&decoder, work.recompute, rows, least, "`--micro`")?;
+    activations_fit(&decoder, work.recompute, rows, least, "`--micro`")?;
     decoder.model.recompute = work.recompute;
     let device = decoder.head().device();
     let (config, packs) = (decoder.config.clone(), decoder.packs());
@@ -112,7 +112,7 @@ pub fn train(
             })?;
         }
         optimizer_s.push(seconds(&device, || policy.optimizer_step().map(drop))?);
-        // Every kernel was launched once: what is counted besides must not be in the times.
+        // Every kernel has been launched once: stop counting, because counting would distort the times.
         compiled::tally();
         Ok::<(), BenchError>(())
     })?;
@@ -142,12 +142,12 @@ pub fn train(
     })
 }
 
-/// Refuses rows that do not fit the context with the token before them.
+/// Rejects rows that, with the token before them, exceed the context.
 fn within_context(config: &DecoderConfig, tokens: usize) -> Result<(), BenchError> {
     let (whole, limit) = (tokens.saturating_add(1), config.max_tokens);
     if whole > limit {
         return Err(BenchError::Context {
-            parts: format!("a row of {tokens} and the one before its first"),
+            parts: format!("a row of {tokens} and the token before it"),
             tokens: whole,
             limit,
             options: "`--tokens`",
@@ -156,8 +156,8 @@ fn within_context(config: &DecoderConfig, tokens: usize) -> Result<(), BenchErro
     Ok(())
 }
 
-/// Refuses a micro-batch of which the device cannot keep what the backward pass needs.
-pub(super) fn trains_on(
+/// Rejects a micro-batch whose activations for the backward pass do not fit on the device.
+pub(super) fn activations_fit(
     decoder: &Decoder,
     recompute: bool,
     rows: usize,
@@ -184,8 +184,8 @@ pub(super) fn optimizer() -> OptimizerConfig {
     }
 }
 
-/// Operations of a row's forward and backward pass: six for each element of a matrix and token, and twelve for each pair
-/// of tokens and channel of attention, of which a causal mask leaves half.
+/// Operations of a row's forward and backward pass: six per matrix element and token, and twelve per pair of tokens and
+/// channel of attention, half of which a causal mask removes.
 pub(super) fn operations(config: &DecoderConfig, tokens: usize) -> f64 {
     let tokens = tokens as f64;
     let channels = (config.layers * config.heads.query * config.heads.dim) as f64;

@@ -34,17 +34,17 @@ pub struct Projected {
     pub values: Tensor<4>,
 }
 
-/// How the rows of a call are cut into sequences.
+/// How the rows of a call are divided into sequences.
 #[derive(Debug, Clone)]
 pub enum Rows {
     /// `B` sequences of `S` tokens.
     Equal([usize; 2]),
-    /// Segments of sequences that share their beginnings, for the fused kernel of the CPU.
+    /// Segments of sequences that share prefixes, for the CPU's fused kernel.
     Segments(Arc<[Segment]>),
 }
 
-/// Attention with rotary positions, fewer key/value heads than query heads, and norms on queries and keys where the
-/// family has them.
+/// Attention with rotary positions, grouped key/value heads, and norms on queries and keys where the model family has
+/// them.
 ///
 /// Ainslie et al., *GQA*, 2023.
 #[derive(Module, Debug)]
@@ -61,7 +61,7 @@ pub struct Attention {
     pub q_norm: Option<RmsNorm>,
     /// Norm of each key head.
     pub k_norm: Option<RmsNorm>,
-    /// Heads.
+    /// Numbers and width of the heads.
     #[module(skip)]
     pub heads: Heads,
 }
@@ -92,7 +92,7 @@ impl Attention {
         }
     }
 
-    /// The block for sequences that begin in this call.
+    /// The attention block for sequences that start in this call.
     ///
     /// # Shapes
     /// `x`: `[B·S, D]`; `mask`: `[1 or B, 1, S, S]`, added to scores; result: `[B·S, D]`
@@ -111,7 +111,7 @@ impl Attention {
         self.output(attend(queries, keys, values, mask))
     }
 
-    /// [`Attention::forward`] by the fused causal kernel. The rotation is that of positions from 0.
+    /// [`Attention::forward`] with the fused causal kernel. `rotation` must be that of positions from 0.
     ///
     /// # Shapes
     /// `x`, result: `[N, D]`
@@ -149,7 +149,7 @@ impl Attention {
             .forward(kernels::attention(shape, queries, keys, values, cos, sin))
     }
 
-    /// Joins the heads and projects them back.
+    /// Concatenates the heads and projects them to the model width.
     ///
     /// # Shapes
     /// `mixed`: `[B, H, S, Dh]`; result: `[B·S, D]`
@@ -170,7 +170,7 @@ fn normed(norm: &Option<RmsNorm>, heads: Tensor<4>) -> Tensor<4> {
 
 /// softmax(q kᵀ / √Dh + mask) v, in f32 inside the softmax.
 ///
-/// The `G` query heads of a group are rows of one product with their key/value head, so that keys and values are
+/// The `G` query heads of a group are rows of a single product with their key/value head, so that keys and values are
 /// never repeated in memory.
 ///
 /// # Shapes
@@ -194,12 +194,12 @@ pub fn attend(
         .reshape([b, h, s, dim])
 }
 
-/// What is added to the score of a position that must not be seen.
+/// The value added to the score of a masked position.
 ///
-/// Finite, so that a row which sees nothing (a free slot while decoding) gives no NaN.
+/// Finite, so that a fully masked row (a free slot while decoding) does not produce NaN.
 pub const HIDDEN: f32 = -1e30;
 
-/// Position s sees positions 0..=s. Enough for right-padded rows: what pads see is never read.
+/// Position s sees positions 0..=s. This suffices for right-padded rows, because the outputs of pads are never read.
 ///
 /// # Shapes
 /// result: `[1, 1, S, S]`, f32
@@ -227,14 +227,14 @@ mod tests {
     }
 
     #[test]
-    fn the_mask_hides_what_comes_later() {
+    fn the_mask_hides_later_positions() {
         let mask = values(causal_mask(3, &Device::flex()));
         let h = HIDDEN;
         assert_eq!(mask, [0.0, h, h, 0.0, 0.0, h, 0.0, 0.0, 0.0]);
     }
 
     #[test]
-    fn weights_are_a_softmax_over_what_is_seen() {
+    fn weights_are_a_softmax_over_visible_positions() {
         // One head of width 1: scores of position 1 are q·k = (0, ln 3), so its weights are 1/4 and 3/4.
         let queries = tensor([5.0, 3f32.ln()], [1, 1, 2, 1]);
         let keys = tensor([0.0, 1.0], [1, 1, 2, 1]);
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_sees_nothing_stays_finite() {
+    fn a_fully_masked_row_stays_finite() {
         let one = tensor([1.0], [1, 1, 1, 1]);
         let mask = tensor([HIDDEN], [1, 1, 1, 1]);
         let mixed = attend(one.clone(), one.clone(), one, &mask);

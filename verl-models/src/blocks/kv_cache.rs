@@ -1,9 +1,9 @@
-//! Keys and values kept while decoding, in blocks of tokens.
+//! Keys and values cached while decoding, in blocks of tokens.
 
-/// Tokens of a block.
+/// Tokens per block.
 pub(crate) const BLOCK: usize = 16;
 
-/// What a cache keeps for each token.
+/// Shape of what a cache stores for each token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct KvShape {
     /// Layers.
@@ -15,7 +15,7 @@ pub(crate) struct KvShape {
 }
 
 impl KvShape {
-    /// `Dh` rounded up, so that values are mixed in whole registers.
+    /// `Dh` rounded up, so that values fill complete registers.
     pub fn padded_dim(self) -> usize {
         self.dim.next_multiple_of(8)
     }
@@ -29,10 +29,10 @@ impl KvShape {
     }
 }
 
-/// Keys and values of consecutive tokens. Memory follows the tokens, a block of [`BLOCK`] at a time.
+/// Keys and values of consecutive tokens. Memory grows with the tokens, a block of [`BLOCK`] at a time.
 ///
-/// In a block, each head has its keys with tokens innermost, `[Dh][16]`, so that one pass gives the scores of all
-/// sixteen; then its values with tokens outermost, `[16][Dh]`. Slots of tokens that are not there hold zeros.
+/// In a block, each head stores its keys with tokens innermost, `[Dh][16]`, so that one pass computes the scores of all
+/// sixteen; then its values with tokens outermost, `[16][Dh]`. Slots without a token contain zeros.
 #[derive(Debug, Clone)]
 pub(crate) struct KvTrack {
     shape: KvShape,
@@ -50,12 +50,12 @@ impl KvTrack {
         }
     }
 
-    /// Tokens that all layers have.
+    /// The number of tokens that every layer has stored.
     pub fn len(&self) -> usize {
         self.tokens
     }
 
-    /// Counts `tokens` more, after all layers have written them.
+    /// Adds `tokens` to the length, after all layers have written them.
     pub fn advance(&mut self, tokens: usize) {
         self.tokens += tokens;
     }
@@ -102,7 +102,7 @@ mod tests {
     };
 
     #[test]
-    fn tokens_lie_where_attention_reads_them() {
+    fn tokens_are_stored_where_attention_reads_them() {
         let mut track = KvTrack::new(SHAPE);
         for token in 0..18 {
             let t = token as f32;
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_follows_tokens() {
+    fn memory_grows_with_the_tokens() {
         let mut track = KvTrack::new(SHAPE);
         assert_eq!(track.layers[0].len(), 0);
         track.write(0, 0, &[0.0; 4], &[0.0; 4]);

@@ -5,7 +5,7 @@ use burn::tensor::{Device, Int, Tensor};
 
 use crate::kernels;
 
-/// y = x Wᵀ + b, with W kept as `[out, in]`.
+/// y = x Wᵀ + b, with W stored as `[out, in]`.
 #[derive(Module, Debug)]
 pub struct Linear {
     /// `[out, in]`.
@@ -15,7 +15,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A map whose parameters take memory only when they are first used or loaded; zeros until then.
+    /// A map whose parameters are allocated only when first used or loaded; zeros until then.
     pub fn lazy(out: usize, r#in: usize, bias: bool, device: &Device) -> Self {
         Linear {
             weight: lazy_zeros([out, r#in], device),
@@ -34,8 +34,8 @@ impl Linear {
     }
 }
 
-/// x Wᵀ, fused where the device has it; the bits of an element on the CPU then follow from its row of `x` and its row
-/// of `weight` alone, where those of burn's product follow from the sizes of the caches, too.
+/// x Wᵀ, with the fused kernel where the device has one. On the CPU, the bits of an element then depend only on its row
+/// of `x` and its row of `weight`, whereas burn's product also depends on cache sizes.
 ///
 /// # Shapes
 /// `x`: `[N, in]`; `weight`: `[out, in]`; result: `[N, out]`
@@ -47,7 +47,7 @@ pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     }
 }
 
-/// Rows of a table, one a token id.
+/// A table with one row per token id.
 #[derive(Module, Debug)]
 pub struct Embedding {
     /// `[V, D]`.
@@ -55,7 +55,7 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// A table that takes memory only when it is first used or loaded; zeros until then.
+    /// A table that is allocated only when first used or loaded; zeros until then.
     pub fn lazy(vocab: usize, width: usize, device: &Device) -> Self {
         Embedding {
             weight: lazy_zeros([vocab, width], device),
@@ -69,7 +69,7 @@ impl Embedding {
     }
 }
 
-/// A parameter of zeros that takes memory only when it is first used.
+/// A parameter of zeros that is allocated only when first used.
 fn lazy_zeros<const D: usize>(shape: [usize; D], device: &Device) -> Param<Tensor<D>> {
     Param::uninitialized(
         ParamId::new(),

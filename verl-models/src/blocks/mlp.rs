@@ -21,7 +21,7 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    /// A block whose parameters take memory only when they are first used or loaded.
+    /// A block whose parameters are allocated only when first used or loaded.
     pub fn lazy(width: usize, intermediate: usize, bias: bool, device: &Device) -> Self {
         Mlp {
             gate_proj: Linear::lazy(intermediate, width, bias, device),

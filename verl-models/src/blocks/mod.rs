@@ -1,4 +1,4 @@
-//! What decoders are built of. Field names are those of Hugging Face checkpoints, so loading needs no translation.
+//! The building blocks of decoders. Field names match Hugging Face checkpoints, so loading needs no translation.
 //!
 //! Dims: `B` rows, `S` tokens of a row in this call, `T` tokens attended to, `N = B·S`, `D` width, `H` query heads,
 //! `K` key/value heads, `G = H / K`, `Dh` width of a head.

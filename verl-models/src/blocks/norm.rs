@@ -7,7 +7,7 @@ use crate::kernels;
 
 /// y = w · x / sqrt(mean(x²) + ε), over the last dim.
 ///
-/// The division is done in f32 and its result cast back before the weight is applied, as Llama does.
+/// The division is in f32; its result is cast back before the weight is applied, as in Llama.
 /// Zhang and Sennrich, *Root Mean Square Layer Normalization*, 2019.
 #[derive(Module, Debug)]
 pub struct RmsNorm {
@@ -18,7 +18,7 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// A norm with weight one, which takes memory only when it is first used or loaded.
+    /// A norm with weight one, which is allocated only when first used or loaded.
     pub fn lazy(width: usize, epsilon: f64, device: &Device) -> Self {
         let weight = Param::uninitialized(
             ParamId::new(),
@@ -48,7 +48,7 @@ impl RmsNorm {
     }
 }
 
-/// `x` in `dtype`, without an operation where it has it already.
+/// Casts `x` to `dtype`; does nothing if it already has that dtype.
 pub(crate) fn to_dtype<const R: usize>(x: Tensor<R>, dtype: DType) -> Tensor<R> {
     if x.dtype() == dtype { x } else { x.cast(dtype) }
 }

@@ -7,9 +7,9 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use super::norm::to_dtype;
 pub use super::rope_scaling::{RopeConfig, RopeScaling};
 
-/// The rotary embedding of a model: makes the [`Rotation`] of a call out of tables that are computed once.
+/// The rotary embedding of a model: builds the [`Rotation`] of a call from cached tables.
 ///
-/// Clones share the tables, which grow with the longest position asked for.
+/// Clones share the tables, which grow with the longest requested position.
 #[derive(Debug, Clone)]
 pub struct Rope {
     config: RopeConfig,
@@ -21,7 +21,7 @@ pub struct Rope {
 #[derive(Debug, Clone)]
 struct Tables {
     length: usize,
-    /// The length that frequencies were scaled for.
+    /// The length for which frequencies were scaled.
     scaled_for: usize,
     device: Device,
     cos: Tensor<2>,
@@ -64,7 +64,7 @@ impl Rope {
 
     /// Rotation of explicit positions, all less than `length`.
     ///
-    /// `length` is an argument because finding the largest position would read from the device.
+    /// `length` is an argument because finding the largest position would require a read from the device.
     ///
     /// # Shapes
     /// `positions`: `[B, S]`
@@ -83,15 +83,15 @@ impl Rope {
     }
 
     fn tables(&self, length: usize, device: &Device) -> Tables {
-        let mut kept = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cached = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |tables: &Tables| {
             tables.length >= length
                 && tables.scaled_for == self.config.scaling.scaled_for(length)
                 && tables.device == *device
         };
-        match &*kept {
+        match &*cached {
             Some(tables) if fits(tables) => tables.clone(),
-            _ => kept.insert(self.compute(length, device)).clone(),
+            _ => cached.insert(self.compute(length, device)).clone(),
         }
     }
 
@@ -99,7 +99,7 @@ impl Rope {
         let frequencies = self.config.frequencies(self.head_dim, length);
         let magnitude = self.config.scaling.magnitude() as f32;
         let scaled_for = self.config.scaling.scaled_for(length);
-        // Grown to a power of two, so that lengths which creep up do not compute anew each time.
+        // Rounded up to a power of two, so that slowly growing lengths do not recompute the tables each time.
         let length = length.next_power_of_two().max(128);
         let device = device.clone().without_autodiff();
         let (mut cos, mut sin) = (Vec::new(), Vec::new());
@@ -118,7 +118,7 @@ impl Rope {
                     .chain(row_sin.iter().copied()),
             );
         }
-        // As a vector first: a GPU may pad the rows of a matrix.
+        // Created as a vector first: a GPU may pad the rows of a matrix.
         let tensor = |values: Vec<f32>| {
             let values = TensorData::new(values, [length * self.head_dim]);
             let flat = Tensor::<1>::from_data(values, (&device, DType::F32));
@@ -134,10 +134,10 @@ impl Rope {
     }
 }
 
-/// Turns queries and keys of one call.
+/// Rotates the queries and keys of one call.
 #[derive(Debug, Clone)]
 pub struct Rotation {
-    /// `[B or 1, 1, S, Dh]`: cos of the angle, both halves equal; times the magnitude of the scaling, as the sines.
+    /// `[B or 1, 1, S, Dh]`: cos of the angle, both halves equal. Like the sines, it includes the scaling's magnitude.
     cos: Tensor<4>,
     /// `[B or 1, 1, S, Dh]`: −sin of the angle in the first half, sin in the second.
     sin: Tensor<4>,
@@ -146,7 +146,7 @@ pub struct Rotation {
 impl Rotation {
     /// (x₁, x₂) → (x₁ cos − x₂ sin, x₂ cos + x₁ sin), with x₁ and x₂ the halves of the last dim.
     ///
-    /// The sign is kept in the sines, so that only a swap of the halves is left to do.
+    /// The sines include the sign, so that only the halves have to be swapped.
     ///
     /// # Shapes
     /// `x`: `[B, H, S, Dh]`; result: the same
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn frequencies_that_follow_the_length_are_never_those_of_another_length() {
+    fn length_dependent_frequencies_are_never_reused_for_another_length() {
         let scaling = RopeScaling::Dynamic {
             factor: 2.0,
             context: 8,
@@ -249,7 +249,7 @@ mod tests {
         let rope = Rope::new(PLAIN, 4);
         let device = Device::flex();
         rope.clone().leading(129, &device, DType::F32);
-        let kept = rope.tables.lock().unwrap().as_ref().map(|t| t.length);
-        assert_eq!(kept, Some(256));
+        let cached = rope.tables.lock().unwrap().as_ref().map(|t| t.length);
+        assert_eq!(cached, Some(256));
     }
 }

@@ -1,40 +1,40 @@
-//! Frequencies of the rotary embedding, and how they are changed for contexts longer than those of pre-training.
+//! Frequencies of the rotary embedding, and their scaling for contexts longer than in pre-training.
 
 use std::f64::consts::TAU;
 
 /// Shape of the rotary embedding.
 ///
-/// A pair (xᵢ, xᵢ₊ₕ), h = Dh / 2, at position p is turned by the angle p · fᵢ with fᵢ = θ^(−2i / Dh), scaled.
+/// A pair (xᵢ, xᵢ₊ₕ), h = Dh / 2, at position p is rotated by the angle p · fᵢ with fᵢ = θ^(−2i / Dh), scaled.
 /// Su et al., *RoFormer*, 2021.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeConfig {
     /// Base θ.
     pub theta: f64,
-    /// How frequencies are changed for longer contexts.
+    /// How frequencies are scaled for longer contexts.
     pub scaling: RopeScaling,
 }
 
-/// How rotary frequencies are changed for contexts longer than those of pre-training.
+/// How rotary frequencies are scaled for contexts longer than in pre-training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No scaling.
     Default,
-    /// A base that grows once a call is longer than the context, so that low frequencies fall (dynamic NTK):
+    /// The base grows once a call is longer than the context, which lowers the low frequencies (dynamic NTK):
     /// θ · (factor · length / context − factor + 1)^(Dh / (Dh − 2)).
     ///
-    /// Frequencies then depend on the length of the call. Within the context they are those without scaling.
+    /// Frequencies then depend on the length of the call. Within the context they are unscaled.
     Dynamic {
         /// How fast the base grows.
         factor: f64,
         /// Context of pre-training, in tokens.
         context: usize,
     },
-    /// Every frequency divided by a factor (position interpolation).
+    /// Every frequency is divided by a factor (position interpolation).
     Linear {
         /// The divisor.
         factor: f64,
     },
-    /// Llama 3.1: low frequencies divided, high ones kept, and a smooth passage between.
+    /// Llama 3.1: low frequencies are divided, high ones kept, with a smooth transition between.
     Llama3 {
         /// The divisor of low frequencies.
         factor: f64,
@@ -45,28 +45,28 @@ pub enum RopeScaling {
         /// Context of pre-training, in tokens.
         original_context: usize,
     },
-    /// YaRN: frequencies that turn often within the original context are kept, those that hardly turn are divided, with a
-    /// ramp over the pairs between; and what is rotated is lengthened. Peng et al. 2023, arXiv:2309.00071.
+    /// YaRN: frequencies with many turns within the original context are kept, those with few turns are divided, with a
+    /// ramp over the pairs between; rotated vectors are lengthened. Peng et al. 2023, arXiv:2309.00071.
     Yarn {
         /// The divisor of low frequencies.
         factor: f64,
         /// Length of a rotated unit vector, 0.1 ln(factor) + 1 unless the model says otherwise.
         magnitude: f64,
-        /// Turns within the original context from which a frequency is kept.
+        /// A frequency with at least this many turns within the original context is kept.
         beta_fast: f64,
-        /// Turns up to which it is divided.
+        /// A frequency with at most this many turns is divided.
         beta_slow: f64,
         /// Context of pre-training, in tokens.
         original_context: usize,
-        /// Whether the ramp begins and ends at whole pairs.
+        /// Whether the ramp starts and ends at integer pairs.
         truncate: bool,
     },
 }
 
 impl RopeConfig {
-    /// fᵢ for a call of `length` tokens, `Dh / 2` of them; only [`RopeScaling::Dynamic`] looks at the length.
+    /// The `Dh / 2` frequencies fᵢ for a call of `length` tokens; only [`RopeScaling::Dynamic`] uses the length.
     ///
-    /// They are rounded to f32, as the reference keeps them: at distant positions the rounding is visible in angles.
+    /// They are rounded to f32, as in the reference: at distant positions the rounding is visible in the angles.
     pub fn frequencies(&self, head_dim: usize, length: usize) -> Vec<f32> {
         let dim = head_dim as f64;
         let theta = self.base(dim, length);
@@ -91,8 +91,8 @@ impl RopeConfig {
         self.theta * libm::pow(factor * longer - factor + 1.0, dim / (dim - 2.0))
     }
 
-    /// YaRN's share of a pair's frequency that is divided: 0 up to the pair that turns `beta_fast` times, 1 from that which
-    /// turns `beta_slow` times.
+    /// YaRN: the share of a pair's frequency that is divided: 0 up to the pair that turns `beta_fast` times, 1 from the
+    /// pair that turns `beta_slow` times.
     fn ramp(&self, pair: f64, dim: f64) -> f64 {
         let RopeScaling::Yarn {
             beta_fast,
@@ -104,7 +104,7 @@ impl RopeConfig {
         else {
             return 0.0;
         };
-        // The pair, a real number, that turns so often within the original context.
+        // The fractional pair that makes this many turns within the original context.
         let turning = |turns: f64| {
             let wavelengths = original_context as f64 / (turns * TAU);
             dim * libm::log(wavelengths) / (2.0 * libm::log(self.theta))
@@ -122,7 +122,7 @@ impl RopeConfig {
 }
 
 impl RopeScaling {
-    /// The length that frequencies of a call with `length` tokens are scaled for: 0 where it does not matter.
+    /// The length for which a call of `length` tokens scales frequencies; 0 where frequencies do not depend on it.
     pub(super) fn scaled_for(&self, length: usize) -> usize {
         match *self {
             RopeScaling::Dynamic { context, .. } => length.max(context),
@@ -138,7 +138,7 @@ impl RopeScaling {
         }
     }
 
-    /// A frequency of a scaling that looks at nothing else.
+    /// Scales one frequency, for scalings that need nothing else.
     fn apply(&self, frequency: f64) -> f64 {
         match *self {
             RopeScaling::Default | RopeScaling::Dynamic { .. } | RopeScaling::Yarn { .. } => {
@@ -208,13 +208,13 @@ mod tests {
         let frequency = |turns: f64| turns * TAU / 100.0;
         assert_eq!(scaling.apply(frequency(4.5)), frequency(4.5));
         assert_eq!(scaling.apply(frequency(0.5)), frequency(0.5) / 8.0);
-        // Halfway: the mean of the divided and the kept.
+        // Halfway: the mean of the divided and the kept frequency.
         let middle = frequency(2.5);
         assert!((scaling.apply(middle) - middle * (1.0 + 1.0 / 8.0) / 2.0).abs() < 1e-12);
     }
 
     #[test]
-    fn dynamic_scaling_begins_beyond_the_context() {
+    fn dynamic_scaling_starts_beyond_the_context() {
         let scaling = RopeScaling::Dynamic {
             factor: 2.0,
             context: 10,
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn yarn_keeps_what_turns_often_and_divides_what_hardly_turns() {
+    fn yarn_keeps_high_and_divides_low_frequencies() {
         // θ = 16, Dh = 8: frequencies 1, 1/2, 1/4, 1/8. Pair log₂(wavelengths) turns once in 2π · wavelengths tokens.
         let scaling = RopeScaling::Yarn {
             factor: 4.0,

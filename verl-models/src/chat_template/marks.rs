@@ -1,14 +1,15 @@
-//! `{% generation %}` … `{% endgeneration %}`: which text of a rendering the assistant wrote.
+//! `{% generation %}` … `{% endgeneration %}`: the parts of a rendered text that the assistant wrote.
 //!
-//! `transformers` reads the marks to tell the assistant's tokens, and they print nothing. Here the block becomes a filter
-//! that puts a character before and behind its text. Neither is in any text: they are noncharacters of Unicode.
+//! `transformers` uses the marks to find the assistant's tokens, and they print nothing. Here the block becomes a
+//! filter that puts one character before and one after its text. Both are Unicode noncharacters, which ordinary text
+//! does not contain.
 
 use std::ops::Range;
 
 const OPEN: char = '\u{FDD0}';
 const CLOSE: char = '\u{FDD1}';
 
-/// Name of the filter that the block becomes.
+/// Name of the filter that replaces the block.
 pub(super) const FILTER: &str = "generation_marks";
 
 /// Marks `text` as the assistant's.
@@ -16,8 +17,8 @@ pub(super) fn mark(text: &str) -> String {
     format!("{OPEN}{text}{CLOSE}")
 }
 
-/// The template `source` with its blocks as filters and with conditions that always hold, in this order; the first is
-/// `None` where it has no marks. The tags keep the marks by which they swallow blanks.
+/// The template `source` with its blocks replaced by filters, and by conditions that are always true. The first is
+/// `None` if `source` has no marks. The tags keep their whitespace control.
 pub(super) fn without_generation_blocks(source: &str) -> (Option<String>, String) {
     let filter = format!("filter {FILTER}");
     let marked = replaced(source, &filter, "endfilter");
@@ -48,7 +49,7 @@ fn replaced(source: &str, open: &str, close: &str) -> String {
     out
 }
 
-/// The text of a marked rendering without its marks, and the byte ranges between them in it.
+/// A rendered text without its marks, and the byte ranges of it that were between them.
 pub(super) fn read(marked: &str) -> (String, Vec<Range<usize>>) {
     let mut text = String::with_capacity(marked.len());
     let mut ranges = Vec::new();

@@ -1,4 +1,4 @@
-//! What templates expect of Python: how values print, `json.dumps`, `strftime`.
+//! Python behaviour that templates rely on: how values print, `json.dumps`, `strftime`.
 
 use std::fmt::Write as _;
 use std::io;
@@ -8,7 +8,7 @@ use minijinja::{Error, ErrorKind, Output, State};
 use serde::Serialize;
 use serde_json::ser::{Formatter, Serializer};
 
-/// Prints a value as Python does where Jinja's own text differs: `True`, `False`, `None`.
+/// Prints a value as Python does where minijinja differs: `True`, `False`, `None`.
 pub(super) fn format(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
     let text = match value.kind() {
         ValueKind::Bool if value.is_true() => "True",
@@ -28,7 +28,7 @@ pub(super) fn tojson(value: Value, options: Kwargs) -> Result<Value, Error> {
     options.assert_all_used()?;
     let refuse = |text: String| Error::new(ErrorKind::InvalidOperation, text);
     if ensure_ascii == Some(true) {
-        return Err(refuse("tojson writes no ASCII escapes".to_owned()));
+        return Err(refuse("tojson does not support ensure_ascii=true".to_owned()));
     }
     let (item, key) = match separators.as_deref() {
         None => (if indent.is_some() { "," } else { ", " }, ": "),
@@ -189,7 +189,7 @@ pub(super) fn strftime(format: &str, unix_seconds: u64) -> Result<String, Error>
                 let code = code.map(String::from).unwrap_or_default();
                 return Err(Error::new(
                     ErrorKind::InvalidOperation,
-                    format!("strftime_now does not know `%{code}`"),
+                    format!("strftime_now does not support `%{code}`"),
                 ));
             }
         };
@@ -198,7 +198,7 @@ pub(super) fn strftime(format: &str, unix_seconds: u64) -> Result<String, Error>
     Ok(out)
 }
 
-/// Year, month and day of the day that lies `days` after 1970-01-01, in the Gregorian calendar.
+/// Year, month and day of the date `days` after 1970-01-01, in the Gregorian calendar.
 ///
 /// # Source
 /// Howard Hinnant, "chrono-compatible low-level date algorithms", `civil_from_days`.
@@ -225,7 +225,7 @@ mod tests {
     use super::strftime;
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
+    fn dates_match_the_calendar() {
         let cases = [
             (0, "%d %b %Y", "01 Jan 1970"),
             (951_782_400, "%Y-%m-%d %A", "2000-02-29 Tuesday"),

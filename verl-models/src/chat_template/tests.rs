@@ -123,7 +123,7 @@ fn smollm2_adds_its_system_message() {
 }
 
 #[test]
-fn python_manners() {
+fn values_and_methods_behave_like_python() {
     let one = |source: &str| render(source, &[message("user", " a,b ")], true);
     assert_eq!(one("{{ messages[0].content.strip().split(',')[1] }}"), "b");
     assert_eq!(
@@ -153,7 +153,7 @@ fn python_manners() {
 }
 
 #[test]
-fn refusals_carry_the_templates_words() {
+fn errors_contain_the_templates_reason() {
     let template = ChatTemplate::new(
         "{% if messages[0].role != 'user' %}{{ raise_exception('roles must begin with user') }}{% endif %}",
     )
@@ -176,7 +176,7 @@ fn refusals_carry_the_templates_words() {
 }
 
 #[test]
-fn folders_keep_templates_in_three_places() {
+fn templates_are_found_in_three_places() {
     let load = |files: &[(&str, Value)]| {
         let dir = folder(files);
         ChatTemplate::load(dir.path()).map(|t| t.render(&[message("user", "x")], true).unwrap())
@@ -209,12 +209,12 @@ fn folders_keep_templates_in_three_places() {
         error
             .unwrap_err()
             .to_string()
-            .contains("names the chat templates rag,")
+            .contains("has the chat templates rag,")
     );
 }
 
 #[test]
-fn the_terminator_is_told_where_generation_stops_at_it() {
+fn the_terminator_is_known_if_generation_stops_at_it() {
     let of = |source: &str, eos: Value| {
         let dir = folder(&[("generation_config.json", json!({"eos_token_id": eos}))]);
         let tokenizer = Tokenizer::load(dir.path()).unwrap();

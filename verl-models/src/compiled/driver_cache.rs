@@ -1,13 +1,13 @@
-//! Where the NVIDIA driver keeps machine code.
+//! Where the NVIDIA driver caches machine code.
 
 use std::ffi::OsString;
 use std::fmt;
 use std::path::PathBuf;
 
-/// Where the NVIDIA driver keeps the machine code that it made of PTX, as the environment says.
+/// Where the NVIDIA driver caches the machine code that it compiled from PTX, according to the environment.
 ///
-/// It finds a kernel there by its PTX, the device and its own version. Older ones make room for newer ones where they would
-/// take more than `CUDA_CACHE_MAXSIZE` bytes.
+/// The driver looks up a kernel by its PTX, the device and the driver version. It evicts the oldest entries when the
+/// cache exceeds `CUDA_CACHE_MAXSIZE` bytes.
 ///
 /// # Source
 /// CUDA C++ Programming Guide, "CUDA Environment Variables": `CUDA_CACHE_DISABLE`, `CUDA_CACHE_PATH`.
@@ -15,19 +15,19 @@ use std::path::PathBuf;
 pub enum DriverCache {
     /// In this folder.
     Folder(PathBuf),
-    /// Nowhere, since `CUDA_CACHE_DISABLE` is 1.
+    /// Nowhere, because `CUDA_CACHE_DISABLE` is 1.
     Off,
-    /// The environment names no folder.
+    /// The environment does not set a folder.
     Unknown,
 }
 
 impl DriverCache {
-    /// As the environment of this process says.
+    /// The cache according to the environment of this process.
     pub fn of_environment() -> DriverCache {
         DriverCache::of(|name| std::env::var_os(name))
     }
 
-    /// As the variables say that `lookup` tells; one that is empty counts as absent.
+    /// The cache according to the variables that `lookup` returns; an empty variable counts as absent.
     fn of(lookup: impl Fn(&str) -> Option<OsString>) -> DriverCache {
         let set = |name: &str| lookup(name).filter(|value| !value.is_empty());
         if set("CUDA_CACHE_DISABLE").is_some_and(|value| value == "1") {
@@ -67,7 +67,7 @@ mod tests {
     const HOME: (&str, &str) = ("HOME", "/home/a");
 
     #[test]
-    fn the_nearest_variable_names_the_folder() {
+    fn the_most_specific_variable_sets_the_folder() {
         check(&[HOME], "/home/a/.nv/ComputeCache");
         check(&[HOME, ("CUDA_CACHE_PATH", "/c")], "/c");
         check(&[("CUDA_CACHE_PATH", "/c")], "/c");
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn why_there_is_none_is_told() {
+    fn the_reason_for_no_cache_is_printed() {
         let off = ("CUDA_CACHE_DISABLE", "1");
         check(&[HOME, off], "none: CUDA_CACHE_DISABLE is 1");
         let named = ("CUDA_CACHE_PATH", "/c");

@@ -1,4 +1,4 @@
-//! Counts the kernels that are launched: each was compiled by NVRTC when it first was.
+//! Counts the kernels that are launched: NVRTC compiles each at its first launch.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};

@@ -1,4 +1,4 @@
-//! What the checks try, and how they compare.
+//! Inputs of the checks, and how results are compared.
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -8,8 +8,8 @@ use crate::model::ParameterGroup;
 use crate::optim::{OptimizerConfig, Schedule};
 use crate::parameters::visit_parameters;
 
-/// Differences that count as rounding, as a share of the largest value: matrix kernels add in another order when a
-/// product has other sizes.
+/// Differences that count as rounding, relative to the largest value: matrix kernels add in a different order when the
+/// sizes of a product change.
 pub(super) const TOLERANCE: f32 = 1e-4;
 
 /// Name and values of every parameter.
@@ -36,7 +36,7 @@ pub(super) fn ids(rows: &[Vec<u32>], device: &Device) -> Tensor<2, Int> {
     Tensor::from_data(TensorData::new(flat, shape), device)
 }
 
-/// The violation of `rule` where numbers differ by more than rounding.
+/// A violation of `rule` if the numbers differ by more than rounding.
 pub(super) fn apart(
     rule: &'static str,
     what: &str,
@@ -56,7 +56,7 @@ pub(super) fn apart(
     })
 }
 
-/// Settings under which one step moves every parameter that has a gradient.
+/// Settings with which a single step changes every parameter that has a gradient.
 pub(super) fn one_step() -> OptimizerConfig {
     OptimizerConfig {
         learning_rate: 1e-2,
@@ -67,7 +67,7 @@ pub(super) fn one_step() -> OptimizerConfig {
     }
 }
 
-/// Trained parameters that a step has not moved, and frozen ones that it has.
+/// Trained parameters that a step did not change, and frozen ones that it did.
 pub(super) fn unmoved<M: Module>(
     before: &M,
     after: &M,
@@ -80,8 +80,8 @@ pub(super) fn unmoved<M: Module>(
     each.filter_map(|(((name, before), (_, after)), rank)| {
         let frozen = group(&name, rank).learning_rate_scale == 0.0;
         match (before == after, frozen) {
-            (true, false) => Some(format!("`{name}` did not move in a step")),
-            (false, true) => Some(format!("`{name}` is frozen, but moved")),
+            (true, false) => Some(format!("a step did not change `{name}`")),
+            (false, true) => Some(format!("`{name}` is frozen, but changed")),
             _ => None,
         }
     })

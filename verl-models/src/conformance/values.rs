@@ -7,12 +7,13 @@ use super::probe::{apart, ids, one_step, sequences, unmoved, weights};
 use crate::critic::Critic;
 use crate::model::{PackedValues, ScoreRow, TrainedModel, ValueInterface, ValueModel};
 
-/// All rules that a model of values breaks, in a few forward passes on short sequences.
+/// Finds all rules that a value model breaks, with a few forward passes on short sequences.
 ///
-/// - Shapes are those of [`ValueInterface`], names of parameters are unique, a pass repeated has the same bits.
-/// - Later tokens and other rows change nothing at a position; a row has the same bits at any place of a call.
-/// - Gradients reach every parameter whose group is not frozen, and a training step leaves the others alone. A head of
-///   zeros lets none through, so give it other weights.
+/// - Shapes are as documented in [`ValueInterface`], parameter names are unique, and repeating a pass gives the same
+///   bits.
+/// - Later tokens and other rows change nothing at a position; a row has the same bits at any place in a call.
+/// - Gradients reach every parameter whose group is not frozen, and a training step does not change the others. A zero
+///   head blocks all gradients, so use other weights.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -50,7 +51,7 @@ struct Check<M> {
     /// Without autodiff.
     model: M,
     device: Device,
-    /// Tokens of the sequences that are tried.
+    /// Tokens per test sequence.
     length: usize,
     violations: Vec<Violation>,
 }
@@ -64,13 +65,13 @@ impl<M: ValueInterface> Check<M> {
         sequences(rows, self.length, self.model.vocab_size())
     }
 
-    /// Values as numbers, `[B, S]` flat.
+    /// Values `[B, S]`, flattened.
     fn values(&self, rows: &[Vec<u32>]) -> Vec<f32> {
         let values = self.model.values(ids(rows, &self.device)).into_data();
         values.iter::<f32>().collect()
     }
 
-    /// Whether the other checks make sense.
+    /// Checks sizes and shapes; returns whether the other checks can run.
     fn shapes(&mut self) -> bool {
         let before = self.violations.len();
         let rule = "sizes and shapes are as declared";
@@ -94,11 +95,11 @@ impl<M: ValueInterface> Check<M> {
         names.dedup();
         if names.is_empty() || names.len() < count {
             let found = format!("{count} parameters with {} names", names.len());
-            self.fail("every parameter has a name of its own", found);
+            self.fail("parameter names are unique", found);
         }
         if self.values(&rows) != self.values(&rows) {
             let found = "two passes over the same tokens differ".to_owned();
-            self.fail("a pass repeated has the same bits", found);
+            self.fail("repeating a pass gives the same bits", found);
         }
         self.violations.len() == before
     }
@@ -115,7 +116,7 @@ impl<M: ValueInterface> Check<M> {
             let cut = self.values(&[rows[0][..seen].to_vec()]);
             for (what, other) in [
                 ("values before a changed token", self.values(&changed)),
-                ("values of the first tokens alone", cut),
+                ("values of only the first tokens", cut),
             ] {
                 let found = apart(rule, what, &other[..seen], &whole[..seen]);
                 self.violations.extend(found);
@@ -129,15 +130,15 @@ impl<M: ValueInterface> Check<M> {
         for (row, together) in rows.iter().zip(together.chunks(self.length)) {
             let alone = self.values(std::slice::from_ref(row));
             let rule = "other rows change nothing";
-            let found = apart(rule, "values of a row alone", &alone, together);
+            let found = apart(rule, "values of a single row", &alone, together);
             self.violations.extend(found);
         }
         rows.reverse();
         let reversed = self.values(&rows);
         let backwards = reversed.chunks(self.length).rev().collect::<Vec<_>>();
         if backwards.concat() != together {
-            let found = "five rows in reverse order have other bits".to_owned();
-            self.fail("a row has the same bits at any place of a call", found);
+            let found = "five rows in reverse order have different bits".to_owned();
+            self.fail("a row has the same bits at any place in a call", found);
         }
     }
 

@@ -1,10 +1,11 @@
-//! How much memory a device has, and what a message says of a device that ran out of it.
+//! The memory of devices, and messages that mean a device ran out of it.
 
 use burn::tensor::Device;
 
 use super::{Named, is_cpu};
 
-/// Bytes of memory of the device called `name`, where it is here and tells: for the CPU those of the machine.
+/// Bytes of memory of the device named `name`; `None` if it does not exist here or does not report them. For the CPU,
+/// the machine's memory.
 ///
 /// ```
 /// assert_eq!(verl_models::device::memory("gpu"), None);
@@ -16,7 +17,7 @@ pub fn memory(name: &str) -> Option<u64> {
     }
 }
 
-/// The same of a device at hand.
+/// [`memory`] of `device`.
 pub(crate) fn memory_of(device: &Device) -> Option<u64> {
     if is_cpu(device) {
         return machine();
@@ -32,8 +33,8 @@ pub(crate) fn memory_of(device: &Device) -> Option<u64> {
 
 #[cfg(feature = "cuda")]
 fn card(index: usize) -> Option<u64> {
-    let is_here = index < super::cuda_count();
-    is_here.then(|| crate::kernels::cuda::probe::properties(index).memory)?
+    let exists = index < super::cuda_count();
+    exists.then(|| crate::kernels::cuda::probe::properties(index).memory)?
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -41,7 +42,7 @@ fn card(_index: usize) -> Option<u64> {
     None
 }
 
-/// The machine's memory, as Linux tells it.
+/// The machine's memory, as Linux reports it.
 fn machine() -> Option<u64> {
     total(&std::fs::read_to_string("/proc/meminfo").ok()?)
 }
@@ -54,14 +55,14 @@ fn total(meminfo: &str) -> Option<u64> {
     Some(kibibytes << 10)
 }
 
-/// A device had no room for what was asked for.
+/// A device ran out of memory for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shortage {
-    /// Bytes that were asked for, where the message tells.
+    /// Requested bytes, if the message contains them.
     pub asked: Option<u64>,
 }
 
-/// How the libraries of a GPU say that its memory is used up. A number of bytes follows where a text ends with a space.
+/// Messages of GPU libraries that report exhausted memory. Where a text ends with a space, a number of bytes follows.
 const TEXTS: &[&str] = &[
     "out of device memory allocating ",
     "couldn't map storage for a deferred allocation of ",
@@ -70,16 +71,16 @@ const TEXTS: &[&str] = &[
     "CUDA_ERROR_OUT_OF_MEMORY",
 ];
 
-/// Whether a message, of a panic or an error, is about memory of a device that is used up.
+/// Whether the message of a panic or an error reports that a device ran out of memory.
 ///
-/// Kernels and copies are queued, so an allocation fails on the thread of the device's server, and is told by the call
-/// that reads a result: the message then holds that of the allocation.
+/// Kernels and copies are queued, so an allocation fails on the thread of the device's server, and the failure surfaces
+/// in the call that reads a result: the message of that call then contains that of the allocation.
 ///
 /// ```
 /// use verl_models::device::shortage;
 ///
-/// let told = shortage("An IO error happened\nCaused by:\n  out of device memory allocating 4096 bytes");
-/// assert_eq!(told.unwrap().asked, Some(4096));
+/// let found = shortage("An IO error happened\nCaused by:\n  out of device memory allocating 4096 bytes");
+/// assert_eq!(found.unwrap().asked, Some(4096));
 /// assert_eq!(shortage("index out of bounds"), None);
 /// ```
 pub fn shortage(message: &str) -> Option<Shortage> {
@@ -97,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_machine_tells_its_memory() {
+    fn the_machine_reports_its_memory() {
         assert_eq!(
             total("MemTotal:       16384 kB\nMemFree: 1 kB\n"),
             Some(16 << 20)
@@ -111,18 +112,18 @@ mod tests {
 
     #[cfg(not(feature = "cuda"))]
     #[test]
-    fn a_card_that_is_not_here_tells_nothing() {
+    fn a_missing_gpu_reports_no_memory() {
         assert_eq!(memory("cuda:0"), None);
     }
 
-    /// What a failed read panics with: the error's debug text, in which line ends are escaped.
+    /// The panic message of a failed read: the error's debug text, in which line ends are escaped.
     const PANIC: &str = "Error while reading data: use `try_into_data` instead to catch the error at runtime: Generic { \
                          reason: \"An error happened during execution\\nCaused by:\\n  The bytes were never written \
                          (failure #3, still claiming 1 buffer(s))\\nCaused by:\\n  An IO error happened\\nCaused by:\\n  \
                          out of device memory allocating 8589934592 bytes\\n\" }";
 
     #[test]
-    fn messages_of_full_devices_are_known_with_what_was_asked_for() {
+    fn out_of_memory_messages_are_recognised_with_the_requested_bytes() {
         let asked = |message: &str| shortage(message).map(|shortage| shortage.asked);
         assert_eq!(asked(PANIC), Some(Some(8 << 30)));
         assert_eq!(asked("can't allocate buffer of size: 77\n"), Some(Some(77)));

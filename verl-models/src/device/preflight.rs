@@ -1,4 +1,4 @@
-//! Whether a CUDA device can run what this build needs, found out before anything is loaded.
+//! Checks that a CUDA device can run this build, before anything is loaded.
 
 use std::fmt;
 
@@ -6,20 +6,20 @@ use serde::Serialize;
 
 use super::DeviceError;
 
-/// What was found of a device that can be used.
+/// Properties of a usable device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Preflight {
-    /// The device as it names itself.
+    /// The device's own name.
     pub name: String,
-    /// Its compute capability, such as 90 for 9.0; none of the CPU.
+    /// Its compute capability, such as 90 for 9.0; `None` for the CPU.
     pub capability: Option<u32>,
-    /// The driver's version, where the system tells.
+    /// The driver's version, if the system reports it.
     pub driver: Option<String>,
-    /// Where the headers of CUDA were found.
+    /// Where the CUDA headers were found.
     pub toolkit: Option<String>,
-    /// Bytes of memory, where the device tells.
+    /// Bytes of memory, if the device reports them.
     pub memory: Option<u64>,
-    /// Bytes of shared memory of a block.
+    /// Bytes of shared memory per block.
     pub shared_memory: Option<u64>,
 }
 
@@ -42,10 +42,10 @@ impl fmt::Display for Preflight {
     }
 }
 
-/// Looks at the device called `name` and, on a GPU, compiles and runs a kernel there; the CPU always passes.
+/// Checks the device named `name` and, on a GPU, compiles and runs a kernel there; the CPU always passes.
 ///
-/// A GPU needs compute capability 8.0 (bf16 in matrix products), 48 KiB of shared memory a block, NVRTC and the headers
-/// of CUDA.
+/// A GPU needs compute capability 8.0 (bf16 in matrix products), 48 KiB of shared memory per block, NVRTC and the CUDA
+/// headers.
 ///
 /// # Errors
 /// As [`device`](super::device); [`DeviceError::Unusable`] says what is missing.
@@ -83,9 +83,9 @@ mod with_cuda {
     use crate::kernels::cuda::probe;
 
     /// Matrix products of bf16 came with Ampere.
-    const LEAST_CAPABILITY: u32 = 80;
-    /// What the kernels declare at most.
-    const LEAST_SHARED: u64 = 48 << 10;
+    const MIN_CAPABILITY: u32 = 80;
+    /// The largest shared memory that a kernel declares.
+    const MIN_SHARED_MEMORY: u64 = 48 << 10;
 
     pub(super) fn cuda(name: &str, index: usize) -> Result<Preflight, DeviceError> {
         let unusable = |reason: String, help: &'static str| DeviceError::Unusable {
@@ -95,14 +95,14 @@ mod with_cuda {
         };
         let toolkit = toolkit().ok_or_else(|| {
             unusable(
-                "the headers of CUDA were not found (no `include/cuda_bf16.h` under $CUDA_PATH, /usr/local/cuda, \
+                "the CUDA headers were not found (no `include/cuda_bf16.h` under $CUDA_PATH, /usr/local/cuda, \
                  /opt/cuda or /usr)"
                     .to_owned(),
                 "install the CUDA toolkit, or set CUDA_PATH to its folder",
             )
         })?;
         let found = probe::properties(index);
-        if found.capability < LEAST_CAPABILITY {
+        if found.capability < MIN_CAPABILITY {
             return Err(unusable(
                 format!(
                     "{} has compute capability {}.{}, but bf16 needs 8.0",
@@ -113,10 +113,10 @@ mod with_cuda {
                 "use a newer GPU, or set `group = \"cpu\"`",
             ));
         }
-        if found.shared_memory < LEAST_SHARED {
+        if found.shared_memory < MIN_SHARED_MEMORY {
             return Err(unusable(
                 format!(
-                    "{} gives a block {} bytes of shared memory, but kernels need {LEAST_SHARED}",
+                    "{} has {} bytes of shared memory per block, but kernels need {MIN_SHARED_MEMORY}",
                     found.name, found.shared_memory
                 ),
                 "use a newer GPU, or set `group = \"cpu\"`",
@@ -125,7 +125,7 @@ mod with_cuda {
         probe::run(index).map_err(|reason| {
             unusable(
                 format!("a test kernel could not be compiled and run: {reason}"),
-                "put the folder of libnvrtc.so into LD_LIBRARY_PATH; its version must be one that the driver supports",
+                "add the folder of libnvrtc.so to LD_LIBRARY_PATH; the driver must support its version",
             )
         })?;
         Ok(Preflight {
@@ -138,7 +138,7 @@ mod with_cuda {
         })
     }
 
-    /// The folder that cubecl takes headers from, where they are there.
+    /// The folder from which cubecl reads the headers, if they exist.
     fn toolkit() -> Option<PathBuf> {
         let folder = match std::env::var_os("CUDA_PATH") {
             Some(path) => PathBuf::from(path),
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_is_told_in_one_line() {
+    fn a_gpu_prints_on_one_line() {
         let found = Preflight {
             name: "NVIDIA H200".to_owned(),
             capability: Some(90),
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_nothing_are_refused() {
+    fn unknown_names_are_refused() {
         assert!(preflight("gpu").is_err());
     }
 }

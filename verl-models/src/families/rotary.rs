@@ -1,4 +1,4 @@
-//! Rotary settings of a config.json, and back.
+//! Reads and writes the rotary settings of a config.json.
 
 use serde_json::{Value, json};
 
@@ -6,8 +6,8 @@ use crate::blocks::rope::{RopeConfig, RopeScaling};
 use crate::hf::LoadError;
 use crate::hf::config::Settings;
 
-/// Tokens that the model can read: what is declared, or what YaRN stretches the context of pre-training to, which configs
-/// often leave out of `max_position_embeddings`.
+/// Tokens that the model can read: the declared context, or the context to which YaRN extends that of pre-training,
+/// which configs often do not include in `max_position_embeddings`.
 pub(super) fn context(scaling: &RopeScaling, declared: usize) -> usize {
     match *scaling {
         RopeScaling::Yarn {
@@ -19,7 +19,7 @@ pub(super) fn context(scaling: &RopeScaling, declared: usize) -> usize {
     }
 }
 
-/// Rotary settings of either spelling: all in `rope_parameters`, or `rope_theta` beside `rope_scaling`.
+/// Rotary settings in either form: all in `rope_parameters`, or `rope_theta` next to `rope_scaling`.
 pub(super) fn rope(settings: &Settings<'_>, max_tokens: usize) -> Result<RopeConfig, LoadError> {
     let nested = match settings.object("rope_parameters")? {
         Some(parameters) => Some(parameters),
@@ -45,7 +45,7 @@ pub(super) fn rope(settings: &Settings<'_>, max_tokens: usize) -> Result<RopeCon
     }
     if let Some(partial) = partial.filter(|partial| *partial != 1.0) {
         return Err(settings.error(format!(
-            "`partial_rotary_factor` is {partial}; only whole heads are rotated"
+            "`partial_rotary_factor` is {partial}; only rotation of complete heads is supported"
         )));
     }
     Ok(RopeConfig { theta, scaling })
@@ -128,7 +128,7 @@ fn yarn(
     })
 }
 
-/// What `rope_scaling` says of a scaling.
+/// The `rope_scaling` entry of a scaling.
 pub(super) fn scaling_json(scaling: &RopeScaling) -> Value {
     match *scaling {
         RopeScaling::Default => Value::Null,

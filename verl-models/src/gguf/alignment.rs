@@ -1,13 +1,13 @@
-//! `general.alignment`, looked at before `candle_core` reads the file and divides by it.
+//! Checks `general.alignment` before `candle_core` reads the file and divides by it.
 
 use std::fs::File;
 use std::io::{self, BufReader, ErrorKind, Read};
 
-/// Arrays within arrays beyond this are refused by `candle_core` too.
+/// Deepest nesting of arrays; `candle_core` refuses deeper ones too.
 const MAX_DEPTH: usize = 64;
 
-/// Whether the header of a file gives 0 as its alignment. One that ends early or makes no sense is left to the reader,
-/// which tells what is wrong with it.
+/// Whether the header of a file sets the alignment to 0. Truncated or invalid headers are left to the reader, which
+/// reports the error.
 pub(super) fn is_zero(reader: &mut BufReader<File>) -> bool {
     Header::open(reader)
         .and_then(|mut header| header.has_zero_alignment())
@@ -34,7 +34,7 @@ impl<'a> Header<'a> {
             let length = self.length()?;
             self.reader.by_ref().take(length).read_to_end(&mut key)?;
             let kind = self.kind()?;
-            // Zeros at the end of a name do not count.
+            // Trailing zeros of a name are ignored.
             while key.pop_if(|byte| *byte == 0).is_some() {}
             let zero = match (key.as_slice(), kind) {
                 (b"general.alignment", 0 | 1) => self.bytes()? == [0],
@@ -70,7 +70,7 @@ impl<'a> Header<'a> {
         }
     }
 
-    /// Passes over a value of type `kind`.
+    /// Skips a value of type `kind`.
     fn skip(&mut self, kind: u32, depth: usize) -> io::Result<()> {
         match kind {
             8 => {
@@ -99,7 +99,7 @@ impl<'a> Header<'a> {
     }
 }
 
-/// Bytes of a value that is always as long.
+/// Bytes of a value of fixed width; `None` for other types.
 fn width(kind: u32) -> Option<u64> {
     match kind {
         0 | 1 | 7 => Some(1),

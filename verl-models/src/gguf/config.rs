@@ -1,4 +1,4 @@
-//! Metadata into `config.json`.
+//! Converts metadata to `config.json`.
 
 use serde_json::{Map, Value, json};
 
@@ -33,7 +33,7 @@ const ARCHITECTURES: [(&str, &str); 3] = [
     ("qwen3", "Qwen3ForCausalLM"),
 ];
 
-/// The size of the vocabulary.
+/// What defines the size of the vocabulary, for messages.
 const ROWS: &str = "rows of token_embd.weight";
 
 pub(super) fn unsupported(what: &'static str, found: &str, known: &str) -> GgufError {
@@ -61,7 +61,7 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
         return Err(unsupported(
             "file",
             &format!("one of {parts} parts"),
-            "whole files; merge the parts first (`llama-gguf-split --merge`)",
+            "complete files; merge the parts first (`llama-gguf-split --merge`)",
         ));
     }
     let key = |name: &str| format!("{architecture}.{name}");
@@ -87,7 +87,7 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
         return Err(GgufError::Metadata {
             key: key("attention.head_count"),
             reason: format!(
-                "gives {heads} query heads, {kv_heads} key heads of width {head_width}, which do not fit each other"
+                "gives {heads} query heads and {kv_heads} key heads of width {head_width}, which are incompatible"
             ),
         });
     }
@@ -95,8 +95,8 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
     if let Some(rotated) = rotated.filter(|rotated| *rotated != head_width) {
         return Err(unsupported(
             "rotation",
-            &format!("of {rotated} of {head_width} dims of a head"),
-            "rotations of all of them",
+            &format!("{rotated} of {head_width} dims of a head"),
+            "all dims",
         ));
     }
     let layers = metadata.needed_size(&key("block_count"), largest::LAYERS)?;
@@ -112,7 +112,7 @@ pub(super) fn read(metadata: &Metadata<'_>) -> Result<Model, GgufError> {
     if !(rope_theta.is_finite() && rope_theta > 0.0) {
         return Err(GgufError::Metadata {
             key: base,
-            reason: format!("is {rope_theta}, and must be above 0"),
+            reason: format!("is {rope_theta}, but must be above 0"),
         });
     }
     let context = metadata.needed_size(&key("context_length"), largest::CONTEXT)?;

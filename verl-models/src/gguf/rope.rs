@@ -1,21 +1,21 @@
 //! Rotary scaling in the metadata, as llama.cpp reads it (`load_hparams`, `llama_context`, `rope_yarn`).
 //!
-//! - The type is `linear` where it is missing. The factor is `rope.scaling.factor`, else `rope.scale_linear`, the key's
-//!   old name; 0 or none means 1.
+//! - The type defaults to `linear`. The factor is `rope.scaling.factor`, else `rope.scale_linear`, the key's old name;
+//!   0 or no factor means 1.
 //! - `none` scales nothing, whatever the factor.
-//! - `yarn` lengthens what is rotated by 0.1 ln(factor) + 1, times `rope.scaling.attn_factor`. The original context is
-//!   `rope.scaling.original_context_length`, else the context. Turns from 32 to 1 are the ramp.
+//! - `yarn` lengthens rotated vectors by 0.1 ln(factor) + 1, times `rope.scaling.attn_factor`. The original context is
+//!   `rope.scaling.original_context_length`, else the context. The ramp covers 32 turns to 1 turn.
 //! - `rope_freqs.weight` divides single frequencies: Llama 3.
 //!
-//! `finetuned` changes nothing; `yarn_log_multiplier`, `yarn_ext_factor`, `yarn_attn_factor`, `yarn_beta_fast` and
-//! `yarn_beta_slow` are read for none of the architectures that are imported.
+//! `finetuned` has no effect. For the supported architectures, `yarn_log_multiplier`, `yarn_ext_factor`,
+//! `yarn_attn_factor`, `yarn_beta_fast` and `yarn_beta_slow` are not read.
 
 use serde_json::{Value, json};
 
 use super::{GgufError, Metadata, config::unsupported};
 use crate::families::largest;
 
-/// Settings of rotary scaling in a file.
+/// The rotary scaling settings of a file.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Scaling {
     kind: Kind,
@@ -36,7 +36,7 @@ impl Scaling {
     /// Reads the settings of an architecture whose context is `context`.
     ///
     /// # Errors
-    /// A kind of scaling that is not supported; numbers that make no sense.
+    /// An unsupported kind of scaling; invalid numbers.
     pub(super) fn read(
         metadata: &Metadata<'_>,
         architecture: &str,
@@ -59,7 +59,7 @@ impl Scaling {
             match metadata.float(&key)? {
                 Some(value) if value < 0.0 => Err(GgufError::Metadata {
                     key,
-                    reason: format!("is {value}, and must not be below 0"),
+                    reason: format!("is {value}, but must not be negative"),
                 }),
                 value => Ok(value),
             }
@@ -78,11 +78,11 @@ impl Scaling {
         })
     }
 
-    /// `rope_scaling` of config.json; `factors` are those of `rope_freqs.weight`, where the file has them.
+    /// `rope_scaling` of config.json; `factors` are the values of `rope_freqs.weight`, if the file has it.
     ///
     /// # Errors
-    /// What config.json cannot say: factors that are not those of Llama 3, two scalings at once, a length of what is
-    /// rotated without YaRN.
+    /// Settings that config.json cannot express: factors that are not those of Llama 3, two scalings at once, or a
+    /// factor on the length of rotated vectors without YaRN.
     pub(super) fn to_json(
         self,
         factors: Option<&[f32]>,
@@ -121,9 +121,9 @@ impl Scaling {
     }
 }
 
-/// The settings of Llama 3's rotary scaling whose factors a file holds instead of the settings themselves: all
-/// published models have low and high frequency factors 1 and 4 on an original context of 8192, so the largest factor
-/// tells the rest. A tensor that those settings do not reproduce is refused.
+/// The settings of Llama 3's rotary scaling, recovered from the factors that a file contains instead of the settings.
+/// All published models have low and high frequency factors 1 and 4 on an original context of 8192, so the largest
+/// factor determines the rest. A tensor that those settings do not reproduce is refused.
 fn llama3(factors: &[f32], theta: f64, head_width: usize) -> Result<Value, GgufError> {
     let (low, high, original) = (1.0, 4.0, 8192.0);
     let factor = factors.iter().copied().fold(1.0f32, f32::max);
@@ -155,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn llama3_settings_come_back_from_their_factors() {
+    fn llama3_settings_are_recovered_from_their_factors() {
         // Wavelengths 2π·500000^(i/4) are 6.3, 167, 4443, 118143: short, short, between 8192/4 and 8192, long.
         let smooth = (8192.0 / 4442.883 - 1.0) / 3.0;
         let factors = [1.0, 1.0, 1.0 / ((1.0 - smooth) / 32.0 + smooth), 32.0];

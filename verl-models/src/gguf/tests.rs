@@ -12,7 +12,7 @@ const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const MLP: usize = 64;
 
-/// A file in the making: metadata and tensors by name.
+/// A file under construction: metadata and tensors by name.
 struct Writer {
     metadata: Vec<(String, GgufValue)>,
     tensors: Vec<(String, QTensor)>,
@@ -26,7 +26,7 @@ fn texts(values: &[&str]) -> GgufValue {
     GgufValue::Array(values.iter().map(|v| text(v)).collect())
 }
 
-/// The numbers of tensor `seed`, with enough structure that a wrong order of rows shows.
+/// The numbers of tensor `seed`, with enough structure that a wrong row order is noticed.
 fn numbers(seed: usize, count: usize) -> Vec<f32> {
     (0..count)
         .map(|i| ((i * 37 + seed * 101) % 997) as f32 / 997.0 - 0.5)
@@ -116,7 +116,7 @@ impl Writer {
             .push((name, QTensor::quantize(&tensor, dtype).unwrap()));
     }
 
-    /// Has the tensor `name` in the file without rows.
+    /// Replaces the tensor `name` by one without rows.
     fn empty(&mut self, name: &str) {
         let tensor = Tensor::zeros((0, WIDTH), candle_core::DType::F32, &Device::Cpu).unwrap();
         self.tensors.retain(|(other, _)| other != name);
@@ -149,7 +149,7 @@ impl Writer {
         assert_eq!(
             left,
             if result.is_ok() { 2 } else { 1 },
-            "nothing is left behind"
+            "a failed import leaves no files"
         );
         let report = result?;
         let weights = std::fs::read(folder.join("model.safetensors")).unwrap();
@@ -194,7 +194,7 @@ impl Imported {
     }
 }
 
-/// llama.cpp's `permute`, from the checkpoint's order of rows into the file's.
+/// llama.cpp's `permute`, from the checkpoint's row order to the file's.
 fn permute(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
     let head = values.len() / columns / heads;
     let mut out = vec![0.0; values.len()];
@@ -210,7 +210,7 @@ fn permute(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
 }
 
 #[test]
-fn llama_rows_come_back_in_the_checkpoints_order() {
+fn llama_rows_are_restored_to_the_checkpoints_order() {
     let mut writer = Writer::new("llama", GgmlDType::F32);
     let q = numbers(1, WIDTH * WIDTH);
     let k = numbers(2, WIDTH / 2 * WIDTH);
@@ -308,7 +308,7 @@ fn qwen_keeps_its_rows_and_has_biases_or_norms() {
 }
 
 #[test]
-fn quantised_weights_are_close_and_formats_are_kept() {
+fn quantised_weights_are_close_and_the_weight_type_is_used() {
     for (dtype, tolerance) in [
         (GgmlDType::F16, 3e-4),
         (GgmlDType::BF16, 2e-3),
@@ -389,8 +389,8 @@ fn sentence_piece_tokenizers_are_rebuilt_from_scores() {
 }
 
 #[test]
-fn faults_are_told_and_leave_nothing_behind() {
-    let told = |change: &dyn Fn(&mut Writer)| {
+fn errors_are_reported_and_leave_no_files() {
+    let error = |change: &dyn Fn(&mut Writer)| {
         let mut writer = Writer::new("llama", GgmlDType::F32);
         change(&mut writer);
         writer
@@ -403,7 +403,7 @@ fn faults_are_told_and_leave_nothing_behind() {
     let cases: [(Change, &str); 20] = [
         (
             &|w| w.set("general.architecture", text("mamba")),
-            "architecture `mamba` is not supported; known are llama, qwen2, qwen3",
+            "architecture `mamba` is not supported; supported: llama, qwen2, qwen3",
         ),
         (
             &|w| w.remove("llama.block_count"),
@@ -419,12 +419,12 @@ fn faults_are_told_and_leave_nothing_behind() {
         ),
         (
             &|w| w.set("llama.attention.key_length", GgufValue::U64(1 << 62)),
-            "metadata `llama.attention.key_length` is 4611686018427387904, but at most 4096 is read: no model is so \
+            "metadata `llama.attention.key_length` is 4611686018427387904, but the limit is 4096: no model is that \
              large, so the file is probably damaged",
         ),
         (
             &|w| w.set("llama.block_count", GgufValue::U64(u64::MAX)),
-            "metadata `llama.block_count` is 18446744073709551615, but at most 4096 is read: no model is so large, so \
+            "metadata `llama.block_count` is 18446744073709551615, but the limit is 4096: no model is that large, so \
              the file is probably damaged",
         ),
         (
@@ -452,7 +452,7 @@ fn faults_are_told_and_leave_nothing_behind() {
                 w.set("llama.rope.scaling.type", text("linear"));
                 w.set("llama.rope.scaling.factor", GgufValue::F32(-2.0));
             },
-            "metadata `llama.rope.scaling.factor` is -2, and must not be below 0",
+            "metadata `llama.rope.scaling.factor` is -2, but must not be negative",
         ),
         (
             &|w| w.empty("token_embd.weight"),
@@ -460,7 +460,7 @@ fn faults_are_told_and_leave_nothing_behind() {
         ),
         (
             &|w| w.tensor("rope_freqs", vec![1.0; 8], &[8], GgmlDType::F32),
-            "tensor `rope_freqs.weight` has shape [8], but the metadata say [4]",
+            "tensor `rope_freqs.weight` has shape [8], but the metadata require [4]",
         ),
         (
             &|w| w.set("llama.attention.head_count", GgufValue::U32(0)),
@@ -468,15 +468,15 @@ fn faults_are_told_and_leave_nothing_behind() {
         ),
         (
             &|w| w.set("llama.rope.dimension_count", GgufValue::U32(4)),
-            "rotation `of 4 of 8 dims of a head` is not supported; known are rotations of all of them",
+            "rotation `4 of 8 dims of a head` is not supported; supported: all dims",
         ),
         (
             &|w| w.set("llama.rope.freq_base", GgufValue::F32(0.0)),
-            "metadata `llama.rope.freq_base` is 0, and must be above 0",
+            "metadata `llama.rope.freq_base` is 0, but must be above 0",
         ),
         (
             &|w| w.set("tokenizer.ggml.pre", text("new-one")),
-            "pre-tokenizer `new-one` is not supported; known are smollm, llama-bpe, qwen2, gpt-2",
+            "pre-tokenizer `new-one` is not supported; supported: smollm, llama-bpe, qwen2, gpt-2",
         ),
         (
             &|w| w.tensors.retain(|(name, _)| !name.contains("ffn_up")),
@@ -484,15 +484,15 @@ fn faults_are_told_and_leave_nothing_behind() {
         ),
         (
             &|w| w.tensor("blk.0.attn_sinks", vec![0.0], &[1], GgmlDType::F32),
-            "the file holds tensors that `llama` does not have: blk.0.attn_sinks.weight",
+            "the file contains tensors that `llama` does not have: blk.0.attn_sinks.weight",
         ),
         (
             &|w| w.tensor("output_norm", vec![0.0; 8], &[8], GgmlDType::F32),
-            "tensor `output_norm.weight` has shape [8], but the metadata say [32]",
+            "tensor `output_norm.weight` has shape [8], but the metadata require [32]",
         ),
         (
             &|w| w.tensor("output_norm", vec![1e5; WIDTH], &[WIDTH], GgmlDType::F32),
-            "tensor `output_norm.weight` holds 100000 at 0, which f16 cannot hold",
+            "tensor `output_norm.weight` contains 100000 at index 0, which f16 cannot represent",
         ),
         (
             &|w| w.set("tokenizer.ggml.eos_token_id", GgufValue::U32(99)),
@@ -500,7 +500,7 @@ fn faults_are_told_and_leave_nothing_behind() {
         ),
     ];
     for (change, words) in cases {
-        assert_eq!(told(change), words);
+        assert_eq!(error(change), words);
     }
 }
 
@@ -537,7 +537,7 @@ fn an_alignment_of_zero_is_refused_and_others_are_left_to_the_reader() {
         for zero in [GgufValue::U8(0), GgufValue::I16(0), GgufValue::U32(0)] {
             assert_eq!(
                 with(key, zero).unwrap_err().to_string(),
-                "metadata `general.alignment` is 0, but tensors begin at multiples of it; the file is damaged"
+                "metadata `general.alignment` is 0, but tensors start at multiples of it; the file is damaged"
             );
         }
     }
@@ -546,7 +546,7 @@ fn an_alignment_of_zero_is_refused_and_others_are_left_to_the_reader() {
     }
 }
 
-/// A1 and its kind: rotary scaling as llama.cpp reads it.
+/// Rotary scaling is read as in llama.cpp.
 #[test]
 fn rotary_scaling_is_read_in_every_form() {
     let with = |entries: &[(&str, GgufValue)], factors: Option<Vec<f32>>| {
@@ -569,7 +569,7 @@ fn rotary_scaling_is_read_in_every_form() {
     let kind = |name: &str| ("scaling.type", text(name));
     let factor = |value: f32| ("scaling.factor", float(value));
     let linear = json!({"rope_type": "linear", "factor": 4.0});
-    // A1: a factor without a type is linear.
+    // A factor without a type is linear.
     assert_eq!(scaling(&[factor(4.0)]), linear);
     assert_eq!(scaling(&[kind("linear"), factor(4.0)]), linear);
     assert_eq!(scaling(&[("scale_linear", float(4.0))]), linear);
@@ -577,7 +577,7 @@ fn rotary_scaling_is_read_in_every_form() {
         scaling(&[kind("linear"), ("scale_linear", float(4.0))]),
         linear
     );
-    // The new key comes first, even where it says nothing.
+    // The new key takes precedence, even where it has no effect.
     assert_eq!(
         scaling(&[factor(4.0), ("scale_linear", float(2.0))]),
         linear
@@ -618,7 +618,7 @@ fn rotary_scaling_is_read_in_every_form() {
     ];
     assert_eq!(scaling(&others), yarn(longer, 128));
 
-    // Factors of 1 are no scaling, and may stand beside one.
+    // Factors of 1 scale nothing, so they are allowed next to a scaling.
     let beside = with(&[factor(4.0)], Some(vec![1.0; 4])).unwrap();
     assert_eq!(beside.json("config.json")["rope_scaling"], linear);
 
@@ -626,7 +626,7 @@ fn rotary_scaling_is_read_in_every_form() {
     assert!(
         refused(&[factor(4.0), attention(0.5)], None).contains("attn_factor` 0.5 without yarn")
     );
-    assert!(refused(&[factor(-4.0)], None).contains("is -4, and must not be below 0"));
+    assert!(refused(&[factor(-4.0)], None).contains("is -4, but must not be negative"));
     let both = refused(&[factor(4.0)], Some(vec![1.0, 1.0, 2.0, 8.0]));
     assert!(
         both.contains("rope_freqs.weight and `rope.scaling.factor` 4"),
@@ -634,7 +634,7 @@ fn rotary_scaling_is_read_in_every_form() {
     );
 }
 
-/// #10: −1, as llama.cpp writes it, is no token; what nothing reads is not looked at.
+/// −1 means no token, as in llama.cpp; unused ids are not checked.
 #[test]
 fn negative_token_ids_mean_none() {
     let mut writer = Writer::new("llama", GgmlDType::F32);
@@ -652,9 +652,8 @@ fn negative_token_ids_mean_none() {
     );
 }
 
-/// #11: a pointer of Git LFS as the file.
 #[test]
-fn a_pointer_is_not_called_damaged() {
+fn a_git_lfs_pointer_is_recognised() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("model.gguf");
     std::fs::write(&file, "version https://git-lfs.github.com/spec/v1\n").unwrap();
@@ -662,10 +661,10 @@ fn a_pointer_is_not_called_damaged() {
     assert!(error.to_string().contains("git lfs pull"), "{error}");
 }
 
-/// #12: who can read config.json can read the weights.
+/// Whoever can read config.json can read the weights.
 #[cfg(unix)]
 #[test]
-fn imported_files_have_one_mode() {
+fn imported_files_have_the_same_mode() {
     use std::os::unix::fs::PermissionsExt;
     let imported = Writer::new("llama", GgmlDType::F32)
         .import(WeightType::F32)

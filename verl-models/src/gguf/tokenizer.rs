@@ -1,4 +1,4 @@
-//! `tokenizer.ggml.*` into `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`.
+//! Converts `tokenizer.ggml.*` to `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`.
 
 use candle_core::quantized::gguf_file::Value as GgufValue;
 use serde_json::{Map, Value, json};
@@ -14,7 +14,7 @@ pub(super) struct SpecialIds {
     pub(super) pad: Option<u32>,
 }
 
-/// What the tokenizer's files hold.
+/// Contents of the tokenizer's files.
 pub(super) struct Files {
     pub(super) special: SpecialIds,
     pub(super) tokenizer: Value,
@@ -22,7 +22,7 @@ pub(super) struct Files {
     pub(super) generation: Value,
 }
 
-/// `tokenizer.ggml.token_type`, as llama.cpp numbers them.
+/// `tokenizer.ggml.token_type`, numbered as in llama.cpp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Normal,
@@ -76,7 +76,7 @@ pub(super) fn files(metadata: &Metadata<'_>) -> Result<Files, GgufError> {
             id => Ok(id),
         }
     };
-    // Nothing reads these two where they make no sense.
+    // Invalid values of these two are ignored, as nothing requires them.
     let optional_id = |name: &str| -> Result<Option<u32>, GgufError> {
         let id = metadata.token_id(&key(&format!("{name}_token_id")))?;
         Ok(id.filter(|id| (*id as usize) < vocabulary.tokens.len()))
@@ -166,7 +166,7 @@ const CONTRACTIONS: &str = "(?i:'s|'t|'re|'ve|'m|'ll|'d)";
 const WORDS: &str = r"[^\r\n\p{L}\p{N}]?\p{L}+";
 const REST: &str = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Byte-level BPE; how text is cut before merging is named by `tokenizer.ggml.pre`.
+/// Byte-level BPE; `tokenizer.ggml.pre` names how text is split before merging.
 fn byte_level(metadata: &Metadata<'_>, vocabulary: &Vocabulary) -> Result<Pieces, GgufError> {
     let bytes = |use_regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex});
     let split = |numbers: &str| {
@@ -216,8 +216,8 @@ fn byte_level(metadata: &Metadata<'_>, vocabulary: &Vocabulary) -> Result<Pieces
     })
 }
 
-/// SentencePiece's BPE, whose merges follow from the scores of the pieces: of two ways to join, the one whose result
-/// has the higher score goes first.
+/// SentencePiece's BPE, whose merges follow from the scores of the pieces: the merge whose result has the highest score
+/// comes first.
 fn sentence_piece(
     metadata: &Metadata<'_>,
     vocabulary: &Vocabulary,
@@ -300,7 +300,7 @@ fn merges(vocabulary: &Vocabulary, scores: &[f32]) -> Vec<[String; 2]> {
 }
 
 impl Vocabulary {
-    /// Token → id; slots that only fill up the embedding are left out.
+    /// Token → id, without slots that only pad the embedding.
     fn to_json(&self) -> Map<String, Value> {
         self.tokens
             .iter()
@@ -312,7 +312,7 @@ impl Vocabulary {
     }
 }
 
-/// Tokens that are found in text before it is cut: control tokens (left out of decoded text) and the user's.
+/// Tokens that are found in text before it is split: control tokens (left out of decoded text) and user-defined tokens.
 fn added_tokens(vocabulary: &Vocabulary) -> Vec<Value> {
     vocabulary
         .tokens
@@ -329,7 +329,7 @@ fn added_tokens(vocabulary: &Vocabulary) -> Vec<Value> {
         .collect()
 }
 
-/// Puts the begin token, where there is one, before a text.
+/// Adds the begin token, if there is one, before a text.
 fn post_processor(bos: Option<(u32, &str)>) -> Value {
     let Some((id, token)) = bos else {
         return Value::Null;

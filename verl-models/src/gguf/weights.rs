@@ -1,4 +1,4 @@
-//! Tensors of a GGUF file into those of a checkpoint.
+//! Converts the tensors of a GGUF file to those of a checkpoint.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -14,10 +14,10 @@ use super::config::Model;
 use super::{GgufError, WeightType};
 use crate::files;
 
-/// Factors of rotary frequencies; part of the configuration, not of the weights.
+/// Factors of rotary frequencies; they are part of the configuration, not of the weights.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
 
-/// A tensor as it is written.
+/// A tensor in its output format.
 pub(super) struct Tensor {
     name: String,
     dtype: Dtype,
@@ -47,7 +47,7 @@ impl View for &Tensor {
 }
 
 /// A tensor that the model has: its name in the file and in the checkpoint, its shape, and the number of heads whose
-/// rows are to be put back into order.
+/// rows must be reordered.
 struct Expected {
     stored: String,
     name: String,
@@ -160,7 +160,7 @@ pub(super) fn rope_factors<R: Read + Seek>(
     }
 }
 
-/// Refuses a tensor of another shape before anything is made of that shape.
+/// Refuses a tensor of the wrong shape before anything is allocated.
 fn check_shape(content: &Content, name: &str, wanted: &[usize]) -> Result<(), GgufError> {
     let found = content.tensor_infos[name].shape.dims();
     if found == wanted {
@@ -232,7 +232,7 @@ pub(super) fn read<R: Read + Seek>(
         .collect()
 }
 
-/// Rows of each head from neighbouring rotary pairs back into halves: row `2i + j` of a head becomes row
+/// Reorders the rows of each head from neighbouring rotary pairs to halves: row `2i + j` of a head becomes row
 /// `j·Dh/2 + i`, with `j` in {0, 1}.
 fn unpermute(values: &[f32], heads: usize, head_width: usize) -> Vec<f32> {
     let row = values.len() / (heads * head_width);
@@ -248,7 +248,7 @@ fn unpermute(values: &[f32], heads: usize, head_width: usize) -> Vec<f32> {
     out
 }
 
-/// Little-endian bytes; the position and value of the first number that does not fit.
+/// Little-endian bytes, or the position and value of the first number that the type cannot represent.
 fn encode(values: &[f32], weight_type: WeightType) -> Result<(Dtype, Vec<u8>), (usize, f32)> {
     fn each<const N: usize>(
         values: &[f32],
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_do_not_fit_are_told() {
+    fn numbers_that_cannot_be_represented_are_reported() {
         assert_eq!(
             encode(&[1.0, 70_000.0], WeightType::F16),
             Err((1, 70_000.0))

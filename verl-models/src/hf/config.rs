@@ -1,4 +1,4 @@
-//! config.json: read as an object, and its settings with errors that name them.
+//! config.json: reads it as an object, and its settings with errors that name them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::decoder::DecoderConfig;
 use crate::families;
 use crate::files;
 
-/// The folder a model came from, with its config.json as it was.
+/// The folder that a model was loaded from, with its original config.json.
 #[derive(Debug, Clone)]
 pub struct Origin {
     /// The folder.
@@ -23,7 +23,7 @@ impl Origin {
     /// Reads the config.json of a folder.
     ///
     /// # Errors
-    /// A folder that is not there, or contains an adapter; a file that is not there or no JSON object.
+    /// The folder does not exist or contains an adapter, or config.json does not exist or is not a JSON object.
     pub fn read(dir: &Path) -> Result<Self, LoadError> {
         let missing = |reason| LoadError::Folder {
             dir: dir.to_path_buf(),
@@ -37,7 +37,7 @@ impl Origin {
         }
         refuse_adapter(dir)?;
         if !dir.join("config.json").exists()
-            && let Some(found) = weights::what_is_there(dir)
+            && let Some(found) = weights::other_weights(dir)
         {
             return Err(LoadError::NoConfig {
                 dir: dir.to_path_buf(),
@@ -67,8 +67,8 @@ impl Origin {
     }
 }
 
-/// Refuses the folder of an adapter (PEFT), with or without a model beside it: alone it is no model, and beside one it
-/// changes what the model is.
+/// Refuses the folder of an adapter (PEFT), with or without a model in it: an adapter is not a model on its own, and
+/// next to a model it changes that model.
 fn refuse_adapter(dir: &Path) -> Result<(), LoadError> {
     let path = dir.join("adapter_config.json");
     if !path.exists() {
@@ -80,16 +80,16 @@ fn refuse_adapter(dir: &Path) -> Result<(), LoadError> {
         dir: dir.to_path_buf(),
         kind: text("peft_type").unwrap_or("PEFT").to_owned(),
         base: text("base_model_name_or_path").map_or_else(
-            || "a base model that it does not name".to_owned(),
+            || "an unnamed base model".to_owned(),
             |base| format!("`{base}`"),
         ),
     })
 }
 
-/// The JSON object in a file. A byte-order mark is passed over.
+/// The JSON object in a file. A byte-order mark is skipped.
 ///
 /// # Errors
-/// A file that cannot be read, or holds anything else.
+/// The file cannot be read or contains anything else.
 pub fn read_object(path: &Path) -> Result<Map<String, Value>, LoadError> {
     let bytes = fs::read(path).map_err(|error| LoadError::file(path, error))?;
     files::json_object(&bytes).map_err(|reason| LoadError::file(path, reason))
@@ -98,7 +98,7 @@ pub fn read_object(path: &Path) -> Result<Map<String, Value>, LoadError> {
 /// Settings of a JSON object. `null` counts as absent, as it does in `transformers`.
 #[derive(Debug, Clone)]
 pub struct Settings<'a> {
-    /// Where they are from, for messages.
+    /// The file they come from, for messages.
     pub path: PathBuf,
     /// The object.
     pub map: &'a Map<String, Value>,
@@ -113,15 +113,15 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// A setting, unless absent.
+    /// A setting; `None` if absent.
     pub fn get(&self, name: &str) -> Option<&'a Value> {
         self.map.get(name).filter(|value| !value.is_null())
     }
 
-    /// A nested object, unless absent.
+    /// A nested object; `None` if absent.
     ///
     /// # Errors
-    /// Anything else there.
+    /// The value is not an object.
     pub fn object(&self, name: &str) -> Result<Option<Settings<'a>>, LoadError> {
         match self.get(name) {
             None => Ok(None),
@@ -136,16 +136,16 @@ impl<'a> Settings<'a> {
     /// A whole number of at least 1.
     ///
     /// # Errors
-    /// Absent, zero, or anything else.
+    /// The setting is absent or is not such a number.
     pub fn size(&self, name: &str) -> Result<usize, LoadError> {
         self.optional_size(name)?
             .ok_or_else(|| self.error(format!("`{name}` is missing")))
     }
 
-    /// A whole number of at least 1, unless absent.
+    /// A whole number of at least 1; `None` if absent.
     ///
     /// # Errors
-    /// Zero, or anything else.
+    /// The value is not such a number.
     pub fn optional_size(&self, name: &str) -> Result<Option<usize>, LoadError> {
         let read = |value: &Value| match value.as_u64().map(usize::try_from) {
             Some(Ok(size)) if size > 0 => Ok(size),
@@ -154,10 +154,10 @@ impl<'a> Settings<'a> {
         self.get(name).map(read).transpose()
     }
 
-    /// A whole number, unless absent.
+    /// A whole number; `None` if absent.
     ///
     /// # Errors
-    /// Anything else.
+    /// The value is not a whole number.
     pub fn count(&self, name: &str) -> Result<Option<usize>, LoadError> {
         let read = |value: &Value| match value.as_u64().map(usize::try_from) {
             Some(Ok(count)) => Ok(count),
@@ -166,10 +166,10 @@ impl<'a> Settings<'a> {
         self.get(name).map(read).transpose()
     }
 
-    /// A finite number above zero, unless absent.
+    /// A finite number above zero; `None` if absent.
     ///
     /// # Errors
-    /// Anything else.
+    /// The value is not such a number.
     pub fn positive(&self, name: &str) -> Result<Option<f64>, LoadError> {
         let read = |value: &Value| match value.as_f64() {
             Some(number) if number.is_finite() && number > 0.0 => Ok(number),
@@ -178,10 +178,10 @@ impl<'a> Settings<'a> {
         self.get(name).map(read).transpose()
     }
 
-    /// `true` or `false`; absent counts as `false`.
+    /// `true` or `false`; an absent setting counts as `false`.
     ///
     /// # Errors
-    /// Anything else.
+    /// The value is not a boolean.
     pub fn flag(&self, name: &str) -> Result<bool, LoadError> {
         match self.get(name) {
             None => Ok(false),
@@ -190,22 +190,22 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// A text, unless absent.
+    /// A string; `None` if absent.
     ///
     /// # Errors
-    /// Anything else.
+    /// The value is not a string.
     pub fn text(&self, name: &str) -> Result<Option<&'a str>, LoadError> {
         match self.get(name) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
-            Some(other) => Err(self.wrong(name, "a text", other)),
+            Some(other) => Err(self.wrong(name, "a string", other)),
         }
     }
 
-    /// A token id or a list of them; empty when absent. Negative ids mean none, as old configs write it.
+    /// A token id or a list of them; empty if absent. Negative ids, as in old configs, mean none.
     ///
     /// # Errors
-    /// Anything else.
+    /// The value is neither.
     pub fn token_ids(&self, name: &str) -> Result<Vec<u32>, LoadError> {
         let value = match self.get(name) {
             None => return Ok(Vec::new()),
@@ -240,7 +240,7 @@ mod tests {
         expected: Result<T, &str>,
     ) {
         let Value::Object(map) = json else {
-            panic!("the test gives an object")
+            panic!("the test passes an object")
         };
         let settings = Settings {
             path: "config.json".into(),

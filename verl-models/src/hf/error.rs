@@ -9,12 +9,12 @@ use crate::model::ModelError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// No folder there.
+    /// The folder does not exist or is a file.
     #[error("model folder `{}` {reason}", dir.display())]
     Folder {
         /// The folder.
         dir: PathBuf,
-        /// Does not exist, is a file.
+        /// Why: it does not exist or is a file.
         reason: &'static str,
     },
     /// A folder without a config.json, but with weights in some form.
@@ -22,19 +22,19 @@ pub enum LoadError {
     NoConfig {
         /// The folder.
         dir: PathBuf,
-        /// What there is, and what to do.
+        /// What it contains, and what to do.
         found: String,
     },
     /// The folder of an adapter.
     #[error(
         "model folder `{}` contains an adapter ({kind}) of {base}; merge it into that model first \
-         (`merge_and_unload` of PEFT, then `save_pretrained`), and give the merged folder",
+         (`merge_and_unload` of PEFT, then `save_pretrained`), and use the merged folder",
         dir.display()
     )]
     Adapter {
         /// The folder.
         dir: PathBuf,
-        /// LORA, for example.
+        /// The kind of adapter, such as LORA.
         kind: String,
         /// The model that it changes.
         base: String,
@@ -46,17 +46,17 @@ pub enum LoadError {
         path: PathBuf,
         /// The tensor.
         name: String,
-        /// The value there.
+        /// The value.
         value: f32,
         /// Its position in the tensor.
         index: usize,
     },
-    /// A folder without weights that can be read.
+    /// A folder without readable weights.
     #[error("model folder `{}` has no model.safetensors and no model.safetensors.index.json: {found}", dir.display())]
     NoWeights {
         /// The folder.
         dir: PathBuf,
-        /// What there is instead, and what to do.
+        /// What it contains instead, and what to do.
         found: String,
     },
     /// A file that cannot be opened or is damaged.
@@ -67,7 +67,7 @@ pub enum LoadError {
         /// Why.
         reason: String,
     },
-    /// A setting of config.json that is missing or makes no sense.
+    /// A setting of config.json that is missing or invalid.
     #[error("`{}`: {reason}", path.display())]
     Config {
         /// The file.
@@ -85,18 +85,18 @@ pub enum LoadError {
         /// Model types that are supported.
         known: Vec<&'static str>,
     },
-    /// Weights that do not fit the model.
-    #[error("weights in `{}` do not fit the model:\n{report}", dir.display())]
+    /// Weights that do not match the model.
+    #[error("weights in `{}` do not match the model:\n{report}", dir.display())]
     Weights {
         /// The folder.
         dir: PathBuf,
         /// Everything that was found.
         report: Box<LoadReport>,
     },
-    /// A folder of a model without a value head, where none may be made up.
+    /// A model folder without a value head, where a new head is not allowed.
     #[error(
-        "model folder `{}` has no value head (`score.weight`): a critic may start with a fresh one, a reward model has \
-         to be trained first",
+        "model folder `{}` has no value head (`score.weight`): a critic can start with a new one, but a reward model \
+         must be trained first",
         dir.display()
     )]
     NoHead {

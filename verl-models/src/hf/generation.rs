@@ -1,4 +1,4 @@
-//! Special token ids of a folder: generation_config.json before config.json.
+//! Special token ids of a folder: generation_config.json takes precedence over config.json.
 
 use std::path::Path;
 
@@ -17,10 +17,10 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Reads a folder. Each setting is that of generation_config.json, else that of config.json.
+    /// Reads a folder. Each setting comes from generation_config.json, else from config.json.
     ///
     /// # Errors
-    /// A folder without config.json; malformed files or ids.
+    /// The folder has no config.json, or files or ids are malformed.
     pub fn read(dir: &Path) -> Result<Self, LoadError> {
         let origin = Origin::read(dir)?;
         let path = dir.join("generation_config.json");
@@ -51,8 +51,8 @@ impl GenerationConfig {
 
     /// The id that fills rows inside a model call: the declared one, else the first end-of-sequence id, else 0.
     ///
-    /// Any id would do: pads stand to the right of a row, where no position before them sees them, and they are never
-    /// part of a loss.
+    /// Any id works: pads are to the right of a row, where no earlier position attends to them, and they are never part
+    /// of a loss.
     pub fn pad_id(&self) -> u32 {
         self.declared_pad_id
             .or(self.eos_ids.first().copied())
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn config_json_serves_where_the_other_file_is_silent() {
+    fn config_json_is_the_fallback() {
         assert_eq!(read(r#"{"eos_token_id": 9}"#, None).eos_ids, [9]);
         let read = read(r#"{"eos_token_id": 9, "pad_token_id": -1}"#, Some("{}"));
         assert_eq!(read.eos_ids, [9]);

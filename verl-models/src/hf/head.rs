@@ -1,4 +1,4 @@
-//! Whether the output head is the embedding: what config.json declares, and what the weights say.
+//! Whether the output head is the embedding, according to config.json and to the weights.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 /// The head's name in a file.
 pub(super) const HEAD: &str = "lm_head.weight";
 
-/// Whether the config.json of a folder declares the head to be the embedding; `false` without one.
+/// Whether the config.json of a folder declares the head to be the embedding; `false` without a config.json.
 pub(super) fn is_tied_by_config(dir: &Path) -> Result<bool, LoadError> {
     let path = dir.join("config.json");
     if !path.exists() {
@@ -24,8 +24,8 @@ pub(super) fn is_tied_by_config(dir: &Path) -> Result<bool, LoadError> {
 }
 
 impl Origin {
-    /// The decoder that the folder contains: [`Origin::decoder_config`], but with a head of its own where the weights
-    /// have one that differs from the embedding, whatever config.json declares.
+    /// The decoder that the folder contains: [`Origin::decoder_config`], but with a separate head if the weights have
+    /// one that differs from the embedding, whatever config.json declares.
     ///
     /// # Errors
     /// As [`Origin::decoder_config`] and [`Checkpoint::open`].
@@ -38,7 +38,7 @@ impl Origin {
     }
 }
 
-/// Whether a file has a head that is not its embedding, number by number.
+/// Whether a file has a head whose numbers differ from its embedding.
 ///
 /// # Source
 /// `tie_weights` of `transformers` 5.24, which keeps such a head; 4.57 and earlier versions drop it.
@@ -52,8 +52,8 @@ fn has_own_head(stored: &Checkpoint) -> bool {
     !(embedding.shape == head.shape && same_numbers(embedding, head))
 }
 
-/// Whether two tensors of one shape have the same numbers; zeros of either sign are equal. Ends at the first difference,
-/// and copies no more than a piece.
+/// Whether two tensors of the same shape have the same numbers; zeros of either sign are equal. Stops at the first
+/// difference and copies at most one piece at a time.
 fn same_numbers(a: StoredTensor<'_>, b: StoredTensor<'_>) -> bool {
     const PIECE: usize = 1 << 16;
     let count: usize = a.shape.iter().product();

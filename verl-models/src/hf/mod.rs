@@ -1,4 +1,4 @@
-//! Hugging Face folders: configuration and weights in and out. Safetensors only; pickled files are never opened.
+//! Hugging Face folders: reads and writes configuration and weights. Safetensors only; pickled files are never opened.
 
 pub mod config;
 pub mod error;

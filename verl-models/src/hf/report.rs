@@ -1,19 +1,19 @@
-//! What became of each tensor of a checkpoint.
+//! The outcome for each tensor of a checkpoint.
 
 use std::fmt;
 
-/// What became of each tensor, all of them at once.
+/// The outcome for every tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LoadReport {
-    /// Parameters that took their values from the file.
+    /// Parameters loaded from the file.
     pub applied: Vec<String>,
     /// Parameters that the file lacks.
     pub missing: Vec<Unmatched>,
     /// Tensors of the file that the model lacks.
     pub unused: Vec<Unmatched>,
-    /// Tensors of another shape or of a dtype that cannot be converted.
+    /// Tensors with the wrong shape or a dtype that cannot be converted.
     pub mismatched: Vec<Mismatch>,
-    /// Tensors left out on purpose: rotary buffers, and the stored copy of a tied head.
+    /// Tensors skipped on purpose: rotary buffers, and the stored copy of a tied head.
     pub ignored: Vec<String>,
 }
 
@@ -22,11 +22,11 @@ pub struct LoadReport {
 pub struct Unmatched {
     /// The name.
     pub name: String,
-    /// The most similar name on the other side that has no counterpart either.
+    /// The most similar name on the other side without a counterpart.
     pub nearest: Option<String>,
 }
 
-/// A tensor that does not fit its parameter.
+/// A tensor that does not match its parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mismatch {
     /// The name.
@@ -36,10 +36,10 @@ pub struct Mismatch {
 }
 
 impl LoadReport {
-    /// Whether the model may be used: every parameter has its values, and no tensor inside the decoder went unused.
+    /// Whether the model may be used: every parameter was loaded, and every tensor inside the decoder was used.
     ///
-    /// A tensor beside the decoder (a value head, say) may go unused; one inside it (a bias that the config denies)
-    /// would mean that this is not the model that was trained.
+    /// A tensor outside the decoder (such as a value head) may be unused; an unused tensor inside it (such as a bias
+    /// that the config does not declare) would mean that this is not the model that was trained.
     pub fn is_complete(&self) -> bool {
         self.missing.is_empty()
             && self.mismatched.is_empty()
@@ -59,7 +59,7 @@ impl LoadReport {
             .filter(move |unused| inside(&unused.name))
     }
 
-    /// Fills in the nearest names once all names without counterpart are known.
+    /// Fills in the nearest names. Call it once all names without a counterpart are known.
     pub(crate) fn suggest(&mut self) {
         let names = |list: &[Unmatched]| list.iter().map(|u| u.name.clone()).collect::<Vec<_>>();
         let (missing, unused) = (names(&self.missing), names(&self.unused));
@@ -72,19 +72,19 @@ impl LoadReport {
     }
 }
 
-/// Names less alike than this are no help.
-const ALIKE: f64 = 0.6;
+/// Names less similar than this are not suggested.
+const MIN_SIMILARITY: f64 = 0.6;
 
 fn nearest(name: &str, candidates: &[String]) -> Option<String> {
     candidates
         .iter()
         .map(|candidate| (strsim::normalized_levenshtein(name, candidate), candidate))
-        .filter(|(likeness, _)| *likeness >= ALIKE)
+        .filter(|(similarity, _)| *similarity >= MIN_SIMILARITY)
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, candidate)| candidate.clone())
 }
 
-/// Lines printed of each kind; a wrong prefix would otherwise print every tensor.
+/// Maximum number of lines per kind; otherwise a wrong prefix would print every tensor.
 const SHOWN: usize = 6;
 
 impl fmt::Display for LoadReport {
@@ -106,7 +106,7 @@ impl fmt::Display for LoadReport {
         for line in lines.into_iter().flatten() {
             writeln!(f, "  {line}")?;
         }
-        write!(f, "  {} tensors fit", self.applied.len())
+        write!(f, "  {} tensors match", self.applied.len())
     }
 }
 
@@ -114,7 +114,7 @@ fn shortened(kind: &str, mut lines: Vec<String>) -> Vec<String> {
     let more = lines.len().saturating_sub(SHOWN);
     if more > 0 {
         lines.truncate(SHOWN);
-        lines.push(format!("{kind} {more} more"));
+        lines.push(format!("{more} more {kind}"));
     }
     lines
 }
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_is_told_at_once() {
+    fn all_problems_are_reported_at_once() {
         let mut report = LoadReport {
             applied: vec!["model.norm.weight".into()],
             missing: unmatched(&[
@@ -167,11 +167,11 @@ mod tests {
         };
         let text = report.to_string();
         assert!(text.contains("model.layers.5.x") && !text.contains("model.layers.6.x"));
-        assert!(text.contains("missing 3 more"), "{text}");
+        assert!(text.contains("3 more missing"), "{text}");
     }
 
     #[test]
-    fn only_tensors_beside_the_decoder_may_go_unused() {
+    fn only_tensors_outside_the_decoder_may_be_unused() {
         let mut report = LoadReport {
             applied: vec!["model.norm.weight".into()],
             unused: unmatched(&["score.weight"]),

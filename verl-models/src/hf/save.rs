@@ -1,4 +1,4 @@
-//! A decoder out into a Hugging Face folder that other programs can load.
+//! Saves a decoder as a Hugging Face folder that other programs can load.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -22,7 +22,7 @@ use crate::tokenizer;
 /// Type of saved weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum SaveDType {
-    /// Lossless for what was trained.
+    /// Lossless.
     #[default]
     F32,
     /// Half the size, 8 bits of precision.
@@ -53,19 +53,20 @@ impl SaveDType {
     }
 }
 
-/// Writes weights, config.json (as loaded, with the new dtype) and the files beside them into `dir`.
+/// Writes weights, config.json (as loaded, with the new dtype) and the companion files to `dir`.
 ///
-/// Everything is written into a folder beside `dir` that is then renamed, so `dir` is either complete or not there.
+/// Everything is written to a temporary folder next to `dir`, which is then renamed, so `dir` is either complete or
+/// does not exist.
 ///
 /// # Errors
-/// A folder that exists and is not empty; files that cannot be written.
+/// The folder exists and is not empty, or files cannot be written.
 pub fn save(decoder: &Decoder, dir: &Path, dtype: SaveDType) -> Result<(), ModelError> {
     let origin = decoder.origin.as_deref();
     let config = config_of(origin, &decoder.config, dtype);
     write(decoder, config, origin, dir, dtype)
 }
 
-/// [`save`] for any module whose parameters are named as in checkpoints, with this config.json.
+/// [`save`] for any module whose parameters are named as in checkpoints, with the given config.json.
 ///
 /// # Errors
 /// As [`save`].
@@ -83,14 +84,13 @@ pub(crate) fn write<M: Module>(
     let written = write_folder(module, config, origin, &staged, dtype)
         .and_then(|()| fs::rename(&staged, dir).map_err(|error| failed("write", dir, error)));
     if written.is_err() {
-        // The error is what matters; what cannot be removed is left under its temporary name.
+        // Only the first error matters; a folder that cannot be removed keeps its temporary name.
         let _ = fs::remove_dir_all(&staged);
     }
     written
 }
 
-/// The config.json of a decoder: as it was loaded, with the dtype replaced and whether the head is tied put right; else
-/// a new one.
+/// The config.json of a decoder: the loaded one with the dtype and `tie_word_embeddings` corrected, or a new one.
 pub(crate) fn config_of(
     origin: Option<&Origin>,
     config: &DecoderConfig,
@@ -105,7 +105,7 @@ pub(crate) fn config_of(
 fn staged_path(dir: &Path) -> Result<PathBuf, ModelError> {
     let name = dir
         .file_name()
-        .ok_or_else(|| failed("write", dir, "it is no name of a folder"))?;
+        .ok_or_else(|| failed("write", dir, "it is not a folder name"))?;
     let mut staged = OsString::from(".");
     staged.push(name);
     staged.push(format!(".partial-{}", std::process::id()));
@@ -119,7 +119,7 @@ fn write_folder<M: Module>(
     dir: &Path,
     dtype: SaveDType,
 ) -> Result<(), ModelError> {
-    // Left over from a run that was killed while it wrote.
+    // Left by a run that was killed while writing.
     if dir.exists() {
         fs::remove_dir_all(dir).map_err(|error| failed("write", dir, error))?;
     }
@@ -142,7 +142,7 @@ fn write_weights<M: Module>(module: &M, path: &Path, dtype: SaveDType) -> Result
         };
         tensors.push((name.to_string(), saved));
     });
-    // `transformers` refuses files that do not say whose layout they have.
+    // `transformers` refuses files that do not declare their format.
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
     files::write_safetensors(tensors, metadata, path)
         .map_err(|error| failed("write", path, error))?;
@@ -180,25 +180,26 @@ fn write_config(config: Map<String, Value>, path: &Path) -> Result<(), ModelErro
     sync(path)
 }
 
-/// The object with its dtype replaced in the spelling that it uses; `torch_dtype`, which every version reads, if none.
+/// The object with its dtype replaced under the name that it uses; under `torch_dtype`, which every version reads, if
+/// it has none.
 fn with_dtype(mut config: Map<String, Value>, dtype: SaveDType) -> Map<String, Value> {
-    let spellings = ["dtype", "torch_dtype"];
-    let used: Vec<&str> = spellings
+    let names = ["dtype", "torch_dtype"];
+    let used: Vec<&str> = names
         .into_iter()
-        .filter(|spelling| config.contains_key(*spelling))
+        .filter(|name| config.contains_key(*name))
         .collect();
     let used = if used.is_empty() {
         vec!["torch_dtype"]
     } else {
         used
     };
-    for spelling in used {
-        config.insert(spelling.to_string(), dtype.name().into());
+    for name in used {
+        config.insert(name.to_string(), dtype.name().into());
     }
     config
 }
 
-/// The object with what it says of the head put right, where that is wrong.
+/// The object with `tie_word_embeddings` corrected where it is wrong.
 fn with_head(mut config: Map<String, Value>, tied: bool) -> Map<String, Value> {
     const NAME: &str = "tie_word_embeddings";
     if config.get(NAME).and_then(Value::as_bool).unwrap_or(false) != tied {
@@ -207,7 +208,7 @@ fn with_head(mut config: Map<String, Value>, tied: bool) -> Map<String, Value> {
     config
 }
 
-/// Bytes of the files of folder `dir` that a model saved from it has beside its weights.
+/// Bytes of the companion files that a model saved from folder `dir` gets besides its weights.
 pub fn companion_bytes(dir: &Path) -> u64 {
     let fixed = tokenizer::FILES.iter().map(|name| (*name).to_owned());
     let files = fixed.chain(tokenizer::templates(dir));
@@ -216,7 +217,7 @@ pub fn companion_bytes(dir: &Path) -> u64 {
     sizes.map(|file| file.len()).sum()
 }
 
-/// Copies the files that make a folder complete beside weights and config.json.
+/// Copies the companion files: those that a complete folder has besides weights and config.json.
 fn copy_companions(from: &Path, to: &Path) -> Result<(), ModelError> {
     let fixed = tokenizer::FILES.iter().map(|name| (*name).to_owned());
     for name in fixed.chain(tokenizer::templates(from)) {

@@ -1,4 +1,4 @@
-//! Folders that are good, unusual, or bad.
+//! Valid, unusual and invalid folders.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +18,7 @@ const TIED: &str = "tiny-random-llama-tied";
 const QWEN3: &str = "tiny-random-qwen3";
 
 #[test]
-fn saved_weights_are_the_bytes_that_were_loaded() {
+fn saved_weights_equal_the_loaded_bytes() {
     for name in [TIED, QWEN3] {
         let (from, to) = (folder(name), TempDir::new().unwrap());
         let to = to.path().join("saved");
@@ -56,7 +56,7 @@ fn bf16_halves_the_file_and_is_named_in_the_config() {
 }
 
 #[test]
-fn shards_make_the_same_model_as_one_file() {
+fn shards_load_the_same_model_as_a_single_file() {
     let dir = sharded();
     assert_eq!(
         parameters(&load(dir.path()).0),
@@ -79,7 +79,7 @@ fn names_without_the_prefix_are_found() {
 }
 
 #[test]
-fn rotary_buffers_and_the_copy_of_a_tied_head_are_left_out() {
+fn rotary_buffers_and_the_copy_of_a_tied_head_are_ignored() {
     let dir = edited(TIED, |tensors| {
         let head = tensors["model.embed_tokens.weight"].clone();
         tensors.insert("lm_head.weight".into(), head);
@@ -101,7 +101,7 @@ fn rotary_buffers_and_the_copy_of_a_tied_head_are_left_out() {
     assert_eq!(report.applied.len(), 20);
 }
 
-/// #6: the head of the file is another matrix than the embedding that config.json ties it to.
+/// The head in the file differs from the embedding to which config.json ties it.
 #[test]
 fn a_head_that_differs_from_the_tied_embedding_is_kept() {
     const AT: usize = 64 * 5;
@@ -121,7 +121,7 @@ fn a_head_that_differs_from_the_tied_embedding_is_kept() {
     );
     assert_eq!(head[AT], -embedding[AT]);
     assert_eq!(head[AT + 1..], embedding[AT + 1..]);
-    // The saved folder says what it contains, and is the same model again.
+    // The saved folder declares what it contains and loads as the same model.
     let saved = dir.path().join("saved");
     decoder.save_as(&saved, SaveDType::F32).unwrap();
     assert_eq!(config(dir.path())["tie_word_embeddings"], true);
@@ -134,7 +134,7 @@ fn a_head_that_differs_from_the_tied_embedding_is_kept() {
 
 #[test]
 fn a_head_with_the_numbers_of_the_embedding_is_tied() {
-    // A zero of the other sign, and another type, are the same numbers.
+    // Zeros of either sign are the same number.
     let same = edited(TIED, |tensors| {
         let embedding = tensors.get_mut("model.embed_tokens.weight").unwrap();
         embedding.2[..4].copy_from_slice(&0.0f32.to_le_bytes());
@@ -145,7 +145,7 @@ fn a_head_with_the_numbers_of_the_embedding_is_tied() {
     let (decoder, report) = load(same.path());
     assert!(decoder.config.tied_head && decoder.lm_head.is_none());
     assert_eq!(report.ignored, ["lm_head.weight"]);
-    // A head of another shape is no copy.
+    // A head of another shape is not a copy.
     let narrow = edited(TIED, |tensors| {
         tensors.insert(
             "lm_head.weight".into(),
@@ -155,7 +155,7 @@ fn a_head_with_the_numbers_of_the_embedding_is_tied() {
     assert!(refusal(narrow.path()).contains("mismatched `lm_head.weight`"));
 }
 
-/// A14: the file has the head alone.
+/// The file has only the head.
 #[test]
 fn the_embedding_of_a_tied_model_may_be_stored_as_its_head() {
     let dir = edited(TIED, |tensors| {
@@ -171,7 +171,7 @@ fn the_embedding_of_a_tied_model_may_be_stored_as_its_head() {
     assert!(refusal(dir.path()).contains("missing `model.embed_tokens.weight`"));
 }
 
-/// A13: which weight is not a number.
+/// The error names the weight.
 #[test]
 fn weights_that_are_not_finite_are_named() {
     for (value, shown) in [(f32::NAN, "NaN"), (f32::NEG_INFINITY, "-inf")] {
@@ -188,7 +188,7 @@ fn weights_that_are_not_finite_are_named() {
     }
 }
 
-/// #12: who can read config.json can read the weights; and files of a read-only folder can be written again.
+/// Whoever can read config.json can read the weights, and copies from a read-only folder are writable.
 #[cfg(unix)]
 #[test]
 fn saved_files_have_the_mode_of_new_files() {
@@ -207,22 +207,21 @@ fn saved_files_have_the_mode_of_new_files() {
     }
 }
 
-/// A11: an adapter is no model, and changes one that lies beside it.
+/// An adapter is not a model on its own, and it changes a model in the same folder.
 #[test]
 fn the_folder_of_an_adapter_is_recognised() {
     let dir = copied(TIED);
     let about = json!({"peft_type": "LORA", "base_model_name_or_path": "org/base"});
     fs::write(dir.path().join("adapter_config.json"), about.to_string()).unwrap();
     let expected = "model folder `DIR` contains an adapter (LORA) of `org/base`; merge it into that model first \
-                    (`merge_and_unload` of PEFT, then `save_pretrained`), and give the merged folder";
+                    (`merge_and_unload` of PEFT, then `save_pretrained`), and use the merged folder";
     assert_eq!(refusal(dir.path()), expected);
     fs::remove_file(dir.path().join("config.json")).unwrap();
     assert_eq!(refusal(dir.path()), expected);
 }
 
-/// #11: pointers of Git LFS in place of the files.
 #[test]
-fn pointers_are_not_called_damaged() {
+fn git_lfs_pointers_are_recognised() {
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
     for name in ["model.safetensors", "config.json"] {
         let dir = copied(TIED);
@@ -241,9 +240,8 @@ fn pointers_are_not_called_damaged() {
     assert!(refusal(dir.path()).contains("index.json`: it is a Git LFS pointer"));
 }
 
-/// A12: a byte-order mark before the object.
 #[test]
-fn a_byte_order_mark_is_passed_over() {
+fn a_byte_order_mark_is_skipped() {
     let dir = copied(TIED);
     let text = fs::read_to_string(dir.path().join("config.json")).unwrap();
     fs::write(dir.path().join("config.json"), format!("\u{feff}{text}")).unwrap();
@@ -281,7 +279,7 @@ fn a_folder_with_content_is_not_overwritten() {
     fs::create_dir(&dir).unwrap();
     fs::write(dir.join("mine"), "kept").unwrap();
     let error = load(&folder(TIED)).0.save_as(&dir, SaveDType::F32);
-    let error = told(error.unwrap_err(), scratch.path());
+    let error = message(error.unwrap_err(), scratch.path());
     insta::assert_snapshot!(error, @"cannot write `DIR/taken`: it exists and is not empty");
     assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 1);
     assert_eq!(fs::read_to_string(dir.join("mine")).unwrap(), "kept");
@@ -298,7 +296,7 @@ fn a_tokenizer_with_more_ids_than_rows_is_refused() {
 }
 
 #[test]
-fn a_renamed_tensor_is_told_with_the_nearest_name() {
+fn a_renamed_tensor_is_reported_with_the_nearest_name() {
     let dir = edited(TIED, |tensors| {
         let moved = tensors.remove("model.layers.1.mlp.up_proj.weight").unwrap();
         tensors.insert("model.layers.1.mlp.up_project.weight".into(), moved);
@@ -312,7 +310,7 @@ fn a_renamed_tensor_is_told_with_the_nearest_name() {
 }
 
 #[test]
-fn wrong_shapes_and_dtypes_are_told_together() {
+fn wrong_shapes_and_dtypes_are_reported_together() {
     let dir = edited(TIED, |tensors| {
         let norm = Stored::zeros(Dtype::F32, &[65]);
         tensors.insert("model.norm.weight".into(), norm);
@@ -328,7 +326,7 @@ fn wrong_shapes_and_dtypes_are_told_together() {
 }
 
 #[test]
-fn a_bias_that_the_config_denies_is_refused() {
+fn a_bias_that_the_config_does_not_declare_is_refused() {
     let dir = edited(TIED, |tensors| {
         let bias = Stored::zeros(Dtype::F32, &[64]);
         tensors.insert("model.layers.0.self_attn.q_proj.bias".into(), bias);
@@ -366,14 +364,14 @@ fn an_index_that_points_elsewhere_is_not_followed() {
 }
 
 #[test]
-fn damaged_files_are_told_as_such() {
+fn damaged_files_are_reported() {
     let dir = copied(TIED);
     let path = dir.path().join("model.safetensors");
     let bytes = fs::read(&path).unwrap();
     let expected = [
         (
             bytes.len() - 1,
-            "its N bytes are not the number that its header tells",
+            "its size of N bytes does not match its header",
         ),
         (100, "it ends within its header after N bytes"),
         (3, "it ends within its header after N bytes"),
@@ -393,7 +391,7 @@ fn damaged_files_are_told_as_such() {
 }
 
 #[test]
-fn folders_without_weights_are_told_by_what_they_hold() {
+fn folders_without_weights_are_reported_with_what_they_contain() {
     let dir = copied(TIED);
     fs::remove_file(dir.path().join("model.safetensors")).unwrap();
     let none = "model folder `DIR` has no model.safetensors and no model.safetensors.index.json: ";
@@ -431,10 +429,10 @@ fn folders_without_weights_are_told_by_what_they_hold() {
 }
 
 #[test]
-fn missing_folders_and_configs_are_told() {
+fn missing_folders_and_configs_are_reported() {
     let dir = TempDir::new().unwrap();
     insta::assert_snapshot!(
-        told(Decoder::load(&dir.path().join("none"), &Device::flex()).unwrap_err(), dir.path()),
+        message(Decoder::load(&dir.path().join("none"), &Device::flex()).unwrap_err(), dir.path()),
         @"model folder `DIR/none` does not exist"
     );
     assert!(refusal(dir.path()).starts_with("cannot read `DIR/config.json`: "));
@@ -528,10 +526,10 @@ fn load(dir: &Path) -> (Decoder, LoadReport) {
 
 #[track_caller]
 fn refusal(dir: &Path) -> String {
-    told(Decoder::load(dir, &Device::flex()).unwrap_err(), dir)
+    message(Decoder::load(dir, &Device::flex()).unwrap_err(), dir)
 }
 
-fn told(error: impl ToString, dir: &Path) -> String {
+fn message(error: impl ToString, dir: &Path) -> String {
     error.to_string().replace(&dir.display().to_string(), "DIR")
 }
 

@@ -1,4 +1,4 @@
-//! Safetensors into a module: one file or shards, memory-mapped.
+//! Loads safetensors into a module: a single file or shards, memory-mapped.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -17,34 +17,35 @@ use super::report::{LoadReport, Mismatch, Unmatched};
 use crate::files;
 use crate::parameters::{fill_parameters, named_parameters};
 
-/// Fills a module with the weights of a folder, converted to `dtype`, and tells what became of each tensor.
+/// Fills a module with the weights of a folder, converted to `dtype`, and reports the outcome for each tensor.
 ///
 /// Works for any module whose parameters' paths are the file's names, with or without the prefix `model.`.
 ///
 /// # Errors
-/// Files that are missing or damaged; weights that do not fit: then nothing is filled, and the error holds the whole
-/// report; weights that are not finite, since nothing computed from them would be.
+/// Files that are missing or damaged; weights that do not match, in which case nothing is filled and the error contains
+/// the complete report; weights that are not finite, because nothing computed from them would be finite.
 pub fn load<M: Module>(module: M, dir: &Path, dtype: DType) -> Result<(M, LoadReport), LoadError> {
     let checkpoint = Checkpoint::open(dir)?;
     let report = complete(&module, dir, &checkpoint)?;
     if !report.unused.is_empty() {
-        tracing::warn!(dir = %dir.display(), "weights beside the decoder are not used:\n{report}");
+        tracing::warn!(dir = %dir.display(), "weights outside the decoder are not used:\n{report}");
     }
-    let mut fault = None;
+    let mut non_finite = None;
     let module = fill_parameters(module, dtype, |name, _| {
         let data = checkpoint.find(name)?.values()?;
-        if fault.is_none() {
-            fault = checkpoint.not_finite(name, &data);
+        if non_finite.is_none() {
+            non_finite = checkpoint.non_finite(name, &data);
         }
         Some(data)
     });
-    match fault {
-        Some(fault) => Err(fault),
+    match non_finite {
+        Some(error) => Err(error),
         None => Ok((module, report)),
     }
 }
 
-/// What became of each tensor if the weights of a folder filled this module; reads the headers of the files alone.
+/// Reports what the outcome for each tensor would be if the weights of a folder filled this module; reads only the
+/// headers of the files.
 ///
 /// # Errors
 /// As [`load`].
@@ -52,7 +53,7 @@ pub fn check<M: Module>(module: &M, dir: &Path) -> Result<LoadReport, LoadError>
     complete(module, dir, &Checkpoint::open(dir)?)
 }
 
-/// The report of weights that fit.
+/// The report, or an error if the weights do not match.
 fn complete<M: Module>(
     module: &M,
     dir: &Path,
@@ -68,7 +69,7 @@ fn complete<M: Module>(
     })
 }
 
-/// The tensors of a folder, by name. Nothing is read before it is asked for.
+/// The tensors of a folder, by name. They are read only on request.
 #[derive(Debug)]
 pub struct Checkpoint {
     shards: Vec<(PathBuf, Mmap)>,
@@ -95,11 +96,11 @@ pub struct StoredTensor<'a> {
 }
 
 impl Checkpoint {
-    /// Maps the safetensors of a folder. Where its config.json ties the head and the file has the head alone, that is
-    /// the embedding.
+    /// Maps the safetensors of a folder. If its config.json ties the head and the file has only the head, the head is
+    /// used as the embedding.
     ///
     /// # Errors
-    /// No folder, no safetensors, missing shards, damaged files.
+    /// The folder or its safetensors do not exist, shards are missing, or files are damaged.
     pub fn open(dir: &Path) -> Result<Self, LoadError> {
         let mut checkpoint = Checkpoint {
             shards: Vec::new(),
@@ -129,7 +130,7 @@ impl Checkpoint {
         self.entries.keys().map(String::as_str)
     }
 
-    /// The tensor with this name; with or without the prefix `model.`, whichever the file has.
+    /// The tensor named `name`, with or without the prefix `model.`.
     pub fn find(&self, name: &str) -> Option<StoredTensor<'_>> {
         self.stored_name(name)
             .map(|stored| self.tensor(&self.entries[stored]))
@@ -150,11 +151,11 @@ impl Checkpoint {
         }
     }
 
-    /// The first value of a tensor that is not finite.
-    fn not_finite(&self, name: &str, data: &TensorData) -> Option<LoadError> {
+    /// An error for the first value of a tensor that is not finite.
+    fn non_finite(&self, name: &str, data: &TensorData) -> Option<LoadError> {
         const PIECE: usize = 4096;
         let values = data.as_slice::<f32>().ok()?;
-        // Whole pieces first: a search that may end at any value is many times slower.
+        // Check complete pieces first: a search that may stop at any value is many times slower.
         let is_finite = |piece: &&[f32]| piece.iter().fold(true, |all, v| all & v.is_finite());
         let piece = values.chunks(PIECE).position(|piece| !is_finite(&piece))?;
         let start = piece * PIECE;
@@ -179,7 +180,7 @@ impl Checkpoint {
             .map(String::as_str)
             .collect();
         if !absent.is_empty() {
-            let reason = format!("it names files that are missing: {}", absent.join(", "));
+            let reason = format!("it lists missing files: {}", absent.join(", "));
             return Err(LoadError::file(index, reason));
         }
         for (shard, names) in &by_shard {
@@ -207,7 +208,7 @@ impl Checkpoint {
         }
         let (header, metadata) = SafeTensors::read_metadata(&map)
             .map_err(|error| LoadError::file(path, damage(&error, map.len())))?;
-        // The data follow the header, which follows its length in 8 bytes.
+        // The file starts with the header's length in 8 bytes, then the header, then the data.
         let base = header + 8;
         for (name, info) in metadata.tensors() {
             if wanted(&name) {
@@ -227,13 +228,13 @@ impl Checkpoint {
 }
 
 impl StoredTensor<'_> {
-    /// Values in f32, or `None` for a type that does not convert.
+    /// Values in f32, or `None` for a type that cannot be converted.
     pub fn values(&self) -> Option<TensorData> {
         let values = self.piece(0..self.shape.iter().product())?;
         Some(TensorData::new(values, self.shape.to_vec()))
     }
 
-    /// Some of the values, counted through all of them.
+    /// The values with these indices into the flattened tensor.
     pub(super) fn piece(&self, range: std::ops::Range<usize>) -> Option<Vec<f32>> {
         let width = self.dtype.bitsize() / 8;
         let bytes = &self.bytes[range.start * width..range.end * width];
@@ -251,7 +252,7 @@ fn numbers<const N: usize>(bytes: &[u8], number: impl Fn([u8; N]) -> f32) -> Vec
     chunks.iter().map(|chunk| number(*chunk)).collect()
 }
 
-/// Types of weights that convert to f32.
+/// Types of weights that can be converted to f32.
 const CONVERTIBLE: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
 
 fn compare(parameters: &[(String, Vec<usize>)], checkpoint: &Checkpoint) -> LoadReport {
@@ -263,7 +264,7 @@ fn compare(parameters: &[(String, Vec<usize>)], checkpoint: &Checkpoint) -> Load
             continue;
         };
         used.push(stored);
-        match misfit(&checkpoint.tensor(&checkpoint.entries[stored]), shape) {
+        match mismatch(&checkpoint.tensor(&checkpoint.entries[stored]), shape) {
             Some(reason) => report.mismatched.push(Mismatch {
                 name: stored.to_string(),
                 reason,
@@ -274,7 +275,7 @@ fn compare(parameters: &[(String, Vec<usize>)], checkpoint: &Checkpoint) -> Load
     used.sort_unstable();
     for name in checkpoint.names() {
         if used.binary_search(&name).is_ok() {
-        } else if expendable(name) {
+        } else if is_redundant(name) {
             report.ignored.push(name.to_string());
         } else {
             report.unused.push(unmatched(name));
@@ -291,7 +292,7 @@ fn unmatched(name: &str) -> Unmatched {
     }
 }
 
-fn misfit(tensor: &StoredTensor<'_>, shape: &[usize]) -> Option<String> {
+fn mismatch(tensor: &StoredTensor<'_>, shape: &[usize]) -> Option<String> {
     if tensor.shape != shape {
         let stored = tensor.shape;
         return Some(format!(
@@ -305,9 +306,9 @@ fn misfit(tensor: &StoredTensor<'_>, shape: &[usize]) -> Option<String> {
     })
 }
 
-/// Whether an unused tensor says nothing that the config does not: rotary frequencies, which old checkpoints store,
+/// Whether an unused tensor is redundant: rotary frequencies, which old checkpoints store but the config determines,
 /// and the head of a tied model, which is its embedding.
-fn expendable(name: &str) -> bool {
+fn is_redundant(name: &str) -> bool {
     name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight"
 }
 
@@ -318,7 +319,7 @@ fn tensors_of_shards(index: &Path) -> Result<BTreeMap<String, Vec<String>>, Load
     let mut by_shard: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (name, shard) in map {
         match shard.as_str() {
-            // Only files beside the index: a path from a downloaded file is not followed elsewhere.
+            // Only files next to the index: a downloaded file must not point elsewhere.
             Some(shard) if PathBuf::from(shard).file_name() == Some(shard.as_ref()) => {
                 by_shard
                     .entry(shard.to_string())
@@ -327,7 +328,7 @@ fn tensors_of_shards(index: &Path) -> Result<BTreeMap<String, Vec<String>>, Load
             }
             _ => {
                 let reason =
-                    format!("`weight_map` places `{name}` in {shard}, which is no file name");
+                    format!("`weight_map` places `{name}` in {shard}, which is not a file name");
                 return Err(LoadError::file(index, reason));
             }
         }
@@ -338,7 +339,7 @@ fn tensors_of_shards(index: &Path) -> Result<BTreeMap<String, Vec<String>>, Load
 fn damage(error: &SafeTensorError, length: usize) -> String {
     match error {
         SafeTensorError::MetadataIncompleteBuffer => format!(
-            "its {length} bytes are not the number that its header tells: truncated, or still being written"
+            "its size of {length} bytes does not match its header: truncated, or still being written"
         ),
         SafeTensorError::HeaderTooSmall | SafeTensorError::InvalidHeaderLength => {
             format!("it ends within its header after {length} bytes: truncated, or not safetensors")
@@ -354,7 +355,7 @@ fn no_weights(dir: &Path) -> LoadError {
             reason: "does not exist",
         };
     }
-    let found = what_is_there(dir).or_else(|| {
+    let found = other_weights(dir).or_else(|| {
         let names = names_in(dir);
         let name = names.iter().find(|name| name.ends_with(".safetensors"))?;
         Some(format!(
@@ -363,7 +364,7 @@ fn no_weights(dir: &Path) -> LoadError {
     });
     LoadError::NoWeights {
         dir: dir.to_path_buf(),
-        found: found.unwrap_or_else(|| "it holds no weights".to_string()),
+        found: found.unwrap_or_else(|| "it contains no weights".to_string()),
     }
 }
 
@@ -377,8 +378,8 @@ fn names_in(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Weights of a folder in a form that is not read, and what to do about it.
-pub(super) fn what_is_there(dir: &Path) -> Option<String> {
+/// Describes weights of a folder in an unsupported format, and what to do about them.
+pub(super) fn other_weights(dir: &Path) -> Option<String> {
     let names = names_in(dir);
     let starting = |prefix: &str| names.iter().find(|name| name.starts_with(prefix));
     let ending = |suffixes: &[&str]| {
@@ -387,7 +388,7 @@ pub(super) fn what_is_there(dir: &Path) -> Option<String> {
     };
     if let Some(name) = starting("consolidated.") {
         Some(format!(
-            "`{name}` is in the format of the model's makers, not of Hugging Face; convert it, or fetch the folder with \
+            "`{name}` is in the format of the model's authors, not of Hugging Face; convert it, or download the folder with \
              config.json and model.safetensors"
         ))
     } else if let Some(name) = starting("adapter_model.") {
@@ -396,7 +397,7 @@ pub(super) fn what_is_there(dir: &Path) -> Option<String> {
         ))
     } else if let Some(name) = ending(&[".gguf"]) {
         Some(format!(
-            "`{name}` has to be imported first (`pipe import gguf`)"
+            "`{name}` must be imported first (`pipe import gguf`)"
         ))
     } else if let Some(name) = ending(&[".bin", ".pt", ".pth", ".ckpt"]) {
         Some(format!(
@@ -405,7 +406,7 @@ pub(super) fn what_is_there(dir: &Path) -> Option<String> {
     } else {
         let name = ending(&[".npz", ".msgpack", ".h5", ".onnx"])?;
         Some(format!(
-            "`{name}` is a format that is not read; convert it to safetensors"
+            "`{name}` has an unsupported format; convert it to safetensors"
         ))
     }
 }

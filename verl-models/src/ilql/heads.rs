@@ -8,10 +8,10 @@ use crate::parameters::fill_parameters;
 use crate::random;
 use crate::scoring::log_sums;
 
-/// Q heads of a model; the smaller of two estimates errs on the side of caution.
+/// Q heads of a model; using the smaller of two estimates avoids overestimation.
 pub const Q_HEADS: usize = 2;
 
-/// W₂ relu(W₁ x + b₁) + b₂, twice as wide inside as the hidden state.
+/// W₂ relu(W₁ x + b₁) + b₂, with an inner width twice that of the hidden state.
 #[derive(Module, Debug)]
 pub struct Head {
     /// `[2D, D]`.
@@ -34,7 +34,7 @@ impl Head {
         self.second.forward(activation::relu(self.first.forward(x)))
     }
 
-    /// A step of this head towards another one.
+    /// Moves this head a step towards another one.
     fn follow(self, other: &Head, alpha: f64) -> Head {
         let linear = |own: Linear, other: &Linear| Linear {
             weight: follow(own.weight, &other.weight, alpha),
@@ -60,7 +60,7 @@ fn follow<const D: usize>(
     own.map(|own| other * alpha + own.detach() * (1.0 - alpha))
 }
 
-/// What the model thinks of states and of tokens in them.
+/// The values of states and of tokens in them.
 ///
 /// Dims: `N` states, `D` width, `V` vocabulary.
 #[derive(Module, Debug)]
@@ -74,7 +74,8 @@ pub struct IlqlHeads {
 }
 
 impl IlqlHeads {
-    /// Heads that say 0 of everything: W₁ is N(0, 1 / D), a function of the seed, all else zero. Each Q̂ equals its Q.
+    /// Heads that always output 0: W₁ is drawn from N(0, 1 / D) with the seed, everything else is zero. Each Q̂ equals
+    /// its Q.
     pub fn fresh(width: usize, vocab: usize, seed: u64, device: &Device) -> Self {
         let several = || {
             (0..Q_HEADS)
@@ -100,7 +101,7 @@ impl IlqlHeads {
         })
     }
 
-    /// Number of weights of all heads.
+    /// The number of weights of all heads.
     pub fn num_parameters(width: usize, vocab: usize) -> u64 {
         let head = |out: usize| (2 * width * (width + 1) + out * (2 * width + 1)) as u64;
         head(1) + 2 * Q_HEADS as u64 * head(vocab)
@@ -114,7 +115,7 @@ impl IlqlHeads {
         self.value.forward(hidden).squeeze_dim(1)
     }
 
-    /// Q of every token in each state, one tensor a head.
+    /// Q of every token in each state, one tensor per head.
     ///
     /// # Shapes
     /// `hidden`: `[N, D]`; each result: `[N, V]`
@@ -123,7 +124,7 @@ impl IlqlHeads {
         each.map(|head| head.forward(hidden.clone())).collect()
     }
 
-    /// Q̂ of every token in each state, one tensor a head.
+    /// Q̂ of every token in each state, one tensor per head.
     ///
     /// # Shapes
     /// As [`IlqlHeads::qs`].

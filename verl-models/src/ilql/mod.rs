@@ -1,4 +1,5 @@
-//! A decoder with the heads of implicit language Q-learning (ILQL): values of states and of every token in them.
+//! A decoder with the heads of implicit language Q-learning (ILQL), which give values of states and of every token in
+//! them.
 //!
 //! | what | here |
 //! |---|---|
@@ -7,7 +8,8 @@
 //! | sampling from softmax(log π + β (min Q̂ − V)) | [`ModelInterface::generate`] of [`IlqlDecoder`] |
 //! | training, object-safe | [`IlqlModel`], implemented by [`IlqlPolicy`] |
 //!
-//! Source: Snell et al. 2023, arXiv:2206.11871; shapes of the heads and one trunk for all of them: trlX's ILQL model.
+//! Source: Snell et al. 2023, arXiv:2206.11871. The shapes of the heads and their shared trunk follow trlX's ILQL
+//! model.
 
 mod heads;
 mod model;
@@ -27,23 +29,23 @@ use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, Sampli
 pub use heads::{Head, IlqlHeads, Q_HEADS};
 pub use model::{IlqlModel, IlqlPolicy, PackedIlql};
 
-/// File of the heads in a saved folder, beside those of the decoder.
+/// File of the heads in a saved folder, next to those of the decoder.
 pub const HEADS_FILE: &str = "ilql_heads.safetensors";
 
-/// A decoder with ILQL's heads. Its own logits are the policy π; what it samples from is shifted by what the heads think.
+/// A decoder with ILQL's heads. Its own logits are the policy π; it samples from logits shifted by the heads.
 #[derive(Module, Debug)]
 pub struct IlqlDecoder {
     /// The policy, whose hidden states the heads read.
     pub decoder: Decoder,
     /// Values of states and tokens.
     pub heads: IlqlHeads,
-    /// Weight β of the advantages in sampling, from 0; 0 samples from the policy itself.
+    /// Weight β of the advantages in sampling, at least 0; 0 samples from the policy itself.
     #[module(skip)]
     pub beta: f64,
 }
 
 impl IlqlDecoder {
-    /// Fresh heads on a decoder, a function of the seed. They say 0 of everything, so that it samples as the decoder does.
+    /// Adds fresh heads to a decoder, drawn with the seed. They always output 0, so the model samples like the decoder.
     pub fn on(decoder: Decoder, beta: f64, seed: u64) -> Self {
         let device = decoder.head().device();
         let (width, vocab) = (decoder.config.hidden_size, decoder.config.vocab_size);
@@ -54,10 +56,10 @@ impl IlqlDecoder {
         }
     }
 
-    /// The heads that lie in `dir` in place of the fresh ones; a folder without them changes nothing.
+    /// Replaces the heads with those in `dir`; does nothing if `dir` has none.
     ///
     /// # Errors
-    /// A file that cannot be read, or is of other heads.
+    /// The file cannot be read or belongs to other heads.
     pub fn with_heads_of(mut self, dir: &Path) -> Result<Self, ModelError> {
         let file = dir.join(HEADS_FILE);
         if file.exists() {
@@ -66,10 +68,10 @@ impl IlqlDecoder {
         Ok(self)
     }
 
-    /// The model of a Hugging Face folder, in f32, with its heads or else with fresh ones.
+    /// Loads the model of a Hugging Face folder, in f32, with its heads or, if it has none, with fresh ones.
     ///
     /// # Errors
-    /// As [`Decoder::load`]; heads that cannot be read.
+    /// As [`Decoder::load`]; the heads cannot be read.
     pub fn load(dir: &Path, device: &Device, beta: f64, seed: u64) -> Result<Self, ModelError> {
         let decoder = Decoder::load(dir, device);
         let decoder = decoder.map_err(|error: LoadError| ModelError::Load(error.to_string()))?;
@@ -94,8 +96,8 @@ impl ModelInterface for IlqlDecoder {
         self.decoder.head()
     }
 
-    /// Samples from softmax(log π + β (min Q̂ − V)); the log-probs that come with the tokens are those of π, so that a
-    /// trainer's recomputation agrees with them.
+    /// Samples from softmax(log π + β (min Q̂ − V)); the returned log-probs are those of π, so that they agree with a
+    /// trainer's recomputation.
     fn generate(
         &self,
         requests: &[RolloutRequest],

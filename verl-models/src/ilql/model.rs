@@ -16,16 +16,16 @@ use crate::policy::Policy;
 use crate::rollout::engine::{RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use crate::rows;
 
-/// What the heads say about a micro-batch, packed row after row: the selected response tokens are its actions. Each row
-/// has one state more than actions, its last token's.
+/// Outputs of the heads for a micro-batch, packed row by row. The selected response tokens are the actions. Each row
+/// has one more state than actions: that of its last token.
 ///
 /// Dims: `M` actions, `R` rows, `V` vocabulary.
 pub struct PackedIlql {
     /// Rows with an action, in the order of the tensors, `[R]`.
     pub rows: Vec<usize>,
-    /// Q of every token in the state of each action, one tensor a head, `[M, V]`; differentiable.
+    /// Q of every token in the state of each action, one tensor per head, `[M, V]`; differentiable.
     pub qs: Vec<Tensor<2>>,
-    /// Q̂ of each action, one tensor a head, `[M]`; without gradient.
+    /// Q̂ of each action, one tensor per head, `[M]`; without gradient.
     pub target_qs: Vec<Tensor<1>>,
     /// V of each state, `[M + R]`; differentiable.
     pub values: Tensor<1>,
@@ -35,8 +35,8 @@ pub struct PackedIlql {
 
 /// A policy with ILQL's heads and an optimiser; object-safe.
 pub trait IlqlModel: PolicyModel {
-    /// Forward of `rows`, `loss` of what the heads say where `select(row, token)` holds, backward, and gradients added to
-    /// the accumulators in f32. Returns the loss value; 0 where no token is selected.
+    /// Runs `rows` forward, computes `loss` on the heads' outputs where `select(row, token)` is true, runs backward,
+    /// and adds the gradients to the f32 accumulators. Returns the loss; 0 if no token is selected.
     ///
     /// # Errors
     /// As [`PolicyModel::accumulate`].
@@ -50,7 +50,7 @@ pub trait IlqlModel: PolicyModel {
     /// Q̂ ← α Q + (1 − α) Q̂.
     ///
     /// # Errors
-    /// A frozen model.
+    /// The model is frozen.
     fn sync_targets(&mut self, alpha: f64) -> Result<(), ModelError>;
 }
 
@@ -63,7 +63,7 @@ impl IlqlPolicy {
     /// Wraps a module; without optimiser settings it is frozen.
     ///
     /// # Errors
-    /// A setting of the optimiser that makes no sense.
+    /// An invalid setting of the optimiser.
     pub fn new(
         module: IlqlDecoder,
         optimizer: Option<OptimizerConfig>,
@@ -75,7 +75,7 @@ impl IlqlPolicy {
     /// The module, without autodiff.
     ///
     /// # Panics
-    /// When an optimiser step panicked before.
+    /// Panics if an earlier optimiser step panicked.
     pub fn module(&self) -> &IlqlDecoder {
         self.policy.module()
     }
@@ -88,9 +88,9 @@ struct States {
     rows: Vec<usize>,
     /// Tokens of each padded row.
     width: usize,
-    /// Index of each state in the flattened call: a row's action states, then its last token.
+    /// Index of each state in the flattened call: for each row, its action states, then its last token.
     positions: Vec<i32>,
-    /// Which of the states are those of actions.
+    /// Indices of the states that belong to actions.
     actions: Vec<i32>,
     /// Token of each action.
     tokens: Vec<i32>,
@@ -126,7 +126,7 @@ impl States {
         states
     }
 
-    /// What the heads say.
+    /// Computes the outputs of the heads.
     fn read(self, module: &IlqlDecoder, rows: &[ScoreRow<'_>], device: &Device) -> PackedIlql {
         let picked = self.rows.iter().map(|&row| &rows[row]);
         let ids = rows::padded_ids(picked, self.rows.len(), self.width, device);
@@ -180,7 +180,7 @@ impl IlqlModel for IlqlPolicy {
     }
 }
 
-/// As the policy inside, but for the way to the heads.
+/// Delegates to the inner policy, except that it gives access to the heads.
 impl PolicyModel for IlqlPolicy {
     fn generate(
         &self,
@@ -285,7 +285,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn states_are_those_of_the_actions_and_of_the_last_token() {
+    fn states_belong_to_the_actions_and_the_last_token() {
         let row = |prompt, response| ScoreRow { prompt, response };
         let rows = [
             row(&[1, 2][..], &[3, 4, 5][..]),

@@ -1,5 +1,5 @@
-//! Sampling from a policy whose logits are shifted by the heads: the whole prefix is recomputed for each token, as in
-//! [`rollout::eager`](crate::rollout::eager). Requests are decoded alone, some side by side.
+//! Sampling from a policy whose logits are shifted by the heads. The entire prefix is recomputed for each token, as in
+//! [`rollout::eager`](crate::rollout::eager). Each request is decoded separately, several of them in parallel.
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -16,7 +16,7 @@ use crate::rollout::row::Row;
 use crate::rollout::sampling::Sampler;
 use crate::rollout::stop::StopRules;
 
-/// Requests between two looks at what the consumer says.
+/// Requests that are decoded before their outputs are passed to the consumer.
 const WAVE: usize = 64;
 
 /// See [`ModelInterface::generate`].
@@ -33,7 +33,7 @@ pub(super) fn generate(
     let on_cpu = model.head().device() == Device::flex();
     for start in (0..requests.len()).step_by(WAVE) {
         let wave = start..requests.len().min(start + WAVE);
-        // Modules may be sent to another thread, but not shared with it.
+        // Modules are `Send` but not `Sync`.
         let jobs: Vec<_> = wave.clone().map(|index| (index, model.clone())).collect();
         let respond = |(index, model): (usize, IlqlDecoder)| {
             respond(&model, index, &requests[index], settings)
@@ -77,7 +77,7 @@ fn respond(
     }
 }
 
-/// Logits of the policy for the token after `prefix`, and the shifted ones: `[V]` each.
+/// The policy's logits for the token after `prefix`, and the shifted logits: `[V]` each.
 fn next_logits(model: &IlqlDecoder, prefix: &[u32]) -> Result<(Vec<f32>, Vec<f32>), RolloutError> {
     let head = model.head();
     let ids: Vec<i32> = prefix.iter().map(|&id| id as i32).collect();
@@ -90,7 +90,7 @@ fn next_logits(model: &IlqlDecoder, prefix: &[u32]) -> Result<(Vec<f32>, Vec<f32
     Ok((read(logits)?, read(shifted)?))
 }
 
-/// Log-prob of a token under the full softmax of logits over the temperature (1 when greedy).
+/// Log-prob of a token under the full softmax of logits / temperature (1 when greedy).
 fn log_prob(logits: &[f32], token: u32, temperature: f64) -> f32 {
     let temperature = if temperature == 0.0 { 1.0 } else { temperature };
     let scaled = |logit: &f32| f64::from(*logit) / temperature;

@@ -16,8 +16,8 @@ fn fresh(beta: f64) -> IlqlDecoder {
     IlqlDecoder::load(&folder(), &Device::flex(), beta, 3).unwrap()
 }
 
-/// Heads with opinions: random weights everywhere.
-fn opinionated(beta: f64) -> IlqlDecoder {
+/// A model whose heads have random weights everywhere.
+fn with_random_heads(beta: f64) -> IlqlDecoder {
     let mut model = fresh(beta);
     model.heads = fill_parameters(model.heads, burn::tensor::DType::F32, |name, shape| {
         let draws = normals(9, name, shape.iter().product());
@@ -94,7 +94,7 @@ fn loss(packed: PackedIlql) -> Tensor<1> {
 }
 
 #[test]
-fn fresh_heads_say_nothing_and_sampling_is_that_of_the_decoder() {
+fn fresh_heads_do_not_change_sampling() {
     let settings = SamplingSettings {
         temperature: 0.8,
         ..SamplingSettings::default()
@@ -113,13 +113,13 @@ fn fresh_heads_say_nothing_and_sampling_is_that_of_the_decoder() {
 
 #[test]
 fn greedy_tokens_are_the_best_under_the_shifted_logits() {
-    let model = opinionated(3.0);
+    let model = with_random_heads(3.0);
     let settings = SamplingSettings {
         temperature: 0.0,
         ..SamplingSettings::default()
     };
     let outputs = responses(&model, &settings);
-    assert_ne!(outputs, responses(&opinionated(0.0), &settings));
+    assert_ne!(outputs, responses(&with_random_heads(0.0), &settings));
     for (request, output) in requests().iter().zip(&outputs) {
         let all = [request.prompt.as_slice(), &output.tokens].concat();
         let ids: Vec<i32> = all.iter().map(|id| *id as i32).collect();
@@ -150,10 +150,10 @@ fn greedy_tokens_are_the_best_under_the_shifted_logits() {
 }
 
 #[test]
-fn training_moves_all_but_the_targets_which_follow_when_told() {
+fn training_changes_all_but_the_targets_which_change_on_sync() {
     let mut policy = trained(fresh(1.0));
     let before = parameters(policy.module());
-    // Fresh heads end in zeros, so the first step moves only what is behind them.
+    // The last layer of fresh heads is zero, so the first step does not change the layers before it.
     for _ in 0..2 {
         let value = policy.accumulate_ilql(&ROWS, &|_, _| true, &mut loss);
         assert!(value.unwrap() > 0.0);
@@ -186,8 +186,8 @@ fn training_moves_all_but_the_targets_which_follow_when_told() {
 }
 
 #[test]
-fn what_the_loss_sees_has_the_shapes_of_actions_and_states() {
-    let mut policy = trained(opinionated(1.0));
+fn packed_outputs_have_the_shapes_of_actions_and_states() {
+    let mut policy = trained(with_random_heads(1.0));
     let vocab = policy.vocab_size();
     let select = |row: usize, token: usize| (row, token) != (0, 0);
     let mut seen = false;
@@ -212,8 +212,8 @@ fn what_the_loss_sees_has_the_shapes_of_actions_and_states() {
 }
 
 #[test]
-fn snapshots_bring_heads_and_targets_back() {
-    let mut policy = trained(opinionated(1.0));
+fn snapshots_restore_heads_and_targets() {
+    let mut policy = trained(with_random_heads(1.0));
     let (before, hash) = (parameters(policy.module()), policy.weights_hash());
     let snapshot = policy.snapshot();
     policy
@@ -231,11 +231,11 @@ fn snapshots_bring_heads_and_targets_back() {
 fn a_saved_folder_has_decoder_and_heads() {
     let dir = tempfile::tempdir().unwrap();
     let saved = dir.path().join("model");
-    let model = opinionated(1.0);
+    let model = with_random_heads(1.0);
     model.save(&saved).unwrap();
     let again = IlqlDecoder::load(&saved, &Device::flex(), 1.0, 77).unwrap();
     assert_eq!(parameters(&again), parameters(&model));
-    // The policy alone is a folder like any other.
+    // The folder also loads as a plain decoder.
     let decoder = Decoder::load(&saved, &Device::flex()).unwrap();
     assert_eq!(parameters(&decoder), parameters(&model.decoder));
     std::fs::write(saved.join(HEADS_FILE), b"torn").unwrap();

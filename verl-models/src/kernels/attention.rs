@@ -1,12 +1,12 @@
 //! Causal attention with rotary positions on the CPU, forward and backward, in tiles of sixteen queries.
 //!
-//! The lanes of a register are queries, so that maxima, sums and normalisation run down the keys and lanes never mix.
-//! A tile meets the keys from the first to its own last one; what comes after a query's own key weighs exactly nothing
-//! in it. So the bits of a row depend neither on the rows beside it nor on where tiles begin. Scores of one tile exist at
-//! a time.
+//! The lanes of a register are queries, so maxima, sums and normalisation run over the keys and lanes never mix. A tile
+//! processes the keys from the first to its own last one; keys after a query's own have a weight of exactly 0. So the
+//! bits of a row depend neither on the rows beside it nor on where tiles begin. Only the scores of one tile exist at a
+//! time.
 //!
 //! Dims: `N` rows, in [segments](Segment) or as `B` sequences of `S` tokens; `H`/`K` query/key heads, `Dh` head width,
-//! `J` keys that a tile meets.
+//! `J` keys that a tile processes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,16 +17,16 @@ use crate::lanes::{Kernel, Lanes, Row, run};
 use crate::prefixes::{Segment, equal};
 use crate::vector::{LANES, exp};
 
-/// Dims of a head that are worked on side by side; a head is filled up with zeros.
+/// Dims of a head that are processed together; a head is padded with zeros.
 const DIMS: usize = 8;
 /// Keys that share the loads of a tile in [`products`].
 const KEYS: usize = 4;
 /// Keys whose sums are in registers at once in [`spread`]: enough to hide the latency of additions.
 const STEP: usize = 8;
 
-/// Scores this far below the largest one weigh nothing: e^−64 is 10⁻²⁸ of what a sum has. Smaller weights would make
-/// numbers below 10⁻³⁸ of products with gradients, which some processors compute a hundred times slower than others.
-const NOTHING: f32 = -64.0;
+/// Scores this far below the largest one have no weight: e^−64 is 10⁻²⁸ of a sum. Smaller weights would create numbers
+/// below 10⁻³⁸ in products with gradients, which some processors compute a hundred times more slowly than others.
+const NEGLIGIBLE: f32 = -64.0;
 
 /// Eight neighbouring dims of a token.
 type Dims = [f32; DIMS];
@@ -44,7 +44,7 @@ pub struct AttentionShape {
     pub key_heads: usize,
     /// Width of a head, `Dh`, even.
     pub head_dim: usize,
-    /// The rows, where they are not `B` sequences of `S` tokens; on the CPU alone.
+    /// The rows, if they are not `B` sequences of `S` tokens; only on the CPU.
     pub segments: Option<Arc<[Segment]>>,
 }
 
@@ -66,14 +66,15 @@ impl AttentionShape {
         self.query_heads / self.key_heads
     }
 
-    /// Where head `head` of row `row` lies among rows of `width`.
+    /// Position of head `head` of row `row` among rows of `width`.
     #[inline(always)]
     fn place(&self, row: usize, width: usize, head: usize) -> Range<usize> {
         let start = row * width + head * self.head_dim;
         start..start + self.head_dim
     }
 
-    /// What `run` makes of each key head of each tree of segments, side by side: of one tree after the other, head by head.
+    /// Results of `run` for each key head of each tree of segments, computed in parallel: tree after tree, head by
+    /// head.
     fn each<T: Send>(
         &self,
         run: impl Fn(&[Segment], usize) -> T + Send + Sync,
@@ -94,7 +95,7 @@ impl AttentionShape {
         )
     }
 
-    /// Columns of `width` of each key head, as [`AttentionShape::each`] has them, side by side.
+    /// Joins the columns, `width` of each key head, that [`AttentionShape::each`] returned.
     fn joined(&self, trees: &[usize], parts: &[Vec<f32>], width: usize) -> Vec<f32> {
         let whole = self.key_heads * width;
         let mut joined = vec![0.0; trees.iter().sum::<usize>() * whole];
@@ -116,21 +117,21 @@ impl AttentionShape {
     }
 }
 
-/// Rows of a tree.
+/// The rows of a tree.
 fn rows(tree: &[Segment]) -> Range<usize> {
     let end = tree.last().map_or(0, |last| last.first + last.tokens);
     tree.first().map_or(0, |first| first.first)..end
 }
 
-/// Keys that a tile meets whose first query stands at position `first`, in whole steps of [`STEP`].
+/// Number of keys that a tile processes whose first query is at position `first`, in whole steps of [`STEP`].
 #[inline(always)]
-fn seen(first: usize) -> usize {
+fn keys_of_tile(first: usize) -> usize {
     (first + LANES).next_multiple_of(STEP)
 }
 
-/// Positions of a tree and those after it that a tile may look at.
+/// Number of positions of a tree, including those after it that a tile may read.
 fn depth(tree: &[Segment]) -> usize {
-    tree.iter().map(Segment::end).max().map_or(0, seen)
+    tree.iter().map(Segment::end).max().map_or(0, keys_of_tile)
 }
 
 /// Rotary tables: cosines and signed sines of each position, `[S, Dh]`.
@@ -141,7 +142,7 @@ pub(super) struct Tables<'a> {
 }
 
 impl<'a> Tables<'a> {
-    /// Cosines and sines of position `t`, each in halves.
+    /// Cosines and sines of position `t`, in halves.
     #[inline(always)]
     fn at(&self, t: usize, dim: usize) -> [(&'a [f32], &'a [f32]); 2] {
         [self.cos, self.sin].map(|table| table[t * dim..][..dim].split_at(dim / 2))
@@ -246,7 +247,7 @@ impl Kernel for Forward<'_> {
                         let place =
                             shape.place(row + lane, shape.query_width(), head * group + member);
                         let to = &mut queries.row(lane)[..dim];
-                        turn(
+                        rotate(
                             &inputs.queries[place],
                             position + lane,
                             inputs.tables,
@@ -254,7 +255,7 @@ impl Kernel for Forward<'_> {
                             to,
                         );
                     }
-                    let seen = seen(position);
+                    let seen = keys_of_tile(position);
                     let weights = &mut weights[..seen];
                     transpose(&queries.rows, &mut tile);
                     products::<L>(keys.first(seen), &tile, weights);
@@ -276,8 +277,8 @@ impl Kernel for Forward<'_> {
 ///
 /// With p the softmax, o its output and g the gradient of o: s = p ⊙ (g vᵀ − g·o), dq = s k, dk = sᵀ q, dv = pᵀ g.
 ///
-/// Keys and values of a segment, and their gradients, lie behind those of what it continues. Its own queries come after
-/// all segments that continue it; by then its gradients are complete, and what lies behind it is of no more use.
+/// Keys and values of a segment, and their gradients, follow those of the segment that it continues. Its own queries
+/// come after all segments that continue it; by then its gradients are complete, and the data after it is unused.
 struct Backward<'a> {
     shape: &'a AttentionShape,
     inputs: Inputs<'a>,
@@ -295,28 +296,28 @@ struct Backward<'a> {
     dv: &'a mut [f32],
 }
 
-/// A turn of the walk of [`Backward`].
+/// A step of [`Backward`]'s walk through a tree.
 #[derive(Clone, Copy)]
-enum Turn {
-    /// The segment begins; what continues it follows.
-    Into(Segment),
-    /// All that continues it is done.
-    OutOf(Segment),
+enum Visit {
+    /// The segment begins; the segments that continue it follow.
+    Enter(Segment),
+    /// All segments that continue it are done.
+    Leave(Segment),
 }
 
-/// The walk through a tree.
-fn walk(tree: &[Segment]) -> Vec<Turn> {
-    let mut turns = Vec::with_capacity(2 * tree.len());
+/// The walk through a tree, depth first.
+fn walk(tree: &[Segment]) -> Vec<Visit> {
+    let mut visits = Vec::with_capacity(2 * tree.len());
     let mut open: Vec<Segment> = Vec::new();
     for &segment in tree {
         while let Some(done) = open.pop_if(|open| open.position >= segment.position) {
-            turns.push(Turn::OutOf(done));
+            visits.push(Visit::Leave(done));
         }
-        turns.push(Turn::Into(segment));
+        visits.push(Visit::Enter(segment));
         open.push(segment);
     }
-    turns.extend(open.into_iter().rev().map(Turn::OutOf));
-    turns
+    visits.extend(open.into_iter().rev().map(Visit::Leave));
+    visits
 }
 
 impl Kernel for Backward<'_> {
@@ -342,9 +343,9 @@ impl Kernel for Backward<'_> {
             [(); 2].map(|()| vec![[0.0; LANES]; queries.blocks * DIMS]);
         let [mut weights, mut slopes] = [(); 2].map(|()| vec![[0.0; LANES]; depth]);
         let mut turned = vec![0.0; dim];
-        for turn_of_walk in walk(tree) {
-            let segment = match turn_of_walk {
-                Turn::Into(segment) => {
+        for visit in walk(tree) {
+            let segment = match visit {
+                Visit::Enter(segment) => {
                     fill(shape, &inputs, head, &segment, &mut keys, &mut values);
                     for of in [&mut d_keys, &mut d_values] {
                         of.rows_mut(segment.position..segment.end())
@@ -352,10 +353,10 @@ impl Kernel for Backward<'_> {
                     }
                     continue;
                 }
-                Turn::OutOf(segment) => segment,
+                Visit::Leave(segment) => segment,
             };
             for of in [&mut keys, &mut values] {
-                of.rows_mut(segment.end()..seen(segment.end()))
+                of.rows_mut(segment.end()..keys_of_tile(segment.end()))
                     .fill([0.0; DIMS]);
             }
             for member in 0..group {
@@ -366,11 +367,11 @@ impl Kernel for Backward<'_> {
                         let place = shape.place(row + lane, width, head * group + member);
                         let to = &mut queries.row(lane)[..dim];
                         let query = &inputs.queries[place.clone()];
-                        turn(query, position + lane, inputs.tables, shape.scale(), to);
+                        rotate(query, position + lane, inputs.tables, shape.scale(), to);
                         copy(&gradient[place.clone()], gradients.row(lane));
                         copy(&output[place], outputs.row(lane));
                     }
-                    let seen = seen(position);
+                    let seen = keys_of_tile(position);
                     let (weights, slopes) = (&mut weights[..seen], &mut slopes[..seen]);
                     transpose(&queries.rows, &mut tile);
                     products::<L>(keys.first(seen), &tile, weights);
@@ -393,7 +394,7 @@ impl Kernel for Backward<'_> {
                             *to = d[lane];
                         }
                         let to = &mut dq[shape.place(row + lane - base, group * dim, member)];
-                        turn_back(&turned, position + lane, inputs.tables, shape.scale(), to);
+                        rotate_back(&turned, position + lane, inputs.tables, shape.scale(), to);
                     }
                 }
             }
@@ -401,14 +402,14 @@ impl Kernel for Backward<'_> {
                 let position = segment.position + token;
                 let place = shape.place(segment.first + token - base, dim, 0);
                 let d_key = &d_keys.row(position)[..dim];
-                turn_back(d_key, position, inputs.tables, 1.0, &mut dk[place.clone()]);
+                rotate_back(d_key, position, inputs.tables, 1.0, &mut dk[place.clone()]);
                 copy(&d_values.row(position)[..dim], &mut dv[place]);
             }
         }
     }
 }
 
-/// One head of some tokens, `[tokens, blocks, DIMS]`; both are filled up with zeros, tokens to whole tiles.
+/// One head of some tokens, `[tokens, blocks, DIMS]`, zero-padded in both; tokens are padded to whole tiles.
 struct Head {
     rows: Vec<Dims>,
     blocks: usize,
@@ -440,7 +441,8 @@ impl Head {
     }
 }
 
-/// Turned keys, and values, of the head and segment at its positions, and zeros where a tile may look behind it.
+/// Fills in rotated keys, and values, of the head and segment at its positions, and zeros where a tile may read past
+/// it.
 #[inline(always)]
 fn fill(
     shape: &AttentionShape,
@@ -454,7 +456,7 @@ fn fill(
         let position = segment.position + token;
         let place = shape.place(segment.first + token, shape.key_width(), head);
         let row = &mut keys.row(position)[..shape.head_dim];
-        turn(
+        rotate(
             &inputs.keys[place.clone()],
             position,
             inputs.tables,
@@ -464,7 +466,7 @@ fn fill(
         copy(&inputs.values[place], values.row(position));
     }
     for of in [keys, values] {
-        of.rows_mut(segment.end()..seen(segment.end()))
+        of.rows_mut(segment.end()..keys_of_tile(segment.end()))
             .fill([0.0; DIMS]);
     }
 }
@@ -478,7 +480,7 @@ fn copy(from: &[f32], to: &mut [f32]) {
 
 /// y = (a·cos + b·sin)·scale of a half of a head.
 #[inline(always)]
-fn turn_half(y: &mut [f32], (a, cos): (&[f32], &[f32]), (b, sin): (&[f32], &[f32]), scale: f32) {
+fn rotate_half(y: &mut [f32], (a, cos): (&[f32], &[f32]), (b, sin): (&[f32], &[f32]), scale: f32) {
     let n = y.len();
     let (a, b, cos, sin) = (&a[..n], &b[..n], &cos[..n], &sin[..n]);
     for (i, y) in y.iter_mut().enumerate() {
@@ -486,27 +488,27 @@ fn turn_half(y: &mut [f32], (a, cos): (&[f32], &[f32]), (b, sin): (&[f32], &[f32
     }
 }
 
-/// Turns a head's vector `x` at position `t` and scales it: y_d = (x_d cos_d + x_{d±Dh/2} sin_d) · scale.
+/// Rotates a head's vector `x` at position `t` and scales it: y_d = (x_d cos_d + x_{d±Dh/2} sin_d) · scale.
 #[inline(always)]
-fn turn(x: &[f32], t: usize, tables: Tables<'_>, scale: f32, y: &mut [f32]) {
+fn rotate(x: &[f32], t: usize, tables: Tables<'_>, scale: f32, y: &mut [f32]) {
     let [cos, sin] = tables.at(t, x.len());
     let x = x.split_at(x.len() / 2);
     let y = y.split_at_mut(y.len() / 2);
-    turn_half(y.0, (x.0, cos.0), (x.1, sin.0), scale);
-    turn_half(y.1, (x.1, cos.1), (x.0, sin.1), scale);
+    rotate_half(y.0, (x.0, cos.0), (x.1, sin.0), scale);
+    rotate_half(y.1, (x.1, cos.1), (x.0, sin.1), scale);
 }
 
-/// Transpose of [`turn`]: the gradient of x from that of y.
+/// Transpose of [`rotate`]: the gradient of x from that of y.
 #[inline(always)]
-fn turn_back(y: &[f32], t: usize, tables: Tables<'_>, scale: f32, x: &mut [f32]) {
+fn rotate_back(y: &[f32], t: usize, tables: Tables<'_>, scale: f32, x: &mut [f32]) {
     let [cos, sin] = tables.at(t, y.len());
     let y = y.split_at(y.len() / 2);
     let x = x.split_at_mut(x.len() / 2);
-    turn_half(x.0, (y.0, cos.0), (y.1, sin.1), scale);
-    turn_half(x.1, (y.1, cos.1), (y.0, sin.0), scale);
+    rotate_half(x.0, (y.0, cos.0), (y.1, sin.1), scale);
+    rotate_half(x.1, (y.1, cos.1), (y.0, sin.0), scale);
 }
 
-/// The tokens of a tile side by side: `[LANES, Dh]` to `[Dh, LANES]`.
+/// Transposes the tokens of a tile: `[LANES, Dh]` to `[Dh, LANES]`.
 #[inline(always)]
 fn transpose(rows: &[Dims], tile: &mut [Row]) {
     let blocks = tile.len() / DIMS;
@@ -548,7 +550,8 @@ fn products<L: Lanes>(rows: &[Dims], tile: &[Row], out: &mut [Row]) {
     }
 }
 
-/// Σ_d a[d] b[d] of each query, in the order of [`products`], so that a query that sees one key has a slope of zero.
+/// Σ_d a[d] b[d] of each query, in the order of [`products`], so that a query that attends to one key has a slope of
+/// zero.
 #[inline(always)]
 fn dots<L: Lanes>(a: &[Row], b: &[Row]) -> Row {
     let mut sum = L::splat(0.0);
@@ -560,8 +563,8 @@ fn dots<L: Lanes>(a: &[Row], b: &[Row]) -> Row {
     out
 }
 
-/// Scores into e^(score − largest) over the positions up to each query's own, 0 after it; returns 1/Σ of each query.
-/// The tile's queries stand at `first` and after it.
+/// Turns scores into e^(score − largest) over the positions up to each query's own, 0 after it; returns 1/Σ of each
+/// query. The tile's queries are at `first` and after it.
 #[inline(always)]
 fn exponentiate(scores: &mut [Row], first: usize) -> Row {
     for (key, row) in scores[first..].iter_mut().enumerate() {
@@ -588,7 +591,7 @@ fn exponentiate(scores: &mut [Row], first: usize) -> Row {
         for lane in 0..LANES {
             let below = row[lane] - largest[lane];
             let weight = exp(below);
-            row[lane] = if below < NOTHING { 0.0 } else { weight };
+            row[lane] = if below < NEGLIGIBLE { 0.0 } else { weight };
             sums[lane] += row[lane];
         }
     }

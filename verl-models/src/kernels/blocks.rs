@@ -1,11 +1,11 @@
-//! The two halves of a decoder layer, each as one operation with a backward pass of its own.
+//! The two halves of a decoder layer, each as one operation with its own backward pass.
 //!
-//! A half reads its residual stream once and writes it once: norms, projections, what lies between them and the addition
-//! to the stream are not operations of their own, so that no gradient is added up or copied between them. Queries, keys
-//! and values are one product, gates and ups another. Sequences lie one after the other, without padding.
+//! A half reads its residual stream once and writes it once: norms, projections, the operations between them and the
+//! addition to the stream are not separate operations, so no gradient is added up or copied between them. Queries, keys
+//! and values are one product, gates and ups another. Sequences follow one another without padding.
 //!
-//! Everything is composed here of what [`DecoderGradients`] offers, on any backend; a backend with faster kernels replaces
-//! single steps.
+//! This file composes everything from the operations of [`DecoderGradients`], on any backend; a backend with faster
+//! kernels replaces single steps.
 //!
 //! Dims: `N` tokens of a call, `D` width, `I` inner width, `H`/`K` query/key heads, `Dh` head width, `W = (H + 2K)·Dh`.
 
@@ -29,13 +29,13 @@ use crate::rows::indices;
 
 pub use self::steps::{BlockGradients, Places};
 
-/// Whether the operations of this file are the fast ones for tensors of this device and dtype and heads of this width.
-/// On the CPU single operations are, which work on one sequence at a time.
+/// Whether the operations of this file are the fastest for tensors of this device and dtype and heads of this width. On
+/// the CPU the single operations are faster, because they work on one sequence at a time.
 pub fn blocks_are_fused(device: &Device, dtype: DType, head_dim: usize) -> bool {
     !is_cpu(device) && attention_is_fused(device, dtype, head_dim)
 }
 
-/// Sequences of a call, one after the other.
+/// The sequences of a call, one after another.
 #[derive(Debug, Clone)]
 pub struct Sequences {
     lengths: Arc<[usize]>,
@@ -61,13 +61,13 @@ impl Sequences {
         }
     }
 
-    /// Tokens of the longest.
+    /// Number of tokens of the longest sequence.
     pub fn longest(&self) -> usize {
         self.lengths.iter().copied().max().unwrap_or(0)
     }
 }
 
-/// What [`attention_block`] is told beside its tensors.
+/// Settings of [`attention_block`], apart from its tensors.
 #[derive(Debug, Clone)]
 pub struct AttentionBlock {
     /// Query heads, `H`.
@@ -78,21 +78,21 @@ pub struct AttentionBlock {
     pub head_dim: usize,
     /// ε of the norm.
     pub epsilon: f64,
-    /// Whether nothing is kept for the backward pass but the input, from which the rest is computed again.
+    /// Whether to keep only the input for the backward pass, which then recomputes the rest.
     pub recompute: bool,
-    /// Whether there is a bias; otherwise the tensor in its place is not looked at.
+    /// Whether there is a bias; if not, the tensor in its place is ignored.
     biased: bool,
     lengths: Arc<[usize]>,
 }
 
 impl AttentionBlock {
-    /// Sizes of the projections of queries, keys, values.
+    /// Widths of the projections of queries, keys and values.
     pub(super) fn widths(&self) -> [usize; 3] {
         let [query, key] = [self.query_heads, self.key_heads].map(|heads| heads * self.head_dim);
         [query, key, key]
     }
 
-    /// A call of `sequences` sequences, the longest of `tokens`.
+    /// The shape of a call with `sequences` sequences, the longest of `tokens` tokens.
     fn shape_of(&self, sequences: usize, tokens: usize) -> AttentionShape {
         AttentionShape {
             sequences,
@@ -104,7 +104,7 @@ impl AttentionBlock {
         }
     }
 
-    /// All sequences, and the lengths of each.
+    /// The shape of a call with all sequences, and the length of each.
     #[cfg(feature = "cuda")]
     pub(super) fn call(&self) -> (AttentionShape, &[usize]) {
         let longest = self.lengths.iter().copied().max().unwrap_or(0);
@@ -112,7 +112,7 @@ impl AttentionBlock {
     }
 }
 
-/// Sizes of an attention half, without those of a call.
+/// Sizes of an attention half that do not depend on the call.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionSizes {
     /// Query heads, `H`.
@@ -129,7 +129,7 @@ pub struct AttentionParameters {
     pub gain: Tensor<1>,
     /// Projections of queries, keys, values: `[H·Dh, D]`, `[K·Dh, D]`, `[K·Dh, D]`.
     pub projections: [Tensor<2>; 3],
-    /// Their biases, one after the other: `[W]`.
+    /// Their biases, concatenated: `[W]`.
     pub bias: Option<Tensor<1>>,
     /// `[D, H·Dh]`.
     pub output: Tensor<2>,
@@ -137,7 +137,7 @@ pub struct AttentionParameters {
 
 /// x + W_o attention(W_qkv norm(x) + b): the first half of a decoder layer, causal, with rotary positions.
 ///
-/// `recompute` says that only `x` is kept for the backward pass.
+/// With `recompute`, only `x` is kept for the backward pass.
 ///
 /// # Shapes
 /// `x`, result: `[N, D]`; `cos`, `sin` (signed): `[S, Dh]` in f32, with `S` at least the longest sequence
@@ -182,7 +182,7 @@ pub fn attention_block(
 
 /// x + W_down (silu(W_gate n) ⊙ W_up n) with n = norm(x): the second half of a decoder layer.
 ///
-/// `recompute` says that only `x` is kept for the backward pass.
+/// With `recompute`, only `x` is kept for the backward pass.
 ///
 /// # Shapes
 /// `x`, result: `[N, D]`; `gain`: `[D]`; `gate`, `up`: `[I, D]`; `down`: `[D, I]`
@@ -203,7 +203,7 @@ pub fn mlp_block(
     ))
 }
 
-/// What a backend offers: the halves of a layer.
+/// The halves of a layer on a backend.
 #[backend_extension(Flex, Cube: cfg(feature = "cuda"), Autodiff)]
 pub trait BlockOps: Backend {
     /// See [`attention_block`].
@@ -235,7 +235,7 @@ pub trait BlockOps: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// [`BlockOps`] of a backend that has the steps.
+/// Implements [`BlockOps`] for a backend that has the steps.
 macro_rules! block_ops {
     ($backend:ty) => {
         impl BlockOps for $backend {

@@ -1,8 +1,8 @@
 //! Kernels for the CPU over contiguous f32 slices: fused, with their backward passes.
 //!
-//! Work is cut by row, never by the number of threads, so results have the same bits however many
-//! threads run. Loops are written for the compiler to vectorise and are dispatched to the widest instructions that
-//! the machine has.
+//! Work is divided by row, never by the number of threads, so results have the same bits with any number of threads.
+//! Loops are written for the compiler to vectorise and are dispatched to the widest instructions that the processor
+//! has.
 //!
 //! Dims: `N` tokens, `D` width, `I` inner width of the MLP.
 
@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use crate::unset::{self, Unset};
 use crate::vector::{exp, vectorised};
 
-/// Tokens of one task of the element-wise kernels.
+/// Tokens per task of the element-wise kernels.
 const TASK_TOKENS: usize = 64;
 
 /// Σ a·b with sixteen running sums, so that it vectorises; the order is fixed.
@@ -44,7 +44,7 @@ fn add_scaled(out: &mut [f32], factor: f32, x: &[f32]) {
 /// y = w · x / sqrt(mean(x²) + ε); `x`: `[N, D]`, `weight`: `[D]`.
 pub(super) fn rms_norm(x: &[f32], weight: &[f32], epsilon: f64) -> Vec<f32> {
     let d = weight.len();
-    assert_eq!(x.len() % d, 0, "rows of another width");
+    assert_eq!(x.len() % d, 0, "rows have the wrong width");
     let write = |y: &mut [Unset]| {
         y.par_chunks_mut(d * TASK_TOKENS)
             .zip(x.par_chunks(d * TASK_TOKENS))
@@ -62,7 +62,7 @@ pub(super) fn rms_norm(x: &[f32], weight: &[f32], epsilon: f64) -> Vec<f32> {
                 );
             });
     };
-    #[expect(unsafe_code, reason = "rows of `x`, one after the other, cover `y`")]
+    #[expect(unsafe_code, reason = "consecutive rows of `x` cover `y`")]
     unsafe {
         unset::made(x.len(), write)
     }
@@ -84,7 +84,7 @@ pub(super) fn rms_norm_backward(
     gradient: &[f32],
 ) -> (Vec<f32>, Vec<f32>) {
     let d = weight.len();
-    assert_eq!(x.len() % d, 0, "rows of another width");
+    assert_eq!(x.len() % d, 0, "rows have the wrong width");
     assert_eq!(x.len(), gradient.len(), "input and gradient differ in size");
     let block = d * TASK_TOKENS;
     let mut parts: Vec<Vec<f32>> = Vec::new();
@@ -120,7 +120,7 @@ pub(super) fn rms_norm_backward(
         };
         parts = tasks.map(part).collect();
     };
-    #[expect(unsafe_code, reason = "rows of `x`, one after the other, cover `dx`")]
+    #[expect(unsafe_code, reason = "consecutive rows of `x` cover `dx`")]
     let dx = unsafe { unset::made(x.len(), write) };
     let mut dw = vec![0.0; d];
     for part in parts {

@@ -1,7 +1,7 @@
 //! The fused operations on an NVIDIA GPU: kernels in CUDA C++, compiled when they are first launched.
 //!
-//! The kernels lie in `cuda/*.cu`, each with its equations, shapes and limits at its head; the files beside them launch
-//! them. All sums have a fixed order, so that the same inputs give the same bits.
+//! The kernels are in `cuda/*.cu`, each with its equations, shapes and limits at its head; the Rust files beside them
+//! launch them. All sums have a fixed order, so the same inputs give the same bits.
 
 pub(crate) mod attention;
 mod blocks;
@@ -40,7 +40,7 @@ impl Products for Cube {
         product(x, Summed::First, y, Summed::First, dtype)
     }
 
-    /// In f32, as it is summed up.
+    /// In f32, the type in which it is summed.
     fn weight_gradient(gradient: CubeTensor, x: CubeTensor) -> CubeTensor {
         product(gradient, Summed::First, x, Summed::First, DType::F32)
     }

@@ -1,25 +1,25 @@
 //! How the kernel of all layers of a decoding step (`cuda/decode_layers.cu`) divides a layer among its blocks.
 //!
-//! Arithmetic alone, apart from the launches, so that it is tested without a GPU.
+//! Only the arithmetic, apart from the launches, so that it can be tested without a GPU.
 
 use crate::blocks::attention::Heads;
 
-/// Most rows of a step in one kernel.
-pub(crate) const MOST_ROWS: usize = 128;
-/// Widest residual stream whose rows the kernel's threads hold.
-const MOST_WIDTH: usize = 8192;
+/// Most rows of a step that one kernel supports.
+pub(crate) const MAX_ROWS: usize = 128;
+/// Widest residual stream whose rows fit in the registers of the kernel's threads.
+const MAX_WIDTH: usize = 8192;
 /// Terms that are multiplied at once: pieces of a sum are whole chunks.
 const CHUNK: usize = 128;
 /// Tiles of columns are multiples of this.
 const STEP: usize = 16;
 /// Widest tile of columns.
-const MOST_COLUMNS: usize = 128;
-/// Most pieces of the sums of queries, keys, values and outputs: what reads them adds them up.
-const MOST_PIECES: usize = 4;
-/// The same of the long sums of the MLP's second product.
-const MOST_PIECES_DOWN: usize = 9;
+const MAX_COLUMNS: usize = 128;
+/// Most pieces of the sums of queries, keys, values and outputs; the reader adds them up.
+const MAX_PIECES: usize = 4;
+/// Most pieces of the long sums of the MLP's second product.
+const MAX_PIECES_DOWN: usize = 9;
 /// Most groups that share the tokens of a row.
-const MOST_PARTS: usize = 8;
+const MAX_PARTS: usize = 8;
 
 /// How a product is divided: a unit is a tile of columns and a piece of the sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,28 +31,28 @@ pub(crate) struct Units {
 }
 
 impl Units {
-    /// Blocks that have a unit of `columns` columns. A pair of blocks has two neighbouring tiles of a piece, so tiles
-    /// are even in number.
+    /// Blocks that have a unit of `columns` columns. A pair of blocks has two neighbouring tiles of a piece, so the
+    /// number of tiles is even.
     fn blocks(self, columns: usize) -> usize {
         columns.div_ceil(self.tile).next_multiple_of(2) * self.pieces
     }
 }
 
-/// What a layer's products are divided for.
+/// The limits for which a layer's products are divided.
 #[derive(Debug, Clone, Copy)]
-struct Room {
+struct Limits {
     /// Rows of a tile of activations.
     rows: usize,
     /// Blocks that run at once.
     blocks: usize,
 }
 
-impl Room {
-    /// The units that fit whose block brings least into shared memory, where several do with fewest pieces; none if no
-    /// tile is wide enough.
+impl Limits {
+    /// The units that fit and load the least into a block's shared memory; among equals those with the fewest pieces.
+    /// `None` if no tile is wide enough.
     fn divide(self, columns: usize, terms: usize, most_pieces: usize) -> Option<Units> {
         let chunks = terms.div_ceil(CHUNK);
-        let tiles = (STEP..=MOST_COLUMNS).step_by(STEP);
+        let tiles = (STEP..=MAX_COLUMNS).step_by(STEP);
         let units = tiles.flat_map(|tile| {
             let pieces = 1..=most_pieces.min(chunks);
             pieces.map(move |pieces| Units { tile, pieces })
@@ -69,11 +69,11 @@ impl Room {
 /// Sizes of a layer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LayerSizes {
-    /// Of the residual stream.
+    /// Width of the residual stream.
     pub width: usize,
-    /// Inside the MLP.
+    /// Inner width of the MLP.
     pub inner: usize,
-    /// Of its attention.
+    /// Heads of the attention.
     pub heads: Heads,
 }
 
@@ -82,17 +82,17 @@ impl LayerSizes {
         self.heads.query * self.heads.dim
     }
 
-    /// Columns of queries, keys and values together.
-    fn joint(&self) -> usize {
+    /// Width of queries, keys and values together.
+    fn qkv_width(&self) -> usize {
         (self.heads.query + 2 * self.heads.key_value) * self.heads.dim
     }
 
-    /// Whether copies of 16 bytes and matrix instructions take rows of these sizes.
-    fn are_whole(&self) -> bool {
+    /// Whether copies of 16 bytes and matrix instructions support rows of these sizes.
+    fn are_supported(&self) -> bool {
         let Heads { dim, .. } = self.heads;
         let widths = [self.width, self.inner];
         widths.iter().all(|width| width.is_multiple_of(8))
-            && self.width <= MOST_WIDTH
+            && self.width <= MAX_WIDTH
             && dim.is_multiple_of(16)
             && dim <= 128
     }
@@ -105,44 +105,45 @@ pub(crate) struct LayerUnits {
     pub rows: usize,
     /// Queries, keys and values.
     pub qkv: Units,
-    /// What is multiplied with the mixed values.
+    /// The projection of the mixed values.
     pub output: Units,
     /// Gates and ups, each half of a tile.
     pub mlp: Units,
-    /// What leads back to the residual stream.
+    /// The projection back to the residual stream.
     pub down: Units,
 }
 
 impl LayerUnits {
-    /// For so many rows and blocks; none where the kernel takes no such layer.
+    /// The division for this many rows and blocks; `None` if the kernel does not support the layer.
     pub fn of(sizes: &LayerSizes, rows: usize, blocks: usize) -> Option<Self> {
-        if !sizes.are_whole() || rows == 0 || rows > MOST_ROWS {
+        if !sizes.are_supported() || rows == 0 || rows > MAX_ROWS {
             return None;
         }
-        let room = Room {
+        let limits = Limits {
             rows: rows.next_power_of_two().max(16),
             blocks,
         };
         let (width, inner) = (sizes.width, sizes.inner);
         Some(LayerUnits {
-            rows: room.rows,
-            qkv: room.divide(sizes.joint(), width, MOST_PIECES)?,
-            output: room.divide(width, sizes.queries(), MOST_PIECES)?,
-            mlp: room.divide(2 * inner, width, 1)?,
-            down: room.divide(width, inner, MOST_PIECES_DOWN)?,
+            rows: limits.rows,
+            qkv: limits.divide(sizes.qkv_width(), width, MAX_PIECES)?,
+            output: limits.divide(width, sizes.queries(), MAX_PIECES)?,
+            mlp: limits.divide(2 * inner, width, 1)?,
+            down: limits.divide(width, inner, MAX_PIECES_DOWN)?,
         })
     }
 
-    /// Numbers of all pieces of a row, in the product that has most.
+    /// Numbers of all pieces of a row, in the product with the most.
     pub fn pieces(&self, sizes: &LayerSizes) -> usize {
         let most = (self.output.pieces).max(self.down.pieces) * sizes.width;
-        most.max(self.qkv.pieces * sizes.joint())
+        most.max(self.qkv.pieces * sizes.qkv_width())
     }
 }
 
-/// Most groups that share the tokens of a row of so many `rows` · `tiles` of heads: twice as many as blocks in all.
+/// Most groups that share the tokens of a row, for `tiles` pairs of a row and a tile of heads: twice as many groups as
+/// blocks in total.
 pub(crate) fn attention_parts(tiles: usize, blocks: usize) -> usize {
-    (2 * blocks / tiles).clamp(1, MOST_PARTS)
+    (2 * blocks / tiles).clamp(1, MAX_PARTS)
 }
 
 #[cfg(test)]
@@ -187,16 +188,16 @@ mod tests {
     }
 
     #[test]
-    fn tiles_of_activations_hold_the_rows() {
-        for (rows, held) in [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (128, 128)] {
-            assert_eq!(LayerUnits::of(&SMOL, rows, 132).unwrap().rows, held);
+    fn rows_fit_in_tiles_of_activations() {
+        for (rows, tile_rows) in [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (128, 128)] {
+            assert_eq!(LayerUnits::of(&SMOL, rows, 132).unwrap().rows, tile_rows);
         }
         assert_eq!(LayerUnits::of(&SMOL, 0, 132), None);
         assert_eq!(LayerUnits::of(&SMOL, 129, 132), None);
     }
 
     #[test]
-    fn what_the_kernel_does_not_take_is_not_divided() {
+    fn unsupported_layers_are_not_divided() {
         for other in [
             sizes([1536, 8960], [12, 2, 128]), // more gates and ups than blocks have columns
             sizes([8320, 128], [4, 2, 16]),    // too wide
@@ -233,10 +234,10 @@ mod tests {
             blocks in 1..80_usize,
         ) {
             let (columns, terms, blocks) = (8 * columns, 8 * terms, 2 * blocks);
-            let room = Room { rows, blocks };
+            let limits = Limits { rows, blocks };
             let chunks = terms.div_ceil(CHUNK);
-            let Some(units) = room.divide(columns, terms, most_pieces) else {
-                let widest = Units { tile: MOST_COLUMNS, pieces: 1 };
+            let Some(units) = limits.divide(columns, terms, most_pieces) else {
+                let widest = Units { tile: MAX_COLUMNS, pieces: 1 };
                 prop_assert!(widest.blocks(columns) > blocks);
                 return Ok(());
             };

@@ -1,6 +1,6 @@
-//! Fused operations of a decoder, with backward passes of their own, for devices that have them.
+//! Fused decoder operations with their own backward passes, for devices that support them.
 //!
-//! [`are_fused`] tells whether a device has them for a dtype; where it does not, the blocks compose the same result
+//! [`are_fused`] says whether a device has them for a dtype; where it does not, the blocks compose the same result
 //! from plain operations. The CPU has them in f32, an NVIDIA GPU in f32 and bf16.
 
 mod attention;
@@ -35,7 +35,7 @@ pub use blocks::{
 use self::product::Matrix;
 use crate::device::is_cpu;
 
-/// Whether fused operations exist for tensors of this device and dtype. [`attention`] asks for more; see
+/// Whether fused operations exist for tensors of this device and dtype. [`attention`] has further requirements; see
 /// [`attention_is_fused`].
 pub fn are_fused(device: &Device, dtype: DType) -> bool {
     match dtype {
@@ -48,10 +48,10 @@ pub fn are_fused(device: &Device, dtype: DType) -> bool {
 /// Whether [`attention`] exists for tensors of this device and dtype and heads of this width.
 pub fn attention_is_fused(device: &Device, dtype: DType, head_dim: usize) -> bool {
     #[cfg(feature = "cuda")]
-    let takes = is_cpu(device) || cuda::attention::takes(head_dim);
+    let supported = is_cpu(device) || cuda::attention::supports(head_dim);
     #[cfg(not(feature = "cuda"))]
-    let takes = head_dim.is_multiple_of(2);
-    takes && are_fused(device, dtype)
+    let supported = head_dim.is_multiple_of(2);
+    supported && are_fused(device, dtype)
 }
 
 /// `w · x / sqrt(mean(x²) + ε)` over the last dim, fused.
@@ -77,7 +77,7 @@ pub fn swiglu(gate: Tensor<2>, up: Tensor<2>) -> Tensor<2> {
     ))
 }
 
-/// `x Wᵀ`; its backward pass forms the weight's gradient in the weight's own layout.
+/// `x Wᵀ`; its backward pass computes the weight's gradient in the weight's own layout.
 ///
 /// # Shapes
 /// `x`: `[N, in]`; `weight`: `[out, in]`; result: `[N, out]`
@@ -88,7 +88,8 @@ pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     ))
 }
 
-/// Rows of `table` by `index`. Where `ascending` says that the index ascends, the backward pass is faster.
+/// Rows of `table` selected by `index`. The backward pass is faster with `ascending`, which says that the index
+/// ascends.
 ///
 /// # Shapes
 /// `table`: `[R, D]`; `index`: `[N]`, each below `R`; result: `[N, D]`
@@ -107,7 +108,7 @@ pub fn take_rows(table: Tensor<2>, index: Tensor<1, Int>, ascending: bool) -> Te
 ///
 /// # Shapes
 /// `queries`: `[N, H·Dh]`; `keys`, `values`: `[N, K·Dh]`; `cos`, `sin` (signed): `[S, Dh]`; result: `[N, H·Dh]`; `N` is
-/// `B·S` unless the shape has segments, and `S` then at least the last position and one
+/// `B·S` unless the shape has segments, in which case `S` is greater than the last position
 pub fn attention(
     shape: AttentionShape,
     queries: Tensor<2>,
@@ -126,7 +127,7 @@ pub fn attention(
     ))
 }
 
-/// What a backend with fused operations offers.
+/// The fused operations of a backend.
 #[backend_extension(Flex, Cube: cfg(feature = "cuda"), Autodiff)]
 pub trait DecoderOps: Backend {
     /// See [`rms_norm`].
@@ -158,7 +159,7 @@ pub trait DecoderOps: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// Matrix products in the layouts that a linear map and its backward pass have.
+/// Matrix products in the layouts that a linear map and its backward pass use.
 pub trait Products: Backend {
     /// x Wᵀ: `[N, in]`, `[out, in]` -> `[N, out]`.
     fn product_with_rows(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -172,13 +173,13 @@ pub trait Products: Backend {
     fn product_of_columns(x: FloatTensor<Self>, y: FloatTensor<Self>) -> FloatTensor<Self> {
         Self::float_matmul(Self::float_transpose(x), y)
     }
-    /// The gradient of a linear map's weight, in the dtype of `x` or a wider one: as [`Self::product_of_columns`].
+    /// The gradient of a linear map's weight, in the dtype of `x` or a wider one: like [`Self::product_of_columns`].
     fn weight_gradient(gradient: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
         Self::product_of_columns(gradient, x)
     }
 }
 
-/// Products of f32 matrices are those of the module `product`; others are burn's.
+/// Products of f32 matrices use the module `product`; others use burn.
 impl Products for Flex {
     fn product_with_rows(x: FlexTensor, weight: FlexTensor) -> FlexTensor {
         match multiplied(&x, &weight, |x, weight| (x, weight.transposed())) {
@@ -202,7 +203,7 @@ impl Products for Flex {
     }
 }
 
-/// The product of two f32 matrices that `arranged` lays out; nothing where they are of another dtype or rank.
+/// The product of two f32 matrices that `arranged` lays out; `None` unless both are f32 matrices.
 fn multiplied(
     a: &FlexTensor,
     b: &FlexTensor,
@@ -228,7 +229,7 @@ impl<B: Backend, C: CheckpointStrategy> Products for Autodiff<B, C> {}
 
 /// Backward passes of [`DecoderOps`].
 pub trait DecoderGradients: DecoderOps + Products {
-    /// [`rms_norm`], and what is worth keeping for its backward pass.
+    /// [`rms_norm`], and what its backward pass can reuse, if anything.
     fn rms_norm_saving(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
@@ -277,7 +278,7 @@ pub trait DecoderGradients: DecoderOps + Products {
 /// A tensor on the CPU.
 pub(crate) type FlexTensor = FloatTensor<Flex>;
 
-/// The tensor with its values one after the other.
+/// The tensor in contiguous memory.
 pub(crate) fn dense(tensor: FlexTensor) -> FlexTensor {
     if tensor.is_contiguous() {
         tensor
@@ -290,11 +291,10 @@ pub(crate) fn dense(tensor: FlexTensor) -> FlexTensor {
 pub(crate) fn values(tensor: &FlexTensor) -> &[f32] {
     tensor
         .as_slice()
-        .expect("are_fused admits f32 alone, and the tensor is dense")
+        .expect("are_fused admits only f32, and the tensor is dense")
 }
 
-/// A tensor outside of any graph as it lies in memory, in f32, one number after the other; nothing where it is not on
-/// the CPU.
+/// A tensor outside of any autodiff graph, in f32 and contiguous; `None` if it is not on the CPU.
 pub(crate) fn on_cpu<const D: usize>(tensor: Tensor<D>) -> Option<FlexTensor> {
     match tensor.cast(DType::F32).into_dispatch().kind {
         DispatchTensorKind::Flex(BackendTensor::Float(tensor)) => Some(dense(tensor)),
@@ -405,7 +405,7 @@ impl DecoderGradients for Flex {
     }
 }
 
-/// Hands each part to its parent, where that one wants a gradient.
+/// Registers each gradient with its parent, if the parent requires one.
 macro_rules! register {
     ($ops_parents:expr, $parts:expr, $grads:expr) => {
         for (node, part) in $ops_parents.into_iter().zip($parts) {

@@ -1,23 +1,23 @@
 //! Products of f32 matrices on the CPU.
 //!
 //! c[m, n] = Σ_k a[m, k] · b[k, n]: each element adds its terms in ascending order of k to one sum, and a product is
-//! fused with its addition. So the bits of an element follow from its row and its column alone: not from the width of
-//! the registers, the sizes of the caches, the number of threads, or the rows and columns beside it. The rollout's
-//! products with packed weights ([`Packed`](crate::rollout)) add in the same order and have the same bits.
+//! fused with its addition. So the bits of an element depend only on its row and its column: not on the width of the
+//! registers, the sizes of the caches, the number of threads, or the rows and columns beside it. The rollout's products
+//! with packed weights ([`Packed`](crate::rollout)) add in the same order and have the same bits.
 //!
-//! Columns of `b` are packed into panels of two registers; a tile of rows of `a` meets a panel with all its sums in
-//! registers: 12 × 32 with 32 registers of 16 numbers, 6 × 16 with 16 registers of 8.
+//! Columns of `b` are packed into panels of two registers. A tile of rows of `a` is multiplied with a panel while all
+//! its sums stay in registers: 12 × 32 with 32 registers of 16 numbers, 6 × 16 with 16 registers of 8.
 
 use std::cell::Cell;
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use crate::lanes::{Kernel, Lanes, Row, TURN, run};
+use crate::lanes::{Kernel, Lanes, Row, TRANSPOSE_SIZE, run};
 use crate::unset::{self, Unset};
 use crate::vector::LANES;
 
-/// Most terms that are added for one tile before the next one: what a panel of them takes stays near the core.
+/// Most terms that are added for one tile before the next one, so that their part of a panel stays in a near cache.
 const DEPTH: usize = 384;
 /// Columns of a panel.
 const PANEL: usize = 2 * LANES;
@@ -25,18 +25,18 @@ const PANEL: usize = 2 * LANES;
 const WIDE_ROWS: usize = 12;
 /// Rows of a tile with narrow registers.
 const NARROW_ROWS: usize = 6;
-/// Products with fewer terms than this run on the calling thread: handing them out would cost more.
-const ALONE: usize = 1 << 18;
-/// Numbers of a right operand up to which it is packed once for all rows.
+/// Products with fewer terms than this run on the calling thread: distributing them would cost more.
+const SINGLE_THREAD_TERMS: usize = 1 << 18;
+/// Right operands of up to this many numbers are packed once for all rows.
 const PACKED_ONCE: usize = 1 << 20;
-/// Fewest rows of a task then: each reads all panels.
+/// Fewest rows of a task in that case: each task reads all panels.
 const LEAST_ROWS: usize = 4 * WIDE_ROWS;
-/// Most rows of a task then: [`DEPTH`] terms of them stay in the second-level cache while panels pass by.
+/// Most rows of a task in that case: [`DEPTH`] terms of them stay in the second-level cache while panels stream by.
 const TASK_ROWS: usize = 192;
-/// Products with fewer rows turn the left operand into the panel instead of the right one, which is read once.
+/// Products with fewer rows pack the left operand into the panel instead of the right one, which is read once.
 const FEW_ROWS: usize = 16;
 
-/// One row of a panel. It begins a cache line: a register that crosses two takes two loads.
+/// One row of a panel, aligned to a cache line: a register that crosses two lines takes two loads.
 #[derive(Debug, Clone, Copy)]
 #[repr(align(64))]
 struct PanelRow([Row; 2]);
@@ -45,7 +45,7 @@ impl PanelRow {
     const ZERO: PanelRow = PanelRow([[0.0; LANES]; 2]);
 }
 
-/// A matrix whose rows lie one after the other, or the transpose of one.
+/// A row-major matrix, or the transpose of one.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Matrix<'a> {
     values: &'a [f32],
@@ -87,22 +87,22 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// Where sums begin.
+/// Initial value of the sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Start {
-    /// At 0; what the output holds is not looked at.
+    /// 0; the output's contents are ignored.
     Zero,
-    /// At what the output holds.
+    /// The output's contents.
     Output,
 }
 
-/// `a · b`, rows one after the other.
+/// `a · b`, row-major.
 ///
 /// # Shapes
 /// `a`: `[M, K]`; `b`: `[K, N]`; result: `[M, N]`
 ///
 /// # Panics
-/// When the columns of `a` are not the rows of `b`, which is a fault of the caller.
+/// If the columns of `a` are not the rows of `b`, which is a caller's bug.
 pub(crate) fn product(a: Matrix<'_>, b: Matrix<'_>) -> Vec<f32> {
     #[expect(unsafe_code, reason = "`multiply` from zero writes every element")]
     unsafe {
@@ -110,22 +110,22 @@ pub(crate) fn product(a: Matrix<'_>, b: Matrix<'_>) -> Vec<f32> {
     }
 }
 
-/// `a · b` into `out`, or added to it: then each sum goes on where it stood.
+/// Writes `a · b` into `out`, or adds it: then each sum continues from the value in `out`.
 ///
 /// # Shapes
 /// `a`: `[M, K]`; `b`: `[K, N]`; `out`: `[M, N]`
 ///
 /// # Panics
-/// When sizes do not fit, which is a fault of the caller.
+/// If sizes do not match, which is a caller's bug.
 pub(crate) fn product_into(a: Matrix<'_>, b: Matrix<'_>, start: Start, out: &mut [f32]) {
     multiply(a, b, start, unset::of(out));
 }
 
-/// Every element of `out` is written, unless sums start at what it holds.
+/// Writes every element of `out`, unless sums start from its contents.
 fn multiply(a: Matrix<'_>, b: Matrix<'_>, start: Start, out: &mut [Unset]) {
     assert_eq!(a.columns, b.rows, "operands differ in their inner size");
     let (m, n) = (a.rows, b.columns);
-    assert_eq!(out.len(), m * n, "the output has another size");
+    assert_eq!(out.len(), m * n, "the output has the wrong size");
     if out.is_empty() {
         return;
     }
@@ -146,7 +146,7 @@ fn multiply(a: Matrix<'_>, b: Matrix<'_>, start: Start, out: &mut [Unset]) {
     }
     let terms = m.saturating_mul(n).saturating_mul(a.columns);
     let pieces = 4 * rayon::current_num_threads();
-    if terms < ALONE {
+    if terms < SINGLE_THREAD_TERMS {
         by_rows(a, Right::Plain(b), m, start, out);
     } else if b.values.len() <= PACKED_ONCE && m >= pieces * LEAST_ROWS {
         let rows = m
@@ -167,7 +167,7 @@ fn multiply(a: Matrix<'_>, b: Matrix<'_>, start: Start, out: &mut [Unset]) {
 enum Right<'a> {
     /// Packed by each task for itself.
     Plain(Matrix<'a>),
-    /// Packed: panels one after the other, `[N/PANEL, K]`.
+    /// Packed: consecutive panels, `[N/PANEL, K]`.
     Packed(&'a [PanelRow]),
 }
 
@@ -218,11 +218,11 @@ fn by_columns(a: Matrix<'_>, b: Matrix<'_>, columns: usize, start: Start, out: &
 }
 
 thread_local! {
-    /// Memory of the panels of an earlier product, [`PACKED_ONCE`] numbers or a little more.
+    /// Memory of the panels of an earlier product, [`PACKED_ONCE`] numbers or slightly more.
     static PANELS: Cell<Vec<PanelRow>> = const { Cell::new(Vec::new()) };
 }
 
-/// All panels of `b`.
+/// Packs all panels of `b`.
 fn panels(b: Matrix<'_>) -> Vec<PanelRow> {
     let mut panels = PANELS.take();
     panels.resize(b.columns.div_ceil(PANEL) * b.rows, PanelRow::ZERO);
@@ -233,7 +233,7 @@ fn panels(b: Matrix<'_>) -> Vec<PanelRow> {
     panels
 }
 
-/// One panel of `b`.
+/// Packs one panel of `b`.
 struct Packing<'a> {
     b: Matrix<'a>,
     index: usize,
@@ -247,7 +247,7 @@ impl Kernel for Packing<'_> {
     }
 }
 
-/// Rows `first_row` and after of a panel's columns of `b`, zeros past its last column.
+/// Packs the rows of `b` from `first_row` on, of a panel's columns; zeros past its last column.
 #[inline(always)]
 fn pack<L: Lanes>(b: Matrix<'_>, first_row: usize, first_column: usize, panel: &mut [PanelRow]) {
     let width = PANEL.min(b.columns - first_column);
@@ -265,15 +265,15 @@ fn pack<L: Lanes>(b: Matrix<'_>, first_row: usize, first_column: usize, panel: &
             return;
         }
         let columns: [&[f32]; PANEL] = std::array::from_fn(column);
-        let (blocks, rest) = panel.as_chunks_mut::<TURN>();
-        let whole = blocks.len() * TURN;
-        for first in (0..PANEL).step_by(TURN) {
-            let columns: [&[[f32; TURN]]; TURN] =
+        let (blocks, rest) = panel.as_chunks_mut::<TRANSPOSE_SIZE>();
+        let whole = blocks.len() * TRANSPOSE_SIZE;
+        for first in (0..PANEL).step_by(TRANSPOSE_SIZE) {
+            let columns: [&[[f32; TRANSPOSE_SIZE]]; TRANSPOSE_SIZE] =
                 std::array::from_fn(|lane| columns[first + lane].as_chunks().0);
             for (at, block) in blocks.iter_mut().enumerate() {
-                let turned = L::turn(std::array::from_fn(|lane| &columns[lane][at]));
-                for row in 0..TURN {
-                    block[row].0.as_flattened_mut()[first..][..TURN].copy_from_slice(&turned[row]);
+                let transposed = L::transpose(std::array::from_fn(|lane| &columns[lane][at]));
+                for row in 0..TRANSPOSE_SIZE {
+                    block[row].0.as_flattened_mut()[first..][..TRANSPOSE_SIZE].copy_from_slice(&transposed[row]);
                 }
             }
         }
@@ -287,7 +287,7 @@ fn pack<L: Lanes>(b: Matrix<'_>, first_row: usize, first_column: usize, panel: &
             let from = &b.values[(first_row + row) * b.columns + first_column..][..width];
             (to.0.as_flattened_mut(), from)
         });
-        // Copies of a known length are moves of registers; others are calls.
+        // Copies of a known length compile to register moves; others are calls.
         if width == PANEL {
             rows.for_each(|(to, from)| to[..PANEL].copy_from_slice(&from[..PANEL]));
         } else {
@@ -313,7 +313,7 @@ struct Task<'a, 'o> {
 impl Kernel for Task<'_, '_> {
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        // Pieces of equal depth: a short one would cost as much for its start and end.
+        // Pieces of equal depth: a short piece would cost as much to start and finish.
         let depth = self.a.columns.div_ceil(self.a.columns.div_ceil(DEPTH));
         let mut own = match self.b {
             Right::Plain(_) => vec![PanelRow::ZERO; depth],
@@ -362,20 +362,20 @@ impl Kernel for Task<'_, '_> {
     }
 }
 
-/// Rows of the left operand from `first_row`, terms from `first_term` on.
+/// Rows of the left operand from `first_row` on, terms from `first_term` on.
 #[derive(Clone, Copy)]
 struct Left<'a> {
     a: Matrix<'a>,
     first_row: usize,
     first_term: usize,
-    /// Tiles of these rows and terms, see [`pack_left`]; empty where they are read from the operand.
+    /// Tiles of these rows and terms, see [`pack_left`]; empty if they are read from the operand.
     packed: &'a [f32],
-    /// Whether sums go on from the output, which was written before.
+    /// Whether sums continue from the output, which has been written before.
     goes_on: bool,
 }
 
-/// Tiles of `ROWS` rows of a transposed operand one after the other, each `[terms, ROWS]`: rows of a tile lie side by
-/// side already, but its terms far apart.
+/// Packs consecutive tiles of `ROWS` rows of a transposed operand, each `[terms, ROWS]`: in such an operand the rows of
+/// a tile are adjacent, but its terms are far apart.
 #[inline(always)]
 fn pack_left<const ROWS: usize>(
     a: Matrix<'_>,
@@ -394,7 +394,7 @@ fn pack_left<const ROWS: usize>(
     }
 }
 
-/// All rows of a task with `W` registers of a panel, from register `side` on; results are added to `column` and after.
+/// All rows of a task with `W` registers of a panel, from register `side` on; the results start at `column`.
 #[inline(always)]
 fn tiles<L: Lanes, const ROWS: usize, const W: usize>(
     left: Left<'_>,
@@ -429,7 +429,7 @@ fn tiles<L: Lanes, const ROWS: usize, const W: usize>(
     }
 }
 
-/// A tile of the first `ROWS` rows of `out`; their number.
+/// Computes a tile of the first `ROWS` rows of `out`; returns their number.
 #[inline(always)]
 fn tile<L: Lanes, const ROWS: usize, const W: usize>(
     left: Left<'_>,
@@ -449,10 +449,10 @@ fn tile<L: Lanes, const ROWS: usize, const W: usize>(
     ROWS
 }
 
-/// Defines a function that adds Σ_k a[row, k] panel[k] of some rows up and writes it to `out` from `column` on.
+/// Defines a function that adds up Σ_k a[row, k] panel[k] of some rows and writes it to `out` from `column` on.
 ///
-/// Each sum is a variable of its own: in an array the compiler keeps them in memory, depending on how much code is around,
-/// which costs half of the speed.
+/// Each sum is a separate variable: depending on the surrounding code, the compiler may keep an array of them in
+/// memory, which halves the speed.
 macro_rules! tile {
     ($name:ident, $rows:literal: $($row:literal $x:ident $y:ident),+) => {
         #[inline(always)]
@@ -523,12 +523,12 @@ tile!(four_rows, 4: 0 x0 y0, 1 x1 y1, 2 x2 y2, 3 x3 y3);
 tile!(two_rows, 2: 0 x0 y0, 1 x1 y1);
 tile!(one_row, 1: 0 x0 y0);
 
-/// Sums that a piece of terms before this one has left in the output.
+/// Sums that the preceding piece of terms has left in the output.
 #[inline(always)]
 fn before<L: Lanes, const W: usize>(out: &[Unset]) -> (L, L) {
     #[expect(
         unsafe_code,
-        reason = "the piece before this one has written the output"
+        reason = "the preceding piece has written the output"
     )]
     let out = unsafe { out.assume_init_ref() };
     let mut lanes = [[0.0; LANES]; 2];
@@ -540,7 +540,7 @@ fn before<L: Lanes, const W: usize>(out: &[Unset]) -> (L, L) {
     (L::load(&lanes[0]), L::load(&lanes[1]))
 }
 
-/// Sums to the output; lanes past its end are dropped.
+/// Writes sums to the output; lanes past its end are dropped.
 #[inline(always)]
 fn after<L: Lanes, const W: usize>(sums: (L, L), out: &mut [Unset]) {
     if out.len() == W * LANES {
@@ -569,7 +569,7 @@ mod tests {
             .collect()
     }
 
-    /// Sums one after the other, fused.
+    /// Sums in ascending order, fused.
     fn plain(a: &[f32], b: &[f32], [m, k, n]: [usize; 3]) -> Vec<f32> {
         let element = |i: usize, j: usize| {
             (0..k).fold(0.0_f32, |sum, t| a[i * k + t].mul_add(b[t * n + j], sum))
@@ -583,7 +583,7 @@ mod tests {
             .collect()
     }
 
-    /// Sizes that fill no tile, no panel and no block of terms, few rows, many columns, and nothing at all.
+    /// Sizes that do not fill a tile, a panel or a block of terms; few rows; many columns; and empty products.
     const SIZES: [[usize; 3]; 14] = [
         [0, 3, 4],
         [3, 0, 4],
@@ -652,7 +652,7 @@ mod tests {
         }
         for threads in [1, 2, 3, 8] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
-            let pool = pool.build().expect("a pool of threads");
+            let pool = pool.build().expect("a thread pool");
             assert_eq!(pool.install(|| product(a, b)), expected);
         }
     }
@@ -661,10 +661,10 @@ mod tests {
     fn plain_registers_have_the_same_bits() {
         for size @ [m, k, n] in SIZES {
             let (a, b) = (numbers(m * k, 6), numbers(k * n, 7));
-            let turned = transpose(&b, k, n);
+            let transposed = transpose(&b, k, n);
             let rights = [
                 Matrix::new(&b, k, n),
-                Matrix::new(&turned, n, k).transposed(),
+                Matrix::new(&transposed, n, k).transposed(),
             ];
             for b in rights {
                 let mut out = vec![0.0; m * n];
@@ -685,7 +685,8 @@ mod tests {
         }
     }
 
-    /// The sum goes on where the output stood, so a product in parts of its inner size has the bits of the whole.
+    /// Each sum continues from the output, so a product computed in parts of its inner size has the bits of the
+    /// complete one.
     #[test]
     fn parts_of_the_inner_size_add_up() {
         let [m, k, n] = [20, 700, 75];
@@ -701,7 +702,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_stays_where_it_is() {
+    fn non_finite_values_do_not_spread() {
         let a = [1.0, f32::NAN, 2.0, 3.0];
         let b = numbers(2 * 40, 5);
         let out = product(Matrix::new(&a, 2, 2), Matrix::new(&b, 2, 40));

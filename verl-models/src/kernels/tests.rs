@@ -1,5 +1,5 @@
-//! Every fused operation against the same one composed of plain operations: results, all gradients, and bits under
-//! other numbers of threads.
+//! Compares every fused operation with its composition of plain operations: results, all gradients, and bits with
+//! different numbers of threads.
 
 use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -13,7 +13,7 @@ use crate::prefixes::Distinct;
 use crate::rows::indices;
 use crate::toy::numbers;
 
-/// Largest difference as a share of the largest value: sums of up to some hundred f32 terms in another order.
+/// Largest difference as a share of the largest value: sums of up to some hundred f32 terms in a different order.
 const TOLERANCE: f32 = 1e-4;
 
 /// Inputs of an operation as numbers, so that each run builds its own graph.
@@ -29,7 +29,7 @@ fn values(tensor: Tensor<2>) -> Vec<f32> {
     tensor.into_data().try_to_vec().expect("f32 values")
 }
 
-/// The result, then the gradient of every input, of the sum of the result weighted with fixed numbers.
+/// The result, followed by the gradients of its weighted sum (fixed weights) with respect to every input.
 fn run(inputs: &Inputs, operation: Operation<'_>) -> Vec<Vec<f32>> {
     let device = Device::flex().autodiff();
     let tensors: Vec<Tensor<2>> = inputs
@@ -48,7 +48,7 @@ fn run(inputs: &Inputs, operation: Operation<'_>) -> Vec<Vec<f32>> {
     all.extend(
         tensors
             .iter()
-            .map(|tensor| values(tensor.grad(&gradients).expect("every input takes part"))),
+            .map(|tensor| values(tensor.grad(&gradients).expect("every input has a gradient"))),
     );
     all
 }
@@ -63,11 +63,11 @@ fn check(inputs: &Inputs, fused: Operation<'_>, composed: Operation<'_>) {
         for (at, (a, b)) in got.iter().zip(want).enumerate() {
             assert!(
                 (a - b).abs() <= TOLERANCE * largest,
-                "part {which} (0 result, then gradients) at {at}: {a} is not {b}, largest {largest}"
+                "part {which} (0 result, then gradients) at {at}: {a} differs from {b}, largest {largest}"
             );
         }
     }
-    // A bit for a bit, however many threads work.
+    // Bit for bit, with any number of threads.
     let with_threads = |threads| {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
@@ -75,9 +75,9 @@ fn check(inputs: &Inputs, fused: Operation<'_>, composed: Operation<'_>) {
             .expect("a pool");
         pool.install(|| run(inputs, fused))
     };
-    let alone = with_threads(1);
-    assert_eq!(alone, got);
-    assert_eq!(alone, with_threads(3));
+    let sequential = with_threads(1);
+    assert_eq!(sequential, got);
+    assert_eq!(sequential, with_threads(3));
 }
 
 #[test]
@@ -226,7 +226,7 @@ fn attention_is_its_composition_for_short_and_long_sequences() {
     check_attention(2, 70, [2, 1, 8]);
 }
 
-/// Forward and backward, where sequences share their beginnings, in one place and in several.
+/// Forward and backward, with sequences that share their beginnings, in one place and in several.
 #[test]
 fn attention_over_segments_is_that_of_each_sequence() {
     let [query_heads, key_heads, head_dim] = [4, 2, 6];
@@ -405,7 +405,7 @@ fn the_first_half_of_a_layer_is_its_composition() {
     }
 }
 
-/// The gradient of the tracked ones among `inputs`, of which `tracked` says which they are, of the sum of the result.
+/// Gradients of the result's sum for those `inputs` that are `tracked`.
 fn some_gradients(
     inputs: &Inputs,
     tracked: &[bool],
@@ -426,7 +426,7 @@ fn some_gradients(
 }
 
 #[test]
-fn what_is_frozen_in_a_half_changes_no_other_gradient() {
+fn frozen_parameters_of_a_half_change_no_other_gradient() {
     let [width, inner] = [8, 12];
     let inputs = vec![
         input(5, width, 1),
@@ -450,7 +450,7 @@ fn what_is_frozen_in_a_half_changes_no_other_gradient() {
             let expected = if at == only { &all[at] } else { &None };
             assert_eq!(
                 found, expected,
-                "gradient {at} where {only} alone is tracked"
+                "gradient {at} if only {only} is tracked"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! What language models and models of values have in common: weights and an optimiser.
+//! What language models and value models have in common: weights and an optimiser.
 
 use std::any::Any;
 use std::path::Path;
@@ -10,7 +10,7 @@ pub trait TrainedModel: Send {
     /// Clips the accumulated gradient by its global norm, steps the optimiser, clears the accumulators.
     ///
     /// # Errors
-    /// A gradient that is not finite (weights stay as they were); a frozen model.
+    /// A gradient is not finite (the weights are then unchanged), or the model is frozen.
     fn optimizer_step(&mut self) -> Result<StepReport, ModelError>;
 
     /// Optimiser steps taken.
@@ -19,34 +19,34 @@ pub trait TrainedModel: Send {
     /// Hash of the weights' bytes, in hexadecimal.
     fn weights_hash(&self) -> String;
 
-    /// Weights, moments, step count; cheap where buffers can be shared.
+    /// A snapshot of weights, moments and step count; cheap where buffers can be shared.
     fn snapshot(&self) -> Box<dyn Any + Send + Sync>;
 
-    /// Back to a snapshot of the same model; false when it is of another kind.
+    /// Restores a snapshot of the same model; returns `false` if it belongs to another kind of model.
     fn restore(&mut self, snapshot: &(dyn Any + Send + Sync)) -> bool;
 
-    /// A snapshot of this model as bytes in the safetensors format; `None` where it is of another kind, or the model
-    /// offers none.
+    /// A snapshot of this model as bytes in the safetensors format; `None` if it belongs to another kind of model, or
+    /// the model does not support this.
     ///
     /// # Errors
-    /// Weights of a type that safetensors does not have.
+    /// Weights of a type that safetensors does not support.
     fn store(&self, _snapshot: &(dyn Any + Send + Sync)) -> Result<Option<Vec<u8>>, ModelError> {
         Ok(None)
     }
 
-    /// The snapshot that `store` made the bytes of; `None` where the model offers none.
+    /// The snapshot whose bytes `store` returned; `None` if the model does not support this.
     ///
     /// # Errors
-    /// Bytes that are no such snapshot, or are of another model.
+    /// The bytes are not such a snapshot, or belong to another model.
     fn recall(&self, _bytes: &[u8]) -> Result<Option<Box<dyn Any + Send + Sync>>, ModelError> {
         Ok(None)
     }
 
-    /// Writes weights and configuration into `dir`. Of weights that are narrower than f32 those of the optimiser, which are
-    /// f32, are written; a type of the folder that is narrower rounds them to the module's own.
+    /// Writes weights and configuration to `dir`. For weights narrower than f32, the optimiser's f32 master weights are
+    /// written; if the folder's type is narrower too, rounding gives the module's own weights.
     ///
     /// # Errors
-    /// When files cannot be written.
+    /// Files cannot be written.
     fn save(&self, dir: &Path) -> Result<(), ModelError>;
 
     /// Size of the vocabulary.

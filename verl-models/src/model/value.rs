@@ -1,4 +1,4 @@
-//! Models that give numbers: a critic's value of a state, a reward model's score of a response.
+//! Models that output numbers: a critic's value of a state, a reward model's score of a response.
 
 use std::path::Path;
 
@@ -7,10 +7,10 @@ use burn::tensor::{Int, Tensor};
 
 use super::{ModelError, ParameterGroup, ScoreRow, TrainedModel};
 
-/// A causal model with one number a position. Implement it for a `#[derive(Module)]` struct of your own to train it as
-/// a critic or a reward model.
+/// A causal model with one number per position. Implement it for your own `#[derive(Module)]` struct to train it as a
+/// critic or a reward model.
 ///
-/// Dims: `B` rows, `S` tokens of a row (right-padded inside a call).
+/// Dims: `B` rows, `S` tokens per row (right-padded inside a call).
 pub trait ValueInterface: Module + 'static {
     /// Size of the vocabulary, `V`.
     fn vocab_size(&self) -> usize;
@@ -18,28 +18,28 @@ pub trait ValueInterface: Module + 'static {
     /// Longest sequence in tokens, prompt and response together.
     fn max_tokens(&self) -> usize;
 
-    /// The number of every position. It is widened to f32 if it is narrower.
+    /// The value at every position. Narrower types are widened to f32.
     ///
-    /// Rows are right-padded with any id; position s must not depend on positions after s, and the same row in a call of
-    /// the same shape must give the same bits wherever it lies.
+    /// Rows are right-padded with any id. Position s must not depend on positions after s, and the same row must give
+    /// the same bits at any place in a call of the same shape.
     ///
     /// # Shapes
     /// `ids`: `[B, S]`; result: `[B, S]`
     fn values(&self, ids: Tensor<2, Int>) -> Tensor<2>;
 
-    /// How the optimiser treats the parameter with this name and rank: by default vectors (norms, biases) do not decay.
+    /// How the optimiser treats the parameter with this name and rank. By default vectors (norms, biases) do not decay.
     fn parameter_group(&self, _name: &str, rank: usize) -> ParameterGroup {
         ParameterGroup::of_rank(rank)
     }
 
-    /// Writes the model into `dir`.
+    /// Writes the model to `dir`.
     ///
     /// # Errors
-    /// When files cannot be written.
+    /// Files cannot be written.
     fn save(&self, dir: &Path) -> Result<(), ModelError>;
 }
 
-/// Differentiable values of a micro-batch, packed: the selected response tokens of all rows one after the other.
+/// Differentiable values of a micro-batch, packed: the selected response tokens of all rows, concatenated.
 pub struct PackedValues {
     /// Value of the state in which each token was chosen, `[N]`.
     pub values: Tensor<1>,
@@ -47,29 +47,29 @@ pub struct PackedValues {
     pub rows: Vec<usize>,
 }
 
-/// A model of values with optimiser, as stages use it; object-safe. Implemented by [`Critic`](crate::critic::Critic).
+/// A value model with its optimiser, as stages use it; object-safe. Implemented by [`Critic`](crate::critic::Critic).
 ///
 /// The state in which response token t is chosen ends with the token before it: the prompt's last one for t = 0.
 pub trait ValueModel: TrainedModel {
-    /// V_t, the value of the state in which each response token was chosen, without gradient: one number a response
-    /// token. The result of a row does not depend on the other rows, to the last bit.
+    /// V_t, the value of the state in which each response token was chosen, without gradient: one number per response
+    /// token. The result of a row is bit-identical whatever the other rows are.
     ///
     /// # Errors
     /// A row longer than the context or with an empty prompt; an id outside the vocabulary.
     fn values(&self, rows: &[ScoreRow<'_>]) -> Result<Vec<Vec<f32>>, ModelError>;
 
-    /// The value at each row's last token, prompt included where the response is empty, without gradient: what a reward
-    /// model says about the response. The result of a row does not depend on the other rows, to the last bit.
+    /// The value at each row's last token (the prompt's last token if the response is empty), without gradient: a
+    /// reward model's score of the response. The result of a row is bit-identical whatever the other rows are.
     ///
     /// # Errors
     /// As [`ValueModel::values`].
     fn scores(&self, rows: &[ScoreRow<'_>]) -> Result<Vec<f32>, ModelError>;
 
-    /// Forward of `rows`, `loss` of the packed values of the tokens where `select(row, token)` holds, backward, and
-    /// gradients added to the accumulators in f32. Returns the loss value; 0 where no token is selected.
+    /// Runs `rows` forward, computes `loss` on the packed values of the tokens for which `select(row, token)` is true,
+    /// runs backward, and adds the gradients to the f32 accumulators. Returns the loss; 0 if no token is selected.
     ///
     /// # Errors
-    /// As [`ValueModel::values`]; a non-finite loss or gradient (accumulators are then as before); a frozen model.
+    /// As [`ValueModel::values`]; a non-finite loss or gradient (the accumulators are then unchanged); a frozen model.
     fn accumulate(
         &mut self,
         rows: &[ScoreRow<'_>],
@@ -77,7 +77,7 @@ pub trait ValueModel: TrainedModel {
         loss: &mut dyn FnMut(PackedValues) -> Tensor<1>,
     ) -> Result<f64, ModelError>;
 
-    /// The same with the [scores](ValueModel::scores) of all rows, `[B]`.
+    /// [`ValueModel::accumulate`] with the [scores](ValueModel::scores) of all rows, `[B]`.
     ///
     /// # Errors
     /// As [`ValueModel::accumulate`].

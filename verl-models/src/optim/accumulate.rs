@@ -1,4 +1,4 @@
-//! Gradients of micro-batches added up in f32, whatever the dtype of the weights.
+//! Accumulates gradients of micro-batches in f32, whatever the dtype of the weights.
 
 use std::collections::HashMap;
 
@@ -8,14 +8,14 @@ use burn::tensor::{DType, Gradients, Tensor};
 use super::clip::sums_of_squares;
 use crate::model::{ModelError, ModelInterface, ParameterGroup};
 
-/// A parameter that the optimiser moves.
+/// A parameter that the optimiser updates.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TrainableParameter {
     /// Path of its field in the module, joined by dots.
     pub name: String,
     /// How the optimiser treats it.
     pub group: ParameterGroup,
-    /// Whether the module holds it at several places.
+    /// Whether the module uses it in several places.
     pub shared: bool,
     /// Number of elements.
     pub length: usize,
@@ -23,8 +23,8 @@ pub struct TrainableParameter {
 
 /// The parameters of a module that are trained, in the order of the module.
 ///
-/// A parameter that the module holds several times (a tied one) is listed once; its gradients add up. Parameters
-/// with a learning-rate scale of 0, are not listed.
+/// A parameter that the module uses several times (a tied one) is listed once; its gradients are summed. Parameters
+/// with a learning-rate scale of 0 are not listed.
 #[derive(Debug, Clone)]
 pub struct TrainableParameters {
     parameters: Vec<TrainableParameter>,
@@ -33,12 +33,12 @@ pub struct TrainableParameters {
 }
 
 impl TrainableParameters {
-    /// Lists what is to be trained of a language model.
+    /// Lists the trained parameters of a language model.
     pub fn new<M: ModelInterface>(module: &M) -> Self {
         TrainableParameters::grouped(module, &|name, rank| module.parameter_group(name, rank))
     }
 
-    /// Lists what is to be trained of any module; `group` says how the parameter with a name and rank is treated.
+    /// Lists the trained parameters of any module; `group` returns how the parameter with a name and rank is treated.
     pub fn grouped<M: Module>(module: &M, group: &dyn Fn(&str, usize) -> ParameterGroup) -> Self {
         let mut lister = Lister {
             group,
@@ -68,22 +68,22 @@ impl TrainableParameters {
         self.parameters.iter()
     }
 
-    /// Whether the module holds the parameter at this position at several places.
+    /// Whether the module uses the parameter at this position in several places.
     pub fn is_shared(&self, position: usize) -> bool {
         self.parameters[position].shared
     }
 
-    /// The parameters' identities with their positions in that order.
+    /// The parameters' ids with their positions in the order of the module.
     pub(crate) fn ids(&self) -> impl Iterator<Item = (ParamId, usize)> {
         self.positions.iter().map(|(id, position)| (*id, *position))
     }
 
-    /// Position of a parameter in that order.
+    /// Position of a parameter in the order of the module.
     pub fn position(&self, id: ParamId) -> Option<usize> {
         self.positions.get(&id).copied()
     }
 
-    /// The module with autodiff switched on for what is listed; buffers are shared with `module`.
+    /// The module with autodiff enabled for the listed parameters; buffers are shared with `module`.
     pub fn differentiable<M: Module>(&self, module: &M) -> M {
         let module = module.clone().train();
         if self.frozen {
@@ -142,20 +142,20 @@ impl ModuleMapper for Freezer<'_> {
     }
 }
 
-/// Sums of gradients in f32, one flat tensor a parameter.
+/// Sums of gradients in f32, one flat tensor per parameter.
 #[derive(Debug, Clone, Default)]
 pub struct GradientAccumulator {
     sums: Vec<Option<Tensor<1>>>,
-    /// The sum of the squares of the sums, where it is known: after a single backward pass.
+    /// The sum of the squares of the sums, if known: after a single backward pass.
     squares: Option<f64>,
 }
 
-/// What a [`GradientAccumulator`] held.
+/// The content of a [`GradientAccumulator`].
 #[derive(Debug)]
 pub(crate) struct Accumulated {
     /// The sums, by position in [`TrainableParameters`].
     pub gradients: Vec<Option<Tensor<1>>>,
-    /// The sum of their squares, where it is known; it is finite.
+    /// The sum of their squares, if known; it is finite.
     pub squares: Option<f64>,
 }
 
@@ -164,7 +164,7 @@ impl GradientAccumulator {
     ///
     /// # Errors
     /// [`ModelError::NonFinite`] names the first parameter, in the order of the module, whose gradient is not finite;
-    /// nothing is added then.
+    /// then nothing is added.
     pub fn add<M: Module>(
         &mut self,
         parameters: &TrainableParameters,
@@ -197,17 +197,17 @@ impl GradientAccumulator {
         self.sums.iter().all(Option::is_none)
     }
 
-    /// The sums, by position in [`TrainableParameters`]; none where a parameter took no part in any loss.
+    /// The sums, by position in [`TrainableParameters`]; `None` for a parameter that took part in no loss.
     pub fn sums(&self) -> &[Option<Tensor<1>>] {
         &self.sums
     }
 
-    /// Takes the sums out and starts anew.
+    /// Takes the sums and resets the accumulator.
     pub fn take(&mut self) -> Vec<Option<Tensor<1>>> {
         self.take_accumulated().gradients
     }
 
-    /// [`GradientAccumulator::take`] with what is known about the sums.
+    /// [`GradientAccumulator::take`], with the sum of squares if it is known.
     pub(crate) fn take_accumulated(&mut self) -> Accumulated {
         Accumulated {
             gradients: std::mem::take(&mut self.sums),

@@ -17,18 +17,19 @@ use crate::model::{ModelError, ParameterGroup, StepReport};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimizerConfig {
-    /// Peak learning rate, a step size in units of the weights; positive or 0. The default suits reinforcement learning of
-    /// a pretrained model; supervised training takes more, for example 1e-5.
+    /// Peak learning rate, a step size in units of the weights; positive or 0. The default suits reinforcement learning
+    /// of a pretrained model; supervised training needs more, for example 1e-5.
     pub learning_rate: f64,
     /// Decay rates of the first and second moment, each in 0..1 (1 excluded).
     pub betas: [f64; 2],
-    /// Added to the root of the second moment; positive.
+    /// Added to the square root of the second moment; positive.
     pub eps: f64,
     /// Decoupled weight decay, a share of the weight per step and unit of learning rate; positive or 0.
     pub weight_decay: f64,
-    /// Largest global norm of the gradient, longer ones are scaled down to it; none leaves gradients as they are.
+    /// Largest global norm of the gradient; longer gradients are scaled down to it. Without it, gradients are not
+    /// scaled.
     pub max_grad_norm: Option<f64>,
-    /// How the learning rate moves over the optimiser steps.
+    /// How the learning rate changes over the optimiser steps.
     pub schedule: Schedule,
 }
 
@@ -45,13 +46,13 @@ impl Default for OptimizerConfig {
     }
 }
 
-/// A setting of the optimiser that makes no sense.
+/// An invalid setting of the optimiser.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("optimiser setting `{setting}` is {value}, but must be {expected}")]
 pub struct OptimizerConfigError {
     /// Its name.
     pub setting: &'static str,
-    /// Its value; `absent` where it has none.
+    /// Its value; `absent` if it has none.
     pub value: String,
     /// What is allowed.
     pub expected: &'static str,
@@ -61,7 +62,7 @@ impl OptimizerConfig {
     /// Checks the range of every setting.
     ///
     /// # Errors
-    /// The first setting out of its range.
+    /// Names the first setting that is out of range.
     pub fn validate(&self) -> Result<(), OptimizerConfigError> {
         let positive_or_zero = |x: f64| x.is_finite() && x >= 0.0;
         let below_one = |x: f64| (0.0..1.0).contains(&x);
@@ -92,8 +93,8 @@ impl OptimizerConfig {
         range("schedule.final_share", share, allowed, ">= 0 and <= 1")
     }
 
-    /// The same settings for a run that takes `steps` optimiser steps, where that is known: its schedule falls over them
-    /// unless it says itself over how many.
+    /// The same settings for a run of `steps` optimiser steps, if known: the schedule decays over them unless it sets
+    /// its own number of steps.
     #[must_use]
     pub fn for_run(mut self, steps: Option<u64>) -> Self {
         if let Some(steps) = steps {
@@ -108,7 +109,7 @@ impl OptimizerConfig {
 pub(super) struct ParameterState {
     pub(super) first: Tensor<1>,
     pub(super) second: Tensor<1>,
-    /// The weight in f32, where the module holds it in another dtype.
+    /// The weight in f32, if the module stores it in another dtype.
     pub(super) master: Option<Tensor<1>>,
     /// Steps this parameter took part in.
     pub(super) steps: u64,
@@ -117,7 +118,7 @@ pub(super) struct ParameterState {
 /// AdamW: moments and, for weights of another dtype, a master copy, in f32.
 ///
 /// Weight decay is decoupled and applies to parameters whose [`ParameterGroup`] decays. A parameter that took part in
-/// no loss since the last step is left alone, decay included, and its bias correction does not advance.
+/// no loss since the last step is not changed, not even by weight decay, and its bias correction does not advance.
 ///
 /// # Source
 /// Loshchilov and Hutter 2019, arXiv:1711.05101; agrees with PyTorch's `AdamW`.
@@ -132,14 +133,14 @@ impl AdamW {
     /// An optimiser without state.
     ///
     /// # Errors
-    /// A setting out of its range; a schedule that falls over a number of steps that nobody set.
+    /// A setting out of range; a decaying schedule whose number of steps is not set.
     pub fn new(config: OptimizerConfig) -> Result<Self, OptimizerConfigError> {
         config.validate()?;
         if config.schedule.lacks_total_steps() {
             return Err(OptimizerConfigError {
                 setting: "schedule.total_steps",
                 value: "absent".to_owned(),
-                expected: "set where no plan says how many optimiser steps the run takes",
+                expected: "set if the run's number of optimiser steps is unknown",
             });
         }
         Ok(AdamW {
@@ -154,7 +155,7 @@ impl AdamW {
         self.steps
     }
 
-    /// The weights in f32 of parameters that the module holds in another dtype; none where there are none.
+    /// The f32 weights of parameters that the module stores in another dtype; empty if there are none.
     pub(crate) fn masters(&self, parameters: &TrainableParameters) -> Vec<(String, Tensor<1>)> {
         let states = parameters.iter().zip(&self.states);
         states
@@ -164,7 +165,7 @@ impl AdamW {
             .collect()
     }
 
-    /// The same by the parameter's identity.
+    /// [`AdamW::masters`] by parameter id.
     pub(crate) fn masters_by_id(
         &self,
         parameters: &TrainableParameters,
@@ -175,12 +176,12 @@ impl AdamW {
             .collect()
     }
 
-    /// Scales the gradients to the largest norm and moves the weights.
+    /// Clips the gradients to the largest norm and updates the weights.
     ///
-    /// `gradients` are by position in `parameters`; none is left where a parameter has no gradient, or at the end.
+    /// `gradients` are by position in `parameters`; a missing or `None` entry means that a parameter has no gradient.
     ///
     /// # Errors
-    /// [`ModelError::NonFinite`] names a gradient that is not finite; the module comes back as it was.
+    /// [`ModelError::NonFinite`] names a gradient that is not finite; the module is then returned unchanged.
     pub fn step<M: Module>(
         &mut self,
         module: M,
@@ -194,10 +195,10 @@ impl AdamW {
         self.step_accumulated(module, parameters, gradients)
     }
 
-    /// [`AdamW::step`] with what was accumulated.
+    /// [`AdamW::step`] with accumulated gradients.
     ///
     /// # Errors
-    /// As there.
+    /// As [`AdamW::step`].
     pub(crate) fn step_accumulated<M: Module>(
         &mut self,
         module: M,
@@ -244,7 +245,7 @@ struct Updater<'a> {
     parameters: &'a TrainableParameters,
     groups: Vec<ParameterGroup>,
     states: &'a mut Vec<Option<ParameterState>>,
-    /// Results, for parameters that the module holds several times.
+    /// Results, for parameters that the module uses several times.
     updated: Vec<Option<Tensor<1>>>,
     gradients: Vec<Option<Tensor<1>>>,
     factor: f64,
@@ -294,8 +295,8 @@ impl ModuleVisitor for NarrowWeights<'_> {
 }
 
 impl Updater<'_> {
-    /// Updates parameters whose weights are not f32: their results wait in `updated`. Together they take fewer launches,
-    /// and their weights are written anew anyway.
+    /// Updates parameters whose weights are not f32 and stores the results in `updated`. Batching them takes fewer
+    /// launches, and their weights are rewritten anyway.
     fn update_narrow<M: Module>(&mut self, module: &M) {
         let mut weights = NarrowWeights {
             parameters: self.parameters,
@@ -329,7 +330,7 @@ impl Updater<'_> {
         }
     }
 
-    /// The parameter's steps with this one, and its update.
+    /// The parameter's step count including this step, and its update.
     fn prepare(
         &mut self,
         position: usize,
@@ -349,7 +350,7 @@ impl Updater<'_> {
         (steps, update)
     }
 
-    /// The new weight, where weights are f32.
+    /// The new weight, for f32 weights.
     fn update(&mut self, position: usize, weight: Tensor<1>, gradient: Tensor<1>) -> Tensor<1> {
         let (steps, update) = self.prepare(position, weight, gradient);
         let [first, second] = update.moments;

@@ -3,7 +3,7 @@ use burn::tensor::Device;
 use super::*;
 use crate::toy::Toy;
 
-/// Numbers below are of the formula in f64; three steps in f32 stay within.
+/// The numbers below come from the formula in f64; three steps in f32 stay within this distance.
 const ROUNDING: f32 = 1e-6;
 
 fn config() -> OptimizerConfig {
@@ -49,8 +49,8 @@ fn step(optimizer: &mut AdamW, toy: Toy, gradients: Vec<Option<Tensor<1>>>) -> (
 }
 
 #[test]
-fn three_steps_of_the_formula() {
-    let mut optimizer = AdamW::new(config()).expect("sensible settings");
+fn three_steps_match_the_formula() {
+    let mut optimizer = AdamW::new(config()).expect("valid settings");
     let mut toy = toy();
     let untouched = values(toy.query.val());
     // The embedding is a matrix and decays; the gain is a vector and does not.
@@ -79,21 +79,21 @@ fn three_steps_of_the_formula() {
 }
 
 #[test]
-fn the_norm_is_told_before_clipping() {
+fn the_reported_norm_is_the_one_before_clipping() {
     let clipping = |max_grad_norm| OptimizerConfig {
         max_grad_norm,
         weight_decay: 0.0,
         eps: 0.1,
         ..config()
     };
-    let mut optimizer = AdamW::new(clipping(Some(1.0))).expect("sensible settings");
+    let mut optimizer = AdamW::new(clipping(Some(1.0))).expect("valid settings");
     let (clipped, report) = step(&mut optimizer, toy(), gradients([3.0, 4.0, 0.0], 0.0));
     assert_eq!((report.grad_norm, report.clipped), (5.0, true));
-    // Gradients 0.6 and 0.8: a step is 0.1 g / (g + 0.1).
+    // For gradients 0.6 and 0.8, a step is 0.1 g / (g + 0.1).
     let expected = [1.0 - 0.06 / 0.7, -2.0 - 0.08 / 0.9, 0.5];
     close(&values(clipped.embedding.val()), &expected);
 
-    let mut optimizer = AdamW::new(clipping(None)).expect("sensible settings");
+    let mut optimizer = AdamW::new(clipping(None)).expect("valid settings");
     let (free, report) = step(&mut optimizer, toy(), gradients([3.0, 4.0, 0.0], 0.0));
     assert_eq!((report.grad_norm, report.clipped), (5.0, false));
     let expected = [1.0 - 0.3 / 3.1, -2.0 - 0.4 / 4.1, 0.5];
@@ -111,10 +111,10 @@ fn the_schedule_counts_optimiser_steps() {
         schedule,
         ..config()
     };
-    let refused = AdamW::new(config.clone()).expect_err("nobody says how long the run is");
+    let refused = AdamW::new(config.clone()).expect_err("the length of the run is unknown");
     assert_eq!(refused.setting, "schedule.total_steps");
     let config = config.for_run(Some(4));
-    let mut optimizer = AdamW::new(config).expect("sensible settings");
+    let mut optimizer = AdamW::new(config).expect("valid settings");
     let mut toy = toy();
     let mut rates = Vec::new();
     for _ in 0..4 {
@@ -126,29 +126,29 @@ fn the_schedule_counts_optimiser_steps() {
 }
 
 #[test]
-fn a_gradient_that_is_not_finite_moves_nothing() {
-    let mut optimizer = AdamW::new(config()).expect("sensible settings");
+fn a_non_finite_gradient_changes_nothing() {
+    let mut optimizer = AdamW::new(config()).expect("valid settings");
     let toy = toy();
     let parameters = TrainableParameters::new(&toy);
     let (toy, report) = optimizer.step(toy, &parameters, gradients([1.0; 3], f32::NAN));
     let error = report.expect_err("a NaN").to_string();
     assert_eq!(
         error,
-        "gradient of `gain` is not finite (NaN); the weights stay as they were"
+        "gradient of `gain` is not finite (NaN); the weights are unchanged"
     );
     assert_eq!(values(toy.embedding.val()), [1.0, -2.0, 0.5]);
     assert_eq!(optimizer.steps(), 0);
 }
 
 #[test]
-fn a_parameter_held_twice_is_stepped_once() {
+fn a_parameter_used_twice_is_stepped_once() {
     let mut toy = toy();
     toy.query = toy.value.clone();
     let parameters = TrainableParameters::new(&toy);
     let names: Vec<_> = parameters.iter().map(|p| p.name.as_str()).collect();
     assert_eq!(names, ["embedding", "query", "gain"]);
     let gradient = Tensor::from_data([1.0], &Device::flex());
-    let mut optimizer = AdamW::new(config()).expect("sensible settings");
+    let mut optimizer = AdamW::new(config()).expect("valid settings");
     let before = values(toy.value.val());
     let (toy, _) = optimizer.step(toy, &parameters, vec![None, Some(gradient)]);
     assert_ne!(values(toy.value.val()), before);

@@ -4,13 +4,12 @@ use burn::tensor::Tensor;
 
 use super::kernels;
 
-/// Guards the division by the norm; as PyTorch's `clip_grad_norm_`.
+/// Guards the division by the norm, as in PyTorch's `clip_grad_norm_`.
 const EPSILON: f64 = 1e-6;
 
-/// Sum of squares of each tensor, read from the device at once.
+/// Sum of squares of each tensor, in a single read from the device.
 ///
-/// A tensor that holds NaN or infinity, or whose squares add up to more than f32 can hold, gives a value that is not
-/// finite.
+/// The result is not finite for a tensor that contains NaN or infinity, or whose sum of squares overflows f32.
 pub fn sums_of_squares<'a>(tensors: impl IntoIterator<Item = &'a Tensor<1>>) -> Vec<f64> {
     let tensors: Vec<Tensor<1>> = tensors.into_iter().cloned().collect();
     if tensors.is_empty() {
@@ -20,7 +19,7 @@ pub fn sums_of_squares<'a>(tensors: impl IntoIterator<Item = &'a Tensor<1>>) -> 
     values.iter::<f64>().collect()
 }
 
-/// Factor on the gradient so that its norm is at most `max_norm`: min(1, max_norm / (norm + 10⁻⁶)).
+/// Factor that scales the gradient to a norm of at most `max_norm`: min(1, max_norm / (norm + 10⁻⁶)).
 pub fn clip_factor(norm: f64, max_norm: Option<f64>) -> f64 {
     match max_norm {
         Some(max_norm) => (max_norm / (norm + EPSILON)).min(1.0),
@@ -46,7 +45,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_shows() {
+    fn non_finite_values_give_a_non_finite_sum() {
         for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30] {
             let sums = sums_of_squares(&[tensor(&[1.0, value, 2.0]), tensor(&[1.0])]);
             assert!(!sums[0].is_finite(), "{value} gave {}", sums[0]);

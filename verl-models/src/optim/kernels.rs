@@ -1,4 +1,5 @@
-//! What the optimiser computes on a parameter: composed operations everywhere, one pass over memory on the CPU.
+//! The optimiser's computations on a parameter: composed operations on every backend, and a single pass over memory on
+//! the CPU.
 
 use burn::backend::flex::FlexTensor;
 use burn::backend::tensor::FloatTensor;
@@ -24,7 +25,7 @@ pub struct AdamWScalars {
     pub step_size: f64,
     /// √(1 − beta2^t).
     pub second_correction: f64,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub epsilon: f64,
 }
 
@@ -33,7 +34,7 @@ pub struct AdamWScalars {
 /// g ← scale · g; m ← β₁ m + (1 − β₁) g; v ← β₂ v + (1 − β₂) g²;
 /// p ← decay · p − step_size · m / (√v / second_correction + ε).
 ///
-/// Buffers that nobody else holds are updated in place.
+/// Buffers that are not shared are updated in place.
 ///
 /// # Shapes
 /// all tensors: `[n]`
@@ -70,22 +71,22 @@ pub struct AdamWUpdate {
     pub moments: [Tensor<1>; 2],
     /// The gradient.
     pub gradient: Tensor<1>,
-    /// Scalars; those of one call differ in `decay`, `step_size` and `second_correction` alone.
+    /// Scalars; within a call only `decay`, `step_size` and `second_correction` may differ.
     pub scalars: AdamWScalars,
 }
 
-/// What an [`AdamWUpdate`] gives.
+/// The result of an [`AdamWUpdate`].
 #[derive(Debug)]
 pub struct AdamWUpdated {
     /// The parameter in f32.
     pub parameter: Tensor<1>,
     /// First and second moment.
     pub moments: [Tensor<1>; 2],
-    /// The parameter in the dtype that was asked for.
+    /// The parameter in the requested dtype.
     pub weight: Tensor<1>,
 }
 
-/// [`adamw`] of parameters whose weights are kept in `dtype`: on a GPU, for bf16, many in one launch.
+/// [`adamw`] for parameters whose weights are stored in `dtype`; on a GPU in bf16, many parameters per launch.
 pub fn adamw_all(updates: Vec<AdamWUpdate>, dtype: DType) -> Vec<AdamWUpdated> {
     #[cfg(feature = "cuda")]
     if dtype == DType::BF16
@@ -105,7 +106,7 @@ pub fn adamw_all(updates: Vec<AdamWUpdate>, dtype: DType) -> Vec<AdamWUpdated> {
         return updated
             .map(|own| {
                 let [parameter, first, second] = own.tensors.map(tensor::wrapped);
-                let weight = own.weight.expect("the kernel was told to write it");
+                let weight = own.weight.expect("the kernel writes the weight");
                 AdamWUpdated {
                     parameter,
                     moments: [first, second],
@@ -127,7 +128,7 @@ pub fn adamw_all(updates: Vec<AdamWUpdate>, dtype: DType) -> Vec<AdamWUpdated> {
     updates.into_iter().map(update).collect()
 }
 
-/// Sum of the squares of each of some f32 tensors, at least one: `[tensors]`.
+/// Sum of squares of each of one or more f32 tensors: `[tensors]`.
 pub fn sums_of_squares(tensors: Vec<Tensor<1>>) -> Tensor<1> {
     #[cfg(feature = "cuda")]
     if !crate::device::is_cpu(&tensors[0].device()) {
@@ -145,7 +146,7 @@ pub fn sum_of_squares(tensor: Tensor<1>) -> Tensor<1> {
     ))
 }
 
-/// What a backend offers to the optimiser; every backend gets it from its primitive operations.
+/// Backend operations of the optimiser; the defaults are composed of a backend's primitive operations.
 #[backend_extension(Flex, Cube: cfg(feature = "cuda"))]
 pub trait OptimizerOps: Backend {
     /// See [`adamw`].
@@ -304,7 +305,7 @@ fn composed_adamw<B: Backend>(
     (parameter, first, second)
 }
 
-/// Eight running sums, so that the loop is one of vectors; squares in f64 cannot overflow before the end.
+/// Eight running sums, so that the loop vectorises; squares in f64 cannot overflow.
 fn sum_of_squares_of(values: &[f32]) -> f64 {
     let mut sums = [0.0_f64; 8];
     let (eights, rest) = values.as_chunks::<8>();
@@ -317,7 +318,7 @@ fn sum_of_squares_of(values: &[f32]) -> f64 {
     sums.iter().sum::<f64>() + rest
 }
 
-/// A tensor that owns exactly its elements, in order; copies only where that is not so already.
+/// A tensor that owns exactly its elements, in order; copies only if necessary.
 fn dense(tensor: FlexTensor) -> FlexTensor {
     FlexTensor::from_data(tensor.into_data())
 }
@@ -336,7 +337,7 @@ mod tests {
 
     use super::*;
 
-    /// More than one task, and not a multiple of anything.
+    /// More than one task, and not a multiple of the vector width.
     const LENGTH: usize = TASK + 77;
 
     fn wave(salt: f32) -> Vec<f32> {

@@ -6,41 +6,41 @@ use std::fmt;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// How the learning rate moves over the optimiser steps of a run; the name of a kind alone stands for its defaults.
+/// How the learning rate changes over the optimiser steps of a run; just the name of a kind selects its defaults.
 ///
-/// Step k (the first is 1) of a warm-up of w steps uses k/w of the learning rate, so the first step already moves the
-/// weights and step w uses all of it. Behind it, with progress x = (k − w)/(total − w) cut to [0, 1] and final share f:
-/// linear is f + (1 − f)(1 − x), cosine is f + (1 − f)(1 + cos πx)/2.
+/// Step k (the first is 1) of a warm-up of w steps uses k/w of the learning rate, so the first step already changes the
+/// weights and step w uses all of it. After the warm-up, with progress x = (k − w)/(total − w) clamped to [0, 1] and
+/// final share f: linear is f + (1 − f)(1 − x), cosine is f + (1 − f)(1 + cos πx)/2.
 ///
 /// # Differences
 /// PyTorch and Hugging Face schedulers count from 0, so that the first step of a warm-up has a learning rate of 0.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Schedule {
-    /// The same learning rate all along.
+    /// A constant learning rate.
     Constant {
         /// Optimiser steps of linear warm-up.
         #[serde(default)]
         warmup_steps: u64,
     },
-    /// Falls on a straight line.
+    /// Linear decay.
     Linear {
         /// Optimiser steps of linear warm-up.
         #[serde(default)]
         warmup_steps: u64,
-        /// Optimiser steps over which it falls, warm-up included; those that the run takes when absent.
+        /// Optimiser steps over which it decays, including warm-up; by default those of the run.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         total_steps: Option<u64>,
         /// Share of the learning rate left after the last of these steps, in 0..=1.
         #[serde(default)]
         final_share: f64,
     },
-    /// Falls on half a cosine wave.
+    /// Decay along half a cosine wave.
     Cosine {
         /// Optimiser steps of linear warm-up.
         #[serde(default)]
         warmup_steps: u64,
-        /// Optimiser steps over which it falls, warm-up included; those that the run takes when absent.
+        /// Optimiser steps over which it decays, including warm-up; by default those of the run.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         total_steps: Option<u64>,
         /// Share of the learning rate left after the last of these steps, in 0..=1.
@@ -56,7 +56,7 @@ impl Default for Schedule {
 }
 
 impl Schedule {
-    /// Optimiser steps over which the learning rate falls, where it falls and the number is set.
+    /// Optimiser steps over which the learning rate decays, if it decays and the number is set.
     pub fn total_steps(&self) -> Option<u64> {
         match *self {
             Schedule::Constant { .. } => None,
@@ -66,13 +66,13 @@ impl Schedule {
         }
     }
 
-    /// Whether the learning rate falls over a number of steps that is not set.
+    /// Whether the learning rate decays over a number of steps that is not set.
     pub fn lacks_total_steps(&self) -> bool {
         !matches!(self, Schedule::Constant { .. }) && self.total_steps().is_none()
     }
 
-    /// The same schedule over `steps` optimiser steps, where it does not set their number itself. A run without steps
-    /// leaves it open.
+    /// The same schedule over `steps` optimiser steps, unless it sets its own number. With 0 steps the number stays
+    /// unset.
     #[must_use]
     pub fn for_run(mut self, steps: u64) -> Self {
         if let Schedule::Linear { total_steps, .. } | Schedule::Cosine { total_steps, .. } =
@@ -116,25 +116,25 @@ impl Schedule {
         }
     }
 
-    /// What is possible and probably not meant: what it does, and what to do about it.
+    /// Settings that are valid but probably a mistake: their effect, and the help.
     pub fn doubt(&self) -> Option<(String, String)> {
         let total_steps = self.total_steps()?;
         let warmup = self.warmup_steps();
         if total_steps == 0 {
-            let reason = "has `total_steps = 0`, so that the first optimiser step has the last learning rate already";
-            let help = "leave `total_steps` out: it is then the optimiser steps of the run";
+            let reason = "has `total_steps = 0`, so the first optimiser step already uses the final learning rate";
+            let help = "remove `total_steps` to use the run's number of optimiser steps";
             return Some((reason.to_owned(), help.to_owned()));
         }
         (warmup >= total_steps).then(|| {
             let reason = format!(
-                "has `warmup_steps = {warmup}` of `total_steps = {total_steps}`, so that the learning rate only rises"
+                "has `warmup_steps = {warmup}` and `total_steps = {total_steps}`, so the learning rate only rises"
             );
             let help = "set `warmup_steps` to a share of `total_steps`, or use `kind = \"constant\"`";
             (reason, help.to_owned())
         })
     }
 
-    /// Share left at the end.
+    /// Share of the learning rate left at the end.
     pub(super) fn final_share(&self) -> f64 {
         match *self {
             Schedule::Constant { .. } => 1.0,
@@ -146,7 +146,7 @@ impl Schedule {
 }
 
 impl fmt::Display for Schedule {
-    /// In a few words: `linear over 400 steps to 0.1 of it, warm-up 5`.
+    /// A short summary: `linear over 400 steps to 0.1 of the peak, warm-up 5`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self {
             Schedule::Constant { .. } => "constant",
@@ -156,7 +156,7 @@ impl fmt::Display for Schedule {
         let warmup = self.warmup_steps();
         f.write_str(kind)?;
         if let Some(total) = self.total_steps() {
-            write!(f, " over {total} steps to {} of it", self.final_share())?;
+            write!(f, " over {total} steps to {} of the peak", self.final_share())?;
         }
         if warmup > 0 {
             write!(f, ", warm-up {warmup}")?;
@@ -175,16 +175,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn senseless_lengths_are_doubted() {
+    fn probable_mistakes_are_reported() {
         let cosine = |warmup_steps, total_steps| Schedule::Cosine {
             warmup_steps,
             total_steps: Some(total_steps),
             final_share: 0.0,
         };
         assert_eq!(cosine(5, 100).doubt(), None);
-        let told = |schedule: Schedule| schedule.doubt().unwrap().0;
-        assert!(told(cosine(0, 0)).contains("total_steps = 0"));
-        assert!(told(cosine(5000, 300)).contains("only rises"));
+        let reason = |schedule: Schedule| schedule.doubt().unwrap().0;
+        assert!(reason(cosine(0, 0)).contains("total_steps = 0"));
+        assert!(reason(cosine(5000, 300)).contains("only rises"));
         let constant = Schedule::Constant { warmup_steps: 9 };
         assert_eq!(constant.doubt(), None);
     }
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn cosine_is_half_way_at_half_time() {
+    fn cosine_is_one_half_at_half_the_steps() {
         let cosine = Schedule::Cosine {
             warmup_steps: 0,
             total_steps: Some(4),
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warmup_longer_than_the_run_is_no_division_by_zero() {
+    fn a_warmup_longer_than_the_run_does_not_divide_by_zero() {
         let linear = Schedule::Linear {
             warmup_steps: 3,
             total_steps: Some(2),
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn the_steps_of_the_run_are_taken_where_none_are_set() {
+    fn the_steps_of_the_run_are_the_default() {
         let open: Schedule =
             serde_json::from_str(r#"{"kind": "linear", "warmup_steps": 2}"#).unwrap();
         assert!(open.lacks_total_steps());
@@ -257,7 +257,7 @@ mod tests {
         assert!(!Schedule::default().for_run(9).lacks_total_steps());
         assert_eq!(
             linear.to_string(),
-            "linear over 6 steps to 0 of it, warm-up 2"
+            "linear over 6 steps to 0 of the peak, warm-up 2"
         );
         assert_eq!(Schedule::default().to_string(), "constant");
     }

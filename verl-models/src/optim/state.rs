@@ -11,10 +11,10 @@ use super::adamw::{AdamW, ParameterState};
 use crate::files;
 use crate::model::ModelError;
 
-/// Metadata key of the optimiser's step count; that of a parameter is its name.
+/// Metadata key of the optimiser's step count; for a parameter's step count it follows the parameter's name.
 const STEPS: &str = "steps";
 
-/// Separates a parameter's name from what the tensor is of it.
+/// Separates a parameter's name from the part of its state.
 const SEPARATOR: &str = "#";
 
 impl AdamW {
@@ -24,20 +24,20 @@ impl AdamW {
     /// `name#master`; all are flat and f32.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// The file cannot be written.
     pub fn save(&self, parameters: &TrainableParameters, path: &Path) -> Result<(), ModelError> {
         let (tensors, metadata) = self.content(parameters);
-        let fault = |error: safetensors::SafeTensorError| file("write", path, &error);
+        let failed = |error: safetensors::SafeTensorError| file("write", path, &error);
         let views = tensors.iter().map(|(name, data)| {
             let shape = vec![data.num_elements()];
             let view = TensorView::new(safetensors::Dtype::F32, shape, data.as_bytes());
             view.map(|view| (name.as_str(), view))
         });
-        let views = views.collect::<Result<Vec<_>, _>>().map_err(fault)?;
-        files::write_safetensors(views, metadata, path).map_err(fault)
+        let views = views.collect::<Result<Vec<_>, _>>().map_err(failed)?;
+        files::write_safetensors(views, metadata, path).map_err(failed)
     }
 
-    /// Moments and master weights by the names that they have on disk, and step counts.
+    /// Moments and master weights by their names on disk, and step counts.
     pub(crate) fn content(
         &self,
         parameters: &TrainableParameters,
@@ -61,10 +61,10 @@ impl AdamW {
         (tensors, metadata)
     }
 
-    /// Reads what [`AdamW::save`] wrote for the same parameters; on an error the state stays as it was.
+    /// Reads the file that [`AdamW::save`] wrote for the same parameters; on an error the state is unchanged.
     ///
     /// # Errors
-    /// When the file cannot be read, or is of other parameters.
+    /// The file cannot be read or belongs to other parameters.
     pub fn load(
         &mut self,
         parameters: &TrainableParameters,
@@ -75,7 +75,7 @@ impl AdamW {
         self.read(parameters, &bytes, path, device)
     }
 
-    /// As [`AdamW::load`], of bytes; `path` is for messages. Tensors of other names are passed over.
+    /// As [`AdamW::load`], from bytes; `path` is used in messages. Tensors with other names are ignored.
     pub(crate) fn read(
         &mut self,
         parameters: &TrainableParameters,
@@ -83,9 +83,9 @@ impl AdamW {
         path: &Path,
         device: &Device,
     ) -> Result<(), ModelError> {
-        let fault = |error: safetensors::SafeTensorError| file("read", path, &error);
-        let (_, header) = SafeTensors::read_metadata(bytes).map_err(fault)?;
-        let stored = SafeTensors::deserialize(bytes).map_err(fault)?;
+        let failed = |error: safetensors::SafeTensorError| file("read", path, &error);
+        let (_, header) = SafeTensors::read_metadata(bytes).map_err(failed)?;
+        let stored = SafeTensors::deserialize(bytes).map_err(failed)?;
         let none = HashMap::new();
         let counts = header.metadata().as_ref().unwrap_or(&none);
         let count = |key: &str| counts.get(key).and_then(|text| text.parse::<u64>().ok());
@@ -98,7 +98,7 @@ impl AdamW {
             Some(Tensor::<1>::from_data(data, device))
         };
         let steps = count(STEPS)
-            .ok_or_else(|| file("read", path, &"it is no optimiser state (no step count)"))?;
+            .ok_or_else(|| file("read", path, &"it is not an optimiser state (no step count)"))?;
         let mut states = Vec::new();
         for parameter in parameters.iter() {
             let part = |part: &str| format!("{}{SEPARATOR}{part}", parameter.name);
@@ -124,7 +124,7 @@ impl AdamW {
                 moments.chain(&state.master).map(|tensor| tensor.dims()[0])
             });
             if lengths.into_iter().any(|length| length != parameter.length) {
-                let reason = format!("the state of `{}` has another size", parameter.name);
+                let reason = format!("the state of `{}` has a different size", parameter.name);
                 return Err(file("read", path, &reason));
             }
             states.push(state);
@@ -133,7 +133,7 @@ impl AdamW {
             return Err(file(
                 "read",
                 path,
-                &"it holds parameters that the model lacks",
+                &"it contains parameters that the model lacks",
             ));
         }
         self.states = states;
@@ -157,7 +157,7 @@ mod tests {
     use crate::toy::Toy;
 
     fn optimizer() -> AdamW {
-        AdamW::new(OptimizerConfig::default()).expect("sensible settings")
+        AdamW::new(OptimizerConfig::default()).expect("valid settings")
     }
 
     fn step(optimizer: &mut AdamW, toy: Toy) -> Toy {
@@ -177,17 +177,17 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("optimizer.safetensors");
         for dtype in [DType::F32, DType::BF16] {
-            let mut kept = optimizer();
-            let toy = step(&mut kept, Toy::new(3, 1, 8).cast(dtype));
-            let toy = step(&mut kept, toy);
+            let mut saved = optimizer();
+            let toy = step(&mut saved, Toy::new(3, 1, 8).cast(dtype));
+            let toy = step(&mut saved, toy);
             let parameters = TrainableParameters::new(&toy);
-            kept.save(&parameters, &path).expect("a writable folder");
+            saved.save(&parameters, &path).expect("a writable folder");
             let mut loaded = optimizer();
             loaded
                 .load(&parameters, &path, &Device::flex())
                 .expect("a state of the same model");
             assert_eq!(loaded.steps(), 2);
-            let expected = step(&mut kept, toy.clone());
+            let expected = step(&mut saved, toy.clone());
             assert_eq!(bytes(&step(&mut loaded, toy)), bytes(&expected));
         }
     }
@@ -196,9 +196,9 @@ mod tests {
     fn the_state_of_another_model_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("optimizer.safetensors");
-        let mut kept = optimizer();
-        let toy = step(&mut kept, Toy::new(3, 1, 8));
-        kept.save(&TrainableParameters::new(&toy), &path)
+        let mut saved = optimizer();
+        let toy = step(&mut saved, Toy::new(3, 1, 8));
+        saved.save(&TrainableParameters::new(&toy), &path)
             .expect("a writable folder");
         let refused = |toy: Toy| {
             let mut other = optimizer();
@@ -208,12 +208,12 @@ mod tests {
         };
         let wider = refused(Toy::new(4, 1, 8));
         assert!(
-            wider.ends_with("the state of `embedding` has another size"),
+            wider.ends_with("the state of `embedding` has a different size"),
             "{wider}"
         );
         let frozen = refused(Toy::new(3, 1, 8).freezing("embedding"));
         assert!(
-            frozen.ends_with("it holds parameters that the model lacks"),
+            frozen.ends_with("it contains parameters that the model lacks"),
             "{frozen}"
         );
     }

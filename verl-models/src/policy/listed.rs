@@ -1,4 +1,4 @@
-//! The most probable tokens of a policy, and training on log-probs of listed ones.
+//! The most probable tokens of a policy, and training on log-probs of listed tokens.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
@@ -17,7 +17,7 @@ fn check_temperature(temperature: f64) -> Result<(), ModelError> {
     }
 }
 
-/// See [`PolicyModel::top_tokens`](crate::model::PolicyModel::top_tokens); rows were checked.
+/// See [`PolicyModel::top_tokens`](crate::model::PolicyModel::top_tokens); `rows` must be checked already.
 pub(super) fn top_tokens<M: ModelInterface>(
     trained: &Trained<M>,
     rows: &[ScoreRow<'_>],
@@ -88,7 +88,8 @@ fn states<M: ModelInterface>(
     hidden.reshape([b * s, d]).select(0, packed.states(device))
 }
 
-/// See [`PolicyModel::accumulate_listed`](crate::model::PolicyModel::accumulate_listed); rows were checked.
+/// See [`PolicyModel::accumulate_listed`](crate::model::PolicyModel::accumulate_listed); `rows` must be checked
+/// already.
 pub(super) fn accumulate<M: ModelInterface>(
     trained: &mut Trained<M>,
     rows: &[ScoreRow<'_>],
@@ -133,7 +134,7 @@ mod tests {
     use crate::toy::{Toy, bits, close, rows, sequences};
 
     const VOCAB: usize = 29;
-    /// f32 logits of size 1 through two orders of addition.
+    /// Rounding of f32 logits of size 1 under two orders of addition.
     const ROUNDING: f32 = 2e-5;
 
     fn policy(optimizer: Option<OptimizerConfig>) -> Policy<Toy> {
@@ -141,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn all_tokens_are_the_whole_distribution_and_fewer_its_best_part() {
+    fn top_tokens_are_the_best_part_of_the_distribution() {
         let policy = policy(None);
         let sequences = sequences(&[(3, 4), (2, 0), (1, 9)], VOCAB as u32);
         let rows = rows(&sequences);
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_do_not_matter() {
+    fn results_do_not_depend_on_other_rows() {
         let policy = policy(None);
         let sequences = sequences(&[(3, 4), (2, 8), (30, 20), (1, 4)], VOCAB as u32);
         let rows = rows(&sequences);
@@ -180,8 +181,8 @@ mod tests {
     }
 
     #[test]
-    fn listed_tokens_train_as_sampled_ones_do() {
-        // A list of one token, the sampled one, is what `accumulate` trains on.
+    fn listed_tokens_train_like_sampled_tokens() {
+        // With a list of only the sampled token, the loss is that of `accumulate`.
         let sequences = sequences(&[(3, 4), (2, 5)], VOCAB as u32);
         let rows = rows(&sequences);
         let select = |row: usize, token: usize| (row + token).is_multiple_of(2);
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn invalid_arguments_are_refused() {
         let sequences = sequences(&[(2, 3)], VOCAB as u32);
         let rows = rows(&sequences);
         let mut frozen = policy(None);

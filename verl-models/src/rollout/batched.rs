@@ -1,5 +1,5 @@
-//! Continuous batching with a KV cache: waiting requests take the places of those that finish, and neighbouring
-//! requests with equal prompts share the prompt's keys and values.
+//! Continuous batching with a KV cache: waiting requests take the slots of those that finish, and adjacent requests
+//! with equal prompts share the prompt's keys and values.
 
 use burn::module::Module;
 use burn::tensor::Device;
@@ -21,7 +21,7 @@ use crate::model::ModelInterface;
 /// Rows that are decoded at once.
 pub const MAX_ROWS: usize = 64;
 
-/// The engine of [`Decoder`].
+/// The batched engine of [`Decoder`].
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Batched;
 
@@ -36,7 +36,7 @@ impl RolloutEngine<Decoder> for Batched {
     ) -> Result<(), RolloutError> {
         let arithmetic = Arithmetic::of(model);
         #[cfg(feature = "cuda")]
-        if arithmetic == Arithmetic::Tensors && super::device::serves(model, settings) {
+        if arithmetic == Arithmetic::Tensors && super::device::supports(model, settings) {
             Sampling::new(settings)?;
             return super::device::generate(&model.valid(), requests, settings, on_done);
         }
@@ -54,7 +54,7 @@ pub enum Arithmetic {
 }
 
 impl Arithmetic {
-    /// Loops for a model on the CPU, tensors for every other.
+    /// Loops for a model on the CPU, tensors for any other.
     #[must_use]
     pub fn of(model: &Decoder) -> Self {
         let device = model.head().device().without_autodiff();
@@ -69,7 +69,7 @@ impl Arithmetic {
 /// [`Batched`] with a chosen arithmetic; see [`RolloutEngine::generate`].
 ///
 /// # Errors
-/// As there.
+/// The same as [`RolloutEngine::generate`].
 pub fn generate_by(
     arithmetic: Arithmetic,
     model: &Decoder,
@@ -104,7 +104,7 @@ fn longest(requests: &[RolloutRequest], max_tokens: usize) -> usize {
     lengths.max().unwrap_or(0)
 }
 
-/// A prompt that was computed.
+/// A computed prompt.
 pub(crate) struct Prompt<K> {
     /// Its keys and values.
     pub keys: K,
@@ -115,7 +115,7 @@ pub(crate) struct Prompt<K> {
 /// The prompts of requests that are admitted together.
 struct Prompts<K> {
     computed: Vec<Prompt<K>>,
-    /// Which of them each request has.
+    /// The prompt's index for each request.
     of_place: Vec<usize>,
 }
 
@@ -125,8 +125,8 @@ impl<K> Prompts<K> {
     }
 }
 
-/// A model that appends tokens to sequences in numbered slots. What it computes for a slot does not depend, to the
-/// bit, on what the other slots hold.
+/// A model that appends tokens to sequences in numbered slots. The bits of its results for a slot do not depend on the
+/// contents of the other slots.
 pub(crate) trait StepModel {
     /// Keys and values of a prompt, which several slots may continue.
     type Keys;
@@ -140,11 +140,12 @@ pub(crate) trait StepModel {
     /// Frees a slot.
     fn release(&mut self, slot: usize);
 
-    /// Appends one token to each slot that has one; logits of those slots, in ascending order: `[live, V]`.
+    /// Appends one token to each slot that is given one; returns the logits of those slots, in ascending order: `[live,
+    /// V]`.
     fn step(&mut self, ids: &[Option<u32>]) -> Result<Vec<f32>, RolloutError>;
 }
 
-/// Settings of a rollout, checked.
+/// Checked settings of a rollout.
 pub(crate) struct Sampling<'a> {
     settings: &'a SamplingSettings,
     sampler: Sampler<'a>,
@@ -167,18 +168,18 @@ impl<'a> Sampling<'a> {
         })
     }
 
-    /// The same for a model whose context holds `max_tokens`.
+    /// The same for a model with a context of `max_tokens`.
     #[must_use]
     pub fn within(self, max_tokens: usize) -> Self {
         Sampling { max_tokens, ..self }
     }
 
-    /// Samples a token for each row; why each ends where it does.
+    /// Samples a token for each row; returns why each response ends, if it does.
     fn advance(
         &self,
         rows: Vec<(&mut Row, &[f32])>,
     ) -> Result<Vec<Option<FinishReason>>, RolloutError> {
-        // Below that many numbers a piece, a thread costs more than it gives.
+        // With fewer numbers per piece, a thread costs more than it saves.
         const PIECE: usize = 8 << 10;
         let vocab = rows.first().map_or(1, |(_, logits)| logits.len());
         rows.into_par_iter()
@@ -187,7 +188,7 @@ impl<'a> Sampling<'a> {
                 || self.sampler.clone(),
                 |sampler, (row, logits)| row.advance(logits, sampler, &self.rules),
             )
-            // The first error in the order of rows, whichever thread was first.
+            // The first error in row order, regardless of which thread failed first.
             .collect::<Vec<_>>()
             .into_iter()
             .collect()
@@ -196,7 +197,7 @@ impl<'a> Sampling<'a> {
 
 type OnDone<'a> = &'a mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>;
 
-/// A rollout while it runs.
+/// A running rollout.
 pub(crate) struct Rollout<'a, M: StepModel> {
     model: &'a mut M,
     requests: &'a [RolloutRequest],
@@ -204,7 +205,7 @@ pub(crate) struct Rollout<'a, M: StepModel> {
     slots: Vec<Option<Row>>,
     /// Requests that were admitted.
     admitted: usize,
-    /// The prompt of the last admitted request, for neighbours that wait.
+    /// The prompt of the last admitted request, for adjacent requests that wait.
     prompt: Option<Prompt<M::Keys>>,
 }
 
@@ -226,7 +227,7 @@ impl<'a, M: StepModel> Rollout<'a, M> {
         }
     }
 
-    /// Samples everything.
+    /// Samples all responses.
     ///
     /// # Errors
     /// See [`RolloutError`].
@@ -240,8 +241,8 @@ impl<'a, M: StepModel> Rollout<'a, M> {
         }
     }
 
-    /// Fills free slots with waiting requests, until none is free or none waits. A response that ends with its first
-    /// token leaves its slot free for the next request.
+    /// Fills free slots with waiting requests until no slot is free or no request waits. A response that ends with its
+    /// first token leaves its slot free for the next request.
     fn admit(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
         loop {
             let free: Vec<usize> = (0..self.slots.len())
@@ -278,7 +279,7 @@ impl<'a, M: StepModel> Rollout<'a, M> {
         }
     }
 
-    /// The prompts of requests `first..last`, each computed once for neighbours that share it.
+    /// The prompts of requests `first..last`, each computed once for adjacent requests that share it.
     fn prompts(&mut self, first: usize, last: usize) -> Result<Prompts<M::Keys>, RolloutError> {
         let requests = self.requests;
         let shares =
@@ -298,7 +299,7 @@ impl<'a, M: StepModel> Rollout<'a, M> {
         Ok(Prompts { computed, of_place })
     }
 
-    /// Samples the first token of new rows, where they may have one.
+    /// Samples the first token of new rows that have room for one.
     fn first_tokens(
         &self,
         rows: &mut [Row],
@@ -319,7 +320,7 @@ impl<'a, M: StepModel> Rollout<'a, M> {
         Ok(ends)
     }
 
-    /// One token for every slot that holds a row.
+    /// Decodes one token for every slot that has a row.
     fn step(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
         let last = |row: &Option<Row>| row.as_ref().and_then(Row::last_token);
         let ids: Vec<Option<u32>> = self.slots.iter().map(last).collect();
@@ -347,7 +348,7 @@ mod tests {
     use super::*;
     use crate::random::{DrawKey, Purpose};
 
-    /// Three ids of equal probability; remembers what was asked of it.
+    /// Three ids of equal probability; records its calls.
     #[derive(Default)]
     struct Fake {
         prompts: Vec<Vec<u32>>,
@@ -368,7 +369,7 @@ mod tests {
         }
 
         fn occupy(&mut self, slot: usize, (): &()) {
-            assert!(!self.occupied.contains(&slot), "slot {slot} is taken");
+            assert!(!self.occupied.contains(&slot), "slot {slot} is occupied");
             self.occupied.push(slot);
         }
 
@@ -386,7 +387,7 @@ mod tests {
         }
     }
 
-    /// Runs requests of (prompt, limit) in `slots`; every one must be answered in full.
+    /// Runs requests of (prompt, limit) in `slots`; every response must be complete.
     fn run(asked: &[(u32, usize)], slots: usize) -> Fake {
         let request = |(row, &(prompt, limit)): (usize, &(u32, usize))| RolloutRequest {
             prompt: vec![prompt],
@@ -417,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_share_a_prompt_even_when_they_wait() {
+    fn adjacent_requests_share_a_prompt_even_when_they_wait() {
         let asked: Vec<(u32, usize)> = [7, 7, 7, 7, 8, 8, 8, 7, 7, 7].map(|p| (p, 3)).into();
         for slots in 1..=10 {
             let fake = run(&asked, slots);
@@ -427,7 +428,7 @@ mod tests {
 
     #[test]
     fn waiting_requests_take_free_slots_at_once() {
-        // The first token comes from the prompt; so a response of n tokens takes n − 1 steps.
+        // The first token comes from the prompt, so a response of n tokens takes n − 1 steps.
         let asked = [(1, 5), (2, 2), (3, 2), (4, 3), (5, 1), (6, 0), (7, 2)];
         // Slot 0: request 0. Slot 1: requests 1, 2, 3; then 4 and 5, which need no step, and 6 after the end of 0.
         assert_eq!(run(&asked, 2).live, [2, 2, 2, 2, 1]);

@@ -1,12 +1,12 @@
-//! The batched engine where a device decodes by itself: a step is a captured graph that draws its tokens and keeps its
-//! books, and the host looks in every few steps.
+//! The batched engine for a device that decodes on its own: a step is a captured graph that draws its tokens and does
+//! its bookkeeping, and the host checks the result every few steps.
 //!
-//! Requests wait for rows and for blocks of the cache, in their order; a row that ends is given to the next. Once none
-//! waits, the rows that are left move into smaller buffers ([`ROWS`]), whose steps take less time.
+//! Requests wait in order for rows and for blocks of the cache; a row that ends is given to the next request. Once no
+//! request waits, the remaining rows move into smaller buffers ([`ROWS`]), whose steps take less time.
 //!
-//! The bits of a response depend on its prompt, its key and the rows of the buffers while it is sampled, since products of
-//! other sizes run in other kernels: not on what the other rows hold, but on when so few of them are left. The same requests
-//! give the same bits.
+//! The bits of a response depend on its prompt, its key and the number of rows in the buffers while it is sampled,
+//! because products of other sizes run in other kernels. They do not depend on the contents of the other rows, but on
+//! when few rows remain. The same requests give the same bits.
 
 use super::engine::{
     FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings, check_requests,
@@ -17,32 +17,33 @@ use crate::decoder::Decoder;
 use crate::kernels::cuda::decode::{self, DeviceDecoder, Drawing, Response, Sizes, Start, state};
 use crate::model::ModelInterface;
 
-/// Rows that buffers may have.
+/// Numbers of rows that buffers may have.
 const ROWS: &[usize] = &[16, 32, 64, 128, 256, 512];
-/// Steps between two looks of the host.
+/// Steps between two checks by the host.
 const STEPS: usize = 8;
-/// Share of the rows that are filled together, since a pass over few prompts takes about as long as one over some dozens:
-/// 1 / this.
+/// Rows are filled once 1 / this of them are free, because a pass over a few prompts takes about as long as one over
+/// some dozens.
 const FILLED: usize = 16;
-/// Steps for which it pays to move into smaller buffers: the move and a new recording take as long as some ten.
-const WORTH_A_MOVE: usize = 32;
+/// Fewest remaining steps that justify moving into smaller buffers: the move and a new recording take as long as about
+/// ten.
+const MIN_STEPS_TO_MOVE: usize = 32;
 /// Most ids that end a response.
-const MOST_ENDS: usize = 32;
-/// Share of the device's memory that keys and values may take.
+const MAX_EOS_IDS: usize = 32;
+/// Share of the device's memory available for keys and values.
 const CACHE_SHARE: f64 = 0.4;
 
 type OnDone<'a> = &'a mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>;
 
-/// Whether the device can answer requests by itself: text is looked at by the host, and a penalty needs all ids of the
-/// prompt.
-pub(crate) fn serves(model: &Decoder, settings: &SamplingSettings) -> bool {
+/// Whether the device can answer requests on its own: the host must check stop texts, and a penalty needs all ids of
+/// the prompt.
+pub(crate) fn supports(model: &Decoder, settings: &SamplingSettings) -> bool {
     settings.stop_texts.is_empty()
         && settings.repetition_penalty == 1.0
-        && settings.eos_ids.len() <= MOST_ENDS
-        && decode::takes(model)
+        && settings.eos_ids.len() <= MAX_EOS_IDS
+        && decode::supports(model)
 }
 
-/// Samples everything; `settings` were checked.
+/// Samples all responses; `settings` must have been checked.
 ///
 /// # Errors
 /// See [`RolloutError`].
@@ -63,7 +64,7 @@ pub(crate) fn generate(
         .max();
     let new_tokens = rooms.iter().copied().max();
     let (Some(tokens), Some(new_tokens @ 1..)) = (tokens, new_tokens) else {
-        // Nothing is asked for, or nothing of each.
+        // There are no requests, or none asks for a token.
         return (0..requests.len()).try_for_each(|at| on_done(at, empty()));
     };
     let lengths = requests.iter().zip(&rooms);
@@ -99,7 +100,7 @@ fn empty() -> RolloutOutput {
     }
 }
 
-/// Rows of the buffers: enough for requests of so many blocks each, or as many as the memory gives.
+/// Rows of the buffers: enough for requests that need `needs` blocks, or as many as the memory allows.
 fn rows(model: &Decoder, needs: &[usize]) -> usize {
     let config = &model.config;
     let element = model.head().dtype().size();
@@ -127,7 +128,7 @@ fn drawing(settings: &SamplingSettings) -> Drawing {
     }
 }
 
-/// A rollout while it runs.
+/// A running rollout.
 struct Batch<'a> {
     decoder: DeviceDecoder,
     requests: &'a [RolloutRequest],
@@ -166,7 +167,7 @@ impl Batch<'_> {
         }
     }
 
-    /// Moves into smaller buffers where nothing waits, few rows are left and one of them may go on for long.
+    /// Moves into smaller buffers if no request waits, few rows are left and one of them may go on for long.
     fn shrink(&mut self, longest: usize) -> Result<(), RolloutError> {
         let live: Vec<usize> = (0..self.slots.len())
             .filter(|&row| self.slots[row].is_some())
@@ -174,7 +175,7 @@ impl Batch<'_> {
         let rows = ROWS.iter().copied().find(|&rows| rows >= live.len());
         let waiting = self.admitted < self.requests.len();
         let Some(rows) =
-            rows.filter(|&rows| !waiting && longest >= WORTH_A_MOVE && rows < self.slots.len())
+            rows.filter(|&rows| !waiting && longest >= MIN_STEPS_TO_MOVE && rows < self.slots.len())
         else {
             return Ok(());
         };
@@ -186,7 +187,8 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Fills free rows with waiting requests, once enough are free. Neighbours with equal prompts share one pass over it.
+    /// Fills free rows with waiting requests, once enough are free. Adjacent requests with equal prompts share one pass
+    /// over it.
     fn admit(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
         let requests = self.requests;
         let rows = self.slots.len();
@@ -237,25 +239,25 @@ impl Batch<'_> {
         self.decoder.start(&starts).map_err(device)
     }
 
-    /// Hands out the responses that have ended.
+    /// Returns the responses that have ended.
     fn collect(&mut self, on_done: OnDone<'_>) -> Result<(), RolloutError> {
-        let standing = self.decoder.standing().map_err(device)?;
+        let current = self.decoder.row_states().map_err(device)?;
         let ended: Vec<usize> = (0..self.slots.len())
-            .filter(|&row| self.slots[row].is_some() && standing.states[row] != state::LIVE)
+            .filter(|&row| self.slots[row].is_some() && current.states[row] != state::LIVE)
             .collect();
         if ended.is_empty() {
             return Ok(());
         }
-        let lengths = ended.iter().map(|&row| standing.lengths[row] as usize);
+        let lengths = ended.iter().map(|&row| current.lengths[row] as usize);
         let drawn: Vec<(usize, usize)> = ended.iter().copied().zip(lengths).collect();
         let responses = self.decoder.responses(&drawn).map_err(device)?;
-        self.decoder.rest(&ended).map_err(device)?;
+        self.decoder.deactivate(&ended).map_err(device)?;
         for ((row, length), response) in drawn.into_iter().zip(responses) {
             let Some(request) = self.slots[row].take() else {
                 continue;
             };
             row_steps::count_live(length);
-            let finish = match standing.states[row] {
+            let finish = match current.states[row] {
                 state::EOS => FinishReason::Eos,
                 state::STOP => FinishReason::Stop,
                 state::LENGTH => self.requests[request].limit(self.max_tokens),

@@ -1,7 +1,7 @@
-//! Plain decoding: the whole prefix is recomputed for each token. The reference that other engines are held against,
-//! and the engine of every model that has no other: it needs nothing but [`ModelInterface::hidden`] and the head.
+//! Plain decoding: the entire prefix is recomputed for each token. The reference against which other engines are
+//! tested, and the engine of every model without another: it needs only [`ModelInterface::hidden`] and the head.
 //!
-//! Each request is decoded alone, so neighbours cannot change a bit of it.
+//! Each request is decoded on its own, so other requests cannot change its bits.
 
 use burn::tensor::{Int, Tensor, TensorData};
 
@@ -35,7 +35,7 @@ impl<M: ModelInterface> RolloutEngine<M> for Eager {
 /// Samples responses one token at a time; see [`RolloutEngine::generate`].
 ///
 /// # Errors
-/// As there.
+/// The same as [`RolloutEngine::generate`].
 pub fn generate<M: ModelInterface>(
     model: &M,
     requests: &[RolloutRequest],
@@ -76,7 +76,7 @@ pub fn next_logits<M: ModelInterface>(model: &M, prefix: &[u32]) -> Result<Vec<f
     read(linear(last, head))
 }
 
-/// A matrix as host numbers, row by row.
+/// Reads a matrix into host memory, row by row.
 pub(crate) fn read(tensor: Tensor<2>) -> Result<Vec<f32>, RolloutError> {
     let device = |reason: String| RolloutError::Device { reason };
     tensor
@@ -116,7 +116,7 @@ mod tests {
         outputs.into_iter().map(Option::unwrap).collect()
     }
 
-    /// Log-probs of a response by one forward pass over prompt and response.
+    /// Log-probs of a response from one forward pass over prompt and response.
     fn forward_log_probs(prompt: &[u32], response: &[u32], temperature: f64) -> Vec<f64> {
         let ids: Vec<i32> = prompt.iter().chain(response).map(|&id| id as i32).collect();
         let data = TensorData::new(ids.clone(), [1, ids.len()]);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_do_not_matter() {
+    fn other_requests_do_not_matter() {
         let requests: Vec<_> = (0..5).map(|row| request(&[row as u32, 2], row)).collect();
         let settings = SamplingSettings::default();
         let together = outputs(&requests, &settings);

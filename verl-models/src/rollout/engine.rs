@@ -1,4 +1,4 @@
-//! What rollout engines take and give.
+//! The inputs and outputs of rollout engines.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -9,26 +9,27 @@ use crate::random::DrawKey;
 
 /// One response to sample.
 ///
-/// Requests whose prompts are equal and neighbours share the prompt's keys and values.
+/// Adjacent requests with equal prompts share the prompt's keys and values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RolloutRequest {
     /// Prompt token ids, at least one.
     pub prompt: Vec<u32>,
-    /// What the random draws of this response are a function of, apart from position and token.
+    /// The key that, with position and token, determines the random draws of this response.
     pub key: DrawKey,
-    /// Most tokens to sample, end-of-sequence included. A response that reaches the end of the model's context before
+    /// Most tokens to sample, end-of-sequence included. A response that reaches the end of the model's context first
     /// ends there, with [`FinishReason::Context`].
     pub max_new_tokens: usize,
 }
 
 impl RolloutRequest {
-    /// Most tokens of the response in a context of `max_tokens`: what is asked for, or what the prompt leaves of it.
+    /// Most tokens of the response in a context of `max_tokens`: the requested number, or as many as fit after the
+    /// prompt.
     pub(crate) fn room(&self, max_tokens: usize) -> usize {
         let left = max_tokens.saturating_sub(self.prompt.len());
         self.max_new_tokens.min(left)
     }
 
-    /// Why a response ends that has as many tokens as there is room for in a context of `max_tokens`.
+    /// Why a response ends that fills its room in a context of `max_tokens`.
     pub(crate) fn limit(&self, max_tokens: usize) -> FinishReason {
         match self.room(max_tokens) < self.max_new_tokens {
             true => FinishReason::Context,
@@ -47,19 +48,19 @@ pub struct SamplingSettings {
     pub top_k: usize,
     /// Keeps the smallest set of most probable tokens whose mass reaches this; 1 keeps all.
     pub top_p: f64,
-    /// Keeps tokens at least this share of the most probable one; 0 keeps all.
+    /// Keeps tokens whose probability is at least this share of the most probable one's; 0 keeps all.
     pub min_p: f64,
     /// Divides positive logits of seen tokens and multiplies negative ones; 1 changes nothing.
     pub repetition_penalty: f64,
     /// Ids that end a response; the id is kept as its last token.
     pub eos_ids: Vec<u32>,
-    /// Token-id sequences that end a response; kept at its end. (Stop strings are turned into a test on decoded text
-    /// by [`SamplingSettings::stop_texts`].)
+    /// Token-id sequences that end a response and are kept at its end. ([`SamplingSettings::stop_texts`] are matched
+    /// against decoded text instead.)
     pub stop_ids: Vec<Vec<u32>>,
-    /// Texts that end a response as soon as its text, special tokens written out, contains one; they need
+    /// Texts that end a response as soon as its text, including special tokens, contains one; they need
     /// [`Self::text_decoder`].
     pub stop_texts: Vec<String>,
-    /// How a response becomes text. Not a setting of files: whoever owns the tokenizer puts it here.
+    /// Decodes a response to text. Not a setting of files: the owner of the tokenizer sets it.
     #[serde(skip)]
     #[schemars(skip)]
     pub text_decoder: Option<TextDecoder>,
@@ -111,7 +112,7 @@ impl FinishReason {
 pub struct RolloutOutput {
     /// Token ids, end-of-sequence included.
     pub tokens: Vec<u32>,
-    /// Log-probs under the distribution that was sampled from, nats; 0 when greedy, which leaves no choice.
+    /// Log-probs under the sampling distribution, nats; 0 when greedy, which leaves no choice.
     pub sampling_log_probs: Vec<f32>,
     /// Log-probs under the full softmax of the model's own logits divided by the temperature (by 1 when greedy), nats:
     /// no penalty, no truncation, no forbidden id, so that a trainer's recomputation agrees with them.
@@ -120,13 +121,13 @@ pub struct RolloutOutput {
     pub finish: FinishReason,
 }
 
-/// What a rollout can refuse.
+/// Errors of a rollout.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RolloutError {
     /// A prompt that leaves no room for a token.
     #[error(
-        "request {request}: a prompt of {prompt} tokens leaves no room for an answer in the context of {limit}"
+        "request {request}: a prompt of {prompt} tokens leaves no room for a response in the context of {limit} tokens"
     )]
     TooLong {
         /// Position of the request.
@@ -143,7 +144,7 @@ pub enum RolloutError {
         request: usize,
     },
     /// A token id outside the vocabulary.
-    #[error("request {request} holds token id {id}, but the vocabulary ends at {limit}")]
+    #[error("request {request} contains token id {id}, but the vocabulary ends at {limit}")]
     TokenId {
         /// Position of the request.
         request: usize,
@@ -152,12 +153,12 @@ pub enum RolloutError {
         /// Size of the vocabulary.
         limit: usize,
     },
-    /// A setting that makes no sense.
+    /// A setting out of its range.
     #[error("sampling setting `{setting}` {reason}")]
     Setting {
         /// Its name.
         setting: &'static str,
-        /// What is wrong.
+        /// The rule that it violates.
         reason: String,
     },
     /// Logits that are not finite.
@@ -168,18 +169,18 @@ pub enum RolloutError {
         /// Tokens sampled so far.
         tokens: usize,
     },
-    /// The device could not run the model or give the logits back.
+    /// The device could not run the model or return the logits.
     #[error("the logits could not be read from the device: {reason}")]
     Device {
-        /// What the backend says.
+        /// The backend's error.
         reason: String,
     },
-    /// The consumer of results asked to end.
+    /// The consumer of results stopped the rollout.
     #[error("{0}")]
     Stopped(Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// Refuses requests that a model with this vocabulary and context cannot answer, before anything is computed.
+/// Rejects requests that a model with this vocabulary and context cannot answer, before anything is computed.
 ///
 /// # Errors
 /// [`RolloutError::EmptyPrompt`], [`RolloutError::TokenId`], [`RolloutError::TooLong`] for the first such request.
@@ -217,12 +218,12 @@ pub trait RolloutEngine<M: ModelInterface> {
     /// Name for tables and configuration.
     const NAME: &'static str;
 
-    /// Samples all `requests`; `on_done(index, output)` is called as each one is complete, in any order. What is
-    /// sampled for a request depends on its prompt, key and limit alone, never on its neighbours; on a GPU that holds up to
-    /// rounding, which follows from how many of them are left.
+    /// Samples all `requests`; `on_done(index, output)` is called when each one is complete, in any order. The response
+    /// to a request depends only on its prompt, key and limit, never on other requests; on a GPU this is true up to
+    /// rounding, which depends on how many of them are left.
     ///
     /// # Errors
-    /// See [`RolloutError`]; what `on_done` returned ends the rollout.
+    /// See [`RolloutError`]; an error that `on_done` returns ends the rollout.
     fn generate(
         model: &M,
         requests: &[RolloutRequest],

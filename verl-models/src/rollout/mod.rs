@@ -56,7 +56,7 @@ impl EngineKind {
     /// Samples with this engine; see [`RolloutEngine::generate`].
     ///
     /// # Errors
-    /// As there.
+    /// The same as [`RolloutEngine::generate`].
     pub fn generate(
         self,
         decoder: &Decoder,

@@ -5,9 +5,9 @@ use crate::random::{Stream, gumbel, open_unit};
 
 /// The Gumbel-max race: argmax of logitᵢ/T + gᵢ, lowest id among equals.
 ///
-/// Id i can only win against a best score b when gᵢ > b − lᵢ, that is −ln u < e^(lᵢ − b); since 1 − u ≤ −ln u, only when
-/// 1 − u < e^(lᵢ − b) = wᵢ·e^(−b), with the weights wᵢ that the softmax needs anyway. The test spares two logarithms
-/// for nearly every id, and where even the smallest 1 − u fails, the random words too.
+/// Id i can only win against a best score b when gᵢ > b − lᵢ, that is −ln u < e^(lᵢ − b); since 1 − u ≤ −ln u, only
+/// when 1 − u < e^(lᵢ − b) = wᵢ·e^(−b), with the weights wᵢ that the softmax needs anyway. The test saves two
+/// logarithms for nearly every id; if even the smallest 1 − u fails it, it also saves the random words.
 pub(super) struct Race<'a> {
     logits: &'a [f32],
     weights: &'a [f32],
@@ -90,7 +90,7 @@ impl<'a> Race<'a> {
         }
     }
 
-    /// Whether no word lets an id of this weight win: the smallest 1 − u is 2⁻³³.
+    /// Whether an id of this weight cannot win with any word: the smallest 1 − u is 2⁻³³.
     fn cannot_win(&self, leader: &Leader, weight: f32) -> bool {
         const SMALLEST: f64 = 0.5 / 4_294_967_296.0;
         f64::from(weight) * leader.bar <= SMALLEST

@@ -1,20 +1,20 @@
-//! One response while it grows: what engines share apart from how they get logits.
+//! One growing response: everything that engines share, apart from how they compute logits.
 
 use super::engine::{FinishReason, RolloutError, RolloutOutput, RolloutRequest, SamplingSettings};
 use super::sampling::{Draw, Sampler};
 use super::stop::StopRules;
 use crate::random::Stream;
 
-/// A response that is not complete yet.
+/// An incomplete response.
 #[derive(Debug)]
 pub(crate) struct Row {
     /// Position of the request.
     pub request: usize,
     limit: usize,
-    /// Why it ends at the limit.
+    /// The reason if it ends at the limit.
     at_limit: FinishReason,
     stream: Stream,
-    /// Distinct ids of prompt and response in the order of their first use; kept only where a penalty reads them.
+    /// Distinct ids of prompt and response in the order of their first use; kept only for a penalty.
     seen: Option<Vec<u32>>,
     tokens: Vec<u32>,
     sampling_log_probs: Vec<f32>,
@@ -22,7 +22,7 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// The empty response of `request` to a model whose context holds `max_tokens`.
+    /// The empty response of `request` to a model with a context of `max_tokens`.
     pub fn new(
         index: usize,
         request: &RolloutRequest,
@@ -46,7 +46,7 @@ impl Row {
         row
     }
 
-    /// The token that was sampled last.
+    /// The last sampled token.
     pub fn last_token(&self) -> Option<u32> {
         self.tokens.last().copied()
     }
@@ -61,7 +61,7 @@ impl Row {
         self.limit
     }
 
-    /// Samples the next token from its logits; tells why the response ends where it does.
+    /// Samples the next token from its logits; returns why the response ends, if it does.
     ///
     /// # Errors
     /// [`RolloutError::NonFinite`].
@@ -82,7 +82,7 @@ impl Row {
                 request: self.request,
                 tokens: self.tokens.len(),
             })?;
-        self.see(sampled.token);
+        self.mark_seen(sampled.token);
         self.tokens.push(sampled.token);
         self.sampling_log_probs.push(sampled.sampling_log_prob);
         self.log_probs.push(sampled.log_prob);
@@ -103,7 +103,7 @@ impl Row {
         }
     }
 
-    fn see(&mut self, id: u32) {
+    fn mark_seen(&mut self, id: u32) {
         if let Some(seen) = &mut self.seen
             && !seen.contains(&id)
         {

@@ -1,19 +1,19 @@
-//! How much of a rollout's steps was work: rows that are free or have ended are computed with the others.
+//! How much of a rollout's steps was useful: rows that are free or have ended are computed with the others.
 
 use std::cell::Cell;
 
-/// Steps of rollouts, and what rows did in them.
+/// Steps of rollouts, and their rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct RowSteps {
     pub steps: usize,
     /// Rows of each step, added up.
     pub all: usize,
-    /// Of these, those that gave a token to a response.
+    /// Of these, rows that added a token to a response.
     pub live: usize,
 }
 
 impl RowSteps {
-    /// Share of the rows' steps that gave no token.
+    /// Share of the rows' steps that yielded no token.
     pub fn idle_share(&self) -> f64 {
         match self.all {
             0 => 0.0,
@@ -32,7 +32,7 @@ thread_local! {
     };
 }
 
-/// Counts steps of so many rows.
+/// Counts steps of `rows` rows.
 pub(super) fn count(steps: usize, rows: usize) {
     COUNTED.with(|counted| {
         let mut now = counted.get();
@@ -42,7 +42,7 @@ pub(super) fn count(steps: usize, rows: usize) {
     });
 }
 
-/// Counts tokens that steps gave.
+/// Counts tokens that steps yielded.
 pub(super) fn count_live(tokens: usize) {
     COUNTED.with(|counted| {
         let mut now = counted.get();
@@ -51,7 +51,7 @@ pub(super) fn count_live(tokens: usize) {
     });
 }
 
-/// What this thread's rollouts have counted since it was last asked.
+/// Returns and resets the counts of this thread's rollouts.
 pub(crate) fn take() -> RowSteps {
     COUNTED.take()
 }

@@ -1,7 +1,7 @@
 //! From one row of logits to a token.
 //!
 //! Order: repetition penalty, temperature, top-k, top-p, min-p, renormalise. Tokens are drawn by Gumbel-max: the argmax
-//! of logitᵢ/T + gᵢ over the kept ids, where gᵢ is a function of key, position and id i alone. So a draw does not depend
+//! of logitᵢ/T + gᵢ over the kept ids, where gᵢ is a function of only key, position and id i. So a draw does not depend
 //! on the order in which ids are visited.
 
 use super::engine::{RolloutError, SamplingSettings};
@@ -14,30 +14,30 @@ use crate::vector::{exponentials, largest};
 pub struct Sampled {
     /// Its id.
     pub token: u32,
-    /// Log-prob under the distribution that was sampled from, nats; 0 when greedy, which leaves no choice.
+    /// Log-prob under the sampling distribution, nats; 0 when greedy, which leaves no choice.
     pub sampling_log_prob: f32,
     /// Log-prob under the full softmax of the model's own logits divided by the temperature (by 1 when greedy), nats:
     /// no penalty, no truncation, no forbidden id.
     pub log_prob: f32,
 }
 
-/// Logits hold NaN or +∞, or nothing else than −∞ (which masks an id) is left.
+/// Logits contain NaN or +∞, or all are −∞ (which masks an id).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("logits are not finite")]
 pub struct NonFiniteLogits;
 
-/// What a draw depends on besides logits and settings.
+/// The inputs of a draw besides logits and settings.
 #[derive(Debug, Clone, Copy)]
 pub struct Draw<'a> {
     /// Random words of the response.
     pub stream: &'a Stream,
     /// Tokens of the response so far: the position of the draw.
     pub position: usize,
-    /// Distinct ids of prompt and response, for the repetition penalty; may be empty where that is 1.
+    /// Distinct ids of prompt and response, for the repetition penalty; may be empty if that is 1.
     pub seen: &'a [u32],
 }
 
-/// Samples tokens; holds the scratch space of one thread.
+/// Samples tokens; has the scratch space of one thread.
 #[derive(Debug, Clone)]
 pub struct Sampler<'a> {
     settings: &'a SamplingSettings,
@@ -50,7 +50,7 @@ impl<'a> Sampler<'a> {
     /// A sampler for `settings`.
     ///
     /// # Errors
-    /// [`RolloutError::Setting`] names the first setting out of its range.
+    /// [`RolloutError::Setting`] names the first setting that is out of range.
     pub fn new(settings: &'a SamplingSettings) -> Result<Self, RolloutError> {
         check(settings)?;
         Ok(Sampler {
@@ -106,7 +106,7 @@ impl<'a> Sampler<'a> {
         penalises || draw.position < self.settings.min_new_tokens
     }
 
-    /// Logits after the repetition penalty and without end-of-sequence ids where these are forbidden.
+    /// Applies the repetition penalty and removes end-of-sequence ids if they are forbidden.
     fn process(&self, logits: &[f32], draw: Draw<'_>, processed: &mut Vec<f32>) {
         processed.clear();
         processed.extend_from_slice(logits);
@@ -128,7 +128,7 @@ impl<'a> Sampler<'a> {
         }
     }
 
-    /// A token from the kept ids, and the mass of these; `self.weights` holds e^((logit − max)/T), `sum` their sum.
+    /// A token from the kept ids, and their mass; `self.weights` contains e^((logit − max)/T), `sum` is their sum.
     fn choose(&mut self, logits: &[f32], max: f32, sum: f64, draw: Draw<'_>) -> (u32, Option<f64>) {
         let settings = self.settings;
         let truncates = settings.top_k > 0 && settings.top_k < logits.len();
@@ -155,7 +155,7 @@ impl<'a> Sampler<'a> {
     }
 }
 
-/// Joins the choice with its log-probs; without a mass it was greedy.
+/// Combines the choice with its log-probs; no mass means that it was greedy.
 fn finish(
     (token, mass): (u32, Option<f64>),
     logits: &[f32],
@@ -172,7 +172,7 @@ fn finish(
     }
 }
 
-/// Refuses settings out of their ranges.
+/// Rejects settings out of their ranges.
 fn check(settings: &SamplingSettings) -> Result<(), RolloutError> {
     let finite = |value: f64| value.is_finite();
     let rules: [(&'static str, f64, bool, &str); 4] = [
@@ -210,7 +210,7 @@ fn check(settings: &SamplingSettings) -> Result<(), RolloutError> {
     }
 }
 
-/// The largest logit; refuses NaN, +∞ and rows without a finite one.
+/// The largest logit; rejects NaN, +∞ and rows without a finite one.
 fn max(logits: &[f32]) -> Result<f32, NonFiniteLogits> {
     largest(logits)
         .filter(|max| max.is_finite())
@@ -232,7 +232,7 @@ fn mass(ids: &[u32], weights: &[f32]) -> f64 {
     ids.iter().map(|&id| f64::from(weights[id as usize])).sum()
 }
 
-/// More probable first, and the lower id first among equals: a total order, so that what is kept is never ambiguous.
+/// More probable first, and the lower id first among equals: a total order, so that the kept set is never ambiguous.
 pub(super) fn by_logit(logits: &[f32]) -> impl Fn(&u32, &u32) -> std::cmp::Ordering + '_ {
     |a, b| {
         logits[*b as usize]
@@ -250,7 +250,7 @@ fn keep_best(ids: &mut Vec<u32>, logits: &[f32], count: usize) {
 }
 
 /// Keeps the smallest set of most probable `ids` whose share of their mass reaches `top_p`. Sorts only as many of the
-/// first ones as are needed, because the mass usually lies in few of a large vocabulary.
+/// first ids as needed, because a few ids of a large vocabulary usually have most of the mass.
 fn keep_mass(ids: &mut Vec<u32>, logits: &[f32], weights: &[f32], top_p: f64) {
     let needed = top_p * mass(ids, weights);
     let (mut sorted, mut reached) = (0, 0.0);

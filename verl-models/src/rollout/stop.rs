@@ -1,9 +1,9 @@
-//! When a response ends: end-of-sequence ids, id sequences, texts, and the token limit; and what of its text is in front of
+//! When a response ends: end-of-sequence ids, id sequences, texts, and the token limit; and the part of its text before
 //! a stop text.
 //!
-//! Stop texts are looked for in the text with special tokens written out, so that a stop text may be one, contain one or
+//! Stop texts are searched in the text including special tokens, so a stop text may be a special token, contain one or
 //! be spelled by ordinary tokens, and may begin and end inside tokens. A response ends with the token that completes a
-//! stop text. Where several stop texts are complete then, the one that begins first counts.
+//! stop text. If several stop texts are complete then, the one that begins first counts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::engine::{FinishReason, RolloutError, SamplingSettings};
 
 type Decode = dyn Fn(&[u32]) -> String + Send + Sync;
 
-/// Token ids into text with special tokens written out, as stop texts need it; shared by the rows of a rollout.
+/// Decodes token ids to text including special tokens, as stop texts require; shared by the rows of a rollout.
 #[derive(Clone)]
 pub struct TextDecoder(Arc<Decode>);
 
@@ -57,14 +57,14 @@ impl<'a> StopRules<'a> {
     /// [`RolloutError::Setting`] for an empty stop sequence or text, and for stop texts without a decoder.
     pub fn new(settings: &'a SamplingSettings) -> Result<Self, RolloutError> {
         if settings.stop_ids.iter().any(Vec::is_empty) {
-            return Err(setting("stop_ids", "holds an empty sequence"));
+            return Err(setting("stop_ids", "contains an empty sequence"));
         }
         if settings.stop_texts.iter().any(String::is_empty) {
-            return Err(setting("stop_texts", "holds an empty text"));
+            return Err(setting("stop_texts", "contains an empty text"));
         }
         let decoder = settings.text_decoder.as_ref();
         if !settings.stop_texts.is_empty() && decoder.is_none() {
-            return Err(setting("stop_texts", "needs `text_decoder`"));
+            return Err(setting("stop_texts", "requires `text_decoder`"));
         }
         let longest_text = settings.stop_texts.iter().map(String::len).max();
         Ok(StopRules {
@@ -74,9 +74,9 @@ impl<'a> StopRules<'a> {
         })
     }
 
-    /// Why the response `tokens` ends with its last token, if it does. The end-of-sequence id comes before stop rules
-    /// and these before the limit, so that a response that is complete at its last allowed token is not called
-    /// truncated.
+    /// Why the response `tokens` ends with its last token, if it does. The end-of-sequence id takes precedence over
+    /// stop rules, and these over the limit, so that a response that is complete at its last allowed token does not
+    /// count as truncated.
     #[must_use]
     pub fn finish(&self, tokens: &[u32], max_new_tokens: usize) -> Option<FinishReason> {
         let last = tokens.last()?;
@@ -98,8 +98,8 @@ impl<'a> StopRules<'a> {
             .any(|ids| tokens.ends_with(ids))
     }
 
-    /// Looks at the tail of the text only, because what lies before was looked at when its tokens came; a hit is then
-    /// confirmed on the whole text, because a tail may decode otherwise at its cut (a stripped space, half a
+    /// Searches only the tail of the text, because earlier text was searched when its tokens arrived. A match is then
+    /// confirmed on the complete text, because a tail may decode differently at its cut (a stripped space, half a
     /// character).
     fn contains_stop_text(&self, tokens: &[u32]) -> bool {
         let Some(decoder) = self.decoder.filter(|_| self.longest_text > 0) else {
@@ -116,12 +116,12 @@ impl<'a> StopRules<'a> {
             .any(|stop| text.contains(stop.as_str()))
     }
 
-    /// Text of the last token, and before it of as many as hold the longest stop text and the margin of a cut and an
-    /// unfinished character at either end; of all of them where tokens decode to nothing.
+    /// Text of the last token, and of as many tokens before it as cover the longest stop text and a margin for a cut
+    /// and an unfinished character at either end; of all tokens if the text is shorter.
     fn tail(&self, decoder: &TextDecoder, tokens: &[u32]) -> String {
         const MARGIN: usize = 32;
         let last = tokens.len().saturating_sub(1);
-        // A stop text may begin right before the last token, however long that is.
+        // A stop text may begin right before the last token, regardless of that token's length.
         let needed = self.longest_text + MARGIN + decoder.decode(&tokens[last..]).len();
         let mut count = self.longest_text.min(16) + 4;
         loop {
@@ -135,11 +135,11 @@ impl<'a> StopRules<'a> {
     }
 }
 
-/// The text of a response up to its stop text, if it has one: what stands after it inside the last token is left out, and
-/// with `include` the stop text is kept.
+/// The text of a response up to its stop text, if it has one: the part of the last token after it is left out, and with
+/// `include` the stop text is kept.
 ///
-/// `spelled` gives the text of tokens with special ones written out, `visible` without them: the stop text is looked for
-/// in the former, and the latter is what is returned.
+/// `spelled` returns the text of tokens including special ones, `visible` without them: the stop text is searched in
+/// the former, and the latter is returned.
 #[must_use]
 pub fn text_to_stop(
     tokens: &[u32],
@@ -159,7 +159,8 @@ pub fn text_to_stop(
     let Some((at, stop)) = found.min_by_key(|(at, _)| *at) else {
         return visible(tokens);
     };
-    // Whole tokens that end at the stop text or before it; the next one may have its first part before it too.
+    // Complete tokens that end at or before the stop text; the first part of the next one may precede the stop text
+    // too.
     let whole = (0..tokens.len()).rev().find_map(|count| {
         let text = spelled(&tokens[..count]);
         (text.len() <= at && full.starts_with(&text)).then_some((count, text.len()))
@@ -247,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_end_wherever_tokens_are_cut() {
+    fn stop_texts_may_cross_token_boundaries() {
         let settings = SamplingSettings {
             stop_texts: vec!["Question:".to_owned(), "\n\n".to_owned(), "é".to_owned()],
             text_decoder: Some(bytes()),
@@ -290,7 +291,7 @@ mod tests {
         assert_eq!(rules.finish(&tokens, 999), Some(FinishReason::Stop));
     }
 
-    /// The stop text begins before the last token, which alone is longer than the look back.
+    /// The stop text begins before the last token, which by itself is longer than the searched tail.
     #[test]
     fn a_long_last_token_does_not_hide_a_stop() {
         let words = [vec!["a"; 60].concat(), "b".to_owned()];
@@ -326,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn a_response_is_what_stands_before_its_stop_text() {
+    fn a_response_ends_before_its_stop_text() {
         // A6: the stop text ends inside the last token.
         check_text(&[0, 1, 2], &["<END>"], "x", "x<END>");
         // #5: the stop text is a special token.
@@ -335,7 +336,7 @@ mod tests {
         check_text(&[3, 4, 6], &["\n<|end|>"], "18\n", "18\n\n<|end|>");
         // Special tokens before the stop text are not part of the text.
         check_text(&[7, 3, 7, 6], &["<|end|>"], "18", "18<|end|>");
-        // One that the stop text begins inside of is no part of it either.
+        // A special token inside of which the stop text begins is not part of it either.
         check_text(&[3, 6], &["end|>"], "18", "18end|>");
         // Of two, the one that begins first.
         check_text(&[0, 1, 2], &["D>", "EN"], "x<", "x<EN");
@@ -348,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_text_among_pieces_of_characters_is_cut_out() {
+    fn a_stop_text_between_partial_characters_is_removed() {
         let tokens = ids("né…STOP");
         let text = |stop: &str| {
             let decode = |ids: &[u32]| bytes().decode(ids);
@@ -360,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_that_make_no_sense_are_refused() {
+    fn invalid_rules_are_rejected() {
         let refused =
             |settings: SamplingSettings| StopRules::new(&settings).unwrap_err().to_string();
         assert_eq!(
@@ -368,14 +369,14 @@ mod tests {
                 stop_texts: vec!["x".to_owned()],
                 ..SamplingSettings::default()
             }),
-            "sampling setting `stop_texts` needs `text_decoder`"
+            "sampling setting `stop_texts` requires `text_decoder`"
         );
         assert_eq!(
             refused(SamplingSettings {
                 stop_ids: vec![vec![]],
                 ..SamplingSettings::default()
             }),
-            "sampling setting `stop_ids` holds an empty sequence"
+            "sampling setting `stop_ids` contains an empty sequence"
         );
         assert_eq!(
             refused(SamplingSettings {
@@ -383,7 +384,7 @@ mod tests {
                 text_decoder: Some(bytes()),
                 ..SamplingSettings::default()
             }),
-            "sampling setting `stop_texts` holds an empty text"
+            "sampling setting `stop_texts` contains an empty text"
         );
     }
 }

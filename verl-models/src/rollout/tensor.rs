@@ -1,8 +1,8 @@
-//! The decoder as a rollout needs it on a device: tensor operations whose shapes do not change while it runs.
+//! The decoder for a rollout on a device: tensor operations whose shapes do not change during the rollout.
 //!
-//! All slots are computed in every step, free ones too, and all of the cache is attended to, with what is not there
-//! hidden: so the kernels are the same whatever the slots hold, and a step can be captured. Positions, places and ids
-//! go to the device, logits come back; nothing else crosses in a step.
+//! All slots are computed in every step, including free ones, and attention covers the entire cache, with absent tokens
+//! masked: so the kernels are the same for any contents of the slots, and a step can be captured. Positions, cache rows
+//! and ids go to the device, logits come back; nothing else is transferred in a step.
 
 use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor, TensorData};
 
@@ -13,7 +13,7 @@ use crate::blocks::attention::{HIDDEN, Projected, attend, causal_mask};
 use crate::blocks::rope::Rotation;
 use crate::decoder::Decoder;
 
-/// The cache is a multiple of this many tokens long, so that kernels are few.
+/// The cache length is a multiple of this many tokens, so that there are few kernels.
 const LENGTH_STEP: usize = 64;
 
 /// A [`Decoder`] with a cache on its device.
@@ -24,7 +24,7 @@ pub(crate) struct TensorDecoder {
     layers: Vec<LayerCache>,
     /// Tokens of each slot; a free slot has none.
     lengths: Vec<usize>,
-    /// Tokens a slot has room for, `T`.
+    /// Tokens that fit in a slot, `T`.
     capacity: usize,
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct LayerKeys {
 
 impl TensorDecoder {
     /// A cache for `slots` rows of at most `tokens` tokens. The bits of a row depend on `slots`, because products of
-    /// other sizes run in other kernels: it must not follow the number of requests.
+    /// other sizes run in other kernels: it must not depend on the number of requests.
     pub fn new(decoder: Decoder, slots: usize, tokens: usize) -> Self {
         let embedding = decoder.model.embed_tokens.weight.val();
         let (device, dtype) = (embedding.device(), embedding.dtype());
@@ -64,7 +64,7 @@ impl TensorDecoder {
         }
     }
 
-    /// One prompt through all layers: `[1, P]`, alone, so that its bits do not depend on others.
+    /// Computes one prompt through all layers: `[1, P]`, on its own, so that its bits do not depend on others.
     fn prompt(&self, ids: &[u32]) -> Result<Prompt<Vec<LayerKeys>>, RolloutError> {
         let tokens = ids.len();
         let mut x = self.embed(ids.iter().map(|&id| id as i32).collect());
@@ -106,7 +106,7 @@ impl TensorDecoder {
         self.decoder.model.norm.forward(x).matmul(head.transpose())
     }
 
-    /// One token of every slot through all layers: `[slots, V]`.
+    /// Computes one token of every slot through all layers: `[slots, V]`.
     fn decode(&mut self, ids: Vec<i32>, places: &Places) -> Tensor<2> {
         let slots = self.lengths.len();
         let mut x = self.embed(ids);
@@ -128,7 +128,7 @@ impl TensorDecoder {
         self.logits(x)
     }
 
-    /// What all layers of a step need to know of where its tokens are.
+    /// The positions of a step's tokens, as all layers need them.
     fn places(&self) -> Places {
         let (slots, capacity) = (self.lengths.len(), self.capacity);
         let heads = self.decoder.config.heads.key_value;
@@ -152,7 +152,7 @@ impl TensorDecoder {
     }
 }
 
-/// Where the tokens of a step are.
+/// The positions of a step's tokens.
 struct Places {
     rotation: Rotation,
     /// Row of the flat cache `[slots·K·T, Dh]` that each head's new key takes: `[slots·K]`.
@@ -161,7 +161,7 @@ struct Places {
     mask: Tensor<4>,
 }
 
-/// Writes one token of every slot and head into the cache, in place where the device can.
+/// Writes one token of every slot and head into the cache, in place if the device can.
 ///
 /// # Shapes
 /// `cache`: `[slots, K, T, Dh]`; `new`: `[slots, K, 1, Dh]`

@@ -1,4 +1,4 @@
-//! A model small enough to be checked by hand: the hidden state is the running sum of embeddings.
+//! A model small enough to check by hand: the hidden state is the running sum of embeddings.
 
 use std::path::Path;
 

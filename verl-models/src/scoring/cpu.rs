@@ -1,7 +1,7 @@
-//! Scoring on the CPU in f32: what follows the products is one pass over the logits.
+//! Scoring on the CPU in f32: everything after the products is one pass over the logits.
 //!
 //! Sums have fixed lanes and pieces, functions are computed here or by `libm`, and each product is one chain over its
-//! inner size: the bits of a token depend on its own row and the head alone, not on the chunk, threads or processor.
+//! inner size: the bits of a token depend only on its own row and the head, not on the chunk, threads or processor.
 
 use rayon::prelude::*;
 
@@ -10,15 +10,15 @@ use crate::vector::{LANES, exp, largest, sum_lanes, vectorised};
 
 use super::Extras;
 
-/// Logits that are in memory at a time, where a chunk has fewer: smaller pieces would cost more than they save.
+/// Least number of logits in memory at a time, for chunks with fewer: smaller pieces would cost more than they save.
 const AT_ONCE: usize = 1 << 22;
-/// Logits of one task.
+/// Logits per task.
 const TASK: usize = 1 << 15;
 /// Numbers that are summed in f32.
 const PIECE: usize = 64 * LANES;
-/// Probabilities below e^FAINT count as 0 in gradients: times a gradient they would be numbers below 1e-38, which
-/// processors multiply 20 to 60 times slower.
-const FAINT: f32 = -64.0;
+/// Probabilities below e^NEGLIGIBLE count as 0 in gradients: multiplied by a gradient they would be numbers below 1e-38,
+/// which processors multiply 20 to 60 times more slowly.
+const NEGLIGIBLE: f32 = -64.0;
 
 /// Operands of scoring.
 ///
@@ -34,9 +34,9 @@ pub(super) struct Operands<'a> {
     pub chunk: usize,
 }
 
-/// What the forward pass finds out about a token; see `Statistics`.
+/// The forward pass's results for a token; see `Statistics`.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Found {
+pub(super) struct Scored {
     pub log_prob: f32,
     pub entropy: f32,
     pub sum_pi_squared: f32,
@@ -44,12 +44,12 @@ pub(super) struct Found {
     pub log_sum: f32,
 }
 
-/// What the gradient of a token's logits is made of; see `TokenWeights`.
+/// Coefficients of the gradient of a token's logits; see `TokenWeights`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Weight {
     pub target: f32,
     pub constant: f32,
-    /// 0 where entropies have no gradient.
+    /// 0 if entropies have no gradient.
     pub log_prob_factor: f32,
 }
 
@@ -75,11 +75,11 @@ impl<'a> Operands<'a> {
     }
 
     /// Scores of all tokens, `[N]`.
-    pub fn forward(&self, extras: Extras) -> Vec<Found> {
+    pub fn forward(&self, extras: Extras) -> Vec<Scored> {
         let (n, v) = (self.tokens(), self.vocabulary());
         let chunk = self.chunk.max(AT_ONCE / v).min(n);
         let mut logits = vec![0.0; chunk * v];
-        let mut found = vec![Found::default(); n];
+        let mut found = vec![Scored::default(); n];
         let rows = (TASK / v).max(1);
         for (index, found) in found.chunks_mut(chunk).enumerate() {
             let first = index * chunk;
@@ -101,10 +101,10 @@ impl<'a> Operands<'a> {
         found
     }
 
-    /// Gradients of the hidden states and of the head, each where wanted: `[N, width]` and `[V, width]`.
+    /// Gradients of the hidden states and of the head, each if requested: `[N, width]` and `[V, width]`.
     pub fn backward(
         &self,
-        found: &[Found],
+        found: &[Scored],
         weights: &[Weight],
         wanted: [bool; 2],
     ) -> [Option<Vec<f32>>; 2] {
@@ -113,11 +113,11 @@ impl<'a> Operands<'a> {
         self.backward_in(columns, found, weights, wanted)
     }
 
-    /// [`Operands::backward`] in blocks of `columns` words.
+    /// [`Operands::backward`] in blocks of `columns` tokens of the vocabulary.
     fn backward_in(
         &self,
         columns: usize,
-        found: &[Found],
+        found: &[Scored],
         weights: &[Weight],
         [want_hidden, want_head]: [bool; 2],
     ) -> [Option<Vec<f32>>; 2] {
@@ -155,7 +155,7 @@ impl<'a> Operands<'a> {
                 product_into(d_logits.transposed(), self.rows(0, n), Start::Zero, rows);
             }
             if let Some(d_hidden) = &mut d_hidden {
-                // [N, columns] · [columns, D] -> [N, D]; each sum goes on through the blocks of the vocabulary.
+                // [N, columns] · [columns, D] -> [N, D]; each sum continues through the blocks of the vocabulary.
                 product_into(d_logits, head, Start::Output, d_hidden);
             }
         }
@@ -163,8 +163,8 @@ impl<'a> Operands<'a> {
     }
 }
 
-/// Scores of one token; its logits are divided by the temperature on the way.
-fn score(logits: &mut [f32], target: usize, temperature: f32, extras: Extras) -> Found {
+/// Scores of one token; divides its logits by the temperature.
+fn score(logits: &mut [f32], target: usize, temperature: f32, extras: Extras) -> Scored {
     if temperature != 1.0 {
         vectorised(
             #[inline(always)]
@@ -181,7 +181,7 @@ fn score(logits: &mut [f32], target: usize, temperature: f32, extras: Extras) ->
         Extras { .. } => sums::<true, true>(logits, largest),
     };
     let log_sum = libm::log(sum);
-    Found {
+    Scored {
         log_prob: (logits[target] - largest) - log_sum as f32,
         // H = log Σ e − (Σ e s) / Σ e, with s the shifted logits and e their exponentials.
         entropy: (log_sum - weighted / sum) as f32,
@@ -192,7 +192,7 @@ fn score(logits: &mut [f32], target: usize, temperature: f32, extras: Extras) ->
     }
 }
 
-/// Σ e, Σ e s and Σ e², the second and third where asked for, with s = z − largest and e = exp s.
+/// Σ e, Σ e s and Σ e², the second and third if requested, with s = z − largest and e = exp s.
 fn sums<const WEIGHTED: bool, const SQUARES: bool>(logits: &[f32], largest: f32) -> [f64; 3] {
     /// Squares of smaller numbers would be below 1e-38.
     const SQUARED_FROM: f32 = 1e-18;
@@ -203,7 +203,7 @@ fn sums<const WEIGHTED: bool, const SQUARES: bool>(logits: &[f32], largest: f32)
             for piece in logits.chunks(PIECE) {
                 let mut lanes = [[0.0_f32; LANES]; 3];
                 let (chunks, rest) = piece.as_chunks::<LANES>();
-                // What fills up the last chunk has the weight 0.
+                // Padding of the last chunk has the weight 0.
                 let mut last = [f32::NEG_INFINITY; LANES];
                 last[..rest.len()].copy_from_slice(rest);
                 for chunk in chunks.iter().chain((!rest.is_empty()).then_some(&last)) {
@@ -231,9 +231,9 @@ fn sums<const WEIGHTED: bool, const SQUARES: bool>(logits: &[f32], largest: f32)
     )
 }
 
-/// Logits into p · (constant + factor · log p).
-fn differentiate(logits: &mut [f32], temperature: f32, found: &Found, weight: &Weight) {
-    let Found {
+/// Turns logits into p · (constant + factor · log p).
+fn differentiate(logits: &mut [f32], temperature: f32, found: &Scored, weight: &Weight) {
+    let Scored {
         largest, log_sum, ..
     } = *found;
     let Weight {
@@ -247,7 +247,7 @@ fn differentiate(logits: &mut [f32], temperature: f32, found: &Found, weight: &W
             for logit in logits.iter_mut() {
                 let log_p = (*logit / temperature - largest) - log_sum;
                 let d = exp(log_p) * factor.mul_add(log_p, constant);
-                *logit = if log_p < FAINT { 0.0 } else { d };
+                *logit = if log_p < NEGLIGIBLE { 0.0 } else { d };
             }
         },
     );
@@ -271,11 +271,11 @@ mod tests {
     }
 
     /// Hidden states, head and targets; the larger the scale, the more certain the tokens.
-    struct Given(Vec<f32>, Vec<f32>, Vec<usize>);
+    struct Example(Vec<f32>, Vec<f32>, Vec<usize>);
 
-    impl Given {
-        fn new(scale: f32) -> Given {
-            Given(
+    impl Example {
+        fn new(scale: f32) -> Example {
+            Example(
                 numbers(TOKENS * WIDTH, 1, scale),
                 numbers(VOCABULARY * WIDTH, 2, 1.0),
                 (0..TOKENS).map(|i| i * 129).collect(),
@@ -283,7 +283,7 @@ mod tests {
         }
 
         fn operands(&self, temperature: f32, chunk: usize) -> Operands<'_> {
-            let Given(hidden, head, targets) = self;
+            let Example(hidden, head, targets) = self;
             Operands {
                 hidden,
                 head,
@@ -320,18 +320,18 @@ mod tests {
         let bound = 2e-5 * expected.abs().max(1.0);
         assert!(
             (f64::from(got) - expected).abs() < bound,
-            "{what}: {got} is not {expected}"
+            "{what}: {got} differs from {expected}"
         );
     }
 
     #[test]
     fn scores_and_gradients_are_those_of_f64() {
         for (scale, temperature) in [(0.3, 1.0), (1.5, 0.7)] {
-            let given = Given::new(scale);
+            let given = Example::new(scale);
             let operands = given.operands(temperature, 4);
             let found = operands.forward(ALL);
             let [d_hidden, d_head] = operands.backward(&found, &weights(), [true, true]);
-            let (d_hidden, d_head) = (d_hidden.expect("wanted"), d_head.expect("wanted"));
+            let (d_hidden, d_head) = (d_hidden.expect("requested"), d_head.expect("requested"));
             let mut expected = vec![0.0_f64; VOCABULARY * WIDTH];
             for (token, (found, weight)) in found.iter().zip(weights()).enumerate() {
                 let logits = given.logits(token, temperature);
@@ -366,27 +366,27 @@ mod tests {
         }
     }
 
-    /// The vocabulary's blocks of the backward pass follow from the chunk and the tokens, so they are many here.
+    /// The blocks of the vocabulary in the backward pass depend on the chunk and the tokens, so there are many here.
     #[test]
-    fn neither_chunks_nor_company_change_a_bit() {
-        let given = Given::new(1.0);
+    fn neither_chunks_nor_other_tokens_change_a_bit() {
+        let given = Example::new(1.0);
         let whole = given.operands(1.0, 1 << 20);
         let found = whole.forward(ALL);
         let [d_hidden, d_head] = whole.backward(&found, &weights(), [true, true]);
         let bits =
-            |found: &Found| [found.log_prob, found.entropy, found.sum_pi_squared].map(f32::to_bits);
+            |found: &Scored| [found.log_prob, found.entropy, found.sum_pi_squared].map(f32::to_bits);
         for token in 0..TOKENS {
-            let alone = Given(
+            let single = Example(
                 given.0[token * WIDTH..][..WIDTH].to_vec(),
                 given.1.clone(),
                 vec![given.2[token]],
             );
-            let operands = alone.operands(1.0, 1);
+            let operands = single.operands(1.0, 1);
             let own = operands.forward(ALL);
             assert_eq!(bits(&own[0]), bits(&found[token]));
             let [own, _] = operands.backward(&own, &weights()[token..][..1], [true, false]);
-            let all = d_hidden.as_ref().expect("wanted");
-            assert_eq!(own.expect("wanted"), all[token * WIDTH..][..WIDTH]);
+            let all = d_hidden.as_ref().expect("requested");
+            assert_eq!(own.expect("requested"), all[token * WIDTH..][..WIDTH]);
         }
         for columns in [1, 37, 512] {
             let [hidden, head] = whole.backward_in(columns, &found, &weights(), [true, true]);
@@ -395,8 +395,8 @@ mod tests {
     }
 
     #[test]
-    fn far_tokens_leave_no_number_below_the_normal_ones() {
-        let given = Given::new(40.0);
+    fn unlikely_tokens_leave_no_subnormal_gradients() {
+        let given = Example::new(40.0);
         let operands = given.operands(1.0, 4);
         let found = operands.forward(ALL);
         let faint = weights().into_iter().map(|weight| Weight {
@@ -411,8 +411,8 @@ mod tests {
     }
 
     #[test]
-    fn a_token_that_is_not_finite_harms_no_other() {
-        let mut given = Given::new(1.0);
+    fn a_non_finite_token_does_not_affect_others() {
+        let mut given = Example::new(1.0);
         given.0[3 * WIDTH] = f32::NAN;
         let found = given.operands(1.0, 4).forward(ALL);
         for (token, found) in found.iter().enumerate() {
@@ -420,7 +420,7 @@ mod tests {
             assert_eq!(numbers.iter().all(|x| x.is_nan()), token == 3, "{token}");
             assert_eq!(numbers.iter().all(|x| x.is_finite()), token != 3, "{token}");
         }
-        // A word that cannot be has a logit of −∞: it counts as 0.
+        // A token that must not occur has a logit of −∞: it counts as 0.
         let mut logits = numbers(40, 3, 1.0);
         let without = score(&mut logits.clone(), 5, 1.0, ALL);
         logits.push(f32::NEG_INFINITY);

@@ -1,6 +1,6 @@
-//! Log-probs of several tokens in the place of each token, and of the most probable ones.
+//! Log-probs of several tokens at each position, and of the most probable ones.
 //!
-//! Dims beside those of [`scoring`](super): `K` tokens of the vocabulary a token.
+//! Dims besides those of [`scoring`](super): `K` tokens of the vocabulary per position.
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -18,20 +18,20 @@ use crate::vector::exponentials;
 
 use super::{Extras, Inputs, Statistics, TokenWeights, backward};
 
-/// Log-probs of the listed `ids` in the place of each token, under softmax(hidden · headᵀ / temperature), in nats.
+/// Log-probs of the listed `ids` at each position, under softmax(hidden · headᵀ / temperature), in nats.
 ///
 /// log π_{n,k} = z_{n,id_{n,k}} − log Σ_v exp z_{n,v},  z = hidden · headᵀ / temperature.
 ///
 /// Differentiable in `hidden` and `head`, with the memory of [`linear_log_probs`](super::linear_log_probs): the forward
-/// pass sees `chunk` tokens at a time and keeps K + 2 numbers a token, the backward pass recomputes the logits, a block of
-/// the vocabulary at a time:
+/// pass processes `chunk` tokens at a time and saves K + 2 numbers per token, the backward pass recomputes the logits,
+/// a block of the vocabulary at a time:
 ///
 /// ∂L/∂logits = (Σ_k g_k onehot(id_k) − p Σ_k g_k) / temperature.
 ///
 /// # Shapes
 /// `hidden`: `[N, D]`; `head`: `[V, D]`; `ids`: `[N, K]`, each below `V`; result: `[N, K]`
 /// # Panics
-/// When shapes disagree or `N` is 0, which is a fault of the caller.
+/// If shapes disagree or `N` is 0, which is a caller's bug.
 pub fn listed_log_probs(
     hidden: Tensor<2>,
     head: Tensor<2>,
@@ -52,16 +52,16 @@ pub fn listed_log_probs(
     ))
 }
 
-/// The `k` most probable tokens in the place of each token under softmax(hidden · headᵀ / temperature), most probable
-/// first, and their log-probs in nats. Logits of `chunk` tokens are in memory at a time. Which of equally probable tokens
-/// is listed is the backend's choice.
+/// The `k` most probable tokens at each position under softmax(hidden · headᵀ / temperature), most probable first, and
+/// their log-probs in nats. Logits of `chunk` tokens are in memory at a time. The backend chooses among equally
+/// probable tokens.
 ///
-/// The product is taken in the dtype of the weights; everything after it is f32, or f64 where the weights are f64.
+/// The product is computed in the dtype of the weights; everything after it is f32, or f64 if the weights are f64.
 ///
 /// # Shapes
 /// `hidden`: `[N, D]`; `head`: `[V, D]`; results: `[N, K]`
 /// # Panics
-/// When shapes disagree, `N` is 0 or `k` is above `V`, which is a fault of the caller.
+/// If shapes disagree, `N` is 0 or `k` is above `V`, which is a caller's bug.
 pub fn top_log_probs(
     hidden: Tensor<2>,
     head: Tensor<2>,
@@ -90,11 +90,11 @@ pub fn top_log_probs(
     (Tensor::cat(ids, 0), Tensor::cat(log_probs, 0))
 }
 
-/// log Σ_v e^(logit − largest) of each row, without a gradient. In f32 on the CPU the order of the sum follows from V
-/// alone, and exponentials and logarithm are this crate's and `libm`'s rather than the C library's.
+/// log Σ_v e^(logit − largest) of each row, without a gradient. In f32 on the CPU the order of the sum depends only on
+/// V, and exponentials and logarithm come from this crate and `libm` rather than from the C library.
 ///
 /// # Shapes
-/// `below`: `[N, V]`, logits less the largest of their row; result: `[N, 1]`
+/// `below`: `[N, V]`, logits minus the largest of their row; result: `[N, 1]`
 pub(crate) fn log_sums(below: Tensor<2>) -> Tensor<2> {
     let device = below.device();
     let [n, v] = below.dims();
@@ -110,7 +110,7 @@ pub(crate) fn log_sums(below: Tensor<2>) -> Tensor<2> {
     Tensor::from_data(TensorData::new(sums, [n, 1]), &device)
 }
 
-/// What a backend offers for scoring lists of tokens; every backend gets it from its primitive operations.
+/// Operations of a backend that score lists of tokens; every backend gets them from its primitive operations.
 #[backend_extension(Flex, Cube: cfg(feature = "cuda"), Autodiff)]
 pub trait ListedScoringOps: Products {
     /// The result of [`listed_log_probs`].
@@ -221,7 +221,7 @@ mod tests {
         Tensor::from_data(data, (&Device::flex(), DType::F64))
     }
 
-    /// Lists with neighbours, both ends of the vocabulary, and one id twice.
+    /// Lists with adjacent ids, both ends of the vocabulary, and one id twice.
     fn ids() -> Tensor<2, Int> {
         let ids: Vec<i32> = (0..N * K).map(|i| ((i * 5) % V) as i32).collect();
         let mut ids = ids;
@@ -243,7 +243,7 @@ mod tests {
     fn close(got: &[f64], expected: &[f64]) {
         assert_eq!(got.len(), expected.len());
         for (i, (g, e)) in got.iter().zip(expected).enumerate() {
-            assert!((g - e).abs() <= EXACT, "{i}: {g} is not {e}");
+            assert!((g - e).abs() <= EXACT, "{i}: {g} differs from {e}");
         }
     }
 
@@ -281,8 +281,8 @@ mod tests {
         let ids = ids().slice([0..N, 1..2]);
         let listed = listed_log_probs(hidden.clone(), head.clone(), ids.clone(), 0.9, 2);
         let ids = ids.reshape([N]);
-        let alone = super::super::linear_log_probs(hidden, head, ids, 0.9, Extras::NONE, 2);
-        close(&values(listed), &values(alone.log_probs.unsqueeze_dim(1)));
+        let direct = super::super::linear_log_probs(hidden, head, ids, 0.9, Extras::NONE, 2);
+        close(&values(listed), &values(direct.log_probs.unsqueeze_dim(1)));
     }
 
     #[test]
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_tracked_gets_a_gradient() {
+    fn only_tracked_inputs_get_a_gradient() {
         let hidden = matrix(N, D, 1).autodiff().require_grad();
         let head = matrix(V, D, 2).autodiff();
         let scores = listed_log_probs(hidden.clone(), head.clone(), ids(), 1.0, 3);

@@ -3,7 +3,7 @@ use serde_json::json;
 use super::*;
 use crate::chat_template::message;
 
-/// A tokenizer of whole pieces, as SentencePiece writes them: each text between special tokens begins with a blank.
+/// A tokenizer of complete pieces in the style of SentencePiece: each text between special tokens starts with a blank.
 fn sentence_pieces() -> Tokenizer {
     let words = [
         "<unk>",
@@ -77,16 +77,16 @@ fn template(source: &str) -> ChatTemplate {
     template.with_variables(variables.as_object().unwrap().clone())
 }
 
-/// Turns that begin with the role and a line end.
+/// Turns that start with the role and a line end.
 const TURNS: &str = "{% for m in messages %}{{ '<' + m['role'] + '>\n' + m['content'] + eos_token + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>\n' }}{% endif %}";
 
-/// Tokens with the names of the vocabulary.
+/// Names of tokens in the vocabulary.
 fn names(tokenizer: &Tokenizer, tokens: &[u32]) -> Vec<String> {
     let name = |id: &u32| tokenizer.id_to_token(*id).unwrap();
     tokens.iter().map(name).collect()
 }
 
-/// Names of the tokens of the answer `text` to one question, and what is told of them.
+/// Names of the target's tokens for the answer `text` to a question, and the notes.
 fn written(source: &str, text: &str) -> (Vec<String>, Vec<Note>) {
     let tokenizer = sentence_pieces();
     let template = template(source);
@@ -106,9 +106,8 @@ fn plain(question: &str, answer: &str) -> (Vec<String>, Vec<String>, Vec<Note>) 
     (names(&tokenizer, &lesson.prompt), target, lesson.notes)
 }
 
-/// Row 1 of what was found by use.
 #[test]
-fn an_answer_has_no_blank_that_the_conversation_lacks() {
+fn a_target_has_no_blank_that_the_conversation_lacks() {
     let (tokens, notes) = written(TURNS, "The cat sat.");
     assert_eq!(tokens, ["The", "▁cat", "▁sat", ".", "</s>"]);
     assert_eq!(notes, []);
@@ -119,9 +118,8 @@ fn an_answer_has_no_blank_that_the_conversation_lacks() {
     assert!(matches!(&notes[..], [Note::Apart { .. }]), "{notes:?}");
 }
 
-/// Row 2.
 #[test]
-fn what_the_template_trims_is_not_trained() {
+fn blanks_that_the_template_trims_are_not_trained() {
     let trims = TURNS.replace("m['content'] +", "m['content'] | trim +");
     let (tokens, _) = written(&trims, "\n four \n");
     assert_eq!(tokens, ["four", "</s>"]);
@@ -129,16 +127,15 @@ fn what_the_template_trims_is_not_trained() {
     assert_eq!(tokens, ["\n", "▁four", "▁", "\n", "</s>"]);
 }
 
-/// Row 3.
 #[test]
-fn there_is_one_end() {
+fn a_target_has_a_single_end() {
     let (prompt, target, notes) = plain("two", "\nfour</s>");
     assert_eq!(prompt, ["<s>", "▁two"]);
     assert_eq!(target, ["\n", "four", "</s>"]);
     assert_eq!(notes, []);
     let (_, target, _) = plain("two", "\nfour");
     assert_eq!(target, ["\n", "four", "</s>"]);
-    // Any token that generation stops at is an end.
+    // Any token at which generation stops is an end.
     let (_, target, _) = plain("two", "\nfour<end>");
     assert_eq!(target, ["\n", "four", "<end>"]);
     let (_, target, notes) = plain("two", "\nfour</s>\n");
@@ -152,12 +149,12 @@ fn there_is_one_end() {
 }
 
 #[test]
-fn a_turn_without_an_end_gets_the_tokenizers() {
+fn a_turn_without_an_end_gets_the_tokenizers_end() {
     let bare = TURNS.replace(" + eos_token", "");
     let (tokens, notes) = written(&bare, "four");
     assert_eq!(tokens, ["four", "</s>"]);
     assert_eq!(notes, [Note::Unended]);
-    // Words behind the answer belong to it, blanks do not.
+    // Text after the answer belongs to the target, blanks do not.
     let named = TURNS.replace("eos_token + '\n'", "'<bot>\n\n'");
     let (tokens, notes) = written(&named, "four");
     assert_eq!(tokens, ["four", "<bot>", "</s>"]);
@@ -168,7 +165,7 @@ fn a_turn_without_an_end_gets_the_tokenizers() {
 }
 
 #[test]
-fn what_only_a_finished_turn_has_is_trained() {
+fn text_that_only_a_finished_turn_has_is_trained() {
     let thinks = TURNS.replace(
         "m['content'] +",
         "('<think>\n</think>\n' if m['role'] == 'assistant' else '') + m['content'] +",
@@ -179,7 +176,7 @@ fn what_only_a_finished_turn_has_is_trained() {
 }
 
 #[test]
-fn a_prompt_that_opens_more_than_the_turn_is_told_with_both_texts() {
+fn a_prompt_that_opens_more_than_the_turn_is_reported_with_both_texts() {
     let opens = TURNS.replace("'<assistant>\n'", "'<assistant>\n<think>\n'");
     let tokenizer = sentence_pieces();
     let template = template(&opens);
@@ -201,9 +198,9 @@ fn a_prompt_that_opens_more_than_the_turn_is_told_with_both_texts() {
     );
 }
 
-/// A system message that goes into the last message of the user, which is not the last once it is answered.
+/// The template puts the system message into the user's message only while that is the last message.
 #[test]
-fn a_question_that_is_written_in_another_way_once_it_is_answered_is_not_trained() {
+fn a_question_that_changes_once_it_is_answered_is_not_trained() {
     let moves = "{{ bos_token }}{% for m in messages %}{{ ('The cat ' if loop.last and m['role'] == 'user' else '') + m['content'] + ('\n' if m['role'] == 'user' else eos_token) }}{% endfor %}";
     let tokenizer = sentence_pieces();
     let template = template(moves);
@@ -224,7 +221,7 @@ fn a_question_that_is_written_in_another_way_once_it_is_answered_is_not_trained(
 }
 
 #[test]
-fn a_template_that_passes_over_an_answer_is_refused() {
+fn a_template_that_skips_an_answer_is_refused() {
     let silent = TURNS.replace("m in messages", "m in messages if not m['tool_calls']");
     let tokenizer = sentence_pieces();
     let template = template(&silent);
@@ -236,7 +233,7 @@ fn a_template_that_passes_over_an_answer_is_refused() {
         .unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the chat template writes nothing of the assistant's message (message 2)"
+        "the chat template does not write the assistant's message (message 2)"
     );
     let nobody = writer.last_turn(&[message("user", "two")]).unwrap_err();
     assert!(matches!(nobody, TargetError::NoAnswer));
@@ -246,7 +243,7 @@ fn a_template_that_passes_over_an_answer_is_refused() {
     assert!(matches!(nobody, TargetError::NoAnswer));
 }
 
-/// Turns, names of the target's tokens, and which are trained.
+/// Names of the target's tokens, which of them are trained, and the notes.
 fn conversation(source: &str, all: bool) -> (Vec<String>, Vec<bool>, Vec<Note>) {
     let tokenizer = sentence_pieces();
     let template = template(source);
@@ -266,7 +263,7 @@ fn conversation(source: &str, all: bool) -> (Vec<String>, Vec<bool>, Vec<Note>) 
 }
 
 #[test]
-fn all_turns_are_trained_and_nothing_between_them() {
+fn all_turns_are_trained_but_nothing_between_them() {
     let (tokens, trained, notes) = conversation(TURNS, true);
     let expected = [
         ("four", true),
@@ -298,7 +295,7 @@ fn all_turns_are_trained_and_nothing_between_them() {
 }
 
 #[test]
-fn earlier_turns_that_are_written_in_another_way_are_told() {
+fn earlier_turns_that_are_written_differently_are_reported() {
     let thinks = TURNS.replace(
         "m['content'] +",
         "('<think>\n</think>\n' if m['role'] == 'assistant' and loop.last else '') + m['content'] +",
@@ -309,7 +306,7 @@ fn earlier_turns_that_are_written_in_another_way_are_told() {
 }
 
 #[test]
-fn marks_say_what_is_trained() {
+fn only_marked_text_is_trained() {
     let marked = "{% for m in messages %}{{ '<' + m['role'] + '>\n' }}{% if m['role'] == 'assistant' %}<bot>{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>\n' }}{% endif %}";
     let (tokens, trained, notes) = conversation(marked, false);
     assert_eq!(tokens, ["<bot>", "<unk>", ".", "</s>"]);
@@ -336,14 +333,14 @@ fn marks_say_what_is_trained() {
     let messages = [message("user", "two"), message("assistant", "four")];
     let error = writer.last_turn(&messages).unwrap_err();
     assert!(matches!(error, TargetError::Unmarked), "{error}");
-    // Judged answers count whole.
+    // Judged answers are trained completely.
     let lesson = writer.answers(&messages[..1], &messages[1..]).unwrap();
     let tokens = &lesson.targets[0].tokens;
     assert_eq!(names(&tokenizer, tokens), ["<bot>", "four", "</s>"]);
 }
 
 #[test]
-fn plain_prompts_that_join_their_answer_are_told() {
+fn plain_prompts_that_merge_with_their_answer_are_reported() {
     let (prompt, target, notes) = plain("two ", "four");
     assert_eq!(prompt, ["<s>", "▁two"]);
     assert_eq!(target, ["▁four", "</s>"]);

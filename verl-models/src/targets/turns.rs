@@ -1,7 +1,7 @@
-//! Where the assistant's turns lie in a finished conversation.
+//! Finds the assistant's turns in a finished conversation.
 //!
-//! What a message writes is found by another rendering, in which a stand-in takes the place of its content: both texts
-//! are the same up to what the message writes and behind it.
+//! The text of a message is found by a second rendering in which a placeholder replaces its content: both texts are
+//! equal before and after the text of the message.
 
 use std::ops::Range;
 
@@ -10,17 +10,17 @@ use serde_json::{Map, Value};
 use super::whole::{Whole, shared_end, shared_start};
 use super::{Note, TargetError, Writer, role};
 
-/// The content of a message that stands in for another: a noncharacter, which no text holds and no template trims.
-const STAND_IN: &str = "\u{FDD0}";
+/// The placeholder content: a noncharacter, which ordinary text does not contain and no template trims.
+const PLACEHOLDER: &str = "\u{FDD0}";
 
-/// Tokens of a turn.
+/// The tokens of a turn.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Turn {
-    /// The first behind the prompt.
+    /// The first token after the prompt.
     pub start: usize,
-    /// Behind the last.
+    /// One past the last token.
     pub end: usize,
-    /// Whether the last is one that generation stops at.
+    /// Whether generation stops at the last token.
     pub is_ended: bool,
 }
 
@@ -43,19 +43,19 @@ impl Writer<'_> {
     ) -> Result<Turn, TargetError> {
         let (asked, tokens) = self.prompt(&messages[..at])?;
         let own = self.own_text(messages, at, whole);
-        let behind = whole.behind(&tokens, &asked);
-        let start = behind.unwrap_or_else(|| {
+        let after_prompt = whole.after_prompt(&tokens, &asked);
+        let start = after_prompt.unwrap_or_else(|| {
             whole.token_at(self.text_start(&messages[..at], &asked, whole, own.as_ref()))
         });
         let turn = self.turn_from(start, messages, at, whole, own);
-        if behind.is_none() {
+        if after_prompt.is_none() {
             notes.push(Note::Apart {
                 prompt: asked,
                 finished: whole.text_of(turn.end).to_owned(),
             });
         }
         let num_ends = usize::from(turn.is_ended);
-        if turn.end - turn.start <= num_ends && says_something(&messages[at]) {
+        if turn.end - turn.start <= num_ends && has_content(&messages[at]) {
             return Err(TargetError::Unwritten { message: at + 1 });
         }
         notes.extend(changed(&messages[at], whole, turn));
@@ -94,12 +94,13 @@ impl Writer<'_> {
                 is_ended: true,
             };
         }
-        // What a template writes behind its last turn belongs to it, but for blanks; between turns nobody can tell.
+        // Text that a template writes after its last turn belongs to that turn, except for blanks; between turns this
+        // cannot be determined.
         let tail = match is_last {
             true => whole.text.get(written..).unwrap_or("").trim_end().len(),
             false => 0,
         };
-        let end = whole.token_behind(written + tail).max(start);
+        let end = whole.token_after(written + tail).max(start);
         Turn {
             start,
             end,
@@ -107,7 +108,7 @@ impl Writer<'_> {
         }
     }
 
-    /// Where the text of an answer starts that does not go on behind the prompt's tokens: what follows from the messages
+    /// The start of the text of an answer that does not continue the prompt's tokens. Text that depends on the messages
     /// before it must not be trained.
     fn text_start(
         &self,
@@ -120,16 +121,16 @@ impl Writer<'_> {
         let closed = self.render(before);
         match closed.filter(|closed| whole.text.starts_with(closed) && common >= closed.len()) {
             Some(_) => common,
-            // Messages before the answer are written in another way once it is there.
+            // Messages before the answer are written differently once it is present.
             None => own.map_or(common, |own| common.max(own.start)),
         }
     }
 
-    /// The text that follows from what message `at` says; `None` where the template takes no stand-in for it.
+    /// The text that depends on the content of message `at`; `None` if the template rejects every placeholder for it.
     fn own_text(&self, messages: &[Value], at: usize, whole: &Whole) -> Option<Range<usize>> {
         let mut other = messages.to_vec();
-        let text = stand_ins(&messages[at]).into_iter().find_map(|stand_in| {
-            other[at] = stand_in;
+        let text = placeholders(&messages[at]).into_iter().find_map(|placeholder| {
+            other[at] = placeholder;
             self.render(&other)
         })?;
         let start = shared_start(&whole.text, &text);
@@ -137,13 +138,13 @@ impl Writer<'_> {
         Some(start..end.max(start))
     }
 
-    /// The text of a conversation that is over.
+    /// The text of a finished conversation.
     fn render(&self, messages: &[Value]) -> Option<String> {
         let rendered = self.template?.render_with(messages, false, &self.variables);
         rendered.ok()
     }
 
-    /// Tells where the turn of message `at` is another text than when it was the last.
+    /// A note if the text of message `at`'s turn differs from when it was the last turn.
     pub(super) fn rewritten(
         &self,
         messages: &[Value],
@@ -165,26 +166,26 @@ impl Writer<'_> {
     }
 }
 
-/// Tells where a turn does not hold the content of its message, blanks aside.
+/// A note if a turn does not contain the content of its message, ignoring blanks.
 fn changed(message: &Value, whole: &Whole, turn: Turn) -> Option<Note> {
     let answer = message.get("content").and_then(Value::as_str)?;
     let written = whole.text_between(turn.start, turn.end);
     let without_blanks = |text: &str| -> String { text.split_whitespace().collect() };
-    let holds = without_blanks(written).contains(&without_blanks(answer));
-    (!holds).then(|| Note::Changed {
+    let is_contained = without_blanks(written).contains(&without_blanks(answer));
+    (!is_contained).then(|| Note::Changed {
         answer: answer.to_owned(),
         written: written.to_owned(),
     })
 }
 
-/// Messages that may stand in for another: without what only some messages have, and with it.
-fn stand_ins(message: &Value) -> Vec<Value> {
+/// Placeholder messages for another message: without its optional fields, and with them.
+fn placeholders(message: &Value) -> Vec<Value> {
     let role = message.get("role").cloned().unwrap_or_default();
     let mut bare = Map::new();
     bare.insert("role".to_owned(), role);
-    bare.insert("content".to_owned(), STAND_IN.into());
+    bare.insert("content".to_owned(), PLACEHOLDER.into());
     let mut full = message.as_object().cloned().unwrap_or_default();
-    full.insert("content".to_owned(), STAND_IN.into());
+    full.insert("content".to_owned(), PLACEHOLDER.into());
     let bare = Value::Object(bare);
     match role_is_assistant(message) {
         true => vec![bare, Value::Object(full)],
@@ -196,7 +197,7 @@ fn role_is_assistant(message: &Value) -> bool {
     role(message) == Some("assistant")
 }
 
-/// Where the content of a message ends that is written from token `start` on.
+/// The end of the content of a message that is written from token `start` on.
 fn content_end(message: &Value, whole: &Whole, start: usize) -> usize {
     let content = message.get("content").and_then(Value::as_str);
     let content = content.unwrap_or("").trim();
@@ -205,9 +206,9 @@ fn content_end(message: &Value, whole: &Whole, start: usize) -> usize {
     from + at.map_or(0, |at| at + content.len())
 }
 
-/// Whether a message has a content that is not blank, or more than role and content.
-fn says_something(message: &Value) -> bool {
-    let said = |value: &Value| match value {
+/// Whether a message has content that is not blank, or more than role and content.
+fn has_content(message: &Value) -> bool {
+    let is_present = |value: &Value| match value {
         Value::Null => false,
         Value::String(text) => !text.trim().is_empty(),
         Value::Array(list) => !list.is_empty(),
@@ -216,5 +217,5 @@ fn says_something(message: &Value) -> bool {
     ["content", "tool_calls", "reasoning_content", "thinking"]
         .iter()
         .filter_map(|key| message.get(*key))
-        .any(said)
+        .any(is_present)
 }

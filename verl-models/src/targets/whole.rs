@@ -26,9 +26,9 @@ impl Whole {
         }
     }
 
-    /// Number of the first token behind a prompt, where that is how the conversation begins: with the prompt's tokens, the
-    /// last of which stands for nothing behind its text but blanks. (One that does is the unknown token of a word.)
-    pub fn behind(&self, prompt: &[u32], text: &str) -> Option<usize> {
+    /// Index of the first token after a prompt, if the conversation starts with the prompt's tokens and the last of
+    /// them covers no text after the prompt except blanks. (An unknown token for a word may cover more.)
+    pub fn after_prompt(&self, prompt: &[u32], text: &str) -> Option<usize> {
         if !self.ids.starts_with(prompt) {
             return None;
         }
@@ -47,8 +47,8 @@ impl Whole {
         self.pieces.last().is_some_and(|piece| piece.is_added)
     }
 
-    /// Number of the first token that stands for no text before byte `at`.
-    pub fn token_behind(&self, at: usize) -> usize {
+    /// Index of the first token that covers no text before byte `at`.
+    pub fn token_after(&self, at: usize) -> usize {
         let from = |piece: &Piece| !piece.is_added && piece.text.start >= at;
         self.pieces
             .iter()
@@ -56,7 +56,7 @@ impl Whole {
             .unwrap_or(self.pieces.len())
     }
 
-    /// Number of the first token that stands for text from byte `at` on; what reaches over it counts.
+    /// Index of the first token that covers text from byte `at` on, including a token that spans `at`.
     pub fn token_at(&self, at: usize) -> usize {
         let from =
             |piece: &Piece| !piece.is_added && (piece.text.start >= at || piece.text.end > at);
@@ -67,24 +67,24 @@ impl Whole {
         })
     }
 
-    /// Where the text of a token ends, in bytes.
+    /// The end of a token's text, in bytes.
     pub fn text_end(&self, token: usize) -> usize {
         self.pieces[token].text.end
     }
 
-    /// The text that the first `tokens` tokens stand for.
+    /// The text that the first `tokens` tokens cover.
     pub fn text_before(&self, tokens: usize) -> &str {
         let before = self.pieces.get(tokens).map(|piece| piece.text.start);
         self.upto(before.unwrap_or(self.text.len()))
     }
 
-    /// The text that the tokens before `end` stand for.
+    /// The text that the tokens before `end` cover.
     pub fn text_of(&self, end: usize) -> &str {
         let last = end.checked_sub(1).and_then(|last| self.pieces.get(last));
         self.upto(last.map_or(0, |piece| piece.text.end))
     }
 
-    /// The text that the tokens `start..end` stand for.
+    /// The text that the tokens `start..end` cover.
     pub fn text_between(&self, start: usize, end: usize) -> &str {
         let until = self.text_of(end);
         until.get(self.text_before(start).len()..).unwrap_or("")
@@ -94,30 +94,30 @@ impl Whole {
         &self.text[..self.text.ceil_char_boundary(end)]
     }
 
-    /// Which tokens hold marked text.
+    /// Which tokens contain marked text.
     pub fn marked(&self) -> Vec<bool> {
         let in_mark = |piece: &Piece| {
             let Range { start, end } = piece.text;
-            let holds =
+            let overlaps =
                 |mark: &Range<usize>| start < mark.end && (end > mark.start || start >= mark.start);
-            !piece.is_added && self.marks.iter().any(holds)
+            !piece.is_added && self.marks.iter().any(overlaps)
         };
         self.pieces.iter().map(in_mark).collect()
     }
 }
 
-/// How many items two lists share at their beginning.
+/// The length of the common prefix of two lists.
 pub(super) fn shared<T: PartialEq>(one: &[T], other: &[T]) -> usize {
     let pairs = one.iter().zip(other);
     pairs.take_while(|(one, other)| one == other).count()
 }
 
-/// How many bytes two texts share at their beginning, whole characters.
+/// The length in bytes of the common prefix of two texts, in complete characters.
 pub(super) fn shared_start(one: &str, other: &str) -> usize {
     one.floor_char_boundary(shared(one.as_bytes(), other.as_bytes()))
 }
 
-/// How many bytes two texts share at their end, whole characters of `one`.
+/// The length in bytes of the common suffix of two texts, in complete characters of `one`.
 pub(super) fn shared_end(one: &str, other: &str) -> usize {
     let pairs = one.bytes().rev().zip(other.bytes().rev());
     let bytes = pairs.take_while(|(one, other)| one == other).count();

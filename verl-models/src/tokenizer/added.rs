@@ -1,4 +1,4 @@
-//! Declared special tokens into a tokenizer, at the ids that `transformers` gives them.
+//! Adds declared special tokens to a tokenizer, at the same ids as in `transformers`.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -8,11 +8,11 @@ use tokenizers::AddedToken;
 use super::TokenizerError;
 use super::declared::{Declared, Placed, Role};
 
-/// Adds what `declared` has and tokenizer.json lacks. A token that has an id takes over the flags that are declared;
-/// one without gets the next id. `rows` are those of the embedding, where config.json says it.
+/// Adds the tokens of `declared` that tokenizer.json lacks. A token that has an id gets the declared flags; one without
+/// gets the next id. `rows` are those of the embedding, if config.json declares them.
 ///
 /// # Errors
-/// A token whose id is not the declared one, or belongs to another token; an end-of-sequence token without an id.
+/// A token's id differs from the declared one or belongs to another token, or an end-of-sequence token has no id.
 pub(super) fn add(
     inner: &mut tokenizers::Tokenizer,
     declared: &Declared,
@@ -26,7 +26,7 @@ pub(super) fn add(
         }
         adding.check_place(placed)?;
         let mut token = placed.token.clone();
-        // The legacy file says no flags, so it changes none.
+        // The legacy file has no flags, so it changes none.
         if placed.has_flags || !adding.is_added(&token.content) {
             token.special |= declared
                 .roles
@@ -36,7 +36,7 @@ pub(super) fn add(
         }
     }
     for role in &declared.roles {
-        if adding.takes(role, rows)? {
+        if adding.should_add(role, rows)? {
             adding.push(role.token.clone());
         }
     }
@@ -46,7 +46,7 @@ pub(super) fn add(
             adding.push(token.clone());
         }
     }
-    // All at once, since the search for them is rebuilt each time.
+    // Added all at once, because every call rebuilds the search for added tokens.
     let pending = adding.pending;
     if !pending.is_empty() {
         let added = inner.add_tokens(pending);
@@ -59,7 +59,7 @@ pub(super) fn add(
     Ok(())
 }
 
-/// Tokens that are about to be added.
+/// Tokens to be added.
 struct Adding<'a> {
     inner: &'a tokenizers::Tokenizer,
     folder: &'a Path,
@@ -68,7 +68,7 @@ struct Adding<'a> {
     pending: Vec<AddedToken>,
     /// Ids of pending tokens that had none.
     fresh: HashMap<String, u32>,
-    /// The id that a new token gets: the one after the last.
+    /// The id of the next new token: one past the last id.
     next: u32,
 }
 
@@ -120,8 +120,8 @@ impl<'a> Adding<'a> {
         self.pending.push(token);
     }
 
-    /// Refuses a token that would not get the id at which a file places it: `transformers` gives it the next one without
-    /// a word.
+    /// Refuses a token that would not get the id at which a file places it; `transformers` silently gives it the next
+    /// id.
     fn check_place(&self, placed: &Placed) -> Result<(), TokenizerError> {
         let misplaced = |reason: String| {
             Err(TokenizerError::Misplaced {
@@ -137,7 +137,7 @@ impl<'a> Adding<'a> {
             None => {}
         }
         if let Some(other) = self.token_at(placed.id) {
-            return misplaced(format!("that id is `{other}`"));
+            return misplaced(format!("that id belongs to `{other}`"));
         }
         match self.next == placed.id {
             true => Ok(()),
@@ -148,7 +148,7 @@ impl<'a> Adding<'a> {
         }
     }
 
-    /// Refuses a token without an id where the next one belongs to another token, since ids have gaps.
+    /// Refuses a token without an id if the next id belongs to another token, which happens if ids have gaps.
     fn check_next(&self, token: &AddedToken) -> Result<(), TokenizerError> {
         let other = self.token_at(self.next);
         match other.filter(|_| self.id_of(&token.content).is_none()) {
@@ -161,17 +161,17 @@ impl<'a> Adding<'a> {
                     .to_string(),
                 token: token.content.clone(),
                 id: self.next,
-                reason: format!("that id is `{other}`"),
+                reason: format!("that id belongs to `{other}`"),
             }),
         }
     }
 
-    /// Whether the token of a role is to be added: it has an id as an ordinary token, or can have the next one. Where it
-    /// cannot, nothing reads it unless a text contains it.
+    /// Whether to add the token of a role: it has an id as an ordinary token, or can get the next one. If it cannot,
+    /// the token is not used unless a text contains it.
     ///
     /// # Errors
-    /// An end-of-sequence token without an id: no response could end with it.
-    fn takes(&self, role: &Role, rows: Option<usize>) -> Result<bool, TokenizerError> {
+    /// An end-of-sequence token has no id, so no response could end with it.
+    fn should_add(&self, role: &Role, rows: Option<usize>) -> Result<bool, TokenizerError> {
         let content = role.token.content.as_str();
         if content.is_empty() || self.is_added(content) {
             return Ok(false);

@@ -1,8 +1,8 @@
-//! What the files beside tokenizer.json say of special tokens, with the precedence of `transformers`.
+//! Special tokens declared in the files other than tokenizer.json, with the precedence of `transformers`.
 //!
-//! `tokenizer_config.json` with `added_tokens_decoder` is complete: the legacy files are not read then. Without it,
+//! `tokenizer_config.json` with `added_tokens_decoder` is complete: then the legacy files are not read. Without it,
 //! `special_tokens_map.json` replaces its entries, and `added_tokens.json` places tokens at ids. Both generations of
-//! `transformers` (4.57 and 5.24) do so; `scripts/tokenizers/special_tokens.py` compares.
+//! `transformers` (4.57 and 5.24) do the same; `scripts/tokenizers/special_tokens.py` compares.
 
 use std::path::Path;
 
@@ -14,10 +14,10 @@ use super::{TokenizerError, read_json};
 const CONFIG: &str = "tokenizer_config.json";
 const MAP: &str = "special_tokens_map.json";
 const ADDED: &str = "added_tokens.json";
-/// Spellings of the list of further special tokens: that of version 5, that of version 4.
+/// Names of the list of further special tokens, in version 5 and in version 4.
 const FURTHER: [&str; 2] = ["extra_special_tokens", "additional_special_tokens"];
 
-/// Roles that every tokenizer may name, in the order in which missing tokens get ids.
+/// Roles that any tokenizer may declare, in the order in which missing tokens get ids.
 const ROLES: [&str; 7] = [
     "bos_token",
     "eos_token",
@@ -33,12 +33,12 @@ const ROLES: [&str; 7] = [
 pub(super) struct Placed {
     pub id: u32,
     pub token: AddedToken,
-    /// Whether the file says the token's flags.
+    /// Whether the file declares the token's flags.
     pub has_flags: bool,
     pub file: &'static str,
 }
 
-/// A token with a role: `eos_token`, or one of the tokenizer's own such as `image_token`.
+/// A token with a role: `eos_token`, or a tokenizer-specific role such as `image_token`.
 #[derive(Debug, Clone)]
 pub(super) struct Role {
     pub name: String,
@@ -46,7 +46,7 @@ pub(super) struct Role {
     pub file: &'static str,
 }
 
-/// Special tokens as the files of a folder declare them.
+/// The special tokens that the files of a folder declare.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Declared {
     /// In ascending order of ids.
@@ -54,7 +54,7 @@ pub(crate) struct Declared {
     pub(super) roles: Vec<Role>,
     /// `additional_special_tokens`.
     pub(super) further: Vec<AddedToken>,
-    /// Whether special tokens in a text are cut like any other text.
+    /// Whether special tokens in a text are tokenised like any other text.
     pub(super) split: bool,
 }
 
@@ -65,11 +65,11 @@ impl Declared {
     /// A file that is malformed.
     pub(crate) fn read(folder: &Path) -> Result<Self, TokenizerError> {
         let mut config = read_json(folder, CONFIG)?.unwrap_or_default();
-        let fault = |file: &str, reason: String| TokenizerError::Malformed {
+        let malformed = |file: &str, reason: String| TokenizerError::Malformed {
             path: folder.join(file).display().to_string(),
             reason,
         };
-        let of_config = |reason| fault(CONFIG, reason);
+        let in_config = |reason| malformed(CONFIG, reason);
         let decoder = config
             .get("added_tokens_decoder")
             .filter(|v| !v.is_null())
@@ -79,8 +79,8 @@ impl Declared {
             legacy = read_json(folder, MAP)?.unwrap_or_default();
         }
 
-        let mut further = listed(&config).map_err(of_config)?;
-        for token in listed(&legacy).map_err(|reason| fault(MAP, reason))? {
+        let mut further = listed(&config).map_err(in_config)?;
+        for token in listed(&legacy).map_err(|reason| malformed(MAP, reason))? {
             if !further.contains(&token) {
                 further.push(token);
             }
@@ -101,7 +101,7 @@ impl Declared {
                 false => CONFIG,
             }
         })
-        .map_err(|(file, reason)| fault(file, reason))?;
+        .map_err(|(file, reason)| malformed(file, reason))?;
 
         let mut declared = Declared {
             placed: Vec::new(),
@@ -110,13 +110,13 @@ impl Declared {
             split: config.get("split_special_tokens") == Some(&Value::Bool(true)),
         };
         declared.placed = match decoder {
-            Some(decoder) => placed_by_decoder(&decoder).map_err(of_config)?,
+            Some(decoder) => placed_by_decoder(&decoder).map_err(in_config)?,
             None => declared
                 .placed_by_added(&read_json(folder, ADDED)?.unwrap_or_default())
-                .map_err(|reason| fault(ADDED, reason))?,
+                .map_err(|reason| malformed(ADDED, reason))?,
         };
         declared.placed.sort_by_key(|placed| placed.id);
-        // A role's flags are those of the token where a file places it.
+        // If a file places the token of a role, its flags apply.
         for role in &mut declared.roles {
             let mut placed = declared.placed.iter();
             if let Some(placed) = placed.find(|p| p.token.content == role.token.content) {
@@ -131,7 +131,7 @@ impl Declared {
         self.roles.iter().find(|role| role.name == name)
     }
 
-    /// The variables of a chat template: the token of each role, and the list of further ones where there is one.
+    /// The variables of a chat template: the token of each role, and the list of further tokens if there is one.
     pub(crate) fn variables(&self) -> Map<String, Value> {
         let text = |token: &AddedToken| Value::from(token.content.as_str());
         let roles = self.roles.iter();
@@ -145,7 +145,7 @@ impl Declared {
         variables
     }
 
-    /// The tokens of `added_tokens.json`, which says no flags: those that are named elsewhere are special.
+    /// The tokens of `added_tokens.json`, which has no flags: tokens that are also declared elsewhere are special.
     fn placed_by_added(&self, added: &Map<String, Value>) -> Result<Vec<Placed>, String> {
         let roles = self.roles.iter().map(|role| &role.token);
         let special: Vec<&str> = roles
@@ -213,7 +213,7 @@ fn listed(map: &Map<String, Value>) -> Result<Vec<AddedToken>, String> {
     Ok(tokens)
 }
 
-/// `extra_special_tokens` where it is an object: roles of the tokenizer's own.
+/// `extra_special_tokens` if it is an object: tokenizer-specific roles.
 fn named_objects(map: &Map<String, Value>) -> Map<String, Value> {
     let objects = FURTHER
         .iter()
@@ -224,7 +224,8 @@ fn named_objects(map: &Map<String, Value>) -> Map<String, Value> {
         .collect()
 }
 
-/// The roles of a configuration: the usual ones first, then those in `named` and every other `…_token` that is a token.
+/// The roles of a configuration: the standard ones first, then those in `named` and every other `…_token` that is a
+/// token.
 fn roles(
     config: &Map<String, Value>,
     named: &[String],
@@ -256,7 +257,7 @@ fn roles(
     Ok(roles)
 }
 
-/// A special token: a text, or an object with `content` and flags.
+/// A special token: a string, or an object with `content` and flags.
 fn token(value: &Value) -> Option<AddedToken> {
     match value {
         Value::String(content) => Some(AddedToken::from(content.as_str(), true)),
@@ -265,7 +266,7 @@ fn token(value: &Value) -> Option<AddedToken> {
     }
 }
 
-/// A token with its flags; `special` unless the object says otherwise.
+/// A token with its flags; it is special if `special` or the object says so.
 fn flagged(object: &Map<String, Value>, special: bool) -> Option<AddedToken> {
     let content = object.get("content")?.as_str()?;
     let flag = |name: &str| object.get(name).and_then(Value::as_bool);

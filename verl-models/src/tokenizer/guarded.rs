@@ -1,4 +1,4 @@
-//! Panics of the `tokenizers` crate as errors.
+//! Turns panics of the `tokenizers` crate into errors.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -10,8 +10,8 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `work` gives, with a panic as its error: the `tokenizers` crate panics on some damaged files. Rust's own message
-/// of such a panic is not printed.
+/// Runs `work` and returns a panic as an error: the `tokenizers` crate panics on some damaged files. Rust's own panic
+/// message is not printed.
 pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     static SET: Once = Once::new();
     SET.call_once(|| {

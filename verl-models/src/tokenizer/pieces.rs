@@ -1,4 +1,4 @@
-//! Token ids with the piece of text that each stands for.
+//! Token ids with the piece of text that each covers.
 
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ use super::{Tokenizer, TokenizerError};
 pub struct Piece {
     /// Its id.
     pub id: u32,
-    /// Bytes of the text that it stands for; may be empty, and several tokens may share a character.
+    /// Bytes of the text that it covers; may be empty, and several tokens may share a character.
     pub text: Range<usize>,
-    /// Whether the tokenizer added it to the sequence, so that it stands for no text.
+    /// Whether the tokenizer added it to the sequence, so that it covers no text.
     pub is_added: bool,
 }
 
 impl Tokenizer {
-    /// The tokens of [`encode`](Self::encode) with the text that each stands for.
+    /// The tokens of [`encode`](Self::encode) with the text that each covers.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).

@@ -1,4 +1,4 @@
-//! Which ids begin, end and pad a sequence, by the files beside tokenizer.json.
+//! Which ids begin, end and pad a sequence, according to the files other than tokenizer.json.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::declared::Declared;
 use super::{MAX_IDS, TokenizerError, read_json};
 
-/// Ids of special tokens, as the files beside tokenizer.json declare them.
+/// Ids of special tokens, as declared by the files other than tokenizer.json.
 pub(super) struct SpecialIds {
     pub bos: Option<u32>,
     pub eos: Vec<u32>,
@@ -15,11 +15,11 @@ pub(super) struct SpecialIds {
     pub unknown: Option<u32>,
     /// Tokens with a role that have no id: role and token.
     pub without_id: Vec<(String, String)>,
-    /// Declared ends of sequence that no model of this folder can sample.
+    /// Declared end-of-sequence ids that a model of this folder cannot sample.
     pub beyond: Vec<u32>,
 }
 
-/// Rows of the embedding, where the folder's config.json says it.
+/// Rows of the embedding, if the folder's config.json declares them.
 pub(super) fn rows(folder: &Path) -> Result<Option<usize>, TokenizerError> {
     let config = read_json(folder, "config.json")?.unwrap_or_default();
     let rows = config.get("vocab_size").and_then(Value::as_u64);
@@ -27,10 +27,11 @@ pub(super) fn rows(folder: &Path) -> Result<Option<usize>, TokenizerError> {
 }
 
 impl SpecialIds {
-    /// Those of a folder; `id_of` is the id of a token of its vocabulary, and `rows` are those of the embedding.
+    /// Reads the ids of a folder; `id_of` returns the id of a token in its vocabulary, and `rows` are those of the
+    /// embedding.
     ///
     /// # Errors
-    /// A file that is malformed; ends of sequence that are all beyond the embedding.
+    /// A file is malformed, or every end-of-sequence id is beyond the embedding.
     pub fn read(
         folder: &Path,
         declared: &Declared,
@@ -101,7 +102,7 @@ impl SpecialIds {
     }
 }
 
-/// The id or list of ids under `key`; negative ones mean none, as old files write it.
+/// The id or list of ids under `key`; negative ids, as in old files, mean none.
 fn token_ids(map: &Map<String, Value>, key: &str) -> Result<Vec<u32>, String> {
     let one = |value: &Value| match value.as_i64() {
         Some(..0) => Ok(None),

@@ -49,7 +49,7 @@ pub(crate) fn folder(files: &[(&str, Value)]) -> tempfile::TempDir {
 }
 
 #[test]
-fn encodes_and_decodes_without_the_files_own_truncation() {
+fn encodes_and_decodes_without_the_files_truncation() {
     let dir = folder(&[]);
     let tokenizer = Tokenizer::load(dir.path()).unwrap();
     assert_eq!(tokenizer.encode("one two three", false).unwrap(), [3, 4, 5]);
@@ -67,20 +67,20 @@ fn encodes_and_decodes_without_the_files_own_truncation() {
 }
 
 #[test]
-fn every_end_of_sequence_id_counts_in_order_of_precedence() {
+fn every_end_of_sequence_id_is_used_in_order_of_precedence() {
     let config = ("config.json", json!({"eos_token_id": 2, "pad_token_id": 0}));
     let tokens = (
         "tokenizer_config.json",
         json!({"eos_token": {"content": "<end>"}, "bos_token": "<s>"}),
     );
     let generation = ("generation_config.json", json!({"eos_token_id": [6, 2]}));
-    let silent = ("generation_config.json", json!({"temperature": 1.0}));
+    let without_ids = ("generation_config.json", json!({"temperature": 1.0}));
     let cases = [
         (vec![], vec![], None),
         (vec![tokens.clone()], vec![6], Some(1)),
         (vec![tokens.clone(), config.clone()], vec![2], Some(1)),
         (
-            vec![tokens.clone(), config.clone(), silent],
+            vec![tokens.clone(), config.clone(), without_ids],
             vec![2],
             Some(1),
         ),
@@ -108,30 +108,30 @@ fn pad_is_declared_or_falls_back() {
 }
 
 #[test]
-fn bad_folders_are_told() {
+fn invalid_folders_are_reported() {
     let empty = tempfile::tempdir().unwrap();
     assert!(matches!(
         Tokenizer::load(empty.path()),
         Err(TokenizerError::Missing { .. })
     ));
-    let told = |files: &[(&str, &str)]| {
+    let message = |files: &[(&str, &str)]| {
         let dir = folder(&[]);
         for (name, text) in files {
             std::fs::write(dir.path().join(name), text).unwrap();
         }
         Tokenizer::load(dir.path()).unwrap_err().to_string()
     };
-    assert!(told(&[("tokenizer.json", "{\"version\": ")]).contains("tokenizer.json`: "));
-    assert!(told(&[("tokenizer_config.json", "[]")]).contains("tokenizer_config.json`: "));
-    assert!(told(&[("generation_config.json", "{")]).contains("generation_config.json`: "));
-    let text = told(&[("config.json", r#"{"pad_token_id": "a"}"#)]);
+    assert!(message(&[("tokenizer.json", "{\"version\": ")]).contains("tokenizer.json`: "));
+    assert!(message(&[("tokenizer_config.json", "[]")]).contains("tokenizer_config.json`: "));
+    assert!(message(&[("generation_config.json", "{")]).contains("generation_config.json`: "));
+    let text = message(&[("config.json", r#"{"pad_token_id": "a"}"#)]);
     assert!(text.contains("config.json`: "), "{text}");
-    let text = told(&[("tokenizer_config.json", r#"{"eos_token": "<stop>"}"#)]);
+    let text = message(&[("tokenizer_config.json", r#"{"eos_token": "<stop>"}"#)]);
     assert!(
-        text.ends_with("eos_token is `<stop>`, which the vocabulary does not hold"),
+        text.ends_with("eos_token is `<stop>`, which is not in the vocabulary"),
         "{text}"
     );
-    let text = told(&[("generation_config.json", r#"{"eos_token_id": [2, "a"]}"#)]);
+    let text = message(&[("generation_config.json", r#"{"eos_token_id": [2, "a"]}"#)]);
     assert!(
         text.ends_with("`eos_token_id` is \"a\", which is not a token id"),
         "{text}"
@@ -139,7 +139,7 @@ fn bad_folders_are_told() {
 }
 
 #[test]
-fn damaged_tokenizers_are_told() {
+fn damaged_tokenizers_are_reported() {
     let dir = folder(&[]);
     let with = |at: &str, value: Value| {
         let mut file = word_level(&WORDS);
@@ -168,17 +168,17 @@ fn damaged_tokenizers_are_told() {
         ("/model", unigram),
         ("/model/vocab", json!(3)),
     ] {
-        let told = with(at, value);
-        assert!(told.contains("tokenizer.json`: "), "{at}: {told}");
+        let message = with(at, value);
+        assert!(message.contains("tokenizer.json`: "), "{at}: {message}");
     }
     let none = json!({"type": "WordLevel", "vocab": {}, "unk_token": "a"});
     let mut file = word_level(&[]);
     file["model"] = none;
     std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
-    let told = Tokenizer::load(dir.path()).unwrap_err().to_string();
-    assert!(told.contains("the vocabulary is empty"), "{told}");
-    let told = with("/model/vocab", json!({"<unk>": 4_294_967_295_u32}));
-    assert!(told.contains("beyond any vocabulary"), "{told}");
+    let message = Tokenizer::load(dir.path()).unwrap_err().to_string();
+    assert!(message.contains("the vocabulary is empty"), "{message}");
+    let message = with("/model/vocab", json!({"<unk>": 4_294_967_295_u32}));
+    assert!(message.contains("but the limit is 16777216 ids"), "{message}");
 }
 
 #[test]
@@ -215,9 +215,9 @@ fn files_are_copied_byte_for_byte() {
     assert_eq!(std::fs::read_dir(&out).unwrap().count(), names.len());
 }
 
-/// A SentencePiece-style tokenizer, where it lies beside the workspace; ids as `transformers` gives them.
+/// A SentencePiece-style tokenizer, if it exists next to the workspace; the ids come from `transformers`.
 #[test]
-fn stories_are_tokenised_as_elsewhere() {
+fn stories_are_tokenised_as_in_transformers() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/models/stories260K");
     if !folder.exists() {
         return;

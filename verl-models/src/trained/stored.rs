@@ -1,7 +1,7 @@
-//! Snapshots as bytes in the safetensors format, so that they can be kept on disk.
+//! Snapshots as bytes in the safetensors format, so that they can be stored on disk.
 //!
-//! Weights are `name#weight`, flat and in the type that the module holds them in; the optimiser's tensors and step counts
-//! are those of [`AdamW::save`].
+//! Weights are `name#weight`, flat and in the module's type; the optimiser's tensors and step counts are those of
+//! [`AdamW::save`].
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -15,14 +15,14 @@ use super::{Snapshot, Trained};
 use crate::model::ModelError;
 use crate::weights::Weights;
 
-/// What messages call the bytes.
+/// Name of the bytes in messages.
 const NAME: &str = "a stored snapshot";
 
 impl<M: Module> Trained<M> {
-    /// A snapshot of this module as bytes; `None` where it is of another kind.
+    /// A snapshot of this module as bytes; `None` if it belongs to another kind of module.
     ///
     /// # Errors
-    /// Weights of a type that safetensors does not have.
+    /// Weights of a type that safetensors does not support.
     pub(crate) fn store(
         &self,
         snapshot: &(dyn Any + Send + Sync),
@@ -44,34 +44,36 @@ impl<M: Module> Trained<M> {
         let views = tensors.iter().map(|(name, data)| {
             let shape = vec![data.num_elements()];
             let view = TensorView::new(stored_type(data.dtype())?, shape, data.as_bytes());
-            view.map(|view| (name.as_str(), view)).map_err(write_fault)
+            view.map(|view| (name.as_str(), view))
+                .map_err(write_error)
         });
         let views = views.collect::<Result<Vec<_>, _>>()?;
-        let bytes = safetensors::serialize(views, Some(counts)).map_err(write_fault)?;
+        let bytes = safetensors::serialize(views, Some(counts)).map_err(write_error)?;
         Ok(Some(bytes))
     }
 
-    /// The snapshot that [`Trained::store`] made the bytes of.
+    /// The snapshot whose bytes [`Trained::store`] returned.
     ///
     /// # Errors
-    /// Bytes that are no such snapshot, or are of another module.
+    /// The bytes are not such a snapshot, or belong to another module.
     pub(crate) fn recall(&self, bytes: &[u8]) -> Result<Box<dyn Any + Send + Sync>, ModelError> {
-        let stored = SafeTensors::deserialize(bytes).map_err(|e| fault("read", &e.to_string()))?;
+        let stored = SafeTensors::deserialize(bytes).map_err(|e| snapshot_error("read", &e.to_string()))?;
         let device = self.device();
         let own = Weights::of(self.module());
         let mut weights = Vec::with_capacity(own.by_id.len());
-        for ((name, _), (id, held)) in own.named.iter().zip(&own.by_id) {
-            let other = |what: &str| fault("read", &format!("it is of another model: {what}"));
+        for ((name, _), (id, weight)) in own.named.iter().zip(&own.by_id) {
+            let other =
+                |what: &str| snapshot_error("read", &format!("it belongs to another model: {what}"));
             let missing = || other(&format!("no `{name}` of this size"));
             let view = stored.tensor(&weight_name(name)).map_err(|_| missing())?;
-            if view.shape() != [held.dims()[0]] {
+            if view.shape() != [weight.dims()[0]] {
                 return Err(missing());
             }
-            let dtype = held.dtype();
+            let dtype = weight.dtype();
             if view.dtype() != stored_type(dtype)? {
                 let stored = view.dtype();
                 return Err(other(&format!(
-                    "its weights are {stored}, those of this one {dtype:?}; load the model in the type that it had then"
+                    "its weights are {stored}, but this model has {dtype:?}; load the model in the type that it had then"
                 )));
             }
             let data = TensorData::from_bytes_vec(view.data().to_vec(), view.shape(), dtype);
@@ -99,18 +101,18 @@ fn stored_type(dtype: DType) -> Result<safetensors::Dtype, ModelError> {
         DType::BF16 => Ok(safetensors::Dtype::BF16),
         DType::F16 => Ok(safetensors::Dtype::F16),
         DType::F64 => Ok(safetensors::Dtype::F64),
-        other => Err(fault(
+        other => Err(snapshot_error(
             "write",
-            &format!("weights are {other:?}, which is not stored"),
+            &format!("weights of type {other:?} cannot be stored"),
         )),
     }
 }
 
-fn write_fault(error: safetensors::SafeTensorError) -> ModelError {
-    fault("write", &error.to_string())
+fn write_error(error: safetensors::SafeTensorError) -> ModelError {
+    snapshot_error("write", &error.to_string())
 }
 
-fn fault(action: &'static str, reason: &str) -> ModelError {
+fn snapshot_error(action: &'static str, reason: &str) -> ModelError {
     ModelError::File {
         action,
         path: NAME.to_owned(),

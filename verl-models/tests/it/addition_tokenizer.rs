@@ -1,7 +1,7 @@
 //! The tokenizer in `examples/models/addition-init`: 32 tokens for sums, questions and `#### n` answers.
 //!
-//! Its files are made by this test: `VERL_WRITE_EXAMPLES=1 cargo test --workspace addition_tokenizer` writes them, and
-//! without the variable the test compares. Text becomes one token a character, except `####`, which two merges join.
+//! This test generates its files: `VERL_WRITE_EXAMPLES=1 cargo test --workspace addition_tokenizer` writes them, and
+//! without the variable the test compares. Text becomes one token per character, except `####`, which two merges join.
 
 use std::path::{Path, PathBuf};
 
@@ -84,7 +84,7 @@ fn files() -> [(&'static str, Value); 3] {
 }
 
 #[test]
-fn the_committed_files_are_those_made_here() {
+fn the_committed_files_are_up_to_date() {
     for (name, value) in files() {
         let path = folder().join(name);
         let text = format!("{value:#}\n");
@@ -97,7 +97,7 @@ fn the_committed_files_are_those_made_here() {
 }
 
 #[test]
-fn sums_and_answers_become_few_tokens_and_come_back() {
+fn sums_and_answers_become_few_tokens_and_decode_to_the_same_text() {
     let tokenizer = Tokenizer::load(&folder()).unwrap();
     assert_eq!(tokenizer.vocab_size(), 32);
     let ids = tokenizer.encode("12+34=46\n#### 46", false).unwrap();

@@ -1,4 +1,5 @@
-//! One suite over all rollout engines: each samples what the plain one would, and keeps the promises of `RolloutEngine`.
+//! One suite for all rollout engines: each samples the same as the plain engine, and fulfils the contract of
+//! `RolloutEngine`.
 
 #![expect(
     clippy::disallowed_methods,
@@ -18,13 +19,13 @@ use verl_models::rollout::engine::{
 };
 use verl_models::rollout::stop::TextDecoder;
 
-/// Log-probs of an engine and of a fresh forward pass: sums in another order, in f32.
+/// Difference between log-probs of an engine and of a fresh forward pass: f32 sums in a different order.
 const LOG_PROB_TOLERANCE: f64 = 1e-4;
-/// Two logits that engines may rank differently.
+/// Logits this close may be ranked differently by engines.
 const TIE: f32 = 1e-5;
 const CONTEXT: usize = 96;
 
-/// Llama's shape: no biases, untied head, grouped heads whose width fills no register.
+/// Llama's shape: no biases, untied head, grouped heads whose width is not a multiple of a register.
 fn llama() -> DecoderConfig {
     DecoderConfig {
         vocab_size: 61,
@@ -51,8 +52,7 @@ fn llama() -> DecoderConfig {
     }
 }
 
-/// A decoder with weights that are not small, so that its distributions are neither flat nor certain; biases and norms
-/// are drawn too.
+/// A decoder with weights that are not small, so that its distributions are neither flat nor deterministic.
 fn decoder(config: DecoderConfig) -> Decoder {
     decoder_on(&Device::flex(), config)
 }
@@ -77,7 +77,7 @@ fn decoder_on(device: &Device, config: DecoderConfig) -> Decoder {
     })
 }
 
-/// Every shape a family has, and one that is too large for a core's cache.
+/// The shape of every family, and one that is too large for a core's cache.
 fn decoders() -> Vec<(&'static str, Decoder)> {
     let qwen2 = DecoderConfig {
         qkv_bias: true,
@@ -147,7 +147,7 @@ fn request(prompt: Vec<u32>, row: u64, max_new_tokens: usize) -> RolloutRequest 
     }
 }
 
-/// Prompts of many lengths, every third one shared by three neighbours.
+/// Prompts of many lengths, some of them shared by three consecutive requests.
 fn requests(count: usize) -> Vec<RolloutRequest> {
     (0..count)
         .map(|index| {
@@ -159,22 +159,22 @@ fn requests(count: usize) -> Vec<RolloutRequest> {
         .collect()
 }
 
-/// An engine as users choose it, or the batched one with a chosen arithmetic.
+/// An engine as users select it, or the batched engine with a given arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum Engine {
     Kind(EngineKind),
     By(Arithmetic),
 }
 
-const EAGER: Way = Way::Kind(EngineKind::Eager);
+const EAGER: Engine = Engine::Kind(EngineKind::Eager);
 
-/// Every way, the reference first.
-fn ways() -> Vec<Way> {
-    let kinds = EngineKind::ALL.iter().map(|&kind| Way::Kind(kind));
-    kinds.chain([Way::By(Arithmetic::Tensors)]).collect()
+/// Every engine, the reference first.
+fn engines() -> Vec<Engine> {
+    let kinds = EngineKind::ALL.iter().map(|&kind| Engine::Kind(kind));
+    kinds.chain([Engine::By(Arithmetic::Tensors)]).collect()
 }
 
-impl Way {
+impl Engine {
     fn generate(
         self,
         decoder: &Decoder,
@@ -183,8 +183,8 @@ impl Way {
         on_done: &mut dyn FnMut(usize, RolloutOutput) -> Result<(), RolloutError>,
     ) -> Result<(), RolloutError> {
         match self {
-            Way::Kind(kind) => kind.generate(decoder, requests, settings, on_done),
-            Way::By(arithmetic) => generate_by(arithmetic, decoder, requests, settings, on_done),
+            Engine::Kind(kind) => kind.generate(decoder, requests, settings, on_done),
+            Engine::By(arithmetic) => generate_by(arithmetic, decoder, requests, settings, on_done),
         }
     }
 }
@@ -195,7 +195,7 @@ fn a_model_on_the_cpu_is_sampled_by_loops() {
 }
 
 fn generate(
-    engine: Way,
+    engine: Engine,
     decoder: &Decoder,
     requests: &[RolloutRequest],
     settings: &SamplingSettings,
@@ -204,7 +204,7 @@ fn generate(
     engine.generate(decoder, requests, settings, &mut |index, output| {
         assert!(
             outputs[index].replace(output).is_none(),
-            "request {index} came twice"
+            "request {index} was answered twice"
         );
         Ok(())
     })?;
@@ -214,7 +214,7 @@ fn generate(
         .collect())
 }
 
-/// Logits that a forward pass over prompt and response gives for each token of the response.
+/// Logits of a forward pass over prompt and response, for each token of the response.
 fn forward(decoder: &Decoder, request: &RolloutRequest, output: &RolloutOutput) -> Vec<Vec<f32>> {
     let ids = request.prompt.iter().chain(&output.tokens);
     let ids: Vec<i32> = ids.map(|&id| id as i32).collect();
@@ -248,7 +248,7 @@ fn greedy_equals_the_plain_engine() {
     for (name, decoder) in decoders() {
         let requests = requests(12);
         let want = generate(EAGER, &decoder, &requests, &greedy()).unwrap();
-        for engine in ways() {
+        for engine in engines() {
             let got = generate(engine, &decoder, &requests, &greedy()).unwrap();
             for ((request, got), want) in requests.iter().zip(&got).zip(&want) {
                 let differs = got
@@ -278,7 +278,7 @@ fn log_probs_agree_with_a_fresh_forward() {
     };
     for (name, decoder) in decoders() {
         let requests = requests(10);
-        for engine in ways() {
+        for engine in engines() {
             let outputs = generate(engine, &decoder, &requests, &settings).unwrap();
             for (request, output) in requests.iter().zip(&outputs) {
                 let rows = forward(&decoder, request, output);
@@ -300,14 +300,14 @@ fn log_probs_agree_with_a_fresh_forward() {
 }
 
 #[test]
-fn sampling_log_probs_are_those_of_the_kept_ids() {
+fn sampling_log_probs_are_normalised_over_the_kept_ids() {
     let settings = SamplingSettings {
         top_k: 5,
         ..SamplingSettings::default()
     };
     let decoder = decoder(llama());
     let requests = requests(6);
-    for engine in ways() {
+    for engine in engines() {
         for (request, output) in requests
             .iter()
             .zip(generate(engine, &decoder, &requests, &settings).unwrap())
@@ -335,14 +335,14 @@ fn sampling_log_probs_are_those_of_the_kept_ids() {
     }
 }
 
-/// A row alone, among 63 others and among more than fit at once: the same bits.
+/// A row has the same bits on its own, among 63 others, and among more rows than fit at once.
 #[test]
-fn company_changes_no_bit() {
+fn other_rows_change_no_bit() {
     let settings = SamplingSettings::default();
     for (name, decoder) in decoders() {
         let requests = requests(100);
-        for engine in ways() {
-            // The plain engine has no company; a few rows show that.
+        for engine in engines() {
+            // The plain engine decodes each row on its own; a few rows suffice.
             let count = if engine == EAGER { 8 } else { 100 };
             let all = generate(engine, &decoder, &requests[..count], &settings).unwrap();
             let some = generate(engine, &decoder, &requests[..count.min(64)], &settings).unwrap();
@@ -366,7 +366,7 @@ fn company_changes_no_bit() {
 fn threads_change_no_bit() {
     for (name, decoder) in decoders() {
         let requests = requests(20);
-        for engine in ways().into_iter().skip(1) {
+        for engine in engines().into_iter().skip(1) {
             let with = |threads: usize| {
                 let pool = rayon::ThreadPoolBuilder::new()
                     .num_threads(threads)
@@ -381,13 +381,13 @@ fn threads_change_no_bit() {
     }
 }
 
-/// A model that records gradients is sampled without recording any, with the same bits.
+/// A model that tracks gradients is sampled without tracking, with the same bits.
 #[test]
-fn a_model_in_training_is_sampled_alike() {
+fn a_model_in_training_is_sampled_the_same() {
     let plain = decoder(llama());
     let training = decoder_on(&Device::flex().autodiff(), llama());
     let settings = SamplingSettings::default();
-    for engine in ways() {
+    for engine in engines() {
         assert_eq!(
             generate(engine, &training, &requests(6), &settings).unwrap(),
             generate(engine, &plain, &requests(6), &settings).unwrap()
@@ -408,7 +408,7 @@ fn a_decoder_is_sampled_by_the_batched_engine() {
         })
         .unwrap();
     let own: Vec<RolloutOutput> = own.into_iter().flatten().collect();
-    let batched = Way::Kind(EngineKind::Batched);
+    let batched = Engine::Kind(EngineKind::Batched);
     assert_eq!(
         own,
         generate(batched, &decoder, &requests(6), &settings).unwrap()
@@ -416,11 +416,11 @@ fn a_decoder_is_sampled_by_the_batched_engine() {
 }
 
 #[test]
-fn keys_decide_what_is_sampled() {
+fn samples_depend_on_their_keys() {
     let decoder = decoder(llama());
     let settings = SamplingSettings::default();
     let requests: Vec<RolloutRequest> = (0..6).map(|row| request(vec![3, 1, 4], row, 16)).collect();
-    for engine in ways() {
+    for engine in engines() {
         let first = generate(engine, &decoder, &requests, &settings).unwrap();
         assert_eq!(
             first,
@@ -460,7 +460,7 @@ fn limits_and_stops_are_honoured() {
         text_decoder: Some(TextDecoder::new(text)),
         ..SamplingSettings::default()
     };
-    for engine in ways() {
+    for engine in engines() {
         for (settings, why) in [
             (&eos, FinishReason::Eos),
             (&stop_ids, FinishReason::Stop),
@@ -472,7 +472,7 @@ fn limits_and_stops_are_honoured() {
                 "{engine:?}"
             );
             for (output, free) in outputs.iter().zip(&free) {
-                // Stops cut a response, they change nothing before the cut.
+                // Stops truncate a response and change nothing before the cut.
                 assert_eq!(output.tokens, free.tokens[..output.tokens.len()]);
                 assert_eq!(
                     output.finish == FinishReason::Length,
@@ -492,9 +492,9 @@ fn limits_and_stops_are_honoured() {
     }
 }
 
-/// A stop text that begins and ends inside tokens, and one over several of them.
+/// A stop text that starts and ends inside tokens, and one that spans several of them.
 #[test]
-fn stops_inside_tokens_end_all_engines_alike() {
+fn stops_inside_tokens_end_all_engines_the_same() {
     let decoder = decoder(llama());
     let requests: Vec<RolloutRequest> = (0..40).map(|row| request(vec![5, 6], row, 30)).collect();
     let free = generate(EAGER, &decoder, &requests, &SamplingSettings::default()).unwrap();
@@ -519,14 +519,14 @@ fn stops_inside_tokens_end_all_engines_alike() {
             .map(|output| (output.tokens.clone(), output.finish));
         ends.collect::<Vec<_>>()
     };
-    for engine in ways() {
+    for engine in engines() {
         let outputs = generate(engine, &decoder, &requests, &settings).unwrap();
         assert_eq!(ends(&outputs), ends(&expected), "{engine:?}");
     }
 }
 
 #[test]
-fn a_response_ends_where_the_context_does() {
+fn a_response_ends_at_the_end_of_the_context() {
     let decoder = decoder(llama());
     let prompts = [(90, 7), (95, 12), (90, 6), (60, 400)];
     let requests: Vec<RolloutRequest> = prompts
@@ -537,15 +537,16 @@ fn a_response_ends_where_the_context_does() {
         max_new_tokens: CONTEXT - request.prompt.len(),
         ..request.clone()
     };
-    let asked: Vec<RolloutRequest> = requests.iter().map(within).collect();
-    for engine in ways() {
+    let exact_requests: Vec<RolloutRequest> = requests.iter().map(within).collect();
+    for engine in engines() {
         let settings = SamplingSettings::default();
         let cut = generate(engine, &decoder, &requests, &settings).unwrap();
-        // The same as if no more had been asked for, but for the reason where more was.
-        let mut exact = generate(engine, &decoder, &asked, &settings).unwrap();
-        for ((output, request), asked) in exact.iter_mut().zip(&requests).zip(&asked) {
+        // The same as if no more tokens had been requested, except for the finish reason.
+        let mut exact = generate(engine, &decoder, &exact_requests, &settings).unwrap();
+        let pairs = requests.iter().zip(&exact_requests);
+        for (output, (request, exact_request)) in exact.iter_mut().zip(pairs) {
             assert_eq!(output.finish, FinishReason::Length);
-            if request.max_new_tokens > asked.max_new_tokens {
+            if request.max_new_tokens > exact_request.max_new_tokens {
                 output.finish = FinishReason::Context;
             }
         }
@@ -560,7 +561,7 @@ fn a_response_ends_where_the_context_does() {
     }
 }
 
-/// Whether a response ends as one of the rules says.
+/// Whether a response ends by one of the rules.
 fn ends(output: &RolloutOutput, settings: &SamplingSettings) -> bool {
     let text: String = output.tokens.iter().map(|id| format!("<{id}>")).collect();
     output
@@ -582,7 +583,7 @@ fn the_end_is_forbidden_until_min_new_tokens() {
         min_new_tokens: 5,
         ..SamplingSettings::default()
     };
-    for engine in ways() {
+    for engine in engines() {
         for output in generate(engine, &decoder, &requests(10), &settings).unwrap() {
             assert!(output.tokens.len() >= 5 || output.finish == FinishReason::Length);
             assert!(output.tokens.iter().take(5).all(|&id| id >= 40));
@@ -590,9 +591,9 @@ fn the_end_is_forbidden_until_min_new_tokens() {
     }
 }
 
-/// Short responses are handed over while long ones are still sampled.
+/// Short responses are returned while long ones are still being sampled.
 #[test]
-fn results_stream() {
+fn results_are_streamed() {
     let decoder = decoder(llama());
     let limits = [20, 1, 9, 3];
     let requests: Vec<RolloutRequest> = limits
@@ -600,7 +601,7 @@ fn results_stream() {
         .map(|&limit| request(vec![2, 3], limit as u64, limit))
         .collect();
     let mut order = Vec::new();
-    Way::Kind(EngineKind::Batched)
+    Engine::Kind(EngineKind::Batched)
         .generate(
             &decoder,
             &requests,
@@ -612,7 +613,7 @@ fn results_stream() {
         )
         .unwrap();
     assert_eq!(order, [1, 3, 2, 0]);
-    for engine in ways() {
+    for engine in engines() {
         let mut calls = 0;
         let stopped = engine.generate(
             &decoder,
@@ -631,11 +632,11 @@ fn results_stream() {
 }
 
 #[test]
-fn what_cannot_be_answered_is_refused() {
+fn invalid_requests_are_refused() {
     let decoder = decoder(llama());
-    for engine in ways() {
-        let refused = |asked: RolloutRequest, settings: &SamplingSettings| {
-            let requests = [request(vec![1], 0, 1), asked];
+    for engine in engines() {
+        let refused = |invalid: RolloutRequest, settings: &SamplingSettings| {
+            let requests = [request(vec![1], 0, 1), invalid];
             let error = engine.generate(&decoder, &requests, settings, &mut |_, _| {
                 panic!("nothing is sampled before the requests are checked")
             });
@@ -644,7 +645,7 @@ fn what_cannot_be_answered_is_refused() {
         let plain = SamplingSettings::default();
         assert_eq!(
             refused(request(vec![1; 96], 0, 7), &plain),
-            "request 1: a prompt of 96 tokens leaves no room for an answer in the context of 96"
+            "request 1: a prompt of 96 tokens leaves no room for a response in the context of 96 tokens"
         );
         assert_eq!(
             refused(request(vec![], 0, 7), &plain),
@@ -652,7 +653,7 @@ fn what_cannot_be_answered_is_refused() {
         );
         assert_eq!(
             refused(request(vec![1, 61], 0, 7), &plain),
-            "request 1 holds token id 61, but the vocabulary ends at 61"
+            "request 1 contains token id 61, but the vocabulary ends at 61"
         );
         let no_mass = SamplingSettings {
             top_p: 0.0,
@@ -666,13 +667,13 @@ fn what_cannot_be_answered_is_refused() {
 }
 
 #[test]
-fn logits_that_are_not_finite_name_the_request() {
+fn non_finite_logits_name_the_request() {
     let config = DecoderConfig {
         initializer_range: f64::from(f32::MAX),
         ..llama()
     };
     let decoder = decoder(config);
-    for engine in ways() {
+    for engine in engines() {
         let error = generate(engine, &decoder, &requests(2), &SamplingSettings::default());
         assert_eq!(
             error.unwrap_err().to_string(),

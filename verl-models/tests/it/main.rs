@@ -1,4 +1,4 @@
-//! Models and tokenizers against `transformers`, and rollout engines against each other.
+//! Compares models and tokenizers with `transformers`, and rollout engines with each other.
 
 mod addition_tokenizer;
 mod engines;

@@ -1,12 +1,12 @@
-//! Values and gradients against `transformers`, over every folder with a `reference.safetensors`.
+//! Compares values and gradients with `transformers`, for every folder with a `reference.safetensors`.
 //!
-//! Folders are those of `tests/models`, those of `../shared/models` where it exists, or, instead of both, those of
-//! `VERL_MODELS_DIR`. All numbers are f32 on the CPU. A reference needs `input_ids`; what else it lacks is not compared,
-//! and without `attention_mask` nothing is padding. Every folder is tried, whatever became of the others.
+//! Folders are those in `tests/models` and in `../shared/models` if it exists, or, instead of both, those in
+//! `VERL_MODELS_DIR`. All numbers are f32 on the CPU. A reference needs `input_ids`; other missing values are not
+//! compared, and without `attention_mask` nothing is padding. Every folder is tried, even if others fail.
 
 #![expect(
     clippy::print_stdout,
-    reason = "the tests tell what they could not compare"
+    reason = "the tests print what they could not compare"
 )]
 
 use std::collections::HashMap;
@@ -23,7 +23,7 @@ use safetensors::{Dtype, SafeTensors};
 use verl_models::Decoder;
 use verl_models::model::ModelInterface;
 
-/// Largest difference as a share of the tensor's largest value. Sums in another order differ by about 1e-6.
+/// Largest difference relative to the tensor's largest value. Sums in a different order differ by about 1e-6.
 const TOLERANCE: f32 = 1e-4;
 
 #[test]
@@ -67,8 +67,8 @@ fn parity_of_loss_and_every_gradient() {
         for name in &wanted {
             let own = name.trim_start_matches("grad.");
             let Some(got) = seen.found.get(own) else {
-                // A tied head has no weight of its own; the gradient of both uses is the embedding's.
-                assert_eq!(own, "lm_head.weight", "a gradient of what is no parameter");
+                // A tied head has no separate weight; the gradient of both uses is the embedding's.
+                assert_eq!(own, "lm_head.weight", "a gradient without a parameter");
                 continue;
             };
             let all: Vec<usize> = (0..got.len()).collect();
@@ -82,7 +82,7 @@ fn parity_of_loss_and_every_gradient() {
 }
 
 #[test]
-fn parity_does_not_depend_on_what_pads_a_row() {
+fn parity_does_not_depend_on_the_pad_ids() {
     for_each_case(|case| {
         let kept = case.kept_positions(0);
         let vocab = case.model.vocab_size();
@@ -99,7 +99,7 @@ fn parity_does_not_depend_on_what_pads_a_row() {
 }
 
 #[test]
-fn parity_tells_every_folder_that_fails() {
+fn parity_reports_every_folder_that_fails() {
     let parent = Path::new(env!("CARGO_TARGET_TMPDIR")).join("parity");
     for name in ["empty", "garbage"] {
         let folder = parent.join(name);
@@ -111,14 +111,14 @@ fn parity_tells_every_folder_that_fails() {
     assert_eq!(failures.len(), 2);
     assert!(failures[0].contains("empty: ") && failures[1].contains("garbage: "));
     let missing = named_folder(Path::new("no/such/folder")).unwrap_err();
-    assert!(missing.starts_with("VERL_MODELS_DIR is `no/such/folder`, which is no folder"));
+    assert!(missing.starts_with("VERL_MODELS_DIR is `no/such/folder`, which is not a folder"));
 }
 
 struct Case {
     name: String,
     model: Decoder,
     reference: HashMap<String, Reference>,
-    /// 1 where a token is no padding, row by row.
+    /// 1 where a token is not padding, row by row.
     mask: Vec<f32>,
 }
 
@@ -153,7 +153,7 @@ impl Case {
         )
     }
 
-    /// Indices, in rows of `S - skipped`, of positions whose token at `position + skipped` is no pad.
+    /// Indices, in rows of `S - skipped`, of positions whose token at `position + skipped` is not padding.
     fn kept_positions(&self, skipped: usize) -> Vec<usize> {
         let [_, s] = self.shape();
         let kept = self.mask.chunks(s).flat_map(|row| row[skipped..].to_vec());
@@ -173,7 +173,7 @@ impl Case {
         -chosen.reshape([b * s]).select(0, kept).mean()
     }
 
-    /// Compares with the positions `kept` of the reference, each `width` values, where it has them.
+    /// Compares with the positions `kept` of the reference, each of `width` values, if the reference has them.
     fn check(&self, what: &str, got: &[f32], width: usize, kept: &[usize]) {
         let Some(reference) = self.reference.get(what) else {
             println!("{}: no {what} in the reference", self.name);
@@ -195,7 +195,7 @@ impl Case {
             });
         assert!(
             apart <= TOLERANCE * largest,
-            "{what} is {apart} apart, of at most {largest}"
+            "{what} differs by {apart}, of at most {largest}"
         );
     }
 }
@@ -222,7 +222,7 @@ impl ModuleVisitor for Grads {
     }
 }
 
-/// `[B, S, V]` log-probs of the next token and `[B, S]` ids into `[B, S − 1]`.
+/// Picks the log-probs of the next tokens: `[B, S, V]` log-probs and `[B, S]` ids to `[B, S − 1]`.
 fn next_log_probs(log_probs: Tensor<3>, ids: Tensor<2, Int>) -> Tensor<2> {
     let [b, s, v] = log_probs.dims();
     let next = ids.slice([0..b, 1..s]).unsqueeze_dim::<3>(2);
@@ -248,7 +248,7 @@ fn pick(values: &[f32], positions: &[usize], width: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Runs a check on every folder, and fails with all that went wrong.
+/// Runs a check on every folder and reports all failures.
 #[track_caller]
 fn for_each_case(check: impl Fn(Case)) {
     let folders = folders();
@@ -281,7 +281,7 @@ fn folders() -> Vec<PathBuf> {
     match env::var_os("VERL_MODELS_DIR") {
         Some(dir) => match named_folder(Path::new(&dir)) {
             Ok(folder) => folders_in(&folder),
-            Err(why) => panic!("{why}"),
+            Err(error) => panic!("{error}"),
         },
         None => {
             let own = folders_in(&here.join("tests/models"));
@@ -292,7 +292,7 @@ fn folders() -> Vec<PathBuf> {
     }
 }
 
-/// A folder that was asked for; relative to the workspace where it is not here.
+/// A requested folder; a relative path may also start at the workspace.
 fn named_folder(named: &Path) -> Result<PathBuf, String> {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let places = [named.to_path_buf(), workspace.join(named)];
@@ -301,13 +301,13 @@ fn named_folder(named: &Path) -> Result<PathBuf, String> {
         .find(|place| place.is_dir())
         .ok_or_else(|| {
             format!(
-                "VERL_MODELS_DIR is `{}`, which is no folder; name the folder of model folders or unset it",
+                "VERL_MODELS_DIR is `{}`, which is not a folder; set it to the folder that contains the model folders, or unset it",
                 named.display()
             )
         })
 }
 
-/// The folders in a folder that have a reference, and the folder itself where it has one.
+/// The subfolders of a folder that have a reference, and the folder itself if it has one.
 fn folders_in(parent: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
     let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();

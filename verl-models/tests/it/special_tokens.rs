@@ -1,4 +1,4 @@
-//! Special tokens from every file of a folder, held against `transformers` 4.57 and 5.24. The values are made by
+//! Compares special tokens from every file of a folder with `transformers` 4.57 and 5.24. The expected values come from
 //! `scripts/tokenizers/special_tokens.py`.
 
 use std::path::Path;
@@ -7,19 +7,19 @@ use serde_json::{Map, Value};
 use verl_models::chat_template::{ChatTemplate, message};
 use verl_models::tokenizer::Tokenizer;
 
-/// Cases that are refused here and load in `transformers`, which gives the tokens other ids than the files say, or ends
-/// sequences with a token that the model does not know.
+/// Cases that are refused here but load in `transformers`, which gives the tokens ids other than those in the files, or
+/// ends sequences with a token that the model does not know.
 const REFUSED: [(&str, &str); 4] = [
     ("gap", "the next free id is 99"),
-    ("taken", "that id is `E`"),
+    ("taken", "that id belongs to `E`"),
     ("elsewhere", "the vocabulary has it at 2"),
     (
         "unknown_eos",
-        "eos_token is `<|end|>`, which the vocabulary does not hold",
+        "eos_token is `<|end|>`, which is not in the vocabulary",
     ),
 ];
 
-/// Cases in which the two versions differ in what is special: the one that is followed here.
+/// Cases in which the two versions differ in which tokens are special, with the version followed here.
 const FOLLOWED: [(&str, &str); 1] = [("added_tokens_and_map", "4.57")];
 
 fn golden() -> Value {
@@ -44,7 +44,7 @@ fn texts(golden: &Value) -> Vec<String> {
         .collect()
 }
 
-/// What a folder gives, in the form of the golden file.
+/// The results for a folder, in the form of the golden file.
 fn read(folder: &Path, texts: &[String], roles: &Map<String, Value>) -> Value {
     let tokenizer = Tokenizer::load(folder).unwrap();
     let ids: Vec<Vec<u32>> = texts
@@ -72,7 +72,7 @@ fn read(folder: &Path, texts: &[String], roles: &Map<String, Value>) -> Value {
 }
 
 #[test]
-fn special_tokens_are_those_of_transformers() {
+fn special_tokens_match_transformers() {
     let golden = golden();
     let (texts, template) = (texts(&golden), golden["template"].as_str().unwrap());
     let mut compared = 0;
@@ -104,9 +104,9 @@ fn special_tokens_are_those_of_transformers() {
     assert!(compared >= 19, "{compared}");
 }
 
-/// #14: `[PAD]` has no row in the embedding, and nothing reads it.
+/// `[PAD]` has no row in the embedding, and nothing reads it.
 #[test]
-fn a_pad_token_without_a_row_is_left_out() {
+fn a_pad_token_without_a_row_is_ignored() {
     let golden = golden();
     let case = &golden["cases"]["roles_get_ids"];
     for (rows, id) in [(99, None), (100, Some(99))] {
@@ -119,9 +119,9 @@ fn a_pad_token_without_a_row_is_left_out() {
     }
 }
 
-/// #10 and A8: negative ids are none; ids that no row belongs to cannot end a response.
+/// Negative ids mean none; ids without a row in the embedding cannot end a response.
 #[test]
-fn ids_outside_the_vocabulary_are_none_or_refused() {
+fn ids_outside_the_vocabulary_are_ignored_or_refused() {
     let golden = golden();
     let case = &golden["cases"]["plain"];
     let load = |config: &str, generation: &str| {
@@ -152,9 +152,8 @@ fn ids_outside_the_vocabulary_are_none_or_refused() {
     assert!(load(config, r#"{"eos_token_id": 4294967296}"#).is_err());
 }
 
-/// A11, A12: what a file is instead of JSON.
 #[test]
-fn files_that_are_something_else_are_recognised() {
+fn git_lfs_pointers_and_byte_order_marks_are_recognised() {
     let golden = golden();
     let case = &golden["cases"]["decoder"];
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
@@ -175,13 +174,13 @@ fn files_that_are_something_else_are_recognised() {
             "{error}"
         );
     }
-    // Files that nothing reads are left out of a saved folder instead.
+    // Pointers to files that are not read are left out of a saved folder instead.
     let dir = folder(case, "{{ bos_token }}");
     std::fs::write(dir.path().join("tokenizer.model"), pointer).unwrap();
     let saved = dir.path().join("saved");
     Tokenizer::load(dir.path()).unwrap().save(&saved).unwrap();
     assert!(!saved.join("tokenizer.model").exists());
-    // A byte-order mark is passed over, and not written again.
+    // A byte-order mark is skipped and not written.
     let dir = folder(case, "\u{feff}{{ bos_token }}");
     for name in ["tokenizer.json", "tokenizer_config.json"] {
         let text = std::fs::read_to_string(dir.path().join(name)).unwrap();
@@ -197,7 +196,7 @@ fn files_that_are_something_else_are_recognised() {
 }
 
 #[test]
-fn templates_in_files_of_their_own_come_first() {
+fn templates_in_separate_files_take_precedence() {
     let golden = golden();
     let dir = folder(
         &golden["cases"]["map_alone"],
@@ -214,7 +213,7 @@ fn templates_in_files_of_their_own_come_first() {
         std::fs::write(dir.path().join("tokenizer_config.json"), text).unwrap();
     };
     config("\"from the config\"");
-    // A7: the token is named in special_tokens_map.json alone.
+    // The token is declared only in special_tokens_map.json.
     assert_eq!(render().unwrap(), "from the file </s>");
     let further = dir.path().join("additional_chat_templates");
     std::fs::create_dir(&further).unwrap();
@@ -231,7 +230,7 @@ fn templates_in_files_of_their_own_come_first() {
     );
     std::fs::remove_file(further.join("default.jinja")).unwrap();
     std::fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
-    assert!(render().unwrap_err().contains("none is called `default`"));
+    assert!(render().unwrap_err().contains("none is named `default`"));
     std::fs::remove_dir_all(&further).unwrap();
     assert_eq!(render().unwrap(), "from the config");
     for template in [
@@ -246,6 +245,6 @@ fn templates_in_files_of_their_own_come_first() {
     assert!(
         render()
             .unwrap_err()
-            .contains("chat_template.json is for processors")
+            .contains("chat_template.json is only for processors")
     );
 }

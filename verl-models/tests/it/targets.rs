@@ -1,5 +1,5 @@
-//! What is trained, against transformers: the tokens of prompt and target together are the first ones of the finished
-//! conversation, up to the end of the turn. `scripts/targets.py` wrote the golden tokens and says how.
+//! Compares training targets with transformers: the finished conversation starts with the tokens of prompt and target,
+//! up to the end of the turn. `scripts/targets.py` wrote the golden tokens and documents how.
 
 use std::collections::HashMap;
 use std::fs;
@@ -62,7 +62,7 @@ struct PlainCase {
     written: Written,
 }
 
-/// Ids as transformers gives them.
+/// Ids from transformers.
 #[derive(Deserialize)]
 struct Written {
     prompt: String,
@@ -88,8 +88,8 @@ impl Written {
         whole
     }
 
-    /// Whether the prompt's tokens are the first ones of the finished conversation.
-    fn goes_on(&self) -> bool {
+    /// Whether the finished conversation starts with the prompt's tokens.
+    fn continues_prompt(&self) -> bool {
         self.shared == ids(&self.prompt).len()
     }
 }
@@ -151,7 +151,7 @@ fn is_apart(note: &Note) -> bool {
     matches!(note, Note::Apart { .. })
 }
 
-/// What holds of every lesson: its tokens are the first ones of the finished conversation, but for an end that was added.
+/// Checks every lesson: the finished conversation must start with its tokens, except for an added end.
 #[track_caller]
 fn check(lesson: &Lesson, written: &Written, stops: &[u32], is_added: bool, about: &str) -> usize {
     let (asked, whole) = (written.prompt(), written.whole());
@@ -165,9 +165,9 @@ fn check(lesson: &Lesson, written: &Written, stops: &[u32], is_added: bool, abou
     }
     assert!(
         whole.starts_with(&joined),
-        "{about}: {joined:?} do not begin {whole:?}"
+        "{about}: {whole:?} does not start with {joined:?}"
     );
-    if !written.goes_on() {
+    if !written.continues_prompt() {
         assert!(has(lesson, is_apart), "{about}: {:?}", lesson.notes);
     }
     if !has(lesson, is_apart) {
@@ -178,7 +178,7 @@ fn check(lesson: &Lesson, written: &Written, stops: &[u32], is_added: bool, abou
 }
 
 #[test]
-fn prompts_and_targets_are_what_transformers_writes() {
+fn prompts_and_targets_match_transformers() {
     let mut tried = HashMap::new();
     for form in golden().forms {
         let (tokenizer, template) = (
@@ -192,7 +192,7 @@ fn prompts_and_targets_are_what_transformers_writes() {
         );
         for case in &form.cases {
             let about = format!(
-                "{} on {}, {} behind {} messages, {:?}",
+                "{} on {}, {} after {} messages, {:?}",
                 form.template,
                 form.tokenizer,
                 case.answer,
@@ -210,9 +210,9 @@ fn prompts_and_targets_are_what_transformers_writes() {
                 }
             };
             *tried.entry(form.template.clone()).or_insert(0) += 1;
-            // The unknown token of words may reach from the prompt into the answer, and is the same.
+            // The unknown token of `words` may span the border of prompt and answer without changing.
             if form.tokenizer != "words" {
-                assert_eq!(has(&lesson, is_apart), !case.written.goes_on(), "{about}");
+                assert_eq!(has(&lesson, is_apart), !case.written.continues_prompt(), "{about}");
             }
             let is_unended = has(&lesson, |note| *note == Note::Unended);
             let until = check(&lesson, &case.written, &form.stops, is_unended, &about);
@@ -226,7 +226,7 @@ fn prompts_and_targets_are_what_transformers_writes() {
                 continue;
             }
             assert!(trained.iter().all(|trained| *trained), "{about}");
-            // One end, which is the last token.
+            // There is a single end, which is the last token.
             let last = *tokens.last().unwrap();
             assert!(form.stops.contains(&last), "{about}: {tokens:?}");
             let ends = tokens.iter().filter(|id| form.stops.contains(id)).count();
@@ -237,15 +237,16 @@ fn prompts_and_targets_are_what_transformers_writes() {
                 form.template == "alpaca" && !case.text().trim().ends_with(&form.eos),
                 "{about}"
             );
-            // What is left is no part of the answer.
+            // The rest is not part of the answer.
             let rest = tokenizer.decode(&whole[until..]);
             assert_eq!(rest.trim(), "", "{about}");
-            // The target holds the answer, but where that is told; blanks are lost where part of a text is decoded.
+            // The target contains the answer unless a note says otherwise; blanks are ignored, because decoding a part
+            // of a text loses them.
             if form.tokenizer != "words" && !has(&lesson, is_apart) && is_clean {
                 let said = tokenizer.decode(tokens);
                 let is_changed = has(&lesson, |note| matches!(note, Note::Changed { .. }));
-                let holds = without_blanks(&said).contains(&without_blanks(case.text()));
-                assert!(holds || is_changed, "{about}: {said:?}");
+                let is_contained = without_blanks(&said).contains(&without_blanks(case.text()));
+                assert!(is_contained || is_changed, "{about}: {said:?}");
                 let drops_thoughts = ["deepseek_r1", "qwen3"].contains(&form.template.as_str());
                 assert!(!is_changed || drops_thoughts, "{about}: {:?}", lesson.notes);
             }
@@ -262,7 +263,7 @@ fn without_blanks(text: &str) -> String {
 }
 
 impl Form {
-    /// Whether a text holds a special token of the form.
+    /// Whether a text contains a special token of the form.
     fn special(&self, text: &str) -> bool {
         let tokens = self.added_tokens.as_array().unwrap().iter();
         let mut names = tokens.filter_map(|token| token["content"].as_str());
@@ -270,20 +271,21 @@ impl Form {
     }
 }
 
-/// Only an answer of which the template writes nothing is refused: this one drops all up to the end of a thought.
+/// Only an answer that the template does not write is refused: this template drops everything up to the end of the
+/// reasoning.
 #[track_caller]
 fn check_refused(form: &Form, case: &Case, error: &str) {
     let about = format!("{}: {} is refused: {error}", form.template, case.answer);
     assert_eq!(form.template, "deepseek_r1", "{about}");
     assert!(case.text().ends_with("</think>"), "{about}");
     let expected = format!(
-        "the chat template writes nothing of the assistant's message (message {})",
+        "the chat template does not write the assistant's message (message {})",
         case.before.len() + 1
     );
     assert_eq!(error, expected, "{about}");
 }
 
-/// Every turn of the assistant is trained, and where the template marks them, what transformers says they are.
+/// Every turn of the assistant is trained; if the template has marks, the trained tokens match those of transformers.
 #[test]
 fn all_turns_are_trained_as_marked_or_to_their_ends() {
     let mut tried = 0;
@@ -324,10 +326,10 @@ fn all_turns_are_trained_as_marked_or_to_their_ends() {
             }
             let actions = tokens.iter().zip(trained).filter(|(_, trained)| **trained);
             let ends = actions.filter(|(id, _)| form.stops.contains(id)).count();
-            // The template without ends gets one behind the last turn alone.
+            // The template without ends gets an end only after the last turn.
             let expected = if form.template == "alpaca" { 1 } else { 2 };
             assert_eq!(ends, expected, "{about}");
-            // What the user says between the turns is read and not trained.
+            // The user's messages between the turns are read but not trained.
             let read = tokens.iter().zip(trained).filter(|(_, trained)| !**trained);
             let read: Vec<u32> = read.map(|(id, _)| *id).collect();
             if form.tokenizer != "words" {
@@ -392,9 +394,9 @@ fn several_answers_share_a_prompt() {
                     "{about}"
                 );
             }
-            let goes_on = one.written.goes_on() && other.written.goes_on();
+            let continues = one.written.continues_prompt() && other.written.continues_prompt();
             if form.tokenizer != "words" {
-                assert_eq!(has(&lesson, is_apart), !goes_on, "{about}");
+                assert_eq!(has(&lesson, is_apart), !continues, "{about}");
             }
             if !has(&lesson, is_apart) {
                 assert_eq!(lesson.prompt, one.written.prompt(), "{about}");
@@ -404,7 +406,7 @@ fn several_answers_share_a_prompt() {
 }
 
 #[test]
-fn plain_texts_are_tokens_of_one_text() {
+fn plain_prompt_and_answer_are_tokenised_as_a_single_text() {
     for plain in golden().plain {
         let added = plain.added_tokens.as_array().unwrap();
         let end = added

@@ -1,11 +1,11 @@
-"""Tiny random models with long-context rotary scalings, for `verl-models/tests/parity.rs`.
+"""Tiny random models with long-context rotary scalings, for `verl-models/tests/it/parity.rs`.
 
     pip install torch transformers==5.24.0 safetensors
     python verl-models/tests/models/make.py
 
-Writes beside this file tiny-random-qwen2-yarn, tiny-random-llama-dynamic and tiny-random-llama-own-head: config.json, model.safetensors, and
-reference.safetensors with what transformers computes in f32. Rows are longer than the context of pre-training, so that
-the scalings act; the second row is padded on the right.
+Writes tiny-random-qwen2-yarn, tiny-random-llama-dynamic and tiny-random-llama-own-head next to this file: config.json,
+model.safetensors, and reference.safetensors with the results of transformers in f32. Rows are longer than the context of
+pre-training, so that the scalings take effect; the second row is padded on the right.
 """
 
 import json

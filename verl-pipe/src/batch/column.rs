@@ -42,7 +42,7 @@ pub fn arrow_type(dtype: DType, ragged: bool) -> DataType {
     }
 }
 
-/// A ragged column under construction: a list of numbers a row.
+/// A ragged column under construction: a list of numbers per row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RaggedColumn<T> {
     values: Vec<T>,
@@ -151,7 +151,7 @@ impl<'a, T: ArrowElement> ScalarView<'a, T> {
         self.array.is_valid(index).then(|| self.array.value(index))
     }
 
-    /// All values; a null slot holds an arbitrary number.
+    /// All values; a null slot contains an arbitrary number.
     pub fn values(&self) -> &'a [T] {
         self.array.values()
     }
@@ -198,11 +198,11 @@ impl<'a> TextView<'a> {
 pub trait Column: ColumnKind {
     /// What [`Batch::put`](super::Batch::put) takes.
     type Data;
-    /// What [`Batch::get`](super::Batch::get) gives.
+    /// What [`Batch::get`](super::Batch::get) returns.
     type View<'a>;
     /// Builds the Arrow array.
     fn build(data: Self::Data) -> Result<ArrayRef, BatchError>;
-    /// Views the Arrow array; `None` when its type is another.
+    /// Views the Arrow array; `None` if it has another type.
     fn view(array: &ArrayRef) -> Option<Self::View<'_>>;
 }
 

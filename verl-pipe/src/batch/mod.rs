@@ -44,22 +44,22 @@ pub const GROUP_ID: &str = "group_id";
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BatchError {
-    /// A key that the batch does not hold.
-    #[error("the batch has no key `{key}`; it holds {known}")]
+    /// A key that the batch does not have.
+    #[error("the batch has no key `{key}`; it has {known}")]
     Missing {
         /// The key.
         key: String,
-        /// Keys that are there.
+        /// Keys of the batch.
         known: String,
     },
     /// A column of another type than the key's.
-    #[error("`{key}` holds {found}, but is read as {wanted}")]
+    #[error("`{key}` has type {found}, but is read as {wanted}")]
     Type {
         /// The key.
         key: String,
-        /// What was asked for.
+        /// The requested type.
         wanted: String,
-        /// What is there.
+        /// The actual type.
         found: String,
     },
     /// A column with another number of rows.
@@ -72,8 +72,8 @@ pub enum BatchError {
         /// Rows of the column.
         found: usize,
     },
-    /// Nulls in a key that allows none.
-    #[error("`{key}` is null in row {row} ({id}), but the key allows no null")]
+    /// A null in a key that is not nullable.
+    #[error("`{key}` is null in row {row} ({id}), but the key is not nullable")]
     Null {
         /// The key.
         key: String,
@@ -92,14 +92,14 @@ pub enum BatchError {
         /// Identity on the right.
         right: String,
     },
-    /// Two batches that both hold a key.
-    #[error("cannot join: both sides hold `{key}`")]
+    /// Two batches that both have a key.
+    #[error("cannot join: both sides have `{key}`")]
     JoinKey {
         /// The key.
         key: String,
     },
     /// A row range past the end.
-    #[error("rows {start}..{end} were asked of a batch of {rows}")]
+    #[error("rows {start}..{end} are out of range for a batch of {rows} rows")]
     Range {
         /// First row.
         start: usize,
@@ -110,7 +110,7 @@ pub enum BatchError {
     },
     /// An identity that does not fit.
     #[error(
-        "epoch {epoch}, wave {wave}, row {row}, sample {sample} do not fit a row identity (16, 4, 32 and 12 bits)"
+        "epoch {epoch}, wave {wave}, row {row}, sample {sample} do not fit into a row identity (16, 4, 32 and 12 bits)"
     )]
     IdOutOfRange {
         /// Epoch.
@@ -122,7 +122,7 @@ pub enum BatchError {
         /// Sample index.
         sample: u64,
     },
-    /// Arrow refused; a bug of ours or more than 2^31 values in a column.
+    /// An error of Arrow: a bug in verl, or more than 2^31 values in a column.
     #[error("arrow: {0}")]
     Arrow(String),
 }
@@ -155,10 +155,10 @@ impl Batch {
         Batch { record }
     }
 
-    /// A batch from an Arrow record batch that holds both identity columns first.
+    /// A batch from an Arrow record batch whose first two columns are the identity columns.
     ///
     /// # Errors
-    /// When an identity column is missing or of another type.
+    /// When an identity column is missing or has another type.
     pub fn from_record(record: RecordBatch) -> Result<Batch, BatchError> {
         for (at, name) in [SAMPLE_ID, GROUP_ID].into_iter().enumerate() {
             let right = record.num_columns() > at
@@ -211,7 +211,7 @@ impl Batch {
             .values()
     }
 
-    /// Names of the keys held, identity columns left out.
+    /// Names of the keys, without the identity columns.
     pub fn keys(&self) -> Vec<String> {
         self.record
             .schema()
@@ -222,7 +222,7 @@ impl Batch {
             .collect()
     }
 
-    /// Whether the batch holds `name`.
+    /// Whether the batch has the key `name`.
     pub fn has(&self, name: &str) -> bool {
         self.record.schema().index_of(name).is_ok()
     }
@@ -235,12 +235,12 @@ impl Batch {
     /// Typed read access to the column of `key`.
     ///
     /// # Errors
-    /// When the key is missing, of another type, or holds a null that it does not allow.
+    /// When the key is missing, has another type, or contains a null although it is not nullable.
     pub fn get<K: Column>(&self, key: &Key<K>) -> Result<K::View<'_>, BatchError> {
         self.get_as(key, key.name())
     }
 
-    /// As [`Batch::get`], for a column that holds the key's type under another name.
+    /// As [`Batch::get`], for a column of the key's type with another name.
     ///
     /// # Errors
     /// As [`Batch::get`].
@@ -339,7 +339,7 @@ impl Batch {
         })
     }
 
-    /// Renames keys: pairs of (old, new); shares buffers. Keys that are not there are passed over.
+    /// Renames keys: pairs of (old, new); shares buffers. Missing keys are ignored.
     pub fn rename<S: AsRef<str>>(&self, names: &[(S, S)]) -> Batch {
         let fields: Vec<ArrowField> = self
             .record
@@ -411,14 +411,14 @@ impl Batch {
         })
     }
 
-    /// One batch of all rows in order, copied. All parts must hold the same columns.
+    /// One batch of all rows in order, copied. All parts must have the same columns.
     ///
     /// # Errors
     /// When the columns differ or `parts` is empty.
     pub fn concat(parts: &[Batch]) -> Result<Batch, BatchError> {
         let first = parts
             .first()
-            .ok_or_else(|| BatchError::Arrow("concat of no batch".to_owned()))?;
+            .ok_or_else(|| BatchError::Arrow("cannot concatenate zero batches".to_owned()))?;
         if parts.len() == 1 {
             return Ok(first.clone());
         }
@@ -437,7 +437,7 @@ impl Batch {
     /// The columns of both batches, whose rows must be the same in the same order; shares buffers.
     ///
     /// # Errors
-    /// When rows differ or both hold a key.
+    /// When rows differ, or both batches have the same key.
     pub fn join(&self, other: &Batch) -> Result<Batch, BatchError> {
         let (left, right) = (self.ids(), other.ids());
         if left != right {
@@ -479,10 +479,10 @@ impl Batch {
         })
     }
 
-    /// Each row `n` times in place (`P → P·n`): row i becomes samples 0..n of its prompt, neighbours of each other.
+    /// Repeats each row `n` times in place (`P → P·n`): row i becomes the adjacent samples 0..n of its prompt.
     ///
     /// # Errors
-    /// When `n` does not fit a row identity.
+    /// When `n` does not fit into a row identity.
     pub fn repeat(&self, n: usize) -> Result<Batch, BatchError> {
         let indices: Vec<usize> = (0..self.num_rows())
             .flat_map(|row| std::iter::repeat_n(row, n))
@@ -501,7 +501,7 @@ impl Batch {
         })
     }
 
-    /// Ranges of neighbouring rows of one group.
+    /// Ranges of adjacent rows of one group.
     pub fn group_ranges(&self) -> Vec<Range<usize>> {
         let groups = self.groups();
         let mut ranges = Vec::new();
@@ -520,10 +520,10 @@ impl Batch {
         self.record.get_array_memory_size()
     }
 
-    /// Checks that `field` is here with its dtype and raggedness.
+    /// Checks that `field` is present with its dtype and raggedness.
     ///
     /// # Errors
-    /// When the key is missing or its type differs.
+    /// When the key is missing or has another type.
     pub fn check_field(&self, field: &Field) -> Result<(), BatchError> {
         let array = self
             .column(&field.name)

@@ -1,4 +1,4 @@
-//! Identities of rows: what a row is called from its prompt to its trace.
+//! Identities of rows: they identify a row from its prompt to its trace.
 
 use super::BatchError;
 
@@ -9,8 +9,8 @@ const EPOCH_BITS: u32 = 16;
 
 /// Identity of a row: epoch, wave, data-set row and sample index packed into 64 bits (16, 4, 32 and 12 of them).
 ///
-/// A wave is what a source draws at once; most steps have one only, and its number is 0. A row of the data set that is
-/// drawn again in a later wave is another row: nothing of the two collides.
+/// A wave is what a source draws at once; most steps have only one, with number 0. A row of the data set that is drawn
+/// again in a later wave is another row, with another identity.
 ///
 /// ```
 /// use verl_pipe::batch::RowId;
@@ -26,7 +26,7 @@ const EPOCH_BITS: u32 = 16;
 pub struct RowId(pub u64);
 
 impl RowId {
-    /// Waves that a step can have.
+    /// Maximum number of waves of a step.
     pub const MAX_WAVES: u64 = 1 << WAVE_BITS;
 
     /// The row of a prompt: sample 0 of data-set row `row` in `epoch`, drawn in the first wave of a step.
@@ -101,8 +101,8 @@ impl RowId {
         self.0 & ((1 << SAMPLE_BITS) - 1)
     }
 
-    /// The row as messages name it: its identity, which counts from 0, and the row of the data set, counted from 1 as in
-    /// messages about the file.
+    /// The row as shown in messages: its identity, which counts from 0, and the row of the data set, counted from 1 as
+    /// in messages about the file.
     ///
     /// ```
     /// use verl_pipe::batch::RowId;
@@ -115,13 +115,13 @@ impl RowId {
         format!("sample {self} (row {} of the data set)", self.row() + 1)
     }
 
-    /// What the samples of one prompt share.
+    /// The group, which the samples of one prompt share.
     pub fn group(self) -> u64 {
         self.0 >> SAMPLE_BITS
     }
 }
 
-/// `epoch.row#sample`, with `/wave` behind the row where it is not the first.
+/// `epoch.row#sample`, with `/wave` after the row if it is not the first.
 impl std::fmt::Display for RowId {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}.{}", self.epoch(), self.row())?;
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_part_is_kept_apart() {
+    fn parts_do_not_overlap() {
         let (epochs, rows, samples) = ([0, 1, 65_535], [0, 1, (1 << 32) - 1], [0, 1, 4095]);
         let mut seen = std::collections::HashSet::new();
         for (epoch, row) in epochs.into_iter().flat_map(|e| rows.map(|r| (e, r))) {
@@ -153,12 +153,12 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn parts_that_do_not_fit_are_rejected() {
         assert!(RowId::prompt(1 << 16, 0).is_err());
         assert!(RowId::prompt(0, 1 << 32).is_err());
         let id = RowId(0);
         assert!(id.sample(1 << 12).is_err());
-        let told = id.in_wave(16).expect_err("too many").to_string();
-        assert!(told.contains("wave 16") && told.contains("16, 4, 32 and 12 bits"));
+        let message = id.in_wave(16).expect_err("too many").to_string();
+        assert!(message.contains("wave 16") && message.contains("16, 4, 32 and 12 bits"));
     }
 }

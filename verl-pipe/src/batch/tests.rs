@@ -1,4 +1,4 @@
-//! What goes into a batch comes out of it, and what does not fit is refused.
+//! A batch returns what was put into it, and rejects what does not fit.
 
 use super::*;
 use crate::field::Scalar;
@@ -58,7 +58,7 @@ fn split_and_concat_are_inverse() {
 }
 
 #[test]
-fn join_refuses_other_rows_and_equal_keys() {
+fn join_rejects_different_rows_and_equal_keys() {
     let batch = sample();
     let mut other = batch.rows_only();
     other
@@ -79,7 +79,7 @@ fn join_refuses_other_rows_and_equal_keys() {
 }
 
 #[test]
-fn wrong_types_and_nulls_are_told() {
+fn wrong_types_and_nulls_are_errors() {
     let mut batch = sample();
     batch
         .put_array("prompts", Arc::new(StringArray::from(vec!["a", "b", "c"])))

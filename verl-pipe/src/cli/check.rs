@@ -1,4 +1,4 @@
-//! `pipe check`: builds the plan, looks at the data, reports all findings; loads no weights.
+//! `pipe check`: builds the plan, checks the data, reports all findings; loads no weights.
 
 use std::io::{self, Write};
 
@@ -17,20 +17,20 @@ pub struct CheckArgs {
     /// The pipeline.
     #[command(flatten)]
     pub pipeline: PipelineArgs,
-    /// Prints this many rows of each data set as a run would see them: text and tokens of the prompt, what is trained
-    /// behind it, the answer.
+    /// Prints this many rows of each data set as a run would see them: text and tokens of the prompt, the trained
+    /// tokens after it, the answer.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub rows: usize,
-    /// Prints one JSON object: what the pipeline comes to, what its sources make of their rows and its warnings, or the
-    /// error with all findings.
+    /// Prints one JSON object: a summary of the pipeline, the rows of its sources and its warnings, or the error with
+    /// all findings.
     #[arg(long)]
     pub json: bool,
 }
 
-/// Checks a pipeline file and looks at its data; writes what is wrong. Returns the exit code.
+/// Checks a pipeline file and its data, and writes the findings. Returns the exit code.
 ///
 /// # Errors
-/// When `out` cannot be written.
+/// If `out` cannot be written.
 pub fn check(args: &CheckArgs, registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
     let pipe = match args.pipeline.read(registry) {
         Ok(pipe) => pipe,
@@ -53,7 +53,7 @@ pub fn check(args: &CheckArgs, registry: &Registry, out: &mut dyn Write) -> io::
     }
     match plan {
         Ok(plan) if args.json => {
-            let told = json!({
+            let summary = json!({
                 "pipeline": plan.pipe.name,
                 "stages": plan.stages.len(),
                 "samples_a_step": plan.batch.rows,
@@ -61,7 +61,7 @@ pub fn check(args: &CheckArgs, registry: &Registry, out: &mut dyn Write) -> io::
                 "rows": rows,
                 "warnings": json_findings(&plan.warnings),
             });
-            write_json(&told, out)?;
+            write_json(&summary, out)?;
             Ok(0)
         }
         Ok(plan) => {

@@ -9,7 +9,7 @@ use crate::stage::{
     BuildContext, ConfigError, RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
 
-/// Numbers the rows of a step; refuses the step `fail_at`.
+/// Numbers the rows of a step; fails in step `fail_at`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Count {

@@ -1,11 +1,12 @@
-//! Errors for programs: with `--json` a command writes exactly one JSON object to standard output, an answer or an error.
+//! Errors for programs: with `--json` a command writes exactly one JSON object to standard output, a result or an
+//! error.
 //!
 //! ```json
 //! {"error": {"code": "T010", "message": "…", "help": "…"}}
 //! ```
 //!
-//! `where` and `why` stand beside them where they are known, and under `findings` all that was found where an error comes
-//! of findings. The exit code is that of the same command without `--json`.
+//! The error also has `where` and `why` if they are known, and `findings` if it comes from several findings. The exit
+//! code is the same as without `--json`.
 
 use std::io::{self, Write};
 
@@ -14,39 +15,39 @@ use serde::{Deserialize, Serialize};
 
 use crate::diagnostic::{Diagnostic, Severity};
 
-/// Code of a wrong command line.
+/// Code of an invalid command line.
 pub const USAGE: &str = "usage";
-/// Code of something that cannot be measured.
+/// Code of a measurement that is not possible.
 pub const BENCH: &str = "bench";
 /// Code of a file that a command cannot write.
 pub const FILE: &str = "file";
 
-/// What a command writes instead of its answer.
+/// The output of a command that fails.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct JsonError {
-    /// Why there is no answer.
+    /// The error.
     pub error: Reason,
 }
 
-/// Why there is no answer.
+/// An error of a command.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Reason {
-    /// Code of the error; `docs/errors/<CODE>.md` explains it. `usage` for a wrong command line, `file` for a file that
-    /// cannot be written, `bench` for what cannot be measured.
+    /// Code of the error; `docs/errors/<CODE>.md` explains it. `usage` for an invalid command line, `file` for a file
+    /// that cannot be written, `bench` for a measurement that is not possible.
     pub code: String,
     /// What is wrong.
     pub message: String,
-    /// Where it is: a place of the pipeline file, an override, a stage; left out where it is nowhere in particular.
+    /// Where it is: a place in the pipeline file, an override, a stage; omitted if it has no particular place.
     #[serde(rename = "where", default, skip_serializing_if = "String::is_empty")]
     pub place: String,
-    /// Why it is wrong; left out where the message says so.
+    /// Why it is wrong; omitted if the message says so.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub why: String,
     /// What to do.
     pub help: String,
-    /// Everything that was found, warnings included; left out where it is one thing.
+    /// All findings, including warnings; omitted if there is only one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub findings: Vec<JsonFinding>,
 }
@@ -57,7 +58,7 @@ pub struct Reason {
 pub struct JsonFinding {
     /// Its code; `docs/errors/<CODE>.md` explains it.
     pub code: String,
-    /// `error` forbids a run, `warning` does not.
+    /// `error` if it prevents a run, otherwise `warning`.
     pub severity: String,
     /// What is wrong.
     pub message: String,
@@ -88,7 +89,7 @@ impl From<&Diagnostic> for JsonFinding {
 }
 
 impl JsonError {
-    /// An error with nothing but what is wrong and what to do.
+    /// An error with only a message and a help.
     pub fn new(
         code: impl Into<String>,
         message: impl Into<String>,
@@ -104,20 +105,20 @@ impl JsonError {
         }
     }
 
-    /// The first error among findings, and with it all of them where there are several.
+    /// The first error of `findings`, with all of them if there are several.
     ///
     /// ```
     /// use verl_pipe::cli::json_error::JsonError;
     /// use verl_pipe::diagnostic::Diagnostic;
     ///
-    /// let fault = Diagnostic::error("P001", "two stages are called `reward`").help("rename one");
-    /// let told = JsonError::of_findings(&[fault]);
-    /// assert_eq!((told.error.code.as_str(), told.error.help.as_str()), ("P001", "rename one"));
+    /// let finding = Diagnostic::error("P001", "two stages are called `reward`").help("rename one");
+    /// let failure = JsonError::of_findings(&[finding]);
+    /// assert_eq!((failure.error.code.as_str(), failure.error.help.as_str()), ("P001", "rename one"));
     /// ```
     pub fn of_findings(findings: &[Diagnostic]) -> Self {
         let first = findings.iter().find(|finding| finding.is_error());
         let Some(first) = first.or(findings.first()) else {
-            return JsonError::new(USAGE, "nothing was found", "");
+            return JsonError::new(USAGE, "there are no findings", "");
         };
         let mut error = Reason {
             code: first.code.to_owned(),
@@ -133,21 +134,21 @@ impl JsonError {
         JsonError { error }
     }
 
-    /// Writes it as the one object of a command's output.
+    /// Writes it as the only object of a command's output.
     ///
     /// # Errors
-    /// When `out` cannot be written.
+    /// If `out` cannot be written.
     pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
         write_json(self, out)
     }
 }
 
-/// Findings as they stand in JSON.
+/// Findings as they are written in JSON.
 pub(crate) fn json_findings(findings: &[Diagnostic]) -> Vec<JsonFinding> {
     findings.iter().map(JsonFinding::from).collect()
 }
 
-/// Writes a document and a line end.
+/// Writes a document and a newline.
 pub(crate) fn write_json(value: &impl Serialize, out: &mut dyn Write) -> io::Result<()> {
     let text = serde_json::to_string_pretty(value)?;
     writeln!(out, "{text}")
@@ -158,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_error_speaks_for_all_findings() {
+    fn the_first_error_represents_all_findings() {
         let warning = Diagnostic::warning("P013", "unread")
             .at("a")
             .because("b")
@@ -167,9 +168,9 @@ mod tests {
             .at("d")
             .because("e")
             .help("f");
-        let alone = JsonError::of_findings(std::slice::from_ref(&error));
+        let single = JsonError::of_findings(std::slice::from_ref(&error));
         assert_eq!(
-            serde_json::to_value(&alone).expect("prints"),
+            serde_json::to_value(&single).expect("prints"),
             serde_json::json!({
                 "error": { "code": "P001", "message": "twice", "where": "d", "why": "e", "help": "f" }
             })

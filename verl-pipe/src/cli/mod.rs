@@ -1,10 +1,10 @@
 //! Commands of the executable, each a function of a registry and a writer. The executable fills the registry.
 //!
-//! Exit codes: 0 where the answer is good, 1 where the pipeline has faults or its run
-//! failed, 130 where a run was cancelled. Those of [`debug`] stand there.
+//! Exit codes: 0 for success, 1 if the pipeline has errors or its run failed, 130 if a run was cancelled. [`debug`]
+//! documents its own.
 //!
-//! A command with `--json` writes exactly one JSON object, which is a [`JsonError`](json_error::JsonError) where it has no
-//! answer; its exit code is the same as without.
+//! A command with `--json` writes exactly one JSON object, which is a [`JsonError`](json_error::JsonError) if it fails;
+//! `--json` does not change its exit code.
 
 pub mod check;
 #[cfg(test)]
@@ -27,17 +27,17 @@ use crate::diagnostic::Diagnostic;
 use crate::pipe::DataPipe;
 use crate::registry::Registry;
 
-/// A pipeline file with overrides, as commands take it.
+/// A pipeline file with overrides, as commands accept it.
 #[derive(Debug, Clone, Args)]
 pub struct PipelineArgs {
     /// Pipeline file (TOML).
     pub file: PathBuf,
     /// Overrides of its settings, such as `steps=10`, `actor.path=DIR`, `data.train=FILE`, `generate.temperature=0.7`.
     ///
-    /// The first part of a key is a section of the file, a model or a stage; a key alone is a setting of `[run]`.
-    /// Nothing behind the `=` takes a setting out of the file (`batch.mini_batch=`).
-    /// Relative paths given here are read against the working directory (and against the pipeline file's folder only
-    /// where nothing is there); paths in the file itself are read against the file's folder.
+    /// The first part of a key is a section of the file, a model or a stage; a key without a dot is a setting of
+    /// `[run]`. An empty value removes a setting from the file (`batch.mini_batch=`).
+    /// Relative paths in overrides are resolved against the working directory, or against the folder of the pipeline
+    /// file if they do not exist there; paths in the file are resolved against its folder.
     #[arg(value_name = "KEY=VALUE")]
     pub overrides: Vec<String>,
 }
@@ -46,7 +46,7 @@ impl PipelineArgs {
     /// Reads the file and applies the overrides.
     ///
     /// # Errors
-    /// All faults of both.
+    /// All errors in the file and the overrides.
     pub fn read(&self, registry: &Registry) -> Result<DataPipe, Vec<Diagnostic>> {
         read_pipeline(&self.file, &self.overrides, registry)
     }
@@ -55,7 +55,7 @@ impl PipelineArgs {
 /// Writes findings and their number.
 ///
 /// # Errors
-/// When `out` cannot be written.
+/// If `out` cannot be written.
 pub fn write_findings(findings: &[Diagnostic], out: &mut dyn Write) -> io::Result<()> {
     for finding in findings {
         writeln!(out, "{finding}\n")?;

@@ -19,15 +19,16 @@ pub struct PlanArgs {
     /// Prints the graph for Graphviz instead.
     #[arg(long, conflicts_with = "json")]
     pub dot: bool,
-    /// Prints one JSON object: stages in order, edges, batch arithmetic, memory and warnings, or the error with all findings.
+    /// Prints one JSON object: stages in order, edges, batch arithmetic, memory and warnings, or the error with all
+    /// findings.
     #[arg(long)]
     pub json: bool,
 }
 
-/// Prints the plan of a pipeline file, or what is wrong with it. Returns the exit code.
+/// Prints the plan of a pipeline file, or its findings. Returns the exit code.
 ///
 /// # Errors
-/// When `out` cannot be written.
+/// If `out` cannot be written.
 pub fn plan(args: &PlanArgs, registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
     match args.pipeline.read(registry).and_then(|pipe| pipe.plan()) {
         Ok(plan) if args.json => {
@@ -36,7 +37,7 @@ pub fn plan(args: &PlanArgs, registry: &Registry, out: &mut dyn Write) -> io::Re
                 stages,
                 edges,
             } = PipelineEdges::of(&plan);
-            let told = json!({
+            let document = json!({
                 "pipeline": pipeline,
                 "batch": plan.batch,
                 "memory": plan.memory(),
@@ -44,7 +45,7 @@ pub fn plan(args: &PlanArgs, registry: &Registry, out: &mut dyn Write) -> io::Re
                 "edges": edges,
                 "warnings": json_findings(&plan.warnings),
             });
-            write_json(&told, out).map(|()| 0)
+            write_json(&document, out).map(|()| 0)
         }
         Ok(plan) if args.dot => write!(out, "{}", plan.to_dot()).map(|()| 0),
         Ok(plan) => write!(out, "{plan}").map(|()| 0),

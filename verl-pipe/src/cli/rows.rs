@@ -1,7 +1,7 @@
 //! Rows as a run would see them, as text: `pipe check --rows`.
 //!
-//! Tokens stand between bars, so that a blank at an edge is seen; line ends and other control characters are written as
-//! escapes. Behind a prompt, `+` begins what is trained and `-` what is read alone.
+//! Tokens are separated by bars, so that leading and trailing spaces are visible; newlines and other control characters
+//! are escaped. After a prompt, `+` marks tokens that are trained and `-` tokens that are only read.
 
 use std::io::{self, Write};
 
@@ -9,17 +9,17 @@ use crate::plan::look::{ShownRow, ShownTarget, ShownToken, Spread, StageRows};
 
 use super::number;
 
-/// Lines of a text that are printed.
+/// Most lines of a text that are printed.
 const LINES: usize = 20;
-/// Characters of a line that are printed.
+/// Most characters of a line that are printed.
 const COLUMNS: usize = 160;
-/// Tokens that are printed.
+/// Most tokens that are printed.
 const TOKENS: usize = 120;
 
-/// Writes what a source makes of its rows, in a line.
+/// Writes a summary of the rows of a source, in one line.
 ///
 /// # Errors
-/// When `out` cannot be written.
+/// If `out` cannot be written.
 pub(super) fn write_summary(rows: &StageRows, out: &mut dyn Write) -> io::Result<()> {
     let part = if rows.is_whole { "" } else { "the first " };
     write!(
@@ -53,10 +53,10 @@ pub(super) fn write_summary(rows: &StageRows, out: &mut dyn Write) -> io::Result
     writeln!(out)
 }
 
-/// Writes the rows that were asked for.
+/// Writes the requested rows.
 ///
 /// # Errors
-/// When `out` cannot be written.
+/// If `out` cannot be written.
 pub(super) fn write_rows(rows: &StageRows, out: &mut dyn Write) -> io::Result<()> {
     for row in &rows.shown {
         writeln!(
@@ -104,7 +104,7 @@ fn write_target(target: &ShownTarget, out: &mut dyn Write) -> io::Result<()> {
         number(target.tokens.len(), "token"),
         target.name
     )?;
-    // Runs of tokens that are all trained, or all not.
+    // Runs of tokens that are either all trained or all not trained.
     for run in target
         .tokens
         .chunk_by(|one, next| one.trained == next.trained)
@@ -115,7 +115,7 @@ fn write_target(target: &ShownTarget, out: &mut dyn Write) -> io::Result<()> {
     Ok(())
 }
 
-/// A text by its lines, the first of them and as much of each as a terminal has room for.
+/// The first lines of a text, each cut to the width of a terminal.
 fn write_text(text: &str, out: &mut dyn Write) -> io::Result<()> {
     let lines: Vec<&str> = text.split('\n').collect();
     for line in lines.iter().take(LINES) {
@@ -126,11 +126,11 @@ fn write_text(text: &str, out: &mut dyn Write) -> io::Result<()> {
     }
     match lines.len().saturating_sub(LINES) {
         0 => Ok(()),
-        more => writeln!(out, "    … {more} more lines; `--json` has all of it"),
+        more => writeln!(out, "    … {more} more lines; use `--json` to print all"),
     }
 }
 
-/// Tokens between bars, after `before`; of very many the middle is left out.
+/// Tokens separated by bars, after `before`; the middle of a long list is left out.
 fn write_tokens(before: &str, tokens: &[ShownToken], out: &mut dyn Write) -> io::Result<()> {
     let half = TOKENS / 2;
     let left_out = match tokens.len() > TOKENS {

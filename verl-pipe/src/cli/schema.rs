@@ -1,5 +1,5 @@
-//! `pipe schema`: what may stand in a pipeline file, what each kind reads and writes, what a run leaves behind, as JSON
-//! Schema or as pages.
+//! `pipe schema`: the settings of a pipeline file, the keys that each kind reads and writes, and the files of a run, as
+//! JSON Schema or as Markdown pages.
 
 use std::fs;
 use std::io::{self, Write};
@@ -24,7 +24,7 @@ pub struct SchemaArgs {
     /// One kind of stage: its settings, the keys that it reads and writes, its metrics.
     #[arg(long, value_name = "KIND", group = "what")]
     pub stage: Option<String>,
-    /// One kind of part, such as `loss/grpo`; the kind alone where no other slot has it.
+    /// One kind of part, such as `loss/grpo`; just the kind if only one slot has it.
     #[arg(long, value_name = "SLOT/KIND", group = "what")]
     pub part: Option<String>,
     /// One kind of model.
@@ -33,7 +33,7 @@ pub struct SchemaArgs {
     /// One kind of data set.
     #[arg(long, value_name = "KIND", group = "what")]
     pub data: Option<String>,
-    /// One file of a run folder, such as `metrics.jsonl` or `trace/format.json`; the name alone where no other has it.
+    /// One file of a run folder, such as `metrics.jsonl` or `trace/format.json`; just the name if it is unique.
     #[arg(long, value_name = "FILE", group = "what")]
     pub run_file: Option<String>,
     /// One pipeline file: every edge with its writer, its readers and its sizes.
@@ -42,13 +42,13 @@ pub struct SchemaArgs {
     /// Overrides of that file's settings.
     #[arg(value_name = "KEY=VALUE", requires = "pipeline")]
     pub overrides: Vec<String>,
-    /// How to write it.
+    /// Output format.
     #[arg(long, value_enum, default_value = "json")]
     pub format: Format,
-    /// The same as `--format json`, and an error is JSON too.
+    /// The same as `--format json`, but errors are JSON too.
     #[arg(long, conflicts_with = "format")]
     pub json: bool,
-    /// Writes files into this folder instead: all documents and an index, or the one that was asked for.
+    /// Writes files into this folder instead: all documents and an index, or only the selected one.
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
 }
@@ -59,15 +59,15 @@ Examples:
   pipe schema --part loss/grpo --format md
   pipe schema --pipeline examples/pipelines/grpo_addition.toml --format md
   pipe schema --out schemas
-With nothing asked for, JSON is the schema of pipeline files, and Markdown a list of all that there is.";
+Without a selection, JSON output is the schema of pipeline files, and Markdown output a list of all documents.";
 
 /// Prints a document, or writes files. Returns the exit code.
 ///
 /// # Errors
-/// When `out` or a file cannot be written.
+/// If `out` cannot be written.
 pub fn schema(args: &SchemaArgs, registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
     let format = args.format;
-    let files = match asked(args, registry) {
+    let files = match selected(args, registry) {
         Ok(Some(file)) => vec![file],
         Ok(None) if args.out.is_some() => Catalogue::of(registry).files(format),
         Ok(None) if format == Format::Md => {
@@ -87,7 +87,7 @@ pub fn schema(args: &SchemaArgs, registry: &Registry, out: &mut dyn Write) -> io
     };
     if let Err((path, error)) = write_files(dir, &files) {
         let message = format!("cannot write `{}`: {error}", path.display());
-        let help = "give a folder that can be written with `--out`";
+        let help = "set `--out` to a writable folder";
         match args.json {
             true => JsonError::new(FILE, message, help).write(out)?,
             false => writeln!(out, "error[{FILE}]: {message}; {help}")?,
@@ -97,8 +97,8 @@ pub fn schema(args: &SchemaArgs, registry: &Registry, out: &mut dyn Write) -> io
     match files.as_slice() {
         _ if args.json => {
             let paths = files.iter().map(|(path, _)| path);
-            let told = serde_json::json!({ "folder": dir, "files": paths.collect::<Vec<_>>() });
-            write!(out, "{}", json_text(&told))?;
+            let written = serde_json::json!({ "folder": dir, "files": paths.collect::<Vec<_>>() });
+            write!(out, "{}", json_text(&written))?;
         }
         [(path, _)] => writeln!(out, "{}", dir.join(path).display())?,
         all => writeln!(out, "{} files in {}", all.len(), dir.display())?,
@@ -106,7 +106,7 @@ pub fn schema(args: &SchemaArgs, registry: &Registry, out: &mut dyn Write) -> io
     Ok(0)
 }
 
-/// Writes files into a folder; gives the first that cannot be written, and why.
+/// Writes files into a folder; returns the first that cannot be written, and why.
 fn write_files(dir: &Path, files: &[(String, String)]) -> Result<(), (PathBuf, io::Error)> {
     for (path, text) in files {
         let path = dir.join(path);
@@ -118,8 +118,8 @@ fn write_files(dir: &Path, files: &[(String, String)]) -> Result<(), (PathBuf, i
     Ok(())
 }
 
-/// The document that was asked for, if one was: its file and its text.
-fn asked(
+/// The file name and text of the selected document, if one is selected.
+fn selected(
     args: &SchemaArgs,
     registry: &Registry,
 ) -> Result<Option<(String, String)>, Vec<Diagnostic>> {
@@ -151,7 +151,7 @@ fn asked(
             let found = Catalogue::of(registry).model(name);
             found
                 .map(|schema| (format!("models/{name}"), schema))
-                .ok_or_else(|| unknown("model", "--model", name, registry.models().suggest(name)))?
+                .ok_or_else(|| unknown("model kind", "--model", name, registry.models().suggest(name)))?
         }
         SchemaArgs {
             data: Some(name), ..
@@ -161,7 +161,7 @@ fn asked(
                 .map(|schema| (format!("data/{name}"), schema))
                 .ok_or_else(|| {
                     unknown(
-                        "data set",
+                        "data set kind",
                         "--data",
                         name,
                         registry.data_kinds().suggest(name),
@@ -181,18 +181,18 @@ fn asked(
 fn stage(name: &str, registry: &Registry) -> Result<(String, serde_json::Value), Vec<Diagnostic>> {
     let found = Catalogue::of(registry).stage(name);
     let found = found.map(|schema| (format!("stages/{name}"), schema));
-    found.ok_or_else(|| unknown("stage", "--stage", name, registry.stages().suggest(name)))
+    found.ok_or_else(|| unknown("stage kind", "--stage", name, registry.stages().suggest(name)))
 }
 
-/// A part by its slot and kind, or by its kind where only one slot has it.
+/// A part by its slot and kind, or only by its kind if no other slot has it.
 fn part(name: &str, registry: &Registry) -> Result<(String, serde_json::Value), Vec<Diagnostic>> {
     let catalogue = Catalogue::of(registry);
     let known = catalogue.parts.iter();
     let known: Vec<String> = known
         .map(|(slot, kind, _)| format!("{slot}/{kind}"))
         .collect();
-    let meant = |full: &&String| **full == name || full.rsplit('/').next() == Some(name);
-    let found: Vec<&String> = known.iter().filter(meant).collect();
+    let matches = |full: &&String| **full == name || full.rsplit('/').next() == Some(name);
+    let found: Vec<&String> = known.iter().filter(matches).collect();
     let help = match found.as_slice() {
         [one] => {
             let (slot, kind) = one.split_once('/').unwrap_or_default();
@@ -204,10 +204,10 @@ fn part(name: &str, registry: &Registry) -> Result<(String, serde_json::Value), 
         [] => suggest(name, "parts", known.iter().map(String::as_str)),
         several => {
             let all: Vec<&str> = several.iter().map(|full| full.as_str()).collect();
-            format!("several slots have it: say {}", all.join(" or "))
+            format!("several slots have it: use {}", all.join(" or "))
         }
     };
-    Err(unknown("part", "--part", name, help))
+    Err(unknown("part kind", "--part", name, help))
 }
 
 fn run_file(
@@ -226,11 +226,11 @@ fn run_file(
             .to_owned()
     };
     let known: Vec<String> = files.iter().map(title).collect();
-    let meant = |document: &Document| {
+    let matches = |document: &Document| {
         let title = title(document);
         title == name || title.rsplit('/').next() == Some(name)
     };
-    match files.into_iter().find(meant) {
+    match files.into_iter().find(matches) {
         Some(document) => Ok((document.path, document.schema)),
         None => {
             let help = suggest(name, "files", known.iter().map(String::as_str));
@@ -240,12 +240,9 @@ fn run_file(
 }
 
 fn unknown(what: &str, flag: &str, name: &str, help: String) -> Vec<Diagnostic> {
-    let finding = Diagnostic::error(
-        "C003",
-        format!("there is no kind of {what} called `{name}`"),
-    )
-    .at(format!("{flag} {name}"))
-    .because("no such kind is registered")
-    .help(help);
+    let finding = Diagnostic::error("C003", format!("unknown {what} `{name}`"))
+        .at(format!("{flag} {name}"))
+        .because(format!("there is no {what} with this name"))
+        .help(help);
     vec![finding]
 }

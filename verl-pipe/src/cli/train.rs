@@ -16,7 +16,7 @@ use crate::run::interrupt::{CANCELLED_STATUS, cancel_on_ctrl_c};
 use crate::run::runner::RunOptions;
 use crate::run::timeline::Kernels;
 use crate::run::trainer::{Trainer, TrainerOptions};
-use crate::schedule::placement::forbidding;
+use crate::schedule::placement::blocking_error;
 use crate::schema::pipeline_schema;
 use crate::stage::CancelToken;
 use crate::trace::config::TraceConfig;
@@ -27,25 +27,25 @@ pub struct TrainArgs {
     /// The pipeline.
     #[command(flatten)]
     pub pipeline: PipelineArgs,
-    /// What is recorded in full.
+    /// What to record in full.
     #[command(flatten)]
     pub debug: DebugArgs,
 }
 
-/// What of a run is recorded in full, beside the statistics that every run keeps.
+/// What to record in full, in addition to the statistics of every run.
 #[derive(Debug, Clone, Default, Args)]
 pub struct DebugArgs {
-    /// Records every step in full, within `trace.budget_mb`. Like every way of recording in full it also writes the
-    /// pipeline's schema.json into the run.
+    /// Records every step in full, within `trace.budget_mb`. Like all flags that record in full, it also writes
+    /// `schema.json` into the run folder.
     #[arg(long, visible_alias = "debug-mode")]
     pub debug: bool,
-    /// Records this step in full; may be given several times.
+    /// Records this step in full; can be repeated.
     #[arg(long = "debug-trace-step", value_name = "STEP")]
     pub steps: Vec<u64>,
-    /// Records every so many steps one in full.
+    /// Records every STEPS-th step in full.
     #[arg(long = "debug-trace-every", value_name = "STEPS", value_parser = clap::value_parser!(u64).range(1..))]
     pub every: Option<u64>,
-    /// Records these stages only, for example `generate,reward`.
+    /// Records only these stages, for example `generate,reward`.
     #[arg(
         long = "debug-trace-stages",
         value_name = "STAGES",
@@ -55,14 +55,14 @@ pub struct DebugArgs {
 }
 
 impl DebugArgs {
-    /// Adds what the flags ask for to the settings of the file. A flag that names steps or stages narrows `--debug`.
+    /// Adds the flags to the settings of the file. A flag that selects steps or stages narrows `--debug`.
     pub fn apply(&self, trace: &mut TraceConfig) {
         let named = !self.steps.is_empty() || self.every.is_some();
         if self.debug || named || !self.stages.is_empty() {
             trace.every = match self.every {
                 Some(every) => Some(every),
                 None if named => trace.every,
-                // The file says which steps.
+                // The file selects the steps.
                 None if !self.debug && trace.captures() => trace.every,
                 None => Some(1),
             };
@@ -72,7 +72,7 @@ impl DebugArgs {
     }
 }
 
-/// Adds what a flag names and the file does not.
+/// Adds the items of a flag that the file does not contain.
 fn add<T: Clone + PartialEq>(to: &mut Vec<T>, named: &[T]) {
     for name in named {
         if !to.contains(name) {
@@ -81,11 +81,11 @@ fn add<T: Clone + PartialEq>(to: &mut Vec<T>, named: &[T]) {
     }
 }
 
-/// Runs the command. The exit status is 0 only when the target step was reached and models are saved; 1 when the
-/// pipeline is faulty or the run failed; 130 when it was cancelled.
+/// Runs the command. The exit status is 0 only if the run reached the target step and saved its models; 1 if the
+/// pipeline has errors or the run failed; 130 if it was cancelled.
 ///
-/// `versions` names further crates and their versions for `versions.json`; `kernels` is what compiles kernels below the
-/// engine, where something does.
+/// `versions` lists further crates and their versions for `versions.json`; `kernels` reports the kernels that a layer
+/// below the engine compiles, if there is one.
 pub fn train(
     args: &TrainArgs,
     registry: &Registry,
@@ -108,15 +108,15 @@ pub fn train(
             return 1;
         }
     };
-    // What forbids the run is told as the error that ends it.
-    let harmless = plan.warnings.iter().filter(|w| forbidding(w).is_none());
+    // Warnings that prevent the run are reported as the error that ends it.
+    let harmless = plan.warnings.iter().filter(|w| blocking_error(w).is_none());
     let harmless: Vec<Diagnostic> = harmless.cloned().collect();
     if !harmless.is_empty() {
         report(&harmless);
     }
     let cancel = CancelToken::default();
     if let Err(error) = cancel_on_ctrl_c(cancel.clone()) {
-        tracing::warn!("Ctrl-C will end the process at once: {error}");
+        tracing::warn!("Ctrl-C will end the process immediately: {error}");
     }
     let console = Console::new(plan.pipe.run.steps, plan.pipe.run.console_every);
     let options = TrainerOptions {
@@ -144,9 +144,9 @@ pub fn train(
                 RunError::Schedule(findings) => report(findings),
                 error => say(&format!("error[{}]: {error}", error.code())),
             }
-            // A folder that was there before is not this run's; one of a run that never began is removed again.
+            // A folder that existed before belongs to another run; the folder of a run that never started is removed.
             if !matches!(error, RunError::FolderExists { .. }) && dir.exists() {
-                say(&format!("what there is of the run is in {}", dir.display()));
+                say(&format!("the files of the run are in {}", dir.display()));
             }
             if matches!(error, RunError::Cancelled { .. }) {
                 CANCELLED_STATUS
@@ -158,12 +158,12 @@ pub fn train(
 }
 
 fn report(findings: &[Diagnostic]) {
-    // Nothing can be done about a closed standard error.
+    // A closed standard error cannot be reported.
     let _ = write_findings(findings, &mut std::io::stderr());
 }
 
 fn say(text: &str) {
-    // Nothing can be done about a closed standard error.
+    // A closed standard error cannot be reported.
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
@@ -173,7 +173,7 @@ mod tests {
     use crate::cli::counting::Count;
 
     #[test]
-    fn flags_ask_for_steps_and_narrow_each_other() {
+    fn flags_select_steps_and_narrow_each_other() {
         let of = |debug: bool, steps: &[u64], every: Option<u64>, stages: &[&str]| {
             let mut trace = TraceConfig::default();
             DebugArgs {
@@ -195,7 +195,7 @@ mod tests {
             (vec![1, 2, 3, 4, 5, 6], 2)
         );
 
-        // Where the file names steps, a flag that names stages does not add others.
+        // If the file selects steps, a flag that selects stages does not add others.
         let mut trace = TraceConfig {
             steps: vec![2],
             ..TraceConfig::default()
@@ -207,7 +207,7 @@ mod tests {
         stages.apply(&mut trace);
         assert_eq!((trace.every, trace.steps), (None, vec![2]));
 
-        // What the file names already is not named twice.
+        // Items of the file are not added twice.
         let mut trace = TraceConfig {
             steps: vec![2],
             stages: vec!["a".to_owned()],
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn the_exit_status_tells_how_it_ended() {
+    fn the_exit_status_shows_how_the_run_ended() {
         let temp = tempfile::tempdir().unwrap();
         let file = temp.path().join("count.toml");
         std::fs::write(&file, "name = \"count\"\n[[stages]]\nkind = \"count\"\n").unwrap();
@@ -257,7 +257,7 @@ mod tests {
         let start: crate::run::records::StartFile = serde_json::from_str(&start).unwrap();
         assert!(start.check_s.is_some_and(|seconds| seconds > 0.0) && start.load_s > 0.0);
         assert!(start.stages.contains_key("count") && start.kernels.is_none());
-        // The folder is there already.
+        // The folder exists already.
         assert_eq!(run("a", &[]), 1);
         assert_eq!(run("b", &["count.fail_at=2"]), 1);
         assert!(status("b").contains("\"failed\"") && status("b").contains("no rows left"));

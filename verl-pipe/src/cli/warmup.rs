@@ -1,7 +1,7 @@
-//! `pipe warmup`: has the driver of a GPU keep what a pipeline needs there, before a run needs it.
+//! `pipe warmup`: fills the GPU driver's cache with the kernels of a pipeline before a run needs them.
 //!
-//! It loads the models and takes one step, for which every kernel must be there; no run folder is made. The driver keeps
-//! the kernels' machine code, which a later start of the same pipeline finds.
+//! It loads the models and takes one step, which compiles every kernel; it creates no run folder. The driver caches the
+//! kernels' machine code, which later starts of the same pipeline reuse.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -28,22 +28,22 @@ pub struct WarmupArgs {
     /// The pipeline.
     #[command(flatten)]
     pub pipeline: PipelineArgs,
-    /// Prints one JSON object: what took how long and where the driver keeps the kernels, or the error with all findings.
+    /// Prints one JSON object: the duration of each part and the driver's kernel cache, or the error with all findings.
     #[arg(long)]
     pub json: bool,
 }
 
-/// What a warm-up came to.
+/// The result of a warm-up.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Warmup {
     /// Name of the pipeline.
     pub pipeline: String,
-    /// Its group of devices.
+    /// Its device group.
     pub devices: String,
-    /// Why nothing was to be done; left out where something was.
+    /// Why there was nothing to do; omitted if there was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nothing: Option<String>,
-    /// How long it took; left out where nothing was done.
+    /// How long each part took; omitted if nothing was done.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub start: Option<StartFile>,
 }
@@ -53,10 +53,10 @@ enum Failure {
     Run(RunError),
 }
 
-/// Takes one step of a pipeline on a GPU; tells how long each part took. Returns the exit code.
+/// Takes one step of a pipeline on a GPU and prints how long each part took. Returns the exit code.
 ///
 /// # Errors
-/// When `out` cannot be written.
+/// If `out` cannot be written.
 pub fn warmup(
     args: &WarmupArgs,
     registry: &Registry,
@@ -76,9 +76,9 @@ pub fn warmup(
         }
         Err(Failure::Findings(findings)) => write_findings(&findings, out).map(|()| 1),
         Err(Failure::Run(error)) if args.json => {
-            let help = format!("`docs/errors/{}.md` explains it", error.code());
-            let told = JsonError::new(error.code(), error.to_string(), help);
-            told.write(out).map(|()| 1)
+            let help = format!("see `docs/errors/{}.md`", error.code());
+            let error = JsonError::new(error.code(), error.to_string(), help);
+            error.write(out).map(|()| 1)
         }
         Err(Failure::Run(error)) => writeln!(out, "error[{}]: {error}", error.code()).map(|()| 1),
     }
@@ -125,7 +125,7 @@ fn text(done: &Warmup) -> String {
         }
         if let Some(kernels) = &start.kernels {
             line("kernels", format!("{} compiled", kernels.compiled));
-            line("driver keeps", kernels.driver_cache.clone());
+            line("driver cache", kernels.driver_cache.clone());
         }
     }
     text
@@ -137,7 +137,7 @@ mod tests {
     use crate::cli::counting::Count;
     use crate::run::records::KernelTally;
 
-    /// Compiles for one device.
+    /// Compiles kernels for one device.
     struct Fake(&'static str);
 
     impl Kernels for Fake {
@@ -152,7 +152,7 @@ mod tests {
         }
     }
 
-    /// Exit code and output where kernels are compiled for `device`.
+    /// Exit code and output if kernels are compiled for `device`.
     fn run(device: &'static str, more: &[&str], json: bool) -> (u8, String) {
         let temp = tempfile::tempdir().unwrap();
         let file = temp.path().join("count.toml");
@@ -171,24 +171,24 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_taken_and_told() {
+    fn a_step_is_taken_and_reported() {
         let (code, out) = run("cpu", &[], false);
         assert_eq!(code, 0);
         assert!(out.starts_with("count on cpu\n  check "), "{out}");
         assert!(out.contains("    count "), "{out}");
         assert!(
-            out.ends_with("  kernels      2 compiled\n  driver keeps /cache\n"),
+            out.ends_with("  kernels      2 compiled\n  driver cache /cache\n"),
             "{out}"
         );
         let (code, out) = run("cpu", &[], true);
-        let told: Warmup = serde_json::from_str(&out).unwrap();
-        let start = told.start.unwrap();
-        assert!(code == 0 && told.nothing.is_none());
+        let warmup: Warmup = serde_json::from_str(&out).unwrap();
+        let start = warmup.start.unwrap();
+        assert!(code == 0 && warmup.nothing.is_none());
         assert!(start.stages.contains_key("count") && start.kernels.unwrap().compiled == 2);
     }
 
     #[test]
-    fn where_nothing_is_compiled_nothing_is_done() {
+    fn without_kernels_nothing_is_done() {
         let (code, out) = run("cuda:0", &["count.fail_at=1"], false);
         assert_eq!(code, 0);
         assert_eq!(
@@ -196,22 +196,22 @@ mod tests {
             "count on cpu\n  nothing to do this build compiles nothing for `cpu`\n"
         );
         let (_, out) = run("cuda:0", &[], true);
-        let told: Warmup = serde_json::from_str(&out).unwrap();
-        assert!(told.nothing.is_some() && told.start.is_none());
+        let warmup: Warmup = serde_json::from_str(&out).unwrap();
+        assert!(warmup.nothing.is_some() && warmup.start.is_none());
     }
 
     #[test]
-    fn what_keeps_it_from_a_step_is_told() {
+    fn errors_are_reported() {
         let (code, out) = run("cpu", &["count.fail_at=1"], true);
-        let told: JsonError = serde_json::from_str(&out).unwrap();
+        let failure: JsonError = serde_json::from_str(&out).unwrap();
         assert!(
-            code == 1 && told.error.message.contains("no rows left"),
+            code == 1 && failure.error.message.contains("no rows left"),
             "{out}"
         );
         let (code, out) = run("cpu", &["count.fail_at=1"], false);
         assert!(code == 1 && out.starts_with("error["), "{out}");
         let (code, out) = run("cpu", &["count.fail_att=1"], true);
-        let told: JsonError = serde_json::from_str(&out).unwrap();
-        assert_eq!((code, told.error.code.as_str()), (1, "C002"));
+        let failure: JsonError = serde_json::from_str(&out).unwrap();
+        assert_eq!((code, failure.error.code.as_str()), (1, "C002"));
     }
 }

@@ -1,4 +1,4 @@
-//! Values into configurations, telling every fault instead of the first.
+//! Deserialises configurations and collects every fault instead of stopping at the first.
 
 use std::fmt;
 
@@ -13,14 +13,14 @@ use crate::part::take_faults;
 /// What is wrong with one setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// A key that the configuration does not have, and those that it has.
+    /// A key that the configuration does not have, and the keys that it has.
     Unknown {
         path: Vec<String>,
         known: Vec<String>,
     },
     /// A setting that must be given.
     Missing { path: Vec<String> },
-    /// A value that does not fit.
+    /// A value that is not valid.
     Invalid {
         path: Vec<String>,
         reason: String,
@@ -29,16 +29,16 @@ pub(crate) enum Fault {
     /// A `kind` that is not registered.
     UnknownKind {
         path: Vec<String>,
-        /// What it should be a kind of.
+        /// What it should be a kind of, such as `loss`.
         what: &'static str,
         kind: String,
-        /// The kinds that there are.
+        /// Help that lists the known kinds.
         help: String,
     },
 }
 
 impl Fault {
-    /// Where it is, the setting itself last.
+    /// Its path, the setting itself last.
     pub fn path(&self) -> &[String] {
         match self {
             Fault::Unknown { path, .. }
@@ -48,7 +48,7 @@ impl Fault {
         }
     }
 
-    /// The same fault of what stands at `place`.
+    /// The same fault with `place` in front of its path.
     fn within(mut self, place: &[String]) -> Fault {
         match &mut self {
             Fault::Unknown { path, .. }
@@ -66,17 +66,17 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let setting = self.path().join(".");
         match self {
-            Fault::Unknown { .. } => write!(f, "there is no setting `{setting}`"),
+            Fault::Unknown { .. } => write!(f, "unknown setting `{setting}`"),
             Fault::Missing { .. } => write!(f, "`{setting}` must be set"),
-            Fault::Invalid { reason, .. } => write!(f, "`{setting}` does not fit: {reason}"),
+            Fault::Invalid { reason, .. } => write!(f, "invalid value for `{setting}`: {reason}"),
             Fault::UnknownKind {
                 what, kind, help, ..
-            } => write!(f, "there is no kind of {what} called `{kind}`; {help}"),
+            } => write!(f, "unknown {what} kind `{kind}`; {help}"),
         }
     }
 }
 
-/// A configuration with the faults that were found. With faults there may be none.
+/// A configuration and the faults that were found in it. With faults, the configuration may be missing.
 pub(crate) struct Decoded<T> {
     pub value: Option<T>,
     pub faults: Vec<Fault>,
@@ -104,8 +104,8 @@ pub(crate) fn keys_of<C: JsonSchema>() -> Vec<String> {
     properties.map_or_else(Vec::new, |map| map.keys().cloned().collect())
 }
 
-/// As [`decode`], but keys that the schema of `C` does not have are faults, whether or not its `Deserialize` looks at
-/// them: with `flatten` it cannot. `more` are keys that others read.
+/// Like [`decode`], but keys that the schema of `C` does not have are faults even if its `Deserialize` does not check
+/// them: with `flatten` it cannot. `more` are keys that other code reads.
 pub(crate) fn decode_known<C: DeserializeOwned + JsonSchema>(
     value: Value,
     more: &[&str],
@@ -126,14 +126,14 @@ pub(crate) fn decode_known<C: DeserializeOwned + JsonSchema>(
     Decoded { value, faults }
 }
 
-/// Deserialises `value`. After each fault the setting that is to blame is taken out and the rest tried again, so that
-/// all faults are found; a fault whose setting cannot be taken out ends the search.
+/// Deserialises `value`. After each fault it removes the offending setting and tries again, so that all faults are
+/// found; a fault whose setting cannot be removed ends the search.
 ///
-/// Where a table with a `kind` is wanted, the name of the kind alone stands for it with its defaults.
+/// Where a table with a `kind` is expected, just the name of the kind stands for the kind with its defaults.
 pub(crate) fn decode<T: DeserializeOwned + JsonSchema>(mut value: Value) -> Decoded<T> {
     let schema = schema_of::<T>();
     let shape = Shape::of(&schema);
-    shape.spell_out(&mut value);
+    shape.expand_kinds(&mut value);
     let mut faults: Vec<Fault> = Vec::new();
     loop {
         take_faults();
@@ -160,12 +160,12 @@ pub(crate) fn decode<T: DeserializeOwned + JsonSchema>(mut value: Value) -> Deco
         }
         let message = error.inner().to_string();
         let at = match at.as_slice() {
-            [] => Vec::from_iter(culprit::<T>(&value, &message)),
+            [] => Vec::from_iter(offending_key::<T>(&value, &message)),
             _ => at,
         };
-        let fault = in_words(fault(at, &message), shape, &value);
+        let fault = refine(fault(at, &message), shape, &value);
         let missing = matches!(fault, Fault::Missing { .. });
-        // A setting that was taken out for its own fault, or one inside it, is not missing too.
+        // A setting that was removed because of its own fault, or one inside it, is not also missing.
         let known_already = faults.iter().any(|other| {
             other.path() == fault.path() || (missing && other.path().starts_with(fault.path()))
         });
@@ -182,9 +182,8 @@ pub(crate) fn decode<T: DeserializeOwned + JsonSchema>(mut value: Value) -> Deco
     }
 }
 
-/// The fault as the schema tells it, where it knows more than the deserialiser: where the value stands, and what may
-/// stand there.
-fn in_words(fault: Fault, shape: Shape<'_>, value: &Value) -> Fault {
+/// Adds to a fault what the schema knows and the deserialiser does not: the path of the value, and the valid values.
+fn refine(fault: Fault, shape: Shape<'_>, value: &Value) -> Fault {
     let Fault::Invalid {
         mut path,
         reason,
@@ -194,35 +193,35 @@ fn in_words(fault: Fault, shape: Shape<'_>, value: &Value) -> Fault {
         return fault;
     };
     let found = shape.follow(value, &path);
-    let Some(misfit) = found.and_then(|(shape, value)| shape.misfit(value)) else {
+    let Some(mismatch) = found.and_then(|(shape, value)| shape.mismatch(value)) else {
         return Fault::Invalid {
             path,
             reason,
             known,
         };
     };
-    path.extend(misfit.path);
+    path.extend(mismatch.path);
     Fault::Invalid {
         path,
-        reason: misfit.reason.unwrap_or(reason),
-        known: misfit.known,
+        reason: mismatch.reason.unwrap_or(reason),
+        known: mismatch.known,
     }
 }
 
-/// The setting that an error without a place is about: the one without which the error is gone. What goes through
-/// `flatten` is buffered, and loses its place there.
-fn culprit<T: DeserializeOwned>(value: &Value, message: &str) -> Option<String> {
+/// The setting that causes an error without a path: the one whose removal makes the error disappear. Values that go
+/// through `flatten` are buffered, which loses their path.
+fn offending_key<T: DeserializeOwned>(value: &Value, message: &str) -> Option<String> {
     if message.starts_with("unknown field `") || message.starts_with("missing field `") {
         return None;
     }
     let table = value.as_object()?;
-    let blamed = table.keys().find(|key| {
+    let found = table.keys().find(|key| {
         let mut rest = table.clone();
         rest.shift_remove(*key);
         let without = T::deserialize(&Value::Object(rest));
         without.map_or_else(|error| error.to_string() != message, |_| true)
     });
-    blamed.cloned()
+    found.cloned()
 }
 
 fn segments(path: &Path) -> Vec<String> {
@@ -235,7 +234,7 @@ fn segments(path: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Reads serde's words: the only place where the unknown or missing name stands.
+/// Parses serde's message, the only source of the unknown or missing name.
 fn fault(mut path: Vec<String>, message: &str) -> Fault {
     let mut names = message.split('`').skip(1).step_by(2).map(str::to_owned);
     if message.starts_with("unknown field `") {
@@ -256,7 +255,7 @@ fn fault(mut path: Vec<String>, message: &str) -> Fault {
         let given = names.next().unwrap_or_default();
         return Fault::Invalid {
             path,
-            reason: format!("`{given}` is not one of its values"),
+            reason: format!("`{given}` is not a valid value"),
             known: names.collect(),
         };
     }
@@ -267,7 +266,7 @@ fn fault(mut path: Vec<String>, message: &str) -> Fault {
     }
 }
 
-/// Takes the value at `path` out; whether there was one.
+/// Removes the value at `path`; returns whether there was one.
 fn remove(value: &mut Value, path: &[String]) -> bool {
     let Some((last, parents)) = path.split_last() else {
         return false;
@@ -289,7 +288,7 @@ fn remove(value: &mut Value, path: &[String]) -> bool {
     }
     match at {
         Value::Object(map) => map.shift_remove(last).is_some(),
-        // Taking an element out would renumber the others.
+        // Removing an element would renumber the others.
         _ => false,
     }
 }
@@ -374,13 +373,13 @@ mod tests {
             &[("choice.kind", "invalid first")],
         );
         check(json!(3), &[("", "invalid")]);
-        // The name of a kind alone.
+        // Just the name of a kind.
         check(json!({"needed": 1, "choice": "first"}), &[]);
         check(
             json!({"needed": 1, "choice": "frist"}),
             &[("choice.kind", "invalid first")],
         );
-        // What is buffered for its kind has lost its place.
+        // Values that are buffered for their kind have lost their path.
         check(
             json!({"needed": 1, "choice": {"kind": "first", "size": -1}}),
             &[("choice.size", "invalid")],
@@ -388,7 +387,7 @@ mod tests {
     }
 
     #[derive(Deserialize, JsonSchema)]
-    #[expect(dead_code, reason = "only what is wrong with it is looked at")]
+    #[expect(dead_code, reason = "only its faults are checked")]
     struct Flat {
         #[serde(flatten)]
         inner: Inner,
@@ -397,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_flattened_is_blamed_by_name() {
+    fn faults_in_flattened_settings_name_the_setting() {
         let value = json!({"size": "x", "rate": "y"});
         let faults = decode::<Flat>(value).faults;
         let paths: Vec<String> = faults.iter().map(|fault| fault.path().join(".")).collect();

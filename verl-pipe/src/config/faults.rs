@@ -1,4 +1,4 @@
-//! What is wrong with a value, where it stands, and what to write instead.
+//! Turns faults into diagnostics: what is wrong with a value, where it is, and what to write instead.
 
 use serde_json::{Map, Value};
 
@@ -8,7 +8,7 @@ use super::synonyms;
 use crate::diagnostic::{Diagnostic, nearest, quoted, suggest};
 
 impl Reader<'_> {
-    /// A table; a text stands for the table whose `path` it is.
+    /// A table; a string stands for the table with that `path`.
     pub(super) fn table(
         &mut self,
         path: &[&str],
@@ -19,7 +19,7 @@ impl Reader<'_> {
             Value::Object(table) => Some(table),
             Value::String(text) => Some(Map::from_iter([("path".to_owned(), Value::String(text))])),
             _ => {
-                self.invalid(path, place, "it is neither a path nor a table");
+                self.invalid(path, place, "expected a path or a table");
                 None
             }
         }
@@ -29,7 +29,7 @@ impl Reader<'_> {
         match value {
             Value::String(text) => Some(text),
             _ => {
-                self.invalid(path, place, "it is not a text");
+                self.invalid(path, place, "expected a string");
                 None
             }
         }
@@ -64,7 +64,7 @@ impl Reader<'_> {
     pub(super) fn faults(&mut self, at: &[&str], place: &str, faults: Vec<Fault>) {
         let misspelt: Vec<Vec<String>> = faults.iter().filter_map(meant).collect();
         for fault in faults {
-            // A setting that is there under a misspelt name is not told twice.
+            // A setting that is present under a misspelt name is not also reported as missing.
             if !(matches!(fault, Fault::Missing { .. })
                 && misspelt.iter().any(|path| path == fault.path()))
             {
@@ -84,44 +84,40 @@ impl Reader<'_> {
         let key = path.last().cloned().unwrap_or_default();
         self.findings.push(match fault {
             Fault::Unknown { known, .. } => {
-                Diagnostic::error("C002", format!("there is no setting `{setting}`"))
+                Diagnostic::error("C002", format!("unknown setting `{setting}`"))
                     .at(where_)
-                    .because("a setting that nothing reads would silently change nothing")
-                    .help(known_instead(&key, &known))
+                    .because("an unknown setting would be silently ignored")
+                    .help(unknown_key_help(&key, &known))
             }
             Fault::UnknownKind {
                 what, kind, help, ..
-            } => Diagnostic::error(
-                "C003",
-                format!("there is no kind of {what} called `{kind}`"),
-            )
-            .at(where_)
-            .because(format!(
-                "`{setting}` chooses what {} {what} is; `{kind}` is not registered",
-                article(what)
-            ))
-            .help(help),
+            } => Diagnostic::error("C003", format!("unknown {what} kind `{kind}`"))
+                .at(where_)
+                .because(format!(
+                    "`{setting}` selects a registered kind; `{kind}` is not registered"
+                ))
+                .help(help),
             Fault::Missing { .. } => Diagnostic::error("C004", format!("`{setting}` must be set"))
                 .at(where_)
                 .because("it has no default")
                 .help(format!("add `{key} = …`")),
             Fault::Invalid { reason, known, .. } => {
-                // A text that is none of the words stands at the beginning; other values are like none of them.
+                // The reason starts with a string that is not a valid value; other values have no similar ones.
                 let text = reason
                     .strip_prefix('`')
                     .and_then(|rest| rest.split('`').next());
                 let near = text.and_then(|text| nearest(text, known.iter().map(String::as_str)));
                 let help = match (known.as_slice(), near) {
-                    ([], _) => "see `pipe schema` for what may stand here".to_owned(),
-                    (known, None) => format!("one of {}", quoted(known.iter().map(String::as_str))),
+                    ([], _) => "run `pipe schema` to see the valid values".to_owned(),
+                    (known, None) => format!("use one of {}", quoted(known.iter().map(String::as_str))),
                     (known, Some(near)) => {
                         format!(
-                            "did you mean `{near}`? one of {}",
+                            "did you mean `{near}`? valid values: {}",
                             quoted(known.iter().map(String::as_str))
                         )
                     }
                 };
-                Diagnostic::error("C004", format!("`{setting}` has a value that does not fit"))
+                Diagnostic::error("C004", format!("invalid value for `{setting}`"))
                     .at(where_)
                     .because(plain(&reason))
                     .help(help)
@@ -130,10 +126,10 @@ impl Reader<'_> {
     }
 }
 
-/// What to write instead of an unknown key: the setting that is called so elsewhere, or the one that is spelt nearly so.
-fn known_instead(key: &str, known: &[String]) -> String {
+/// Help for an unknown key: the setting that other trainers call so, or the one with the most similar spelling.
+fn unknown_key_help(key: &str, known: &[String]) -> String {
     let known: Vec<&str> = known.iter().map(String::as_str).collect();
-    if let Some(meant) = synonyms::meant_by(key, &known) {
+    if let Some(meant) = synonyms::find_synonym(key, &known) {
         return format!(
             "did you mean `{meant}`? known settings here: {}",
             quoted(known)
@@ -141,8 +137,8 @@ fn known_instead(key: &str, known: &[String]) -> String {
     }
     let near = nearest(key, known.iter().copied());
     let list = suggest(key, "settings here", known.iter().copied());
-    match synonyms::elsewhere(key).filter(|_| near.is_none()) {
-        Some(elsewhere) => format!("{elsewhere}; {list}"),
+    match synonyms::describe_place(key).filter(|_| near.is_none()) {
+        Some(place) => format!("{place}; {list}"),
         None => list,
     }
 }
@@ -154,80 +150,72 @@ fn meant(fault: &Fault) -> Option<Vec<String>> {
     };
     let (last, parents) = path.split_last()?;
     let known: Vec<&str> = known.iter().map(String::as_str).collect();
-    let near = synonyms::meant_by(last, &known).or_else(|| nearest(last, known))?;
+    let near = synonyms::find_synonym(last, &known).or_else(|| nearest(last, known))?;
     Some(parents.iter().cloned().chain([near.to_owned()]).collect())
 }
 
-/// What the deserialiser expects of a whole number, and the largest one that can be written there: a TOML file has none
-/// above that of i64.
-const WHOLE_NUMBERS: [(&str, i64); 4] = [
+/// What the deserialiser expects of an integer, and the largest one that can be written: TOML has none above that of
+/// i64.
+const INTEGERS: [(&str, i64); 4] = [
     ("expected usize", i64::MAX),
     ("expected u64", i64::MAX),
     ("expected u32", u32::MAX as i64),
     ("expected i64", i64::MAX),
 ];
 
-/// The number that words such as ``it is the number `1e30` `` tell.
+/// The number in words such as ``found the number `1e30` ``.
 fn number_in(words: &str) -> Option<f64> {
-    let number = words.strip_prefix("it is the number `")?;
+    let number = words.strip_prefix("found the number `")?;
     number.split('`').next()?.parse().ok()
 }
 
-/// The words of the deserialiser without the names of Rust's types.
+/// The deserialiser's message without the names of Rust types; other reasons stay unchanged.
 fn plain(reason: &str) -> String {
-    let mut words = reason
-        .replace("invalid type: ", "it is ")
-        .replace("invalid value: ", "it is ")
-        .replace("it is string", "it is the text")
-        .replace("it is integer `", "it is the number `")
-        .replace("it is floating point `", "it is the number `")
-        .replace("it is boolean `", "it is `")
-        .replace("it is sequence", "it is a list")
-        .replace("it is map", "it is a table");
-    for (from, most) in WHOLE_NUMBERS {
+    let value = reason
+        .strip_prefix("invalid type: ")
+        .or_else(|| reason.strip_prefix("invalid value: "));
+    let Some(value) = value else {
+        return reason.to_owned();
+    };
+    let words = format!("found {value}")
+        .replace("found string", "found the string")
+        .replace("found integer `", "found the number `")
+        .replace("found floating point `", "found the number `")
+        .replace("found boolean `", "found `")
+        .replace("found sequence", "found a list")
+        .replace("found map", "found a table");
+    for (from, most) in INTEGERS {
         if let Some(start) = words.strip_suffix(from) {
-            let needed = match number_in(start) {
+            let expected = match number_in(start) {
                 Some(number) if number.fract() == 0.0 && number >= most as f64 + 1.0 => {
                     format!("which is too large: the largest is {most}")
                 }
-                _ if from == "expected i64" => "but a whole number is needed".to_owned(),
-                _ => "but a whole number from 0 is needed".to_owned(),
+                _ if from == "expected i64" => "expected an integer".to_owned(),
+                _ => "expected a non-negative integer".to_owned(),
             };
-            words = format!("{start}{needed}");
+            return format!("{start}{expected}");
         }
     }
     for (from, to) in [
-        ("expected path string", "but a text is needed"),
-        ("expected f64", "but a number is needed"),
-        ("expected f32", "but a number is needed"),
-        ("expected a string", "but a text is needed"),
-        ("expected a boolean", "but true or false is needed"),
-        ("expected a sequence", "but a list is needed"),
+        ("expected path string", "expected a string"),
+        ("expected f64", "expected a number"),
+        ("expected f32", "expected a number"),
+        ("expected a string", "expected a string"),
+        ("expected a boolean", "expected `true` or `false`"),
+        ("expected a sequence", "expected a list"),
     ] {
         if let Some(start) = words.strip_suffix(from) {
-            words = format!("{start}{to}");
+            return format!("{start}{to}");
         }
     }
-    // What is left names types of Rust.
-    match words
-        .find(", expected ")
-        .filter(|_| words.starts_with("it is "))
-    {
-        Some(end) => format!("{}, which does not fit here", &words[..end]),
+    // Anything else names Rust types.
+    match words.find(", expected ") {
+        Some(end) => format!("{}, which is not valid here", &words[..end]),
         None => words,
     }
 }
 
-/// The article before a word.
-fn article(word: &str) -> &'static str {
-    if word.starts_with(['a', 'e', 'i', 'o', 'u']) {
-        "an"
-    } else {
-        "a"
-    }
-}
-
-/// A path of its own.
+/// An owned copy of a path.
 pub(super) fn owned(path: &[&str]) -> Vec<String> {
     path.iter().map(|part| (*part).to_owned()).collect()
 }
@@ -240,38 +228,38 @@ mod tests {
     fn check<T: serde::de::DeserializeOwned>(value: Value, expected: &str) {
         let error = serde_json::from_value::<T>(value)
             .err()
-            .expect("it does not fit");
+            .expect("it is invalid");
         assert_eq!(plain(&error.to_string()), expected);
     }
 
     #[test]
-    fn numbers_that_are_too_large_are_told_apart_from_those_of_another_kind() {
+    fn too_large_numbers_and_other_numbers_have_different_messages() {
         let most = "9223372036854775807";
         check::<u64>(
             1e30.into(),
-            &format!("it is the number `1e+30`, which is too large: the largest is {most}"),
+            &format!("found the number `1e+30`, which is too large: the largest is {most}"),
         );
         check::<usize>(
             1e20.into(),
-            &format!("it is the number `1e+20`, which is too large: the largest is {most}"),
+            &format!("found the number `1e+20`, which is too large: the largest is {most}"),
         );
         check::<u32>(
             4_294_967_296_u64.into(),
-            "it is the number `4294967296`, which is too large: the largest is 4294967295",
+            "found the number `4294967296`, which is too large: the largest is 4294967295",
         );
-        for (value, told) in [
+        for (value, number) in [
             (Value::from(-1), "-1"),
             (Value::from(1.5), "1.5"),
             (Value::from(1e3), "1000.0"),
             (Value::from(-1e30), "-1e+30"),
             (Value::from(4_294_967_295.5), "4294967295.5"),
         ] {
-            let words = format!("it is the number `{told}`, but a whole number from 0 is needed");
+            let words = format!("found the number `{number}`, expected a non-negative integer");
             check::<u32>(value, &words);
         }
         check::<i64>(
             1.5.into(),
-            "it is the number `1.5`, but a whole number is needed",
+            "found the number `1.5`, expected an integer",
         );
     }
 }

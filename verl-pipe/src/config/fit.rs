@@ -1,7 +1,7 @@
-//! What the schema of a configuration says about a value of a file: which value does not fit, and what may stand there.
+//! Checks a value of a file against the schema of its configuration: which value is invalid, and what is expected.
 //!
-//! The deserialiser finds a fault first; it names types of Rust, and of what it buffers (tables with a `kind`, flattened
-//! settings) it has lost the place. The schema, which is generated from the same types, has both.
+//! The deserialiser finds a fault first, but it names Rust types, and it loses the path inside what it buffers (tables
+//! with a `kind`, flattened settings). The schema, which is generated from the same types, has both.
 
 use serde_json::{Map, Value};
 
@@ -12,26 +12,26 @@ pub(super) struct Shape<'s> {
     root: &'s Value,
 }
 
-/// A value that does not fit.
-pub(super) struct Misfit {
-    /// Where it stands, below what was looked at.
+/// A value that does not match the schema.
+pub(super) struct Mismatch {
+    /// Its path, relative to the checked value.
     pub path: Vec<String>,
-    /// What is wrong with it; absent where the type is right, but the value out of its range.
+    /// What is wrong with it; `None` if the type is right but the value is out of range.
     pub reason: Option<String>,
-    /// The values that may stand there, where there is a choice of few.
+    /// The valid values, if there are only a few.
     pub known: Vec<String>,
 }
 
 impl<'s> Shape<'s> {
-    /// The whole of a root schema.
+    /// The shape of a root schema.
     pub fn of(root: &'s Value) -> Self {
         Shape { schema: root, root }.resolved()
     }
 
-    /// The same behind references, and without the choice of null, which no file has.
+    /// Follows references and drops the alternative `null`, which files do not have.
     fn resolved(self) -> Self {
         let mut schema = self.schema;
-        // As deep as references of a file of types can lead.
+        // Deeper than any chain of references between the types.
         for _ in 0..16 {
             if let Some(name) = schema.get("$ref").and_then(Value::as_str) {
                 let name = name.trim_start_matches("#/$defs/");
@@ -54,7 +54,7 @@ impl<'s> Shape<'s> {
         Shape { schema, ..self }.resolved()
     }
 
-    /// The tables of a choice that a `kind` makes, each with the name of its kind.
+    /// The alternatives of a table that `kind` selects, each with the name of its kind.
     fn kinds(self) -> Vec<(&'s str, Shape<'s>)> {
         let tables = self.schema["oneOf"].as_array().into_iter().flatten();
         let kinds = tables.filter_map(|table| {
@@ -64,7 +64,7 @@ impl<'s> Shape<'s> {
         kinds.collect()
     }
 
-    /// The words that a text may be, where there is a choice of few.
+    /// The valid strings, if the schema lists them.
     fn words(self) -> Vec<&'s str> {
         let of_enum = self.schema["enum"].as_array().into_iter().flatten();
         let one_of = self.schema["oneOf"].as_array().into_iter().flatten();
@@ -77,7 +77,7 @@ impl<'s> Shape<'s> {
         all.filter_map(Value::as_str).collect()
     }
 
-    /// The kinds of a table that has a `kind`.
+    /// The valid values of a table's `kind`.
     fn kind_names(self) -> Vec<&'s str> {
         let of_choice: Vec<&str> = self.kinds().into_iter().map(|(kind, _)| kind).collect();
         if !of_choice.is_empty() {
@@ -91,7 +91,7 @@ impl<'s> Shape<'s> {
         self.schema["type"] == "object" || !self.kinds().is_empty()
     }
 
-    /// What stands under `key` of a table that this value is; `None` where the schema does not say.
+    /// The shape of `key` in `table`, whose shape this is; `None` if the schema does not say.
     fn member(self, table: &Map<String, Value>, key: &str) -> Option<Shape<'s>> {
         let kind = table.get("kind").and_then(Value::as_str);
         let of_kind = self.kinds().into_iter();
@@ -109,9 +109,9 @@ impl<'s> Shape<'s> {
         schema.is_object().then(|| self.at(schema))
     }
 
-    /// Puts a table in the place of each text that stands for one: the name of a kind alone means the kind with its
+    /// Replaces each string that stands for a table by that table: just the name of a kind means the kind with its
     /// defaults.
-    pub fn spell_out(self, value: &mut Value) {
+    pub fn expand_kinds(self, value: &mut Value) {
         let names_kind = self.is_table() && !self.kind_names().is_empty();
         match value {
             Value::String(kind) if names_kind => {
@@ -124,14 +124,14 @@ impl<'s> Shape<'s> {
                     if let (Some(shape), true) = (self.member(table, &key), key != "kind")
                         && let Some(value) = table.get_mut(&key)
                     {
-                        shape.spell_out(value);
+                        shape.expand_kinds(value);
                     }
                 }
             }
             Value::Array(list) => {
                 for (index, value) in list.iter_mut().enumerate() {
                     if let Some(shape) = self.element(index) {
-                        shape.spell_out(value);
+                        shape.expand_kinds(value);
                     }
                 }
             }
@@ -139,7 +139,7 @@ impl<'s> Shape<'s> {
         }
     }
 
-    /// The value at `path` of `value`, with what is said about it.
+    /// The value at `path` in `value`, with its shape.
     pub fn follow<'v>(self, value: &'v Value, path: &[String]) -> Option<(Shape<'s>, &'v Value)> {
         let Some((first, rest)) = path.split_first() else {
             return Some((self, value));
@@ -155,11 +155,11 @@ impl<'s> Shape<'s> {
         shape.follow(value, rest)
     }
 
-    /// The first value that does not fit; `None` where all that the schema knows of is in order.
-    pub fn misfit(self, value: &Value) -> Option<Misfit> {
+    /// The first mismatch; `None` if everything that the schema describes is valid.
+    pub fn mismatch(self, value: &Value) -> Option<Mismatch> {
         let wrong = |known: &[&str]| {
-            let reason = format!("{}, but {} is needed", found(value), self.needed()?);
-            Some(Misfit {
+            let reason = format!("{}, expected {}", found(value), self.expected()?);
+            Some(Mismatch {
                 path: Vec::new(),
                 reason: Some(reason),
                 known: known.iter().map(|word| (*word).to_owned()).collect(),
@@ -169,35 +169,35 @@ impl<'s> Shape<'s> {
         if !words.is_empty() && self.kinds().is_empty() {
             return match value {
                 Value::String(text) if words.contains(&text.as_str()) => None,
-                Value::String(text) => Some(Misfit {
+                Value::String(text) => Some(Mismatch {
                     path: Vec::new(),
-                    reason: Some(format!("`{text}` is not one of its values")),
+                    reason: Some(format!("`{text}` is not a valid value")),
                     known: words.iter().map(|word| (*word).to_owned()).collect(),
                 }),
                 _ => wrong(&words),
             };
         }
         let types = self.types();
-        let fits = types.is_empty() || types.iter().any(|name| is_of(value, name));
+        let fits = types.is_empty() || types.iter().any(|name| has_type(value, name));
         match value {
             _ if !fits && !self.is_table() => wrong(&[]),
             Value::Object(table) if self.is_table() => {
                 let inner = table.iter().find_map(|(key, value)| {
-                    let misfit = self.member(table, key)?.misfit(value)?;
-                    Some(misfit.below(key))
+                    let mismatch = self.member(table, key)?.mismatch(value)?;
+                    Some(mismatch.below(key))
                 });
                 inner.or_else(|| self.unknown_kind(table))
             }
             _ if self.is_table() => wrong(&[]),
             Value::Array(list) => {
                 let inner = list.iter().enumerate().find_map(|(index, value)| {
-                    let misfit = self.element(index)?.misfit(value)?;
-                    Some(misfit.below(&index.to_string()))
+                    let mismatch = self.element(index)?.mismatch(value)?;
+                    Some(mismatch.below(&index.to_string()))
                 });
-                inner.or_else(|| self.count_fault(list.len()))
+                inner.or_else(|| self.length_mismatch(list.len()))
             }
             Value::Number(number) if types == ["integer"] => {
-                (!self.in_range(number)).then(|| Misfit {
+                (!self.in_range(number)).then(|| Mismatch {
                     path: Vec::new(),
                     reason: None,
                     known: Vec::new(),
@@ -207,34 +207,34 @@ impl<'s> Shape<'s> {
         }
     }
 
-    /// A table whose `kind` chooses none of the tables that may stand here.
-    fn unknown_kind(self, table: &Map<String, Value>) -> Option<Misfit> {
+    /// The mismatch of a table with an unknown `kind`.
+    fn unknown_kind(self, table: &Map<String, Value>) -> Option<Mismatch> {
         let names = self.kind_names();
         let kind = table.get("kind")?;
         if names.is_empty() || kind.as_str().is_some_and(|kind| names.contains(&kind)) {
             return None;
         }
         let reason = match kind {
-            Value::String(kind) => format!("`{kind}` is not one of its values"),
-            other => format!("{}, but the name of a kind is needed", found(other)),
+            Value::String(kind) => format!("`{kind}` is not a valid value"),
+            other => format!("{}, expected the name of a kind", found(other)),
         };
-        Some(Misfit {
+        Some(Mismatch {
             path: vec!["kind".to_owned()],
             reason: Some(reason),
             known: names.into_iter().map(str::to_owned).collect(),
         })
     }
 
-    /// A list with too many or too few values.
-    fn count_fault(self, len: usize) -> Option<Misfit> {
+    /// The mismatch of a list with too many or too few values.
+    fn length_mismatch(self, len: usize) -> Option<Mismatch> {
         let limit = |key: &str| self.schema[key].as_u64();
         let (least, most) = (limit("minItems"), limit("maxItems"));
         let len = len as u64;
         let fits = least.is_none_or(|least| len >= least) && most.is_none_or(|most| len <= most);
-        let needed = self.needed().filter(|_| !fits)?;
-        Some(Misfit {
+        let expected = self.expected().filter(|_| !fits)?;
+        Some(Mismatch {
             path: Vec::new(),
-            reason: Some(format!("it is a list of {len}, but {needed} is needed")),
+            reason: Some(format!("found a list of length {len}, expected {expected}")),
             known: Vec::new(),
         })
     }
@@ -261,8 +261,8 @@ impl<'s> Shape<'s> {
         some.collect()
     }
 
-    /// What may stand here, in words.
-    fn needed(self) -> Option<String> {
+    /// What the schema expects, in words.
+    fn expected(self) -> Option<String> {
         let words = self.words();
         let kinds = self.kind_names();
         if self.is_table() && !kinds.is_empty() {
@@ -273,32 +273,32 @@ impl<'s> Shape<'s> {
         }
         if !words.is_empty() {
             let words: Vec<String> = words.iter().map(|word| format!("`{word}`")).collect();
-            return Some(format!("a text that is one of {}", words.join(", ")));
+            return Some(format!("one of {}", words.join(", ")));
         }
         let each: Vec<String> = self
             .types()
             .into_iter()
             .map(|name| match name {
-                "string" => "a text".to_owned(),
-                "boolean" => "true or false".to_owned(),
+                "string" => "a string".to_owned(),
+                "boolean" => "`true` or `false`".to_owned(),
                 "number" => "a number".to_owned(),
                 "integer" if self.schema["minimum"].as_f64() == Some(0.0) => {
-                    "a whole number from 0".to_owned()
+                    "a non-negative integer".to_owned()
                 }
-                "integer" => "a whole number".to_owned(),
-                "array" => self.list_in_words(),
+                "integer" => "an integer".to_owned(),
+                "array" => self.expected_list(),
                 _ => "a table".to_owned(),
             })
             .collect();
         (!each.is_empty()).then(|| each.join(" or "))
     }
 
-    fn list_in_words(self) -> String {
+    fn expected_list(self) -> String {
         let of = self.element(0).and_then(|element| {
             let word = match element.types().as_slice() {
-                ["string"] => "texts",
+                ["string"] => "strings",
                 ["number"] => "numbers",
-                ["integer"] => "whole numbers",
+                ["integer"] => "integers",
                 ["object"] => "tables",
                 _ => return None,
             };
@@ -313,15 +313,15 @@ impl<'s> Shape<'s> {
     }
 }
 
-impl Misfit {
+impl Mismatch {
     fn below(mut self, key: &str) -> Self {
         self.path.insert(0, key.to_owned());
         self
     }
 }
 
-/// Whether a value is of a type of JSON Schema; every number counts as whole, since its range is looked at apart.
-fn is_of(value: &Value, name: &str) -> bool {
+/// Whether a value has a JSON Schema type. Every number counts as an integer: `in_range` checks it separately.
+fn has_type(value: &Value, name: &str) -> bool {
     match name {
         "string" => value.is_string(),
         "boolean" => value.is_boolean(),
@@ -335,11 +335,11 @@ fn is_of(value: &Value, name: &str) -> bool {
 /// What a value is, in words.
 fn found(value: &Value) -> String {
     match value {
-        Value::String(text) => format!("it is the text {text:?}"),
-        Value::Number(number) => format!("it is the number `{number}`"),
-        Value::Bool(truth) => format!("it is `{truth}`"),
-        Value::Array(_) => "it is a list".to_owned(),
-        Value::Object(_) => "it is a table".to_owned(),
-        Value::Null => "it is empty".to_owned(),
+        Value::String(text) => format!("found the string {text:?}"),
+        Value::Number(number) => format!("found the number `{number}`"),
+        Value::Bool(truth) => format!("found `{truth}`"),
+        Value::Array(_) => "found a list".to_owned(),
+        Value::Object(_) => "found a table".to_owned(),
+        Value::Null => "found null".to_owned(),
     }
 }

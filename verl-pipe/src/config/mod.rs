@@ -17,10 +17,10 @@
 //! debug = true               # records it in full at every step
 //! ```
 //!
-//! Relative paths of data and models are read against the file's folder, `run.dir` against the working directory.
-//! An override comes from the command line: its relative paths of data and models are read against the working
-//! directory, and against the file's folder only where nothing is there.
-//! A key that nothing reads is an error, wherever it stands; all faults of a file are told at once.
+//! Relative paths of data and models are resolved against the file's folder, `run.dir` against the working directory.
+//! Overrides come from the command line: their relative paths of data and models are resolved against the working
+//! directory, or against the file's folder if they exist only there.
+//! An unknown key is an error anywhere in the file; all errors of a file are reported at once.
 
 pub(crate) mod decode;
 mod faults;
@@ -53,14 +53,14 @@ pub(crate) const SECTIONS: [&str; 8] = [
 /// Reads a pipeline file and applies overrides (`key=value`).
 ///
 /// # Errors
-/// All faults of the file and the overrides.
+/// All errors in the file and the overrides.
 pub fn read_pipeline<S: AsRef<str>>(
     path: &Path,
     overrides: &[S],
     registry: &Registry,
 ) -> Result<DataPipe, Vec<Diagnostic>> {
     let text = read_text(path).map_err(|finding| vec![finding])?;
-    // A bare name lies in the working folder, which has a name too.
+    // A bare file name is in the working directory, whose path is `.`.
     let base = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
         _ => PathBuf::from("."),
@@ -79,7 +79,7 @@ pub fn read_pipeline<S: AsRef<str>>(
 /// The text of a pipeline file.
 fn read_text(path: &Path) -> Result<String, Diagnostic> {
     let bytes = std::fs::read(path).map_err(|error| {
-        Diagnostic::error("C001", "the pipeline file cannot be read")
+        Diagnostic::error("C001", "cannot read the pipeline file")
             .at(path.display().to_string())
             .because(error.to_string())
             .help("give the path of a pipeline file, for example examples/pipelines/grpo_addition.toml")
@@ -87,20 +87,20 @@ fn read_text(path: &Path) -> Result<String, Diagnostic> {
     String::from_utf8(bytes).map_err(|error| {
         let (valid, rest) = error.as_bytes().split_at(error.utf8_error().valid_up_to());
         let line = valid.iter().filter(|byte| **byte == b'\n').count() + 1;
-        Diagnostic::error("C001", "the pipeline file is not text in UTF-8")
+        Diagnostic::error("C001", "the pipeline file is not valid UTF-8")
             .at(format!("{}:{line}", path.display()))
             .because(format!(
-                "the byte 0x{:02x} begins no character",
+                "invalid UTF-8 at byte 0x{:02x}",
                 rest.first().copied().unwrap_or_default()
             ))
-            .help("save the file as UTF-8; if it is no TOML file at all, give the path of one")
+            .help("save the file as UTF-8, or give the path of a TOML file")
     })
 }
 
-/// Reads the text of a pipeline file that is called `origin` in messages; [`DataPipe::base`] stays empty.
+/// Reads the text of a pipeline file, which messages call `origin`; [`DataPipe::base`] stays empty.
 ///
 /// # Errors
-/// All faults of the text and the overrides.
+/// All errors in the text and the overrides.
 pub fn parse_pipeline<S: AsRef<str>>(
     text: &str,
     origin: &str,
@@ -124,7 +124,11 @@ fn parse<S: AsRef<str>>(
         match overrides::apply(&mut document, text.as_ref(), &run_keys, folders) {
             Ok(path) => {
                 let text = text.as_ref().to_owned();
-                findings.extend(overrides::again(&source.overridden, &path, &text));
+                findings.extend(overrides::duplicate_rule(
+                    &source.overridden,
+                    &path,
+                    &text,
+                ));
                 source.overridden.push((path, text));
             }
             Err(finding) => findings.push(finding),
@@ -141,14 +145,14 @@ fn parse<S: AsRef<str>>(
         findings.push(
             Diagnostic::error("C004", "the pipeline has no stages")
                 .at(origin.to_owned())
-                .because("a run of it would do nothing")
+                .because("a run would do nothing")
                 .help("add stages, each under `[[stages]]` with its `kind`"),
         );
     }
     if findings.is_empty() {
         return Ok(pipe);
     }
-    // What else can be told although the pipeline is incomplete.
+    // Also report what can be checked although the pipeline is incomplete.
     let prepared = prepare(&pipe);
     findings.extend(prepared.violations.iter().map(batch_sizes::finding));
     Err(findings)

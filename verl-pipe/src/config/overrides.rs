@@ -1,14 +1,15 @@
-//! `key=value` on the command line: reaches every setting of a pipeline file.
+//! Overrides: `key=value` on the command line sets any setting of a pipeline file.
 //!
-//! The first part of the dotted key is a section of the file, else a model, else a stage; a key alone is one of `[run]`.
+//! The first part of the dotted key is a section of the file, else a model, else a stage; a key without a dot is a
+//! setting of `[run]`.
 //!
-//! Nothing behind the `=` takes a setting out of the file, so that its default holds; an empty text is `key=""`.
+//! An empty value removes a setting from the file, so that its default applies; an empty string is `key=""`.
 //!
-//! A text given for a part that a stage holds (its loss, its estimator) is the part's kind, and puts it with its defaults
-//! in the place of what the file says.
+//! A string given for a part of a stage (its loss, its estimator) is the part's kind: that kind with its defaults
+//! replaces what the file says.
 //!
-//! A text given for a whole data set or model is its `path`. A relative path of data or a model is read against the
-//! working directory; only where nothing is there, but something is in the pipeline file's folder, against that.
+//! A string given for an entire data set or model is its `path`. A relative path of data or a model is resolved against
+//! the working directory, or against the pipeline file's folder if it exists only there.
 
 use std::path::Path;
 
@@ -17,7 +18,7 @@ use serde_json::{Map, Value};
 use super::{SECTIONS, source, synonyms};
 use crate::diagnostic::{Diagnostic, quoted, suggest};
 
-/// The folders that a relative path of an override may mean.
+/// The folders against which a relative path of an override may be resolved.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Folders<'a> {
     /// The working directory.
@@ -26,7 +27,7 @@ pub(crate) struct Folders<'a> {
     pub file: &'a Path,
 }
 
-/// Applies `text`; returns the path that it set. Without `folders` paths stay as they are.
+/// Applies `text`; returns the path that it set. Without `folders`, relative paths stay unchanged.
 pub(crate) fn apply(
     document: &mut Map<String, Value>,
     text: &str,
@@ -34,7 +35,7 @@ pub(crate) fn apply(
     folders: Option<Folders<'_>>,
 ) -> Result<Vec<String>, Diagnostic> {
     let fault = |why: String, help: String| {
-        Diagnostic::error("C006", format!("the override `{text}` cannot be applied"))
+        Diagnostic::error("C006", format!("cannot apply the override `{text}`"))
             .at("command line")
             .because(why)
             .help(help)
@@ -57,7 +58,7 @@ pub(crate) fn apply(
     }
     let path = resolve(document, &parts, run_keys).map_err(|(why, help)| fault(why, help))?;
     if value.trim().is_empty() {
-        return take_out(document, &path).map_err(|(why, help)| fault(why, help));
+        return unset(document, &path).map_err(|(why, help)| fault(why, help));
     }
     let mut value = parse(value);
     if let (Some(folders), Value::String(text), true) = (folders, &mut value, is_file(&path)) {
@@ -66,9 +67,9 @@ pub(crate) fn apply(
     set(document, &path, value).map_err(|why| fault(why, form.to_owned()))
 }
 
-/// What is wrong where an earlier override tuned the same rule in the same way: of other settings the last one holds,
-/// but a rule guards a run, and which of two limits was meant is not for the order to say.
-pub(crate) fn again(
+/// Reports an override that sets the same setting of a trace rule as an earlier one. For other settings the last
+/// override wins, but a rule guards a run, so the order of two overrides must not decide its limit.
+pub(crate) fn duplicate_rule(
     earlier: &[(Vec<String>, String)],
     path: &[String],
     text: &str,
@@ -79,14 +80,14 @@ pub(crate) fn again(
         .take(2)
         .eq(["trace", "rules"]);
     let (_, first) = earlier.iter().find(|(set, _)| of_rule && set == path)?;
-    let finding = Diagnostic::error("C006", format!("the override `{text}` cannot be applied"))
+    let finding = Diagnostic::error("C006", format!("cannot apply the override `{text}`"))
         .at("command line")
-        .because(format!("`{first}` tunes the same rule in the same way"))
-        .help("leave one of the two out");
+        .because(format!("`{first}` sets the same setting of the rule"))
+        .help("remove one of the two");
     Some(finding)
 }
 
-/// Whether a text at `path` of the document names a file or folder of data or a model.
+/// Whether a string at `path` of the document is the path of data or of a model.
 fn is_file(path: &[String]) -> bool {
     match path {
         [section, _] => section == "data" || section == "models",
@@ -96,33 +97,33 @@ fn is_file(path: &[String]) -> bool {
 }
 
 impl Folders<'_> {
-    /// The path `text` as seen from the working directory, or `text` itself where only the file's folder has it.
+    /// The path `text` resolved against the working directory, or `text` itself if only the file's folder has it.
     fn absolute(self, text: &str) -> String {
-        let seen = self.working.join(text);
-        if !seen.exists() && self.file.join(text).exists() {
+        let joined = self.working.join(text);
+        if !joined.exists() && self.file.join(text).exists() {
             return text.to_owned();
         }
-        // A path that is no text cannot come from one.
-        seen.to_str().unwrap_or(text).to_owned()
+        // Fails only for a working directory that is not valid UTF-8.
+        joined.to_str().unwrap_or(text).to_owned()
     }
 }
 
 /// Removes the setting at `path` of the document.
-fn take_out(
+fn unset(
     document: &mut Map<String, Value>,
     path: &[String],
 ) -> Result<Vec<String>, (String, String)> {
     let mut root = Value::Object(std::mem::take(document));
-    let done = take_out_of(&mut root, path);
+    let done = unset_in(&mut root, path);
     if let Value::Object(map) = root {
         *document = map;
     }
     done.map(|()| path.to_vec())
 }
 
-fn take_out_of(root: &mut Value, path: &[String]) -> Result<(), (String, String)> {
+fn unset_in(root: &mut Value, path: &[String]) -> Result<(), (String, String)> {
     let Some((last, parents)) = path.split_last() else {
-        return Err(nothing_at("", &[]));
+        return Err(not_set("", &[]));
     };
     let mut at = root;
     for key in parents {
@@ -134,48 +135,48 @@ fn take_out_of(root: &mut Value, path: &[String]) -> Result<(), (String, String)
                 .and_then(|index: usize| list.get_mut(index)),
             _ => None,
         };
-        at = child.ok_or_else(|| nothing_at(last, &[]))?;
+        at = child.ok_or_else(|| not_set(last, &[]))?;
     }
     let Value::Object(table) = at else {
         return Err((
-            "it would take out a whole stage".to_owned(),
-            "an override changes settings; take the stage out in a copy of the file".to_owned(),
+            "it would remove an entire stage".to_owned(),
+            "use overrides for settings only; remove the stage in a copy of the file".to_owned(),
         ));
     };
     if table.shift_remove(last).is_none() {
         let known: Vec<&str> = table.keys().map(String::as_str).collect();
-        return Err(nothing_at(last, &known));
+        return Err(not_set(last, &known));
     }
     Ok(())
 }
 
-/// Why nothing can be taken out, and what could be.
-fn nothing_at(key: &str, known: &[&str]) -> (String, String) {
+/// Reports a setting that cannot be removed because the file does not set it.
+fn not_set(key: &str, known: &[&str]) -> (String, String) {
     let known = match known {
         [] => String::new(),
         known => {
             let known = suggest(
                 key,
-                "settings that the file has here",
+                "settings in this table of the file",
                 known.iter().copied(),
             );
             format!("; {known}")
         }
     };
     (
-        format!("with nothing behind the `=` it takes out `{key}`, which the file does not set"),
-        format!("leave it out: the default holds anyway; an empty text is `=\"\"`{known}"),
+        format!("an empty value removes `{key}`, but the file does not set it"),
+        format!("omit it, since the default already applies; an empty string is `=\"\"`{known}"),
     )
 }
 
-/// A TOML value, or a text where it is none; whole numbers that are too large for TOML are numbers all the same.
+/// A TOML value, or a string if the text is not one. Integers that are too large for TOML are still numbers.
 fn parse(value: &str) -> Value {
     let value = value.trim();
     let mut line = format!("v = {value}");
     let mut table = line.parse::<toml::Table>();
     while let Err(error) = &table {
         let large = error.span().and_then(|span| {
-            let number = source::beyond_toml(line.get(span.clone())?)?;
+            let number = source::out_of_range_integer(line.get(span.clone())?)?;
             number.is_finite().then_some((span, number))
         });
         let Some((span, number)) = large else { break };
@@ -189,7 +190,7 @@ fn parse(value: &str) -> Value {
     }
 }
 
-/// The path in the document that the parts of a key mean.
+/// Resolves the parts of a key to a path in the document.
 fn resolve(
     document: &Map<String, Value>,
     parts: &[String],
@@ -253,19 +254,19 @@ fn resolve(
             .map(String::as_str)
             .chain(models.iter().copied());
         let known: Vec<&str> = known.collect();
-        let meant = match synonyms::meant_by(first, &known) {
+        let meant = match synonyms::find_synonym(first, &known) {
             Some(meant) => format!("did you mean `{meant}`? "),
-            None => match synonyms::elsewhere(first) {
-                Some(elsewhere) if crate::diagnostic::nearest(first, known.clone()).is_none() => {
-                    format!("{elsewhere}; ")
+            None => match synonyms::describe_place(first) {
+                Some(place) if crate::diagnostic::nearest(first, known.clone()).is_none() => {
+                    format!("{place}; ")
                 }
                 _ => String::new(),
             },
         };
         return Err((
-            format!("`{first}` is no setting of [run] and no model"),
+            format!("`{first}` is neither a setting of [run] nor a model"),
             format!(
-                "{meant}{}; settings elsewhere need their section, model or stage: `generate.temperature=0.7`",
+                "{meant}{}; prefix other settings with their section, model or stage: `generate.temperature=0.7`",
                 suggest(first, "settings", known)
             ),
         ));
@@ -277,10 +278,10 @@ fn resolve(
         .chain(stages.iter().map(String::as_str))
         .collect();
     Err((
-        format!("`{first}` is no section, model or stage of the pipeline"),
+        format!("`{first}` is not a section, model or stage of the pipeline"),
         match crate::diagnostic::nearest(first, known.iter().copied()) {
             Some(near) => format!("did you mean `{near}.{}`?", rest.join(".")),
-            None => format!("it begins with one of {}", quoted(known)),
+            None => format!("start the key with one of {}", quoted(known)),
         },
     ))
 }
@@ -305,8 +306,8 @@ fn stage_names(document: &Map<String, Value>) -> Vec<String> {
         .collect()
 }
 
-/// Sets the value at `path`, making tables on the way. A text given for a table (a model, a data set) is its `path`;
-/// a data set that is no file becomes that file.
+/// Sets the value at `path` and creates missing tables. A string given for a table (a model, a data set) is its `path`;
+/// it replaces a data set that does not have one.
 fn set(
     document: &mut Map<String, Value>,
     path: &[String],
@@ -339,11 +340,11 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
             _ => None,
         };
         at = child.ok_or_else(|| format!("there is no `{}`", parents[..=depth].join(".")))?;
-        // A data set that was given as its path becomes a table, so that it can have settings.
+        // A data set that was given as a path becomes a table, so that it can have settings.
         if let (true, Value::String(text)) = (is_data, &mut *at) {
             *at = serde_json::json!({ "path": std::mem::take(text) });
         }
-        // So does what was given as its kind: the part of a stage, a table inside a model.
+        // So does what was given as a kind: a part of a stage, or a table inside a model.
         if let (true, Value::String(text)) = (!is_data && depth >= 2, &mut *at) {
             *at = serde_json::json!({ "kind": std::mem::take(text) });
         }
@@ -352,17 +353,17 @@ fn set_in(root: &mut Value, path: &[String], value: Value) -> Result<Vec<String>
         }
     }
     let Value::Object(table) = at else {
-        return Err(format!("`{last}` is no setting of a list"));
+        return Err(format!("cannot set `{last}` in a list"));
     };
     let mut set = path.to_vec();
     let names_file = value.is_string() && is_file(path);
     match table.get_mut(last) {
-        // A data set without a path (a generator) gives way to the file, whose kind its name tells.
+        // The file replaces a data set without a path (a generator); its extension selects the kind.
         Some(Value::Object(old)) if names_file && (!is_data || old.contains_key("path")) => {
             old.insert("path".to_owned(), value);
             set.push("path".to_owned());
         }
-        // A part that gives way to another kind; what its settings were says nothing of this one's.
+        // Another kind replaces the part; the settings of the old kind do not apply to it.
         Some(old @ Value::Object(_))
             if !is_data && value.is_string() && old.get("kind").is_some() =>
         {
@@ -409,9 +410,9 @@ mod tests {
     }
 
     #[track_caller]
-    fn check_refused(text: &str, expected: &str) {
+    fn check_rejected(text: &str, expected: &str) {
         let run_keys = ["steps".to_owned(), "seed".to_owned()];
-        let finding = apply(&mut document(), text, &run_keys, None).expect_err("is refused");
+        let finding = apply(&mut document(), text, &run_keys, None).expect_err("is rejected");
         assert!(
             finding.to_string().contains(expected),
             "expected {expected:?} in:\n{finding}"
@@ -471,8 +472,8 @@ mod tests {
     }
 
     #[test]
-    fn nothing_behind_the_sign_takes_a_setting_out() {
-        let taken = |text: &str, pointer: &str| {
+    fn an_empty_value_removes_a_setting() {
+        let removed = |text: &str, pointer: &str| {
             let mut document = document();
             let before = Value::Object(document.clone());
             assert!(before.pointer(pointer).is_some(), "{pointer}");
@@ -482,41 +483,41 @@ mod tests {
             assert_eq!(after.pointer(pointer), None);
             after
         };
-        let after = taken("steps=", "/run/steps");
+        let after = removed("steps=", "/run/steps");
         assert_eq!(after["data"], json!(document())["data"]);
-        taken("update.loss.kind= ", "/stages/2/loss/kind");
-        taken("data.sums.max=", "/data/sums/max");
-        taken("update.loss=", "/stages/2/loss");
-        taken("models.actor.path=", "/models/actor/path");
+        removed("update.loss.kind= ", "/stages/2/loss/kind");
+        removed("data.sums.max=", "/data/sums/max");
+        removed("update.loss=", "/stages/2/loss");
+        removed("models.actor.path=", "/models/actor/path");
     }
 
     #[test]
-    fn refuses_what_it_cannot_place() {
-        check_refused("steps", "has no `=`");
-        check_refused("a..b=1", "part of its key is empty");
-        check_refused("stesp=1", "did you mean `steps`?");
-        check_refused(
+    fn overrides_that_cannot_be_resolved_are_rejected() {
+        check_rejected("steps", "has no `=`");
+        check_rejected("a..b=1", "part of its key is empty");
+        check_rejected("stesp=1", "did you mean `steps`?");
+        check_rejected(
             "genrate.temperature=1",
             "did you mean `generate.temperature`?",
         );
-        check_refused("models.acter.path=x", "did you mean `actor`?");
-        check_refused("data.trian=x", "did you mean `train`?");
-        check_refused("stages.olt.bypass=true", "did you mean `old`?");
-        check_refused("run.steps.more=1", "`steps` is a value");
-        check_refused("actor=3", "is a table");
-        check_refused(
+        check_rejected("models.acter.path=x", "did you mean `actor`?");
+        check_rejected("data.trian=x", "did you mean `train`?");
+        check_rejected("stages.olt.bypass=true", "did you mean `old`?");
+        check_rejected("run.steps.more=1", "`steps` is a value");
+        check_rejected("actor=3", "is a table");
+        check_rejected(
             "update.loss=3",
             "`loss` is a table, not a value; it has `kind`",
         );
-        check_refused("run.dir=", "which the file does not set");
-        check_refused("run.dir=", "an empty text is `=\"\"`; known");
-        check_refused("run.stpes=", "did you mean `steps`?");
-        check_refused("update.lost.kind=", "the default holds anyway");
-        check_refused("stages.old=", "it would take out a whole stage");
+        check_rejected("run.dir=", "but the file does not set it");
+        check_rejected("run.dir=", "an empty string is `=\"\"`; known");
+        check_rejected("run.stpes=", "did you mean `steps`?");
+        check_rejected("update.lost.kind=", "the default already applies");
+        check_rejected("stages.old=", "it would remove an entire stage");
     }
 
     #[test]
-    fn paths_are_seen_from_the_working_directory() {
+    fn paths_are_resolved_against_the_working_directory() {
         let (working, file) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         for (folder, name) in [
             (&working, "both"),
@@ -536,7 +537,7 @@ mod tests {
             let value = Value::Object(document).pointer(pointer).cloned();
             value
                 .and_then(|value| value.as_str().map(str::to_owned))
-                .expect("a text")
+                .expect("a string")
         };
         let here = |name: &str| working.path().join(name).display().to_string();
         assert_eq!(given("data.train=here", "/data/train/path"), here("here"));

@@ -12,7 +12,7 @@ use crate::diagnostic::{Diagnostic, quoted};
 use crate::pipe::{DataDecl, DataPipe, ModelDecl, StageDecl};
 use crate::registry::Registry;
 
-/// Reads a document section by section, and keeps what is wrong with it.
+/// Reads a document section by section and collects its errors.
 pub(super) struct Reader<'a> {
     pub source: Source<'a>,
     pub registry: &'a Registry,
@@ -20,13 +20,13 @@ pub(super) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// The pipeline as far as it can be read.
+    /// The pipeline, as far as it can be read.
     pub fn pipeline(&mut self, mut document: Map<String, Value>) -> DataPipe {
         for kind in self.registry.duplicates() {
             self.findings.push(
                 Diagnostic::error("C007", kind.to_string())
                     .at("registry")
-                    .because("a pipeline file that names it could mean either")
+                    .because("a pipeline file that uses this name could mean either")
                     .help("register one of them under another `KIND`"),
             );
         }
@@ -48,7 +48,7 @@ impl Reader<'_> {
         let name = match document.remove("name") {
             Some(Value::String(name)) => name,
             Some(_) => {
-                self.invalid(&["name"], "the top of the file", "a name is a text");
+                self.invalid(&["name"], "the top of the file", "expected a string");
                 String::new()
             }
             None => "pipeline".to_owned(),
@@ -94,7 +94,7 @@ impl Reader<'_> {
                 self.invalid(
                     &[section],
                     &format!("[{section}]"),
-                    "it is not a table of names",
+                    "expected a table of names",
                 );
                 Vec::new()
             }
@@ -115,11 +115,11 @@ impl Reader<'_> {
                         self.findings.push(
                             Diagnostic::error(
                                 "C003",
-                                format!("the kind of data set `{name}` is not clear"),
+                                format!("cannot determine the kind of data set `{name}`"),
                             )
                             .at(self.source.place(&owned(&["data", name]), &place))
                             .because(
-                                "it names no `kind`, and no kind reads a file with its extension",
+                                "it does not set `kind`, and no kind reads files with its extension",
                             )
                             .help(format!("set `kind` to one of {known}")),
                         );
@@ -168,7 +168,7 @@ impl Reader<'_> {
                 self.invalid(
                     &["stages"],
                     "[[stages]]",
-                    "stages are a list: write `[[stages]]` above each of them",
+                    "expected a list: write `[[stages]]` above each stage",
                 );
                 Vec::new()
             }
@@ -179,7 +179,7 @@ impl Reader<'_> {
         let index = index.to_string();
         let here = ["stages", index.as_str()];
         let Value::Object(mut table) = value else {
-            self.invalid(&here, "[[stages]]", "a stage is a table");
+            self.invalid(&here, "[[stages]]", "expected a table");
             return None;
         };
         let place = format!(
@@ -219,7 +219,7 @@ impl Reader<'_> {
                 self.invalid(
                     &["stages", &index, "debug"],
                     &place,
-                    "it is not true or false",
+                    "expected `true` or `false`",
                 );
                 false
             }
@@ -231,7 +231,7 @@ impl Reader<'_> {
         };
         let Decoded { value, faults } = (entry.declare)(&name, Value::Object(table));
         let faults = faults.into_iter().map(|fault| match fault {
-            // These belong to every stage, so they are known although its configuration does not have them.
+            // Every stage has these keys, although they are not part of its configuration.
             Fault::Unknown { path, mut known } if path.len() == 1 => {
                 known.extend(["kind", "name", "rename", "debug"].map(str::to_owned));
                 Fault::Unknown { path, known }

@@ -1,17 +1,17 @@
-//! Where a setting stands: a line of the file, or an override of the command line.
+//! The location of a setting: a line of the file, or an override on the command line.
 
 use serde_json::{Map, Value};
 use toml::de::{DeTable, DeValue};
 
 use crate::diagnostic::Diagnostic;
 
-/// The text of a pipeline file, for pointing at its lines.
+/// The text of a pipeline file, for reporting line numbers.
 pub(crate) struct Source<'a> {
     /// The file's name, for messages.
     name: String,
     text: &'a str,
     table: DeTable<'a>,
-    /// Paths that an override set, with its text.
+    /// Paths set by overrides, each with the text of its override.
     pub overridden: Vec<(Vec<String>, String)>,
 }
 
@@ -19,7 +19,7 @@ impl<'a> Source<'a> {
     /// Parses the text.
     ///
     /// # Errors
-    /// All faults of the syntax.
+    /// All syntax errors.
     pub fn parse(name: &str, text: &'a str) -> Result<(Self, Map<String, Value>), Vec<Diagnostic>> {
         let (table, errors) = DeTable::parse_recoverable(text);
         let source = Source {
@@ -53,25 +53,25 @@ impl<'a> Source<'a> {
             Some(line) => format!("{}:{line}{quoted}", self.name),
             None => self.name.clone(),
         };
-        let finding = Diagnostic::error("C001", "the pipeline file is not TOML").at(place);
+        let finding = Diagnostic::error("C001", "the pipeline file is not valid TOML").at(place);
         let spanned = error.span().and_then(|span| self.text.get(span));
-        if let Some(number) = spanned.filter(|text| beyond_toml(text).is_some()) {
+        if let Some(number) = spanned.filter(|text| out_of_range_integer(text).is_some()) {
             let (word, extreme, limit) = match number.starts_with('-') {
-                true => ("small", "least", i64::MIN),
+                true => ("small", "smallest", i64::MIN),
                 false => ("large", "largest", i64::MAX),
             };
             return finding
                 .because(format!(
-                    "the number `{}` is too {word}: the {extreme} whole number of TOML is {limit}",
+                    "the integer `{}` is too {word}: the {extreme} integer in TOML is {limit}",
                     shortened(number)
                 ))
-                .help("write a number that the setting can have");
+                .help("use a number in the range of the setting");
         }
         finding
             .because(error.message().to_owned())
             .help(match error.message() {
-                "duplicate key" => "state each setting and each table once",
-                _ => "correct the line; strings need quotes, a table is `[name]`, a stage `[[stages]]`",
+                "duplicate key" => "define each setting and each table only once",
+                _ => "fix the line; put strings in quotes, start a table with `[name]` and a stage with `[[stages]]`",
             })
     }
 
@@ -84,7 +84,7 @@ impl<'a> Source<'a> {
             + 1
     }
 
-    /// Where the setting at `path` stands: file and line, or the override that set it; and its section.
+    /// The location of the setting at `path`: file and line, or the override that set it; and its section.
     pub fn place(&self, path: &[String], section: &str) -> String {
         let by_override = self
             .overridden
@@ -100,7 +100,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Byte at which the deepest part of `path` that the file has begins.
+    /// Byte offset of the deepest part of `path` that the file contains.
     fn offset(&self, path: &[String]) -> Option<usize> {
         let (first, rest) = path.split_first()?;
         let (key, value) = self
@@ -130,8 +130,8 @@ impl<'a> Source<'a> {
     }
 }
 
-/// The text of a whole number that TOML has no room for, as a number.
-pub(super) fn beyond_toml(text: &str) -> Option<f64> {
+/// Parses an integer that is out of TOML's range; `None` for any other text.
+pub(super) fn out_of_range_integer(text: &str) -> Option<f64> {
     const RADIXES: [(&str, u32); 3] = [("0x", 16), ("0o", 8), ("0b", 2)];
     let plain = text.replace('_', "");
     let mut radixes = RADIXES.iter();
@@ -154,7 +154,7 @@ pub(super) fn beyond_toml(text: &str) -> Option<f64> {
     }))
 }
 
-/// A line of the file as a message can show it: not longer than about a line, nothing that a terminal would obey.
+/// A line of the file as shown in a message: shortened, with control characters escaped.
 fn shortened(line: &str) -> String {
     const SHOWN: usize = 60; // bytes
     let mut text = String::new();
@@ -172,7 +172,7 @@ fn shortened(line: &str) -> String {
     text
 }
 
-/// A table as JSON, keys in the order of the text where that is known; dates become their text.
+/// A table as JSON. Keys keep the order of the text where it is known; dates become strings.
 fn object(table: toml::Table, text: Option<&DeTable<'_>>) -> Map<String, Value> {
     let mut entries: Vec<_> = table
         .into_iter()
@@ -194,7 +194,7 @@ fn object(table: toml::Table, text: Option<&DeTable<'_>>) -> Map<String, Value> 
         .collect()
 }
 
-/// A value as JSON; numbers that JSON does not have (inf, nan) become text, which no number accepts.
+/// A value as JSON. Numbers that JSON cannot represent (inf, nan) become strings, which no numeric setting accepts.
 pub(crate) fn json(value: toml::Value, text: Option<&DeValue<'_>>) -> Value {
     match value {
         toml::Value::String(text) => Value::String(text),
@@ -233,13 +233,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whole_numbers_that_toml_has_no_room_for_are_told_with_the_last_that_it_has() {
-        let told = |number: &str| {
+    fn out_of_range_integers_are_reported_with_the_limit() {
+        let message = |number: &str| {
             let text = format!("[batch]\nprompts = {number}\n");
-            let findings = Source::parse("a.toml", &text).err().expect("it is no TOML");
+            let findings = Source::parse("a.toml", &text).err().expect("it is not TOML");
             findings[0].to_string().replace("\n         ", " ")
         };
-        let large = "is too large: the largest whole number of TOML is 9223372036854775807";
+        let large = "is too large: the largest integer in TOML is 9223372036854775807";
         for number in [
             "9223372036854775808",
             "18446744073709551616",
@@ -250,15 +250,18 @@ mod tests {
             "0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFF",
             "0o7777777777777777777777777",
         ] {
-            let told = told(number);
-            assert!(told.contains(&format!("`{number}` {large}")), "{told}");
-            assert!(told.contains("a.toml:2"), "{told}");
+            let message = message(number);
+            assert!(
+                message.contains(&format!("`{number}` {large}")),
+                "{message}"
+            );
+            assert!(message.contains("a.toml:2"), "{message}");
         }
-        let small = told("-9223372036854775809");
-        let least = "is too small: the least whole number of TOML is -9223372036854775808";
-        assert!(small.contains(least), "{small}");
+        let small = message("-9223372036854775809");
+        let limit = "is too small: the smallest integer in TOML is -9223372036854775808";
+        assert!(small.contains(limit), "{small}");
         for other in ["007", "1__0", "1e", "12x"] {
-            assert!(!told(other).contains("whole number of TOML"), "{other}");
+            assert!(!message(other).contains("integer in TOML"), "{other}");
         }
     }
 }

@@ -1,15 +1,15 @@
-//! Names that settings have in other trainers (TRL, verl in Python, transformers, vLLM), and what they are called here.
+//! Names of settings in other trainers (TRL, verl in Python, transformers, vLLM), mapped to the names used here.
 
-/// A setting, where it stands, and what others call it.
+/// A setting, its place, and its names in other trainers.
 struct Setting {
     name: &'static str,
-    /// As a phrase behind its name.
+    /// A phrase that follows its name, such as `in [run]`.
     place: &'static str,
     others: &'static [&'static str],
 }
 
-/// The one list. The first entry that belongs to the table at hand is offered; otherwise the first of all.
-// One setting a line.
+/// All synonyms. The first match that the current table has is suggested, otherwise the first match.
+// One setting per line.
 #[rustfmt::skip]
 const SETTINGS: &[Setting] = &[
     setting("learning_rate", "in [models.NAME.optimizer]", &["lr", "rate", "step_size"]),
@@ -59,9 +59,9 @@ const SETTINGS: &[Setting] = &[
     setting("group", "in [devices]", &["device", "devices", "cuda", "gpus", "n_gpus", "num_gpus", "n_gpus_per_node"]),
     setting("rollout_tensor_parallel", "in [devices]", &["tensor_model_parallel_size", "tensor_parallel_size", "tp", "tp_size"]),
     setting("template", "in stage `prompts`", &["chat_template"]),
-    setting("run", "as a section", &["trainer", "training", "train", "config", "general"]),
-    setting("models", "as a section", &["model", "actor", "policy", "actor_rollout_ref"]),
-    setting("stages", "as a list", &["stage", "pipeline", "graph"]),
+    setting("run", "at the top level of the file", &["trainer", "training", "train", "config", "general"]),
+    setting("models", "at the top level of the file", &["model", "actor", "policy", "actor_rollout_ref"]),
+    setting("stages", "at the top level of the file", &["stage", "pipeline", "graph"]),
 ];
 
 const fn setting(
@@ -76,15 +76,15 @@ const fn setting(
     }
 }
 
-/// The setting among `known` that others call `name`.
-pub(super) fn meant_by<'k>(name: &str, known: &[&'k str]) -> Option<&'k str> {
+/// The setting among `known` that other trainers call `name`.
+pub(super) fn find_synonym<'k>(name: &str, known: &[&'k str]) -> Option<&'k str> {
     entries(name).find_map(|entry| known.iter().copied().find(|known| *known == entry.name))
 }
 
-/// What a setting that others call `name` is called here, and where it stands.
-pub(super) fn elsewhere(name: &str) -> Option<String> {
+/// Where the setting `name` belongs, or what a setting that other trainers call `name` is called here.
+pub(super) fn describe_place(name: &str) -> Option<String> {
     if let Some(own) = SETTINGS.iter().find(|entry| entry.name == name) {
-        return Some(format!("`{name}` stands {}", own.place));
+        return Some(format!("`{name}` belongs {}", own.place));
     }
     let entry = entries(name).next()?;
     Some(format!(
@@ -105,26 +105,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_other_trainers_lead_to_the_setting() {
+    fn names_from_other_trainers_are_mapped_to_settings() {
         let optimizer = ["learning_rate", "betas", "eps", "weight_decay"];
-        assert_eq!(meant_by("lr", &optimizer), Some("learning_rate"));
-        assert_eq!(meant_by("adam-epsilon", &optimizer), Some("eps"));
-        assert_eq!(meant_by("num_generations", &optimizer), None);
+        assert_eq!(find_synonym("lr", &optimizer), Some("learning_rate"));
+        assert_eq!(find_synonym("adam-epsilon", &optimizer), Some("eps"));
+        assert_eq!(find_synonym("num_generations", &optimizer), None);
         assert_eq!(
-            elsewhere("num_generations").as_deref(),
+            describe_place("num_generations").as_deref(),
             Some("`num_generations` is called `samples` here, in [batch]")
         );
         // The same name means another setting in another table.
-        assert_eq!(meant_by("epsilon", &optimizer), Some("eps"));
-        assert_eq!(meant_by("epsilon", &["clip_low"]), Some("clip_low"));
-        let misplaced = elsewhere("learning_rate");
-        let words = "`learning_rate` stands in [models.NAME.optimizer]";
+        assert_eq!(find_synonym("epsilon", &optimizer), Some("eps"));
+        assert_eq!(find_synonym("epsilon", &["clip_low"]), Some("clip_low"));
+        let misplaced = describe_place("learning_rate");
+        let words = "`learning_rate` belongs in [models.NAME.optimizer]";
         assert_eq!(misplaced.as_deref(), Some(words));
-        assert_eq!(elsewhere("colour"), None);
+        assert_eq!(describe_place("colour"), None);
     }
 
     #[test]
-    fn no_name_leads_to_itself_or_twice_to_one_setting() {
+    fn synonyms_differ_from_their_setting_and_from_each_other() {
         for entry in SETTINGS {
             for (index, other) in entry.others.iter().enumerate() {
                 assert_ne!(*other, entry.name);

@@ -6,18 +6,18 @@ use serde_json::{Map, Value};
 
 use crate::pipe::DataPipe;
 
-/// The pipeline as a file, every setting stated; what was given as objects appears by name only. Relative paths of
+/// The pipeline as a file with every setting written out; objects given in code appear by name only. Relative paths of
 /// data and models that exist become absolute, so that the file means the same in any folder.
 ///
 /// # Errors
-/// A number that TOML cannot hold (above 2⁶³ − 1).
+/// A number that TOML cannot represent (above 2⁶³ − 1).
 pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
     let entry = |kind: &str, config: &Value| {
         let mut entry = Map::new();
         entry.insert("kind".to_owned(), kind.into());
         entry.extend(config.as_object().cloned().unwrap_or_default());
         if let Some(Value::String(path)) = entry.get_mut("path") {
-            *path = from_anywhere(&pipe.base, path);
+            *path = absolute_if_exists(&pipe.base, path);
         }
         Value::Object(entry)
     };
@@ -64,17 +64,17 @@ pub fn to_toml(pipe: &DataPipe) -> Result<String, toml::ser::Error> {
     toml::to_string(&document)
 }
 
-/// A path that was read against `base`, so that it can be read from any folder; as it is where nothing is there.
-fn from_anywhere(base: &Path, path: &str) -> String {
-    let seen = base.join(path);
-    if base.as_os_str().is_empty() || !seen.exists() {
+/// Makes a path relative to `base` absolute; unchanged if nothing exists there.
+fn absolute_if_exists(base: &Path, path: &str) -> String {
+    let joined = base.join(path);
+    if base.as_os_str().is_empty() || !joined.exists() {
         return path.to_owned();
     }
-    let absolute = std::path::absolute(&seen).unwrap_or(seen);
+    let absolute = std::path::absolute(&joined).unwrap_or(joined);
     absolute.to_str().unwrap_or(path).to_owned()
 }
 
-/// TOML has no null: an option that is absent is not written.
+/// TOML has no null, so absent options are omitted.
 fn drop_nulls(value: &mut Value) {
     match value {
         Value::Object(map) => {

@@ -1,11 +1,11 @@
-//! How settings name columns: `answer`, or with dots into what is nested, `reward_model.ground_truth`.
+//! How settings name columns: `answer`, or with dots for nested values, `reward_model.ground_truth`.
 
 use serde_json::{Map, Value};
 
 use crate::diagnostic::{nearest, quoted};
 
-/// The value of `column` in a row. A column that is literally called so wins; otherwise a dot reaches into an object, or
-/// with a number (from 0) into a list; null on the way is null. `None` where there is nothing.
+/// The value of `column` in a row. A column with exactly this name wins; otherwise a dot reaches into an object, or
+/// with a number (from 0) into a list; null on the path gives null. `None` if there is no such value.
 ///
 /// ```
 /// use serde_json::json;
@@ -21,7 +21,7 @@ use crate::diagnostic::{nearest, quoted};
 pub fn find_column<'v>(row: &'v Map<String, Value>, column: &str) -> Option<&'v Value> {
     let whole = row.get(column);
     whole.or_else(|| {
-        // The longest name that there is comes first, at every level.
+        // At every level, the longest existing name wins.
         let mut dots = column.rmatch_indices('.');
         dots.find_map(|(at, _)| within(row.get(&column[..at])?, &column[at + 1..]))
     })
@@ -42,18 +42,18 @@ fn within<'v>(value: &'v Value, path: &str) -> Option<&'v Value> {
     }
 }
 
-/// A part of a column's name as a position in a list: digits and nothing else.
+/// A part of a column's name as a position in a list: digits only.
 pub(crate) fn list_index(part: &str) -> Option<usize> {
     let digits = part.bytes().all(|byte| byte.is_ascii_digit());
     digits.then(|| part.parse().ok()).flatten()
 }
 
-/// Objects are listed this deep.
+/// Maximum depth of the listed objects.
 const DEPTH: usize = 4;
-/// Names that are listed at most, since some data sets have an object with a key for everything.
+/// Maximum number of listed names, since some data sets have objects with very many keys.
 const NAMES: usize = 200;
 
-/// Names of the columns of a row, each followed by those inside it with dots; what is inside lists is left out.
+/// Names of the columns of a row, each followed by its nested columns with dots; lists are not expanded.
 pub fn column_names(row: &Map<String, Value>) -> Vec<String> {
     let mut names = Vec::new();
     list_names("", row, DEPTH, &mut names);
@@ -73,8 +73,8 @@ fn list_names(before: &str, row: &Map<String, Value>, depth: usize, names: &mut 
     }
 }
 
-/// What to say to someone who asked for `column` where there are `names`.
-pub(super) fn known_instead(column: &str, names: &[String]) -> String {
+/// Help for a missing `column` of a row that has `names`.
+pub(super) fn missing_column_help(column: &str, names: &[String]) -> String {
     let nested = |name: &&String| {
         let mut dots = name.match_indices('.');
         dots.any(|(at, _)| names.iter().any(|other| *other == name[..at]))
@@ -107,10 +107,10 @@ pub(super) fn known_instead(column: &str, names: &[String]) -> String {
     text
 }
 
-/// Nested names that a message lists.
+/// Maximum number of nested names in a message.
 const SHOWN: usize = 12;
 
-/// The name that was probably meant: a nested column whose last part is the one that was asked for, or one that is spelt alike.
+/// The name that was probably meant: a nested column with the same last part, or one with a similar spelling.
 fn likely<'n>(column: &str, top: &[&'n str], inside: &[&'n str]) -> Option<&'n str> {
     let last = |name: &str| name.rsplit('.').next().unwrap_or(name).to_owned();
     let asked = last(column);
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_column_that_is_literally_called_so_wins() {
+    fn an_exact_column_name_wins() {
         let row =
             json!({"a.b": 1, "a": {"b": 2, "c": 3}, "x.y": {"z": 4}, "x": {"y": {"z": 5, "w": 6}}});
         assert_eq!(found(&row, "a.b"), Some(json!(1)));
@@ -180,28 +180,28 @@ mod tests {
 
     #[test]
     fn a_missing_column_is_reported_with_what_is_there() {
-        let told = |row: Value, column: &str| {
+        let help = |row: Value, column: &str| {
             let names = column_names(row.as_object().expect("an object"));
-            known_instead(column, &names)
+            missing_column_help(column, &names)
         };
         let verl = json!({"prompt": [], "reward_model": {"style": "rule", "ground_truth": "2"}});
         assert_eq!(
-            told(verl.clone(), "ground_truth"),
+            help(verl.clone(), "ground_truth"),
             "did you mean `reward_model.ground_truth`? the row has `prompt`, `reward_model`; inside them `reward_model.style`, `reward_model.ground_truth`"
         );
         assert!(
-            told(verl.clone(), "ground_truht")
+            help(verl.clone(), "ground_truht")
                 .starts_with("did you mean `reward_model.ground_truth`?")
         );
         assert!(
-            told(verl, "reward_model.ground")
+            help(verl, "reward_model.ground")
                 .starts_with("did you mean `reward_model.ground_truth`?")
         );
         assert_eq!(
-            told(json!({"question": "", "answer": ""}), "anwser"),
+            help(json!({"question": "", "answer": ""}), "anwser"),
             "did you mean `answer`? the row has `question`, `answer`"
         );
-        assert_eq!(told(json!({"text": ""}), "labels"), "the row has `text`");
-        assert_eq!(told(json!({}), "labels"), "the row is empty");
+        assert_eq!(help(json!({"text": ""}), "labels"), "the row has `text`");
+        assert_eq!(help(json!({}), "labels"), "the row is empty");
     }
 }

@@ -21,7 +21,7 @@ pub enum DataError {
         reason: String,
     },
     /// A file without rows.
-    #[error("`{path}` holds no row")]
+    #[error("`{path}` has no rows")]
     Empty {
         /// The file.
         path: String,
@@ -36,7 +36,7 @@ pub enum DataError {
         /// What is wrong.
         reason: String,
     },
-    /// A row without a column that is needed.
+    /// A row without a required column.
     #[error("`{path}`, row {row}: there is no column `{column}`; {known}")]
     MissingColumn {
         /// The file or generator.
@@ -45,33 +45,33 @@ pub enum DataError {
         row: usize,
         /// The column.
         column: String,
-        /// The columns that are there, after the one that was probably meant.
+        /// The columns of the row, after the one that was probably meant.
         known: String,
     },
 }
 
 impl DataError {
-    /// The error that row `index` (counted from 0) of the data set at `path` has no `column`; `names` are those that it
-    /// has, nested ones with dots.
+    /// The error for row `index` (counted from 0) of the data set at `path`, which has no `column`; `names` are the
+    /// columns that it has, nested ones with dots.
     pub fn missing_column(path: String, index: usize, column: &str, names: &[String]) -> Self {
         DataError::MissingColumn {
             path,
             row: index + 1,
             column: column.to_owned(),
-            known: columns::known_instead(column, names),
+            known: columns::missing_column_help(column, names),
         }
     }
 }
 
 /// A data set: random access to rows, a fingerprint of the content.
 ///
-/// Rows are numbered from 0 and never change during a run; the order in which they are drawn belongs to the stage
-/// that reads them, so that it can be resumed and replayed.
+/// Rows are numbered from 0 and never change during a run. The stage that reads them decides the order in which they
+/// are drawn, so that it can be resumed and replayed.
 pub trait DataLoaderInterface: Send + Sync {
     /// Number of rows, at least 1.
     fn len(&self) -> usize;
 
-    /// Whether there is no row; a loader that opens successfully has some.
+    /// Whether there are no rows; a loader that opens successfully has some.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -82,8 +82,8 @@ pub trait DataLoaderInterface: Send + Sync {
     /// When the row is malformed or `index` is not below [`len`](Self::len).
     fn row(&self, index: usize) -> Result<Map<String, Value>, DataError>;
 
-    /// Row `index` with numbers as the texts that the data set has for them, where it has texts: `1.10`, not 1.1. A
-    /// number that is to be read as a text is looked up here.
+    /// Row `index` with numbers as strings, as the data set writes them, if it stores text: `1.10`, not 1.1. Used to
+    /// read a number as text.
     ///
     /// # Errors
     /// As [`row`](Self::row).
@@ -94,17 +94,17 @@ pub trait DataLoaderInterface: Send + Sync {
     /// The value of `column` in row `index`, found as [`find_column`] does; `None` where the row has no such column.
     ///
     /// # Errors
-    /// As [`row`](Self::row); when the column is of a type that has no JSON value.
+    /// As [`row`](Self::row); when the column's type has no JSON equivalent.
     fn value(&self, index: usize, column: &str) -> Result<Option<Value>, DataError> {
         Ok(find_column(&self.row(index)?, column).cloned())
     }
 
-    /// Whether columns are stored apart, so that [`value`](Self::value) reads nothing but the column that it is asked for.
+    /// Whether columns are stored separately, so that [`value`](Self::value) reads only the requested column.
     fn is_columnar(&self) -> bool {
         false
     }
 
-    /// Names of the columns of row `index`, those inside objects with dots ([`column_names`]).
+    /// Names of the columns of row `index`, nested ones with dots ([`column_names`]).
     ///
     /// # Errors
     /// As [`row`](Self::row).
@@ -119,12 +119,12 @@ pub trait DataLoaderInterface: Send + Sync {
     fn fingerprint(&self) -> String;
 }
 
-/// A data set as a check opens it: all of a small one, the beginning of a large one.
+/// A data set as a check opens it: all of a small one, only the beginning of a large one.
 #[derive(Clone)]
 pub struct OpenedData {
-    /// Its rows, or the first of them.
+    /// Its rows, or the first ones.
     pub rows: Arc<dyn DataLoaderInterface>,
-    /// Whether these are all.
+    /// Whether these are all its rows.
     pub is_whole: bool,
 }
 

@@ -1,4 +1,4 @@
-//! [`DataPipe`] into [`Plan`]: builds the stages, draws the graph, runs the checks, gathers all findings.
+//! [`DataPipe`] into [`Plan`]: builds the stages and the graph, runs the checks, collects all findings.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -14,22 +14,22 @@ use crate::resource::ModelInfo;
 use crate::schedule::batching::{BatchPlan, MINI_BATCH, Violation};
 use crate::stage::{Access, BuildContext, Cadence, Cardinality, ConfigError, StageSpec};
 
-/// What there is of a pipeline before anything is checked.
+/// A pipeline before any check.
 pub(crate) struct Prepared<'a> {
     pub context: BuildContext,
     pub violations: Vec<Violation>,
     pub stages: Vec<DraftStage<'a>>,
-    /// What each model tells of itself.
+    /// The description of each model.
     pub models: Vec<Result<ModelInfo, Vec<ConfigError>>>,
 }
 
-/// A declared stage with what it says about itself; indices of stages in a draft count declarations.
+/// A declared stage and its specification; stage indices in a draft follow the order of declaration.
 pub(crate) struct DraftStage<'a> {
     pub decl: &'a StageDecl,
     /// `None` when the stage could not be built.
     pub spec: Option<StageSpec>,
     pub errors: Vec<ConfigError>,
-    /// Temperature that it takes where its own is not set.
+    /// Temperature that it uses if its own is not set.
     pub temperature: Option<f64>,
 }
 
@@ -39,7 +39,7 @@ impl DraftStage<'_> {
         self.decl.rename.get(local).map_or(local, String::as_str)
     }
 
-    /// Whether it takes part in a step's flow of rows.
+    /// Whether it processes rows of a step.
     pub fn in_step(&self) -> bool {
         self.spec
             .as_ref()
@@ -47,14 +47,14 @@ impl DraftStage<'_> {
     }
 }
 
-/// Who writes a key.
+/// The stages that write a key.
 #[derive(Clone)]
 pub(crate) struct Written<'a> {
     /// First stage that writes it.
     pub stage: usize,
     /// The field as that stage declares it, in its own name.
     pub field: &'a Field,
-    /// Further stages that write it: a fault.
+    /// Further stages that write it, which is an error.
     pub again: Vec<usize>,
 }
 
@@ -68,14 +68,14 @@ pub(crate) struct Link<'a> {
     pub broadcast: bool,
 }
 
-/// A key that a stage needs and nobody writes.
+/// A key that a stage requires and no stage writes.
 pub(crate) struct Missing<'a> {
     pub key: String,
     pub reader: usize,
     pub read: &'a Field,
 }
 
-/// Everything that the checks look at.
+/// Input of the checks.
 pub(crate) struct Draft<'a> {
     pub pipe: &'a DataPipe,
     pub context: &'a BuildContext,
@@ -106,15 +106,15 @@ impl Draft<'_> {
 /// Whether a pipeline may be planned without the files of its models and data.
 #[derive(Clone, Copy)]
 enum Files {
-    Needed,
-    Forgiven,
+    Required,
+    Optional,
 }
 
 impl DataPipe {
-    /// Checks the pipeline as a whole and puts its stages in order. Loads no weights and reads no data; a
-    /// file that is missing is told.
+    /// Checks the whole pipeline and puts its stages in order. Loads no weights and reads no data, but reports missing
+    /// files.
     ///
-    /// Stages run after the stages that write what they read; where that leaves a choice, in the order of declaration.
+    /// A stage runs after the stages that write what it reads; ties are resolved by the order of declaration.
     /// A stage that updates a model runs after the stages of the step that read the model and do not need the
     /// update's result.
     ///
@@ -132,19 +132,18 @@ impl DataPipe {
         self.plan_prepared(&prepare(self))
     }
 
-    /// [`DataPipe::plan`] of what is prepared already.
+    /// [`DataPipe::plan`] of a prepared pipeline.
     pub(crate) fn plan_prepared(&self, prepared: &Prepared<'_>) -> Result<Plan, Vec<Diagnostic>> {
-        self.checked(prepared, Files::Needed).map(|(plan, _)| plan)
+        self.checked(prepared, Files::Required).map(|(plan, _)| plan)
     }
 
-    /// As [`DataPipe::plan`], for one who looks at what a run of this pipeline left: model folders and data files that
-    /// are not there any more forbid nothing. Gives them as findings beside the plan, which then knows nothing of the
-    /// models' sizes.
+    /// As [`DataPipe::plan`], to inspect the files of an earlier run: model folders and data files that no longer exist
+    /// are not errors. Returns findings about them with the plan, which then does not know the sizes of the models.
     ///
     /// # Errors
     /// As [`DataPipe::plan`].
     pub(crate) fn plan_to_look(&self) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
-        self.checked(&prepare(self), Files::Forgiven)
+        self.checked(&prepare(self), Files::Optional)
     }
 
     fn checked(
@@ -164,11 +163,11 @@ impl DataPipe {
         for check in checks::SETTINGS {
             check(&draft, &mut findings);
         }
-        let mut gone = Vec::new();
-        checks::files::check(&draft, &mut gone);
+        let mut file_findings = Vec::new();
+        checks::files::check(&draft, &mut file_findings);
         match files {
-            Files::Needed => findings.append(&mut gone),
-            Files::Forgiven => gone.retain(Diagnostic::is_error),
+            Files::Required => findings.append(&mut file_findings),
+            Files::Optional => file_findings.retain(Diagnostic::is_error),
         }
         for check in checks::DECLARED {
             check(&draft, &mut findings);
@@ -192,14 +191,15 @@ impl DataPipe {
         let mut plan = assemble(&draft, &order, &after, &tables, findings);
         optimizer_steps::settle(&mut plan, optimizer_steps, training);
         plan.warnings.extend(memory::check(&plan));
-        Ok((plan, gone))
+        Ok((plan, file_findings))
     }
 }
 
-/// The stages of a pipeline with what they are built with, and the rules of the batch arithmetic that do not hold.
+/// The stages of a pipeline, the context that they are built with, and the rules of the batch arithmetic that do not
+/// hold.
 ///
-/// How many prompts' samples an update sees is for a refilling filter to say, so the arithmetic is done again, and the
-/// stages are built again with it, when they are known.
+/// A refilling filter decides how many prompts' samples an update sees, so the arithmetic is solved again, and the
+/// stages are built again with its result, once the stages are known.
 pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
     let (batch, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices, None);
     let mut context = BuildContext {
@@ -234,7 +234,7 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
         prepared.violations = violations;
         prepared.stages = built(pipe, &prepared.context);
     } else if prepared.stages.iter().any(|stage| stage.spec.is_none()) {
-        // A stage that could not be built may be the filter whose groups mini-batches are cut from.
+        // A stage that could not be built may be the filter whose groups are cut into mini-batches.
         let violations = &mut prepared.violations;
         violations.retain(|violation| violation.setting != MINI_BATCH);
     }
@@ -251,7 +251,7 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
     prepared
 }
 
-/// The first device of the group; none of a text that names no group, which is told as a finding.
+/// The first device of the group; empty if `group` is not a valid device group, which a finding reports.
 fn first_device(pipe: &DataPipe) -> String {
     let devices = pipe.devices.list().unwrap_or_default();
     devices.into_iter().next().unwrap_or_default()
@@ -347,11 +347,11 @@ fn draft<'a>(
     }
 }
 
-/// Edges of keys and of weights, and for each stage the stages that it waits for because of weights.
+/// The graph with the edges of keys and weights, and for each stage the stages that it waits for because of weights.
 ///
 /// With the updaters u₁, u₂, … of a model in topological order: u₁ → u₂ → …, and each reader comes before the first
-/// updater that it does not depend on. The level of a stage, the number of updaters that it depends on, falls along no
-/// edge of keys and rises along each new edge, so no new edge closes a cycle.
+/// updater that it does not depend on. The level of a stage, the number of updaters that it depends on, decreases along
+/// no edge of keys and increases along each new edge, so no new edge closes a cycle.
 fn weight_order(draft: &Draft<'_>) -> (Digraph, Vec<Vec<usize>>) {
     let mut users: BTreeMap<&str, BTreeMap<usize, bool>> = BTreeMap::new();
     for (index, stage) in draft
@@ -471,8 +471,8 @@ fn edge(link: &Link<'_>, position: &[usize], tables: &Tables) -> Edge {
     }
 }
 
-/// Rows of one call: what the stage says; else one micro-batch for `Row` stages with a model, one row on the host,
-/// one prompt's rows for `Group` stages, and all rows for `Batch` stages, sources and observers.
+/// Rows of one call: what the stage declares; otherwise one micro-batch for `Row` stages with a model, one row on the
+/// host, one prompt's rows for `Group` stages, and all rows for `Batch` stages, sources and observers.
 fn slice_rows(
     spec: &StageSpec,
     table_in: Option<usize>,

@@ -21,8 +21,7 @@ impl fmt::Display for Plan {
     }
 }
 
-/// What is done, as text, without what is doubtful about it, and without settings of optimisers: another learning rate
-/// makes no other plan.
+/// A plan as text without warnings and optimiser settings: a different learning rate does not change the plan.
 pub(crate) struct Unwarned<'a>(pub &'a Plan);
 
 impl fmt::Display for Unwarned<'_> {
@@ -54,7 +53,7 @@ impl Plan {
     }
 }
 
-/// Columns that a line of a plan keeps to.
+/// Maximum width of a line of a plan, in columns.
 const WIDTH: usize = 100;
 
 pub(crate) fn count(n: usize, what: &str) -> String {
@@ -87,7 +86,7 @@ impl Plan {
         if let Some(refill) = &stage.spec.refill {
             let then = match refill.on_short {
                 OnShort::Error => "or the run ends",
-                OnShort::Continue => "or goes on with fewer",
+                OnShort::Continue => "or continues with fewer",
             };
             let (groups, waves) = (count(refill.groups, "group"), count(refill.waves, "wave"));
             writeln!(f, "       keeps {groups} out of at most {waves}, {then}")?;
@@ -138,7 +137,7 @@ impl Plan {
         &self.stages[stage].name
     }
 
-    /// What the stage does to rows, with numbers.
+    /// The stage's effect on the rows, with their numbers.
     fn rows(&self, stage: &PlannedStage) -> String {
         let number = |table: Option<usize>| {
             table.map_or_else(String::new, |index| {
@@ -213,7 +212,7 @@ impl Plan {
                 let _ = write!(notes, ", {word} {times} times");
             } else {
                 let coarse = &self.tables[edge.table].rows;
-                let _ = write!(notes, ", thinned out from {coarse}");
+                let _ = write!(notes, ", filtered from {coarse}");
             }
         }
         notes
@@ -428,7 +427,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_told_in_powers_of_1024() {
+    fn bytes_are_printed_in_powers_of_1024() {
         assert_eq!(bytes(0), "0 B");
         assert_eq!(bytes(1023), "1023 B");
         assert_eq!(bytes(1536), "1.5 KiB");

@@ -1,4 +1,4 @@
-//! A directed graph over `0..n`: topological order, cycles, ancestors. Knows no stage, no tensor.
+//! A directed graph over `0..n`: topological order, cycles, ancestors. Knows nothing of stages or tensors.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, VecDeque};
@@ -50,11 +50,11 @@ impl Digraph {
         &self.predecessors[node]
     }
 
-    /// All nodes, each after its predecessors; of those that could come next, the one with the lowest number.
+    /// All nodes, each after its predecessors; ties are resolved by the lowest number.
     ///
     /// # Errors
     /// The cycles, one for each strongly connected component: each a shortest walk from its lowest node back to it,
-    /// that node named first and not repeated at the end.
+    /// starting with that node and not repeating it at the end.
     pub fn topological_order(&self) -> Result<Vec<usize>, Vec<Vec<usize>>> {
         let mut waiting: Vec<usize> = self.predecessors.iter().map(Vec::len).collect();
         let mut ready: BinaryHeap<Reverse<usize>> = (0..self.len())
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn tells_each_cycle_as_a_shortest_walk() {
+    fn reports_each_cycle_as_a_shortest_walk() {
         check(1, &[(0, 0)], Err(&[&[0]]));
         check(3, &[(0, 1), (1, 2), (2, 0)], Err(&[&[0, 1, 2]]));
         check(

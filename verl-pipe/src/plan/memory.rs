@@ -1,16 +1,16 @@
-//! What a plan takes of the memory of each of its devices: an upper estimate, and the refusal of a run that cannot fit.
+//! Memory that a plan needs on each of its devices: an upper estimate, and the refusal of a run that cannot fit.
 //!
-//! A device of the group holds, all the time, the weights of every model, and of those that are trained the optimiser's
-//! state and the sums of gradients. On top comes the work that is being done, one stage at a time:
+//! A device of the group permanently stores the weights of every model and, for each model that is trained, the
+//! optimiser state and the sums of gradients. In addition it needs memory for the current work, one stage at a time:
 //!
-//! - *sampling*: keys and values of all rows of a rollout, each as long as prompt and response may be; a rollout has room
-//!   for a power of two of rows
+//! - *sampling*: keys and values of all rows of a rollout, each as long as prompt and response may be; the number of
+//!   rows that a rollout has room for is a power of two
 //! - *scoring*: one layer of a call's tokens
 //! - *training*: what a micro-batch of the longest rows keeps for its backward pass, and one layer of it
 //!
-//! and to each the logits of a chunk of tokens. The most that is held is the first part and the largest of the second.
-//! What a token takes is told by the model ([`Footprint`](crate::resource::Footprint)); how long rows may be by the
-//! stages' settings. A length that no setting bounds is counted as nothing, and said so.
+//! and for each of these the logits of a chunk of tokens. The peak is the permanent part plus the largest work. The
+//! model reports the bytes per token ([`Footprint`](crate::resource::Footprint)); the stages' settings limit the length
+//! of rows. A length that no setting limits counts as zero, and the output says so.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -23,24 +23,24 @@ use crate::plan::{Plan, PlannedModel, PlannedStage};
 use crate::resource::ModelInfo;
 use crate::stage::{LengthLimit, ModelWork, WorkKind};
 
-/// Code of a run that cannot fit: it can be planned here, but not run.
+/// Code of a run that does not fit: it can be planned on this machine, but not run.
 pub(crate) const TOO_LARGE: &str = "S014";
 
-/// The part of an estimate that has to fit: measured runs held a seventh less than was estimated, at most.
-const CERTAIN: f64 = 6.0 / 7.0;
+/// The share of an estimate that has to fit: measured runs used at most a seventh less than the estimate.
+const CERTAIN_SHARE: f64 = 6.0 / 7.0;
 
-/// The estimate of one device of a group; each holds the same.
+/// The estimate for one device of a group; it is the same for each.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MemoryPlan {
     /// The group.
     pub group: String,
-    /// What is held all the time.
+    /// Permanent memory of the models.
     pub models: Vec<ModelMemory>,
-    /// What comes on top, one at a time, in the order of stages.
+    /// Additional memory of the stages' work, one at a time, in the order of stages.
     pub work: Vec<WorkMemory>,
 }
 
-/// What a model takes all the time.
+/// Permanent memory of a model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ModelMemory {
     /// Its name.
@@ -49,97 +49,97 @@ pub struct ModelMemory {
     pub parameters: u64,
     /// Bytes of weights.
     pub weights: u64,
-    /// Bytes of the optimiser's state; 0 where no stage trains it.
+    /// Bytes of the optimiser state; 0 if no stage trains it.
     pub optimizer: u64,
-    /// Bytes of summed gradients; 0 where no stage trains it.
+    /// Bytes of summed gradients; 0 if no stage trains it.
     pub gradients: u64,
-    /// One line about it.
+    /// A description in one line.
     pub summary: String,
-    /// A setting that would take less.
+    /// A setting that would need less memory.
     #[serde(skip)]
-    smaller: Option<&'static str>,
+    smaller_setting: Option<&'static str>,
 }
 
 impl ModelMemory {
-    fn all(&self) -> u64 {
+    fn total(&self) -> u64 {
         let training = self.optimizer.saturating_add(self.gradients);
         self.weights.saturating_add(training)
     }
 }
 
-/// What a stage's work with a model takes while it runs.
+/// Memory that a stage's work with a model needs while it runs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct WorkMemory {
     /// The stage.
     pub stage: String,
     /// The model.
     pub model: String,
-    /// What is done.
+    /// The kind of work.
     pub kind: WorkKind,
-    /// Rows in memory at once; 0 where the model decides it.
+    /// Rows in memory at once; 0 if the model decides it.
     pub rows: usize,
-    /// Tokens of the longest row, as far as they are bounded.
+    /// Tokens of the longest row, without keys of unlimited length.
     pub tokens: usize,
     /// Bytes.
     pub bytes: u64,
-    /// Keys of the pipeline whose length nothing bounds; they are not in `tokens`.
+    /// Keys of the pipeline whose length no setting limits; `tokens` does not include them.
     pub unbounded: Vec<String>,
-    /// What bounds the length of rows: `max_new_tokens` of `generate`.
+    /// Settings that limit the length of rows: `max_new_tokens` of `generate`.
     #[serde(skip)]
     bounds: Vec<String>,
 }
 
 impl MemoryPlan {
-    /// Bytes that are held all the time.
+    /// Bytes in permanent use.
     pub fn held(&self) -> u64 {
-        let all = self.models.iter().map(ModelMemory::all);
+        let all = self.models.iter().map(ModelMemory::total);
         all.fold(0, u64::saturating_add)
     }
 
-    /// The work that takes most.
+    /// The work that needs the most memory.
     pub fn largest(&self) -> Option<&WorkMemory> {
         self.work.iter().max_by_key(|work| work.bytes)
     }
 
-    /// Bytes that a device holds at most.
+    /// Peak memory of a device in bytes.
     pub fn most(&self) -> u64 {
         let work = self.largest().map_or(0, |work| work.bytes);
         self.held().saturating_add(work)
     }
 
-    /// The numbers in a line: all the parts of what is held while `work` is done.
+    /// The parts of the memory in use during `work`, in one line.
     pub(crate) fn told(&self, work: Option<&WorkMemory>) -> String {
         let sum = |part: fn(&ModelMemory) -> u64| {
             bytes(self.models.iter().map(part).fold(0, u64::saturating_add))
         };
-        let mut told = format!(
+        let mut parts = format!(
             "{} of weights, {} of optimiser state, {} of gradients",
             sum(|model| model.weights),
             sum(|model| model.optimizer),
             sum(|model| model.gradients)
         );
         if let Some(work) = work {
-            told = format!(
-                "{told}, and {} for {} in `{}`",
+            parts = format!(
+                "{parts}, and {} for {} in `{}`",
                 bytes(work.bytes),
                 work.what(),
                 work.stage
             );
         }
-        told
+        parts
     }
 
-    /// What to set otherwise so that less is held while `work` is done.
+    /// Which settings to change so that `work` needs less memory.
     pub(crate) fn advice(&self, work: Option<&WorkMemory>) -> String {
         let mut ways: Vec<String> = Vec::new();
         if let Some(work) = work {
             let rows = count(work.rows, "row");
             match work.kind {
-                WorkKind::Training => ways.push(format!("lower `batch.micro_batch` ({rows} now)")),
+                WorkKind::Training => ways.push(format!("lower `batch.micro_batch` (currently {rows})")),
                 WorkKind::Sampling => ways.push(format!(
-                    "lower `batch.samples` or the prompts of a call ({rows} at once now)"
+                    "lower `batch.samples` or the number of prompts per call (currently {rows} at once)"
                 )),
-                // Its calls are of one size, whatever the rows.
+                // The size of its calls does not depend on the rows.
                 WorkKind::Scoring => {}
             }
             if work.kind != WorkKind::Scoring && !work.bounds.is_empty() {
@@ -148,14 +148,14 @@ impl MemoryPlan {
         }
         let mut smaller: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for model in &self.models {
-            if let Some(setting) = model.smaller {
+            if let Some(setting) = model.smaller_setting {
                 smaller.entry(setting).or_default().push(&model.model);
             }
         }
         for (setting, models) in smaller {
             ways.push(format!("set `{setting}` of {}", quoted(models)));
         }
-        ways.push("take smaller models or a device with more memory".to_owned());
+        ways.push("use smaller models or a device with more memory".to_owned());
         ways.join(", or ")
     }
 }
@@ -166,7 +166,7 @@ impl WorkMemory {
         let tokens = match (self.tokens, self.unbounded.is_empty()) {
             (0, _) => "rows of unknown length".to_owned(),
             (tokens, true) => format!("rows of {tokens} tokens"),
-            (tokens, false) => format!("rows of {tokens} tokens and more"),
+            (tokens, false) => format!("rows of {tokens} tokens or more"),
         };
         let rows = match self.rows {
             0 => String::new(),
@@ -177,12 +177,12 @@ impl WorkMemory {
 }
 
 impl Plan {
-    /// What each device of the group holds, by the estimate that the [module](self) describes.
+    /// Memory that each device of the group needs, by the estimate that the [module](self) describes.
     pub fn memory(&self) -> MemoryPlan {
         self.memory_in(None)
     }
 
-    /// The same on a device of so many bytes: a rollout may have room for fewer rows there.
+    /// The same on a device with `room` bytes, where a rollout may have room for fewer rows.
     fn memory_in(&self, room: Option<u64>) -> MemoryPlan {
         let lengths = Lengths::of(self);
         let mut work = Vec::new();
@@ -213,11 +213,11 @@ fn model_memory(model: &PlannedModel) -> ModelMemory {
         optimizer: trained(info.optimizer_bytes),
         gradients: trained(info.gradient_bytes),
         summary: info.summary.clone(),
-        smaller: info.smaller,
+        smaller_setting: info.smaller,
     }
 }
 
-/// How long rows of keys may be, by the pipeline's names: tokens, and what says so.
+/// Maximum lengths of keys, by the pipeline's names: tokens, and the setting that limits them.
 struct Lengths<'a>(HashMap<&'a str, (usize, String)>);
 
 impl<'a> Lengths<'a> {
@@ -302,7 +302,7 @@ fn work_bytes(
             cache(wanted).min(limit.max(cache(least)))
         }
         WorkKind::Scoring => {
-            // Calls have rows of a few widths, at most a quarter longer than the row.
+            // Calls use only a few row widths, at most a quarter longer than the row.
             let at_once = footprint.call_tokens.max(tokens + tokens / 4);
             of(at_once, footprint.layer_bytes_per_token)
         }
@@ -318,7 +318,7 @@ fn work_bytes(
     work.saturating_add(footprint.logit_bytes)
 }
 
-/// Tells a run that cannot fit into the memory of its devices, where that is known.
+/// Reports a run that does not fit into the memory of its devices, where their size is known.
 pub(crate) fn check(plan: &Plan) -> Option<Diagnostic> {
     let devices = plan.pipe.devices.list().unwrap_or_default();
     let known = devices.iter().filter_map(|device| {
@@ -329,7 +329,7 @@ pub(crate) fn check(plan: &Plan) -> Option<Diagnostic> {
     let (room, device) = known.min()?;
     let memory = plan.memory_in(Some(room));
     let most = memory.most();
-    if most as f64 * CERTAIN <= room as f64 {
+    if most as f64 * CERTAIN_SHARE <= room as f64 {
         return None;
     }
     let work = memory.largest();
@@ -337,7 +337,7 @@ pub(crate) fn check(plan: &Plan) -> Option<Diagnostic> {
         Diagnostic::warning(TOO_LARGE, format!("the run does not fit on `{device}`"))
             .at("[devices] group")
             .because(format!(
-                "it would hold {} at most, but the device has {}: {}",
+                "it needs up to {}, but the device has {}: {}",
                 bytes(most),
                 bytes(room),
                 memory.told(work)
@@ -350,7 +350,7 @@ impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "memory of each device of `{}`, at most about\n  {:<24}{:>14}{:>12}{:>12}{:>12}",
+            "estimated peak memory of each device of `{}`\n  {:<24}{:>14}{:>12}{:>12}{:>12}",
             self.group, "model", "parameters", "weights", "optimiser", "gradients"
         )?;
         for model in &self.models {
@@ -372,7 +372,7 @@ impl fmt::Display for MemoryPlan {
         writeln!(
             f,
             "  {:<62}{:>12}",
-            "models, and the largest of the work",
+            "models and the largest work",
             bytes(self.most())
         )?;
         let mut unbounded: Vec<&str> = self
@@ -385,7 +385,7 @@ impl fmt::Display for MemoryPlan {
         if !unbounded.is_empty() {
             writeln!(
                 f,
-                "  No setting bounds the length of {}: counted as nothing.",
+                "  No setting limits the length of {}: it counts as zero.",
                 quoted(unbounded.iter().copied())
             )?;
         }
@@ -426,7 +426,7 @@ mod tests {
         check(WorkKind::Sampling, 5, 20, None, 16 * 20 * 10 + 3);
         check(WorkKind::Sampling, 100, 20, None, 128 * 20 * 10 + 3);
         check(WorkKind::Sampling, 4000, 20, None, 512 * 20 * 10 + 3);
-        // Half of 12,000 bytes is less than 128 rows take; 16 rows are the least.
+        // Half of 12,000 bytes is less than 128 rows need; 16 rows are the minimum.
         check(WorkKind::Sampling, 100, 20, Some(12_000), 6000 + 3);
         check(WorkKind::Sampling, 100, 20, Some(100), 16 * 20 * 10 + 3);
         check(
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_model_does_not_tell_counts_as_nothing() {
+    fn sizes_that_a_model_does_not_report_count_as_zero() {
         let unknown = ModelInfo::default();
         for kind in [WorkKind::Sampling, WorkKind::Scoring, WorkKind::Training] {
             assert_eq!(work_bytes(kind, 8, 20, &unknown, Some(1 << 30)), 0);

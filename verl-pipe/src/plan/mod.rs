@@ -7,27 +7,27 @@
 //! finest among those of the keys it reads.
 //!
 //! A key is visible on a finer table when its writer comes before the stage that made that table: it is *carried*
-//! through it, repeated per sample by an expansion and thinned out by a filter. A key of a coarser table whose writer
-//! does not come before (one that was computed per prompt beside the generation) has to be read with
-//! [`reads_broadcast`](crate::stage::StageSpec::reads_broadcast), which says that repeating it is meant. Rows of
-//! tables that do not descend from one another never meet in one stage.
+//! through it, repeated per sample by an expansion and filtered by a filter. A key of a coarser table whose writer
+//! does not come before (one that is computed per prompt in parallel with the generation) has to be read with
+//! [`reads_broadcast`](crate::stage::StageSpec::reads_broadcast), which declares that the repetition is intended. Rows
+//! of tables that do not descend from one another never meet in one stage.
 //!
-//! A filter only leaves rows out: a key of its input's rows is visible on those that it kept, whoever wrote it.
+//! A filter only removes rows: a key of its input rows is visible on the rows that it keeps, whichever stage wrote it.
 //!
 //! # Waves
 //!
-//! A step may draw its prompts in several waves: while a filter that states a [`Refill`](crate::stage::Refill) has kept
-//! too few groups, its source draws again. Tables between the two grow wave by wave, in order, and no slice of rows or
-//! groups reaches over the end of a wave. The filter's own table is one list of at most as many groups as it is to
-//! keep; stages that need the whole batch wait until no further wave comes.
+//! A step may draw its prompts in several waves: as long as a filter that declares a [`Refill`](crate::stage::Refill)
+//! has kept too few groups, its source draws again. Tables between the two grow wave by wave, in order, and no slice of
+//! rows or groups crosses the end of a wave. The filter's own table is a single list with at most the number of groups
+//! that the filter has to keep; stages that need the whole batch wait until the last wave is done.
 //!
 //! # Dims
 //!
 //! The first dim counts rows and stands for the table, so a stage may use any letter for it. A ragged dim stands for
 //! the lengths of the rows; the letter belongs to the stage, and the plan follows which lengths it stands for through
 //! the whole graph: where a stage writes a letter that it also reads, the lengths are those it read; where it only
-//! writes the letter, they are lengths of its own. Reading two keys with the same letter demands equal lengths, and is
-//! an error where they come from different stages.
+//! writes the letter, they are new lengths. Reading two keys with the same letter requires equal lengths, and is an
+//! error where the lengths come from different stages.
 
 pub(crate) mod build;
 pub(crate) mod checks;
@@ -49,14 +49,14 @@ use crate::resource::ModelInfo;
 use crate::schedule::batching::BatchPlan;
 use crate::stage::{BuildContext, StageSpec};
 
-/// Rows of the same kind: what one source, expansion or filter makes. Index into [`Plan::tables`].
+/// Rows of the same kind: the output of one source, expansion or filter. Index into [`Plan::tables`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Table {
     /// Rows as a symbol: `P`, `P·n`, `F(P·n)`.
     pub rows: String,
     /// Rows of a wave as a number, where known before the run (an upper bound after a filter).
     pub num_rows: usize,
-    /// Waves that a step has at most: 1, or more on the way from a source to a filter that refills.
+    /// Maximum number of waves of a step: 1, or more between a source and a filter that refills.
     pub waves: usize,
     /// Stage that makes it (index into [`Plan::stages`]).
     pub made_by: usize,
@@ -92,19 +92,19 @@ pub struct PlannedStage {
     pub name: String,
     /// Registered kind.
     pub kind: String,
-    /// What it declares, in its own names of keys.
+    /// What it declares, with its own names of keys.
     pub spec: StageSpec,
     /// Its own names of keys → the pipeline's, where they differ.
     pub rename: BTreeMap<String, String>,
     /// Keys it reads.
     pub inputs: Vec<Edge>,
-    /// Stages that must be done with the step before it starts, for other reasons than keys (weights).
+    /// Stages that must finish the step before this one starts because of weights rather than keys.
     pub after: Vec<usize>,
     /// Table of its input rows; `None` for a source or an observer.
     pub table_in: Option<usize>,
     /// Table of its output rows; `None` for a sink or an observer.
     pub table_out: Option<usize>,
-    /// Rows of one call, decided by the plan: a slice of fixed bounds, so that no result depends on timing.
+    /// Rows of one call. The plan fixes the bounds of every slice, so that no result depends on timing.
     pub slice_rows: usize,
     /// Makes the stage.
     pub build: StageBuilder,
@@ -134,13 +134,13 @@ pub struct PlannedModel {
     pub name: String,
     /// Registered kind.
     pub kind: String,
-    /// What is known without weights.
+    /// What is known without loading weights.
     pub info: ModelInfo,
     /// Stages that read it.
     pub readers: Vec<usize>,
     /// Stages that update it.
     pub updaters: Vec<usize>,
-    /// How it is trained, where a stage does and its kind says so: in a line.
+    /// How it is trained, in one line; `None` if no stage trains it or its kind gives no summary.
     pub training: Option<String>,
 }
 
@@ -149,20 +149,20 @@ pub struct PlannedModel {
 pub struct Plan {
     /// What was declared.
     pub pipe: DataPipe,
-    /// What stages are built with.
+    /// The context that stages are built with.
     pub context: BuildContext,
     /// Solved batch arithmetic.
     pub batch: BatchPlan,
     /// Stages in the order of execution (topological; ties by declaration).
     pub stages: Vec<PlannedStage>,
-    /// Kinds of rows.
+    /// Tables, one for each kind of rows.
     pub tables: Vec<Table>,
     /// Models.
     pub models: Vec<PlannedModel>,
     /// Fields by the pipeline's names of keys, as written.
     pub fields: BTreeMap<String, Field>,
-    /// Findings that do not forbid a run.
+    /// Findings that do not prevent a run.
     pub warnings: Vec<crate::diagnostic::Diagnostic>,
-    /// Data sets that [`DataPipe::check`] has opened whole, by name: a run takes these instead of opening them again.
+    /// Data sets that [`DataPipe::check`] opened completely, by name: a run uses these instead of opening them again.
     pub opened: BTreeMap<String, Arc<dyn DataLoaderInterface>>,
 }

@@ -1,15 +1,15 @@
-//! Optimiser steps of a run by model: what learning-rate schedules fall over.
+//! Optimiser steps of a run by model: the length of learning-rate schedules.
 
 use std::collections::BTreeMap;
 
 use crate::diagnostic::Diagnostic;
 use crate::plan::Plan;
 use crate::plan::build::Draft;
-use crate::plan::checks::settings::doubted;
+use crate::plan::checks::settings::setting_warning;
 use crate::plan::tables::Tables;
 use crate::stage::{Access, OptimizerPasses, StageSpec, Training};
 
-/// The steps of each model that a stage updates; none while some stage could not be built, since it may be one of them.
+/// The steps of each model that a stage updates; empty if any stage could not be built, as it may be one of them.
 pub(crate) fn of_models(draft: &Draft<'_>, tables: &Tables) -> BTreeMap<String, u64> {
     let mut all: BTreeMap<String, u64> = BTreeMap::new();
     if !draft.complete() {
@@ -30,7 +30,7 @@ pub(crate) fn of_models(draft: &Draft<'_>, tables: &Tables) -> BTreeMap<String, 
     all
 }
 
-/// What the stage says about its passes, or what the batch arithmetic does.
+/// The passes that the stage declares, or those of the batch arithmetic.
 fn passes(draft: &Draft<'_>, spec: &StageSpec, model: &str) -> OptimizerPasses {
     let own = spec.passes.iter().find(|own| own.model == model).cloned();
     own.unwrap_or_else(|| OptimizerPasses {
@@ -40,7 +40,7 @@ fn passes(draft: &Draft<'_>, spec: &StageSpec, model: &str) -> OptimizerPasses {
     })
 }
 
-/// Optimiser steps of the run that a stage takes.
+/// Optimiser steps that a stage takes in the whole run.
 fn of_stage(draft: &Draft<'_>, tables: &Tables, index: usize, own: &OptimizerPasses) -> u64 {
     let batch = &draft.context.batch;
     let mini_batches = match tables.input[index].map(|table| &tables.list[table]) {
@@ -61,7 +61,7 @@ pub(crate) fn training(draft: &Draft<'_>, steps: &BTreeMap<String, u64>) -> Vec<
     training.collect()
 }
 
-/// Adds what is doubtful about how models are trained.
+/// Adds warnings about how models are trained.
 pub(crate) fn check(
     draft: &Draft<'_>,
     training: &[Option<Training>],
@@ -70,11 +70,11 @@ pub(crate) fn check(
     for (decl, training) in draft.pipe.models.iter().zip(training) {
         let place = format!("[models.{}] ({})", decl.name, decl.kind);
         let doubts = training.iter().flat_map(|training| &training.doubts);
-        findings.extend(doubts.map(|doubt| doubted(&place, doubt)));
+        findings.extend(doubts.map(|doubt| setting_warning(&place, doubt)));
     }
 }
 
-/// Puts into the plan what the number of optimiser steps decides: settings of models, and how they are trained.
+/// Stores in the plan what depends on the number of optimiser steps: settings of models, and how they are trained.
 pub(crate) fn settle(
     plan: &mut Plan,
     steps: BTreeMap<String, u64>,

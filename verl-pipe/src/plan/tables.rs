@@ -1,4 +1,4 @@
-//! Tables: which rows each stage works on; the rules stand in [`crate::plan`].
+//! Tables: which rows each stage works on; [`crate::plan`] describes the rules.
 
 use crate::diagnostic::{Diagnostic, quoted};
 use crate::plan::Table;
@@ -43,8 +43,8 @@ impl Tables {
         }
     }
 
-    /// Whether what `writer` wrote onto table `from` is there on table `on` too: it came before the rows were repeated,
-    /// or they were only thinned out.
+    /// Whether keys that `writer` writes onto table `from` are visible on table `on` too: `writer` runs before the rows
+    /// are repeated, or the rows are only filtered.
     pub fn visible(&self, writer: usize, from: usize, on: usize) -> bool {
         let mut at = on;
         while at != from && self.list[at].filtered {
@@ -64,7 +64,7 @@ impl Tables {
             .unwrap_or(table)
     }
 
-    /// Tables between the source of `filter`'s rows and its own have `waves` waves.
+    /// Sets the number of waves of the tables between the source of a filter's rows and its own table, `kept`.
     fn set_waves(&mut self, input: usize, kept: usize, waves: usize) {
         let root = self.root(input);
         for table in 0..self.list.len() {
@@ -74,7 +74,7 @@ impl Tables {
         }
     }
 
-    /// Rows that one prompt has on the table; 1 for no table.
+    /// Rows that one prompt has on the table; 1 without a table.
     pub fn rows_per_prompt(&self, table: Option<usize>) -> usize {
         let mut rows = 1usize;
         let mut at = table;
@@ -97,7 +97,7 @@ impl Tables {
     }
 }
 
-/// Walks the stages in order and gives each its tables; finds stages whose rows do not fit together.
+/// Assigns each stage its tables, in order, and reports stages whose rows do not fit together.
 pub(crate) fn lay_out(
     draft: &Draft<'_>,
     order: &[usize],
@@ -223,7 +223,7 @@ fn check_rows(
     findings: &mut Vec<Diagnostic>,
 ) {
     let name = draft.name(index);
-    let mut fault = |what: String, why: &str, help: &str| {
+    let mut report = |what: String, why: &str, help: &str| {
         findings.push(
             Diagnostic::error("P015", what)
                 .at(format!("stage `{name}`"))
@@ -232,29 +232,29 @@ fn check_rows(
         );
     };
     match spec.rows {
-        RowRule::Source if !spec.reads.is_empty() => fault(
+        RowRule::Source if !spec.reads.is_empty() => report(
             format!(
-                "`{name}` makes rows from nothing but reads {}",
+                "`{name}` is a source but reads {}",
                 read_names(spec)
             ),
-            "a source has no input rows, so there is nothing from which it could read a key",
-            "give the stage another row rule, or take the keys out of what it reads",
+            "a source has no input rows, so it cannot read keys",
+            "use another row rule for the stage, or remove the keys that it reads",
         ),
-        RowRule::Expand(0) => fault(
+        RowRule::Expand(0) => report(
             format!("`{name}` makes 0 samples of each row"),
-            "an expansion by 0 leaves no rows for the stages after it",
+            "an expansion by 0 leaves no rows for later stages",
             "set the number of samples to 1 or more",
         ),
-        RowRule::Expand(_) | RowRule::Filter if spec.writes.is_empty() => fault(
+        RowRule::Expand(_) | RowRule::Filter if spec.writes.is_empty() => report(
             format!("`{name}` changes the rows but writes no key"),
-            "a stage works on the new rows when it reads a key that lies on them; with no such key nothing can follow",
-            "let the stage write at least one key, for example the number by which it chose the rows",
+            "a later stage works on the new rows by reading a key of these rows; without such a key no stage can follow",
+            "make the stage write at least one key, for example the score by which it selects the rows",
         ),
         RowRule::Source => {}
-        _ if draft.complete() && draft.links[index].is_empty() && spec.reads.is_empty() => fault(
-            format!("`{name}` has no rows to work on: it reads no key"),
-            "the rows of a stage are those of the keys it reads",
-            "let it read a key, or give it the row rule `Source`",
+        _ if draft.complete() && draft.links[index].is_empty() && spec.reads.is_empty() => report(
+            format!("`{name}` has no rows to work on because it reads no key"),
+            "a stage works on the rows of the keys that it reads",
+            "make it read a key, or give it the row rule `Source`",
         ),
         _ => {}
     }
@@ -279,8 +279,8 @@ fn observer_with_keys(name: &str, spec: &StageSpec) -> Option<Diagnostic> {
             format!("`{name}` runs between steps but has keys: {keys}"),
         )
         .at(format!("stage `{name}`"))
-        .because("between steps there are no rows that it could read or write")
-        .help("let it run in every step, or work on its model and data only")
+        .because("there are no rows to read or write between steps")
+        .help("run it in every step, or make it use only its model and data")
     })
 }
 
@@ -288,7 +288,7 @@ fn read_names(spec: &StageSpec) -> String {
     quoted(spec.reads.iter().map(|field| field.name.as_ref()))
 }
 
-/// A key whose rows are not those that the stage works on.
+/// Reports a key whose rows are not the rows that the stage works on.
 fn foreign_rows(
     draft: &Draft<'_>,
     link: &Link<'_>,
@@ -296,12 +296,12 @@ fn foreign_rows(
     tables: &Tables,
 ) -> Option<Diagnostic> {
     let from = tables.output[link.writer]?;
-    let fits = if link.broadcast {
+    let is_visible = if link.broadcast {
         tables.descends(on, from)
     } else {
         tables.visible(link.writer, from, on)
     };
-    if fits {
+    if is_visible {
         return None;
     }
     let (writer, reader) = (draft.name(link.writer), draft.name(link.reader));
@@ -319,13 +319,13 @@ fn foreign_rows(
     let help = if tables.descends(on, from) {
         let maker = draft.name(want.made_by);
         format!(
-            "`{writer}` does not come before `{maker}`, which makes the {} rows: read the key with `reads_broadcast` \
-             if repeating it is meant, or let `{maker}` read it so that it is carried along",
+            "`{writer}` does not run before `{maker}`, which makes the {} rows: read the key with `reads_broadcast` \
+             to repeat it, or make `{maker}` read it so that it is carried along",
             want.rows
         )
     } else {
         format!(
-            "compute `{}` from keys that lie on the {} rows",
+            "compute `{}` from keys of the {} rows",
             link.key, want.rows
         )
     };

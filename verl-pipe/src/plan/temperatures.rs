@@ -1,8 +1,8 @@
-//! One temperature: a stage that works with log-probs of sampled tokens takes the temperature at which they were sampled,
-//! unless its own is set.
+//! One temperature: a stage that works with log-probs of sampled tokens uses the temperature at which they were
+//! sampled, unless its own is set.
 //!
-//! Who sampled them is read off the graph: the stage that writes the key which the stage [follows], or else the nearest
-//! one upstream of it, that declares a temperature in the tag of a key that it writes.
+//! The graph shows which stage sampled them: the writer of the key that this stage [follows], or else the nearest stage
+//! upstream of that writer, as long as it declares a temperature in the tag of a key that it writes.
 //!
 //! [follows]: crate::stage::StageSpec::at_temperature_of
 
@@ -13,7 +13,7 @@ use crate::pipe::StageBuilder;
 use crate::plan::build::DraftStage;
 use crate::stage::BuildContext;
 
-/// For each stage the temperature that it takes where its own is not set.
+/// For each stage the temperature that it uses if its own is not set.
 pub(crate) fn followed(stages: &[DraftStage<'_>]) -> Vec<Option<f64>> {
     let mut writers: BTreeMap<&str, usize> = BTreeMap::new();
     for (index, stage) in stages.iter().enumerate().filter(|(_, s)| s.in_step()) {
@@ -44,7 +44,7 @@ fn sampled_at(
         let Some(spec) = &stage.spec else { continue };
         let tags = spec.writes.iter().filter_map(|field| field.tag.as_ref());
         let own = tags.filter_map(|tag| tag.temperature).next();
-        // One that follows says nothing of its own.
+        // A stage that follows another one has no temperature of its own.
         if own.is_some() && spec.temperature_of.is_none() {
             return own;
         }
@@ -54,7 +54,7 @@ fn sampled_at(
     None
 }
 
-/// What a stage is built with that takes `temperature` where its own is not set.
+/// The context for a stage that uses `temperature` if its own is not set.
 pub(crate) fn with(context: &BuildContext, temperature: Option<f64>) -> BuildContext {
     BuildContext {
         temperature,
@@ -62,7 +62,7 @@ pub(crate) fn with(context: &BuildContext, temperature: Option<f64>) -> BuildCon
     }
 }
 
-/// Makes the stage as the plan knows it, whatever the temperature of the context.
+/// Builds the stage with the temperature of the plan instead of the context's.
 pub(crate) fn builder(stage: &DraftStage<'_>) -> StageBuilder {
     let (build, temperature) = (stage.decl.build.clone(), stage.temperature);
     match temperature {

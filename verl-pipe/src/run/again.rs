@@ -1,4 +1,4 @@
-//! Running a stage again on an input that it once had, outside any step.
+//! Running a stage again on a recorded input, outside of any step.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,22 +9,22 @@ use crate::run::error::RunError;
 use crate::run::runner::Run;
 use crate::stage::CancelToken;
 
-/// Where in a run a call once stood; together with input and state it decides the result.
+/// The position of a call in its run; together with input and state it determines the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CallPlace {
     pub step: u64,
     pub steps: u64,
     pub seed: u64,
-    /// Wave of a source's call, else 0.
+    /// Wave of a source's call, otherwise 0.
     pub wave: u64,
 }
 
 impl Run {
-    /// Calls `stage` on `input` as in a step at `place`: cut into the same calls, with the same deadlines. Rows whose
-    /// failure the step would have forgiven are left out.
+    /// Calls `stage` on `input` as in a step at `place`: split into the same calls, with the same deadlines. Rows whose
+    /// failure the step would tolerate are left out.
     ///
     /// # Errors
-    /// What would have ended the step.
+    /// The error that would have ended the step.
     pub(crate) fn call_again(
         &mut self,
         stage: usize,
@@ -44,8 +44,8 @@ impl Run {
             let rows = unit.num_rows().max(1) as u32;
             let own = self.schedule.plan.stages[stage].spec.deadline;
             let deadline = own.map_or(self.deadline, |own| own.saturating_mul(rows));
-            match self.call_alone(stage, &env, place.wave, unit.clone(), deadline) {
-                Ok(alone) => emitted.extend(alone.batches),
+            match self.call_isolated(stage, &env, place.wave, unit.clone(), deadline) {
+                Ok(output) => emitted.extend(output.batches),
                 Err(error @ RunError::Cancelled { .. }) => return Err(error),
                 Err(error) if !self.schedule.forgives_rows(stage) => return Err(error),
                 Err(_) => {

@@ -1,4 +1,4 @@
-//! The failure of a call as the error that ends the run.
+//! Converts the failure of a call into the error that ends the run.
 
 use crate::diagnostic::quoted;
 use crate::plan::display::bytes;
@@ -7,7 +7,7 @@ use crate::run::error::{FullDevice, RunError};
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::StageError;
 
-/// The error that a failed call of stage `index` is.
+/// The error for a failed call of stage `index`.
 pub(super) fn call_error(
     schedule: &Schedule,
     step: u64,
@@ -43,8 +43,8 @@ pub(super) fn call_error(
     }
 }
 
-/// The error of a device that is full, where `message` says so: what the plan has it hold while `stage` runs, or at most,
-/// and what to set otherwise. How such messages read is known to the models.
+/// The error for a device that is out of memory, if `message` says so; the models recognise such messages. The error
+/// states the planned memory use while `stage` runs (or the peak) and which settings to change.
 pub(super) fn out_of_memory(
     schedule: &Schedule,
     group: usize,
@@ -62,11 +62,11 @@ pub(super) fn out_of_memory(
         .iter()
         .filter(|work| Some(work.stage.as_str()) == stage);
     let work = own.max_by_key(|work| work.bytes).or(memory.largest());
-    // The estimate counts such rows as nothing, so they are the first to be suspected.
+    // The estimate counts these rows as zero, so they are the most likely cause.
     let unbounded = work.filter(|work| !work.unbounded.is_empty());
     let first = unbounded.map_or(String::new(), |work| {
         let keys = quoted(work.unbounded.iter().map(String::as_str));
-        format!("bound the length of {keys}, which the plan counts as nothing, or ")
+        format!("limit the length of {keys}, which the plan counts as zero, or ")
     });
     Some(RunError::OutOfMemory(Box::new(FullDevice {
         during,

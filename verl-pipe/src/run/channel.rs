@@ -1,7 +1,7 @@
-//! What travels between the engine's threads: rows and reports of calls, over a bounded channel.
+//! Messages between the engine's threads: rows and reports of calls, over a bounded channel.
 //!
-//! Threads and channels rather than an async runtime: model calls and user functions block for as long as they like,
-//! a hung one cannot be cancelled in either world, and a thread can at least be abandoned and replaced.
+//! The engine uses threads and channels rather than an async runtime: model calls and user functions can block for any
+//! length of time. Neither approach can cancel a hung call, but a thread can at least be abandoned and replaced.
 
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
@@ -17,7 +17,7 @@ use crate::stage::{
     CancelToken, Metric, Models, Reduce, Stage, StageContext, StageError, StageSink,
 };
 
-/// How often a blocked thread looks whether it is asked to end.
+/// How often a blocked thread checks whether it must end.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
 
 /// A recorded metric value.
@@ -44,8 +44,8 @@ pub(crate) enum CallFailure {
     Panic(String),
 }
 
-/// What threads tell the runner. `call` numbers calls over the whole run, so that an abandoned call's late words are
-/// recognised.
+/// Events that threads send to the runner. `call` is unique within the run, so that late events of an abandoned call
+/// are recognised.
 #[derive(Debug)]
 pub(crate) enum Event {
     /// A call emitted rows.
@@ -56,12 +56,12 @@ pub(crate) enum Event {
         report: CallReport,
         result: Result<(), CallFailure>,
     },
-    /// A job on the host pool ended; the rest stands in its cell.
+    /// A job on the host pool ended; its cell contains the results.
     HostDone { call: u64 },
 }
 
 impl Event {
-    /// The call that it is about.
+    /// The call that the event belongs to.
     pub(crate) fn call(&self) -> u64 {
         match self {
             Event::Rows { call, .. } | Event::Done { call, .. } | Event::HostDone { call } => *call,
@@ -69,7 +69,7 @@ impl Event {
     }
 }
 
-/// What is the same for all calls of a step.
+/// Values shared by all calls of a step.
 #[derive(Debug)]
 pub(crate) struct CallEnv {
     pub step: u64,
@@ -82,13 +82,13 @@ pub(crate) struct CallEnv {
 
 /// Where a call's rows go.
 pub(crate) enum Out<'a> {
-    /// To the runner at once.
+    /// To the runner immediately.
     Stream {
         call: u64,
         events: &'a Sender<Event>,
     },
-    /// Kept until the call has succeeded.
-    Hold(&'a mut Vec<Batch>),
+    /// Buffered until the call has succeeded.
+    Buffer(&'a mut Vec<Batch>),
 }
 
 struct CallSink<'a> {
@@ -100,8 +100,8 @@ struct CallSink<'a> {
 impl StageSink for CallSink<'_> {
     fn emit(&mut self, batch: Batch) -> Result<(), StageError> {
         let (call, events) = match &mut self.out {
-            Out::Hold(held) => {
-                held.push(batch);
+            Out::Buffer(batches) => {
+                batches.push(batch);
                 return Ok(());
             }
             Out::Stream { call, events } => (*call, *events),
@@ -119,7 +119,7 @@ impl StageSink for CallSink<'_> {
             };
             if since.elapsed() > self.env.deadline {
                 return Err(StageError::failed(format!(
-                    "emitted rows were not taken within {:.1} s: the stages behind this one do not keep up",
+                    "emitted rows were not taken within {:.1} s: the stages after this one do not keep up",
                     self.env.deadline.as_secs_f64()
                 )));
             }
@@ -152,23 +152,23 @@ impl StageSink for CallSink<'_> {
 }
 
 thread_local! {
-    /// What is [`caught`] runs on this thread, so that a panic is caught and told as an error.
+    /// Whether [`caught`] is running on this thread, so that a panic becomes an error.
     static IN_STAGE: Cell<bool> = const { Cell::new(false) };
-    /// File and line of the newest panic of a stage on this thread.
+    /// File and line of the most recent panic of a stage on this thread.
     static PANICKED_AT: RefCell<Option<String>> = const { RefCell::new(None) };
-    /// Text and place of the newest other panic on this thread.
+    /// Message and location of the most recent other panic on this thread.
     static PANICKED: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Text and place of the panic that unwinds this thread, where nobody else tells it.
+/// Message and location of the panic that is unwinding this thread, unless [`caught`] reports it.
 pub(crate) fn unwinding_panic() -> Option<String> {
     let text = PANICKED.take();
     text.filter(|_| std::thread::panicking())
 }
 
-/// Panics of stages are told by the run's errors, with their place; Rust's own message would be a second one, in the
-/// midst of the progress bar. Panics elsewhere are printed as before.
-fn quiet_panics_of_stages() {
+/// Installs a panic hook that does not print panics of stages: the error of the run reports them with their location,
+/// and Rust's message would disturb the progress bar. Other panics are printed as before.
+fn silence_stage_panics() {
     static SET: Once = Once::new();
     SET.call_once(|| {
         let usual = std::panic::take_hook();
@@ -187,7 +187,7 @@ fn quiet_panics_of_stages() {
     });
 }
 
-/// Calls a stage; a panic is caught. `wave` is that of a source's call, else 0.
+/// Calls a stage and catches panics. `wave` is the wave of a source's call, otherwise 0.
 pub(crate) fn call_stage(
     stage: &mut dyn Stage,
     name: &str,
@@ -227,9 +227,9 @@ pub(crate) fn call_stage(
     (report, result)
 }
 
-/// What `work` gives, or the text of its panic with its place.
+/// Returns the result of `work`, or the message and location of its panic.
 pub(crate) fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
-    quiet_panics_of_stages();
+    silence_stage_panics();
     let before = IN_STAGE.replace(true);
     let result = catch_unwind(AssertUnwindSafe(work));
     IN_STAGE.set(before);
@@ -241,7 +241,7 @@ pub(crate) fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// The text of a panic.
+/// The message of a panic.
 pub(crate) fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
     payload
         .downcast_ref::<&str>()

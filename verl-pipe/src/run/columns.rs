@@ -1,7 +1,7 @@
-//! The line that the console writes after a step: which metrics, in which order, how wide.
+//! The line that the console prints after a step: which metrics, in which order, and how wide.
 //!
-//! Stages say what of theirs matters ([`Shown`]); the engine adds speed, memory and epoch. The columns are chosen once a
-//! run, so that lines stand one below the other, and as many are taken as fit into 100 characters.
+//! Stages declare the metrics that matter ([`Shown`]); the engine adds speed and memory. Columns stay the same from
+//! step to step so that lines align, and as many are used as fit into 100 characters.
 
 use std::collections::BTreeSet;
 
@@ -10,26 +10,26 @@ use crate::run::metrics::StepMetrics;
 use crate::run::records::{MEMORY_MB, TOKENS_PER_S};
 use crate::stage::{Cadence, Shown};
 
-/// Characters of a line.
+/// Maximum width of a line (characters).
 const WIDTH: usize = 100;
-/// What the engine adds.
+/// Metrics that the engine adds.
 const ENGINE: [Shown; 2] = [
     Shown::of(&TOKENS_PER_S, "tok/s", Shown::SPEED).narrow(),
     Shown::of(&MEMORY_MB, "MB", Shown::DETAIL + 9).narrow(),
 ];
-/// Metrics that are shown of stages which say nothing, by the ends of their names.
+/// Metrics that are shown for stages that declare none, by the suffix of their names.
 const USUAL: [(&str, &str, u8); 3] = [
     ("/loss", "loss", Shown::LOSS),
     ("reward/mean", "reward", Shown::OUTCOME),
     ("/kl", "kl", Shown::DISTANCE),
 ];
 
-/// The columns of a run. A declared metric gets one in the first step that has it, so that there is none of what a loss
-/// never reports; after that the lines stand one below the other.
+/// The columns of a run. A declared metric gets a column in the first step that reports it, so metrics that a loss
+/// never reports take no space.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Columns {
     declared: Vec<Column>,
-    /// Those of the declared that some step had, by rank, as many as fit.
+    /// Declared columns whose metric some step reported, by rank, as many as fit.
     chosen: Vec<Column>,
     seen: BTreeSet<String>,
 }
@@ -43,7 +43,7 @@ struct Column {
 }
 
 impl Column {
-    /// Characters that it takes in a line.
+    /// Number of characters it takes in a line.
     fn takes(&self) -> usize {
         2 + self.label.chars().count() + 1 + self.width
     }
@@ -61,7 +61,7 @@ impl From<&Shown> for Column {
 }
 
 impl Columns {
-    /// Those that the stages of a plan declare, and those of the engine.
+    /// The columns that the stages of a plan declare.
     pub fn of(plan: &Plan) -> Columns {
         let steps = plan.stages.iter();
         let shown = steps
@@ -73,7 +73,7 @@ impl Columns {
         }
     }
 
-    /// Those that a run usually has among the metrics of a step, for stages that declare none.
+    /// The usual columns that are present in the metrics of a step, for stages that declare none.
     fn usual(metrics: &StepMetrics) -> Vec<Column> {
         let named = USUAL.iter().filter_map(|(end, label, rank)| {
             let mut names = metrics.values.keys();
@@ -88,7 +88,7 @@ impl Columns {
         named.collect()
     }
 
-    /// Chooses among what some step had, as many as fit beside the step; of two of one label the first.
+    /// Chooses columns whose metric some step reported, as many as fit; of two with the same label, the first.
     fn choose(&mut self, steps: u64) {
         let engine = ENGINE.iter().map(Column::from);
         let all = self.declared.iter().cloned().chain(engine);
@@ -136,8 +136,8 @@ fn head(step: u64, steps: u64) -> String {
     format!("step {step:>width$}/{steps}")
 }
 
-/// A value with as many digits as fit into `width` characters, four behind the point at most. What is too small for two
-/// digits of its own is a power of ten; a value is never cut off.
+/// Formats a value with as many digits as fit into `width` characters, at most four after the decimal point. Values too
+/// small to show two significant digits use exponent notation; a value is never truncated.
 fn cell(value: f64, width: usize) -> String {
     let is_small = value != 0.0 && value.abs() < 1e-3;
     let fixed = (0..=4).rev().map(|digits| format!("{value:.digits$}"));
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn values_fit_and_none_that_is_not_zero_looks_like_zero() {
+    fn values_fit_and_nonzero_values_do_not_look_like_zero() {
         for (value, width, expected) in [
             (0.0, 5, "0.000"),
             (0.5123, 6, "0.5123"),
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_stand_one_below_the_other_and_what_does_not_fit_is_left_out() {
+    fn lines_align_and_columns_that_do_not_fit_are_left_out() {
         let all = (0..9).map(|at| column(&format!("m/{at}"), &format!("name{at}"), 10 + at, 6));
         let mut columns = Columns {
             declared: all.rev().collect(),
@@ -215,14 +215,14 @@ mod tests {
         );
         assert_eq!(short.len(), long.len());
         assert!(short.len() <= WIDTH);
-        // A metric that a step lacks leaves its place.
+        // A metric that is missing in a step leaves its column in place.
         let lacks = columns.line(&metrics(7, &[("m/1", 0.25)]), 1000);
         assert_eq!(lacks.len(), short.len());
         assert!(lacks.contains("name0      -  name1 0.2500"), "{lacks}");
     }
 
     #[test]
-    fn what_no_step_has_takes_no_room() {
+    fn a_metric_that_no_step_reports_has_no_column() {
         let mut columns = Columns {
             declared: vec![column("a/x", "x", 10, 5), column("a/y", "y", 20, 5)],
             ..Columns::default()
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn stages_that_declare_nothing_show_what_runs_usually_have() {
+    fn stages_that_declare_nothing_show_the_usual_metrics() {
         let mut columns = Columns::default();
         let first = metrics(
             1,

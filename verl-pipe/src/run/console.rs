@@ -1,6 +1,6 @@
-//! What a run shows: a progress bar on a terminal, one line a step, a summary at the end.
+//! Console output of a run: a progress bar on a terminal, one line per step, a summary at the end.
 //!
-//! Numbers have as many digits as matter: four behind the point, or a power of ten where they are too small for that.
+//! Numbers have four digits after the decimal point, or use exponent notation if they are too small for that.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,13 +15,13 @@ use crate::run::columns::Columns;
 use crate::run::metrics::StepMetrics;
 use crate::trace::rules::Fired;
 
-/// Samples that a summary shows before and after.
+/// Number of samples that a summary shows before and after.
 const SHOWN: usize = 5;
 
-/// The bar that is drawn now; log lines take it away while they are written.
+/// The progress bar on the screen; it is hidden while a log line is written.
 static DRAWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
-/// Standard error for log lines: takes the bar of a run away while it writes.
+/// Standard error for log lines: hides the progress bar while it writes.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LogWriter;
 
@@ -39,7 +39,7 @@ impl Write for LogWriter {
     }
 }
 
-/// Writes lines to standard output; the bar is drawn on standard error where that is a terminal.
+/// Writes lines to standard output; the bar is drawn on standard error if that is a terminal.
 pub struct Console {
     bar: ProgressBar,
     out: Box<dyn Write + Send>,
@@ -53,7 +53,7 @@ impl Console {
     pub fn new(steps: u64, every: u64) -> Console {
         let bar = ProgressBar::new(steps);
         let style =
-            ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {elapsed} gone, {eta} to go");
+            ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {elapsed} elapsed, {eta} left");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         *DRAWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
         Console {
@@ -76,19 +76,19 @@ impl Console {
         }
     }
 
-    /// Shows after each step what the stages of `plan` declare.
+    /// Sets the columns of the line after each step to those that the stages of `plan` declare.
     pub fn show(&mut self, plan: &Plan) {
         self.columns = Columns::of(plan);
     }
 
-    /// Writes a line without disturbing the bar.
+    /// Prints a line without disturbing the bar.
     pub fn line(&mut self, line: &str) {
         let out = &mut self.out;
-        // A closed pipe must not end a run.
+        // A closed pipe must not end the run.
         self.bar.suspend(|| drop(writeln!(out, "{line}")));
     }
 
-    /// After a step.
+    /// Prints the line of a step, if one is due.
     pub fn step(&mut self, metrics: &StepMetrics) {
         self.bar.set_position(metrics.step);
         let due = self.every > 0 && metrics.step.is_multiple_of(self.every);
@@ -98,21 +98,22 @@ impl Console {
         }
     }
 
-    /// After observers ran: a line for each group of metrics.
+    /// Prints what observers recorded: a line for each group of metrics.
     pub fn observed(&mut self, metrics: &StepMetrics) {
         for line in observed_lines(metrics, self.steps) {
             self.line(&line);
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub fn end(&mut self) {
         self.bar.finish_and_clear();
         *DRAWN.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
-/// `[eval] step 40/320 | exact_match 0.5120 | well_formed 0.9980`: a line for each group of what observers recorded.
+/// A line for each group of metrics that observers recorded, such as
+/// `[eval] step 40/320 | exact_match 0.5120 | well_formed 0.9980`.
 pub fn observed_lines(metrics: &StepMetrics, steps: u64) -> Vec<String> {
     let mut groups: BTreeMap<&str, String> = BTreeMap::new();
     for (name, value) in &metrics.values {
@@ -126,9 +127,9 @@ pub fn observed_lines(metrics: &StepMetrics, steps: u64) -> Vec<String> {
     groups.into_iter().map(line).collect()
 }
 
-/// A value with as many digits as matter.
+/// Formats a value with its significant digits.
 pub(super) fn number(value: f64) -> String {
-    // Below this, four digits behind the point would show fewer than two of the number's own.
+    // Below this, four digits after the decimal point would show fewer than two significant digits.
     if value != 0.0 && value.abs() < 1e-3 {
         format!("{value:.1e}")
     } else {
@@ -136,29 +137,29 @@ pub(super) fn number(value: f64) -> String {
     }
 }
 
-/// What a whole run did.
+/// Summary of a complete run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Summary {
-    /// Steps done.
+    /// Number of completed steps.
     pub steps: u64,
-    /// Seconds of the whole run, loading left out.
+    /// Duration of the run without loading (seconds).
     pub seconds: f64,
-    /// Seconds in each stage's calls. Stages overlap, so that the sum may pass `seconds`.
+    /// Time in each stage's calls (seconds). Stages overlap, so the sum may exceed `seconds`.
     pub stage_seconds: BTreeMap<String, f64>,
-    /// What observers saw before the first step.
+    /// Metrics that observers recorded before the first step.
     pub before: BTreeMap<String, f64>,
-    /// What observers saw last.
+    /// Metrics that observers recorded last.
     pub after: BTreeMap<String, f64>,
-    /// Samples that observers gave before the first step.
+    /// Samples that observers reported before the first step.
     pub samples_before: Vec<Value>,
-    /// Samples that observers gave last.
+    /// Samples that observers reported last.
     pub samples_after: Vec<Value>,
-    /// The rules of anomalies that fired.
+    /// Anomaly rules that fired.
     pub anomalies: Vec<Fired>,
 }
 
 impl Summary {
-    /// The rules that fired, with a command that shows the first step of each; empty where none did.
+    /// The rules that fired, with a command that shows the first step of each; empty if none fired.
     pub fn anomaly_lines(&self) -> String {
         let mut text = String::new();
         if !self.anomalies.is_empty() {
@@ -185,7 +186,7 @@ impl fmt::Display for Summary {
         stages.sort_by(|a, b| b.1.total_cmp(a.1));
         for (name, seconds) in stages {
             write!(f, "  {name:<24} {seconds:>9.2} s")?;
-            // Of a run that only observed there is no time to have a share of.
+            // A run that only observed has no step time to compute shares of.
             if self.steps > 0 {
                 let share = 100.0 * seconds / self.seconds.max(1e-9);
                 write!(f, " {share:>6.1} %")?;
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_observed_has_a_line_a_group() {
+    fn observed_metrics_have_a_line_per_group() {
         let observed = metrics(&[
             ("eval/a", 0.5),
             ("eval/b", 12.0),

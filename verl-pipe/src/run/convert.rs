@@ -1,4 +1,4 @@
-//! Lossless conversions between the dtype that a stage writes and the one that another reads.
+//! Lossless conversions from the dtype that a stage writes to the dtype that another stage reads.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use arrow_array::{Array, ArrayRef, ListArray, PrimitiveArray};
 use crate::batch::{BatchError, arrow_type};
 use crate::field::DType;
 
-/// `array`, scalar or ragged, with elements of dtype `to`. Every value is kept exactly.
+/// `array`, scalar or ragged, with elements of dtype `to`. Every value is preserved exactly.
 ///
 /// # Errors
-/// [`BatchError::Type`] for a pair of dtypes between which no exact conversion exists.
+/// [`BatchError::Type`] if there is no exact conversion between the two dtypes.
 pub(crate) fn convert(
     array: &ArrayRef,
     key: &str,
@@ -69,7 +69,7 @@ mod tests {
     use crate::field::{Ragged, Scalar};
 
     #[test]
-    fn scalars_and_lists_keep_values_and_nulls() {
+    fn conversion_keeps_values_and_nulls() {
         let masks = Ragged::<u8>::build(RaggedColumn::from_rows([vec![1u8, 255], vec![], vec![7]]))
             .unwrap();
         let floats = convert(&masks.slice(1, 2), "m", DType::U8, DType::F32).unwrap();
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn lossy_pairs_are_refused() {
+    fn lossy_conversions_are_rejected() {
         let ids = Scalar::<u64>::build(vec![1u64 << 60].into()).unwrap();
         assert!(matches!(
             convert(&ids, "ids", DType::U64, DType::F64),

@@ -1,4 +1,4 @@
-//! Deadlines: calls that take too long are given up, and a step that failed leaves nothing running.
+//! Deadlines: calls that take too long are abandoned, and a step that failed leaves nothing running.
 
 use std::time::{Duration, Instant};
 
@@ -11,8 +11,8 @@ use crate::run::start::no_thread;
 use crate::stage::Stage;
 
 impl Run {
-    /// Time until a deadline may pass or the cancel token is to be looked at.
-    pub(super) fn next_look(&self, progress: &Progress) -> Duration {
+    /// Time until the next deadline, or until the cancel token must be checked.
+    pub(super) fn next_check(&self, progress: &Progress) -> Duration {
         let left = progress.in_flight.values().filter_map(|flight| {
             let host = flight.host.as_ref()?;
             let deadline = self.unit_deadline(flight)?;
@@ -24,7 +24,7 @@ impl Run {
             .clamp(Duration::from_millis(1), TICK)
     }
 
-    /// Deadline of the unit that a host call works on, where the stage states one.
+    /// Deadline of the unit that a host call is processing, if the stage has one.
     pub(super) fn unit_deadline(&self, flight: &InFlight) -> Option<Duration> {
         let deadline = self.schedule.plan.stages[flight.id.0].spec.deadline?;
         let host = flight.host.as_ref()?;
@@ -32,7 +32,7 @@ impl Run {
         Some(deadline.saturating_mul(unit.num_rows().max(1) as u32))
     }
 
-    /// Gives up calls that take longer than they may.
+    /// Abandons calls that have exceeded their deadline.
     pub(super) fn check_deadlines(&mut self, progress: &mut Progress) -> Result<(), RunError> {
         let late: Vec<u64> = progress
             .in_flight
@@ -58,7 +58,7 @@ impl Run {
             };
             let runs = {
                 let mut cell = host.cell.lock();
-                // It may have ended since; then its event is on the way.
+                // It may have ended in the meantime; then its event is already queued.
                 let runs = cell.unit_since.is_some();
                 cell.abandoned = runs;
                 runs
@@ -85,7 +85,7 @@ impl Run {
         Ok(())
     }
 
-    /// How long the call takes and may take, if that is too long.
+    /// Elapsed time and deadline of the call, if it is late.
     pub(super) fn is_late(&self, flight: &InFlight) -> Option<(Duration, Duration)> {
         let (since, deadline) = match &flight.host {
             Some(host) => {
@@ -128,8 +128,8 @@ impl Run {
         }
     }
 
-    /// After a failure: waits until calls have ended, so that nothing of this step runs on; gives up what does not
-    /// end. A call on a worker holds the models, so it is waited for as long as it may take; a second Ctrl-C ends the
+    /// After a failure: waits for running calls, so that nothing of this step keeps running, and abandons those that do
+    /// not end. A call on a worker uses the models, so the wait lasts up to its deadline; a second Ctrl-C ends the
     /// process sooner.
     pub(super) fn drain(&mut self, progress: &mut Progress) {
         let since = Instant::now();
@@ -148,11 +148,11 @@ impl Run {
                 .map(|(call, _)| *call)
                 .collect();
             late.into_iter()
-                .for_each(|call| self.give_up(progress, call));
+                .for_each(|call| self.abandon(progress, call));
         }
         let left: Vec<u64> = progress.in_flight.keys().copied().collect();
         left.into_iter()
-            .for_each(|call| self.give_up(progress, call));
+            .for_each(|call| self.abandon(progress, call));
     }
 
     pub(super) fn discard(&mut self, progress: &mut Progress, event: Option<Event>) {
@@ -175,7 +175,7 @@ impl Run {
         }
     }
 
-    pub(super) fn give_up(&mut self, progress: &mut Progress, call: u64) {
+    pub(super) fn abandon(&mut self, progress: &mut Progress, call: u64) {
         let Some(flight) = progress.in_flight.remove(&call) else {
             return;
         };
@@ -189,14 +189,14 @@ impl Run {
             cell.unit_since.is_some()
         };
         if runs && let Err(error) = self.pool.replace_hung() {
-            tracing::error!("a host thread that hangs cannot be replaced: {error}");
+            tracing::error!("cannot replace a hung host thread: {error}");
         }
         self.restore_object(flight.id.0, None);
     }
 
     pub(super) fn restore_object(&mut self, stage: usize, object: Option<Box<dyn Stage>>) {
-        if let Err(error) = self.give_back(stage, object) {
-            tracing::error!("a stage that was lost cannot be made again: {error}");
+        if let Err(error) = self.return_object(stage, object) {
+            tracing::error!("cannot rebuild a lost stage: {error}");
         }
     }
 }

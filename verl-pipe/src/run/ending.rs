@@ -1,4 +1,4 @@
-//! How a trainer's run ends: models are saved, and `status.json` tells how far it came and why it ended.
+//! The end of a trainer's run: models are saved, and `status.json` records the last step and why the run ended.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -14,15 +14,15 @@ use crate::run::runner::LeftOver;
 use crate::run::space::saved_models;
 use crate::run::trainer::Trainer;
 
-/// Folders of one name that a process may make among temporary files.
-const MOST_ELSEWHERE: usize = 1000;
+/// Maximum number of temporary folders with the same prefix.
+const MAX_TEMP_DIRS: usize = 1000;
 
 /// How the last step failed.
 #[derive(Debug, Clone)]
 pub(super) struct Failure {
     status: Status,
     reason: String,
-    /// A disk refused a file.
+    /// A file could not be written.
     of_disk: bool,
 }
 
@@ -40,15 +40,15 @@ impl Failure {
 }
 
 impl Trainer {
-    /// Runs all steps that are left, saves models, and writes how it ended to `status.json`.
+    /// Runs all remaining steps, saves models, and writes how the run ended to `status.json`.
     ///
-    /// A run that ends early saves what it learnt too, as the last whole step left it. Where the step that failed has
-    /// changed a model already, that is saved as it is, and `status.json` lists it as partial.
+    /// A run that ends early also saves its models, as of the last completed step. A model that the failed step has
+    /// already changed is saved as it is, and `status.json` lists it as partial.
     ///
     /// # Errors
-    /// What ended the run. `Ok` means that the target step was reached and all is saved.
+    /// The error that ended the run. `Ok` means that the target step was reached and everything is saved.
     pub fn train(&mut self) -> Result<Summary, RunError> {
-        let _heard = self.hear();
+        let _guard = self.set_listener();
         match self.run_steps() {
             Ok(()) => self.finish(),
             Err(error) => {
@@ -60,18 +60,18 @@ impl Trainer {
         }
     }
 
-    /// Ends the run: saves models, and writes to `status.json` how far it came: `finished` where that is the target step,
-    /// `stopped` where it is an earlier one, `failed` or `cancelled` where the last step was. No further step is taken.
+    /// Ends the run: saves models and writes the final state to `status.json`: `finished` if the target step was
+    /// reached, `stopped` if not, `failed` or `cancelled` if the last step was. No further step can be run.
     ///
-    /// The error of a step that failed was told by [`Trainer::step`]; it is no error here that the run ends with it.
+    /// If the last step failed, [`Trainer::step`] has already returned its error, and this function succeeds.
     ///
     /// # Errors
-    /// A model that cannot be saved, or a disk that refuses. Called again, once there is room, it tries again.
+    /// If a model or a file cannot be written. Call it again to retry, for example after freeing disk space.
     pub fn finish(&mut self) -> Result<Summary, RunError> {
         if self.ended && !self.unsaved {
             return Ok(self.summary.clone());
         }
-        let _heard = self.hear();
+        let _guard = self.set_listener();
         if self.failure.is_some() {
             self.end_early();
             return Ok(self.summary.clone());
@@ -79,23 +79,23 @@ impl Trainer {
         let (done, target) = (self.run.steps_done(), self.target());
         let reached = done >= target;
         if let Err(error) = self.close(reached) {
-            self.tell_saved();
-            self.write_end(Failure::of(&error));
+            self.print_saved();
+            self.write_end_status(Failure::of(&error));
             return Err(error);
         }
         let state = match reached {
             true => self.state(Status::Finished, String::new()),
             false => self.state(
                 Status::Stopped,
-                format!("the program ended it behind step {done} of {target}"),
+                format!("the program ended the run after step {done} of {target}"),
             ),
         };
         self.folder.set_state(&state)?;
         if !reached {
-            self.say(&format!("ended behind step {done} of {target}"));
+            self.print(&format!("ended after step {done} of {target}"));
         }
         let summary = self.summary.clone();
-        self.say(summary.to_string().trim_end());
+        self.print(summary.to_string().trim_end());
         Ok(summary)
     }
 
@@ -109,13 +109,13 @@ impl Trainer {
         Ok(())
     }
 
-    /// Has the end be that of `error`.
+    /// Stores `error` as the reason for the end.
     pub(super) fn fail(&mut self, error: &RunError) {
         self.failure = Some(Failure::of(error));
     }
 
-    /// Ends what runs beside the run, and saves models: all where the target was `reached`, else where something was
-    /// learnt. The trace ends first: what it would still write might need the room.
+    /// Stops the recorder and the console, and saves models if the target was `reached` or any model was updated. The
+    /// trace ends first, since its pending writes might use the space that the models need.
     fn close(&mut self, reached: bool) -> Result<(), RunError> {
         self.ended = true;
         if let Some(recorder) = self.recorder.clone() {
@@ -125,54 +125,55 @@ impl Trainer {
             self.summary.anomalies = recorder.fired();
         }
         self.with_console(Console::end);
-        let saved = match reached || self.has_learnt() {
+        let saved = match reached || self.has_trained() {
             true => self.save_models(),
             false => Ok(()),
         };
         self.unsaved = saved.is_err();
-        self.count();
+        self.update_counts();
         saved
     }
 
-    /// Ends a run that was left by the error of its last step.
+    /// Ends a run whose last step failed.
     fn end_early(&mut self) {
         if let Err(unsaved) = self.close(false) {
             tracing::error!("{unsaved}");
         }
-        self.tell_saved();
+        self.print_saved();
         let anomalies = self.summary.anomaly_lines();
         if !anomalies.is_empty() {
-            self.say(anomalies.trim_end());
+            self.print(anomalies.trim_end());
         }
         if let Some(failure) = self.failure.clone() {
-            self.write_end(failure);
+            self.write_end_status(failure);
         }
     }
 
-    /// Tells which models a run that ended early has saved.
-    fn tell_saved(&self) {
+    /// Prints which models a run that ended early has saved.
+    fn print_saved(&self) {
         let state = self.state(Status::Failed, String::new());
         if state.saved.is_empty() {
             return;
         }
         let saved = quoted(state.saved.iter().map(String::as_str));
-        let mut line = format!("saved as step {} left it: {saved}", state.step);
+        let mut line = format!("saved as of step {}: {saved}", state.step);
         if !state.partial.is_empty() {
             let partial = quoted(state.partial.iter().map(String::as_str));
             line.push_str(&format!(
-                "; with a part of step {}: {partial}",
+                "; including a part of step {}: {partial}",
                 state.step + 1
             ));
         }
-        self.say(&line);
+        self.print(&line);
     }
 
-    /// Writes how a run ended that is ended by an error already, which is the one to tell.
-    fn write_end(&mut self, failure: Failure) {
-        self.count();
+    /// Writes the final state of a run that ended with an error. A failure to write is only logged, since that error is
+    /// the one to report.
+    fn write_end_status(&mut self, failure: Failure) {
+        self.update_counts();
         let state = self.state(failure.status, failure.reason);
         if let Err(unwritten) = self.folder.set_state(&state) {
-            // A disk that refused one file refuses the other, and one message is enough.
+            // If another file could not be written, this failure has the same cause, and one message is enough.
             match failure.of_disk {
                 true => tracing::debug!("{unwritten}"),
                 false => tracing::error!("{unwritten}"),
@@ -195,13 +196,13 @@ impl Trainer {
         }
     }
 
-    /// Whether some model is no longer what it was when it was loaded.
-    fn has_learnt(&self) -> bool {
+    /// Whether any model has changed since it was loaded.
+    fn has_trained(&self) -> bool {
         self.run.steps_done() > 0 || !self.run.left_over().is_empty()
     }
 
-    /// Saves the models that the run settings name: by default those that a stage updates. One that cannot be saved
-    /// keeps no other from it; the first error is told.
+    /// Saves the models listed in the settings of the run, by default those that a stage updates. If one cannot be
+    /// saved, the others still are; returns the first error.
     fn save_models(&mut self) -> Result<(), RunError> {
         let plan = &self.run.schedule().plan;
         let names: Vec<String> = saved_models(plan).map(|model| model.name.clone()).collect();
@@ -225,29 +226,29 @@ impl Trainer {
                 what: "model",
                 name: name.to_owned(),
                 action: "save",
-                source: "an optimiser step on it panicked, so its weights may be half of one step and half of another"
+                source: "an optimiser step on it panicked, so its weights may be inconsistent"
                     .into(),
             });
         }
         match self.folder.save_model(&mut self.run, name) {
             Ok(_) => Ok(()),
             Err(error @ (RunError::State { .. } | RunError::File { .. })) => {
-                Err(self.save_elsewhere(name, &error))
+                Err(self.save_to_temp_dir(name, &error))
             }
             Err(error) => Err(error),
         }
     }
 
-    /// Saves a model that the disk of the run did not take into the system's folder of temporary files, so that what was
-    /// learnt is not lost with the process; gives the error with where it is.
-    fn save_elsewhere(&mut self, name: &str, error: &RunError) -> RunError {
-        let saved = self.elsewhere().and_then(|elsewhere| {
-            let dir = elsewhere.join(name);
+    /// Saves a model that could not be written to the run folder to the system's temporary folder, so that its weights
+    /// are not lost with the process. Returns the error, including the new location.
+    fn save_to_temp_dir(&mut self, name: &str, error: &RunError) -> RunError {
+        let saved = self.create_temp_dir().and_then(|temp| {
+            let dir = temp.join(name);
             match self.run.save_model(name, &dir) {
                 Ok(()) => Ok(dir),
                 Err(error) => {
-                    // Half a model is of no use, and nobody else has written there.
-                    let _ = fs::remove_dir_all(&elsewhere);
+                    // A partial model is useless, and the folder contains nothing else.
+                    let _ = fs::remove_dir_all(&temp);
                     Err(error.to_string())
                 }
             }
@@ -258,7 +259,7 @@ impl Trainer {
                 dir.display()
             ),
             Err(_) => format!(
-                "nor could it be saved below `{}`, so its weights are lost when this process ends",
+                "it could not be saved in `{}` either, so its weights are lost when this process ends",
                 std::env::temp_dir().display()
             ),
         };
@@ -277,11 +278,11 @@ impl Trainer {
         }
     }
 
-    /// Makes a folder of its own among the system's temporary files.
-    fn elsewhere(&self) -> Result<PathBuf, String> {
+    /// Creates a new folder in the system's temporary folder.
+    fn create_temp_dir(&self) -> Result<PathBuf, String> {
         let run = self.folder.path().file_name().unwrap_or_default();
         let name = format!("verl-{}-{}", run.to_string_lossy(), std::process::id());
-        for number in 0..MOST_ELSEWHERE {
+        for number in 0..MAX_TEMP_DIRS {
             let dir = std::env::temp_dir().join(format!("{name}-{number}"));
             match fs::create_dir(&dir) {
                 Ok(()) => return Ok(dir),
@@ -289,18 +290,18 @@ impl Trainer {
                 Err(error) => return Err(error.to_string()),
             }
         }
-        Err(format!("`{name}` is taken"))
+        Err(format!("too many folders named `{name}`"))
     }
 }
 
 impl Drop for Trainer {
-    /// Ends a run that its program left without [`Trainer::finish`].
+    /// Ends a run that the program dropped without [`Trainer::finish`].
     fn drop(&mut self) {
-        // A folder that was taken away is not made again.
+        // A folder that was removed is not created again.
         if self.ended || !self.folder.path().is_dir() {
             return;
         }
-        let _heard = self.hear();
+        let _guard = self.set_listener();
         if self.failure.is_some() {
             self.end_early();
             return;
@@ -310,11 +311,11 @@ impl Drop for Trainer {
         let unsaved = self.close(reached).err();
         let mut reason = match std::thread::panicking() {
             true => format!(
-                "the program panicked behind step {done} of {target}{}",
+                "the program panicked after step {done} of {target}{}",
                 unwinding_panic().map_or(String::new(), |text| format!(": {text}"))
             ),
             false => {
-                format!("the trainer was dropped behind step {done} of {target} without `finish`")
+                format!("the trainer was dropped after step {done} of {target} without `finish`")
             }
         };
         let status = match &unsaved {
@@ -328,14 +329,14 @@ impl Drop for Trainer {
         };
         if done > 0 {
             tracing::warn!(
-                "{reason}; what was learnt is saved all the same, but errors of that can be told to nobody: call `finish`"
+                "{reason}; models are still saved, but errors cannot be returned: call `finish`"
             );
-            self.tell_saved();
+            self.print_saved();
         }
         if status == Status::Finished {
             reason.clear();
         }
-        self.write_end(Failure {
+        self.write_end_status(Failure {
             status,
             reason,
             of_disk: false,

@@ -1,4 +1,4 @@
-//! What can end a run.
+//! Errors that can end a run.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -14,33 +14,33 @@ use crate::stage::{ConfigError, StageError};
 use crate::trace::error::TraceError;
 use crate::trace::rules::Anomaly;
 
-/// A device whose memory is used up.
+/// A device that is out of memory.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{during}: the memory of `{device}` is used up{}\n  planned: {planned}\n  help: {help}",
-    .asked.as_ref().map_or(String::new(), |asked| format!("; {asked} more were asked for"))
+    "{during}: `{device}` is out of memory{}\n  planned: {planned}\n  help: {help}",
+    .asked.as_ref().map_or(String::new(), |asked| format!("; {asked} more were requested"))
 )]
 pub struct FullDevice {
-    /// What was being done: the step, the stage and its rows, or the loading of models.
+    /// What was in progress: the step, the stage and its rows, or loading models.
     pub during: String,
     /// The device group.
     pub device: String,
-    /// What was asked for, such as `8.0 GiB`, where that is told.
+    /// The requested size, such as `8.0 GiB`, if known.
     pub asked: Option<String>,
-    /// What the plan has a device hold in this stage, part by part.
+    /// Memory use of the device in this stage according to the plan, part by part.
     pub planned: String,
-    /// What to set otherwise.
+    /// Settings to change.
     pub help: String,
 }
 
-/// A reason for which rows of a stage failed.
+/// A reason why rows of a stage failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowReason {
-    /// What became of the rows.
+    /// Outcome of the rows.
     pub status: RowStatus,
-    /// Why: the error, or the text and place of the panic.
+    /// Reason: the error, or the message and location of the panic.
     pub reason: String,
-    /// How many rows.
+    /// Number of rows.
     pub rows: usize,
     /// The first of them.
     pub first: RowId,
@@ -58,27 +58,27 @@ impl fmt::Display for RowReason {
         let row = first.row() + 1;
         write!(
             f,
-            "{rows} {word}: {reason} (first sample {first}, of row {row} of the data)"
+            "{rows} {word}: {reason} (first: sample {first}, row {row} of the data)"
         )
     }
 }
 
-/// Rows that failed in a stage of a step, too many for the step to go on.
+/// Rows that failed in a stage of a step: too many to continue the step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FailedRows {
     /// The step.
     pub step: u64,
     /// The stage.
     pub stage: String,
-    /// Rows that failed.
+    /// Number of rows that failed.
     pub failed: usize,
-    /// Rows that it was given.
+    /// Number of rows that the stage received.
     pub rows: usize,
-    /// `run.max_failed_share`, where fewer than all failed.
+    /// `run.max_failed_share`; `None` if all rows failed.
     pub limit: Option<f64>,
-    /// Reasons, the most frequent first.
+    /// Reasons, most frequent first.
     pub reasons: Vec<RowReason>,
-    /// Further reasons.
+    /// Number of further reasons.
     pub others: usize,
 }
 
@@ -104,7 +104,7 @@ impl fmt::Display for FailedRows {
             )?,
             Some(limit) => write!(
                 f,
-                "{failed} of {rows} rows failed, more than the share of {limit} that may (`run.max_failed_share`)"
+                "{failed} of {rows} rows failed, more than the allowed share of {limit} (`run.max_failed_share`)"
             )?,
         }
         for reason in &self.reasons {
@@ -117,15 +117,15 @@ impl fmt::Display for FailedRows {
         }
         write!(
             f,
-            "\n  help: mend what the first line names; `row_errors.jsonl` of the run lists the rows"
+            "\n  help: fix the first error; `row_errors.jsonl` of the run lists the rows"
         )
     }
 }
 
-/// A disk that has no room for what the run must save.
+/// A disk without enough space for what the run must save.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the disk of `{}` has {} free, but saving {models} at the end takes {}\n  help: make room, choose another disk \
+    "the disk of `{}` has {} free, but saving {models} at the end needs {}\n  help: free some space, use another disk \
      (`run.dir=…`), or save fewer models (`run.save`)",
     .dir.display(),
     bytes(*.free),
@@ -134,15 +134,15 @@ impl fmt::Display for FailedRows {
 pub struct NoRoom {
     /// The run folder.
     pub dir: PathBuf,
-    /// Bytes that are free.
+    /// Free bytes.
     pub free: u64,
-    /// Bytes that are needed.
+    /// Required bytes.
     pub needed: u64,
-    /// Models that are to be saved, as text.
+    /// Models to save, as text.
     pub models: String,
 }
 
-/// Why a run did not start or did not go on. [`RunError::code`] leads to a page in `docs/errors/`.
+/// Why a run did not start or did not continue. [`RunError::code`] leads to a page in `docs/errors/`.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
@@ -154,7 +154,7 @@ pub enum RunError {
     Data {
         /// Its name in the pipeline.
         name: String,
-        /// What is wrong.
+        /// The cause.
         source: Box<DataError>,
     },
     /// A model cannot be loaded.
@@ -162,15 +162,15 @@ pub enum RunError {
     Load {
         /// Its name in the pipeline.
         name: String,
-        /// What is wrong.
+        /// The cause.
         source: ResourceError,
     },
-    /// A stage cannot be made from its configuration.
+    /// A stage cannot be built from its configuration.
     #[error("stage `{stage}`: {}", .errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Build {
         /// Its name.
         stage: String,
-        /// All that is wrong.
+        /// All errors of the configuration.
         errors: Vec<ConfigError>,
     },
     /// A stage cannot start.
@@ -178,7 +178,7 @@ pub enum RunError {
     Start {
         /// Its name.
         stage: String,
-        /// What is wrong.
+        /// The cause.
         source: Box<StageError>,
     },
     /// A call of a stage failed.
@@ -188,9 +188,9 @@ pub enum RunError {
         step: u64,
         /// The stage.
         stage: String,
-        /// Which rows it was working on.
+        /// The rows that it was processing.
         rows: String,
-        /// What is wrong.
+        /// The cause.
         source: Box<StageError>,
     },
     /// A call of a stage panicked.
@@ -200,12 +200,12 @@ pub enum RunError {
         step: u64,
         /// The stage.
         stage: String,
-        /// Which rows it was working on.
+        /// The rows that it was processing.
         rows: String,
         /// The panic's message.
         message: String,
     },
-    /// A call took longer than it may.
+    /// A call exceeded its deadline.
     #[error(
         "step {step}, stage `{stage}`, {rows}: no answer after {waited_s:.1} s (deadline {deadline_s} s); awaited: {awaited}"
     )]
@@ -214,65 +214,65 @@ pub enum RunError {
         step: u64,
         /// The stage.
         stage: String,
-        /// Which rows it was working on.
+        /// The rows that it was processing.
         rows: String,
-        /// Seconds since the call began.
+        /// Seconds since the call started.
         waited_s: f64,
-        /// Seconds it may take.
+        /// Deadline in seconds.
         deadline_s: f64,
-        /// Keys that did not come.
+        /// Keys that did not arrive.
         awaited: String,
     },
-    /// Rows on an edge are not what was declared.
+    /// Rows on an edge do not match their declaration.
     #[error("step {step}, {source}")]
     Guard {
         /// The step.
         step: u64,
-        /// What is wrong.
+        /// The cause.
         source: Box<GuardError>,
     },
-    /// Rows could not be put together; a fault of the engine.
+    /// Rows could not be assembled; a bug in the engine.
     #[error("step {step}, input of stage `{stage}`: {source}")]
     Input {
         /// The step.
         step: u64,
         /// The reader.
         stage: String,
-        /// What is wrong.
+        /// The cause.
         source: Box<BatchError>,
     },
-    /// Nothing runs, and some stages still wait; a fault of the engine.
-    #[error("step {step}: nothing runs, but these wait:\n{waits}")]
+    /// Nothing runs, but some stages still wait; a bug in the engine.
+    #[error("step {step}: nothing is running, but these stages still wait:\n{waits}")]
     Stalled {
         /// The step.
         step: u64,
-        /// One line a waiting stage.
+        /// One line per waiting stage.
         waits: String,
     },
-    /// A worker thread is gone, or holds on to a call that was given up.
+    /// A worker thread has ended, or is still running a call that was abandoned.
     #[error("the worker of `{worker}` is lost: {reason}; start the run again")]
     Lost {
-        /// Which worker.
+        /// The worker.
         worker: String,
         /// Why.
         reason: String,
     },
-    /// More calls hang than the pool may replace.
+    /// More calls hang than the pool can replace.
     #[error(
-        "{hung} calls of host stages hang, the newest in `{stage}`; their threads cannot be freed"
+        "{hung} calls of host stages hang, the most recent one in `{stage}`; their threads cannot be freed"
     )]
     TooManyHung {
         /// Number of hung calls.
         hung: usize,
-        /// Stage of the newest.
+        /// Stage of the most recent one.
         stage: String,
     },
-    /// A filter kept too few groups of all that may be drawn in a step.
+    /// A filter kept too few of the groups that a step may draw.
     #[error(
-        "step {step}, stage `{stage}`: {kept} of {judged} groups in {waves} {} had a signal, but {wanted} are asked \
-         for; weights are as the step before left them\n  it recorded: {statistics}\n  help: draw more prompts a wave \
-         (`batch.prompts`), let `{stage}` draw more waves, keep fewer groups or go on with fewer, sample more \
-         responses to each prompt, or take data whose answers are now right and now wrong",
+        "step {step}, stage `{stage}`: {kept} of {judged} groups in {waves} {} had a signal, but {wanted} are required; \
+         weights are unchanged since the previous step\n  recorded: {statistics}\n  help: draw more prompts per wave \
+         (`batch.prompts`), let `{stage}` draw more waves, keep fewer groups or continue with fewer, sample more \
+         responses per prompt, or use data that the model answers sometimes right and sometimes wrong",
         if *waves == 1 { "wave" } else { "waves" }
     )]
     NoSignal {
@@ -282,47 +282,47 @@ pub enum RunError {
         stage: String,
         /// Groups with a signal.
         kept: usize,
-        /// Groups that were looked at.
+        /// Groups that the filter judged.
         judged: usize,
         /// Waves that were drawn.
         waves: usize,
-        /// Groups that were asked for.
+        /// Groups that are required.
         wanted: usize,
-        /// What the filter recorded in the step: names and values.
+        /// Names and values that the filter recorded in the step.
         statistics: String,
     },
-    /// The memory of a device is used up.
+    /// A device is out of memory.
     #[error("{0}")]
     OutOfMemory(Box<FullDevice>),
     /// An anomaly rule whose severity is `stop` fired.
     #[error(
-        "{anomaly}; the run stopped before the optimiser moved, weights are as the step before left them"
+        "{anomaly}; the run stopped before the optimiser step, weights are unchanged since the previous step"
     )]
     Anomaly {
         /// What the rule found.
         anomaly: Box<Anomaly>,
     },
-    /// The trace could not be begun.
-    #[error("the trace cannot be begun: {0}")]
+    /// The trace could not be started.
+    #[error("the trace cannot be started: {0}")]
     Trace(#[from] TraceError),
     /// Too many rows of a step failed in a stage.
     #[error(transparent)]
     RowsFailed(Box<FailedRows>),
-    /// The disk has no room for what the run must save.
+    /// The disk does not have enough space for what the run must save.
     #[error(transparent)]
     NoRoom(Box<NoRoom>),
-    /// A step was asked for after the run had ended.
+    /// A step was requested after the run had ended.
     #[error(
-        "the run has ended behind step {step} and takes no further step; make another trainer, with a folder of its own"
+        "the run ended after step {step} and cannot run further steps; create another trainer with its own run folder"
     )]
     Ended {
-        /// Steps done.
+        /// Number of completed steps.
         step: u64,
     },
     /// The run was asked to end.
     #[error("the run was cancelled during step {step}")]
     Cancelled {
-        /// The step that did not end.
+        /// The step that was interrupted.
         step: u64,
     },
     /// A snapshot or a model's file operation failed.
@@ -332,20 +332,20 @@ pub enum RunError {
         what: &'static str,
         /// Its name.
         name: String,
-        /// `snapshot`, `restore`, `save`.
+        /// `snapshot`, `restore`, `store`, `recall` or `save`.
         action: &'static str,
-        /// What is wrong.
+        /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The resolved configuration cannot be written as TOML.
     #[error("the configuration cannot be written as a file: {reason}")]
     Config {
-        /// What is wrong.
+        /// The cause.
         reason: String,
     },
-    /// The run folder is there already.
+    /// The run folder already exists.
     #[error(
-        "the run folder `{}` exists already and is never overwritten; choose another one (`run.dir=…`), or move or delete it",
+        "the run folder `{}` already exists and is never overwritten; use another one (`run.dir=…`), or move or delete it",
         .path.display()
     )]
     FolderExists {
@@ -355,11 +355,11 @@ pub enum RunError {
     /// A file of the run folder could not be written.
     #[error("cannot {action} `{}`: {reason}; {saved}", .path.display())]
     File {
-        /// What was tried.
+        /// The failed action.
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// The system's answer.
+        /// The error of the system.
         reason: std::io::Error,
         /// What of the run is safe on disk.
         saved: String,
@@ -367,7 +367,7 @@ pub enum RunError {
 }
 
 impl RunError {
-    /// Code of the error; `docs/errors/<CODE>.md` says what happened and what to do.
+    /// Code of the error; `docs/errors/<CODE>.md` explains what happened and what to do.
     ///
     /// ```
     /// use verl_pipe::run::error::RunError;

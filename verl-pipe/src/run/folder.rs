@@ -1,28 +1,28 @@
-//! The run folder: everything that a run leaves behind, self-contained.
+//! The run folder: everything that a run writes, self-contained.
 //!
-//! `pipe schema --run-file NAME` tells the fields of each.
+//! `pipe schema --run-file NAME` describes the fields of each file.
 //!
 //! | file | content |
 //! |---|---|
-//! | `config.toml` | the pipeline with every setting stated |
-//! | `config.schema.json` | what may stand in it, for editors; where a registry is known |
+//! | `config.toml` | the pipeline with all settings, including defaults |
+//! | `config.schema.json` | schema of `config.toml`, for editors; if a registry is known |
 //! | `plan.txt` | the checked graph |
-//! | `versions.json` | versions of the crates and the C library, the platform, its processor and the kernels of the CPU |
+//! | `versions.json` | versions of the crates and the C library, the platform, its processor and the CPU kernels |
 //! | `data.json` | origin, rows and fingerprint of each data set |
-//! | `metrics.jsonl` | one flat object a step: `step`, `epoch`, `timestamp` (seconds since 1970 UTC), and metrics by name |
-//! | `samples.jsonl` | a few rows a step (`kind` `training`) and what observers gave |
-//! | `row_errors.jsonl` | rows that failed in a stage or were slow there, and why; where some did |
-//! | `warnings.jsonl` | what the run warned of; see [`warnings`](crate::run::warnings); where it did |
+//! | `metrics.jsonl` | one flat object per step: `step`, `epoch`, `timestamp` (seconds since 1970 UTC), metrics |
+//! | `samples.jsonl` | a few rows of each step (`kind` `training`) and samples of observers |
+//! | `row_errors.jsonl` | rows that failed or were slow in a stage, and why; if any |
+//! | `warnings.jsonl` | warnings of the run; see [`warnings`](crate::run::warnings); if any |
 //! | `model/<name>/` | models at the end of the run |
-//! | `trace/` | statistics of every edge, steps in full, anomalies; see [`format`](crate::trace::format) |
-//! | `schema.json` | keys, shapes and meanings of the pipeline, where steps or stages are traced in full |
-//! | `stall.json` | what the run waited for when nothing came for long; see [`stall`](crate::run::stall) |
-//! | `start.json` | how long everything took until the first step was done, and which kernels were compiled for it |
+//! | `trace/` | statistics of every edge, full steps, anomalies; see [`format`](crate::trace::format) |
+//! | `schema.json` | keys, shapes and meanings of the pipeline, if steps or stages are traced in full |
+//! | `stall.json` | what the run waited for during a long silence; see [`stall`](crate::run::stall) |
+//! | `start.json` | duration of each part of the start, up to the end of the first step, and compiled kernels |
 //! | `status.json` | see [`RunState`] |
 //!
-//! A line is written with one call and cut off again where the disk refuses a part of it; `status.json` and models
-//! are written aside and renamed, so that what is there is whole. On a full disk a new `status.json` is written over the
-//! old one, in the room that it has.
+//! A line is written with one call and removed again if the disk accepts only a part of it. `status.json` and models
+//! are written to a temporary path and renamed, so they are always complete. On a full disk a new `status.json`
+//! overwrites the old one within the space it already has.
 
 use std::fs;
 use std::io;
@@ -33,7 +33,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::run::error::RunError;
-use crate::run::held::hold;
+use crate::run::held::lock_metrics;
 use crate::run::lines::Lines;
 use crate::run::metrics::{StepMetrics, now};
 use crate::run::processor::{c_library, processor_features};
@@ -46,18 +46,18 @@ use crate::run::replaced::replace;
 use crate::run::runner::Run;
 use crate::run::space::Room;
 pub use crate::run::state_file::RunState;
-use crate::run::state_file::{BLOCK, Told, write_status};
+use crate::run::state_file::{BLOCK, ReportCounts, write_status};
 
 const NOTHING: &str = "nothing has run yet";
 
-/// Time between two notes of the step in `status.json`.
-const BETWEEN_NOTES: Duration = Duration::from_secs(1);
+/// Time between two updates of the step in `status.json`.
+const UPDATE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Bytes by which a line of metrics or samples may make its file larger, about.
+/// Approximate number of bytes by which a line of metrics or samples can grow its file.
 const LINE: u64 = BLOCK as u64;
 
-/// Lines of `row_errors.jsonl`; what comes later is counted in the metrics alone.
-const MOST_ROW_ERRORS: usize = 20_000;
+/// Maximum number of lines of `row_errors.jsonl`; later rows are only counted in the metrics.
+const MAX_ROW_ERRORS: usize = 20_000;
 
 fn file_error(action: &'static str, path: &Path, reason: io::Error, saved: &str) -> RunError {
     RunError::File {
@@ -68,38 +68,38 @@ fn file_error(action: &'static str, path: &Path, reason: io::Error, saved: &str)
     }
 }
 
-/// The folder of one run; made by it and never shared.
+/// The folder of one run; created by the run and never shared.
 #[derive(Debug)]
 pub struct RunFolder {
     dir: PathBuf,
     metrics: Lines,
     samples: Lines,
-    /// Made when the first row is to be told.
+    /// Created when the first row is written.
     row_errors: Option<Lines>,
     num_row_errors: usize,
-    /// Room on its disk, kept for the models.
+    /// Space on its disk that is reserved for the models.
     room: Room,
-    told: Told,
-    /// Why the run ended whose folder was replaced by this one.
+    counts: ReportCounts,
+    /// Why the run ended whose folder this one replaced.
     replaced: Option<String>,
     /// Last step whose metrics are in the file.
     recorded: Option<u64>,
-    /// When the step was noted in `status.json`.
+    /// When the step was last updated in `status.json`.
     noted: Option<Instant>,
     target: u64,
 }
 
 impl RunFolder {
-    /// Makes the folder `dir` for a run of `target` steps. One of a run that ended before its first step was done, in which
-    /// nothing else lies, is replaced.
+    /// Creates the folder `dir` for a run of `target` steps. The folder of a run that ended before completing its first
+    /// step is replaced if it contains nothing else.
     ///
     /// # Errors
-    /// [`RunError::FolderExists`] when there is anything else at `dir`; [`RunError::File`] when it cannot be made.
+    /// [`RunError::FolderExists`] if anything else exists at `dir`; [`RunError::File`] if the folder cannot be created.
     pub fn create(dir: &Path, target: u64) -> Result<RunFolder, RunError> {
         Self::create_in(dir, target, Room::of(dir, None))
     }
 
-    /// As [`RunFolder::create`], with what is known of the room on its disk.
+    /// Like [`RunFolder::create`], with the given tracker of the space on its disk.
     pub(crate) fn create_in(dir: &Path, target: u64, room: Room) -> Result<RunFolder, RunError> {
         if let Some(parent) = dir.parent().filter(|p| !p.as_os_str().is_empty()) {
             fs::create_dir_all(parent).map_err(|e| file_error("create", parent, e, NOTHING))?;
@@ -131,7 +131,7 @@ impl RunFolder {
         let files =
             lines("metrics.jsonl").and_then(|metrics| Ok((metrics, lines("samples.jsonl")?)));
         let (metrics, samples) = files.inspect_err(|_| drop(fs::remove_dir_all(dir)))?;
-        hold(&metrics.file);
+        lock_metrics(&metrics.file);
         let folder = RunFolder {
             dir: dir.to_owned(),
             metrics,
@@ -139,7 +139,7 @@ impl RunFolder {
             row_errors: None,
             num_row_errors: 0,
             room,
-            told: Told::default(),
+            counts: ReportCounts::default(),
             replaced,
             recorded: None,
             noted: None,
@@ -152,19 +152,19 @@ impl RunFolder {
         Ok(folder)
     }
 
-    /// Where it is.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         &self.dir
     }
 
-    /// Why the run ended whose folder this one replaced; `None` where it replaced none.
+    /// Why the run ended whose folder this one replaced; `None` if it replaced none.
     pub fn replaced(&self) -> Option<&str> {
         self.replaced.as_deref()
     }
 
-    /// Takes what the run has told so far, for the next `status.json`.
-    pub(crate) fn count(&mut self, told: Told) {
-        self.told = told;
+    /// Sets the counts of warnings and anomalies for the next `status.json`.
+    pub(crate) fn set_counts(&mut self, counts: ReportCounts) {
+        self.counts = counts;
     }
 
     /// Removes the folder of a run that never ran.
@@ -174,10 +174,10 @@ impl RunFolder {
         }
     }
 
-    /// Writes a text file; for what stands before the first step.
+    /// Writes a text file; for content that is known before the first step.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// If the file cannot be written.
     pub fn write_text(&self, name: &str, text: &str) -> Result<(), RunError> {
         let path = self.dir.join(name);
         fs::write(&path, text).map_err(|e| file_error("write", &path, e, &self.saved()))
@@ -186,7 +186,7 @@ impl RunFolder {
     /// Writes `data.json` and `versions.json`.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// If the file cannot be written.
     pub fn write_origin(&self, run: &Run, versions: &[(String, String)]) -> Result<(), RunError> {
         let data = run.data().iter();
         let data = data.map(|(name, data)| (name.clone(), DataOrigin::of(data.as_ref())));
@@ -213,7 +213,7 @@ impl RunFolder {
     /// Writes `start.json`.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// If the file cannot be written.
     pub fn write_start(&self, start: &StartFile) -> Result<(), RunError> {
         self.write_text("start.json", &pretty(start))
     }
@@ -221,9 +221,9 @@ impl RunFolder {
     /// Adds a line to `metrics.jsonl`.
     ///
     /// # Errors
-    /// When the disk refuses; the message tells what is safe.
+    /// If the line cannot be written; the message says what is safely on disk.
     pub fn record(&mut self, metrics: &StepMetrics) -> Result<(), RunError> {
-        let room = self.room.take(LINE);
+        let room = self.room.ensure_free(LINE);
         let written = room.and_then(|()| self.metrics.add(&metrics.to_json()));
         written.map_err(|e| file_error("write", &self.metrics.path, e, &self.saved()))?;
         self.recorded = Some(metrics.step);
@@ -231,14 +231,14 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Brings the step in `status.json` up to date, once a second at most.
+    /// Updates the step in `status.json`, at most once per second.
     fn note(&mut self, step: u64) {
-        if self.noted.is_some_and(|at| at.elapsed() < BETWEEN_NOTES) {
+        if self.noted.is_some_and(|at| at.elapsed() < UPDATE_INTERVAL) {
             return;
         }
         self.noted = Some(Instant::now());
         if let Err(error) = self.set_state(&RunState::running(step)) {
-            // Should the disk be full, the next line of metrics tells.
+            // If the disk is full, the next line of metrics reports it.
             tracing::debug!("{error}");
         }
     }
@@ -246,30 +246,30 @@ impl RunFolder {
     /// Adds samples of `step` to `samples.jsonl`.
     ///
     /// # Errors
-    /// As [`RunFolder::record`].
+    /// Like [`RunFolder::record`].
     pub fn sample(&mut self, step: u64, samples: &[Value]) -> Result<(), RunError> {
         for sample in samples {
             let mut fields = match sample {
                 Value::Object(fields) => fields.clone(),
                 other => serde_json::Map::from_iter([("sample".to_owned(), other.clone())]),
             };
-            // The step is the engine's to tell.
+            // The key `step` is reserved for the engine.
             fields.shift_remove("step");
             let line = SampleLine { step, fields };
-            let room = self.room.take(LINE);
+            let room = self.room.ensure_free(LINE);
             let written = room.and_then(|()| self.samples.add(&line));
             written.map_err(|e| file_error("write", &self.samples.path, e, &self.saved()))?;
         }
         Ok(())
     }
 
-    /// Adds rows that failed or were slow to `row_errors.jsonl`, as long as it is not too long.
+    /// Adds rows that failed or were slow to `row_errors.jsonl`, up to its maximum length.
     ///
     /// # Errors
-    /// As [`RunFolder::record`].
+    /// Like [`RunFolder::record`].
     pub fn row_errors(&mut self, lines: &[RowErrorLine]) -> Result<(), RunError> {
         for line in lines {
-            if self.num_row_errors > MOST_ROW_ERRORS {
+            if self.num_row_errors > MAX_ROW_ERRORS {
                 return Ok(());
             }
             let path = self.dir.join("row_errors.jsonl");
@@ -280,7 +280,7 @@ impl RunFolder {
     }
 
     fn add_row_error(&mut self, path: &Path, line: &RowErrorLine) -> io::Result<()> {
-        self.room.take(LINE)?;
+        self.room.ensure_free(LINE)?;
         if self.row_errors.is_none() {
             self.row_errors = Some(Lines::create(path.to_owned())?);
         }
@@ -288,7 +288,7 @@ impl RunFolder {
         let Some(file) = &mut self.row_errors else {
             return Ok(());
         };
-        if self.num_row_errors <= MOST_ROW_ERRORS {
+        if self.num_row_errors <= MAX_ROW_ERRORS {
             return file.add(line);
         }
         file.add(&RowErrorLine {
@@ -296,34 +296,34 @@ impl RunFolder {
             data_row: None,
             status: RowStatus::LeftOut,
             reason: format!(
-                "{MOST_ROW_ERRORS} lines are written at most; `row_errors` of the metrics counts all rows"
+                "at most {MAX_ROW_ERRORS} lines are written; `row_errors` of the metrics counts all rows"
             ),
             seconds: None,
             ..line.clone()
         })
     }
 
-    /// Saves model `name` into `model/<name>`, written aside first.
+    /// Saves model `name` to `model/<name>`, via a temporary folder.
     ///
     /// # Errors
-    /// When it cannot be written; then there is no folder of that name.
+    /// If it cannot be written; in that case no folder of that name exists.
     pub fn save_model(&self, run: &mut Run, name: &str) -> Result<PathBuf, RunError> {
         let models = self.dir.join("model");
         let (aside, dir) = (models.join(format!(".{name}.partial")), models.join(name));
         fs::create_dir_all(&models).map_err(|e| file_error("create", &models, e, &self.saved()))?;
         let written = run.save_model(name, &aside);
         if written.is_err() {
-            // Half a model is of no use, and its bytes may be what the disk lacks for `status.json`.
+            // A partial model is useless, and `status.json` may need its space.
             if aside.exists()
                 && let Err(error) = fs::remove_dir_all(&aside)
             {
                 tracing::warn!("cannot remove `{}`: {error}", aside.display());
             }
-            // Refused where another model lies in it, which is as it should be.
+            // Fails if the folder contains another model, as intended.
             let _ = fs::remove_dir(&models);
         }
         written?;
-        // Where only this fails, the model stays where it was written.
+        // If only this fails, the model stays in the temporary folder.
         fs::rename(&aside, &dir).map_err(|e| file_error("rename", &aside, e, &self.saved()))?;
         Ok(dir)
     }
@@ -331,7 +331,7 @@ impl RunFolder {
     /// Writes `status.json`.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// If the file cannot be written.
     pub fn set_state(&self, state: &RunState) -> Result<(), RunError> {
         let written = write_status(&self.dir, &self.status_file(state));
         let path = self.dir.join("status.json");
@@ -347,8 +347,8 @@ impl RunFolder {
             saved: state.saved.clone(),
             partial: state.partial.clone(),
             reason: (!state.reason.is_empty()).then(|| state.reason.clone()),
-            warnings: self.told.warnings,
-            anomalies: self.told.anomalies.clone(),
+            warnings: self.counts.warnings,
+            anomalies: self.counts.anomalies.clone(),
         }
     }
 
@@ -364,7 +364,7 @@ impl RunFolder {
 }
 
 pub(super) fn pretty(value: &impl Serialize) -> String {
-    // Texts, numbers and tables of texts always print.
+    // Strings, numbers and maps of strings always serialise.
     let mut text = serde_json::to_string_pretty(value).unwrap_or_default();
     text.push('\n');
     text
@@ -380,7 +380,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_full_disk_is_told_with_what_is_safe() {
+    fn the_error_of_a_full_disk_says_what_is_safe() {
         let temp = tempfile::tempdir().unwrap();
         let mut folder = RunFolder::create(&temp.path().join("run"), 5).unwrap();
         folder
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_that_finds_no_room_takes_that_of_the_old_one() {
+    fn on_a_full_disk_a_status_overwrites_the_old_one() {
         let temp = tempfile::tempdir().unwrap();
         let folder = RunFolder::create(&temp.path().join("run"), 5).unwrap();
         let failed = RunState {
@@ -422,7 +422,7 @@ mod tests {
             saved: vec!["actor".to_owned()],
             ..RunState::running(2)
         };
-        // A folder in the place of the new file: as on a full disk, it cannot be made.
+        // A folder in place of the new file: as on a full disk, it cannot be created.
         let aside = folder.path().join(".status.json.partial");
         fs::create_dir(&aside).unwrap();
         folder.set_state(&failed).unwrap();
@@ -434,7 +434,7 @@ mod tests {
         assert_eq!(written["saved"], json!(["actor"]));
         let reason = written["reason"].as_str().unwrap();
         assert!(reason.ends_with('…') && reason.len() < BLOCK, "{reason}");
-        // A longer text before leaves nothing behind a shorter one.
+        // A shorter text leaves no remainder of a longer one.
         folder.set_state(&RunState::running(3)).unwrap();
         assert_eq!(status(&folder)["step"], 3);
         assert!(status(&folder).get("reason").is_none());
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_status_leaves_nothing_half_written() {
+    fn a_status_that_cannot_be_written_leaves_no_partial_file() {
         let temp = tempfile::tempdir().unwrap();
         let folder = RunFolder::create(&temp.path().join("run"), 5).unwrap();
         let path = folder.path().join("status.json");
@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn the_step_of_a_run_that_goes_on_is_told() {
+    fn the_status_of_a_run_in_progress_has_its_step() {
         let temp = tempfile::tempdir().unwrap();
         let mut folder = RunFolder::create(&temp.path().join("run"), 5).unwrap();
         let at = |step| StepMetrics {
@@ -466,15 +466,15 @@ mod tests {
             (&status(&folder)["status"], &status(&folder)["step"]),
             (&"running".into(), &1.into())
         );
-        // Not at each step: a second has not gone.
+        // Not at each step: less than a second has passed.
         folder.record(&at(2)).unwrap();
-        folder.noted = folder.noted.and_then(|at| at.checked_sub(BETWEEN_NOTES));
+        folder.noted = folder.noted.and_then(|at| at.checked_sub(UPDATE_INTERVAL));
         folder.record(&at(3)).unwrap();
         assert_eq!(status(&folder)["step"], 3);
     }
 
     #[test]
-    fn an_existing_folder_is_refused_even_when_empty() {
+    fn an_existing_folder_is_rejected_even_if_empty() {
         let temp = tempfile::tempdir().unwrap();
         assert!(matches!(
             RunFolder::create(temp.path(), 5),

@@ -1,4 +1,4 @@
-//! Run-time guards: what a stage emits is what it declared. A guard names stage, key, sample, row and token.
+//! Run-time guards check that a stage emits what it declared. An error names the stage, key, sample, row and token.
 
 use std::collections::HashMap;
 
@@ -10,11 +10,11 @@ use crate::batch::{Batch, RowId};
 use crate::keys::mask;
 use crate::schedule::wiring::{OutputColumn, StageWires, ragged_dim};
 
-/// Rows on an edge that are not what was declared.
+/// Rows on an edge that do not match their declaration.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GuardError {
-    /// A declared key did not come.
+    /// A declared key is missing.
     #[error("stage `{stage}` emitted rows without `{key}`, which it declares; it emitted {found}")]
     MissingKey {
         /// The stage.
@@ -24,7 +24,7 @@ pub enum GuardError {
         /// Keys that it emitted.
         found: String,
     },
-    /// A key came that was not declared.
+    /// A key was emitted that was not declared.
     #[error("stage `{stage}` emitted `{key}`, which it neither reads nor declares as written")]
     UndeclaredKey {
         /// The stage.
@@ -32,20 +32,20 @@ pub enum GuardError {
         /// The key.
         key: String,
     },
-    /// A column of another type.
+    /// A column has the wrong type.
     #[error("stage `{stage}`, key `{key}`: declared {expected}, emitted {found}")]
     Type {
         /// The stage.
         stage: String,
         /// The key.
         key: String,
-        /// As declared.
+        /// The declared type.
         expected: String,
-        /// As emitted.
+        /// The emitted type.
         found: String,
     },
-    /// Nulls in a key that allows none.
-    #[error("stage `{stage}`, key `{key}`, {}: null, but the key allows no null", .id.in_words())]
+    /// Null in a key that does not allow it.
+    #[error("stage `{stage}`, key `{key}`, {}: null, but the key does not allow null", .id.in_words())]
     Null {
         /// The stage.
         stage: String,
@@ -56,7 +56,7 @@ pub enum GuardError {
         /// Identity of the row.
         id: RowId,
     },
-    /// A value that is not finite in a key that promises it.
+    /// A value that is not finite in a key that promises finite values.
     #[error("stage `{stage}`, key `{key}`, {}{}: {value}, but the key promises finite values",
         .id.in_words(), .token.map(|t| format!(", token {t}")).unwrap_or_default())]
     NonFinite {
@@ -73,7 +73,7 @@ pub enum GuardError {
         /// The value.
         value: f64,
     },
-    /// Lists of one row that should be equally long and are not.
+    /// Lists of one row whose lengths differ but must be equal.
     #[error("stage `{stage}`, {}: {lengths}", .id.in_words())]
     Length {
         /// The stage.
@@ -82,7 +82,7 @@ pub enum GuardError {
         row: usize,
         /// Identity of the row.
         id: RowId,
-        /// Which keys, and how long they are.
+        /// The keys and their lengths.
         lengths: Box<LengthDifference>,
     },
     /// A row that does not belong to the call.
@@ -98,7 +98,7 @@ pub enum GuardError {
         /// Rows of the call.
         allowed: String,
     },
-    /// A row that came twice.
+    /// A row that was emitted twice.
     #[error("stage `{stage}` emitted {} twice in one step", .id.in_words())]
     RepeatedRow {
         /// The stage.
@@ -106,21 +106,21 @@ pub enum GuardError {
         /// The row.
         id: RowId,
     },
-    /// Rows that did not come.
+    /// Rows that were not emitted.
     #[error(
-        "stage `{stage}` ended a call {missing} rows short of {expected}; the first that is missing is {first}"
+        "stage `{stage}` ended a call with {missing} of {expected} rows missing; the first missing row is {first}"
     )]
     MissingRows {
         /// The stage.
         stage: String,
-        /// How many.
+        /// Number of missing rows.
         missing: usize,
-        /// How many there should be.
+        /// Number of expected rows.
         expected: usize,
         /// Identity of the first, or `unknown` for a source.
         first: String,
     },
-    /// Rows from a stage that makes none.
+    /// Rows from a stage that must not emit any.
     #[error("stage `{stage}` emitted {rows} rows, but it is declared to emit none")]
     NoOutput {
         /// The stage.
@@ -130,7 +130,7 @@ pub enum GuardError {
     },
 }
 
-/// Two keys of a row whose lists differ in length though they declare the same one.
+/// Two keys of a row whose lists differ in length although both declare the same dim.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error(
     "`{first}` has {first_len} values and `{key}` has {len}, but both are declared with length {dim}"
@@ -140,36 +140,37 @@ pub struct LengthDifference {
     pub key: String,
     /// Its length.
     pub len: usize,
-    /// The key that it is compared with.
+    /// The key it is compared with.
     pub first: String,
-    /// Length of that.
+    /// Length of that key.
     pub first_len: usize,
     /// The dim that both declare.
     pub dim: String,
 }
 
-/// Where the guard stands: the stage, and the first row of the batch among the step's rows.
+/// What a guard checks: the stage, and the position of the batch among the rows of the step.
 pub(crate) struct GuardScope<'a> {
     pub stage: &'a str,
     pub wires: &'a StageWires,
     /// Position of each row of the batch among the step's rows.
     pub positions: &'a [u32],
     pub ids: &'a [u64],
-    /// Which tokens the policy chose, where that is known before the batch is looked at.
+    /// Which tokens the policy chose, if that is known before the batch is checked.
     pub mask: Option<MaskOf<'a>>,
 }
 
 /// Which tokens of rows the policy chose.
 #[derive(Clone, Copy)]
 pub(crate) struct MaskOf<'a> {
-    /// Dim of the keys that it tells of.
+    /// Dim of the keys that it applies to.
     pub dim: &'a str,
     /// Mask kinds of a row of the batch.
     pub kinds: &'a dyn Fn(usize) -> Option<Vec<u8>>,
 }
 
 impl MaskOf<'_> {
-    /// Whether nothing reads what a key holds for `token` of `len` tokens of a row: the policy did not choose it.
+    /// Whether no stage reads the value of a key at `token` of a row with `len` tokens, since the policy did not choose
+    /// it.
     fn is_unread(&self, row: usize, token: usize, len: usize) -> bool {
         let kinds = (self.kinds)(row).filter(|kinds| kinds.len() == len);
         kinds.is_some_and(|kinds| kinds[token] == mask::OBSERVATION)
@@ -254,7 +255,7 @@ impl GuardScope<'_> {
         Ok(())
     }
 
-    /// A value that is not finite, where something reads it: observation tokens are what nothing reads.
+    /// Rejects values that are not finite, except at observation tokens, which no stage reads.
     fn check_finite(&self, array: &ArrayRef, out: &OutputColumn) -> Result<(), GuardError> {
         let list = array.as_list_opt::<i32>();
         let (values, span) = match list {
@@ -315,8 +316,8 @@ impl GuardScope<'_> {
         })
     }
 
-    /// Keys that declare one length have it in every row: among the columns of `input` (with the identities of its
-    /// rows), among `outputs`, and between the two.
+    /// Checks that keys with the same declared length have equal lengths in every row: among the columns of `input`
+    /// (with the identities of its rows), among `outputs`, and between the two.
     pub(crate) fn lengths(
         &self,
         input: Option<(&Batch, &[u64])>,
@@ -393,7 +394,7 @@ impl GuardScope<'_> {
     }
 }
 
-/// The array with exactly the declared type: names inside list types may differ, values are shared.
+/// Returns the array with exactly the declared type. Field names inside list types may differ; values are shared.
 fn with_type(array: &ArrayRef, out: &OutputColumn) -> Option<ArrayRef> {
     if array.data_type() == &out.data_type {
         return Some(array.clone());

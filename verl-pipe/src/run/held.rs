@@ -1,4 +1,4 @@
-//! Whether the process of a run is there: it holds a lock on `metrics.jsonl`, which the system takes back however the
+//! Whether the process of a run is alive: it keeps `metrics.jsonl` locked, and the system releases the lock however the
 //! process ends.
 
 use std::fs::{File, TryLockError};
@@ -7,27 +7,29 @@ use std::path::Path;
 use crate::run::records::{Status, StatusFile};
 use crate::trace::error::TraceError;
 
-/// What is told of a run that [`Process::Gone`] is said of.
-pub(crate) const ABANDONED: &str = "no process holds this folder, although status.json says that the run goes on: the run was killed, its machine went down, or \
-     it goes on elsewhere, on another machine or in the folder of which this is a copy; what was written until then is there, \
-     and a run that was killed begins anew in another folder (`run.dir`)";
+/// Message about a run whose process is [`Process::Gone`].
+pub(crate) const ABANDONED: &str = "no process has this folder locked, although status.json says that the run is in progress: the run was killed, \
+     its machine went down, it runs on another machine, or this is a copy of its folder; everything written so far is \
+     still there; to repeat a run that was killed, start it in another folder (`run.dir`)";
 
-/// What is known of the process of a run.
+/// State of the process of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Process {
-    /// It ended, and said so.
+    /// The process has ended, and `status.json` says so.
     Ended,
-    /// It holds the folder.
+    /// The process is alive and has the folder locked.
     Holds,
-    /// The run goes on by its status, and no process holds the folder: it was killed, or this is a copy of the folder.
+    /// `status.json` says that the run is in progress, but no process has the folder locked: the run was killed, or
+    /// this is a copy of the folder.
     Gone,
-    /// The run goes on by its status, and there is no lock to look at.
+    /// `status.json` says that the run is in progress, and locks are not available.
     Unknown,
 }
 
-/// Takes the lock, for as long as `metrics` is open. Where the file system has none, nothing is told of the process.
-pub(super) fn hold(metrics: &File) {
-    // Elsewhere a lock keeps others from reading the file.
+/// Takes the lock, which lasts as long as `metrics` is open. Without locks on the file system, the state of the process
+/// is unknown.
+pub(super) fn lock_metrics(metrics: &File) {
+    // On other systems a lock prevents other processes from reading the file.
     #[cfg(unix)]
     if let Err(error) = metrics.try_lock() {
         tracing::debug!("metrics.jsonl is not locked: {error}");
@@ -36,7 +38,7 @@ pub(super) fn hold(metrics: &File) {
     let _ = metrics;
 }
 
-/// Whether some process holds the run in `dir`; `None` where that cannot be told.
+/// Whether a process has the run in `dir` locked; `None` if that cannot be determined.
 pub(crate) fn is_held(dir: &Path) -> Option<bool> {
     if !cfg!(unix) {
         return None;
@@ -49,22 +51,22 @@ pub(crate) fn is_held(dir: &Path) -> Option<bool> {
     }
 }
 
-/// What is known of the process of the run in `dir`.
+/// State of the process of the run in `dir`.
 ///
 /// # Errors
-/// A status.json that cannot be read.
+/// If `status.json` cannot be read.
 pub(crate) fn process_of(dir: &Path) -> Result<Process, TraceError> {
-    // Looked at first: a run that ends meanwhile has said so in its status.
-    let held = is_held(dir);
+    // Checked first: a run that ends in between has already written its status.
+    let locked = is_held(dir);
     let path = dir.join("status.json");
     let bytes = std::fs::read(&path).map_err(|e| TraceError::file("read", &path, e))?;
     let file: StatusFile = serde_json::from_slice(&bytes).map_err(|e| {
         TraceError::damaged(
             &path,
-            format!("{e}, so that nothing tells whether the run goes on"),
+            format!("{e}, so the state of the run is unknown"),
         )
     })?;
-    Ok(match (file.status, held) {
+    Ok(match (file.status, locked) {
         (Status::Running, Some(true)) => Process::Holds,
         (Status::Running, Some(false)) => Process::Gone,
         (Status::Running, None) => Process::Unknown,
@@ -78,7 +80,7 @@ mod tests {
     use crate::run::folder::{RunFolder, RunState};
 
     #[test]
-    fn a_run_that_ends_without_a_word_is_gone() {
+    fn a_run_that_ends_without_a_final_status_is_gone() {
         let temp = tempfile::tempdir().expect("a folder");
         let dir = temp.path().join("run");
         let process = || process_of(&dir).expect("a status");

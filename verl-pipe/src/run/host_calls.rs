@@ -1,4 +1,4 @@
-//! Calls on the host pool: cut into units, handed out, and what becomes of a unit that failed.
+//! Calls on the host pool: splitting them into units, dispatching them, and handling units that failed.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -8,7 +8,7 @@ use crate::run::call_error::call_error;
 use crate::run::channel::CallFailure;
 use crate::run::error::RunError;
 use crate::run::host_pool::{Cell, HostJob};
-use crate::run::row_errors::Fault;
+use crate::run::row_errors::RowFailure;
 use crate::run::runner::{HostFlight, InFlight, Progress, Run};
 use crate::run::start::HostStage;
 use crate::run::step::CallId;
@@ -16,7 +16,7 @@ use crate::run::worker::start_stage;
 use crate::stage::{Cardinality, Models, RowRule, Stage};
 
 impl Run {
-    /// The calls that a slice is cut into: rows or groups where each has a deadline of its own, else one.
+    /// The calls that a slice is split into: its rows or groups if the stage has a deadline, otherwise a single call.
     pub(super) fn units(&self, stage: usize, input: &Batch) -> Vec<Batch> {
         let spec = &self.schedule.plan.stages[stage].spec;
         if spec.deadline.is_some() {
@@ -49,7 +49,7 @@ impl Run {
         let host = self.hosts.get_mut(&id.0).and_then(HostStage::take);
         let stage = host.ok_or_else(|| RunError::Lost {
             worker: format!("stage `{}`", self.name(id.0)),
-            reason: "it refuses to be copied, though it could be before".to_owned(),
+            reason: "it cannot be copied, although it could be copied before".to_owned(),
         })?;
         let call = self.new_call();
         let planned = &self.schedule.plan.stages[id.0];
@@ -99,7 +99,7 @@ impl Run {
         emitted
     }
 
-    /// Takes what a host call achieved; what is left of it is handed out again, without the unit that failed.
+    /// Accepts the results of a host call. The remaining units are dispatched again, without the unit that failed.
     pub(super) fn end_host_call(
         &mut self,
         progress: &mut Progress,
@@ -129,20 +129,20 @@ impl Run {
             )
         };
         let lost_object = stage.is_none();
-        self.give_back(id.0, stage)?;
+        self.return_object(id.0, stage)?;
         let mut rest = units.into_iter();
         let deadline = self.schedule.plan.stages[id.0].spec.deadline;
         for result in finished {
             let Some(unit) = rest.next() else { break };
             if let Some(deadline) = deadline {
                 let seconds = result.report.seconds;
-                progress.rows.took(id.0, &unit, seconds, deadline);
+                progress.rows.add_time(id.0, &unit, seconds, deadline);
             }
             for batch in &result.batches {
                 if self.schedule.forgives_rows(id.0) {
                     let written = self.schedule.wiring.stages[id.0].outputs.iter();
                     let written = written.map(|out| out.local.as_str());
-                    progress.rows.gave(id.0, batch, written);
+                    progress.rows.count_nulls(id.0, batch, written);
                 }
                 self.take_rows(progress, id, &unit, batch)?;
             }
@@ -157,12 +157,12 @@ impl Run {
         let Some(unit) = rest.next() else {
             return progress.state.finish(id);
         };
-        let (fault, error) = match (failure, hung) {
+        let (row_failure, error) = match (failure, hung) {
             (Some((failure, seconds)), _) => {
-                let fault = Fault::of(&failure, seconds);
-                (fault, self.failed(progress, id, &unit, failure))
+                let row_failure = RowFailure::of(&failure, seconds);
+                (row_failure, self.failed(progress, id, &unit, failure))
             }
-            (None, Some((hung, waited))) => (Fault::timed_out(waited, &hung), hung),
+            (None, Some((hung, waited))) => (RowFailure::timed_out(waited, &hung), hung),
             (None, None) => return progress.state.finish(id),
         };
         let ends_step =
@@ -174,7 +174,7 @@ impl Run {
         let mut left = if atoms.len() > 1 {
             atoms
         } else {
-            self.forgive(progress, id, &unit, &fault)?;
+            self.tolerate(progress, id, &unit, &row_failure)?;
             first_row += unit.num_rows();
             Vec::new()
         };
@@ -186,8 +186,8 @@ impl Run {
         }
     }
 
-    /// Puts a stage's object back; one that is gone is made again from the stage's configuration.
-    pub(super) fn give_back(
+    /// Returns a stage's object; an object that is lost is built again from the stage's configuration.
+    pub(super) fn return_object(
         &mut self,
         stage: usize,
         object: Option<Box<dyn Stage>>,
@@ -206,14 +206,14 @@ impl Run {
         Ok(())
     }
 
-    pub(super) fn forgive(
+    pub(super) fn tolerate(
         &mut self,
         progress: &mut Progress,
         id: CallId,
         unit: &Batch,
-        fault: &Fault,
+        failure: &RowFailure,
     ) -> Result<(), RunError> {
-        progress.rows.gave_up(id.0, unit, fault);
+        progress.rows.add_lost(id.0, unit, failure);
         let nulls = progress.state.nulls(id, unit)?;
         self.take_rows(progress, id, unit, &nulls)
     }

@@ -1,8 +1,8 @@
 //! A bounded pool of threads for stages that use no model. A call that hangs is abandoned: its thread is replaced and
-//! whatever it says later is ignored.
+//! its later events are ignored.
 //!
-//! A job is a list of units (a row, a group, or a whole slice); each unit is one call of the stage with a deadline of
-//! its own, so that a failure costs its unit.
+//! A job is a list of units (a row, a group, or an entire slice). Each unit is one call of the stage with its own
+//! deadline, so a failure affects only that unit.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,25 +20,25 @@ use crate::stage::{Models, Stage};
 /// Hung threads that the pool replaces before it gives up.
 pub(crate) const MAX_HUNG: usize = 256;
 
-/// What came of one unit.
+/// Result of one unit.
 #[derive(Debug)]
 pub(crate) struct UnitResult {
     pub batches: Vec<Batch>,
     pub report: CallReport,
 }
 
-/// Progress of a job, seen by its thread and by the runner.
+/// Progress of a job, shared by its thread and the runner.
 #[derive(Default)]
 pub(crate) struct Progress {
-    /// When the unit that runs now began; `None` before the first.
+    /// When the current unit started; `None` if no unit is running.
     pub unit_since: Option<Instant>,
     /// Units that succeeded, in order.
     pub finished: Vec<UnitResult>,
     /// Why the unit after the finished ones failed, and after how many seconds.
     pub failure: Option<(CallFailure, f64)>,
-    /// The stage, given back unless it panicked.
+    /// The stage, returned unless it panicked.
     pub stage: Option<Box<dyn Stage>>,
-    /// The runner has given the job up.
+    /// The runner has abandoned the job.
     pub abandoned: bool,
 }
 
@@ -59,9 +59,9 @@ pub(crate) struct HostJob {
     pub name: Arc<str>,
     pub stage: Box<dyn Stage>,
     pub units: Vec<Batch>,
-    /// Wave of a source's call, else 0.
+    /// Wave of a source's call, otherwise 0.
     pub wave: u64,
-    /// Rows go to the runner at once instead of when the unit has succeeded.
+    /// Rows are sent to the runner immediately rather than when the unit has succeeded.
     pub stream: bool,
     pub env: Arc<CallEnv>,
     pub cell: Arc<Cell>,
@@ -74,16 +74,16 @@ pub(crate) struct HostPool {
     events: Sender<Event>,
     size: usize,
     alive: Arc<AtomicUsize>,
-    /// A model works meanwhile, and needs the cores more than threads that look for work.
+    /// A model is running and needs the cores more than threads that poll for work.
     model_works: Arc<AtomicBool>,
-    /// Hears the warnings of the thread that started the run, and those of these threads.
+    /// The listener of the thread that started the run; it also receives the warnings of the pool's threads.
     listens: Option<Dispatch>,
     spawned: usize,
     hung: usize,
 }
 
 impl HostPool {
-    /// A pool of `size` threads that tell `events`.
+    /// A pool of `size` threads that send to `events`.
     pub(crate) fn start(size: usize, events: Sender<Event>) -> std::io::Result<HostPool> {
         let (jobs, inbox) = unbounded();
         let alive = Arc::new(AtomicUsize::new(0));
@@ -113,7 +113,7 @@ impl HostPool {
         let spawned = std::thread::Builder::new()
             .name(format!("host-{}", self.spawned))
             .spawn(move || {
-                let _heard = heard(listens.as_ref());
+                let _guard = heard(listens.as_ref());
                 serve(&inbox, &events, &model_works);
                 alive.fetch_sub(1, Ordering::SeqCst);
             });
@@ -123,28 +123,28 @@ impl HostPool {
         spawned.map(drop)
     }
 
-    /// Says whether a model works from now on.
+    /// Sets whether a model is running.
     pub(crate) fn set_model_works(&self, works: bool) {
         self.model_works.store(works, Ordering::Relaxed);
     }
 
-    /// Queues a job. The runner keeps no more than a few beyond the number of threads.
+    /// Queues a job. The runner queues only a few more jobs than there are threads.
     pub(crate) fn submit(&self, job: HostJob) {
-        // The pool holds a receiver itself, so the channel is open.
+        // The pool owns a receiver, so the channel is open.
         let _ = self.jobs.send(job);
     }
 
-    /// Threads that take jobs.
+    /// Number of threads that take jobs.
     pub(crate) fn size(&self) -> usize {
         self.size
     }
 
-    /// Threads that exist, hung ones included.
+    /// Number of threads that exist, including hung ones.
     pub(crate) fn num_alive(&self) -> usize {
         self.alive.load(Ordering::SeqCst)
     }
 
-    /// Threads that were abandoned so far.
+    /// Number of threads abandoned so far.
     pub(crate) fn num_hung(&self) -> usize {
         self.hung
     }
@@ -159,14 +159,14 @@ impl HostPool {
 fn serve(inbox: &Receiver<HostJob>, events: &Sender<Event>, model_works: &AtomicBool) {
     while let Some(job) = patience::next(inbox, !model_works.load(Ordering::Relaxed)) {
         let call = job.call;
-        let kept = work(job, events);
-        if !kept || events.send(Event::HostDone { call }).is_err() {
+        let in_pool = work(job, events);
+        if !in_pool || events.send(Event::HostDone { call }).is_err() {
             return;
         }
     }
 }
 
-/// Runs the units of a job; false when the job was abandoned meanwhile, so that this thread has been replaced.
+/// Runs the units of a job; returns false if the job was abandoned in the meantime and this thread has been replaced.
 fn work(job: HostJob, events: &Sender<Event>) -> bool {
     let HostJob {
         call,
@@ -183,7 +183,7 @@ fn work(job: HostJob, events: &Sender<Event>) -> bool {
         {
             let mut progress = cell.lock();
             if progress.abandoned {
-                // Given up before this unit began: the runner did not count this thread as hung.
+                // Abandoned before this unit started: the runner did not count this thread as hung.
                 return true;
             }
             progress.unit_since = Some(Instant::now());
@@ -192,7 +192,7 @@ fn work(job: HostJob, events: &Sender<Event>) -> bool {
         let out = if stream {
             Out::Stream { call, events }
         } else {
-            Out::Hold(&mut batches)
+            Out::Buffer(&mut batches)
         };
         let (report, result) =
             call_stage(stage.as_mut(), &name, unit, wave, &env, &mut models, out);

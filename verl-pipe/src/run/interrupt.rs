@@ -1,37 +1,38 @@
-//! Ctrl-C, and SIGTERM and SIGHUP where there are such: the first asks the run to end, the second ends the process.
+//! Ctrl-C, and SIGTERM and SIGHUP where they exist: the first signal asks the run to end, the second ends the process.
 
 use std::io;
 
 use crate::stage::CancelToken;
 
-/// Exit status of a run that was cancelled: 128 and the number of SIGINT.
+/// Exit status of a run that was cancelled: 128 plus the number of SIGINT.
 pub const CANCELLED_STATUS: u8 = 130;
 
-/// From now on Ctrl-C, SIGTERM and SIGHUP cancel `token`; a second one ends the process at once with [`CANCELLED_STATUS`].
+/// Makes Ctrl-C, SIGTERM and SIGHUP cancel `token`; a second signal ends the process immediately with
+/// [`CANCELLED_STATUS`].
 ///
 /// # Errors
-/// When no thread or signal handler can be had.
+/// If no thread or signal handler can be created.
 pub fn cancel_on_ctrl_c(token: CancelToken) -> io::Result<()> {
     on_ctrl_c(move || {
         if token.is_cancelled() {
             #[expect(
                 clippy::disallowed_methods,
-                reason = "the user asked twice: waiting for threads is what he does not want"
+                reason = "the user asked twice, so the process must not wait for threads"
             )]
             std::process::exit(CANCELLED_STATUS.into());
         }
         token.cancel();
         tracing::warn!(
-            "ending the step and saving what was trained; press Ctrl-C again to leave at once"
+            "ending the step and saving the models; press Ctrl-C again to exit immediately"
         );
     })
 }
 
-/// From now on Ctrl-C, SIGTERM and SIGHUP call `told`, on a thread of its own, and do nothing else.
+/// Makes Ctrl-C, SIGTERM and SIGHUP call `callback` on a separate thread, and do nothing else.
 ///
 /// # Errors
-/// When no thread or signal handler can be had.
-pub(crate) fn on_ctrl_c(told: impl Fn() + Send + 'static) -> io::Result<()> {
+/// If no thread or signal handler can be created.
+pub(crate) fn on_ctrl_c(callback: impl Fn() + Send + 'static) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -42,7 +43,7 @@ pub(crate) fn on_ctrl_c(told: impl Fn() + Send + 'static) -> io::Result<()> {
     let wait = move || {
         runtime.block_on(async {
             while signals.next().await.is_ok() {
-                told();
+                callback();
             }
         });
     };
@@ -52,12 +53,13 @@ pub(crate) fn on_ctrl_c(told: impl Fn() + Send + 'static) -> io::Result<()> {
         .map(drop)
 }
 
-/// What asks a run to end; schedulers of clusters and containers send SIGTERM, a terminal that is closed SIGHUP.
+/// Signals that ask a run to end. Cluster schedulers and container runtimes send SIGTERM; a closed terminal sends
+/// SIGHUP.
 #[cfg(unix)]
 struct Signals {
     interrupt: tokio::signal::unix::Signal,
     terminate: tokio::signal::unix::Signal,
-    /// Not where the run is to outlive its terminal.
+    /// `None` if the run must outlive its terminal.
     hangup: Option<tokio::signal::unix::Signal>,
 }
 
@@ -93,11 +95,11 @@ impl Signals {
             one = terminate.recv() => one,
             one = hung_up => one,
         };
-        one.ok_or_else(|| io::Error::other("no further signal can come"))
+        one.ok_or_else(|| io::Error::other("no further signal can arrive"))
     }
 }
 
-/// Whether the process was started with SIGHUP ignored, as `nohup` does, or does not tell.
+/// Whether the process was started with SIGHUP ignored, as `nohup` does. True if that cannot be determined.
 #[cfg(unix)]
 fn ignores_hangup() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

@@ -1,4 +1,4 @@
-//! What a step that failed left in the weights of models.
+//! Partial updates that a failed step left in the weights of models.
 
 use std::collections::BTreeMap;
 
@@ -6,23 +6,24 @@ use crate::run::error::RunError;
 use crate::run::runner::{Progress, Run};
 use crate::stage::Access;
 
-/// What a step that failed left in the weights of a model.
+/// Partial update that a failed step left in the weights of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LeftOver {
-    /// Some of the step's optimiser steps; the weights are sound, but not those behind a whole step.
+    /// Some of the step's optimiser steps: the weights are valid, but not those of a completed step.
     Part,
-    /// An optimiser step that may be half done: a stage that updates the model panicked.
+    /// An optimiser step that may be incomplete: a stage that updates the model panicked.
     Torn,
 }
 
 impl Run {
-    /// Models in whose weights a step that failed left something, until they are restored. All others are as the last
-    /// whole step left them.
+    /// Models whose weights contain a part of a failed step, until they are restored. All others are as of the last
+    /// completed step.
     pub fn left_over(&self) -> &BTreeMap<String, LeftOver> {
         &self.left
     }
 
-    /// Before a call: counts the optimiser steps of all models if it is the first of the step that updates one.
+    /// Before a call: records the optimiser steps of all models if it is the first call of the step that updates a
+    /// model.
     pub(super) fn note_update(
         &mut self,
         progress: &mut Progress,
@@ -34,12 +35,12 @@ impl Run {
         Ok(())
     }
 
-    /// After a step that failed.
+    /// Records the partial updates of a failed step.
     pub(super) fn note_left_over(&mut self, progress: &Progress) {
         let Some(before) = &progress.steps_before else {
             return;
         };
-        // A worker that does not answer cannot save a model either.
+        // If the worker does not answer, it cannot save a model either.
         if let Ok(now) = self.optimizer_steps() {
             let moved = now
                 .into_iter()

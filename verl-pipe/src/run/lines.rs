@@ -1,4 +1,4 @@
-//! Files to which whole lines are added.
+//! Files to which complete lines are appended.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-/// A file to which whole lines are added.
+/// A file to which complete lines are appended.
 #[derive(Debug)]
 pub(crate) struct Lines {
     pub path: PathBuf,
@@ -15,7 +15,7 @@ pub(crate) struct Lines {
 }
 
 impl Lines {
-    /// Makes the file, which must not be there.
+    /// Creates the file, which must not exist.
     pub(crate) fn create(path: PathBuf) -> io::Result<Lines> {
         let file = OpenOptions::new()
             .write(true)
@@ -24,7 +24,7 @@ impl Lines {
         Ok(Lines { path, file, len: 0 })
     }
 
-    /// Adds a line with one call; half of one is cut off again.
+    /// Appends a line with one call; a partially written line is removed again.
     pub(crate) fn add(&mut self, value: &impl Serialize) -> io::Result<()> {
         let line = format!("{}\n", serde_json::to_string(value)?);
         let written = self
@@ -33,7 +33,7 @@ impl Lines {
             .and_then(|()| self.file.flush());
         match written {
             Ok(()) => self.len += line.len() as u64,
-            // Half a line would spoil the file; if it cannot even be cut, the first error is the one to tell.
+            // A partial line would corrupt the file. If truncating fails too, the first error is the one to report.
             Err(_) => drop(self.file.set_len(self.len)),
         }
         written
@@ -49,11 +49,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_half_written_line_is_cut_off() {
+    fn a_partially_written_line_is_removed() {
         let temp = tempfile::tempdir().unwrap();
         let mut lines = Lines::create(temp.path().join("lines.jsonl")).unwrap();
         lines.add(&json!({"a": 1})).unwrap();
-        // As if the disk had taken half of a line and then refused.
+        // As if the disk had accepted half of a line and then failed.
         lines.file.write_all(b"{\"b\":").unwrap();
         lines.file = File::open(&lines.path).unwrap();
         assert!(lines.add(&json!({"b": 2})).is_err());

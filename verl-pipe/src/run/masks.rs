@@ -1,4 +1,4 @@
-//! Which tokens of a row the policy chose, for the guards: what a key holds for any other is read by nothing.
+//! Which tokens of a row the policy chose, for the guards: no stage reads the values of a key at other tokens.
 
 use arrow_array::cast::AsArray;
 use arrow_array::types::UInt8Type;
@@ -9,7 +9,7 @@ use crate::run::step::StepState;
 use crate::run::table::{AncestorRows, Ancestors, up};
 
 impl StepState {
-    /// Mask kinds of row `row` of what `stage` emits, which is the row at `position` of its table.
+    /// Mask kinds of row `row` in the batch that `stage` emits; the row is at `position` of the stage's table.
     pub(super) fn mask_kinds(
         &self,
         stage: usize,

@@ -1,4 +1,4 @@
-//! Metrics of a step: values that stages recorded, reduced to one number a name in declared order.
+//! Metrics of a step: values that stages recorded, reduced in declared order to one number per name.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -9,10 +9,10 @@ use crate::run::channel::Record;
 use crate::run::records::MetricsLine;
 use crate::stage::Reduce;
 
-/// Tokens that stages worked on, recorded by stages as a sum; the engine divides by the step's seconds.
+/// Tokens that stages processed, recorded by stages as a sum; the engine divides it by the duration of the step.
 pub const TOKENS: &str = "perf/tokens";
 
-/// Metrics of one step, one number a name.
+/// Metrics of one step, one number per name.
 ///
 /// ```
 /// use verl_pipe::run::metrics::StepMetrics;
@@ -24,13 +24,13 @@ pub const TOKENS: &str = "perf/tokens";
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepMetrics {
-    /// Step of the run; 0 for what was observed before the first.
+    /// Step of the run; 0 for observations before the first step.
     pub step: u64,
-    /// Epoch in which the step's first prompt was drawn.
+    /// Epoch of the step's first prompt.
     pub epoch: u64,
     /// When the step ended, in seconds since 1970-01-01 UTC.
     pub timestamp: f64,
-    /// Everything that was recorded, and the engine's own `perf/…`.
+    /// All recorded values, and the engine's own `perf/…`.
     pub values: BTreeMap<String, f64>,
 }
 
@@ -56,9 +56,9 @@ impl StepMetrics {
     }
 
     /// One flat object: `step`, `epoch`, `timestamp`, then all names in order. A value that is not finite is `null`,
-    /// since JSON knows no such number.
+    /// since JSON cannot represent it.
     pub fn to_json(&self) -> Value {
-        // The three names are the engine's, whatever a stage records.
+        // These three names are reserved for the engine; values that a stage records under them are dropped.
         let own = |name: &String| ["step", "epoch", "timestamp"].contains(&name.as_str());
         let values = self.values.iter().filter(|(name, _)| !own(name));
         let line = MetricsLine {
@@ -69,7 +69,7 @@ impl StepMetrics {
                 .map(|(name, value)| (name.clone(), (*value).into()))
                 .collect(),
         };
-        // Names and numbers always make an object.
+        // Names and numbers always serialise to an object.
         serde_json::to_value(line).unwrap_or_default()
     }
 }
@@ -82,7 +82,7 @@ pub(crate) fn now() -> f64 {
     since.as_millis() as f64 / 1000.0
 }
 
-/// Megabytes that this process holds in memory, where the system tells.
+/// Resident memory of this process (megabytes), if the system reports it.
 pub(crate) fn memory_mb() -> Option<f64> {
     let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
     let pages: f64 = statm.split_whitespace().nth(1)?.parse().ok()?;
@@ -97,7 +97,8 @@ struct Total {
     weight: f64,
 }
 
-/// Each name's values as one number. The order of `records` decides rounding and `Last`, so it must be a declared one.
+/// Reduces the values of each name to one number. The order of `records` determines rounding and `Last`, so it must be
+/// the declared order.
 pub(crate) fn reduce<'a>(records: impl IntoIterator<Item = &'a Record>) -> BTreeMap<String, f64> {
     let mut totals: BTreeMap<&str, Total> = BTreeMap::new();
     for record in records {
@@ -132,7 +133,7 @@ pub(crate) fn reduce<'a>(records: impl IntoIterator<Item = &'a Record>) -> BTree
         }
         total.weight += weight;
     }
-    // A mean over nothing (weight 0) is not recorded: there is no number that is right.
+    // A mean over nothing (weight 0) is not recorded: it has no correct value.
     let kept = totals
         .into_iter()
         .filter(|(_, t)| t.reduce != Reduce::Mean || t.weight != 0.0);
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn each_way_of_reducing() {
+    fn every_reduction_is_computed() {
         let values = [(1.0, 3.0), (5.0, 1.0), (0.0, 0.0)];
         check(Reduce::Mean, &values, Some(2.0));
         check(Reduce::Sum, &values, Some(6.0));
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_flat_and_null_where_a_number_is_not_finite() {
+    fn json_is_flat_with_null_for_values_that_are_not_finite() {
         let values = BTreeMap::from([
             ("a/x".to_owned(), 0.5),
             ("a/y".to_owned(), f64::NAN),

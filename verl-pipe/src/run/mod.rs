@@ -1,7 +1,7 @@
-//! Running a placed pipeline: [`Run`](runner::Run) executes steps, [`Trainer`](trainer::Trainer) whole runs.
+//! Running a placed pipeline: [`Run`](runner::Run) executes steps, [`Trainer`](trainer::Trainer) complete runs.
 //!
-//! One thread (the caller's) holds the state of the step and hands out slices; a worker thread a device group runs
-//! the stages that use models; a bounded pool runs the others.
+//! The caller's thread owns the state of the step and dispatches slices. One worker thread per device group runs the
+//! stages that use models; a bounded pool runs the others.
 
 pub(crate) mod again;
 mod call_error;

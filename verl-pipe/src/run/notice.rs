@@ -1,54 +1,54 @@
-//! How long nothing may come before a wait is told: a minute, or longer where such waits have been longer before.
+//! When a silent wait is reported: after a minute, or later if earlier waits of the same kind took longer.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// How long nothing may come before the run tells what it waits for, until it has seen longer waits end well.
+/// How long the run waits silently before it reports the wait, until longer waits of the same kind have succeeded.
 const NOTICE: Duration = Duration::from_secs(60);
 
-/// A wait is told when it takes so many times as long as the longest of its kind that has ended.
-const TIMES: u32 = 2;
+/// A wait is reported when it takes this many times as long as the longest completed wait of its kind.
+const FACTOR: u32 = 2;
 
-/// When waits are told.
+/// When waits are reported.
 ///
-/// A wait is told after [`NOTICE`], or once it takes twice as long as the longest wait of its kind before, whichever is
-/// later; so a stage whose calls always take three minutes is told once and not at every step. It is told after half of
-/// its deadline at the latest. A deadline whose half is below [`NOTICE`] was set to be told sooner, and nothing changes
-/// that.
+/// A wait is reported after [`NOTICE`], or once it takes twice as long as the longest earlier wait of its kind,
+/// whichever is later; so a stage whose calls always take three minutes is reported once, not at every step. It is
+/// reported after half of its deadline at the latest. If half of the deadline is below [`NOTICE`], every wait is
+/// reported after that time, regardless of earlier waits.
 #[derive(Debug)]
-pub(crate) struct Notices {
-    /// After which a wait of a kind that was never seen is told.
+pub(crate) struct WaitThresholds {
+    /// Threshold of a kind of wait that was never seen.
     floor: Duration,
-    /// After which any is told.
+    /// Upper limit of all thresholds.
     latest: Duration,
-    /// Longest wait that has ended, by kind.
+    /// Longest completed wait, by kind.
     longest: HashMap<String, Duration>,
 }
 
-impl Notices {
-    /// For waits that may take as long as `deadline`.
-    pub(crate) fn new(deadline: Duration) -> Notices {
+impl WaitThresholds {
+    /// Thresholds for waits with the given `deadline`.
+    pub(crate) fn new(deadline: Duration) -> WaitThresholds {
         let latest = deadline / 2;
-        Notices {
+        WaitThresholds {
             floor: NOTICE.min(latest),
             latest,
             longest: HashMap::new(),
         }
     }
 
-    /// After how long a wait of `kind` is told.
-    pub(crate) fn after(&self, kind: &str) -> Duration {
+    /// How long a wait of `kind` takes before it is reported.
+    pub(crate) fn of(&self, kind: &str) -> Duration {
         let longest = self.longest.get(kind).copied().unwrap_or_default();
         longest
-            .saturating_mul(TIMES)
+            .saturating_mul(FACTOR)
             .max(self.floor)
             .min(self.latest)
     }
 
-    /// A wait of `kind` has ended well.
-    pub(crate) fn ended(&mut self, kind: &str, waited: Duration) {
-        // Short waits are forgotten: they change nothing, and there are many.
-        if waited.saturating_mul(TIMES) > self.after(kind) {
+    /// Records a wait of `kind` that succeeded.
+    pub(crate) fn record(&mut self, kind: &str, waited: Duration) {
+        // Short waits are not stored: they do not change the threshold, and there are many.
+        if waited.saturating_mul(FACTOR) > self.of(kind) {
             self.longest.insert(kind.to_owned(), waited);
         }
     }
@@ -63,27 +63,27 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_is_told_after_a_minute_or_when_it_is_twice_as_long_as_any_before() {
-        let mut notices = Notices::new(s(3600));
-        assert_eq!(notices.after("update"), s(60));
-        notices.ended("update", s(20));
-        assert_eq!(notices.after("update"), s(60));
-        notices.ended("update", s(180));
-        assert_eq!(notices.after("update"), s(360));
-        // A shorter one is no reason to tell sooner.
-        notices.ended("update", s(90));
-        assert_eq!(notices.after("update"), s(360));
-        assert_eq!(notices.after("reward"), s(60));
-        // Before the deadline, whatever was before.
-        notices.ended("update", s(1500));
-        assert_eq!(notices.after("update"), s(1800));
+    fn a_wait_is_reported_after_a_minute_or_twice_the_longest_earlier_wait() {
+        let mut thresholds = WaitThresholds::new(s(3600));
+        assert_eq!(thresholds.of("update"), s(60));
+        thresholds.record("update", s(20));
+        assert_eq!(thresholds.of("update"), s(60));
+        thresholds.record("update", s(180));
+        assert_eq!(thresholds.of("update"), s(360));
+        // A shorter wait does not lower the threshold.
+        thresholds.record("update", s(90));
+        assert_eq!(thresholds.of("update"), s(360));
+        assert_eq!(thresholds.of("reward"), s(60));
+        // Never later than half of the deadline.
+        thresholds.record("update", s(1500));
+        assert_eq!(thresholds.of("update"), s(1800));
     }
 
     #[test]
-    fn a_short_deadline_is_told_after_its_half_whatever_was_before() {
-        let mut notices = Notices::new(s(100));
-        assert_eq!(notices.after("update"), s(50));
-        notices.ended("update", s(90));
-        assert_eq!(notices.after("update"), s(50));
+    fn with_a_short_deadline_a_wait_is_always_reported_after_half_of_it() {
+        let mut thresholds = WaitThresholds::new(s(100));
+        assert_eq!(thresholds.of("update"), s(50));
+        thresholds.record("update", s(90));
+        assert_eq!(thresholds.of("update"), s(50));
     }
 }

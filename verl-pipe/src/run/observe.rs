@@ -1,4 +1,4 @@
-//! Observers: stages that run between steps, without rows; and calls that have the run to themselves.
+//! Observers: stages that run between steps, without rows. Also isolated calls, during which nothing else runs.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,14 +18,14 @@ use crate::run::worker::DeviceCall;
 use crate::schedule::placement::Place;
 use crate::stage::Cadence;
 
-/// What came of a call that had the run to itself.
-pub(super) struct Alone {
+/// Output of an isolated call.
+pub(super) struct IsolatedOutput {
     pub report: CallReport,
     pub batches: Vec<Batch>,
 }
 
 impl Run {
-    /// Whether some observer is due after step `step` (0: before the first).
+    /// Whether an observer is due after step `step` (0: before the first).
     pub fn observes(&self, step: u64) -> bool {
         !self.observers(step).is_empty()
     }
@@ -45,10 +45,10 @@ impl Run {
             .collect()
     }
 
-    /// Runs the observers that are due after step `step` (0: before the first), one after the other.
+    /// Runs the observers that are due after step `step` (0: before the first), one after another.
     ///
     /// # Errors
-    /// What ended one of them.
+    /// The error of the first one that fails.
     pub fn observe(&mut self, step: u64) -> Result<StepOutput, RunError> {
         let start = Instant::now();
         let mut reports = Vec::new();
@@ -81,20 +81,20 @@ impl Run {
         })
     }
 
-    /// Runs an observer: one call without rows, which emits none.
+    /// Runs an observer: a single call without rows, which must not emit any.
     fn call_observer(&mut self, stage: usize, step: u64) -> Result<CallReport, RunError> {
         let env = self.env(step);
         let waiting = self.watch.begin(Wait {
             step,
             who: self.name(stage).to_owned(),
             owes: "what it observes".to_owned(),
-            on: self.place_words(stage),
+            on: self.place_name(stage),
             deadline: self.deadline,
         });
-        let alone = self.call_alone(stage, &env, 0, Batch::with_rows(&[]), self.deadline);
-        let alone = waiting.until(alone)?;
-        match alone.batches.first() {
-            None => Ok(alone.report),
+        let output = self.call_isolated(stage, &env, 0, Batch::with_rows(&[]), self.deadline);
+        let output = waiting.finish(output)?;
+        match output.batches.first() {
+            None => Ok(output.report),
             Some(batch) => Err(RunError::Guard {
                 step,
                 source: Box::new(crate::run::guard::GuardError::NoOutput {
@@ -108,15 +108,15 @@ impl Run {
     /// Calls one stage once, with nothing else running.
     ///
     /// # Errors
-    /// What the call failed with, or that it took longer than `deadline`.
-    pub(super) fn call_alone(
+    /// The failure of the call, or [`RunError::Deadline`] if it exceeds `deadline`.
+    pub(super) fn call_isolated(
         &mut self,
         stage: usize,
         env: &Arc<CallEnv>,
         wave: u64,
         input: Batch,
         deadline: Duration,
-    ) -> Result<Alone, RunError> {
+    ) -> Result<IsolatedOutput, RunError> {
         let call = self.new_call();
         let cell = Arc::new(Cell::default());
         let rows = describe_rows(&input);
@@ -134,7 +134,7 @@ impl Run {
                 let object = self.hosts.get_mut(&stage).and_then(HostStage::take);
                 let object = object.ok_or_else(|| RunError::Lost {
                     worker: format!("stage `{}`", self.name(stage)),
-                    reason: "its object is gone".to_owned(),
+                    reason: "its object is lost".to_owned(),
                 })?;
                 self.pool.submit(HostJob {
                     call,
@@ -148,10 +148,10 @@ impl Run {
                 });
             }
         }
-        self.await_alone(stage, call, env, &cell, &rows, deadline)
+        self.await_isolated(stage, call, env, &cell, &rows, deadline)
     }
 
-    fn await_alone(
+    fn await_isolated(
         &mut self,
         stage: usize,
         call: u64,
@@ -159,7 +159,7 @@ impl Run {
         cell: &Cell,
         rows: &str,
         deadline: Duration,
-    ) -> Result<Alone, RunError> {
+    ) -> Result<IsolatedOutput, RunError> {
         let since = Instant::now();
         let (step, name) = (env.step, self.name(stage).to_owned());
         let mut emitted = Vec::new();
@@ -181,7 +181,7 @@ impl Run {
                     let result = cell.finished.pop();
                     let (failure, object) = (cell.failure.take(), cell.stage.take());
                     drop(cell);
-                    self.give_back(stage, object)?;
+                    self.return_object(stage, object)?;
                     let report = result.map(|result| {
                         emitted.extend(result.batches);
                         result.report
@@ -197,7 +197,7 @@ impl Run {
             if let Some((report, failure)) = ended {
                 let rows = rows.to_owned();
                 return match failure {
-                    None => Ok(Alone {
+                    None => Ok(IsolatedOutput {
                         report: report.unwrap_or_default(),
                         batches: emitted,
                     }),
@@ -209,10 +209,10 @@ impl Run {
                 cancelled_at = Some(Instant::now());
             }
             let on_host = self.schedule.places[stage] == Place::Host;
-            let given_up = on_host && cancelled_at.is_some_and(|at: Instant| at.elapsed() > GRACE);
-            if since.elapsed() > deadline || given_up {
-                self.leave(stage, cell)?;
-                if given_up {
+            let abandoned = on_host && cancelled_at.is_some_and(|at: Instant| at.elapsed() > GRACE);
+            if since.elapsed() > deadline || abandoned {
+                self.abandon_isolated(stage, cell)?;
+                if abandoned {
                     return Err(RunError::Cancelled { step });
                 }
                 return Err(RunError::Deadline {
@@ -227,8 +227,8 @@ impl Run {
         }
     }
 
-    /// Gives up a call that ran alone.
-    fn leave(&mut self, stage: usize, cell: &Cell) -> Result<(), RunError> {
+    /// Abandons an isolated call.
+    fn abandon_isolated(&mut self, stage: usize, cell: &Cell) -> Result<(), RunError> {
         if self.schedule.places[stage] != Place::Host {
             self.worker.abandoned = true;
             return Ok(());
@@ -241,6 +241,6 @@ impl Run {
         if runs {
             self.replace_thread(stage)?;
         }
-        self.give_back(stage, None)
+        self.return_object(stage, None)
     }
 }

@@ -1,4 +1,4 @@
-//! What one stage has emitted in the current step: chunks as they came, and where each row lies.
+//! Rows that one stage has emitted in the current step: chunks in order of arrival, and the location of each row.
 
 use arrow_array::{Array, ArrayRef};
 
@@ -9,11 +9,11 @@ use crate::run::table::{AncestorRows, Ancestors};
 #[derive(Debug, Default)]
 pub(crate) struct Outputs {
     chunks: Vec<Vec<ArrayRef>>,
-    /// Chunk and row of each position; `None` until it came.
+    /// Chunk and row of each position; `None` until the row arrives.
     places: Vec<Option<(u32, u32)>>,
 }
 
-/// Neighbouring rows of one chunk.
+/// Adjacent rows of one chunk.
 struct Run {
     chunk: usize,
     start: usize,
@@ -26,7 +26,7 @@ impl Outputs {
         (self.chunks.len() - 1) as u32
     }
 
-    /// Says where the row at `position` lies; false when it was there already.
+    /// Sets the location of the row at `position`; returns false if it was set before.
     pub(crate) fn place(&mut self, position: usize, chunk: u32, row: u32) -> bool {
         if self.places.len() <= position {
             self.places.resize(position + 1, None);
@@ -41,7 +41,7 @@ impl Outputs {
         self.places.get(position).is_some_and(Option::is_some)
     }
 
-    /// The rows of `column`; shares buffers where they lie in one chunk.
+    /// The rows of each of `columns`; shares buffers if the rows are adjacent in one chunk.
     pub(crate) fn gather(
         &self,
         rows: &Ancestors,

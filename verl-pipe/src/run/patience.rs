@@ -1,36 +1,36 @@
-//! Waiting for another thread: awake for a moment, asleep after it.
+//! Waiting for another thread: spin briefly, then block.
 //!
-//! Waking a sleeping thread costs more than most stages that use no model. So who has just worked looks for more for
-//! a few microseconds, and leaves its core to anybody who wants it meanwhile. Beside a model, whose threads use every
-//! core, it sleeps at once.
+//! Waking a sleeping thread costs more than most stages that use no model. So a thread that has just finished work
+//! polls for more for a few microseconds and yields its core in between. While a model runs, whose threads use every
+//! core, the thread blocks at once.
 
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Receiver;
 
-/// How long a thread stays awake: a few times what waking it costs.
-const PATIENCE: Duration = Duration::from_micros(50);
+/// How long a thread spins: a few times the cost of waking it.
+const SPIN_TIME: Duration = Duration::from_micros(50);
 
-/// What `poll` finds within [`PATIENCE`].
-pub(super) fn soon<T>(mut poll: impl FnMut() -> Option<T>) -> Option<T> {
+/// Calls `poll` until it returns a value or [`SPIN_TIME`] has passed.
+pub(super) fn spin<T>(mut poll: impl FnMut() -> Option<T>) -> Option<T> {
     let since = Instant::now();
     loop {
         let found = poll();
-        if found.is_some() || since.elapsed() > PATIENCE {
+        if found.is_some() || since.elapsed() > SPIN_TIME {
             return found;
         }
         std::thread::yield_now();
     }
 }
 
-/// The next message; `None` when nobody is left to send one.
-pub(super) fn next<T>(inbox: &Receiver<T>, stays_awake: bool) -> Option<T> {
-    let at_once = if stays_awake {
-        soon(|| inbox.try_recv().ok())
+/// The next message; `None` when all senders are gone. `spins`: poll briefly before blocking.
+pub(super) fn next<T>(inbox: &Receiver<T>, spins: bool) -> Option<T> {
+    let polled = if spins {
+        spin(|| inbox.try_recv().ok())
     } else {
         None
     };
-    at_once.or_else(|| inbox.recv().ok())
+    polled.or_else(|| inbox.recv().ok())
 }
 
 #[cfg(test)]
@@ -38,11 +38,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_come_before_the_end() {
+    fn messages_arrive_before_the_channel_closes() {
         let (to, from) = crossbeam_channel::unbounded();
         to.send(1).expect("an open channel");
         let sender = std::thread::spawn(move || {
-            std::thread::sleep(4 * PATIENCE);
+            std::thread::sleep(4 * SPIN_TIME);
             to.send(2)
         });
         assert_eq!(next(&from, true), Some(1));

@@ -1,4 +1,4 @@
-//! The processor and the C library: what can decide how fast results are there, or their last bits.
+//! The processor and the C library: what can affect the speed of a run, or the last bits of its results.
 
 use std::fs;
 use std::path::Path;
@@ -6,13 +6,13 @@ use std::path::Path;
 use crate::run::records::Cpu;
 
 impl Cpu {
-    /// The first processor of this machine. What the system does not say is absent.
+    /// The first processor of this machine. Values that the system does not report are absent.
     pub(crate) fn here() -> Cpu {
         let files = Cpu::of_linux(Path::new("/proc/cpuinfo"), Path::new(CACHES));
         files.or(of_instruction())
     }
 
-    /// What Linux says in its files; absent elsewhere.
+    /// Reads the files of Linux; all values are absent on other systems.
     fn of_linux(cpuinfo: &Path, caches: &Path) -> Cpu {
         let info = fs::read_to_string(cpuinfo).unwrap_or_default();
         let mut cpu = Cpu {
@@ -20,7 +20,7 @@ impl Cpu {
             model: value_of(&info, &["model name", "CPU part"]),
             ..Cpu::default()
         };
-        for index in 0..MOST_CACHES {
+        for index in 0..MAX_CACHES {
             let dir = caches.join(format!("index{index}"));
             let read = |name: &str| fs::read_to_string(dir.join(name)).unwrap_or_default();
             let size = kib(&read("size"));
@@ -29,7 +29,7 @@ impl Cpu {
         cpu
     }
 
-    /// Notes the size of a cache of data; the first one of a level counts.
+    /// Sets the size of a data cache; the first one of each level counts.
     fn set_cache(&mut self, level: &str, kind: &str, size: Option<u64>) {
         let cache = match (level, kind) {
             ("1", "Data" | "Unified") => &mut self.l1d_kib,
@@ -40,7 +40,7 @@ impl Cpu {
         *cache = cache.or(size);
     }
 
-    /// What is known here, else what `other` knows.
+    /// Fills missing values from `other`.
     fn or(self, other: Cpu) -> Cpu {
         Cpu {
             vendor: self.vendor.or(other.vendor),
@@ -54,8 +54,8 @@ impl Cpu {
 
 /// Where Linux describes the caches of the first processor, one folder each.
 const CACHES: &str = "/sys/devices/system/cpu/cpu0/cache";
-/// Folders of caches that are looked at; processors have four or five.
-const MOST_CACHES: usize = 8;
+/// Number of cache folders that are read; processors have four or five.
+const MAX_CACHES: usize = 8;
 
 /// The value of the first of `keys` in the lines `key : value` of `/proc/cpuinfo`.
 fn value_of(cpuinfo: &str, keys: &[&str]) -> Option<String> {
@@ -67,7 +67,7 @@ fn value_of(cpuinfo: &str, keys: &[&str]) -> Option<String> {
     keys.iter().find_map(value)
 }
 
-/// The text with single spaces between its words; `None` where it has none.
+/// The text with single spaces between words; `None` if it has no words.
 fn words(text: &str) -> Option<String> {
     let words: Vec<&str> = text.split_whitespace().collect();
     (!words.is_empty()).then(|| words.join(" "))
@@ -84,7 +84,7 @@ fn kib(text: &str) -> Option<u64> {
     (size > 0).then_some(size)
 }
 
-/// What the processor says of itself, through the instruction `cpuid`.
+/// What the processor reports through the instruction `cpuid`.
 #[cfg(target_arch = "x86_64")]
 fn of_instruction() -> Cpu {
     use raw_cpuid::{CacheType, CpuId};
@@ -116,7 +116,7 @@ fn of_instruction() -> Cpu {
     Cpu::default()
 }
 
-/// What [`c_library`] says where the library is not glibc.
+/// What [`c_library`] returns if the library is not glibc.
 pub(crate) const OTHER_LIBRARY: &str = "other";
 
 /// Name and version of the C library, such as `glibc 2.36`.
@@ -131,13 +131,13 @@ pub(crate) fn c_library() -> String {
     format!("glibc {}", version.to_string_lossy())
 }
 
-/// Name and version of the C library; those of other libraries are not known.
+/// Name and version of the C library; unknown for libraries other than glibc.
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub(crate) fn c_library() -> String {
     OTHER_LIBRARY.to_owned()
 }
 
-/// Features of the processor by which kernels and functions of the C library are chosen.
+/// Processor features that select kernels and functions of the C library.
 pub(crate) fn processor_features() -> Vec<&'static str> {
     let known = known_features().into_iter();
     known
@@ -145,7 +145,7 @@ pub(crate) fn processor_features() -> Vec<&'static str> {
         .collect()
 }
 
-/// Features that kernels are chosen by, and whether the processor has them.
+/// Features that select kernels, and whether the processor has them.
 #[cfg(target_arch = "x86_64")]
 fn known_features() -> Vec<(&'static str, bool)> {
     use std::arch::is_x86_feature_detected;
@@ -162,7 +162,7 @@ fn known_features() -> Vec<(&'static str, bool)> {
     ]
 }
 
-/// Features that kernels are chosen by, and whether the processor has them.
+/// Features that select kernels, and whether the processor has them.
 #[cfg(target_arch = "aarch64")]
 fn known_features() -> Vec<(&'static str, bool)> {
     use std::arch::is_aarch64_feature_detected;
@@ -174,7 +174,7 @@ fn known_features() -> Vec<(&'static str, bool)> {
     ]
 }
 
-/// No kernels are chosen by features of other processors.
+/// No kernels depend on features of other processors.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn known_features() -> Vec<(&'static str, bool)> {
     Vec::new()
@@ -184,11 +184,11 @@ fn known_features() -> Vec<(&'static str, bool)> {
 mod tests {
     use super::*;
 
-    /// Of an Intel Xeon, shortened.
+    /// From an Intel Xeon, shortened.
     const XEON: &str = "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 143\n\
         model name\t: Intel(R) Xeon(R)  Platinum 8480C\ncache size\t: 107520 KB\n\n\
         processor\t: 1\nvendor_id\t: Another\n";
-    /// Of an Arm Neoverse, shortened.
+    /// From an Arm Neoverse, shortened.
     const NEOVERSE: &str =
         "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n";
 
@@ -209,14 +209,14 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_caches_are_read_in_kib() {
+    fn cache_sizes_are_read_in_kib() {
         let sizes = ["48K\n", "480M", "48", "K", "0K", "-1K", ""].map(kib);
         let expected = [Some(48), Some(480 * 1024), None, None, None, None, None];
         assert_eq!(sizes, expected);
     }
 
     #[test]
-    fn caches_of_data_count_and_those_of_instructions_do_not() {
+    fn data_caches_count_and_instruction_caches_do_not() {
         let dir = tempfile::tempdir().expect("a folder");
         let caches = [
             ("1", "Instruction", "64K"),
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn this_processor_is_plausible_or_not_known() {
+    fn this_processor_is_plausible_or_unknown() {
         for cpu in [Cpu::here(), of_instruction()] {
             let texts = [&cpu.vendor, &cpu.model];
             assert!(

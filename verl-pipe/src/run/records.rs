@@ -1,4 +1,4 @@
-//! What is written into a run folder, as types: the files and their documentation come from the same place.
+//! Types of the files in a run folder: the files and their documentation are generated from them.
 
 use std::collections::BTreeMap;
 
@@ -10,47 +10,47 @@ use crate::data::DataLoaderInterface;
 use crate::resource::CpuKernels;
 use crate::stage::{Metric, Reduce};
 
-/// How far a run has come, as `status.json` tells.
+/// State of a run, as recorded in `status.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
-    /// It runs, or its process was killed.
+    /// The run is in progress, or its process was killed.
     Running,
     /// The target step was reached and models are saved.
     Finished,
-    /// An error ended it.
+    /// An error ended the run.
     Failed,
-    /// It was asked to end.
+    /// The run was asked to end.
     Cancelled,
-    /// The program that ran it ended it before the target step; models are saved as `saved` tells.
+    /// The program ended the run before the target step; `saved` lists the saved models.
     Stopped,
 }
 
-/// `status.json`: whether what lies in the folder is whole.
+/// `status.json`: whether the content of the folder is complete.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StatusFile {
-    /// How far the run has come.
+    /// State of the run.
     pub status: Status,
-    /// Last whole step, 0 before the first; of a run that goes on, at most a second old.
+    /// Last completed step, 0 before the first; at most one second old while the run is in progress.
     pub step: u64,
-    /// Step at which the run is to end.
+    /// Step at which the run is configured to end.
     pub target: u64,
     /// When this was written (seconds since 1970-01-01 UTC).
     pub timestamp: f64,
-    /// Models whose folder is whole; left out while there are none.
+    /// Models whose folder is complete; omitted if there are none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub saved: Vec<String>,
-    /// Those among them that hold a part of the step behind `step`, which failed; left out where there are none.
+    /// Saved models that contain a part of the step after `step`, which failed; omitted if there are none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partial: Vec<String>,
-    /// Why a run ended that is not finished.
+    /// Why the run ended without finishing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Warnings and errors that the run told; `warnings.jsonl` has them.
+    /// Number of warnings and errors that the run reported; `warnings.jsonl` lists them.
     #[serde(default)]
     pub warnings: u64,
-    /// How often each anomaly rule began to hold; `trace/anomalies.jsonl` tells when and where. Left out while none did.
+    /// How often each anomaly rule fired; `trace/anomalies.jsonl` lists when and where. Omitted if none fired.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub anomalies: BTreeMap<String, u64>,
 }
@@ -59,16 +59,16 @@ pub struct StatusFile {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DataOrigin {
-    /// Where its rows come from: a path, or how they are made.
+    /// Where its rows come from: a path, or how they are generated.
     pub origin: String,
-    /// How many rows there are.
+    /// Number of rows.
     pub rows: usize,
-    /// Hash of its content.
+    /// Hash of the content.
     pub fingerprint: String,
 }
 
 impl DataOrigin {
-    /// That of an opened data set.
+    /// The origin of an opened data set.
     pub fn of(data: &dyn DataLoaderInterface) -> DataOrigin {
         DataOrigin {
             origin: data.origin(),
@@ -78,47 +78,47 @@ impl DataOrigin {
     }
 }
 
-/// `data.json`: the data sets by their names in the pipeline.
+/// `data.json`: the data sets by name in the pipeline.
 pub type DataFile = BTreeMap<String, DataOrigin>;
 
-/// `versions.json`: what the run was made with.
+/// `versions.json`: versions and hardware of the run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct VersionsFile {
     /// Version of the engine.
     #[serde(rename = "verl-pipe")]
     pub engine: String,
-    /// Versions of further crates, by their names.
+    /// Versions of further crates, by name.
     #[serde(flatten)]
     pub others: Map<String, Value>,
     /// Operating system.
     pub os: String,
     /// Architecture of the processor.
     pub arch: String,
-    /// Features of the processor by which kernels and functions of the C library are chosen.
+    /// Processor features that select kernels and functions of the C library.
     pub processor: Vec<String>,
-    /// Make of the processor and sizes of its caches.
+    /// Processor model and cache sizes.
     #[serde(default)]
     pub cpu: Cpu,
-    /// The kernels of the CPU that the models have.
+    /// CPU kernels that the models use.
     #[serde(default)]
     pub cpu_kernels: CpuKernels,
-    /// C library, such as `glibc 2.36`; `other` where it is not glibc.
+    /// C library, such as `glibc 2.36`; `other` if it is not glibc.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub c_library: Option<String>,
-    /// Whether the program was built with optimisation.
+    /// Whether the program was built with optimisations.
     pub optimised: bool,
 }
 
-/// Make of a processor and sizes of its caches. What the system does not say is left out.
+/// Processor model and cache sizes. Values that the system does not report are omitted.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Cpu {
-    /// Its vendor, such as `GenuineIntel`.
+    /// Vendor, such as `GenuineIntel`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vendor: Option<String>,
-    /// Name of its model.
+    /// Model name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
-    /// First-level cache of data of a core (KiB).
+    /// First-level data cache of a core (KiB).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub l1d_kib: Option<u64>,
     /// Second-level cache of a core (KiB).
@@ -129,91 +129,91 @@ pub struct Cpu {
     pub l3_kib: Option<u64>,
 }
 
-/// The kernels of a GPU that a start launched.
+/// GPU kernels that were launched during the start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KernelTally {
-    /// Kernels that NVRTC compiled, which it does in every process.
+    /// Number of kernels that NVRTC compiled; it compiles them anew in every process.
     pub compiled: usize,
-    /// Folder where the driver keeps their machine code for the next process, or why there is none.
+    /// Folder where the driver caches their machine code for the next process, or why there is none.
     pub driver_cache: String,
 }
 
-/// `start.json`: how the run got to the end of its first step.
+/// `start.json`: how long each part of the start took, up to the end of the first step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StartFile {
-    /// Time of reading and checking the pipeline, its devices included (seconds); left out where a program made the plan.
+    /// Time to read and check the pipeline, including its devices (seconds); omitted if a program made the plan.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub check_s: Option<f64>,
-    /// Time of opening data and loading models (seconds).
+    /// Time to open data and load models (seconds).
     pub load_s: f64,
-    /// Time between loading and the first step (seconds), that of stages that ran before it above all.
+    /// Time between loading and the first step (seconds), mostly spent in stages that run before it.
     pub observe_s: f64,
     /// Time of the first step (seconds).
     pub first_step_s: f64,
-    /// Of it, the time of each stage's calls, added up (seconds); calls that ran side by side count each.
+    /// Total time of each stage's calls in the first step (seconds); concurrent calls are added up.
     pub stages: BTreeMap<String, f64>,
-    /// Kernels that were compiled on the way; left out where none were launched.
+    /// Kernels that were compiled during the start; omitted if none were launched.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernels: Option<KernelTally>,
 }
 
-/// A line of `metrics.jsonl`: what a step came to. Values that are not finite are `null`.
+/// A line of `metrics.jsonl`: the metrics of a step. Values that are not finite are `null`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct MetricsLine {
-    /// Step of the run; 0 for what was observed before the first.
+    /// Step of the run; 0 for observations before the first step.
     pub step: u64,
-    /// Epoch in which the step's first prompt was drawn.
+    /// Epoch of the step's first prompt.
     pub epoch: u64,
     /// When the step ended (seconds since 1970-01-01 UTC).
     pub timestamp: f64,
-    /// Everything that was recorded, by name.
+    /// All recorded values, by name.
     #[serde(flatten)]
     pub values: Map<String, Value>,
 }
 
-/// A line of `samples.jsonl`: what a stage shows of a step.
+/// A line of `samples.jsonl`: a sample of a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SampleLine {
-    /// Step of the run; 0 for what was shown before the first.
+    /// Step of the run; 0 for samples before the first step.
     pub step: u64,
-    /// What the stage shows, by name.
+    /// Fields of the sample, by name.
     #[serde(flatten)]
     pub fields: Map<String, Value>,
 }
 
-/// What became of a row in a stage, as `row_errors.jsonl` tells.
+/// Outcome of a row in a stage, as recorded in `row_errors.jsonl`.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum RowStatus {
-    /// The stage gave an error.
+    /// The stage returned an error.
     Failed,
     /// The stage panicked.
     Panicked,
-    /// No answer came within the stage's deadline.
+    /// The stage did not answer within its deadline.
     TimedOut,
-    /// The stage wrote a column of another number of rows than the row's batch has.
+    /// The stage wrote a column whose number of rows differs from that of the batch.
     WrongLength,
     /// The stage read a key that it does not declare.
     MissingKey,
-    /// It was scored, but took more than half of the stage's deadline.
+    /// The row succeeded, but took more than half of the stage's deadline.
     Slow,
-    /// Further rows, which are counted here and listed nowhere.
+    /// Further rows that are counted here but not listed.
     LeftOut,
 }
 
 impl RowStatus {
-    /// As messages call it.
+    /// The word used in messages.
     pub fn word(self) -> &'static str {
         match self {
             RowStatus::Failed => "failed",
             RowStatus::Panicked => "panicked",
             RowStatus::TimedOut => "timed out",
-            RowStatus::WrongLength => "gave a wrong length",
-            RowStatus::MissingKey => "read a key that is not there",
+            RowStatus::WrongLength => "returned a wrong length",
+            RowStatus::MissingKey => "read a missing key",
             RowStatus::Slow => "slow",
             RowStatus::LeftOut => "left out",
         }
@@ -228,53 +228,53 @@ pub struct RowErrorLine {
     pub step: u64,
     /// The stage.
     pub stage: String,
-    /// Identity of the row, as samples and errors name it: epoch, row of the data set counted from 0, and sample.
+    /// Identity of the row, as in samples and errors: epoch, row of the data set counted from 0, and sample.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sample: Option<String>,
-    /// Row of the data set that it was made of, counted from 1.
+    /// Row of the data set that it comes from, counted from 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data_row: Option<u64>,
-    /// What became of it.
+    /// Outcome of the row.
     pub status: RowStatus,
-    /// Why: the error, or the text and place of the panic.
+    /// Reason: the error, or the message and location of the panic.
     pub reason: String,
-    /// Time that its call took (seconds).
+    /// Duration of its call (seconds).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
-    /// Rows that this line stands for: 1, or those that are left out.
+    /// Number of rows that this line stands for: 1, or the number of rows left out.
     pub rows: usize,
 }
 
-/// How much a warning matters.
+/// Severity of a warning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum WarningLevel {
-    /// Something is probably not as it was meant.
+    /// Something is probably not as intended.
     Warning,
     /// Something failed.
     Error,
 }
 
-/// A line of `warnings.jsonl`: something that whoever runs it should know.
+/// A line of `warnings.jsonl`: a warning or an error of the run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct WarningLine {
-    /// Step that ran; 0 before the first.
+    /// Step during which it was reported; 0 before the first.
     pub step: u64,
-    /// When it was told (seconds since 1970-01-01 UTC).
+    /// When it was reported (seconds since 1970-01-01 UTC).
     pub timestamp: f64,
-    /// How much it matters.
+    /// Severity.
     pub level: WarningLevel,
-    /// Module of the program that told it.
+    /// Module of the program that reported it.
     pub source: String,
-    /// What was told.
+    /// The message.
     pub message: String,
 }
 
-/// Stands for the name of a stage in the name of a metric.
+/// Placeholder for the name of a stage in the name of a metric.
 pub const STAGE: &str = "<stage>";
 
-/// Names of a stage's own metric: those of [`ENGINE_METRICS`] with the stage in the place of [`STAGE`].
+/// Name of `metric` for a stage: [`STAGE`] is replaced by the name of the stage.
 pub(crate) fn of_stage(metric: &Metric, stage: &str) -> String {
     metric.name.replace(STAGE, stage)
 }
@@ -311,7 +311,7 @@ pub const TOKENS_PER_S: Metric = metric(
 pub const MEMORY_MB: Metric = metric(
     "perf/memory_mb",
     "megabytes",
-    "memory that the process holds, where the system tells",
+    "memory that the process uses, if the system reports it",
     Reduce::Last,
 );
 /// Seconds of observers.
@@ -325,56 +325,56 @@ pub const OBSERVE_S: Metric = metric(
 pub const STAGE_S: Metric = metric(
     "perf/stage/<stage>_s",
     "seconds",
-    "time of the stage's calls, added up; calls that ran side by side count each",
+    "total time of the stage's calls; concurrent calls are added up",
     Reduce::Sum,
 );
-/// Rows given up.
+/// Rows that failed.
 pub const ROW_ERRORS: Metric = metric(
     "<stage>/row_errors",
     "rows",
-    "rows whose call failed, panicked or passed its deadline; their keys are null",
+    "rows whose call failed, panicked or exceeded its deadline; their keys are null",
     Reduce::Sum,
 );
 /// Time of a row, the median.
 pub const ROW_S_P50: Metric = metric(
     "perf/stage/<stage>_row_s_p50",
     "seconds",
-    "median time of a row's call, of stages whose rows have a deadline; rows that were given up count too",
+    "median time of a row's call, for stages whose rows have a deadline; includes rows that failed",
     Reduce::Last,
 );
 /// Time of a row, the longest.
 pub const ROW_S_MAX: Metric = metric(
     "perf/stage/<stage>_row_s_max",
     "seconds",
-    "longest time of a row's call, of stages whose rows have a deadline; rows that were given up count too",
+    "longest time of a row's call, for stages whose rows have a deadline; includes rows that failed",
     Reduce::Max,
 );
-/// Optimiser steps without samples.
+/// Skipped optimiser steps.
 pub const NO_SAMPLES: Metric = metric(
     "<stage>/no_samples",
     "optimiser steps",
-    "optimiser steps that were left out because no token was left to learn from",
+    "optimiser steps that were skipped because no token was left to learn from",
     Reduce::Sum,
 );
 /// Waves drawn.
 pub const WAVES: Metric = metric(
     "<stage>/waves",
     "waves",
-    "waves of prompts that the step drew until the filter had kept enough groups",
+    "waves of prompts that the step drew until the filter kept enough groups",
     Reduce::Last,
 );
 /// Groups kept.
 pub const GROUPS_KEPT: Metric = metric(
     "<stage>/groups_kept",
     "groups",
-    "groups that the filter let go on",
+    "groups that the filter passed on",
     Reduce::Last,
 );
-/// Groups to spare.
+/// Surplus groups.
 pub const GROUPS_SURPLUS: Metric = metric(
     "<stage>/groups_surplus",
     "groups",
-    "groups that the filter kept beyond those that were wanted",
+    "groups that the filter kept beyond the wanted number",
     Reduce::Last,
 );
 

@@ -1,29 +1,29 @@
-//! Run folders that hold nothing worth keeping: those of runs that ended before their first step was done.
+//! Replacing run folders without results: those of runs that ended before completing their first step.
 
 use std::path::Path;
 
-/// Takes the folder `dir` of a run that ended before its first step was done out of the way, and removes it. Gives why that
-/// run ended; `None` where the folder is anything else, and then it is left as it is.
+/// Removes the folder `dir` of a run that ended before completing its first step, and returns why that run ended. Any
+/// other folder is left unchanged, and the result is `None`.
 ///
-/// Two processes may try at once: who holds the lock of the old run's metrics, and finds them still at their place, is the
-/// one. The folder is renamed before anything of it is removed, so whoever looks finds all of it or nothing.
+/// If several processes try at once, the one that locks the metrics of the old run and finds them still in place
+/// succeeds. The folder is renamed before it is removed, so other processes see either all of it or nothing.
 #[cfg(unix)]
 pub(super) fn replace(dir: &Path) -> Option<String> {
     use std::fs::{self, File};
     use std::os::unix::fs::MetadataExt;
 
     let metrics = File::open(dir.join("metrics.jsonl")).ok()?;
-    // Looked at before the lock is taken: that of a run which begins just now must not be taken from it for a moment.
-    worthless(dir)?;
+    // Checked before taking the lock: a run that is just starting must not lose its lock even briefly.
+    disposable(dir)?;
     metrics.try_lock().ok()?;
-    let (held, there) = (
+    let (locked, current) = (
         metrics.metadata().ok()?,
         fs::metadata(dir.join("metrics.jsonl")).ok()?,
     );
-    if (held.dev(), held.ino()) != (there.dev(), there.ino()) {
+    if (locked.dev(), locked.ino()) != (current.dev(), current.ino()) {
         return None;
     }
-    let reason = worthless(dir)?;
+    let reason = disposable(dir)?;
     let mut name = std::ffi::OsString::from(".");
     name.push(dir.file_name()?);
     name.push(format!(".replaced-{}", std::process::id()));
@@ -35,21 +35,21 @@ pub(super) fn replace(dir: &Path) -> Option<String> {
     Some(reason)
 }
 
-/// Without locks of files nobody can tell that no other process replaces the folder too.
+/// Without file locks it is impossible to exclude that another process replaces the folder as well.
 #[cfg(not(unix))]
 pub(super) fn replace(_dir: &Path) -> Option<String> {
     None
 }
 
-/// Why the run in `dir` ended, where it did so before its first step was done and left no model, no line of a step, and
-/// nothing that a run does not write.
+/// Why the run in `dir` ended, if it ended before completing its first step and the folder contains no model, no
+/// metrics of a step, and no file that a run does not write.
 #[cfg(unix)]
-fn worthless(dir: &Path) -> Option<String> {
+fn disposable(dir: &Path) -> Option<String> {
     use std::fs;
 
     use crate::run::records::{MetricsLine, Status, StatusFile};
 
-    /// What a run writes before its first step is done.
+    /// Files that a run writes before its first step is complete.
     const WRITTEN: [&str; 14] = [
         "config.schema.json",
         "config.toml",
@@ -66,7 +66,7 @@ fn worthless(dir: &Path) -> Option<String> {
         "versions.json",
         "warnings.jsonl",
     ];
-    // A link leads to a folder that somebody has put elsewhere.
+    // A link points to a folder that the user has put elsewhere.
     if fs::symlink_metadata(dir).ok()?.is_symlink() {
         return None;
     }
@@ -92,7 +92,7 @@ fn worthless(dir: &Path) -> Option<String> {
             return None;
         }
     }
-    Some(status.reason.unwrap_or_else(|| "it was ended".to_owned()))
+    Some(status.reason.unwrap_or_else(|| "unknown reason".to_owned()))
 }
 
 #[cfg(all(test, unix))]
@@ -117,13 +117,13 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_failed_before_its_first_step_is_replaced() {
+    fn a_run_that_ended_before_its_first_step_is_replaced() {
         let temp = tempfile::tempdir().unwrap();
         let dir = temp.path().join("run");
         for status in [Status::Failed, Status::Cancelled, Status::Stopped] {
             let mut folder = ended(&dir, status, 0);
             fs::create_dir_all(dir.join("trace/steps")).unwrap();
-            // What was observed before the first step is no step.
+            // Observations before the first step are not a step.
             folder.record(&StepMetrics::default()).unwrap();
             folder
                 .set_state(&RunState {
@@ -135,7 +135,7 @@ mod tests {
             let again = RunFolder::create(&dir, 5).unwrap();
             assert!(again.replaced().is_some(), "{status:?}");
             assert!(!dir.join("trace").exists());
-            // No other folder is left beside it.
+            // No other folder is left next to it.
             assert_eq!(fs::read_dir(temp.path()).unwrap().count(), 1);
             drop(again);
             fs::remove_dir_all(&dir).unwrap();
@@ -143,9 +143,9 @@ mod tests {
     }
 
     #[test]
-    fn whatever_may_be_worth_keeping_is_not_replaced() {
+    fn a_folder_with_anything_worth_keeping_is_not_replaced() {
         let temp = tempfile::tempdir().unwrap();
-        let refused = |name: &str, change: &dyn Fn(&Path, RunFolder)| {
+        let check_kept = |name: &str, change: &dyn Fn(&Path, RunFolder)| {
             let dir = temp.path().join(name);
             change(&dir, ended(&dir, Status::Failed, 0));
             let again = RunFolder::create(&dir, 5);
@@ -164,23 +164,23 @@ mod tests {
             };
             folder.set_state(&state).unwrap();
         };
-        refused("done", &|_, folder| set(&folder, Status::Failed, 1, &[]));
-        refused("finished", &|_, folder| {
+        check_kept("done", &|_, folder| set(&folder, Status::Failed, 1, &[]));
+        check_kept("finished", &|_, folder| {
             set(&folder, Status::Finished, 0, &[])
         });
-        refused("running", &|_, folder| {
+        check_kept("running", &|_, folder| {
             set(&folder, Status::Running, 0, &[])
         });
-        refused("saved", &|_, folder| {
+        check_kept("saved", &|_, folder| {
             set(&folder, Status::Failed, 0, &["actor"])
         });
-        refused("model", &|dir, _| {
+        check_kept("model", &|dir, _| {
             fs::create_dir(dir.join("model")).unwrap()
         });
-        refused("notes", &|dir, _| {
+        check_kept("notes", &|dir, _| {
             fs::write(dir.join("notes.md"), "mine").unwrap()
         });
-        refused("metrics", &|_, mut folder| {
+        check_kept("metrics", &|_, mut folder| {
             let metrics = StepMetrics {
                 step: 1,
                 ..StepMetrics::default()
@@ -188,13 +188,13 @@ mod tests {
             folder.record(&metrics).unwrap();
             set(&folder, Status::Failed, 0, &[]);
         });
-        refused("half a line", &|dir, folder| {
+        check_kept("half a line", &|dir, folder| {
             drop(folder);
             fs::write(dir.join("metrics.jsonl"), "{\"step\":").unwrap();
         });
-        // Its process is there still.
-        let dir = temp.path().join("held");
-        let _held = ended(&dir, Status::Failed, 0);
+        // Its process is still alive.
+        let dir = temp.path().join("locked");
+        let _folder = ended(&dir, Status::Failed, 0);
         assert!(matches!(
             RunFolder::create(&dir, 5),
             Err(RunError::FolderExists { .. })
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_that_replace_at_once_one_has_the_folder() {
+    fn when_many_replace_a_folder_at_once_one_succeeds() {
         let temp = tempfile::tempdir().unwrap();
         for round in 0..20 {
             let dir = temp.path().join(format!("run-{round}"));

@@ -1,5 +1,5 @@
-//! Rows of a step that failed in a stage of the host pool or were slow there: counted, told, and, where they are too
-//! many, the error that ends the step.
+//! Rows of a step that failed or were slow in a stage of the host pool: counting and reporting them, and the error that
+//! ends the step if there are too many.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,49 +14,49 @@ use crate::run::records::{RowErrorLine, RowStatus};
 use crate::run::runner::{Progress, Run};
 use crate::stage::{Cadence, StageError};
 
-/// Rows of a stage and step that are listed one by one.
+/// Maximum number of failed rows of a stage and step that are listed individually.
 const LISTED: usize = 100;
 
-/// Slow rows of a stage and step that are listed, the slowest.
+/// Maximum number of slow rows of a stage and step that are listed, slowest first.
 const SLOWEST: usize = 5;
 
-/// Reasons that are told apart in messages.
+/// Maximum number of distinct reasons in a message.
 const REASONS: usize = 4;
 
-/// Characters of a reason that are kept: a panic may tell a whole document.
+/// Maximum length of a reason (characters): a panic message can contain an entire document.
 const LONGEST_REASON: usize = 1000;
 
-/// Why a unit of rows was given up.
+/// Why a unit of rows was abandoned.
 #[derive(Debug, Clone)]
-pub(super) struct Fault {
+pub(super) struct RowFailure {
     status: RowStatus,
     reason: Arc<str>,
     seconds: f64,
 }
 
-impl Fault {
-    /// Of a call that failed after `seconds`.
-    pub(super) fn of(failure: &CallFailure, seconds: f64) -> Fault {
+impl RowFailure {
+    /// The failure of a call after `seconds`.
+    pub(super) fn of(failure: &CallFailure, seconds: f64) -> RowFailure {
         let (status, reason) = match failure {
             CallFailure::Panic(message) => (RowStatus::Panicked, message.clone()),
             CallFailure::Error(error) => (status_of(error), error.to_string()),
         };
-        Fault {
+        RowFailure {
             status,
             reason: shortened(reason),
             seconds,
         }
     }
 
-    /// Of a call that was given up after `seconds`.
-    pub(super) fn timed_out(seconds: f64, error: &RunError) -> Fault {
+    /// A call that was abandoned after `seconds`.
+    pub(super) fn timed_out(seconds: f64, error: &RunError) -> RowFailure {
         let reason = match error {
             RunError::Deadline { deadline_s, .. } => {
                 format!("no answer within the deadline of {deadline_s} s")
             }
             other => other.to_string(),
         };
-        Fault {
+        RowFailure {
             status: RowStatus::TimedOut,
             reason: shortened(reason),
             seconds,
@@ -80,33 +80,33 @@ fn shortened(mut reason: String) -> Arc<str> {
     reason.into()
 }
 
-/// A row that was given up.
+/// A row that has no result.
 #[derive(Debug)]
-struct Lost {
+struct LostRow {
     id: RowId,
-    fault: Fault,
+    failure: RowFailure,
 }
 
-/// What is known of the rows of one stage in a step.
+/// Failed and slow rows of one stage in a step.
 #[derive(Debug, Default)]
 struct StageRows {
-    lost: Vec<Lost>,
-    /// Seconds of each row's call.
+    lost: Vec<LostRow>,
+    /// Duration of each row's call (seconds).
     times: Vec<f32>,
     /// Rows that took more than half of their deadline, the slowest first.
     slow: Vec<(f64, RowId)>,
-    /// The rows were found not to be too many.
+    /// The number of lost rows was checked against the limit.
     checked: bool,
-    /// Rows for which the stage gave null in all that it writes.
+    /// Rows for which the stage returned null in every key that it writes.
     nulls: usize,
 }
 
 impl StageRows {
-    /// Rows that were given up by reason, most frequent first, each with its first row.
+    /// Lost rows by reason, most frequent first, each with its first row.
     fn reasons(&self) -> Vec<RowReason> {
         let mut reasons: BTreeMap<(RowStatus, &str), (usize, RowId)> = BTreeMap::new();
-        for Lost { id, fault } in &self.lost {
-            let entry = reasons.entry((fault.status, fault.reason.as_ref()));
+        for LostRow { id, failure } in &self.lost {
+            let entry = reasons.entry((failure.status, failure.reason.as_ref()));
             let (rows, first) = entry.or_insert((0, *id));
             *rows += 1;
             *first = (*first).min(*id);
@@ -125,13 +125,13 @@ impl StageRows {
     }
 }
 
-/// What is known of the rows of a step, by stage.
+/// Failed and slow rows of a step, by stage.
 #[derive(Debug, Default)]
 pub(super) struct StepRows(BTreeMap<usize, StageRows>);
 
 impl StepRows {
-    /// A call of `unit` took so long and ended well.
-    pub(super) fn took(&mut self, stage: usize, unit: &Batch, seconds: f64, deadline: Duration) {
+    /// Adds the duration of a call of `unit` that succeeded.
+    pub(super) fn add_time(&mut self, stage: usize, unit: &Batch, seconds: f64, deadline: Duration) {
         let rows = unit.num_rows().max(1);
         let of_row = seconds / rows as f64;
         let stage = self.0.entry(stage).or_default();
@@ -146,8 +146,8 @@ impl StepRows {
         }
     }
 
-    /// A call gave `batch`, in which it writes the keys `written`.
-    pub(super) fn gave<'a>(
+    /// Counts the rows of `batch` if all keys in `written` are null in every row.
+    pub(super) fn count_nulls<'a>(
         &mut self,
         stage: usize,
         batch: &Batch,
@@ -161,22 +161,22 @@ impl StepRows {
         }
     }
 
-    /// The rows of `unit` are given up.
-    pub(super) fn gave_up(&mut self, stage: usize, unit: &Batch, fault: &Fault) {
+    /// Adds the rows of `unit`, which have no result.
+    pub(super) fn add_lost(&mut self, stage: usize, unit: &Batch, failure: &RowFailure) {
         let stage = self.0.entry(stage).or_default();
-        stage.times.push(fault.seconds as f32);
-        stage.lost.extend(unit.ids().into_iter().map(|id| Lost {
+        stage.times.push(failure.seconds as f32);
+        stage.lost.extend(unit.ids().into_iter().map(|id| LostRow {
             id,
-            fault: fault.clone(),
+            failure: failure.clone(),
         }));
     }
 
-    /// Rows of a stage that were given up.
-    pub(super) fn given_up(&self, stage: usize) -> usize {
+    /// Number of rows of a stage that were lost.
+    pub(super) fn num_lost(&self, stage: usize) -> usize {
         self.0.get(&stage).map_or(0, |rows| rows.lost.len())
     }
 
-    /// Median and longest time of a row (seconds) of each stage whose rows were timed.
+    /// Median and longest duration of a row (seconds), for each stage whose rows were timed.
     pub(super) fn times(&self) -> impl Iterator<Item = (usize, [f64; 2])> {
         self.0.iter().filter_map(|(stage, rows)| {
             let mut times = rows.times.clone();
@@ -186,22 +186,22 @@ impl StepRows {
         })
     }
 
-    /// What became of a row, where it was given up by some stage: the stage, how, and why.
-    pub(super) fn fate(&self, id: RowId) -> Option<(usize, RowStatus, &str)> {
+    /// If some stage lost the row: the stage, the outcome and the reason.
+    pub(super) fn loss_of(&self, id: RowId) -> Option<(usize, RowStatus, &str)> {
         self.0.iter().find_map(|(stage, rows)| {
             let lost = rows.lost.iter().find(|lost| lost.id == id)?;
-            Some((*stage, lost.fault.status, lost.fault.reason.as_ref()))
+            Some((*stage, lost.failure.status, lost.failure.reason.as_ref()))
         })
     }
 }
 
 impl Run {
-    /// Rows of the last step that failed in a stage or were slow there, whether the step ended well or not.
+    /// Rows of the last step that failed or were slow in a stage, whether or not the step succeeded.
     pub fn row_errors(&self) -> &[RowErrorLine] {
         &self.row_errors
     }
 
-    /// The error of a step that has lost too many rows in a stage that has ended.
+    /// Checks that no stage that is done has lost too many rows.
     pub(super) fn check_rows(&self, progress: &mut Progress) -> Result<(), RunError> {
         let Progress {
             rows, state, env, ..
@@ -234,37 +234,38 @@ impl Run {
         Ok(())
     }
 
-    /// Tells what was lost of the rows of a step, and keeps it for `row_errors.jsonl`.
-    pub(super) fn tell_rows(&mut self, progress: &Progress, error: Option<&RunError>) {
+    /// Warns about lost rows of a step, and stores them for `row_errors.jsonl`.
+    pub(super) fn report_rows(&mut self, progress: &Progress, error: Option<&RunError>) {
         let step = progress.env.step;
         let mut lines = Vec::new();
         for (stage, rows) in &progress.rows.0 {
             let name = self.name(*stage).to_owned();
             list(step, &name, rows, &mut lines);
-            let told = matches!(error, Some(RunError::RowsFailed(failed)) if failed.stage == name);
+            let in_error =
+                matches!(error, Some(RunError::RowsFailed(failed)) if failed.stage == name);
             let (taken, _) = progress.state.rows_taken(*stage);
             if rows.nulls > 0 && rows.nulls + rows.lost.len() == taken {
                 tracing::warn!(
-                    "step {step}, stage `{name}`: no row has a result: it gave null for {} of {taken}, and rows without one teach nothing",
+                    "step {step}, stage `{name}`: no row has a result: {} of {taken} are null, and rows without a result are not trained on",
                     rows.nulls
                 );
             }
-            if rows.lost.is_empty() || told {
+            if rows.lost.is_empty() || in_error {
                 continue;
             }
             let reasons = rows.reasons();
             let first = reasons.first().map(ToString::to_string).unwrap_or_default();
             let others = match reasons.len() - 1 {
                 0 => String::new(),
-                1 => "; and for 1 other reason".to_owned(),
-                n => format!("; and for {n} other reasons"),
+                1 => "; and 1 other reason".to_owned(),
+                n => format!("; and {n} other reasons"),
             };
-            let aside = match &self.options.run_dir {
+            let hint = match &self.options.run_dir {
                 Some(_) => "; `row_errors.jsonl` lists them",
                 None => "",
             };
             tracing::warn!(
-                "step {step}, stage `{name}`: {} of {taken} rows failed and have no result: {first}{others}{aside}",
+                "step {step}, stage `{name}`: {} of {taken} rows failed and have no result: {first}{others}{hint}",
                 rows.lost.len(),
             );
         }
@@ -279,12 +280,12 @@ impl Run {
             .map(|(index, _)| index)
     }
 
-    /// Tells updates to which no row came.
-    pub(super) fn tell_idle_updates(&self, progress: &Progress) {
+    /// Warns about updates that received no row.
+    pub(super) fn report_idle_updates(&self, progress: &Progress) {
         for stage in self.updates_of_step() {
             if !progress.state.was_called(stage) {
                 tracing::warn!(
-                    "step {}, stage `{}`: no row came to it, so the step learnt nothing; a filter before it let none go on",
+                    "step {}, stage `{}`: it received no rows, so the step did not train; an earlier filter dropped all of them",
                     progress.env.step,
                     self.name(stage),
                 );
@@ -293,7 +294,7 @@ impl Run {
     }
 }
 
-/// Adds the lines of a stage: rows that were given up in their order, then slow ones.
+/// Adds the lines of a stage: lost rows in order, then slow ones.
 fn list(step: u64, stage: &str, rows: &StageRows, lines: &mut Vec<RowErrorLine>) {
     let line = |id: Option<RowId>, status, reason: &str, seconds, rows| RowErrorLine {
         step,
@@ -305,18 +306,18 @@ fn list(step: u64, stage: &str, rows: &StageRows, lines: &mut Vec<RowErrorLine>)
         seconds,
         rows,
     };
-    let mut lost: Vec<&Lost> = rows.lost.iter().collect();
+    let mut lost: Vec<&LostRow> = rows.lost.iter().collect();
     lost.sort_by_key(|lost| lost.id);
-    for Lost { id, fault } in lost.iter().take(LISTED) {
-        let Fault {
+    for LostRow { id, failure } in lost.iter().take(LISTED) {
+        let RowFailure {
             status,
             reason,
             seconds,
-        } = fault;
+        } = failure;
         lines.push(line(Some(*id), *status, reason, Some(*seconds), 1));
     }
     if let Some(more) = lost.len().checked_sub(LISTED).filter(|more| *more > 0) {
-        let reason = format!("{LISTED} rows of a stage and step are listed at most");
+        let reason = format!("at most {LISTED} rows of a stage and step are listed");
         lines.push(line(None, RowStatus::LeftOut, &reason, None, more));
     }
     for (seconds, id) in &rows.slow {

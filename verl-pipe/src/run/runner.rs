@@ -15,7 +15,7 @@ use crate::run::error::RunError;
 use crate::run::host_pool::{Cell, HostPool};
 pub use crate::run::left_over::LeftOver;
 use crate::run::metrics::{StepMetrics, TOKENS, memory_mb, now, reduce};
-use crate::run::notice::Notices;
+use crate::run::notice::WaitThresholds;
 use crate::run::patience;
 use crate::run::records::{
     GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, NO_SAMPLES, ROW_ERRORS, ROW_S_MAX, ROW_S_P50,
@@ -45,9 +45,9 @@ pub struct Run {
     pub(super) host_events: Receiver<Event>,
     pub(super) data: Arc<BTreeMap<String, Arc<dyn DataLoaderInterface>>>,
     pub(super) deadline: Duration,
-    /// When a step tells that it waits.
-    pub(super) notices: Notices,
-    /// Tells other waits.
+    /// When a step reports that it is waiting.
+    pub(super) thresholds: WaitThresholds,
+    /// Reports all other waits.
     pub(super) watch: Watch,
     pub(super) in_order: Vec<bool>,
     pub(super) sampled: SampledRows,
@@ -67,10 +67,10 @@ impl std::fmt::Debug for Run {
     }
 }
 
-/// How long calls that were asked to end may take before they are given up.
+/// How long calls that were asked to end may take before they are abandoned.
 pub(super) const GRACE: Duration = Duration::from_secs(10);
 
-/// A call that was handed to a thread.
+/// A call that was dispatched to a thread.
 pub(super) struct InFlight {
     pub(super) id: CallId,
     pub(super) since: Instant,
@@ -81,15 +81,15 @@ pub(super) struct InFlight {
 
 pub(super) struct HostFlight {
     pub(super) units: Vec<Batch>,
-    /// Row of the slice at which the first unit begins.
+    /// Row of the slice at which the first unit starts.
     pub(super) first_row: usize,
     pub(super) cell: Arc<Cell>,
 }
 
-/// What calls reported, with the place in the declared order: stage, slice, first row.
+/// What calls reported, with their position in the declared order: stage, slice, first row.
 pub(super) type Reports = Vec<((usize, usize, usize), CallReport)>;
 
-/// What happened in a step so far.
+/// What has happened in a step so far.
 pub(super) struct Progress {
     pub(super) state: StepState,
     pub(super) env: Arc<CallEnv>,
@@ -97,13 +97,13 @@ pub(super) struct Progress {
     pub(super) device_busy: bool,
     pub(super) host_running: usize,
     pub(super) reports: Reports,
-    /// When something came last.
+    /// When the last event arrived.
     pub(super) last_event: Instant,
-    /// What the step waits for was told since.
-    pub(super) told: bool,
-    /// What the step waited for when a call was found to take too long.
+    /// What the step waits for has been reported since then.
+    pub(super) reported: bool,
+    /// What the step was waiting for when a call exceeded its deadline.
     pub(super) late: Option<StallReport>,
-    /// Rows that were given up, and how long rows took.
+    /// Rows that were lost, and how long rows took.
     pub(super) rows: StepRows,
     /// Optimiser steps of each model before the step's first update; `None` until then.
     pub(super) steps_before: Option<BTreeMap<String, u64>>,
@@ -111,17 +111,17 @@ pub(super) struct Progress {
     pub(super) panicked: Vec<usize>,
 }
 
-/// Result of a step: metrics, and samples that stages gave away.
+/// Result of a step: metrics, and samples that stages reported.
 #[derive(Debug, Clone, Default)]
 pub struct StepOutput {
     /// Metrics.
     pub metrics: StepMetrics,
-    /// Samples that stages gave away, in declared order; behind those of a step, `samples_per_step` of its rows.
+    /// Samples that stages reported, in declared order, followed by `samples_per_step` rows of the step.
     pub samples: Vec<Value>,
 }
 
 impl Run {
-    /// What is run.
+    /// The schedule that this run executes.
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
@@ -131,28 +131,28 @@ impl Run {
         &self.data
     }
 
-    /// Steps done.
+    /// Number of completed steps.
     pub fn steps_done(&self) -> u64 {
         self.step
     }
 
-    /// Threads of the host pool that exist, hung ones included.
+    /// Threads of the host pool that exist, including hung ones.
     pub fn num_host_threads(&self) -> usize {
         self.pool.num_alive()
     }
 
     /// Runs the next step.
     ///
-    /// Once a stage of the step has begun to update a model, a cancelled run ends behind the step, not within it, so that
-    /// no step is half learnt.
+    /// Once a stage of the step has started to update a model, a cancelled run ends after the step rather than within
+    /// it, so that no step is half applied.
     ///
     /// # Errors
-    /// What ended it. [`Run::left_over`] tells which models hold a part of the step.
+    /// The error that ended the step. [`Run::left_over`] lists the models that contain a part of the step.
     pub fn step(&mut self) -> Result<StepOutput, RunError> {
         self.step_at(self.step + 1)
     }
 
-    /// Runs step `step` (counted from 1), whatever was run before; the next one is the one after.
+    /// Runs step `step` (counted from 1), regardless of what ran before; the next step is `step + 1`.
     ///
     /// # Errors
     /// As [`Run::step`].
@@ -170,7 +170,7 @@ impl Run {
             host_running: 0,
             reports: Vec::new(),
             last_event: start,
-            told: false,
+            reported: false,
             late: None,
             rows: StepRows::default(),
             steps_before: None,
@@ -178,18 +178,18 @@ impl Run {
         };
         let result = self.drive(&mut progress);
         if let Err(error) = result {
-            self.tell_stall(&mut progress, &error);
+            self.report_stall(&mut progress, &error);
             progress.env.cancel.cancel();
             self.drain(&mut progress);
             self.options.tap.step_failed(step, &error);
             self.note_left_over(&progress);
-            self.tell_rows(&progress, Some(&error));
+            self.report_rows(&progress, Some(&error));
             return Err(error);
         }
         self.options.tap.step_end(step);
         self.step = step;
-        self.tell_rows(&progress, None);
-        self.tell_idle_updates(&progress);
+        self.report_rows(&progress, None);
+        self.report_idle_updates(&progress);
         let rows = self.sample_rows(&progress);
         let mut output = self.count(progress, step, start);
         output.samples.extend(rows);
@@ -229,16 +229,16 @@ impl Run {
                 });
             }
             if let Some(event) = self.wait(progress) {
-                self.moved(progress, event.call());
+                self.note_event(progress, event.call());
                 self.handle(progress, event)?;
             }
             self.check_deadlines(progress)?;
-            self.watch(progress);
+            self.report_if_quiet(progress);
         }
         self.check_rows(progress)
     }
 
-    /// What a stage recorded in the step so far, as text.
+    /// What a stage has recorded in the step so far, as text.
     fn statistics(&self, progress: &Progress, stage: usize) -> String {
         let own = progress
             .reports
@@ -247,20 +247,20 @@ impl Run {
         let mut own: Vec<&(_, CallReport)> = own.collect();
         own.sort_by_key(|(place, _)| *place);
         let values = reduce(own.iter().flat_map(|(_, report)| &report.records));
-        let told = values
+        let texts = values
             .iter()
             .map(|(name, value)| format!("{name} {}", number(*value)));
-        told.collect::<Vec<_>>().join(", ")
+        texts.collect::<Vec<_>>().join(", ")
     }
 
-    /// Hands ready slices to whoever is free.
+    /// Dispatches ready slices to the worker and the pool while they have capacity.
     pub(super) fn dispatch(&mut self, progress: &mut Progress) -> Result<(), RunError> {
         if !progress.device_busy
             && let Some(id) = progress.state.ready(Place::Group(0)).first().copied()
         {
             self.dispatch_device(progress, id)?;
         }
-        // A few jobs more than threads, so that no thread waits for this one between two jobs.
+        // More jobs than threads, so that no pool thread waits for this thread between two jobs.
         let limit = 2 * self.pool.size();
         while progress.host_running < limit {
             let ready = progress.state.ready(Place::Host);
@@ -350,21 +350,21 @@ impl Run {
         Ok(())
     }
 
-    /// The next event, or none when it is time to look around.
+    /// The next event, or `None` when deadlines and the cancel token are due for a check.
     pub(super) fn wait(&self, progress: &Progress) -> Option<Event> {
-        // Rows from a device stay in the bounded channel while many slices wait for host threads: that is what makes
-        // `emit` block. Host calls need no device, so the backlog always shrinks.
+        // While many slices wait for host threads, rows from a device stay in the bounded channel, which makes `emit`
+        // block. Host calls need no device, so the backlog always shrinks.
         let behind = progress.state.ready(Place::Host).len() >= self.options.backlog
             && progress.host_running > 0;
         if !progress.device_busy
-            && let Some(event) = patience::soon(|| {
+            && let Some(event) = patience::spin(|| {
                 let host = self.host_events.try_recv().ok();
                 host.or_else(|| self.device_events.try_recv().ok())
             })
         {
             return Some(event);
         }
-        let timeout = self.next_look(progress);
+        let timeout = self.next_check(progress);
         if behind {
             return self.host_events.recv_timeout(timeout).ok();
         }
@@ -429,7 +429,7 @@ impl Run {
                 .or_default() += report.seconds;
         }
         for stage in (0..self.schedule.places.len()).filter(|s| self.schedule.forgives_rows(*s)) {
-            let rows = progress.rows.given_up(stage);
+            let rows = progress.rows.num_lost(stage);
             values.insert(of_stage(&ROW_ERRORS, self.name(stage)), rows as f64);
         }
         for (stage, times) in progress.rows.times() {

@@ -1,7 +1,8 @@
-//! Rows of a step for `samples.jsonl`: what was asked, what was answered, and what that was worth.
+//! Rows of a step for `samples.jsonl`: the prompt, the response, and its reward.
 //!
-//! They are found by the names of the standard keys, whichever stages write them, on the finest rows that have one of
-//! these keys; behind a filter, on those that it kept. A key that the pipeline does not have is left out.
+//! The values are found by the names of the standard keys, whichever stages write them. The rows are those of the
+//! deepest table that has one of these keys; after a filter, the rows that it kept. Keys that the pipeline does not
+//! have are left out.
 
 use serde_json::{Map, Value, json};
 
@@ -31,7 +32,7 @@ const KEYS: [&str; 8] = [
     TARGETS.name(),
 ];
 
-/// Where the keys of a sample lie in a pipeline.
+/// Where the keys of a sample are in a pipeline.
 #[derive(Debug, Default)]
 pub(crate) struct SampledRows {
     table: usize,
@@ -82,7 +83,7 @@ impl SampledRows {
     }
 }
 
-/// The stage and column that write the pipeline's key `key`; else the first that the pipeline gave another name.
+/// The stage and column that write the pipeline's key `key`; otherwise the first that writes it under another name.
 fn writer(plan: &Plan, key: &str) -> Option<(usize, usize)> {
     let find = |wanted: &dyn Fn(&str, &str) -> bool| {
         let mut stages = plan.stages.iter().enumerate();
@@ -96,7 +97,7 @@ fn writer(plan: &Plan, key: &str) -> Option<(usize, usize)> {
 }
 
 impl Run {
-    /// `samples_per_step` rows of a step that has ended, spread evenly over its rows.
+    /// `samples_per_step` rows of a completed step, spread evenly over its rows.
     pub(super) fn sample_rows(&mut self, progress: &Progress) -> Vec<Value> {
         let wanted = self.schedule.plan.pipe.run.samples_per_step;
         if wanted == 0 || self.sampled.columns.is_empty() {
@@ -112,9 +113,9 @@ impl Run {
         let rows = ids.iter().enumerate();
         rows.map(|(row, id)| {
             let mut line = sample_row(&sample, row, *id, texts.as_deref());
-            // A row without a result tells why it has none.
+            // A row without a result says why.
             if let (Some((stage, status, reason)), Some(line)) =
-                (progress.rows.fate(*id), line.as_object_mut())
+                (progress.rows.loss_of(*id), line.as_object_mut())
             {
                 line.insert("failed_in".to_owned(), self.name(stage).into());
                 line.insert("status".to_owned(), json!(status));
@@ -142,12 +143,12 @@ impl Run {
             let gathered = outputs.gather(&ancestors, &[column.column]);
             let array = gathered.ok().and_then(|mut arrays| arrays.pop());
             let put = array.map(|array| sample.put_array(column.key, array));
-            debug_assert!(matches!(put, Some(Ok(()))), "`{}` is not whole", column.key);
+            debug_assert!(matches!(put, Some(Ok(()))), "`{}` is incomplete", column.key);
         }
         sample
     }
 
-    /// Texts of responses, or of targets, that no stage wrote as text: told by the first model that can read them.
+    /// Texts of responses, or of targets, if no stage wrote them as text: decoded by the first model that can.
     fn texts(&mut self, sample: &Batch) -> Option<Vec<String>> {
         let tokens = |key: &Key<Ragged<u32>>| {
             let column = sample.get(key).ok()?;
@@ -155,18 +156,18 @@ impl Run {
         };
         let tokens = tokens(&RESPONSES).or_else(|| tokens(&TARGETS))?;
         let deadline = self.deadline;
-        let told = self.worker.ask("to read samples", deadline, move |state| {
+        let texts = self.worker.ask("to read samples", deadline, move |state| {
             let mut models = state.models.values();
             models.find_map(|model| {
                 let texts = tokens.iter().map(|tokens| model.text_of(tokens));
                 texts.collect::<Option<Vec<String>>>()
             })
         });
-        told.ok().flatten()
+        texts.ok().flatten()
     }
 }
 
-/// A row as it is written.
+/// A row in the format of the file.
 fn sample_row(sample: &Batch, row: usize, id: RowId, texts: Option<&[String]>) -> Value {
     let mut line = Map::new();
     line.insert("kind".to_owned(), "training".into());
@@ -189,7 +190,7 @@ fn sample_row(sample: &Batch, row: usize, id: RowId, texts: Option<&[String]>) -
     Value::Object(line)
 }
 
-/// Mean advantage of the tokens that the policy chose; all of them, where the pipeline does not tell which these are.
+/// Mean advantage of the tokens that the policy chose, or of all tokens if the pipeline has no mask.
 fn advantage(sample: &Batch, row: usize) -> Option<f64> {
     let advantages = sample.get(&ADVANTAGES).ok()?;
     let kinds = sample.get(&MASK_KINDS).ok();

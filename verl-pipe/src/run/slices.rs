@@ -1,4 +1,12 @@
-//! Slices: their bounds, which depend on rows alone, and when one is ready.
+//! Slices: their bounds, which depend only on rows, and when a slice is ready.
+//!
+//! Invariants between calls:
+//! - The slices of a stage are contiguous, ordered, and cover the rows `0..cut`: each is added at `cut`. So no row is
+//!   in two slices, and `wake_readers` can find the affected slices by bisection.
+//! - The bounds of a slice never change once it is cut. A slice is cut as soon as it is full, or at the end of its
+//!   wave, whichever comes first in row order; so the number of rows that arrive at a time does not affect the bounds.
+//! - Every waiting slice was checked after the last change that could make it ready: when it was cut, when one of its
+//!   sources gained rows, and when the last stage it waits for was done. So no wake-up is lost.
 
 use std::ops::Range;
 
@@ -9,7 +17,7 @@ use crate::schedule::placement::Place;
 use crate::stage::Cardinality;
 
 impl StepState {
-    /// Cuts what is known of the stage's rows and not yet cut; no slice reaches over the end of a wave.
+    /// Cuts the rows of the stage that are known but not yet cut; no slice crosses the end of a wave.
     pub(super) fn cut_slices(&mut self, stage: usize, table: usize) {
         let (known, total) = (self.tables[table].len(), self.tables[table].total);
         let ended = total == Some(known);
@@ -29,15 +37,16 @@ impl StepState {
         self.stages[stage].all_cut = ended;
     }
 
-    /// Cuts the rows before `end` that are not cut yet; all of them when they are `whole`, so that none is waited for.
-    fn cut_until(&mut self, stage: usize, table: usize, end: usize, whole: bool) {
+    /// Cuts the uncut rows before `end`. If those rows are `complete`, all of them are cut, including a short last
+    /// slice.
+    fn cut_until(&mut self, stage: usize, table: usize, end: usize, complete: bool) {
         let size = self.schedule.slice_rows[stage].max(1);
         let start = self.stages[stage].cut;
         if end <= start {
             return;
         }
         if self.schedule.plan.stages[stage].spec.cardinality == Cardinality::Group {
-            for cut in whole_groups(&self.tables[table].ids()[start..end], size, whole) {
+            for cut in complete_groups(&self.tables[table].ids()[start..end], size, complete) {
                 self.push_slice(stage, start + cut.start..start + cut.end);
             }
             return;
@@ -46,12 +55,12 @@ impl StepState {
             let start = self.stages[stage].cut;
             self.push_slice(stage, start..start + size);
         }
-        if whole {
+        if complete {
             self.push_slice(stage, self.stages[stage].cut..end);
         }
     }
 
-    /// Adds a slice; one without rows only for stages that take none.
+    /// Adds a slice. An empty slice is added only for a stage that takes no rows.
     pub(super) fn push_slice(&mut self, stage: usize, rows: Range<usize>) {
         let takes_rows = self.schedule.plan.stages[stage].table_in.is_some();
         let state = &mut self.stages[stage];
@@ -59,19 +68,19 @@ impl StepState {
         if rows.is_empty() && takes_rows {
             return;
         }
-        let looked = (0, rows.start);
+        let resume_at = (0, rows.start);
         state.slices.push(Slice {
             rows,
             phase: Phase::Waiting,
-            looked,
+            resume_at,
             emitted: 0,
             kept: Vec::new(),
         });
     }
 
-    pub(super) fn look_at_all(&mut self, stage: usize, from: usize) {
+    pub(super) fn try_ready_from(&mut self, stage: usize, from: usize) {
         for slice in from..self.stages[stage].slices.len() {
-            self.look(stage, slice);
+            self.try_ready(stage, slice);
         }
     }
 
@@ -88,20 +97,20 @@ impl StepState {
                 let first = slices.partition_point(|s| s.rows.end <= rows.start);
                 let end = slices.partition_point(|s| s.rows.start < rows.end);
                 for slice in first..end {
-                    self.look(*reader, slice);
+                    self.try_ready(*reader, slice);
                 }
             }
         }
     }
 
-    /// Makes a waiting slice ready if all that it needs is there.
-    pub(super) fn look(&mut self, stage: usize, slice: usize) {
+    /// Makes a waiting slice ready if everything it needs has arrived.
+    pub(super) fn try_ready(&mut self, stage: usize, slice: usize) {
         let state = &self.stages[stage];
         if state.waits_for > 0 || state.slices[slice].phase != Phase::Waiting {
             return;
         }
         if let Some(missing) = self.first_missing(stage, slice) {
-            self.stages[stage].slices[slice].looked = missing;
+            self.stages[stage].slices[slice].resume_at = missing;
             return;
         }
         self.stages[stage].slices[slice].phase = Phase::Ready;
@@ -113,6 +122,8 @@ impl StepState {
             ready.insert((stage, slice));
             return;
         }
+        // A stage that takes slices in order gets a ready slice only after all slices before it; `next` never
+        // decreases.
         let state = &mut self.stages[stage];
         while state
             .slices
@@ -124,11 +135,11 @@ impl StepState {
         }
     }
 
-    /// The first source and row of the slice that has not come.
+    /// The first source and row that the slice is missing, if any.
     pub(super) fn first_missing(&self, stage: usize, slice: usize) -> Option<(usize, usize)> {
         let sources = &self.schedule.wiring.stages[stage].sources;
         let slice = &self.stages[stage].slices[slice];
-        let (first, mut row) = slice.looked;
+        let (first, mut row) = slice.resume_at;
         for (at, source) in sources.iter().enumerate().skip(first) {
             let outputs = &self.stages[source.writer].outputs;
             let missing =
@@ -141,7 +152,7 @@ impl StepState {
         None
     }
 
-    /// One line for each stage that is not done: what it waits for.
+    /// One line for each unfinished stage, stating what it waits for.
     pub(crate) fn waits(&self) -> String {
         let plan = &self.schedule.plan;
         let mut lines = Vec::new();
@@ -150,13 +161,13 @@ impl StepState {
             let waiting = state.slices.iter().position(|s| s.phase == Phase::Waiting);
             let what = match waiting {
                 _ if state.waits_for > 0 => {
-                    format!("{} stages that come before it", state.waits_for)
+                    format!("{} earlier stages", state.waits_for)
                 }
                 Some(slice) => self.describe_wait(index, slice),
                 None if state.all_cut => {
                     format!("{} running calls", state.slices.len() - state.finished)
                 }
-                None => "rows from the stages before it".to_owned(),
+                None => "rows from earlier stages".to_owned(),
             };
             lines.push(format!("  `{name}` waits for {what}"));
         }
@@ -185,8 +196,8 @@ impl StepState {
     }
 }
 
-/// Ranges of whole groups with about `size` rows; the last group counts as whole only when the rows have `ended`.
-fn whole_groups(ids: &[u64], size: usize, ended: bool) -> Vec<Range<usize>> {
+/// Ranges of complete groups with about `size` rows; the last group counts as complete only once the rows have `ended`.
+fn complete_groups(ids: &[u64], size: usize, ended: bool) -> Vec<Range<usize>> {
     let group = |at: usize| RowId(ids[at]).group();
     let mut cuts = Vec::new();
     let (mut start, mut end) = (0, 0);
@@ -226,11 +237,11 @@ mod tests {
             .iter()
             .map(|row| RowId::prompt(0, *row).expect("fits").0)
             .collect();
-        assert_eq!(whole_groups(&ids, size, ended), expected);
+        assert_eq!(complete_groups(&ids, size, ended), expected);
     }
 
     #[test]
-    fn groups_stay_whole_and_the_last_one_waits() {
+    fn groups_are_not_split_and_the_last_group_waits() {
         check(&[1, 1, 2, 2, 3, 3], 2, true, &[0..2, 2..4, 4..6]);
         check(&[1, 1, 2, 2, 3, 3], 2, false, &[0..2, 2..4]);
         check(&[1, 1, 2, 2, 3, 3], 4, true, &[0..4, 4..6]);

@@ -1,4 +1,4 @@
-//! What a step waits for: every pending edge, told while nothing moves and when a deadline has passed.
+//! What a step waits for: all pending edges, reported when a step makes no progress and when a deadline has passed.
 
 use std::fmt;
 use std::path::Path;
@@ -17,20 +17,20 @@ use crate::schedule::placement::Place;
 /// Name of the file in the run folder.
 pub const STALL_FILE: &str = "stall.json";
 
-/// Something that has not come.
+/// An edge whose rows have not arrived.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PendingEdge {
-    /// The stage that works, or that waits.
+    /// The stage that is working or waiting.
     pub stage: String,
-    /// Keys that are awaited, by the pipeline's names.
+    /// Awaited keys, by their names in the pipeline.
     pub keys: Vec<String>,
-    /// Rows that are awaited, in words.
+    /// Awaited rows, as text.
     pub samples: String,
-    /// For how long it has been so (seconds).
+    /// Duration of the wait so far (seconds).
     pub waited_s: f64,
-    /// How long it may take (seconds); null where it does not run.
+    /// Deadline (seconds); null if the stage is not running.
     pub deadline_s: Option<f64>,
-    /// Who has to act: the host pool, a device group, or the stage that writes the keys.
+    /// What it waits on: the host pool, a device group, or the stage that writes the keys.
     pub on: String,
 }
 
@@ -41,21 +41,21 @@ pub struct StallReport {
     pub step: u64,
     /// When this was written (seconds since 1970-01-01 UTC).
     pub timestamp: f64,
-    /// Time since something came last (seconds).
+    /// Time since the last event (seconds).
     pub quiet_s: f64,
-    /// The error with which the step ended; null while it goes on.
+    /// The error that ended the step; null while the step is in progress.
     pub error: Option<String>,
-    /// Calls that run.
+    /// Calls that are running.
     pub running: Vec<PendingEdge>,
-    /// Stages that wait for rows, the first slice of each.
+    /// Stages that wait for rows, with the first waiting slice of each.
     pub waiting: Vec<PendingEdge>,
 }
 
 impl StallReport {
-    /// Reads the file that a run wrote; `None` where it wrote none.
+    /// Reads the file that a run wrote; `None` if there is none.
     ///
     /// # Errors
-    /// When the file cannot be read or is not what a run writes.
+    /// If the file cannot be read or has a different format.
     pub fn read(run_dir: &Path) -> std::io::Result<Option<StallReport>> {
         match std::fs::read(run_dir.join(STALL_FILE)) {
             Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes)?)),
@@ -64,8 +64,8 @@ impl StallReport {
         }
     }
 
-    /// Writes the file; a disk that refuses is told.
-    pub(super) fn keep(&self, run_dir: &Path) {
+    /// Writes the file; warns if that fails.
+    pub(super) fn save(&self, run_dir: &Path) {
         if let Err(error) = self.write(run_dir) {
             let path = run_dir.join(STALL_FILE);
             tracing::warn!("cannot write `{}`: {error}", path.display());
@@ -81,7 +81,7 @@ impl StallReport {
 
 /// Removes the file: the wait is over.
 pub(super) fn remove_stall(run_dir: &Path) {
-    // A file that cannot be removed tells its time.
+    // A file that cannot be removed is recognisable by its timestamp.
     let _ = std::fs::remove_file(run_dir.join(STALL_FILE));
 }
 
@@ -89,7 +89,7 @@ impl fmt::Display for StallReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "step {}: nothing came for {:.1} s",
+            "step {}: no progress for {:.1} s",
             self.step, self.quiet_s
         )?;
         for edge in &self.running {
@@ -98,7 +98,7 @@ impl fmt::Display for StallReport {
                 .map_or_else(String::new, |s| format!(" of {s:.1} s"));
             writeln!(
                 f,
-                "  `{}` runs on {} for {:.1} s{deadline}; it owes {} of {}",
+                "  `{}` has been running on {} for {:.1} s{deadline}; pending: {} of {}",
                 edge.stage,
                 edge.on,
                 edge.waited_s,
@@ -158,8 +158,8 @@ impl StepState {
             deadline_s: None,
             on,
         };
-        let undone = |index: &&usize| !self.stages[**index].done;
-        if let Some(before) = planned.after.iter().find(undone) {
+        let unfinished = |index: &&usize| !self.stages[**index].done;
+        if let Some(before) = planned.after.iter().find(unfinished) {
             let on = format!("the end of `{}`", plan.stages[*before].name);
             return Some(edge(Vec::new(), "all rows".to_owned(), on));
         }
@@ -179,7 +179,7 @@ impl StepState {
             .and_then(|table| self.tables[table].ids().get(row));
         let first = id.map_or_else(String::new, |id| {
             format!(
-                ", the first that is missing: {}",
+                ", first missing: {}",
                 crate::batch::RowId(*id).in_words()
             )
         });
@@ -193,15 +193,15 @@ impl StepState {
 }
 
 impl Run {
-    /// Where a stage runs.
-    pub(super) fn place_words(&self, stage: usize) -> String {
+    /// Where a stage runs, as text.
+    pub(super) fn place_name(&self, stage: usize) -> String {
         match self.schedule.places[stage] {
             Place::Host => "the host pool".to_owned(),
             Place::Group(_) => format!("device group {}", self.schedule.groups[0].name),
         }
     }
 
-    /// What the step waits for now.
+    /// What the step is waiting for now.
     pub(super) fn stall_report(&self, progress: &Progress) -> StallReport {
         let quiet_s = progress.last_event.elapsed().as_secs_f64();
         let mut flights: Vec<_> = progress.in_flight.iter().collect();
@@ -229,7 +229,7 @@ impl Run {
                         .unwrap_or(self.deadline)
                         .as_secs_f64(),
                 ),
-                on: self.place_words(stage),
+                on: self.place_name(stage),
             }
         });
         StallReport {
@@ -242,60 +242,61 @@ impl Run {
         }
     }
 
-    /// Something of `call` came: what was told of a wait is over.
-    pub(super) fn moved(&mut self, progress: &mut Progress, call: u64) {
+    /// Records an event of `call`: a reported wait is over.
+    pub(super) fn note_event(&mut self, progress: &mut Progress, call: u64) {
         if let Some(flight) = progress.in_flight.get(&call) {
             let stage = &self.schedule.plan.stages[flight.id.0].name;
-            self.notices.ended(stage, quiet(progress, flight));
+            self.thresholds.record(stage, quiet_time(progress, flight));
         }
         progress.last_event = Instant::now();
-        if std::mem::take(&mut progress.told)
+        if std::mem::take(&mut progress.reported)
             && let Some(dir) = &self.options.run_dir
         {
             remove_stall(dir);
         }
     }
 
-    /// Tells once what the step waits for when nothing has come for long, as calls of that stage go.
-    pub(super) fn watch(&self, progress: &mut Progress) {
+    /// Reports once what the step waits for when no event has arrived for a long time, compared with earlier calls of
+    /// the same stage.
+    pub(super) fn report_if_quiet(&self, progress: &mut Progress) {
         let is_long = |flight: &InFlight| {
             let stage = &self.schedule.plan.stages[flight.id.0].name;
-            quiet(progress, flight) >= self.notices.after(stage)
+            quiet_time(progress, flight) >= self.thresholds.of(stage)
         };
-        if progress.told || !progress.in_flight.values().any(is_long) {
+        if progress.reported || !progress.in_flight.values().any(is_long) {
             return;
         }
-        progress.told = true;
+        progress.reported = true;
         let report = self.stall_report(progress);
         tracing::warn!("{}", report.to_string().trim_end());
-        self.keep_stall(&report);
+        self.save_stall(&report);
     }
 
-    /// Keeps what the step waited for when a deadline ended it.
-    pub(super) fn tell_stall(&self, progress: &mut Progress, error: &RunError) {
-        let of_a_wait = matches!(
+    /// Reports what the step was waiting for when a deadline ended it.
+    pub(super) fn report_stall(&self, progress: &mut Progress, error: &RunError) {
+        let is_about_wait = matches!(
             error,
             RunError::Deadline { .. } | RunError::Stalled { .. } | RunError::TooManyHung { .. }
         );
-        if of_a_wait {
+        if is_about_wait {
             let late = progress.late.take();
             let report = StallReport {
                 error: Some(error.to_string()),
                 ..late.unwrap_or_else(|| self.stall_report(progress))
             };
             tracing::error!("{}", report.to_string().trim_end());
-            self.keep_stall(&report);
+            self.save_stall(&report);
         }
     }
 
-    fn keep_stall(&self, report: &StallReport) {
+    fn save_stall(&self, report: &StallReport) {
         if let Some(dir) = &self.options.run_dir {
-            report.keep(dir);
+            report.save(dir);
         }
     }
 }
 
-/// How long nothing has come at all while a call ran.
-fn quiet(progress: &Progress, flight: &InFlight) -> Duration {
+/// How long no event has arrived while a call was running.
+fn quiet_time(progress: &Progress, flight: &InFlight) -> Duration {
     progress.last_event.elapsed().min(flight.since.elapsed())
 }

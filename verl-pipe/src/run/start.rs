@@ -1,4 +1,4 @@
-//! A schedule into a [`Run`]: opens data, loads models, starts stages and threads.
+//! Starts a schedule as a [`Run`]: opens data, loads models, starts stages and threads.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use crate::data::DataLoaderInterface;
 use crate::run::channel::{Event, caught};
 use crate::run::error::RunError;
 use crate::run::host_pool::HostPool;
-use crate::run::notice::Notices;
+use crate::run::notice::WaitThresholds;
 use crate::run::runner::Run;
 use crate::run::samples::SampledRows;
 use crate::run::watch::Watch;
@@ -20,19 +20,19 @@ use crate::schedule::placement::{Place, Schedule};
 use crate::stage::{Cadence, CancelToken, Cardinality, Models, RowRule, Stage};
 use crate::trace::tap::{NoTap, Tap};
 
-/// What a run is started with besides the schedule.
+/// Options of a run besides the schedule.
 #[derive(Clone)]
 pub struct RunOptions {
     /// Ends the run when asked to.
     pub cancel: CancelToken,
-    /// Sees every edge.
+    /// Observes every edge.
     pub tap: Arc<dyn Tap>,
     /// Threads of the host pool; at least 2.
     pub host_threads: usize,
-    /// Emitted batches that may wait between a device worker and the engine, and slices that may wait for a host
-    /// thread, before `emit` blocks.
+    /// Number of emitted batches that can queue between a device worker and the engine, and of slices that can queue
+    /// for a host thread, before `emit` blocks.
     pub backlog: usize,
-    /// Folder into which the run writes what it waits for when nothing moves; see [`stall`](crate::run::stall).
+    /// Folder where the run writes what it waits for when it stalls; see [`stall`](crate::run::stall).
     pub run_dir: Option<PathBuf>,
 }
 
@@ -51,11 +51,11 @@ impl Default for RunOptions {
 
 /// A stage of the host pool between calls.
 pub(super) struct HostStage {
-    /// Never run; copied for each call that runs side by side. `None` for a stage that cannot be copied.
+    /// Never run; copied for concurrent calls. `None` for a stage that cannot be copied.
     pub(super) prototype: Option<Box<dyn Stage>>,
-    /// Objects that no call uses now.
+    /// Objects that no call is using.
     pub(super) free: Vec<Box<dyn Stage>>,
-    /// The stage offered state at the start, so that an object that is lost cannot be made again.
+    /// The stage had state at the start, so a lost object cannot be recreated.
     pub(super) has_state: bool,
 }
 
@@ -99,7 +99,7 @@ impl Schedule {
             .collect();
         let sampled = SampledRows::of(&schedule);
         Ok(Run {
-            notices: Notices::new(deadline),
+            thresholds: WaitThresholds::new(deadline),
             watch: Watch::start(options.run_dir.as_deref(), deadline),
             schedule,
             options,
@@ -120,7 +120,7 @@ impl Schedule {
     }
 }
 
-/// A duration from seconds of a configuration, whatever they are.
+/// Converts seconds of a configuration to a duration; values out of range become a year.
 pub(crate) fn seconds(value: f64) -> Duration {
     Duration::try_from_secs_f64(value).unwrap_or(Duration::from_secs(365 * 86_400))
 }
@@ -132,7 +132,7 @@ fn start_pool(options: &RunOptions, events: Sender<Event>) -> Result<HostPool, R
 pub(super) fn no_thread(error: std::io::Error) -> RunError {
     RunError::Lost {
         worker: "host pool".to_owned(),
-        reason: format!("no thread can be started: {error}"),
+        reason: format!("cannot start a thread: {error}"),
     }
 }
 
@@ -145,13 +145,13 @@ impl HostStage {
         let mut stage = start_stage(schedule, index, data, &mut Models::new())?;
         let has_state = stage.snapshot().is_ok_and(|state| state.is_some());
         let spec = &schedule.plan.stages[index].spec;
-        let side_by_side = matches!(spec.cardinality, Cardinality::Row | Cardinality::Group)
+        let concurrent = matches!(spec.cardinality, Cardinality::Row | Cardinality::Group)
             && matches!(
                 spec.rows,
                 RowRule::Same | RowRule::Expand(_) | RowRule::Filter | RowRule::Sink
             )
             && spec.cadence == Cadence::Step;
-        let copy = side_by_side.then(|| stage.duplicate()).flatten();
+        let copy = concurrent.then(|| stage.duplicate()).flatten();
         Ok(match copy {
             Some(copy) => HostStage {
                 prototype: Some(stage),
@@ -166,7 +166,7 @@ impl HostStage {
         })
     }
 
-    /// An object to run, if one can be had now.
+    /// An object to run, if one is available.
     pub(super) fn take(&mut self) -> Option<Box<dyn Stage>> {
         self.free.pop().or_else(|| {
             let prototype = self.prototype.as_ref()?;
@@ -178,7 +178,7 @@ impl HostStage {
         self.prototype.is_some() || !self.free.is_empty()
     }
 
-    pub(super) fn resting(&mut self) -> Option<&mut Box<dyn Stage>> {
+    pub(super) fn idle(&mut self) -> Option<&mut Box<dyn Stage>> {
         self.prototype.as_mut().or_else(|| self.free.first_mut())
     }
 }

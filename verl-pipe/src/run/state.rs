@@ -1,4 +1,4 @@
-//! Going back: snapshots of all models and stages, and saving models.
+//! Snapshots of all models and stages, restoring them, and saving models.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,30 +6,30 @@ use std::path::{Path, PathBuf};
 use crate::resource::{ModelResource, ResourceError, Snapshot, StoredState, WeightsVersion};
 use crate::run::error::RunError;
 use crate::run::runner::Run;
-use crate::run::watch::{Teller, Wait, Waiting};
+use crate::run::watch::{Teller, Wait, WaitGuard};
 use crate::run::worker::WorkerState;
 use crate::schedule::placement::Place;
 
 /// State of all models and stages between two steps.
 #[derive(Debug, Clone)]
 pub struct RunSnapshot {
-    /// Steps that were done.
+    /// Number of completed steps.
     pub step: u64,
     /// Models by name.
     pub models: BTreeMap<String, Snapshot>,
-    /// Stages by name, those that have state.
+    /// Stages that have state, by name.
     pub stages: BTreeMap<String, Snapshot>,
 }
 
-/// State of all models and stages between two steps in a form that can be kept on disk: version, and the state itself
-/// where it was asked for and there is one.
+/// State of all models and stages between two steps in a form that can be stored on disk: the version, and the state
+/// itself if it was requested and exists.
 #[derive(Debug, Clone, Default)]
 pub struct RunState {
-    /// Steps that were done.
+    /// Number of completed steps.
     pub step: u64,
     /// Models by name.
     pub models: BTreeMap<String, (WeightsVersion, Option<StoredState>)>,
-    /// Stages by name, those that have state.
+    /// Stages that have state, by name.
     pub stages: BTreeMap<String, (WeightsVersion, Option<StoredState>)>,
 }
 
@@ -43,15 +43,15 @@ impl Run {
     /// State of all models and stages, between two steps.
     ///
     /// # Errors
-    /// When one cannot be read back.
+    /// If a state cannot be read.
     pub fn snapshot(&mut self) -> Result<RunSnapshot, RunError> {
         self.snapshot_by(|model| model.snapshot())
     }
 
-    /// As [`Run::snapshot`], cheap enough for every step: hashes of versions may be empty.
+    /// Like [`Run::snapshot`], but cheap enough for every step: hashes of versions can be empty.
     ///
     /// # Errors
-    /// When one cannot be read back.
+    /// If a state cannot be read.
     pub fn quick_snapshot(&mut self) -> Result<RunSnapshot, RunError> {
         self.snapshot_by(|model| model.quick_snapshot())
     }
@@ -60,14 +60,14 @@ impl Run {
         let names = self.stage_names();
         let deadline = self.deadline;
         let (waiting, teller) = self.begin_state(self.step + 1, Place::Group(0));
-        let (models, on_worker) = waiting.until(
+        let (models, on_worker) = waiting.finish(
             self.worker
                 .ask("to take snapshots", deadline, move |state| {
                     snapshot_worker(state, &names, of_model, &teller)
                 })
                 .flatten(),
         )?;
-        // Stages of the host pool rest here, and are asked on this thread.
+        // Stages of the host pool are idle, so their state is read on this thread.
         let (_waiting, teller) = self.begin_state(self.step + 1, Place::Host);
         let mut stages: BTreeMap<String, Snapshot> = on_worker
             .into_iter()
@@ -75,7 +75,7 @@ impl Run {
             .collect();
         let names = self.stage_names();
         for (index, host) in &mut self.hosts {
-            let Some(stage) = host.resting() else {
+            let Some(stage) = host.idle() else {
                 continue;
             };
             let state = teller.at(&names[*index], || stage.snapshot());
@@ -89,10 +89,10 @@ impl Run {
         })
     }
 
-    /// Back to `snapshot`: what follows is bit-equal to what followed then.
+    /// Restores `snapshot`: all later steps are bit-identical to those that followed it.
     ///
     /// # Errors
-    /// When a model or stage refuses its part.
+    /// If a model or stage rejects its state.
     pub fn restore(&mut self, snapshot: &RunSnapshot) -> Result<(), RunError> {
         let names = self.stage_names();
         let deadline = self.deadline;
@@ -103,7 +103,7 @@ impl Run {
             })??;
         let names = self.stage_names();
         for (index, host) in &mut self.hosts {
-            let (Some(stage), Some(state)) = (host.resting(), snapshot.stages.get(&names[*index]))
+            let (Some(stage), Some(state)) = (host.idle(), snapshot.stages.get(&names[*index]))
             else {
                 continue;
             };
@@ -116,11 +116,11 @@ impl Run {
         Ok(())
     }
 
-    /// State of all models and stages in a form that can be kept on disk. With `full` it holds the states themselves;
-    /// those of models whose version is in `known` are left out.
+    /// State of all models and stages in a form that can be stored on disk. With `full` it includes the states
+    /// themselves, except for models whose version is in `known`.
     ///
     /// # Errors
-    /// When one cannot be read back.
+    /// If a state cannot be read.
     pub fn state(
         &mut self,
         full: bool,
@@ -138,10 +138,10 @@ impl Run {
         self.store(&snapshot, known)
     }
 
-    /// A snapshot of this run in a form that can be kept on disk, as [`Run::state`] gives it in full.
+    /// Converts a snapshot of this run to a form that can be stored on disk, like [`Run::state`] with `full`.
     ///
     /// # Errors
-    /// When one cannot be read back.
+    /// If a state cannot be read.
     pub fn store(
         &mut self,
         snapshot: &RunSnapshot,
@@ -150,9 +150,9 @@ impl Run {
         let (names, deadline) = (self.stage_names(), self.deadline);
         let (all, known) = (snapshot.clone(), known.clone());
         let (waiting, teller) = self.begin_state(snapshot.step + 1, Place::Group(0));
-        let (models, mut stages) = waiting.until(
+        let (models, mut stages) = waiting.finish(
             self.worker
-                .ask("to tell its state", deadline, move |state| {
+                .ask("to store its state", deadline, move |state| {
                     store_worker(state, &names, &all, &known, &teller)
                 })
                 .flatten(),
@@ -161,7 +161,7 @@ impl Run {
         let names = self.stage_names();
         for (index, host) in &mut self.hosts {
             let name = &names[*index];
-            let (Some(stage), Some(own)) = (host.resting(), snapshot.stages.get(name)) else {
+            let (Some(stage), Some(own)) = (host.idle(), snapshot.stages.get(name)) else {
                 continue;
             };
             let stored = teller.at(name, || stage.store(own));
@@ -175,10 +175,10 @@ impl Run {
         })
     }
 
-    /// Back to a state that was kept on disk. Models and stages of which it holds no state stay as they are.
+    /// Restores a state that was stored on disk. Models and stages that it does not contain stay unchanged.
     ///
     /// # Errors
-    /// When a model or stage refuses its part.
+    /// If a model or stage rejects its state.
     pub fn recall(&mut self, state: &RunState) -> Result<(), RunError> {
         let (names, deadline, all) = (self.stage_names(), self.deadline, state.clone());
         self.worker
@@ -189,7 +189,7 @@ impl Run {
         for (index, host) in &mut self.hosts {
             let name = &names[*index];
             if let (Some(stage), Some((version, Some(stored)))) =
-                (host.resting(), state.stages.get(name))
+                (host.idle(), state.stages.get(name))
             {
                 let recalled = stage.recall(version, stored);
                 recalled
@@ -204,11 +204,11 @@ impl Run {
     /// Versions of all models' weights.
     ///
     /// # Errors
-    /// When the worker is lost.
+    /// If the worker is lost.
     pub fn versions(&mut self) -> Result<BTreeMap<String, WeightsVersion>, RunError> {
         let deadline = self.deadline;
         let (waiting, teller) = self.begin_state(self.step + 1, Place::Group(0));
-        waiting.until(self.worker.ask("to tell versions", deadline, move |state| {
+        waiting.finish(self.worker.ask("to read versions", deadline, move |state| {
             let models = state.models.iter();
             models
                 .map(|(name, model)| (name.clone(), teller.at(name, || model.version())))
@@ -216,8 +216,9 @@ impl Run {
         }))
     }
 
-    /// A wait for the state of models and stages, before step `step`; and who tells whose state is read.
-    fn begin_state(&self, step: u64, place: Place) -> (Waiting, Teller) {
+    /// Starts a wait for the state of models and stages before step `step`, and returns the reporter of whose state is
+    /// being read.
+    fn begin_state(&self, step: u64, place: Place) -> (WaitGuard, Teller) {
         let waiting = self.watch.begin(Wait {
             step,
             who: "the run".to_owned(),
@@ -231,10 +232,10 @@ impl Run {
         (waiting, self.watch.teller())
     }
 
-    /// Saves model `name` into `dir`, which is made.
+    /// Saves model `name` to `dir`, which is created.
     ///
     /// # Errors
-    /// When there is no such model or it cannot be written.
+    /// If there is no such model or it cannot be written.
     pub fn save_model(&mut self, name: &str, dir: &Path) -> Result<(), RunError> {
         let deadline = self.deadline;
         let (name, dir) = (name.to_owned(), PathBuf::from(dir));

@@ -1,4 +1,4 @@
-//! `status.json`: how far a run came, written so that a full disk still takes it.
+//! `status.json`: the state of a run, written so that it fits even on a full disk.
 
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
@@ -11,20 +11,20 @@ use crate::run::records::{Status, StatusFile};
 /// Content of `status.json`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunState {
-    /// How it ended, if it has.
+    /// State of the run: in progress, or how it ended.
     pub status: Status,
-    /// Last whole step; of a run that goes on, at most a second old.
+    /// Last completed step; at most one second old while the run is in progress.
     pub step: u64,
-    /// Why it ended early; left out where it is empty.
+    /// Why it ended early; omitted if empty.
     pub reason: String,
-    /// Models whose folder is whole; left out while there are none.
+    /// Models whose folder is complete; omitted if there are none.
     pub saved: Vec<String>,
-    /// Those among them that hold a part of the step behind `step`, which failed; left out where there are none.
+    /// Saved models that contain a part of the step after `step`, which failed; omitted if there are none.
     pub partial: Vec<String>,
 }
 
 impl RunState {
-    /// A run that goes on behind step `step`.
+    /// A run in progress that has completed step `step`.
     pub fn running(step: u64) -> RunState {
         RunState {
             status: Status::Running,
@@ -36,20 +36,20 @@ impl RunState {
     }
 }
 
-/// What a run has told so far, as `status.json` counts it.
+/// What a run has reported so far, as counted in `status.json`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Told {
-    /// Warnings and errors.
+pub(crate) struct ReportCounts {
+    /// Number of warnings and errors.
     pub warnings: u64,
-    /// How often each anomaly rule began to hold.
+    /// How often each anomaly rule fired.
     pub anomalies: BTreeMap<String, u64>,
 }
 
-/// Bytes that a file of any size has on its disk: one block.
+/// Bytes that a file occupies at least on disk: one block.
 pub(super) const BLOCK: usize = 4096;
 
-/// Writes the file into run folder `dir`, aside and then renamed; where there is no room for that, over the old one, with
-/// its reason cut short.
+/// Writes the file to run folder `dir` via a temporary file. If there is no space for that, overwrites the old file,
+/// with the reason shortened.
 pub(super) fn write_status(dir: &Path, file: &StatusFile) -> io::Result<()> {
     let aside = dir.join(".status.json.partial");
     let path = dir.join("status.json");
@@ -66,7 +66,7 @@ pub(super) fn write_status(dir: &Path, file: &StatusFile) -> io::Result<()> {
     over_write(&path, &pretty(&short)).map_err(|_| reason)
 }
 
-/// At most `bytes` bytes of a text, cut between characters.
+/// Shortens a text to at most `bytes` bytes, at a character boundary.
 fn shortened(text: &str, bytes: usize) -> String {
     if text.len() <= bytes {
         return text.to_owned();
@@ -74,11 +74,11 @@ fn shortened(text: &str, bytes: usize) -> String {
     format!("{}…", &text[..text.floor_char_boundary(bytes)])
 }
 
-/// Puts `text` in the place of what a small file holds, without asking the disk for room.
+/// Overwrites the content of a small file with `text`, without allocating space on the disk.
 fn over_write(path: &Path, text: &str) -> io::Result<()> {
     if text.len() > BLOCK {
         return Err(io::Error::other(
-            "the text needs more room than the file has",
+            "the text is larger than the space of the file",
         ));
     }
     let mut file = OpenOptions::new().write(true).open(path)?;

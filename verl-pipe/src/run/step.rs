@@ -1,7 +1,15 @@
-//! One step as a state machine without threads: which slices are ready, what their input is, what came of them.
+//! One step as a state machine without threads: which slices are ready, what their input is, and what they produced.
 //!
-//! Slices have bounds that depend on rows and waves alone, never on timing, so no result depends on timing either. A
-//! slice is ready when its rows are known, all keys of all its rows have come, and the stages it waits for are done.
+//! The bounds of slices depend only on rows and waves, never on timing, so no result depends on timing either. A slice
+//! is ready when its rows are known, all keys of all its rows have arrived, and the stages it waits for are done.
+//!
+//! Invariants between two calls from outside:
+//! - Rows are only appended to tables and to [`Outputs`], never removed or moved. So a slice that is ready stays ready.
+//! - `grown` is empty: all growth of tables has reached their expansions and the slices of their readers. `new`, `emit`
+//!   and `finish` are the only entry points that grow a table, and each ends with `settle`.
+//! - A slice is in `ready_host` or `ready_device` only while its phase is [`Phase::Ready`]. Phases only advance and
+//!   `begin` removes the slice from both sets, so each slice starts once.
+//! - `unfinished` is the number of stages that are not `done`. Only `finish_stage_if_done` sets `done`, once per stage.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
@@ -34,24 +42,25 @@ pub(super) enum Phase {
 pub(super) struct Slice {
     pub(super) rows: Range<usize>,
     pub(super) phase: Phase,
-    /// First source and row that had not come at the last look.
-    pub(super) looked: (usize, usize),
+    /// First source and row that were missing at the last check. Everything before them has arrived and rows never
+    /// disappear, so the next check resumes here.
+    pub(super) resume_at: (usize, usize),
     pub(super) emitted: usize,
-    /// For a filter: position, chunk and row in the chunk of each row kept.
+    /// For a filter: position, chunk and row in the chunk of each kept row.
     pub(super) kept: Vec<(u32, u32, u32)>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct StageState {
     pub(super) slices: Vec<Slice>,
-    /// Rows that slices cover so far.
+    /// Rows covered by slices so far. Slices are contiguous and in order, so their bounds can be searched by bisection.
     pub(super) cut: usize,
-    /// No further slice will come.
+    /// No further slice will be added.
     pub(super) all_cut: bool,
-    /// Slices before this one were handed out (stages that take slices in order).
+    /// Slices before this one were made ready for dispatch (stages that take slices in order).
     pub(super) next: usize,
     pub(super) finished: usize,
-    /// Slices before this one added their rows to the filter's table.
+    /// Slices before this one have added their rows to the filter's table.
     pub(super) appended: usize,
     pub(super) waits_for: usize,
     pub(super) done: bool,
@@ -68,14 +77,14 @@ pub(crate) struct StepState {
     pub(super) in_order: Vec<bool>,
     pub(super) ready_host: BTreeSet<CallId>,
     pub(super) ready_device: BTreeSet<CallId>,
-    pub(super) undone: usize,
+    pub(super) unfinished: usize,
     pub(super) grown: VecDeque<usize>,
-    /// The filter that may ask for further waves.
+    /// The filter that may request further waves.
     pub(super) refill: Option<RefillState>,
 }
 
 impl StepState {
-    /// A step in which nothing has run. `in_order[s]`: stage `s` takes its slices one after the other.
+    /// A step in which nothing has run. `in_order[s]`: stage `s` takes its slices one after another.
     pub(crate) fn new(
         schedule: Arc<Schedule>,
         step: u64,
@@ -93,7 +102,7 @@ impl StepState {
             in_order,
             ready_host: BTreeSet::new(),
             ready_device: BTreeSet::new(),
-            undone: plan.stages.len(),
+            unfinished: plan.stages.len(),
             grown: VecDeque::new(),
             refill: RefillState::of(plan),
             schedule: schedule.clone(),
@@ -105,7 +114,7 @@ impl StepState {
             } else if stage.spec.rows == RowRule::Source || stage.table_in.is_none() {
                 state.push_slice(index, 0..0);
                 state.stages[index].all_cut = state.max_waves(index) == 1;
-                state.look(index, 0);
+                state.try_ready(index, 0);
             }
         }
         state.settle()?;
@@ -113,10 +122,10 @@ impl StepState {
     }
 
     pub(crate) fn is_done(&self) -> bool {
-        self.undone == 0
+        self.unfinished == 0
     }
 
-    /// Calls that may run on `place` now, most urgent first.
+    /// Calls that can run on `place` now, most urgent first.
     pub(crate) fn ready(&self, place: Place) -> &BTreeSet<CallId> {
         match place {
             Place::Host => &self.ready_host,
@@ -135,7 +144,7 @@ impl StepState {
         self.stages[stage].slices[slice].rows.clone()
     }
 
-    /// Identities of the rows of the first source, for the epoch.
+    /// Identity of the first row of the first source; determines the epoch.
     pub(crate) fn first_row(&self) -> Option<RowId> {
         let source = self
             .schedule
@@ -205,7 +214,7 @@ impl StepState {
         Batch::from_record(RecordBatch::try_new(wires.schema.clone(), all)?)
     }
 
-    /// Takes rows that a call emitted.
+    /// Accepts rows that a call emitted.
     pub(crate) fn emit(
         &mut self,
         call: CallId,
@@ -337,7 +346,7 @@ impl StepState {
             })
     }
 
-    /// The rows of a call with null in every key that the stage writes.
+    /// The rows of a call, with null in every key that the stage writes.
     pub(crate) fn nulls(&self, call: CallId, input: &Batch) -> Result<Batch, RunError> {
         let outputs = &self.schedule.wiring.stages[call.0].outputs;
         let mut nulls = input.rows_only();
@@ -353,7 +362,7 @@ impl StepState {
         Ok(nulls)
     }
 
-    /// Ends a call that has emitted all its rows.
+    /// Finishes a call that has emitted all its rows.
     pub(crate) fn finish(&mut self, call: CallId) -> Result<(), RunError> {
         self.check_complete(call).map_err(|e| self.guard(e))?;
         let (stage, slice) = call;
@@ -400,12 +409,12 @@ impl StepState {
 
     pub(super) fn finish_stage_if_done(&mut self, stage: usize) {
         let state = &self.stages[stage];
-        let at_work = !state.all_cut || state.finished < state.slices.len();
-        if state.done || at_work || self.falls_short(stage) {
+        let is_running = !state.all_cut || state.finished < state.slices.len();
+        if state.done || is_running || self.check_shortfall(stage) {
             return;
         }
         self.stages[stage].done = true;
-        self.undone -= 1;
+        self.unfinished -= 1;
         let planned = &self.schedule.plan.stages[stage];
         if let (RowRule::Filter, Some(table)) = (planned.spec.rows, planned.table_out) {
             self.tables[table].total = Some(self.tables[table].len());
@@ -415,21 +424,24 @@ impl StepState {
         for follower in &schedule.wiring.stages[stage].followers {
             self.stages[*follower].waits_for -= 1;
             if self.stages[*follower].waits_for == 0 {
-                self.look_at_all(*follower, 0);
+                self.try_ready_from(*follower, 0);
             }
         }
     }
 
-    /// Carries the growth of tables on to expansions and slices, until nothing changes.
+    /// Propagates the growth of tables to expansions and slices until nothing changes.
+    ///
+    /// This terminates: growth flows only from a table to its descendants, and `decide_wave` returns true at most once
+    /// a step.
     fn settle(&mut self) -> Result<(), RunError> {
-        self.carry_growth()?;
-        while self.judge_wave() {
-            self.carry_growth()?;
+        self.propagate_growth()?;
+        while self.decide_wave() {
+            self.propagate_growth()?;
         }
         Ok(())
     }
 
-    fn carry_growth(&mut self) -> Result<(), RunError> {
+    fn propagate_growth(&mut self) -> Result<(), RunError> {
         let schedule = self.schedule.clone();
         while let Some(table) = self.grown.pop_front() {
             for child in &schedule.wiring.expansions[table] {
@@ -445,8 +457,8 @@ impl StepState {
             for stage in &schedule.wiring.takers[table] {
                 let first_new = self.stages[*stage].slices.len();
                 self.cut_slices(*stage, table);
-                self.look_at_all(*stage, first_new);
-                self.pass_ends(*stage);
+                self.try_ready_from(*stage, first_new);
+                self.forward_ends(*stage);
                 self.finish_stage_if_done(*stage);
             }
         }
@@ -464,7 +476,7 @@ impl StepState {
         }
         if let Some(id) = self.tables[child].extend(&ids) {
             return Err(BatchError::Arrow(format!(
-                "{} was made twice",
+                "{} was created twice",
                 RowId(id).in_words()
             )));
         }
@@ -484,12 +496,12 @@ impl StepState {
         }
     }
 
-    /// Rows that a stage has taken, and whether it has ended.
+    /// Number of rows that a stage has taken, and whether the stage is done.
     pub(super) fn rows_taken(&self, stage: usize) -> (usize, bool) {
         (self.stages[stage].cut, self.stages[stage].done)
     }
 
-    /// Whether a stage was called in the step: rows came to it.
+    /// Whether the stage had any call in the step, that is, whether it received rows.
     pub(super) fn was_called(&self, stage: usize) -> bool {
         !self.stages[stage].slices.is_empty()
     }

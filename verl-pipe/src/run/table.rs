@@ -1,4 +1,4 @@
-//! Rows of one step: identities in declared order, as far as they are known.
+//! Rows of one step: the known identities, in declared order.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -11,13 +11,13 @@ use crate::schedule::wiring::Hop;
 #[derive(Debug, Default)]
 pub(crate) struct TableState {
     ids: Vec<u64>,
-    /// Position of each identity; made when first needed.
+    /// Position of each identity; built when first needed.
     index: HashMap<u64, u32>,
-    /// Identities do not rise, so that only the index can tell repeats.
+    /// Identities are not strictly increasing, so only the index can detect repeats.
     shuffled: bool,
-    /// Row after the last of each wave that is known whole: all its groups are whole too.
+    /// End position of each wave whose rows are all known; its groups are complete as well.
     pub ends: Vec<usize>,
-    /// Number of rows, once no more can come.
+    /// Number of rows, once no more can arrive.
     pub total: Option<usize>,
     /// For a filter's table: position in the parent of each row.
     pub kept: Vec<u32>,
@@ -32,7 +32,7 @@ impl TableState {
         self.ids.len()
     }
 
-    /// Appends rows; gives back the first identity that is there already.
+    /// Appends rows; returns the first identity that is already in the table.
     pub(crate) fn extend(&mut self, ids: &[u64]) -> Option<u64> {
         let rises = |pair: &[u64]| pair[0] < pair[1];
         let joins = self
@@ -66,7 +66,7 @@ impl TableState {
         }
     }
 
-    /// Positions of `ids`, guessed to begin at `guess`; gives back the first identity that is not in `within`.
+    /// Positions of `ids`, which probably start at `guess`. The error is the first identity that is not in `within`.
     pub(crate) fn positions(
         &mut self,
         ids: &[u64],
@@ -87,21 +87,21 @@ impl TableState {
     }
 }
 
-/// Rows of an ancestor's table, each once and in order, and where descendants share one: which of them for each row.
+/// Rows of an ancestor's table, each once and in order; if descendants share an ancestor, `pick` maps each row to it.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Ancestors {
     pub rows: AncestorRows,
     pub pick: Option<UInt32Array>,
 }
 
-/// Positions in a table, rising.
+/// Positions in a table, in increasing order.
 #[derive(Debug, PartialEq)]
 pub(crate) enum AncestorRows {
     Span(Range<usize>),
     Some(Vec<usize>),
 }
 
-/// The ancestor's row of row `row`.
+/// The row in the ancestor's table that `row` descends from.
 pub(crate) fn up(tables: &[TableState], path: &[Hop], row: usize) -> usize {
     path.iter().fold(row, |row, hop| match hop {
         Hop::Expand(n) => row / n,
@@ -109,7 +109,7 @@ pub(crate) fn up(tables: &[TableState], path: &[Hop], row: usize) -> usize {
     })
 }
 
-/// The ancestors' rows of `rows`.
+/// The rows in the ancestor's table that `rows` descend from.
 pub(crate) fn up_range(tables: &[TableState], path: &[Hop], rows: &Range<usize>) -> Ancestors {
     if path.is_empty() {
         return Ancestors {
@@ -133,7 +133,7 @@ pub(crate) fn up_range(tables: &[TableState], path: &[Hop], rows: &Range<usize>)
     }
 }
 
-/// The known descendants of rows `rows` of the ancestor.
+/// The known descendants of `rows` of the ancestor.
 pub(crate) fn down_range(tables: &[TableState], path: &[Hop], rows: &Range<usize>) -> Range<usize> {
     path.iter().rev().fold(rows.clone(), |rows, hop| match hop {
         Hop::Expand(n) => rows.start * n..rows.end * n,
@@ -145,7 +145,7 @@ pub(crate) fn down_range(tables: &[TableState], path: &[Hop], rows: &Range<usize
     })
 }
 
-/// Neighbouring positions as ranges.
+/// Groups adjacent positions into ranges.
 pub(crate) fn runs(positions: &[u32]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     for at in positions {
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_know_strangers_and_repeats() {
+    fn foreign_and_repeated_rows_are_detected() {
         let mut table = tables().remove(0);
         assert_eq!(table.positions(&[20, 30], 1, &(0..4)), Ok(vec![1, 2]));
         assert_eq!(table.positions(&[40, 10], 0, &(0..4)), Ok(vec![3, 0]));

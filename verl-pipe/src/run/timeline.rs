@@ -1,4 +1,4 @@
-//! How a run gets to the end of its first step: what took how long, and which kernels had to be compiled for it.
+//! The start of a run up to the end of its first step: how long each part took, and which kernels were compiled.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,12 +7,12 @@ use crate::plan::Plan;
 use crate::run::metrics::StepMetrics;
 use crate::run::records::{KernelTally, STAGE_S, StartFile, of_stage};
 
-/// What compiles kernels below the engine.
+/// Information about kernels that are compiled below the engine.
 pub trait Kernels: Send + Sync {
-    /// Whether stages on this device run compiled kernels, by its name in a pipeline.
+    /// Whether stages on `device` (its name in a pipeline) run compiled kernels.
     fn are_for(&self, device: &str) -> bool;
 
-    /// How many were compiled so far, and what is kept of them; none where no kernel was launched.
+    /// Number of kernels compiled so far and where they are cached; `None` if no kernel was launched.
     fn tally(&self) -> Option<KernelTally>;
 }
 
@@ -26,7 +26,7 @@ pub(crate) struct Timeline {
 }
 
 impl Timeline {
-    /// Begins with loading; `began` is when the work on the plan began.
+    /// Starts measuring with loading; `began` is when the work on the plan started.
     pub fn load(plan: &Plan, began: Option<Instant>, kernels: Option<Arc<dyn Kernels>>) -> Self {
         let stages = plan.pipe.stages.iter().map(|stage| stage.name.clone());
         Timeline {
@@ -38,13 +38,13 @@ impl Timeline {
         }
     }
 
-    /// Everything is loaded.
+    /// Marks the end of loading.
     pub fn loaded(&mut self) {
         self.load_s = self.since.elapsed().as_secs_f64();
         self.since = Instant::now();
     }
 
-    /// The first step is done.
+    /// Marks the end of the first step.
     pub fn first_step(self, metrics: &StepMetrics) -> StartFile {
         let run_s = self.since.elapsed().as_secs_f64();
         let step_s = metrics.get("perf/step_s").unwrap_or(run_s);
@@ -55,7 +55,7 @@ impl Timeline {
         StartFile {
             check_s: self.check_s,
             load_s: self.load_s,
-            // What was observed before the first step lies between.
+            // Observers that run before the first step account for the difference.
             observe_s: (run_s - step_s).max(0.0),
             first_step_s: step_s,
             stages: self.stages.iter().filter_map(seconds).collect(),
@@ -64,8 +64,8 @@ impl Timeline {
     }
 }
 
-/// `[start] check 0.31 s | load 0.80 s | first step 2.10 s: generate 1.20 s, update 0.70 s | 34 kernels compiled`:
-/// with the stages that took a tenth of the step or more.
+/// Formats a start on one line, with the stages that took at least a tenth of the first step:
+/// `[start] check 0.31 s | load 0.80 s | first step 2.10 s: generate 1.20 s, update 0.70 s | 34 kernels compiled`.
 pub(crate) fn start_line(start: &StartFile) -> String {
     let mut line = "[start]".to_owned();
     let mut part = |text: String| {
@@ -76,7 +76,7 @@ pub(crate) fn start_line(start: &StartFile) -> String {
         part(format!("check {seconds:.2} s"));
     }
     part(format!("load {:.2} s", start.load_s));
-    // An evaluation; where there is none, less than is worth a word.
+    // The time of an evaluation; without one it is negligible.
     if start.observe_s >= 0.1 {
         part(format!("observe {:.2} s", start.observe_s));
     }
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_is_one_line() {
+    fn a_start_is_printed_on_one_line() {
         assert_eq!(
             start_line(&start()),
             "[start] check 0.25 s | load 0.50 s | first step 2.00 s: generate 1.25 s, update 0.50 s"

@@ -1,4 +1,4 @@
-//! [`Trainer`]: a whole run with its folder, console and summary.
+//! [`Trainer`]: a complete run with its folder, console and summary.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,27 +16,27 @@ use crate::run::metrics::StepMetrics;
 use crate::run::records::WarningLevel;
 use crate::run::runner::{Run, RunOptions, RunSnapshot, StepOutput};
 use crate::run::space::{FreeSpace, Room};
-use crate::run::state_file::Told;
+use crate::run::state_file::ReportCounts;
 use crate::run::timeline::{Kernels, Timeline, start_line};
-use crate::run::warnings::{SharedConsole, Warnings, hear};
+use crate::run::warnings::{SharedConsole, Warnings, set_listener};
 use crate::trace::config::TraceWeights;
 use crate::trace::describe::describe;
 use crate::trace::recorder::Recorder;
 use crate::trace::tap::Both;
 
-/// File of a run folder that tells editors what `config.toml` may hold.
+/// File of a run folder with the schema of `config.toml`, for editors.
 const CONFIG_SCHEMA: &str = "config.schema.json";
 
-/// What is called after each step.
+/// Callback that is called after each step.
 type OnStep = Box<dyn FnMut(&StepMetrics) + Send>;
 
-/// Runs a plan: [`Trainer::train`] for all steps, or [`Trainer::step`] for one at a time and [`Trainer::finish`] at the
-/// end, which saves the models.
+/// Runs a plan: [`Trainer::train`] runs all steps; [`Trainer::step`] runs one at a time, and [`Trainer::finish`] at the
+/// end saves the models.
 ///
-/// Warnings of the run, its stages and its models are told on the console and written to `warnings.jsonl` of the run
-/// folder, without a subscriber to [`tracing`]; a program that has one sees them there instead of on the console.
+/// Warnings of the run, its stages and its models are printed on the console and written to `warnings.jsonl` in the run
+/// folder. If the program has a [`tracing`] subscriber, it receives them instead of the console.
 ///
-/// A trainer that is dropped without [`Trainer::finish`] saves what was learnt too, but can tell no error.
+/// A trainer that is dropped without [`Trainer::finish`] also saves the models, but cannot return errors.
 ///
 /// ```
 /// use verl_pipe::keys::PROMPTS;
@@ -80,38 +80,39 @@ pub struct Trainer {
     since: Option<Instant>,
     /// Until the first step is done.
     timeline: Option<Timeline>,
-    /// Models that were saved.
+    /// Models that have been saved.
     pub(super) saved: BTreeSet<String>,
     pub(super) warnings: Warnings,
-    /// Hears warnings for this run.
+    /// Receives the warnings of this run.
     listener: Dispatch,
     pub(super) room: Room,
     /// How the last step failed, if it did.
     pub(super) failure: Option<Failure>,
-    /// The end is written; no further step is taken.
+    /// The run has ended; no further step is run.
     pub(super) ended: bool,
     /// Some model could not be saved.
     pub(super) unsaved: bool,
 }
 
-/// How a trainer behaves besides what the plan says.
+/// Options of a trainer besides the plan.
 #[derive(Default)]
 pub struct TrainerOptions {
     /// Threads, cancellation, tap.
     pub run: RunOptions,
-    /// Where lines go; none are written when absent.
+    /// Where lines are printed; none are printed if absent.
     pub console: Option<Console>,
     /// Further versions for `versions.json`: name and version.
     pub versions: Vec<(String, String)>,
-    /// Schema of pipeline files, to be written beside `config.toml`, which then names it for editors.
+    /// Schema of pipeline files. It is written next to `config.toml`, which then refers to it for editors.
     pub schema: Option<serde_json::Value>,
-    /// When the work on the plan began, for `start.json`.
+    /// When the work on the plan started, for `start.json`.
     pub began: Option<Instant>,
-    /// What compiles kernels below the engine.
+    /// Information about kernels that are compiled below the engine.
     pub kernels: Option<Arc<dyn Kernels>>,
-    /// The warnings of the plan were shown already; they are still written into the run folder.
+    /// The warnings of the plan have already been shown; they are still written to the run folder.
     pub plan_told: bool,
-    /// Tells how much room the disk has, for disks whose quotas the system does not tell; the system is asked when absent.
+    /// Returns the free space of the disk, for disks whose quotas the system does not report; if absent, the system is
+    /// asked.
     pub free_space: Option<FreeSpace>,
 }
 
@@ -119,7 +120,7 @@ impl Trainer {
     /// A trainer that writes its lines to standard output.
     ///
     /// # Errors
-    /// As [`Trainer::with_options`].
+    /// See [`Trainer::with_options`].
     pub fn new(plan: Plan) -> Result<Trainer, RunError> {
         let console = Console::new(plan.pipe.run.steps, plan.pipe.run.console_every);
         Self::with_options(
@@ -131,11 +132,11 @@ impl Trainer {
         )
     }
 
-    /// Makes the run folder, then opens data and loads models. The folder is removed again when that fails. Nothing is
+    /// Creates the run folder, then opens data and loads models. The folder is removed again if that fails. Nothing is
     /// written to standard output without [`TrainerOptions::console`].
     ///
     /// # Errors
-    /// A plan that cannot be placed, a run folder that exists, and all that [`Schedule::start`] tells.
+    /// If the plan cannot be placed, the run folder already exists, or [`Schedule::start`] fails.
     ///
     /// [`Schedule::start`]: crate::schedule::placement::Schedule::start
     pub fn with_options(plan: Plan, options: TrainerOptions) -> Result<Trainer, RunError> {
@@ -145,7 +146,7 @@ impl Trainer {
         });
         let warnings = Warnings::new(console.clone());
         let listener = warnings.listener();
-        let _heard = hear(&listener);
+        let _guard = set_listener(&listener);
         let schedule = plan.schedule().map_err(RunError::Schedule)?;
         let settings = &plan.pipe.run;
         let room = Room::of(&settings.dir, options.free_space);
@@ -159,7 +160,7 @@ impl Trainer {
         warnings.write_into(folder.path());
         if let Some(reason) = folder.replaced() {
             tracing::warn!(
-                "`{}` held a run that ended before its first step was done, and is replaced; that run ended with: {reason}",
+                "replaced `{}`, which contained a run that ended before completing its first step; that run ended with: {reason}",
                 folder.path().display()
             );
         }
@@ -170,7 +171,7 @@ impl Trainer {
             }
         }
         let begin = || {
-            room.keep_for(&plan)?;
+            room.reserve_for(&plan)?;
             folder.write_text("config.toml", &config)?;
             if let Some(schema) = &options.schema {
                 folder.write_text(CONFIG_SCHEMA, &schema.to_string())?;
@@ -223,7 +224,7 @@ impl Trainer {
         self.on_step.push(Box::new(callback));
     }
 
-    /// The run below.
+    /// The underlying run.
     pub fn run(&mut self) -> &mut Run {
         &mut self.run
     }
@@ -237,16 +238,16 @@ impl Trainer {
         self.run.schedule().plan.context.steps
     }
 
-    /// Runs one step with the observers that are due, before the first step too, and records it.
+    /// Runs one step and the observers that are due, including those before the first step, and records it.
     ///
     /// # Errors
-    /// What ended the step, or a disk that refuses. [`RunError::Ended`] behind [`Trainer::finish`].
+    /// The error that ended the step, or a file that cannot be written. [`RunError::Ended`] after [`Trainer::finish`].
     pub fn step(&mut self) -> Result<StepMetrics, RunError> {
         if self.ended {
             let step = self.run.steps_done();
             return Err(RunError::Ended { step });
         }
-        let _heard = self.hear();
+        let _guard = self.set_listener();
         self.failure = None;
         self.try_step().inspect_err(|error| self.fail(error))
     }
@@ -257,13 +258,13 @@ impl Trainer {
         self.record_state();
         let output = self.run.step();
         self.record_late_states();
-        let rows_told = self.folder.row_errors(self.run.row_errors());
+        let rows_written = self.folder.row_errors(self.run.row_errors());
         let StepOutput {
             mut metrics,
             samples,
         } = output?;
-        rows_told?;
-        self.count();
+        rows_written?;
+        self.update_counts();
         self.tally(&metrics);
         self.record_metrics(&metrics);
         let kept = samples.len().min(self.samples_per_step);
@@ -273,12 +274,12 @@ impl Trainer {
             metrics.values.extend(observed.values.clone());
         }
         self.room.step_done(metrics.step, &self.run.schedule().plan);
-        // The step is learnt, so it is recorded whatever became of its observers.
+        // The models have been updated, so the step is recorded even if an observer failed.
         self.folder.record(&metrics)?;
         if let Some(timeline) = self.timeline.take() {
             let start = timeline.first_step(&metrics);
             self.folder.write_start(&start)?;
-            self.say(&start_line(&start));
+            self.print(&start_line(&start));
         }
         self.summary.steps = metrics.step;
         self.summary.seconds = self
@@ -297,7 +298,7 @@ impl Trainer {
         Ok(metrics)
     }
 
-    /// Tells the recorder the state before the next step, where the step is recorded in full.
+    /// Passes the state before the next step to the recorder, if the step is recorded in full.
     fn record_state(&mut self) {
         let step = self.run.steps_done() + 1;
         let Some(recorder) = &self.recorder else {
@@ -314,7 +315,7 @@ impl Trainer {
         }
     }
 
-    /// Keeps the state before the next step, in case the flight recorder writes it.
+    /// Keeps a snapshot of the state before the next step, in case the flight recorder writes it.
     fn keep_snapshot(&mut self) {
         let kept = self.recorder.as_ref().map_or(0, |r| r.kept_snapshots());
         if kept == 0 {
@@ -322,14 +323,14 @@ impl Trainer {
         }
         match self.run.quick_snapshot() {
             Ok(snapshot) => self.snapshots.push_back(snapshot),
-            Err(error) => tracing::warn!("the flight recorder goes without this state: {error}"),
+            Err(error) => tracing::warn!("the flight recorder has no snapshot of this state: {error}"),
         }
         while self.snapshots.len() > kept {
             self.snapshots.pop_front();
         }
     }
 
-    /// Gives the recorder the state of steps that the flight recorder wrote.
+    /// Passes the state of steps that the flight recorder wrote to the recorder.
     pub(super) fn record_late_states(&mut self) {
         let Some(recorder) = &self.recorder else {
             return;
@@ -346,7 +347,7 @@ impl Trainer {
         }
     }
 
-    /// Tells the recorder what came of a step.
+    /// Passes the metrics of a step to the recorder.
     fn record_metrics(&mut self, metrics: &StepMetrics) {
         let Some(recorder) = &self.recorder else {
             return;
@@ -354,13 +355,13 @@ impl Trainer {
         if recorder.wants_versions(metrics.step) {
             match self.run.versions() {
                 Ok(versions) => recorder.versions(metrics.step, versions),
-                Err(error) => tracing::warn!("versions are not looked at: {error}"),
+                Err(error) => tracing::warn!("versions of weights are not checked: {error}"),
             }
         }
         recorder.metrics(metrics);
     }
 
-    /// Once: observers before the first step.
+    /// Runs the observers before the first step, once.
     pub(super) fn begin(&mut self) -> Result<(), RunError> {
         if self.since.is_some() {
             return Ok(());
@@ -408,27 +409,27 @@ impl Trainer {
         }
     }
 
-    /// While what it gives lives, warnings on this thread are this run's.
-    pub(super) fn hear(&self) -> DefaultGuard {
-        hear(&self.listener)
+    /// Until the returned guard is dropped, warnings on this thread belong to this run.
+    pub(super) fn set_listener(&self) -> DefaultGuard {
+        set_listener(&self.listener)
     }
 
-    /// Has `status.json` know what the run has told so far.
-    pub(super) fn count(&mut self) {
+    /// Updates the counts of warnings and anomalies for `status.json`.
+    pub(super) fn update_counts(&mut self) {
         let recorder = self.recorder.as_ref();
-        self.folder.count(Told {
+        self.folder.set_counts(ReportCounts {
             warnings: self.warnings.count(),
             anomalies: recorder.map(|r| r.anomalies()).unwrap_or_default(),
         });
     }
 
-    pub(super) fn say(&self, text: &str) {
+    pub(super) fn print(&self, text: &str) {
         self.with_console(|console| console.line(text));
     }
 
-    pub(super) fn with_console(&self, tell: impl FnOnce(&mut Console)) {
+    pub(super) fn with_console(&self, write: impl FnOnce(&mut Console)) {
         if let Some(console) = &self.console {
-            tell(&mut console.lock().unwrap_or_else(PoisonError::into_inner));
+            write(&mut console.lock().unwrap_or_else(PoisonError::into_inner));
         }
     }
 }

@@ -1,10 +1,9 @@
-//! What whoever runs a pipeline should know while it runs: every warning and error that a run, its stages and its models
-//! tell, whether the program has a [`tracing`] subscriber or not.
+//! Warnings and errors of a run, its stages and its models, whether or not the program has a [`tracing`] subscriber.
 //!
-//! All of them are [`tracing`] events of level `WARN` or `ERROR`. While a [`Trainer`](crate::run::trainer::Trainer) works,
-//! the threads of its run hand such events to a listener of the run too, which counts them, writes them to `warnings.jsonl`, and
-//! shows them on the trainer's console, but only where the program has no subscriber: one that it has shows them itself.
-//! Nothing is installed for the whole program, so it may set up a subscriber before or after.
+//! All of them are [`tracing`] events of level `WARN` or `ERROR`. While a [`Trainer`](crate::run::trainer::Trainer)
+//! works, the threads of its run also send these events to a listener of the run, which counts them and writes them to
+//! `warnings.jsonl`. If the program has no subscriber, the listener also prints them on the trainer's console. Nothing
+//! is installed globally, so the program can set up a subscriber before or after.
 
 use std::fmt::{self, Write};
 use std::path::{Path, PathBuf};
@@ -23,11 +22,11 @@ use crate::run::lines::Lines;
 use crate::run::metrics::now;
 use crate::run::records::{WarningLevel, WarningLine};
 
-/// File of a run folder that holds them.
+/// File of a run folder that contains them.
 const FILE: &str = "warnings.jsonl";
 
-/// Lines of the file; what comes later is counted in `status.json` alone.
-const MOST_LINES: usize = 10_000;
+/// Maximum number of lines of the file; later warnings are only counted in `status.json`.
+const MAX_LINES: usize = 10_000;
 
 /// A console that several threads write to.
 pub(crate) type SharedConsole = Arc<Mutex<Console>>;
@@ -40,46 +39,46 @@ struct Shared {
     count: AtomicU64,
     step: AtomicU64,
     console: Option<SharedConsole>,
-    book: Mutex<Book>,
+    log: Mutex<WarningLog>,
 }
 
 /// Where warnings are written.
 #[derive(Default)]
-struct Book {
+struct WarningLog {
     /// The run folder, once there is one.
     dir: Option<PathBuf>,
-    /// What was told before that.
-    before: Vec<WarningLine>,
+    /// Warnings reported before that.
+    pending: Vec<WarningLine>,
     file: Option<Lines>,
     lines: usize,
 }
 
 impl Warnings {
-    /// Of a run that shows them on `console`.
+    /// The warnings of a run that shows them on `console`.
     pub(crate) fn new(console: Option<SharedConsole>) -> Warnings {
         Warnings(Arc::new(Shared {
             count: AtomicU64::new(0),
             step: AtomicU64::new(0),
             console,
-            book: Mutex::default(),
+            log: Mutex::default(),
         }))
     }
 
-    /// From here on they are written into the run folder `dir`, those that were told before too.
+    /// Writes all warnings to the run folder `dir` from now on, including earlier ones.
     pub(crate) fn write_into(&self, dir: &Path) {
-        let mut book = self.book();
-        book.dir = Some(dir.to_owned());
-        for line in std::mem::take(&mut book.before) {
-            book.add(line);
+        let mut log = self.log();
+        log.dir = Some(dir.to_owned());
+        for line in std::mem::take(&mut log.pending) {
+            log.add(line);
         }
     }
 
-    /// How many were told.
+    /// Number of warnings reported so far.
     pub(crate) fn count(&self) -> u64 {
         self.0.count.load(Ordering::Relaxed)
     }
 
-    /// Step `step` runs.
+    /// Sets the current step.
     pub(crate) fn at_step(&self, step: u64) {
         self.0.step.store(step, Ordering::Relaxed);
     }
@@ -94,15 +93,15 @@ impl Warnings {
             source: source.to_owned(),
             message: message.to_owned(),
         };
-        self.book().add(line);
+        self.log().add(line);
     }
 
-    /// Shows a warning on the console, where there is one.
+    /// Prints a warning on the console, if there is one.
     pub(crate) fn show(&self, level: WarningLevel, message: &str) {
         let Some(console) = &self.0.console else {
             return;
         };
-        // Findings of a plan say themselves what they are.
+        // Findings of a plan already have a prefix.
         let word = match level {
             _ if message.starts_with("warning[") => "",
             WarningLevel::Warning => "warning: ",
@@ -112,39 +111,39 @@ impl Warnings {
         console.line(&format!("{word}{message}"));
     }
 
-    /// What hears events for this run and hands them on to the program's subscriber, where there is one.
+    /// A subscriber that receives events for this run and forwards them to the program's subscriber, if there is one.
     pub(crate) fn listener(&self) -> Dispatch {
         Dispatch::new(Listener {
             warnings: self.clone(),
             level: LevelFilter::WARN.max(LevelFilter::current()),
             program: OnceLock::new(),
-            nobody: Dispatch::none(),
+            none: Dispatch::none(),
         })
     }
 
-    fn book(&self) -> MutexGuard<'_, Book> {
+    fn log(&self) -> MutexGuard<'_, WarningLog> {
         // Nothing that can panic runs under the lock.
-        self.0.book.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Book {
-    /// Writes a line. A disk that refuses it refuses the metrics too, which tell that.
+impl WarningLog {
+    /// Writes a line. Failures are ignored: if the disk is full, writing the metrics fails as well and is reported.
     fn add(&mut self, mut line: WarningLine) {
-        if self.lines > MOST_LINES {
+        if self.lines > MAX_LINES {
             return;
         }
         let Some(dir) = &self.dir else {
-            self.before.push(line);
+            self.pending.push(line);
             return;
         };
         if self.file.is_none() {
             self.file = Lines::create(dir.join(FILE)).ok();
         }
         self.lines += 1;
-        if self.lines > MOST_LINES {
+        if self.lines > MAX_LINES {
             line.message = format!(
-                "{MOST_LINES} warnings are listed at most; `status.json` counts those that follow"
+                "at most {MAX_LINES} warnings are listed; `status.json` counts all of them"
             );
         }
         if let Some(file) = &mut self.file {
@@ -153,26 +152,27 @@ impl Book {
     }
 }
 
-/// Who hears the events of this thread, for a thread that works for it; `None` where nobody does, so that a subscriber
-/// which the program sets up later hears both.
+/// The subscriber of this thread, for a thread that works for it. `None` if there is none, so that a subscriber that
+/// the program sets up later receives the events of both threads.
 pub(crate) fn heard_by() -> Option<Dispatch> {
     let listener = tracing::dispatcher::get_default(Dispatch::clone);
     (!listener.is::<NoSubscriber>()).then_some(listener)
 }
 
-/// Has `listener` hear the events of this thread while what is given lives.
+/// Makes `listener` the subscriber of this thread until the returned guard is dropped.
 pub(crate) fn heard(listener: Option<&Dispatch>) -> Option<DefaultGuard> {
     listener.map(set_default)
 }
 
-/// Has `listener`, which is one of [`Warnings::listener`], hear the events of this thread while what is given lives. Whoever
-/// heard them before hears them through it: the first such subscriber for good, so that no span goes from one to another.
-pub(crate) fn hear(listener: &Dispatch) -> DefaultGuard {
+/// Makes `listener`, which was created by [`Warnings::listener`], the subscriber of this thread until the returned
+/// guard is dropped. It forwards events to the thread's previous subscriber. The first such subscriber is kept
+/// permanently, so that no span is passed from one subscriber to another.
+pub(crate) fn set_listener(listener: &Dispatch) -> DefaultGuard {
     if let Some(own) = listener.downcast_ref::<Listener>()
         && own.program.get().is_none()
         && let Some(program) = heard_by().filter(|program| !program.is::<Listener>())
     {
-        // Another thread may have been first, with the same one.
+        // Another thread may have set the same subscriber first.
         let _ = own.program.set(program);
     }
     set_default(listener)
@@ -184,16 +184,16 @@ struct Listener {
     level: LevelFilter,
     /// The program's own, once there is one.
     program: OnceLock<Dispatch>,
-    nobody: Dispatch,
+    none: Dispatch,
 }
 
 impl Listener {
     fn inner(&self) -> &Dispatch {
-        self.program.get().unwrap_or(&self.nobody)
+        self.program.get().unwrap_or(&self.none)
     }
 }
 
-/// Whether a run listens to events of this sort.
+/// Whether the listener of a run handles such events.
 fn is_warning(metadata: &Metadata<'_>) -> bool {
     metadata.is_event() && *metadata.level() <= Level::WARN
 }
@@ -236,13 +236,13 @@ impl Subscriber for Listener {
                 Level::ERROR => WarningLevel::Error,
                 _ => WarningLevel::Warning,
             };
-            let message = text.whole();
+            let message = text.finish();
             self.warnings.note(level, metadata.target(), &message);
-            // The program's own shows it where it likes.
+            // The program's own subscriber decides where to show it.
             if self.program.get().is_none() {
                 self.warnings.show(level, &message);
             }
-            // It was let pass for this run's sake alone.
+            // It was enabled only for this listener.
             if !self.inner().enabled(metadata) {
                 return;
             }
@@ -275,7 +275,7 @@ struct Text {
 }
 
 impl Text {
-    fn whole(self) -> String {
+    fn finish(self) -> String {
         match self.fields.is_empty() {
             true => self.message,
             false => format!(
@@ -293,7 +293,7 @@ impl Visit for Text {
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        // Writing to a text cannot fail.
+        // Writing to a string cannot fail.
         let _ = match field.name() {
             "message" => write!(self.message, "{value:?}"),
             name => write!(self.fields, ", {name} {value:?}"),
@@ -328,12 +328,12 @@ mod tests {
         let temp = tempfile::tempdir().unwrap();
         let (warnings, listener, page) = listening(true);
         {
-            let _heard = hear(&listener);
-            tracing::warn!(row = 3, "told before the folder");
+            let _guard = set_listener(&listener);
+            tracing::warn!(row = 3, "reported before the folder");
             warnings.write_into(temp.path());
             warnings.at_step(7);
             tracing::error!("a disk is full");
-            tracing::info!("nobody asks for this");
+            tracing::info!("not a warning");
             let _span = tracing::debug_span!("step").entered();
         }
         assert_eq!(warnings.count(), 2);
@@ -343,19 +343,19 @@ mod tests {
                 (
                     0,
                     WarningLevel::Warning,
-                    "told before the folder (row 3)".to_owned()
+                    "reported before the folder (row 3)".to_owned()
                 ),
                 (7, WarningLevel::Error, "a disk is full".to_owned()),
             ]
         );
         assert_eq!(
             page.text(),
-            "warning: told before the folder (row 3)\nerror: a disk is full\n"
+            "warning: reported before the folder (row 3)\nerror: a disk is full\n"
         );
     }
 
     #[test]
-    fn a_subscriber_of_the_program_hears_each_once_and_the_console_is_left_alone() {
+    fn a_subscriber_of_the_program_gets_each_warning_once_and_the_console_none() {
         let temp = tempfile::tempdir().unwrap();
         let log = Page::default();
         let to = log.clone();
@@ -367,21 +367,21 @@ mod tests {
         let (warnings, page) = tracing::subscriber::with_default(own, || {
             let (warnings, listener, page) = listening(true);
             warnings.write_into(temp.path());
-            let _heard = hear(&listener);
+            let _guard = set_listener(&listener);
             let on_another = heard_by();
             let thread = std::thread::spawn(move || {
-                let _heard = heard(on_another.as_ref());
+                let _guard = heard(on_another.as_ref());
                 tracing::warn!("from a thread");
             });
             thread.join().unwrap();
-            tracing::info!("for the log alone");
+            tracing::info!("only for the log");
             (warnings, page)
         });
         assert_eq!(warnings.count(), 1);
         assert_eq!(page.text(), "");
         let log = log.text();
         assert_eq!(log.matches("from a thread").count(), 1, "{log}");
-        assert_eq!(log.matches("for the log alone").count(), 1, "{log}");
+        assert_eq!(log.matches("only for the log").count(), 1, "{log}");
         assert_eq!(messages(temp.path()).len(), 1);
     }
 
@@ -390,13 +390,13 @@ mod tests {
         let temp = tempfile::tempdir().unwrap();
         let (warnings, _, _) = listening(false);
         warnings.write_into(temp.path());
-        for _ in 0..MOST_LINES + 50 {
+        for _ in 0..MAX_LINES + 50 {
             warnings.note(WarningLevel::Warning, "here", "again");
         }
         let messages = messages(temp.path());
-        assert_eq!(messages.len(), MOST_LINES + 1);
+        assert_eq!(messages.len(), MAX_LINES + 1);
         let (_, _, last) = messages.last().unwrap();
         assert!(last.contains("`status.json` counts"), "{last}");
-        assert_eq!(warnings.count(), MOST_LINES as u64 + 50);
+        assert_eq!(warnings.count(), MAX_LINES as u64 + 50);
     }
 }

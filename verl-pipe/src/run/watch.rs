@@ -1,5 +1,5 @@
-//! Waits outside the flow of a step's rows: observers, states that are read for the trace, the trace's own thread. A
-//! thread beside the run tells them in `stall.json`, since who waits cannot.
+//! Waits outside the row flow of a step: observers, states that are read for the trace, and the thread of the trace. A
+//! separate thread reports them in `stall.json`, since the waiting thread is blocked.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,33 +9,33 @@ use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 
 use crate::run::error::RunError;
 use crate::run::metrics::now;
-use crate::run::notice::Notices;
+use crate::run::notice::WaitThresholds;
 use crate::run::stall::{PendingEdge, StallReport, remove_stall};
 use crate::run::warnings::{heard, heard_by};
 
-/// How often the thread looks, where deadlines are long.
-const LOOK: Duration = Duration::from_millis(500);
+/// How often the thread checks the wait; more often if deadlines are short.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Something that is waited for.
+/// A wait of the run.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Wait {
-    /// The step during or behind which it is.
+    /// The step during or after which the run waits.
     pub step: u64,
-    /// Who works, and the kind of wait that it is: a stage, the trace.
+    /// Who is working (a stage, the trace); also the kind of the wait.
     pub who: String,
-    /// What is awaited of it.
+    /// What the run waits for.
     pub owes: String,
-    /// Where it works.
+    /// Where it is working.
     pub on: String,
-    /// How long it may take.
+    /// Deadline of the wait.
     pub deadline: Duration,
 }
 
-/// Tells waits that take long. It looks at nothing where a run has no folder.
+/// Reports long waits. Does nothing if the run has no folder.
 #[derive(Debug)]
 pub(crate) struct Watch {
     shared: Option<Arc<Shared>>,
-    /// Its end ends the thread.
+    /// Dropping it ends the thread.
     _ends: Option<Sender<()>>,
 }
 
@@ -47,13 +47,13 @@ struct Shared {
 
 #[derive(Debug)]
 struct State {
-    notices: Notices,
-    /// The wait that is on; whoever waits waits for one thing.
+    thresholds: WaitThresholds,
+    /// The current wait; there is at most one at a time.
     wait: Option<(Wait, Instant)>,
-    /// What the thread that is waited for is at, and since when, where it is something with a name of its own.
+    /// What the awaited thread is working on and since when, if that has its own name.
     at: Option<(String, Instant)>,
-    /// The wait was told.
-    told: bool,
+    /// The wait has been reported.
+    reported: bool,
 }
 
 impl Shared {
@@ -62,19 +62,19 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the wait that is on, once it has taken long.
-    fn look(&self) {
+    /// Reports the current wait once it is long.
+    fn check(&self) {
         let mut state = self.state();
         let Some((wait, since)) = &state.wait else {
             return;
         };
-        if state.told || since.elapsed() < state.notices.after(&wait.who) {
+        if state.reported || since.elapsed() < state.thresholds.of(&wait.who) {
             return;
         }
         let report = state.report(wait, *since, None);
-        state.told = true;
+        state.reported = true;
         tracing::warn!("{}", report.to_string().trim_end());
-        report.keep(&self.dir);
+        report.save(&self.dir);
     }
 }
 
@@ -103,7 +103,7 @@ impl State {
 }
 
 impl Watch {
-    /// Watches the waits of the run in `run_dir`, whose calls may take as long as `deadline`.
+    /// Watches the waits of the run in `run_dir`, whose calls have the given `deadline`.
     pub(crate) fn start(run_dir: Option<&Path>, deadline: Duration) -> Watch {
         let Some(dir) = run_dir else {
             return Watch {
@@ -114,26 +114,26 @@ impl Watch {
         let shared = Arc::new(Shared {
             dir: dir.to_owned(),
             state: Mutex::new(State {
-                notices: Notices::new(deadline),
+                thresholds: WaitThresholds::new(deadline),
                 wait: None,
                 at: None,
-                told: false,
+                reported: false,
             }),
         });
         let (ends, ended) = bounded::<()>(0);
-        let look = LOOK.min(deadline / 16).max(Duration::from_millis(1));
-        let seen = shared.clone();
+        let interval = POLL_INTERVAL.min(deadline / 16).max(Duration::from_millis(1));
+        let watched = shared.clone();
         let listens = heard_by();
         let thread = std::thread::Builder::new()
             .name("watch".to_owned())
             .spawn(move || {
-                let _heard = heard(listens.as_ref());
-                while ended.recv_timeout(look) == Err(RecvTimeoutError::Timeout) {
-                    seen.look();
+                let _guard = heard(listens.as_ref());
+                while ended.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
+                    watched.check();
                 }
             });
         if let Err(error) = thread {
-            tracing::warn!("what the run waits for beside its steps is not told: {error}");
+            tracing::warn!("long waits between steps are not reported: {error}");
         }
         Watch {
             shared: Some(shared),
@@ -141,39 +141,39 @@ impl Watch {
         }
     }
 
-    /// A wait begins; it ends with what is given back.
-    pub(crate) fn begin(&self, wait: Wait) -> Waiting {
+    /// Starts a wait, which ends when the returned guard is dropped.
+    pub(crate) fn begin(&self, wait: Wait) -> WaitGuard {
         let shared = self.shared.clone();
         if let Some(shared) = &shared {
             let mut state = shared.state();
             state.wait = Some((wait, Instant::now()));
-            state.told = false;
+            state.reported = false;
         }
-        Waiting { shared }
+        WaitGuard { shared }
     }
 
-    /// For the thread that is waited for, to tell what it is at.
+    /// A handle with which the awaited thread reports what it is working on.
     pub(crate) fn teller(&self) -> Teller {
         Teller(self.shared.clone())
     }
 }
 
-/// A wait that is on. Dropped, it has ended well, and what was told of it is taken back.
+/// A wait in progress. Dropping it means that the wait succeeded, and removes its report.
 #[derive(Debug)]
-pub(crate) struct Waiting {
+pub(crate) struct WaitGuard {
     shared: Option<Arc<Shared>>,
 }
 
-impl Waiting {
-    /// The wait ended with `result`.
-    pub(crate) fn until<T>(self, result: Result<T, RunError>) -> Result<T, RunError> {
+impl WaitGuard {
+    /// Ends the wait with `result`.
+    pub(crate) fn finish<T>(self, result: Result<T, RunError>) -> Result<T, RunError> {
         if let Err(error) = &result {
             self.failed(error);
         }
         result
     }
 
-    /// The wait ended with `error`: what was waited for stays told, where the error is about the wait.
+    /// Ends the wait with `error`. If the error is about the wait, the report stays on disk.
     pub(crate) fn failed(mut self, error: &RunError) {
         let late = matches!(error, RunError::Deadline { .. } | RunError::Lost { .. });
         let Some(shared) = self.shared.take_if(|_| late) else {
@@ -183,30 +183,30 @@ impl Waiting {
         if let Some((wait, since)) = state.wait.take() {
             let report = state.report(&wait, since, Some(error.to_string()));
             tracing::error!("{}", report.to_string().trim_end());
-            report.keep(&shared.dir);
+            report.save(&shared.dir);
         }
     }
 }
 
-impl Drop for Waiting {
+impl Drop for WaitGuard {
     fn drop(&mut self) {
         let Some(shared) = &self.shared else { return };
         let mut state = shared.state();
         if let Some((wait, since)) = state.wait.take() {
-            state.notices.ended(&wait.who, since.elapsed());
+            state.thresholds.record(&wait.who, since.elapsed());
         }
-        if std::mem::take(&mut state.told) {
+        if std::mem::take(&mut state.reported) {
             remove_stall(&shared.dir);
         }
     }
 }
 
-/// Tells what a thread is at.
+/// Reports what a thread is working on.
 #[derive(Debug, Clone)]
 pub(crate) struct Teller(Option<Arc<Shared>>);
 
 impl Teller {
-    /// Runs `work` as `name`.
+    /// Runs `work` and reports it as `name` in the meantime.
     pub(crate) fn at<T>(&self, name: &str, work: impl FnOnce() -> T) -> T {
         let Some(shared) = &self.0 else {
             return work();
@@ -232,7 +232,7 @@ mod tests {
         }
     }
 
-    /// The report, once it is there.
+    /// The report, once it exists.
     fn report(dir: &Path) -> StallReport {
         loop {
             if let Ok(Some(report)) = StallReport::read(dir) {
@@ -243,34 +243,34 @@ mod tests {
     }
 
     #[test]
-    fn a_long_wait_is_told_with_what_works_and_taken_back() {
+    fn a_long_wait_is_reported_until_it_ends() {
         let temp = tempfile::tempdir().expect("a folder");
         let watch = Watch::start(Some(temp.path()), Duration::from_millis(40));
         let waiting = watch.begin(wait());
-        let told = report(temp.path());
-        let edge = &told.running[0];
-        assert_eq!((told.step, edge.stage.as_str()), (3, "trace"));
+        let found = report(temp.path());
+        let edge = &found.running[0];
+        assert_eq!((found.step, edge.stage.as_str()), (3, "trace"));
         assert_eq!(edge.deadline_s, Some(600.0));
         drop(waiting);
         assert_eq!(StallReport::read(temp.path()).expect("reads"), None);
-        // Who is waited for says what it is at.
+        // The awaited thread reports what it is working on.
         let waiting = watch.begin(wait());
-        let told = watch.teller().at("rule `slow`", || report(temp.path()));
-        assert_eq!(told.running[0].stage, "rule `slow`");
-        // An error of a wait leaves it told, any other does not.
+        let found = watch.teller().at("rule `slow`", || report(temp.path()));
+        assert_eq!(found.running[0].stage, "rule `slow`");
+        // An error about a wait keeps its report; any other error does not.
         waiting.failed(&RunError::Lost {
             worker: "trace".to_owned(),
             reason: "it hangs".to_owned(),
         });
-        let told = StallReport::read(temp.path()).expect("reads");
-        let error = told.expect("it stays").error.expect("how it ended");
+        let found = StallReport::read(temp.path()).expect("reads");
+        let error = found.expect("it stays").error.expect("how it ended");
         assert!(error.contains("it hangs"), "{error}");
         let waiting = watch.begin(wait());
         waiting.failed(&RunError::Cancelled { step: 3 });
     }
 
     #[test]
-    fn nothing_is_told_without_a_folder() {
+    fn nothing_is_reported_without_a_folder() {
         let watch = Watch::start(None, Duration::from_millis(1));
         let waiting = watch.begin(wait());
         assert_eq!(watch.teller().at("x", || 5), 5);

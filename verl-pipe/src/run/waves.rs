@@ -1,7 +1,15 @@
-//! Waves: when a source draws again, and which of the rows that a filter keeps go on.
+//! Waves: when a source draws again, and which of the rows that a filter keeps are passed on.
 //!
-//! A decision falls only when the filter has seen every group of every wave drawn so far, and it looks at rows in
-//! declared order alone; so neither what is drawn nor what goes on depends on timing.
+//! Whether to draw another wave is decided only after the filter has seen every group of every wave drawn so far, and
+//! kept rows are admitted in declared order. So neither what is drawn nor what is passed on depends on timing.
+//!
+//! Invariants between calls:
+//! - The source has at most one open wave: a wave is added only when all earlier ones are drawn and filtered.
+//! - A filter's table grows in declared order: `appended` stops at the first slice that is not finished, whichever
+//!   slice finishes first.
+//! - `kept` never exceeds the wanted number of groups, and no row is admitted once `surplus` is above 0. With the order
+//!   above, exactly the first wanted groups are passed on, however many groups the last wave kept.
+//! - An entry of `ends` is final: all rows of that wave precede it in the table. So slices can be cut at it at once.
 
 use crate::batch::RowId;
 use crate::plan::Plan;
@@ -9,37 +17,37 @@ use crate::run::error::RunError;
 use crate::run::step::{CallId, Phase, StepState};
 use crate::stage::{OnShort, Refill, RowRule};
 
-/// A filter with a number of groups to keep, and its source.
+/// A filter that must keep a given number of groups, and its source.
 #[derive(Debug)]
 pub(super) struct RefillState {
     filter: usize,
     source: usize,
     wanted: Refill,
-    /// Groups that went on.
+    /// Groups that were passed on.
     kept: usize,
-    /// Groups that the filter kept beyond those that were wanted.
+    /// Groups that the filter kept beyond the wanted number.
     surplus: usize,
-    /// Group of the newest row that the filter kept.
+    /// Group of the most recent row that the filter kept.
     newest: Option<u64>,
-    /// The last wave is over and too few groups were kept.
+    /// The last wave has ended and too few groups were kept.
     short: bool,
 }
 
-/// What came of a step's waves.
+/// Results of the waves of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct WaveCounts {
-    /// Stage that kept the groups.
+    /// The stage that kept the groups.
     pub filter: usize,
-    /// Waves that were drawn.
+    /// Number of waves that were drawn.
     pub waves: usize,
-    /// Groups that went on.
+    /// Groups that were passed on.
     pub kept: usize,
-    /// Groups that were kept beyond those that were wanted.
+    /// Groups that were kept beyond the wanted number.
     pub surplus: usize,
 }
 
 impl RefillState {
-    /// The refilling filter of a plan; a plan has one at most.
+    /// The refilling filter of a plan; a plan has at most one.
     pub(super) fn of(plan: &Plan) -> Option<RefillState> {
         let filter = plan
             .stages
@@ -61,7 +69,7 @@ impl RefillState {
         })
     }
 
-    /// Whether the next row that the filter kept goes on; `group` is the row's.
+    /// Whether the next row that the filter kept is passed on; `group` is the group of that row.
     fn admit(&mut self, group: u64) -> bool {
         if self.newest != Some(group) {
             self.newest = Some(group);
@@ -76,7 +84,7 @@ impl RefillState {
 }
 
 impl StepState {
-    /// Wave that a call draws; 0 for a stage that is no source.
+    /// The wave that a call draws; 0 for a stage that is not a source.
     pub(crate) fn wave(&self, (stage, slice): CallId) -> u64 {
         match self.schedule.plan.stages[stage].spec.rows {
             RowRule::Source => slice as u64,
@@ -84,7 +92,7 @@ impl StepState {
         }
     }
 
-    /// Waves that a source may draw.
+    /// Maximum number of waves that a source may draw.
     pub(super) fn max_waves(&self, source: usize) -> usize {
         let refill = self
             .refill
@@ -93,7 +101,7 @@ impl StepState {
         refill.map_or(1, |refill| refill.wanted.waves.max(1))
     }
 
-    /// A source's call has ended: the rows so far are whole.
+    /// Marks the end of a wave after a call of the source: the rows so far are complete.
     pub(super) fn end_wave(&mut self, source: usize, table: usize) {
         let rows = self.tables[table].len();
         self.tables[table].ends.push(rows);
@@ -103,7 +111,7 @@ impl StepState {
         self.grown.push_back(table);
     }
 
-    /// No further wave will come.
+    /// Ends the source: it draws no further wave.
     fn end_source(&mut self, source: usize) {
         if let Some(table) = self.schedule.plan.stages[source].table_out {
             self.tables[table].total = Some(self.tables[table].len());
@@ -112,14 +120,14 @@ impl StepState {
         self.stages[source].all_cut = true;
     }
 
-    /// Once the filter has seen all of the waves so far: ends the source, or lets it draw again. True when rows became
-    /// known to be all.
-    pub(super) fn judge_wave(&mut self) -> bool {
+    /// Once the filter has seen all waves so far, ends the source or lets it draw another wave. Returns true if the
+    /// source ended, which makes the total number of rows known.
+    pub(super) fn decide_wave(&mut self) -> bool {
         let Some(refill) = &self.refill else {
             return false;
         };
         let source = refill.source;
-        if self.stages[source].all_cut || !self.is_judged(refill) {
+        if self.stages[source].all_cut || !self.has_seen_all(refill) {
             return false;
         }
         if refill.kept >= refill.wanted.groups {
@@ -128,12 +136,12 @@ impl StepState {
             return true;
         }
         self.push_slice(source, 0..0);
-        self.look(source, self.stages[source].slices.len() - 1);
+        self.try_ready(source, self.stages[source].slices.len() - 1);
         false
     }
 
     /// Whether the filter has seen every row of the waves drawn so far.
-    fn is_judged(&self, refill: &RefillState) -> bool {
+    fn has_seen_all(&self, refill: &RefillState) -> bool {
         let (source, filter) = (&self.stages[refill.source], &self.stages[refill.filter]);
         let Some(table) = self.schedule.plan.stages[refill.filter].table_in else {
             return false;
@@ -145,7 +153,7 @@ impl StepState {
             && filter.finished == filter.slices.len()
     }
 
-    /// Adds the rows that a filter kept to its table, slice by slice in declared order.
+    /// Appends the rows that a filter kept to its table, slice by slice in declared order.
     pub(super) fn append_kept(&mut self, stage: usize, table: usize) {
         let parent = self.schedule.plan.stages[stage].table_in.unwrap_or(table);
         let first = self.tables[table].len();
@@ -169,7 +177,7 @@ impl StepState {
                 self.tables[table].kept.push(position);
                 self.stages[stage].outputs.place(at, chunk, row);
             }
-            self.pass_ends(stage);
+            self.forward_ends(stage);
         }
         let end = self.tables[table].len();
         self.grown.push_back(table);
@@ -178,9 +186,9 @@ impl StepState {
         }
     }
 
-    /// Carries ends of waves on to the table of a plain filter, once all rows before them were judged. The table of a
-    /// refilling filter has none: what goes on is one list.
-    pub(super) fn pass_ends(&mut self, stage: usize) {
+    /// Forwards the ends of waves to the table of a plain filter once all rows before them have been filtered. The
+    /// table of a refilling filter has no wave ends: the rows it passes on form a single list.
+    pub(super) fn forward_ends(&mut self, stage: usize) {
         let planned = &self.schedule.plan.stages[stage];
         let (RowRule::Filter, None, Some(parent), Some(table)) = (
             planned.spec.rows,
@@ -192,9 +200,9 @@ impl StepState {
         };
         let state = &self.stages[stage];
         let next = state.slices.get(state.appended);
-        let judged = next.map_or(state.cut, |slice| slice.rows.start);
+        let filtered = next.map_or(state.cut, |slice| slice.rows.start);
         while let Some(end) = self.tables[parent].ends.get(self.tables[table].ends.len())
-            && *end <= judged
+            && *end <= filtered
         {
             let rows = self.tables[table].len();
             self.tables[table].ends.push(rows);
@@ -202,8 +210,8 @@ impl StepState {
         }
     }
 
-    /// Whether a filter that has seen all rows kept too few; from then on the step can only end.
-    pub(super) fn falls_short(&mut self, stage: usize) -> bool {
+    /// Checks whether a filter that has seen all rows kept too few groups; if so, the step can only fail.
+    pub(super) fn check_shortfall(&mut self, stage: usize) -> bool {
         let Some(refill) = self.refill.as_mut().filter(|refill| refill.filter == stage) else {
             return false;
         };
@@ -215,7 +223,7 @@ impl StepState {
         refill.short
     }
 
-    /// What came of the waves, where a stage refills.
+    /// Results of the waves, if a stage refills.
     pub(crate) fn wave_counts(&self) -> Option<WaveCounts> {
         self.refill.as_ref().map(|refill| WaveCounts {
             filter: refill.filter,
@@ -225,7 +233,7 @@ impl StepState {
         })
     }
 
-    /// The error of a step that kept too few groups, with the `statistics` of the filter.
+    /// The error for a step that kept too few groups, with the `statistics` of the filter.
     pub(crate) fn no_signal(&self, statistics: impl FnOnce(usize) -> String) -> Option<RunError> {
         let refill = self.refill.as_ref().filter(|refill| refill.short)?;
         let planned = &self.schedule.plan.stages[refill.filter];

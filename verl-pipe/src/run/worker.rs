@@ -1,4 +1,4 @@
-//! One thread a device group: owns the models there and runs the stages that use them, one call at a time.
+//! One thread per device group: owns the models there and runs the stages that use them, one call at a time.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::run::warnings::{heard, heard_by};
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::{Models, Stage, StageError, StartContext};
 
-/// What lives on the worker's thread.
+/// State owned by the worker's thread.
 pub(crate) struct WorkerState {
     pub models: Models,
     pub stages: BTreeMap<usize, Box<dyn Stage>>,
@@ -28,7 +28,7 @@ pub(crate) struct DeviceCall {
     pub call: u64,
     pub stage: usize,
     pub input: Batch,
-    /// Wave of a source's call, else 0.
+    /// Wave of a source's call, otherwise 0.
     pub wave: u64,
     pub env: Arc<CallEnv>,
 }
@@ -45,7 +45,7 @@ pub(crate) struct Worker {
     group: usize,
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
-    /// A call was given up and may still run.
+    /// A call was abandoned and may still be running.
     pub abandoned: bool,
 }
 
@@ -60,21 +60,21 @@ impl Worker {
     ) -> Result<Worker, RunError> {
         let name = schedule.groups[group].name.clone();
         let (jobs, inbox) = unbounded();
-        let (told, started) = bounded(1);
+        let (ready, started) = bounded(1);
         let of_thread = schedule.clone();
         let listens = heard_by();
         let thread = std::thread::Builder::new()
             .name(format!("worker-{name}"))
             .spawn(move || {
-                // Who hears the warnings of the thread that starts the run hears those of this one.
-                let _heard = heard(listens.as_ref());
+                // The listener of the thread that starts the run also receives the warnings of this one.
+                let _guard = heard(listens.as_ref());
                 match loaded(&of_thread, group, &data) {
                     Ok(state) => {
-                        let _ = told.send(Ok(()));
+                        let _ = ready.send(Ok(()));
                         serve(&of_thread, state, &inbox, &events);
                     }
                     Err(error) => {
-                        let _ = told.send(Err(error));
+                        let _ = ready.send(Err(error));
                     }
                 }
             });
@@ -97,22 +97,22 @@ impl Worker {
         }
     }
 
-    /// Hands a call to the thread; its end arrives as an event.
+    /// Sends a call to the thread; its end arrives as an event.
     pub(crate) fn call(&self, call: DeviceCall) -> Result<(), RunError> {
         self.send(Job::Call(call))
     }
 
-    /// Has `work` done on the thread and waits for its answer; `what` completes "waited for it …". A panic of the work is an
-    /// error, and the thread's last one: what it left behind may be half done.
+    /// Runs `work` on the thread and waits for its result; `what` completes "when asked …". A panic of `work` is an
+    /// error, after which the thread is no longer used, since its state may be inconsistent.
     pub(crate) fn ask<T: Send + 'static>(
         &mut self,
         what: &str,
         deadline: Duration,
         work: impl FnOnce(&mut WorkerState) -> T + Send + 'static,
     ) -> Result<T, RunError> {
-        let (told, answer) = bounded(1);
+        let (reply, answer) = bounded(1);
         self.send(Job::Ask(Box::new(move |state| {
-            let _ = told.send(caught(|| work(state)));
+            let _ = reply.send(caught(|| work(state)));
         })))?;
         match answer.recv_timeout(deadline) {
             Ok(Ok(answer)) => Ok(answer),
@@ -130,7 +130,7 @@ impl Worker {
             reason: reason.to_owned(),
         };
         if self.abandoned {
-            return Err(lost("a call that was given up may still run on its thread"));
+            return Err(lost("an abandoned call may still be running on its thread"));
         }
         let jobs = self.jobs.as_ref().ok_or_else(|| lost("it was shut down"))?;
         jobs.send(job).map_err(|_| lost("its thread has ended"))
@@ -140,7 +140,7 @@ impl Worker {
         self.abandoned = true;
         let reason = match error {
             RecvTimeoutError::Timeout => {
-                format!("waited {:.1} s for it {what}", deadline.as_secs_f64())
+                format!("no answer within {:.1} s when asked {what}", deadline.as_secs_f64())
             }
             RecvTimeoutError::Disconnected => format!("its thread panicked when asked {what}"),
         };
@@ -160,10 +160,10 @@ impl Drop for Worker {
     }
 }
 
-/// What the thread is asked at first.
+/// The first request to the thread.
 const TO_LOAD: &str = "to load models and start stages";
 
-/// The error of a thread that panicked when it was asked `what`.
+/// The error for a thread that panicked when asked `what`.
 fn panicked(schedule: &Schedule, group: usize, what: &str, message: &str) -> RunError {
     let during = format!("when asked {what}");
     out_of_memory(schedule, group, None, during, message).unwrap_or_else(|| RunError::Lost {
@@ -172,7 +172,7 @@ fn panicked(schedule: &Schedule, group: usize, what: &str, message: &str) -> Run
     })
 }
 
-/// [`load`], with panics and full devices as errors.
+/// [`load`], with panics and out-of-memory conditions as errors.
 fn loaded(
     schedule: &Schedule,
     group: usize,
@@ -212,7 +212,7 @@ fn load(
     Ok(WorkerState { models, stages })
 }
 
-/// Makes and starts stage `index`.
+/// Builds and starts stage `index`.
 pub(crate) fn start_stage(
     schedule: &Schedule,
     index: usize,
@@ -234,7 +234,7 @@ pub(crate) fn start_stage(
             })?;
         Ok(made)
     };
-    // Stages of the host pool start on the caller's thread, whose program a panic would end.
+    // Stages of the host pool start on the caller's thread, where a panic would end the program.
     caught(start).unwrap_or_else(|message| {
         Err(RunError::Start {
             stage: stage(),

@@ -11,15 +11,15 @@ use crate::stage::Refill;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct BatchConfig {
-    /// Prompts of a step, or of each of its waves where a stage refills (prompts).
+    /// Prompts of a step, or of each of its waves if a stage refills (prompts).
     pub prompts: usize,
     /// Responses sampled for each prompt (samples a prompt).
     pub samples: usize,
-    /// Prompts whose samples one optimiser step uses (prompts); all of them when absent.
+    /// Prompts whose samples one optimiser step uses (prompts); all of them if omitted.
     pub mini_batch: Option<usize>,
-    /// Samples of one forward and backward pass on one device (samples); the whole mini-batch of a device when absent.
+    /// Samples of one forward and backward pass on one device (samples); the whole mini-batch of a device if omitted.
     pub micro_batch: Option<usize>,
-    /// Samples of one log-prob forward on one device (samples); `micro_batch` when absent.
+    /// Samples of one log-prob forward on one device (samples); `micro_batch` if omitted.
     pub log_prob_micro_batch: Option<usize>,
     /// Passes over the step's samples (passes).
     pub epochs: usize,
@@ -42,8 +42,8 @@ impl Default for BatchConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DevicesConfig {
-    /// The device group of training and rollout: `cpu`, a GPU by its number (`cuda:0`), or GPUs from one to another, both
-    /// included (`cuda:0-5`).
+    /// The device group of training and rollout: `cpu`, a GPU by its index (`cuda:0`), or an inclusive range of GPUs
+    /// (`cuda:0-5`).
     pub group: String,
     /// Devices that share one rollout engine (tensor parallel).
     pub rollout_tensor_parallel: usize,
@@ -63,11 +63,11 @@ impl Default for DevicesConfig {
 pub struct BatchPlan {
     /// Devices of the group.
     pub devices: usize,
-    /// Prompts of a step, of each of its waves.
+    /// Prompts of a step, or of each of its waves.
     pub prompts: usize,
     /// Samples per prompt.
     pub samples: usize,
-    /// Samples of a step, of each of its waves: `prompts · samples`.
+    /// Samples of a step, or of each of its waves: `prompts · samples`.
     pub rows: usize,
     /// Rollout engines: `devices / rollout_tensor_parallel`.
     pub rollout_shards: usize,
@@ -91,9 +91,9 @@ pub struct BatchPlan {
     pub epochs: usize,
     /// Optimiser steps of a step: `mini_batches · epochs`.
     pub optimizer_steps: usize,
-    /// Waves of `prompts` prompts that a step draws at most; 1 where no stage refills.
+    /// Maximum number of waves, of `prompts` prompts each, in a step; 1 if no stage refills.
     pub waves: usize,
-    /// Prompts whose samples an update sees at most: `prompts`, or the groups that a refilling filter keeps.
+    /// Maximum number of prompts whose samples an update sees: `prompts`, or the groups that a refilling filter keeps.
     pub groups: usize,
 }
 
@@ -102,12 +102,12 @@ pub struct BatchPlan {
 pub struct Violation {
     /// The setting that the finding is about, with its section: `batch.micro_batch`.
     pub setting: &'static str,
-    /// Which rule does not hold, with all numbers that take part.
+    /// The rule that does not hold, with all its numbers.
     pub rule: String,
-    /// The nearest values of the setting, below and above, with which every rule about it holds.
+    /// The nearest values of the setting, below and above, with which all its rules hold.
     pub nearest: Vec<usize>,
-    /// Where no value of the setting fits: another setting with its nearest values that make the sizes fit once this one
-    /// is left out.
+    /// If no value of the setting fits: another setting, and its nearest values that make the sizes fit after this one
+    /// is removed.
     pub instead: Option<(&'static str, Vec<usize>)>,
 }
 
@@ -116,13 +116,13 @@ pub(crate) const GROUP: &str = "devices.group";
 /// The setting of a violation that depends on how many groups a refilling filter keeps.
 pub(crate) const MINI_BATCH: &str = "batch.mini_batch";
 
-/// Largest count that is taken for one: beyond it a setting is a slip of the keyboard.
+/// Largest valid count: larger values are treated as mistakes.
 const MAX_COUNT: usize = 1 << 30;
 
 /// Most devices of a group.
 const MAX_DEVICES: u16 = 1024;
 
-/// How far around a value the nearest valid ones are looked for.
+/// Range around a value in which to search for the nearest valid values.
 const SEARCH: usize = 1 << 16;
 
 impl DevicesConfig {
@@ -136,7 +136,7 @@ impl DevicesConfig {
     /// ```
     ///
     /// # Errors
-    /// When the text is no group of devices.
+    /// If `group` is not a valid device group.
     pub fn list(&self) -> Result<Vec<String>, GroupError> {
         let fail = |reason| GroupError {
             group: self.group.clone(),
@@ -151,41 +151,41 @@ impl DevicesConfig {
                 .chars()
                 .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
         if !well_named {
-            return Err(fail("it does not begin with the name of a kind of device"));
+            return Err(fail("it does not start with a device kind"));
         }
         let Some(range) = range else {
             return Ok(vec![kind.to_owned()]);
         };
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         if kind == "cpu" {
-            return Err(fail("the CPU is one device and has no number"));
+            return Err(fail("the CPU is a single device and takes no index"));
         }
         let number = |text: &str| {
             text.parse::<u16>()
-                .map_err(|_| fail("a device number is 0 or more"))
+                .map_err(|_| fail("a device index is an integer from 0 to 65535"))
         };
         let (first, last) = (number(first)?, number(last)?);
         if last < first {
-            return Err(fail("the range runs backwards"));
+            return Err(fail("the range ends before it begins"));
         }
         if last - first >= MAX_DEVICES {
-            return Err(fail("so many devices are a slip of the keyboard"));
+            return Err(fail("too many devices (limit 1024)"));
         }
         Ok((first..=last).map(|i| format!("{kind}:{i}")).collect())
     }
 }
 
-/// A text that names no group of devices.
+/// An invalid device group.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{group}` is not a group of devices: {reason}")]
+#[error("invalid device group `{group}`: {reason}")]
 pub struct GroupError {
-    /// The text.
+    /// The device group as written.
     pub group: String,
     /// What is wrong with it.
     pub reason: &'static str,
 }
 
-/// Every number of the arithmetic before any rule was applied.
+/// All numbers of the arithmetic before any rule is applied.
 #[derive(Clone, Copy)]
 struct Sizes {
     devices: usize,
@@ -193,12 +193,12 @@ struct Sizes {
     prompts: usize,
     samples: usize,
     mini_batch: usize,
-    /// Whether the mini-batch is set; otherwise it is all prompts that an update sees.
+    /// Whether the mini-batch is set; otherwise it contains all prompts that an update sees.
     mini_is_set: bool,
     micro_batch: Option<usize>,
     log_prob_micro_batch: Option<usize>,
     epochs: usize,
-    /// Waves, and groups that are kept of them.
+    /// Waves, and groups kept from them.
     refill: Option<(usize, usize)>,
 }
 
@@ -225,7 +225,7 @@ impl Sizes {
         }
     }
 
-    /// Counts of at least 1 and at most [`MAX_COUNT`], so that the arithmetic can be done at all.
+    /// Clamps counts to 1..=[`MAX_COUNT`], so that the arithmetic neither divides by zero nor overflows.
     fn clamped(self) -> Self {
         let count = |value: usize| value.clamp(1, MAX_COUNT);
         Sizes {
@@ -282,8 +282,8 @@ impl Sizes {
         self.mini_rows().is_multiple_of(self.devices)
     }
 
-    /// The nearest numbers of prompts whose samples go to all devices and rollout engines evenly, as one mini-batch; of
-    /// no use where a stage says how many groups are kept.
+    /// The nearest numbers of prompts whose samples divide evenly among all devices and rollout engines, as one
+    /// mini-batch; empty if a stage decides how many groups are kept.
     fn other_prompts(self) -> Vec<usize> {
         if self.refill.is_some() {
             return Vec::new();
@@ -303,8 +303,8 @@ impl Sizes {
         nearest
     }
 
-    /// The nearest numbers of prompts that the rollout engines share evenly, with which the other rules hold too: with the
-    /// mini-batch as it is set, or without one where it fits the devices with no number of prompts.
+    /// The nearest numbers of prompts that divide evenly among the rollout engines and satisfy the other rules too:
+    /// with the configured mini-batch, or without it if it does not fit the devices for any number of prompts.
     fn nearest_prompts(self) -> Vec<usize> {
         if self.refill.is_none() && !(self.mini_is_set && self.mini_spreads()) {
             return self.other_prompts();
@@ -380,10 +380,10 @@ impl BatchPlan {
     /// ```
     ///
     /// # Errors
-    /// All rules that do not hold, each with the nearest values of the setting.
+    /// All rules that do not hold, each with the nearest valid values of the setting.
     ///
     /// # Source
-    /// The batch checks of HybridFlow's implementation, told all at once.
+    /// The batch checks of HybridFlow's implementation, reported all at once.
     pub fn solve(
         batch: &BatchConfig,
         devices: &DevicesConfig,
@@ -396,9 +396,9 @@ impl BatchPlan {
         }
     }
 
-    /// The arithmetic with every division rounded down, and the rules that do not hold. Lets the other checks of a
-    /// pipeline go on although its sizes are wrong; only [`BatchPlan::solve`] gives a plan to run. With a `refill` the
-    /// update's mini-batches are cut from the groups that it keeps instead of the prompts of a wave.
+    /// The arithmetic with every division rounded down, and the rules that do not hold. The other checks of a pipeline
+    /// can continue with it if the sizes are wrong; only [`BatchPlan::solve`] returns a plan to run. With a `refill`
+    /// the update's mini-batches are cut from the groups that it keeps instead of the prompts of a wave.
     pub(crate) fn estimate(
         batch: &BatchConfig,
         devices: &DevicesConfig,

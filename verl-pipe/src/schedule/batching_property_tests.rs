@@ -1,11 +1,11 @@
-//! Solved sizes add up, whatever was asked for.
+//! Solved sizes add up for all settings.
 
 use proptest::prelude::*;
 
 use super::*;
 
 proptest! {
-    /// A solved plan adds up; a refused one is solved by the nearest values of a lone violation.
+    /// A solved plan adds up; the nearest values of a single violation solve a refused one.
     #[test]
     fn plans_add_up(prompts in 1usize..65, samples in 1usize..9, mini in 1usize..65, micro in 1usize..33,
                     group in 1usize..9, tensor_parallel in 1usize..5, epochs in 1usize..4) {

@@ -74,7 +74,7 @@ fn no_count_is_rounded_to_zero() {
 }
 
 #[test]
-fn all_violations_are_told_with_the_nearest_values() {
+fn all_violations_are_reported_with_the_nearest_values() {
     check_refused(
         &batch(256, 1, 80, 3),
         &devices(8, 3),
@@ -111,42 +111,42 @@ fn all_violations_are_told_with_the_nearest_values() {
     );
 }
 
-/// One cause, one help; where two settings take part, both helps name the same numbers.
+/// One help per cause; if two settings are involved, both helps contain the same numbers.
 #[test]
 fn a_batch_that_does_not_divide_by_the_devices_has_helps_that_agree() {
-    let alone = |prompts, micro_batch| BatchConfig {
+    let without_mini_batch = |prompts, micro_batch| BatchConfig {
         prompts,
         micro_batch,
         ..BatchConfig::default()
     };
     check_refused(
-        &alone(5, None),
+        &without_mini_batch(5, None),
         &devices(2, 1),
         &[("batch.prompts", &[4, 6])],
     );
     check_refused(
-        &alone(6, None),
+        &without_mini_batch(6, None),
         &devices(4, 2),
         &[("batch.prompts", &[4, 8])],
     );
     // Micro-batches of 3 fit 3 samples a device, but not 2 or 4.
     check_refused(
-        &alone(5, Some(3)),
+        &without_mini_batch(5, Some(3)),
         &devices(2, 1),
         &[("batch.prompts", &[6])],
     );
-    let told = BatchPlan::solve(&batch(6, 1, 3, 1), &devices(4, 1)).expect_err("does not divide");
-    assert_eq!(told[0].nearest, [4, 8]);
-    assert_eq!(told[1].instead, Some(("batch.prompts", vec![4, 8])));
-    // Each value that is offered is one that solves.
+    let violations = BatchPlan::solve(&batch(6, 1, 3, 1), &devices(4, 1)).expect_err("does not divide");
+    assert_eq!(violations[0].nearest, [4, 8]);
+    assert_eq!(violations[1].instead, Some(("batch.prompts", vec![4, 8])));
+    // Every suggested value solves the arithmetic.
     for prompts in 1..40 {
         for count in 2..9 {
-            let Err(told) = BatchPlan::solve(&alone(prompts, None), &devices(count, 1)) else {
+            let Err(violations) = BatchPlan::solve(&without_mini_batch(prompts, None), &devices(count, 1)) else {
                 continue;
             };
-            assert_eq!(told.len(), 1, "{told:?}");
-            for &value in &told[0].nearest {
-                let again = BatchPlan::solve(&alone(value, None), &devices(count, 1));
+            assert_eq!(violations.len(), 1, "{violations:?}");
+            for &value in &violations[0].nearest {
+                let again = BatchPlan::solve(&without_mini_batch(value, None), &devices(count, 1));
                 assert!(again.is_ok(), "{prompts} -> {value} on {count}: {again:?}");
             }
         }
@@ -186,9 +186,9 @@ fn mini_batches_are_cut_from_the_groups_that_are_kept() {
     assert_eq!(violations, []);
     assert_eq!((plan.rows, plan.waves, plan.groups), (256, 3, 48));
     assert_eq!((plan.mini_rows, plan.optimizer_steps), (96, 2));
-    // All that is kept, unless a size is given.
+    // All kept groups, unless a size is set.
     assert_eq!(solve(None).0.mini_rows, 192);
-    // It divides the prompts of a wave, but that is not what the update sees.
+    // It divides the prompts of a wave, but not those that the update sees.
     let violations = solve(Some(32)).1;
     assert_eq!(violations[0].nearest, [24, 48]);
     assert!(violations[0].rule.contains("48 prompts whose groups"));
@@ -196,7 +196,7 @@ fn mini_batches_are_cut_from_the_groups_that_are_kept() {
 }
 
 #[test]
-fn groups_of_devices() {
+fn device_groups() {
     #[track_caller]
     fn check(group: &str, expected: Option<&[&str]>) {
         let config = DevicesConfig {

@@ -25,7 +25,7 @@ impl DeviceGroup {
     /// The group that `name` describes.
     ///
     /// # Errors
-    /// A diagnostic `S010` when the text names no devices.
+    /// A diagnostic `S010` if `name` is not a valid device group.
     pub fn parse(name: &str) -> Result<DeviceGroup, Diagnostic> {
         let config = DevicesConfig {
             group: name.to_owned(),
@@ -39,14 +39,14 @@ impl DeviceGroup {
     }
 }
 
-/// The finding about a text that names no devices.
+/// The finding about an invalid device group.
 pub(crate) fn finding(why: String) -> Diagnostic {
-    Diagnostic::error("S010", "`group` names no devices")
+    Diagnostic::error("S010", "`group` is not a valid device group")
         .at("[devices] group")
         .because(format!(
-            "{why}; a device group is a kind of device, and for GPUs an index or a range of indices"
+            "{why}; a device group is a device kind, for GPUs followed by an index or a range of indices"
         ))
-        .help("write `cpu`, `cuda:0` or `cuda:0-3`")
+        .help("set it to `cpu`, `cuda:0` or `cuda:0-3`")
 }
 
 #[cfg(test)]
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn names_ranges_and_nonsense() {
+    fn valid_and_invalid_groups() {
         check("cpu", Some(&["cpu"]));
         check("cuda:1", Some(&["cuda:1"]));
         check("cuda:0-1", Some(&["cuda:0", "cuda:1"]));

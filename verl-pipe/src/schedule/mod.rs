@@ -1,4 +1,4 @@
-//! Placement and batch arithmetic; pure functions.
+//! Placement and batch arithmetic, as pure functions.
 
 pub mod batching;
 pub mod groups;

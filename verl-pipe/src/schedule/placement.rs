@@ -1,4 +1,4 @@
-//! [`Schedule`]: which worker runs which stage, and the wires between them. Pure: nothing is loaded here.
+//! [`Schedule`]: which worker runs which stage, and the wires between them. Pure: loads nothing.
 //!
 //! A stage that uses a model runs on the worker thread of the model's device group; every other stage runs on the
 //! host pool.
@@ -10,11 +10,11 @@ use crate::schedule::groups::DeviceGroup;
 use crate::schedule::wiring::Wiring;
 use crate::stage::{Cadence, Cardinality, OnRowError, RowRule};
 
-/// Slices of a step that a host stage is cut into, at most about: many where a call may be slow (it states a
-/// deadline), fewer where a call costs more than its rows.
+/// Approximate maximum number of slices of a step for a host stage: many if a call may be slow (the stage declares a
+/// deadline), fewer if a call costs more than its rows.
 const SLOW_SLICES: usize = 64;
 const QUICK_SLICES: usize = 16;
-/// Rows of a quick stage's slice, at least.
+/// Minimum number of rows of a quick stage's slice.
 const QUICK_ROWS: usize = 8;
 
 /// Where a stage runs.
@@ -28,7 +28,7 @@ pub enum Place {
 
 /// A placed pipeline: made by [`Plan::schedule`], started by [`Schedule::start`](Schedule::start).
 pub struct Schedule {
-    /// What is run.
+    /// The plan to run.
     pub plan: Plan,
     /// Device groups, one worker thread each.
     pub groups: Vec<DeviceGroup>,
@@ -61,9 +61,9 @@ impl Plan {
     /// # Errors
     /// Every finding that makes a run impossible (codes `S…`).
     pub fn schedule(&self) -> Result<Schedule, Vec<Diagnostic>> {
-        let absent: Vec<Diagnostic> = self.warnings.iter().filter_map(forbidding).collect();
-        if !absent.is_empty() {
-            return Err(absent);
+        let blocking: Vec<Diagnostic> = self.warnings.iter().filter_map(blocking_error).collect();
+        if !blocking.is_empty() {
+            return Err(blocking);
         }
         let group = DeviceGroup::parse(&self.pipe.devices.group);
         let wiring = Wiring::new(self);
@@ -95,8 +95,8 @@ impl Schedule {
         (0..self.places.len()).filter(move |i| self.places[*i] == place)
     }
 
-    /// Whether a failed row of this stage becomes null instead of ending the step: it runs on the host pool, keeps
-    /// rows, may be cut, and everything it writes may be null.
+    /// Whether a failed row of this stage becomes null instead of ending the step: the stage runs on the host pool,
+    /// keeps its rows, may be cut into slices, and writes only nullable keys.
     pub fn forgives_rows(&self, stage: usize) -> bool {
         let spec = &self.plan.stages[stage].spec;
         self.places[stage] == Place::Host
@@ -117,8 +117,8 @@ fn place(stage: &PlannedStage) -> Place {
     }
 }
 
-/// Rows of one call. A plan cuts host `Row` stages to single rows, which is as fine as can be; as a call costs more
-/// than a row, they are cut to fewer slices here. The bounds depend on the plan alone.
+/// Rows of one call. A plan cuts host `Row` stages into single rows, the finest possible slices. As a call costs more
+/// than a row, the schedule uses fewer slices. The bounds depend only on the plan.
 fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
     let planned = &plan.stages[stage];
     let free = place == Place::Host
@@ -136,16 +136,16 @@ fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
         .max(QUICK_ROWS)
 }
 
-/// A finding that a plan can be printed with but not run, as the error that it is then.
-pub(crate) fn forbidding(warning: &Diagnostic) -> Option<Diagnostic> {
-    let forbids = [devices::ABSENT, memory::TOO_LARGE].contains(&warning.code);
-    forbids.then(|| Diagnostic {
+/// The error that a warning of a plan becomes when the plan is run; `None` if it does not prevent a run.
+pub(crate) fn blocking_error(warning: &Diagnostic) -> Option<Diagnostic> {
+    let blocks = [devices::ABSENT, memory::TOO_LARGE].contains(&warning.code);
+    blocks.then(|| Diagnostic {
         severity: Severity::Error,
         ..warning.clone()
     })
 }
 
-/// A finding of the scheduler about `stage`: the plan is not one that the planner makes.
+/// A finding of the scheduler about `stage`: the planner does not make plans like this one.
 pub(crate) fn internal(stage: &str, why: String) -> Diagnostic {
     Diagnostic {
         code: "S011",
@@ -153,6 +153,6 @@ pub(crate) fn internal(stage: &str, why: String) -> Diagnostic {
         what: format!("`{stage}` cannot be wired"),
         location: stage.to_owned(),
         why,
-        help: "this plan was not made by `DataPipe::plan`, or the planner has a fault: please report it".to_owned(),
+        help: "make the plan with `DataPipe::plan`; if it was, this is a bug in the planner: please report it".to_owned(),
     }
 }

@@ -52,7 +52,7 @@ pub(crate) struct OutputColumn {
     pub data_type: DataType,
 }
 
-/// Keys of one stage that declare the same ragged dim, so that their rows are equally long.
+/// Keys of one stage that declare the same ragged dim, so their rows have equal lengths.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SharedLength {
     pub dim: String,
@@ -60,10 +60,10 @@ pub(crate) struct SharedLength {
     pub outputs: Vec<usize>,
 }
 
-/// The column of mask kinds that stands beside the rows of a stage, and has come before them.
+/// The column of mask kinds that belongs to the rows of a stage and is written before them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MaskColumn {
-    /// Who writes it: the stage itself, or one that it reads from, directly or not.
+    /// Its writer: the stage itself, or a stage that it reads from, directly or indirectly.
     pub writer: usize,
     /// Column of the writer.
     pub column: usize,
@@ -71,7 +71,7 @@ pub(crate) struct MaskColumn {
     pub local: String,
     /// Dim of its rows.
     pub dim: String,
-    /// From the rows that the stage emits to those of the writer.
+    /// From the rows that the stage emits to the writer's rows.
     pub path: Vec<Hop>,
 }
 
@@ -82,7 +82,7 @@ pub(crate) struct StageWires {
     pub inputs: Vec<InputColumn>,
     pub outputs: Vec<OutputColumn>,
     pub lengths: Vec<SharedLength>,
-    /// Which column tells of the rows that the stage writes which tokens the policy chose.
+    /// The column that shows which tokens of the stage's output rows the policy chose.
     pub mask: Option<MaskColumn>,
     /// Schema of the input batch.
     pub schema: Arc<Schema>,
@@ -96,9 +96,9 @@ pub(crate) struct StageWires {
 #[derive(Debug, Clone)]
 pub(crate) struct Wiring {
     pub stages: Vec<StageWires>,
-    /// Stages that take their rows from each table.
+    /// For each table the stages that take their rows from it.
     pub takers: Vec<Vec<usize>>,
-    /// Tables that are expansions of each table.
+    /// For each table the tables that expand it.
     pub expansions: Vec<Vec<usize>>,
 }
 
@@ -171,7 +171,7 @@ fn wires(plan: &Plan, before: &[StageWires], stage: &PlannedStage) -> Result<Sta
     for edge in &stage.inputs {
         let writer = before
             .get(edge.writer)
-            .ok_or("it reads from a stage that comes later")?;
+            .ok_or("it reads from a later stage")?;
         let planned = &plan.stages[edge.writer];
         let column = writer
             .outputs
@@ -181,9 +181,9 @@ fn wires(plan: &Plan, before: &[StageWires], stage: &PlannedStage) -> Result<Sta
         let source = match sources.iter().position(|s| s.writer == edge.writer) {
             Some(at) => at,
             None => {
-                let from = stage.table_in.ok_or("it reads keys, but takes no rows")?;
+                let from = stage.table_in.ok_or("it reads keys but has no input rows")?;
                 let path = path(plan, from, edge.table).ok_or_else(|| {
-                    format!("the rows of `{}` are none of its rows' parents", edge.key)
+                    format!("the rows of `{}` are not ancestors of its rows", edge.key)
                 })?;
                 sources.push(InputSource {
                     writer: edge.writer,
@@ -235,8 +235,8 @@ pub(crate) fn ragged_dim(field: &Field) -> Option<String> {
     field.parsed_shape().ok()?.ragged().map(str::to_owned)
 }
 
-/// The mask kinds of the rows that stage `index` emits. Those of a stage that it does not read from may come at any time,
-/// and nothing may depend on when.
+/// The mask kinds of the rows that stage `index` emits. Searches only stages that it reads from: others may write at
+/// any time, and no result may depend on timing.
 fn mask_column(plan: &Plan, stages: &[StageWires], index: usize) -> Option<MaskColumn> {
     let planned = plan.stages.get(index)?;
     let table = match planned.spec.rows {

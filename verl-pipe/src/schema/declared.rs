@@ -1,10 +1,9 @@
-//! What a kind of stage declares: with its defaults, and what changes with one other setting.
+//! What a kind of stage declares with its defaults, and how one other setting changes it.
 //!
-//! The keys of a stage follow from its settings, so they are asked of the stage itself. It is built with its defaults,
-//! and once more for each other value that is known to exist: the other truth value, each word of a choice, each kind
-//! of a part, and a number above 0 where the default is 0 or absent. Where the defaults alone make no stage, what is
-//! missing is told, and the stage is asked with such values in the place of what is missing. Nothing is loaded and
-//! nothing runs.
+//! The keys of a stage depend on its settings, so they come from the stage itself. The stage is built with its
+//! defaults, and again for each other known value: the other boolean, each word of a choice, each kind of a part, and a
+//! number above 0 if the default is 0 or absent. If the stage cannot be built with its defaults only, the missing
+//! settings are reported, and the stage is built with such values for them. Nothing is loaded and nothing runs.
 
 use schemars::SchemaGenerator;
 use serde_json::{Map, Value, json};
@@ -16,13 +15,13 @@ use crate::registry::{Kind, Registry};
 use crate::schedule::batching::{BatchConfig, BatchPlan, DevicesConfig};
 use crate::stage::{BuildContext, Metric, RowRule, StageSpec};
 
-/// Samples of a prompt that stages are documented with, tried in order: some parts take pairs alone.
+/// Numbers of samples per prompt to document stages with, tried in order: some parts accept only pairs.
 const SAMPLES: [usize; 3] = [4, 2, 1];
 
 /// One setting that differs from the default.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Change {
-    /// The setting; with a part's setting, both with a dot between.
+    /// The setting; for a setting of a part, both names separated by a dot.
     pub setting: String,
     /// Its value.
     pub value: Value,
@@ -31,31 +30,31 @@ pub struct Change {
 /// What a kind of stage declares.
 #[derive(Debug, Clone)]
 pub struct Declared {
-    /// With the default settings, and with those of `set` where the defaults alone make no stage.
+    /// With the default settings, and those of `set` if the stage cannot be built with its defaults only.
     pub default: Option<StageSpec>,
-    /// Why the defaults alone make no stage.
+    /// Why the stage cannot be built with its defaults only.
     pub missing: Vec<String>,
-    /// What was set since it is missing.
+    /// Values that were set for missing settings.
     pub set: Vec<Change>,
-    /// What expands rows does so by `batch.samples`.
+    /// Whether the stage expands rows by `batch.samples`.
     pub by_samples: bool,
-    /// With one other setting, where a stage can be built with it.
+    /// With one other setting, if the stage can be built with it.
     pub changed: Vec<(Change, StageSpec)>,
 }
 
 /// How a stage uses a key, or whether it records a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Use {
-    /// In any case.
+    /// Always.
     Always,
-    /// Where some stage writes the key.
+    /// If some stage writes the key.
     WhereWritten,
-    /// Not at all.
+    /// Never.
     Not,
 }
 
 impl Use {
-    /// In words.
+    /// The word for it in documents.
     pub fn word(self) -> &'static str {
         match self {
             Use::Always => "always",
@@ -65,24 +64,24 @@ impl Use {
     }
 }
 
-/// Something that a stage declares, and with which settings.
+/// An item that a stage declares, and the settings with which it does.
 #[derive(Debug, Clone)]
-pub struct Seen<T> {
-    /// What it declares.
+pub struct Declaration<T> {
+    /// The item.
     pub item: T,
     /// How it is used with the defaults.
     pub by_default: Use,
-    /// The other settings with which that changes, and how it is used then.
+    /// The other settings that change its use, and its use with them.
     pub with: Vec<(Change, Use)>,
 }
 
 impl Declared {
-    /// A kind of stage of `registry` with its defaults, and with each other value of a setting.
+    /// A kind of stage of `registry` with its defaults, and with every other value of a setting.
     pub fn of(kind: &Kind<StageDecl>, registry: &Registry) -> Declared {
         Self::with(kind, &Map::new(), None, registry)
     }
 
-    /// A kind of stage with `settings`; of these, the part in `part` is varied where one is named, else the stage.
+    /// A kind of stage with `settings`. Varies the settings of the part in `part`, or of the stage if `part` is `None`.
     pub(crate) fn with(
         kind: &Kind<StageDecl>,
         settings: &Map<String, Value>,
@@ -105,7 +104,7 @@ impl Declared {
             .collect();
         Declared {
             default: built.map(|(spec, _)| spec),
-            missing: missing.into_iter().map(|lack| lack.reason).collect(),
+            missing: missing.into_iter().map(|missing| missing.reason).collect(),
             set,
             by_samples,
             changed,
@@ -113,44 +112,44 @@ impl Declared {
     }
 
     /// Keys that are read.
-    pub fn reads(&self) -> Vec<Seen<Field>> {
+    pub fn reads(&self) -> Vec<Declaration<Field>> {
         let keys = |spec: &StageSpec| {
             let needed = spec.reads.iter().map(|field| (field.clone(), Use::Always));
             let optional = spec.reads_optional.iter();
             let optional = optional.map(|field| (field.clone(), Use::WhereWritten));
             needed.chain(optional).collect()
         };
-        self.seen(keys, |field| &field.name)
+        self.declarations(keys, |field| &field.name)
     }
 
     /// Keys that are written.
-    pub fn writes(&self) -> Vec<Seen<Field>> {
+    pub fn writes(&self) -> Vec<Declaration<Field>> {
         let keys = |spec: &StageSpec| {
             let all = spec.writes.iter();
             all.map(|field| (field.clone(), Use::Always)).collect()
         };
-        self.seen(keys, |field| &field.name)
+        self.declarations(keys, |field| &field.name)
     }
 
     /// Metrics that are recorded.
-    pub fn metrics(&self) -> Vec<Seen<Metric>> {
+    pub fn metrics(&self) -> Vec<Declaration<Metric>> {
         let metrics = |spec: &StageSpec| {
             let all = spec.metrics.iter();
             all.map(|metric| (*metric, Use::Always)).collect()
         };
-        self.seen(metrics, |metric| metric.name)
+        self.declarations(metrics, |metric| metric.name)
     }
 
-    /// Everything of one sort that is declared with any of the settings, that of the defaults first.
-    fn seen<T: Clone>(
+    /// All items of one sort that are declared with any of the settings, those of the defaults first.
+    fn declarations<T: Clone>(
         &self,
         items: impl Fn(&StageSpec) -> Vec<(T, Use)>,
         name: impl Fn(&T) -> &str,
-    ) -> Vec<Seen<T>> {
-        let mut all: Vec<Seen<T>> = Vec::new();
+    ) -> Vec<Declaration<T>> {
+        let mut all: Vec<Declaration<T>> = Vec::new();
         let mut add = |item: T, by_default| {
             if !all.iter().any(|known| name(&known.item) == name(&item)) {
-                all.push(Seen {
+                all.push(Declaration {
                     item,
                     by_default,
                     with: Vec::new(),
@@ -183,25 +182,25 @@ impl Declared {
     }
 }
 
-/// Why settings make no stage.
-struct Lack {
+/// A setting with which the stage cannot be built, and the reason.
+struct Missing {
     setting: String,
     reason: String,
 }
 
-/// The settings with a value for each that is lacking, where one can be thought of; what was lacking; what was set.
+/// The settings with a value for each missing one, if one is known; the missing settings; the values that were set.
 fn with_missing(
     kind: &Kind<StageDecl>,
     settings: &Map<String, Value>,
     part: Option<&str>,
     registry: &Registry,
-) -> (Map<String, Value>, Vec<Lack>, Vec<Change>) {
+) -> (Map<String, Value>, Vec<Missing>, Vec<Change>) {
     let (mut filled, mut set) = (settings.clone(), Vec::new());
-    let mut missing: Vec<Lack> = Vec::new();
-    while let Err(lacks) = build(kind, &filled, registry) {
+    let mut missing: Vec<Missing> = Vec::new();
+    while let Err(errors) = build(kind, &filled, registry) {
         let before = set.len();
-        for lack in lacks {
-            let known = |change: &Change| change.setting == lack.setting;
+        for error in errors {
+            let known = |change: &Change| change.setting == error.setting;
             if set.iter().any(known) {
                 continue;
             }
@@ -210,11 +209,11 @@ fn with_missing(
                 filled = changed;
                 set.push(change);
             }
-            if !missing.iter().any(|known| known.reason == lack.reason) {
-                missing.push(lack);
+            if !missing.iter().any(|known| known.reason == error.reason) {
+                missing.push(error);
             }
         }
-        // A fault that no value mends would be told for ever.
+        // No value fixes this error: stop, or the loop never ends.
         if set.len() == before {
             break;
         }
@@ -222,17 +221,17 @@ fn with_missing(
     (filled, missing, set)
 }
 
-/// What the stage declares, with the first number of samples that it takes, and that number.
+/// What the stage declares with the first number of samples that it accepts, and that number.
 fn build(
     kind: &Kind<StageDecl>,
     settings: &Map<String, Value>,
     registry: &Registry,
-) -> Result<(StageSpec, usize), Vec<Lack>> {
+) -> Result<(StageSpec, usize), Vec<Missing>> {
     let mut first = None;
     for samples in SAMPLES {
         match build_at(kind, settings, samples, registry) {
             Ok(spec) => return Ok((spec, samples)),
-            Err(faults) => drop(first.get_or_insert(faults)),
+            Err(errors) => drop(first.get_or_insert(errors)),
         }
     }
     Err(first.unwrap_or_default())
@@ -243,14 +242,14 @@ fn build_at(
     settings: &Map<String, Value>,
     samples: usize,
     registry: &Registry,
-) -> Result<StageSpec, Vec<Lack>> {
+) -> Result<StageSpec, Vec<Missing>> {
     let decl = declare(kind, settings, registry)?;
     let stage = (decl.build)(&context(&decl.config, samples)).map_err(|errors| {
-        let lacks = errors.into_iter().map(|error| Lack {
+        let missing = errors.into_iter().map(|error| Missing {
             reason: format!("{error}; {}", error.help),
             setting: error.setting,
         });
-        lacks.collect::<Vec<_>>()
+        missing.collect::<Vec<_>>()
     })?;
     Ok(stage.spec())
 }
@@ -259,10 +258,10 @@ fn declare(
     kind: &Kind<StageDecl>,
     settings: &Map<String, Value>,
     registry: &Registry,
-) -> Result<StageDecl, Vec<Lack>> {
+) -> Result<StageDecl, Vec<Missing>> {
     let settings = Value::Object(settings.clone());
     let decoded = registry.reading(|| (kind.declare)(kind.name, settings));
-    let faults = decoded.faults.iter().map(|fault| Lack {
+    let faults = decoded.faults.iter().map(|fault| Missing {
         setting: fault.path().join("."),
         reason: fault.to_string(),
     });
@@ -272,7 +271,7 @@ fn declare(
     }
 }
 
-/// A pipeline that declares every model and data set that the settings could name.
+/// The context of a pipeline that declares every model and data set that the settings could refer to.
 fn context(config: &Value, samples: usize) -> BuildContext {
     let sizes = BatchConfig {
         samples,
@@ -299,7 +298,7 @@ fn texts(value: &Value, out: &mut Vec<String>) {
     }
 }
 
-/// The settings with one of them changed, for each change that can be thought of.
+/// The settings with one of them changed, for each known change.
 fn changes(
     kind: &Kind<StageDecl>,
     settings: &Map<String, Value>,
@@ -341,7 +340,7 @@ pub(crate) fn settings_of<D>(kind: &Kind<D>, registry: &Registry) -> (Value, Map
     (schema, generator.take_definitions(true))
 }
 
-/// What a property refers to, through `$ref` and past `null`; the property itself where it refers to nothing.
+/// The definition that a property refers to, ignoring `null`; the property itself if it has no `$ref`.
 pub(crate) fn definition<'a>(
     property: &'a Value,
     definitions: &'a Map<String, Value>,
@@ -368,7 +367,7 @@ pub(crate) fn kind_of_slot<'a>(slot: &'a Value, name: &str) -> &'a Value {
         .unwrap_or(&Value::Null)
 }
 
-/// The words that a property may be: of a choice, or kinds of a slot that need no settings.
+/// The words that a property accepts: those of a choice, or kinds of a slot that require no settings.
 pub(crate) fn words(schema: &Value) -> Vec<&str> {
     let own = schema["enum"].as_array().into_iter().flatten();
     let own = own.chain(schema.get("const")).filter_map(Value::as_str);
@@ -378,18 +377,18 @@ pub(crate) fn words(schema: &Value) -> Vec<&str> {
     own.chain(inner.flat_map(words)).collect()
 }
 
-/// Values of a property other than its default, one for each thing that it could mean.
+/// Values of a property other than its default, one for each case.
 fn others(property: &Value, definitions: &Map<String, Value>) -> Vec<Value> {
     let default = &property["default"];
-    let meant = definition(property, definitions);
+    let schema = definition(property, definitions);
     let is = |name: &str| {
-        meant["type"] == name
-            || meant["type"]
+        schema["type"] == name
+            || schema["type"]
                 .as_array()
                 .is_some_and(|types| types.iter().any(|word| word == name))
     };
     let none = default.is_null() || default.as_f64() == Some(0.0);
-    let values = match words(meant) {
+    let values = match words(schema) {
         words if !words.is_empty() => words.into_iter().map(Value::from).collect(),
         _ if is("boolean") => vec![json!(true), json!(false)],
         _ if is("integer") && none => vec![json!(1)],
@@ -402,8 +401,8 @@ fn others(property: &Value, definitions: &Map<String, Value>) -> Vec<Value> {
     values
 }
 
-/// The kind of stage `stage` and each of its settings that holds a part of `slot`.
-pub(crate) fn holders<'a>(
+/// Each kind of stage with each of its settings that selects a part of `slot`.
+pub(crate) fn part_users<'a>(
     slot: &'a str,
     registry: &'a Registry,
 ) -> impl Iterator<Item = (&'a Kind<StageDecl>, String)> + 'a {
@@ -415,10 +414,10 @@ pub(crate) fn holders<'a>(
             .cloned()
             .unwrap_or_default();
         let reference = reference.clone();
-        let holding = properties
+        let selecting = properties
             .into_iter()
             .filter(move |(_, property)| property["$ref"] == reference.as_str());
-        holding.map(move |(setting, _)| (kind, setting))
+        selecting.map(move |(setting, _)| (kind, setting))
     })
 }
 
@@ -444,7 +443,7 @@ mod tests {
         Right,
     }
 
-    /// Reads and writes what its settings say.
+    /// Reads and writes keys that depend on its settings.
     #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
     #[serde(deny_unknown_fields, default)]
     struct Moody {
@@ -494,23 +493,23 @@ mod tests {
     }
 
     #[track_caller]
-    fn check(seen: Vec<Seen<Field>>, expected: &[&str]) {
-        let found: Vec<String> = seen
+    fn check(declarations: Vec<Declaration<Field>>, expected: &[&str]) {
+        let found: Vec<String> = declarations
             .iter()
-            .map(|seen| {
-                let with = seen.with.iter();
+            .map(|key| {
+                let with = key.with.iter();
                 let with = with.map(|(change, used)| {
                     format!("; {} with {}={}", used.word(), change.setting, change.value)
                 });
                 let with: String = with.collect();
-                format!("{} {}{with}", seen.item.name, seen.by_default.word())
+                format!("{} {}{with}", key.item.name, key.by_default.word())
             })
             .collect();
         assert_eq!(found, expected);
     }
 
     #[test]
-    fn a_stage_is_asked_with_every_setting() {
+    fn a_stage_is_built_with_every_setting() {
         let registry = Registry::new().stage::<Moody>();
         let kind = registry.stages().get("moody").unwrap();
         let declared = Declared::of(kind, &registry);
@@ -527,7 +526,7 @@ mod tests {
             declared.writes(),
             &["rewards always", "entropies not; always with more=true"],
         );
-        // What makes no stage is left out.
+        // Settings with which the stage cannot be built are left out.
         let tried: Vec<&str> = declared
             .changed
             .iter()
@@ -535,7 +534,7 @@ mod tests {
             .collect();
         assert_eq!(tried, ["more", "side", "coef"]);
     }
-    /// Does nothing without a limit.
+    /// Cannot be built without a limit.
     #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
     #[serde(deny_unknown_fields)]
     struct Needy {
@@ -556,7 +555,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_told_and_set() {
+    fn missing_settings_are_reported_and_set() {
         let registry = Registry::new().stage::<Needy>();
         let kind = registry.stages().get("needy").unwrap();
         let declared = Declared::of(kind, &registry);

@@ -10,7 +10,7 @@ use crate::plan::{Edge, Plan, PlannedStage};
 use crate::shape::{Dim, Shape};
 use crate::stage::{Access, Cardinality};
 
-/// A checked pipeline, as `pipe schema --pipeline FILE` tells it.
+/// A checked pipeline, as `pipe schema --pipeline FILE` prints it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PipelineEdges {
     /// Name of the pipeline.
@@ -28,11 +28,11 @@ pub struct StageOfPipeline {
     pub name: String,
     /// Its registered kind.
     pub kind: String,
-    /// How finely its input may be cut.
+    /// How finely its input may be cut into slices.
     pub cut: Cardinality,
     /// Rows of one call.
     pub rows_of_a_call: usize,
-    /// Models by name, and what it does with them.
+    /// Models by name, and how it accesses them.
     pub models: Vec<(String, Access)>,
 }
 
@@ -43,42 +43,42 @@ pub struct EdgeOfPipeline {
     pub key: String,
     /// Element type.
     pub dtype: DType,
-    /// Shape with the rows' table in the place of the letter for rows.
+    /// Shape with the table of the rows in place of the letter for rows.
     pub shape: String,
     /// Each dim of the shape.
     pub dims: Vec<DimOfPipeline>,
-    /// Unit of a value; empty where there is none.
+    /// Unit of a value; empty if there is none.
     pub unit: String,
     /// What a value means.
     pub meaning: String,
     /// Values may be null.
     pub nullable: bool,
-    /// Every value is promised to be finite.
+    /// Every value is guaranteed to be finite.
     pub finite: bool,
     /// The distribution of a log-prob.
     pub distribution: Option<LogProbTag>,
-    /// Who writes it.
+    /// The stage that writes it.
     pub writer: Writer,
-    /// Who reads it.
+    /// The stages that read it.
     pub readers: Vec<Reader>,
 }
 
 /// A dim of a key.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DimOfPipeline {
-    /// Its symbol; `~` marks one whose length differs from row to row.
+    /// Its symbol; `~` marks a dim whose length differs from row to row.
     pub dim: String,
-    /// Its size, where it is the same for all rows.
+    /// Its size, if it is the same for all rows.
     pub size: Option<usize>,
-    /// Whether the size is a bound, since a filter may leave rows out.
+    /// Whether the size is an upper bound because a filter may remove rows.
     pub at_most: bool,
-    /// Waves of that size that a step has at most.
+    /// Maximum number of waves of that size in a step.
     pub waves: usize,
     /// For a length that differs from row to row: the stage that first writes keys with these lengths.
     pub lengths_of: Option<String>,
 }
 
-/// Who writes a key.
+/// The stage that writes a key.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Writer {
     /// Name of the stage.
@@ -87,20 +87,20 @@ pub struct Writer {
     pub key: String,
 }
 
-/// Who reads a key.
+/// A stage that reads a key.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Reader {
     /// Name of the stage.
     pub stage: String,
     /// The stage's own name of the key.
     pub key: String,
-    /// The dtype in which it reads the key, where that is not the writer's.
+    /// The dtype in which it reads the key, if it differs from the writer's.
     pub converted_to: Option<DType>,
-    /// How often a row is repeated, since the reader works on finer rows.
+    /// How often a row is repeated because the reader works on finer rows.
     pub repeated: usize,
 }
 
-/// Lengths of rows, by where they come from: the stage that first wrote them and its letter.
+/// Lengths of rows, identified by their origin: the stage that first wrote them and its letter.
 type Lengths = (usize, String);
 
 impl PipelineEdges {
@@ -117,8 +117,8 @@ impl PipelineEdges {
     /// let pipe = DataPipe::new("judged")
     ///     .add_stage("source", stage_fn(source, |batch, ctx| ctx.emit(batch)))
     ///     .add_stage("judge", stage_fn(judge, |batch, ctx| ctx.emit(batch)));
-    /// let told = PipelineEdges::of(&pipe.plan().unwrap());
-    /// let responses = &told.edges[0];
+    /// let edges = PipelineEdges::of(&pipe.plan().unwrap());
+    /// let responses = &edges.edges[0];
     /// assert_eq!((responses.shape.as_str(), responses.dims[0].size), ("[P, T~]", Some(8)));
     /// assert_eq!(responses.readers[0].stage, "judge");
     /// ```
@@ -227,7 +227,7 @@ fn reader(plan: &Plan, stage: &PlannedStage, edge: &Edge) -> Reader {
     }
 }
 
-/// Where the lengths of each ragged key come from: of a letter that a stage also reads, from where it read it.
+/// The origin of the lengths of each ragged key; for a letter that a stage also reads, the origin of the read key.
 fn lengths(plan: &Plan) -> BTreeMap<String, Lengths> {
     let mut of_key: BTreeMap<String, Lengths> = BTreeMap::new();
     for (index, stage) in plan.stages.iter().enumerate() {
@@ -261,10 +261,10 @@ mod tests {
     use crate::stage::{RowRule, StageSpec};
 
     #[test]
-    fn edges_tell_writer_readers_and_sizes() {
+    fn edges_have_writer_readers_and_sizes() {
         let stage = |spec: StageSpec| stage_fn(spec, |batch, ctx| ctx.emit(batch));
         let spec = StageSpec::new;
-        let plan = DataPipe::new("told")
+        let plan = DataPipe::new("edges")
             .add_stage(
                 "source",
                 stage(spec().rows(RowRule::Source).writes(PROMPTS)),
@@ -293,8 +293,8 @@ mod tests {
             .reading("rewards", "scores")
             .plan()
             .unwrap();
-        let told = PipelineEdges::of(&plan);
-        let find = |key: &str| told.edges.iter().find(|edge| edge.key == key).unwrap();
+        let pipeline = PipelineEdges::of(&plan);
+        let find = |key: &str| pipeline.edges.iter().find(|edge| edge.key == key).unwrap();
         let readers = |key: &str| -> Vec<(String, String, usize)> {
             let readers = find(key).readers.iter().cloned();
             readers

@@ -1,4 +1,4 @@
-//! Columns of an edge as JSON Schema: what a row of a batch looks like when it is written as an object.
+//! Columns of an edge as JSON Schema: the schema of a row of a batch written as an object.
 
 use serde_json::{Map, Value, json};
 
@@ -6,12 +6,12 @@ use super::NOTE;
 use crate::field::{DType, Field};
 use crate::shape::{Dim, Shape};
 
-/// The schema of a row's value in a column; dtype, shape, unit and distribution stand under [`NOTE`].
+/// The schema of a row's value in a column; dtype, shape, unit and distribution are under [`NOTE`].
 pub(crate) fn column(field: &Field) -> Value {
     let dims = field
         .parsed_shape()
         .map_or_else(|_| Vec::new(), |Shape(dims)| dims);
-    // The first dim counts rows, of which this is one.
+    // The first dim counts rows; this is the schema of one row.
     let inner = dims.iter().skip(1).rev();
     let mut schema = inner.fold(element(field.dtype), |items, dim| match dim {
         Dim::Fixed(size) => {
@@ -27,7 +27,7 @@ pub(crate) fn column(field: &Field) -> Value {
     schema
 }
 
-/// What JSON Schema has no word for.
+/// Properties that JSON Schema cannot express.
 fn note(field: &Field) -> Value {
     let mut note = Map::new();
     note.insert("dtype".to_owned(), field.dtype.to_string().into());
@@ -39,7 +39,7 @@ fn note(field: &Field) -> Value {
         note.insert("finite".to_owned(), true.into());
     }
     if let Some(tag) = &field.tag {
-        // A part that is absent is anything.
+        // An absent part is unspecified.
         let tag = serde_json::to_value(tag).unwrap_or_default();
         let known = tag.as_object().into_iter().flatten();
         let known = known.filter(|(_, value)| !value.is_null());

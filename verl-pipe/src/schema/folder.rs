@@ -1,13 +1,13 @@
-//! Every document as a file, with an index: what `pipe schema --out DIR` writes.
+//! Every document as a file, with an index: the output of `pipe schema --out DIR`.
 //!
 //! | file | content |
 //! |---|---|
-//! | `index.json` or `README.md` | all files, and all keys with who writes and reads them |
+//! | `index.json` or `README.md` | all files, and all keys with their writers and readers |
 //! | `pipeline` | the pipeline file |
-//! | `edges` | the answer of `pipe schema --pipeline FILE` |
+//! | `edges` | the output of `pipe schema --pipeline FILE` |
 //! | `stages/<kind>` | one kind of stage |
 //! | `parts/<slot>/<kind>` | one kind of part |
-//! | `models/<kind>`, `data/<kind>` | one kind of model, of data set |
+//! | `models/<kind>`, `data/<kind>` | one kind of model or data set |
 //! | `run/<file>` | a file of a run folder, a line of it, or a row of its table |
 
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ use super::kinds::Catalogue;
 use super::markdown::{LEGEND, page, sentence};
 use super::{DRAFT, NOTE, pipeline_schema};
 
-/// How documents are written.
+/// The format of documents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Format {
     /// JSON Schema.
@@ -30,17 +30,17 @@ pub enum Format {
     Md,
 }
 
-/// A document and where it lies in the folder, without its extension.
+/// A document and its path in the folder, without extension.
 #[derive(Debug, Clone)]
 pub struct Document {
-    /// For example `stages/generate`.
+    /// The path, for example `stages/generate`.
     pub path: String,
     /// The schema.
     pub schema: Value,
 }
 
 impl Format {
-    /// The file of a document.
+    /// The file name of a document.
     pub fn file(self, path: &str) -> String {
         match self {
             Format::Json => format!("{path}.json"),
@@ -59,7 +59,7 @@ impl Format {
 
 /// A value as the text of a file.
 pub fn json_text(value: &impl serde::Serialize) -> String {
-    // Schemas are texts, numbers and tables of texts, which always print.
+    // Schemas contain only strings, numbers and tables with string keys, which always serialise.
     let mut text = serde_json::to_string_pretty(value).unwrap_or_default();
     text.push('\n');
     text
@@ -89,7 +89,7 @@ impl Catalogue<'_> {
             .run_files()
             .into_iter()
             .map(|file| named(format!("run/{}", file.document), Some(file.schema)));
-        let whole = [
+        let top_level = [
             named("edges".to_owned(), Some(edges_schema())),
             named("pipeline".to_owned(), Some(pipeline_schema(registry))),
         ];
@@ -98,7 +98,7 @@ impl Catalogue<'_> {
             .chain(models)
             .chain(data)
             .chain(run)
-            .chain(whole);
+            .chain(top_level);
         let mut all: Vec<Document> = all.flatten().collect();
         all.sort_by(|a, b| a.path.cmp(&b.path));
         all
@@ -117,7 +117,7 @@ impl Catalogue<'_> {
         std::iter::once(index).chain(files).collect()
     }
 
-    /// The index alone.
+    /// Only the index.
     pub fn index(&self, format: Format) -> String {
         let index = index(&self.documents(), format);
         match format {
@@ -158,9 +158,9 @@ fn index(documents: &[Document], format: Format) -> Value {
         let here = documents.iter().filter(|doc| sort(&doc.path) == folder);
         let here = here.map(|doc| {
             let about = doc.schema["description"].as_str();
-            let about = about.unwrap_or("what may stand in a pipeline file");
+            let about = about.unwrap_or("all settings of a pipeline file");
             let mut lines = about.lines();
-            // A loss and an estimator may have one name.
+            // A loss and an estimator may have the same name.
             let name = match doc.path.strip_prefix("parts/") {
                 Some(part) => part.into(),
                 None => doc.schema["title"].clone(),
@@ -179,7 +179,7 @@ fn index(documents: &[Document], format: Format) -> Value {
     json!({ "documents": folders, "keys": keys(documents) })
 }
 
-/// All keys of stages, with who writes and who reads them.
+/// All keys of stages, with their writers and readers.
 fn keys(documents: &[Document]) -> Value {
     let mut keys: BTreeMap<&str, Map<String, Value>> = BTreeMap::new();
     let stages = documents
@@ -191,14 +191,15 @@ fn keys(documents: &[Document]) -> Value {
             for (name, column) in columns.into_iter().flatten() {
                 let key = keys.entry(name).or_insert_with(|| {
                     let note = &column[NOTE];
-                    let told = [
+                    let properties = [
                         ("dtype", &note["dtype"]),
                         ("shape", &note["shape"]),
                         ("unit", &note["unit"]),
                         ("meaning", &column["description"]),
                     ];
-                    let told = told.into_iter().filter(|(_, value)| !value.is_null());
-                    told.map(|(what, value)| (what.to_owned(), value.clone()))
+                    let known = properties.into_iter().filter(|(_, value)| !value.is_null());
+                    known
+                        .map(|(what, value)| (what.to_owned(), value.clone()))
                         .collect()
                 });
                 let list = key.entry(by).or_insert_with(|| json!([]));
@@ -213,7 +214,7 @@ fn keys(documents: &[Document]) -> Value {
 
 fn index_page(index: &Value) -> String {
     let mut out =
-        "# Schemas\n\nWhat `pipe schema --format md --out DIR` tells, a page each.\n".to_owned();
+        "# Schemas\n\nThe output of `pipe schema --format md --out DIR`, one page each.\n".to_owned();
     for (title, documents) in index["documents"].as_object().into_iter().flatten() {
         out += &format!("\n## {title}\n\n");
         for document in documents.as_array().into_iter().flatten() {

@@ -1,4 +1,5 @@
-//! One document a kind: a JSON Schema of its settings, and under `$defs` of a row that it reads and one that it writes.
+//! One document per kind: a JSON Schema of its settings, and under `$defs` the schemas of a row that it reads and of a
+//! row that it writes.
 //!
 //! ```
 //! # use schemars::JsonSchema;
@@ -30,45 +31,45 @@
 use schemars::SchemaGenerator;
 use serde_json::{Map, Value, json};
 
-use super::declared::{Change, Declared, Seen, Use, holders};
+use super::declared::{Change, Declaration, Declared, Use, part_users};
 use super::fields::column;
 use super::{DRAFT, NOTE, common_settings, entry, fill_slots};
 use crate::field::Field;
 use crate::registry::{FILE, Kind, Registry};
 use crate::stage::{Access, Cadence, Cardinality, Metric, RowRule, StageSpec};
 
-/// What the kinds of a registry declare; asked once, told in several documents.
+/// The declarations of the kinds of a registry, collected once for all documents.
 pub struct Catalogue<'a> {
     /// The kinds.
     pub registry: &'a Registry,
     /// Kinds of stages, each with what it declares.
     pub stages: Vec<(&'static str, Declared)>,
-    /// Kinds of parts: slot, name, and what the stages declare that hold it.
-    pub parts: Vec<(&'static str, &'static str, Vec<Holder>)>,
+    /// Kinds of parts: slot, name, and the declarations of the stages that use the part.
+    pub parts: Vec<(&'static str, &'static str, Vec<PartUser>)>,
 }
 
-/// A stage that holds a part.
-pub struct Holder {
+/// A stage that uses a part.
+pub struct PartUser {
     /// Kind of the stage.
     pub stage: &'static str,
-    /// The setting that holds it.
+    /// The setting that selects the part.
     pub setting: String,
-    /// What the stage declares with the part; what changes is settings of the part.
+    /// What the stage declares with the part, also with other settings of the part.
     pub declared: Declared,
 }
 
 impl<'a> Catalogue<'a> {
-    /// Asks every kind of `registry`; loads nothing.
+    /// Collects the declarations of every kind of `registry`; loads nothing.
     pub fn of(registry: &'a Registry) -> Self {
         let stages = registry.stages().iter();
         let stages = stages.map(|kind| (kind.name, Declared::of(kind, registry)));
         let parts = registry.slots().iter().flat_map(|(slot, kinds)| {
-            let held = move |name: &'static str| {
-                let holders = holders(slot, registry);
-                let told = holders.map(|(kind, setting)| holder(kind, setting, name, registry));
-                (slot, name, told.collect())
+            let part = move |name: &'static str| {
+                let users = part_users(slot, registry);
+                let users = users.map(|(kind, setting)| part_user(kind, setting, name, registry));
+                (slot, name, users.collect())
             };
-            kinds.iter().map(move |kind| held(kind.name))
+            kinds.iter().map(move |kind| part(kind.name))
         });
         Catalogue {
             registry,
@@ -83,7 +84,7 @@ impl<'a> Catalogue<'a> {
         let (_, declared) = self.stages.iter().find(|(known, _)| *known == name)?;
         let mut note = note_of(kind, "stage");
         let mut definitions = Map::new();
-        tell_declared(declared, &mut note);
+        add_declared(declared, &mut note);
         definitions.insert("input".to_owned(), row("reads", &declared.reads()));
         definitions.insert("output".to_owned(), row("writes", &declared.writes()));
         Some(self.document(kind, true, &common_settings(), note, definitions))
@@ -92,26 +93,26 @@ impl<'a> Catalogue<'a> {
     /// The document of a kind of part of `slot`.
     pub fn part(&self, slot: &str, name: &str) -> Option<Value> {
         let kind = self.registry.slot(slot)?.get(name)?;
-        let known = |part: &&(&str, &str, Vec<Holder>)| (part.0, part.1) == (slot, name);
-        let (_, _, held) = self.parts.iter().find(known)?;
+        let known = |part: &&(&str, &str, Vec<PartUser>)| (part.0, part.1) == (slot, name);
+        let (_, _, users) = self.parts.iter().find(known)?;
         let mut note = note_of(kind, "part");
         note.insert("slot".to_owned(), slot.into());
         let mut definitions = Map::new();
-        let holders = held.iter().map(|holder| {
-            let mut told = Map::new();
-            told.insert("stage".to_owned(), holder.stage.into());
-            told.insert("setting".to_owned(), holder.setting.clone().into());
-            tell_declared(&holder.declared, &mut told);
+        let users = users.iter().map(|user| {
+            let mut entry = Map::new();
+            entry.insert("stage".to_owned(), user.stage.into());
+            entry.insert("setting".to_owned(), user.setting.clone().into());
+            add_declared(&user.declared, &mut entry);
             for (side, rows) in [
-                ("input", row("reads", &holder.declared.reads())),
-                ("output", row("writes", &holder.declared.writes())),
+                ("input", row("reads", &user.declared.reads())),
+                ("output", row("writes", &user.declared.writes())),
             ] {
-                definitions.insert(format!("{side}_of_{}", holder.stage), rows);
+                definitions.insert(format!("{side}_of_{}", user.stage), rows);
             }
-            Value::Object(told)
+            Value::Object(entry)
         });
-        let holders = Value::Array(holders.collect());
-        note.insert("held_by".to_owned(), holders);
+        let users = Value::Array(users.collect());
+        note.insert("held_by".to_owned(), users);
         Some(self.document(kind, true, &[], note, definitions))
     }
 
@@ -167,15 +168,15 @@ impl<'a> Catalogue<'a> {
     }
 }
 
-fn holder(
+fn part_user(
     stage: &Kind<crate::pipe::StageDecl>,
     setting: String,
     part: &str,
     registry: &Registry,
-) -> Holder {
+) -> PartUser {
     let mut settings = Map::new();
     settings.insert(setting.clone(), json!({ "kind": part }));
-    Holder {
+    PartUser {
         stage: stage.name,
         declared: Declared::with(stage, &settings, Some(&setting), registry),
         setting,
@@ -217,8 +218,8 @@ fn note_of<D>(kind: &Kind<D>, sort: &str) -> Map<String, Value> {
     note
 }
 
-/// What a stage does besides reading and writing keys, or what it lacks.
-fn tell_declared(declared: &Declared, note: &mut Map<String, Value>) {
+/// Adds to `note` what a stage does besides reading and writing keys, or which settings are missing.
+fn add_declared(declared: &Declared, note: &mut Map<String, Value>) {
     if !declared.missing.is_empty() {
         note.insert("missing".to_owned(), json!(declared.missing));
         let set = declared.set.iter();
@@ -265,11 +266,11 @@ fn runs(spec: &StageSpec) -> String {
 fn rows(spec: &StageSpec, by_samples: bool) -> String {
     match spec.rows {
         RowRule::Source => "makes rows, one a prompt of the step".to_owned(),
-        RowRule::Same => "one out for each one in".to_owned(),
+        RowRule::Same => "one output row for each input row".to_owned(),
         RowRule::Expand(_) if by_samples => "each becomes `batch.samples` rows".to_owned(),
-        RowRule::Expand(n) => format!("each becomes {n}"),
-        RowRule::Filter => "drops some".to_owned(),
-        RowRule::Sink => "reads them and emits none".to_owned(),
+        RowRule::Expand(n) => format!("each becomes {n} rows"),
+        RowRule::Filter => "drops some rows".to_owned(),
+        RowRule::Sink => "reads rows and emits none".to_owned(),
     }
 }
 
@@ -283,11 +284,11 @@ fn cut(spec: &StageSpec) -> &'static str {
 }
 
 /// A metric with the settings under which it is recorded.
-fn metric(seen: &Seen<Metric>) -> Value {
-    let mut told = metric_note(&seen.item);
-    told.insert("name".to_owned(), seen.item.name.into());
-    tell_use(seen.by_default, &seen.with, &mut told);
-    Value::Object(told)
+fn metric(metric: &Declaration<Metric>) -> Value {
+    let mut note = metric_note(&metric.item);
+    note.insert("name".to_owned(), metric.item.name.into());
+    add_use(metric.by_default, &metric.with, &mut note);
+    Value::Object(note)
 }
 
 /// Unit, meaning and reduction of a metric.
@@ -302,30 +303,30 @@ pub(crate) fn metric_note(metric: &Metric) -> Map<String, Value> {
     note
 }
 
-/// A row of keys as an object; a key is required where the defaults use it in any case.
-fn row(verb: &str, keys: &[Seen<Field>]) -> Value {
-    let always = |seen: &&Seen<Field>| seen.by_default == Use::Always;
+/// A row of keys as an object; a key is required if the stage always uses it with its defaults.
+fn row(verb: &str, keys: &[Declaration<Field>]) -> Value {
+    let always = |key: &&Declaration<Field>| key.by_default == Use::Always;
     let required: Vec<&str> = keys
         .iter()
         .filter(always)
-        .map(|seen| &*seen.item.name)
+        .map(|key| &*key.item.name)
         .collect();
-    let columns = keys.iter().map(|seen| {
-        let mut column = column(&seen.item);
+    let columns = keys.iter().map(|key| {
+        let mut column = column(&key.item);
         if let Some(note) = column[NOTE].as_object_mut() {
-            tell_use(seen.by_default, &seen.with, note);
+            add_use(key.by_default, &key.with, note);
         }
-        (seen.item.name.to_string(), column)
+        (key.item.name.to_string(), column)
     });
     json!({
         "type": "object",
-        "description": format!("A row of what the stage {verb}, in its own names of keys."),
+        "description": format!("A row that the stage {verb}, with its own names of keys."),
         "properties": Map::from_iter(columns),
         "required": required,
     })
 }
 
-fn tell_use(by_default: Use, with: &[(Change, Use)], note: &mut Map<String, Value>) {
+fn add_use(by_default: Use, with: &[(Change, Use)], note: &mut Map<String, Value>) {
     note.insert("used".to_owned(), by_default.word().into());
     let with = with.iter().map(|(change, used)| {
         json!({ "setting": change.setting, "value": change.value, "used": used.word() })

@@ -1,18 +1,18 @@
-//! Documentation that is computed: JSON Schema (draft 2020-12) of the pipeline file, of every kind and of the run
-//! folder, from the registry and from the types that run.
+//! Generated documentation: JSON Schema (draft 2020-12) of the pipeline file, of every kind and of the run folder, from
+//! the registry and from the types that run.
 //!
 //! | module | content |
 //! |---|---|
-//! | this one | the pipeline file as a whole |
-//! | [`declared`] | what a stage declares with its defaults, and what other settings change |
-//! | [`kinds`] | one document a kind: settings, keys read and written, metrics |
-//! | [`run_folder`] | what a run leaves behind |
+//! | this one | the complete pipeline file |
+//! | [`declared`] | what a stage declares with its defaults, and how other settings change it |
+//! | [`kinds`] | one document per kind: settings, keys read and written, metrics |
+//! | [`run_folder`] | the files that a run writes |
 //! | [`edges`] | one concrete pipeline: every edge with its writer, readers, sizes |
 //! | [`folder`] | all documents as files, with an index |
 //! | [`markdown`] | a document as a page |
 //!
-//! What JSON Schema has no word for (dtype, symbolic shape, unit, distribution of log-probs) stands under the keyword
-//! [`NOTE`], which validators ignore.
+//! Properties that JSON Schema cannot express (dtype, symbolic shape, unit, distribution of log-probs) are under the
+//! keyword [`NOTE`], which validators ignore.
 
 pub mod declared;
 pub mod edges;
@@ -31,10 +31,10 @@ use crate::registry::{FILE, Kind, Kinds, Registry};
 use crate::schedule::batching::{BatchConfig, DevicesConfig};
 use crate::trace::config::TraceConfig;
 
-/// The dialect of every schema here.
+/// The dialect of every schema in this module.
 pub(crate) const DRAFT: &str = "https://json-schema.org/draft/2020-12/schema";
 
-/// Keyword under which documents say what JSON Schema has no word for.
+/// Keyword for properties that JSON Schema cannot express.
 pub const NOTE: &str = "x-verl";
 
 /// The schema of pipeline files that may use the kinds of `registry`.
@@ -103,7 +103,7 @@ pub fn pipeline_schema(registry: &Registry) -> Value {
             },
             "stages": {
                 "type": "array",
-                "description": "Stages, in any order; keys decide who reads what.",
+                "description": "Stages, in any order; keys determine which stage reads from which.",
                 "items": stages
             }
         }
@@ -117,7 +117,7 @@ pub fn pipeline_schema(registry: &Registry) -> Value {
     schema
 }
 
-/// Where a table with a `kind` may stand, the name of a kind stands for it with its defaults.
+/// Allows the name of a kind, with its default settings, wherever a table with a `kind` is allowed.
 fn with_names_of_kinds(schema: &mut Value) {
     if let Some(choices) = schema.get_mut("oneOf").and_then(Value::as_array_mut) {
         let kind = |choice: &Value| {
@@ -126,11 +126,11 @@ fn with_names_of_kinds(schema: &mut Value) {
                 .map(str::to_owned)
         };
         if choices.iter().all(|choice| kind(choice).is_some()) {
-            let alone = choices.iter().filter(|choice| {
+            let without_settings = choices.iter().filter(|choice| {
                 let required = choice["required"].as_array();
                 required.is_none_or(|names| names.len() <= 1)
             });
-            let names: Vec<String> = alone.filter_map(kind).collect();
+            let names: Vec<String> = without_settings.filter_map(kind).collect();
             choices.insert(0, by_name(&names));
         }
     }
@@ -141,7 +141,7 @@ fn with_names_of_kinds(schema: &mut Value) {
     }
 }
 
-/// A text that names a kind.
+/// The schema of a string that names a kind.
 fn by_name<S: AsRef<str>>(names: &[S]) -> Value {
     let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
     json!({
@@ -151,8 +151,8 @@ fn by_name<S: AsRef<str>>(names: &[S]) -> Value {
     })
 }
 
-/// TOML has no null, so a setting that may be absent is of its type alone; a fault in it is then told as one of that
-/// type, and not as that neither it nor null fits.
+/// Removes null, which TOML does not have, from the types of optional settings. Validators then report an error as a
+/// mismatch with the setting's only type, and not with both the type and null.
 fn without_null(schema: &mut Value) {
     match schema {
         Value::Array(list) => list.iter_mut().for_each(without_null),
@@ -188,13 +188,13 @@ fn common_settings() -> [(&'static str, Value); 3] {
     [
         (
             "name",
-            json!({ "type": "string", "description": "Name of the stage in this pipeline, by which settings, messages and the trace speak of it; by default its kind." }),
+            json!({ "type": "string", "description": "Name of the stage in this pipeline, used in settings, messages and the trace; its kind by default." }),
         ),
         (
             "rename",
             json!({
                 "type": "object",
-                "description": "Keys that go by another name in this pipeline: the stage's own name, and the pipeline's.",
+                "description": "Keys that have another name in this pipeline: the stage's own name, and the pipeline's.",
                 "default": {},
                 "additionalProperties": { "type": "string" }
             }),
@@ -210,7 +210,7 @@ fn common_settings() -> [(&'static str, Value); 3] {
     ]
 }
 
-/// Puts the kinds of each slot where [`Part`](crate::part::Part) refers to them.
+/// Adds the kinds of each slot to the definitions that [`Part`](crate::part::Part) refers to.
 fn fill_slots(registry: &Registry, generator: &mut SchemaGenerator) {
     for (slot, kinds) in registry.slots().iter() {
         let parts = slot_schema(slot, kinds, generator);
@@ -218,18 +218,19 @@ fn fill_slots(registry: &Registry, generator: &mut SchemaGenerator) {
     }
 }
 
-/// A section of the file, with the Rust type that it is read as.
+/// A section of the file, with the Rust type that it is deserialised into.
 fn section<C: JsonSchema>(generator: &mut SchemaGenerator) -> Value {
     let mut schema = C::json_schema(generator).to_value();
     schema[NOTE] = json!({ "rust": std::any::type_name::<C>() });
     schema
 }
 
-/// What fits the one of `kinds` that a table's `kind` names; `default` is meant where it names none. The kinds become
-/// definitions of `sort`.
+/// The schema of a table that matches the one of `kinds` that its `kind` names, or `default` without a `kind`. The
+/// kinds become definitions of `sort`.
 ///
-/// They are referred to twice. Rules lead from the name to the kind, so that a fault is told of the kind that is meant,
-/// and not as that none of them fits. `anyOf`, which everything fits, is where editors look for keys to complete.
+/// They are referenced twice. `if`/`then` rules lead from the name to the kind, so that validators report errors of the
+/// named kind instead of a mismatch with all kinds. Editors look for keys to complete in `anyOf`, which accepts any
+/// value.
 fn by_kind(
     sort: &str,
     kinds: Vec<Value>,
@@ -237,7 +238,7 @@ fn by_kind(
     definitions: &mut Map<String, Value>,
 ) -> Value {
     if kinds.is_empty() {
-        // Nothing at all fits.
+        // No value is valid.
         return Value::Bool(false);
     }
     let (mut names, mut rules, mut all) = (Vec::new(), Vec::new(), Vec::new());
@@ -277,7 +278,7 @@ fn names_kind(schema: &Value, name: &str) -> bool {
     names.is_some_and(|names| names.iter().any(|known| known == name))
 }
 
-/// What may stand for a part of a slot: the name of a kind, or a table with `kind` and the kind's settings.
+/// The schema of a part of a slot: the name of a kind, or a table with `kind` and the kind's settings.
 fn slot_schema(slot: &str, kinds: &Kinds<AnyPart>, generator: &mut SchemaGenerator) -> Value {
     let tables: Vec<Value> = kinds
         .iter()

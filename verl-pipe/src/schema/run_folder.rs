@@ -1,4 +1,4 @@
-//! The files of a run folder as JSON Schema, of the types and tables that write them.
+//! The files of a run folder as JSON Schema, generated from the types and tables that write them.
 //!
 //! `config.toml` is a pipeline file, so its schema is that of pipeline files.
 
@@ -20,30 +20,30 @@ use crate::trace::format::{MANIFEST_KEY, StageManifest, StepManifest, TraceForma
 use crate::trace::rules::Anomaly;
 use crate::trace::state::Beside;
 
-/// What stands for the name of a stage in a pattern.
+/// Pattern of the name of a stage.
 pub(crate) const ANY_STAGE: &str = "[^/]+";
 
-/// How a file of a run folder is written.
+/// The format of a file of a run folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Written {
     /// One JSON document.
     Json,
-    /// A JSON object a line.
+    /// One JSON object per line.
     JsonLines,
     /// A table in Parquet.
     Parquet,
     /// A table as a stream of Arrow IPC messages.
     ArrowStream,
-    /// Something that has no fields to tell here.
+    /// A file without documented fields.
     Other(&'static str),
 }
 
 impl Written {
-    /// In words.
+    /// The word for it in documents.
     pub fn word(self) -> &'static str {
         match self {
             Written::Json => "JSON",
-            Written::JsonLines => "JSON, an object a line",
+            Written::JsonLines => "JSON, one object per line",
             Written::Parquet => "Parquet, a table",
             Written::ArrowStream => "Arrow IPC stream, a table",
             Written::Other(word) => word,
@@ -54,18 +54,18 @@ impl Written {
 /// A file of a run folder.
 #[derive(Debug, Clone)]
 pub struct RunFile {
-    /// Its path in the folder, for example `status.json`; what differs from file to file stands in `<…>`.
+    /// Its path in the folder, for example `status.json`; variable parts are written as `<…>`.
     pub name: &'static str,
-    /// Where its document lies below `run/`, without extension.
+    /// The path of its document below `run/`, without extension.
     pub document: &'static str,
-    /// How it is written.
+    /// Its format.
     pub written: Written,
     /// The schema of the file, of each of its lines, or of each row of its table.
     pub schema: Value,
 }
 
 impl RunFile {
-    /// Whether the file at `path`, relative to the run folder, is such a one.
+    /// Whether the file at `path`, relative to the run folder, is this file.
     ///
     /// ```
     /// use verl_pipe::registry::Registry;
@@ -81,7 +81,7 @@ impl RunFile {
         loop {
             match (own.next(), other.next()) {
                 (None, None) => return true,
-                // The files of a model's folder are its own.
+                // A model folder may contain any files.
                 (Some("<file>"), Some(_)) => return true,
                 (Some(own), Some(other)) if part_is(own, other) => {}
                 _ => return false,
@@ -90,7 +90,7 @@ impl RunFile {
     }
 }
 
-/// Whether `name` is `pattern` with something in the place of its `<…>`.
+/// Whether `name` is `pattern` with any text in place of its `<…>`.
 fn part_is(pattern: &str, name: &str) -> bool {
     let Some((before, rest)) = pattern.split_once('<') else {
         return pattern == name;
@@ -100,29 +100,29 @@ fn part_is(pattern: &str, name: &str) -> bool {
 }
 
 impl Catalogue<'_> {
-    /// Every file that a run may leave in its folder, by name. A further one is an entry here: its name, where its
-    /// document lies, its type, what it tells.
+    /// Every file that a run may write into its folder, by name. To add a file, add an entry here: its name, the path
+    /// of its document, its type and its description.
     pub fn run_files(&self) -> Vec<RunFile> {
         vec![
             other(
                 "config.schema.json",
                 "config_schema",
                 "JSON Schema",
-                "what `config.toml` may hold, for editors; the document `pipeline`, where the run knows its registry",
+                "the schema of `config.toml`, for editors: the document `pipeline`; written only if the run knows its registry",
             ),
             other(
                 "config.toml",
                 "config",
                 "TOML, a pipeline file",
-                "the pipeline with every setting stated: what `pipe train` would run again; the document `pipeline` tells what may stand in it",
+                "the pipeline with all settings, which `pipe train` can run again; the document `pipeline` describes them",
             ),
-            json::<DataFile>("data.json", "data", "where each data set's rows come from"),
+            json::<DataFile>("data.json", "data", "the origin of the rows of each data set"),
             self.metrics_file(),
             other(
                 "model/<model>/<file>",
                 "model",
                 "a Hugging Face folder",
-                "a model at the end of the run, a folder each: `config.json`, `model.safetensors`, and its tokenizer where it has one",
+                "a model at the end of the run, one folder per model: `config.json`, `model.safetensors`, and the tokenizer if it has one",
             ),
             other(
                 "plan.txt",
@@ -133,80 +133,80 @@ impl Catalogue<'_> {
             lines::<RowErrorLine>(
                 "row_errors.jsonl",
                 "row_errors",
-                "a line for each row that failed in a stage or was slow there, and why; there where one did or was",
+                "a line for each row that failed or was slow in a stage, with the reason; written only if there are such rows",
             ),
             self.samples_file(),
             json::<TracedPipeline>(
                 "schema.json",
                 "schema",
-                "keys of every stage with shape, type, unit and meaning; there where steps or stages are recorded in full",
+                "keys of every stage with shape, type, unit and meaning; written only if steps or stages are recorded in full",
             ),
             json::<StallReport>(
                 "stall.json",
                 "stall",
-                "what the run waited for when nothing had come for long; there where it did, and overwritten by the next time",
+                "what the run was waiting for when it stalled; written only if it did, and overwritten each time",
             ),
             json::<StartFile>(
                 "start.json",
                 "start",
-                "how long everything took until the first step was done, and which kernels were compiled for it; there once it is",
+                "how long each part of the start took until the end of the first step, and which kernels were compiled; written after the first step",
             ),
             json::<StatusFile>(
                 "status.json",
                 "status",
-                "whether what lies in the folder is whole",
+                "whether the content of the folder is complete",
             ),
             lines::<Anomaly>(
                 "trace/anomalies.jsonl",
                 "trace/anomalies",
-                "a line for each time that a rule began to hold for a stage and key; there where one did",
+                "a line for each time that a rule started to fire for a stage and key; written only if one did",
             ),
             json::<Conditions>(
                 "trace/conditions.json",
                 "trace/conditions",
-                "under what the run was recorded: every setting, the machine, and what its stages declared",
+                "the conditions of the recording: every setting, the machine, and the declarations of the stages",
             ),
             json::<TraceFormat>(
                 "trace/format.json",
                 "trace/format",
-                "what the trace is of, and in which format it is",
+                "the recorded pipeline, and the format of the trace",
             ),
             json::<Beside>(
                 "trace/state/<sha256>.json",
                 "trace/state",
-                "what stands beside the tensors of a state; written last, as the mark that both are whole",
+                "the content of a state other than tensors; written last, to mark both files as complete",
             ),
             other(
                 "trace/state/<sha256>.safetensors",
                 "trace/state_tensors",
                 "safetensors",
-                "tensors of the state of a model or stage at the start of a step: weights, optimiser; named for its content, so that equal ones are kept once",
+                "tensors of the state of a model or stage at the start of a step: weights, optimiser; named after the hash of the content, so equal states are stored once",
             ),
             table(
                 "trace/stats/live.arrows",
                 "trace/stats_live",
                 Written::ArrowStream,
-                "statistics of the newest steps, a row a step, stage, side and key; steps that a part holds too count once",
+                "statistics of the newest steps, one row per step, stage, side and key; steps that are also in a part count once",
                 &stat_columns(),
             ),
             table(
                 "trace/stats/part-<step>.parquet",
                 "trace/stats",
                 Written::Parquet,
-                "statistics of `trace.part_steps` steps from that one on, a row a step, stage, side and key",
+                "statistics of `trace.part_steps` steps from `<step>` on, one row per step, stage, side and key",
                 &stat_columns(),
             ),
             json::<StepManifest>(
                 "trace/steps/<step>/step.json",
                 "trace/step",
-                "what was recorded of a step and why, and where the state of its models lies; written last, so a step without it is not whole",
+                "what was recorded of a step and why, and where the state of its models is stored; written last, so a step without it is incomplete",
             ),
             step_file(),
-            json::<VersionsFile>("versions.json", "versions", "what the run was made with"),
+            json::<VersionsFile>("versions.json", "versions", "versions of the program, and properties of the machine"),
             lines::<WarningLine>(
                 "warnings.jsonl",
                 "warnings",
-                "a line for each warning or error that the run, a stage or a model told; there where one did",
+                "a line for each warning or error that the run, a stage or a model reported; written only if there is one",
             ),
         ]
     }
@@ -216,7 +216,7 @@ impl Catalogue<'_> {
         let mut file = lines::<MetricsLine>(
             "metrics.jsonl",
             "metrics",
-            "a line for each step: what it came to",
+            "a line with the metrics of each step",
         );
         let number = |metric: &Metric, recorded_by: Vec<&str>| {
             let mut note = metric_note(metric);
@@ -255,28 +255,28 @@ impl Catalogue<'_> {
             properties.extend(named);
         }
         file.schema["patternProperties"] = Value::Object(patterns);
-        // A loss or a rule of one's own may record names that nobody declares.
+        // Custom losses and rules may record undeclared names.
         file.schema["additionalProperties"] = json!({ "type": ["number", "null"] });
         file
     }
 
-    /// Metrics of stages, alone and with each part that they hold.
+    /// Metrics of stages with their defaults, and with each part that they can use.
     fn declared_metrics(&self) -> Vec<(&'static str, Metric)> {
-        let alone = self
+        let by_default = self
             .stages
             .iter()
             .map(|(stage, declared)| (*stage, declared));
-        let held = self.parts.iter().flat_map(|(_, _, held)| held);
-        let held = held.map(|holder| (holder.stage, &holder.declared));
-        let all = alone.chain(held);
+        let users = self.parts.iter().flat_map(|(_, _, users)| users);
+        let with_parts = users.map(|user| (user.stage, &user.declared));
+        let all = by_default.chain(with_parts);
         all.flat_map(|(stage, declared)| {
-            let seen = declared.metrics().into_iter();
-            seen.map(move |seen| (stage, seen.item))
+            let metrics = declared.metrics().into_iter();
+            metrics.map(move |metric| (stage, metric.item))
         })
         .collect()
     }
 
-    /// A line of `samples.jsonl`, with what each kind of stage shows.
+    /// A line of `samples.jsonl`, with the samples of each kind of stage.
     fn samples_file(&self) -> RunFile {
         let mut file =
             lines::<SampleLine>("samples.jsonl", "samples", "a few samples of each step");
@@ -291,26 +291,26 @@ impl Catalogue<'_> {
         });
         let mut shown: Vec<Value> = shown.collect();
         if !shown.is_empty() {
-            shown.push(json!({ "description": "What a stage of one's own shows." }));
+            shown.push(json!({ "description": "Samples of a custom stage." }));
             file.schema["anyOf"] = shown.into();
         }
         file
     }
 }
 
-/// A file that is one document of type `T`.
+/// A file with a single document of type `T`.
 fn json<T: JsonSchema>(name: &'static str, document: &'static str, about: &str) -> RunFile {
     let schema = SchemaGenerator::default().into_root_schema_for::<T>();
     file(name, document, Written::Json, about, schema.to_value())
 }
 
-/// A file each of whose lines is a document of type `T`.
+/// A file with a document of type `T` per line.
 fn lines<T: JsonSchema>(name: &'static str, document: &'static str, about: &str) -> RunFile {
     let schema = SchemaGenerator::default().into_root_schema_for::<T>();
     file(name, document, Written::JsonLines, about, schema.to_value())
 }
 
-/// A file without fields to tell.
+/// A file without documented fields.
 fn other(name: &'static str, document: &'static str, word: &'static str, about: &str) -> RunFile {
     file(name, document, Written::Other(word), about, json!({}))
 }
@@ -353,11 +353,11 @@ fn step_file() -> RunFile {
         "trace/steps/<step>/<stage>.parquet",
         "trace/stage",
         Written::Parquet,
-        "all rows that entered and left a stage in a step: a row each time, slices in declared order",
+        "all rows that entered or left a stage in a step, one row each time, slices in declared order",
         &STEP_COLUMNS,
     );
     file.schema["additionalProperties"] = json!({
-        "description": "A key by the stage's own name; null on the side that does not have it. Where a column of another key has the name, `@input` or `@output` stands behind it. `schema.json` of the run tells type, shape, unit and meaning."
+        "description": "A key, by the stage's own name; null on the side that does not have it. If another column has the same name, `@input` or `@output` is appended. The run's `schema.json` has its type, shape, unit and meaning."
     });
     let mut manifest = SchemaGenerator::default()
         .into_root_schema_for::<StageManifest>()
@@ -375,7 +375,7 @@ fn step_file() -> RunFile {
     file
 }
 
-/// The schema `own` as that of file `name`.
+/// The schema `own` as the schema of file `name`.
 fn file(
     name: &'static str,
     document: &'static str,
@@ -406,7 +406,7 @@ mod tests {
     use crate::registry::Registry;
 
     #[test]
-    fn files_are_known_by_their_paths() {
+    fn files_are_identified_by_their_paths() {
         let registry = Registry::new();
         let files = Catalogue::of(&registry).run_files();
         for (path, name) in [
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_of_stages_go_by_patterns() {
+    fn metrics_of_stages_match_patterns() {
         let registry = Registry::new();
         let files = Catalogue::of(&registry).run_files();
         let metrics = files

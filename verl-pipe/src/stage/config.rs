@@ -14,7 +14,7 @@ use crate::resource::{
 };
 use crate::schedule::batching::BatchPlan;
 
-/// What a configuration is turned into a stage with.
+/// The context in which a stage is built from its configuration.
 #[derive(Debug, Clone, Default)]
 pub struct BuildContext {
     /// The solved batch arithmetic of the pipeline.
@@ -27,22 +27,22 @@ pub struct BuildContext {
     pub models: Vec<String>,
     /// Names of the declared data sets.
     pub data: Vec<String>,
-    /// The first device of the group (`cpu`, `cuda:0`), for what a model chooses by its device; may be empty.
+    /// The first device of the group (`cpu`, `cuda:0`), for settings that depend on the device; may be empty.
     pub device: String,
-    /// Folder of the pipeline file, against which relative paths are read.
+    /// Folder of the pipeline file, against which relative paths are resolved.
     pub base: std::path::PathBuf,
-    /// What the declared models tell of themselves, by name, as far as they could be described.
+    /// Information about the declared models, by name, as far as they could be described.
     pub model_infos: BTreeMap<String, ModelInfo>,
-    /// Temperature at which the tokens that the stage asks about were sampled, for a stage that
-    /// [follows](super::StageSpec::at_temperature_of) it; absent where no stage samples them. Each stage has its own.
+    /// Temperature at which the tokens that the stage reads were sampled, for a stage that
+    /// [follows](super::StageSpec::at_temperature_of) it; `None` if no stage samples them. It differs between stages.
     pub temperature: Option<f64>,
-    /// Optimiser steps of the run by model, once the plan knows them, as the batch arithmetic counts them: fewer are taken
-    /// where a filter keeps fewer rows than it may.
+    /// Optimiser steps of the run by model, once the plan knows them, as the batch arithmetic counts them: a filter
+    /// that keeps fewer rows than it may reduces them.
     pub optimizer_steps: BTreeMap<String, u64>,
 }
 
 impl BuildContext {
-    /// Longest sequence of a model in tokens, where it is told.
+    /// Longest sequence of a model in tokens, if it is known.
     pub fn max_tokens(&self, model: &str) -> Option<usize> {
         let info = self.model_infos.get(model)?;
         (info.max_tokens > 0).then_some(info.max_tokens)
@@ -79,21 +79,21 @@ impl ConfigError {
 /// How a model is trained in a run, as the plan knows it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Training {
-    /// In a line, for `pipe plan`.
+    /// One line about it, for `pipe plan`.
     pub summary: String,
-    /// Its settings, with those filled in that the run decides; null where it has none.
+    /// Its settings, including those that the run determines; null if it has none.
     pub settings: serde_json::Value,
-    /// Settings that are probably not meant for so many optimiser steps.
+    /// Settings that are probably not intended for this number of optimiser steps.
     pub doubts: Vec<ConfigError>,
 }
 
-/// The configuration of a stage: a plain struct that becomes the stage. This is the whole seam of adding one.
+/// The configuration of a stage: a plain struct that becomes the stage. A new stage only has to implement this.
 ///
 /// Implementors derive `Deserialize` (with `deny_unknown_fields`), `Serialize` and `JsonSchema`; the registry, the
 /// builder and the operator form take the same struct.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not the configuration of a stage",
-    note = "implement `StageConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` where these crates are not dependencies of yours)"
+    note = "implement `StageConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` if your crate does not depend on them)"
 )]
 pub trait StageConfig:
     DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
@@ -103,17 +103,17 @@ pub trait StageConfig:
     /// One line for lists.
     const SUMMARY: &'static str;
 
-    /// Makes the stage; loads nothing.
+    /// Builds the stage; loads nothing.
     ///
     /// # Errors
-    /// All settings that make no sense.
+    /// All invalid settings.
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>>;
 }
 
 /// The configuration of a model: a plain struct that becomes the resource.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not the configuration of a model",
-    note = "implement `ModelConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` where these crates are not dependencies of yours)"
+    note = "implement `ModelConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` if your crate does not depend on them)"
 )]
 pub trait ModelConfig:
     DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
@@ -123,38 +123,38 @@ pub trait ModelConfig:
     /// One line for lists.
     const SUMMARY: &'static str;
 
-    /// What can be told without loading weights (reads `config.json` at most).
+    /// Describes the model without loading weights (reads `config.json` at most).
     ///
     /// # Errors
-    /// Settings that make no sense, folders that are missing.
+    /// Invalid settings, missing folders.
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>>;
     /// Whether a stage may update it.
     fn trainable(&self) -> bool;
-    /// How it is trained in a run that takes so many optimiser steps with it; `None` for a kind that does not say.
+    /// How it is trained in a run with this number of optimiser steps; `None` if the kind does not report it.
     fn training(&self, _optimizer_steps: u64) -> Option<Training> {
         None
     }
-    /// Whether it could be loaded onto `device`, when the pipeline is checked; a kind that does not tell takes any.
+    /// Checks whether it could be loaded onto `device`, when the pipeline is checked; the default accepts any device.
     ///
     /// # Errors
-    /// A device that no machine has, or that this one lacks.
+    /// A device that does not exist, that this machine lacks, or that models cannot use.
     fn check_device(&self, _device: &str) -> Result<(), DeviceRefusal> {
         Ok(())
     }
-    /// Bytes of memory of `device`, where it is here and tells; a kind that does not know says nothing.
+    /// Bytes of memory of `device`; `None` if the device is absent or its memory is unknown.
     fn device_memory(&self, _device: &str) -> Option<u64> {
         None
     }
-    /// Whether a message, of a panic or an error, says that the memory of a device that such models work on is used up.
+    /// Whether the message of a panic or an error reports that a device of such models is out of memory.
     fn shortage(&self, _message: &str) -> Option<Shortage> {
         None
     }
-    /// The kernels with which it computes on the CPU. By default nothing is known of them, and a replay on another
-    /// processor expects no equal bits.
+    /// The kernels that it uses on the CPU. By default they are unknown, and a replay on another processor does not
+    /// expect equal bits.
     fn cpu_kernels(&self) -> CpuKernels {
         CpuKernels::default()
     }
-    /// How its token ids are written, without loading weights; `None` for a model without a tokenizer.
+    /// The texts of its token ids, without loading weights; `None` for a model without a tokenizer.
     fn token_texts(&self, _context: &BuildContext) -> Option<Arc<dyn TokenTexts>> {
         None
     }
@@ -173,7 +173,7 @@ pub trait ModelConfig:
 /// The configuration of a data set.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not the configuration of a data set",
-    note = "implement `DataConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` where these crates are not dependencies of yours)"
+    note = "implement `DataConfig` for its settings: derive `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` if your crate does not depend on them)"
 )]
 pub trait DataConfig:
     DeserializeOwned + Serialize + JsonSchema + Clone + Send + Sync + 'static
@@ -183,10 +183,10 @@ pub trait DataConfig:
     /// One line for lists.
     const SUMMARY: &'static str;
 
-    /// Looks at it without reading it, when the pipeline is checked: a file that is missing is told then.
+    /// Checks it without reading it, when the pipeline is checked; reports missing files, for example.
     ///
     /// # Errors
-    /// Settings that make no sense, files that are missing.
+    /// Invalid settings, missing files.
     fn check(&self, _context: &BuildContext) -> Result<(), Vec<ConfigError>> {
         Ok(())
     }
@@ -197,7 +197,7 @@ pub trait DataConfig:
     /// When a file is missing, empty or malformed.
     fn open(&self, context: &BuildContext) -> Result<Arc<dyn DataLoaderInterface>, DataError>;
 
-    /// Opens as much of it as a check looks at: all of it, or the beginning of one that takes long to open.
+    /// Opens the part of it that a check reads: all of it, or only the beginning if it takes long to open.
     ///
     /// # Errors
     /// As [`open`](Self::open).

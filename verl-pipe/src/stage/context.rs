@@ -1,4 +1,4 @@
-//! What a running stage is given, and what its call can end with.
+//! The context of a running stage, and the errors of its calls.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::batch::{Batch, BatchError, RowId};
 use crate::data::{DataError, DataLoaderInterface};
 use crate::resource::{ModelResource, ResourceError};
 
-/// What a stage's call can end with.
+/// An error of a stage's call.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StageError {
@@ -19,10 +19,10 @@ pub enum StageError {
     /// Access to data failed.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// A model refused.
+    /// A model returned an error.
     #[error(transparent)]
     Resource(#[from] ResourceError),
-    /// A model that is not there, or of another type than the stage expects.
+    /// A model that is missing, or not of the type that the stage expects.
     #[error("model `{name}` {reason}")]
     Model {
         /// Its name in the pipeline.
@@ -30,7 +30,7 @@ pub enum StageError {
         /// What is wrong.
         reason: String,
     },
-    /// One row is to blame.
+    /// One row caused the error.
     #[error("{}: {reason}", .id.in_words())]
     Row {
         /// Position in the batch.
@@ -43,7 +43,7 @@ pub enum StageError {
     /// The run was asked to end.
     #[error("the run was asked to end")]
     Cancelled,
-    /// Anything else, as told by the library underneath.
+    /// Any other error, as reported by the underlying library.
     #[error("{0}")]
     Failed(Box<dyn std::error::Error + Send + Sync>),
 }
@@ -55,16 +55,16 @@ impl StageError {
     }
 }
 
-/// Asks a run to end; shared between threads.
+/// Requests the end of a run; shared between threads.
 #[derive(Debug, Clone, Default)]
 pub struct CancelToken(Arc<AtomicBool>);
 
 impl CancelToken {
-    /// Asks for the end.
+    /// Requests the end.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
-    /// Whether the end was asked for.
+    /// Whether the end was requested.
     pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
@@ -72,7 +72,7 @@ impl CancelToken {
 
 /// Where emitted batches and recorded metrics go; implemented by the executor, by tests and by replay.
 pub trait StageSink {
-    /// Takes rows that are ready. Blocks while the next stages are behind (back-pressure).
+    /// Takes rows that are ready. Blocks while the next stages lag (back-pressure).
     ///
     /// # Errors
     /// [`StageError::Cancelled`] when the run ends.
@@ -88,19 +88,19 @@ pub trait StageSink {
 /// Models on the worker that runs a stage.
 pub type Models = BTreeMap<String, Box<dyn ModelResource>>;
 
-/// What a call of a stage is given.
+/// The context of a call of a stage.
 pub struct StageContext<'a> {
     /// Name of the stage in the pipeline.
     pub stage: &'a str,
     /// Step of the run, counted from 1; 0 for an observer before the first step.
     pub step: u64,
-    /// Steps of the whole run.
+    /// Number of steps of the run.
     pub steps: u64,
     /// Seed of the run.
     pub seed: u64,
-    /// For a source: which wave of the step it is to draw; 0 is the first, and for any other stage it is 0.
+    /// For a source: the wave of the step to draw, counted from 0. For any other stage, 0.
     pub wave: u64,
-    /// Whether the run is to end.
+    /// Whether the end of the run was requested.
     pub cancel: &'a CancelToken,
     /// Models of the device group; empty on the host pool.
     pub models: &'a mut Models,
@@ -109,7 +109,7 @@ pub struct StageContext<'a> {
 }
 
 impl StageContext<'_> {
-    /// Hands on rows that are ready.
+    /// Passes on rows that are ready.
     ///
     /// # Errors
     /// [`StageError::Cancelled`] when the run ends.
@@ -130,16 +130,16 @@ impl StageContext<'_> {
     /// The model `name`, as the type that the stage works with.
     ///
     /// # Errors
-    /// When the group holds no such model, or one of another type.
+    /// When the group has no such model, or the model has another type.
     pub fn model<T: ModelResource>(&mut self, name: &str) -> Result<&mut T, StageError> {
         find_model(self.models, name)
     }
 }
 
-/// The model `name` among `models`, as the type that a stage works with; for stages that emit while they hold it.
+/// The model `name` among `models`, as the type that a stage works with; for stages that emit while they borrow it.
 ///
 /// # Errors
-/// When there is no such model, or it is of another type.
+/// When there is no such model, or it has another type.
 pub fn find_model<'a, T: ModelResource>(
     models: &'a mut Models,
     name: &str,
@@ -151,14 +151,14 @@ pub fn find_model<'a, T: ModelResource>(
     let known = models.keys().cloned().collect::<Vec<_>>().join(", ");
     let model = models
         .get_mut(name)
-        .ok_or_else(|| fail(format!("is not on this device group; it holds: {known}")))?;
+        .ok_or_else(|| fail(format!("is not on this device group, which has: {known}")))?;
     model
         .as_any_mut()
         .downcast_mut()
         .ok_or_else(|| fail(format!("is not a {}", std::any::type_name::<T>())))
 }
 
-/// What [`Stage::start`](super::Stage::start) is given.
+/// The context of [`Stage::start`](super::Stage::start).
 pub struct StartContext<'a> {
     /// Opened data sets by name.
     pub data: &'a BTreeMap<String, Arc<dyn DataLoaderInterface>>,

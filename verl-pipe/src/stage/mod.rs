@@ -1,14 +1,14 @@
-//! Stages: what one reads and writes ([`StageSpec`]), how it runs ([`Stage`]), and what it is given
+//! Stages: what a stage reads and writes ([`StageSpec`]), how it runs ([`Stage`]), and the context of its calls
 //! ([`StageContext`]).
 //!
 //! | module | content |
 //! |---|---|
-//! | this one | [`Stage`] |
-//! | `rules` | what a stage may say of itself: cut, rows, cadence, metrics |
-//! | `spec` | [`StageSpec`], all that it says |
-//! | `context` | [`StageContext`] and [`StageError`]: what a call is given, and what it can end with |
+//! | this module | [`Stage`] |
+//! | `rules` | the parts of a declaration: cut, rows, cadence, metrics |
+//! | `spec` | [`StageSpec`], the complete declaration |
+//! | `context` | [`StageContext`] and [`StageError`]: the context of a call and its errors |
 //! | `preview` | [`RowPreview`]: a row as a source writes it, without a run |
-//! | `work` | [`ModelWork`], what it has a model do, and how long rows may be |
+//! | `work` | [`ModelWork`], its work with a model, and bounds on the length of rows |
 //! | `config` | [`StageConfig`], [`ModelConfig`], [`DataConfig`]: what a pipeline file decodes into |
 
 mod config;
@@ -40,7 +40,7 @@ pub use work::{LengthBound, LengthLimit, ModelWork, OptimizerPasses, WorkKind};
 /// A stage object is made from its configuration without loading anything; [`Stage::start`] may open files, and
 /// models are loaded by the run.
 pub trait Stage: Send + Any {
-    /// What it reads and writes; the same answer at every call.
+    /// What it reads and writes; the same at every call.
     fn spec(&self) -> StageSpec;
 
     /// Called once, on the thread that will run it, before the first step.
@@ -51,15 +51,15 @@ pub trait Stage: Send + Any {
         Ok(())
     }
 
-    /// Works on `input` (for a source: a batch without rows) and emits the keys it writes through
+    /// Processes `input` (for a source: a batch without rows) and emits the keys it writes through
     /// [`StageContext::emit`]; a stage that keeps rows emits each row once, in any grouping and order.
     ///
     /// # Errors
     /// When the input is not as declared or the work fails.
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError>;
 
-    /// The rows that a source would write, without a run; `None` for a stage that reads no data set, and where the data
-    /// set or the model is not in `context`, since that is reported already.
+    /// The rows that a source would write, without a run; `None` for a stage that reads no data set, or if the data set
+    /// or the model is not in `context`, which is reported elsewhere.
     ///
     /// # Errors
     /// A tokenizer or template that cannot be used.
@@ -71,12 +71,12 @@ pub trait Stage: Send + Any {
     }
 
     /// A copy for another thread of the host pool; `None` when the stage has state that cannot be shared. A stage
-    /// without a model whose cardinality is `Row` and that can be copied runs rows side by side.
+    /// without a model whose cardinality is `Row` and that can be copied runs rows in parallel.
     fn duplicate(&self) -> Option<Box<dyn Stage>> {
         None
     }
 
-    /// State to go back to, for stages that have some.
+    /// State that can be restored, for stages that have some.
     ///
     /// # Errors
     /// When the state cannot be read.
@@ -84,26 +84,26 @@ pub trait Stage: Send + Any {
         Ok(None)
     }
 
-    /// Back to a snapshot of this stage.
+    /// Restores a snapshot of this stage.
     ///
     /// # Errors
-    /// When the snapshot is of another kind.
+    /// When another kind of stage made the snapshot.
     fn restore(&mut self, _snapshot: &Snapshot) -> Result<(), StageError> {
         Ok(())
     }
 
-    /// A snapshot of this stage in a form that can be kept on disk; `None` where it offers none.
+    /// Converts a snapshot of this stage into a form for storage on disk; `None` if it does not support that.
     ///
     /// # Errors
-    /// When the snapshot is of another kind.
+    /// When another kind of stage made the snapshot.
     fn store(&mut self, _snapshot: &Snapshot) -> Result<Option<StoredState>, StageError> {
         Ok(None)
     }
 
-    /// The snapshot that [`Stage::store`] made `stored` of; `version` is the one it had.
+    /// Converts `stored`, which [`Stage::store`] returned, back into the snapshot; `version` is its version.
     ///
     /// # Errors
-    /// When it is of another stage, or this one offers none.
+    /// When it belongs to another stage, or this stage does not support storage.
     fn recall(
         &mut self,
         _version: &WeightsVersion,

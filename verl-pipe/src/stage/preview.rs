@@ -1,4 +1,4 @@
-//! Rows of a data set as a source would write them, for a look before a run: no weights are loaded.
+//! Previews of rows as a source would write them, without a run and without loading weights.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -7,17 +7,17 @@ use std::sync::Arc;
 use crate::data::{DataError, DataLoaderInterface};
 use crate::resource::ModelInfo;
 
-/// What a source is given to show rows.
+/// The context in which a source previews rows.
 #[derive(Clone, Copy)]
 pub struct PreviewContext<'a> {
-    /// Opened data sets by name; of a large one perhaps the first rows alone.
+    /// Opened data sets by name; of a large one perhaps only the first rows.
     pub data: &'a BTreeMap<String, Arc<dyn DataLoaderInterface>>,
-    /// What the models tell of themselves, by their names in the pipeline.
+    /// Information about the models, by their names in the pipeline.
     pub models: &'a BTreeMap<String, ModelInfo>,
 }
 
 impl PreviewContext<'_> {
-    /// What turns texts into tokens of the model `name`, as the type that the source works with.
+    /// The text converter of the model `name`, as the type that the source works with.
     pub fn texts<T: Any>(&self, name: &str) -> Option<&T> {
         let texts = self.models.get(name)?.texts.as_ref()?;
         let texts: &dyn Any = texts.0.as_ref();
@@ -25,12 +25,12 @@ impl PreviewContext<'_> {
     }
 }
 
-/// What is imitated or judged behind a prompt.
+/// What is imitated or judged after a prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TargetPreview {
-    /// What it is called: `target`, `response`, `chosen`, `rejected`.
+    /// Its name: `target`, `response`, `chosen`, `rejected`.
     pub name: String,
-    /// Token ids behind the prompt.
+    /// Token ids after the prompt.
     pub tokens: Vec<u32>,
     /// Which of them are trained.
     pub trained: Vec<bool>,
@@ -43,22 +43,22 @@ pub struct RowPreview {
     pub prompt_text: String,
     /// Its token ids.
     pub prompt: Vec<u32>,
-    /// The reference answer, where rows have one.
+    /// The reference answer, if rows have one.
     pub answer: Option<String>,
-    /// What stands behind the prompt; none where a model is to write it.
+    /// What follows the prompt; empty if a model is to write it.
     pub targets: Vec<TargetPreview>,
-    /// Why the row is too long, where it is.
+    /// Why the row is too long, if it is.
     pub too_long: Option<String>,
-    /// What is possible and perhaps not meant.
+    /// Notes about what is valid but perhaps not intended.
     pub notes: Vec<NotePreview>,
 }
 
-/// Something of a row that is possible and perhaps not meant.
+/// A note about something in a row that is valid but perhaps not intended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotePreview {
-    /// What sort of thing it is: of each sort one is reported.
+    /// Its category: one note of each category is reported.
     pub sort: &'static str,
-    /// What it is.
+    /// The note.
     pub text: String,
 }
 
@@ -67,9 +67,9 @@ pub struct NotePreview {
 pub enum LongRows {
     /// They end the run before its first step.
     Refused,
-    /// They are left out.
+    /// They are dropped.
     Dropped,
-    /// They are cut.
+    /// They are truncated.
     Cut,
 }
 
@@ -81,21 +81,21 @@ pub trait RowPreviews: Send + Sync {
     /// The model whose tokens are shown, by its name in the pipeline.
     fn model(&self) -> &str;
 
-    /// Number of rows that a run would look at, from the first on.
+    /// Number of rows that a run would use, starting with the first.
     fn rows(&self) -> usize;
 
-    /// What becomes of rows that are too long.
+    /// What happens to rows that are too long.
     fn long_rows(&self) -> LongRows;
 
-    /// Reads row `index`, from 0, and renders nothing; gives its length in bytes, more or less.
+    /// Reads row `index` (from 0) without rendering it; returns its approximate length in bytes.
     ///
     /// # Errors
-    /// What a run would refuse of its columns.
+    /// Errors of its columns that a run would report.
     fn glance(&self, index: usize) -> Result<usize, DataError>;
 
-    /// Row `index`, from 0, before anything is cut off.
+    /// Row `index` (from 0), before anything is cut off.
     ///
     /// # Errors
-    /// What a run would refuse of the row.
+    /// Errors of the row that a run would report.
     fn row(&self, index: usize) -> Result<RowPreview, DataError>;
 }

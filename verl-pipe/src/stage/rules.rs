@@ -1,4 +1,4 @@
-//! What a stage may say about itself: how it is cut, what it does to rows, when it runs, what it records.
+//! The parts of a stage's declaration: how its input is cut, what it does to rows, when it runs, what it records.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -22,7 +22,7 @@ pub enum Cardinality {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RowRule {
-    /// Makes rows from nothing: one a prompt of the step (of each wave of it, see [`Refill`]).
+    /// Creates rows: one per prompt of the step (of each of its waves, see [`Refill`]).
     Source,
     /// One row out for each row in, same identities.
     #[default]
@@ -35,15 +35,15 @@ pub enum RowRule {
     Sink,
 }
 
-/// How many groups a filter is to keep in a step, and how often its source is asked for more.
+/// How many groups a filter should keep in a step, and how many waves its source may draw.
 ///
-/// A source draws its prompts in *waves*. When the filter has seen all groups of a wave and kept fewer than `groups` so
-/// far, the source draws the next wave, up to `waves` of them. Of what is kept only the first `groups` groups go on,
-/// in the order in which they were drawn; the rest is surplus. Stages before the filter work on each wave as it comes;
-/// stages after it see one list of rows.
+/// A source draws its prompts in *waves*. When the filter has processed all groups of a wave and kept fewer than
+/// `groups` so far, the source draws the next wave, up to `waves` of them. Only the first `groups` kept groups go on,
+/// in the order in which they were drawn; the rest is surplus. Stages before the filter process each wave as it
+/// arrives; stages after it see one list of rows.
 ///
 /// The engine records, under the name of the stage, `…/waves` (waves drawn), `…/groups_kept` (groups that went on) and
-/// `…/groups_surplus` (groups kept beyond those that were wanted).
+/// `…/groups_surplus` (groups kept beyond the required number).
 ///
 /// ```
 /// use verl_pipe::keys::{REWARDS, GROUP_MEANS};
@@ -59,22 +59,22 @@ pub enum RowRule {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Refill {
-    /// Groups that a step is to keep.
+    /// Number of groups that a step should keep.
     pub groups: usize,
-    /// Waves that a step may have; 1 asks for no more than a step draws anyway.
+    /// Maximum number of waves of a step; with 1, the source draws no additional wave.
     pub waves: usize,
-    /// What becomes of a step that kept fewer after its last wave.
+    /// What happens to a step that kept fewer after its last wave.
     pub on_short: OnShort,
 }
 
-/// What becomes of a step for which too few groups were kept.
+/// What happens to a step that kept too few groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnShort {
     /// The run ends before anything is updated.
     #[default]
     Error,
-    /// The step goes on with those there are; with none at all the run ends.
+    /// The step continues with the groups that were kept; if there are none, the run ends.
     Continue,
 }
 
@@ -133,8 +133,8 @@ pub struct Metric {
     pub reduce: Reduce,
 }
 
-/// A metric that the console shows after a step. Every stage says which of its own matter; the console puts those of all
-/// stages into one line by their ranks, as many as fit.
+/// A metric that the console shows after a step. Each stage declares which of its metrics matter; the console prints
+/// those of all stages on one line, ordered by rank, as many as fit.
 ///
 /// ```
 /// use verl_pipe::stage::{Metric, Reduce, Shown, StageSpec};
@@ -154,16 +154,16 @@ pub struct Metric {
 pub struct Shown {
     /// Name of the metric.
     pub metric: &'static str,
-    /// What stands before the value.
+    /// The label before the value.
     pub label: &'static str,
-    /// Place in the line, and how much it matters: where there is no room, the largest ranks are left out.
+    /// Position in the line, and priority: if there is no room, the largest ranks are omitted.
     pub rank: u8,
     /// Characters of the value.
     pub width: usize,
 }
 
 impl Shown {
-    /// Rank of a loss that says how well the model does.
+    /// Rank of a loss that measures how good the model is.
     pub const LOSS: u8 = 5;
     /// Rank of what a run is for: reward, accuracy.
     pub const OUTCOME: u8 = 10;
@@ -175,10 +175,10 @@ impl Shown {
     pub const GRADIENT: u8 = 60;
     /// Rank of speed.
     pub const SPEED: u8 = 70;
-    /// Rank of what is looked at when something is wrong.
+    /// Rank of details that matter when something is wrong.
     pub const DETAIL: u8 = 80;
 
-    /// `metric` behind the word `label`, with six characters for its value.
+    /// `metric` after the word `label`, with six characters for its value.
     pub const fn of(metric: &Metric, label: &'static str, rank: u8) -> Shown {
         Shown {
             metric: metric.name,
@@ -188,14 +188,14 @@ impl Shown {
         }
     }
 
-    /// With five characters for its value, which is not negative.
+    /// With five characters for its value, which must not be negative.
     pub const fn narrow(mut self) -> Shown {
         self.width = 5;
         self
     }
 }
 
-/// A quantity that several stages are told.
+/// A quantity that several stages set and that should be equal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Agreement {
     /// What it is, as a phrase.
@@ -206,11 +206,11 @@ pub struct Agreement {
     pub value: String,
 }
 
-/// What becomes of a row whose host-pool call failed.
+/// What happens to a row whose host-pool call failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnRowError {
-    /// Nullable keys are null for the row, and it is counted. Only possible where every written key is nullable.
+    /// Its nullable keys become null, and it is counted. Only possible if every written key is nullable.
     #[default]
     Null,
     /// The step ends with the error.

@@ -1,4 +1,4 @@
-//! [`StageSpec`]: everything that a stage declares, and how it is put together.
+//! [`StageSpec`]: everything that a stage declares, with its builder.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,13 +23,13 @@ use crate::field::Field;
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StageSpec {
-    /// Fields that the stage needs, with the shape and tag it needs them in.
+    /// Required fields, with the required shape and tag.
     pub reads: Vec<Field>,
-    /// Fields that it adds.
+    /// Fields that it writes.
     pub writes: Vec<Field>,
-    /// Fields that it reads where some stage writes them, and does without otherwise.
+    /// Optional fields, read only if some stage writes them.
     pub reads_optional: Vec<Field>,
-    /// Fields (by name) that it reads although they have fewer rows, one a group: they are repeated per sample.
+    /// Fields (by name) that it reads although they have only one row per group: they are repeated for each sample.
     pub broadcast: Vec<String>,
     /// What it does to the number of rows.
     pub rows: RowRule,
@@ -39,42 +39,43 @@ pub struct StageSpec {
     pub cadence: Cadence,
     /// Models by name, and what it does with them. With none, the stage runs on the host pool.
     pub models: Vec<(String, Access)>,
-    /// Of models that must have a certain [role](crate::resource::ModelInfo::role): name and role.
+    /// Models that must have a certain [role](crate::resource::ModelInfo::role): name and role.
     pub roles: Vec<(String, &'static str)>,
-    /// What it has models do, for the estimate of memory; nothing where it only asks a model's tokenizer.
+    /// Its work with models, for the memory estimate; empty if it only uses a model's tokenizer.
     pub work: Vec<ModelWork>,
-    /// How often it steps optimisers, where that is not what the batch arithmetic says: `batch.epochs` passes in each step.
+    /// How often it steps optimisers, if not as the batch arithmetic says: `batch.epochs` passes in each step.
     pub passes: Vec<OptimizerPasses>,
-    /// Key, in its own name, whose sampling temperature it takes where its own `temperature` is not set; see
+    /// Key, by its own name, whose sampling temperature it uses if its own `temperature` is not set; see
     /// [`BuildContext::temperature`](super::BuildContext::temperature).
     pub temperature_of: Option<String>,
-    /// How long the rows of keys that it writes may be.
+    /// Length bounds of the keys that it writes.
     pub lengths: Vec<LengthBound>,
-    /// Rows handed to one call; `None`: for `Row` stages with a model the plan's micro-batch, otherwise no limit.
+    /// Rows passed to one call; `None`: for `Row` stages with a model the plan's micro-batch, otherwise no limit.
     pub slice_rows: Option<usize>,
-    /// Longest time one row may take on the host pool before it is given up.
+    /// Time limit of one row on the host pool.
     pub deadline: Option<Duration>,
-    /// What becomes of a row whose call failed, panicked or passed its deadline on the host pool.
+    /// What happens to a row whose call failed, panicked or exceeded its deadline on the host pool.
     pub on_row_error: OnRowError,
     /// Metrics that it records.
     pub metrics: Vec<Metric>,
-    /// Those of them that the console shows.
+    /// The metrics that the console shows.
     pub shows: Vec<Shown>,
-    /// What it does that a pipeline usually does once, as a phrase: the plan warns where two stages say the same.
+    /// What it does that a pipeline usually does once, as phrases: the plan warns if two stages state the same one.
     pub once: Vec<&'static str>,
-    /// What to do about a needed key (by name) that no stage writes, where more can be said than to write it.
+    /// Specific help for a required key (by name) that no stage writes.
     pub remedies: BTreeMap<String, String>,
-    /// Settings that are possible and probably not meant: the plan warns.
+    /// Settings that are valid but probably not intended: the plan warns.
     pub doubts: Vec<ConfigError>,
-    /// Quantities that it and other stages are told each for itself, and that are one.
+    /// Quantities that it and other stages set separately but that should be equal.
     pub agreements: Vec<Agreement>,
-    /// For a filter of groups: how many it is to keep; its source draws further waves while they are too few.
+    /// For a filter of groups: how many it should keep; its source draws further waves while there are too few.
     pub refill: Option<Refill>,
-    /// For a source: it draws other rows in each wave of a step, as [`StageContext::wave`](super::StageContext::wave) tells.
+    /// For a source: whether it draws different rows in each [wave](super::StageContext::wave) of a step.
     pub draws_waves: bool,
-    /// JSON Schema of the samples that it hands to [`StageSink::sample`](super::StageSink::sample), for the documentation of `samples.jsonl`.
+    /// JSON Schema of the samples that it passes to [`StageSink::sample`](super::StageSink::sample), for the
+    /// documentation of `samples.jsonl`.
     pub sample: Option<serde_json::Value>,
-    /// Why a replay does not call it again, as a clause; `None` where it may be called any number of times.
+    /// Why a replay does not call it again, as a clause; `None` if it may be called any number of times.
     pub once_only: Option<String>,
 }
 
@@ -83,17 +84,17 @@ impl StageSpec {
     pub fn new() -> Self {
         Self::default()
     }
-    /// Adds a key that it needs.
+    /// Adds a required key.
     pub fn reads(mut self, field: impl Into<Field>) -> Self {
         self.reads.push(field.into());
         self
     }
-    /// Adds a key that it reads where it exists.
+    /// Adds an optional key.
     pub fn reads_optional(mut self, field: impl Into<Field>) -> Self {
         self.reads_optional.push(field.into());
         self
     }
-    /// Adds a key of one row a group, repeated for each sample of the group.
+    /// Adds a key with one row per group, repeated for each sample of the group.
     pub fn reads_broadcast(mut self, field: impl Into<Field>) -> Self {
         let field = field.into();
         self.broadcast.push(field.name.to_string());
@@ -110,7 +111,7 @@ impl StageSpec {
         self.rows = rule;
         self
     }
-    /// Sets the cut.
+    /// Sets how finely its input may be cut.
     pub fn cardinality(mut self, cardinality: Cardinality) -> Self {
         self.cardinality = cardinality;
         self
@@ -125,7 +126,7 @@ impl StageSpec {
         self.models.push((model.into(), access));
         self
     }
-    /// Adds a model that must have this [role](crate::resource::ModelInfo::role), where the model tells its own.
+    /// Adds a model that must have this [role](crate::resource::ModelInfo::role), if the model declares its role.
     pub fn uses_as(mut self, role: &'static str, model: impl Into<String>, access: Access) -> Self {
         let model = model.into();
         self.roles.push((model.clone(), role));
@@ -136,8 +137,8 @@ impl StageSpec {
         self.work.push(work);
         self
     }
-    /// Says how often it steps the optimiser of `model`: `passes` times over the rows of a step, and not in the first
-    /// `idle_steps` steps of the run.
+    /// Declares how often it steps the optimiser of `model`: in `passes` passes over the rows of a step, but not in the
+    /// first `idle_steps` steps of the run.
     pub fn optimizes(mut self, model: impl Into<String>, passes: usize, idle_steps: u64) -> Self {
         self.passes.push(OptimizerPasses {
             model: model.into(),
@@ -146,14 +147,13 @@ impl StageSpec {
         });
         self
     }
-    /// Says that it works at the temperature at which the tokens of the key `name` were sampled, unless it is set to
-    /// another.
+    /// Uses the temperature at which the tokens of the key `name` were sampled, unless its own temperature is set.
     pub fn at_temperature_of(mut self, name: impl Into<String>) -> Self {
         self.temperature_of = Some(name.into());
         self
     }
-    /// Says that its setting `setting` bounds the rows of the key `name`, which it writes; `tokens` is absent where the
-    /// setting is.
+    /// Declares that its setting `setting` bounds the rows of the key `name`, which it writes; `tokens` is `None` if
+    /// the setting is absent.
     pub fn bounds(
         mut self,
         name: impl Into<String>,
@@ -169,7 +169,7 @@ impl StageSpec {
         });
         self
     }
-    /// Says that rows of the key `name`, which it writes, are no longer than those of `keys`, which it reads.
+    /// Declares that rows of the key `name`, which it writes, are no longer than those of `keys`, which it reads.
     pub fn as_long_as<'a>(
         mut self,
         name: impl Into<String>,
@@ -191,34 +191,34 @@ impl StageSpec {
         self.deadline = Some(deadline);
         self
     }
-    /// Sets what becomes of a row whose call failed.
+    /// Sets what happens to a row whose call failed.
     pub fn on_row_error(mut self, rule: OnRowError) -> Self {
         self.on_row_error = rule;
         self
     }
-    /// Says that it does something that a pipeline usually does once, for example `a KL penalty to the reference`.
+    /// Declares something that a pipeline usually does once, for example `a KL penalty to the reference`.
     pub fn once(mut self, what: &'static str) -> Self {
         self.once.push(what);
         self
     }
-    /// Says what to do where no stage writes the key `name`.
+    /// Sets the help for a pipeline in which no stage writes the key `name`.
     pub fn remedy(mut self, name: impl Into<String>, help: impl Into<String>) -> Self {
         self.remedies.insert(name.into(), help.into());
         self
     }
-    /// Says that a replay is not to call it again, and why, for example `it pays for an answer of a service`: what it
-    /// emitted then is what the stages behind it are replayed on.
+    /// Declares that a replay must not call it again, and why, for example `it pays for an answer of a service`. The
+    /// stages after it are replayed on its recorded output.
     pub fn once_only(mut self, why: impl Into<String>) -> Self {
         self.once_only = Some(why.into());
         self
     }
-    /// Says that a setting is possible and probably not meant.
+    /// Adds a warning about a setting that is valid but probably not intended.
     pub fn doubts(mut self, setting: ConfigError) -> Self {
         self.doubts.push(setting);
         self
     }
-    /// Says to what its setting `setting` sets a quantity that other stages are told too, for example `longest response
-    /// in tokens`: the plan warns where two stages say different things.
+    /// Declares the value that its setting `setting` gives to a quantity that other stages also set, for example
+    /// `longest response in tokens`: the plan warns if two stages set different values.
     pub fn agrees(
         mut self,
         quantity: &'static str,
@@ -232,17 +232,17 @@ impl StageSpec {
         });
         self
     }
-    /// Sets how many groups a filter is to keep.
+    /// Sets how many groups a filter should keep.
     pub fn refill(mut self, refill: Refill) -> Self {
         self.refill = Some(refill);
         self
     }
-    /// Says that a source can draw further waves.
+    /// Declares that a source can draw further waves.
     pub fn draws_waves(mut self) -> Self {
         self.draws_waves = true;
         self
     }
-    /// Says what the samples are that it hands to [`StageSink::sample`](super::StageSink::sample).
+    /// Declares the type of the samples that it passes to [`StageSink::sample`](super::StageSink::sample).
     pub fn samples_of<T: JsonSchema>(mut self) -> Self {
         let generator = schemars::SchemaGenerator::default();
         self.sample = Some(generator.into_root_schema_for::<T>().to_value());
@@ -253,7 +253,7 @@ impl StageSpec {
         self.metrics.extend_from_slice(metrics);
         self
     }
-    /// Has the console show a metric that it records.
+    /// Shows a metric that it records on the console.
     pub fn shows(mut self, shown: Shown) -> Self {
         self.shows.push(shown);
         self

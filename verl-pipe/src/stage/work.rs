@@ -1,4 +1,4 @@
-//! What a stage has a model do, as far as it takes memory on the model's device.
+//! Work of a stage with a model, as far as it needs memory on the model's device.
 
 use serde::Serialize;
 
@@ -8,14 +8,14 @@ use serde::Serialize;
 pub enum WorkKind {
     /// Rows are continued token by token, with keys and values of all of them in memory.
     Sampling,
-    /// Rows are read without gradient, a few at a time.
+    /// Rows are evaluated without gradient, a few at a time.
     Scoring,
-    /// Rows are read with gradient, all of a micro-batch at a time.
+    /// Rows are evaluated with gradient, an entire micro-batch at a time.
     Training,
 }
 
 impl WorkKind {
-    /// As messages call it.
+    /// Its name in messages.
     pub fn name(self) -> &'static str {
         match self {
             WorkKind::Sampling => "sampling",
@@ -43,9 +43,9 @@ pub struct ModelWork {
     pub kind: WorkKind,
     /// Rows in memory at once.
     pub rows: usize,
-    /// Keys, in the stage's own names, whose tokens one after the other are a row.
+    /// Keys, by the stage's own names, whose concatenated tokens make up a row.
     pub keys: Vec<String>,
-    /// Tokens of a row beside those of its keys, at most.
+    /// Maximum number of tokens of a row in addition to those of its keys.
     pub tokens: usize,
 }
 
@@ -65,7 +65,7 @@ impl ModelWork {
         Self::new(WorkKind::Sampling, model, rows)
     }
 
-    /// Reads rows without gradient; how many at a time is the model's affair.
+    /// Evaluates rows without gradient; the model decides how many at a time.
     pub fn scoring(model: impl Into<String>) -> Self {
         Self::new(WorkKind::Scoring, model, 0)
     }
@@ -75,35 +75,35 @@ impl ModelWork {
         Self::new(WorkKind::Training, model, rows)
     }
 
-    /// Says which keys a row is made of.
+    /// Sets the keys that make up a row.
     pub fn of<'a>(mut self, keys: impl IntoIterator<Item = &'a str>) -> Self {
         self.keys.extend(keys.into_iter().map(str::to_owned));
         self
     }
 
-    /// Says how many tokens a row has beside those of keys.
+    /// Sets the number of tokens of a row in addition to those of its keys.
     pub fn tokens(mut self, tokens: usize) -> Self {
         self.tokens = tokens;
         self
     }
 }
 
-/// How often a stage steps the optimiser of a model, for the number of optimiser steps that a run takes: one step for each
-/// mini-batch of the rows that it gets, in each pass.
+/// How often a stage steps the optimiser of a model: once per mini-batch of its rows, in each pass. Determines the
+/// number of optimiser steps of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OptimizerPasses {
     /// The model's name.
     pub model: String,
     /// Passes over the rows of a step.
     pub passes: usize,
-    /// First steps of the run in which it does not train yet.
+    /// Number of steps at the start of the run in which it does not train yet.
     pub idle_steps: u64,
 }
 
-/// How long the rows of a key that a stage writes may be.
+/// A bound on the length of the rows of a key that a stage writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LengthBound {
-    /// The key, in the stage's own name.
+    /// The key, by the stage's own name.
     pub key: String,
     /// What bounds it.
     pub limit: LengthLimit,
@@ -116,7 +116,7 @@ pub enum LengthLimit {
     Setting {
         /// Its name.
         name: &'static str,
-        /// Its value, in tokens; absent where it is not set.
+        /// Its value, in tokens; `None` if it is not set.
         tokens: Option<usize>,
     },
     /// The key is as long as the longest of these keys, which the stage reads.

@@ -1,5 +1,5 @@
-//! Rows that are not those that the run recorded: the statistics of a step hold a hash of every key's content, so a file
-//! of rows that was changed afterwards, or has rotted, gives itself away.
+//! Rows that were altered after the recording: the statistics of a step contain a hash of every key's content, which
+//! reveals a file of rows that was changed or corrupted later.
 
 use std::collections::BTreeMap;
 
@@ -15,23 +15,23 @@ use crate::trace::show::rows_of;
 use crate::trace::stats::{KeyStats, Place, StatRow};
 use crate::trace::store::{SliceTrace, StepTrace};
 
-/// A key whose rows are not those that the statistics counted.
+/// A key whose rows differ from those in the statistics.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AlteredKey {
     /// Name of the stage.
     pub stage: String,
-    /// On which side of it.
+    /// Side of the stage.
     pub side: Side,
     /// The stage's own name of the key.
     pub key: String,
-    /// Rows that were recorded, and rows that are there.
+    /// Number of rows recorded and found.
     pub rows: (u64, u64),
-    /// Hash of the content that was recorded, and of that which is there.
+    /// Hash of the content recorded and found.
     pub hashes: (u64, u64),
 }
 
-/// The keys of a step whose content is not what the statistics `stats` recorded, in the order of its files. Where the
-/// statistics do not tell, as of rows that a guard refused or that the flight recorder let go, nothing is said.
+/// The keys of a step whose content differs from the statistics `stats`, in the order of its files. Keys that the
+/// statistics cannot check, because a guard refused rows or the flight recorder dropped some, are skipped.
 pub(crate) fn altered(step: &StepTrace, stats: &[StatRow]) -> Vec<AlteredKey> {
     if step.manifest.notes.iter().any(|note| note == ROWS_MISSING) {
         return Vec::new();
@@ -45,7 +45,7 @@ pub(crate) fn altered(step: &StepTrace, stats: &[StatRow]) -> Vec<AlteredKey> {
     let mut found = Vec::new();
     for stage in &step.stages {
         for key in &stage.manifest.keys {
-            // Rows that were refused are in the file and not in the statistics; a note tells of them.
+            // Refused rows are in the file but not in the statistics; a note marks such a file.
             if key.side == Side::Output && !stage.manifest.notes.is_empty() {
                 continue;
             }
@@ -68,7 +68,7 @@ pub(crate) fn altered(step: &StepTrace, stats: &[StatRow]) -> Vec<AlteredKey> {
     found
 }
 
-/// Rows of a key, and the hash of their content as the statistics form it.
+/// Number of rows of a key, and the hash of their content as in the statistics.
 fn content(slices: &[SliceTrace], key: &str) -> (u64, u64) {
     let mut stats = KeyStats::default();
     for (at, slice) in slices.iter().enumerate() {
@@ -98,8 +98,8 @@ impl AlteredKey {
     }
 }
 
-/// The first key of a stage (by its index in the plan) whose rows were altered, as a fault; its row where another stage
-/// has the same rows unaltered.
+/// The first key of a stage (by its index in the plan) whose rows were altered, as a fault; with the row if another
+/// stage recorded the same rows unaltered.
 pub(crate) fn altered_fault(
     schedule: &Schedule,
     recorded: &RecordedStep,
@@ -109,7 +109,7 @@ pub(crate) fn altered_fault(
     let mut of_stage = recorded.altered.iter();
     let key = of_stage.find(|key| key.stage == planned.name)?;
     let mut what = format!(
-        "{}: {} rows with hash {:016x} were recorded, {} rows with hash {:016x} are there; the file was changed after the run wrote it",
+        "{}: {} rows with hash {:016x} were recorded, but the file has {} rows with hash {:016x}; it was changed after the run wrote it",
         key.what(recorded.step),
         key.rows.0,
         key.hashes.0,
@@ -141,8 +141,8 @@ pub(crate) fn altered_fault(
     ))
 }
 
-/// Where the altered key differs from the same rows in the record of the stage that wrote them, or of one that was given
-/// them; left is what was given, right what was written.
+/// The first difference between the altered key and the same rows as recorded by the stage that wrote them, or by a
+/// stage that was given them; left is what was given, right what was written.
 fn elsewhere(
     schedule: &Schedule,
     recorded: &RecordedStep,
@@ -168,7 +168,7 @@ fn elsewhere(
     }
 }
 
-/// `bad`, with the row at which a replay of the same stage differs from the altered rows, where nothing else told it.
+/// `bad`, with the row at which a replay of the same stage differs from the altered rows, if the row was unknown.
 pub(crate) fn located(bad: FirstBad, replayed: &Difference) -> FirstBad {
     let fits = bad.fault == Fault::Altered
         && bad.row.is_none()
@@ -181,7 +181,7 @@ pub(crate) fn located(bad: FirstBad, replayed: &Difference) -> FirstBad {
         row: replayed.row,
         sample: replayed.sample.map(|id| id.to_string()),
         index: replayed.index,
-        what: format!("{}\n{}", bad.what, replayed.explain("there", "replayed")),
+        what: format!("{}\n{}", bad.what, replayed.explain("in the file", "replayed")),
         ..bad
     }
 }
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn one_changed_bit_or_lost_row_is_seen_and_no_cut_into_slices() {
+    fn a_changed_bit_or_lost_row_is_found_for_any_slices() {
         let stats = recorded(&[0.0, 1.0, 2.0]);
         assert_eq!(altered(&step(&[0.0, 1.0, 2.0]), &stats), []);
         for values in [&[-0.0, 1.0, 2.0][..], &[0.0, 1.0], &[1.0, 0.0, 2.0]] {
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_statistics_do_not_tell_nothing_is_said() {
+    fn keys_that_the_statistics_cannot_check_are_skipped() {
         let changed = step(&[9.0]);
         let stats = recorded(&[0.0]);
         assert_eq!(altered(&changed, &stats).len(), 1);
@@ -281,9 +281,9 @@ mod tests {
         let mut other_step = stats.clone();
         other_step[0].step = 4;
         assert_eq!(altered(&changed, &other_step), []);
-        let mut let_go = changed.clone();
-        let_go.manifest.notes.push(ROWS_MISSING.to_owned());
-        assert_eq!(altered(&let_go, &stats), []);
+        let mut dropped = changed.clone();
+        dropped.manifest.notes.push(ROWS_MISSING.to_owned());
+        assert_eq!(altered(&dropped, &stats), []);
         let mut refused = changed;
         refused.stages[0]
             .manifest

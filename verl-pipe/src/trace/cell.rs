@@ -1,4 +1,4 @@
-//! One key of one row as a slice of plain values, whatever its type.
+//! One key of one row as a slice of plain values of any type.
 
 use arrow_array::cast::AsArray;
 use arrow_array::types::{
@@ -21,7 +21,7 @@ pub(crate) enum Cell<'a> {
     U32(&'a [u32]),
     U64(&'a [u64]),
     Text(Vec<&'a str>),
-    /// A type that no key has.
+    /// A type that keys do not have.
     Other(String),
 }
 
@@ -35,11 +35,11 @@ pub(crate) struct CellDifference {
     pub absolute: Option<f64>,
 }
 
-/// What came of comparing two cells.
+/// The result of comparing two cells.
 #[derive(Default)]
 pub(crate) struct CellComparison {
     pub count: u64,
-    /// Largest and total distance of two numbers that are finite.
+    /// Largest and total finite distance between two numbers.
     pub largest: f64,
     pub total: f64,
     /// Pairs of numbers.
@@ -105,7 +105,7 @@ impl Cell<'_> {
         }
     }
 
-    /// The value at `index` as text, such that two values of different bits have different texts.
+    /// The value at `index` as text; values with different bits have different texts.
     pub(crate) fn show(&self, index: usize) -> String {
         match self {
             Cell::Null => "null".to_owned(),
@@ -121,7 +121,7 @@ impl Cell<'_> {
         }
     }
 
-    /// The value at `index` as a number, where it is one.
+    /// The value at `index` as a number, if it is one.
     pub(crate) fn number(&self, index: usize) -> Option<f64> {
         match self {
             Cell::F32(values) => values.get(index).map(|v| f64::from(*v)),
@@ -158,7 +158,7 @@ impl Cell<'_> {
         }
     }
 
-    /// Compares with another version of itself.
+    /// Compares with another version of the same cell.
     pub(crate) fn differs(&self, other: &Cell<'_>, tolerance: Tolerance) -> CellComparison {
         let mut found = CellComparison::default();
         match (self, other) {
@@ -300,7 +300,7 @@ impl CellComparison {
         }
     }
 
-    /// The distance of the difference that was just noted, if it is the first.
+    /// Sets the distance of the difference noted last, if it is the first.
     fn distance(&mut self, left: Option<f64>, right: Option<f64>, ulps: Option<u64>) {
         let (Some(first), Some(left), Some(right)) = (&mut self.first, left, right) else {
             return;
@@ -312,7 +312,7 @@ impl CellComparison {
     }
 }
 
-/// The shortest text; where the value is not a number, with its bits, since there are many of them.
+/// The shortest text; for NaN with its bits, since there are many NaNs.
 fn float(value: f64, shortest: &str) -> String {
     if value.is_nan() {
         format!("{shortest} ({:#x})", value.to_bits())
@@ -321,7 +321,7 @@ fn float(value: f64, shortest: &str) -> String {
     }
 }
 
-/// Representable numbers between two floats; `None` where one is not a number.
+/// Representable numbers between two floats; `None` if one is NaN.
 pub(crate) fn ulps_f32(a: f32, b: f32) -> Option<u64> {
     let ordered = |v: f32| {
         let bits = i64::from(v.to_bits() as i32);
@@ -356,7 +356,7 @@ mod tests {
     fn distances_count_representable_numbers() {
         assert_eq!(ulps_f32(1.0, 1.0), Some(0));
         assert_eq!(ulps_f32(1.0, f32::from_bits(1.0f32.to_bits() + 3)), Some(3));
-        // Zero has two representations that are neighbours of nothing in between.
+        // The two representations of zero have nothing in between.
         assert_eq!(ulps_f32(0.0, -0.0), Some(0));
         assert_eq!(ulps_f32(f32::from_bits(1), -f32::from_bits(1)), Some(2));
         assert_eq!(ulps_f32(1.0, f32::NAN), None);

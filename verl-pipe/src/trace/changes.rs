@@ -1,4 +1,4 @@
-//! What is not as it was: settings and machine of two runs, or of a run and its replay.
+//! Differences in settings, data and machine between two runs, or between a run and its replay.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,31 +13,31 @@ use crate::stage::RowRule;
 use crate::trace::conditions::{Conditions, Machine};
 use crate::trace::text::count;
 
-/// One thing that is not as it was.
+/// One thing that has changed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Change {
     /// Its name: a setting by its dotted name, such as `models.actor.optimizer.learning_rate`.
     pub name: String,
-    /// As it was recorded; null where it was not set.
+    /// The recorded value; null if it was not set.
     pub recorded: Value,
-    /// As it is now; null where it is not set.
+    /// The current value; null if it is not set.
     pub now: Value,
 }
 
-/// A data set whose content is not what it was.
+/// A data set whose content has changed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ChangedData {
     /// Its name in the pipeline.
     pub name: String,
-    /// As the run's `data.json` tells it.
+    /// As recorded in the run's `data.json`.
     pub recorded: DataOrigin,
     /// As it is now.
     pub now: DataOrigin,
 }
 
-/// Whether a setting decides no number: where and how often something is written, how long is waited.
-fn is_idle(name: &str) -> bool {
-    const IDLE: [&str; 5] = [
+/// Whether a setting does not affect any computed number: where and how often something is written, how long to wait.
+fn affects_no_number(name: &str) -> bool {
+    const IRRELEVANT: [&str; 5] = [
         "run.console_every",
         "run.dir",
         "run.samples_per_step",
@@ -45,52 +45,54 @@ fn is_idle(name: &str) -> bool {
         "run.stage_deadline_s",
     ];
     let recorded = name.starts_with("stages.") && name.ends_with(".debug");
-    name == "name" || name.starts_with("trace.") || recorded || IDLE.contains(&name)
+    name == "name" || name.starts_with("trace.") || recorded || IRRELEVANT.contains(&name)
 }
 
-/// Why equal bits are not to be expected on the CPU of another machine, in words; empty where they are.
+/// Why equal bits are not expected on the CPU of another machine, in words; empty if they are expected.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Unclaimed {
-    /// Of any stage.
+    /// Reasons that apply to all stages.
     pub stages: Vec<String>,
-    /// Of stages that work with models, besides.
+    /// Additional reasons that apply to stages with models.
     pub models: Vec<String>,
 }
 
-/// Differences between what a run was recorded under and what it is replayed under.
+/// Differences between the conditions of a recording and those of its replay.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Changes {
-    /// Hash of the plan as recorded and now, where they differ.
+    /// Hash of the plan as recorded and now, if they differ.
     pub plan: Option<(String, String)>,
-    /// Settings that decide numbers.
+    /// Settings that affect computed numbers.
     pub settings: Vec<Change>,
-    /// Data sets, where a run was started to replay in it.
+    /// Data sets, if a run was started for the replay.
     pub data: Vec<ChangedData>,
-    /// Why data sets cannot be compared, where they cannot.
+    /// Why data sets cannot be compared, if they cannot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_unknown: Option<String>,
     /// Parts of the machine.
     pub machine: Vec<Change>,
-    /// Why the machine alone forbids to expect equal bits, where it does.
+    /// Why equal bits are not expected on this machine, if they are not.
     pub unclaimed: Unclaimed,
-    /// Whether the trace tells what it was recorded under; where it does not, the plan's hash alone is compared.
+    /// Whether the trace records its conditions; if not, only the hash of the plan is compared.
     pub is_known: bool,
 }
 
 impl Changes {
-    /// Between a recording and a replay.
+    /// The differences between a recording and a replay.
     pub fn between(recorded: &Conditions, now: &Conditions) -> Changes {
         let settings = changed(&recorded.settings, &now.settings);
         let value = |machine: &Machine| serde_json::to_value(machine).unwrap_or_default();
         Changes {
-            settings: settings.filter(|change| !is_idle(&change.name)).collect(),
+            settings: settings
+                .filter(|change| !affects_no_number(&change.name))
+                .collect(),
             is_known: true,
             ..Changes::of_plans(&recorded.plan_hash, &now.plan_hash)
         }
         .with_machines(&value(&recorded.machine), &value(&now.machine))
     }
 
-    /// The same, with what differs between two machines.
+    /// The same, with the differences between two machines.
     pub(crate) fn with_machines(self, recorded: &Value, now: &Value) -> Changes {
         let machine = machine(recorded, now);
         Changes {
@@ -100,7 +102,7 @@ impl Changes {
         }
     }
 
-    /// Where a trace tells the hash of the plan alone.
+    /// The differences for a trace that records only the hash of the plan.
     pub(crate) fn of_plans(recorded: &str, now: &str) -> Changes {
         Changes {
             plan: (recorded != now).then(|| (recorded.to_owned(), now.to_owned())),
@@ -108,22 +110,21 @@ impl Changes {
         }
     }
 
-    /// Adds a setting, unless it is there.
+    /// Adds a setting, unless it is listed already.
     pub(crate) fn add(&mut self, change: Change) {
         if self.settings.iter().all(|known| known.name != change.name) {
             self.settings.push(change);
         }
     }
 
-    /// Whether what stages without models compute can be expected to have the same bits: on any processor of the
-    /// architecture that has AVX2 and FMA, with the same C library, system and sort of build.
+    /// Whether results of stages without models are expected to have the same bits: on any processor of the
+    /// architecture that has AVX2 and FMA, with the same C library, operating system and build profile.
     pub fn repeats_host_bits(&self) -> bool {
         self.unclaimed.stages.is_empty()
     }
 
-    /// Whether what models compute can be expected to have the same bits, where that is on the CPU: as for
-    /// [`Changes::repeats_host_bits`], on the same device, with the same type of numbers, and with kernels that add in
-    /// the same order.
+    /// Whether results of models on the CPU are expected to have the same bits: as for [`Changes::repeats_host_bits`],
+    /// and with the same device, the same `dtype`, and kernels that add in the same order.
     pub fn repeats_model_bits(&self) -> bool {
         let device = self.machine.iter().any(|change| change.name == "device");
         let typed = |change: &Change| change.name.rsplit('.').next() == Some("dtype");
@@ -133,8 +134,8 @@ impl Changes {
             && !self.settings.iter().any(typed)
     }
 
-    /// Says that equal bits are expected although the machine differs, and in what; `None` where it does not, or where
-    /// they are not expected. `sides` shows what a part was and is.
+    /// A message that equal bits are expected although the machine differs, with the differences; `None` if it does not
+    /// differ or they are not expected. `sides` formats both values of a part.
     pub(crate) fn other_machine(&self, sides: impl Fn(&Change) -> String) -> Option<String> {
         if !self.repeats_model_bits() {
             return None;
@@ -158,19 +159,19 @@ impl Changes {
         let them = if all.len() == 1 { "it" } else { "them" };
         let all = listed(&all)?;
         Some(format!(
-            "{all}: on the CPU equal bits are expected, for sums do not depend on {them}"
+            "{all}: equal bits are expected on the CPU, because sums do not depend on {them}"
         ))
     }
 
-    /// Why equal bits are not to be expected, as far as the machine forbids it; `None` where it does not.
+    /// Why equal bits are not expected on this machine; `None` if they are.
     pub(crate) fn why_unclaimed(&self) -> Option<String> {
         let Unclaimed { stages, models } = &self.unclaimed;
         let all: Vec<&str> = stages.iter().chain(models).map(String::as_str).collect();
         (!all.is_empty()).then(|| all.join("; "))
     }
 
-    /// Why a stage is not to blame for rows that are not those of the recording: it is a source, and the data that it
-    /// draws from were changed.
+    /// Why a stage is not at fault for rows that differ from the recording: it is a source, and the data that it draws
+    /// from were changed.
     pub(crate) fn other_data(&self, plan: &Plan, stage: &PlannedStage) -> Option<String> {
         if stage.spec.rows != RowRule::Source {
             return None;
@@ -184,14 +185,14 @@ impl Changes {
             let mut values = settings.into_iter().flat_map(Map::values);
             values.any(|value| value == data)
         };
-        // A stage whose settings name no data set may draw from any.
+        // A stage whose settings do not name a data set may draw from any.
         let any = !plan.pipe.data.iter().any(|data| names(&data.name));
         let changed = self.data.iter().filter(|data| any || names(&data.name));
         let changed = changed.map(|data| format!("`{}` ({})", data.name, data.now.origin));
         let changed: Vec<String> = changed.collect();
         (!changed.is_empty()).then(|| {
             format!(
-                "stage `{}` would draw other rows, for data were changed since the recording: {}; put them back as they were to run it again",
+                "stage `{}` would draw different rows, because data were changed since the recording: {}; restore the data to run it again",
                 stage.name,
                 changed.join(", ")
             )
@@ -212,8 +213,8 @@ impl fmt::Display for Changes {
             let short = |hash: &str| hash.get(..12).unwrap_or(hash).to_owned();
             let (recorded, now) = (short(recorded), short(now));
             let known = match (self.is_known, self.settings.is_empty()) {
-                (false, _) => "; the trace does not tell its settings",
-                (true, true) => "; no setting differs, so another version plans otherwise",
+                (false, _) => "; the trace does not record its settings",
+                (true, true) => "; no setting differs, so another version planned it differently",
                 (true, false) => "",
             };
             writeln!(
@@ -230,18 +231,18 @@ impl fmt::Display for Changes {
         if let Some(why) = &self.data_unknown {
             writeln!(
                 f,
-                "data cannot be compared with those of the run, for {why}; where they were changed, a stage that draws from \
-                 them emits something else for that alone"
+                "data cannot be compared with those of the run: {why}; if they were changed, this is why a stage that draws \
+                 from them emits something else"
             )?;
         }
         let repeats = self.repeats_model_bits();
         for change in &self.machine {
-            let idle = match repeats && decides_no_bit(&change.name) {
-                true => " (decides no bit)",
+            let mark = match repeats && affects_no_bits(&change.name) {
+                true => " (affects no bits)",
                 false => "",
             };
             let Change { name, .. } = change;
-            writeln!(f, "machine {name}: {}{idle}", recorded_and_now(change))?;
+            writeln!(f, "machine {name}: {}{mark}", recorded_and_now(change))?;
         }
         if let Some(expected) = self.other_machine(recorded_and_now) {
             writeln!(f, "{expected}")?;
@@ -251,8 +252,8 @@ impl fmt::Display for Changes {
             let why = why.map_or_else(String::new, |why| format!(" ({why})"));
             writeln!(
                 f,
-                "equal bits are not to be expected, and not claimed{why}: floats are compared within their tolerance; a token \
-                 or another choice that differs may come from rounding"
+                "equal bits are not expected{why}: floats are compared within their tolerance; a token or another choice \
+                 that differs may come from rounding"
             )?;
         }
         Ok(())
@@ -274,14 +275,14 @@ impl fmt::Display for ChangedData {
     }
 }
 
-/// What a data set held.
+/// Describes the content of a data set.
 pub(crate) fn content(of: &DataOrigin) -> String {
     let print = &of.fingerprint;
     let print = print.get(..12).unwrap_or(print);
     format!("{} with fingerprint {print}", count(of.rows as u64, "row"))
 }
 
-/// A setting's value for people.
+/// A setting's value for display.
 pub(crate) fn shown(value: &Value) -> String {
     match value {
         Value::Null => "not set".to_owned(),
@@ -289,7 +290,7 @@ pub(crate) fn shown(value: &Value) -> String {
     }
 }
 
-/// A part of the machine, then and now.
+/// A part of the machine, when recorded and now.
 fn recorded_and_now(change: &Change) -> String {
     let recorded = match &change.recorded {
         Value::Null => "not recorded".to_owned(),
@@ -302,7 +303,7 @@ fn recorded_and_now(change: &Change) -> String {
     format!("{recorded}, {now} now")
 }
 
-/// `a`, `a and b`, `a, b and c`; `None` of nothing.
+/// `a`, `a and b`, `a, b and c`; `None` for an empty list.
 fn listed(items: &[String]) -> Option<String> {
     let (last, before) = items.split_last()?;
     Some(match before {
@@ -311,17 +312,17 @@ fn listed(items: &[String]) -> Option<String> {
     })
 }
 
-/// Whether a part of the machine says which processor it has.
+/// Whether a part of the machine identifies its processor.
 fn is_processor(name: &str) -> bool {
     name == "processor" || name.starts_with("cpu.")
 }
 
-/// Whether a part of the machine decides no bit where equal bits are expected.
-fn decides_no_bit(name: &str) -> bool {
+/// Whether a part of the machine does not affect bits if equal bits are expected.
+fn affects_no_bits(name: &str) -> bool {
     is_processor(name) || ["cpu_kernels.registers", "threads"].contains(&name)
 }
 
-/// What differs between two machines. A size or a name of the processor that one of them does not say is no difference.
+/// The differences between two machines. A size or name of the processor that one of them does not report is ignored.
 fn machine(recorded: &Value, now: &Value) -> Vec<Change> {
     let known = |change: &Change| {
         let both = !change.recorded.is_null() && !change.now.is_null();
@@ -330,14 +331,14 @@ fn machine(recorded: &Value, now: &Value) -> Vec<Change> {
     changed(recorded, now).filter(known).collect()
 }
 
-/// Why equal bits are not to be expected on the CPU of two machines that differ in `changes`.
+/// Why equal bits are not expected on the CPU of two machines that differ in `changes`.
 fn unclaimed(recorded: &Value, now: &Value, changes: &[Change]) -> Unclaimed {
     let differs = |name: &str| changes.iter().find(|change| change.name == name);
     let mut stages = Vec::new();
     let parts = [
-        ("arch", "another architecture of the processor"),
+        ("arch", "another processor architecture"),
         ("os", "another operating system"),
-        ("optimised", "another sort of build"),
+        ("optimised", "another build profile"),
     ];
     let parts = parts
         .into_iter()
@@ -347,7 +348,7 @@ fn unclaimed(recorded: &Value, now: &Value, changes: &[Change]) -> Unclaimed {
     match differs("c_library") {
         Some(change) if change.recorded.is_null() => {
             stages.push(format!(
-                "the recording does not name its C library, {computes}"
+                "the recording does not state its C library, {computes}"
             ));
         }
         Some(_) => stages.push(format!("another C library, {computes}")),
@@ -356,7 +357,7 @@ fn unclaimed(recorded: &Value, now: &Value, changes: &[Change]) -> Unclaimed {
     if changes.iter().any(|change| is_processor(&change.name)) {
         if now["c_library"] == OTHER_LIBRARY {
             stages.push(format!(
-                "another processor, and no known version of the C library, {computes}"
+                "another processor and an unknown version of the C library, {computes}"
             ));
         }
         let lacks = |machine: &Value| {
@@ -368,7 +369,7 @@ fn unclaimed(recorded: &Value, now: &Value, changes: &[Change]) -> Unclaimed {
         };
         if lacks(recorded) || lacks(now) {
             stages.push(
-                "a processor without AVX2 and FMA, where the C library computes exponentials and logarithms otherwise"
+                "a processor without AVX2 and FMA, where the C library computes exponentials and logarithms differently"
                     .to_owned(),
             );
         }
@@ -381,14 +382,14 @@ fn unclaimed(recorded: &Value, now: &Value, changes: &[Change]) -> Unclaimed {
         )),
         [Some(_), Some(_)] => {}
         [None, Some(_)] => {
-            models.push("the recording does not say in which order its kernels add".to_owned());
+            models.push("the recording does not state the order in which its kernels add".to_owned());
         }
         [then, None] => {
             let of_kernels = |change: &Change| change.name == "cpu_kernels.registers";
             let other = |change: &Change| is_processor(&change.name) || of_kernels(change);
             if then.is_some() || changes.iter().any(other) {
                 models.push(
-                    "a kind of model does not say that its sums are the same on every processor"
+                    "a model kind does not declare that its sums are the same on every processor"
                         .to_owned(),
                 );
             }
@@ -397,7 +398,7 @@ fn unclaimed(recorded: &Value, now: &Value, changes: &[Change]) -> Unclaimed {
     Unclaimed { stages, models }
 }
 
-/// Leaves of two documents that differ, by dotted names; an entry of a list that has a name goes by it.
+/// Leaves of two documents that differ, by dotted names; a list entry with a name is identified by it.
 pub(crate) fn changed(recorded: &Value, now: &Value) -> impl Iterator<Item = Change> {
     let (mut left, mut right) = (BTreeMap::new(), BTreeMap::new());
     flatten("", recorded, &mut left);
@@ -415,7 +416,7 @@ pub(crate) fn changed(recorded: &Value, now: &Value) -> impl Iterator<Item = Cha
     })
 }
 
-/// Equal, whether a number was written with a point or without.
+/// Whether two values are equal; `1` equals `1.0`.
 fn same(a: &Value, b: &Value) -> bool {
     let both = a.as_f64().zip(b.as_f64());
     a == b || (a.is_f64() || b.is_f64()) && both.is_some_and(|(a, b)| a.to_bits() == b.to_bits())
@@ -432,7 +433,7 @@ fn flatten(name: &str, value: &Value, into: &mut BTreeMap<String, Value>) {
                 flatten(&inner(part), value, into);
             }
         }
-        // Stages are known by their names, not by their places.
+        // Stages are identified by name, not by position.
         Value::Array(items) if items.iter().any(Value::is_object) => {
             for (at, item) in items.iter().enumerate() {
                 let own = item.get("name").and_then(Value::as_str);
@@ -509,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn what_decides_no_number_is_no_change() {
+    fn settings_that_affect_no_number_are_ignored() {
         let settings = |dir: &str, every: u64, seed: u64| json!({"run": {"dir": dir, "seed": seed}, "trace": {"every": every}});
         let recorded = conditions(settings("a", 1, 5));
         let same = Changes::between(&recorded, &conditions(settings("b", 2, 5)));
@@ -524,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_bits_are_claimed_by_these_rules() {
+    fn equal_bits_are_expected_by_these_rules() {
         let recorded = conditions(json!({"models": {"actor": {"dtype": "f32"}}}));
         let check = |change: fn(&mut Conditions), host: bool, models: bool, why: &str| {
             let mut now = recorded.clone();
@@ -533,16 +534,16 @@ mod tests {
             assert_eq!(changes.repeats_host_bits(), host, "{changes}");
             assert_eq!(changes.repeats_model_bits(), models, "{changes}");
             let text = changes.to_string();
-            assert_eq!(text.contains("not claimed"), !models, "{text}");
+            assert_eq!(text.contains("are not expected"), !models, "{text}");
             assert!(text.contains(why), "{text}");
         };
         let expected = |change, what: &str| {
             let line = format!(
-                "\nanother {what}: on the CPU equal bits are expected, for sums do not depend on it\n"
+                "\nanother {what}: equal bits are expected on the CPU, because sums do not depend on it\n"
             );
             check(change, true, true, &line);
         };
-        // What decides no bit.
+        // Changes that affect no bits.
         check(|_| {}, true, true, "");
         expected(
             |now| now.machine.threads = 11,
@@ -567,7 +568,7 @@ mod tests {
             "processor",
         );
         check(on_amd, true, true, "equal bits are expected");
-        // What decides bits of models alone.
+        // Changes that affect only the bits of models.
         check(
             |now| now.machine.device = "cuda:0".to_owned(),
             true,
@@ -584,9 +585,9 @@ mod tests {
             |now| now.machine.cpu_kernels.sums = None,
             true,
             false,
-            "(a kind of model does not say that its sums are the same on every processor)",
+            "(a model kind does not declare that its sums are the same on every processor)",
         );
-        // What decides any.
+        // Changes that affect all bits.
         check(
             |now| now.machine.cpu_kernels.sums = Some("fixed-2".to_owned()),
             false,
@@ -597,7 +598,7 @@ mod tests {
             |now| now.machine.arch = "aarch64".to_owned(),
             false,
             false,
-            "(another architecture of the processor)",
+            "(another processor architecture)",
         );
         check(
             |now| now.machine.os = "macos".to_owned(),
@@ -609,7 +610,7 @@ mod tests {
             |now| now.machine.optimised ^= true,
             false,
             false,
-            "(another sort of build)",
+            "(another build profile)",
         );
         check(
             |now| now.machine.c_library = Some("glibc 2.41".to_owned()),
@@ -627,13 +628,13 @@ mod tests {
                 assert!(changes.to_string().contains(why), "{changes}");
             }
         }
-        // Another version says of itself in its sums whether it computes otherwise.
+        // A version that computes differently declares other sums.
         let version = |now: &mut Conditions| now.machine.verl = "9.9.9".to_owned();
         check(version, true, true, "machine verl: ");
     }
 
     #[test]
-    fn a_difference_that_decides_no_bit_is_worded_so() {
+    fn differences_that_affect_no_bits_are_marked() {
         let recorded = conditions(json!({}));
         let mut now = recorded.clone();
         on_amd(&mut now);
@@ -643,10 +644,10 @@ mod tests {
         assert_eq!(
             *last,
             "another processor (\"Xeon\" when recorded, \"EPYC\" now), another width of registers (\"avx512\" when \
-             recorded, \"avx2\" now) and another number of threads (8 when recorded, 4 now): on the CPU equal bits are \
-             expected, for sums do not depend on them"
+             recorded, \"avx2\" now) and another number of threads (8 when recorded, 4 now): equal bits are expected on \
+             the CPU, because sums do not depend on them"
         );
-        // The size of the third cache was not known when recorded.
+        // The size of the third cache was not recorded.
         let names = [
             "cpu.l1d_kib",
             "cpu.l2_kib",
@@ -660,21 +661,21 @@ mod tests {
         for (line, name) in parts.iter().zip(names) {
             let start = format!("machine {name}: ");
             assert!(
-                line.starts_with(&start) && line.ends_with(" (decides no bit)"),
+                line.starts_with(&start) && line.ends_with(" (affects no bits)"),
                 "{line}"
             );
         }
-        // Where something else forbids equal bits they are differences like any other.
+        // If equal bits are not expected for another reason, these differences are not marked.
         now.machine.optimised ^= true;
         let text = Changes::between(&recorded, &now).to_string();
         assert!(
-            !text.contains("decides no bit") && !text.contains("are expected"),
+            !text.contains("affects no bits") && !text.contains("are expected"),
             "{text}"
         );
     }
 
     #[test]
-    fn models_that_say_nothing_of_their_sums_repeat_on_the_same_processor_only() {
+    fn models_without_declared_sums_repeat_only_on_the_same_processor() {
         let mut recorded = conditions(json!({}));
         recorded.machine.cpu_kernels = CpuKernels::default();
         let mut now = recorded.clone();
@@ -686,7 +687,7 @@ mod tests {
     }
 
     #[test]
-    fn another_processor_is_no_promise_where_the_c_library_is_not_known() {
+    fn equal_bits_are_not_expected_on_another_processor_with_an_unknown_c_library() {
         let mut recorded = conditions(json!({}));
         recorded.machine.c_library = Some(OTHER_LIBRARY.to_owned());
         assert!(Changes::between(&recorded, &recorded).repeats_model_bits());
@@ -694,12 +695,12 @@ mod tests {
         on_amd(&mut now);
         let changes = Changes::between(&recorded, &now);
         assert!(!changes.repeats_host_bits());
-        let why = "(another processor, and no known version of the C library";
+        let why = "(another processor and an unknown version of the C library";
         assert!(changes.to_string().contains(why), "{changes}");
     }
 
     #[test]
-    fn a_trace_of_an_older_version_is_read_and_claims_nothing() {
+    fn equal_bits_are_not_expected_for_a_trace_of_an_older_version() {
         let now = conditions(json!({}));
         let mut old = serde_json::to_value(&now).expect("JSON");
         let machine = old["machine"].as_object_mut().expect("an object");
@@ -715,9 +716,9 @@ mod tests {
             "machine c_library: not recorded, \"glibc 2.36\" now\n\
              machine cpu_kernels.registers: not recorded, \"avx512\" now\n\
              machine cpu_kernels.sums: not recorded, \"fixed-1\" now\n\
-             equal bits are not to be expected, and not claimed (the recording does not name its C library, which \
-             computes some exponentials and logarithms; the recording does not say in which order its kernels add): \
-             floats are compared within their tolerance; a token or another choice that differs may come from rounding\n"
+             equal bits are not expected (the recording does not state its C library, which computes some exponentials \
+             and logarithms; the recording does not state the order in which its kernels add): floats are compared \
+             within their tolerance; a token or another choice that differs may come from rounding\n"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Columns of the trace's tables: what writes them and what documents them read the same constants.
+//! Columns of the trace's tables: the writer and the documentation use the same constants.
 
 use arrow_schema::{DataType, Field};
 use serde_json::{Value, json};
@@ -6,9 +6,9 @@ use serde_json::{Value, json};
 use crate::batch::{GROUP_ID, SAMPLE_ID};
 use crate::trace::stats::StatRow;
 
-/// What a column holds.
+/// Type of a column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Holds {
+pub enum ColumnType {
     /// Text in UTF-8.
     Text,
     /// A whole number of 32 bits.
@@ -23,39 +23,39 @@ pub enum Holds {
     U32List,
 }
 
-impl Holds {
-    /// Its name in documents.
+impl ColumnType {
+    /// Its name in the documentation.
     pub fn name(self) -> &'static str {
         match self {
-            Holds::Text => "text",
-            Holds::U32 => "u32",
-            Holds::U64 => "u64",
-            Holds::F64 => "f64",
-            Holds::U16List => "list of u16",
-            Holds::U32List => "list of u32",
+            ColumnType::Text => "text",
+            ColumnType::U32 => "u32",
+            ColumnType::U64 => "u64",
+            ColumnType::F64 => "f64",
+            ColumnType::U16List => "list of u16",
+            ColumnType::U32List => "list of u32",
         }
     }
 
-    /// Its type in Arrow.
+    /// Its Arrow type.
     pub fn arrow(self) -> DataType {
         let list = |of| DataType::List(Field::new_list_field(of, true).into());
         match self {
-            Holds::Text => DataType::Utf8,
-            Holds::U32 => DataType::UInt32,
-            Holds::U64 => DataType::UInt64,
-            Holds::F64 => DataType::Float64,
-            Holds::U16List => list(DataType::UInt16),
-            Holds::U32List => list(DataType::UInt32),
+            ColumnType::Text => DataType::Utf8,
+            ColumnType::U32 => DataType::UInt32,
+            ColumnType::U64 => DataType::UInt64,
+            ColumnType::F64 => DataType::Float64,
+            ColumnType::U16List => list(DataType::UInt16),
+            ColumnType::U32List => list(DataType::UInt32),
         }
     }
 
     /// JSON Schema of a value.
     pub(crate) fn schema(self) -> Value {
         match self {
-            Holds::Text => json!({ "type": "string" }),
-            Holds::U32 | Holds::U64 => json!({ "type": "integer", "minimum": 0 }),
-            Holds::F64 => json!({ "type": "number" }),
-            Holds::U16List | Holds::U32List => {
+            ColumnType::Text => json!({ "type": "string" }),
+            ColumnType::U32 | ColumnType::U64 => json!({ "type": "integer", "minimum": 0 }),
+            ColumnType::F64 => json!({ "type": "number" }),
+            ColumnType::U16List | ColumnType::U32List => {
                 json!({ "type": "array", "items": { "type": "integer", "minimum": 0 } })
             }
         }
@@ -67,11 +67,11 @@ impl Holds {
 pub struct Column {
     /// Its name.
     pub name: &'static str,
-    /// What it holds.
-    pub holds: Holds,
-    /// Whether a row may lack it.
+    /// Its type.
+    pub holds: ColumnType,
+    /// Whether it may be null.
     pub nullable: bool,
-    /// Unit; empty where there is none, or where it is that of the key.
+    /// Unit; empty if there is none or it is that of the key.
     pub unit: &'static str,
     /// What it means.
     pub meaning: &'static str,
@@ -79,7 +79,7 @@ pub struct Column {
 
 const fn always(
     name: &'static str,
-    holds: Holds,
+    holds: ColumnType,
     unit: &'static str,
     meaning: &'static str,
 ) -> Column {
@@ -92,41 +92,41 @@ const fn always(
     }
 }
 
-/// Columns of a stage's file that stand before its keys.
+/// Columns of a stage's file before its keys.
 pub const STEP_COLUMNS: [Column; 5] = [
     always(
         "side",
-        Holds::Text,
+        ColumnType::Text,
         "",
         "`input` where the row entered the stage, `output` where it left it",
     ),
     always(
         "wave",
-        Holds::U32,
+        ColumnType::U32,
         "",
         "wave of the step that a source drew the row in, from 0; 0 for any other stage",
     ),
     always(
         "slice",
-        Holds::U32,
+        ColumnType::U32,
         "",
         "call of the stage that the row belongs to, from 0",
     ),
     always(
         SAMPLE_ID,
-        Holds::U64,
+        ColumnType::U64,
         "",
         "identity of the row: epoch, wave, row of the data set and sample, packed",
     ),
     always(
         GROUP_ID,
-        Holds::U64,
+        ColumnType::U64,
         "",
         "identity of the row's prompt: that of its sample 0",
     ),
 ];
 
-/// Where the value of a column of statistics comes from.
+/// Where the value of a statistics column comes from.
 #[derive(Clone, Copy)]
 pub(crate) enum Of {
     Text(fn(&StatRow) -> Option<&str>),
@@ -143,21 +143,21 @@ pub(crate) enum Of {
 pub(crate) struct StatColumn {
     pub name: &'static str,
     pub of: Of,
-    /// Whether a row may lack it.
+    /// Whether it may be null.
     pub nullable: bool,
     pub unit: &'static str,
     pub meaning: &'static str,
 }
 
 impl StatColumn {
-    /// What documents say of it.
+    /// The column for the documentation.
     pub fn column(&self) -> Column {
         let holds = match self.of {
-            Of::Text(_) => Holds::Text,
-            Of::Whole(_) => Holds::U64,
-            Of::Real(_) => Holds::F64,
-            Of::Buckets => Holds::U16List,
-            Of::Counts => Holds::U32List,
+            Of::Text(_) => ColumnType::Text,
+            Of::Whole(_) => ColumnType::U64,
+            Of::Real(_) => ColumnType::F64,
+            Of::Buckets => ColumnType::U16List,
+            Of::Counts => ColumnType::U32List,
         };
         Column {
             name: self.name,
@@ -179,7 +179,7 @@ const fn stat(name: &'static str, of: Of, unit: &'static str, meaning: &'static 
     }
 }
 
-/// A column that is null where there is nothing to tell: of texts, of keys that are not ragged, of keys without a
+/// A column that is null where it does not apply: for texts, for keys that are not ragged, for keys without a
 /// counterpart.
 const fn maybe(
     name: &'static str,
@@ -193,7 +193,7 @@ const fn maybe(
     }
 }
 
-/// The columns of `trace/stats`, in order: a row a step, stage, side and key.
+/// The columns of `trace/stats`, in order; the table has one row per step, stage, side and key.
 pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
     use Of::{Buckets, Counts, Real, Text, Whole};
     [
@@ -267,7 +267,7 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
             "min",
             Real(|row| row.min),
             "unit of the key",
-            "smallest finite value; null for text, and where there is none",
+            "smallest finite value; null for text and if there is none",
         ),
         maybe(
             "max",
@@ -285,13 +285,13 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
             "std",
             Real(|row| row.std),
             "unit of the key",
-            "standard deviation of the finite values, which divides by their number",
+            "standard deviation of the finite values; divides by their number",
         ),
         maybe(
             "p01",
             Real(|row| row.quantiles[0]),
             "unit of the key",
-            "1 % of the finite values lie below it; from the sketch, at most 1/16 of the value too near to zero",
+            "1 % of the finite values lie below it; from the sketch, too close to zero by at most 1/16 of the value",
         ),
         maybe(
             "p05",
@@ -333,13 +333,13 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
             "sketch_buckets",
             Buckets,
             "",
-            "numbers of the sketch's buckets that hold values; sketches are merged by adding the counts of equal buckets",
+            "numbers of the sketch's buckets that have values; sketches are merged by adding the counts of equal buckets",
         ),
         stat(
             "sketch_counts",
             Counts,
             "values",
-            "how many values each of these buckets holds",
+            "number of values in each of these buckets",
         ),
         stat(
             "hash",
@@ -375,7 +375,7 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
             "counterpart",
             Text(|row| Some(row.ratio.as_ref()?.counterpart.as_str())),
             "",
-            "for `old_log_probs` and `ref_log_probs`: the log-probs that the ratio is taken to, over action tokens",
+            "for `old_log_probs` and `ref_log_probs`: the log-probs that they are compared with, over action tokens",
         ),
         maybe(
             "ratio_tokens",
@@ -411,7 +411,7 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
             "k1_error",
             Real(|row| row.ratio.as_ref()?.k1_error),
             "nats",
-            "standard error of `k1`, with rows as the units that are drawn",
+            "standard error of `k1`, with rows as sampling units",
         ),
         maybe(
             "ratio_min",

@@ -1,4 +1,4 @@
-//! Two versions of the same rows, compared value by value: the bits, or within a stated tolerance.
+//! Compares two versions of the same rows value by value: bit by bit, or within a tolerance.
 //!
 //! Rows are matched by identity, never by position, so the order in which a stage emitted them does not matter.
 
@@ -12,7 +12,7 @@ use serde::{Serialize, Serializer};
 use crate::batch::{Batch, RowId, SAMPLE_ID};
 use crate::trace::cell::{Cell, cell};
 
-/// How far two floats may lie apart: |a − b| ≤ absolute + relative · |a|. Anything else must be equal.
+/// How far apart two floats may be: |a − b| ≤ absolute + relative · |a|. Other values must be equal.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Tolerance {
     /// In the unit of the key.
@@ -22,13 +22,13 @@ pub struct Tolerance {
 }
 
 impl Tolerance {
-    /// The same bits. Two NaNs of the same bits are equal, 0 and −0 are not.
+    /// The same bits. Two NaNs with the same bits are equal; 0 and −0 are not.
     pub const EXACT: Tolerance = Tolerance {
         absolute: 0.0,
         relative: 0.0,
     };
 
-    /// Whether only the same bits will do.
+    /// Whether only the same bits are accepted.
     pub fn is_exact(&self) -> bool {
         *self == Tolerance::EXACT
     }
@@ -44,13 +44,13 @@ impl Tolerance {
 pub enum DifferenceKind {
     /// One side has a key that the other lacks.
     Key,
-    /// The two columns are of different types.
+    /// The two columns have different types.
     Type,
     /// One side has a row that the other lacks.
     Row,
-    /// A row came more than once.
+    /// A row occurs more than once.
     RepeatedRow,
-    /// The lists of a row are not equally long.
+    /// The lists of a row have different lengths.
     Length,
     /// A value.
     Value,
@@ -63,7 +63,7 @@ pub enum DifferenceKind {
 pub struct Difference {
     /// The stage.
     pub stage: String,
-    /// The key, in the stage's own name; for weights the model.
+    /// The stage's own name of the key; for weights the model.
     pub key: String,
     /// What differs.
     pub kind: DifferenceKind,
@@ -74,15 +74,15 @@ pub struct Difference {
     pub sample: Option<RowId>,
     /// Position in the row's list, for ragged keys.
     pub index: Option<usize>,
-    /// The value on the left; the trace's, where one side is the trace.
+    /// The value on the left; the recorded one, if one side is a trace.
     pub left: String,
     /// The value on the right.
     pub right: String,
     /// Representable floats between the two.
     pub ulps: Option<u64>,
-    /// Distance of the two numbers, in the unit of the key.
+    /// Distance between the two numbers, in the unit of the key.
     pub absolute: Option<f64>,
-    /// Whether it is of what the stage was given, and not of what it emitted.
+    /// Whether it is in the stage's input and not in its output.
     pub is_input: bool,
 }
 
@@ -107,7 +107,7 @@ impl Difference {
         }
     }
 
-    /// The same of what the stage was given.
+    /// The same difference, in the stage's input.
     pub(crate) fn of_input(mut self) -> Self {
         self.is_input = true;
         self
@@ -140,7 +140,7 @@ impl Difference {
         place
     }
 
-    /// The two values under the names of the two sides, and how far they lie apart; lines of text.
+    /// The two values, labelled with the names of the two sides, and their distance; as lines of text.
     pub fn explain(&self, left: &str, right: &str) -> String {
         let width = left.len().max(right.len()).max("distance".len());
         let mut text = format!(
@@ -161,7 +161,7 @@ impl Difference {
     }
 }
 
-/// What came of comparing.
+/// The result of a comparison.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Comparison {
     /// Rows that were compared.
@@ -170,15 +170,16 @@ pub struct Comparison {
     pub values: u64,
     /// Values, lengths, rows and keys that differ.
     pub differences: u64,
-    /// Largest distance of two numbers.
+    /// Largest distance between two numbers.
     pub largest: f64,
     /// Sum of the distances of all pairs of numbers.
     pub total: f64,
-    /// Pairs of numbers; lists of other lengths have some up to the end of the shorter one, other types none.
+    /// Pairs of numbers; lists of different lengths are paired up to the end of the shorter one, different types not at
+    /// all.
     pub numbers: u64,
-    /// The first pair that cannot be measured, in words: `lengths 5 and 7`, `types f32 and i64`.
+    /// The first pair without a distance, in words: `lengths 5 and 7`, `types f32 and i64`.
     pub unlike: Option<String>,
-    /// The first that differs: by key in declared order, then by row.
+    /// The first difference: by key in declared order, then by row.
     pub first: Option<Difference>,
 }
 
@@ -195,7 +196,7 @@ impl Comparison {
 pub(crate) struct Rows<'a> {
     batches: Vec<&'a Batch>,
     places: HashMap<u64, (usize, usize)>,
-    /// Identities in the order in which they came.
+    /// Identities in order of arrival.
     ids: Vec<u64>,
     pub(crate) repeated: Vec<u64>,
 }
@@ -227,12 +228,12 @@ impl<'a> Rows<'a> {
         self.places.contains_key(&id)
     }
 
-    /// Whether some batch holds the key; a stage without rows holds none.
+    /// Whether some batch has the key; a stage without rows has none.
     pub(crate) fn has_key(&self, key: &str) -> bool {
         self.batches.iter().any(|batch| batch.has(key))
     }
 
-    /// Whether the key holds a list a row.
+    /// Whether the key has a list per row.
     fn is_list(&self, key: &str) -> bool {
         let column = self.batches.iter().find_map(|batch| batch.column(key));
         column.is_some_and(|column| matches!(column.data_type(), DataType::List(_)))
@@ -244,7 +245,7 @@ impl<'a> Rows<'a> {
         cell(batch.column(key)?, *row)
     }
 
-    /// Identities in declared order: by group as the stage's input has them, then by sample.
+    /// Identities in declared order: by group in the order of the stage's input, then by sample.
     pub(crate) fn ordered(&self, input: &[u64]) -> Vec<u64> {
         let mut rank: HashMap<u64, usize> = HashMap::new();
         for (at, id) in input.iter().enumerate() {
@@ -264,23 +265,23 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// A key to compare: its name on the left, its name on the right, and how near is near enough.
+/// A key to compare: its name on the left, its name on the right, and the tolerance.
 pub(crate) struct ComparedKey<'a> {
     pub left: &'a str,
     pub right: &'a str,
     pub tolerance: Tolerance,
 }
 
-/// How rows of the two sides belong together.
+/// How rows of the two sides are paired.
 pub(crate) struct Pairing<'a> {
     pub stage: &'a str,
     /// Rows of the left side in declared order.
     pub order: &'a [u64],
-    /// The row on the right that belongs to one on the left.
+    /// The row on the right that is paired with one on the left.
     pub partner: &'a dyn Fn(u64) -> u64,
-    /// A row that is missing is one whose values are null.
+    /// Whether a missing row counts as one with null values.
     pub absent_is_null: bool,
-    /// Rows of the right side in declared order, where those that have no partner are differences too.
+    /// Rows of the right side in declared order, if those without a partner are differences too.
     pub both_ways: Option<&'a [u64]>,
 }
 
@@ -329,7 +330,7 @@ pub(crate) fn compare_rows(
     found
 }
 
-/// `length 5` and `length 7` as `lengths 5 and 7`; in the same way types.
+/// Joins `length 5` and `length 7` to `lengths 5 and 7`; likewise for types.
 fn unlike(left: &str, right: &str) -> Option<String> {
     let ((what, left), (_, right)) = (left.split_once(' ')?, right.split_once(' ')?);
     Some(format!("{what}s {left} and {right}"))
@@ -415,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_bits_are_no_difference_whatever_the_order() {
+    fn equal_bits_in_any_order_are_not_a_difference() {
         let a = batch(&[vec![1.0, f32::NAN], vec![], vec![-0.0]]);
         let b = a.take(&[2, 0, 1]).expect("rows");
         let found = compare(&a, &b, Tolerance::EXACT);
@@ -423,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_difference_is_named_with_its_distance() {
+    fn the_first_difference_is_reported_with_its_distance() {
         let a = batch(&[vec![1.0, 2.0], vec![3.0, 0.0]]);
         let next = f32::from_bits(3.0f32.to_bits() + 1);
         let b = batch(&[vec![1.0, 2.0], vec![next, -0.0]]);
@@ -441,7 +442,7 @@ mod tests {
           replayed  3.0000002
           distance  1 ULP, 2.384185791015625e-7
         ");
-        // Within a tolerance both are near enough, and the largest distance is told.
+        // Both are within this tolerance, and the largest distance is reported.
         let near = Tolerance {
             absolute: 0.0,
             relative: 1e-6,
@@ -449,13 +450,13 @@ mod tests {
         let found = compare(&a, &b, near);
         assert_eq!(found.differences, 0);
         assert!(found.largest > 2e-7 && found.largest < 3e-7);
-        // What is not a number is near to nothing.
+        // NaN is not within any tolerance.
         let b = batch(&[vec![1.0, 2.0], vec![f32::NAN, 0.0]]);
         assert_eq!(compare(&a, &b, near).differences, 1);
     }
 
     #[test]
-    fn lengths_rows_and_keys_that_differ_are_told() {
+    fn different_lengths_rows_and_keys_are_reported() {
         let a = batch(&[vec![1.0, 2.0], vec![3.0]]);
         let shorter = compare(&a, &batch(&[vec![1.0], vec![3.0]]), Tolerance::EXACT);
         let first = shorter.first.expect("a length");
@@ -497,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_stand_in_the_order_of_the_input_and_its_groups() {
+    fn rows_are_ordered_by_the_input_and_its_groups() {
         let prompts: Vec<RowId> = [9, 4]
             .map(|row| RowId::prompt(0, row).expect("fits"))
             .to_vec();

@@ -1,4 +1,4 @@
-//! Under what a run was recorded: every setting, the machine, and what its stages declared. `trace/conditions.json`.
+//! The conditions of a recording: every setting, the machine, and what the stages declared. `trace/conditions.json`.
 
 use std::fs;
 use std::path::Path;
@@ -23,19 +23,19 @@ use crate::trace::stand_in::StageShape;
 /// Content of `trace/conditions.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Conditions {
-    /// Number of the trace format.
+    /// Trace format number.
     pub format: u32,
     /// SHA-256 of the printed plan, in hexadecimal.
     pub plan_hash: String,
     /// Every setting of the pipeline, as in `config.toml`.
     pub settings: Value,
-    /// What it ran on.
+    /// The machine that it ran on.
     pub machine: Machine,
     /// What the stages declared, in the order of execution.
     pub stages: Vec<StageShape>,
 }
 
-/// What can decide the last bits of results besides the settings.
+/// What can affect the last bits of results besides the settings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Machine {
     /// Device group of the models.
@@ -44,29 +44,28 @@ pub struct Machine {
     pub os: String,
     /// Architecture of the processor.
     pub arch: String,
-    /// Features of the processor by which kernels and functions of the C library are chosen.
+    /// Processor features that select kernels and functions of the C library.
     pub processor: Vec<String>,
-    /// Make of the processor and sizes of its caches; empty in traces of older versions.
+    /// Processor model and cache sizes; empty in traces of older versions.
     #[serde(default)]
     pub cpu: Cpu,
-    /// The kernels of the CPU that the models have; empty in traces of older versions.
+    /// CPU kernels of the models; empty in traces of older versions.
     #[serde(default)]
     pub cpu_kernels: CpuKernels,
-    /// C library, such as `glibc 2.36`, which computes some exponentials and logarithms; `other` where it is not glibc.
-    /// Left out in traces of older versions.
+    /// C library, such as `glibc 2.36`, which computes some exponentials and logarithms; `other` if it is not glibc.
+    /// Absent in traces of older versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub c_library: Option<String>,
     /// Whether the program was built with optimisation.
     pub optimised: bool,
-    /// Threads that kernels may use: `RAYON_NUM_THREADS`, else as many as there are cores. On a CPU no bit depends on
-    /// their number.
+    /// Threads that kernels may use: `RAYON_NUM_THREADS`, else the number of cores. On a CPU no bit depends on it.
     pub threads: usize,
     /// Version of the engine.
     pub verl: String,
 }
 
 impl Machine {
-    /// This machine, with the models on `device`; `cpu_kernels` are those that they have for the CPU.
+    /// This machine, with the models on `device`; `cpu_kernels` are the models' kernels for the CPU.
     pub fn here(device: &str, cpu_kernels: CpuKernels) -> Machine {
         let asked = std::env::var("RAYON_NUM_THREADS").ok();
         let asked = asked.and_then(|text| text.parse().ok());
@@ -90,7 +89,7 @@ impl Machine {
 }
 
 impl Conditions {
-    /// Those of a schedule that is run here.
+    /// The conditions of a schedule on this machine.
     pub fn of(schedule: &Schedule) -> Conditions {
         let plan = &schedule.plan;
         Conditions {
@@ -102,7 +101,7 @@ impl Conditions {
         }
     }
 
-    /// Those that the run in `run_dir` was recorded under; `None` where it did not note them.
+    /// The conditions that the run in `run_dir` was recorded under; `None` if it did not record them.
     ///
     /// # Errors
     /// A file that is damaged or in another format.
@@ -116,7 +115,7 @@ impl Conditions {
     }
 }
 
-/// Parts of the machine that `versions.json` of a run tells too, for a trace that does not note it.
+/// Parts of the machine that `versions.json` of a run also records, for a trace without conditions.
 const OF_VERSIONS: [&str; 7] = [
     "arch",
     "c_library",
@@ -127,18 +126,18 @@ const OF_VERSIONS: [&str; 7] = [
     "processor",
 ];
 
-/// Those parts of the machine of the run in `run_dir`, and the same of `now`.
+/// These parts of the machine of the run in `run_dir`, and of `now`.
 pub(crate) fn of_versions(run_dir: &Path, now: &Machine) -> (Value, Value) {
     let text = fs::read_to_string(run_dir.join("versions.json")).unwrap_or_default();
     let recorded: Value = serde_json::from_str(&text).unwrap_or_default();
     let now = serde_json::to_value(now).unwrap_or_default();
-    // What equal bits depend on counts where it is not recorded, too.
-    let told = OF_VERSIONS
+    // The parts on which equal bits depend are compared even if they are not recorded.
+    let compared = OF_VERSIONS
         .into_iter()
         .filter(|part| recorded.get(part).is_some() || ["c_library", "cpu_kernels"].contains(part));
-    let told: Vec<&str> = told.collect();
+    let compared: Vec<&str> = compared.collect();
     let parts = |of: &Value| -> Value {
-        let parts = told
+        let parts = compared
             .iter()
             .map(|part| ((*part).to_owned(), of[*part].clone()));
         Value::Object(parts.collect())
@@ -146,15 +145,15 @@ pub(crate) fn of_versions(run_dir: &Path, now: &Machine) -> (Value, Value) {
     (parts(&recorded), parts(&now))
 }
 
-/// SHA-256 of the printed plan, in hexadecimal: two runs of one plan agree in it, whatever is doubtful about either.
+/// SHA-256 of the printed plan without warnings, in hexadecimal; equal for two runs of one plan.
 pub(crate) fn plan_hash(plan: &Plan) -> String {
     let hash = Sha256::digest(Unwarned(plan).to_string().as_bytes());
     hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Every setting of a pipeline, as `config.toml` has it.
+/// Every setting of a pipeline, as in `config.toml`.
 pub(crate) fn settings_of(pipe: &DataPipe) -> Value {
-    // A number that TOML cannot hold ends the run before it begins.
+    // A number that TOML cannot represent ends the run before it begins.
     let text = to_toml(pipe).unwrap_or_default();
     toml::from_str(&text).unwrap_or_default()
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::trace::rules::{RULES, Severity};
 
-/// What is kept of the models' weights and optimiser state with a step that is recorded in full.
+/// What a step recorded in full stores of the models' weights and optimiser state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TraceWeights {
@@ -17,13 +17,13 @@ pub enum TraceWeights {
     Full,
 }
 
-/// Changes a rule; see [`rules`](crate::trace::rules) for their names.
+/// Overrides the defaults of a rule; [`rules`](crate::trace::rules) lists the names.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RuleSetting {
-    /// `off`, `warn` or `stop`; the rule's own when absent.
+    /// `off`, `warn` or `stop`; the rule's default when absent.
     pub severity: Option<Severity>,
-    /// Where it fires, in the rule's unit, not below 0; the rule's own when absent.
+    /// Limit at which the rule fires, in the rule's unit, at least 0; the rule's default when absent.
     #[schemars(range(min = 0))]
     pub limit: Option<f64>,
 }
@@ -33,40 +33,39 @@ pub struct RuleSetting {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TraceConfig {
-    /// Statistics of every edge at every step. Without them there are no rules and no flight recorder either.
+    /// Record statistics of every edge at every step. Rules and the flight recorder require them.
     pub stats: bool,
-    /// Steps that are recorded in full, counted from 1.
+    /// Steps to record in full, counted from 1.
     #[schemars(inner(range(min = 1)))]
     pub steps: Vec<u64>,
-    /// Besides them every step whose number is a multiple of this is recorded in full; none when absent (steps).
+    /// Also record in full every step whose number is a multiple of this; none when absent (steps).
     #[schemars(range(min = 1))]
     pub every: Option<u64>,
-    /// Stages that are recorded of such a step; all when empty.
+    /// Stages to record in such a step; all when empty.
     pub stages: Vec<String>,
-    /// Largest size of all steps in full on disk (megabytes); steps past it are dropped, and told.
+    /// Size limit of all steps recorded in full on disk (megabytes); steps beyond it are dropped with a warning.
     #[schemars(range(min = 1))]
     pub budget_mb: u64,
-    /// What is kept of weights and optimiser; when absent `full` for a step of which every stage is recorded, as long
-    /// as the state is below `weights_limit_mb`.
+    /// What to store of weights and optimiser; when absent, `full` for a step in which every stage is recorded if the
+    /// state fits in `weights_limit_mb`, else `hash`.
     pub weights: Option<TraceWeights>,
-    /// Largest state of all models that is kept where `weights` is absent (megabytes).
+    /// Largest state of all models that is stored when `weights` is absent (megabytes).
     pub weights_limit_mb: u64,
-    /// Last steps that the flight recorder holds in memory besides the current one; 0 for no flight recorder (steps).
+    /// Number of past steps that the flight recorder keeps in memory besides the current one; 0 turns it off (steps).
     pub ring_steps: usize,
-    /// Largest size of the flight recorder (megabytes); it needs some where `ring_steps` is above 0.
+    /// Memory limit of the flight recorder (megabytes); above 0 if `ring_steps` is.
     pub ring_mb: u64,
-    /// Times that the flight recorder is written to disk in a run because a rule fired; a step that fails is written in
-    /// any case.
+    /// How often a run may write the flight recorder to disk because a rule fired; a step that fails is always written.
     pub ring_writes: usize,
-    /// Steps in one file of statistics (steps).
+    /// Number of steps in one statistics file (steps).
     #[schemars(range(min = 1))]
     pub part_steps: usize,
-    /// Rules to tune or to silence, by name; `docs/trace.md` tells what each looks at, its limit and its unit.
+    /// Rules to tune or turn off, by name; `docs/trace.md` lists what each checks, its limit and its unit.
     #[schemars(extend("propertyNames" = names_of_rules()))]
     pub rules: BTreeMap<String, RuleSetting>,
 }
 
-/// The names that rules have, as JSON Schema.
+/// The rule names as JSON Schema.
 fn names_of_rules() -> serde_json::Value {
     let names: Vec<&str> = RULES.iter().map(|rule| rule.name).collect();
     serde_json::json!({ "enum": names })
@@ -91,18 +90,18 @@ impl Default for TraceConfig {
     }
 }
 
-/// A size in megabytes as bytes; one beyond all memory is the largest.
+/// Converts megabytes to bytes; saturates at [`u64::MAX`].
 pub(crate) fn bytes_of(megabytes: u64) -> u64 {
     megabytes.saturating_mul(1 << 20)
 }
 
 impl TraceConfig {
-    /// Whether anything is asked for in full, stages with a `debug` of their own left out.
+    /// Whether the settings request any step in full, not counting stages with `debug`.
     pub fn captures(&self) -> bool {
         self.every.is_some_and(|every| every > 0) || !self.steps.is_empty()
     }
 
-    /// Whether any of the steps 1 to `last` is to be recorded in full, stages with a `debug` of their own left out.
+    /// Whether the settings request any of the steps 1 to `last` in full, not counting stages with `debug`.
     pub fn captures_up_to(&self, last: u64) -> bool {
         let reached = |step: u64| (1..=last).contains(&step);
         self.every.is_some_and(reached) || self.steps.iter().any(|step| reached(*step))
@@ -114,7 +113,7 @@ impl TraceConfig {
         self.steps.contains(&step) || self.every.is_some_and(periodic)
     }
 
-    /// Whether `stage` is among those that are recorded of such a step.
+    /// Whether `stage` is recorded in such a step.
     pub fn captures_stage(&self, stage: &str) -> bool {
         self.stages.is_empty() || self.stages.iter().any(|name| name == stage)
     }
@@ -125,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_size_beyond_all_memory_is_no_small_one() {
+    fn an_oversized_limit_saturates() {
         assert_eq!(bytes_of(3), 3 * 1024 * 1024);
         assert_eq!(bytes_of(1 << 44), u64::MAX);
     }

@@ -1,4 +1,4 @@
-//! What the keys of a pipeline are, for the reader of its trace: `schema.json` of the run folder.
+//! The keys of a pipeline, described for readers of its trace: `schema.json` of the run folder.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -11,17 +11,17 @@ use crate::trace::format::FORMAT;
 /// Content of `schema.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TracedPipeline {
-    /// Number of the trace's format.
+    /// Trace format number.
     pub format: u32,
     /// Name of the pipeline.
     pub pipeline: String,
-    /// How many rows a step has.
+    /// Number of rows in a step.
     pub rows: RowsOfStep,
     /// Stages in the order of execution.
     pub stages: Vec<TracedStage>,
 }
 
-/// How many rows a step has.
+/// Number of rows in a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RowsOfStep {
     /// Prompts of a step, or of each of its waves: what the symbol `P` stands for (rows).
@@ -37,7 +37,7 @@ pub struct TracedStage {
     pub name: String,
     /// Registered kind.
     pub kind: String,
-    /// Its configuration, every setting stated; null where it was made by hand.
+    /// Its configuration with every setting stated; null for a stage that was built in code.
     pub parameters: Option<Value>,
     /// Keys that it reads.
     pub reads: Vec<TracedKey>,
@@ -52,30 +52,30 @@ pub struct TracedKey {
     pub name: String,
     /// Element type.
     pub dtype: DType,
-    /// Symbolic shape: the first dim counts rows, one with `~` differs from row to row.
+    /// Symbolic shape: the first dim counts rows; a dim with `~` differs from row to row.
     pub shape: String,
-    /// Unit; empty where there is none.
+    /// Unit; empty if there is none.
     pub unit: String,
     /// What a value means.
     pub meaning: String,
-    /// Whether a row may lack it.
+    /// Whether it may be null.
     pub nullable: bool,
-    /// Whether every value is promised to be finite.
+    /// Whether every value is guaranteed to be finite.
     pub finite: bool,
-    /// Of a log-prob the distribution that it is under, else null.
+    /// For a log-prob, the distribution that it belongs to, else null.
     pub distribution: Option<LogProbTag>,
     /// The pipeline's name of the key.
     pub key: String,
-    /// Of a key that is read: the stage that writes it.
+    /// For a key that is read, the stage that writes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
-    /// Rows of the table that the key stands on, as a symbol: `P` prompts, `P·n` samples, `F(P·n)` those that a filter kept.
+    /// Number of rows of the key's table, as a symbol: `P` prompts, `P·n` samples, `F(P·n)` samples that a filter kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rows: Option<String>,
 }
 
-/// The document as text: for each stage in the order of execution its configuration and the keys it reads and writes,
-/// with shape, type, unit, meaning, and by what name the pipeline calls them.
+/// The document as text: for each stage, in the order of execution, its configuration and the keys that it reads and
+/// writes, with shape, type, unit, meaning, and the pipeline's names.
 pub fn describe(plan: &Plan) -> String {
     let document = TracedPipeline {
         format: FORMAT,
@@ -90,7 +90,7 @@ pub fn describe(plan: &Plan) -> String {
             .map(|stage| of_stage(plan, stage))
             .collect(),
     };
-    // Texts, numbers and tables of texts always print.
+    // Serialising texts, numbers and maps with text keys cannot fail.
     format!(
         "{}\n",
         serde_json::to_string_pretty(&document).unwrap_or_default()

@@ -1,4 +1,4 @@
-//! Two runs side by side: aligned by step, stage and sample, where they part, and how far apart they go from there.
+//! Compares two runs, aligned by step, stage and sample: where they diverge, and how far from there on.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -18,17 +18,17 @@ use crate::trace::recorded::{RecordedStage, RecordedStep};
 pub struct KeyDiff {
     /// The stage's own name of the key.
     pub key: String,
-    /// Values in rows that both have.
+    /// Values in rows that both runs have.
     pub values: u64,
-    /// Those that differ.
+    /// Values that differ.
     pub differences: u64,
-    /// Whether the values are token ids, masks and the like, which have no distance.
+    /// Whether the values are token ids, masks or similar, which have no distance.
     pub is_identifier: bool,
-    /// Largest distance of two numbers; `None` where there is no pair of numbers.
+    /// Largest distance between two numbers; `None` if there is no pair of numbers.
     pub largest: Option<f64>,
-    /// Mean distance over all pairs of numbers; `None` where there is none.
+    /// Mean distance over all pairs of numbers; `None` if there is none.
     pub mean: Option<f64>,
-    /// The first pair that cannot be measured, in words: `lengths 5 and 7`, `types f32 and i64`.
+    /// The first pair without a distance, in words: `lengths 5 and 7`, `types f32 and i64`.
     pub unlike: Option<String>,
 }
 
@@ -39,9 +39,9 @@ pub struct StageDiff {
     pub stage: String,
     /// Whether its rows come from outside the pipeline.
     pub is_source: bool,
-    /// What it was given.
+    /// Its inputs.
     pub inputs: InputsDiff,
-    /// Rows that both emitted.
+    /// Rows that both runs emitted.
     pub rows_of_both: usize,
     /// Rows that only the first run emitted.
     pub rows_of_first: usize,
@@ -49,7 +49,7 @@ pub struct StageDiff {
     pub rows_of_second: usize,
     /// Keys in declared order.
     pub keys: Vec<KeyDiff>,
-    /// The first difference of what it emitted or of the weights that it made; left is the first run.
+    /// The first difference in its outputs or in the weights after it; left is the first run.
     pub first: Option<Difference>,
 }
 
@@ -58,39 +58,39 @@ pub struct StageDiff {
 pub struct StepDiff {
     /// The step.
     pub step: u64,
-    /// Stages that both recorded, in the order of the first run's plan.
+    /// Stages that both runs recorded, in the order of the first run's plan.
     pub stages: Vec<StageDiff>,
 }
 
-/// Where two runs part.
+/// Where two runs diverge.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Parting<'a> {
     /// The step.
     pub step: u64,
-    /// The first difference: of what a stage was given, else of what came of it.
+    /// The first difference: in a stage's input, else in its result.
     pub first: &'a Difference,
-    /// Whether it came from outside the stage.
+    /// Whether it comes from outside the stage.
     pub cause: Cause,
 }
 
-/// Two runs.
+/// The comparison of two runs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct RunDiff {
     /// Settings that differ: name, value in the first run, value in the second.
     pub settings: Vec<(String, Value, Value)>,
-    /// Parts of the machine that differ; recorded is the first run.
+    /// Parts of the machine that differ; `recorded` is the first run.
     pub machine: Vec<Change>,
-    /// Data sets that differ, by name and property; recorded is the first run.
+    /// Data sets that differ, by name and property; `recorded` is the first run.
     pub data: Vec<Change>,
-    /// Steps that both recorded.
+    /// Steps that both runs recorded.
     pub steps: Vec<StepDiff>,
-    /// All steps of both, by their statistics.
+    /// All steps of both runs, by their statistics.
     pub stats: StatsDiff,
     /// What could not be compared.
     pub notes: Vec<String>,
 }
 
-/// Compares what the stages of one step were given and what they emitted in two runs. `schedule` is that of the first.
+/// Compares the inputs and outputs of the stages of one step in two runs. `schedule` is that of the first.
 pub fn diff_step(schedule: &Schedule, first: &RecordedStep, second: &RecordedStep) -> StepDiff {
     let stages = schedule.plan.stages.iter().filter_map(|planned| {
         let left = first.stages.get(&planned.name)?;
@@ -162,7 +162,7 @@ fn diff_stage(planned: &PlannedStage, first: &RecordedStage, second: &RecordedSt
         });
         diff.first = diff.first.or(found.first);
     }
-    // Values of rows that both have say more than rows that one lacks.
+    // Values of rows that both runs have say more than rows that one of them lacks.
     diff.first = diff.first.or(rows.first);
     diff
 }
@@ -176,12 +176,12 @@ impl StageDiff {
 }
 
 impl StepDiff {
-    /// The first difference in the order of the plan: of a stage's input before its output.
+    /// The first difference in the order of the plan; a stage's input comes before its output.
     pub fn first(&self) -> Option<&Difference> {
         self.parting().map(|parting| parting.first)
     }
 
-    /// As [`StepDiff::first`], with whether it came from outside the stage.
+    /// As [`StepDiff::first`], with its cause.
     pub fn parting(&self) -> Option<Parting<'_>> {
         self.stages.iter().find_map(|stage| {
             let given = stage.inputs.first.as_ref();
@@ -196,13 +196,13 @@ impl StepDiff {
 }
 
 impl RunDiff {
-    /// Where the runs part, where rows were recorded.
+    /// Where the runs diverge, in the recorded rows.
     pub fn parting(&self) -> Option<Parting<'_>> {
         self.steps.iter().find_map(StepDiff::parting)
     }
 }
 
-/// Settings of two resolved configurations that differ, by dotted names; where a run lies is no setting.
+/// Settings of two resolved configurations that differ, by dotted names; `run.dir` is ignored.
 pub fn diff_settings(first: &Value, second: &Value) -> Vec<(String, Value, Value)> {
     changed(first, second)
         .filter(|change| change.name != "run.dir")
@@ -221,7 +221,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn where_a_run_lies_is_no_setting() {
+    fn the_run_folder_is_not_compared() {
         let first = json!({"run": {"dir": "a", "seed": 1}});
         let second = json!({"run": {"dir": "b", "seed": 2}});
         let found = diff_settings(&first, &second);
@@ -275,9 +275,9 @@ mod tests {
     }
 
     #[test]
-    fn means_are_over_what_can_be_measured() {
+    fn means_are_over_pairs_with_a_distance() {
         check(&[vec![1.0, 2.0]], &[vec![1.0, 4.0]], Some(1.0), None);
-        // Three pairs, the first of them half apart; then lists of other lengths.
+        // Three pairs, the first with distance 0.5; then lists of different lengths.
         check(
             &[vec![1.0], vec![1.0, 2.0, 3.0, 4.0, 5.0]],
             &[vec![1.5], vec![1.0, 2.0]],

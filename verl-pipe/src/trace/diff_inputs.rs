@@ -1,5 +1,5 @@
-//! What a stage was given in two runs: rows, and the weights of its models. Where these differ, what comes of it says
-//! nothing about the stage.
+//! Inputs of a stage in two runs: rows, and the weights of its models. If these differ, a difference in the outputs
+//! says nothing about the stage.
 
 use std::fmt;
 
@@ -13,19 +13,19 @@ use crate::trace::compare::{
 };
 use crate::trace::recorded::{RecordedStage, RecordedStep};
 
-/// Whether two runs part in a stage or before it.
+/// Whether two runs diverge in a stage or before it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
-    /// The stage was given other rows or other weights, from outside or from a stage before it.
+    /// The stage was given different rows or weights, from outside or from an earlier stage.
     InputsDiffer,
-    /// Its rows come from outside: from data, in an order of its own.
+    /// Its rows come from outside the pipeline, from data.
     Source,
-    /// It was given the same, and something else came of it.
+    /// It was given the same inputs, and its outputs differ.
     SameInputs,
-    /// It was given the same rows; of these models the weights are not known of both runs.
+    /// It was given the same rows; the weights of these models are not known for both runs.
     WeightsUnknown(Vec<String>),
-    /// What it was given is not recorded of both runs.
+    /// Its inputs are not recorded for both runs.
     Unknown,
 }
 
@@ -34,12 +34,12 @@ impl fmt::Display for Cause {
         match self {
             Cause::InputsDiffer => f.write_str("inputs differ"),
             Cause::Source => f.write_str("inputs differ: its rows come from outside"),
-            Cause::SameInputs => f.write_str("same inputs, other outputs"),
+            Cause::SameInputs => f.write_str("same inputs, different outputs"),
             Cause::WeightsUnknown(models) => {
                 let models: Vec<&str> = models.iter().map(String::as_str).collect();
                 write!(
                     f,
-                    "same rows in, other rows out; whether the weights of {} were the same is not recorded",
+                    "same input rows, different output rows; whether the weights of {} were the same is not recorded",
                     crate::diagnostic::quoted(models)
                 )
             }
@@ -48,21 +48,21 @@ impl fmt::Display for Cause {
     }
 }
 
-/// What a stage was given in two runs.
+/// Differences in the inputs of a stage in two runs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct InputsDiff {
     /// Whether both runs recorded its rows.
     pub is_recorded: bool,
-    /// Values and rows that differ, and models whose weights do.
+    /// Number of values and rows that differ, and of models whose weights do.
     pub differences: u64,
-    /// Models whose weights before the stage are not known of both runs.
+    /// Models whose weights before the stage are not known for both runs.
     pub weights_unknown: Vec<String>,
     /// The first difference: weights before rows.
     pub first: Option<Difference>,
 }
 
 impl InputsDiff {
-    /// What it says of a difference in the stage's outputs.
+    /// The cause of a difference in the stage's outputs.
     pub(crate) fn cause(&self, is_source: bool) -> Cause {
         match self {
             _ if self.first.is_some() => Cause::InputsDiffer,
@@ -74,7 +74,7 @@ impl InputsDiff {
     }
 }
 
-/// Compares what a stage was given.
+/// Compares the inputs of a stage.
 pub(crate) fn diff_inputs(
     planned: &PlannedStage,
     first: &RecordedStage,
@@ -137,7 +137,7 @@ pub(crate) fn diff_inputs(
     diff
 }
 
-/// The first model of which a stage made other weights in the two runs.
+/// The first model whose weights after the stage differ in the two runs.
 pub(crate) fn weights_after(
     planned: &PlannedStage,
     first: &RecordedStep,
@@ -152,7 +152,7 @@ pub(crate) fn weights_after(
     })
 }
 
-/// Two versions whose hashes are both known.
+/// Two versions, if both hashes are known.
 fn hashes<'a>(
     left: Option<&'a WeightsVersion>,
     right: Option<&'a WeightsVersion>,

@@ -1,4 +1,4 @@
-//! What is told of two runs.
+//! The report of the comparison of two runs.
 
 use std::fmt;
 
@@ -22,7 +22,7 @@ impl fmt::Display for RunDiff {
             return self.write_without_rows(f);
         };
         let Parting { step, first, cause } = &parting;
-        writeln!(f, "the runs part in step {step}, {}", first.place())?;
+        writeln!(f, "the runs diverge in step {step}, {}", first.place())?;
         writeln!(f, "{}", first.explain("first run", "second run"))?;
         writeln!(f, "  {cause}{}", self.outside(&parting))?;
         self.write_trend(f, &parting)?;
@@ -44,16 +44,16 @@ impl RunDiff {
         Ok(())
     }
 
-    /// What is known of where a difference that came from outside comes from.
+    /// What is known about the origin of a difference from outside.
     fn outside(&self, parting: &Parting<'_>) -> String {
         let weights = parting.first.kind == DifferenceKind::Weights;
         let earliest = self.steps.first().map(|step| step.step) == Some(parting.step);
         match parting.cause {
             Cause::InputsDiffer if weights && parting.step <= 1 => {
-                ": the runs began with other weights".to_owned()
+                ": the runs began with different weights".to_owned()
             }
             Cause::InputsDiffer if weights && earliest => {
-                ": the runs parted before, in steps that are not recorded in both, or began with other weights"
+                ": the runs diverged earlier, in steps that are not recorded in both, or began with different weights"
                     .to_owned()
             }
             Cause::Source => self.of_data(parting),
@@ -61,12 +61,12 @@ impl RunDiff {
         }
     }
 
-    /// Whether other rows were drawn, or other content under the same names; and what of data and seed differs.
+    /// Whether different rows were drawn, or the same rows with different content; and what differs in data and seed.
     fn of_data(&self, parting: &Parting<'_>) -> String {
         let rows = parting.first.kind == DifferenceKind::Row;
         let drawn = match rows {
-            true => "other rows were drawn",
-            false => "the same rows were drawn, with another content",
+            true => "different rows were drawn",
+            false => "the same rows were drawn, with different content",
         };
         let mut why: Vec<&str> = Vec::new();
         if !self.data.is_empty() {
@@ -84,13 +84,13 @@ impl RunDiff {
         }
         match why.is_empty() {
             true => format!(
-                ", {drawn}; data sets, seed and settings are the same as far as they are recorded"
+                ", {drawn}; the recorded data sets, seed and settings are the same"
             ),
             false => format!(", {drawn}; {}", why.join(", ")),
         }
     }
 
-    /// What there is to say where no recorded row differs.
+    /// The report if no recorded row differs.
     fn write_without_rows(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rows = count(self.steps.len() as u64, "step");
         let hashes = count(self.stats.steps.len() as u64, "step");
@@ -106,7 +106,7 @@ impl RunDiff {
         }
     }
 
-    /// The key whose distance is followed: the one in which the runs part, else the first that differs anywhere.
+    /// The key whose distance is followed: the one in which the runs diverge, else the first that differs anywhere.
     fn followed(&self, parting: &Parting<'_>) -> Option<(&str, &str)> {
         let keys = || {
             let steps = self.steps.iter();
@@ -121,8 +121,8 @@ impl RunDiff {
         found.map(|(stage, key)| (stage, key.key.as_str()))
     }
 
-    /// A line a step: what differs, and how far the key that differed first lies apart; of token ids and the like, how many
-    /// differ.
+    /// One line per step: what differs, and the distance in the key that differed first; for token ids and similar
+    /// keys, how many differ.
     fn write_trend(&self, f: &mut fmt::Formatter<'_>, parting: &Parting<'_>) -> fmt::Result {
         let Some(key) = self.followed(parting) else {
             return Ok(());
@@ -159,9 +159,9 @@ impl StepDiff {
         let keys = || self.stages.iter().flat_map(|stage| &stage.keys);
         let values: u64 = keys().map(|key| key.values).sum();
         let differing: u64 = keys().map(|key| key.differences).sum();
-        let lone =
+        let unpaired =
             |stage: &crate::trace::diff::StageDiff| stage.rows_of_first + stage.rows_of_second;
-        let lone: usize = self.stages.iter().map(lone).sum();
+        let unpaired: usize = self.stages.iter().map(unpaired).sum();
         let of_key = self.key(key);
         let differ: Vec<&str> = self
             .stages
@@ -173,7 +173,7 @@ impl StepDiff {
         let mut cells = vec![
             self.step.to_string(),
             format!("{:.2} %", 100.0 * differing as f64 / values.max(1) as f64),
-            lone.to_string(),
+            unpaired.to_string(),
         ];
         match is_identifier {
             true => cells.push(of_key.map_or_else(none, KeyDiff::differing)),
@@ -189,7 +189,7 @@ impl StepDiff {
 }
 
 impl KeyDiff {
-    /// `3 of 512 differ`, and what has no partner: `3 of 512 differ, lengths 5 and 7`.
+    /// `3 of 512 differ`, with the first pair without a distance: `3 of 512 differ, lengths 5 and 7`.
     fn differing(&self) -> String {
         let mut text = format!("{} of {} differ", self.differences, self.values);
         if let Some(unlike) = &self.unlike {
@@ -198,16 +198,16 @@ impl KeyDiff {
         text
     }
 
-    /// The mean distance, and what has none: `0.25`, `lengths 5 and 7`, `0.25, lengths 5 and 7`.
+    /// The mean distance and the first pair without one: `0.25`, `lengths 5 and 7`, `0.25, lengths 5 and 7`.
     fn apart(&self) -> String {
         let mean = self
             .mean
             .filter(|mean| *mean > 0.0 || self.unlike.is_none());
         let parts = [mean.map(short), self.unlike.clone()];
-        let told: Vec<String> = parts.into_iter().flatten().collect();
-        match told.is_empty() {
+        let known: Vec<String> = parts.into_iter().flatten().collect();
+        match known.is_empty() {
             true => "-".to_owned(),
-            false => told.join(", "),
+            false => known.join(", "),
         }
     }
 }

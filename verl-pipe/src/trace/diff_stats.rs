@@ -1,5 +1,5 @@
-//! Two runs compared by their statistics alone: every step of every run has them, rows recorded in full or not. The
-//! hashes tell whether a key was the same to the bit, the means how it went on.
+//! Compares two runs by their statistics only: every step of every run has them, whether or not its rows were recorded
+//! in full. The hashes show whether a key was equal to the bit, the means how it developed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,7 +14,7 @@ use crate::trace::format::Side;
 use crate::trace::stats::StatRow;
 use crate::trace::text::{Align, Table, short};
 
-/// Steps that are shown in a trend; with more, some are left out.
+/// Number of steps shown in a trend; if there are more, some are skipped.
 const SHOWN_STEPS: usize = 24;
 
 /// One step of both runs, by its statistics.
@@ -24,13 +24,14 @@ pub struct StatsStep {
     pub step: u64,
     /// Keys that stages emitted in both runs.
     pub keys: usize,
-    /// Those whose hashes differ.
+    /// Keys whose hashes differ.
     pub differing: usize,
     /// The first of them in the order of the plan: stage and key.
     pub first: Option<(String, String)>,
-    /// Means of the key in which the runs part, in the first and in the second run; none of token ids and the like.
+    /// Means of the key in which the runs diverge, in the first and in the second run; none for token ids and similar
+    /// keys.
     pub means: (Option<f64>, Option<f64>),
-    /// Values of that key in the first and in the second run.
+    /// Number of values of that key in the first and in the second run.
     pub values: (Option<u64>, Option<u64>),
     /// Whether that key differs.
     pub differs: bool,
@@ -39,17 +40,17 @@ pub struct StatsStep {
 /// Two runs, by their statistics.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct StatsDiff {
-    /// Where they part: step, stage, key.
+    /// Where they diverge: step, stage, key.
     pub parting: Option<(u64, String, String)>,
-    /// Whether the key in which they part holds token ids, masks and the like, which have no mean.
+    /// Whether the values of that key are token ids, masks or similar, which have no mean.
     pub is_identifier: bool,
-    /// Whether the stage in which they part was given the same.
+    /// Whether the stage in which they diverge had the same inputs.
     pub cause: Option<Cause>,
-    /// Steps that both have, rising.
+    /// Steps that both runs have, in ascending order.
     pub steps: Vec<StatsStep>,
 }
 
-/// What stages emitted in one step, by stage and key.
+/// Outputs of one step, by stage and key.
 type Emitted<'a> = BTreeMap<(&'a str, &'a str), &'a StatRow>;
 
 fn by_step(rows: &[StatRow]) -> BTreeMap<u64, Emitted<'_>> {
@@ -119,7 +120,7 @@ pub(crate) fn diff_stats(schedule: &Schedule, first: &[StatRow], second: &[StatR
     diff
 }
 
-/// Whether stage `name` was given the same rows in both runs, by their hashes. Those tell nothing of weights.
+/// Whether stage `name` was given the same rows in both runs, by their hashes, which do not cover weights.
 fn cause(
     schedule: &Schedule,
     step: u64,
@@ -158,7 +159,7 @@ impl fmt::Display for StatsDiff {
         };
         writeln!(
             f,
-            "by the hashes of what was emitted, the runs part in step {step}, stage `{stage}`, key `{key}`"
+            "by the hashes of the outputs, the runs diverge in step {step}, stage `{stage}`, key `{key}`"
         )?;
         if let Some(cause) = &self.cause {
             writeln!(f, "  {cause}")?;

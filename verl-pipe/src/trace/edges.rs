@@ -1,4 +1,4 @@
-//! Edges of a recorded step: what a stage was given against what the writers of those keys emitted.
+//! Edges of a recorded step: compares what a stage read with what the writers of those keys emitted.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -10,7 +10,7 @@ use crate::schedule::wiring::{Hop, InputColumn};
 use crate::trace::compare::{ComparedKey, Comparison, Pairing, Rows, Tolerance, compare_rows};
 use crate::trace::recorded::{RecordedStage, RecordedStep};
 
-/// The edges between two stages, compared; left is what the reader was given, right what the writer emitted.
+/// The edges between two stages, compared; left is what the reader got, right what the writer emitted.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ComparedEdges {
     /// Index of the writer in the plan.
@@ -18,8 +18,8 @@ pub(crate) struct ComparedEdges {
     pub compared: Comparison,
 }
 
-/// Compares everything that stage `reader` was given with what was written, writer by writer. Writers that were not
-/// recorded are passed over.
+/// Compares the complete input of stage `reader` with what was written, writer by writer. Writers that were not
+/// recorded are skipped.
 pub(crate) fn compare_inputs(
     schedule: &Schedule,
     recorded: &RecordedStep,
@@ -74,7 +74,7 @@ pub(crate) fn compare_inputs(
     found
 }
 
-/// The rows that a stage was given against those of its table: none may be missing, none may be foreign.
+/// Compares the input rows of a stage with those of its table: none may be missing and none may be foreign.
 fn compare_identities(
     schedule: &Schedule,
     recorded: &RecordedStep,
@@ -92,7 +92,7 @@ fn compare_identities(
         order: given.ids(),
         partner: &|id| id,
         absent_is_null: false,
-        // What a filter kept beyond the wanted number of groups goes no further.
+        // Rows that a filter kept beyond the wanted number of groups are not passed on.
         both_ways: plan.stages[maker]
             .spec
             .refill
@@ -105,7 +105,7 @@ fn compare_identities(
     })
 }
 
-/// What a writer emitted, in the types that the reader asked for.
+/// The writer's output, in the types that the reader requested.
 fn as_read<'a>(
     written: &'a RecordedStage,
     columns: &[&InputColumn],
@@ -125,7 +125,7 @@ fn as_read<'a>(
                 let array = batch.column(key.right);
                 let array = array.and_then(|array| convert(array, key.right, from, to).ok());
                 if let Some(array) = array {
-                    // The number of rows is the same, and nothing else can be refused.
+                    // The number of rows is the same, so this cannot fail.
                     let _ = converted.put_array(key.right, array);
                 }
             }
@@ -134,7 +134,7 @@ fn as_read<'a>(
         .collect()
 }
 
-/// The first row of each group; where rows were expanded, that is the one they came from.
+/// The first row of each group; for expanded rows, the row that they came from.
 fn first_of_groups(ids: &[u64]) -> HashMap<u64, u64> {
     let mut first = HashMap::new();
     for id in ids {

@@ -1,4 +1,4 @@
-//! What can be wrong with a trace.
+//! Errors of reading and writing a trace.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -10,41 +10,41 @@ use crate::trace::format::FORMAT;
 #[non_exhaustive]
 pub enum TraceError {
     /// A folder without a trace.
-    #[error("`{}` holds no trace: {reason}; give the folder of a run that was started with `trace.stats` or `--debug`", .dir.display())]
+    #[error("`{}` contains no trace: {reason}; use the folder of a run that was started with `trace.stats` or `--debug`", .dir.display())]
     NoTrace {
-        /// The run's folder.
+        /// The run folder.
         dir: PathBuf,
         /// What is missing.
         reason: String,
     },
-    /// A trace that another version wrote in a format that this one does not know.
-    #[error("`{}` is in trace format {found}, but this version reads format {FORMAT} only; use the version that `versions.json` of the run names", .path.display())]
+    /// A trace in a format that this version does not support.
+    #[error("`{}` has trace format {found}, but this version reads only format {FORMAT}; use the version recorded in `versions.json` of the run", .path.display())]
     UnknownFormat {
-        /// The file that tells the format.
+        /// The file with the format number.
         path: PathBuf,
-        /// Format of the file; `unknown` where it tells none.
+        /// Format of the file; `unknown` if it has no number.
         found: String,
     },
-    /// A file that is not what was written.
+    /// A file with damaged content.
     #[error("`{}` is damaged: {reason}", .path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What does not fit.
+        /// What is wrong with it.
         reason: String,
     },
-    /// A file that is whole, but of another step, stage or run than the one in whose place it lies.
-    #[error("`{}` is not what belongs there: it holds {found}, its place is that of {expected}", .path.display())]
+    /// An intact file of another step, stage or run than its path says.
+    #[error("`{}` is misplaced: it contains {found}, but its path is that of {expected}", .path.display())]
     Misplaced {
         /// The file.
         path: PathBuf,
-        /// What the file says that it is.
+        /// What the file is, by its own metadata.
         found: String,
-        /// What belongs there.
+        /// What belongs at this path.
         expected: String,
     },
-    /// A file that another writer compressed in a way that this build does not decode.
-    #[error("`{}` is compressed with {codec}; the codecs that this build reads are none, Snappy, LZ4 and Gzip; write the file anew with one of them", .path.display())]
+    /// A file that another writer compressed with a codec that this build does not support.
+    #[error("`{}` is compressed with {codec}, which this build does not support; rewrite the file with Snappy, LZ4 or Gzip, or uncompressed", .path.display())]
     UnknownCodec {
         /// The file.
         path: PathBuf,
@@ -52,33 +52,33 @@ pub enum TraceError {
         codec: String,
     },
     /// A step that is not in the trace.
-    #[error("step {step} is not in `{}`; it holds {known}", .dir.display())]
+    #[error("step {step} is not in `{}`; it contains {known}", .dir.display())]
     NoStep {
         /// The trace folder.
         dir: PathBuf,
         /// The step.
         step: u64,
-        /// Steps that are there, as text.
+        /// Steps in the trace, as text.
         known: String,
     },
     /// A stage that was not recorded in a step.
-    #[error("stage `{stage}` is not in the trace of step {step}; recorded were {known}")]
+    #[error("stage `{stage}` is not in the trace of step {step}; recorded stages: {known}")]
     NoStage {
         /// The step.
         step: u64,
         /// The stage.
         stage: String,
-        /// Stages that are there, as text.
+        /// Recorded stages, as text.
         known: String,
     },
-    /// The disk refused.
+    /// An I/O error.
     #[error("cannot {action} `{}`: {reason}", .path.display())]
     File {
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// The system's answer.
+        /// The reason that the system gave.
         reason: String,
     },
 }
@@ -95,7 +95,7 @@ impl TraceError {
         }
     }
 
-    /// The disk refused to `action` the file at `path`.
+    /// An I/O error: `action` failed for the file at `path`.
     pub(crate) fn file(action: &'static str, path: &Path, reason: impl fmt::Display) -> Self {
         TraceError::File {
             action,
@@ -104,7 +104,7 @@ impl TraceError {
         }
     }
 
-    /// The file at `path` is not what was written.
+    /// The file at `path` is damaged.
     pub(crate) fn damaged(path: &Path, reason: impl fmt::Display) -> Self {
         TraceError::Damaged {
             path: path.to_owned(),

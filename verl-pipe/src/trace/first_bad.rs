@@ -1,13 +1,13 @@
-//! The first thing that went wrong in recorded steps.
+//! Finds the first fault in recorded steps.
 //!
-//! Stages are looked at in the order of the plan, so whatever is found first has inputs that are in order: faults that
-//! it caused lie behind it. Of each stage these are checked, one after the other:
+//! Stages are checked in the order of the plan, so the first stage with a fault has correct inputs, and the faults that
+//! it caused come later. For each stage these conditions are checked in order:
 //!
-//! 1. its rows are those that the run recorded, by the hashes of the statistics (where a trace on disk has them);
+//! 1. its rows are those that the run recorded, by the hashes of the statistics (if the trace has them);
 //! 2. its rows and keys are those that were written: every value of its input equals the writer's output;
-//! 3. the guards and the meaning of the keys hold of inputs and outputs: types, lengths, nulls, finite numbers, mask
+//! 3. the guards and the meaning of the keys hold for inputs and outputs: types, lengths, nulls, finite numbers, mask
 //!    kinds, signs of log-probs, no row lost;
-//! 4. its models had the weights that the step began with or that an update before it made;
+//! 4. its models had the weights from the start of the step or from an earlier update;
 //! 5. a replay on the recorded input reproduces the outputs.
 
 use std::fmt;
@@ -21,39 +21,39 @@ use crate::stage::Cadence;
 use crate::trace::altered::{altered_fault, located};
 use crate::trace::compare::{Difference, DifferenceKind};
 use crate::trace::edges::compare_inputs;
-use crate::trace::invariants::{Broken, first_broken};
+use crate::trace::invariants::{Violation, first_violation};
 use crate::trace::recorded::RecordedStep;
 use crate::trace::replay::ReplayError;
 use crate::trace::replay::{ReplayReport, ReplayScope, ReplayedStage, Replayer};
 use crate::trace::stopped::stopped_fault;
 use crate::trace::store::DamagedFile;
 
-/// What kind of fault it is.
+/// Kind of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fault {
-    /// A stage was given something else than was written.
+    /// A stage was given something other than what was written.
     Edge,
     /// A float is not finite.
     NonFinite,
-    /// A guard or the meaning of a key is broken.
+    /// A value violates a guard or the meaning of its key.
     Invariant,
-    /// A model had other weights than it should have.
+    /// A model had the wrong weights.
     Weights,
-    /// A stage's replay gives something else.
+    /// A stage's replay emits something else.
     Replay,
     /// The settings are not those that the step was recorded with.
     Settings,
-    /// A stage failed, in the step or when it was run again, or a rule ended the run for it, and what came before is in
-    /// order.
+    /// A stage failed, in the step or in the replay, or a rule ended the run there, and everything before it is
+    /// correct.
     Failed,
     /// Rows are not those that the run recorded: their file was changed afterwards.
     Altered,
-    /// A file of the step cannot be used.
+    /// A file of the step is unusable.
     Damaged,
 }
 
-/// The first thing that went wrong.
+/// The first fault.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct FirstBad {
     /// The step.
@@ -62,9 +62,9 @@ pub struct FirstBad {
     pub stage: String,
     /// Kind of the fault.
     pub fault: Fault,
-    /// `input` or `output`: on which side of the stage it was seen.
+    /// `input` or `output`: the side of the stage where it was found.
     pub side: &'static str,
-    /// The key; for weights the model, empty where no key is to blame.
+    /// The key; for weights the model; empty if it is not about a key.
     pub key: String,
     /// Position among the stage's rows.
     pub row: Option<usize>,
@@ -74,17 +74,17 @@ pub struct FirstBad {
     pub index: Option<usize>,
     /// What is wrong, as lines of text.
     pub what: String,
-    /// Stages from the source to this one that its key came through, all of them in order.
+    /// Stages from the source to this one whose outputs it depends on; all of them are correct.
     pub through: Vec<String>,
-    /// Stages that read what is wrong.
+    /// Stages that read the wrong values.
     pub reaches: Vec<String>,
 }
 
-/// The first fault of a recorded step, if there is one. Without a replayer outputs are not reproduced, and stages that
-/// compute something wrong in a sound form are not found.
+/// The first fault of a recorded step, if there is one. Without a replayer outputs are not reproduced, so stages whose
+/// outputs are wrong but valid are not found.
 ///
 /// # Errors
-/// What keeps the step from being replayed.
+/// The step cannot be replayed.
 pub fn first_bad(
     schedule: &Schedule,
     recorded: &RecordedStep,
@@ -93,17 +93,17 @@ pub fn first_bad(
     Ok(look(schedule, recorded, replayer)?.bad)
 }
 
-/// What came of looking at a step.
+/// The result of inspecting a step.
 #[derive(Debug, Default)]
 pub(crate) struct Looked {
     pub bad: Option<FirstBad>,
     /// Stages that were run again.
     pub again: usize,
-    /// Why stages were not, one each.
+    /// Why other stages were not, one reason each.
     pub skipped: Vec<String>,
 }
 
-/// As [`first_bad`], with what was run again for it.
+/// As [`first_bad`], with the stages that were run again or skipped.
 pub(crate) fn look(
     schedule: &Schedule,
     recorded: &RecordedStep,
@@ -123,7 +123,7 @@ pub(crate) fn look(
             let altered = altered_fault(schedule, recorded, index);
             Some((
                 index,
-                altered.or_else(|| look_at(schedule, recorded, index))?,
+                altered.or_else(|| inspect_stage(schedule, recorded, index))?,
             ))
         })
         .or_else(|| Some((stages, failed(schedule, recorded)?)));
@@ -132,11 +132,11 @@ pub(crate) fn look(
     };
     let report = match replayer.replay_until(recorded, &ReplayScope::Step, true) {
         Ok(report) => report,
-        // What the step left behind is what there is to say.
+        // The fault in the recorded rows is known without the replay.
         Err(ReplayError::Run(_)) if seen.is_some() => return Ok(only(seen.map(|(_, bad)| bad))),
         Err(error) => return Err(error),
     };
-    let bad = match (seen, again_bad(schedule, recorded, &report)) {
+    let bad = match (seen, replay_fault(schedule, recorded, &report)) {
         (Some((at, bad)), Some((index, _, difference))) if at == index => Some(match difference {
             Some(difference) => located(bad, difference),
             None => bad,
@@ -162,8 +162,8 @@ pub(crate) fn look(
     })
 }
 
-/// The first stage that a replay gives something else of, with its index and where it differs.
-fn again_bad<'r>(
+/// The first stage that a replay does not reproduce, with its index and where it differs.
+fn replay_fault<'r>(
     schedule: &Schedule,
     recorded: &RecordedStep,
     report: &'r ReplayReport,
@@ -180,7 +180,7 @@ fn again_bad<'r>(
         (error, _) => {
             let nothing = Difference::new(&stage.stage, "", DifferenceKind::Value);
             let error = error.as_deref().unwrap_or_default();
-            let what = format!("what it was given is in order, but run again it fails: {error}");
+            let what = format!("its input is correct, but it fails when run again: {error}");
             found(
                 schedule,
                 recorded,
@@ -195,8 +195,8 @@ fn again_bad<'r>(
     Some((index, bad, stage.compared.first.as_ref()))
 }
 
-/// The end of a step that failed: where a rule saw what it ended the run for, else in the last stage that was given
-/// something.
+/// The end of a step that failed: where a rule found the anomaly that ended the run, else in the last stage with an
+/// input.
 fn failed(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
     if let Some(anomaly) = &recorded.stopped {
         return Some(stopped_fault(schedule, anomaly, Some(recorded)));
@@ -220,7 +220,7 @@ fn failed(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
     ))
 }
 
-/// A file that cannot be used, as a fault.
+/// An unusable file, as a fault.
 pub(crate) fn damaged_fault(file: &DamagedFile) -> FirstBad {
     FirstBad {
         step: file.step,
@@ -237,7 +237,7 @@ pub(crate) fn damaged_fault(file: &DamagedFile) -> FirstBad {
     }
 }
 
-/// Settings of stages and the seed against those that were recorded.
+/// Compares the seed and the settings of stages with the recorded ones.
 fn settings(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
     let plan = &schedule.plan;
     let bad = |stage: &str, key: &str, what: String| FirstBad {
@@ -256,7 +256,7 @@ fn settings(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
     if let Some(seed) = recorded.seed.filter(|seed| *seed != plan.context.seed) {
         let first = plan.stages.first().map_or("", |stage| stage.name.as_str());
         let now = plan.context.seed;
-        let what = format!("the step was recorded with seed {seed}, the configuration says {now}");
+        let what = format!("the step was recorded with seed {seed}, but the configuration says {now}");
         return Some(bad(first, "seed", what));
     }
     plan.stages.iter().find_map(|planned| {
@@ -269,7 +269,7 @@ fn settings(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
             .find(|(name, value)| now.get(*name) != Some(value))?;
         let none = serde_json::Value::Null;
         let what = format!(
-            "it was recorded as {}, the configuration says {}",
+            "it was {} when recorded, but the configuration says {}",
             changed.1,
             now.get(changed.0).unwrap_or(&none)
         );
@@ -277,8 +277,8 @@ fn settings(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
     })
 }
 
-/// What is wrong with a stage's record as it lies there.
-fn look_at(schedule: &Schedule, recorded: &RecordedStep, index: usize) -> Option<FirstBad> {
+/// What is wrong with a stage's recorded rows.
+fn inspect_stage(schedule: &Schedule, recorded: &RecordedStep, index: usize) -> Option<FirstBad> {
     let planned = &schedule.plan.stages[index];
     if planned.spec.cadence != Cadence::Step {
         return None;
@@ -290,7 +290,7 @@ fn look_at(schedule: &Schedule, recorded: &RecordedStep, index: usize) -> Option
     if let Some((writer, difference)) = edge {
         let writer = &schedule.plan.stages[writer].name;
         let what = format!(
-            "the stage was given something else than `{writer}` wrote\n{}",
+            "the stage was not given what `{writer}` wrote\n{}",
             difference.explain("given", "written")
         );
         return Some(found(
@@ -303,7 +303,7 @@ fn look_at(schedule: &Schedule, recorded: &RecordedStep, index: usize) -> Option
             what,
         ));
     }
-    let Broken {
+    let Violation {
         output,
         key,
         row,
@@ -311,7 +311,7 @@ fn look_at(schedule: &Schedule, recorded: &RecordedStep, index: usize) -> Option
         index: at,
         what,
         non_finite,
-    } = first_broken(schedule, index, stage)?;
+    } = first_violation(schedule, index, stage)?;
     let difference = Difference {
         row,
         sample,
@@ -344,17 +344,17 @@ fn of_replay(
     let (fault, what) = match difference.kind {
         DifferenceKind::Weights => (
             Fault::Weights,
-            "the model had other weights than it should have",
+            "the model had the wrong weights",
         ),
         _ => (
             Fault::Replay,
-            "what it was given is in order, but run again it emits something else",
+            "its input is correct, but it emits something else when run again",
         ),
     };
     let rounding = match exact {
         true => "",
         false => {
-            "; it was recorded on another machine, device or type, whose rounding can do that: run it again there to tell"
+            "; it was recorded on another machine, device or type, whose rounding can cause this: run it again there to check"
         }
     };
     let sides = difference.explain("recorded", "replayed");
@@ -362,7 +362,7 @@ fn of_replay(
     found(schedule, recorded, index, fault, "output", difference, what)
 }
 
-/// A fault in stage `index`, at the place that `difference` names.
+/// A fault in stage `index`, at the location of `difference`.
 pub(crate) fn found(
     schedule: &Schedule,
     recorded: &RecordedStep,
@@ -387,7 +387,7 @@ pub(crate) fn found(
     }
 }
 
-/// Stages whose keys lead to stage `index`, in the order of the plan.
+/// Stages upstream of stage `index`, in the order of the plan.
 pub(crate) fn through(schedule: &Schedule, index: usize) -> Vec<String> {
     let stages = &schedule.plan.stages;
     let mut wanted = vec![false; stages.len()];
@@ -404,7 +404,7 @@ fn mark(schedule: &Schedule, index: usize, wanted: &mut [bool]) {
     }
 }
 
-/// Stages that read the key; for weights and inputs, those that read anything of the stage.
+/// Stages that read the key; for weights and inputs, those that read any key of the stage.
 pub(crate) fn reaches(schedule: &Schedule, index: usize, side: &str, key: &str) -> Vec<String> {
     let stages = &schedule.plan.stages;
     let planned = &stages[index];
@@ -458,11 +458,11 @@ impl fmt::Display for FirstBad {
         writeln!(f, "  {}", self.what.replace('\n', "\n  "))?;
         if !self.through.is_empty() {
             let before: Vec<&str> = self.through.iter().map(String::as_str).collect();
-            writeln!(f, "  in order before it: {}", quoted(before))?;
+            writeln!(f, "  correct before it: {}", quoted(before))?;
         }
         if !self.reaches.is_empty() {
-            let behind: Vec<&str> = self.reaches.iter().map(String::as_str).collect();
-            writeln!(f, "  read behind it by: {}", quoted(behind))?;
+            let after: Vec<&str> = self.reaches.iter().map(String::as_str).collect();
+            writeln!(f, "  read after it by: {}", quoted(after))?;
         }
         Ok(())
     }

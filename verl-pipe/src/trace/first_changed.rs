@@ -1,11 +1,11 @@
-//! A setting that was changed since the recording, as the first thing that went wrong.
+//! A setting that was changed since the recording, as the first fault.
 
 use crate::schedule::placement::Schedule;
 use crate::stage::Access;
 use crate::trace::changes::{Change, shown};
 use crate::trace::first_bad::{Fault, FirstBad};
 
-/// A setting that is not as it was when the run was recorded, as the first thing that went wrong in `step`.
+/// A setting that was changed since the run was recorded, as the first fault in `step`.
 pub(crate) fn changed_setting(schedule: &Schedule, step: u64, change: &Change) -> FirstBad {
     let stages = &schedule.plan.stages;
     let parts: Vec<&str> = change.name.splitn(3, '.').collect();
@@ -34,7 +34,7 @@ pub(crate) fn changed_setting(schedule: &Schedule, step: u64, change: &Change) -
         row: None,
         sample: None,
         index: None,
-        what: format!("it was recorded as {recorded}, the configuration says {now}"),
+        what: format!("it was {recorded} when recorded, but the configuration says {now}"),
         through: Vec::new(),
         reaches: Vec::new(),
     }

@@ -1,17 +1,18 @@
-//! What lies where in the `trace` folder of a run.
+//! Layout of the `trace` folder of a run.
 //!
 //! | file | content |
 //! |---|---|
 //! | `format.json` | [`TraceFormat`]: format, version, pipeline, its stages in order |
 //! | `conditions.json` | [`Conditions`](crate::trace::conditions::Conditions): settings, machine, what the stages declare |
-//! | `stats/part-<first step>.parquet`, `stats/live.arrows` | statistics: a row a step, stage, side and key |
+//! | `stats/part-<first step>.parquet`, `stats/live.arrows` | statistics: one row per step, stage, side and key |
 //! | `steps/<step>/<stage>.parquet` | all rows that entered and left a stage in a step; [`StageManifest`] as file metadata |
-//! | `steps/<step>/step.json` | [`StepManifest`], written last: a step without it is not whole |
+//! | `steps/<step>/step.json` | [`StepManifest`], written last: a step without it is incomplete |
 //! | `state/<sha256>.safetensors`, `.json` | state of models and stages at the start of a traced step, shared between steps |
 //! | `anomalies.jsonl` | what the rules found |
 //!
-//! Steps in names have eight digits. Every file is written aside (a name that begins with a dot) and renamed, so a
-//! file that is there is whole. Every JSON document repeats the number of the format.
+//! Step numbers in names have eight digits. Every file is written under a temporary name that begins with a dot and
+//! then renamed, so a file under its final name is complete. Only `anomalies.jsonl` and `stats/live.arrows` grow in
+//! place. Every JSON document repeats the format number.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -27,10 +28,10 @@ use crate::trace::error::TraceError;
 
 /// Number of the format that this version writes and reads.
 pub const FORMAT: u32 = 1;
-/// Key of the Parquet file metadata under which a [`StageManifest`] stands.
+/// Key of the [`StageManifest`] in the Parquet file metadata.
 pub const MANIFEST_KEY: &str = "verl.trace";
 
-/// Note of a step whose rows the flight recorder did not hold all.
+/// Note of a step for which the flight recorder did not keep all rows.
 pub const ROWS_MISSING: &str = "rows that did not fit into the flight recorder are missing";
 
 /// Which side of a stage a batch is on.
@@ -58,13 +59,13 @@ impl Side {
 /// Content of `trace/format.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TraceFormat {
-    /// Number of the trace's format; a reader of another one refuses the file.
+    /// Trace format number; a reader of another format refuses the file.
     pub format: u32,
     /// Version of the program that wrote it.
     pub verl: String,
     /// Name of the pipeline.
     pub pipeline: String,
-    /// SHA-256 of the printed plan: two runs of one plan agree in it.
+    /// SHA-256 of the printed plan; equal for two runs of one plan.
     pub plan_hash: String,
     /// Seed of the run.
     pub seed: u64,
@@ -92,7 +93,7 @@ pub struct SliceSpan {
     pub wave: u64,
     /// Call of the stage in the step, from 0.
     pub slice: usize,
-    /// The slice's rows among the stage's input rows of the step: `start` is the first, `end` the one behind the last.
+    /// The slice's rows among the stage's input rows of the step: `start` is the first, `end` is one past the last.
     #[schemars(schema_with = "row_bounds")]
     pub rows: Range<usize>,
     /// First row in the file, from 0.
@@ -101,35 +102,35 @@ pub struct SliceSpan {
     pub len: usize,
 }
 
-/// Bounds of rows, as they stand in JSON.
+/// JSON Schema of row bounds.
 fn row_bounds(_: &mut SchemaGenerator) -> Schema {
     let row = |about: &str| json!({ "type": "integer", "minimum": 0, "description": about });
     json_schema!({
         "type": "object",
-        "properties": { "start": row("First row, from 0."), "end": row("The row behind the last.") },
+        "properties": { "start": row("First row, from 0."), "end": row("One past the last row.") },
         "required": ["start", "end"],
     })
 }
 
-/// A key of one side, and the column of the file that holds it.
+/// A key of one side and its column in the file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct KeyColumn {
     /// Input or output.
     pub side: Side,
     /// The stage's own name of the key.
     pub key: String,
-    /// Column of the file: the key's name, with `@input` or `@output` behind it where that is taken.
+    /// Column in the file: the key's name, followed by `@input` or `@output` if that name is taken.
     pub column: String,
-    /// Arrow's name of the column's type.
+    /// Arrow name of the column type.
     pub data_type: String,
     /// Whether the batch's schema allowed null.
     pub nullable: bool,
 }
 
-/// What a stage's file says about itself besides its rows.
+/// Metadata in a stage's file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StageManifest {
-    /// Number of the trace's format; a reader of another one refuses the file.
+    /// Trace format number; a reader of another format refuses the file.
     pub format: u32,
     /// Step of the run.
     pub step: u64,
@@ -137,7 +138,7 @@ pub struct StageManifest {
     pub stage: String,
     /// Its registered kind.
     pub kind: String,
-    /// Its configuration, every setting stated.
+    /// Its configuration with every setting stated.
     pub parameters: Value,
     /// The stage's own names of keys → the pipeline's, where they differ.
     pub rename: BTreeMap<String, String>,
@@ -151,7 +152,7 @@ pub struct StageManifest {
     pub keys: Vec<KeyColumn>,
     /// Slices of both sides.
     pub slices: Vec<SliceSpan>,
-    /// What is special about it: rows that were refused, and why.
+    /// Remarks, such as which rows were refused and why.
     pub notes: Vec<String>,
 }
 
@@ -159,7 +160,7 @@ pub struct StageManifest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Reason {
-    /// Flags or settings asked for it.
+    /// Flags or settings requested it.
     Asked,
     /// A rule fired in this step or soon after it.
     Anomaly,
@@ -180,10 +181,10 @@ pub struct StageFile {
     pub bytes: u64,
 }
 
-/// Where the state of a model or stage at the start of a step lies.
+/// Reference to the state of a model or stage at the start of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct StateRef {
-    /// Version of a model's weights; of a stage's state as the stage tells it.
+    /// Version of the model's weights, or of the stage's state as the stage reports it.
     pub version: WeightsVersion,
     /// Name of the files in `trace/state` without extension; absent where only the version was recorded.
     pub state: Option<String>,
@@ -192,21 +193,21 @@ pub struct StateRef {
 /// Content of a step's `step.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StepManifest {
-    /// Number of the trace's format; a reader of another one refuses the file.
+    /// Trace format number; a reader of another format refuses the file.
     pub format: u32,
     /// Step of the run.
     pub step: u64,
     /// Why it was recorded.
     pub reason: Reason,
-    /// Whether the step ended well; one that did not has no more than what came before the fault.
+    /// Whether the step completed; a step that failed contains only what came before the error.
     pub ended: bool,
     /// Files, in the order of execution of their stages.
     pub stages: Vec<StageFile>,
     /// State of the models at the start of the step, by name.
     pub models: BTreeMap<String, StateRef>,
-    /// State of the stages at the start of the step, by name; those that have some.
+    /// State of the stages at the start of the step, by name; only of stages that have state.
     pub stage_states: BTreeMap<String, StateRef>,
-    /// What a reader should know: what was left out, and why.
+    /// Remarks, such as what was left out and why.
     pub notes: Vec<String>,
 }
 
@@ -225,7 +226,7 @@ impl Layout {
         }
     }
 
-    /// The folder of the run.
+    /// The run folder.
     pub fn run_dir(&self) -> &Path {
         self.dir.parent().unwrap_or(&self.dir)
     }
@@ -271,7 +272,8 @@ impl Layout {
     }
 }
 
-/// Name of a stage's file: the stage's name, with `%` and two digits in place of bytes that a file name may not hold.
+/// File name of a stage: the stage's name, with `%` and two hexadecimal digits for each byte not allowed in a file
+/// name.
 ///
 /// ```
 /// use verl_pipe::trace::format::stage_file;
@@ -291,10 +293,10 @@ pub fn stage_file(stage: &str) -> String {
     format!("{name}.parquet")
 }
 
-/// The document in `text`, once its format is known to be ours. `path` is for messages.
+/// Parses the document in `text` after checking its format number. `path` is used in error messages.
 ///
 /// # Errors
-/// [`TraceError::UnknownFormat`]; [`TraceError::Damaged`] where it is no such document.
+/// [`TraceError::UnknownFormat`]; [`TraceError::Damaged`] if it is not such a document.
 pub fn parse<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T, TraceError> {
     let value: Value = serde_json::from_str(text).map_err(|e| TraceError::damaged(path, e))?;
     let found = value.get("format");

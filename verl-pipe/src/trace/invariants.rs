@@ -1,4 +1,4 @@
-//! What must hold of any recorded rows, whatever the pipeline: what the guards promise, and what the standard keys mean.
+//! Invariants of recorded rows in any pipeline: what the guards guarantee, and what the standard keys mean.
 
 use std::collections::HashMap;
 
@@ -13,9 +13,9 @@ use crate::trace::compare::Rows;
 use crate::trace::recorded::{RecordedBatch, RecordedStage};
 use crate::trace::text;
 
-/// A value that breaks a rule.
+/// A value that violates a rule.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Broken {
+pub(crate) struct Violation {
     pub output: bool,
     pub key: String,
     pub row: Option<usize>,
@@ -26,12 +26,12 @@ pub(crate) struct Broken {
     pub non_finite: bool,
 }
 
-/// The first thing of `stage` that breaks a rule: inputs before outputs, keys in their order, then rows.
-pub(crate) fn first_broken(
+/// The first violation in `stage`: inputs before outputs, keys in their order, then rows.
+pub(crate) fn first_violation(
     schedule: &Schedule,
     index: usize,
     stage: &RecordedStage,
-) -> Option<Broken> {
+) -> Option<Violation> {
     let given = stage.input_ids();
     let emitted = Rows::new(stage.outputs.iter().map(|output| &output.batch));
     let places = |ids: Vec<u64>| -> HashMap<u64, u32> {
@@ -52,7 +52,7 @@ pub(crate) fn first_broken(
         .or_else(|| missing_rows(schedule, index, stage))
 }
 
-/// What the guards of a run say of recorded rows.
+/// Checks recorded rows with the guards of a run.
 fn guard(
     schedule: &Schedule,
     index: usize,
@@ -60,7 +60,7 @@ fn guard(
     recorded: &RecordedBatch,
     output: bool,
     order: &HashMap<u64, u32>,
-) -> Option<Broken> {
+) -> Option<Violation> {
     let batch = &recorded.batch;
     let ids: Vec<u64> = batch.ids().iter().map(|id| id.0).collect();
     let positions: Vec<u32> = ids
@@ -98,13 +98,13 @@ fn guard(
     } else {
         let named = schedule.wiring.stages[index].inputs.iter();
         let names: Vec<&str> = named.map(|input| input.local.as_str()).collect();
-        // The guard finds an input's columns by their places.
+        // The guard finds an input's columns by position.
         match batch.select(&names) {
             Ok(batch) => scope.lengths(Some((&batch, &ids)), &[]),
             Err(_) => Err(missing_key(&planned.name, batch, &names)),
         }
     };
-    result.err().map(|error| broken_guard(&error, output))
+    result.err().map(|error| guard_violation(&error, output))
 }
 
 fn missing_key(stage: &str, batch: &Batch, names: &[&str]) -> GuardError {
@@ -116,8 +116,8 @@ fn missing_key(stage: &str, batch: &Batch, names: &[&str]) -> GuardError {
     }
 }
 
-fn broken_guard(error: &GuardError, output: bool) -> Broken {
-    let mut broken = Broken {
+fn guard_violation(error: &GuardError, output: bool) -> Violation {
+    let mut violation = Violation {
         output,
         key: "sample_id".to_owned(),
         row: None,
@@ -129,10 +129,10 @@ fn broken_guard(error: &GuardError, output: bool) -> Broken {
     match error {
         GuardError::MissingKey { key, .. }
         | GuardError::UndeclaredKey { key, .. }
-        | GuardError::Type { key, .. } => broken.key.clone_from(key),
+        | GuardError::Type { key, .. } => violation.key.clone_from(key),
         GuardError::Null { key, row, id, .. } => {
-            broken.key.clone_from(key);
-            (broken.row, broken.sample) = (Some(*row), Some(*id));
+            violation.key.clone_from(key);
+            (violation.row, violation.sample) = (Some(*row), Some(*id));
         }
         GuardError::NonFinite {
             key,
@@ -141,28 +141,28 @@ fn broken_guard(error: &GuardError, output: bool) -> Broken {
             token,
             ..
         } => {
-            broken.key.clone_from(key);
-            (broken.row, broken.sample, broken.index) = (Some(*row), Some(*id), *token);
-            broken.non_finite = true;
+            violation.key.clone_from(key);
+            (violation.row, violation.sample, violation.index) = (Some(*row), Some(*id), *token);
+            violation.non_finite = true;
         }
         GuardError::Length {
             row, id, lengths, ..
         } => {
-            broken.key.clone_from(&lengths.key);
-            (broken.row, broken.sample) = (Some(*row), Some(*id));
+            violation.key.clone_from(&lengths.key);
+            (violation.row, violation.sample) = (Some(*row), Some(*id));
         }
         GuardError::ForeignRow { id, .. } | GuardError::RepeatedRow { id, .. } => {
-            broken.sample = Some(*id);
+            violation.sample = Some(*id);
         }
         GuardError::MissingRows { .. } | GuardError::NoOutput { .. } => {}
     }
-    broken
+    violation
 }
 
-/// A rule about each value of a key: what it must be, and whether a value is.
+/// A rule about each value of a key: its text and its predicate.
 type ValueRule = (&'static str, fn(f64) -> bool);
 
-/// Slack of quantities that are computed as sums and lie at the edge of what is possible.
+/// Tolerance for values that are computed as sums and lie at the limit of their range.
 const ROUNDING: f64 = 1e-5;
 
 /// The rule of a standard key.
@@ -188,8 +188,8 @@ fn rule(key: &str) -> Option<ValueRule> {
     })
 }
 
-/// Values that the meaning of their keys forbids, and floats that are not finite where a policy acted.
-fn values(batches: &[RecordedBatch], output: bool, order: &HashMap<u64, u32>) -> Option<Broken> {
+/// Finds a value that the meaning of its key forbids, or a float that is not finite at an action token.
+fn values(batches: &[RecordedBatch], output: bool, order: &HashMap<u64, u32>) -> Option<Violation> {
     for recorded in batches {
         let batch = &recorded.batch;
         let ids = batch.ids();
@@ -207,12 +207,12 @@ fn values(batches: &[RecordedBatch], output: bool, order: &HashMap<u64, u32>) ->
                     continue;
                 };
                 let position = order.get(&id.0).map_or(row, |at| *at as usize);
-                return Some(Broken {
+                return Some(Violation {
                     output,
                     row: Some(position),
                     sample: Some(*id),
                     index: (values.len() > 1).then_some(at),
-                    what: format!("{} stands there, but {what}", values.show(at)),
+                    what: format!("the value is {}, but {what}", values.show(at)),
                     non_finite,
                     key,
                 });
@@ -240,11 +240,11 @@ fn bad_value(
         }
         _ => true,
     };
-    acted.then_some((at, "a number is expected where the policy acted", true))
+    acted.then_some((at, "a finite number is expected at an action", true))
 }
 
-/// Rows that a stage was given and did not hand on though it keeps rows.
-fn missing_rows(schedule: &Schedule, index: usize, stage: &RecordedStage) -> Option<Broken> {
+/// Finds an input row that the stage did not emit as often as its row rule requires.
+fn missing_rows(schedule: &Schedule, index: usize, stage: &RecordedStage) -> Option<Violation> {
     let planned = &schedule.plan.stages[index];
     let expected = match planned.spec.rows {
         RowRule::Same if !planned.spec.writes.is_empty() => 1,
@@ -260,10 +260,10 @@ fn missing_rows(schedule: &Schedule, index: usize, stage: &RecordedStage) -> Opt
     let ids = stage.input_ids();
     let (row, id, count) = ids.iter().enumerate().find_map(|(row, id)| {
         let count = emitted.get(&name(*id)).copied().unwrap_or(0);
-        let forgiven = count == 0 && schedule.forgives_rows(index);
-        (count != expected && !forgiven).then_some((row, *id, count))
+        let tolerated = count == 0 && schedule.forgives_rows(index);
+        (count != expected && !tolerated).then_some((row, *id, count))
     })?;
-    Some(Broken {
+    Some(Violation {
         output: true,
         key: "sample_id".to_owned(),
         row: Some(row),

@@ -5,22 +5,22 @@ use std::path::Path;
 use crate::trace::rules::Hit;
 use crate::trace::step_data::StageAbout;
 
-/// Where what a rule found can be looked at.
-pub(crate) struct Look<'a> {
-    /// Folder of the run.
+/// Builds the command that shows what a rule found.
+pub(crate) struct ShowCommand<'a> {
+    /// The run folder.
     pub dir: &'a Path,
     pub step: u64,
     pub stages: &'a [StageAbout],
-    /// The rows of the step will be on disk.
-    pub kept: bool,
+    /// Whether the rows of the step will be on disk.
+    pub rows_recorded: bool,
 }
 
-impl Look<'_> {
-    /// The command that shows a finding: the stage that it is about, or that records the metric; all curves where the
-    /// step's rows are not kept.
-    pub(crate) fn command(&self, hit: &Hit) -> String {
+impl ShowCommand<'_> {
+    /// The command for a finding: it shows the stage with the key or metric, or all curves if the step's rows are not
+    /// recorded.
+    pub(crate) fn for_hit(&self, hit: &Hit) -> String {
         let run = shell_word(&self.dir.display().to_string());
-        if !self.kept {
+        if !self.rows_recorded {
             return format!("pipe debug view --run {run}");
         }
         let of = |about: &&StageAbout| {
@@ -35,7 +35,7 @@ impl Look<'_> {
     }
 }
 
-/// A text as one word of a shell.
+/// Quotes a text as one shell word.
 pub(crate) fn shell_word(text: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
     match !text.is_empty() && text.chars().all(plain) {
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folders_are_one_word_of_a_shell() {
+    fn folders_are_quoted_as_one_shell_word() {
         for (dir, word) in [
             ("runs/a-1.b", "runs/a-1.b"),
             ("my runs/a", "'my runs/a'"),

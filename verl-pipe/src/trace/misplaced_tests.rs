@@ -1,4 +1,4 @@
-//! Files that lie in the place of another one, and files that cannot be read, are told; the rest is read all the same.
+//! Misplaced and unreadable files are reported; the rest of the trace is still read.
 
 use std::fs;
 use std::path::PathBuf;
@@ -62,9 +62,9 @@ impl Written {
         self.layout.step(step).join(stage_file(stage))
     }
 
-    /// What is said of a file of step 2, and that the rest of the trace is read.
+    /// The error about a file of step 2; checks that the rest of the trace is read.
     #[track_caller]
-    fn says_of(&self, stage: &str) -> String {
+    fn error_of(&self, stage: &str) -> String {
         let trace = self.open();
         assert_eq!((trace.steps(), trace.notes().len()), (vec![1, 2, 3], 0));
         let other = if stage == "reward" {
@@ -76,7 +76,7 @@ impl Written {
             assert_eq!(trace.step(step).is_ok(), whole, "step {step}");
             trace.stage(step, other).expect("reads");
         }
-        let error = trace.stage(2, stage).expect_err("not what belongs there");
+        let error = trace.stage(2, stage).expect_err("misplaced");
         assert_eq!(error.code(), "T003");
         assert_eq!(trace.step(2).expect_err("one of its files"), error);
         let found = trace.step_as_found(2).expect("the other stage");
@@ -87,40 +87,40 @@ impl Written {
             error: error.clone(),
         };
         assert_eq!(found.damaged, [damaged]);
-        let told = error.to_string();
-        told.replace(&self.temp.path().display().to_string(), "DIR")
+        let message = error.to_string();
+        message.replace(&self.temp.path().display().to_string(), "DIR")
     }
 }
 
 #[test]
-fn a_file_of_another_stage_or_step_is_not_taken_for_the_right_one() {
+fn a_file_of_another_stage_or_step_is_rejected() {
     let trace = Written::new();
     fs::copy(trace.file(2, "reward"), trace.file(2, "advantages")).expect("a copy");
-    insta::assert_snapshot!(trace.says_of("advantages"), @"`DIR/trace/steps/00000002/advantages.parquet` is not what belongs there: it holds stage `reward` (kind `reward`) of step 2 of a run with seed 17, its place is that of stage `advantages` (kind `advantages`) of step 2 of a run with seed 17");
+    insta::assert_snapshot!(trace.error_of("advantages"), @"`DIR/trace/steps/00000002/advantages.parquet` is not what belongs there: it holds stage `reward` (kind `reward`) of step 2 of a run with seed 17, its place is that of stage `advantages` (kind `advantages`) of step 2 of a run with seed 17");
     let trace = Written::new();
     fs::copy(trace.file(3, "reward"), trace.file(2, "reward")).expect("a copy");
-    let told = trace.says_of("reward");
+    let message = trace.error_of("reward");
     assert!(
-        told.contains("of step 3 of a run") && told.contains("of step 2 of a run"),
-        "{told}"
+        message.contains("of step 3 of a run") && message.contains("of step 2 of a run"),
+        "{message}"
     );
 }
 
 #[test]
-fn a_damaged_or_missing_file_leaves_the_other_stages() {
+fn the_other_stages_of_a_step_with_a_damaged_or_missing_file_are_read() {
     let trace = Written::new();
     fs::write(trace.file(2, "advantages"), "PAR1 and no more").expect("writes");
-    assert!(trace.says_of("advantages").contains("is damaged"));
+    assert!(trace.error_of("advantages").contains("is damaged"));
     fs::remove_file(trace.file(2, "advantages")).expect("removes");
     let read = trace.open().step_as_found(2).expect("the other stage");
     assert_eq!(read.damaged[0].error.code(), "T005");
-    // Where nothing of a step can be read, there is no step.
+    // If no stage of a step can be read, the step is an error.
     fs::write(trace.file(2, "reward"), "PAR1 and no more").expect("writes");
     let error = trace.open().step_as_found(2).expect_err("nothing left");
     assert_eq!(error.code(), "T003");
 }
 
-/// What is said of step 2 once its step.json was changed, and that the other steps are read.
+/// Checks the error about step 2 after a change of its step.json, and that the other steps are read.
 #[track_caller]
 fn check_manifest(change: impl Fn(&Written, &str) -> String, code: &str, expected: &str) {
     let trace = Written::new();
@@ -129,10 +129,10 @@ fn check_manifest(change: impl Fn(&Written, &str) -> String, code: &str, expecte
     fs::write(&path, change(&trace, &text)).expect("writes");
     let read = trace.open();
     assert_eq!(read.steps(), [1, 3]);
-    let error = read.step(2).expect_err("not what belongs there");
+    let error = read.step(2).expect_err("misplaced");
     assert_eq!(error.code(), code, "{error}");
     assert!(error.to_string().contains(expected), "{error}");
-    assert_eq!(read.notes(), [format!("step 2 is left out: {error}")]);
+    assert_eq!(read.notes(), [format!("step 2 is skipped: {error}")]);
     let damaged: Vec<DamagedFile> = read.damaged_steps().collect();
     assert_eq!((damaged[0].step, &damaged[0].error), (2, &error));
     for step in [1, 3] {
@@ -141,13 +141,13 @@ fn check_manifest(change: impl Fn(&Written, &str) -> String, code: &str, expecte
 }
 
 #[test]
-fn a_step_json_that_is_not_that_of_its_folder_leaves_the_other_steps() {
+fn a_wrong_step_json_does_not_affect_the_other_steps() {
     let of_step_3 =
         |trace: &Written, _: &str| fs::read_to_string(trace.layout.manifest(3)).expect("reads");
     check_manifest(
         of_step_3,
         "T003",
-        "it holds step 3, its place is that of step 2",
+        "it contains step 3, but its path is that of step 2",
     );
     check_manifest(|_, text| text[..40].to_owned(), "T003", "is damaged");
     check_manifest(
@@ -158,7 +158,7 @@ fn a_step_json_that_is_not_that_of_its_folder_leaves_the_other_steps() {
     check_manifest(
         |_, text| text.replace("\"stage\": \"reward\"", "\"stage\": \"critic\""),
         "T003",
-        "it lists stage `critic`, which is none of the run's (`reward`, `advantages`)",
+        "it lists stage `critic`, but the stages of the run are `reward`, `advantages`",
     );
     check_manifest(
         |_, text| text.replace("\"stage\": \"advantages\"", "\"stage\": \"reward\""),
@@ -168,23 +168,23 @@ fn a_step_json_that_is_not_that_of_its_folder_leaves_the_other_steps() {
     check_manifest(
         |_, text| text.replace("\"advantages.parquet\"", "\"../1/reward.parquet\""),
         "T003",
-        "it lists `../1/reward.parquet` as the file of stage `advantages`, which is called `advantages.parquet`",
+        "it lists `../1/reward.parquet` as the file of stage `advantages` instead of `advantages.parquet`",
     );
 }
 
 #[test]
-fn a_folder_under_another_name_is_left_out() {
+fn a_folder_under_another_name_is_skipped() {
     let trace = Written::new();
     fs::rename(trace.layout.step(2), trace.layout.steps().join("2")).expect("renames");
     let read = trace.open();
     assert_eq!(read.steps(), [1, 3]);
     assert_eq!(
         read.notes(),
-        ["the folder `2` is left out: the folder of step 2 is called `00000002`"]
+        ["folder `2` is skipped: the folder of step 2 must be named `00000002`"]
     );
-    // Renamed as a whole: its step.json is that of another step.
+    // A complete folder under the number of another step.
     fs::rename(trace.layout.steps().join("2"), trace.layout.step(9)).expect("renames");
     let error = trace.open().step(9).expect_err("step 2");
     assert_eq!(error.code(), "T003");
-    assert!(error.to_string().contains("it holds step 2"), "{error}");
+    assert!(error.to_string().contains("it contains step 2"), "{error}");
 }

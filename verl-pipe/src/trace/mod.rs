@@ -1,12 +1,13 @@
-//! Seeing what flows, and running it again: the tap on every edge, the trace that a run leaves in its folder, replay,
-//! and what tells the first wrong number.
+//! Recording and replay: the tap on every edge, the trace in the run folder, replay, and the search for the first wrong
+//! value.
 //!
 //! [`recorder`] is the tap that records: statistics of every edge ([`stats`]), steps in full, a flight recorder, and
-//! [`rules`] that look for anomalies. [`mod@format`] says what lies where, [`writer`] writes it, [`store`] reads it back.
+//! [`rules`] that detect anomalies. [`mod@format`] defines the layout on disk, [`writer`] writes it, [`store`] reads
+//! it.
 //!
-//! [`recorded`] is a step in memory, whoever recorded it; [`replay`], [`first_bad`], [`diff`] and [`show`] work on that,
-//! and [`traced_run`] makes it of a run's folder. [`conditions`] are what a run was recorded under, [`changes`] what of that
-//! is not so any more, and [`stand_in`] holds the places of stages that this build does not have.
+//! [`recorded`] is a step in memory, however it was recorded; [`replay`], [`first_bad`], [`diff`] and [`show`] work on
+//! it, and [`traced_run`] builds it from a run folder. [`conditions`] are the conditions of a recording, [`changes`]
+//! lists what has changed since, and [`stand_in`] replaces stages whose kind this build does not have.
 
 pub mod altered;
 mod cell;

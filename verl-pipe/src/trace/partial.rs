@@ -1,4 +1,4 @@
-//! Files that are written aside and then renamed: one that has its name is whole.
+//! Files that are written under a temporary name and then renamed: a file under its final name is complete.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -7,64 +7,65 @@ use serde::Serialize;
 
 use crate::trace::error::TraceError;
 
-/// Where a partly written file lies until it is whole.
-pub(crate) fn aside(path: &Path) -> PathBuf {
+/// The temporary path of a file until it is complete; in the same folder, so that renaming is atomic.
+pub(crate) fn partial_path(path: &Path) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     path.with_file_name(format!(".{name}.partial"))
 }
 
-/// A file under construction. What is left of it is removed, unless it is given its name.
+/// A file under construction. Dropping it before [`Partial::commit`] removes the file.
 #[derive(Debug)]
 pub(crate) struct Partial {
     path: PathBuf,
-    aside: PathBuf,
-    named: bool,
+    temporary: PathBuf,
+    committed: bool,
 }
 
 impl Partial {
-    /// Makes the file aside.
+    /// Creates the file under its temporary name.
     pub fn create(path: PathBuf) -> Result<(Partial, File), TraceError> {
-        let aside = aside(&path);
-        let file = File::create(&aside).map_err(|e| TraceError::file("create", &aside, e))?;
+        let temporary = partial_path(&path);
+        let file =
+            File::create(&temporary).map_err(|e| TraceError::file("create", &temporary, e))?;
         let partial = Partial {
             path,
-            aside,
-            named: false,
+            temporary,
+            committed: false,
         };
         Ok((partial, file))
     }
 
-    /// The name that it is to have.
+    /// The final path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Gives it its name.
-    pub fn name(mut self) -> Result<(), TraceError> {
-        let named = fs::rename(&self.aside, &self.path);
-        named.map_err(|e| TraceError::file("rename", &self.aside, e))?;
-        self.named = true;
+    /// Renames the file to its final name.
+    pub fn commit(mut self) -> Result<(), TraceError> {
+        let renamed = fs::rename(&self.temporary, &self.path);
+        renamed.map_err(|e| TraceError::file("rename", &self.temporary, e))?;
+        self.committed = true;
         Ok(())
     }
 }
 
 impl Drop for Partial {
     fn drop(&mut self) {
-        if !self.named {
-            // It may be what fills the disk; whatever failed before is the error to tell.
-            let _ = fs::remove_file(&self.aside);
+        if !self.committed {
+            // The file may be what fills the disk. The error that came before is the one to report.
+            let _ = fs::remove_file(&self.temporary);
         }
     }
 }
 
-/// Has `write` fill a file aside, then gives it its name. What is left of a failure is removed.
+/// Writes a file with `write` under a temporary name and then renames it. A failure leaves no file.
 pub(crate) fn write_aside<T>(
     path: &Path,
     write: impl FnOnce(File) -> Result<T, TraceError>,
 ) -> Result<T, TraceError> {
     let (partial, file) = Partial::create(path.to_owned())?;
     let value = write(file)?;
-    partial.name()?;
+    partial.commit()?;
     Ok(value)
 }
 
@@ -76,7 +77,7 @@ pub(crate) fn write_json<T: Serialize>(path: &Path, document: &T) -> Result<(), 
     })
 }
 
-/// Makes a folder and those above it.
+/// Creates a folder and its parents.
 pub(crate) fn make_dir(dir: &Path) -> Result<(), TraceError> {
     fs::create_dir_all(dir).map_err(|e| TraceError::file("create", dir, e))
 }
@@ -88,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_has_its_name_when_it_is_whole_and_a_failure_leaves_nothing() {
+    fn a_file_is_renamed_when_complete_and_a_failure_leaves_nothing() {
         let temp = tempfile::tempdir().expect("a folder");
         let path = temp.path().join("a.json");
         let names = || {

@@ -1,4 +1,4 @@
-//! What becomes of the ratio of two log-probs: old against rollout, reference against old.
+//! Statistics of the ratio of two log-probs: old against rollout, reference against old.
 
 use std::collections::HashMap;
 
@@ -8,16 +8,16 @@ use arrow_array::{Array, ArrayRef};
 
 use crate::keys::mask;
 
-/// Log-prob keys, and what each is compared with: the first of the list that the step has.
+/// Log-prob keys, and their counterparts: the first in the list that the step has.
 pub(crate) const COUNTERPARTS: [(&str, &[&str]); 2] = [
     ("old_log_probs", &["rollout_log_probs"]),
     ("ref_log_probs", &["old_log_probs", "rollout_log_probs"]),
 ];
 
-/// Ratio of a log-prob key to its counterpart, over the action tokens that both have as finite numbers.
+/// Ratio of a log-prob key to its counterpart, over the action tokens for which both are finite.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RatioStats {
-    /// The key that it is compared with, by its writer's own name.
+    /// The counterpart, by its writer's own name of the key.
     pub counterpart: String,
     /// Tokens compared.
     pub tokens: u64,
@@ -25,24 +25,24 @@ pub struct RatioStats {
     pub diff_mean: f64,
     /// Largest |key − counterpart| (nats).
     pub diff_max: f64,
-    /// Mean of counterpart − key (nats): KL of the counterpart from the key, by samples of the counterpart.
+    /// Mean of counterpart − key (nats): an estimate of KL(counterpart ‖ key) from samples of the counterpart.
     pub k1: f64,
-    /// Standard error of `k1` (nats), with rows as the units that are drawn, since the tokens of a row depend on one
-    /// another; `None` of a single row.
+    /// Standard error of `k1` (nats), with rows as sampling units, since the tokens of a row depend on each other;
+    /// `None` for a single row.
     pub k1_error: Option<f64>,
-    /// Rows with a token that was compared.
+    /// Rows with a compared token.
     pub rows: u64,
     /// Smallest ratio e^(key − counterpart).
     pub ratio_min: f64,
     /// Largest ratio.
     pub ratio_max: f64,
-    /// Mean |e^key − e^counterpart|: how far the probabilities of the sampled tokens lie apart.
+    /// Mean |e^key − e^counterpart|: mean difference in the probabilities of the sampled tokens.
     pub probability_diff: f64,
-    /// Share of the tokens that would weigh as much were the ratios importance weights: (Σr)² / (N Σr²).
+    /// Effective sample size of the ratios as importance weights, as a share of the tokens: (Σr)² / (N Σr²).
     pub ess: f64,
 }
 
-/// A token where the two differ most.
+/// The largest distance in a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Farthest {
     pub id: u64,
@@ -52,8 +52,8 @@ pub(crate) struct Farthest {
 /// Parts of a column: identities of rows, and the rows.
 pub(crate) type Parts<'a> = Vec<(&'a [u64], &'a ArrayRef)>;
 
-/// Compares `key` with `counterpart`, row by row; `masks` select action tokens where a row has one. Gives the
-/// statistics, and for each row the largest distance.
+/// Compares `key` with `counterpart`, row by row; `masks` select action tokens in rows that have a mask. Returns the
+/// statistics and the largest distance of each row.
 pub(crate) fn compare(
     name: &str,
     key: &Parts<'_>,
@@ -105,8 +105,9 @@ struct Sums {
     probability: f64,
     ratio: f64,
     ratio_squared: f64,
-    /// Of rows with their sum s of key − counterpart over n tokens: how many, Σs², Σsn, Σn².
+    /// Number of rows.
     rows: u64,
+    /// Σs², Σsn, Σn² over the rows, where s is a row's sum of key − counterpart over its n tokens.
     row_squares: [f64; 3],
 }
 
@@ -129,7 +130,7 @@ impl Default for Sums {
 }
 
 impl Sums {
-    /// Adds a row; gives its largest distance.
+    /// Adds a row; returns its largest distance.
     fn row(&mut self, own: &[f32], other: &[f32], kinds: Option<&[u8]>) -> Option<f64> {
         let mut farthest: Option<f64> = None;
         let (signed, tokens) = (self.signed, self.tokens);
@@ -160,7 +161,7 @@ impl Sums {
         farthest
     }
 
-    /// Standard error of the mean over tokens, a ratio of two sums over rows (Cochran 1977, 6.4).
+    /// Standard error of the mean over tokens, which is a ratio of two sums over rows (Cochran 1977, 6.4).
     fn error(&self) -> Option<f64> {
         let (rows, tokens) = (self.rows as f64, self.tokens as f64);
         let mean = self.signed / tokens;

@@ -1,4 +1,4 @@
-//! What was recorded of a step, in memory: what every stage was given and what it emitted.
+//! A recorded step in memory: the input and output of every stage.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,65 +13,65 @@ use crate::trace::rules::Anomaly;
 use crate::trace::store::{DamagedFile, SliceTrace, StageTrace, StepTrace};
 use crate::trace::tap::{Tap, TapPoint};
 
-/// A batch that one call of a stage was given or emitted, in the stage's own names of keys.
+/// An input or output batch of one call of a stage; keys have the stage's own names.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RecordedBatch {
     /// Wave of a source's call, else 0.
     pub wave: u64,
-    /// Which of the step's slices of this stage.
+    /// Number of the stage's slice in this step.
     pub slice: usize,
     /// The rows.
     pub batch: Batch,
 }
 
-/// What one stage was given and what it emitted in one step.
+/// Input and output of one stage in one step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RecordedStage {
-    /// One batch a call, by slice.
+    /// One batch per call, by slice.
     pub inputs: Vec<RecordedBatch>,
-    /// All that was emitted, by slice and then as it came.
+    /// All emitted batches, by slice and then in order of arrival.
     pub outputs: Vec<RecordedBatch>,
-    /// Versions of the models before the stage ran, where they were noted.
+    /// Versions of the models before the stage ran, if recorded.
     pub weights: BTreeMap<String, WeightsVersion>,
-    /// Resolved configuration of the stage, where it was noted.
+    /// Resolved configuration of the stage, if recorded.
     pub parameters: Option<serde_json::Value>,
 }
 
-/// One step as it was recorded.
+/// One recorded step.
 #[derive(Debug, Clone, Default)]
 pub struct RecordedStep {
     /// The step, counted from 1.
     pub step: u64,
-    /// Seed of the run at the time, where it was noted.
+    /// Seed of the recorded run, if recorded.
     pub seed: Option<u64>,
     /// Stages by name.
     pub stages: BTreeMap<String, RecordedStage>,
-    /// Versions of the models after the step, where they were noted.
+    /// Versions of the models after the step, if recorded.
     pub weights_after: BTreeMap<String, WeightsVersion>,
-    /// State of models and stages when the step began, where it was kept.
+    /// State of models and stages when the step began, if recorded.
     pub state: Option<StepStart>,
-    /// Why the step did not end well, if it did not.
+    /// Why the step failed, if it did.
     pub error: Option<String>,
-    /// What a rule found in this step and ended the run for.
+    /// The anomaly in this step for which a rule ended the run.
     pub stopped: Option<Anomaly>,
-    /// Keys whose rows are not those that the statistics recorded.
+    /// Keys whose rows differ from those in the statistics.
     pub altered: Vec<AlteredKey>,
-    /// Files of the step that cannot be used; nothing of them is in [`RecordedStep::stages`].
+    /// Unusable files of the step; [`RecordedStep::stages`] has nothing from them.
     pub damaged: Vec<DamagedFile>,
 }
 
 /// State of models and stages when a step began.
 #[derive(Debug, Clone)]
 pub enum StepStart {
-    /// As the run that made it has it.
+    /// A snapshot; usable only in the run that made it.
     Snapshot(RunSnapshot),
-    /// As a trace keeps it; any run of the same pipeline can take it.
+    /// Read from a trace; usable in any run of the same pipeline.
     Stored(RunState),
 }
 
 impl StepStart {
-    /// Whether it holds the state of `model`.
-    pub fn holds(&self, model: &str) -> bool {
+    /// Whether it has the state of `model`.
+    pub fn has_model(&self, model: &str) -> bool {
         match self {
             StepStart::Snapshot(snapshot) => snapshot.models.contains_key(model),
             StepStart::Stored(state) => {
@@ -83,15 +83,15 @@ impl StepStart {
 }
 
 impl RecordedStep {
-    /// What is wrong with the file of `stage`, where it cannot be used.
+    /// What is wrong with the file of `stage`, if it is unusable.
     pub fn damage_of(&self, stage: &str) -> Option<&TraceError> {
         let mut files = self.damaged.iter();
         let file = files.find(|file| file.stage.as_deref() == Some(stage))?;
         Some(&file.error)
     }
 
-    /// A step as it was read from a trace, without its state; `after` is what the trace says of the step behind it,
-    /// which tells the weights that this one made.
+    /// A step read from a trace, without its state. `after` is the manifest of the following step, which has the
+    /// versions of the weights after this one.
     pub fn from_trace(trace: StepTrace, after: Option<&StepManifest>) -> RecordedStep {
         let step = trace.manifest.step;
         let next = after.filter(|after| after.step == step + 1);
@@ -135,7 +135,7 @@ impl From<StageTrace> for RecordedStage {
 }
 
 impl RecordedStage {
-    /// Identities of the input's rows, in declared order.
+    /// Identities of the input rows, in declared order.
     pub fn input_ids(&self) -> Vec<u64> {
         let batches = self.inputs.iter().map(|input| &input.batch);
         batches
@@ -143,7 +143,7 @@ impl RecordedStage {
             .collect()
     }
 
-    /// Batches in the order of their slices.
+    /// Sorts the batches by slice.
     fn sort(&mut self) {
         self.inputs.sort_by_key(|batch| batch.slice);
         self.outputs.sort_by_key(|batch| batch.slice);
@@ -168,7 +168,7 @@ pub struct MemoryTap(Mutex<BTreeMap<u64, RecordedStep>>);
 
 impl MemoryTap {
     fn steps(&self) -> MutexGuard<'_, BTreeMap<u64, RecordedStep>> {
-        // Nothing that can panic runs under the lock.
+        // No code that can panic runs under the lock.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

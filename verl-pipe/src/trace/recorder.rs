@@ -1,11 +1,11 @@
-//! [`Recorder`]: a tap that hands batches to a thread of its own, which does all the work.
+//! [`Recorder`]: a tap that sends batches to a dedicated thread, which does all the work.
 //!
-//! Batches share their buffers, so handing one over costs nothing. The queue is bounded: a recorder that cannot keep up
+//! Batches share their buffers, so sending one costs nothing. The queue is bounded: a recorder that cannot keep up
 //! slows the run down instead of filling the memory. At the end of a step that is recorded in full the run waits until
-//! the step is on disk, so at most one step's rows are held for writing.
+//! the step is on disk, so at most one step's rows wait to be written.
 //!
-//! A thread that does not answer, because a rule or the disk hangs, is told in `stall.json` like any other wait, and given
-//! up in the end: the run goes on without its trace.
+//! A thread that does not answer, because a rule or the disk hangs, is reported in `stall.json` like any other wait.
+//! After ten minutes the recorder abandons it, and the run continues without its trace.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -37,48 +37,54 @@ use crate::trace::rules::{Anomaly, Fired, Rule};
 use crate::trace::state::write_state;
 use crate::trace::step_data::{Part, StageAbout};
 use crate::trace::tap::{Tap, TapPoint};
-use crate::trace::told_rule::ToldRule;
+use crate::trace::told_rule::WatchedRule;
 use crate::trace::writer::{ROW_GROUP_BYTES, TraceWriter};
 
-/// Bytes that recording a step in full may take besides what the run itself holds: rows that wait for their files, and
-/// the row group that is encoded.
+/// Memory that recording a step in full may use besides the run's own: rows that wait for their files, and the row
+/// group being encoded (bytes).
 pub const MEMORY_BUDGET: usize = SPILL_BYTES + ROW_GROUP_BYTES;
 
-/// Batches that may wait for the thread.
+/// Capacity of the queue to the thread (messages).
 const QUEUE: usize = 1024;
 /// Longest wait for the thread; a disk may be slow.
-const PATIENCE: Duration = Duration::from_secs(600);
-/// Steps between two looks at the hashes of the weights.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(600);
+/// Steps between two checks of the weight hashes.
 const VERSIONS_EVERY: u64 = 50;
 
-/// Records what flows through a run into its folder.
+/// Records the data flow of a run in the run folder.
 pub struct Recorder {
+    /// The thread that runs the steps sends all messages, and the queue keeps their order. So the recorder's thread
+    /// sees the parts of a step in the order of the events, after its `Begin` and before its `End` or `Failed`, and
+    /// owns what it collects without a lock. The metrics of a step may come after the next `Begin`.
     to: Sender<Message>,
     thread: Mutex<Option<JoinHandle<()>>>,
     config: TraceConfig,
     layout: Layout,
-    /// A stage with a `debug` of its own.
+    /// Whether some stage sets `debug`.
     debug_stages: bool,
-    /// Bytes that the state of all models takes.
+    /// Size of the state of all models (bytes).
     state_bytes: u64,
-    /// Bytes of steps in full on disk, rows and states.
+    /// Bytes of steps in full on disk, rows and states. Both threads compare it with the budget before a write and add
+    /// to it after, so it counts only complete files; two concurrent writes exceed the budget by at most one of them.
     used: Arc<AtomicU64>,
-    /// Room on the disk beside the models.
+    /// Disk space besides that reserved for the models.
     room: Room,
-    /// Why states were left out, as far as it was told.
-    told: Mutex<BTreeSet<&'static str>>,
-    /// Versions whose state is on disk, and under which name.
-    kept: Mutex<BTreeMap<String, StateRef>>,
+    /// Reasons for left-out states that were reported.
+    reported: Mutex<BTreeSet<&'static str>>,
+    /// By model, the version whose state was written last, and its file name. An entry is added only once the file is
+    /// complete, and state files are never removed, so a later step with the same version can refer to it.
+    stored: Mutex<BTreeMap<String, StateRef>>,
     watches_weights: bool,
     /// Steps that the flight recorder wrote without their state.
     wanted: Arc<Mutex<Vec<u64>>>,
     /// What the rules found so far.
     fired: Arc<Mutex<Vec<Fired>>>,
-    /// Tells waits for the thread.
+    /// Reports waits for the thread.
     watch: Watch,
-    /// The thread did not answer and was given up.
-    lost: AtomicBool,
-    /// The step that runs.
+    /// The thread did not answer and was abandoned. Never reset, and nothing is sent afterwards: a thread that wakes up
+    /// late has seen all messages up to some point and none after it, so what it writes has no gap.
+    abandoned: AtomicBool,
+    /// The current step.
     step: AtomicU64,
 }
 
@@ -91,16 +97,16 @@ impl std::fmt::Debug for Recorder {
 }
 
 impl Recorder {
-    /// A recorder for a run in `run_dir`, with the pipeline's rules beside the built-in ones; `None` where the settings ask
-    /// for nothing.
+    /// Starts a recorder for a run in `run_dir`, with the pipeline's rules besides the built-in ones; `None` if the
+    /// settings request no recording.
     ///
     /// # Errors
-    /// A folder or thread that cannot be made.
+    /// The folder or the thread cannot be created.
     pub fn start(run_dir: &Path, schedule: &Schedule) -> Result<Option<Arc<Recorder>>, TraceError> {
         Self::start_in(run_dir, schedule, &Room::of(run_dir, None))
     }
 
-    /// As [`Recorder::start`]; writes as long as there is `room` beside the models.
+    /// As [`Recorder::start`]; writes only while there is `room` besides the space reserved for the models.
     pub(crate) fn start_in(
         run_dir: &Path,
         schedule: &Schedule,
@@ -129,7 +135,7 @@ impl Recorder {
                 })
                 .collect(),
         };
-        let writer = TraceWriter::create(run_dir, &format)?.in_room(room.clone());
+        let writer = TraceWriter::create(run_dir, &format)?.with_room(room.clone());
         if plan.pipe.records_in_full() {
             room.tell_budget(config.budget_mb);
         }
@@ -153,15 +159,15 @@ impl Recorder {
         let listens = heard_by();
         let deadline = seconds(plan.pipe.run.stage_deadline_s);
         let watch = Watch::start(Some(run_dir), deadline);
-        let own = plan.pipe.rules.iter().map(|rule| (rule.build)());
-        let told = |rule| Box::new(ToldRule::new(rule, watch.teller())) as Box<dyn Rule>;
+        let custom = plan.pipe.rules.iter().map(|rule| (rule.build)());
+        let watched = |rule| Box::new(WatchedRule::new(rule, watch.teller())) as Box<dyn Rule>;
         let recording = Recording::new(
             shared,
             writer,
             stages,
             config.clone(),
             format,
-            own.map(told).collect(),
+            custom.map(watched).collect(),
             on_cpu,
         )?;
         let watches_weights = recording.watches_weights();
@@ -170,10 +176,10 @@ impl Recorder {
             .name("trace".to_owned())
             .spawn(move || {
                 let _heard = heard(listens.as_ref());
-                // A rule of one's own may panic.
+                // A custom rule may panic.
                 if let Err(message) = caught(|| recording.serve(&inbox)) {
                     tracing::error!(
-                        "trace: its thread panicked: {message}; the run goes on, and from here on no rule looks and nothing is recorded"
+                        "trace: its thread panicked: {message}; the run continues without rules and without recording"
                     );
                 }
             })
@@ -187,24 +193,25 @@ impl Recorder {
             state_bytes,
             used,
             room: room.clone(),
-            told: Mutex::default(),
-            kept: Mutex::default(),
+            reported: Mutex::default(),
+            stored: Mutex::default(),
             watches_weights,
             wanted,
             fired,
             watch,
-            lost: AtomicBool::new(false),
+            abandoned: AtomicBool::new(false),
             step: AtomicU64::new(0),
         })))
     }
 
-    /// How often each rule began to hold so far.
+    /// Number of events of each rule so far.
     pub(crate) fn anomalies(&self) -> BTreeMap<String, u64> {
         let fired = self.fired().into_iter();
         fired.map(|fired| (fired.rule, fired.events)).collect()
     }
 
-    /// Whether the state of models and stages is to be told before `step`, and if so, whether in full or by version.
+    /// Whether [`Recorder::state`] expects the state of models and stages before `step`, and whether in full or by
+    /// version.
     pub(crate) fn wants_state(&self, step: u64) -> Option<TraceWeights> {
         let captured = self.config.captures_step(step) || self.debug_stages;
         let small = self.state_bytes <= bytes_of(self.config.weights_limit_mb);
@@ -218,78 +225,78 @@ impl Recorder {
 
     /// Versions of models whose state is on disk already.
     pub(crate) fn kept_versions(&self) -> BTreeMap<String, WeightsVersion> {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let versions = kept.iter().map(|(n, r)| (n.clone(), r.version.clone()));
+        let stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
+        let versions = stored.iter().map(|(n, r)| (n.clone(), r.version.clone()));
         versions.collect()
     }
 
-    /// Takes the state at the start of `step`.
+    /// Records the state at the start of `step`.
     pub(crate) fn state(&self, step: u64, state: RunState) {
         let state = self.references(state);
         self.send(Message::State { step, state });
     }
 
-    /// Steps of which a snapshot is to be kept for the flight recorder; 0 where the models are too large for it.
+    /// Number of snapshots to keep for the flight recorder; 0 if the models are too large for it.
     pub(crate) fn kept_snapshots(&self) -> usize {
-        // The steps of the ring, the current one, and one more: a step may be asked for after the next one.
+        // The steps of the ring, the current one, and one more: the snapshot of a step may be requested one step late.
         let steps = self.config.ring_steps as u64 + 2;
         let fits = self.state_bytes.saturating_mul(steps) <= bytes_of(self.config.ring_mb);
-        let flies = self.config.stats && self.config.ring_steps > 0;
-        let kept = flies && fits && self.config.weights != Some(TraceWeights::Hash);
+        let has_ring = self.config.stats && self.config.ring_steps > 0;
+        let kept = has_ring && fits && self.config.weights != Some(TraceWeights::Hash);
         usize::from(kept) * steps as usize
     }
 
-    /// Steps that the flight recorder wrote since the last call and whose state is not there.
+    /// Steps that the flight recorder wrote without their state since the last call.
     pub(crate) fn wanted_states(&self) -> Vec<u64> {
         let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::take(&mut *wanted)
     }
 
-    /// Takes the state at the start of a step that is on disk already.
+    /// Records the state at the start of a step that is already on disk.
     pub(crate) fn late_state(&self, step: u64, state: RunState) {
         let state = self.references(state);
         self.send(Message::LateState { step, state });
     }
 
-    /// Writes the states that are not on disk; gives where they all are.
+    /// Writes the states that are not on disk; returns references to all of them.
     fn references(&self, state: RunState) -> StepState {
-        let mut told = StepState::default();
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut references = StepState::default();
+        let mut on_disk = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, (version, stored)) in state.models {
-            let reference = match (&stored, kept.get(&name)) {
-                (Some(stored), _) => self.keep(&version, stored),
-                (None, Some(kept)) if kept.version == version => kept.clone(),
+            let reference = match (&stored, on_disk.get(&name)) {
+                (Some(stored), _) => self.write(&version, stored),
+                (None, Some(known)) if known.version == version => known.clone(),
                 (None, _) => StateRef {
                     version,
                     state: None,
                 },
             };
             if reference.state.is_some() {
-                kept.insert(name.clone(), reference.clone());
+                on_disk.insert(name.clone(), reference.clone());
             }
-            told.models.insert(name, reference);
+            references.models.insert(name, reference);
         }
         for (name, (version, stored)) in state.stages {
             let reference = match &stored {
-                Some(stored) => self.keep(&version, stored),
+                Some(stored) => self.write(&version, stored),
                 None => StateRef {
                     version,
                     state: None,
                 },
             };
-            told.stages.insert(name, reference);
+            references.stages.insert(name, reference);
         }
-        told
+        references
     }
 
-    /// Writes a state while the budget lasts.
-    fn keep(&self, version: &WeightsVersion, stored: &crate::resource::StoredState) -> StateRef {
+    /// Writes a state if it fits in the budget.
+    fn write(&self, version: &WeightsVersion, stored: &crate::resource::StoredState) -> StateRef {
         let size = stored.tensors.len() as u64;
         let used = self.used.load(Ordering::Relaxed);
         if used + size > bytes_of(self.config.budget_mb) {
-            if self.tells("room") {
+            if self.is_first_report("room") {
                 tracing::warn!(
-                    "trace: steps are recorded without the state that a replay needs from here on: it takes {:.1} MB, and {:.1} MB of {} MB (`trace.budget_mb`) are used",
+                    "trace: from now on steps are recorded without the state that replay needs: it takes {:.1} MB, and {:.1} MB of {} MB (`trace.budget_mb`) are used",
                     size as f64 / f64::from(1 << 20),
                     used as f64 / f64::from(1 << 20),
                     self.config.budget_mb
@@ -308,9 +315,9 @@ impl Recorder {
                 Some(name)
             }
             Err(error) => {
-                if self.tells("disk") {
+                if self.is_first_report("disk") {
                     tracing::warn!(
-                        "trace: a state that a replay needs could not be written ({}): {error}; the run goes on, and what the disk takes later is written again",
+                        "trace: cannot write a state that replay needs ({}): {error}; the run continues and keeps trying to write later states",
                         error.code()
                     );
                 }
@@ -323,23 +330,23 @@ impl Recorder {
         }
     }
 
-    /// Whether this reason to leave out a state is told for the first time.
-    fn tells(&self, reason: &'static str) -> bool {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        told.insert(reason)
+    /// Whether this reason to leave out a state is reported for the first time.
+    fn is_first_report(&self, reason: &'static str) -> bool {
+        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        reported.insert(reason)
     }
 
-    /// Whether the versions of the models are to be told after `step`.
+    /// Whether [`Recorder::versions`] expects the versions of the models after `step`.
     pub(crate) fn wants_versions(&self, step: u64) -> bool {
         self.watches_weights && step.is_multiple_of(VERSIONS_EVERY)
     }
 
-    /// Takes the versions of the models after `step`.
+    /// Records the versions of the models after `step`.
     pub(crate) fn versions(&self, step: u64, versions: BTreeMap<String, WeightsVersion>) {
         self.send(Message::Versions { step, versions });
     }
 
-    /// Takes the metrics of a step that has ended.
+    /// Records the metrics of a step that has ended.
     pub(crate) fn metrics(&self, metrics: &StepMetrics) {
         if self.config.stats {
             self.send(Message::Metrics {
@@ -349,18 +356,18 @@ impl Recorder {
         }
     }
 
-    /// The rules that fired so far, as far as the thread has come.
+    /// The rules that fired so far, in the messages that the thread has processed.
     pub fn fired(&self) -> Vec<Fired> {
         let fired = self.fired.lock().unwrap_or_else(PoisonError::into_inner);
         fired.clone()
     }
 
-    /// Waits until all that was handed over so far is done.
+    /// Waits until everything sent so far is processed.
     pub(crate) fn sync(&self) {
-        self.send_and_wait("what is left to do", Message::Sync);
+        self.send_and_wait("its remaining work", Message::Sync);
     }
 
-    /// Ends the thread once all is written.
+    /// Ends the thread once everything is written.
     pub fn close(&self) {
         let thread = self
             .thread
@@ -377,37 +384,37 @@ impl Recorder {
         }
     }
 
-    /// A thread that is gone has told why; the run goes on without it.
+    /// Sends a message. A thread that has ended has logged why; the run continues without it.
     fn send(&self, message: Message) {
-        if self.lost.load(Ordering::Relaxed) {
+        if self.abandoned.load(Ordering::Relaxed) {
             return;
         }
         let Err(TrySendError::Full(message)) = self.to.try_send(message) else {
             return;
         };
         let _waiting = self.watch.begin(self.wait("room for more rows"));
-        let sent = self.to.send_timeout(message, PATIENCE);
+        let sent = self.to.send_timeout(message, REPLY_TIMEOUT);
         if let Err(SendTimeoutError::Timeout(_)) = sent {
-            self.give_up();
+            self.abandon();
         }
     }
 
-    /// A wait for the thread, which owes `what`.
+    /// A wait for `what` from the thread.
     fn wait(&self, what: &str) -> Wait {
         Wait {
             step: self.step.load(Ordering::Relaxed),
             who: "trace".to_owned(),
             owes: what.to_owned(),
             on: "the thread of the trace".to_owned(),
-            deadline: PATIENCE,
+            deadline: REPLY_TIMEOUT,
         }
     }
 
-    fn give_up(&self) {
-        if !self.lost.swap(true, Ordering::Relaxed) {
+    fn abandon(&self) {
+        if !self.abandoned.swap(true, Ordering::Relaxed) {
             tracing::warn!(
-                "trace: its thread did not answer within {} s, so a rule or the disk hangs; the run goes on, and from here on no rule looks and nothing is recorded",
-                PATIENCE.as_secs()
+                "trace: its thread did not answer within {} s, so a rule or the disk hangs; the run continues without rules and without recording",
+                REPLY_TIMEOUT.as_secs()
             );
         }
     }
@@ -429,17 +436,17 @@ impl Recorder {
         what: &str,
         message: impl FnOnce(Sender<T>) -> Message,
     ) -> Option<T> {
-        let (told, answer) = bounded(1);
-        self.send(message(told));
-        if self.lost.load(Ordering::Relaxed) {
+        let (reply, answer) = bounded(1);
+        self.send(message(reply));
+        if self.abandoned.load(Ordering::Relaxed) {
             return None;
         }
         let _waiting = self.watch.begin(self.wait(what));
-        match answer.recv_timeout(PATIENCE) {
+        match answer.recv_timeout(REPLY_TIMEOUT) {
             Ok(answer) => Some(answer),
             Err(RecvTimeoutError::Disconnected) => None,
             Err(RecvTimeoutError::Timeout) => {
-                self.give_up();
+                self.abandon();
                 None
             }
         }
@@ -469,29 +476,34 @@ impl Tap for Recorder {
             return Ok(());
         }
         let (stage, batch) = (point.index, batch.clone());
-        let gate = |told| Message::Gate { stage, batch, told };
+        let gate = |reply| Message::Gate {
+            stage,
+            batch,
+            reply,
+        };
         let answer = self.send_and_wait("its findings", gate);
         answer.flatten().map_or(Ok(()), Err)
     }
 
     fn step_end(&self, step: u64) {
         if self.config.captures_step(step) || self.debug_stages {
-            self.send_and_wait("its rows on disk", |told| Message::End {
+            // Waiting bounds the memory: the rows of the next step come only after those of this one are written.
+            self.send_and_wait("its rows on disk", |reply| Message::End {
                 step,
-                told: Some(told),
+                reply: Some(reply),
             });
         } else {
-            self.send(Message::End { step, told: None });
+            self.send(Message::End { step, reply: None });
         }
     }
 
     fn step_failed(&self, _step: u64, error: &RunError) {
         let cancelled = matches!(error, RunError::Cancelled { .. });
         let reason = error.to_string();
-        self.send_and_wait("its rows on disk", |told| Message::Failed {
+        self.send_and_wait("its rows on disk", |reply| Message::Failed {
             cancelled,
             reason,
-            told,
+            reply,
         });
     }
 }

@@ -1,4 +1,4 @@
-//! What the recorder's thread does: statistics, rules, files. An error of the disk is told once and ends nothing.
+//! The work of the recorder's thread: statistics, rules, files. An I/O error is reported once and does not end the run.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::{self, OpenOptions};
@@ -16,7 +16,7 @@ use crate::trace::error::TraceError;
 use crate::trace::format::{
     FORMAT, ROWS_MISSING, Reason, Side, StateRef, StepManifest, TraceFormat, parse,
 };
-use crate::trace::look::Look;
+use crate::trace::look::ShowCommand;
 use crate::trace::rules::{
     Anomaly, EARLY_STEPS, Fired, HISTORY_STEPS, MetricsView, Rule, RuleBook, SeenBatch, Severity,
     StepView,
@@ -26,10 +26,10 @@ use crate::trace::step_data::{Part, Ring, StageAbout, StepData, StepFiles, StepH
 use crate::trace::step_stats::StepStats;
 use crate::trace::writer::TraceWriter;
 
-/// Bytes of rows that a step recorded in full may hold in memory before they move to its files.
+/// Bytes of rows that a step recorded in full may keep in memory before they are spilled to its files.
 pub(crate) const SPILL_BYTES: usize = 256 << 20;
 
-/// What the thread is told.
+/// A message to the thread.
 pub(crate) enum Message {
     Begin {
         step: u64,
@@ -38,7 +38,7 @@ pub(crate) enum Message {
         step: u64,
         state: StepState,
     },
-    /// State at the start of a step that is on disk already.
+    /// State at the start of a step that is already on disk.
     LateState {
         step: u64,
         state: StepState,
@@ -47,16 +47,16 @@ pub(crate) enum Message {
     Gate {
         stage: usize,
         batch: Batch,
-        told: Sender<Option<Box<Anomaly>>>,
+        reply: Sender<Option<Box<Anomaly>>>,
     },
     End {
         step: u64,
-        told: Option<Sender<()>>,
+        reply: Option<Sender<()>>,
     },
     Failed {
         cancelled: bool,
         reason: String,
-        told: Sender<()>,
+        reply: Sender<()>,
     },
     Metrics {
         step: u64,
@@ -79,7 +79,7 @@ pub(crate) struct StepState {
 
 /// The state of the recorder's thread.
 pub(crate) struct Recording {
-    /// Steps that were written without their state.
+    /// Steps that the flight recorder wrote without their state.
     wanted: Arc<Mutex<Vec<u64>>>,
     /// What the rules found so far.
     fired: Arc<Mutex<Vec<Fired>>>,
@@ -91,39 +91,46 @@ pub(crate) struct Recording {
     rules: RuleBook,
     stats: StepStats,
     table: Option<StatsWriter>,
+    /// The current step. Stages in `data.on_disk` have finished files and are never written again. Between messages,
+    /// rows of other stages are in `data.parts` or in `files`, never in both, so no row is written twice.
+    /// `data.dropped` is set whenever rows have left `data.parts`, so missing rows are always known.
     data: StepData,
+    /// Unfinished files of the current step. Dropping them removes them, so nothing of an unwritten step is left.
     files: StepFiles,
+    /// Steps that have ended, the current one excluded.
     ring: Ring,
+    /// The state at the start of a step, and the step. It comes before the step's `Begin`; used only for that step.
     state: (u64, StepState),
-    /// Rules on rows have looked at the current step.
+    /// Rules on rows have run on the current step; they run once a step, at its first gate or else at its end.
     judged: bool,
     /// A rule fired in the current step.
     alarmed: bool,
-    /// A rule on metrics asks to stop before the next update.
+    /// The first anomaly that asks to stop and has not been passed on yet; the next gate returns it before its update.
     stop: Option<Box<Anomaly>>,
     history: VecDeque<BTreeMap<String, f64>>,
     early: Vec<BTreeMap<String, f64>>,
     /// By stage, the setting that bounds its responses, and its value.
     limits: BTreeMap<String, (&'static str, usize)>,
     versions: Vec<(u64, BTreeMap<String, WeightsVersion>)>,
-    /// Bytes of rows that a step recorded in full may hold in memory.
+    /// Bytes of rows that a step recorded in full may keep in memory.
     spill_bytes: usize,
     /// Bytes of steps and states on disk.
     used: Arc<AtomicU64>,
     ring_writes: usize,
     /// Steps that are on disk with all their stages.
     whole: BTreeSet<u64>,
-    told: BTreeSet<&'static str>,
-    /// Stages that are to be recorded by name, and of which nothing has come yet.
-    unseen: BTreeSet<usize>,
-    /// A step began in which some stage is to be recorded.
+    /// Problems that were reported.
+    reported: BTreeSet<&'static str>,
+    /// Stages to record by name that have received no rows yet.
+    unrecorded: BTreeSet<usize>,
+    /// A step with a stage to record in full has begun.
     asked: bool,
 }
 
-/// What the recorder and the thread that records both look at.
+/// What the recorder and its thread share.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Shared {
-    /// Steps of the flight recorder whose state is not there.
+    /// Steps that the flight recorder wrote without their state.
     pub wanted: Arc<Mutex<Vec<u64>>>,
     /// Bytes of steps in full on disk, rows and states.
     pub used: Arc<AtomicU64>,
@@ -142,33 +149,33 @@ impl Recording {
         stages: Vec<StageAbout>,
         config: TraceConfig,
         format: TraceFormat,
-        own_rules: Vec<Box<dyn Rule>>,
+        custom_rules: Vec<Box<dyn Rule>>,
         on_cpu: bool,
     ) -> Result<Recording, TraceError> {
         let table = match config.stats {
             true => {
                 let dir = writer.layout().stats();
                 let table = StatsWriter::create(dir, config.part_steps)?;
-                Some(table.in_room(writer.room().cloned()))
+                Some(table.with_room(writer.room().cloned()))
             }
             false => None,
         };
-        // Steps that the run has not are told before it.
+        // Steps beyond the end of the run were reported before it started.
         let asked = config.captures_up_to(format.steps);
         let named =
             |about: &StageAbout| about.debug || asked && config.stages.contains(&about.name);
-        let unseen = stages.iter().enumerate();
-        let unseen = unseen.filter(|(_, about)| about.in_step && named(about));
+        let unrecorded = stages.iter().enumerate();
+        let unrecorded = unrecorded.filter(|(_, about)| about.in_step && named(about));
         let limits: Vec<_> = stages
             .iter()
             .filter_map(|about| Some((about.name.clone(), about.longest?)))
             .collect();
         Ok(Recording {
-            unseen: unseen.map(|(stage, _)| stage).collect(),
+            unrecorded: unrecorded.map(|(stage, _)| stage).collect(),
             asked: false,
             wanted,
             fired,
-            rules: RuleBook::new(own_rules, &config.rules),
+            rules: RuleBook::new(custom_rules, &config.rules),
             ring: Ring {
                 max_steps: config.ring_steps,
                 max_bytes: usize::try_from(bytes_of(config.ring_mb)).unwrap_or(usize::MAX),
@@ -195,16 +202,16 @@ impl Recording {
             used,
             ring_writes: 0,
             whole: BTreeSet::new(),
-            told: BTreeSet::new(),
+            reported: BTreeSet::new(),
         })
     }
 
-    /// Whether hashes of the weights are of use.
+    /// Whether a rule uses hashes of the weights.
     pub(crate) fn watches_weights(&self) -> bool {
         self.config.stats && self.rules.has("weights_unchanged")
     }
 
-    /// Works until it is told to end.
+    /// Processes messages until `Close`, or until the recorder is gone.
     pub(crate) fn serve(mut self, inbox: &Receiver<Message>) {
         let mut closed = None;
         while let Ok(message) = inbox.recv() {
@@ -215,26 +222,30 @@ impl Recording {
                 }
                 Message::LateState { step, state } => {
                     let added = self.add_state(step, state);
-                    self.tell("a state", added);
+                    self.report_error("a state", added);
                 }
                 Message::Part(part) => self.part(part),
-                Message::Gate { stage, batch, told } => {
+                Message::Gate {
+                    stage,
+                    batch,
+                    reply,
+                } => {
                     let stop = self.gate(stage, &batch);
-                    let _ = told.send(stop);
+                    let _ = reply.send(stop);
                 }
-                Message::End { step, told } => {
+                Message::End { step, reply } => {
                     self.end(step);
-                    if let Some(told) = told {
-                        let _ = told.send(());
+                    if let Some(reply) = reply {
+                        let _ = reply.send(());
                     }
                 }
                 Message::Failed {
                     cancelled,
                     reason,
-                    told,
+                    reply,
                 } => {
                     self.failed(cancelled, &reason);
-                    let _ = told.send(());
+                    let _ = reply.send(());
                 }
                 Message::Metrics { step, values } => self.metrics(step, values),
                 Message::Versions { step, versions } => {
@@ -242,22 +253,22 @@ impl Recording {
                     let extra = self.versions.len().saturating_sub(2);
                     self.versions.drain(..extra);
                 }
-                Message::Sync(told) => {
-                    let _ = told.send(());
+                Message::Sync(reply) => {
+                    let _ = reply.send(());
                 }
-                Message::Close(told) => {
-                    closed = Some(told);
+                Message::Close(reply) => {
+                    closed = Some(reply);
                     break;
                 }
             }
         }
         let written = self.table.as_mut().map_or(Ok(()), StatsWriter::part);
-        self.tell("statistics", written);
-        if let Some(unseen) = self.told_of_unseen() {
-            tracing::warn!("{unseen}");
+        self.report_error("statistics", written);
+        if let Some(warning) = self.unrecorded_warning() {
+            tracing::warn!("{warning}");
         }
-        if let Some(told) = closed {
-            let _ = told.send(());
+        if let Some(reply) = closed {
+            let _ = reply.send(());
         }
     }
 
@@ -273,25 +284,25 @@ impl Recording {
         }
     }
 
-    /// Stages that were to be recorded, and of which there is nothing, with the reason.
-    fn told_of_unseen(&self) -> Option<String> {
+    /// The warning about stages that were to be recorded and received no rows, with the reason.
+    fn unrecorded_warning(&self) -> Option<String> {
         let names = self
-            .unseen
+            .unrecorded
             .iter()
             .map(|stage| self.stages[*stage].name.as_str());
         let why = match self.asked {
-            true => "no row came to it in the steps that were to be recorded in full",
-            false => "the run ended before a step that was to be recorded in full",
+            true => "no rows arrived in the steps to record in full",
+            false => "the run ended before a step to record in full",
         };
-        (!self.unseen.is_empty()).then(|| {
+        (!self.unrecorded.is_empty()).then(|| {
             format!(
-                "trace: nothing is recorded of {}, which `trace.stages` or `debug` names: {why}",
+                "trace: nothing is recorded for {}, selected by `trace.stages` or `debug`: {why}",
                 quoted(names)
             )
         })
     }
 
-    /// Whether a stage is recorded in full in a step that nothing went wrong in.
+    /// Whether the settings record a stage in full in this step.
     fn is_chosen(&self, step: u64, stage: usize) -> bool {
         let about = &self.stages[stage];
         let by_step = self.config.captures_step(step) && self.config.captures_stage(&about.name);
@@ -312,9 +323,9 @@ impl Recording {
         }
         let chosen = self.is_chosen(self.data.step, part.stage);
         if chosen {
-            self.unseen.remove(&part.stage);
+            self.unrecorded.remove(&part.stage);
         }
-        if chosen || self.flies() {
+        if chosen || self.has_flight_recorder() {
             self.data.add(part);
             self.make_room();
         }
@@ -323,15 +334,15 @@ impl Recording {
     /// Whether the rows of a step in which a rule fires will be on disk.
     fn keeps_rows(&self, step: u64) -> bool {
         let room = self.ring_writes < self.config.ring_writes;
-        self.flies() && room || self.chosen(step).contains(&true)
+        self.has_flight_recorder() && room || self.chosen(step).contains(&true)
     }
 
     /// Whether the flight recorder is on.
-    fn flies(&self) -> bool {
+    fn has_flight_recorder(&self) -> bool {
         self.table.is_some() && self.ring.max_steps > 0
     }
 
-    /// Moves rows that no longer fit in memory to disk, or lets them go.
+    /// Moves rows that no longer fit in memory to disk, or drops them.
     fn make_room(&mut self) {
         let chosen = self.chosen(self.data.step);
         if chosen.contains(&true) {
@@ -339,14 +350,14 @@ impl Recording {
                 let spilt = self.spill(&chosen);
                 self.data.dropped = true;
                 self.data.forget();
-                self.tell("a step", spilt);
+                self.report_error("a step", spilt);
             }
         } else if self.data.bytes > self.ring.max_bytes {
             self.data.forget();
             self.data.dropped = true;
-            if self.told.insert("ring") {
+            if self.reported.insert("ring") {
                 tracing::warn!(
-                    "trace: step {} is larger than the flight recorder's {} MB (`trace.ring_mb`), which holds a part of it only",
+                    "trace: step {} is larger than the {} MB of the flight recorder (`trace.ring_mb`), which keeps only a part of it",
                     self.data.step,
                     self.config.ring_mb
                 );
@@ -371,7 +382,7 @@ impl Recording {
         self.judge(Some((stage, batch)))
     }
 
-    /// Rules on rows look at the step so far; gives the first that stops.
+    /// Runs the rules on rows on the step so far; returns the first anomaly that asks to stop.
     fn judge(&mut self, update: Option<(usize, &Batch)>) -> Option<Box<Anomaly>> {
         self.judged = true;
         let keeps_rows = self.keeps_rows(self.data.step);
@@ -399,17 +410,19 @@ impl Recording {
             distances: &distances,
             limits: &self.limits,
         };
-        let look = Look {
+        let command = ShowCommand {
             dir: self.writer.layout().run_dir(),
             step: self.data.step,
             stages: &self.stages,
-            kept: keeps_rows,
+            rows_recorded: keeps_rows,
         };
-        let found = self.rules.before_update(&view, &|hit| look.command(hit));
+        let found = self
+            .rules
+            .before_update(&view, &|hit| command.for_hit(hit));
         self.report(found)
     }
 
-    /// Tells what rules found; gives the first that stops.
+    /// Reports what rules found; returns the first anomaly that asks to stop.
     fn report(&mut self, found: Vec<Anomaly>) -> Option<Box<Anomaly>> {
         self.alarmed |= !found.is_empty();
         let mut fired = self.fired.lock().unwrap_or_else(PoisonError::into_inner);
@@ -418,7 +431,7 @@ impl Recording {
         for anomaly in &found {
             tracing::warn!("{anomaly:#}");
             let written = self.line(anomaly);
-            self.tell("anomalies", written);
+            self.report_error("anomalies", written);
         }
         let stops = |anomaly: &Anomaly| anomaly.severity == Severity::Stop;
         found.into_iter().find(stops).map(Box::new)
@@ -439,7 +452,7 @@ impl Recording {
     fn end(&mut self, step: u64) {
         if self.table.is_some() {
             if !self.judged {
-                // Nothing is updated in this step, so that there is nothing to stop.
+                // This step updates nothing, so there is nothing to stop before the next one.
                 let stop = self.judge(None);
                 self.stop = self.stop.take().or(stop);
             }
@@ -451,7 +464,7 @@ impl Recording {
             self.write(Reason::Asked, &chosen);
         }
         let data = std::mem::take(&mut self.data);
-        if self.flies() {
+        if self.has_flight_recorder() {
             self.ring.push(data);
         }
         if self.alarmed {
@@ -465,20 +478,20 @@ impl Recording {
             .table
             .as_mut()
             .map_or(Ok(()), |table| table.step(step, &rows));
-        self.tell("statistics", written);
+        self.report_error("statistics", written);
     }
 
     fn failed(&mut self, cancelled: bool, reason: &str) {
-        // A step that was cancelled is cut off anywhere, and half of its rows would look like a fault.
+        // A cancelled step is cut off at an arbitrary point, and missing rows would look like an error.
         if cancelled {
             return;
         }
         if self.table.is_some() {
             self.statistics(self.data.step);
         }
-        tracing::debug!("the steps before the error are written: {reason}");
+        tracing::debug!("writing the steps before the error: {reason}");
         self.write_ring(Reason::Failed);
-        let chosen = match self.flies() {
+        let chosen = match self.has_flight_recorder() {
             true => vec![true; self.stages.len()],
             false => self.chosen(self.data.step),
         };
@@ -488,11 +501,11 @@ impl Recording {
     }
 
     fn metrics(&mut self, step: u64, values: BTreeMap<String, f64>) {
-        let look = Look {
+        let command = ShowCommand {
             dir: self.writer.layout().run_dir(),
             step,
             stages: &self.stages,
-            kept: self.keeps_rows(step),
+            rows_recorded: self.keeps_rows(step),
         };
         let view = MetricsView {
             step,
@@ -502,7 +515,7 @@ impl Recording {
             versions: &self.versions,
             on_cpu: self.on_cpu,
         };
-        let found = self.rules.after_step(&view, &|hit| look.command(hit));
+        let found = self.rules.after_step(&view, &|hit| command.for_hit(hit));
         if self.early.len() < EARLY_STEPS {
             self.early.push(values.clone());
         }
@@ -521,9 +534,9 @@ impl Recording {
     /// Writes the steps of the ring that are not on disk.
     fn write_ring(&mut self, reason: Reason) {
         if self.ring_writes >= self.config.ring_writes && reason == Reason::Anomaly {
-            if self.told.insert("ring_writes") {
+            if self.reported.insert("ring_writes") {
                 tracing::warn!(
-                    "trace: the flight recorder was written {} times (`trace.ring_writes`); from here on anomalies are told, their steps are not kept",
+                    "trace: the flight recorder was written {} times (`trace.ring_writes`); from now on anomalies are reported, but their steps are not recorded",
                     self.ring_writes
                 );
             }
@@ -531,7 +544,8 @@ impl Recording {
         }
         self.ring_writes += 1;
         let steps = std::mem::take(&mut self.ring.steps);
-        // Of the current step something may be on disk already.
+        // Part of the current step may be on disk already. `write` works on `data`, `files` and `state`, so these are
+        // set aside and put back; nothing between returns early.
         let current = std::mem::take(&mut self.data);
         let files = std::mem::take(&mut self.files);
         let state = std::mem::take(&mut self.state);
@@ -556,9 +570,9 @@ impl Recording {
         let used = self.used.load(Ordering::Relaxed);
         if used + size > budget {
             self.files = StepFiles::default();
-            if self.told.insert("budget") {
+            if self.reported.insert("budget") {
                 tracing::warn!(
-                    "trace: step {step} is not recorded in full, and no later one that needs as much: it takes about {:.1} MB, and {:.1} MB of {} MB (`trace.budget_mb`) are used; statistics go on",
+                    "trace: step {step} is not recorded in full, nor is any later step of its size: it takes about {:.1} MB, and {:.1} MB of {} MB (`trace.budget_mb`) are used; statistics are still recorded",
                     size as f64 / f64::from(1 << 20),
                     used as f64 / f64::from(1 << 20),
                     self.config.budget_mb
@@ -570,11 +584,14 @@ impl Recording {
         if written.is_ok() && chosen.iter().all(|chosen| *chosen) {
             self.whole.insert(step);
         }
-        self.tell("a step", written);
+        self.report_error("a step", written);
     }
 
-    /// Writes the stages that `chosen` names. Those of the step that are on disk with all their rows stay as they are: in
-    /// memory there may be less of them.
+    /// Writes the stages in `chosen`. Stages of the step that are on disk with all their rows are left as they are,
+    /// since memory may have fewer of their rows.
+    ///
+    /// The manifest is written last and lists only finished files, those of an earlier manifest of the step included.
+    /// So a reader that finds a manifest finds all files that it lists, even if the process is killed in between.
     fn try_write(&mut self, reason: Reason, chosen: &[bool]) -> Result<(), TraceError> {
         let step = self.data.step;
         let before = match self.data.on_disk.is_empty() {
@@ -597,7 +614,7 @@ impl Recording {
             notes.push(ROWS_MISSING.to_owned());
         }
         if !self.data.ended {
-            notes.push("the step ended with an error; what came before it is here".to_owned());
+            notes.push("the step ended with an error; only what came before it is recorded".to_owned());
         }
         let (mut models, mut stage_states) =
             (self.state.1.models.clone(), self.state.1.stages.clone());
@@ -610,10 +627,10 @@ impl Recording {
             }
         }
         let stateless = models.is_empty();
-        // The flight recorder may have them.
+        // The flight recorder may have written stages that were not chosen.
         let about = &self.stages;
-        let is_there = |stage: &usize| stages.iter().any(|file| file.stage == about[*stage].name);
-        self.unseen.retain(|stage| !is_there(stage));
+        let is_written = |stage: &usize| stages.iter().any(|file| file.stage == about[*stage].name);
+        self.unrecorded.retain(|stage| !is_written(stage));
         self.writer.end_step(&StepManifest {
             format: FORMAT,
             step,
@@ -633,7 +650,7 @@ impl Recording {
         Ok(())
     }
 
-    /// What a step that is on disk says about itself.
+    /// The manifest of a step that is on disk.
     fn manifest(&self, step: u64) -> Result<StepManifest, TraceError> {
         let path = self.writer.layout().manifest(step);
         let text = fs::read_to_string(&path).map_err(|e| TraceError::file("read", &path, e))?;
@@ -650,13 +667,13 @@ impl Recording {
         })
     }
 
-    /// Tells an error of the disk, once for each sort of thing that it is about.
-    fn tell(&mut self, about: &'static str, result: Result<(), TraceError>) {
+    /// Reports an I/O error, once for each kind of data.
+    fn report_error(&mut self, about: &'static str, result: Result<(), TraceError>) {
         if let Err(error) = result
-            && self.told.insert(about)
+            && self.reported.insert(about)
         {
             tracing::warn!(
-                "trace: {about} could not be written ({}): {error}; the run goes on, and what the disk takes later is written again",
+                "trace: cannot write {about} ({}): {error}; the run continues and keeps trying to write later data",
                 error.code()
             );
         }

@@ -1,4 +1,4 @@
-//! Steps that do not fit in memory: what is on disk of them is kept, whatever comes after.
+//! Steps that do not fit in memory: later writes do not lose what is already on disk.
 
 use super::*;
 use crate::batch::{RaggedColumn, RowId};
@@ -53,8 +53,8 @@ fn format() -> TraceFormat {
     }
 }
 
-/// A recording of the stages `kept` and `other`, of which the first is recorded in full at `steps`, with room in memory for
-/// some three slices.
+/// A recording of the stages `kept` and `other`: the first is recorded in full at `steps`, and memory has room for
+/// about three slices.
 fn recording(run: &std::path::Path, steps: &[u64]) -> Recording {
     let about = |name: &str| StageAbout {
         name: name.to_owned(),
@@ -77,7 +77,7 @@ fn recording(run: &std::path::Path, steps: &[u64]) -> Recording {
     let config = TraceConfig {
         steps: steps.to_vec(),
         stages: vec!["kept".to_owned()],
-        // The responses of these tests are one token over and over.
+        // The responses of these tests repeat one token.
         rules: BTreeMap::from([("looping_responses".to_owned(), off)]),
         ..TraceConfig::default()
     };
@@ -120,7 +120,7 @@ fn all_slices(recording: &mut Recording, step: u64) {
     }
 }
 
-/// The slices of a stage's output that are on disk, and whether they are as they came.
+/// The slices of a stage's output on disk; checks that their content is unchanged.
 #[track_caller]
 fn slices(trace: &TraceDir, step: u64, stage: &str) -> Vec<usize> {
     let read = trace.stage(step, stage).expect("reads");
@@ -138,7 +138,7 @@ fn slices(trace: &TraceDir, step: u64, stage: &str) -> Vec<usize> {
 const EVERY: [usize; SLICES] = [0, 1, 2, 3, 4];
 
 #[test]
-fn a_warning_leaves_what_is_on_disk_of_a_step_that_was_too_large() {
+fn a_warning_does_not_lose_rows_of_a_large_step_on_disk() {
     let temp = tempfile::tempdir().expect("a folder");
     let mut recording = recording(temp.path(), &[1]);
     let version = WeightsVersion {
@@ -160,7 +160,7 @@ fn a_warning_leaves_what_is_on_disk_of_a_step_that_was_too_large() {
     let before = trace.manifest(1).expect("recorded").clone();
     assert_eq!((before.stages.len(), before.reason), (1, Reason::Asked));
     assert_eq!(slices(&trace, 1, "kept"), EVERY);
-    // The next step has begun when the metrics of this one are told.
+    // The next step has begun when the metrics of this one arrive.
     recording.begin(2);
     recording.metrics(1, BTreeMap::new());
     let trace = TraceDir::open(temp.path()).expect("opens");
@@ -172,7 +172,7 @@ fn a_warning_leaves_what_is_on_disk_of_a_step_that_was_too_large() {
         after.models,
         BTreeMap::from([("actor".to_owned(), reference)])
     );
-    // Of the other stage there is what memory still held, and a note that it is not all.
+    // The other stage has the rows that were still in memory, and a note says that rows are missing.
     let names: Vec<&str> = after
         .stages
         .iter()
@@ -190,7 +190,7 @@ fn a_warning_leaves_what_is_on_disk_of_a_step_that_was_too_large() {
 }
 
 #[test]
-fn a_step_that_fails_has_its_own_rows_and_leaves_those_of_the_step_before() {
+fn a_failed_step_is_written_without_changing_the_step_before() {
     let temp = tempfile::tempdir().expect("a folder");
     let mut recording = recording(temp.path(), &[2]);
     recording.ring.max_bytes = usize::MAX;
@@ -211,39 +211,33 @@ fn a_step_that_fails_has_its_own_rows_and_leaves_those_of_the_step_before() {
 }
 
 #[test]
-fn a_stage_of_which_nothing_was_recorded_is_told_with_the_reason() {
+fn a_stage_without_recorded_rows_is_reported_with_the_reason() {
     let temp = tempfile::tempdir().expect("a folder");
     let begin = |name: &str| recording(&temp.path().join(name), &[2]);
-    let told = |recording: &Recording, why: &str| {
-        let told = format!(
-            "trace: nothing is recorded of `kept`, which `trace.stages` or `debug` names: {why}"
+    let check = |recording: &Recording, why: &str| {
+        let warning = format!(
+            "trace: nothing is recorded for `kept`, selected by `trace.stages` or `debug`: {why}"
         );
-        assert_eq!(recording.told_of_unseen(), Some(told));
+        assert_eq!(recording.unrecorded_warning(), Some(warning));
     };
     let mut ended = begin("ended");
     all_slices(&mut ended, 1);
     ended.end(1);
-    told(
-        &ended,
-        "the run ended before a step that was to be recorded in full",
-    );
+    check(&ended, "the run ended before a step to record in full");
     let mut empty = begin("empty");
     all_slices(&mut empty, 1);
     empty.end(1);
     empty.begin(2);
     empty.part(part(2, 1, 0));
     empty.end(2);
-    told(
-        &empty,
-        "no row came to it in the steps that were to be recorded in full",
-    );
+    check(&empty, "no rows arrived in the steps to record in full");
     let mut seen = begin("seen");
     all_slices(&mut seen, 2);
-    assert_eq!(seen.told_of_unseen(), None);
-    // A step that the run has not was told before it.
+    assert_eq!(seen.unrecorded_warning(), None);
+    // A step beyond the end of the run was reported before it started.
     let never = recording(&temp.path().join("never"), &[99]);
-    assert_eq!(never.told_of_unseen(), None);
-    // What the flight recorder wrote is there too.
+    assert_eq!(never.unrecorded_warning(), None);
+    // Stages that the flight recorder wrote count as recorded.
     ended.metrics(1, BTreeMap::new());
-    assert_eq!(ended.told_of_unseen(), None);
+    assert_eq!(ended.unrecorded_warning(), None);
 }

@@ -1,8 +1,8 @@
-//! Row groups of a Parquet file, their columns encoded by as many threads as there are cores.
+//! Row groups of a Parquet file, with columns encoded in parallel.
 //!
-//! Rows wait, as they are, until there are enough for a row group. Then each column is encoded by itself, and the calling
-//! thread puts the encoded columns into the file in their order, while others are still being encoded. So the bytes of a
-//! file depend on the rows alone, not on the threads.
+//! Rows are buffered until there are enough for a row group. Then each column is encoded on its own, and the calling
+//! thread appends the encoded columns to the file in order while others are still being encoded. So the bytes of a file
+//! depend only on the rows, not on the threads.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -23,19 +23,19 @@ use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 
-/// Bytes of rows that make a row group; so many wait in memory at most, beside those of the last slice.
+/// Bytes of rows in a row group; at most this many are buffered, plus those of the last slice.
 pub const ROW_GROUP_BYTES: usize = 32 << 20;
 
-/// Bytes of rows that are encoded at once. The encoder holds some 16 bytes more for each value of them, a column a
-/// thread, and is fastest while these lie in the cache.
+/// Bytes of rows that are encoded at once. The encoder uses about 16 more bytes for each of their values, for one
+/// column per thread, and is fastest while these fit in the cache.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Bytes of rows for which no thread is started.
-const ALONE_BYTES: usize = 1 << 20;
+/// Row groups with fewer bytes of rows are encoded by the calling thread.
+const SINGLE_THREAD_BYTES: usize = 1 << 20;
 
-/// The writers of a field, a leaf each.
+/// The writers of a field, one per leaf.
 type Writers = Vec<ArrowColumnWriter>;
-/// A field's place in the schema, and its leaves as they stand in the file.
+/// A field's position in the schema, and its encoded leaves.
 type Encoded = (usize, Result<Vec<ArrowColumnChunk>>);
 
 /// The rows of a file under construction.
@@ -49,7 +49,7 @@ pub(super) struct RowGroups {
 }
 
 impl RowGroups {
-    /// A file without rows, whose columns `threads` threads encode at most.
+    /// A file without rows; at most `threads` threads encode its columns.
     pub fn new(
         file: File,
         schema: SchemaRef,
@@ -68,7 +68,7 @@ impl RowGroups {
         })
     }
 
-    /// Adds rows, which have the file's schema.
+    /// Adds rows with the file's schema.
     pub fn add(&mut self, rows: &RecordBatch) -> Result<()> {
         let count = rows.num_rows();
         if count == 0 {
@@ -87,7 +87,7 @@ impl RowGroups {
         Ok(())
     }
 
-    /// Writes the rows that wait as a row group.
+    /// Writes the buffered rows as a row group.
     pub fn flush(&mut self) -> Result<()> {
         let rows = std::mem::take(&mut self.waiting);
         let bytes = std::mem::take(&mut self.waiting_bytes);
@@ -101,7 +101,7 @@ impl RowGroups {
             columns[self.file.schema_descr().get_column_root_idx(leaf)].push(writer);
         }
         let threads = match bytes {
-            ..ALONE_BYTES => 1,
+            ..SINGLE_THREAD_BYTES => 1,
             _ => self.threads.min(columns.len()),
         };
         let schema = self.schema.clone();
@@ -120,12 +120,12 @@ impl RowGroups {
         group.close().map(drop)
     }
 
-    /// Bytes that are in the file.
+    /// Bytes in the file.
     pub fn bytes_written(&self) -> usize {
         self.file.bytes_written()
     }
 
-    /// Writes what waits and ends the file; gives its size.
+    /// Writes the buffered rows and completes the file; returns its size.
     pub fn close(mut self, about: KeyValue) -> Result<usize> {
         self.flush()?;
         self.file.append_key_value_metadata(about);
@@ -134,27 +134,27 @@ impl RowGroups {
     }
 }
 
-/// Encodes columns by several threads, and hands them to `append` in their order as soon as they are there.
+/// Encodes columns in several threads, and passes them to `append` in order as soon as they are ready.
 fn encode_together(
     columns: Vec<Writers>,
     threads: usize,
     encode: &(impl Fn(usize, Writers) -> Result<Vec<ArrowColumnChunk>> + Sync),
     append: &mut impl FnMut(Vec<ArrowColumnChunk>) -> Result<()>,
 ) -> Result<()> {
-    let (give, jobs) = crossbeam_channel::unbounded();
+    let (queue, jobs) = crossbeam_channel::unbounded();
     for job in columns.into_iter().enumerate() {
-        // Its other end is `jobs`.
-        let _ = give.send(job);
+        // Cannot fail, since `jobs` is the receiver.
+        let _ = queue.send(job);
     }
-    drop(give);
-    let (tell, told) = crossbeam_channel::unbounded();
+    drop(queue);
+    let (results, encoded) = crossbeam_channel::unbounded();
     thread::scope(|scope| {
         for _ in 0..threads {
-            let (jobs, tell): (Receiver<(usize, Writers)>, Sender<Encoded>) =
-                (jobs.clone(), tell.clone());
+            let (jobs, results): (Receiver<(usize, Writers)>, Sender<Encoded>) =
+                (jobs.clone(), results.clone());
             let work = move || {
                 for (at, writers) in jobs {
-                    if tell.send((at, encode(at, writers))).is_err() {
+                    if results.send((at, encode(at, writers))).is_err() {
                         // An error ended the row group.
                         break;
                     }
@@ -165,9 +165,9 @@ fn encode_together(
                 .spawn_scoped(scope, work)
                 .map_err(|e| ParquetError::External(Box::new(e)))?;
         }
-        drop(tell);
+        drop(results);
         let (mut early, mut next) = (BTreeMap::new(), 0);
-        for (at, chunks) in told {
+        for (at, chunks) in encoded {
             early.insert(at, chunks?);
             while let Some(chunks) = early.remove(&next) {
                 append(chunks)?;
@@ -178,7 +178,7 @@ fn encode_together(
     })
 }
 
-/// A column of a row group.
+/// Encodes a column of a row group.
 fn encode(
     field: &Field,
     at: usize,
@@ -194,8 +194,8 @@ fn encode(
     writers.into_iter().map(ArrowColumnWriter::close).collect()
 }
 
-/// A list without the items of rows outside of it. The encoder converts all items that an array holds, however few of them
-/// its rows have: those of a whole step for each of its slices.
+/// A list array without the items of rows outside of it. The encoder converts all items of an array, even those that
+/// its rows do not use: for every slice those of the entire step.
 fn own_items(array: &ArrayRef) -> ArrayRef {
     let (DataType::List(item), Some(list)) = (array.data_type(), array.as_list_opt::<i32>()) else {
         return array.clone();
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_of_a_list_takes_its_own_items_along() {
+    fn a_slice_of_a_list_has_only_its_own_items() {
         let whole = lists(20, 100);
         let some = whole.slice(5, 4);
         let own = own_items(&some);
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_a_thread_is_the_error_of_the_row_group() {
+    fn an_error_in_a_thread_fails_the_row_group() {
         let columns = (0..4).map(|_| Vec::new()).collect();
         let encode = |at: usize, _: Writers| match at {
             2 => Err(ParquetError::General("column 2".to_owned())),
@@ -322,13 +322,13 @@ mod tests {
             appended += 1;
             Ok(())
         };
-        let told = encode_together(columns, 2, &encode, &mut append).expect_err("column 2");
-        assert!(told.to_string().contains("column 2"), "{told}");
+        let error = encode_together(columns, 2, &encode, &mut append).expect_err("column 2");
+        assert!(error.to_string().contains("column 2"), "{error}");
         assert!(appended <= 2);
     }
 
     #[test]
-    fn a_file_without_rows_is_a_file() {
+    fn a_file_without_rows_is_valid() {
         let temp = tempfile::tempdir().expect("a folder");
         let path = temp.path().join("file.parquet");
         let none = RecordBatch::new_empty(Arc::new(Schema::new(vec![Field::new(

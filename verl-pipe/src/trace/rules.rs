@@ -1,13 +1,13 @@
-//! Anomaly rules: what is looked for in every step, and what is said when it is found.
+//! Anomaly rules: what is checked in every step, and what is reported.
 //!
-//! A rule looks at the statistics and rows of a step before the update runs, or at its metrics after it. It *warns*, or
-//! *stops* the run before the optimiser moves (a rule on metrics: before the next one).
+//! A rule checks the statistics and rows of a step before the update runs, or its metrics afterwards. It *warns*, or
+//! *stops* the run before the optimiser step (a rule on metrics: before the next one).
 //!
-//! One cause is one event. A rule reports a stage and key when it begins to hold, and again only after it has not held
-//! for [`QUIET_STEPS`] steps. What follows from another finding of the same step (advantages of 0 from equal
-//! rewards) is counted, not reported. [`Fired`] sums up each rule at the end of a run.
+//! One cause is one event. A rule reports a stage and key when it first matches, and again only after [`QUIET_STEPS`]
+//! steps without a match. A finding that follows from another one in the same step (advantages of 0 from equal rewards)
+//! is neither reported nor counted. [`Fired`] summarises each rule at the end of a run.
 //!
-//! Built-in rules stand in [`RULES`]; `[trace.rules]` tunes or silences them by name:
+//! [`RULES`] lists the built-in rules; `[trace.rules]` tunes them or turns them off by name:
 //!
 //! ```toml
 //! [trace.rules.entropy_collapse]
@@ -17,10 +17,9 @@
 //! severity = "off"
 //! ```
 //!
-//! A rule of one's own implements [`Rule`] and is added to the pipeline
-//! ([`DataPipe::rule`](crate::pipe::DataPipe::rule)), or to the registry
-//! ([`Registry::rule`](crate::registry::Registry::rule)) for every pipeline that is read with it. It is tuned and silenced
-//! like those that are built in.
+//! A custom rule implements [`Rule`] and is added to the pipeline ([`DataPipe::rule`](crate::pipe::DataPipe::rule)), or
+//! to the registry ([`Registry::rule`](crate::registry::Registry::rule)) for every pipeline that is read with it. It is
+//! tuned and turned off like the built-in ones.
 
 mod book;
 mod built_in;
@@ -46,9 +45,9 @@ pub(crate) use book::RuleBook;
 pub use book::{Fired, QUIET_STEPS};
 pub use built_in::{BuiltIn, LooksAt, RULES};
 
-/// First steps of a run whose metrics are kept for rules.
+/// Number of first steps of a run whose metrics are kept for rules.
 pub const EARLY_STEPS: usize = 16;
-/// Newest steps of a run whose metrics are kept for rules.
+/// Number of newest steps of a run whose metrics are kept for rules.
 pub const HISTORY_STEPS: usize = 64;
 
 /// What a rule does when it fires.
@@ -57,11 +56,11 @@ pub const HISTORY_STEPS: usize = 64;
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
-    /// Nothing; it is not even looked at.
+    /// Nothing.
     Off,
     /// A line on the console and in `trace/anomalies.jsonl`; the flight recorder is written.
     Warn,
-    /// The same, and the run ends before the optimiser moves.
+    /// The same, and the run ends before the optimiser step.
     Stop,
 }
 
@@ -70,9 +69,9 @@ pub enum Severity {
 pub struct SeenBatch<'a> {
     /// Name of the stage.
     pub stage: &'a str,
-    /// Which side of it.
+    /// Side of the stage.
     pub side: Side,
-    /// The rows, in the stage's own names.
+    /// The rows; keys have the stage's own names.
     pub batch: &'a Batch,
 }
 
@@ -80,15 +79,15 @@ pub struct SeenBatch<'a> {
 pub struct StepView<'a> {
     /// Step of the run.
     pub step: u64,
-    /// Statistics of what came by so far.
+    /// Statistics of the step so far.
     pub stats: &'a [StatRow],
-    /// Rows that came by so far and are still in memory, in the order of stages.
+    /// Rows of the step so far that are still in memory, in order of arrival.
     pub batches: &'a [SeenBatch<'a>],
-    /// The stage that is about to update a model, and its input; `None` where the pipeline updates none.
+    /// The stage that is about to update a model, and its input; `None` if the step updates none.
     pub update: Option<SeenBatch<'a>>,
-    /// For each log-prob key that was compared with a counterpart: its name, and the largest distance of each row.
+    /// For each log-prob key that was compared with a counterpart, the largest distance of each row.
     pub distances: &'a BTreeMap<String, Vec<(RowId, f64)>>,
-    /// By stage: the longest response that a setting of the stage allows, and the name of the setting.
+    /// By stage: the setting that limits its responses, and its value (tokens).
     pub limits: &'a BTreeMap<String, (&'static str, usize)>,
 }
 
@@ -98,19 +97,18 @@ pub struct MetricsView<'a> {
     pub step: u64,
     /// Its metrics.
     pub metrics: &'a BTreeMap<String, f64>,
-    /// Metrics of the steps before, the newest last; [`HISTORY_STEPS`] at most.
+    /// Metrics of the previous steps, newest last; at most [`HISTORY_STEPS`].
     pub history: &'a VecDeque<BTreeMap<String, f64>>,
-    /// Metrics of the first steps of the run, this one left out; [`EARLY_STEPS`] at most.
+    /// Metrics of the first steps of the run, without this one; at most [`EARLY_STEPS`].
     pub early: &'a [BTreeMap<String, f64>],
-    /// Versions of the models when they were looked at last, and the step; now and then only, as a hash reads all
-    /// weights.
+    /// The last known versions of the models, with their steps; only every few steps, since a hash reads all weights.
     pub versions: &'a [(u64, BTreeMap<String, WeightsVersion>)],
     /// Whether every device of the run is a CPU.
     pub on_cpu: bool,
 }
 
 impl MetricsView<'_> {
-    /// The values of `name` in the steps before that have it, the newest last.
+    /// The values of `name` in the previous steps that have it, newest last.
     pub fn before(&self, name: &str) -> Vec<f64> {
         self.history
             .iter()
@@ -126,7 +124,7 @@ impl MetricsView<'_> {
             .collect()
     }
 
-    /// The value of `name` in this step and the `steps - 1` before, the newest last; `None` where one lacks it.
+    /// The values of `name` in this step and the `steps - 1` before it, newest last; `None` if one of them lacks it.
     pub fn last(&self, name: &str, steps: usize) -> Option<Vec<f64>> {
         let before = self.history.len().checked_sub(steps.saturating_sub(1))?;
         self.history
@@ -140,65 +138,66 @@ impl MetricsView<'_> {
 /// What a rule found.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Hit {
-    /// Name of the stage; a metric's group where it is about a metric.
+    /// Name of the stage, or group of the metric.
     pub stage: String,
     /// The key, or the metric.
     pub key: String,
-    /// What was measured, in the rule's unit.
+    /// Measured value, in the rule's unit.
     pub value: f64,
-    /// The rows that did most for it, the worst first.
+    /// The rows that contribute most, worst first.
     pub samples: Vec<RowId>,
     /// What is wrong, as a fragment that stands alone.
     pub what: String,
 }
 
-/// Looks for one kind of anomaly.
+/// Detects one kind of anomaly.
 pub trait Rule: Send {
-    /// Its name, unique.
+    /// Its unique name.
     fn name(&self) -> &str;
-    /// What it does when it fires, unless a setting says otherwise.
+    /// What it does when it fires, unless a setting overrides it.
     fn severity(&self) -> Severity {
         Severity::Warn
     }
-    /// Where it fires, unless a setting says otherwise.
+    /// Limit at which it fires, unless a setting overrides it.
     fn limit(&self) -> f64 {
         0.0
     }
     /// What to do when it has fired.
     fn advice(&self) -> &str;
-    /// What usually causes it, as a list; empty where nothing is known.
+    /// Likely causes, as a list; empty if none are known.
     fn causes(&self) -> &str {
         ""
     }
-    /// Names of rules from whose findings this one's follow: it reports nothing in a step in which one of them holds.
+    /// Names of rules whose findings imply this one's: it reports nothing in a step in which one of them matches,
+    /// unless its severity is [`Severity::Stop`].
     fn follows_from(&self) -> &[&str] {
         &[]
     }
-    /// Looks at a step before its update.
+    /// Checks a step before its update.
     fn before_update(&mut self, _view: &StepView<'_>, _limit: f64) -> Vec<Hit> {
         Vec::new()
     }
-    /// Looks at a step after its end.
+    /// Checks a step after its end.
     fn after_step(&mut self, _view: &MetricsView<'_>, _limit: f64) -> Vec<Hit> {
         Vec::new()
     }
 }
 
-/// A declared rule of one's own; each run makes its own rule of it.
+/// Declaration of a custom rule; each run builds its own instance.
 #[derive(Clone)]
 pub struct RuleDecl {
     /// Its name, unique among all rules.
     pub name: String,
-    /// What it does when it fires, unless a setting says otherwise.
+    /// What it does when it fires, unless a setting overrides it.
     pub severity: Severity,
-    /// Where it fires, unless a setting says otherwise.
+    /// Limit at which it fires, unless a setting overrides it.
     pub limit: f64,
-    /// Makes the rule.
+    /// Builds the rule.
     pub build: Arc<dyn Fn() -> Box<dyn Rule> + Send + Sync>,
 }
 
 impl RuleDecl {
-    /// The rule that `make` makes.
+    /// Declares the rule that `make` returns.
     pub fn new<R: Rule + 'static>(make: impl Fn() -> R + Send + Sync + 'static) -> RuleDecl {
         let rule = make();
         RuleDecl {
@@ -223,11 +222,11 @@ impl fmt::Debug for RuleDecl {
 /// A rule that fired: a line of `trace/anomalies.jsonl`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Anomaly {
-    /// Number of the trace's format.
+    /// Trace format number.
     pub format: u32,
     /// Name of the rule.
     pub rule: String,
-    /// What it does.
+    /// Severity of the rule.
     pub severity: Severity,
     /// Step of the run.
     pub step: u64,
@@ -235,27 +234,27 @@ pub struct Anomaly {
     pub stage: String,
     /// The key, or the metric.
     pub key: String,
-    /// The rows that did most for it, the worst first: `epoch.row#sample`.
+    /// The rows that contribute most, worst first: `epoch.row#sample`.
     pub samples: Vec<String>,
     /// The same as numbers, as in the column `sample_id`.
     pub sample_ids: Vec<u64>,
-    /// What was measured, in the rule's unit (see `docs/trace.md`); null where it is no finite number.
+    /// Measured value, in the rule's unit (see `docs/trace.md`); null if it is not finite.
     pub value: Option<f64>,
-    /// Where the rule fires, in the same unit.
+    /// Limit at which the rule fires, in the same unit.
     pub limit: f64,
     /// What is wrong, in words.
     pub what: String,
-    /// What usually causes it; empty where nothing is known.
+    /// Likely causes; empty if none are known.
     #[serde(default)]
     pub causes: String,
     /// What to do about it.
     pub advice: String,
-    /// Command that shows the step; empty where nothing is recorded of it.
+    /// Command that shows the step; empty if there is none.
     #[serde(default)]
     pub command: String,
 }
 
-/// On one line; with `{:#}` each part on a line of its own.
+/// On one line; with `{:#}` each part on its own line.
 impl fmt::Display for Anomaly {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Anomaly {

@@ -1,4 +1,4 @@
-//! A recorded step for people: the whole step as a table of stages, the rows of a stage, and one sample token by token.
+//! A recorded step for display: the step as a table of stages, the rows of a stage, and one sample token by token.
 
 mod rows;
 mod sample;
@@ -11,7 +11,7 @@ pub use sample::{RowValue, SampleView};
 pub use step::{KeySummary, StageSummary, StepSummary, step_summary};
 pub use view::{StepView, rows_of};
 
-/// Columns of a terminal that a text may take.
+/// Width limit of a text (terminal columns).
 const TEXT_WIDTH: usize = 88;
-/// Columns of a token's text.
+/// Width limit of a token's text (terminal columns).
 const TOKEN_WIDTH: usize = 16;

@@ -1,11 +1,11 @@
-//! A quantile sketch that costs one addition a value and can be merged by adding counts.
+//! A quantile sketch that costs one addition per value and can be merged by adding counts.
 //!
-//! Numbers are rounded to f32 and fall into the bucket that their sign, exponent and first four bits of mantissa name:
-//! 16 buckets an octave. Buckets are numbered in the order of their values. A bucket stands for its end nearer to
-//! zero, so a quantile is exact for short binary fractions and whole numbers below 32, and otherwise at most 1/16 of
-//! its value too near to zero.
+//! Numbers are rounded to f32; sign, exponent and the first four bits of the mantissa select the bucket: 16 buckets per
+//! octave. Buckets are numbered in the order of their values. A bucket stands for its end nearer to zero, so a quantile
+//! is exact for short binary fractions and whole numbers below 32, and otherwise too close to zero by at most 1/16 of
+//! its value.
 
-/// Bits of an f32 that do not take part.
+/// Low bits of an f32 that are ignored.
 const DROPPED: u32 = 19;
 /// Number of buckets.
 const BUCKETS: usize = 1 << (32 - DROPPED);
@@ -38,7 +38,7 @@ impl Sketch {
         *count = count.saturating_add(1);
     }
 
-    /// Buckets with their counts, rising.
+    /// Buckets with their counts, in ascending order.
     pub fn buckets(&mut self) -> Vec<(u16, u32)> {
         self.touched.sort_unstable();
         let counts = &self.counts;
@@ -46,7 +46,7 @@ impl Sketch {
         self.touched.iter().map(count).collect()
     }
 
-    /// Forgets all.
+    /// Removes all values.
     pub fn clear(&mut self) {
         for bucket in self.touched.drain(..) {
             self.counts[usize::from(bucket)] = 0;
@@ -54,7 +54,7 @@ impl Sketch {
     }
 }
 
-/// The bucket of a value that is no NaN.
+/// The bucket of a value that is not NaN.
 #[inline]
 pub fn bucket(value: f32) -> u16 {
     // Adding zero makes negative zero positive.
@@ -67,7 +67,7 @@ pub fn bucket(value: f32) -> u16 {
     (ordered >> DROPPED) as u16
 }
 
-/// What a bucket stands for: its end nearer to zero.
+/// The value that a bucket stands for: its end nearer to zero.
 pub fn bucket_value(bucket: u16) -> f64 {
     let ordered = u32::from(bucket) << DROPPED;
     let bits = if ordered >> 31 == 1 {
@@ -78,7 +78,7 @@ pub fn bucket_value(bucket: u16) -> f64 {
     f64::from(f32::from_bits(bits))
 }
 
-/// The value below which a share `q` of all counts lies; `None` where there are none.
+/// The value below which a share `q` of all counts lies; `None` if there are none.
 ///
 /// ```
 /// use verl_pipe::trace::sketch::{Sketch, quantile};
@@ -122,7 +122,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn buckets_keep_order_and_are_near(a in -1e30f32..1e30, b in -1e30f32..1e30) {
+        fn buckets_are_ordered_and_close(a in -1e30f32..1e30, b in -1e30f32..1e30) {
             prop_assert!((a <= b) == (bucket(a) <= bucket(b)) || bucket(a) == bucket(b));
             let stands = bucket_value(bucket(a));
             prop_assert!(stands.abs() <= f64::from(a).abs());
@@ -130,7 +130,7 @@ mod tests {
         }
 
         #[test]
-        fn quantiles_are_near_and_clear_forgets(mut values in prop::collection::vec(-100f32..100.0, 1..200)) {
+        fn quantiles_are_close_and_clear_removes_all(mut values in prop::collection::vec(-100f32..100.0, 1..200)) {
             let mut sketch = Sketch::default();
             sketch.add(1e9);
             sketch.clear();

@@ -1,4 +1,4 @@
-//! The file of one stage of a recorded step, read back: what it says about itself, and its rows by slice.
+//! Reads the file of one stage of a recorded step: its metadata, and its rows by slice.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -17,18 +17,18 @@ use crate::trace::error::TraceError;
 use crate::trace::format::{KeyColumn, MANIFEST_KEY, Side, SliceSpan, StageManifest, parse};
 use crate::trace::store::{SliceTrace, StageTrace};
 
-/// Rows that are decoded at once.
+/// Rows decoded at once.
 const READ_ROWS: usize = 4096;
 
-/// Reads a stage's file, wherever it lies and whatever it is called.
+/// Reads a stage's file at any path and under any name.
 ///
 /// # Errors
-/// A file that is missing or damaged, in another format, or compressed with a codec that is not read.
+/// A file that is missing or damaged, in another format, or compressed with an unsupported codec.
 pub fn read_stage(path: &Path) -> Result<StageTrace, TraceError> {
     read_stage_if(path, |_| Ok(()))
 }
 
-/// As [`read_stage`], once `fits` has agreed to what the file says about itself.
+/// As [`read_stage`], after `fits` has accepted the file's metadata.
 pub(crate) fn read_stage_if(
     path: &Path,
     fits: impl FnOnce(&StageManifest) -> Result<(), TraceError>,
@@ -70,16 +70,16 @@ pub(crate) fn read_stage_if(
     })
 }
 
-/// Whether this build decodes all columns of a file; it writes them with Snappy, other writers may not.
+/// Checks that this build can decode all columns of a file. It writes Snappy, but other writers may use other codecs.
 pub(crate) fn check_codecs(path: &Path, about: &ParquetMetaData) -> Result<(), TraceError> {
     let columns = about.row_groups().iter().flat_map(|group| group.columns());
-    let unread = columns.map(|column| column.compression()).find(|codec| {
+    let unsupported = columns.map(|column| column.compression()).find(|codec| {
         matches!(
             codec,
             Compression::ZSTD(_) | Compression::BROTLI(_) | Compression::LZO
         )
     });
-    match unread {
+    match unsupported {
         None => Ok(()),
         Some(codec) => Err(TraceError::UnknownCodec {
             path: path.to_owned(),
@@ -105,7 +105,7 @@ impl FileRows {
         TraceError::damaged(&self.path, reason)
     }
 
-    /// Whether every row belongs to one slice, and its own columns say the same of its place as the file's metadata.
+    /// Checks that every row belongs to one slice, and that its own columns agree with the file's metadata about it.
     fn check_places(&self, manifest: &StageManifest) -> Result<(), TraceError> {
         let mut spans: Vec<&SliceSpan> = manifest.slices.iter().collect();
         spans.sort_by_key(|span| (span.first, span.len));
@@ -113,7 +113,7 @@ impl FileRows {
         for span in &spans {
             if span.first != next {
                 return Err(self.damaged(format!(
-                    "slice {} of the {} begins at row {}, but the rows before it end at {next}",
+                    "slice {} of the {} begins at row {}, but the previous slice ends at row {next}",
                     span.slice,
                     span.side.as_str(),
                     span.first
@@ -123,14 +123,14 @@ impl FileRows {
         }
         let rows: usize = self.pieces.iter().map(RecordBatch::num_rows).sum();
         if rows != next {
-            return Err(self.damaged(format!("it holds {rows} rows, its slices have {next}")));
+            return Err(self.damaged(format!("it contains {rows} rows, but its slices have {next}")));
         }
         let [sides, waves, slices, samples, groups] =
             ["side", "wave", "slice", SAMPLE_ID, GROUP_ID].map(|name| self.whole(name));
         let (sides, waves, slices) = (sides?, waves?, slices?);
         let (samples, groups) = (samples?, groups?);
         let of_type = |name: &str, array: &ArrayRef| {
-            self.damaged(format!("its column `{name}` is of {}", array.data_type()))
+            self.damaged(format!("column `{name}` has type {}", array.data_type()))
         };
         let text = sides.as_string_opt::<i32>();
         let text = text.ok_or_else(|| of_type("side", &sides))?;
@@ -155,7 +155,7 @@ impl FileRows {
                     .contains(&side)
                 {
                     return Err(self.damaged(format!(
-                        "row {row} has the side `{side}`; a row is `input` or `output`"
+                        "row {row} has side `{side}` instead of `input` or `output`"
                     )));
                 }
                 let says = (
@@ -166,15 +166,15 @@ impl FileRows {
                 let (own, number) = (span.side.as_str(), span.slice as u64);
                 if says != (own, span.wave, number) {
                     return Err(self.damaged(format!(
-                        "row {row} says that it is of the {}, wave {}, slice {}; the file's metadata has it in the {own}, wave {}, slice {number}",
+                        "row {row} has side {}, wave {}, slice {}, but the file's metadata says {own}, wave {}, slice {number}",
                         says.0, says.1, says.2, span.wave
                     )));
                 }
-                // What a stage is given has the groups of its samples; what it emits is its own affair.
+                // Input rows have the groups of their samples; output rows may have any.
                 let (sample, group) = (RowId(samples.value(row)), groups.value(row));
                 if span.side == Side::Input && sample.group() != group {
                     return Err(self.damaged(format!(
-                        "row {row} is sample {sample}, whose group is {}, but its `{GROUP_ID}` is {group}",
+                        "row {row} is sample {sample} of group {}, but its `{GROUP_ID}` is {group}",
                         sample.group()
                     )));
                 }
@@ -203,7 +203,7 @@ impl FileRows {
         }
     }
 
-    /// The slices of one side; parts of a slice are put together.
+    /// The slices of one side; the parts of a slice are joined.
     fn slices(&self, manifest: &StageManifest, side: Side) -> Result<Vec<SliceTrace>, TraceError> {
         let keys: Vec<&KeyColumn> = manifest.keys.iter().filter(|k| k.side == side).collect();
         let schema = self.batch_schema(&keys)?;
@@ -248,7 +248,7 @@ impl FileRows {
         Ok(Arc::new(Schema::new(fields)))
     }
 
-    /// A column of the rows of a slice's parts, which [`FileRows::check_places`] has found to be there.
+    /// A column of the rows of a slice's parts, which [`FileRows::check_places`] has checked.
     fn column(&self, name: &str, parts: &[&SliceSpan]) -> Result<ArrayRef, TraceError> {
         let at = self.schema.index_of(name).map_err(|e| self.damaged(e))?;
         let mut arrays: Vec<ArrayRef> = Vec::new();
@@ -301,7 +301,7 @@ mod tests {
         (temp, path)
     }
 
-    /// What is said of the file with `column` set to `array` in all rows, its metadata as it was.
+    /// The error after `column` is set to `array` in all rows and the metadata is left unchanged.
     fn with_column(path: &Path, column: &str, array: ArrayRef) -> String {
         let file = File::open(path).expect("opens");
         let builder = ParquetRecordBatchReaderBuilder::try_new(file).expect("a file");
@@ -329,15 +329,15 @@ mod tests {
         }
         writer.write(&record).expect("writes");
         writer.close().expect("ends");
-        let error = read_stage(path).expect_err("not as it was");
+        let error = read_stage(path).expect_err("changed");
         assert_eq!(error.code(), "T003");
-        let told = error.to_string();
-        let reason = told.split_once("` is damaged: ").expect("damaged").1;
+        let message = error.to_string();
+        let reason = message.split_once("` is damaged: ").expect("damaged").1;
         reason.to_owned()
     }
 
     #[test]
-    fn the_columns_of_a_rows_place_say_what_the_metadata_says() {
+    fn columns_that_disagree_with_the_metadata_are_reported() {
         let check = |column: &str, array: ArrayRef, expected: &str| {
             let (_temp, path) = written();
             assert_eq!(with_column(&path, column, array), expected);
@@ -349,41 +349,41 @@ mod tests {
         check(
             "side",
             sides([input, Some("parameter"), output, output]),
-            "row 1 has the side `parameter`; a row is `input` or `output`",
+            "row 1 has side `parameter` instead of `input` or `output`",
         );
         check(
             "side",
             sides([input, input, None, output]),
-            "row 2 has the side `null`; a row is `input` or `output`",
+            "row 2 has side `null` instead of `input` or `output`",
         );
         check(
             "side",
             sides([input, input, input, output]),
-            "row 2 says that it is of the input, wave 0, slice 0; the file's metadata has it in the output, wave 0, slice 0",
+            "row 2 has side input, wave 0, slice 0, but the file's metadata says output, wave 0, slice 0",
         );
         let numbers = |numbers: [u32; 4]| -> ArrayRef {
             Arc::new(arrow_array::UInt32Array::from(numbers.to_vec()))
         };
-        check("side", numbers([0; 4]), "its column `side` is of UInt32");
+        check("side", numbers([0; 4]), "column `side` has type UInt32");
         check(
             "slice",
             numbers([0, 0, 0, 1]),
-            "row 3 says that it is of the output, wave 0, slice 1; the file's metadata has it in the output, wave 0, slice 0",
+            "row 3 has side output, wave 0, slice 1, but the file's metadata says output, wave 0, slice 0",
         );
         let id = RowId::prompt(0, 7).expect("in range");
         let ids: ArrayRef = Arc::new(arrow_array::UInt64Array::from(vec![id.group(); 4]));
-        let told = {
+        let reason = {
             let (_temp, path) = written();
             with_column(&path, GROUP_ID, ids)
         };
         assert!(
-            told.starts_with("row 1 is sample 0.9#0, whose group"),
-            "{told}"
+            reason.starts_with("row 1 is sample 0.9#0 of group"),
+            "{reason}"
         );
     }
 
     #[test]
-    fn rows_that_belong_to_no_slice_are_told() {
+    fn rows_without_a_slice_are_reported() {
         let (_temp, path) = written();
         let read = read_stage(&path).expect("reads");
         let check = |change: fn(&mut Vec<SliceSpan>), expected: &str| {
@@ -400,24 +400,24 @@ mod tests {
                     .collect::<Result<_, _>>()
                     .expect("decodes"),
             };
-            let error = rows.check_places(&manifest).expect_err("not as it was");
+            let error = rows.check_places(&manifest).expect_err("changed");
             assert!(error.to_string().contains(expected), "{error}");
         };
         check(
             |slices| slices.truncate(1),
-            "it holds 4 rows, its slices have 2",
+            "it contains 4 rows, but its slices have 2",
         );
         check(
             |slices| slices[1].first = 1,
-            "slice 0 of the output begins at row 1, but the rows before it end at 2",
+            "slice 0 of the output begins at row 1, but the previous slice ends at row 2",
         );
     }
 
     #[test]
-    fn a_codec_that_is_not_read_is_named_and_not_called_damage() {
+    fn an_unsupported_codec_is_not_reported_as_damage() {
         let (_temp, path) = written();
         let mut bytes = fs::read(&path).expect("reads");
-        // In the footer a column's path is followed by its codec: field 4, a 32-bit number, Snappy; made Zstandard.
+        // In the footer a column's path is followed by its codec: field 4, a 32-bit number. Snappy becomes Zstandard.
         for name in ["side", "wave", "slice", SAMPLE_ID, GROUP_ID] {
             let snappy = [name.as_bytes(), &[0x15, 0x02]].concat();
             let places: Vec<usize> = (0..bytes.len() - snappy.len())
@@ -429,11 +429,12 @@ mod tests {
         fs::write(&path, bytes).expect("writes");
         let error = read_stage(&path).expect_err("another codec");
         assert_eq!(error.code(), "T002");
-        let told = error.to_string();
+        let message = error.to_string();
         assert!(
-            told.contains("is compressed with ZSTD") && told.contains("none, Snappy, LZ4 and Gzip"),
-            "{told}"
+            message.contains("is compressed with ZSTD")
+                && message.contains("Snappy, LZ4 or Gzip"),
+            "{message}"
         );
-        assert!(!told.contains("damaged"), "{told}");
+        assert!(!message.contains("damaged"), "{message}");
     }
 }

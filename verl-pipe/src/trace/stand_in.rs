@@ -1,5 +1,5 @@
-//! Stages of a recorded run whose kind this build does not have, such as those that a program added: they stand in the
-//! plan with what they declared then, and are never called.
+//! Placeholders for stages of a recorded run whose kind this build does not have, such as custom stages: they have the
+//! recorded declaration in the plan, and are never called.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +23,7 @@ use crate::stage::{
 };
 use crate::trace::conditions::Conditions;
 
-/// What a stage declared, as far as rows, keys and models go: enough to place it in a plan.
+/// A stage's declaration of rows, keys and models: enough to place it in a plan.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StageShape {
     /// Name in the pipeline.
@@ -32,34 +32,34 @@ pub struct StageShape {
     pub kind: String,
     /// Keys that it needs.
     pub reads: Vec<Field>,
-    /// Keys that it reads where they are written.
+    /// Keys that it reads if some stage writes them.
     pub reads_optional: Vec<Field>,
     /// Keys that it writes.
     pub writes: Vec<Field>,
-    /// Keys that it reads one a group.
+    /// Keys that it reads once per group.
     pub broadcast: Vec<String>,
     /// What it does to rows.
     pub rows: RowRule,
-    /// How its input may be cut.
+    /// How its input may be split.
     pub cardinality: Cardinality,
     /// When it runs.
     pub cadence: Cadence,
     /// Models that it uses.
     pub models: Vec<(String, Access)>,
-    /// Rows of one call, where it says so.
+    /// Rows per call, if declared.
     pub slice_rows: Option<usize>,
-    /// Longest time of a row in seconds, where it says so.
+    /// Longest time for a row, if declared (seconds).
     pub deadline_s: Option<f64>,
-    /// What becomes of a row that failed.
+    /// What happens to a row that failed.
     pub on_row_error: OnRowError,
-    /// How many groups it is to keep.
+    /// Number of groups to keep.
     pub refill: Option<Refill>,
-    /// Whether it draws other rows in each wave.
+    /// Whether it draws different rows in each wave.
     pub draws_waves: bool,
 }
 
 impl StageShape {
-    /// That of a stage of a plan.
+    /// The declaration of a planned stage.
     pub fn of(stage: &PlannedStage) -> StageShape {
         let spec = &stage.spec;
         StageShape {
@@ -108,7 +108,7 @@ fn no_kind(kind: &str) -> String {
     format!("this build has no stage kind `{kind}`")
 }
 
-/// Declares what a stage declared, and refuses to run.
+/// Repeats a recorded declaration, and refuses to run.
 struct StandIn(StageShape);
 
 impl Stage for StandIn {
@@ -121,26 +121,26 @@ impl Stage for StandIn {
     }
 }
 
-/// The pipeline of a run's folder. Stages of unknown kinds are stood in for where the trace tells what they declared.
+/// The pipeline of a run folder. Stages of unknown kinds become placeholders if the trace has their declarations.
 ///
 /// # Errors
-/// All faults of `config.toml`.
+/// All errors in `config.toml`.
 pub fn read_recorded(dir: &Path, registry: &Registry) -> Result<DataPipe, Vec<Diagnostic>> {
     let path = dir.join("config.toml");
     let none: [&str; 0] = [];
-    let Some((known, strangers)) = split(dir, &path, registry) else {
+    let Some((known, unknown)) = split(dir, &path, registry) else {
         return read_pipeline(&path, &none, registry);
     };
     let mut pipe = parse_pipeline(&known, &path.display().to_string(), &none, registry)?;
     pipe.base = dir.to_owned();
-    for (at, stage) in strangers {
+    for (at, stage) in unknown {
         pipe.stages.insert(at.min(pipe.stages.len()), stage);
     }
     Ok(pipe)
 }
 
-/// The file without the stages of unknown kinds, and these with their places; `None` where there are none, or where
-/// the file or the trace does not tell enough.
+/// The file without the stages of unknown kinds, and placeholders for these with their positions; `None` if there are
+/// none, or if information is missing in the file or the trace.
 fn split(
     dir: &Path,
     path: &Path,
@@ -156,15 +156,15 @@ fn split(
         return None;
     }
     let conditions = Conditions::read(dir).ok()??;
-    let (mut known, mut strangers) = (Vec::new(), Vec::new());
+    let (mut known, mut unknown) = (Vec::new(), Vec::new());
     for (at, stage) in stages.drain(..).enumerate() {
         match is_known(&stage) {
             true => known.push(stage),
-            false => strangers.push((at, stand_in(&stage, &conditions)?)),
+            false => unknown.push((at, stand_in(&stage, &conditions)?)),
         }
     }
     *stages = known;
-    Some((toml::to_string(&document).ok()?, strangers))
+    Some((toml::to_string(&document).ok()?, unknown))
 }
 
 fn stand_in(entry: &toml::Value, conditions: &Conditions) -> Option<StageDecl> {

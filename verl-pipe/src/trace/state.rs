@@ -1,5 +1,4 @@
-//! State of models and stages at the start of traced steps: content-addressed, so that what does not change is kept
-//! once.
+//! State of models and stages at the start of traced steps: content-addressed, so an unchanged state is stored once.
 
 use std::fs;
 use std::io::Write;
@@ -15,12 +14,12 @@ use crate::trace::format::{FORMAT, Layout, StateRef, parse};
 use crate::trace::partial::{make_dir, write_aside, write_json};
 use crate::trace::store::TraceDir;
 
-/// The document beside the tensors: `trace/state/<sha256>.json`.
+/// The document next to the tensors: `trace/state/<sha256>.json`.
 #[derive(Debug, Serialize, Deserialize, JsonSchema)]
 pub(crate) struct Beside {
-    /// Number of the trace's format.
+    /// Trace format number.
     format: u32,
-    /// What the model or stage keeps beside its tensors; its own to read.
+    /// What the model or stage stores besides its tensors; only it interprets this value.
     about: Value,
 }
 
@@ -33,7 +32,7 @@ fn name_of(tensors: &[u8], about: &str) -> String {
     hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Writes a state unless it is there; gives its name and the bytes that were written.
+/// Writes a state unless it is on disk already; returns its name and the number of bytes written.
 pub(crate) fn write_state(
     layout: &Layout,
     state: &StoredState,
@@ -55,13 +54,13 @@ pub(crate) fn write_state(
         format: FORMAT,
         about: state.about.clone(),
     };
-    // Last, as the mark that both are whole.
+    // Written last: once the document exists, both files are complete.
     write_json(&document, &beside)?;
     Ok((name, (state.tensors.len() + about.len()) as u64))
 }
 
 impl TraceDir {
-    /// The state that `reference` of a step's manifest names; `None` where only its version was recorded.
+    /// The state that `reference` in a step's manifest refers to; `None` if only its version was recorded.
     ///
     /// # Errors
     /// A file that is missing, damaged or in another format.
@@ -77,7 +76,7 @@ impl TraceDir {
         let path = dir.join(format!("{name}.safetensors"));
         let tensors = fs::read(&path).map_err(|e| TraceError::file("read", &path, e))?;
         if name_of(&tensors, &beside.about.to_string()) != *name {
-            let reason = "its content is not what its name says: it was changed, or is not whole";
+            let reason = "its content does not match the hash in its name: it was changed or is incomplete";
             return Err(TraceError::damaged(&path, reason));
         }
         Ok(Some(StoredState {
@@ -95,7 +94,7 @@ mod tests {
     use crate::trace::writer::TraceWriter;
 
     #[test]
-    fn equal_states_are_kept_once() {
+    fn equal_states_are_stored_once() {
         let temp = tempfile::tempdir().expect("a folder");
         let format = TraceFormat {
             format: FORMAT,
@@ -142,7 +141,7 @@ mod tests {
         let error = read.state(&reference(Some(one))).expect_err("changed");
         assert_eq!(error.code(), "T003");
         assert!(
-            error.to_string().contains("not what its name says"),
+            error.to_string().contains("does not match the hash"),
             "{error}"
         );
     }

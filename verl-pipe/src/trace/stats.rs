@@ -1,10 +1,10 @@
 //! Statistics of one key on one side of a stage in one step: one pass over each column, straight from Arrow's buffers.
 //!
-//! Slices arrive in any order. Counts, sketch and hash are sums, which no order changes; means and deviations are put
-//! together in the order of slices. So a row of the table does not depend on timing.
+//! Slices arrive in any order. Counts, sketch and hash are sums, which do not depend on the order; means and deviations
+//! are merged in the order of slices. So a row of the table does not depend on timing.
 //!
-//! The hash of a key is the sum, modulo 2⁶⁴, over its rows of XXH3-64 of the row's bytes with the row's `sample_id` as
-//! seed. It does not depend on how rows were cut into slices, and changes with any bit of any value.
+//! The hash of a key is the sum over its rows, modulo 2⁶⁴, of XXH3-64 of the row's bytes with the row's `sample_id` as
+//! seed. It does not depend on the division into slices, and changes with any bit of any value.
 
 use arrow_array::cast::AsArray;
 use arrow_array::types::{
@@ -18,7 +18,7 @@ use crate::trace::format::Side;
 use crate::trace::ratio::RatioStats;
 use crate::trace::sketch::{Sketch, quantile};
 
-/// Shares for which the table has a quantile each.
+/// Shares for which the table has a quantile.
 pub const QUANTILES: [f64; 7] = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
 
 /// A row of the table of statistics.
@@ -28,7 +28,7 @@ pub struct StatRow {
     pub step: u64,
     /// Name of the stage.
     pub stage: String,
-    /// Which side of it.
+    /// Side of the stage.
     pub side: Side,
     /// The stage's own name of the key.
     pub key: String,
@@ -46,7 +46,7 @@ pub struct StatRow {
     pub zeros: u64,
     /// Values that are NaN or infinite.
     pub non_finite: u64,
-    /// Smallest finite value; `None` for text and where there is none.
+    /// Smallest finite value; `None` for text and if there is none.
     pub min: Option<f64>,
     /// Largest finite value.
     pub max: Option<f64>,
@@ -58,7 +58,7 @@ pub struct StatRow {
     pub quantiles: [Option<f64>; 7],
     /// The sketch: buckets with their counts; see [`sketch`](crate::trace::sketch).
     pub sketch: Vec<(u16, u32)>,
-    /// Content hash; see the module.
+    /// Content hash; see the module documentation.
     pub hash: u64,
     /// Shortest row: list items of a ragged key, characters of a text.
     pub length_min: Option<u64>,
@@ -66,13 +66,13 @@ pub struct StatRow {
     pub length_mean: Option<f64>,
     /// Longest row.
     pub length_max: Option<u64>,
-    /// Share of rows whose response reached the token limit, where the batch tells finish reasons.
+    /// Share of rows whose response reached the token limit, if the batch has finish reasons.
     pub truncated_share: Option<f64>,
-    /// For log-probs: what became of the ratio to their counterpart.
+    /// For log-probs: statistics of the ratio to their counterpart.
     pub ratio: Option<RatioStats>,
 }
 
-/// What one part of one slice adds.
+/// Statistics of one part of one slice.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Partial {
     rows: u64,
@@ -85,7 +85,7 @@ pub(crate) struct Partial {
     min: f64,
     max: f64,
     sum: f64,
-    /// Of this part; the table's mean comes from the sum, which is exact for small whole numbers.
+    /// Mean of this part; the table's mean comes from the sum, which is exact for small whole numbers.
     mean: f64,
     /// Sum of squared distances from the mean.
     m2: f64,
@@ -127,7 +127,7 @@ impl Partial {
         self.length_max = self.length_max.max(length);
     }
 
-    /// Chan et al. 1983: means and squared distances of two sets put together.
+    /// Merges means and squared distances of two sets (Chan et al. 1983).
     fn merge(&mut self, other: &Partial) {
         let finite = self.finite + other.finite;
         if other.finite > 0 {
@@ -158,7 +158,7 @@ impl Partial {
 pub(crate) struct KeyStats {
     sketch: Sketch,
     hash: u64,
-    /// By slice and part of it.
+    /// By slice and part.
     partials: Vec<((usize, usize), Partial)>,
 }
 
@@ -179,7 +179,7 @@ impl KeyStats {
         self.partials.push((at, adder.partial));
     }
 
-    /// The row of the table so far; the caller knows where the key is.
+    /// The row of the table so far; `place` says which key it is.
     pub(crate) fn row(&mut self, place: Place<'_>) -> StatRow {
         self.partials.sort_by_key(|(at, _)| *at);
         let mut all = Partial::default();
@@ -220,11 +220,11 @@ impl KeyStats {
     }
 
     /// Whether anything was added.
-    pub(crate) fn came(&self) -> bool {
+    pub(crate) fn has_parts(&self) -> bool {
         !self.partials.is_empty()
     }
 
-    /// Ready for the next step.
+    /// Resets for the next step.
     pub(crate) fn clear(&mut self) {
         self.sketch.clear();
         self.hash = 0;
@@ -232,7 +232,7 @@ impl KeyStats {
     }
 }
 
-/// Where a key is.
+/// Step, stage, side and names of a key.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place<'a> {
     pub step: u64,
@@ -240,11 +240,11 @@ pub(crate) struct Place<'a> {
     pub side: Side,
     pub key: &'a str,
     pub name: &'a str,
-    /// Without sketch and quantiles, which cost most.
+    /// Whether to leave out sketch and quantiles, which cost most.
     pub brief: bool,
 }
 
-/// A number that a column can hold.
+/// A numeric type of a column.
 trait Number: Copy {
     fn number(self) -> f64;
 }
@@ -374,7 +374,7 @@ impl Adder<'_> {
     #[inline]
     fn numbers<T: Number>(&mut self, values: &[T]) {
         let finite = |value: &T| value.number().is_finite();
-        // Distances from a value of the column, so that large numbers close together keep their digits.
+        // Distances from a value of the column, so that large numbers that are close together do not lose digits.
         let Some(origin) = values.iter().find(|v| finite(v)).map(|v| v.number()) else {
             self.partial.non_finite += values.len() as u64;
             return;
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn large_numbers_close_together_keep_their_deviation() {
+    fn large_numbers_close_together_have_an_exact_deviation() {
         let numbers: ArrayRef =
             Arc::new(arrow_array::UInt64Array::from(vec![1 << 40, (1 << 40) + 2]));
         assert_eq!(of(&[(numbers, vec![1, 2])]).std, Some(1.0));
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn a_null_an_empty_list_and_another_bit_have_other_hashes() {
+    fn nulls_empty_lists_and_single_bits_change_the_hash() {
         let hash = |row: Option<Vec<f32>>| of(&[(lists(&[row]), vec![9])]).hash;
         let all = [
             hash(None),
@@ -494,7 +494,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_cut_and_no_order_of_slices_changes_the_row(
+        fn the_row_does_not_depend_on_slices_or_their_order(
             rows in prop::collection::vec(prop::option::of(prop::collection::vec(-9f32..9.0, 0..5)), 1..20),
             cut in 0usize..20,
         ) {
@@ -507,7 +507,7 @@ mod tests {
             let mut reversed = KeyStats::default();
             reversed.add((1, 0), &tail, &ids[cut..]);
             reversed.add((0, 0), &head, &ids[..cut]);
-            // Bit by bit the same in any order of arrival.
+            // The bits are the same in any order of arrival.
             prop_assert_eq!(&reversed.row(PLACE), &cut_row);
             let exact = |row: &StatRow| (row.rows, row.nulls, row.count, row.zeros, row.hash, row.min.map(f64::to_bits), row.sketch.clone());
             prop_assert_eq!(exact(&whole), exact(&cut_row));

@@ -1,4 +1,4 @@
-//! What the statistics alone tell of a step that was not recorded in full: which key went wrong first, not which row.
+//! Faults found with statistics only, for a step that was not recorded in full: the first wrong key, but not the row.
 
 use crate::schedule::placement::Schedule;
 use crate::trace::first_bad::{Fault, FirstBad, reaches, through};
@@ -6,8 +6,8 @@ use crate::trace::format::Side;
 use crate::trace::stats::StatRow;
 use crate::trace::text::count;
 
-/// The first fault that the statistics of one step show, in the order of the plan: a value that is not finite, or an
-/// input whose hash is not that of what was written.
+/// The first fault in the statistics of one step, in the order of the plan: a value that is not finite, or an input
+/// whose hash differs from that of the written key.
 pub(crate) fn first_fault_of_stats(
     schedule: &Schedule,
     step: u64,
@@ -47,8 +47,8 @@ pub(crate) fn first_fault_of_stats(
     })
 }
 
-/// The statistics of what was written, where the reader is given the very same rows: neither repeated nor thinned out,
-/// and of the same type.
+/// The statistics of the written key, if the reader gets exactly those rows: not repeated, not filtered, and of the
+/// same type.
 fn written_as<'a>(
     schedule: &Schedule,
     reader: usize,
@@ -132,7 +132,7 @@ mod tests {
         }
     }
 
-    /// Rows of a sound step, with one number changed: the place in the list, its hash, its count of broken values.
+    /// Rows of a correct step with one row changed: its position, its hash, its number of values that are not finite.
     fn check(change: (usize, u64, u64), expected: Option<(&str, &str, Fault)>) {
         let mut rows = vec![
             row("source", Side::Output, "responses", 1, 0),
@@ -149,11 +149,11 @@ mod tests {
     }
 
     #[test]
-    fn hashes_and_broken_values_name_stage_and_key() {
+    fn hashes_and_non_finite_values_locate_stage_and_key() {
         check((0, 1, 0), None);
         check((3, 9, 0), Some(("sink", "rewards", Fault::Edge)));
         check((2, 2, 1), Some(("score", "rewards", Fault::NonFinite)));
-        // What was written and what was given disagree: seen where it was given.
+        // Written and read rows disagree: found at the reader.
         check((0, 9, 0), Some(("score", "responses", Fault::Edge)));
     }
 }

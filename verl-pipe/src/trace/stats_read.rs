@@ -1,4 +1,4 @@
-//! The table of statistics, read back: parts, and the stream of the newest steps, of a run that may go on.
+//! Reads the table of statistics: parts, and the stream of the newest steps, of a run that may be in progress.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -22,10 +22,10 @@ use crate::trace::stats_table::QUANTILE_COLUMNS;
 use crate::trace::store::{DamagedFile, TraceDir};
 
 impl TraceDir {
-    /// Statistics of the steps in `range`, in the order of steps and stages; those of a run that still goes on too.
+    /// Statistics of the steps in `range`, in the order of steps and stages; the run may be in progress.
     ///
     /// # Errors
-    /// A part that is damaged or in another format; a stream of the newest steps whose head is damaged.
+    /// A part that is damaged or in another format; a stream of the newest steps that is damaged.
     pub fn stats(&self, range: impl RangeBounds<u64>) -> Result<Vec<StatRow>, TraceError> {
         let (rows, mut damaged) = self.stats_as_found(range);
         match damaged.is_empty() {
@@ -34,15 +34,15 @@ impl TraceDir {
         }
     }
 
-    /// As [`TraceDir::stats`], without the parts that cannot be read, and with what is wrong with them.
+    /// As [`TraceDir::stats`], but skips unreadable files and returns what is wrong with them.
     pub fn stats_as_found(&self, range: impl RangeBounds<u64>) -> (Vec<StatRow>, Vec<DamagedFile>) {
         let mut rows = Vec::new();
         let damaged = self.each_stats(range, |part| rows.extend(part));
         (rows, damaged)
     }
 
-    /// Hands statistics of the steps in `range` to `take`, some dozen whole steps at a time: those of a long run need not
-    /// be in memory at once. Returns what is wrong with files that cannot be read.
+    /// Passes the statistics of the steps in `range` to `take`, a few dozen complete steps at a time, so that those of
+    /// a long run need not be in memory at once. Returns what is wrong with unreadable files.
     pub fn each_stats(
         &self,
         range: impl RangeBounds<u64>,
@@ -50,7 +50,7 @@ impl TraceDir {
     ) -> Vec<DamagedFile> {
         let dir = self.layout().stats();
         let mut damaged = Vec::new();
-        // The stream first: should a part be written meanwhile, its steps are found in either.
+        // The stream first: a part that is written in the meantime has the steps of the stream, so none is missed.
         let live = read_live(&dir.join("live.arrows"));
         let parts = parts(&dir);
         let mut known = BTreeSet::new();
@@ -75,7 +75,7 @@ impl TraceDir {
                 }),
             }
         }
-        // The stream holds what the parts do not: steps behind the last of them.
+        // The stream has the steps after the last part.
         let last = known.last().copied();
         let last = last.max(parts.last().map(|(first, _)| *first));
         let last = last.max(live.rows.last().map(|row| row.step));
@@ -96,7 +96,7 @@ impl TraceDir {
     }
 }
 
-/// Whether steps from `first` to the one before `next` may lie in `range`.
+/// Whether a step from `first` up to but excluding `next` may be in `range`.
 fn overlaps(range: &impl RangeBounds<u64>, first: u64, next: Option<u64>) -> bool {
     let begins = match range.start_bound() {
         Bound::Unbounded => true,
@@ -111,7 +111,7 @@ fn overlaps(range: &impl RangeBounds<u64>, first: u64, next: Option<u64>) -> boo
     begins && ends
 }
 
-/// The parts, by the step with which each begins.
+/// The parts, each with its first step.
 pub(super) fn parts(dir: &Path) -> Vec<(u64, PathBuf)> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let mut parts: Vec<(u64, PathBuf)> = entries
@@ -132,8 +132,8 @@ fn read_part(path: &Path) -> Result<Vec<StatRow>, TraceError> {
         ParquetRecordBatchReaderBuilder::try_new(file).map_err(|e| TraceError::damaged(path, e))?;
     let about = builder.metadata().file_metadata().key_value_metadata();
     let mut entries = about.into_iter().flatten();
-    let told = entries.find(|entry| entry.key == MANIFEST_KEY);
-    let text = told
+    let entry = entries.find(|entry| entry.key == MANIFEST_KEY);
+    let text = entry
         .and_then(|entry| entry.value.clone())
         .unwrap_or_default();
     let _: serde_json::Value = crate::trace::format::parse(path, &text)?;
@@ -147,15 +147,15 @@ fn read_part(path: &Path) -> Result<Vec<StatRow>, TraceError> {
     Ok(rows)
 }
 
-/// What a stream holds, and what is wrong with it.
+/// The rows of a stream, and what is wrong with it.
 #[derive(Default)]
 struct Live {
     rows: Vec<StatRow>,
     error: Option<TraceError>,
 }
 
-/// What can be read of a stream whose writer may be in the middle of a message, or gone. That its last message is cut off is
-/// no fault; its head was whole when the file was given its name.
+/// Reads a stream whose writer may be in the middle of a message, or gone. A truncated last message is not an error;
+/// the head was complete when the file was renamed.
 fn read_live(path: &Path) -> Live {
     let mut live = Live::default();
     let file = match File::open(path) {
@@ -167,7 +167,7 @@ fn read_live(path: &Path) -> Live {
         }
     };
     let mut damaged = |reason: String| live.error = Some(TraceError::damaged(path, reason));
-    let file = ToItsEnd {
+    let file = EndAware {
         file: BufReader::new(file),
         ended: false,
     };
@@ -175,7 +175,7 @@ fn read_live(path: &Path) -> Live {
         Ok(reader) => reader,
         Err(error) => {
             damaged(format!(
-                "its head is not that of an Arrow stream ({error}), so that none of its steps can be read"
+                "its head is not that of an Arrow stream ({error}), so none of its steps can be read"
             ));
             return live;
         }
@@ -192,7 +192,7 @@ fn read_live(path: &Path) -> Live {
             Err(_) if reader.get_ref().ended => break,
             Err(error) => {
                 damaged(format!(
-                    "what follows its last whole step is no step: {error}"
+                    "the data after its last complete step is not a step: {error}"
                 ));
                 break;
             }
@@ -201,13 +201,13 @@ fn read_live(path: &Path) -> Live {
     live
 }
 
-/// A file that knows whether it was read to its end: a message that is not whole there is cut off.
-struct ToItsEnd {
+/// A file that records whether its end was reached: an incomplete message at the end is truncated, not damaged.
+struct EndAware {
     file: BufReader<File>,
     ended: bool,
 }
 
-impl Read for ToItsEnd {
+impl Read for EndAware {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(buffer)?;
         self.ended |= read == 0 && !buffer.is_empty();
@@ -218,22 +218,22 @@ impl Read for ToItsEnd {
 /// The rows of a record batch.
 ///
 /// # Errors
-/// A side that is none, or a column that is missing or of another type; as a fragment.
+/// An invalid side, or a column that is missing or of another type; as a fragment.
 pub(super) fn from_record(record: &RecordBatch) -> Result<Vec<StatRow>, String> {
     let sides = record.column_by_name("side");
     if let Some(sides) = sides.and_then(|array| array.as_string_opt::<i32>()) {
-        let strange = |side: &Option<&str>| !matches!(side, Some("input" | "output"));
-        if let Some(side) = sides.iter().find(strange) {
+        let invalid = |side: &Option<&str>| !matches!(side, Some("input" | "output"));
+        if let Some(side) = sides.iter().find(invalid) {
             let side = side.unwrap_or("null");
             return Err(format!(
-                "a row has the side `{side}`; a row is `input` or `output`"
+                "a row has side `{side}` instead of `input` or `output`"
             ));
         }
     }
     rows_of(record).ok_or_else(|| "a column is missing or of another type".to_owned())
 }
 
-/// The rows of a record batch whose sides are known; `None` where a column is missing or of another type.
+/// The rows of a record batch with valid sides; `None` if a column is missing or of another type.
 fn rows_of(record: &RecordBatch) -> Option<Vec<StatRow>> {
     let text = |name: &str| record.column_by_name(name)?.as_string_opt::<i32>();
     let whole = |name: &str| {
@@ -274,7 +274,7 @@ fn rows_of(record: &RecordBatch) -> Option<Vec<StatRow>> {
                 diff_mean: f("diff_mean")??,
                 diff_max: f("diff_max")??,
                 k1: f("k1")??,
-                // Traces of older versions have neither.
+                // Traces of older versions do not have these two.
                 k1_error: f("k1_error").flatten(),
                 rows: maybe_u("ratio_rows").flatten().unwrap_or_default(),
                 ratio_min: f("ratio_min")??,

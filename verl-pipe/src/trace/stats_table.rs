@@ -1,4 +1,4 @@
-//! The table of statistics on disk: Parquet parts of some dozen steps, and the newest steps in an Arrow stream beside.
+//! The table of statistics on disk: Parquet parts of a few dozen steps, and an Arrow stream with the newest steps.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use crate::run::space::Room;
 use crate::trace::columns::{Of, STAT_COLUMNS};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, MANIFEST_KEY};
-use crate::trace::partial::{aside, make_dir, write_aside};
+use crate::trace::partial::{make_dir, partial_path, write_aside};
 use crate::trace::stats::StatRow;
 
 /// Names of the quantile columns.
@@ -50,23 +50,24 @@ fn lists<T: ArrowPrimitiveType>(rows: &[StatRow], of: fn(&(u16, u32)) -> T::Nati
     Arc::new(builder.finish())
 }
 
-/// Writes the table as a run goes on.
+/// Writes the table during a run.
 pub struct StatsWriter {
     dir: PathBuf,
     part_steps: usize,
     live: Option<StreamWriter<File>>,
-    /// Steps since the last part.
+    /// Steps since the last part. Each of them is in the stream too, unless writing the stream failed, so a reader
+    /// finds every step in the stream or in a part.
     waiting: Vec<RecordBatch>,
     first_step: u64,
-    /// Room on the disk, where something is kept of it.
+    /// Disk space, if part of it is reserved.
     room: Option<Room>,
 }
 
 impl StatsWriter {
-    /// Makes the folder; `part_steps` steps go into a part.
+    /// Creates the folder; each part has `part_steps` steps.
     ///
     /// # Errors
-    /// A disk that refuses.
+    /// An I/O error.
     pub fn create(dir: PathBuf, part_steps: usize) -> Result<StatsWriter, TraceError> {
         make_dir(&dir)?;
         Ok(StatsWriter {
@@ -79,8 +80,8 @@ impl StatsWriter {
         })
     }
 
-    /// Has it write as long as there is room beside what is kept.
-    pub(crate) fn in_room(self, room: Option<Room>) -> StatsWriter {
+    /// Writes only while there is room beyond the reserved space.
+    pub(crate) fn with_room(self, room: Option<Room>) -> StatsWriter {
         StatsWriter { room, ..self }
     }
 
@@ -92,10 +93,10 @@ impl StatsWriter {
         taken.map_err(|e| TraceError::file("write", path, e))
     }
 
-    /// Adds the rows of a step: into the stream, and with enough steps into a part of their own.
+    /// Adds the rows of a step to the stream, and writes a part once there are enough steps.
     ///
     /// # Errors
-    /// A disk that refuses.
+    /// An I/O error.
     pub fn step(&mut self, step: u64, rows: &[StatRow]) -> Result<(), TraceError> {
         if rows.is_empty() {
             return Ok(());
@@ -113,10 +114,10 @@ impl StatsWriter {
         streamed
     }
 
-    /// What is waiting goes into a part; for the end of a run.
+    /// Writes the waiting steps as a part; also at the end of a run.
     ///
     /// # Errors
-    /// A disk that refuses.
+    /// An I/O error.
     pub fn part(&mut self) -> Result<(), TraceError> {
         let Some(first) = self.waiting.first() else {
             return Ok(());
@@ -126,10 +127,10 @@ impl StatsWriter {
             .join(format!("part-{:08}.parquet", self.first_step));
         let schema = first.schema();
         let waiting = std::mem::take(&mut self.waiting);
-        // Compressed it takes less, and readers find the same steps in the stream until then.
+        // An upper bound: compressed it takes less. Until it is written, readers find the steps in the stream.
         let size = waiting.iter().map(RecordBatch::get_array_memory_size).sum();
         self.take_room(&path, size)?;
-        let told = |e: parquet::errors::ParquetError| TraceError::file("write", &path, e);
+        let failed = |e: parquet::errors::ParquetError| TraceError::file("write", &path, e);
         write_aside(&path, |file| {
             let properties = WriterProperties::builder()
                 .set_compression(Compression::SNAPPY)
@@ -139,13 +140,14 @@ impl StatsWriter {
                     format!("{{\"format\": {FORMAT}}}"),
                 )]))
                 .build();
-            let mut writer = ArrowWriter::try_new(file, schema, Some(properties)).map_err(told)?;
+            let mut writer =
+                ArrowWriter::try_new(file, schema, Some(properties)).map_err(failed)?;
             for record in &waiting {
-                writer.write(record).map_err(told)?;
+                writer.write(record).map_err(failed)?;
             }
-            writer.close().map_err(told).map(drop)
+            writer.close().map_err(failed).map(drop)
         })?;
-        // The next step begins a new stream; until then readers find these steps in both and take the part's.
+        // The next step begins a new stream. Until then readers find these steps in both and use the part.
         self.live = None;
         Ok(())
     }
@@ -157,20 +159,20 @@ impl StatsWriter {
     fn stream(&mut self, record: &RecordBatch) -> Result<(), TraceError> {
         let path = self.live_path();
         self.take_room(&path, record.get_array_memory_size())?;
-        let told = |e: ArrowError| TraceError::file("write", &path, e);
+        let failed = |e: ArrowError| TraceError::file("write", &path, e);
         let mut live = match self.live.take() {
             Some(live) => live,
             None => self.begin_stream(record.schema_ref())?,
         };
-        live.write(record).map_err(told)?;
-        live.flush().map_err(told)?;
+        live.write(record).map_err(failed)?;
+        live.flush().map_err(failed)?;
         self.live = Some(live);
         Ok(())
     }
 
     fn begin_stream(&self, schema: &Schema) -> Result<StreamWriter<File>, TraceError> {
         let path = self.live_path();
-        let partial = aside(&path);
+        let partial = partial_path(&path);
         let file = File::create(&partial).map_err(|e| TraceError::file("create", &partial, e))?;
         let writer = StreamWriter::try_new(file, schema)
             .map_err(|e| TraceError::file("write", &partial, e))?;
@@ -247,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_there_at_once_and_once() {
+    fn each_step_is_readable_at_once_and_only_once() {
         let (temp, trace) = trace();
         let mut writer = StatsWriter::create(trace.layout().stats(), 3).expect("creates");
         let read = TraceDir::open(temp.path()).expect("opens");
@@ -284,13 +286,16 @@ mod tests {
         let written: Vec<_> = written
             .map(|f| (f.name().as_str(), f.data_type()))
             .collect();
-        let told = STAT_COLUMNS.map(|column| (column.name, column.column().holds.arrow()));
-        let told: Vec<_> = told.iter().map(|(name, holds)| (*name, holds)).collect();
-        assert_eq!(written, told);
+        let documented = STAT_COLUMNS.map(|column| (column.name, column.column().holds.arrow()));
+        let documented: Vec<_> = documented
+            .iter()
+            .map(|(name, holds)| (*name, holds))
+            .collect();
+        assert_eq!(written, documented);
     }
 
     #[test]
-    fn a_part_that_is_damaged_leaves_the_others() {
+    fn the_other_parts_are_read_if_one_is_damaged() {
         let (temp, trace) = trace();
         let mut writer = StatsWriter::create(trace.layout().stats(), 2).expect("creates");
         for step in 1..=7 {
@@ -302,10 +307,11 @@ mod tests {
         let (found, damaged) = read.stats_as_found(..);
         let expected = [1, 2, 5, 6, 7].map(rows).concat();
         assert_eq!(found, expected);
-        let told = damaged[0].to_string();
+        let message = damaged[0].to_string();
         assert!(
-            told.starts_with("step 3: `") && told.contains("part-00000003.parquet` is damaged"),
-            "{told}"
+            message.starts_with("step 3: `")
+                && message.contains("part-00000003.parquet` is damaged"),
+            "{message}"
         );
         assert_eq!(read.stats(..).expect_err("damaged").code(), "T003");
         // Steps of other parts are read without it.
@@ -321,16 +327,16 @@ mod tests {
     }
 
     #[test]
-    fn a_side_that_is_none_is_told() {
+    fn an_invalid_side_is_reported() {
         let record = to_record(&rows(1)).expect("a record");
         let at = record.schema().index_of("side").expect("there");
         let mut columns = record.columns().to_vec();
         columns[at] = Arc::new(StringArray::from(vec!["output", "parameter"]));
         let record = RecordBatch::try_new(record.schema(), columns).expect("a record");
-        let told = from_record(&record).expect_err("no side");
+        let reason = from_record(&record).expect_err("no side");
         assert_eq!(
-            told,
-            "a row has the side `parameter`; a row is `input` or `output`"
+            reason,
+            "a row has side `parameter` instead of `input` or `output`"
         );
     }
 
@@ -349,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_stream_is_read_up_to_its_last_whole_step() {
+    fn a_truncated_stream_is_read_up_to_its_last_complete_step() {
         let (temp, trace) = trace();
         let mut writer = StatsWriter::create(trace.layout().stats(), 9).expect("creates");
         for step in 1..=3 {
@@ -363,7 +369,7 @@ mod tests {
         let mut seen = std::collections::BTreeSet::new();
         let file = File::options().write(true).open(&path).expect("opens");
         for len in (head..bytes.len()).rev() {
-            // Shortened in place: a file that is written anew each time would be flushed each time.
+            // Shortened in place: rewriting the file each time would flush it each time.
             file.set_len(len as u64).expect("shortens");
             let steps: Vec<u64> = read
                 .stats(..)
@@ -386,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_is_damaged_is_told_and_no_empty_one() {
+    fn a_damaged_stream_is_reported_and_not_read_as_empty() {
         let (temp, trace) = trace();
         let mut writer = StatsWriter::create(trace.layout().stats(), 3).expect("creates");
         for step in 1..=5 {
@@ -401,36 +407,36 @@ mod tests {
             fs::write(&path, bytes).expect("writes");
             let (rows, damaged) = read.stats_as_found(..);
             assert_eq!(rows, found);
-            let told: Vec<String> = damaged.iter().map(ToString::to_string).collect();
-            let [told] = told.as_slice() else {
-                panic!("{told:?}");
+            let messages: Vec<String> = damaged.iter().map(ToString::to_string).collect();
+            let [message] = messages.as_slice() else {
+                panic!("{messages:?}");
             };
             assert!(
-                told.starts_with(&format!("step {step}: `"))
-                    && told.contains("live.arrows` is damaged")
-                    && told.contains(reason),
-                "{told}"
+                message.starts_with(&format!("step {step}: `"))
+                    && message.contains("live.arrows` is damaged")
+                    && message.contains(reason),
+                "{message}"
             );
             assert_eq!(read.stats(..).expect_err("damaged").code(), "T003");
-            // Who asks for steps that the parts hold has all of them.
+            // Steps in the parts are all readable.
             assert_eq!(read.stats(..=3).expect("in a part"), parts);
         };
         let head = head_of(&bytes);
         for cut in [0, 3, 7, head / 2, head - 1] {
             check(&bytes[..cut], &parts, 4, "its head");
         }
-        // A length, and where in it the schema is.
+        // The length, and the offset of the schema.
         for (at, new) in [(5, &[0x7F][..]), (8, &[0xFF; 4])] {
             let mut torn = bytes.clone();
             torn[at..at + new.len()].copy_from_slice(new);
             check(&torn, &parts, 4, "its head");
         }
         check(b"PAR1 and no more", &parts, 4, "its head");
-        // Rubbish where a step should be.
+        // Garbage where a step should be.
         let mut torn = bytes.clone();
         torn.truncate(head);
         torn.extend(&bytes[..head]);
-        check(&torn, &parts, 4, "what follows its last whole step");
+        check(&torn, &parts, 4, "the data after its last complete step");
         fs::remove_file(&path).expect("removes");
         assert_eq!(read.stats(..).expect("reads"), parts);
     }

@@ -1,4 +1,5 @@
-//! The batches of one step, as they came, and how they are put into files: slices in order, rows in declared order.
+//! The batches of one step in order of arrival, and how they are written to files: slices in order, rows in declared
+//! order.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::fs;
@@ -17,7 +18,7 @@ use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Side, StageFile, StageManifest};
 use crate::trace::writer::{SliceAt, StageWriter, TraceWriter};
 
-/// What the recorder knows of a stage.
+/// What the recorder knows about a stage.
 #[derive(Debug, Clone)]
 pub(crate) struct StageAbout {
     pub name: String,
@@ -25,15 +26,15 @@ pub(crate) struct StageAbout {
     pub parameters: Value,
     pub rename: BTreeMap<String, String>,
     pub rule: RowRule,
-    /// Recorded whenever any step is.
+    /// Whether it is recorded in full in every step.
     pub debug: bool,
-    /// Whether rows come to it at all: stages between steps are given none.
+    /// Whether it runs within a step; stages between steps receive no rows.
     pub in_step: bool,
     pub inputs: Vec<Field>,
     pub outputs: Vec<Field>,
     /// Metrics that it declares, by name.
     pub metrics: Vec<&'static str>,
-    /// The setting that bounds its responses, and the most tokens that it allows.
+    /// The setting that limits its responses, and its value (tokens).
     pub longest: Option<(&'static str, usize)>,
 }
 
@@ -71,7 +72,7 @@ impl StageAbout {
         self.rename.get(local).map_or(local, String::as_str)
     }
 
-    /// The keys of `batch` that the stage writes; what it only passes on is left out.
+    /// The keys of `batch` that the stage writes, without those that it only passes on.
     pub(crate) fn written(&self, batch: &Batch) -> Batch {
         let own: Vec<&str> = self
             .outputs
@@ -83,7 +84,7 @@ impl StageAbout {
     }
 }
 
-/// The setting that bounds the responses that a stage writes, and its value.
+/// The setting that limits the responses of a stage, and its value (tokens).
 fn longest_response(spec: &StageSpec) -> Option<(&'static str, usize)> {
     let bound = spec
         .lengths
@@ -112,7 +113,7 @@ pub(crate) struct Part {
     pub refused: Option<String>,
 }
 
-/// What came by in one step.
+/// The recorded batches of one step.
 #[derive(Debug, Default)]
 pub(crate) struct StepData {
     pub step: u64,
@@ -120,9 +121,9 @@ pub(crate) struct StepData {
     /// Bytes of all buffers, each counted once.
     pub bytes: usize,
     buffers: HashSet<usize>,
-    /// Parts were given up for want of room, or are on disk only.
+    /// Whether parts were dropped for lack of memory, or are only on disk.
     pub dropped: bool,
-    /// Stages whose rows are all on disk, in files that have their names.
+    /// Stages with a finished file on disk.
     pub on_disk: BTreeSet<usize>,
     pub ended: bool,
 }
@@ -154,7 +155,7 @@ impl StepData {
         }
     }
 
-    /// Forgets the parts that have come so far.
+    /// Drops all parts from memory.
     pub(crate) fn forget(&mut self) {
         self.parts.clear();
         self.buffers.clear();
@@ -169,7 +170,7 @@ impl StepData {
     }
 }
 
-/// The last steps that have ended, in memory; the oldest goes first.
+/// The last steps that have ended, in memory; the oldest is dropped first.
 #[derive(Debug, Default)]
 pub(crate) struct Ring {
     pub steps: VecDeque<StepData>,
@@ -178,7 +179,7 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    /// Takes a step in, and lets go of those that no longer fit beside it.
+    /// Adds a step, and drops the oldest ones until the limits are met.
     pub(crate) fn push(&mut self, data: StepData) {
         self.steps.push_back(data);
         let bytes = |steps: &VecDeque<StepData>| steps.iter().map(|s| s.bytes).sum::<usize>();
@@ -198,15 +199,15 @@ pub(crate) struct StepHeader<'a> {
     pub models: BTreeMap<String, crate::resource::WeightsVersion>,
 }
 
-/// The files of a step under construction. Nothing is left of those that are not ended.
+/// The unfinished files of a step. Dropping them removes them.
 #[derive(Default)]
 pub(crate) struct StepFiles {
     open: BTreeMap<usize, StageWriter>,
 }
 
 impl StepFiles {
-    /// Moves what has come so far of the stages that `chosen` names to disk: for a step that is larger than memory may
-    /// be, and at the end of any.
+    /// Writes the parts of the stages selected by `chosen`: whenever a step exceeds the memory limit, and when it is
+    /// written.
     pub(crate) fn spill(
         &mut self,
         writer: &TraceWriter,
@@ -232,12 +233,12 @@ impl StepFiles {
         Ok(())
     }
 
-    /// Bytes of them that are on disk.
+    /// Bytes on disk.
     pub(crate) fn bytes_written(&self) -> u64 {
         self.open.values().map(StageWriter::bytes_written).sum()
     }
 
-    /// Ends all files, in the order of execution; none is left where one cannot be ended.
+    /// Finishes all files, in the order of execution; if one fails, all are removed.
     pub(crate) fn finish(self) -> Result<Vec<StageFile>, TraceError> {
         let mut ended = Vec::new();
         for stage in self.open.into_values() {
@@ -246,7 +247,7 @@ impl StepFiles {
                 Ok(file) => ended.push((path, file)),
                 Err(error) => {
                     for (path, _) in ended {
-                        // It may be what fills the disk; the first error is the one to tell.
+                        // The file may be what fills the disk. The first error is the one to report.
                         let _ = fs::remove_file(path);
                     }
                     return Err(error);
@@ -257,7 +258,7 @@ impl StepFiles {
     }
 }
 
-/// Writes what came of one stage, and leaves nothing of it in memory.
+/// Writes the parts of one stage, so that none of its rows wait in memory.
 fn write_parts(
     stage: &mut StageWriter,
     about: &StageAbout,
@@ -274,7 +275,7 @@ fn write_parts(
                 slice: first.slice,
                 rows: first.rows.clone(),
             };
-            stage.write(at, &fitting(about, first.side, batch))?;
+            stage.write(at, &with_declared_types(about, first.side, batch))?;
         }
         for reason in slice.iter().filter_map(|part| part.refused.clone()) {
             stage.note(format!("slice {}: refused: {reason}", first.slice));
@@ -300,8 +301,8 @@ fn stage_header(header: &StepHeader<'_>, about: &StageAbout, step: u64) -> Stage
     }
 }
 
-/// The batch without keys of a type that was not declared; only a batch that was refused has such.
-fn fitting(about: &StageAbout, side: Side, batch: Batch) -> Batch {
+/// The batch without keys whose type differs from the declared one; only a refused batch has such keys.
+fn with_declared_types(about: &StageAbout, side: Side, batch: Batch) -> Batch {
     let fields = match side {
         Side::Input => &about.inputs,
         Side::Output => &about.outputs,
@@ -315,8 +316,8 @@ fn fitting(about: &StageAbout, side: Side, batch: Batch) -> Batch {
     batch.select(&keys).unwrap_or(batch)
 }
 
-/// Batches of one slice with their rows in declared order: that of the input, samples of a row by their index. They
-/// stay as they are where they came so.
+/// Batches of one slice with their rows in declared order: the order of the input, and by index among the samples of a
+/// row. Batches that arrived in this order are returned unchanged.
 fn declared_order(rule: RowRule, input: Option<&Part>, parts: &[&Part]) -> Vec<Batch> {
     let batches = || parts.iter().map(|part| part.batch.clone()).collect();
     let (Some(input), Side::Output) = (input, parts[0].side) else {
@@ -399,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_spills_is_read_as_if_it_had_not() {
+    fn a_spilled_step_reads_like_any_other() {
         let temp = tempfile::tempdir().expect("a folder");
         let format = crate::trace::format::TraceFormat {
             format: FORMAT,
@@ -458,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_are_counted_once_and_the_ring_stays_small() {
+    fn buffers_are_counted_once_and_the_ring_respects_its_limits() {
         let mut data = StepData::new(1);
         let whole = batch(&[(1, 0), (2, 0), (3, 0)]);
         data.add(part(Side::Input, whole.clone()));

@@ -1,4 +1,4 @@
-//! Statistics of all edges of one step, built up as batches come by.
+//! Statistics of all edges of one step, built up batch by batch.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -27,7 +27,7 @@ struct SideStats {
 }
 
 /// A log-prob or mask column that is compared at the end.
-struct Kept {
+struct ComparedColumn {
     key: String,
     stage: usize,
     at: (usize, usize),
@@ -39,11 +39,11 @@ struct Kept {
 #[derive(Default)]
 pub(crate) struct StepStats {
     sides: BTreeMap<(usize, Side), SideStats>,
-    kept: Vec<Kept>,
+    compared: Vec<ComparedColumn>,
 }
 
 impl StepStats {
-    /// Adds a batch that came by.
+    /// Adds a batch.
     pub(crate) fn add(&mut self, part: &Part) {
         let side = self.sides.entry((part.stage, part.side)).or_default();
         let count = side.parts.entry(part.slice).or_default();
@@ -63,7 +63,7 @@ impl StepStats {
                 side.finish(array);
             }
             if part.side == Side::Output && is_compared(field.name()) {
-                self.kept.push(Kept {
+                self.compared.push(ComparedColumn {
                     key: field.name().clone(),
                     stage: part.stage,
                     at,
@@ -74,7 +74,7 @@ impl StepStats {
         }
     }
 
-    /// The rows of the table so far, and how far the rows of log-prob keys lie from their counterparts.
+    /// The rows of the table so far, and the distances of log-prob keys from their counterparts.
     pub(crate) fn rows(
         &mut self,
         step: u64,
@@ -82,14 +82,18 @@ impl StepStats {
         brief: bool,
     ) -> (Vec<StatRow>, Distances) {
         let mut rows = Vec::new();
-        let came = self
+        let seen = self
             .sides
             .iter_mut()
             .filter(|(_, stats)| !stats.parts.is_empty());
-        for ((stage, side), stats) in came {
+        for ((stage, side), stats) in seen {
             let about = &stages[*stage];
             let truncated = stats.truncated();
-            for (key, stats) in stats.keys.iter_mut().filter(|(_, stats)| stats.came()) {
+            for (key, stats) in stats
+                .keys
+                .iter_mut()
+                .filter(|(_, stats)| stats.has_parts())
+            {
                 let mut row = stats.row(Place {
                     step,
                     stage: &about.name,
@@ -110,11 +114,12 @@ impl StepStats {
     }
 
     fn compare(&mut self, stages: &[StageAbout], rows: &mut [StatRow]) -> Distances {
-        self.kept.sort_by_key(|kept| (kept.stage, kept.at));
+        self.compared
+            .sort_by_key(|column| (column.stage, column.at));
         let parts = |key: &str| -> Parts<'_> {
-            let of_key = self.kept.iter().filter(|kept| kept.key == key);
+            let of_key = self.compared.iter().filter(|column| column.key == key);
             of_key
-                .map(|kept| (kept.ids.as_slice(), &kept.array))
+                .map(|column| (column.ids.as_slice(), &column.array))
                 .collect()
         };
         let masks = parts(MASK_KINDS.name());
@@ -132,10 +137,10 @@ impl StepStats {
                 continue;
             };
             let writers: Vec<&str> = self
-                .kept
+                .compared
                 .iter()
-                .filter(|kept| kept.key == key)
-                .map(|kept| stages[kept.stage].name.as_str())
+                .filter(|column| column.key == key)
+                .map(|column| stages[column.stage].name.as_str())
                 .collect();
             for row in rows.iter_mut().filter(|row| {
                 row.side == Side::Output && row.key == key && writers.contains(&row.stage.as_str())
@@ -148,9 +153,9 @@ impl StepStats {
         distances
     }
 
-    /// Ready for the next step.
+    /// Resets for the next step.
     pub(crate) fn clear(&mut self) {
-        self.kept.clear();
+        self.compared.clear();
         for side in self.sides.values_mut() {
             side.parts.clear();
             side.finished = (0, 0);

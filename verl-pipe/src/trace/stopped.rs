@@ -1,4 +1,4 @@
-//! What a rule found and ended a run for, as `anomalies.jsonl` tells it.
+//! The anomaly for which a rule ended a run, as recorded in `anomalies.jsonl`.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ use crate::trace::show::rows_of;
 use crate::trace::store::TraceDir;
 
 impl TraceDir {
-    /// What the rules found, as it came. Lines that cannot be read, such as one that a killed run began, are left out.
+    /// What the rules found, in order. Skips unreadable lines, such as one that a killed run left incomplete.
     pub fn anomalies(&self) -> Vec<Anomaly> {
         let bytes = fs::read(self.layout().anomalies()).unwrap_or_default();
         let lines = bytes.split(|byte| *byte == b'\n');
@@ -20,8 +20,7 @@ impl TraceDir {
         read.collect()
     }
 
-    /// What a rule found and ended the run for, where the run says that it ended so: `reason` is what its `status.json`
-    /// gives.
+    /// The anomaly that ended the run, if the run ended that way: `reason` is the one in its `status.json`.
     pub fn stopped(&self, reason: &str) -> Option<Anomaly> {
         let stops = |anomaly: &Anomaly| {
             anomaly.severity == Severity::Stop && reason.starts_with(&anomaly.to_string())
@@ -30,8 +29,8 @@ impl TraceDir {
     }
 }
 
-/// What a rule ended the run for, as a fault: step, stage, key and the worst sample are the rule's. `recorded` is the
-/// step, where its rows are there.
+/// The anomaly that ended the run, as a fault: step, stage, key and the worst sample come from the rule. `recorded` is
+/// the step, if its rows are recorded.
 pub(crate) fn stopped_fault(
     schedule: &Schedule,
     anomaly: &Anomaly,

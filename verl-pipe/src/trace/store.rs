@@ -1,4 +1,4 @@
-//! [`TraceDir`]: reads what a run traced. It never writes, and reads the folder of a run that is still going on.
+//! [`TraceDir`]: reads the trace of a run. It never writes, and can read the folder of a run in progress.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -32,8 +32,10 @@ pub use crate::trace::stage_rows::read_stage;
 pub struct TraceDir {
     layout: Layout,
     format: TraceFormat,
+    /// Complete steps when the trace was opened. A run in progress may write a newer manifest of a step, but never
+    /// removes a file, so all files listed here remain readable.
     steps: BTreeMap<u64, StepManifest>,
-    /// Steps whose `step.json` cannot be used.
+    /// Steps with an unusable `step.json`; no step is in both maps.
     damaged: BTreeMap<u64, TraceError>,
     notes: Vec<String>,
 }
@@ -41,22 +43,22 @@ pub struct TraceDir {
 /// A recorded step.
 #[derive(Debug, Clone)]
 pub struct StepTrace {
-    /// What `step.json` says.
+    /// Content of `step.json`.
     pub manifest: StepManifest,
     /// Stages in the order of execution.
     pub stages: Vec<StageTrace>,
-    /// Files of the step that cannot be used; empty where [`TraceDir::step`] read it.
+    /// Unusable files of the step; empty if [`TraceDir::step`] read it.
     pub damaged: Vec<DamagedFile>,
 }
 
-/// A file of a trace that is there and cannot be used: damaged, misplaced, in another format.
+/// An unusable file of a trace: damaged, misplaced, missing or in another format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DamagedFile {
-    /// The step that it is about; of a file of statistics the first of them.
+    /// The step of the file; the first one for a statistics file.
     pub step: u64,
-    /// The stage that it is about, where it is about one.
+    /// The stage, for a stage file.
     pub stage: Option<String>,
-    /// What is wrong with it; names the file.
+    /// What is wrong with it, with the path.
     pub error: TraceError,
 }
 
@@ -73,11 +75,11 @@ impl fmt::Display for DamagedFile {
 /// A recorded stage of a step.
 #[derive(Debug, Clone)]
 pub struct StageTrace {
-    /// What the file says about itself.
+    /// Metadata of the file.
     pub manifest: StageManifest,
-    /// What entered, by slice.
+    /// Input, by slice.
     pub inputs: Vec<SliceTrace>,
-    /// What left, by slice, rows in declared order.
+    /// Output, by slice, with rows in declared order.
     pub outputs: Vec<SliceTrace>,
 }
 
@@ -90,16 +92,16 @@ pub struct SliceTrace {
     pub slice: usize,
     /// Its rows among the stage's input rows of the step.
     pub rows: std::ops::Range<usize>,
-    /// The rows, in the stage's own names.
+    /// The rows; keys have the stage's own names.
     pub batch: Batch,
 }
 
 impl TraceDir {
-    /// Opens the trace in a run's folder. Steps that are not whole, and steps whose `step.json` cannot be used, are left
-    /// out; [`TraceDir::notes`] tells which.
+    /// Opens the trace in a run folder. Incomplete steps and steps with an unusable `step.json` are left out;
+    /// [`TraceDir::notes`] lists them.
     ///
     /// # Errors
-    /// No trace there; a format that is not known.
+    /// No trace in the folder; an unknown format.
     pub fn open(run_dir: &Path) -> Result<TraceDir, TraceError> {
         let layout = Layout::of_run(run_dir);
         let path = layout.format();
@@ -133,7 +135,7 @@ impl TraceDir {
             let dir = self.layout.step(step);
             if dir.file_name().is_none_or(|own| *own != *name) {
                 self.notes.push(format!(
-                    "the folder `{name}` is left out: the folder of step {step} is called `{}`",
+                    "folder `{name}` is skipped: the folder of step {step} must be named `{}`",
                     dir.file_name().unwrap_or_default().to_string_lossy()
                 ));
                 continue;
@@ -141,17 +143,17 @@ impl TraceDir {
             match self.read_manifest(step) {
                 Ok(Some(manifest)) => drop(self.steps.insert(step, manifest)),
                 Ok(None) => self.notes.push(format!(
-                    "step {step} is not whole and is left out: the run ended, or is still, in the middle of it"
+                    "step {step} is incomplete and is skipped: the run ended in the middle of it or is still writing it"
                 )),
                 Err(error) => {
-                    self.notes.push(format!("step {step} is left out: {error}"));
+                    self.notes.push(format!("step {step} is skipped: {error}"));
                     self.damaged.insert(step, error);
                 }
             }
         }
     }
 
-    /// The `step.json` in the folder of `step`, where it is that step's; `None` where there is none.
+    /// Reads and checks `step.json` in the folder of `step`; `None` if there is none.
     fn read_manifest(&self, step: u64) -> Result<Option<StepManifest>, TraceError> {
         let path = self.layout.manifest(step);
         let bytes = match fs::read(&path) {
@@ -172,19 +174,19 @@ impl TraceDir {
         Ok(Some(manifest))
     }
 
-    /// Whether a step lists stages of this run, each once, under the names of their files.
+    /// Checks that a step lists stages of this run, each once and with its file name.
     fn check_stages(&self, path: &Path, files: &[StageFile]) -> Result<(), TraceError> {
         let mut seen = BTreeSet::new();
         for StageFile { stage, file, .. } in files {
             let known = || self.format.stages.iter().map(|known| known.name.as_str());
             let wrong = if !known().any(|known| known == stage) {
                 let known = quoted(known());
-                format!("it lists stage `{stage}`, which is none of the run's ({known})")
+                format!("it lists stage `{stage}`, but the stages of the run are {known}")
             } else if !seen.insert(stage) {
                 format!("it lists stage `{stage}` twice")
             } else if *file != stage_file(stage) {
                 let own = stage_file(stage);
-                format!("it lists `{file}` as the file of stage `{stage}`, which is called `{own}`")
+                format!("it lists `{file}` as the file of stage `{stage}` instead of `{own}`")
             } else {
                 continue;
             };
@@ -193,27 +195,27 @@ impl TraceDir {
         Ok(())
     }
 
-    /// What `format.json` says: pipeline, seed, stages in order.
+    /// Content of `format.json`: pipeline, seed, stages in order.
     pub fn format(&self) -> &TraceFormat {
         &self.format
     }
 
-    /// Where things lie.
+    /// Paths of the trace.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// What a reader should be told, such as steps that are not whole.
+    /// Notes for the user, such as incomplete steps.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Steps that were recorded in full, rising.
+    /// Steps that were recorded in full, in ascending order.
     pub fn steps(&self) -> Vec<u64> {
         self.steps.keys().copied().collect()
     }
 
-    /// Steps whose `step.json` cannot be used, rising.
+    /// Steps with an unusable `step.json`, in ascending order.
     pub fn damaged_steps(&self) -> impl Iterator<Item = DamagedFile> + '_ {
         self.damaged.iter().map(|(step, error)| DamagedFile {
             step: *step,
@@ -222,10 +224,10 @@ impl TraceDir {
         })
     }
 
-    /// What `step.json` of a recorded step says.
+    /// Content of `step.json` of a recorded step.
     ///
     /// # Errors
-    /// [`TraceError::NoStep`]; what is wrong with a `step.json` that cannot be used.
+    /// [`TraceError::NoStep`]; what is wrong with an unusable `step.json`.
     pub fn manifest(&self, step: u64) -> Result<&StepManifest, TraceError> {
         if let Some(error) = self.damaged.get(&step) {
             return Err(error.clone());
@@ -234,13 +236,13 @@ impl TraceDir {
             dir: self.layout.dir.clone(),
             step,
             known: match self.steps.len() {
-                0 => "no whole step".to_owned(),
+                0 => "no complete step".to_owned(),
                 _ => format!("steps {}", ranges(self.steps.keys().copied())),
             },
         })
     }
 
-    /// A recorded step, all stages of it.
+    /// A recorded step with all its stages.
     ///
     /// # Errors
     /// [`TraceError::NoStep`]; a file that is damaged, misplaced or in another format.
@@ -252,10 +254,10 @@ impl TraceDir {
         }
     }
 
-    /// A recorded step, all stages of it that can be read; the others are named in [`StepTrace::damaged`].
+    /// A recorded step with the stages that can be read; [`StepTrace::damaged`] lists the others.
     ///
     /// # Errors
-    /// [`TraceError::NoStep`]; a step of which nothing can be read.
+    /// [`TraceError::NoStep`]; no stage of the step can be read.
     pub fn step_as_found(&self, step: u64) -> Result<StepTrace, TraceError> {
         let manifest = self.manifest(step)?.clone();
         let (mut stages, mut damaged) = (Vec::new(), Vec::new());
@@ -279,7 +281,7 @@ impl TraceDir {
         }
     }
 
-    /// The file of a stage that `step.json` lists, where it is what its place says.
+    /// Reads a stage file listed in `step.json`, and checks that it belongs at its path.
     fn read(&self, step: u64, file: &StageFile) -> Result<StageTrace, TraceError> {
         let path = self.layout.step(step).join(&file.file);
         let known = self.format.stages.iter();
@@ -287,16 +289,16 @@ impl TraceDir {
         let kind = kind.map_or("", |known| known.kind.as_str());
         let seed = self.format.seed;
         read_stage_if(&path, |manifest| {
-            let told = |step, stage: &str, kind: &str, seed| {
+            let describe = |step, stage: &str, kind: &str, seed| {
                 format!("stage `{stage}` (kind `{kind}`) of step {step} of a run with seed {seed}")
             };
-            let found = told(
+            let found = describe(
                 manifest.step,
                 &manifest.stage,
                 &manifest.kind,
                 manifest.seed,
             );
-            let expected = told(step, &file.stage, kind, seed);
+            let expected = describe(step, &file.stage, kind, seed);
             match found == expected {
                 true => Ok(()),
                 false => Err(TraceError::Misplaced {
@@ -328,7 +330,7 @@ impl TraceDir {
 }
 
 impl StepTrace {
-    /// The stage `name`, where it was recorded.
+    /// The stage `name`, if it was recorded.
     pub fn stage(&self, name: &str) -> Option<&StageTrace> {
         self.stages
             .iter()
@@ -345,7 +347,7 @@ impl StageTrace {
         }
     }
 
-    /// All rows of one side as one batch, in declared order; `None` where there is no slice.
+    /// All rows of one side as one batch, in declared order; `None` if there is no slice.
     pub fn whole(&self, side: Side) -> Option<Batch> {
         let parts: Vec<Batch> = self.side(side).iter().map(|s| s.batch.clone()).collect();
         Batch::concat(&parts).ok()
@@ -361,11 +363,11 @@ pub(crate) fn ranges(numbers: impl Iterator<Item = u64>) -> String {
             _ => runs.push((number, number)),
         }
     }
-    let told = runs.iter().map(|(first, last)| match first == last {
+    let texts = runs.iter().map(|(first, last)| match first == last {
         true => first.to_string(),
         false => format!("{first}–{last}"),
     });
-    told.collect::<Vec<_>>().join(", ")
+    texts.collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

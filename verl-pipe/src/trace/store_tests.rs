@@ -1,4 +1,4 @@
-//! What is written is read back bit by bit, whatever the slices; what is not whole or not known is told.
+//! Written data is read back bit by bit for any slices; incomplete steps and unknown formats are reported.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ use super::*;
 use crate::batch::RowId;
 use crate::resource::WeightsVersion;
 use crate::trace::format::{FORMAT, Reason, StageFile, StageInfo, StepManifest};
-use crate::trace::partial::aside;
+use crate::trace::partial::partial_path;
 use crate::trace::writer::{SliceAt, TraceWriter};
 
 pub(crate) fn format() -> TraceFormat {
@@ -74,7 +74,7 @@ pub(crate) fn fields(batch: &Batch) -> Vec<Field> {
     schema.fields().iter().map(|f| f.as_ref().clone()).collect()
 }
 
-/// Writes `batch` cut at `cuts` as input, and reversed slices of it as output; reads both back.
+/// Writes `batch` cut at `cuts` as input, and its slices in reverse as output; reads both back.
 fn through_disk(batch: &Batch, cuts: &[usize]) -> StageTrace {
     let temp = tempfile::tempdir().expect("a folder");
     let writer = TraceWriter::create(temp.path(), &format()).expect("creates");
@@ -198,7 +198,7 @@ fn batch_of(rows: &[Row]) -> Batch {
     batch
 }
 
-/// Bits of the f32 column: Arrow's own equality may not tell NaNs apart.
+/// Bits of the f32 column: Arrow's own equality may not distinguish NaNs.
 fn f32_bits(batch: &Batch) -> Vec<u32> {
     let array = batch.column("f32").expect("is there");
     let array = array.as_any().downcast_ref::<Float32Array>().expect("f32");
@@ -319,7 +319,7 @@ fn a_source_has_no_input_rows() {
 }
 
 #[test]
-fn keys_of_one_name_and_two_types_are_kept_apart() {
+fn keys_of_one_name_and_two_types_have_two_columns() {
     let temp = tempfile::tempdir().expect("a folder");
     let writer = TraceWriter::create(temp.path(), &format()).expect("creates");
     let ids = [RowId(1), RowId(2)];
@@ -349,14 +349,14 @@ fn keys_of_one_name_and_two_types_are_kept_apart() {
 }
 
 #[test]
-fn a_step_that_is_not_whole_is_left_out_with_a_note() {
+fn an_incomplete_step_is_skipped_with_a_note() {
     let temp = tempfile::tempdir().expect("a folder");
     let writer = TraceWriter::create(temp.path(), &format()).expect("creates");
     writer
         .end_step(&step_manifest(1, Vec::new()))
         .expect("ends");
     let batch = batch_of(&[(1, None, None)]);
-    // As if the process had been killed while it wrote step 2, and before it named step 3 whole.
+    // As if the process had been killed while writing step 2, and before renaming the manifest of step 3.
     let begun = writer
         .stage(header(2), &[], &fields(&batch))
         .expect("begins");
@@ -365,14 +365,18 @@ fn a_step_that_is_not_whole_is_left_out_with_a_note() {
         .expect("begins");
     whole.finish().expect("ends");
     std::mem::forget(begun);
-    fs::write(aside(&writer.layout().manifest(3)), "{\"format\": 1, \"st").expect("writes");
+    fs::write(
+        partial_path(&writer.layout().manifest(3)),
+        "{\"format\": 1, \"st",
+    )
+    .expect("writes");
     let read = TraceDir::open(temp.path()).expect("opens");
     assert_eq!(read.steps(), [1]);
     assert!(read.notes()[0].contains("step 2") && read.notes()[1].contains("step 3"));
 }
 
 #[test]
-fn another_format_is_refused_wherever_it_stands() {
+fn another_format_is_refused_in_every_file() {
     let temp = tempfile::tempdir().expect("a folder");
     let error = TraceDir::open(temp.path()).expect_err("nothing there");
     assert_eq!(error.code(), "T001");
@@ -406,6 +410,6 @@ fn another_format_is_refused_wherever_it_stands() {
 }
 
 #[test]
-fn steps_are_told_as_ranges() {
+fn steps_are_printed_as_ranges() {
     assert_eq!(ranges([1, 2, 3, 7, 9, 10].into_iter()), "1–3, 7, 9–10");
 }

@@ -1,4 +1,4 @@
-//! [`Tap`]: sees every stage's inputs and outputs. It borrows them and cannot alter what flows on.
+//! [`Tap`]: observes every stage's inputs and outputs. It only borrows them, so it cannot alter the data flow.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,14 +18,14 @@ pub struct TapPoint<'a> {
     pub index: usize,
     /// Wave of the step that a source's call draws; 0 for any other stage.
     pub wave: u64,
-    /// Which of the step's slices of this stage; slices are numbered in the order of their rows.
+    /// Number of the stage's slice in this step; slices are numbered in the order of their rows.
     pub slice: usize,
-    /// First row and row after the last of the slice, in the stage's input rows.
+    /// The slice's range in the stage's input rows.
     pub rows: &'a Range<usize>,
 }
 
-/// Sees every batch that enters or leaves a stage. Calls come from the thread that runs the step, in the order in
-/// which things happen; slices of one stage may come in any order.
+/// Observes every batch that enters or leaves a stage. The thread that runs the step makes the calls, in the order of
+/// the events; slices of one stage may come in any order.
 ///
 /// ```
 /// use std::sync::atomic::{AtomicUsize, Ordering};
@@ -43,32 +43,32 @@ pub struct TapPoint<'a> {
 pub trait Tap: Send + Sync {
     /// A step begins.
     fn step_begin(&self, _step: u64) {}
-    /// A stage is about to be called with `batch`, in its own names of keys.
+    /// A stage is about to be called with `batch`; the keys have the stage's own names.
     fn input(&self, _point: TapPoint<'_>, _batch: &Batch) {}
-    /// A stage emitted `batch`, in its own names of keys, and the guards let it pass.
+    /// A stage emitted `batch` and the guards accepted it; the keys have the stage's own names.
     fn output(&self, _point: TapPoint<'_>, _batch: &Batch) {}
-    /// A stage emitted `batch`, and the guards refused it; the step ends.
+    /// A stage emitted `batch` and the guards refused it; the step ends.
     fn refused(&self, _point: TapPoint<'_>, _batch: &Batch, _reason: &str) {}
-    /// A stage is about to update a model with `batch`, which [`Tap::input`] has seen.
+    /// A stage is about to update a model with `batch`, which was passed to [`Tap::input`] before.
     ///
     /// # Errors
-    /// What forbids the update; the step ends before it.
+    /// The anomaly that forbids the update; the step ends before it.
     fn gate(&self, _point: TapPoint<'_>, _batch: &Batch) -> Result<(), Box<Anomaly>> {
         Ok(())
     }
-    /// All calls of the step have ended well.
+    /// All calls of the step have succeeded.
     fn step_end(&self, _step: u64) {}
     /// The step ended with an error.
     fn step_failed(&self, _step: u64, _error: &RunError) {}
 }
 
-/// Looks at nothing.
+/// Ignores everything.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NoTap;
 
 impl Tap for NoTap {}
 
-/// Two taps, one after the other.
+/// Calls two taps in order.
 pub(crate) struct Both(pub Arc<dyn Tap>, pub Arc<dyn Tap>);
 
 impl Tap for Both {

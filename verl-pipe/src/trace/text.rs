@@ -2,14 +2,14 @@
 
 use std::fmt;
 
-/// Where the cells of a column stand.
+/// Alignment of a column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Align {
     Left,
     Right,
 }
 
-/// Rows of cells under headings; prints two blanks between columns and none at the end of a line.
+/// Rows of cells under headings; printed with two spaces between columns and without trailing spaces.
 #[derive(Debug, Clone)]
 pub(crate) struct Table {
     columns: Vec<(String, Align)>,
@@ -32,7 +32,7 @@ impl Table {
     }
 }
 
-/// Columns that a text takes in a terminal, near enough: a character is one, a wide one (East Asian) two.
+/// Approximate width of a text in a terminal: one column per character, two per wide (East Asian) character.
 pub(crate) fn width(text: &str) -> usize {
     let wide = |c: char| matches!(c as u32, 0x1100..=0x115f | 0x2e80..=0xa4cf | 0xac00..=0xd7a3 | 0xf900..=0xfaff | 0xfe30..=0xfe6f | 0xff00..=0xff60 | 0x1f300..=0x1faff);
     text.chars().map(|c| 1 + usize::from(wide(c))).sum()
@@ -68,7 +68,7 @@ pub(crate) fn count(n: u64, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
-/// A text on one line: line ends and tabs are written out, and what is longer than `most` columns is cut.
+/// A text on one line: line breaks and tabs are escaped, and the text is cut off after `most` columns.
 pub(crate) fn one_line(text: &str, most: usize) -> String {
     let mut line = String::new();
     for c in text.chars() {
@@ -88,7 +88,7 @@ pub(crate) fn one_line(text: &str, most: usize) -> String {
     line
 }
 
-/// A number for a table: four significant digits, an exponent only where it is needed.
+/// A number for a table: four significant digits, an exponent only if needed.
 pub(crate) fn short(value: f64) -> String {
     if !value.is_finite() {
         return value.to_string();
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cells_stand_under_their_headings() {
+    fn cells_are_aligned_with_their_headings() {
         let mut table = Table::new(&[("key", Align::Left), ("n", Align::Right)]);
         table.row(["a".to_owned(), "12".to_owned()]);
         table.row(["数".to_owned(), "3".to_owned()]);
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_and_texts_are_kept_short() {
+    fn numbers_and_texts_are_shortened() {
         for (value, expected) in [
             (0.0, "0"),
             (-0.123_456, "-0.1235"),

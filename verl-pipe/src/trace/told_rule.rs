@@ -1,28 +1,28 @@
-//! A rule of one's own that is told when it hangs.
+//! A custom rule that is reported when it hangs.
 
 use crate::run::watch::Teller;
 use crate::trace::rules::{Hit, MetricsView, Rule, Severity, StepView};
 
-/// A rule that says when it looks, so that a run which waits for it names it.
-pub(crate) struct ToldRule {
+/// A rule that announces each call, so that the report of a stalled run names it.
+pub(crate) struct WatchedRule {
     rule: Box<dyn Rule>,
     teller: Teller,
-    /// As it is told.
-    words: String,
+    /// Its name in the report.
+    label: String,
 }
 
-impl ToldRule {
-    pub(crate) fn new(rule: Box<dyn Rule>, teller: Teller) -> ToldRule {
-        let words = format!("rule {}", rule.name());
-        ToldRule {
+impl WatchedRule {
+    pub(crate) fn new(rule: Box<dyn Rule>, teller: Teller) -> WatchedRule {
+        let label = format!("rule {}", rule.name());
+        WatchedRule {
             rule,
             teller,
-            words,
+            label,
         }
     }
 }
 
-impl Rule for ToldRule {
+impl Rule for WatchedRule {
     fn name(&self) -> &str {
         self.rule.name()
     }
@@ -50,11 +50,11 @@ impl Rule for ToldRule {
     fn before_update(&mut self, view: &StepView<'_>, limit: f64) -> Vec<Hit> {
         let rule = &mut self.rule;
         self.teller
-            .at(&self.words, || rule.before_update(view, limit))
+            .at(&self.label, || rule.before_update(view, limit))
     }
 
     fn after_step(&mut self, view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
         let rule = &mut self.rule;
-        self.teller.at(&self.words, || rule.after_step(view, limit))
+        self.teller.at(&self.label, || rule.after_step(view, limit))
     }
 }

@@ -1,4 +1,4 @@
-//! The folder of a traced run, opened to look at it: its pipeline, its recorded steps, and a run to replay them in.
+//! The folder of a traced run, opened for inspection: its pipeline, its recorded steps, and a run to replay them in.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,31 +15,31 @@ use crate::trace::altered::altered;
 use crate::trace::error::TraceError;
 use crate::trace::format::StateRef;
 use crate::trace::recorded::{RecordedStep, StepStart};
-use crate::trace::replay::{ReplayError, told_of_data};
+use crate::trace::replay::{ReplayError, describe_changed_data};
 use crate::trace::rules::Anomaly;
 use crate::trace::stand_in::read_recorded;
 use crate::trace::store::TraceDir;
 use crate::view::ServeError;
 
-/// Why there is nothing to look at.
+/// Why a traced run cannot be inspected.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LookError {
-    /// No folder of a run.
-    #[error("`{}` is no folder of a run: {reason}{}", .dir.display(), .near.as_ref().map(|near| format!("; did you mean `{near}`?")).unwrap_or_default())]
+    /// Not a run folder.
+    #[error("`{}` is not a run folder: {reason}{}", .dir.display(), .near.as_ref().map(|near| format!("; did you mean `{near}`?")).unwrap_or_default())]
     NoRun {
         /// As given.
         dir: PathBuf,
         /// What is missing.
         reason: String,
-        /// The nearest run beside it.
+        /// The run in the same folder with the nearest name.
         near: Option<String>,
     },
-    /// The run's resolved configuration is not accepted any more.
-    #[error("the configuration of the run is not accepted by this version:\n{}", Findings(.0.clone()))]
+    /// This version does not accept the run's resolved configuration.
+    #[error("this version does not accept the configuration of the run:\n{}", Findings(.0.clone()))]
     Config(Vec<Diagnostic>),
-    /// Models or data with which the run worked are gone, so that nothing of it can be run again.
-    #[error("nothing can be run again, for what the run worked with cannot be found any more:\n{}", Findings(.0.clone()))]
+    /// Models or data of the run are gone, so nothing of it can be run again.
+    #[error("nothing can be run again, because models or data of the run are missing:\n{}", Findings(.0.clone()))]
     Gone(Vec<Diagnostic>),
     /// The trace cannot be read.
     #[error(transparent)]
@@ -55,21 +55,21 @@ pub enum LookError {
     /// The step cannot be replayed.
     #[error(transparent)]
     Replay(#[from] ReplayError),
-    /// The run cannot be started to replay in it.
+    /// The run cannot be started for a replay.
     #[error(transparent)]
     Run(#[from] RunError),
-    /// The run cannot be started to replay in it, and its data are not what they were.
-    #[error("{source}\nits data were changed since the run: {}", .changed.join("; "))]
+    /// The run cannot be started for a replay, and its data were changed.
+    #[error("{source}\nthe data were changed since the run: {}", .changed.join("; "))]
     OtherData {
         /// Why it cannot be started.
         source: RunError,
-        /// Data sets as they were and as they are, in words.
+        /// The changed data sets, in words.
         changed: Vec<String>,
     },
     /// A page cannot be served.
     #[error(transparent)]
     Serve(#[from] ServeError),
-    /// A sample that the stage did not see.
+    /// A sample that the stage does not have.
     #[error("stage `{stage}` of step {step} has no sample `{sample}`{help}")]
     Sample {
         /// The step.
@@ -78,7 +78,7 @@ pub enum LookError {
         stage: String,
         /// As given.
         sample: String,
-        /// The nearest that there are.
+        /// The nearest samples.
         help: String,
     },
 }
@@ -98,27 +98,27 @@ impl LookError {
     }
 }
 
-/// A run's folder with its trace.
+/// A run folder with its trace.
 pub struct TracedRun {
     dir: PathBuf,
     schedule: Schedule,
-    /// What is wrong with the models and data that the run worked with.
+    /// What is wrong with the models and data of the run.
     gone: Vec<Diagnostic>,
     trace: TraceDir,
 }
 
 impl TracedRun {
-    /// Opens the folder of a run whose kinds `registry` knows; loads no weights. Models and data that are not there any
-    /// more are needed to replay only ([`TracedRun::start`]); [`TracedRun::gone`] tells them.
+    /// Opens the folder of a run whose kinds `registry` knows; loads no weights. Missing models and data are reported
+    /// by [`TracedRun::gone`]; only a replay needs them ([`TracedRun::start`]).
     ///
     /// # Errors
-    /// A folder without a run, with the nearest that is one; a configuration or trace of another version.
+    /// Not a run folder, with the nearest one; a configuration or trace of another version.
     pub fn open(dir: &Path, registry: &Registry) -> Result<TracedRun, LookError> {
         let (schedule, gone) = schedule_of(dir, registry)?;
         Ok(TracedRun::of(dir, schedule, gone, TraceDir::open(dir)?))
     }
 
-    /// The parts of a run's folder together.
+    /// Combines the parts of a run folder.
     pub(crate) fn of(
         dir: &Path,
         schedule: Schedule,
@@ -148,16 +148,16 @@ impl TracedRun {
         &self.trace
     }
 
-    /// Models and data with which the run worked and that cannot be found any more, as findings.
+    /// Models and data of the run that are missing now, as findings.
     pub fn gone(&self) -> &[Diagnostic] {
         &self.gone
     }
 
-    /// A recorded step, without the state that it began with. Files of it that cannot be used are named in
-    /// [`RecordedStep::damaged`], rows that are not those of the run in [`RecordedStep::altered`].
+    /// A recorded step, without the state at its start. [`RecordedStep::damaged`] lists its unusable files,
+    /// [`RecordedStep::altered`] rows that are not those of the run.
     ///
     /// # Errors
-    /// A step that was not recorded, with the nearest that was; a step of which nothing can be read.
+    /// A step that was not recorded, with the nearest recorded one; a step without readable stages.
     pub fn step(&self, step: u64) -> Result<RecordedStep, LookError> {
         let recorded = self
             .trace
@@ -185,19 +185,19 @@ impl TracedRun {
         Ok(recorded)
     }
 
-    /// What a rule found and ended the run for, where that is how the run ended.
+    /// The anomaly for which a rule ended the run, if it ended that way.
     pub fn stopped(&self) -> Option<Anomaly> {
         self.trace.stopped(&self.end_of_run()?)
     }
 
-    /// The error with which the run ended, as `status.json` tells it.
+    /// The error that ended the run, from `status.json`.
     fn end_of_run(&self) -> Option<String> {
         let text = fs::read_to_string(self.dir.join("status.json")).ok()?;
         let status: serde_json::Value = serde_json::from_str(&text).ok()?;
         status.get("reason")?.as_str().map(str::to_owned)
     }
 
-    /// A recorded step, with the state that it began with where that was kept.
+    /// A recorded step, with the state at its start if that was recorded.
     ///
     /// # Errors
     /// As [`TracedRun::step`]; a state that is damaged.
@@ -207,7 +207,7 @@ impl TracedRun {
         Ok(recorded)
     }
 
-    /// The state with which a recorded step began, as far as it was kept.
+    /// The state at the start of a recorded step, as far as it was recorded.
     ///
     /// # Errors
     /// A step that was not recorded; a state that is damaged.
@@ -227,10 +227,10 @@ impl TracedRun {
         }))
     }
 
-    /// The run, started anew: models loaded, data opened, no step run, nothing written.
+    /// Starts the run again: models loaded, data opened, no step run, nothing written.
     ///
     /// # Errors
-    /// [`LookError::Gone`]; what else keeps it from starting.
+    /// [`LookError::Gone`]; any other error of the start.
     pub fn start(&self) -> Result<Run, LookError> {
         if !self.gone.is_empty() {
             return Err(LookError::Gone(self.gone.clone()));
@@ -238,15 +238,15 @@ impl TracedRun {
         let schedule = self.schedule.plan.schedule().map_err(LookError::Config)?;
         let started = schedule.start(RunOptions::default());
         started.map_err(
-            |source| match told_of_data(&self.dir, &self.schedule.plan) {
+            |source| match describe_changed_data(&self.dir, &self.schedule.plan) {
                 changed if changed.is_empty() => source.into(),
                 changed => LookError::OtherData { source, changed },
             },
         )
     }
 
-    /// How the token ids of a stage (by its index in the plan) are written: by its model's tokenizer, or by the first
-    /// that the pipeline has.
+    /// Texts of the token ids of a stage (by its index in the plan): from its model's tokenizer, or from the first one
+    /// of the pipeline.
     pub fn token_texts(&self, stage: usize) -> Option<Arc<dyn TokenTexts>> {
         let plan = &self.schedule.plan;
         let own = plan.stages[stage].spec.models.first();
@@ -262,7 +262,7 @@ impl TracedRun {
 /// The pipeline of the run in `dir`, placed, and what is wrong with its models and data; loads no weights.
 ///
 /// # Errors
-/// A folder without a run, with the nearest that is one; a configuration of another version.
+/// Not a run folder, with the nearest one; a configuration of another version.
 pub(crate) fn schedule_of(
     dir: &Path,
     registry: &Registry,
@@ -270,7 +270,7 @@ pub(crate) fn schedule_of(
     let config = dir.join("config.toml");
     if !config.is_file() {
         let reason = match dir.is_dir() {
-            true => "it holds no config.toml",
+            true => "it contains no config.toml",
             false => "there is no such folder",
         };
         return Err(LookError::NoRun {
@@ -285,7 +285,7 @@ pub(crate) fn schedule_of(
     Ok((plan.schedule().map_err(LookError::Config)?, gone))
 }
 
-/// The run beside `dir` whose name is nearest.
+/// The run in the same folder as `dir` with the nearest name.
 fn near_run(dir: &Path) -> Option<String> {
     let name = dir.file_name()?.to_str()?;
     let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty());

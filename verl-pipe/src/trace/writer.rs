@@ -1,4 +1,4 @@
-//! Writes a trace: documents and stage files, each aside and then renamed.
+//! Writes a trace: documents and stage files, each under a temporary name and then renamed.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -27,7 +27,7 @@ use crate::trace::row_groups::RowGroups;
 
 pub use crate::trace::row_groups::ROW_GROUP_BYTES;
 
-/// Values that the encoder takes at once; its own 1,024 are fewer than a response has tokens.
+/// Values that the encoder takes at once; its default of 1,024 is less than a response has tokens.
 const WRITE_VALUES: usize = 8192;
 
 /// Writes the `trace` folder of a run.
@@ -35,15 +35,15 @@ const WRITE_VALUES: usize = 8192;
 pub struct TraceWriter {
     layout: Layout,
     threads: usize,
-    /// Room on the disk, where something is kept of it.
+    /// Disk space, if part of it is reserved.
     room: Option<Room>,
 }
 
 impl TraceWriter {
-    /// Makes `trace` in the run's folder, with `format.json`.
+    /// Creates `trace` in the run folder, with `format.json`.
     ///
     /// # Errors
-    /// A disk that refuses.
+    /// An I/O error.
     pub fn create(run_dir: &Path, format: &TraceFormat) -> Result<TraceWriter, TraceError> {
         let layout = Layout::of_run(run_dir);
         make_dir(&layout.dir)?;
@@ -55,8 +55,8 @@ impl TraceWriter {
         })
     }
 
-    /// Has it write as long as there is room beside what is kept.
-    pub(crate) fn in_room(self, room: Room) -> TraceWriter {
+    /// Writes only while there is room beyond the reserved space.
+    pub(crate) fn with_room(self, room: Room) -> TraceWriter {
         TraceWriter {
             room: Some(room),
             ..self
@@ -67,7 +67,7 @@ impl TraceWriter {
         self.room.as_ref()
     }
 
-    /// Whether so many bytes of rows may be written.
+    /// Checks that there is room for `size` bytes of rows.
     pub(crate) fn take_room(&self, size: u64) -> Result<(), TraceError> {
         let taken = self
             .room
@@ -76,22 +76,22 @@ impl TraceWriter {
         taken.map_err(|e| TraceError::file("write", &self.layout.dir, e))
     }
 
-    /// Has `threads` threads encode the columns of a large step, as many as there are cores otherwise. Its files are the
-    /// same, byte by byte.
+    /// Encodes the columns of a large step with `threads` threads; the default is one per core. The number does not
+    /// change a byte of the files.
     pub fn with_threads(self, threads: usize) -> TraceWriter {
         TraceWriter { threads, ..self }
     }
 
-    /// Where things lie.
+    /// Paths of the trace.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// Begins the file of a stage. `header` tells step, stage and the like; its keys and slices are filled in here.
-    /// `inputs` and `outputs` are the fields of the two sides' batches; identity columns among them are passed over.
+    /// Begins the file of a stage. `header` has step, stage and other metadata; its keys and slices are filled in here.
+    /// `inputs` and `outputs` are the fields of the two sides' batches; identity columns among them are skipped.
     ///
     /// # Errors
-    /// A disk that refuses.
+    /// An I/O error.
     pub fn stage(
         &self,
         header: StageManifest,
@@ -103,17 +103,18 @@ impl TraceWriter {
         StageWriter::create(&dir, header, inputs, outputs, self.threads)
     }
 
-    /// Ends a step: from here on it is whole.
+    /// Completes a step. Its stage files must be finished: a reader takes the step as complete once `step.json` is
+    /// there.
     ///
     /// # Errors
-    /// A disk that refuses.
+    /// An I/O error.
     pub fn end_step(&self, manifest: &StepManifest) -> Result<(), TraceError> {
         make_dir(&self.layout.step(manifest.step))?;
         write_json(&self.layout.manifest(manifest.step), manifest)
     }
 }
 
-/// Which slice of a stage rows belong to.
+/// The slice of a stage that rows belong to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceAt {
     /// Input or output.
@@ -126,12 +127,16 @@ pub struct SliceAt {
     pub rows: Range<usize>,
 }
 
-/// Writes one stage's file of one step, in row groups of bounded size. Nothing is left of one that is not ended.
+/// Writes one stage's file of one step, in row groups of bounded size. Dropping it before [`StageWriter::finish`]
+/// removes the file.
 pub struct StageWriter {
     groups: RowGroups,
     partial: Partial,
     schema: Arc<Schema>,
+    /// Each span in `slices` starts where the span before it ends, and the last ends at `rows`. So every row belongs to
+    /// exactly one span, and a reader detects lost or repeated rows.
     manifest: StageManifest,
+    /// Rows added so far.
     rows: usize,
 }
 
@@ -158,15 +163,15 @@ impl StageWriter {
         })
     }
 
-    /// Adds the rows of a slice; a slice may come in several parts, and its parts are read as one batch in the order
-    /// in which they came. Keys that the batch lacks are null.
+    /// Adds the rows of a slice. A slice may come in several parts; they are read as one batch, in the order of the
+    /// calls. Keys that the batch lacks are null.
     ///
     /// # Errors
-    /// A disk that refuses; a column of another type than was announced.
+    /// An I/O error; a column of another type than declared.
     pub fn write(&mut self, at: SliceAt, batch: &Batch) -> Result<(), TraceError> {
         let record = self.record(&at, batch)?;
         let added = self.groups.add(&record);
-        added.map_err(|e| self.refused(e))?;
+        added.map_err(|e| self.write_error(e))?;
         self.manifest.slices.push(SliceSpan {
             side: at.side,
             wave: at.wave,
@@ -179,34 +184,34 @@ impl StageWriter {
         Ok(())
     }
 
-    /// Closes the row group, so that nothing waits in memory.
+    /// Closes the row group, so that no rows wait in memory.
     ///
     /// # Errors
-    /// A disk that refuses.
+    /// An I/O error.
     pub fn flush(&mut self) -> Result<(), TraceError> {
         let flushed = self.groups.flush();
-        flushed.map_err(|e| self.refused(e))
+        flushed.map_err(|e| self.write_error(e))
     }
 
-    /// Bytes that are on disk.
+    /// Bytes on disk.
     pub fn bytes_written(&self) -> u64 {
         self.groups.bytes_written() as u64
     }
 
-    /// The name that the file is to have.
+    /// The final path of the file.
     pub fn path(&self) -> &Path {
         self.partial.path()
     }
 
-    /// Adds a note for readers.
+    /// Adds a note to the manifest.
     pub fn note(&mut self, note: String) {
         self.manifest.notes.push(note);
     }
 
-    /// Ends the file and gives it its name.
+    /// Completes the file and renames it to its final name.
     ///
     /// # Errors
-    /// A disk that refuses; nothing is left then.
+    /// An I/O error; the file is removed then.
     pub fn finish(self) -> Result<StageFile, TraceError> {
         let StageWriter {
             groups,
@@ -221,7 +226,7 @@ impl StageWriter {
         let size = groups
             .close(KeyValue::new(MANIFEST_KEY.to_owned(), text))
             .map_err(|e| TraceError::file("write", &path, e))?;
-        partial.name()?;
+        partial.commit()?;
         Ok(StageFile {
             stage: manifest.stage,
             file: path
@@ -234,7 +239,7 @@ impl StageWriter {
         })
     }
 
-    fn refused(&self, error: ParquetError) -> TraceError {
+    fn write_error(&self, error: ParquetError) -> TraceError {
         TraceError::file("write", self.path(), error)
     }
 
@@ -259,7 +264,7 @@ impl StageWriter {
                 None => new_null_array(field.data_type(), n),
                 Some(array) => {
                     let reason = format!(
-                        "`{}` of stage `{}` holds {}, announced was {}",
+                        "column `{}` of stage `{}` has type {}, but {} was declared",
                         field.name(),
                         self.manifest.stage,
                         array.data_type(),
@@ -274,7 +279,7 @@ impl StageWriter {
     }
 }
 
-/// The file's columns, and which key of which side each holds.
+/// The file's columns, and the column of each key.
 fn columns(inputs: &[Field], outputs: &[Field]) -> (Arc<Schema>, Vec<KeyColumn>) {
     let own = STEP_COLUMNS.map(|own| Field::new(own.name, own.holds.arrow(), own.nullable));
     let mut fields = Vec::from(own);
@@ -315,7 +320,7 @@ fn columns(inputs: &[Field], outputs: &[Field]) -> (Arc<Schema>, Vec<KeyColumn>)
 }
 
 fn properties() -> WriterProperties {
-    // Snappy is read by every reader of Parquet and costs little. Dictionaries cost time and find nothing in log-probs.
+    // Every Parquet reader supports Snappy, and it costs little. Dictionaries cost time and do not help with log-probs.
     WriterProperties::builder()
         .set_compression(Compression::SNAPPY)
         .set_dictionary_enabled(false)

@@ -1,20 +1,20 @@
-//! Curves over the steps of a run: one a metric, and of each key what its statistics tell.
+//! Curves over the steps of a run: one per metric, and for each key the curves of its statistics.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::thin::{Kept, largest, least, rounded, thin};
+use super::thin::{ThinnedPoint, largest, least, rounded, thin};
 use crate::field::DType;
 use crate::plan::Plan;
 use crate::run::records::{ENGINE_METRICS, MetricsLine, of_stage};
 use crate::trace::format::Side;
 use crate::trace::stats::StatRow;
 
-/// Two numbers of a key are the same where they differ by less than this share: sums of repeated rows round differently.
+/// Relative tolerance within which two numbers of a key are equal: sums of repeated rows round differently.
 const SAME: f64 = 1e-9;
 
-/// What a curve shows of its key.
+/// The property of a key that a curve shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum What {
@@ -32,24 +32,24 @@ pub(crate) enum What {
     TruncatedShare,
 }
 
-/// A curve. Lists are as long as `step`, or empty where there is nothing to tell.
+/// A curve. Lists are as long as `step`, or empty if there are no values.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub(crate) struct Curve {
-    /// Stage; of a metric nothing.
+    /// Stage; empty for a metric.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub stage: String,
-    /// `input` or `output`; of a metric nothing.
+    /// `input` or `output`; empty for a metric.
     #[serde(skip_serializing_if = "str::is_empty")]
     pub side: &'static str,
     /// The stage's own name of the key, or the metric.
     pub key: String,
-    /// The pipeline's name of the key, where it is another.
+    /// The pipeline's name of the key, if it differs.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub name: String,
-    /// What is shown of a key.
+    /// The property of the key that is shown.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub what: Option<What>,
-    /// What it was compared with.
+    /// The key that it was compared with.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub counterpart: String,
     /// Unit of the values.
@@ -58,13 +58,13 @@ pub(crate) struct Curve {
     /// What a value means.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub meaning: String,
-    /// Steps that there were before the curve was thinned.
+    /// Number of steps before the curve was thinned.
     pub steps: usize,
     /// Steps of the run.
     pub step: Vec<u64>,
     /// The value, or the mean of the step's values.
     pub mean: Vec<Option<f64>>,
-    /// Smallest value, of all steps that the point stands for.
+    /// Smallest value of all steps that the point represents.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub low: Vec<Option<f64>>,
     /// Largest value.
@@ -73,14 +73,14 @@ pub(crate) struct Curve {
     /// Median.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub p50: Vec<Option<f64>>,
-    /// Most values of a step that are no finite number.
+    /// Maximum number of non-finite values in a step.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub non_finite: Vec<u64>,
 }
 
 /// A curve before it is thinned.
 #[derive(Debug, Default)]
-struct Whole {
+struct FullCurve {
     step: Vec<u64>,
     mean: Vec<Option<f64>>,
     low: Vec<Option<f64>>,
@@ -89,21 +89,21 @@ struct Whole {
     non_finite: Vec<u64>,
 }
 
-impl Whole {
+impl FullCurve {
     fn push(&mut self, step: u64, mean: Option<f64>) {
         self.step.push(step);
         self.mean.push(mean.filter(|mean| mean.is_finite()));
     }
 
-    /// The curve with `most` points, to which the caller adds what it is about.
+    /// The curve with `most` points; the caller adds its names.
     fn thinned(&self, most: usize) -> Curve {
         let kept = thin(&self.mean, most);
-        let at = |list: &Vec<Option<f64>>, take: &dyn Fn(&Kept) -> Option<f64>| match list.len() {
+        let at = |list: &Vec<Option<f64>>, take: &dyn Fn(&ThinnedPoint) -> Option<f64>| match list.len() {
             0 => Vec::new(),
             _ => kept.iter().map(|kept| rounded(take(kept))).collect(),
         };
         let odd = self.non_finite.iter().any(|n| *n > 0);
-        let worst = |kept: &Kept| self.non_finite[kept.part.clone()].iter().copied().max();
+        let worst = |kept: &ThinnedPoint| self.non_finite[kept.part.clone()].iter().copied().max();
         Curve {
             steps: self.step.len(),
             step: kept.iter().map(|kept| self.step[kept.at]).collect(),
@@ -122,7 +122,7 @@ impl Whole {
 
 /// A curve for each metric, by name.
 pub(crate) fn metric_curves(lines: &[MetricsLine], plan: Option<&Plan>, most: usize) -> Vec<Curve> {
-    let mut curves: BTreeMap<&str, Whole> = BTreeMap::new();
+    let mut curves: BTreeMap<&str, FullCurve> = BTreeMap::new();
     for line in lines {
         for (name, value) in &line.values {
             curves
@@ -132,13 +132,13 @@ pub(crate) fn metric_curves(lines: &[MetricsLine], plan: Option<&Plan>, most: us
         }
     }
     let notes = metric_notes(plan);
-    let curves = curves.into_iter().map(|(name, whole)| {
+    let curves = curves.into_iter().map(|(name, full)| {
         let (unit, meaning) = notes.get(name).copied().unwrap_or_default();
         Curve {
             key: name.to_owned(),
             unit: unit.to_owned(),
             meaning: meaning.to_owned(),
-            ..whole.thinned(most)
+            ..full.thinned(most)
         }
     });
     curves.collect()
@@ -161,11 +161,11 @@ fn metric_notes(plan: Option<&Plan>) -> BTreeMap<String, (&'static str, &'static
     notes
 }
 
-/// Stage by the order in which it was first seen, side, the stage's own name of the key, what is shown.
+/// Stage by order of first occurrence, side, the stage's own name of the key, the property shown.
 type Id = (usize, Side, String, What);
 
-/// Curves of the keys while statistics come in. What a stage was given is shown only where it is not what its writer
-/// emitted, or where it was compared with something.
+/// Collects the curves of the keys from statistics. An input of a stage is shown only if it differs from what its
+/// writer emitted, or if it was compared with another key.
 #[derive(Default)]
 pub(crate) struct KeyCurves {
     stages: Vec<String>,
@@ -174,7 +174,7 @@ pub(crate) struct KeyCurves {
 
 #[derive(Default)]
 struct KeyCurve {
-    whole: Whole,
+    full: FullCurve,
     shown: bool,
     name: String,
     counterpart: String,
@@ -182,7 +182,7 @@ struct KeyCurve {
 }
 
 impl KeyCurves {
-    /// Adds the statistics of whole steps.
+    /// Adds the statistics of complete steps.
     pub(crate) fn add(&mut self, stats: &[StatRow], plan: Option<&Plan>) {
         let written: BTreeMap<(u64, &str), &StatRow> = stats
             .iter()
@@ -206,14 +206,14 @@ impl KeyCurves {
                     .entry(id)
                     .or_insert_with(|| KeyCurve::of(row, what, plan));
                 curve.shown |= changed || !matches!(what, What::Value | What::Length);
-                add(&mut curve.whole, row, what, middle);
+                add(&mut curve.full, row, what, middle);
             }
         }
     }
 
-    /// Steps that the longest curve has.
+    /// Number of steps of the longest curve.
     pub(crate) fn steps(&self) -> usize {
-        let steps = self.curves.values().map(|curve| curve.whole.step.len());
+        let steps = self.curves.values().map(|curve| curve.full.step.len());
         steps.max().unwrap_or(0)
     }
 
@@ -244,7 +244,7 @@ impl KeyCurves {
                 counterpart: curve.counterpart,
                 unit: curve.unit,
                 meaning: field.map_or_else(String::new, |field| field.meaning.to_string()),
-                ..curve.whole.thinned(most)
+                ..curve.full.thinned(most)
             }
         });
         curves.collect()
@@ -278,18 +278,18 @@ fn is_list(plan: Option<&Plan>, row: &StatRow) -> bool {
     field.is_some_and(|field| field.dtype != DType::Text)
 }
 
-/// What there is to show of a row of statistics, and its middle.
+/// The properties to show of a row of statistics, each with its middle.
 fn shown(row: &StatRow, plan: Option<&Plan>) -> Vec<(What, Option<f64>)> {
     let field = plan.and_then(|plan| plan.fields.get(&row.name));
     let measured = match field.map(|field| field.dtype) {
-        // A mean of ids says nothing.
+        // A mean of ids is meaningless.
         Some(DType::U32 | DType::U64 | DType::Text) => false,
         Some(_) => true,
         None => row.mean.is_some() || row.non_finite > 0,
     };
     let mut shown = Vec::new();
     if measured {
-        // Lists that lie beside each other are equally long: those of ids tell the length for all.
+        // Lists of the same row have equal lengths, so only lists of ids have a curve of lengths.
         shown.push((What::Value, row.mean));
     } else {
         shown.extend(row.length_mean.map(|mean| (What::Length, Some(mean))));
@@ -306,24 +306,24 @@ fn shown(row: &StatRow, plan: Option<&Plan>) -> Vec<(What, Option<f64>)> {
     shown
 }
 
-fn add(whole: &mut Whole, row: &StatRow, what: What, middle: Option<f64>) {
-    whole.push(row.step, middle);
+fn add(full: &mut FullCurve, row: &StatRow, what: What, middle: Option<f64>) {
+    full.push(row.step, middle);
     match what {
         What::Value => {
-            whole.low.push(row.min);
-            whole.high.push(row.max);
-            whole.p50.push(row.quantiles[3]);
-            whole.non_finite.push(row.non_finite);
+            full.low.push(row.min);
+            full.high.push(row.max);
+            full.p50.push(row.quantiles[3]);
+            full.non_finite.push(row.non_finite);
         }
         What::Length => {
-            whole.low.push(row.length_min.map(|n| n as f64));
-            whole.high.push(row.length_max.map(|n| n as f64));
+            full.low.push(row.length_min.map(|n| n as f64));
+            full.high.push(row.length_max.map(|n| n as f64));
         }
         What::K1 | What::Ess | What::ProbabilityDiff | What::TruncatedShare => {}
     }
 }
 
-/// Whether what entered is what was emitted, as far as statistics can tell; rows may be repeated.
+/// Whether the input equals what was emitted, judged by statistics only; rows may be repeated.
 fn same(given: &StatRow, emitted: &StatRow) -> bool {
     let near = |a: Option<f64>, b: Option<f64>| match (a, b) {
         (Some(a), Some(b)) => (a - b).abs() <= SAME * a.abs().max(b.abs()).max(1.0),

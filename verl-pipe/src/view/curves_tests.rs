@@ -26,7 +26,7 @@ fn numbers(values: &[f32]) -> ArrayRef {
 
 fn key_curves(stats: &[StatRow], most: usize) -> Vec<Curve> {
     let mut curves = KeyCurves::default();
-    // As two files would give them.
+    // As if read from two files.
     let half = stats.partition_point(|row| row.step <= stats[stats.len() / 2].step);
     curves.add(&stats[..half], None);
     curves.add(&stats[half..], None);
@@ -39,12 +39,12 @@ fn titles(curves: &[Curve]) -> Vec<String> {
 }
 
 #[test]
-fn what_was_given_is_shown_where_it_is_not_what_was_emitted() {
+fn an_input_is_shown_only_if_it_differs_from_what_was_emitted() {
     let mut stats = Vec::new();
     for step in 1..=2 {
         let emitted = numbers(&[0.0, 1.0]);
         stats.push(row(step, "reward", Side::Output, "rewards", emitted));
-        // Repeated rows have the same numbers; a changed one has not.
+        // Repeated rows have the same numbers; changed rows do not.
         let repeated = numbers(&[0.0, 0.0, 1.0, 1.0]);
         stats.push(row(step, "advantages", Side::Input, "rewards", repeated));
         let changed = numbers(&[0.0, step as f32]);
@@ -65,7 +65,7 @@ fn what_was_given_is_shown_where_it_is_not_what_was_emitted() {
 }
 
 #[test]
-fn ratios_texts_and_numbers_that_are_not_finite_have_curves_of_their_own() {
+fn ratios_texts_and_non_finite_numbers_have_separate_curves() {
     let texts: ArrayRef = Arc::new(StringArray::from(vec!["a", "abc"]));
     let ratio = RatioStats {
         counterpart: "rollout_log_probs".to_owned(),
@@ -116,7 +116,7 @@ fn ratios_texts_and_numbers_that_are_not_finite_have_curves_of_their_own() {
 }
 
 #[test]
-fn bands_of_a_thinned_curve_hold_every_extreme() {
+fn bands_of_a_thinned_curve_include_every_extreme() {
     let stats: Vec<StatRow> = (1..=1_000)
         .map(|step| {
             let high = if step == 345 { 90.0 } else { 2.0 };
@@ -130,7 +130,7 @@ fn bands_of_a_thinned_curve_hold_every_extreme() {
 }
 
 #[test]
-fn metrics_that_are_no_number_leave_a_gap() {
+fn metrics_that_are_not_numbers_leave_a_gap() {
     let line = |step, value: serde_json::Value| MetricsLine {
         step,
         epoch: 0,

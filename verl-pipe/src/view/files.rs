@@ -1,4 +1,4 @@
-//! The JSON files of a run folder, as far as they can be read: what cannot is told and left out.
+//! The readable content of the JSON files of a run folder; unreadable content is reported and left out.
 
 use std::fs;
 use std::path::Path;
@@ -10,19 +10,19 @@ use crate::run::records::{MetricsLine, SampleLine, Status, StatusFile};
 use crate::trace::rules::Anomaly;
 use crate::trace::text::count;
 
-/// What the files of a run say, and what a reader should be told of them.
+/// The content of the files of a run, and notes about what could not be read.
 #[derive(Debug, Default)]
 pub(crate) struct RunFiles {
-    /// `status.json`, where there is one.
+    /// `status.json`, if there is one.
     pub status: Option<StatusFile>,
-    /// Lines of `metrics.jsonl`, steps rising.
+    /// Lines of `metrics.jsonl`, in ascending order of steps.
     pub metrics: Vec<MetricsLine>,
     /// Lines of `samples.jsonl`.
     pub samples: Vec<SampleLine>,
     /// Lines of `trace/anomalies.jsonl`.
     pub anomalies: Vec<Anomaly>,
-    /// The run goes on.
-    grows: bool,
+    /// Whether the run is in progress.
+    is_running: bool,
     /// What was left out.
     pub notes: Vec<String>,
 }
@@ -31,7 +31,7 @@ impl RunFiles {
     /// Reads the files of the run in `dir`.
     pub(crate) fn read(dir: &Path) -> RunFiles {
         let mut files = RunFiles::default();
-        files.grows = is_held(dir) == Some(true);
+        files.is_running = is_held(dir) == Some(true);
         files.status = files.document(&dir.join("status.json"));
         files.metrics = files.lines(&dir.join("metrics.jsonl"));
         files.metrics.sort_by_key(|line| line.step);
@@ -49,12 +49,12 @@ impl RunFiles {
             }
         };
         serde_json::from_str(&text)
-            .map_err(|error| self.note(path, &format!("is not what a run writes ({error})")))
+            .map_err(|error| self.note(path, &format!("has invalid content ({error})")))
             .ok()
     }
 
-    /// The lines that can be read. A file that is not there has none; half a line at the end is left out, and told
-    /// unless the run may still be writing it.
+    /// The lines that can be read. A missing file has none. An incomplete last line is left out, and reported unless
+    /// the run may still be writing it.
     fn lines<T: DeserializeOwned>(&mut self, path: &Path) -> Vec<T> {
         let bytes = match fs::read(path) {
             Ok(bytes) => bytes,
@@ -65,7 +65,7 @@ impl RunFiles {
             }
         };
         let text = String::from_utf8_lossy(&bytes);
-        // Without its newline the last line may be half of one.
+        // Without its newline the last line may be incomplete.
         let open = (!text.ends_with('\n')).then(|| text.lines().count());
         let mut lost: Vec<usize> = Vec::new();
         let lines = text.lines().enumerate().filter_map(|(at, line)| {
@@ -78,27 +78,27 @@ impl RunFiles {
             let n = count(lost.len() as u64, "line");
             self.note(
                 path,
-                &format!("has {n} that cannot be read, the first is line {first}"),
+                &format!("has {n} that cannot be read, starting with line {first}"),
             );
         }
-        if half && !self.grows {
-            let what = "ends in half a line, which is left out: the run was interrupted while it wrote it, or the file was cut afterwards";
+        if half && !self.is_running {
+            let what = "ends with an incomplete line, which is left out: the run was interrupted while writing it, or the file was truncated later";
             self.note(path, what);
         }
         lines
     }
 
-    /// Why there are no metrics of any step.
-    pub(crate) fn told_of_no_step(&self, dir: &Path) -> Option<String> {
+    /// Why there are no metrics.
+    pub(crate) fn no_metrics_note(&self, dir: &Path) -> Option<String> {
         self.metrics.is_empty().then(|| {
             let status = self.status.as_ref();
             let what = match status.map(|status| (status.status, status.step)) {
                 _ if !dir.join("metrics.jsonl").exists() => {
-                    "is not there, and with it every curve of a metric"
+                    "is missing, so the page has no curves of metrics"
                 }
-                Some((Status::Running, 0)) => "holds no step yet",
-                Some((_, 0)) => "holds no step",
-                _ => "holds no step that can be read",
+                Some((Status::Running, 0)) => "contains no steps yet",
+                Some((_, 0)) => "contains no steps",
+                _ => "contains no readable steps",
             };
             format!("metrics.jsonl {what}")
         })
@@ -117,7 +117,7 @@ mod tests {
     use crate::run::folder::RunFolder;
 
     #[test]
-    fn what_cannot_be_read_is_left_out_and_told() {
+    fn unreadable_content_is_left_out_and_reported() {
         let temp = tempfile::tempdir().expect("a folder");
         let write =
             |name: &str, text: &str| fs::write(temp.path().join(name), text).expect("a file");
@@ -131,14 +131,14 @@ mod tests {
         assert_eq!(steps, [1, 2]);
         assert!(files.status.is_none() && files.samples.is_empty());
         assert_eq!(files.notes.len(), 3, "{:?}", files.notes);
-        assert!(files.notes[0].starts_with("status.json is not what a run writes"));
+        assert!(files.notes[0].starts_with("status.json has invalid content"));
         assert_eq!(
             files.notes[1],
-            "metrics.jsonl has 1 line that cannot be read, the first is line 2"
+            "metrics.jsonl has 1 line that cannot be read, starting with line 2"
         );
         assert_eq!(
             files.notes[2],
-            "metrics.jsonl ends in half a line, which is left out: the run was interrupted while it wrote it, or the file was cut afterwards"
+            "metrics.jsonl ends with an incomplete line, which is left out: the run was interrupted while writing it, or the file was truncated later"
         );
     }
 
@@ -154,7 +154,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn half_a_line_of_a_run_that_goes_on_is_still_being_written() {
+    fn an_incomplete_line_of_a_running_run_is_not_reported() {
         let temp = tempfile::tempdir().expect("a folder");
         let dir = temp.path().join("run");
         let folder = RunFolder::create(&dir, 5).expect("a run");

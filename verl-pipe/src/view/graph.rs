@@ -1,4 +1,4 @@
-//! The pipeline as a drawing: stages as boxes with where they run, edges with the keys that go over them.
+//! The pipeline as a drawing: stages as boxes with the place where they run, edges with the keys that they carry.
 
 use std::fmt::Write;
 
@@ -18,9 +18,9 @@ const LABEL_CHAR: f64 = 6.4;
 const NAME_HEIGHT: f64 = 19.0;
 const LINE_HEIGHT: f64 = 14.0;
 const LABEL_HEIGHT: f64 = 13.0;
-/// Room inside a box on either side.
+/// Space inside a box on either side.
 const PADDING: f64 = 10.0;
-/// Keys that a label names before it only counts them.
+/// Most keys that a label lists before it only counts them.
 const LABELLED_KEYS: usize = 3;
 
 /// Keys of an edge: the pipeline's and the reader's names.
@@ -44,18 +44,18 @@ pub(crate) struct Node {
     y: f64,
     w: f64,
     h: f64,
-    /// What stands below the name.
+    /// The lines below the name.
     lines: Vec<String>,
     /// Metrics that it records.
     metrics: Vec<&'static str>,
 }
 
-/// Keys on their way from one stage to another.
+/// Keys passed from one stage to another.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Arrow {
     from: String,
     to: String,
-    /// What goes over it; none where the reader only waits.
+    /// The keys that it carries; none if the reader only waits.
     keys: Keys,
     /// The line, as SVG.
     path: String,
@@ -123,7 +123,7 @@ pub(crate) fn graph(schedule: &Schedule) -> Graph {
     }
 }
 
-/// Writer, reader, and the keys that go from the one to the other; none where the reader only waits.
+/// Writer, reader, and the keys passed from one to the other; none if the reader only waits.
 fn arrows(stages: &[PlannedStage]) -> Vec<(usize, usize, Keys)> {
     let mut arrows: Vec<(usize, usize, Keys)> = Vec::new();
     for (reader, stage) in stages.iter().enumerate() {
@@ -208,7 +208,7 @@ fn label(keys: &[(String, String)]) -> (Vec<String>, Size) {
     (lines, size)
 }
 
-/// A line through the points: straight where it goes down, bent between rows.
+/// A line through the points: straight where it runs down, curved between rows.
 fn path(points: &[(f64, f64)]) -> String {
     let mut text = String::new();
     let mut last: Option<(f64, f64)> = None;
@@ -237,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn labels_name_a_few_keys_and_count_the_others() {
+    fn labels_list_a_few_keys_and_count_the_others() {
         let keys = |names: &[&str]| -> Vec<(String, String)> {
             let pair = |name: &&str| ((*name).to_owned(), (*name).to_owned());
             names.iter().map(pair).collect()
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_straight_down_and_bent_sideways() {
+    fn lines_are_straight_downwards_and_curved_sideways() {
         let points = [(10.0, 0.0), (10.0, 20.0), (30.04, 40.0)];
         assert_eq!(path(&points), "M10 0L10 20C10 30 30 30 30 40");
     }

@@ -1,4 +1,4 @@
-//! One self-contained page of its parts: no request leaves it, and no text of a run can become part of it.
+//! Assembles one self-contained page: it makes no requests, and no text of a run can become markup or code of the page.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 const PAGE: &str = include_str!("../../assets/view/page.html");
 const STYLE: &str = include_str!("../../assets/view/view.css");
-/// The parts of the page's script, in the order in which they need each other.
+/// The parts of the page's script, in the order of their dependencies.
 const SCRIPT: &str = concat!(
     include_str!("../../assets/view/base.js"),
     include_str!("../../assets/view/charts.js"),
@@ -17,25 +17,25 @@ const SCRIPT: &str = concat!(
     include_str!("../../assets/view/texts.js"),
     include_str!("../../assets/view/main.js"),
 );
-/// Curves are drawn by uPlot (MIT); `assets/uplot` holds its licence.
+/// uPlot (MIT) draws the curves; its licence is in `assets/uplot`.
 const PLOT_STYLE: &str = include_str!("../../assets/uplot/uPlot.min.css");
 const PLOT_SCRIPT: &str = include_str!("../../assets/uplot/uPlot.iife.min.js");
 const PLOT_LICENCE: &str = include_str!("../../assets/uplot/LICENSE");
 
-/// JSON documents of a page, which its script finds by their names.
+/// JSON documents of a page, which its script finds by name.
 #[derive(Debug, Default)]
 pub(crate) struct Blocks(String);
 
 impl Blocks {
-    /// Adds a document. `name` holds letters, digits and hyphens only.
+    /// Adds a document. `name` contains only letters, digits and hyphens.
     pub(crate) fn add(&mut self, name: &str, document: &impl Serialize) {
-        // Numbers, texts and lists of them always make JSON.
+        // Numbers, strings and lists of them always serialise to JSON.
         self.add_json(name, &serde_json::to_string(document).unwrap_or_default());
     }
 
-    /// Adds a document that is JSON already.
+    /// Adds a document that is already JSON.
     pub(crate) fn add_json(&mut self, name: &str, json: &str) {
-        // `<` stands in strings only, where it can be written so; thus neither `</script` nor `<!--` can arise.
+        // `<` occurs only in strings, where it can be escaped, so neither `</script` nor `<!--` can occur.
         let json = json.replace('<', "\\u003c");
         let _ = writeln!(
             self.0,
@@ -44,7 +44,7 @@ impl Blocks {
     }
 }
 
-/// The page with `title` and `blocks`. Only its own two scripts may run in it.
+/// The page with `title` and `blocks`. Its policy allows only its own two scripts.
 pub(crate) fn page(title: &str, blocks: &Blocks) -> String {
     let policy = format!(
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{}' 'sha256-{}'; base-uri 'none'; form-action 'none'",
@@ -63,14 +63,14 @@ pub(crate) fn page(title: &str, blocks: &Blocks) -> String {
     ])
 }
 
-/// The template with each `@NAME@` replaced, in the order in which they stand there; what is put in is not looked at.
+/// The template with each `@NAME@` replaced, in order of occurrence; inserted text is not searched.
 fn fill(parts: &[(&str, &str)]) -> String {
     let length = parts.iter().map(|(_, text)| text.len()).sum::<usize>();
     let mut page = String::with_capacity(PAGE.len() + length);
     let mut left = PAGE;
     for (name, text) in parts {
         let Some((before, after)) = left.split_once(&format!("@{name}@")) else {
-            debug_assert!(false, "the template has no @{name}@ there");
+            debug_assert!(false, "the template has no @{name}@ at this place");
             continue;
         };
         page += before;
@@ -141,16 +141,16 @@ mod tests {
         assert_eq!(read, [text]);
         let page = page(text, &blocks);
         assert!(page.contains("<title>&lt;/script&gt;&lt;img"));
-        // The marker in the text stays, the template's own are gone.
+        // The marker in the text remains; the template's own are replaced.
         assert_eq!(page.matches("@SCRIPT@").count(), 2);
         assert!(!page.contains("@BLOCKS@") && !page.contains("@PLOT_SCRIPT@"));
         assert!(!page.contains("<img"));
     }
 
     #[test]
-    fn nothing_is_asked_of_a_network() {
+    fn the_page_makes_no_requests() {
         let page = page("run", &Blocks::default());
-        for wish in [
+        for pattern in [
             "src=\"",
             "<link rel=\"stylesheet",
             "@import",
@@ -158,9 +158,9 @@ mod tests {
             "XMLHttpRequest",
             "import(",
         ] {
-            assert!(!page.contains(wish), "{wish}");
+            assert!(!page.contains(pattern), "{pattern}");
         }
-        // What scripts hold must not end them.
+        // The content of scripts must not end them.
         assert_eq!(page.matches("</script").count(), 2);
     }
 }

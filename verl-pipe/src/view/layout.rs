@@ -1,23 +1,23 @@
-//! Where the boxes and edges of a layered graph stand: Sugiyama's four steps, for graphs of some dozen boxes.
+//! Layout of the boxes and edges of a layered graph: Sugiyama's four steps, for graphs of a few dozen boxes.
 //!
-//! Boxes stand in even rows, each below all that it depends on, and labels of edges in the odd rows between them, so that
-//! neither covers the other. An edge passes every row between its ends as a narrow box of its own, which keeps it off the
-//! boxes there.
+//! Boxes are in even rows, each below all boxes that it depends on, and labels of edges in the odd rows between them,
+//! so that they do not cover each other. An edge crosses every row between its ends as a narrow dummy box, which keeps
+//! it away from the boxes in that row.
 
 use std::cmp::Ordering;
 
-/// Room between neighbours of a row.
+/// Space between neighbours in a row.
 const APART: f64 = 22.0;
-/// Room between rows.
+/// Space between rows.
 const BETWEEN_ROWS: f64 = 16.0;
-/// Room around the whole.
+/// Space around the drawing.
 const MARGIN: f64 = 12.0;
-/// Passes that put rows into order, and passes that move them sideways.
+/// Number of passes that order rows, and of passes that move boxes sideways.
 const PASSES: usize = 80;
-/// How much an edge that only passes resists a bend, against a box that leaves the middle of its neighbours.
-const STRAIGHT: f64 = 6.0;
-/// How much a box without edges resists: it stands beside the others wherever these are.
-const ALONE: f64 = 1e-6;
+/// Weight of a dummy box, which keeps edges straight, relative to a box, which stays in the middle of its neighbours.
+const EDGE_WEIGHT: f64 = 6.0;
+/// Weight of a box without edges: it is placed beside the others, wherever they are.
+const ISOLATED_WEIGHT: f64 = 1e-6;
 
 /// Width and height.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -26,7 +26,7 @@ pub(crate) struct Size {
     pub h: f64,
 }
 
-/// An edge between two boxes; `from` comes before `to`. A label without height takes no room.
+/// An edge between two boxes; `from` is before `to`. A label without height takes no space.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Link {
     pub from: usize,
@@ -34,14 +34,14 @@ pub(crate) struct Link {
     pub label: Size,
 }
 
-/// Where an edge runs: corners from the writer's lower side to the reader's upper, and the middle of its label.
+/// The course of an edge: corners from the writer's lower side to the reader's upper side, and the middle of its label.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Route {
     pub points: Vec<(f64, f64)>,
     pub label: (f64, f64),
 }
 
-/// A graph with a place for everything. Coordinates grow to the right and downwards.
+/// A graph with coordinates, which increase to the right and downwards.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Placed {
     pub size: Size,
@@ -50,14 +50,14 @@ pub(crate) struct Placed {
     pub routes: Vec<Route>,
 }
 
-/// Places boxes and edges; the same graph always in the same way.
+/// Places boxes and edges. Deterministic.
 pub(crate) fn place(boxes: &[Size], links: &[Link]) -> Placed {
     let mut rows = Rows::new(boxes, links);
     rows.sort();
     rows.draw(&rows.columns())
 }
 
-/// Boxes, and one narrow box for each row that an edge passes.
+/// Boxes, and one dummy box for each row that an edge crosses.
 struct Rows {
     boxes: usize,
     sizes: Vec<Size>,
@@ -65,7 +65,7 @@ struct Rows {
     /// Neighbours in the row above and in the row below.
     above: Vec<Vec<usize>>,
     below: Vec<Vec<usize>>,
-    /// Each edge with all that it passes, both ends included, and which of them carries the label.
+    /// Each edge with the boxes along it, both ends included, and which of them has the label.
     chains: Vec<(Vec<usize>, usize)>,
     rows: Vec<Vec<usize>>,
 }
@@ -92,7 +92,7 @@ impl Rows {
 
     fn chain(&mut self, link: &Link) {
         let (first, last) = (self.row_of[link.from], self.row_of[link.to]);
-        // The odd row nearest to the middle: labels of long edges are not all crowded below their writer.
+        // The odd row nearest to the middle, so that labels of long edges do not crowd below their writer.
         let labelled = first + 1 + (last - first - 2) / 4 * 2;
         let mut chain = vec![link.from];
         for row in first + 1..last {
@@ -114,7 +114,7 @@ impl Rows {
         self.chains.push((chain, labelled - first));
     }
 
-    /// Puts each row into an order with few crossings: by the mean place of the neighbours, down and up in turn.
+    /// Orders each row to reduce crossings: by the mean position of the neighbours, alternating downwards and upwards.
     fn sort(&mut self) {
         let mut best = (self.crossings(), self.rows.clone());
         for pass in 0..PASSES {
@@ -142,15 +142,15 @@ impl Rows {
             .map(|index| {
                 let near = neighbours[*index].iter().map(|near| places[*near] as f64);
                 let mean = near.clone().sum::<f64>() / near.len() as f64;
-                let alone = neighbours[*index].is_empty();
-                (if alone { places[*index] as f64 } else { mean }, *index)
+                let is_isolated = neighbours[*index].is_empty();
+                (if is_isolated { places[*index] as f64 } else { mean }, *index)
             })
             .collect();
         keyed.sort_by(|a, b| a.0.partial_cmp(&b.0).unwrap_or(Ordering::Equal));
         self.rows[row] = keyed.into_iter().map(|(_, index)| index).collect();
     }
 
-    /// Position of everything in its row.
+    /// Position of every box in its row.
     fn places(&self) -> Vec<usize> {
         let mut places = vec![0; self.sizes.len()];
         for row in &self.rows {
@@ -176,7 +176,7 @@ impl Rows {
         self.rows.iter().map(of_row).sum()
     }
 
-    /// Middles of everything from left to right: each as near to its neighbours as the order of its row allows.
+    /// Horizontal middles of all boxes: each as near to its neighbours as the order of its row allows.
     fn columns(&self) -> Vec<f64> {
         let mut x = vec![0.0; self.sizes.len()];
         for pass in 0..=PASSES {
@@ -203,17 +203,17 @@ impl Rows {
 
     fn weight(&self, index: usize) -> f64 {
         match index < self.boxes {
-            true if self.is_alone(index) => ALONE,
+            true if self.is_isolated(index) => ISOLATED_WEIGHT,
             true => 1.0,
-            false => STRAIGHT,
+            false => EDGE_WEIGHT,
         }
     }
 
-    fn is_alone(&self, index: usize) -> bool {
+    fn is_isolated(&self, index: usize) -> bool {
         self.above[index].is_empty() && self.below[index].is_empty()
     }
 
-    /// The middle of the neighbours: those on the side that was just placed, in the end those on both sides.
+    /// The middle of the neighbours: of those on the side that was just placed, and in later passes of both sides.
     fn wanted(&self, index: usize, x: &[f64], pass: usize) -> f64 {
         let both = pass > PASSES / 2;
         let sides = [
@@ -229,7 +229,7 @@ impl Rows {
         let row = self.rows[self.row_of[index]].iter();
         let beside: Vec<f64> = row.filter(|i| **i != index).map(|i| x[*i]).collect();
         match near.len() {
-            0 if self.is_alone(index) && !beside.is_empty() => {
+            0 if self.is_isolated(index) && !beside.is_empty() => {
                 beside.iter().sum::<f64>() / beside.len() as f64
             }
             0 => x[index],
@@ -286,7 +286,7 @@ impl Rows {
         }
     }
 
-    /// Where the edge towards `next` leaves a box: edges of one side stand beside each other, in the order of their ends.
+    /// Where the edge to `next` leaves a box: edges on one side are next to each other, in the order of their ends.
     fn port(&self, index: usize, next: usize, side: &[usize], x: &[f64]) -> f64 {
         let before = |other: &&usize| (x[**other], **other) < (x[next], next);
         let at = side.iter().filter(before).count() as f64;
@@ -295,14 +295,14 @@ impl Rows {
     }
 }
 
-/// Rows of the boxes: below all that it depends on; what depends on nothing directly above its first reader; what has no
-/// edge at all in the last row.
+/// The row of each box: below all boxes that it depends on; without dependencies, directly above its first reader;
+/// without edges, in the last row.
 fn depths(boxes: usize, links: &[Link]) -> Vec<usize> {
     let mut sorted: Vec<&Link> = links.iter().collect();
     sorted.sort_by_key(|link| (link.from, link.to));
     let mut depth = vec![0; boxes];
     for link in &sorted {
-        debug_assert!(link.from < link.to, "edges lead to later boxes");
+        debug_assert!(link.from < link.to, "edges go to later boxes");
         depth[link.to] = depth[link.to].max(depth[link.from] + 2);
     }
     let deepest = depth.iter().copied().max().unwrap_or(0);
@@ -317,7 +317,7 @@ fn depths(boxes: usize, links: &[Link]) -> Vec<usize> {
     depth
 }
 
-/// The numbers nearest to `wanted` (least weighted squares) of which each is at least `apart` above the one before:
+/// The numbers nearest to `wanted` (least weighted squares) such that each is at least `apart` above the previous one:
 /// isotonic regression by pooling adjacent violators.
 fn spread(wanted: &[f64], weights: &[f64], apart: &[f64]) -> Vec<f64> {
     let offsets: Vec<f64> = std::iter::once(&0.0)
@@ -327,7 +327,7 @@ fn spread(wanted: &[f64], weights: &[f64], apart: &[f64]) -> Vec<f64> {
             Some(*sum)
         })
         .collect();
-    // Blocks that move as one: weighted sum, weight, members.
+    // Blocks that move together: weighted sum, weight, members.
     let mut blocks: Vec<(f64, f64, usize)> = Vec::new();
     for ((wanted, weight), offset) in wanted.iter().zip(weights).zip(&offsets) {
         let mut block = ((wanted - offset) * weight, *weight, 1);

@@ -14,17 +14,17 @@ fn link(from: usize, to: usize) -> Link {
 }
 
 #[test]
-fn numbers_are_spread_as_far_as_they_must_be() {
-    // Nothing in the way.
+fn numbers_are_spread_only_as_far_as_necessary() {
+    // Already far enough apart.
     assert_eq!(spread(&[0.0, 10.0], &[1.0, 1.0], &[5.0]), [0.0, 10.0]);
-    // Both want 0: they share the distance, and the heavier one gives way less.
+    // Both want 0: they share the distance, and the heavier one moves less.
     assert_eq!(spread(&[0.0, 0.0], &[1.0, 1.0], &[8.0]), [-4.0, 4.0]);
     assert_eq!(spread(&[0.0, 0.0], &[3.0, 1.0], &[8.0]), [-2.0, 6.0]);
     assert_eq!(spread(&[], &[], &[]), [0.0; 0]);
 }
 
 #[test]
-fn a_chain_stands_in_one_column_and_a_loner_in_the_last_row() {
+fn a_chain_is_in_one_column_and_an_isolated_box_in_the_last_row() {
     let placed = place(&[BOX; 4], &[link(0, 1), link(1, 2)]);
     let (x, y): (Vec<f64>, Vec<f64>) = placed.boxes.iter().copied().unzip();
     let near = |a: f64, b: f64| (a - b).abs() < 1e-2;
@@ -42,14 +42,14 @@ fn a_chain_stands_in_one_column_and_a_loner_in_the_last_row() {
 }
 
 #[test]
-fn a_source_stands_directly_above_its_first_reader() {
+fn a_source_is_directly_above_its_first_reader() {
     let placed = place(&[BOX; 4], &[link(0, 1), link(1, 3), link(2, 3)]);
     assert_eq!(placed.boxes[2].1, placed.boxes[1].1);
 }
 
 #[test]
-fn crossings_that_need_not_be_are_taken_out() {
-    // As declared, 0–3 and 1–2 cross.
+fn avoidable_crossings_are_removed() {
+    // In order of declaration, 0–3 and 1–2 cross.
     let mut rows = Rows::new(&[BOX; 4], &[link(0, 3), link(1, 2)]);
     assert!(rows.crossings() > 0);
     rows.sort();
@@ -83,7 +83,7 @@ fn rect(corner: (f64, f64), size: Size) -> Rect {
 
 proptest! {
     #[test]
-    fn nothing_covers_anything_and_edges_run_downwards(
+    fn nothing_overlaps_and_edges_run_downwards(
         widths in prop::collection::vec(40.0..220.0f64, 1..14),
         pairs in prop::collection::vec((0usize..14, 0usize..14), 0..30),
     ) {
@@ -108,7 +108,7 @@ proptest! {
         }
         for (route, link) in placed.routes.iter().zip(&links) {
             prop_assert!(route.points.windows(2).all(|pair| pair[0].1 <= pair[1].1));
-            // Where it passes a row of boxes it runs straight down beside them.
+            // Where it crosses a row of boxes it runs straight down beside them.
             for pair in route.points.windows(2).filter(|pair| pair[0].0 == pair[1].0) {
                 let line = (pair[0].0 - 1.0, pair[0].1, pair[1].0 + 1.0, pair[1].1);
                 for (index, of_box) in all[..boxes.len()].iter().enumerate() {

@@ -1,9 +1,9 @@
-//! A run as one HTML page that needs nothing else: pipeline, curves, steps, samples, texts, anomalies.
+//! A run as one self-contained HTML page: pipeline, curves, steps, samples, texts, anomalies.
 //!
-//! The page is written here as data and drawn by the scripts of `assets/view` in the browser. What would make it large
-//! is thinned or left out ([`ViewOptions`]), and the page says what: curves keep the smallest and the largest value of
-//! each part.
-//! A run that goes on, that failed, or of which files are missing has a page too; what could not be read is told on it.
+//! This module writes the page as data, and the scripts of `assets/view` draw it in the browser. Data that would make
+//! the page large is thinned or left out ([`ViewOptions`]), and the page says so: curves keep the smallest and the
+//! largest value of each part.
+//! A run that is in progress, that failed, or that lacks files has a page too; the page lists what could not be read.
 
 mod curves;
 mod files;
@@ -39,14 +39,14 @@ use tables::{Tables, choose};
 
 pub use serve::{ServeError, Server};
 
-/// How much of a run a page holds.
+/// How much of a run a page contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ViewOptions {
-    /// Samples that can be looked at token by token, at most.
+    /// Most samples shown token by token.
     pub samples: usize,
-    /// Points of a curve, at most.
+    /// Most points of a curve.
     pub points: usize,
-    /// Steps whose tables can be looked at, at most.
+    /// Most steps with tables.
     pub tables: usize,
 }
 
@@ -60,16 +60,16 @@ impl Default for ViewOptions {
     }
 }
 
-/// A page, and what is on it.
+/// A page, and the number of its items.
 #[derive(Debug, Clone)]
 pub struct Page {
-    /// The whole page.
+    /// The complete page.
     pub html: String,
     /// Curves on it.
     pub curves: usize,
     /// Steps with a table.
     pub tables: usize,
-    /// Samples that can be looked at.
+    /// Samples shown token by token.
     pub samples: usize,
     /// Anomalies.
     pub anomalies: usize,
@@ -77,7 +77,7 @@ pub struct Page {
     pub notes: Vec<String>,
 }
 
-/// What is always needed; tables and samples stand in documents of their own, which are read when they are looked at.
+/// The data that is always needed; tables and samples are separate documents, which the script parses on demand.
 #[derive(Debug, Serialize)]
 struct Document<'a> {
     run: RunHead<'a>,
@@ -92,7 +92,7 @@ struct Document<'a> {
     tables: Vec<u64>,
 }
 
-/// What the head of the page says.
+/// The content of the head of the page.
 #[derive(Debug, Serialize)]
 struct RunHead<'a> {
     name: String,
@@ -103,13 +103,13 @@ struct RunHead<'a> {
     status: Option<&'a StatusFile>,
 }
 
-/// Makes the page of the run in `dir`, whose kinds `registry` knows. Reads only.
+/// Makes the page of the run in `dir`, whose kinds `registry` contains. Only reads files.
 ///
 /// # Errors
 /// A folder without a run; a trace in another format.
 pub fn page(dir: &Path, registry: &Registry, options: &ViewOptions) -> Result<Page, LookError> {
     let mut notes = Vec::new();
-    let run = Seen::open(dir, registry, &mut notes)?;
+    let run = ViewedRun::open(dir, registry, &mut notes)?;
     let mut files = RunFiles::read(dir);
     notes.append(&mut files.notes);
     let plan = run.schedule().map(|schedule| &schedule.plan);
@@ -122,11 +122,11 @@ pub fn page(dir: &Path, registry: &Registry, options: &ViewOptions) -> Result<Pa
     let (texts, left) = texts::texts(std::mem::take(&mut files.samples));
     notes.extend(samples.notes);
     notes.extend(left);
-    notes.extend(told_of_curves(metrics.iter().chain(&keys), options.points));
+    notes.extend(thinned_note(metrics.iter().chain(&keys), options.points));
     if process_of(dir).is_ok_and(|process| process == Process::Gone) {
         notes.push(ABANDONED.to_owned());
     }
-    notes.extend(files.told_of_no_step(dir));
+    notes.extend(files.no_metrics_note(dir));
     let head = run.head(dir, &files);
     let title = head.name.clone();
     let mut blocks = html::Blocks::default();
@@ -159,23 +159,23 @@ pub fn page(dir: &Path, registry: &Registry, options: &ViewOptions) -> Result<Pa
     })
 }
 
-/// What there is of a run.
-struct Seen {
+/// The available parts of a run.
+struct ViewedRun {
     traced: Option<TracedRun>,
-    /// Where the run has no trace.
+    /// Set only if the run has no trace.
     schedule: Option<Schedule>,
-    /// Where its pipeline is not accepted any more.
+    /// Set only if this version does not accept the run's pipeline.
     trace: Option<TraceDir>,
 }
 
-impl Seen {
-    fn open(dir: &Path, registry: &Registry, notes: &mut Vec<String>) -> Result<Seen, LookError> {
+impl ViewedRun {
+    fn open(dir: &Path, registry: &Registry, notes: &mut Vec<String>) -> Result<ViewedRun, LookError> {
         let schedule = match schedule_of(dir, registry) {
             Ok(found) => Some(found),
             Err(LookError::Config(findings)) => {
                 let n = count(findings.len() as u64, "finding");
                 notes.push(format!(
-                    "this version does not accept the run's config.toml ({n}, see T011): the pipeline is not drawn, and there are no samples"
+                    "this version does not accept the run's config.toml ({n}, see T011): the page shows no pipeline and no samples"
                 ));
                 None
             }
@@ -184,19 +184,19 @@ impl Seen {
         let trace = match TraceDir::open(dir) {
             Ok(trace) => Some(trace),
             Err(TraceError::NoTrace { .. }) => {
-                notes.push("the run has no trace: there are metrics and texts only".to_owned());
+                notes.push("the run has no trace, so the page shows only metrics and texts".to_owned());
                 None
             }
             Err(other) => return Err(other.into()),
         };
         notes.extend(trace.iter().flat_map(|trace| trace.notes().to_vec()));
         Ok(match (schedule, trace) {
-            (Some((schedule, gone)), Some(trace)) => Seen {
+            (Some((schedule, gone)), Some(trace)) => ViewedRun {
                 traced: Some(TracedRun::of(dir, schedule, gone, trace)),
                 schedule: None,
                 trace: None,
             },
-            (schedule, trace) => Seen {
+            (schedule, trace) => ViewedRun {
                 traced: None,
                 schedule: schedule.map(|(schedule, _)| schedule),
                 trace,
@@ -215,7 +215,7 @@ impl Seen {
     }
 
     fn head<'a>(&'a self, dir: &Path, files: &'a RunFiles) -> RunHead<'a> {
-        // `.` has a name too.
+        // Resolve `.`, which has no file name.
         let dir = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
         let name = dir.file_name().unwrap_or_default().to_string_lossy();
         let format = self.trace().map(TraceDir::format);
@@ -232,7 +232,7 @@ impl Seen {
         }
     }
 
-    /// The curves of the keys, and the tables of steps; what cannot be read is told.
+    /// The curves of the keys, and the tables of steps. Adds notes about files that cannot be read.
     fn statistics(
         &self,
         files: &RunFiles,
@@ -247,9 +247,9 @@ impl Seen {
                 .filter(|s| *s > 0)
                 .collect(),
         };
-        let worth = self.worth(&files.anomalies);
-        let all: Vec<u64> = steps.iter().chain(&worth).copied().collect();
-        let mut tables = Tables::of(choose(&all, &worth, options.tables));
+        let important = self.important_steps(&files.anomalies);
+        let all: Vec<u64> = steps.iter().chain(&important).copied().collect();
+        let mut tables = Tables::of(choose(&all, &important, options.tables));
         let mut curves = KeyCurves::default();
         let plan = self.schedule().map(|schedule| &schedule.plan);
         let read = self.trace().map(|trace| {
@@ -268,30 +268,30 @@ impl Seen {
         let (shown, of) = (tables.len(), curves.steps());
         if shown < of {
             notes.push(format!(
-                "tables are of {shown} of {}: those of anomalies and of recorded steps first; --tables N takes more",
+                "the page has tables of {shown} of {}, steps with anomalies and recorded steps first; use --tables N for more",
                 count(of as u64, "step")
             ));
         }
         (curves.finish(plan, options.points), tables)
     }
 
-    /// Steps whose tables are worth most: those that rules named and the ones before them, then those recorded in full.
-    fn worth(&self, anomalies: &[Anomaly]) -> Vec<u64> {
-        let named = anomalies.iter().map(|anomaly| anomaly.step);
+    /// The most important steps: steps with anomalies and the steps before them, then steps recorded in full.
+    fn important_steps(&self, anomalies: &[Anomaly]) -> Vec<u64> {
+        let anomalous = anomalies.iter().map(|anomaly| anomaly.step);
         let before = anomalies
             .iter()
             .map(|anomaly| anomaly.step.saturating_sub(1));
         let recorded = self.trace().map_or_else(Vec::new, TraceDir::steps);
-        let steps = named.chain(before).chain(recorded);
+        let steps = anomalous.chain(before).chain(recorded);
         steps.filter(|step| *step > 0).collect()
     }
 }
 
-fn told_of_curves<'a>(curves: impl Iterator<Item = &'a Curve>, most: usize) -> Option<String> {
+fn thinned_note<'a>(curves: impl Iterator<Item = &'a Curve>, most: usize) -> Option<String> {
     let longest = curves.map(|curve| curve.steps).max()?;
     (longest > most).then(|| {
         format!(
-            "curves of {longest} steps are drawn with {most} points at most, the smallest and the largest value of each part among them; --points N takes more"
+            "curves of {longest} steps are drawn with at most {most} points, including the smallest and the largest value of each part; use --points N for more"
         )
     })
 }

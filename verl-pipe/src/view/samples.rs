@@ -1,4 +1,4 @@
-//! Samples token by token, of the steps that were recorded in full.
+//! Samples token by token, from the steps that were recorded in full.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,14 +17,14 @@ use crate::trace::show::{SampleView, StepView};
 use crate::trace::text::count;
 use crate::trace::traced_run::TracedRun;
 
-/// Steps that samples are taken of, at most; each has to be read as a whole.
+/// Most steps to take samples from; each has to be read completely.
 const STEPS: usize = 40;
-/// Values of a list that is not a list of the response's tokens.
+/// Most values shown of a list that does not have one value per response token.
 const LISTED: usize = 64;
-/// Bytes of all samples, about; a page of more is slow to open.
+/// Approximate maximum size of all samples in bytes; a larger page is slow to open.
 const MOST_BYTES: usize = 48 << 20;
 
-/// What stands in the list of samples.
+/// An entry in the list of samples.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct SampleHead {
     pub step: u64,
@@ -32,12 +32,12 @@ pub(crate) struct SampleHead {
     pub tokens: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reward: Option<f64>,
-    /// Rules that named it.
+    /// Rules that fired for it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<String>,
 }
 
-/// One sample; a token is its id, whose text stands in [`Samples::words`].
+/// One sample; tokens are ids, whose texts are in [`Samples::words`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Sample {
     pub stage: String,
@@ -47,9 +47,9 @@ pub(crate) struct Sample {
     pub response_text: Option<String>,
     pub prompt: Vec<u32>,
     pub response: Vec<u32>,
-    /// A value a token, by key.
+    /// One value per token, by key.
     pub per_token: Vec<(String, Vec<Value>)>,
-    /// A value a row, by key, and what it means.
+    /// One value per row, by key, and its meaning.
     pub per_row: Vec<(String, Value, Option<&'static str>)>,
 }
 
@@ -61,13 +61,13 @@ pub(crate) struct Samples {
     pub blocks: Vec<String>,
     /// Texts of tokens.
     pub words: BTreeMap<u32, String>,
-    /// Samples that the steps of the page have.
+    /// Number of samples of the steps on the page.
     pub of: usize,
     pub notes: Vec<String>,
 }
 
-/// At most `most` samples of the run: of the steps that rules named, of the last and the first, of others between; in
-/// each first the rows that rules named.
+/// At most `most` samples of the run: from steps with anomalies, the last and the first step, and others in between; in
+/// each step, rows with anomalies come first.
 pub(crate) fn samples(traced: &TracedRun, anomalies: &[Anomaly], most: usize) -> Samples {
     let mut samples = Samples::default();
     let recorded = traced.trace().steps();
@@ -78,7 +78,7 @@ pub(crate) fn samples(traced: &TracedRun, anomalies: &[Anomaly], most: usize) ->
         let n = count(recorded.len() as u64, "recorded step");
         samples
             .notes
-            .push(format!("samples are of {} of {n}", steps.len()));
+            .push(format!("the page has samples of {} of {n}", steps.len()));
     }
     let mut bytes = 0;
     for (at, step) in steps.iter().enumerate() {
@@ -93,20 +93,20 @@ pub(crate) fn samples(traced: &TracedRun, anomalies: &[Anomaly], most: usize) ->
     if samples.heads.len() < samples.of {
         let shown = samples.heads.len();
         let note = format!(
-            "{shown} of {} samples of these steps are on the page; --samples N takes more",
+            "the page has {shown} of {} samples of these steps; use --samples N for more",
             samples.of
         );
         samples.notes.push(note);
     }
     if bytes >= MOST_BYTES {
-        let note = format!("samples end at {} MB", MOST_BYTES >> 20);
+        let note = format!("the page has at most {} MB of samples", MOST_BYTES >> 20);
         samples.notes.push(note);
     }
     samples
 }
 
 impl Samples {
-    /// Adds `share` samples of a step. Returns the bytes of all.
+    /// Adds `share` samples of a step. Returns the size of all samples in bytes.
     fn take(
         &mut self,
         traced: &TracedRun,
@@ -135,7 +135,7 @@ impl Samples {
             self.heads.push(head(&seen, rules));
             let tokens = seen.prompt.iter().chain(&seen.response);
             self.words.extend(tokens.cloned());
-            // Texts and numbers always make JSON.
+            // Strings and numbers always serialise to JSON.
             let block = serde_json::to_string(&sample(seen)).unwrap_or_default();
             bytes += block.len();
             self.blocks.push(block);
@@ -144,7 +144,7 @@ impl Samples {
     }
 }
 
-/// The stage whose rows are the step's samples: the one that wrote responses, else the last with rows.
+/// The stage whose rows are the step's samples: the stage that wrote responses, otherwise the last one with rows.
 fn sampled_stage(schedule: &Schedule, view: &StepView<'_>) -> Option<usize> {
     let stages = &schedule.plan.stages;
     let has_rows = |stage: &usize| !view.rows(*stage).is_empty();
@@ -157,7 +157,7 @@ fn sampled_stage(schedule: &Schedule, view: &StepView<'_>) -> Option<usize> {
     writer.or_else(|| (0..stages.len()).rev().find(has_rows))
 }
 
-/// Rows of a step that rules named, with the rules.
+/// Rows of a step for which rules fired, with the rules.
 fn named_rows(anomalies: &[Anomaly], step: u64) -> BTreeMap<u64, Vec<String>> {
     let mut named: BTreeMap<u64, Vec<String>> = BTreeMap::new();
     for anomaly in anomalies.iter().filter(|anomaly| anomaly.step == step) {
@@ -171,7 +171,7 @@ fn named_rows(anomalies: &[Anomaly], step: u64) -> BTreeMap<u64, Vec<String>> {
     named
 }
 
-/// Positions of `share` rows in their order: those that were named, the others spread evenly.
+/// Positions of `share` rows in ascending order: the named rows, and others spread evenly.
 fn choose_rows(
     rows: &[RowId],
     named: &BTreeMap<u64, Vec<String>>,
@@ -185,7 +185,7 @@ fn choose_rows(
     chosen
 }
 
-/// Supervised training has targets where others have responses; lists that are as long tell something of each.
+/// In supervised training, shows targets as responses; lists of the same length become values per token.
 fn take_targets(seen: &mut SampleView, words: Option<&dyn TokenTexts>) {
     let mut rows = seen.per_row.iter();
     let at = rows.position(|row| row.key == keys::TARGETS.name());
@@ -249,7 +249,7 @@ fn sample(seen: SampleView) -> Sample {
     }
 }
 
-/// A float with six digits; anything else as it is.
+/// A float with six digits; any other value unchanged.
 fn short(value: Value) -> Value {
     match value.as_f64().filter(|_| value.is_f64()) {
         Some(number) => rounded(Some(number))
@@ -267,7 +267,7 @@ mod tests {
     use crate::trace::show::RowValue;
 
     #[test]
-    fn rows_that_rules_named_are_taken_first() {
+    fn rows_with_anomalies_are_taken_first() {
         let rows: Vec<RowId> = (0..10).map(RowId).collect();
         let named = BTreeMap::from([(7, vec!["low_ess".to_owned()])]);
         let chosen = |share| Vec::from_iter(choose_rows(&rows, &named, share));
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn targets_stand_where_there_is_no_response() {
+    fn targets_are_shown_if_there_is_no_response() {
         struct Letters;
         impl TokenTexts for Letters {
             fn token(&self, id: u32) -> String {
@@ -316,7 +316,7 @@ mod tests {
             [("log_probs".to_owned(), vec![json!(-0.5), json!(-1.0)])]
         );
         assert_eq!(seen.per_row.len(), 1);
-        // A response is not given up for targets.
+        // Targets do not replace a response.
         let before = SampleView {
             per_row: vec![row("targets", json!([1]))],
             ..seen
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn floats_are_shortened_and_nothing_else() {
+    fn only_floats_are_shortened() {
         assert_eq!(short(json!(0.123_456_789)), json!(0.123_457));
         assert_eq!(short(json!(12_345_678)), json!(12_345_678));
         assert_eq!(short(json!("NaN")), json!("NaN"));

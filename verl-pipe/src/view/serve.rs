@@ -1,4 +1,4 @@
-//! The page over HTTP, on this machine only, made anew for each request.
+//! Serves the page over HTTP, only to this machine; every request renders it again.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -8,15 +8,15 @@ use tiny_http::{Header, Method, Request, Response, Server as Http, StatusCode};
 
 use crate::trace::traced_run::LookError;
 
-/// Why a page cannot be served.
+/// The server cannot start.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "cannot serve on {address}: {reason}; give another port, or none to have the system choose"
+    "cannot serve on {address}: {reason}; use another port, or omit it to let the system choose one"
 )]
 pub struct ServeError {
-    /// The address that was asked for.
+    /// The requested address.
     pub address: SocketAddr,
-    /// The system's answer.
+    /// The system's error.
     pub reason: String,
 }
 
@@ -27,10 +27,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens on `port` of 127.0.0.1; 0 has the system choose.
+    /// Listens on `port` of 127.0.0.1; 0 lets the system choose a port.
     ///
     /// # Errors
-    /// A port that is taken.
+    /// The port is in use.
     pub fn listen(port: u16) -> Result<Server, ServeError> {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let failed = |reason: String| ServeError { address, reason };
@@ -43,23 +43,23 @@ impl Server {
         })
     }
 
-    /// Where it listens.
+    /// The address that it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// What ends [`Server::run`] from another thread.
+    /// A function that ends [`Server::run`] from another thread.
     pub fn stopper(&self) -> impl Fn() + Send + 'static {
         let http = self.http.clone();
         move || http.unblock()
     }
 
-    /// Answers each request for `/` with what `page` makes, until it is stopped.
+    /// Answers every request for `/` with the result of `page`, until it is stopped.
     pub fn run(&self, page: impl Fn() -> Result<String, LookError>) {
         for request in self.http.incoming_requests() {
             if let Err(error) = self.answer(request, &page) {
-                // The browser has gone.
-                tracing::debug!("an answer was not taken: {error}");
+                // The browser closed the connection.
+                tracing::debug!("cannot send a response: {error}");
             }
         }
     }
@@ -74,7 +74,7 @@ impl Server {
             (false, ..) => (
                 403,
                 "text/plain",
-                "this server answers for 127.0.0.1 only\n".to_owned(),
+                "this server answers only requests for 127.0.0.1\n".to_owned(),
             ),
             (_, Method::Get | Method::Head, "/") => match page() {
                 Ok(html) => (200, "text/html", html),
@@ -84,9 +84,9 @@ impl Server {
                     format!("error[{}]: {error}\n", error.code()),
                 ),
             },
-            _ => (404, "text/plain", "there is one page: /\n".to_owned()),
+            _ => (404, "text/plain", "not found; the page is at /\n".to_owned()),
         };
-        // The length is known, so the page need not go out in chunks.
+        // The length is known, so the page does not have to be sent in chunks.
         let mut response = Response::from_string(body)
             .with_status_code(StatusCode(status))
             .with_chunked_threshold(usize::MAX);
@@ -102,7 +102,7 @@ impl Server {
         request.respond(response)
     }
 
-    /// Whether the request names this machine: a name of somebody else's that leads here would let his page read the run.
+    /// Whether `Host` is this machine: otherwise a foreign domain that resolves to it could read the run.
     fn is_for_us(&self, request: &Request) -> bool {
         let mut headers = request.headers().iter();
         let host = headers.find(|header| header.field.equiv("Host"));
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_is_made_anew_for_each_request_and_for_nobody_else() {
+    fn every_request_renders_the_page_and_foreign_hosts_are_refused() {
         let server = Server::listen(0).expect("listens");
         let address = server.address();
         assert!(address.ip().is_loopback());
@@ -177,7 +177,7 @@ mod tests {
         assert!(file.starts_with("HTTP/1.1 404"), "{file}");
         assert!(post.starts_with("HTTP/1.1 404"), "{post}");
         assert_eq!(made.get(), 2);
-        // The port is taken.
+        // The port is in use.
         let error = Server::listen(address.port())
             .err()
             .map(|error| error.to_string());

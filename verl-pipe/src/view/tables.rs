@@ -1,4 +1,4 @@
-//! Tables of steps: the statistics of every stage and key, of all steps or of those that are worth most.
+//! Tables of steps: the statistics of every stage and key, for all steps or the most important ones.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::thin::rounded;
 use crate::trace::stats::StatRow;
 
-/// Names of the columns, in the order in which rows hold them.
+/// Names of the columns, in the order of the cells of a row.
 const COLUMNS: [&str; 14] = [
     "rows",
     "nulls",
@@ -25,7 +25,7 @@ const COLUMNS: [&str; 14] = [
     "length_max",
 ];
 
-/// The tables; a row begins with the number of its key.
+/// The tables; a row starts with the number of its key.
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Tables {
     columns: Vec<&'static str>,
@@ -40,7 +40,7 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
-    /// Tables of the steps in `wanted`, as far as there are any.
+    /// Tables of the steps in `wanted` that have statistics.
     pub(crate) fn of(wanted: BTreeSet<u64>) -> Tables {
         Tables {
             columns: COLUMNS.to_vec(),
@@ -66,19 +66,19 @@ impl Tables {
         }
     }
 
-    /// How many steps have a table.
+    /// Number of steps with a table.
     pub(crate) fn len(&self) -> usize {
         self.steps.len()
     }
 
-    /// Steps that have a table.
+    /// Steps with a table.
     pub(crate) fn steps(&self) -> Vec<u64> {
         self.steps.keys().copied().collect()
     }
 }
 
 fn cells(row: &StatRow) -> [Option<f64>; 14] {
-    let whole = |n: u64| Some(n as f64);
+    let integer = |n: u64| Some(n as f64);
     let [_, p05, _, p50, _, p95, _] = row.quantiles;
     let reals = [
         row.min,
@@ -94,11 +94,11 @@ fn cells(row: &StatRow) -> [Option<f64>; 14] {
     .map(rounded);
     let [min, p05, p50, p95, max, mean, std, length_mean, length_max] = reals;
     [
-        whole(row.rows),
-        whole(row.nulls),
-        whole(row.count),
-        whole(row.zeros),
-        whole(row.non_finite),
+        integer(row.rows),
+        integer(row.nulls),
+        integer(row.count),
+        integer(row.zeros),
+        integer(row.non_finite),
         min,
         p05,
         p50,
@@ -111,8 +111,8 @@ fn cells(row: &StatRow) -> [Option<f64>; 14] {
     ]
 }
 
-/// At most `most` of `all` steps: first those of `wanted` in its order, then steps that are spread evenly, the first and
-/// the last among them.
+/// At most `most` of `all` steps: first those of `wanted` in its order, then steps that are spread evenly, including
+/// the first and the last.
 pub(crate) fn choose(all: &[u64], wanted: &[u64], most: usize) -> BTreeSet<u64> {
     let known: BTreeSet<u64> = all.iter().copied().collect();
     if known.len() <= most {
@@ -130,7 +130,7 @@ pub(crate) fn choose(all: &[u64], wanted: &[u64], most: usize) -> BTreeSet<u64> 
     chosen
 }
 
-/// `count` positions below `len`, spread evenly from the first to the last; all, where there are no more.
+/// `count` positions below `len`, spread evenly from the first to the last; all if there are no more.
 pub(crate) fn evenly(len: usize, count: usize) -> impl Iterator<Item = usize> {
     let count = count.min(len);
     (0..count).map(move |at| match count {
@@ -146,7 +146,7 @@ mod tests {
     use crate::trace::stats::{KeyStats, Place};
 
     #[test]
-    fn steps_that_are_wanted_come_first_and_the_others_are_spread() {
+    fn wanted_steps_come_first_and_the_others_are_spread() {
         let all: Vec<u64> = (1..=100).collect();
         let chosen = |wanted: &[u64], most| Vec::from_iter(choose(&all, wanted, most));
         assert_eq!(chosen(&[], 3), [1, 50, 100]);
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_names_its_key_once_and_holds_a_cell_a_column() {
+    fn a_row_has_its_key_and_one_cell_per_column() {
         let stat = |step, key| {
             let array: arrow_array::ArrayRef =
                 std::sync::Arc::new(arrow_array::Float32Array::from(vec![1.0, 0.0, f32::NAN]));

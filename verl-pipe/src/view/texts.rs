@@ -1,4 +1,4 @@
-//! Texts of `samples.jsonl`: what was answered before the run, during it and after it.
+//! Texts of `samples.jsonl`: responses before, during and after the run.
 
 use std::collections::BTreeSet;
 
@@ -7,12 +7,12 @@ use serde_json::Value;
 use super::tables::{choose, evenly};
 use crate::run::records::SampleLine;
 
-/// Steps of either kind whose texts are on the page.
+/// Most steps of each kind whose texts are on the page.
 const STEPS: usize = 24;
-/// Lines of one step.
+/// Most lines of one step.
 const LINES: usize = 40;
 
-/// The lines of the page, and what was left out.
+/// The lines of the page, and a note if lines were left out.
 pub(crate) fn texts(lines: Vec<SampleLine>) -> (Vec<SampleLine>, Option<String>) {
     let all = lines.len();
     let kind =
@@ -24,7 +24,7 @@ pub(crate) fn texts(lines: Vec<SampleLine>) -> (Vec<SampleLine>, Option<String>)
     let left = all - kept.len();
     let note = (left > 0).then(|| {
         format!(
-            "{} of {all} lines of samples.jsonl are on the page",
+            "the page shows {} of {all} lines of samples.jsonl",
             kept.len()
         )
     });
@@ -62,7 +62,7 @@ mod tests {
         assert_eq!((steps[0], steps[STEPS - 1], steps[STEPS]), (0, 1_000, 0));
         assert_eq!(
             note.as_deref(),
-            Some("48 of 2002 lines of samples.jsonl are on the page")
+            Some("the page shows 48 of 2002 lines of samples.jsonl")
         );
         assert_eq!(texts(vec![line(0, "training")]).1, None);
     }

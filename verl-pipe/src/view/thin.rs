@@ -1,30 +1,30 @@
-//! Curves with fewer points that look the same: of each part of a curve its smallest and its largest value stay.
+//! Curves with fewer points that look the same: each part of a curve keeps its smallest and its largest value.
 
 use std::ops::Range;
 
-/// A point that stays, and the part of the curve that it stands for.
+/// A point of a thinned curve, and the part of the curve that it represents.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Kept {
+pub(crate) struct ThinnedPoint {
     /// Position in the curve.
     pub at: usize,
-    /// Positions whose bands it carries.
+    /// Positions whose bands it represents.
     pub part: Range<usize>,
 }
 
-/// Points of a curve that stay where it may have `most` (at least 4): the first, the last, and of each part the first
-/// smallest and the first largest value. A part without a number keeps its first position, so that a gap stays one.
-pub(crate) fn thin(values: &[Option<f64>], most: usize) -> Vec<Kept> {
+/// Thins a curve to `most` points (at least 4): the first, the last, and the first smallest and first largest value of
+/// each part. A part without numbers keeps its first position, so that gaps remain.
+pub(crate) fn thin(values: &[Option<f64>], most: usize) -> Vec<ThinnedPoint> {
     let n = values.len();
     if n <= most.max(4) {
         return (0..n)
-            .map(|at| Kept {
+            .map(|at| ThinnedPoint {
                 at,
                 part: at..at + 1,
             })
             .collect();
     }
     let parts = (most.max(4) - 2) / 2;
-    let mut kept: Vec<Kept> = Vec::with_capacity(most);
+    let mut kept: Vec<ThinnedPoint> = Vec::with_capacity(most);
     for index in 0..parts {
         let part = index * n / parts..(index + 1) * n / parts;
         let mut chosen = extremes(values, &part);
@@ -36,7 +36,7 @@ pub(crate) fn thin(values: &[Option<f64>], most: usize) -> Vec<Kept> {
         }
         chosen.sort_unstable();
         chosen.dedup();
-        kept.extend(chosen.into_iter().map(|at| Kept {
+        kept.extend(chosen.into_iter().map(|at| ThinnedPoint {
             at,
             part: part.clone(),
         }));
@@ -77,7 +77,7 @@ pub(crate) fn largest(values: &[Option<f64>], part: &Range<usize>) -> Option<f64
         .reduce(f64::max)
 }
 
-/// The number with six significant digits, which is what an f32 holds; `None` where it is no finite number.
+/// The number with six significant digits, the precision of an f32; `None` if it is not finite.
 pub(crate) fn rounded(value: Option<f64>) -> Option<f64> {
     let value = value.filter(|value| value.is_finite())?;
     format!("{value:.5e}").parse().ok()
@@ -90,15 +90,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn short_curves_stay_as_they_are() {
+    fn short_curves_are_not_thinned() {
         let kept = thin(&[Some(1.0), None, Some(3.0)], 4);
         assert_eq!(kept.len(), 3);
-        assert_eq!(kept[1], Kept { at: 1, part: 1..2 });
+        assert_eq!(kept[1], ThinnedPoint { at: 1, part: 1..2 });
         assert_eq!(thin(&[], 4), []);
     }
 
     #[test]
-    fn a_spike_of_one_step_stays_and_so_does_a_gap() {
+    fn a_spike_of_one_step_and_a_gap_remain() {
         let mut values: Vec<Option<f64>> = (0..10_000).map(|at| Some(f64::from(at % 7))).collect();
         values[4_321] = Some(1e6);
         values[77] = Some(-5.0);

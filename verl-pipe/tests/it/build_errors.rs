@@ -1,5 +1,5 @@
-//! Each error code: a failing pipeline and its printed text. The pages' own pipelines are tried by the root package, which
-//! has the stages that they name.
+//! Each error code: a failing pipeline and its printed text. The root package tests the pipelines of the error pages,
+//! since it has the stages that they use.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -86,12 +86,12 @@ fn kinds_that_are_registered_twice() {
         .model::<Decoder>();
     let found = parse_pipeline::<&str>("", "example.toml", &[], &registry)
         .err()
-        .expect("is refused");
+        .expect("is rejected");
     insta::assert_snapshot!("C007", printed(&found));
 }
 
 #[test]
-fn a_file_that_is_not_there() {
+fn a_file_that_does_not_exist() {
     let found = read_pipeline::<&str>(Path::new("no/such/file.toml"), &[], &registry())
         .err()
         .expect("fails");
@@ -211,7 +211,7 @@ fn rows_that_never_meet() {
 }
 
 #[test]
-fn a_long_cycle_is_a_walk_through_names() {
+fn a_long_cycle_is_printed_as_a_path_of_names() {
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let step = |from: &str, to: &str| {
         StageSpec::new()
@@ -230,7 +230,7 @@ fn a_long_cycle_is_a_walk_through_names() {
 }
 
 #[test]
-fn all_faults_of_a_file_are_told_at_once() {
+fn all_errors_of_a_file_are_reported_at_once() {
     let text = r#"
 nmae = "x"
 [run]
@@ -262,7 +262,7 @@ temprature = 3
 }
 
 #[test]
-fn all_faults_of_a_graph_are_told_at_once() {
+fn all_errors_of_a_graph_are_reported_at_once() {
     let reference = LogProbs {
         model: "reff".to_owned(),
         reference: true,
@@ -290,7 +290,7 @@ fn all_faults_of_a_graph_are_told_at_once() {
 }
 
 #[test]
-fn models_to_save_that_are_not_there() {
+fn models_to_save_that_do_not_exist() {
     let mut pipe = grpo();
     pipe.run.save = Some(["acter", "ref"].map(str::to_owned).to_vec());
     insta::assert_snapshot!("P009_save", printed(&findings(&pipe)));
@@ -309,7 +309,7 @@ fn deadlines_that_leave_no_time() {
 }
 
 #[test]
-fn sizes_without_a_value_that_fits() {
+fn sizes_without_a_valid_value() {
     let mut pipe = grpo();
     pipe.devices.rollout_tensor_parallel = 1;
     pipe.batch = BatchConfig {
@@ -318,7 +318,7 @@ fn sizes_without_a_value_that_fits() {
         ..BatchConfig::default()
     };
     insta::assert_snapshot!("S001_instead", printed(&findings(&pipe)));
-    // The groups that a filter keeps are not for the batch arithmetic to change.
+    // The batch arithmetic must not change the groups that a filter keeps.
     let filter = FilterGroups {
         groups: 8,
         ..FilterGroups::default()
@@ -335,7 +335,7 @@ fn is_code(text: &str) -> bool {
 }
 
 #[test]
-fn what_two_stages_do_that_one_should() {
+fn work_that_two_stages_repeat() {
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let penalty = StageSpec::new()
         .reads(REWARDS)
@@ -348,7 +348,7 @@ fn what_two_stages_do_that_one_should() {
 }
 
 #[test]
-fn what_a_stage_doubts() {
+fn settings_that_a_stage_warns_about() {
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let idle = StageSpec::new()
         .reads(REWARDS)
@@ -363,7 +363,7 @@ fn what_a_stage_doubts() {
 }
 
 #[test]
-fn what_to_do_about_a_missing_key_is_told_by_its_reader() {
+fn the_reader_of_a_missing_key_provides_the_help() {
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let critic = StageSpec::new()
         .reads(VALUES)
@@ -406,22 +406,22 @@ fn runs_that_do_not_fit() {
     let found: Vec<Diagnostic> = plan.warnings.clone();
     insta::assert_snapshot!("S014", printed(&found));
     // It can be planned, but not run.
-    let refused = plan.schedule().expect_err("does not fit");
-    assert_eq!(refused.len(), 1);
-    assert!(refused[0].code == "S014" && refused[0].is_error());
+    let errors = plan.schedule().expect_err("does not fit");
+    assert_eq!(errors.len(), 1);
+    assert!(errors[0].code == "S014" && errors[0].is_error());
     let plan = plan_of("on_a_large_device");
     assert_eq!(printed(&plan.warnings), "");
     assert!(plan.schedule().is_ok());
 }
 
 #[test]
-fn devices_that_are_none() {
-    let found = DeviceGroup::parse("cuda:3-1").expect_err("is refused");
+fn invalid_device_groups() {
+    let found = DeviceGroup::parse("cuda:3-1").expect_err("is rejected");
     insta::assert_snapshot!("S010", printed(&[found]));
 }
 
 #[test]
-fn nulls_for_a_stage_that_takes_none() {
+fn nulls_for_a_stage_that_requires_values() {
     const SURE: Key<Scalar<f32>> = Key::new("rewards", "[B]", "", "a reward in every row");
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let sure = StageSpec::new().reads(SURE).rows(RowRule::Sink);
@@ -430,7 +430,7 @@ fn nulls_for_a_stage_that_takes_none() {
 }
 
 #[test]
-fn rows_a_prompt_that_the_batch_does_not_count_with() {
+fn rows_per_prompt_that_disagree_with_the_batch() {
     let emit = |batch, ctx: &mut StageContext<'_>| ctx.emit(batch);
     let train = StageSpec::new()
         .reads(PROMPTS)
@@ -445,7 +445,7 @@ fn rows_a_prompt_that_the_batch_does_not_count_with() {
 }
 
 #[test]
-fn every_code_of_the_source_has_a_page_and_the_reverse() {
+fn every_code_of_the_source_has_a_page_and_vice_versa() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut used = BTreeSet::new();
     let mut folders: Vec<PathBuf> = ["src", "verl-pipe/src", "verl-stages/src", "verl-models/src"]
@@ -478,7 +478,7 @@ fn every_code_of_the_source_has_a_page_and_the_reverse() {
         for heading in ["## Why", "## Repair"] {
             assert!(page.contains(heading), "{code} has no {heading}");
         }
-        // What can end a run, or be wrong with data or a trace, is printed by tests of their own.
+        // Other tests print the errors of runs, data and traces.
         if code.starts_with(['D', 'R', 'T']) || code == "S011" {
             continue;
         }

@@ -1,4 +1,4 @@
-//! The pipeline file: what it gives, what it is written back as, its schema, the commands that read it.
+//! The pipeline file: reading it, writing it back, its schema, and the commands that read it.
 
 use std::fs;
 
@@ -73,7 +73,7 @@ fn config<'a>(pipe: &'a DataPipe, stage: &str) -> &'a Value {
 }
 
 #[test]
-fn a_file_gives_what_it_says() {
+fn a_file_declares_a_pipeline() {
     let pipe = parse(GRPO, &[]);
     assert_eq!(
         (
@@ -126,7 +126,7 @@ fn a_file_gives_what_it_says() {
     );
     assert_eq!(
         plan.fields["scores"].meaning,
-        "one reward a response; null where it could not be scored"
+        "one reward per response; null if it could not be scored"
     );
 }
 
@@ -190,7 +190,7 @@ fn the_resolved_file_gives_the_same_pipeline() {
 }
 
 #[test]
-fn paths_are_read_against_the_folder_of_the_file() {
+fn paths_are_resolved_against_the_folder_of_the_file() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("grpo.toml");
     fs::write(&path, GRPO).expect("a file");
@@ -200,7 +200,7 @@ fn paths_are_read_against_the_folder_of_the_file() {
 }
 
 #[test]
-fn the_schema_accepts_and_refuses_what_the_reader_does() {
+fn the_schema_agrees_with_the_reader() {
     let schema = pipeline_schema(&registry());
     let validator = jsonschema::draft202012::new(&schema).expect("a schema");
     assert!(jsonschema::meta::is_valid(&schema));
@@ -245,7 +245,7 @@ fn run(command: impl FnOnce(&mut Vec<u8>) -> std::io::Result<u8>) -> (u8, String
 }
 
 #[test]
-fn commands_print_and_tell_by_their_exit_code() {
+fn commands_print_and_set_the_exit_code() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("grpo.toml");
     fs::write(&file, GRPO).expect("a file");
@@ -288,9 +288,9 @@ fn commands_print_and_tell_by_their_exit_code() {
     assert!(text.ends_with("2 errors, 1 warning\n"), "{text}");
 
     let (code, text) = run(|out| cli::check::check(&checked(&[], true), &registry, out));
-    let told: Value = serde_json::from_str(&text).expect("JSON");
-    assert_eq!((code, &told["samples_a_step"]), (0, &Value::from(8)));
-    assert_eq!(told["warnings"][0]["code"], "P011");
+    let answer: Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!((code, &answer["samples_a_step"]), (0, &Value::from(8)));
+    assert_eq!(answer["warnings"][0]["code"], "P011");
 
     let plan = |dot| cli::plan::PlanArgs {
         pipeline: args(&[]),
@@ -302,9 +302,9 @@ fn commands_print_and_tell_by_their_exit_code() {
         ..plan(false)
     };
     let (code, text) = run(|out| cli::plan::plan(&as_json, &registry, out));
-    let told: Value = serde_json::from_str(&text).expect("JSON");
-    assert_eq!((code, &told["batch"]["rows"]), (0, &Value::from(8)));
-    assert_eq!(told["stages"].as_array().map(Vec::len), Some(6));
+    let answer: Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!((code, &answer["batch"]["rows"]), (0, &Value::from(8)));
+    assert_eq!(answer["stages"].as_array().map(Vec::len), Some(6));
     let (code, text) = run(|out| cli::plan::plan(&plan(false), &registry, out));
     assert_eq!(code, 0);
     assert!(

@@ -1,4 +1,4 @@
-//! Pipelines without models: what a file gives, what is planned, what is refused.
+//! Pipelines without models: reading files, planning, and errors.
 
 mod build_errors;
 mod config;

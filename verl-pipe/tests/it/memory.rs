@@ -1,4 +1,4 @@
-//! What a device holds by the plan: models, and the largest of the work.
+//! The memory of a device according to the plan: models, and the largest piece of work.
 
 use crate::kit::*;
 use verl_pipe::keys::*;
@@ -19,7 +19,7 @@ fn work<'a>(memory: &'a MemoryPlan, stage: &str) -> &'a WorkMemory {
 }
 
 #[test]
-fn models_are_held_all_the_time_and_work_comes_on_top_one_at_a_time() {
+fn models_stay_in_memory_and_work_is_added_one_piece_at_a_time() {
     let memory = memory();
     let [actor, reference] = memory.models.as_slice() else {
         panic!("two models");
@@ -36,7 +36,7 @@ fn models_are_held_all_the_time_and_work_comes_on_top_one_at_a_time() {
     assert_eq!(memory.held(), 20 * PARAMETERS);
 
     let logits = 768 << 20;
-    // 720 rows, of which a rollout has room for 512.
+    // 720 rows, of which 512 fit in a rollout.
     let generate = work(&memory, "generate");
     assert_eq!((generate.rows, generate.tokens), (720, 16));
     assert_eq!(generate.bytes, 512 * 16 * 12_288 + logits);
@@ -56,12 +56,12 @@ fn models_are_held_all_the_time_and_work_comes_on_top_one_at_a_time() {
 }
 
 #[test]
-fn lengths_follow_keys_and_what_has_no_bound_is_told() {
+fn lengths_follow_keys_and_unbounded_keys_are_reported() {
     let memory = memory();
     assert_eq!(work(&memory, "update").unbounded, ["prompts"]);
     let text = memory.to_string();
     assert!(
-        text.contains("No setting bounds the length of `prompts`"),
+        text.contains("No setting limits the length of `prompts`"),
         "{text}"
     );
 

@@ -1,4 +1,4 @@
-//! Parts of one's own in a stage of one's own: from a file, in Rust, in the schema, and what is wrong with them.
+//! Custom parts in a custom stage: from a file, in Rust, in the schema, and their errors.
 
 use std::sync::{Arc, Mutex};
 
@@ -15,7 +15,7 @@ use verl_pipe::registry::Registry;
 use verl_pipe::schema::pipeline_schema;
 use verl_pipe::stage::*;
 
-/// What parts of slot `rule` become: something that is said about a row.
+/// What parts of slot `rule` are built into: a statement about a row.
 struct Rule(String);
 
 impl Slot for Rule {
@@ -88,7 +88,7 @@ impl PartConfig for Scored<Near> {
     }
 }
 
-/// A kind that holds another part, and has a setting without a default.
+/// A kind that contains another part, and has a setting without a default.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 struct Inverse {
     /// What must not hold.
@@ -120,7 +120,7 @@ impl PartConfig for Own {
     }
 }
 
-/// A stage with two fields that hold parts.
+/// A stage with two fields that contain parts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 struct Judge {
@@ -142,7 +142,7 @@ impl Default for Judge {
     }
 }
 
-/// What the judges of the running test were built of.
+/// The rules from which the judges of the running test were built.
 static BUILT: Mutex<Vec<Vec<String>>> = Mutex::new(Vec::new());
 
 impl StageConfig for Judge {
@@ -195,7 +195,7 @@ fn check(judge: &str, overrides: &[&str], expected: Value) {
         .map_err(Findings)
         .expect("a pipeline");
     assert_eq!(config(&pipe), expected);
-    // What was resolved is a file that gives the same.
+    // The resolved file gives the same configuration.
     let text = to_toml(&pipe).expect("a file");
     let again = parse_pipeline::<&str>(&text, "again.toml", &[], &registry());
     let again = again.map_err(Findings).expect("a pipeline");
@@ -203,7 +203,7 @@ fn check(judge: &str, overrides: &[&str], expected: Value) {
 }
 
 #[test]
-fn a_file_says_a_part_by_its_kind() {
+fn a_file_selects_a_part_by_its_kind() {
     let exact = |correct: f64| json!({"kind": "exact", "correct": correct});
     let near = json!({"kind": "near", "distance": 2.0, "signed": true, "correct": 1.0});
     let judge = |rule: &Value| json!({"rule": rule, "more": [], "wrong": 0.0});
@@ -241,7 +241,7 @@ fn a_file_says_a_part_by_its_kind() {
 }
 
 #[test]
-fn a_part_is_built_with_the_stage_that_holds_it() {
+fn a_part_is_built_with_its_stage() {
     let own = Own {
         words: vec!["please".to_owned(), "thanks".to_owned()],
     };
@@ -271,14 +271,14 @@ fn a_part_is_built_with_the_stage_that_holds_it() {
         ]),
         "{built:?}"
     );
-    // What is not registered is written, and told by name where it is read again without its registration.
+    // A part that is not registered is written, and reported by name when it is read without registration.
     let text = to_toml(&pipe).expect("a file");
     assert!(text.contains("words = [\"please\", \"thanks\"]"), "{text}");
     let again = |registry: &Registry| parse_pipeline::<&str>(&text, "own.toml", &[], registry);
     let finding = &again(&registry()).err().expect("it is unknown")[0];
     assert_eq!(
         (finding.code, finding.what.as_str()),
-        ("C003", "there is no kind of rule called `own`")
+        ("C003", "unknown rule kind `own`")
     );
     let again = again(&registry().part::<Own>()).map_err(Findings);
     assert_eq!(config(&again.expect("a pipeline")), config(&pipe));
@@ -289,7 +289,7 @@ fn printed(findings: &[Diagnostic]) -> String {
 }
 
 #[test]
-fn all_faults_of_parts_are_told_at_once() {
+fn all_faults_of_parts_are_reported_at_once() {
     let text = r#"
 seed = 3
 data.train = "questions.jsonl"
@@ -332,14 +332,14 @@ more = ["exact", { kind = 3 }]
 }
 
 #[test]
-fn what_a_part_refuses_is_told_with_its_stage() {
-    let refused = read("rule = { kind = \"near\" }", &["judge.rule.distance=-1"])
+fn invalid_settings_of_a_part_are_reported_with_its_stage() {
+    let rejected = read("rule = { kind = \"near\" }", &["judge.rule.distance=-1"])
         .and_then(|pipe| pipe.plan())
         .err();
-    insta::assert_snapshot!("refused", printed(&refused.expect("a refusal")));
+    insta::assert_snapshot!("refused", printed(&rejected.expect("an error")));
 }
 
-/// Another slot that is called `rule`.
+/// Another slot with the name `rule`.
 struct Impostor;
 
 impl Slot for Impostor {
@@ -359,15 +359,15 @@ impl PartConfig for Other {
 }
 
 #[test]
-fn names_of_parts_are_taken_once() {
+fn duplicate_names_of_parts_are_reported() {
     let registry = registry().part::<Scored<Near>>().part::<Other>();
-    let told: Vec<String> = registry
+    let duplicates: Vec<String> = registry
         .duplicates()
         .iter()
         .map(ToString::to_string)
         .collect();
     assert_eq!(
-        told,
+        duplicates,
         [
             "there are two rule kinds called `near`",
             "there are two slots called `rule`"
@@ -380,19 +380,19 @@ fn names_of_parts_are_taken_once() {
 }
 
 #[test]
-fn a_part_cannot_be_read_where_no_registry_is() {
+fn a_part_cannot_be_read_without_a_registry() {
     let error = serde_json::from_value::<Part<Rule>>(json!("exact")).expect_err("no registry");
     assert!(error.to_string().contains("Registry::reading"), "{error}");
     let read = |value| registry().reading(|| serde_json::from_value::<Part<Rule>>(value));
     assert_eq!(read(json!("near")).expect("a part").kind(), "near");
     let error = read(json!({"kind": "near", "distnace": 1, "signed": 2})).expect_err("faults");
-    for words in ["`signed` does not fit", "there is no setting `distnace`"] {
+    for words in ["invalid value for `signed`", "unknown setting `distnace`"] {
         assert!(error.to_string().contains(words), "{error}");
     }
-    // Reading on one thread lends nothing to another.
-    let held = Arc::new(registry());
+    // Reading on one thread does not affect another.
+    let shared = Arc::new(registry());
     let found = std::thread::spawn(move || {
-        parse_pipeline::<&str>(FILE, "judge.toml", &[], &held).map(|pipe| pipe.stages.len())
+        parse_pipeline::<&str>(FILE, "judge.toml", &[], &shared).map(|pipe| pipe.stages.len())
     });
     assert_eq!(
         found.join().expect("no panic").map_err(Findings).ok(),
@@ -401,13 +401,13 @@ fn a_part_cannot_be_read_where_no_registry_is() {
 }
 
 #[test]
-fn the_schema_accepts_and_refuses_what_the_reader_does() {
+fn the_schema_agrees_with_the_reader() {
     let schema = pipeline_schema(&registry());
     assert!(jsonschema::meta::is_valid(&schema));
     let validator = jsonschema::draft202012::new(&schema).expect("a schema");
     let kinds = serde_json::to_string_pretty(&schema["$defs"]["rule"]).expect("JSON");
     insta::assert_snapshot!("slot", kinds);
-    for (judge, sound) in [
+    for (judge, valid) in [
         ("rule = \"near\"", true),
         (
             "rule = { kind = \"near\", distance = 1, correct = 2 }",
@@ -423,10 +423,10 @@ fn the_schema_accepts_and_refuses_what_the_reader_does() {
         ("rule = { kind = \"inverse\", of = \"no\" }", false),
     ] {
         let table: toml::Table = format!("{FILE}{judge}").parse().expect("TOML");
-        assert_eq!(validator.is_valid(&json!(table)), sound, "{judge}");
-        assert_eq!(read(judge, &[]).is_ok(), sound, "{judge}");
+        assert_eq!(validator.is_valid(&json!(table)), valid, "{judge}");
+        assert_eq!(read(judge, &[]).is_ok(), valid, "{judge}");
     }
-    // A slot without any kind fits nothing.
+    // A slot without any kind accepts nothing.
     let empty = pipeline_schema(&kit::registry().stage::<Judge>());
     assert_eq!(empty["$defs"]["rule"], json!(false));
 }

@@ -1,4 +1,4 @@
-//! The plan of a correct pipeline: order, rows, cuts, what is printed.
+//! The plan of a correct pipeline: order, rows, cuts, and its printed text.
 
 use crate::kit::*;
 use verl_pipe::chain::IntoStage;
@@ -173,7 +173,7 @@ fn lossless_conversions_and_renames_are_planned_and_printed() {
 }
 
 #[test]
-fn a_key_of_a_prompt_is_repeated_where_that_is_declared() {
+fn a_key_of_a_prompt_is_repeated_if_declared() {
     const HARD: Key<Scalar<f32>> =
         Key::new("difficulties", "[P]", "share", "difficulty of a prompt");
     let rate = StageSpec::new().reads(PROMPTS).writes(HARD);
@@ -201,7 +201,7 @@ fn a_key_of_a_prompt_is_repeated_where_that_is_declared() {
 }
 
 #[test]
-fn waves_and_what_is_kept_of_them_are_printed() {
+fn waves_and_kept_groups_are_printed() {
     let mut pipe = grpo();
     pipe.batch.mini_batch = Some(20);
     let filter = FilterGroups {
@@ -231,9 +231,9 @@ fn waves_and_what_is_kept_of_them_are_printed() {
 }
 
 #[test]
-fn a_filtered_row_is_that_of_any_writer() {
+fn a_reader_of_filtered_rows_gets_filtered_rows_of_every_writer() {
     const LENGTHS: Key<Scalar<f32>> = Key::new("lengths", "[B]", "tokens", "length of a response");
-    // Beside the filter, not before it.
+    // Parallel to the filter, not before it.
     let measure = StageSpec::new().reads(RESPONSES).writes(LENGTHS);
     let use_kept = StageSpec::new()
         .reads(GROUP_MEANS)
@@ -250,13 +250,13 @@ fn a_filtered_row_is_that_of_any_writer() {
     assert_eq!(plan.tables[table].rows, "F(P·n)");
     assert!(
         plan.to_string()
-            .contains("from measure, thinned out from P·n"),
+            .contains("from measure, filtered from P·n"),
         "{plan}"
     );
 }
 
 #[test]
-fn a_filter_makes_a_table_and_carries_what_comes_before() {
+fn a_filter_creates_a_table_and_carries_earlier_keys() {
     let keep = StageSpec::new()
         .reads(REWARDS)
         .writes(VALUES.field().shaped("[B]"))

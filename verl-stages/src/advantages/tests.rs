@@ -11,12 +11,12 @@ use super::*;
 use crate::estimators::{DrGrpo, Gae, Gdpo, GrpoTrl, Otb, ReMax, ReinforcePlusPlus, RlooTrl};
 
 #[derive(Default)]
-struct Kept {
+struct RecordingSink {
     batches: Vec<Batch>,
     metrics: BTreeMap<&'static str, Vec<f64>>,
 }
 
-impl StageSink for Kept {
+impl StageSink for RecordingSink {
     fn emit(&mut self, batch: Batch) -> Result<(), StageError> {
         self.batches.push(batch);
         Ok(())
@@ -66,12 +66,12 @@ fn context() -> BuildContext {
     context
 }
 
-fn run(stage: &mut dyn Stage) -> (Batch, Kept) {
+fn run(stage: &mut dyn Stage) -> (Batch, RecordingSink) {
     run_on(stage, input())
 }
 
-fn run_on(stage: &mut dyn Stage, input: Batch) -> (Batch, Kept) {
-    let mut sink = Kept::default();
+fn run_on(stage: &mut dyn Stage, input: Batch) -> (Batch, RecordingSink) {
+    let mut sink = RecordingSink::default();
     let mut context = StageContext {
         wave: 0,
         stage: "advantages",
@@ -147,7 +147,7 @@ fn rewards_on_tokens_by_hand() {
         0.0,
         [&[0.9, 0.0, 0.7], &[-0.5, 0.0], &[0.0], &[0.0, 0.25]],
     );
-    // The row without a score has its value.
+    // The return of the row without a score is its value.
     close(
         &batch,
         &RETURNS,
@@ -177,7 +177,7 @@ fn rewards_on_tokens_by_hand() {
     );
 }
 
-/// A lone scored response is compared with nothing: 0 by the rules of TRL.
+/// A single scored response is compared with nothing: its advantage is 0, as in TRL.
 #[test]
 fn components_by_hand() {
     let both = || vec!["rewards".to_owned(), FORM.name().to_owned()];
@@ -194,7 +194,7 @@ fn components_by_hand() {
         0.0,
         [&[-half, 0.0, -half], &[half, half], &[0.0], &[0.0, 0.0]],
     );
-    // Equal and opposite advantages of the first group cancel, what is left are the raw scores of the lone row.
+    // The first group's advantages are equal and opposite and cancel; only the raw scores of the single row remain.
     let gdpo = Gdpo {
         components: both(),
         ..Gdpo::default()
@@ -216,7 +216,7 @@ fn components_by_hand() {
 
 #[test]
 fn log_probs_of_estimators_by_hand() {
-    // KL 0.3 and 0.3, so the scores stay 1 apart; what they are compared with is each other.
+    // KL 0.3 and 0.3, so the scores stay 1 apart; each is the other's baseline.
     let rloo = RlooTrl {
         beta: 0.5,
         ..RlooTrl::default()
@@ -226,8 +226,8 @@ fn log_probs_of_estimators_by_hand() {
         0.0,
         [&[1.0, 0.0, 1.0], &[-1.0, -1.0], &[0.0], &[0.0, 0.0]],
     );
-    // All tokens have the same variance, so the baseline of a slot is the mean of those that reach it. Both rows have two
-    // actions, so neither is the longest, and slot 2 of the first is its own baseline.
+    // All tokens have the same variance, so the baseline of a position is the mean of the responses that reach it. Both
+    // rows have two actions, so neither is the longest, and position 2 of the first is its own baseline.
     check(
         Otb::default(),
         0.0,
@@ -251,7 +251,7 @@ fn a_response_whose_baseline_has_no_score_is_unscored() {
 }
 
 #[test]
-fn a_penalty_that_has_no_place_is_refused() {
+fn a_penalty_that_the_estimator_cannot_use_is_refused() {
     for estimator in [Part::from(Gdpo::default()), Part::from(RlooTrl::default())] {
         let config = Advantages {
             estimator,
@@ -264,7 +264,7 @@ fn a_penalty_that_has_no_place_is_refused() {
 }
 
 #[test]
-fn what_is_reported() {
+fn metrics_are_reported() {
     let config = Advantages {
         kl_coef: 0.5,
         ..Advantages::default()
@@ -276,11 +276,11 @@ fn what_is_reported() {
     let kls = [0.15, 0.15, 1.0, 1.0];
     let near = |(got, kl): (&f64, f64)| (got - kl).abs() < 1e-6;
     assert!(kept.metrics["reward/kl"].iter().zip(kls).all(near));
-    let alone = Advantages {
+    let without_groups = Advantages {
         estimator: ReMax {}.into(),
         ..Advantages::default()
     };
-    let (_, kept) = run(alone.build(&context()).unwrap().as_mut());
+    let (_, kept) = run(without_groups.build(&context()).unwrap().as_mut());
     assert!(!kept.metrics.contains_key("reward/groups_without_signal"));
 }
 
@@ -313,7 +313,7 @@ fn every_estimator_runs() {
 }
 
 #[test]
-fn an_adaptive_penalty_follows_the_kl_and_is_state() {
+fn an_adaptive_penalty_follows_the_kl_and_is_restored() {
     let config = Advantages {
         estimator: ReinforcePlusPlus::default().into(),
         kl_coef: 0.5,
@@ -326,7 +326,7 @@ fn an_adaptive_penalty_follows_the_kl_and_is_state() {
     };
     let mut stage = StageConfig::build(&config, &context()).unwrap();
     let at = |stage: &mut dyn Stage, step| {
-        let mut sink = Kept::default();
+        let mut sink = RecordingSink::default();
         let mut context = StageContext {
             wave: 0,
             stage: "advantages",
@@ -350,14 +350,14 @@ fn an_adaptive_penalty_follows_the_kl_and_is_state() {
     stage.restore(&kept).unwrap();
     assert_eq!([2, 3].map(|step| at(stage.as_mut(), step)), [second, third]);
 
-    let aimless = Advantages {
+    let without_target = Advantages {
         kl_control: KlControl {
             kind: Control::Adaptive,
             ..KlControl::default()
         },
         ..config
     };
-    let faults = StageConfig::build(&aimless, &context()).err().unwrap();
+    let faults = StageConfig::build(&without_target, &context()).err().unwrap();
     let settings: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
     assert_eq!(settings, ["kl_control.target", "kl_control.horizon"]);
     let fixed = StageConfig::build(&Advantages::default(), &context())

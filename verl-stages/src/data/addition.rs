@@ -3,10 +3,10 @@
 //! This is the only code of the workspace that knows the task; readers, rewards and stages are those of any data set
 //! with a question and an answer that ends in `#### n`.
 //!
-//! The unordered pairs of operands are put into an order that depends on the seed alone (by SHA-256 of seed and
-//! pair). The first of them, as many as make up `held_out` questions, are held out; the others go to `sft` and
-//! `train` in turn. A pair and its commuted twin are in the same split, so that no sum is asked in two splits in either
-//! order. Splits of one pipeline are disjoint as long as they agree in range, seed and `held_out`.
+//! The unordered pairs of operands are sorted in an order that depends only on the seed (by SHA-256 of seed and pair). The
+//! first of them, enough for `held_out` questions, form the split `held_out`; the others alternate between `train` and
+//! `sft`. A pair and its commuted twin are in the same split, so that no sum appears in two splits in either order. Splits
+//! of one pipeline are disjoint if they have the same range, seed and `held_out`.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ pub enum Split {
     HeldOut,
 }
 
-/// Every word that the file may use; schemars knows no aliases.
+/// All names that a file may use; schemars does not support aliases.
 fn words_for_held_out(schema: &mut Schema) {
     schema.remove("const");
     schema.insert("enum".to_owned(), json!(["held_out", "heldout", "test"]));
@@ -49,7 +49,7 @@ pub struct Addition {
     pub max: u32,
     /// Seed of the division into splits; not the run's, so that every run holds out the same questions.
     pub seed: u64,
-    /// Questions held out (rows); when absent 1000, or a fifth of all where that is less.
+    /// Questions in the split `held_out` (rows); when absent 1000, or a fifth of all if that is less.
     pub held_out: Option<usize>,
     /// Rows of the split to use (rows); all when absent.
     pub count: Option<usize>,
@@ -94,17 +94,17 @@ impl DataConfig for Addition {
 }
 
 impl Addition {
-    /// Settings that leave no question, or the same one in every row.
+    /// Settings that leave no questions, or give sums with different answers the same question.
     pub(super) fn faults(&self) -> Vec<ConfigError> {
         let mut faults = Vec::new();
         if self.range().is_none() {
             faults.push(ConfigError::new(
                 "max",
                 format!(
-                    "is {}, but operands run from min = {}; the range must hold 1 to 2001 numbers",
+                    "is {}, but operands run from min = {}; the range must contain 1 to 2001 numbers",
                     self.max, self.min
                 ),
-                "set `max` to `min` or more",
+                "set `max` to a number from `min` to `min` + 2000",
             ));
         }
         let total = self.range().map_or(usize::MAX, |numbers| numbers * numbers);
@@ -118,7 +118,7 @@ impl Addition {
             }
         }
         if self.count == Some(0) {
-            let help = "set it to the rows that are wanted, or leave it out";
+            let help = "set it to the number of rows to use, or leave it out";
             faults.push(ConfigError::new("count", "is 0, which leaves no row", help));
         }
         for operand in ["{a}", "{b}"] {
@@ -126,17 +126,17 @@ impl Addition {
                 faults.push(ConfigError::new(
                     "question",
                     format!(
-                        "is `{}`, which does not say `{operand}`, so that sums with different answers are one question",
+                        "is `{}`, which does not contain `{operand}`, so sums with different answers have the same question",
                         self.question
                     ),
-                    "write both operands into it: `{a}+{b}`",
+                    "include both operands: `{a}+{b}`",
                 ));
             }
         }
         faults
     }
 
-    /// How many numbers the operands are of.
+    /// Number of different operands; `None` for a range that is empty or too large.
     fn range(&self) -> Option<usize> {
         let width = self.max.checked_sub(self.min)?;
         (width <= 2000).then_some(width as usize + 1)
@@ -154,7 +154,7 @@ impl Addition {
         };
         let Some(numbers) = self.range() else {
             return Err(refuse(format!(
-                "operands run from {} to {}; the range must hold 1 to 2001 numbers",
+                "operands run from {} to {}; the range must contain 1 to 2001 numbers",
                 self.min, self.max
             )));
         };
@@ -195,7 +195,7 @@ impl Addition {
         })
     }
 
-    /// The ordered pairs of the split, in an order that does not tell which sums are easy.
+    /// The ordered pairs of the split, in an order that is independent of the difficulty of the sums.
     fn pairs(&self, held_out: usize) -> Vec<(u32, u32)> {
         let key = |a: u32, b: u32| {
             let mut hash = Sha256::new();
@@ -246,7 +246,7 @@ impl Addition {
             .replace("{b}", &b.to_string())
     }
 
-    /// An answer that says that the operands add up to `sum`.
+    /// An answer that states `sum` as the sum of the operands.
     pub(super) fn answer_of(&self, a: u32, b: u32, sum: u32) -> String {
         self.answer
             .replace("{sum}", &sum.to_string())
@@ -310,14 +310,14 @@ mod tests {
     }
 
     #[test]
-    fn senseless_settings_are_told_before_anything_is_opened() {
-        let told = |config: Addition| -> Vec<String> {
+    fn bad_settings_are_reported_before_anything_is_opened() {
+        let refused = |config: Addition| -> Vec<String> {
             let faults = DataConfig::check(&config, &BuildContext::default());
             let faults = faults.err().unwrap_or_default();
             faults.into_iter().map(|fault| fault.setting).collect()
         };
         let none: [&str; 0] = [];
-        assert_eq!(told(Addition::default()), none);
+        assert_eq!(refused(Addition::default()), none);
         let all = Addition {
             min: 90,
             max: 10,
@@ -325,14 +325,14 @@ mod tests {
             question: "hello".to_owned(),
             ..Addition::default()
         };
-        assert_eq!(told(all), ["max", "count", "question", "question"]);
+        assert_eq!(refused(all), ["max", "count", "question", "question"]);
         let few = Addition {
             max: 1,
             held_out: Some(5),
             count: Some(9),
             ..Addition::default()
         };
-        assert_eq!(told(few), ["held_out", "count"]);
+        assert_eq!(refused(few), ["held_out", "count"]);
     }
 
     #[test]
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn fingerprints_tell_splits_and_seeds_apart() {
+    fn fingerprints_differ_by_split_and_seed() {
         let prints: HashSet<String> = [
             split(Split::Train, 0),
             split(Split::Sft, 0),
@@ -415,38 +415,38 @@ mod tests {
     }
 
     #[test]
-    fn small_ranges_hold_out_a_fifth_and_nonsense_is_refused() {
+    fn small_ranges_hold_out_a_fifth_and_bad_settings_are_refused() {
         let digits = Addition {
             max: 9,
             split: Split::HeldOut,
             ..Addition::default()
         };
         assert_eq!(digits.rows().unwrap().len(), 20);
-        let told = |config: Addition| config.rows().unwrap_err().to_string();
+        let error = |config: Addition| config.rows().unwrap_err().to_string();
         let config = || digits.clone();
         assert!(
-            told(Addition {
+            error(Addition {
                 min: 10,
                 ..config()
             })
             .contains("from 10 to 9")
         );
         assert!(
-            told(Addition {
+            error(Addition {
                 max: 5000,
                 ..config()
             })
             .contains("1 to 2001")
         );
         assert!(
-            told(Addition {
+            error(Addition {
                 held_out: Some(101),
                 ..config()
             })
             .contains("only 100 questions")
         );
         assert!(
-            told(Addition {
+            error(Addition {
                 count: Some(21),
                 ..config()
             })
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_accepts_the_usual_names_of_splits() {
+    fn the_settings_accept_the_usual_names_of_splits() {
         for name in ["held_out", "heldout", "test"] {
             let config: Addition = toml::from_str(&format!("split = \"{name}\"")).unwrap();
             assert_eq!(config.split, Split::HeldOut);

@@ -1,7 +1,7 @@
 //! Logged answers to sums: right ones with reward 1 and wrong but well-formed ones with reward 0, in three disjoint splits.
 //!
-//! Questions, answers and splits are those of [`addition`](super::addition). It stands in for a log of what some policy
-//! once said, from which offline algorithms learn.
+//! Questions, answers and splits are those of [`addition`](super::addition). It stands in for the log of an earlier policy,
+//! from which offline algorithms learn.
 
 use std::sync::Arc;
 
@@ -20,17 +20,17 @@ use super::addition::{Addition, AdditionRows};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct AdditionEpisodes {
-    /// The sums; in a pipeline file their settings stand beside the others.
+    /// The sums; in a pipeline file their settings are next to the others.
     #[serde(flatten)]
     pub sums: Addition,
-    /// Answers to each question, an episode each (episodes); some may be the same.
+    /// Episodes per question, each with one answer (episodes); some answers may be the same.
     pub episodes: usize,
     /// Probability of a right answer, in [0, 1].
     pub right: f64,
-    /// By how much a wrong answer exceeds the sum; when absent one of its digits is another. With one wrong answer to each
-    /// question and `right = 0.5`, who imitates the log is wrong half of the time.
+    /// By how much a wrong answer exceeds the sum; when absent, one of its digits is changed. With one wrong answer per
+    /// question and `right = 0.5`, a policy that imitates the log is wrong half of the time.
     pub wrong_by: Option<u32>,
-    /// Whether rewards are handed to other episodes, so that a run can show what it learns from rewards that tell nothing.
+    /// Whether rewards are assigned to other episodes, so that a run can show what it learns from meaningless rewards.
     pub shuffled: bool,
 }
 
@@ -56,7 +56,7 @@ impl DataConfig for AdditionEpisodes {
     fn check(&self, context: &BuildContext) -> Result<(), Vec<ConfigError>> {
         let mut faults = self.sums.check(context).err().unwrap_or_default();
         if self.episodes == 0 {
-            let help = "set it to the answers that are wanted to each question";
+            let help = "set it to the number of answers to each question";
             faults.push(ConfigError::new(
                 "episodes",
                 "is 0, which leaves no rows",
@@ -91,7 +91,7 @@ impl DataConfig for AdditionEpisodes {
             )));
         }
         if self.wrong_by == Some(0) {
-            let reason = "`wrong_by` is 0, so that a wrong answer would be the right one";
+            let reason = "`wrong_by` is 0, so a wrong answer would be the right one";
             return Err(refuse(reason.to_owned()));
         }
         let sums = self.sums.rows()?;
@@ -105,17 +105,17 @@ impl DataConfig for AdditionEpisodes {
     }
 }
 
-/// The episodes of a split: those of one question are as many rows apart as there are questions.
+/// The episodes of a split. Row i belongs to question i modulo the number of questions.
 #[derive(Debug)]
 struct AdditionEpisodeRows {
     sums: AdditionRows,
-    /// The episode whose reward each one gets, where that is another.
+    /// The episode whose reward each episode gets, if rewards are shuffled.
     judged: Option<Vec<usize>>,
     config: AdditionEpisodes,
 }
 
 impl AdditionEpisodeRows {
-    /// What was answered in an episode: the sum, or a wrong answer.
+    /// The answer of an episode: the sum, or a wrong answer.
     fn answered(&self, (a, b): (u32, u32), episode: u32) -> u32 {
         let draws = DrawKey {
             seed: self.config.sums.seed,
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn rewards_tell_right_answers_from_wrong_ones() {
+    fn rewards_distinguish_right_answers_from_wrong_ones() {
         let all = rows(&AdditionEpisodes::default());
         let mut right = 0;
         for row in &all {
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn shuffled_rewards_are_the_same_ones_elsewhere() {
+    fn shuffled_rewards_are_the_same_in_another_order() {
         let plain = AdditionEpisodes::default();
         let shuffled = AdditionEpisodes {
             shuffled: true,
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn it_keeps_to_the_rules_of_data_sets_and_splits_are_disjoint() {
+    fn it_conforms_and_splits_are_disjoint() {
         let train = AdditionEpisodes::default();
         assert_eq!(check_data(|| open(&train)), []);
         let mut held_out = AdditionEpisodes {
@@ -274,28 +274,28 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
-        let told = |config: AdditionEpisodes| open(&config).err().unwrap().to_string();
+    fn bad_settings_are_refused() {
+        let error = |config: AdditionEpisodes| open(&config).err().unwrap().to_string();
         let plain = AdditionEpisodes::default;
         let none = AdditionEpisodes {
             episodes: 0,
             ..plain()
         };
-        assert!(told(none).contains("`episodes` is 0"));
+        assert!(error(none).contains("`episodes` is 0"));
         let right = AdditionEpisodes {
             right: 1.5,
             ..plain()
         };
-        assert!(told(right).contains("`right` is 1.5"));
+        assert!(error(right).contains("`right` is 1.5"));
         let same = AdditionEpisodes {
             wrong_by: Some(0),
             ..plain()
         };
-        assert!(told(same).contains("`wrong_by` is 0"));
+        assert!(error(same).contains("`wrong_by` is 0"));
     }
 
     #[test]
-    fn there_can_be_one_wrong_answer_to_each_question() {
+    fn there_can_be_one_wrong_answer_per_question() {
         let one = AdditionEpisodes {
             wrong_by: Some(10),
             ..AdditionEpisodes::default()

@@ -1,8 +1,8 @@
 //! Sums of two numbers with a right and a wrong answer, for learning from preferences without files.
 //!
-//! Questions, answers and splits are those of [`addition`](super::addition): what is held out there is held out here. The
-//! wrong answer has the form of the right one; its sum is off by 1 or by 10, up or down, as a slip in a digit or a
-//! forgotten carry makes it. Which of the four it is depends on the seed and the operands alone.
+//! Questions, answers and splits are those of [`addition`](super::addition): a question of its split `held_out` is in
+//! `held_out` here too. The wrong answer has the form of the right one; its sum is off by 1 or by 10, up or down, like a
+//! wrong digit or a forgotten carry. Which of the four it is depends only on the seed and the operands.
 
 use std::sync::Arc;
 
@@ -17,19 +17,19 @@ use super::addition::{Addition, AdditionRows};
 
 /// Questions such as `12+34` with the answers `#### 46` and `#### 56`, in the columns `prompt`, `chosen`, `rejected`.
 ///
-/// The seed decides the wrong answers too, so that every run has the same pairs; the answer must hold `{sum}`.
+/// The seed also decides the wrong answers, so that every run has the same pairs; the answer must contain `{sum}`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct AdditionPairs {
-    /// The sums; in a pipeline file their settings stand beside the others.
+    /// The sums; in a pipeline file their settings are next to the others.
     #[serde(flatten)]
     pub sums: Addition,
-    /// By how much a wrong answer exceeds the sum; when absent it is off by 1 or by 10, up or down. With one wrong answer to
-    /// each question, who imitates shuffled pairs is wrong half of the time; with several the right one is the most
-    /// frequent, and imitation alone learns to add.
+    /// By how much a wrong answer exceeds the sum; when absent it is off by 1 or by 10, up or down. With one wrong answer per
+    /// question, a policy that imitates shuffled pairs is wrong half of the time; with several, the right one is the most
+    /// frequent, and imitation is enough to learn to add.
     pub wrong_by: Option<u32>,
-    /// Whether a coin decides which of the two answers counts as chosen, so that a run can show what it learns from
-    /// labels that tell nothing.
+    /// Whether chance decides which of the two answers counts as chosen, so that a run can show what it learns from
+    /// meaningless labels.
     pub shuffled: bool,
 }
 
@@ -52,13 +52,13 @@ impl AdditionPairs {
     /// The rows of the split.
     ///
     /// # Errors
-    /// What [`Addition::rows`] refuses; an answer that does not say the sum.
+    /// Those of [`Addition::rows`]; an answer that does not contain the sum.
     pub fn rows(&self) -> Result<AdditionPairRows, DataError> {
         if !self.sums.answer.contains("{sum}") {
             return Err(DataError::Unreadable {
                 path: ORIGIN.to_owned(),
                 reason: format!(
-                    "`answer` is `{}`, which says no `{{sum}}`, so that a wrong answer would be the right one",
+                    "`answer` is `{}`, which does not contain `{{sum}}`, so a wrong answer would be the right one",
                     self.sums.answer
                 ),
             });
@@ -66,7 +66,7 @@ impl AdditionPairs {
         if self.wrong_by == Some(0) {
             return Err(DataError::Unreadable {
                 path: ORIGIN.to_owned(),
-                reason: "`wrong_by` is 0, so that a wrong answer would be the right one".to_owned(),
+                reason: "`wrong_by` is 0, so a wrong answer would be the right one".to_owned(),
             });
         }
         let rows = self.sums.rows()?;
@@ -93,7 +93,7 @@ impl AdditionPairs {
     }
 }
 
-/// A byte that depends on these alone.
+/// A byte that depends only on the arguments.
 fn draw(purpose: &str, seed: u64, a: u32, b: u32) -> u8 {
     let mut hash = Sha256::new();
     hash.update(purpose);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn shuffled_labels_tell_nothing() {
+    fn shuffled_labels_are_meaningless() {
         let plain = AdditionPairs::default();
         let shuffled = AdditionPairs {
             shuffled: true,
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn fingerprints_tell_splits_and_seeds_apart() {
+    fn fingerprints_differ_by_split_and_seed() {
         let of = |split, seed| rows(split, seed).fingerprint();
         let addition = Addition::default().rows().unwrap().fingerprint();
         let prints = HashSet::from([
@@ -258,7 +258,7 @@ mod tests {
         let mut config = AdditionPairs::default();
         config.sums.answer = "#### 7".to_owned();
         let error = config.rows().unwrap_err().to_string();
-        assert!(error.contains("no `{sum}`"), "{error}");
+        assert!(error.contains("does not contain `{sum}`"), "{error}");
         let config = AdditionPairs {
             wrong_by: Some(0),
             ..AdditionPairs::default()
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn there_can_be_one_wrong_answer_to_each_question() {
+    fn there_can_be_one_wrong_answer_per_question() {
         let config = AdditionPairs {
             wrong_by: Some(10),
             ..AdditionPairs::default()

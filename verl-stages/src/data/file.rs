@@ -1,4 +1,4 @@
-//! A file whose format is told by its name or content.
+//! A file whose format is recognised by its name or content.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,9 +11,10 @@ use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
 use super::jsonl::JsonlRows;
 use super::parquet::ParquetRows;
 
-/// A data file: Parquet when it is called `.parquet` or begins as such files do, JSON Lines or a JSON list otherwise.
+/// A data file: Parquet if its name ends in `.parquet` or it begins like a Parquet file, otherwise JSON Lines or a JSON
+/// list.
 ///
-/// This is the kind of a data set that is declared by a path alone: `train = "train.jsonl"`.
+/// This is the kind of a data set that is declared by just a path: `train = "train.jsonl"`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DataFile {
@@ -45,7 +46,7 @@ impl DataConfig for DataFile {
 /// Opens a data file.
 ///
 /// # Errors
-/// As [`JsonlRows::open`] and [`ParquetRows::open`].
+/// Those of [`JsonlRows::open`] and [`ParquetRows::open`].
 pub fn open(path: &Path) -> Result<Arc<dyn DataLoaderInterface>, DataError> {
     if is_parquet(path)? {
         Ok(Arc::new(ParquetRows::open(path)?))
@@ -65,7 +66,7 @@ fn is_parquet(path: &Path) -> Result<bool, DataError> {
     Ok(start.starts_with(b"PAR1"))
 }
 
-/// Whether it is a Parquet file, where the name says so or says otherwise.
+/// Whether the name says that it is a Parquet file; `None` if the name does not decide it.
 fn by_name(path: &Path) -> Option<bool> {
     let extension = path.extension().map(|e| e.to_ascii_lowercase());
     match extension.as_deref().and_then(|e| e.to_str()) {
@@ -81,7 +82,7 @@ mod tests {
     use crate::data::parquet::tests::write_example;
 
     #[test]
-    fn formats_are_told_by_name_then_by_content() {
+    fn formats_are_recognised_by_name_then_by_content() {
         let dir = tempfile::tempdir().unwrap();
         let lines = |name: &str| {
             let path = dir.path().join(name);
@@ -107,7 +108,7 @@ mod tests {
         assert!(open(&dir.path().join("missing")).is_err());
     }
 
-    /// #11: a pointer of Git LFS as the file, whatever it is called.
+    /// #11: a Git LFS pointer in place of the file, whatever its name.
     #[test]
     fn a_pointer_is_not_read_as_rows() {
         let dir = tempfile::tempdir().unwrap();

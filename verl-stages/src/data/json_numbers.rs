@@ -1,7 +1,7 @@
-//! Numbers of JSON as the file has them.
+//! JSON numbers as written in the file.
 //!
-//! A JSON number may have any number of digits, while the parser keeps 64 bits. Numbers that need more are put in quotes
-//! before they are parsed, so that they reach answers, prompts and templates as texts with all their digits.
+//! A JSON number may have any number of digits, while the parser keeps 64 bits. Numbers that need more are quoted before
+//! parsing, so that they reach answers, prompts and templates as texts with all their digits.
 
 use serde_json::{Map, Number, Value};
 
@@ -9,24 +9,24 @@ use serde_json::{Map, Number, Value};
 const KEPT_DIGITS: usize = 17;
 /// Significant digits of a decimal that the parser reads without an error in the last bit.
 const SAFE_DIGITS: usize = 15;
-/// Stands before decimals that are parsed here; a character for private use, which no row that has it is marked with.
+/// Marks decimals that are parsed here; a private-use character. A row that already contains it is not marked.
 const MARK: char = '\u{e000}';
 
-/// A row in which numbers that 64 bits do not keep are texts as the file has them: integers beyond 64 bits, and decimals
-/// of more than 17 digits or out of range. A decimal that is a whole column stays a number, since it may be a reward;
-/// [`written`] has it as a text.
+/// Parses a row; numbers that do not fit 64 bits become texts as written in the file: integers beyond 64 bits, and decimals
+/// of more than 17 digits or out of range. A decimal that is the entire value of a column stays a number, since it may be a
+/// reward; [`written`] returns it as a text.
 ///
 /// # Errors
-/// The parser's.
+/// Those of the parser.
 pub(super) fn parse(text: &str) -> serde_json::Result<Value> {
     let mut marked = false;
-    let rewritten = rewrite(text, |number, depth| match kept(number, depth) {
-        Kept::Parsed => None,
-        Kept::Marked => {
+    let rewritten = rewrite(text, |number, depth| match form_of(number, depth) {
+        NumberForm::Parsed => None,
+        NumberForm::Marked => {
             marked = true;
             Some(format!("\"{MARK}{number}\""))
         }
-        Kept::Text => Some(format!("\"{number}\"")),
+        NumberForm::Text => Some(format!("\"{number}\"")),
     });
     let has_mark = || text.contains(MARK) || text.to_ascii_lowercase().contains("\\ue000");
     if marked && has_mark() {
@@ -35,7 +35,7 @@ pub(super) fn parse(text: &str) -> serde_json::Result<Value> {
     let Some(rewritten) = rewritten else {
         return serde_json::from_str(text);
     };
-    // The parser's message counts the columns of the file.
+    // On an error the original text is parsed, so that the message has the columns of the file.
     let mut value = serde_json::from_str(&rewritten).or_else(|_| serde_json::from_str(text))?;
     if marked {
         unmark(&mut value);
@@ -43,19 +43,19 @@ pub(super) fn parse(text: &str) -> serde_json::Result<Value> {
     Ok(value)
 }
 
-/// The row with every number as the text that the file has.
+/// The row with every number as its text in the file.
 ///
 /// # Errors
-/// The parser's.
+/// Those of the parser.
 pub(super) fn written(text: &str) -> serde_json::Result<Map<String, Value>> {
     let quoted = rewrite(text, |number, _| Some(format!("\"{number}\"")));
     serde_json::from_str(quoted.as_deref().unwrap_or(text))
 }
 
-/// What becomes of a number.
+/// How a number is passed to the parser.
 #[derive(Debug, PartialEq, Eq)]
-enum Kept {
-    /// It is left to the parser.
+enum NumberForm {
+    /// The parser reads it.
     Parsed,
     /// It is parsed here, without an error in the last bit.
     Marked,
@@ -63,12 +63,16 @@ enum Kept {
     Text,
 }
 
-fn kept(number: &str, depth: usize) -> Kept {
+fn form_of(number: &str, depth: usize) -> NumberForm {
     let digits = number.trim_start_matches('-');
     if digits.bytes().all(|byte| byte.is_ascii_digit()) {
         let fits =
             number.len() < 19 || number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok();
-        return if fits { Kept::Parsed } else { Kept::Text };
+        return if fits {
+            NumberForm::Parsed
+        } else {
+            NumberForm::Text
+        };
     }
     let mantissa: String = digits
         .chars()
@@ -79,12 +83,12 @@ fn kept(number: &str, depth: usize) -> Kept {
     let parsed = number.parse::<f64>().unwrap_or(f64::NAN);
     let in_range = parsed.is_finite() && (parsed != 0.0 || significant == 0);
     match (in_range, significant) {
-        (false, _) => Kept::Text,
-        (true, significant) if significant > KEPT_DIGITS && depth > 1 => Kept::Text,
+        (false, _) => NumberForm::Text,
+        (true, significant) if significant > KEPT_DIGITS && depth > 1 => NumberForm::Text,
         (true, significant) if significant > SAFE_DIGITS || digits.contains(['e', 'E']) => {
-            Kept::Marked
+            NumberForm::Marked
         }
-        _ => Kept::Parsed,
+        _ => NumberForm::Parsed,
     }
 }
 
@@ -104,7 +108,7 @@ fn unmark(value: &mut Value) {
     }
 }
 
-/// `text` with the numbers for which `instead` has something replaced by it; `None` where it has nothing for any.
+/// `text` with numbers replaced by what `instead` returns for them; `None` if it replaces none.
 fn rewrite(text: &str, mut instead: impl FnMut(&str, usize) -> Option<String>) -> Option<String> {
     let bytes = text.as_bytes();
     let mut out = String::new();
@@ -153,7 +157,7 @@ fn after_string(bytes: &[u8], mut at: usize) -> usize {
     bytes.len()
 }
 
-/// Whether `text` is a number by the grammar of JSON, so that what is malformed stays so.
+/// Whether `text` is a valid JSON number; malformed numbers are left to the parser.
 fn is_number(text: &str) -> bool {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let (mantissa, exponent) = match text.split_once(['e', 'E']) {
@@ -215,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_and_malformed_numbers_are_left_alone() {
+    fn texts_and_malformed_numbers_are_unchanged() {
         let text = r#"{"a": "99999999999999999999 \" 1.10", "99999999999999999999": "\\"}"#;
         check(
             text,

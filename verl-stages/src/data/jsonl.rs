@@ -1,8 +1,8 @@
-//! JSON Lines: one object a line; and files that are one JSON list of objects.
+//! JSON Lines: one object per line; and files that are one JSON list of objects.
 //!
 //! The file is read and checked once, when it is opened. Its bytes stay in memory (not the parsed values, which take
-//! several times as much) with the position of each row, and a row is parsed when it is asked for, which costs a few
-//! microseconds. So rows cannot change during a run even if the file does.
+//! several times as much) with the position of each row, and a row is parsed on demand, which costs a few microseconds. So
+//! rows cannot change during a run even if the file does.
 
 use std::fs::File;
 use std::io::Read;
@@ -20,11 +20,11 @@ use verl_pipe::stage::{BuildContext, ConfigError, DataConfig};
 use super::json_numbers;
 use super::recognise::{json_fault, recognise};
 
-/// A JSON Lines file, or a file that is one JSON list of objects. Blank lines are skipped; a byte-order mark and the line
-/// ends of Windows and of old Macs are passed over.
+/// A JSON Lines file, or a file that is one JSON list of objects. Blank lines and a byte-order mark are skipped, and the
+/// line ends of Windows and of old Macs are accepted.
 ///
 /// Numbers keep all their digits: integers beyond 64 bits, and decimals of more than 17 digits within lists and objects,
-/// are texts as the file has them, and a number that is read as a text (an answer, a question) is the file's text.
+/// become texts as written in the file, and a number that is read as a text (an answer, a question) is the file's text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Jsonl {
@@ -56,7 +56,7 @@ pub struct JsonlRows {
     origin: String,
     text: String,
     rows: Vec<Range<usize>>,
-    /// By what number each row is called: its line, or in a list its position from 1.
+    /// The number of each row in errors: its line, or its position in a list, from 1.
     numbers: Vec<usize>,
     fingerprint: String,
 }
@@ -66,16 +66,16 @@ impl JsonlRows {
     ///
     /// # Errors
     /// [`DataError::Unreadable`], also for a file of another format; [`DataError::Empty`]; [`DataError::Row`] with the
-    /// line of the first row that is no JSON object or not UTF-8.
+    /// line of the first row that is not a JSON object or not UTF-8.
     pub fn open(path: &Path) -> Result<JsonlRows, DataError> {
         let origin = path.display().to_string();
         JsonlRows::from_bytes(origin, super::read_file(path)?, Extent::Whole)
     }
 
-    /// Reads and checks the beginning of a large file, all of a small one.
+    /// Reads and checks the beginning of a large file, or all of a small one.
     ///
     /// # Errors
-    /// As [`JsonlRows::open`].
+    /// Those of [`JsonlRows::open`].
     pub fn open_start(path: &Path) -> Result<OpenedData, DataError> {
         let length = std::fs::metadata(path).map_or(0, |file| file.len());
         if length > super::START_BYTES {
@@ -146,7 +146,7 @@ fn decode(origin: &str, bytes: Vec<u8>, extent: Extent) -> Result<String, DataEr
         let mut bytes = error.into_bytes();
         let byte = bytes.get(at).copied().unwrap_or_default();
         bytes.truncate(at);
-        // All that is left is valid.
+        // The remaining bytes are valid.
         let valid = String::from_utf8(bytes).unwrap_or_default();
         if cut {
             return Ok(valid);
@@ -163,11 +163,11 @@ fn decode(origin: &str, bytes: Vec<u8>, extent: Extent) -> Result<String, DataEr
     })
 }
 
-/// A row's number and where it stands in the text.
+/// A row's number and its range in the text.
 type Numbered = (usize, Range<usize>);
 
-/// The rows of a text with an object a line. Lines end with a line feed, or where there is none, with a carriage return: a
-/// JSON text holds neither.
+/// The rows of a text with one object per line. Lines end with a line feed, or with a carriage return if the text has no
+/// line feed: JSON text on one line contains neither.
 fn line_rows(
     origin: &str,
     text: &str,
@@ -196,16 +196,16 @@ fn line_rows(
     }
     let mut faults = faults.into_iter();
     match faults.next() {
-        Some((_, first)) => Err(together(first, faults.map(|(line, _)| line))),
+        Some((_, first)) => Err(with_others(first, faults.map(|(line, _)| line))),
         None => Ok(rows),
     }
 }
 
-/// Lines that are named when several are malformed.
+/// Number of lines that are listed when several are malformed.
 const NAMED: usize = 5;
 
-/// A fault, with the numbers of the other lines that have one.
-fn together(first: DataError, others: impl Iterator<Item = usize>) -> DataError {
+/// The error of the first malformed line, with the numbers of the other malformed lines.
+fn with_others(first: DataError, others: impl Iterator<Item = usize>) -> DataError {
     let others: Vec<String> = others.map(|line| line.to_string()).collect();
     let also = match others.len() {
         0 => String::new(),
@@ -299,7 +299,7 @@ fn list_rows(
         true => Err(fault(
             rows.len(),
             at,
-            "the list has ended, but the file goes on",
+            "the list has ended, but the file continues",
         )),
         false => Ok(rows),
     }
@@ -307,7 +307,7 @@ fn list_rows(
 
 /// Line and column of a position in a text.
 fn place(text: &str, at: usize) -> String {
-    // An error of the parser may point into a character.
+    // An error of the parser may point inside a character.
     let at = (0..=at)
         .rev()
         .find(|at| text.is_char_boundary(*at))
@@ -330,7 +330,7 @@ fn parse(origin: &str, number: usize, text: &str) -> Result<Map<String, Value>, 
     match json_numbers::parse(text) {
         Ok(Value::Object(row)) => Ok(row),
         Ok(other) => Err(fail(format!(
-            "the line holds {}, not an object",
+            "found {}, not an object",
             kind_of(&other)
         ))),
         Err(error) => {
@@ -370,7 +370,7 @@ impl DataLoaderInterface for JsonlRows {
             .map(|range| json_numbers::written(&self.text[range.clone()]))
         {
             Some(Ok(row)) => Ok(row),
-            // What is wrong with it is for the parser to say.
+            // The parser reports what is wrong with it.
             _ => self.row(index),
         }
     }

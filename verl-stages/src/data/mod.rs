@@ -2,12 +2,12 @@
 //!
 //! | kind | what |
 //! |---|---|
-//! | [`mod@file`] | a file, its format told by name or content |
+//! | [`mod@file`] | a file, its format recognised by name or content |
 //! | [`jsonl`] | JSON Lines |
 //! | [`parquet`] | Parquet |
 //! | [`addition`] | sums of two numbers, in three disjoint splits |
-//! | [`addition_episodes`] | right and wrong answers to them, with rewards |
-//! | [`addition_pairs`] | the same, each with a right and a wrong answer |
+//! | [`addition_episodes`] | sums with logged answers, right and wrong, and their rewards |
+//! | [`addition_pairs`] | sums, each with a right and a wrong answer |
 
 pub mod addition;
 pub mod addition_episodes;
@@ -22,7 +22,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use recognise::{Unusable, recognise};
+use recognise::{UnusableFile, recognise};
 use sha2::{Digest, Sha256};
 use verl_pipe::data::DataError;
 use verl_pipe::stage::ConfigError;
@@ -36,7 +36,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The whole of a file that must not be empty.
+/// Reads a complete file, which must not be empty.
 fn read_file(path: &Path) -> Result<Vec<u8>, DataError> {
     let bytes = std::fs::read(path).map_err(|e| DataError::Unreadable {
         path: path.display().to_string(),
@@ -50,7 +50,7 @@ fn read_file(path: &Path) -> Result<Vec<u8>, DataError> {
     Ok(bytes)
 }
 
-/// Refuses a data file that is not there.
+/// Refuses a data file that does not exist.
 fn check_file(base: &Path, path: &Path) -> Result<(), Vec<ConfigError>> {
     let found = resolve(base, path);
     let reason = match std::fs::metadata(&found) {
@@ -58,11 +58,11 @@ fn check_file(base: &Path, path: &Path) -> Result<(), Vec<ConfigError>> {
         Ok(_) => format!("cannot be read: `{}` is not a file", found.display()),
         Err(error) => format!("cannot be read: `{}`: {error}", found.display()),
     };
-    let help = "give the path of a JSON Lines or Parquet file; a relative one is read from the folder of the pipeline file, or of the command line where it is given there";
+    let help = "set it to the path of a JSON Lines or Parquet file; a relative path starts at the folder of the pipeline file, or at the current folder if it is given on the command line";
     Err(vec![ConfigError::new("path", reason, help)])
 }
 
-/// Files up to this size are opened whole by a check, larger ones in part (bytes).
+/// A check reads files up to this size completely, and larger ones in part (bytes).
 const START_BYTES: u64 = 64 << 20;
 
 /// Bytes at the beginning of a file by which its format is recognised.
@@ -75,12 +75,12 @@ fn read_mark(path: &Path) -> io::Result<Vec<u8>> {
     Ok(start)
 }
 
-/// What a file is, where it is of a known format that is no data set.
-fn recognise_file(path: &Path) -> Option<Unusable> {
+/// The format of a file, if it is known and cannot be used as a data set.
+fn recognise_file(path: &Path) -> Option<UnusableFile> {
     recognise(&read_mark(path).ok()?)
 }
 
-/// Hash of a file, which is read in parts.
+/// Hash of a file, which is read in chunks.
 fn sha256_of_file(path: &Path) -> Result<String, DataError> {
     hash(path).map_err(|error| DataError::Unreadable {
         path: path.display().to_string(),
@@ -99,7 +99,7 @@ fn hash(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Refuses a data file that is not there, or does not begin as a file of its format does; reads no more of it.
+/// Refuses a data file that does not exist, or does not begin like a file of its format; reads only its beginning.
 fn check_format(base: &Path, path: &Path, parquet: Option<bool>) -> Result<(), Vec<ConfigError>> {
     check_file(base, path)?;
     let found = resolve(base, path);
@@ -112,17 +112,17 @@ fn check_format(base: &Path, path: &Path, parquet: Option<bool>) -> Result<(), V
         Err(error) => return fault(&format!("cannot be read: {error}"), GIVE_DATA),
     };
     if start.is_empty() {
-        return fault("holds no row", GIVE_DATA);
+        return fault("contains no rows", GIVE_DATA);
     }
     if let Some(other) = recognise(&start) {
         return fault(&other.what, &other.help);
     }
     match (parquet, start.starts_with(b"PAR1")) {
         (Some(true) | None, true) => Ok(()),
-        (Some(true), false) => fault("does not begin as a Parquet file does", GIVE_DATA),
+        (Some(true), false) => fault("does not begin like a Parquet file", GIVE_DATA),
         (Some(false), true) => fault(
             "is a Parquet file",
-            "call it `.parquet`, or declare it with `kind = \"parquet\"`",
+            "rename it to `.parquet`, or declare it with `kind = \"parquet\"`",
         ),
         (Some(false) | None, false) => match first_line_without_object(&start) {
             None => Ok(()),
@@ -135,7 +135,7 @@ fn check_format(base: &Path, path: &Path, parquet: Option<bool>) -> Result<(), V
 }
 
 const GIVE_DATA: &str =
-    "give a JSON Lines file (an object a line), a JSON list of objects, or a Parquet file";
+    "use a JSON Lines file (one object per line), a JSON list of objects, or a Parquet file";
 
 /// The beginning of a file that begins neither with an object nor with a list of objects.
 fn first_line_without_object(start: &[u8]) -> Option<String> {
@@ -151,7 +151,7 @@ fn first_line_without_object(start: &[u8]) -> Option<String> {
     Some(line.chars().take(40).collect())
 }
 
-/// `path` as seen from the pipeline file's folder.
+/// `path` relative to the pipeline file's folder.
 fn resolve(base: &Path, path: &Path) -> PathBuf {
     if base.as_os_str().is_empty() {
         path.to_owned()
@@ -190,42 +190,42 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_none_of_its_format_is_told_by_a_check() {
+    fn a_check_reports_a_file_that_is_not_of_its_format() {
         let dir = tempfile::tempdir().unwrap();
         let context = BuildContext {
             base: dir.path().to_owned(),
             ..BuildContext::default()
         };
-        let told = |name: &str, content: &[u8]| {
+        let reason = |name: &str, content: &[u8]| {
             std::fs::write(dir.path().join(name), content).unwrap();
             let file = DataFile { path: name.into() };
             let checked = file.check(&context).err();
-            // What a check lets through may still be refused when it is read; the other way round it lied.
+            // Opening may refuse a file that the check accepts, but not the other way round.
             assert!(checked.is_none() || file.open(&context).is_err(), "{name}");
             checked
                 .map(|faults| faults[0].reason.clone())
                 .unwrap_or_default()
         };
         assert!(
-            told("users.jsonl", b"root:x:0:0\n")
+            reason("users.jsonl", b"root:x:0:0\n")
                 .contains("not begin with a JSON object: \"root:x:0:0\"")
         );
-        assert!(told("users", b"root:x:0:0\n").contains("JSON object"));
-        assert!(told("numbers.json", b"[1, 2]\n").contains("JSON object"));
-        assert!(told("rows.parquet", b"{\"a\": 1}\n").contains("Parquet"));
-        assert!(told("table.csv", b"question,answer\n1+1,2\n").contains("comma-separated"));
+        assert!(reason("users", b"root:x:0:0\n").contains("JSON object"));
+        assert!(reason("numbers.json", b"[1, 2]\n").contains("JSON object"));
+        assert!(reason("rows.parquet", b"{\"a\": 1}\n").contains("Parquet"));
+        assert!(reason("table.csv", b"question,answer\n1+1,2\n").contains("comma-separated"));
         assert!(
-            told(
+            reason(
                 "rows.parquet",
                 b"version https://git-lfs.github.com/spec/v1\n"
             )
             .contains("Git LFS")
         );
-        assert!(told("lines.jsonl", b"PAR1").contains("is a Parquet file"));
-        assert_eq!(told("list.json", b" [\n {\"a\": 1}\n]\n"), "");
-        assert!(told("none.jsonl", b"").contains("no row"));
+        assert!(reason("lines.jsonl", b"PAR1").contains("is a Parquet file"));
+        assert_eq!(reason("list.json", b" [\n {\"a\": 1}\n]\n"), "");
+        assert!(reason("none.jsonl", b"").contains("no rows"));
         assert_eq!(
-            told("sound.jsonl", "\u{feff}\n {\"a\": 1}\n".as_bytes()),
+            reason("sound.jsonl", "\u{feff}\n {\"a\": 1}\n".as_bytes()),
             ""
         );
     }

@@ -1,10 +1,10 @@
 //! Parquet files: columns of text, numbers, booleans, dates, times and decimals, dictionaries of them (categories), and
 //! lists, structs and maps of these.
 //!
-//! Opening a file reads its metadata and its hash. A column is decoded whole when it is first asked for, and stays in
-//! memory as Arrow arrays; of a struct only the part that is asked for. So a column that nobody reads costs nothing, and may be of any type. A
-//! value becomes JSON when it is asked for: a number that JSON cannot hold (NaN, infinity) becomes null, a date, time or
-//! decimal the text that it is written as.
+//! Opening a file reads its metadata and its hash. A column is decoded completely on first use and stays in memory as Arrow
+//! arrays; of a struct, only the requested part is decoded. So an unused column costs nothing and may be of any type. A
+//! value is converted to JSON on demand: a number that JSON cannot represent (NaN, infinity) becomes null; a date, time or
+//! decimal becomes its text.
 
 mod path;
 mod values;
@@ -60,23 +60,23 @@ impl DataConfig for Parquet {
 pub struct ParquetRows {
     path: PathBuf,
     origin: String,
-    /// As it was when the metadata was read: a column that is decoded later must come from the same file.
+    /// State of the file when it was opened: a column that is decoded later must come from the same file.
     file: Metadata,
     metadata: ArrowReaderMetadata,
     /// Row groups that are read, from the first on.
     groups: usize,
     rows: usize,
     fingerprint: String,
-    /// Decoded columns, by the name that was asked for.
+    /// Decoded columns, by the requested name.
     columns: Mutex<HashMap<String, Arc<Column>>>,
 }
 
-/// A decoded column, or the part of it that was asked for.
+/// A decoded column, or the requested part of it.
 #[derive(Debug)]
 struct Column {
     path: ColumnPath,
     arrays: Vec<ArrayRef>,
-    /// Rows in the arrays up to and with each one.
+    /// Total number of rows up to the end of each array.
     ends: Vec<usize>,
 }
 
@@ -88,7 +88,7 @@ impl Column {
     }
 }
 
-/// Rows of a large file that [`ParquetRows::open_start`] reads at least.
+/// Minimum number of rows of a large file that [`ParquetRows::open_start`] reads.
 const START_ROWS: usize = 4096;
 
 impl ParquetRows {
@@ -102,10 +102,10 @@ impl ParquetRows {
         Ok(rows)
     }
 
-    /// Opens the first row groups of a large file, all of a small one.
+    /// Opens the first row groups of a large file, or all of a small one.
     ///
     /// # Errors
-    /// As [`ParquetRows::open`].
+    /// Those of [`ParquetRows::open`].
     pub fn open_start(path: &Path) -> Result<OpenedData, DataError> {
         let mut rows = ParquetRows::with_metadata(path, String::new())?;
         if rows.file.len() <= super::START_BYTES {
@@ -173,9 +173,9 @@ impl ParquetRows {
         }
     }
 
-    /// The column called `name`, decoded; `None` where there is none.
+    /// The column called `name`, decoded; `None` if there is none.
     fn column(&self, name: &str) -> Result<Option<Arc<Column>>, DataError> {
-        // A panic while it was locked left whole columns behind.
+        // A poisoned lock is harmless: only complete columns are inserted.
         let mut columns = self.columns.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(column) = columns.get(name) {
             return Ok(Some(column.clone()));
@@ -217,7 +217,7 @@ impl ParquetRows {
                     Compression::ZSTD(_) | Compression::BROTLI(_) | Compression::LZO
                 ) {
                     return Err(self.unreadable(format!(
-                        "column `{name}` is compressed with {codec}; known are none, snappy, lz4 and gzip. Write the file anew, \
+                        "column `{name}` is compressed with {codec}; supported are none, snappy, lz4 and gzip. Rewrite the file, \
                          for example in Python: `import pyarrow.parquet as pq; \
                          pq.write_table(pq.read_table(\"OLD\"), \"NEW\", compression=\"snappy\")`"
                     )));
@@ -243,7 +243,7 @@ impl ParquetRows {
             })
             .unzip();
         if rows != self.rows {
-            let reason = format!("column `{name}` has {rows} rows of {}", self.rows);
+            let reason = format!("column `{name}` has {rows} rows, but the file has {}", self.rows);
             return Err(self.unreadable(reason));
         }
         Ok(Column { path, arrays, ends })
@@ -255,7 +255,7 @@ impl DataLoaderInterface for ParquetRows {
         self.rows
     }
 
-    /// All columns but those of a type that is not supported.
+    /// All columns except those of an unsupported type.
     fn row(&self, index: usize) -> Result<Map<String, Value>, DataError> {
         if index >= self.rows {
             return Err(super::past_the_end(self.origin(), index, self.len()));

@@ -1,25 +1,25 @@
-//! What a file is that is no data set, by its first bytes, and why a row is not JSON: the cause and what to do, where a
-//! parser reports a stray character.
+//! Recognises files that are not data sets by their first bytes, and finds out why a row is not JSON: the cause and the
+//! fix, where a parser only reports an unexpected character.
 
-/// What a file is, and what to do about it.
+/// The format of a file that cannot be used, and how to fix it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Unusable {
-    /// What it is, to stand behind the file's name: `is compressed with gzip`.
+pub(crate) struct UnusableFile {
+    /// What it is, to follow the file's name: `is compressed with gzip`.
     pub what: String,
-    /// What to do.
+    /// How to fix it.
     pub help: String,
 }
 
-impl Unusable {
+impl UnusableFile {
     fn new(what: impl Into<String>, help: impl Into<String>) -> Self {
-        Unusable {
+        UnusableFile {
             what: what.into(),
             help: help.into(),
         }
     }
 }
 
-/// First bytes, what they tell of a file, and what to do about it.
+/// First bytes, the format that they indicate, and the fix.
 const MARKS: &[(&[u8], &str, &str)] = &[
     (
         b"version https://git-lfs.github.com/spec/v1",
@@ -54,7 +54,7 @@ const MARKS: &[(&[u8], &str, &str)] = &[
     (
         b"PK\x03\x04",
         "is a ZIP archive (.zip, .xlsx, .npz)",
-        "unpack it, and give the data file inside",
+        "unpack it, and use the data file inside",
     ),
     (
         b"PARE",
@@ -64,7 +64,7 @@ const MARKS: &[(&[u8], &str, &str)] = &[
     (b"ARROW1", "is an Arrow IPC file", TO_PARQUET),
     (
         b"\xff\xff\xff\xff",
-        "is an Arrow IPC stream, as the cache of `datasets` has",
+        "is an Arrow IPC stream, as in the cache of `datasets`",
         TO_PARQUET,
     ),
     (b"ORC", "is an ORC file", TO_PARQUET),
@@ -78,9 +78,9 @@ const MARKS: &[(&[u8], &str, &str)] = &[
     (
         b"%PDF",
         "is a PDF document",
-        "give a JSON Lines or Parquet file",
+        "use a JSON Lines or Parquet file",
     ),
-    // UTF-32 begins as UTF-16 does, so it comes first.
+    // UTF-32 begins like UTF-16, so it comes first.
     (b"\xff\xfe\x00\x00", "is UTF-32 text", TO_UTF8),
     (b"\x00\x00\xfe\xff", "is UTF-32 text", TO_UTF8),
     (b"\xff\xfe", "is UTF-16 text", TO_UTF8),
@@ -91,22 +91,22 @@ const TO_PARQUET: &str =
     "convert it to Parquet or JSON Lines, for example in Python with `pyarrow` or `datasets`";
 const TO_UTF8: &str = "convert it to UTF-8: `iconv -f UTF-16 -t UTF-8 OLD > NEW`";
 
-/// Characters by which text is told from other formats.
+/// Characters that are checked to distinguish text from other formats.
 const TEXT: usize = 1000;
 
-/// What a file is that begins with `start`, where that is known and is no data set that can be read.
-pub(crate) fn recognise(start: &[u8]) -> Option<Unusable> {
+/// The format of a file that begins with `start`, if it is known and cannot be read as a data set.
+pub(crate) fn recognise(start: &[u8]) -> Option<UnusableFile> {
     let marked = MARKS.iter().find(|(mark, ..)| start.starts_with(mark));
     if let Some((_, what, help)) = marked {
-        return Some(Unusable::new(*what, *help));
+        return Some(UnusableFile::new(*what, *help));
     }
     match start {
         [b'{' | b'[', 0, ..] | [0, b'{' | b'[', ..] => {
-            return Some(Unusable::new("is UTF-16 text", TO_UTF8));
+            return Some(UnusableFile::new("is UTF-16 text", TO_UTF8));
         }
         _ => {}
     }
-    // Text alone can be a page or a table; bytes of other formats contain separators by chance.
+    // Only text can be a page or a table; binary formats contain separators by chance.
     let text = String::from_utf8_lossy(start);
     let is_text =
         |character: char| !character.is_control() || matches!(character, '\n' | '\r' | '\t');
@@ -117,14 +117,14 @@ pub(crate) fn recognise(start: &[u8]) -> Option<Unusable> {
     if text.starts_with('<') {
         let what = "is an HTML or XML page, not data";
         let help =
-            "download the file itself; a page of an error or a login is often saved under its name";
-        return Some(Unusable::new(what, help));
+            "download the file itself; an error or login page is often saved under its name";
+        return Some(UnusableFile::new(what, help));
     }
     table(text)
 }
 
-/// A table of comma- or tab-separated values: two lines with as many separators, and no brace before the first.
-fn table(text: &str) -> Option<Unusable> {
+/// A table of separated values: the first two lines contain the separator, and the first does not begin with a bracket.
+fn table(text: &str) -> Option<UnusableFile> {
     let mut lines = text.lines();
     let (header, row) = (lines.next()?, lines.next()?);
     let kinds = [
@@ -135,7 +135,7 @@ fn table(text: &str) -> Option<Unusable> {
     let (_, name, separator) = kinds.into_iter().find(|(separator, ..)| {
         header.contains(*separator) && row.contains(*separator) && !header.starts_with(['{', '['])
     })?;
-    Some(Unusable::new(
+    Some(UnusableFile::new(
         format!("is a table of {name}-separated values"),
         format!(
             "convert it to JSON Lines, for example in Python: `import pandas as pd; pd.read_csv(\"OLD\", sep=\"{separator}\").to_json(\"NEW.jsonl\", orient=\"records\", lines=True, force_ascii=False)`"
@@ -143,8 +143,8 @@ fn table(text: &str) -> Option<Unusable> {
     ))
 }
 
-/// The column (from 1) at which a text stops being JSON, and what is wrong there: the cause where it is known, else the
-/// parser's words without its position, which counts lines within the row.
+/// The column (from 1) at which a text stops being JSON, and what is wrong there: the cause if it is known, otherwise the
+/// parser's message without its position, which counts lines within the row.
 pub(crate) fn json_fault(text: &str, error: &serde_json::Error) -> (usize, String) {
     let words = error.to_string();
     let words = words
@@ -154,7 +154,7 @@ pub(crate) fn json_fault(text: &str, error: &serde_json::Error) -> (usize, Strin
     if let Some((column, half)) = lone_surrogate(text)
         .filter(|_| words.contains("hex escape") || words.contains("code point"))
     {
-        let cause = "is half of a character (a lone surrogate), as Python's `json.dumps` writes it for broken text; remove it, or write the whole character";
+        let cause = "is half of a character (a lone surrogate), which Python's `json.dumps` writes for broken text; remove it, or write the complete character";
         return (column, format!("`{half}` {cause}"));
     }
     if let Some((column, word, instead)) = python_literal(text).filter(|_| expected) {
@@ -168,10 +168,10 @@ pub(crate) fn json_fault(text: &str, error: &serde_json::Error) -> (usize, Strin
             true => {
                 "a carriage return separates objects inside the line; end every line with a line feed"
             }
-            false => "text after the object; JSON Lines has one object a line",
+            false => "text after the object; JSON Lines has one object per line",
         }
     } else if error.is_eof() {
-        "the object does not end in this line: the file is cut off, or the object is spread over several lines (JSON Lines has one a line)"
+        "the object does not end in this line: the file is cut off, or the object is spread over several lines (JSON Lines has one object per line)"
     } else {
         words
     };
@@ -184,7 +184,7 @@ fn lone_surrogate(text: &str) -> Option<(usize, &str)> {
     while let Some(next) = text[at..].find('\\') {
         let escape = at + next;
         let Some(unit) = unit_at(text, escape) else {
-            // Another escape: the character behind the backslash belongs to it.
+            // Another escape: the character after the backslash belongs to it.
             at = escape + 1 + text[escape + 1..].chars().next().map_or(0, char::len_utf8);
             continue;
         };
@@ -210,7 +210,7 @@ fn unit_at(text: &str, at: usize) -> Option<u16> {
         .flatten()
 }
 
-/// Words that Python writes and JSON does not have, with what to write instead.
+/// Python literals that are not JSON, with what to write instead.
 const PYTHON: &[(&str, &str)] = &[
     ("NaN", "a number or `null`"),
     ("-Infinity", "a number or `null`"),
@@ -218,10 +218,10 @@ const PYTHON: &[(&str, &str)] = &[
     ("None", "`null`"),
     ("True", "`true`"),
     ("False", "`false`"),
-    ("'", "texts in double quotes"),
+    ("'", "strings in double quotes"),
 ];
 
-/// The first word of Python outside of texts: its column, the word, what to write instead.
+/// The first Python literal outside strings: its column, the literal, what to write instead.
 fn python_literal(text: &str) -> Option<(usize, &'static str, &'static str)> {
     let (mut quoted, mut escaped) = (false, false);
     for (at, character) in text.char_indices() {
@@ -262,7 +262,7 @@ mod tests {
 
     /// Rows #11, A9 and A17 of the lists of inputs.
     #[test]
-    fn files_that_are_no_data_sets_are_named() {
+    fn files_that_are_not_data_sets_are_recognised() {
         check(
             b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
             Some("is a Git LFS pointer, not the data"),
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn words_of_python_are_found_outside_of_texts() {
+    fn python_literals_are_found_outside_strings() {
         let found = |text: &str| python_literal(text).map(|(column, word, _)| (column, word));
         assert_eq!(
             found(r#"{"a": "NaN \" None", "b": -Infinity}"#),

@@ -1,6 +1,6 @@
 //! Estimators on the rewards of several functions, such as one for the form of an answer and one for its content.
 //!
-//! Each function is a `reward` stage that writes its rewards under a key of its own:
+//! Each function is a `reward` stage that writes its rewards under its own key:
 //!
 //! ```toml
 //! [[stages]]
@@ -26,32 +26,32 @@ use crate::settings::settings;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AdvantageScale {
-    /// That of the prompt's responses.
+    /// The deviation over the prompt's responses.
     #[default]
     Group,
-    /// That of all responses of the step.
+    /// The deviation over all responses of the step.
     Batch,
-    /// None.
+    /// Not divided.
     None,
 }
 
-/// Whether reward functions are added up before they are normalised.
+/// Whether the rewards of several functions are summed before or after they are normalised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ComponentOrder {
-    /// Rewards are added up, and the sum is normalised.
+    /// Rewards are summed, and the sum is normalised.
     #[default]
     SumThenNormalize,
-    /// Each function is normalised, and the sum once more over the step. `scale` is not asked.
+    /// Each function is normalised, and the sum is normalised again over the step. `scale` is ignored.
     NormalizeThenSum,
 }
 
 settings! {
-    /// Each reward function normalised by GRPO on its own, added up, and whitened over the step (GDPO).
+    /// Each reward function is normalised separately by GRPO; the sum is whitened over the step (GDPO).
     Gdpo {
-        /// Keys with the rewards of each function, one a `reward` stage.
+        /// Keys with the rewards of each function, one per `reward` stage.
         components: Vec<String> = vec!["rewards".to_owned()],
-        /// Weight of each; 1 each when absent.
+        /// Weight of each key; all 1 when absent.
         weights: Option<Vec<f64>> = None,
         /// Whether each function's advantages are divided by the deviation of the prompt's responses.
         normalise: bool = true,
@@ -61,15 +61,15 @@ settings! {
 }
 
 settings! {
-    /// GRPO by the rules of TRL: the deviation divides by n − 1, and rewards may be of several functions.
+    /// GRPO as in TRL: the standard deviation divides by n − 1, and there may be several reward functions.
     GrpoTrl {
-        /// Keys with the rewards of each function, one a `reward` stage; none for `rewards` alone.
+        /// Keys with the rewards of each function, one per `reward` stage; empty: only `rewards`.
         components: Vec<String> = Vec::new(),
-        /// Weight of each; 1 each when absent.
+        /// Weight of each key; all 1 when absent.
         weights: Option<Vec<f64>> = None,
         /// What advantages are divided by: the deviation of the `group`, of the `batch`, or `none`.
         scale: AdvantageScale = AdvantageScale::Group,
-        /// `sum_then_normalize`, or `normalize_then_sum` so that no function drowns another.
+        /// `sum_then_normalize`, or `normalize_then_sum` so that no function dominates the others.
         order: ComponentOrder = ComponentOrder::SumThenNormalize,
         /// ε added to deviations.
         epsilon: f64 = 1e-4,
@@ -79,15 +79,15 @@ settings! {
 impl PartConfig for Gdpo {
     type Slot = Estimator;
     const KIND: &'static str = "gdpo";
-    const SUMMARY: &'static str = "each reward function normalised by GRPO on its own, added up, and whitened over the step (GDPO)";
+    const SUMMARY: &'static str = "each reward function normalised separately by GRPO, and the sum whitened over the step (GDPO)";
 
     fn build(&self, _: &BuildContext) -> Result<Estimator, Vec<ConfigError>> {
         let mut faults = faults(&self.components, self.weights.as_deref());
         if self.components.is_empty() {
             faults.push(ConfigError::new(
                 "components",
-                "names no key, so there is no reward",
-                "name the key of each reward function, for example `components = [\"rewards\"]`",
+                "is empty, so there is no reward",
+                "list the key of each reward function, for example `components = [\"rewards\"]`",
             ));
         }
         let estimator = Estimator::new(maths::Gdpo {
@@ -101,15 +101,15 @@ impl PartConfig for Gdpo {
 impl PartConfig for GrpoTrl {
     type Slot = Estimator;
     const KIND: &'static str = "grpo_trl";
-    const SUMMARY: &'static str = "GRPO by the rules of TRL: the deviation divides by n - 1, and rewards may be of several functions";
+    const SUMMARY: &'static str = "GRPO as in TRL: the standard deviation divides by n - 1, and there may be several reward functions";
 
     fn build(&self, _: &BuildContext) -> Result<Estimator, Vec<ConfigError>> {
         let mut faults = faults(&self.components, self.weights.as_deref());
         if self.components.is_empty() && self.weights.is_some() {
             faults.push(ConfigError::new(
                 "weights",
-                "has nothing to weigh: `components` names no key",
-                "name the key of each reward function in `components`, or remove `weights`",
+                "is set, but `components` is empty",
+                "list the key of each reward function in `components`, or remove `weights`",
             ));
         }
         let estimator = Estimator::new(maths::GrpoTrl {
@@ -129,15 +129,15 @@ impl PartConfig for GrpoTrl {
     }
 }
 
-/// What is wrong with keys and weights.
+/// Errors in keys and weights.
 fn faults(keys: &[String], weights: Option<&[f64]>) -> Vec<ConfigError> {
     let mut faults = Vec::new();
     let twice = |(at, key): &(usize, &String)| keys[..*at].contains(key);
     if let Some((_, key)) = keys.iter().enumerate().find(twice) {
         faults.push(ConfigError::new(
             "components",
-            format!("names `{key}` twice"),
-            "name each key once, and weigh it with `weights`",
+            format!("contains `{key}` twice"),
+            "list each key once, and weight it with `weights`",
         ));
     }
     let Some(weights) = weights else {
@@ -147,18 +147,18 @@ fn faults(keys: &[String], weights: Option<&[f64]>) -> Vec<ConfigError> {
         faults.push(ConfigError::new(
             "weights",
             format!(
-                "holds {} numbers for {} components",
+                "has {} numbers for {} components",
                 weights.len(),
                 keys.len()
             ),
-            "give one weight for each key of `components`, in their order",
+            "set one weight for each key of `components`, in the same order",
         ));
     }
     if let Some(weight) = weights.iter().find(|weight| !weight.is_finite()) {
         faults.push(ConfigError::new(
             "weights",
-            format!("holds {weight}"),
-            "set it to finite numbers",
+            format!("contains {weight}"),
+            "use finite numbers",
         ));
     }
     faults
@@ -190,8 +190,8 @@ mod tests {
     #[track_caller]
     fn check_refused(part: &impl PartConfig<Slot = Estimator>, expected: &[&str]) {
         let faults = part.build(&BuildContext::default()).expect_err("refused");
-        let told: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
-        assert_eq!(told, expected, "{faults:?}");
+        let settings: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
+        assert_eq!(settings, expected, "{faults:?}");
     }
 
     #[test]
@@ -213,7 +213,7 @@ mod tests {
         };
         check_refused(&part, &["weights", "epsilon"]);
         let both = gdpo(&["a", "b"], Some(&[0.5, 2.0]));
-        let built = both.build(&BuildContext::default()).expect("sound");
+        let built = both.build(&BuildContext::default()).expect("valid");
         assert_eq!(built.components().keys, ["a", "b"]);
         assert_eq!(built.components().weights, [0.5, 2.0]);
     }

@@ -15,7 +15,7 @@ fn context() -> BuildContext {
     }
 }
 
-/// Groups that are kept, by their numbers, with the mean that is written; and what was recorded.
+/// The numbers of the groups that are kept, each with the mean that is written; and what was recorded.
 fn kept(config: &FilterGroups, groups: &[&[Option<f32>]]) -> (Vec<(u64, f32)>, Kept) {
     let mut ids = Vec::new();
     for (number, group) in groups.iter().enumerate() {
@@ -35,7 +35,7 @@ fn kept(config: &FilterGroups, groups: &[&[Option<f32>]]) -> (Vec<(u64, f32)>, K
             assert_eq!(
                 range.len(),
                 groups[number as usize].len(),
-                "groups stay whole"
+                "groups stay complete"
             );
             let of_group = &means.values()[range];
             assert!(of_group.iter().all(|mean| *mean == of_group[0]));
@@ -57,7 +57,7 @@ const GROUPS: &[&[Option<f32>]] = &[
 ];
 
 #[test]
-fn groups_without_signal_go_whole() {
+fn groups_without_signal_are_dropped_entirely() {
     let (found, result) = kept(&FilterGroups::default(), GROUPS);
     assert_eq!(found, [(0, 0.5), (4, 0.2)]);
     assert_eq!(result.mean(&SIGNAL), Some(0.25));
@@ -67,7 +67,7 @@ fn groups_without_signal_go_whole() {
     assert!(none.0.is_empty() && none.1.batches.is_empty());
 }
 
-/// Equal rewards whose mean is rounded: a deviation from it is not 0.
+/// Equal rewards whose mean is rounded: their deviation from it is not 0.
 #[test]
 fn equality_is_exact() {
     let tenth = [Some(0.1f32); 3];
@@ -102,7 +102,7 @@ fn means_lie_strictly_inside_the_range() {
 }
 
 #[test]
-fn groups_are_judged_by_any_key() {
+fn groups_are_filtered_by_any_key() {
     let config = FilterGroups {
         key: "accuracy".to_owned(),
         ..FilterGroups::default()
@@ -113,7 +113,7 @@ fn groups_are_judged_by_any_key() {
 }
 
 #[test]
-fn what_is_asked_for_follows_from_the_settings() {
+fn the_refill_follows_the_settings() {
     let refill = |config: &FilterGroups| {
         let spec = StageConfig::build(config, &context()).unwrap().spec();
         let refill = spec.refill.unwrap();
@@ -135,15 +135,15 @@ fn what_is_asked_for_follows_from_the_settings() {
 }
 
 #[test]
-fn senseless_settings_are_told_together() {
-    let told = |config: &FilterGroups, context: &BuildContext| -> Vec<String> {
+fn invalid_settings_are_reported_together() {
+    let refused_settings = |config: &FilterGroups, context: &BuildContext| -> Vec<String> {
         match StageConfig::build(config, context) {
             Ok(_) => Vec::new(),
             Err(faults) => faults.into_iter().map(|fault| fault.setting).collect(),
         }
     };
-    let mut lone = context();
-    lone.batch.samples = 1;
+    let mut single = context();
+    single.batch.samples = 1;
     let config = FilterGroups {
         key: String::new(),
         groups: Some(0),
@@ -153,7 +153,7 @@ fn senseless_settings_are_told_together() {
         max_mean: Some(1.0),
     };
     assert_eq!(
-        told(&config, &lone),
+        refused_settings(&config, &single),
         ["key", "batch.samples", "max_waves", "groups", "min_mean"]
     );
     let config = FilterGroups {
@@ -161,10 +161,13 @@ fn senseless_settings_are_told_together() {
         max_mean: Some(f64::NAN),
         ..FilterGroups::default()
     };
-    assert_eq!(told(&config, &context()), ["groups", "min_mean"]);
+    assert_eq!(
+        refused_settings(&config, &context()),
+        ["groups", "min_mean"]
+    );
     let config = FilterGroups {
         groups: Some(12),
         ..FilterGroups::default()
     };
-    assert_eq!(told(&config, &context()), [""; 0]);
+    assert_eq!(refused_settings(&config, &context()), [""; 0]);
 }

@@ -32,7 +32,7 @@ fn prompts() -> Batch {
     batch
 }
 
-/// What `generate` gives: tokens, text, why it ended, and the share that the context limited.
+/// What `generate` returns: tokens, text, finish reason, and the share that the context limited.
 fn generated(stop: &[&str], include_stop: bool, context: usize) -> (Vec<u32>, String, u8, f64) {
     let config = Generate {
         stop: stop.iter().map(|text| (*text).to_owned()).collect(),
@@ -62,7 +62,7 @@ fn check(stop: &[&str], include_stop: bool, tokens: usize, text: &str, reason: u
 
 /// #5 and A6: a special token, a text inside a token, texts over several tokens.
 #[test]
-fn stop_texts_end_a_response_and_are_no_part_of_its_text() {
+fn stop_texts_end_a_response_and_are_not_part_of_its_text() {
     check(&["<|user|>"], false, 4, "18####", finish::STOP);
     check(&["<|user|>"], true, 4, "18####<|user|>", finish::STOP);
     check(&["8##"], false, 3, "1", finish::STOP);
@@ -73,13 +73,13 @@ fn stop_texts_end_a_response_and_are_no_part_of_its_text() {
     check(&["nothing"], false, 6, "18####77", finish::LENGTH);
 }
 
-/// A5: the context is what limits the response.
+/// A5: the context limits the response.
 #[test]
-fn the_end_of_the_context_is_named_as_the_reason() {
+fn the_end_of_the_context_is_the_finish_reason() {
     let (tokens, text, reason, limited) = generated(&[], false, 8);
     assert_eq!((tokens.len(), text.as_str()), (5, "18####7"));
     assert_eq!((reason, limited), (finish::CONTEXT, 1.0));
-    // With exactly as much room as was asked for it is the limit.
+    // When exactly `max_new_tokens` fit, the token limit is the reason.
     assert_eq!(generated(&[], false, 9).2, finish::LENGTH);
     assert_eq!(generated(&["<|user|>"], false, 8).2, finish::STOP);
 }
@@ -156,8 +156,8 @@ fn an_evaluation_ends_its_answers_as_generate_does() {
     assert!(faults.iter().any(|fault| fault.setting == "stop"));
 }
 
-/// −log q of a sampled token is an estimate of the entropy of q without bias: over all tokens, each as often as it is
-/// sampled, it is the entropy.
+/// −log q of a sampled token is an unbiased estimate of the entropy of q: its mean over tokens in proportion to q is the
+/// entropy.
 #[test]
 fn the_sampled_entropy_is_the_entropy_in_expectation() {
     let q = [0.5f32, 0.25, 0.25];

@@ -7,9 +7,9 @@ use verl_models::model::{ScoreRow, Scores};
 use verl_pipe::batch::RowId;
 use verl_pipe::stage::StageError;
 
-/// Log-probs by row of the data set and sample: 4 bytes a token, and at most one entry for each of them.
+/// Log-probs by row of the data set and sample: 4 bytes per token, and at most one entry per row and sample.
 ///
-/// An entry holds for the tokens that it was computed of; with others it is computed anew and replaced.
+/// An entry is valid for the tokens that it was computed from; for other tokens it is recomputed and replaced.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Cache {
     entries: HashMap<(u64, u64), Entry>,
@@ -22,7 +22,7 @@ struct Entry {
 }
 
 impl Cache {
-    /// Scores of `rows` without entropies, and how many of them were known; `score` computes the others.
+    /// Scores of `rows` without entropies, and how many of them were cached; `score` computes the others.
     ///
     /// # Errors
     /// What `score` returns.
@@ -86,7 +86,7 @@ fn hash(row: &ScoreRow<'_>) -> [u8; 32] {
 mod tests {
     use super::*;
 
-    /// Scores that tell the tokens, as a model's would.
+    /// Scores that depend on the tokens, like a model's.
     fn score(rows: &[ScoreRow<'_>], _: &[RowId]) -> Result<Vec<Scores>, StageError> {
         let each = rows.iter().map(|row| Scores {
             log_probs: row.response.iter().map(|token| -(*token as f32)).collect(),
@@ -100,7 +100,7 @@ mod tests {
         RowId::prompt(epoch, row).unwrap().sample(sample).unwrap()
     }
 
-    /// Whether the rows' scores are right, and how many of them were known.
+    /// Checks the rows' scores, and how many of them were cached.
     #[track_caller]
     fn check(cache: &mut Cache, ids: &[RowId], rows: &[ScoreRow<'_>], expected: usize) {
         let mut asked = 0;
@@ -114,26 +114,26 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_known_by_data_row_sample_and_tokens() {
+    fn rows_are_identified_by_data_row_sample_and_tokens() {
         let row = |prompt, response| ScoreRow { prompt, response };
         let (a, b) = (&[1u32, 2][..], &[3u32][..]);
         let mut cache = Cache::default();
         let first = [row(a, b), row(a, a)];
         check(&mut cache, &[id(0, 4, 0), id(0, 4, 1)], &first, 0);
-        // In the next epoch, in other company and another order.
+        // In the next epoch, with other rows and in another order.
         let next = [row(b, b), row(a, a), row(a, b)];
         let ids = [id(1, 5, 0), id(1, 4, 1), id(1, 4, 0)];
         check(&mut cache, &ids, &next, 2);
         check(&mut cache, &ids, &next, 3);
-        // The same row with other tokens is not what was scored.
+        // The same row with other tokens was not scored.
         check(&mut cache, &[id(2, 4, 0)], &[row(b, a)], 0);
         check(&mut cache, &[id(3, 4, 0)], &[row(a, b)], 0);
-        // What moved from the prompt into the response is another row.
+        // Tokens that moved from the prompt into the response make another row.
         check(&mut cache, &[id(4, 4, 0)], &[row(&[1], &[2, 3])], 0);
     }
 
     #[test]
-    fn what_cannot_be_scored_is_not_kept() {
+    fn failed_scores_are_not_cached() {
         let mut cache = Cache::default();
         let rows = [ScoreRow {
             prompt: &[1],

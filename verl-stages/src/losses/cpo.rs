@@ -12,11 +12,11 @@ use crate::settings::{coefficient_fault, refusal, settings};
 settings! {
     /// CPO: the log-probs of a pair's answers are compared, and the chosen one is imitated; no reference.
     Cpo {
-        /// What a pair costs: `sigmoid` (CPO), `hinge` (SLiC), `ipo` (means over tokens).
+        /// Loss of a pair: `sigmoid` (CPO), `hinge` (SLiC), `ipo` (means over tokens).
         variant: String = "sigmoid".to_owned(),
         /// β: factor on the difference of log-probs.
         beta: f64 = 0.1,
-        /// ε: share of pairs whose label is taken to be wrong; for `sigmoid`.
+        /// ε: assumed share of pairs with a wrong label; for `sigmoid`.
         label_smoothing: f64 = 0.0,
         /// Coefficient of the negative log-likelihood of chosen answers.
         nll_coef: f64 = 1.0,
@@ -28,9 +28,9 @@ settings! {
     SimPo {
         /// β: factor on the difference of mean log-probs.
         beta: f64 = 2.0,
-        /// γ: margin of rewards that is asked for; the paper's γ/β times β.
+        /// γ: target margin of rewards; the paper's γ/β times β.
         gamma: f64 = 1.0,
-        /// ε: share of pairs whose label is taken to be wrong.
+        /// ε: assumed share of pairs with a wrong label.
         label_smoothing: f64 = 0.0,
         /// α of AlphaPO, which reshapes rewards; absent or 0: SimPO.
         alphapo_alpha: Option<f64> = None,

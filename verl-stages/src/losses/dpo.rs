@@ -15,32 +15,32 @@ use crate::settings::{refusal, settings};
 settings! {
     /// DPO and its relatives on pairs, with log-probs of a reference.
     Dpo {
-        /// What a pair costs: `sigmoid` (DPO), `aot`, `aot_unpaired`, `apo_down`, `apo_zero`, `bco_pair`, `cdpo`,
+        /// Loss of a pair: `sigmoid` (DPO), `aot`, `aot_unpaired`, `apo_down`, `apo_zero`, `bco_pair`, `cdpo`,
         /// `discopop`, `exo_pair`, `hinge` (SLiC), `ipo` (means over tokens),
         /// `ipo_sum` (sums), `nca_pair`, `robust`, `sft`, `sigmoid_norm` (means over tokens), `sppo_hard`.
         variant: String = "sigmoid".to_owned(),
-        /// Weights of several variants by name, which are added up instead of `variant`. MPO is
+        /// Weights of several variants by name, whose weighted sum replaces `variant`. MPO is
         /// `{ sigmoid = 0.8, bco_pair = 0.2, sft = 1.0 }`.
         mixture: BTreeMap<String, f64> = BTreeMap::new(),
-        /// β: how dear a departure from the reference is.
+        /// β: strength of the penalty on departures from the reference.
         beta: f64 = 0.1,
-        /// ε: share of pairs whose label is taken to be wrong, for `aot`, `aot_unpaired`, `cdpo`, `exo_pair` and
-        /// `robust`; absent: each one's default.
+        /// ε: assumed share of pairs with a wrong label, for `aot`, `aot_unpaired`, `cdpo`, `exo_pair` and `robust`;
+        /// the default of each when absent.
         label_smoothing: Option<f64> = None,
-        /// τ of `discopop`; absent: 0.05.
+        /// τ of `discopop`; 0.05 when absent.
         discopop_tau: Option<f64> = None,
-        /// f-divergence that holds the policy to the reference: `reverse_kl`, `forward_kl`, `js_divergence`,
+        /// f-divergence that keeps the policy near the reference: `reverse_kl`, `forward_kl`, `js_divergence`,
         /// `alpha_divergence`.
         divergence: String = "reverse_kl".to_owned(),
         /// α of `alpha_divergence`.
         divergence_alpha: Option<f64> = None,
-        /// LD-DPO: weight in [0, 1] of tokens beyond the length of the pair's shorter answer; absent: 1.
+        /// LD-DPO: weight in [0, 1] of tokens beyond the length of the pair's shorter answer; 1 when absent.
         ld_alpha: Option<f64> = None,
-        /// WPO: each pair weighs as much as the policy itself would say both its answers, e^{mean(ℓ − log Σ π²)} of each,
-        /// by one more forward pass an optimiser step.
+        /// WPO: weights each pair by how likely the policy is to generate both its answers, e^{mean(ℓ − log Σ π²)} of
+        /// each; takes one more forward pass per optimiser step.
         wpo: bool = false,
-        /// Whether the δ of `bco_pair` is the mean of all implicit rewards before the optimiser step at hand, as its
-        /// paper has it; otherwise it is 0, as in TRL's DPO.
+        /// Whether the δ of `bco_pair` is the mean of all implicit rewards before the current optimiser step, as in its
+        /// paper; otherwise it is 0, as in TRL's DPO.
         reward_shift: bool = false,
     }
 }
@@ -56,7 +56,7 @@ impl Dpo {
             .collect()
     }
 
-    /// The variants with ε and τ as they are set, and whether any has the one or the other.
+    /// The variants with ε and τ as set; refuses an ε or τ that no variant uses.
     fn variants(&self) -> Result<Vec<(f64, PreferenceLoss)>, Vec<ConfigError>> {
         let mut faults = Vec::new();
         let setting = if self.mixture.is_empty() {
@@ -68,7 +68,7 @@ impl Dpo {
             faults.push(ConfigError::new(
                 "variant",
                 format!(
-                    "is `{}`, but `mixture` is set, which is instead of it",
+                    "is `{}`, but `mixture` is set and replaces it",
                     self.variant
                 ),
                 "remove one of the two, or give the variant a weight in `mixture`",
@@ -79,11 +79,11 @@ impl Dpo {
         let mut variants = Vec::new();
         for (weight, name) in self.weights() {
             if !(weight > 0.0 && weight.is_finite()) {
-                let reason = format!("gives `{name}` the weight {weight}");
+                let reason = format!("sets the weight of `{name}` to {weight}");
                 faults.push(ConfigError::new(
                     setting,
                     reason,
-                    "set it to a number above 0",
+                    "use a number above 0",
                 ));
             }
             let mut variant = match PreferenceLoss::parse(name) {
@@ -117,7 +117,7 @@ impl Dpo {
         if self.discopop_tau.is_some() && !has_tau && !variants.is_empty() {
             faults.push(ConfigError::new(
                 "discopop_tau",
-                "is set, but `discopop` is not among what is trained with",
+                "is set, but `discopop` is not used",
                 "remove it, or set `variant = \"discopop\"`",
             ));
         }
@@ -130,17 +130,17 @@ impl Dpo {
 }
 
 impl Dpo {
-    /// A running mean of rewards that nothing reads, or of rewards that the loss does not take.
+    /// Refuses a running mean of rewards that no variant reads, or of rewards that the divergence does not use.
     fn shift_fault(&self, variants: &[(f64, PreferenceLoss)]) -> Option<ConfigError> {
         let reads = |(_, loss): &(f64, PreferenceLoss)| *loss == PreferenceLoss::BcoPair;
         let (reason, help) = if !variants.iter().any(reads) {
             (
-                "is the δ of `bco_pair`, which is not among what is trained with",
+                "is the δ of `bco_pair`, but `bco_pair` is not used",
                 "remove it, or set `variant = \"bco_pair\"`",
             )
         } else if self.divergence != Dpo::default().divergence {
             (
-                "is a mean of log-ratios, but another `divergence` than `reverse_kl` takes other rewards",
+                "is a mean of log-ratios, but a `divergence` other than `reverse_kl` has other rewards",
                 "remove one of the two",
             )
         } else {
@@ -180,7 +180,7 @@ impl PartConfig for Dpo {
         for (_, loss) in &variants {
             let refused = maths(*loss).check().err();
             let refused = refused.map(|error| refusal("variant", &error));
-            // What is wrong with β is wrong with it in every term.
+            // An invalid β is invalid in every term; it is reported once.
             faults.extend(refused.filter(|fault| !faults.contains(fault)));
         }
         faults.extend(self.shift_fault(&variants));

@@ -1,4 +1,4 @@
-//! What losses of judged answers have in common: what is reported, and what rows they need.
+//! Shared by preference losses: their metrics, and the rows that they need.
 
 use verl_algos::losses::Objective;
 use verl_pipe::stage::{BuildContext, ConfigError, Metric, Shown};
@@ -7,19 +7,19 @@ use super::Loss;
 use crate::settings::metrics;
 
 metrics! {
-    PREFERENCE_LOSS: "preference/loss", "", "loss of a pair or of a judged answer, before terms that are added to it";
+    PREFERENCE_LOSS: "preference/loss", "", "loss of a pair or of a labelled answer, before additional terms";
     CHOSEN_NLL: "preference/chosen_nll", "nats", "negative log-likelihood of the chosen answers, a mean over tokens, before its coefficient";
-    REWARDS_CHOSEN: "preference/rewards_chosen", "nats", "mean implicit reward of chosen or desirable answers: β times how much likelier they have become, or without a reference β times their log-prob";
-    REWARDS_REJECTED: "preference/rewards_rejected", "nats", "the same of rejected or undesirable answers";
-    REWARD_MARGINS: "preference/reward_margins", "nats", "mean of the chosen less the rejected answer's implicit reward over pairs";
+    REWARDS_CHOSEN: "preference/rewards_chosen", "nats", "mean implicit reward of chosen or desirable answers: β times their log-ratio to the reference, or without a reference β times their log-prob";
+    REWARDS_REJECTED: "preference/rewards_rejected", "nats", "mean implicit reward of rejected or undesirable answers";
+    REWARD_MARGINS: "preference/reward_margins", "nats", "mean over pairs of the chosen minus the rejected answer's implicit reward";
     REWARD_ACCURACIES: "preference/reward_accuracies", "share", "share of pairs whose chosen answer has the larger implicit reward; a tie does not count";
-    LOG_PROBS_CHOSEN: "preference/log_probs_chosen", "nats", "mean log-prob of chosen or desirable answers, as the loss takes it: a sum over tokens, or their mean";
-    LOG_PROBS_REJECTED: "preference/log_probs_rejected", "nats", "the same of rejected or undesirable answers";
-    KL: "preference/kl", "nats", "z₀ of KTO: the policy's estimated distance from the reference, on answers to other prompts";
-    LOG_ODDS: "preference/log_odds", "nats", "mean log of the odds of the chosen over those of the rejected answer";
+    LOG_PROBS_CHOSEN: "preference/log_probs_chosen", "nats", "mean log-prob of chosen or desirable answers, as the loss uses it: a sum or a mean over tokens";
+    LOG_PROBS_REJECTED: "preference/log_probs_rejected", "nats", "mean log-prob of rejected or undesirable answers, as the loss uses it";
+    KL: "preference/kl", "nats", "z₀ of KTO: the estimated KL of the policy to the reference, on answers to other prompts";
+    LOG_ODDS: "preference/log_odds", "nats", "mean log odds ratio of the chosen to the rejected answer";
 }
 
-/// Names of the maths and the metrics under which they are reported, for every loss of judged answers.
+/// Names in `verl_algos` and the metrics under which they are reported, for every preference loss.
 const REPORTED: [(&str, Metric); 9] = [
     ("chosen_nll", CHOSEN_NLL),
     ("rewards_chosen", REWARDS_CHOSEN),
@@ -32,7 +32,7 @@ const REPORTED: [(&str, Metric); 9] = [
     ("log_odds", LOG_ODDS),
 ];
 
-/// What the console shows of them, where the loss reports it.
+/// The metrics that the console shows, if the loss reports them.
 pub(super) const SHOWN: [Shown; 5] = [
     Shown::of(&REWARD_ACCURACIES, "acc", Shown::OUTCOME).narrow(),
     Shown::of(&REWARD_MARGINS, "margin", Shown::OUTCOME + 1),
@@ -41,7 +41,7 @@ pub(super) const SHOWN: [Shown; 5] = [
     Shown::of(&KL, "z₀", Shown::DISTANCE),
 ];
 
-/// A loss of judged answers whose own term has the name `own`; the terms of a mixture are reported by their names.
+/// A preference loss whose own term is called `own`; the terms of a mixture are reported by their names.
 pub(super) fn judged(objective: Objective, own: Option<&'static str>) -> Loss {
     let own = own.map(|name| (name, PREFERENCE_LOSS));
     Loss {
@@ -50,7 +50,7 @@ pub(super) fn judged(objective: Objective, own: Option<&'static str>) -> Loss {
     }
 }
 
-/// The same of pairs: rows 2i and 2i + 1 are the chosen and the rejected answer.
+/// A preference loss on pairs: rows 2i and 2i + 1 are the chosen and the rejected answer.
 pub(super) fn of_pairs(objective: Objective, own: Option<&'static str>) -> Loss {
     Loss {
         of_pairs: true,
@@ -58,15 +58,15 @@ pub(super) fn of_pairs(objective: Objective, own: Option<&'static str>) -> Loss 
     }
 }
 
-/// What is wrong with the batch for the pair loss `kind`: other than two rows a prompt make odd mini-batches, or pairs
-/// that are none.
+/// Refuses a batch for the pair loss `kind` unless it has two rows per prompt: otherwise the rows of a mini-batch are
+/// not pairs.
 pub(super) fn pair_fault(kind: &str, context: &BuildContext) -> Option<ConfigError> {
     let samples = context.batch.samples;
     (samples != 2).then(|| {
         ConfigError::new(
             "kind",
-            format!("is `{kind}`, a loss of pairs, but batch.samples is {samples}: the rows of a mini-batch would not be pairs"),
-            "set `samples = 2` in [batch], and add a stage `pairs` behind `preferences`",
+            format!("is `{kind}`, a loss on pairs, but batch.samples is {samples}: the rows of a mini-batch would not be pairs"),
+            "set `samples = 2` in [batch], and add a stage `pairs` after `preferences`",
         )
     })
 }

@@ -24,8 +24,8 @@ fn check_refused(built: Result<Loss, Vec<ConfigError>>, expected: &[(&str, &str)
     assert_eq!(faults.len(), expected.len(), "{faults:?}");
     for (fault, (setting, words)) in faults.iter().zip(expected) {
         assert_eq!(fault.setting, *setting);
-        let told = format!("{fault}; {}", fault.help);
-        assert!(told.contains(words), "`{words}` is not in: {told}");
+        let text = format!("{fault}; {}", fault.help);
+        assert!(text.contains(words), "`{words}` is not in: {text}");
     }
 }
 
@@ -36,7 +36,7 @@ fn dpo(change: impl FnOnce(&mut Dpo)) -> Result<Loss, Vec<ConfigError>> {
 }
 
 #[test]
-fn every_variant_of_dpo_is_offered_and_reported() {
+fn every_variant_of_dpo_is_available_and_reported() {
     for name in PreferenceLoss::NAMES {
         let loss = dpo(|dpo| dpo.variant = (*name).to_owned()).unwrap();
         assert!(
@@ -55,9 +55,10 @@ fn every_variant_of_dpo_is_offered_and_reported() {
     }
 }
 
-/// The update's way of losses with a ratio, which takes a micro-batch for a whole mini-batch, is none for these.
+/// For losses with a ratio, `update` may treat a micro-batch as an entire mini-batch; preference losses do not allow
+/// that.
 #[test]
-fn no_loss_of_judged_answers_has_a_ratio() {
+fn no_preference_loss_has_a_ratio() {
     let losses = [
         Cpo::default().build(&pairs()),
         Dpo::default().build(&pairs()),
@@ -92,7 +93,7 @@ fn settings_of_dpo_reach_the_maths() {
         "Alpha { alpha: 0.5 }",
         "ld_alpha: Some(0.75)",
     ] {
-        assert!(written.contains(words), "{written} has no {words}");
+        assert!(written.contains(words), "{written} does not contain {words}");
     }
     let tau = dpo(|dpo| {
         dpo.variant = "discopop".to_owned();
@@ -120,9 +121,9 @@ fn a_mixture_has_its_weights() {
         "(0.2, Dpo { loss: BcoPair",
         "(1.0, Dpo { loss: Sft",
     ] {
-        assert!(written.contains(words), "{written} has no {words}");
+        assert!(written.contains(words), "{written} does not contain {words}");
     }
-    // ε is for those that have one, and some must.
+    // ε applies to the variants that have one, and at least one must.
     let smoothed = mixed(&[("sft", 1.0), ("robust", 1.0)], |dpo| {
         dpo.label_smoothing = Some(0.2)
     });
@@ -140,15 +141,15 @@ fn a_mixture_has_its_weights() {
             dpo.variant = "ipo".to_owned()
         }),
         &[
-            ("variant", "instead of it"),
+            ("variant", "`mixture` is set and replaces it"),
             ("mixture", "did you mean `sigmoid`?"),
-            ("mixture", "gives `sigmoid` the weight 0"),
+            ("mixture", "sets the weight of `sigmoid` to 0"),
         ],
     );
 }
 
 #[test]
-fn senseless_settings_are_told() {
+fn invalid_settings_are_reported() {
     check_refused(
         dpo(|dpo| {
             dpo.variant = "sigmod".to_owned();
@@ -166,13 +167,13 @@ fn senseless_settings_are_told() {
     );
     check_refused(
         dpo(|dpo| dpo.discopop_tau = Some(0.1)),
-        &[("discopop_tau", "not among")],
+        &[("discopop_tau", "`discopop` is not used")],
     );
     let cpo = Cpo {
         variant: "simpo".to_owned(),
         ..Cpo::default()
     };
-    check_refused(cpo.build(&pairs()), &[("variant", "no variant of CPO")]);
+    check_refused(cpo.build(&pairs()), &[("variant", "not a known variant of CPO")]);
     let simpo = SimPo {
         gamma: -1.0,
         nll_coef: -1.0,
@@ -196,8 +197,8 @@ fn pairs_are_two_rows_of_a_prompt() {
     for samples in [1, 3, 4] {
         // Three samples make odd mini-batches.
         let context = context(samples, samples);
-        let told = format!("batch.samples is {samples}");
-        let expected = [("kind", told.as_str())];
+        let reason = format!("batch.samples is {samples}");
+        let expected = [("kind", reason.as_str())];
         check_refused(Dpo::default().build(&context), &expected);
         check_refused(Cpo::default().build(&context), &expected);
         check_refused(Orpo::default().build(&context), &expected);

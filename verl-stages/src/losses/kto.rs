@@ -11,12 +11,12 @@ use super::Loss;
 use super::judged::judged;
 use crate::settings::{refusal, settings};
 
-/// What the rewards of [`Kto`] are compared with.
+/// The baseline that the rewards of [`Kto`] are compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Baseline {
-    /// z₀: how far the policy is from the reference, estimated on prompts of the mini-batch with answers to others of
-    /// its prompts, which both models score before each optimiser step.
+    /// z₀: the KL of the policy to the reference, estimated on prompts of the mini-batch with answers to other prompts
+    /// of it, which both models score before each optimiser step.
     #[default]
     Kl,
     /// 0, which makes it APO-zero on single answers.
@@ -26,17 +26,17 @@ pub enum Baseline {
 settings! {
     /// KTO on answers that are good or bad, with log-probs of a reference.
     ///
-    /// The answers may be those of pairs, or come one by one (`labels` of stage `preferences`).
+    /// The answers may come from pairs, or one by one (`labels` of stage `preferences`).
     Kto {
-        /// β: how dear a departure from the reference is.
+        /// β: strength of the penalty on departures from the reference.
         beta: f64 = 0.1,
-        /// Weight of answers to learn.
+        /// Weight of desirable answers.
         desirable_weight: f64 = 1.0,
-        /// Weight of answers to unlearn.
+        /// Weight of undesirable answers.
         undesirable_weight: f64 = 1.0,
         /// What rewards are compared with.
         baseline: Baseline = Baseline::Kl,
-        /// Frozen model that scores answers to other prompts for z₀: the one whose log-probs are the reference.
+        /// Frozen model that scores answers to other prompts for z₀: the one that computes the reference log-probs.
         reference: String = "ref".to_owned(),
     }
 }
@@ -60,12 +60,12 @@ impl PartConfig for Kto {
         let mut faults = Vec::from_iter(maths.check().err().map(|e| refusal("beta", &e)));
         let batch = &context.batch;
         let compares = self.baseline == Baseline::Kl;
-        // 0 rows: the arithmetic is not known.
+        // 0 rows: the batch arithmetic is not known.
         if compares && batch.mini_rows > 0 && batch.mini_rows <= batch.samples {
             faults.push(ConfigError::new(
                 "kind",
-                "is `kto`, but a mini-batch holds one prompt: z₀ is estimated on answers to other prompts, and there are none",
-                "set `mini_batch` in [batch] to 2 or more, better to 16; or set `baseline = \"zero\"`",
+                "is `kto`, but a mini-batch has only one prompt: z₀ is estimated on answers to other prompts, and there are none",
+                "set `mini_batch` in [batch] to 2 or more (16 is better), or set `baseline = \"zero\"`",
             ));
         }
         if !faults.is_empty() {

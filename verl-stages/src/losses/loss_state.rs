@@ -1,4 +1,4 @@
-//! What an update keeps between optimiser steps: coefficients that move, and the running mean of rewards of BCO.
+//! State of an update between optimiser steps: adaptive coefficients, and BCO's running mean of rewards.
 
 use serde::{Deserialize, Serialize};
 use verl_algos::AlgoError;
@@ -6,30 +6,30 @@ use verl_algos::entropy_control::EntropyController;
 use verl_algos::kl_control::KlController;
 use verl_algos::losses::{MetricSum, Objective};
 
-/// State of a loss; none of it for most.
+/// State of a loss; empty for most losses.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct LossState {
-    /// Moves the coefficient of the KL after each step.
+    /// Adapts the coefficient of the KL after each step.
     pub kl: Option<KlController>,
-    /// Moves the coefficient of the entropy bonus after each optimiser step.
+    /// Adapts the coefficient of the entropy bonus after each optimiser step.
     pub entropy: Option<EntropyController>,
     /// δ of `bco_pair`: the mean of all implicit rewards so far.
     pub reward_shift: Option<RunningMean>,
-    /// KLs of the optimiser steps of the step at hand: their sum and number.
+    /// KLs of the optimiser steps of the current step: their sum and number.
     pub(super) kls: (f64, usize),
 }
 
-/// A mean of all numbers so far.
+/// A mean of all values so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunningMean {
-    /// How many numbers.
+    /// Number of values.
     pub count: u64,
     /// Their mean.
     pub mean: f64,
 }
 
 impl RunningMean {
-    /// Takes in `count` numbers with this mean.
+    /// Adds `count` values with this mean.
     pub fn add(&mut self, mean: f64, count: usize) {
         self.count += count as u64;
         self.mean += (mean - self.mean) * count as f64 / self.count.max(1) as f64;
@@ -37,12 +37,12 @@ impl RunningMean {
 }
 
 impl LossState {
-    /// Whether there is any.
+    /// Whether there is any state.
     pub fn is_some(&self) -> bool {
         self.kl.is_some() || self.entropy.is_some() || self.reward_shift.is_some()
     }
 
-    /// Gives `objective` the coefficients of the optimiser step that starts.
+    /// Sets the coefficients of `objective` for the next optimiser step.
     pub fn steer(&self, objective: &mut Objective) {
         if let Some(kl) = &self.kl {
             objective.set_coef("kl_loss", kl.coef());
@@ -52,10 +52,10 @@ impl LossState {
         }
     }
 
-    /// Takes note of what an optimiser step reported, on `rows` rows.
+    /// Updates the state with the metrics of an optimiser step on `rows` rows.
     ///
     /// # Errors
-    /// Numbers that are not finite.
+    /// An entropy that is not finite.
     pub fn note(&mut self, metrics: &[MetricSum], rows: usize) -> Result<(), AlgoError> {
         let value = |name: &str| {
             let found = metrics.iter().find(|metric| metric.name == name);
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn coefficients_move_by_what_is_reported() {
+    fn coefficients_follow_the_reported_metrics() {
         let steering = EntropySteering {
             step: 0.25,
             max: 2.0,
@@ -121,14 +121,14 @@ mod tests {
             .with(-0.5, EntropyBonus);
         let coefs = |state: &LossState, objective: &mut Objective| {
             state.steer(objective);
-            let told = format!("{objective:?}");
-            let numbers = told.split("coef: ").skip(1);
+            let text = format!("{objective:?}");
+            let numbers = text.split("coef: ").skip(1);
             numbers
                 .filter_map(|rest| rest.split(',').next()?.trim().parse().ok())
                 .collect::<Vec<f64>>()
         };
         assert_eq!(coefs(&state, &mut objective), [0.5, -0.5]);
-        // The entropy is low: its coefficient rises with the optimiser step, that of the KL waits for the step's end.
+        // The entropy is low: its coefficient rises after each optimiser step, that of the KL only after the step.
         for kl in [0.3, 0.1] {
             let metrics = [reported("ref_kl", kl), reported("entropy", 0.1)];
             state.note(&metrics, 8).unwrap();
@@ -137,7 +137,7 @@ mod tests {
         state.end_step(10).unwrap();
         let kl = 0.5 * (1.0 + 0.2 * 0.5);
         assert_eq!(coefs(&state, &mut objective), [kl, -1.0]);
-        // Nothing was measured: nothing moves.
+        // Nothing was measured, so nothing changes.
         state.end_step(10).unwrap();
         assert_eq!(coefs(&state, &mut objective), [kl, -1.0]);
         assert!(state.note(&[reported("entropy", f64::NAN)], 8).is_err());

@@ -9,8 +9,8 @@
 //! | `orpo` | imitation and odds ratio of pairs, no reference | [`orpo`] |
 //! | `kto` | answers that are good or bad, with a reference | [`kto`] |
 //!
-//! A loss of the policy is a [`PolicyLoss`], which [`PolicyObjective`] trains with; any other loss is a
-//! [`PartConfig`](verl_pipe::part::PartConfig) that becomes a [`Loss`].
+//! A policy loss is a [`PolicyLoss`], which is trained with as a [`PolicyObjective`]; any other loss is a
+//! [`PartConfig`](verl_pipe::part::PartConfig) that builds a [`Loss`].
 
 pub mod cpo;
 pub mod dpo;
@@ -42,7 +42,7 @@ pub use sft::Sft;
 
 use crate::settings::refusal;
 
-/// What both a reward and a loss can do, and a pipeline usually does once.
+/// What both a reward and a loss can add, but a pipeline usually needs only once.
 pub(crate) const KL_PENALTY: &str = "a KL penalty to the reference";
 
 /// A loss, ready to be minimised. The keys that the update reads for it follow from what the objective reads.
@@ -52,19 +52,18 @@ pub struct Loss {
     pub tokens: Key<Ragged<u32>>,
     /// What is minimised.
     pub objective: Objective,
-    /// Whether it holds the policy to the reference.
+    /// Whether it penalises the KL to the reference.
     pub penalises_kl: bool,
     /// Whether rows 2i and 2i + 1 are the chosen and the rejected answer of a pair.
     pub of_pairs: bool,
     /// Frozen model that scores answers to other prompts before each optimiser step, for a loss that reads
-    /// [`LossInput::KlBaseline`]; the reference log-probs must be of the same.
+    /// [`LossInput::KlBaseline`]; the reference log-probs must come from the same model.
     pub reference: Option<String>,
-    /// What an update keeps between its optimiser steps for it.
+    /// State that an update keeps for it between optimiser steps.
     pub state: LossState,
-    /// Whether it reads log Σ π² of the policy as it is when an optimiser step starts.
+    /// Whether it reads log Σ π² of the policy at the start of an optimiser step.
     pub reads_sum_pi_squared: bool,
-    /// Names of the maths and the metrics under which they are reported; what is not here is reported as
-    /// `actor/<name>`.
+    /// Names in `verl_algos` and the metrics under which they are reported; other names are reported as `actor/<name>`.
     pub metrics: Vec<(&'static str, Metric)>,
 }
 
@@ -92,7 +91,7 @@ impl Loss {
         self.objective.inputs().contains(&input)
     }
 
-    /// Those of its metrics that the console shows.
+    /// The metrics that the console shows.
     pub(crate) fn shown(&self) -> Vec<Shown> {
         let all = self.metrics.iter().flat_map(|(_, metric)| {
             let shown = policy::SHOWN.iter().chain(&judged::SHOWN);
@@ -101,7 +100,7 @@ impl Loss {
         all.copied().collect()
     }
 
-    /// Whether it reads which rows are to be learnt; a loss of pairs does, to see that they are pairs.
+    /// Whether it reads the labels of rows; a loss on pairs does, to check that rows are pairs.
     pub(crate) fn reads_labels(&self) -> bool {
         self.of_pairs || self.reads(LossInput::Desirable)
     }

@@ -1,4 +1,4 @@
-//! Odds-ratio preference optimisation: supervised training that prefers.
+//! Odds-ratio preference optimisation: supervised training with a preference term.
 
 use verl_algos::losses::{OrpoOdds, RowLoss, orpo};
 use verl_pipe::part::PartConfig;

@@ -1,4 +1,4 @@
-//! What policy losses have in common: aggregation, KL to a reference, entropy bonus, which tokens count.
+//! Shared by policy losses: aggregation, KL to a reference, entropy bonus, and the selection of tokens.
 
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
@@ -18,7 +18,7 @@ use crate::steering::{Control, EntropyControl, KlControl};
 metrics! {
     PG_LOSS: "actor/pg_loss", "", "policy term of the loss";
     CLIPPED: "actor/pg_clipfrac", "share", "share of tokens whose ratio is clipped";
-    CLIPPED_LOWER: "actor/pg_clipfrac_lower", "share", "share of tokens where the dual clip acts";
+    CLIPPED_LOWER: "actor/pg_clipfrac_lower", "share", "share of tokens where the dual clip applies";
     PPO_KL: "actor/ppo_kl", "nats", "mean of old minus current log-probs over the updates of the step";
     KL_LOSS: "actor/kl_loss", "nats", "KL term of the loss, aggregated, before its coefficient";
     KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference";
@@ -27,15 +27,15 @@ metrics! {
     ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update";
 }
 
-/// What the console shows of them.
+/// The metrics that the console shows.
 pub(super) const SHOWN: [Shown; 3] = [
     Shown::of(&ENTROPY, "ent", Shown::RESPONSES + 3).narrow(),
     Shown::of(&KL, "kl", Shown::DISTANCE),
     Shown::of(&CLIPPED, "clip", Shown::DISTANCE + 1).narrow(),
 ];
 
-/// Names of the maths and the metrics under which they are reported: of every policy loss, and of each further term of
-/// the objective where it is there.
+/// Names in `verl_algos` and the metrics under which they are reported: of every policy loss, and of each additional
+/// term that the objective has.
 const OF_POLICY: [(&str, Metric); 3] = [
     ("pg_clipfrac", CLIPPED),
     ("pg_clipfrac_lower", CLIPPED_LOWER),
@@ -45,12 +45,12 @@ const OF_KL: [(&str, Metric); 2] = [("kl_loss", KL_LOSS), ("ref_kl", KL)];
 const OF_ENTROPY: [(&str, Metric); 2] = [("entropy_loss", ENTROPY_LOSS), ("entropy", ENTROPY)];
 const OF_TOP_ENTROPY: [(&str, Metric); 1] = [("top_entropy_loss", TOP_ENTROPY_LOSS)];
 
-/// The settings of a loss of the policy on advantages: what it is apart from the terms that all of them share.
+/// The settings of a policy loss on advantages, without the terms that all policy losses share.
 ///
 /// Register one as [`PolicyObjective`]: `registry.part::<PolicyObjective<MyLoss>>()`.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a policy loss",
-    note = "implement `PolicyLoss` for its settings: derive `Default`, `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` where these crates are not dependencies of yours)"
+    note = "implement `PolicyLoss` for its settings: derive `Default`, `Clone`, `Serialize`, `Deserialize` and `JsonSchema` (with `#[serde(crate = \"verl::serde\")]` and `#[schemars(crate = \"verl::schemars\")]` if you do not depend on these crates)"
 )]
 pub trait PolicyLoss:
     DeserializeOwned + Serialize + JsonSchema + Default + Clone + Send + Sync + 'static
@@ -59,7 +59,7 @@ pub trait PolicyLoss:
     const KIND: &'static str;
     /// One line for lists.
     const SUMMARY: &'static str;
-    /// How its token losses become one number unless that is set.
+    /// Default aggregation of its token losses.
     const AGGREGATION: &'static str = "token-mean";
 
     /// The loss of a token.
@@ -68,7 +68,7 @@ pub trait PolicyLoss:
 
 /// Agg(policy loss) + β·Agg(KL to the reference) − c·Agg(entropy): what a [`PolicyLoss`] is trained with.
 ///
-/// In a pipeline file the settings of `policy` stand beside the others:
+/// In a pipeline file the settings of `policy` are next to the others:
 /// `loss = { kind = "grpo", clip_high = 0.28, kl_coef = 0.001 }`.
 ///
 /// ```
@@ -97,24 +97,24 @@ pub struct PolicyObjective<L: PolicyLoss> {
     pub loss_scale_factor: Option<f64>,
     /// β: coefficient of the KL to the reference; 0 needs no reference.
     pub kl_coef: f64,
-    /// Whether β stays or follows the KL of each step: `{ kind = "adaptive", target = 0.1, horizon = 10000 }`.
+    /// Whether β is fixed or follows the KL of each step: `{ kind = "adaptive", target = 0.1, horizon = 10000 }`.
     pub kl_control: KlControl,
     /// Estimator of that KL: `k1`, `k2`, `k3`, `abs`, with `+` for the gradient of k2.
     pub kl_estimator: String,
-    /// Weighs the KL of each token with the ratio of the policy to the old one, over `token`, `sequence` or
-    /// `sequence_product`: unbiased where an older policy sampled. Not weighed when absent.
+    /// Weights the KL of each token by the ratio of the policy to the old one, over `token`, `sequence` or
+    /// `sequence_product`, which is unbiased if an older policy sampled. Not weighted when absent.
     pub kl_importance: Option<Level>,
     /// c: coefficient of the entropy bonus; 0 computes no entropies.
     pub entropy_coef: f64,
-    /// Moves c towards a mean entropy after each optimiser step: `{ target = 0.2 }`; c stays when absent.
+    /// Adapts c to a target mean entropy after each optimiser step: `{ target = 0.2 }`; c is fixed when absent.
     pub entropy_control: Option<EntropyControl>,
-    /// Leaves responses with a negative advantage out of the policy loss once their mean log-ratio of sampler to policy
-    /// passes this (nats a token; DeepSeek-V3.2). All count when absent.
+    /// Excludes responses with a negative advantage from the policy loss if their mean log-ratio of sampler to policy
+    /// exceeds this (nats per token; DeepSeek-V3.2). All count when absent.
     pub off_policy_rows: Option<f64>,
-    /// Only this share of the mini-batch's tokens, those with the largest entropies, counts in the policy loss, in (0, 1].
+    /// Share of the mini-batch's tokens, those with the largest entropies, that counts in the policy loss, in (0, 1].
     /// All count when absent.
     pub top_entropy_tokens: Option<f64>,
-    /// Coefficient of a bonus on the mean entropy of those tokens alone.
+    /// Coefficient of a bonus on the mean entropy of only those tokens.
     pub top_entropy_coef: f64,
 }
 
@@ -138,7 +138,7 @@ impl<L: PolicyLoss> Default for PolicyObjective<L> {
 }
 
 impl<L: PolicyLoss> PolicyObjective<L> {
-    /// Which tokens of the policy loss count.
+    /// The filters that select the tokens of the policy loss.
     fn filters(&self, faults: &mut Vec<ConfigError>) -> Vec<Box<dyn TokenFilter>> {
         let rows = self.off_policy_rows.map(|threshold| {
             let filter: Box<dyn TokenFilter> = Box::new(OffPolicyRows { threshold });
@@ -161,7 +161,7 @@ impl<L: PolicyLoss> PolicyObjective<L> {
         filters
     }
 
-    /// What moves the coefficients.
+    /// The controllers of the coefficients.
     fn state(&self, context: &BuildContext, faults: &mut Vec<ConfigError>) -> LossState {
         let rows = context.batch.groups.max(context.batch.prompts) * context.batch.samples;
         let kl = self.kl_control.controller(self.kl_coef.max(0.0), rows);
@@ -176,7 +176,7 @@ impl<L: PolicyLoss> PolicyObjective<L> {
         }
     }
 
-    /// What is wrong with the coefficients and with what they need.
+    /// Errors in the coefficients and in the settings that they need.
     fn faults(&self) -> Vec<ConfigError> {
         let mut faults = Vec::new();
         faults.extend(coefficient_fault("kl_coef", self.kl_coef));
@@ -185,14 +185,14 @@ impl<L: PolicyLoss> PolicyObjective<L> {
         if self.kl_importance.is_some() && self.kl_coef == 0.0 {
             faults.push(ConfigError::new(
                 "kl_importance",
-                "weighs the KL to the reference, but `kl_coef` is 0",
+                "weights the KL to the reference, but `kl_coef` is 0",
                 "set `kl_coef`, or remove it",
             ));
         }
         if self.top_entropy_coef != 0.0 && self.top_entropy_tokens.is_none() {
             faults.push(ConfigError::new(
                 "top_entropy_coef",
-                "is a bonus on the tokens that `top_entropy_tokens` keeps, which is not set",
+                "is a bonus on the tokens that `top_entropy_tokens` keeps, but that is not set",
                 "set `top_entropy_tokens` to a share, or use `entropy_coef` for all tokens",
             ));
         }
@@ -255,10 +255,10 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
     }
 }
 
-/// Bounds of a clip that are out of order, whichever loss has them: `clip_low` above `clip_high`, and a cap of the ratio
-/// (`dual_clip`, `delta`) that lies inside the clip and would be all that ever acts.
+/// Refuses clip bounds that are out of order, in any loss that has them: `clip_low` above `clip_high`, and a cap of the
+/// ratio (`dual_clip`, `delta`) inside the clip range, where only the cap would ever apply.
 ///
-/// The maths computes them all; in a pipeline they are a slip.
+/// The maths accepts such bounds; in a pipeline they are a mistake.
 fn clip_faults<L: PolicyLoss>(policy: &L) -> Vec<ConfigError> {
     let settings = serde_json::to_value(policy).unwrap_or_default();
     let number = |name: &str| settings.get(name).and_then(serde_json::Value::as_f64);
@@ -270,20 +270,20 @@ fn clip_faults<L: PolicyLoss>(policy: &L) -> Vec<ConfigError> {
         faults.push(ConfigError::new(
             "clip_low",
             format!("is {low}, above clip_high = {high}: the bounds are out of order"),
-            "set `clip_low` to `clip_high` or less; a clip leaves at least as much room upwards as downwards",
+            "set `clip_low` to `clip_high` or less: a clip leaves at least as much room upwards as downwards",
         ));
     }
     for name in ["dual_clip", "delta"] {
-        // 0 is no cap.
+        // 0 means no cap.
         let cap = number(name).filter(|cap| *cap != 0.0 && *cap <= 1.0 + high);
         faults.extend(cap.map(|cap| {
             ConfigError::new(
                 name,
                 format!(
-                    "is {cap}, inside the clip, which ends at 1 + clip_high = {}",
+                    "is {cap}, inside the clip range, which ends at 1 + clip_high = {}",
                     1.0 + high
                 ),
-                "set it above that, or lower `clip_high`",
+                "raise it above that, or lower `clip_high`",
             )
         }));
     }
@@ -306,13 +306,13 @@ mod tests {
         assert_eq!(faults.len(), expected.len(), "{faults:?}");
         for (fault, (setting, words)) in faults.iter().zip(expected) {
             assert_eq!(fault.setting, *setting);
-            let told = format!("{fault}; {}", fault.help);
-            assert!(told.contains(words), "`{words}` is not in: {told}");
+            let text = format!("{fault}; {}", fault.help);
+            assert!(text.contains(words), "`{words}` is not in: {text}");
         }
     }
 
     #[test]
-    fn senseless_settings_are_told_together() {
+    fn invalid_settings_are_reported_together() {
         let policy = |clip_low, clip_high, dual_clip| Grpo {
             clip_low,
             clip_high,
@@ -330,7 +330,7 @@ mod tests {
             &[
                 ("clip_low", "is -1, but it must lie in [0, 1]"),
                 ("kl_coef", "is -0.1"),
-                ("kl_estimator", "`k4`, which is the name of no KL estimator"),
+                ("kl_estimator", "`k4`, which is not a known KL estimator"),
                 ("aggregation", "did you mean `token-mean`?"),
             ],
         );
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn terms_and_filters_that_need_another_setting_say_so() {
+    fn terms_and_filters_report_the_setting_that_they_need() {
         let base = PolicyObjective::<Grpo>::default;
         let fault = |loss: PolicyObjective<Grpo>, expected| check_refused(loss, &[expected]);
         let loss = PolicyObjective {
@@ -373,9 +373,9 @@ mod tests {
         fault(loss, ("off_policy_rows", "finite"));
     }
 
-    /// A setting that a loss refuses is one that it has.
+    /// A loss has the setting that its error names.
     #[test]
-    fn refusals_name_settings() {
+    fn errors_name_settings_of_the_loss() {
         #[track_caller]
         fn check<L: PolicyLoss>(settings: serde_json::Value) {
             let policy: L = serde_json::from_value(settings.clone()).unwrap();
@@ -413,7 +413,7 @@ mod tests {
     fn bounds_of_a_clip_are_in_order() {
         use crate::losses::{Cispo, DppoKl, DppoTv, Gmpo, TrlGrpo, TrlGspo, TrlRloo};
         #[track_caller]
-        fn told<L: PolicyLoss>(settings: serde_json::Value) -> Vec<String> {
+        fn refused_settings<L: PolicyLoss>(settings: serde_json::Value) -> Vec<String> {
             let policy: L = serde_json::from_value(settings).unwrap();
             let loss = PolicyObjective {
                 policy,
@@ -424,24 +424,24 @@ mod tests {
         }
         use serde_json::json;
         let swapped = || json!({ "clip_low": 0.9, "clip_high": 0.1 });
-        assert_eq!(told::<Grpo>(swapped()), ["clip_low"]);
-        assert_eq!(told::<Gspo>(swapped()), ["clip_low"]);
-        assert_eq!(told::<Cispo>(swapped()), ["clip_low"]);
-        assert_eq!(told::<DppoKl>(swapped()), ["clip_low"]);
-        assert_eq!(told::<DppoTv>(swapped()), ["clip_low"]);
-        assert_eq!(told::<Gmpo>(swapped()), ["clip_low"]);
-        assert_eq!(told::<TrlGspo>(swapped()), ["clip_low"]);
-        assert_eq!(told::<TrlRloo>(swapped()), ["clip_low"]);
+        assert_eq!(refused_settings::<Grpo>(swapped()), ["clip_low"]);
+        assert_eq!(refused_settings::<Gspo>(swapped()), ["clip_low"]);
+        assert_eq!(refused_settings::<Cispo>(swapped()), ["clip_low"]);
+        assert_eq!(refused_settings::<DppoKl>(swapped()), ["clip_low"]);
+        assert_eq!(refused_settings::<DppoTv>(swapped()), ["clip_low"]);
+        assert_eq!(refused_settings::<Gmpo>(swapped()), ["clip_low"]);
+        assert_eq!(refused_settings::<TrlGspo>(swapped()), ["clip_low"]);
+        assert_eq!(refused_settings::<TrlRloo>(swapped()), ["clip_low"]);
         let none: [&str; 0] = [];
         let cap = |cap| json!({ "clip_high": 0.28, "dual_clip": cap });
-        assert_eq!(told::<Grpo>(cap(1.1)), ["dual_clip"]);
-        assert_eq!(told::<Grpo>(cap(1.28)), ["dual_clip"]);
-        assert_eq!(told::<Grpo>(cap(1.3)), none);
-        assert_eq!(told::<Grpo>(cap(0.0)), none);
+        assert_eq!(refused_settings::<Grpo>(cap(1.1)), ["dual_clip"]);
+        assert_eq!(refused_settings::<Grpo>(cap(1.28)), ["dual_clip"]);
+        assert_eq!(refused_settings::<Grpo>(cap(1.3)), none);
+        assert_eq!(refused_settings::<Grpo>(cap(0.0)), none);
         let cap = |cap| json!({ "clip_high": 0.28, "delta": cap });
-        assert_eq!(told::<TrlGrpo>(cap(1.1)), ["delta"]);
-        assert_eq!(told::<TrlGrpo>(cap(4.0)), none);
-        assert_eq!(told::<TrlGrpo>(json!({ "clip_high": 0.28 })), none);
+        assert_eq!(refused_settings::<TrlGrpo>(cap(1.1)), ["delta"]);
+        assert_eq!(refused_settings::<TrlGrpo>(cap(4.0)), none);
+        assert_eq!(refused_settings::<TrlGrpo>(json!({ "clip_high": 0.28 })), none);
     }
 
     #[test]
@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn coefficients_that_move_have_what_they_need() {
+    fn adaptive_coefficients_require_their_settings() {
         let adaptive = |target, horizon| PolicyObjective::<Grpo> {
             kl_coef: 0.1,
             kl_control: KlControl {
@@ -479,7 +479,7 @@ mod tests {
         );
         let loss = build(adaptive(Some(0.1), Some(1e4))).unwrap();
         assert!(loss.state.kl.is_some() && loss.state.entropy.is_some());
-        // An entropy coefficient that is 0 at first still needs the entropies.
+        // An entropy coefficient that starts at 0 still needs the entropies.
         assert!(loss.reads(LossInput::Entropies));
         assert!(
             !build(PolicyObjective::<Grpo>::default())
@@ -507,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_may_have_an_aggregation_of_its_own() {
+    fn a_loss_may_have_its_own_default_aggregation() {
         let of = |text: &str| -> String {
             let loss: PolicyObjective<Gspo> = serde_json::from_str(text).unwrap();
             loss.aggregation

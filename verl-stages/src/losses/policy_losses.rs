@@ -1,6 +1,6 @@
-//! The policy losses of [`verl_algos::losses`] under their names in pipelines, a few lines each.
+//! The policy losses of [`verl_algos::losses`] under their names in pipelines.
 //!
-//! Each becomes settings of its own; what all of them share is in [`PolicyObjective`](super::PolicyObjective).
+//! Each has its own settings; those that all of them share are in [`PolicyObjective`](super::PolicyObjective).
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,7 @@ use verl_algos::losses::{
 use super::PolicyLoss;
 use crate::settings::settings;
 
-/// What one importance ratio is taken over.
+/// What an importance ratio is computed over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
@@ -70,17 +70,17 @@ policy_losses! {
         clip_high: f64 = 0.28,
     } => |own| CispoLoss { clip_low: own.clip_low, clip_high: own.clip_high };
 
-    /// PPO's clip, leaving out some of the tokens by which the entropy collapses (Clip-Cov).
+    /// PPO's clip, without some of the tokens that make the entropy collapse (Clip-Cov).
     ClipCov = "clip_cov", "token-mean" {
-        /// ε_low: the ratio is clipped at 1 − ε_low where that lowers the gain.
+        /// ε_low: the ratio is clipped at 1 − ε_low where that lowers the objective.
         clip_low: f64 = 0.2,
         /// ε_high: the ratio is clipped at 1 + ε_high.
         clip_high: f64 = 0.2,
-        /// Share of the mini-batch's tokens that may be left out, in (0, 1].
+        /// Largest share of the mini-batch's tokens that is excluded, in (0, 1].
         ratio: f64 = 0.0002,
-        /// Tokens are left out whose covariance of advantage and log-prob lies above this.
+        /// Only tokens whose covariance of advantage and log-prob is above this are excluded.
         lower: f64 = 1.0,
-        /// And below this.
+        /// Only tokens whose covariance of advantage and log-prob is below this are excluded.
         upper: f64 = 5.0,
     } => |own| ClipCovLoss {
         clip_low: own.clip_low,
@@ -92,11 +92,11 @@ policy_losses! {
 
     /// The policy gradient on tokens inside a trust region of the binary KL (DPPO).
     DppoKl = "dppo_kl", "token-mean" {
-        /// ε_low: most nats that a token may fall (nats).
+        /// ε_low: largest KL of a token whose probability falls (nats).
         clip_low: f64 = 0.05,
-        /// ε_high: most nats that a token may rise (nats).
+        /// ε_high: largest KL of a token whose probability rises (nats).
         clip_high: f64 = 0.05,
-        /// c: the largest ratio that weighs a token.
+        /// c: upper bound of the ratio that weights a token.
         ratio_cap: f64 = 20.0,
     } => |own| DppoLoss {
         clip_low: own.clip_low,
@@ -107,11 +107,11 @@ policy_losses! {
 
     /// The policy gradient on tokens inside a trust region of probabilities (DPPO).
     DppoTv = "dppo_tv", "token-mean" {
-        /// ε_low: most probability that a token may lose.
+        /// ε_low: largest probability that a token may lose.
         clip_low: f64 = 0.15,
-        /// ε_high: most probability that a token may gain.
+        /// ε_high: largest probability that a token may gain.
         clip_high: f64 = 0.15,
-        /// c: the largest ratio that weighs a token.
+        /// c: upper bound of the ratio that weights a token.
         ratio_cap: f64 = 20.0,
     } => |own| DppoLoss {
         clip_low: own.clip_low,
@@ -120,9 +120,9 @@ policy_losses! {
         ..DppoLoss::tv()
     };
 
-    /// The policy gradient with a quadratic pull to the old policy in the place of a clip (DRO).
+    /// The policy gradient with a quadratic pull to the old policy instead of a clip (DRO).
     Dro = "dro", "token-mean" {
-        /// β: strength of the pull; what suits depends on the scale of the advantages.
+        /// β: strength of the pull; a good value depends on the scale of the advantages.
         beta: f64 = 1.0,
     } => |own| DroLoss { beta: own.beta };
 
@@ -139,7 +139,7 @@ policy_losses! {
 
     /// PPO's clipped surrogate of each token, with clip-higher and the dual clip.
     Grpo = "grpo", "token-mean" {
-        /// ε_low: the ratio is clipped at 1 − ε_low where that lowers the gain.
+        /// ε_low: the ratio is clipped at 1 − ε_low where that lowers the objective.
         clip_low: f64 = 0.2,
         /// ε_high: the ratio is clipped at 1 + ε_high; above ε_low is clip-higher (DAPO: 0.28).
         clip_high: f64 = 0.2,
@@ -151,26 +151,26 @@ policy_losses! {
         dual_clip: (own.dual_clip != 0.0).then_some(own.dual_clip),
     };
 
-    /// PPO's clipped surrogate on the ratio of the whole response.
+    /// PPO's clipped surrogate on the ratio of the entire response.
     Gspo = "gspo", "seq-mean-token-mean" {
-        /// ε_low: the response's mean ratio is clipped at 1 − ε_low where that lowers the gain.
+        /// ε_low: the response's mean ratio is clipped at 1 − ε_low where that lowers the objective.
         clip_low: f64 = 3e-4,
         /// ε_high: it is clipped at 1 + ε_high.
         clip_high: f64 = 4e-4,
     } => |own| GspoLoss { clip_low: own.clip_low, clip_high: own.clip_high };
 
-    /// The ratio times the advantage, holding back the tokens by which the entropy collapses (KL-Cov).
+    /// The ratio times the advantage, with a penalty on the tokens that make the entropy collapse (KL-Cov).
     KlCov = "kl_cov", "token-mean" {
-        /// Share of the mini-batch's tokens that are held back, in (0, 1].
+        /// Share of the mini-batch's tokens that is penalised, in (0, 1].
         ratio: f64 = 0.0002,
         /// Coefficient of the distance to the old log-probs on those tokens.
         cov_kl_coef: f64 = 1.0,
     } => |own| KlCovLoss { ratio: own.ratio, kl_coef: own.cov_kl_coef };
 
-    /// The plain policy gradient times the rollout weights, where there are any (REINFORCE).
+    /// The plain policy gradient times the rollout weights, if there are any (REINFORCE).
     Reinforce = "reinforce", "token-mean" {} => |_| ReinforceLoss;
 
-    /// A smooth gate in the place of PPO's clip (SAPO).
+    /// A smooth gate instead of PPO's clip (SAPO).
     Sapo = "sapo", "seq-mean-token-mean" {
         /// τ_pos: how fast the gate closes where the advantage is positive.
         tau_pos: f64 = 1.0,
@@ -178,21 +178,21 @@ policy_losses! {
         tau_neg: f64 = 1.05,
     } => |own| SapoLoss { tau_pos: own.tau_pos, tau_neg: own.tau_neg };
 
-    /// CISPO as TRL has it: the ratio that weighs the policy gradient has no lower bound.
+    /// CISPO as in TRL: the ratio that weights the policy gradient has no lower bound.
     TrlCispo = "trl_cispo", "token-mean" {
         /// ε_high: the weight is at most 1 + ε_high; TRL's bound is absolute, here 5.
         clip_high: f64 = 4.0,
     } => |own| CispoLoss::with_cap(1.0 + own.clip_high);
 
-    /// The clipped surrogate as TRL has it, of tokens or whole responses.
+    /// The clipped surrogate as in TRL, of tokens or entire responses.
     TrlGrpo = "trl_grpo", "seq-mean-token-mean" {
-        /// ε_low: the ratio is clipped at 1 − ε_low where that lowers the gain.
+        /// ε_low: the ratio is clipped at 1 − ε_low where that lowers the objective.
         clip_low: f64 = 0.2,
         /// ε_high: the ratio is clipped at 1 + ε_high.
         clip_high: f64 = 0.2,
-        /// δ: cap of the ratio whatever the sign of the advantage, above 1 + ε_high; none when absent.
+        /// δ: cap of the ratio for any sign of the advantage, above 1 + ε_high; none when absent.
         delta: Option<f64> = None,
-        /// What one ratio is taken over: `token`, `sequence` (geometric mean), `sequence_product`.
+        /// What a ratio is computed over: `token`, `sequence` (geometric mean), `sequence_product`.
         level: Level = Level::Token,
     } => |own| TrlGrpoLoss {
         clip_low: own.clip_low,
@@ -201,9 +201,9 @@ policy_losses! {
         level: own.level.into(),
     };
 
-    /// GSPO as TRL has it: the geometric mean of a response's ratios is clipped, and is differentiated itself.
+    /// GSPO as in TRL: the geometric mean of a response's ratios is clipped, and is itself differentiated.
     TrlGspo = "trl_gspo", "seq-mean-token-mean" {
-        /// ε_low: the response's mean ratio is clipped at 1 − ε_low where that lowers the gain.
+        /// ε_low: the response's mean ratio is clipped at 1 − ε_low where that lowers the objective.
         clip_low: f64 = 3e-4,
         /// ε_high: it is clipped at 1 + ε_high.
         clip_high: f64 = 4e-4,
@@ -215,7 +215,7 @@ policy_losses! {
 
     /// The loss of TRL's RLOO: the product of a response's ratios is clipped.
     TrlRloo = "trl_rloo", "seq-mean-token-mean" {
-        /// ε_low: the product is clipped at 1 − ε_low where that lowers the gain.
+        /// ε_low: the product is clipped at 1 − ε_low where that lowers the objective.
         clip_low: f64 = 0.2,
         /// ε_high: it is clipped at 1 + ε_high.
         clip_high: f64 = 0.2,
@@ -225,7 +225,7 @@ policy_losses! {
         ..TrlGrpoLoss::rloo()
     };
 
-    /// The policy gradient weighed by a soft function of the response's ratio (VESPO); rollout weights must be of tokens.
+    /// The policy gradient weighted by a smooth function of the response's ratio (VESPO); needs rollout weights per token.
     Vespo = "vespo", "token-mean" {
         /// k where the advantage is not negative.
         k_pos: f64 = 2.0,

@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 use verl_models::device::has_bf16;
 use verl_pipe::stage::ConfigError;
 
-/// Type in which weights are held on the device, and in which it multiplies.
+/// Type of the weights on the device, and of the matrix products.
 ///
-/// Sums, log-probs, losses, gradients and the optimiser are f32 whatever it is. A trained model in bf16 has its weights
-/// in f32 besides, in the optimiser: steps that are too small for bf16 add up there, and exports in f32 are made of them.
+/// Sums, log-probs, losses, gradients and the optimiser are always f32. For a trained model in bf16 the optimiser also
+/// keeps the weights in f32: steps that are too small for bf16 add up there, and exports in f32 use them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightsDType {
@@ -19,7 +19,7 @@ pub enum WeightsDType {
     /// Half the memory, and faster products on a GPU; the CPU has no kernels for it. Weights of a folder in f32 are
     /// rounded when they are loaded.
     Bf16,
-    /// Twice the memory; products are true f32.
+    /// Twice the memory; products are computed in f32.
     F32,
 }
 
@@ -27,7 +27,7 @@ impl WeightsDType {
     /// The type on the device called `device`.
     ///
     /// # Errors
-    /// bf16 on a device that does not have it.
+    /// bf16 on a device that does not support it.
     pub(crate) fn on(self, device: &str) -> Result<DType, ConfigError> {
         match self {
             WeightsDType::F32 => Ok(DType::F32),
@@ -36,8 +36,8 @@ impl WeightsDType {
             WeightsDType::Bf16 if has_bf16(device) => Ok(DType::BF16),
             WeightsDType::Bf16 => Err(ConfigError::new(
                 "dtype",
-                "is `bf16`, but the model is on the CPU, whose kernels are for f32 alone",
-                "set it to `f32`, leave it out (it is then bf16 on a GPU and f32 on the CPU), or set `devices.group` to a GPU",
+                "is `bf16`, but the model is on the CPU, whose kernels only support f32",
+                "set it to `f32`, remove it (the default is bf16 on a GPU and f32 on the CPU), or set `devices.group` to a GPU",
             )),
         }
     }
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_written_in_small_letters() {
+    fn it_is_written_in_lower_case() {
         let read = |text: &str| serde_json::from_str::<WeightsDType>(text).ok();
         assert_eq!(read("\"bf16\""), Some(WeightsDType::Bf16));
         assert_eq!(read("\"f32\""), Some(WeightsDType::F32));

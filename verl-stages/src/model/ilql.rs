@@ -15,12 +15,14 @@ use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
 use super::{
     CausalLm, Init, PolicyResource, SaveAs, WeightsDType, check_device, decoder_kernels, failed,
-    optimizer_of, shortage, texts, training,
+    load_texts, optimizer_of, shortage, training,
 };
 
-/// Settings of model kind `ilql_lm`: those of `causal_lm`, and how much the heads weigh in sampling.
+/// Settings of model kind `ilql_lm`: those of `causal_lm` except `dtype` and `recompute`, and the weight of the heads
+/// in sampling.
 ///
-/// Weights are f32 on every device: Q̂ follows Q by steps that bf16 would lose. A folder that was saved with heads has them again; any other folder gets fresh ones, which say nothing.
+/// Weights are f32 on every device: Q̂ follows Q by steps that bf16 would lose. A folder that was saved with heads is
+/// loaded with them; any other folder gets fresh, untrained heads.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct IlqlLm {
@@ -35,7 +37,8 @@ pub struct IlqlLm {
     /// Type of the decoder's weights in the saved folder; the heads are saved in f32.
     #[serde(default)]
     pub save_as: SaveAs,
-    /// Weight β of the advantages in sampling, which is from softmax(log π + β (min Q̂ − V)); 0 samples from the policy.
+    /// Weight β of the advantages in sampling, which draws from softmax(log π + β (min Q̂ − V)); 0 samples from the
+    /// policy.
     #[serde(default = "one")]
     pub beta: f64,
 }
@@ -69,7 +72,7 @@ impl ModelConfig for IlqlLm {
             return Err(vec![ConfigError::new(
                 "beta",
                 format!("is {}", self.beta),
-                "set it to a number from 0; 0 samples from the policy itself",
+                "set it to 0 or more; 0 samples from the policy itself",
             )]);
         }
         let folder = self.plain().folder(context);
@@ -87,7 +90,7 @@ impl ModelConfig for IlqlLm {
             let of_state = 4 * (2 * Q_HEADS + 1) * config.vocab_size;
             info.footprint.kept_bytes_per_token += of_state as u64;
             info.footprint.layer_bytes_per_token += of_state as u64;
-            // Nothing but f32 is offered.
+            // Only f32 is supported.
             info.smaller = None;
         }
         info.summary += ", with V and two Q heads";
@@ -122,7 +125,7 @@ impl ModelConfig for IlqlLm {
         self.plain().token_texts(context)
     }
 
-    /// Products and sums of the heads are burn's, which follow the processor.
+    /// burn computes the products and sums of the heads, with kernels that depend on the processor.
     fn cpu_kernels(&self) -> CpuKernels {
         decoder_kernels()
     }
@@ -136,7 +139,7 @@ impl ModelConfig for IlqlLm {
         let plain = self.plain();
         let dir = plain.folder(context);
         let decoder = plain.decoder(&dir, device, context.seed)?;
-        let tools = texts(&dir, &decoder.config)?;
+        let tools = load_texts(&dir, &decoder.config)?;
         let mut model = IlqlDecoder::on(decoder, self.beta, context.seed);
         if self.init == Init::Pretrained {
             model = model.with_heads_of(&dir).map_err(failed)?;

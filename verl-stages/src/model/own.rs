@@ -1,4 +1,4 @@
-//! A model of one's own, from a closure, as a model of a pipeline.
+//! A custom model, built by a closure, as a model of a pipeline.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,39 +16,39 @@ use verl_pipe::stage::{BuildContext, ConfigError, Training};
 use super::texts::template_of;
 use super::{
     POLICY, PolicyResource, TextTools, VALUE_MODEL, ValueResource, check_device, check_optimizer,
-    failed, look_at_texts, optimizer_of, shortage, training,
+    describe_texts, failed, optimizer_of, shortage, training,
 };
 
 /// A model of either kind.
-enum Made {
+enum BuiltModel {
     Policy(Box<dyn PolicyModel>),
     Values(Box<dyn ValueModel>),
 }
 
-impl Made {
+impl BuiltModel {
     fn vocab_size(&self) -> usize {
         match self {
-            Made::Policy(policy) => policy.vocab_size(),
-            Made::Values(model) => model.vocab_size(),
+            BuiltModel::Policy(policy) => policy.vocab_size(),
+            BuiltModel::Values(model) => model.vocab_size(),
         }
     }
 }
 
-type Make =
-    dyn Fn(&Device, u64, Option<OptimizerConfig>) -> Result<Made, ResourceError> + Send + Sync;
+type BuildModel =
+    dyn Fn(&Device, u64, Option<OptimizerConfig>) -> Result<BuiltModel, ResourceError> + Send + Sync;
 
-/// A model of one's own; made by [`policy_model`] or [`value_model`], given to
+/// A custom model, created by [`policy_model`] or [`value_model`] and passed to
 /// [`DataPipe::model_object`](verl_pipe::pipe::DataPipe::model_object).
-pub struct OwnModel {
-    make: Box<Make>,
+pub struct CustomModel {
+    make: Box<BuildModel>,
     role: &'static str,
     optimizer: Option<OptimizerConfig>,
     tokenizer: Option<PathBuf>,
     info: ModelInfo,
 }
 
-/// Declares the model that `make(device, seed)` gives when a run starts; frozen unless it is
-/// [`trained`](OwnModel::trained). The seed is the run's, the type of the weights what `make` gives them.
+/// Declares the model that `make(device, seed)` returns when a run starts; frozen unless it is
+/// [`trained`](CustomModel::trained). The seed is the run's; `make` decides the type of the weights.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -66,20 +66,20 @@ pub struct OwnModel {
 /// assert!(actor.trainable());
 /// assert!(actor.load("actor", "cpu", &Default::default()).is_err(), "no tokenizer in this folder");
 /// ```
-pub fn policy_model<M, E, F>(make: F) -> OwnModel
+pub fn policy_model<M, E, F>(make: F) -> CustomModel
 where
     M: ModelInterface,
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
     F: Fn(&Device, u64) -> Result<M, E> + Send + Sync + 'static,
 {
-    OwnModel::new(POLICY, move |device, seed, optimizer| {
+    CustomModel::new(POLICY, move |device, seed, optimizer| {
         let module = make(device, seed).map_err(|error| ResourceError::Failed(error.into()))?;
         let policy = Policy::new(module, optimizer).map_err(failed)?;
-        Ok(Made::Policy(Box::new(policy)))
+        Ok(BuiltModel::Policy(Box::new(policy)))
     })
 }
 
-/// The same for a model of values: a critic, or a reward model.
+/// Declares a model of values, a critic or a reward model, in the same way.
 ///
 /// ```
 /// use verl_models::optim::OptimizerConfig;
@@ -93,34 +93,34 @@ where
 ///     .trained(OptimizerConfig::default());
 /// assert!(critic.load("critic", "cpu", &Default::default()).is_ok());
 /// ```
-pub fn value_model<M, E, F>(make: F) -> OwnModel
+pub fn value_model<M, E, F>(make: F) -> CustomModel
 where
     M: ValueInterface,
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
     F: Fn(&Device, u64) -> Result<M, E> + Send + Sync + 'static,
 {
-    OwnModel::new(VALUE_MODEL, move |device, seed, optimizer| {
+    CustomModel::new(VALUE_MODEL, move |device, seed, optimizer| {
         let module = make(device, seed).map_err(|error| ResourceError::Failed(error.into()))?;
         let critic = Critic::new(module, optimizer).map_err(failed)?;
-        Ok(Made::Values(Box::new(critic)))
+        Ok(BuiltModel::Values(Box::new(critic)))
     })
 }
 
-impl OwnModel {
+impl CustomModel {
     fn new(
         role: &'static str,
-        make: impl Fn(&Device, u64, Option<OptimizerConfig>) -> Result<Made, ResourceError>
+        make: impl Fn(&Device, u64, Option<OptimizerConfig>) -> Result<BuiltModel, ResourceError>
         + Send
         + Sync
         + 'static,
     ) -> Self {
-        OwnModel {
+        CustomModel {
             make: Box::new(make),
             role,
             optimizer: None,
             tokenizer: None,
             info: ModelInfo {
-                summary: "a model of one's own".to_owned(),
+                summary: "a custom model".to_owned(),
                 ..ModelInfo::default()
             },
         }
@@ -133,14 +133,14 @@ impl OwnModel {
         self
     }
 
-    /// Uses the tokenizer, and the chat template where there is one, of this folder; relative to the pipeline's.
+    /// Uses the tokenizer, and the chat template if there is one, of this folder; relative to the pipeline's.
     #[must_use]
     pub fn tokenizer(mut self, dir: impl Into<PathBuf>) -> Self {
         self.tokenizer = Some(dir.into());
         self
     }
 
-    /// What `pipe plan` tells about it; by default nothing but that it is one's own.
+    /// Sets what `pipe plan` shows about it; by default only that it is a custom model.
     #[must_use]
     pub fn described(mut self, info: ModelInfo) -> Self {
         self.info = info;
@@ -148,7 +148,7 @@ impl OwnModel {
     }
 }
 
-impl ModelFactory for OwnModel {
+impl ModelFactory for CustomModel {
     fn describe(&self, context: &BuildContext) -> Result<ModelInfo, Vec<ConfigError>> {
         check_optimizer(self.optimizer.as_ref())?;
         if let Some(dir) = &self.tokenizer
@@ -157,10 +157,10 @@ impl ModelFactory for OwnModel {
             return Err(vec![ConfigError::new(
                 "tokenizer",
                 format!(
-                    "names `{}`, which holds no tokenizer.json",
+                    "is `{}`, which contains no tokenizer.json",
                     context.base.join(dir).display()
                 ),
-                "give the folder of a Hugging Face tokenizer",
+                "set it to the folder of a Hugging Face tokenizer",
             )]);
         }
         let mut info = ModelInfo {
@@ -168,8 +168,8 @@ impl ModelFactory for OwnModel {
             ..self.info.clone()
         };
         if let Some(dir) = &self.tokenizer {
-            let looked = look_at_texts(&mut info, &context.base.join(dir), None);
-            looked.map_err(|error| {
+            let described = describe_texts(&mut info, &context.base.join(dir), None);
+            described.map_err(|error| {
                 vec![ConfigError {
                     setting: "tokenizer".to_owned(),
                     ..error
@@ -185,7 +185,7 @@ impl ModelFactory for OwnModel {
 
     fn training(&self, optimizer_steps: u64) -> Option<Training> {
         let own = self.optimizer.clone()?;
-        // It is given as an object, so it has no settings in a file.
+        // It is passed as an object, so it has no settings in a file.
         Some(training(own, optimizer_steps, |_| ()))
     }
 
@@ -209,15 +209,15 @@ impl ModelFactory for OwnModel {
     ) -> Result<Box<dyn ModelResource>, ResourceError> {
         let device = verl_models::device::device(device).map_err(failed)?;
         let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
-        let made = (self.make)(&device, context.seed, optimizer)?;
+        let model = (self.make)(&device, context.seed, optimizer)?;
         let mut tools = TextTools::default();
         if let Some(dir) = &self.tokenizer {
             let dir = context.base.join(dir);
             let found = Tokenizer::load(&dir).map_err(failed)?;
-            let (ids, rows) = (found.vocab_size(), made.vocab_size());
+            let (ids, rows) = (found.vocab_size(), model.vocab_size());
             if ids > rows {
                 let reason = format!(
-                    "the tokenizer of `{}` has {ids} ids, but the model only {rows}",
+                    "the tokenizer of `{}` has {ids} ids, but the model only has {rows}",
                     dir.display()
                 );
                 return Err(ResourceError::Failed(reason.into()));
@@ -225,9 +225,9 @@ impl ModelFactory for OwnModel {
             tools.tokenizer = Some(Arc::new(found));
             (tools.template, tools.no_template) = template_of(&dir);
         }
-        Ok(match made {
-            Made::Policy(policy) => Box::new(PolicyResource::with_texts(policy, tools)),
-            Made::Values(model) => Box::new(ValueResource::with_texts(model, tools)),
+        Ok(match model {
+            BuiltModel::Policy(policy) => Box::new(PolicyResource::with_texts(policy, tools)),
+            BuiltModel::Values(model) => Box::new(ValueResource::with_texts(model, tools)),
         })
     }
 }
@@ -257,15 +257,15 @@ mod tests {
     }
 
     #[test]
-    fn a_closure_becomes_a_resource_and_its_faults_are_told() {
-        let load = |model: &OwnModel, seed| {
+    fn a_closure_becomes_a_resource_and_its_errors_are_reported() {
+        let load = |model: &CustomModel, seed| {
             let context = BuildContext {
                 seed,
                 ..BuildContext::default()
             };
             model.load("actor", "cpu", &context)
         };
-        let told = |model: &OwnModel, seed| match load(model, seed) {
+        let message = |model: &CustomModel, seed| match load(model, seed) {
             Ok(_) => String::new(),
             Err(error) => error.to_string(),
         };
@@ -278,8 +278,8 @@ mod tests {
                 .trained(OptimizerConfig::default())
                 .trainable()
         );
-        assert_eq!(told(&frozen, 404), "no such seed");
-        assert!(told(&frozen, 16).contains("32 ids, but the model only 16"));
+        assert_eq!(message(&frozen, 404), "no such seed");
+        assert!(message(&frozen, 16).contains("32 ids, but the model only has 16"));
 
         let context = BuildContext::default();
         let nowhere = policy_model(decoder).tokenizer("no/such/folder");
@@ -288,11 +288,11 @@ mod tests {
                 .reason
                 .contains("no/such/folder")
         );
-        let senseless = policy_model(decoder).trained(OptimizerConfig {
+        let invalid = policy_model(decoder).trained(OptimizerConfig {
             learning_rate: -1.0,
             ..OptimizerConfig::default()
         });
-        let faults = senseless.describe(&context).unwrap_err();
+        let faults = invalid.describe(&context).unwrap_err();
         assert_eq!(faults[0].setting, "optimizer.learning_rate");
     }
 }

@@ -1,10 +1,10 @@
-//! How a model is trained in a run: what its optimiser is in so many optimiser steps.
+//! How a model is trained in a run: its optimiser, given the number of optimiser steps.
 
 use serde::Serialize;
 use verl_models::optim::OptimizerConfig;
 use verl_pipe::stage::{BuildContext, ConfigError, Training};
 
-/// The optimiser of the model `name` in the run that `context` is of.
+/// The optimiser of the model `name` in the run of `context`.
 pub(super) fn optimizer_of(
     optimizer: Option<&OptimizerConfig>,
     name: &str,
@@ -16,7 +16,7 @@ pub(super) fn optimizer_of(
     })
 }
 
-/// How a model is trained; `with` makes its settings of those of the optimiser.
+/// How a model is trained; `with` turns the settings of the optimiser into those of the model.
 pub(super) fn training<S: Serialize>(
     own: OptimizerConfig,
     steps: u64,
@@ -28,41 +28,41 @@ pub(super) fn training<S: Serialize>(
             "learning rate {:e}, {}",
             optimizer.learning_rate, optimizer.schedule
         ),
-        doubts: doubt(&own, steps).into_iter().collect(),
+        doubts: warning(&own, steps).into_iter().collect(),
         settings: serde_json::to_value(with(Some(optimizer))).unwrap_or_default(),
     }
 }
 
-/// What is possible and probably not meant; of several the first.
-fn doubt(own: &OptimizerConfig, steps: u64) -> Option<ConfigError> {
+/// The first warning about settings that are valid but probably not intended.
+fn warning(own: &OptimizerConfig, steps: u64) -> Option<ConfigError> {
     if steps == 0 {
         return None;
     }
     let total = own.schedule.total_steps();
     if let Some(total) = total.filter(|total| *total != 0 && *total != steps) {
-        let so = if total < steps {
-            "the last learning rate is reached too early"
+        let effect = if total < steps {
+            "the final learning rate is reached too early"
         } else {
-            "the run ends before the last learning rate is reached"
+            "the run ends before the final learning rate is reached"
         };
         return Some(ConfigError::new(
             "optimizer.schedule.total_steps",
             format!(
-                "is {total}, but the run takes {steps} optimiser steps with this model, so that {so}"
+                "is {total}, but the run takes {steps} optimiser steps with this model, so {effect}"
             ),
-            format!("leave it out, so that it follows the run, or set it to {steps}"),
+            format!("remove it to follow the run, or set it to {steps}"),
         ));
     }
     let warmup = own.schedule.warmup_steps();
-    let doubt = own.schedule.doubt().or_else(|| {
+    let warning = own.schedule.doubt().or_else(|| {
         (warmup > steps).then(|| {
             let reason = format!(
-                "has `warmup_steps = {warmup}`, but the run takes {steps} optimiser steps, so that the learning rate never gets to what it is set to"
+                "has `warmup_steps = {warmup}`, but the run takes {steps} optimiser steps, so the learning rate never reaches its setting"
             );
             (reason, format!("set `warmup_steps` to less than {steps}"))
         })
     });
-    doubt.map(|(reason, help)| ConfigError::new("optimizer.schedule", reason, help))
+    warning.map(|(reason, help)| ConfigError::new("optimizer.schedule", reason, help))
 }
 
 #[cfg(test)]
@@ -83,13 +83,13 @@ mod tests {
         }
     }
 
-    fn of(own: OptimizerConfig, steps: u64) -> Training {
+    fn training_of(own: OptimizerConfig, steps: u64) -> Training {
         training(own, steps, |optimizer| optimizer)
     }
 
     #[track_caller]
     fn check(own: OptimizerConfig, steps: u64, expected: &[&str]) {
-        let doubts = of(own, steps).doubts;
+        let doubts = training_of(own, steps).doubts;
         assert_eq!(
             doubts.len(),
             usize::from(!expected.is_empty()),
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn another_number_than_the_plans_is_doubted_with_both() {
+    fn a_number_of_steps_other_than_the_plans_is_reported() {
         check(linear(None, 0), 16, &[]);
         check(linear(Some(16), 0), 16, &[]);
         check(
@@ -116,13 +116,13 @@ mod tests {
             &["is 400", "takes 16", "ends before"],
         );
         check(linear(Some(0), 0), 16, &["total_steps = 0"]);
-        // A run without steps says nothing.
+        // A run without steps gives no warning.
         check(linear(Some(4), 0), 0, &[]);
         check(linear(None, 0), 0, &[]);
     }
 
     #[test]
-    fn a_warm_up_beyond_the_run_is_doubted() {
+    fn a_warm_up_longer_than_the_run_is_reported() {
         check(linear(Some(16), 16), 16, &["only rises"]);
         check(linear(None, 16), 16, &[]);
         check(
@@ -138,14 +138,14 @@ mod tests {
     }
 
     #[test]
-    fn what_the_run_decides_stands_in_the_settings() {
-        let found = of(linear(None, 2), 16);
+    fn what_the_run_decides_is_in_the_settings() {
+        let found = training_of(linear(None, 2), 16);
         assert_eq!(found.settings["schedule"]["total_steps"], 16);
         assert_eq!(
             found.summary,
-            "learning rate 1e-6, linear over 16 steps to 0 of it, warm-up 2"
+            "learning rate 1e-6, linear over 16 steps to 0 of the peak, warm-up 2"
         );
-        let found = of(linear(Some(4), 0), 16);
+        let found = training_of(linear(Some(4), 0), 16);
         assert_eq!(found.settings["schedule"]["total_steps"], 4);
     }
 }

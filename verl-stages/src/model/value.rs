@@ -1,4 +1,4 @@
-//! Model kind `value_model`: a decoder with one number a token instead of logits, as critic or reward model.
+//! Model kind `value_model`: a decoder with one number per token instead of logits, as critic or reward model.
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -23,26 +23,26 @@ use verl_pipe::stage::{BuildContext, ConfigError, ModelConfig, Training};
 
 use super::{
     Init, SaveAs, TextTools, VALUE_MODEL, WeightsDType, check_device, check_optimizer,
-    check_recompute, check_weights, count_parameters, decoder_config, decoder_kernels, failed,
-    look_at_texts, optimizer_of, quick_snapshot, random_decoder, recall, restore, save,
-    saved_bytes, shortage, sized, smaller, snapshot, store, texts, token_texts, trained_resource,
-    training, version,
+    check_recompute, check_weights, count_parameters, decoder_config, decoder_kernels,
+    describe_texts, failed, load_texts, optimizer_of, quick_snapshot, random_decoder, recall,
+    restore, save, saved_bytes, shortage, sized, smaller, snapshot, store, token_texts,
+    trained_resource, training, version,
 };
 
-/// A model of values with its tokenizer and chat template, as stages find it.
+/// A model of values with its tokenizer and chat template, as stages use it.
 pub struct ValueResource {
     /// The model.
     pub model: Box<dyn ValueModel>,
-    /// Its tokenizer, where it has one.
+    /// Its tokenizer, if it has one.
     pub tokenizer: Option<Arc<Tokenizer>>,
-    /// Its chat template, where it has one.
+    /// Its chat template, if it has one.
     pub template: Option<Arc<ChatTemplate>>,
-    /// Why there is no chat template, where one was looked for: none is there, or what is there is broken.
+    /// Why there is no chat template, if one was looked for: it is missing or broken.
     pub no_template: Option<String>,
 }
 
 impl ValueResource {
-    /// A resource of a model alone; set `tokenizer` and `template` where stages need text.
+    /// A resource with only a model; set `tokenizer` and `template` if stages need text.
     pub fn new(model: Box<dyn ValueModel>) -> Self {
         ValueResource {
             model,
@@ -52,7 +52,7 @@ impl ValueResource {
         }
     }
 
-    /// A resource of a model with what turns texts into its tokens.
+    /// A resource of a model with its tokenizer and chat template.
     pub(super) fn with_texts(model: Box<dyn ValueModel>, tools: TextTools) -> Self {
         ValueResource {
             model,
@@ -78,8 +78,8 @@ pub enum HeadInit {
 
 /// Settings of model kind `value_model`: a language model with a value head.
 ///
-/// The folder is one of a critic or reward model, or of a causal language model, whose decoder then gets a fresh head.
-/// A fresh head has to be trained, so a model without optimiser needs one that is stored.
+/// The folder is that of a critic or reward model, or of a causal language model, whose decoder then gets a fresh head.
+/// A fresh head has to be trained, so a model without an optimiser needs a stored head.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ValueLm {
@@ -88,15 +88,15 @@ pub struct ValueLm {
     /// Where the decoder's weights come from; a decoder with fresh weights has a fresh head too.
     #[serde(default)]
     pub init: Init,
-    /// Type of the weights on the device; values are f32 whatever it is.
+    /// Type of the weights on the device; values are always f32.
     #[serde(default)]
     pub dtype: WeightsDType,
-    /// Whether training keeps the inputs of layers alone and computes the rest again in the backward pass: a tenth of the
-    /// memory of activations for a fifth more time. On a GPU only.
+    /// Whether training keeps only the inputs of layers and recomputes the rest in the backward pass: a tenth of the
+    /// memory of activations for a fifth more time. Only on a GPU.
     #[serde(default)]
     pub recompute: bool,
     /// What a model with a fresh head is saved as: `token_classification` is usual for critics,
-    /// `sequence_classification` for reward models. A stored head stays what it is.
+    /// `sequence_classification` for reward models. A stored head keeps its kind.
     #[serde(default = "token_classification")]
     pub head: HeadKind,
     /// Weights of a fresh head.
@@ -141,7 +141,7 @@ impl ValueLm {
         context.base.join(&self.path)
     }
 
-    /// The head that a folder without one gets, where somebody trains it.
+    /// The head for a folder without one; `None` if the model is frozen.
     fn fresh_head(&self, seed: u64) -> Option<FreshHead> {
         let init = match self.head_init {
             HeadInit::Zeros => value_head::HeadInit::Zeros,
@@ -151,12 +151,12 @@ impl ValueLm {
         self.optimizer.as_ref().map(|_| FreshHead { kind, init })
     }
 
-    /// Refuses a frozen model whose head would be made up.
+    /// Refuses a frozen model with a fresh head.
     fn check_head(&self, dir: &Path) -> Result<(), ConfigError> {
         if self.optimizer.is_some() {
             return Ok(());
         }
-        let trained = "give the folder of a critic or reward model that has been trained, or an `optimizer` and a stage that trains it";
+        let trained = "use the folder of a trained critic or reward model, or add an `optimizer` and a stage that trains the model";
         if self.init == Init::Random {
             let reason = "is `random`, but the model has no optimiser, so nothing would train it";
             return Err(ConfigError::new("init", reason, trained));
@@ -164,7 +164,7 @@ impl ValueLm {
         let reason = match value_head::has_head(dir) {
             Ok(true) => return Ok(()),
             Ok(false) => format!(
-                "names `{}`, which holds no value head (`score.weight`), and without an optimiser nothing would train a fresh one",
+                "is `{}`, which has no value head (`score.weight`), and without an optimiser nothing would train a fresh one",
                 dir.display()
             ),
             Err(error) => format!("cannot be used: {error}"),
@@ -184,7 +184,7 @@ impl ModelConfig for ValueLm {
         check_optimizer(self.optimizer.as_ref())?;
         self.check_head(&dir).map_err(|error| vec![error])?;
         let rows = config.vocab_size;
-        // The value head, with its bias, stands in the place of a language-model head.
+        // The value head, with its bias, replaces the language-model head.
         config.tied_head = true;
         check_weights(&dir, &config, self.init).map_err(|error| vec![error])?;
         let parameters = count_parameters(&config) + config.hidden_size as u64 + 1;
@@ -207,7 +207,7 @@ impl ModelConfig for ValueLm {
             ..sized(&config, usage, parameters, optimizer)
         };
         info.summary += ", value head";
-        look_at_texts(&mut info, &dir, Some(rows)).map_err(|error| vec![error])?;
+        describe_texts(&mut info, &dir, Some(rows)).map_err(|error| vec![error])?;
         Ok(info)
     }
 
@@ -235,7 +235,7 @@ impl ModelConfig for ValueLm {
         shortage(message)
     }
 
-    /// The sums of the value head are burn's, which follow the width of the registers.
+    /// burn computes the sums of the value head, with kernels that depend on the width of the registers.
     fn cpu_kernels(&self) -> CpuKernels {
         decoder_kernels()
     }
@@ -267,7 +267,7 @@ impl ModelConfig for ValueLm {
         };
         decoder.model.recompute = self.recompute;
         decoder.save_dtype = self.save_as.into();
-        let tools = texts(&dir, &decoder.config)?;
+        let tools = load_texts(&dir, &decoder.config)?;
         let optimizer = optimizer_of(self.optimizer.as_ref(), name, context);
         let critic = Critic::new(decoder, optimizer).map_err(failed)?;
         Ok(Box::new(ValueResource::with_texts(Box::new(critic), tools)))
@@ -325,7 +325,7 @@ mod tests {
 
     use super::*;
 
-    /// A language model without a head, and one of random weights.
+    /// A language model without a value head.
     const BASE: &str = concat!(
         env!("CARGO_MANIFEST_DIR"),
         "/../examples/models/addition-base"
@@ -361,27 +361,28 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_trains_needs_a_stored_head() {
-        check_refused(&ValueLm::frozen(BASE), "path", "holds no value head");
+    fn a_frozen_model_needs_a_stored_head() {
+        check_refused(&ValueLm::frozen(BASE), "path", "has no value head");
         let random = ValueLm {
             init: Init::Random,
             ..ValueLm::frozen(BASE)
         };
         check_refused(&random, "init", "nothing would train it");
-        let told = |config: &ValueLm| {
+        let message = |config: &ValueLm| {
             let loaded = config.load("reward", "cpu", &BuildContext::default());
             loaded.err().expect("refused").to_string()
         };
         for config in [&ValueLm::frozen(BASE), &random] {
-            assert!(told(config).contains("no value head"), "{}", told(config));
+            let message = message(config);
+            assert!(message.contains("no value head"), "{message}");
         }
         check_refused(&ValueLm::frozen("no/such/folder"), "path", "no/such/folder");
-        let senseless = OptimizerConfig {
+        let optimizer = OptimizerConfig {
             learning_rate: -1.0,
             ..OptimizerConfig::default()
         };
-        let senseless = ValueLm::trained(BASE, senseless);
-        check_refused(&senseless, "optimizer.learning_rate", "is -1");
+        let invalid = ValueLm::trained(BASE, optimizer);
+        check_refused(&invalid, "optimizer.learning_rate", "is -1");
     }
 
     #[test]
@@ -399,7 +400,7 @@ mod tests {
         let stored = ValueLm::frozen(&dir);
         assert!(describe(&stored).is_ok() && !stored.trainable());
         assert_eq!(scores(load(&stored).as_mut()), before);
-        // A stored head goes before a fresh one.
+        // A stored head takes precedence over a fresh one.
         let again = ValueLm::trained(&dir, OptimizerConfig::default());
         assert_eq!(scores(load(&again).as_mut()), before);
         assert_eq!(scores(load(&trained()).as_mut()), [0.0]);

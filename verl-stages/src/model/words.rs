@@ -1,4 +1,4 @@
-//! The words of a folder's tokenizer, one token at a time.
+//! The texts of single tokens of a folder's tokenizer.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,28 +6,28 @@ use std::sync::Arc;
 use verl_models::tokenizer::Tokenizer;
 use verl_pipe::resource::TokenTexts;
 
-/// The words of a tokenizer. A token's text is what it adds to a text before it: alone, many tokenizers drop the blank that
-/// it begins with.
+/// Decodes single tokens. A token's text is what it adds to a text before it: on its own, many tokenizers drop the
+/// blank that it begins with.
 #[derive(Debug)]
-pub(super) struct Words {
+pub(super) struct TokenDecoder {
     tokenizer: Arc<Tokenizer>,
-    /// A token whose text other tokens follow, and that text.
+    /// A token to put before the decoded one, and its text.
     before: Option<(u32, String)>,
 }
 
-impl Words {
+impl TokenDecoder {
     pub(super) fn new(tokenizer: Arc<Tokenizer>) -> Self {
         let is_plain =
             |text: &String| !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric());
         let mut ids = 0..tokenizer.vocab_size() as u32;
         let before = ids.find_map(|id| {
             let text = tokenizer.decode(&[id]);
-            // Twice, since the second one shows whether its text stays as it is.
+            // Decoded twice: the second one shows whether its text stays the same before another token.
             let twice = tokenizer.decode(&[id, id]);
             (is_plain(&text) && twice.starts_with(&text) && twice.len() > text.len())
                 .then_some((id, text))
         });
-        Words { tokenizer, before }
+        TokenDecoder { tokenizer, before }
     }
 
     fn added(&self, id: u32) -> Option<String> {
@@ -37,11 +37,11 @@ impl Words {
     }
 }
 
-impl TokenTexts for Words {
+impl TokenTexts for TokenDecoder {
     fn token(&self, id: u32) -> String {
-        let alone = || self.tokenizer.decode_with_special(&[id]);
-        let text = self.added(id).unwrap_or_else(alone);
-        // A piece of a character decodes to nothing readable; then the vocabulary's own spelling is better.
+        let single = || self.tokenizer.decode_with_special(&[id]);
+        let text = self.added(id).unwrap_or_else(single);
+        // Part of a character does not decode to readable text; the vocabulary's own spelling is better.
         match text.is_empty() || text.contains('\u{fffd}') {
             true => self.tokenizer.id_to_token(id).unwrap_or_default(),
             false => text,
@@ -49,10 +49,10 @@ impl TokenTexts for Words {
     }
 }
 
-/// The words of the tokenizer in a model's folder.
+/// The token texts of the tokenizer in a model's folder.
 pub(super) fn token_texts(dir: &Path) -> Option<Arc<dyn TokenTexts>> {
     let tokenizer = Tokenizer::load(dir).ok()?;
-    Some(Arc::new(Words::new(Arc::new(tokenizer))))
+    Some(Arc::new(TokenDecoder::new(Arc::new(tokenizer))))
 }
 
 #[cfg(test)]
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn words(model: serde_json::Value, decoder: serde_json::Value) -> Words {
+    fn token_decoder(model: serde_json::Value, decoder: serde_json::Value) -> TokenDecoder {
         let dir = tempfile::tempdir().unwrap();
         let file = json!({
             "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "pre_tokenizer": null,
@@ -69,12 +69,12 @@ mod tests {
                               "normalized": false, "special": true}],
         });
         std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
-        Words::new(Arc::new(Tokenizer::load(dir.path()).unwrap()))
+        TokenDecoder::new(Arc::new(Tokenizer::load(dir.path()).unwrap()))
     }
 
     #[track_caller]
-    fn check(words: &Words, ids: &[u32], expected: &[&str]) {
-        let texts: Vec<String> = ids.iter().map(|id| words.token(*id)).collect();
+    fn check(decoder: &TokenDecoder, ids: &[u32], expected: &[&str]) {
+        let texts: Vec<String> = ids.iter().map(|id| decoder.token(*id)).collect();
         assert_eq!(texts, expected);
     }
 
@@ -88,28 +88,28 @@ mod tests {
         let vocab = json!({"</s>": 0, "▁": 1, "d": 2, "▁d": 3, "<0xE2>": 4, "▁▁": 5, "\n": 6});
         let model =
             json!({"type": "BPE", "vocab": vocab, "merges": [["▁", "d"]], "byte_fallback": true});
-        let sentence_piece = words(model, decoder);
+        let sentence_piece = token_decoder(model, decoder);
         let expected = ["</s>", " ", "d", " d", "<0xE2>", "  ", "\n", ""];
         check(&sentence_piece, &[0, 1, 2, 3, 4, 5, 6, 7], &expected);
-        // What is written token by token reads as the text does.
+        // The texts of single tokens, joined, are the text of all.
         let text: String = [2, 3, 3, 2].map(|id| sentence_piece.token(id)).concat();
         assert_eq!(text, "d d dd");
     }
 
     #[test]
-    fn bytes_and_words_are_shown_as_they_read_in_a_text() {
+    fn bytes_and_words_are_shown_as_in_a_text() {
         let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
         let vocab = json!({"</s>": 0, "d": 1, "Ġd": 2, "Ã": 3});
         let model = json!({"type": "BPE", "vocab": vocab, "merges": []});
         check(
-            &words(model, bytes),
+            &token_decoder(model, bytes),
             &[0, 1, 2, 3],
             &["</s>", "d", " d", "Ã"],
         );
         let vocab = json!({"</s>": 0, "one": 1, "two": 2});
         let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": "</s>"});
         let text: String = [1, 2]
-            .map(|id| words(model.clone(), json!(null)).token(id))
+            .map(|id| token_decoder(model.clone(), json!(null)).token(id))
             .concat();
         assert_eq!(text, " one two");
     }

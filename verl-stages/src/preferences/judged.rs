@@ -1,4 +1,4 @@
-//! A row of a data set into a prompt and its judged answers. Pure: the same row gives the same tokens.
+//! Encodes a row of a data set as a prompt and its judged answers. Pure: the same row yields the same tokens.
 
 use serde_json::Value;
 use verl_models::chat_template::message;
@@ -7,50 +7,50 @@ use verl_pipe::data::DataError;
 
 use super::{OnEqual, PreferenceFormat};
 use crate::prompts::{
-    Asked, EncodedPrompt, Long, OnLong, PromptFormat, Row, RowNote, Source, Template,
+    EncodedPrompt, OnLong, PromptFormat, PromptInput, Row, RowNote, Source, Template, TooLong,
     messages_without_template, refused, role, text_bytes,
 };
 
-/// A prompt with what was judged of it.
+/// A prompt with its judged answers.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Judged {
     /// The prompt as text.
     pub text: String,
     /// Its token ids.
     pub prompt: Vec<u32>,
-    /// Token ids of the chosen and the rejected answer, or of the only one; each at least one.
+    /// Token ids of the chosen and the rejected answer, or of the single one; none is empty.
     pub answers: Vec<Vec<u32>>,
-    /// Whether the only answer is good; true for pairs.
+    /// Whether the single answer is good; true for pairs.
     pub is_desirable: bool,
-    /// By how much the chosen answer is better; 0 where nobody says.
+    /// By how much the chosen answer is better; 0 without a column of margins.
     pub margin: f32,
-    /// What should be told of the row.
+    /// What to report about the row.
     pub notes: Vec<RowNote>,
 }
 
-/// A row before anything became tokens.
-struct RawJudged {
-    /// What is asked.
-    asked: Asked,
-    /// The answers as messages of the assistant.
+/// A row before tokenisation.
+struct RawJudgedRow {
+    /// The prompt.
+    asked: PromptInput,
+    /// The answers as assistant messages.
     answers: Vec<Value>,
     is_desirable: bool,
     margin: f32,
 }
 
-impl RawJudged {
+impl RawJudgedRow {
     /// Reads a row.
     ///
     /// # Errors
-    /// [`DataError`] with the row: a column is missing or of another type, an answer is empty, the answers are not of
-    /// the row's prompt.
-    fn read(config: &PreferenceFormat, row: &Row<'_>) -> Result<RawJudged, DataError> {
+    /// [`DataError`] with the row: a column is missing or of another type, an answer is empty, the answers do not
+    /// belong to the row's prompt.
+    fn read(config: &PreferenceFormat, row: &Row<'_>) -> Result<RawJudgedRow, DataError> {
         let answers = config.answers().into_iter();
         let answers = answers
             .map(|(name, column)| read_answer(row, name, column))
             .collect::<Result<Vec<Answer>, DataError>>()?;
-        Ok(RawJudged {
-            asked: asked(row, &config.prompt, &answers)?,
+        Ok(RawJudgedRow {
+            asked: read_prompt(row, &config.prompt, &answers)?,
             answers: answers.into_iter().map(|answer| answer.said).collect(),
             is_desirable: match &config.labels {
                 Some(column) => label(row, column)?,
@@ -64,7 +64,7 @@ impl RawJudged {
     }
 }
 
-/// An answer with the conversation before it, where the column has one.
+/// An answer with the conversation before it, if the column has one.
 struct Answer {
     name: &'static str,
     before: Option<Vec<Value>>,
@@ -73,17 +73,17 @@ struct Answer {
 }
 
 impl Judged {
-    /// Reads what a row is made of and renders nothing; gives the bytes of its texts.
+    /// Reads the columns of a row without rendering it; returns the number of bytes of its texts.
     ///
     /// # Errors
-    /// As [`Judged::encode`], apart from what the template and the tokenizer refuse.
+    /// Those of [`Judged::encode`], except errors of the template and the tokenizer.
     pub fn glance(config: &PreferenceFormat, row: &Row<'_>) -> Result<usize, DataError> {
-        let RawJudged { asked, answers, .. } = RawJudged::read(config, row)?;
+        let RawJudgedRow { asked, answers, .. } = RawJudgedRow::read(config, row)?;
         let asked = match asked {
-            Asked::Text(text) => text.len(),
-            Asked::Messages(messages) => messages.iter().map(text_bytes).sum(),
+            PromptInput::Text(text) => text.len(),
+            PromptInput::Messages(messages) => messages.iter().map(text_bytes).sum(),
         };
-        // The longer of the answers has to fit.
+        // The longer of the answers must fit.
         let answers = answers.iter().map(text_bytes);
         Ok(asked + answers.max().unwrap_or(0))
     }
@@ -91,8 +91,8 @@ impl Judged {
     /// Reads row `index`; the result may be longer than the settings allow, see [`Judged::fit`].
     ///
     /// # Errors
-    /// [`DataError`] with the row: a column is missing or of another type, an answer is empty, the answers are not of
-    /// the row's prompt, the template or the tokenizer refuses.
+    /// [`DataError`] with the row: a column is missing or of another type, an answer is empty, the answers do not
+    /// belong to the row's prompt, the template or the tokenizer fails.
     pub fn encode(
         config: &PreferenceFormat,
         format: &PromptFormat,
@@ -100,14 +100,16 @@ impl Judged {
         index: usize,
     ) -> Result<Judged, DataError> {
         let row = Row::read(source.data.as_ref(), index)?;
-        let raw = RawJudged::read(config, &row)?;
+        let raw = RawJudgedRow::read(config, &row)?;
         let writer = format.writer(&row, &source.tokenizer, source.template.as_ref())?;
         let lesson = match (config.template, raw.asked) {
-            (Template::None, Asked::Text(prompt)) => {
+            (Template::None, PromptInput::Text(prompt)) => {
                 let answers = raw.answers.iter().map(|said| plain_text(&row, said));
                 writer.plain(&prompt, &answers.collect::<Result<Vec<&str>, DataError>>()?)
             }
-            (Template::None, Asked::Messages(_)) => return Err(messages_without_template(&row)),
+            (Template::None, PromptInput::Messages(_)) => {
+                return Err(messages_without_template(&row));
+            }
             (Template::Chat, asked) => {
                 writer.answers(&format.conversation(&row, asked)?, &raw.answers)
             }
@@ -128,13 +130,13 @@ impl Judged {
         })
     }
 
-    /// What is longer than the settings and the model's context allow.
+    /// What exceeds the limits of the settings and the model's context.
     pub fn long(
         &self,
         config: &PreferenceFormat,
         format: &PromptFormat,
         context: usize,
-    ) -> Option<Long> {
+    ) -> Option<TooLong> {
         let prompt = self.prompt.len();
         if let Some(long) = format.long_prompt(prompt, context) {
             return Some(long);
@@ -144,20 +146,20 @@ impl Judged {
         let mut answers = names.zip(&self.answers);
         let (name, answer) = answers.find(|(_, answer)| answer.len() > room)?;
         let tokens = answer.len();
-        Some(Long {
+        Some(TooLong {
             tokens,
             reason: format!(
-                "the {name} answer has {tokens} tokens, but there is room for {room} behind a prompt of {prompt} (`max_response_tokens`, the model's context of {context})"
+                "the {name} answer has {tokens} tokens, but only {room} fit after a prompt of {prompt} (`max_response_tokens`, the model's context of {context})"
             ),
-            help: "raise or shorten them",
+            help: "raise the limit or shorten the row",
         })
     }
 
-    /// Applies the limits to row `index`, and looks whether its answers differ.
+    /// Applies the limits to row `index`, and checks that its answers differ.
     ///
     /// # Errors
-    /// [`DataError::Row`] when something is too long, unless it is to be truncated; when both answers are the same,
-    /// unless that is to be a warning.
+    /// [`DataError::Row`] when something is too long and may not be truncated, or when both answers are the same, unless
+    /// `on_equal` is `warn`.
     pub fn fit(
         mut self,
         config: &PreferenceFormat,
@@ -192,7 +194,7 @@ impl Judged {
         {
             if config.on_equal == OnEqual::Error {
                 return Err(fault(
-                    "the chosen and the rejected answer are the same tokens, so that there is nothing to prefer; remove the row, or set `on_equal = \"warn\"`".to_owned(),
+                    "the chosen and the rejected answer have the same tokens, so neither is preferred; remove the row, or set `on_equal = \"warn\"`".to_owned(),
                 ));
             }
             self.notes.push(RowNote::SameAnswers);
@@ -201,7 +203,7 @@ impl Judged {
     }
 }
 
-/// Most tokens of an answer to a prompt of `prompt` tokens.
+/// Maximum number of tokens of an answer to a prompt of `prompt` tokens.
 fn room(config: &PreferenceFormat, context: usize, prompt: usize) -> usize {
     let left = context.saturating_sub(prompt);
     config
@@ -226,7 +228,7 @@ fn read_answer(row: &Row<'_>, name: &'static str, column: &str) -> Result<Answer
 }
 
 impl Answer {
-    /// An answer that says something.
+    /// Checks that an answer has content.
     fn new(
         row: &Row<'_>,
         name: &'static str,
@@ -239,7 +241,7 @@ impl Answer {
             match said.get("content") {
                 Some(Value::String(text)) if text.trim().is_empty() => {
                     return Err(row.fault(format!(
-                        "the {name} answer (column `{column}`) is empty, so that there is nothing to compare"
+                        "the {name} answer (column `{column}`) is empty, so there is nothing to compare"
                     )));
                 }
                 Some(Value::String(_) | Value::Array(_)) => {}
@@ -253,65 +255,65 @@ impl Answer {
         Ok(Answer { name, before, said })
     }
 
-    /// Whether it goes on behind `prompt` with more than one turn.
-    fn has_turns_behind(&self, prompt: &[Value]) -> bool {
+    /// Whether it continues after `prompt` with more than one turn.
+    fn has_turns_after(&self, prompt: &[Value]) -> bool {
         let own = self.before.as_deref().unwrap_or_default();
         own.len() > prompt.len() && own.starts_with(prompt)
             || own.first().and_then(role) == Some("assistant")
     }
 }
 
-/// The text of an answer that no template writes.
+/// The text of an answer that is written without a template.
 fn plain_text<'a>(row: &Row<'_>, said: &'a Value) -> Result<&'a str, DataError> {
     let text = said.get("content").and_then(Value::as_str);
     text.ok_or_else(|| messages_without_template(row))
 }
 
-/// What is wrong with answers of several turns.
+/// Why answers of several turns are refused.
 const ONE_TURN: &str =
-    "a pair compares one turn of the assistant each; move the turns before it into the prompt";
+    "a pair compares single assistant turns; move earlier turns into the prompt";
 
-/// The prompt of a row: that of its own column, which the answers may repeat, or else the one that they agree in.
-fn asked(row: &Row<'_>, column: &str, answers: &[Answer]) -> Result<Asked, DataError> {
+/// The prompt of a row: from its own column, which the answers may repeat, or the one that all answers share.
+fn read_prompt(row: &Row<'_>, column: &str, answers: &[Answer]) -> Result<PromptInput, DataError> {
     if column.is_empty() {
         let mut shared: Option<(&str, &Vec<Value>)> = None;
         for answer in answers {
             let before = answer.before.as_ref().ok_or_else(|| {
                 row.fault(format!(
-                    "the {} answer has no conversation before it, and `prompt` names no column",
+                    "the {} answer has no conversation before it, and `prompt` is empty",
                     answer.name
                 ))
             })?;
             match shared {
                 Some((other, first)) if first != before => {
                     return Err(row.fault(format!(
-                        "the {other} and the {} answer are of different prompts; a pair has one, behind which {ONE_TURN}",
+                        "the {other} and the {} answer have different prompts; {ONE_TURN}",
                         answer.name
                     )));
                 }
                 _ => shared = Some((answer.name, before)),
             }
         }
-        let shared = shared.map(|(_, messages)| Asked::Messages(messages.clone()));
+        let shared = shared.map(|(_, messages)| PromptInput::Messages(messages.clone()));
         return shared.ok_or_else(|| row.fault("there is no answer".to_owned()));
     }
     let asked = if row.value(column)?.is_array() {
-        Asked::Messages(row.messages(column)?)
+        PromptInput::Messages(row.messages(column)?)
     } else {
-        Asked::Text(row.text(column)?)
+        PromptInput::Text(row.text(column)?)
     };
     let messages = match &asked {
-        Asked::Text(text) => &vec![message("user", text)],
-        Asked::Messages(messages) => messages,
+        PromptInput::Text(text) => &vec![message("user", text)],
+        PromptInput::Messages(messages) => messages,
     };
     let is_other = |answer: &&Answer| answer.before.as_ref().is_some_and(|own| own != messages);
     match answers.iter().find(is_other) {
-        Some(answer) if answer.has_turns_behind(messages) => Err(row.fault(format!(
-            "the {} answer has several messages behind the prompt, but {ONE_TURN}",
+        Some(answer) if answer.has_turns_after(messages) => Err(row.fault(format!(
+            "the {} answer has several messages after the prompt, but {ONE_TURN}",
             answer.name
         ))),
         Some(answer) => Err(row.fault(format!(
-            "the {} answer is of another prompt than the one in column `{column}`; a pair has one prompt",
+            "the {} answer has a different prompt from the one in column `{column}`; a pair has one prompt",
             answer.name
         ))),
         None => Ok(asked),
@@ -324,7 +326,7 @@ fn label(row: &Row<'_>, column: &str) -> Result<bool, DataError> {
         Value::Number(number) if number.as_f64() == Some(1.0) => Ok(true),
         Value::Number(number) if number.as_f64() == Some(0.0) => Ok(false),
         other => Err(row.fault(format!(
-            "column `{column}` holds {other}, but a label is true or false, 1 or 0"
+            "column `{column}` contains {other}, but a label is true or false, 1 or 0"
         ))),
     }
 }
@@ -334,7 +336,7 @@ fn margin(row: &Row<'_>, column: &str) -> Result<f32, DataError> {
     let margin = value.as_f64().map(|margin| margin as f32);
     margin.filter(|margin| margin.is_finite()).ok_or_else(|| {
         row.fault(format!(
-            "column `{column}` holds {value}, but a margin is a number"
+            "column `{column}` contains {value}, but a margin is a number"
         ))
     })
 }

@@ -10,7 +10,7 @@ use verl_pipe::field::{Key, Ragged};
 use super::*;
 use crate::sink::{self, Kept};
 
-/// Rows held in memory.
+/// Rows in memory.
 struct Rows(Vec<Value>);
 
 impl DataLoaderInterface for Rows {
@@ -69,9 +69,9 @@ fn judge(config: &Preferences, row: Value) -> Result<Judged, DataError> {
 
 #[track_caller]
 fn check_refused(config: &Preferences, row: Value, words: &str) {
-    let told = judge(config, row).expect_err("refused").to_string();
-    assert!(told.starts_with("`rows`, row 2: "), "{told}");
-    assert!(told.contains(words), "`{words}` is not in: {told}");
+    let error = judge(config, row).expect_err("refused").to_string();
+    assert!(error.starts_with("`rows`, row 2: "), "{error}");
+    assert!(error.contains(words), "`{words}` is not in: {error}");
 }
 
 fn pair(chosen: &str, rejected: &str) -> Value {
@@ -90,7 +90,7 @@ fn run(stage: &mut PreferenceStage, step: u64) -> (Batch, Kept) {
 }
 
 #[test]
-fn a_step_holds_prompts_and_both_answers() {
+fn a_step_contains_prompts_and_both_answers() {
     let rows = json!([pair("#### 46", "#### 5"), {"prompt": 7, "chosen": 7, "rejected": "11"}]);
     let config = Preferences {
         shuffle: false,
@@ -127,7 +127,7 @@ fn a_step_holds_prompts_and_both_answers() {
 }
 
 #[test]
-fn steps_are_drawn_as_prompts_are() {
+fn rows_are_drawn_in_the_same_order_as_prompts() {
     let rows: Vec<Value> = (0..10)
         .map(|n| json!({"prompt": n, "chosen": 1, "rejected": 2}))
         .collect();
@@ -169,12 +169,12 @@ fn single_answers_come_with_their_labels() {
     check_refused(
         &config,
         labelled(json!("yes")),
-        "holds \"yes\", but a label is true or false",
+        "contains \"yes\", but a label is true or false",
     );
-    check_refused(&config, labelled(json!(0.5)), "holds 0.5");
+    check_refused(&config, labelled(json!(0.5)), "contains 0.5");
     let without = json!({"prompt": "1", "completion": "2"});
-    let told = judge(&config, without).unwrap_err().to_string();
-    assert!(told.contains("there is no column `label`"), "{told}");
+    let error = judge(&config, without).unwrap_err().to_string();
+    assert!(error.contains("there is no column `label`"), "{error}");
 }
 
 #[test]
@@ -226,7 +226,7 @@ fn conversations_share_their_prompt() {
     check_refused(
         &whole,
         both("1+1", "1+2"),
-        "of different prompts; a pair has one",
+        "have different prompts; a pair compares",
     );
     check_refused(
         &whole,
@@ -237,7 +237,7 @@ fn conversations_share_their_prompt() {
     check_refused(
         &config,
         other,
-        "the rejected answer is of another prompt than the one in column `prompt`",
+        "the rejected answer has a different prompt from the one in column `prompt`",
     );
     let unanswered = row(json!("1"), json!([user("1")]), json!("3"));
     check_refused(
@@ -263,13 +263,13 @@ fn conversations_share_their_prompt() {
     check_refused(
         &raw,
         row(json!([user("1")]), json!("2"), json!("3")),
-        "a chat template alone",
+        "which requires a chat template",
     );
     assert_eq!(judge(&raw, pair("2", "3")).unwrap().text, "12+34");
 }
 
 #[test]
-fn empty_and_equal_answers_are_told() {
+fn empty_and_equal_answers_are_reported() {
     let mut config = Preferences::default();
     check_refused(
         &config,
@@ -301,7 +301,7 @@ fn long_rows_stop_the_run_unless_asked_otherwise() {
     check_refused(
         &config,
         long(),
-        "the chosen answer has 9 tokens, but there is room for 5",
+        "the chosen answer has 9 tokens, but only 5 fit",
     );
     let asked = json!({"prompt": "123+456", "chosen": 1, "rejected": 2});
     check_refused(
@@ -312,11 +312,11 @@ fn long_rows_stop_the_run_unless_asked_otherwise() {
 
     config.format.on_long = OnLong::Truncate;
     // Cut off before they differ.
-    check_refused(&config, long(), "are the same tokens");
+    check_refused(&config, long(), "have the same tokens");
     let cut = judge(&config, pair("#### 123456", "#### 5")).unwrap();
     assert_eq!(cut.answers.iter().map(Vec::len).collect::<Vec<_>>(), [5, 4]);
     assert_eq!(judge(&config, asked).unwrap().prompt.len(), 8);
-    // What the prompt leaves of the context counts too: one token here.
+    // The rest of the context after the prompt is a limit too: one token here.
     let wide = Preferences {
         format: PreferenceFormat {
             max_prompt_tokens: None,
@@ -331,18 +331,18 @@ fn long_rows_stop_the_run_unless_asked_otherwise() {
 }
 
 #[test]
-fn settings_that_make_no_sense_are_all_told() {
+fn bad_settings_are_all_reported() {
     let context = BuildContext {
         data: vec!["train".to_owned()],
         models: vec!["actor".to_owned()],
         ..BuildContext::default()
     };
-    let told = |config: Preferences| -> Vec<String> {
+    let refused = |config: Preferences| -> Vec<String> {
         let faults = config.build(&context).err().unwrap_or_default();
         faults.into_iter().map(|fault| fault.setting).collect()
     };
     let none: [&str; 0] = [];
-    assert_eq!(told(Preferences::default()), none);
+    assert_eq!(refused(Preferences::default()), none);
     let config = Preferences {
         data: "test".to_owned(),
         model: "policy".to_owned(),
@@ -356,7 +356,7 @@ fn settings_that_make_no_sense_are_all_told() {
         ..Preferences::default()
     };
     let expected = ["system", "rejected", "max_response_tokens", "data", "model"];
-    assert_eq!(told(config), expected);
+    assert_eq!(refused(config), expected);
     let labelled = Preferences {
         format: PreferenceFormat {
             labels: Some(String::new()),
@@ -365,12 +365,12 @@ fn settings_that_make_no_sense_are_all_told() {
         },
         ..Preferences::default()
     };
-    assert_eq!(told(labelled), ["response", "labels"]);
+    assert_eq!(refused(labelled), ["response", "labels"]);
 }
 
-/// The pairs of the examples: an answer's tokens and the end of the sequence, as from the start.
+/// The pairs of the examples: an answer is its own tokens and the end of the sequence, as in the first version.
 #[test]
-fn pairs_of_sums_have_the_answers_that_they_had() {
+fn pairs_of_sums_keep_their_answers() {
     let pairs = crate::data::addition_pairs::AdditionPairs::default();
     let data = pairs.rows().unwrap();
     let source = Source {
@@ -399,7 +399,7 @@ fn answers_of_several_turns_are_refused() {
     let answer = |text: &str| json!({"role": "assistant", "content": text});
     let several = json!([answer("2"), user("sure?"), answer("2")]);
     let words =
-        "several messages behind the prompt, but a pair compares one turn of the assistant each";
+        "several messages after the prompt, but a pair compares single assistant turns";
     check_refused(
         &config,
         json!({"prompt": "1+1", "chosen": several, "rejected": "3"}),
@@ -413,9 +413,9 @@ fn answers_of_several_turns_are_refused() {
     );
 }
 
-/// Row 3 of what was found by use, for pairs.
+/// Row 3 of the usability findings, for pairs.
 #[test]
-fn answers_that_end_already_get_no_second_end() {
+fn answers_that_already_end_get_no_second_end() {
     let config = Preferences {
         format: PreferenceFormat {
             template: Template::None,
@@ -435,7 +435,7 @@ fn answers_that_end_already_get_no_second_end() {
 }
 
 #[test]
-fn calls_of_tools_are_answers() {
+fn tool_calls_are_answers() {
     let template = "{% for m in messages %}{% if m.tool_calls %}<|assistant|>{{ m.tool_calls[0].name }}<eos>{% else %}<|user|>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
     let config = PreferenceFormat::default();
     let call = |name: &str| json!([{"role": "assistant", "content": null, "tool_calls": [{"name": name}]}]);

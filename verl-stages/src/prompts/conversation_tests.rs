@@ -1,4 +1,4 @@
-//! Rows that are trained on: conversations, their tools, and what is told of them before the first step.
+//! Rows that are trained on: conversations, their tools, and what is reported about them before the first step.
 
 use serde_json::json;
 use verl_models::chat_template::ChatTemplate;
@@ -9,7 +9,7 @@ use super::tests::{rows, stage, step, survey, tokenizer};
 use super::*;
 use crate::model::{CausalLm, Init};
 
-/// Turns of user, assistant and tool, behind the tools.
+/// Turns of user, assistant and tool, after the list of tools.
 const TOOLS: &str = "{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool.name }}{% endfor %}{% endif %}{% for m in messages %}{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}{% if m.tool_calls %}{% for call in m.tool_calls %}{{ call.name }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% if brief %}{{ '####' }}{% endif %}{% endif %}";
 
 fn with_tools(config: Prompts, data: Value) -> PromptStage {
@@ -56,7 +56,7 @@ fn refused(stage: &mut PromptStage) -> String {
     survey(stage).unwrap_err().to_string()
 }
 
-/// Row A15 of what was found by use.
+/// Row A15 of the usability findings.
 #[test]
 fn conversations_that_end_with_the_answer_are_imitated() {
     let messages = json!([user("12+34"), assistant("#### 46")]);
@@ -73,7 +73,7 @@ fn conversations_that_end_with_the_answer_are_imitated() {
         };
         assert_eq!(written(&mut stage(config, 1, rows(alone()))), expected);
     }
-    // The column's answer is that of rewards; the conversation is what is imitated.
+    // The answer of the column is for rewards; the target comes from the conversation.
     let both = json!([{"messages": messages, "answer": 46}]);
     let mut running = stage(imitated(), 1, rows(both));
     assert_eq!(written(&mut running), expected);
@@ -82,7 +82,7 @@ fn conversations_that_end_with_the_answer_are_imitated() {
     let mut running = stage(imitated(), 1, rows(alone()));
     let (batch, _) = step(&mut running, 1, 0).unwrap();
     assert_eq!(batch.get(&ANSWERS).unwrap().row(0), "#### 46");
-    // A conversation that waits for the answer of its column.
+    // A conversation without an answer, which is in a column of its own.
     let open = json!([{"messages": [user("12+34")], "answer": "#### 46"}]);
     assert_eq!(written(&mut stage(imitated(), 1, rows(open))), expected);
     let bare = Prompts {
@@ -90,41 +90,41 @@ fn conversations_that_end_with_the_answer_are_imitated() {
         ..imitated()
     };
     let open = json!([{"messages": [user("12+34")]}]);
-    let told = refused(&mut stage(bare, 1, rows(open)));
+    let error = refused(&mut stage(bare, 1, rows(open)));
     assert!(
-        told.contains(
-            "row 1: the conversation of column `messages` does not end with the assistant's message"
+        error.contains(
+            "row 1: the conversation in column `messages` does not end with the assistant's message"
         ),
-        "{told}"
+        "{error}"
     );
-    let told = refused(&mut stage(
+    let error = refused(&mut stage(
         imitated(),
         1,
         rows(json!([{"messages": [assistant("1")]}])),
     ));
     assert!(
-        told.contains("an answer alone, without a question"),
-        "{told}"
+        error.contains("has an answer but no question"),
+        "{error}"
     );
 }
 
 #[test]
-fn a_model_that_is_to_answer_is_asked_no_conversation_that_ends_with_an_answer() {
+fn a_prompt_that_ends_with_an_answer_is_refused_without_targets() {
     let config = Prompts {
         with_targets: false,
         answer: String::new(),
         ..imitated()
     };
     let data = json!([{"messages": [user("1+1"), assistant("2")]}]);
-    let told = refused(&mut stage(config, 1, rows(data)));
+    let error = refused(&mut stage(config, 1, rows(data)));
     assert!(
-        told.ends_with("which the model is to write; leave it out, or train on it with `with_targets = true` in stage `prompts`"),
-        "{told}"
+        error.ends_with("which the model should write; remove it, or train on it with `with_targets = true` in stage `prompts`"),
+        "{error}"
     );
 }
 
 #[test]
-fn all_turns_or_the_last_are_trained() {
+fn all_turns_or_the_last_turn_are_trained() {
     let data = || json!([{"messages": [user("1+1"), assistant("2"), user("2+2"), assistant("4")]}]);
     let last = written(&mut stage(imitated(), 1, rows(data())));
     assert_eq!(
@@ -143,7 +143,7 @@ fn all_turns_or_the_last_are_trained() {
 }
 
 #[test]
-fn calls_of_tools_are_trained_and_their_results_are_not() {
+fn tool_calls_are_trained_and_their_results_are_not() {
     let call = json!({"role": "assistant", "content": null, "tool_calls": [{"name": "12+34"}]});
     let result = json!({"role": "tool", "content": "46", "tool_calls": null});
     let messages = json!([user("1"), call, result, assistant("46")]);
@@ -162,9 +162,9 @@ fn calls_of_tools_are_trained_and_their_results_are_not() {
     assert_eq!(target, "12+34<eos>");
 }
 
-/// Row 9 of what was found by use.
+/// Row 9 of the usability findings.
 #[test]
-fn tools_of_a_row_are_handed_to_the_template() {
+fn tools_of_a_row_are_passed_to_the_template() {
     let prompt = |config: Prompts, tools: Value| {
         let data = json!([{"question": "1", "answer": "2", "tools": tools}]);
         let mut stage = with_tools(config, data);
@@ -188,13 +188,13 @@ fn tools_of_a_row_are_handed_to_the_template() {
         json!("[{"),
         json!(3),
     ] {
-        let told = of_row(wrong).unwrap_err().to_string();
+        let error = of_row(wrong).unwrap_err().to_string();
         assert!(
-            told.contains("column `tools` holds neither a list of objects"),
-            "{told}"
+            error.contains("column `tools` contains neither a list of objects"),
+            "{error}"
         );
     }
-    // The row goes before what holds for all rows.
+    // The tools of the row take precedence over those of all rows.
     let all = json!({"tools": [{"name": "12"}]});
     let config = Prompts {
         template_variables: all.as_object().unwrap().clone(),
@@ -212,7 +212,7 @@ fn tools_of_a_row_are_handed_to_the_template() {
 }
 
 #[test]
-fn variables_of_a_row_go_before_those_of_all() {
+fn variables_of_a_row_take_precedence_over_those_of_all_rows() {
     let prompt = |own: Value| {
         let data = json!([{"question": "1", "answer": "2", "chat_template_kwargs": own}]);
         let all = json!({"brief": true});
@@ -236,15 +236,15 @@ fn variables_of_a_row_go_before_those_of_all() {
     for own in [json!({"brief": false}), json!("{\"brief\": false}")] {
         assert_eq!(prompt(own).unwrap(), "<bos><|user|>1<|assistant|>");
     }
-    let told = prompt(json!([1])).unwrap_err().to_string();
+    let error = prompt(json!([1])).unwrap_err().to_string();
     assert!(
-        told.contains("column `chat_template_kwargs` holds neither an object"),
-        "{told}"
+        error.contains("column `chat_template_kwargs` contains neither an object"),
+        "{error}"
     );
 }
 
 #[test]
-fn tools_that_no_template_writes_are_told() {
+fn tools_that_no_template_writes_are_reported() {
     let data = json!([{"question": "1", "answer": "2", "tools": [{"name": "+"}]}]);
     let notes = |stage: &PromptStage| {
         let source = stage.source.as_ref().unwrap();
@@ -263,9 +263,9 @@ fn tools_that_no_template_writes_are_told() {
     assert_eq!(notes(&with_tools(Prompts::default(), data)), []);
 }
 
-/// The row "a long prompt with `on_long = "error"` in row 150" of part 2, and row 4 of part 3.
+/// The usability finding "a long prompt with `on_long = "error"` in row 150" of part 2, and row 4 of part 3.
 #[test]
-fn rows_that_are_too_long_are_known_before_the_first_step() {
+fn rows_that_are_too_long_are_found_before_the_first_step() {
     let long = "1".repeat(70);
     let data = |long_rows: &[usize]| {
         let row = |row: usize| match long_rows.contains(&row) {
@@ -278,20 +278,20 @@ fn rows_that_are_too_long_are_known_before_the_first_step() {
         on_long,
         ..Prompts::default()
     };
-    let told = refused(&mut stage(config(OnLong::Error), 4, data(&[149])));
+    let error = refused(&mut stage(config(OnLong::Error), 4, data(&[149])));
     assert_eq!(
-        told,
-        "`rows`, row 150: the prompt has 73 tokens, but the model's context is 64, which an answer has to fit in too; shorten it, or set `on_long` to \"drop\" or \"truncate\""
+        error,
+        "`rows`, row 150: the prompt has 73 tokens, but the model's context is 64, which must also fit an answer; shorten it, or set `on_long` to \"drop\" or \"truncate\""
     );
     let many = [3, 7, 20, 21, 22, 149, 150];
-    let told = refused(&mut stage(config(OnLong::Error), 4, data(&many)));
-    let first = "`rows` has 7 rows of 200 that are too long, the first of which are:\n  row 4: the prompt has 73 tokens";
-    assert!(told.starts_with(first), "{told}");
+    let error = refused(&mut stage(config(OnLong::Error), 4, data(&many)));
+    let first = "`rows`: 7 of 200 rows are too long; the first are:\n  row 4: the prompt has 73 tokens";
+    assert!(error.starts_with(first), "{error}");
     assert!(
-        told.contains("row 23") && !told.contains("row 150"),
-        "{told}"
+        error.contains("row 23") && !error.contains("row 150"),
+        "{error}"
     );
-    // By default they are left out, and the others are drawn as they would be without them.
+    // By default they are dropped, and the others are drawn as if they did not exist.
     let mut dropping = stage(Prompts::default(), 4, data(&many));
     survey(&mut dropping).unwrap();
     let kept = &dropping.source.as_ref().unwrap().rows;
@@ -305,7 +305,7 @@ fn rows_that_are_too_long_are_known_before_the_first_step() {
 }
 
 #[test]
-fn a_row_is_shown_as_a_run_writes_it() {
+fn a_preview_shows_a_row_as_a_run_writes_it() {
     let data = rows(json!([{"question": "12+34", "answer": "#### 46"}]));
     let config = Prompts {
         with_targets: true,
@@ -348,7 +348,7 @@ fn a_row_is_shown_as_a_run_writes_it() {
     );
     assert_eq!(target.trained, [true; 5]);
     assert_eq!((row.too_long, row.notes), (None, vec![]));
-    // A model that cannot be described is reported as such.
+    // Without a described model there is no preview.
     let nowhere = PreviewContext {
         models: &Default::default(),
         ..context
@@ -356,9 +356,9 @@ fn a_row_is_shown_as_a_run_writes_it() {
     assert!(stage.preview(nowhere).unwrap().is_none());
 }
 
-/// What is trained of the examples' sums has been the tokens of the answer and the end of the sequence from the start.
+/// The targets of the examples' sums are the tokens of the answer and the end of the sequence, as in the first version.
 #[test]
-fn sums_have_the_targets_that_they_had() {
+fn sums_keep_their_targets() {
     let sums = crate::data::addition::Addition {
         count: Some(300),
         ..Default::default()

@@ -1,4 +1,4 @@
-//! A row of a data set into tokens of a prompt and of what is imitated. Pure: the same row gives the same tokens.
+//! Encodes a row of a data set as the tokens of a prompt and a target. Pure: the same row yields the same tokens.
 
 use serde_json::{Map, Value};
 use verl_models::chat_template::{ChatTemplate, message};
@@ -6,7 +6,7 @@ use verl_models::targets::{Lesson, Note, Target, TargetError, Writer};
 use verl_models::tokenizer::Tokenizer;
 use verl_pipe::data::{DataError, DataLoaderInterface};
 
-use super::format::{Asked, OnLong, PromptFormat, Row, Template, TrainOn, role};
+use super::format::{OnLong, PromptFormat, PromptInput, Row, Template, TrainOn, role};
 use super::notes::RowNote;
 use super::preview::text_bytes;
 use super::source::Source;
@@ -14,59 +14,59 @@ use super::source::Source;
 /// A prompt with what belongs to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodedPrompt {
-    /// The prompt as text; of a truncated one too the whole text.
+    /// The prompt as text; complete even if the tokens are truncated.
     pub text: String,
     /// Its token ids, at least one.
     pub tokens: Vec<u32>,
-    /// The reference answer as the data set has it; empty where the format names no column.
+    /// The reference answer as in the data set; empty if the format has no column of answers.
     pub answer: String,
 }
 
-/// A prompt with what is imitated behind it.
+/// A prompt with the target that follows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodedExample {
     /// The prompt.
     pub prompt: EncodedPrompt,
-    /// Tokens behind it, and which of them are trained.
+    /// The tokens after it, and which of them are trained.
     pub target: Target,
-    /// What should be told of them.
+    /// What to report about them.
     pub notes: Vec<Note>,
 }
 
-/// Something that is too long.
+/// A prompt or answer that is too long.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Long {
-    /// Its tokens.
+pub(crate) struct TooLong {
+    /// Its length (tokens).
     pub tokens: usize,
-    /// What is too long, and for what.
+    /// What is too long, and which limit it exceeds.
     pub reason: String,
-    /// What makes it fit, as an imperative.
+    /// How to make it fit, as an imperative.
     pub help: &'static str,
 }
 
-impl Long {
-    /// The message for a row that may not be cut.
+impl TooLong {
+    /// The error message for a row that may not be truncated.
     pub fn refusal(&self) -> String {
-        let Long { reason, help, .. } = self;
+        let TooLong { reason, help, .. } = self;
         format!("{reason}; {help}, or set `on_long` to \"drop\" or \"truncate\"")
     }
 }
 
-/// What is asked and what is to be said, before anything became tokens.
-enum Finished {
+/// A question and its answer, before tokenisation.
+enum RawExample {
     /// A text and its answer.
     Plain(String, String),
-    /// A conversation that ends with the assistant's message, and the answer to tell.
+    /// A conversation that ends with the assistant's message, and the reference answer.
     Conversation(Vec<Value>, String),
 }
 
 impl PromptFormat {
-    /// Prompt and answer of a row; `template` is the model's, with the variables of this format already in.
+    /// Prompt and answer of a row; `template` is the model's, with the variables of this format already set.
     ///
     /// The result may be longer than `max_prompt_tokens`; see [`PromptFormat::fit`].
     ///
     /// # Errors
-    /// [`DataError`] with the row: a column is missing or of another type, the template or the tokenizer refuses, the
+    /// [`DataError`] with the row: a column is missing or of another type, the template or the tokenizer fails, the
     /// prompt has no token.
     pub fn encode(
         &self,
@@ -79,10 +79,12 @@ impl PromptFormat {
         let (asked, answer) = self.read(&row)?;
         let writer = self.writer(&row, tokenizer, template)?;
         let written = match (self.template, asked) {
-            (Template::None, Asked::Text(text)) => {
+            (Template::None, PromptInput::Text(text)) => {
                 writer.plain_prompt(&text).map(|tokens| (text, tokens))
             }
-            (Template::None, Asked::Messages(_)) => return Err(messages_without_template(&row)),
+            (Template::None, PromptInput::Messages(_)) => {
+                return Err(messages_without_template(&row));
+            }
             (Template::Chat, asked) => writer.prompt(&self.conversation(&row, asked)?),
         };
         let (text, tokens) = written.map_err(|error| refused(&row, &error))?;
@@ -93,11 +95,11 @@ impl PromptFormat {
         })
     }
 
-    /// Prompt of a row and what is imitated behind it: the answer of its column, or the last messages of a conversation
-    /// that ends with the assistant's.
+    /// Prompt and target of a row. The target is the answer of its column, or the last messages of a conversation that ends
+    /// with the assistant's.
     ///
     /// # Errors
-    /// As [`encode`](Self::encode); a row without an answer.
+    /// Those of [`encode`](Self::encode); a row without an answer.
     pub fn encode_example(
         &self,
         data: &dyn DataLoaderInterface,
@@ -106,7 +108,7 @@ impl PromptFormat {
         template: Option<&ChatTemplate>,
         train_on: TrainOn,
     ) -> Result<EncodedExample, DataError> {
-        self.imitated(
+        self.encode_target(
             data,
             index,
             tokenizer,
@@ -118,10 +120,10 @@ impl PromptFormat {
         )
     }
 
-    /// The same of a response that is judged, all of whose tokens count.
+    /// Prompt and target of a row whose answer is a judged response, of which all tokens count.
     ///
     /// # Errors
-    /// As [`encode_example`](Self::encode_example).
+    /// Those of [`encode_example`](Self::encode_example).
     pub(crate) fn encode_response(
         &self,
         data: &dyn DataLoaderInterface,
@@ -129,13 +131,13 @@ impl PromptFormat {
         tokenizer: &Tokenizer,
         template: Option<&ChatTemplate>,
     ) -> Result<EncodedExample, DataError> {
-        self.imitated(data, index, tokenizer, template, |writer, messages| {
+        self.encode_target(data, index, tokenizer, template, |writer, messages| {
             let (before, answer) = messages.split_at(messages.len().saturating_sub(1));
             writer.answers(before, answer)
         })
     }
 
-    fn imitated(
+    fn encode_target(
         &self,
         data: &dyn DataLoaderInterface,
         index: usize,
@@ -145,11 +147,11 @@ impl PromptFormat {
     ) -> Result<EncodedExample, DataError> {
         let row = Row::read(data, index)?;
         let writer = self.writer(&row, tokenizer, template)?;
-        let (lesson, answer) = match self.finished(&row)? {
-            Finished::Plain(question, answer) => {
+        let (lesson, answer) = match self.raw_example(&row)? {
+            RawExample::Plain(question, answer) => {
                 (writer.plain(&question, &[answer.as_str()]), answer)
             }
-            Finished::Conversation(messages, answer) => (written(&writer, &messages), answer),
+            RawExample::Conversation(messages, answer) => (written(&writer, &messages), answer),
         };
         let Lesson {
             text,
@@ -168,7 +170,7 @@ impl PromptFormat {
         })
     }
 
-    /// What writes the conversations of a row.
+    /// The writer of a row's conversations.
     pub(crate) fn writer<'a>(
         &self,
         row: &Row<'_>,
@@ -182,7 +184,7 @@ impl PromptFormat {
         Ok(Writer::new(tokenizer, template, variables))
     }
 
-    /// Variables of the template for one row: its tools, and what else it names.
+    /// Template variables of one row: its tools, and those of the column `row_variables`.
     fn variables(
         &self,
         row: &Row<'_>,
@@ -195,7 +197,7 @@ impl PromptFormat {
             let is_list = |list: &Vec<Value>| list.iter().all(Value::is_object);
             if !tools.as_array().is_some_and(is_list) {
                 return Err(row.fault(format!(
-                    "column `{}` holds neither a list of objects nor its JSON text; name another column in `tools`, or set it to \"\" to read none",
+                    "column `{}` contains neither a list of objects nor its JSON text; set `tools` to another column, or to \"\" to read none",
                     self.tools
                 )));
             }
@@ -204,19 +206,19 @@ impl PromptFormat {
         Ok(variables)
     }
 
-    /// Variables of the template that a column of the row holds.
+    /// Template variables in the row's column `row_variables`.
     fn row_variables(&self, row: &Row<'_>) -> Result<Map<String, Value>, DataError> {
         match row.optional_json(&self.row_variables)? {
             None => Ok(Map::new()),
             Some(Value::Object(variables)) => Ok(variables),
             Some(_) => Err(row.fault(format!(
-                "column `{}` holds neither an object nor its JSON text; name another column in `row_variables`, or set it to \"\" to read none",
+                "column `{}` contains neither an object nor its JSON text; set `row_variables` to another column, or to \"\" to read none",
                 self.row_variables
             ))),
         }
     }
 
-    /// What is to be told of a row that names tools where the template of `source` writes none.
+    /// The note about a row that has tools although the template of `source` writes none.
     pub(crate) fn tools_note(
         &self,
         source: &Source,
@@ -227,16 +229,16 @@ impl PromptFormat {
             return Ok(None);
         }
         let tools = Row::read(source.data.as_ref(), row)?.optional_json(&self.tools)?;
-        let is_told =
+        let has_tools =
             tools.is_some_and(|tools| tools.as_array().is_none_or(|list| !list.is_empty()));
-        Ok(is_told.then_some(RowNote::ToolsUnread))
+        Ok(has_tools.then_some(RowNote::ToolsUnread))
     }
 
-    /// What a row asks, and its answer.
-    fn read(&self, row: &Row<'_>) -> Result<(Asked, String), DataError> {
+    /// What a row's prompt is made of, and its reference answer.
+    fn read(&self, row: &Row<'_>) -> Result<(PromptInput, String), DataError> {
         let asked = match &self.messages {
-            Some(column) => Asked::Messages(row.messages(column)?),
-            None => Asked::Text(row.text(&self.question)?),
+            Some(column) => PromptInput::Messages(row.messages(column)?),
+            None => PromptInput::Text(row.text(&self.question)?),
         };
         let answer = if self.answer.is_empty() {
             String::new()
@@ -246,17 +248,17 @@ impl PromptFormat {
         Ok((asked, answer))
     }
 
-    /// What a row asks together with what is to be said to it.
-    fn finished(&self, row: &Row<'_>) -> Result<Finished, DataError> {
+    /// The question of a row together with its answer.
+    fn raw_example(&self, row: &Row<'_>) -> Result<RawExample, DataError> {
         let Some(column) = &self.messages else {
             let (question, answer) = (row.text(&self.question)?, row.text(&self.answer)?);
             if self.template == Template::None {
-                return Ok(Finished::Plain(question, answer));
+                return Ok(RawExample::Plain(question, answer));
             }
-            let asked = Asked::Text(question);
+            let asked = PromptInput::Text(question);
             let mut messages = self.conversation(row, asked)?;
             messages.push(message("assistant", &answer));
-            return Ok(Finished::Conversation(messages, answer));
+            return Ok(RawExample::Conversation(messages, answer));
         };
         if self.template == Template::None {
             return Err(messages_without_template(row));
@@ -266,13 +268,13 @@ impl PromptFormat {
         let Some(said) = said else {
             if self.answer.is_empty() {
                 return Err(row.fault(format!(
-                    "the conversation of column `{column}` does not end with the assistant's message, so that there is nothing to imitate; end it with the answer, or name the answer's column in `answer`"
+                    "the conversation in column `{column}` does not end with the assistant's message, so there is nothing to imitate; end it with the answer, or set `answer` to the column of the answer"
                 )));
             }
             let answer = row.text(&self.answer)?;
-            let mut messages = self.conversation(row, Asked::Messages(messages))?;
+            let mut messages = self.conversation(row, PromptInput::Messages(messages))?;
             messages.push(message("assistant", &answer));
-            return Ok(Finished::Conversation(messages, answer));
+            return Ok(RawExample::Conversation(messages, answer));
         };
         let answer = match row.optional(&self.answer)? {
             Some(_) => row.text(&self.answer)?,
@@ -284,16 +286,16 @@ impl PromptFormat {
         };
         if messages.is_empty() {
             return Err(row.fault(format!(
-                "the conversation of column `{column}` is an answer alone, without a question"
+                "the conversation in column `{column}` has an answer but no question"
             )));
         }
         let mut messages = self.with_system(row, messages)?;
         messages.push(said);
-        Ok(Finished::Conversation(messages, answer))
+        Ok(RawExample::Conversation(messages, answer))
     }
 
-    /// Reads what a row is made of, with the answer where it `has_answers`, and renders nothing; gives the bytes of its
-    /// texts.
+    /// Reads the columns of a row, including the answer if it `has_answers`, without rendering it; returns the number of
+    /// bytes of its texts.
     ///
     /// # Errors
     /// [`DataError`] with the row: a column is missing or of another type, the conversation ends with the wrong message.
@@ -307,9 +309,9 @@ impl PromptFormat {
             self.variables(row, template)?;
         }
         if has_answers {
-            return Ok(match self.finished(row)? {
-                Finished::Plain(question, answer) => question.len() + answer.len(),
-                Finished::Conversation(messages, _) => messages.iter().map(text_bytes).sum(),
+            return Ok(match self.raw_example(row)? {
+                RawExample::Plain(question, answer) => question.len() + answer.len(),
+                RawExample::Conversation(messages, _) => messages.iter().map(text_bytes).sum(),
             });
         }
         let (asked, _) = self.read(row)?;
@@ -318,16 +320,15 @@ impl PromptFormat {
                 let messages = self.conversation(row, asked)?;
                 Ok(messages.iter().map(text_bytes).sum())
             }
-            (Template::None, Asked::Text(text)) => Ok(text.len()),
-            (Template::None, Asked::Messages(_)) => Err(messages_without_template(row)),
+            (Template::None, PromptInput::Text(text)) => Ok(text.len()),
+            (Template::None, PromptInput::Messages(_)) => Err(messages_without_template(row)),
         }
     }
 
-    /// Applies the limit to the prompt of row `index`: `max_prompt_tokens`, else what `context` leaves beside a token of
-    /// an answer.
+    /// Applies the limit to the prompt of row `index`: `max_prompt_tokens`, or else `context` less one token for an answer.
     ///
     /// # Errors
-    /// [`DataError::Row`] when it is longer, unless it is to be truncated.
+    /// [`DataError::Row`] when it is longer and may not be truncated.
     pub fn fit(
         &self,
         mut prompt: EncodedPrompt,
@@ -348,37 +349,41 @@ impl PromptFormat {
         Ok(prompt)
     }
 
-    /// Most tokens of a prompt for a model of this context, in which there must be room for a token of an answer.
+    /// Maximum number of prompt tokens for a model of this context, which must also fit one token of an answer.
     pub fn limit(&self, context: usize) -> usize {
         let room = context.saturating_sub(1).max(1);
         self.max_prompt_tokens.map_or(room, |most| most.min(room))
     }
 
-    /// What is wrong with a prompt of so many tokens.
-    pub(crate) fn long_prompt(&self, tokens: usize, context: usize) -> Option<Long> {
+    /// Whether a prompt of `tokens` tokens is too long.
+    pub(crate) fn long_prompt(&self, tokens: usize, context: usize) -> Option<TooLong> {
         let limit = self.limit(context);
         let (room, help) = if self.max_prompt_tokens == Some(limit) {
             (format!("`max_prompt_tokens` is {limit}"), "raise it")
         } else {
             let room =
-                format!("the model's context is {context}, which an answer has to fit in too");
+                format!("the model's context is {context}, which must also fit an answer");
             (room, "shorten it")
         };
-        (tokens > limit).then(|| Long {
+        (tokens > limit).then(|| TooLong {
             tokens,
             reason: format!("the prompt has {tokens} tokens, but {room}"),
             help,
         })
     }
 
-    /// What is wrong with the length of a row that is imitated.
-    pub(crate) fn long_example(&self, example: &EncodedExample, context: usize) -> Option<Long> {
+    /// Whether the prompt or the target of an example is too long.
+    pub(crate) fn long_example(
+        &self,
+        example: &EncodedExample,
+        context: usize,
+    ) -> Option<TooLong> {
         let (prompt, tokens) = (example.prompt.tokens.len(), example.target.tokens.len());
         let room = context.saturating_sub(prompt);
-        let answer = || Long {
+        let answer = || TooLong {
             tokens,
             reason: format!(
-                "the answer has {tokens} tokens, but behind a prompt of {prompt} the model's context of {context} has room for {room}"
+                "the answer has {tokens} tokens, but only {room} fit after a prompt of {prompt} in the model's context of {context}"
             ),
             help: "shorten it",
         };
@@ -386,10 +391,10 @@ impl PromptFormat {
         of_prompt.or_else(|| (tokens > room).then(answer))
     }
 
-    /// Applies the limits to row `index` and what is imitated of it.
+    /// Applies the limits to the prompt and the target of row `index`.
     ///
     /// # Errors
-    /// [`DataError::Row`] when it is longer, unless it is to be truncated.
+    /// [`DataError::Row`] when one of them is longer and may not be truncated.
     pub(crate) fn fit_example(
         &self,
         mut example: EncodedExample,
@@ -417,22 +422,22 @@ impl PromptFormat {
     pub(crate) fn conversation(
         &self,
         row: &Row<'_>,
-        asked: Asked,
+        asked: PromptInput,
     ) -> Result<Vec<Value>, DataError> {
         let messages = match asked {
-            Asked::Text(text) => vec![message("user", &text)],
-            Asked::Messages(messages) => messages,
+            PromptInput::Text(text) => vec![message("user", &text)],
+            PromptInput::Messages(messages) => messages,
         };
         if messages.last().and_then(role) == Some("assistant") {
             return Err(row.fault(
-                "the conversation ends with the assistant's message, which the model is to write; leave it out, or train on it with `with_targets = true` in stage `prompts`"
+                "the conversation ends with the assistant's message, which the model should write; remove it, or train on it with `with_targets = true` in stage `prompts`"
                     .to_owned(),
             ));
         }
         self.with_system(row, messages)
     }
 
-    /// A conversation behind the system message of the settings.
+    /// A conversation after the system message of the settings.
     fn with_system(
         &self,
         row: &Row<'_>,
@@ -441,7 +446,7 @@ impl PromptFormat {
         if let Some(system) = &self.system {
             if messages.first().and_then(role) == Some("system") {
                 return Err(row.fault(
-                    "the conversation has a system message, and `system` is set too".to_owned(),
+                    "the conversation has a system message, but `system` is set too".to_owned(),
                 ));
             }
             messages.insert(0, message("system", system));
@@ -450,7 +455,7 @@ impl PromptFormat {
     }
 }
 
-/// The error that a row cannot be written.
+/// The error of a row that cannot be written.
 pub(crate) fn refused(row: &Row<'_>, error: &TargetError) -> DataError {
     row.fault(match error {
         TargetError::NoTemplate => {
@@ -463,7 +468,7 @@ pub(crate) fn refused(row: &Row<'_>, error: &TargetError) -> DataError {
 
 pub(crate) fn messages_without_template(row: &Row<'_>) -> DataError {
     row.fault(
-        "the prompt is a list of messages, which become text through a chat template alone; set `template = \"chat\"`"
+        "the prompt is a list of messages, which requires a chat template; set `template = \"chat\"`"
             .to_owned(),
     )
 }

@@ -1,4 +1,4 @@
-//! Which columns of a row make a prompt and how, and how they are read.
+//! The columns of a row that make a prompt, and how they are read.
 
 use std::borrow::Cow;
 
@@ -14,48 +14,48 @@ pub(crate) use verl_models::targets::role;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Template {
-    /// Through the model's chat template, up to where the assistant's answer begins. An answer that is trained is what the
-    /// template writes of it behind the prompt, up to the token that ends the turn.
+    /// With the model's chat template, up to the start of the assistant's answer. A trained answer is what the template
+    /// writes after the prompt, up to the token that ends the turn.
     #[default]
     Chat,
-    /// The text of the question as it is, with the special tokens that the tokenizer adds to a sequence. An answer that is
-    /// trained is one text with the question, so a blank between them has to be in one of the two; it ends with an
-    /// end-of-sequence id, which is added where the answer's text does not end with one.
+    /// The unchanged text of the question, with the special tokens that the tokenizer adds to a sequence. A trained answer is
+    /// one text with the question, so a space between them must be in one of the two; it ends with an end-of-sequence id,
+    /// which is added if the answer's text does not end with one.
     None,
 }
 
-/// What becomes of rows that are too long; all rows are tokenised before the first step to know which are.
+/// What to do with rows that are too long; all rows are tokenised before the first step to find them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnLong {
-    /// They are left out of every epoch, and a warning tells how many.
+    /// They are dropped from every epoch, and a warning says how many.
     #[default]
     Drop,
-    /// The run ends before its first step and tells them.
+    /// The run stops before its first step and reports them.
     Error,
-    /// A prompt is cut off at the beginning, so that what opens the answer stays, and an answer at the end.
+    /// A prompt is truncated at its start, so that the opening of the answer stays, and an answer at its end.
     Truncate,
 }
 
-/// Which turns of the assistant are trained in a conversation.
+/// Which assistant turns of a conversation are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TrainOn {
-    /// The last one; all before it is the prompt.
+    /// The last one; everything before it is the prompt.
     #[default]
     Last,
-    /// Every one that something comes before. The prompt is what comes before the first; messages of others behind it are
-    /// read and not trained.
+    /// All of them, except one that starts the conversation. The prompt is everything before the first trained turn; later
+    /// messages of other roles are read but not trained.
     All,
 }
 
-/// Which columns make a prompt, and how it is written.
+/// The columns that make a prompt, and how it is written.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct PromptFormat {
-    /// Column with the question, a text: the only message of the user.
+    /// Column with the question, a text, used as a single user message.
     pub question: String,
-    /// Column with a whole conversation instead (a list of objects with `role` and `content`), where it is named.
+    /// Column with a complete conversation (a list of objects with `role` and `content`), used instead of `question`.
     pub messages: Option<String>,
     /// Column with the reference answer, a text or a number (as the file writes it); empty: rows have none.
     pub answer: String,
@@ -63,18 +63,18 @@ pub struct PromptFormat {
     pub system: Option<String>,
     /// How messages become text.
     pub template: Template,
-    /// Further variables of the chat template, such as `enable_thinking`.
+    /// Additional variables of the chat template, such as `enable_thinking`.
     pub template_variables: Map<String, Value>,
-    /// Column with the tools of a row's conversation, a list of objects or its JSON text, which the template gets as
-    /// `tools`; empty: none is read. Rows without it, or with null there, have no tools but those of
-    /// `template_variables`; where both are there, the row's go before.
+    /// Column with the tools of a row's conversation, a list of objects or its JSON text, passed to the template as `tools`.
+    /// They take precedence over those of `template_variables`, which apply to rows where the column is missing or null.
+    /// Empty: no column is read.
     pub tools: String,
-    /// Column with further variables of the template for the row alone, an object or its JSON text; they go before
-    /// `template_variables`. Empty: none is read.
+    /// Column with template variables of the row, an object or its JSON text; they take precedence over
+    /// `template_variables`. Empty: no column is read.
     pub row_variables: String,
     /// Longest prompt (tokens); one less than the model's context when absent.
     pub max_prompt_tokens: Option<usize>,
-    /// What becomes of rows that are too long.
+    /// What to do with rows that are too long.
     pub on_long: OnLong,
 }
 
@@ -102,8 +102,8 @@ impl PromptFormat {
         if self.question.is_empty() && self.messages.is_none() {
             faults.push(ConfigError::new(
                 "question",
-                "is empty, and `messages` names no column",
-                "name the column that holds the question",
+                "is empty, and `messages` is not set",
+                "set it to the column of the question",
             ));
         }
         if self.template == Template::None {
@@ -116,7 +116,7 @@ impl PromptFormat {
                     faults.push(ConfigError::new(
                         setting,
                         "has no effect with `template = \"none\"`",
-                        "use `template = \"chat\"`, or write it into the question",
+                        "set `template = \"chat\"`, or write it into the question",
                     ));
                 }
             }
@@ -134,18 +134,18 @@ impl PromptFormat {
 
 /// What a prompt is made of.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Asked {
-    /// A text: the only message of the user.
+pub(crate) enum PromptInput {
+    /// A text, used as a single user message.
     Text(String),
     /// A conversation of at least one message.
     Messages(Vec<Value>),
 }
 
-/// A row of a data set whose columns are read with messages that tell it.
+/// A row of a data set; errors about its columns name the row.
 pub(crate) struct Row<'a> {
     data: &'a dyn DataLoaderInterface,
     index: usize,
-    /// All columns; `None` where the data set keeps them apart, so that each is read when it is asked for.
+    /// All columns; `None` for a columnar data set, whose columns are read on demand.
     values: Option<Map<String, Value>>,
 }
 
@@ -165,7 +165,7 @@ impl<'a> Row<'a> {
 }
 
 impl Row<'_> {
-    /// The error that something is wrong with this row.
+    /// An error about this row.
     pub(crate) fn fault(&self, reason: String) -> DataError {
         DataError::Row {
             path: self.data.origin(),
@@ -174,7 +174,7 @@ impl Row<'_> {
         }
     }
 
-    /// The value of a column; its name may reach into nested ones ([`find_column`]).
+    /// The value of a column; its name may be a path into nested columns ([`find_column`]).
     pub(crate) fn value(&self, column: &str) -> Result<Cow<'_, Value>, DataError> {
         match self.find(column)? {
             Some(value) => Ok(value),
@@ -198,7 +198,7 @@ impl Row<'_> {
         })
     }
 
-    /// The value of a column that rows may lack; `None` too for null and where `column` is empty.
+    /// The value of a column that rows may lack; also `None` for null, and if `column` is empty.
     pub(crate) fn optional(&self, column: &str) -> Result<Option<Value>, DataError> {
         if column.is_empty() {
             return Ok(None);
@@ -207,7 +207,8 @@ impl Row<'_> {
         Ok(value.filter(|value| !value.is_null()).map(Cow::into_owned))
     }
 
-    /// The same of a value that may be written as JSON text; `None` for a blank text, and a text that is no JSON as it is.
+    /// Like [`optional`](Self::optional), for a value that may be JSON text: `None` for a blank text; a text that is not JSON
+    /// is returned unchanged.
     pub(crate) fn optional_json(&self, column: &str) -> Result<Option<Value>, DataError> {
         let value = self.optional(column)?;
         Ok(value.and_then(|value| match value {
@@ -217,8 +218,8 @@ impl Row<'_> {
         }))
     }
 
-    /// The conversation in a column: a list of at least one object with a text `role`. What a message has as null but its
-    /// content is left out, because files of columns give every message the keys of all.
+    /// The conversation in a column: a list of at least one object with a text `role`. Null fields other than `content` are
+    /// removed, because columnar files give every message the keys of all messages.
     pub(crate) fn messages(&self, column: &str) -> Result<Vec<Value>, DataError> {
         let value = self.value(column)?;
         let list = value
@@ -253,7 +254,7 @@ impl Row<'_> {
                 Ok(text.unwrap_or_else(|| number.to_string()))
             }
             other => Err(self.fault(format!(
-                "column `{column}` holds {}, not a text",
+                "column `{column}` contains {}, not a text",
                 match other {
                     Value::Null => "null",
                     Value::Bool(_) => "a boolean",

@@ -1,24 +1,24 @@
-//! What is told of rows that are trained on, but perhaps not as they were meant.
+//! Notes about rows that are trained on, but perhaps not as intended.
 
 use verl_models::targets::Note;
 
-/// Something of a row.
+/// A note about a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum RowNote {
-    /// Of what its tokens are.
+    /// About its tokens.
     Written(Note),
-    /// It names tools that no template writes.
+    /// It has tools that no template writes.
     ToolsUnread,
-    /// Its two answers are the same tokens.
+    /// Its two answers have the same tokens.
     SameAnswers,
 }
 
-/// What is told of many rows: each sort once, by the first row that it is true of.
+/// The notes about many rows: each kind once, with the first row that has it.
 #[derive(Debug, Default)]
-pub(super) struct Notes(Vec<Told>);
+pub(super) struct Notes(Vec<NoteSummary>);
 
 #[derive(Debug)]
-struct Told {
+struct NoteSummary {
     note: RowNote,
     /// The first row, from 0.
     row: usize,
@@ -27,11 +27,11 @@ struct Told {
 
 impl RowNote {
     fn is_like(&self, other: &RowNote) -> bool {
-        self.sort() == other.sort()
+        self.kind() == other.kind()
     }
 
-    /// What sort of thing it is.
-    pub fn sort(&self) -> &'static str {
+    /// The kind of note.
+    pub fn kind(&self) -> &'static str {
         match self {
             RowNote::ToolsUnread => "tools_unread",
             RowNote::SameAnswers => "same_answers",
@@ -44,40 +44,40 @@ impl RowNote {
         }
     }
 
-    /// What is told.
+    /// The text of the note.
     pub fn text(&self) -> String {
         match self {
             RowNote::ToolsUnread => {
-                "the row names tools, which no chat template writes: the model does not see them".to_owned()
+                "the row has tools, but no chat template writes them, so the model does not see them".to_owned()
             }
             RowNote::SameAnswers => {
-                "the chosen and the rejected answer are the same tokens, which teaches nothing".to_owned()
+                "the chosen and the rejected answer have the same tokens, so the pair teaches nothing".to_owned()
             }
             RowNote::Written(Note::Apart { prompt, finished }) => {
                 let (prompt, finished) = excerpts(prompt, finished);
                 format!(
-                    "the tokens of the prompt are not the first ones of the finished conversation, so that training sees another prompt than generation; generation goes on behind {prompt}, training is on {finished}"
+                    "the tokens of the prompt are not a prefix of the finished conversation, so training sees a different prompt than generation; generation continues after {prompt}, training uses {finished}"
                 )
             }
             RowNote::Written(Note::Unended) => {
-                "the chat template does not end an answer with an end-of-sequence id; targets end with the tokenizer's".to_owned()
+                "the chat template does not end an answer with an end-of-sequence id; targets end with the tokenizer's id".to_owned()
             }
             RowNote::Written(Note::EndsWithin) => {
-                "an answer goes on behind a token that generation stops at".to_owned()
+                "an answer continues after a token that stops generation".to_owned()
             }
             RowNote::Written(Note::Changed { answer, written }) => {
                 let (answer, written) = excerpts(answer, written);
                 format!(
-                    "the chat template writes an answer in other words or leaves out a part of it, which is not trained: of {answer} it writes {written}"
+                    "the chat template changes an answer or omits a part of it, which is not trained: {answer} is written as {written}"
                 )
             }
             RowNote::Written(Note::UnmarkedEnd) => {
-                "the `{% generation %}` marks of the chat template leave out the token that ends the turn, so that the model does not learn to end it".to_owned()
+                "the `{% generation %}` marks of the chat template do not include the token that ends the turn, so the model does not learn to end it".to_owned()
             }
             RowNote::Written(Note::Rewritten { alone, within }) => {
                 let (alone, within) = excerpts(alone, within);
                 format!(
-                    "an earlier turn of the assistant is written in another way once messages follow, and trained so: alone {alone}, in the whole conversation {within}"
+                    "an earlier assistant turn is written differently when messages follow, and is trained that way: {alone} on its own, {within} in the complete conversation"
                 )
             }
         }
@@ -85,34 +85,34 @@ impl RowNote {
 }
 
 impl Notes {
-    /// Adds what is told of row `row`; rows come in their order.
+    /// Adds the notes about row `row`; rows must be added in order.
     pub fn add(&mut self, row: usize, notes: Vec<RowNote>) {
         for note in notes {
-            match self.0.iter_mut().find(|told| told.note.is_like(&note)) {
-                Some(told) => told.rows += 1,
-                None => self.0.push(Told { note, row, rows: 1 }),
+            match self.0.iter_mut().find(|known| known.note.is_like(&note)) {
+                Some(known) => known.rows += 1,
+                None => self.0.push(NoteSummary { note, row, rows: 1 }),
             }
         }
     }
 
-    /// What is to be told of the data set `origin` of `all` rows, a text each.
+    /// The warnings about the data set `origin` of `all` rows, one for each kind of note.
     pub fn texts(&self, origin: &str, all: usize) -> Vec<String> {
-        let texts = self.0.iter().map(|told| {
-            let row = told.row + 1;
-            let rows = match told.rows {
+        let texts = self.0.iter().map(|summary| {
+            let row = summary.row + 1;
+            let rows = match summary.rows {
                 1 => format!("row {row}"),
                 rows => format!("row {row} and {} more of {all}", rows - 1),
             };
-            format!("`{origin}`, {rows}: {}", told.note.text())
+            format!("`{origin}`, {rows}: {}", summary.note.text())
         });
         texts.collect()
     }
 }
 
-/// Characters of a text that are shown before and behind the place where two part.
+/// Characters of a text that are shown before and after the point where two texts differ.
 const SHOWN: [usize; 2] = [60, 100];
 
-/// Two texts from a little before where they part.
+/// Excerpts of two texts, from shortly before the point where they differ.
 fn excerpts(one: &str, other: &str) -> (String, String) {
     let shared = one.chars().zip(other.chars());
     let shared = shared.take_while(|(one, other)| one == other).count();
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_sort_is_told_once_with_both_texts() {
+    fn each_kind_of_note_is_reported_once_with_both_texts() {
         let apart = |prompt: &str| {
             RowNote::Written(Note::Apart {
                 prompt: prompt.to_owned(),
@@ -148,17 +148,17 @@ mod tests {
             "{texts:?}"
         );
         assert!(
-            texts[0].contains("behind \"<user>1<bot><think>\", training is on \"<user>1<bot>2\""),
+            texts[0].contains("after \"<user>1<bot><think>\", training uses \"<user>1<bot>2\""),
             "{texts:?}"
         );
         assert!(
-            texts[1].starts_with("`rows`, row 3: the row names tools"),
+            texts[1].starts_with("`rows`, row 3: the row has tools"),
             "{texts:?}"
         );
     }
 
     #[test]
-    fn long_texts_are_shown_around_the_place_where_they_part() {
+    fn long_texts_are_shown_around_the_point_where_they_differ() {
         let same = "x".repeat(500);
         let (one, other) = excerpts(&format!("{same}a"), &format!("{same}{}", "b".repeat(500)));
         assert_eq!(one, format!("…\"{}a\"", "x".repeat(60)));

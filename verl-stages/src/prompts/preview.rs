@@ -1,4 +1,4 @@
-//! Rows as a source writes them, for a look before a run.
+//! Rows as a source writes them, previewed before a run.
 
 use serde_json::Value;
 use verl_models::targets::Target;
@@ -7,25 +7,25 @@ use verl_pipe::stage::{
     LongRows, NotePreview, PreviewContext, RowPreview, RowPreviews, StageError, TargetPreview,
 };
 
-use super::encode::{EncodedExample, Long};
+use super::encode::{EncodedExample, TooLong};
 use super::format::Row;
 use super::notes::RowNote;
-use super::{OnLong, PromptFormat, Source, Surveyed};
+use super::{OnLong, PromptFormat, Source, SurveyedRow};
 use crate::model::TextTools;
 
-/// A row before anything is cut off, with what is known of it.
+/// An encoded row before truncation, with what is too long in it and its notes.
 pub(crate) struct Shown {
     pub text: String,
     pub prompt: Vec<u32>,
     pub answer: Option<String>,
-    /// Each with its name.
+    /// Targets, each with its name.
     pub targets: Vec<(&'static str, Target)>,
-    pub long: Option<Long>,
+    pub long: Option<TooLong>,
     pub notes: Vec<RowNote>,
 }
 
 impl Shown {
-    /// An example, whose target is called `name`; without a name there is none.
+    /// An example whose target is called `name`; without a name it shows no target.
     pub fn example(
         format: &PromptFormat,
         source: &Source,
@@ -54,32 +54,32 @@ impl Shown {
         })
     }
 
-    /// What a survey keeps of it.
-    pub fn surveyed(self) -> Surveyed {
-        Surveyed {
+    /// The part that a survey reads.
+    pub fn surveyed(self) -> SurveyedRow {
+        SurveyedRow {
             long: self.long,
             notes: self.notes,
         }
     }
 }
 
-/// How a source looks at its rows before a run.
+/// How a source previews its rows before a run.
 pub(crate) struct Looks {
-    /// Rows that it takes at most, from the first on.
+    /// Maximum number of rows, from the first on.
     pub rows: usize,
-    /// Reads a row and renders nothing; gives its length in bytes.
+    /// Reads a row without rendering it; returns its length in bytes.
     pub glance: Glance,
     /// Writes a row.
     pub show: Show,
 }
 
-/// Reads a row and gives its length in bytes.
+/// Reads a row and returns its length in bytes.
 type Glance = Box<dyn Fn(&Source, &Row<'_>) -> Result<usize, DataError> + Send + Sync>;
 /// Writes a row.
 type Show = Box<dyn Fn(&Source, usize) -> Result<Shown, DataError> + Send + Sync>;
 
 impl Looks {
-    /// At all rows.
+    /// Previews all rows.
     pub fn new(
         glance: impl Fn(&Source, &Row<'_>) -> Result<usize, DataError> + Send + Sync + 'static,
         show: impl Fn(&Source, usize) -> Result<Shown, DataError> + Send + Sync + 'static,
@@ -91,7 +91,7 @@ impl Looks {
         }
     }
 
-    /// At so many rows, from the first on.
+    /// Previews only the first `rows` rows.
     pub fn first(self, rows: usize) -> Self {
         Looks { rows, ..self }
     }
@@ -116,10 +116,10 @@ struct Preview {
     looks: Looks,
 }
 
-/// The rows of `data` as they are written for `model`; `None` where one of the two is not in `context`.
+/// The rows of `data` as they are written for `model`; `None` if one of the two is not in `context`.
 ///
 /// # Errors
-/// A model that lacks what is needed.
+/// Those of [`Source::new`].
 pub(crate) fn preview(
     context: PreviewContext<'_>,
     data: &str,
@@ -188,7 +188,7 @@ impl RowPreviews for Preview {
 
 fn note(note: &RowNote) -> NotePreview {
     NotePreview {
-        sort: note.sort(),
+        sort: note.kind(),
         text: note.text(),
     }
 }

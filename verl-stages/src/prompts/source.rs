@@ -1,4 +1,4 @@
-//! Rows of a data set in the order in which a run draws them, and what turns them into tokens.
+//! Rows of a data set in the order in which a run draws them, with the tokenizer and template that encode them.
 
 use std::sync::Arc;
 
@@ -19,27 +19,27 @@ pub(crate) struct Source {
     pub(crate) data: Arc<dyn DataLoaderInterface>,
     /// Tokenizer of the model.
     pub(crate) tokenizer: Arc<Tokenizer>,
-    /// Chat template of the model, where prompts are written by it.
+    /// Chat template of the model, if prompts are written with it.
     pub(crate) template: Option<ChatTemplate>,
     /// Longest sequence of the model.
     pub(crate) context: usize,
     /// Rows that are drawn from.
     pub(crate) rows: Vec<usize>,
-    /// The order that was drawn from last: of which seed and epoch, and the order itself. Only saves time.
+    /// The last order that was drawn from, with its seed and epoch; only a cache.
     pub(crate) order: Option<((u64, u64), Vec<usize>)>,
 }
 
-/// How far wave `wave` lies ahead of the first in an epoch of `len` rows: 0, ½, ¼, ¾, ⅛, … of it.
-fn ahead(wave: u64, len: u64) -> u64 {
+/// Offset of wave `wave` from the first wave in an epoch of `len` rows: 0, ½, ¼, ¾, ⅛, … of it.
+fn wave_offset(wave: u64, len: u64) -> u64 {
     ((u128::from(wave.reverse_bits()) * u128::from(len)) >> 64) as u64
 }
 
 impl Source {
-    /// Opens the data set `data` with the tokenizer of `model`, and with its chat template where `format` says so.
+    /// Opens the data set `data` with the tokenizer of `model`, and with its chat template if `format` uses it.
     ///
     /// # Errors
-    /// A data set or model that is not there; a model without what is needed, such as an id that ends answers where
-    /// `has_answers`.
+    /// A missing data set or model; a model without a required tokenizer or chat template, or without an end-of-sequence id
+    /// if `has_answers`.
     pub(crate) fn open(
         context: &mut StartContext<'_>,
         data: &str,
@@ -52,10 +52,10 @@ impl Source {
         Source::new(data, &texts, model, format, has_answers)
     }
 
-    /// The same of what is open already.
+    /// Like [`open`](Self::open), for a data set and a model that are already open.
     ///
     /// # Errors
-    /// A model without what is needed.
+    /// A model without a required tokenizer, chat template or end-of-sequence id.
     pub(crate) fn new(
         data: Arc<dyn DataLoaderInterface>,
         texts: &TextTools,
@@ -69,7 +69,7 @@ impl Source {
         if has_answers && tokenizer.eos_id().is_none() {
             return Err(StageError::Model {
                 name: model.to_owned(),
-                reason: "has no end-of-sequence id, so that targets cannot end".to_owned(),
+                reason: "has no end-of-sequence id, so targets cannot end".to_owned(),
             });
         }
         Ok(Source {
@@ -82,10 +82,10 @@ impl Source {
         })
     }
 
-    /// The rows that the step and wave at hand draw, `prompts` of them.
+    /// The `prompts` rows that the current step and wave draw.
     ///
     /// # Errors
-    /// A row or epoch that is past what an identity can tell.
+    /// A row or epoch that is too large for a row identity.
     pub(crate) fn drawn(
         &mut self,
         context: &StageContext<'_>,
@@ -100,10 +100,10 @@ impl Source {
         drawn.collect()
     }
 
-    /// Data-set row of a draw in a wave, and its epoch.
+    /// Epoch and data-set row of a draw in a wave.
     fn draw(&mut self, draw: u64, wave: u64, seed: u64, shuffle: bool) -> (u64, usize) {
         let len = self.rows.len() as u64;
-        let (epoch, position) = (draw / len, draw % len + ahead(wave, len));
+        let (epoch, position) = (draw / len, draw % len + wave_offset(wave, len));
         let position = (position % len) as usize;
         if !shuffle {
             return (epoch, self.rows[position]);

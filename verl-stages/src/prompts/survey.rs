@@ -1,50 +1,49 @@
-//! A look at every row of a data set before the first step: which cannot be used, which are too long, and what should be
-//! told of the others. So nothing of this ends a run when a row's turn comes.
+//! Checks every row of a data set before the first step: which rows cannot be used, which are too long, and what to report
+//! about the others. So none of this ends a run later, when a row is drawn.
 //!
-//! Rows are tokenised side by side, a block at a time, and looked at in their order, so that what is told does not depend
-//! on timing.
+//! Rows are tokenised in parallel, one block at a time, and checked in order, so that reports do not depend on timing.
 
 use rayon::prelude::*;
 use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::stage::StageError;
 
-use super::encode::Long;
+use super::encode::TooLong;
 use super::format::OnLong;
 use super::notes::{Notes, RowNote};
 use super::source::Source;
 
-/// Faults of rows that are told together.
+/// Row errors that are reported together.
 const FAULTS: usize = 5;
 
-/// Rows that are tokenised before any is looked at.
+/// Rows that are tokenised before the first of them is checked.
 const BLOCK: usize = 4096;
 
-/// What is found out about a row.
+/// The result of checking a row.
 #[derive(Debug, Default)]
-pub(crate) struct Surveyed {
+pub(crate) struct SurveyedRow {
     /// What is too long in it.
-    pub long: Option<Long>,
-    /// What should be told of it.
+    pub long: Option<TooLong>,
+    /// What to report about it.
     pub notes: Vec<RowNote>,
 }
 
 /// Rows that are too long.
 #[derive(Debug, Default)]
 struct LongRows {
-    /// Numbers of all, from 0.
+    /// Numbers of all rows that are too long, from 0.
     rows: Vec<usize>,
-    /// The first few.
-    first: Vec<(usize, Long)>,
-    longest: Option<(usize, Long)>,
+    /// The first few of them.
+    first: Vec<(usize, TooLong)>,
+    longest: Option<(usize, TooLong)>,
 }
 
 impl LongRows {
-    fn add(&mut self, row: usize, long: Long) {
+    fn add(&mut self, row: usize, long: TooLong) {
         self.rows.push(row);
         if self.first.len() < FAULTS {
             self.first.push((row, long.clone()));
         }
-        let is_longer = |(_, other): &(usize, Long)| long.tokens > other.tokens;
+        let is_longer = |(_, other): &(usize, TooLong)| long.tokens > other.tokens;
         if self.longest.as_ref().is_none_or(is_longer) {
             self.longest = Some((row, long));
         }
@@ -52,20 +51,20 @@ impl LongRows {
 }
 
 impl Source {
-    /// Looks at the rows that are drawn from, and leaves out those that are too long where `on_long` says so.
+    /// Checks the rows that are drawn from, and drops those that are too long if `on_long` says so.
     ///
     /// # Errors
-    /// The first few rows that `look` refuses, together; rows that are too long where they are to end the run; a data set
-    /// of which nothing is left.
+    /// The first few rows that `look` refuses, together; rows that are too long, if `on_long` is `error`; a data set with no
+    /// rows left.
     pub(crate) fn survey(
         &mut self,
         on_long: OnLong,
-        look: impl Fn(&Source, usize) -> Result<Surveyed, DataError> + Sync,
+        look: impl Fn(&Source, usize) -> Result<SurveyedRow, DataError> + Sync,
     ) -> Result<(), StageError> {
         let (mut long, mut notes, mut faults) = (LongRows::default(), Notes::default(), Vec::new());
         for block in self.rows.chunks(BLOCK) {
             let looked = block.par_iter().map(|row| look(self, *row));
-            let looked: Vec<Result<Surveyed, DataError>> = looked.collect();
+            let looked: Vec<Result<SurveyedRow, DataError>> = looked.collect();
             for (row, looked) in block.iter().zip(looked) {
                 match looked {
                     Ok(surveyed) => {
@@ -96,7 +95,7 @@ impl Source {
         Ok(())
     }
 
-    /// The error that rows are too long.
+    /// The error about rows that are too long.
     fn refuse_long(&self, long: &LongRows) -> StageError {
         let path = self.data.origin();
         let count = long.rows.len();
@@ -109,23 +108,28 @@ impl Source {
         let first = first.map(|(row, long)| format!("\n  row {}: {}", row + 1, long.reason));
         let first: String = first.collect();
         let more = if count > FAULTS {
-            ", the first of which are"
+            "; the first are"
         } else {
             ""
         };
         StageError::failed(format!(
-            "`{path}` has {count} rows of {} that are too long{more}:{first}\nraise the limit, shorten them, or set `on_long` to \"drop\" or \"truncate\"",
+            "`{path}`: {count} of {} rows are too long{more}:{first}\nraise the limit, shorten them, or set `on_long` to \"drop\" or \"truncate\"",
             self.rows.len()
         ))
     }
 
-    /// Leaves out the rows `long`, of which `row` is the longest.
-    fn drop_long(&mut self, long: &[usize], row: usize, longest: &Long) -> Result<(), StageError> {
+    /// Drops the rows `long`, of which `row` is the longest.
+    fn drop_long(
+        &mut self,
+        long: &[usize],
+        row: usize,
+        longest: &TooLong,
+    ) -> Result<(), StageError> {
         let (all, origin, row) = (self.rows.len(), self.data.origin(), row + 1);
-        let Long { reason, help, .. } = longest;
+        let TooLong { reason, help, .. } = longest;
         if long.len() == all {
             return Err(StageError::failed(format!(
-                "`{origin}` has no row that is short enough, so that `on_long = \"drop\"` leaves none; in the longest, row {row}, {reason}; {help}, or set `on_long = \"truncate\"`"
+                "`{origin}`: all rows are too long, so `on_long = \"drop\"` leaves none; in the longest, row {row}, {reason}; {help}, or set `on_long = \"truncate\"`"
             )));
         }
         let is_long = |row: &usize| long.binary_search(row).is_ok();
@@ -139,7 +143,7 @@ impl Source {
     }
 }
 
-/// Tells the first few of the rows that cannot be used.
+/// Reports the first few rows that cannot be used.
 fn refuse_faults(
     data: &dyn DataLoaderInterface,
     mut faults: Vec<DataError>,
@@ -149,11 +153,11 @@ fn refuse_faults(
     if faults.len() < 2 {
         return faults.pop().map_or(Ok(()), |fault| Err(fault.into()));
     }
-    let told: Vec<String> = faults.iter().map(|fault| format!("\n  {fault}")).collect();
+    let lines: Vec<String> = faults.iter().map(|fault| format!("\n  {fault}")).collect();
     Err(StageError::failed(format!(
         "`{}` has rows that cannot be used{}:{}",
         data.origin(),
-        if more { ", the first of which are" } else { "" },
-        told.concat()
+        if more { "; the first are" } else { "" },
+        lines.concat()
     )))
 }

@@ -17,7 +17,7 @@ use super::*;
 use crate::data::addition::Addition;
 use crate::model::PolicyResource;
 
-/// Rows held in memory.
+/// Rows in memory.
 struct Rows(Vec<Value>);
 
 impl DataLoaderInterface for Rows {
@@ -73,7 +73,7 @@ pub(super) fn stage(
     }
 }
 
-/// Looks at the rows as [`Stage::start`] does.
+/// Surveys the rows as [`Stage::start`] does.
 pub(super) fn survey(stage: &mut PromptStage) -> Result<(), StageError> {
     let (config, format) = (&stage.config, &stage.format);
     let source = stage.source.as_mut().unwrap();
@@ -143,7 +143,7 @@ fn sums(count: usize) -> Arc<dyn DataLoaderInterface> {
 }
 
 #[test]
-fn a_step_holds_all_its_keys_in_agreement() {
+fn the_columns_of_a_step_agree() {
     let data = rows(json!([{"question": "12+34", "answer": "#### 46"}]));
     let config = Prompts {
         with_targets: true,
@@ -248,7 +248,7 @@ fn epochs_are_permutations_and_steps_need_no_state() {
 }
 
 #[test]
-fn waves_of_a_step_draw_other_rows_and_leave_the_first_as_it_is() {
+fn waves_of_a_step_draw_other_rows_and_do_not_change_the_first() {
     let rows_of = |batch: &Batch| batch.ids().iter().map(|id| id.row()).collect::<Vec<u64>>();
     for shuffle in [true, false] {
         let config = Prompts {
@@ -270,7 +270,7 @@ fn waves_of_a_step_draw_other_rows_and_leave_the_first_as_it_is() {
                 assert!(ids.iter().all(|id| id.epoch() == 0));
             }
             assert_eq!(waves[0], step(&mut running, k, 7).unwrap().0);
-            // Nothing was kept from the waves before.
+            // Earlier waves leave no state behind.
             let mut fresh = stage(config.clone(), 5, sums(40));
             assert_eq!(wave(&mut fresh, k, 5, 7).unwrap().0, waves[5]);
         }
@@ -296,7 +296,7 @@ fn more_prompts_than_rows_draw_several_epochs() {
     assert_eq!(batch.ids()[6].epoch(), 2);
 }
 
-fn told(format: &PromptFormat, row: Value) -> String {
+fn encode_error(format: &PromptFormat, row: Value) -> String {
     encode(format, row).unwrap_err().to_string()
 }
 
@@ -315,7 +315,7 @@ fn long_prompts_stop_the_run_unless_asked_otherwise() {
         ..PromptFormat::default()
     };
     assert_eq!(
-        told(&format, long.clone()),
+        encode_error(&format, long.clone()),
         "`rows`, row 2: the prompt has 11 tokens, but `max_prompt_tokens` is 9; raise it, or set `on_long` to \"drop\" or \"truncate\""
     );
     format.max_prompt_tokens = Some(11);
@@ -331,8 +331,8 @@ fn long_prompts_stop_the_run_unless_asked_otherwise() {
     format.on_long = OnLong::Error;
     let question = "1".repeat(62);
     assert!(
-        told(&format, json!({"question": question, "answer": ""}))
-            .contains("the model's context is 64, which an answer has to fit in too")
+        encode_error(&format, json!({"question": question, "answer": ""}))
+            .contains("the model's context is 64, which must also fit an answer")
     );
 
     let config = Prompts {
@@ -351,7 +351,7 @@ fn long_prompts_stop_the_run_unless_asked_otherwise() {
     dropping.format.max_prompt_tokens = Some(2);
     let error = survey(&mut dropping).unwrap_err().to_string();
     assert!(
-        error.starts_with("`rows` has no row that is short enough"),
+        error.starts_with("`rows`: all rows are too long"),
         "{error}"
     );
 }
@@ -372,12 +372,12 @@ fn conversations_and_plain_text() {
         "<bos><|user|>1+1<|assistant|>2<eos><|user|>1+1<|assistant|>"
     );
     assert!(
-        told(&chat, talk(json!([user, assistant]))).contains("ends with the assistant's message")
+        encode_error(&chat, talk(json!([user, assistant]))).contains("ends with the assistant's message")
     );
-    assert!(told(&chat, talk(json!([]))).contains("is an empty list"));
-    assert!(told(&chat, talk(json!("1+1"))).contains("is not a list of objects"));
+    assert!(encode_error(&chat, talk(json!([]))).contains("is an empty list"));
+    assert!(encode_error(&chat, talk(json!("1+1"))).contains("is not a list of objects"));
     assert!(
-        told(&chat, json!({"question": "1"}))
+        encode_error(&chat, json!({"question": "1"}))
             .contains("there is no column `talk`; the row has `question`")
     );
 
@@ -386,7 +386,7 @@ fn conversations_and_plain_text() {
         ..PromptFormat::default()
     };
     assert!(
-        told(&system, json!({"question": "1", "answer": ""})).contains(
+        encode_error(&system, json!({"question": "1", "answer": ""})).contains(
             "row 2: the chat template refuses the messages: roles are user and assistant"
         )
     );
@@ -399,15 +399,15 @@ fn conversations_and_plain_text() {
     assert_eq!(prompt.text, "1+1=");
     assert_eq!(tokenizer().decode_with_special(&prompt.tokens), "<bos>1+1=");
     assert_eq!(prompt.answer, "2");
-    let null = told(&plain, json!({"question": null, "answer": ""}));
+    let null = encode_error(&plain, json!({"question": null, "answer": ""}));
     assert!(
-        null.ends_with("row 2: column `question` holds null, not a text"),
+        null.ends_with("row 2: column `question` contains null, not a text"),
         "{null}"
     );
 }
 
 #[test]
-fn settings_that_make_no_sense_are_all_told() {
+fn bad_settings_are_all_reported() {
     let context = BuildContext {
         data: vec!["train".to_owned()],
         models: vec!["actor".to_owned(), "ref".to_owned()],
@@ -443,7 +443,7 @@ fn settings_that_make_no_sense_are_all_told() {
     assert!(serde_json::from_value::<Prompts>(json!({"dataset": "train"})).is_err());
 }
 
-/// A model that the source asks for its context alone.
+/// A model of which the source only reads the context.
 struct Weightless;
 
 impl PolicyModel for Weightless {
@@ -530,9 +530,9 @@ fn resource(tokenizer: Option<Arc<Tokenizer>>, chat: Option<ChatTemplate>) -> Po
 }
 
 #[test]
-fn starting_takes_tokenizer_template_and_context_from_the_model() {
+fn starting_uses_tokenizer_template_and_context_of_the_model() {
     let whole = || resource(Some(tokenizer()), Some(template()));
-    let told = |config: Prompts, resource: PolicyResource| match started(config, resource) {
+    let start_error = |config: Prompts, resource: PolicyResource| match started(config, resource) {
         Ok(_) => String::new(),
         Err(error) => error.to_string(),
     };
@@ -540,7 +540,7 @@ fn starting_takes_tokenizer_template_and_context_from_the_model() {
         on_long: OnLong::Error,
         ..Prompts::default()
     };
-    let error = told(refusing, whole());
+    let error = start_error(refusing, whole());
     assert!(
         error.contains("row 2: the prompt has 10 tokens, but the model's context is 9"),
         "{error}"
@@ -555,23 +555,23 @@ fn starting_takes_tokenizer_template_and_context_from_the_model() {
     assert_eq!(batch.get(&TARGETS).unwrap().row(0), [22, 2]);
 
     assert_eq!(
-        told(config.clone(), resource(None, None)),
+        start_error(config.clone(), resource(None, None)),
         "model `actor` has no tokenizer, which prompts need"
     );
     assert_eq!(
-        told(config.clone(), resource(Some(tokenizer()), None)),
-        "model `actor` has no chat template; `template = \"none\"` uses the question as it is"
+        start_error(config.clone(), resource(Some(tokenizer()), None)),
+        "model `actor` has no chat template; set `template = \"none\"` to use the question as it is"
     );
     let plain = Prompts {
         template: Template::None,
         ..config.clone()
     };
-    assert_eq!(told(plain, resource(Some(tokenizer()), None)), "");
+    assert_eq!(start_error(plain, resource(Some(tokenizer()), None)), "");
     let elsewhere = Prompts {
         data: "test".to_owned(),
         ..config.clone()
     };
-    assert!(told(elsewhere, whole()).contains("no data set `test`; the pipeline declares: train"));
+    assert!(start_error(elsewhere, whole()).contains("no data set `test`; the pipeline declares: train"));
     let variables = Prompts {
         template_variables: json!({"bos_token": "7"}).as_object().unwrap().clone(),
         ..config
@@ -583,8 +583,8 @@ fn starting_takes_tokenizer_template_and_context_from_the_model() {
     );
 }
 
-/// What is told when the stage of `config` starts on `values`.
-fn told_at_start(config: Prompts, values: Value) -> String {
+/// The error when the stage of `config` starts on `values`; empty without one.
+fn start_error(config: Prompts, values: Value) -> String {
     let data = BTreeMap::from([("train".to_owned(), rows(values))]);
     let whole = resource(Some(tokenizer()), Some(template()));
     let mut models: Models = BTreeMap::from([("actor".to_owned(), Box::new(whole) as _)]);
@@ -604,34 +604,37 @@ fn told_at_start(config: Prompts, values: Value) -> String {
 }
 
 #[test]
-fn bad_rows_are_told_before_the_first_step() {
+fn bad_rows_are_reported_before_the_first_step() {
     let row = |answer: Value| json!({"question": "1+1", "answer": answer});
     let one = json!([row(json!("2")), row(json!(null)), row(json!(2))]);
     assert_eq!(
-        told_at_start(Prompts::default(), one),
-        "`rows`, row 2: column `answer` holds null, not a text"
+        start_error(Prompts::default(), one),
+        "`rows`, row 2: column `answer` contains null, not a text"
     );
     let several = json!([{"question": 3}, row(json!("2")), {"answer": "2"}, row(json!([]))]);
-    let told = told_at_start(Prompts::default(), several);
+    let error = start_error(Prompts::default(), several);
     for words in [
         "row 1: there is no column `answer`",
         "row 3: there is no column `question`",
-        "row 4: column `answer` holds a list",
+        "row 4: column `answer` contains a list",
     ] {
-        assert!(told.contains(words), "`{words}` is not in: {told}");
+        assert!(error.contains(words), "`{words}` is not in: {error}");
     }
     let all = Value::Array(vec![json!({"question": "1+1"}); 400]);
-    let told = told_at_start(Prompts::default(), all);
-    assert!(told.contains("the first of which are"), "{told}");
-    assert!(told.contains("row 5") && !told.contains("row 6"), "{told}");
+    let error = start_error(Prompts::default(), all);
+    assert!(error.contains("the first are"), "{error}");
+    assert!(
+        error.contains("row 5") && !error.contains("row 6"),
+        "{error}"
+    );
     let conversation = Prompts {
         messages: Some("chat".to_owned()),
         answer: String::new(),
         ..Prompts::default()
     };
     let ends = json!([{"chat": [{"role": "assistant", "content": "2"}]}]);
-    let told = told_at_start(conversation, ends);
-    assert!(told.contains("row 1: the conversation ends"), "{told}");
+    let error = start_error(conversation, ends);
+    assert!(error.contains("row 1: the conversation ends"), "{error}");
 }
 
 #[test]
@@ -645,9 +648,9 @@ fn answers_that_do_not_fit_the_context_are_handled_as_long_prompts() {
         shuffle: false,
         ..Prompts::default()
     };
-    let told = step(&mut stage(config(OnLong::Error), 1, data()), 1, 0);
-    let told = told.err().unwrap().to_string();
-    assert!(told.contains("row 1: the answer has 61 tokens"), "{told}");
+    let refused = step(&mut stage(config(OnLong::Error), 1, data()), 1, 0);
+    let error = refused.err().unwrap().to_string();
+    assert!(error.contains("row 1: the answer has 61 tokens"), "{error}");
     let (batch, _) = step(&mut stage(config(OnLong::Truncate), 1, data()), 1, 0).unwrap();
     let prompt = batch.get(&PROMPTS).unwrap().row_len(0);
     assert_eq!(batch.get(&TARGETS).unwrap().row_len(0), 64 - prompt);

@@ -1,4 +1,4 @@
-//! Stage `reward_model`: scores a response by a trained model, with the number at its last token.
+//! Stage `reward_model`: scores a response with a trained model, by the value at its last token.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -31,7 +31,7 @@ impl Default for RewardModel {
 
 impl StageConfig for RewardModel {
     const KIND: &'static str = "reward_model";
-    const SUMMARY: &'static str = "scores each response by a reward model";
+    const SUMMARY: &'static str = "scores each response with a reward model";
 
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         Ok(Box::new(RewardModelStage {

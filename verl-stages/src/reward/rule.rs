@@ -1,6 +1,6 @@
-//! Stage `reward`: scores a response by a rule on its text. Runs on the host pool, one row a call.
+//! Stage `reward`: scores a response by a rule on its text. Runs on the host pool, one row per call.
 //!
-//! A pipeline may have several, each with a name of its own and its rewards under another key (`rename`). Their metrics
+//! A pipeline may have several, each with its own name and its rewards under a different key (`rename`). Their metrics
 //! are named after the stage: `form/correct_share` for one called `form`.
 //!
 //! | rule | answer | right | wrong |
@@ -61,7 +61,7 @@ use verl_pipe::stage::{
 use super::math;
 use super::number::Number;
 
-/// What stands before a final answer.
+/// The mark before a final answer.
 const MARK: &str = "####";
 
 /// Share of scored responses whose answer is right.
@@ -71,7 +71,7 @@ pub const CORRECT: Metric = Metric {
     meaning: "share of responses that earn the reward of a right answer",
     reduce: Reduce::Mean,
 };
-/// Share of scored responses in the form that the rule asks for.
+/// Share of scored responses in the form that the rule expects.
 pub const WELL_FORMED: Metric = Metric {
     name: "reward/well_formed_share",
     unit: "share",
@@ -79,27 +79,28 @@ pub const WELL_FORMED: Metric = Metric {
     reduce: Reduce::Mean,
 };
 
-/// What a rule looks at.
+/// What a rule checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RuleKind {
-    /// The number after the last `####` of the response equals the one after the last `####` of the answer (the whole
-    /// answer where it has none). It is compared exactly. Currencies, units, a percent sign, marks of emphasis, a full
+    /// The number after the last `####` of the response equals the one after the last `####` of the answer (the
+    /// entire answer if it has none). It is compared exactly. Currencies, units, a percent sign, marks of emphasis, a full
     /// stop, `=`, `x =`, `$…$` and `\boxed{}` around it do not matter; anything else does, so that `18 or 19` and
     /// `18 hundred` are not 18. An answer without a number is compared as a text, apart from white space at both ends.
     #[default]
     FinalAnswer,
-    /// What the response states is what the answer does, as mathematics and as Math-Verify reads it: `\frac{1}{2}` is
-    /// `0.5`, `\sqrt{8}` is `2\sqrt{2}`, `(x+1)^2` is `x^2+2x+1`, `\{1,2\}` is `2,1`. Of the response counts the last
-    /// `\boxed{}` or what follows "the final answer is", else `####`, else the word "answer", else the last formula or
-    /// number. The answer is LaTeX, plain text, or a whole solution with a box or `####`.
+    /// The response states the same mathematics as the answer, as Math-Verify reads it: `\frac{1}{2}` is `0.5`, `\sqrt{8}`
+    /// is `2\sqrt{2}`, `(x+1)^2` is `x^2+2x+1`, `\{1,2\}` is `2,1`. In the response, the last `\boxed{}` or what follows "the
+    /// final answer is" counts, otherwise what follows `####`, otherwise what follows the word "answer", otherwise the last
+    /// formula or number. The answer is LaTeX, plain text, or a complete solution with a box or `####`.
     Math,
     /// The whole response equals the whole answer, apart from white space at both ends.
     Exact,
-    /// What `pattern` finds equals the answer, compared as by `final_answer`. The last match counts, and of it the first
-    /// group that took part; the whole match where the pattern has no group.
+    /// The text that `pattern` finds equals the answer, compared as by `final_answer`. The last match counts: its first
+    /// group that took part, or the whole match if the pattern has no groups.
     Regex,
-    /// The response has at most `target_tokens` tokens; each token more costs `correct / target_tokens`, down to `wrong`.
+    /// The response has at most `target_tokens` tokens; each further token costs `correct / target_tokens`, down to
+    /// `wrong`.
     Length,
 }
 
@@ -137,12 +138,12 @@ impl Default for Reward {
     }
 }
 
-/// What a rule found.
+/// The result of a rule.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Verdict {
     /// The reward.
     pub reward: f32,
-    /// The response has the form that the rule asks for.
+    /// The response has the form that the rule expects.
     pub well_formed: bool,
     /// The answer is right.
     pub correct: bool,
@@ -155,8 +156,8 @@ pub struct Rule {
     pattern: Option<Regex>,
 }
 
-/// What stands after the last `####` of a response: the rest of the line, or the first line of text after it, without
-/// white space. Marks that nothing follows are passed over: `#### 18 ####` answers 18. `None` without an answer.
+/// The text after the last `####` of a response: the rest of the line, or the first line of text after it, without white
+/// space at both ends. Trailing marks are ignored: `#### 18 ####` answers 18. `None` without an answer.
 ///
 /// ```
 /// use verl_stages::reward::rule::final_answer;
@@ -204,7 +205,7 @@ impl Rule {
     /// Compiles the rule.
     ///
     /// # Errors
-    /// All settings that make no sense.
+    /// All settings that are missing, out of range or without effect.
     pub fn new(config: &Reward) -> Result<Rule, Vec<ConfigError>> {
         let mut faults = Vec::new();
         for (name, value) in [
@@ -257,8 +258,8 @@ impl Rule {
             Some(Err(error)) => {
                 faults.push(ConfigError::new(
                     "pattern",
-                    format!("is no regular expression: {error}"),
-                    "mend the expression",
+                    format!("is not a valid regular expression: {error}"),
+                    "fix the expression",
                 ));
                 None
             }
@@ -315,7 +316,7 @@ impl Rule {
         }
     }
 
-    /// The first group that took part in the last match; the whole match where the pattern has no group.
+    /// The first group that took part in the last match; the whole match if the pattern has no groups.
     fn last_match<'t>(&self, response: &'t str) -> Option<&'t str> {
         let captures = self.pattern.as_ref()?.captures_iter(response).last()?;
         let whole = if captures.len() == 1 {
@@ -356,7 +357,7 @@ struct RewardStage {
     rule: Rule,
 }
 
-/// Records a metric under the name of the stage; of one that is called as its kind, under the metric's own.
+/// Records a metric under the name of the stage; under the metric's own name if the stage is called `reward`.
 fn report(context: &mut StageContext<'_>, metric: &Metric, value: f64) {
     match metric.name.split_once('/') {
         Some((_, name)) if context.stage != Reward::KIND => {

@@ -62,10 +62,10 @@ fn check(moves: i32, grad_norm: f64, learning_rate: f64, expected: (bool, usize)
 }
 
 #[test]
-fn an_optimiser_that_moves_nothing_is_found_at_its_first_step() {
+fn an_optimiser_that_changes_nothing_is_detected_at_its_first_step() {
     check(1, 0.5, 1e-3, (true, 2));
     check(0, 0.5, 1e-3, (false, 2));
-    // Nothing to move by, or not yet.
+    // No gradient, or no learning rate yet.
     check(0, 0.0, 1e-3, (true, 3));
     check(0, 0.5, 0.0, (true, 3));
 }
@@ -78,7 +78,7 @@ const CUTS: Cuts = Cuts {
 };
 
 #[test]
-fn rows_are_cut_as_the_unit_allows() {
+fn rows_are_split_as_the_unit_allows() {
     let minis: Vec<_> = CUTS.mini_batches(12).collect();
     assert_eq!(minis, [0..8, 8..12, 0..8, 8..12]);
     assert_eq!(CUTS.optimizer_steps(12), minis.len());
@@ -119,7 +119,7 @@ fn shares(returns: Option<Vec<f64>>) -> (Result<Shares, StageError>, Vec<[Range<
 }
 
 #[test]
-fn shares_add_up_and_what_has_no_token_is_passed_over() {
+fn shares_add_up_and_micro_batches_without_tokens_are_skipped() {
     let (sum, seen) = shares(Some(vec![1.0, 2.0, 3.0, 5.0]));
     assert_eq!(seen, [[8..11, 0..3], [14..16, 3..4]]);
     let sum = sum.unwrap();
@@ -129,7 +129,7 @@ fn shares_add_up_and_what_has_no_token_is_passed_over() {
 }
 
 #[test]
-fn what_the_maths_refuses_ends_the_step() {
+fn an_error_of_the_maths_ends_the_step() {
     let (refused, seen) = shares(None);
     let error = refused.unwrap_err().to_string();
     assert!(error.contains("returns"), "{error}");

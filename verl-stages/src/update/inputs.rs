@@ -1,4 +1,4 @@
-//! What an objective reads of a mini-batch and no stage writes.
+//! Inputs of an objective that no stage writes.
 
 use std::ops::Range;
 
@@ -12,20 +12,20 @@ use super::{Columns, UpdateStage};
 use crate::losses::Loss;
 use crate::refusals::refused_row;
 
-/// Where an optimiser step stands.
+/// The position of an optimiser step in the run.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct StepAt {
+pub(super) struct StepPosition {
     pub(super) seed: u64,
     /// Step of the run.
     pub(super) step: u64,
     /// Pass over the rows of the step.
     pub(super) pass: usize,
-    /// Nothing was trained on in this step yet, so the policy is the one that sampled.
+    /// Whether nothing has been trained on in this step yet, so that the policy is the one that sampled.
     pub(super) is_first: bool,
 }
 
-/// What the loss reads and an update of a policy cannot come by.
-pub(super) fn unfillable(loss: &Loss, kind: &str) -> Vec<ConfigError> {
+/// Errors for inputs of the loss that an update of a policy cannot provide.
+pub(super) fn unavailable_inputs(loss: &Loss, kind: &str) -> Vec<ConfigError> {
     let inputs = loss.objective.inputs().into_iter();
     let missing = inputs.filter_map(|input| {
         let (what, help) = match input {
@@ -37,15 +37,15 @@ pub(super) fn unfillable(loss: &Loss, kind: &str) -> Vec<ConfigError> {
             | LossInput::CurrentEntropies
             | LossInput::Draws
             | LossInput::Desirable => return None,
-            // What a loss says its reference is scores mismatched answers.
+            // The reference that the loss declares scores mismatched answers.
             LossInput::KlBaseline if loss.reference.is_some() => return None,
             LossInput::Values | LossInput::OldValues | LossInput::Returns => (
                 "numbers of a scalar head, which a policy does not have",
-                "train a critic with stage `update_critic`; the loss of `update` is one of a policy",
+                "train a critic with stage `update_critic`; `update` only trains policies",
             ),
             LossInput::KlBaseline => (
                 "the KL of mismatched answers, which needs a reference",
-                "name the frozen model in the loss's `reference`",
+                "set `reference` of the loss to the frozen model",
             ),
         };
         Some(ConfigError::new(
@@ -60,17 +60,17 @@ pub(super) fn unfillable(loss: &Loss, kind: &str) -> Vec<ConfigError> {
 }
 
 impl UpdateStage {
-    /// Fills the columns that the objective selects tokens by.
+    /// Fills the columns by which the objective selects tokens; returns log Σ π² of the tokens if the loss reads it.
     ///
-    /// The policy at the start of the step's first optimiser step is that of the old log-probs, so only later ones are
-    /// scored; without old log-probs there is one optimiser step, and what is scored are the old ones.
+    /// At the first optimiser step of a step the policy is still that of the old log-probs, so it is scored only at
+    /// later ones. Without old log-probs there is one optimiser step, and its scores are the old log-probs.
     pub(super) fn fill(
         &self,
         mini: &mut MiniBatch,
         policy: &dyn PolicyModel,
         columns: &Columns<'_>,
         rows: Range<usize>,
-        at: StepAt,
+        at: StepPosition,
     ) -> Result<Option<Vec<f32>>, StageError> {
         let reads_squares = self.loss.reads_sum_pi_squared;
         let mut squares = None;
@@ -125,9 +125,9 @@ impl UpdateStage {
     }
 }
 
-/// A number in (0, 1) for each action token: a function of seed, step, pass, the row's identity and the token's place,
-/// so that neither the order of rows nor the cut of the mini-batch matters.
-fn draws(columns: &Columns<'_>, rows: Range<usize>, at: StepAt) -> Vec<f64> {
+/// A number in (0, 1) for each action token: a function of seed, step, pass, the row's identity and the token's
+/// position, so that neither the order of rows nor the split into mini-batches matters.
+fn draws(columns: &Columns<'_>, rows: Range<usize>, at: StepPosition) -> Vec<f64> {
     let tokens = rows.flat_map(|row| {
         let key = DrawKey {
             seed: at.seed,
@@ -151,7 +151,7 @@ mod tests {
     use verl_pipe::batch::{Batch, RaggedColumn, RowId};
     use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
 
-    /// Rows of these identities, each of three tokens of which the second is an observation.
+    /// Rows with these identities, each with three tokens; the second is an observation.
     fn batch(ids: &[u64]) -> Batch {
         let ids: Vec<RowId> = ids.iter().map(|id| RowId(*id)).collect();
         let mut batch = Batch::with_rows(&ids);
@@ -165,15 +165,15 @@ mod tests {
         batch
     }
 
-    fn drawn(ids: &[u64], at: StepAt) -> Vec<f64> {
+    fn drawn(ids: &[u64], at: StepPosition) -> Vec<f64> {
         let batch = batch(ids);
         let columns = Columns::new(&batch, RESPONSES).unwrap();
         draws(&columns, 0..ids.len(), at)
     }
 
     #[test]
-    fn draws_go_with_the_row_and_not_with_its_place() {
-        let at = StepAt {
+    fn draws_depend_on_the_row_and_not_on_its_position() {
+        let at = StepPosition {
             seed: 1,
             step: 2,
             pass: 0,
@@ -187,9 +187,9 @@ mod tests {
         assert_eq!(both[2..], drawn(&[8], at));
         assert!(both.iter().all(|draw| (0.0..1.0).contains(draw)));
         for other in [
-            StepAt { seed: 2, ..at },
-            StepAt { step: 3, ..at },
-            StepAt { pass: 1, ..at },
+            StepPosition { seed: 2, ..at },
+            StepPosition { step: 3, ..at },
+            StepPosition { pass: 1, ..at },
         ] {
             let draws = drawn(&[7, 8], other);
             assert!(draws.iter().zip(&both).all(|(a, b)| a != b), "{other:?}");
@@ -197,9 +197,9 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_of_a_critic_is_refused() {
+    fn a_critic_loss_is_refused() {
         let critic = Objective::new(Aggregation::TokenMean).with(1.0, ValueLoss::default());
-        let faults = unfillable(&Loss::new(critic), "value");
+        let faults = unavailable_inputs(&Loss::new(critic), "value");
         assert_eq!(faults.len(), 1, "{faults:?}");
         assert!(faults[0].reason.contains("scalar head"), "{faults:?}");
     }

@@ -1,4 +1,4 @@
-//! What losses of judged answers read beside log-probs: labels, and KTO's z₀.
+//! Inputs of preference losses besides log-probs: labels, and KTO's z₀.
 
 use verl_algos::losses::kl_baseline;
 use verl_models::model::{Extras, ScoreRow};
@@ -10,10 +10,10 @@ use crate::losses::Loss;
 use crate::model::{POLICY, PolicyResource};
 use crate::refusals::refused_row;
 
-/// Adds what `loss` reads.
+/// Adds the inputs of `loss` to `spec`.
 pub(super) fn spec(mut spec: StageSpec, loss: &Loss) -> StageSpec {
     if loss.reads_labels() {
-        let help = "add a stage `pairs` behind `preferences`, or name the column `labels` in `preferences`";
+        let help = "add a stage `pairs` after `preferences`, or set the column `labels` of `preferences`";
         spec = spec.reads(DESIRABLE).remedy(DESIRABLE.name(), help);
     }
     match &loss.reference {
@@ -24,10 +24,10 @@ pub(super) fn spec(mut spec: StageSpec, loss: &Loss) -> StageSpec {
     }
 }
 
-/// Whether each row is to be learnt; empty where `loss` does not ask.
+/// Whether each row is desirable; empty if `loss` does not read it.
 ///
 /// # Errors
-/// Rows that are no pairs, for a loss of pairs.
+/// Rows that are not pairs, for a loss on pairs.
 pub(super) fn desirable(input: &Batch, loss: &Loss) -> Result<Vec<bool>, StageError> {
     if !loss.reads_labels() {
         return Ok(Vec::new());
@@ -41,18 +41,18 @@ pub(super) fn desirable(input: &Batch, loss: &Loss) -> Result<Vec<bool>, StageEr
             row: 2 * pair,
             id: input.ids()[2 * pair],
             reason:
-                "begins no pair of a chosen and a rejected answer, of which the loss is a function"
+                "does not begin a pair of a chosen and a rejected answer, which the loss requires"
                     .to_owned(),
         });
     }
     Ok(labels)
 }
 
-/// z₀ of KTO for a mini-batch: [`kl_baseline`] of answers to other prompts, scored without gradient by the policy as it
-/// is now and by the reference.
+/// z₀ of KTO for a mini-batch: [`kl_baseline`] of answers to other prompts, scored without gradients by the current
+/// policy and by the reference.
 ///
 /// # Errors
-/// A mini-batch of one prompt; what the models refuse.
+/// A mini-batch of one prompt; errors of the models.
 pub(super) fn baseline(
     models: &mut Models,
     (policy, reference): (&str, &str),
@@ -81,8 +81,8 @@ pub(super) fn baseline(
 /// Each prompt with the answer of the next row that has another prompt, cut off where the context ends.
 ///
 /// # Differences
-/// The next row itself is what [`mismatched_rows`](verl_algos::losses::mismatched_rows) takes; of a pair that is an
-/// answer to the same prompt.
+/// [`mismatched_rows`](verl_algos::losses::mismatched_rows) takes the next row itself; in a pair that is an answer to
+/// the same prompt.
 fn mismatched<'a>(rows: &[ScoreRow<'a>], context: usize) -> Result<Vec<ScoreRow<'a>>, StageError> {
     let after = |index: usize| rows[index + 1..].iter().chain(&rows[..index]);
     let each = rows.iter().enumerate().map(|(index, row)| {
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_put_behind_other_prompts() {
+    fn answers_are_put_after_other_prompts() {
         let row = |prompt, response| ScoreRow { prompt, response };
         let (a, b) = (&[1u32, 2][..], &[3u32][..]);
         let rows = [
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_of_pairs_get_pairs() {
+    fn losses_on_pairs_require_pairs() {
         let (orpo, kto) = (
             Orpo::default().build(&context()).unwrap(),
             Kto::default().build(&context()).unwrap(),

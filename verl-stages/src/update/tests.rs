@@ -6,7 +6,7 @@ use super::*;
 use crate::sink::run_with;
 
 #[test]
-fn truncated_responses_leave_the_loss_and_its_counts() {
+fn truncated_responses_are_excluded_from_the_loss_and_its_counts() {
     let ids: Vec<RowId> = (0..3).map(RowId).collect();
     let mut batch = Batch::with_rows(&ids);
     let tokens = [vec![1u32, 2], vec![3, 4, 5], vec![6]];
@@ -29,7 +29,7 @@ fn truncated_responses_leave_the_loss_and_its_counts() {
     batch.put(&FINISH_REASONS, reasons).unwrap();
     assert_eq!(rows(&batch), [0, 2]);
 
-    // A correction of the rollout thins them out further, and weighs what is left.
+    // `correct_rollout` excludes more tokens, and weights the others.
     let masks = RaggedColumn::from_rows([vec![1u8, 0], vec![1, 1, 1], vec![0]]);
     batch.put(&ROLLOUT_MASKS, masks).unwrap();
     let weights = RaggedColumn::from_rows([vec![0.5f32, 0.0], vec![1.0, 1.0, 1.0], vec![3.0]]);
@@ -38,10 +38,10 @@ fn truncated_responses_leave_the_loss_and_its_counts() {
     let columns = Columns::new(&batch, RESPONSES).unwrap();
     let mini = columns.mini_batch(0..3);
     assert_eq!(mini.rollout_weights, Some(vec![0.5]));
-    // Rows that were emptied leave both denominators.
+    // Rows without tokens are excluded from both denominators.
     assert_eq!(mini.counts, Counts::declared(1, 1));
 
-    // The key is only there where the setting asks for it.
+    // The key is read only if the setting is on.
     let reads = |mask_truncated| {
         let config = Update {
             mask_truncated,
@@ -68,22 +68,22 @@ fn the_first_steps_can_be_left_to_the_critic() {
         };
         StageConfig::build(&config, &context).unwrap()
     };
-    // A batch without columns is only refused by a step that looks at it.
-    let rests = |step| {
+    // A batch without columns is refused only by a step that reads it.
+    let is_idle = |step| {
         let batch = Batch::with_rows(&[RowId(0)]);
         run_with(stage(3, 9).as_mut(), step, batch, &mut Models::new()).is_ok()
     };
-    assert_eq!([1, 2, 3, 4].map(rests), [true, true, true, false]);
+    assert_eq!([1, 2, 3, 4].map(is_idle), [true, true, true, false]);
     let doubts = |warmup_steps, steps| stage(warmup_steps, steps).spec().doubts;
     assert_eq!(doubts(8, 9), []);
-    let doubt = doubts(9, 9).remove(0);
-    assert_eq!(doubt.setting, "warmup_steps");
-    assert!(doubt.reason.contains("never trained"), "{doubt}");
+    let warning = doubts(9, 9).remove(0);
+    assert_eq!(warning.setting, "warmup_steps");
+    assert!(warning.reason.contains("never trained"), "{warning}");
     assert_eq!(doubts(0, 0), []);
 }
 
 #[test]
-fn several_optimiser_steps_a_step_need_old_log_probs() {
+fn several_optimiser_steps_per_step_need_old_log_probs() {
     let needs = |loss: Part<Loss>, steps| {
         let config = Update {
             loss,
@@ -144,7 +144,7 @@ fn pairs() -> (Models, Batch) {
     (models, batch)
 }
 
-/// The stage with a loss of pairs, and what it recorded of metrics in each of `steps`.
+/// The values of `metric` in each of `steps`, of the stage with a loss on pairs.
 fn losses_of(loss: crate::losses::Dpo, metric: &Metric, steps: &[u64]) -> Vec<f64> {
     let config = Update {
         loss: loss.into(),
@@ -222,7 +222,7 @@ fn the_reward_shift_is_kept_between_steps_and_in_snapshots() {
 }
 
 #[test]
-fn pairs_can_be_weighed_by_what_the_policy_would_say() {
+fn pairs_can_be_weighted_by_how_likely_the_policy_generates_them() {
     let dpo = crate::losses::Dpo::default;
     let weighed = crate::losses::Dpo { wpo: true, ..dpo() };
     let (with, without) = (

@@ -1,4 +1,4 @@
-//! The teacher's opinion of the sampled tokens, as advantages for a policy loss.
+//! The teacher's scores of the sampled tokens, as advantages for a policy loss.
 
 use crate::advantages::backward_scan;
 use crate::error::{AlgoError, check_finite, check_setting};
@@ -6,16 +6,18 @@ use crate::ragged::Ragged;
 
 /// Â_t = Σ_{u ≥ t} γ^{u − t} (log p(y_u) − log q(y_u)), p the teacher and q the student that sampled y.
 ///
-/// The expectation of log p − log q over the student's tokens is −KL(q‖p), so that a policy loss with these advantages
-/// goes down the reverse KL without any other log-prob of the teacher. γ = 0 blames each token for its own divergence
-/// only; γ = 1 also for where it leads. Observations are stepped over and get 0.
+/// The expectation of log p − log q over the student's tokens is −KL(q‖p), so a policy loss with these advantages
+/// minimises the reverse KL without any other log-prob of the teacher. With γ = 0 each token accounts only for its own
+/// divergence; with γ = 1 also for that of the tokens after it. Observations are skipped and get 0.
 ///
 /// # Shapes
 /// `student_log_probs` (of the policy that sampled), `teacher_log_probs`, `actions`, result: `[B, T~]`, nats
 /// # Errors
-/// Rows of other lengths than those of `actions`; a log-prob of an action token that is not finite; γ outside [0, 1].
+/// Rows whose lengths differ from those of `actions`; a log-prob of an action token that is not finite; γ outside [0,
+/// 1].
 /// # Differences
-/// MiniLLM divides the sum by the number of remaining tokens and mixes the teacher into the sampling; neither is here.
+/// MiniLLM divides the sum by the number of remaining tokens and mixes the teacher into the sampling; neither is done
+/// here.
 /// # Source
 /// Gu et al. 2024 (MiniLLM), arXiv:2306.08543, section 2.2, for γ = 1; Agarwal et al. 2024 (GKD),
 /// arXiv:2306.13649, on distillation from the student's own samples.
@@ -82,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         let [student, teacher] = rows();
         let all = student.map(|_, _, _| true);
         let error = teacher_advantages(&student, &teacher, &all, 0.0).unwrap_err();

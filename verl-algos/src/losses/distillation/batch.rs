@@ -1,16 +1,16 @@
-//! What distillation reads: the teacher's best tokens in plain numbers, and the student's log-probs of the same tokens.
+//! Inputs of distillation: the teacher's best tokens in plain numbers, and the student's log-probs of the same tokens.
 
 use burn::tensor::Tensor;
 
 use crate::aggregate::Counts;
 use crate::error::{AlgoError, check_finite, check_len};
 
-/// How far above 1 the teacher's mass may add up: log-probs in half precision are that far off.
+/// Tolerance by which the teacher's mass may exceed 1: log-probs in half precision are that inaccurate.
 const MASS_SLACK: f64 = 0.02;
 
-/// The rows of one optimiser step on this rank, packed, with what the teacher says about each token.
+/// The rows of one optimiser step on this rank, packed, with the teacher's distribution at each token.
 ///
-/// Dims: `N` tokens, `K` tokens of the vocabulary a token.
+/// Dims: `N` tokens, `K` tokens of the vocabulary per token.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DistillationBatch {
     /// Row of each token, `[N]`. Rows without action tokens do not appear.
@@ -19,14 +19,14 @@ pub struct DistillationBatch {
     pub counts: Counts,
     /// Number of tokens that the teacher lists, `K`.
     pub top_k: usize,
-    /// The teacher's best tokens in place of each token, `[N, K]`, in any order.
+    /// The teacher's best tokens at each position, `[N, K]`, in any order.
     pub ids: Vec<u32>,
     /// The teacher's log-probs of them under its full softmax, `[N, K]`, nats.
     pub teacher_log_probs: Vec<f64>,
 }
 
 impl DistillationBatch {
-    /// A mini-batch with counts of its own.
+    /// A mini-batch with counts taken from it.
     pub fn new(
         rows: Vec<usize>,
         top_k: usize,
@@ -42,7 +42,7 @@ impl DistillationBatch {
         }
     }
 
-    /// Action tokens, `N`.
+    /// Number of action tokens, `N`.
     pub fn num_tokens(&self) -> usize {
         self.rows.len()
     }
@@ -75,11 +75,11 @@ impl DistillationBatch {
         Ok(gathered)
     }
 
-    /// Refuses columns of other lengths, and what is not part of one distribution over the vocabulary.
+    /// Rejects columns of the wrong length, and columns that are not part of one distribution over the vocabulary.
     ///
     /// # Errors
-    /// No token listed; columns of other lengths; log-probs that are not finite or add up to more than 1; an id that is
-    /// listed twice.
+    /// No token listed; columns of the wrong length; log-probs that are not finite or add up to more than 1; an id that
+    /// is listed twice.
     pub fn check(&self) -> Result<(), AlgoError> {
         if self.top_k == 0 {
             return Err(AlgoError::TooFew {
@@ -119,7 +119,7 @@ impl DistillationBatch {
     }
 }
 
-/// Some tokens of a mini-batch, with what the student says about them.
+/// Some tokens of a mini-batch, with the student's log-probs at them.
 #[derive(Debug, Clone)]
 pub struct DistillationMicroBatch {
     /// Positions of its tokens in the mini-batch, `[M]`.
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_no_distribution() {
+    fn rejects_invalid_distributions() {
         let refusal = |change: &dyn Fn(&mut DistillationBatch)| {
             let mut batch = batch();
             change(&mut batch);

@@ -5,18 +5,18 @@ use burn::tensor::Tensor;
 use crate::error::{AlgoError, check_setting};
 use crate::functions::{exp, log, log_softmax};
 
-/// Least mass of the tail: f32 does not know a remainder of 1 below it. No gradient goes through it there.
+/// Least mass of the tail: f32 cannot represent a smaller remainder of 1. No gradient flows through it there.
 const TAIL_FLOOR: f64 = 1e-6;
 
-/// What becomes of the tokens outside the teacher's best K.
+/// How the tokens outside the teacher's best K are treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Tail {
-    /// All of them are one more outcome, with the mass that is left, 1 − Σ e^{log-prob}. The divergence is then a lower
-    /// bound of that over the vocabulary, and a student that puts mass outside the best K pays for it. The default.
+    /// All of them are one more outcome, with the remaining mass, 1 − Σ e^{log-prob}. The divergence is then a lower
+    /// bound of that over the vocabulary, and penalises a student that puts mass outside the best K. The default.
     #[default]
     Bucket,
-    /// They are left out, and both distributions divided by their mass inside the best K. How much mass the student has
-    /// outside is then free.
+    /// They are left out, and both distributions are divided by their mass inside the best K. The student's mass
+    /// outside is then not penalised.
     Renormalize,
 }
 
@@ -48,7 +48,7 @@ impl Tail {
         }
     }
 
-    /// Log-probs of K tokens into those of a whole distribution over them (and the tail).
+    /// Turns log-probs of K tokens into those of a complete distribution over them (and the tail).
     ///
     /// # Shapes
     /// `log_probs`: `[N, K]`; result: `[N, K + 1]` with [`Tail::Bucket`], `[N, K]` with [`Tail::Renormalize`]
@@ -60,7 +60,7 @@ impl Tail {
                 Tensor::cat(vec![log_probs, log(left.clamp_min(TAIL_FLOOR))], 1)
             }
         };
-        // With a tail the mass is 1 already, up to rounding and the floor.
+        // With a tail the mass is already 1, up to rounding and the floor.
         log_softmax(outcomes)
     }
 }
@@ -70,14 +70,14 @@ impl Tail {
 /// # Shapes
 /// Log-probs of both `[N, K]`; result `[N]`.
 /// # Differences
-/// Over the teacher's best K tokens, where GKD takes the vocabulary: see [`Tail`].
+/// Over the teacher's best K tokens; GKD uses the vocabulary: see [`Tail`].
 /// # Source
 /// Agarwal et al. 2024 (GKD), arXiv:2306.13649, section 3.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Divergence {
-    /// KL(p‖q) = Σ p (log p − log q): the student covers all that the teacher may say.
+    /// KL(p‖q) = Σ p (log p − log q): the student covers all tokens that the teacher may produce.
     Forward,
-    /// KL(q‖p) = Σ q (log q − log p): the student says only what the teacher may say.
+    /// KL(q‖p) = Σ q (log q − log p): the student produces only tokens that the teacher may produce.
     Reverse,
     /// β KL(p‖m) + (1 − β) KL(q‖m), m = β p + (1 − β) q; never above the entropy of (β, 1 − β). Over β it tends to the
     /// forward KL for β → 0, over 1 − β to the reverse KL for β → 1.
@@ -91,7 +91,7 @@ impl Divergence {
     /// The names of all divergences.
     pub const NAMES: &'static [&'static str] = &["forward_kl", "jensen_shannon", "reverse_kl"];
 
-    /// The divergence with this name; `beta` is read by `jensen_shannon` only, ½ unless declared.
+    /// The divergence with this name; `beta` is used only by `jensen_shannon`, ½ by default.
     ///
     /// # Errors
     /// An unknown name; β outside (0, 1).
@@ -123,7 +123,7 @@ impl Divergence {
         }
     }
 
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
     /// β outside (0, 1).
@@ -133,7 +133,7 @@ impl Divergence {
                 "beta",
                 beta,
                 beta > 0.0 && beta < 1.0,
-                "a mixture has a share in (0, 1); its ends are `forward_kl` and `reverse_kl`",
+                "a mixture needs a share in (0, 1); for its ends use `forward_kl` and `reverse_kl`",
             ),
             Divergence::Forward | Divergence::Reverse => Ok(()),
         }
@@ -142,7 +142,7 @@ impl Divergence {
     /// The divergence of each token, nats, differentiable in both.
     ///
     /// # Shapes
-    /// `teacher`, `student`: log-probs of whole distributions, `[N, K]`; result: `[N]`
+    /// `teacher`, `student`: log-probs of complete distributions, `[N, K]`; result: `[N]`
     pub fn tokens(&self, teacher: Tensor<2>, student: Tensor<2>) -> Tensor<1> {
         match *self {
             Divergence::Forward => kl(teacher, student),
@@ -163,7 +163,7 @@ fn kl(p: Tensor<2>, q: Tensor<2>) -> Tensor<1> {
     (exp(p.clone()) * (p - q)).sum_dim(1).squeeze_dim(1)
 }
 
-/// log(e^a + e^b); the larger is taken off first and carries no gradient, since it cancels.
+/// log(e^a + e^b); the larger is subtracted first and has no gradient, because it cancels.
 fn log_add(a: Tensor<2>, b: Tensor<2>) -> Tensor<2> {
     let larger = a.clone().max_pair(b.clone()).detach();
     let sum = exp(a - larger.clone()) + exp(b - larger.clone());
@@ -217,7 +217,7 @@ mod tests {
     fn a_tail_without_mass_is_harmless() {
         for divergence in Divergence::NAMES {
             let divergence = Divergence::parse(divergence, None).unwrap();
-            // Rounding may even leave less than nothing.
+            // Rounding may even make the remainder negative.
             let all = Tail::Bucket.distribution(row(&[0.75, 0.25 + 1e-9]));
             let same = divergence.tokens(all.clone(), all.clone());
             assert!(read(same)[0].abs() < 1e-12);
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn names_lead_back() {
+    fn names_round_trip() {
         for name in Divergence::NAMES {
             assert_eq!(Divergence::parse(name, None).unwrap().name(), *name);
         }

@@ -12,35 +12,37 @@ use crate::tensor::{at_least_f32, constant_like};
 
 /// Agg(D(p, q)): a divergence of the student q from the teacher p at each token, over the teacher's best K tokens.
 ///
-/// The gradient is that of the divergence alone: who wrote the tokens is a constant. Reported: `distillation_loss`, the
+/// The gradient is only that of the divergence: the author of the tokens is a constant. Reported: `distillation_loss`,
+/// the
 /// aggregated value; `distillation_divergence`, its mean over tokens; `teacher_mass` and `student_mass`, the mean
 /// probability inside the best K.
 ///
 /// Log-probs at a temperature T are those of logits over T, on both sides.
 ///
 /// # Shapes
-/// Log-probs of student and teacher at the teacher's best K: `[M, K]`; result `[M]`, one a token.
+/// Log-probs of student and teacher at the teacher's best K: `[M, K]`; result `[M]`, one per token.
 /// # Differences
-/// GKD sums over the vocabulary; over the best K the [`Tail`] rule says what becomes of the rest. With K the size of the
+/// GKD sums over the vocabulary; over the best K the [`Tail`] rule defines how the rest is treated. With K the size of
+/// the
 /// vocabulary both rules give GKD's numbers.
 /// # Source
-/// Agarwal et al. 2024 (GKD), arXiv:2306.13649, section 3 and algorithm 1; Gu et al. 2024 (MiniLLM), arXiv:2306.08543, for
-/// the reverse KL.
+/// Agarwal et al. 2024 (GKD), arXiv:2306.13649, section 3 and algorithm 1; Gu et al. 2024 (MiniLLM), arXiv:2306.08543,
+/// for the reverse KL.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DistillationLoss {
-    /// What is minimised at each token.
+    /// The divergence that is minimised at each token.
     pub divergence: Divergence,
-    /// What becomes of the tokens outside the best K.
+    /// How the tokens outside the best K are treated.
     pub tail: Tail,
-    /// How tokens are added up.
+    /// How tokens are aggregated.
     pub aggregation: Aggregation,
 }
 
 impl DistillationLoss {
-    /// Looks at the whole mini-batch, once, before any micro-batch.
+    /// Prepares the loss from the entire mini-batch, once, before any micro-batch.
     ///
     /// # Errors
-    /// Settings out of range; columns that [`DistillationBatch::check`] refuses; a missing global count
+    /// Settings out of range; columns that [`DistillationBatch::check`] rejects; a missing global count
     /// ([`token_weights`]).
     pub fn prepare<'a>(
         &self,
@@ -56,7 +58,7 @@ impl DistillationLoss {
     }
 }
 
-/// The loss, having seen its mini-batch.
+/// The loss, prepared for its mini-batch.
 #[derive(Debug, Clone)]
 pub struct PreparedDistillation<'a> {
     loss: DistillationLoss,
@@ -72,13 +74,13 @@ impl PreparedDistillation<'_> {
     pub fn loss(&self, micro: &DistillationMicroBatch) -> Result<Partial, AlgoError> {
         let [tokens, top_k] = micro.log_probs.dims();
         check_len("log_probs", "tokens", tokens, micro.tokens.len())?;
-        check_len("log_probs", "numbers a token", top_k, self.batch.top_k)?;
+        check_len("log_probs", "numbers per token", top_k, self.batch.top_k)?;
         let teacher = self
             .batch
             .gather(&self.batch.teacher_log_probs, &micro.tokens)?;
         let log_probs = at_least_f32(micro.log_probs.clone());
         if micro.tokens.is_empty() {
-            // The sum over no token is 0, and a caller can go backward through it.
+            // The sum over no tokens is 0, and a caller can run a backward pass through it.
             return Ok(Partial {
                 loss: log_probs.sum(),
                 metrics: Vec::new(),
@@ -146,7 +148,7 @@ mod tests {
         let batch = batch();
         let prepared = loss(Divergence::Reverse, Tail::Bucket).prepare(&batch);
         let prepared = prepared.unwrap();
-        // Equal to the teacher but for the last token, (¼, ¼) with a tail of ½: ¼ ln 2.
+        // Equal to the teacher except for the last token, (¼, ¼) with a tail of ½: ¼ ln 2.
         let student = [-1.0, -2.0, -1.0, -2.0, -2.0, -2.0].map(|x| x * LN_2);
         let partial = prepared
             .loss(&DistillationMicroBatch {
@@ -190,14 +192,14 @@ mod tests {
         let left = 1.0 - a - b;
         let expected = [-0.5 + 0.25 * a / left, -0.25 + 0.25 * b / left];
         for (g, e) in got.iter().zip(expected) {
-            assert!((g - e).abs() < 1e-12, "{got:?} against {expected:?}");
+            assert!((g - e).abs() < 1e-12, "{got:?} differs from {expected:?}");
         }
         let got = grads([-LN_2, -2.0 * LN_2]);
         assert!(got.iter().all(|g| g.abs() < 1e-12), "{got:?}");
     }
 
     #[test]
-    fn refusals() {
+    fn rejects_invalid_inputs() {
         let plain = loss(Divergence::Forward, Tail::Renormalize);
         let mut batch = batch();
         let prepared = plain.prepare(&batch).unwrap();
@@ -209,7 +211,7 @@ mod tests {
         let text = refusal(vec![0], [2, 2]);
         assert_eq!(text, "`log_probs` has 2 tokens, expected 1");
         let text = refusal(vec![0], [1, 3]);
-        assert_eq!(text, "`log_probs` has 3 numbers a token, expected 2");
+        assert_eq!(text, "`log_probs` has 3 numbers per token, expected 2");
         let text = refusal(vec![3], [1, 2]);
         assert!(text.contains("position 3 lies outside"), "{text}");
         let beta = Divergence::JensenShannon { beta: 1.5 };

@@ -1,11 +1,13 @@
-//! Distillation from a teacher: the student's own tokens, the teacher's opinion of each.
+//! Distillation from a teacher: the student's own tokens, scored by the teacher.
 //!
-//! | what the teacher gives | here |
+//! | the teacher's output | here |
 //! |---|---|
-//! | log-probs of its best K tokens at each position | [`DistillationLoss`]: a [`Divergence`] a token, with a [`Tail`] rule |
+//! | log-probs of its best K tokens at each position | [`DistillationLoss`]: a [`Divergence`] per token, with a
+//! [`Tail`] rule |
 //! | log-prob of the sampled token only | [`teacher_advantages`] for a policy loss; or [`KlLoss`](super::KlLoss) with the teacher as reference |
 //!
-//! On-policy or not is a matter of who wrote the tokens: rollouts of the student, a data set, or a mixture of both.
+//! Whether it is on-policy depends on the author of the tokens: rollouts of the student, a data set, or a mixture of
+//! both.
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};

@@ -1,4 +1,4 @@
-//! The likelihood of chosen answers.
+//! The likelihood of chosen responses.
 
 use crate::losses::LossInput;
 use burn::tensor::Tensor;
@@ -6,14 +6,14 @@ use burn::tensor::Tensor;
 use crate::error::AlgoError;
 use crate::losses::{Mean, PerRow, PreparedRows, RowLoss};
 
-/// −ℓ of the chosen answers' tokens, a mean over tokens: what ORPO and CPO add to their comparison.
+/// −ℓ of the chosen responses' tokens, a mean over tokens: the term that ORPO and CPO add to their comparison.
 ///
 /// 0 for a mini-batch without chosen tokens.
 ///
 /// # Shapes
-/// Log-probs `[M]`; result: one a chosen row.
+/// Log-probs `[M]`; result: one per chosen row.
 /// # Differences
-/// TRL's ORPO runs over the prompt too; here, as in the paper, over the answer.
+/// TRL's ORPO includes the prompt; here, as in the paper, only the response counts.
 /// # Source
 /// Xu et al. 2024 (CPO), arXiv:2401.08417; Hong et al. 2024 (ORPO), arXiv:2403.07691.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -40,7 +40,7 @@ impl RowLoss for ChosenNll {
     }
 }
 
-/// −Σ ℓ over the chosen answer of each pair, `[P]`.
+/// −Σ ℓ over the chosen response of each pair, `[P]`.
 pub(super) fn chosen_nll(rows: &PreparedRows<'_>) -> Tensor<1> {
     -rows.sides(rows.tokens().log_probs()).chosen
 }

@@ -11,14 +11,15 @@ use crate::batch::MiniBatch;
 use crate::error::{AlgoError, check_setting};
 use crate::losses::{Objective, PerRow, PreparedRows, RowLoss};
 
-/// What a pair costs, as a function of x = c − r, the log-probs of its two answers.
+/// The loss of a pair, as a function of x = c − r, the difference of its responses' log-probs c (chosen) and r
+/// (rejected).
 ///
 /// # Shapes
-/// x: `[P]`, one a pair; result the same.
+/// x: `[P]`, one per pair; the result has the same shape.
 /// # Differences
-/// None known against TRL.
+/// None known compared with TRL.
 /// # Source
-/// TRL `CPOTrainer`; the papers stand at [`Cpo`].
+/// TRL `CPOTrainer`; the papers are listed at [`Cpo`].
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum CpoLoss {
     /// max(0, 1 − βx) on sums over tokens.
@@ -30,7 +31,7 @@ pub enum CpoLoss {
     Sigmoid,
     /// The same on means over tokens, with x = c − r − γ/β: SimPO.
     Simpo {
-        /// γ, the margin of rewards that is asked for, at least 0.
+        /// γ, the target margin of rewards, at least 0.
         gamma: f64,
     },
 }
@@ -39,22 +40,22 @@ pub enum CpoLoss {
 ///
 /// With `alphapo_alpha` each log-prob c is replaced by AlphaPO's reward (1 − p^{−α})/α, p = e^c, computed as
 /// (1 − e^{−αc})/α. Reported, as means over pairs: rewards βc and βr, their margin and accuracy, and the log-probs.
-/// [`Cpo::objective`] adds the likelihood of chosen answers, which is part of CPO.
+/// [`Cpo::objective`] adds the likelihood of chosen responses, which is part of CPO.
 ///
 /// # Shapes
-/// Log-probs `[M]` of whole pairs; result `[P]`, one a pair.
+/// Log-probs `[M]` of complete pairs; result `[P]`, one per pair.
 /// # Differences
-/// TRL computes e^c first, which underflows for long answers.
+/// TRL computes e^c first, which underflows for long responses.
 /// # Source
 /// Xu et al. 2024, arXiv:2401.08417; SimPO: Meng et al. 2024, arXiv:2405.14734, eq. 6; AlphaPO: Gupta et al. 2025,
 /// arXiv:2501.03884.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cpo {
-    /// What a pair costs.
+    /// The loss of a pair.
     pub loss: CpoLoss,
     /// β, positive.
     pub beta: f64,
-    /// ε, in [0, ½): share of pairs whose label is taken to be wrong; read by the sigmoids.
+    /// ε, in [0, ½): assumed share of pairs with a wrong label; read by the sigmoids.
     pub label_smoothing: f64,
     /// α of AlphaPO; `None` or 0 for the log-prob itself.
     pub alphapo_alpha: Option<f64>,
@@ -93,7 +94,7 @@ impl Cpo {
         }
     }
 
-    /// The loss plus `cpo_alpha` times the negative log-likelihood of chosen answers.
+    /// The loss plus `cpo_alpha` times the negative log-likelihood of chosen responses.
     pub fn objective(self, cpo_alpha: f64) -> Objective {
         let objective = Objective::new(Aggregation::default()).with_rows(1.0, self);
         if cpo_alpha == 0.0 {
@@ -146,15 +147,15 @@ impl RowLoss for Cpo {
         )?;
         match self.loss {
             CpoLoss::Simpo { gamma } => {
-                let sound = gamma >= 0.0 && gamma.is_finite();
-                let rule = "it must be a finite number from 0";
-                check_setting("simpo_gamma", gamma, sound, rule)
+                let valid = gamma >= 0.0 && gamma.is_finite();
+                let rule = "it must be a finite number of at least 0";
+                check_setting("simpo_gamma", gamma, valid, rule)
             }
             CpoLoss::Hinge | CpoLoss::Ipo if self.label_smoothing > 0.0 => {
                 Err(AlgoError::Conflict {
                     loss: self.name(),
                     setting: "label_smoothing",
-                    reason: "only the sigmoids have it",
+                    reason: "only the sigmoid losses use it",
                 })
             }
             _ => Ok(()),
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_settings_and_sides_that_make_no_sense() {
+    fn rejects_invalid_settings_and_sides() {
         let plain = Cpo::default();
         assert!(
             Cpo {
@@ -273,7 +274,7 @@ mod tests {
             .check()
             .is_err()
         );
-        // A mean over no token would pass for a certain answer; a sum over none is 0.
+        // A mean over no tokens would look like a certain response; a sum over none is 0.
         let empty = MiniBatch::new(vec![1]);
         let error = Cpo::simpo().prepare(&empty).unwrap_err();
         assert!(error.to_string().contains("row 0"), "{error}");

@@ -5,12 +5,12 @@ use burn::tensor::Tensor;
 use super::log_space::{exp_m1, log_sigmoid};
 use crate::error::{AlgoError, check_setting};
 
-/// The f-divergence that holds the policy to its reference; DPO's implicit reward is β f′(π/π_ref).
+/// The f-divergence that keeps the policy near its reference; DPO's implicit reward is β f′(π/π_ref).
 ///
 /// Each log-ratio Δ of a row is replaced by f′ at e^Δ. Exponents are clamped to ±80.
 ///
 /// # Shapes
-/// Log-ratios `[P]`, one a side of each pair; result the same.
+/// Log-ratios `[P]`, one per side of each pair; the result has the same shape.
 /// # Differences
 /// TRL keeps Δ itself in `apo_zero` and `apo_down`; here it is replaced everywhere.
 /// # Source
@@ -40,7 +40,7 @@ impl FDivergence {
         "reverse_kl",
     ];
 
-    /// The divergence with this name; `alpha` is read by `alpha_divergence` only.
+    /// The divergence with this name; `alpha` is used only by `alpha_divergence`.
     ///
     /// # Errors
     /// An unknown name; `alpha_divergence` without its `alpha`, or with one that is not finite.
@@ -53,7 +53,7 @@ impl FDivergence {
                 let alpha = alpha.ok_or(AlgoError::MissingSetting {
                     algorithm: "alpha_divergence",
                     setting: "alpha",
-                    reason: "1 is the reverse KL, 2 Pearson's χ², and what lies between is a choice",
+                    reason: "1 is the reverse KL, 2 is Pearson's χ², and values between are a choice",
                 })?;
                 let divergence = FDivergence::Alpha { alpha };
                 divergence.check()?;
@@ -67,7 +67,7 @@ impl FDivergence {
         }
     }
 
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
     /// An α that is not finite.
@@ -103,7 +103,7 @@ mod tests {
         let (got, grad) = gradient(&[2f64.ln()], |d| divergence.derivative(d));
         assert!((got - value).abs() < 1e-12, "{name}: {got}");
         assert!((grad[0] - slope).abs() < 1e-12, "{name}: {grad:?}");
-        // A policy that is its reference has no reward.
+        // A policy equal to its reference has no reward.
         let (zero, slope) = gradient(&[0.0], |d| divergence.derivative(d));
         assert!(zero.abs() < 1e-12 && slope[0] > 0.0, "{name}: {zero}");
     }
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_not_known() {
+    fn rejects_unknown_names() {
         assert!(FDivergence::parse("alpha_divergence", None).is_err());
         assert!(FDivergence::parse("alpha_divergence", Some(f64::NAN)).is_err());
         let error = FDivergence::parse("kl", None).unwrap_err();

@@ -12,16 +12,16 @@ use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
 
 /// A [`PreferenceLoss`] of each pair's log-ratios to the reference, a mean over pairs.
 ///
-/// Δ_w = Σ w_t (ℓ − ℓ_ref) over the chosen answer, Δ_l likewise, w_t = 1 unless `ld_alpha` is given. Reported, as means
-/// over pairs: the implicit rewards βΔ_w and βΔ_l, their margin and accuracy, and the log-probs of both answers.
+/// Δ_w = Σ w_t (ℓ − ℓ_ref) over the chosen response, Δ_l likewise, w_t = 1 without `ld_alpha`. Reported, as means over
+/// pairs: the implicit rewards βΔ_w and βΔ_l, their margin and accuracy, and the log-probs of both responses.
 ///
 /// # Shapes
-/// Log-probs and ℓ_ref `[M]` of whole pairs; result `[P]`, one a pair.
+/// Log-probs and ℓ_ref `[M]` of complete pairs; result `[P]`, one per pair.
 /// # Differences
-/// Weights of WPO for `sft` or for sorted pairs are refused; TRL multiplies there too. Its earlier versions
-/// bounded a weight by 1.
+/// WPO weights for `sft` or for sorted pairs are rejected; TRL multiplies there too. Its earlier versions bounded a
+/// weight by 1.
 /// # Source
-/// Rafailov et al. 2023, arXiv:2305.18290; the losses' own sources stand at [`PreferenceLoss`].
+/// Rafailov et al. 2023, arXiv:2305.18290; the sources of the losses are listed at [`PreferenceLoss`].
 ///
 /// # Example
 /// ```
@@ -31,7 +31,7 @@ use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
 ///
 /// let dpo = Dpo::new(PreferenceLoss::parse("sigmoid")?);
 /// let objective = Objective::new(Aggregation::default()).with_rows(1.0, dpo);
-/// // One pair: row 0 is the chosen answer, row 1 the rejected one.
+/// // One pair: row 0 is the chosen response, row 1 the rejected one.
 /// let mut batch = MiniBatch::new(vec![0, 0, 1]);
 /// batch.ref_log_probs = Some(vec![-1.0, -2.0, -0.5]);
 /// let log_probs = Tensor::<1>::from_floats([-1.0, -2.0, -0.5], &Device::flex());
@@ -41,16 +41,16 @@ use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Dpo {
-    /// What a pair costs.
+    /// The loss of a pair.
     pub loss: PreferenceLoss,
-    /// β, positive: how dear a departure from the reference is.
+    /// β, positive: the cost of a departure from the reference.
     pub beta: f64,
-    /// What makes an implicit reward of a log-ratio.
+    /// The divergence that turns a log-ratio into an implicit reward.
     pub divergence: FDivergence,
-    /// LD-DPO: weight in [0, 1] of the tokens beyond the length of the pair's shorter answer (Liu et al. 2024,
-    /// arXiv:2409.06411). With 1 or `None` all weigh the same.
+    /// LD-DPO: weight in [0, 1] of the tokens beyond the length of the pair's shorter response (Liu et al. 2024,
+    /// arXiv:2409.06411). With 1 or `None` all have the same weight.
     pub ld_alpha: Option<f64>,
-    /// WPO: each pair is weighted by e^{mean(ℓ − log Σ π²)} of both its answers, without gradient (Zhou et al. 2024,
+    /// WPO: each pair is weighted by e^{mean(ℓ − log Σ π²)} of both its responses, without gradient (Zhou et al. 2024,
     /// arXiv:2406.11827, eq. 2). Needs [`MicroBatch::log_sum_sq_probs`](crate::MicroBatch::log_sum_sq_probs).
     pub wpo: bool,
 }
@@ -73,7 +73,7 @@ impl Dpo {
         }
     }
 
-    /// Σ weight · loss, with the other settings of `self` for each, such as MPO's 0.8 `sigmoid` + 0.2 `bco_pair` +
+    /// Σ weight · loss, each with the other settings of `self`, such as MPO's 0.8 `sigmoid` + 0.2 `bco_pair` +
     /// `sft`.
     pub fn mixture(&self, losses: &[(f64, PreferenceLoss)]) -> Objective {
         let terms = losses.iter();
@@ -114,18 +114,18 @@ impl RowLoss for Dpo {
         self.loss.check()?;
         self.divergence.check()?;
         if let Some(alpha) = self.ld_alpha {
-            let sound = (0.0..=1.0).contains(&alpha);
-            check_setting("ld_alpha", alpha, sound, "it must lie in [0, 1]")?;
+            let valid = (0.0..=1.0).contains(&alpha);
+            check_setting("ld_alpha", alpha, valid, "it must lie in [0, 1]")?;
         }
         if self.wpo && self.loss.sorts() {
-            return Err(self.conflict("wpo", "once sorted, pairs have no weight of their own"));
+            return Err(self.conflict("wpo", "sorted pairs have no individual weights"));
         }
         if self.wpo && self.loss == PreferenceLoss::Sft {
-            return Err(self.conflict("wpo", "it is no loss of pairs"));
+            return Err(self.conflict("wpo", "it is not a loss of pairs"));
         }
         let is_plain = matches!(self.loss, PreferenceLoss::Aot { .. });
         if is_plain && self.divergence != FDivergence::ReverseKl {
-            let reason = "it compares log-probs, not log-ratios; `dpo_aot_unpaired` can";
+            let reason = "it compares log-probs, not log-ratios; use `dpo_aot_unpaired`";
             return Err(self.conflict("divergence", reason));
         }
         Ok(())
@@ -133,7 +133,7 @@ impl RowLoss for Dpo {
 
     fn prepare(&self, batch: &MiniBatch) -> Result<Vec<f64>, AlgoError> {
         let dp_size = batch.counts.dp_size as f64;
-        let rule = "this loss sorts all pairs of a mini-batch, which must lie on one rank";
+        let rule = "this loss sorts all pairs of a mini-batch, which must be on one rank";
         check_setting(
             "dp_size",
             dp_size,
@@ -177,7 +177,7 @@ impl RowLoss for Dpo {
     }
 }
 
-/// Weight of each token, `[N]`: 1 up to the length of the pair's shorter answer, `alpha` beyond.
+/// Weight of each token, `[N]`: 1 up to the length of the pair's shorter response, `alpha` beyond.
 fn length_weights(rows: &[usize], lengths: &[usize], alpha: f64) -> Vec<f64> {
     let length = |row: usize| lengths.get(row).copied().unwrap_or(0);
     let mut seen = vec![0; lengths.len()];
@@ -215,7 +215,7 @@ mod tests {
         let objective = Objective::new(Aggregation::default()).with_rows(1.0, dpo);
         let got = value(&objective, &batch()).unwrap();
         let expected = (expected[0] + expected[1]) / 2.0;
-        assert!((got - expected).abs() < 1e-12, "{got} against {expected}");
+        assert!((got - expected).abs() < 1e-12, "{got} differs from {expected}");
     }
 
     #[test]
@@ -256,15 +256,15 @@ mod tests {
             PreferenceLoss::BcoPair,
             PreferenceLoss::Sft,
         ];
-        let alone = losses.map(|loss| of(&[(1.0, loss)]));
+        let single = losses.map(|loss| of(&[(1.0, loss)]));
         let weights = [0.8, 0.2, 1.0];
         let mixed = of(&std::array::from_fn::<_, 3, _>(|i| (weights[i], losses[i])));
-        let expected: f64 = alone.iter().zip(weights).map(|(l, w)| l * w).sum();
+        let expected: f64 = single.iter().zip(weights).map(|(l, w)| l * w).sum();
         assert!((mixed - expected).abs() < 1e-12, "{mixed}");
     }
 
     #[test]
-    fn refuses_settings_that_make_no_sense() {
+    fn rejects_invalid_settings() {
         let refused = |dpo: Dpo, word: &str| {
             let error = dpo.check().unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_missing_and_sorting_over_ranks() {
+    fn rejects_missing_inputs_and_sorting_over_ranks() {
         let sigmoid = Dpo::default().mixture(&[(1.0, PreferenceLoss::Sigmoid)]);
         let mut without = batch();
         without.ref_log_probs = None;

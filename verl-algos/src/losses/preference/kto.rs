@@ -1,4 +1,4 @@
-//! Kahneman–Tversky optimisation: single answers that are good or bad.
+//! Kahneman–Tversky optimisation: single responses that are good or bad.
 
 use crate::losses::LossInput;
 use burn::tensor::Tensor;
@@ -12,22 +12,22 @@ use crate::losses::{PerRow, PreparedRows, RowLoss};
 use crate::masked;
 use crate::tensor::indices_like;
 
-/// w_D (1 − σ(β(Δ − z₀))) for a desirable row, w_U (1 − σ(β(z₀ − Δ))) for another; a mean over rows.
+/// w_D (1 − σ(β(Δ − z₀))) for a desirable row, w_U (1 − σ(β(z₀ − Δ))) for any other; a mean over rows.
 ///
 /// Δ = Σ(ℓ − ℓ_ref). z₀ is a constant of the mini-batch, so that its micro-batches add up: the caller computes it with
 /// [`kl_baseline`]. A row of `desirable` without action tokens has Δ = 0. Reported: the implicit rewards βΔ and the
 /// log-probs, as means over desirable (`…_chosen`) and other rows (`…_rejected`); `kto_kl`, which is z₀.
 ///
 /// # Shapes
-/// Log-probs and ℓ_ref `[M]` of whole rows, `desirable` `[B]`; result: one a row.
+/// Log-probs and ℓ_ref `[M]` of complete rows, `desirable` `[B]`; result: one per row.
 /// # Differences
-/// TRL takes z₀ of each device's micro-batch, with a mean that passes over NaN; here it is one number of the
-/// mini-batch, and a log-prob that is not finite is refused.
+/// TRL computes z₀ from each device's micro-batch, with a mean that ignores NaN; here it is one number of the
+/// mini-batch, and a log-prob that is not finite is rejected.
 /// # Source
 /// Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1; with z₀ = 0: D'Oosterlinck et al. 2024, arXiv:2408.06266.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Kto {
-    /// What the rewards are compared with.
+    /// The baseline of the rewards.
     pub baseline: KtoBaseline,
     /// β, positive.
     pub beta: f64,
@@ -42,7 +42,7 @@ pub struct Kto {
 pub enum KtoBaseline {
     /// [`Preferences::kl_baseline`](crate::Preferences::kl_baseline).
     Kl,
-    /// 0, which makes it `apo_zero_unpaired`.
+    /// 0, which gives `apo_zero_unpaired`.
     Zero,
 }
 
@@ -117,8 +117,8 @@ impl RowLoss for Kto {
             ("undesirable_weight", self.undesirable_weight),
         ];
         weights.into_iter().try_for_each(|(name, weight)| {
-            let sound = weight >= 0.0 && weight.is_finite();
-            check_setting(name, weight, sound, "it must be a finite number from 0")
+            let valid = weight >= 0.0 && weight.is_finite();
+            check_setting(name, weight, valid, "it must be a finite number of at least 0")
         })
     }
 
@@ -162,17 +162,17 @@ impl RowLoss for Kto {
     }
 }
 
-/// z₀ = max(0, mean of `log_ratios`), nats: how far the policy is from its reference on answers to other prompts.
+/// z₀ = max(0, mean of `log_ratios`), nats: how far the policy is from its reference on responses to other prompts.
 ///
-/// `log_ratios` holds Σ(ℓ − ℓ_ref) of each mismatched row of the mini-batch over all ranks, in which a prompt is
-/// followed by the answer to another one ([`mismatched_rows`]), scored without gradient.
+/// `log_ratios` contains Σ(ℓ − ℓ_ref) of each mismatched row of the mini-batch over all ranks, in which a prompt is
+/// followed by the response to another one ([`mismatched_rows`]), scored without gradient.
 ///
 /// # Shapes
 /// `log_ratios`: `[B]`; result: one number.
 /// # Errors
 /// Fewer than two rows; a number that is not finite.
 /// # Differences
-/// TRL leaves rows with NaN out of the mean; here they are refused.
+/// TRL leaves rows with NaN out of the mean; here they are rejected.
 /// # Source
 /// Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1; TRL `KTOTrainer`.
 pub fn kl_baseline(log_ratios: &[f64]) -> Result<f64, AlgoError> {
@@ -181,16 +181,16 @@ pub fn kl_baseline(log_ratios: &[f64]) -> Result<f64, AlgoError> {
     Ok(masked::mean(log_ratios).max(0.0))
 }
 
-/// Row whose answer is put after the prompt of each row: the next one, and the first for the last.
+/// For each row, the row whose response follows its prompt: the next one, and the first for the last.
 ///
 /// # Shapes
 /// Result: `[B]`, a row for each row.
 /// # Errors
-/// Fewer than two rows, where the only answer is the prompt's own.
+/// Fewer than two rows, because the only response belongs to the prompt.
 /// # Differences
-/// Reversing the rows, as some do, pairs the middle one of an odd number with itself.
+/// Reversing the rows, as some do, pairs the middle row of an odd number with itself.
 /// # Source
-/// TRL `KTOTrainer`, which rotates by one as well.
+/// TRL `KTOTrainer`, which also rotates by one.
 pub fn mismatched_rows(num_rows: usize) -> Result<Vec<usize>, AlgoError> {
     check_rows(num_rows)?;
     Ok((1..num_rows).chain([0]).collect())
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn the_baseline_is_a_mean_over_others_from_zero() {
+    fn the_baseline_is_a_non_negative_mean_over_others() {
         assert_eq!(kl_baseline(&[0.5, -0.1]), Ok(0.2));
         assert_eq!(kl_baseline(&[0.5, -0.7]), Ok(0.0));
         assert!(kl_baseline(&[0.5]).is_err());
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_missing_columns_and_settings_out_of_range() {
+    fn rejects_missing_columns_and_settings_out_of_range() {
         let refused = |batch: &MiniBatch, word: &str| {
             let error = objective(Kto::default()).prepare(batch).map(drop);
             let error = error.unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Functions of log-probs that keep their digits and their gradients at both ends.
+//! Functions of log-probs that are accurate, with their gradients, at both ends.
 
 use burn::tensor::Tensor;
 
@@ -7,15 +7,15 @@ pub(super) use crate::functions::log_sigmoid;
 
 /// Bound of an exponent; e^80 is finite in f32, and beyond there is no gradient.
 const EXPONENT_BOUND: f64 = 80.0;
-/// The nearest to 0 that a log-prob is taken to be where 1 − p is needed; 1 − e^0 has no logarithm.
+/// Bound near 0 of a log-prob whose 1 − p is needed; 1 − e^0 has no logarithm.
 const LARGEST_LOG_PROB: f64 = -1e-30;
 
-/// σ(x), by its logarithm: burn's own goes through f32.
+/// σ(x), computed from its logarithm: burn's own function goes through f32.
 pub(super) fn sigmoid(x: Tensor<1>) -> Tensor<1> {
     functions::exp(log_sigmoid(x))
 }
 
-/// e^x − 1, x = clip(x, ±80): near 0 nothing cancels.
+/// e^x − 1, x = clip(x, ±80), without cancellation near 0.
 pub(super) fn exp_m1(x: Tensor<1>) -> Tensor<1> {
     functions::exp_m1(x.clamp(-EXPONENT_BOUND, EXPONENT_BOUND))
 }
@@ -34,8 +34,8 @@ mod tests {
     fn check(f: fn(Tensor<1>) -> Tensor<1>, x: f64, value: f64, slope: f64) {
         let (got, grad) = gradient(&[x], f);
         let near = |a: f64, b: f64| (a - b).abs() <= 1e-12 * b.abs().max(1.0);
-        assert!(near(got, value), "value {got} against {value}");
-        assert!(near(grad[0], slope), "slope {} against {slope}", grad[0]);
+        assert!(near(got, value), "value {got} differs from {value}");
+        assert!(near(grad[0], slope), "slope {} differs from {slope}", grad[0]);
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! Losses over preferences: pairs of a chosen and a rejected answer, or single answers that are good or bad.
+//! Losses over preferences: pairs of a chosen and a rejected response, or single responses that are good or bad.
 //!
-//! With Δ_w, Δ_l the sums of ℓ − ℓ_ref over the chosen and the rejected answer, Δ = Δ_w − Δ_l, and c, r the log-probs of
-//! the two answers themselves:
+//! With Δ_w, Δ_l the sums of ℓ − ℓ_ref over the chosen and the rejected response, Δ = Δ_w − Δ_l, and c, r the log-probs
+//! of the two responses themselves:
 //!
 //! | loss | of | needs |
 //! |---|---|---|
@@ -12,7 +12,8 @@
 //! | [`ChosenNll`] | the chosen row | |
 //! | [`RewardModelLoss`] | the scores of a pair | a scalar head |
 //!
-//! A mixture is an [`Objective`](super::Objective) with several of them: [`Dpo::mixture`], [`Cpo::objective`], [`orpo`].
+//! A mixture is an [`Objective`](super::Objective) with several of them: [`Dpo::mixture`], [`Cpo::objective`],
+//! [`orpo`].
 
 mod chosen_nll;
 mod cpo;
@@ -39,7 +40,7 @@ use super::RowLoss;
 use crate::batch::MiniBatch;
 use crate::error::{AlgoError, check_setting};
 
-/// Name of a row loss, and how to make it with its default settings.
+/// Name of a row loss, and its constructor with default settings.
 pub type RowLossEntry = (&'static str, fn() -> Box<dyn RowLoss>);
 
 /// All preference losses with their default settings, by name.
@@ -93,18 +94,18 @@ pub fn preference_loss(name: &str) -> Result<Box<dyn RowLoss>, AlgoError> {
 }
 
 fn check_beta(beta: f64) -> Result<(), AlgoError> {
-    let sound = beta > 0.0 && beta.is_finite();
-    check_setting("beta", beta, sound, "it must be a positive number")
+    let valid = beta > 0.0 && beta.is_finite();
+    check_setting("beta", beta, valid, "it must be a positive number")
 }
 
-/// ε is the share of pairs whose label is taken to be wrong.
+/// ε is the assumed share of pairs with a wrong label.
 fn check_label_smoothing(label_smoothing: f64) -> Result<(), AlgoError> {
-    let sound = (0.0..0.5).contains(&label_smoothing);
+    let valid = (0.0..0.5).contains(&label_smoothing);
     let rule = "it must be at least 0 and below 1/2";
-    check_setting("label_smoothing", label_smoothing, sound, rule)
+    check_setting("label_smoothing", label_smoothing, valid, rule)
 }
 
-/// Refuses pairs with one empty side, for losses where a mean over no token would pass for a probability of 1.
+/// Rejects pairs with one empty side, for losses where a mean over no tokens would look like a probability of 1.
 fn check_both_sides(loss: &'static str, batch: &MiniBatch) -> Result<(), AlgoError> {
     let lengths = batch.row_lengths();
     let length = |row: usize| lengths.get(row).copied().unwrap_or(0);
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_side_without_tokens_is_told_by_its_row() {
+    fn a_side_without_tokens_is_reported_by_its_row() {
         let sides = |rows: &[usize]| check_both_sides("loss", &MiniBatch::new(rows.to_vec()));
         assert_eq!(sides(&[0, 1, 4, 5]), Ok(()));
         let empty = |row| Err(AlgoError::EmptyRow { loss: "loss", row });

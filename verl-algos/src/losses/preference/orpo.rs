@@ -1,4 +1,4 @@
-//! Odds-ratio preference optimisation: supervised training that prefers.
+//! Odds-ratio preference optimisation: supervised training with a preference term.
 
 use super::log_space::{log_sigmoid, log1m_exp};
 use super::{ChosenNll, check_beta, check_both_sides, rewards};
@@ -8,12 +8,12 @@ use crate::error::AlgoError;
 use crate::losses::LossInput;
 use crate::losses::{Objective, PerRow, PreparedRows, RowLoss};
 
-/// ORPO = the negative log-likelihood of chosen answers, a mean over tokens, plus [`OrpoOdds`].
+/// ORPO = the negative log-likelihood of chosen responses, a mean over tokens, plus [`OrpoOdds`].
 ///
 /// # Shapes
-/// As [`OrpoOdds`].
+/// The same as [`OrpoOdds`].
 /// # Differences
-/// As [`ChosenNll`] and [`OrpoOdds`].
+/// The same as [`ChosenNll`] and [`OrpoOdds`].
 /// # Source
 /// Hong et al. 2024, arXiv:2403.07691, eq. 6.
 pub fn orpo(beta: f64) -> Objective {
@@ -22,16 +22,17 @@ pub fn orpo(beta: f64) -> Objective {
         .with_rows(1.0, OrpoOdds { beta })
 }
 
-/// −β log σ(o), o = c − r − [log(1 − e^c) − log(1 − e^r)], with c, r the mean log-probs of a pair's answers; a mean over
-/// pairs.
+/// −β log σ(o), o = c − r − [log(1 − e^c) − log(1 − e^r)], with c, r the mean log-probs of a pair's responses; a mean
+/// over pairs.
 ///
-/// o is the log of the odds of the chosen over those of the rejected answer. [`orpo`] adds the likelihood. Reported, as
+/// o is the log of the chosen response's odds over those of the rejected one. [`orpo`] adds the likelihood. Reported,
+/// as
 /// means over pairs: `log_odds`, rewards βc and βr, their margin and accuracy, and the mean log-probs c and r.
 ///
 /// # Shapes
-/// Log-probs `[M]` of whole pairs; result `[P]`, one a pair.
+/// Log-probs `[M]` of complete pairs; result `[P]`, one per pair.
 /// # Differences
-/// The odds are TRL's; its likelihood runs over the prompt too, [`ChosenNll`] over the answer.
+/// The odds are TRL's; its likelihood includes the prompt, [`ChosenNll`] only the response.
 /// # Source
 /// Hong et al. 2024, arXiv:2403.07691, eq. 7.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -110,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_an_answer_without_tokens() {
+    fn rejects_a_response_without_tokens() {
         let error = orpo(0.1).prepare(&MiniBatch::new(vec![1])).map(drop);
         let error = error.unwrap_err();
         assert!(error.to_string().contains("row 0"), "{error}");

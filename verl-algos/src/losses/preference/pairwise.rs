@@ -1,4 +1,4 @@
-//! What a pair costs: one function a loss. x = βΔ where nothing else is said; sources stand at [`PreferenceLoss`].
+//! The loss of a pair: one function per loss. x = βΔ unless stated otherwise; sources are listed at [`PreferenceLoss`].
 //!
 //! [`PreferenceLoss`]: super::PreferenceLoss
 
@@ -8,9 +8,9 @@ use super::log_space::{log_sigmoid, sigmoid as sigma};
 use crate::functions::exp;
 use crate::losses::Sides;
 
-/// What the functions read of pairs, `[P]` each.
+/// The inputs of the functions for pairs, `[P]` each.
 pub(super) struct Pairs {
-    /// Δ_w and Δ_l: the sums of ℓ − ℓ_ref, or what a divergence makes of them.
+    /// Δ_w and Δ_l: the sums of ℓ − ℓ_ref, or their transformation by a divergence.
     pub deltas: Sides,
     /// Sums of ℓ_ref.
     pub ref_log_probs: Sides,
@@ -64,7 +64,7 @@ pub(super) fn cdpo(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
     smoothed_sigmoid(pairs.x(), epsilon)
 }
 
-/// [−(1 − ε) log σ(x) + ε log σ(−x)]/(1 − 2ε): unbiased where a share ε of the labels is flipped.
+/// [−(1 − ε) log σ(x) + ε log σ(−x)]/(1 − 2ε): unbiased if a share ε of the labels is flipped.
 pub(super) fn robust(pairs: &Pairs, epsilon: f64) -> Tensor<1> {
     let x = pairs.x();
     let clean = log_sigmoid(x.clone()) * (epsilon - 1.0);

@@ -7,40 +7,40 @@ use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 use crate::losses::{Mean, PreparedRows};
 
-/// What a pair costs, as a function of Δ_w and Δ_l, the sums of ℓ − ℓ_ref over its chosen and its rejected answer.
+/// The loss of a pair, as a function of Δ_w and Δ_l, the sums of ℓ − ℓ_ref over its chosen and its rejected response.
 ///
 /// Δ = Δ_w − Δ_l; L tokens; ε is `label_smoothing`.
 ///
 /// # Shapes
-/// Δ_w, Δ_l: `[P]`, one a pair; result the same.
+/// Δ_w, Δ_l: `[P]`, one per pair; the result has the same shape.
 /// # Differences
 /// TRL no longer smooths labels in `sigmoid`; the smoothed form is `cdpo`. `ipo` divides log-ratios by their numbers
 /// of tokens, as TRL does; OpenRLHF takes the sums, which is `ipo_sum`. `bco_pair` has no running shift in this
 /// version of TRL; here it is [`Preferences::reward_shift`](crate::Preferences::reward_shift), 0 unless set. An `sft`
-/// without chosen tokens is 0, where TRL's is 0/0.
+/// without chosen tokens is 0; TRL's is 0/0.
 /// # Source
-/// Named at each loss; TRL `DPOTrainer`.
+/// Listed at each loss; TRL `DPOTrainer`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum PreferenceLoss {
-    /// Smoothed sigmoid on the sorted log-ratios of policy and reference; sees the whole mini-batch.
+    /// Smoothed sigmoid on the sorted log-ratios of policy and reference; needs the entire mini-batch.
     ///
     /// Melnyk et al. 2024, arXiv:2406.05882.
     Aot {
         /// ε, in [0, ½).
         label_smoothing: f64,
     },
-    /// Smoothed sigmoid on sorted Δ_w minus sorted Δ_l; sees the whole mini-batch.
+    /// Smoothed sigmoid on sorted Δ_w minus sorted Δ_l; needs the entire mini-batch.
     ///
     /// Melnyk et al. 2024, arXiv:2406.05882.
     AotUnpaired {
         /// ε, in [0, ½).
         label_smoothing: f64,
     },
-    /// σ(βΔ_w) + 1 − σ(βΔ), for chosen answers that are worse than the policy's own.
+    /// σ(βΔ_w) + 1 − σ(βΔ), for chosen responses that are worse than the policy's own.
     ///
     /// D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8.
     ApoDown,
-    /// 1 − σ(βΔ_w) + σ(βΔ_l), for chosen answers that are better than the policy's own.
+    /// 1 − σ(βΔ_w) + σ(βΔ_l), for chosen responses that are better than the policy's own.
     ///
     /// D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7.
     ApoZero,
@@ -87,12 +87,12 @@ pub enum PreferenceLoss {
     NcaPair,
     /// [−(1 − ε) log σ(βΔ) + ε log σ(−βΔ)]/(1 − 2ε).
     ///
-    /// Chowdhury et al. 2024, arXiv:2403.00409: unbiased where a share ε of the labels is flipped.
+    /// Chowdhury et al. 2024, arXiv:2403.00409: unbiased if a share ε of the labels is flipped.
     Robust {
         /// ε, in [0, ½).
         label_smoothing: f64,
     },
-    /// −ℓ of the chosen answer, a mean over tokens.
+    /// −ℓ of the chosen response, a mean over tokens.
     Sft,
     /// −log σ(βΔ).
     ///
@@ -190,7 +190,7 @@ impl PreferenceLoss {
     /// The same loss with another ε.
     ///
     /// # Errors
-    /// A loss that has none; a value out of range.
+    /// A loss without ε; a value out of range.
     pub fn with_label_smoothing(mut self, epsilon: f64) -> Result<PreferenceLoss, AlgoError> {
         match &mut self {
             PreferenceLoss::Aot { label_smoothing }
@@ -233,7 +233,7 @@ impl PreferenceLoss {
         }
     }
 
-    /// Whether it sorts over the pairs of a mini-batch, after which they are no longer pairs.
+    /// Whether it sorts the pairs of a mini-batch, which breaks the pairing.
     pub(super) fn sorts(&self) -> bool {
         use PreferenceLoss::{Aot, AotUnpaired};
         matches!(self, Aot { .. } | AotUnpaired { .. })
@@ -254,10 +254,10 @@ impl PreferenceLoss {
         }
     }
 
-    /// Refuses settings out of range.
+    /// Rejects settings out of range.
     ///
     /// # Errors
-    /// The first setting that is wrong.
+    /// The first invalid setting.
     pub fn check(&self) -> Result<(), AlgoError> {
         match *self {
             PreferenceLoss::Aot { label_smoothing }
@@ -271,8 +271,8 @@ impl PreferenceLoss {
                 check_label_smoothing(label_smoothing)
             }
             PreferenceLoss::DiscoPop { tau } => {
-                let sound = tau > 0.0 && tau.is_finite();
-                check_setting("discopop_tau", tau, sound, "it must be positive")
+                let valid = tau > 0.0 && tau.is_finite();
+                check_setting("discopop_tau", tau, valid, "it must be positive")
             }
             _ => Ok(()),
         }

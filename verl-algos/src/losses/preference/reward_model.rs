@@ -9,16 +9,16 @@ use crate::losses::{PerRow, PreparedRows, RowLoss};
 
 /// −log σ(s_w − s_l − m) + c (s_w + s_l)²: Bradley–Terry on the scores of a pair, a mean over pairs.
 ///
-/// A row's score is the number of the scalar head at its last action token,
-/// [`MicroBatch::values`](crate::MicroBatch::values); at its other tokens nothing is read, so a mini-batch may hold just
-/// one token a row. m is the pair's margin, 0 unless [`Preferences::margins`](crate::Preferences::margins) is given. The
-/// second term keeps scores near 0, which the first leaves free. Reported, as means over pairs: scores of both sides, their
-/// margin (without m) and accuracy.
+/// A row's score is the output of the scalar head at its last action token,
+/// [`MicroBatch::values`](crate::MicroBatch::values); at other tokens nothing is read, so a mini-batch may contain just
+/// one token per row. m is the pair's margin, 0 without [`Preferences::margins`](crate::Preferences::margins). The
+/// second term keeps scores near 0, because the first does not depend on their level. Reported, as means over pairs:
+/// scores of both sides, their margin (without m) and accuracy.
 ///
 /// # Shapes
-/// Values `[M]` of whole pairs, margins `[P]`; result `[P]`, one a pair.
+/// Values `[M]` of complete pairs, margins `[P]`; result `[P]`, one per pair.
 /// # Differences
-/// As TRL. OpenRLHF has the margin and no centring.
+/// The same as TRL. OpenRLHF has the margin and no centring.
 /// # Source
 /// Ouyang et al. 2022, arXiv:2203.02155, eq. 1; margins: Touvron et al. 2023, arXiv:2307.09288, eq. 2; centring:
 /// Eisenstein et al. 2023, arXiv:2312.09244.
@@ -39,9 +39,9 @@ impl RowLoss for RewardModelLoss {
 
     fn check(&self) -> Result<(), AlgoError> {
         let c = self.center_coefficient;
-        let sound = c >= 0.0 && c.is_finite();
-        let rule = "it must be a finite number from 0";
-        check_setting("center_coefficient", c, sound, rule)
+        let valid = c >= 0.0 && c.is_finite();
+        let rule = "it must be a finite number of at least 0";
+        check_setting("center_coefficient", c, valid, rule)
     }
 
     fn prepare(&self, batch: &MiniBatch) -> Result<Vec<f64>, AlgoError> {
@@ -74,7 +74,7 @@ mod tests {
     use crate::losses::Objective;
     use crate::tensor::test::gradient;
 
-    /// Loss and gradient of two pairs; only the last of the first row's tokens is read.
+    /// Loss and gradient of two pairs; only the last token of the first row is read.
     fn evaluate(loss: RewardModelLoss, margins: Option<Vec<f64>>) -> (f64, Vec<f64>) {
         let objective = Objective::new(Aggregation::default()).with_rows(1.0, loss);
         let mut batch = MiniBatch::new(vec![0, 0, 1, 2, 3]);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_a_row_without_a_score() {
+    fn rejects_a_row_without_a_score() {
         let plain = RewardModelLoss::default();
         assert!(plain.prepare(&MiniBatch::new(vec![0])).is_err());
         let negative = RewardModelLoss {

@@ -1,11 +1,11 @@
-//! What is reported of implicit rewards.
+//! Metrics of implicit rewards.
 
 use burn::tensor::Tensor;
 
 use crate::losses::Sides;
 
-/// The policy's implicit rewards of both sides, their margin, the share of pairs where the chosen one is larger (a tie
-/// is not), and the log-probs of the answers.
+/// The policy's implicit rewards of both sides, their margin, the share of pairs whose chosen reward is larger (a tie
+/// does not count), and the log-probs of the responses.
 pub(super) fn reported(rewards: &Sides, log_probs: &Sides) -> Vec<(&'static str, Tensor<1>)> {
     let mut reported = of_rewards(rewards);
     reported.push(("log_probs_chosen", log_probs.chosen.clone()));
@@ -35,7 +35,7 @@ mod tests {
     use crate::tensor::test::{constant, read};
 
     #[test]
-    fn a_tie_is_not_right() {
+    fn a_tie_does_not_count_as_correct() {
         let rewards = Sides {
             chosen: constant(&[1.0, 0.5, -1.0]),
             rejected: constant(&[0.0, 0.5, 1.0]),

@@ -1,4 +1,4 @@
-//! The functions of advantages, and of the correction of the sampler, that golden cases name.
+//! Functions of golden cases for advantages and for the correction of the sampler.
 
 use burn::tensor::DType;
 use serde_json::{Map, Value};
@@ -18,7 +18,7 @@ use super::functions::{
     zero_metrics,
 };
 
-/// The answer to a case; `None` for a function that is not here.
+/// The answer to a case; `None` if its function is not implemented here.
 pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
     let answer = match case.function.as_str() {
         "bypass_loss" => bypass_loss(case, dtype),
@@ -52,7 +52,7 @@ fn with_tail(case: &Case, otb: OptimalTokenBaseline) -> OptimalTokenBaseline {
     }
 }
 
-/// The groups of neighbours that the case's `group_size` makes, or those it names.
+/// The groups of adjacent rows given by the case's `group_size`, or those that it lists.
 fn neighbours(case: &Case, num_rows: usize) -> Vec<u64> {
     match case.count("group_size") {
         Some(size) => (0..num_rows).map(|b| (b / size) as u64).collect(),
@@ -63,7 +63,7 @@ fn neighbours(case: &Case, num_rows: usize) -> Vec<u64> {
 fn grpo_trl(case: &Case) -> Outcome {
     let rewards = case.get("rewards").and_then(Value::as_array);
     let rewards = rewards.expect("rewards").iter();
-    // One function may be given as a list of rows' scores.
+    // A single function may be given as a list of scores, one per row.
     let rewards = Ragged::from_rows(rewards.map(|row| match row.as_array() {
         Some(row) => row.iter().map(number).collect::<Vec<_>>(),
         None => vec![number(row)],
@@ -134,7 +134,7 @@ fn rloo_trl(case: &Case) -> Outcome {
 
 // ---- the sampler
 
-/// A threshold, which may be a number, a text, or what is neither.
+/// A threshold, which may be a number, a text, or neither.
 fn threshold(case: &Case, key: &str) -> Option<String> {
     let value = case.get(key)?;
     let text = value.as_str().map(str::to_owned);
@@ -244,7 +244,7 @@ fn trl_sampler_ratio(case: &Case) -> Outcome {
     let mode = case.text_or("mode", "sequence_mask");
     let clip_max = case.number_or("clip_max", TrlSamplerRatio::default().clip_max);
     let ratio = TrlSamplerRatio::parse(mode, case.number("clip_min"), clip_max)?;
-    // TRL has no other sign for a token that the sampler did not score.
+    // TRL has no other marker for a token that the sampler did not score.
     let rollout = case.rows("rollout_log_probs").expect("log-probs");
     let rollout = rollout.map(|_, _, l| (!l.is_nan()).then_some(l));
     let ratios = ratio.ratios(&LogProbPair {

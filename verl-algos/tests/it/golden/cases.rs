@@ -15,16 +15,16 @@ pub struct Case {
     pub tolerance: f64,
 }
 
-/// What a function here says: numbers by name, or a refusal.
+/// The answer of a function: numbers by name, or an error.
 pub type Answer = Result<Value, String>;
 
-/// The cases of a folder, and what could not be read as one: neither hides the other.
+/// The cases of a folder, and the errors of those that could not be read.
 pub struct Loaded {
     pub cases: Vec<Case>,
     pub faults: Vec<String>,
 }
 
-/// All cases of the JSON files in a folder, in the order of their names.
+/// All cases of the JSON files in a folder, in order of file name.
 pub fn load(folder: &Path) -> Loaded {
     let entries = std::fs::read_dir(folder)
         .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
@@ -54,10 +54,10 @@ fn read(path: &Path) -> Result<Vec<Value>, String> {
     let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
     let file: Value = serde_json::from_str(&text).map_err(|error| error.to_string())?;
     let cases = file["cases"].as_array().or(file.as_array());
-    cases.cloned().ok_or_else(|| "no list `cases`".to_owned())
+    cases.cloned().ok_or_else(|| "`cases` is not a list".to_owned())
 }
 
-/// A number, or one of the words for those that JSON lacks.
+/// A number, or one of the words for numbers that JSON does not have.
 pub fn number(value: &Value) -> Option<f64> {
     match value.as_str() {
         Some("NaN") => Some(f64::NAN),
@@ -99,14 +99,14 @@ impl Case {
         Ok(Case {
             file: file.to_owned(),
             name: text("name").unwrap_or_default(),
-            function: text("function").ok_or("no text `function`")?,
+            function: text("function").ok_or("`function` is not a text")?,
             inputs,
             answer: answer.ok_or("neither `wanted` nor `expected`")?.clone(),
             tolerance: given("tolerance").and_then(Value::as_f64).unwrap_or(1e-6),
         })
     }
 
-    /// A case without inputs, to ask whether its function is here.
+    /// A case without inputs, to check whether its function is implemented.
     pub fn empty(function: &str) -> Case {
         Case {
             file: String::new(),
@@ -127,7 +127,7 @@ impl Case {
         self.get(key).and_then(number)
     }
 
-    /// A number, or what the library takes where the case gives none.
+    /// A number, or the library's default if the case has none.
     pub fn number_or(&self, key: &str, default: f64) -> f64 {
         self.number(key).unwrap_or(default)
     }
@@ -141,7 +141,7 @@ impl Case {
         self.get(key).and_then(Value::as_str).unwrap_or(default)
     }
 
-    /// The groups of rows: any integers or texts, of which only equality counts.
+    /// The groups of rows: any integers or texts, compared only for equality.
     pub fn groups(&self) -> Option<Vec<u64>> {
         let ids = self.get("group_ids")?.as_array().expect("a list of ids");
         let mut known: Vec<String> = Vec::new();
@@ -205,11 +205,11 @@ impl Case {
 pub fn compare(case: &Case, answer: Answer, tolerance: f64) -> Result<(), String> {
     let answer = match (case.answer.get("error"), answer) {
         (Some(_), Err(_)) => return Ok(()),
-        (Some(error), Ok(got)) => return Err(format!("should refuse ({error}), gave {got}")),
-        (None, Err(error)) => return Err(format!("refused: {error}")),
+        (Some(error), Ok(got)) => return Err(format!("expected an error ({error}), got {got}")),
+        (None, Err(error)) => return Err(format!("error: {error}")),
         (None, Ok(got)) => got,
     };
-    let wanted = case.answer.as_object().ok_or("the answer is no object")?;
+    let wanted = case.answer.as_object().ok_or("the answer is not an object")?;
     for (key, expected) in wanted {
         let got = answer.get(key);
         let got = got.ok_or_else(|| format!("no `{key}` in the answer"))?;
@@ -241,11 +241,11 @@ fn compare_values(at: &str, got: &Value, expected: &Value, tolerance: f64) -> Re
         });
     }
     let (Some(g), Some(e)) = (number(got), number(expected)) else {
-        return Err(format!("{at}: {got} against {expected}"));
+        return Err(format!("{at}: {got} differs from {expected}"));
     };
     let same = g == e || (g.is_nan() && e.is_nan());
     if same || (g - e).abs() <= tolerance * e.abs().max(1.0) {
         return Ok(());
     }
-    Err(format!("{at}: {g} against {e}"))
+    Err(format!("{at}: {g} differs from {e}"))
 }

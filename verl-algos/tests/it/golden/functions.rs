@@ -1,4 +1,4 @@
-//! The functions that golden cases name.
+//! The functions of golden cases.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use serde_json::{Map, Value};
@@ -18,7 +18,7 @@ use verl_algos::{Aggregation, AlgoError, Counts, MicroBatch, MiniBatch, Ragged, 
 use super::cases::{Answer, Case, json, json_rows, number};
 use super::{advantages, offline, policy, preferences};
 
-/// The answer to a case; `None` for a function that is not here.
+/// The answer to a case; `None` if its function is not implemented here.
 pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
     let answer = match case.function.as_str() {
         "grpo" | "grpo_vectorized" | "dr_grpo" | "dr_grpo_vectorized" => {
@@ -90,7 +90,7 @@ pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     tensor.try_into_vec_as::<f64>().expect("numbers")
 }
 
-/// A leaf whose gradient is asked for.
+/// A leaf that tracks its gradient.
 pub fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
     let len = values.len();
     let data = TensorData::new(values, [len]);
@@ -99,7 +99,7 @@ pub fn leaf(values: Vec<f64>, dtype: DType) -> Tensor<1> {
         .require_grad()
 }
 
-/// Gradient of a loss in a leaf; none in an empty one.
+/// Gradient of a loss with respect to a leaf; empty for an empty leaf.
 pub fn gradient<const D: usize>(leaf: &Tensor<D>, loss: &Tensor<1>) -> Vec<f64> {
     if leaf.dims().contains(&0) {
         return Vec::new();
@@ -185,7 +185,7 @@ pub fn mini_batch(case: &Case) -> MiniBatch {
     }
 }
 
-/// Row lists of the micro-batches; one with everything where the case names none.
+/// Row lists of the micro-batches; a single one with all rows if the case has none.
 fn parts(case: &Case, num_rows: usize) -> Vec<Vec<usize>> {
     let Some(parts) = case.get("parts").and_then(Value::as_array) else {
         return vec![(0..num_rows).collect()];
@@ -213,7 +213,7 @@ pub fn token_loss(
     evaluate(case, dtype, input, &objective, &mini_batch(case))
 }
 
-/// Loss, gradient and metrics of an objective over `input`, and over `entropies` where the case has them.
+/// Loss, gradient and metrics of an objective over `input`, and over `entropies` if the case has them.
 pub fn evaluate(
     case: &Case,
     dtype: DType,
@@ -262,7 +262,7 @@ pub fn evaluate(
     Ok(Value::Object(answer))
 }
 
-/// What the references report as 0: shares that a loss does not have, and every metric where no token is left.
+/// Numbers that the references report as 0: shares that a loss does not have, and every metric without tokens.
 pub fn zero_metrics(num_tokens: usize) -> Map<String, Value> {
     let always = ["pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "vf_clipfrac"];
     let without_tokens = [
@@ -280,7 +280,7 @@ pub fn zero_metrics(num_tokens: usize) -> Map<String, Value> {
     each.map(|name| ((*name).to_owned(), json(0.0))).collect()
 }
 
-/// ε_low and ε_high, which fall back to ε.
+/// ε_low and ε_high, which default to ε.
 pub fn clips(case: &Case) -> (f64, f64) {
     let both = case.number("clip_ratio").unwrap_or(0.2);
     let side = |key: &str| case.number(key).unwrap_or(both);
@@ -302,7 +302,7 @@ fn vanilla(case: &Case, dtype: DType) -> Outcome {
     token_loss(case, dtype, "log_probs", loss)
 }
 
-/// The elementwise loss of a case, so that the aggregation is run as any loss runs it.
+/// The elementwise loss of a case, so that its aggregation runs as for any other loss.
 #[derive(Debug)]
 struct Given;
 
@@ -431,7 +431,7 @@ fn masked_ops(case: &Case) -> Outcome {
 
 // ---- logits
 
-/// Logits `[N, V]` of the tokens where `mask` holds, as a leaf.
+/// Logits `[N, V]` of the tokens where `mask` is true, as a leaf.
 struct Logits {
     leaf: Tensor<2>,
     mask: Ragged<bool>,
@@ -465,7 +465,7 @@ impl Logits {
         }
     }
 
-    /// Gradient as `[B, T, V]`, 0 where the mask is.
+    /// Gradient as `[B, T, V]`, 0 where the mask is false.
     fn gradient(&self, loss: &Tensor<1>) -> Value {
         let grad = gradient(&self.leaf, loss);
         let mut tokens = grad.chunks(self.vocab.max(1));
@@ -546,7 +546,7 @@ fn log_probs(case: &Case, dtype: DType) -> Outcome {
     let log_probs = log_probs_from_logits(logits.leaf.clone(), targets, temperature(case))?;
     let mut answer = vec![("log_probs", logits.rows(log_probs.clone())?)];
     if let Some(weights) = case.packed_under("weights", &logits.mask) {
-        // The loss is Σ weight · log-prob; a weight of 0 takes its token out.
+        // The loss is Σ weight · log-prob; a weight of 0 removes its token.
         let kept: Vec<usize> = (0..weights.len()).filter(|i| weights[*i] != 0.0).collect();
         let index: Vec<i64> = kept.iter().map(|i| *i as i64).collect();
         let index = Tensor::<1, Int>::from_data(

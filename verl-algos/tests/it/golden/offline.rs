@@ -1,4 +1,4 @@
-//! The functions of offline training that golden cases name.
+//! The functions of golden cases for offline training.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use serde_json::{Map, Value};
@@ -9,7 +9,7 @@ use verl_algos::{Counts, Ragged};
 use super::cases::{Answer, Case, json, number};
 use super::functions::{Outcome, object, read};
 
-/// The answer to a case; `None` for a function that is not here.
+/// The answer to a case; `None` if its function is not implemented here.
 pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
     let answer = match case.function.as_str() {
         "ilql" => ilql(case, dtype),
@@ -32,7 +32,7 @@ fn tensor<const D: usize>(values: Vec<f64>, shape: [usize; D], dtype: DType) -> 
     Tensor::from_data(TensorData::new(values, shape), (&Device::flex(), dtype))
 }
 
-/// A leaf whose gradient is asked for.
+/// A leaf that tracks its gradient.
 fn leaf<const D: usize>(values: Vec<f64>, shape: [usize; D], dtype: DType) -> Tensor<D> {
     tensor(values, shape, dtype).autodiff().require_grad()
 }
@@ -46,7 +46,7 @@ fn matrix(values: &[f64], columns: usize) -> Value {
 /// The tensors of one row of a case.
 struct Row {
     micro: IlqlMicroBatch,
-    /// Where the row's actions lie in its sequence.
+    /// Positions of the row's actions in its sequence.
     positions: Vec<usize>,
     vocab: usize,
 }
@@ -85,7 +85,7 @@ impl Row {
         }
     }
 
-    /// Gradient of the logits of the row's whole sequence.
+    /// Gradient of the logits of the row's entire sequence.
     fn sequence_gradient(&self, at_actions: &[f64], length: usize) -> Value {
         let mut rows = vec![vec![0.0; self.vocab]; length];
         for (position, own) in self.positions.iter().zip(at_actions.chunks(self.vocab)) {
@@ -95,7 +95,8 @@ impl Row {
     }
 }
 
-/// Loss and gradients from one micro-batch a row, so that the parts have to add up. Rows keep their dead ends.
+/// Loss and gradients from one micro-batch per row, so that the parts have to add up. Rows keep their states after the
+/// end.
 fn ilql(case: &Case, dtype: DType) -> Outcome {
     let rows = |key: &str| case.rows(key).expect("rows");
     let tokens = rows("actions").map(|_, _, a| a as u32);
@@ -129,7 +130,7 @@ fn ilql(case: &Case, dtype: DType) -> Outcome {
         MetricSum::add_to(&mut metrics, partial.read_metrics()?);
         total += read(partial.loss.clone())[0];
         let grads = partial.loss.backward();
-        // A row without actions leaves the heads out of the graph.
+        // A row without actions excludes the heads from the graph.
         let of = |grad: Option<Vec<f64>>, len: usize| grad.unwrap_or_else(|| vec![0.0; len]);
         let size = row.positions.len() * row.vocab;
         for (head, q) in row.micro.qs.iter().enumerate() {

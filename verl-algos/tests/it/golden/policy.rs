@@ -12,7 +12,7 @@ use verl_algos::{Aggregation, AlgoError, Counts, MiniBatch};
 use super::cases::{Answer, Case, json};
 use super::functions::{Outcome, aggregation, clips, evaluate, mini_batch, token_loss};
 
-/// The answer to a case; `None` for a function that is not here.
+/// The answer to a case; `None` if its function is not implemented here.
 pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
     let answer = match case.function.as_str() {
         "gmpo" => {
@@ -68,7 +68,7 @@ fn dppo(case: &Case, dtype: DType, default: DppoLoss) -> Outcome {
     token_loss(case, dtype, "log_probs", loss)
 }
 
-/// A loss that selects among the tokens of the whole mini-batch.
+/// A loss that selects among the tokens of the entire mini-batch.
 fn selective(case: &Case, dtype: DType, loss: impl TokenLoss + 'static) -> Outcome {
     let mut batch = mini_batch(case);
     batch.current_log_probs = case.packed("log_probs");
@@ -90,7 +90,7 @@ fn value(case: &Case, dtype: DType) -> Outcome {
 
 // ---- TRL
 
-/// TRL's loss types as a loss, an aggregation, and terms and filters beside it.
+/// TRL's loss types as a loss, an aggregation, and additional terms and filters.
 fn trl(case: &Case, dtype: DType) -> Outcome {
     let batch = trl_batch(case);
     let steps = case.number("gradient_accumulation_steps").unwrap_or(1.0);
@@ -142,8 +142,8 @@ fn trl(case: &Case, dtype: DType) -> Outcome {
     Ok(answer)
 }
 
-/// What TRL's RLOO adds for rows without tokens, whose ratio is e^0: −A over the rows. It has no gradient, and rows that
-/// are not there add nothing here.
+/// TRL's RLOO term for rows without tokens, whose ratio is e^0: −A over the rows. It has no gradient, and here rows
+/// without tokens add nothing.
 fn of_empty_rows(case: &Case) -> f64 {
     let advantages = case.numbers("advantages");
     let counts = case.mask().counts();
@@ -151,7 +151,7 @@ fn of_empty_rows(case: &Case) -> f64 {
     -empty.map(|(_, a)| a).sum::<f64>() / counts.len() as f64
 }
 
-/// The columns of a case; advantages are one number a row.
+/// The columns of a case; there is one advantage per row.
 fn trl_batch(case: &Case) -> MiniBatch {
     let rows = case.mask().packed_rows();
     let advantages = case.numbers("advantages");
@@ -162,7 +162,7 @@ fn trl_batch(case: &Case) -> MiniBatch {
             dp_size: 1,
         },
         advantages: Some(rows.iter().map(|&row| advantages[row]).collect()),
-        // Where there are none, the first step's ratio is 1.
+        // Without any, the first step's ratio is 1.
         old_log_probs: case
             .packed("old_log_probs")
             .or_else(|| case.packed("log_probs")),
@@ -181,7 +181,7 @@ fn trl_aggregation(case: &Case) -> Result<Aggregation, AlgoError> {
         "trl_luspo" => "seq-mean-token-sum",
         _ => "seq-mean-token-mean",
     };
-    // Where the maximum is not told, rows are as wide as the arrays.
+    // If the case has no maximum, rows are as wide as the arrays.
     let width = case.mask().rows().map(<[bool]>::len).max().unwrap_or(1);
     let longest = case.number_or("max_completion_length", width as f64);
     Aggregation::parse(name, Some(longest))

@@ -1,7 +1,7 @@
-//! The preference losses that golden cases name.
+//! The functions of golden cases for preference losses.
 //!
-//! Row 2i of a mini-batch is the chosen and row 2i + 1 the rejected answer of pair i. Losses and gradients are those of
-//! one micro-batch with everything; losses of single pairs are those of micro-batches with one pair each.
+//! Row 2i of a mini-batch is the chosen and row 2i + 1 the rejected response of pair i. Losses and gradients are those
+//! of one micro-batch with all rows; losses of single pairs are those of micro-batches with one pair each.
 
 use burn::tensor::{DType, Gradients, Int, Tensor, TensorData};
 use serde_json::Value;
@@ -15,7 +15,7 @@ use verl_algos::{Aggregation, AlgoError, Counts, CutUnit, MicroBatch, MiniBatch,
 use super::cases::{Answer, Case, json, json_rows, number};
 use super::functions::{Outcome, gradient, leaf, object, read};
 
-/// The answer to a case; `None` for a function that is not here.
+/// The answer to a case; `None` if its function is not implemented here.
 pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
     let answer = match case.function.as_str() {
         name if name.starts_with("dpo_") => dpo(case, dtype),
@@ -34,7 +34,7 @@ pub fn run(case: &Case, dtype: DType) -> Option<Answer> {
     Some(answer.map_err(|error| error.to_string()))
 }
 
-/// β; all losses here have the same where none is given.
+/// β; all losses here have the same default.
 fn beta(case: &Case) -> f64 {
     case.number_or("beta", Dpo::default().beta)
 }
@@ -43,7 +43,7 @@ fn of_rows(loss: impl RowLoss + 'static) -> Objective {
     Objective::new(Aggregation::default()).with_rows(1.0, loss)
 }
 
-/// What an objective says of a mini-batch.
+/// Results of an objective for a mini-batch.
 struct Evaluated {
     loss: f64,
     grad: Vec<f64>,
@@ -64,7 +64,7 @@ impl Evaluated {
     }
 }
 
-/// A mini-batch, and what the model says about its tokens.
+/// A mini-batch, and the model's outputs for its tokens.
 struct Tokens {
     batch: MiniBatch,
     log_probs: Vec<f64>,
@@ -84,7 +84,7 @@ impl Tokens {
         }
     }
 
-    /// The tokens at `positions` as a micro-batch; log-probs are values too, for losses that read those.
+    /// The tokens at `positions` as a micro-batch; log-probs also serve as values, for losses that read those.
     fn evaluate(
         &self,
         objective: &Objective,
@@ -110,7 +110,7 @@ impl Tokens {
         self.evaluate(objective, (0..self.log_probs.len()).collect())
     }
 
-    /// Each pair alone.
+    /// Each pair by itself.
     fn pairs(&self, objective: &Objective) -> Result<Vec<Evaluated>, AlgoError> {
         let num_pairs = self.batch.counts.sequences.expect("declared") / 2;
         let positions = |pair: usize| {
@@ -135,7 +135,7 @@ fn pair_losses(pairs: &[Evaluated]) -> Value {
 fn packed(case: &Case, key: &str, mask: &Ragged<bool>) -> Vec<f64> {
     let rows = case
         .rows(key)
-        .unwrap_or_else(|| panic!("{}: no rows `{key}`", case.name));
+        .unwrap_or_else(|| panic!("{}: `{key}` has no rows", case.name));
     rows.select("input", mask).expect("rows like the mask")
 }
 
@@ -167,7 +167,7 @@ fn dpo(case: &Case, dtype: DType) -> Outcome {
     );
     tokens.batch.ref_log_probs = Some(both("ref_chosen_log_probs", "ref_rejected_log_probs"));
     if let Some(rows) = case.rows("log_sum_sq_probs") {
-        // All chosen rows and then all rejected ones.
+        // All chosen rows, followed by all rejected ones.
         let masks = sides[0].rows().chain(sides[1].rows());
         let each = rows.rows().zip(masks).flat_map(|(row, mask)| {
             let each = row.iter().zip(mask);
@@ -225,7 +225,7 @@ fn dpo_objective(case: &Case) -> Result<Objective, AlgoError> {
             },
             loss => loss,
         };
-        // TRL hands ε to every loss, and those without label smoothing do not look at it.
+        // TRL passes ε to every loss, and those without label smoothing ignore it.
         match case
             .number("label_smoothing")
             .map(|epsilon| loss.with_label_smoothing(epsilon))
@@ -305,7 +305,7 @@ fn kto_baseline(case: &Case) -> Result<f64, AlgoError> {
     )?)
 }
 
-// ---- one number a row
+// ---- one number per row
 
 /// Pairs of rows with one token each, whose log-prob is the row's sum and mean.
 fn single_tokens(case: &Case, chosen: &str, rejected: &str, dtype: DType) -> Tokens {
@@ -337,7 +337,7 @@ fn orpo_odds(case: &Case, dtype: DType) -> Outcome {
 }
 
 fn cpo_loss(case: &Case) -> Cpo {
-    // β and γ that a case leaves out are TRL's; the library's are within the ranges of SimPO's paper.
+    // β and γ default to TRL's values; the library's defaults are within the ranges of SimPO's paper.
     let gamma = case.number_or("simpo_gamma", 0.5);
     let loss = match case.text("loss_type") {
         "hinge" => CpoLoss::Hinge,
@@ -397,11 +397,11 @@ fn reward_model(case: &Case, dtype: DType) -> Outcome {
 
 // ---- logits
 
-/// Logits `[B, T, V]` of one side, of which those before response tokens are a leaf `[N · V]`.
+/// Logits `[B, T, V]` of one side; those before response tokens are a leaf `[N · V]`.
 struct SideLogits {
     leaf: Tensor<1>,
     targets: Tensor<1, Int>,
-    /// Where the next token is a response token.
+    /// Whether the next token is a response token.
     mask: Ragged<bool>,
     vocab: usize,
 }

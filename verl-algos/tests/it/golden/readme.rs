@@ -1,6 +1,6 @@
 //! The table of functions in the README of a golden folder.
 
-/// Names in the column `functions` of the README's table; a `*` stands for any letters. `None` without such a table.
+/// Names in the column `functions` of the README's table; `*` matches any letters. `None` without such a table.
 pub fn functions(readme: &str) -> Option<Vec<String>> {
     let cells = |line: &str| -> Vec<String> {
         let cells = line.trim().trim_matches('|').split('|');
@@ -13,14 +13,14 @@ pub fn functions(readme: &str) -> Option<Vec<String>> {
     Some(named.collect())
 }
 
-/// The words in backticks, up to a colon: what follows it explains.
+/// The words in backticks, up to a colon, which begins an explanation.
 fn names(cell: &str) -> Vec<String> {
     let named = cell.split(':').next().unwrap_or_default();
     let words = named.split('`').skip(1).step_by(2);
     words.map(str::to_owned).collect()
 }
 
-/// Whether a name of the table stands for a function.
+/// Whether a name of the table matches a function.
 pub fn matches(name: &str, function: &str) -> bool {
     match name.split_once('*') {
         None => name == function,

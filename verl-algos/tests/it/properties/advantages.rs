@@ -1,4 +1,4 @@
-//! Properties of every registered estimator, and of what is done to rewards before.
+//! Properties of every registered estimator, and of reward shaping.
 
 use proptest::prelude::*;
 use verl_algos::advantages::{AdvantageEstimator, Advantages, ESTIMATORS};
@@ -74,7 +74,7 @@ proptest! {
 
     #[test]
     fn group_estimators_ignore_padding_groups(rows in rows()) {
-        // A group of its own, without action tokens, changes nothing for those that see whole groups only.
+        // A separate group without action tokens changes nothing for estimators that need complete groups only.
         let mut padded = rows.clone();
         let empty = Row {
             tokens: vec![TokenInputs::observation(f64::NAN); 2],
@@ -84,10 +84,10 @@ proptest! {
         };
         padded.0.extend([empty.clone(), empty]);
         for estimator in estimators().filter(|e| e.cut_unit() <= CutUnit::Group) {
-            let alone = rows.estimate(estimator.as_ref());
+            let plain = rows.estimate(estimator.as_ref());
             let padded = padded.estimate(estimator.as_ref());
             for b in 0..rows.0.len() {
-                prop_assert_eq!(padded.advantages.row(b), alone.advantages.row(b));
+                prop_assert_eq!(padded.advantages.row(b), plain.advantages.row(b));
             }
         }
     }

@@ -74,7 +74,7 @@ fn batch(rows: &[Trajectory], counts: Counts) -> IlqlBatch {
     }
 }
 
-/// Loss, gradients of each row (Q heads, logits, values), metrics, when the rows are cut at `parts`.
+/// Loss, gradients of each row (Q heads, logits, values), and metrics, with the rows divided into `parts`.
 fn evaluate_ilql(
     rows: &[Trajectory],
     loss: IlqlLoss,
@@ -187,7 +187,7 @@ proptest! {
     }
 
     #[test]
-    fn ilql_is_finite_differences_where_no_gradient_is_stopped(rows in trajectories(), at in any::<prop::sample::Index>()) {
+    fn ilql_gradients_are_finite_differences_where_none_is_stopped(rows in trajectories(), at in any::<prop::sample::Index>()) {
         const STEP: f64 = 1e-6;
         let places: Vec<(usize, usize)> = (0..rows.len())
             .flat_map(|b| (0..rows[b].steps.len()).map(move |t| (b, t)))
@@ -206,7 +206,7 @@ proptest! {
             let slope = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
             let (tensor, token) = (number / VOCAB, number % VOCAB);
             let grad = grads[b][(tensor * rows[b].steps.len() + t) * VOCAB + token];
-            prop_assert!(is_slope(grad, slope, 1e-5), "{} against {}", grad, slope);
+            prop_assert!(is_slope(grad, slope, 1e-5), "{} differs from {}", grad, slope);
         }
     }
 
@@ -230,7 +230,7 @@ proptest! {
 /// Tokens of the teacher.
 const TOP_K: usize = 3;
 
-/// Log-probs over a vocabulary of K + 2 tokens, of which the first K are listed.
+/// Log-probs over a vocabulary of K + 2 tokens; the first K are listed.
 fn listed() -> impl Strategy<Value = Vec<f64>> {
     prop::collection::vec(-2.0f64..2.0, TOP_K + 2).prop_map(|logits| {
         let sum = logits.iter().map(|z| z.exp()).sum::<f64>().ln();
@@ -249,7 +249,7 @@ struct Lesson {
 fn lessons() -> impl Strategy<Value = Lesson> {
     let lengths = prop::collection::vec(0usize..4, 2..5);
     lengths
-        .prop_filter("some token", |lengths| lengths.iter().any(|n| *n > 0))
+        .prop_filter("at least one token", |lengths| lengths.iter().any(|n| *n > 0))
         .prop_flat_map(|lengths| {
             let each = lengths.iter().enumerate();
             let rows: Vec<usize> = each.flat_map(|(b, &n)| std::iter::repeat_n(b, n)).collect();
@@ -293,7 +293,7 @@ fn of(divergence: Divergence, tail: Tail, teacher: &[f64], student: &[f64]) -> V
     read(divergence.tokens(teacher, student))
 }
 
-/// Loss, gradient and metrics, when tokens are cut at `parts`.
+/// Loss, gradient and metrics, with the tokens divided into `parts`.
 fn evaluate_distillation(
     lesson: &Lesson,
     loss: DistillationLoss,
@@ -375,7 +375,7 @@ proptest! {
             let whole = read(divergence.tokens(row(&p), row(&q)))[0];
             let bucket = of(divergence, Tail::Bucket, &p[..TOP_K], &q[..TOP_K])[0];
             prop_assert!(bucket <= whole + 1e-9, "{:?}: {} above {}", divergence, bucket, whole);
-            // All of the vocabulary listed: both rules give the whole.
+            // With the entire vocabulary listed, both rules give the complete divergence.
             for tail in tails() {
                 let listed = divergence.tokens(tail.distribution(row(&p)), tail.distribution(row(&q)));
                 prop_assert!((read(listed)[0] - whole).abs() < 1e-5);
@@ -422,7 +422,7 @@ proptest! {
                     evaluate_distillation(&lesson, loss, &all).0
                 };
                 let slope = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
-                prop_assert!(is_slope(grad, slope, 1e-6), "{:?}: {} against {}", divergence, grad, slope);
+                prop_assert!(is_slope(grad, slope, 1e-6), "{:?}: {} differs from {}", divergence, grad, slope);
             }
         }
     }

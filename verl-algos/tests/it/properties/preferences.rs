@@ -1,6 +1,6 @@
 //! Properties of every preference loss, and of settings that no entry of the registry has.
 //!
-//! A mini-batch holds pairs: rows 2i and 2i + 1. Losses of unpaired rows read the same rows with a label each.
+//! A mini-batch contains pairs: rows 2i and 2i + 1. Losses of unpaired rows read the same rows with a label each.
 
 use burn::tensor::Tensor;
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ use verl_algos::{Aggregation, Counts, CutUnit, MicroBatch, MiniBatch, Ragged};
 
 use super::{TOLERANCE, close, is_slope, metric, read, tensor};
 
-/// A mini-batch of pairs, and what a model says about its tokens.
+/// A mini-batch of pairs, and a model's outputs for its tokens.
 #[derive(Debug, Clone)]
 pub(crate) struct Pairs {
     batch: MiniBatch,
@@ -66,7 +66,7 @@ impl Pairs {
         self.batch.counts.sequences.unwrap()
     }
 
-    /// Log-probs and values of the tokens at `positions` as leaves, and the micro-batch made of them.
+    /// Log-probs and values of the tokens at `positions` as leaves, and the micro-batch that uses them.
     fn micro_batch(&self, positions: &[usize]) -> ([Tensor<1>; 2], MicroBatch) {
         let of = |column: &[f64]| tensor(positions.iter().map(|&t| column[t]).collect());
         let leaves = [&self.log_probs, &self.values].map(|c| of(c).autodiff().require_grad());
@@ -76,7 +76,7 @@ impl Pairs {
         (leaves, micro)
     }
 
-    /// Loss, gradients in log-probs and values, metrics, when the rows are cut at `parts`.
+    /// Loss, gradients with respect to log-probs and values, and metrics, with the rows divided into `parts`.
     fn evaluate(&self, loss: &Objective, parts: &[Vec<usize>]) -> Evaluated {
         let prepared = loss.prepare(&self.batch).unwrap();
         let n = self.log_probs.len();
@@ -107,7 +107,7 @@ impl Pairs {
 /// Loss, gradients, metrics.
 pub(crate) type Evaluated = (f64, Vec<f64>, Vec<MetricSum>);
 
-/// All registered losses, and DPO's with settings of its own.
+/// All registered losses, and DPO's with other settings.
 fn losses() -> impl Iterator<Item = Box<dyn RowLoss>> {
     let beta = 0.7;
     let settings: [Dpo; 6] = [
@@ -200,7 +200,7 @@ proptest! {
     }
 
     #[test]
-    fn one_side_of_a_pair_is_no_micro_batch(pairs in pairs()) {
+    fn one_side_of_a_pair_is_not_a_micro_batch(pairs in pairs()) {
         let first: Vec<usize> = (0..pairs.batch.row_lengths()[0]).collect();
         for (name, objective) in objectives() {
             let (_, micro) = pairs.micro_batch(&first);
@@ -224,7 +224,7 @@ proptest! {
             order.iter().map(|&p| margins[p]).collect(),
         );
         let straight = Pairs::new(&rows, labels, margins);
-        // Where each of the shuffled tokens was.
+        // Original positions of the shuffled tokens.
         let positions = |row: &usize| {
             let all = 0..straight.log_probs.len();
             all.filter(|&t| straight.batch.rows[t] == *row).collect::<Vec<_>>()
@@ -241,7 +241,7 @@ proptest! {
 
     #[test]
     fn pairs_without_tokens_change_nothing(pairs in pairs()) {
-        // With declared counts, pairs of padding may lie anywhere. Unpaired rows count by their labels instead.
+        // With declared counts, pairs of padding may be anywhere. Unpaired rows count by their labels instead.
         let mut padded = pairs.clone();
         padded.batch.rows = pairs.batch.rows.iter().map(|row| row / 2 * 4 + 2 + row % 2).collect();
         let margins = pairs.batch.preferences.margins.iter().flatten();
@@ -256,7 +256,7 @@ proptest! {
     fn rows_without_tokens_cost_unpaired_losses_a_constant(
         pairs in pairs(), after in 0usize..9, cuts in prop::collection::vec(0usize..2, 4)
     ) {
-        // A row without tokens after any row: no gradient of its own, and the shares still add up.
+        // A row without tokens after any row: it has no gradient, and the shares still add up.
         let mut padded = pairs.clone();
         let after = after % (pairs.num_rows() + 1);
         padded.batch.rows = pairs.batch.rows.iter().map(|row| row + usize::from(*row >= after)).collect();
@@ -281,7 +281,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_no_action_does_not_reach_preference_losses(
+    fn preference_losses_ignore_observations(
         (rows, labels, margins) in rows(),
         junk in prop::sample::select(vec![f64::NAN, f64::INFINITY, -1e10]),
         actions in prop::collection::vec(any::<bool>(), 8),
@@ -381,12 +381,12 @@ proptest! {
             let slopes = [(moved(STEP) - value) / STEP, (value - moved(-STEP)) / STEP];
             // At a kink the two slopes differ, and the gradient is one of them.
             let near = slopes.iter().any(|slope| is_slope(grad[at], *slope, 1e-3));
-            prop_assert!(near, "{}: {} against {:?}", name, grad[at], slopes);
+            prop_assert!(near, "{}: {} differs from {:?}", name, grad[at], slopes);
         }
     }
 }
 
-/// Whether pairs are weighted by the policy, which has no gradient and is another number where a log-prob is moved.
+/// Whether the policy determines the weights of pairs; they have no gradient, but change if a log-prob is moved.
 fn is_weighted(objective: &Objective) -> bool {
     format!("{objective:?}").contains("wpo: true")
 }

@@ -1,8 +1,8 @@
-//! Property 12, as far as it is the maths': training that is taken up again at any step goes on as if it had not stopped.
+//! Property 12, for the maths: training that is resumed at any step continues as if it had not stopped.
 //!
-//! Estimators, losses, filters and corrections keep nothing from step to step, so one that is made anew for a step must
-//! say what one says that has seen all steps before. What does have a state is a value that a checkpoint can hold. Whole
-//! runs, with weights, optimiser and random draws, are compared by `tests/it/replay.rs` of the root package.
+//! Estimators, losses, filters and corrections keep no state between steps, so one that is created for a step must
+//! return the same as one that has seen all steps before. Any state is a value that a checkpoint can store.
+//! `tests/it/replay.rs` of the root package compares entire runs, with weights, optimiser and random draws.
 
 use std::fmt::Debug;
 
@@ -17,7 +17,7 @@ use super::rollout_correction::{correct, corrections};
 use super::rows::rows;
 use super::{evaluate, objectives, tokens, whole};
 
-/// Goes through `values` at once, and with a copy of the state taken after the first `at`.
+/// Processes `values` in one go, and with a copy of the state taken after the first `at`.
 #[track_caller]
 fn check_state<S: Clone + PartialEq + Debug>(
     start: S,
@@ -41,47 +41,47 @@ proptest! {
     #[test]
     fn estimators_do_not_remember_steps(steps in prop::collection::vec(rows(), 1..4)) {
         for (name, make) in ESTIMATORS {
-            let lasting = make();
+            let reused = make();
             for step in &steps {
-                let anew = make();
-                prop_assert_eq!(step.estimate(lasting.as_ref()), step.estimate(anew.as_ref()), "{}", name);
+                let fresh = make();
+                prop_assert_eq!(step.estimate(reused.as_ref()), step.estimate(fresh.as_ref()), "{}", name);
             }
         }
     }
 
     #[test]
     fn losses_do_not_remember_steps(steps in prop::collection::vec(tokens(), 1..4)) {
-        let lasting = objectives(0.7);
+        let reused = objectives(0.7);
         for step in &steps {
             let rows = whole(step);
-            for ((name, lasting), (_, anew)) in lasting.iter().zip(&objectives(0.7)) {
-                prop_assert_eq!(evaluate(step, lasting, &rows), evaluate(step, anew, &rows), "{}", name);
+            for ((name, reused), (_, fresh)) in reused.iter().zip(&objectives(0.7)) {
+                prop_assert_eq!(evaluate(step, reused, &rows), evaluate(step, fresh, &rows), "{}", name);
             }
         }
     }
 
     #[test]
     fn preference_losses_do_not_remember_steps(steps in prop::collection::vec(pairs(), 1..4)) {
-        let lasting: Vec<_> = preferences::objectives().collect();
+        let reused: Vec<_> = preferences::objectives().collect();
         for step in &steps {
-            for ((name, lasting), (_, anew)) in lasting.iter().zip(preferences::objectives()) {
-                prop_assert_eq!(step.whole(lasting), step.whole(&anew), "{}", name);
+            for ((name, reused), (_, fresh)) in reused.iter().zip(preferences::objectives()) {
+                prop_assert_eq!(step.whole(reused), step.whole(&fresh), "{}", name);
             }
         }
     }
 
     #[test]
     fn corrections_do_not_remember_steps(steps in prop::collection::vec(rows(), 1..4)) {
-        let lasting = corrections();
+        let reused = corrections();
         for step in &steps {
-            for (lasting, anew) in lasting.iter().zip(&corrections()) {
-                prop_assert_eq!(correct(step, lasting), correct(step, anew));
+            for (reused, fresh) in reused.iter().zip(&corrections()) {
+                prop_assert_eq!(correct(step, reused), correct(step, fresh));
             }
         }
     }
 
     #[test]
-    fn controllers_go_on_where_they_stopped(
+    fn controllers_resume_where_they_stopped(
         values in prop::collection::vec(0.0f64..2.0, 1..12),
         at in any::<prop::sample::Index>(),
     ) {

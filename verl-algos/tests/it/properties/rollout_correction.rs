@@ -49,7 +49,7 @@ pub(crate) fn correct(rows: &Rows, correction: &RolloutCorrection) -> Correction
     correction.correct(&pair).unwrap()
 }
 
-/// Numbers that are reported, in a fixed order.
+/// The reported numbers, in a fixed order.
 fn reported(correction: &Correction) -> Vec<f64> {
     correction.metrics().into_iter().map(|(_, v)| v).collect()
 }

@@ -1,10 +1,10 @@
-//! Rows with everything that an estimator, or a rollout correction, may read.
+//! Rows with all inputs of estimators and rollout corrections.
 
 use proptest::prelude::*;
 use verl_algos::Ragged;
 use verl_algos::advantages::{AdvantageEstimator, AdvantageInputs, Advantages};
 
-/// A token with everything that an estimator may read about it.
+/// A token with all inputs of an estimator.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenInputs {
     pub action: bool,
@@ -17,7 +17,7 @@ pub struct TokenInputs {
 }
 
 impl TokenInputs {
-    /// An observation that holds `junk` wherever there is a number.
+    /// An observation whose numbers are all `junk`.
     pub fn observation(junk: f64) -> TokenInputs {
         TokenInputs {
             action: false,
@@ -31,7 +31,7 @@ impl TokenInputs {
     }
 }
 
-/// A response with everything that an estimator may read about it.
+/// A response with all inputs of an estimator.
 #[derive(Debug, Clone)]
 pub struct Row {
     pub tokens: Vec<TokenInputs>,
@@ -41,7 +41,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// Place of the first action token.
+    /// Position of the first action token.
     pub fn first(&self) -> usize {
         self.tokens.iter().position(|t| t.action).unwrap()
     }

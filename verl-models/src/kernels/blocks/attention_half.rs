@@ -1,4 +1,4 @@
-//! The first half of a layer: its operands, what it keeps, and its passes.
+//! The first half of a layer: its operands, what it saves, and its passes.
 
 use burn::backend::Backend;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -21,9 +21,9 @@ pub(super) struct AttentionHalf<B: Backend> {
     pub(super) block: AttentionBlock,
 }
 
-/// What its forward pass keeps.
+/// What its forward pass saves.
 #[derive(Debug, Clone)]
-pub(super) struct AttentionKept<B: Backend> {
+pub(super) struct AttentionSaved<B: Backend> {
     normed: FloatTensor<B>,
     scale: Option<FloatTensor<B>>,
     joined_weight: FloatTensor<B>,
@@ -32,21 +32,21 @@ pub(super) struct AttentionKept<B: Backend> {
 }
 
 impl<B: BlockGradients> AttentionHalf<B> {
-    pub(super) fn forward(&self) -> (FloatTensor<B>, AttentionKept<B>) {
+    pub(super) fn forward(&self) -> (FloatTensor<B>, AttentionSaved<B>) {
         let kept = self.inside();
         let y = B::product_and_sum(kept.mixed.clone(), self.output.clone(), self.x.clone());
         (y, kept)
     }
 
-    /// All but the last product.
-    fn inside(&self) -> AttentionKept<B> {
+    /// Everything up to the last product.
+    fn inside(&self) -> AttentionSaved<B> {
         let block = &self.block;
         let (normed, scale) = B::rms_norm_saving(self.x.clone(), self.gain.clone(), block.epsilon);
         let joined_weight = B::joined(self.projections.to_vec());
         let bias = block.biased.then(|| self.bias.clone());
         let joined = B::product_and_bias(normed.clone(), joined_weight.clone(), bias);
         let (mixed, attention) = B::attention_joined(block, joined, &self.places);
-        AttentionKept {
+        AttentionSaved {
             normed,
             scale,
             joined_weight,
@@ -55,14 +55,14 @@ impl<B: BlockGradients> AttentionHalf<B> {
         }
     }
 
-    /// Gradients for x, gain, queries, keys, values, bias and output, where they are wanted.
+    /// Gradients for x, gain, queries, keys, values, bias and output, where `wanted`.
     fn backward(
         self,
-        kept: Option<AttentionKept<B>>,
+        kept: Option<AttentionSaved<B>>,
         gradient: FloatTensor<B>,
         wanted: [bool; 7],
     ) -> [Option<FloatTensor<B>>; 7] {
-        let AttentionKept {
+        let AttentionSaved {
             normed,
             scale,
             joined_weight,
@@ -95,7 +95,7 @@ impl<B: BlockGradients> AttentionHalf<B> {
 pub(super) struct AttentionHalfStep;
 
 impl<B: BlockGradients> Backward<B, 7> for AttentionHalfStep {
-    type State = (AttentionHalf<B>, Option<AttentionKept<B>>);
+    type State = (AttentionHalf<B>, Option<AttentionSaved<B>>);
 
     fn backward(self, ops: Ops<Self::State, 7>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);

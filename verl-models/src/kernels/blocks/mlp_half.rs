@@ -1,4 +1,4 @@
-//! The second half of a layer: its operands, what it keeps, and its passes.
+//! The second half of a layer: its operands, what it saves, and its passes.
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
@@ -19,9 +19,9 @@ pub(super) struct MlpHalf<B: Backend> {
     pub(super) epsilon: f64,
 }
 
-/// What its forward pass keeps.
+/// What its forward pass saves.
 #[derive(Debug, Clone)]
-pub(super) struct MlpKept<B: Backend> {
+pub(super) struct MlpSaved<B: Backend> {
     normed: FloatTensor<B>,
     scale: Option<FloatTensor<B>>,
     joined_weight: FloatTensor<B>,
@@ -30,19 +30,19 @@ pub(super) struct MlpKept<B: Backend> {
 }
 
 impl<B: BlockGradients> MlpHalf<B> {
-    pub(super) fn forward(&self) -> (FloatTensor<B>, MlpKept<B>) {
+    pub(super) fn forward(&self) -> (FloatTensor<B>, MlpSaved<B>) {
         let kept = self.inside();
         let y = B::product_and_sum(kept.inner.clone(), self.down.clone(), self.x.clone());
         (y, kept)
     }
 
-    /// All but the last product.
-    fn inside(&self) -> MlpKept<B> {
+    /// Everything up to the last product.
+    fn inside(&self) -> MlpSaved<B> {
         let (normed, scale) = B::rms_norm_saving(self.x.clone(), self.gain.clone(), self.epsilon);
         let joined_weight = B::joined(self.inner.to_vec());
         let gate_up = B::product_with_rows(normed.clone(), joined_weight.clone());
         let inner = B::swiglu_joined(gate_up.clone());
-        MlpKept {
+        MlpSaved {
             normed,
             scale,
             joined_weight,
@@ -51,14 +51,14 @@ impl<B: BlockGradients> MlpHalf<B> {
         }
     }
 
-    /// Gradients for x, gain, gate, up and down, where they are wanted.
+    /// Gradients for x, gain, gate, up and down, where `wanted`.
     fn backward(
         self,
-        kept: Option<MlpKept<B>>,
+        kept: Option<MlpSaved<B>>,
         gradient: FloatTensor<B>,
         wanted: [bool; 5],
     ) -> [Option<FloatTensor<B>>; 5] {
-        let MlpKept {
+        let MlpSaved {
             normed,
             scale,
             joined_weight,
@@ -90,7 +90,7 @@ impl<B: BlockGradients> MlpHalf<B> {
 pub(super) struct MlpHalfStep;
 
 impl<B: BlockGradients> Backward<B, 5> for MlpHalfStep {
-    type State = (MlpHalf<B>, Option<MlpKept<B>>);
+    type State = (MlpHalf<B>, Option<MlpSaved<B>>);
 
     fn backward(self, ops: Ops<Self::State, 5>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);

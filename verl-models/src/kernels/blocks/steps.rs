@@ -1,4 +1,4 @@
-//! What a half of a layer is composed of; a backend with faster kernels replaces single steps.
+//! The steps that a half of a layer is composed of; a backend with faster kernels replaces single steps.
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, Flex, TensorMetadata};
@@ -7,7 +7,7 @@ use burn::tensor::{Shape, Slice};
 use super::AttentionBlock;
 use crate::kernels::DecoderGradients;
 
-/// Where the tokens of a call are.
+/// Positions of the tokens of a call.
 #[derive(Debug, Clone)]
 pub struct Places<B: Backend> {
     /// Cosines and signed sines of positions.
@@ -20,12 +20,12 @@ pub struct Places<B: Backend> {
 
 /// The steps of a half, forward and backward.
 pub trait BlockGradients: DecoderGradients {
-    /// Matrices one below the other, or vectors one after the other.
+    /// Matrices stacked by rows, or vectors concatenated.
     fn joined(parts: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
         Self::float_cat(parts, 0)
     }
 
-    /// The gradient of each part of [`BlockGradients::joined`] matrices of `rows` rows.
+    /// Splits a gradient of [`BlockGradients::joined`] matrices into parts of `rows` rows.
     fn parted(whole: FloatTensor<Self>, rows: &[usize]) -> Vec<FloatTensor<Self>> {
         let mut start = 0;
         let part = |rows: &usize| {
@@ -67,7 +67,7 @@ pub trait BlockGradients: DecoderGradients {
         Self::float_reshape(Self::float_sum_dim(gradient, 0), Shape::new([width]))
     }
 
-    /// Gradients for `x` and the norm's weight, where `past` is the gradient that reaches `x` past the norm.
+    /// Gradients for `x` and the norm's weight; `past` is the gradient that reaches `x` around the norm.
     fn rms_norm_backward_past(
         x: FloatTensor<Self>,
         gain: FloatTensor<Self>,
@@ -146,7 +146,7 @@ fn rows<B: Backend>(x: &FloatTensor<B>, start: usize, count: usize) -> FloatTens
     B::float_slice(x.clone(), &[range, Slice::full()])
 }
 
-/// Columns of these widths.
+/// Splits `x` into columns of these widths.
 fn columns<B: Backend>(x: &FloatTensor<B>, widths: &[usize]) -> Vec<FloatTensor<B>> {
     let mut start = 0;
     let part = |width: &usize| {
@@ -164,12 +164,12 @@ fn halves<B: Backend>(x: FloatTensor<B>) -> [FloatTensor<B>; 2] {
     [parts.remove(0), last]
 }
 
-/// Each of several gradients, or none of them.
+/// Each of the gradients, or `None` for all.
 pub(super) fn each<T, const N: usize>(parts: Option<[T; N]>) -> [Option<T>; N] {
     parts.map_or_else(|| [const { None }; N], |parts| parts.map(Some))
 }
 
-/// Hands each part to its parent.
+/// Registers each gradient with its parent.
 macro_rules! register {
     ($parents:expr, $parts:expr, $grads:expr) => {
         for (node, part) in $parents.into_iter().zip($parts) {

@@ -2,10 +2,10 @@
 //
 //   table[index] = q, k, v, bias, q_norm, k_norm, input_norm, o, mlp_norm, gate, up, down, keys, values, 0, 0
 //
-// q, k, v, gate and up are `…_offset` elements behind the beginning of their buffers, which may be one and the same: a
-// matrix whose rows are theirs, one after another. Where a model has no such tensor, any buffer stands for it.
+// q, k, v, gate and up are `…_offset` elements after the beginning of their buffers, which may be the same: a matrix of
+// their concatenated rows. If a model has no such tensor, any buffer takes its place.
 //
-// Shapes: table [layers, 16] u64. The addresses hold until the tensors are moved: the launcher sees to it that they stay.
+// Shapes: table [layers, 16] u64. The addresses are valid until the tensors move; the launcher keeps them in place.
 // Launch: one thread.
 
 #include <cuda_bf16.h>
@@ -14,7 +14,7 @@ typedef __nv_bfloat16 bf16;
 typedef unsigned long long u64;
 
 struct AddressScalars {
-    // Of the layer.
+    // Index of the layer.
     u64 index;
     // Elements.
     u64 q_offset;

@@ -1,25 +1,25 @@
-// The bookkeeping of a decoding step; see draw.cuh for what the other buffers hold.
+// The bookkeeping of a decoding step; see draw.cuh for the other buffers.
 //
-// Appends what was drawn to live rows and tells which of them end, and why.
+// Appends the drawn tokens to live rows and records which rows end, and why.
 //
-// limits: [rows] i32, most tokens of a response, at most max_new_tokens; positions: [rows] i32, the place in the sequence
-// of the token that is fed next; stops: [stop_count, stop_width] i32, sequences that end a response, filled up with −1 at
-// the left; tokens, sampling_log_probs, log_probs: [rows, max_new_tokens]. An end comes before a stop, and a stop before
-// the limit. `token` is then what the next step is fed.
-// Launch: block 32, grid ceil(rows / 32): rows have nothing to do with one another, and what a row needs is asked for at
-// once, so that the kernel takes as long as a load and a store, whatever the rows.
+// limits: [rows] i32, most tokens of a response, at most max_new_tokens; positions: [rows] i32, the position in the
+// sequence of the token that is fed next; stops: [stop_count, stop_width] i32, sequences that end a response, padded
+// with −1 on the left; tokens, sampling_log_probs, log_probs: [rows, max_new_tokens]. An end token takes precedence
+// over a stop sequence, and a stop sequence over the limit. `token` is then the next step's input.
+// Launch: block 32, grid ceil(rows / 32): rows are independent, and a row's data is requested at once, so that the
+// kernel takes as long as a load and a store for any number of rows.
 
 struct AdvanceScalars {
     u64 rows;
-    // Tokens that the output buffers hold of a row.
+    // Tokens per row in the output buffers.
     u64 max_new_tokens;
     u64 vocab;
     u64 eos_count;
     u64 stop_count;
     u64 stop_width;
-    // What ended rows are fed.
+    // The token that ended rows are fed.
     long long pad;
-    // Whether `seen` is kept.
+    // Whether `seen` is updated.
     u64 penalises;
 };
 

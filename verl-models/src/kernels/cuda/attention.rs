@@ -20,18 +20,18 @@ const ROPE_THREADS: u32 = 256;
 /// Threads that share the heads of a token in `rope.cu`.
 const SHARE: usize = 4;
 /// Widest head.
-const MOST_WIDTH: usize = 256;
+const MAX_WIDTH: usize = 256;
 /// Multiprocessors of a Hopper GPU.
 const PROCESSORS: f64 = 132.0;
 
-/// Whether the kernels take heads of this width.
-pub(crate) fn takes(head_dim: usize) -> bool {
-    head_dim.is_multiple_of(2) && head_dim <= MOST_WIDTH
+/// Whether the kernels support heads of this width.
+pub(crate) fn supports(head_dim: usize) -> bool {
+    head_dim.is_multiple_of(2) && head_dim <= MAX_WIDTH
 }
 
-/// A call's sizes, dtype, and where its tokens are: sequences lie one after the other.
+/// A call's sizes, dtype, and the positions of its tokens: sequences follow one another.
 pub(crate) struct Call {
-    /// `tokens` are those of the longest sequence.
+    /// `tokens` is the length of the longest sequence.
     shape: AttentionShape,
     tokens: usize,
     /// Sum of the squares of the lengths.
@@ -88,7 +88,7 @@ impl Call {
         self.tokens
     }
 
-    /// Turned queries and keys, and values, of a joined projection.
+    /// Rotated queries and keys, and values, of a joined projection.
     pub fn split(&self, joined: &CubeTensor, [cos, sin]: [&CubeTensor; 2]) -> [CubeTensor; 3] {
         let (tokens, width, key_width) = (self.tokens(), self.query_width(), self.key_width());
         let queries = empty(joined, [tokens, width], self.dtype);
@@ -196,7 +196,7 @@ impl Call {
         (output, saved)
     }
 
-    /// The gradient for joined queries, keys and values, before they were turned.
+    /// The gradient for joined queries, keys and values before rotation.
     pub fn backward(&self, saved: &[CubeTensor], gradient: CubeTensor) -> CubeTensor {
         let [queries, keys, values, cos, sin, output, log_sums] = saved else {
             unreachable!("the forward pass saves seven tensors");
@@ -277,7 +277,7 @@ pub(crate) fn forward(
     call.forward(&joined, [cos, sin])
 }
 
-/// Gradients for queries, keys and values, before they were turned.
+/// Gradients for queries, keys and values before rotation.
 pub(crate) fn backward(
     shape: AttentionShape,
     saved: &[CubeTensor],

@@ -1,31 +1,33 @@
 // Attention of one new token of each row over a cache of keys and values in blocks, and the kernels that fill the cache.
 //
-//   attention_decode       out_h = softmax(scale q_h.k_j) v_j over the `lengths[row]` tokens that the cache holds
-//   attention_decode_step  from the new token's projection: adds a bias, norms heads (both if the model has them), turns
-//                          queries and key to position lengths[row], appends key and value there, then attends to the
-//                          lengths[row] + 1 tokens
-//   kv_store               keys and values of packed tokens to their slots (after a prompt's forward pass)
-//   kv_copy_blocks         copies blocks, for a row that writes into a block shared until then
+//   attention_decode       out_h = softmax(scale q_h.k_j) v_j over the `lengths[row]` cached tokens
+//   attention_decode_step  from the new token's projection: adds a bias, norms heads (both if the model has them),
+//                          rotates queries and key to position lengths[row], appends key and value there, then attends
+//                          to the lengths[row] + 1 tokens
+//   kv_store               writes keys and values of packed tokens to their slots (after a prompt's forward pass)
+//   kv_copy_blocks         copies blocks, before a row writes into a block that it shares with others
 //
-// A row is not live if its length is negative (attention_decode: or 0), or if its table has no room for its tokens: its
+// A row is not live if its length is negative (attention_decode: or 0), or if its tokens do not fit in its table: its
 // output is zeros, and neither its table nor the cache is read or written. A step may begin a row, at length 0.
-// What lies in the cache beyond a row's length is never used, whatever it is.
+// The contents of the cache beyond a row's length are never used and may be anything.
 //
 // Shapes: k_cache, v_cache [blocks, K, 64, Dh]; table [rows, max_blocks] i32: block of tokens 64 i .. 64 i + 63;
 //   lengths [rows] i32; q, out [rows, H*Dh]; qkv [rows, (H+2K)*Dh]; bias [(H+2K)*Dh]; q_norm, k_norm [Dh];
-//   cos, sin [positions, Dh] f32 (signed sines, see rope.cu); slots [tokens] i32: block * 64 + place, negative: not stored;
-//   pairs [pairs, 2] i32: from, to; a negative one is skipped. All tensors of elements aligned to 16 bytes.
+//   cos, sin [positions, Dh] f32 (signed sines, see rope.cu); slots [tokens] i32: block * 64 + offset, negative: not
+//   stored; pairs [pairs, 2] i32: from, to; a negative pair is skipped. All tensors of elements aligned to 16 bytes.
 //
 // Launches: attention_decode, attention_decode_step: grid (K * HEAD_TILES, rows, CLUSTER), block 128, where
-//   HEAD_TILES = ceil((H/K) / TILE_HEADS), TILE_HEADS = min(H/K, 16) (8 for f32 and for Dh over 128 or no multiple of 16).
-//   CLUSTER (1, 2, 4 or 8) blocks share the tokens of a row. A row's bits depend on it, not on the other rows.
-//   kv_store: grid ceil(tokens*K*Dh / (256*CHUNK)), block 256, CHUNK elements = 16 bytes (1 element if Dh has no such).
+//   HEAD_TILES = ceil((H/K) / TILE_HEADS), TILE_HEADS = min(H/K, 16) (8 for f32 and for Dh over 128 or not a multiple
+//   of 16).
+//   CLUSTER (1, 2, 4 or 8) blocks share the tokens of a row. A row's bits depend on CLUSTER, not on the other rows.
+//   kv_store: grid ceil(tokens*K*Dh / (256*CHUNK)), block 256, CHUNK elements = 16 bytes (1 element if that does not
+//   divide Dh).
 //   kv_copy_blocks: grid (pairs, 2), block 256.
 //
-// A warp streams tiles of 32 tokens (16 for wide heads) through its own shared memory with cp.async, keys and values in
-// turn; all query heads of a group share them, as columns of mma.m16n8k16. The four warps are merged in their order, then
-// the blocks of a cluster in theirs, through each other's shared memory.
-// Bytes: keys and values once, 2 * K * Dh * 2 a token of a row (bf16).
+// A warp streams tiles of 32 tokens (16 for wide heads) through its own shared memory with cp.async, alternating keys
+// and values; all query heads of a group share them, as columns of mma.m16n8k16. The four warps are merged in order,
+// then the blocks of a cluster in order, through each other's shared memory.
+// Bytes: keys and values once, 2 * K * Dh * 2 per token of a row (bf16).
 
 #include <cuda_bf16.h>
 
@@ -45,11 +47,11 @@ typedef unsigned int u32;
 #ifndef KEY_HEADS
 #define KEY_HEADS 2
 #endif
-// 1: the projection has yet to get its bias.
+// 1: the bias is not yet added to the projection.
 #ifndef QKV_BIAS
 #define QKV_BIAS 0
 #endif
-// 1: each head of queries and keys is divided by its root mean square and weighed, before it is turned.
+// 1: each head of queries and keys is divided by its root mean square and multiplied by a gain before it is rotated.
 #ifndef QK_NORM
 #define QK_NORM 0
 #endif
@@ -62,8 +64,8 @@ typedef unsigned int u32;
 #else
 #define CLUSTERED
 #endif
-// 1: launched with programmatic serialization, lengths, table and cached tokens are read before the preceding kernel has
-// ended: nothing but this kernel may write them within a graph.
+// 1: launched with programmatic serialization, so lengths, table and cached tokens are read before the preceding kernel
+// has ended: only this kernel may write them within a graph.
 #ifndef CACHE_EARLY
 #define CACHE_EARLY 0
 #endif
@@ -88,8 +90,8 @@ typedef ELEMENT T;
 #define WARPS 4
 #endif
 #define THREADS (WARPS * 32)
-// Groups of so many threads attend on their own, each to a part of a row; a block has one, or with GROUPS 1 several,
-// whose kernel stands in another file.
+// Groups of this many threads attend independently, each to a part of a row. A block has one, or with GROUPS 1 several,
+// whose kernel is in another file.
 #ifndef GROUPS
 #define GROUPS 0
 #endif
@@ -100,7 +102,7 @@ typedef ELEMENT T;
 #define THREAD ((int)threadIdx.x)
 #define MEET() __syncthreads()
 #endif
-// Pieces [piece][row][..] in f32 whose sum is the projection; 0: it is there in T.
+// Pieces [piece][row][..] in f32 whose sum is the projection; 0: the projection itself, in T.
 #ifndef QKV_PIECES
 #define QKV_PIECES 0
 #endif
@@ -108,7 +110,7 @@ typedef ELEMENT T;
 #ifndef WARP_TOKENS
 #define WARP_TOKENS (HEAD_DIM <= 64 ? 32 : 16)
 #endif
-// Blocks of a multiprocessor, as many as shared memory and registers admit.
+// Blocks per multiprocessor, as many as shared memory and registers allow.
 #define RESIDENT (!PLAIN && HEAD_DIM <= 64 && TILE_HEADS <= 8 ? (WARP_TOKENS == 32 ? 6 : 8) : 1)
 #define LOG2E 1.4426950408889634f
 #define NOTHING __int_as_float(0xff800000)
@@ -119,7 +121,7 @@ struct Scalars {
     long long max_blocks;
 };
 
-// exp2: close to exact for f32.
+// exp2: nearly exact for f32.
 __device__ __forceinline__ float power(float x) {
 #if IS_F32
     return exp2f(x);
@@ -135,7 +137,7 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// Pads rows of queries, so that a warp's reads fall into different banks.
+// Padding of query rows, so that a warp's reads go to different banks.
 #define QUERY_STRIDE (HEAD_DIM + 8)
 
 #if PLAIN
@@ -145,7 +147,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 #endif
 
 struct Shared {
-    // Tiles of keys and values of each warp; then their mixtures [WARPS][TILE_HEADS][Dh], the first one merged.
+    // Tiles of keys and values of each warp; later their mixtures [WARPS][TILE_HEADS][Dh], the first one merged.
     alignas(128) unsigned char stream[STREAM_BYTES];
     alignas(16) T queries[TILE_HEADS * QUERY_STRIDE];
     alignas(16) T key[HEAD_DIM];
@@ -153,7 +155,7 @@ struct Shared {
     // Highest score (times log2 e) of each warp, then of the new token, whose weight is 1; sum of weights of each warp.
     float top[WARPS + 1][TILE_HEADS];
     float sum[WARPS][TILE_HEADS];
-    // The same of the whole block.
+    // The same for the whole block.
     float block_top[TILE_HEADS];
     float block_sum[TILE_HEADS];
 
@@ -162,7 +164,7 @@ struct Shared {
     }
 };
 
-// What a block works on.
+// The work of a block.
 struct Work {
     int row;
     int key_head;
@@ -170,32 +172,32 @@ struct Work {
     int heads;
     // Cached tokens.
     int tokens;
-    // Which of the groups that share a row this is, and how many they are.
+    // Rank of this group among those that share a row, and their number.
     int rank;
     int sharing;
-    // This block has the new token as well.
+    // This block also has the new token.
     bool appends;
-    // Of a lane: the block of the warp's `lane`-th tile, of use only if the row has so many tokens.
+    // Per lane: the block of the warp's `lane`-th tile, valid only if the row has that many tokens.
     int block;
 
-    // The warp's first token, and what lies between its tiles: blocks take tiles in turn, then warps.
+    // The warp's first token, and the distance between its tiles: tiles go round-robin to blocks, then to warps.
     __device__ __forceinline__ int first_token() const {
         return (THREAD / 32 * sharing + rank) * WARP_TOKENS;
     }
     __device__ __forceinline__ int tokens_between() const { return WARPS * sharing * WARP_TOKENS; }
-    // The block of the `tile`-th tile, which begins with `token`, for a whole warp.
+    // The block of the `tile`-th tile, which begins at `token`; called by a whole warp.
     __device__ __forceinline__ int block_of(int tile, int token, const int* blocks) const {
         if (tile < 32) return __shfl_sync(~0u, block, tile);
         return token < tokens ? blocks[token / BLOCK] : 0;
     }
 };
 
-// Where `token` of this row and key head lies in a cache.
+// Position of `token` of this row and key head in a cache.
 __device__ __forceinline__ long long slot(int block, int key_head, int token) {
     return (((long long)block * KEY_HEADS + key_head) * BLOCK + token % BLOCK) * HEAD_DIM;
 }
 
-// Neighbours that a lane reads and writes at once.
+// Adjacent elements that a lane reads and writes at once.
 #define W (HALF % 4 == 0 ? 4 : HALF % 2 == 0 ? 2 : 1)
 template <class E>
 struct alignas(W * sizeof(E)) Neighbours {
@@ -214,11 +216,11 @@ __device__ __forceinline__ void store(T* to, const float (&x)[W]) {
     *reinterpret_cast<Neighbours<T>*>(to) = all;
 }
 
-// Buffers of the step that are not there without it.
+// Buffers that only the step has.
 struct Step {
 #if QKV_PIECES
     const float* qkv;
-    // From a piece to the next.
+    // Distance between pieces.
     long long piece;
 #else
     const T* qkv;
@@ -229,10 +231,10 @@ struct Step {
     const float* cos;
     const float* sin;
 
-    // Neighbouring values of the projection.
+    // Adjacent elements of the projection.
     __device__ __forceinline__ void read(long long at, float (&x)[W]) const {
 #if QKV_PIECES
-        static_assert(W == 4, "pieces are read four at a time");
+        static_assert(W == 4, "pieces are read in fours");
         float4 pieces[QKV_PIECES];
 #pragma unroll
         for (int i = 0; i < QKV_PIECES; i++) pieces[i] = __ldcg(reinterpret_cast<const float4*>(qkv + i * piece + at));
@@ -247,17 +249,18 @@ struct Step {
     }
 };
 
-// Queries, and the new key and value where the block appends, from the projection: bias, norm, rotation. LANES lanes have a
-// head, each W neighbours of its first half and those of its second. All loads are under way before the first use.
+// Queries, and the new key and value if the block appends, from the projection: bias, norm, rotation. LANES lanes share
+// a head; each has W adjacent elements of its first half and those of its second. All loads are in flight before the
+// first use.
 __host__ __device__ constexpr int lanes_of(int accesses) { return accesses <= 1 ? 1 : 2 * lanes_of((accesses + 1) / 2); }
 #define LANES (lanes_of(HALF / W))
-static_assert(LANES <= 32, "a head is a part of a warp");
+static_assert(LANES <= 32, "a head fits in a warp");
 #define PREPARED ((TILE_HEADS + 2 + THREADS / LANES - 1) / (THREADS / LANES))
 struct Preparation {
     float bias[PREPARED][2][W], cos[W], sin[W];
 
     static __device__ __forceinline__ int dim() { return THREAD % LANES * W; }
-    // The head of a lane's `i`-th turn; behind the queries come the key and the value.
+    // The head of a lane's `i`-th turn; after the queries come the key and the value.
     static __device__ __forceinline__ int head_of(int i) { return (i * THREADS + THREAD) / LANES; }
     static __device__ __forceinline__ bool has(const Work& work, int head) {
         return head < work.heads + (work.appends ? 2 : 0) && dim() < HALF;
@@ -267,7 +270,7 @@ struct Preparation {
         return (place < 0 ? work.first_head + head : QUERY_HEADS + place * KEY_HEADS + work.key_head) * HEAD_DIM + dim();
     }
 
-    // What was there before the step.
+    // Loads data that exists before the step.
     __device__ __forceinline__ void begin(const Work& work, const Step& step, int position) {
 #pragma unroll
         for (int i = 0; i < (QKV_BIAS ? PREPARED : 0); i++) {
@@ -276,7 +279,7 @@ struct Preparation {
             load(step.bias + column_of(work, head), bias[i][0]);
             load(step.bias + column_of(work, head) + HALF, bias[i][1]);
         }
-        // The second half of a row has all that the first has.
+        // The second half of a row repeats the first.
         const long long at = (long long)position * HEAD_DIM + HALF + (dim() < HALF ? dim() : 0);
         load(step.cos + at, cos);
         load(step.sin + at, sin);
@@ -300,12 +303,12 @@ struct Preparation {
             float squares = 0.0f;
 #pragma unroll
             for (int j = 0; here && j < W; j++) {
-                // Rounded like a projection that has its bias.
+                // Rounded like a projection with a bias.
                 if (QKV_BIAS) a[j] = (float)(T)(a[j] + bias[i][0][j]), b[j] = (float)(T)(b[j] + bias[i][1][j]);
                 squares = fmaf(a[j], a[j], fmaf(b[j], b[j], squares));
             }
             if (QK_NORM) {
-                // By whole warps, whether they have this head or not.
+                // Called by whole warps, whether or not they have this head.
 #pragma unroll
                 for (int other = LANES / 2; other > 0; other /= 2) squares += __shfl_xor_sync(~0u, squares, other);
             }
@@ -316,7 +319,7 @@ struct Preparation {
                 float low[W], high[W];
                 load(norm + dim(), low);
                 load(norm + dim() + HALF, high);
-                // Rounded where a norm of its own rounds.
+                // Rounded where a separate norm would round.
 #pragma unroll
                 for (int j = 0; j < W; j++) {
                     a[j] = (float)(T)((float)(T)(a[j] * factor) * low[j]);
@@ -341,21 +344,21 @@ struct Preparation {
 #if !PLAIN
 
 #define CHUNKS (HEAD_DIM / 8)
-// Chunks of 16 bytes are permuted within this many, so that eight rows of a matrix fall into different banks.
+// Chunks of 16 bytes are permuted within this many, so that eight rows of a matrix are in different banks.
 #define SWIZZLED (CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2)
 #define STEPS (HEAD_DIM / 16)
 
 __device__ __forceinline__ u32 place(u32 tile, u32 token, u32 chunk) {
     return tile + (token * CHUNKS + (chunk ^ (token / (8 / SWIZZLED) % SWIZZLED))) * 16;
 }
-// A warp's tile of a cache: all of it, or with SOME the first `tokens`, and zeros.
+// A warp's tile of a cache: all of it, or with SOME the first `tokens`, followed by zeros.
 template <bool SOME>
 __device__ __forceinline__ void fetch(u32 tile, const T* from, int tokens) {
     const u32 lane = THREAD % 32;
     from += lane * 8;
 #pragma unroll
     for (u32 i = 0; i < WARP_TOKENS * CHUNKS / 32; i++) {
-        // The compiler sees that lanes change few bits of a place where a warp copies whole tokens.
+        // Written so that the compiler sees that lanes change few bits of an address where a warp copies whole tokens.
         const u32 token = 32 % CHUNKS == 0 ? i * (32 / CHUNKS) + lane / CHUNKS : (i * 32 + lane) / CHUNKS;
         const u32 chunk = 32 % CHUNKS == 0 ? lane % CHUNKS : (i * 32 + lane) % CHUNKS;
         if (SOME) {
@@ -369,7 +372,7 @@ __device__ __forceinline__ void fetch(u32 tile, const T* from, int tokens) {
     }
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for all of a warp's copies but the latest group.
+// Waits for all of a warp's copies except the latest group.
 __device__ __forceinline__ void wait_for_older() {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
     __syncwarp();
@@ -399,17 +402,17 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return *reinterpret_cast<const u32*>(&both);
 }
 
-// The transpose of a matrix of 8 x 8 that a warp holds as a product's values.
+// The transpose of an 8 x 8 matrix that a warp has as the values of a product.
 __device__ __forceinline__ u32 transpose(u32 m) {
     u32 t;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(m));
     return t;
 }
 
-// Heads are columns of the products, in eights; tokens, then dims, are rows.
+// Heads are columns of the products, in eights; rows are tokens, then dims.
 #define EIGHTS ((TILE_HEADS + 7) / 8)
 
-// A warp's part of the cached tokens, left in `shared`. The first tiles are under way before the queries are there.
+// A warp's part of the cached tokens, left in `shared`. The first tiles are in flight before the queries arrive.
 struct Stream {
     u32 keys;
     u32 values;
@@ -418,7 +421,7 @@ struct Stream {
     const int* blocks;
 
     __device__ __forceinline__ void fetch_keys(const Work& work, int token, int block) const {
-        // Keys that do not exist score nothing, whatever lies there.
+        // Keys that do not exist get no score, whatever the memory contains.
         if (token < work.tokens) fetch<false>(keys, k_cache + slot(block, work.key_head, token), 0);
         commit();
     }
@@ -449,7 +452,7 @@ struct Stream {
         int tile = 0;
         for (int token = work.first_token(); token < work.tokens; token += work.tokens_between()) {
             const int next = token + work.tokens_between(), next_block = work.block_of(++tile, next, blocks);
-            // Values of a thread: tokens `row` and `row` + 8 of a sixteen, heads `column` and the next of an eight.
+            // Values of a thread: tokens `row` and `row` + 8 of sixteen, heads `column` and the next of eight.
             float scores[WARP_TOKENS / 16][EIGHTS][4] = {};
             wait_for_older();
 #pragma unroll
@@ -513,7 +516,7 @@ struct Stream {
             __syncwarp();
             fetch_values(work, next, next_block);
         }
-        // The tiles give way to mixtures.
+        // The mixtures overwrite the tiles.
         MEET();
         float* mixtures = shared.mixtures(warp);
 #pragma unroll
@@ -596,7 +599,7 @@ struct Stream {
 
 #endif
 
-// Score of the new token with each head, by sixteen lanes.
+// Score of the new token with each head, computed by sixteen lanes.
 __device__ __forceinline__ void score_new_token(Shared& shared, const Work& work, float scale) {
 #pragma unroll 1
     for (int first = 0; first < work.heads; first += THREADS / 16) {
@@ -618,7 +621,7 @@ __device__ __forceinline__ void score_new_token(Shared& shared, const Work& work
     }
 }
 
-// Merges the warps in their order: the output if the row has one block, else the block's own mixture.
+// Merges the warps in order into the output if the row has one block, else into the block's mixture.
 __device__ __forceinline__ void merge_warps(Shared& shared, const Work& work, T* out) {
 #pragma unroll 1
     for (int i = THREAD * W; i < work.heads * HEAD_DIM; i += THREADS * W) {
@@ -656,7 +659,7 @@ __device__ __forceinline__ void merge_warps(Shared& shared, const Work& work, T*
     }
 }
 
-// What `shared` is in block `rank` of the cluster.
+// The address of `shared` in block `rank` of the cluster.
 __device__ __forceinline__ Shared* shared_of(Shared& shared, int rank) {
     Shared* other;
     asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(&shared), "r"(rank));
@@ -667,7 +670,7 @@ __device__ __forceinline__ void wait_for_cluster() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Merges the blocks of a cluster in their order, each of them a part of the output.
+// Merges the blocks of a cluster in order; each block writes a part of the output.
 __device__ __forceinline__ void merge_blocks(Shared& shared, const Work& work, T* out) {
     wait_for_cluster();
     for (int i = work.rank * THREADS + THREAD; i < work.heads * HEAD_DIM; i += CLUSTER * THREADS) {
@@ -689,17 +692,17 @@ __device__ __forceinline__ void merge_blocks(Shared& shared, const Work& work, T
         }
         out[i] = (T)(mixed / sum);
     }
-    // Nobody leaves while another reads its memory.
+    // No block exits while another reads its memory.
     wait_for_cluster();
 }
 
-// Without programmatic serialization these do nothing.
+// No-ops without programmatic serialization.
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// A group's part of a row, from the first fetch to its mixture in `shared`, which is the output where no other group shares
-// the row. Waits with `ready` for what the step reads and for the output's last reader; lengths, table and cached tokens are
-// read before. False if the row is not live: then its output is zeros.
+// A group's part of a row, from the first fetch to its mixture in `shared`, or the output if no other group shares the
+// row. `ready` waits for the step's inputs and for the output's last reader; lengths, table and cached tokens are read
+// before it. False if the row is not live: then its output is zeros.
 template <bool STEP, class Ready>
 __device__ __forceinline__ bool attend(Shared& shared, const Work& work, const T* q, const Step& step, T* k_cache, T* v_cache,
                                        const int* table, T* out, const Scalars& s, const Ready& ready) {
@@ -716,7 +719,7 @@ __device__ __forceinline__ bool attend(Shared& shared, const Work& work, const T
     }
     const float scale = (float)s.scale * LOG2E;
     Preparation preparation;
-    // Before copies that take their time.
+    // Before the copies, which take time.
     if (STEP) preparation.begin(work, step, work.tokens);
 
 #if PLAIN
@@ -752,7 +755,7 @@ __device__ __forceinline__ bool attend(Shared& shared, const Work& work, const T
     return true;
 }
 
-// The `tile`-th part of the heads of a row, all key heads counted.
+// The `tile`-th part of the heads of a row, over all key heads.
 __device__ __forceinline__ Work work_of(int row, int tile, int rank, int sharing, bool appends, const int* lengths,
                                         const int* table, long long max_blocks) {
     Work work;
@@ -764,7 +767,7 @@ __device__ __forceinline__ Work work_of(int row, int tile, int rank, int sharing
     work.rank = rank;
     work.sharing = sharing;
     work.appends = appends && rank == 0;
-    // Read side by side with the length.
+    // Read in parallel with the length.
     const int at = (work.first_token() + THREAD % 32 * work.tokens_between()) / BLOCK;
     work.block = at < max_blocks ? table[row * max_blocks + at] : 0;
     return work;
@@ -835,7 +838,7 @@ kv_store(const T* k, const T* v, const int* slots, T* k_cache, T* v_cache, const
     *reinterpret_cast<Chunk*>(v_cache + to) = *reinterpret_cast<const Chunk*>(v + i * CHUNK);
 }
 
-// No block may be both a source and a target of one launch.
+// No block may be both a source and a target in one launch.
 extern "C" __global__ void __launch_bounds__(256) kv_copy_blocks(const int* pairs, T* k_cache, T* v_cache) {
     const int from = pairs[2 * blockIdx.x], to = pairs[2 * blockIdx.x + 1];
     if (from < 0 || to < 0) return;

@@ -5,8 +5,8 @@
 //   With g the gradient of o:  delta_i = g_i.o_i,   ds_ij = p_ij (g_i.v_j - delta_i),
 //   dq_i = scale sum_j ds_ij k_j,   dk_j = scale sum_i ds_ij q_i,   dv_j = sum_i p_ij g_i   (over all heads of a group).
 //
-// Queries and keys come rotated (see rope.cu). The sequences lie one after the other: sequence b is tokens
-// starts[b] .. starts[b+1]. A padded batch is the case of equal lengths. Tokens of no sequence are not written.
+// Queries and keys are already rotated (see rope.cu). The sequences are concatenated: sequence b is tokens
+// starts[b] .. starts[b+1]. A padded batch is the case of equal lengths. Tokens outside all sequences are not written.
 //
 // Shapes: q, out, d_out, dq [tokens, H*Dh]; k, v [tokens, K*Dh]; starts [sequences+1] i32; lse, delta [H, tokens] f32;
 //   dk_parts, dv_parts [splits, tokens, K*Dh] f32; dk, dv [tokens, K*Dh]. All but starts, lse, delta aligned to 16 bytes.
@@ -17,15 +17,16 @@
 //   attention_backward_kv    grid (K*splits, sequences, ceil(longest/ROWS)), block 128: dk_parts, dv_parts
 //   attention_sum_splits     grid ceil(tokens*K*Dh/(256*SUMMED)), block 256, SUMMED = 4 if that divides
 //                            K*Dh, else 1: dk, dv (rope_backward sums by itself)
-// `splits` (1 .. H/K) divides the query heads of a group between blocks. The least is best for which the longest block
-// does about a multiprocessor's share:  ceil(H/K/splits) * longest <= 1.2 * H * sum of length^2 / (256 * multiprocessors).
+// `splits` (1 .. H/K) divides the query heads of a group between blocks. Best is the smallest for which the longest
+// block does about a multiprocessor's share:  ceil(H/K/splits) * longest <= 1.2 * H * sum of length^2 / (256 *
+// multiprocessors).
 // No sum depends on the order in which blocks run: two runs give the same bits.
 //
-// Arithmetic: bf16 with Dh a multiple of 16 up to 128 goes through wgmma with f32 accumulators. A block is a warpgroup that
-// owns 64 rows, whose operands stay in registers (probabilities too); the other side comes through shared memory in tiles,
-// loaded by cp.async one tile ahead. Blocks beside each other on a multiprocessor fill each other's waits. f32, and other
-// widths up to 256, take plain multiply-adds, a warp to a row.
-// Work: Dh multiply-adds a visible pair and product; 2 products forward, 7 backward (5, and 2 that repeat).
+// Arithmetic: bf16 with Dh a multiple of 16 up to 128 goes through wgmma with f32 accumulators. A block is a warpgroup
+// that owns 64 rows, whose operands stay in registers (probabilities too); the other side arrives through shared memory
+// in tiles, loaded by cp.async one tile ahead. Concurrent blocks on a multiprocessor hide each other's waits. f32, and
+// other widths up to 256, use plain multiply-adds, a warp per row.
+// Work: Dh multiply-adds per visible pair and product; 2 products forward, 7 backward (5, and 2 that are recomputed).
 
 #include <cuda_bf16.h>
 
@@ -67,9 +68,9 @@ typedef ELEMENT T;
 struct Scalars {
     double scale;
     long long tokens;
-    // 0: everything before a token is seen.
+    // 0: every token attends to all tokens before it.
     long long window;
-    // Parts of dk and dv; not used forward.
+    // Parts of dk and dv; unused in the forward pass.
     long long splits;
 };
 
@@ -84,12 +85,12 @@ __device__ __forceinline__ Sequence sequence_of_block(const int* starts) {
     return {first, starts[blockIdx.y + 1] - first};
 }
 
-// The window as a distance that no length reaches when there is none.
+// The window, or if there is none a distance greater than any length.
 __device__ __forceinline__ int window_of(const Scalars& s) { return s.window > 0 ? (int)s.window : 1 << 30; }
 
 #if !PLAIN
 
-// Elements of a row that one swizzled stripe of shared memory holds.
+// Elements of a row in one swizzled stripe of shared memory.
 #define STRIPE (HEAD_DIM % 64 == 0 ? 64 : HEAD_DIM % 32 == 0 ? 32 : 16)
 #define STRIPES (HEAD_DIM / STRIPE)
 #define STRIPE_BYTES (STRIPE * 2)
@@ -103,7 +104,7 @@ __device__ __forceinline__ int window_of(const Scalars& s) { return s.window > 0
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// 16 (or 4) bytes to shared memory; zeros where `here` is false, without reading.
+// Copies 16 (or 4) bytes to shared memory; writes zeros where `here` is false, without reading.
 __device__ __forceinline__ void copy_16(u32 to, const void* from, bool here) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(here ? 16 : 0) : "memory");
 }
@@ -111,14 +112,14 @@ __device__ __forceinline__ void copy_4(u32 to, const void* from, bool here) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(here ? 4 : 0) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for this thread's copies and shows them to the matrix units; a barrier must follow.
+// Waits for this thread's copies and makes them visible to the matrix units; a barrier must follow.
 __device__ __forceinline__ void finish_copies() {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A tile of TILE tokens by HEAD_DIM from rows of `width`: stripes one after the other, each [TILE][STRIPE] with its
-// 16-byte chunks swizzled as the descriptor says. Rows from `rows` on are zeros.
+// A tile of TILE tokens by HEAD_DIM from rows of `width`: consecutive stripes, each [TILE][STRIPE] with its 16-byte
+// chunks swizzled as in the descriptor. Rows from `rows` on are zeros.
 __device__ __forceinline__ void fetch_tile(u32 to, const bf16* from, int width, int rows) {
     const int chunks = HEAD_DIM / 8, stripe_chunks = STRIPE / 8;
 #pragma unroll
@@ -133,8 +134,8 @@ __device__ __forceinline__ void fetch_tile(u32 to, const bf16* from, int width, 
     }
 }
 
-// Descriptor of a tile in shared memory: its lower word has the address, which is all that changes from step to step; in the
-// upper one, eight rows are one repeat of the swizzle.
+// Descriptor of a tile in shared memory: its lower word has the address, the only part that changes from step to step;
+// in the upper word, eight rows are one repeat of the swizzle.
 __device__ __forceinline__ u32 descriptor(u32 tile) { return 1 << 16 | (tile & 0x3ffff) >> 4; }
 #define UPPER_WORD ((u64)((u32)SWIZZLE << 30 | 8 * STRIPE_BYTES >> 4) << 32)
 // The tile's rows as columns of B, 16 dims from 16*step on (the sum runs over dims).
@@ -151,7 +152,7 @@ __device__ __forceinline__ u32 by_tokens(u32 tile, int stripe, int step) {
 #define REGS_8(d, i) REGS_4(d, i), REGS_4(d, i + 4)
 #define REGS_16(d, i) REGS_8(d, i), REGS_8(d, i + 8)
 
-// d [64, N] = a [64, 16] b [16, N] (+ d where `keep`), f32 += bf16 * bf16; a thread holds d's N/2 values.
+// d [64, N] = a [64, 16] b [16, N] (+ d if `keep`), f32 += bf16 * bf16; a thread has N/2 values of d.
 // TOKENS: the sum runs over the rows of b's tile (see by_tokens), otherwise along them (by_dims).
 template <int TOKENS>
 __device__ __forceinline__ void multiply(float (&d)[32], const u32 (&a)[4], u32 b, int keep) {
@@ -185,7 +186,7 @@ __device__ __forceinline__ void multiply(float (&d)[8], const u32 (&a)[4], u32 b
 }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most PENDING committed groups of products are under way.
+// Waits until at most PENDING committed groups of products are in flight.
 template <int PENDING>
 __device__ __forceinline__ void wait_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -215,13 +216,13 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const u32*>(&both);
 }
-// Scores' places are also those of the left operand of the next product.
+// The layout of scores is that of the next product's left operand.
 __device__ __forceinline__ void to_operand(u32 (&a)[TILE_STEPS][4], const float (&x)[TILE / 2]) {
 #pragma unroll
     for (int i = 0; i < TILE / 4; i++) a[i / 4][i % 4] = pack(x[2 * i], x[2 * i + 1]);
 }
 
-// Where a thread's values lie in a [64, N] product: rows row and row + 8, columns 8 i + column and the next.
+// Positions of a thread's values in a [64, N] product: rows row and row + 8, columns 8 i + column and the next.
 struct Lane {
     int row;
     int column;
@@ -245,7 +246,7 @@ __device__ __forceinline__ void load_rows(u32 (&a)[STEPS][4], const bf16* from, 
         }
     }
 }
-// Both rows of a result, times a factor each.
+// Both rows of a result, multiplied by a factor each.
 __device__ __forceinline__ void store_rows(const float (&d)[STRIPES][STRIPE / 2], bf16* to, int width, int row, int rows,
                                            int column, const float (&factor)[2]) {
 #pragma unroll
@@ -282,7 +283,7 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// Key tiles that a block of queries meets: from..to.
+// Key tiles that a block of queries attends to: from..to.
 struct Span {
     int from;
     int to;
@@ -325,7 +326,7 @@ attention_forward(const bf16* q, const bf16* k, const bf16* v, const int* starts
 
     for (int tile = span.from; tile < span.to; tile++) {
         finish_copies();
-        // The tile is there, and nobody reads the one before last any more.
+        // The tile has arrived, and nobody reads the one before the last any more.
         __syncthreads();
         if (tile + 1 < span.to) fetch(tile + 1);
         const int key = tile * TILE;
@@ -350,7 +351,7 @@ float shrink[2];
             for (int i = 0; i < TILE / 4; i++)
                 highest = fmaxf(highest, scores[i / 2 * 4 + half * 2 + i % 2]);
             highest = quad_max(highest);
-            // A row may have seen nothing yet.
+            // A row may not have attended to any key yet.
             const float shift = highest == NOTHING ? 0.0f : highest * scale;
             shrink[half] = exp2_fast(top[half] * scale - shift);
             float partial = 0.0f;
@@ -487,7 +488,7 @@ attention_backward_kv(const bf16* q, const bf16* k, const bf16* v, const int* st
     const long long key_start = (long long)sequence.first * KEY_WIDTH + key_head * HEAD_DIM;
     const u32 shared = shared_address(tiles);
     const float scale = (float)s.scale * LOG2E;
-    // Query tiles that see one of the keys, for each of this block's heads.
+    // Query tiles that attend to one of the keys, for each of this block's heads.
     const int first_tile = block_key / TILE;
     const int end = min((long long)sequence.length, (long long)block_key + ROWS - 1 + window);
     const int tiles_of_head = (end + TILE - 1) / TILE - first_tile;
@@ -495,7 +496,7 @@ attention_backward_kv(const bf16* q, const bf16* k, const bf16* v, const int* st
     const int heads = key_head * GROUP + (split + 1) * GROUP / (int)s.splits - first_head;
     const int rounds = heads * tiles_of_head;
 
-    // Place of the round that is fetched next.
+    // Position of the round that is fetched next.
     int next_head = first_head, next_tile = first_tile;
     auto fetch = [&](int round) {
         const int query = next_tile * TILE, rows = sequence.length - query;
@@ -567,7 +568,7 @@ attention_backward_kv(const bf16* q, const bf16* k, const bf16* v, const int* st
         begin_products();
         add_mixture(dk, steep, queries);
         commit_products();
-        // Products under way across rounds would make the compiler wait after each of them.
+        // Products in flight across rounds would make the compiler wait after each of them.
         wait_products<0>();
     }
     const long long to = split * s.tokens * KEY_WIDTH + key_start;
@@ -579,7 +580,7 @@ attention_backward_kv(const bf16* q, const bf16* k, const bf16* v, const int* st
 
 // Dims of a lane: lane, lane + 32, ...
 #define LANE_DIMS ((HEAD_DIM + 31) / 32)
-// Tokens whose scores are formed side by side.
+// Tokens whose scores are computed in parallel.
 #define AT_ONCE 4
 
 struct Vector {
@@ -713,7 +714,7 @@ attention_backward_kv(const T* q, const T* k, const T* v, const int* starts, con
 
 #endif
 
-// Neighbouring values of a thread.
+// Adjacent values of a thread.
 #define SUMMED (KEY_WIDTH % 4 == 0 ? 4 : 1)
 
 struct alignas(SUMMED * 4) Values {
@@ -735,7 +736,7 @@ __device__ __forceinline__ Elements sum_parts(const float* parts, long long size
     return elements;
 }
 
-// dk = sum of the splits, in their order; so dv.
+// dk = sum of the splits, in order; likewise dv.
 extern "C" __global__ void __launch_bounds__(256)
 attention_sum_splits(const float* dk_parts, const float* dv_parts, T* dk, T* dv, const __grid_constant__ Scalars s) {
     const long long size = s.tokens * KEY_WIDTH, at = ((long long)blockIdx.x * 256 + threadIdx.x) * SUMMED;

@@ -10,7 +10,7 @@ use super::{columns, mlp, norm, product};
 use crate::kernels::blocks::{AttentionBlock, BlockGradients, Places};
 use crate::kernels::{DecoderGradients, Products};
 
-/// Bytes to which a view's start must be aligned so that any kernel takes it.
+/// Alignment in bytes of a view's start that every kernel accepts.
 const ALIGNMENT: usize = 256;
 
 impl BlockGradients for Cube {
@@ -30,7 +30,7 @@ impl BlockGradients for Cube {
         Cube::float_reshape(joined, shape)
     }
 
-    /// Without copies where the parts begin at whole lines.
+    /// Without copies if the parts are aligned.
     fn parted(whole: CubeTensor, rows: &[usize]) -> Vec<CubeTensor> {
         let whole = dense(whole);
         let [all, width] = whole.shape().dims();
@@ -93,7 +93,7 @@ impl BlockGradients for Cube {
     ) -> [CubeTensor; 2] {
         let scale = scale.unwrap_or_else(|| {
             let (_, scale) = Self::rms_norm_saving(x.clone(), gain.clone(), epsilon);
-            scale.expect("the forward pass keeps the scale")
+            scale.expect("the forward pass saves the scale")
         });
         norm::backward(x, gain, scale, gradient, Some(past))
     }

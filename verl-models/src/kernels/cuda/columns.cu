@@ -2,8 +2,8 @@
 //
 //   y_c = sum_r x_rc
 //
-// Two kernels, so that the order of additions is fixed: column_parts adds up every `grid y`-th stripe of rows, column_sums
-// adds up the stripes.
+// Two kernels, so that the order of additions is fixed: column_parts adds up every `grid y`-th stripe of rows, and
+// column_sums adds up the stripes.
 //
 // Shapes: x [rows, WIDTH]; parts [stripes, WIDTH] f32; y [WIDTH] f32.
 // Launch: column_parts block 256, grid (ceil(WIDTH / (32 W)), stripes); column_sums block 256, grid ceil(WIDTH / 256).
@@ -16,7 +16,7 @@
 
 constexpr int THREADS = 256;
 constexpr int W = WIDTH % VEC == 0 ? VEC : 1;
-// Rows that a block reads side by side.
+// Rows that a block reads in parallel.
 constexpr int ROWS = THREADS / 32;
 
 struct ColumnScalars {

@@ -10,9 +10,9 @@ static SOURCE: Source =
     Source::with_prefix(include_str!("rowwise.cuh"), include_str!("columns.cu"));
 
 const THREADS: usize = 256;
-/// Stripes of rows at most.
-const MOST_STRIPES: usize = 64;
-/// Rows that a block reads side by side.
+/// Most stripes of rows.
+const MAX_STRIPES: usize = 64;
+/// Rows that a block reads in parallel.
 const LINES: usize = THREADS / 32;
 
 /// Sums of the columns in f32: `[N, W]` -> `[W]`.
@@ -20,7 +20,7 @@ pub(crate) fn sums(x: CubeTensor) -> CubeTensor {
     let x = dense(x);
     let dtype = x.dtype();
     let [rows, width] = x.shape().dims();
-    let stripes = rows.div_ceil(4 * LINES).clamp(1, MOST_STRIPES);
+    let stripes = rows.div_ceil(4 * LINES).clamp(1, MAX_STRIPES);
     let parts = empty(&x, [stripes, width], DType::F32);
     let y = empty(&x, [width], DType::F32);
     let kernel = |entry| {

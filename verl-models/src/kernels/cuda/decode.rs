@@ -1,12 +1,12 @@
-//! Decoding on the device: one token of every row through all layers, drawn and booked there, without allocations, so that
-//! a step can be captured into a graph and replayed.
+//! Decoding on the device: it computes one token of every row through all layers, draws it and does the bookkeeping,
+//! without allocations, so that a step can be captured into a graph and replayed.
 //!
-//! All that varies lies in buffers: tokens, positions, states, random streams. A row that is not live costs little and
-//! changes nothing. Keys and values lie in blocks of 64 tokens, of which a row takes as many as its prompt and its longest
-//! response need. Results of burn's own operations may have padded rows, and are made dense.
+//! All data that varies is in buffers: tokens, positions, states, random streams. A row that is not live costs little
+//! and changes nothing. Keys and values are stored in blocks of 64 tokens; a row takes as many as its prompt and its
+//! longest response need. Results of burn's own operations may have padded rows, and are made dense.
 //!
-//! Up to 128 rows of a small decoder in bf16 on Hopper, one kernel takes all layers of a step (`decode/layers.rs`); else
-//! each layer has its kernels (`decode/step.rs`).
+//! For up to 128 rows of a small decoder in bf16 on Hopper, one kernel computes all layers of a step
+//! (`decode/layers.rs`); otherwise each layer has its own kernels (`decode/step.rs`).
 //!
 //! Dims: `R` rows, `H`/`K` query/key heads, `Dh` head width, `I` width inside the MLP, `V` vocabulary.
 
@@ -22,7 +22,7 @@ use burn::tensor::DType;
 use cubecl::client::Graph;
 use cubecl::server::Handle;
 
-use super::product::{Joined, projects};
+use super::product::{Joined, supports_projection};
 use super::tensor::{CubeTensor, empty, integers, leading, primitive};
 use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
@@ -43,11 +43,11 @@ pub(crate) struct Sizes {
     pub tokens: usize,
     /// Tokens of the longest response.
     pub new_tokens: usize,
-    /// Blocks of the cache, of all rows together.
+    /// Blocks of the cache for all rows together.
     pub blocks: usize,
 }
 
-/// Weights of a layer: what is multiplied with the same vector is one product.
+/// Weights of a layer: all that are multiplied with the same vector form one product.
 struct Layer {
     input_norm: CubeTensor,
     /// Queries, keys and values, `[(H + 2K) Dh, D]`.
@@ -71,15 +71,15 @@ struct Buffers {
     scale: CubeTensor,
     qkv: CubeTensor,
     mixed: CubeTensor,
-    /// `[R, 2I]`, in f32 alone.
+    /// `[R, 2I]`, only in f32.
     wide: Option<CubeTensor>,
     inner: CubeTensor,
     logits: CubeTensor,
     /// Parts of the race for a token.
     partial: Handle,
-    /// Of each row, the parts that have ended; zeros between steps.
+    /// For each row, the number of parts that have ended; zeros between steps.
     ended: Handle,
-    /// Of each row, the ids on its shortlist with their words, and how many there are; zeros between steps.
+    /// For each row, the ids on its shortlist with their words, and their number; zeros between steps.
     shortlist: Handle,
     shortlisted: Handle,
 }
@@ -105,22 +105,22 @@ pub(crate) struct DeviceDecoder {
     drawing: Drawing,
     stop_width: usize,
     step: Recorded,
-    /// Where one kernel takes all layers of a step, which has the addresses of `layers`. Given back behind `step`, whose end
-    /// waits for the device.
+    /// The kernel that computes all layers of a step, if the decoder has it; it has the addresses of `layers`.
+    /// Declared, and thus dropped, after `step`, whose drop waits for the device.
     layers_kernel: Option<LayersKernel>,
 }
 
 /// How a step is launched.
 enum Recorded {
-    /// It was not yet, with so many rows.
-    Not,
+    /// Not recorded yet for this number of rows.
+    Pending,
     Graph(Graph),
-    /// Kernel by kernel, on a device that records nothing.
-    Never,
+    /// Kernel by kernel, on a device that does not support recording.
+    Unsupported,
 }
 
 impl Layer {
-    /// Bias of the projections, norms of queries and of keys; any buffer stands for what the model has not.
+    /// Bias of the projections, norms of queries and of keys; `any` replaces those that the model does not have.
     fn optional<'a>(&'a self, any: &'a CubeTensor) -> [&'a CubeTensor; 3] {
         let norms = self.head_norms.as_ref().map(<[CubeTensor; 2]>::each_ref);
         let [q_norm, k_norm] = norms.unwrap_or([any, any]);
@@ -136,15 +136,16 @@ fn gain(norm: &RmsNorm) -> CubeTensor {
     primitive(norm.weight.val())
 }
 
-/// Whether a step attends with heads of this width: a part of a warp prepares one, up to four neighbours of each half a lane.
-fn attends(head_dim: usize) -> bool {
+/// Whether a step supports heads of this width: part of a warp prepares a head, up to four adjacent elements of each
+/// half per lane.
+fn supports_head_dim(head_dim: usize) -> bool {
     let half = head_dim / 2;
     let together = [4, 2].into_iter().find(|width| half.is_multiple_of(*width));
     half / together.unwrap_or(1) <= 32
 }
 
-/// Whether the kernels take this decoder.
-pub(crate) fn takes(decoder: &Decoder) -> bool {
+/// Whether the kernels support this decoder.
+pub(crate) fn supports(decoder: &Decoder) -> bool {
     let config = &decoder.config;
     let widths = [
         config.hidden_size,
@@ -156,12 +157,12 @@ pub(crate) fn takes(decoder: &Decoder) -> bool {
     let embedding = primitive(decoder.model.embed_tokens.weight.val());
     !config.output_bias
         && !config.mlp_bias
-        && super::attention::takes(config.heads.dim)
-        && attends(config.heads.dim)
-        && projects(&embedding, &widths)
+        && super::attention::supports(config.heads.dim)
+        && supports_head_dim(config.heads.dim)
+        && supports_projection(&embedding, &widths)
 }
 
-/// Bytes of the device's memory, where it tells.
+/// Size of the device's memory in bytes, if the device reports it.
 pub(crate) fn memory(decoder: &Decoder) -> Option<u64> {
     let embedding = primitive(decoder.model.embed_tokens.weight.val());
     embedding.client.properties().memory.max_memory()
@@ -214,7 +215,7 @@ impl DeviceDecoder {
             book: Book::new(sizes, blocks, &drawing, &embedding),
             stop_width: drawing.stops.iter().map(Vec::len).max().unwrap_or(1).max(1),
             drawing,
-            step: Recorded::Not,
+            step: Recorded::Pending,
             embedding,
             config,
             dtype,
@@ -227,43 +228,43 @@ impl DeviceDecoder {
         new
     }
 
-    /// One token for every live row. The first step with so many rows is launched kernel by kernel, which compiles what is
-    /// new, and is then recorded.
+    /// Computes one token for every live row. The first step with a given number of rows is launched kernel by kernel,
+    /// which compiles new kernels, and is then recorded.
     ///
     /// # Errors
-    /// What the device says.
+    /// The device's error.
     pub fn step(&mut self) -> Result<(), String> {
         if let Recorded::Graph(graph) = &self.step {
             return replay(graph).map_err(|error| error.to_string());
         }
         let client = self.embedding.client.clone();
-        let records = matches!(self.step, Recorded::Not) && client.graph_prepare().is_ok();
+        let records = matches!(self.step, Recorded::Pending) && client.graph_prepare().is_ok();
         self.launch_step();
-        self.step = Recorded::Never;
+        self.step = Recorded::Unsupported;
         if records && client.start_capture().is_ok() {
             self.launch_step();
-            // cubecl lets nothing read any more what a refused recording would have written: there is no way on.
+            // cubecl no longer reads anything that a failed recording would have written, so decoding cannot continue.
             let refused = |error| format!("a step cannot be recorded: {error}");
             self.step = Recorded::Graph(client.stop_capture().map_err(refused)?);
         }
         Ok(())
     }
 
-    /// Goes on with `rows` rows, of which the first are those of `kept`, in this order, and the others are at rest.
+    /// Continues with `rows` rows; the first are those of `kept`, in this order, and the others are inactive.
     ///
     /// # Errors
-    /// What the device says.
+    /// The device's error.
     pub fn shrink(&mut self, rows: usize, kept: &[usize]) -> Result<(), String> {
-        // The recording holds on to memory that the next one may use.
-        self.step = Recorded::Not;
+        // The recording keeps memory that the next one may use.
+        self.step = Recorded::Pending;
         self.pool.keep(kept);
         self.keep(kept)?;
         self.rows = rows;
-        self.buffers.lead(rows);
+        self.buffers.use_leading_rows(rows);
         Ok(())
     }
 
-    /// Takes blocks for a row whose sequence has at most so many tokens; false where too few are free.
+    /// Takes blocks for a row whose sequence has at most `tokens` tokens; false if too few are free.
     pub fn reserve(&mut self, row: usize, tokens: usize) -> bool {
         self.pool.take(row, blocks_of(tokens))
     }
@@ -275,7 +276,7 @@ impl DeviceDecoder {
 
 #[expect(
     unsafe_code,
-    reason = "a replay reads and writes the buffers that were captured: they live as long as the graph, in one struct, \
+    reason = "a replay reads and writes the captured buffers: they live as long as the graph, in one struct, \
               and all work goes through one client on one thread"
 )]
 fn replay(graph: &Graph) -> Result<(), cubecl::server::ServerError> {
@@ -305,8 +306,8 @@ impl Buffers {
         }
     }
 
-    /// From now on, the first `rows` rows alone.
-    fn lead(&mut self, rows: usize) {
+    /// Uses only the first `rows` rows from now on.
+    fn use_leading_rows(&mut self, rows: usize) {
         let Buffers {
             x,
             normed,

@@ -1,49 +1,53 @@
 // All layers of a decoding step in one kernel, for up to 128 rows of a model in bf16 on Hopper (sm_90a).
 //
 //   x = E[token];  for each layer:  x += O attention(QKV norm(x));  x += Down (silu(Gate norm(x)) * Up norm(x))
-//   normed = norm(x), which the head is multiplied with
+//   normed = norm(x), the input of the head
 //
-// One block a multiprocessor stays for the whole step, so that memory works while results are exchanged: a ring of tiles of
-// weights runs ahead of the arithmetic through all products of all layers, and waits for nothing but its own slots.
+// One block per multiprocessor runs for the whole step, so that memory stays busy while blocks exchange results: a ring
+// of weight tiles runs ahead of the arithmetic through all products of all layers, and waits only for its own slots.
 //
-// # Phases of a layer, with a barrier of all blocks behind each
+// # Phases of a layer, with a barrier of all blocks after each
 //   qkv       pieces of QKV norm(x), f32               units: tiles of columns x pieces of the sum
-//   attention adds pieces up, appends to the cache     units: rows x key heads x parts of the tokens
+//   attention adds the pieces, appends to the cache    units: rows x key heads x parts of the tokens
 //   out       pieces of O mixed, f32
-//   settle    x += the pieces in their order; normed   units: rows
+//   settle    x += the pieces in order; normed         units: rows
 //   mlp       inner = silu(gate) * up, bf16
 //   down      pieces of Down inner, f32
 //   settle    as above, with the gain of the next layer's norm
-// Which block does what, and the order of every sum, is fixed: the same inputs give the same bits. x and what is normed are
-// rounded where an addition and a norm of their own round (norm.cu); a projection is rounded once it is summed.
+// The assignment of work to blocks and the order of every sum are fixed: the same inputs give the same bits. x and
+// normed are rounded where a separate addition and norm would round (norm.cu); a projection is rounded once it is
+// summed.
 //
 // # Threads
-// Eight warps multiply, attend and settle: the consumers. Of the other four, three fetch weights with cp.async; a thread of the
-// fourth, the usher, goes through the barriers and fetches activations with the bulk copy engine, each block of a pair half
-// of a tile for both. Up to 64 rows both warp groups multiply the same rows, each half of the terms of a chunk, and attend
-// together; with 128 each has 64 rows, and attends on its own. While the consumers wait behind the mlp they make some of
-// the shortlists of the step's draw (philox.cuh), which cost as many instructions as the rest of drawing and no memory.
+// Eight warps multiply, attend and settle: the consumers. Of the other four, three fetch weights with cp.async. One
+// thread of the fourth, the leader, passes the barriers of all blocks and fetches activations with the bulk copy
+// engine; each block of a pair copies half of a tile to both. With up to 64 rows both warp groups multiply the same
+// rows, each half of the terms of a chunk, and attend together; with 128 rows each warp group has 64 rows and attends
+// independently. While the consumers wait after the mlp they make some of the shortlists of the step's draw
+// (philox.cuh), which take as many instructions as the rest of drawing and no memory traffic.
 //
-// # What was measured (H200, 0.5B, 16 and 128 rows; scripts/kernels/decode.py profile16 profile128)
-// A phase costs 0.9 us of barrier before its first load. Straight code that runs once a layer waits for instructions: with
-// the loops over chunks unrolled the kernel was 157 KB, and a step 3 % slower. A fence between cp.async and wgmma that covers
-// global memory as well cost 0.4 us a chunk. Chunks of 64 terms are slower up to 64 rows, by barriers. Bringing the next
-// layer's cache into L2 and two tiles under way for attention did not pay. Shortlists save 28 us of drawing at 128 rows and cost
-// 8 here; where the fetchers made them, whose registers are few, they cost 17.
+// # Measurements (H200, 0.5B, 16 and 128 rows; scripts/kernels/decode.py profile16 profile128)
+// A phase spends 0.9 us on the barrier before its first load. Straight-line code that runs once per layer stalls on
+// instruction fetches: with the loops over chunks unrolled the kernel was 157 KB, and a step 3 % slower. A fence
+// between cp.async and wgmma that also covers global memory cost 0.4 us per chunk. With up to 64 rows, chunks of 64
+// terms are slower because of barriers. Prefetching the next layer's cache into L2, and two tiles in flight for
+// attention, did not help. Shortlists save 28 us of drawing at 128 rows and cost 8 here; they cost 17 when the fetchers
+// made them, which have few registers.
 //
 // # Shapes (R = rows, D = WIDTH, I = INNER, H/K query/key heads of Dh, all dims multiples of 8)
 //   layers: [LAYERS] Layer, pointers; embedding [V, D]; token, lengths [R] i32; x, normed [R, D]; mixed [R, H Dh];
-//   inner [R, I]; pieces: f32, the largest of PIECES * R * columns; parts: f32 [R, K HEAD_TILES, ATTENTION_PARTS, PART];
-//   counts: u32 [32 + R K HEAD_TILES], zeros before the first launch, which every launch leaves so; otherwise as
-//   attention_decode.cu. streams [R, 4] u32, drawn, states [R] i32: key and position of a row's draw, and whether there is
-//   one (0); shortlist: [R, SHORTLIST] (id, word), in any order; shortlisted: [R] u32, their number, which is added to.
-//   Tensor maps of normed, mixed, inner: box {64, ROWS / 2}, swizzle 128 bytes, zero fill.
-// Launch: BLOCKS blocks of 384 threads, one for each multiprocessor.
-// Bytes: every weight once, keys and values once; of activations each pair of blocks reads its pieces' share from L2.
+//   inner [R, I]; pieces: f32, the largest of PIECES * R * columns; parts: f32 [R, K HEAD_TILES, ATTENTION_PARTS,
+//   PART]; counts: u32 [32 + R K HEAD_TILES], zeros before the first launch; every launch leaves zeros; otherwise as in
+//   attention_decode.cu. streams [R, 4] u32, drawn, states [R] i32: key and position of a row's draw, and whether the
+//   row draws (0); shortlist: [R, SHORTLIST] (id, word), in any order; shortlisted: [R] u32, their number, which the
+//   kernel adds to. Tensor maps of normed, mixed, inner: box {64, ROWS / 2}, swizzle 128 bytes, zero fill.
+// Launch: BLOCKS blocks of 384 threads, one per multiprocessor.
+// Bytes: every weight once, keys and values once; each pair of blocks reads its pieces' share of the activations from
+// L2.
 //
-// Put behind gemm_tile.cuh, attention_decode.cu and philox.cuh, with BK 64.
+// Compiled after gemm_tile.cuh, attention_decode.cu and philox.cuh, with BK 64.
 #ifndef ROWS
-#define ROWS 16 // of a tile of activations: 16, 32, 64 or 128, at least those of the step
+#define ROWS 16 // of a tile of activations: 16, 32, 64 or 128, at least the rows of the step
 #endif
 #ifndef LAYERS
 #define LAYERS 24
@@ -57,7 +61,7 @@
 #ifndef BLOCKS
 #define BLOCKS 132 // of the launch: an even number, all resident at once
 #endif
-// Columns of a unit (with the mlp, gates and ups) and pieces of the sum.
+// Columns of a unit (for the mlp, gates and ups) and pieces of the sum.
 #ifndef QKV_TILE
 #define QKV_TILE 48
 #define OUT_TILE 32
@@ -66,12 +70,12 @@
 #define DOWN_TILE 64
 #define DOWN_PIECES 8
 #endif
-// Groups that share a row's tokens, at most.
+// Most groups that share a row's tokens.
 #ifndef ATTENTION_PARTS
 #define ATTENTION_PARTS 8
 #endif
 #ifndef STAMPS
-#define STAMPS 0 // 1: every block writes when it ended which phase, for measuring: [BLOCKS, 1 + 7 LAYERS] u64, ns
+#define STAMPS 0 // 1: every block writes when each phase ended, for profiling: [BLOCKS, 1 + 7 LAYERS] u64, ns
 #endif
 
 static_assert(BK == 64 && QKV_PIECES > 0, "chunks of 64 terms, projections in pieces");
@@ -90,8 +94,8 @@ struct LayersScalars {
 
 constexpr int QUERIES = QUERY_HEADS * HEAD_DIM, KEYS = KEY_HEADS * HEAD_DIM;
 
-// Terms that come and are multiplied at once: a chunk of so many tiles of 64. With one, the barriers cost as much as the
-// products of few rows.
+// Terms that are fetched and multiplied at once: a chunk of this many tiles of 64. With one tile, the barriers cost as
+// much as the products of few rows.
 constexpr int TOGETHER = 2, CHUNK_TERMS = TOGETHER * 64;
 
 // How a product is divided into units: two neighbouring tiles and one piece of the sum belong to a pair of blocks.
@@ -105,7 +109,7 @@ struct Division {
   static_assert(TILE % 16 == 0 && TILE <= 128 && PIECES <= TERM_CHUNKS, "tiles are whole instructions, pieces whole chunks");
   static_assert(COLUMNS % 8 == 0 && TERMS % 8 == 0, "accesses of 16 bytes");
   int first_column, piece, begin, end; // of this block's unit; chunks of the sum
-  int turn; // pairs begin with different chunks, so that not all read the same activations at once
+  int turn; // pairs begin with different chunks, so that they do not all read the same activations at once
 
   __device__ __forceinline__ Division(int pair, int rank) {
     first_column = (pair % TILE_PAIRS * 2 + rank) * TILE;
@@ -114,7 +118,7 @@ struct Division {
     end = (piece + 1) * TERM_CHUNKS / PIECES;
     turn = pair % (end - begin);
   }
-  // The chunk that comes at place `i` of them, counted from `begin`.
+  // The i-th chunk in this block's order, counted from `begin`.
   __device__ __forceinline__ int chunk(int i) const { return i + turn < end ? i + turn : i + turn - end + begin; }
 };
 typedef Division<QKV_TILE, QKV_PIECES, WIDTH, QUERIES + 2 * KEYS> Qkv;
@@ -125,15 +129,15 @@ typedef Division<DOWN_TILE, DOWN_PIECES, INNER, WIDTH> Down;
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int MOST_COLUMNS = larger(larger(QKV_TILE, OUT_TILE), larger(MLP_TILE, DOWN_TILE));
 constexpr bool HALVED = ROWS <= 64; // both warp groups have the same rows
-constexpr bool SHORTLISTS = ROWS >= 64; // are made: for fewer rows they take longer than they save
+constexpr bool SHORTLISTS = ROWS >= 64; // whether to make them: for fewer rows they take longer than they save
 constexpr int STAGE = ROWS * 2 * CHUNK_TERMS; // bytes of a chunk of activations
 constexpr int STAGES = !HALVED ? 3 : ROWS == 64 ? 4 : 8;
 constexpr int SLOT = MOST_COLUMNS * 2 * CHUNK_TERMS; // and of weights
-// Products read 64 rows of a stage, whatever lies there; then the sums that a warp group hands to the other.
+// Products read 64 rows of a stage, whatever the rest contains; then the sums that one warp group hands to the other.
 constexpr int HANDED = STAGES * STAGE + (HALVED ? 8192 : 0);
 constexpr int ACTIVATIONS = larger(HANDED + (HALVED ? MOST_COLUMNS * 256 : 0), (256 / THREADS) * (int)sizeof(Shared));
 constexpr int REGION = (ACTIVATIONS + 1023) / 1024 * 1024;
-constexpr int LARGEST = 232448 - 2048; // of shared memory, less what is declared besides
+constexpr int LARGEST = 232448 - 2048; // of shared memory, less the other declarations
 constexpr int SLOTS = (LARGEST - REGION) / SLOT;
 static_assert(SLOTS >= 2 && SLOT % 1024 == 0, "some tiles of weights fit");
 
@@ -146,27 +150,39 @@ __device__ __forceinline__ u32 load_acquire(const u32* p) {
   return v;
 }
 __device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-// What came into shared memory, and into global memory, is there for the copy engine and the matrix units.
+// Makes earlier writes to shared or global memory visible to the copy engine and the matrix units.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// The barrier of all blocks behind every phase: each adds one to a count in the L2 cache and waits until it is that of all.
-// Within a block the consumers only look at shared memory: one thread, the
-// usher, tells the others of the grid that they have finished, waits for all, and opens the next phase.
+// The barrier of all blocks after every phase. The consumers of a block touch shared memory only: each warp arrives at
+// `finished`. The leader waits for them, adds the block to a count in the L2 cache, waits until the count covers all
+// blocks, and opens the next phase.
+//
+// What holds after `wait`: every write that a consumer of any block made before `finish` of the last phase is visible,
+// and no block reads that phase's inputs any more. Why: a write happens before the arrival at `finished` (release,
+// block), before the leader's release of `count` (device; cumulative, so it covers the writes of the whole block),
+// before another leader's acquire of `count`, before its arrival at `opened`, before the wait of that block's
+// consumers. So a phase may read what any block wrote in an earlier one, and may overwrite what an earlier one read,
+// without another barrier.
+//
+// One parity bit per barrier suffices: `opened` completes again only after all consumer warps have arrived at
+// `finished`, and thus passed `opened`, and `finished` completes again only after `opened`. Neither is ever two rounds
+// ahead of a waiter, and waiting twice for the same opening is harmless. `count` may run past the awaited number, by
+// blocks that finish the next phase sooner, hence the comparison with <.
 struct Phases {
   u32* count; // of blocks, over all phases
   u32 finished, opened; // barriers in shared memory
-  int phase;  // that is next
+  int phase;  // the next one
 
-  // By all threads of a consumer's warp, whose writes are seen by whoever comes through the next phase's opening.
+  // By all threads of a consumer's warp. Their writes are visible to all who pass the next phase's opening.
   __device__ __forceinline__ void finish() const {
-    fence_shared(); // the copy engine writes next where this warp wrote
+    fence_shared(); // the copy engine may next write where this warp read or wrote
     __syncwarp();
     if (threadIdx.x % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(finished) : "memory");
   }
   __device__ __forceinline__ void wait() const { barrier_wait(opened, phase & 1); }
 
-  // By the usher, without and with the opening.
+  // By the leader. The fence orders what the acquire made visible before copies by the copy engine, a proxy of its own.
   __device__ __forceinline__ void meet() const {
     barrier_wait(finished, phase & 1);
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
@@ -177,19 +193,24 @@ struct Phases {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(opened) : "memory");
     ++phase;
   }
-  // After the last phase: the last block to come leaves the count as it was.
+  // After the last phase. The last block to arrive resets the count: by then every leader has left its last `meet`.
   __device__ __forceinline__ void close() const {
     barrier_wait(finished, phase & 1);
     if (atomicAdd(count, 1) + 1 == (phase + 1) * BLOCKS) *count = 0;
   }
 };
 
-// A ring of tiles in shared memory: for each place a barrier that says that it is full, and after all of these one each that
-// says that it is empty. A place is known by its first barrier.
+// A ring of tiles in shared memory. Each slot has a barrier that says that it is full; the barriers that say that a
+// slot is empty follow after all of these. A slot is identified by its first barrier.
+//
+// A slot is full once all its bytes have arrived: for activations the bulk copies of both blocks of the pair, counted
+// in bytes; for weights the cp.async of FETCHERS threads. It is empty once every reader has released it: 16 warps of
+// two blocks for activations, because each copy writes to both blocks; 8 warps for weights. The first wait for empty
+// slots passes at once, because it waits for the parity of the round before.
 template <int SIZE_, int BYTES_>
 struct Ring {
-  static constexpr int SIZE = SIZE_, BYTES = BYTES_, EMPTY = SIZE_ * 8; // from the barrier of a place to its other one
-  u32 bar, data, parity; // of the next place; the parity of its round
+  static constexpr int SIZE = SIZE_, BYTES = BYTES_, EMPTY = SIZE_ * 8; // from a slot's first barrier to its second
+  u32 bar, data, parity; // of the next slot; the parity of its round
   u32 first_bar, first_data;
 
   __device__ __forceinline__ Ring(u32 bars, u32 tiles) : bar(bars), data(tiles), parity(0), first_bar(bars), first_data(tiles) {}
@@ -205,7 +226,7 @@ typedef Ring<SLOTS, SLOT> Weights;
 
 // ---- shortlists ----------------------------------------------------------------------------------------------------
 
-// A consuming warp's share of the shortlists of all rows, which it makes 256 ids at a time.
+// A consumer warp's share of the shortlists of all rows, 256 ids at a time.
 struct Shortlists {
   static constexpr int SHARES = BLOCKS * 8, IDS = 256;
   const uint4* streams;
@@ -227,7 +248,7 @@ struct Shortlists {
   }
   __device__ __forceinline__ void load() { stream = streams[row], position = drawn[row], live = states[row] == 0; }
 
-  // What is due while so many layers are left, this one among them.
+  // Makes the share that is due when `layers` layers are left, including this one.
   __device__ __forceinline__ void step(int layers) {
 #pragma unroll 1
     for (int due = (left + layers - 1) / layers; due > 0; --due) {
@@ -262,7 +283,7 @@ struct Shortlists {
 
 // ---- fetching ------------------------------------------------------------------------------------------------------
 
-// Activations, by the usher.
+// Fetches activations; called by the leader. The phase's opening is enough to read them: see Phases.
 template <class D>
 __device__ __forceinline__ void fetch_activations(Activations& stage, const TensorMap* map, u32 rank) {
   for (int pair = blockIdx.x / 2; pair < D::PAIRS_OF_UNITS; pair += BLOCKS / 2) {
@@ -279,7 +300,7 @@ __device__ __forceinline__ void fetch_activations(Activations& stage, const Tens
   }
 }
 
-// Weights, by FETCHERS threads: `row` tells where the tile's r-th row begins, or nothing.
+// Fetches weights; called by FETCHERS threads: `row` returns the start of the tile's r-th row, or nullptr.
 template <class D, class Row>
 __device__ __forceinline__ void fetch_weights(Weights& slot, int thread, u32 rank, const Row& row) {
   constexpr int PASS = FETCHERS / 8, PASSES = (D::TILE + PASS - 1) / PASS;
@@ -303,7 +324,7 @@ __device__ __forceinline__ void fetch_weights(Weights& slot, int thread, u32 ran
         for (int k = 0; k < PASSES; ++k) {
           const int r = k * PASS + thread / 8;
           if (from[k] == nullptr) continue;
-          // Like a tensor map of 128 bytes with its swizzle; zeros behind the last term.
+          // The layout of a tensor map of 128 bytes with its swizzle; zeros after the last term.
           asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
                            slot.data + (j * D::TILE + r) * 128 + (part ^ (r % 8)) * 16),
                        "l"(from[k] + (term < D::TERMS ? term : 0)), "r"(term < D::TERMS ? 16 : 0)
@@ -317,12 +338,14 @@ __device__ __forceinline__ void fetch_weights(Weights& slot, int thread, u32 ran
 
 // ---- multiplying ---------------------------------------------------------------------------------------------------
 
-// All units of a product: `finish(unit, row, sums)` gets sums of columns 8 j + 2 (lane % 4) and the next, of `row` and of the
-// row 8 below, in sums[4 j ..].
+// All units of a product: `finish(unit, row, sums)` gets the sums of columns 8 j + 2 (lane % 4) and the next, of `row`
+// and of row + 8, in sums[4 j ..].
 template <class D, class Finish>
 __device__ __forceinline__ void multiply_units(Activations& stage, Weights& slot, u32 rank, float4* handed, const Finish& finish) {
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  // Three lanes free a place: in both blocks of the pair for activations, in this one for weights.
+  // Three lanes release a slot: in both blocks of the pair for activations, in this one for weights. They do so one
+  // chunk late, when wait_group 1 has shown that the chunk's matrix instructions, the only readers of the slot, are
+  // complete.
   const u32 far = address_in(stage.first_bar, lane < 2 ? lane : rank) - stage.first_bar;
 #pragma unroll
   for (int round = 0; round < D::ROUNDS; ++round) {
@@ -332,7 +355,7 @@ __device__ __forceinline__ void multiply_units(Activations& stage, Weights& slot
     float acc[D::TILE / 2];
 #pragma unroll
     for (int i = 0; i < D::TILE / 2; ++i) acc[i] = 0.0f;
-    u32 used = 0; // the place to be freed next
+    u32 used = 0; // the slot to be released next
     const auto free = [&] {
       if (used != 0 && lane < 3) asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(used) : "memory");
     };
@@ -340,7 +363,7 @@ __device__ __forceinline__ void multiply_units(Activations& stage, Weights& slot
     for (int chunk = unit.begin; chunk < unit.end; ++chunk) {
       slot.wait_full();
       stage.wait_full();
-      fence_shared(); // weights came through cp.async
+      fence_shared(); // cp.async writes weights by the generic proxy; wgmma reads by the async proxy
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
       constexpr int STEPS16 = HALVED ? 2 : 4;
       const u64 a = descriptor<false>(stage.data + (HALVED ? group * 64 : group * 8192));
@@ -361,7 +384,9 @@ __device__ __forceinline__ void multiply_units(Activations& stage, Weights& slot
     for (int i = 0; i < D::TILE / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
     free();
     if constexpr (HALVED) {
-      // The second warp group hands its sums to the first.
+      // The second warp group hands its sums to the first. The barrier orders the writes of `handed` before the reads,
+      // the one after the round the reads before the next round's writes. After the last round the phase's barrier does
+      // that.
       const bool some = warp * 16 < ROWS;
       if (group == 1 && some) {
 #pragma unroll
@@ -405,7 +430,7 @@ struct ToPieces {
 // silu(gate) * up
 __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
-// Gates and ups meet.
+// silu(gates) * ups, in bf16.
 struct ToInner {
   bf16* inner;
   int rows;
@@ -433,7 +458,11 @@ __device__ __forceinline__ float4 widened(uint2 v) {
 }
 __device__ __forceinline__ uint2 narrowed(float4 v) { return make_uint2(pack(make_float2(v.x, v.y)), pack(make_float2(v.z, v.w))); }
 
-// x[row] += pieces, or with PIECES 0 x[row] = start[row]; normed[row] is its norm. A block a row.
+// x[row] += pieces, or with PIECES 0 x[row] = start[row]; normed[row] is its norm. A block per row.
+//
+// `ready` waits for the phase's opening, which `pieces` need. `start` may read x before: a thread reads only the
+// columns that it wrote itself in the settle phase before. The first barrier of consumers completes `sums` before they
+// are added; the second keeps the next row from overwriting them while they are read.
 template <int PIECES, class Start, class Ready>
 __device__ __forceinline__ void settle_rows(const float* pieces, const Start& start, bf16* x, bf16* normed, const bf16* gain,
                                             int rows, float epsilon, float* sums, const Ready& ready) {
@@ -444,11 +473,11 @@ __device__ __forceinline__ void settle_rows(const float* pieces, const Start& st
     if (thread + i * 256 < WIDTH / 4) weight[i] = *(const uint2*)(gain + (thread + i * 256) * 4);
 #pragma unroll 1
   for (int row = blockIdx.x; row < rows; row += BLOCKS) {
-    uint2 held[QUADS];
+    uint2 current[QUADS];
     float4 value[QUADS];
 #pragma unroll
     for (int i = 0; i < QUADS; ++i)
-      if (thread + i * 256 < WIDTH / 4) held[i] = start(row, (thread + i * 256) * 4);
+      if (thread + i * 256 < WIDTH / 4) current[i] = start(row, (thread + i * 256) * 4);
     if (row == blockIdx.x) ready();
     float squares = 0.0f;
 #pragma unroll
@@ -460,10 +489,10 @@ __device__ __forceinline__ void settle_rows(const float* pieces, const Start& st
       for (int p = 0; p < PIECES; ++p) piece[p] = __ldcg((const float4*)(pieces + ((long long)p * rows + row) * WIDTH + column));
 #pragma unroll
       for (int p = 0; p < PIECES; ++p) sum.x += piece[p].x, sum.y += piece[p].y, sum.z += piece[p].z, sum.w += piece[p].w;
-      const float4 before = widened(held[i]);
-      held[i] = narrowed(make_float4(before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w));
-      *(uint2*)(x + (long long)row * WIDTH + column) = held[i];
-      const float4 v = value[i] = widened(held[i]);
+      const float4 before = widened(current[i]);
+      current[i] = narrowed(make_float4(before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w));
+      *(uint2*)(x + (long long)row * WIDTH + column) = current[i];
+      const float4 v = value[i] = widened(current[i]);
       squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
     }
     squares = warp_sum(squares);
@@ -491,7 +520,12 @@ __device__ __forceinline__ void settle_rows(const float* pieces, const Start& st
 constexpr int TILES_OF_HEADS = KEY_HEADS * HEAD_TILES;
 constexpr int PART = TILE_HEADS * (HEAD_DIM + 2); // of a group that shares a row: tops, sums, mixtures
 
-// Merges the groups that share a row, by the last of them to come, in their order.
+// The last of the groups that share a row to arrive merges their parts, in the groups' order.
+//
+// Each thread's fence orders its part before the barrier, and the barrier before the atomic addition of one thread; so
+// whoever counts `sharing` groups sees the parts of all. The fence after the addition and the barrier that publishes
+// `last` order the reads after it. The count is next used in the next layer, after barriers of all blocks, hence the
+// plain reset.
 __device__ __forceinline__ void merge_parts(Shared& shared, const Work& work, float* parts, u32* count, u32* last, bf16* out) {
   float* mine = parts + work.rank * PART;
   MEET();
@@ -533,7 +567,7 @@ __device__ __forceinline__ void merge_parts(Shared& shared, const Work& work, fl
   }
 }
 
-// Groups that share a row with so many cached tokens: to merge them costs as much as some tiles.
+// Cached tokens per group that shares a row: merging groups costs as much as some tiles.
 constexpr int PART_TOKENS = 512;
 __device__ __forceinline__ int sharing_of(int tokens) {
   return max(1, min(ATTENTION_PARTS, (tokens + PART_TOKENS - 1) / PART_TOKENS));
@@ -575,9 +609,10 @@ decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constan
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   cluster_arrive();
+  // Both blocks' barriers are initialised before either block signals or copies to the other.
   cluster_wait();
 
-  // The same for all lanes, so that the compiler knows that warp groups stay together.
+  // The same value in all lanes, so that the compiler knows that warp groups do not diverge.
   const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
@@ -635,7 +670,7 @@ decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constan
     const int group = threadIdx.x / THREADS;
     [[maybe_unused]] int ended = 0; // phases
     Shared& shared = ((Shared*)memory)[group];
-    // Parts of rows: the first of a group is the same in all layers.
+    // Parts of rows: a group's first item is the same in all layers.
     const int items = rows * TILES_OF_HEADS * ATTENTION_PARTS, own_item = blockIdx.x + group * BLOCKS;
     const auto work_of_item = [&](int item) {
       const int unit = item % (rows * TILES_OF_HEADS), row = unit / TILES_OF_HEADS;
@@ -668,12 +703,13 @@ decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constan
     end_phase();
 #pragma unroll 1
     for (int l = 0; l < LAYERS; ++l) {
-      const Layer layer = layers[l]; // all of it now: what a phase reads of it later takes its time
+      const Layer layer = layers[l]; // read completely here: a read in a phase would delay it
       phases.wait();
       multiply_units<Qkv>(stage, slot, rank, handed, ToPieces<Qkv>{pieces, rows});
       end_phase(), ++phases.phase;
 
-      // Here the tiles of activations give way to the cache's: no warp may read any more.
+      // The tiles of the cache overwrite those of activations and `handed`: all warps of this block must have read
+      // them. The other block of the pair copies activations here again only after the barrier that follows attention.
       meet_consumers();
       const Step step = {pieces, (long long)rows * Qkv::COLUMNS, layer.bias, layer.q_norm, layer.k_norm, cos, sin};
 #pragma unroll 1
@@ -687,6 +723,7 @@ decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constan
           merge_parts(shared, work, parts + (long long)unit * ATTENTION_PARTS * PART, counts + 32 + unit, is_last + group, out);
         MEET();
       }
+      // Groups that had no item have not waited for the opening yet.
       phases.wait();
       end_phase(), ++phases.phase;
 
@@ -707,7 +744,7 @@ decode_layers(const __grid_constant__ TensorMap map_normed, const __grid_constan
       end_phase(), ++phases.phase;
     }
   }
-  // The other block of the pair may still signal this one's barriers.
+  // The other block of the pair may still signal this block's barriers, so neither may exit first.
   __syncthreads();
   cluster_arrive();
   cluster_wait();

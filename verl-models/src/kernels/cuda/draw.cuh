@@ -1,30 +1,31 @@
-// How a token is drawn from a row of logits: random words, the row as it is sampled from, softmax and race over it.
-// Put behind rowwise.cuh and philox.cuh, before race.cu, sample.cu or advance.cu.
+// How a token is drawn from a row of logits: random words, the processed row, its softmax and the Gumbel-max race.
+// Compiled after rowwise.cuh and philox.cuh, before race.cu, sample.cu or advance.cu.
 //
 // A token is the argmax of (logit − max) / T + gumbel over the kept ids, the lowest id among equals, where gumbel is
-// −ln(−ln u) of word (id mod 4) of philox(counter = [id / 4, position, high₀, high₁], key): the CPU's draw. Screens in f32
-// find the few ids that can win; whoever wins by less than their error is settled in f64, as on the CPU.
+// −ln(−ln u) of word (id mod 4) of philox(counter = [id / 4, position, high₀, high₁], key): the CPU's draw. Screens in
+// f32 find the few ids that can win; if the margin is less than the f32 error, f64 decides, as on the CPU.
 // Order: repetition penalty and forbidden ends, temperature, top-k, top-p, min-p, renormalise.
 //
 // Buffers of race.cu and sample.cu:
 //   logits: [rows, vocab]
 //   streams: [rows, 4] u32, key₀, key₁, high₀, high₁ of the row's stream
 //   lengths: [rows] i32, tokens of the response so far: the position of the draw
-//   states: [rows] i32, see State; rows that are not live are left alone
+//   states: [rows] i32, see State; rows that are not live are not changed
 //   eos: [eos_count] i32, distinct, at most 32
-//   token: [rows] i32, −1 where logits are not finite
-//   sampling_log_prob: [rows] f32, under the distribution that was sampled from, 0 when greedy
+//   token: [rows] i32, −1 if logits are not finite
+//   sampling_log_prob: [rows] f32, under the sampling distribution, 0 when greedy
 //   log_prob: [rows] f32, under the full softmax of the model's own logits / T (T = 1 when greedy)
-// Limits: vocab ≤ 2³⁰; logits above −10³⁰, or −∞; a T above 0 of at least 10⁻³⁸ where logits are subnormal; buffers aligned
-// to 16 bytes; a vocab that is a multiple of 8 is read 16 bytes at a time. Buffers that a setting leaves unread may be of one
+// Limits: vocab ≤ 2³⁰; logits above −10³⁰, or −∞; T above 0, and at least 10⁻³⁸ if logits are subnormal; buffers
+// aligned to 16 bytes; a vocab that is a multiple of 8 is read 16 bytes at a time. Buffers that the settings do not use
+// may have one element.
 // element.
 
-// Why a row ended, if it did.
+// Why a row ended, if it has.
 enum State { LIVE = 0, EOS = 1, STOP = 2, LENGTH = 3, NOT_FINITE = 4 };
 
-// Ids of a thread in one look.
+// Ids that a thread examines at once: a look.
 constexpr int LOOK = 8;
-// As in the scores of a vocabulary: above that many units of T a reference moves.
+// As in the scores of a vocabulary: a reference moves when a logit exceeds it by more than this many units of T.
 constexpr float MARGIN = 22.0f;
 
 struct SampleScalars {
@@ -32,7 +33,7 @@ struct SampleScalars {
     u64 vocab;
     u64 splits;
     u64 eos_count;
-    // Ends are forbidden at positions below it.
+    // End tokens are forbidden at positions below this.
     u64 min_new_tokens;
     // 0 keeps all.
     u64 top_k;
@@ -41,11 +42,11 @@ struct SampleScalars {
     double top_p;
     double min_p;
     double repetition_penalty;
-    // Of the rows' shortlists; 0 where there are none.
+    // Limit of the rows' shortlists; 0 if there are none.
     u64 limit;
 };
 
-// The words of a draw.
+// The random words of a draw.
 struct Words {
     uint4 stream;
     unsigned position;
@@ -87,7 +88,7 @@ __device__ __forceinline__ float gumbel_f32(unsigned word) {
     return -logf(above < 0.5f ? -log1pf(-above) : -logf(below));
 }
 
-// Orders as the numbers do, −0 before +0.
+// Orders like the numbers, with −0 before +0.
 __device__ __forceinline__ unsigned key_of(float x) {
     const unsigned bits = __float_as_uint(x);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -101,7 +102,7 @@ __device__ __forceinline__ float warp_max(float x) {
     return logit_of(__reduce_max_sync(ALL_LANES, key_of(x)));
 }
 
-// An id and what it is compared by; id −1 loses to all others.
+// An id and its sort key; id −1 loses to all others.
 struct Ranked {
     double score;
     int id;
@@ -152,7 +153,7 @@ template <int THREADS, typename N> __device__ N block_sum(N x) {
     return x;
 }
 
-// Sum over the threads before this one.
+// Sum over the preceding threads.
 template <int THREADS, typename N> __device__ N block_before(N x) {
     __shared__ N parts[THREADS / 32];
     N sum = x;
@@ -175,7 +176,7 @@ struct Heat {
     bool greedy;
     double temperature;
     double inverse;
-    // In f32: 1/T, of the exponent of power, and the margin of a reference in logits.
+    // In f32: 1/T, for the exponent of power, and the margin of a reference in logits.
     float inverse_f32;
     float scale;
     float margin;
@@ -184,7 +185,7 @@ struct Heat {
         greedy = s.temperature == 0.0;
         temperature = greedy ? 1.0 : s.temperature;
         inverse = fmin(1.0 / temperature, 1.7976931348623157e308);
-        // Not 0, of which −∞ would make NaN.
+        // Not 0, which would turn −∞ into NaN.
         inverse_f32 = fmaxf(float(fmin(1.0 / temperature, 3.4028234663852886e38)), 1.4012985e-45f);
         scale = fminf(inverse_f32 * POWER_SCALE, 3.4028234663852886e38f);
         margin = float(MARGIN * temperature);
@@ -199,7 +200,7 @@ struct Heat {
 __device__ __forceinline__ unsigned bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ unsigned bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
 
-// LOOK logits as they lie in memory.
+// LOOK logits in memory order.
 struct Look {
     // The bits of −∞.
     static constexpr unsigned NOTHING = IS_F32 ? 0xff800000u : 0xff80u;
@@ -210,7 +211,7 @@ struct Look {
         return make_uint4(bits, bits, bits, bits);
     }
 
-    // The bits of VEC elements as they lie in memory.
+    // The bits of VEC elements in memory order.
     static __device__ __forceinline__ uint4 pack(const unsigned* bits) {
         if constexpr (IS_F32) {
             return make_uint4(bits[0], bits[1], bits[2], bits[3]);
@@ -231,7 +232,7 @@ struct Look {
     }
 };
 
-// Copies 16 bytes into shared memory while the thread goes on. Copies are waited for in groups, oldest first.
+// Copies 16 bytes into shared memory asynchronously. Copies are awaited in groups, oldest first.
 __device__ __forceinline__ void copy_ahead(unsigned to, const elem* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -253,12 +254,12 @@ __device__ __forceinline__ void write_place(unsigned place, uint4 x) {
 
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all but the last LEFT groups of the thread are there.
+// Waits until all but the last LEFT groups of the thread have arrived.
 template <int LEFT> __device__ __forceinline__ void wait_for_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// The logits of a row as they are sampled from.
+// The processed logits of a row.
 struct Row {
     const elem* logits;
     // Shared memory for looks that are loaded ahead.
@@ -268,7 +269,7 @@ struct Row {
     const unsigned* seen;
     float penalty;
     const int* eos;
-    // Ends that are forbidden.
+    // Forbidden end tokens.
     int forbidden;
 
     __device__ __forceinline__ int looks() const { return (vocab + LOOK - 1) / LOOK; }
@@ -313,7 +314,7 @@ struct Row {
 
     __device__ __forceinline__ float penalised(float x) const { return x > 0.0f ? x / penalty : x * penalty; }
 
-    // The processed logit of an id; −∞ where it must not be drawn.
+    // The processed logit of an id; −∞ if it must not be drawn.
     __device__ __forceinline__ float drawable(int id) const {
 #pragma unroll 1
         for (int j = 0; j < forbidden; j++) {
@@ -347,11 +348,11 @@ __device__ __forceinline__ Words words_of(const unsigned* streams, u64 row, int 
     return {reinterpret_cast<const uint4*>(streams)[row], unsigned(length)};
 }
 
-// 16-byte parts of a ring of `depth` looks of each thread.
+// 16-byte parts of a ring of `depth` looks per thread.
 __device__ constexpr int ring_parts(int threads, int depth) { return threads * depth * (LOOK / VEC); }
 
-// Calls f(base, logits) for the looks `begin`..`end`, whole warps at a time; lanes past the end see −∞. A thread has DEPTH
-// looks under way in its own places of the ring.
+// Calls f(base, logits) for the looks `begin`..`end`, whole warps at a time; lanes past the end see −∞. A thread has
+// DEPTH looks in flight in its own slots of the ring.
 template <int THREADS, int DEPTH, typename F>
 __device__ __forceinline__ void each_look(const Row& row, int begin, int end, bool processes, F f) {
     constexpr int STRIDE = THREADS * LOOK;
@@ -391,7 +392,7 @@ __device__ __forceinline__ void each_look(const Row& row, int begin, int end, bo
         look.get(x);
         if (changes) row.process(own, x);
         f(own, x);
-        // The look's logits were used, so its place is free.
+        // The look's logits have been used, so its slot is free.
         if (row.aligned) {
             load_ahead(own + DEPTH * STRIDE, place);
             place = place == ring + (DEPTH - 1) * SLOT ? ring : place + SLOT;
@@ -399,7 +400,7 @@ __device__ __forceinline__ void each_look(const Row& row, int begin, int end, bo
     }
 }
 
-// Running sum of e^((logit − reference)/T) and the look with the best logit; the reference is the warp's.
+// Running sum of e^((logit − reference)/T) and the look with the best logit; the reference is shared by the warp.
 struct Softmax {
     float reference;
     float limit;
@@ -415,7 +416,7 @@ struct Softmax {
         at = -1;
     }
 
-    // Adds logits and gives their weights and the largest of these; returns by how much the reference fell, in logits.
+    // Adds logits; outputs their weights and the largest of these; returns by how much the reference fell, in logits.
     __device__ __forceinline__ float add(const float (&x)[LOOK], int base, const Heat& heat, float (&weight)[LOOK],
                                          float& heaviest) {
         float largest = x[0];
@@ -440,7 +441,7 @@ struct Softmax {
         return fell;
     }
 
-    // The thread's best logit with its lowest id.
+    // The thread's best logit and its lowest id.
     __device__ __forceinline__ Ranked ranked(const Row& row, bool processes) const {
         if (at < 0) return {0.0, -1};
         float x[LOOK];
@@ -459,19 +460,20 @@ struct Softmax {
     }
 };
 
-// The thread's leader of the Gumbel-max race, and the bar of the warp's.
+// The thread's leader of the Gumbel-max race, and the warp's bar.
 //
 // An id of weight w = e^x can only beat the score b when −ln u < e^(x − b); since 1 − u ≤ −ln u, only when
 // 1 − u < w e^(−b), that is when the complement of its word is below 2³² w e^(−b).
 struct Racer {
-    // Far more than f32 scores of leaders are off.
+    // Much more than the f32 error of the leaders' scores.
     static constexpr float DOUBT = 1e-3f;
     // Relative to the reference, in units of T.
     float score;
     int id;
     // 2³² e^(−b) with slack, b the best score of the warp, or of the shortlist.
     float bar;
-    // The best score of the shortlist, and below which complements all words are on it; the smallest complement counts as ½.
+    // The best score of the shortlist, and the complement below which all words are on it; the smallest complement
+    // counts as ½.
     float known;
     float floor;
 
@@ -482,8 +484,8 @@ struct Racer {
         floor = 0.5f;
     }
 
-    // Learns the best score of a shortlist, and its leader where the warp is to lead with it; gives the reference for both,
-    // which is the largest logit on the list.
+    // Takes the best score of a shortlist, and its leader if the warp is to lead with it; returns the reference for
+    // both, the largest logit on the list.
     __device__ __forceinline__ float learn(const uint2* list, unsigned length, unsigned limit, bool leads, const Row& row,
                                            const Heat& heat, const Words& words) {
         constexpr int EACH = SHORTLIST / 32;
@@ -520,7 +522,7 @@ struct Racer {
         bar = exp2_fast(fmaf(best, -1.4426950408889634f, 32.0f)) * 1.001f;
     }
 
-    // After the reference fell by that many logits.
+    // Adjusts after the reference fell by `fell` logits.
     __device__ __forceinline__ void shift(float fell, const Heat& heat) {
         if (id >= 0) score += fell * heat.inverse_f32;
         known += fell * heat.inverse_f32;
@@ -531,7 +533,7 @@ struct Racer {
     __device__ __forceinline__ void consider(const float (&weight)[LOOK], float heaviest, int base, float reference,
                                              const Row& row, const Heat& heat, const Words& words) {
         unsigned word[LOOK];
-        // Whether an id could win that had the largest weight and the largest word.
+        // Whether an id with the largest weight and the largest word could win.
         bool near = heaviest * bar > floor;
         if (near) {
             words.look(base, word);
@@ -541,7 +543,7 @@ struct Racer {
             near = heaviest * bar > float(~highest);
         }
         if (!__any_sync(ALL_LANES, near)) return;
-        // The most promising first, after which hardly another passes the bar. The promise is w / (1 − u).
+        // The most promising id first, after which hardly another passes the bar. The promise is w / (1 − u).
         unsigned left = near ? (1u << LOOK) - 1 : 0;
         while (true) {
             float promise = 0.0f, its_weight = 0.0f;
@@ -565,7 +567,7 @@ struct Racer {
         }
     }
 
-    // By an id whose logit is so many units of T above the reference.
+    // Challenges the leader with an id whose logit is this many units of T above the reference.
     __device__ __forceinline__ void challenge(int other, float above, unsigned its_word, float reference, const Row& row,
                                               const Heat& heat, const Words& words) {
         const float its_score = above + gumbel_f32(its_word);
@@ -586,13 +588,13 @@ struct Racer {
         return (double(logit) - double(reference)) * heat.inverse + gumbel(words.word(id));
     }
 
-    // The warp's leader with its score relative to the reference: an exact one where several lanes have nearly as much.
+    // The warp's leader with its score relative to the reference: an exact score where several lanes are nearly equal.
     __device__ __forceinline__ Ranked leader(float reference, const Row& row, const Heat& heat,
                                              const Words& words) const {
         return first_of(id, score, warp_max(score), reference, row, heat, words);
     }
 
-    // The leader of all warps of the block, which have the same reference.
+    // The leader of all warps of the block, which share a reference.
     template <int THREADS>
     __device__ __forceinline__ Ranked winner(float reference, const Row& row, const Heat& heat,
                                              const Words& words) const {
@@ -606,7 +608,7 @@ struct Racer {
         return first_of(its.id, its_score, warp_max(its_score), reference, row, heat, words);
     }
 
-    // Of a warp's ids with their scores, as near as f32 has them, the one with the highest; −1 is none.
+    // The id with the highest score among a warp's ids, whose f32 scores are approximate; −1 is none.
     static __device__ __forceinline__ Ranked first_of(int id, float score, float best, float reference, const Row& row,
                                                       const Heat& heat, const Words& words) {
         const bool contends = id >= 0 && score >= best - DOUBT;
@@ -622,7 +624,7 @@ struct Racer {
     }
 };
 
-// Writes what was drawn; id −1 for logits that are not finite.
+// Writes the drawn token; id −1 if logits are not finite.
 __device__ __forceinline__ void answer(u64 row, int id, float sampling, float full, int* token, float* sampling_log_prob,
                                        float* log_prob) {
     token[row] = id;

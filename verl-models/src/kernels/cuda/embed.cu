@@ -1,18 +1,18 @@
-// Rows of a table by index (embedding; hidden states of the tokens that are scored), and the backward passes.
+// Rows of a table by index (embedding; hidden states of the scored tokens), and the backward passes.
 //
 //   take_rows:           y[m] = x[index[m]]
 //   take_rows_backward:  dx[n] = Σ_{m: index[m] = n} g[m], 0 where there is none; `index` in ascending order
 //   embed_backward:      dw[t] += Σ_{n: ids[n] = t} g[n]
 //
-// embed_backward needs neither a sort nor atomics: the block of position n ends at once where an earlier position has
-// the same id; the first one finds all later ones and adds their rows in an order that the ids alone decide. It reads
-// `ids` once a distinct id, from L2, so its time grows with the square of the tokens, from a small share of a step at
-// 8,192 tokens. What was in dw, such as the gradient of a tied head, stays in the sum; rows of ids that do not occur are
-// not touched.
+// embed_backward needs neither a sort nor atomics: the block of position n exits at once if an earlier position has the
+// same id; the first one finds all later ones and adds their rows in an order that depends only on the ids. It reads
+// `ids` once per distinct id, from L2, so its time grows with the square of the tokens, from a small share of a step at
+// 8,192 tokens. The contents of dw, such as the gradient of a tied head, stay in the sum; rows of ids that do not occur
+// are not changed.
 //
 // Shapes: x, dx: [rows, WIDTH]; y, g: [count, WIDTH]; index, ids: [count] i32; dw: [rows, WIDTH] f32.
 // Launch: take_rows: block 256, grid ceil(count · PIECES / 256) or less; take_rows_backward: block 256, grid
-// ceil(rows / 8) or less; embed_backward: block 128, grid count. An index outside of the table gives a row of NaN, and
+// ceil(rows / 8) or less; embed_backward: block 128, grid count. An index outside of the table yields a row of NaN and
 // no gradient.
 // Limits: WIDTH ≤ 8192; buffers aligned to 16 bytes where WIDTH is a multiple of VEC; ids always.
 
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// The first place in `index` that holds at least `row`.
+// The first position in `index` whose value is at least `row`.
 __device__ __forceinline__ u64 first_at_least(const int* index, u64 count, u64 row) {
     u64 low = 0, high = count;
     while (low < high) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ u64 first_at_least(const int* index, u64 count, u64 r
     return low;
 }
 
-// A warp a row.
+// A warp per row.
 extern "C" __global__ void __launch_bounds__(THREADS)
     take_rows_backward(const elem* g, const int* index, elem* dx, const __grid_constant__ RowScalars s) {
     const u64 warps = u64(gridDim.x) * (THREADS / 32);
@@ -86,17 +86,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 constexpr int EMBED_THREADS = 128;
-// Ids of a thread and of a block in one look.
+// Ids that a thread and a block examine at once.
 constexpr int RUN = 32;
 constexpr int TILE = EMBED_THREADS * RUN;
 constexpr int STEPS = (PIECES + EMBED_THREADS - 1) / EMBED_THREADS;
 // Rows in flight.
 constexpr int AHEAD = STEPS == 1 ? 8 : 2;
 
-// The place of a thread's id `i` in a tile: four neighbours at a time, next to those of the next thread.
+// Position of a thread's id `i` in a tile: four adjacent ids at a time, next to those of the next thread.
 __device__ __forceinline__ int place_of(int i) { return (i / 4 * EMBED_THREADS + int(threadIdx.x)) * 4 + i % 4; }
 
-// Bit i tells whether the thread's id `i` of the tile at `tile` is `id` and lies in from..to.
+// Bit i is set if the thread's id `i` of the tile at `tile` is `id` and lies in from..to.
 __device__ __forceinline__ unsigned matches(const int* ids, int tile, int from, int to, int id) {
     unsigned found = 0;
     if (tile >= from && tile + TILE <= to) {
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(EMBED_THREADS)
     for (int tile = here / TILE * TILE; tile < count; tile += TILE) {
         unsigned found = matches(ids, tile, here, count, id);
         if (!__syncthreads_or(found != 0)) continue;
-        // The place of the thread's matches in the list: those of lower lanes and of lower warps come first.
+        // Positions of the thread's matches in the list: matches of lower lanes and lower warps come first.
         const int own = __popc(found);
         int before = own;
 #pragma unroll

@@ -1,11 +1,11 @@
 // Matrix products of a decoder and of its backward pass, for Hopper (sm_90a): warp-group MMA on tiles that the
-// bulk tensor copy engine brings into shared memory. One warp group a block and small tiles: for decoding, and where a
-// block must not have more than 48 KB of shared memory; gemm_dyn.cu is faster for many rows.
+// bulk tensor copy engine brings into shared memory. One warp group per block and small tiles: for decoding, and where
+// a block must not use more than 48 KB of shared memory; gemm_dyn.cu is faster for many rows.
 //
 //   C[m, n] = sum_k A[m, k] B[n, k]  (+ bias[n])  (+ add[m, n])          bf16 in, f32 sums, bf16 or f32 out
 //
-// Each operand lies in memory with the summed dimension last (A_MN = 0: A is [M, K]) or first (A_MN = 1: A is
-// [K, M]); the tensor cores read both from shared memory as they are, so no transposition pass exists:
+// Each operand is stored with the summed dimension last (A_MN = 0: A is [M, K]) or first (A_MN = 1: A is [K, M]); the
+// tensor cores read both layouts from shared memory, so there is no transposition pass:
 //
 //   forward          Y [M, N] = X [M, K] W[N, K]^T    A = X  (A_MN 0), B = W (B_MN 0)
 //   input gradient   dX[M, K] = dY[M, N] W[N, K]      A = dY (A_MN 0), B = W (B_MN 1)
@@ -14,9 +14,9 @@
 // With SWIGLU the rows of B are the gate's followed by the up projection's, and C[M, N/2] = silu(gate) * up.
 //
 // # Joined matrices
-// With PARTS the rows of B are those of up to three matrices, which stay where they are: each has a tensor map, and
-// dims.second and dims.third count the rows before them (third is N if there are two). A box of B lies in one matrix, so
-// both are multiples of its rows, unless they divide gate from up.
+// With PARTS the rows of B are those of up to three matrices, which are not copied: each has a tensor map, and
+// dims.second and dims.third count the rows before them (third is N if there are two). A box of B lies in one matrix,
+// so both are multiples of its rows, unless they divide gate from up.
 //
 // # Launch
 // Kernel `gemm(map_a, map_b, [map_b2], [map_b3], c, [bias], [add], dims)`, 128 threads.
@@ -26,7 +26,8 @@
 //   summed dimension last : box {BK, BM / CN} for A, {BK, BN / max(CM, 1 + SWIGLU)} for B, swizzle BK * 2 bytes
 //   summed dimension first: box {64, BK / max(1, CN * 64 / BM)} for A, {64, BK} for B, or {64, BK / CM} if CM does not
 //                           divide ceil(BN / 64); swizzle 128 bytes
-// Inner dims and the columns of C are multiples of 8; everything else is free (outside is read as zero, never
+// Inner dims and the columns of C are multiples of 8; everything else is free (out-of-bounds elements read as zero and
+// are never
 // written). `c` and `add` are 16-byte aligned and may be one buffer (accumulation); `add` has the type of `c`.
 //
 // # Splitting the sum
@@ -39,7 +40,7 @@
 // of each common tile and the copy engine writes it to all of them. Device memory sees each operand about once:
 // GROUP rows of clusters are walked together, column by column.
 //
-// Put behind gemm_tile.cuh, which explains the definitions.
+// Compiled after gemm_tile.cuh, which explains the definitions.
 #ifndef STAGES
 #define STAGES 2 // stages of the ring of tiles
 #endif
@@ -47,7 +48,7 @@
 #define BLOCKS_PER_SM 3 // caps the registers: 3 for a 128 x 128 tile
 #endif
 #ifndef DYNAMIC
-#define DYNAMIC 0 // 1: the tiles lie in STAGES * STAGE_BYTES + 1024 bytes of dynamic shared memory, else in static
+#define DYNAMIC 0 // 1: the tiles are in STAGES * STAGE_BYTES + 1024 bytes of dynamic shared memory, else in static
 #endif
 #ifndef WEIGHTS_EARLY
 #define WEIGHTS_EARLY 0 // 1: fetch the first tiles of B before the preceding kernel of the stream has ended
@@ -144,7 +145,7 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     if (++slot == STAGES) slot = 0, ++round;
     if (i == 0) continue;
-    // The products of stage i - 1 are done: say so to all who fill its slot, and fill our share of it anew.
+    // The products of stage i - 1 are done: signal that to all who fill its slot, and refill this block's share of it.
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     if (i - 1 + STAGES < count) {
       if (lane < SENDERS) barrier_arrive_in(empty + freed * 8, sender(p, lane));
@@ -169,12 +170,12 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
   Out* out = c + blockIdx.y * dims.m * n;
   int column = p.column;
   [[maybe_unused]] const u32 mine = tile + thread * 16;
-  constexpr int SHARE = BLOCKS8 * 4; // sums of a thread that one block of those that share the sum finishes
-  // Where a thread keeps sums i to i + 3 of half h (and, with SWIGLU, of gate or up) that came from block r.
+  constexpr int SHARE = BLOCKS8 * 4; // sums per thread that one of the blocks that share the sum finishes
+  // Where a thread keeps sums i to i + 3 of half h (and, with SWIGLU, of gate or up) from block r.
   auto slot_of = [](int r, int h, int up, int i) { return (((r * (BM / 64) + h) * (1 + SWIGLU) + up) * SHARE + i) * 512; };
   if constexpr (CS > 1) {
-    // A block finishes its share of the columns: it gets the others' sums of them, and theirs get its own. They come to
-    // where the tiles were, as soon as no block of the cluster needs its tiles any more.
+    // A block finishes its share of the columns: it receives the others' sums of them and sends its own sums of theirs.
+    // They overwrite the tiles, once no block of the cluster needs its tiles any more.
     cluster_arrive();
     cluster_wait();
 #pragma unroll
@@ -193,7 +194,7 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
     cluster_wait();
     column += part * BLOCKS8 * 8;
   } else if (CLUSTER > 1) {
-    cluster_arrive(); // the others may still signal this block's barriers: it must not end before them
+    cluster_arrive(); // the others may still signal this block's barriers, so it must not exit first
   }
 #pragma unroll
   for (int h = 0; h < BM / 64; ++h) {

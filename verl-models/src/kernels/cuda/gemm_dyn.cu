@@ -1,13 +1,13 @@
-// The products of gemm.cu with more than 48 KB of shared memory: one block an SM, 128 x BN tiles, a ring of STAGES
-// stages of 64 terms, one warp group that only copies and two that only multiply, each 64 rows of the tile. Put behind
-// gemm_tile.cuh.
+// The products of gemm.cu with more than 48 KB of shared memory: one block per SM, 128 x BN tiles, a ring of STAGES
+// stages of 64 terms, one warp group that only copies and two that only multiply, each 64 rows of the tile. Compiled
+// after gemm_tile.cuh.
 //
 // # Launch
-// Kernel `gemm(map_a, map_b, [map_b2], [map_b3], map_c or c, [bias], [add], dims)`, 384 threads; BM is 128 and BK 64. The
-// parameters are those of gemm.cu. With STORE the one for C is a tensor map of it, box {32, 64}, swizzle 64 bytes: tiles of
-// C leave through shared memory while the next tile is multiplied. Otherwise it is the address of C.
-// Grid x: a multiple of CM * CN * CS, at best the SMs rounded down to one; the blocks take the tiles in turn. Without a
-// cluster's split (CS 1) pieces of the sum, ceil(k / k_split) of them, are tiles too: no grid y.
+// Kernel `gemm(map_a, map_b, [map_b2], [map_b3], map_c or c, [bias], [add], dims)`, 384 threads; BM is 128 and BK 64.
+// The parameters are those of gemm.cu. With STORE the parameter for C is a tensor map, box {32, 64}, swizzle 64 bytes:
+// tiles of C are written through shared memory while the next tile is multiplied. Otherwise it is the address of C.
+// Grid x: a multiple of CM * CN * CS, ideally the number of SMs rounded down to one; the blocks take the tiles in turn.
+// Without a cluster's split (CS 1) the ceil(k / k_split) pieces of the sum are tiles too: no grid y.
 // Shared memory: STAGES * STAGE_BYTES bytes, with STORE 256 * COLUMNS more. It is static, which compilers of CUDA 13
 // allow up to 232,448 bytes, or with DYNAMIC dynamic and 1024 bytes more. STAGE_BYTES is 16,384 + 128 * BN (with B_MN,
 // BN rounded up to 64).
@@ -31,7 +31,7 @@ __device__ __forceinline__ void group_sync(int which) {
   asm volatile("bar.sync %0, %1;" ::"r"(which + 1), "r"(which == 3 ? 384 : 128) : "memory");
 }
 
-// Four 8 x 8 matrices of bf16 to shared memory; lane i gives the address of row i % 8 of matrix i / 8.
+// Four 8 x 8 matrices of bf16 to shared memory; lane i provides the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -45,13 +45,13 @@ __device__ __forceinline__ void written_boxes_done() { asm volatile("cp.async.bu
 __device__ __forceinline__ void commit_boxes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void shared_to_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Writes a warp group's 64 rows of C by way of `buffer`: COLUMNS / 32 boxes of 64 rows of 64 bytes, swizzled.
+// Writes a warp group's 64 rows of C through `buffer`: COLUMNS / 32 boxes of 64 rows of 64 bytes, swizzled.
 __device__ __forceinline__ void store_tile(const float (*v)[4], const TensorMap* map, int row, int column, u32 buffer,
 #if BIAS
                                            const bf16* bias, int n,
 #endif
                                            int group, int warp, int lane) {
-  if (warp == 0 && lane == 0) written_boxes_read(); // of the tile before
+  if (warp == 0 && lane == 0) written_boxes_read(); // of the previous tile
   group_sync(group);
   const int matrix = lane / 8, r = warp * 16 + matrix % 2 * 8 + lane % 8;
 #pragma unroll
@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_tile(const float (*v)[4], const TensorMap*
       packed[i * 2] = pack(make_float2(v[j + i][0] + shift.x, v[j + i][1] + shift.y));
       packed[i * 2 + 1] = pack(make_float2(v[j + i][2] + shift.x, v[j + i][3] + shift.y));
     }
-    const int eight = j + matrix / 2; // this lane's row is of these eight columns
+    const int eight = j + matrix / 2; // this lane's row belongs to these eight columns
     const u32 at = eight / 4 * 4096 + r * 64 + ((eight % 4) ^ (r / 2 % 4)) * 16;
     store_matrices(buffer + at, packed[0], packed[1], packed[2], packed[3]);
   }
@@ -171,7 +171,7 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
         if (++slot == STAGES) slot = 0, ++round;
       }
       if (CS > 1) {
-        // The ring takes partial sums from the first of these on, and tiles again after the last.
+        // Partial sums overwrite the ring from the first of these on; tiles return after the last.
         __syncwarp();
         cluster_arrive();
         cluster_wait();
@@ -211,8 +211,8 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
       int column = p.column;
       float v[BLOCKS8][4];
       if constexpr (CS > 1) {
-        // A block finishes its share of the columns: it gets the others' sums of them, and theirs get its own. They
-        // come to where the tiles were, as soon as no block of the cluster needs its tiles any more.
+        // A block finishes its share of the columns: it receives the others' sums of them and sends its own sums of
+        // theirs. They overwrite the tiles, once no block of the cluster needs its tiles any more.
         constexpr int SHARE = BLOCKS8 * 4; // registers
         const int part = rank / (CM * CN);
         const u32 mine = tile + (thread - 128) * 16;
@@ -267,7 +267,7 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
     if (STORE && warp == 0 && lane == 0) written_boxes_done();
   }
   if (CLUSTER > 1) {
-    // The others may still signal this block's barriers: it must not end before them.
+    // The others may still signal this block's barriers, so it must not exit first.
     __syncwarp();
     cluster_arrive();
     cluster_wait();

@@ -1,16 +1,16 @@
-// Matrix products of a decode step: few rows of X against a whole weight matrix, so time is the time of reading W once.
+// Matrix products of a decode step: few rows of X times a whole weight matrix, so the time is that of reading W once.
 //
 //   Y[m, n] = sum_k norm(X)[m, k] W[n, k]  (+ bias[n])  (+ add[m, n])      bf16 in, f32 sums, bf16 or f32 out
 //   norm(X)[m, k] = X[m, k] g[k] / sqrt(mean_k X[m, k]^2 + eps) with NORM, else X
 //
 // With SWIGLU the rows of W are the gate's followed by the up projection's, and Y[M, N/2] = silu(gate) * up.
 //
-// A warp holds the products of 16 rows of W with all rows of X. Its weights go from device memory straight into the
+// A warp computes the products of 16 rows of W with all rows of X. Its weights go from device memory straight into the
 // registers from which the tensor cores read them (mma m16n8k16, W as the 16 rows): a lane's 16-byte load is its part
-// of two instructions, because the order of the summed terms is free as long as W and X agree on it. AHEAD loads a lane
-// stay in flight, across tiles too. With one tile a block each warp needs its own terms of X only and loads them the
-// same way; otherwise X waits in shared memory. With NORM, X g is what is multiplied, and the sum is scaled. With SWIGLU
-// a tile is 8 rows of the gate and the same 8 of up, which meet in one lane.
+// of two instructions, because the order of the summed terms is free as long as W and X agree on it. AHEAD loads per
+// lane stay in flight, also across tiles. With one tile per block each warp needs only its own terms of X and loads
+// them the same way; otherwise X is staged in shared memory. With NORM, X g is multiplied, and the sum is scaled. With
+// SWIGLU a tile is 8 rows of the gate and the same 8 of up, which end up in the same lane.
 //
 // # Launch
 // Kernel `gemm_skinny(x, w, [w2], [w3], y, [gain], [bias], [add], dims)`, ROW_TILES * K_WARPS * 32 threads. Grid
@@ -19,12 +19,12 @@
 // SWIGLU of 16); x, w and gain are 16-byte aligned. `add` has the type of `y` and may be `y`. Shared memory is static
 // (compilers of CUDA 13 allow 232,448 bytes), or with DYNAMIC SHARED_BYTES of dynamic: 2 * TOKENS * PITCH, if ROW_TILES >
 // 1, and 64 * TOKENS * ROW_TILES * (K_WARPS - 1), and with CS > 1 512 * CS * ceil(ROW_TILES * TOKENS / 8 / CS).
-// With PARTS the rows of W are those of up to three matrices, which stay where they are; dims.second and dims.third,
+// With PARTS the rows of W are those of up to three matrices, which are not copied; dims.second and dims.third,
 // multiples of 16 unless they divide gate from up, count the rows before them (third is N if there are two).
 //
 // # The sum
-// K_DIM is split over CS blocks of a cluster, then over K_WARPS warps. Partial sums meet in shared memory and are added
-// in the order of warps, then of ranks: the same bits on every run.
+// K_DIM is split over CS blocks of a cluster, then over K_WARPS warps. Partial sums are collected in shared memory and
+// added in the order of warps, then of ranks: the same bits on every run.
 //
 // # Bytes
 // N * K * 2 of W from device memory, M * K * 2 of X for each block from the L2 cache, M * N * sizeof(Out) written.
@@ -56,7 +56,7 @@
 #define DYNAMIC 0 // 1: SHARED_BYTES of dynamic shared memory, else static
 #endif
 #ifndef PARTS
-#define PARTS 1 // matrices, up to 3, whose rows one after another are those of W
+#define PARTS 1 // matrices, up to 3, whose concatenated rows are W
 #endif
 #ifndef WEIGHTS_EARLY
 #define WEIGHTS_EARLY 0 // 1: fetch the first weights before the preceding kernel of the stream has ended
@@ -113,7 +113,7 @@ constexpr int STAGED = DIRECT ? 8 : TOKENS * PITCH;
 
 static_assert(K_DIM % 8 == 0 && TOKENS % 8 == 0, "loads of 16 bytes, instructions of 8 rows of X");
 static_assert(!SWIGLU || !BIAS, "gate and up have no bias");
-constexpr int PARTIAL = (K_WARPS - 1) * UNITS * 32; // sums of the warps but the first of each tile, four to an element
+constexpr int PARTIAL = (K_WARPS - 1) * UNITS * 32; // sums of all but the first warp of each tile, four per element
 constexpr int OWN_UNITS = (UNITS + CS - 1) / CS;    // finished by one block of a cluster
 constexpr int SHARED_BYTES = STAGED * 2 + (PARTIAL + (CS > 1 ? CS * OWN_UNITS * 32 : 0)) * 16;
 // Sums of squares of rows of X, by warp if X is not staged.
@@ -197,8 +197,8 @@ struct Matrices {
   }
 };
 
-// Where a lane's loads of W begin: row `lane / 4` of its warp's tile and the row 8 below (with SWIGLU: that of up), at
-// the warp's first slice. Rows that do not exist are replaced by rows that do; their products are not written.
+// First addresses of a lane's loads of W: row `lane / 4` of its warp's tile and the row 8 below (with SWIGLU: that of
+// up), at the warp's first slice. Rows that do not exist are replaced by existing ones; their products are not written.
 struct Rows {
   const bf16* low;
   const bf16* high;
@@ -243,7 +243,7 @@ gemm_skinny(const bf16* x, const bf16* __restrict__ w,
 #endif
   bf16* staged = (bf16*)memory;
   float4* partial = (float4*)memory + STAGED / 8;
-  float4* sums = partial + PARTIAL; // of all blocks, for the units that this one finishes
+  float4* sums = partial + PARTIAL; // of all blocks, for the units that this block finishes
   [[maybe_unused]] __shared__ float squares[SQUARES], all_squares[CS > 1 ? CS * SQUARES : 1];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int tile = warp % ROW_TILES, part = warp / ROW_TILES;
@@ -439,8 +439,8 @@ gemm_skinny(const bf16* x, const bf16* __restrict__ w,
       }
     }
     if (CS > 1) {
-      // Every unit is finished by one block of the cluster; the others send it their sums.
-      cluster_wait(); // all have begun, or have read what came last
+      // One block of the cluster finishes each unit; the others send it their sums.
+      cluster_wait(); // all have started, or have read the previous sums
       if (part == 0) {
 #pragma unroll
         for (int i = 0; i < TT; ++i) {

@@ -1,5 +1,5 @@
-// Parts of the matrix products of gemm.cu and gemm_dyn.cu; put in front of either. What they compute stands in
-// gemm.cu.
+// Parts shared by the matrix products of gemm.cu and gemm_dyn.cu; compiled before either. gemm.cu describes what they
+// compute.
 #ifndef BM
 #define BM 128 // rows of a block's tile: 64 or 128
 #endif
@@ -37,7 +37,7 @@
 #define SWIGLU 0 // 1: B is gate and up, C is silu(gate) * up
 #endif
 #ifndef PARTS
-#define PARTS 1 // matrices, up to 3, whose rows one after another are those of B
+#define PARTS 1 // matrices, up to 3, whose concatenated rows are B
 #endif
 #ifndef GROUP
 #define GROUP 8 // rows of clusters walked together
@@ -108,7 +108,7 @@ __device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Four numbers to and from a block's shared memory.
+// Moves four numbers to and from a block's shared memory.
 __device__ __forceinline__ void send(u32 to, const float* v) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
@@ -237,11 +237,11 @@ __device__ __forceinline__ void mma_columns(float* d, u64 a, u64 b) {
 }
 __device__ __forceinline__ void mma(float* d, u64 a, u64 b) { mma_columns<BN>(d, a, b); }
 
-// The tile of a block and the terms it sums.
+// A block's tile and the terms that it sums.
 struct Place {
   int row, column; // first row and column of the tile in C; columns of C are rows of B
   int first, last; // stages of BK terms
-  u32 cm, cn;      // place in the cluster
+  u32 cm, cn;      // position in the cluster
   u32 base;        // rank of block (0, 0) of the same part of the sum
 };
 
@@ -288,7 +288,7 @@ __device__ __forceinline__ void load_a(const TensorMap* map, const Place& p, int
   }
 }
 
-// Where a tile's rows of B begin.
+// First rows of a tile in B.
 struct Source {
   const TensorMap* map;
   int row;
@@ -314,7 +314,7 @@ struct Matrices {
 #endif
     return {first, column};
   }
-  // With SWIGLU, those of the up projection.
+  // With SWIGLU, the rows of the up projection.
   __device__ __forceinline__ Source ups(const Dims& dims, int column) const {
 #if PARTS > 1
     return {second, column};
@@ -324,7 +324,7 @@ struct Matrices {
   }
 };
 
-// `ups` is used with SWIGLU.
+// `ups` is used only with SWIGLU.
 __device__ __forceinline__ void load_b(const Source& source, const Source& ups, const Place& p, int stage, u32 tile, u32 bar) {
   u32 mask = 0;
   if (CM > 1) {
@@ -355,7 +355,7 @@ __device__ __forceinline__ u32 pack(float2 v) {
 }
 __device__ __forceinline__ void store2(bf16* p, float2 v) { *(u32*)p = pack(v); }
 
-// Exchanges so that lane i of four holds register i of each: a 4 x 4 transposition.
+// Transposes 4 x 4: lane i of four then has register i of each.
 __device__ __forceinline__ void swap_with(u32& low, u32& high, bool upper, int lanes) {
   u32 got = __shfl_xor_sync(0xFFFFFFFF, upper ? low : high, lanes);
   if (upper) low = got; else high = got;
@@ -387,7 +387,7 @@ __device__ __forceinline__ void store_rows(const float (*v)[4], long long row, i
     Out* to = c + row * n;
 #pragma unroll
     for (int j0 = 0; j0 < BLOCKS8; j0 += 4) {
-      constexpr bool PAIRS = OUT_F32 || BLOCKS8 % 4; // written as pairs, else sixteen bytes a lane
+      constexpr bool PAIRS = OUT_F32 || BLOCKS8 % 4; // written as pairs, else sixteen bytes per lane
       u32 packed[4];
 #pragma unroll
       for (int j = j0; j < j0 + 4 && j < BLOCKS8; ++j) {

@@ -1,9 +1,9 @@
 //! CUDA C++ on burn's stream, with burn's buffers.
 //!
-//! A [`Source`] is the text of a file. A [`CudaKernel`] is one entry of it with the definitions that are put in front of
-//! the text: sizes and types that the compiler should know. cubecl compiles it with NVRTC when it is first launched and
-//! keeps it by its [`KernelId`], which covers text, definitions and entry. The compiler gets the entry without the other
-//! kernels of its file ([`kernel_text`](crate::kernel_text)).
+//! A [`Source`] is the text of a file. A [`CudaKernel`] is one entry of it with definitions that precede the text:
+//! sizes and types that the compiler should know. cubecl compiles it with NVRTC at its first launch and caches it by
+//! its [`KernelId`], which covers text, definitions and entry. The compiler gets the entry without the other kernels of
+//! its file ([`kernel_text`](crate::kernel_text)).
 
 use cubecl::ir::settings::Dim3;
 use cubecl::ir::{UIntKind, metadata::Info};
@@ -16,7 +16,7 @@ use cubecl::{CubeKernel, PrecompiledSource};
 
 use crate::kernel_text::one_entry;
 
-/// The text of a `.cu` file, behind what several of them share.
+/// The text of a `.cu` file, after the texts that several of them share.
 #[derive(Debug)]
 pub(crate) struct Source {
     texts: [&'static str; 4],
@@ -24,17 +24,17 @@ pub(crate) struct Source {
 }
 
 impl Source {
-    /// A file of its own.
+    /// A single file.
     pub const fn new(text: &'static str) -> Self {
         Source::with_prefixes(["", "", ""], text)
     }
 
-    /// A file behind another.
+    /// A file after another.
     pub const fn with_prefix(prefix: &'static str, text: &'static str) -> Self {
         Source::with_prefixes([prefix, "", ""], text)
     }
 
-    /// A file behind three others.
+    /// A file after three others.
     pub const fn with_prefixes(prefixes: [&'static str; 3], text: &'static str) -> Self {
         let [first, second, third] = prefixes;
         let mut hash = fnv(0xcbf2_9ce4_8422_2325, first.as_bytes());
@@ -79,7 +79,7 @@ impl CudaKernel {
         }
     }
 
-    /// With a definition in front of the text.
+    /// Adds a definition before the text.
     #[must_use]
     pub fn define(mut self, name: &str, value: impl std::fmt::Display) -> Self {
         use std::fmt::Write;
@@ -88,8 +88,8 @@ impl CudaKernel {
         self
     }
 
-    /// Launches `grid` blocks. The kernel's parameters are the buffers, in order, and then, where there are any, the
-    /// `scalars` as one struct of 8-byte fields.
+    /// Launches `grid` blocks. The kernel's parameters are the buffers, in order, and then the `scalars`, if any, as
+    /// one struct of 8-byte fields.
     pub fn launch(self, client: &Client, grid: [u32; 3], buffers: &[&Handle], scalars: Vec<u64>) {
         let buffers = buffers
             .iter()
@@ -97,7 +97,7 @@ impl CudaKernel {
         self.launch_resources(client, grid, buffers.collect(), scalars);
     }
 
-    /// As [`CudaKernel::launch`], with tensor maps among the parameters.
+    /// Like [`CudaKernel::launch`], with tensor maps among the parameters.
     pub fn launch_resources(
         self,
         client: &Client,
@@ -105,7 +105,7 @@ impl CudaKernel {
         resources: Vec<KernelResource>,
         scalars: Vec<u64>,
     ) {
-        // Without a dynamic part all of it goes by value, as the last parameter.
+        // Without a dynamic part everything is passed by value, as the last parameter.
         let info = MetadataBindingInfo {
             dynamic_metadata_offset: scalars.len(),
             data: scalars,
@@ -141,7 +141,7 @@ impl KernelMetadata for CudaKernel {
 }
 
 impl CubeKernel for CudaKernel {
-    /// Read for its block alone: the text stands for what would be compiled.
+    /// Only its block size is read: the text is compiled instead.
     fn define(&self) -> KernelDefinition {
         let settings = KernelSettings::new(self.dim(), ExecutionMode::Unchecked, AddressType::U32);
         KernelDefinition {

@@ -4,8 +4,8 @@
 //   d_up = g · silu(gate),  d_gate = g · up · σ (1 + gate (1 − σ))
 //
 // Shapes: gate, up, y, g: [rows, INNER]; fused gate_up and its gradient: [rows, 2 · INNER], gates first.
-// Launch: block 256, grid ceil(rows · INNER / W / 256) or less (the kernels stride), W = VEC where INNER is a multiple of
-// it and 1 otherwise. Bytes: forward 3, backward 5 elements an element of y.
+// Launch: block 256, grid ceil(rows · INNER / W / 256) or less (the kernels stride), W = VEC if INNER is a multiple of
+// it and 1 otherwise. Bytes: forward 3, backward 5 elements per element of y.
 // Limits: buffers aligned to 16 bytes where INNER is a multiple of VEC. Gradients may overwrite gate and up.
 
 #ifndef INNER
@@ -28,7 +28,7 @@ __device__ __forceinline__ float sigmoid(float x) {
     }
 }
 
-// Where a piece lies: its row's start in buffers of `stride` elements a row, and its column.
+// Position of a piece: its row's start in buffers of `stride` elements per row, and its column.
 __device__ __forceinline__ u64 place(u64 piece, unsigned stride) {
     const u64 row = piece / PIECES;
     return row * stride + (piece - row * PIECES) * W;

@@ -9,14 +9,14 @@ use super::tensor::{CubeTensor, access, cast, dense, element, empty};
 static SOURCE: Source = Source::with_prefix(include_str!("rowwise.cuh"), include_str!("mlp.cu"));
 
 const THREADS: usize = 256;
-/// Blocks that fill any GPU several times; they stride over the rest.
-const MOST_BLOCKS: usize = 1 << 14;
+/// Enough blocks to fill any GPU several times; they stride over the rest.
+const MAX_BLOCKS: usize = 1 << 14;
 
 fn launch(entry: &'static str, like: &CubeTensor, tensors: &[&CubeTensor]) {
     let [rows, inner] = like.shape().dims();
     let dtype: DType = like.dtype();
     let pieces = rows * inner / access(dtype, inner);
-    let grid = pieces.div_ceil(THREADS).clamp(1, MOST_BLOCKS);
+    let grid = pieces.div_ceil(THREADS).clamp(1, MAX_BLOCKS);
     let handles: Vec<_> = tensors.iter().map(|tensor| &tensor.handle).collect();
     CudaKernel::new(&SOURCE, entry, THREADS as u32)
         .define("ELEMENT", element(dtype))
@@ -51,7 +51,7 @@ pub(crate) fn joined(gate_up: CubeTensor) -> CubeTensor {
     y
 }
 
-/// The gradient for gates and ups, in the place of gates and ups where nobody else holds them.
+/// The gradient for gates and ups, in place of gates and ups if nothing else uses their buffer.
 pub(crate) fn joined_backward(gate_up: CubeTensor, gradient: CubeTensor) -> CubeTensor {
     let gate_up = dense(gate_up);
     let gradient = dense(cast(gradient, gate_up.dtype()));

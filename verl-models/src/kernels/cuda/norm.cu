@@ -1,9 +1,9 @@
 // Root-mean-square norm, with the residual addition before it, and its backward pass.
 //
 //   h = x (+ r);  s = 1 / sqrt(mean(h²) + ε);  y = w · (h · s)
-//   with q = g · w:  dh = s q − h s³ mean(q h) (+ the gradient that reaches h past the norm);  dw = Σ_rows g h s
+//   with q = g · w:  dh = s q − h s³ mean(q h) (+ the gradient that reaches h around the norm);  dw = Σ_rows g h s
 //
-// h and h · s are rounded to the element's type, as an addition and a norm of their own would round them.
+// h and h · s are rounded to the element's type, as a separate addition and norm would round them.
 //
 // Shapes: x, r, h, y, g, dh: [rows, WIDTH]; w: [WIDTH]; rstd (s): [rows] f32; partial: [grid, WIDTH] f32; dw: [WIDTH] f32.
 // Launch: block 256. Forward: grid ceil(rows / NORM_ROWS). Backward: grid min(ceil(rows / NORM_ROWS), 2 · SMs) and the
@@ -57,7 +57,7 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
-// W neighbours as they lie in memory: they stay packed in registers between their uses.
+// W adjacent elements in memory order: they stay packed in registers between uses.
 struct Wide {
     uint4 bits;
 
@@ -86,15 +86,15 @@ template <> struct PieceOf<1> {
 };
 typedef PieceOf<W>::type Piece;
 
-// The thread's share of a row, and zeros where it has none.
-__device__ __forceinline__ void load_row(const elem* row, bool live, Piece (&held)[STEPS]) {
+// The thread's share of a row, zero-filled.
+__device__ __forceinline__ void load_row(const elem* row, bool live, Piece (&own)[STEPS]) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         const int piece = step * LANES + threadIdx.x % LANES;
         if (live && piece < PIECES) {
-            held[step].load(row + piece * W);
+            own[step].load(row + piece * W);
         } else {
-            held[step].clear();
+            own[step].clear();
         }
     }
 }
@@ -105,23 +105,23 @@ __device__ __forceinline__ void forward(const elem* x, const elem* r, const elem
     for (u64 base = u64(blockIdx.x) * ROWS; base < s.rows; base += u64(gridDim.x) * ROWS) {
         const u64 row = base + threadIdx.x / LANES;
         const bool live = row < s.rows;
-        Piece held[STEPS], other[ADDS ? STEPS : 1];
-        load_row(x + row * WIDTH, live, held);
+        Piece own[STEPS], other[ADDS ? STEPS : 1];
+        load_row(x + row * WIDTH, live, own);
         if constexpr (ADDS) load_row(r + row * WIDTH, live, other);
         float squares = 0.0f;
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             const int piece = step * LANES + threadIdx.x % LANES;
             float value[W];
-            held[step].get(value);
+            own[step].get(value);
             if constexpr (ADDS) {
                 float more[W];
                 other[step].get(more);
 #pragma unroll
                 for (int i = 0; i < W; i++) value[i] += more[i];
-                held[step].set(value);
-                held[step].get(value);
-                if (live && piece < PIECES) held[step].store(h + row * WIDTH + piece * W);
+                own[step].set(value);
+                own[step].get(value);
+                if (live && piece < PIECES) own[step].store(h + row * WIDTH + piece * W);
             }
 #pragma unroll
             for (int i = 0; i < W; i++) squares = fmaf(value[i], value[i], squares);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void forward(const elem* x, const elem* r, const elem
             const int piece = step * LANES + threadIdx.x % LANES;
             if (!live || piece >= PIECES) continue;
             float value[W], w[W];
-            held[step].get(value);
+            own[step].get(value);
             load<W>(weight + piece * W, w);
 #pragma unroll
             for (int i = 0; i < W; i++) w[i] *= rounded(value[i] * scale);
@@ -162,8 +162,8 @@ __device__ __forceinline__ void backward(const elem* h, const elem* weight, cons
     for (u64 base = u64(blockIdx.x) * ROWS; base < s.rows; base += u64(gridDim.x) * ROWS) {
         const u64 row = base + threadIdx.x / LANES;
         const bool live = row < s.rows;
-        Piece held[STEPS], gradient[STEPS], other[ADDS ? STEPS : 1];
-        load_row(h + row * WIDTH, live, held);
+        Piece own[STEPS], gradient[STEPS], other[ADDS ? STEPS : 1];
+        load_row(h + row * WIDTH, live, own);
         load_row(g + row * WIDTH, live, gradient);
         if constexpr (ADDS) load_row(past + row * WIDTH, live, other);
         const float scale = live ? rstd[row] : 0.0f;
@@ -173,7 +173,7 @@ __device__ __forceinline__ void backward(const elem* h, const elem* weight, cons
             const int piece = step * LANES + threadIdx.x % LANES;
             if (piece >= PIECES) continue;
             float x[W], q[W], w[W];
-            held[step].get(x);
+            own[step].get(x);
             gradient[step].get(q);
             load<W>(weight + piece * W, w);
 #pragma unroll
@@ -188,7 +188,7 @@ __device__ __forceinline__ void backward(const elem* h, const elem* weight, cons
             const int piece = step * LANES + threadIdx.x % LANES;
             if (!live || piece >= PIECES) continue;
             float x[W], q[W], w[W], d[W];
-            held[step].get(x);
+            own[step].get(x);
             gradient[step].get(q);
             load<W>(weight + piece * W, w);
             if constexpr (ADDS) {
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward<false>(h, weight, rstd, g, nullptr, dh, partial, s);
 }
 
-// `past` is the gradient that reaches h past the norm, along the residual.
+// `past` is the gradient that reaches h around the norm, along the residual.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     rms_norm_backward_add(const elem* h, const elem* weight, const float* rstd, const elem* g, const elem* past,
                           elem* dh, float* partial, const __grid_constant__ NormScalars s) {
@@ -237,11 +237,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
 struct WeightScalars {
     u64 blocks;
-    // Whether dw is added to what is there.
+    // Whether dw is added to the buffer's contents.
     u64 adds;
 };
 
-// dw (+)= Σ_blocks partial: 32 columns a block, 32 interleaved sums a column, added in order.
+// dw (+)= Σ_blocks partial: 32 columns per block, 32 interleaved sums per column, added in order.
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm_weight_gradient(const float* partial, float* dw, const __grid_constant__ WeightScalars s) {
     __shared__ float sums[32][33];

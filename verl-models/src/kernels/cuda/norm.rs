@@ -10,7 +10,7 @@ static SOURCE: Source = Source::with_prefix(include_str!("rowwise.cuh"), include
 
 const THREADS: usize = 256;
 
-/// Rows of a block, as the kernel divides its threads.
+/// Rows of a block, in accordance with the kernel's division of threads.
 fn rows_of_block(dtype: DType, width: usize) -> usize {
     let pieces = width / access(dtype, width);
     let mut lanes = 1;
@@ -40,7 +40,7 @@ pub(crate) fn forward(x: CubeTensor, weight: CubeTensor, epsilon: f64) -> (CubeT
     (y, scale)
 }
 
-/// [`forward`] of dense tensors into buffers that are there.
+/// [`forward`] of dense tensors into existing buffers.
 pub(crate) fn forward_into(
     x: &CubeTensor,
     weight: &CubeTensor,
@@ -58,7 +58,7 @@ pub(crate) fn forward_into(
     );
 }
 
-/// Gradients for `x` in its dtype, and for `weight` in f32; `past` is a gradient that reaches `x` past the norm.
+/// Gradients for `x` in its dtype, and for `weight` in f32; `past` is a gradient that reaches `x` around the norm.
 pub(crate) fn backward(
     x: CubeTensor,
     weight: CubeTensor,
@@ -88,7 +88,7 @@ pub(crate) fn backward(
         &x.client,
         [blocks as u32, 1, 1],
         &buffers,
-        // The epsilon is in the scale.
+        // The scale already includes the epsilon.
         vec![rows as u64, 0],
     );
     kernel("rms_norm_weight_gradient", dtype, width, 1024).launch(

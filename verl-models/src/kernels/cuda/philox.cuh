@@ -1,8 +1,10 @@
-// Random words, and the shortlist of a draw: the ids of a row whose words are so high that hardly another can win the race
-// (race.cu). Words do not depend on logits, so the shortlist is made while others wait for memory (decode_layers.cu).
+// Random words, and the shortlist of a draw: the ids of a row whose words are so high that hardly any other id can win
+// the race (race.cu). Words do not depend on logits, so the shortlist is made while others wait for memory
+// (decode_layers.cu).
 //
-// An id is on the shortlist of its row when the complement of its word is below `limit`. The list has room for so many ids
-// that it overflows once in 10²¹ rows where `limit` is meant for 48 of them; it is of no use then, and its length says so.
+// An id is on the shortlist of its row when the complement of its word is below `limit`. The list has so much room that
+// it overflows once in 10²¹ rows if `limit` is chosen for 48 ids; an overflown list is not used, and is known by its
+// length.
 
 // Most ids on a row's shortlist.
 [[maybe_unused]] constexpr int SHORTLIST = 128;

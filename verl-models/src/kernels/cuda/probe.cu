@@ -2,8 +2,8 @@
 //
 // Buffers: input u32[n], output u32[n]. Scalars: factor, wide (u64). Grid: 1 block of n threads.
 //
-// `large` shows that a block can declare LARGE bytes of shared memory, as compilers of CUDA 13 allow: output = the sum of
-// what all threads left there. Buffers: output u32[1]. Grid: 1 block of 256 threads.
+// `large` shows that a block can declare LARGE bytes of shared memory, as compilers of CUDA 13 allow: output = the sum
+// of what all threads wrote there. Buffers: output u32[1]. Grid: 1 block of 256 threads.
 
 #include <cuda_bf16.h>
 
@@ -21,7 +21,7 @@ struct Scalars {
 
 extern "C" __global__ void probe(const unsigned* input, unsigned* output, const __grid_constant__ Scalars s) {
     const unsigned at = threadIdx.x;
-    // Goes through bf16, which holds numbers up to 256 exactly.
+    // Converts through bf16, which represents integers up to 256 exactly.
     const unsigned x = (unsigned)__bfloat162float(__float2bfloat16((float)input[at]));
     output[at] = (unsigned)s.factor * x + OFFSET + (unsigned)(s.wide >> 32);
 }

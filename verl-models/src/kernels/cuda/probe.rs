@@ -1,4 +1,4 @@
-//! What a device says of itself, and a kernel that shows that kernels can be compiled and run there.
+//! The properties of a device, and a kernel that shows that kernels can be compiled and run there.
 
 use std::sync::OnceLock;
 
@@ -9,10 +9,10 @@ use super::launch::{CudaKernel, Source};
 
 static SOURCE: Source = Source::new(include_str!("probe.cu"));
 
-/// Threads of the test.
+/// Threads of the test kernel.
 const THREADS: u32 = 64;
 
-/// What a device says of itself.
+/// Properties that a device reports.
 pub(crate) struct Properties {
     /// Its name.
     pub name: String,
@@ -20,7 +20,7 @@ pub(crate) struct Properties {
     pub capability: u32,
     /// Bytes.
     pub memory: Option<u64>,
-    /// Bytes a block can have.
+    /// Bytes of shared memory that a block can have.
     pub shared_memory: u64,
 }
 
@@ -28,7 +28,7 @@ fn client(index: usize) -> Client {
     cubecl::Device::Cuda(CudaDevice { index }).client()
 }
 
-/// Of the device at `index`, which must be there.
+/// The properties of the device at `index`, which must exist.
 pub(crate) fn properties(index: usize) -> Properties {
     let client = client(index);
     let properties = client.properties();
@@ -48,9 +48,9 @@ pub(crate) fn properties(index: usize) -> Properties {
 pub(crate) const LARGE: usize = 232_448;
 
 /// Whether a kernel may declare [`LARGE`] bytes of shared memory: needs Hopper, and a driver of CUDA 13. Tried once.
-pub(crate) fn takes_large(client: &Client) -> bool {
-    static TAKES: OnceLock<bool> = OnceLock::new();
-    *TAKES.get_or_init(|| {
+pub(crate) fn supports_large(client: &Client) -> bool {
+    static SUPPORTS_LARGE: OnceLock<bool> = OnceLock::new();
+    *SUPPORTS_LARGE.get_or_init(|| {
         if client.properties().hardware.max_shared_memory_size < LARGE {
             return false;
         }
@@ -61,18 +61,18 @@ pub(crate) fn takes_large(client: &Client) -> bool {
         let words = LARGE as u32 / 4;
         let expected = (words / 2).wrapping_mul(words - 1);
         let found = client.read_one(output);
-        let takes = found.is_ok_and(|bytes| bytes.to_vec() == expected.to_le_bytes());
-        if !takes {
-            tracing::info!("kernels keep to 48 KiB of shared memory: the driver takes no more");
+        let supported = found.is_ok_and(|bytes| bytes.to_vec() == expected.to_le_bytes());
+        if !supported {
+            tracing::info!("kernels use at most 48 KiB of shared memory: the driver does not support more");
         }
-        takes
+        supported
     })
 }
 
-/// Compiles a kernel that multiplies numbers, runs it and looks at what came back.
+/// Compiles a kernel that multiplies numbers, runs it and checks the result.
 ///
 /// # Errors
-/// Why it could not be, or that the numbers are wrong.
+/// The device's error, or that the numbers are wrong.
 pub(crate) fn run(index: usize) -> Result<(), String> {
     let client = client(index);
     let numbers: Vec<u8> = (0..THREADS).flat_map(u32::to_le_bytes).collect();
@@ -89,6 +89,6 @@ pub(crate) fn run(index: usize) -> Result<(), String> {
     if found.eq(expected) {
         Ok(())
     } else {
-        Err("its numbers are wrong".to_owned())
+        Err("it returned wrong numbers".to_owned())
     }
 }

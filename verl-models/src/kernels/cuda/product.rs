@@ -14,11 +14,11 @@ use self::divisions::{DEEP_ROWS, Deep, FULL, WIDE};
 use self::plain::plain;
 use self::tiled::{Tiled, reduce};
 use super::mlp;
-use super::probe::takes_large;
+use super::probe::supports_large;
 use super::tensor::{CubeTensor, cast, dense, empty};
 
 pub(crate) use self::operands::{Joined, Summed, boxes};
-pub(crate) use self::projection::{Input, Into, Projection, projects};
+pub(crate) use self::projection::{Input, Into, Projection, supports_projection};
 
 /// C\[m, n\] = Σ_k A\[m, k\] B\[n, k\], in `out`: the dtype of A, or f32.
 pub(crate) fn product(
@@ -31,14 +31,14 @@ pub(crate) fn product(
     added(None, [(a, a_summed), (b, b_summed)], out, Split::Idle)
 }
 
-/// x Wᵀ as [`product`], without splitting sums: the bits of a row do not depend on the number of rows.
+/// x Wᵀ like [`product`], without splitting sums: the bits of a row do not depend on the number of rows.
 pub(crate) fn product_of_each_row(x: CubeTensor, weight: CubeTensor) -> CubeTensor {
     let dtype = x.dtype();
     let operands = [(x, Summed::Last), (weight, Summed::Last)];
     added(None, operands, dtype, Split::Never)
 }
 
-/// [`product_of_each_row`] with matrices that may lie apart.
+/// [`product_of_each_row`] with matrices that may be stored separately.
 pub(crate) fn product_with_joined(x: CubeTensor, weight: &Joined) -> CubeTensor {
     match weight.matrices() {
         [one] => product_of_each_row(x, one.clone()),
@@ -46,7 +46,7 @@ pub(crate) fn product_with_joined(x: CubeTensor, weight: &Joined) -> CubeTensor 
     }
 }
 
-/// silu(x Gᵀ) · (x Uᵀ) of gates G and ups U, row by row as [`product_of_each_row`].
+/// silu(x Gᵀ) · (x Uᵀ) of gates G and ups U, row by row like [`product_of_each_row`].
 pub(crate) fn gated_product(x: CubeTensor, gate_up: &Joined) -> CubeTensor {
     let [one] = gate_up.matrices() else {
         return apart(x, gate_up, Into::Swiglu);
@@ -58,14 +58,14 @@ pub(crate) fn gated_product(x: CubeTensor, gate_up: &Joined) -> CubeTensor {
     inner
 }
 
-/// Whole sums of products with several matrices.
+/// Products with several matrices, without splitting sums.
 fn apart(x: CubeTensor, weight: &Joined, into: Into) -> CubeTensor {
     let x = dense(x);
     let ([m, k], [n, _]) = (x.shape().dims::<2>(), weight.sizes());
     let swiglu = into == Into::Swiglu;
     let c = empty(&x, [m, if swiglu { n / 2 } else { n }], x.dtype());
     let tiled = Tiled::new([&x, &c], weight, [Summed::Last; 2], into, [m, n, k]);
-    if m >= DEEP_ROWS && takes_large(&x.client) {
+    if m >= DEEP_ROWS && supports_large(&x.client) {
         tiled.launch_deep(Deep::whole([m, n, k], swiglu, true));
     } else {
         tiled.launch(WIDE, k);
@@ -73,7 +73,7 @@ fn apart(x: CubeTensor, weight: &Joined, into: Into) -> CubeTensor {
     c
 }
 
-/// x Wᵀ, plus `bias` in each row and plus `sum`, in bf16; none where this takes more than one kernel.
+/// x Wᵀ, plus `bias` in each row and plus `sum`, in bf16; `None` if this takes more than one kernel.
 ///
 /// # Shapes
 /// `x`: `[M, K]`; `weight`: `[N, K]`; `bias`: `[N]`; `sum` and result: `[M, N]`
@@ -85,15 +85,15 @@ pub(crate) fn product_and(
 ) -> Option<CubeTensor> {
     let ([m, k], [n, _]) = (x.shape().dims::<2>(), weight.shape().dims::<2>());
     let operands = [Some(x), Some(weight), bias, sum];
-    let takes = m >= DEEP_ROWS
+    let supported = m >= DEEP_ROWS
         && [n, k].iter().all(|size| size.is_multiple_of(8))
         && operands
             .into_iter()
             .flatten()
             .all(|operand| operand.dtype() == DType::BF16)
         && is_hopper(x)
-        && takes_large(&x.client);
-    takes.then(|| {
+        && supports_large(&x.client);
+    supported.then(|| {
         let c = empty(x, [m, n], DType::BF16);
         let into = match sum {
             Some(_) => Into::Sum,
@@ -120,11 +120,11 @@ pub(crate) fn product_into(
     added(sum, operands, DType::F32, Split::Idle)
 }
 
-/// When sums are split into pieces, which are added up by a second kernel.
+/// When to split sums into pieces, which a second kernel adds up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Split {
     Never,
-    /// Where tiles leave most of the GPU idle, and where each piece is long.
+    /// If tiles leave most of the GPU idle and each piece is long.
     Idle,
 }
 
@@ -137,7 +137,7 @@ fn added(
     let dtype = a.dtype();
     let b = cast(b, dtype);
     let ((m, k), (n, other)) = (a_summed.sizes(&a), b_summed.sizes(&b));
-    debug_assert_eq!(k, other, "operands differ in what is summed");
+    debug_assert_eq!(k, other, "operands differ in their inner size");
     let fits = m > 0 && n > 0 && k > 0;
     let inner = |tensor: &CubeTensor| tensor.shape().dims::<2>()[1];
     let aligned = [inner(&a), inner(&b), n].iter().all(|size| size % 8 == 0);
@@ -184,7 +184,7 @@ fn tiled(
     let c = sum.unwrap_or_else(|| empty(&a, [m, n], out));
     let (b, summed) = (Joined::one(b), [a_summed, b_summed]);
     let whole = Tiled::new([&a, &c], &b, summed, into, [m, n, k]);
-    if m >= DEEP_ROWS && takes_large(&a.client) {
+    if m >= DEEP_ROWS && supports_large(&a.client) {
         whole.launch_deep(match split {
             Split::Never => Deep::whole([m, n, k], false, false),
             Split::Idle => Deep::in_pieces([m, n, k]),

@@ -1,7 +1,7 @@
-// Matrix product in f32 without tensor cores, which would round operands: C[m, n] (+)= sum_k A[m, k] B[n, k], added to
-// what is there with ADD 1.
+// Matrix product in f32 without tensor cores, which would round the operands: C[m, n] (+)= sum_k A[m, k] B[n, k]; with
+// ADD 1 it is added to the contents of C.
 //
-// A[m, k] lies at a[m * a_row + k * a_term], B[n, k] at b[n * b_row + k * b_term], C is dense.
+// A[m, k] is at a[m * a_row + k * a_term], B[n, k] at b[n * b_row + k * b_term], C is dense.
 // A block computes 64 x 64 of C, a thread 4 x 4; 16 terms at a time go through shared memory. The terms are added in
 // ascending order, so the bits of a number do not depend on the sizes.
 // Buffers: a, b, c f32. Scalars: m, n, k, a_row, a_term, b_row, b_term. Grid (ceil(n/64), ceil(m/64)), block 256.
@@ -18,7 +18,7 @@ struct Scalars {
 #define TILE 64
 #define TERMS 16
 
-// TERMS x TILE numbers of an operand, zeros outside; neighbouring threads read neighbouring numbers.
+// TERMS x TILE numbers of an operand, zeros outside; adjacent threads read adjacent numbers.
 __device__ __forceinline__ void fetch(float (*tile)[TILE + 4], const float* from, long long rows, long long terms,
                                       long long first_row, long long first_term, long long row, long long term) {
     for (int i = threadIdx.x; i < TILE * TERMS; i += 256) {

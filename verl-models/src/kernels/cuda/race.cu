@@ -1,31 +1,31 @@
-// One token a row from logits where no top-k, top-p, min-p or repetition penalty applies; see draw.cuh.
+// Draws one token per row from logits without top-k, top-p, min-p or repetition penalty; see draw.cuh.
 //
-// Each of `splits` blocks of a row finds the largest logit, the sum of weights and the winner of its part, in one pass; the
-// last one to end joins the parts.
-// With `limit`, the ids on a row's shortlist (philox.cuh) race first: what is not on it has a word that can hardly beat the
-// best of these, and is only asked for it where the logit is large enough.
-// partial: [rows, splits, 4] f64, a Part each; ended: [rows] u32, blocks of a row that have ended, 0 between launches;
-// shortlist: [rows, SHORTLIST] (id, word), in any order; shortlisted: [rows] u32, their number, 0 again behind a draw.
-// Launch: block 256, grid (splits, rows), splits ≤ 32, enough that splits · rows is several times the SMs. Bytes: one read
-// of the logits; without shortlists the random words cost more than these, about 20 instructions an id, except for those
-// that cannot win whatever their word.
+// Each of `splits` blocks of a row finds the largest logit, the sum of weights and the winner of its part, in one pass;
+// the last block to finish joins the parts.
+// With `limit`, the ids on a row's shortlist (philox.cuh) race first: the words of all other ids can hardly beat the
+// best of these, so they are computed only where the logit is large enough.
+// partial: [rows, splits, 4] f64, a Part each; ended: [rows] u32, blocks of a row that have finished, 0 between
+// launches; shortlist: [rows, SHORTLIST] (id, word), in any order; shortlisted: [rows] u32, their number, reset to 0
+// after a draw. Launch: block 256, grid (splits, rows), splits ≤ 32, enough that splits · rows is several times the
+// SMs. Bytes: one read of the logits; without shortlists the random words cost more than that, about 20 instructions
+// per id, except for ids that cannot win with any word.
 
 constexpr int RACE_THREADS = 256;
-// Looks of a thread under way: 16 KB of a block.
+// Looks of a thread in flight: 16 KB per block.
 constexpr int RACE_DEPTH = IS_F32 ? 2 : 4;
 
-// Of a row's part: largest processed logit, Σ e^((logit − largest)/T), the largest's id, the winner.
+// For a row's part: largest processed logit, Σ e^((logit − largest)/T), the id of the largest, the winner.
 struct Part {
     double largest;
     double sum;
     // The winner's score relative to the largest.
     double score;
-    // Of a greedy draw only.
+    // Only of a greedy draw.
     int best;
     int winner;
 };
 
-// What a warp found of the part; the sum and the score are relative to its reference.
+// A warp's results for the part; the sum and the score are relative to its reference.
 struct Found {
     float reference;
     float largest;
@@ -34,12 +34,12 @@ struct Found {
     Ranked leader;
 };
 
-// Joins the parts of a row: by one warp.
+// Joins the parts of a row; called by one warp.
 __device__ __forceinline__ void settle(u64 index, const Row& row, const Heat& heat, const Words& words, const Part* parts,
                                        int splits, int* token, float* sampling_log_prob, float* log_prob) {
     const int lane = threadIdx.x % 32;
     Part part = {-double(INFINITE), 0.0, 0.0, -1, -1};
-    // From L2, where the other blocks' stores are.
+    // From L2, where the other blocks' stores are visible.
     if (lane < splits) {
         const double2* from = reinterpret_cast<const double2*>(parts + lane);
         const double2 low = __ldcg(from), high = __ldcg(from + 1);
@@ -60,7 +60,7 @@ __device__ __forceinline__ void settle(u64 index, const Row& row, const Heat& he
         winner = Racer::first_of(part.winner, score, warp_max(score), largest, row, heat, words);
     }
 
-    // Forbidden ends count in the model's own softmax.
+    // Forbidden end tokens count in the model's own softmax.
     float raw_largest = largest;
     double raw = sum;
     if (row.forbidden > 0) {
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS, 3)
     __shared__ uint4 ring[ring_parts(RACE_THREADS, RACE_DEPTH)];
     __shared__ Found found[WARPS];
     const u64 index = blockIdx.y;
-    // Asked for at once.
+    // Requested at once.
     const int state = states[index], length = lengths[index];
     const Words words = words_of(streams, index, length);
     const unsigned listed = s.limit > 0 ? shortlisted[index] : SHORTLIST + 1;

@@ -1,15 +1,15 @@
-// Rotary positions between a fused projection and attention, with norms of the heads before them where a model has those.
+// Rotary positions between a fused projection and attention, preceded by norms of the heads if the model has them.
 //
-//   rope_split     q, k, v = parts of qkv, with q and k turned:  y_d = x_d cos_d + x_{d+-Dh/2} sin_d
-//   rope_backward  d_qkv from dq, dk, dv, turned back:           x_d = y_d cos_d + y_{d+-Dh/2} sin_{d+-Dh/2}
+//   rope_split     q, k, v = parts of qkv, with q and k rotated: y_d = x_d cos_d + x_{d+-Dh/2} sin_d
+//   rope_backward  d_qkv from dq, dk, dv, rotated back:          x_d = y_d cos_d + y_{d+-Dh/2} sin_{d+-Dh/2}
 //
 //   rope_norm_split     the same with x = w n, n = z s, s = 1 / sqrt(mean(z^2) + epsilon) for each head z of qkv's q and k
 //   rope_norm_backward  with g the gradient of x:  dz_d = s (w_d g_d - n_d mean(w g n)), dw_d = sum g_d n_d in parts
 //   rope_norm_weights   d_norms = sum of those parts
 //
-// A head's dims d and d + Dh/2 are a pair. The tables hold a row for each position, with signed sines: -sin of the angle in
-// the first half, sin in the second. Cosines are the same in both halves, so that the second halves are all that is read.
-// Gradients of keys and values come in parts, f32, which are added in their order.
+// A head's dims d and d + Dh/2 are a pair. The tables have a row for each position, with signed sines: -sin of the
+// angle in the first half, sin in the second. Cosines are the same in both halves, so only the second halves are read.
+// Gradients of keys and values arrive in parts, in f32, which are added in order.
 //
 // Shapes: qkv, d_qkv [tokens, (H+2K)*Dh]; q, dq [tokens, H*Dh]; k, v [tokens, K*Dh]; positions [tokens] i32;
 //   cos, sin [positions, Dh] f32; dk_parts, dv_parts [splits, tokens, K*Dh] f32;
@@ -18,8 +18,8 @@
 // Grid ceil(tokens * THREADS_PER_TOKEN / 256), block 256, with THREADS_PER_TOKEN = 4 * (Dh/2) / VECTOR, VECTOR
 // = 8 (4 in f32) where that divides Dh/2, else 1; the rope_norm kernels with (Dh/2) / VECTOR rounded up to a power of two,
 // which must be at most 32. Fewer than 2^32 threads. rope_norm_weights: grid ceil(2*Dh/32), block 256.
-// Bytes: qkv read and written once (bf16, Dh 64, H 14, K 2: 4.6 KB a token), tables read once a token (256 bytes, mostly
-// from the cache); backward adds 4 bytes * splits * 2K*Dh a token.
+// Bytes: qkv read and written once (bf16, Dh 64, H 14, K 2: 4.6 KB per token), tables read once per token (256 bytes,
+// mostly from the cache); backward adds 4 bytes * splits * 2K*Dh per token.
 
 #include <cuda_bf16.h>
 
@@ -46,12 +46,12 @@ typedef __nv_bfloat16 bf16;
 typedef ELEMENT T;
 
 #define HALF (HEAD_DIM / 2)
-// Neighbouring dims of a thread: 16 bytes where the half of a head is made of them.
+// Adjacent dims of a thread: 16 bytes if that divides half of a head.
 #define WIDE (JOIN(IS_F32_, ELEMENT) ? 4 : 8)
 #define VECTOR (HALF % WIDE == 0 ? WIDE : 1)
 #define PIECES (HALF / VECTOR)
 #define HEADS (QUERY_HEADS + 2 * KEY_HEADS)
-// Threads that share the heads of a token: a thread has every fourth.
+// Threads that share the heads of a token: each thread has every fourth head.
 #define SHARE 4
 #define HEADS_OF_THREAD ((HEADS + SHARE - 1) / SHARE)
 #define ROTATED (QUERY_HEADS + KEY_HEADS)
@@ -93,7 +93,7 @@ __device__ __forceinline__ Dims zeros() {
     return dims;
 }
 
-// The token, first head and first dim of a thread; `lanes` threads have the pairs of a head.
+// The token, first head and first dim of a thread; `lanes` threads share the pairs of a head.
 struct Place {
     long long token;
     int head;
@@ -130,7 +130,7 @@ struct Turn {
     }
 };
 
-// Where a head of the projection lies in q, k or v.
+// Position of a head of the projection in q, k or v.
 __device__ __forceinline__ T* split_place(long long token, int head, T* q, T* k, T* v) {
     if (head < QUERY_HEADS) return q + (token * QUERY_HEADS + head) * HEAD_DIM;
     if (head < ROTATED) return k + (token * KEY_HEADS + head - QUERY_HEADS) * HEAD_DIM;
@@ -154,7 +154,7 @@ rope_split(const T* qkv, const int* positions, const float* cos, const float* si
     }
 }
 
-// Sum of the parts of a gradient, `size` apart.
+// Sum of the parts of a gradient, `size` elements apart.
 __device__ __forceinline__ Dims sum_parts(const float* parts, long long size, long long splits) {
     Dims sum = load_f32(parts);
     for (long long split = 1; split < splits; split++) {
@@ -165,7 +165,7 @@ __device__ __forceinline__ Dims sum_parts(const float* parts, long long size, lo
     return sum;
 }
 
-// The gradient of what was given to attention.
+// The gradient of attention's input.
 __device__ __forceinline__ void load_gradient(const T* dq, const float* dk_parts, const float* dv_parts, const Scalars& s,
                                               const Place& at, int head, Dims& low, Dims& high) {
     if (head < QUERY_HEADS) {
@@ -199,7 +199,7 @@ rope_backward(const T* dq, const float* dk_parts, const float* dv_parts, const i
     }
 }
 
-// Threads of a head that is normed.
+// Threads that share a normed head.
 #define LANES (PIECES > 16 ? 32 : PIECES > 8 ? 16 : PIECES > 4 ? 8 : PIECES > 2 ? 4 : PIECES)
 
 #if PIECES <= 32
@@ -221,7 +221,7 @@ __device__ __forceinline__ float head_dot(const Dims& a_low, const Dims& a_high,
 __device__ __forceinline__ float head_scale(const Dims& low, const Dims& high, double epsilon) {
     return 1.0f / sqrtf(head_dot(low, high, low, high) / HEAD_DIM + (float)epsilon);
 }
-// w n, rounded where a norm of its own rounds.
+// w n, rounded where a separate norm would round.
 __device__ __forceinline__ Dims normed(const Dims& x, float scale, const Dims& weight) {
     Dims y;
 #pragma unroll
@@ -266,7 +266,7 @@ rope_norm_backward(const T* qkv, const T* dq, const float* dk_parts, const float
     const bool mine = at.token < s.sizes.tokens && at.dim < HALF;
     const int dim = mine ? at.dim : 0;
     const Turn turn(cos, sin, mine ? positions[at.token] : 0, dim);
-    // Gradients of the weights of queries and keys, low and high.
+    // Gradients of the gains of queries and keys, low and high halves.
     Dims dw[2][2] = {{zeros(), zeros()}, {zeros(), zeros()}};
 #pragma unroll 1
     for (int i = 0; i < HEADS_OF_THREAD; i++) {
@@ -326,7 +326,7 @@ struct Parts {
     long long parts;
 };
 
-// Eight rows of parts at a time, then those eight sums in their order.
+// Sums eight rows of parts at a time, then those eight sums in order.
 extern "C" __global__ void __launch_bounds__(256)
 rope_norm_weights(const float* norm_parts, float* d_norms, const __grid_constant__ Parts s) {
     __shared__ float sums[8][32];

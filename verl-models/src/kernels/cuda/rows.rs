@@ -13,7 +13,7 @@ static SOURCE: Source = Source::with_prefix(include_str!("rowwise.cuh"), include
 
 const THREADS: usize = 256;
 const EMBED_THREADS: u32 = 128;
-const MOST_BLOCKS: usize = 1 << 15;
+const MAX_BLOCKS: usize = 1 << 15;
 
 fn kernel(entry: &'static str, dtype: DType, width: usize, block: u32) -> CudaKernel {
     CudaKernel::new(&SOURCE, entry, block)
@@ -23,10 +23,10 @@ fn kernel(entry: &'static str, dtype: DType, width: usize, block: u32) -> CudaKe
 
 fn grid(dtype: DType, rows: usize, width: usize) -> [u32; 3] {
     let pieces = rows * width / access(dtype, width);
-    [pieces.div_ceil(THREADS).clamp(1, MOST_BLOCKS) as u32, 1, 1]
+    [pieces.div_ceil(THREADS).clamp(1, MAX_BLOCKS) as u32, 1, 1]
 }
 
-/// Rows of `table` by `index`.
+/// Rows of `table` selected by `index`.
 pub(crate) fn take(table: CubeTensor, index: CubeTensor) -> CubeTensor {
     let dtype = table.dtype();
     let (table, index) = (dense(table), dense(index));
@@ -38,7 +38,7 @@ pub(crate) fn take(table: CubeTensor, index: CubeTensor) -> CubeTensor {
     y
 }
 
-/// Rows of a dense `table` by `count` integers into a buffer that is there.
+/// Rows of a dense `table` selected by `count` integers, into an existing buffer.
 pub(crate) fn take_into(
     table: &CubeTensor,
     index: &Handle,
@@ -54,8 +54,8 @@ pub(crate) fn take_into(
     );
 }
 
-/// The gradient of a table of `rows` rows: in the gradient's dtype where `ascending` says that the index ascends, else in
-/// f32.
+/// The gradient of a table of `rows` rows: in the gradient's dtype with `ascending`, which says that the index ascends,
+/// else in f32.
 pub(crate) fn take_backward(
     rows: usize,
     index: CubeTensor,
@@ -76,7 +76,7 @@ pub(crate) fn take_backward(
         );
         return dx;
     }
-    // Of one dim, so that rows have no padding.
+    // One dim, so that rows have no padding.
     let flat = Shape::new([rows * width]);
     let dw = Cube::float_zeros(flat, &gradient.device, FloatDType::F32);
     let dw = Cube::float_reshape(dw, Shape::new([rows, width]));

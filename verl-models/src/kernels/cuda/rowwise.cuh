@@ -1,6 +1,6 @@
-// What the row-wise kernels share: the element type, 16-byte accesses, exponentials, reductions of fixed order.
+// Shared by the row-wise kernels: the element type, 16-byte accesses, exponentials, reductions in a fixed order.
 //
-// The launcher puts its #defines, then this text, then one kernel file into one source; nothing is included by path.
+// The launcher concatenates its #defines, this text and one kernel file into one source; nothing is included by path.
 //
 // ELEMENT is the type of activations, weights and logits: __nv_bfloat16 (default) or float. Arithmetic is f32. In f32,
 // exponentials are the accurate ones, so that results agree with the CPU to rounding; in bf16 they are the fast ones,
@@ -19,7 +19,7 @@ typedef unsigned long long u64;
 [[maybe_unused]] constexpr int VEC = 16 / int(sizeof(elem));
 [[maybe_unused]] constexpr bool IS_F32 = sizeof(elem) == 4;
 [[maybe_unused]] constexpr unsigned ALL_LANES = 0xffffffffu;
-// Stands for −∞ where a difference of two of them must not be NaN.
+// Replaces −∞ where a difference of two of them must not be NaN.
 [[maybe_unused]] constexpr float LOWEST = -1e30f;
 #define INFINITE __int_as_float(0x7f800000)
 #define NOT_A_NUMBER __int_as_float(0x7fffffff)
@@ -29,11 +29,11 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162f
 __device__ __forceinline__ void assign(float& to, float x) { to = x; }
 __device__ __forceinline__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
 
-// x as an element holds it.
+// x rounded to the element type.
 __device__ __forceinline__ float rounded(float x) {
-    elem held;
-    assign(held, x);
-    return to_float(held);
+    elem element;
+    assign(element, x);
+    return to_float(element);
 }
 
 __device__ __forceinline__ void unpack(uint4 raw, float (&x)[4]) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint4 packed(const float (&x)[8]) {
     return make_uint4(two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7]));
 }
 
-// W neighbours as floats: one 16-byte access where W is VEC, single ones otherwise.
+// W adjacent elements as floats: one 16-byte access if W is VEC, otherwise single accesses.
 template <int W> __device__ __forceinline__ void load(const elem* from, float (&x)[W]) {
     if constexpr (W == VEC) {
         unpack(*reinterpret_cast<const uint4*>(from), x);
@@ -91,7 +91,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return y;
 }
 
-// The same, and the larger ones that are numbers, of two pairs of bf16.
+// The larger number of each of two bf16 pairs: with NaN if one is NaN, and without.
 __device__ __forceinline__ unsigned max_or_nan_pair(unsigned a, unsigned b) {
     unsigned y;
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
@@ -104,7 +104,7 @@ __device__ __forceinline__ unsigned max_pair(unsigned a, unsigned b) {
     return y;
 }
 
-// 2^x; what is below 2⁻¹²⁶ becomes 0.
+// 2^x; results below 2⁻¹²⁶ become 0.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,21 +1,21 @@
-// One token a row from logits with top-k, top-p, min-p and a repetition penalty; see draw.cuh.
+// Draws one token per row from logits with top-k, top-p, min-p and a repetition penalty; see draw.cuh.
 //
-// What top-k and top-p keep is a prefix of the ids by descending logit and ascending id. Its end is found by narrowing an
-// interval of logits until what lies in it fits into shared memory, where it is sorted. Sums are in f64 and in a fixed
+// Top-k and top-p keep a prefix of the ids by descending logit and ascending id. Its end is found by narrowing an
+// interval of logits until its contents fit into shared memory, where they are sorted. Sums are in f64 and in a fixed
 // order.
 //
 // seen: [rows, ceil(vocab / 32)] u32, bit id mod 32 of word id / 32 is set for ids of prompt and response.
-// Launch: block 512, grid rows. Reads a row three to five times, from L2 but for the first.
+// Launch: block 512, grid rows. Reads a row three to five times, all but the first time from L2.
 
 constexpr int SAMPLE_THREADS = 512;
 // Ids that are sorted in shared memory.
 constexpr int CAPACITY = 2048;
-// Looks of a thread under way: 16 or 24 KB of a block.
+// Looks of a thread in flight: 16 or 24 KB per block.
 constexpr int SAMPLE_DEPTH = IS_F32 ? 1 : 3;
-// Cuts of an interval of logits in one pass.
+// Cuts of an interval of logits per pass.
 constexpr int CUTS = 4;
 
-// The largest logit, its lowest id, Σ e^((logit − largest)/T), and the ids above −∞.
+// The largest logit, its lowest id, Σ e^((logit − largest)/T), and the number of ids above −∞.
 struct Whole {
     float largest;
     int best;
@@ -52,7 +52,7 @@ struct End {
     }
 };
 
-// Until when ids are kept: so many, or so much of the weight.
+// How far ids are kept: up to a number of ids, or up to a share of the weight.
 struct Target {
     bool by_weight;
     int count;
@@ -81,7 +81,7 @@ struct Scale {
     __device__ __forceinline__ float weight(float logit) const { return power((logit - largest) * scale); }
 };
 
-// Bitonic, descending; what pads the length to a power of two is 0.
+// Bitonic, descending; the length is padded to a power of two with 0.
 __device__ void sort(List& list) {
     int size = 2;
     while (size < list.length) size *= 2;
@@ -102,7 +102,7 @@ __device__ void sort(List& list) {
     }
 }
 
-// How many of the first `length` entries it takes to reach the target, with what lies above the list.
+// How many of the first `length` entries are needed to reach the target, given what lies above the list.
 __device__ int take(List& list, int length, const Target& target, int above, double weight_above, const Scale& scale) {
     if (!target.by_weight) return min(max(target.count - above, 1), length);
     const int each = (length + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
@@ -159,7 +159,7 @@ __device__ int nth_id(const Row& row, const End& within, unsigned key, int nth, 
     return id;
 }
 
-// No key of the look is above it.
+// No key of the look is above the interval.
 __device__ __forceinline__ unsigned highest_key(const float (&x)[LOOK]) {
     float largest = x[0];
 #pragma unroll
@@ -168,19 +168,19 @@ __device__ __forceinline__ unsigned highest_key(const float (&x)[LOOK]) {
     return key_of(largest + 0.0f);
 }
 
-// What is kept.
+// The kept ids.
 struct Kept {
     End end;
     double weight;
-    // Whether the list holds all of it, as its first `length` entries.
+    // Whether the list contains all of them, as its first `length` entries.
     bool listed;
     int length;
 };
 
-// Finds where the ids that `within` keeps, `count` many, reach the target.
+// Finds where the ids that `within` keeps, `count` in number, reach the target.
 __device__ __noinline__ Kept prefix(const Row& row, List& list, const End& within, int count, const Target& target,
                                     const Scale& scale, const Heat& heat) {
-    // Keys low..high are looked at; above are those from high on.
+    // Keys low..high are examined; above are those from high on.
     u64 low = u64(key_of(-INFINITE)) + 1, high = u64(key_of(scale.largest + 0.0f)) + 1;
     int above = 0;
     double weight_above = 0.0;
@@ -191,7 +191,7 @@ __device__ __noinline__ Kept prefix(const Row& row, List& list, const End& withi
         double weights[CUTS];
 #pragma unroll
         for (int j = 0; j < CUTS; j++) {
-            // At first where usual models have it, then evenly.
+            // At first where typical models have it, then evenly spaced.
             const float near[CUTS] = {-9.0f, -6.0f, -4.0f, -2.0f}, far[CUTS] = {-25.0f, -18.0f, -14.0f, -11.0f};
             const u64 guess = key_of(scale.largest + (round == 0 ? near[j] : far[j]) * float(heat.temperature));
             const u64 even = low + ((high - low) * (j + 1) + CUTS) / (CUTS + 1);

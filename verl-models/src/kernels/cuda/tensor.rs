@@ -1,4 +1,4 @@
-//! Tensors as kernels take them: dense, with an element type that C++ knows.
+//! Tensors in the form that kernels require: dense, with an element type that exists in C++.
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
@@ -19,7 +19,7 @@ pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> CubeTensor {
     }
 }
 
-/// The tensor of a primitive, which tracks no gradients.
+/// Wraps a primitive in a tensor that tracks no gradients.
 pub(crate) fn wrapped<const D: usize>(tensor: CubeTensor) -> Tensor<D> {
     Tensor::from_dispatch(DispatchTensor {
         kind: DispatchTensorKind::Cube(BackendTensor::Float(tensor)),
@@ -27,13 +27,13 @@ pub(crate) fn wrapped<const D: usize>(tensor: CubeTensor) -> Tensor<D> {
     })
 }
 
-/// The tensor with its values one after the other.
+/// The tensor in contiguous memory.
 pub(crate) fn dense(tensor: CubeTensor) -> CubeTensor {
     if tensor.is_contiguous() {
         return tensor;
     }
     let shape = tensor.shape();
-    // Views that no strides of one dim describe are copied.
+    // Views whose strides do not reduce to one dim are copied.
     let flat = Cube::float_reshape(tensor, Shape::new([shape.num_elements()]));
     Cube::float_reshape(flat, shape)
 }
@@ -46,7 +46,7 @@ pub(crate) fn cast(tensor: CubeTensor, dtype: DType) -> CubeTensor {
     Cube::float_cast(tensor, dtype.into())
 }
 
-/// A tensor beside `like` whose values are whatever lies there; a kernel writes all of them.
+/// An uninitialised tensor on the device of `like`; a kernel must write all of its values.
 pub(crate) fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
     let shape = shape.into();
     let handle = like.client.empty(shape.num_elements() * dtype.size());
@@ -72,13 +72,13 @@ pub(crate) fn leading(tensor: &CubeTensor, rows: usize) -> CubeTensor {
     )
 }
 
-/// Integers beside `like`.
+/// Integers on the device of `like`.
 pub(crate) fn integers(like: &CubeTensor, values: &[i32]) -> cubecl::server::Handle {
     let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
     like.client.create_from_slice(&bytes)
 }
 
-/// The name of the element's type in the kernels of rows.
+/// The element type's name in the row-wise kernels.
 pub(crate) fn element(dtype: DType) -> &'static str {
     match dtype {
         DType::BF16 => "__nv_bfloat16",
@@ -86,7 +86,7 @@ pub(crate) fn element(dtype: DType) -> &'static str {
     }
 }
 
-/// The name of the element's type in the kernels of attention, which look at it in conditions.
+/// The element type's name in the attention kernels, which use it in preprocessor conditions.
 pub(crate) fn short_element(dtype: DType) -> &'static str {
     match dtype {
         DType::BF16 => "bf16",
@@ -94,7 +94,7 @@ pub(crate) fn short_element(dtype: DType) -> &'static str {
     }
 }
 
-/// Elements of a 16-byte access where rows are made of whole ones, else 1.
+/// Elements of a 16-byte access if they divide a row, else 1.
 pub(crate) fn access(dtype: DType, width: usize) -> usize {
     let wide = 16 / dtype.size();
     if width.is_multiple_of(wide) { wide } else { 1 }

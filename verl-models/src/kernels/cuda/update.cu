@@ -1,16 +1,17 @@
-// AdamW with f32 state, and sums of squares in a fixed order, of several tensors in one launch: most of a model's tensors
+// AdamW with f32 state, and sums of squares in a fixed order, for several tensors per launch: most of a model's tensors
 // are small, and a launch costs as much as some megabytes of traffic.
 //
 //   g <- scale g;  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;
 //   p <- decay p - m / (sqrt(v) / second_correction + eps) step_size
 //
-// Every operation is rounded by itself, in this order, as on the CPU: equal inputs give equal bits.
+// Every operation is rounded separately, in this order, as on the CPU: equal inputs give equal bits.
 //
-// update: for each of COUNT tensors p, m, v, g, and where they go (each may be where it comes from), [n] f32; with CAST also
-//   w, the new p in bf16. Block 256; a block has TASK elements, those of tensor i are blocks starts[i] .. starts[i + 1].
-// squares: COUNT tensors x, [n] f32 -> partial [first ..] f64, one a block; blocks as for update.
-// sums: partial f64, starts [tensors + 1] i32 -> y [tensors] f32, the sum of each tensor's blocks; grid tensors, block 256.
-// Limits: buffers aligned to 16 bytes. Bytes an element: 28 for update, 30 with CAST, 4 for squares.
+// update: for each of COUNT tensors p, m, v, g, and the outputs (each may alias its input), [n] f32; with CAST also w,
+// the
+//   new p in bf16. Block 256; a block has TASK elements, those of tensor i are blocks starts[i] .. starts[i + 1].
+// squares: COUNT tensors x, [n] f32 -> partial [first ..] f64, one per block; blocks as for update.
+// sums: partial f64, starts [tensors + 1] i32 -> y [tensors] f32, the sum of each tensor's blocks; grid tensors, block
+// 256. Limits: buffers aligned to 16 bytes. Bytes per element: 28 for update, 30 with CAST, 4 for squares.
 
 #include <cuda_bf16.h>
 
@@ -46,7 +47,7 @@
 #define JOIN(a, b) JOIN_(a, b)
 #define LIST(X) JOIN(LIST_, COUNT)(X)
 
-// Which tensor a block has, and its first element there.
+// The tensor of a block, and the block's first element in it.
 struct Place {
     int tensor;
     long long first;

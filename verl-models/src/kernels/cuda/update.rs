@@ -14,25 +14,25 @@ const THREADS: u32 = 256;
 /// Elements of a block.
 const TASK: usize = 1 << 14;
 /// Tensors of a launch.
-const MOST_TENSORS: usize = 16;
+const MAX_TENSORS: usize = 16;
 
 /// An update of one parameter.
 pub(crate) struct Update {
-    /// Parameter, first and second moment: f32, of one length.
+    /// Parameter, first and second moment: f32, of equal length.
     pub tensors: [CubeTensor; 3],
     pub gradient: CubeTensor,
     pub scalars: AdamWScalars,
 }
 
-/// What an update gives.
+/// The result of an update.
 pub(crate) struct Updated {
-    /// Parameter, first and second moment, in place where nobody else held the buffers.
+    /// Parameter, first and second moment, updated in place if nothing else uses the buffers.
     pub tensors: [CubeTensor; 3],
-    /// The parameter in bf16, where that was wanted.
+    /// The parameter in bf16, if requested.
     pub weight: Option<CubeTensor>,
 }
 
-/// Where the tasks of some tensors begin, and how many there are.
+/// First tasks of some tensors, and the number of tasks.
 fn tasks(lengths: impl Iterator<Item = usize>) -> (Vec<u64>, u64) {
     let mut end = 0;
     let starts = lengths.map(|length| {
@@ -43,12 +43,12 @@ fn tasks(lengths: impl Iterator<Item = usize>) -> (Vec<u64>, u64) {
     (starts.collect(), end)
 }
 
-/// Updates of parameters; those of one call have their rates of decay, ε and factor on the gradient in common.
+/// Updates parameters; those of one call share their rates of decay, ε and the factor on the gradient.
 pub(crate) fn adamw(updates: Vec<Update>, cast: bool) -> Vec<Updated> {
     let mut updated = Vec::with_capacity(updates.len());
     let mut updates = updates.into_iter().peekable();
     while updates.peek().is_some() {
-        updated.extend(launch(updates.by_ref().take(MOST_TENSORS).collect(), cast));
+        updated.extend(launch(updates.by_ref().take(MAX_TENSORS).collect(), cast));
     }
     updated
 }
@@ -124,8 +124,8 @@ pub(crate) fn sums_of_squares(tensors: Vec<CubeTensor>) -> CubeTensor {
     let like = &tensors[0];
     let partial = like.client.empty(all as usize * size_of::<f64>());
     for (group, first) in tensors
-        .chunks(MOST_TENSORS)
-        .zip(starts.iter().step_by(MOST_TENSORS))
+        .chunks(MAX_TENSORS)
+        .zip(starts.iter().step_by(MAX_TENSORS))
     {
         let (own, blocks) = tasks(group.iter().map(length));
         let buffers: Vec<&Handle> = group

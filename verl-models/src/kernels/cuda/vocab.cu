@@ -3,16 +3,17 @@
 //   z = logits / T;  log π = z_y − log Σ_v e^{z_v};  H = log Σ_v e^{z_v} − Σ_v p_v z_v;  Σ π² = Σ_v p_v²
 //   dlogits = (g_π (onehot(y) − p) − g_H p (log p + H)) / T
 //
-// The sums run over e^{(logit − reference)/T}. A thread's reference is one of its largest logits so far: it moves only
-// when a logit lies more than MARGIN above it (in units of T), which f32 has room for, so that nearly no step pays for a
-// move. The largest logit and log Σ_v e^{z_v − max z} stay apart, because a large logit would swallow the log's digits.
+// The sums run over e^{(logit − reference)/T}. A thread's reference is one of its largest logits so far. It moves only
+// when a logit is more than MARGIN above it (in units of T), for which f32 has room, so that almost no step pays for a
+// move. The largest logit and log Σ_v e^{z_v − max z} are kept apart, because a large logit would absorb the log's
+// digits.
 //
 // Shapes: logits: [rows, vocab], the rows `first`.. of `tokens` tokens; targets: [tokens] i32, each below vocab;
 // temperature: [1] f32, positive; scores: [5, tokens] f32: log π, H, Σ π², max z, log Σ e^{z − max z};
 // best: [tokens] i32, the lowest id with the largest logit; gradients: [2, tokens] f32: of log π and of H.
 // Launch: block 256. score_rows: grid rows. score_rows_backward: grid (ceil(vocab / (VEC · 1024)), min(rows, 65535)).
-// Bytes: one read of the logits; backward one read and one write. Any vocab and alignment of rows (accesses of 16 bytes
-// between a ragged head and tail); the buffer itself is aligned to an element.
+// Bytes: one read of the logits; backward one read and one write. Any vocab and row alignment (accesses of 16 bytes
+// between an unaligned head and tail); the buffer itself is aligned to an element.
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -39,7 +40,7 @@ __device__ __forceinline__ Pieces pieces_of(const elem* row, int vocab) {
     return {head, (vocab - head) / VEC};
 }
 
-// Neighbours as floats, −∞ as LOWEST, and the largest of them that is a number.
+// Adjacent elements as floats, −∞ as LOWEST, and the largest of them that is a number.
 __device__ __forceinline__ float prepare(uint4 raw, float (&x)[VEC]) {
     if constexpr (IS_F32) {
         unpack(raw, x);
@@ -60,8 +61,8 @@ __device__ __forceinline__ float prepare(uint4 raw, float (&x)[VEC]) {
     }
 }
 
-// Running sums of a part of a row. Logits are scaled to u = logit · scale, the exponent of power, and e = power(u − offset):
-// the offset is any number near u of the reference, and no rounding of its own enters u − offset.
+// Running sums of a part of a row. Logits are scaled to u = logit · scale, the exponent of power, and e = power(u −
+// offset): the offset is any number near u of the reference, and its own rounding does not affect u − offset.
 struct Tally {
     float offset;
     // Above this logit the offset moves.
@@ -89,7 +90,7 @@ struct Tally {
         offset = to;
     }
 
-    // Adds neighbours that begin at id `start`, with the largest of them.
+    // Adds adjacent elements from id `start` on, with the largest of them.
     template <int K>
     __device__ __forceinline__ void add(const float (&logit)[K], float largest, int start, float scale, float margin) {
         if (largest > best) {
@@ -156,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     Tally tally;
     tally.start();
     if (int(threadIdx.x) < pieces.head) tally.add_one(row, threadIdx.x, scale, margin);
-    // The next accesses are under way while these are added.
+    // The next accesses are in flight while these are added.
     int piece = threadIdx.x;
     const int full = pieces.count / (AHEAD * THREADS);
     uint4 next[AHEAD];
@@ -187,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     }
     const int last = pieces.head + pieces.count * VEC + threadIdx.x;
     if (last < vocab) tally.add_one(row, last, scale, margin);
-    // The first of the access that holds the best.
+    // The first id of the access that contains the best.
     const int end = min(tally.at + VEC, vocab);
     while (tally.at + 1 < end && to_float(row[tally.at]) != tally.best) tally.at++;
 
@@ -196,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     __syncthreads();
     if (threadIdx.x != 0) return;
     for (int warp = 1; warp < WARPS; warp++) tally.merge(parts[warp]);
-    // Moves to u of the best exactly, which the offset may miss by its rounding.
+    // Moves to exactly u of the best, which the offset may miss by rounding.
     const float step = -fmaf(tally.best, scale, -tally.offset);
     const float factor = power(step);
     tally.weighted = fmaf(step, tally.sum, tally.weighted) * factor;
@@ -212,13 +213,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     best[token] = tally.at;
 }
 
-// What turns the logits of a row into their gradient.
+// Factors that turn the logits of a row into their gradient.
 struct Slope {
-    // Of the natural logarithm of p: log p = logit · inverse − shift.
+    // For the natural logarithm of p: log p = logit · inverse − shift.
     float inverse;
     float largest;
     float log_sum;
-    // dlogit = p (constant + factor · log p), and `at_target` more for the target.
+    // dlogit = p (constant + factor · log p), plus `at_target` for the target.
     float constant;
     float factor;
     float at_target;

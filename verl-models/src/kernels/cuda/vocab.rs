@@ -25,7 +25,7 @@ pub(crate) struct Operands {
     /// `[N, 1]`
     pub targets: CubeTensor,
     pub temperature: f64,
-    /// Tokens whose logits are in memory at once, at least.
+    /// Least number of tokens whose logits are in memory at once.
     pub chunk: usize,
 }
 
@@ -34,7 +34,7 @@ impl Operands {
         (self.hidden.shape()[0], self.head.shape()[0])
     }
 
-    /// Tokens of each product, a function of the sizes of the model alone: the bits of a token do not depend on others.
+    /// Tokens of each product, a function of the model's sizes only: the bits of a token do not depend on others.
     fn chunk(&self) -> usize {
         let row = self.sizes().1 * self.hidden.dtype().size();
         self.chunk.max((LOGIT_BYTES / row).next_power_of_two() / 2)
@@ -45,7 +45,7 @@ impl Operands {
         self.hidden.client.create_from_slice(&temperature)
     }
 
-    /// Starts and ends of chunks of as many tokens.
+    /// Starts and ends of chunks of `chunk` tokens.
     fn chunks(&self, chunk: usize) -> impl Iterator<Item = (usize, usize)> {
         let tokens = self.sizes().0;
         (0..tokens)
@@ -80,12 +80,12 @@ fn rows(tensor: &CubeTensor, start: usize, end: usize) -> CubeTensor {
     Cube::float_slice(tensor.clone(), &[Slice::from(start..end), Slice::full()])
 }
 
-/// What the kernel finds out about each token: `[5, N]`.
+/// The kernel's results for each token: `[5, N]`.
 pub(crate) fn forward(operands: &Operands) -> CubeTensor {
     forward_of(operands, operands.chunk()).0
 }
 
-/// [`forward`], and the logits where they may be kept: `[N, V]`.
+/// [`forward`], and the logits if they are few enough to keep: `[N, V]`.
 pub(crate) fn forward_saving(operands: &Operands) -> (CubeTensor, Option<CubeTensor>) {
     let (tokens, vocab) = operands.sizes();
     if tokens * vocab * operands.hidden.dtype().size() > KEPT_LOGIT_BYTES {
@@ -104,7 +104,7 @@ fn forward_of(operands: &Operands, chunk: usize) -> (CubeTensor, CubeTensor) {
     let targets = dense(operands.targets.clone());
     let mut last: Option<CubeTensor> = None;
     for (start, end) in operands.chunks(chunk) {
-        // The buffer is free again before the next is needed.
+        // The buffer is freed before the next is needed.
         drop(last.take());
         let logits = operands.logits(operands.hidden(start, end));
         operands.kernel("score_rows").launch(
@@ -124,7 +124,7 @@ fn forward_of(operands: &Operands, chunk: usize) -> (CubeTensor, CubeTensor) {
     (scores, last.expect("there is a token to score"))
 }
 
-/// The rows that were asked for: `[1, N]` to `[3, N]`.
+/// The requested rows: `[1, N]` to `[3, N]`.
 pub(crate) fn chosen(scores: &CubeTensor, entropies: bool, sum_pi_squared: bool) -> CubeTensor {
     let parts = [(0, true), (1, entropies), (2, sum_pi_squared)].into_iter();
     let parts = parts.filter(|(_, wanted)| *wanted);
@@ -136,8 +136,8 @@ pub(crate) fn chosen(scores: &CubeTensor, entropies: bool, sum_pi_squared: bool)
     }
 }
 
-/// Gradients of hidden states, in their dtype, and of the head, in f32, each where asked for. `kept` are the logits, where
-/// they were kept; they are written to.
+/// Gradients of hidden states, in their dtype, and of the head, in f32, each if requested. `kept` are the logits, if
+/// they were kept; they are overwritten.
 pub(crate) fn backward(
     operands: &Operands,
     (scores, kept): (&CubeTensor, Option<CubeTensor>),
@@ -158,7 +158,7 @@ pub(crate) fn backward(
     let temperature = operands.temperature();
     let targets = dense(operands.targets.clone());
     let dtype = operands.hidden.dtype();
-    // 16-byte accesses, 1,024 a block.
+    // 16-byte accesses, 1,024 per block.
     let columns = vocab.div_ceil(16 / dtype.size() * 1024) as u32;
     let (mut d_hidden, mut d_head) = (Vec::new(), None);
     let chunk = kept.as_ref().map_or_else(|| operands.chunk(), |_| tokens);

@@ -5,10 +5,10 @@ use crate::vector::{LANES, exp, sum_lanes, vectorised};
 
 const _: () = assert!(BLOCK == LANES, "a block's scores fill the lanes");
 
-/// A sequence while it is decoded: what it shares with the other samples of its prompt, and what is its own.
+/// A sequence while it is decoded: the part that it shares with the other samples of its prompt, and its own part.
 ///
-/// A prompt's own keys and values are always in a track of their own, shared or not, so that sums over them have the
-/// same order in any company.
+/// A prompt's own keys and values are always in a separate track, shared or not, so that sums over them always have the
+/// same order.
 #[derive(Debug)]
 pub(crate) struct Lane {
     /// The prompt, if it is complete.
@@ -24,7 +24,7 @@ impl Lane {
     }
 }
 
-/// softmax(q kᵀ / √Dh) v of one token's heads over the whole shared track and the first `own_len` tokens of its own.
+/// softmax(q kᵀ / √Dh) v of one token's heads over the entire shared track and the first `own_len` tokens of its own.
 ///
 /// # Shapes
 /// `queries`, `out`: `[H·Dh]`
@@ -101,7 +101,7 @@ fn push_scores(
     }
 }
 
-/// Scores into e^(score − max), zero in slots without a token; returns their sum.
+/// Turns scores into e^(score − max), zero in slots without a token; returns their sum.
 #[inline(always)]
 fn weigh(scores: &mut [[f32; LANES]], lens: [usize; 2]) -> f32 {
     let mut largest = [f32::NEG_INFINITY; LANES];
@@ -214,7 +214,7 @@ mod tests {
         ((seed * 7919) % 199) as f32 / 100.0 - 1.0
     }
 
-    /// Against plain sums in f64, over a prompt and a response that fill no block, for several head widths.
+    /// Compares with plain sums in f64, over a prompt and a response that do not fill a block, for several head widths.
     #[test]
     fn attention_is_right() {
         for dim in [4, 8, 12, 64, 80] {
@@ -269,7 +269,7 @@ mod tests {
                     let got = f64::from(out[head * dim + d]);
                     assert!(
                         (got - want).abs() < 1e-5,
-                        "{got} is not {want} (width {dim})"
+                        "{got} differs from {want} (width {dim})"
                     );
                 }
             }

@@ -1,8 +1,8 @@
-//! The decoder as a rollout needs it on a CPU: weights packed once a rollout, keys and values in blocks, and no tensor
-//! operation in between, whose fixed cost is above the arithmetic of a small model.
+//! The decoder for a rollout on a CPU: weights are packed once per rollout, keys and values are in blocks, and there is
+//! no tensor operation in between, whose fixed cost exceeds the arithmetic of a small model.
 //!
-//! It computes in f32 whatever the weights are, and takes the weights of any device. The packed copy lives as long as
-//! the rollout and takes four bytes a parameter.
+//! It computes in f32 for any dtype of the weights, and accepts the weights of any device. The packed copy lives as
+//! long as the rollout and takes four bytes per parameter.
 
 mod attention;
 mod product;
@@ -25,8 +25,9 @@ use crate::decoder::{Decoder, DecoderLayer};
 use crate::kernels::{FlexTensor, on_cpu, tensor, values};
 use crate::vector::{LANES, gated, rms_norm, rms_norm_in_place, rotate};
 
-/// Weights that a core keeps in its second-level cache while rows pass by: below, threads take rows of their own and
-/// meet once a step; above, they take outputs of their own, so that a weight is read from memory once.
+/// Size of weights that a core keeps in its second-level cache while rows stream by: below, each thread takes its own
+/// rows and threads synchronise once per step; above, each takes its own outputs, so that a weight is read from memory
+/// once.
 const CACHED_BYTES: usize = 4 << 20;
 /// Prompt tokens of one pass; bounds the activations.
 const PASS_TOKENS: usize = 2048;
@@ -50,7 +51,7 @@ struct Weights {
     kv: KvShape,
     /// Cosines and sines of each position, `[positions][2][Dh/2]`.
     rotations: Vec<f32>,
-    /// Whether weights are small enough for threads to take rows.
+    /// Whether weights are small enough for threads to divide the rows.
     cached: bool,
 }
 
@@ -161,7 +162,7 @@ impl StepModel for HostDecoder {
     }
 }
 
-/// How many of the first prompts go through the layers together.
+/// How many of the first prompts pass through the layers together.
 fn pass_len(prompts: &[&[u32]]) -> usize {
     let mut tokens = 0;
     let fitting = prompts.iter().take_while(|prompt| {
@@ -189,11 +190,11 @@ impl Weights {
         values(&self.embedding).len() / self.width
     }
 
-    /// Appends the feeds to their sequences; logits after the last token of each: `[feeds, V]`.
+    /// Appends the feeds to their sequences; returns the logits after the last token of each: `[feeds, V]`.
     fn run(&self, feeds: &mut [Feed<'_>]) -> Vec<f32> {
         let mut logits = vec![0.0; feeds.len() * self.vocab()];
         if self.cached {
-            // One piece a thread, because each piece reads all weights once.
+            // One piece per thread, because each piece reads all weights once.
             let piece = feeds.len().div_ceil(rayon::current_num_threads()).max(1);
             feeds
                 .par_chunks_mut(piece)
@@ -266,7 +267,7 @@ impl Weights {
         rows.copied().collect()
     }
 
-    /// Norms and turns queries and keys; writes keys and values into the sequences.
+    /// Norms and rotates queries and keys; writes keys and values into the sequences.
     fn keep(
         &self,
         index: usize,
@@ -367,7 +368,7 @@ impl Layer {
     }
 }
 
-/// Several maps of the same input as one.
+/// Packs several maps of the same input as one.
 fn pack(maps: &[&Linear]) -> Result<Packed, RolloutError> {
     let inputs = maps[0].weight.val().dims()[1];
     let weights = maps.iter().map(|map| host(map.weight.val()));
@@ -394,7 +395,7 @@ fn host<const D: usize>(parameter: Tensor<D>) -> Result<FlexTensor, RolloutError
     Ok(tensor(super::eager::read(flat)?, shape))
 }
 
-/// Cosines and sines of positions `0..length`, rounded as the decoder's own tables are.
+/// Cosines and sines of positions `0..length`, rounded like the decoder's own tables.
 fn rotations(rope: &RopeConfig, head_dim: usize, length: usize) -> Vec<f32> {
     let frequencies = rope.frequencies(head_dim, length);
     let magnitude = rope.scaling.magnitude() as f32;

@@ -1,7 +1,7 @@
 //! Products of activations with packed weights.
 //!
-//! A packed matrix holds its outputs in panels of [`LANES`], inputs outermost: `[out/16][in][16]`. A product walks a
-//! panel once, adding inputs in ascending order to one accumulator an output; so an output's bits do not depend on the
+//! A packed matrix stores its outputs in panels of [`LANES`], inputs outermost: `[out/16][in][16]`. A product reads a
+//! panel once, adding inputs in ascending order to one accumulator per output; so an output's bits do not depend on the
 //! number of rows, on the position of its row, or on the number of threads.
 
 use rayon::prelude::*;
@@ -9,18 +9,18 @@ use rayon::prelude::*;
 use crate::unset::{self, Unset};
 use crate::vector::{LANES, fetch, tile_rows, vectorised};
 
-/// Rows that stay in the second-level cache while panels pass by.
+/// Rows that stay in the second-level cache while panels stream by.
 const BLOCK: usize = 64;
-/// Inputs ahead of the one in use whose weights are fetched: the processor by itself fetches too late, or not across pages,
-/// and weights that come from memory would pass at half of its rate.
+/// How many inputs ahead weights are prefetched: the hardware prefetches too late, or not across pages, and weights
+/// would arrive from memory at half of its bandwidth.
 const AHEAD: usize = 64;
 
-/// Who computes a product.
+/// Which threads compute a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Spread {
-    /// The calling thread: rows are spread already.
+    /// The calling thread: rows are already divided among threads.
     Alone,
-    /// All threads, each with its own panels: weights are too large to be read by every one.
+    /// All threads, each with its own panels: weights are too large for every thread to read.
     Panels,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct Packed {
 }
 
 impl Packed {
-    /// Packs matrices with `inputs` columns, the rows of one after those of the other.
+    /// Packs matrices with `inputs` columns, stacked by rows.
     pub fn new(matrices: &[&[f32]], inputs: usize, bias: Option<Vec<f32>>) -> Self {
         let rows: Vec<&[f32]> = matrices
             .iter()
@@ -94,12 +94,12 @@ impl Packed {
         }
     }
 
-    /// Each thread writes the panels of its own into a buffer `[out/16][N][16]`, which is then put in order.
+    /// Each thread writes its panels into a buffer `[out/16][N][16]`, which is then reordered.
     fn multiply_in_panels(&self, x: &[f32], out: &mut [f32], write: Write) {
         let rows = x.len() / self.inputs;
         let count = self.outputs.div_ceil(LANES);
         let mut buffer = vec![[0.0; LANES]; count * rows];
-        // A few pieces a thread, so that one which is held up does not hold up the rest.
+        // A few pieces per thread, so that a slow piece does not delay the rest.
         let piece = count.div_ceil(4 * rayon::current_num_threads()).max(1);
         buffer
             .par_chunks_mut(piece * rows)
@@ -143,7 +143,7 @@ impl Packed {
     }
 }
 
-/// Rows of a matrix, [`LANES`] at most, side by side; lanes without a row are 0.
+/// Packs rows of a matrix, [`LANES`] at most, side by side; lanes without a row are 0.
 fn pack(rows: &[&[f32]], panel: &mut [[Unset; LANES]]) {
     if let Ok(rows) = <&[&[f32]; LANES]>::try_from(rows) {
         let rows = rows.map(|row| &row[..panel.len()]);
@@ -224,7 +224,7 @@ mod tests {
             .collect()
     }
 
-    /// Plain sums in f64 against both ways, with and without bias, for sizes that fill no tile and no panel.
+    /// Compares both ways with plain sums in f64, with and without bias, for sizes that do not fill a tile or a panel.
     #[test]
     fn products_are_right() {
         for (rows, inputs, outputs) in [(1, 5, 3), (7, 64, 40), (130, 33, 17)] {
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_has_the_same_bits_in_any_company() {
+    fn a_row_does_not_depend_on_other_rows() {
         let (inputs, outputs) = (96, 50);
         let w = numbers(outputs * inputs, 5);
         let packed = Packed::new(&[&w], inputs, None);
@@ -257,8 +257,8 @@ mod tests {
         packed.multiply(&x, &mut together, Write::Set, Spread::Panels);
         for (x, want) in x.chunks(inputs).zip(together.chunks(outputs)) {
             let mut alone = vec![0.0; outputs];
-            packed.multiply(x, &mut alone, Write::Set, Spread::Alone);
-            assert_eq!(alone, want);
+            packed.multiply(x, &mut single, Write::Set, Spread::Alone);
+            assert_eq!(single, want);
         }
     }
 }

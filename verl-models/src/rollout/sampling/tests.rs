@@ -25,7 +25,7 @@ fn sample_with(settings: &SamplingSettings, logits: &[f32], row: u64, seen: &[u3
         .unwrap()
 }
 
-/// Draws often; the frequencies must fit `expected` (χ² below the 0.999 quantile), the reported log-probs exactly.
+/// Draws often; the frequencies must match `expected` (χ² below the 0.999 quantile), the reported log-probs exactly.
 #[track_caller]
 fn check_distribution(settings: &SamplingSettings, logits: &[f32], seen: &[u32], expected: &[f64]) {
     let draws = 20_000;
@@ -92,7 +92,7 @@ fn top_k_keeps_k() {
         &[],
         &softmax(&[0.5, none, 2.0, none, none, 1.0]),
     );
-    // Ties at the border: the lowest ids stay.
+    // Ties at the border: the lowest ids are kept.
     check_distribution(
         &settings,
         &[0.0; 5],
@@ -128,13 +128,13 @@ fn min_p_keeps_by_share_of_the_best() {
         min_p: 0.3,
         ..SamplingSettings::default()
     };
-    // e^(1 − 2) = 0.37 stays, e^(0.5 − 2) = 0.22 goes.
+    // e^(1 − 2) = 0.37 is kept, e^(0.5 − 2) = 0.22 is dropped.
     check_best_two(&settings);
 }
 
 #[test]
 fn top_k_comes_before_top_p() {
-    // Of the best three (shares of these .629, .231, .140) the first two reach .8; of all six ids they hold .73.
+    // Of the best three (with shares .629, .231, .140 among them) the first two reach .8; of all six ids they have .73.
     let settings = SamplingSettings {
         top_k: 3,
         top_p: 0.8,
@@ -177,7 +177,7 @@ fn full_and_sampling_log_probs_differ_by_the_kept_mass() {
         assert!(token < 2);
         assert!((f64::from(sampled.log_prob) - full[token].ln()).abs() < 1e-6);
         let ratio = f64::from(sampled.log_prob - sampled.sampling_log_prob).exp();
-        assert!((ratio - kept).abs() < 1e-6, "{ratio} against {kept}");
+        assert!((ratio - kept).abs() < 1e-6, "{ratio} differs from {kept}");
     }
     check_distribution(
         &settings,
@@ -201,9 +201,9 @@ fn top_p_sorts_in_steps() {
     }
 }
 
-/// The race with its short cuts and the plain argmax choose the same ids.
+/// The race with its shortcuts and the plain argmax choose the same ids.
 #[test]
-fn short_cuts_change_nothing() {
+fn shortcuts_change_nothing() {
     let noise = stream(99);
     let logits: Vec<f32> = (0..1003).map(|i| 6.0 * noise.normal(7, i) as f32).collect();
     for temperature in [0.3, 1.0, 5.0] {

@@ -1,4 +1,4 @@
-//! `pipe debug diff`: where two runs part.
+//! `pipe debug diff`: where two runs diverge.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -58,7 +58,7 @@ pub(super) fn diff(
             .notes
             .extend(equal_bits(&Changes::between(left, right)));
     }
-    found.notes.extend(lone_steps(&left, &right));
+    found.notes.extend(unmatched_steps(&left, &right));
     for step in left.intersection(&right) {
         let (a, b) = (first.step(*step)?, second.step(*step)?);
         for (side, recorded) in [("first", &a), ("second", &b)] {
@@ -89,38 +89,38 @@ pub(super) fn diff(
     })
 }
 
-/// Two plans by their hashes, where they differ.
+/// The hashes of two plans, if they differ.
 fn other_plan(first: &str, second: &str) -> Option<String> {
     let short = |hash: &str| hash.get(..12).unwrap_or(hash).to_owned();
     let (left, right) = (short(first), short(second));
     (first != second).then(|| format!("the plans differ: {left} | {right}"))
 }
 
-/// What another machine means for the bits of two runs, where the machines differ.
+/// How a different machine affects the bits of two runs, if the machines differ.
 fn equal_bits(changes: &Changes) -> Option<String> {
     let sides = |change: &Change| format!("{} | {}", shown(&change.recorded), shown(&change.now));
     let unclaimed = || {
         let why = changes.why_unclaimed()?;
-        Some(format!("equal bits are not to be expected: {why}"))
+        Some(format!("equal bits are not expected: {why}"))
     };
     changes.other_machine(sides).or_else(unclaimed)
 }
 
-/// Steps that one of the runs recorded and the other did not.
-fn lone_steps(left: &BTreeSet<u64>, right: &BTreeSet<u64>) -> Option<String> {
-    let lone = left.symmetric_difference(right).count();
-    let verb = if lone == 1 { "is" } else { "are" };
-    let steps = count(lone as u64, "step");
-    (lone > 0).then(|| format!("{steps} {verb} recorded in one of the runs only"))
+/// Steps that only one of the runs recorded.
+fn unmatched_steps(left: &BTreeSet<u64>, right: &BTreeSet<u64>) -> Option<String> {
+    let unmatched = left.symmetric_difference(right).count();
+    let verb = if unmatched == 1 { "is" } else { "are" };
+    let steps = count(unmatched as u64, "step");
+    (unmatched > 0).then(|| format!("{steps} {verb} recorded in one of the runs only"))
 }
 
-/// The resolved configuration of a run; it has been read before, as a pipeline.
+/// The resolved configuration of a run, which was read as a pipeline before.
 fn config(dir: &Path) -> Value {
     let text = std::fs::read_to_string(dir.join("config.toml")).unwrap_or_default();
     toml::from_str(&text).unwrap_or_default()
 }
 
-/// What a run was made on, as its trace tells it, else as `versions.json` does.
+/// The machine of a run, from its trace or otherwise from `versions.json`.
 fn machine(dir: &Path) -> Result<Value, Failure> {
     Ok(match Conditions::read(dir)? {
         Some(conditions) => serde_json::to_value(conditions.machine).unwrap_or_default(),
@@ -128,7 +128,7 @@ fn machine(dir: &Path) -> Result<Value, Failure> {
     })
 }
 
-/// A JSON file of a run; null where it has none.
+/// A JSON file of a run; null if there is none.
 fn document(dir: &Path, name: &str) -> Value {
     let text = std::fs::read_to_string(dir.join(name)).unwrap_or_default();
     serde_json::from_str(&text).unwrap_or_default()
@@ -139,13 +139,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_step_is_one_step() {
+    fn unmatched_steps_are_counted() {
         let steps = |of: &[u64]| BTreeSet::from_iter(of.iter().copied());
-        let told = |a: &[u64], b: &[u64]| lone_steps(&steps(a), &steps(b));
-        assert_eq!(told(&[1, 2], &[1, 2]), None);
-        let one = told(&[1, 2], &[1]).expect("a note");
+        let note = |a: &[u64], b: &[u64]| unmatched_steps(&steps(a), &steps(b));
+        assert_eq!(note(&[1, 2], &[1, 2]), None);
+        let one = note(&[1, 2], &[1]).expect("a note");
         assert_eq!(one, "1 step is recorded in one of the runs only");
-        let two = told(&[1, 2], &[3, 2]).expect("a note");
+        let two = note(&[1, 2], &[3, 2]).expect("a note");
         assert_eq!(two, "2 steps are recorded in one of the runs only");
     }
 }

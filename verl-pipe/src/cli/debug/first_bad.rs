@@ -1,4 +1,4 @@
-//! `pipe debug first-bad`: the first thing that went wrong in a run.
+//! `pipe debug first-bad`: the first fault of a run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -28,8 +28,7 @@ pub struct FirstBadArgs {
     /// The run.
     #[command(flatten)]
     pub run: RunArg,
-    /// Only looks at what was recorded, and runs nothing again: quick, and blind to a stage that computed something
-    /// wrong in a sound form.
+    /// Only checks what was recorded, and runs no stage again: fast, but does not find wrong values that look valid.
     #[arg(long)]
     pub no_replay: bool,
     /// Prints JSON.
@@ -46,82 +45,82 @@ pub(super) fn first_bad(
     let trace = traced.trace();
     let recorded: BTreeSet<u64> = trace.steps().into_iter().collect();
     let (stats, damaged) = trace.stats_as_found(..);
-    let mut seen = Seen {
+    let mut inspection = Inspection {
         damaged: damaged.into_iter().chain(trace.damaged_steps()).collect(),
-        ..Seen::default()
+        ..Inspection::default()
     };
     let measured: BTreeSet<u64> = stats.iter().map(|row| row.step).collect();
     let steps: BTreeSet<u64> = recorded.union(&measured).copied().collect();
     let stopped = traced.stopped();
-    if steps.is_empty() && seen.damaged.is_empty() && stopped.is_none() {
+    if steps.is_empty() && inspection.damaged.is_empty() && stopped.is_none() {
         return Err(Failure::Nothing("no step is recorded"));
     }
     let changes = changes_since(&traced)?;
     if let (Some(change), Some(step)) = (changes.settings.first(), recorded.first()) {
         let bad = changed_setting(traced.schedule(), *step, change);
-        tell(&bad, &lines(&changes), &traced, args, out)?;
+        report_fault(&bad, &lines(&changes), &traced, args, out)?;
         return Ok(DIFFERS);
     }
     let mut run = match args.no_replay || recorded.is_empty() {
         true => None,
-        false => started(&traced, &mut seen.notes),
+        false => started(&traced, &mut inspection.notes),
     };
     let mut replayer = match &mut run {
         Some(run) => Some(Replayer::of_run(run, &traced)?),
         None => None,
     };
     if let Some(replayer) = &replayer {
-        seen.notes.extend(lines(replayer.changes()));
+        inspection.notes.extend(lines(replayer.changes()));
     }
     for step in &steps {
         let found = match recorded.contains(step) {
-            true => look_at(&traced, *step, replayer.as_mut(), &mut seen)?,
+            true => inspect_step(&traced, *step, replayer.as_mut(), &mut inspection)?,
             false => None,
         };
-        let found = found.or_else(|| match seen.whole.contains(step) {
+        let found = found.or_else(|| match inspection.complete.contains(step) {
             true => None,
             false => first_fault_of_stats(traced.schedule(), *step, &stats),
         });
         let ended = || stopped.as_ref().filter(|anomaly| anomaly.step == *step);
         let found = found.or_else(|| Some(stopped_fault(traced.schedule(), ended()?, None)));
         if let Some(bad) = found {
-            tell(&bad, &seen.all_notes(None), &traced, args, out)?;
+            report_fault(&bad, &inspection.all_notes(None), &traced, args, out)?;
             return Ok(DIFFERS);
         }
     }
     if let Some(anomaly) = stopped {
         let bad = stopped_fault(traced.schedule(), &anomaly, None);
-        tell(&bad, &seen.all_notes(None), &traced, args, out)?;
+        report_fault(&bad, &inspection.all_notes(None), &traced, args, out)?;
         return Ok(DIFFERS);
     }
-    // Nothing is wrong with what can be read, so what cannot is what there is to say.
-    if let Some(file) = seen.damaged.iter().min_by_key(|file| file.step) {
+    // All readable data is correct, so report a damaged file.
+    if let Some(file) = inspection.damaged.iter().min_by_key(|file| file.step) {
         let bad = damaged_fault(file);
-        tell(&bad, &seen.all_notes(Some(file)), &traced, args, out)?;
+        report_fault(&bad, &inspection.all_notes(Some(file)), &traced, args, out)?;
         return Ok(DIFFERS);
     }
-    let mut notes = seen.notes;
-    notes.extend(seen.skipped.notes());
-    let lone = steps.len() - recorded.len();
-    if lone > 0 {
+    let mut notes = inspection.notes;
+    notes.extend(inspection.skipped.notes());
+    let unrecorded = steps.len() - recorded.len();
+    if unrecorded > 0 {
         notes.push(format!(
-            "of {} there are statistics only: every value is finite, every input is as it was written",
-            count(lone as u64, "step")
+            "there are only statistics for {}: every value is finite, and every input equals what was written",
+            count(unrecorded as u64, "step")
         ));
     }
     let reported = Reported::of(&trace.anomalies());
     if args.json {
         let found = json!({
-            "found": null, "recorded": recorded, "steps": steps, "stages_run_again": seen.again, "notes": notes,
+            "found": null, "recorded": recorded, "steps": steps, "stages_run_again": inspection.again, "notes": notes,
             "anomalies": reported.to_json(),
         });
         write_json(out, &found)?;
         return Ok(SAME);
     }
     write_notes(&notes, out)?;
-    let how = match seen.again {
+    let how = match inspection.again {
         0 => "nothing was run again",
-        _ => "what was run again gave the same",
+        _ => "the stages that were run again gave the same results",
     };
     let n = count(steps.len() as u64, "step");
     write(out, format_args!("nothing bad in {n}; {how}\n"))?;
@@ -129,8 +128,8 @@ pub(super) fn first_bad(
     Ok(SAME)
 }
 
-/// What the rules reported while the run went on, by rule: how often, and the first step. It is no fault of the program
-/// that can be found by running a stage again, but of how it learns.
+/// What the rules reported during the run, by rule: how often, and the first step. These are problems of training, not
+/// faults of the program that running a stage again can find.
 struct Reported(BTreeMap<String, (u64, u64)>);
 
 impl Reported {
@@ -152,7 +151,7 @@ impl Reported {
         rules.collect()
     }
 
-    /// Lines behind the verdict; empty where nothing was reported.
+    /// Lines after the verdict; empty if nothing was reported.
     fn lines(&self, dir: &Path) -> String {
         let all: u64 = self.0.values().map(|(times, _)| times).sum();
         if all == 0 {
@@ -162,7 +161,7 @@ impl Reported {
             1 => "1 anomaly".to_owned(),
             n => format!("{n} anomalies"),
         };
-        let mut text = format!("but the run's rules reported {what} in how it learns:\n");
+        let mut text = format!("but the run's rules reported {what} in training:\n");
         for (rule, (times, first)) in &self.0 {
             let times = match times {
                 1 => format!("in step {first}"),
@@ -175,31 +174,31 @@ impl Reported {
     }
 }
 
-/// What there is to say besides the first fault.
+/// The results of the search besides the first fault.
 #[derive(Default)]
-struct Seen {
+struct Inspection {
     notes: Vec<String>,
     /// Files that cannot be used.
     damaged: Vec<DamagedFile>,
-    /// Steps whose rows could all be read.
-    whole: BTreeSet<u64>,
-    /// How many stages were run again, over all steps.
+    /// Steps with only readable rows.
+    complete: BTreeSet<u64>,
+    /// Number of stages that were run again, over all steps.
     again: usize,
-    /// Those that were not.
+    /// Stages that were not run again.
     skipped: Skipped,
 }
 
-impl Seen {
-    /// All of it as notes, but for the file that is told as the fault.
-    fn all_notes(&self, told: Option<&DamagedFile>) -> Vec<String> {
-        let damaged = self.damaged.iter().filter(|file| Some(*file) != told);
-        let damaged = damaged.map(|file| format!("not looked at, {file}"));
+impl Inspection {
+    /// All results as notes, except for the file that is reported as the fault.
+    fn all_notes(&self, reported: Option<&DamagedFile>) -> Vec<String> {
+        let damaged = self.damaged.iter().filter(|file| Some(*file) != reported);
+        let damaged = damaged.map(|file| format!("not checked: {file}"));
         let notes = self.notes.iter().cloned().chain(self.skipped.notes());
         damaged.chain(notes).collect()
     }
 }
 
-/// The run to replay in; a note where it cannot be started, since most faults are seen without it.
+/// The run to replay in. If it cannot be started, adds a note, since most faults are found without it.
 fn started(traced: &TracedRun, notes: &mut Vec<String>) -> Option<Run> {
     match traced.start() {
         Ok(run) => Some(run),
@@ -214,18 +213,18 @@ fn started(traced: &TracedRun, notes: &mut Vec<String>) -> Option<Run> {
     }
 }
 
-/// The first fault of a step that was recorded in full; a step that cannot be run again is looked at as it lies there.
-fn look_at(
+/// The first fault of a step that was recorded in full; a step that cannot be run again is checked as recorded.
+fn inspect_step(
     traced: &TracedRun,
     step: u64,
     replayer: Option<&mut Replayer<'_>>,
-    seen: &mut Seen,
+    inspection: &mut Inspection,
 ) -> Result<Option<FirstBad>, Failure> {
     let schedule = traced.schedule();
     let mut recorded = match traced.step(step) {
         Ok(recorded) => recorded,
         Err(LookError::Trace(error)) => {
-            seen.damaged.push(DamagedFile {
+            inspection.damaged.push(DamagedFile {
                 step,
                 stage: None,
                 error,
@@ -235,8 +234,8 @@ fn look_at(
         Err(error) => return Err(error.into()),
     };
     match recorded.damaged.is_empty() {
-        true => drop(seen.whole.insert(step)),
-        false => seen.damaged.extend(recorded.damaged.iter().cloned()),
+        true => drop(inspection.complete.insert(step)),
+        false => inspection.damaged.extend(recorded.damaged.iter().cloned()),
     }
     let Some(replayer) = replayer else {
         return Ok(look(schedule, &recorded, None)?.bad);
@@ -244,9 +243,9 @@ fn look_at(
     match traced.state_before(step) {
         Ok(state) => recorded.state = Some(state),
         Err(error) => {
-            seen.notes
+            inspection.notes
                 .push(format!("step {step} was not run again: {error}"));
-            seen.damaged.push(DamagedFile {
+            inspection.damaged.push(DamagedFile {
                 step,
                 stage: None,
                 error,
@@ -256,7 +255,7 @@ fn look_at(
     }
     match look(schedule, &recorded, Some(replayer)) {
         Err(error @ (ReplayError::NoState { .. } | ReplayError::NotRecorded { .. })) => {
-            seen.notes
+            inspection.notes
                 .push(format!("step {step} was not run again: {error}"));
             Ok(look(schedule, &recorded, None)?.bad)
         }
@@ -266,14 +265,14 @@ fn look_at(
                 again,
                 skipped,
             } = looked?;
-            seen.again += again;
-            seen.skipped.add(step, skipped);
+            inspection.again += again;
+            inspection.skipped.add(step, skipped);
             Ok(bad)
         }
     }
 }
 
-/// What is not as it was, a note a line.
+/// The changes since the run, one note per line.
 fn lines(changes: &Changes) -> Vec<String> {
     changes.to_string().lines().map(str::to_owned).collect()
 }
@@ -301,7 +300,7 @@ impl Skipped {
     }
 }
 
-fn tell(
+fn report_fault(
     bad: &FirstBad,
     notes: &[String],
     traced: &TracedRun,
@@ -316,7 +315,7 @@ fn tell(
     if bad.fault == Fault::Damaged {
         return Ok(());
     }
-    // A rule on metrics names a group of metrics, which is no stage.
+    // A rule on metrics names a group of metrics, which is not a stage.
     let stages = &traced.schedule().plan.stages;
     let stage = match stages.iter().any(|stage| stage.name == bad.stage) {
         true => format!(" --stage {}", bad.stage),

@@ -1,6 +1,6 @@
-//! `pipe debug …`: looks at what a run recorded, runs it again, and compares.
+//! `pipe debug …`: shows what a run recorded, runs it again, and compares.
 //!
-//! What their exit statuses mean stands in [`EXIT_STATUS`].
+//! [`EXIT_STATUS`] documents the exit statuses.
 
 mod diff;
 mod first_bad;
@@ -27,36 +27,36 @@ pub use stall::StallArgs;
 pub use trace::TraceArgs;
 pub use view::ViewArgs;
 
-/// Exit status where nothing differs.
+/// Exit status if nothing differs.
 pub const SAME: u8 = 0;
-/// Exit status where something differs.
+/// Exit status if something differs.
 pub const DIFFERS: u8 = 1;
-/// Exit status of a command line that asks for what cannot be.
+/// Exit status of an invalid command line.
 pub const WRONG_USE: u8 = 2;
-/// Exit status where there is nothing to tell.
+/// Exit status if there is no result.
 pub const NOTHING: u8 = 3;
 
-/// Exit statuses of all commands here, and when; `docs/replay.md` has the same table.
+/// Exit statuses of all debug commands; `docs/replay.md` has the same table.
 pub const EXIT_STATUS: [(u8, &str); 4] = [
     (
         SAME,
-        "what was compared is the same; nothing bad was found; what was asked for is shown; the run waits for nothing",
+        "nothing differs; nothing bad was found; the requested output is shown; the run is not stalled",
     ),
     (
         DIFFERS,
-        "a value, a row or weights differ; a stage failed when it was run again; a fault was found; the run waits, or no process holds its folder",
+        "a value, a row or weights differ; a stage failed when it was run again; a fault was found; the run is stalled, or no process has its folder locked",
     ),
     (
         WRONG_USE,
-        "a flag that there is not, or a stage that the pipeline has not",
+        "an unknown flag, or a stage that the pipeline does not have",
     ),
     (
         NOTHING,
-        "it cannot be told: no such run, step or sample, a stage or step that was not recorded, a file that is damaged, whether a run goes on, nothing that could be run again or compared",
+        "there is no result: the run, step or sample does not exist, a stage or step was not recorded, a file is damaged, it is unknown whether the run is in progress, or nothing could be run again or compared",
     ),
 ];
 
-/// Commands that look at a traced run.
+/// Commands that inspect a traced run.
 #[derive(Debug, Clone, Subcommand)]
 pub enum Debug {
     /// Shows a recorded step: all stages with statistics, or one stage's samples token by token.
@@ -65,9 +65,9 @@ pub enum Debug {
     Replay(ReplayArgs),
     /// Finds the first step, stage, key and row where something went wrong.
     FirstBad(FirstBadArgs),
-    /// Compares two runs: where they part, and how far apart they go from there.
+    /// Compares two runs: where they diverge, and by how much from there on.
     Diff(DiffArgs),
-    /// Tells what a run that does not move waits for.
+    /// Shows what a stalled run is waiting for.
     Stall(StallArgs),
     /// Writes the run as one HTML page: pipeline, curves, steps, samples, anomalies; serves it on request.
     View(ViewArgs),
@@ -76,7 +76,7 @@ pub enum Debug {
 /// Runs a command. Returns the exit code.
 ///
 /// # Errors
-/// When `out` cannot be written.
+/// If `out` cannot be written.
 pub fn debug(command: &Debug, registry: &Registry, out: &mut dyn Write) -> io::Result<u8> {
     let json = command.json();
     let done = match command {
@@ -111,7 +111,7 @@ pub fn debug(command: &Debug, registry: &Registry, out: &mut dyn Write) -> io::R
 }
 
 impl Debug {
-    /// Whether the answer is to be JSON.
+    /// Whether the output is JSON.
     fn json(&self) -> bool {
         match self {
             Debug::Trace(args) => args.json,
@@ -124,19 +124,19 @@ impl Debug {
     }
 }
 
-/// Code of a trace in which no step is recorded: that of a step that is not there.
+/// Code of a trace without recorded steps: the same as of a step that was not recorded.
 const NOT_RECORDED: &str = "T004";
-/// What to do about it.
+/// Help for such a trace.
 const RECORD_SOME: &str = "start the run with --debug";
 
-/// The error as a program reads it.
+/// The error in machine-readable form.
 fn json_error(error: &LookError) -> JsonError {
     let code = error.code();
-    let page = format!("docs/errors/{code}.md says what happened and what to do");
+    let page = format!("see `docs/errors/{code}.md`");
     let help = match error {
         LookError::NoRun { near, .. } => match near {
             Some(near) => format!("did you mean `{near}`?"),
-            None => "give the folder of a run, the one that `run.dir` named".to_owned(),
+            None => "use a run folder, as set by `run.dir`".to_owned(),
         },
         LookError::Step {
             near: Some(near), ..
@@ -148,20 +148,20 @@ fn json_error(error: &LookError) -> JsonError {
         },
         _ => page,
     };
-    let mut told = JsonError::new(code, error.to_string(), help);
+    let mut failure = JsonError::new(code, error.to_string(), help);
     if let LookError::Config(findings) = error {
-        told.error.message =
-            "the configuration of the run is not accepted by this version".to_owned();
-        told.error.why = Findings(findings.clone()).to_string();
-        told.error.findings = json_findings(findings);
+        failure.error.message =
+            "this version does not accept the configuration of the run".to_owned();
+        failure.error.why = Findings(findings.clone()).to_string();
+        failure.error.findings = json_findings(findings);
     }
-    told
+    failure
 }
 
-/// Why a command gave no answer.
+/// Why a command has no result.
 enum Failure {
     Look(LookError),
-    /// The run can be read, and nothing was recorded that the command looks at.
+    /// The run can be read, but nothing that the command needs was recorded.
     Nothing(&'static str),
     Write(io::Error),
 }
@@ -187,7 +187,7 @@ fn write_json(out: &mut dyn Write, value: &impl Serialize) -> Result<(), Failure
     write(out, format_args!("{text}\n"))
 }
 
-/// The run that a command is about.
+/// The run of a command.
 #[derive(Debug, Clone, clap::Args)]
 pub struct RunArg {
     /// Folder of the run.

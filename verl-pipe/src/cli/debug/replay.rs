@@ -1,4 +1,4 @@
-//! `pipe debug replay`: recorded stages run again and compared.
+//! `pipe debug replay`: runs recorded stages again and compares them.
 
 use std::io::Write;
 
@@ -59,7 +59,7 @@ pub(super) fn replay_step(
     let mut run = traced.start()?;
     let replayed = Replayer::of_run(&mut run, traced)?.replay(&recorded, scope);
     let mut report = replayed.map_err(|error| match &error {
-        // What is missing is there, and cannot be read.
+        // The missing stage was recorded, but cannot be read.
         ReplayError::NotRecorded { name, .. } => match recorded.damage_of(name) {
             Some(damage) => LookError::Trace(damage.clone()),
             None => error.into(),

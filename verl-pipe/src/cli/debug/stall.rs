@@ -1,4 +1,4 @@
-//! `pipe debug stall`: what a run that does not move waits for.
+//! `pipe debug stall`: what a stalled run is waiting for.
 
 use std::io::Write;
 
@@ -10,13 +10,13 @@ use crate::run::held::{ABANDONED, Process, process_of};
 use crate::run::stall::StallReport;
 use crate::trace::traced_run::LookError;
 
-const UNKNOWN: &str = "whether the run goes on, as status.json says, cannot be told: its process holds metrics.jsonl, \
-     which is not there or cannot be looked at for that here";
+const UNKNOWN: &str = "it is unknown whether the run is in progress, as status.json says: its process locks metrics.jsonl, \
+     which is missing or cannot be checked for a lock on this system";
 
 /// Arguments of `pipe debug stall`.
 #[derive(Debug, Clone, Args)]
 pub struct StallArgs {
-    /// The run; it may be going on.
+    /// The run; it may be in progress.
     #[command(flatten)]
     pub run: RunArg,
     /// Prints JSON.
@@ -46,13 +46,13 @@ pub(super) fn stall(args: &StallArgs, out: &mut dyn Write) -> Result<u8, Failure
         (None, Process::Holds | Process::Ended) => SAME,
     };
     if args.json {
-        let mut told = serde_json::to_value(&report).unwrap_or_default();
+        let mut document = serde_json::to_value(&report).unwrap_or_default();
         match process {
-            Process::Gone => told["abandoned"] = true.into(),
-            Process::Unknown => told["abandoned"] = Value::Null,
+            Process::Gone => document["abandoned"] = true.into(),
+            Process::Unknown => document["abandoned"] = Value::Null,
             Process::Holds | Process::Ended => {}
         }
-        write_json(out, &told)?;
+        write_json(out, &document)?;
         return Ok(code);
     }
     let last = match process {
@@ -64,10 +64,10 @@ pub(super) fn stall(args: &StallArgs, out: &mut dyn Write) -> Result<u8, Failure
         write(out, format_args!("{last}\n"))?;
     }
     match (report, last) {
-        (Some(report), Some(_)) => write(out, format_args!("when it was last heard of, {report}"))?,
+        (Some(report), Some(_)) => write(out, format_args!("last report: {report}"))?,
         (Some(report), None) => write(out, &report)?,
         (None, Some(_)) => {}
-        (None, None) => write(out, "the run waits for nothing for long\n")?,
+        (None, None) => write(out, "the run is not stalled\n")?,
     }
     Ok(code)
 }

@@ -1,4 +1,4 @@
-//! `pipe debug trace`: a recorded step, a stage of it, a sample of that.
+//! `pipe debug trace`: a recorded step, one of its stages, one of the stage's samples.
 
 use std::io::Write;
 
@@ -18,13 +18,13 @@ pub struct TraceArgs {
     /// The run.
     #[command(flatten)]
     pub run: RunArg,
-    /// Step to look at; the steps that are there when absent.
+    /// Step to show; if omitted, lists the recorded steps.
     #[arg(long)]
     pub step: Option<u64>,
-    /// Stage to look at; all with their statistics when absent.
+    /// Stage to show; if omitted, shows all stages with their statistics.
     #[arg(long, requires = "step")]
     pub stage: Option<String>,
-    /// Sample to show token by token, as `epoch.row#sample`; the first when absent.
+    /// Sample to show token by token, as `epoch.row#sample`; if omitted, the first one.
     #[arg(long, requires = "stage")]
     pub sample: Option<String>,
     /// Prints JSON.
@@ -72,7 +72,7 @@ pub(super) fn trace(
         let altered = altered.map(|key| format!("{}: {}", key.side.as_str(), key.what(step)));
         let unread = words.is_none() && !schedule.plan.models.is_empty();
         let unread = unread.then(|| {
-            "tokens are shown by their ids: no tokenizer of the run's models can be read".to_owned()
+            "tokens are shown as ids because no tokenizer of the run's models can be read".to_owned()
         });
         altered.chain(unread).collect::<Vec<String>>()
     };
@@ -91,7 +91,7 @@ pub(super) fn trace(
         write(out, &list)?;
         if let Some(first) = view.rows(stage).first() {
             write(out, format_args!("\n{}", show(*first)))?;
-            write(out, "\nanother one: --sample ID\n")?;
+            write(out, "\nuse --sample ID to show another sample\n")?;
         }
         write_notes(&notes(), out)?;
         return Ok(SAME);
@@ -124,13 +124,13 @@ fn list_steps(traced: &TracedRun, json: bool, out: &mut dyn Write) -> Result<u8,
     Ok(SAME)
 }
 
-/// The row that `wanted` names: as `epoch.row#sample`, or as the number that files hold.
+/// The row `wanted`, written as `epoch.row#sample` or as the number in files.
 fn find_sample(rows: &[RowId], wanted: &str, at: (u64, &str)) -> Result<RowId, LookError> {
     let named = |id: &&RowId| id.to_string() == wanted || id.0.to_string() == wanted;
     if let Some(id) = rows.iter().find(named) {
         return Ok(*id);
     }
-    // Of the same prompt first, then those whose names are most alike.
+    // First those of the same prompt, then those with the most similar names.
     let (prompt, _) = wanted.split_once('#').unwrap_or((wanted, ""));
     let mut near: Vec<String> = rows.iter().map(ToString::to_string).collect();
     near.sort_by_key(|name| {
@@ -143,8 +143,8 @@ fn find_sample(rows: &[RowId], wanted: &str, at: (u64, &str)) -> Result<RowId, L
         stage: at.1.to_owned(),
         sample: wanted.to_owned(),
         help: match near.is_empty() {
-            true => "; it has none at all".to_owned(),
-            false => format!("; near are {}", near.join(", ")),
+            true => "; it has no samples".to_owned(),
+            false => format!("; the nearest samples are {}", near.join(", ")),
         },
     })
 }
@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_are_found_by_both_names_and_missed_with_the_nearest() {
+    fn samples_are_found_by_both_names_and_errors_list_the_nearest() {
         let row = |row, sample| {
             let id = RowId::prompt(0, row).and_then(|id| id.sample(sample));
             id.expect("in range")
@@ -163,10 +163,10 @@ mod tests {
         let find = |wanted: &str| find_sample(&rows, wanted, (3, "generate"));
         assert_eq!(find("0.7#1").ok(), Some(rows[1]));
         assert_eq!(find(&rows[2].0.to_string()).ok(), Some(rows[2]));
-        let told = find("0.7#4").expect_err("no such sample").to_string();
+        let message = find("0.7#4").expect_err("no such sample").to_string();
         assert_eq!(
-            told,
-            "stage `generate` of step 3 has no sample `0.7#4`; near are 0.7#0, 0.7#1, 0.12#0"
+            message,
+            "stage `generate` of step 3 has no sample `0.7#4`; the nearest samples are 0.7#0, 0.7#1, 0.12#0"
         );
     }
 }

@@ -17,22 +17,23 @@ use crate::view::{Page, Server, ViewOptions, page};
 /// Arguments of `pipe debug view`.
 #[derive(Debug, Clone, Args)]
 pub struct ViewArgs {
-    /// The run; it may be going on.
+    /// The run; it may be in progress.
     #[command(flatten)]
     pub run: RunArg,
-    /// File to write; `view.html` in the run's folder when absent.
+    /// File to write; `view.html` in the run folder by default.
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
-    /// Serves the page on 127.0.0.1 too, until Ctrl-C; each reload reads the run anew. Any free port when none is given.
+    /// Also serves the page on 127.0.0.1 until Ctrl-C; each reload reads the run again. Without PORT, uses any free
+    /// port.
     #[arg(long, value_name = "PORT", num_args = 0..=1, default_missing_value = "0")]
     pub serve: Option<u16>,
-    /// Samples on the page that can be looked at token by token.
+    /// Most samples shown token by token.
     #[arg(long, value_name = "N", default_value_t = ViewOptions::default().samples)]
     pub samples: usize,
-    /// Points of a curve.
+    /// Most points of a curve.
     #[arg(long, value_name = "N", default_value_t = ViewOptions::default().points)]
     pub points: usize,
-    /// Steps whose tables are on the page.
+    /// Most steps with tables.
     #[arg(long, value_name = "N", default_value_t = ViewOptions::default().tables)]
     pub tables: usize,
 }
@@ -56,13 +57,13 @@ pub(super) fn view(
     });
     written.map_err(|mut error| {
         if let TraceError::File { reason, .. } = &mut error {
-            reason.push_str("; `--out FILE` writes the page to another place");
+            reason.push_str("; use `--out FILE` to write the page elsewhere");
         }
         error
     })?;
     write(
         out,
-        format_args!("wrote `{}`, {}\n", path.display(), told(&made)),
+        format_args!("wrote `{}`, {}\n", path.display(), summary(&made)),
     )?;
     for note in &made.notes {
         write(out, format_args!("note: {note}\n"))?;
@@ -75,14 +76,14 @@ pub(super) fn view(
     let address = server.address();
     write(
         out,
-        format_args!("serving http://{address}/ until Ctrl-C; a reload reads the run anew\n"),
+        format_args!("serving http://{address}/ until Ctrl-C; reload to read the run again\n"),
     )?;
     out.flush().map_err(Failure::Write)?;
     server.run(|| page(dir, registry, &options).map(|made| made.html));
     Ok(0)
 }
 
-fn told(page: &Page) -> String {
+fn summary(page: &Page) -> String {
     let size = match page.html.len() {
         bytes if bytes < 1 << 20 => format!("{} kB", bytes.div_ceil(1000)),
         bytes => format!("{:.1} MB", bytes as f64 / 1e6),

@@ -1,4 +1,4 @@
-//! Stages that are told the same quantity are told the same.
+//! Stages that are configured with the same quantity agree on its value.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             findings.push(
                 Diagnostic::warning(
                     "C008",
-                    format!("`{}` is probably not meant as it is set", own.setting),
+                    format!("setting `{}` is probably a mistake", own.setting),
                 )
                 .at(format!("stage `{name}` ({})", stage.decl.kind))
                 .because(format!(

@@ -1,11 +1,11 @@
-//! No barrier keeps host work from overlapping generation.
+//! No barrier prevents host work from overlapping with generation.
 
 use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
 use crate::plan::tables::Tables;
 use crate::stage::{Cardinality, RowRule};
 
-/// Warns of a `Batch` stage with an expansion upstream and per-row host stages downstream, which it makes wait.
+/// Warns about a `Batch` stage between an expansion upstream and per-row host stages downstream, which have to wait.
 pub(crate) fn check(
     draft: &Draft<'_>,
     order: &[usize],
@@ -13,10 +13,10 @@ pub(crate) fn check(
     findings: &mut Vec<Diagnostic>,
 ) {
     let n = draft.stages.len();
-    // The nearest expansion above each stage, and the barrier below that expansion, if there is one.
+    // The nearest expansion upstream of each stage, and the barrier after that expansion, if there is one.
     let mut expansion: Vec<Option<usize>> = vec![None; n];
     let mut barrier: Vec<Option<usize>> = vec![None; n];
-    let mut held: Vec<Vec<&str>> = vec![Vec::new(); n];
+    let mut waiting_stages: Vec<Vec<&str>> = vec![Vec::new(); n];
     for &index in order {
         let Some(spec) = &draft.stages[index].spec else {
             continue;
@@ -27,7 +27,7 @@ pub(crate) fn check(
         }
         let on_host = spec.models.is_empty() && spec.cardinality == Cardinality::Row;
         if let Some(by) = barrier[index].filter(|_| on_host) {
-            held[by].push(draft.name(index));
+            waiting_stages[by].push(draft.name(index));
         }
         if matches!(spec.rows, RowRule::Expand(_)) {
             (expansion[index], barrier[index]) = (Some(index), None);
@@ -35,19 +35,19 @@ pub(crate) fn check(
             barrier[index] = Some(index);
         }
     }
-    for (by, held) in held.iter().enumerate().filter(|(_, held)| !held.is_empty()) {
+    for (by, stages) in waiting_stages.iter().enumerate().filter(|(_, stages)| !stages.is_empty()) {
         let name = draft.name(by);
         let source = expansion[by].map_or("the stages before it", |index| draft.name(index));
-        let waiting = crate::diagnostic::quoted(held.iter().copied());
+        let waiting = crate::diagnostic::quoted(stages.iter().copied());
         findings.push(
-            Diagnostic::warning("P012", format!("`{name}` keeps {waiting} from running while `{source}` works"))
-                .at(format!("{source} -> {name} -> {}", held[0]))
+            Diagnostic::warning("P012", format!("`{name}` makes {waiting} wait until `{source}` is done"))
+                .at(format!("{source} -> {name} -> {}", stages[0]))
                 .because(format!(
                     "`{name}` needs the whole batch of the step, so rows cannot stream from `{source}` to {waiting}"
                 ))
                 .help(format!(
-                    "let {waiting} read keys that are written before `{name}`, or declare `{name}` as Group or Row \
-                     where its maths allows"
+                    "make {waiting} read keys that are written before `{name}`, or declare `{name}` as Group or Row \
+                     if its maths allows"
                 )),
         );
     }

@@ -18,13 +18,13 @@ pub(crate) fn finding(violation: &Violation) -> Diagnostic {
     let (section, key) = split(violation.setting);
     let help = match (violation.nearest.as_slice(), &violation.instead) {
         ([], None) => {
-            format!("no `{key}` fits the sizes that are named here: change one of these first")
+            format!("no `{key}` fits these sizes: change one of them first")
         }
         ([], Some((other, values))) => {
             let (section, other) = split(other);
             let values: Vec<String> = values.iter().map(ToString::to_string).collect();
             format!(
-                "no `{key}` fits these sizes: set `{other}` in [{section}] to {} and leave `{key}` out",
+                "no `{key}` fits these sizes: set `{other}` in [{section}] to {} and remove `{key}`",
                 values.join(" or ")
             )
         }

@@ -3,7 +3,7 @@
 use crate::diagnostic::{Diagnostic, quoted};
 use crate::plan::build::Draft;
 
-/// Tells each cycle as a walk through the names of its stages.
+/// Reports each cycle as a walk through the names of its stages.
 pub(crate) fn report(draft: &Draft<'_>, cycles: &[Vec<usize>], findings: &mut Vec<Diagnostic>) {
     for walk in cycles {
         let closed: Vec<usize> = walk.iter().chain(walk.first()).copied().collect();
@@ -18,7 +18,7 @@ pub(crate) fn report(draft: &Draft<'_>, cycles: &[Vec<usize>], findings: &mut Ve
         };
         findings.push(
             Diagnostic::error("P006", what).at(names.join(" -> ")).because(why.join("\n")).help(
-                "a step runs from sources to sinks: let one of these stages read a key that is written upstream, or \
+                "a step runs from sources to sinks: make one of these stages read a key that is written upstream, or \
                  write under another name (rename)",
             ),
         );

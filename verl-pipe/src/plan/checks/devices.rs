@@ -6,10 +6,10 @@ use crate::diagnostic::{Diagnostic, quoted};
 use crate::plan::build::Draft;
 use crate::resource::DeviceRefusal;
 
-/// Code of a device that another machine or another build may have: a pipeline can be planned for it, but not run here.
+/// Code of a device that only another machine or build may have: a pipeline can be planned for it, but not run here.
 pub(crate) const ABSENT: &str = "S012";
 
-/// Why devices are refused, the worst first.
+/// Why devices are refused, most severe first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Refused {
     Unknown,
@@ -18,14 +18,14 @@ enum Refused {
 }
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
-    // A group that is none is told by the batch arithmetic, which needs the number of devices.
+    // The batch arithmetic, which needs the number of devices, reports an invalid group.
     let devices = draft.pipe.devices.list().unwrap_or_default();
     let mut refusals: BTreeMap<(Refused, String), Vec<&str>> = BTreeMap::new();
     for model in &draft.pipe.models {
         let mut refused = devices
             .iter()
             .filter_map(|device| model.factory.check_device(device).err());
-        // One device is enough to tell.
+        // Report only the first refused device.
         let refusal = match refused.next() {
             Some(DeviceRefusal::Unknown(reason)) => (Refused::Unknown, reason),
             Some(DeviceRefusal::Absent(reason)) => (Refused::Absent, reason),
@@ -39,17 +39,17 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         let models = quoted(models);
         let (finding, help) = match refused {
             Refused::Unknown => {
-                let finding = Diagnostic::error("S010", "`group` names no devices");
-                (finding, "write `cpu`, `cuda:0` or `cuda:0-3`")
+                let finding = Diagnostic::error("S010", "`group` is not a valid device group");
+                (finding, "set it to `cpu`, `cuda:0` or `cuda:0-3`")
             }
             Refused::Absent => {
-                let what = format!("the devices of `{group}` are not here");
-                let help = "train where they are, or set `group = \"cpu\"`; a plan for them can be printed anywhere";
+                let what = format!("the devices of `{group}` are not available on this machine");
+                let help = "run where they are available, or set `group = \"cpu\"`; `pipe plan` works without them";
                 (Diagnostic::warning(ABSENT, what), help)
             }
             Refused::Unusable => {
                 let what = format!("the devices of `{group}` cannot be used");
-                let help = "repair what is missing, or set `group = \"cpu\"`; `pipe bench check` tells what works";
+                let help = "fix the problem, or set `group = \"cpu\"`; run `pipe bench check` to see what works";
                 (Diagnostic::error("S013", what), help)
             }
         };

@@ -1,4 +1,4 @@
-//! Writer and reader agree on the dtype of a key, or every value can be converted without loss.
+//! Writer and reader agree on the dtype of a key, or every value can be converted losslessly.
 
 use crate::diagnostic::Diagnostic;
 use crate::field::DType;
@@ -18,8 +18,8 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                     "`{writer}` writes {have}, `{reader}` reads {want}, and not every {have} is a {want}"
                 ))
                 .help(format!(
-                    "let `{writer}` write {want}, or `{reader}` read {have}; only u8 -> u32 -> u64, i64 and f32 -> \
-                     f64 are converted on the way"
+                    "make `{writer}` write {want}, or `{reader}` read {have}; only u8 -> u32 -> u64, i64 and f32 -> \
+                     f64 are converted automatically"
                 )),
         );
     }

@@ -1,7 +1,7 @@
-//! Model folders and data files are there and can be used; what a configuration refuses or doubts of them is told in its
-//! words.
+//! Model folders and data files exist and can be used; a configuration's errors and warnings about them are reported in
+//! its own words.
 
-use super::settings::{doubted, refused};
+use super::settings::{setting_error, setting_warning};
 use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
 
@@ -9,13 +9,13 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for (model, info) in draft.pipe.models.iter().zip(draft.models) {
         let place = format!("[models.{}] ({})", model.name, model.kind);
         let errors = info.as_ref().err().into_iter().flatten();
-        findings.extend(errors.map(|error| refused(&place, error)));
+        findings.extend(errors.map(|error| setting_error(&place, error)));
         let doubts = info.as_ref().into_iter().flat_map(|info| &info.doubts);
-        findings.extend(doubts.map(|doubt| doubted(&place, doubt)));
+        findings.extend(doubts.map(|doubt| setting_warning(&place, doubt)));
     }
     for data in &draft.pipe.data {
         let place = format!("[data.{}] ({})", data.name, data.kind);
         let errors = (data.check)(draft.context).err().into_iter().flatten();
-        findings.extend(errors.map(|error| refused(&place, &error)));
+        findings.extend(errors.map(|error| setting_error(&place, &error)));
     }
 }

@@ -23,13 +23,13 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         }
         let writer = draft.name(by.stage);
         findings.push(
-            Diagnostic::error("P018", format!("`{key}` are not of frozen weights"))
+            Diagnostic::error("P018", format!("`{key}` are not computed with frozen weights"))
                 .at(format!("stage `{writer}`, model `{model}`"))
                 .because(format!(
-                    "`{writer}` writes them as log-probs of weights that never change, but {updaters} trains `{model}`"
+                    "`{writer}` declares them as log-probs of weights that never change, but {updaters} trains `{model}`"
                 ))
                 .help(format!(
-                    "declare a second model without an optimiser, for example [models.ref], and name it in `{writer}`"
+                    "declare a second model without an optimiser, for example [models.ref], and use it in `{writer}`"
                 )),
         );
     }

@@ -13,7 +13,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         findings.push(
             Diagnostic::error("P005", format!("`{key}` is written by {} stages", stages.len()))
                 .at(format!("stages {}", quoted(stages.iter().copied())))
-                .because("a key has one writer; otherwise what a reader gets would depend on which of them ran last")
+                .because("a key has one writer; otherwise its value would depend on which of them ran last")
                 .help(format!(
                     "give the key another name in one of them, for example in `{last}`: \
                      rename = {{ {own} = \"{last}_{own}\" }}",
@@ -21,7 +21,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                 )),
         );
     }
-    // A stage that could not be built may be the one that writes the key; its own findings come first.
+    // A stage that could not be built may be the writer of the key; its own findings come first.
     if draft.complete() {
         findings.extend(
             draft
@@ -32,7 +32,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     }
 }
 
-/// What stage `index` itself calls the pipeline's `key`.
+/// Stage `index`'s own name of the pipeline's `key`.
 fn own_name<'a>(draft: &'a Draft<'_>, index: usize, key: &'a str) -> &'a str {
     let rename = &draft.stages[index].decl.rename;
     rename

@@ -7,7 +7,7 @@ use crate::plan::build::{Draft, Link};
 use crate::plan::tables::Tables;
 use crate::shape::Dim;
 
-/// Lengths of rows, by where they come from: the stage that first wrote them and its letter.
+/// Lengths of rows, identified by their origin: the stage that first wrote them and its letter.
 type Lengths = (usize, String);
 
 pub(crate) fn check(
@@ -16,7 +16,7 @@ pub(crate) fn check(
     _: &Tables,
     findings: &mut Vec<Diagnostic>,
 ) {
-    // Without what a stage that could not be built reads and writes, lengths cannot be followed through the graph.
+    // Lengths cannot be followed through the graph if the keys of a stage are unknown because it could not be built.
     if !draft.complete() {
         return;
     }
@@ -26,7 +26,7 @@ pub(crate) fn check(
         let Some(spec) = &stage.spec else { continue };
         let mut bound: HashMap<String, (Lengths, &Link<'_>)> = HashMap::new();
         // One finding for each pair of lengths that meet, however many keys have them.
-        let mut told: Vec<(String, Lengths)> = Vec::new();
+        let mut reported: Vec<(String, Lengths)> = Vec::new();
         for link in &draft.links[index] {
             let (Some(letter), Some(lengths)) = (letter(link.read), of_key.get(link.key.as_str()))
             else {
@@ -35,9 +35,9 @@ pub(crate) fn check(
             match bound.get(&letter) {
                 Some((other, first)) if other != lengths => {
                     let pair = (letter.clone(), lengths.clone());
-                    if !told.contains(&pair) {
+                    if !reported.contains(&pair) {
                         findings.push(unequal(draft, &letter, (first, other), (link, lengths)));
-                        told.push(pair);
+                        reported.push(pair);
                     }
                 }
                 Some(_) => {}
@@ -80,7 +80,7 @@ fn unequal(
     let writer = draft.name(second.writer);
     Diagnostic::error(
         "P017",
-        format!("`{reader}` reads `{}` and `{}` with equal lengths, which they need not have", first.key, second.key),
+        format!("`{reader}` reads `{}` and `{}` with equal lengths, but their lengths may differ", first.key, second.key),
     )
     .at(format!("{}, {writer} -> {reader}", draft.name(first.writer)))
     .because(format!(
@@ -91,8 +91,8 @@ fn unequal(
         origin(second_lengths)
     ))
     .help(format!(
-        "read them with two letters; or, if `{writer}` writes `{}` with the lengths of a key that it reads, let it \
-         declare both with one letter",
+        "read them with two letters; or, if `{writer}` writes `{}` with the lengths of a key that it reads, make it \
+         declare both with the same letter",
         second.key
     ))
 }

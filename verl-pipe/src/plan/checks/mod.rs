@@ -30,12 +30,12 @@ use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
 use crate::plan::tables::Tables;
 
-/// A check of what was declared.
+/// A check of the declarations.
 pub(crate) type Check = fn(&Draft<'_>, &mut Vec<Diagnostic>);
 /// A check that needs the stages in order and their tables.
 pub(crate) type OrderedCheck = fn(&Draft<'_>, &[usize], &Tables, &mut Vec<Diagnostic>);
 
-/// Checks of settings, in the order of their findings; [`files`] comes behind them.
+/// Checks of settings, in the order of their findings; [`files`] runs after them.
 pub(crate) const SETTINGS: &[Check] = &[
     batch_sizes::check,
     devices::check,
@@ -43,7 +43,7 @@ pub(crate) const SETTINGS: &[Check] = &[
     settings::check,
 ];
 
-/// Checks of what was declared, in the order of their findings.
+/// Checks of the declarations, in the order of their findings.
 pub(crate) const DECLARED: &[Check] = &[
     stated::check,
     models::check,

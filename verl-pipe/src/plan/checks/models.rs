@@ -1,4 +1,4 @@
-//! Models that are used or saved exist, those that are updated may be, and none is there for nothing.
+//! Models that are used or saved exist, models that are updated are trainable, and no model is unused.
 
 use std::collections::BTreeMap;
 
@@ -29,10 +29,10 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                     if users.len() == 1 { "" } else { "s" }
                 ))
                 .because(format!(
-                    "the pipeline declares no model of this name, but {stages} cannot do without"
+                    "{stages} requires it, but the pipeline declares no model with this name"
                 ))
                 .help(format!(
-                    "declare [models.{model}], or name another model in the stage's `model`; {}",
+                    "declare [models.{model}], or set the stage's `model` to another model; {}",
                     suggest(model, "models", known.iter().map(String::as_str))
                 )),
         );
@@ -43,7 +43,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                 Diagnostic::error("P009", format!("there is no model `{name}`"))
                     .at("[run] save")
                     .because(
-                        "it was to be saved at the end of the run, but the pipeline declares no model of this name",
+                        "it is to be saved at the end of the run, but the pipeline declares no model with this name",
                     )
                     .help(suggest(name, "models", known.iter().map(String::as_str))),
             );
@@ -63,7 +63,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             findings.push(
                 Diagnostic::error(
                     "P010",
-                    format!("{updaters} may not update `{name}`: it is frozen"),
+                    format!("{updaters} cannot update `{name}` because it is frozen"),
                 )
                 .at(format!("{updaters} -> {place}"))
                 .because(format!(
@@ -82,15 +82,15 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             findings.push(
                 Diagnostic::warning("P011", format!("no stage uses the model `{name}`"))
                     .at(place)
-                    .because("it would be loaded and take memory for nothing")
-                    .help("remove it, or name it in a stage's `model`"),
+                    .because("it would be loaded and use memory without effect")
+                    .help("remove it, or set a stage's `model` to it"),
             );
         } else if updaters.is_empty() && decl.factory.trainable() {
             findings.push(
                 Diagnostic::warning("P011", format!("no stage updates the model `{name}`"))
                     .at(place)
                     .because(
-                        "it is declared with an optimiser, whose state takes memory for nothing",
+                        "it is declared with an optimiser, whose state uses memory without effect",
                     )
                     .help("remove its optimiser to freeze it, or add a stage that updates it"),
             );

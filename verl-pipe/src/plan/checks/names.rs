@@ -1,4 +1,4 @@
-//! Names are unique, those of models can be folders, and renamed keys exist.
+//! Names are unique, model names are valid folder names, and renamed keys exist.
 
 use std::collections::BTreeMap;
 
@@ -22,8 +22,12 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         pipe.data.iter().map(|data| data.name.as_str()),
         findings,
     );
-    let unfit = pipe.models.iter().map(|model| model.name.as_str());
-    findings.extend(unfit.filter(|name| !is_folder(name)).map(no_folder));
+    let models = pipe.models.iter().map(|model| model.name.as_str());
+    findings.extend(
+        models
+            .filter(|name| !is_folder_name(name))
+            .map(invalid_model_name),
+    );
     for stage in draft.stages {
         let Some(spec) = &stage.spec else { continue };
         let fields = spec
@@ -42,7 +46,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                 Diagnostic::error("P016", format!("`{}` has no key `{local}` to rename", stage.decl.name))
                     .at(format!("stage `{}`, rename", stage.decl.name))
                     .because(format!(
-                        "`{local}` was to be called `{key}` in this pipeline, but the stage neither reads nor writes it"
+                        "the pipeline renames `{local}` to `{key}`, but the stage neither reads nor writes it"
                     ))
                     .help(suggest(local, "keys of the stage", own.iter().copied())),
             );
@@ -50,26 +54,26 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     }
 }
 
-/// Longest name of a folder, in bytes: file systems hold 255, and what is written aside is called longer.
-const LONGEST: usize = 200;
+/// Longest folder name in bytes: file systems allow 255, and temporary folders have longer names.
+const MAX_FOLDER_NAME: usize = 200;
 
-/// Whether a folder can be called so, that lies where it is looked for and is not hidden.
-fn is_folder(name: &str) -> bool {
+/// Whether `name` is valid as the name of a folder that is not hidden and has no path separators.
+fn is_folder_name(name: &str) -> bool {
     let separates = |c: char| matches!(c, '/' | '\\' | ':') || c.is_control();
     !name.is_empty()
-        && name.len() <= LONGEST
+        && name.len() <= MAX_FOLDER_NAME
         && !name.starts_with('.')
         && !name.chars().any(separates)
 }
 
-fn no_folder(name: &str) -> Diagnostic {
+fn invalid_model_name(name: &str) -> Diagnostic {
     Diagnostic::error(
         "C004",
-        format!("no folder can be called `{}`", name.escape_debug()),
+        format!("invalid model name `{}`", name.escape_debug()),
     )
     .at("[models]")
-    .because("what a run makes of a model is saved in a folder with the model's name")
-    .help("call it something like `actor`; where it comes from is its `path`")
+    .because("a run saves the model in a folder with this name, and no folder can have it")
+    .help("use a name like `actor`, and set `path` to the folder that the model is loaded from")
 }
 
 fn twice<'a>(what: &str, names: impl Iterator<Item = &'a str>, findings: &mut Vec<Diagnostic>) {
@@ -84,14 +88,14 @@ fn twice<'a>(what: &str, names: impl Iterator<Item = &'a str>, findings: &mut Ve
         findings.push(
             Diagnostic::error(
                 "P001",
-                format!("{} {what}s are called `{name}`", places.len()),
+                format!("{} {what}s are named `{name}`", places.len()),
             )
             .at(format!("{what}s number {}", places.join(" and ")))
             .because(format!(
-                "settings, messages and the trace address a {what} by its name"
+                "settings, messages and the trace identify a {what} by its name"
             ))
             .help(format!(
-                "give one of them a name of its own, for example `name = \"{name}_2\"`"
+                "rename one of them, for example `name = \"{name}_2\"`"
             )),
         );
     }

@@ -1,4 +1,4 @@
-//! What may be null is read only by stages that say so.
+//! Nullable keys are read only by stages that declare them nullable.
 
 use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
@@ -9,7 +9,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         if !link.written.nullable || link.read.nullable {
             continue;
         }
-        // A column of another shape is another column: that is told already.
+        // `shapes::check` reports a different shape.
         let alike = match (link.read.parsed_shape(), link.written.parsed_shape()) {
             (Ok(read), Ok(written)) => fits(&read, &written),
             _ => false,
@@ -22,11 +22,11 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             Diagnostic::error("P019", format!("`{reader}` cannot use `{}` with nulls", link.key))
                 .at(format!("{writer} -> {reader}"))
                 .because(format!(
-                    "`{writer}` may write null for a row (one that failed, say), and `{reader}` reads a value in every row"
+                    "`{writer}` may write null for a row (for example one that failed), but `{reader}` reads a value in every row"
                 ))
                 .help(format!(
-                    "declare the key nullable where `{reader}` reads it and skip such rows, or put a stage between the \
-                     two that drops or fills them"
+                    "declare the key nullable in `{reader}` and skip such rows, or insert a stage between the two that \
+                     drops or fills them"
                 )),
         );
     }

@@ -1,4 +1,4 @@
-//! A step can find out how many waves it needs: what its filter needs comes wave by wave.
+//! A step can determine how many waves it needs: the keys that its filter needs arrive wave by wave.
 
 use crate::batch::RowId;
 use crate::diagnostic::Diagnostic;
@@ -22,14 +22,14 @@ pub(crate) fn check(
             Some(first) => findings.push(second(draft.name(first), draft.name(index))),
             None => first = Some(index),
         }
-        match misfit(spec, &refill) {
+        match invalid_refill(spec, &refill) {
             Some(why) => findings.push(
-                told(
+                cannot_refill(
                     draft.name(index),
                     format!("`{}` cannot refill a step", draft.name(index)),
                 )
                 .because(why)
-                .help("mend what the stage declares"),
+                .help("fix the declaration of the stage"),
             ),
             None if refill.waves > 1 => {
                 findings.extend(silent_source(draft, index, tables));
@@ -40,29 +40,29 @@ pub(crate) fn check(
     }
 }
 
-fn told(name: &str, what: String) -> Diagnostic {
+fn cannot_refill(name: &str, what: String) -> Diagnostic {
     Diagnostic::error("P021", what).at(format!("stage `{name}`"))
 }
 
 fn second(first: &str, second: &str) -> Diagnostic {
-    told(second, format!("`{first}` and `{second}` both refill the step"))
-        .because("a step ends when one filter has kept enough; with two, each could ask for rows that the other drops")
-        .help(format!("let `{second}` keep what it is given, or join the two filters"))
+    cannot_refill(second, format!("`{first}` and `{second}` both refill the step"))
+        .because("a step ends when one filter has kept enough; with two filters, each could request rows that the other drops")
+        .help(format!("make `{second}` keep all its rows, or merge the two filters"))
 }
 
-/// What a refilling stage declares that makes no sense.
-fn misfit(spec: &StageSpec, refill: &Refill) -> Option<String> {
+/// Why the declaration of a refilling stage is invalid.
+fn invalid_refill(spec: &StageSpec, refill: &Refill) -> Option<String> {
     if spec.rows != RowRule::Filter || spec.cardinality != Cardinality::Group {
         return Some(
-            "only a filter of whole groups can tell how many groups it has kept".to_owned(),
+            "only a filter of whole groups can count the groups that it has kept".to_owned(),
         );
     }
     if refill.groups == 0 {
-        return Some("it is to keep 0 groups, so that nothing could be learnt".to_owned());
+        return Some("it keeps 0 groups, so nothing can be learnt".to_owned());
     }
     let most = RowId::MAX_WAVES;
-    let sound = (1..=most).contains(&(refill.waves as u64));
-    (!sound).then(|| format!("a step has 1 to {most} waves, not {}", refill.waves))
+    let is_valid = (1..=most).contains(&(refill.waves as u64));
+    (!is_valid).then(|| format!("a step has 1 to {most} waves, not {}", refill.waves))
 }
 
 /// A source that would draw the same rows again.
@@ -75,17 +75,17 @@ fn silent_source(draft: &Draft<'_>, index: usize, tables: &Tables) -> Option<Dia
         .is_some_and(|spec| spec.draws_waves);
     (!draws).then(|| {
         let (filter, source) = (draft.name(index), draft.name(source));
-        told(filter, format!("`{source}` draws no further rows for `{filter}`"))
+        cannot_refill(filter, format!("`{source}` draws no further rows for `{filter}`"))
             .at(format!("{source} -> {filter}"))
-            .because(format!("`{source}` does not declare that it draws other rows in each wave of a step"))
+            .because(format!("`{source}` does not declare that it draws different rows in each wave of a step"))
             .help(format!(
-                "let `{filter}` ask for one wave, or let `{source}` draw by `StageContext::wave` and declare \
+                "limit `{filter}` to one wave, or make `{source}` draw by `StageContext::wave` and declare \
                  `draws_waves`"
             ))
     })
 }
 
-/// Stages before the filter that wait for the end of the step's rows, which the filter decides on.
+/// Reports stages before the filter that wait for the last row of the step, which the filter determines.
 fn barriers(draft: &Draft<'_>, index: usize) -> Vec<Diagnostic> {
     let filter = draft.name(index);
     let before = draft.graph.ancestors(index);
@@ -113,15 +113,15 @@ fn barriers(draft: &Draft<'_>, index: usize) -> Vec<Diagnostic> {
         Some((draft.name(at), waits))
     });
     let finding = |(name, waits): (&str, &str)| {
-        told(filter, format!("`{name}` and `{filter}` would wait for one another"))
+        cannot_refill(filter, format!("`{name}` and `{filter}` would wait for each other"))
             .at(format!("{name} -> {filter}"))
             .because(format!(
-                "`{name}` {waits}, which is whole once `{filter}` has kept enough, and `{filter}` needs what \
+                "`{name}` {waits}, which is complete only when `{filter}` has kept enough, but `{filter}` needs what \
                  `{name}` writes"
             ))
             .help(format!(
-                "put `{name}` behind `{filter}`, let `{filter}` judge by keys that come without it, or let `{filter}` \
-                 ask for one wave"
+                "put `{name}` after `{filter}`, make `{filter}` use keys that do not depend on it, or limit `{filter}` \
+                 to one wave"
             ))
     };
     waits.map(finding).collect()

@@ -1,4 +1,4 @@
-//! A model is what the stage takes it for.
+//! A model has the role that the stage requires.
 
 use crate::diagnostic::{Diagnostic, quoted};
 use crate::plan::build::Draft;
@@ -23,14 +23,14 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             findings.push(
                 Diagnostic::error(
                     "P022",
-                    format!("`{name}` cannot work with `{model}`, which is no {wanted}"),
+                    format!("`{name}` cannot use `{model}`, which is not a {wanted}"),
                 )
                 .at(format!("stage `{name}` -> [models.{model}]"))
                 .because(format!("`{name}` needs a {wanted}, `{model}` is a {found}"))
                 .help(match fitting.as_slice() {
-                    [] => format!("declare a {wanted} in [models], and name it in `{name}`"),
+                    [] => format!("declare a {wanted} in [models], and use it in `{name}`"),
                     names => format!(
-                        "name another model in `{name}`: {}",
+                        "use another model in `{name}`: {}",
                         quoted(names.iter().copied())
                     ),
                 }),

@@ -1,4 +1,4 @@
-//! A stage that trains gets as many rows a prompt as the batch arithmetic counts with.
+//! A stage that trains gets the number of rows per prompt that the batch arithmetic assumes.
 
 use crate::diagnostic::Diagnostic;
 use crate::plan::build::Draft;
@@ -39,11 +39,11 @@ pub(crate) fn check(
             )
             .at(format!("[batch] samples, stage `{name}`"))
             .because(format!(
-                "mini-batches and micro-batches are counted with {samples} rows a prompt, so they would be cut in the \
-                 wrong places"
+                "mini-batches and micro-batches assume {samples} rows a prompt, so they would be cut in the wrong \
+                 places"
             ))
             .help(format!(
-                "set `samples = {rows}` in [batch], or let the stages before `{name}` make {samples} rows of each prompt"
+                "set `samples = {rows}` in [batch], or make the stages before `{name}` produce {samples} rows of each prompt"
             )),
         );
     }

@@ -24,7 +24,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     }
 }
 
-/// A shape of which the engine can make nothing: no text of a shape, no dim of rows, or ragged rows.
+/// Reports a shape that the engine cannot use: invalid text, no dim for rows, or ragged rows.
 fn malformed(stage: &str, field: &Field) -> Option<Diagnostic> {
     let why = match field.parsed_shape() {
         Err(error) => error.to_string(),
@@ -39,15 +39,15 @@ fn malformed(stage: &str, field: &Field) -> Option<Diagnostic> {
     Some(
         Diagnostic::error(
             "P003",
-            format!("the shape of `{}` cannot be used", field.name),
+            format!("invalid shape of `{}`", field.name),
         )
         .at(format!("stage `{stage}`"))
         .because(why)
-        .help("write for example `[B]` for one value a row, `[B, T~]` for one a token"),
+        .help("use for example `[B]` for one value a row, or `[B, T~]` for one a token"),
     )
 }
 
-/// Letters are the stages' own; what must agree is how many dims there are, and which of them are ragged or fixed.
+/// Letters are local to a stage; what must match is the number of dims, and which of them are ragged or fixed.
 pub(super) fn fits(read: &Shape, written: &Shape) -> bool {
     read.0.len() == written.0.len()
         && read
@@ -75,7 +75,7 @@ fn mismatch(draft: &Draft<'_>, link: &Link<'_>, read: &Shape, written: &Shape) -
                 .is_ok_and(|shape| fits(read, &shape))
     });
     let alike = quoted(alike.map(|(key, _)| key.as_str()));
-    let between = format!("put a stage between the two that makes {read} from {written}");
+    let between = format!("insert a stage between the two that makes {read} from {written}");
     let help = if alike.is_empty() {
         between
     } else {
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn letters_do_not_matter_kinds_do() {
+    fn kinds_of_dims_matter_but_letters_do_not() {
         check("[B, T~]", "[P, S~]", true);
         check("[B]", "[P]", true);
         check("[B, T~]", "[B]", false);

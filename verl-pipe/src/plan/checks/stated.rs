@@ -1,4 +1,4 @@
-//! Reads and writes stated by hand agree with what the stage declares.
+//! Reads and writes stated in the pipeline agree with what the stage declares.
 
 use crate::diagnostic::{Diagnostic, quoted};
 use crate::plan::build::{Draft, DraftStage};
@@ -8,8 +8,8 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         findings.push(
             Diagnostic::error("P014", format!("`{statement}` is stated before any stage"))
                 .at(format!("pipeline `{}`", draft.pipe.name))
-                .because("it is about the stage that was added last, and there is none yet")
-                .help("put it behind `add_stage`"),
+                .because("it applies to the last stage added, and there is none yet")
+                .help("put it after `add_stage`"),
         );
     }
     for stage in draft.stages {
@@ -69,12 +69,12 @@ fn differ(
     findings.push(
         Diagnostic::error(
             "P014",
-            format!("what `{name}` {verb}s is not what was stated"),
+            format!("`{name}` does not {verb} exactly the stated keys"),
         )
         .at(format!("stage `{name}` ({})", stage.decl.kind))
         .because(why.join("\n"))
         .help(format!(
-            "state {}s({}), or leave the statement out: the stage declares its keys itself",
+            "state {}s({}), or remove the statement: the stage declares its keys itself",
             verb,
             quoted(needed.iter().map(String::as_str))
         )),

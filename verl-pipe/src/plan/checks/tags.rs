@@ -1,4 +1,4 @@
-//! Log-probs are of the distribution that their reader needs, and other numbers of the model and weights.
+//! Log-probs come from the distribution that their reader needs; other numbers from the model and weights it needs.
 
 use crate::diagnostic::Diagnostic;
 use crate::field::LogProbTag;
@@ -38,24 +38,24 @@ fn mismatch(
                 .as_ref()
                 .is_some_and(|tag| need.mismatches(tag).is_empty())
     });
-    // What has no temperature and no support is no probability.
+    // Without a temperature and a support it is not a probability.
     let is_probability = need.temperature.is_some() || need.support.is_some();
     let (of, consequence) = if is_probability {
         (
             "distribution",
-            "a ratio of probabilities of two distributions is biased, although nothing looks wrong",
+            "a ratio of probabilities of two distributions is biased without any visible sign",
         )
     } else {
         (
             "model",
-            "numbers of another model or of other weights would be taken for those of this one, and nothing would look wrong",
+            "numbers of another model or of other weights would be used without any visible sign",
         )
     };
     let mut help = Vec::new();
     let differs = |name| parts.iter().any(|(part, ..)| *part == name);
     if differs("temperature") {
         help.push(
-            "leave `temperature` out of every stage but the one that samples, which the others then follow"
+            "set `temperature` only in the stage that samples; the other stages then use the same temperature"
                 .to_owned(),
         );
     }
@@ -64,11 +64,11 @@ fn mismatch(
     }
     help.push(match matching {
         Some((key, by)) => format!(
-            "read `{key}`, written by `{}`, which has what is needed: rename = {{ {} = \"{key}\" }}",
+            "read `{key}`, written by `{}`, which matches: rename = {{ {} = \"{key}\" }}",
             draft.name(by.stage),
             link.read.name
         ),
-        None if !is_probability => format!("compute them anew as {need}"),
+        None if !is_probability => format!("recompute them as {need}"),
         None => {
             let model = need.policy.as_deref().map_or("the model".to_owned(), |name| format!("`{name}`"));
             format!("recompute them with a stage (`log_probs`) that scores the responses with {model} as {need}")
@@ -76,7 +76,7 @@ fn mismatch(
     });
     Diagnostic::error(
         "P007",
-        format!("`{}` is not of the {of} that `{reader}` needs", link.key),
+        format!("`{}` does not come from the {of} that `{reader}` needs", link.key),
     )
     .at(format!("{writer} -> {reader}"))
     .because(format!("{}\n{consequence}", why.join("\n")))

@@ -1,4 +1,4 @@
-//! What `[trace]` names is there: stages and rules, each rule once.
+//! Stages and rules that `[trace]` refers to exist, and rule names are unique.
 
 use std::collections::BTreeSet;
 
@@ -16,21 +16,14 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         .collect();
     let own = draft.pipe.rules.iter().map(|rule| rule.name.as_str());
     let rules: Vec<&str> = RULES.iter().map(|rule| rule.name).chain(own).collect();
-    let mut tell = |setting: &str, what: &str, name: &str, known: &[&str]| {
-        let effect = match what {
-            "stage" => "recorded",
-            _ => "changed",
-        };
+    let mut report_unknown = |setting: &str, what: &str, name: &str, known: &[&str]| {
         findings.push(
-            Diagnostic::error(
-                "P023",
-                format!("`{setting}` names a {what} that is not there"),
-            )
-            .at(format!("[trace] `{setting}`"))
-            .because(format!(
-                "there is no {what} `{name}`, so nothing of it would be {effect}"
-            ))
-            .help(suggest(name, &format!("{what}s"), known.iter().copied())),
+            Diagnostic::error("P023", format!("unknown {what} `{name}` in `{setting}`"))
+                .at(format!("[trace] `{setting}`"))
+                .because(format!(
+                    "there is no {what} `{name}`, so the setting would have no effect"
+                ))
+                .help(suggest(name, &format!("{what}s"), known.iter().copied())),
         );
     };
     for name in trace
@@ -38,14 +31,14 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         .iter()
         .filter(|name| !stages.contains(&name.as_str()))
     {
-        tell("stages", "stage", name, &stages);
+        report_unknown("stages", "stage", name, &stages);
     }
     for name in trace
         .rules
         .keys()
         .filter(|name| !rules.contains(&name.as_str()))
     {
-        tell("rules", "rule", name, &rules);
+        report_unknown("rules", "rule", name, &rules);
     }
     let mut once = BTreeSet::new();
     let twice: BTreeSet<&str> = rules
@@ -53,9 +46,9 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         .filter(|name| !once.insert(*name))
         .collect();
     findings.extend(twice.into_iter().map(|name| {
-        Diagnostic::error("C007", format!("there are two rules called `{name}`"))
+        Diagnostic::error("C007", format!("two rules are named `{name}`"))
             .at("rules of the pipeline")
-            .because("a setting of `[trace.rules]` that names it could mean either")
-            .help("give the one that was added in Rust another name")
+            .because("a setting in `[trace.rules]` with this name would be ambiguous")
+            .help("rename the one that was added in Rust")
     }));
 }

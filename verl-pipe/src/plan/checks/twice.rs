@@ -1,4 +1,4 @@
-//! What a pipeline usually does once is not done by two stages.
+//! Two stages do not both do what a pipeline usually does once.
 
 use std::collections::BTreeMap;
 
@@ -18,9 +18,9 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             Diagnostic::warning("P020", format!("{stages} each add {what}"))
                 .at(format!("stages {stages}"))
                 .because(
-                    "each is sound alone, but together they act with the sum of their strengths",
+                    "each is valid on its own, but together they act with the sum of their strengths",
                 )
-                .help("switch it off in all but one of them, unless that is what you want"),
+                .help("disable it in all but one of them, unless this is intended"),
         );
     }
 }

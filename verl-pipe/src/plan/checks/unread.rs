@@ -1,10 +1,9 @@
-//! No key is written for nothing.
+//! No key is written without being read.
 //!
 //! Stages offer more keys than a pipeline needs (`generate` writes log-probs that only some algorithms read), so an
-//! unread key is worth a word only where it shows a slip: when a stage writes keys and none of them is read, when the
-//! pipeline gave the key its name, or when the key is none of the [standard ones](crate::keys), so that it was made for
-//! a reader of its own. Sources, and stages that update a model, have done their work anyway. Rules of one's own may look
-//! at any key.
+//! unread key is reported only if it suggests a mistake: none of the stage's keys is read, the pipeline renamed the
+//! key, or the key is not one of the [standard ones](crate::keys) and so was added for a particular reader. Sources,
+//! and stages that update a model, are useful anyway. Custom rules may read any key.
 
 use crate::diagnostic::{Diagnostic, quoted};
 use crate::keys::STANDARD;
@@ -12,7 +11,7 @@ use crate::plan::build::Draft;
 use crate::stage::{Access, RowRule};
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
-    // With a stage that could not be built it is not known what is read.
+    // If a stage could not be built, it is not known which keys are read.
     if !draft.complete() {
         return;
     }
@@ -55,14 +54,14 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             )
             .at(format!("stage `{name}`"))
             .because(if idle {
-                format!("nothing that `{name}` writes is read, so its work changes nothing")
+                format!("no stage reads any key of `{name}`, so it has no effect")
             } else if unread.iter().all(|key| named(key)) {
-                "the pipeline gave the key its name, but no stage reads that name".to_owned()
+                "the pipeline renamed the key, but no stage reads the new name".to_owned()
             } else {
-                format!("other keys of `{name}` are read, but nothing in this pipeline knows these")
+                format!("other keys of `{name}` are read, but nothing in this pipeline uses these")
             })
             .help(format!(
-                "let a stage read {}, or remove it",
+                "make a stage read {}, or remove it",
                 quoted(unread.iter().copied())
             )),
         );
@@ -80,8 +79,8 @@ mod tests {
     const POLITENESS: Key<Scalar<f32>> =
         Key::new("politeness", "[B]", "reward", "how polite a response is");
 
-    /// What the plan warns of where a judge writes rewards and a key of its own, and `last` reads.
-    fn told(last: StageSpec) -> String {
+    /// Warnings of a plan in which a judge writes rewards and a custom key, and `last` reads keys.
+    fn warnings(last: StageSpec) -> String {
         let source = StageSpec::new().rows(RowRule::Source).writes(RESPONSES);
         let judge = StageSpec::new().reads(RESPONSES).writes(REWARDS);
         let plan = DataPipe::new("judged")
@@ -95,19 +94,19 @@ mod tests {
         Findings(plan.map_err(Findings).expect("a plan").warnings).to_string()
     }
 
-    /// Part 3, item 12 of what was found by use.
+    /// Part 3, item 12 of the findings from use.
     #[test]
-    fn a_key_of_ones_own_that_nobody_reads_is_told_with_its_writer() {
-        let text = told(StageSpec::new().reads(REWARDS));
+    fn an_unread_custom_key_is_reported_with_its_writer() {
+        let text = warnings(StageSpec::new().reads(REWARDS));
         for words in [
             "warning[P013]: no stage reads `politeness`",
             "where: stage `judge`",
         ] {
             assert!(text.contains(words), "{text}");
         }
-        assert_eq!(told(StageSpec::new().reads(REWARDS).reads(POLITENESS)), "");
-        // A standard key that is offered beside others is nothing to tell.
-        let text = told(StageSpec::new().reads(POLITENESS));
+        assert_eq!(warnings(StageSpec::new().reads(REWARDS).reads(POLITENESS)), "");
+        // An unread standard key among other keys is not reported.
+        let text = warnings(StageSpec::new().reads(POLITENESS));
         assert_eq!(text, "");
     }
 }

@@ -1,4 +1,4 @@
-//! Token ids mean the same to the models that write and that read them.
+//! Token ids have the same meaning for the models that write and that read them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use crate::diagnostic::{Diagnostic, quoted};
 use crate::plan::build::Draft;
 use crate::resource::Vocabulary;
 
-/// Unit of fields that hold token ids.
+/// Unit of fields that contain token ids.
 const TOKEN_ID: &str = "token id";
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
@@ -37,11 +37,11 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         let (ids, written) = (known[own].len(), known[writer].len());
         let why = if id >= ids {
             format!(
-                "`{writer}` has {written} tokens, `{own}` only {ids}: it would be asked about tokens that it does not know"
+                "`{writer}` has {written} tokens, but `{own}` has only {ids}, so it would get token ids outside its vocabulary"
             )
         } else {
             format!(
-                "`{writer}` has {written} tokens, `{own}` has {ids}, and token id {id} is not the same token: its numbers would be about other text"
+                "`{writer}` has {written} tokens, `{own}` has {ids}, and token id {id} is not the same token, so `{own}` would read different text"
             )
         };
         findings.push(
@@ -56,13 +56,13 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             ))
             .because(why)
             .help(format!(
-                "give `{own}` the folder of a model with the tokenizer of `{writer}`"
+                "use a model folder with the tokenizer of `{writer}` for `{own}`"
             )),
         );
     }
 }
 
-/// The models by whose vocabulary the token ids were written that a stage reads.
+/// The models with whose vocabulary the token ids that a stage reads were written.
 fn origins<'a>(
     draft: &'a Draft<'_>,
     reader: usize,
@@ -82,7 +82,7 @@ fn origins<'a>(
             .map(|(model, _)| model.as_str())
             .collect();
         if models.is_empty() {
-            // It passes on what it was given.
+            // It passes on the token ids that it reads.
             origins(draft, link.writer, seen, found);
         }
         found.extend(models);

@@ -1,4 +1,4 @@
-//! What is wrong with rows, as findings: faults that are alike are reported once, with the numbers of the rows.
+//! Problems of rows as findings: equal problems are reported once, with the numbers of the rows.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +10,12 @@ use crate::plan::checks::settings::stage_place;
 use crate::plan::display::count;
 use crate::stage::{LongRows, RowPreview, StageError};
 
-/// Where rows are at fault.
+/// The place of findings about rows.
 pub(super) struct Place<'a> {
     pub stage: &'a StageDecl,
     /// Name of the data set.
     pub data: &'a str,
-    /// Whether it was opened whole.
+    /// Whether it was opened completely.
     pub is_whole: bool,
 }
 
@@ -25,31 +25,31 @@ impl Place<'_> {
     }
 }
 
-/// Rows of one finding that are named.
-const NAMED: usize = 5;
+/// Most rows that one finding lists.
+const MAX_LISTED_ROWS: usize = 5;
 
-/// Faults of different sorts in one finding.
-const SORTS: usize = 5;
+/// Most sorts of problems in one finding.
+const MAX_SORTS: usize = 5;
 
-/// What is wrong with rows, by their numbers from 0.
+/// Problems of rows, by row number from 0.
 #[derive(Default)]
-pub(super) struct RowFaults {
+pub(super) struct RowProblems {
     /// Rows that lack a column: by column.
     missing: BTreeMap<String, (Vec<usize>, String)>,
-    /// Rows that cannot be used: by reason, in the order in which reasons are met.
+    /// Rows that cannot be used: by reason, in order of first occurrence.
     unusable: Vec<(String, Vec<usize>)>,
     /// Rows that are too long, with the reason and the number of tokens.
     long: Vec<(usize, String, usize)>,
-    /// The first token that the model cannot read.
+    /// The first row with a token id outside the vocabulary, and that id.
     beyond: Option<(usize, u32)>,
     beyond_rows: usize,
     num_ids: usize,
-    /// By sort: the first row, the text, the number of rows.
+    /// For each sort: the first row, its text, the number of rows.
     notes: Vec<(&'static str, usize, String, usize)>,
 }
 
-impl RowFaults {
-    /// Adds what a row is refused for.
+impl RowProblems {
+    /// Adds the error for which a row is refused.
     pub fn add(&mut self, row: usize, error: DataError) {
         match error {
             DataError::MissingColumn { column, known, .. } => {
@@ -68,7 +68,7 @@ impl RowFaults {
         }
     }
 
-    /// Adds what is to be said of a row that could be written for a model of `num_ids` token ids (0: any number).
+    /// Adds the problems of a row that could be written for a model with `num_ids` token ids (0: unlimited).
     pub fn add_written(&mut self, row: usize, written: &RowPreview, num_ids: usize) {
         if let Some(reason) = &written.too_long {
             let targets = written.targets.iter().map(|target| target.tokens.len());
@@ -90,7 +90,7 @@ impl RowFaults {
         }
     }
 
-    /// The rows before `end` that are at fault, with what is wrong.
+    /// The rows before `end` that have problems, each with its problem.
     pub fn before(&self, end: usize) -> BTreeMap<usize, String> {
         let missing = self.missing.iter().flat_map(|(column, (rows, known))| {
             let text = format!("there is no column `{column}`; {known}");
@@ -105,7 +105,7 @@ impl RowFaults {
             .collect()
     }
 
-    /// All of it as findings.
+    /// All problems as findings.
     pub fn findings(
         self,
         place: &Place<'_>,
@@ -137,12 +137,12 @@ impl RowFaults {
                 Diagnostic::warning(
                     "D006",
                     format!(
-                        "{} of `{data}` may not be trained as meant",
+                        "{} of `{data}` may not be trained as intended",
                         rows_of(*rows, report.tokenised)
                     ),
                 )
                 .because(format!("row {}: {text}", row + 1))
-                .help("look at the row with `pipe check --rows`"),
+                .help("inspect the row with `pipe check --rows`"),
             );
         }
         let at = place.text();
@@ -154,15 +154,15 @@ impl RowFaults {
 
     fn unusable(&self, data: &str, report: &StageRows) -> Option<Diagnostic> {
         let all: usize = self.unusable.iter().map(|(_, rows)| rows.len()).sum();
-        let sorts = self.unusable.iter().take(SORTS);
+        let sorts = self.unusable.iter().take(MAX_SORTS);
         let mut lines: Vec<String> = sorts
             .map(|(reason, rows)| format!("{}: {reason}", numbers(rows)))
             .collect();
-        if self.unusable.len() > SORTS {
+        if self.unusable.len() > MAX_SORTS {
             lines.push(format!(
-                "and {} of other faults",
+                "and {} with other problems",
                 count(
-                    self.unusable[SORTS..]
+                    self.unusable[MAX_SORTS..]
                         .iter()
                         .map(|(_, rows)| rows.len())
                         .sum(),
@@ -187,14 +187,14 @@ impl RowFaults {
             row + 1,
             self.num_ids,
             match self.beyond_rows {
-                1 => "no other row looked at has".to_owned(),
-                rows => format!("{rows} rows looked at have"),
+                1 => "no other checked row has".to_owned(),
+                rows => format!("{rows} checked rows have"),
             }
         );
         Some(
             Diagnostic::error("D007", format!("`{data}` has tokens that `{model}` cannot read"))
                 .because(why)
-                .help("give the tokenizer files that belong to the weights; an id of generation_config.json or config.json may be wrong, such as `eos_token_id`"),
+                .help("use the tokenizer files that belong to the weights; an id in generation_config.json or config.json may be wrong, such as `eos_token_id`"),
         )
     }
 
@@ -228,14 +228,14 @@ impl RowFaults {
                     .help("shorten them, or set `on_long` to \"drop\" or \"truncate\""),
             ),
             LongRows::Dropped if all => Some(
-                Diagnostic::error("D004", format!("every row of `{data}` is too long, so that none is left"))
+                Diagnostic::error("D004", format!("every row of `{data}` is too long, so none is left"))
                     .because(why)
-                    .help("shorten the rows, give a model with a longer context, or set `on_long = \"truncate\"`"),
+                    .help("shorten the rows, use a model with a longer context, or set `on_long = \"truncate\"`"),
             ),
             LongRows::Dropped => Some(
                 Diagnostic::warning("D005", format!("{seen} of `{data}` {are} too long and left out"))
                     .because(why)
-                    .help("nothing to do where that is meant; otherwise shorten them, or set `on_long` to \"truncate\" or \"error\""),
+                    .help("ignore this if it is intended; otherwise shorten them, or set `on_long` to \"truncate\" or \"error\""),
             ),
             LongRows::Cut => None,
         }
@@ -249,16 +249,16 @@ fn rows_of(rows: usize, all: usize) -> String {
 
 /// `row 3`, `rows 3, 4, 5, 6, 7 and 12 more`.
 fn numbers(rows: &[usize]) -> String {
-    let named: Vec<String> = rows
+    let listed: Vec<String> = rows
         .iter()
-        .take(NAMED)
+        .take(MAX_LISTED_ROWS)
         .map(|row| (row + 1).to_string())
         .collect();
-    let more = rows.len().saturating_sub(NAMED);
-    match (&named[..], more) {
+    let more = rows.len().saturating_sub(MAX_LISTED_ROWS);
+    match (&listed[..], more) {
         ([row], _) => format!("row {row}"),
-        (_, 0) => format!("rows {}", named.join(", ")),
-        _ => format!("rows {} and {more} more", named.join(", ")),
+        (_, 0) => format!("rows {}", listed.join(", ")),
+        _ => format!("rows {} and {more} more", listed.join(", ")),
     }
 }
 
@@ -266,8 +266,8 @@ fn numbers(rows: &[usize]) -> String {
 pub(super) fn unreadable(decl: &DataDecl, error: &DataError) -> Diagnostic {
     let help = match error {
         DataError::Row { .. } => "fix or remove that row",
-        DataError::Empty { .. } => "give a data set with rows",
-        _ => "give a JSON Lines or Parquet file that can be read",
+        DataError::Empty { .. } => "use a data set with rows",
+        _ => "use a readable JSON Lines or Parquet file",
     };
     Diagnostic::error("D001", format!("data set `{}` cannot be read", decl.name))
         .at(format!("[data.{}] ({})", decl.name, decl.kind))
@@ -283,10 +283,10 @@ pub(super) fn column_unreadable(place: &Place<'_>, error: &DataError) -> Diagnos
         .help("name a column of another type, or convert the file")
 }
 
-/// The finding that no row at all can be written.
+/// The finding that no row can be written at all.
 pub(super) fn cannot_write(decl: &StageDecl, error: &StageError) -> Diagnostic {
     Diagnostic::error("D007", "rows cannot be turned into tokens")
         .at(stage_place(decl))
         .because(error.to_string())
-        .help("fix the files of the model's folder, or change the settings of the stage")
+        .help("fix the files in the model folder, or change the settings of the stage")
 }

@@ -1,8 +1,10 @@
-//! A look at the rows of a pipeline's data sets before a run: what a run would refuse of them, without its weights.
+//! Checks the rows of a pipeline's data sets before a run, without loading weights: finds the rows that a run would
+//! refuse.
 //!
-//! Every row's columns are read, and some rows are rendered and tokenised as the run will do it: the first [`Look::rows`],
-//! and the [`Look::longest`] with the most text wherever they stand, among which the ones too long for a model are. Of a
-//! data set that takes long to open, a look at less than the whole sees the first rows alone ([`DataConfig::open_start`]).
+//! The check reads the columns of every row, and renders and tokenises some rows exactly as the run does: the first
+//! [`Look::rows`], and the [`Look::longest`] with the most text wherever they are in the file, which include the rows
+//! too long for a model. If a data set takes long to open, a partial check sees only its first rows
+//! ([`DataConfig::open_start`]).
 //!
 //! [`DataConfig::open_start`]: crate::stage::DataConfig::open_start
 
@@ -21,19 +23,19 @@ use crate::plan::Plan;
 use crate::plan::build::{Prepared, prepare, sorted};
 use crate::run::channel::caught;
 use crate::stage::{PreviewContext, RowPreview, RowPreviews, StageError};
-use findings::{Place, RowFaults};
+use findings::{Place, RowProblems};
 pub use rows::{ShownRow, ShownTarget, ShownToken, Spread, StageRows};
 
-/// How much a check looks at.
+/// How much of the data a check reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Look {
-    /// Rows that are rendered and tokenised, from the first on.
+    /// Number of rows to render and tokenise, from the first on.
     pub rows: usize,
-    /// Rows that are rendered and tokenised beside these: those with the most text.
+    /// Number of further rows to render and tokenise: those with the most text.
     pub longest: usize,
-    /// Rows of each source to give back as they are written, from the first on.
+    /// Number of rows of each source to return as they are written, from the first on.
     pub shown: usize,
-    /// Whether data sets are opened whole whatever that takes, as a run has to.
+    /// Whether to open every data set completely, as a run does, however long that takes.
     pub whole: bool,
 }
 
@@ -48,18 +50,18 @@ impl Default for Look {
     }
 }
 
-/// What [`DataPipe::check`] comes to.
+/// The result of [`DataPipe::check`].
 #[derive(Clone)]
 pub struct Checked {
-    /// The plan, or all findings where at least one of them is an error.
+    /// The plan, or all findings if at least one of them is an error.
     pub plan: Result<Plan, Vec<Diagnostic>>,
-    /// What each source makes of its rows, as far as that could be looked at.
+    /// The rows of each source that could be checked.
     pub rows: Vec<StageRows>,
 }
 
 impl DataPipe {
-    /// As [`DataPipe::plan`], and looks at the rows of the data sets, as `pipe check` does: what a run would refuse of them
-    /// is a finding like the others. Loads no weights.
+    /// As [`DataPipe::plan`], but also checks the rows of the data sets, as `pipe check` does: rows that a run would
+    /// refuse are findings like the others. Loads no weights.
     ///
     /// ```
     /// use verl_pipe::pipe::DataPipe;
@@ -71,38 +73,38 @@ impl DataPipe {
     /// ```
     pub fn check(&self, look: &Look) -> Checked {
         let prepared = prepare(self);
-        let looked = look_at_data(self, &prepared, look);
+        let inspection = inspect_data(self, &prepared, look);
         let plan = match self.plan_prepared(&prepared) {
-            Ok(mut plan) if !looked.findings.iter().any(Diagnostic::is_error) => {
-                plan.warnings.extend(looked.findings);
-                plan.opened = looked.opened;
+            Ok(mut plan) if !inspection.findings.iter().any(Diagnostic::is_error) => {
+                plan.warnings.extend(inspection.findings);
+                plan.opened = inspection.opened;
                 Ok(plan)
             }
-            Ok(plan) => Err(sorted([plan.warnings, looked.findings].concat())),
-            Err(findings) => Err(sorted([findings, looked.findings].concat())),
+            Ok(plan) => Err(sorted([plan.warnings, inspection.findings].concat())),
+            Err(findings) => Err(sorted([findings, inspection.findings].concat())),
         };
         Checked {
             plan,
-            rows: looked.rows,
+            rows: inspection.rows,
         }
     }
 }
 
-/// What was found in the data sets of a pipeline.
+/// What a check found in the data sets of a pipeline.
 #[derive(Default)]
-pub(crate) struct Looked {
+pub(crate) struct Inspection {
     pub findings: Vec<Diagnostic>,
     pub rows: Vec<StageRows>,
-    /// Data sets that were opened whole.
+    /// Data sets that were opened completely.
     pub opened: BTreeMap<String, Arc<dyn DataLoaderInterface>>,
 }
 
-/// Opens the data sets of a pipeline and looks at the rows of its sources.
-pub(crate) fn look_at_data(pipe: &DataPipe, prepared: &Prepared<'_>, look: &Look) -> Looked {
-    let mut looked = Looked::default();
+/// Opens the data sets of a pipeline and checks the rows of its sources.
+pub(crate) fn inspect_data(pipe: &DataPipe, prepared: &Prepared<'_>, look: &Look) -> Inspection {
+    let mut inspection = Inspection::default();
     let mut data: BTreeMap<String, Arc<dyn DataLoaderInterface>> = BTreeMap::new();
     for decl in &pipe.data {
-        // A file that is not there is reported by the check of files.
+        // `checks::files` reports missing files.
         if (decl.check)(&prepared.context).is_err() {
             continue;
         }
@@ -113,11 +115,11 @@ pub(crate) fn look_at_data(pipe: &DataPipe, prepared: &Prepared<'_>, look: &Look
         match opened {
             Ok((rows, is_whole)) => {
                 if is_whole {
-                    looked.opened.insert(decl.name.clone(), rows.clone());
+                    inspection.opened.insert(decl.name.clone(), rows.clone());
                 }
                 data.insert(decl.name.clone(), rows);
             }
-            Err(error) => looked.findings.push(findings::unreadable(decl, &error)),
+            Err(error) => inspection.findings.push(findings::unreadable(decl, &error)),
         }
     }
     let context = PreviewContext {
@@ -125,20 +127,20 @@ pub(crate) fn look_at_data(pipe: &DataPipe, prepared: &Prepared<'_>, look: &Look
         models: &prepared.context.model_infos,
     };
     for stage in prepared.stages.iter().filter(|stage| stage.spec.is_some()) {
-        look_at_stage(stage.decl, prepared, context, look, &mut looked);
+        inspect_stage(stage.decl, prepared, context, look, &mut inspection);
     }
-    looked
+    inspection
 }
 
-/// Rows whose columns are read at most: a generated data set may have any number.
-const GLANCES: usize = 1 << 20;
+/// Most rows whose columns are read: a generated data set may have any number of rows.
+const MAX_SCANNED_ROWS: usize = 1 << 20;
 
-fn look_at_stage(
+fn inspect_stage(
     decl: &StageDecl,
     prepared: &Prepared<'_>,
     context: PreviewContext<'_>,
     look: &Look,
-    looked: &mut Looked,
+    inspection: &mut Inspection,
 ) {
     let Ok(stage) = (decl.build)(&prepared.context) else {
         return;
@@ -149,28 +151,28 @@ fn look_at_stage(
         Ok(Some(previews)) => previews,
         Ok(None) => return,
         Err(error) => {
-            looked.findings.push(findings::cannot_write(decl, &error));
+            inspection.findings.push(findings::cannot_write(decl, &error));
             return;
         }
     };
-    let num_rows = previews.rows().min(GLANCES);
-    let is_opened_whole = looked.opened.contains_key(previews.data());
+    let num_rows = previews.rows().min(MAX_SCANNED_ROWS);
+    let is_opened_whole = inspection.opened.contains_key(previews.data());
     let place = Place {
         stage: decl,
         data: previews.data(),
         is_whole: is_opened_whole && num_rows == previews.rows(),
     };
-    let (sizes, mut faults) = match glance_at(previews.as_ref(), num_rows) {
-        Ok(glanced) => glanced,
-        // A fault of the file, which every row would repeat.
+    let (sizes, mut problems) = match scan(previews.as_ref(), num_rows) {
+        Ok(scanned) => scanned,
+        // An error of the file, which every row would repeat.
         Err(error) => {
-            looked
+            inspection
                 .findings
                 .push(findings::column_unreadable(&place, &error));
             return;
         }
     };
-    let refused = faults.before(look.shown);
+    let refused = problems.before(look.shown);
     let chosen = chosen(&sizes, look);
     let rows: Vec<(usize, Result<RowPreview, DataError>)> = chosen
         .par_iter()
@@ -185,10 +187,10 @@ fn look_at_stage(
         }
         match written {
             Ok(written) => {
-                faults.add_written(row, &written, model.map_or(0, |model| model.num_ids));
+                problems.add_written(row, &written, model.map_or(0, |model| model.num_ids));
                 report.count(&written);
             }
-            Err(error) => faults.add(row, error),
+            Err(error) => problems.add(row, error),
         }
     }
     let refused = refused.into_iter();
@@ -197,32 +199,32 @@ fn look_at_stage(
         .extend(refused.map(|(row, reason)| ShownRow::refused(row, reason)));
     report.shown.sort_by_key(|shown| shown.row);
     let long_rows = previews.long_rows();
-    looked
+    inspection
         .findings
-        .extend(faults.findings(&place, &report, long_rows, previews.model()));
+        .extend(problems.findings(&place, &report, long_rows, previews.model()));
     report.finish();
-    looked.rows.push(report);
+    inspection.rows.push(report);
 }
 
-/// What is read of row `row`; a panic, of a tokenizer say, is a fault of the row.
+/// Reads row `row`; a panic, for example in a tokenizer, becomes an error of the row.
 fn guarded<T>(row: usize, read: impl FnOnce() -> Result<T, DataError>) -> Result<T, DataError> {
     caught(read).unwrap_or_else(|panic| {
         Err(DataError::Row {
             path: String::new(),
             row: row + 1,
-            reason: format!("what reads it panicked: {panic}"),
+            reason: format!("reading it panicked: {panic}"),
         })
     })
 }
 
-/// Sizes of all rows, `None` for those that cannot be read, and what is wrong with these.
+/// Sizes of all rows, `None` for those that cannot be read, and the problems of these rows.
 ///
 /// # Errors
-/// What is wrong with the data set as a whole.
-fn glance_at(
+/// A problem of the whole data set.
+fn scan(
     previews: &dyn RowPreviews,
     rows: usize,
-) -> Result<(Vec<Option<usize>>, RowFaults), DataError> {
+) -> Result<(Vec<Option<usize>>, RowProblems), DataError> {
     if let Err(error @ (DataError::Unreadable { .. } | DataError::Empty { .. })) =
         guarded(0, || previews.glance(0))
     {
@@ -232,16 +234,16 @@ fn glance_at(
         .into_par_iter()
         .map(|row| guarded(row, || previews.glance(row)))
         .collect();
-    let mut faults = RowFaults::default();
+    let mut problems = RowProblems::default();
     let sizes = glances
         .into_iter()
         .enumerate()
-        .map(|(row, glance)| glance.map_err(|error| faults.add(row, error)).ok());
+        .map(|(row, glance)| glance.map_err(|error| problems.add(row, error)).ok());
     let sizes = sizes.collect();
-    Ok((sizes, faults))
+    Ok((sizes, problems))
 }
 
-/// The rows to render: the first ones and the largest, in their order.
+/// The rows to render: the first and the largest ones, in ascending order.
 fn chosen(sizes: &[Option<usize>], look: &Look) -> Vec<usize> {
     let sound = sizes.iter().enumerate();
     let sound = sound.filter_map(|(row, size)| size.map(|size| (size, row)));

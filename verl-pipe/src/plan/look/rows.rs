@@ -1,4 +1,4 @@
-//! What a source makes of its rows, for people and programs to look at.
+//! The rows that a source makes, for people and programs.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -8,45 +8,45 @@ use crate::pipe::StageDecl;
 use crate::resource::Texts;
 use crate::stage::{RowPreview, TargetPreview};
 
-/// What one source makes of the rows of its data set.
+/// The rows that one source makes from its data set.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StageRows {
     /// Name of the stage in the pipeline.
     pub stage: String,
     /// Name of the data set in the pipeline.
     pub data: String,
-    /// Rows whose columns were read: all that the stage draws from, or those of the beginning of a large data set.
+    /// Rows whose columns were read: all rows that the stage draws from, or the first rows of a large data set.
     pub rows: usize,
-    /// Whether the data set was opened whole.
+    /// Whether the data set was opened completely.
     pub is_whole: bool,
     /// Rows that were rendered and tokenised.
     pub tokenised: usize,
-    /// Rows of these that are too long.
+    /// How many of the tokenised rows are too long.
     pub too_long: usize,
-    /// Lengths of their prompts (tokens); absent where there is none.
+    /// Lengths of their prompts (tokens); absent if there is none.
     pub prompt_tokens: Option<Spread>,
-    /// Lengths of what is behind the prompts (tokens), such as `target`, `chosen`.
+    /// Lengths of the texts after the prompts (tokens), such as `target`, `chosen`.
     pub target_tokens: Vec<(String, Spread)>,
-    /// The first rows as they are written, where they were asked for.
+    /// The first rows as they are written, if requested.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shown: Vec<ShownRow>,
     #[serde(skip)]
     lengths: Vec<(String, Vec<usize>)>,
 }
 
-/// Least, middle and greatest of some lengths.
+/// Minimum, median and maximum of lengths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Spread {
-    /// The least.
+    /// The minimum.
     pub least: usize,
-    /// The median, the lower one of an even number.
+    /// The median, the lower of the two for an even number.
     pub median: usize,
-    /// The greatest.
+    /// The maximum.
     pub most: usize,
 }
 
 impl Spread {
-    /// Of lengths, of which there is at least one.
+    /// The spread of `lengths`; `None` if there are none.
     fn of(mut lengths: Vec<usize>) -> Option<Spread> {
         lengths.sort_unstable();
         Some(Spread {
@@ -66,24 +66,24 @@ pub struct ShownRow {
     pub prompt_text: String,
     /// Its tokens.
     pub prompt: Vec<ShownToken>,
-    /// What is behind it; empty where a model is to write it.
+    /// The texts after it; empty if a model generates them.
     pub targets: Vec<ShownTarget>,
-    /// The reference answer; absent where rows have none.
+    /// The reference answer; absent if rows have none.
     pub answer: Option<String>,
-    /// Why it is too long; absent where it is not.
+    /// Why it is too long; absent if it is not.
     pub too_long: Option<String>,
-    /// What is possible and perhaps not meant.
+    /// What is allowed but perhaps not intended.
     pub notes: Vec<String>,
-    /// Why it cannot be used; absent where it can.
+    /// Why it cannot be used; absent if it can.
     pub refused: Option<String>,
 }
 
-/// What is behind a prompt.
+/// A text after a prompt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ShownTarget {
-    /// What it is called: `target`, `response`, `chosen`, `rejected`.
+    /// Its name: `target`, `response`, `chosen`, `rejected`.
     pub name: String,
-    /// It as text.
+    /// The text.
     pub text: String,
     /// Its tokens.
     pub tokens: Vec<ShownToken>,
@@ -116,7 +116,7 @@ impl StageRows {
         }
     }
 
-    /// Takes a written row into account.
+    /// Counts a written row.
     pub(super) fn count(&mut self, row: &RowPreview) {
         self.tokenised += 1;
         self.too_long += usize::from(row.too_long.is_some());
@@ -133,7 +133,7 @@ impl StageRows {
         }
     }
 
-    /// Sums up the lengths.
+    /// Summarises the lengths.
     pub(super) fn finish(&mut self) {
         for (name, lengths) in std::mem::take(&mut self.lengths) {
             let Some(spread) = Spread::of(lengths) else {
@@ -188,7 +188,7 @@ impl ShownRow {
         }
     }
 
-    /// A row that a run would refuse.
+    /// A row that a run refuses.
     pub(super) fn refused(row: usize, reason: String) -> Self {
         ShownRow {
             row: row + 1,

@@ -13,7 +13,7 @@ use crate::stage::{
     StageError, StageSpec, TargetPreview,
 };
 
-/// Rows with a text each.
+/// Rows with one text each.
 struct Rows(Vec<Value>);
 
 impl DataLoaderInterface for Rows {
@@ -31,7 +31,7 @@ impl DataLoaderInterface for Rows {
     }
 }
 
-/// A source whose tokens are the bytes of the column `text`; a text behind a `|` is its target.
+/// A source whose tokens are the bytes of the column `text`; text after a `|` is its target.
 #[derive(Clone)]
 struct Bytes {
     data: Option<Arc<dyn DataLoaderInterface>>,
@@ -45,14 +45,14 @@ const LIMIT: usize = 8;
 impl Bytes {
     fn text(&self, index: usize) -> Result<String, DataError> {
         let data = self.data.as_ref().expect("opened");
-        let fault = |reason: String| DataError::Row {
+        let unusable = |reason: String| DataError::Row {
             path: data.origin(),
             row: index + 1,
             reason,
         };
         match data.value(index, "text")? {
             Some(Value::String(text)) => Ok(text),
-            Some(other) => Err(fault(format!("column `text` holds {other}, not a text"))),
+            Some(other) => Err(unusable(format!("column `text` contains {other}, not a text"))),
             None => {
                 let names = data.names(index)?;
                 Err(DataError::missing_column(
@@ -173,7 +173,7 @@ impl crate::pipe::ModelFactory for Letters {
     }
 }
 
-/// What is found in rows, and how many were tokenised.
+/// Checks rows; returns the result, and how many rows were tokenised.
 fn look_at(rows: Vec<Value>, on_long: LongRows, look: &Look) -> (Checked, usize) {
     let tokenised = Arc::new(AtomicUsize::new(0));
     let source = Bytes {
@@ -246,9 +246,9 @@ fn rows_left_out_are_a_warning_unless_none_is_left() {
     assert_eq!(checked.rows[0].too_long, 1);
 }
 
-/// The row that is too long stands far behind those that are looked at in full.
+/// The row that is too long comes long after the rows that are checked completely.
 #[test]
-fn the_longest_rows_are_tokenised_wherever_they_stand() {
+fn the_longest_rows_are_tokenised_wherever_they_are() {
     let mut rows = vec!["ab"; 500];
     rows[450] = "0123456789";
     let look = Look {
@@ -303,7 +303,7 @@ fn rows_are_shown_as_they_are_written() {
 }
 
 #[test]
-fn a_run_takes_the_data_sets_that_a_check_has_opened() {
+fn a_run_uses_the_data_sets_that_a_check_opened() {
     let (checked, _) = look_at(texts(&["ab"]), LongRows::Cut, &Look::default());
     let plan = checked
         .plan
@@ -312,7 +312,7 @@ fn a_run_takes_the_data_sets_that_a_check_has_opened() {
 }
 
 #[test]
-fn a_panic_is_a_fault_of_its_row() {
+fn a_panic_is_an_error_of_its_row() {
     let (checked, _) = look_at(texts(&["ab", "%"]), LongRows::Cut, &Look::default());
     let found = findings(&checked).replace("\n         ", " ");
     assert!(
@@ -320,7 +320,7 @@ fn a_panic_is_a_fault_of_its_row() {
         "{found}"
     );
     assert!(
-        found.contains("row 2: what reads it panicked: no room for `%`"),
+        found.contains("row 2: reading it panicked: no room for `%`"),
         "{found}"
     );
 }

@@ -1,4 +1,4 @@
-//! How a run ends before its target: what it keeps, and what it tells about that.
+//! Runs that end before their target: what they save and report.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::stage::{
     Access, CancelToken, Cardinality, RowRule, StageContext, StageError, StageSpec,
 };
 
-/// The update, taking two optimiser steps; `between` runs between the two.
+/// An update with two optimiser steps; `between` runs in between.
 fn twice(
     between: impl Fn(&mut StageContext<'_>) -> Result<(), StageError> + Send + Sync + 'static,
 ) -> StageDecl {
@@ -59,13 +59,13 @@ fn weights_of(dir: &Path) -> String {
 }
 
 #[test]
-fn a_failed_run_saves_what_the_last_whole_step_left() {
+fn a_failed_run_saves_the_models_of_the_last_completed_step() {
     let temp = tempfile::tempdir().unwrap();
     let whole = temp.path().join("whole");
     let (made, _) = trainer(&evaluated(&whole, 2), CancelToken::default());
     made.unwrap().train().unwrap();
 
-    // A row that cannot be scored, and rewards that the guards refuse.
+    // A row that cannot be scored, and rewards that the guards reject.
     type Fault = fn() -> Result<f32, StageError>;
     let faults: [(&str, Fault); 2] = [
         ("row", || Err(StageError::failed("row 401 has no answer"))),
@@ -87,22 +87,22 @@ fn a_failed_run_saves_what_the_last_whole_step_left() {
         );
         let (_, text) = fails(&with(&dir, reward));
         assert_eq!(weights_of(&dir), weights_of(&whole), "{name}");
-        let told = status(&dir);
+        let end = status(&dir);
         assert_eq!(
-            (&told["status"], &told["step"]),
+            (&end["status"], &end["step"]),
             (&"failed".into(), &2.into())
         );
-        assert_eq!(told["saved"], json!(["actor"]));
-        assert_eq!(told.get("partial"), None);
+        assert_eq!(end["saved"], json!(["actor"]));
+        assert_eq!(end.get("partial"), None);
         assert!(
-            text.contains("saved as step 2 left it: `actor`\n"),
+            text.contains("saved as of step 2: `actor`\n"),
             "{text}"
         );
     }
 }
 
 #[test]
-fn a_run_that_learnt_nothing_saves_nothing() {
+fn a_run_without_an_update_saves_nothing() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let generate = single("generate", generate_spec(), |_, _| panic!("out of memory"));
@@ -113,7 +113,7 @@ fn a_run_that_learnt_nothing_saves_nothing() {
 }
 
 #[test]
-fn a_half_learnt_step_is_saved_and_told() {
+fn a_partial_step_is_saved_and_reported() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let (_, text) = fails(&with(
@@ -124,19 +124,19 @@ fn a_half_learnt_step_is_saved_and_told() {
         }),
     ));
     assert_eq!(weights_of(&dir), "[6.0, 2.0, 3.0]");
-    let told = status(&dir);
+    let end = status(&dir);
     assert_eq!(
-        (&told["step"], &told["partial"]),
+        (&end["step"], &end["partial"]),
         (&2.into(), &json!(["actor"]))
     );
     assert!(
-        text.contains("saved as step 2 left it: `actor`; with a part of step 3: `actor`"),
+        text.contains("saved as of step 2: `actor`; including a part of step 3: `actor`"),
         "{text}"
     );
 }
 
 #[test]
-fn a_refused_optimiser_step_leaves_the_model_whole() {
+fn a_failed_update_without_an_optimiser_step_leaves_the_model_unchanged() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let spec = StageSpec::new()
@@ -170,7 +170,7 @@ fn a_model_whose_update_panicked_is_not_saved() {
 }
 
 #[test]
-fn cancelling_within_an_update_ends_behind_the_step() {
+fn cancelling_during_an_update_ends_the_run_after_the_step() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let cancel = CancelToken::default();
@@ -178,7 +178,7 @@ fn cancelling_within_an_update_ends_behind_the_step() {
     let update = twice(move |context| {
         if context.step == 2 {
             asked.cancel();
-            // Long enough for the engine to look at the token.
+            // Long enough for the engine to check the token.
             std::thread::sleep(std::time::Duration::from_millis(200));
         }
         assert!(!context.cancel.is_cancelled());
@@ -189,12 +189,12 @@ fn cancelling_within_an_update_ends_behind_the_step() {
     assert!(matches!(error, RunError::Cancelled { .. }), "{error}");
     // Two optimiser steps in each of two steps.
     assert_eq!(weights_of(&dir), "[5.0, 2.0, 3.0]");
-    let told = status(&dir);
+    let end = status(&dir);
     assert_eq!(
-        (&told["status"], &told["step"]),
+        (&end["status"], &end["step"]),
         (&"cancelled".into(), &2.into())
     );
-    assert_eq!(told.get("partial"), None);
+    assert_eq!(end.get("partial"), None);
     let steps: Vec<Value> = lines(&dir, "metrics.jsonl")
         .iter()
         .map(|line| line["step"].clone())
@@ -203,7 +203,7 @@ fn cancelling_within_an_update_ends_behind_the_step() {
 }
 
 #[test]
-fn a_step_is_recorded_although_its_observer_fails() {
+fn a_step_is_recorded_even_if_its_observer_fails() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let spec = StageSpec::new().observer(2).uses("actor", Access::Read);
@@ -212,13 +212,13 @@ fn a_step_is_recorded_although_its_observer_fails() {
         _ => Ok(()),
     });
     fails(&with(&dir, eval));
-    // What was observed first, and both steps.
+    // The first observation, and both steps.
     assert_eq!(lines(&dir, "metrics.jsonl").len(), 3);
     assert_eq!(status(&dir)["saved"], json!(["actor"]));
 }
 
 #[test]
-fn a_model_that_cannot_be_saved_keeps_no_other_from_it() {
+fn if_a_model_cannot_be_saved_the_others_still_are() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let mut pipe = evaluated(&dir, 2);
@@ -234,7 +234,7 @@ fn a_model_that_cannot_be_saved_keeps_no_other_from_it() {
     let models = dir.join("model");
     trainer_.on_step(move |metrics| {
         if metrics.step == 1 {
-            // A file in the place of the folder that is written.
+            // A file in place of the temporary folder.
             fs::create_dir(&models).unwrap();
             fs::write(models.join(".other.partial"), "").unwrap();
         }
@@ -242,15 +242,15 @@ fn a_model_that_cannot_be_saved_keeps_no_other_from_it() {
     let error = trainer_.train().unwrap_err();
     let text = error.to_string();
     assert!(text.contains("cannot save model `other`"), "{text}");
-    // That one is not lost either.
-    let place = super::room::elsewhere(&text);
+    // That model is not lost either.
+    let place = super::room::saved_path(&text);
     let other = fs::read_to_string(place.join("weights.txt")).unwrap();
     fs::remove_dir_all(place.parent().unwrap()).unwrap();
     assert!(other.starts_with('['), "{other}");
     assert!(weights_of(&dir).starts_with('['));
-    let told = status(&dir);
+    let end = status(&dir);
     assert_eq!(
-        (&told["status"], &told["saved"]),
+        (&end["status"], &end["saved"]),
         (&"failed".into(), &json!(["actor"]))
     );
 }

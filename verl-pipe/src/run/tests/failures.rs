@@ -9,7 +9,7 @@ use crate::run::error::RunError;
 use crate::run::runner::RunOptions;
 use crate::stage::{CancelToken, OnRowError, StageError};
 
-/// Whether the batch holds the second sample of data row 2.
+/// Whether the batch contains the second sample of data row 2.
 fn is_victim(batch: &crate::batch::Batch) -> bool {
     batch
         .ids()
@@ -18,14 +18,14 @@ fn is_victim(batch: &crate::batch::Batch) -> bool {
 }
 
 #[test]
-fn a_hung_reward_costs_its_row() {
+fn a_hung_reward_loses_only_its_row() {
     let release = Arc::new(Count::default());
-    let held = release.clone();
+    let gate = release.clone();
     let spec = reward_spec().deadline(Duration::from_millis(80));
     let reward = stage("reward", spec, move |input, context| {
         assert_eq!(input.num_rows(), 1);
         if is_victim(&input) && context.step == 1 {
-            let _ = held.reaches(1);
+            let _ = gate.reaches(1);
         }
         score(input, context)
     });
@@ -37,7 +37,7 @@ fn a_hung_reward_costs_its_row() {
         run.step().unwrap().metrics.get("reward/row_errors"),
         Some(0.0)
     );
-    // The thread that was given up ends when its call does, and nothing it says is heard.
+    // The abandoned thread ends with its call, and its events are ignored.
     release.add();
     for _ in 0..200 {
         if run.num_host_threads() == 3 {
@@ -53,7 +53,7 @@ fn a_hung_reward_costs_its_row() {
 }
 
 #[test]
-fn a_panic_and_an_error_cost_their_rows() {
+fn a_panic_and_an_error_lose_only_their_rows() {
     let reward = stage("reward", reward_spec(), move |input, context| {
         match context.step {
             1 if is_victim(&input) => panic!("a user's mistake"),
@@ -75,7 +75,7 @@ fn a_panic_and_an_error_cost_their_rows() {
 }
 
 #[test]
-fn where_null_is_not_possible_the_step_ends_and_names_the_row() {
+fn if_null_is_not_allowed_the_step_fails_and_names_the_row() {
     const STRICT: Key<crate::field::Scalar<f32>> = Key::new("rewards", "[B]", "reward", "");
     let spec = crate::stage::StageSpec::new()
         .reads(crate::keys::RESPONSES)
@@ -116,10 +116,10 @@ fn a_stage_with_a_model_that_panics_ends_the_step() {
 }
 
 #[test]
-fn a_worker_that_does_not_answer_is_told_with_what_it_owes() {
+fn the_error_of_a_hung_worker_names_the_awaited_keys() {
     let release = Arc::new(Count::default());
-    let held = release.clone();
-    let generate = single("generate", generate_spec(), move |_, _| held.reaches(1));
+    let gate = release.clone();
+    let generate = single("generate", generate_spec(), move |_, _| gate.reaches(1));
     let mut pipe = pipeline(vec![generate]);
     pipe.run.stage_deadline_s = 0.2;
     let mut run = start_with(&pipe, options());
@@ -137,7 +137,7 @@ fn a_worker_that_does_not_answer_is_told_with_what_it_owes() {
 }
 
 #[test]
-fn a_stage_that_cannot_be_copied_is_made_again_after_a_panic() {
+fn a_stage_that_cannot_be_copied_is_rebuilt_after_a_panic() {
     let made = Arc::new(AtomicUsize::new(0));
     let count = made.clone();
     struct Fragile(FnStage);
@@ -208,16 +208,16 @@ fn cancelling_ends_the_step_and_leaves_the_run_usable() {
 }
 
 #[test]
-fn a_thousand_steps_leave_no_thread_and_no_object_behind() {
+fn a_thousand_steps_leak_no_thread_and_no_object() {
     let alive = Arc::new(());
-    let held = alive.clone();
+    let captured = alive.clone();
     let reward = stage("reward", reward_spec(), move |input, context| {
-        let _ = &held;
+        let _ = &captured;
         score(input, context)
     });
     let mut run = start(vec![reward]);
     run.step().unwrap();
-    // Copies of the stage are kept for the jobs that ran side by side, never more than the pool takes.
+    // Copies of the stage are kept for concurrent jobs, at most as many as the pool accepts.
     let limit = Arc::strong_count(&alive) + 8;
     for _ in 0..999 {
         run.step().unwrap();

@@ -1,4 +1,4 @@
-//! A small pipeline of the form of GRPO, whose stages are closures and whose model is three numbers.
+//! A small GRPO-like pipeline whose stages are closures and whose model is three numbers.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -41,7 +41,7 @@ impl Stage for FnStage {
     }
 }
 
-/// Declares any stage that can be made again and again.
+/// Declares any stage that can be built repeatedly.
 pub(super) fn declare(
     name: &str,
     build: impl Fn(&BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> + Send + Sync + 'static,
@@ -72,7 +72,7 @@ fn closure(
     declare(name, move |_| Ok(Box::new(stage.clone())))
 }
 
-/// A stage that runs rows side by side where it may.
+/// A stage whose rows run concurrently if its declaration allows that.
 pub(super) fn stage(
     name: &str,
     spec: StageSpec,
@@ -139,7 +139,7 @@ impl ModelResource for Numbers {
 /// What a fake device panics with when it is full.
 pub(super) const FULL: &str = "Error while reading data: Generic { reason: \"out of device memory allocating 8589934592 bytes\" }";
 
-/// Reads it.
+/// Recognises [`FULL`].
 pub(super) fn full(message: &str) -> Option<Shortage> {
     let (_, after) = message.split_once("out of device memory allocating ")?;
     let asked = after.split(' ').next()?.parse().ok();
@@ -248,7 +248,7 @@ pub(super) fn respond(prompt: &Batch, context: &mut StageContext<'_>) -> Result<
     Ok(group)
 }
 
-/// Generates prompt by prompt, the last one first.
+/// Generates prompt by prompt, last one first.
 pub(super) fn generate() -> StageDecl {
     single("generate", generate_spec(), |input, context| {
         for prompt in input.split(1).iter().rev() {
@@ -348,7 +348,7 @@ pub(super) const BATCH: BatchConfig = BatchConfig {
     epochs: 1,
 };
 
-/// The pipeline, with stages of the given names in place of its own and others behind them.
+/// The pipeline; each of `others` replaces the stage of the same name or is added at the end.
 pub(super) fn pipeline(others: Vec<StageDecl>) -> DataPipe {
     let mut pipe = DataPipe::new("fake").batch(BATCH.clone()).run(RunConfig {
         steps: 1_000,
@@ -398,7 +398,7 @@ pub(super) fn start(others: Vec<StageDecl>) -> Run {
     start_with(&pipeline(others), options())
 }
 
-/// Weights of the actor now.
+/// Current weights of the actor.
 pub(super) fn weights(run: &mut Run) -> String {
     run.versions().expect("worker answers")["actor"]
         .hash

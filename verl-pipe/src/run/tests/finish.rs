@@ -1,4 +1,4 @@
-//! Loops of `step`: how they end, with `finish` and without it.
+//! Loops of `step`: how they end, with and without `finish`.
 
 use std::fs;
 use std::path::Path;
@@ -37,15 +37,15 @@ fn p3_3_a_loop_of_steps_ends_with_finish_as_train_does() {
     let summary = trainer_.finish().unwrap();
     assert_eq!(summary.steps, 5);
     assert_eq!(weights_of(&looped), weights_of(&whole));
-    let told = status(&looped);
+    let end = status(&looped);
     assert_eq!(
-        (&told["status"], &told["step"], &told["saved"]),
+        (&end["status"], &end["step"], &end["saved"]),
         (&json!("finished"), &json!(5), &json!(["actor"]))
     );
     assert!(page.text().contains("5 steps in "), "{}", page.text());
     assert_eq!(page.text().lines().count(), all.text().lines().count());
 
-    // Once is enough, and nothing comes behind it.
+    // Further calls have no effect, and no further step can run.
     let lines_before = page.text();
     assert_eq!(trainer_.finish().unwrap(), summary);
     assert_eq!(trainer_.train().unwrap(), summary);
@@ -53,12 +53,12 @@ fn p3_3_a_loop_of_steps_ends_with_finish_as_train_does() {
     assert!(matches!(error, RunError::Ended { step: 5 }), "{error}");
     assert_eq!(error.code(), "R021");
     drop(trainer_);
-    assert_eq!(status(&looped), told);
+    assert_eq!(status(&looped), end);
     assert_eq!(page.text(), lines_before);
 }
 
 #[test]
-fn a_loop_that_finishes_before_the_target_says_how_far_it_came() {
+fn a_loop_that_finishes_before_the_target_records_its_last_step() {
     let temp = tempfile::tempdir().unwrap();
     let (two, dir) = (temp.path().join("two"), temp.path().join("run"));
     let (made, _) = trainer(&quiet(&two, 2), CancelToken::default());
@@ -70,26 +70,26 @@ fn a_loop_that_finishes_before_the_target_says_how_far_it_came() {
     trainer_.step().unwrap();
     trainer_.finish().unwrap();
     assert_eq!(weights_of(&dir), weights_of(&two));
-    let told = status(&dir);
+    let end = status(&dir);
     assert_eq!(
-        (&told["status"], &told["step"], &told["target"]),
+        (&end["status"], &end["step"], &end["target"]),
         (&json!("stopped"), &json!(2), &json!(100))
     );
-    assert_eq!(told["reason"], "the program ended it behind step 2 of 100");
+    assert_eq!(end["reason"], "the program ended the run after step 2 of 100");
     assert!(
         page.text()
-            .contains("ended behind step 2 of 100\n2 steps in "),
+            .contains("ended after step 2 of 100\n2 steps in "),
         "{}",
         page.text()
     );
-    // There is no way back into it.
+    // The run cannot be continued.
     let error = trainer_.train().unwrap_err();
     assert!(matches!(error, RunError::Ended { step: 2 }), "{error}");
-    assert_eq!(status(&dir), told);
+    assert_eq!(status(&dir), end);
 }
 
 #[test]
-fn a_trainer_that_is_dropped_says_so_and_loses_nothing() {
+fn a_dropped_trainer_warns_and_saves_its_models() {
     let temp = tempfile::tempdir().unwrap();
     let (two, dir) = (temp.path().join("two"), temp.path().join("run"));
     let (made, _) = trainer(&quiet(&two, 2), CancelToken::default());
@@ -100,25 +100,25 @@ fn a_trainer_that_is_dropped_says_so_and_loses_nothing() {
     trainer_.step().unwrap();
     trainer_.step().unwrap();
     drop(trainer_);
-    let told = status(&dir);
+    let end = status(&dir);
     assert_eq!(
-        (&told["status"], &told["step"], &told["saved"]),
+        (&end["status"], &end["step"], &end["saved"]),
         (&json!("stopped"), &json!(2), &json!(["actor"]))
     );
     assert_eq!(
-        told["reason"],
-        "the trainer was dropped behind step 2 of 5 without `finish`"
+        end["reason"],
+        "the trainer was dropped after step 2 of 5 without `finish`"
     );
     assert_eq!(weights_of(&dir), weights_of(&two));
     let text = page.text();
     assert!(
-        text.contains("warning: the trainer was dropped behind step 2 of 5"),
+        text.contains("warning: the trainer was dropped after step 2 of 5"),
         "{text}"
     );
     let warnings = lines(&dir, "warnings.jsonl");
-    assert_eq!(told["warnings"], warnings.len());
+    assert_eq!(end["warnings"], warnings.len());
 
-    // At its target there is nothing to be said against it.
+    // At the target, dropping the trainer is fine.
     let dir = temp.path().join("reached");
     let (made, _) = trainer(&quiet(&dir, 1), CancelToken::default());
     made.unwrap().step().unwrap();
@@ -126,7 +126,7 @@ fn a_trainer_that_is_dropped_says_so_and_loses_nothing() {
     assert_eq!(status(&dir).get("reason"), None);
     assert!(!weights_of(&dir).is_empty());
 
-    // Before the first step there is nothing to keep, and the next run takes its folder.
+    // Before the first step there is nothing to keep, and the next run replaces the folder.
     let dir = temp.path().join("unused");
     let (made, page) = trainer(&quiet(&dir, 5), CancelToken::default());
     drop(made.unwrap());
@@ -140,14 +140,14 @@ fn a_trainer_that_is_dropped_says_so_and_loses_nothing() {
     made.unwrap().train().unwrap();
     assert!(
         page.text()
-            .contains("is replaced; that run ended with: the trainer was dropped"),
+            .contains("first step; that run ended with: the trainer was dropped"),
         "{}",
         page.text()
     );
 }
 
 #[test]
-fn a_loop_that_a_failed_step_ends_keeps_what_it_learnt() {
+fn a_loop_that_ends_with_a_failed_step_saves_its_models() {
     let temp = tempfile::tempdir().unwrap();
     let two = temp.path().join("two");
     let (made, _) = trainer(&quiet(&two, 2), CancelToken::default());
@@ -172,20 +172,20 @@ fn a_loop_that_a_failed_step_ends_keeps_what_it_learnt() {
             assert_eq!(trainer_.finish().unwrap().steps, 2);
         }
         drop(trainer_);
-        let told = status(&dir);
+        let end = status(&dir);
         assert_eq!(
-            (&told["status"], &told["step"], &told["saved"]),
+            (&end["status"], &end["step"], &end["saved"]),
             (&json!("failed"), &json!(2), &json!(["actor"]))
         );
         assert!(
-            told["reason"]
+            end["reason"]
                 .as_str()
                 .unwrap()
                 .contains("row 401 has no answer")
         );
         assert_eq!(weights_of(&dir), weights_of(&two));
         assert!(
-            page.text().contains("saved as step 2 left it: `actor`\n"),
+            page.text().contains("saved as of step 2: `actor`\n"),
             "{}",
             page.text()
         );
@@ -193,7 +193,7 @@ fn a_loop_that_a_failed_step_ends_keeps_what_it_learnt() {
 }
 
 #[test]
-fn a_step_that_is_tried_again_after_its_failure_counts_as_done() {
+fn a_step_that_succeeds_on_retry_counts_as_completed() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let tries = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
@@ -226,17 +226,17 @@ fn p3_13_a_run_that_failed_in_step_1_does_not_block_its_folder() {
     assert!(made.unwrap().train().is_err());
     assert_eq!(status(&dir)["status"], "failed");
 
-    // Mended, and run again as it stands.
+    // Fixed, and run again in the same folder.
     let (made, page) = trainer(&quiet(&dir, 2), CancelToken::default());
     made.unwrap().train().unwrap();
     assert_eq!(status(&dir)["status"], "finished");
     let text = page.text();
     assert!(
-        text.contains("held a run that ended before its first step was done, and is replaced; that run ended with: step 1, stage `reward`: all 18 rows failed"),
+        text.contains("which contained a run that ended before completing its first step; that run ended with: step 1, stage `reward`: all 18 rows failed"),
         "{text}"
     );
     assert!(!dir.join("row_errors.jsonl").exists());
-    // What has results stays, as ever.
+    // A folder with results is never replaced.
     assert!(matches!(
         RunFolder::create(&dir, 2),
         Err(RunError::FolderExists { .. })
@@ -244,7 +244,7 @@ fn p3_13_a_run_that_failed_in_step_1_does_not_block_its_folder() {
 }
 
 #[test]
-fn warnings_of_the_plan_are_told_once() {
+fn warnings_of_the_plan_are_printed_once() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let mut pipe = quiet(&dir, 1);
@@ -268,7 +268,7 @@ fn warnings_of_the_plan_are_told_once() {
 }
 
 #[test]
-fn a_program_that_panics_leaves_what_it_learnt_and_why() {
+fn a_panic_of_the_program_saves_the_models_and_the_reason() {
     let temp = tempfile::tempdir().unwrap();
     let (two, dir) = (temp.path().join("two"), temp.path().join("run"));
     let (made, _) = trainer(&quiet(&two, 2), CancelToken::default());
@@ -280,14 +280,14 @@ fn a_program_that_panics_leaves_what_it_learnt_and_why() {
         trainer_.train().map(drop)
     }));
     assert!(ended.is_err());
-    let told = status(&dir);
+    let end = status(&dir);
     assert_eq!(
-        (&told["status"], &told["step"], &told["saved"]),
+        (&end["status"], &end["step"], &end["saved"]),
         (&json!("stopped"), &json!(2), &json!(["actor"]))
     );
-    let reason = told["reason"].as_str().unwrap();
+    let reason = end["reason"].as_str().unwrap();
     assert!(
-        reason.starts_with("the program panicked behind step 2 of 5: a plot has no axis (at "),
+        reason.starts_with("the program panicked after step 2 of 5: a plot has no axis (at "),
         "{reason}"
     );
     assert_eq!(weights_of(&dir), weights_of(&two));
@@ -325,7 +325,7 @@ fn a_stage_that_panics_when_it_starts_is_an_error_and_leaves_no_folder() {
 }
 
 #[test]
-fn a_rule_that_panics_is_told_and_the_run_goes_on() {
+fn a_rule_that_panics_is_reported_and_the_run_continues() {
     struct Broken;
     impl crate::trace::rules::Rule for Broken {
         fn name(&self) -> &str {
@@ -338,7 +338,7 @@ fn a_rule_that_panics_is_told_and_the_run_goes_on() {
             0.0
         }
         fn advice(&self) -> &str {
-            "mend it"
+            "fix it"
         }
         fn after_step(
             &mut self,

@@ -4,7 +4,7 @@ use crate::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
 use crate::pipe::StageDecl;
 use crate::stage::StageError;
 
-/// The step ends with `expected` in the message, and the update has not run.
+/// Checks that the step fails with `expected` in the message, and that the update did not run.
 #[track_caller]
 fn check(other: StageDecl, expected: &str) {
     let mut run = start(vec![other]);
@@ -12,7 +12,7 @@ fn check(other: StageDecl, expected: &str) {
     let error = run.step().unwrap_err().to_string();
     assert!(
         error.contains(expected),
-        "`{error}` does not hold `{expected}`"
+        "`{error}` does not contain `{expected}`"
     );
     assert_eq!(weights(&mut run), before);
 }
@@ -80,7 +80,7 @@ fn rows_that_are_not_those_of_the_call() {
             *group = group.slice(0..2)?;
             Ok(())
         }),
-        "stage `generate` ended a call 1 rows short of 18; the first that is missing is sample 0.3#2",
+        "stage `generate` ended a call with 1 of 18 rows missing; the first missing row is sample 0.3#2",
     );
     check(
         generate_but(|group| {
@@ -111,7 +111,7 @@ fn rows_that_are_not_those_of_the_call() {
 }
 
 #[test]
-fn a_source_makes_as_many_rows_as_the_plan_counts() {
+fn a_source_must_emit_as_many_rows_as_planned() {
     let source = |rows: u64| {
         let spec = crate::stage::StageSpec::new()
             .rows(crate::stage::RowRule::Source)
@@ -125,7 +125,7 @@ fn a_source_makes_as_many_rows_as_the_plan_counts() {
             context.emit(prompts)
         })
     };
-    check(source(5), "ended a call 1 rows short of 6");
+    check(source(5), "ended a call with 1 of 6 rows missing");
     check(
         source(7),
         "sample 0.6#0 (row 7 of the data set), which is not among the rows it may emit here (6 rows a step)",
@@ -172,10 +172,11 @@ fn lengths_types_nulls_and_names() {
         input.put(&REWARDS, rewards)?;
         context.emit(input)
     });
-    check(null, "): null, but the key allows no null");
+    check(null, "): null, but the key does not allow null");
 }
 
-/// Advantages that are NaN at `token` of every response that is long enough, with a mask that calls it an observation.
+/// Advantages that are NaN at `token` of every response that is long enough; if `observed`, the mask marks the token as
+/// an observation.
 fn poisoned(token: usize, observed: bool, filter: bool) -> Vec<StageDecl> {
     let generate = generate_but_all(move |group| {
         let lengths: Vec<usize> = group.get(&RESPONSES)?.rows().map(<[u32]>::len).collect();
@@ -207,7 +208,7 @@ fn poisoned(token: usize, observed: bool, filter: bool) -> Vec<StageDecl> {
         let rows = RaggedColumn::from_rows(rows.collect::<Vec<_>>());
         let mut output = input.rows_only();
         output.put(&crate::keys::ADVANTAGES, rows)?;
-        // Last row first, so that no place in the batch is the row's place in the step.
+        // Last row first, so that positions in the batch differ from positions in the step.
         let last_first: Vec<usize> = (0..output.num_rows()).rev().collect();
         context.emit(output.take(&last_first)?)
     });
@@ -227,7 +228,7 @@ fn generate_but_all(
     })
 }
 
-/// An update that looks at nothing but what the mask lets it.
+/// An update that reads only tokens that the mask marks as actions.
 fn quiet_update() -> StageDecl {
     let spec = crate::stage::StageSpec::new()
         .reads(MASK_KINDS)
@@ -247,7 +248,7 @@ fn quiet_update() -> StageDecl {
 }
 
 #[test]
-fn p2_a_nan_at_an_observation_token_ends_nothing() {
+fn p2_a_nan_at_an_observation_token_is_accepted() {
     for filter in [false, true] {
         for token in [0, 1] {
             let output = start(poisoned(token, true, filter)).step();
@@ -257,7 +258,7 @@ fn p2_a_nan_at_an_observation_token_ends_nothing() {
 }
 
 #[test]
-fn a_nan_at_an_action_token_names_sample_token_and_row_of_the_data() {
+fn the_error_of_a_nan_at_an_action_token_names_sample_token_and_data_row() {
     // Responses have 1 to 4 tokens: the first with two is the second sample of data row 0.
     for filter in [false, true] {
         let error = start(poisoned(1, false, filter))
@@ -279,7 +280,7 @@ fn a_nan_at_an_action_token_names_sample_token_and_row_of_the_data() {
 }
 
 #[test]
-fn a_mask_of_another_stage_that_may_come_later_excuses_nothing() {
+fn a_mask_of_a_stage_that_is_not_upstream_is_ignored() {
     // Mask kinds of a stage that `advantages` does not read from.
     let spec = crate::stage::StageSpec::new()
         .reads(PROMPTS)

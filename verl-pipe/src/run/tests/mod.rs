@@ -1,4 +1,4 @@
-//! The engine under fake stages: streaming, determinism, failures, guards, going back.
+//! Tests of the engine with fake stages: streaming, determinism, failures, guards, snapshots.
 
 mod endings;
 mod failures;

@@ -1,4 +1,4 @@
-//! A device whose memory is used up ends the run with an error of its own, whoever was at work.
+//! A device that runs out of memory ends the run with its own error, whatever was running.
 
 use std::any::Any;
 use std::path::Path;
@@ -13,7 +13,7 @@ use crate::run::error::RunError;
 use crate::run::runner::Run;
 use crate::stage::{BuildContext, ConfigError, ModelWork, StageError};
 
-/// When the device of a [`Full`] model is full.
+/// When the device of a [`Full`] model runs out of memory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum When {
     Loading,
@@ -21,7 +21,7 @@ enum When {
     TakingSnapshots,
 }
 
-/// A model whose device is full at some time.
+/// A model whose device runs out of memory at some point.
 struct Full(When);
 
 struct FullModel;
@@ -82,7 +82,7 @@ impl ModelFactory for Full {
     }
 }
 
-/// A run whose model is `Full`, or why there is none; its generation trains on rows of 1,000 tokens by its own account.
+/// Starts a run whose model is `Full`; its generation declares training on rows of 1,000 tokens.
 fn run(when: When) -> Result<Run, RunError> {
     let work = ModelWork::training("actor", 16).tokens(1000);
     let spec = generate_spec().works(work);
@@ -108,7 +108,7 @@ fn check(error: &RunError, during: &str) {
 }
 
 #[test]
-fn a_stage_that_finds_the_device_full_is_named_with_the_plan_and_a_remedy() {
+fn the_error_names_the_stage_the_planned_memory_and_a_fix() {
     let error = run(When::TakingSnapshots)
         .expect("a run")
         .step()
@@ -121,7 +121,7 @@ fn a_stage_that_finds_the_device_full_is_named_with_the_plan_and_a_remedy() {
 }
 
 #[test]
-fn a_panic_is_told_as_an_error_is() {
+fn a_panic_is_reported_like_an_error() {
     let generate = single("generate", generate_spec(), |_, _| panic!("{FULL}"));
     let mut run = start(vec![generate]);
     let error = run.step().expect_err("full");
@@ -129,12 +129,12 @@ fn a_panic_is_told_as_an_error_is() {
         &error,
         "step 1, stage `generate`, 6 rows, samples 0.5#0 to 0.0#0",
     );
-    // The thread lives on: weights can still be looked at.
+    // The thread is still alive: weights can be read.
     assert!(!weights(&mut run).is_empty());
 }
 
 #[test]
-fn loading_and_questions_between_steps_are_covered() {
+fn loading_and_requests_between_steps_are_covered() {
     let during = "when asked to load models and start stages";
     for when in [When::Loading, When::Refusing] {
         check(&run(when).expect_err("no run"), during);
@@ -144,7 +144,7 @@ fn loading_and_questions_between_steps_are_covered() {
         &run.snapshot().expect_err("full"),
         "when asked to take snapshots",
     );
-    // What a panic left behind is not gone on with.
-    let lost = run.snapshot().expect_err("given up");
+    // The worker is not used after a panic.
+    let lost = run.snapshot().expect_err("a lost worker");
     assert_eq!(lost.code(), "R009");
 }

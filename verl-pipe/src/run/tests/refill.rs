@@ -15,7 +15,7 @@ use crate::trace::tap::{Tap, TapPoint};
 
 const P: u64 = BATCH.prompts as u64;
 
-/// Six rows a wave, the highest first; a row of the data set comes in every wave of a step.
+/// Six rows per wave, highest first; every wave of a step draws the same rows of the data set.
 pub(super) fn draw(context: &mut StageContext<'_>) -> Result<(), StageError> {
     let wave = context.wave;
     let ids = (0..P).map(|i| RowId::prompt(0, context.step * P - 1 - i)?.in_wave(wave));
@@ -37,7 +37,7 @@ fn source() -> StageDecl {
     stage("prompts", source_spec(), |_, context| draw(context))
 }
 
-/// Slices of four prompts, so that a wave ends within one.
+/// Slices of four prompts, so that waves do not end at multiples of a slice.
 fn rowwise() -> StageSpec {
     generate_spec().cardinality(Cardinality::Row).slice_rows(4)
 }
@@ -161,7 +161,7 @@ pub(super) fn watched(pipe: &DataPipe) -> (Run, Arc<Calls>) {
     (start_with(pipe, options), calls)
 }
 
-/// Waves, groups that went on, and surplus of the next step.
+/// Waves, groups passed on, and surplus groups of the next step.
 #[track_caller]
 pub(super) fn counts(run: &mut Run) -> [f64; 3] {
     let metrics = run.step().unwrap().metrics;
@@ -174,7 +174,7 @@ fn a_step_with_enough_groups_draws_no_further_wave() {
     let pipe = refilling(filter(refill(4, 5), |_, _| true), vec![]);
     let (mut run, calls) = watched(&pipe);
     assert_eq!(counts(&mut run), [1.0, 4.0, 2.0]);
-    // The first four in declared order, though the last were generated first.
+    // The first four in declared order, although the last were generated first.
     assert_eq!(calls.groups("update"), [(0, 5), (0, 4), (0, 3), (0, 2)]);
     assert_eq!(calls.groups("filter").len(), 6);
 }
@@ -191,7 +191,7 @@ fn waves_are_drawn_until_enough_groups_are_kept() {
         calls.groups("update"),
         [(0, 5), (1, 5), (1, 0), (2, 4), (2, 3)]
     );
-    // No slice reaches over the end of a wave: 6 prompts, 18 samples.
+    // No slice crosses the end of a wave: 6 prompts, 18 samples.
     assert_eq!(
         calls.rows("generate"),
         [0..4, 4..6, 6..10, 10..12, 12..16, 16..18]
@@ -208,7 +208,7 @@ fn waves_are_drawn_until_enough_groups_are_kept() {
 }
 
 #[test]
-fn a_larger_bound_changes_nothing_where_it_is_not_needed() {
+fn a_larger_wave_limit_changes_nothing_if_not_needed() {
     let signal = |step: u64, id: RowId| (id.row() + id.wave() + step).is_multiple_of(3);
     let outcome = |waves| {
         let pipe = refilling(filter(refill(4, waves), signal), vec![]);
@@ -254,7 +254,7 @@ fn timed(latency: Option<u64>, threads: usize) -> (String, Vec<(String, f64)>, R
             score(input, context)
         },
     );
-    // All of a wave is kept, or half, or a third.
+    // All groups of a wave are kept, or half, or a third.
     let filter = filter(refill(4, 4), move |step, id| {
         w3();
         (id.row() * 7 + id.wave() * 5 + step * step).is_multiple_of(step % 3 + 1)
@@ -311,11 +311,11 @@ fn latencies_and_thread_counts_change_no_bit_of_a_refilled_step() {
 }
 
 #[test]
-fn rows_go_on_before_the_last_wave_is_drawn() {
+fn kept_rows_are_passed_on_before_the_last_wave_is_drawn() {
     let passed = Arc::new(Count::default());
     let seen = passed.clone();
     let source = stage("prompts", source_spec(), move |_, context| {
-        // Two groups of wave 0 are kept; the work behind the filter on them is done before wave 1 comes.
+        // Two groups of wave 0 are kept; the stage after the filter processes them before wave 1 is drawn.
         if context.wave == 1 {
             seen.reaches(2 * SAMPLES)?;
         }
@@ -336,7 +336,7 @@ fn rows_go_on_before_the_last_wave_is_drawn() {
 }
 
 #[test]
-fn stages_that_need_the_whole_batch_wait_for_the_last_wave() {
+fn stages_that_need_the_entire_batch_wait_for_the_last_wave() {
     let spec = StageSpec::new()
         .reads(REWARDS)
         .rows(RowRule::Sink)
@@ -354,14 +354,14 @@ fn stages_that_need_the_whole_batch_wait_for_the_last_wave() {
 }
 
 #[test]
-fn a_filter_before_the_filter_may_drop_a_whole_wave() {
+fn an_earlier_filter_may_drop_an_entire_wave() {
     let lucky = Key::<Scalar<u64>>::new("lucky", "[B]", "", "1");
     let spec = StageSpec::new()
         .reads(PROMPTS)
         .writes(lucky)
         .rows(RowRule::Filter)
         .cardinality(Cardinality::Group);
-    // Nothing of waves 0 and 2, half of the others.
+    // Drops waves 0 and 2, and half of the others.
     let sieve = stage("sieve", spec, move |input, context| {
         let id = input.ids()[0];
         if id.wave().is_multiple_of(2) || id.row().is_multiple_of(2) {

@@ -32,12 +32,12 @@ fn too_few_groups_end_the_run_before_the_update() {
     ));
     assert_eq!(weights(&mut run), before);
     assert_eq!(run.steps_done(), 1);
-    // The run can be asked again.
+    // The run is still usable.
     assert!(run.step_at(1).is_ok());
 }
 
 #[test]
-fn a_step_may_go_on_with_fewer_groups_but_not_with_none() {
+fn a_step_may_continue_with_fewer_groups_but_not_with_none() {
     let config = Refill {
         on_short: OnShort::Continue,
         ..refill(4, 2)
@@ -53,7 +53,7 @@ fn a_step_may_go_on_with_fewer_groups_but_not_with_none() {
 }
 
 #[test]
-fn one_wave_needs_nothing_of_the_source() {
+fn a_single_wave_requires_nothing_of_the_source() {
     let plain = source();
     let pipe = |groups| {
         let filter = filter(refill(groups, 1), |_, id| id.row().is_multiple_of(2));
@@ -66,14 +66,14 @@ fn one_wave_needs_nothing_of_the_source() {
 }
 
 #[test]
-fn a_hung_reward_in_the_second_wave_costs_its_row() {
+fn a_hung_reward_in_the_second_wave_loses_only_its_row() {
     let release = Arc::new(Count::default());
-    let held = release.clone();
+    let gate = release.clone();
     let spec = reward_spec().deadline(Duration::from_millis(80));
     let reward = stage("reward", spec, move |input, context| {
         let id = input.ids()[0];
         if (id.wave(), id.row(), id.sample_index()) == (1, 2, 1) {
-            let _ = held.reaches(1);
+            let _ = gate.reaches(1);
         }
         score(input, context)
     });
@@ -105,7 +105,7 @@ fn a_hung_reward_in_the_second_wave_costs_its_row() {
 }
 
 #[test]
-fn a_null_of_the_second_wave_reaches_the_stages_behind() {
+fn a_null_of_the_second_wave_reaches_the_next_stages() {
     let reward = stage("reward", reward_spec(), |input, context| {
         let lost = |id: &RowId| id.wave() == 1 && id.sample_index() == 1;
         if input.ids().iter().any(lost) {
@@ -129,14 +129,14 @@ fn a_null_of_the_second_wave_reaches_the_stages_behind() {
     let filter = filter(refill(3, 2), |_, id| id.row() % 3 == 2);
     let mut run = start_with(&refilling(filter, vec![reward, count]), options());
     let metrics = run.step().unwrap().metrics;
-    // One response of each of the six groups of wave 1, of which one group goes on.
+    // One response in each of the six groups of wave 1; one of the groups is passed on.
     assert_eq!(metrics.get("reward/row_errors"), Some(6.0));
     assert_eq!(nulls.get(), 1);
 }
 
 #[test]
-fn a_source_that_repeats_its_rows_or_miscounts_a_wave_is_told() {
-    let told = |source: StageDecl| {
+fn a_source_that_repeats_rows_or_miscounts_a_wave_is_an_error() {
+    let error_of = |source: StageDecl| {
         let filter = filter(refill(4, 3), |_, _| false);
         let mut run = start_with(&refilling(filter, vec![source]), options());
         run.step().unwrap_err().to_string()
@@ -145,7 +145,7 @@ fn a_source_that_repeats_its_rows_or_miscounts_a_wave_is_told() {
         context.wave = 0;
         draw(context)
     });
-    let text = told(again);
+    let text = error_of(again);
     assert!(
         text.contains("`prompts` emitted sample 0.5#0 (row 6 of the data set) twice"),
         "{text}"
@@ -158,12 +158,12 @@ fn a_source_that_repeats_its_rows_or_miscounts_a_wave_is_told() {
         }
         draw(context)
     });
-    let text = told(more);
+    let text = error_of(more);
     assert!(text.contains("6 rows a wave"), "{text}");
     let fewer = stage("prompts", source_spec(), |_, context| match context.wave {
         0 => draw(context),
         _ => Ok(()),
     });
-    let text = told(fewer);
-    assert!(text.contains("6 rows short of 6"), "{text}");
+    let text = error_of(fewer);
+    assert!(text.contains("6 of 6 rows missing"), "{text}");
 }

@@ -1,4 +1,4 @@
-//! Disks that have too little room: what is refused before the first step, and what gives way while a run goes on.
+//! Disks with too little space: errors before the first step, and what is given up during a run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use crate::run::error::RunError;
 use crate::run::trainer::{Trainer, TrainerOptions};
 use crate::stage::{BuildContext, ConfigError};
 
-/// The numbers, told to take a megabyte when they are saved.
+/// The numbers, declared to occupy a megabyte when saved.
 struct Large;
 
 const MODEL: u64 = 1 << 20;
@@ -54,9 +54,9 @@ fn large(dir: &Path, steps: u64) -> DataPipe {
     pipe
 }
 
-/// Where an error says that a model was saved.
-pub(super) fn elsewhere(error: &str) -> PathBuf {
-    let (_, rest) = error.split_once("it is saved in `").expect("a place");
+/// The path where an error says that a model was saved.
+pub(super) fn saved_path(error: &str) -> PathBuf {
+    let (_, rest) = error.split_once("it is saved in `").expect("a path");
     PathBuf::from(rest.split('`').next().expect("its end"))
 }
 
@@ -71,7 +71,7 @@ fn size_of(dir: &Path) -> u64 {
     sizes.sum()
 }
 
-/// A trainer on a disk of `disk` bytes, on which only the run folder lies.
+/// A trainer on a disk of `disk` bytes that contains only the run folder.
 fn on_a_disk(pipe: &DataPipe, disk: u64) -> (Result<Trainer, RunError>, Page) {
     let page = Page::default();
     let options = TrainerOptions {
@@ -87,19 +87,19 @@ fn on_a_disk(pipe: &DataPipe, disk: u64) -> (Result<Trainer, RunError>, Page) {
 }
 
 #[test]
-fn a4_a_disk_without_room_for_the_model_is_told_before_the_first_step() {
+fn a4_a_disk_without_space_for_the_model_is_an_error_before_the_first_step() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let (made, _) = on_a_disk(&large(&dir, 3), MODEL);
-    let error = made.err().expect("no room");
+    let error = made.err().expect("not enough space");
     assert_eq!(error.code(), "R020");
     let text = error.to_string();
     assert!(
-        text.contains(" free, but saving `actor` at the end takes 1.1 MiB"),
+        text.contains(" free, but saving `actor` at the end needs 1.1 MiB"),
         "{text}"
     );
     assert!(!dir.exists());
-    // A run that saves nothing needs none.
+    // A run that saves no model needs no space.
     let mut pipe = large(&dir, 1);
     pipe.run.save = Some(Vec::new());
     let (made, _) = on_a_disk(&pipe, MODEL);
@@ -107,35 +107,35 @@ fn a4_a_disk_without_room_for_the_model_is_told_before_the_first_step() {
 }
 
 #[test]
-fn a4_the_trace_gives_way_to_the_model() {
+fn a4_the_trace_leaves_space_for_the_model() {
     for in_full in [false, true] {
         let temp = tempfile::tempdir().unwrap();
         let dir = temp.path().join("run");
         let steps = 60;
         let mut pipe = large(&dir, steps);
         pipe.trace.every = in_full.then_some(1);
-        // Room for the model and little else: what the trace of all steps takes is more.
+        // Space for the model and little else: the trace of all steps needs more.
         let disk = MODEL + (400 << 10);
         let (made, page) = on_a_disk(&pipe, disk);
         made.unwrap().train().unwrap();
-        let told = status(&dir);
+        let end = status(&dir);
         assert_eq!(
-            (&told["status"], &told["saved"]),
+            (&end["status"], &end["saved"]),
             (&json!("finished"), &json!(["actor"]))
         );
         assert_eq!(lines(&dir, "metrics.jsonl").len(), steps as usize);
         assert!(size_of(&dir) + MODEL <= disk, "{} bytes", size_of(&dir));
         let text = page.text();
         assert!(
-            text.contains("are kept for saving the models; the run goes on"),
+            text.contains("are reserved for saving the models; the run continues"),
             "{text}"
         );
         assert_eq!(
-            text.contains("steps in full may take 4096 MB"),
+            text.contains("full steps may use 4096 MB"),
             in_full,
             "{text}"
         );
-        // With room enough nothing is told, and more is recorded.
+        // With enough space there is no warning, and more is recorded.
         let roomy = temp.path().join("roomy");
         pipe.run.dir = roomy.clone();
         let (made, page) = on_a_disk(&pipe, 64 << 30);
@@ -146,14 +146,14 @@ fn a4_the_trace_gives_way_to_the_model() {
 }
 
 #[test]
-fn a_disk_that_others_fill_ends_the_run_while_its_models_still_fit() {
+fn a_disk_filled_by_others_ends_the_run_while_the_models_still_fit() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let left = Arc::new(AtomicU64::new(64 << 20));
-    let told = left.clone();
+    let reported = left.clone();
     let options = TrainerOptions {
         run: options(),
-        free_space: Some(Arc::new(move |_| Some(told.load(Ordering::SeqCst)))),
+        free_space: Some(Arc::new(move |_| Some(reported.load(Ordering::SeqCst)))),
         ..TrainerOptions::default()
     };
     let plan = large(&dir, 9).plan().expect("a plan");
@@ -166,17 +166,17 @@ fn a_disk_that_others_fill_ends_the_run_while_its_models_still_fit() {
     let error = trainer.train().unwrap_err();
     assert_eq!(error.code(), "R014");
     let text = error.to_string();
-    assert!(text.contains("are kept for saving the models"), "{text}");
-    let told = status(&dir);
+    assert!(text.contains("are reserved for saving the models"), "{text}");
+    let end = status(&dir);
     assert_eq!(
-        (&told["status"], &told["saved"]),
+        (&end["status"], &end["saved"]),
         (&json!("failed"), &json!(["actor"]))
     );
     assert!(dir.join("model/actor/weights.txt").is_file());
 }
 
 #[test]
-fn a_model_that_the_disk_of_the_run_refuses_is_saved_elsewhere() {
+fn a_model_that_does_not_fit_is_saved_to_a_temporary_folder() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("refused");
     let mut pipe = large(&dir, 2);
@@ -185,19 +185,19 @@ fn a_model_that_the_disk_of_the_run_refuses_is_saved_elsewhere() {
     let mut trainer = made.unwrap();
     trainer.step().unwrap();
     trainer.step().unwrap();
-    // A file in the place of the models' folder.
+    // A file in place of the folder of the models.
     fs::write(dir.join("model"), "taken").unwrap();
     let text = trainer.finish().unwrap_err().to_string();
     assert!(text.starts_with("cannot save model `actor`: "), "{text}");
-    let told = status(&dir);
+    let end = status(&dir);
     assert_eq!(
-        (&told["status"], &told["step"]),
+        (&end["status"], &end["step"]),
         (&json!("failed"), &json!(2))
     );
-    assert_eq!(told.get("saved"), None);
-    let place = elsewhere(&text);
+    assert_eq!(end.get("saved"), None);
+    let place = saved_path(&text);
     assert!(
-        told["reason"]
+        end["reason"]
             .as_str()
             .unwrap()
             .contains(&place.display().to_string())
@@ -205,12 +205,12 @@ fn a_model_that_the_disk_of_the_run_refuses_is_saved_elsewhere() {
     let saved = fs::read_to_string(place.join("weights.txt")).expect("the weights");
     fs::remove_dir_all(place.parent().expect("a folder")).unwrap();
     assert!(saved.starts_with('['), "{saved}");
-    // The weights are there still: once there is room, all ends well.
+    // The weights are still in memory: once there is space, saving succeeds.
     fs::remove_file(dir.join("model")).unwrap();
     trainer.finish().unwrap();
-    let told = status(&dir);
+    let end = status(&dir);
     assert_eq!(
-        (&told["status"], &told["saved"]),
+        (&end["status"], &end["saved"]),
         (&json!("finished"), &json!(["actor"]))
     );
     let again = fs::read_to_string(dir.join("model/actor/weights.txt"));
@@ -218,7 +218,7 @@ fn a_model_that_the_disk_of_the_run_refuses_is_saved_elsewhere() {
 }
 
 #[test]
-fn the_system_tells_the_room_of_a_disk() {
+fn the_system_reports_the_free_space_of_a_disk() {
     let temp = tempfile::tempdir().unwrap();
     let free = crate::run::space::free_space(temp.path());
     assert_eq!(free.is_some(), cfg!(unix));

@@ -1,4 +1,4 @@
-//! Rows that fail in a stage: which end the step, and what is told of each.
+//! Rows that fail in a stage: which of them end the step, and how they are reported.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,14 +23,14 @@ fn rewarded(dir: &Path, steps: u64, reward: StageDecl) -> DataPipe {
     let mut pipe = pipeline(vec![reward]);
     pipe.run.steps = steps;
     pipe.run.dir = dir.to_owned();
-    // Its rules would warn of the fakes' rewards.
+    // The rules would warn about the rewards of the fakes.
     pipe.trace.stats = false;
     pipe
 }
 
 type Fault = fn(Batch, &mut StageContext<'_>) -> Result<(), StageError>;
 
-/// Rewards as users write them by mistake, and how each is told.
+/// Typical mistakes in rewards, and how each is reported.
 const FAULTS: [(&str, &str, Fault); 4] = [
     ("panicked", "a user's mistake (at ", |_, _| {
         panic!("a user's mistake")
@@ -74,16 +74,16 @@ fn p3_2_a_reward_that_fails_in_every_row_fails_the_step() {
             text.starts_with("step 1, stage `reward`: all 18 rows failed, so nothing is left to learn from\n  18 "),
             "{text}"
         );
-        for words in [reason, "(first sample 0.0#0, of row 1 of the data)"] {
+        for words in [reason, "(first: sample 0.0#0, row 1 of the data)"] {
             assert!(text.contains(words), "{name}: {text}");
         }
-        // Nothing was learnt, and the folder says why.
-        let told = status(&dir);
+        // Nothing was trained, and the folder says why.
+        let end = status(&dir);
         assert_eq!(
-            (&told["status"], &told["step"]),
+            (&end["status"], &end["step"]),
             (&json!("failed"), &json!(0))
         );
-        assert!(told["reason"].as_str().unwrap().contains(reason), "{told}");
+        assert!(end["reason"].as_str().unwrap().contains(reason), "{end}");
         assert!(!dir.join("model").exists());
         let rows = lines(&dir, "row_errors.jsonl");
         assert_eq!(rows.len(), 18, "{name}");
@@ -111,16 +111,16 @@ fn a_reward_that_hangs_in_every_row_fails_the_step() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let release = Arc::new(Count::default());
-    let held = release.clone();
+    let gate = release.clone();
     let spec = reward_spec().deadline(Duration::from_millis(30));
-    let reward = stage("reward", spec, move |_, _| held.reaches(1));
+    let reward = stage("reward", spec, move |_, _| gate.reaches(1));
     let (made, _) = trainer(&rewarded(&dir, 3, reward), CancelToken::default());
     let error = made.unwrap().train().unwrap_err();
     release.add();
     let text = error.to_string();
     assert!(matches!(error, RunError::RowsFailed(_)), "{text}");
     assert!(
-        text.contains("18 timed out: no answer within the deadline of 0.03 s (first sample 0.0#0"),
+        text.contains("18 timed out: no answer within the deadline of 0.03 s (first: sample 0.0#0"),
         "{text}"
     );
     let rows = lines(&dir, "row_errors.jsonl");
@@ -131,7 +131,7 @@ fn a_reward_that_hangs_in_every_row_fails_the_step() {
     );
 }
 
-/// Fails in the first `failing` rows of a step, by their order in the data.
+/// Fails in the first `failing` rows of a step, in the order of the data.
 fn failing(failing: u64) -> StageDecl {
     stage(
         "reward",
@@ -149,7 +149,7 @@ fn failing(failing: u64) -> StageDecl {
 
 #[test]
 fn how_many_rows_may_fail_is_a_setting() {
-    // 18 rows: a third of them is the limit, and one more is too many.
+    // 18 rows with a limit of a third: one more is too many.
     for (rows, share, fails) in [
         (17, 1.0, false),
         (18, 1.0, true),
@@ -173,15 +173,15 @@ fn how_many_rows_may_fail_is_a_setting() {
                 if rows == 7 {
                     let text = error.to_string();
                     assert!(
-                        text.contains("7 of 18 rows failed, more than the share of 0.333"),
+                        text.contains("7 of 18 rows failed, more than the allowed share of 0.333"),
                         "{text}"
                     );
                     assert!(
-                        text.contains("4 failed: reason 0 (first sample 0.0#0"),
+                        text.contains("4 failed: reason 0 (first: sample 0.0#0"),
                         "{text}"
                     );
                     assert!(
-                        text.contains("3 failed: reason 1 (first sample 0.0#1"),
+                        text.contains("3 failed: reason 1 (first: sample 0.0#1"),
                         "{text}"
                     );
                 }
@@ -191,14 +191,14 @@ fn how_many_rows_may_fail_is_a_setting() {
     let mut pipe = pipeline(vec![]);
     for share in [-0.1, 1.5, f64::NAN] {
         pipe.run.max_failed_share = share;
-        let findings = pipe.plan().err().expect("no share");
+        let findings = pipe.plan().err().expect("an invalid share");
         assert_eq!(findings[0].code, "C005");
         assert!(findings[0].to_string().contains("max_failed_share"));
     }
 }
 
 #[test]
-fn rows_that_fail_in_each_of_several_waves_are_told_before_the_want_of_signal() {
+fn failed_rows_are_reported_before_a_missing_signal() {
     let spec = StageSpec::new()
         .reads(REWARDS)
         .writes(GROUP_MEANS)
@@ -225,7 +225,7 @@ fn rows_that_fail_in_each_of_several_waves_are_told_before_the_want_of_signal() 
 }
 
 #[test]
-fn p2_each_row_that_failed_is_told_with_status_and_reason() {
+fn p2_each_failed_row_is_reported_with_status_and_reason() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let reward = stage("reward", reward_spec().slice_rows(1), |input, context| {
@@ -241,7 +241,7 @@ fn p2_each_row_that_failed_is_told_with_status_and_reason() {
     let (made, page) = trainer(&pipe, CancelToken::default());
     made.unwrap().train().unwrap();
     let rows = lines(&dir, "row_errors.jsonl");
-    let told: Vec<(u64, &str, &str)> = rows
+    let found: Vec<(u64, &str, &str)> = rows
         .iter()
         .map(|row| {
             let text = |name: &str| row[name].as_str().unwrap();
@@ -253,7 +253,7 @@ fn p2_each_row_that_failed_is_told_with_status_and_reason() {
         })
         .collect();
     assert_eq!(
-        told,
+        found,
         [
             (1, "0.2#1", "panicked"),
             (1, "0.3#0", "failed"),
@@ -266,14 +266,14 @@ fn p2_each_row_that_failed_is_told_with_status_and_reason() {
         reason.starts_with("row 8 has no unit (at ") && reason.contains("row_errors.rs:"),
         "{reason}"
     );
-    // The samples of the step say so too, and the others do not.
+    // The failed samples of the step say so, and the others do not.
     let samples = lines(&dir, "samples.jsonl");
     let of = |id: &str| samples.iter().find(|sample| sample["id"] == id).unwrap();
     assert_eq!(of("0.2#1")["status"], "panicked");
     assert_eq!(of("0.2#1")["failed_in"], "reward");
     assert_eq!(of("0.2#1")["reward"], Value::Null);
     assert_eq!(of("0.2#0").get("status"), None);
-    // Each step is warned of once, on the console and in the folder.
+    // There is one warning per step, on the console and in the folder.
     let warnings = lines(&dir, "warnings.jsonl");
     let of_rows: Vec<&Value> = warnings
         .iter()
@@ -291,7 +291,7 @@ fn p2_each_row_that_failed_is_told_with_status_and_reason() {
         "{text}"
     );
     assert!(
-        text.contains("and for 1 other reason; `row_errors.jsonl` lists them"),
+        text.contains("; and 1 other reason; `row_errors.jsonl` lists them"),
         "{text}"
     );
     assert_eq!(status(&dir)["warnings"], warnings.len());
@@ -325,7 +325,7 @@ fn p2_slow_rows_are_listed_and_rows_are_timed() {
         metrics["perf/stage/reward_row_s_max"].as_f64().unwrap(),
     );
     assert!(median < longest && longest >= 1.1, "{median} {longest}");
-    // Rows that failed in nothing are no warning.
+    // Slow rows alone cause no warning.
     assert!(!dir.join("warnings.jsonl").exists());
 }
 
@@ -364,7 +364,7 @@ fn the_list_of_rows_is_bounded_and_counts_the_rest() {
 }
 
 #[test]
-fn a_step_to_whose_update_no_row_comes_says_so() {
+fn a_step_whose_update_receives_no_row_is_reported() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let spec = StageSpec::new()
@@ -416,14 +416,14 @@ fn a_step_to_whose_update_no_row_comes_says_so() {
     let text = page.text();
     assert!(
         text.contains(
-            "warning: step 2, stage `update`: no row came to it, so the step learnt nothing"
+            "warning: step 2, stage `update`: it received no rows, so the step did not train"
         ),
         "{text}"
     );
 }
 
 #[test]
-fn a_reward_that_gives_null_for_every_row_is_warned_of() {
+fn a_reward_that_is_null_for_every_row_causes_a_warning() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("run");
     let reward = stage(
@@ -431,7 +431,7 @@ fn a_reward_that_gives_null_for_every_row_is_warned_of() {
         reward_spec().slice_rows(1),
         |mut input, context| {
             let id = input.ids()[0];
-            // Of the second step one row has a reward.
+            // In the second step one row has a reward.
             let scored = context.step == 2 && id.row() == 7 && id.sample_index() == 0;
             input.put(&REWARDS, vec![scored.then_some(0.5f32)])?;
             context.emit(input)
@@ -441,10 +441,9 @@ fn a_reward_that_gives_null_for_every_row_is_warned_of() {
     made.unwrap().train().unwrap();
     let text = page.text();
     for step in [1, 3] {
-        let told = format!(
-            "warning: step {step}, stage `reward`: no row has a result: it gave null for 18 of 18"
-        );
-        assert_eq!(text.matches(&told).count(), 1, "{text}");
+        let warning =
+            format!("warning: step {step}, stage `reward`: no row has a result: 18 of 18 are null");
+        assert_eq!(text.matches(&warning).count(), 1, "{text}");
     }
     assert_eq!(text.matches("no row has a result").count(), 2, "{text}");
     assert!(!dir.join("row_errors.jsonl").exists());

@@ -38,14 +38,14 @@ fn sampled(stages: Vec<StageDecl>, count: usize) -> Vec<Value> {
 fn rows_are_spread_over_the_step() {
     let all = sampled(vec![worded()], BATCH.prompts * SAMPLES);
     assert_eq!(all.len(), 18);
-    // More than there are.
+    // More than the step has.
     assert_eq!(sampled(vec![worded()], 100), all);
     assert_eq!(sampled(vec![worded()], 2), [all[0].clone(), all[9].clone()]);
     assert_eq!(sampled(vec![worded()], 0), [] as [Value; 0]);
 }
 
 #[test]
-fn a_row_tells_what_there_is() {
+fn a_row_has_all_available_fields() {
     let row = sampled(vec![worded()], 1).remove(0);
     let names: Vec<&str> = row
         .as_object()
@@ -74,12 +74,12 @@ fn a_row_tells_what_there_is() {
     );
     assert_eq!(row["response"], "105-205");
     assert_eq!(row["reward"], 10.5);
-    // All samples of a prompt begin with the same token, so all earn the same.
+    // All samples of a prompt start with the same token, so all have the same reward.
     assert_eq!(row["advantage"], 0.0);
 }
 
 #[test]
-fn a_text_that_a_stage_wrote_is_not_made_again() {
+fn a_text_that_a_stage_wrote_is_not_decoded_again() {
     let spec = reward_spec().writes(RESPONSE_TEXTS);
     let reward = single("reward", spec, |mut input, context| {
         let rows = input.num_rows();
@@ -118,7 +118,7 @@ fn keys_with_another_name_are_found() {
 }
 
 #[test]
-fn behind_a_filter_only_kept_rows_are_told() {
+fn after_a_filter_only_kept_rows_are_sampled() {
     let spec = StageSpec::new()
         .reads(REWARDS)
         .writes(GROUP_MEANS)
@@ -136,7 +136,7 @@ fn behind_a_filter_only_kept_rows_are_told() {
     let inner = judged.build.clone();
     judged.build = std::sync::Arc::new(move |context| {
         let stage = inner(context)?;
-        Ok(Box::new(Behind(stage)))
+        Ok(Box::new(AfterFilter(stage)))
     });
     let update = StageSpec::new()
         .reads(crate::keys::ADVANTAGES)
@@ -152,10 +152,10 @@ fn behind_a_filter_only_kept_rows_are_told() {
     assert!(rows.iter().all(|row| row["advantage"].is_number()));
 }
 
-/// A stage that works on the rows that a filter kept.
-struct Behind(Box<dyn crate::stage::Stage>);
+/// A stage that processes the rows that a filter kept.
+struct AfterFilter(Box<dyn crate::stage::Stage>);
 
-impl crate::stage::Stage for Behind {
+impl crate::stage::Stage for AfterFilter {
     fn spec(&self) -> StageSpec {
         self.0.spec().reads(GROUP_MEANS)
     }

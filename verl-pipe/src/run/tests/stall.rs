@@ -15,7 +15,7 @@ use crate::stage::{Stage, StageContext, StageError, StageSpec};
 use crate::trace::config::{TraceConfig, TraceWeights};
 use crate::trace::rules::{Hit, Rule, RuleDecl, StepView};
 
-/// Times as they differ from run to run.
+/// Replaces times, which vary from run to run.
 fn without_times(text: &str) -> String {
     let mut words = Vec::new();
     for word in text.split(' ') {
@@ -29,11 +29,11 @@ fn without_times(text: &str) -> String {
 fn a_deadline_leaves_behind_what_was_pending() {
     let temp = tempfile::tempdir().unwrap();
     let release = Arc::new(Count::default());
-    let held = release.clone();
+    let gate = release.clone();
     let generate = single("generate", generate_spec(), move |input, context| {
         let first = respond(&input.split(1)[0], context)?;
         context.emit(first)?;
-        held.reaches(1)
+        gate.reaches(1)
     });
     let mut pipe = pipeline(vec![generate]);
     pipe.run.stage_deadline_s = 0.4;
@@ -53,13 +53,13 @@ fn a_deadline_leaves_behind_what_was_pending() {
 }
 
 #[test]
-fn a_long_wait_is_told_and_forgotten_when_it_is_over() {
+fn a_long_wait_is_reported_until_it_is_over() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().to_owned();
     let seen = Arc::new(std::sync::Mutex::new(None));
     let kept = seen.clone();
     let generate = single("generate", generate_spec(), move |input, context| {
-        // Half of the deadline passes before the run tells what it waits for.
+        // The run reports the wait after half of the deadline.
         for _ in 0..1_500 {
             if let Ok(Some(report)) = StallReport::read(&dir) {
                 *kept.lock().unwrap() = Some(report);
@@ -81,7 +81,7 @@ fn a_long_wait_is_told_and_forgotten_when_it_is_over() {
     };
     let mut run = start_with(&pipe, with_folder);
     run.step().unwrap();
-    let report = seen.lock().unwrap().take().expect("it was told");
+    let report = seen.lock().unwrap().take().expect("a report");
     assert_eq!(report.error, None);
     assert_eq!(report.running[0].stage, "generate");
     let waiting: Vec<&str> = report
@@ -93,8 +93,8 @@ fn a_long_wait_is_told_and_forgotten_when_it_is_over() {
     assert_eq!(StallReport::read(temp.path()).unwrap(), None);
 }
 
-/// Waits until the run has told what it waits for; gives it.
-fn told(dir: &Path) -> Option<StallReport> {
+/// Waits until the run reports what it waits for, and returns the report.
+fn wait_for_report(dir: &Path) -> Option<StallReport> {
     for _ in 0..3_000 {
         if let Ok(Some(report)) = StallReport::read(dir) {
             return Some(report);
@@ -104,23 +104,23 @@ fn told(dir: &Path) -> Option<StallReport> {
     None
 }
 
-/// What was seen by a stage or rule that hung until it was told.
-type Kept = Arc<std::sync::Mutex<Option<StallReport>>>;
+/// The report that a stage or rule saw while it was hanging.
+type SeenReport = Arc<std::sync::Mutex<Option<StallReport>>>;
 
 #[test]
-fn an_observer_that_takes_long_is_named_and_stays_named_when_it_hangs() {
+fn a_slow_observer_is_reported_and_the_report_of_a_hung_one_stays() {
     let temp = tempfile::tempdir().unwrap();
-    let (dir, seen) = (temp.path().to_owned(), Kept::default());
+    let (dir, seen) = (temp.path().to_owned(), SeenReport::default());
     let kept = seen.clone();
     let release = Arc::new(Count::default());
-    let held = release.clone();
+    let gate = release.clone();
     let spec = StageSpec::new().observer(1);
     let observer = single("eval", spec, move |_, context| match context.step {
         0 => {
-            *kept.lock().unwrap() = told(&dir);
+            *kept.lock().unwrap() = wait_for_report(&dir);
             Ok(())
         }
-        _ => held.reaches(1),
+        _ => gate.reaches(1),
     });
     let mut pipe = pipeline(vec![observer]);
     pipe.run.stage_deadline_s = 2.0;
@@ -130,7 +130,7 @@ fn an_observer_that_takes_long_is_named_and_stays_named_when_it_hangs() {
     };
     let mut run = start_with(&pipe, with_folder);
     run.observe(0).unwrap();
-    let report = seen.lock().unwrap().take().expect("it was told");
+    let report = seen.lock().unwrap().take().expect("a report");
     assert_eq!((report.step, &report.error), (0, &None));
     assert_eq!(report.running[0].stage, "eval");
     assert_eq!(report.running[0].on, "the host pool");
@@ -147,8 +147,8 @@ fn an_observer_that_takes_long_is_named_and_stays_named_when_it_hangs() {
     release.add();
 }
 
-/// Looks until the run has told that it waits for it.
-struct Hangs(PathBuf, Kept);
+/// Hangs until the run reports that it waits for this rule.
+struct Hangs(PathBuf, SeenReport);
 
 impl Rule for Hangs {
     fn name(&self) -> &str {
@@ -159,7 +159,7 @@ impl Rule for Hangs {
     }
     fn before_update(&mut self, view: &StepView<'_>, _limit: f64) -> Vec<Hit> {
         if view.step == 2 {
-            *self.1.lock().unwrap() = told(&self.0);
+            *self.1.lock().unwrap() = wait_for_report(&self.0);
         }
         Vec::new()
     }
@@ -186,14 +186,14 @@ fn trainer_in(
 }
 
 #[test]
-fn a_rule_that_takes_long_is_named() {
+fn a_slow_rule_is_reported() {
     let temp = tempfile::tempdir().unwrap();
-    let (dir, seen) = (temp.path().join("run"), Kept::default());
+    let (dir, seen) = (temp.path().join("run"), SeenReport::default());
     let (place, kept) = (dir.clone(), seen.clone());
     let rule = RuleDecl::new(move || Hangs(place.clone(), kept.clone()));
     let mut trainer = trainer_in(&dir, Vec::new(), Default::default(), vec![rule]);
-    trainer.train().expect("it ends well");
-    let report = seen.lock().unwrap().take().expect("it was told");
+    trainer.train().expect("it succeeds");
+    let report = seen.lock().unwrap().take().expect("a report");
     assert_eq!(report.step, 2);
     insta::assert_snapshot!(without_times(&report.to_string()), @r"
     step 2: nothing came for TIME s
@@ -202,10 +202,10 @@ fn a_rule_that_takes_long_is_named() {
     assert_eq!(StallReport::read(&dir).unwrap(), None);
 }
 
-/// Scores; its state takes long to read the second time, the first being at the start.
+/// Scores rows; reading its state is slow the second time (the first time is at the start).
 struct Slow {
     dir: PathBuf,
-    kept: Kept,
+    kept: SeenReport,
     asked: usize,
 }
 
@@ -219,16 +219,16 @@ impl Stage for Slow {
     fn snapshot(&mut self) -> Result<Option<Snapshot>, StageError> {
         self.asked += 1;
         if self.asked == 2 {
-            *self.kept.lock().unwrap() = told(&self.dir);
+            *self.kept.lock().unwrap() = wait_for_report(&self.dir);
         }
         Ok(None)
     }
 }
 
 #[test]
-fn a_stage_whose_state_takes_long_to_read_is_named() {
+fn a_stage_whose_state_is_slow_to_read_is_reported() {
     let temp = tempfile::tempdir().unwrap();
-    let (dir, seen) = (temp.path().join("run"), Kept::default());
+    let (dir, seen) = (temp.path().join("run"), SeenReport::default());
     let (at, kept) = (dir.clone(), seen.clone());
     let slow = stage_with(move |_| {
         Ok(Box::new(Slow {
@@ -247,8 +247,8 @@ fn a_stage_whose_state_takes_long_to_read_is_named() {
         ..Default::default()
     };
     let mut trainer = trainer_in(&dir, vec![slow], trace, Vec::new());
-    trainer.train().expect("it ends well");
-    let report = seen.lock().unwrap().take().expect("it was told");
+    trainer.train().expect("it succeeds");
+    let report = seen.lock().unwrap().take().expect("a report");
     insta::assert_snapshot!(without_times(&report.to_string()), @r"
     step 1: nothing came for TIME s
       `reward` runs on the run's own thread for TIME s of TIME s; it owes its state at the start of step 1

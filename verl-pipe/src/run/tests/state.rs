@@ -6,7 +6,7 @@ use crate::resource::{Snapshot, WeightsVersion};
 use crate::run::runner::RunOptions;
 use crate::stage::{Metric, Reduce, RowRule, Stage, StageContext, StageError, StageSpec};
 
-/// Counts the rows that it has ever seen.
+/// Counts all rows that it has seen.
 struct Counter {
     rows: u64,
 }
@@ -48,7 +48,7 @@ impl Stage for Counter {
         self.rows = *snapshot
             .state
             .downcast_ref()
-            .ok_or_else(|| StageError::failed("not a counter's"))?;
+            .ok_or_else(|| StageError::failed("not a snapshot of a counter"))?;
         Ok(())
     }
 }
@@ -91,7 +91,7 @@ fn a_restored_step_repeats_bit_by_bit() {
 }
 
 #[test]
-fn observers_run_before_between_and_after() {
+fn observers_run_before_between_and_after_steps() {
     const WEIGHT: Metric = Metric {
         name: "eval/weight",
         unit: "",
@@ -126,7 +126,7 @@ fn observers_run_before_between_and_after() {
 }
 
 #[test]
-fn what_the_engine_measures() {
+fn the_engine_records_its_metrics() {
     let mut run = start(vec![]);
     let metrics = run.step().unwrap().metrics;
     for name in [
@@ -144,14 +144,14 @@ fn what_the_engine_measures() {
 }
 
 #[test]
-fn an_observer_that_hangs_or_emits_is_told() {
+fn an_observer_that_hangs_or_emits_rows_is_an_error() {
     let release = Arc::new(super::streaming::Count::default());
-    let held = release.clone();
+    let gate = release.clone();
     let hangs = single(
         "eval",
         StageSpec::new().observer(1),
         move |_, context| match context.step {
-            0 => held.reaches(1),
+            0 => gate.reaches(1),
             _ => context.emit(crate::batch::Batch::with_rows(&[crate::batch::RowId(5)])),
         },
     );

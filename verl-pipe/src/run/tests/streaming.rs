@@ -10,7 +10,7 @@ use crate::run::runner::RunOptions;
 use crate::stage::{Cardinality, RowRule, StageError, StageSpec};
 use crate::trace::tap::{Tap, TapPoint};
 
-/// Counts up; threads wait until a count is reached, and fail after 20 seconds.
+/// A counter; threads wait until it reaches a value, and fail after 20 seconds.
 #[derive(Default)]
 pub(super) struct Count(Mutex<usize>, Condvar);
 
@@ -42,8 +42,8 @@ fn rewards_run_while_the_only_worker_generates() {
     let seen = scored.clone();
     let generate = single("generate", generate_spec(), move |input, context| {
         for (done, prompt) in input.split(1).iter().enumerate() {
-            // All prompts before this one must have been scored while this call still runs. A call of `reward` takes
-            // 8 rows, so that the newest groups may not be complete.
+            // All prompts before this one must be scored while this call is still running. A call of `reward` takes 8
+            // rows, so the most recent groups may be incomplete.
             seen.reaches((done * SAMPLES) / 8)?;
             let group = respond(prompt, context)?;
             context.emit(group)?;
@@ -59,7 +59,7 @@ fn rewards_run_while_the_only_worker_generates() {
     start(vec![generate, reward]).step().unwrap();
 }
 
-/// All batches that went over the edges, by stage and rows.
+/// All batches that passed the edges, by stage and rows.
 #[derive(Default)]
 pub(super) struct Recorder(pub Mutex<Vec<(String, usize, bool, Batch)>>);
 
@@ -74,7 +74,7 @@ impl Tap for Recorder {
 
 impl Recorder {
     fn note(&self, point: TapPoint<'_>, output: bool, batch: &Batch) {
-        // What a tap does with its copy reaches nobody.
+        // Changes to the copy of a tap do not reach any stage.
         let mut copy = batch.rename(&[("rewards", "stolen")]);
         copy.put(
             &PROMPTS,
@@ -85,7 +85,7 @@ impl Recorder {
         self.0.lock().unwrap().push(place);
     }
 
-    /// In an order that does not depend on timing: rows one by one.
+    /// The individual rows, in an order that does not depend on timing.
     pub(super) fn rows(&self) -> Vec<(String, bool, u64, String)> {
         let mut rows = Vec::new();
         for (stage, _, output, batch) in self.0.lock().unwrap().iter() {
@@ -246,7 +246,7 @@ fn a_tap_sees_every_edge_and_alters_nothing() {
 }
 
 #[test]
-fn emit_blocks_while_readers_are_behind() {
+fn emit_blocks_while_readers_lag() {
     let emitted = Arc::new(Count::default());
     let gate = Arc::new(Count::default());
     let (seen, opened) = (emitted.clone(), gate.clone());
@@ -281,7 +281,7 @@ fn emit_blocks_while_readers_are_behind() {
     };
     let mut run = start_with(&pipe, options);
     let step = std::thread::spawn(move || run.step().map(|output| output.metrics));
-    // Rows that may be out: in the channel, waiting for a thread, handed to threads, and one each on the way.
+    // Rows that can be pending: in the channel, waiting for a thread, assigned to threads, and one each in transit.
     let bound = backlog + backlog + 2 * threads + 2;
     assert!(bound < BATCH.prompts * SAMPLES);
     emitted.reaches(2 * threads).unwrap();
@@ -292,11 +292,11 @@ fn emit_blocks_while_readers_are_behind() {
         step.join().unwrap().unwrap().get("reward/row_errors"),
         Some(0.0)
     );
-    assert!(out <= bound, "{out} rows were emitted, {bound} may be");
+    assert!(out <= bound, "{out} rows were emitted, the limit is {bound}");
 }
 
 #[test]
-fn prompts_are_carried_to_their_samples_and_dtypes_are_widened() {
+fn prompts_reach_their_samples_and_dtypes_are_widened() {
     let reader =
         crate::field::Key::<crate::field::Ragged<i64>>::new("responses", "[B, T~]", "", "");
     let check = Arc::new(Count::default());

@@ -1,5 +1,5 @@
-//! What a run records: statistics that timing does not change, steps in full, the flight recorder, rules, and a disk
-//! that refuses.
+//! The trace of a run: statistics that do not depend on timing, full steps, the flight recorder, rules, and disk
+//! errors.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -28,13 +28,13 @@ fn traced(dir: &Path, steps: u64, trace: TraceConfig, others: Vec<StageDecl>) ->
     pipe
 }
 
-/// The default, but for a rule that the fake rewards would set off: they are equal within each group.
+/// The default without the rules that the fakes would trigger: their rewards are equal within each group.
 pub(super) fn quiet() -> TraceConfig {
     let off = RuleSetting {
         severity: Some(Severity::Off),
         limit: None,
     };
-    // What the made-up rows of these tests would set off.
+    // All rules that the artificial rows of these tests would trigger.
     let rules = RULES.iter().filter(|rule| rule.name != "non_finite");
     TraceConfig {
         rules: rules.map(|rule| (rule.name.to_owned(), off)).collect(),
@@ -65,7 +65,7 @@ fn run(pipe: &DataPipe) -> Result<(), RunError> {
     run_with(pipe, options())
 }
 
-/// Generation that emits its groups in an order and at times that differ from call to call.
+/// Generation that emits its groups in an order and at times that vary from call to call.
 fn hasty(salt: u64) -> StageDecl {
     let calls = Arc::new(AtomicU64::new(salt));
     single("generate", generate_spec(), move |input, context| {
@@ -172,7 +172,7 @@ fn statistics_of_every_edge_do_not_depend_on_timing() {
 }
 
 #[test]
-fn a_step_in_full_holds_what_went_over_the_edges() {
+fn a_full_step_contains_the_rows_of_all_edges() {
     let temp = tempfile::tempdir().expect("a folder");
     let dir = temp.path().join("run");
     let pipe = traced(&dir, 3, every_step(), vec![hasty(5), sleepy_reward(2)]);
@@ -213,7 +213,7 @@ fn a_step_in_full_holds_what_went_over_the_edges() {
                 }
             }
         }
-        // Rows are in declared order, whatever the order in which they came.
+        // Rows are in declared order, regardless of the order in which they arrived.
         let responses = step.stage("generate").expect("recorded");
         let inputs = responses.whole(Side::Input).expect("rows").repeat(SAMPLES);
         let ids = responses.whole(Side::Output).expect("rows").ids();
@@ -222,8 +222,8 @@ fn a_step_in_full_holds_what_went_over_the_edges() {
         assert_eq!(step.stage("prompts").expect("recorded").inputs.len(), 1);
     }
     rows.sort();
-    // Two fakes hand on what they read, or put their keys in another order; what is recorded of them is what they
-    // wrote, as declared.
+    // Two fakes also emit the keys that they read, or emit keys in another order; their recorded outputs contain only
+    // the declared keys, in declared order.
     let alike = |(stage, output, ..): &&(String, bool, u64, String)| {
         !*output || !["generate", "reward"].contains(&stage.as_str())
     };
@@ -271,13 +271,13 @@ fn stages_and_steps_are_chosen_and_the_budget_is_kept() {
     assert_eq!(recorded("marked", some, true), marked);
     let bare = TraceConfig {
         stats: false,
-        // More bytes than there are numbers for.
+        // More bytes than fit into the integer.
         budget_mb: 1 << 44,
         ..every_step()
     };
     assert_eq!(recorded("bare", bare, false).len(), 4);
     assert!(!temp.path().join("bare/trace/stats").exists());
-    // Less than a megabyte is no setting, but all that so small a run needs.
+    // Even the smallest valid budget, a megabyte, is more than this run needs, so 0 is set directly.
     let dir = temp.path().join("none");
     let pipe = traced(&dir, 4, every_step(), Vec::new());
     let mut plan = pipe.plan().expect("a plan");
@@ -289,7 +289,7 @@ fn stages_and_steps_are_chosen_and_the_budget_is_kept() {
     let mut trainer = Trainer::with_options(plan, nowhere).expect("a folder");
     trainer.train().expect("runs");
     assert_eq!(TraceDir::open(&dir).expect("opens").steps(), [0u64; 0]);
-    // States are within the budget too.
+    // The budget applies to states as well.
     let states = std::fs::read_dir(temp.path().join("none/trace/state"));
     assert_eq!(states.map_or(0, |files| files.count()), 0);
     let off = TraceConfig {
@@ -300,11 +300,11 @@ fn stages_and_steps_are_chosen_and_the_budget_is_kept() {
     assert!(!temp.path().join("off/trace").exists());
 }
 
-/// A change of a pipeline that asks for a step in full.
+/// A change of a pipeline that requests a full step.
 type Asks = fn(&mut DataPipe);
 
 #[test]
-fn whoever_asks_for_a_step_in_full_gets_the_schema_of_its_keys() {
+fn requesting_a_full_step_writes_the_schema_of_its_keys() {
     let temp = tempfile::tempdir().expect("a folder");
     let ways: [(&str, bool, Asks); 5] = [
         ("nothing", false, |_| {}),
@@ -327,7 +327,7 @@ fn whoever_asks_for_a_step_in_full_gets_the_schema_of_its_keys() {
 }
 
 #[test]
-fn the_step_before_a_fault_is_there_although_nobody_asked() {
+fn the_steps_before_an_error_are_recorded_without_being_requested() {
     let temp = tempfile::tempdir().expect("a folder");
     let dir = temp.path().join("run");
     let reward = stage("reward", reward_spec(), |mut input, context| {
@@ -366,7 +366,7 @@ fn the_step_before_a_fault_is_there_although_nobody_asked() {
         1
     );
     assert!(fault.stage("update").is_none());
-    // Statistics of the step that failed are there as far as it came.
+    // Statistics of the failed step cover the stages that ran.
     let last = trace.stats(4..).expect("reads");
     assert!(last.iter().any(|row| row.key == "responses"));
     assert!(last.iter().all(|row| row.stage != "update"));
@@ -434,16 +434,16 @@ fn anomalies(dir: &Path) -> Vec<Anomaly> {
 }
 
 #[test]
-fn a_rule_stops_before_the_optimiser_moves() {
+fn a_stop_rule_ends_the_run_before_the_optimiser_step() {
     let temp = tempfile::tempdir().expect("a folder");
     let dir = temp.path().join("run");
     let pipe = traced(&dir, 9, quiet(), Vec::new());
     let error = run(&pipe.rule(|| StopAt(3))).expect_err("stops");
     assert_eq!(error.code(), "R017");
-    let told = error.to_string();
+    let text = error.to_string();
     assert!(
-        told.contains("stop_at: step 3, `update`, `advantages`") && told.contains("samples"),
-        "{told}"
+        text.contains("stop_at: step 3, `update`, `advantages`") && text.contains("samples"),
+        "{text}"
     );
     let found = anomalies(&dir);
     assert_eq!(
@@ -455,7 +455,7 @@ fn a_rule_stops_before_the_optimiser_moves() {
         ("stop_at", 3, 1)
     );
     assert_eq!(TraceDir::open(&dir).expect("opens").steps(), [1, 2, 3]);
-    // As the second step left them.
+    // The weights are those after the second step.
     let mut same = start(Vec::new());
     (0..2).for_each(|_| drop(same.step().expect("runs")));
     let saved = std::fs::read_to_string(dir.join("model/actor/weights.txt")).expect("saved");
@@ -473,7 +473,7 @@ fn a_rule_stops_before_the_optimiser_moves() {
     assert_eq!(bits(&saved), now);
 }
 
-/// Warns in one step once it has ended, from its metrics.
+/// Warns after one step, based on its metrics.
 struct WarnAt(u64);
 
 impl Rule for WarnAt {
@@ -490,7 +490,7 @@ impl Rule for WarnAt {
 }
 
 #[test]
-fn a_warning_keeps_the_steps_before_it_and_ends_nothing() {
+fn a_warning_records_the_step_before_it_and_does_not_end_the_run() {
     let temp = tempfile::tempdir().expect("a folder");
     let dir = temp.path().join("run");
     let pipe = traced(&dir, 9, quiet(), Vec::new());
@@ -499,7 +499,7 @@ fn a_warning_keeps_the_steps_before_it_and_ends_nothing() {
     assert_eq!(trace.steps(), [4, 5]);
     let manifest = trace.manifest(4).expect("there");
     assert!(manifest.ended && manifest.reason == Reason::Anomaly);
-    // This model keeps no state on disk; its version is told.
+    // This model cannot store its state on disk; only its version is recorded.
     assert_eq!(manifest.models["actor"].version.step, 3);
     assert_eq!((anomalies(&dir).len(), anomalies(&dir)[0].step), (1, 5));
 
@@ -507,14 +507,14 @@ fn a_warning_keeps_the_steps_before_it_and_ends_nothing() {
         ring_writes: 0,
         ..quiet()
     };
-    let dir = temp.path().join("told");
+    let dir = temp.path().join("once");
     run(&traced(&dir, 9, once, Vec::new()).rule(|| WarnAt(5))).expect("ends");
     assert_eq!(TraceDir::open(&dir).expect("opens").steps(), [0u64; 0]);
     assert_eq!(anomalies(&dir).len(), 1);
 }
 
-/// A key that promises nothing.
-const LOOSE: Key<Ragged<f32>> = Key::new("loose", "[B, T~]", "", "may hold anything");
+/// A key without any promises.
+const LOOSE: Key<Ragged<f32>> = Key::new("loose", "[B, T~]", "", "may have any value");
 
 #[test]
 fn values_that_are_not_finite_stop_an_update_that_reads_them() {
@@ -561,7 +561,7 @@ fn values_that_are_not_finite_stop_an_update_that_reads_them() {
     run(&traced(&observed, 2, quiet(), loose(3))).expect("an observation");
     let acted = temp.path().join("acted");
     let error = run(&traced(&acted, 2, quiet(), loose(2))).expect_err("an action");
-    let told = error.to_string();
+    let text = error.to_string();
     for part in [
         "non_finite",
         "step 1",
@@ -569,12 +569,12 @@ fn values_that_are_not_finite_stop_an_update_that_reads_them() {
         "`loose`",
         "worst samples",
     ] {
-        assert!(told.contains(part), "{told}");
+        assert!(text.contains(part), "{text}");
     }
 }
 
 #[test]
-fn a_disk_that_refuses_ends_nothing() {
+fn disk_errors_of_the_trace_do_not_end_the_run() {
     let temp = tempfile::tempdir().expect("a folder");
     let dir = temp.path().join("run");
     let pipe = traced(&dir, 3, every_step(), Vec::new());
@@ -585,7 +585,7 @@ fn a_disk_that_refuses_ends_nothing() {
     let plan = pipe.plan().expect("a plan");
     let mut trainer = Trainer::with_options(plan, options).expect("a folder");
     let trace = dir.join("trace");
-    // Nothing can be made where a file is in the place of a folder.
+    // Nothing can be created if a file is in place of a folder.
     std::fs::write(trace.join("steps"), "").expect("writes");
     std::fs::remove_dir_all(trace.join("stats")).expect("removes");
     std::fs::write(trace.join("stats"), "").expect("writes");

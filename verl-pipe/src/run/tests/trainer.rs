@@ -18,7 +18,7 @@ const MATCH: Metric = Metric {
     reduce: Reduce::Mean,
 };
 
-/// Lines that a console wrote.
+/// Output of a console.
 #[derive(Clone, Default)]
 pub(in crate::run) struct Page(Arc<Mutex<Vec<u8>>>);
 
@@ -103,7 +103,7 @@ pub(super) fn status(dir: &Path) -> Value {
 }
 
 #[test]
-fn a_whole_run_leaves_its_folder() {
+fn a_complete_run_writes_its_folder() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("runs/a");
     let pipe = evaluated(&dir, 3);
@@ -143,7 +143,7 @@ fn a_whole_run_leaves_its_folder() {
         }
     }
     let samples = lines(&dir, "samples.jsonl");
-    // Three observations give one each, three steps two each: the first rows of the step.
+    // Three observations with one sample each, three steps with two each: the first rows of the step.
     assert_eq!(samples.len(), 3 + 3 * 2);
     assert_eq!(samples[1].to_string(), r#"{"step":1,"id":"0.5#0"}"#);
     for name in [
@@ -165,9 +165,9 @@ fn a_whole_run_leaves_its_folder() {
         "{text}"
     );
     assert_eq!(text.matches("[start]").count(), 1);
-    let behind = text.lines().nth(2);
+    let next = text.lines().nth(2);
     assert!(
-        behind.is_some_and(|line| line.starts_with("step 1/3  loss ")),
+        next.is_some_and(|line| line.starts_with("step 1/3  loss ")),
         "{text}"
     );
     assert!(
@@ -179,16 +179,16 @@ fn a_whole_run_leaves_its_folder() {
     assert!(summary.stage_seconds.contains_key("generate"));
 
     let (again, _) = trainer(&pipe, CancelToken::default());
-    let message = again.err().expect("refused").to_string();
+    let message = again.err().expect("an error").to_string();
     assert!(
-        message.contains("exists already") && message.contains("run.dir"),
+        message.contains("already exists") && message.contains("run.dir"),
         "{message}"
     );
     assert_eq!(lines(&dir, "metrics.jsonl").len(), 4);
 }
 
 #[test]
-fn a_run_that_cannot_start_leaves_nothing() {
+fn a_run_that_cannot_start_leaves_no_folder() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("a");
     let mut pipe = evaluated(&dir, 3);
@@ -213,7 +213,7 @@ fn a_run_that_cannot_start_leaves_nothing() {
     }
     pipe.stages[2] = declare("reward", |_| Ok(Box::new(Broken)));
     let (made, _) = trainer(&pipe, CancelToken::default());
-    let message = made.err().expect("refused").to_string();
+    let message = made.err().expect("an error").to_string();
     assert!(
         message.contains("stage `reward` cannot start: there is no data set `train`"),
         "{message}"
@@ -222,7 +222,7 @@ fn a_run_that_cannot_start_leaves_nothing() {
 }
 
 #[test]
-fn a_failed_and_a_cancelled_run_say_so() {
+fn failed_and_cancelled_runs_record_their_status() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("failed");
     let mut pipe = evaluated(&dir, 5);
@@ -272,7 +272,7 @@ fn a_failed_and_a_cancelled_run_say_so() {
 }
 
 #[test]
-fn a_run_without_signal_fails_and_keeps_what_it_learnt() {
+fn a_run_without_signal_fails_and_saves_its_models() {
     let temp = tempfile::tempdir().unwrap();
     let dir = temp.path().join("dull");
     let mut pipe = evaluated(&dir, 5);

@@ -1,8 +1,8 @@
-//! The rules of the batch arithmetic: which do not hold, and the nearest values with which they do.
+//! The rules of the batch arithmetic: those that do not hold, and the nearest values that satisfy them.
 
 use super::{BatchConfig, MAX_COUNT, MINI_BATCH, Sizes, Violation, nearest_values};
 
-/// Every count lies in 1..=MAX_COUNT.
+/// Every count is in 1..=MAX_COUNT.
 pub(super) fn check_counts(given: &Sizes, batch: &BatchConfig, violations: &mut Vec<Violation>) {
     let counts = [
         ("batch.prompts", Some(given.prompts)),
@@ -20,13 +20,13 @@ pub(super) fn check_counts(given: &Sizes, batch: &BatchConfig, violations: &mut 
         match value {
             Some(0) => violations.push(Violation {
                 setting,
-                rule: "it is 0, but at least one is needed".to_owned(),
+                rule: "it is 0, but must be at least 1".to_owned(),
                 nearest: vec![1],
                 instead: None,
             }),
             Some(value) if value > MAX_COUNT => violations.push(Violation {
                 setting,
-                rule: format!("{value} is more than the largest count, {MAX_COUNT}"),
+                rule: format!("{value} is greater than the maximum, {MAX_COUNT}"),
                 nearest: vec![MAX_COUNT],
                 instead: None,
             }),
@@ -60,7 +60,7 @@ pub(super) fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
         violations.push(Violation {
             setting: "batch.prompts",
             rule: format!(
-                "prompts · samples = {prompts} · {samples} = {} samples do not divide among {} rollout engines \
+                "prompts · samples = {prompts} · {samples} = {} samples do not divide evenly among {} rollout engines \
                  ({devices} devices / tensor parallel {tensor_parallel})",
                 sizes.rows(),
                 sizes.rollout_shards()
@@ -87,14 +87,14 @@ pub(super) fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
     if !sizes.mini_spreads() {
         let rule = |of: &str| {
             format!(
-                "{of} · samples = {mini_batch} · {samples} = {} samples do not divide among {devices} devices",
+                "{of} · samples = {mini_batch} · {samples} = {} samples do not divide evenly among {devices} devices",
                 sizes.mini_rows()
             )
         };
         if sizes.mini_is_set || sizes.refill.is_some() {
             violations.push(mini_violation(sizes, rule("mini_batch")));
         } else if !sizes.divides_devices() || sizes.rollout_divides() {
-            // The mini-batch is all prompts, so their number is to blame, and that is told once.
+            // The mini-batch contains all prompts, so report their number as the cause, once.
             violations.push(Violation {
                 setting: "batch.prompts",
                 rule: rule("prompts"),
@@ -103,7 +103,7 @@ pub(super) fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
             });
         }
     }
-    // What a device has of a mini-batch that does not divide among the devices is no whole number of samples.
+    // If a mini-batch does not divide among the devices, a device's share is not a whole number of samples.
     if let Some(micro) = sizes.micro_batch
         && sizes.mini_spreads()
         && !sizes.micro_divides()
@@ -128,7 +128,7 @@ pub(super) fn check_rules(sizes: Sizes, violations: &mut Vec<Violation>) {
     }
 }
 
-/// A mini-batch that breaks `rule`.
+/// The violation of `rule` by the mini-batch.
 fn mini_violation(sizes: Sizes, rule: String) -> Violation {
     let nearest = nearest_values(sizes.mini_batch, |v| {
         let sizes = Sizes {

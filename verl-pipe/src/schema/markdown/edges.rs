@@ -15,7 +15,7 @@ pub fn edges_page(edges: &PipelineEdges) -> String {
     page.wrapped(
         "",
         "",
-        "What goes from stage to stage in a step, a key each: type and shape, meaning, sizes, who writes and who reads it. The first dim of a shape counts rows: `P` prompts, `P·n` samples, `F(…)` what a filter kept of them. A dim with `~` is a length that differs from row to row.",
+        "The keys that pass from stage to stage in a step, each with its type and shape, meaning, sizes, writer and readers. The first dim of a shape counts rows: `P` counts prompts, `P·n` samples, `F(…)` the rows that a filter keeps. A dim with `~` is a length that differs from row to row.",
     );
     page.section("Stages in order");
     for stage in &edges.stages {
@@ -41,7 +41,7 @@ impl Page<'_> {
         let writes = all.iter().any(|edge| edge.writer.stage == stage.name);
         let does = match (reads, writes, stage.cut) {
             (false, true, _) => "makes the rows",
-            (false, false, _) => "runs between steps, on no key",
+            (false, false, _) => "runs between steps, without keys",
             (true, _, Cardinality::Row) => "works on any slice of rows",
             (true, _, Cardinality::Group) => "works on whole groups, all samples of a prompt",
             (true, _, Cardinality::Batch) => "works on the whole batch of a step",
@@ -74,18 +74,18 @@ impl Page<'_> {
         let writer = renamed(&edge.writer.stage, &edge.writer.key, &edge.key);
         self.item(0, &format!("Written by {writer}."));
         let readers = edge.readers.iter().map(|reader| {
-            let mut told = renamed(&reader.stage, &reader.key, &edge.key);
+            let mut line = renamed(&reader.stage, &reader.key, &edge.key);
             if let Some(to) = reader.converted_to {
-                told += &format!(" converted to {to}");
+                line += &format!(" converted to {to}");
             }
             if reader.repeated > 1 {
-                told += &format!(" (each row {} times, once a sample)", reader.repeated);
+                line += &format!(" (each row {} times, once a sample)", reader.repeated);
             }
-            told
+            line
         });
         let readers: Vec<String> = readers.collect();
         match readers.is_empty() {
-            true => self.item(0, "Read by nobody."),
+            true => self.item(0, "Read by no stage."),
             false => self.item(0, &format!("Read by {}.", readers.join(", "))),
         }
     }

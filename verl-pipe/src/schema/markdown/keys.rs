@@ -6,7 +6,7 @@ use super::words::{inline, list, plain, sentence, text};
 use super::{LEGEND, NOTE, Page};
 
 impl Page<'_> {
-    /// The keys of one side: those of the defaults, those that are read where written, those of other settings.
+    /// The keys of one side: keys of the defaults, keys that are read if written, keys of other settings.
     pub(super) fn keys(&mut self, title: &str, side: &str) {
         let rows = &self.definitions.get(side).unwrap_or(&Value::Null)["properties"];
         let Some(keys) = rows.as_object().filter(|keys| !keys.is_empty()) else {
@@ -19,7 +19,7 @@ impl Page<'_> {
         let mut first = true;
         for (used, about) in [
             ("always", ""),
-            ("where written", "Where some stage writes them:"),
+            ("where written", "If some stage writes them:"),
             ("not", "With other settings:"),
         ] {
             let here = keys.iter().filter(|(_, key)| key[NOTE]["used"] == used);
@@ -55,7 +55,7 @@ impl Page<'_> {
             return;
         }
         self.section("Metrics");
-        self.paragraph("Each with its unit, and how the values of a step become one number.");
+        self.paragraph("Each with its unit, and how the values of a step are combined into one number.");
         for metric in metrics {
             let how = [&metric["unit"], &metric["over_a_step"]].into_iter();
             let how: Vec<&str> = how.filter_map(Value::as_str).collect();
@@ -71,15 +71,15 @@ impl Page<'_> {
     }
 }
 
-/// Under which distribution a log-prob is, in words; of another number of a model, which model.
+/// The distribution of a log-prob in words; for another number of a model, the model.
 pub(super) fn distribution(tag: &Value) -> String {
     let tag = tag.as_object().into_iter().flatten();
     let parts = tag.filter(|(_, value)| !value.is_null());
     let parts = parts.map(|(part, value)| match (part.as_str(), value.as_str()) {
         ("policy", Some(model)) => format!("by model `{model}`"),
         ("support", Some("full")) => "over the whole vocabulary".to_owned(),
-        ("support", Some("sampling")) => "over what sampling leaves".to_owned(),
-        ("weights", Some("step_start")) => "with the weights that the step began with".to_owned(),
+        ("support", Some("sampling")) => "over the tokens that sampling keeps".to_owned(),
+        ("weights", Some("step_start")) => "with the weights at the start of the step".to_owned(),
         ("weights", Some("frozen")) => "with weights that never change".to_owned(),
         ("temperature", _) => format!("at temperature {value}"),
         _ => format!("{part} {}", plain(value)),
@@ -91,12 +91,12 @@ pub(super) fn distribution(tag: &Value) -> String {
     }
 }
 
-/// With which settings it is otherwise; `always` is what becomes of it then.
+/// The settings that change the use of a key or metric; `always` is the word for an unconditional use.
 fn but_with(note: &Value, always: &str) -> String {
     let mut groups: Vec<(&str, &str, Vec<String>)> = Vec::new();
     for change in list(&note["but_with"]) {
         let (setting, used) = (text(&change["setting"]), text(&change["used"]));
-        // A number stands for any that is not the default, which is 0 or none.
+        // A number stands for any other than the default, which is 0 or absent.
         let value = match &change["value"] {
             Value::Number(_) => "a number above 0".to_owned(),
             value => format!("`{}`", inline(value)),
@@ -109,13 +109,13 @@ fn but_with(note: &Value, always: &str) -> String {
             None => groups.push((setting, used, vec![value])),
         }
     }
-    let told = groups.into_iter().map(|(setting, used, values)| {
+    let sentences = groups.into_iter().map(|(setting, used, values)| {
         let word = match used {
             "always" => always,
             "not" => "Not",
-            _ => "Where written",
+            _ => "If written",
         };
         format!(" {word} with `{setting}` = {}.", values.join(", "))
     });
-    told.collect()
+    sentences.collect()
 }

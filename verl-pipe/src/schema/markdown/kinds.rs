@@ -1,4 +1,4 @@
-//! Pages of kinds: what a stage, part, model or data set is, and what may stand in its table.
+//! Pages of kinds: what a stage, part, model or data set is, and the settings of its table.
 
 use serde_json::Value;
 
@@ -18,14 +18,14 @@ impl Page<'_> {
         self.section("Settings");
         let document = self.document;
         self.settings(document, 0, &|name| !OF_EVERY_STAGE.contains(&name));
-        self.out += "\nAs of every stage:\n\n";
+        self.out += "\nSettings of every stage:\n\n";
         self.settings(document, 0, &|name| OF_EVERY_STAGE.contains(&name));
         self.keys("Reads", "input");
         self.keys("Writes", "output");
         self.metrics(note);
         if note["sample"]["properties"].is_object() {
             self.section("Samples");
-            self.paragraph("What a line of `samples.jsonl` shows of the stage.");
+            self.paragraph("Fields of a line of `samples.jsonl` from this stage.");
             self.settings(&note["sample"], 0, &|_| true);
         }
     }
@@ -35,25 +35,25 @@ impl Page<'_> {
         self.title(&format!("Kind of {slot}: `{name}`"), self.document);
         self.out.push('\n');
         self.in_rust(note);
-        for holder in list(&note["held_by"]) {
-            let (stage, setting) = (text(&holder["stage"]), text(&holder["setting"]));
+        for user in list(&note["held_by"]) {
+            let (stage, setting) = (text(&user["stage"]), text(&user["setting"]));
             let how = format!("{setting} = {{ kind = \"{name}\" }}");
             self.out += &format!("\n```toml\n[[stages]]\nkind = \"{stage}\"\n{how}\n```\n");
         }
         self.section("Settings");
         self.settings(self.document, 0, &|_| true);
-        for holder in list(&note["held_by"]) {
-            let stage = text(&holder["stage"]);
-            self.missing(holder);
+        for user in list(&note["held_by"]) {
+            let stage = text(&user["stage"]);
+            self.missing(user);
             self.keys(
-                &format!("What `{stage}` reads with it"),
+                &format!("Keys that `{stage}` reads with it"),
                 &format!("input_of_{stage}"),
             );
             self.keys(
-                &format!("What `{stage}` writes with it"),
+                &format!("Keys that `{stage}` writes with it"),
                 &format!("output_of_{stage}"),
             );
-            self.metrics(holder);
+            self.metrics(user);
         }
     }
 
@@ -73,7 +73,7 @@ impl Page<'_> {
         let extensions: Vec<String> = extensions.map(|word| format!("`.{word}`")).collect();
         if !extensions.is_empty() {
             let all = extensions.join(", ");
-            self.item(0, &format!("Meant by a path alone that ends in {all}."));
+            self.item(0, &format!("Selected by a path that ends in {all}, without `kind`."));
         }
         self.in_rust(note);
         self.example("[data.train]", name);
@@ -81,7 +81,7 @@ impl Page<'_> {
         self.settings(self.document, 0, &|_| true);
     }
 
-    /// What a stage does besides reading and writing keys.
+    /// The properties of a stage besides the keys that it reads and writes.
     fn declared(&mut self, note: &Value) {
         self.missing(note);
         for (what, key) in [("Runs", "runs"), ("Rows", "rows"), ("Works on", "cut")] {
@@ -99,15 +99,15 @@ impl Page<'_> {
     }
 
     fn missing(&mut self, note: &Value) {
-        for fault in list(&note["missing"]) {
-            let fault = text(fault);
-            self.item(0, &format!("To be set: {fault}."));
+        for reason in list(&note["missing"]) {
+            let reason = text(reason);
+            self.item(0, &format!("Required: {reason}."));
         }
-        let told_with = &note["told_with"];
-        if told_with.as_object().is_some_and(|set| !set.is_empty()) {
+        let settings = &note["told_with"];
+        if settings.as_object().is_some_and(|set| !set.is_empty()) {
             self.item(
                 0,
-                &format!("What follows is told with `{}`.", inline(told_with)),
+                &format!("The following applies with `{}`.", inline(settings)),
             );
         }
     }
@@ -118,7 +118,7 @@ impl Page<'_> {
         }
     }
 
-    /// The table of a pipeline file with what must be set.
+    /// The table of a pipeline file with the required settings.
     fn example(&mut self, head: &str, kind: &str) {
         let required = list(&self.document["required"]).iter().map(text);
         let settings = required.filter(|name| *name != "kind");

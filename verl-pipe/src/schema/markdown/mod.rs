@@ -1,5 +1,5 @@
-//! A document as a page of Markdown that reads well in a terminal too: lists instead of wide tables, lines that keep to
-//! a width.
+//! A document as a page of Markdown that is also readable in a terminal: lists instead of wide tables, and lines of
+//! limited width.
 
 mod edges;
 mod keys;
@@ -37,16 +37,16 @@ pub fn page(document: &Value) -> String {
 
 struct Page<'a> {
     out: String,
-    /// Whether it is told how a shape is read.
+    /// Whether the legend has been written.
     legend: bool,
     definitions: &'a Map<String, Value>,
     document: &'a Value,
 }
 
-/// How the shape of a key is read.
-pub(crate) const LEGEND: &str = "A key is told with its type and shape. The first dim of a shape counts rows: `P` those of prompts, `B` those that the stage works on, which are samples from `generate` on. A dim with `~`, such as `T~`, is a length that differs from row to row; keys of a row with the same one are equally long.";
+/// How to read the shape of a key.
+pub(crate) const LEGEND: &str = "Each key is listed with its type and shape. The first dim of a shape counts rows: `P` counts prompts, `B` the rows that the stage works on, which are samples from `generate` on. A dim with `~`, such as `T~`, is a length that differs from row to row; keys with the same such dim have equal lengths in each row.";
 
-/// A pipeline file in short.
+/// A short pipeline file.
 const SKELETON: &str = r#"
 ```toml
 name = "grpo"
@@ -89,7 +89,7 @@ impl<'a> Page<'a> {
         self.wrapped(
             "",
             "",
-            "What may stand in a pipeline file. A key that is not told here is an error; what is left out has its default.",
+            "All settings of a pipeline file. A key that is not listed here is an error; an omitted key has its default.",
         );
         self.out += SKELETON;
         for (name, section) in properties.as_object().into_iter().flatten() {
@@ -113,7 +113,7 @@ impl<'a> Page<'a> {
         ] {
             self.section(title);
             self.paragraph(&format!(
-                "`pipe schema {flag} KIND --format md` tells of each."
+                "Run `pipe schema {flag} KIND --format md` for the documentation of a kind."
             ));
             for kind in list(&kinds["anyOf"]) {
                 let kind = definition(kind, self.definitions);
@@ -125,7 +125,7 @@ impl<'a> Page<'a> {
         }
     }
 
-    /// A paragraph of its own.
+    /// A separate paragraph.
     fn paragraph(&mut self, words: &str) {
         self.wrapped("", "", words);
         self.out.push('\n');

@@ -8,21 +8,21 @@ use crate::run::records::STAGE;
 use crate::schema::declared::{definition, words};
 use crate::schema::run_folder::ANY_STAGE;
 
-/// How deep settings within settings are told.
+/// Maximum depth of nested settings.
 const DEPTH: usize = 4;
 
 impl Page<'_> {
-    /// What a file of a run folder is, with its fields.
+    /// The description of a file of a run folder, with its fields.
     pub(super) fn file(&mut self, note: &Value) {
         let document = self.document;
         let written = note["written"].as_str();
         if let Some(written) = written {
             self.out.push('\n');
-            self.item(0, &format!("Written as: {written}."));
+            self.item(0, &format!("Format: {written}."));
         }
         let table = written.is_some_and(|word| word.ends_with("a table"));
-        let told = ["properties", "additionalProperties", "anyOf", "oneOf"];
-        if told.iter().any(|key| !document[*key].is_null()) {
+        let documented = ["properties", "additionalProperties", "anyOf", "oneOf"];
+        if documented.iter().any(|key| !document[*key].is_null()) {
             self.section(if table { "Columns" } else { "Fields" });
             self.fields(document);
         }
@@ -35,7 +35,7 @@ impl Page<'_> {
         }
     }
 
-    /// The fields of a file or of a line of it, with those that go by a pattern and those that a stage adds.
+    /// The fields of a file or of a line of it, including fields that match a pattern and fields that a stage adds.
     pub(super) fn fields(&mut self, document: &Value) {
         if document["properties"].is_object() {
             self.settings(document, 0, &|_| true);
@@ -55,27 +55,27 @@ impl Page<'_> {
             self.item(0, &line);
         }
         if let Some(about) = document["additionalProperties"]["description"].as_str() {
-            self.item(0, &format!("any other: {}", sentence(about)));
+            self.item(0, &format!("any other field: {}", sentence(about)));
         }
         for shown in list(&document["anyOf"]) {
             if let Some(stage) = shown[NOTE]["shown_by"].as_str() {
-                self.section(&format!("What `{stage}` shows"));
+                self.section(&format!("Samples of `{stage}`"));
                 self.settings(shown, 0, &|_| true);
             }
         }
     }
 
     /// The properties of a schema, each with its type, default and meaning.
-    pub(super) fn settings(&mut self, schema: &Value, depth: usize, told: &dyn Fn(&str) -> bool) {
+    pub(super) fn settings(&mut self, schema: &Value, depth: usize, is_shown: &dyn Fn(&str) -> bool) {
         let properties = schema["properties"].as_object().into_iter().flatten();
-        let told: Vec<_> = properties
-            .filter(|(name, property)| property["const"].is_null() && told(name))
+        let shown: Vec<_> = properties
+            .filter(|(name, property)| property["const"].is_null() && is_shown(name))
             .collect();
-        if told.is_empty() && depth == 0 {
+        if shown.is_empty() && depth == 0 {
             self.out += "None.\n";
         }
         let required = list(&schema["required"]);
-        for (name, property) in told {
+        for (name, property) in shown {
             let dtype = property[NOTE]["dtype"].as_str();
             let mut head = match dtype {
                 Some(dtype) => format!("`{name}`: {dtype}"),
@@ -90,7 +90,7 @@ impl Page<'_> {
                     }
                 }
                 Some(Value::Null) => head += ", absent by default",
-                // The defaults of a table's keys are told with the keys.
+                // The keys of a table have their own defaults.
                 Some(Value::Object(table)) if !table.contains_key("kind") && !table.is_empty() => {}
                 Some(default) => head += &format!(", default `{}`", inline(default)),
                 None if required.iter().any(|word| word == name) => head += ", required",
@@ -103,7 +103,7 @@ impl Page<'_> {
         }
     }
 
-    /// What stands inside a setting: keys of a table, words of a choice.
+    /// The content of a setting: keys of a table, words of a choice.
     fn within(&mut self, property: &Value, depth: usize) {
         let definitions = self.definitions;
         if let Some(slot) = slot(property, definitions) {
@@ -112,30 +112,30 @@ impl Page<'_> {
             let all = kinds.join(", ");
             self.item(
                 depth,
-                &format!("{all}; `pipe schema --part {slot}/KIND` tells of each."),
+                &format!("{all}; run `pipe schema --part {slot}/KIND` for the documentation of a kind."),
             );
             return;
         }
         if depth >= DEPTH {
             return;
         }
-        let mut meant = definition(property, definitions);
-        if meant["items"].is_object() {
-            meant = definition(&meant["items"], definitions);
+        let mut schema = definition(property, definitions);
+        if schema["items"].is_object() {
+            schema = definition(&schema["items"], definitions);
         }
-        if meant["properties"].is_object() {
-            self.settings(meant, depth, &|_| true);
+        if schema["properties"].is_object() {
+            self.settings(schema, depth, &|_| true);
         }
-        let names = list(&meant["propertyNames"]["enum"]);
+        let names = list(&schema["propertyNames"]["enum"]);
         if !names.is_empty() {
             let names: Vec<&str> = names.iter().map(text).collect();
             self.item(depth, &format!("Names: {}.", ticked(&names)));
         }
-        let further = &meant["additionalProperties"];
+        let further = &schema["additionalProperties"];
         if further["properties"].is_object() || further["$ref"].is_string() {
             self.settings(definition(further, definitions), depth, &|_| true);
         }
-        let choices = list(&meant["oneOf"]).iter().chain(list(&meant["anyOf"]));
+        let choices = list(&schema["oneOf"]).iter().chain(list(&schema["anyOf"]));
         for choice in choices {
             let about = sentence(text(&choice["description"]));
             let known: Vec<String> = words(choice)
@@ -157,36 +157,36 @@ impl Page<'_> {
         if let Some(slot) = slot(property, self.definitions) {
             return format!("a kind of {slot}");
         }
-        let meant = definition(property, self.definitions);
-        let known: Vec<String> = words(meant)
+        let schema = definition(property, self.definitions);
+        let known: Vec<String> = words(schema)
             .iter()
             .map(|word| format!("`{word}`"))
             .collect();
         if !known.is_empty() {
             return format!("one of {}", known.join(", "));
         }
-        let types = list(&meant["type"]).iter().chain(Some(&meant["type"]));
+        let types = list(&schema["type"]).iter().chain(Some(&schema["type"]));
         let name = types.filter_map(Value::as_str).find(|word| *word != "null");
         match name {
-            Some("string") => "text".to_owned(),
-            Some("integer") => "whole number".to_owned(),
+            Some("string") => "string".to_owned(),
+            Some("integer") => "integer".to_owned(),
             Some("number") => "number".to_owned(),
-            Some("boolean") => "true or false".to_owned(),
-            Some("array") if meant["items"].is_object() => {
-                format!("list of {}", self.type_of(&meant["items"]))
+            Some("boolean") => "boolean".to_owned(),
+            Some("array") if schema["items"].is_object() => {
+                format!("list of {}", self.type_of(&schema["items"]))
             }
             Some("array") => "list".to_owned(),
-            Some("object") if meant["additionalProperties"].is_object() => {
+            Some("object") if schema["additionalProperties"].is_object() => {
                 "table by name".to_owned()
             }
             Some("object") => "table".to_owned(),
-            _ if meant["oneOf"].is_array() => "table".to_owned(),
-            _ => "anything".to_owned(),
+            _ if schema["oneOf"].is_array() => "table".to_owned(),
+            _ => "any value".to_owned(),
         }
     }
 }
 
-/// Unit of a column, unit and origin of a metric among the fields of a line.
+/// Unit of a column; unit and recording stages of a metric among the fields of a line.
 fn noted(property: &Value) -> String {
     let note = &property[NOTE];
     let unit = note["unit"].as_str().map(|unit| format!(", {unit}"));
@@ -198,7 +198,7 @@ fn noted(property: &Value) -> String {
     [unit, by].into_iter().flatten().collect()
 }
 
-/// The slot that a property holds a part of.
+/// The slot of the part that a property selects.
 fn slot<'a>(property: &'a Value, definitions: &'a Map<String, Value>) -> Option<&'a str> {
     definition(property, definitions)[NOTE]["slot"].as_str()
 }

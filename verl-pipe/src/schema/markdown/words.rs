@@ -1,8 +1,8 @@
-//! Words, lines and values as a page has them.
+//! Words, lines and values of a page.
 
 use serde_json::Value;
 
-/// Columns that a line keeps to where its words allow.
+/// Maximum width of a line in columns, if its words allow.
 const WIDTH: usize = 100;
 
 /// Adds `words` after `head` to `out`, broken between words; further lines after `indent`.
@@ -25,7 +25,7 @@ pub(super) fn wrapped(out: &mut String, head: &str, indent: &str, words: &str) {
     *out += &format!("{line}\n");
 }
 
-/// Whether a line that begins with the word would be something else than text.
+/// Whether a line that begins with the word would be markup instead of text.
 fn begins_markup(word: &str) -> bool {
     let numbered = word.trim_start_matches(|c: char| c.is_ascii_digit());
     matches!(word, "+" | "-" | "*" | "=")
@@ -33,7 +33,7 @@ fn begins_markup(word: &str) -> bool {
         || (numbered.len() < word.len() && matches!(numbered, "." | ")"))
 }
 
-/// A value as a pipeline file has it; of a part its kind alone.
+/// A value as written in a pipeline file; for a part only its kind.
 pub(super) fn inline(value: &Value) -> String {
     match value {
         Value::String(text) => format!("{text:?}"),
@@ -63,7 +63,7 @@ pub(super) fn plain(value: &Value) -> String {
         .map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// With a full stop at its end, and a capital at its beginning where that is a word and no symbol such as `k` or β.
+/// Adds a full stop, and a capital unless `words` begin with a symbol such as `k` or β.
 pub(crate) fn sentence(words: &str) -> String {
     let words = words.trim();
     let mut letters = words.chars();
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_keep_to_their_width_and_never_begin_as_markup() {
+    fn lines_have_limited_width_and_never_begin_as_markup() {
         let mut out = String::new();
         let words = "x ".repeat(47) + "1 + y " + &"z ".repeat(40);
         wrapped(&mut out, "  - ", "    ", &words);
@@ -120,14 +120,14 @@ mod tests {
     }
 
     #[test]
-    fn values_are_told_as_a_pipeline_file_has_them() {
-        for (value, told) in [
+    fn values_are_written_as_in_a_pipeline_file() {
+        for (value, expected) in [
             (json!("a\"b"), r#""a\"b""#),
             (json!([1, 2.5]), "[1, 2.5]"),
             (json!({"kind": "grpo", "clip": 1}), "\"grpo\""),
             (json!({"a": true, "b": null}), "{ a = true }"),
         ] {
-            assert_eq!(inline(&value), told);
+            assert_eq!(inline(&value), expected);
         }
         assert_eq!(sentence("texts end"), "Texts end.");
         assert_eq!(sentence("β: how dear"), "β: how dear.");

@@ -1,4 +1,4 @@
-//! What is run again: the stages that were asked for, those that must run before them, and what cannot.
+//! Which stages are run again: the requested stages, those that must run before them, and those that cannot run.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -12,45 +12,45 @@ use crate::trace::recorded::{RecordedStage, RecordedStep, StepStart};
 use crate::trace::replay::error::ReplayError;
 use crate::trace::text::count;
 
-/// Which stages of a step are run again.
+/// The stages of a step to run again.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum ReplayScope {
-    /// All that were recorded.
+    /// All recorded stages.
     #[default]
     Step,
-    /// One.
+    /// One stage.
     Stage(String),
-    /// One and all after it in the order of the plan.
+    /// One stage and all after it in the order of the plan.
     From(String),
 }
 
-/// What a choice is made from.
+/// The information for a choice.
 pub(super) struct Known<'a> {
     pub schedule: &'a Schedule,
     pub recorded: &'a RecordedStep,
     pub changes: &'a Changes,
-    /// Models that the run trains and whose state at the start of the step is not to be had, with where it was
-    /// looked for.
+    /// Models that the run trains and whose state at the start of the step is not available, with where it was
+    /// searched.
     pub stateless: &'a BTreeMap<String, String>,
-    /// Stages that remember something from step to step.
-    pub remembering: &'a BTreeSet<String>,
+    /// Stages that carry state from step to step.
+    pub stateful: &'a BTreeSet<String>,
 }
 
 /// Stages of a step, by index in the plan.
 #[derive(Default)]
 pub(super) struct Choice {
-    /// Those that were asked for and can be run.
+    /// Requested stages that can be run.
     pub wanted: BTreeSet<usize>,
-    /// They, and those that change a model before one of them works with it.
+    /// `wanted`, and the stages that change a model before one of them uses it.
     pub order: BTreeSet<usize>,
-    /// Those that were asked for and cannot be run.
+    /// Requested stages that cannot be run.
     pub skipped: Vec<(usize, ReplayError)>,
 }
 
 /// Chooses the stages of `scope`.
 ///
 /// # Errors
-/// A stage that is not there; for a single stage also what keeps it from being run.
+/// An unknown stage; for a single stage also why it cannot be run.
 pub(super) fn choose(known: &Known<'_>, scope: &ReplayScope) -> Result<Choice, ReplayError> {
     let (schedule, recorded) = (known.schedule, known.recorded);
     let stages = &schedule.plan.stages;
@@ -74,10 +74,10 @@ pub(super) fn choose(known: &Known<'_>, scope: &ReplayScope) -> Result<Choice, R
     Ok(choice)
 }
 
-/// The stage `name`, which must be recorded.
+/// The index of the recorded stage `name`.
 ///
 /// # Errors
-/// When there is no such stage, or nothing of it is recorded.
+/// There is no such stage, or it is not recorded.
 pub(crate) fn find_stage(
     schedule: &Schedule,
     recorded: &RecordedStep,
@@ -119,13 +119,13 @@ fn recorded_names(recorded: &RecordedStep) -> String {
     }
 }
 
-/// Whether a stage changes a model.
+/// The models that a stage changes.
 pub(super) fn changed_models(stage: &PlannedStage) -> impl Iterator<Item = &String> {
     let models = stage.spec.models.iter();
     models.filter_map(|(model, access)| (*access == Access::Update).then_some(model))
 }
 
-/// `wanted`, and the stages that change a model before one of them works with it.
+/// `wanted`, and the stages that change a model before one of them uses it.
 fn with_changers(schedule: &Schedule, wanted: &BTreeSet<usize>) -> BTreeSet<usize> {
     let stages = &schedule.plan.stages;
     let mut order = wanted.clone();
@@ -147,7 +147,7 @@ fn with_changers(schedule: &Schedule, wanted: &BTreeSet<usize>) -> BTreeSet<usiz
 }
 
 impl Known<'_> {
-    /// Stages of the step that cannot be run, and why: for their own sake, or because of a stage before them.
+    /// Stages of the step that cannot be run, and why: for a reason of their own, or because of a stage before them.
     fn reasons(&self) -> BTreeMap<usize, ReplayError> {
         let mut reasons: BTreeMap<usize, ReplayError> = BTreeMap::new();
         let mut lost: BTreeMap<&str, usize> = BTreeMap::new();
@@ -159,11 +159,11 @@ impl Known<'_> {
             let own = self.own_reason(stage);
             let reason = own.or_else(|| {
                 let models = &stage.spec.models;
-                let behind = |(model, _): &(String, Access)| {
+                let changed_before = |(model, _): &(String, Access)| {
                     Some((model.clone(), *lost.get(model.as_str())?))
                 };
-                let (model, changer) = models.iter().find_map(behind)?;
-                Some(ReplayError::Behind {
+                let (model, changer) = models.iter().find_map(changed_before)?;
+                Some(ReplayError::AfterSkipped {
                     stage: stage.name.clone(),
                     model,
                     changer: stages[changer].name.clone(),
@@ -201,22 +201,22 @@ impl Known<'_> {
                 missing,
             });
         }
-        if step > 1 && self.remembering.contains(&stage) && !remembered(self.recorded, &stage) {
+        if step > 1 && self.stateful.contains(&stage) && !is_stored(self.recorded, &stage) {
             return Some(ReplayError::NoMemory { stage, step });
         }
         let mut models = planned.spec.models.iter();
-        let (model, looked) = models.find_map(|(model, _)| self.stateless.get_key_value(model))?;
+        let (model, searched) = models.find_map(|(model, _)| self.stateless.get_key_value(model))?;
         Some(ReplayError::NoState {
             stage,
             model: model.clone(),
             step,
-            looked: looked.clone(),
+            searched: searched.clone(),
         })
     }
 }
 
-/// Whether what a stage remembered at the start of the step is kept.
-fn remembered(recorded: &RecordedStep, stage: &str) -> bool {
+/// Whether the state of a stage at the start of the step is stored.
+fn is_stored(recorded: &RecordedStep, stage: &str) -> bool {
     match &recorded.state {
         Some(StepStart::Snapshot(snapshot)) => snapshot.stages.contains_key(stage),
         Some(StepStart::Stored(state)) => {
@@ -227,7 +227,7 @@ fn remembered(recorded: &RecordedStep, stage: &str) -> bool {
     }
 }
 
-/// What of a stage's input is not recorded: no call at all, or rows that came out and never went in.
+/// What is missing in a stage's recorded input: all calls, or input rows of emitted rows.
 fn missing_input(planned: &PlannedStage, recorded: &RecordedStage, failed: bool) -> Option<String> {
     if recorded.inputs.is_empty() {
         return Some("nothing is recorded".to_owned());
@@ -237,7 +237,7 @@ fn missing_input(planned: &PlannedStage, recorded: &RecordedStage, failed: bool)
         RowRule::Same | RowRule::Filter => |id| id.0,
         RowRule::Expand(_) => RowId::group,
     };
-    // Rows that belong to no input may be the very fault that ended the step.
+    // Rows without an input row may be the error that ended the step.
     if failed {
         return None;
     }

@@ -1,4 +1,4 @@
-//! What is compared: every value that a stage emitted, and the weights of its models before and after it.
+//! Comparison of a replayed stage: every value that it emitted, and the weights of its models before and after it.
 
 use std::collections::BTreeMap;
 
@@ -16,10 +16,10 @@ use crate::trace::recorded::{RecordedStage, RecordedStep};
 use crate::trace::replay::chosen::changed_models;
 use crate::trace::replay::report::ReplayedStage;
 
-/// How far a key that a model computes may lie from the recorded value where equal bits are not to be expected: on
-/// another device than the CPU, whose kernels may add up in another order from call to call, and where the machine differs
-/// from the recording's in what decides bits ([`Changes`]), where host stages are held to it too. Floats repeat to about their
-/// rounding; what is chosen from them (tokens, masks, reasons) must be equal.
+/// Allowed distance of a key from the recorded value if equal bits are not expected: on a device other than the CPU,
+/// whose kernels may add in another order from call to call, and on a machine that differs from the recording's in a
+/// way that affects bits ([`Changes`]); then it also applies to host stages. Floats repeat up to about their rounding;
+/// what is chosen from them (tokens, masks, reasons) must be equal.
 ///
 /// | unit | allowed |
 /// |---|---|
@@ -41,7 +41,7 @@ pub fn device_tolerance(field: &Field) -> Tolerance {
     }
 }
 
-/// Whether a stage's numbers can be expected to have the same bits.
+/// Whether a stage's numbers are expected to have the same bits.
 pub(super) fn repeats_bits(schedule: &Schedule, stage: usize, changes: &Changes) -> bool {
     match schedule.places[stage] {
         Place::Host => changes.repeats_host_bits(),
@@ -49,7 +49,7 @@ pub(super) fn repeats_bits(schedule: &Schedule, stage: usize, changes: &Changes)
     }
 }
 
-/// Compares what a stage emitted then and now.
+/// Compares the recorded outputs of a stage with those of the replay.
 pub(super) fn compare_stage(
     schedule: &Schedule,
     index: usize,
@@ -105,14 +105,14 @@ pub(super) type Versions = BTreeMap<String, WeightsVersion>;
 
 /// Versions of all models around one stage.
 pub(super) struct Around<'a> {
-    /// Now, before the stage.
+    /// In the replay, before the stage.
     pub before: &'a Versions,
-    /// Recorded and now, after the stage; where it changes a model.
+    /// As recorded and in the replay, after the stage; if it changes a model.
     pub after: Option<(&'a Versions, &'a Versions)>,
 }
 
-/// Compares the weights of a stage's models before it and, where it changes them, after it. Gives notes on what is
-/// not compared.
+/// Compares the weights of a stage's models before it and, if it changes them, after it. Returns notes on what is not
+/// compared.
 pub(super) fn compare_weights(
     schedule: &Schedule,
     index: usize,
@@ -126,7 +126,7 @@ pub(super) fn compare_weights(
     for (model, access) in &planned.spec.models {
         let stage = &recorded.stages[&planned.name];
         let (then, now) = (stage.weights.get(model), around.before.get(model));
-        // What is recorded is the version at the start of the step.
+        // The recorded version is that at the start of the step.
         let begins = !changes_model(&schedule.plan.stages[..index], model);
         if let Ok(sides) = hashes(then, now)
             && begins
@@ -140,22 +140,22 @@ pub(super) fn compare_weights(
         };
         let compared = match repeats_bits(schedule, index, changes) {
             true => hashes(then.get(model), now.get(model)),
-            // A hash knows no "nearly".
-            false => Err("on another device, C library or build they repeat to rounding only"),
+            // Hashes cannot be compared within a tolerance.
+            false => Err("on another device, C library or build they repeat only up to rounding"),
         };
         match compared {
             Ok(sides) => weights_differ(sides, "after", model, replayed),
             Err(why) => {
                 let next = recorded.step + 1;
                 let why = match (why, then.contains_key(model)) {
-                    (NOT_TOLD, false) => format!("step {next} is not recorded"),
-                    (NOT_TOLD, true) => {
-                        format!("step {next} holds neither their hash nor the weights")
+                    (NOT_RECORDED, false) => format!("step {next} is not recorded"),
+                    (NOT_RECORDED, true) => {
+                        format!("step {next} has neither their hash nor the weights")
                     }
                     (why, _) => why.to_owned(),
                 };
                 notes.push(format!(
-                    "the weights that `{}` made of `{model}` are not compared: {why}",
+                    "the weights of `{model}` after `{}` are not compared: {why}",
                     planned.name
                 ));
             }
@@ -164,19 +164,19 @@ pub(super) fn compare_weights(
     notes
 }
 
-const NOT_TOLD: &str = "the trace does not tell them";
+const NOT_RECORDED: &str = "the trace does not record them";
 
-/// Two versions whose hashes are known, or which one is not.
+/// Two versions with known hashes, or why a hash is unknown.
 fn hashes<'a>(
     recorded: Option<&'a WeightsVersion>,
     now: Option<&'a WeightsVersion>,
 ) -> Result<(&'a WeightsVersion, &'a WeightsVersion), &'static str> {
     let has_hash = |version: &&WeightsVersion| !version.hash.is_empty();
-    let recorded = recorded.filter(has_hash).ok_or(NOT_TOLD)?;
+    let recorded = recorded.filter(has_hash).ok_or(NOT_RECORDED)?;
     let now = now.filter(has_hash);
     Ok((
         recorded,
-        now.ok_or("this kind of model tells no hash of them")?,
+        now.ok_or("this kind of model has no hash of them")?,
     ))
 }
 
@@ -203,7 +203,7 @@ fn weights_differ(
         format!("{now} {moment} the stage"),
     );
     replayed.compared.differences += 1;
-    // What a stage was given comes before what it made of it.
+    // The weights that a stage was given come before its results.
     if moment == "before" || replayed.compared.first.is_none() {
         replayed.compared.first = Some(difference);
     }

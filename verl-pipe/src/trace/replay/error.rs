@@ -6,7 +6,7 @@ use crate::run::error::RunError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReplayError {
-    /// A name that is no stage's.
+    /// An unknown stage name.
     #[error("there is no stage `{name}` in this pipeline; {help}")]
     UnknownStage {
         /// As given.
@@ -16,7 +16,7 @@ pub enum ReplayError {
     },
     /// A stage that runs between steps.
     #[error(
-        "stage `{name}` runs between steps and is given no rows, so nothing of it is recorded; of step {step} these are: {recorded}"
+        "stage `{name}` runs between steps and receives no rows, so it is not recorded; recorded stages of step {step}: {recorded}"
     )]
     Observer {
         /// The stage.
@@ -26,8 +26,8 @@ pub enum ReplayError {
         /// Stages that are recorded.
         recorded: String,
     },
-    /// A stage of which the step holds nothing.
-    #[error("stage `{name}` is not recorded in step {step}; recorded are: {recorded}")]
+    /// A stage that is not recorded in the step.
+    #[error("stage `{name}` is not recorded in step {step}; recorded stages: {recorded}")]
     NotRecorded {
         /// The stage.
         name: String,
@@ -36,37 +36,37 @@ pub enum ReplayError {
         /// Stages that are recorded.
         recorded: String,
     },
-    /// A stage whose input is not, or not whole, in the trace.
-    #[error("of the input of stage `{stage}` {missing}")]
+    /// A stage whose input is missing or incomplete in the trace.
+    #[error("the input of stage `{stage}` is incomplete: {missing}")]
     NoInput {
         /// The stage.
         stage: String,
         /// The step.
         step: u64,
-        /// What is not there.
+        /// What is missing.
         missing: String,
     },
-    /// A stage that says of itself that it is not called again.
-    #[error("stage `{stage}` is not called again: {why}")]
+    /// A stage that declares that it cannot be called again.
+    #[error("stage `{stage}` cannot be called again: {why}")]
     OnceOnly {
         /// The stage.
         stage: String,
-        /// Its words.
+        /// The reason that it declares.
         why: String,
     },
-    /// A stage that was of another kind.
-    #[error("stage `{stage}` was recorded as kind `{recorded}` and is of kind `{now}` now")]
+    /// A stage whose kind has changed.
+    #[error("stage `{stage}` had kind `{recorded}` when recorded, but has kind `{now}` now")]
     OtherKind {
         /// The stage.
         stage: String,
-        /// The kind then.
+        /// The recorded kind.
         recorded: String,
-        /// The kind now.
+        /// The current kind.
         now: String,
     },
-    /// The weights that a stage worked with are not kept.
+    /// The weights that a stage used are not stored.
     #[error(
-        "stage `{stage}` works with `{model}`, which the run trains, and the state of `{model}` at the start of the step is not kept{looked}; record with `trace.weights=full` and a `trace.budget_mb` that holds it, or replay stages that do not use it"
+        "stage `{stage}` uses `{model}`, which the run trains, but the state of `{model}` at the start of the step is not stored{searched}; record with `trace.weights=full` and a sufficient `trace.budget_mb`, or replay stages that do not use it"
     )]
     NoState {
         /// The stage.
@@ -75,12 +75,12 @@ pub enum ReplayError {
         model: String,
         /// The step.
         step: u64,
-        /// Where weights of the same hash were looked for.
-        looked: String,
+        /// Where weights with the same hash were searched.
+        searched: String,
     },
-    /// What a stage remembers from step to step is not kept.
+    /// The state that a stage carries from step to step is not stored.
     #[error(
-        "stage `{stage}` remembers something from step to step, and what that was at the start of the step is not kept; record with `trace.weights=full` and a `trace.budget_mb` that holds it"
+        "stage `{stage}` carries state from step to step, but its state at the start of the step is not stored; record with `trace.weights=full` and a sufficient `trace.budget_mb`"
     )]
     NoMemory {
         /// The stage.
@@ -88,16 +88,16 @@ pub enum ReplayError {
         /// The step.
         step: u64,
     },
-    /// A stage that works with a model behind a stage that was not run again.
-    #[error("stage `{stage}` works with `{model}` as `{changer}` left it, and {why}")]
-    Behind {
+    /// A stage that uses a model after a stage that was not run again.
+    #[error("stage `{stage}` uses `{model}` as left by `{changer}`, but {why}")]
+    AfterSkipped {
         /// The stage.
         stage: String,
         /// The model.
         model: String,
         /// The stage that changes it.
         changer: String,
-        /// Why that one is not run again.
+        /// Why that stage is not run again.
         why: String,
     },
     /// The run cannot be used.
@@ -116,12 +116,12 @@ impl ReplayError {
             ReplayError::NoInput { .. }
             | ReplayError::OnceOnly { .. }
             | ReplayError::OtherKind { .. }
-            | ReplayError::Behind { .. } => "T014",
+            | ReplayError::AfterSkipped { .. } => "T014",
             ReplayError::Run(error) => error.code(),
         }
     }
 
-    /// Whether something was asked for that no step of the run could give.
+    /// Whether the request cannot succeed for any step of the run.
     pub fn is_wrong_use(&self) -> bool {
         matches!(self, ReplayError::UnknownStage { .. })
     }

@@ -1,4 +1,4 @@
-//! What a stage that fails when it is run again takes along.
+//! Consequences of a stage that fails when it is run again.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::trace::recorded::RecordedStep;
 use crate::trace::replay::chosen::changed_models;
 use crate::trace::replay::report::ReplayedStage;
 
-/// Whether an error is the stage's own, and not the run's.
+/// Whether an error comes from the stage and not from the run.
 pub(super) fn is_of_stage(error: &RunError) -> bool {
     matches!(
         error,
@@ -20,12 +20,12 @@ pub(super) fn is_of_stage(error: &RunError) -> bool {
     )
 }
 
-/// What stages that failed took along with them.
+/// What failed stages have made unusable.
 #[derive(Default)]
 pub(super) struct Lost {
-    /// Models in an unknown state, and the stage that left them so.
+    /// Models in an unknown state, with the stage that left them in it.
     models: BTreeMap<String, String>,
-    /// The stage whose call the models' thread still holds on to.
+    /// The stage whose call still blocks the models' thread.
     thread: Option<String>,
 }
 
@@ -41,8 +41,8 @@ impl Lost {
         }
     }
 
-    /// Why a stage cannot be run after what failed.
-    pub(super) fn keeps(&self, schedule: &Schedule, index: usize) -> Option<String> {
+    /// Why a stage cannot be run after these failures.
+    pub(super) fn why_blocked(&self, schedule: &Schedule, index: usize) -> Option<String> {
         let planned = &schedule.plan.stages[index];
         if let Some(stage) = self
             .thread
@@ -50,20 +50,20 @@ impl Lost {
             .filter(|_| schedule.places[index] != Place::Host)
         {
             return Some(format!(
-                "stage `{}` needs the models, and `{stage}` still holds on to them",
+                "stage `{}` needs the models, but `{stage}` still uses them",
                 planned.name
             ));
         }
         let mut models = planned.spec.models.iter();
         let (model, changer) = models.find_map(|(model, _)| self.models.get_key_value(model))?;
         Some(format!(
-            "stage `{}` works with `{model}` as `{changer}` left it, which failed",
+            "stage `{}` uses `{model}` as left by `{changer}`, which failed",
             planned.name
         ))
     }
 }
 
-/// What is told of a stage that failed.
+/// The report of a stage that failed.
 pub(super) fn failed_stage(
     schedule: &Schedule,
     index: usize,

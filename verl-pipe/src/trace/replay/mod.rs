@@ -1,17 +1,17 @@
-//! Replay: stages run again on what they were given, and what they emit is compared with what they emitted.
+//! Replay: runs stages again on their recorded inputs, and compares their outputs with the recorded ones.
 //!
-//! A stage's result follows from its input, its parameters, the seed, the step, and the state of models and of the
-//! stage itself when the step began. All of that is recorded, so each stage can be run alone, and the first stage whose
-//! outputs are not reproduced is the one to look at: every stage is given its *recorded* input, so that a difference
-//! in one does not spread to those behind it. For the same reason a stage that cannot be run again, or that fails, costs
-//! itself alone: those behind it have its recorded outputs.
+//! A stage's result is determined by its input, its parameters, the seed, the step, and the state of models and of the
+//! stage itself when the step began. All of this is recorded, so each stage can be run on its own. Every stage gets its
+//! *recorded* input, so a difference in one stage does not spread to later ones, and the first stage whose outputs are
+//! not reproduced is the one to examine. For the same reason a stage that cannot be run again, or that fails, does not
+//! affect later stages: they get its recorded outputs.
 //!
-//! A model that some stage of the step changes is brought to where the replayed stage found it: the state of the
-//! step's start is restored, and the stages that changed it before are run first, on their recorded inputs.
+//! A model that stages of the step change is put into the state in which the replayed stage found it: the state at the
+//! start of the step is restored, and the stages that changed it before are run first, on their recorded inputs.
 //!
-//! On a CPU the bits are equal, also on another processor where the recording names kernels that add in the same order.
-//! Where models run on another device, or the machine differs in what decides bits, floats are compared within
-//! [`device_tolerance`]; [`Changes`] says which.
+//! On a CPU the bits are equal, even on another processor if the recording declares kernels that add in the same order.
+//! If models run on another device, or the machine differs in a way that affects bits, floats are compared within
+//! [`device_tolerance`]; [`Changes`] lists the differences.
 
 mod chosen;
 mod compared;
@@ -44,25 +44,25 @@ use compared::{Around, Versions, compare_stage, compare_weights};
 use failed::{Lost, failed_stage, is_of_stage};
 use report::notes_of;
 use since::{add_data, changes_of};
-pub(crate) use since::{changes_since, told_of_data};
+pub(crate) use since::{changes_since, describe_changed_data};
 use weights::{Sources, state_after};
 
-/// Replays steps of one run; holds it for as long.
+/// Replays steps of one run, which it borrows.
 pub struct Replayer<'a> {
     run: &'a mut Run,
     /// State of models and stages before anything ran.
     initial: RunSnapshot,
-    /// The trace that steps come from, for weights that a step does not hold itself.
+    /// The trace of the steps, for weights that a step does not store itself.
     trace: Option<TraceDir>,
     changes: Changes,
 }
 
 impl<'a> Replayer<'a> {
-    /// A replayer on a run that has been started and has not run a step: its state is that of the first step. Its
-    /// steps were recorded on this machine.
+    /// A replayer on a run that has been started and has not run a step: its state is that of the first step. The
+    /// replayed steps were recorded on this machine.
     ///
     /// # Errors
-    /// When the state cannot be read.
+    /// The state cannot be read.
     pub fn new(run: &'a mut Run) -> Result<Replayer<'a>, RunError> {
         let initial = run.snapshot()?;
         Ok(Replayer {
@@ -73,11 +73,11 @@ impl<'a> Replayer<'a> {
         })
     }
 
-    /// As [`Replayer::new`], for steps of a run's folder: it knows under what they were recorded, and finds weights in
-    /// other steps of the trace.
+    /// As [`Replayer::new`], for steps of a run folder: it knows their recorded conditions, and finds weights in other
+    /// steps of the trace.
     ///
     /// # Errors
-    /// When the state cannot be read, or what the trace tells of the recording is damaged.
+    /// The state cannot be read, or the recorded conditions are damaged.
     pub fn of_run(run: &'a mut Run, traced: &TracedRun) -> Result<Replayer<'a>, LookError> {
         let mut changes = changes_since(traced)?;
         add_data(&mut changes, traced.dir(), run.data());
@@ -88,20 +88,20 @@ impl<'a> Replayer<'a> {
         })
     }
 
-    /// What is replayed.
+    /// The schedule that is replayed.
     pub fn schedule(&self) -> &Schedule {
         self.run.schedule()
     }
 
-    /// What is not as it was when the run was recorded.
+    /// What has changed since the run was recorded.
     pub fn changes(&self) -> &Changes {
         &self.changes
     }
 
-    /// Runs the stages of `scope` again and compares. Stages that cannot be run are left out and named.
+    /// Runs the stages of `scope` again and compares their outputs. Stages that cannot be run are skipped and listed.
     ///
     /// # Errors
-    /// [`ReplayError`]: a stage that is not there; a single stage that cannot be run; a run that cannot be used.
+    /// [`ReplayError`]: an unknown stage; a single stage that cannot be run; a run that cannot be used.
     pub fn replay(
         &mut self,
         recorded: &RecordedStep,
@@ -110,7 +110,7 @@ impl<'a> Replayer<'a> {
         self.replay_until(recorded, scope, false)
     }
 
-    /// As [`Replayer::replay`], and ends behind the first stage with a difference where `stop` says so.
+    /// As [`Replayer::replay`]; with `stop` it ends after the first stage with a difference.
     pub(crate) fn replay_until(
         &mut self,
         recorded: &RecordedStep,
@@ -120,14 +120,14 @@ impl<'a> Replayer<'a> {
         let changes = changes_of(&self.changes, self.schedule(), recorded);
         let trace = self.trace.as_ref();
         let sources = Sources::of_step(self.schedule(), recorded, &self.initial, trace);
-        let remembering: BTreeSet<String> = self.initial.stages.keys().cloned().collect();
+        let stateful: BTreeSet<String> = self.initial.stages.keys().cloned().collect();
         let choice = choose(
             &Known {
                 schedule: self.schedule(),
                 recorded,
                 changes: &changes,
                 stateless: &sources.stateless,
-                remembering: &remembering,
+                stateful: &stateful,
             },
             scope,
         )?;
@@ -153,7 +153,7 @@ impl<'a> Replayer<'a> {
         Ok(report)
     }
 
-    /// Runs what was chosen, in the order of the plan.
+    /// Runs the chosen stages in the order of the plan.
     fn run_again(
         &mut self,
         recorded: &RecordedStep,
@@ -165,7 +165,7 @@ impl<'a> Replayer<'a> {
         let mut versions = self.run.versions()?;
         let mut lost = Lost::default();
         for &index in &choice.order {
-            if let Some(why) = lost.keeps(self.schedule(), index) {
+            if let Some(why) = lost.why_blocked(self.schedule(), index) {
                 if choice.wanted.contains(&index) {
                     self.skip(index, why, report);
                 }
@@ -176,7 +176,7 @@ impl<'a> Replayer<'a> {
                 Ok(again) => again,
                 Err(error) if is_of_stage(&error) => {
                     lost.add(self.schedule(), index, &error);
-                    if let Some(why) = self.drawn_elsewhere(index, report) {
+                    if let Some(why) = self.changed_data_reason(index, report) {
                         self.skip(index, why, report);
                         continue;
                     }
@@ -202,7 +202,7 @@ impl<'a> Replayer<'a> {
             let stage = &recorded.stages[&schedule.plan.stages[index].name];
             let mut replayed = compare_stage(schedule, index, &report.changes, stage, &again);
             if replayed.compared.differences > 0
-                && let Some(why) = self.drawn_elsewhere(index, report)
+                && let Some(why) = self.changed_data_reason(index, report)
             {
                 self.skip(index, why, report);
                 continue;
@@ -229,8 +229,8 @@ impl<'a> Replayer<'a> {
         Ok(())
     }
 
-    /// Why a stage that gives something else, or fails, is not to blame.
-    fn drawn_elsewhere(&self, index: usize, report: &ReplayReport) -> Option<String> {
+    /// Why a stage that emits something else, or fails, is not at fault: its data were changed.
+    fn changed_data_reason(&self, index: usize, report: &ReplayReport) -> Option<String> {
         let plan = &self.schedule().plan;
         report.changes.other_data(plan, &plan.stages[index])
     }
@@ -242,8 +242,8 @@ impl<'a> Replayer<'a> {
         });
     }
 
-    /// Versions of the models after the step. Where the trace does not tell a hash and the next step holds the
-    /// weights, they are loaded for their hash.
+    /// Versions of the models after the step. If the trace has no hash but the next step stores the weights, they are
+    /// loaded to compute it.
     fn weights_after(
         &mut self,
         recorded: &RecordedStep,
@@ -265,7 +265,7 @@ impl<'a> Replayer<'a> {
         Ok(after)
     }
 
-    /// Models and stages as they were when the step began.
+    /// Restores models and stages to the start of the step.
     fn restore(&mut self, recorded: &RecordedStep, sources: Sources) -> Result<(), ReplayError> {
         self.run.restore(&self.initial)?;
         match &recorded.state {

@@ -1,4 +1,4 @@
-//! What is told of a replay.
+//! The report of a replay.
 
 use std::fmt;
 
@@ -13,22 +13,22 @@ use crate::trace::recorded::RecordedStep;
 use crate::trace::replay::chosen::ReplayScope;
 use crate::trace::text::{Align, Table, count};
 
-/// What came of one stage.
+/// The result of one stage.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ReplayedStage {
     /// Its name.
     pub stage: String,
     /// Its kind.
     pub kind: String,
-    /// Rows that it was given; for a source rows that it made.
+    /// Number of input rows; for a source, of output rows.
     pub rows: usize,
-    /// Keys that were compared, with what was allowed.
+    /// Keys that were compared, with the tolerance.
     pub keys: Vec<(String, Tolerance)>,
-    /// Models whose weights were compared, before the stage or, where it changes them, after it.
+    /// Models whose weights were compared, before the stage or, if it changes them, after it.
     pub weights: Vec<String>,
     /// The comparison; left is the trace, right the replay.
     pub compared: Comparison,
-    /// What it failed with when it was run again; then nothing was compared.
+    /// The error if it failed when it was run again; then nothing was compared.
     pub failed: Option<String>,
 }
 
@@ -41,25 +41,25 @@ pub struct SkippedStage {
     pub why: String,
 }
 
-/// What came of a replay.
+/// The result of a replay.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ReplayReport {
     /// The step.
     pub step: u64,
     /// Device group of the models.
     pub device: String,
-    /// What is not as it was when the step was recorded.
+    /// What has changed since the step was recorded.
     pub changes: Changes,
     /// Stages that were run again, in the order of the plan.
     pub stages: Vec<ReplayedStage>,
-    /// Stages that could not be; those behind them were given what they emitted when the step was recorded.
+    /// Stages that could not be run again; later stages were given their recorded outputs.
     pub skipped: Vec<SkippedStage>,
-    /// What a reader should know besides.
+    /// Notes for the user.
     pub notes: Vec<String>,
 }
 
 impl ReplayReport {
-    /// Differences of all stages.
+    /// Number of differences in all stages.
     pub fn differences(&self) -> u64 {
         self.stages
             .iter()
@@ -67,16 +67,16 @@ impl ReplayReport {
             .sum()
     }
 
-    /// Stages that failed when they were run again.
+    /// Number of stages that failed when they were run again.
     pub fn failures(&self) -> usize {
         let failed = |stage: &&ReplayedStage| stage.failed.is_some();
         self.stages.iter().filter(failed).count()
     }
 
-    /// Whether anything came of it: a stage whose values or weights were compared, or one that failed.
+    /// Whether there is a result: a stage whose values or weights were compared, or one that failed.
     pub fn tells(&self) -> bool {
-        let tells = |stage: &ReplayedStage| stage.is_compared() || stage.failed.is_some();
-        self.stages.iter().any(tells)
+        let has_result = |stage: &ReplayedStage| stage.is_compared() || stage.failed.is_some();
+        self.stages.iter().any(has_result)
     }
 
     /// The first difference in the order of the plan.
@@ -185,7 +185,7 @@ impl ReplayedStage {
     }
 }
 
-/// What a reader should know of a step before anything is run.
+/// Notes about a step before anything is run.
 pub(super) fn notes_of(
     schedule: &Schedule,
     recorded: &RecordedStep,
@@ -195,7 +195,7 @@ pub(super) fn notes_of(
     let plan = &schedule.plan;
     if let Some(error) = &recorded.error {
         notes.push(format!(
-            "the step did not end well when it was recorded: {error}"
+            "the step failed when it was recorded: {error}"
         ));
     }
     if recorded.seed.is_some_and(|seed| seed != plan.context.seed) {
@@ -206,7 +206,7 @@ pub(super) fn notes_of(
     let gone: Vec<&str> = names.filter(|name| !is_planned(name)).collect();
     if !gone.is_empty() {
         notes.push(format!(
-            "recorded, and not in this pipeline: {}",
+            "recorded, but not in this pipeline: {}",
             quoted(gone)
         ));
     }
@@ -220,7 +220,7 @@ pub(super) fn notes_of(
             .filter(|name| !recorded.stages.contains_key(*name))
             .collect();
         if !missing.is_empty() {
-            notes.push(format!("not recorded, and left out: {}", quoted(missing)));
+            notes.push(format!("not recorded and skipped: {}", quoted(missing)));
         }
     }
     notes

@@ -1,4 +1,4 @@
-//! What is not as it was when a step was recorded.
+//! What has changed since a step was recorded.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,10 +15,10 @@ use crate::trace::conditions::{Conditions, of_versions};
 use crate::trace::recorded::RecordedStep;
 use crate::trace::traced_run::{LookError, TracedRun};
 
-/// What is not as it was when a run was recorded.
+/// What has changed since a run was recorded.
 ///
 /// # Errors
-/// When what the trace tells of the recording is damaged.
+/// The recorded conditions are damaged.
 pub(crate) fn changes_since(traced: &TracedRun) -> Result<Changes, LookError> {
     let now = Conditions::of(traced.schedule());
     Ok(match Conditions::read(traced.dir())? {
@@ -31,8 +31,8 @@ pub(crate) fn changes_since(traced: &TracedRun) -> Result<Changes, LookError> {
     })
 }
 
-/// Adds to `changes` the data sets whose content is not what the `data.json` of the run in `dir` tells, and of which that
-/// tells nothing.
+/// Adds to `changes` the data sets whose content differs from the `data.json` of the run in `dir`, and those missing
+/// there.
 pub(super) fn add_data(
     changes: &mut Changes,
     dir: &Path,
@@ -56,15 +56,14 @@ pub(super) fn add_data(
         }
     }
     if !missing.is_empty() {
-        changes.data_unknown = Some(format!("data.json tells nothing of {}", quoted(missing)));
+        changes.data_unknown = Some(format!("data.json has no entry for {}", quoted(missing)));
     }
 }
 
-/// Data sets of `plan` that are not what the `data.json` of the run in `dir` tells, in words; those that cannot be opened
-/// any more among them.
-pub(crate) fn told_of_data(dir: &Path, plan: &Plan) -> Vec<String> {
+/// Data sets of `plan` that differ from the `data.json` of the run in `dir` or cannot be opened any more, in words.
+pub(crate) fn describe_changed_data(dir: &Path, plan: &Plan) -> Vec<String> {
     let recorded = recorded_data(dir).unwrap_or_default();
-    let told = plan.pipe.data.iter().filter_map(|decl| {
+    let changed = plan.pipe.data.iter().filter_map(|decl| {
         let recorded = recorded.get(&decl.name)?;
         match (decl.open)(&plan.context) {
             Ok(data) => {
@@ -72,21 +71,21 @@ pub(crate) fn told_of_data(dir: &Path, plan: &Plan) -> Vec<String> {
                 changed.map(|changed| changed.to_string())
             }
             Err(_) => Some(format!(
-                "{} ({}): {} when recorded, cannot be opened now",
+                "{} ({}): {} when recorded, but it cannot be opened now",
                 decl.name,
                 recorded.origin,
                 content(recorded)
             )),
         }
     });
-    told.collect()
+    changed.collect()
 }
 
 /// The `data.json` of the run in `dir`, or why there is none.
 fn recorded_data(dir: &Path) -> Result<DataFile, String> {
     let text = fs::read_to_string(dir.join("data.json"));
     let text = text.map_err(|e| format!("data.json cannot be read ({e})"))?;
-    serde_json::from_str(&text).map_err(|e| format!("data.json is not what a run writes ({e})"))
+    serde_json::from_str(&text).map_err(|e| format!("data.json is invalid ({e})"))
 }
 
 fn changed_data(
@@ -102,7 +101,7 @@ fn changed_data(
     })
 }
 
-/// `of_run`, and what the step itself tells of its seed and stages.
+/// `of_run`, with the changes since what the step itself records about its seed and stages.
 pub(super) fn changes_of(
     of_run: &Changes,
     schedule: &Schedule,

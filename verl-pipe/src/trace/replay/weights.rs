@@ -1,5 +1,5 @@
-//! Weights with which a step began and ended, where the step itself does not hold them: from the model as it was loaded,
-//! or from another step of the trace.
+//! Weights at the start and end of a step that does not store them itself: from the model as loaded, or from another
+//! step of the trace.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,14 +14,14 @@ use crate::trace::store::TraceDir;
 pub(super) struct Sources {
     /// States from other steps, by model.
     pub elsewhere: BTreeMap<String, (WeightsVersion, Option<StoredState>)>,
-    /// Models whose state is not to be had, with where it was looked for.
+    /// Models whose state is not available, with where it was searched.
     pub stateless: BTreeMap<String, String>,
-    /// What a reader should know of it, by model.
+    /// Notes for the user, by model.
     pub notes: Vec<(String, String)>,
 }
 
 impl Sources {
-    /// What a reader should know of the models that stages `order` work with.
+    /// Notes for the user about the models that the stages in `order` use.
     pub(super) fn notes_of(&self, schedule: &Schedule, order: &BTreeSet<usize>) -> Vec<String> {
         let stages = order.iter().map(|index| &schedule.plan.stages[*index]);
         let used: BTreeSet<&String> = stages
@@ -31,7 +31,7 @@ impl Sources {
         notes.map(|(_, note)| note.clone()).collect()
     }
 
-    /// Looks for the state of each trained model: in the step, in the model as it was loaded, in other steps.
+    /// Finds the state of each trained model: in the step, in the model as loaded, or in other steps.
     pub(super) fn of_step(
         schedule: &Schedule,
         recorded: &RecordedStep,
@@ -43,7 +43,7 @@ impl Sources {
         for model in models.filter(|model| !model.updaters.is_empty()) {
             let name = &model.name;
             let state = recorded.state.as_ref();
-            if recorded.step <= 1 || state.is_some_and(|state| state.holds(name)) {
+            if recorded.step <= 1 || state.is_some_and(|state| state.has_model(name)) {
                 continue;
             }
             let Some(version) = version_before(recorded, name) else {
@@ -51,19 +51,19 @@ impl Sources {
                 continue;
             };
             if initial.models.get(name).map(|own| &own.version) == Some(version) {
-                let told = format!(
-                    "the weights of `{name}` at the start of step {} are not kept; they are those of the model as it is loaded, by their hash",
+                let note = format!(
+                    "the weights of `{name}` at the start of step {} are not stored; by their hash they are those of the model as loaded",
                     recorded.step
                 );
-                found.notes.push((name.clone(), told));
+                found.notes.push((name.clone(), note));
                 continue;
             }
-            found.look_elsewhere(trace, recorded.step, name, version);
+            found.search_other_steps(trace, recorded.step, name, version);
         }
         found
     }
 
-    fn look_elsewhere(
+    fn search_other_steps(
         &mut self,
         trace: Option<&TraceDir>,
         step: u64,
@@ -71,7 +71,7 @@ impl Sources {
         version: &WeightsVersion,
     ) {
         let mut steps = trace.map(TraceDir::steps).unwrap_or_default();
-        // Earlier ones first, the nearest before the others.
+        // Earlier steps first, and nearer ones before others.
         steps.sort_by_key(|other| (*other > step, other.abs_diff(step)));
         for other in steps {
             let Some(trace) = trace else { break };
@@ -83,10 +83,10 @@ impl Sources {
             };
             match trace.state(reference) {
                 Ok(stored) => {
-                    let told = format!(
-                        "the weights of `{model}` at the start of step {step} are not kept; they are those of step {other}, by their hash"
+                    let note = format!(
+                        "the weights of `{model}` at the start of step {step} are not stored; by their hash they are those of step {other}"
                     );
-                    self.notes.push((model.to_owned(), told));
+                    self.notes.push((model.to_owned(), note));
                     self.elsewhere
                         .insert(model.to_owned(), (version.clone(), stored));
                     return;
@@ -94,13 +94,13 @@ impl Sources {
                 Err(error) => self.notes.push((model.to_owned(), error.to_string())),
             }
         }
-        let looked =
-            "; by their hash, neither the model as it is loaded nor another step has its weights";
-        self.stateless.insert(model.to_owned(), looked.to_owned());
+        let searched =
+            "; by their hash, neither the model as loaded nor another step has these weights";
+        self.stateless.insert(model.to_owned(), searched.to_owned());
     }
 }
 
-/// Version of a model at the start of a step, where its hash was noted.
+/// Version of a model at the start of a step, if its hash was recorded.
 fn version_before<'a>(recorded: &'a RecordedStep, model: &str) -> Option<&'a WeightsVersion> {
     let of_state = match &recorded.state {
         Some(StepStart::Stored(state)) => state.models.get(model).map(|(version, _)| version),
@@ -112,7 +112,7 @@ fn version_before<'a>(recorded: &'a RecordedStep, model: &str) -> Option<&'a Wei
     (!version.hash.is_empty()).then_some(version)
 }
 
-/// The state with which the next step began, for models of which the step tells no hash afterwards.
+/// The state at the start of the next step, for models whose hash after this step is not recorded.
 pub(super) fn state_after<'a>(
     recorded: &RecordedStep,
     models: impl Iterator<Item = &'a String>,

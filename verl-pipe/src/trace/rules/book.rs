@@ -1,4 +1,4 @@
-//! The rules of a run: which are on, what they found, and what of that is new.
+//! The rules of a run: which are on, what they found, and which findings are new.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ use super::{Anomaly, Hit, MetricsView, RULES, Rule, Severity, StepView};
 use crate::trace::config::RuleSetting;
 use crate::trace::format::FORMAT;
 
-/// Steps in which a rule must not hold before it reports the same stage and key again.
+/// Steps without a match after which a rule reports the same stage and key again.
 pub const QUIET_STEPS: u64 = 16;
 
 /// How often a rule fired in a run.
@@ -17,19 +17,19 @@ pub const QUIET_STEPS: u64 = 16;
 pub struct Fired {
     /// Name of the rule.
     pub rule: String,
-    /// What it does.
+    /// Severity of the rule.
     pub severity: Severity,
-    /// Times that it was reported; steps in a row are one, and so are steps less than [`QUIET_STEPS`] apart.
+    /// Number of reports; matches that are at most [`QUIET_STEPS`] steps apart are one.
     pub events: u64,
-    /// Steps in which it held.
+    /// Number of steps in which it matched.
     pub steps: u64,
-    /// The first of them.
+    /// The first of these steps.
     pub first_step: u64,
-    /// The last of them.
+    /// The last of these steps.
     pub last_step: u64,
-    /// What was wrong when it fired first.
+    /// What was wrong when it first fired.
     pub what: String,
-    /// Command that shows that step; empty where nothing is recorded of it.
+    /// Command that shows that step; empty if there is none.
     pub command: String,
 }
 
@@ -65,46 +65,46 @@ struct Armed {
     rule: Box<dyn Rule>,
     severity: Severity,
     limit: f64,
-    /// Where it held, and in which step last.
-    held: BTreeMap<Place, u64>,
+    /// The last step in which it matched, by place.
+    last_match: BTreeMap<Place, u64>,
     fired: Option<Fired>,
 }
 
 /// The rules of a run.
 pub(crate) struct RuleBook {
     armed: Vec<Armed>,
-    /// Rules that held in the step at hand, whether they were reported or not.
-    holding: (u64, BTreeSet<String>),
+    /// The current step, and the rules that matched in it, reported or not.
+    matching: (u64, BTreeSet<String>),
 }
 
 impl RuleBook {
-    /// Built-in rules and those of the user, as `settings` change them.
+    /// Built-in and custom rules, with the overrides in `settings`.
     pub(crate) fn new(
-        own: Vec<Box<dyn Rule>>,
+        custom: Vec<Box<dyn Rule>>,
         settings: &BTreeMap<String, RuleSetting>,
     ) -> RuleBook {
         let built_in = RULES.iter().map(|rule| Box::new(*rule) as Box<dyn Rule>);
-        // Who silences a rule does not want to hear of what follows from it either.
+        // A rule that is off still runs if it is a cause, so that what follows from it is not reported either.
         let causes: BTreeSet<&str> = RULES
             .iter()
             .flat_map(|rule| rule.follows_from)
             .copied()
             .collect();
-        let armed = built_in.chain(own).filter_map(|rule| {
+        let armed = built_in.chain(custom).filter_map(|rule| {
             let setting = settings.get(rule.name()).copied().unwrap_or_default();
             let severity = setting.severity.unwrap_or(rule.severity());
-            let looks = severity > Severity::Off || causes.contains(rule.name());
-            looks.then(|| Armed {
+            let runs = severity > Severity::Off || causes.contains(rule.name());
+            runs.then(|| Armed {
                 severity,
                 limit: setting.limit.unwrap_or(rule.limit()),
                 rule,
-                held: BTreeMap::new(),
+                last_match: BTreeMap::new(),
                 fired: None,
             })
         });
         RuleBook {
             armed: armed.collect(),
-            holding: (0, BTreeSet::new()),
+            matching: (0, BTreeSet::new()),
         }
     }
 
@@ -113,7 +113,7 @@ impl RuleBook {
         armed.any(|armed| armed.severity > Severity::Off && armed.rule.name() == name)
     }
 
-    /// The rules that fired, in the order in which they look.
+    /// The rules that fired, in the order in which they run.
     pub(crate) fn fired(&self) -> Vec<Fired> {
         let fired = self.armed.iter().map(|armed| &armed.fired);
         fired.flatten().cloned().collect()
@@ -124,7 +124,7 @@ impl RuleBook {
         view: &StepView<'_>,
         command: &dyn Fn(&Hit) -> String,
     ) -> Vec<Anomaly> {
-        self.look(view.step, command, |rule, limit| {
+        self.run(view.step, command, |rule, limit| {
             rule.before_update(view, limit)
         })
     }
@@ -134,37 +134,37 @@ impl RuleBook {
         view: &MetricsView<'_>,
         command: &dyn Fn(&Hit) -> String,
     ) -> Vec<Anomaly> {
-        self.look(view.step, command, |rule, limit| {
+        self.run(view.step, command, |rule, limit| {
             rule.after_step(view, limit)
         })
     }
 
-    fn look(
+    fn run(
         &mut self,
         step: u64,
         command: &dyn Fn(&Hit) -> String,
-        look: impl Fn(&mut dyn Rule, f64) -> Vec<Hit>,
+        check: impl Fn(&mut dyn Rule, f64) -> Vec<Hit>,
     ) -> Vec<Anomaly> {
-        if self.holding.0 != step {
-            self.holding = (step, BTreeSet::new());
+        if self.matching.0 != step {
+            self.matching = (step, BTreeSet::new());
         }
-        let holding = &mut self.holding.1;
+        let matching = &mut self.matching.1;
         let mut found = Vec::new();
         for armed in &mut self.armed {
-            let hits = look(armed.rule.as_mut(), armed.limit);
+            let hits = check(armed.rule.as_mut(), armed.limit);
             let follows = armed.rule.follows_from().iter();
-            let follows = { follows }.any(|cause| holding.contains(*cause));
+            let follows = { follows }.any(|cause| matching.contains(*cause));
             if !hits.is_empty() {
-                holding.insert(armed.rule.name().to_owned());
+                matching.insert(armed.rule.name().to_owned());
             }
-            // Who asks for a stop gets it, whatever else is reported.
+            // A rule that stops the run does so even if its finding follows from another one.
             if armed.severity == Severity::Off || follows && armed.severity != Severity::Stop {
                 continue;
             }
             let mut anomalies = Vec::new();
             for hit in hits {
                 let place = (hit.stage.clone(), hit.key.clone());
-                let last = armed.held.insert(place, step);
+                let last = armed.last_match.insert(place, step);
                 if last.is_none_or(|last| step > last + QUIET_STEPS) {
                     let command = command(&hit);
                     anomalies.push(armed.anomaly(step, hit, command));
@@ -182,7 +182,7 @@ impl RuleBook {
 }
 
 impl Armed {
-    /// Counts a step in which the rule held; a second call for the same step adds its events alone.
+    /// Counts a step in which the rule matched; a second call for the same step only adds its events.
     fn tally(&mut self, step: u64, what: &str, command: &str, events: u64) {
         let fired = self.fired.get_or_insert_with(|| Fired {
             rule: self.rule.name().to_owned(),

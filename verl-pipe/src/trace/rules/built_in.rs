@@ -1,4 +1,4 @@
-//! The built-in rules as one table. What each computes is in the file named after what it looks at.
+//! The table of built-in rules. The code of each rule is in the file named after its input.
 
 use super::log_probs::{low_ess, negative_kl, probability_difference};
 use super::metrics::{
@@ -22,7 +22,7 @@ pub(super) const ENTROPIES: &[&str] = &["entropy", "entropy_now", "sampled_entro
 pub(super) const SAME_WEIGHTS: &[&str] = &["first_ppo_kl"];
 /// Metrics that are a norm of gradients.
 pub(super) const GRAD_NORMS: &[&str] = &["grad_norm"];
-/// Metrics that are a KL divergence a token.
+/// Metrics that are a KL divergence per token.
 pub(super) const KLS: &[&str] = &["actor/kl", "reward/kl", "rollout_correction/kl", "ppo_kl"];
 /// Metrics that say how far the updates of a step moved the policy.
 pub(super) const UPDATE_KLS: &[&str] = &["ppo_kl"];
@@ -32,7 +32,7 @@ pub(super) const CLIP_SHARES: &[&str] = &["pg_clipfrac"];
 pub(super) const OPTIMIZER_STEPS: &[&str] = &["optimizer_steps"];
 /// Metrics that are a learning rate.
 pub(super) const LEARNING_RATES: &[&str] = &["learning_rate"];
-/// Metrics that are a number of rows that could not be worked on.
+/// Metrics that are a number of failed rows.
 pub(super) const ROW_ERRORS: &[&str] = &["row_errors"];
 /// Metrics that are a mean length of the responses.
 pub(super) const LENGTHS: &[&str] = &["response/length_mean"];
@@ -40,7 +40,7 @@ pub(super) const LENGTHS: &[&str] = &["response/length_mean"];
 pub(super) const MEAN_REWARDS: &[&str] = &["reward/mean"];
 /// Metrics that say how well values predict returns.
 pub(super) const EXPLAINED: &[&str] = &["explained_variance"];
-/// Metrics that are a log-prob of the answers to be preferred.
+/// Metrics that are a log-prob of the chosen answers.
 pub(super) const CHOSEN: &[&str] = &["preference/log_probs_chosen"];
 /// Metrics that are z₀ of KTO.
 pub(super) const KTO_BASELINES: &[&str] = &["preference/kl"];
@@ -48,17 +48,17 @@ pub(super) const KTO_BASELINES: &[&str] = &["preference/kl"];
 /// What a rule needs in order to find anything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LooksAt {
-    /// Whatever keys there are.
+    /// Any keys.
     Anything,
-    /// One of these keys, by the name under which a stage writes it.
+    /// One of these keys, by the writer's own name.
     Keys(&'static [&'static str]),
-    /// One of these metrics: by its whole name where that has a slash, else by the name after its group. What is
-    /// measured between steps (`eval/…`) is left out.
+    /// One of these metrics: by full name if it has a slash, else by the name after the group. Metrics measured between
+    /// steps (`eval/…`) are excluded.
     Metrics(&'static [&'static str]),
 }
 
 impl LooksAt {
-    /// Whether `metric` is one of those that `names` names.
+    /// Whether `metric` matches one of `names`.
     pub(crate) fn names_metric(names: &[&str], metric: &str) -> bool {
         let Some((group, last)) = metric.rsplit_once('/') else {
             return false;
@@ -71,7 +71,7 @@ impl LooksAt {
     }
 }
 
-/// When a rule looks, and how.
+/// When a rule runs, and its function.
 #[derive(Clone, Copy)]
 enum Check {
     Step(fn(&StepView<'_>, f64) -> Vec<Hit>),
@@ -83,29 +83,29 @@ enum Check {
 pub struct BuiltIn {
     /// Its name in `[trace.rules]`.
     pub name: &'static str,
-    /// What it does by default.
+    /// Default severity.
     pub severity: Severity,
-    /// Where it fires by default.
+    /// Default limit at which it fires.
     pub limit: f64,
     /// Unit of the limit.
     pub unit: &'static str,
-    /// When it fires: its limit, the least that it needs, the steps that it looks at.
+    /// When it fires: its limit, the minimum data, the steps that it covers.
     pub meaning: &'static str,
-    /// What usually causes it.
+    /// Likely causes.
     pub causes: &'static str,
     /// What to do about it.
     pub advice: &'static str,
-    /// Where the limit comes from.
+    /// Why the limit has this value.
     pub source: &'static str,
     /// What it needs in order to find anything.
     pub looks_at: LooksAt,
-    /// Rules from whose findings this one's follow.
+    /// Rules whose findings imply this one's.
     pub follows_from: &'static [&'static str],
     check: Check,
 }
 
 impl BuiltIn {
-    /// Whether the limit is a share, which lies between 0 and 1.
+    /// Whether the limit is a share, between 0 and 1.
     pub fn is_share(&self) -> bool {
         self.unit.starts_with("share of ") || self.unit == "probability"
     }
@@ -144,14 +144,14 @@ impl Rule for BuiltIn {
     }
 }
 
-/// The built-in rules, in the order in which they look: causes before what follows from them.
+/// The built-in rules, in the order in which they run: causes before what follows from them.
 pub const RULES: &[BuiltIn] = &[
     BuiltIn {
         name: "non_finite",
         severity: Severity::Stop,
         limit: 0.0,
         unit: "values",
-        meaning: "more values than the limit that an update reads are NaN or infinite; observation tokens do not count",
+        meaning: "more input values of an update than the limit are NaN or infinite; observation tokens do not count",
         causes: "a division by a standard deviation of 0, an overflow of bf16 or f16, a reward function that returns NaN",
         advice: "find the stage where the first such value appeared: `pipe debug first-bad`",
         source: "any such value makes the loss NaN",
@@ -164,7 +164,7 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.0,
         unit: "rows",
-        meaning: "more rows than the limit could not be worked on in the step",
+        meaning: "more rows than the limit failed in the step",
         causes: "a reward function that fails, panics or passes its deadline on some rows",
         advice: "read the error of the first row in the log; make the function total, or raise `deadline_s`",
         source: "none is expected",
@@ -177,9 +177,9 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.95,
         unit: "share of groups",
-        meaning: "all rewards of the step are equal, or those within more than this share of its groups; of at least 8 rewards or 4 groups",
+        meaning: "all rewards of the step are equal, or those within more than this share of its groups; needs at least 8 rewards or 4 groups",
         causes: "questions that are all too easy or too hard, a reward function that does not find the answer, temperature too low",
-        advice: "compare response texts and answers of the samples; filter groups, or take data that is neither too easy nor too hard",
+        advice: "compare response texts and answers of the samples; filter groups, or use data that is neither too easy nor too hard",
         source: "a group of equal rewards has advantages of 0 (DAPO, arXiv:2503.14476, section 3.2)",
         looks_at: LooksAt::Keys(&[REWARDS.name()]),
         follows_from: &[],
@@ -206,7 +206,7 @@ pub const RULES: &[BuiltIn] = &[
         meaning: "the variance of the advantages is above the limit",
         causes: "rewards of very different size, a group whose standard deviation is almost 0",
         advice: "look at the rewards of the samples and at how the estimator scales; clip or scale rewards",
-        source: "whitened advantages have a variance of 1; ten standard deviations are left as room",
+        source: "whitened advantages have a variance of 1; the limit leaves room for ten standard deviations",
         looks_at: LooksAt::Keys(&[ADVANTAGES.name()]),
         follows_from: &[],
         check: Check::Step(advantage_variance),
@@ -216,7 +216,7 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.05,
         unit: "nats",
-        meaning: "the mean of k1, which estimates a KL divergence, is below minus the limit and below 0 by more than 4 standard errors; of at least 256 tokens in at least 16 rows",
+        meaning: "the mean of k1, which estimates a KL divergence, is below minus the limit and below 0 by more than 4 standard errors; needs at least 256 tokens in at least 16 rows",
         causes: "log-probs of other tokens, masks or temperatures on the two sides, responses that the counterpart did not sample, top-k or top-p",
         advice: "compare temperature, mask and token ids of the two log-probs",
         source: "a KL divergence is not negative, but its estimate from few tokens may be (Schulman 2020, joschu.net/blog/kl-approx.html)",
@@ -229,8 +229,8 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.5,
         unit: "share of tokens",
-        meaning: "the effective sample size of the importance weights trainer against rollout is below this share of at least 256 tokens",
-        causes: "a rollout of older weights, another precision or other kernels in the rollout",
+        meaning: "the effective sample size of the importance weights (trainer against rollout) is below this share of the tokens; needs at least 256 tokens",
+        causes: "a rollout with older weights, another precision or other kernels in the rollout",
         advice: "look at `probability_diff` and at the samples' log-probs; use `correct_rollout`",
         source: "below one half the weights waste more tokens than they keep (Kish 1965)",
         looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name()]),
@@ -245,7 +245,7 @@ pub const RULES: &[BuiltIn] = &[
         meaning: "probabilities of the sampled tokens differ between rollout and trainer by more than this on average, over at least 32 tokens",
         causes: "another temperature or older weights in the rollout, another precision, a mask that is shifted",
         advice: "compare temperature and weights version of rollout and trainer, then the samples token by token",
-        source: "two sound forwards in bf16 stay below 0.01 (verl, docs/advance/rollout_corr)",
+        source: "two correct forward passes in bf16 stay below 0.01 (verl, docs/advance/rollout_corr)",
         looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name()]),
         follows_from: &[],
         check: Check::Step(probability_difference),
@@ -256,7 +256,7 @@ pub const RULES: &[BuiltIn] = &[
         limit: 0.5,
         unit: "share of responses",
         meaning: "more than this share of at least 8 responses reached the token limit",
-        causes: "a limit that is too short for the task, end-of-sequence ids that the model does not write, looping responses",
+        causes: "a limit that is too short for the task, end-of-sequence ids that the model does not emit, looping responses",
         advice: "look at the ends of the response texts; check the end-of-sequence ids, or shape overlong rewards",
         source: "half of the responses have no end that could be rewarded",
         looks_at: LooksAt::Keys(&[FINISH_REASONS.name()]),
@@ -268,9 +268,9 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.9,
         unit: "share of responses",
-        meaning: "more than this share of at least 16 responses to at least 4 prompts are one and the same tokens",
+        meaning: "more than this share of at least 16 responses to at least 4 prompts have the same tokens",
         causes: "a policy that collapsed to one answer, a reward that any answer earns, prompts that do not reach the model",
-        advice: "read the responses; go back to a model from before, lower the learning rate, add a KL or entropy term",
+        advice: "read the responses; go back to an earlier model, lower the learning rate, add a KL or entropy term",
         source: "different questions have different answers",
         looks_at: LooksAt::Keys(&[RESPONSES.name()]),
         follows_from: &[],
@@ -294,9 +294,9 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.0,
         unit: "optimiser steps",
-        meaning: "an update took no more optimiser steps than this in the step, as no token was left to train on",
-        causes: "`mask_truncated` where all responses reach the token limit, a correction of the rollout that rejects every row, targets that are all masked",
-        advice: "look at why responses end, and at what leaves them out",
+        meaning: "an update took at most this many optimiser steps in the step, because no token was left to train on",
+        causes: "`mask_truncated` where all responses reach the token limit, a rollout correction that rejects every row, targets that are all masked",
+        advice: "check why responses end, and what excludes them",
         source: "a step without an update teaches nothing",
         looks_at: LooksAt::Metrics(OPTIMIZER_STEPS),
         follows_from: &[],
@@ -307,10 +307,10 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 2.0,
         unit: "steps",
-        meaning: "the learning rate was 0 in so many steps in a row",
+        meaning: "the learning rate was 0 in this many steps in a row",
         causes: "a schedule whose `total_steps` is smaller than the run's optimiser steps",
-        advice: "set `total_steps` to the optimiser steps of the run (`pipe plan`), or leave it out",
-        source: "the last step of a schedule may have a rate of 0, two in a row are a mistake",
+        advice: "set `total_steps` to the optimiser steps of the run (`pipe plan`), or omit it",
+        source: "the last step of a schedule may have a rate of 0; two in a row are a mistake",
         looks_at: LooksAt::Metrics(LEARNING_RATES),
         follows_from: &[],
         check: Check::Metrics(zero_learning_rate),
@@ -320,10 +320,10 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 3.0,
         unit: "steps",
-        meaning: "the gradient norm was exactly 0 in so many steps in a row",
+        meaning: "the gradient norm was exactly 0 in this many steps in a row",
         causes: "advantages of 0, a loss that does not reach the weights, ratios that are all clipped",
-        advice: "look at advantages and clip share; check that the update trains the model that is read",
-        source: "rounding alone makes it positive where anything is learnt",
+        advice: "look at advantages and clip share; check that the update trains the model that the stages use",
+        source: "rounding alone makes it positive if anything is learnt",
         looks_at: LooksAt::Metrics(GRAD_NORMS),
         follows_from: &["constant_reward", "zero_advantages", "no_update"],
         check: Check::Metrics(zero_gradient),
@@ -333,10 +333,10 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 5.0,
         unit: "times the median",
-        meaning: "a gradient norm is above 0.1 and above this multiple of its median over the 8 to 64 steps before, of which at most one in 16 had half as much",
+        meaning: "a gradient norm is above 0.1 and above this multiple of its median over the previous 8 to 64 steps, of which at most one in 16 had at least half this norm",
         causes: "a batch of unusual responses or advantages, a learning rate that is too high, the first sign of a diverging run",
         advice: "look at advantages and log-probs of the step, longest and shortest responses first; clip gradients (`max_grad_norm`), lower the learning rate",
-        source: "spikes precede a loss of quality (AdaGC, arXiv:2502.11034; ZClip, arXiv:2504.02507); sound runs vary by two to three times; below 0.1 none matters under the usual clip of 1",
+        source: "spikes precede a loss of quality (AdaGC, arXiv:2502.11034; ZClip, arXiv:2504.02507); healthy runs vary by a factor of two to three; below 0.1 a spike does not matter with the usual clip of 1",
         looks_at: LooksAt::Metrics(GRAD_NORMS),
         follows_from: &[],
         check: Check::Metrics(grad_norm_spike),
@@ -346,9 +346,9 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 1.0,
         unit: "optimiser steps",
-        meaning: "a model's weights have the same hash after at least so many optimiser steps, although gradients were not zero",
+        meaning: "a model's weights have the same hash after at least this many optimiser steps, although gradients were not zero",
         causes: "a learning rate that is too small for bf16, an optimiser that works on a copy",
-        advice: "check the learning rate against the weights' type, and that the update trains the model that is read",
+        advice: "check the learning rate against the weights' type, and that the update trains the model that the stages use",
         source: "an optimiser step changes weights",
         looks_at: LooksAt::Metrics(GRAD_NORMS),
         follows_from: &["zero_learning_rate"],
@@ -359,7 +359,7 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 1e-4,
         unit: "nats",
-        meaning: "old and current log-probs differ on the first mini-batch of a step, where both are of the same weights; 100 times the limit on other devices than a CPU",
+        meaning: "old and current log-probs differ by more than this on the first mini-batch of a step, where both use the same weights; 100 times the limit on devices other than a CPU",
         causes: "another temperature, mask or dropout in the update than in `old_log_probs`",
         advice: "compare temperature, mask and token ids of `old_log_probs` and the update",
         source: "rounding of f32; the same kernels give the same bits",
@@ -372,10 +372,10 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 1.0,
         unit: "nats",
-        meaning: "a KL divergence a token is above the limit, or is NaN",
-        causes: "a policy that has left the reference: a learning rate that is too high, a KL coefficient that is too small, reward hacking",
+        meaning: "a KL divergence per token is above the limit, or is NaN",
+        causes: "a policy that moved too far from the reference: a learning rate that is too high, a KL coefficient that is too small, reward hacking",
         advice: "look at the samples whose log-probs moved most; lower the learning rate or raise the KL coefficient",
-        source: "a response of 100 tokens is 100 nats away then, where rewards are overoptimised (Gao et al., arXiv:2210.10760)",
+        source: "a response of 100 tokens is then 100 nats away, where rewards are overoptimised (Gao et al., arXiv:2210.10760)",
         looks_at: LooksAt::Metrics(KLS),
         follows_from: &[],
         check: Check::Metrics(kl_blow_up),
@@ -386,8 +386,8 @@ pub const RULES: &[BuiltIn] = &[
         limit: 0.2,
         unit: "nats",
         meaning: "the mean of old minus current log-probs over the updates of a step is farther from 0 than the limit",
-        causes: "a learning rate that is too high, too many mini-batches or epochs a step, a few huge advantages",
-        advice: "lower the learning rate, take fewer optimiser steps a step, clip gradients",
+        causes: "a learning rate that is too high, too many mini-batches or epochs per step, a few huge advantages",
+        advice: "lower the learning rate, use fewer optimiser steps per step, clip gradients",
         source: "Spinning Up ends the updates of a step at 0.015 nats",
         looks_at: LooksAt::Metrics(UPDATE_KLS),
         follows_from: &["kl_blow_up"],
@@ -399,9 +399,9 @@ pub const RULES: &[BuiltIn] = &[
         limit: 0.4,
         unit: "share of tokens",
         meaning: "the median share of clipped tokens over 5 steps is above the limit",
-        causes: "a learning rate that is too high, too many optimiser steps a step, a rollout of older weights",
-        advice: "lower the learning rate, take fewer mini-batches or epochs a step",
-        source: "sound runs clip up to 0.2, GSPO clips 0.15 by design (arXiv:2507.18071)",
+        causes: "a learning rate that is too high, too many optimiser steps per step, a rollout with older weights",
+        advice: "lower the learning rate, use fewer mini-batches or epochs per step",
+        source: "healthy runs clip up to 0.2, GSPO clips 0.15 by design (arXiv:2507.18071)",
         looks_at: LooksAt::Metrics(CLIP_SHARES),
         follows_from: &[],
         check: Check::Metrics(clip_share),
@@ -413,7 +413,7 @@ pub const RULES: &[BuiltIn] = &[
         unit: "nats",
         meaning: "the median entropy of the policy over 5 steps is below the limit, and below a tenth of its upper quartile in the first 16 steps",
         causes: "a policy that no longer explores: a learning rate that is too high, no entropy or KL term, an upper clip that is too small",
-        advice: "look at how alike the responses of a group are; lower the learning rate, raise `clip_high`, add an entropy or KL term",
+        advice: "check how similar the responses of a group are; lower the learning rate, raise `clip_high`, add an entropy or KL term",
         source: "without entropy there is no further gain (Cui et al., arXiv:2505.22617)",
         looks_at: LooksAt::Metrics(ENTROPIES),
         follows_from: &[],
@@ -424,10 +424,10 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 3.0,
         unit: "times the first steps",
-        meaning: "the median entropy of the policy over 5 steps is above this multiple of its median in the first 16 steps, and 1 nat above it",
-        causes: "an entropy bonus that is too large, a learning rate that is too high, a policy that falls apart",
+        meaning: "the median entropy of the policy over 5 steps is above this multiple of its median in the first 16 steps, and more than 1 nat above it",
+        causes: "an entropy bonus that is too large, a learning rate that is too high, a policy that breaks down",
         advice: "read the responses; lower the entropy coefficient or the learning rate",
-        source: "text at 1 nat a token more than the model began with is noise",
+        source: "text with 1 nat per token more than at the start is noise",
         looks_at: LooksAt::Metrics(ENTROPIES),
         follows_from: &[],
         check: Check::Metrics(entropy_explosion),
@@ -437,10 +437,10 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.25,
         unit: "times the first steps",
-        meaning: "in 2 steps in a row the mean response length is below this multiple of its upper quartile in the first 16 steps, which is at least 4 tokens; below 2 tokens where most of those responses were cut off",
-        causes: "responses that end at once: a reward that short ones earn, a length penalty, a collapsed policy",
-        advice: "read the responses beside their rewards; go back to a model from before, check reward and length penalty",
-        source: "a quarter of the length is more than brevity learnt by chance",
+        meaning: "in 2 steps in a row the mean response length is below this multiple of its upper quartile in the first 16 steps, which is at least 4 tokens; also below 2 tokens if most of those responses were cut off",
+        causes: "responses that end at once: a reward for short responses, a length penalty, a collapsed policy",
+        advice: "read the responses with their rewards; go back to an earlier model, check reward and length penalty",
+        source: "a fall to a quarter of the length is more than learnt brevity",
         looks_at: LooksAt::Metrics(LENGTHS),
         follows_from: &[],
         check: Check::Metrics(length_collapse),
@@ -463,10 +463,10 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 6.0,
         unit: "deviations",
-        meaning: "the median reward of 5 steps is lower than that of the 16 to 60 steps before by more than so many of their deviations (1.48 times the median absolute deviation; at least 2 % of their median or of 0.5)",
-        causes: "a policy that falls apart, a learning rate that is too high, harder data, a reward function that began to fail",
-        advice: "compare response texts of a step before and after; go back to a model from before, lower the learning rate",
-        source: "six deviations of a median are no chance",
+        meaning: "the median reward of 5 steps is lower than that of the previous 16 to 60 steps by more than this many of their deviations (1.48 times the median absolute deviation; at least 2 % of their median or of 0.5)",
+        causes: "a policy that breaks down, a learning rate that is too high, harder data, a reward function that began to fail",
+        advice: "compare response texts of a step before and after; go back to an earlier model, lower the learning rate",
+        source: "six deviations of a median are not chance",
         looks_at: LooksAt::Metrics(MEAN_REWARDS),
         follows_from: &[],
         check: Check::Metrics(reward_collapse),
@@ -476,9 +476,9 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 8.0,
         unit: "deviations",
-        meaning: "the median reward of 5 steps is higher than that of the 16 to 60 steps before by more than so many of their deviations (as for `reward_collapse`)",
-        causes: "a policy that found a hole in the reward, easier data, a format learnt at once",
-        advice: "read the responses that earn most: a right answer, or something that only looks like one?",
+        meaning: "the median reward of 5 steps is higher than that of the previous 16 to 60 steps by more than this many of their deviations (as for `reward_collapse`)",
+        causes: "a policy that exploits the reward, easier data, a format learnt at once",
+        advice: "read the responses with the highest rewards: correct answers, or something that only looks like them?",
         source: "reward hacking shows as a jump (Pan et al., arXiv:2201.03544)",
         looks_at: LooksAt::Metrics(MEAN_REWARDS),
         follows_from: &[],
@@ -489,8 +489,8 @@ pub const RULES: &[BuiltIn] = &[
         severity: Severity::Warn,
         limit: 0.0,
         unit: "explained variance",
-        meaning: "the median explained variance of the values over 16 steps is below the limit, 48 steps into the run or later, and not 0.1 above that of the 16 steps before",
-        causes: "a critic that learns too slowly, values of other rewards than the returns",
+        meaning: "the median explained variance of the values over 16 steps is below the limit, 48 steps into the run or later, and not 0.1 above that of the previous 16 steps",
+        causes: "a critic that learns too slowly, values and returns of different rewards",
         advice: "raise the critic's learning rate, or train it first (`warmup_steps` of the update); look at values and returns of the samples",
         source: "below 0 a constant predicts better (Huang et al. 2022, the 37 implementation details)",
         looks_at: LooksAt::Metrics(EXPLAINED),
@@ -503,7 +503,7 @@ pub const RULES: &[BuiltIn] = &[
         limit: 0.2,
         unit: "times the first steps",
         meaning: "the median log-prob of chosen and of rejected answers over 8 steps has fallen by more than this multiple of its size in the first 16 steps, and by 4 deviations",
-        causes: "a loss that pushes both answers down, which moves probability to a third; pairs that are almost alike",
+        causes: "a loss that pushes both answers down, which moves probability to other answers; pairs that are almost identical",
         advice: "compare what the model writes with the chosen answers; lower the learning rate, add an SFT term, or filter similar pairs",
         source: "likelihood displacement (Razin et al., arXiv:2410.08847; Pal et al., arXiv:2402.13228)",
         looks_at: LooksAt::Metrics(CHOSEN),
@@ -516,7 +516,7 @@ pub const RULES: &[BuiltIn] = &[
         limit: 50.0,
         unit: "nats",
         meaning: "z₀ of KTO is above the limit",
-        causes: "a policy that has left the reference",
+        causes: "a policy that moved too far from the reference",
         advice: "lower the learning rate or raise β",
         source: "at β = 0.1 and 50 nats σ is 0.99, so no gradient is left",
         looks_at: LooksAt::Metrics(KTO_BASELINES),
@@ -530,10 +530,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_unique_and_texts_stand_alone() {
+    fn names_are_unique_and_texts_are_complete() {
         let mut names = std::collections::BTreeSet::new();
         for rule in RULES {
-            // What a finding follows from is looked at before it.
+            // A cause runs before the rules that follow from it.
             assert!(
                 rule.follows_from.iter().all(|cause| names.contains(cause)),
                 "{}",
@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_are_named_whole_or_by_their_last_part() {
+    fn metrics_match_by_full_name_or_last_part() {
         let names = |names: &[&str], metric| LooksAt::names_metric(names, metric);
         assert!(names(&["kl"], "a/b/kl") && !names(&["kl"], "kl") && !names(&["kl"], "eval/kl"));
         assert!(names(&["a/kl"], "a/kl") && !names(&["a/kl"], "b/kl"));

@@ -7,14 +7,14 @@ use crate::keys::OLD_LOG_PROBS;
 use crate::trace::format::Side;
 use crate::trace::ratio::RatioStats;
 
-/// Fewest tokens of which a mean or an effective sample size says something.
+/// Fewest tokens for a meaningful mean or effective sample size.
 const TOKENS: u64 = 256;
-/// Fewest rows of which a standard error says something.
+/// Fewest rows for a meaningful standard error.
 const ROWS: u64 = 16;
-/// Standard errors that a mean lies below 0 when that is no chance: 3 in 100,000.
+/// Standard errors below 0 at which a mean is not chance: 3 in 100,000.
 const ERRORS: f64 = 4.0;
-/// Fewest tokens of which a difference between two forwards says something: it is no sample, but a few tokens of almost
-/// equal probabilities may differ in rank.
+/// Fewest tokens for a meaningful difference between two forward passes: it is not an estimate from samples, but a few
+/// tokens of almost equal probability may differ in rank.
 const FORWARD_TOKENS: u64 = 32;
 
 pub(super) fn negative_kl(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
@@ -66,7 +66,7 @@ pub(super) fn probability_difference(view: &StepView<'_>, limit: f64) -> Vec<Hit
     })
 }
 
-/// Hits on log-prob keys that were compared with a counterpart, with the rows that lie farthest from it.
+/// Hits on log-prob keys that were compared with a counterpart, with the rows that differ most from it.
 fn ratios(
     view: &StepView<'_>,
     judge: impl Fn(&str, &RatioStats) -> Option<(f64, String)>,

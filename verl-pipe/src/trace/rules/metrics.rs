@@ -1,4 +1,4 @@
-//! Rules on the metrics of a step, of optimisation above all; those that compare with the first steps are in `trends`.
+//! Rules on the metrics of a step, mainly of optimisation; those that compare with the first steps are in `trends`.
 
 use super::built_in::{
     CLIP_SHARES, ENTROPIES, GRAD_NORMS, KLS, LEARNING_RATES, OPTIMIZER_STEPS, ROW_ERRORS,
@@ -12,13 +12,13 @@ use super::{Hit, LooksAt, MetricsView};
 const SPIKE_HISTORY: usize = 8;
 /// Smallest gradient norm that is a spike.
 const SPIKE_FLOOR: f64 = 0.1;
-/// Of so many steps before, one may have had a norm of half its size.
+/// One in this many previous steps may have at least half the norm of a spike.
 const SPIKE_RARITY: usize = 16;
-/// Steps whose median is judged where one step may be chance.
+/// Number of steps whose median is checked if a single step may be chance.
 pub(super) const RECENT: usize = 5;
-/// Share of its size in the first steps below which an entropy has collapsed.
+/// Share of its value in the first steps below which an entropy has collapsed.
 const ENTROPY_SHARE: f64 = 0.1;
-/// How much wider the tolerance of log-probs is where a device computes with other kernels for other shapes.
+/// Factor on the tolerance of log-probs for devices that use different kernels for different shapes.
 const DEVICE_FACTOR: f64 = 100.0;
 
 pub(super) fn ratio_not_one(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
@@ -40,8 +40,8 @@ pub(super) fn ratio_not_one(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 pub(super) fn row_errors(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
     metrics(view, ROW_ERRORS, |_, rows| {
         (rows > limit).then(|| match rows {
-            1.0 => "1 row could not be worked on; its keys are null".to_owned(),
-            n => format!("{n} rows could not be worked on; their keys are null"),
+            1.0 => "1 row failed; its keys are null".to_owned(),
+            n => format!("{n} rows failed; their keys are null"),
         })
     })
 }
@@ -69,7 +69,7 @@ pub(super) fn no_update(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 pub(super) fn zero_learning_rate(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
     metrics(view, LEARNING_RATES, |name, _| {
         zero_for(view, name, limit).map(|steps| {
-            format!("the learning rate was 0 in {steps} steps in a row, so that nothing is learnt")
+            format!("the learning rate was 0 in {steps} steps in a row, so nothing is learnt")
         })
     })
 }
@@ -81,7 +81,7 @@ pub(super) fn zero_gradient(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
     })
 }
 
-/// The number of steps, where the metric was exactly 0 in the last `limit`, this one included.
+/// The number of steps, if the metric was exactly 0 in the last `limit` steps, including this one.
 fn zero_for(view: &MetricsView<'_>, name: &str, limit: f64) -> Option<usize> {
     let steps = (limit.ceil() as usize).max(1);
     let values = view.last(name, steps)?;
@@ -119,7 +119,7 @@ pub(super) fn large_update(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
     metrics(view, UPDATE_KLS, |_, value| {
         (value.is_nan() || value.abs() > limit).then(|| {
             format!(
-                "the updates of the step moved the policy by {} nats a token, beyond {}",
+                "the updates of the step moved the policy by {} nats per token, above {}",
                 shown(value),
                 shown(limit)
             )
@@ -143,7 +143,7 @@ pub(super) fn kl_blow_up(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
     metrics(view, KLS, |_, value| {
         (value.is_nan() || value.abs() > limit).then(|| {
             format!(
-                "the divergence is {} nats a token, above {}",
+                "the divergence is {} nats per token, above {}",
                 shown(value),
                 shown(limit)
             )
@@ -157,7 +157,7 @@ pub(super) fn entropy_collapse(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
         let first = baseline(&view.first(name))?;
         (entropy < limit && entropy < ENTROPY_SHARE * first).then(|| {
             format!(
-                "the entropy is {} nats a token (median of {RECENT} steps), below {}; it was {} in the first steps",
+                "the entropy is {} nats per token (median of {RECENT} steps), below {}; it was {} in the first steps",
                 shown(entropy),
                 shown(limit),
                 shown(first)
@@ -192,14 +192,14 @@ pub(super) fn weights_unchanged(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> 
             value: version.step as f64,
             samples: Vec::new(),
             what: format!(
-                "the weights have the hash {} at steps {from} and {to}, though the optimiser moved in between",
+                "the weights have the same hash {} at steps {from} and {to}, although gradients were not zero in between",
                 version.hash.get(..12).unwrap_or(&version.hash)
             ),
         })
         .collect()
 }
 
-/// Hits on the metrics that `names` names; `judge` is given the name and the value of each.
+/// Hits on the metrics that match `names`; `judge` receives the name and the value of each.
 pub(super) fn metrics(
     view: &MetricsView<'_>,
     names: &[&str],

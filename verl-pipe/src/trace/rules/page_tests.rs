@@ -1,4 +1,4 @@
-//! The pages list every rule as it is.
+//! The documentation pages list every rule.
 
 use super::*;
 
@@ -16,7 +16,7 @@ fn severity(rule: &BuiltIn) -> &'static str {
 }
 
 #[test]
-fn the_table_lists_every_rule_as_it_is() {
+fn the_table_lists_every_rule() {
     let page = page("trace.md");
     for rule in RULES {
         let BuiltIn {
@@ -36,7 +36,7 @@ fn the_table_lists_every_rule_as_it_is() {
 }
 
 #[test]
-fn each_rule_has_its_section() {
+fn each_rule_has_a_section() {
     let sections: Vec<String> = RULES
         .iter()
         .map(|rule| {

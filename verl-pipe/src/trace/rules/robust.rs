@@ -1,9 +1,9 @@
-//! Statistics that a few odd steps do not move, and numbers as messages show them.
+//! Statistics that are robust to a few outliers, and numbers for messages.
 
-/// Makes a median absolute deviation the standard deviation of a normal distribution.
+/// Scales a median absolute deviation to the standard deviation of a normal distribution.
 const NORMAL: f64 = 1.4826;
 
-/// The median: the mean of the two in the middle of an even number of values.
+/// The median; for an even number of values the mean of the two in the middle.
 pub(crate) fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -18,7 +18,7 @@ pub(crate) fn deviation(values: &[f64]) -> Option<f64> {
     Some(NORMAL * median(&distances)?)
 }
 
-/// A number with three significant digits: `17.4`, `0.0312`, `1.2e-5`. What is not zero never looks like zero.
+/// A number with three significant digits: `17.4`, `0.0312`, `1.2e-5`. Only zero is printed as zero.
 pub(crate) fn shown(value: f64) -> String {
     let size = value.abs();
     if !value.is_finite() || value == 0.0 || (value.fract() == 0.0 && size < 1e6) {
@@ -35,7 +35,7 @@ pub(crate) fn shown(value: f64) -> String {
     }
 }
 
-/// A share as `62 %`; of more than none at least `0.1 %`, and of less than all at most `99.9 %`.
+/// A share as `62 %`; at least `0.1 %` unless it is 0, and at most `99.9 %` unless it is 1.
 pub(crate) fn percent(share: f64) -> String {
     let percent = 100.0 * share;
     match percent {
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_odd_value_moves_neither_median_nor_deviation() {
+    fn an_outlier_moves_neither_median_nor_deviation() {
         let calm = [1.0, 1.1, 0.9, 1.0, 1.05];
         let odd = [1.0, 1.1, 0.9, 1.0, 1e9];
         assert_eq!(median(&calm), Some(1.0));

@@ -16,19 +16,19 @@ use crate::trace::format::Side;
 use crate::trace::ratio::{bytes, floats};
 use crate::trace::stats::StatRow;
 
-/// Rows that a finding names.
+/// Number of rows that a finding lists.
 const NAMED: usize = 5;
-/// Fewest rewards, and fewest groups of them, that say something when they are equal.
+/// Fewest rewards, and fewest groups of samples, for which equal rewards are meaningful.
 const EQUAL_REWARDS: u64 = 8;
 const EQUAL_GROUPS: usize = 4;
-/// Fewest advantages that say something when they are 0.
+/// Fewest advantages for which zeros are meaningful.
 const ADVANTAGE_TOKENS: u64 = 32;
-/// Fewest responses of which a share is taken.
+/// Fewest responses for a meaningful share.
 const SHARE_ROWS: usize = 8;
-/// Fewest responses, and fewest prompts of them, that say something when they are the same.
+/// Fewest responses, and fewest prompts, for which equal responses are meaningful.
 const SAME_ROWS: usize = 16;
 const SAME_PROMPTS: usize = 4;
-/// Tokens at the end of a response that are looked at for a loop, and its longest period.
+/// Number of tokens at the end of a response that are checked for a loop, and its longest period.
 const LOOP_TOKENS: usize = 32;
 const LOOP_PERIOD: usize = 8;
 
@@ -78,7 +78,7 @@ pub(super) fn non_finite(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
     hits
 }
 
-/// Values of a row that are NaN or infinite and not at an observation.
+/// Number of values in a row that are NaN or infinite and not at an observation token.
 fn bad_values(array: &ArrayRef, kinds: Option<&ArrayRef>, row: usize) -> u64 {
     if let Some(scalars) = array.as_primitive_opt::<Float32Type>() {
         return u64::from(scalars.is_valid(row) && !scalars.value(row).is_finite());
@@ -125,7 +125,7 @@ pub(super) fn zero_advantages(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
             (row.count >= ADVANTAGE_TOKENS && share >= limit).then(|| Hit {
                 value: share,
                 what: format!(
-                    "{} of {} advantages are 0, which teach nothing",
+                    "{} of {} advantages are 0 and teach nothing",
                     row.zeros, row.count
                 ),
                 ..at(row)
@@ -153,7 +153,7 @@ pub(super) fn constant_reward(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
                 value: share,
                 samples,
                 what: format!(
-                    "rewards are equal within {constant} of {groups} groups, which teach nothing"
+                    "rewards are equal within {constant} of {groups} groups, so these teach nothing"
                 ),
                 ..at(row)
             })
@@ -161,7 +161,7 @@ pub(super) fn constant_reward(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
         .collect()
 }
 
-/// Groups of more than one row whose rewards are equal, all such groups, and a row of some of the former.
+/// Number of groups with equal rewards, number of groups with more than one row, and a row of some of the former.
 fn constant_groups(view: &StepView<'_>, row: &StatRow) -> (usize, usize, Vec<RowId>) {
     let mut groups: BTreeMap<u64, (Vec<f32>, RowId)> = BTreeMap::new();
     for seen in seen(view, row) {
@@ -206,12 +206,12 @@ pub(super) fn length_limit(view: &StepView<'_>, limit: f64) -> Vec<Hit> {
         .collect()
 }
 
-/// Whether a response was cut off instead of having ended.
+/// Whether a response was cut off.
 fn is_cut(reason: u8) -> bool {
     !matches!(reason, finish::EOS | finish::STOP)
 }
 
-/// Whether it was the stage's setting that cut responses off, or the model's context, as far as their lengths tell.
+/// Whether the stage's setting or the model's context cut the responses off, judging by their lengths.
 fn which_limit(view: &StepView<'_>, row: &StatRow) -> String {
     let Some((setting, most)) = view.limits.get(&row.stage) else {
         return String::new();
@@ -237,12 +237,12 @@ fn which_limit(view: &StepView<'_>, row: &StatRow) -> String {
     }
     match (by_setting, by_context) {
         (0, 0) => String::new(),
-        (_, 0) => format!(": all by `{setting} = {most}`; raise it where they would end later"),
+        (_, 0) => format!(": all by `{setting} = {most}`; raise it if they would end later"),
         (0, _) => format!(
-            ": all by the model's context, before `{setting} = {most}`; take shorter prompts or a model with a longer context"
+            ": all by the model's context, before `{setting} = {most}`; use shorter prompts or a model with a longer context"
         ),
         (a, b) => format!(
-            ": {a} by `{setting} = {most}`, {b} by the model's context, whose prompts are too long for it"
+            ": {a} by `{setting} = {most}`, {b} by the model's context, for which their prompts are too long"
         ),
     }
 }
@@ -325,7 +325,7 @@ fn responses<'a>(
     })
 }
 
-/// Row `row` of a ragged u32 column; no token is copied.
+/// Row `row` of a ragged u32 column, without copying tokens.
 fn tokens(array: &ArrayRef, row: usize) -> Option<ScalarBuffer<u32>> {
     let list = array.as_list_opt::<i32>()?;
     let values = list.values().as_primitive_opt::<UInt32Type>()?.values();
@@ -354,7 +354,7 @@ fn seen<'a>(view: &StepView<'a>, row: &'a StatRow) -> impl Iterator<Item = SeenB
     batches.filter(move |seen| seen.stage == row.stage && seen.side == row.side)
 }
 
-/// The rows with the largest size; those without one are left out.
+/// The rows with the largest size; rows without a size are skipped.
 fn worst(
     view: &StepView<'_>,
     row: &StatRow,

@@ -1,4 +1,4 @@
-//! Every rule on metrics fires in the step in which its fault was planted into a series, and in no other.
+//! Every rule on metrics fires in the step where its anomaly was planted in a series, and in no other.
 
 use super::*;
 
@@ -20,33 +20,33 @@ fn after(steps: usize, value: f64, then: &[f64]) -> Vec<f64> {
     calm.chain(then.iter().copied()).collect()
 }
 
-/// P3-7: 0.0005 beside a median of 0.00004 is no spike; 17.4 and 7.9 beside one of 1 are.
+/// P3-7: 0.0005 with a median of 0.00004 is not a spike; 17.4 and 7.9 with a median of 1 are.
 #[test]
 fn p3_7_spikes_of_gradients() {
     let of = |values: Vec<f64>| Series::all("actor/grad_norm", values);
     assert_eq!(of(after(40, 0.000_04, &[0.000_5])), []);
     assert_eq!(of(after(40, 1.0, &[17.4])), named("grad_norm_spike", 41));
     assert_eq!(of(after(40, 1.0, &[7.9])), named("grad_norm_spike", 41));
-    // One cause is one event: the second is less than 17 steps behind the first.
+    // One cause is one event: the second is less than 17 steps after the first.
     let both = [&[17.4][..], &[1.0; 9], &[7.9], &[1.0; 20]].concat();
     assert_eq!(of(after(40, 1.0, &both)), named("grad_norm_spike", 41));
     let apart = [&[17.4][..], &[1.0; 20], &[7.9]].concat();
     let found = of(after(40, 1.0, &apart));
     let steps: Vec<u64> = found.iter().map(|(step, _)| *step).collect();
     assert_eq!(steps, [41, 62]);
-    // The first steps have nothing to be compared with.
+    // The first steps have nothing to compare with.
     assert_eq!(of(after(7, 1.0, &[17.4])), []);
     assert_eq!(of(after(8, 1.0, &[17.4])), named("grad_norm_spike", 9));
-    // Norms that are 0 in most steps, where all rewards are equal, are as large as ever in the others.
+    // Norms that are 0 in most steps, where all rewards are equal, have their usual size in the others.
     let now_and_then = (0..60).map(|at| if at % 7 == 3 { 0.4 } else { 1e-9 });
     assert_eq!(of(now_and_then.collect()), []);
-    // A run whose norms vary by a factor of ten has no spike of seven.
+    // In a run whose norms vary by a factor of ten, 7 is not a spike.
     let wide = (0..60).map(|at| [1.0, 10.0, 3.0, 0.5][at % 4]);
     assert_eq!(of(wide.chain([7.0, 12.0]).collect()), []);
 }
 
 #[test]
-fn a_message_has_numbers_that_can_be_read() {
+fn a_message_has_readable_numbers() {
     let mut series = Series::new();
     for value in after(40, 1.0, &[]) {
         series.step(&[("actor/grad_norm", value)]);
@@ -84,7 +84,7 @@ fn gradients_and_rates_of_0() {
     assert_eq!(of("critic/grad_norm", &[0.0; 3]), named("zero_gradient", 3));
 }
 
-/// P2: all responses truncated: no update, neither metric nor event says so.
+/// P2: all responses are truncated, so there is no update.
 #[test]
 fn p2_a_step_without_an_update() {
     let mut series = Series::new();
@@ -101,7 +101,7 @@ fn p2_a_step_without_an_update() {
         found[0].what,
         "the update took no optimiser step: no token was left to train on; every response reached the token limit"
     );
-    // What follows from it is not reported beside it.
+    // What follows from it is not reported.
     let mut series = Series::new();
     let none = vec![("actor/optimizer_steps", 0.0), ("actor/grad_norm", 0.0)];
     assert_eq!(series.of_all(vec![none; 5]), named("no_update", 1));
@@ -123,7 +123,7 @@ fn distances_between_policies() {
     assert_eq!(of("actor/kl", &[0.01, 1.2]), named("kl_blow_up", 2));
     assert_eq!(of("reward/kl", &[f64::NAN]), named("kl_blow_up", 1));
     assert_eq!(of("actor/ppo_kl", &[0.15, -0.3]), named("large_update", 2));
-    // What explains both is said alone.
+    // Only the rule that explains both is reported.
     assert_eq!(of("actor/ppo_kl", &[0.15, 3.0]), named("kl_blow_up", 2));
     assert_eq!(
         of("actor/first_ppo_kl", &[1e-6, -1e-3]),
@@ -131,7 +131,7 @@ fn distances_between_policies() {
     );
     let clips = [&[0.1; 20][..], &[0.5, 0.1, 0.1, 0.5, 0.5, 0.5, 0.5]].concat();
     assert_eq!(of("actor/pg_clipfrac", &clips), named("clip_share", 25));
-    // z₀ of KTO is a sum over tokens, and no KL a token.
+    // z₀ of KTO is a sum over tokens and not a KL divergence per token.
     assert_eq!(of("preference/kl", &[0.0, 12.0, 40.0]), []);
     assert_eq!(of("preference/kl", &[0.0, 60.0]), named("kto_baseline", 2));
 }
@@ -143,7 +143,7 @@ fn entropies_that_collapse_or_explode() {
         of(after(30, 0.6, &[0.004; 6])),
         named("entropy_collapse", 33)
     );
-    // A collapse in the first steps too; one small value, or a policy that began so, is none.
+    // A collapse in the first steps counts too; one small value, or a low entropy from the start, does not.
     assert_eq!(of(after(3, 0.6, &[0.004; 6])), named("entropy_collapse", 6));
     assert_eq!(of(after(30, 0.6, &[0.004, 0.6, 0.004, 0.6, 0.6])), []);
     assert_eq!(of(after(60, 0.02, &[0.006; 20])), []);
@@ -162,12 +162,12 @@ fn p3_14_lengths_that_collapse() {
         of(after(100, 24.0, &[1.0; 5])),
         named("length_collapse", 102)
     );
-    // Slowly, as a policy does that is rewarded for it, and in the first steps.
+    // A slow collapse, as in a policy that is rewarded for it, and one in the first steps.
     let slowly = (0..200).map(|at| 24.0 * (1.0 - f64::from(at) / 200.0) + 1.0);
     let found = of(slowly.collect());
     assert_eq!((found.len(), found[0].1.as_str()), (1, "length_collapse"));
     assert_eq!(of(after(3, 24.0, &[1.0; 5])), named("length_collapse", 5));
-    // Single steps, brevity that was learnt, and responses that were short from the first are none.
+    // Single steps, learnt brevity, and responses that were short from the start do not count.
     assert_eq!(of(after(40, 24.0, &[5.0, 24.0, 5.0])), []);
     assert_eq!(of(after(40, 24.0, &[9.0; 40])), []);
     assert_eq!(of(after(40, 3.5, &[0.5; 10])), []);
@@ -216,7 +216,7 @@ fn rewards_that_fall_or_jump() {
     let of = |values: Vec<f64>| Series::all("reward/mean", values);
     assert_eq!(of(after(40, 0.7, &[0.05; 8])), named("reward_collapse", 43));
     assert_eq!(of(after(40, 0.3, &[1.0; 8])), named("reward_jump", 43));
-    // One bad batch, and a reward that rises by learning, are none.
+    // One bad batch, and a reward that rises by learning, do not count.
     assert_eq!(of(after(40, 0.7, &[0.05, 0.7, 0.05, 0.7])), []);
     let rises = noisy(1.0).take(200).enumerate();
     let rises = rises.map(|(at, noise)| (0.3 + 0.5 * at as f64 / 200.0) * noise);
@@ -225,7 +225,7 @@ fn rewards_that_fall_or_jump() {
 }
 
 #[test]
-fn a_critic_that_sees_nothing() {
+fn a_critic_that_does_not_learn() {
     let of = |values: Vec<f64>| Series::all("critic/explained_variance", values);
     let learns = (0..80).map(|at| -2.0 + 0.04 * f64::from(at));
     assert_eq!(of(learns.collect()), []);
@@ -233,7 +233,7 @@ fn a_critic_that_sees_nothing() {
     assert_eq!(found, named("blind_critic", 49));
 }
 
-/// DPO that pushes both answers down is worth a word, an accuracy at chance is not.
+/// DPO that pushes both answers down is reported; an accuracy at chance level is not.
 #[test]
 fn pairs_whose_answers_both_become_unlikely() {
     let pair = |chosen: f64, rejected: f64| {
@@ -254,7 +254,7 @@ fn pairs_whose_answers_both_become_unlikely() {
 
 /// One cause is one event; the summary counts its steps.
 #[test]
-fn a_rule_that_holds_for_long_is_one_event() {
+fn a_rule_that_matches_for_many_steps_is_one_event() {
     let mut series = Series::new();
     let kls = (0..100).map(|at| {
         if at < 60 {
@@ -276,9 +276,9 @@ fn a_rule_that_holds_for_long_is_one_event() {
     assert_eq!((events, steps, first_step, last_step), (1, 40, 61, 100));
     assert_eq!(
         fired[0].to_string(),
-        "kl_blow_up: steps 61 to 100, at first: the divergence is 2 nats a token, above 1"
+        "kl_blow_up: steps 61 to 100, at first: the divergence is 2 nats per token, above 1"
     );
-    // Again only once it has been quiet for long enough.
+    // It is reported again only after enough steps without a match.
     let mut series = Series::new();
     let flaps = (0..100).map(|at| if at % 8 == 0 { 2.0 } else { 0.1 });
     assert_eq!(
@@ -290,9 +290,9 @@ fn a_rule_that_holds_for_long_is_one_event() {
     assert_eq!(Series::all("actor/kl", rare).len(), 2);
 }
 
-/// Metrics without what a rule needs, and of one step alone, are looked at without a fault.
+/// Series with missing or extreme metrics do not break any rule.
 #[test]
-fn odd_series_are_looked_at() {
+fn incomplete_and_extreme_series_are_accepted() {
     let names = [
         "actor/grad_norm",
         "actor/learning_rate",

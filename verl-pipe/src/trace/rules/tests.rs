@@ -1,4 +1,4 @@
-//! Every built-in rule fires on what it is for, names the rows, and is silent otherwise.
+//! Every built-in rule fires on its anomaly, lists the rows, and is silent otherwise.
 
 use std::collections::VecDeque;
 
@@ -70,7 +70,7 @@ fn of_step(batch: &Batch, change: impl Fn(&mut StatRow)) -> Vec<Anomaly> {
     book.before_update(&view, &|hit| format!("look at {}", hit.stage))
 }
 
-/// A run whose metrics are given step by step.
+/// A run with given metrics, step by step.
 struct Series {
     book: RuleBook,
     history: VecDeque<BTreeMap<String, f64>>,
@@ -92,7 +92,7 @@ impl Series {
         }
     }
 
-    /// What is found in the next step.
+    /// The findings of the next step.
     fn step(&mut self, now: &[(&str, f64)]) -> Vec<Anomaly> {
         self.step += 1;
         let metrics: BTreeMap<String, f64> = now
@@ -118,14 +118,14 @@ impl Series {
         found
     }
 
-    /// The step and the rule of all that is found, a metric being given step by step.
+    /// Step and rule of all findings in a series of one metric.
     fn all(name: &str, values: impl IntoIterator<Item = f64>) -> Vec<(u64, String)> {
         let mut series = Series::new();
         let steps = values.into_iter().map(|value| vec![(name, value)]);
         series.of_all(steps)
     }
 
-    /// The same of several metrics.
+    /// Step and rule of all findings in a series of several metrics.
     fn of_all<'a>(
         &mut self,
         steps: impl IntoIterator<Item = Vec<(&'a str, f64)>>,
@@ -164,7 +164,7 @@ fn values_that_are_not_finite_stop_unless_they_are_observations() {
     check(&with([0.0, 1.0]), &[]);
     let found = with([0.0, f32::INFINITY]);
     check(&found, &[("non_finite", Severity::Stop, &["0.0#1"])]);
-    let told = found[0].to_string();
+    let message = found[0].to_string();
     for part in [
         "step 3",
         "`update`",
@@ -172,7 +172,7 @@ fn values_that_are_not_finite_stop_unless_they_are_observations() {
         "1 value under the mask",
         "first-bad",
     ] {
-        assert!(told.contains(part), "{told}");
+        assert!(message.contains(part), "{message}");
     }
 }
 
@@ -193,7 +193,7 @@ fn rewards_advantages_and_lengths() {
     let all = ["0.0#0", "0.0#1", "0.1#0", "0.1#1", "0.2#0"];
     check(&found, &[("constant_reward", warn, &all)]);
     assert_eq!(found[0].what, "all 8 rewards are 0.5");
-    // Four rewards are equal by chance.
+    // Four rewards may be equal by chance.
     let mut few = Batch::with_rows(&ids(4));
     few.put(&REWARDS, vec![0.5; 4]).expect("four rows");
     check(&of_step(&few, |_| ()), &[]);
@@ -218,7 +218,7 @@ fn rewards_advantages_and_lengths() {
 
 /// A5: a prompt of 499 tokens in a context of 512 leaves 13 of `max_new_tokens = 24`.
 #[test]
-fn a5_what_cut_responses_off_is_named() {
+fn a5_the_limit_that_cut_responses_off_is_reported() {
     let what = |lengths: [usize; 8]| {
         let mut batch = Batch::with_rows(&ids(8));
         let rows = lengths.map(|length| (0..length as u32).collect::<Vec<u32>>());
@@ -257,7 +257,7 @@ fn advantages_of_0_are_reported_unless_they_follow_from_equal_rewards() {
     assert_eq!(rules(&batch), ["zero_advantages"]);
     batch.put(&REWARDS, vec![1.0; 16]).expect("sixteen rows");
     assert_eq!(rules(&batch), ["constant_reward"]);
-    // Nor where the cause is silenced.
+    // The same if the cause is turned off.
     let off = RuleSetting {
         severity: Some(Severity::Off),
         limit: None,
@@ -297,7 +297,7 @@ fn responses_that_are_the_same_or_loop() {
     same.push(vec![6, 1]);
     let first = vec!["0.0#0".to_owned()];
     assert_eq!(of(same.clone()), [("same_responses".to_owned(), first)]);
-    // 17 of 20 may be the answer to 17 questions; few responses are the same by chance.
+    // 17 of 20 may be the answer to 17 questions; a few responses may be the same by chance.
     assert_eq!(of([vec![vec![5, 1]; 17], own(3)].concat()), []);
     assert_eq!(of(vec![vec![5, 1]; 6]), []);
 
@@ -337,7 +337,7 @@ fn ratios_of_log_probs() {
     assert_eq!(with(ratio(-0.06, 1.0, 0.0)), ["negative_kl"]);
     assert_eq!(with(ratio(0.0, 0.4, 0.0)), ["low_ess"]);
     assert_eq!(with(ratio(0.0, 1.0, 0.02)), ["probability_difference"]);
-    // P3-7: the estimate of 16 tokens says nothing, nor does one whose error is as large as itself.
+    // P3-7: an estimate from 16 tokens is not meaningful, nor is one with a large standard error.
     let few = |ratio| RatioStats {
         tokens: 16,
         rows: 2,
@@ -357,7 +357,7 @@ fn ratios_of_log_probs() {
 }
 
 #[test]
-fn weights_that_do_not_change_although_the_optimiser_moves() {
+fn weights_that_do_not_change_although_the_optimiser_runs() {
     let version = |step, hash: &str| {
         let hash = hash.to_owned();
         BTreeMap::from([("actor".to_owned(), WeightsVersion { step, hash })])
@@ -417,7 +417,7 @@ impl Rule for Always {
 }
 
 #[test]
-fn rules_are_tuned_silenced_and_added() {
+fn rules_are_tuned_turned_off_and_added() {
     let setting = |severity, limit| RuleSetting { severity, limit };
     let settings = BTreeMap::from([
         (
@@ -432,7 +432,7 @@ fn rules_are_tuned_silenced_and_added() {
     let mut series = Series::with(&settings);
     let mut of = |kl, update| series.of_all([vec![("actor/kl", kl), ("actor/ppo_kl", update)]]);
     assert_eq!(of(9.0, 0.4), []);
-    // What follows from a silenced rule is silenced with it.
+    // What follows from a rule that is off is not reported either.
     assert_eq!(of(9.0, 0.6), []);
     assert_eq!(of(0.1, 0.6), [(3, "large_update".to_owned())]);
     let view = StepView {

@@ -1,38 +1,39 @@
-//! Rules that compare the last steps with the first of the run, or with those before.
+//! Rules that compare the latest steps with the first steps of the run, or with earlier ones.
 
 use super::built_in::{CHOSEN, ENTROPIES, EXPLAINED, KTO_BASELINES, LENGTHS, MEAN_REWARDS};
 use super::metrics::{RECENT, metrics};
 use super::robust::{deviation, median, percent, shown, times};
 use super::{EARLY_STEPS, Hit, MetricsView};
 
-/// Metric that is the share of responses that reached the token limit.
+/// Metric with the share of responses that reached the token limit.
 const TRUNCATED: &str = "response/truncated_share";
-/// Where more than this share of the responses is cut off, their length is the limit's and not their own.
+/// If more than this share of the responses is cut off, their length reflects the limit.
 const MOST_CUT: f64 = 0.5;
-/// Shortest mean length of the first steps that can collapse, and what counts as nothing where those were cut off.
+/// Shortest mean length of the first steps that can collapse, and the collapsed length if those were cut off (tokens).
 const SHORTEST: f64 = 4.0;
 const NOTHING: f64 = 2.0;
 /// Steps in a row in which lengths have to be short.
 const SHORT_STEPS: usize = 2;
-/// How much responses have grown, and how many more of them are cut off, when they run into the limit.
+/// Growth of the mean length, and of the share of cut-off responses, at which responses run into the limit.
 const GROWTH: f64 = 1.5;
 const MORE_CUT: f64 = 0.2;
 /// Nats by which an entropy has to be above that of the first steps.
 const MORE_ENTROPY: f64 = 1.0;
-/// Fewest steps before the last ones that a reward is compared with.
+/// Fewest earlier steps that a reward is compared with.
 const REWARD_HISTORY: usize = 16;
 /// Least deviation of rewards, as a share of their median or of [`REWARD_SIZE`], whichever is larger.
 const REWARD_SHARE: f64 = 0.02;
 const REWARD_SIZE: f64 = 0.5;
-/// Steps whose explained variance is judged, how many a critic has to learn before, and how much it rises while it learns.
+/// Number of steps whose explained variance is checked, number of steps before them, and the least rise of a critic
+/// that learns.
 const CRITIC_RECENT: usize = 16;
 const CRITIC_WARMUP: usize = 32;
 const CRITIC_RISE: f64 = 0.1;
-/// Steps whose log-probs are judged, and deviations of the first steps by which they have to have fallen.
+/// Number of steps whose log-probs are checked, and the least fall, in deviations of the first steps.
 const PAIR_RECENT: usize = 8;
 const PAIR_DEVIATIONS: f64 = 4.0;
 
-/// What a metric was in the first steps: their upper quartile, which a collapse among them does not hide; `None` with
+/// Value of a metric in the first steps: their upper quartile, which a collapse among them does not hide; `None` with
 /// fewer than two.
 pub(super) fn baseline(first: &[f64]) -> Option<f64> {
     let mut sorted: Vec<f64> = first.iter().copied().filter(|v| v.is_finite()).collect();
@@ -49,7 +50,7 @@ pub(super) fn entropy_explosion(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> 
         let entropy = median(&view.last(name, RECENT)?)?;
         (entropy > limit * was && entropy > was + MORE_ENTROPY).then(|| {
             format!(
-                "the entropy is {} nats a token (median of {RECENT} steps), {} that of the first {EARLY_STEPS} steps ({})",
+                "the entropy is {} nats per token (median of {RECENT} steps), {} that of the first {EARLY_STEPS} steps ({})",
                 shown(entropy),
                 times(entropy / was),
                 shown(was)
@@ -98,18 +99,18 @@ pub(super) fn length_growth(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 pub(super) fn reward_collapse(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
     metrics(view, MEAN_REWARDS, |name, _| {
         let change = RewardChange::of(view, name)?;
-        (change.deviations() < -limit).then(|| change.words("fell"))
+        (change.deviations() < -limit).then(|| change.describe("fell"))
     })
 }
 
 pub(super) fn reward_jump(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
     metrics(view, MEAN_REWARDS, |name, _| {
         let change = RewardChange::of(view, name)?;
-        (change.deviations() > limit).then(|| change.words("rose"))
+        (change.deviations() > limit).then(|| change.describe("rose"))
     })
 }
 
-/// The reward of the last steps beside that of those before.
+/// The reward of the latest steps and of the steps before them.
 struct RewardChange {
     was: f64,
     now: f64,
@@ -136,7 +137,7 @@ impl RewardChange {
         (self.now - self.was) / self.deviation
     }
 
-    fn words(&self, verb: &str) -> String {
+    fn describe(&self, verb: &str) -> String {
         format!(
             "the mean reward {verb} from {} (median of {} steps) to {} (of {RECENT}), by {:.0} deviations",
             shown(self.was),
@@ -177,7 +178,7 @@ pub(super) fn chosen_falls(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
     })
 }
 
-/// Medians of the first and of the last steps, where the latter is smaller by more than chance and by this share.
+/// Medians of the first and of the latest steps, if the latter is smaller by more than chance and by this share.
 fn fall(view: &MetricsView<'_>, name: &str, share: f64) -> Option<(f64, f64)> {
     let first = view.first(name);
     let was = median(&first).filter(|_| first.len() == EARLY_STEPS)?;

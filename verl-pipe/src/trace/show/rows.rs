@@ -1,4 +1,4 @@
-//! The rows of one stage, a line each.
+//! The rows of one stage, one per line.
 
 use std::fmt;
 
@@ -10,10 +10,10 @@ use super::value::show;
 use super::view::StepView;
 use crate::trace::text::{Align, Table, count, one_line};
 
-/// Rows of a stage that are listed.
+/// Number of rows that are listed.
 const LISTED_ROWS: usize = 20;
 
-/// The rows of one stage, a line each.
+/// The rows of one stage, one per line.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RowList {
     /// The step.

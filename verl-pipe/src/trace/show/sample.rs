@@ -1,4 +1,4 @@
-//! One sample with everything that a step recorded of it, token by token.
+//! One sample with everything that a step recorded about it, token by token.
 
 use std::fmt;
 
@@ -13,45 +13,45 @@ use crate::keys;
 use crate::resource::TokenTexts;
 use crate::trace::text::{Align, Table, count, one_line};
 
-/// A key's value for one row that is no list of its tokens.
+/// A key's value for one row that is not a list over its tokens.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RowValue {
     /// The pipeline's name of the key.
     pub key: String,
     /// The value.
     pub value: Value,
-    /// The value in words where it is a code.
+    /// The value in words, if it is a code.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub meaning: Option<&'static str>,
 }
 
-/// One sample with everything that the step recorded of it.
+/// One sample with everything that the step recorded about it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SampleView {
     /// The step.
     pub step: u64,
-    /// The stage that was asked about.
+    /// The requested stage.
     pub stage: String,
     /// Identity, as `epoch.row#sample`.
     pub sample: String,
     /// Position among the stage's rows.
     pub row: usize,
-    /// Prompt as rendered, where it was recorded.
+    /// Prompt as rendered, if it was recorded.
     pub prompt_text: Option<String>,
     /// Prompt tokens: id and text.
     pub prompt: Vec<(u32, String)>,
-    /// Response as text, where it was recorded.
+    /// Response as text, if it was recorded.
     pub response_text: Option<String>,
     /// Response tokens: id and text.
     pub response: Vec<(u32, String)>,
-    /// Keys with one value a response token, by the pipeline's names.
+    /// Keys with one value per response token, by the pipeline's names.
     pub per_token: Vec<(String, Vec<Value>)>,
-    /// Keys with one value a row.
+    /// Keys with one value per row.
     pub per_row: Vec<RowValue>,
 }
 
 impl StepView<'_> {
-    /// Everything that was recorded of row `id` of a stage (by its index in the plan); `words` turns token ids into
+    /// Everything that was recorded about row `id` of a stage (by its index in the plan); `words` converts token ids to
     /// text.
     pub fn sample(&self, stage: usize, id: RowId, words: Option<&dyn TokenTexts>) -> SampleView {
         let mut all = self.gather(stage, id);
@@ -80,7 +80,7 @@ impl StepView<'_> {
                 meaning,
             });
         }
-        // What each token is comes before what was computed of it.
+        // The kind of each token comes before values computed for it.
         per_token.sort_by_key(|(key, _)| key != keys::MASK_KINDS.name());
         SampleView {
             step: self.step,
@@ -170,7 +170,7 @@ impl fmt::Display for SampleView {
     }
 }
 
-/// A token's text between marks, so that its blanks are seen.
+/// A token's text between marks, so that its spaces are visible.
 fn marked(text: &str) -> String {
     match text.is_empty() {
         true => String::new(),
@@ -200,7 +200,7 @@ fn write_tokens(f: &mut fmt::Formatter<'_>, tokens: &[(u32, String)]) -> fmt::Re
 }
 
 impl SampleView {
-    /// As one JSON object: texts, rows' values by key, and a list of tokens with all that is known of each.
+    /// As one JSON object: texts, row values by key, and a list of tokens with all values of each.
     pub fn to_json(&self) -> Value {
         let tokens = self.response.iter().enumerate().map(|(t, (id, text))| {
             let mut token = Map::new();

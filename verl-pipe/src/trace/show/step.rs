@@ -1,4 +1,4 @@
-//! The whole step: each recorded stage with statistics of what it emitted, and marks where something is wrong.
+//! A step as a table: each recorded stage with statistics of its outputs, and marks where something is wrong.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use crate::schedule::placement::Schedule;
 use crate::trace::cell::Cell;
 use crate::trace::compare::Rows;
 use crate::trace::edges::compare_inputs;
-use crate::trace::invariants::first_broken;
+use crate::trace::invariants::first_violation;
 use crate::trace::recorded::{RecordedStage, RecordedStep};
 use crate::trace::text::{Align, Table, short};
 
@@ -18,9 +18,9 @@ use crate::trace::text::{Align, Table, short};
 pub struct KeySummary {
     /// The stage's own name of the key.
     pub key: String,
-    /// Values, tokens of lists counted one by one.
+    /// Number of values; tokens of lists are counted one by one.
     pub values: usize,
-    /// Smallest finite value; of texts the smallest length (characters).
+    /// Smallest finite value; for texts the smallest length (characters).
     pub min: Option<f64>,
     /// Mean of the finite values.
     pub mean: Option<f64>,
@@ -28,9 +28,9 @@ pub struct KeySummary {
     pub max: Option<f64>,
     /// Standard deviation (divides by n).
     pub std: Option<f64>,
-    /// Values that are null.
+    /// Number of null values.
     pub nulls: usize,
-    /// Floats that are not finite.
+    /// Number of floats that are not finite.
     pub non_finite: usize,
 }
 
@@ -41,15 +41,15 @@ pub struct StageSummary {
     pub stage: String,
     /// Its kind.
     pub kind: String,
-    /// Rows that it was given.
+    /// Number of input rows.
     pub rows_in: usize,
-    /// Rows that it emitted.
+    /// Number of output rows.
     pub rows_out: usize,
-    /// Calls that it took.
+    /// Number of calls.
     pub calls: usize,
     /// Keys that it emitted, with their statistics.
     pub keys: Vec<KeySummary>,
-    /// What is wrong with its record.
+    /// What is wrong with its recorded rows.
     pub marks: Vec<String>,
 }
 
@@ -62,12 +62,12 @@ pub struct StepSummary {
     pub pipeline: String,
     /// Stages in the order of the plan.
     pub stages: Vec<StageSummary>,
-    /// Files of the step that cannot be read, and why.
+    /// Unreadable files of the step, and why.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub damaged: Vec<String>,
 }
 
-/// The whole step: each recorded stage with statistics of what it emitted, and marks where something is wrong.
+/// Summarises a step: each recorded stage with statistics of its outputs, and marks where something is wrong.
 pub fn step_summary(schedule: &Schedule, recorded: &RecordedStep) -> StepSummary {
     let planned = schedule.plan.stages.iter().enumerate();
     let stages = planned.filter_map(|(index, planned)| {
@@ -113,14 +113,14 @@ fn marks(
     marks.extend(edges.filter_map(|edges| {
         let writer = &schedule.plan.stages[edges.writer].name;
         let first = edges.compared.first?;
-        Some(format!("not as `{writer}` wrote it: {}", first.place()))
+        Some(format!("differs from what `{writer}` wrote: {}", first.place()))
     }));
-    marks.extend(first_broken(schedule, index, stage).map(|broken| {
-        let side = if broken.output { "output" } else { "input" };
-        let sample = broken
+    marks.extend(first_violation(schedule, index, stage).map(|violation| {
+        let side = if violation.output { "output" } else { "input" };
+        let sample = violation
             .sample
             .map_or_else(String::new, |id| format!(", sample {id}"));
-        format!("{side} key `{}`{sample}: {}", broken.key, broken.what)
+        format!("{side} key `{}`{sample}: {}", violation.key, violation.what)
     }));
     marks
 }

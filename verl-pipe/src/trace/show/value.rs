@@ -22,7 +22,7 @@ pub(super) fn as_json(values: &Cell<'_>, at: usize) -> Value {
         Cell::U8(_) | Cell::U32(_) => values.number(at).map_or(Value::Null, |v| json!(v as u64)),
         _ => match values.number(at) {
             Some(number) if number.is_finite() => json!(number),
-            // JSON knows no such number; its name is better than nothing.
+            // JSON has no such number, so its name is used.
             Some(number) => number.to_string().into(),
             None => Value::Null,
         },

@@ -1,4 +1,4 @@
-//! A recorded step with its rows indexed once: all that is known of one row, from every stage.
+//! A recorded step with its rows indexed once: everything about one row, from every stage.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use crate::trace::cell::Cell;
 use crate::trace::compare::Rows;
 use crate::trace::recorded::{RecordedBatch, RecordedStage, RecordedStep};
 
-/// Rows of one side of a stage, and which of them stands for each group.
+/// Rows of one side of a stage, and the row of sample 0 of each group.
 struct SideRows<'a> {
     rows: Rows<'a>,
     prompts: HashMap<u64, u64>,
@@ -38,11 +38,11 @@ impl<'a> SideRows<'a> {
     }
 }
 
-/// A recorded step with its rows indexed once, to look at many samples of it.
+/// A recorded step with its rows indexed once, to show many samples of it.
 pub struct StepView<'a> {
     pub(super) schedule: &'a Schedule,
     pub(super) step: u64,
-    /// Stages of the plan: what each was given and emitted.
+    /// Input and output of each stage of the plan.
     sides: Vec<Option<(SideRows<'a>, SideRows<'a>)>>,
     pub(super) rows: Vec<Vec<RowId>>,
 }
@@ -72,8 +72,8 @@ impl<'a> StepView<'a> {
         &self.rows[stage]
     }
 
-    /// Keys of row `id` under the pipeline's names: what each stage wrote of it or of its prompt, and what `asked` was
-    /// given.
+    /// Keys of row `id` under the pipeline's names: what each stage wrote for it or for its prompt, and the input of
+    /// stage `asked`.
     pub(super) fn gather(&self, asked: usize, id: RowId) -> Gathered<'a> {
         let mut keys: Vec<(String, Cell<'a>)> = Vec::new();
         let mut add = |side: &SideRows<'a>, local: &str, key: &str| {
@@ -98,7 +98,7 @@ impl<'a> StepView<'a> {
     }
 }
 
-/// All that a step recorded of one row.
+/// Everything that a step recorded about one row.
 pub(super) struct Gathered<'a> {
     pub(super) keys: Vec<(String, Cell<'a>)>,
 }
@@ -129,7 +129,7 @@ impl<'a> Gathered<'a> {
     }
 }
 
-/// The rows of a stage, in declared order: those that it emitted, or was given where it emits none.
+/// The rows of a stage, in declared order: its output rows, or its input rows if it emits none.
 pub fn rows_of(recorded: &RecordedStage) -> Vec<RowId> {
     let given = recorded.input_ids();
     let emitted = Rows::new(recorded.outputs.iter().map(|output| &output.batch));

@@ -1,4 +1,4 @@
-//! A small set of stages, models and data that declare what real ones do and run nothing.
+//! A small set of stages, models and data that declare the same as real ones and run nothing.
 
 use std::sync::Arc;
 
@@ -125,7 +125,7 @@ stage_config!(Advantages, "advantages", {}, |_this, context| {
     )
 });
 
-/// The tag of what a critic said with the weights that the step started with.
+/// The tag of values that a critic computed with the weights at the start of the step.
 pub fn critic_tag(model: &str) -> LogProbTag {
     LogProbTag {
         policy: Some(model.to_owned()),
@@ -206,7 +206,7 @@ impl ModelConfig for Decoder {
     fn check_device(&self, device: &str) -> Result<(), DeviceRefusal> {
         match self.path.as_str() {
             "for_newer_devices" => Err(DeviceRefusal::Unusable(format!(
-                "`{device}` has compute capability 7.5; 8.0 is needed"
+                "`{device}` has compute capability 7.5; 8.0 is required"
             ))),
             _ => Ok(()),
         }
@@ -224,8 +224,8 @@ impl ModelConfig for Decoder {
         if self.path == "missing" {
             return Err(vec![ConfigError::new(
                 "path",
-                "is no folder: missing",
-                "give the folder of a model",
+                "is not a folder: missing",
+                "set it to a model folder",
             )]);
         }
         Ok(ModelInfo {
@@ -266,7 +266,7 @@ impl ModelConfig for Decoder {
     }
 }
 
-/// The tokens of a folder; `other` is of another family.
+/// The tokens of a folder; `other` belongs to another family.
 fn vocabulary(path: &str) -> Vocabulary {
     let last = if path == "other" { "z" } else { "c" };
     Vocabulary::new(["a", "b", last])
@@ -309,7 +309,7 @@ impl ModelConfig for Critic {
     }
 }
 
-/// A data set of one question, whatever its path.
+/// A data set of one question, with any path.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Questions {

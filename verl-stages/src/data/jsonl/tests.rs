@@ -7,7 +7,7 @@ fn open(bytes: &[u8]) -> Result<JsonlRows, DataError> {
     JsonlRows::open(&path)
 }
 
-fn told(bytes: &[u8]) -> (usize, String) {
+fn row_error(bytes: &[u8]) -> (usize, String) {
     match open(bytes) {
         Err(DataError::Row { row, reason, .. }) => (row, reason),
         other => panic!("{other:?}"),
@@ -26,10 +26,10 @@ fn rows_survive_marks_blank_lines_and_line_ends() {
 }
 
 #[test]
-fn faults_are_told_with_their_line() {
+fn errors_are_reported_with_their_line() {
     assert!(matches!(open(b""), Err(DataError::Empty { .. })));
     assert!(matches!(open(b"\n \r\n"), Err(DataError::Empty { .. })));
-    let (row, reason) = told(b"{\"a\": 1}\n\n{\"a\": 1,}\n{");
+    let (row, reason) = row_error(b"{\"a\": 1}\n\n{\"a\": 1,}\n{");
     assert_eq!(
         (row, reason.as_str()),
         (
@@ -37,29 +37,29 @@ fn faults_are_told_with_their_line() {
             "malformed JSON at column 9: trailing comma; row 4 is malformed too"
         )
     );
-    let (row, reason) = told(b"{\"a\": 1}\n[1]\n");
+    let (row, reason) = row_error(b"{\"a\": 1}\n[1]\n");
     assert_eq!(
         (row, reason.as_str()),
-        (2, "the line holds a list, not an object")
+        (2, "found a list, not an object")
     );
-    let (row, reason) = told(b"{\"a\": 1}\n{\"a\": \"\xff\"}\n");
+    let (row, reason) = row_error(b"{\"a\": 1}\n{\"a\": \"\xff\"}\n");
     assert_eq!(row, 2);
     assert!(
         reason.starts_with("invalid UTF-8 at byte 0xff (column 8);"),
         "{reason}"
     );
-    assert_eq!(told(b"{} {}").0, 1);
+    assert_eq!(row_error(b"{} {}").0, 1);
     assert!(matches!(
         JsonlRows::open(Path::new("no/such.jsonl")),
         Err(DataError::Unreadable { .. })
     ));
 }
 
-/// Row A12: the cause of malformed text is said, with the row and the column.
+/// Row A12: errors name the cause of malformed text, with the row and the column.
 #[test]
-fn causes_of_malformed_text_are_said() {
+fn causes_of_malformed_text_are_reported() {
     let reason = |bytes: &[u8], row: usize, words: &[&str]| {
-        let (found, reason) = told(bytes);
+        let (found, reason) = row_error(bytes);
         assert_eq!(found, row, "{reason}");
         for word in words {
             assert!(reason.contains(word), "{word}: {reason}");
@@ -96,17 +96,17 @@ fn causes_of_malformed_text_are_said() {
         1,
         &["does not end in this line"],
     );
-    reason(&b"{\"a\": 1}, {\"a\": 2}\n"[..], 1, &["one object a line"]);
+    reason(&b"{\"a\": 1}, {\"a\": 2}\n"[..], 1, &["one object per line"]);
     reason(&b"{'a': 1}\n"[..], 1, &["column 2", "double quotes"]);
     reason(&b"{\"a\": True}\n"[..], 1, &["column 7", "`true`"]);
 }
 
 #[test]
-fn a_carriage_return_alone_ends_lines() {
+fn a_carriage_return_ends_lines_without_line_feeds() {
     let data = open(b"{\"q\": 1}\r{\"q\": 2}\r\r{\"q\": 3}").unwrap();
     assert_eq!(data.len(), 3);
     assert_eq!(data.row(2).unwrap()["q"], 3);
-    assert_eq!(told(b"{\"q\": 1}\r{\"q\": }\r").0, 2);
+    assert_eq!(row_error(b"{\"q\": 1}\r{\"q\": }\r").0, 2);
 }
 
 #[test]
@@ -123,18 +123,18 @@ fn a_list_of_objects_is_a_data_set() {
         ("[{\"q\": 1},]", 2, "malformed JSON at line 1, column 11"),
         ("[{\"q\": 1}", 1, "cut off"),
         ("[{\"q\": 1}, {\"q\"", 2, "cut off"),
-        ("[{\"q\": 1}]\n[{\"q\": 2}]", 1, "the file goes on"),
+        ("[{\"q\": 1}]\n[{\"q\": 2}]", 1, "the file continues"),
         ("[{\"q\": \"\\ud83d\"}]", 1, "half of a character"),
     ] {
-        let (found, reason) = told(text.as_bytes());
+        let (found, reason) = row_error(text.as_bytes());
         assert_eq!(found, row, "{text}: {reason}");
         assert!(reason.contains(words), "{text}: {reason}");
     }
 }
 
-/// Rows A9 and A17, and the kinds beside them.
+/// Rows A9 and A17, and similar formats.
 #[test]
-fn files_of_other_formats_are_named() {
+fn files_of_other_formats_are_reported() {
     for (bytes, words) in [
         (
             &b"\x28\xb5\x2f\xfd\x04\x00"[..],
@@ -163,7 +163,7 @@ fn the_beginning_of_a_file_is_read_up_to_where_it_is_cut() {
         JsonlRows::from_bytes("start".to_owned(), bytes, Extent::Start).map(|rows| rows.len())
     };
     let lines = "{\"q\": \"é\"}\n{\"q\": 2}\n";
-    // Cut inside of a character, of an object, at the end of a line.
+    // Cut inside a character, inside an object, at the end of a line.
     assert!(matches!(start(lines, 9), Err(DataError::Empty { .. })));
     assert_eq!(start(lines, 12).unwrap(), 1);
     assert_eq!(start(lines, 18).unwrap(), 1);
@@ -180,7 +180,7 @@ fn the_beginning_of_a_file_is_read_up_to_where_it_is_cut() {
 }
 
 #[test]
-fn the_fingerprint_is_that_of_the_content() {
+fn the_fingerprint_depends_on_the_content() {
     let data = open(b"{}\n").unwrap();
     assert_eq!(
         data.fingerprint(),
@@ -207,9 +207,9 @@ fn paths_are_relative_to_the_pipeline_file() {
     );
 }
 
-/// The questions of GSM8K, where they lie beside the workspace.
+/// The questions of GSM8K, if they are next to the workspace.
 #[test]
-fn gsm8k_reads_whole() {
+fn all_of_gsm8k_is_read() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/gsm8k");
     if !folder.exists() {
         return;
@@ -225,7 +225,7 @@ fn gsm8k_reads_whole() {
     }
 }
 
-/// Row A3 of what was found by use: numbers are read as the file has them, at any depth.
+/// Row A3 of the usability findings: numbers are read as written in the file, at any depth.
 #[test]
 fn numbers_are_read_as_written() {
     let large = "123456789012345678901234567890";

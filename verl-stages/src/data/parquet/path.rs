@@ -1,4 +1,4 @@
-//! A column's name in the schema of a Parquet file: which leaves it needs, and where a row has its value.
+//! Resolves a column's name in the schema of a Parquet file: which leaves it needs, and where a row has its value.
 
 use ::parquet::schema::types::SchemaDescriptor;
 use arrow_array::cast::AsArray;
@@ -9,11 +9,11 @@ use verl_pipe::data::find_column;
 
 use super::values::json;
 
-/// The way to a column, from the file's top on.
+/// The path to a column, from the root of the schema.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct ColumnPath {
     steps: Vec<Step>,
-    /// What is at its end.
+    /// Type of the values at its end.
     data_type: DataType,
 }
 
@@ -23,12 +23,12 @@ enum Step {
     Field(String),
     /// An item of a list.
     Item(usize),
-    /// What a map has under a name.
+    /// The entry of a map under a name.
     Key(String),
 }
 
 impl ColumnPath {
-    /// The way to `name` as [`find_column`] takes it: a field that is literally called so wins.
+    /// The path to `name`, resolved as by [`find_column`]: a field with exactly this name wins.
     pub fn find(fields: &Fields, name: &str) -> Option<ColumnPath> {
         let mut steps = Vec::new();
         let data_type = among(fields, name, &mut steps)?;
@@ -40,7 +40,7 @@ impl ColumnPath {
         &self.data_type
     }
 
-    /// Leaves of the file that it needs.
+    /// The leaves of the file that it needs.
     pub fn leaves(&self, schema: &SchemaDescriptor) -> Vec<usize> {
         let names = self.steps.iter().map_while(|step| match step {
             Step::Field(name) => Some(name),
@@ -55,7 +55,7 @@ impl ColumnPath {
         (0..schema.num_columns()).filter(needed).collect()
     }
 
-    /// The value in a row of the decoded column; `None` where a list or map does not have it.
+    /// The value in a row of the decoded column; `None` if a list or map does not have it.
     pub fn pick(&self, array: &ArrayRef, row: usize) -> Option<Value> {
         // The first step is the column itself.
         pick(array, row, self.steps.get(1..).unwrap_or_default())
@@ -84,7 +84,7 @@ fn pick(array: &ArrayRef, row: usize, steps: &[Step]) -> Option<Value> {
     }
 }
 
-/// The way to `name` among fields, appended to `steps`; its end's type.
+/// Appends the path to `name` among fields to `steps`, and returns the type at its end.
 fn among(fields: &Fields, name: &str, steps: &mut Vec<Step>) -> Option<DataType> {
     if let Some((_, field)) = fields.find(name) {
         steps.push(Step::Field(name.to_owned()));
@@ -126,7 +126,7 @@ fn within(data_type: &DataType, name: &str, steps: &mut Vec<Step>) -> Option<Dat
     }
 }
 
-/// Names of all columns, each followed by those inside it with dots.
+/// Names of all columns, each followed by the dotted names of the fields inside it.
 pub(super) fn column_paths(fields: &Fields) -> Vec<String> {
     let mut names = Vec::new();
     list("", fields, &mut names);

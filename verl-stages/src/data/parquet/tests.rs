@@ -91,7 +91,7 @@ fn values_of_all_kinds_come_back() {
     }
 }
 
-/// As writers store columns with few different texts.
+/// The encoding that writers use for columns with few distinct texts.
 #[test]
 fn dictionaries_are_read_as_their_values() {
     let dir = tempfile::tempdir().unwrap();
@@ -119,7 +119,7 @@ fn dictionaries_are_read_as_their_values() {
 }
 
 #[test]
-fn damaged_and_unknown_files_are_told() {
+fn damaged_files_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("rows.parquet");
     write_example(&path, Compression::SNAPPY);
@@ -147,9 +147,9 @@ fn damaged_and_unknown_files_are_told() {
     ));
 }
 
-/// Row A10: a column that nobody reads may be of any type.
+/// Row A10: an unused column may be of any type.
 #[test]
-fn only_columns_that_are_asked_for_are_read() {
+fn only_requested_columns_are_read() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("rows.parquet");
     let text: ArrayRef = Arc::new(StringArray::from(vec!["x", "y"]));
@@ -179,7 +179,7 @@ fn only_columns_that_are_asked_for_are_read() {
     for column in ["image", "extra", "extra.image"] {
         let error = data.value(0, column).unwrap_err().to_string();
         let words = format!(
-            "column `{column}` contains bytes that are no text (Binary); supported are text"
+            "column `{column}` contains bytes that are not text (Binary); supported are text"
         );
         assert!(error.contains(&words), "{error}");
     }
@@ -224,7 +224,7 @@ fn dates_times_and_decimals_are_texts() {
             "clock",
             Arc::new(Time64MicrosecondArray::from(vec![3_600_000_000, 0])),
         ),
-        // 0.5, whose type is of another crate.
+        // 0.5, whose Rust type comes from another crate.
         ("half", Arc::new(halves())),
     ];
     write(
@@ -340,7 +340,7 @@ fn rows_of_verl_are_prompts_with_answers() {
 }
 
 #[test]
-fn a_file_that_changes_under_a_run_is_reported() {
+fn a_file_that_changes_during_a_run_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("rows.parquet");
     write_example(&path, Compression::SNAPPY);
@@ -349,12 +349,12 @@ fn a_file_that_changes_under_a_run_is_reported() {
     write(&path, &example().slice(0, 1), Compression::UNCOMPRESSED, 2);
     let error = data.value(0, "score").unwrap_err().to_string();
     assert!(error.contains("has changed since it was opened"), "{error}");
-    // What was read before stays.
+    // Columns that were read before stay available.
     assert_eq!(data.value(2, "text").unwrap(), Some("drei".into()));
 }
 
 #[test]
-fn the_first_row_groups_are_a_start() {
+fn the_start_of_a_file_is_its_first_row_groups() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("rows.parquet");
     write_example(&path, Compression::SNAPPY);
@@ -366,10 +366,10 @@ fn the_first_row_groups_are_a_start() {
     assert!(ParquetRows::open_start(&path).unwrap().is_whole);
 }
 
-/// The codec byte of an uncompressed column chunk's metadata is set to Zstandard's, as a file of another writer
-/// would have it: this build cannot write such a file itself.
+/// The codec byte of an uncompressed column chunk's metadata is set to Zstandard's, as another writer would set it: this
+/// build cannot write such a file itself.
 #[test]
-fn unknown_codecs_are_told() {
+fn unknown_codecs_are_reported() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("rows.parquet");
     let text: ArrayRef = Arc::new(StringArray::from(vec!["x"]));

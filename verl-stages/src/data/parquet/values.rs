@@ -1,4 +1,4 @@
-//! Arrow values into JSON.
+//! Converts Arrow values to JSON.
 
 use arrow_array::cast::AsArray;
 use arrow_array::types::{
@@ -12,7 +12,7 @@ use arrow_array::{Array, ArrayRef, downcast_dictionary_array};
 use arrow_schema::{DataType, TimeUnit};
 use serde_json::{Map, Value};
 
-/// The first type inside `data_type` that [`json`] does not know, in words.
+/// The first type inside `data_type` that [`json`] does not support, in words.
 pub(super) fn unsupported(data_type: &DataType) -> Option<String> {
     use DataType::*;
     match data_type {
@@ -35,7 +35,7 @@ pub(super) fn unsupported(data_type: &DataType) -> Option<String> {
             other => Some(format!("a map without text keys ({other})")),
         },
         Binary | LargeBinary | BinaryView | FixedSizeBinary(_) => {
-            Some(format!("bytes that are no text ({data_type})"))
+            Some(format!("bytes that are not text ({data_type})"))
         }
         other => Some(other.to_string()),
     }
@@ -114,7 +114,7 @@ fn map(array: &ArrayRef, row: usize) -> Value {
     pairs.collect::<Map<_, _>>().into()
 }
 
-/// A date or time as ISO 8601 writes it; a moment of a time zone in UTC, with a `Z`.
+/// A date or time in ISO 8601; a timestamp with a time zone in UTC, with a `Z`.
 fn moment(array: &ArrayRef, row: usize) -> Option<String> {
     macro_rules! written {
         ($type:ty, $value:ident) => {

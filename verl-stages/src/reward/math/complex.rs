@@ -9,7 +9,7 @@ pub(super) struct Complex {
     pub(super) im: Real,
 }
 
-/// Bits at the end of a mantissa that may be rounding alone.
+/// Trailing bits of a mantissa that may be pure rounding.
 pub(super) const NOISE: u64 = 64;
 
 impl Complex {
@@ -38,7 +38,7 @@ impl Complex {
 }
 
 impl Work {
-    /// A number whose smaller part is dropped where it is rounding beside the larger one.
+    /// A complex number; its smaller part is dropped if it is only rounding compared with the larger one.
     fn snapped(&self, re: Real, im: Real) -> Complex {
         let noise = (self.bits - NOISE.min(self.bits)) as i64;
         if re.magnitude() - im.magnitude() > noise {
@@ -76,7 +76,7 @@ impl Work {
         Some(self.snapped(re, im))
     }
 
-    /// `a / b`; `None` where `b` is 0 but for rounding.
+    /// `a / b`; `None` if `b` is 0 up to rounding.
     pub(super) fn c_div(&self, a: &Complex, b: &Complex) -> Option<Complex> {
         self.pay(8)?;
         if b.magnitude() < -((self.bits - NOISE.min(self.bits)) as i64) {
@@ -113,7 +113,7 @@ impl Work {
         Some(self.snapped(self.mul(&size, &cos), self.mul(&size, &sin)))
     }
 
-    /// The principal logarithm; `None` of 0.
+    /// The principal logarithm; `None` for 0.
     pub(super) fn c_ln(&self, a: &Complex) -> Option<Complex> {
         let size = self.c_abs(a)?;
         if size.is_zero() || size.magnitude() < -((self.bits - NOISE.min(self.bits)) as i64) {
@@ -145,7 +145,7 @@ impl Work {
         Some(result)
     }
 
-    /// The root of order `order` (2 or more): of a negative real number the real one, where the order is odd.
+    /// The root of order `order` (2 or more); for a negative real number and an odd order, the real root.
     pub(super) fn c_root(&self, a: &Complex, order: i64) -> Option<Complex> {
         if a.magnitude() <= i64::MIN / 8 {
             return Some(Complex::real(Real::zero()));
@@ -167,7 +167,7 @@ impl Work {
         self.c_exp(&self.c_div(&ln, &self.c_integer(order))?)
     }
 
-    /// `a^b`; `None` of 0 to a power that is not positive.
+    /// `a^b`; `None` for 0 to a power that is not positive.
     pub(super) fn c_pow(&self, a: &Complex, b: &Complex) -> Option<Complex> {
         if a.re.is_zero() && a.im.is_zero() {
             let positive = !b.re.is_negative() && !b.re.is_zero();

@@ -83,7 +83,8 @@ impl Comparison {
         }
     }
 
-    /// Unions and the like of sets whose ends are not constants, part by part in any order.
+    /// Compares unions, intersections and differences of sets whose ends are not constants, part by part; the parts of a
+    /// union may be in any order.
     fn same_parts(&self, a: &Expr, b: &Expr) -> bool {
         match (a, b) {
             (Expr::Union(..), Expr::Union(..)) => {
@@ -100,7 +101,7 @@ impl Comparison {
         }
     }
 
-    /// Whether both lists have the same items, in any order and however often.
+    /// Whether both lists have the same items, in any order and with any repetitions.
     fn same_items(&self, items: &[Expr], others: &[Expr]) -> bool {
         let covered = items
             .iter()
@@ -143,7 +144,7 @@ impl Comparison {
         all(&answer_links) || same_variables && self.same_real_set(&a, &b)
     }
 
-    /// Whether two relations of two sides each are the same, but for a factor of both sides.
+    /// Whether two relations of two sides each are the same up to a factor of both sides.
     fn same_link(
         &self,
         (a, sign, b): &(Expr, Sign, Expr),

@@ -1,4 +1,4 @@
-//! The value of an expression: an exact rational number where it is one, else a complex number of many bits.
+//! The value of an expression: an exact rational number if it has one, otherwise a complex number of many bits.
 
 use num_bigint::BigInt;
 use num_integer::Integer;
@@ -103,8 +103,8 @@ fn exact_call(function: Function, arguments: &[BigRational]) -> Option<BigRation
     }
 }
 
-/// Bits of the numbers that an expression is written with, with powers multiplied out: two different values of such
-/// numbers are no nearer than this many bits, where no root or function is in between.
+/// Bits of the numbers in an expression, with powers multiplied out: two different values of such numbers differ within
+/// this many bits, if no root or function is applied to them.
 pub(super) fn weight(expr: &Expr) -> u64 {
     let own = match expr {
         Expr::Number { value, .. } | Expr::Based { value, .. } => bits(value).saturating_sub(16),
@@ -123,7 +123,7 @@ pub(super) fn weight(expr: &Expr) -> u64 {
         .fold(own, |sum, part| sum.saturating_add(weight(part)))
 }
 
-/// Bits of a number that is too small to weigh, which a power makes weigh.
+/// Bits of a number that is too small to count in [`weight`], but counts under a power.
 fn small(base: &Expr) -> u64 {
     match base {
         Expr::Number { value, .. } => bits(value).min(16),
@@ -131,8 +131,8 @@ fn small(base: &Expr) -> u64 {
     }
 }
 
-/// The value of an expression where variables have the values of `symbols`; `None` where it has none, is not known, or
-/// takes too long.
+/// The value of an expression whose variables have the values of `symbols`; `None` if it is undefined, not known, or takes
+/// too long.
 pub(super) fn value(expr: &Expr, symbols: &[(&str, Real)], work: &Work) -> Option<Complex> {
     work.pay(1)?;
     let of = |expr: &Expr| value(expr, symbols, work);
@@ -157,7 +157,7 @@ pub(super) fn value(expr: &Expr, symbols: &[(&str, Real)], work: &Work) -> Optio
             factors
                 .iter()
                 .try_fold(work.c_integer(1), |product, factor| match factor {
-                    // A division is one rounding, and exact where it comes out even.
+                    // A division rounds once, and is exact if there is no remainder.
                     Expr::Power(below, power) if **power == Expr::integer(-1) => {
                         work.c_div(&product, &of(below)?)
                     }
@@ -200,7 +200,7 @@ fn raised(
     }
 }
 
-/// A real number as an integer, where it is one but for rounding.
+/// A real number as an integer, if it is one up to rounding.
 fn integer(value: &Complex, work: &Work) -> Option<i64> {
     let nearest = work.nearest(&value.re)?;
     let rest = work.sub(&value.re, &work.integer(nearest));

@@ -1,16 +1,16 @@
-//! What an answer says, as a tree.
+//! An answer as a tree of expressions.
 
 use num_rational::BigRational;
 
 /// An answer or a part of one. Its depth is bounded by the parser.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Expr {
-    /// A number; `decimal` where it is written with a point, and so may be rounded.
+    /// A number; `decimal` if it is written with a point, and so may be rounded.
     Number {
         value: BigRational,
         decimal: bool,
     },
-    /// A number with the base in which its digits are to be read.
+    /// A number with the base of its digits.
     Based {
         value: BigRational,
         base: BigRational,
@@ -24,11 +24,11 @@ pub(super) enum Expr {
     Sum(Vec<Expr>),
     Product(Vec<Expr>),
     Power(Box<Expr>, Box<Expr>),
-    /// A root of an order from 2 on.
+    /// A root of order 2 or more.
     Root(Box<Expr>, i64),
     Negative(Box<Expr>),
     Percent(Box<Expr>),
-    /// `a ± b` and `a ∓ b`, of which `upper` says whether the upper sign is plus.
+    /// `a ± b` and `a ∓ b`; `upper` says whether the upper sign is plus.
     PlusMinus {
         left: Box<Expr>,
         right: Box<Expr>,
@@ -39,7 +39,7 @@ pub(super) enum Expr {
     Text(String),
     /// `{a, b}`, and `a, b` without brackets, which Math-Verify reads as a set.
     Set(Vec<Expr>),
-    /// `(a, b)`: a point, or an open interval where the other answer is a set of real numbers.
+    /// `(a, b)`: a point, or an open interval if the other answer is a set of real numbers.
     Tuple(Vec<Expr>),
     Interval {
         low: Box<Expr>,
@@ -111,7 +111,7 @@ pub(super) enum Function {
 }
 
 impl Function {
-    /// A function whose argument may stand without brackets, by the name of its command.
+    /// A function whose argument may be written without brackets, by the name of its command.
     pub(super) fn named(name: &str) -> Option<Function> {
         Some(match name {
             "sin" => Function::Sin,
@@ -139,7 +139,7 @@ impl Function {
         })
     }
 
-    /// The inverse, which the power −1 of a function's name stands for.
+    /// The inverse function, written as the power −1 of the function's name.
     pub(super) fn inverse(self) -> Option<Function> {
         Some(match self {
             Function::Sin => Function::Arcsin,
@@ -174,7 +174,7 @@ impl Expr {
         Expr::Call(function, vec![argument])
     }
 
-    /// The expressions of which this one is made.
+    /// The direct parts of this expression.
     pub(super) fn parts(&self) -> Vec<&Expr> {
         match self {
             Expr::Sum(all)
@@ -195,7 +195,7 @@ impl Expr {
         }
     }
 
-    /// Whether it is a number, a variable or made of these, and no set, relation or text.
+    /// Whether it is a number, a variable or made of these, without sets, relations and texts.
     pub(super) fn is_scalar(&self) -> bool {
         let own = !matches!(
             self,
@@ -214,7 +214,7 @@ impl Expr {
         own && self.parts().into_iter().all(Expr::is_scalar)
     }
 
-    /// Whether it is made of variables alone: `x`, `f(x)`, `a/4`, `(x, y)`.
+    /// Whether it is made only of variables: `x`, `f(x)`, `a/4`, `(x, y)`.
     pub(super) fn is_of_symbols(&self) -> bool {
         match self {
             Expr::Symbol(_) => true,

@@ -1,21 +1,21 @@
-//! Where a text states its answer, in the order of Math-Verify: a box or "the final answer is", `####`, what follows the
-//! word "answer", and at last the formula or number nearest to the end.
+//! Finds where a text states its answer, in the order of Math-Verify: a box or "the final answer is", `####`, what follows
+//! the word "answer", and finally the formula or number nearest to the end.
 
 use super::super::number::Number;
 use super::super::rule::{final_answer, final_answer_at};
-use super::Found;
+use super::Candidate;
 use super::plain_number::{first_number, last_number};
 
-/// Most characters between the word "answer" and what it announces.
+/// Most characters between the word "answer" and the answer.
 const REACH: usize = 100;
 /// Most characters of an answer after that word.
 const LONGEST_ANSWER: usize = 1000;
-/// Most places at which the word is looked for, from the last one on.
+/// Most occurrences of the word that are tried, from the last one on.
 const MOST_PLACES: usize = 20;
 /// Words of plain text that are mathematics.
 const MATHEMATICS: &str = "sqrt pi sin cos tan log ln exp infinity or and";
 
-/// The answer that a response states; `None` where it states none.
+/// The answer that a response states; `None` if it states none.
 pub(super) fn of_response(text: &str) -> Option<String> {
     let boxes = boxes(text)?;
     let last = last_boxes(text, &boxes);
@@ -47,19 +47,19 @@ pub(super) fn of_response(text: &str) -> Option<String> {
     (!denies(&text[..found.start])).then_some(found.text)
 }
 
-/// What follows the last `####`, where it is mathematics and no heading of Markdown.
-fn marked(text: &str) -> Option<Found> {
+/// What follows the last `####`, if it is mathematics and not a Markdown heading.
+fn marked(text: &str) -> Option<Candidate> {
     let (start, answer) = final_answer_at(text)?;
     let sound =
         answer.contains(['$', '\\']) || is_mathematics(answer) || Number::read(answer).is_some();
-    sound.then(|| Found {
+    sound.then(|| Candidate {
         text: answer.to_owned(),
         start,
         end: start + answer.len(),
     })
 }
 
-/// The answer of a reference: its box, what follows its `####`, its formula, or the whole.
+/// The answer of a reference: its box, what follows its `####`, its formula, or all of it.
 pub(super) fn of_reference(text: &str) -> Option<String> {
     let boxes = boxes(text)?;
     if let Some(boxed) = last_boxes(text, &boxes) {
@@ -74,8 +74,8 @@ pub(super) fn of_reference(text: &str) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
-/// The outermost boxes; `None` where one is not closed, since the response ends within its answer.
-fn boxes(text: &str) -> Option<Vec<Found>> {
+/// The outermost boxes; `None` if one is not closed, since the response ends within its answer.
+fn boxes(text: &str) -> Option<Vec<Candidate>> {
     let mut boxes = Vec::new();
     let mut at = 0;
     while let Some(start) = text[at..].find('\\').map(|found| at + found) {
@@ -92,7 +92,7 @@ fn boxes(text: &str) -> Option<Vec<Found>> {
             continue;
         }
         let end = closing(text, open)?;
-        boxes.push(Found {
+        boxes.push(Candidate {
             text: text[open + 1..end].trim().to_owned(),
             start,
             end: end + 1,
@@ -124,8 +124,8 @@ fn closing(text: &str, open: usize) -> Option<usize> {
 }
 
 /// The last box, with those before it that are items of the same list: `\boxed{1} and \boxed{2}`.
-fn last_boxes(text: &str, boxes: &[Found]) -> Option<Found> {
-    // An empty box is a mention of what was asked for, unless there is no other.
+fn last_boxes(text: &str, boxes: &[Candidate]) -> Option<Candidate> {
+    // An empty box only mentions the requested form, unless there is no other box.
     let filled = boxes
         .iter()
         .rposition(|found| !found.text.is_empty())
@@ -142,7 +142,7 @@ fn last_boxes(text: &str, boxes: &[Found]) -> Option<Found> {
     Some(all)
 }
 
-/// Whether what stands between two answers makes them items of one list.
+/// Whether the text between two answers makes them items of one list.
 fn joins(between: &str) -> bool {
     if between.len() > 40 {
         return false;
@@ -163,10 +163,10 @@ fn joins(between: &str) -> bool {
 }
 
 /// Formulas: `$…$`, `$$…$$`, `\(…\)`, `\[…\]`.
-fn formulas(text: &str) -> Vec<Found> {
+fn formulas(text: &str) -> Vec<Candidate> {
     let bytes = text.as_bytes();
     let mut formulas = Vec::new();
-    // An end that is not ahead of one place is not ahead of a later one.
+    // A closing delimiter that does not occur after one position does not occur after later ones.
     let mut missing: Vec<&str> = Vec::new();
     let mut at = 0;
     while let Some(byte) = bytes.get(at) {
@@ -195,7 +195,7 @@ fn formulas(text: &str) -> Vec<Found> {
             Some(end) => {
                 let inner = text[start..end].trim().to_owned();
                 if !inner.is_empty() {
-                    formulas.push(Found {
+                    formulas.push(Candidate {
                         text: inner,
                         start: at,
                         end: end + close.len(),
@@ -230,7 +230,7 @@ fn end_of_formula(text: &str, start: usize, close: &str) -> Option<usize> {
     }
 }
 
-fn last_formulas(text: &str, formulas: &[Found]) -> Option<Found> {
+fn last_formulas(text: &str, formulas: &[Candidate]) -> Option<Candidate> {
     let mut all = formulas.last()?.clone();
     for before in formulas.iter().rev().skip(1) {
         let between = text[before.end..all.start].trim();
@@ -253,9 +253,9 @@ fn last_formulas(text: &str, formulas: &[Found]) -> Option<Found> {
     Some(all)
 }
 
-/// What the last `word` that announces something announces: the formula or number after it, at most [`REACH`] characters
-/// away. Empty where it is denied, or one of several that are left open.
-fn after(text: &str, word: &str, needs_is: bool) -> Option<Found> {
+/// The answer after the last `word` that is followed by one: a formula or number at most [`REACH`] characters away. Empty
+/// if the answer is negated, or one of several alternatives.
+fn after(text: &str, word: &str, needs_is: bool) -> Option<Candidate> {
     let lower = text.to_ascii_lowercase();
     let places = lower.rmatch_indices(word).take(MOST_PLACES);
     places
@@ -263,7 +263,7 @@ fn after(text: &str, word: &str, needs_is: bool) -> Option<Found> {
         .find_map(|start| announced(text, &lower, start, needs_is))
 }
 
-fn announced(text: &str, lower: &str, mut start: usize, needs_is: bool) -> Option<Found> {
+fn announced(text: &str, lower: &str, mut start: usize, needs_is: bool) -> Option<Candidate> {
     let ahead = |start: usize, characters: usize| {
         text[start..]
             .char_indices()
@@ -285,7 +285,7 @@ fn announced(text: &str, lower: &str, mut start: usize, needs_is: bool) -> Optio
         } else {
             text
         };
-        Some(Found {
+        Some(Candidate {
             text: text.to_owned(),
             start: start + from,
             end: start + to,
@@ -326,7 +326,7 @@ fn announced(text: &str, lower: &str, mut start: usize, needs_is: bool) -> Optio
     found(&number.text, number.start, number.end)
 }
 
-/// Whether the words right before an answer deny it.
+/// Whether the words directly before an answer negate it.
 fn denies(before: &str) -> bool {
     let sentence = before
         .rsplit(['.', ';', '!', '?', '\n'])
@@ -358,7 +358,7 @@ fn sentence(text: &str) -> &str {
     &text[..skipped + end]
 }
 
-/// Whether a plain text is a formula: no words but those of mathematics, and something else than letters.
+/// Whether a plain text is a formula: it has only mathematical words, and not only letters.
 fn is_mathematics(text: &str) -> bool {
     let mut words = text
         .split(|c: char| !c.is_alphabetic())

@@ -1,11 +1,12 @@
 //! Mathematics in answers, compared as Math-Verify does.
 //!
 //! An answer is found in a response (`extract`), parsed into a tree (`parse`), and compared with the reference's
-//! (`equal`): numbers exactly, expressions by their values with many bits at fixed points (`scalar`, `evaluate`,
-//! `complex`, `real`), sets of real numbers by their ends (`real_set`).
+//! (`equal`): numbers exactly, expressions by high-precision values at fixed points (`scalar`, `evaluate`, `complex`,
+//! `real`), sets of real numbers by their ends (`real_set`).
 //!
-//! Time and memory are bounded whatever the response is: answers have at most 4,000 bytes, 2,000 tokens and 40 levels of
-//! nesting, numbers at most 16,384 bits, and arithmetic has fuel. What is beyond these bounds is compared as a text.
+//! Time and memory are bounded for any response: answers have at most 4,000 bytes, 2,000 tokens and 40 levels of nesting,
+//! numbers at most 16,384 bits, and arithmetic has a limited amount of fuel. Anything beyond these bounds is compared as a
+//! text.
 //!
 //! As with Math-Verify, units and degrees are dropped and not compared, `9\%` is `0.09` and 9, `\log` is to the base 10,
 //! `1/2x` is 1/(2x), variables are the same in upper and lower case, a reference `x \le 3` is answered by
@@ -15,8 +16,8 @@
 //! # Differences
 //! - Numbers are compared exactly: `\pi + 10^{-60}` is not `\pi`, and rounding does not make small numbers equal.
 //! - Of several boxes the last one counts, unless they are items of one list (`\boxed{1} and \boxed{2}`); empty boxes are
-//!   passed over, and a response that ends within a box states no answer.
-//! - `####` announces an answer. What is denied ("not 18"), or left open ("18 or 19"), is none.
+//!   ignored, and a response that ends within a box states no answer.
+//! - `####` marks an answer. A negated answer ("not 18") or one of several alternatives ("18 or 19") does not count.
 //! - A letter after the number of the reference is a variable: 2 does not answer `2c`.
 //! - `i` is the imaginary unit everywhere, and roots of odd order of negative numbers are real.
 //! - Equations and inequalities are equal when one is a multiple of the other.
@@ -45,19 +46,19 @@ use super::number::Number;
 
 /// Longest answer that is parsed (bytes).
 const LONGEST: usize = 4000;
-/// Highest power of ten that a number is written out with.
+/// Highest power of ten to which a number is expanded.
 const LARGEST_POWER: u32 = 2000;
 
-/// A stretch of a text that states an answer.
+/// A part of a text that may state an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Found {
+struct Candidate {
     text: String,
     /// Where it begins and ends in the text (bytes).
     start: usize,
     end: usize,
 }
 
-/// The answer that a response states; `None` where it states none.
+/// The answer that a response states; `None` if it states none.
 ///
 /// ```
 /// use verl_stages::reward::math::answer_of;
@@ -71,7 +72,7 @@ pub fn answer_of(response: &str) -> Option<String> {
 }
 
 /// Whether an answer, as [`answer_of`] finds it, states what a reference does. A reference is LaTeX or plain text; of a
-/// whole solution its box, what follows its `####`, or its last formula counts.
+/// complete solution, its box, what follows its `####`, or its last formula counts.
 ///
 /// ```
 /// use verl_stages::reward::math::same_answer;
@@ -102,7 +103,7 @@ pub fn same_answer(reference: &str, answer: &str) -> bool {
     })
 }
 
-/// What an answer may mean: what it is as LaTeX, and the number with a unit in plain words that it is.
+/// The possible readings of an answer: as LaTeX, and as a number with a unit in plain words.
 ///
 /// A single letter after a number is a unit in a response and a variable in a reference: `5 m` answers 5, but 5 does not
 /// answer `5m`.
@@ -130,7 +131,7 @@ fn readings(text: &str, reference: bool) -> Vec<Expr> {
     readings
 }
 
-/// `text` without the commas of a number that is the whole answer, or the whole after `=`: `1,234,567.5`.
+/// `text` without the commas of a number that is the entire answer, or everything after `=`: `1,234,567.5`.
 fn ungrouped(text: &str) -> String {
     let start = text.rfind('=').map_or(0, |at| at + 1);
     let (before, number) = text.split_at(start);
@@ -163,7 +164,7 @@ fn ungrouped(text: &str) -> String {
     format!("{before}{lead}{}{after}", digits.replace(',', ""))
 }
 
-/// An answer as a text: in lower case, without blanks, dollars, commands for words, and a full stop.
+/// An answer as a text: in lower case, without spaces, dollars, text commands and a full stop.
 fn normalized(text: &str) -> String {
     let mut plain = text.to_lowercase();
     for words in [
@@ -183,7 +184,7 @@ fn normalized(text: &str) -> String {
     let words = !plain.contains(['\\', '^', '_']);
     let mut kept = String::with_capacity(plain.len());
     for part in plain.split_whitespace() {
-        // Digits on both sides of a blank are two numbers.
+        // Digits on both sides of a space are two numbers.
         if kept.ends_with(|c: char| c.is_ascii_digit())
             && part.starts_with(|c: char| c.is_ascii_digit())
         {

@@ -1,6 +1,6 @@
 //! Numbers and expressions such as `36/2` in plain text.
 
-use super::Found;
+use super::Candidate;
 
 fn in_number(c: char) -> bool {
     c.is_ascii_digit()
@@ -11,15 +11,15 @@ fn in_number(c: char) -> bool {
 }
 
 /// The runs of digits and operators of a text, first to last.
-fn numbers(text: &str) -> impl DoubleEndedIterator<Item = Found> {
-    let mut runs: Vec<Found> = Vec::new();
+fn numbers(text: &str) -> impl DoubleEndedIterator<Item = Candidate> {
+    let mut runs: Vec<Candidate> = Vec::new();
     let mut start = None;
     for (at, c) in text.char_indices().chain([(text.len(), '\n')]) {
         match (in_number(c), start) {
             (true, None) => start = Some(at),
             (false, Some(from)) => {
                 if text[from..at].contains(|c: char| c.is_ascii_digit()) {
-                    runs.push(Found {
+                    runs.push(Candidate {
                         text: text[from..at].to_owned(),
                         start: from,
                         end: at,
@@ -48,7 +48,7 @@ fn numbers(text: &str) -> impl DoubleEndedIterator<Item = Found> {
 }
 
 /// A run without what belongs to the sentence: a dash before, a full stop or bracket after, earlier items of a list.
-fn trimmed(run: Found) -> Found {
+fn trimmed(run: Candidate) -> Candidate {
     let mut end = run.text.trim_end().len();
     loop {
         let text = run.text[..end].trim_end_matches(['.', ',', '+', '-', '*', '/', '^', ' ', '(']);
@@ -79,7 +79,7 @@ fn trimmed(run: Found) -> Found {
         }
         start = end - next.len();
     }
-    Found {
+    Candidate {
         text: text[start..].to_owned(),
         start: run.start + start,
         end: run.start + end,
@@ -87,18 +87,18 @@ fn trimmed(run: Found) -> Found {
 }
 
 /// The first number or plain expression of a text.
-pub(super) fn first_number(text: &str) -> Option<Found> {
+pub(super) fn first_number(text: &str) -> Option<Candidate> {
     numbers(text).find(|run| !run.text.is_empty())
 }
 
-/// The number or plain expression nearest to the end; with the one before it where the text leaves open which it is.
-pub(super) fn last_number(text: &str) -> Option<Found> {
+/// The number or plain expression nearest to the end; with the one before it if the text leaves open which of them it is.
+pub(super) fn last_number(text: &str) -> Option<Candidate> {
     let mut runs = numbers(text).filter(|run| !run.text.is_empty()).rev();
     let last = runs.next()?;
     if let Some(before) = runs.next() {
         let between = text.get(before.end..last.start).unwrap_or_default();
         if between.trim() == "or" {
-            return Some(Found {
+            return Some(Candidate {
                 text: format!("{},{}", before.text, last.text),
                 start: before.start,
                 end: last.end,

@@ -1,4 +1,4 @@
-//! Real numbers of many bits: `mantissa · 2^exponent`, cut to the precision of a [`Work`].
+//! Real numbers of many bits: `mantissa · 2^exponent`, truncated to the precision of a [`Work`].
 //!
 //! The series are plain Taylor series on a reduced argument. Every operation costs fuel, so that no answer takes long.
 
@@ -67,7 +67,7 @@ impl Real {
         self.exponent + self.mantissa.bits() as i64
     }
 
-    /// The value itself; `None` where it is too large or small to be written out.
+    /// The value as a fraction; `None` if it is too large or too small.
     pub(super) fn to_rational(&self) -> Option<BigRational> {
         if !self.is_zero() && self.magnitude().abs() > 1 << 12 {
             return None;
@@ -90,12 +90,12 @@ impl Real {
     }
 }
 
-/// A precision, what is left to spend, and what was seen on the way.
+/// A precision, the remaining fuel, and the magnitudes seen so far.
 pub(super) struct Work {
     /// Bits of every mantissa.
     pub(super) bits: u64,
     fuel: Cell<u64>,
-    /// Largest and smallest magnitude of the results, and that of 1.
+    /// Largest and smallest magnitude of the results and of 1.
     pub(super) reach: Cell<(i64, i64)>,
     pi: OnceCell<Real>,
     ln2: OnceCell<Real>,
@@ -176,7 +176,7 @@ impl Work {
         self.cut(&a.mantissa * &b.mantissa, a.exponent + b.exponent)
     }
 
-    /// `a / b`; `None` where `b` is 0.
+    /// `a / b`; `None` if `b` is 0.
     pub(super) fn div(&self, a: &Real, b: &Real) -> Option<Real> {
         if b.is_zero() {
             return None;
@@ -194,7 +194,7 @@ impl Work {
         }
     }
 
-    /// √a of a number that is not negative.
+    /// √a; `a` must not be negative.
     pub(super) fn sqrt(&self, a: &Real) -> Option<Real> {
         self.pay(4)?;
         let mut shift = 2 * self.bits;
@@ -205,7 +205,7 @@ impl Work {
         Some(self.cut(root, (a.exponent - shift as i64) / 2))
     }
 
-    /// The nearest integer, where it is one of 63 bits.
+    /// The nearest integer; `None` if it exceeds 63 bits.
     pub(super) fn nearest(&self, a: &Real) -> Option<i64> {
         let half = Real {
             mantissa: BigInt::one(),
@@ -284,7 +284,7 @@ impl Work {
         Some(self.cut(sum, twos - bits as i64))
     }
 
-    /// ln a of a positive number.
+    /// ln a; `a` must be positive.
     pub(super) fn ln(&self, a: &Real) -> Option<Real> {
         let twos = a.magnitude();
         let mut y = a.scaled(-twos);
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn fuel_ends_what_is_too_much() {
+    fn calculations_that_cost_too_much_are_stopped() {
         let work = Work::new(1 << 20, 1 << 30);
         assert_eq!(work.exp(&work.integer(1)), None);
         let work = Work::new(256, u64::MAX);

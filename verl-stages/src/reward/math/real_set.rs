@@ -1,7 +1,7 @@
 //! Sets of real numbers: unions, intersections and differences of intervals and points, and the solutions of linear
 //! inequalities in one variable.
 //!
-//! Two sets are equal when they have the same ends among their members, and the same points between ends.
+//! Two sets are equal if they contain the same ends and the same points between ends.
 
 use std::cmp::Ordering;
 
@@ -30,7 +30,7 @@ pub(super) enum RealSet {
 }
 
 impl RealSet {
-    /// The set that `expr` is; `None` where it is another thing, or has ends that are not constants.
+    /// The set that `expr` describes; `None` if it is not a set of real numbers, or has ends that are not constants.
     pub(super) fn of(expr: &Expr, comparison: &Comparison) -> Option<RealSet> {
         let both = |a: &Expr, b: &Expr| {
             Some((
@@ -222,7 +222,7 @@ fn link(
     })
 }
 
-/// A scalar with a number for a variable.
+/// A scalar with a variable replaced by a number.
 fn replaced(expr: &Expr, name: &str, number: i64) -> Expr {
     let one = |expr: &Expr| Box::new(replaced(expr, name, number));
     let all = |parts: &[Expr]| {

@@ -1,8 +1,8 @@
 //! Equality of expressions with numbers and variables.
 //!
-//! Numbers that are rational by their form are compared exactly. Others are evaluated with so many bits that two
-//! different values of numbers of that length come apart, and variables get fixed values, drawn from a hash of the two
-//! answers, so that no answer can be made to fit them.
+//! Numbers that are rational by their form are compared exactly. Others are evaluated with enough bits to separate two
+//! different values of numbers of that length, and variables get fixed values, drawn from a hash of the two answers, so
+//! that no answer can be fitted to them.
 
 use num_bigint::BigInt;
 use num_rational::BigRational;
@@ -18,16 +18,16 @@ use super::real::{Real, Work};
 const AGREE: u64 = 192;
 /// Bits that rounding may take.
 const ROUNDING: u64 = 96;
-/// Most bits of a value; an expression that needs more is not decided.
+/// Maximum number of bits of a value; an expression that needs more is undecided.
 const MOST_BITS: u64 = 1 << 14;
-/// What one comparison may cost (products of two limbs).
+/// Maximum cost of one comparison (products of two limbs).
 const FUEL: u64 = 300_000_000;
 /// Ranges of the values of variables: `start + width · u` for u in (0, 1).
 const RANGES: [(i64, i64); 4] = [(0, 1), (1, 3), (-1, 1), (-4, 3)];
 /// Decimals in which a decimal number must agree with what it rounds.
 const DECIMALS: u32 = 6;
 
-/// A comparison of two answers: what it may still cost, and where the values of variables come from.
+/// A comparison of two answers: its remaining fuel, and the seed of the values of variables.
 pub(super) struct Comparison {
     seed: [u8; 32],
     fuel: std::cell::Cell<u64>,
@@ -46,7 +46,7 @@ impl Comparison {
         }
     }
 
-    /// Runs `inner` with a precision of `bits`, and takes what it costs from this comparison.
+    /// Runs `inner` with a precision of `bits`, and charges its cost to this comparison.
     fn with<T>(
         &self,
         bits: u64,
@@ -60,8 +60,8 @@ impl Comparison {
 
     /// The value of variable `name`, the `index`th of a comparison, at point `point`.
     ///
-    /// Within `RANGES[(point + index) % 4]`; where factorials ask for integers, from 5 on, so that later variables are
-    /// larger at one point and smaller at the next.
+    /// Within `RANGES[(point + index) % 4]`; if factorials require integers, an integer from 5 on, such that later variables
+    /// are larger at one point and smaller at the next.
     fn sample(
         &self,
         name: &str,
@@ -125,7 +125,7 @@ impl Comparison {
         }
     }
 
-    /// Whether the values are equal at all points at which both have one, and there is one.
+    /// Whether the values are equal at all points where both are defined, and there is such a point.
     fn same_value(&self, a: &Expr, b: &Expr) -> bool {
         let mut names = Vec::new();
         a.symbols(&mut names);
@@ -146,7 +146,7 @@ impl Comparison {
     fn at_point(&self, a: &Expr, b: &Expr, names: &[&str], point: usize) -> Option<bool> {
         let integers = needs_integers(a) || needs_integers(b);
         let mut bits = AGREE + ROUNDING + 2 * weight(a).checked_add(weight(b))?.min(MOST_BITS);
-        // A second look, with as many bits more as the values reach from 1.
+        // The second pass has more bits, by how far intermediate values are from 1 in magnitude.
         for last in [false, true] {
             if bits > MOST_BITS {
                 return None;
@@ -221,7 +221,7 @@ impl Comparison {
         Some(!constant.re.is_negative())
     }
 
-    /// The real value of an expression without variables, as a rational number near it.
+    /// The real value of an expression without variables, approximated by a rational number.
     pub(super) fn number(&self, expr: &Expr) -> Option<BigRational> {
         exact(expr).or_else(|| {
             let (value, _) = self.with(2 * AGREE, |work| {
@@ -231,7 +231,7 @@ impl Comparison {
         })
     }
 
-    /// Whether two numbers are equal but for the rounding of [`number`](Self::number).
+    /// Whether two numbers are equal up to the rounding of [`number`](Self::number).
     pub(super) fn same_number(a: &BigRational, b: &BigRational) -> bool {
         let rounding = BigRational::new(BigInt::from(1), BigInt::from(1) << AGREE);
         a == b || (a - b).abs() <= rounding * (a.abs().max(b.abs()))
@@ -245,7 +245,7 @@ fn near(a: &Complex, b: &Complex, noise: i64, bits: u64) -> bool {
     close(&a.re, &b.re) && close(&a.im, &b.im)
 }
 
-/// Which infinity it is, if one: whether it is the positive one.
+/// Whether an infinity is the positive one; `None` for other expressions.
 pub(super) fn infinity(expr: &Expr) -> Option<bool> {
     match expr {
         Expr::Infinity => Some(true),
@@ -254,7 +254,7 @@ pub(super) fn infinity(expr: &Expr) -> Option<bool> {
     }
 }
 
-/// Whether a factorial or a binomial coefficient has a variable in it.
+/// Whether a factorial or a binomial coefficient contains a variable.
 fn needs_integers(expr: &Expr) -> bool {
     let own = matches!(
         expr,
@@ -275,7 +275,7 @@ fn is_decimal(expr: &Expr) -> bool {
     }
 }
 
-/// `9%` is 9 too, as Math-Verify has it, where both are integers.
+/// `9%` also equals 9, as in Math-Verify, if both are integers.
 fn percent(a: &Expr, b: &Expr) -> bool {
     let bare = |expr: &Expr| match expr {
         Expr::Percent(inner) => exact(inner),

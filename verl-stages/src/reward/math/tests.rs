@@ -20,10 +20,10 @@ struct Pair {
     math_verify: bool,
 }
 
-/// What differs from Math-Verify on purpose, by the reason: reference, and the answer in the box or the whole response.
+/// Intended differences from Math-Verify, by reason: reference, and the answer in the box or the whole response.
 const DIFFERENCES: &[(&str, &[(&str, &str)])] = &[
     (
-        "thin blanks between groups of three digits separate thousands",
+        "thin spaces between groups of three digits separate thousands",
         &[("1000", r"1\,000"), (r"1{,}234{,}567", r"1\,234\,567")],
     ),
     (
@@ -101,7 +101,7 @@ const DIFFERENCES: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     (
-        "what is denied, or one of two that are left open, is no answer",
+        "a negated answer, or one of two alternatives, is not an answer",
         &[
             ("18", "The answer is not 18."),
             ("18", "It is not 18."),
@@ -110,13 +110,13 @@ const DIFFERENCES: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     (
-        "`####` announces an answer",
+        "`####` marks an answer",
         &[("18", "#### 19\nnot 18 as first thought")],
     ),
 ];
 
 #[test]
-fn verdicts_are_those_of_math_verify_but_for_listed_differences() {
+fn verdicts_match_math_verify_except_for_listed_differences() {
     let golden: Golden =
         serde_json::from_str(include_str!("../../../tests/golden/math_verify.json")).unwrap();
     assert!(golden.pairs.len() > 1000);
@@ -160,7 +160,7 @@ fn other(reference: &str, texts: &[&str]) {
     assert!(passed.is_empty(), "taken for {reference}: {passed:?}");
 }
 
-/// Row 13 of what was found by use.
+/// Row 13 of the usability findings.
 #[test]
 fn fractions_percents_and_units_in_a_box() {
     assert!(answers("0.5", r"\boxed{\frac{1}{2}}") && answers(r"\frac{1}{2}", r"\boxed{1/2}"));
@@ -216,7 +216,7 @@ fn values_that_are_almost_equal_are_not() {
 }
 
 #[test]
-fn what_has_no_value_equals_nothing() {
+fn undefined_values_equal_nothing() {
     for text in [
         r"\frac{1}{0}",
         r"\frac{0}{0}",
@@ -239,7 +239,7 @@ fn digits_in_a_base_are_those_of_the_base() {
     other("1010_2", &["1010_3", "10", "1011_2"]);
 }
 
-/// Whatever the response is, the verdict comes at once, without a panic.
+/// Any response is judged quickly and without a panic.
 #[test]
 fn hostile_responses_are_wrong() {
     let nested = |open: &str, inner: &str, close: &str, times: usize| {
@@ -294,8 +294,8 @@ fn hostile_responses_are_wrong() {
     other(&"\\sin x,".repeat(60), &[&"\\cos x,".repeat(60)]);
 }
 
-/// The answers of GSM8K, where they lie beside the workspace: each solution answers itself, and the next one only where
-/// the numbers are the same.
+/// The answers of GSM8K, if it is next to the workspace: each solution answers itself, and the next one only if the numbers
+/// are the same.
 #[test]
 fn gsm8k_answers_itself() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/gsm8k");
@@ -321,7 +321,7 @@ fn gsm8k_answers_itself() {
     }
 }
 
-/// Pieces of which answers and what looks like answers are made.
+/// Pieces of answers and of texts that look like answers.
 const PIECES: &[&str] = &[
     "\\frac",
     "\\sqrt",
@@ -409,7 +409,7 @@ const PIECES: &[&str] = &[
 ];
 
 proptest! {
-    /// Nothing that a model writes panics, and what is read is read again the same.
+    /// No text that a model writes causes a panic, and the same text gets the same verdict.
     #[test]
     fn no_text_panics(
         reference in prop::collection::vec(prop::sample::select(PIECES), 0..12),

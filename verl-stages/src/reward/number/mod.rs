@@ -13,7 +13,7 @@ mod tests;
 use num_bigint::BigInt;
 use num_rational::BigRational;
 
-/// Longest text in which a number is looked for (bytes).
+/// Longest text that is searched for a number (bytes).
 const LONGEST: usize = 4096;
 
 /// A rational number.
@@ -31,7 +31,7 @@ struct Scaled {
 }
 
 impl Scaled {
-    /// Decimal `digits` times ten to the `exponent`; `None` where the exponent overflows.
+    /// Decimal `digits` times ten to the `exponent`; `None` if the exponent overflows.
     fn new(digits: &str, exponent: i64) -> Option<Scaled> {
         let kept = digits.trim_end_matches('0');
         let zeros = i64::try_from(digits.len() - kept.len()).ok()?;
@@ -69,7 +69,7 @@ impl Scaled {
 }
 
 impl Number {
-    /// The only number that `text` states; `None` when it states none, several, or something else about one.
+    /// The only number that `text` states; `None` if it states none, several, or more than the number itself.
     ///
     /// Marks of emphasis, quotes, a full stop, currencies, units, `=`, `x =`, a label (`Answer:`), `\boxed{}`, `$…$` and
     /// `\text{}` around it do not matter, and a percent sign is a unit.
@@ -103,7 +103,7 @@ impl Number {
 }
 
 impl Number {
-    /// The number itself; `None` where powers of ten beyond `most` would have to be written out.
+    /// The number as a fraction; `None` if that takes powers of ten beyond `most`.
     pub(super) fn to_rational(&self, most: u32) -> Option<BigRational> {
         let ten = |exponent: i64| {
             let power = u32::try_from(exponent.unsigned_abs())

@@ -1,13 +1,13 @@
-//! LaTeX, full-width characters and marks of emphasis into plain text.
+//! Converts LaTeX, full-width characters and marks of emphasis to plain text.
 
 use std::iter::Peekable;
 use std::str::Chars;
 
-/// Commands whose argument is what they show.
+/// Commands that display their argument.
 const SHOWS_ITS_ARGUMENT: &str = "boxed fbox text textbf textit textrm textsf texttt emph mathrm mathbf mathit mathsf mathtt \
     mbox bm boldsymbol operatorname underline";
 
-/// `text` without LaTeX; `None` when it has a command that is not known here, so that it may mean anything.
+/// `text` without LaTeX; `None` if it contains an unknown command, which may mean anything.
 pub(super) fn plain(text: &str) -> Option<String> {
     let mut out = String::with_capacity(text.len());
     let mut chars = text.chars().peekable();
@@ -93,7 +93,7 @@ fn argument(chars: &mut Peekable<Chars<'_>>) -> Option<String> {
 }
 
 /// `text` without white space, marks of emphasis, quotes and tags at both ends, a closing mark of a sentence, and
-/// brackets around the whole.
+/// surrounding brackets.
 pub(super) fn unwrapped(text: &str) -> &str {
     let mut rest = text;
     loop {
@@ -124,14 +124,14 @@ pub(super) fn unwrapped(text: &str) -> &str {
     }
 }
 
-/// Whether a tag has this between its angle brackets: `answer`, `/answer`, `|im_end|`.
+/// Whether `text` is what a tag has between its angle brackets: `answer`, `/answer`, `|im_end|`.
 fn is_tag(text: &str) -> bool {
     let name = text.trim_matches(['/', '|']);
     let letters = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
     name.starts_with(|c: char| c.is_ascii_alphabetic()) && name.chars().all(letters)
 }
 
-/// What stands between brackets or dollars that surround the whole; not `($5)`, which accountants read as −5.
+/// The text between brackets or dollars that surround all of `text`; not for `($5)`, which accountants read as −5.
 fn bracketed(text: &str) -> Option<&str> {
     let inner = |open: char, close: char| {
         let inner = text.strip_prefix(open)?.strip_suffix(close)?;

@@ -2,7 +2,7 @@
 
 use super::{Number, Scaled};
 
-/// Words that may stand before a number without changing it.
+/// Words that may precede a number without changing it.
 const LEADS: &str =
     "the final answer is about approximately approx. approx around roughly exactly only total ≈ ~";
 /// Currencies, as signs and letters; longer ones first.
@@ -19,7 +19,7 @@ const VULGAR_VALUES: [(i32, i32); 18] = [
     (1, 2), (1, 3), (2, 3), (1, 4), (3, 4), (1, 5), (2, 5), (3, 5), (4, 5), (1, 6), (5, 6), (1, 7), (1, 8), (3, 8),
     (5, 8), (7, 8), (1, 9), (1, 10),
 ];
-/// Words of a label before `=` or `:`.
+/// Most words of a label before `=` or `:`.
 const LONGEST_LABEL: usize = 5;
 
 /// Whether the number is negative, and the text from its first digit on.
@@ -69,14 +69,15 @@ fn is_word(text: &str, word: &str) -> bool {
     starts(text, word) && (whole || !word.ends_with(char::is_alphabetic))
 }
 
-/// The text after a label such as `x =` or `Total cost:`; an error where the sign before the number is another one.
+/// The text after a label such as `x =` or `Total cost:`; `Some(None)` without a label, `None` if another sign precedes the
+/// number.
 fn label(text: &str) -> Option<Option<&str>> {
     let Some(at) = text.find(['=', ':', '≠', '<', '>', '≤', '≥']) else {
         return Some(None);
     };
     let (before, after) = text.split_at(at);
     if before.contains(|c: char| c.is_numeric()) {
-        // The sign comes after the number; what may follow a number is for the tail to say.
+        // The sign comes after the number; `tail` decides what may follow a number.
         return Some(None);
     }
     let mark = after.chars().next()?;
@@ -131,7 +132,7 @@ fn fraction(top: Scaled, bottom: Scaled) -> Option<Number> {
     (!bottom.is_zero()).then_some(Number { top, bottom })
 }
 
-/// The integer itself, where its zeros can be written out.
+/// The integer itself; `None` if it ends in too many zeros.
 fn to_integer(scaled: &Scaled) -> Option<num_bigint::BigInt> {
     let zeros = u32::try_from(scaled.exponent)
         .ok()
@@ -195,7 +196,8 @@ fn decimal(text: &str) -> Option<(Scaled, &str)> {
     Some((Scaled::new(&digits, exponent)?, rest))
 }
 
-/// Digits before the point. Groups are of three digits, or of two and at last three as in India; others are no number.
+/// Digits before the point. Groups have three digits, or two with three in the last group as in India; other groups do
+/// not form a number.
 fn integer(text: &str) -> Option<(String, &str)> {
     let run = |text: &str| {
         text.find(|c: char| !c.is_ascii_digit())
@@ -215,7 +217,7 @@ fn integer(text: &str) -> Option<(String, &str)> {
         }
         if mark.is_some_and(char::is_whitespace) && (group != 3 || after[group..].starts_with('/'))
         {
-            // Not a group; what comes after the blank is for others to judge.
+            // Not a group; callers decide what may follow the space.
             break;
         }
         groups.push(group);
@@ -231,7 +233,7 @@ fn integer(text: &str) -> Option<(String, &str)> {
     (groups.len() == 1 || grouped).then_some((digits, rest))
 }
 
-/// `e5`, `× 10^5`, `x 10⁵`. The exponent is `None` where it is beyond all bounds.
+/// `e5`, `× 10^5`, `x 10⁵`. The exponent is `None` if it overflows.
 fn power_of_ten(text: &str) -> Option<(Option<i64>, &str)> {
     if let Some(after) = text.strip_prefix(['e', 'E']) {
         let (power, rest) = signed(after)?;

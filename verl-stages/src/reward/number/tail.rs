@@ -2,26 +2,26 @@
 
 /// Longest unit (bytes).
 const LONGEST: usize = 200;
-/// Words that make another number of the one before them.
+/// Words that change the number before them.
 const CHANGES: &str = "or versus vs plus minus factorial mod modulo hundred hundreds thousand thousands million \
     millions billion billions trillion trillions lakh lakhs crore crores dozen dozens half \
     halves thirds fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths \
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen \
     fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty \
     ninety sqrt sin cos tan log exp";
-/// Words that make another number of the one right before them: `18 squared`, but `18 feet squared`.
+/// Words that change the number directly before them: `18 squared`, but not `18 feet squared`.
 const POWERS: &str = "squared cubed";
-/// Words that deny.
+/// Words that negate.
 const NEGATIONS: &str = "not no never isn isnt wrong incorrect false unequal";
-/// Words of one and two letters. Others after a number are its factors: `18x`, `18 pi`.
+/// Known words of one and two letters. Other ones after a number are its factors: `18x`, `18 pi`.
 const SHORT: &str = "m g h s l L d A V W J N C F a km cm mm dm nm kg mg kJ kW kN Hz Pa lb oz ft in yd mi ms hr pm \
     am AM PM mL ml dL cL cl KB kB MB GB TB th st nd rd an as at by he if is it me my of on so to \
     up us US we do be go Rs sq cu pt qt pc";
-/// Words of three letters that stand right after a number; other letters there are factors: `18xyz`.
+/// Words of three letters that may follow a number without a space; other letters there are factors: `18xyz`.
 const ATTACHED: &str = "lbs yds hrs min sec mph kph kmh kgs gal pts USD EUR GBP day egg cup mol rpm kWh deg pct pcs \
     sqm cms kms";
 
-/// Numerals and words of Chinese and Japanese that make another number of the one before them, or deny it.
+/// Chinese and Japanese numerals and words that change or negate the number before them.
 const EAST_ASIAN_CHANGES: &str = "零一二三四五六七八九十百千万萬亿億兆半两兩或不非没無";
 /// Characters that are units or end a sentence.
 const HARMLESS: &str = "%°′″$£€¥₹¢₽₩.,;!?*_`\"'’”“()[]✓✔✅";
@@ -32,12 +32,12 @@ fn is_in(list: &str, word: &str) -> bool {
         .any(|known| known.eq_ignore_ascii_case(word))
 }
 
-/// Whether a word turns what is said into its opposite.
+/// Whether a word negates a statement.
 pub(super) fn negates(word: &str) -> bool {
     is_in(NEGATIONS, word)
 }
 
-/// Whether a letter is one of a script that has no blanks between words and units of one letter.
+/// Whether a letter belongs to a script without spaces between words and with units of one letter.
 fn is_east_asian(c: char) -> bool {
     matches!(c, '\u{3040}'..='\u{30ff}' | '\u{3400}'..='\u{9fff}' | '\u{ac00}'..='\u{d7af}')
 }

@@ -138,7 +138,7 @@ fn marks_and_units_around_a_number_do_not_matter() {
 }
 
 #[test]
-fn what_is_not_that_number_alone_is_not_read() {
+fn texts_that_state_more_than_the_number_are_not_read() {
     other(
         "18",
         &[

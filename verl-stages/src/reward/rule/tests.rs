@@ -35,7 +35,7 @@ fn final_answers() {
     check(rule(), "#### paris", "Paris", (0.1, true, false));
 }
 
-/// Row 7 of what was found by use: forms of 18, and what is not 18.
+/// Row 7 of the usability findings: forms of 18, and answers that are not 18.
 #[test]
 fn final_answers_in_all_forms() {
     let rule = || scored(RuleKind::FinalAnswer);
@@ -108,7 +108,7 @@ fn final_answers_in_all_forms() {
     );
 }
 
-/// The answers of GSM8K, where they lie beside the workspace: every one is a number and answers itself.
+/// The answers of GSM8K, if it is next to the workspace: each one is a number and answers itself.
 #[test]
 fn gsm8k_answers_are_numbers() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/gsm8k");
@@ -168,7 +168,7 @@ fn regex_answers() {
     check(rule(), "4", "4", (-1.0, false, false));
 }
 
-/// Row A2 of what was found by use: the group that took part counts, whichever it is.
+/// Row A2 of the usability findings: the group that took part counts, whichever it is.
 #[test]
 fn the_first_group_that_took_part_is_compared() {
     let rule = |pattern: &str| Reward {
@@ -191,7 +191,7 @@ fn the_first_group_that_took_part_is_compared() {
         "answer is 18",
         (1.0, true, true),
     );
-    // A pattern that has groups and matched without any of them found no answer.
+    // A match without any of the pattern's groups is not an answer.
     check(
         rule(r"answer is (-)?\d+"),
         response,
@@ -212,7 +212,7 @@ fn lengths() {
 }
 
 #[test]
-fn senseless_settings_are_told_together() {
+fn bad_settings_are_all_reported() {
     let config = Reward {
         rule: RuleKind::Exact,
         pattern: Some("(".to_owned()),

@@ -1,4 +1,4 @@
-//! What rows are at: buffers that the kernels of a step keep, and that the host fills and reads every few steps.
+//! The state of the rows: buffers that the kernels of a step update, and that the host fills and reads every few steps.
 
 use cubecl::server::Handle;
 
@@ -8,23 +8,23 @@ use super::drawing::ADVANCE;
 use super::{DeviceDecoder, Drawing, Sizes};
 
 /// The position of a row that attends to nothing.
-const AT_REST: i32 = -1;
-/// Responses that are read by themselves.
+const INACTIVE: i32 = -1;
+/// Up to this many responses are read one by one.
 const FEW: usize = 16;
 
-/// What a row is at; the kernels' numbers.
+/// The state of a row, by the kernels' numbers.
 pub(crate) mod state {
-    /// Goes on.
+    /// Still decoding.
     pub const LIVE: i32 = 0;
     /// Ended with an end-of-sequence id.
     pub const EOS: i32 = 1;
-    /// Ended with a sequence of ids.
+    /// Ended with a stop sequence.
     pub const STOP: i32 = 2;
     /// Reached its limit.
     pub const LENGTH: i32 = 3;
 }
 
-/// A row that begins: its last prompt token is fed, the others are in the cache.
+/// A row that begins: the first step gets its last prompt token, the others are in the cache.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Start {
     pub row: usize,
@@ -34,7 +34,7 @@ pub(crate) struct Start {
     pub stream: [u32; 4],
 }
 
-/// What rows are at, on the device.
+/// The state of the rows on the device.
 pub(super) struct Book {
     pub table: Handle,
     pub streams: Handle,
@@ -54,7 +54,7 @@ pub(super) struct Book {
 }
 
 /// What the host reads every few steps.
-pub(crate) struct Standing {
+pub(crate) struct RowStates {
     pub states: Vec<i32>,
     pub lengths: Vec<i32>,
 }
@@ -67,7 +67,7 @@ pub(crate) struct Response {
 }
 
 impl DeviceDecoder {
-    /// Books what was drawn.
+    /// Does the bookkeeping for the drawn tokens.
     pub(super) fn advance(&self) {
         let (book, drawing) = (&self.book, &self.drawing);
         CudaKernel::new(&ADVANCE, "advance", 32)
@@ -103,10 +103,10 @@ impl DeviceDecoder {
             );
     }
 
-    /// Begins rows that are at rest and have their blocks.
+    /// Starts rows that are inactive and have their blocks.
     ///
     /// # Errors
-    /// What the device says.
+    /// The device's error.
     pub fn start(&mut self, starts: &[Start]) -> Result<(), String> {
         let book = &self.book;
         let client = &self.embedding.client;
@@ -122,7 +122,7 @@ impl DeviceDecoder {
             columns.push(integers_of(&bytes));
         }
         let [token, positions, lengths, states, limits] = columns.as_mut_slice() else {
-            return Err("the device gave back other buffers than were asked for".to_owned());
+            return Err("the device returned a different number of buffers than requested".to_owned());
         };
         let mut streams = integers_of(&read(client, &[&book.streams])?.concat());
         for start in starts {
@@ -142,10 +142,10 @@ impl DeviceDecoder {
         Ok(())
     }
 
-    /// Moves the rows of `kept` to the front, in this order, and puts all others to rest.
+    /// Moves the rows of `kept` to the front, in this order, and deactivates all others.
     ///
     /// # Errors
-    /// What the device says.
+    /// The device's error.
     pub(super) fn keep(&self, kept: &[usize]) -> Result<(), String> {
         let book = &self.book;
         let client = &self.embedding.client;
@@ -153,7 +153,7 @@ impl DeviceDecoder {
             (&book.token, 0),
             (&book.lengths, 0),
             (&book.limits, 0),
-            (&book.positions, AT_REST),
+            (&book.positions, INACTIVE),
             (&book.states, state::LENGTH),
             (&book.streams, 0),
             (&book.tokens, 0),
@@ -162,7 +162,7 @@ impl DeviceDecoder {
         ];
         let read = read(client, &columns.map(|(handle, _)| handle))?;
         for ((handle, rest), bytes) in columns.into_iter().zip(read) {
-            // Bits of floats as well.
+            // Floats are moved as their bits too.
             let old = integers_of(&bytes);
             let width = old.len() / self.sizes.rows;
             let mut new = vec![rest; old.len()];
@@ -176,46 +176,46 @@ impl DeviceDecoder {
         Ok(())
     }
 
-    /// Puts rows to rest that have ended, so that they attend to nothing, and frees their blocks.
+    /// Deactivates rows that have ended, so that they attend to nothing, and frees their blocks.
     ///
     /// # Errors
-    /// What the device says.
-    pub fn rest(&mut self, ended: &[usize]) -> Result<(), String> {
+    /// The device's error.
+    pub fn deactivate(&mut self, ended: &[usize]) -> Result<(), String> {
         let client = &self.embedding.client;
         let mut positions = integers_of(&read(client, &[&self.book.positions])?.concat());
         for &row in ended {
-            positions[row] = AT_REST;
-            self.pool.give_back(row);
+            positions[row] = INACTIVE;
+            self.pool.release(row);
         }
         write(client, &self.book.positions, &positions);
         Ok(())
     }
 
-    /// Where the rows are.
+    /// The states and lengths of the rows.
     ///
     /// # Errors
-    /// What the device says.
-    pub fn standing(&self) -> Result<Standing, String> {
+    /// The device's error.
+    pub fn row_states(&self) -> Result<RowStates, String> {
         let client = &self.embedding.client;
         let read = read(client, &[&self.book.states, &self.book.lengths])?;
-        Ok(Standing {
+        Ok(RowStates {
             states: integers_of(&read[0]),
             lengths: integers_of(&read[1]),
         })
     }
 
-    /// What rows have drawn, each so many tokens.
+    /// Responses of rows, as pairs of a row and its number of tokens.
     ///
     /// # Errors
-    /// What the device says.
+    /// The device's error.
     pub fn responses(&self, rows: &[(usize, usize)]) -> Result<Vec<Response>, String> {
         let book = &self.book;
         let pitch = 4 * self.sizes.new_tokens;
-        // Few rows by themselves: a buffer of all grows with the longest response.
+        // A few rows are read one by one: a buffer of all grows with the longest response.
         let few = rows.len() <= FEW;
         let part = |handle: &Handle, row: usize| {
             let before = (row * pitch) as u64;
-            // Without what pads the buffer, which the handle leaves out already.
+            // Without the buffer's padding, which the handle already excludes.
             let behind = handle.size_in_used() - before - pitch as u64;
             handle.clone().offset_start(before).offset_end(behind)
         };
@@ -281,11 +281,11 @@ impl Book {
             table: integers(like, &vec![0; rows * blocks]),
             streams: integers(like, &vec![0; 4 * rows]),
             token: column(0),
-            positions: column(AT_REST),
+            positions: column(INACTIVE),
             lengths: column(0),
             states: column(state::LENGTH),
             limits: column(0),
-            // Only a penalty reads it, and such rollouts are not made here.
+            // Only a penalty reads it, and this engine does not support rollouts with one.
             seen: integers(like, &[0]),
             eos: some(&drawing.eos),
             stops: some(&stops),

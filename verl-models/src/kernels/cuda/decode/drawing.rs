@@ -6,7 +6,7 @@ use super::super::launch::{CudaKernel, Source};
 use super::super::tensor::element;
 use super::{Buffers, DeviceDecoder};
 
-/// What the kernels of drawing share.
+/// Shared by the drawing kernels.
 const SHARED: [&str; 3] = [
     include_str!("../rowwise.cuh"),
     include_str!("../philox.cuh"),
@@ -34,17 +34,17 @@ impl Drawing {
     }
 }
 
-/// Ids of a row's shortlist: most, and on average (`philox.cuh`).
+/// Ids on a row's shortlist: the most, and the average (`philox.cuh`).
 pub(super) const SHORTLIST: usize = 128;
 const SHORTLIST_MEAN: u64 = 48;
-/// Vocabularies of which a shortlist is no small part do without.
+/// Smallest vocabulary with shortlists: for smaller ones a shortlist would be a large part.
 const SHORTLISTED_VOCABULARY: usize = 4096;
 
 /// Blocks of the race that run at once.
 const RACING: usize = 3 * 132;
 
-/// Blocks that share a row's race: as many as run at once, since each has an end of its own that costs as much as some
-/// thousand ids.
+/// Blocks that share a row's race: as many as run at once, because finishing a block costs as much as some thousand
+/// ids.
 pub(super) fn race_splits(rows: usize) -> usize {
     (RACING / rows).clamp(1, 32)
 }
@@ -55,7 +55,8 @@ pub(super) fn race_parts(rows: usize) -> usize {
 }
 
 impl DeviceDecoder {
-    /// Below which complements of words ids are on the shortlists of this step; 0 where the step makes none.
+    /// The limit below which the complement of a word puts its id on a shortlist of this step; 0 if the step makes
+    /// none.
     pub(super) fn shortlist_limit(&self) -> u64 {
         let vocabulary = self.config.vocab_size;
         let races = self.drawing.races() && self.drawing.temperature > 0.0;

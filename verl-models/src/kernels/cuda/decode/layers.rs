@@ -1,8 +1,8 @@
-//! All layers of a step in one kernel, where it takes the decoder.
+//! All layers of a step in one kernel, for decoders that it supports.
 //!
-//! The kernel finds the layers' tensors through a table of their addresses. cubecl moves live memory when it makes room and
-//! before it records a graph, but nothing that is bound: bindings are held for as long as the table is. The kernel's blocks
-//! wait for one another between the phases of a layer, so all of them have to run at once.
+//! The kernel finds the layers' tensors through a table of their addresses. cubecl moves live memory when it makes room
+//! and before it records a graph, but never memory that is bound: the bindings live as long as the table. The kernel's
+//! blocks wait for one another between the phases of a layer, so all of them have to run at once.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,11 +11,11 @@ use cubecl::prelude::TensorMapSwizzle;
 use cubecl::server::{BufferBinding, Handle, KernelResource};
 
 use super::super::launch::{CudaKernel, Source};
-use super::super::probe::takes_large;
+use super::super::probe::supports_large;
 use super::super::product::{boxes, is_hopper};
 use super::super::tensor::{CubeTensor, integers, short_element};
 use super::{Buffers, DeviceDecoder, Layer};
-use crate::kernels::layer_units::{LayerSizes, LayerUnits, MOST_ROWS, attention_parts};
+use crate::kernels::layer_units::{LayerSizes, LayerUnits, MAX_ROWS, attention_parts};
 
 static LAYERS: Source = Source::with_prefixes(
     [
@@ -29,49 +29,50 @@ static ADDRESSES: Source = Source::new(include_str!("../addresses.cu"));
 
 /// Addresses of a layer in the table.
 const ADDRESSES_OF_LAYER: usize = 16;
-/// Counts of blocks, before those of the rows.
+/// Block counts, before the counts of the rows.
 const COUNTS: usize = 32;
 
-/// Rows of a tile from which on the kernel makes shortlists.
+/// Smallest number of rows in a tile for which the kernel makes shortlists.
 const SHORTLISTED_ROWS: usize = 64;
 
-/// What the kernel of all layers needs besides a step's buffers.
+/// Data of the kernel of all layers, besides a step's buffers.
 pub(super) struct LayersKernel {
     sizes: LayerSizes,
-    /// Blocks of a launch, one a multiprocessor.
+    /// Blocks of a launch, one per multiprocessor.
     blocks: usize,
-    /// Where the layers' tensors lie.
+    /// Addresses of the layers' tensors.
     addresses: Handle,
-    /// Of these tensors: what is bound is not moved.
+    /// Bindings of these tensors: bound memory is not moved.
     _bound: Vec<BufferBinding>,
-    _only: Only,
+    _exclusive: Exclusive,
     /// Pieces of sums.
     pieces: Handle,
-    /// What groups have that share a row's tokens.
+    /// Results of the groups that share a row's tokens.
     parts: Handle,
-    /// Of blocks and groups that have come; zeros between launches.
+    /// Counts of blocks and groups that have arrived; zeros between launches.
     counts: Handle,
 }
 
-/// That no other decoder of the process has the kernel: blocks of two at once on a card could wait for one another for good.
-struct Only;
+/// Ensures that only one decoder of the process has the kernel: if two ran at once on a GPU, their blocks could wait
+/// for one another forever.
+struct Exclusive;
 
-static TAKEN: AtomicBool = AtomicBool::new(false);
+static IN_USE: AtomicBool = AtomicBool::new(false);
 
-impl Only {
+impl Exclusive {
     fn take() -> Option<Self> {
-        (!TAKEN.swap(true, Ordering::AcqRel)).then_some(Only)
+        (!IN_USE.swap(true, Ordering::AcqRel)).then_some(Exclusive)
     }
 }
 
-impl Drop for Only {
+impl Drop for Exclusive {
     fn drop(&mut self) {
-        TAKEN.store(false, Ordering::Release);
+        IN_USE.store(false, Ordering::Release);
     }
 }
 
 impl LayersKernel {
-    /// Notes where the layers lie; none where the kernel takes no step of this decoder or is another's.
+    /// Writes the table of addresses; `None` if the kernel does not support the decoder or another decoder has it.
     pub fn of(decoder: &DeviceDecoder) -> Option<Self> {
         let like = &decoder.embedding;
         let (client, config) = (&like.client, &decoder.config);
@@ -83,7 +84,7 @@ impl LayersKernel {
             inner: config.intermediate_size,
             heads: config.heads,
         };
-        let counts = [16, 32, 64, MOST_ROWS].map(|rows| rows.min(decoder.sizes.rows));
+        let counts = [16, 32, 64, MAX_ROWS].map(|rows| rows.min(decoder.sizes.rows));
         let pieces = counts.into_iter().filter_map(|rows| {
             let units = LayerUnits::of(&sizes, rows, blocks)?;
             Some(rows * units.pieces(&sizes))
@@ -92,24 +93,24 @@ impl LayersKernel {
         if decoder.dtype != DType::BF16
             || decoder.layers.is_empty()
             || !is_hopper(like)
-            || !takes_large(client)
+            || !supports_large(client)
         {
             return None;
         }
-        let only = Only::take()?;
-        let tiles = MOST_ROWS.min(decoder.sizes.rows) * decoder.tiles_of_row();
+        let only = Exclusive::take()?;
+        let tiles = MAX_ROWS.min(decoder.sizes.rows) * decoder.tiles_of_row();
         let part = decoder.tile_heads() * (config.heads.dim + 2);
         let addresses = client.empty(decoder.layers.len() * ADDRESSES_OF_LAYER * 8);
         let mut bound = Vec::new();
         for (index, layer) in decoder.layers.iter().enumerate() {
-            bound.extend(note(&addresses, index, layer, decoder));
+            bound.extend(write_addresses(&addresses, index, layer, decoder));
         }
         Some(LayersKernel {
             sizes,
             blocks,
             addresses,
             _bound: bound,
-            _only: only,
+            _exclusive: only,
             pieces: client.empty(pieces * 4),
             parts: client.empty(tiles.max(2 * blocks) * part * 4),
             counts: integers(like, &vec![0; COUNTS + tiles]),
@@ -151,8 +152,8 @@ impl LayersKernel {
     }
 }
 
-/// Writes the addresses of a layer's tensors into the table; with what holds them in place.
-fn note(
+/// Writes the addresses of a layer's tensors into the table; returns the bindings that keep them in place.
+fn write_addresses(
     addresses: &Handle,
     index: usize,
     layer: &Layer,
@@ -181,7 +182,7 @@ fn note(
         cached_keys,
         cached_values,
     ];
-    // Bound before their addresses are taken.
+    // Bound before their addresses are read.
     let bound = tensors.map(|tensor| tensor.handle.clone().binding());
     let mut buffers = tensors.map(|tensor| &tensor.handle).to_vec();
     buffers.push(addresses);
@@ -196,7 +197,7 @@ fn note(
 }
 
 impl DeviceDecoder {
-    /// How the kernel divides a layer; none where it takes no step of so many rows.
+    /// How the kernel divides a layer; `None` if it does not support this number of rows.
     fn layer_units(&self) -> Option<(&LayersKernel, LayerUnits)> {
         let layers = self.layers_kernel.as_ref()?;
         let units = LayerUnits::of(&layers.sizes, self.rows, layers.blocks)?;
@@ -209,7 +210,8 @@ impl DeviceDecoder {
         units.is_some_and(|(_, units)| units.rows >= SHORTLISTED_ROWS)
     }
 
-    /// Takes all rows from their tokens to the norm behind the last layer; false where the kernel takes no such step.
+    /// Computes all rows from their tokens to the norm after the last layer; false if the kernel does not support the
+    /// step.
     pub(super) fn launch_layers(&self) -> bool {
         let Some((layers, units)) = self.layer_units() else {
             return false;

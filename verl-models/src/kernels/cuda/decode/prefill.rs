@@ -13,13 +13,14 @@ use super::{DeviceDecoder, Layer};
 use crate::kernels::AttentionShape;
 use crate::rollout::pool::BLOCK;
 
-/// Tokens of prompts that go through the layers at once.
+/// Prompt tokens that pass through the layers at once.
 const PREFILL: usize = 16_384;
 
 impl DeviceDecoder {
-    /// Puts keys and values of prompts into the caches of the rows that begin with them.
+    /// Writes keys and values of prompts into the caches of the rows that begin with them.
     ///
-    /// A prompt goes through the layers once, whatever the number of its rows. Its last token is left to the first step.
+    /// A prompt passes through the layers once, regardless of the number of its rows. Its last token is left to the
+    /// first step.
     pub fn prefill(&mut self, prompts: &[(&[u32], Vec<usize>)]) {
         let mut first = 0;
         while first < prompts.len() {
@@ -46,7 +47,7 @@ impl DeviceDecoder {
             slots.extend((0..tokens).map(|at| self.pool.slot(first, at)));
             lengths.push(tokens);
             for &row in others {
-                let own = self.pool.held(first).iter().zip(self.pool.held(row));
+                let own = self.pool.row_blocks(first).iter().zip(self.pool.row_blocks(row));
                 let filled = own.take(tokens.div_ceil(BLOCK));
                 pairs.extend(filled.flat_map(|(&from, &to)| [from, to]));
             }
@@ -97,7 +98,7 @@ impl DeviceDecoder {
         }
     }
 
-    /// Norms of query and key heads in a joined projection.
+    /// Norms the query and key heads of a joined projection.
     fn norm_heads(&self, joined: CubeTensor, [q, k]: &[CubeTensor; 2]) -> CubeTensor {
         let heads = self.config.heads;
         let [tokens, width] = joined.shape().dims();

@@ -1,7 +1,7 @@
-//! The kernels of a step, in their order.
+//! The kernels of a step, in order.
 //!
-//! Where no kernel takes all layers ([`DeviceDecoder::launch_layers`]), a layer is five kernels up to 16 rows, where a
-//! product norms what it reads, and seven with more.
+//! If no kernel computes all layers ([`DeviceDecoder::launch_layers`]), a layer is five kernels for up to 16 rows,
+//! where a product norms its input, and seven for more.
 
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
@@ -14,7 +14,7 @@ use super::{Buffers, DeviceDecoder, Layer};
 
 static ATTENTION: Source = Source::new(include_str!("../attention_decode.cu"));
 
-/// Blocks of attention with the kernel's own tiles that run at once.
+/// Blocks of attention, with the kernel's default tiles, that run at once.
 const RESIDENT_BLOCKS: usize = 6 * 132;
 
 impl DeviceDecoder {
@@ -98,7 +98,7 @@ impl DeviceDecoder {
         projection.launch();
     }
 
-    /// Query heads that share a tile of the kernel, as it divides them.
+    /// Query heads that share a tile, in accordance with the kernel's division.
     pub(super) fn tile_heads(&self) -> usize {
         let heads = self.config.heads;
         let plain = self.dtype == DType::F32 || !heads.dim.is_multiple_of(16) || heads.dim > 128;
@@ -113,7 +113,7 @@ impl DeviceDecoder {
         heads.key_value * group.div_ceil(self.tile_heads())
     }
 
-    /// Blocks that share the tokens of a row: a function of the rows alone.
+    /// Blocks that share the tokens of a row: a function of the number of rows only.
     fn cluster(&self) -> usize {
         match self.rows * self.tiles_of_row() {
             0..=31 => 8,
@@ -122,7 +122,7 @@ impl DeviceDecoder {
         }
     }
 
-    /// Tokens of a warp's tile, where it is not what the kernel chooses: smaller ones let more blocks run at once.
+    /// Tokens of a warp's tile, if different from the kernel's default: smaller tiles let more blocks run at once.
     fn tile_tokens(&self) -> Option<usize> {
         let heads = self.config.heads;
         let blocks = self.rows * heads.key_value;

@@ -1,7 +1,7 @@
-//! How products are divided: every choice that was made by measuring, in one place but for the kernel of all layers
+//! How products are divided: every choice that was made by measuring, in one place, except for the kernel of all layers
 //! (`kernels/layer_units.rs`).
 //!
-//! `scripts/kernels/decode.py step` times a whole step with these and with others.
+//! `scripts/kernels/decode.py step` times a complete step with these and with other divisions.
 
 use super::Into;
 
@@ -9,11 +9,12 @@ use super::Into;
 pub(super) const PROCESSORS: usize = 132;
 /// Blocks that run at once.
 pub(super) const FULL: usize = 3 * PROCESSORS;
-/// Rows of a product that `gemm_skinny.cu` takes.
+/// Most rows of a product that `gemm_skinny.cu` supports.
 pub(super) const SKINNY_ROWS: usize = 16;
 /// Rows from which `gemm_dyn.cu` is faster, outside of decoding.
 pub(super) const DEEP_ROWS: usize = 256;
-/// Rows of a matrix that is read beside others are a multiple of the widest tile that may not cross into the next.
+/// The rows of a matrix that is stored next to others are a multiple of the widest tile that must not cross into the
+/// next.
 pub(super) const JOINT: usize = 128;
 
 /// How `gemm_skinny.cu` divides a product.
@@ -23,17 +24,17 @@ pub(super) struct Skinny {
     pub tiles: usize,
     /// Warps that share a tile's sum.
     pub warps: usize,
-    /// Loads of a warp under way.
+    /// Loads of a warp in flight.
     pub ahead: usize,
     /// Blocks of a cluster that share a sum.
     pub sharing: usize,
     pub blocks_per_processor: usize,
-    /// Blocks at most; without a limit each takes one group of tiles.
+    /// Most blocks; without a limit each takes one group of tiles.
     pub most: Option<usize>,
 }
 
 impl Skinny {
-    /// For a weight of about this size; none where its parts do not fit.
+    /// For a weight of about this size; `None` if its parts do not fit.
     pub fn of(rows: usize, [n, k]: [usize; 2], into: Into) -> Option<Self> {
         if rows > SKINNY_ROWS || into == Into::Swiglu && !n.is_multiple_of(16) {
             return None;
@@ -55,7 +56,7 @@ impl Skinny {
         } else {
             skinny(1, 7, 4, 1, 1, None)
         };
-        // Rows of X wait in shared memory where a block has several tiles.
+        // Rows of X are staged in shared memory if a block has several tiles.
         let slices = k.div_ceil(32).div_ceil(found.sharing);
         let staged = if found.tiles > 1 {
             SKINNY_ROWS * (slices | 1) * 64
@@ -72,7 +73,7 @@ impl Skinny {
 pub(super) struct Tile {
     pub rows: usize,
     pub columns: usize,
-    /// Terms of a stage, and stages.
+    /// Terms of a stage, and number of stages.
     pub terms: usize,
     pub stages: usize,
     /// Blocks of a cluster that share a sum.
@@ -99,7 +100,7 @@ impl Tile {
         tile
     }
 
-    /// For the rows of a decoding step, with rings as deep as were measured best.
+    /// For the rows of a decoding step, with the ring depths that measured best.
     pub fn of_some(m: usize, [n, k]: [usize; 2], swiglu: bool) -> Self {
         let tile = |rows, columns, stages, sharing, blocks_per_processor| Tile {
             rows,
@@ -159,7 +160,7 @@ const SOME: Tile = Tile {
     blocks_per_processor: 4,
 };
 
-/// Whether a product of a decoding step is one for `gemm_dyn.cu`.
+/// Whether `gemm_dyn.cu` should compute a product of a decoding step.
 pub(super) fn is_deep([m, n, k]: [usize; 3]) -> bool {
     match m {
         0..=64 => false,
@@ -181,7 +182,7 @@ pub(super) struct Deep {
 }
 
 impl Deep {
-    /// Tiles for which the last wave wastes least; with `apart` those that cross into no other matrix.
+    /// The width of tiles that wastes least of the last wave; with `apart` tiles do not cross into another matrix.
     fn columns([m, n]: [usize; 2], swiglu: bool, apart: bool) -> usize {
         if apart && !swiglu {
             return JOINT;
@@ -194,7 +195,7 @@ impl Deep {
             .unwrap_or(256)
     }
 
-    /// Whole sums: the bits of a row do not depend on the number of rows.
+    /// Unsplit sums: the bits of a row do not depend on the number of rows.
     pub fn whole([m, n, k]: [usize; 3], swiglu: bool, apart: bool) -> Self {
         Deep {
             columns: Deep::columns([m, n], swiglu, apart),
@@ -203,7 +204,7 @@ impl Deep {
         }
     }
 
-    /// Sums in pieces where tiles leave most of the GPU idle, and where each piece is long.
+    /// Sums in pieces, if tiles leave most of the GPU idle and each piece is long.
     pub fn in_pieces([m, n, k]: [usize; 3]) -> Self {
         let columns = Deep::columns([m, n], false, false);
         let tiles = m.div_ceil(128) * n.div_ceil(columns);

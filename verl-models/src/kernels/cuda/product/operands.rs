@@ -15,7 +15,7 @@ use super::super::tensor::{CubeTensor, dense};
 use super::divisions::JOINT;
 use super::is_hopper;
 
-/// How an operand lies in memory.
+/// The memory layout of an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Summed {
     /// `[M, K]`.
@@ -39,19 +39,20 @@ impl Summed {
     }
 }
 
-/// A weight `[N, K]` whose rows are those of up to three matrices, which stay where they are if kernels can read them there.
+/// A weight `[N, K]` that consists of the rows of up to three matrices, which are not copied if kernels can read them
+/// in place.
 #[derive(Debug, Clone)]
 pub(crate) struct Joined {
     matrices: Vec<CubeTensor>,
 }
 
 impl Joined {
-    /// A matrix by itself.
+    /// A single matrix.
     pub fn one(matrix: CubeTensor) -> Self {
         Joined::of(vec![matrix], true)
     }
 
-    /// Matrices one after another, such as queries, keys and values.
+    /// Stacked matrices, such as queries, keys and values.
     pub fn stacked(matrices: Vec<CubeTensor>) -> Self {
         let whole = |matrix: &CubeTensor| matrix.shape()[0].is_multiple_of(JOINT);
         let apart = matrices.iter().all(whole);
@@ -83,13 +84,13 @@ impl Joined {
         [rows, self.first().shape()[1]]
     }
 
-    /// The first matrix: all of it, where it is the only one.
+    /// The first matrix, which is the complete weight if it is the only one.
     pub fn first(&self) -> &CubeTensor {
         &self.matrices[0]
     }
 
-    /// Where the matrices begin that were put together, which have so many rows: within which matrix, and how many elements
-    /// behind its beginning.
+    /// The positions of the stacked matrices, which have `rows` rows each: the matrix that contains each, and the
+    /// offset in it in elements.
     pub fn places<const N: usize>(&self, rows: [usize; N]) -> [(&CubeTensor, usize); N] {
         let [_, terms] = self.sizes();
         std::array::from_fn(|at| match self.matrices.as_slice() {
@@ -111,8 +112,8 @@ impl Joined {
     }
 }
 
-/// What the copy engine brings of an operand at once: `rows` rows of a stage's terms where the terms come last, 64 columns
-/// of them where they come first.
+/// The box of an operand that the copy engine fetches at once: `rows` rows of a stage's terms if the terms come last,
+/// 64 columns of them if they come first.
 pub(super) fn tensor_map(
     operand: &CubeTensor,
     summed: Summed,

@@ -23,7 +23,7 @@ pub(super) fn plain(
     c
 }
 
-/// `c` becomes, or with `adds` grows by, the product.
+/// Writes the product to `c`, or with `adds` adds it.
 pub(super) fn plain_into(
     (a, a_summed): (&CubeTensor, Summed),
     (b, b_summed): (&CubeTensor, Summed),
@@ -31,7 +31,7 @@ pub(super) fn plain_into(
     adds: bool,
     [m, n, k]: [usize; 3],
 ) {
-    // Distance of rows and of terms.
+    // Strides of rows and of terms.
     let strides = |summed: Summed, size: usize| match summed {
         Summed::Last => [k as u64, 1],
         Summed::First => [1, size as u64],

@@ -1,12 +1,12 @@
-//! Products of a decoding step: few rows with a weight, into buffers that are there.
+//! Products of a decoding step: a few rows times a weight, into existing buffers.
 //!
-//! Nothing is allocated, so that they can be captured. The bits of a row do not depend on what the other rows hold.
+//! Nothing is allocated, so that they can be captured. The bits of a row do not depend on the contents of other rows.
 
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 
 use super::super::launch::{CudaKernel, Source};
-use super::super::probe::takes_large;
+use super::super::probe::supports_large;
 use super::super::tensor::CubeTensor;
 use super::divisions::{Deep, SKINNY_ROWS, Skinny, Tile, is_deep};
 use super::is_hopper;
@@ -16,18 +16,18 @@ use super::tiled::Tiled;
 
 static SKINNY: Source = Source::new(include_str!("../gemm_skinny.cu"));
 
-/// Whether a [`Projection`] takes operands of this dtype with rows of these widths.
-pub(crate) fn projects(like: &CubeTensor, widths: &[usize]) -> bool {
+/// Whether a [`Projection`] supports operands of this dtype with rows of these widths.
+pub(crate) fn supports_projection(like: &CubeTensor, widths: &[usize]) -> bool {
     let aligned = widths.iter().all(|width| width.is_multiple_of(8));
     like.dtype() == DType::F32 || like.dtype() == DType::BF16 && aligned && is_hopper(like)
 }
 
-/// What becomes of a product.
+/// What happens with a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Into {
-    /// The product.
+    /// The product replaces the contents.
     Product,
-    /// What is there, plus the product.
+    /// The product is added to the contents.
     Sum,
     /// silu(gate) · up of a product with gates and ups.
     Swiglu,
@@ -36,9 +36,9 @@ pub(crate) enum Into {
 /// Rows that are multiplied with a weight.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Input<'a> {
-    /// These.
+    /// The rows themselves.
     Plain(&'a CubeTensor),
-    /// The norm of these.
+    /// The norm of the rows.
     Normed {
         x: &'a CubeTensor,
         gain: &'a CubeTensor,
@@ -64,7 +64,7 @@ pub(crate) struct Projection<'a> {
 }
 
 impl Projection<'_> {
-    /// Launches a kernel; false where none takes [`Input::Normed`] of this size.
+    /// Launches a kernel; false if no kernel supports [`Input::Normed`] of this size.
     pub fn launch(&self) -> bool {
         let x = self.input.tensor();
         let ([m, k], [n, _]) = (x.shape().dims::<2>(), self.weight.sizes());
@@ -80,7 +80,7 @@ impl Projection<'_> {
             debug_assert_ne!(
                 self.into,
                 Into::Swiglu,
-                "a kernel of its own takes gates and ups in f32"
+                "a separate kernel handles gates and ups in f32"
             );
             plain_into(
                 (x, Summed::Last),
@@ -100,7 +100,7 @@ impl Projection<'_> {
             [m, n, k],
         );
         let swiglu = self.into == Into::Swiglu;
-        let large = takes_large(&x.client);
+        let large = supports_large(&x.client);
         if large && is_deep([m, n, k]) {
             let apart = self.weight.matrices().len() > 1;
             tiled.launch_deep(Deep::of_step([m, n, k], swiglu, apart));

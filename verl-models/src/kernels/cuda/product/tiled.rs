@@ -19,19 +19,19 @@ static DEEP: Source = Source::with_prefix(
     include_str!("../gemm_dyn.cu"),
 );
 
-/// A product that one launch makes: C (+)= A Bᵀ, and what the kernels do besides.
+/// A product that one launch computes: C (+)= A Bᵀ, and the kernels' additional operations.
 pub(super) struct Tiled<'a> {
     pub a: &'a CubeTensor,
     pub b: &'a Joined,
     pub c: &'a CubeTensor,
-    /// Of A and of B.
+    /// Layouts of A and of B.
     pub summed: [Summed; 2],
     pub into: Into,
-    /// Rows and columns of C before gates and ups meet, and terms.
+    /// Rows and columns of C before gates and ups are combined, and terms.
     pub sizes: [usize; 3],
-    /// Added to each row of C, `[N]` in bf16. Not where the sum is in pieces.
+    /// Added to each row of C, `[N]` in bf16. Unsupported if the sum is in pieces.
     pub bias: Option<&'a CubeTensor>,
-    /// What [`Into::Sum`] adds the product to, where that is not C. Not where the sum is in pieces.
+    /// The tensor to which [`Into::Sum`] adds the product, if that is not C. Unsupported if the sum is in pieces.
     pub sum: Option<&'a CubeTensor>,
 }
 
@@ -81,8 +81,8 @@ impl<'a> Tiled<'a> {
             .define("OUT_F32", u8::from(c.dtype() == DType::F32))
     }
 
-    /// Buffers behind C, and scalars.
-    fn rest(&self, c: &CubeTensor, adds: bool, part: usize) -> (Vec<KernelResource>, Vec<u64>) {
+    /// Buffers after C, and scalars.
+    fn remaining_arguments(&self, c: &CubeTensor, adds: bool, part: usize) -> (Vec<KernelResource>, Vec<u64>) {
         let [m, n, k] = self.sizes;
         let mut scalars: Vec<u64> = [m, n, k, part].map(|size| size as u64).into();
         scalars.extend(self.b.firsts());
@@ -93,13 +93,13 @@ impl<'a> Tiled<'a> {
         (buffers, scalars)
     }
 
-    /// By `gemm.cu`, in pieces of `part` terms; several go into a `c` of as many matrices.
+    /// Launches `gemm.cu` in pieces of `part` terms; several pieces go into a `c` of as many matrices.
     pub fn launch(&self, tile: Tile, part: usize) {
         let [m, n, k] = self.sizes;
         let adds = self.into == Into::Sum;
         let mut resources = self.maps(tile.rows, tile.columns, tile.terms);
         resources.push(buffer(self.c));
-        let (buffers, scalars) = self.rest(self.c, adds, part);
+        let (buffers, scalars) = self.remaining_arguments(self.c, adds, part);
         resources.extend(buffers);
         let kernel = CudaKernel::new(&GEMM, "gemm", 128)
             .define("BM", tile.rows)
@@ -117,7 +117,7 @@ impl<'a> Tiled<'a> {
         );
     }
 
-    /// By `gemm_dyn.cu`.
+    /// Launches `gemm_dyn.cu`.
     pub fn launch_deep(&self, deep: Deep) {
         let [m, n, k] = self.sizes;
         let Deep {
@@ -132,7 +132,7 @@ impl<'a> Tiled<'a> {
         let stored = target.dtype() == DType::BF16 && !adds && sharing == 1;
         let halves = self.halves();
         let kept = LARGE - 1024 - if stored { 256 * columns / halves } else { 0 };
-        let held = match self.summed[1] {
+        let b_columns = match self.summed[1] {
             Summed::Last => columns,
             Summed::First => columns.next_multiple_of(64),
         };
@@ -142,13 +142,13 @@ impl<'a> Tiled<'a> {
         } else {
             buffer(target)
         });
-        let (buffers, scalars) = self.rest(target, adds, part);
+        let (buffers, scalars) = self.remaining_arguments(target, adds, part);
         resources.extend(buffers);
         let kernel = CudaKernel::new(&DEEP, "gemm", 384)
             .define("BM", 128)
             .define("BN", columns)
             .define("BK", 64)
-            .define("STAGES", kept / (16_384 + 128 * held))
+            .define("STAGES", kept / (16_384 + 128 * b_columns))
             .define("CS", sharing)
             .define("STORE", u8::from(stored));
         let tiles = m.div_ceil(128) * n.div_ceil(columns) * pieces;
@@ -165,7 +165,7 @@ impl<'a> Tiled<'a> {
     }
 }
 
-/// `c` becomes, or with `adds` grows by, the sum of the pieces.
+/// Writes the sum of the pieces to `c`, or with `adds` adds it.
 pub(super) fn reduce(partial: &CubeTensor, c: &CubeTensor, adds: bool, [pieces, size]: [usize; 2]) {
     let mut buffers = vec![&partial.handle, &c.handle];
     if adds {

@@ -1,4 +1,4 @@
-//! What sums and products are made of: numbers, letters, brackets, commands and functions.
+//! The parts of sums and products: numbers, letters, brackets, commands and functions.
 
 use num_bigint::BigInt;
 use num_rational::BigRational;
@@ -11,16 +11,16 @@ use super::token::{Token, is_in};
 
 /// Highest order of a root.
 const HIGHEST_ROOT: i64 = 1000;
-/// Commands that are letters, which in upper case are other letters.
+/// Commands that are letters; in upper case they are different letters.
 const GREEK: &str = "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi \
     rho varrho sigma varsigma tau upsilon phi varphi chi psi omega ell hbar angle triangle nabla \
     partial";
-/// Commands that put a mark over their argument, which makes another name of it.
+/// Commands that put a mark over their argument, which makes it a different name.
 const ACCENTS: &str =
     "overline bar vec overrightarrow hat widehat tilde widetilde dot ddot overarc";
 
 impl Parser {
-    /// One argument of a command: what stands in braces, or one digit, letter or command.
+    /// One argument of a command: the contents of braces, or one digit, letter or command.
     pub(super) fn argument(&mut self) -> Option<Expr> {
         if let Some(Token::Number(digits)) = self.peek() {
             let mut first = digits.clone();
@@ -168,7 +168,7 @@ impl Parser {
             .then(|| Expr::Root(Box::new(inner), order))
     }
 
-    /// A logarithm, to the base 10 where none is written, as Math-Verify reads it.
+    /// A logarithm, to the base 10 if none is given, as in Math-Verify.
     fn logarithm(&mut self) -> Option<Expr> {
         let base = match self.take('_') {
             true => self.argument()?,
@@ -209,7 +209,7 @@ impl Parser {
         }
     }
 
-    /// The argument of a function: what stands in brackets, or the factors after it up to the next function.
+    /// The argument of a function: the contents of brackets, or the factors after it up to the next function.
     fn applied(&mut self) -> Option<Expr> {
         if matches!(self.sign(), Some('(' | '{' | '[' | '|')) {
             let bracketed = self.primary()?;

@@ -1,6 +1,7 @@
-//! LaTeX and plain text into an [`Expr`]: items, relations and sets here, what they are made of in `term` and `atom`.
+//! Parses LaTeX and plain text into an [`Expr`]: items, relations and sets here, their parts in `term` and `atom`.
 //!
-//! A recursive descent over a bounded number of tokens, of bounded depth. What is not understood is `None`.
+//! The parser is a recursive descent over a bounded number of tokens, of bounded depth. It returns `None` for what it does
+//! not understand.
 
 mod atom;
 mod term;
@@ -101,7 +102,7 @@ impl Parser {
     }
 
     fn relation(&mut self) -> Option<Expr> {
-        // A sign of approximation before a number says nothing.
+        // A sign of approximation before a number is ignored.
         self.take('≈');
         let mut sides = vec![self.set()?];
         let mut signs = Vec::new();
@@ -132,7 +133,7 @@ impl Parser {
         })
     }
 
-    /// Sets joined by ∪, ∩ and ∖, which bind from the left, ∩ as tight as ∪.
+    /// Sets joined by ∪, ∩ and ∖, which are left-associative and have the same precedence.
     fn set(&mut self) -> Option<Expr> {
         let mut left = self.sum()?;
         while let Some(sign @ ('∪' | '∩' | '∖')) = self.sign() {
@@ -148,7 +149,7 @@ impl Parser {
         Some(left)
     }
 
-    /// What stands in brackets, of which the opening one is read: a term, a point, an interval or a set.
+    /// The contents of brackets, after the opening one: a term, a point, an interval or a set.
     fn bracket(&mut self, open: char) -> Option<Expr> {
         let bars = std::mem::take(&mut self.bars);
         let closed = |parser: &Parser| matches!(parser.sign(), Some(')' | ']' | '}' | '⦄'));
@@ -188,7 +189,7 @@ impl Parser {
         })
     }
 
-    /// Rows of a matrix, whose beginning is read.
+    /// Rows of a matrix, after its `\begin`.
     fn matrix(&mut self) -> Option<Expr> {
         let mut rows = vec![Vec::new()];
         loop {

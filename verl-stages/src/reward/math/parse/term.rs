@@ -98,7 +98,7 @@ impl Parser {
             }
             let next_is_number = self.is_number();
             if number && next_is_number {
-                // Two numbers side by side are no product.
+                // Two adjacent numbers are not a product.
                 return None;
             }
             let next = self.power()?;
@@ -192,7 +192,7 @@ impl Parser {
         }
     }
 
-    /// A factor with what stands after it: powers, subscripts, `!`, `%`, degrees.
+    /// A factor with its suffixes: powers, subscripts, `!`, `%`, degrees.
     pub(super) fn power(&mut self) -> Option<Expr> {
         let mut base = self.primary()?;
         let mut raised = false;
@@ -239,7 +239,7 @@ impl Parser {
         next(1, '{') && next(2, '°') && next(3, '}')
     }
 
-    /// A power: a whole number, though LaTeX would raise its first digit alone, or one argument with its sign.
+    /// An exponent: a complete number, although LaTeX would raise only its first digit, or one argument with its sign.
     pub(super) fn exponent(&mut self) -> Option<Expr> {
         let negative = self.take('-');
         let power = match self.is_number() {

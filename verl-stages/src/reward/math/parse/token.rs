@@ -1,4 +1,4 @@
-//! LaTeX and plain text into tokens.
+//! Splits LaTeX and plain text into tokens.
 
 /// Most tokens of an answer.
 const MOST_TOKENS: usize = 2000;
@@ -43,7 +43,7 @@ pub(super) fn is_in(list: &str, word: &str) -> bool {
     list.split_whitespace().any(|known| known == word)
 }
 
-/// What stands after `word` in a list of words and their meanings.
+/// The meaning of `word` in a list of words, each followed by its meaning.
 fn meaning(list: &'static str, word: &str) -> Option<&'static str> {
     let mut words = list.split_whitespace();
     while let (Some(known), Some(meaning)) = (words.next(), words.next()) {
@@ -54,7 +54,7 @@ fn meaning(list: &'static str, word: &str) -> Option<&'static str> {
     None
 }
 
-/// The tokens of an answer; `None` where there are too many, or a bracket of a command is not closed.
+/// The tokens of an answer; `None` if there are too many, or a bracket of a command is not closed.
 pub(super) fn tokens(text: &str) -> Option<Vec<Token>> {
     let mut lexer = Lexer {
         chars: text.chars().collect(),
@@ -155,7 +155,7 @@ impl Lexer {
         braced
     }
 
-    /// A number from `start` on, with groups of thousands that no list can be: `1{,}000`, `1\,000`.
+    /// A number from `start` on, with thousands separators that cannot separate items of a list: `1{,}000`, `1\,000`.
     fn number(&mut self, start: usize) {
         let digit = |c: char| c.is_ascii_digit();
         let mut at = self.run(start, digit);
@@ -183,7 +183,7 @@ impl Lexer {
         self.out.push(Token::Number(number));
     }
 
-    /// Length of a mark between thousands.
+    /// Length of a thousands separator.
     fn separator(&self, at: usize) -> Option<usize> {
         let rest: String = self.chars[at..].iter().take(5).collect();
         [
@@ -194,7 +194,7 @@ impl Lexer {
         .map(|mark| mark.chars().count())
     }
 
-    /// A word of plain text: a name that is known, else its letters.
+    /// A word of plain text: a known name, otherwise its letters.
     fn word(&mut self) {
         let start = self.at - 1;
         let end = self.run(start, |c| c.is_ascii_alphabetic());
@@ -280,7 +280,7 @@ impl Lexer {
         Some(())
     }
 
-    /// Words: a separator, a sign, something that is mathematics all the same, or a text.
+    /// Words: a separator, a sign, mathematics written as words, or a text.
     fn text(&mut self, words: &str) {
         match words.to_lowercase().as_str() {
             "" => {}
@@ -300,7 +300,7 @@ impl Lexer {
         }
     }
 
-    /// What stands in braces after a command, without inner braces.
+    /// The contents of braces after a command, without inner braces.
     fn braced(&mut self) -> Option<String> {
         self.at = self.run(self.at, char::is_whitespace);
         if self.peek(0)? != '{' {
