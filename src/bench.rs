@@ -378,7 +378,10 @@ impl ModelArgs {
                     let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
                     return Err(Failure::new(
                         format!("`{}` is neither a model folder nor a shape", self.model),
-                        format!("set `--model` to a folder or to one of {}", names.join(", ")),
+                        format!(
+                            "set `--model` to a folder or to one of {}",
+                            names.join(", ")
+                        ),
                     ));
                 }
                 Decoder::load_as(&dir, &device, dtype)?.0

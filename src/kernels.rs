@@ -16,7 +16,7 @@ impl GpuKernels {
 }
 
 impl Kernels for GpuKernels {
-    fn are_for(&self, device: &str) -> bool {
+    fn used_on(&self, device: &str) -> bool {
         cfg!(feature = "cuda") && device.starts_with("cuda")
     }
 

@@ -87,7 +87,10 @@ fn every_estimator_trains_with_and_without_a_penalty() {
             let pipe = pipe.expect("a pipeline");
             if penalty.ends_with("0.1") && ["gdpo", "rloo_trl"].contains(&kind) {
                 let text = findings(&pipe).expect("it has no place for the penalty");
-                assert!(text.contains("error[C005]: invalid setting `kl_coef`"), "{text}");
+                assert!(
+                    text.contains("error[C005]: invalid setting `kl_coef`"),
+                    "{text}"
+                );
                 continue;
             }
             check_trains(&pipe, kind);

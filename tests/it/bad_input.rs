@@ -80,12 +80,7 @@ fn models_whose_names_are_no_folders() {
         let refusal = trainer(&pipe).err().expect("a refusal");
         check(
             &refusal,
-            &[
-                "error[C004]",
-                "invalid model name",
-                "[models]",
-                "`path`",
-            ],
+            &["error[C004]", "invalid model name", "[models]", "`path`"],
         );
         assert!(!place.path("run").exists(), "{name}");
     }

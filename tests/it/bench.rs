@@ -122,17 +122,17 @@ fn refusal(words: &str) -> String {
 
 #[test]
 fn what_is_not_there_is_told() {
-    insta::assert_snapshot!(refusal("train --model huge"), @r"
+    insta::assert_snapshot!(refusal("train --model huge"), @"
     error: `huge` is neither a model folder nor a shape
-      help: give `--model` a folder, or one of tiny, smollm2-135m, qwen2.5-0.5b
+      help: set `--model` to a folder or to one of tiny, smollm2-135m, qwen2.5-0.5b
     ");
-    insta::assert_snapshot!(refusal("check --model huge"), @r"
+    insta::assert_snapshot!(refusal("check --model huge"), @"
     error: model folder `huge` does not exist
-      help: `--model` takes a folder as Hugging Face has them: the config.json of a supported family, and all weights in safetensors
+      help: set `--model` to a Hugging Face folder with the config.json of a supported family and all weights in safetensors
     ");
-    insta::assert_snapshot!(refusal("train --model src"), @r"
+    insta::assert_snapshot!(refusal("train --model src"), @"
     error: cannot read `src/config.json`: No such file or directory (os error 2)
-      help: `--model` takes a folder as Hugging Face has them: the config.json of a supported family, and all weights in safetensors
+      help: set `--model` to a Hugging Face folder with the config.json of a supported family and all weights in safetensors
     ");
     insta::assert_snapshot!(refusal("kernels --dtype bf16"), @r"
     error: there are no fused operations in bf16 on this device
@@ -176,25 +176,25 @@ fn sizes_of_nothing_are_refused() {
             "{told}"
         );
     }
-    insta::assert_snapshot!(refusal("train --rows 0"), @r"
+    insta::assert_snapshot!(refusal("train --rows 0"), @"
     error: `--rows` is 0, but must be at least 1
-      help: give `--rows` 1 or more
+      help: set `--rows` to 1 or more
     ");
-    insta::assert_snapshot!(refusal("step --beta NaN"), @r"
+    insta::assert_snapshot!(refusal("step --beta NaN"), @"
     error: `--beta` is NaN, but must be from 0 to 1000000
-      help: give `--beta` 0 for a step without a reference, or a weight such as 0.04
+      help: set `--beta` to 0 for a step without a reference, or to a weight such as 0.04
     ");
 }
 
 #[test]
 fn lengths_beyond_the_context_are_refused() {
-    insta::assert_snapshot!(refusal("rollout --prompt 500 --new 13"), @r"
-    error: a prompt of 500 and a response of 13 are 513 tokens, but the model's context holds 512
-      help: make `--prompt` or `--new` smaller, or measure a model with a longer context
+    insta::assert_snapshot!(refusal("rollout --prompt 500 --new 13"), @"
+    error: a prompt of 500 and a response of 13 are 513 tokens, but the model's context is limited to 512
+      help: reduce `--prompt` or `--new`, or measure a model with a longer context
     ");
-    insta::assert_snapshot!(refusal("train --tokens 512"), @r"
-    error: a row of 512 and the one before its first are 513 tokens, but the model's context holds 512
-      help: make `--tokens` smaller, or measure a model with a longer context
+    insta::assert_snapshot!(refusal("train --tokens 512"), @"
+    error: a row of 512 and the token before it are 513 tokens, but the model's context is limited to 512
+      help: reduce `--tokens`, or measure a model with a longer context
     ");
     for most in ["1000000000", "18446744073709551615"] {
         for words in [
@@ -205,7 +205,10 @@ fn lengths_beyond_the_context_are_refused() {
             "train --mixed --tokens",
         ] {
             let told = refusal(&format!("{words} {most}"));
-            assert!(told.contains("but the model's context is limited to 512"), "{told}");
+            assert!(
+                told.contains("but the model's context is limited to 512"),
+                "{told}"
+            );
         }
     }
 }

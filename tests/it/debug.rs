@@ -360,7 +360,10 @@ fn two_runs_part_where_a_setting_differs() {
         text.contains("the runs diverge in step 1, stage `update`, weights of `actor`\n"),
         "{text}"
     );
-    assert!(text.contains("\n  same inputs, different outputs\n"), "{text}");
+    assert!(
+        text.contains("\n  same inputs, different outputs\n"),
+        "{text}"
+    );
     let found = json_of(&format!("diff {first} {faster} --json"));
     let share = |step: usize| {
         let stages = found["steps"][step]["stages"].as_array().expect("stages");
@@ -406,10 +409,7 @@ fn a_run_that_waits_for_nothing_says_so() {
     trainer(&pipe).expect("a trainer").train().expect("a run");
     let dir = place.path("run").display().to_string();
     let (code, text) = pipe_debug(&format!("stall --run {dir}"));
-    assert_eq!(
-        (code, text.as_str()),
-        (0, "the run is not stalled\n")
-    );
+    assert_eq!((code, text.as_str()), (0, "the run is not stalled\n"));
     // As a process leaves it that was killed.
     let status = place.path("run").join("status.json");
     let text = std::fs::read_to_string(&status).expect("a status");

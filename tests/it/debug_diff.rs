@@ -74,7 +74,10 @@ fn a_stage_that_does_something_else_with_the_same_is_told_from_one_that_was_give
         text.contains("the runs diverge in step 1, stage `advantages`, key `advantages`"),
         "{text}"
     );
-    assert!(text.contains("\n  same inputs, different outputs\n"), "{text}");
+    assert!(
+        text.contains("\n  same inputs, different outputs\n"),
+        "{text}"
+    );
     // Where the writer is not recorded, the reader's input is the first sign.
     let only = |name: &str, estimator: &str| {
         let only = [

@@ -65,8 +65,7 @@ fn a_stage_of_another_program_is_left_out_alone() {
     let run = place.path("run").display().to_string();
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
     assert_eq!(code, 0, "{text}");
-    let told =
-        "\nnot run again: stage `own` cannot be called again: this build has no stage kind `custom`\n";
+    let told = "\nnot run again: stage `own` cannot be called again: this build has no stage kind `custom`\n";
     assert!(text.contains(told), "{text}");
     assert!(text.ends_with("\n0 differences\n"), "{text}");
     assert!(
@@ -101,7 +100,7 @@ fn a_stage_of_another_program_is_left_out_alone() {
 fn a_stage_with_an_effect_outside_is_not_called_again() {
     let place = Place::new();
     let calls: Arc<AtomicUsize> = Arc::default();
-    let spec = StageSpec::new().once_only("it pays for an answer of a service");
+    let spec = StageSpec::new().not_replayed("it pays for an answer of a service");
     let pipe = with_own_stage(place.grpo("none", &[]), copy(spec, calls.clone()));
     let (recorded, mut run) = record(&pipe, 2);
     let before = calls.load(Ordering::Relaxed);
@@ -349,7 +348,8 @@ fn weights_that_are_not_kept_are_told_once_for_all_steps() {
     let place = Place::new();
     let run = recorded(&place, "run", &["trace.weights=hash"]);
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
-    let told = "note: not run again in steps 2–3: stage `generate` uses `actor`, which the run trains";
+    let told =
+        "note: not run again in steps 2–3: stage `generate` uses `actor`, which the run trains";
     assert!(code == 0 && text.contains(told), "{text}");
     assert!(text.contains("`trace.budget_mb`"), "{text}");
     let stages = ["prompts", "generate", "old_log_probs", "update"];

@@ -318,10 +318,7 @@ fn another_machine_claims_no_equal_bits_and_names_no_culprit_of_rounding() {
         text.contains("machine processor: [\"of_tomorrow\"] when recorded"),
         "{text}"
     );
-    assert!(
-        text.contains("equal bits are not expected"),
-        "{text}"
-    );
+    assert!(text.contains("equal bits are not expected"), "{text}");
     assert!(text.contains("within tolerance"), "{text}");
     assert!(text.contains("repeat only up to rounding"), "{text}");
     // Without the hashes of the statistics, which would tell that the file was changed.

@@ -107,7 +107,7 @@ fn every_stage_that_works_with_a_model_says_what_it_does() {
         }
         // Examples are small: what they hold is known and far below any machine's memory.
         let memory = plan.memory();
-        assert!(memory.most() > memory.held(), "{name}");
+        assert!(memory.peak() > memory.permanent(), "{name}");
         assert!(
             !plan.warnings.iter().any(|found| found.code == "S014"),
             "{name}"

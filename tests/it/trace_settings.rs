@@ -157,19 +157,19 @@ fn a_stage_between_steps_that_is_to_be_recorded_is_told() {
     let evaluate = "stages = [\"evaluate\", \"reward\"]\nevery = 1";
     let reward = "stages = [\"reward\"]\nevery = 1";
     assert_eq!(printed(told(reward, &[])), "");
-    insta::assert_snapshot!(printed(told(evaluate, &[])), @r"
-    warning[C008]: `stages` is probably not meant as it is set
+    insta::assert_snapshot!(printed(told(evaluate, &[])), @"
+    warning[C008]: setting `stages` is probably a mistake
       where: [trace]
-      why:   `stages` names `evaluate`: what runs between steps is given no rows, so nothing of it is recorded
-      help:  name stages of the step; what it measures is in metrics.jsonl and samples.jsonl
+      why:   `stages` contains `evaluate`: a stage that runs between steps gets no rows, so it is not recorded
+      help:  use stages that run in a step; its measurements are in metrics.jsonl and samples.jsonl
     ");
     for trace in [reward, ""] {
         insta::allow_duplicates! {
-            insta::assert_snapshot!(printed(told(trace, &["evaluate.debug=true"])), @r"
-            warning[C008]: `debug` is probably not meant as it is set
+            insta::assert_snapshot!(printed(told(trace, &["evaluate.debug=true"])), @"
+            warning[C008]: setting `debug` is probably a mistake
               where: stage `evaluate` (evaluate)
-              why:   `debug` is set, but what runs between steps is given no rows, so nothing of it is recorded
-              help:  leave it out; what it measures is in metrics.jsonl and samples.jsonl
+              why:   `debug` is set, but a stage that runs between steps gets no rows, so it is not recorded
+              help:  remove it; its measurements are in metrics.jsonl and samples.jsonl
             ");
         }
     }

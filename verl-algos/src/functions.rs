@@ -201,7 +201,10 @@ mod tests {
                 let [value, slope] = expected(x);
                 let (got, grad) = gradient(&[x], function);
                 assert!(near(got, value), "{at} at {x}: {got} differs from {value}");
-                assert!(near(grad[0], slope), "{at} at {x}: {grad:?} differs from {slope}");
+                assert!(
+                    near(grad[0], slope),
+                    "{at} at {x}: {grad:?} differs from {slope}"
+                );
             }
         }
     }
@@ -210,7 +213,10 @@ mod tests {
     fn both_ends_are_accurate() {
         for (x, value) in [(-1e-9f64, 1e-9f64.ln()), (-50.0, -(-50f64).exp())] {
             let (got, _) = gradient(&[x], log1m_exp);
-            assert!((got / value - 1.0).abs() < 1e-9, "{got} differs from {value}");
+            assert!(
+                (got / value - 1.0).abs() < 1e-9,
+                "{got} differs from {value}"
+            );
         }
         assert_eq!(gradient(&[1e-20], exp_m1), (1e-20, vec![1.0]));
         assert_eq!(gradient(&[-800.0], log_sigmoid), (-800.0, vec![1.0]));

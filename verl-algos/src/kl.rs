@@ -181,7 +181,12 @@ pub fn kl_in_reward(
     coef: f64,
 ) -> Result<KlReward, AlgoError> {
     let valid = coef >= 0.0 && coef.is_finite();
-    check_setting("kl_coef", coef, valid, "it must be a finite number of at least 0")?;
+    check_setting(
+        "kl_coef",
+        coef,
+        valid,
+        "it must be a finite number of at least 0",
+    )?;
     let scores = token_level_scores.select("token_level_scores", actions)?;
     let old = old_log_probs.select("old_log_probs", actions)?;
     let reference = ref_log_probs.select("ref_log_probs", actions)?;

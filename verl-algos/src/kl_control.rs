@@ -37,7 +37,12 @@ impl KlController {
     /// A coefficient that is negative or not finite.
     pub fn fixed(coef: f64) -> Result<KlController, AlgoError> {
         let valid = coef >= 0.0 && coef.is_finite();
-        check_setting("kl_coef", coef, valid, "it must be a finite number of at least 0")?;
+        check_setting(
+            "kl_coef",
+            coef,
+            valid,
+            "it must be a finite number of at least 0",
+        )?;
         Ok(KlController { coef, target: None })
     }
 

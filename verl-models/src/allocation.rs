@@ -21,10 +21,7 @@ pub(crate) fn keep_freed_memory() {
 }
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
-#[expect(
-    unsafe_code,
-    reason = "mallopt only changes allocator settings"
-)]
+#[expect(unsafe_code, reason = "mallopt only changes allocator settings")]
 fn set() {
     // No block gets a mapping of its own: after an unmap its pages would be zeroed again (the gradient of a
     // vocabulary's embedding is larger than any threshold that glibc accepts). A single arena, or threads would keep

@@ -309,7 +309,8 @@ impl<M: ModelInterface> Check<M> {
         }
         let counts: Vec<usize> = outputs.iter().map(Vec::len).collect();
         if unknown > 0 || counts.iter().any(|&count| count != 1) {
-            let found = format!("answers per request: {counts:?}, and {unknown} for unknown requests");
+            let found =
+                format!("answers per request: {counts:?}, and {unknown} for unknown requests");
             self.fail(rule, found);
             return None;
         }
@@ -427,7 +428,10 @@ impl<M: ModelInterface> Check<M> {
                 "id {first} gave {:?}, {:?}",
                 ended[0].tokens, ended[0].finish
             );
-            self.fail("an end-of-sequence id ends a response and is part of it", found);
+            self.fail(
+                "an end-of-sequence id ends a response and is part of it",
+                found,
+            );
         }
     }
 
@@ -453,8 +457,9 @@ impl<M: ModelInterface> Check<M> {
                 let expected = f64::from(own) / temperature - largest - libm::log(sum);
                 let difference = (f64::from(reported) - expected).abs();
                 if difference.is_nan() || difference > 1e-3 {
-                    let found =
-                        format!("request {at}, token {token}: {reported}, but forward has {expected}");
+                    let found = format!(
+                        "request {at}, token {token}: {reported}, but forward has {expected}"
+                    );
                     self.fail("log-probs match those of a forward pass", found);
                 }
             }

@@ -59,7 +59,7 @@ pub struct DecoderConfig {
 
 impl DecoderConfig {
     /// Whether [`kernels::attention_block`] and [`kernels::mlp_block`] can compute the two halves of a layer.
-    pub fn halves_are_plain(&self) -> bool {
+    pub fn has_block_kernels(&self) -> bool {
         !(self.qk_norm || self.output_bias || self.mlp_bias)
     }
 
@@ -203,7 +203,7 @@ impl Backbone {
             };
         }
         let sequences = Sequences::new(lengths, &device);
-        let tables = rope.whole_tables(sequences.longest(), &device);
+        let tables = rope.full_tables(sequences.longest(), &device);
         let mut x = self.embed_tokens.forward(ids);
         for layer in &self.layers {
             x = layer.packed(x, &tables, &sequences, self.recompute);

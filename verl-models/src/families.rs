@@ -426,7 +426,10 @@ mod tests {
         let explicit = json!({
             "rope_type": "yarn", "factor": 2.0, "attention_factor": 0.5, "mscale": 2.0, "truncate": true,
         });
-        let scaling = read(json!({"rope_parameters": explicit})).unwrap().rope.scaling;
+        let scaling = read(json!({"rope_parameters": explicit}))
+            .unwrap()
+            .rope
+            .scaling;
         assert_eq!(scaling, yarn(2.0, 0.5, 64));
         let scales =
             json!({"rope_type": "yarn", "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 1.0});
@@ -536,7 +539,7 @@ mod tests {
         for (name, most) in SIZES {
             for size in [most as u64 + 1, u64::MAX] {
                 let reason = format!(
-                "`{name}` is {size}, but the limit is {most}: no model is that large, so the file is probably damaged"
+                    "`{name}` is {size}, but the limit is {most}: no model is that large, so the file is probably damaged"
                 );
                 check_refused(json!({ name: size }), &reason);
             }

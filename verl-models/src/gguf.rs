@@ -415,7 +415,8 @@ impl Metadata<'_> {
             Some(GgufValue::Array(items)) => items
                 .iter()
                 .map(|value| {
-                    item(value).ok_or_else(|| Self::wrong(key, value, "the element type of the list"))
+                    item(value)
+                        .ok_or_else(|| Self::wrong(key, value, "the element type of the list"))
                 })
                 .collect::<Result<Vec<T>, _>>()
                 .map(Some),

@@ -34,7 +34,9 @@ pub(crate) trait Lanes: Copy {
     fn sub(self, b: Self) -> Self;
     /// Transposes a block of a matrix.
     #[inline(always)]
-    fn transpose(rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
+    fn transpose(
+        rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE],
+    ) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
         std::array::from_fn(|column| std::array::from_fn(|row| rows[row][column]))
     }
 }
@@ -194,7 +196,9 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn transpose(rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
+        fn transpose(
+            rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE],
+        ) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
             unsafe { transposed(rows) }
         }
     }
@@ -248,7 +252,9 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn transpose(rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
+        fn transpose(
+            rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE],
+        ) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
             unsafe { transposed(rows) }
         }
     }
@@ -257,7 +263,9 @@ mod x86 {
     /// The processor has AVX2.
     #[target_feature(enable = "avx2")]
     #[inline]
-    unsafe fn transposed(rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
+    unsafe fn transposed(
+        rows: [&[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE],
+    ) -> [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE] {
         let row = |i: usize| unsafe { _mm256_loadu_ps(rows[i].as_ptr()) };
         // Exchanges pairs, then fours, then halves of registers.
         let (a, b, c, d) = (row(0), row(1), row(2), row(3));
@@ -328,7 +336,10 @@ mod tests {
     }
 
     /// A block transposed by each kind of registers.
-    struct Transposed<'a>(&'a [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE], &'a mut [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE]);
+    struct Transposed<'a>(
+        &'a [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE],
+        &'a mut [[f32; TRANSPOSE_SIZE]; TRANSPOSE_SIZE],
+    );
 
     impl Kernel for Transposed<'_> {
         #[inline(always)]

@@ -334,7 +334,9 @@ pub enum ModelError {
         tokens: usize,
     },
     /// More tokens were requested than the vocabulary has, or none.
-    #[error("the {top_k} most probable tokens were requested, but the vocabulary allows 1 to {limit}")]
+    #[error(
+        "the {top_k} most probable tokens were requested, but the vocabulary allows 1 to {limit}"
+    )]
     TopK {
         /// Tokens requested.
         top_k: usize,
@@ -348,7 +350,9 @@ pub enum ModelError {
         temperature: f64,
     },
     /// An operation that this kind of model does not support.
-    #[error("this model does not provide {what}; use one that does, such as a decoder from a model folder")]
+    #[error(
+        "this model does not provide {what}; use one that does, such as a decoder from a model folder"
+    )]
     Unsupported {
         /// What was requested.
         what: &'static str,

@@ -228,7 +228,7 @@ mod on_cpu {
     use burn::backend::{Flex, TensorMetadata};
     use burn::tensor::{DType, Shape};
 
-    use super::cpu::{Scored, Operands, Weight};
+    use super::cpu::{Operands, Scored, Weight};
     use super::{Extras, Inputs, Statistics, TokenWeights};
     use crate::kernels::{dense, tensor, values};
 

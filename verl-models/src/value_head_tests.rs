@@ -217,7 +217,7 @@ fn missing_heads_and_heads_with_several_labels_are_refused() {
     };
     insta::assert_snapshot!(
         refusal(&folder(TIED)),
-        @"model folder `DIR` has no value head (`score.weight`): a critic may start with a fresh one, a reward model has to be trained first"
+        @"model folder `DIR` has no value head (`score.weight`): a critic can start with a new one, but a reward model must be trained first"
     );
 
     let scratch = tempfile::tempdir().unwrap();
@@ -229,10 +229,10 @@ fn missing_heads_and_heads_with_several_labels_are_refused() {
     let width = model.config.hidden_size;
     model.score = Linear::lazy(2, width, false, &Device::flex());
     model.save(&dir).unwrap();
-    insta::assert_snapshot!(refusal(&dir), @r"
-    weights in `DIR` do not fit the model:
+    insta::assert_snapshot!(refusal(&dir), @"
+    weights in `DIR` do not match the model:
       mismatched `score.weight`: the file has [2, 64], the model needs [1, 64]
-      20 tensors fit
+      20 tensors match
     ");
 }
 

@@ -100,7 +100,10 @@ fn statistics(criterion: &mut Criterion) {
             stats,
             ..TraceConfig::default()
         });
-        let schedule = plan.plan().and_then(|plan| plan.schedule()).expect("a valid plan");
+        let schedule = plan
+            .plan()
+            .and_then(|plan| plan.schedule())
+            .expect("a valid plan");
         let recorder = Recorder::start(folder.path(), &schedule).expect("starts");
         let mut options = RunOptions::default();
         if let Some(recorder) = &recorder {

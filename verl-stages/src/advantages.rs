@@ -93,7 +93,8 @@ impl Default for Advantages {
 
 impl StageConfig for Advantages {
     const KIND: &'static str = "advantages";
-    const SUMMARY: &'static str = "computes advantages from rewards, with an estimator chosen by name";
+    const SUMMARY: &'static str =
+        "computes advantages from rewards, with an estimator chosen by name";
 
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let mut faults = Vec::from_iter(coefficient_fault("kl_coef", self.kl_coef));
@@ -203,7 +204,8 @@ pub(crate) const NO_OLD: &str = "put a `log_probs` stage before it";
 /// Help if no stage writes log-probs of a reference.
 pub(crate) const NO_REFERENCE: &str = "put a `log_probs` stage before it that scores a frozen model: role = \"reference\", model = \"ref\"; or set the coefficient of the KL to 0";
 /// Help if no stage writes the rewards of a component.
-const NO_COMPONENT: &str = "put a `reward` stage before it that writes this key: rename = { rewards = \"NAME\" }";
+const NO_COMPONENT: &str =
+    "put a `reward` stage before it that writes this key: rename = { rewards = \"NAME\" }";
 
 /// The running stage.
 struct AdvantagesStage {

@@ -120,8 +120,7 @@ pub struct CorrectRollout {
 
 impl StageConfig for CorrectRollout {
     const KIND: &'static str = "correct_rollout";
-    const SUMMARY: &'static str =
-        "computes importance weights against the rollout engine, and selects the tokens to train on";
+    const SUMMARY: &'static str = "computes importance weights against the rollout engine, and selects the tokens to train on";
 
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Stage>, Vec<ConfigError>> {
         let correction = match &self.preset {
@@ -306,12 +305,12 @@ impl Stage for CorrectRolloutStage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sink::{Kept, run};
+    use crate::sink::{RecordingSink, run};
     use verl_algos::rollout_correction::PRESETS;
     use verl_pipe::batch::RowId;
 
     /// A response of two actions around an observation whose log-probs differ, and a response whose log-probs agree.
-    fn corrected(config: &CorrectRollout) -> Kept {
+    fn corrected(config: &CorrectRollout) -> RecordingSink {
         let ids = [RowId::prompt(0, 1).unwrap(), RowId::prompt(0, 2).unwrap()];
         let mut batch = Batch::with_rows(&ids);
         let kinds: [&[u8]; 2] = [&[1, 0, 1], &[1]];

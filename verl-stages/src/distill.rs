@@ -25,7 +25,7 @@ use crate::losses::aggregation;
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::{metrics, refusal};
 use crate::teacher_top::{TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, teacher_log_probs};
-use crate::training::{Cuts, OptimizerSteps, Rows, Shares, tell_skipped};
+use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 
 metrics! {
     LOSS: "distill/loss", "nats", "aggregated divergence of the student from the teacher";
@@ -297,7 +297,7 @@ impl Stage for DistillStage {
             skipped += usize::from(!moved);
             steps += 1;
         }
-        tell_skipped(context, &columns.rows, skipped, steps);
+        report_skipped(context, &columns.rows, skipped, steps);
         Ok(())
     }
 }

@@ -20,7 +20,7 @@ use verl_pipe::stage::{
 use crate::generate::TOKENS;
 use crate::model::template_config_fault;
 use crate::prompts::{
-    EncodedExample, Looks, OnLong, PromptFormat, Row, Shown, Source, Template, preview,
+    EncodedExample, OnLong, PromptFormat, Row, RowPreviewer, Shown, Source, Template, preview,
 };
 use crate::settings::metrics;
 
@@ -241,7 +241,7 @@ impl Stage for EpisodeStage {
         let (config, format) = (self.config.clone(), self.format.clone());
         let Episodes { data, model, .. } = &self.config;
         let (read, asked) = (self.config.clone(), self.format.clone());
-        let looks = Looks::new(
+        let looks = RowPreviewer::new(
             move |source, row| {
                 read.reward_of(row)?;
                 asked.glance(row, source.template.as_ref(), true)

@@ -19,7 +19,7 @@ use verl_pipe::stage::{
 use crate::generate::{STOPS, stop_fault, stop_list, warn_context_limit};
 use crate::model::{POLICY, PolicyResource, room_fault, template_config_fault};
 use crate::prompts::{
-    EncodedExample, EncodedPrompt, Looks, PromptFormat, Shown, Source as Rows, preview,
+    EncodedExample, EncodedPrompt, PromptFormat, RowPreviewer, Shown, Source as Rows, preview,
 };
 use crate::refusals::refused_request;
 use crate::reward::rule::{Reward, Rule, Verdict};
@@ -284,7 +284,7 @@ impl Stage for EvaluateStage {
             ..
         } = &self.config;
         let (read, own) = (format.clone(), format.clone());
-        let looks = Looks::new(
+        let looks = RowPreviewer::new(
             move |rows, row| read.glance(row, rows.template.as_ref(), false),
             move |rows, row| show(&own, rows, row),
         );

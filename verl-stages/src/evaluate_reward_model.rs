@@ -11,7 +11,7 @@ use verl_pipe::stage::{
 };
 
 use crate::model::{VALUE_MODEL, ValueResource};
-use crate::preferences::{Judged, PreferenceFormat};
+use crate::preferences::{JudgedRow, PreferenceFormat};
 use crate::prompts::declared_faults;
 use crate::refusals::refused_row;
 use crate::settings::metrics;
@@ -88,7 +88,7 @@ impl StageConfig for EvaluateRewardModel {
 struct EvaluateRewardModelStage {
     config: EvaluateRewardModel,
     /// Encoded when the run starts.
-    pairs: Vec<Judged>,
+    pairs: Vec<JudgedRow>,
     /// Rows of the data set, one for each answer of a pair.
     ids: Vec<RowId>,
 }

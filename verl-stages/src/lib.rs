@@ -363,10 +363,7 @@ mod tests {
             let found: Vec<&str> = findings.iter().map(|finding| finding.code).collect();
             assert_eq!(found, codes);
             let why = &findings[0].why;
-            assert!(
-                why.contains("has no value head (`score.weight`)"),
-                "{why}"
-            );
+            assert!(why.contains("has no value head (`score.weight`)"), "{why}");
         }
     }
 
@@ -400,7 +397,10 @@ mod tests {
             ("reinforce_plus_plus", &[]),
         ] {
             let estimator = format!("advantages.estimator={estimator}");
-            check(&[&[estimator.as_str()], single.as_slice()].concat(), expected);
+            check(
+                &[&[estimator.as_str()], single.as_slice()].concat(),
+                expected,
+            );
         }
     }
 

@@ -445,7 +445,7 @@ fn check_recompute(
 ) -> Result<(), ConfigError> {
     let reason = if !verl_models::device::has_bf16(device) {
         "recomputation is not supported on the CPU"
-    } else if !config.halves_are_plain() {
+    } else if !config.has_block_kernels() {
         "recomputation does not support this model's head norms or biases"
     } else {
         return Ok(());
@@ -466,7 +466,7 @@ fn smaller(config: &DecoderConfig, usage: Usage<'_>, trained: bool) -> Option<&'
         None
     } else if usage.dtype == DType::F32 {
         Some("dtype = \"bf16\"")
-    } else if trained && !usage.recompute && config.halves_are_plain() {
+    } else if trained && !usage.recompute && config.has_block_kernels() {
         Some("recompute = true")
     } else {
         None

@@ -37,10 +37,11 @@ use verl_pipe::stage::{
 use crate::generate::{RESPONSE_LENGTH, TOKENS};
 use crate::model::template_config_fault;
 use crate::prompts::{
-    Looks, OnLong, PROMPT_LENGTH, PromptFormat, Shown, Source, Template, declared_faults, preview,
+    OnLong, PROMPT_LENGTH, PromptFormat, RowPreviewer, Shown, Source, Template, declared_faults,
+    preview,
 };
 use crate::settings::metrics;
-pub(crate) use judged::Judged;
+pub(crate) use judged::JudgedRow;
 
 metrics! {
     CHOSEN_LENGTH: "preference/chosen_length", "tokens", "mean number of tokens of a chosen answer, end-of-sequence included";
@@ -203,7 +204,7 @@ impl PreferenceFormat {
     /// Encodes a row before the first step, with what is too long in it and its notes.
     fn show(&self, source: &Source, row: usize) -> Result<Shown, DataError> {
         let prompts = self.prompts();
-        let judged = Judged::encode(self, &prompts, source, row)?;
+        let judged = JudgedRow::encode(self, &prompts, source, row)?;
         let long = judged.long(self, &prompts, source.context);
         let names = self.answers().into_iter().map(|(name, _)| name);
         let targets = names.zip(judged.answers.iter().map(|tokens| Target {
@@ -234,8 +235,8 @@ impl PreferenceFormat {
         model: &str,
     ) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
         let (read, format) = (self.clone(), self.clone());
-        let looks = Looks::new(
-            move |_, row| Judged::glance(&read, row),
+        let looks = RowPreviewer::new(
+            move |_, row| JudgedRow::glance(&read, row),
             move |source, row| format.show(source, row),
         );
         preview(context, data, model, &self.prompts(), true, looks)
@@ -244,10 +245,10 @@ impl PreferenceFormat {
     /// Row `row` within the limits.
     ///
     /// # Errors
-    /// [`DataError`] with the row, see [`Judged::encode`] and [`Judged::fit`].
-    pub(crate) fn read(&self, source: &Source, row: usize) -> Result<Judged, DataError> {
+    /// [`DataError`] with the row, see [`JudgedRow::encode`] and [`JudgedRow::fit`].
+    pub(crate) fn read(&self, source: &Source, row: usize) -> Result<JudgedRow, DataError> {
         let prompts = self.prompts();
-        Judged::encode(self, &prompts, source, row)?.fit(self, &prompts, source, row)
+        JudgedRow::encode(self, &prompts, source, row)?.fit(self, &prompts, source, row)
     }
 }
 
@@ -314,7 +315,7 @@ impl PreferenceStage {
     fn write_answers(
         &self,
         batch: &mut Batch,
-        rows: &[Judged],
+        rows: &[JudgedRow],
         context: &mut StageContext<'_>,
     ) -> Result<(), StageError> {
         let column =

@@ -50,10 +50,10 @@ use verl_pipe::stage::{
 use crate::model::{room_fault, template_config_fault};
 pub use encode::{EncodedExample, EncodedPrompt};
 pub(crate) use encode::{TooLong, messages_without_template, refused};
-pub(crate) use format::{PromptInput, Row, role};
 pub use format::{OnLong, PromptFormat, Template, TrainOn};
+pub(crate) use format::{PromptInput, Row, role};
 pub(crate) use notes::RowNote;
-pub(crate) use preview::{Looks, Shown, preview, text_bytes};
+pub(crate) use preview::{RowPreviewer, Shown, preview, text_bytes};
 pub(crate) use source::{Source, declared_faults};
 pub(crate) use survey::SurveyedRow;
 
@@ -254,7 +254,7 @@ impl Stage for PromptStage {
             self.format.clone(),
         );
         let has_answers = self.config.with_targets;
-        let looks = Looks::new(
+        let looks = RowPreviewer::new(
             move |source, row| read.glance(row, source.template.as_ref(), has_answers),
             move |source, row| config.show(&format, source, row),
         );

@@ -74,8 +74,7 @@ impl ScaleRewards {
         let mut faults = Vec::new();
         let positive = |value: f64| value > 0.0 && value.is_finite();
         if let Some(clip) = self.clip.filter(|clip| !positive(*clip)) {
-            let help =
-                "set it to the largest reward to keep, for example 10, or leave it out";
+            let help = "set it to the largest reward to keep, for example 10, or leave it out";
             faults.push(ConfigError::new("clip", format!("is {clip}"), help));
         }
         let is_reference = self.scale == Scale::Reference;

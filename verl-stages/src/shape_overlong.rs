@@ -142,10 +142,13 @@ impl Stage for ShapeOverlong {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sink::{Kept, run};
+    use crate::sink::{RecordingSink, run};
     use verl_pipe::batch::{RaggedColumn, RowId};
 
-    fn shaped(config: &ShapeOverlong, rows: &[(Option<f32>, usize)]) -> (Vec<Option<f32>>, Kept) {
+    fn shaped(
+        config: &ShapeOverlong,
+        rows: &[(Option<f32>, usize)],
+    ) -> (Vec<Option<f32>>, RecordingSink) {
         let ids: Vec<RowId> = (0..rows.len() as u64).map(RowId).collect();
         let mut batch = Batch::with_rows(&ids);
         let rewards: Vec<Option<f32>> = rows.iter().map(|row| row.0).collect();

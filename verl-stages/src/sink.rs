@@ -7,13 +7,13 @@ use verl_pipe::stage::{
 
 /// Collects what a stage emits and records.
 #[derive(Default)]
-pub(crate) struct Kept {
+pub(crate) struct RecordingSink {
     pub(crate) batches: Vec<Batch>,
     pub(crate) samples: Vec<serde_json::Value>,
     metrics: Vec<(&'static str, f64)>,
 }
 
-impl Kept {
+impl RecordingSink {
     fn values(&self, metric: &Metric) -> impl Iterator<Item = f64> {
         let own = self.metrics.iter().filter(|(name, _)| *name == metric.name);
         own.map(|(_, value)| *value)
@@ -33,7 +33,7 @@ impl Kept {
     }
 }
 
-impl StageSink for Kept {
+impl StageSink for RecordingSink {
     fn emit(&mut self, batch: Batch) -> Result<(), StageError> {
         self.batches.push(batch);
         Ok(())
@@ -49,7 +49,7 @@ impl StageSink for Kept {
 
 /// Runs a stage without models on `input`, in a step of a run with seed 5.
 #[track_caller]
-pub(crate) fn run(stage: &mut dyn Stage, step: u64, input: Batch) -> Kept {
+pub(crate) fn run(stage: &mut dyn Stage, step: u64, input: Batch) -> RecordingSink {
     run_with(stage, step, input, &mut Models::new()).expect("sound rows")
 }
 
@@ -59,8 +59,8 @@ pub(crate) fn run_with(
     step: u64,
     input: Batch,
     models: &mut Models,
-) -> Result<Kept, StageError> {
-    let mut kept = Kept::default();
+) -> Result<RecordingSink, StageError> {
+    let mut kept = RecordingSink::default();
     let mut context = StageContext {
         stage: "tested",
         step,

@@ -218,7 +218,7 @@ impl<'a> Rows<'a> {
 }
 
 /// Reports that `skipped` of `steps` optimiser steps were skipped, because none of their tokens is trained on.
-pub(crate) fn tell_skipped(
+pub(crate) fn report_skipped(
     context: &mut StageContext<'_>,
     rows: &Rows<'_>,
     skipped: usize,

@@ -38,7 +38,7 @@ use crate::losses::{Grpo, KL_PENALTY, Loss, LossState, PolicyObjective};
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::metrics;
 use crate::state::{recalled, restored, snapshot, stored};
-use crate::training::{Cuts, OptimizerSteps, Rows, Shares, tell_skipped};
+use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 use inputs::StepPosition;
 
 metrics! {
@@ -506,7 +506,7 @@ impl Stage for UpdateStage {
                 self.mini_step(resource.policy.as_mut(), &columns, rows, at, context.sink)?;
             skipped += usize::from(!moved);
         }
-        tell_skipped(context, &columns.rows, skipped, steps);
+        report_skipped(context, &columns.rows, skipped, steps);
         let ended = self.loss.state.end_step(input.num_rows());
         ended.map_err(StageError::failed)
     }

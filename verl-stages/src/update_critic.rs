@@ -20,7 +20,7 @@ use verl_pipe::stage::{
 use crate::losses::aggregation;
 use crate::model::{VALUE_MODEL, ValueResource};
 use crate::settings::metrics;
-use crate::training::{Cuts, OptimizerSteps, Rows, Shares, tell_skipped};
+use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 use crate::values::values_of;
 
 metrics! {
@@ -240,7 +240,7 @@ impl Stage for UpdateCriticStage {
             skipped += usize::from(!moved);
             steps += 1;
         }
-        tell_skipped(context, &columns.rows, skipped, steps);
+        report_skipped(context, &columns.rows, skipped, steps);
         Ok(())
     }
 }
@@ -253,7 +253,7 @@ mod tests {
 
     use super::*;
     use crate::model::value::testing;
-    use crate::sink::{Kept, run_with};
+    use crate::sink::{RecordingSink, run_with};
 
     /// The stage with micro-batches of `micro_rows` of the four testing rows.
     fn stage(config: &UpdateCritic, micro_rows: usize) -> Box<dyn Stage> {
@@ -276,7 +276,7 @@ mod tests {
     }
 
     /// One step towards `returns`; the observation has values that must not be read.
-    fn step(stage: &mut dyn Stage, returns: [&[f32]; 4], models: &mut Models) -> Kept {
+    fn step(stage: &mut dyn Stage, returns: [&[f32]; 4], models: &mut Models) -> RecordingSink {
         let mut batch = testing::batch();
         let mut old = values(models);
         old[0][1] = 1e9;
@@ -302,7 +302,7 @@ mod tests {
             results.push(step(stage.as_mut(), RETURNS_OF_ROWS, &mut models));
         }
         let (first, last) = (&results[0], &results[59]);
-        let of = |kept: &Kept, metric| kept.mean(metric).expect("recorded");
+        let of = |kept: &RecordingSink, metric| kept.mean(metric).expect("recorded");
         assert!(of(last, &LOSS) < 0.1 * of(first, &LOSS));
         assert!(
             of(last, &EXPLAINED_VARIANCE) > 0.5,
@@ -351,7 +351,7 @@ mod tests {
     #[test]
     fn fit_by_hand() {
         let fit = |values: &[f64], returns: &[f64]| {
-            let mut kept = Kept::default();
+            let mut kept = RecordingSink::default();
             report_fit(values, returns, &mut kept);
             [&VALUES_MEAN, &RETURNS_MEAN, &EXPLAINED_VARIANCE].map(|metric| kept.mean(metric))
         };

@@ -20,7 +20,7 @@ use verl_pipe::stage::{
 
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::{metrics, refusal};
-use crate::training::{Cuts, OptimizerSteps, Rows, Shares, tell_skipped};
+use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 
 metrics! {
     LOSS: "ilql/loss", "", "loss of a mini-batch, all terms with their coefficients";
@@ -265,7 +265,7 @@ impl Stage for UpdateIlqlStage {
             skipped += usize::from(!moved);
             steps += 1;
         }
-        tell_skipped(context, &columns.rows, skipped, steps);
+        report_skipped(context, &columns.rows, skipped, steps);
         Ok(())
     }
 }

@@ -223,7 +223,7 @@ mod tests {
 
     use super::*;
     use crate::model::value::testing;
-    use crate::sink::{Kept, run_with};
+    use crate::sink::{RecordingSink, run_with};
 
     fn stage(config: &UpdateRewardModel, micro_rows: usize) -> Box<dyn Stage> {
         let mut context = BuildContext::default();
@@ -233,7 +233,11 @@ mod tests {
     }
 
     /// One step on the testing rows, two pairs.
-    fn step(stage: &mut dyn Stage, margins: Option<Vec<f32>>, models: &mut Models) -> Kept {
+    fn step(
+        stage: &mut dyn Stage,
+        margins: Option<Vec<f32>>,
+        models: &mut Models,
+    ) -> RecordingSink {
         let mut batch = testing::batch();
         if let Some(margins) = margins {
             batch.put(&MARGINS, margins).unwrap();
@@ -254,7 +258,7 @@ mod tests {
     fn the_chosen_response_learns_to_score_higher() {
         let mut models = testing::models("reward");
         let mut stage = stage(&UpdateRewardModel::default(), 2);
-        let mut last = Kept::default();
+        let mut last = RecordingSink::default();
         for _ in 0..30 {
             last = step(stage.as_mut(), None, &mut models);
         }
@@ -317,10 +321,7 @@ mod tests {
         };
         assert!(check(&[]).is_ok() && check_pairs(&testing::batch()).is_ok());
         let message = check(&[1, 1, 2, 3]).unwrap_err();
-        assert!(
-            message.contains("rows 2 and 3 are not a pair"),
-            "{message}"
-        );
+        assert!(message.contains("rows 2 and 3 are not a pair"), "{message}");
         assert!(check(&[1]).is_err());
     }
 

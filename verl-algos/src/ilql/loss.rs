@@ -71,7 +71,12 @@ impl IlqlLoss {
             ("awac_scale", self.awac_scale),
         ] {
             let valid = value >= 0.0 && value.is_finite();
-            check_setting(name, value, valid, "it must be a finite number of at least 0")?;
+            check_setting(
+                name,
+                value,
+                valid,
+                "it must be a finite number of at least 0",
+            )?;
         }
         Ok(())
     }

@@ -75,7 +75,10 @@ mod tests {
     #[track_caller]
     fn check(name: &str, objective: &Objective) {
         let declared = objective.inputs();
-        assert!(works(objective, &declared), "{name} reads more than {declared:?}");
+        assert!(
+            works(objective, &declared),
+            "{name} reads more than {declared:?}"
+        );
         for left_out in &declared {
             let fewer: Vec<_> = declared.iter().copied().filter(|i| i != left_out).collect();
             assert!(

@@ -70,7 +70,12 @@ impl TokenLoss for VespoLoss {
     fn check(&self) -> Result<(), AlgoError> {
         for (setting, k) in [("k_pos", self.k_pos), ("k_neg", self.k_neg)] {
             let valid = k >= 0.0 && k.is_finite();
-            check_setting(setting, k, valid, "it must be a finite number of at least 0")?;
+            check_setting(
+                setting,
+                k,
+                valid,
+                "it must be a finite number of at least 0",
+            )?;
         }
         let lambdas = [
             ("lambda_pos", self.lambda_pos),

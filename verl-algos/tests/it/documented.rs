@@ -105,7 +105,10 @@ fn every_registered_item_is_documented() {
             faults.push(format!("`{name}` is not a public type of the crate"));
             continue;
         };
-        let best = docs.iter().map(|doc| missing_sections(doc)).min_by_key(Vec::len);
+        let best = docs
+            .iter()
+            .map(|doc| missing_sections(doc))
+            .min_by_key(Vec::len);
         let best = best.unwrap_or_default();
         if !best.is_empty() {
             faults.push(format!("`{name}` lacks {}", best.join(", ")));
@@ -117,7 +120,10 @@ fn every_registered_item_is_documented() {
 
 #[test]
 fn missing_sections_are_reported() {
-    assert_eq!(missing_sections("x = y\n# Shapes\n# Differences\n# Source"), [""; 0]);
+    assert_eq!(
+        missing_sections("x = y\n# Shapes\n# Differences\n# Source"),
+        [""; 0]
+    );
     assert_eq!(
         missing_sections("Adds up\n# Shapes\n# Source"),
         ["# Differences", "an equation"]

@@ -222,11 +222,15 @@ fn golden_cases_do_not_hide_each_other() {
     );
     let failures = run(&folder, DType::F64);
     assert_eq!(failures.len(), 4, "{failures:?}");
-    for (failure, expected) in failures
-        .iter()
-        .zip(["case 1", "b: expected", "a rloo y", "a rloo x"])
+    for (failure, expected) in
+        failures
+            .iter()
+            .zip(["case 1", "b: expected", "a rloo y", "a rloo x"])
     {
-        assert!(failure.contains(expected), "{failure} does not contain {expected}");
+        assert!(
+            failure.contains(expected),
+            "{failure} does not contain {expected}"
+        );
     }
     let faults = coverage(&folder);
     let reported: Vec<&str> = faults.iter().map(String::as_str).collect();
@@ -277,7 +281,9 @@ fn coverage(folder: &Path) -> Vec<String> {
         }
         println!("the README lists `{name}`, but no case uses it");
         if !is_here(&Case::empty(name)) {
-            faults.push(format!("the README lists `{name}`, which is not implemented"));
+            faults.push(format!(
+                "the README lists `{name}`, which is not implemented"
+            ));
         }
     }
     for function in first.keys() {

@@ -96,7 +96,9 @@ struct Tokens {
 fn tokens() -> impl Strategy<Value = Tokens> {
     let lengths = prop::collection::vec(0usize..5, 2..6);
     lengths
-        .prop_filter("at least one token", |lengths| lengths.iter().any(|n| *n > 0))
+        .prop_filter("at least one token", |lengths| {
+            lengths.iter().any(|n| *n > 0)
+        })
         .prop_flat_map(|lengths| {
             let each = lengths.iter().enumerate();
             let rows: Vec<usize> = each.flat_map(|(b, &n)| std::iter::repeat_n(b, n)).collect();
@@ -276,7 +278,14 @@ fn same_metrics(
         let own = got.iter().find(|own| own.name == m.name);
         let own = own.map_or(f64::NAN, MetricSum::value);
         let same = (own - m.value()).abs() < TOLERANCE * m.value().abs().max(1.0);
-        prop_assert!(same, "{} {}: {} differs from {}", loss, m.name, own, m.value());
+        prop_assert!(
+            same,
+            "{} {}: {} differs from {}",
+            loss,
+            m.name,
+            own,
+            m.value()
+        );
     }
     Ok(())
 }

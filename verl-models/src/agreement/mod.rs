@@ -172,7 +172,7 @@ mod tests {
         assert!(compare(6).unwrap().iter().all(Distance::holds));
         insta::assert_snapshot!(
             compare(5).unwrap_err(),
-            @"`short`: the model's context holds 5 tokens, too few for any sequence of the comparison"
+            @"`short`: the model's context of 5 tokens is too short for any sequence of the comparison"
         );
     }
 

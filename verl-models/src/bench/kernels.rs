@@ -313,7 +313,7 @@ impl Bench<'_> {
         let n = self.sequences() * self.work.sequence;
         let sequences = Sequences::new(&vec![self.work.sequence; self.sequences()], &self.device);
         let rope = Rope::new(self.config.rope, heads.dim);
-        let tables = rope.whole_tables(self.work.sequence, &self.device);
+        let tables = rope.full_tables(self.work.sequence, &self.device);
         let sizes = AttentionSizes {
             query_heads: heads.query,
             key_heads: heads.key_value,

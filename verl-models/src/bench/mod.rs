@@ -399,12 +399,15 @@ mod tests {
     fn work_may_fill_but_not_exceed_the_memory() {
         let check =
             |bytes: f64, memory| fits("10 rows".into(), bytes, ("a GPU", memory), "`--rows`");
-        assert!(check(f64::MAX, None).is_ok(), "unknown memory is not checked");
+        assert!(
+            check(f64::MAX, None).is_ok(),
+            "unknown memory is not checked"
+        );
         assert!(check(2048.0, Some(2048)).is_ok());
         let error = check(3e12, Some(1 << 40)).unwrap_err();
         insta::assert_snapshot!(
             format!("{error}; {}", error.help()),
-            @"10 rows would take 2794.0 GiB at least, but a GPU has 1024.0 GiB; make `--rows` smaller"
+            @"10 rows would need at least 2794.0 GiB, but a GPU has 1024.0 GiB; reduce `--rows`"
         );
     }
 }

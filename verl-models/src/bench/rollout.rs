@@ -228,7 +228,11 @@ mod tests {
             new.chunks(4).any(|own| own[0] != own[1]),
             "responses of a prompt differ in length"
         );
-        assert_eq!(mixed, requests(&decoder, &work), "the draws depend only on the work");
+        assert_eq!(
+            mixed,
+            requests(&decoder, &work),
+            "the draws depend only on the work"
+        );
         let alike = RolloutWork {
             mixed: false,
             ..work

@@ -57,7 +57,7 @@ impl Rope {
     }
 
     /// Cosines and signed sines of positions from 0, `[at least length, Dh]` each in f32, without padding between rows.
-    pub(crate) fn whole_tables(&self, length: usize, device: &Device) -> [Tensor<2>; 2] {
+    pub(crate) fn full_tables(&self, length: usize, device: &Device) -> [Tensor<2>; 2] {
         let Tables { cos, sin, .. } = self.tables(length, device);
         [cos, sin]
     }

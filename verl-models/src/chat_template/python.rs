@@ -28,7 +28,9 @@ pub(super) fn tojson(value: Value, options: Kwargs) -> Result<Value, Error> {
     options.assert_all_used()?;
     let refuse = |text: String| Error::new(ErrorKind::InvalidOperation, text);
     if ensure_ascii == Some(true) {
-        return Err(refuse("tojson does not support ensure_ascii=true".to_owned()));
+        return Err(refuse(
+            "tojson does not support ensure_ascii=true".to_owned(),
+        ));
     }
     let (item, key) = match separators.as_deref() {
         None => (if indent.is_some() { "," } else { ", " }, ": "),

@@ -148,12 +148,12 @@ mod tests {
         };
         report.suggest();
         assert!(!report.is_complete());
-        insta::assert_snapshot!(report, @r"
-          missing `model.layers.0.mlp.up_proj.weight`; the file has `model.layers.0.mlp.up_project.weight`
-          missing `model.embed_tokens.weight`
-          mismatched `lm_head.weight`: the file has [2, 3], the model needs [3, 2]
-          unused `model.layers.0.mlp.up_project.weight`; the model has `model.layers.0.mlp.up_proj.weight`
-          1 tensors fit
+        insta::assert_snapshot!(report, @"
+        missing `model.layers.0.mlp.up_proj.weight`; the file has `model.layers.0.mlp.up_project.weight`
+        missing `model.embed_tokens.weight`
+        mismatched `lm_head.weight`: the file has [2, 3], the model needs [3, 2]
+        unused `model.layers.0.mlp.up_project.weight`; the model has `model.layers.0.mlp.up_proj.weight`
+        1 tensors match
         ");
     }
 

@@ -301,11 +301,11 @@ fn a_renamed_tensor_is_reported_with_the_nearest_name() {
         let moved = tensors.remove("model.layers.1.mlp.up_proj.weight").unwrap();
         tensors.insert("model.layers.1.mlp.up_project.weight".into(), moved);
     });
-    insta::assert_snapshot!(refusal(dir.path()), @r"
-    weights in `DIR` do not fit the model:
+    insta::assert_snapshot!(refusal(dir.path()), @"
+    weights in `DIR` do not match the model:
       missing `model.layers.1.mlp.up_proj.weight`; the file has `model.layers.1.mlp.up_project.weight`
       unused `model.layers.1.mlp.up_project.weight`; the model has `model.layers.1.mlp.up_proj.weight`
-      19 tensors fit
+      19 tensors match
     ");
 }
 
@@ -317,11 +317,11 @@ fn wrong_shapes_and_dtypes_are_reported_together() {
         let whole = Stored::zeros(Dtype::I64, &[64, 176]);
         tensors.insert("model.layers.0.mlp.down_proj.weight".into(), whole);
     });
-    insta::assert_snapshot!(refusal(dir.path()), @r"
-    weights in `DIR` do not fit the model:
+    insta::assert_snapshot!(refusal(dir.path()), @"
+    weights in `DIR` do not match the model:
       mismatched `model.layers.0.mlp.down_proj.weight`: the file has I64 numbers; F32, BF16 and F16 can be read
       mismatched `model.norm.weight`: the file has [65], the model needs [64]
-      18 tensors fit
+      18 tensors match
     ");
 }
 
@@ -331,10 +331,10 @@ fn a_bias_that_the_config_does_not_declare_is_refused() {
         let bias = Stored::zeros(Dtype::F32, &[64]);
         tensors.insert("model.layers.0.self_attn.q_proj.bias".into(), bias);
     });
-    insta::assert_snapshot!(refusal(dir.path()), @r"
-    weights in `DIR` do not fit the model:
+    insta::assert_snapshot!(refusal(dir.path()), @"
+    weights in `DIR` do not match the model:
       unused `model.layers.0.self_attn.q_proj.bias`
-      20 tensors fit
+      20 tensors match
     ");
 }
 
@@ -344,7 +344,7 @@ fn a_missing_shard_is_named() {
     fs::remove_file(dir.path().join("part-2.safetensors")).unwrap();
     insta::assert_snapshot!(
         refusal(dir.path()),
-        @"cannot read `DIR/model.safetensors.index.json`: it names files that are missing: part-2.safetensors"
+        @"cannot read `DIR/model.safetensors.index.json`: it lists missing files: part-2.safetensors"
     );
 }
 
@@ -359,7 +359,7 @@ fn an_index_that_points_elsewhere_is_not_followed() {
     .unwrap();
     insta::assert_snapshot!(
         refusal(dir.path()),
-        @r#"cannot read `DIR/model.safetensors.index.json`: `weight_map` places `model.norm.weight` in "../part-1.safetensors", which is no file name"#
+        @r#"cannot read `DIR/model.safetensors.index.json`: `weight_map` places `model.norm.weight` in "../part-1.safetensors", which is not a file name"#
     );
 }
 
@@ -401,18 +401,18 @@ fn folders_without_weights_are_reported_with_what_they_contain() {
         fs::remove_file(dir.path().join(extra)).unwrap();
         error.strip_prefix(none).unwrap_or(&error).to_string()
     };
-    insta::assert_snapshot!(found("notes.txt"), @"it holds no weights");
+    insta::assert_snapshot!(found("notes.txt"), @"it contains no weights");
     insta::assert_snapshot!(
         found("pytorch_model.bin"),
         @"`pytorch_model.bin` is pickled, which can run code when opened and is never read; convert it to safetensors"
     );
     insta::assert_snapshot!(
         found("m-Q4_0.gguf"),
-        @"`m-Q4_0.gguf` has to be imported first (`pipe import gguf`)"
+        @"`m-Q4_0.gguf` must be imported first (`pipe import gguf`)"
     );
     insta::assert_snapshot!(
         found("consolidated.00.pth"),
-        @"`consolidated.00.pth` is in the format of the model's makers, not of Hugging Face; convert it, or fetch the folder with config.json and model.safetensors"
+        @"`consolidated.00.pth` is in the format of the model's authors, not of Hugging Face; convert it, or download the folder with config.json and model.safetensors"
     );
     insta::assert_snapshot!(
         found("adapter_model.safetensors"),
@@ -420,7 +420,7 @@ fn folders_without_weights_are_reported_with_what_they_contain() {
     );
     insta::assert_snapshot!(
         found("flax_model.msgpack"),
-        @"`flax_model.msgpack` is a format that is not read; convert it to safetensors"
+        @"`flax_model.msgpack` has an unsupported format; convert it to safetensors"
     );
     insta::assert_snapshot!(
         found("weights.safetensors"),
@@ -439,7 +439,7 @@ fn missing_folders_and_configs_are_reported() {
     fs::write(dir.path().join("m.gguf"), "").unwrap();
     insta::assert_snapshot!(
         refusal(dir.path()),
-        @"model folder `DIR` has no config.json: `m.gguf` has to be imported first (`pipe import gguf`)"
+        @"model folder `DIR` has no config.json: `m.gguf` must be imported first (`pipe import gguf`)"
     );
     fs::write(dir.path().join("config.json"), "{\"model_type\": ").unwrap();
     assert!(refusal(dir.path()).starts_with("cannot read `DIR/config.json`: malformed JSON: "));

@@ -273,7 +273,8 @@ fn pack<L: Lanes>(b: Matrix<'_>, first_row: usize, first_column: usize, panel: &
             for (at, block) in blocks.iter_mut().enumerate() {
                 let transposed = L::transpose(std::array::from_fn(|lane| &columns[lane][at]));
                 for row in 0..TRANSPOSE_SIZE {
-                    block[row].0.as_flattened_mut()[first..][..TRANSPOSE_SIZE].copy_from_slice(&transposed[row]);
+                    block[row].0.as_flattened_mut()[first..][..TRANSPOSE_SIZE]
+                        .copy_from_slice(&transposed[row]);
                 }
             }
         }
@@ -526,10 +527,7 @@ tile!(one_row, 1: 0 x0 y0);
 /// Sums that the preceding piece of terms has left in the output.
 #[inline(always)]
 fn before<L: Lanes, const W: usize>(out: &[Unset]) -> (L, L) {
-    #[expect(
-        unsafe_code,
-        reason = "the preceding piece has written the output"
-    )]
+    #[expect(unsafe_code, reason = "the preceding piece has written the output")]
     let out = unsafe { out.assume_init_ref() };
     let mut lanes = [[0.0; LANES]; 2];
     if out.len() == W * LANES {

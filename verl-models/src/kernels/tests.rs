@@ -396,7 +396,7 @@ fn the_first_half_of_a_layer_is_its_composition() {
                     bias: biased.then(|| x[6].clone().reshape([query + 2 * key])),
                     output: x[5].clone(),
                 };
-                let tables = rope.whole_tables(sequences.longest(), &device);
+                let tables = rope.full_tables(sequences.longest(), &device);
                 let settings = (sizes, EPSILON, recompute);
                 attention_block(x[0].clone(), parameters, tables, &sequences, settings)
             };
@@ -448,10 +448,7 @@ fn frozen_parameters_of_a_half_change_no_other_gradient() {
         let found = some_gradients(&inputs, &tracked, &half);
         for (at, found) in found.iter().enumerate() {
             let expected = if at == only { &all[at] } else { &None };
-            assert_eq!(
-                found, expected,
-                "gradient {at} if only {only} is tracked"
-            );
+            assert_eq!(found, expected, "gradient {at} if only {only} is tracked");
         }
     }
 }

@@ -91,7 +91,8 @@ mod tests {
             }
         };
         assert_eq!(refusal(2, vec![&[1, 2, 3, 4], &[]]), "");
-        let text = "row 0 lists 3 tokens of the vocabulary, but needs 2 for each of its 2 response tokens";
+        let text =
+            "row 0 lists 3 tokens of the vocabulary, but needs 2 for each of its 2 response tokens";
         assert_eq!(refusal(2, vec![&[1, 2, 3], &[]]), text);
         assert!(refusal(2, vec![&[1, 2, 3, 4], &[1]]).contains("row 1 lists 1"));
         assert!(refusal(2, vec![]).contains("row 0 lists 0"));

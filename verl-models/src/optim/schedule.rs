@@ -156,7 +156,11 @@ impl fmt::Display for Schedule {
         let warmup = self.warmup_steps();
         f.write_str(kind)?;
         if let Some(total) = self.total_steps() {
-            write!(f, " over {total} steps to {} of the peak", self.final_share())?;
+            write!(
+                f,
+                " over {total} steps to {} of the peak",
+                self.final_share()
+            )?;
         }
         if warmup > 0 {
             write!(f, ", warm-up {warmup}")?;

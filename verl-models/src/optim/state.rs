@@ -97,8 +97,13 @@ impl AdamW {
             let data = TensorData::from_bytes_vec(view.data().to_vec(), view.shape(), DType::F32);
             Some(Tensor::<1>::from_data(data, device))
         };
-        let steps = count(STEPS)
-            .ok_or_else(|| file("read", path, &"it is not an optimiser state (no step count)"))?;
+        let steps = count(STEPS).ok_or_else(|| {
+            file(
+                "read",
+                path,
+                &"it is not an optimiser state (no step count)",
+            )
+        })?;
         let mut states = Vec::new();
         for parameter in parameters.iter() {
             let part = |part: &str| format!("{}{SEPARATOR}{part}", parameter.name);
@@ -198,7 +203,8 @@ mod tests {
         let path = folder.path().join("optimizer.safetensors");
         let mut saved = optimizer();
         let toy = step(&mut saved, Toy::new(3, 1, 8));
-        saved.save(&TrainableParameters::new(&toy), &path)
+        saved
+            .save(&TrainableParameters::new(&toy), &path)
             .expect("a writable folder");
         let refused = |toy: Toy| {
             let mut other = optimizer();

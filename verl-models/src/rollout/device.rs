@@ -174,8 +174,8 @@ impl Batch<'_> {
             .collect();
         let rows = ROWS.iter().copied().find(|&rows| rows >= live.len());
         let waiting = self.admitted < self.requests.len();
-        let Some(rows) =
-            rows.filter(|&rows| !waiting && longest >= MIN_STEPS_TO_MOVE && rows < self.slots.len())
+        let Some(rows) = rows
+            .filter(|&rows| !waiting && longest >= MIN_STEPS_TO_MOVE && rows < self.slots.len())
         else {
             return Ok(());
         };

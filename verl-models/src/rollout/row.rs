@@ -41,7 +41,7 @@ impl Row {
             log_probs: Vec::new(),
         };
         for &id in &request.prompt {
-            row.see(id);
+            row.mark_seen(id);
         }
         row
     }

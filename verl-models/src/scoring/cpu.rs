@@ -373,8 +373,9 @@ mod tests {
         let whole = given.operands(1.0, 1 << 20);
         let found = whole.forward(ALL);
         let [d_hidden, d_head] = whole.backward(&found, &weights(), [true, true]);
-        let bits =
-            |found: &Scored| [found.log_prob, found.entropy, found.sum_pi_squared].map(f32::to_bits);
+        let bits = |found: &Scored| {
+            [found.log_prob, found.entropy, found.sum_pi_squared].map(f32::to_bits)
+        };
         for token in 0..TOKENS {
             let single = Example(
                 given.0[token * WIDTH..][..WIDTH].to_vec(),

@@ -129,10 +129,12 @@ impl Writer<'_> {
     /// The text that depends on the content of message `at`; `None` if the template rejects every placeholder for it.
     fn own_text(&self, messages: &[Value], at: usize, whole: &Whole) -> Option<Range<usize>> {
         let mut other = messages.to_vec();
-        let text = placeholders(&messages[at]).into_iter().find_map(|placeholder| {
-            other[at] = placeholder;
-            self.render(&other)
-        })?;
+        let text = placeholders(&messages[at])
+            .into_iter()
+            .find_map(|placeholder| {
+                other[at] = placeholder;
+                self.render(&other)
+            })?;
         let start = shared_start(&whole.text, &text);
         let end = whole.text.len() - shared_end(&whole.text, &text);
         Some(start..end.max(start))

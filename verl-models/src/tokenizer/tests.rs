@@ -178,7 +178,10 @@ fn damaged_tokenizers_are_reported() {
     let message = Tokenizer::load(dir.path()).unwrap_err().to_string();
     assert!(message.contains("the vocabulary is empty"), "{message}");
     let message = with("/model/vocab", json!({"<unk>": 4_294_967_295_u32}));
-    assert!(message.contains("but the limit is 16777216 ids"), "{message}");
+    assert!(
+        message.contains("but the limit is 16777216 ids"),
+        "{message}"
+    );
 }
 
 #[test]

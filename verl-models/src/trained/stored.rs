@@ -44,8 +44,7 @@ impl<M: Module> Trained<M> {
         let views = tensors.iter().map(|(name, data)| {
             let shape = vec![data.num_elements()];
             let view = TensorView::new(stored_type(data.dtype())?, shape, data.as_bytes());
-            view.map(|view| (name.as_str(), view))
-                .map_err(write_error)
+            view.map(|view| (name.as_str(), view)).map_err(write_error)
         });
         let views = views.collect::<Result<Vec<_>, _>>()?;
         let bytes = safetensors::serialize(views, Some(counts)).map_err(write_error)?;
@@ -57,13 +56,15 @@ impl<M: Module> Trained<M> {
     /// # Errors
     /// The bytes are not such a snapshot, or belong to another module.
     pub(crate) fn recall(&self, bytes: &[u8]) -> Result<Box<dyn Any + Send + Sync>, ModelError> {
-        let stored = SafeTensors::deserialize(bytes).map_err(|e| snapshot_error("read", &e.to_string()))?;
+        let stored =
+            SafeTensors::deserialize(bytes).map_err(|e| snapshot_error("read", &e.to_string()))?;
         let device = self.device();
         let own = Weights::of(self.module());
         let mut weights = Vec::with_capacity(own.by_id.len());
         for ((name, _), (id, weight)) in own.named.iter().zip(&own.by_id) {
-            let other =
-                |what: &str| snapshot_error("read", &format!("it belongs to another model: {what}"));
+            let other = |what: &str| {
+                snapshot_error("read", &format!("it belongs to another model: {what}"))
+            };
             let missing = || other(&format!("no `{name}` of this size"));
             let view = stored.tensor(&weight_name(name)).map_err(|_| missing())?;
             if view.shape() != [weight.dims()[0]] {

@@ -212,7 +212,11 @@ fn prompts_and_targets_match_transformers() {
             *tried.entry(form.template.clone()).or_insert(0) += 1;
             // The unknown token of `words` may span the border of prompt and answer without changing.
             if form.tokenizer != "words" {
-                assert_eq!(has(&lesson, is_apart), !case.written.continues_prompt(), "{about}");
+                assert_eq!(
+                    has(&lesson, is_apart),
+                    !case.written.continues_prompt(),
+                    "{about}"
+                );
             }
             let is_unended = has(&lesson, |note| *note == Note::Unended);
             let until = check(&lesson, &case.written, &form.stops, is_unended, &about);

@@ -151,7 +151,14 @@ fn selected(
             let found = Catalogue::of(registry).model(name);
             found
                 .map(|schema| (format!("models/{name}"), schema))
-                .ok_or_else(|| unknown("model kind", "--model", name, registry.models().suggest(name)))?
+                .ok_or_else(|| {
+                    unknown(
+                        "model kind",
+                        "--model",
+                        name,
+                        registry.models().suggest(name),
+                    )
+                })?
         }
         SchemaArgs {
             data: Some(name), ..
@@ -181,7 +188,14 @@ fn selected(
 fn stage(name: &str, registry: &Registry) -> Result<(String, serde_json::Value), Vec<Diagnostic>> {
     let found = Catalogue::of(registry).stage(name);
     let found = found.map(|schema| (format!("stages/{name}"), schema));
-    found.ok_or_else(|| unknown("stage kind", "--stage", name, registry.stages().suggest(name)))
+    found.ok_or_else(|| {
+        unknown(
+            "stage kind",
+            "--stage",
+            name,
+            registry.stages().suggest(name),
+        )
+    })
 }
 
 /// A part by its slot and kind, or only by its kind if no other slot has it.

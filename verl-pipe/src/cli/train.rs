@@ -129,7 +129,7 @@ pub fn train(
         schema: Some(pipeline_schema(registry)),
         began: Some(began),
         kernels,
-        plan_told: true,
+        plan_warnings_shown: true,
         free_space: None,
     };
     let dir = plan.pipe.run.dir.clone();

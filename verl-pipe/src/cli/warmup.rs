@@ -93,7 +93,7 @@ fn warm(plan: Plan, began: Instant, kernels: Arc<dyn Kernels>) -> Result<Warmup,
         start: None,
     };
     let devices = plan.pipe.devices.list().unwrap_or_default();
-    if !devices.iter().any(|device| kernels.are_for(device)) {
+    if !devices.iter().any(|device| kernels.used_on(device)) {
         done.nothing = Some(format!("this build compiles nothing for `{group}`"));
         return Ok(done);
     }
@@ -141,7 +141,7 @@ mod tests {
     struct Fake(&'static str);
 
     impl Kernels for Fake {
-        fn are_for(&self, device: &str) -> bool {
+        fn used_on(&self, device: &str) -> bool {
             device == self.0
         }
         fn tally(&self) -> Option<KernelTally> {

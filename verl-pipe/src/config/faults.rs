@@ -109,7 +109,9 @@ impl Reader<'_> {
                 let near = text.and_then(|text| nearest(text, known.iter().map(String::as_str)));
                 let help = match (known.as_slice(), near) {
                     ([], _) => "run `pipe schema` to see the valid values".to_owned(),
-                    (known, None) => format!("use one of {}", quoted(known.iter().map(String::as_str))),
+                    (known, None) => {
+                        format!("use one of {}", quoted(known.iter().map(String::as_str)))
+                    }
                     (known, Some(near)) => {
                         format!(
                             "did you mean `{near}`? valid values: {}",
@@ -257,9 +259,6 @@ mod tests {
             let words = format!("found the number `{number}`, expected a non-negative integer");
             check::<u32>(value, &words);
         }
-        check::<i64>(
-            1.5.into(),
-            "found the number `1.5`, expected an integer",
-        );
+        check::<i64>(1.5.into(), "found the number `1.5`, expected an integer");
     }
 }

@@ -124,11 +124,7 @@ fn parse<S: AsRef<str>>(
         match overrides::apply(&mut document, text.as_ref(), &run_keys, folders) {
             Ok(path) => {
                 let text = text.as_ref().to_owned();
-                findings.extend(overrides::duplicate_rule(
-                    &source.overridden,
-                    &path,
-                    &text,
-                ));
+                findings.extend(overrides::duplicate_rule(&source.overridden, &path, &text));
                 source.overridden.push((path, text));
             }
             Err(finding) => findings.push(finding),

@@ -236,7 +236,9 @@ mod tests {
     fn out_of_range_integers_are_reported_with_the_limit() {
         let message = |number: &str| {
             let text = format!("[batch]\nprompts = {number}\n");
-            let findings = Source::parse("a.toml", &text).err().expect("it is not TOML");
+            let findings = Source::parse("a.toml", &text)
+                .err()
+                .expect("it is not TOML");
             findings[0].to_string().replace("\n         ", " ")
         };
         let large = "is too large: the largest integer in TOML is 9223372036854775807";

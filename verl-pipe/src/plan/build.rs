@@ -134,7 +134,8 @@ impl DataPipe {
 
     /// [`DataPipe::plan`] of a prepared pipeline.
     pub(crate) fn plan_prepared(&self, prepared: &Prepared<'_>) -> Result<Plan, Vec<Diagnostic>> {
-        self.checked(prepared, Files::Required).map(|(plan, _)| plan)
+        self.checked(prepared, Files::Required)
+            .map(|(plan, _)| plan)
     }
 
     /// As [`DataPipe::plan`], to inspect the files of an earlier run: model folders and data files that no longer exist
@@ -142,7 +143,7 @@ impl DataPipe {
     ///
     /// # Errors
     /// As [`DataPipe::plan`].
-    pub(crate) fn plan_to_look(&self) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
+    pub(crate) fn plan_to_inspect(&self) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
         self.checked(&prepare(self), Files::Optional)
     }
 

@@ -91,7 +91,7 @@ pub struct WorkMemory {
 
 impl MemoryPlan {
     /// Bytes in permanent use.
-    pub fn held(&self) -> u64 {
+    pub fn permanent(&self) -> u64 {
         let all = self.models.iter().map(ModelMemory::total);
         all.fold(0, u64::saturating_add)
     }
@@ -102,13 +102,13 @@ impl MemoryPlan {
     }
 
     /// Peak memory of a device in bytes.
-    pub fn most(&self) -> u64 {
+    pub fn peak(&self) -> u64 {
         let work = self.largest().map_or(0, |work| work.bytes);
-        self.held().saturating_add(work)
+        self.permanent().saturating_add(work)
     }
 
     /// The parts of the memory in use during `work`, in one line.
-    pub(crate) fn told(&self, work: Option<&WorkMemory>) -> String {
+    pub(crate) fn breakdown(&self, work: Option<&WorkMemory>) -> String {
         let sum = |part: fn(&ModelMemory) -> u64| {
             bytes(self.models.iter().map(part).fold(0, u64::saturating_add))
         };
@@ -328,7 +328,7 @@ pub(crate) fn check(plan: &Plan) -> Option<Diagnostic> {
     });
     let (room, device) = known.min()?;
     let memory = plan.memory_in(Some(room));
-    let most = memory.most();
+    let most = memory.peak();
     if most as f64 * CERTAIN_SHARE <= room as f64 {
         return None;
     }
@@ -340,7 +340,7 @@ pub(crate) fn check(plan: &Plan) -> Option<Diagnostic> {
                 "it needs up to {}, but the device has {}: {}",
                 bytes(most),
                 bytes(room),
-                memory.told(work)
+                memory.breakdown(work)
             ))
             .help(memory.advice(work)),
     )
@@ -373,7 +373,7 @@ impl fmt::Display for MemoryPlan {
             f,
             "  {:<62}{:>12}",
             "models and the largest work",
-            bytes(self.most())
+            bytes(self.peak())
         )?;
         let mut unbounded: Vec<&str> = self
             .work

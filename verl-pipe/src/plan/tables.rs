@@ -233,10 +233,7 @@ fn check_rows(
     };
     match spec.rows {
         RowRule::Source if !spec.reads.is_empty() => report(
-            format!(
-                "`{name}` is a source but reads {}",
-                read_names(spec)
-            ),
+            format!("`{name}` is a source but reads {}", read_names(spec)),
             "a source has no input rows, so it cannot read keys",
             "use another row rule for the stage, or remove the keys that it reads",
         ),
@@ -324,10 +321,7 @@ fn foreign_rows(
             want.rows
         )
     } else {
-        format!(
-            "compute `{}` from keys of the {} rows",
-            link.key, want.rows
-        )
+        format!("compute `{}` from keys of the {} rows", link.key, want.rows)
     };
     Some(
         Diagnostic::error(

@@ -47,7 +47,7 @@ impl Run {
             match self.call_isolated(stage, &env, place.wave, unit.clone(), deadline) {
                 Ok(output) => emitted.extend(output.batches),
                 Err(error @ RunError::Cancelled { .. }) => return Err(error),
-                Err(error) if !self.schedule.forgives_rows(stage) => return Err(error),
+                Err(error) if !self.schedule.tolerates_row_errors(stage) => return Err(error),
                 Err(_) => {
                     let atoms = self.atoms(stage, &unit);
                     if atoms.len() > 1 {

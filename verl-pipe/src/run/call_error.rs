@@ -72,7 +72,7 @@ pub(super) fn out_of_memory(
         during,
         device: schedule.groups[group].name.clone(),
         asked: shortage.asked.map(bytes),
-        planned: memory.told(work),
+        planned: memory.breakdown(work),
         help: format!("{first}{}", memory.advice(work)),
     })))
 }

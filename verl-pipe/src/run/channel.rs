@@ -152,7 +152,7 @@ impl StageSink for CallSink<'_> {
 }
 
 thread_local! {
-    /// Whether [`caught`] is running on this thread, so that a panic becomes an error.
+    /// Whether [`catch_panic`] is running on this thread, so that a panic becomes an error.
     static IN_STAGE: Cell<bool> = const { Cell::new(false) };
     /// File and line of the most recent panic of a stage on this thread.
     static PANICKED_AT: RefCell<Option<String>> = const { RefCell::new(None) };
@@ -160,7 +160,7 @@ thread_local! {
     static PANICKED: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Message and location of the panic that is unwinding this thread, unless [`caught`] reports it.
+/// Message and location of the panic that is unwinding this thread, unless [`catch_panic`] reports it.
 pub(crate) fn unwinding_panic() -> Option<String> {
     let text = PANICKED.take();
     text.filter(|_| std::thread::panicking())
@@ -203,7 +203,7 @@ pub(crate) fn call_stage(
         env,
         report: CallReport::default(),
     };
-    let result = caught(|| {
+    let result = catch_panic(|| {
         stage.run(
             input,
             &mut StageContext {
@@ -228,7 +228,7 @@ pub(crate) fn call_stage(
 }
 
 /// Returns the result of `work`, or the message and location of its panic.
-pub(crate) fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     silence_stage_panics();
     let before = IN_STAGE.replace(true);
     let result = catch_unwind(AssertUnwindSafe(work));

@@ -52,8 +52,9 @@ impl Console {
     /// The console of a run of `steps` steps with a line every `every` steps.
     pub fn new(steps: u64, every: u64) -> Console {
         let bar = ProgressBar::new(steps);
-        let style =
-            ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {elapsed} elapsed, {eta} left");
+        let style = ProgressStyle::with_template(
+            "{bar:30} {pos}/{len} steps, {elapsed} elapsed, {eta} left",
+        );
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         *DRAWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
         Console {

@@ -33,7 +33,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::run::error::RunError;
-use crate::run::held::lock_metrics;
+use crate::run::folder_lock::lock_metrics;
 use crate::run::lines::Lines;
 use crate::run::metrics::{StepMetrics, now};
 use crate::run::processor::{c_library, processor_features};

@@ -139,7 +139,7 @@ impl Run {
                 progress.rows.add_time(id.0, &unit, seconds, deadline);
             }
             for batch in &result.batches {
-                if self.schedule.forgives_rows(id.0) {
+                if self.schedule.tolerates_row_errors(id.0) {
                     let written = self.schedule.wiring.stages[id.0].outputs.iter();
                     let written = written.map(|out| out.local.as_str());
                     progress.rows.count_nulls(id.0, batch, written);
@@ -165,8 +165,8 @@ impl Run {
             (None, Some((hung, waited))) => (RowFailure::timed_out(waited, &hung), hung),
             (None, None) => return progress.state.finish(id),
         };
-        let ends_step =
-            matches!(error, RunError::Cancelled { .. }) || !self.schedule.forgives_rows(id.0);
+        let ends_step = matches!(error, RunError::Cancelled { .. })
+            || !self.schedule.tolerates_row_errors(id.0);
         if ends_step || (lost_object && self.hosts[&id.0].has_state) {
             return Err(error);
         }

@@ -13,8 +13,8 @@ use tracing::dispatcher::Dispatch;
 
 use crate::batch::Batch;
 use crate::run::channel::{CallEnv, CallFailure, CallReport, Event, Out, call_stage};
-use crate::run::patience;
-use crate::run::warnings::{heard, heard_by};
+use crate::run::spin_wait;
+use crate::run::warnings::{current_dispatch, set_dispatch};
 use crate::stage::{Models, Stage};
 
 /// Hung threads that the pool replaces before it gives up.
@@ -94,7 +94,7 @@ impl HostPool {
             size: size.max(1),
             alive,
             model_works: Arc::default(),
-            listens: heard_by(),
+            listens: current_dispatch(),
             spawned: 0,
             hung: 0,
         };
@@ -113,7 +113,7 @@ impl HostPool {
         let spawned = std::thread::Builder::new()
             .name(format!("host-{}", self.spawned))
             .spawn(move || {
-                let _guard = heard(listens.as_ref());
+                let _guard = set_dispatch(listens.as_ref());
                 serve(&inbox, &events, &model_works);
                 alive.fetch_sub(1, Ordering::SeqCst);
             });
@@ -157,7 +157,7 @@ impl HostPool {
 }
 
 fn serve(inbox: &Receiver<HostJob>, events: &Sender<Event>, model_works: &AtomicBool) {
-    while let Some(job) = patience::next(inbox, !model_works.load(Ordering::Relaxed)) {
+    while let Some(job) = spin_wait::next(inbox, !model_works.load(Ordering::Relaxed)) {
         let call = job.call;
         let in_pool = work(job, events);
         if !in_pool || events.send(Event::HostDone { call }).is_err() {

@@ -87,7 +87,7 @@ impl Run {
         let waiting = self.watch.begin(Wait {
             step,
             who: self.name(stage).to_owned(),
-            owes: "what it observes".to_owned(),
+            pending: "what it observes".to_owned(),
             on: self.place_name(stage),
             deadline: self.deadline,
         });

@@ -228,7 +228,7 @@ mod tests {
             });
             assert_eq!(made.len(), 1, "round {round}");
             assert!(dir.join("status.json").is_file());
-            assert!(crate::run::held::is_held(&dir).unwrap());
+            assert!(crate::run::folder_lock::is_locked(&dir).unwrap());
         }
     }
 }

@@ -131,7 +131,13 @@ pub(super) struct StepRows(BTreeMap<usize, StageRows>);
 
 impl StepRows {
     /// Adds the duration of a call of `unit` that succeeded.
-    pub(super) fn add_time(&mut self, stage: usize, unit: &Batch, seconds: f64, deadline: Duration) {
+    pub(super) fn add_time(
+        &mut self,
+        stage: usize,
+        unit: &Batch,
+        seconds: f64,
+        deadline: Duration,
+    ) {
         let rows = unit.num_rows().max(1);
         let of_row = seconds / rows as f64;
         let stage = self.0.entry(stage).or_default();

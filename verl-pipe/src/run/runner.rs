@@ -16,13 +16,13 @@ use crate::run::host_pool::{Cell, HostPool};
 pub use crate::run::left_over::LeftOver;
 use crate::run::metrics::{StepMetrics, TOKENS, memory_mb, now, reduce};
 use crate::run::notice::WaitThresholds;
-use crate::run::patience;
 use crate::run::records::{
     GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, NO_SAMPLES, ROW_ERRORS, ROW_S_MAX, ROW_S_P50,
     RowErrorLine, STAGE_S, STEP_S, TOKENS_PER_S, WAVES, of_stage,
 };
 use crate::run::row_errors::StepRows;
 use crate::run::samples::SampledRows;
+use crate::run::spin_wait;
 use crate::run::stall::StallReport;
 use crate::run::start::HostStage;
 pub use crate::run::start::RunOptions;
@@ -357,7 +357,7 @@ impl Run {
         let behind = progress.state.ready(Place::Host).len() >= self.options.backlog
             && progress.host_running > 0;
         if !progress.device_busy
-            && let Some(event) = patience::spin(|| {
+            && let Some(event) = spin_wait::spin(|| {
                 let host = self.host_events.try_recv().ok();
                 host.or_else(|| self.device_events.try_recv().ok())
             })
@@ -428,7 +428,9 @@ impl Run {
                 .entry(of_stage(&STAGE_S, self.name(*stage)))
                 .or_default() += report.seconds;
         }
-        for stage in (0..self.schedule.places.len()).filter(|s| self.schedule.forgives_rows(*s)) {
+        for stage in
+            (0..self.schedule.places.len()).filter(|s| self.schedule.tolerates_row_errors(*s))
+        {
             let rows = progress.rows.num_lost(stage);
             values.insert(of_stage(&ROW_ERRORS, self.name(stage)), rows as f64);
         }

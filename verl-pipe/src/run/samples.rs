@@ -143,7 +143,11 @@ impl Run {
             let gathered = outputs.gather(&ancestors, &[column.column]);
             let array = gathered.ok().and_then(|mut arrays| arrays.pop());
             let put = array.map(|array| sample.put_array(column.key, array));
-            debug_assert!(matches!(put, Some(Ok(()))), "`{}` is incomplete", column.key);
+            debug_assert!(
+                matches!(put, Some(Ok(()))),
+                "`{}` is incomplete",
+                column.key
+            );
         }
         sample
     }

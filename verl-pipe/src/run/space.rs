@@ -114,7 +114,7 @@ impl Room {
     }
 
     /// Warns if the budget of the trace exceeds the free space that is not reserved for the models.
-    pub(crate) fn tell_budget(&self, budget_mb: u64) {
+    pub(crate) fn warn_about_budget(&self, budget_mb: u64) {
         if let Some(free) = self.free_beside_models()
             && free < bytes_of(budget_mb)
         {
@@ -137,7 +137,7 @@ impl Room {
     ///
     /// # Errors
     /// As [`Room::ensure_free`].
-    pub(crate) fn take_beside_lines(&self, size: u64) -> io::Result<()> {
+    pub(crate) fn ensure_free_beside_lines(&self, size: u64) -> io::Result<()> {
         let lines = self.0.lines.load(Ordering::Relaxed);
         // Without the limit, a run without an end would leave no space for its trace.
         self.check(size, |free| lines.min(free / LINES_SHARE))

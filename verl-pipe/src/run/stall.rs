@@ -178,10 +178,7 @@ impl StepState {
             .table_in
             .and_then(|table| self.tables[table].ids().get(row));
         let first = id.map_or_else(String::new, |id| {
-            format!(
-                ", first missing: {}",
-                crate::batch::RowId(*id).in_words()
-            )
+            format!(", first missing: {}", crate::batch::RowId(*id).in_words())
         });
         let on = format!("`{}`", plan.stages[wires.sources[at].writer].name);
         Some(edge(

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crossbeam_channel::{Sender, bounded, unbounded};
 
 use crate::data::DataLoaderInterface;
-use crate::run::channel::{Event, caught};
+use crate::run::channel::{Event, catch_panic};
 use crate::run::error::RunError;
 use crate::run::host_pool::HostPool;
 use crate::run::notice::WaitThresholds;
@@ -170,7 +170,7 @@ impl HostStage {
     pub(super) fn take(&mut self) -> Option<Box<dyn Stage>> {
         self.free.pop().or_else(|| {
             let prototype = self.prototype.as_ref()?;
-            caught(|| prototype.duplicate()).ok()?
+            catch_panic(|| prototype.duplicate()).ok()?
         })
     }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::resource::{ModelResource, ResourceError, Snapshot, StoredState, WeightsVersion};
 use crate::run::error::RunError;
 use crate::run::runner::Run;
-use crate::run::watch::{Teller, Wait, WaitGuard};
+use crate::run::watch::{ActivityReporter, Wait, WaitGuard};
 use crate::run::worker::WorkerState;
 use crate::schedule::placement::Place;
 
@@ -59,16 +59,16 @@ impl Run {
     fn snapshot_by(&mut self, of_model: OfModel) -> Result<RunSnapshot, RunError> {
         let names = self.stage_names();
         let deadline = self.deadline;
-        let (waiting, teller) = self.begin_state(self.step + 1, Place::Group(0));
+        let (waiting, activity_reporter) = self.begin_state(self.step + 1, Place::Group(0));
         let (models, on_worker) = waiting.finish(
             self.worker
                 .ask("to take snapshots", deadline, move |state| {
-                    snapshot_worker(state, &names, of_model, &teller)
+                    snapshot_worker(state, &names, of_model, &activity_reporter)
                 })
                 .flatten(),
         )?;
         // Stages of the host pool are idle, so their state is read on this thread.
-        let (_waiting, teller) = self.begin_state(self.step + 1, Place::Host);
+        let (_waiting, activity_reporter) = self.begin_state(self.step + 1, Place::Host);
         let mut stages: BTreeMap<String, Snapshot> = on_worker
             .into_iter()
             .map(|(index, state)| (self.name(index).to_owned(), state))
@@ -78,7 +78,7 @@ impl Run {
             let Some(stage) = host.idle() else {
                 continue;
             };
-            let state = teller.at(&names[*index], || stage.snapshot());
+            let state = activity_reporter.at(&names[*index], || stage.snapshot());
             let state = state.map_err(|e| failed("stage", &names[*index], "snapshot", e))?;
             stages.extend(state.map(|state| (names[*index].clone(), state)));
         }
@@ -149,22 +149,22 @@ impl Run {
     ) -> Result<RunState, RunError> {
         let (names, deadline) = (self.stage_names(), self.deadline);
         let (all, known) = (snapshot.clone(), known.clone());
-        let (waiting, teller) = self.begin_state(snapshot.step + 1, Place::Group(0));
+        let (waiting, activity_reporter) = self.begin_state(snapshot.step + 1, Place::Group(0));
         let (models, mut stages) = waiting.finish(
             self.worker
                 .ask("to store its state", deadline, move |state| {
-                    store_worker(state, &names, &all, &known, &teller)
+                    store_worker(state, &names, &all, &known, &activity_reporter)
                 })
                 .flatten(),
         )?;
-        let (_waiting, teller) = self.begin_state(snapshot.step + 1, Place::Host);
+        let (_waiting, activity_reporter) = self.begin_state(snapshot.step + 1, Place::Host);
         let names = self.stage_names();
         for (index, host) in &mut self.hosts {
             let name = &names[*index];
             let (Some(stage), Some(own)) = (host.idle(), snapshot.stages.get(name)) else {
                 continue;
             };
-            let stored = teller.at(name, || stage.store(own));
+            let stored = activity_reporter.at(name, || stage.store(own));
             let stored = stored.map_err(|e| failed("stage", name, "store", e))?;
             stages.insert(name.clone(), (own.version.clone(), stored));
         }
@@ -207,29 +207,29 @@ impl Run {
     /// If the worker is lost.
     pub fn versions(&mut self) -> Result<BTreeMap<String, WeightsVersion>, RunError> {
         let deadline = self.deadline;
-        let (waiting, teller) = self.begin_state(self.step + 1, Place::Group(0));
+        let (waiting, activity_reporter) = self.begin_state(self.step + 1, Place::Group(0));
         waiting.finish(self.worker.ask("to read versions", deadline, move |state| {
             let models = state.models.iter();
             models
-                .map(|(name, model)| (name.clone(), teller.at(name, || model.version())))
+                .map(|(name, model)| (name.clone(), activity_reporter.at(name, || model.version())))
                 .collect()
         }))
     }
 
     /// Starts a wait for the state of models and stages before step `step`, and returns the reporter of whose state is
     /// being read.
-    fn begin_state(&self, step: u64, place: Place) -> (WaitGuard, Teller) {
+    fn begin_state(&self, step: u64, place: Place) -> (WaitGuard, ActivityReporter) {
         let waiting = self.watch.begin(Wait {
             step,
             who: "the run".to_owned(),
-            owes: "its state at the start".to_owned(),
+            pending: "its state at the start".to_owned(),
             on: match place {
                 Place::Host => "the run's own thread".to_owned(),
                 Place::Group(_) => format!("device group {}", self.schedule().groups[0].name),
             },
             deadline: self.deadline,
         });
-        (waiting, self.watch.teller())
+        (waiting, self.watch.activity_reporter())
     }
 
     /// Saves model `name` to `dir`, which is created.
@@ -278,17 +278,17 @@ fn snapshot_worker(
     state: &mut WorkerState,
     names: &[String],
     of_model: OfModel,
-    teller: &Teller,
+    activity_reporter: &ActivityReporter,
 ) -> Result<WorkerSnapshots, RunError> {
     let mut models = BTreeMap::new();
     for (name, model) in &mut state.models {
-        let snapshot = teller.at(name, || of_model(model.as_mut()));
+        let snapshot = activity_reporter.at(name, || of_model(model.as_mut()));
         let snapshot = snapshot.map_err(|e| failed("model", name, "snapshot", e))?;
         models.insert(name.clone(), snapshot);
     }
     let mut stages = BTreeMap::new();
     for (index, stage) in &mut state.stages {
-        let snapshot = teller.at(&names[*index], || stage.snapshot());
+        let snapshot = activity_reporter.at(&names[*index], || stage.snapshot());
         let snapshot = snapshot.map_err(|e| failed("stage", &names[*index], "snapshot", e))?;
         stages.extend(snapshot.map(|snapshot| (*index, snapshot)));
     }
@@ -325,7 +325,7 @@ fn store_worker(
     names: &[String],
     all: &RunSnapshot,
     known: &BTreeMap<String, WeightsVersion>,
-    teller: &Teller,
+    activity_reporter: &ActivityReporter,
 ) -> Result<(Stored, Stored), RunError> {
     let (mut models, mut stages) = (Stored::new(), Stored::new());
     for (name, model) in &mut state.models {
@@ -336,7 +336,7 @@ fn store_worker(
             !snapshot.version.hash.is_empty() && known.get(name) == Some(&snapshot.version);
         let stored = match is_known {
             true => None,
-            false => teller
+            false => activity_reporter
                 .at(name, || model.store(snapshot))
                 .map_err(|e| failed("model", name, "store", e))?,
         };
@@ -345,7 +345,7 @@ fn store_worker(
     for (index, stage) in &mut state.stages {
         let name = &names[*index];
         if let Some(snapshot) = all.stages.get(name) {
-            let stored = teller.at(name, || stage.store(snapshot));
+            let stored = activity_reporter.at(name, || stage.store(snapshot));
             let stored = stored.map_err(|e| failed("stage", name, "store", e))?;
             stages.insert(name.clone(), (snapshot.version.clone(), stored));
         }

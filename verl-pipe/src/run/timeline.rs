@@ -10,7 +10,7 @@ use crate::run::records::{KernelTally, STAGE_S, StartFile, of_stage};
 /// Information about kernels that are compiled below the engine.
 pub trait Kernels: Send + Sync {
     /// Whether stages on `device` (its name in a pipeline) run compiled kernels.
-    fn are_for(&self, device: &str) -> bool;
+    fn used_on(&self, device: &str) -> bool;
 
     /// Number of kernels compiled so far and where they are cached; `None` if no kernel was launched.
     fn tally(&self) -> Option<KernelTally>;

@@ -110,7 +110,7 @@ pub struct TrainerOptions {
     /// Information about kernels that are compiled below the engine.
     pub kernels: Option<Arc<dyn Kernels>>,
     /// The warnings of the plan have already been shown; they are still written to the run folder.
-    pub plan_told: bool,
+    pub plan_warnings_shown: bool,
     /// Returns the free space of the disk, for disks whose quotas the system does not report; if absent, the system is
     /// asked.
     pub free_space: Option<FreeSpace>,
@@ -165,7 +165,7 @@ impl Trainer {
             );
         }
         for finding in &plan.warnings {
-            match options.plan_told {
+            match options.plan_warnings_shown {
                 true => warnings.note(WarningLevel::Warning, "plan", &finding.to_string()),
                 false => tracing::warn!("{finding}"),
             }
@@ -309,7 +309,7 @@ impl Trainer {
             return;
         };
         let full = weights == TraceWeights::Full;
-        match self.run.state(full, &recorder.kept_versions()) {
+        match self.run.state(full, &recorder.stored_versions()) {
             Ok(state) => recorder.state(step, state),
             Err(error) => tracing::warn!("step {step} is traced without its state: {error}"),
         }
@@ -317,13 +317,15 @@ impl Trainer {
 
     /// Keeps a snapshot of the state before the next step, in case the flight recorder writes it.
     fn keep_snapshot(&mut self) {
-        let kept = self.recorder.as_ref().map_or(0, |r| r.kept_snapshots());
+        let kept = self.recorder.as_ref().map_or(0, |r| r.num_snapshots());
         if kept == 0 {
             return;
         }
         match self.run.quick_snapshot() {
             Ok(snapshot) => self.snapshots.push_back(snapshot),
-            Err(error) => tracing::warn!("the flight recorder has no snapshot of this state: {error}"),
+            Err(error) => {
+                tracing::warn!("the flight recorder has no snapshot of this state: {error}")
+            }
         }
         while self.snapshots.len() > kept {
             self.snapshots.pop_front();
@@ -340,7 +342,7 @@ impl Trainer {
             let Some(snapshot) = snapshots.find(|snapshot| snapshot.step + 1 == step) else {
                 continue;
             };
-            match self.run.store(snapshot, &recorder.kept_versions()) {
+            match self.run.store(snapshot, &recorder.stored_versions()) {
                 Ok(state) => recorder.late_state(step, state),
                 Err(error) => tracing::warn!("step {step} is traced without its state: {error}"),
             }

@@ -154,13 +154,13 @@ impl WarningLog {
 
 /// The subscriber of this thread, for a thread that works for it. `None` if there is none, so that a subscriber that
 /// the program sets up later receives the events of both threads.
-pub(crate) fn heard_by() -> Option<Dispatch> {
+pub(crate) fn current_dispatch() -> Option<Dispatch> {
     let listener = tracing::dispatcher::get_default(Dispatch::clone);
     (!listener.is::<NoSubscriber>()).then_some(listener)
 }
 
 /// Makes `listener` the subscriber of this thread until the returned guard is dropped.
-pub(crate) fn heard(listener: Option<&Dispatch>) -> Option<DefaultGuard> {
+pub(crate) fn set_dispatch(listener: Option<&Dispatch>) -> Option<DefaultGuard> {
     listener.map(set_default)
 }
 
@@ -170,7 +170,7 @@ pub(crate) fn heard(listener: Option<&Dispatch>) -> Option<DefaultGuard> {
 pub(crate) fn set_listener(listener: &Dispatch) -> DefaultGuard {
     if let Some(own) = listener.downcast_ref::<Listener>()
         && own.program.get().is_none()
-        && let Some(program) = heard_by().filter(|program| !program.is::<Listener>())
+        && let Some(program) = current_dispatch().filter(|program| !program.is::<Listener>())
     {
         // Another thread may have set the same subscriber first.
         let _ = own.program.set(program);
@@ -368,9 +368,9 @@ mod tests {
             let (warnings, listener, page) = listening(true);
             warnings.write_into(temp.path());
             let _guard = set_listener(&listener);
-            let on_another = heard_by();
+            let on_another = current_dispatch();
             let thread = std::thread::spawn(move || {
-                let _guard = heard(on_another.as_ref());
+                let _guard = set_dispatch(on_another.as_ref());
                 tracing::warn!("from a thread");
             });
             thread.join().unwrap();

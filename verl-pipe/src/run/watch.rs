@@ -11,7 +11,7 @@ use crate::run::error::RunError;
 use crate::run::metrics::now;
 use crate::run::notice::WaitThresholds;
 use crate::run::stall::{PendingEdge, StallReport, remove_stall};
-use crate::run::warnings::{heard, heard_by};
+use crate::run::warnings::{current_dispatch, set_dispatch};
 
 /// How often the thread checks the wait; more often if deadlines are short.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -24,7 +24,7 @@ pub(crate) struct Wait {
     /// Who is working (a stage, the trace); also the kind of the wait.
     pub who: String,
     /// What the run waits for.
-    pub owes: String,
+    pub pending: String,
     /// Where it is working.
     pub on: String,
     /// Deadline of the wait.
@@ -91,7 +91,7 @@ impl State {
             error,
             running: vec![PendingEdge {
                 stage: who,
-                keys: vec![wait.owes.clone()],
+                keys: vec![wait.pending.clone()],
                 samples: format!("step {}", wait.step),
                 waited_s: working.elapsed().as_secs_f64(),
                 deadline_s: Some(wait.deadline.as_secs_f64()),
@@ -121,13 +121,15 @@ impl Watch {
             }),
         });
         let (ends, ended) = bounded::<()>(0);
-        let interval = POLL_INTERVAL.min(deadline / 16).max(Duration::from_millis(1));
+        let interval = POLL_INTERVAL
+            .min(deadline / 16)
+            .max(Duration::from_millis(1));
         let watched = shared.clone();
-        let listens = heard_by();
+        let listens = current_dispatch();
         let thread = std::thread::Builder::new()
             .name("watch".to_owned())
             .spawn(move || {
-                let _guard = heard(listens.as_ref());
+                let _guard = set_dispatch(listens.as_ref());
                 while ended.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
                     watched.check();
                 }
@@ -153,8 +155,8 @@ impl Watch {
     }
 
     /// A handle with which the awaited thread reports what it is working on.
-    pub(crate) fn teller(&self) -> Teller {
-        Teller(self.shared.clone())
+    pub(crate) fn activity_reporter(&self) -> ActivityReporter {
+        ActivityReporter(self.shared.clone())
     }
 }
 
@@ -203,9 +205,9 @@ impl Drop for WaitGuard {
 
 /// Reports what a thread is working on.
 #[derive(Debug, Clone)]
-pub(crate) struct Teller(Option<Arc<Shared>>);
+pub(crate) struct ActivityReporter(Option<Arc<Shared>>);
 
-impl Teller {
+impl ActivityReporter {
     /// Runs `work` and reports it as `name` in the meantime.
     pub(crate) fn at<T>(&self, name: &str, work: impl FnOnce() -> T) -> T {
         let Some(shared) = &self.0 else {
@@ -226,7 +228,7 @@ mod tests {
         Wait {
             step: 3,
             who: "trace".to_owned(),
-            owes: "its files".to_owned(),
+            pending: "its files".to_owned(),
             on: "its own thread".to_owned(),
             deadline: Duration::from_secs(600),
         }
@@ -255,7 +257,9 @@ mod tests {
         assert_eq!(StallReport::read(temp.path()).expect("reads"), None);
         // The awaited thread reports what it is working on.
         let waiting = watch.begin(wait());
-        let found = watch.teller().at("rule `slow`", || report(temp.path()));
+        let found = watch
+            .activity_reporter()
+            .at("rule `slow`", || report(temp.path()));
         assert_eq!(found.running[0].stage, "rule `slow`");
         // An error about a wait keeps its report; any other error does not.
         waiting.failed(&RunError::Lost {
@@ -273,7 +277,7 @@ mod tests {
     fn nothing_is_reported_without_a_folder() {
         let watch = Watch::start(None, Duration::from_millis(1));
         let waiting = watch.begin(wait());
-        assert_eq!(watch.teller().at("x", || 5), 5);
+        assert_eq!(watch.activity_reporter().at("x", || 5), 5);
         waiting.failed(&RunError::Cancelled { step: 3 });
     }
 }

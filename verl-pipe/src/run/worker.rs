@@ -10,10 +10,10 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 use crate::batch::Batch;
 use crate::data::DataLoaderInterface;
 use crate::run::call_error::out_of_memory;
-use crate::run::channel::{CallEnv, Event, Out, call_stage, caught};
+use crate::run::channel::{CallEnv, Event, Out, call_stage, catch_panic};
 use crate::run::error::RunError;
-use crate::run::patience;
-use crate::run::warnings::{heard, heard_by};
+use crate::run::spin_wait;
+use crate::run::warnings::{current_dispatch, set_dispatch};
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::{Models, Stage, StageError, StartContext};
 
@@ -62,12 +62,12 @@ impl Worker {
         let (jobs, inbox) = unbounded();
         let (ready, started) = bounded(1);
         let of_thread = schedule.clone();
-        let listens = heard_by();
+        let listens = current_dispatch();
         let thread = std::thread::Builder::new()
             .name(format!("worker-{name}"))
             .spawn(move || {
                 // The listener of the thread that starts the run also receives the warnings of this one.
-                let _guard = heard(listens.as_ref());
+                let _guard = set_dispatch(listens.as_ref());
                 match loaded(&of_thread, group, &data) {
                     Ok(state) => {
                         let _ = ready.send(Ok(()));
@@ -112,7 +112,7 @@ impl Worker {
     ) -> Result<T, RunError> {
         let (reply, answer) = bounded(1);
         self.send(Job::Ask(Box::new(move |state| {
-            let _ = reply.send(caught(|| work(state)));
+            let _ = reply.send(catch_panic(|| work(state)));
         })))?;
         match answer.recv_timeout(deadline) {
             Ok(Ok(answer)) => Ok(answer),
@@ -140,7 +140,10 @@ impl Worker {
         self.abandoned = true;
         let reason = match error {
             RecvTimeoutError::Timeout => {
-                format!("no answer within {:.1} s when asked {what}", deadline.as_secs_f64())
+                format!(
+                    "no answer within {:.1} s when asked {what}",
+                    deadline.as_secs_f64()
+                )
             }
             RecvTimeoutError::Disconnected => format!("its thread panicked when asked {what}"),
         };
@@ -178,7 +181,7 @@ fn loaded(
     group: usize,
     data: &BTreeMap<String, Arc<dyn DataLoaderInterface>>,
 ) -> Result<WorkerState, RunError> {
-    match caught(|| load(schedule, group, data)) {
+    match catch_panic(|| load(schedule, group, data)) {
         Ok(Ok(state)) => Ok(state),
         Ok(Err(error)) => {
             let during = format!("when asked {TO_LOAD}");
@@ -235,7 +238,7 @@ pub(crate) fn start_stage(
         Ok(made)
     };
     // Stages of the host pool start on the caller's thread, where a panic would end the program.
-    caught(start).unwrap_or_else(|message| {
+    catch_panic(start).unwrap_or_else(|message| {
         Err(RunError::Start {
             stage: stage(),
             source: Box::new(StageError::failed(format!("it panicked: {message}"))),
@@ -249,7 +252,7 @@ fn serve(
     inbox: &Receiver<Job>,
     events: &Sender<Event>,
 ) {
-    while let Some(job) = patience::next(inbox, true) {
+    while let Some(job) = spin_wait::next(inbox, true) {
         match job {
             Job::Ask(work) => work(&mut state),
             Job::Call(DeviceCall {

@@ -135,13 +135,16 @@ fn a_batch_that_does_not_divide_by_the_devices_has_helps_that_agree() {
         &devices(2, 1),
         &[("batch.prompts", &[6])],
     );
-    let violations = BatchPlan::solve(&batch(6, 1, 3, 1), &devices(4, 1)).expect_err("does not divide");
+    let violations =
+        BatchPlan::solve(&batch(6, 1, 3, 1), &devices(4, 1)).expect_err("does not divide");
     assert_eq!(violations[0].nearest, [4, 8]);
     assert_eq!(violations[1].instead, Some(("batch.prompts", vec![4, 8])));
     // Every suggested value solves the arithmetic.
     for prompts in 1..40 {
         for count in 2..9 {
-            let Err(violations) = BatchPlan::solve(&without_mini_batch(prompts, None), &devices(count, 1)) else {
+            let Err(violations) =
+                BatchPlan::solve(&without_mini_batch(prompts, None), &devices(count, 1))
+            else {
                 continue;
             };
             assert_eq!(violations.len(), 1, "{violations:?}");

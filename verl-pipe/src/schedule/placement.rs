@@ -97,7 +97,7 @@ impl Schedule {
 
     /// Whether a failed row of this stage becomes null instead of ending the step: the stage runs on the host pool,
     /// keeps its rows, may be cut into slices, and writes only nullable keys.
-    pub fn forgives_rows(&self, stage: usize) -> bool {
+    pub fn tolerates_row_errors(&self, stage: usize) -> bool {
         let spec = &self.plan.stages[stage].spec;
         self.places[stage] == Place::Host
             && spec.cadence == Cadence::Step

@@ -181,7 +181,9 @@ fn wires(plan: &Plan, before: &[StageWires], stage: &PlannedStage) -> Result<Sta
         let source = match sources.iter().position(|s| s.writer == edge.writer) {
             Some(at) => at,
             None => {
-                let from = stage.table_in.ok_or("it reads keys but has no input rows")?;
+                let from = stage
+                    .table_in
+                    .ok_or("it reads keys but has no input rows")?;
                 let path = path(plan, from, edge.table).ok_or_else(|| {
                     format!("the rows of `{}` are not ancestors of its rows", edge.key)
                 })?;

@@ -214,7 +214,8 @@ fn keys(documents: &[Document]) -> Value {
 
 fn index_page(index: &Value) -> String {
     let mut out =
-        "# Schemas\n\nThe output of `pipe schema --format md --out DIR`, one page each.\n".to_owned();
+        "# Schemas\n\nThe output of `pipe schema --format md --out DIR`, one page each.\n"
+            .to_owned();
     for (title, documents) in index["documents"].as_object().into_iter().flatten() {
         out += &format!("\n## {title}\n\n");
         for document in documents.as_array().into_iter().flatten() {

@@ -116,7 +116,11 @@ impl Catalogue<'_> {
                 "TOML, a pipeline file",
                 "the pipeline with all settings, which `pipe train` can run again; the document `pipeline` describes them",
             ),
-            json::<DataFile>("data.json", "data", "the origin of the rows of each data set"),
+            json::<DataFile>(
+                "data.json",
+                "data",
+                "the origin of the rows of each data set",
+            ),
             self.metrics_file(),
             other(
                 "model/<model>/<file>",
@@ -202,7 +206,11 @@ impl Catalogue<'_> {
                 "what was recorded of a step and why, and where the state of its models is stored; written last, so a step without it is incomplete",
             ),
             step_file(),
-            json::<VersionsFile>("versions.json", "versions", "versions of the program, and properties of the machine"),
+            json::<VersionsFile>(
+                "versions.json",
+                "versions",
+                "versions of the program, and properties of the machine",
+            ),
             lines::<WarningLine>(
                 "warnings.jsonl",
                 "warnings",

@@ -76,7 +76,7 @@ pub struct StageSpec {
     /// documentation of `samples.jsonl`.
     pub sample: Option<serde_json::Value>,
     /// Why a replay does not call it again, as a clause; `None` if it may be called any number of times.
-    pub once_only: Option<String>,
+    pub not_replayed: Option<String>,
 }
 
 impl StageSpec {
@@ -208,8 +208,8 @@ impl StageSpec {
     }
     /// Declares that a replay must not call it again, and why, for example `it pays for an answer of a service`. The
     /// stages after it are replayed on its recorded output.
-    pub fn once_only(mut self, why: impl Into<String>) -> Self {
-        self.once_only = Some(why.into());
+    pub fn not_replayed(mut self, why: impl Into<String>) -> Self {
+        self.not_replayed = Some(why.into());
         self
     }
     /// Adds a warning about a setting that is valid but probably not intended.

@@ -181,7 +181,11 @@ pub(crate) fn located(bad: FirstBad, replayed: &Difference) -> FirstBad {
         row: replayed.row,
         sample: replayed.sample.map(|id| id.to_string()),
         index: replayed.index,
-        what: format!("{}\n{}", bad.what, replayed.explain("in the file", "replayed")),
+        what: format!(
+            "{}\n{}",
+            bad.what,
+            replayed.explain("in the file", "replayed")
+        ),
         ..bad
     }
 }

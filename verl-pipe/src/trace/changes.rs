@@ -164,7 +164,7 @@ impl Changes {
     }
 
     /// Why equal bits are not expected on this machine; `None` if they are.
-    pub(crate) fn why_unclaimed(&self) -> Option<String> {
+    pub(crate) fn why_bits_may_differ(&self) -> Option<String> {
         let Unclaimed { stages, models } = &self.unclaimed;
         let all: Vec<&str> = stages.iter().chain(models).map(String::as_str).collect();
         (!all.is_empty()).then(|| all.join("; "))
@@ -248,7 +248,7 @@ impl fmt::Display for Changes {
             writeln!(f, "{expected}")?;
         }
         if !repeats {
-            let why = self.why_unclaimed();
+            let why = self.why_bits_may_differ();
             let why = why.map_or_else(String::new, |why| format!(" ({why})"));
             writeln!(
                 f,
@@ -382,7 +382,8 @@ fn unclaimed(recorded: &Value, now: &Value, changes: &[Change]) -> Unclaimed {
         )),
         [Some(_), Some(_)] => {}
         [None, Some(_)] => {
-            models.push("the recording does not state the order in which its kernels add".to_owned());
+            models
+                .push("the recording does not state the order in which its kernels add".to_owned());
         }
         [then, None] => {
             let of_kernels = |change: &Change| change.name == "cpu_kernels.registers";

@@ -83,9 +83,7 @@ impl RunDiff {
             why.push("its settings differ");
         }
         match why.is_empty() {
-            true => format!(
-                ", {drawn}; the recorded data sets, seed and settings are the same"
-            ),
+            true => format!(", {drawn}; the recorded data sets, seed and settings are the same"),
             false => format!(", {drawn}; {}", why.join(", ")),
         }
     }

@@ -63,7 +63,7 @@ pub(crate) fn compare_inputs(
             stage: &planned.name,
             order: given.ids(),
             partner: &partner,
-            absent_is_null: schedule.forgives_rows(source.writer),
+            absent_is_null: schedule.tolerates_row_errors(source.writer),
             both_ways: None,
         };
         found.push(ComparedEdges {

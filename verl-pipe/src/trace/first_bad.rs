@@ -256,7 +256,8 @@ fn settings(schedule: &Schedule, recorded: &RecordedStep) -> Option<FirstBad> {
     if let Some(seed) = recorded.seed.filter(|seed| *seed != plan.context.seed) {
         let first = plan.stages.first().map_or("", |stage| stage.name.as_str());
         let now = plan.context.seed;
-        let what = format!("the step was recorded with seed {seed}, but the configuration says {now}");
+        let what =
+            format!("the step was recorded with seed {seed}, but the configuration says {now}");
         return Some(bad(first, "seed", what));
     }
     plan.stages.iter().find_map(|planned| {
@@ -342,10 +343,7 @@ fn of_replay(
     exact: bool,
 ) -> FirstBad {
     let (fault, what) = match difference.kind {
-        DifferenceKind::Weights => (
-            Fault::Weights,
-            "the model had the wrong weights",
-        ),
+        DifferenceKind::Weights => (Fault::Weights, "the model had the wrong weights"),
         _ => (
             Fault::Replay,
             "its input is correct, but it emits something else when run again",

@@ -260,7 +260,7 @@ fn missing_rows(schedule: &Schedule, index: usize, stage: &RecordedStage) -> Opt
     let ids = stage.input_ids();
     let (row, id, count) = ids.iter().enumerate().find_map(|(row, id)| {
         let count = emitted.get(&name(*id)).copied().unwrap_or(0);
-        let tolerated = count == 0 && schedule.forgives_rows(index);
+        let tolerated = count == 0 && schedule.tolerates_row_errors(index);
         (count != expected && !tolerated).then_some((row, *id, count))
     })?;
     Some(Violation {

@@ -96,7 +96,7 @@ impl Written {
 fn a_file_of_another_stage_or_step_is_rejected() {
     let trace = Written::new();
     fs::copy(trace.file(2, "reward"), trace.file(2, "advantages")).expect("a copy");
-    insta::assert_snapshot!(trace.error_of("advantages"), @"`DIR/trace/steps/00000002/advantages.parquet` is not what belongs there: it holds stage `reward` (kind `reward`) of step 2 of a run with seed 17, its place is that of stage `advantages` (kind `advantages`) of step 2 of a run with seed 17");
+    insta::assert_snapshot!(trace.error_of("advantages"), @"`DIR/trace/steps/00000002/advantages.parquet` is misplaced: it contains stage `reward` (kind `reward`) of step 2 of a run with seed 17, but its path is that of stage `advantages` (kind `advantages`) of step 2 of a run with seed 17");
     let trace = Written::new();
     fs::copy(trace.file(3, "reward"), trace.file(2, "reward")).expect("a copy");
     let message = trace.error_of("reward");

@@ -51,6 +51,6 @@ pub mod stopped;
 pub mod store;
 pub mod tap;
 pub(crate) mod text;
-mod told_rule;
 pub mod traced_run;
+mod watched_rule;
 pub mod writer;

@@ -59,7 +59,7 @@ impl Drop for Partial {
 }
 
 /// Writes a file with `write` under a temporary name and then renames it. A failure leaves no file.
-pub(crate) fn write_aside<T>(
+pub(crate) fn write_atomically<T>(
     path: &Path,
     write: impl FnOnce(File) -> Result<T, TraceError>,
 ) -> Result<T, TraceError> {
@@ -71,7 +71,7 @@ pub(crate) fn write_aside<T>(
 
 /// Writes a JSON document.
 pub(crate) fn write_json<T: Serialize>(path: &Path, document: &T) -> Result<(), TraceError> {
-    write_aside(path, |file| {
+    write_atomically(path, |file| {
         serde_json::to_writer_pretty(&file, document)
             .map_err(|e| TraceError::file("write", path, e))
     })
@@ -97,14 +97,14 @@ mod tests {
             let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
             names.collect::<Vec<_>>()
         };
-        let failed = write_aside(&path, |mut file| {
+        let failed = write_atomically(&path, |mut file| {
             file.write_all(b"half").expect("writes");
             assert_eq!(names(), [".a.json.partial"]);
             Err::<(), _>(TraceError::damaged(&path, "it broke off"))
         });
         assert_eq!(failed.expect_err("it broke off").code(), "T003");
         assert_eq!(names(), [""; 0]);
-        write_aside(&path, |mut file| {
+        write_atomically(&path, |mut file| {
             file.write_all(b"all").expect("writes");
             Ok(())
         })

@@ -18,13 +18,13 @@ use crossbeam_channel::{RecvTimeoutError, SendTimeoutError, Sender, TrySendError
 
 use crate::batch::Batch;
 use crate::resource::WeightsVersion;
-use crate::run::channel::caught;
+use crate::run::channel::catch_panic;
 use crate::run::error::RunError;
 use crate::run::metrics::StepMetrics;
 use crate::run::space::Room;
 use crate::run::start::seconds;
 use crate::run::state::RunState;
-use crate::run::warnings::{heard, heard_by};
+use crate::run::warnings::{current_dispatch, set_dispatch};
 use crate::run::watch::{Wait, Watch};
 use crate::schedule::placement::Schedule;
 use crate::trace::conditions::Conditions;
@@ -37,7 +37,7 @@ use crate::trace::rules::{Anomaly, Fired, Rule};
 use crate::trace::state::write_state;
 use crate::trace::step_data::{Part, StageAbout};
 use crate::trace::tap::{Tap, TapPoint};
-use crate::trace::told_rule::WatchedRule;
+use crate::trace::watched_rule::WatchedRule;
 use crate::trace::writer::{ROW_GROUP_BYTES, TraceWriter};
 
 /// Memory that recording a step in full may use besides the run's own: rows that wait for their files, and the row
@@ -137,7 +137,7 @@ impl Recorder {
         };
         let writer = TraceWriter::create(run_dir, &format)?.with_room(room.clone());
         if plan.pipe.records_in_full() {
-            room.tell_budget(config.budget_mb);
+            room.warn_about_budget(config.budget_mb);
         }
         let layout = writer.layout().clone();
         write_json(&layout.conditions(), &conditions)?;
@@ -156,11 +156,12 @@ impl Recorder {
             used,
             fired,
         } = shared.clone();
-        let listens = heard_by();
+        let listens = current_dispatch();
         let deadline = seconds(plan.pipe.run.stage_deadline_s);
         let watch = Watch::start(Some(run_dir), deadline);
         let custom = plan.pipe.rules.iter().map(|rule| (rule.build)());
-        let watched = |rule| Box::new(WatchedRule::new(rule, watch.teller())) as Box<dyn Rule>;
+        let watched =
+            |rule| Box::new(WatchedRule::new(rule, watch.activity_reporter())) as Box<dyn Rule>;
         let recording = Recording::new(
             shared,
             writer,
@@ -175,9 +176,9 @@ impl Recorder {
         let thread = std::thread::Builder::new()
             .name("trace".to_owned())
             .spawn(move || {
-                let _heard = heard(listens.as_ref());
+                let _heard = set_dispatch(listens.as_ref());
                 // A custom rule may panic.
-                if let Err(message) = caught(|| recording.serve(&inbox)) {
+                if let Err(message) = catch_panic(|| recording.serve(&inbox)) {
                     tracing::error!(
                         "trace: its thread panicked: {message}; the run continues without rules and without recording"
                     );
@@ -224,7 +225,7 @@ impl Recorder {
     }
 
     /// Versions of models whose state is on disk already.
-    pub(crate) fn kept_versions(&self) -> BTreeMap<String, WeightsVersion> {
+    pub(crate) fn stored_versions(&self) -> BTreeMap<String, WeightsVersion> {
         let stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
         let versions = stored.iter().map(|(n, r)| (n.clone(), r.version.clone()));
         versions.collect()
@@ -237,7 +238,7 @@ impl Recorder {
     }
 
     /// Number of snapshots to keep for the flight recorder; 0 if the models are too large for it.
-    pub(crate) fn kept_snapshots(&self) -> usize {
+    pub(crate) fn num_snapshots(&self) -> usize {
         // The steps of the ring, the current one, and one more: the snapshot of a step may be requested one step late.
         let steps = self.config.ring_steps as u64 + 2;
         let fits = self.state_bytes.saturating_mul(steps) <= bytes_of(self.config.ring_mb);
@@ -307,7 +308,7 @@ impl Recorder {
                 state: None,
             };
         }
-        let room = self.room.take_beside_lines(size);
+        let room = self.room.ensure_free_beside_lines(size);
         let room = room.map_err(|e| TraceError::file("write", &self.layout.dir, e));
         let state = match room.and_then(|()| write_state(&self.layout, stored)) {
             Ok((name, bytes)) => {
@@ -404,7 +405,7 @@ impl Recorder {
         Wait {
             step: self.step.load(Ordering::Relaxed),
             who: "trace".to_owned(),
-            owes: what.to_owned(),
+            pending: what.to_owned(),
             on: "the thread of the trace".to_owned(),
             deadline: REPLY_TIMEOUT,
         }

@@ -416,9 +416,7 @@ impl Recording {
             stages: &self.stages,
             rows_recorded: keeps_rows,
         };
-        let found = self
-            .rules
-            .before_update(&view, &|hit| command.for_hit(hit));
+        let found = self.rules.before_update(&view, &|hit| command.for_hit(hit));
         self.report(found)
     }
 
@@ -614,7 +612,9 @@ impl Recording {
             notes.push(ROWS_MISSING.to_owned());
         }
         if !self.data.ended {
-            notes.push("the step ended with an error; only what came before it is recorded".to_owned());
+            notes.push(
+                "the step ended with an error; only what came before it is recorded".to_owned(),
+            );
         }
         let (mut models, mut stage_states) =
             (self.state.1.models.clone(), self.state.1.stages.clone());

@@ -43,7 +43,7 @@ use crate::trace::stats::StatRow;
 
 pub(crate) use book::RuleBook;
 pub use book::{Fired, QUIET_STEPS};
-pub use built_in::{BuiltIn, LooksAt, RULES};
+pub use built_in::{BuiltIn, RULES, RuleInputs};
 
 /// Number of first steps of a run whose metrics are kept for rules.
 pub const EARLY_STEPS: usize = 16;

@@ -123,7 +123,9 @@ impl FileRows {
         }
         let rows: usize = self.pieces.iter().map(RecordBatch::num_rows).sum();
         if rows != next {
-            return Err(self.damaged(format!("it contains {rows} rows, but its slices have {next}")));
+            return Err(self.damaged(format!(
+                "it contains {rows} rows, but its slices have {next}"
+            )));
         }
         let [sides, waves, slices, samples, groups] =
             ["side", "wave", "slice", SAMPLE_ID, GROUP_ID].map(|name| self.whole(name));
@@ -431,8 +433,7 @@ mod tests {
         assert_eq!(error.code(), "T002");
         let message = error.to_string();
         assert!(
-            message.contains("is compressed with ZSTD")
-                && message.contains("Snappy, LZ4 or Gzip"),
+            message.contains("is compressed with ZSTD") && message.contains("Snappy, LZ4 or Gzip"),
             "{message}"
         );
         assert!(!message.contains("damaged"), "{message}");

@@ -98,7 +98,7 @@ impl StageShape {
             on_row_error: self.on_row_error,
             refill: self.refill,
             draws_waves: self.draws_waves,
-            once_only: Some(no_kind(&self.kind)),
+            not_replayed: Some(no_kind(&self.kind)),
             ..StageSpec::new()
         }
     }

@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use crate::resource::StoredState;
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, StateRef, parse};
-use crate::trace::partial::{make_dir, write_aside, write_json};
+use crate::trace::partial::{make_dir, write_atomically, write_json};
 use crate::trace::store::TraceDir;
 
 /// The document next to the tensors: `trace/state/<sha256>.json`.
@@ -46,7 +46,7 @@ pub(crate) fn write_state(
         return Ok((name, 0));
     }
     let path = dir.join(format!("{name}.safetensors"));
-    write_aside(&path, |mut file| {
+    write_atomically(&path, |mut file| {
         file.write_all(&state.tensors)
             .map_err(|e| TraceError::file("write", &path, e))
     })?;
@@ -76,7 +76,8 @@ impl TraceDir {
         let path = dir.join(format!("{name}.safetensors"));
         let tensors = fs::read(&path).map_err(|e| TraceError::file("read", &path, e))?;
         if name_of(&tensors, &beside.about.to_string()) != *name {
-            let reason = "its content does not match the hash in its name: it was changed or is incomplete";
+            let reason =
+                "its content does not match the hash in its name: it was changed or is incomplete";
             return Err(TraceError::damaged(&path, reason));
         }
         Ok(Some(StoredState {

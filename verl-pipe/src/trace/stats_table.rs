@@ -18,7 +18,7 @@ use crate::run::space::Room;
 use crate::trace::columns::{Of, STAT_COLUMNS};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, MANIFEST_KEY};
-use crate::trace::partial::{make_dir, partial_path, write_aside};
+use crate::trace::partial::{make_dir, partial_path, write_atomically};
 use crate::trace::stats::StatRow;
 
 /// Names of the quantile columns.
@@ -89,7 +89,7 @@ impl StatsWriter {
         let taken = self
             .room
             .as_ref()
-            .map_or(Ok(()), |room| room.take_beside_lines(size as u64));
+            .map_or(Ok(()), |room| room.ensure_free_beside_lines(size as u64));
         taken.map_err(|e| TraceError::file("write", path, e))
     }
 
@@ -131,7 +131,7 @@ impl StatsWriter {
         let size = waiting.iter().map(RecordBatch::get_array_memory_size).sum();
         self.take_room(&path, size)?;
         let failed = |e: parquet::errors::ParquetError| TraceError::file("write", &path, e);
-        write_aside(&path, |file| {
+        write_atomically(&path, |file| {
             let properties = WriterProperties::builder()
                 .set_compression(Compression::SNAPPY)
                 .set_created_by(concat!("verl-pipe ", env!("CARGO_PKG_VERSION")).to_owned())

@@ -89,11 +89,7 @@ impl StepStats {
         for ((stage, side), stats) in seen {
             let about = &stages[*stage];
             let truncated = stats.truncated();
-            for (key, stats) in stats
-                .keys
-                .iter_mut()
-                .filter(|(_, stats)| stats.has_parts())
-            {
+            for (key, stats) in stats.keys.iter_mut().filter(|(_, stats)| stats.has_parts()) {
                 let mut row = stats.row(Place {
                     step,
                     stage: &about.name,

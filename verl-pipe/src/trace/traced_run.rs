@@ -24,7 +24,7 @@ use crate::view::ServeError;
 /// Why a traced run cannot be inspected.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum LookError {
+pub enum InspectError {
     /// Not a run folder.
     #[error("`{}` is not a run folder: {reason}{}", .dir.display(), .near.as_ref().map(|near| format!("; did you mean `{near}`?")).unwrap_or_default())]
     NoRun {
@@ -83,17 +83,19 @@ pub enum LookError {
     },
 }
 
-impl LookError {
+impl InspectError {
     /// Code of the error; `docs/errors/<CODE>.md` says what happened and what to do.
     pub fn code(&self) -> &'static str {
         match self {
-            LookError::NoRun { .. } => "T010",
-            LookError::Config(_) | LookError::Gone(_) => "T011",
-            LookError::Trace(error) | LookError::Step { source: error, .. } => error.code(),
-            LookError::Replay(error) => error.code(),
-            LookError::Run(error) | LookError::OtherData { source: error, .. } => error.code(),
-            LookError::Sample { .. } => "T012",
-            LookError::Serve(_) => "T020",
+            InspectError::NoRun { .. } => "T010",
+            InspectError::Config(_) | InspectError::Gone(_) => "T011",
+            InspectError::Trace(error) | InspectError::Step { source: error, .. } => error.code(),
+            InspectError::Replay(error) => error.code(),
+            InspectError::Run(error) | InspectError::OtherData { source: error, .. } => {
+                error.code()
+            }
+            InspectError::Sample { .. } => "T012",
+            InspectError::Serve(_) => "T020",
         }
     }
 }
@@ -113,7 +115,7 @@ impl TracedRun {
     ///
     /// # Errors
     /// Not a run folder, with the nearest one; a configuration or trace of another version.
-    pub fn open(dir: &Path, registry: &Registry) -> Result<TracedRun, LookError> {
+    pub fn open(dir: &Path, registry: &Registry) -> Result<TracedRun, InspectError> {
         let (schedule, gone) = schedule_of(dir, registry)?;
         Ok(TracedRun::of(dir, schedule, gone, TraceDir::open(dir)?))
     }
@@ -158,12 +160,12 @@ impl TracedRun {
     ///
     /// # Errors
     /// A step that was not recorded, with the nearest recorded one; a step without readable stages.
-    pub fn step(&self, step: u64) -> Result<RecordedStep, LookError> {
+    pub fn step(&self, step: u64) -> Result<RecordedStep, InspectError> {
         let recorded = self
             .trace
             .step_as_found(step)
             .map_err(|source| match source {
-                TraceError::NoStep { .. } => LookError::Step {
+                TraceError::NoStep { .. } => InspectError::Step {
                     near: self
                         .trace
                         .steps()
@@ -171,7 +173,7 @@ impl TracedRun {
                         .min_by_key(|known| known.abs_diff(step)),
                     source,
                 },
-                other => LookError::Trace(other),
+                other => InspectError::Trace(other),
             })?;
         let after = self.trace.manifest(step + 1).ok();
         let (stats, _) = self.trace.stats_as_found(step..=step);
@@ -201,7 +203,7 @@ impl TracedRun {
     ///
     /// # Errors
     /// As [`TracedRun::step`]; a state that is damaged.
-    pub fn step_with_state(&self, step: u64) -> Result<RecordedStep, LookError> {
+    pub fn step_with_state(&self, step: u64) -> Result<RecordedStep, InspectError> {
         let mut recorded = self.step(step)?;
         recorded.state = Some(self.state_before(step)?);
         Ok(recorded)
@@ -230,17 +232,21 @@ impl TracedRun {
     /// Starts the run again: models loaded, data opened, no step run, nothing written.
     ///
     /// # Errors
-    /// [`LookError::Gone`]; any other error of the start.
-    pub fn start(&self) -> Result<Run, LookError> {
+    /// [`InspectError::Gone`]; any other error of the start.
+    pub fn start(&self) -> Result<Run, InspectError> {
         if !self.gone.is_empty() {
-            return Err(LookError::Gone(self.gone.clone()));
+            return Err(InspectError::Gone(self.gone.clone()));
         }
-        let schedule = self.schedule.plan.schedule().map_err(LookError::Config)?;
+        let schedule = self
+            .schedule
+            .plan
+            .schedule()
+            .map_err(InspectError::Config)?;
         let started = schedule.start(RunOptions::default());
         started.map_err(
             |source| match describe_changed_data(&self.dir, &self.schedule.plan) {
                 changed if changed.is_empty() => source.into(),
-                changed => LookError::OtherData { source, changed },
+                changed => InspectError::OtherData { source, changed },
             },
         )
     }
@@ -266,23 +272,23 @@ impl TracedRun {
 pub(crate) fn schedule_of(
     dir: &Path,
     registry: &Registry,
-) -> Result<(Schedule, Vec<Diagnostic>), LookError> {
+) -> Result<(Schedule, Vec<Diagnostic>), InspectError> {
     let config = dir.join("config.toml");
     if !config.is_file() {
         let reason = match dir.is_dir() {
             true => "it contains no config.toml",
             false => "there is no such folder",
         };
-        return Err(LookError::NoRun {
+        return Err(InspectError::NoRun {
             dir: dir.to_owned(),
             reason: reason.to_owned(),
             near: near_run(dir),
         });
     }
     let (plan, gone) = read_recorded(dir, registry)
-        .and_then(|pipe| pipe.plan_to_look())
-        .map_err(LookError::Config)?;
-    Ok((plan.schedule().map_err(LookError::Config)?, gone))
+        .and_then(|pipe| pipe.plan_to_inspect())
+        .map_err(InspectError::Config)?;
+    Ok((plan.schedule().map_err(InspectError::Config)?, gone))
 }
 
 /// The run in the same folder as `dir` with the nearest name.

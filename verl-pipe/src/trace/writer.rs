@@ -72,7 +72,7 @@ impl TraceWriter {
         let taken = self
             .room
             .as_ref()
-            .map_or(Ok(()), |room| room.take_beside_lines(size));
+            .map_or(Ok(()), |room| room.ensure_free_beside_lines(size));
         taken.map_err(|e| TraceError::file("write", &self.layout.dir, e))
     }
 

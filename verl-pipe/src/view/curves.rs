@@ -98,7 +98,9 @@ impl FullCurve {
     /// The curve with `most` points; the caller adds its names.
     fn thinned(&self, most: usize) -> Curve {
         let kept = thin(&self.mean, most);
-        let at = |list: &Vec<Option<f64>>, take: &dyn Fn(&ThinnedPoint) -> Option<f64>| match list.len() {
+        let at = |list: &Vec<Option<f64>>, take: &dyn Fn(&ThinnedPoint) -> Option<f64>| match list
+            .len()
+        {
             0 => Vec::new(),
             _ => kept.iter().map(|kept| rounded(take(kept))).collect(),
         };

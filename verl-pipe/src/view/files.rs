@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::de::DeserializeOwned;
 
-use crate::run::held::is_held;
+use crate::run::folder_lock::is_locked;
 use crate::run::records::{MetricsLine, SampleLine, Status, StatusFile};
 use crate::trace::rules::Anomaly;
 use crate::trace::text::count;
@@ -31,7 +31,7 @@ impl RunFiles {
     /// Reads the files of the run in `dir`.
     pub(crate) fn read(dir: &Path) -> RunFiles {
         let mut files = RunFiles::default();
-        files.is_running = is_held(dir) == Some(true);
+        files.is_running = is_locked(dir) == Some(true);
         files.status = files.document(&dir.join("status.json"));
         files.metrics = files.lines(&dir.join("metrics.jsonl"));
         files.metrics.sort_by_key(|line| line.step);

@@ -143,7 +143,14 @@ impl Rows {
                 let near = neighbours[*index].iter().map(|near| places[*near] as f64);
                 let mean = near.clone().sum::<f64>() / near.len() as f64;
                 let is_isolated = neighbours[*index].is_empty();
-                (if is_isolated { places[*index] as f64 } else { mean }, *index)
+                (
+                    if is_isolated {
+                        places[*index] as f64
+                    } else {
+                        mean
+                    },
+                    *index,
+                )
             })
             .collect();
         keyed.sort_by(|a, b| a.0.partial_cmp(&b.0).unwrap_or(Ordering::Equal));

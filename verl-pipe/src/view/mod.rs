@@ -22,14 +22,14 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::registry::Registry;
-use crate::run::held::{ABANDONED, Process, process_of};
+use crate::run::folder_lock::{ABANDONED, Process, process_of};
 use crate::run::records::{SampleLine, StatusFile};
 use crate::schedule::placement::Schedule;
 use crate::trace::error::TraceError;
 use crate::trace::rules::Anomaly;
 use crate::trace::store::TraceDir;
 use crate::trace::text::count;
-use crate::trace::traced_run::{LookError, TracedRun, schedule_of};
+use crate::trace::traced_run::{InspectError, TracedRun, schedule_of};
 
 use curves::{Curve, KeyCurves, metric_curves};
 use files::RunFiles;
@@ -107,7 +107,7 @@ struct RunHead<'a> {
 ///
 /// # Errors
 /// A folder without a run; a trace in another format.
-pub fn page(dir: &Path, registry: &Registry, options: &ViewOptions) -> Result<Page, LookError> {
+pub fn page(dir: &Path, registry: &Registry, options: &ViewOptions) -> Result<Page, InspectError> {
     let mut notes = Vec::new();
     let run = ViewedRun::open(dir, registry, &mut notes)?;
     let mut files = RunFiles::read(dir);
@@ -169,10 +169,14 @@ struct ViewedRun {
 }
 
 impl ViewedRun {
-    fn open(dir: &Path, registry: &Registry, notes: &mut Vec<String>) -> Result<ViewedRun, LookError> {
+    fn open(
+        dir: &Path,
+        registry: &Registry,
+        notes: &mut Vec<String>,
+    ) -> Result<ViewedRun, InspectError> {
         let schedule = match schedule_of(dir, registry) {
             Ok(found) => Some(found),
-            Err(LookError::Config(findings)) => {
+            Err(InspectError::Config(findings)) => {
                 let n = count(findings.len() as u64, "finding");
                 notes.push(format!(
                     "this version does not accept the run's config.toml ({n}, see T011): the page shows no pipeline and no samples"
@@ -184,7 +188,9 @@ impl ViewedRun {
         let trace = match TraceDir::open(dir) {
             Ok(trace) => Some(trace),
             Err(TraceError::NoTrace { .. }) => {
-                notes.push("the run has no trace, so the page shows only metrics and texts".to_owned());
+                notes.push(
+                    "the run has no trace, so the page shows only metrics and texts".to_owned(),
+                );
                 None
             }
             Err(other) => return Err(other.into()),

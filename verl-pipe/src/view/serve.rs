@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tiny_http::{Header, Method, Request, Response, Server as Http, StatusCode};
 
-use crate::trace::traced_run::LookError;
+use crate::trace::traced_run::InspectError;
 
 /// The server cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -55,7 +55,7 @@ impl Server {
     }
 
     /// Answers every request for `/` with the result of `page`, until it is stopped.
-    pub fn run(&self, page: impl Fn() -> Result<String, LookError>) {
+    pub fn run(&self, page: impl Fn() -> Result<String, InspectError>) {
         for request in self.http.incoming_requests() {
             if let Err(error) = self.answer(request, &page) {
                 // The browser closed the connection.
@@ -67,7 +67,7 @@ impl Server {
     fn answer(
         &self,
         request: Request,
-        page: &impl Fn() -> Result<String, LookError>,
+        page: &impl Fn() -> Result<String, InspectError>,
     ) -> io::Result<()> {
         let (status, kind, body) = match (self.is_for_us(&request), request.method(), request.url())
         {
@@ -84,7 +84,11 @@ impl Server {
                     format!("error[{}]: {error}\n", error.code()),
                 ),
             },
-            _ => (404, "text/plain", "not found; the page is at /\n".to_owned()),
+            _ => (
+                404,
+                "text/plain",
+                "not found; the page is at /\n".to_owned(),
+            ),
         };
         // The length is known, so the page does not have to be sent in chunks.
         let mut response = Response::from_string(body)
@@ -156,7 +160,7 @@ mod tests {
             made.set(made.get() + 1);
             match made.get() {
                 1 => Ok("<p>first</p>".to_owned()),
-                _ => Err(LookError::NoRun {
+                _ => Err(InspectError::NoRun {
                     dir: "gone".into(),
                     reason: "there is no such folder".to_owned(),
                     near: None,

@@ -33,7 +33,7 @@ fn models_stay_in_memory_and_work_is_added_one_piece_at_a_time() {
         (12 * PARAMETERS, 4 * PARAMETERS)
     );
     assert_eq!((reference.optimizer, reference.gradients), (0, 0));
-    assert_eq!(memory.held(), 20 * PARAMETERS);
+    assert_eq!(memory.permanent(), 20 * PARAMETERS);
 
     let logits = 768 << 20;
     // 720 rows, of which 512 fit in a rollout.
@@ -52,7 +52,7 @@ fn models_stay_in_memory_and_work_is_added_one_piece_at_a_time() {
 
     let largest = memory.largest().expect("work");
     assert_eq!(largest.stage, "ref_log_probs");
-    assert_eq!(memory.most(), memory.held() + largest.bytes);
+    assert_eq!(memory.peak(), memory.permanent() + largest.bytes);
 }
 
 #[test]

@@ -249,8 +249,7 @@ fn a_reader_of_filtered_rows_gets_filtered_rows_of_every_writer() {
     let table = stage(&plan, "use").table_in.expect("a table");
     assert_eq!(plan.tables[table].rows, "F(P·n)");
     assert!(
-        plan.to_string()
-            .contains("from measure, filtered from P·n"),
+        plan.to_string().contains("from measure, filtered from P·n"),
         "{plan}"
     );
 }

@@ -357,7 +357,9 @@ fn an_adaptive_penalty_follows_the_kl_and_is_restored() {
         },
         ..config
     };
-    let faults = StageConfig::build(&without_target, &context()).err().unwrap();
+    let faults = StageConfig::build(&without_target, &context())
+        .err()
+        .unwrap();
     let settings: Vec<&str> = faults.iter().map(|fault| fault.setting.as_str()).collect();
     assert_eq!(settings, ["kl_control.target", "kl_control.horizon"]);
     let fixed = StageConfig::build(&Advantages::default(), &context())

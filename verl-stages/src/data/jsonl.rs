@@ -329,10 +329,7 @@ fn parse(origin: &str, number: usize, text: &str) -> Result<Map<String, Value>, 
     };
     match json_numbers::parse(text) {
         Ok(Value::Object(row)) => Ok(row),
-        Ok(other) => Err(fail(format!(
-            "found {}, not an object",
-            kind_of(&other)
-        ))),
+        Ok(other) => Err(fail(format!("found {}, not an object", kind_of(&other)))),
         Err(error) => {
             let (column, reason) = json_fault(text, &error);
             Err(fail(format!("malformed JSON at column {column}: {reason}")))

@@ -243,7 +243,10 @@ impl ParquetRows {
             })
             .unzip();
         if rows != self.rows {
-            let reason = format!("column `{name}` has {rows} rows, but the file has {}", self.rows);
+            let reason = format!(
+                "column `{name}` has {rows} rows, but the file has {}",
+                self.rows
+            );
             return Err(self.unreadable(reason));
         }
         Ok(Column { path, arrays, ends })

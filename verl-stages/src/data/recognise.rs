@@ -116,8 +116,7 @@ pub(crate) fn recognise(start: &[u8]) -> Option<UnusableFile> {
     let text = text.trim_start_matches('\u{feff}').trim_start();
     if text.starts_with('<') {
         let what = "is an HTML or XML page, not data";
-        let help =
-            "download the file itself; an error or login page is often saved under its name";
+        let help = "download the file itself; an error or login page is often saved under its name";
         return Some(UnusableFile::new(what, help));
     }
     table(text)

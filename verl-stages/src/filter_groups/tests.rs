@@ -2,7 +2,7 @@ use verl_pipe::batch::RowId;
 use verl_pipe::schedule::batching::BatchPlan;
 
 use super::*;
-use crate::sink::{Kept, run};
+use crate::sink::{RecordingSink, run};
 
 fn context() -> BuildContext {
     BuildContext {
@@ -16,7 +16,7 @@ fn context() -> BuildContext {
 }
 
 /// The numbers of the groups that are kept, each with the mean that is written; and what was recorded.
-fn kept(config: &FilterGroups, groups: &[&[Option<f32>]]) -> (Vec<(u64, f32)>, Kept) {
+fn kept(config: &FilterGroups, groups: &[&[Option<f32>]]) -> (Vec<(u64, f32)>, RecordingSink) {
     let mut ids = Vec::new();
     for (number, group) in groups.iter().enumerate() {
         let prompt = RowId::prompt(0, number as u64).unwrap();

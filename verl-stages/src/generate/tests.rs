@@ -11,7 +11,7 @@ use crate::data::addition::Addition;
 use crate::evaluate::Evaluate;
 use crate::prompts::{PromptFormat, Template};
 use crate::scripted::Scripted;
-use crate::sink::{Kept, run_with};
+use crate::sink::{RecordingSink, run_with};
 
 /// `18####`, `<|user|>`, `777 …`: ids of the addition models, in which `####` is one token.
 const SCRIPT: [u32; 9] = [21, 28, 31, 4, 27, 27, 27, 27, 27];
@@ -108,7 +108,7 @@ fn a_baseline_ends_its_answers_as_generate_does() {
 
 #[test]
 fn an_evaluation_ends_its_answers_as_generate_does() {
-    let answers = |stop: &[&str], include_stop: bool| -> Kept {
+    let answers = |stop: &[&str], include_stop: bool| -> RecordingSink {
         let config = Evaluate {
             questions: Some(2),
             max_new_tokens: 6,
@@ -137,7 +137,7 @@ fn an_evaluation_ends_its_answers_as_generate_does() {
             .expect("a started stage");
         run_with(stage.as_mut(), 1, Batch::with_rows(&[]), &mut models).unwrap()
     };
-    let response = |kept: &Kept| kept.samples[0]["response"].clone();
+    let response = |kept: &RecordingSink| kept.samples[0]["response"].clone();
     let cut = answers(&["<|user|>"], false);
     assert_eq!(response(&cut), Value::from("18####"));
     assert_eq!(

@@ -80,11 +80,7 @@ impl Dpo {
         for (weight, name) in self.weights() {
             if !(weight > 0.0 && weight.is_finite()) {
                 let reason = format!("sets the weight of `{name}` to {weight}");
-                faults.push(ConfigError::new(
-                    setting,
-                    reason,
-                    "use a number above 0",
-                ));
+                faults.push(ConfigError::new(setting, reason, "use a number above 0"));
             }
             let mut variant = match PreferenceLoss::parse(name) {
                 Ok(variant) => variant,

@@ -93,7 +93,10 @@ fn settings_of_dpo_reach_the_maths() {
         "Alpha { alpha: 0.5 }",
         "ld_alpha: Some(0.75)",
     ] {
-        assert!(written.contains(words), "{written} does not contain {words}");
+        assert!(
+            written.contains(words),
+            "{written} does not contain {words}"
+        );
     }
     let tau = dpo(|dpo| {
         dpo.variant = "discopop".to_owned();
@@ -121,7 +124,10 @@ fn a_mixture_has_its_weights() {
         "(0.2, Dpo { loss: BcoPair",
         "(1.0, Dpo { loss: Sft",
     ] {
-        assert!(written.contains(words), "{written} does not contain {words}");
+        assert!(
+            written.contains(words),
+            "{written} does not contain {words}"
+        );
     }
     // ε applies to the variants that have one, and at least one must.
     let smoothed = mixed(&[("sft", 1.0), ("robust", 1.0)], |dpo| {
@@ -173,7 +179,10 @@ fn invalid_settings_are_reported() {
         variant: "simpo".to_owned(),
         ..Cpo::default()
     };
-    check_refused(cpo.build(&pairs()), &[("variant", "not a known variant of CPO")]);
+    check_refused(
+        cpo.build(&pairs()),
+        &[("variant", "not a known variant of CPO")],
+    );
     let simpo = SimPo {
         gamma: -1.0,
         nll_coef: -1.0,

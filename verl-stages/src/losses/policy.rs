@@ -441,7 +441,10 @@ mod tests {
         let cap = |cap| json!({ "clip_high": 0.28, "delta": cap });
         assert_eq!(refused_settings::<TrlGrpo>(cap(1.1)), ["delta"]);
         assert_eq!(refused_settings::<TrlGrpo>(cap(4.0)), none);
-        assert_eq!(refused_settings::<TrlGrpo>(json!({ "clip_high": 0.28 })), none);
+        assert_eq!(
+            refused_settings::<TrlGrpo>(json!({ "clip_high": 0.28 })),
+            none
+        );
     }
 
     #[test]

@@ -34,8 +34,9 @@ impl BuiltModel {
     }
 }
 
-type BuildModel =
-    dyn Fn(&Device, u64, Option<OptimizerConfig>) -> Result<BuiltModel, ResourceError> + Send + Sync;
+type BuildModel = dyn Fn(&Device, u64, Option<OptimizerConfig>) -> Result<BuiltModel, ResourceError>
+    + Send
+    + Sync;
 
 /// A custom model, created by [`policy_model`] or [`value_model`] and passed to
 /// [`DataPipe::model_object`](verl_pipe::pipe::DataPipe::model_object).

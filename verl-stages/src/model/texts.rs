@@ -407,7 +407,9 @@ mod tests {
         assert!(declared_untied.doubts.is_empty());
         let warning = &declared_tied.doubts[0];
         assert!(
-            warning.reason.contains("lm_head.weight is not the embedding"),
+            warning
+                .reason
+                .contains("lm_head.weight is not the embedding"),
             "{warning}"
         );
     }

@@ -13,7 +13,7 @@ use crate::prompts::{
 
 /// A prompt with its judged answers.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Judged {
+pub(crate) struct JudgedRow {
     /// The prompt as text.
     pub text: String,
     /// Its token ids.
@@ -72,11 +72,11 @@ struct Answer {
     said: Value,
 }
 
-impl Judged {
+impl JudgedRow {
     /// Reads the columns of a row without rendering it; returns the number of bytes of its texts.
     ///
     /// # Errors
-    /// Those of [`Judged::encode`], except errors of the template and the tokenizer.
+    /// Those of [`JudgedRow::encode`], except errors of the template and the tokenizer.
     pub fn glance(config: &PreferenceFormat, row: &Row<'_>) -> Result<usize, DataError> {
         let RawJudgedRow { asked, answers, .. } = RawJudgedRow::read(config, row)?;
         let asked = match asked {
@@ -88,7 +88,7 @@ impl Judged {
         Ok(asked + answers.max().unwrap_or(0))
     }
 
-    /// Reads row `index`; the result may be longer than the settings allow, see [`Judged::fit`].
+    /// Reads row `index`; the result may be longer than the settings allow, see [`JudgedRow::fit`].
     ///
     /// # Errors
     /// [`DataError`] with the row: a column is missing or of another type, an answer is empty, the answers do not
@@ -98,7 +98,7 @@ impl Judged {
         format: &PromptFormat,
         source: &Source,
         index: usize,
-    ) -> Result<Judged, DataError> {
+    ) -> Result<JudgedRow, DataError> {
         let row = Row::read(source.data.as_ref(), index)?;
         let raw = RawJudgedRow::read(config, &row)?;
         let writer = format.writer(&row, &source.tokenizer, source.template.as_ref())?;
@@ -120,7 +120,7 @@ impl Judged {
             targets,
             notes,
         } = lesson.map_err(|error| refused(&row, &error))?;
-        Ok(Judged {
+        Ok(JudgedRow {
             text,
             prompt,
             answers: targets.into_iter().map(|target| target.tokens).collect(),
@@ -166,7 +166,7 @@ impl Judged {
         format: &PromptFormat,
         source: &Source,
         index: usize,
-    ) -> Result<Judged, DataError> {
+    ) -> Result<JudgedRow, DataError> {
         let data = source.data.as_ref();
         let fault = |reason: String| DataError::Row {
             path: data.origin(),
@@ -270,8 +270,7 @@ fn plain_text<'a>(row: &Row<'_>, said: &'a Value) -> Result<&'a str, DataError> 
 }
 
 /// Why answers of several turns are refused.
-const ONE_TURN: &str =
-    "a pair compares single assistant turns; move earlier turns into the prompt";
+const ONE_TURN: &str = "a pair compares single assistant turns; move earlier turns into the prompt";
 
 /// The prompt of a row: from its own column, which the answers may repeat, or the one that all answers share.
 fn read_prompt(row: &Row<'_>, column: &str, answers: &[Answer]) -> Result<PromptInput, DataError> {

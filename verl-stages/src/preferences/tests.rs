@@ -8,7 +8,7 @@ use verl_pipe::data::{DataError, DataLoaderInterface};
 use verl_pipe::field::{Key, Ragged};
 
 use super::*;
-use crate::sink::{self, Kept};
+use crate::sink::{self, RecordingSink};
 
 /// Rows in memory.
 struct Rows(Vec<Value>);
@@ -52,10 +52,10 @@ fn stage(config: Preferences, prompts: usize, rows: Value) -> PreferenceStage {
     }
 }
 
-fn judge(config: &Preferences, row: Value) -> Result<Judged, DataError> {
+fn judge(config: &Preferences, row: Value) -> Result<JudgedRow, DataError> {
     let (source, config) = (source(json!([{}, row])), &config.format);
     let prompts = config.prompts();
-    let judged = Judged::encode(config, &prompts, &source, 1)?;
+    let judged = JudgedRow::encode(config, &prompts, &source, 1)?;
     let fits = judged.long(config, &prompts, CONTEXT).is_none();
     match judged.clone().fit(config, &prompts, &source, 1) {
         Ok(fitted) => assert_eq!(
@@ -78,7 +78,7 @@ fn pair(chosen: &str, rejected: &str) -> Value {
     json!({"prompt": "12+34", "chosen": chosen, "rejected": rejected})
 }
 
-fn run(stage: &mut PreferenceStage, step: u64) -> (Batch, Kept) {
+fn run(stage: &mut PreferenceStage, step: u64) -> (Batch, RecordingSink) {
     let kept = sink::run(stage, step, Batch::with_rows(&[]));
     let [batch] = &kept.batches[..] else {
         panic!("{} batches", kept.batches.len());
@@ -398,8 +398,7 @@ fn answers_of_several_turns_are_refused() {
     let user = |text: &str| json!({"role": "user", "content": text});
     let answer = |text: &str| json!({"role": "assistant", "content": text});
     let several = json!([answer("2"), user("sure?"), answer("2")]);
-    let words =
-        "several messages after the prompt, but a pair compares single assistant turns";
+    let words = "several messages after the prompt, but a pair compares single assistant turns";
     check_refused(
         &config,
         json!({"prompt": "1+1", "chosen": several, "rejected": "3"}),

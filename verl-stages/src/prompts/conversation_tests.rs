@@ -102,10 +102,7 @@ fn conversations_that_end_with_the_answer_are_imitated() {
         1,
         rows(json!([{"messages": [assistant("1")]}])),
     ));
-    assert!(
-        error.contains("has an answer but no question"),
-        "{error}"
-    );
+    assert!(error.contains("has an answer but no question"), "{error}");
 }
 
 #[test]
@@ -285,7 +282,8 @@ fn rows_that_are_too_long_are_found_before_the_first_step() {
     );
     let many = [3, 7, 20, 21, 22, 149, 150];
     let error = refused(&mut stage(config(OnLong::Error), 4, data(&many)));
-    let first = "`rows`: 7 of 200 rows are too long; the first are:\n  row 4: the prompt has 73 tokens";
+    let first =
+        "`rows`: 7 of 200 rows are too long; the first are:\n  row 4: the prompt has 73 tokens";
     assert!(error.starts_with(first), "{error}");
     assert!(
         error.contains("row 23") && !error.contains("row 150"),

@@ -361,8 +361,7 @@ impl PromptFormat {
         let (room, help) = if self.max_prompt_tokens == Some(limit) {
             (format!("`max_prompt_tokens` is {limit}"), "raise it")
         } else {
-            let room =
-                format!("the model's context is {context}, which must also fit an answer");
+            let room = format!("the model's context is {context}, which must also fit an answer");
             (room, "shorten it")
         };
         (tokens > limit).then(|| TooLong {
@@ -373,11 +372,7 @@ impl PromptFormat {
     }
 
     /// Whether the prompt or the target of an example is too long.
-    pub(crate) fn long_example(
-        &self,
-        example: &EncodedExample,
-        context: usize,
-    ) -> Option<TooLong> {
+    pub(crate) fn long_example(&self, example: &EncodedExample, context: usize) -> Option<TooLong> {
         let (prompt, tokens) = (example.prompt.tokens.len(), example.target.tokens.len());
         let room = context.saturating_sub(prompt);
         let answer = || TooLong {

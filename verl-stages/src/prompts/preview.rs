@@ -64,7 +64,7 @@ impl Shown {
 }
 
 /// How a source previews its rows before a run.
-pub(crate) struct Looks {
+pub(crate) struct RowPreviewer {
     /// Maximum number of rows, from the first on.
     pub rows: usize,
     /// Reads a row without rendering it; returns its length in bytes.
@@ -78,13 +78,13 @@ type Glance = Box<dyn Fn(&Source, &Row<'_>) -> Result<usize, DataError> + Send +
 /// Writes a row.
 type Show = Box<dyn Fn(&Source, usize) -> Result<Shown, DataError> + Send + Sync>;
 
-impl Looks {
+impl RowPreviewer {
     /// Previews all rows.
     pub fn new(
         glance: impl Fn(&Source, &Row<'_>) -> Result<usize, DataError> + Send + Sync + 'static,
         show: impl Fn(&Source, usize) -> Result<Shown, DataError> + Send + Sync + 'static,
     ) -> Self {
-        Looks {
+        RowPreviewer {
             rows: usize::MAX,
             glance: Box::new(glance),
             show: Box::new(show),
@@ -93,7 +93,7 @@ impl Looks {
 
     /// Previews only the first `rows` rows.
     pub fn first(self, rows: usize) -> Self {
-        Looks { rows, ..self }
+        RowPreviewer { rows, ..self }
     }
 }
 
@@ -113,7 +113,7 @@ struct Preview {
     model: String,
     on_long: OnLong,
     source: Source,
-    looks: Looks,
+    looks: RowPreviewer,
 }
 
 /// The rows of `data` as they are written for `model`; `None` if one of the two is not in `context`.
@@ -126,7 +126,7 @@ pub(crate) fn preview(
     model: &str,
     format: &PromptFormat,
     has_answers: bool,
-    looks: Looks,
+    looks: RowPreviewer,
 ) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
     let rows = context.data.get(data).cloned();
     let (Some(rows), Some(texts)) = (rows, context.texts::<TextTools>(model)) else {

@@ -372,7 +372,8 @@ fn conversations_and_plain_text() {
         "<bos><|user|>1+1<|assistant|>2<eos><|user|>1+1<|assistant|>"
     );
     assert!(
-        encode_error(&chat, talk(json!([user, assistant]))).contains("ends with the assistant's message")
+        encode_error(&chat, talk(json!([user, assistant])))
+            .contains("ends with the assistant's message")
     );
     assert!(encode_error(&chat, talk(json!([]))).contains("is an empty list"));
     assert!(encode_error(&chat, talk(json!("1+1"))).contains("is not a list of objects"));
@@ -571,7 +572,10 @@ fn starting_uses_tokenizer_template_and_context_of_the_model() {
         data: "test".to_owned(),
         ..config.clone()
     };
-    assert!(start_error(elsewhere, whole()).contains("no data set `test`; the pipeline declares: train"));
+    assert!(
+        start_error(elsewhere, whole())
+            .contains("no data set `test`; the pipeline declares: train")
+    );
     let variables = Prompts {
         template_variables: json!({"bos_token": "7"}).as_object().unwrap().clone(),
         ..config

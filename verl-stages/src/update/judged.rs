@@ -13,7 +13,8 @@ use crate::refusals::refused_row;
 /// Adds the inputs of `loss` to `spec`.
 pub(super) fn spec(mut spec: StageSpec, loss: &Loss) -> StageSpec {
     if loss.reads_labels() {
-        let help = "add a stage `pairs` after `preferences`, or set the column `labels` of `preferences`";
+        let help =
+            "add a stage `pairs` after `preferences`, or set the column `labels` of `preferences`";
         spec = spec.reads(DESIRABLE).remedy(DESIRABLE.name(), help);
     }
     match &loss.reference {

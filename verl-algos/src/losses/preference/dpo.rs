@@ -215,7 +215,10 @@ mod tests {
         let objective = Objective::new(Aggregation::default()).with_rows(1.0, dpo);
         let got = value(&objective, &batch()).unwrap();
         let expected = (expected[0] + expected[1]) / 2.0;
-        assert!((got - expected).abs() < 1e-12, "{got} differs from {expected}");
+        assert!(
+            (got - expected).abs() < 1e-12,
+            "{got} differs from {expected}"
+        );
     }
 
     #[test]

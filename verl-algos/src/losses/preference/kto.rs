@@ -118,7 +118,12 @@ impl RowLoss for Kto {
         ];
         weights.into_iter().try_for_each(|(name, weight)| {
             let valid = weight >= 0.0 && weight.is_finite();
-            check_setting(name, weight, valid, "it must be a finite number of at least 0")
+            check_setting(
+                name,
+                weight,
+                valid,
+                "it must be a finite number of at least 0",
+            )
         })
     }
 

@@ -35,7 +35,11 @@ mod tests {
         let (got, grad) = gradient(&[x], f);
         let near = |a: f64, b: f64| (a - b).abs() <= 1e-12 * b.abs().max(1.0);
         assert!(near(got, value), "value {got} differs from {value}");
-        assert!(near(grad[0], slope), "slope {} differs from {slope}", grad[0]);
+        assert!(
+            near(grad[0], slope),
+            "slope {} differs from {slope}",
+            grad[0]
+        );
     }
 
     #[test]

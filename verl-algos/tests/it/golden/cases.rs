@@ -54,7 +54,9 @@ fn read(path: &Path) -> Result<Vec<Value>, String> {
     let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
     let file: Value = serde_json::from_str(&text).map_err(|error| error.to_string())?;
     let cases = file["cases"].as_array().or(file.as_array());
-    cases.cloned().ok_or_else(|| "`cases` is not a list".to_owned())
+    cases
+        .cloned()
+        .ok_or_else(|| "`cases` is not a list".to_owned())
 }
 
 /// A number, or one of the words for numbers that JSON does not have.
@@ -209,7 +211,10 @@ pub fn compare(case: &Case, answer: Answer, tolerance: f64) -> Result<(), String
         (None, Err(error)) => return Err(format!("error: {error}")),
         (None, Ok(got)) => got,
     };
-    let wanted = case.answer.as_object().ok_or("the answer is not an object")?;
+    let wanted = case
+        .answer
+        .as_object()
+        .ok_or("the answer is not an object")?;
     for (key, expected) in wanted {
         let got = answer.get(key);
         let got = got.ok_or_else(|| format!("no `{key}` in the answer"))?;

@@ -249,7 +249,9 @@ struct Lesson {
 fn lessons() -> impl Strategy<Value = Lesson> {
     let lengths = prop::collection::vec(0usize..4, 2..5);
     lengths
-        .prop_filter("at least one token", |lengths| lengths.iter().any(|n| *n > 0))
+        .prop_filter("at least one token", |lengths| {
+            lengths.iter().any(|n| *n > 0)
+        })
         .prop_flat_map(|lengths| {
             let each = lengths.iter().enumerate();
             let rows: Vec<usize> = each.flat_map(|(b, &n)| std::iter::repeat_n(b, n)).collect();

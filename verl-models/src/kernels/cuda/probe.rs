@@ -63,7 +63,9 @@ pub(crate) fn supports_large(client: &Client) -> bool {
         let found = client.read_one(output);
         let supported = found.is_ok_and(|bytes| bytes.to_vec() == expected.to_le_bytes());
         if !supported {
-            tracing::info!("kernels use at most 48 KiB of shared memory: the driver does not support more");
+            tracing::info!(
+                "kernels use at most 48 KiB of shared memory: the driver does not support more"
+            );
         }
         supported
     })

@@ -256,7 +256,7 @@ mod tests {
         let mut together = vec![0.0; 133 * outputs];
         packed.multiply(&x, &mut together, Write::Set, Spread::Panels);
         for (x, want) in x.chunks(inputs).zip(together.chunks(outputs)) {
-            let mut alone = vec![0.0; outputs];
+            let mut single = vec![0.0; outputs];
             packed.multiply(x, &mut single, Write::Set, Spread::Alone);
             assert_eq!(single, want);
         }

@@ -20,7 +20,7 @@ use crate::trace::stats_faults::first_fault_of_stats;
 use crate::trace::stopped::stopped_fault;
 use crate::trace::store::{DamagedFile, ranges};
 use crate::trace::text::count;
-use crate::trace::traced_run::{LookError, TracedRun};
+use crate::trace::traced_run::{InspectError, TracedRun};
 
 /// Arguments of `pipe debug first-bad`.
 #[derive(Debug, Clone, Args)]
@@ -202,7 +202,7 @@ impl Inspection {
 fn started(traced: &TracedRun, notes: &mut Vec<String>) -> Option<Run> {
     match traced.start() {
         Ok(run) => Some(run),
-        Err(gone @ LookError::Gone(_)) => {
+        Err(gone @ InspectError::Gone(_)) => {
             notes.push(gone.to_string());
             None
         }
@@ -223,7 +223,7 @@ fn inspect_step(
     let schedule = traced.schedule();
     let mut recorded = match traced.step(step) {
         Ok(recorded) => recorded,
-        Err(LookError::Trace(error)) => {
+        Err(InspectError::Trace(error)) => {
             inspection.damaged.push(DamagedFile {
                 step,
                 stage: None,
@@ -243,7 +243,8 @@ fn inspect_step(
     match traced.state_before(step) {
         Ok(state) => recorded.state = Some(state),
         Err(error) => {
-            inspection.notes
+            inspection
+                .notes
                 .push(format!("step {step} was not run again: {error}"));
             inspection.damaged.push(DamagedFile {
                 step,
@@ -255,7 +256,8 @@ fn inspect_step(
     }
     match look(schedule, &recorded, Some(replayer)) {
         Err(error @ (ReplayError::NoState { .. } | ReplayError::NotRecorded { .. })) => {
-            inspection.notes
+            inspection
+                .notes
                 .push(format!("step {step} was not run again: {error}"));
             Ok(look(schedule, &recorded, None)?.bad)
         }

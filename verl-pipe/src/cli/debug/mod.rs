@@ -18,7 +18,7 @@ use serde::Serialize;
 use super::json_error::{JsonError, json_findings};
 use crate::diagnostic::Findings;
 use crate::registry::Registry;
-use crate::trace::traced_run::LookError;
+use crate::trace::traced_run::InspectError;
 
 pub use diff::DiffArgs;
 pub use first_bad::FirstBadArgs;
@@ -96,7 +96,7 @@ pub fn debug(command: &Debug, registry: &Registry, out: &mut dyn Write) -> io::R
                 false => writeln!(out, "error[{}]: {error}", error.code())?,
             }
             Ok(match error {
-                LookError::Replay(error) if error.is_wrong_use() => WRONG_USE,
+                InspectError::Replay(error) if error.is_wrong_use() => WRONG_USE,
                 _ => NOTHING,
             })
         }
@@ -130,26 +130,26 @@ const NOT_RECORDED: &str = "T004";
 const RECORD_SOME: &str = "start the run with --debug";
 
 /// The error in machine-readable form.
-fn json_error(error: &LookError) -> JsonError {
+fn json_error(error: &InspectError) -> JsonError {
     let code = error.code();
     let page = format!("see `docs/errors/{code}.md`");
     let help = match error {
-        LookError::NoRun { near, .. } => match near {
+        InspectError::NoRun { near, .. } => match near {
             Some(near) => format!("did you mean `{near}`?"),
             None => "use a run folder, as set by `run.dir`".to_owned(),
         },
-        LookError::Step {
+        InspectError::Step {
             near: Some(near), ..
         } => format!("the nearest recorded step is {near}"),
-        LookError::Sample { help, .. } => help.trim_start_matches("; ").to_owned(),
-        LookError::Config(findings) => match findings.first() {
+        InspectError::Sample { help, .. } => help.trim_start_matches("; ").to_owned(),
+        InspectError::Config(findings) => match findings.first() {
             Some(first) => first.help.clone(),
             None => page,
         },
         _ => page,
     };
     let mut failure = JsonError::new(code, error.to_string(), help);
-    if let LookError::Config(findings) = error {
+    if let InspectError::Config(findings) = error {
         failure.error.message =
             "this version does not accept the configuration of the run".to_owned();
         failure.error.why = Findings(findings.clone()).to_string();
@@ -160,13 +160,13 @@ fn json_error(error: &LookError) -> JsonError {
 
 /// Why a command has no result.
 enum Failure {
-    Look(LookError),
+    Look(InspectError),
     /// The run can be read, but nothing that the command needs was recorded.
     Nothing(&'static str),
     Write(io::Error),
 }
 
-impl<E: Into<LookError>> From<E> for Failure {
+impl<E: Into<InspectError>> From<E> for Failure {
     fn from(error: E) -> Self {
         Failure::Look(error.into())
     }

@@ -7,7 +7,7 @@ use clap::Args;
 use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
 use crate::registry::Registry;
 use crate::trace::replay::{ReplayError, ReplayScope, Replayer};
-use crate::trace::traced_run::{LookError, TracedRun};
+use crate::trace::traced_run::{InspectError, TracedRun};
 
 /// Arguments of `pipe debug replay`.
 #[derive(Debug, Clone, Args)]
@@ -61,7 +61,7 @@ pub(super) fn replay_step(
     let mut report = replayed.map_err(|error| match &error {
         // The missing stage was recorded, but cannot be read.
         ReplayError::NotRecorded { name, .. } => match recorded.damage_of(name) {
-            Some(damage) => LookError::Trace(damage.clone()),
+            Some(damage) => InspectError::Trace(damage.clone()),
             None => error.into(),
         },
         _ => error.into(),
@@ -75,7 +75,7 @@ pub(super) fn replay_step(
         false => write(out, &report)?,
     }
     let differs = report.differences() > 0 || report.failures() > 0;
-    Ok(match (report.tells(), differs) {
+    Ok(match (report.has_result(), differs) {
         (false, _) => NOTHING,
         (true, true) => DIFFERS,
         (true, false) => SAME,

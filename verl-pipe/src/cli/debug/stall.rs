@@ -6,9 +6,9 @@ use clap::Args;
 use serde_json::Value;
 
 use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
-use crate::run::held::{ABANDONED, Process, process_of};
+use crate::run::folder_lock::{ABANDONED, Process, process_of};
 use crate::run::stall::StallReport;
-use crate::trace::traced_run::LookError;
+use crate::trace::traced_run::InspectError;
 
 const UNKNOWN: &str = "it is unknown whether the run is in progress, as status.json says: its process locks metrics.jsonl, \
      which is missing or cannot be checked for a lock on this system";
@@ -26,7 +26,7 @@ pub struct StallArgs {
 
 pub(super) fn stall(args: &StallArgs, out: &mut dyn Write) -> Result<u8, Failure> {
     let dir = &args.run.dir;
-    let no_run = |reason: String| LookError::NoRun {
+    let no_run = |reason: String| InspectError::NoRun {
         dir: dir.clone(),
         reason,
         near: None,
@@ -43,14 +43,14 @@ pub(super) fn stall(args: &StallArgs, out: &mut dyn Write) -> Result<u8, Failure
     let code = match (&report, process) {
         (Some(_), _) | (None, Process::Gone) => DIFFERS,
         (None, Process::Unknown) => NOTHING,
-        (None, Process::Holds | Process::Ended) => SAME,
+        (None, Process::Alive | Process::Ended) => SAME,
     };
     if args.json {
         let mut document = serde_json::to_value(&report).unwrap_or_default();
         match process {
             Process::Gone => document["abandoned"] = true.into(),
             Process::Unknown => document["abandoned"] = Value::Null,
-            Process::Holds | Process::Ended => {}
+            Process::Alive | Process::Ended => {}
         }
         write_json(out, &document)?;
         return Ok(code);
@@ -58,7 +58,7 @@ pub(super) fn stall(args: &StallArgs, out: &mut dyn Write) -> Result<u8, Failure
     let last = match process {
         Process::Gone => Some(ABANDONED),
         Process::Unknown => Some(UNKNOWN),
-        Process::Holds | Process::Ended => None,
+        Process::Alive | Process::Ended => None,
     };
     if let Some(last) = last {
         write(out, format_args!("{last}\n"))?;

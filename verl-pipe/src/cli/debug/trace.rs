@@ -10,7 +10,7 @@ use crate::batch::RowId;
 use crate::registry::Registry;
 use crate::trace::replay::{ReplayScope, find_stage};
 use crate::trace::show::{StepView, step_summary};
-use crate::trace::traced_run::{LookError, TracedRun};
+use crate::trace::traced_run::{InspectError, TracedRun};
 
 /// Arguments of `pipe debug trace`.
 #[derive(Debug, Clone, Args)]
@@ -72,7 +72,8 @@ pub(super) fn trace(
         let altered = altered.map(|key| format!("{}: {}", key.side.as_str(), key.what(step)));
         let unread = words.is_none() && !schedule.plan.models.is_empty();
         let unread = unread.then(|| {
-            "tokens are shown as ids because no tokenizer of the run's models can be read".to_owned()
+            "tokens are shown as ids because no tokenizer of the run's models can be read"
+                .to_owned()
         });
         altered.chain(unread).collect::<Vec<String>>()
     };
@@ -125,7 +126,7 @@ fn list_steps(traced: &TracedRun, json: bool, out: &mut dyn Write) -> Result<u8,
 }
 
 /// The row `wanted`, written as `epoch.row#sample` or as the number in files.
-fn find_sample(rows: &[RowId], wanted: &str, at: (u64, &str)) -> Result<RowId, LookError> {
+fn find_sample(rows: &[RowId], wanted: &str, at: (u64, &str)) -> Result<RowId, InspectError> {
     let named = |id: &&RowId| id.to_string() == wanted || id.0.to_string() == wanted;
     if let Some(id) = rows.iter().find(named) {
         return Ok(*id);
@@ -138,7 +139,7 @@ fn find_sample(rows: &[RowId], wanted: &str, at: (u64, &str)) -> Result<RowId, L
         (!same, strsim::damerau_levenshtein(name, wanted))
     });
     near.truncate(4);
-    Err(LookError::Sample {
+    Err(InspectError::Sample {
         step: at.0,
         stage: at.1.to_owned(),
         sample: wanted.to_owned(),

@@ -9,9 +9,9 @@ use super::{Failure, RunArg, write};
 use crate::registry::Registry;
 use crate::run::interrupt::on_ctrl_c;
 use crate::trace::error::TraceError;
-use crate::trace::partial::write_aside;
+use crate::trace::partial::write_atomically;
 use crate::trace::text::count;
-use crate::trace::traced_run::LookError;
+use crate::trace::traced_run::InspectError;
 use crate::view::{Page, Server, ViewOptions, page};
 
 /// Arguments of `pipe debug view`.
@@ -51,7 +51,7 @@ pub(super) fn view(
     let dir = &args.run.dir;
     let made = page(dir, registry, &options)?;
     let path = args.out.clone().unwrap_or_else(|| dir.join("view.html"));
-    let written = write_aside(&path, |mut file| {
+    let written = write_atomically(&path, |mut file| {
         file.write_all(made.html.as_bytes())
             .map_err(|e| TraceError::file("write", &path, e))
     });
@@ -71,7 +71,7 @@ pub(super) fn view(
     let Some(port) = args.serve else {
         return Ok(0);
     };
-    let server = Server::listen(port).map_err(LookError::Serve)?;
+    let server = Server::listen(port).map_err(InspectError::Serve)?;
     on_ctrl_c(server.stopper()).map_err(Failure::Write)?;
     let address = server.address();
     write(

@@ -35,7 +35,11 @@ pub(crate) fn check(
             barrier[index] = Some(index);
         }
     }
-    for (by, stages) in waiting_stages.iter().enumerate().filter(|(_, stages)| !stages.is_empty()) {
+    for (by, stages) in waiting_stages
+        .iter()
+        .enumerate()
+        .filter(|(_, stages)| !stages.is_empty())
+    {
         let name = draft.name(by);
         let source = expansion[by].map_or("the stages before it", |index| draft.name(index));
         let waiting = crate::diagnostic::quoted(stages.iter().copied());

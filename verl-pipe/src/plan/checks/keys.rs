@@ -11,14 +11,19 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             .collect();
         let last = stages.last().copied().unwrap_or_default();
         findings.push(
-            Diagnostic::error("P005", format!("`{key}` is written by {} stages", stages.len()))
-                .at(format!("stages {}", quoted(stages.iter().copied())))
-                .because("a key has one writer; otherwise its value would depend on which of them ran last")
-                .help(format!(
-                    "give the key another name in one of them, for example in `{last}`: \
+            Diagnostic::error(
+                "P005",
+                format!("`{key}` is written by {} stages", stages.len()),
+            )
+            .at(format!("stages {}", quoted(stages.iter().copied())))
+            .because(
+                "a key has one writer; otherwise its value would depend on which of them ran last",
+            )
+            .help(format!(
+                "give the key another name in one of them, for example in `{last}`: \
                      rename = {{ {own} = \"{last}_{own}\" }}",
-                    own = own_name(draft, by.again.last().copied().unwrap_or(by.stage), key),
-                )),
+                own = own_name(draft, by.again.last().copied().unwrap_or(by.stage), key),
+            )),
         );
     }
     // A stage that could not be built may be the writer of the key; its own findings come first.

@@ -27,7 +27,12 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     }
     for stage in draft.stages {
         let place = stage_place(stage.decl);
-        findings.extend(stage.errors.iter().map(|error| setting_error(&place, error)));
+        findings.extend(
+            stage
+                .errors
+                .iter()
+                .map(|error| setting_error(&place, error)),
+        );
         let doubts = stage.spec.iter().flat_map(|spec| &spec.doubts);
         findings.extend(doubts.map(|doubt| setting_warning(&place, doubt)));
     }
@@ -40,13 +45,10 @@ pub(crate) fn stage_place(decl: &StageDecl) -> String {
 
 /// The finding about an invalid setting.
 pub(super) fn setting_error(place: &str, error: &ConfigError) -> Diagnostic {
-    Diagnostic::error(
-        "C005",
-        format!("invalid setting `{}`", error.setting),
-    )
-    .at(place)
-    .because(error.to_string())
-    .help(error.help.clone())
+    Diagnostic::error("C005", format!("invalid setting `{}`", error.setting))
+        .at(place)
+        .because(error.to_string())
+        .help(error.help.clone())
 }
 
 /// The finding about a setting that is valid but probably a mistake.

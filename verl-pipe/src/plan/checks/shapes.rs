@@ -37,13 +37,10 @@ fn malformed(stage: &str, field: &Field) -> Option<Diagnostic> {
         },
     };
     Some(
-        Diagnostic::error(
-            "P003",
-            format!("invalid shape of `{}`", field.name),
-        )
-        .at(format!("stage `{stage}`"))
-        .because(why)
-        .help("use for example `[B]` for one value a row, or `[B, T~]` for one a token"),
+        Diagnostic::error("P003", format!("invalid shape of `{}`", field.name))
+            .at(format!("stage `{stage}`"))
+            .because(why)
+            .help("use for example `[B]` for one value a row, or `[B, T~]` for one a token"),
     )
 }
 

@@ -76,7 +76,10 @@ fn mismatch(
     });
     Diagnostic::error(
         "P007",
-        format!("`{}` does not come from the {of} that `{reader}` needs", link.key),
+        format!(
+            "`{}` does not come from the {of} that `{reader}` needs",
+            link.key
+        ),
     )
     .at(format!("{writer} -> {reader}"))
     .because(format!("{}\n{consequence}", why.join("\n")))

@@ -5,7 +5,7 @@ use crate::diagnostic::{Diagnostic, quoted};
 use crate::plan::build::Draft;
 use crate::stage::{Cadence, ConfigError};
 use crate::trace::config::{RuleSetting, TraceConfig};
-use crate::trace::rules::{BuiltIn, LooksAt, RULES, RuleDecl, Severity};
+use crate::trace::rules::{BuiltIn, RULES, RuleDecl, RuleInputs, Severity};
 
 const PLACE: &str = "[trace]";
 
@@ -30,8 +30,18 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             check_tuning(&Tunable::from(rule), *setting, trace.stats, &mut problems);
         }
     }
-    findings.extend(problems.errors.iter().map(|error| setting_error(PLACE, error)));
-    findings.extend(problems.doubts.iter().map(|doubt| setting_warning(PLACE, doubt)));
+    findings.extend(
+        problems
+            .errors
+            .iter()
+            .map(|error| setting_error(PLACE, error)),
+    );
+    findings.extend(
+        problems
+            .doubts
+            .iter()
+            .map(|doubt| setting_warning(PLACE, doubt)),
+    );
 }
 
 #[derive(Default)]
@@ -129,7 +139,9 @@ fn sizes(trace: &TraceConfig, in_full: bool, problems: &mut Problems) {
     let has_flight_recorder = trace.stats && trace.ring_steps > 0;
     let mut above_0 = |setting: &str, why: &str, help: &str| {
         let reason = format!("is 0, {why}");
-        problems.errors.push(ConfigError::new(setting, reason, help));
+        problems
+            .errors
+            .push(ConfigError::new(setting, reason, help));
     };
     if trace.part_steps == 0 {
         above_0(
@@ -223,11 +235,13 @@ fn check_tuning(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, problems:
                     None => format!("set it to 0 or more (default: {}); {OFF}", rule.limit),
                 },
             )),
-            None if setting.severity == Some(Severity::Off) => problems.doubts.push(ConfigError::new(
-                key,
-                format!("is {limit}, but the rule is off"),
-                "remove either `limit` or `severity`",
-            )),
+            None if setting.severity == Some(Severity::Off) => {
+                problems.doubts.push(ConfigError::new(
+                    key,
+                    format!("is {limit}, but the rule is off"),
+                    "remove either `limit` or `severity`",
+                ))
+            }
             None => {}
         }
     }
@@ -258,15 +272,15 @@ fn is_off(setting: RuleSetting) -> bool {
 /// Warns about a rule that is tuned although no stage produces what it checks.
 fn never_fires(rule: &BuiltIn, draft: &Draft<'_>) -> Option<ConfigError> {
     let mut specs = draft.stages.iter().flat_map(|stage| &stage.spec);
-    let (found, what, wanted) = match rule.looks_at {
-        LooksAt::Anything => return None,
-        LooksAt::Keys(keys) => {
+    let (found, what, wanted) = match rule.rule_inputs {
+        RuleInputs::Anything => return None,
+        RuleInputs::Keys(keys) => {
             let written = |name: &str| keys.contains(&name);
             let found = specs.any(|spec| spec.writes.iter().any(|field| written(&field.name)));
             (found, "writes", keys)
         }
-        LooksAt::Metrics(metrics) => {
-            let recorded = |name: &str| LooksAt::names_metric(metrics, name);
+        RuleInputs::Metrics(metrics) => {
+            let recorded = |name: &str| RuleInputs::matches_metric(metrics, name);
             let found = specs.any(|spec| spec.metrics.iter().any(|metric| recorded(metric.name)));
             (found, "records a metric", metrics)
         }

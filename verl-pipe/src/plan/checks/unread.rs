@@ -104,7 +104,10 @@ mod tests {
         ] {
             assert!(text.contains(words), "{text}");
         }
-        assert_eq!(warnings(StageSpec::new().reads(REWARDS).reads(POLITENESS)), "");
+        assert_eq!(
+            warnings(StageSpec::new().reads(REWARDS).reads(POLITENESS)),
+            ""
+        );
         // An unread standard key among other keys is not reported.
         let text = warnings(StageSpec::new().reads(POLITENESS));
         assert_eq!(text, "");

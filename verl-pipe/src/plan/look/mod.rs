@@ -21,7 +21,7 @@ use crate::diagnostic::Diagnostic;
 use crate::pipe::{DataPipe, StageDecl};
 use crate::plan::Plan;
 use crate::plan::build::{Prepared, prepare, sorted};
-use crate::run::channel::caught;
+use crate::run::channel::catch_panic;
 use crate::stage::{PreviewContext, RowPreview, RowPreviews, StageError};
 use findings::{Place, RowProblems};
 pub use rows::{ShownRow, ShownTarget, ShownToken, Spread, StageRows};
@@ -145,13 +145,15 @@ fn inspect_stage(
     let Ok(stage) = (decl.build)(&prepared.context) else {
         return;
     };
-    let previews = caught(|| stage.preview(context))
+    let previews = catch_panic(|| stage.preview(context))
         .unwrap_or_else(|panic| Err(StageError::failed(format!("it panicked: {panic}"))));
     let previews = match previews {
         Ok(Some(previews)) => previews,
         Ok(None) => return,
         Err(error) => {
-            inspection.findings.push(findings::cannot_write(decl, &error));
+            inspection
+                .findings
+                .push(findings::cannot_write(decl, &error));
             return;
         }
     };
@@ -208,7 +210,7 @@ fn inspect_stage(
 
 /// Reads row `row`; a panic, for example in a tokenizer, becomes an error of the row.
 fn guarded<T>(row: usize, read: impl FnOnce() -> Result<T, DataError>) -> Result<T, DataError> {
-    caught(read).unwrap_or_else(|panic| {
+    catch_panic(read).unwrap_or_else(|panic| {
         Err(DataError::Row {
             path: String::new(),
             row: row + 1,

@@ -52,7 +52,9 @@ impl Bytes {
         };
         match data.value(index, "text")? {
             Some(Value::String(text)) => Ok(text),
-            Some(other) => Err(unusable(format!("column `text` contains {other}, not a text"))),
+            Some(other) => Err(unusable(format!(
+                "column `text` contains {other}, not a text"
+            ))),
             None => {
                 let names = data.names(index)?;
                 Err(DataError::missing_column(

@@ -94,10 +94,7 @@ fn a_failed_run_saves_the_models_of_the_last_completed_step() {
         );
         assert_eq!(end["saved"], json!(["actor"]));
         assert_eq!(end.get("partial"), None);
-        assert!(
-            text.contains("saved as of step 2: `actor`\n"),
-            "{text}"
-        );
+        assert!(text.contains("saved as of step 2: `actor`\n"), "{text}");
     }
 }
 

@@ -75,7 +75,10 @@ fn a_loop_that_finishes_before_the_target_records_its_last_step() {
         (&end["status"], &end["step"], &end["target"]),
         (&json!("stopped"), &json!(2), &json!(100))
     );
-    assert_eq!(end["reason"], "the program ended the run after step 2 of 100");
+    assert_eq!(
+        end["reason"],
+        "the program ended the run after step 2 of 100"
+    );
     assert!(
         page.text()
             .contains("ended after step 2 of 100\n2 steps in "),

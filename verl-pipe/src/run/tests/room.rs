@@ -166,7 +166,10 @@ fn a_disk_filled_by_others_ends_the_run_while_the_models_still_fit() {
     let error = trainer.train().unwrap_err();
     assert_eq!(error.code(), "R014");
     let text = error.to_string();
-    assert!(text.contains("are reserved for saving the models"), "{text}");
+    assert!(
+        text.contains("are reserved for saving the models"),
+        "{text}"
+    );
     let end = status(&dir);
     assert_eq!(
         (&end["status"], &end["saved"]),

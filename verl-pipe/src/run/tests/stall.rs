@@ -139,9 +139,9 @@ fn a_slow_observer_is_reported_and_the_report_of_a_hung_one_stays() {
     let error = run.observe(1).unwrap_err();
     assert!(matches!(error, RunError::Deadline { .. }), "{error}");
     let report = StallReport::read(temp.path()).unwrap().expect("it stays");
-    insta::assert_snapshot!(without_times(&report.to_string()), @r"
-    step 1: nothing came for TIME s
-      `eval` runs on the host pool for TIME s of TIME s; it owes what it observes of step 1
+    insta::assert_snapshot!(without_times(&report.to_string()), @"
+    step 1: no progress for TIME s
+      `eval` has been running on the host pool for TIME s of TIME s; pending: what it observes of step 1
       the step ended: step 1, stage `eval`, without rows: no answer after TIME s (deadline 2 s); awaited: its end
     ");
     release.add();
@@ -195,9 +195,9 @@ fn a_slow_rule_is_reported() {
     trainer.train().expect("it succeeds");
     let report = seen.lock().unwrap().take().expect("a report");
     assert_eq!(report.step, 2);
-    insta::assert_snapshot!(without_times(&report.to_string()), @r"
-    step 2: nothing came for TIME s
-      `rule hangs` runs on the thread of the trace for TIME s of TIME s; it owes its findings of step 2
+    insta::assert_snapshot!(without_times(&report.to_string()), @"
+    step 2: no progress for TIME s
+      `rule hangs` has been running on the thread of the trace for TIME s of TIME s; pending: its findings of step 2
     ");
     assert_eq!(StallReport::read(&dir).unwrap(), None);
 }
@@ -249,9 +249,9 @@ fn a_stage_whose_state_is_slow_to_read_is_reported() {
     let mut trainer = trainer_in(&dir, vec![slow], trace, Vec::new());
     trainer.train().expect("it succeeds");
     let report = seen.lock().unwrap().take().expect("a report");
-    insta::assert_snapshot!(without_times(&report.to_string()), @r"
-    step 1: nothing came for TIME s
-      `reward` runs on the run's own thread for TIME s of TIME s; it owes its state at the start of step 1
+    insta::assert_snapshot!(without_times(&report.to_string()), @"
+    step 1: no progress for TIME s
+      `reward` has been running on the run's own thread for TIME s of TIME s; pending: its state at the start of step 1
     ");
     assert_eq!(StallReport::read(&dir).unwrap(), None);
 }

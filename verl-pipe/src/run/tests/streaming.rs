@@ -292,7 +292,10 @@ fn emit_blocks_while_readers_lag() {
         step.join().unwrap().unwrap().get("reward/row_errors"),
         Some(0.0)
     );
-    assert!(out <= bound, "{out} rows were emitted, the limit is {bound}");
+    assert!(
+        out <= bound,
+        "{out} rows were emitted, the limit is {bound}"
+    );
 }
 
 #[test]

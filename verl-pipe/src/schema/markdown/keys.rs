@@ -55,7 +55,9 @@ impl Page<'_> {
             return;
         }
         self.section("Metrics");
-        self.paragraph("Each with its unit, and how the values of a step are combined into one number.");
+        self.paragraph(
+            "Each with its unit, and how the values of a step are combined into one number.",
+        );
         for metric in metrics {
             let how = [&metric["unit"], &metric["over_a_step"]].into_iter();
             let how: Vec<&str> = how.filter_map(Value::as_str).collect();

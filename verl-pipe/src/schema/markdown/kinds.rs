@@ -73,7 +73,10 @@ impl Page<'_> {
         let extensions: Vec<String> = extensions.map(|word| format!("`.{word}`")).collect();
         if !extensions.is_empty() {
             let all = extensions.join(", ");
-            self.item(0, &format!("Selected by a path that ends in {all}, without `kind`."));
+            self.item(
+                0,
+                &format!("Selected by a path that ends in {all}, without `kind`."),
+            );
         }
         self.in_rust(note);
         self.example("[data.train]", name);

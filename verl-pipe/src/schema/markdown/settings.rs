@@ -66,7 +66,12 @@ impl Page<'_> {
     }
 
     /// The properties of a schema, each with its type, default and meaning.
-    pub(super) fn settings(&mut self, schema: &Value, depth: usize, is_shown: &dyn Fn(&str) -> bool) {
+    pub(super) fn settings(
+        &mut self,
+        schema: &Value,
+        depth: usize,
+        is_shown: &dyn Fn(&str) -> bool,
+    ) {
         let properties = schema["properties"].as_object().into_iter().flatten();
         let shown: Vec<_> = properties
             .filter(|(name, property)| property["const"].is_null() && is_shown(name))
@@ -112,7 +117,9 @@ impl Page<'_> {
             let all = kinds.join(", ");
             self.item(
                 depth,
-                &format!("{all}; run `pipe schema --part {slot}/KIND` for the documentation of a kind."),
+                &format!(
+                    "{all}; run `pipe schema --part {slot}/KIND` for the documentation of a kind."
+                ),
             );
             return;
         }

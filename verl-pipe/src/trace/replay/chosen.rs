@@ -183,7 +183,7 @@ impl Known<'_> {
         let Some(recorded) = self.recorded.stages.get(&stage) else {
             return Some(not_recorded(&stage, self.recorded));
         };
-        if let Some(why) = &planned.spec.once_only {
+        if let Some(why) = &planned.spec.not_replayed {
             let why = why.clone();
             return Some(ReplayError::OnceOnly { stage, why });
         }
@@ -205,7 +205,8 @@ impl Known<'_> {
             return Some(ReplayError::NoMemory { stage, step });
         }
         let mut models = planned.spec.models.iter();
-        let (model, searched) = models.find_map(|(model, _)| self.stateless.get_key_value(model))?;
+        let (model, searched) =
+            models.find_map(|(model, _)| self.stateless.get_key_value(model))?;
         Some(ReplayError::NoState {
             stage,
             model: model.clone(),

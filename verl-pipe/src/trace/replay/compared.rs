@@ -84,7 +84,7 @@ pub(super) fn compare_stage(
         stage: &planned.name,
         order: &order,
         partner: &|id| id,
-        absent_is_null: schedule.forgives_rows(index),
+        absent_is_null: schedule.tolerates_row_errors(index),
         both_ways: Some(&order_again),
     };
     ReplayedStage {

@@ -31,7 +31,7 @@ use crate::schedule::placement::Schedule;
 use crate::trace::changes::Changes;
 use crate::trace::recorded::{RecordedStep, StepStart};
 use crate::trace::store::TraceDir;
-use crate::trace::traced_run::{LookError, TracedRun};
+use crate::trace::traced_run::{InspectError, TracedRun};
 
 pub use chosen::ReplayScope;
 pub(crate) use chosen::find_stage;
@@ -78,7 +78,7 @@ impl<'a> Replayer<'a> {
     ///
     /// # Errors
     /// The state cannot be read, or the recorded conditions are damaged.
-    pub fn of_run(run: &'a mut Run, traced: &TracedRun) -> Result<Replayer<'a>, LookError> {
+    pub fn of_run(run: &'a mut Run, traced: &TracedRun) -> Result<Replayer<'a>, InspectError> {
         let mut changes = changes_since(traced)?;
         add_data(&mut changes, traced.dir(), run.data());
         Ok(Replayer {

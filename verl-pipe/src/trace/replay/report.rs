@@ -74,7 +74,7 @@ impl ReplayReport {
     }
 
     /// Whether there is a result: a stage whose values or weights were compared, or one that failed.
-    pub fn tells(&self) -> bool {
+    pub fn has_result(&self) -> bool {
         let has_result = |stage: &ReplayedStage| stage.is_compared() || stage.failed.is_some();
         self.stages.iter().any(has_result)
     }
@@ -105,7 +105,7 @@ impl fmt::Display for ReplayReport {
                 writeln!(f, "`{}` failed when it was run again: {error}", stage.stage)?;
             }
         }
-        if !self.tells() {
+        if !self.has_result() {
             let done = if self.stages.is_empty() {
                 "run again"
             } else {
@@ -194,9 +194,7 @@ pub(super) fn notes_of(
     let mut notes = Vec::new();
     let plan = &schedule.plan;
     if let Some(error) = &recorded.error {
-        notes.push(format!(
-            "the step failed when it was recorded: {error}"
-        ));
+        notes.push(format!("the step failed when it was recorded: {error}"));
     }
     if recorded.seed.is_some_and(|seed| seed != plan.context.seed) {
         notes.push("replayed with the recorded seed".to_owned());

@@ -13,13 +13,13 @@ use crate::schedule::placement::Schedule;
 use crate::trace::changes::{Change, ChangedData, Changes, changed, content};
 use crate::trace::conditions::{Conditions, of_versions};
 use crate::trace::recorded::RecordedStep;
-use crate::trace::traced_run::{LookError, TracedRun};
+use crate::trace::traced_run::{InspectError, TracedRun};
 
 /// What has changed since a run was recorded.
 ///
 /// # Errors
 /// The recorded conditions are damaged.
-pub(crate) fn changes_since(traced: &TracedRun) -> Result<Changes, LookError> {
+pub(crate) fn changes_since(traced: &TracedRun) -> Result<Changes, InspectError> {
     let now = Conditions::of(traced.schedule());
     Ok(match Conditions::read(traced.dir())? {
         Some(recorded) => Changes::between(&recorded, &now),

@@ -47,7 +47,7 @@ pub(super) const KTO_BASELINES: &[&str] = &["preference/kl"];
 
 /// What a rule needs in order to find anything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LooksAt {
+pub enum RuleInputs {
     /// Any keys.
     Anything,
     /// One of these keys, by the writer's own name.
@@ -57,9 +57,9 @@ pub enum LooksAt {
     Metrics(&'static [&'static str]),
 }
 
-impl LooksAt {
+impl RuleInputs {
     /// Whether `metric` matches one of `names`.
-    pub(crate) fn names_metric(names: &[&str], metric: &str) -> bool {
+    pub(crate) fn matches_metric(names: &[&str], metric: &str) -> bool {
         let Some((group, last)) = metric.rsplit_once('/') else {
             return false;
         };
@@ -98,7 +98,7 @@ pub struct BuiltIn {
     /// Why the limit has this value.
     pub source: &'static str,
     /// What it needs in order to find anything.
-    pub looks_at: LooksAt,
+    pub rule_inputs: RuleInputs,
     /// Rules whose findings imply this one's.
     pub follows_from: &'static [&'static str],
     check: Check,
@@ -155,7 +155,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a division by a standard deviation of 0, an overflow of bf16 or f16, a reward function that returns NaN",
         advice: "find the stage where the first such value appeared: `pipe debug first-bad`",
         source: "any such value makes the loss NaN",
-        looks_at: LooksAt::Anything,
+        rule_inputs: RuleInputs::Anything,
         follows_from: &[],
         check: Check::Step(non_finite),
     },
@@ -168,7 +168,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a reward function that fails, panics or passes its deadline on some rows",
         advice: "read the error of the first row in the log; make the function total, or raise `deadline_s`",
         source: "none is expected",
-        looks_at: LooksAt::Anything,
+        rule_inputs: RuleInputs::Anything,
         follows_from: &[],
         check: Check::Metrics(row_errors),
     },
@@ -181,7 +181,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "questions that are all too easy or too hard, a reward function that does not find the answer, temperature too low",
         advice: "compare response texts and answers of the samples; filter groups, or use data that is neither too easy nor too hard",
         source: "a group of equal rewards has advantages of 0 (DAPO, arXiv:2503.14476, section 3.2)",
-        looks_at: LooksAt::Keys(&[REWARDS.name()]),
+        rule_inputs: RuleInputs::Keys(&[REWARDS.name()]),
         follows_from: &[],
         check: Check::Step(constant_reward),
     },
@@ -194,7 +194,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a filter or a mask that leaves nothing, returns that equal their baseline",
         advice: "look at rewards and baselines of the samples",
         source: "the policy term of the loss has no gradient then",
-        looks_at: LooksAt::Keys(&[ADVANTAGES.name()]),
+        rule_inputs: RuleInputs::Keys(&[ADVANTAGES.name()]),
         follows_from: &["constant_reward"],
         check: Check::Step(zero_advantages),
     },
@@ -207,7 +207,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "rewards of very different size, a group whose standard deviation is almost 0",
         advice: "look at the rewards of the samples and at how the estimator scales; clip or scale rewards",
         source: "whitened advantages have a variance of 1; the limit leaves room for ten standard deviations",
-        looks_at: LooksAt::Keys(&[ADVANTAGES.name()]),
+        rule_inputs: RuleInputs::Keys(&[ADVANTAGES.name()]),
         follows_from: &[],
         check: Check::Step(advantage_variance),
     },
@@ -220,7 +220,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "log-probs of other tokens, masks or temperatures on the two sides, responses that the counterpart did not sample, top-k or top-p",
         advice: "compare temperature, mask and token ids of the two log-probs",
         source: "a KL divergence is not negative, but its estimate from few tokens may be (Schulman 2020, joschu.net/blog/kl-approx.html)",
-        looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name(), REF_LOG_PROBS.name()]),
+        rule_inputs: RuleInputs::Keys(&[OLD_LOG_PROBS.name(), REF_LOG_PROBS.name()]),
         follows_from: &[],
         check: Check::Step(negative_kl),
     },
@@ -233,7 +233,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a rollout with older weights, another precision or other kernels in the rollout",
         advice: "look at `probability_diff` and at the samples' log-probs; use `correct_rollout`",
         source: "below one half the weights waste more tokens than they keep (Kish 1965)",
-        looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name()]),
+        rule_inputs: RuleInputs::Keys(&[OLD_LOG_PROBS.name()]),
         follows_from: &[],
         check: Check::Step(low_ess),
     },
@@ -246,7 +246,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "another temperature or older weights in the rollout, another precision, a mask that is shifted",
         advice: "compare temperature and weights version of rollout and trainer, then the samples token by token",
         source: "two correct forward passes in bf16 stay below 0.01 (verl, docs/advance/rollout_corr)",
-        looks_at: LooksAt::Keys(&[OLD_LOG_PROBS.name()]),
+        rule_inputs: RuleInputs::Keys(&[OLD_LOG_PROBS.name()]),
         follows_from: &[],
         check: Check::Step(probability_difference),
     },
@@ -259,7 +259,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a limit that is too short for the task, end-of-sequence ids that the model does not emit, looping responses",
         advice: "look at the ends of the response texts; check the end-of-sequence ids, or shape overlong rewards",
         source: "half of the responses have no end that could be rewarded",
-        looks_at: LooksAt::Keys(&[FINISH_REASONS.name()]),
+        rule_inputs: RuleInputs::Keys(&[FINISH_REASONS.name()]),
         follows_from: &[],
         check: Check::Step(length_limit),
     },
@@ -272,7 +272,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a policy that collapsed to one answer, a reward that any answer earns, prompts that do not reach the model",
         advice: "read the responses; go back to an earlier model, lower the learning rate, add a KL or entropy term",
         source: "different questions have different answers",
-        looks_at: LooksAt::Keys(&[RESPONSES.name()]),
+        rule_inputs: RuleInputs::Keys(&[RESPONSES.name()]),
         follows_from: &[],
         check: Check::Step(same_responses),
     },
@@ -285,7 +285,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a temperature that is too low, a collapsed policy, a length bonus",
         advice: "read the ends of the response texts; raise the temperature, or penalise truncated responses",
         source: "degenerate repetition (Holtzman et al., arXiv:1904.09751)",
-        looks_at: LooksAt::Keys(&[RESPONSES.name()]),
+        rule_inputs: RuleInputs::Keys(&[RESPONSES.name()]),
         follows_from: &[],
         check: Check::Step(looping_responses),
     },
@@ -298,7 +298,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "`mask_truncated` where all responses reach the token limit, a rollout correction that rejects every row, targets that are all masked",
         advice: "check why responses end, and what excludes them",
         source: "a step without an update teaches nothing",
-        looks_at: LooksAt::Metrics(OPTIMIZER_STEPS),
+        rule_inputs: RuleInputs::Metrics(OPTIMIZER_STEPS),
         follows_from: &[],
         check: Check::Metrics(no_update),
     },
@@ -311,7 +311,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a schedule whose `total_steps` is smaller than the run's optimiser steps",
         advice: "set `total_steps` to the optimiser steps of the run (`pipe plan`), or omit it",
         source: "the last step of a schedule may have a rate of 0; two in a row are a mistake",
-        looks_at: LooksAt::Metrics(LEARNING_RATES),
+        rule_inputs: RuleInputs::Metrics(LEARNING_RATES),
         follows_from: &[],
         check: Check::Metrics(zero_learning_rate),
     },
@@ -324,7 +324,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "advantages of 0, a loss that does not reach the weights, ratios that are all clipped",
         advice: "look at advantages and clip share; check that the update trains the model that the stages use",
         source: "rounding alone makes it positive if anything is learnt",
-        looks_at: LooksAt::Metrics(GRAD_NORMS),
+        rule_inputs: RuleInputs::Metrics(GRAD_NORMS),
         follows_from: &["constant_reward", "zero_advantages", "no_update"],
         check: Check::Metrics(zero_gradient),
     },
@@ -337,7 +337,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a batch of unusual responses or advantages, a learning rate that is too high, the first sign of a diverging run",
         advice: "look at advantages and log-probs of the step, longest and shortest responses first; clip gradients (`max_grad_norm`), lower the learning rate",
         source: "spikes precede a loss of quality (AdaGC, arXiv:2502.11034; ZClip, arXiv:2504.02507); healthy runs vary by a factor of two to three; below 0.1 a spike does not matter with the usual clip of 1",
-        looks_at: LooksAt::Metrics(GRAD_NORMS),
+        rule_inputs: RuleInputs::Metrics(GRAD_NORMS),
         follows_from: &[],
         check: Check::Metrics(grad_norm_spike),
     },
@@ -350,7 +350,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a learning rate that is too small for bf16, an optimiser that works on a copy",
         advice: "check the learning rate against the weights' type, and that the update trains the model that the stages use",
         source: "an optimiser step changes weights",
-        looks_at: LooksAt::Metrics(GRAD_NORMS),
+        rule_inputs: RuleInputs::Metrics(GRAD_NORMS),
         follows_from: &["zero_learning_rate"],
         check: Check::Metrics(weights_unchanged),
     },
@@ -363,7 +363,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "another temperature, mask or dropout in the update than in `old_log_probs`",
         advice: "compare temperature, mask and token ids of `old_log_probs` and the update",
         source: "rounding of f32; the same kernels give the same bits",
-        looks_at: LooksAt::Metrics(SAME_WEIGHTS),
+        rule_inputs: RuleInputs::Metrics(SAME_WEIGHTS),
         follows_from: &[],
         check: Check::Metrics(ratio_not_one),
     },
@@ -376,7 +376,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a policy that moved too far from the reference: a learning rate that is too high, a KL coefficient that is too small, reward hacking",
         advice: "look at the samples whose log-probs moved most; lower the learning rate or raise the KL coefficient",
         source: "a response of 100 tokens is then 100 nats away, where rewards are overoptimised (Gao et al., arXiv:2210.10760)",
-        looks_at: LooksAt::Metrics(KLS),
+        rule_inputs: RuleInputs::Metrics(KLS),
         follows_from: &[],
         check: Check::Metrics(kl_blow_up),
     },
@@ -389,7 +389,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a learning rate that is too high, too many mini-batches or epochs per step, a few huge advantages",
         advice: "lower the learning rate, use fewer optimiser steps per step, clip gradients",
         source: "Spinning Up ends the updates of a step at 0.015 nats",
-        looks_at: LooksAt::Metrics(UPDATE_KLS),
+        rule_inputs: RuleInputs::Metrics(UPDATE_KLS),
         follows_from: &["kl_blow_up"],
         check: Check::Metrics(large_update),
     },
@@ -402,7 +402,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a learning rate that is too high, too many optimiser steps per step, a rollout with older weights",
         advice: "lower the learning rate, use fewer mini-batches or epochs per step",
         source: "healthy runs clip up to 0.2, GSPO clips 0.15 by design (arXiv:2507.18071)",
-        looks_at: LooksAt::Metrics(CLIP_SHARES),
+        rule_inputs: RuleInputs::Metrics(CLIP_SHARES),
         follows_from: &[],
         check: Check::Metrics(clip_share),
     },
@@ -415,7 +415,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a policy that no longer explores: a learning rate that is too high, no entropy or KL term, an upper clip that is too small",
         advice: "check how similar the responses of a group are; lower the learning rate, raise `clip_high`, add an entropy or KL term",
         source: "without entropy there is no further gain (Cui et al., arXiv:2505.22617)",
-        looks_at: LooksAt::Metrics(ENTROPIES),
+        rule_inputs: RuleInputs::Metrics(ENTROPIES),
         follows_from: &[],
         check: Check::Metrics(entropy_collapse),
     },
@@ -428,7 +428,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "an entropy bonus that is too large, a learning rate that is too high, a policy that breaks down",
         advice: "read the responses; lower the entropy coefficient or the learning rate",
         source: "text with 1 nat per token more than at the start is noise",
-        looks_at: LooksAt::Metrics(ENTROPIES),
+        rule_inputs: RuleInputs::Metrics(ENTROPIES),
         follows_from: &[],
         check: Check::Metrics(entropy_explosion),
     },
@@ -441,7 +441,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "responses that end at once: a reward for short responses, a length penalty, a collapsed policy",
         advice: "read the responses with their rewards; go back to an earlier model, check reward and length penalty",
         source: "a fall to a quarter of the length is more than learnt brevity",
-        looks_at: LooksAt::Metrics(LENGTHS),
+        rule_inputs: RuleInputs::Metrics(LENGTHS),
         follows_from: &[],
         check: Check::Metrics(length_collapse),
     },
@@ -454,7 +454,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "responses that grow until they are cut off: a loss that favours long ones, looping responses",
         advice: "read the longest responses; shape overlong rewards, or raise the token limit",
         source: "overlong responses are noise in the reward (DAPO, arXiv:2503.14476, section 3.4)",
-        looks_at: LooksAt::Metrics(LENGTHS),
+        rule_inputs: RuleInputs::Metrics(LENGTHS),
         follows_from: &["length_limit"],
         check: Check::Metrics(length_growth),
     },
@@ -467,7 +467,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a policy that breaks down, a learning rate that is too high, harder data, a reward function that began to fail",
         advice: "compare response texts of a step before and after; go back to an earlier model, lower the learning rate",
         source: "six deviations of a median are not chance",
-        looks_at: LooksAt::Metrics(MEAN_REWARDS),
+        rule_inputs: RuleInputs::Metrics(MEAN_REWARDS),
         follows_from: &[],
         check: Check::Metrics(reward_collapse),
     },
@@ -480,7 +480,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a policy that exploits the reward, easier data, a format learnt at once",
         advice: "read the responses with the highest rewards: correct answers, or something that only looks like them?",
         source: "reward hacking shows as a jump (Pan et al., arXiv:2201.03544)",
-        looks_at: LooksAt::Metrics(MEAN_REWARDS),
+        rule_inputs: RuleInputs::Metrics(MEAN_REWARDS),
         follows_from: &[],
         check: Check::Metrics(reward_jump),
     },
@@ -493,7 +493,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a critic that learns too slowly, values and returns of different rewards",
         advice: "raise the critic's learning rate, or train it first (`warmup_steps` of the update); look at values and returns of the samples",
         source: "below 0 a constant predicts better (Huang et al. 2022, the 37 implementation details)",
-        looks_at: LooksAt::Metrics(EXPLAINED),
+        rule_inputs: RuleInputs::Metrics(EXPLAINED),
         follows_from: &[],
         check: Check::Metrics(blind_critic),
     },
@@ -506,7 +506,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a loss that pushes both answers down, which moves probability to other answers; pairs that are almost identical",
         advice: "compare what the model writes with the chosen answers; lower the learning rate, add an SFT term, or filter similar pairs",
         source: "likelihood displacement (Razin et al., arXiv:2410.08847; Pal et al., arXiv:2402.13228)",
-        looks_at: LooksAt::Metrics(CHOSEN),
+        rule_inputs: RuleInputs::Metrics(CHOSEN),
         follows_from: &[],
         check: Check::Metrics(chosen_falls),
     },
@@ -519,7 +519,7 @@ pub const RULES: &[BuiltIn] = &[
         causes: "a policy that moved too far from the reference",
         advice: "lower the learning rate or raise β",
         source: "at β = 0.1 and 50 nats σ is 0.99, so no gradient is left",
-        looks_at: LooksAt::Metrics(KTO_BASELINES),
+        rule_inputs: RuleInputs::Metrics(KTO_BASELINES),
         follows_from: &[],
         check: Check::Metrics(kto_baseline),
     },
@@ -550,7 +550,7 @@ mod tests {
 
     #[test]
     fn metrics_match_by_full_name_or_last_part() {
-        let names = |names: &[&str], metric| LooksAt::names_metric(names, metric);
+        let names = |names: &[&str], metric| RuleInputs::matches_metric(names, metric);
         assert!(names(&["kl"], "a/b/kl") && !names(&["kl"], "kl") && !names(&["kl"], "eval/kl"));
         assert!(names(&["a/kl"], "a/kl") && !names(&["a/kl"], "b/kl"));
     }

@@ -6,7 +6,7 @@ use super::built_in::{
 };
 use super::robust::{median, percent, shown, times};
 use super::trends::baseline;
-use super::{Hit, LooksAt, MetricsView};
+use super::{Hit, MetricsView, RuleInputs};
 
 /// Fewest steps of history that a spike is measured against.
 const SPIKE_HISTORY: usize = 8;
@@ -175,7 +175,7 @@ pub(super) fn weights_unchanged(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> 
         .iter()
         .chain([view.metrics])
         .flat_map(|step| step.iter())
-        .any(|(name, value)| LooksAt::names_metric(GRAD_NORMS, name) && *value > 0.0);
+        .any(|(name, value)| RuleInputs::matches_metric(GRAD_NORMS, name) && *value > 0.0);
     let unchanged = now.iter().filter(|(name, version)| {
         let old = before.get(*name);
         old.is_some_and(|old| {
@@ -208,7 +208,7 @@ pub(super) fn metrics(
     let named = view
         .metrics
         .iter()
-        .filter(|(name, _)| LooksAt::names_metric(names, name));
+        .filter(|(name, _)| RuleInputs::matches_metric(names, name));
     named
         .filter_map(|(name, value)| {
             let (group, _) = name.rsplit_once('/')?;

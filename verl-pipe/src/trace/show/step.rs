@@ -113,7 +113,10 @@ fn marks(
     marks.extend(edges.filter_map(|edges| {
         let writer = &schedule.plan.stages[edges.writer].name;
         let first = edges.compared.first?;
-        Some(format!("differs from what `{writer}` wrote: {}", first.place()))
+        Some(format!(
+            "differs from what `{writer}` wrote: {}",
+            first.place()
+        ))
     }));
     marks.extend(first_violation(schedule, index, stage).map(|violation| {
         let side = if violation.output { "output" } else { "input" };

@@ -38,10 +38,7 @@ fn errors_are_reported_with_their_line() {
         )
     );
     let (row, reason) = row_error(b"{\"a\": 1}\n[1]\n");
-    assert_eq!(
-        (row, reason.as_str()),
-        (2, "found a list, not an object")
-    );
+    assert_eq!((row, reason.as_str()), (2, "found a list, not an object"));
     let (row, reason) = row_error(b"{\"a\": 1}\n{\"a\": \"\xff\"}\n");
     assert_eq!(row, 2);
     assert!(
@@ -96,7 +93,11 @@ fn causes_of_malformed_text_are_reported() {
         1,
         &["does not end in this line"],
     );
-    reason(&b"{\"a\": 1}, {\"a\": 2}\n"[..], 1, &["one object per line"]);
+    reason(
+        &b"{\"a\": 1}, {\"a\": 2}\n"[..],
+        1,
+        &["one object per line"],
+    );
     reason(&b"{'a': 1}\n"[..], 1, &["column 2", "double quotes"]);
     reason(&b"{\"a\": True}\n"[..], 1, &["column 7", "`true`"]);
 }

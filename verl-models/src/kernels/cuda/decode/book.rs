@@ -122,7 +122,9 @@ impl DeviceDecoder {
             columns.push(integers_of(&bytes));
         }
         let [token, positions, lengths, states, limits] = columns.as_mut_slice() else {
-            return Err("the device returned a different number of buffers than requested".to_owned());
+            return Err(
+                "the device returned a different number of buffers than requested".to_owned(),
+            );
         };
         let mut streams = integers_of(&read(client, &[&book.streams])?.concat());
         for start in starts {

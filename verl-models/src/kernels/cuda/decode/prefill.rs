@@ -47,7 +47,11 @@ impl DeviceDecoder {
             slots.extend((0..tokens).map(|at| self.pool.slot(first, at)));
             lengths.push(tokens);
             for &row in others {
-                let own = self.pool.row_blocks(first).iter().zip(self.pool.row_blocks(row));
+                let own = self
+                    .pool
+                    .row_blocks(first)
+                    .iter()
+                    .zip(self.pool.row_blocks(row));
                 let filled = own.take(tokens.div_ceil(BLOCK));
                 pairs.extend(filled.flat_map(|(&from, &to)| [from, to]));
             }

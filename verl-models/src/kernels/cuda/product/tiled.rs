@@ -82,7 +82,12 @@ impl<'a> Tiled<'a> {
     }
 
     /// Buffers after C, and scalars.
-    fn remaining_arguments(&self, c: &CubeTensor, adds: bool, part: usize) -> (Vec<KernelResource>, Vec<u64>) {
+    fn remaining_arguments(
+        &self,
+        c: &CubeTensor,
+        adds: bool,
+        part: usize,
+    ) -> (Vec<KernelResource>, Vec<u64>) {
         let [m, n, k] = self.sizes;
         let mut scalars: Vec<u64> = [m, n, k, part].map(|size| size as u64).into();
         scalars.extend(self.b.firsts());

@@ -1,22 +1,22 @@
 //! A custom rule that is reported when it hangs.
 
-use crate::run::watch::Teller;
+use crate::run::watch::ActivityReporter;
 use crate::trace::rules::{Hit, MetricsView, Rule, Severity, StepView};
 
 /// A rule that announces each call, so that the report of a stalled run names it.
 pub(crate) struct WatchedRule {
     rule: Box<dyn Rule>,
-    teller: Teller,
+    activity_reporter: ActivityReporter,
     /// Its name in the report.
     label: String,
 }
 
 impl WatchedRule {
-    pub(crate) fn new(rule: Box<dyn Rule>, teller: Teller) -> WatchedRule {
+    pub(crate) fn new(rule: Box<dyn Rule>, activity_reporter: ActivityReporter) -> WatchedRule {
         let label = format!("rule {}", rule.name());
         WatchedRule {
             rule,
-            teller,
+            activity_reporter,
             label,
         }
     }
@@ -49,12 +49,13 @@ impl Rule for WatchedRule {
 
     fn before_update(&mut self, view: &StepView<'_>, limit: f64) -> Vec<Hit> {
         let rule = &mut self.rule;
-        self.teller
+        self.activity_reporter
             .at(&self.label, || rule.before_update(view, limit))
     }
 
     fn after_step(&mut self, view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
         let rule = &mut self.rule;
-        self.teller.at(&self.label, || rule.after_step(view, limit))
+        self.activity_reporter
+            .at(&self.label, || rule.after_step(view, limit))
     }
 }

@@ -18,7 +18,7 @@ pub(crate) enum Process {
     /// The process has ended, and `status.json` says so.
     Ended,
     /// The process is alive and has the folder locked.
-    Holds,
+    Alive,
     /// `status.json` says that the run is in progress, but no process has the folder locked: the run was killed, or
     /// this is a copy of the folder.
     Gone,
@@ -39,7 +39,7 @@ pub(super) fn lock_metrics(metrics: &File) {
 }
 
 /// Whether a process has the run in `dir` locked; `None` if that cannot be determined.
-pub(crate) fn is_held(dir: &Path) -> Option<bool> {
+pub(crate) fn is_locked(dir: &Path) -> Option<bool> {
     if !cfg!(unix) {
         return None;
     }
@@ -57,17 +57,14 @@ pub(crate) fn is_held(dir: &Path) -> Option<bool> {
 /// If `status.json` cannot be read.
 pub(crate) fn process_of(dir: &Path) -> Result<Process, TraceError> {
     // Checked first: a run that ends in between has already written its status.
-    let locked = is_held(dir);
+    let locked = is_locked(dir);
     let path = dir.join("status.json");
     let bytes = std::fs::read(&path).map_err(|e| TraceError::file("read", &path, e))?;
     let file: StatusFile = serde_json::from_slice(&bytes).map_err(|e| {
-        TraceError::damaged(
-            &path,
-            format!("{e}, so the state of the run is unknown"),
-        )
+        TraceError::damaged(&path, format!("{e}, so the state of the run is unknown"))
     })?;
     Ok(match (file.status, locked) {
-        (Status::Running, Some(true)) => Process::Holds,
+        (Status::Running, Some(true)) => Process::Alive,
         (Status::Running, Some(false)) => Process::Gone,
         (Status::Running, None) => Process::Unknown,
         _ => Process::Ended,
@@ -85,11 +82,11 @@ mod tests {
         let dir = temp.path().join("run");
         let process = || process_of(&dir).expect("a status");
         let folder = RunFolder::create(&dir, 5).expect("a run");
-        assert_eq!((is_held(&dir), process()), (Some(true), Process::Holds));
+        assert_eq!((is_locked(&dir), process()), (Some(true), Process::Alive));
         drop(folder);
-        assert_eq!((is_held(&dir), process()), (Some(false), Process::Gone));
+        assert_eq!((is_locked(&dir), process()), (Some(false), Process::Gone));
         std::fs::remove_file(dir.join("metrics.jsonl")).expect("removed");
-        assert_eq!((is_held(&dir), process()), (None, Process::Unknown));
+        assert_eq!((is_locked(&dir), process()), (None, Process::Unknown));
         std::fs::remove_dir_all(&dir).expect("removed");
         let folder = RunFolder::create(&dir, 5).expect("a run");
         let finished = RunState {
