@@ -8,7 +8,7 @@ use verl::prelude::*;
 
 use crate::kit::{GRPO, Place, start};
 
-/// What a second reward function is read under.
+/// Key of the rewards of a second reward function.
 const FORM_REWARDS: Key<Scalar<f32>> =
     Key::new("form_rewards", "[B]", "reward", "reward of the form").nullable();
 
@@ -53,7 +53,7 @@ fn pipeline(place: &Place, overrides: &[&str]) -> Result<DataPipe, Vec<Diagnosti
     ))
 }
 
-/// Two steps; told by its metrics that the weights were moved. Returns the norms of the gradient.
+/// Runs two steps and checks by the metrics that the weights changed. Returns the norms of the gradient.
 #[track_caller]
 fn check_trains(pipe: &DataPipe, name: &str) -> Vec<f64> {
     let mut run = start(pipe);
@@ -69,7 +69,7 @@ fn check_trains(pipe: &DataPipe, name: &str) -> Vec<f64> {
     norms
 }
 
-/// What the plan says against a pipeline.
+/// The findings of a plan.
 fn findings(pipe: &DataPipe) -> Option<String> {
     let plan = pipe.plan();
     plan.err().map(|findings| Findings(findings).to_string())
@@ -107,7 +107,7 @@ fn policy_losses(place: &Place) -> Vec<&'static str> {
         let pipe = pipe.map_err(Findings).expect("a pipeline");
         match findings(&pipe) {
             None => trained.push(kind),
-            // A loss on other data than sampled responses misses its keys here, or two rows a prompt.
+            // A loss on data other than sampled responses lacks its keys here, or two rows per prompt.
             Some(text) => assert!(
                 ["error[C005]", "error[P002]"]
                     .iter()
@@ -154,9 +154,9 @@ fn every_policy_loss_trains_on_policy_without_old_log_probs() {
     }
 }
 
-/// Rules that select among all tokens of a mini-batch do not see how it is cut.
+/// Rules that select among all tokens of a mini-batch do not depend on how it is split.
 ///
-/// `kl_cov` selects in the same way, but the slope of its |d| on policy, where d is 0 but for rounding, is not comparable.
+/// `kl_cov` selects in the same way, but the slope of its |d| on policy, where d is 0 up to rounding, is not comparable.
 #[test]
 fn what_is_selected_does_not_depend_on_the_micro_batch() {
     let place = Place::new();
@@ -219,7 +219,7 @@ fn remax_compares_every_sample_with_the_baseline_of_its_prompt() {
 }
 
 #[test]
-fn two_reward_functions_train_with_metrics_of_their_own() {
+fn two_reward_functions_train_with_separate_metrics() {
     let place = Place::new();
     let advantages = "[[stages]]\nkind = \"advantages\"";
     let form = "[[stages]]\nkind = \"reward\"\nname = \"form\"\nrule = \"length\"\ntarget_tokens = 8\nrename = { rewards = \"form_rewards\" }";
@@ -228,7 +228,7 @@ fn two_reward_functions_train_with_metrics_of_their_own() {
         let estimator = format!(
             "advantages.estimator={{ kind = \"{kind}\", components = [\"rewards\", \"form_rewards\"], weights = [1.0, 0.5] }}"
         );
-        // What both functions gave each response.
+        // The reward of each response by both functions.
         let seen: Arc<Mutex<Vec<(f32, f32)>>> = Arc::default();
         let spec = StageSpec::new()
             .reads(keys::REWARDS)
@@ -282,7 +282,7 @@ fn every_correction_of_the_rollout_trains() {
         }
         check_trains(&pipe, preset);
         let metrics = start(&pipe).step().expect("a step").metrics;
-        // The engine has the trainer's weights and its numbers.
+        // The engine and the trainer have the same weights and compute the same numbers.
         for name in ["kl", "chi2_token", "probs_diff_mean"] {
             let value = metrics.get(&format!("rollout_correction/{name}"));
             assert!(value.expect(name).abs() < 1e-3, "{preset}: {metrics:?}");

@@ -1,4 +1,4 @@
-//! Rules of anomalies in whole runs: what was planted is reported, and what is reported can be looked at.
+//! Anomaly rules in complete runs: planted errors are reported, and what is reported can be inspected.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn reported(dir: &Path) -> Vec<Anomaly> {
     lines.collect::<Result<_, _>>().expect("lines")
 }
 
-/// P2: all responses truncated: no update, neither metric nor event said so.
+/// P2: all responses truncated, so no update, but no metric or event reported it.
 #[test]
 fn p2_a_step_whose_responses_are_all_truncated_is_reported() {
     let place = Place::new();
@@ -61,7 +61,7 @@ fn p2_a_step_whose_responses_are_all_truncated_is_reported() {
     );
 }
 
-/// A5: where the model's context ends responses, no message says to raise `max_new_tokens`.
+/// A5: if responses end at the model's context, no message advises raising `max_new_tokens`.
 #[test]
 fn a5_a_context_that_is_too_short_is_named() {
     let place = Place::new();
@@ -108,14 +108,14 @@ fn p3_7_the_summary_has_commands_that_work() {
         text.contains("\nanomalies:\n  advantage_variance: "),
         "{text}"
     );
-    // Where no rows are kept, the page of the run is what there is.
+    // If no rows are recorded, the command refers to the page of the run.
     let lean = [&limits[..1], &["trace.ring_steps=0"]].concat();
     let (summary, _) = run(&place, "lean", &lean);
     let command = &summary.anomalies[0].command;
     assert!(command.starts_with("pipe debug view --run "), "{command}");
 }
 
-/// P3-7: `first-bad` said "nothing bad in 40 steps" beside 13 anomalies.
+/// P3-7: `first-bad` said "nothing bad in 40 steps" despite 13 anomalies.
 #[test]
 fn p3_7_first_bad_mentions_what_rules_reported() {
     let place = Place::new();

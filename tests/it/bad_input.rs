@@ -1,4 +1,4 @@
-//! Input that must give a clear error and leave nothing behind.
+//! Input that must cause a clear error and leave no files.
 
 use std::fs;
 
@@ -13,13 +13,13 @@ fn check(text: &str, words: &[&str]) {
     }
 }
 
-/// What the pipeline with these overrides is refused with, before a run folder is made or after it was removed.
+/// The error for the pipeline with these overrides, before a run folder is created or after it was removed.
 fn refused(place: &Place, overrides: &[&str]) -> String {
     let error = match place.parse(GRPO, "run", overrides) {
         Ok(pipe) => trainer(&pipe).err().expect("a refusal"),
         Err(findings) => Findings(findings).to_string(),
     };
-    assert!(!place.path("run").exists(), "a run folder was left behind");
+    assert!(!place.path("run").exists(), "a run folder was left");
     error
 }
 
@@ -63,7 +63,7 @@ fn models_that_cannot_be_loaded() {
 }
 
 #[test]
-fn models_whose_names_are_no_folders() {
+fn models_whose_names_are_not_valid_folder_names() {
     let place = Place::new();
     let long = "x".repeat(300);
     for name in [
@@ -86,10 +86,10 @@ fn models_whose_names_are_no_folders() {
     }
 }
 
-/// The exit status is about the pipeline, not about who reads on.
+/// The exit status depends on the pipeline, not on whether the output is read.
 #[cfg(unix)]
 #[test]
-fn a_reader_that_leaves_changes_no_exit_status() {
+fn a_closed_pipe_does_not_change_the_exit_status() {
     use std::process::{Command, Stdio};
 
     let place = Place::new();
@@ -112,17 +112,17 @@ fn data_that_cannot_be_read() {
     let place = Place::new();
     let data = place.path("train.jsonl");
     let row = "{\"question\": \"1+1\", \"answer\": \"#### 2\"}\n";
-    let told = |content: &str| {
+    let refusal_of = |content: &str| {
         fs::write(&data, content).unwrap();
         refused(&place, &["data.train=train.jsonl"])
     };
-    check(&told(""), &["train", "train.jsonl", "no row"]);
+    check(&refusal_of(""), &["train", "train.jsonl", "no row"]);
     check(
-        &told(&format!("{row}\n{{\"question\": 1+1}}\n")),
+        &refusal_of(&format!("{row}\n{{\"question\": 1+1}}\n")),
         &["row 3", "malformed JSON"],
     );
     check(
-        &told(&format!("{row}[1, 2]\n")),
+        &refusal_of(&format!("{row}[1, 2]\n")),
         &["row 2", "a list, not an object"],
     );
     check(
@@ -133,10 +133,10 @@ fn data_that_cannot_be_read() {
     let table = refused(&place, &["data.train=train.csv"]);
     check(&table, &["C005", "train.csv", "comma-separated values"]);
 
-    // Every row is looked at before the first step, and the first few bad ones are told together.
-    let last = told(&(row.repeat(400) + "{\"question\": \"1+1\", \"answer\": null}\n"));
+    // Every row is checked before the first step, and the first few bad rows are reported together.
+    let last = refusal_of(&(row.repeat(400) + "{\"question\": \"1+1\", \"answer\": null}\n"));
     check(&last, &["prompts", "row 401", "`answer` contains null"]);
-    let several = told(&(row.repeat(2) + &"{\"question\": \"1+1\"}\n".repeat(9)));
+    let several = refusal_of(&(row.repeat(2) + &"{\"question\": \"1+1\"}\n".repeat(9)));
     check(
         &several,
         &[
@@ -173,15 +173,15 @@ fn a_prompt_that_leaves_little_room_ends_its_answer_at_the_context() {
     let run = place.train("run", &["data.train=long.jsonl", "steps=1"]);
     let metrics = run.read("metrics.jsonl");
     assert!(metrics.contains("response/length_mean"), "{metrics}");
-    // More new tokens than the context holds are refused, whatever the prompts are.
+    // More new tokens than fit into the context are rejected, whatever the prompts.
     check(
         &refused(&Place::new(), &["generate.max_new_tokens=64"]),
-        &["C005", "generate", "max_new_tokens", "holds 64 tokens"],
+        &["C005", "generate", "max_new_tokens", "is 64 tokens"],
     );
 }
 
 #[test]
-fn models_that_do_not_share_their_tokens() {
+fn models_with_different_vocabularies() {
     let place = Place::new();
     let other = place.path("other");
     fs::create_dir(&other).unwrap();
@@ -213,17 +213,17 @@ fn several_optimiser_steps_without_old_log_probs() {
     let stage = "[[stages]]\nkind = \"log_probs\"\nname = \"old_log_probs\"\n\n";
     let text = GRPO.replace(stage, "");
     assert_ne!(text, GRPO);
-    let told = |overrides: &[&str]| {
+    let findings_of = |overrides: &[&str]| {
         let pipe = place.parse(&text, "run", overrides).expect("a pipeline");
         pipe.plan()
             .err()
             .map(|findings| Findings(findings).to_string())
     };
-    assert_eq!(told(&[]), None);
+    assert_eq!(findings_of(&[]), None);
     for several in ["batch.epochs=2", "batch.mini_batch=2"] {
-        let told = told(&[several]).expect("a refusal");
+        let findings = findings_of(&[several]).expect("a refusal");
         check(
-            &told,
+            &findings,
             &[
                 "P002",
                 "old_log_probs",

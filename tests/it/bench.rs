@@ -1,4 +1,4 @@
-//! `pipe bench` on the CPU: small work, whole answers.
+//! `pipe bench` on the CPU: small work, complete output.
 
 use std::process::{Command, Output};
 
@@ -18,8 +18,8 @@ fn bench(arguments: &[&str]) -> Output {
 #[track_caller]
 fn json(arguments: &[&str]) -> Value {
     let output = bench(arguments);
-    let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{told}");
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{stderr}");
     serde_json::from_slice(&output.stdout).expect("one JSON object")
 }
 
@@ -37,7 +37,7 @@ fn a_folder_on_the_cpu_agrees_with_itself() {
 }
 
 #[test]
-fn measurements_tell_their_figures() {
+fn measurements_report_their_figures() {
     let small = ["--runs", "1", "--json"];
     let train = [
         "train", "--rows", "2", "--tokens", "12", "--micro", "1", "--mixed",
@@ -102,7 +102,7 @@ fn kernels_have_their_shares() {
     assert_eq!(lines.count(), kernels.len(), "{text}");
 }
 
-/// What a command that cannot measure says, with `--json` the same.
+/// The error of a command that cannot measure; it is the same with `--json`.
 #[track_caller]
 fn refusal(words: &str) -> String {
     let words: Vec<&str> = words.split(' ').collect();
@@ -111,8 +111,8 @@ fn refusal(words: &str) -> String {
     assert_eq!(output.status.code(), Some(1), "{text}");
     let output = bench(&[&words[..], &["--json"]].concat());
     assert_eq!(output.status.code(), Some(1));
-    let told: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
-    let part = |name: &str| told["error"][name].as_str().unwrap_or_default();
+    let json: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    let part = |name: &str| json["error"][name].as_str().unwrap_or_default();
     assert_eq!(
         text,
         format!("error: {}\n  help: {}\n", part("message"), part("help"))
@@ -121,8 +121,8 @@ fn refusal(words: &str) -> String {
 }
 
 #[test]
-fn what_is_not_there_is_told() {
-    insta::assert_snapshot!(refusal("train --model huge"), @"
+fn unknown_names_are_reported() {
+    insta::assert_snapshot!(refusal("train --model huge"), @r"
     error: `huge` is neither a model folder nor a shape
       help: set `--model` to a folder or to one of tiny, smollm2-135m, qwen2.5-0.5b
     ");
@@ -138,12 +138,12 @@ fn what_is_not_there_is_told() {
     error: there are no fused operations in bf16 on this device
       help: measure with `--dtype f32`
     ");
-    let told = refusal("check --device gpu");
+    let error = refusal("check --device gpu");
     assert!(
-        told.starts_with("error: device `gpu` is not known"),
-        "{told}"
+        error.starts_with("error: unknown device `gpu`; use "),
+        "{error}"
     );
-    assert!(told.ends_with("help: set `--device` to an available device\n"));
+    assert!(error.ends_with("help: set `--device` to an available device\n"));
 }
 
 #[test]
@@ -170,10 +170,10 @@ fn sizes_of_nothing_are_refused() {
         "kernels --runs",
     ] {
         let option = words.split(' ').next_back().unwrap_or_default();
-        let told = refusal(&format!("{words} 0"));
+        let error = refusal(&format!("{words} 0"));
         assert!(
-            told.starts_with(&format!("error: `{option}` is 0, but")),
-            "{told}"
+            error.starts_with(&format!("error: `{option}` is 0, but")),
+            "{error}"
         );
     }
     insta::assert_snapshot!(refusal("train --rows 0"), @"
@@ -204,19 +204,16 @@ fn lengths_beyond_the_context_are_refused() {
             "step --new",
             "train --mixed --tokens",
         ] {
-            let told = refusal(&format!("{words} {most}"));
-            assert!(
-                told.contains("but the model's context is limited to 512"),
-                "{told}"
-            );
+            let error = refusal(&format!("{words} {most}"));
+            assert!(error.contains("but the model's context is limited to 512"), "{error}");
         }
     }
 }
 
-// Elsewhere the size of the memory is not known.
+// On other systems the size of the memory is unknown.
 #[cfg(target_os = "linux")]
 #[test]
-fn work_that_no_memory_holds_is_refused() {
+fn work_that_does_not_fit_into_memory_is_rejected() {
     // More than any machine has.
     for (words, option) in [
         ("rollout --mixed --sequences", "--sequences"),
@@ -230,11 +227,11 @@ fn work_that_no_memory_holds_is_refused() {
         ("kernels --parameters", "--parameters"),
     ] {
         for most in ["1000000000000", "18446744073709551615"] {
-            let told = refusal(&format!("{words} {most}"));
-            assert!(told.contains(" GiB at least, but the "), "{told}");
+            let error = refusal(&format!("{words} {most}"));
+            assert!(error.contains(" would need at least "), "{error}");
             assert!(
-                told.ends_with(&format!("help: make `{option}` smaller\n")),
-                "{told}"
+                error.ends_with(&format!("help: reduce `{option}`\n")),
+                "{error}"
             );
         }
     }

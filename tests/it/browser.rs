@@ -1,23 +1,23 @@
-//! A headless Chromium that opens a page and tells what became of it.
+//! A headless Chromium that opens a page and returns the resulting document.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
-/// A browser that has not ended by then never will.
+/// Time after which a browser is considered hung.
 const DEADLINE: Duration = Duration::from_secs(300);
 
-/// A Chromium, and a folder for what it writes.
+/// A Chromium, and a folder for its files.
 pub struct Browser {
     path: PathBuf,
     scratch: tempfile::TempDir,
-    /// The colour scheme that it prefers, as Blink numbers them; its own where absent.
+    /// The preferred colour scheme, as numbered by Blink; the default if absent.
     scheme: Option<u8>,
 }
 
 impl Browser {
-    /// The one that `CHROMIUM` names, or that is on the path. Where there is none the test goes without, and says so,
+    /// The executable in `CHROMIUM`, or the one on the path. Without one, the test skips the browser and reports it,
     /// unless `VERL_NEED_CHROMIUM=1`.
     pub fn find() -> Option<Browser> {
         let named = env::var_os("CHROMIUM").filter(|path| !path.is_empty());
@@ -26,9 +26,9 @@ impl Browser {
             let needed = env::var("VERL_NEED_CHROMIUM").is_ok_and(|value| value == "1");
             assert!(
                 !needed,
-                "no Chromium is on the path, and CHROMIUM names none"
+                "no Chromium on the path, and CHROMIUM is not set to one"
             );
-            say("no Chromium: the page is not looked at in a browser");
+            say("no Chromium: the page is not opened in a browser");
             return None;
         };
         Some(Browser::at(path, None))
@@ -43,27 +43,27 @@ impl Browser {
         }
     }
 
-    /// The same, for someone who prefers dark pages.
+    /// The same browser with a preference for dark pages.
     pub fn dark(&self) -> Browser {
         Browser::at(self.path.clone(), Some(0))
     }
 
-    /// The same, for someone who prefers light pages.
+    /// The same browser with a preference for light pages.
     pub fn light(&self) -> Browser {
         Browser::at(self.path.clone(), Some(1))
     }
 
-    /// The document as it is after its scripts have run for some seconds of the page's own time.
+    /// The document after its scripts have run for some seconds of virtual time.
     pub fn document(&self, page: &Path) -> String {
         self.run(page, &["--virtual-time-budget=15000", "--dump-dom"])
     }
 
-    /// The document as it is when it has just been loaded, with true times.
+    /// The document just after loading, in real time.
     pub fn loaded(&self, page: &Path) -> String {
         self.run(page, &["--dump-dom"])
     }
 
-    /// Bytes of a picture (PNG) of the page in a window of 1280 × 2400.
+    /// Bytes of a screenshot (PNG) of the page in a window of 1280 × 2400.
     pub fn picture(&self, page: &Path) -> Vec<u8> {
         let path = self.scratch.path().join("picture.png");
         let shot = format!("--screenshot={}", path.display());
@@ -129,10 +129,10 @@ fn on_path() -> Option<PathBuf> {
     paths.find(|path| path.is_file())
 }
 
-/// A line for whoever reads the test's output.
+/// Prints a line in the output of the test.
 #[expect(
     clippy::print_stderr,
-    reason = "a figure or a gap that no assertion tells"
+    reason = "a figure or a gap that no assertion reports"
 )]
 pub fn say(line: &str) {
     eprintln!("{line}");

@@ -1,4 +1,4 @@
-//! PPO with a critic and against a reward model, as the example files have them, on a tiny model.
+//! PPO with a critic and with a reward model, as in the example files, on a tiny model.
 
 use std::sync::{Arc, Mutex};
 
@@ -62,7 +62,7 @@ fn explained_variance(pairs: &[(f32, f32)]) -> f64 {
 #[test]
 fn the_ppo_example_trains_actor_and_critic() {
     let place = Place::new();
-    // What the critic said of the tokens of a step, and what they turned out to be worth.
+    // The values of the critic for the tokens of a step, and their actual returns.
     let seen: Arc<Mutex<Vec<(f32, f32)>>> = Arc::default();
     let spec = StageSpec::new()
         .reads(keys::VALUES)
@@ -91,9 +91,9 @@ fn the_ppo_example_trains_actor_and_critic() {
         let pairs = std::mem::take(&mut *seen.lock().expect("no panic"));
         let explained = explained_variance(&pairs);
         assert!((get("critic/explained_variance") - explained).abs() < 1e-4);
-        // A fresh head gives 0 until it has been trained.
+        // A fresh head returns 0 until it is trained.
         assert_eq!(get("critic/values_mean") == 0.0, step == 1);
-        // The reference is the policy at first; its log-probs come from another forward than the rollout's.
+        // Initially the reference equals the policy; its log-probs come from a forward pass other than the rollout's.
         assert_eq!(get("reward/kl").abs() < 1e-5, step == 1);
     }
     trainer.train().expect("a run that ends well");
@@ -176,7 +176,7 @@ fn a_reward_model_is_trained_saved_and_trained_against() {
             .and_then(|share| share.as_f64());
         let evaluated = [0, 3].contains(&line["step"].as_u64().expect("a step"));
         assert_eq!(accuracy.is_some(), evaluated, "{line:?}");
-        // Sixths of the pairs.
+        // Multiples of a sixth: there are six pairs.
         assert!(accuracy.is_none_or(|share| (6.0 * share).fract().abs() < 1e-9));
     }
 

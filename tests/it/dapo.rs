@@ -1,4 +1,4 @@
-//! Dynamic sampling on a real model: waves, what is kept of them, and the end of a run that finds no signal.
+//! Dynamic sampling on a real model: waves, the groups that are kept, and the end of a run without a signal.
 
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::Findings;
@@ -38,7 +38,7 @@ fn the_example_keeps_groups_with_a_signal() {
         let with_signal = get("filter_groups/signal_share") * waves * 4.0;
         let surplus = get("filter_groups/groups_surplus");
         assert!((with_signal - kept - surplus).abs() < 1e-9, "{metrics:?}");
-        // What is trained on differs within each group; what was drawn does not always.
+        // Rewards differ within each trained group, but not within each drawn group.
         assert_eq!(get("reward/groups_without_signal"), 0.0);
         assert!(get("overlong/penalty_mean") <= 0.0);
         assert!(get("actor/grad_norm") > 0.0);
@@ -46,7 +46,7 @@ fn the_example_keeps_groups_with_a_signal() {
 }
 
 #[test]
-fn a_model_that_never_answers_is_told_what_to_do() {
+fn a_model_that_never_answers_gets_helpful_advice() {
     let place = Place::new();
     let tiny = format!("actor.path={}", place.path("tiny").display());
     let hopeless = [
@@ -73,7 +73,7 @@ fn a_model_that_never_answers_is_told_what_to_do() {
     }
 }
 
-/// [`GRPO`] with a filter that keeps three groups of a low mean, so that steps differ in their number of waves.
+/// [`GRPO`] with a filter that keeps three groups with a low mean, so that steps differ in their number of waves.
 fn filtered(place: &Place, more: &[&str]) -> DataPipe {
     let filter = "kind = \"filter_groups\"\ngroups = 3\nmax_mean = 0.5";
     let advantages = "[[stages]]\nkind = \"advantages\"";
@@ -85,7 +85,7 @@ fn filtered(place: &Place, more: &[&str]) -> DataPipe {
         .unwrap_or_else(|findings| panic!("{}", Findings(findings)))
 }
 
-/// What the seed decides of a step.
+/// The metrics of a step that depend only on the seed.
 fn decided(output: StepOutput) -> Vec<(String, f64)> {
     let values = output.metrics.values.into_iter();
     values
@@ -144,7 +144,7 @@ fn the_first_wave_is_the_step_without_a_filter() {
         decided(plain.step().expect("a step")),
         decided(kept.step().expect("a step")),
     );
-    // Sampling, rewards and lengths are those of the same rows, whatever goes on from there.
+    // Sampling, rewards and lengths are of the same rows, independent of later stages.
     for name in [
         "response/length_mean",
         "prompt/length_mean",

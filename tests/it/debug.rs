@@ -22,19 +22,19 @@ struct Cli {
     debug: Debug,
 }
 
-/// What a command says, and its exit status.
+/// The exit status of a command, and its output.
 #[track_caller]
 pub fn pipe_debug(line: &str) -> (u8, String) {
     pipe_debug_with(&verl::registry(), line)
 }
 
-/// What `first-bad` says without what the rules reported: the tiny model's responses reach the token limit.
+/// The output of `first-bad` without the anomalies of the rules: the tiny model's responses reach the token limit.
 pub fn without_rules(text: &str) -> &str {
     let at = text.find("but the run's rules reported ");
     &text[..at.unwrap_or(text.len())]
 }
 
-/// As [`pipe_debug`], of a build with another registry.
+/// Like [`pipe_debug`], with another registry.
 #[track_caller]
 pub fn pipe_debug_with(registry: &Registry, line: &str) -> (u8, String) {
     let cli = Cli::try_parse_from(line.split(' ')).unwrap_or_else(|error| panic!("{error}"));
@@ -43,7 +43,7 @@ pub fn pipe_debug_with(registry: &Registry, line: &str) -> (u8, String) {
     (code, String::from_utf8(out).expect("text"))
 }
 
-/// The exit status of a command line that is refused before anything is read.
+/// The exit status of a command line that is rejected before anything is read.
 pub fn refused(line: &str) -> Option<i32> {
     let cli = Cli::try_parse_from(line.split(' '));
     cli.err().map(|error| error.exit_code())
@@ -151,7 +151,7 @@ fn an_untouched_run_replays_to_the_bit_in_a_fresh_run() {
     );
 }
 
-/// As for steps in memory, and through the disk: states of every kind of model are kept and taken up again.
+/// Like for steps in memory, but from disk: states of every kind of model are stored and restored.
 #[test]
 fn every_example_replays_from_the_folder_of_its_run() {
     let place = Place::new();
@@ -175,7 +175,7 @@ fn every_example_replays_from_the_folder_of_its_run() {
 fn a_corrupted_stage_is_named() {
     let place = Place::new();
     let run = recorded(&place, "run", &[]);
-    // As if `advantages` had computed the other sign: its output, and what was handed on.
+    // As if `advantages` had computed the other sign: its output, and the inputs of its readers.
     corrupt(&run, 2, "advantages", Side::Output, 5, |v| -v - 1.0);
     corrupt(&run, 2, "update", Side::Input, 5, |v| -v - 1.0);
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2 --stage advantages"));
@@ -198,7 +198,7 @@ fn a_corrupted_stage_is_named() {
     let found = json_of(&format!("first-bad --run {run} --json"));
     assert_eq!(found["found"]["fault"], "altered");
     assert_eq!(found["found"]["row"], 5);
-    // Seen without a replay where only the reader's copy is another.
+    // Found without a replay if only the copy of the reader differs.
     corrupt(&run, 1, "update", Side::Input, 3, |v| v + 1.0);
     let (code, text) = pipe_debug(&format!("first-bad --run {run} --no-replay"));
     assert_eq!(code, 1, "{text}");
@@ -261,7 +261,7 @@ fn a_step_a_stage_and_a_sample_are_shown() {
 }
 
 #[test]
-fn what_is_not_there_is_told_with_what_is_nearest() {
+fn unknown_names_are_reported_with_the_nearest() {
     let place = Place::new();
     let run = recorded(
         &place,
@@ -292,7 +292,7 @@ fn what_is_not_there_is_told_with_what_is_nearest() {
     insta::assert_snapshot!("debug_refusals", near);
 }
 
-/// Names of samples follow from the seed alone, but not their nearest, which the test does not fix.
+/// Names of samples depend only on the seed, but the nearest names do not, so the test does not fix them.
 fn regexless(text: &str) -> String {
     let lines = text
         .lines()
@@ -304,19 +304,19 @@ fn regexless(text: &str) -> String {
 }
 
 #[test]
-fn a_run_that_was_not_asked_for_anything_still_tells_something() {
+fn a_run_without_trace_settings_still_reports_something() {
     let place = Place::new();
     place.train("quiet", &["trace.ring_steps=0"]);
     let run = place.path("quiet").display().to_string();
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
-    let told = "note: there are only statistics for 3 steps: every value is finite, and every input equals what was written\n\
+    let expected = "note: there are only statistics for 3 steps: every value is finite, and every input equals what was written\n\
                 nothing bad in 3 steps; nothing was run again\n";
-    assert_eq!((code, without_rules(&text)), (0, told));
+    assert_eq!((code, without_rules(&text)), (0, expected));
     assert_eq!(pipe_debug(&format!("trace --run {run}")).0, 3);
 }
 
 #[test]
-fn the_step_of_a_fault_is_there_though_nobody_asked_for_it() {
+fn the_step_of_an_error_is_recorded_without_a_request() {
     let place = Place::new();
     let pipe = place.grpo("broken", &["actor.optimizer.learning_rate=1e30"]);
     let error = trainer(&pipe).expect("a trainer").train();
@@ -324,7 +324,7 @@ fn the_step_of_a_fault_is_there_though_nobody_asked_for_it() {
     let run = place.path("broken").display().to_string();
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
     assert_eq!(code, 1, "{error}: {text}");
-    // What the update was given is in order; it is the update that fails on its weights.
+    // The input of the update is correct; the update itself produces other weights.
     assert!(text.contains("step 2, stage `update`\n"), "{text}");
     assert!(text.contains("is not finite"), "{text}");
     let found = json_of(&format!("first-bad --run {run} --json"));
@@ -335,7 +335,7 @@ fn the_step_of_a_fault_is_there_though_nobody_asked_for_it() {
 }
 
 #[test]
-fn two_runs_part_where_a_setting_differs() {
+fn two_runs_diverge_where_a_setting_differs() {
     let place = Place::new();
     let first = recorded(&place, "first", &[]);
     let same = recorded(&place, "same", &[]);
@@ -348,7 +348,7 @@ fn two_runs_part_where_a_setting_differs() {
         )
     );
 
-    // Another learning rate shows in the weights that the first update makes.
+    // Another learning rate shows in the weights after the first update.
     let faster = recorded(&place, "faster", &["actor.optimizer.learning_rate=1e-2"]);
     let (code, text) = pipe_debug(&format!("diff {first} {faster}"));
     assert_eq!(code, 1, "{text}");
@@ -399,7 +399,7 @@ fn runs_without_recorded_rows_are_compared_by_their_hashes() {
 }
 
 #[test]
-#[cfg_attr(not(unix), ignore = "no lock tells whether a process is left")]
+#[cfg_attr(not(unix), ignore = "no lock shows whether the process is alive")]
 fn a_run_that_waits_for_nothing_says_so() {
     let place = Place::new();
     let pipe = place
@@ -409,8 +409,11 @@ fn a_run_that_waits_for_nothing_says_so() {
     trainer(&pipe).expect("a trainer").train().expect("a run");
     let dir = place.path("run").display().to_string();
     let (code, text) = pipe_debug(&format!("stall --run {dir}"));
-    assert_eq!((code, text.as_str()), (0, "the run is not stalled\n"));
-    // As a process leaves it that was killed.
+    assert_eq!(
+        (code, text.as_str()),
+        (0, "the run is not stalled\n")
+    );
+    // As left by a process that was killed.
     let status = place.path("run").join("status.json");
     let text = std::fs::read_to_string(&status).expect("a status");
     std::fs::write(&status, text.replace("\"finished\"", "\"running\"")).expect("a status");
@@ -421,7 +424,7 @@ fn a_run_that_waits_for_nothing_says_so() {
     );
     let found = json_of(&format!("stall --run {dir} --json"));
     assert_eq!(found, serde_json::json!({"abandoned": true}));
-    // Without the file that the process holds, or with a status that is none, nothing is known.
+    // Without the file that the process locks, or with an invalid status, the state is unknown.
     std::fs::remove_file(place.path("run").join("metrics.jsonl")).expect("removed");
     let (code, text) = pipe_debug(&format!("stall --run {dir}"));
     assert!(

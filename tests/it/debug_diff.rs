@@ -1,4 +1,4 @@
-//! Where two runs part: in what a stage was given, or in what came of it.
+//! Where two runs diverge: in the inputs of a stage, or in its outputs.
 
 use std::fs;
 
@@ -15,9 +15,9 @@ fn other_rows_of_data_are_inputs_that_differ() {
     let (code, text) = pipe_debug(&format!("diff {first} {second}"));
     assert_eq!(code, 1, "{text}");
     assert!(text.starts_with("setting run.seed: 5 | 6\n"), "{text}");
-    // Weights are drawn from the seed, too.
-    let told = "the runs diverge in step 1, stage `prompts`, weights of `actor`\n";
-    assert!(text.contains(told), "{text}");
+    // Weights are also drawn from the seed.
+    let expected = "the runs diverge in step 1, stage `prompts`, weights of `actor`\n";
+    assert!(text.contains(expected), "{text}");
     assert!(
         text.contains("\n  inputs differ: the runs began with different weights\n"),
         "{text}"
@@ -29,9 +29,9 @@ fn other_rows_of_data_are_inputs_that_differ() {
     let (code, text) = pipe_debug(&format!("diff {first} {second}"));
     assert_eq!(code, 1, "{text}");
     assert!(text.starts_with("setting batch.prompts: 4 | 2\n"), "{text}");
-    let told = "\n  inputs differ: its rows come from outside, different rows were drawn; its settings differ\n";
+    let expected = "\n  inputs differ: its rows come from outside, different rows were drawn; its settings differ\n";
     assert!(
-        text.contains("stage `prompts`, key `sample_id`") && text.contains(told),
+        text.contains("stage `prompts`, key `sample_id`") && text.contains(expected),
         "{text}"
     );
     let found = json_of(&format!("diff {first} {second} --json"));
@@ -64,7 +64,7 @@ fn another_model_is_an_input_that_differs() {
 }
 
 #[test]
-fn a_stage_that_does_something_else_with_the_same_is_told_from_one_that_was_given_something_else() {
+fn different_outputs_are_distinguished_from_different_inputs() {
     let place = Place::new();
     let first = recorded(&place, "first", &[]);
     let second = recorded(&place, "second", &["advantages.estimator=rloo"]);
@@ -74,11 +74,8 @@ fn a_stage_that_does_something_else_with_the_same_is_told_from_one_that_was_give
         text.contains("the runs diverge in step 1, stage `advantages`, key `advantages`"),
         "{text}"
     );
-    assert!(
-        text.contains("\n  same inputs, different outputs\n"),
-        "{text}"
-    );
-    // Where the writer is not recorded, the reader's input is the first sign.
+    assert!(text.contains("\n  same inputs, different outputs\n"), "{text}");
+    // If the writer is not recorded, the reader's input is the first difference.
     let only = |name: &str, estimator: &str| {
         let only = [
             "trace.stages=[\"update\"]",
@@ -128,7 +125,7 @@ fn one_step_is_one_step() {
     );
 }
 
-/// P3-9: token ids, masks and flags have no mean and no distance; how many differ is what there is to say.
+/// P3-9: token ids, masks and flags have no mean and no distance, so only the number of differences is reported.
 #[test]
 fn p3_9_identifiers_are_counted_and_not_averaged() {
     let place = Place::new();
@@ -164,7 +161,7 @@ fn p3_9_identifiers_are_counted_and_not_averaged() {
         assert_eq!(key["mean"].is_null(), is_identifier, "{name}");
     }
 
-    // By their hashes alone.
+    // Only by their hashes.
     let lean = |name: &str, more: &[&str]| {
         place.train(name, &[&["trace.ring_steps=0"], more].concat());
         place.path(name).display().to_string()

@@ -1,5 +1,5 @@
-//! Replays that are not of the run as it was: stages that cannot be run, weights that are elsewhere;
-//! and what the exit status says.
+//! Replays of incomplete recordings: stages that cannot be run, weights stored elsewhere;
+//! and the exit status.
 
 use std::fs;
 use std::path::Path;
@@ -41,7 +41,7 @@ fn with_own_stage(mut pipe: DataPipe, stage: impl IntoStage) -> DataPipe {
     pipe
 }
 
-/// Has `advantages` read what stage `own` writes.
+/// Makes `advantages` read the output of stage `own`.
 fn read_shaped(pipe: &mut DataPipe) {
     let mut stages = pipe.stages.iter_mut();
     let advantages = stages.find(|stage| stage.name == "advantages");
@@ -56,7 +56,7 @@ fn names(report: &ReplayReport) -> (Vec<&str>, Vec<&str>) {
 }
 
 #[test]
-fn a_stage_of_another_program_is_left_out_alone() {
+fn only_a_stage_of_another_program_is_skipped() {
     let place = Place::new();
     let calls = Arc::default();
     let pipe = place.grpo("run", &["trace.every=1"]);
@@ -65,8 +65,9 @@ fn a_stage_of_another_program_is_left_out_alone() {
     let run = place.path("run").display().to_string();
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
     assert_eq!(code, 0, "{text}");
-    let told = "\nnot run again: stage `own` cannot be called again: this build has no stage kind `custom`\n";
-    assert!(text.contains(told), "{text}");
+    let expected =
+        "\nnot run again: stage `own` cannot be called again: this build has no stage kind `custom`\n";
+    assert!(text.contains(expected), "{text}");
     assert!(text.ends_with("\n0 differences\n"), "{text}");
     assert!(
         !text.contains("another plan") && !text.contains("setting"),
@@ -80,10 +81,10 @@ fn a_stage_of_another_program_is_left_out_alone() {
         "{code}: {text}"
     );
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
-    let told = "note: not run again in steps 1–3: stage `own` cannot be called again: this build has no stage kind `custom`\n\
+    let expected = "note: not run again in steps 1–3: stage `own` cannot be called again: this build has no stage kind `custom`\n\
                 nothing bad in 3 steps; the stages that were run again gave the same results\n";
-    assert_eq!((code, without_rules(&text)), (0, told));
-    // What it emitted is looked at like anything else.
+    assert_eq!((code, without_rules(&text)), (0, expected));
+    // Its output is checked like that of any other stage.
     corrupt(&run, 2, "advantages", Side::Output, 5, |v| -v - 1.0);
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
     assert!(
@@ -97,7 +98,7 @@ fn a_stage_of_another_program_is_left_out_alone() {
 }
 
 #[test]
-fn a_stage_with_an_effect_outside_is_not_called_again() {
+fn a_stage_with_external_effects_is_not_called_again() {
     let place = Place::new();
     let calls: Arc<AtomicUsize> = Arc::default();
     let spec = StageSpec::new().not_replayed("it pays for an answer of a service");
@@ -121,7 +122,7 @@ fn a_stage_with_an_effect_outside_is_not_called_again() {
 }
 
 #[test]
-fn a_stage_whose_input_is_missing_is_left_out_alone() {
+fn only_a_stage_whose_input_is_missing_is_skipped() {
     let place = Place::new();
     let pipe = place.grpo("none", &[]);
     let (recorded, mut run) = record(&pipe, 2);
@@ -167,7 +168,7 @@ fn a_stage_whose_input_is_missing_is_left_out_alone() {
     };
     let text = check(row, &rest, &["reward"]);
     assert!(text.contains("`reward` 1 row is not recorded"), "{text}");
-    // Nothing at all: and that is not called equal.
+    // Nothing could be compared, which is not reported as equal.
     let all = |step: &mut RecordedStep| {
         step.stages
             .values_mut()
@@ -187,7 +188,7 @@ fn a_stage_whose_input_is_missing_is_left_out_alone() {
 }
 
 #[test]
-fn a_stage_behind_one_that_cannot_change_its_model_is_left_out_with_it() {
+fn a_stage_after_one_that_cannot_change_its_model_is_skipped_too() {
     let place = Place::new();
     let again =
         "[[stages]]\nkind = \"update\"\nname = \"update_again\"\nloss = { kind = \"grpo\" }\n";
@@ -210,13 +211,13 @@ fn a_stage_behind_one_that_cannot_change_its_model_is_left_out_with_it() {
     let report = report.expect("a replay");
     assert_eq!(names(&report).1, [first, last.as_str()], "{report}");
     let why = &report.skipped[1].why;
-    let told = format!("uses `actor` as left by `{first}`, but the input of");
-    assert!(why.contains(&told), "{why}");
+    let expected = format!("uses `actor` as left by `{first}`, but the input of");
+    assert!(why.contains(&expected), "{why}");
     assert_eq!((report.differences(), report.stages.len()), (0, 6));
 }
 
 #[test]
-fn what_was_not_run_again_did_not_give_the_same() {
+fn stages_that_were_not_run_again_are_not_called_equal() {
     let place = Place::new();
     let settings = [
         "trace.stages=[\"generate\"]",
@@ -226,7 +227,7 @@ fn what_was_not_run_again_did_not_give_the_same() {
     let run = recorded(&place, "run", &settings);
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
     assert_eq!(code, 0, "{text}");
-    // The first step begins with the weights that are loaded.
+    // The first step starts with the loaded weights.
     assert!(
         text.contains("note: not run again in steps 2–3: stage `generate` uses"),
         "{text}"
@@ -281,7 +282,7 @@ fn manifest(run: &str, step: u64) -> std::path::PathBuf {
 }
 
 #[test]
-fn weights_behind_a_step_of_the_flight_recorder_are_compared() {
+fn weights_after_a_step_of_the_flight_recorder_are_compared() {
     let place = Place::new();
     let pipe = place.grpo("run", &[]).rule(|| AtThree);
     let plan = pipe.plan().expect("a plan");
@@ -306,13 +307,13 @@ fn weights_behind_a_step_of_the_flight_recorder_are_compared() {
         text.contains("stage `update`, weights of `actor`"),
         "{text}"
     );
-    // And where nothing tells them, that is said.
+    // If nothing records them, that is reported.
     edit(&manifest(&run, 3), |step| {
         step["models"]["actor"]["state"] = Value::Null
     });
     let (code, text) = pipe_debug(&line);
-    let told = "the weights of `actor` after `update` are not compared: step 3 has neither their hash nor the weights";
-    assert!(code == 3 && text.contains(told), "{text}");
+    let expected = "the weights of `actor` after `update` are not compared: step 3 has neither their hash nor the weights";
+    assert!(code == 3 && text.contains(expected), "{text}");
     assert!(text.ends_with("\nnothing was compared\n"), "{text}");
 }
 
@@ -339,18 +340,17 @@ fn weights_are_taken_from_where_they_are_the_same() {
     edit(&manifest(&run, 3), |step| step["models"]["actor"] = whole);
     let (code, text) = pipe_debug(&line);
     assert_eq!(code, 0, "{text}");
-    let told = "note: the weights of `actor` at the start of step 2 are not stored; by their hash they are those of step 3\n";
-    assert!(text.contains(told), "{text}");
+    let expected = "note: the weights of `actor` at the start of step 2 are not stored; by their hash they are those of step 3\n";
+    assert!(text.contains(expected), "{text}");
 }
 
 #[test]
-fn weights_that_are_not_kept_are_told_once_for_all_steps() {
+fn missing_weights_are_reported_once_for_all_steps() {
     let place = Place::new();
     let run = recorded(&place, "run", &["trace.weights=hash"]);
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
-    let told =
-        "note: not run again in steps 2–3: stage `generate` uses `actor`, which the run trains";
-    assert!(code == 0 && text.contains(told), "{text}");
+    let expected = "note: not run again in steps 2–3: stage `generate` uses `actor`, which the run trains";
+    assert!(code == 0 && text.contains(expected), "{text}");
     assert!(text.contains("`trace.budget_mb`"), "{text}");
     let stages = ["prompts", "generate", "old_log_probs", "update"];
     assert_eq!(
@@ -365,7 +365,7 @@ fn weights_of_the_model_as_it_is_loaded_are_known_by_their_hash() {
     let place = Place::new();
     let (recorded, mut run) = record(&place.grpo("none", &[]), 1);
     let mut replayer = Replayer::new(&mut run).expect("a snapshot");
-    // What log-probs are does not depend on the step.
+    // Log-probs do not depend on the step.
     let mut later = recorded[0].clone();
     (later.step, later.state) = (5, None);
     let scope = ReplayScope::Stage("old_log_probs".to_owned());
@@ -384,7 +384,7 @@ fn weights_of_the_model_as_it_is_loaded_are_known_by_their_hash() {
     assert!(matches!(error, ReplayError::NoState { .. }));
 }
 
-/// Whether stage kind `copy_rewards` fails; one test alone uses it.
+/// Whether stage kind `copy_rewards` fails; only one test uses it.
 static FAILS: AtomicBool = AtomicBool::new(false);
 
 /// Copies rewards to shaped rewards, or fails.
@@ -432,16 +432,16 @@ fn a_stage_that_fails_when_it_is_run_again_is_a_difference() {
     FAILS.store(true, Ordering::Relaxed);
     let (code, text) = of("replay --run RUN --step 2");
     assert_eq!(code, 1, "{text}");
-    let told = "`own` failed when it was run again: step 2, stage `own`, 16 rows";
+    let expected = "`own` failed when it was run again: step 2, stage `own`, 16 rows";
     assert!(
-        text.contains(told) && text.contains("the service is down"),
+        text.contains(expected) && text.contains("the service is down"),
         "{text}"
     );
     assert!(
         text.ends_with("\n0 differences, 1 stage failed\n"),
         "{text}"
     );
-    // Those behind it have what it emitted then.
+    // Later stages get its recorded output.
     assert!(
         text.contains("update") && !text.contains("not run again"),
         "{text}"
@@ -449,8 +449,8 @@ fn a_stage_that_fails_when_it_is_run_again_is_a_difference() {
     assert_eq!(of("replay --run RUN --step 2 --stage own").0, 1);
     assert_eq!(of("replay --run RUN --step 2 --stage advantages").0, 0);
     let (code, text) = of("first-bad --run RUN");
-    let told = "step 1, stage `own`\n  its input is correct, but it fails when run again: ";
-    assert!(code == 1 && text.starts_with(told), "{text}");
+    let expected = "step 1, stage `own`\n  its input is correct, but it fails when run again: ";
+    assert!(code == 1 && text.starts_with(expected), "{text}");
 }
 
 #[test]
@@ -518,7 +518,7 @@ fn the_exit_status_is_that_of_the_table() {
 }
 
 #[test]
-fn a_stage_or_step_that_is_not_there_is_told_with_what_is() {
+fn an_unknown_stage_or_step_is_reported_with_the_recorded_ones() {
     let place = Place::new();
     let settings = [
         "trace.every=2",
@@ -527,10 +527,10 @@ fn a_stage_or_step_that_is_not_there_is_told_with_what_is() {
     ];
     let run = recorded(&place, "run", &settings);
     for flag in ["--stage", "--from"] {
-        let told = |step: u64, name: &str| {
+        let replay = |step: u64, name: &str| {
             pipe_debug(&format!("replay --run {run} --step {step} {flag} {name}"))
         };
-        let (code, text) = told(2, "advantage");
+        let (code, text) = replay(2, "advantage");
         assert_eq!(code, 2, "{text}");
         assert!(
             text.contains(
@@ -538,7 +538,7 @@ fn a_stage_or_step_that_is_not_there_is_told_with_what_is() {
             ),
             "{text}"
         );
-        let (code, text) = told(2, "advantages");
+        let (code, text) = replay(2, "advantages");
         assert_eq!(code, 3, "{text}");
         assert!(
             text.contains(
@@ -546,9 +546,9 @@ fn a_stage_or_step_that_is_not_there_is_told_with_what_is() {
             ),
             "{text}"
         );
-        let (code, text) = told(2, "evaluate");
+        let (code, text) = replay(2, "evaluate");
         assert!(code == 3 && text.contains("runs between steps"), "{text}");
-        let (code, text) = told(7, "generate");
+        let (code, text) = replay(7, "generate");
         assert_eq!(code, 3, "{text}");
         assert!(
             text.contains("step 7 is not in") && text.contains("the nearest is step 2"),

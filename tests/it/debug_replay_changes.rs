@@ -28,22 +28,22 @@ fn a_setting_that_was_changed_after_the_run_is_named_first() {
         "learning_rate = 0.01",
     );
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
-    let told = "replay of step 2 on cpu\nsetting models.actor.optimizer.learning_rate: 0.001 when recorded, 0.01 now\n";
-    assert!(code == 1 && text.starts_with(told), "{text}");
+    let expected = "replay of step 2 on cpu\nsetting models.actor.optimizer.learning_rate: 0.001 when recorded, 0.01 now\n";
+    assert!(code == 1 && text.starts_with(expected), "{text}");
     assert!(
         text.contains("1 difference; the first: stage `update`, weights of `actor`"),
         "{text}"
     );
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
-    let told = "step 1, stage `prompts`, setting `models.actor.optimizer.learning_rate`\n  it was 0.001 when recorded, but the configuration says 0.01\n";
-    assert!(code == 1 && text.contains(told), "{text}");
+    let expected = "step 1, stage `prompts`, setting `models.actor.optimizer.learning_rate`\n  it was 0.001 when recorded, but the configuration says 0.01\n";
+    assert!(code == 1 && text.contains(expected), "{text}");
     replace(
         &run,
         "config.toml",
         "learning_rate = 0.01",
         "learning_rate = 0.001",
     );
-    // What changes the plan: the replay goes on.
+    // A change of the plan: the replay continues.
     replace(&run, "config.toml", "micro_batch = 8", "micro_batch = 4");
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2 --stage generate"));
     let lines: Vec<&str> = text.lines().collect();
@@ -58,7 +58,7 @@ fn a_setting_that_was_changed_after_the_run_is_named_first() {
         report["changes"]["settings"][0]["name"],
         "batch.micro_batch"
     );
-    // A trace that tells the hash of the plan alone.
+    // A trace that contains only the hash of the plan.
     fs::remove_file(Path::new(&run).join("trace/conditions.json")).expect("a file");
     let (_, text) = pipe_debug(&format!("replay --run {run} --step 2 --stage generate"));
     assert!(
@@ -71,14 +71,14 @@ fn a_setting_that_was_changed_after_the_run_is_named_first() {
         value["arch"] = "of_tomorrow".into();
     });
     let (_, text) = pipe_debug(&format!("replay --run {run} --step 2 --stage generate"));
-    let told = "machine arch: \"of_tomorrow\" when recorded";
+    let expected = "machine arch: \"of_tomorrow\" when recorded";
     assert!(
-        text.contains(told) && text.contains("are not expected"),
+        text.contains(expected) && text.contains("are not expected"),
         "{text}"
     );
 }
 
-/// Bits of the CPU do not depend on the processor: what a run of another one recorded is compared bit by bit.
+/// Bits on the CPU do not depend on the processor: a recording from another processor is compared bit by bit.
 #[test]
 fn another_processor_is_named_and_equal_bits_are_expected() {
     let place = Place::new();
@@ -113,7 +113,7 @@ fn another_processor_is_named_and_equal_bits_are_expected() {
         code == 1 && text.contains("the first: stage `advantages`"),
         "{text}"
     );
-    // Kernels that add in another order, or of which nothing is recorded, promise no bits.
+    // Kernels that add in another order, or that are not recorded, do not promise equal bits.
     edit(&conditions, |value| {
         value["machine"]["cpu_kernels"]["sums"] = "of old".into();
     });
@@ -148,7 +148,7 @@ fn data_that_were_changed_after_the_run_are_named_and_no_stage_is_blamed() {
     };
     write(10..22);
     let run = recorded(&place, "run", &[&format!("data.train={}", file.display())]);
-    // Other rows, and so few that an order of the rows that were is past the end.
+    // Other rows, and so few that the recorded order of rows is past the end.
     for rows in [40..52, 40..42] {
         write(rows);
         let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
@@ -177,7 +177,7 @@ fn data_that_were_changed_after_the_run_are_named_and_no_stage_is_blamed() {
     }
     let report = json_of(&format!("replay --run {run} --step 2 --json"));
     assert_eq!(report["changes"]["data"][0]["now"]["rows"], 2);
-    // A fault of a stage is one all the same.
+    // An error in a stage is still reported.
     corrupt(&run, 2, "advantages", Side::Output, 5, |v| -v - 1.0);
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
     assert!(
@@ -190,12 +190,12 @@ fn data_that_were_changed_after_the_run_are_named_and_no_stage_is_blamed() {
 }
 
 #[test]
-fn data_of_which_the_run_tells_nothing_are_not_compared_and_told() {
+fn data_without_recorded_fingerprints_are_reported_as_not_compared() {
     let place = Place::new();
     let run = recorded(&place, "run", &[]);
     let file = Path::new(&run).join("data.json");
     let whole = fs::read_to_string(&file).expect("a file");
-    let told = |why: &str| {
+    let check_reason = |why: &str| {
         let start = format!("data cannot be compared with those of the run: data.json {why}");
         let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
         assert!(code == 0 && text.contains(&start), "{text}");
@@ -206,18 +206,18 @@ fn data_of_which_the_run_tells_nothing_are_not_compared_and_told() {
         );
     };
     fs::write(&file, &whole[..whole.len() / 2]).expect("a file");
-    told("is invalid (");
+    check_reason("is invalid (");
     fs::write(&file, &whole).expect("a file");
     edit(&file, |data| {
         data.as_object_mut().expect("data sets").remove("eval");
     });
-    told("has no entry for `eval`");
+    check_reason("has no entry for `eval`");
     fs::remove_file(&file).expect("removed");
-    told("cannot be read (");
+    check_reason("cannot be read (");
 }
 
 #[test]
-fn data_that_keep_the_run_from_starting_are_told_as_changed() {
+fn data_that_prevent_the_start_are_reported_as_changed() {
     let place = Place::new();
     let file = place.path("train.jsonl");
     let row = "{\"question\": \"1+1=\", \"answer\": \"2\"}\n";
@@ -227,7 +227,7 @@ fn data_that_keep_the_run_from_starting_are_told_as_changed() {
         "the data were changed since the run: train ({}): 12 rows with fingerprint ",
         file.display()
     );
-    // A row that is no JSON, and one without the column that is read.
+    // A row that is not JSON, and one without the column that is read.
     for rows in ["{\"question\": ", "{\"query\": \"1+1=\"}\n"] {
         fs::write(&file, rows).expect("a file");
         let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
@@ -238,7 +238,7 @@ fn data_that_keep_the_run_from_starting_are_told_as_changed() {
 }
 
 #[test]
-fn data_that_a_source_does_not_draw_from_excuse_it_not() {
+fn data_that_a_source_does_not_draw_from_are_no_excuse() {
     let place = Place::new();
     let run = recorded(&place, "run", &[]);
     let changed = |name: &str| {
@@ -246,13 +246,13 @@ fn data_that_a_source_does_not_draw_from_excuse_it_not() {
             data[name]["fingerprint"] = "of another file".into();
         });
         replace(&run, "config.toml", "shuffle = true", "shuffle = false");
-        let told = pipe_debug(&format!("replay --run {run} --step 2"));
+        let output = pipe_debug(&format!("replay --run {run} --step 2"));
         replace(&run, "config.toml", "shuffle = false", "shuffle = true");
-        told
+        output
     };
     let (code, text) = changed("eval");
-    let told = "\ndata eval (";
-    assert!(code == 1 && text.contains(told), "{text}");
+    let expected = "\ndata eval (";
+    assert!(code == 1 && text.contains(expected), "{text}");
     assert!(text.contains("the first: stage `prompts`"), "{text}");
     let (code, text) = changed("train");
     assert!(code == 0 && text.contains("`prompts` would draw"), "{text}");
@@ -261,7 +261,7 @@ fn data_that_a_source_does_not_draw_from_excuse_it_not() {
 #[test]
 fn a_plan_with_a_warning_is_the_same_plan() {
     let place = Place::new();
-    // The learning rate never gets to what it is set to.
+    // The learning rate never reaches the set value.
     let schedule = "actor.optimizer.schedule={ kind = \"constant\", warmup_steps = 100 }";
     let run = recorded(&place, "run", &[schedule]);
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
@@ -270,11 +270,11 @@ fn a_plan_with_a_warning_is_the_same_plan() {
 }
 
 #[test]
-fn another_machine_claims_no_equal_bits_and_names_no_culprit_of_rounding() {
+fn another_machine_claims_no_equal_bits_and_blames_no_stage_for_rounding() {
     let place = Place::new();
     let run = recorded(&place, "run", &[]);
     let conditions = Path::new(&run).join("trace/conditions.json");
-    // Their number decides no bit on a CPU.
+    // Their number affects no bit on a CPU.
     edit(&conditions, |value| value["machine"]["threads"] = 99.into());
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
     assert!(text.contains("machine threads: 99 when recorded"), "{text}");
@@ -282,7 +282,7 @@ fn another_machine_claims_no_equal_bits_and_names_no_culprit_of_rounding() {
         code == 0 && text.contains("bit-equal") && !text.contains("are not expected"),
         "{text}"
     );
-    // Models were on another device: what the host computed stays exact.
+    // Models were on another device: results of the host are still compared exactly.
     edit(&conditions, |value| {
         value["machine"]["device"] = "cuda:0".into();
     });
@@ -321,14 +321,14 @@ fn another_machine_claims_no_equal_bits_and_names_no_culprit_of_rounding() {
     assert!(text.contains("equal bits are not expected"), "{text}");
     assert!(text.contains("within tolerance"), "{text}");
     assert!(text.contains("repeat only up to rounding"), "{text}");
-    // Without the hashes of the statistics, which would tell that the file was changed.
+    // Without the hashes of the statistics, which would show that the file was changed.
     std::fs::remove_dir_all(format!("{run}/trace/stats")).expect("statistics");
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
     assert!(
         code == 0 && text.contains("note: machine processor"),
         "{text}"
     );
-    // More than rounding is told, with what it may be.
+    // A difference larger than rounding is reported, with its possible causes.
     corrupt(&run, 2, "advantages", Side::Output, 5, |v| v + 1.0);
     corrupt(&run, 2, "update", Side::Input, 5, |v| v + 1.0);
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));

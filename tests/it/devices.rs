@@ -1,4 +1,4 @@
-//! Device groups that are none, or are not here, are told before anything is loaded.
+//! Device groups that are invalid or not available are reported before anything is loaded.
 
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 
@@ -13,7 +13,7 @@ fn findings(place: &Place, group: &str) -> Vec<Diagnostic> {
 }
 
 #[test]
-fn names_of_no_device_are_errors() {
+fn invalid_device_names_are_errors() {
     let place = Place::new();
     for group in [
         "gpu", "gpu:0", "cpu:0", "cpu:0-1", "cuda:x", "cuda:1-0", "\"\"",

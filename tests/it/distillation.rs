@@ -1,4 +1,4 @@
-//! A student learns from a teacher: by its list of tokens, and by its opinion of what was sampled.
+//! A student learns from a teacher: from its list of tokens, and from its log-probs of sampled tokens.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,7 +21,7 @@ fn student(place: &Place, stages: &str, more: &[&str]) -> DataPipe {
     pipe.unwrap_or_else(|findings| panic!("{}", Findings(findings)))
 }
 
-/// A folder `other` beside `tiny`, of the same shape and with weights of another scale.
+/// A folder `other` next to `tiny`, with the same shape and with weights of another scale.
 fn with_teacher() -> Place {
     let place = Place::new();
     let other = place.path("other");
@@ -76,7 +76,7 @@ fn learned(pipe: &DataPipe, metric: &str, steps: usize) -> [f64; 2] {
 }
 
 #[test]
-fn every_divergence_comes_down() {
+fn every_divergence_decreases() {
     let place = with_teacher();
     for (divergence, tail) in [
         ("forward_kl", "bucket"),
@@ -102,7 +102,7 @@ fn every_divergence_comes_down() {
 }
 
 #[test]
-fn the_opinion_of_sampled_tokens_brings_the_reverse_kl_down() {
+fn the_teacher_log_probs_of_sampled_tokens_reduce_the_reverse_kl() {
     let place = with_teacher();
     let more = [
         "run.steps=80",
@@ -113,7 +113,7 @@ fn the_opinion_of_sampled_tokens_brings_the_reverse_kl_down() {
     assert!(first > 0.05 && last < 0.8 * first, "{first} became {last}");
 }
 
-/// Metrics of a few steps, without those that tell times.
+/// Metrics of a few steps, without times.
 fn metrics(pipe: &DataPipe) -> Vec<BTreeMap<String, f64>> {
     let mut run = start(pipe);
     let step = |_| {
@@ -164,7 +164,7 @@ fn a_list_of_the_whole_vocabulary_has_all_mass_and_a_longer_one_is_refused() {
 }
 
 #[test]
-fn what_does_not_fit_together_is_told_by_the_plan() {
+fn mismatches_are_reported_by_the_plan() {
     let place = with_teacher();
     let findings = |stages: &str, more: &[&str]| {
         let plan = student(&place, stages, more).plan();
@@ -186,7 +186,7 @@ fn what_does_not_fit_together_is_told_by_the_plan() {
     assert!(text.contains("P007"), "{text}");
 }
 
-/// An example with its models, a few steps of it and few questions.
+/// An example with its models, with a few steps and few questions.
 pub(crate) fn example(file: &str, dir: &Path, more: &[&str]) -> DataPipe {
     let mut overrides: Vec<String> = more.iter().map(|text| (*text).to_owned()).collect();
     overrides.push(format!("run.dir={}", dir.display()));

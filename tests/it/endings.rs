@@ -1,4 +1,4 @@
-//! Runs that end before their target keep what they learnt.
+//! Runs that end before their target save their models.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn status(dir: &Path) -> Value {
     serde_json::from_str(&text).expect("an object")
 }
 
-/// A pipeline with a stage of one's own before its advantages, which refuses the third step.
+/// A pipeline with a custom stage before `advantages`, which fails in the third step.
 fn with_a_late_fault(mut pipe: DataPipe) -> DataPipe {
     let spec = StageSpec::new()
         .reads(REWARDS)
@@ -52,7 +52,7 @@ fn with_a_late_fault(mut pipe: DataPipe) -> DataPipe {
 }
 
 #[test]
-fn a_fault_in_the_third_step_costs_that_step_alone() {
+fn an_error_in_the_third_step_costs_only_that_step() {
     let place = Place::new();
     let whole = place.train("whole", &["steps=2"]);
     let pipe = with_a_late_fault(place.grpo("run", &[]));
@@ -65,16 +65,16 @@ fn a_fault_in_the_third_step_costs_that_step_alone() {
         dir: place.path("run"),
     };
     assert_eq!(run.weights(), whole.weights());
-    let told = status(&run.dir);
+    let written = status(&run.dir);
     assert_eq!(
-        (&told["status"], &told["step"]),
+        (&written["status"], &written["step"]),
         (&json!("failed"), &json!(2))
     );
-    assert_eq!(told["saved"], json!(["actor"]));
+    assert_eq!(written["saved"], json!(["actor"]));
     assert_eq!(run.metrics().len(), 3);
 }
 
-/// Cancels a run when the update of step 2 is handed its rows.
+/// Cancels a run when the update of step 2 gets its rows.
 struct AtUpdate(CancelToken);
 
 impl Tap for AtUpdate {
@@ -115,16 +115,16 @@ fn a_run_that_is_cancelled_between_mini_batches_saves_a_whole_step() {
         dir: place.path("run"),
     };
     assert_eq!(run.weights(), two.weights());
-    let told = status(&run.dir);
+    let written = status(&run.dir);
     assert_eq!(
-        (&told["status"], &told["step"]),
+        (&written["status"], &written["step"]),
         (&json!("cancelled"), &json!(2))
     );
-    assert_eq!(told.get("partial"), None);
+    assert_eq!(written.get("partial"), None);
 }
 
 #[test]
-fn a_model_to_save_that_is_not_there_is_told_before_the_run() {
+fn an_unknown_model_to_save_is_reported_before_the_run() {
     let place = Place::new();
     let pipe = place.grpo("run", &["save=[\"acter\", \"ref\"]"]);
     let refusal = trainer(&pipe).err().expect("a refusal");
@@ -138,7 +138,7 @@ fn a_model_to_save_that_is_not_there_is_told_before_the_run() {
     assert!(!place.path("run").exists());
 }
 
-/// The executable on [`GRPO`] for more steps than anyone waits for.
+/// The executable with [`GRPO`] and practically unlimited steps.
 #[cfg(unix)]
 fn endless(place: &Place) -> Child {
     let file = place.path("grpo.toml");
@@ -152,7 +152,7 @@ fn endless(place: &Place) -> Child {
         .expect("the executable")
 }
 
-/// Waits until the run tells that it has done a step.
+/// Waits until the run reports that it has completed a step.
 #[cfg(unix)]
 fn await_step(dir: &Path) {
     let since = Instant::now();
@@ -161,13 +161,13 @@ fn await_step(dir: &Path) {
     while step().is_none_or(|step| step == 0) {
         assert!(
             since.elapsed() < Duration::from_secs(120),
-            "no step is told"
+            "no step is reported"
         );
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// Whether these tests, and so what they start, outlive their terminal: below `nohup`.
+/// Whether these tests, and so their child processes, ignore SIGHUP, as under `nohup`.
 #[cfg(unix)]
 fn ignores_hangup() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -203,16 +203,16 @@ fn signals_end_a_run_cleanly() {
         assert!(sent.success(), "{name}");
         let ended = child.wait().expect("an end");
         assert_eq!(ended.code(), Some(130), "{name}");
-        let told = status(&dir);
-        assert_eq!(told["status"], "cancelled", "{name}");
-        assert_eq!(told["saved"], json!(["actor"]));
+        let written = status(&dir);
+        assert_eq!(written["status"], "cancelled", "{name}");
+        assert_eq!(written["saved"], json!(["actor"]));
         assert!(dir.join("model/actor/model.safetensors").is_file());
     }
 }
 
 #[cfg(unix)]
 #[test]
-fn versions_tell_what_decides_the_bits() {
+fn versions_record_what_affects_the_bits() {
     let place = Place::new();
     let file = place.path("grpo.toml");
     fs::write(&file, GRPO).expect("a file");
@@ -244,7 +244,7 @@ fn versions_tell_what_decides_the_bits() {
     let library = versions["c_library"].as_str().expect("a name");
     let glibc = cfg!(all(target_os = "linux", target_env = "gnu"));
     assert_eq!(library.starts_with("glibc 2."), glibc, "{library}");
-    // What the system does not say is left out.
+    // Values that the system does not report are left out.
     let cpu = versions["cpu"].as_object().expect("an object");
     for (part, value) in cpu {
         let is_size = part.ends_with("_kib");
@@ -263,7 +263,7 @@ fn versions_tell_what_decides_the_bits() {
         names,
         "{cpu:?}"
     );
-    // The trace notes the same.
+    // The trace records the same.
     let text = fs::read_to_string(place.path("run/trace/conditions.json")).expect("conditions");
     let conditions: Value = serde_json::from_str(&text).expect("an object");
     for part in [

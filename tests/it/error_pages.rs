@@ -1,5 +1,5 @@
-//! The pages of `docs/errors`: their pipelines fail with the page's code, and their repairs do not, for whoever puts them
-//! beside a model folder `base` and a file `questions.jsonl` and calls `pipe check`.
+//! The pages of `docs/errors`: their pipelines fail with the code of the page, and the repaired pipelines do not, in a
+//! folder with a model folder `base` and a file `questions.jsonl`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,18 +22,18 @@ fn copy_of_a_model(to: &Path) -> PathBuf {
     to.to_owned()
 }
 
-/// A folder with what the pipelines of the pages name.
+/// A folder with the files that the pipelines of the pages use.
 fn place() -> tempfile::TempDir {
     let place = tempfile::tempdir().expect("a temporary folder");
     let base = copy_of_a_model(&place.path().join("base"));
-    // The same but for two digits, which have changed places.
+    // The same, with two digits swapped.
     let tokenizer = copy_of_a_model(&place.path().join("other")).join("tokenizer.json");
     let text = fs::read_to_string(&tokenizer).expect("a tokenizer");
     let swapped = text.replace("\"7\"", "\"seven\"").replace("\"8\"", "\"7\"");
     let swapped = swapped.replace("\"seven\"", "\"8\"");
     assert_ne!(text, swapped);
     fs::write(&tokenizer, swapped).expect("a file");
-    // As a user's own model has, unlike the example's.
+    // As in real models, unlike the example.
     let config = base.join("config.json");
     let text = fs::read_to_string(&config).expect("a config.json");
     let mut described: serde_json::Value = serde_json::from_str(&text).expect("an object");
@@ -85,7 +85,7 @@ fn findings(file: &Path, overrides: &[&str]) -> Vec<Diagnostic> {
     }
 }
 
-/// Findings as printed, without the folder of this run of the test.
+/// Findings as printed, without the temporary folder.
 fn printed(findings: &[Diagnostic], place: &Path) -> String {
     let texts: Vec<String> = findings
         .iter()
@@ -116,12 +116,12 @@ fn pipelines_of_the_pages_fail_and_their_repairs_do_not() {
             "{code}:\n{text}"
         );
         insta::assert_snapshot!(code.clone(), text);
-        // A repair is a pipeline to begin with: it draws no warning either.
+        // A repaired pipeline has no warnings either.
         fs::write(&file, repaired).expect("a file");
         let found = printed(&findings(&file, &[]), place.path());
         assert!(found.is_empty(), "{code}, repaired:\n{found}");
     }
-    assert!(tried >= 24, "{tried} pages hold a pipeline and its repair");
+    assert!(tried >= 24, "{tried} pages have a pipeline and its repair");
 }
 
 #[test]
@@ -133,28 +133,28 @@ fn commands_of_the_pages_fail_and_their_repairs_do_not() {
         let [failing, repaired] = blocks.as_slice() else {
             continue;
         };
-        let told = |command: &str| {
+        let findings_of = |command: &str| {
             let overrides: Vec<&str> = command.split_whitespace().skip(3).collect();
             assert!(!overrides.is_empty(), "{command}");
             findings(&file, &overrides)
         };
-        // What is not here depends on the build.
+        // Which devices are available depends on the build.
         if code == "S012" && cfg!(feature = "cuda") {
             continue;
         }
         tried += 1;
-        let found = told(failing);
+        let found = findings_of(failing);
         assert!(
             found.iter().any(|finding| finding.code == code),
             "{code}: {}",
             Findings(found)
         );
-        let found = told(repaired);
+        let found = findings_of(repaired);
         assert!(
             !found.iter().any(|finding| finding.code == code),
             "{code}: {}",
             Findings(found)
         );
     }
-    assert!(tried >= 2, "{tried} pages hold a command and its repair");
+    assert!(tried >= 2, "{tried} pages have a command and its repair");
 }

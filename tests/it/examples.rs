@@ -1,4 +1,4 @@
-//! The examples do what they say.
+//! The examples do what they claim.
 
 #[path = "../../examples/custom_algorithm.rs"]
 #[expect(dead_code, reason = "the example's main is not called")]
@@ -46,7 +46,7 @@ fn the_run_in_rust_is_the_run_of_the_file() {
 }
 
 #[test]
-fn the_custom_algorithm_runs_by_its_names() {
+fn the_custom_algorithm_runs_by_name() {
     let place = Place::new();
     let file = root().join("examples/pipelines/grpo_addition.toml");
     let pipe = custom_algorithm::pipeline(&file, &place.path("tiny"), &place.path("run"));
@@ -56,7 +56,7 @@ fn the_custom_algorithm_runs_by_its_names() {
         let metrics = trainer.step().expect("a step");
         let finite = |name: &str| metrics.get(name).is_some_and(f64::is_finite);
         assert!(finite("actor/pg_loss") && finite("actor/kl"), "{metrics:?}");
-        // Off policy from the second pass on, so the old policy pulls.
+        // Off-policy from the second pass on, so the penalty is not 0.
         let pull = metrics
             .get("actor/spo_pull")
             .expect("the loss's own metric");
@@ -78,12 +78,12 @@ fn the_custom_algorithm_runs_by_its_names() {
     let again = parse_pipeline::<&str>(&written, "again", &[], &custom_algorithm::registry());
     let again = again.map_err(Findings).expect("a pipeline");
     assert_eq!(config(&again, "update"), config(&pipe, "update"));
-    // Whoever does not know the kinds is told their names.
+    // An unknown kind is reported with the known kinds.
     let unknown = parse_pipeline::<&str>(&written, "again", &[], &verl::registry());
     let text = Findings(unknown.err().expect("unknown kinds")).to_string();
     for words in [
-        "kind of loss called `spo`",
-        "kind of estimator called `median_baseline`",
+        "unknown loss kind `spo`",
+        "unknown estimator kind `median_baseline`",
     ] {
         assert!(text.contains(words), "{text}");
     }
@@ -116,7 +116,7 @@ fn parts_that_nobody_registered_run_in_rust() {
             .get("actor/grad_norm")
             .is_some_and(|norm| norm > 0.0)
     );
-    // On policy the ratio is 1 and nothing pulls.
+    // On policy the ratio is 1, and the penalty is 0.
     assert_eq!(metrics.get("actor/spo_pull"), Some(0.0));
     let written = std::fs::read_to_string(place.path("run/config.toml")).expect("a file");
     assert!(
@@ -185,7 +185,7 @@ fn the_custom_model_learns() {
     while trainer.run().steps_done() < 40 {
         last = trainer.step().expect("a step");
     }
-    // ln 32 = 3.47 for a guess; the form of an answer alone brings less than 1.5.
+    // ln 32 = 3.47 for a uniform guess; knowing only the form of an answer gives less than 1.5.
     let (first, loss) = (first.loss().expect("a loss"), last.loss().expect("a loss"));
     assert!(first > 3.0 && loss < 1.5, "{first} became {loss}");
     let well_formed = last
@@ -201,7 +201,7 @@ fn the_custom_model_learns() {
 }
 
 #[test]
-fn models_of_ones_own_are_told_in_the_plan() {
+fn custom_models_are_listed_in_the_plan() {
     let pipe = pipeline(&root().join("nowhere"), "run".into(), 1);
     let findings = pipe.plan().err().expect("no tokenizer");
     let text = Findings(findings).to_string();

@@ -1,4 +1,4 @@
-//! One fault of a pipeline is told as one: what follows from it is not told beside it.
+//! One error in a pipeline causes one finding, without findings that follow from it.
 
 use std::sync::Arc;
 
@@ -7,10 +7,10 @@ use verl::pipe::stage::ConfigError;
 
 use crate::pipelines::{files, read};
 
-/// Whichever stage of whichever example cannot be built: only that is told. Without the stage others lack their keys,
-/// their samples and their lengths, but the repair of that is the repair of the stage.
+/// If any stage of any example cannot be built, only that is reported. Without the stage, others lack their keys,
+/// their samples and their lengths, but fixing the stage fixes those too.
 #[test]
-fn a_stage_with_a_bad_setting_brings_no_other_error() {
+fn a_stage_with_a_bad_setting_causes_no_other_error() {
     let mut tried = 0;
     for file in files() {
         let scratch = tempfile::tempdir().expect("a temporary folder");
@@ -40,15 +40,15 @@ fn a_stage_with_a_bad_setting_brings_no_other_error() {
     assert!(tried > 100, "{tried}");
 }
 
-/// Mini-batches are cut from the groups that a filter keeps: without the filter their sizes cannot be judged.
+/// Mini-batches are made from the groups that a filter keeps: without the filter their sizes cannot be checked.
 #[test]
-fn a_filter_with_a_bad_setting_brings_no_word_about_sizes() {
+fn a_filter_with_a_bad_setting_causes_no_finding_about_sizes() {
     let file = files()
         .into_iter()
         .find(|file| file.ends_with("dapo_addition.toml"));
     let scratch = tempfile::tempdir().expect("a temporary folder");
     let mut pipe = read(&file.expect("the example"), scratch.path());
-    // 20 prompts a wave do not divide into mini-batches of 8, but the 16 groups that are kept do.
+    // 20 prompts per wave do not divide into mini-batches of 8, but the 16 groups that are kept do.
     pipe.batch.prompts = 20;
     assert!(pipe.plan().is_ok());
     let mut stages = pipe.stages.iter_mut();

@@ -57,7 +57,7 @@ fn metric(metrics: &verl::pipe::run::metrics::StepMetrics, name: &str) -> f64 {
 }
 
 #[test]
-fn every_term_comes_down() {
+fn every_term_decreases() {
     let place = Place::new();
     let mut run = start(&tiny(&place, &[]));
     let steps: Vec<_> = (0..40)
@@ -67,7 +67,7 @@ fn every_term_comes_down() {
         let [first, last] = [&steps[0], &steps[39]].map(|step| metric(step, name));
         assert!(last < 0.8 * first, "{name}: {first} became {last}");
     }
-    // Fresh heads say 0 of everything.
+    // Fresh heads return 0 for everything.
     assert_eq!(metric(&steps[0], "ilql/value"), 0.0);
     assert_eq!(metric(&steps[0], "ilql/target_q"), 0.0);
     assert_ne!(metric(&steps[39], "ilql/target_q"), 0.0);
@@ -121,7 +121,7 @@ fn what_is_saved_has_its_heads_again() {
     let first = run.step().expect("a step").metrics;
     // Not the zeros of fresh heads.
     assert_ne!(metric(&first, "ilql/target_q"), 0.0);
-    // The folder is that of an ordinary model, too.
+    // The folder can also be loaded as an ordinary model.
     let plain = text
         .replace("kind = \"ilql_lm\"\n", "")
         .replace("beta = 2.0\n", "");
@@ -132,7 +132,7 @@ fn what_is_saved_has_its_heads_again() {
 }
 
 #[test]
-fn a_log_can_be_a_file_and_its_faults_are_told() {
+fn a_log_can_be_a_file_and_its_errors_are_reported() {
     let place = Place::new();
     let log = place.path("log.jsonl");
     let step = |lines: &str, more: &[&str]| {
@@ -154,7 +154,7 @@ fn a_log_can_be_a_file_and_its_faults_are_told() {
     let bad = good.replace("-0.5", "\"bad\"");
     let error = step(&bad, &[]).expect_err("a refusal");
     assert!(
-        error.contains("row 2") && error.contains("`reward` holds \"bad\""),
+        error.contains("row 2") && error.contains("`reward` contains \"bad\""),
         "{error}"
     );
     let error = step(good, &["episodes.reward=score"]).expect_err("a refusal");

@@ -1,4 +1,4 @@
-//! With `--json` a command writes one JSON object, whatever happens, and ends with the same status as without.
+//! With `--json` a command always writes one JSON object, and ends with the same status as without.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -18,7 +18,7 @@ fn pipe(words: &[&str]) -> (Option<i32>, String, String) {
     (ran.status.code(), text(ran.stdout), text(ran.stderr))
 }
 
-/// The commands whose help names `--json`, as words with a blank between.
+/// The commands whose help lists `--json`, as words separated by spaces.
 fn commands_with_json(path: &[&str], found: &mut BTreeSet<String>) {
     let (_, help, _) = pipe(&[path, &["--help"]].concat());
     let commands = help
@@ -38,7 +38,7 @@ fn commands_with_json(path: &[&str], found: &mut BTreeSet<String>) {
 /// A command that fails, its status, and the code of its error.
 type Case = (&'static str, &'static [&'static str], i32, &'static str);
 
-/// One of each command that takes `--json`.
+/// One of each command with `--json`.
 const CASES: [Case; 14] = [
     ("bench check", &["--device", "cuda:99"], 1, "bench"),
     ("bench kernels", &["--model", "absent"], 1, "bench"),
@@ -61,46 +61,46 @@ const CASES: [Case; 14] = [
     ("warmup", &["absent.toml"], 1, "C001"),
 ];
 
-/// Runs a command with `--json` and without; gives the error object.
+/// Runs a command with and without `--json`; returns the error object.
 #[track_caller]
 fn error_of(words: &[&str], status: i32) -> JsonError {
     let (plain, _, _) = pipe(words);
     assert_eq!(plain, Some(status), "{words:?}");
     let (code, out, errors) = pipe(&[words, &["--json"]].concat());
     assert_eq!(code, Some(status), "{words:?}: {out}{errors}");
-    let told: JsonError =
+    let reported: JsonError =
         serde_json::from_str(&out).unwrap_or_else(|error| panic!("{words:?}: {error}: {out}"));
-    let parts = [&told.error.code, &told.error.message, &told.error.help];
+    let parts = [&reported.error.code, &reported.error.message, &reported.error.help];
     assert!(
         parts.iter().all(|part| !part.is_empty()),
         "{words:?}: {out}"
     );
-    told
+    reported
 }
 
 #[test]
-fn every_command_that_takes_json_tells_its_errors_so() {
+fn every_command_with_json_reports_its_errors_as_json() {
     let mut found = BTreeSet::new();
     commands_with_json(&[], &mut found);
     let tried: BTreeSet<String> = CASES.iter().map(|case| case.0.to_owned()).collect();
     assert_eq!(
         found, tried,
-        "a command that takes --json and is not tried, or the reverse"
+        "a command with --json that is not tested, or the reverse"
     );
     for (command, words, status, code) in CASES {
         let command: Vec<&str> = command.split(' ').collect();
-        let told = error_of(&[command.as_slice(), words].concat(), status);
-        assert_eq!(told.error.code, code, "{command:?}");
-        // A wrong command line too; standard error has it for people.
+        let reported = error_of(&[command.as_slice(), words].concat(), status);
+        assert_eq!(reported.error.code, code, "{command:?}");
+        // An invalid command line too; standard error has it as text.
         let (status, out, errors) = pipe(&[command.as_slice(), &["--json", "--nonsense"]].concat());
-        let told: JsonError = serde_json::from_str(&out).expect("one object");
-        assert_eq!((status, told.error.code.as_str()), (Some(2), "usage"));
-        assert!(told.error.message.contains("--nonsense") && errors.contains("--nonsense"));
+        let reported: JsonError = serde_json::from_str(&out).expect("one object");
+        assert_eq!((status, reported.error.code.as_str()), (Some(2), "usage"));
+        assert!(reported.error.message.contains("--nonsense") && errors.contains("--nonsense"));
     }
     let (_, out, _) = pipe(&["debug", "trace", "--json"]);
-    let told: JsonError = serde_json::from_str(&out).expect("one object");
-    assert!(told.error.message.ends_with("--run <DIR>"), "{out}");
-    // Whoever does not ask for JSON gets none.
+    let reported: JsonError = serde_json::from_str(&out).expect("one object");
+    assert!(reported.error.message.ends_with("--run <DIR>"), "{out}");
+    // Without `--json` there is no JSON.
     let (status, out, _) = pipe(&["debug", "trace", "--nonsense"]);
     assert_eq!((status, out.as_str()), (Some(2), ""));
     let (status, out, _) = pipe(&["debug", "trace", "--help"]);
@@ -108,7 +108,7 @@ fn every_command_that_takes_json_tells_its_errors_so() {
 }
 
 #[test]
-fn what_a_run_lacks_is_told_as_json() {
+fn missing_parts_of_a_run_are_reported_as_json() {
     let place = Place::new();
     place.train(
         "run",
@@ -147,7 +147,7 @@ fn what_a_run_lacks_is_told_as_json() {
     );
     let near = of(&format!("trace --run {run}s"));
     assert!(near.help.starts_with("did you mean `"), "{near:?}");
-    // A run of another version: everything that is not accepted.
+    // A run of another version: everything that this version does not accept.
     let config = place.path("run").join("config.toml");
     let text = std::fs::read_to_string(&config).expect("a configuration");
     std::fs::write(&config, format!("sede = 1\nnmae = 2\n{text}")).expect("a file");
@@ -167,13 +167,13 @@ fn findings_and_answers_are_one_object() {
     .expect("a file");
     let file = file.display().to_string();
     for command in ["check", "plan"] {
-        let told = error_of(&[command, &file], 1).error;
+        let reported = error_of(&[command, &file], 1).error;
         assert_eq!(
-            (told.code.as_str(), told.findings.len()),
+            (reported.code.as_str(), reported.findings.len()),
             ("C002", 2),
-            "{told:?}"
+            "{reported:?}"
         );
-        assert!(told.place.contains("p.toml:") && told.findings[1].message.contains("rulle"));
+        assert!(reported.place.contains("p.toml:") && reported.findings[1].message.contains("rulle"));
     }
     std::fs::write(&file, crate::kit::GRPO).expect("a file");
     for command in [
@@ -183,16 +183,16 @@ fn findings_and_answers_are_one_object() {
         vec!["schema", "--stage", "generate", "--json"],
     ] {
         let (status, out, _) = pipe(&command);
-        let told: Value = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}"));
+        let reported: Value = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}"));
         assert!(
-            status == Some(0) && told.get("error").is_none(),
+            status == Some(0) && reported.get("error").is_none(),
             "{command:?}"
         );
     }
     // A folder that cannot be written.
-    let told = error_of(&["schema", "--stage", "generate", "--out", &file], 1).error;
+    let reported = error_of(&["schema", "--stage", "generate", "--out", &file], 1).error;
     assert!(
-        told.code == "file" && told.message.contains("p.toml"),
-        "{told:?}"
+        reported.code == "file" && reported.message.contains("p.toml"),
+        "{reported:?}"
     );
 }

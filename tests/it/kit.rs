@@ -1,4 +1,4 @@
-//! A tiny decoder and a GRPO pipeline on it that runs three steps in a moment.
+//! A tiny decoder and a fast GRPO pipeline of three steps on it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -129,7 +129,7 @@ impl Place {
         self.parse_with(text, run, more, &verl::registry())
     }
 
-    /// As [`Place::parse`], with another registry.
+    /// Like [`Place::parse`], with another registry.
     pub fn parse_with(
         &self,
         text: &str,
@@ -173,7 +173,7 @@ pub fn save_value_model(of: &Path, dir: &Path) {
     saved.unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// A quiet trainer; refusals of the plan and of the start as one text.
+/// A trainer without console output; errors of the plan and of the start as one text.
 pub fn trainer(pipe: &DataPipe) -> Result<Trainer, String> {
     let plan = pipe
         .plan()
@@ -217,7 +217,7 @@ impl Finished {
     }
 }
 
-/// Numbers of a line that the seed decides: all but times and memory.
+/// Numbers of a line that depend only on the seed: all but times and memory.
 pub fn decided(line: &Map<String, Value>) -> BTreeMap<String, f64> {
     line.iter()
         .filter(|(name, _)| !name.starts_with("perf/") && *name != "timestamp")

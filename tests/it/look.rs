@@ -1,5 +1,5 @@
-//! What `pipe check` says of data sets and of what a model makes of their rows, before a run. Names of tests give the rows of
-//! the lists of inputs that they are about.
+//! What `pipe check` reports about data sets and their rendered rows before a run. Names of tests start with the rows
+//! of the lists of inputs that they test.
 
 use std::fs;
 use std::path::Path;
@@ -41,7 +41,7 @@ stages = [
 
 const SUM: &str = "{\"question\": \"1+1\", \"answer\": \"2\"}\n";
 
-/// A place whose file `rows.jsonl` has a content.
+/// A place whose file `rows.jsonl` has the given content.
 fn place(rows: impl AsRef<[u8]>) -> Place {
     let place = Place::new();
     fs::write(place.path("rows.jsonl"), rows).unwrap();
@@ -53,7 +53,7 @@ fn parse(place: &Place, text: &str, more: &[&str]) -> DataPipe {
     parsed.unwrap_or_else(|findings| panic!("{}", Findings(findings)))
 }
 
-/// Findings of a check, the folder of this run of the test left out.
+/// Findings of a check, without the temporary folder.
 fn found(place: &Place, text: &str, more: &[&str]) -> Vec<Diagnostic> {
     match parse(place, text, more).check(&Look::default()).plan {
         Ok(plan) => plan.warnings,
@@ -61,22 +61,22 @@ fn found(place: &Place, text: &str, more: &[&str]) -> Vec<Diagnostic> {
     }
 }
 
-/// Looks whether a check gives one finding of this code with these words, and a run no better.
+/// Checks that there is one finding with this code and these words, and that a run agrees.
 #[track_caller]
 fn reported(place: &Place, text: &str, more: &[&str], code: &str, words: &[&str]) {
     let findings = found(place, text, more);
-    let told = Findings(findings.clone())
+    let listing = Findings(findings.clone())
         .to_string()
         .replace("\n         ", " ");
     let of_code = findings.iter().filter(|finding| finding.code == code);
-    assert_eq!(of_code.clone().count(), 1, "{code}:\n{told}");
+    assert_eq!(of_code.clone().count(), 1, "{code}:\n{listing}");
     for word in words {
-        assert!(told.contains(word), "`{word}` is not in:\n{told}");
+        assert!(listing.contains(word), "`{word}` is not in:\n{listing}");
     }
     let is_error = of_code.clone().any(Diagnostic::is_error);
     let run = trainer(&parse(place, text, more))
         .and_then(|mut trainer| trainer.train().map(drop).map_err(|error| error.to_string()));
-    assert_eq!(run.is_err(), is_error, "{told}\n{run:?}");
+    assert_eq!(run.is_err(), is_error, "{listing}\n{run:?}");
 }
 
 /// Changes a file of the model folder.
@@ -98,7 +98,7 @@ fn a9_a_missing_column() {
         "rows 1, 2, 3",
     ];
     reported(&place, SFT, &["prompts.question=qestion"], "D002", &words);
-    // Both columns at once, and those that some rows lack.
+    // Both columns together, and columns that some rows lack.
     let rows = SUM.repeat(9) + "{\"question\": \"1+1\"}\n";
     fs::write(place.path("rows.jsonl"), rows).unwrap();
     let words = [
@@ -196,10 +196,10 @@ fn a8_an_end_of_sequence_id_beyond_the_vocabulary() {
     change(&place, "generation_config.json", |file| {
         file["eos_token_id"] = 100_000.into()
     });
-    // No response could end, so the folder is refused.
+    // No response could end, so the folder is rejected.
     let words = ["`eos_token_id` is 100000", "the vocabulary ends at 32"];
     reported(&place, SFT, &["prompts.template=none"], "C005", &words);
-    // Beside an id that serves it is a doubt.
+    // With another valid id it is only a warning.
     change(&place, "generation_config.json", |file| {
         file["eos_token_id"] = json!([1, 100_000])
     });
@@ -209,15 +209,15 @@ fn a8_an_end_of_sequence_id_beyond_the_vocabulary() {
         "ends at 32",
     ];
     let findings = found(&place, GRPO, &["save=[]"]);
-    let told = Findings(findings.clone())
+    let listing = Findings(findings.clone())
         .to_string()
         .replace("\n         ", " ");
-    assert!(findings.iter().all(|finding| !finding.is_error()), "{told}");
-    assert!(words.iter().all(|word| told.contains(word)), "{told}");
+    assert!(findings.iter().all(|finding| !finding.is_error()), "{listing}");
+    assert!(words.iter().all(|word| listing.contains(word)), "{listing}");
 }
 
 #[test]
-fn a7_a_template_that_refuses_every_row() {
+fn a7_a_template_that_rejects_every_row() {
     let place = place(SUM.repeat(30));
     change(&place, "tokenizer_config.json", |file| {
         file["chat_template"] = "{{ messages[0]['content'] + nothing }}".into();
@@ -289,7 +289,7 @@ fn wrong_types_and_pairs_without_a_difference() {
     reported(&place(rows), DPO, &[], "D003", &words);
 }
 
-/// Row #24: rows of verl's own preprocessing.
+/// Row #24: rows written by the preprocessing of verl.
 #[test]
 fn report_24_columns_inside_objects() {
     let row = json!({
@@ -353,9 +353,9 @@ fn faults_of_data_settings_and_several_stages_are_reported_together() {
     );
 }
 
-/// A run asks the first questions alone, so what stands behind them is no fault.
+/// A run uses only the first questions, so later rows are not checked.
 #[test]
-fn rows_that_an_evaluation_does_not_ask_are_not_its_fault() {
+fn rows_that_an_evaluation_does_not_use_are_not_checked() {
     let place = place(SUM.repeat(6) + "{\"question\": null}\n");
     let text = GRPO.replace(
         "{ kind = \"addition\", split = \"heldout\" }",
@@ -398,10 +398,10 @@ fn pipelines_that_run_have_no_finding_about_their_data() {
             file.display()
         );
     }
-    assert!(tried >= 10, "{tried} pipelines were looked at");
+    assert!(tried >= 10, "{tried} pipelines were checked");
 }
 
-/// Standard output of `pipe check` on a file of a place, without the place's folder.
+/// Standard output of `pipe check` on a file of a place, without the temporary folder.
 fn printed(place: &Place, text: &str, more: &[&str]) -> String {
     let file = place.path("p.toml");
     fs::write(&file, text).unwrap();
@@ -429,8 +429,8 @@ fn rows_as_a_run_sees_them_are_printed() {
     insta::assert_snapshot!("rows_grpo", printed(&sums, &text, &["--rows", "1"]));
 
     let out = printed(&sums, SFT, &["--rows", "1", "--json"]);
-    let told: Value = serde_json::from_str(&out).unwrap();
-    let row = &told["rows"][0]["shown"][0];
+    let json: Value = serde_json::from_str(&out).unwrap();
+    let row = &json["rows"][0]["shown"][0];
     assert_eq!(row["answer"], "2");
     assert_eq!(row["targets"][0]["tokens"][0]["text"], "2");
     assert_eq!(row["targets"][0]["tokens"][0]["trained"], true);

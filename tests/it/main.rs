@@ -1,4 +1,4 @@
-//! Whole runs through the façade: pipelines of files and of Rust, what they leave behind, and what they refuse.
+//! Complete runs through the façade: pipelines from files and from Rust, their output files, and their errors.
 
 #![expect(
     clippy::disallowed_methods,

@@ -1,4 +1,4 @@
-//! What plans say of types of weights and of memory.
+//! Types of weights and memory in plans.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ fn memory(place: &Place, more: &[&str]) -> MemoryPlan {
 }
 
 #[test]
-fn weights_are_bf16_on_a_gpu_and_f32_on_the_cpu_unless_they_are_told() {
+fn weights_are_bf16_on_a_gpu_and_f32_on_the_cpu_by_default() {
     let place = Place::new();
     let cpu = memory(&place, &[]);
     let actor = &cpu.models[0];
@@ -33,14 +33,14 @@ fn weights_are_bf16_on_a_gpu_and_f32_on_the_cpu_unless_they_are_told() {
     assert_eq!(actor.optimizer, 12 * actor.parameters);
     assert_eq!(actor.gradients, 4 * actor.parameters);
 
-    let told = memory(&place, &["devices.group=cuda:0", "actor.dtype=f32"]);
-    assert_eq!(told.models[0].weights, cpu.models[0].weights);
+    let explicit = memory(&place, &["devices.group=cuda:0", "actor.dtype=f32"]);
+    assert_eq!(explicit.models[0].weights, cpu.models[0].weights);
     let training = |memory: &MemoryPlan| {
         let mut work = memory.work.iter();
         let found = work.find(|work| work.kind == WorkKind::Training);
         found.expect("an update").bytes
     };
-    assert!(training(&told) > training(&gpu));
+    assert!(training(&explicit) > training(&gpu));
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn every_stage_that_works_with_a_model_says_what_it_does() {
                 let place = format!("{name}: {} with {model}", stage.name);
                 match access {
                     Access::Update => assert_eq!(works, [WorkKind::Training], "{place}"),
-                    // Sources ask for the tokenizer alone.
+                    // Sources use only the tokenizer.
                     Access::Read if stage.table_in.is_none() && stage.table_out.is_some() => {
                         assert_eq!(works, [], "{place}");
                     }
@@ -105,7 +105,7 @@ fn every_stage_that_works_with_a_model_says_what_it_does() {
                 kinds.insert(stage.kind.clone());
             }
         }
-        // Examples are small: what they hold is known and far below any machine's memory.
+        // Examples are small: their memory is known and far below that of any machine.
         let memory = plan.memory();
         assert!(memory.peak() > memory.permanent(), "{name}");
         assert!(

@@ -6,7 +6,7 @@ use verl::prelude::*;
 
 use crate::kit::{GRPO, Place, start};
 
-/// Differences of two forwards of the same weights in other shapes, nats.
+/// Differences between two forward passes with the same weights and other shapes, nats.
 const TOLERANCE: f32 = 1e-4;
 
 #[test]
@@ -18,7 +18,7 @@ fn recomputed_log_probs_are_those_of_the_rollout() {
         .reads(keys::ROLLOUT_LOG_PROBS)
         .reads(keys::OLD_LOG_PROBS)
         .rows(RowRule::Sink);
-    // The stages that score follow the one that samples.
+    // The scoring stages use the temperature of the sampling stage.
     let pipe = place
         .parse(GRPO, "run", &["generate.temperature=0.8"])
         .unwrap_or_else(|findings| panic!("{}", Findings(findings)))

@@ -1,8 +1,8 @@
-//! The quickstart's first steps have the same bytes on every processor: with narrower registers, other caches, other
-//! numbers of threads.
+//! The first steps of the quickstart have the same bytes on every processor: with narrower registers, other caches,
+//! other numbers of threads.
 //!
-//! Registers are narrowed twice: by the variable that limits our own kernels, and, where the system lets `cpuid` be
-//! intercepted, by a library that shows the whole process a processor without AVX-512.
+//! Registers are narrowed in two ways: by the variable that limits verl's kernels, and, if the system supports
+//! intercepting `cpuid`, by a library that hides AVX-512 from the process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,13 +14,13 @@ use crate::kit::root;
 const STEPS: &str = "steps=10";
 const QUESTIONS: &str = "evaluate.questions=64";
 
-/// What [`SHIM`] exits with where `cpuid` cannot be intercepted.
+/// Exit status of [`SHIM`] if `cpuid` cannot be intercepted.
 const NOT_HERE: i32 = 77;
 
-/// Files of a run that hold no times.
+/// Files of a run without times.
 const FILES: [&str; 2] = ["model/actor/model.safetensors", "samples.jsonl"];
 
-/// Runs the quickstart into `dir`; nothing where the processor cannot be disguised.
+/// Runs the quickstart into `dir`; `None` if the processor cannot be disguised.
 fn run(dir: &Path, environment: &[(&str, &str)]) -> Option<Vec<Vec<u8>>> {
     let ran = Command::new(env!("CARGO_BIN_EXE_pipe"))
         .args(["train", "examples/pipelines/grpo_addition.toml"])
@@ -39,7 +39,7 @@ fn run(dir: &Path, environment: &[(&str, &str)]) -> Option<Vec<Vec<u8>>> {
     Some(FILES.iter().map(read).collect())
 }
 
-/// The library that is loaded before all others; the linker of Rust's own builds compiles it.
+/// The preloaded library, compiled by the linker driver that Rust uses.
 fn shim(dir: &Path) -> PathBuf {
     let library = dir.join("shim.so");
     let compiled = Command::new("cc")
@@ -55,7 +55,7 @@ fn shim(dir: &Path) -> PathBuf {
     library
 }
 
-/// A folder as `/sys/devices/system/cpu/cpu0/cache`: 128 KiB, 512 KiB and 4 MiB.
+/// A folder like `/sys/devices/system/cpu/cpu0/cache`: 128 KiB, 512 KiB and 4 MiB.
 fn caches(dir: &Path) -> PathBuf {
     let caches = dir.join("caches");
     let levels = [
@@ -136,7 +136,7 @@ fn unknown_registers_are_refused() {
     let errors = String::from_utf8_lossy(&ran.stderr);
     assert_eq!(ran.status.code(), Some(2), "{errors}");
     assert!(
-        errors.contains("set one of `plain`, `avx2`, `avx512`"),
+        errors.contains("set it to one of `plain`, `avx2`, `avx512`"),
         "{errors}"
     );
 }

@@ -12,10 +12,10 @@ use verl::pipe::stage::BuildContext;
 
 use crate::kit::{root, save_value_model, trainer};
 
-/// A model folder that is in the repository, for pipelines whose own is not.
+/// A model folder in the repository, for pipelines whose own model is not.
 const STAND_IN: &str = "examples/models/addition-base";
 
-/// Rows for pipelines whose data are not in the repository: questions with their answers, and pairs of answers.
+/// Rows for pipelines whose data is not in the repository: questions with their answers, and pairs of answers.
 fn rows() -> String {
     let row = |n: u32| {
         let (a, b) = (12 + 7 * n, 21 + 5 * n);
@@ -42,7 +42,7 @@ pub fn files() -> Vec<PathBuf> {
     files
 }
 
-/// A copy of [`STAND_IN`] whose context is as long as that of any model.
+/// A copy of [`STAND_IN`] with the longest context of all models.
 fn stand_in(scratch: &Path) -> PathBuf {
     let folder = scratch.join("stand_in");
     std::fs::create_dir_all(&folder).expect("a folder");
@@ -58,7 +58,7 @@ fn stand_in(scratch: &Path) -> PathBuf {
     folder
 }
 
-/// The pipeline of a file; models whose folder is not there and data files that are not there are replaced, a value model
+/// The pipeline of a file. Missing model folders and data files are replaced, a value model
 /// by a folder in `scratch`.
 pub fn read(file: &Path, scratch: &Path) -> DataPipe {
     read_with(file, scratch, &[])
@@ -114,7 +114,7 @@ fn every_file_is_a_plan() {
     }
 }
 
-/// Part 3, item 5 of what was found by use: one override changes the temperature of a whole pipeline.
+/// User report, part 3, item 5: one override changes the temperature of the entire pipeline.
 #[test]
 fn one_temperature_is_enough_for_every_file() {
     let mut sampling = 0;
@@ -150,7 +150,7 @@ fn one_temperature_is_enough_for_every_file() {
             sampling += 1;
             let cooler = temperatures(&["generate.temperature=0.7"]);
             assert!(cooler.iter().eq(["0.7"]), "{}: {cooler:?}", file.display());
-            // What the run builds its stages with is what the plan says.
+            // The run builds its stages with the values of the plan.
             let plan = plan_of(&["generate.temperature=0.7"]);
             for stage in &plan.stages {
                 let built = (stage.build)(&plan.context).map_err(|errors| errors[0].to_string());
@@ -161,7 +161,7 @@ fn one_temperature_is_enough_for_every_file() {
     assert!(sampling >= 12, "{sampling}");
 }
 
-/// Steps that are set on the command line move the schedule of every file.
+/// Steps set on the command line change the schedule of every file.
 #[test]
 fn every_schedule_follows_the_steps_of_the_run() {
     for file in files() {
@@ -185,7 +185,7 @@ fn every_schedule_follows_the_steps_of_the_run() {
     }
 }
 
-/// The pipeline of a file, cut down to two steps of a moment; all its stages stay.
+/// The pipeline of a file, reduced to two fast steps with all its stages.
 fn small(file: &Path, scratch: &Path) -> DataPipe {
     let whole = read(file, scratch);
     let mut overrides = vec![
@@ -205,7 +205,7 @@ fn small(file: &Path, scratch: &Path) -> DataPipe {
                 overrides.push(format!("stages.{}.{setting}={value}", stage.name));
             }
         };
-        // Data of the examples fill a context of 64 tokens otherwise.
+        // Otherwise the data of the examples fills a context of 64 tokens.
         set("max_new_tokens", 12);
         set("questions", 4);
         set("max_prompt_tokens", 24);
@@ -215,7 +215,7 @@ fn small(file: &Path, scratch: &Path) -> DataPipe {
         if stage.config.get("groups").is_some() {
             groups = 2;
         }
-        // The stand-in's template knows no system message, and its tokenizer no words.
+        // The stand-in's template does not support system messages, and its tokenizer has no words.
         if stage
             .config
             .get("system")
@@ -273,7 +273,7 @@ fn every_file_trains() {
             line = columns.line(&metrics, 400);
             assert!(line.chars().count() <= 100, "{line}");
             if pipe.name == "remax_addition" {
-                // Each question is answered greedily once, and that is scored apart from the samples.
+                // Each question is answered greedily once, and that answer is scored separately from the samples.
                 let get = |name: &str| metrics.get(name).unwrap_or_else(|| panic!("{name}"));
                 let share = get("baseline_reward/correct_share");
                 assert!((0.0..=1.0).contains(&share) && get("baseline/length_mean") > 0.0);
@@ -294,7 +294,7 @@ fn every_file_trains() {
             pipe.name
         );
     }
-    // P3-6: what the console shows of each.
+    // P3-6: what the console shows for each.
     insta::assert_snapshot!("console_columns", shown);
 }
 
@@ -310,7 +310,7 @@ fn labels(line: &str) -> String {
     labels.collect::<Vec<_>>().join(", ")
 }
 
-/// Questions and sums of every data set of a file; sums without regard to the order of their operands.
+/// Questions and sums of every data set of a file; sums ignore the order of their operands.
 fn sums(file: &str) -> BTreeMap<String, HashSet<Vec<u32>>> {
     let scratch = tempfile::tempdir().expect("a temporary folder");
     let pipe = read(
@@ -357,7 +357,7 @@ fn no_sum_is_in_two_splits_as_the_files_have_them() {
         assert!(one.len() > 400 && other.len() > 400);
         assert!(one.is_disjoint(other));
     }
-    // A reward model has not seen what the policy is trained on or asked at the end.
+    // A reward model has not seen the training or evaluation questions of the policy.
     let reward = sums("reward_model_addition.toml");
     let pairs = &reward["train"];
     for other in sums("ppo_reward_model_addition.toml")

@@ -1,4 +1,4 @@
-//! Faults planted into recorded steps: the right stage, key and row is named.
+//! Errors planted into recorded steps: the right stage, key and row is reported.
 
 use std::collections::BTreeMap;
 
@@ -12,18 +12,18 @@ use verl::prelude::*;
 use crate::kit::{Place, root};
 use crate::replayed::record;
 
-/// Where a fault is planted.
+/// Where an error is planted.
 #[derive(Clone, Copy)]
 enum At {
-    /// In what the stage emitted and in what all others were given of it, as if the stage had computed it.
+    /// In the output of the stage and in the inputs of its readers, as if the stage had computed it.
     Computed(&'static str),
-    /// In what the stage emitted alone.
+    /// Only in the output of the stage.
     Emitted(&'static str),
-    /// In what the stage was given alone.
+    /// Only in the input of the stage.
     Given(&'static str),
 }
 
-/// The recorded batches that hold `key` at a place.
+/// The recorded batches that contain `key` at a place.
 fn batches<'a>(
     step: &'a mut RecordedStep,
     at: At,
@@ -81,7 +81,7 @@ fn without(batch: &Batch, id: RowId) -> Batch {
     batch.take(&kept).expect("rows")
 }
 
-/// What a planted fault must be named as.
+/// The expected report of a planted error.
 struct Expected {
     fault: Fault,
     stage: &'static str,
@@ -121,7 +121,7 @@ fn rewards_of(step: &RecordedStep) -> BTreeMap<u64, Option<f32>> {
     rewards.collect()
 }
 
-/// A row to harm, not among the first: its group has different rewards, and so has a row behind it.
+/// A row to change, not among the first: its group has different rewards, and so has a later row.
 fn victim(step: &RecordedStep) -> (usize, RowId, RowId) {
     let rewards = rewards_of(step);
     let ids: Vec<RowId> = step.stages["reward"]
@@ -139,7 +139,7 @@ fn victim(step: &RecordedStep) -> (usize, RowId, RowId) {
     chosen.expect("rewards that differ")
 }
 
-/// Each fault in words, how it is planted into the second step, and what must be said.
+/// Each error in words, how it is planted into the second step, and the expected report.
 fn faults(clean: &[RecordedStep]) -> Vec<(&'static str, Plant, Expected)> {
     let (row, id, other) = victim(&clean[1]);
     let rewards = rewards_of(&clean[1]);
@@ -415,7 +415,7 @@ fn every_planted_fault_is_named() {
     let page = std::fs::read_to_string(root().join("docs/replay.md")).expect("the page");
     assert!(
         page.contains(&table),
-        "docs/replay.md has another table of planted faults"
+        "docs/replay.md has a different table of planted errors"
     );
 }
 

@@ -1,4 +1,4 @@
-//! Training from judged answers: the example files, what is refused of them, and that no cut changes a step.
+//! Training from judged answers: the example files, rejected variants, and that no split changes a step.
 
 use std::fs;
 
@@ -28,7 +28,7 @@ const SMALL: [&str; 4] = [
     "evaluate.questions=8",
 ];
 
-/// What the seed decides of a step.
+/// The metrics of a step that depend only on the seed.
 fn decided(output: StepOutput) -> Vec<(String, f64)> {
     let values = output.metrics.values.into_iter();
     values
@@ -36,7 +36,7 @@ fn decided(output: StepOutput) -> Vec<(String, f64)> {
         .collect()
 }
 
-/// Three steps: metrics of each, and the weights behind them.
+/// Three steps: the metrics of each, and the weights after them.
 fn steps(pipe: &DataPipe) -> (Vec<Vec<(String, f64)>>, String) {
     let mut run = start(pipe);
     let steps = (0..3)
@@ -177,7 +177,7 @@ fn single_answers_train_kto() {
         .expect("a pipeline");
     let (steps, _) = steps(&pipe);
     for step in &steps {
-        // It is cut off at 0, so that only a number that is none could be below.
+        // It is clipped at 0, so only NaN could fail.
         assert!(get(step, "preference/kl").is_finite());
         assert!((0.0..1.0).contains(&get(step, "preference/desirable_share")));
     }
@@ -186,7 +186,7 @@ fn single_answers_train_kto() {
 }
 
 #[test]
-fn no_cut_into_micro_batches_changes_a_step() {
+fn no_split_into_micro_batches_changes_a_step() {
     let place = Place::new();
     for (file, change) in [
         ("dpo_addition.toml", "update.loss.variant=sigmoid"),
@@ -218,7 +218,7 @@ fn no_cut_into_micro_batches_changes_a_step() {
 #[test]
 fn cached_reference_log_probs_are_the_same_bits() {
     let place = Place::new();
-    // Two steps an epoch, so that the third finds what the first computed.
+    // Two steps per epoch, so the third finds what the first computed.
     let few = ["data.train={ kind = \"addition_pairs\", count = 16 }"];
     let with = |cache: &str| {
         let pipe = example(
@@ -246,7 +246,7 @@ fn cached_reference_log_probs_are_the_same_bits() {
 }
 
 #[test]
-fn what_cannot_work_is_told_before_the_run() {
+fn invalid_settings_are_reported_before_the_run() {
     let place = Place::new();
     let mut text = String::new();
     for (file, changes) in [

@@ -1,11 +1,11 @@
-//! The prelude has what a pipeline in Rust, and a kind of one's own, is written with.
+//! The prelude has everything needed to write a pipeline in Rust, and a custom kind.
 
 use std::collections::BTreeSet;
 use std::fs;
 
 use crate::kit::root;
 
-/// Every identifier of the prelude's source; that they exist is for the compiler to say.
+/// Every identifier of the prelude's source; the compiler checks that they exist.
 fn prelude() -> BTreeSet<String> {
     let source = fs::read_to_string(root().join("src/lib.rs")).expect("the source");
     let prelude = source.split_once("pub mod prelude {").expect("a prelude").1;
@@ -13,7 +13,7 @@ fn prelude() -> BTreeSet<String> {
     words.map(str::to_owned).collect()
 }
 
-/// The last name of a type's path, without what it is generic over.
+/// The last name of a type's path, without its type parameters.
 fn name(path: &str) -> &str {
     let path = path.split('<').next().unwrap_or(path);
     path.rsplit("::").next().unwrap_or(path)
@@ -32,7 +32,7 @@ fn the_settings_of_every_built_in_kind_are_in_the_prelude() {
         .filter(|path| !prelude.contains(name(path)))
         .collect();
     assert!(missing.is_empty(), "add them to src/lib.rs: {missing:?}");
-    // Losses and estimators of one name are told apart by their module.
+    // Losses and estimators with the same name are distinguished by their module.
     for (slot, module) in [("loss", "losses"), ("estimator", "estimators")] {
         assert!(prelude.contains(module));
         for kind in registry.slot(slot).expect("the slot").iter() {
@@ -42,7 +42,7 @@ fn the_settings_of_every_built_in_kind_are_in_the_prelude() {
     }
 }
 
-/// Part 3, item 12 of what was found by use.
+/// User report, part 3, item 12.
 #[test]
 fn what_an_external_crate_needs_is_in_the_prelude() {
     let prelude = prelude();

@@ -1,4 +1,4 @@
-//! Same seed, same bits; another cut, the same numbers.
+//! Same seed, same bits; another split, the same numbers.
 
 use std::collections::BTreeMap;
 

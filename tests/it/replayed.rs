@@ -1,4 +1,4 @@
-//! Recorded steps, replayed: nothing differs where nothing was changed, for every built-in stage.
+//! Replays of recorded steps: for every built-in stage, nothing differs if nothing was changed.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use verl::prelude::*;
 
 use crate::kit::{GRPO, Place, root, save_value_model};
 
-/// A started run whose edges are seen by `tap`.
+/// A started run whose edges are observed by `tap`.
 fn tapped(pipe: &DataPipe, tap: Arc<MemoryTap>, host_threads: usize) -> Run {
     let plan = pipe
         .plan()
@@ -28,7 +28,7 @@ fn tapped(pipe: &DataPipe, tap: Arc<MemoryTap>, host_threads: usize) -> Run {
     schedule.start(options).expect("a started run")
 }
 
-/// Runs `steps` steps on a number of host threads and gives them back as recorded, with states and versions of weights,
+/// Runs `steps` steps on a number of host threads and returns them as recorded, with states and versions of weights,
 /// and the run as it was before the first of them.
 pub fn record_on(pipe: &DataPipe, steps: u64, host_threads: usize) -> (Vec<RecordedStep>, Run) {
     let tap = Arc::new(MemoryTap::default());
@@ -55,7 +55,7 @@ pub fn record_on(pipe: &DataPipe, steps: u64, host_threads: usize) -> (Vec<Recor
     (all, run)
 }
 
-/// As [`record_on`], on three threads.
+/// Like [`record_on`], on three threads.
 pub fn record(pipe: &DataPipe, steps: u64) -> (Vec<RecordedStep>, Run) {
     record_on(pipe, steps, 3)
 }
@@ -67,7 +67,7 @@ const SMALL: [&str; 4] = [
     "evaluate.questions=4",
 ];
 
-/// Pipelines that have every kind of model and nearly every kind of stage, with what makes them small.
+/// Pipelines with every kind of model and nearly every kind of stage, with overrides that make them small.
 pub const EXAMPLES: [(&str, &[&str]); 11] = [
     ("grpo_addition_control.toml", &["batch.samples=2"]),
     (
@@ -113,7 +113,7 @@ pub fn example(place: &Place, file: &str, more: &[&str]) -> DataPipe {
         .unwrap_or_else(|findings| panic!("{file}: {}", Findings(findings)))
 }
 
-/// Records a pipeline, replays its second step and finds nothing. Returns the kinds of its stages.
+/// Records a pipeline, replays its second step and finds no difference. Returns the kinds of its stages.
 #[track_caller]
 fn check_replays(pipe: &DataPipe, name: &str) -> Vec<String> {
     let (recorded, mut run) = record(pipe, 2);
@@ -163,7 +163,7 @@ fn every_built_in_stage_replays_bit_by_bit() {
         ("taught", &taught),
         ("shaped", &shaped),
     ] {
-        // Two optimiser steps a step, over two passes.
+        // Two optimiser steps per step, over two passes.
         let more = ["batch.mini_batch=2", "batch.epochs=2"];
         let pipe = place
             .parse(text, "run", &more)
@@ -172,7 +172,7 @@ fn every_built_in_stage_replays_bit_by_bit() {
     }
     let registry = verl::registry();
     let kinds = registry.stages().iter().map(|kind| kind.name);
-    // An evaluation runs between steps and hands on no rows.
+    // An evaluation runs between steps and passes on no rows.
     let missing: Vec<&str> = kinds
         .filter(|kind| !kind.starts_with("evaluate") && !seen.contains(*kind))
         .collect();
@@ -180,7 +180,7 @@ fn every_built_in_stage_replays_bit_by_bit() {
 }
 
 #[test]
-fn one_stage_or_all_from_one_on_replay_alone() {
+fn one_stage_or_all_from_one_on_can_be_replayed() {
     let place = Place::new();
     let pipe = place.grpo("none", &[]);
     let (recorded, mut run) = record(&pipe, 3);
@@ -190,7 +190,7 @@ fn one_stage_or_all_from_one_on_replay_alone() {
         assert_eq!(report.differences(), 0, "{report}");
         report.stages.into_iter().map(|stage| stage.stage).collect()
     };
-    // In any order of steps: each begins from its own state.
+    // In any order of steps: each starts from its own state.
     for step in [2, 0, 1] {
         for name in ["generate", "reward", "update"] {
             assert_eq!(stages(step, ReplayScope::Stage(name.to_owned())), [name]);
@@ -201,7 +201,7 @@ fn one_stage_or_all_from_one_on_replay_alone() {
     assert_eq!(stages(1, ReplayScope::Step).len(), 7);
 }
 
-/// The tiny pipeline, whose rewards take times that follow from `salt` and the row alone.
+/// The tiny pipeline, whose rewards take times that depend only on `salt` and the row.
 fn with_latencies(place: &Place, salt: u64) -> DataPipe {
     let late = StageSpec::new()
         .reads(keys::REWARDS)
@@ -248,37 +248,37 @@ fn latencies_and_thread_counts_change_no_bit() {
 }
 
 #[test]
-fn what_cannot_be_replayed_is_told() {
+fn what_cannot_be_replayed_is_reported() {
     let place = Place::new();
     let pipe = place.grpo("none", &[]);
     let (mut recorded, mut run) = record(&pipe, 2);
     let mut replayer = Replayer::new(&mut run).expect("a snapshot");
-    let mut told = |step: &RecordedStep, scope: ReplayScope| match replayer.replay(step, &scope) {
+    let mut replay = |step: &RecordedStep, scope: ReplayScope| match replayer.replay(step, &scope) {
         Ok(report) => report.to_string(),
         Err(error) => error.to_string(),
     };
     let of = |name: &str| ReplayScope::Stage(name.to_owned());
     let mut texts = vec![
-        told(&recorded[1], of("advantage")),
-        told(&recorded[1], of("evaluate")),
+        replay(&recorded[1], of("advantage")),
+        replay(&recorded[1], of("evaluate")),
     ];
     recorded[1].state = None;
-    texts.push(told(&recorded[1], of("generate")));
-    // What uses no trained model needs no state; nor does the first step.
-    texts.push(told(&recorded[1], of("reward")));
+    texts.push(replay(&recorded[1], of("generate")));
+    // Stages without a trained model need no state; nor does the first step.
+    texts.push(replay(&recorded[1], of("reward")));
     recorded[0].state = None;
-    texts.push(told(&recorded[0], of("update")));
+    texts.push(replay(&recorded[0], of("update")));
     recorded[1].stages.remove("reward");
-    texts.push(told(&recorded[1], of("reward")));
+    texts.push(replay(&recorded[1], of("reward")));
     recorded[1].seed = Some(6);
-    texts.push(told(
+    texts.push(replay(
         &recorded[1],
         ReplayScope::From("advantages".to_owned()),
     ));
     insta::assert_snapshot!(texts.join("\n---\n"));
     let error = replayer.replay(&recorded[1], &of("update"));
     assert!(matches!(error, Err(ReplayError::NoState { .. })));
-    // Of a whole step the rest is run all the same.
+    // In a replay of the entire step, the rest is still run.
     let report = replayer.replay(&recorded[1], &ReplayScope::Step);
     let report = report.expect("a replay");
     let again: Vec<&str> = report.stages.iter().map(|s| s.stage.as_str()).collect();

@@ -1,4 +1,4 @@
-//! What a run leaves behind.
+//! The files that a run writes.
 
 use std::fs;
 
@@ -20,13 +20,13 @@ fn a_run_leaves_its_files_metrics_and_model() {
             .as_f64()
             .is_some_and(|seconds| seconds > 0.0)
     );
-    // What was observed before the first step is no part of it.
+    // Observations before the first step are not part of it.
     assert!(start["observe_s"].as_f64() > start["stages"]["prompts"].as_f64());
     assert!(start["stages"]["update"].as_f64() <= start["first_step_s"].as_f64());
     assert!(run.read("plan.txt").contains("old_log_probs"));
     assert!(run.read("versions.json").contains("verl"));
     assert!(run.read("data.json").contains("fingerprint"));
-    // What was resolved is a pipeline file itself, with every setting stated.
+    // The resolved configuration is itself a pipeline file with every setting.
     let config = run.read("config.toml");
     assert!(
         config.contains("clip_low") && config.contains("target_tokens = 4"),
@@ -64,7 +64,7 @@ fn a_run_leaves_its_files_metrics_and_model() {
         };
         assert!(lines[1..].iter().all(finite), "{name}: {lines:#?}");
     }
-    // The reference begins as the policy and stays behind.
+    // The reference starts as the policy and does not change.
     assert_eq!(lines[1]["actor/kl"].as_f64(), Some(0.0));
     assert!(lines[3]["actor/kl"].as_f64().unwrap() > 0.0);
     assert!(lines[1]["actor/grad_norm"].as_f64().unwrap() > 0.0);
@@ -82,7 +82,7 @@ fn a_run_leaves_its_files_metrics_and_model() {
     assert_eq!(decoder.config.hidden_size, 16);
     let tokenizer = Tokenizer::load(&saved).expect("its tokenizer");
     assert_eq!(tokenizer.vocab_size(), 32);
-    // A later run begins where this one ended.
+    // A later run starts where this one ended.
     let dir = format!("actor.path={}", saved.display());
     let next = place.train("next", &[&dir, "actor.init=pretrained", "steps=1"]);
     let (end, begin) = (&run.metrics()[3], &next.metrics()[0]);

@@ -15,7 +15,7 @@ fn rows(run: &Finished, kind: &str) -> Vec<Map<String, Value>> {
 }
 
 #[test]
-fn each_step_leaves_some_of_its_rows() {
+fn each_step_writes_some_of_its_rows() {
     let place = Place::new();
     for (count, lines) in [(0, 0), (1, 3), (2, 6), (1000, 48)] {
         let run = place.train(
@@ -28,7 +28,7 @@ fn each_step_leaves_some_of_its_rows() {
 }
 
 #[test]
-fn a_row_holds_what_was_asked_answered_and_earned() {
+fn a_row_has_prompt_response_answer_and_reward() {
     let place = Place::new();
     let run = place.train("run", &["samples_per_step=16"]);
     let rows = rows(&run, "training");
@@ -66,9 +66,9 @@ fn a_row_holds_what_was_asked_answered_and_earned() {
     }
 }
 
-/// Supervised examples and answers of a file have no text of a response: the model's tokenizer tells it.
+/// Supervised examples and given answers have no response text, so the model's tokenizer decodes it.
 #[test]
-fn answers_that_were_given_are_told_as_text() {
+fn given_answers_are_written_as_text() {
     let place = Place::new();
     let text = r#"
 name = "sft_tiny"

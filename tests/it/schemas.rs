@@ -1,4 +1,4 @@
-//! Committed schemas are those of the types that run, and they say of files what the reader says.
+//! Committed schemas match the types that run, and they agree with the reader about files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -97,7 +97,7 @@ fn every_kind_has_a_document_that_is_a_schema() {
             .max()
             .unwrap_or_default();
         assert!(longest <= 160, "{path} has a line of {longest} columns");
-        // Every stage could be asked for its keys, and every part in its stage.
+        // Every stage could list its keys, and every part within its stage.
         let input = |name: &String| name.starts_with("input");
         let sides = schema["$defs"].as_object().into_iter().flatten();
         for (_, side) in sides.filter(|(name, _)| input(name)) {
@@ -112,7 +112,7 @@ fn every_kind_has_a_document_that_is_a_schema() {
 }
 
 #[test]
-fn every_key_and_setting_is_told_in_words() {
+fn every_key_and_setting_is_described() {
     let registry = verl::registry();
     for Document { path, schema } in Catalogue::of(&registry).documents() {
         let mut tables = vec![&schema];
@@ -124,12 +124,12 @@ fn every_key_and_setting_is_told_in_words() {
         );
         for table in tables {
             for (name, property) in table["properties"].as_object().into_iter().flatten() {
-                let told = property["description"]
+                let described = property["description"]
                     .as_str()
                     .is_some_and(|text| text.len() > 3);
                 let constant = !property["const"].is_null();
                 assert!(
-                    told || constant || path == "edges" || path == "pipeline",
+                    described || constant || path == "edges" || path == "pipeline",
                     "{path}: {name}"
                 );
             }
@@ -211,15 +211,15 @@ fn files_with_faults_do_not_fit_the_schema() {
         let read = parse_pipeline::<&str>(&text, "tiny.toml", &[], &registry);
         assert!(read.is_err(), "{from} -> {to}");
     }
-    // A fault is told of the stage that is meant.
+    // An error is reported for the right stage.
     let text = GRPO.replacen("target_tokens = 4", "target_token = 4", 1);
-    let told: Vec<String> = validator
+    let errors: Vec<String> = validator
         .iter_errors(&as_json(&text))
         .map(|error| error.to_string())
         .collect();
     assert!(
-        told.len() == 1 && told[0].contains("target_token") && told[0].contains("unexpected"),
-        "{told:?}"
+        errors.len() == 1 && errors[0].contains("target_token") && errors[0].contains("unexpected"),
+        "{errors:?}"
     );
     for (from, to) in [
         ("heldout", "test"),
@@ -232,7 +232,7 @@ fn files_with_faults_do_not_fit_the_schema() {
     }
 }
 
-/// As a run writes it that waited for long.
+/// As written by a run that waited for a long time.
 const STALL: &str = r#"{
   "step": 2, "timestamp": 1.5, "quiet_s": 60.0, "error": null,
   "running": [{"stage": "reward", "keys": ["rewards"], "samples": "0.1#2", "waited_s": 60.0, "deadline_s": 90.0, "on": "host"}],
@@ -262,7 +262,7 @@ fn paths_below(folder: &Path) -> Vec<String> {
 fn a_run_folder_fits_its_schemas() {
     let place = Place::new();
     let registry = verl::registry();
-    // With everything that a run may write: steps in full with their state, a rule that fires, a schema for editors.
+    // With every file that a run can write: steps in full with their state, a rule that fires, a schema for editors.
     let pipe = place.grpo(
         "run",
         &[
@@ -321,7 +321,7 @@ fn a_run_folder_fits_its_schemas() {
                 .map(|error| error.to_string())
                 .collect();
             assert!(faults.is_empty(), "{path}: {faults:?} in {value}");
-            // The other way round: what stands in the file is told, but for names that only the run knows.
+            // The other way round: everything in the file is documented, except names that only the run knows.
             let named = value.as_object().expect("an object").keys();
             let open = [
                 "data.json",
@@ -329,11 +329,11 @@ fn a_run_folder_fits_its_schemas() {
                 "samples.jsonl",
                 "versions.json",
             ];
-            let told = |name: &&String| file.schema["properties"].get(name.as_str()).is_some();
-            let untold: Vec<&String> = named.filter(|name| !told(name)).collect();
+            let is_documented = |name: &&String| file.schema["properties"].get(name.as_str()).is_some();
+            let undocumented: Vec<&String> = named.filter(|name| !is_documented(name)).collect();
             assert!(
-                untold.is_empty() || open.contains(&file.name),
-                "{path}: {untold:?}"
+                undocumented.is_empty() || open.contains(&file.name),
+                "{path}: {undocumented:?}"
             );
         }
     }
@@ -343,7 +343,7 @@ fn a_run_folder_fits_its_schemas() {
         .filter(|name| !seen.contains(name))
         .collect();
     assert!(unseen.is_empty(), "no run of this test writes {unseen:?}");
-    // Every number is one that some stage or the engine declares, or is named at run time by a part.
+    // Every number is declared by a stage or the engine, or named at run time by a part.
     let files = Catalogue::of(&registry).run_files();
     let metrics = files
         .iter()
@@ -414,7 +414,7 @@ fn pages() {
     ] {
         insta::assert_snapshot!(snapshot, page(|args| args.run_file = Some(file.to_owned())));
     }
-    // A file by its name alone.
+    // A file only by its name.
     assert_eq!(
         page(|args| args.run_file = Some("step.json".to_owned())),
         page(|args| args.run_file = Some("trace/steps/<step>/step.json".to_owned()))
@@ -423,7 +423,7 @@ fn pages() {
         "schema_pipeline_file",
         Format::Md.text(&pipeline_schema(&verl::registry()))
     );
-    // A kind alone where no other slot has it.
+    // Only the kind, if no other slot has it.
     assert_eq!(
         page(|args| args.part = Some("dpo".to_owned())),
         page(|args| args.part = Some("loss/dpo".to_owned()))
@@ -470,7 +470,7 @@ fn edges_of_a_pipeline() {
 }
 
 #[test]
-fn names_that_do_not_exist_are_told_with_the_nearest() {
+fn unknown_names_are_reported_with_the_nearest_names() {
     type Ask = fn(&mut SchemaArgs, String);
     let asks: [(Ask, &str, &str); 7] = [
         (
@@ -558,7 +558,7 @@ fn a_folder_of_documents_has_an_index() {
             insta::assert_snapshot!("schema_index", index);
         }
     }
-    // One document goes where it would lie among all.
+    // A single document is written to its path in the complete folder.
     let args = SchemaArgs {
         stage: Some("generate".to_owned()),
         out: Some(temp.path().join("one")),
@@ -574,9 +574,9 @@ fn a_folder_of_documents_has_an_index() {
     );
 }
 
-/// Whoever registers a stage of their own gets its page.
+/// A registered custom stage has a page.
 #[test]
-fn a_stage_of_ones_own_is_documented() {
+fn a_custom_stage_is_documented() {
     let registry = crate::examples::registry_of_the_custom_algorithm();
     let catalogue = Catalogue::of(&registry);
     let loss = catalogue.part("loss", "spo").expect("the loss");

@@ -1,14 +1,14 @@
-//! Every setting that a pipeline file may state is read by something: one that nothing reads would silently change
-//! nothing.
+//! Every setting of a pipeline file is read by something: a setting that nothing reads would silently have no
+//! effect.
 //!
-//! The compiler cannot tell, since settings are public and are read by `Serialize` too. So the source is searched: a
-//! setting counts as read where an item that speaks of its type, or of a type that holds it, reads a field of its name.
-//! What is derived, constructed, copied as a whole or read for a default does not count, and neither does a check of the
-//! plan: a setting that is only checked changes nothing. Two settings of one name in one item are told apart no further; a
-//! stage, a loss and an estimator are items of their own.
+//! The compiler cannot check this, since settings are public and are also read by `Serialize`. So the source is
+//! searched: a setting counts as read if an item that mentions its type, or a type that contains it, reads a field with
+//! its name. Derives, constructors, copies of the entire value and reads for a default do not count, and neither does a
+//! check of the plan: a setting that is only checked changes nothing. Two settings with the same name in one item are
+//! not distinguished; a stage, a loss and an estimator are separate items.
 //!
-//! Nearly everything holds a pipeline, and with it the sections of the file. So a setting of a section counts as read
-//! only where an item speaks of the section's type or of one that holds it directly, or takes the section out of the
+//! Nearly everything contains a pipeline, and with it the sections of the file. So a setting of a section counts as
+//! read only if an item mentions the section's type or a type that directly contains it, or accesses the section of the
 //! pipeline (`pipe.trace`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,7 +22,7 @@ use verl::pipe::schema::pipeline_schema;
 use crate::kit::root;
 use crate::source::{Item, items_of, sources};
 
-/// Settings of types: the names of the types that state them, and their own name.
+/// Settings of types: the names of the types that declare them, and the name of the setting.
 type Setting = (BTreeSet<String>, String);
 
 /// Every setting of every registered kind, of the sections, and of the tables inside them.
@@ -58,7 +58,7 @@ fn settings(registry: &Registry) -> Vec<(String, Setting)> {
             collect(name, &types(rust), section, &definitions, &mut all);
         }
     }
-    // What stands at the top of the file, and what every stage has beside its own settings.
+    // Settings at the top of the file, and those that every stage has besides its own.
     let of = |owner: &str, name: &str| (BTreeSet::from([owner.to_owned()]), name.to_owned());
     all.push(("name".to_owned(), of("DataPipe", "name")));
     for name in ["name", "rename", "debug"] {
@@ -156,7 +156,7 @@ fn unread(settings: &[(String, Setting)], items: &[Item]) -> Vec<String> {
     unread.map(|(place, _)| place.clone()).collect()
 }
 
-/// Items of the workspace, with `instead` in the place of `read` in `file`.
+/// Items of the workspace, with `read` replaced by `instead` in `file`.
 fn items_with(file: &str, read: &str, instead: &str) -> Vec<Item> {
     let mut sources = sources(root());
     if let Some((_, source)) = sources.iter_mut().find(|(path, _)| path == file) {
@@ -171,7 +171,7 @@ fn items_with(file: &str, read: &str, instead: &str) -> Vec<Item> {
         .collect()
 }
 
-/// The types and those whose fields stand among theirs.
+/// The types and those that are flattened into them.
 fn with_flattened(owners: &BTreeSet<String>, items: &[Item]) -> BTreeSet<String> {
     let mut all = owners.clone();
     let defining = items.iter().filter(|item| {
@@ -183,7 +183,7 @@ fn with_flattened(owners: &BTreeSet<String>, items: &[Item]) -> BTreeSet<String>
     all
 }
 
-/// The types, those that hold one of them, those that hold one of these, and so on for so many levels.
+/// The types, the types that contain one of them, the types that contain one of those, and so on for `levels` levels.
 fn holders(owners: &BTreeSet<String>, items: &[Item], levels: usize) -> BTreeSet<String> {
     let mut all = owners.clone();
     for _ in 0..levels {
@@ -244,7 +244,7 @@ fn every_sort_of_setting_is_looked_at() {
     }
 }
 
-/// A stage with a setting that nothing reads, and the source that would be its own.
+/// A stage with a setting that nothing reads, and the source that it would have.
 mod deaf {
     use schemars::JsonSchema;
     use serde::{Deserialize, Serialize};
@@ -316,14 +316,14 @@ fn taking_a_read_away_is_found() {
             "0.0",
             &["stages/generate.min_p"][..],
         ),
-        // Other losses go on reading settings of the same name.
+        // Other losses still read settings with the same name.
         (
             "verl-stages/src/losses/policy_losses.rs",
             "GspoLoss { clip_low: own.clip_low, clip_high: own.clip_high }",
             "GspoLoss { clip_low: own.clip_low, clip_high: 0.0 }",
             &["parts/loss/gspo.clip_high"],
         ),
-        // Two data sets state the settings of the first among their own.
+        // Two data sets flatten the settings of the first.
         (
             "verl-stages/src/data/addition.rs",
             "self.held_out",
@@ -356,7 +356,7 @@ fn taking_a_read_away_is_found() {
             "verl-pipe/src/run/trainer.rs",
             "plan.pipe.run.console_every",
             "1",
-            // The command line makes its console itself.
+            // The command line creates its own console.
             &[],
         ),
     ] {

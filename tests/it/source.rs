@@ -1,26 +1,26 @@
-//! The workspace's source as a list of items, each with the words that stand in it and the fields that it reads.
+//! The source of the workspace as a list of items, each with its identifiers and the fields that it reads.
 //!
-//! This is a reader of text, not of types: it knows no inference. What it can tell is whether an item that speaks of a
-//! type, or of a type that holds it, reads a field of some name.
+//! This is a reader of text without type inference. It can find out whether an item that mentions a
+//! type, or a type that contains it, reads a field with some name.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-/// A function, an implementation, a definition, an entry of a macro's list.
+/// A function, an implementation, a definition, or an entry of a macro's list.
 #[derive(Debug)]
 pub struct Item {
-    /// Every identifier in it.
+    /// Every identifier in the item.
     pub words: BTreeSet<String>,
-    /// Fields that it reads: `value.field` that is neither called nor assigned, and names in patterns.
+    /// Fields that the item reads: `value.field` that is neither called nor assigned, and names in patterns.
     pub reads: BTreeSet<String>,
-    /// The type that it defines.
+    /// The type that the item defines.
     pub defines: Option<String>,
-    /// Types whose fields stand among those of the one that it defines (`serde(flatten)`).
+    /// Types that are flattened into the defined type (`serde(flatten)`).
     pub flattens: Vec<String>,
 }
 
-/// All sources below `root` that are built into the crates, with their paths in it; tests are left out.
+/// All sources below `root` that are built into the crates, with their relative paths; without tests.
 pub fn sources(root: &Path) -> Vec<(String, String)> {
     let mut all = Vec::new();
     for package in [
@@ -69,7 +69,7 @@ pub fn items_of(source: &str) -> Vec<Item> {
     inner.map(item).collect()
 }
 
-/// The source with everything blank that is no code, so that braces and words can be trusted.
+/// The source with everything but code blanked, so that braces and words can be trusted.
 fn without_comments_and_texts(source: &str) -> String {
     let letters: Vec<char> = source.chars().collect();
     let mut out = String::with_capacity(source.len());
@@ -110,7 +110,7 @@ fn text(rest: &[char]) -> usize {
     i + 1
 }
 
-/// `r"…"`, `r#"…"#`; 0 where it is an identifier such as `r#type`.
+/// `r"…"`, `r#"…"#`; 0 for an identifier such as `r#type`.
 fn raw_text(rest: &[char]) -> usize {
     let hashes = rest[1..].iter().take_while(|c| **c == '#').count();
     if rest.get(1 + hashes) != Some(&'"') {
@@ -146,7 +146,7 @@ fn entries(piece: &str) -> Option<Vec<&str>> {
     let called = head.trim_end().ends_with('!') && !head.contains("macro_rules");
     let body = body.trim_end().strip_suffix('}')?;
     called.then(|| {
-        // A semicolon alone ends an entry: settings stand in braces.
+        // Only a semicolon ends an entry: settings are in braces.
         let (mut depth, mut start, mut out) = (0i32, 0, Vec::new());
         for (i, letter) in body.char_indices() {
             match letter {
@@ -181,7 +181,7 @@ fn item(code: &str) -> Item {
     let defines = tokens
         .windows(2)
         .find(|pair| matches!(pair[0], "struct" | "enum"));
-    // A default reads nothing that a user said.
+    // A default does not read the user's setting.
     if tokens.windows(2).any(|pair| pair == ["Default", "for"]) {
         reads.clear();
     }
@@ -234,7 +234,7 @@ fn flattened(tokens: &[&str]) -> Vec<String> {
     out
 }
 
-/// Names of a pattern `{ a, b: c, .. }` that begins `tokens`; none where it is no pattern.
+/// Names of a pattern `{ a, b: c, .. }` at the start of `tokens`; empty if it is not a pattern.
 fn pattern<'a>(tokens: &[&'a str]) -> Vec<&'a str> {
     let mut depth = 0;
     let mut names = Vec::new();
@@ -242,7 +242,7 @@ fn pattern<'a>(tokens: &[&'a str]) -> Vec<&'a str> {
         match *token {
             "{" | "(" | "[" => depth += 1,
             "}" | ")" | "]" => depth -= 1,
-            // Defaults stand in a macro's list, never in a pattern.
+            // Defaults occur in a macro's list, never in a pattern.
             "=" if depth == 1 => return Vec::new(),
             name if depth == 1
                 && is_name(name)

@@ -1,4 +1,4 @@
-//! What is trained and what is left out of it, in whole runs of the executable.
+//! What is trained and what is dropped, in complete runs of the executable.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ kind = "update"
 loss = { kind = "sft" }
 "#;
 
-/// Runs a pipeline file of `place`; whether it ended well, and what it printed.
+/// Runs a pipeline file of `place`; returns whether it succeeded, and what it printed.
 fn train(place: &Place, text: &str, run: &str, more: &[&str]) -> (bool, String) {
     let file = place.path("pipeline.toml");
     fs::write(&file, text).expect("a file");
@@ -50,7 +50,7 @@ fn write_rows(place: &Place, rows: impl Iterator<Item = serde_json::Value>) {
     fs::write(place.path("rows.jsonl"), lines).expect("a file");
 }
 
-/// `count` sums, of which those of the numbers `long` (from 1) do not fit the model.
+/// `count` sums; those with the numbers `long` (from 1) do not fit into the model's context.
 fn sums(place: &Place, count: usize, long: &[usize]) {
     write_rows(
         place,
@@ -64,27 +64,27 @@ fn sums(place: &Place, count: usize, long: &[usize]) {
     );
 }
 
-/// The row "a long prompt with `on_long = "error"` in row 150" of part 2 of what was found by use.
+/// User report, part 2: "a long prompt with `on_long = "error"` in row 150".
 #[test]
-fn a_long_prompt_in_row_150_is_told_before_the_first_step() {
+fn a_long_prompt_in_row_150_is_reported_before_the_first_step() {
     let place = Place::new();
     sums(&place, 160, &[150]);
-    let (ended_well, told) = train(&place, SFT, "error", &["prompts.on_long=error"]);
+    let (ended_well, log) = train(&place, SFT, "error", &["prompts.on_long=error"]);
     assert!(!ended_well);
     assert!(
-        told.contains("row 150: the prompt has 104 tokens"),
-        "{told}"
+        log.contains("row 150: the prompt has 104 tokens"),
+        "{log}"
     );
     let metrics = fs::read_to_string(place.path("error/metrics.jsonl"));
     assert_eq!(metrics.unwrap_or_default(), "");
-    // By default the row is left out, and the run tells it once.
-    let (ended_well, told) = train(&place, SFT, "drop", &[]);
-    assert!(ended_well, "{told}");
+    // By default the row is dropped, and the run reports it once.
+    let (ended_well, log) = train(&place, SFT, "drop", &[]);
+    assert!(ended_well, "{log}");
     let words = "1 of 160 rows are too long and left out, 159 are kept; in the longest, row 150, the prompt has 104 tokens";
-    assert_eq!(told.matches(words).count(), 1, "{told}");
+    assert_eq!(log.matches(words).count(), 1, "{log}");
 }
 
-/// Rows A15 of part 1: the usual form of supervised data, with several turns.
+/// User report, part 1, rows A15: the usual form of supervised data, with several turns.
 #[test]
 fn conversations_that_end_with_the_answer_are_trained() {
     let place = Place::new();
@@ -103,8 +103,8 @@ fn conversations_that_end_with_the_answer_are_trained() {
     let last = ["prompts.messages=messages"];
     let all = ["prompts.messages=messages", "prompts.train_on=all"];
     for (run, more) in [("last", &last[..]), ("all", &all[..])] {
-        let (ended_well, told) = train(&place, SFT, run, more);
-        assert!(ended_well, "{told}");
+        let (ended_well, log) = train(&place, SFT, run, more);
+        assert!(ended_well, "{log}");
     }
     let loss = |run: &str| {
         let metrics = fs::read_to_string(place.path(run).join("metrics.jsonl")).expect("metrics");
@@ -112,11 +112,11 @@ fn conversations_that_end_with_the_answer_are_trained() {
         let first: serde_json::Value = serde_json::from_str(first).expect("JSON");
         first["actor/sft_loss"].as_f64().expect("a loss")
     };
-    // Other tokens are in the mean.
+    // The mean is over other tokens.
     assert!((loss("last") - loss("all")).abs() > 1e-6);
 }
 
-/// Where the shared folders lie beside the workspace.
+/// The path of the shared folders next to the workspace.
 fn shared() -> Option<PathBuf> {
     let shared = root().join("../shared");
     let is_there = ["models/stories260K", "data/gsm8k/train.jsonl"];
@@ -124,7 +124,7 @@ fn shared() -> Option<PathBuf> {
     is_there.then_some(shared)
 }
 
-/// Row 4 of part 3: both died in step 1, since some rows are longer than the model's context.
+/// User report, part 3, row 4: both failed in step 1, since some rows are longer than the model's context.
 #[test]
 fn sft_and_dpo_start_on_gsm8k() {
     let Some(shared) = shared() else { return };
@@ -139,11 +139,11 @@ fn sft_and_dpo_start_on_gsm8k() {
             "with_targets = true\ntemplate = \"none\"",
         )
         .replace("prompts = 4", "prompts = 2");
-    let (ended_well, told) = train(&place, &sft, "sft", &["steps=1"]);
-    assert!(ended_well, "{told}");
+    let (ended_well, log) = train(&place, &sft, "sft", &["steps=1"]);
+    assert!(ended_well, "{log}");
     assert!(
-        told.contains("of 7473 rows are too long and left out"),
-        "{told}"
+        log.contains("of 7473 rows are too long and left out"),
+        "{log}"
     );
     let pairs = quoted("data/preference/gsm8k_pairs.jsonl");
     let dpo = format!(
@@ -177,7 +177,7 @@ kind = "update"
 loss = {{ kind = "dpo" }}
 "#
     );
-    let (ended_well, told) = train(&place, &dpo, "dpo", &[]);
-    assert!(ended_well, "{told}");
+    let (ended_well, log) = train(&place, &dpo, "dpo", &[]);
+    assert!(ended_well, "{log}");
     assert!(Path::new(&place.path("dpo/model/actor")).exists());
 }

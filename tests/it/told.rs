@@ -1,5 +1,5 @@
-//! What whoever runs a pipeline is told, by a program of their own and by `pipe`: rows that fail, steps that learn nothing,
-//! samples named by errors.
+//! Messages to the user of a pipeline, from custom programs and from `pipe`: rows that fail, steps that learn nothing,
+//! samples in errors.
 
 use std::fs;
 use std::io::Write;
@@ -58,7 +58,7 @@ fn lines(run: &Finished, name: &str) -> Vec<Map<String, Value>> {
     lines.collect::<Result<_, _>>().expect("an object a line")
 }
 
-/// The tiny pipeline whose reward is a program's own.
+/// The tiny pipeline with a custom reward.
 fn own_reward(
     place: &Place,
     run: &str,
@@ -84,7 +84,7 @@ fn own_reward(
 }
 
 #[test]
-fn p3_2_a_broken_reward_of_a_library_user_fails_and_is_told_without_a_subscriber() {
+fn p3_2_a_broken_reward_of_a_library_user_fails_and_is_reported_without_a_subscriber() {
     let place = Place::new();
     let pipe = own_reward(&place, "run", |input| {
         let tokens = input.get(&keys::RESPONSES)?;
@@ -107,7 +107,7 @@ fn p3_2_a_broken_reward_of_a_library_user_fails_and_is_told_without_a_subscriber
             .is_some_and(|r| r.contains("told.rs:"))
     }));
 
-    // Some rows only: the run goes on, and says so at each step.
+    // Only some rows fail: the run continues, and reports it at each step.
     let pipe = own_reward(&place, "some", |input| {
         let id = input.ids()[0];
         assert!(id.sample_index() != 1, "an answer without a unit");
@@ -120,8 +120,8 @@ fn p3_2_a_broken_reward_of_a_library_user_fails_and_is_told_without_a_subscriber
     trainer.train().expect("a run");
     let text = page.text();
     for step in 1..=3 {
-        let told = format!("warning: step {step}, stage `reward`: 4 of 16 rows failed");
-        assert_eq!(text.matches(&told).count(), 1, "{text}");
+        let expected = format!("warning: step {step}, stage `reward`: 4 of 16 rows failed");
+        assert_eq!(text.matches(&expected).count(), 1, "{text}");
     }
     assert!(
         text.contains("4 panicked: an answer without a unit (at "),
@@ -130,10 +130,10 @@ fn p3_2_a_broken_reward_of_a_library_user_fails_and_is_told_without_a_subscriber
 }
 
 #[test]
-fn pipe_tells_each_warning_once_and_writes_it_into_the_run() {
+fn pipe_prints_each_warning_once_and_writes_it_to_the_run() {
     let place = Place::new();
     let file = place.path("grpo.toml");
-    // A deadline of a reward that nothing can keep: every row is late.
+    // A deadline that is too short for the reward: every row is late.
     let text = GRPO.replace(
         "target_tokens = 4\n",
         "target_tokens = 4\ndeadline_s = 1e-9\n",
@@ -154,7 +154,7 @@ fn pipe_tells_each_warning_once_and_writes_it_into_the_run() {
 }
 
 #[test]
-fn p2_a_step_whose_responses_are_all_truncated_says_that_it_learnt_nothing() {
+fn p2_a_step_whose_responses_are_all_truncated_reports_that_it_learnt_nothing() {
     let place = Place::new();
     let pipe = place.grpo(
         "run",
@@ -178,20 +178,20 @@ fn p2_a_step_whose_responses_are_all_truncated_says_that_it_learnt_nothing() {
         .iter()
         .filter(|line| line["update/no_samples"] == 1.0)
         .count();
-    assert!(idle > 0, "no step was truncated as a whole");
-    let told =
+    assert!(idle > 0, "no step had only truncated responses");
+    let expected =
         "nothing was left to train on, so no weights were updated: all 16 responses were cut off";
-    assert_eq!(page.text().matches(told).count(), idle, "{}", page.text());
-    assert!(run.read("warnings.jsonl").contains(told));
-    // A step that learns says 0.
+    assert_eq!(page.text().matches(expected).count(), idle, "{}", page.text());
+    assert!(run.read("warnings.jsonl").contains(expected));
+    // A step that learns reports 0.
     let learns = place.train("learns", &["steps=1"]);
     assert_eq!(learns.metrics()[1]["update/no_samples"], 0.0);
 }
 
 #[test]
-fn p3_14_what_a_run_warned_of_stands_in_its_status() {
+fn p3_14_warnings_of_a_run_are_in_its_status() {
     let place = Place::new();
-    // All rewards are equal, of which a rule warns.
+    // All rewards are equal, and a rule warns about that.
     let pipe = own_reward(&place, "run", |input| Ok(vec![Some(1.0); input.num_rows()]));
     let (mut trainer, page) = with_console(&pipe);
     trainer.train().expect("a run");
@@ -206,7 +206,7 @@ fn p3_14_what_a_run_warned_of_stands_in_its_status() {
     assert!(page.text().contains("warning: "), "{}", page.text());
 }
 
-/// Cancels nothing and changes nothing: counts the rows that an update is handed.
+/// Only counts the rows that an update gets.
 #[derive(Default)]
 struct Updates(Mutex<Vec<usize>>);
 
@@ -219,7 +219,7 @@ impl Tap for Updates {
 }
 
 #[test]
-fn no_update_is_handed_rows_of_which_all_failed() {
+fn no_update_gets_rows_that_all_failed() {
     let place = Place::new();
     let pipe = own_reward(&place, "run", |_| Err(StageError::failed("no judge")));
     let seen = Arc::new(Updates::default());
@@ -238,7 +238,7 @@ fn no_update_is_handed_rows_of_which_all_failed() {
     assert!(seen.0.lock().expect("no panic").is_empty());
 }
 
-/// The tiny pipeline in which every second token is an observation, for which `old_log_probs` holds `filler`.
+/// The tiny pipeline in which every second token is an observation, for which `old_log_probs` is `filler`.
 fn observing(place: &Place, run: &str, filler: f32) -> DataPipe {
     let mut pipe = place.grpo(run, &["steps=2"]);
     let at = |pipe: &DataPipe, name: &str| {
@@ -303,7 +303,7 @@ fn observing(place: &Place, run: &str, filler: f32) -> DataPipe {
 }
 
 #[test]
-fn p2_what_lies_on_observation_tokens_changes_no_bit() {
+fn p2_values_at_observation_tokens_change_no_bit() {
     let place = Place::new();
     let mut weights = Vec::new();
     for (run, filler) in [

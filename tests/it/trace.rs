@@ -1,4 +1,4 @@
-//! What a run of a real pipeline traces: it changes nothing, brings a step back, and survives a kill.
+//! The trace of a real pipeline: it changes nothing, can restore a step, and survives a kill.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -50,7 +50,7 @@ fn tracing_changes_nothing_and_a_step_can_be_recalled() {
         assert!(state.models.values().all(|(_, stored)| stored.is_some()));
         let mut run = start(&place.grpo("none", &[]));
         run.recall(&state).expect("a state of these models");
-        let versions = run.versions().expect("tells");
+        let versions = run.versions().expect("versions");
         assert_eq!(versions["actor"], manifest.models["actor"].version);
         let output = run.step().expect("runs");
         assert_eq!(output.metrics.step, step);
@@ -61,7 +61,7 @@ fn tracing_changes_nothing_and_a_step_can_be_recalled() {
             }
         }
     }
-    // The frozen reference is kept once, the actor once a step.
+    // The frozen reference is stored once, the actor once per step.
     let states = fs::read_dir(full.dir.join("trace/state")).expect("a folder");
     assert_eq!(states.count(), 2 * (3 + 1));
 }
@@ -133,14 +133,14 @@ fn log_probs_are_compared_with_their_counterparts() {
         .ratio
         .expect("compared");
     assert_eq!(reference.counterpart, "old_log_probs");
-    // The reference begins as the policy.
+    // The reference starts as the policy.
     assert_eq!((reference.k1, reference.diff_max), (0.0, 0.0));
     let texts = of("generate", "response_texts");
     assert!(texts.length_mean.is_some() && texts.truncated_share.is_some());
     assert_eq!(run.metrics()[1]["actor/first_ppo_kl"].as_f64(), Some(0.0));
 }
 
-/// `pipe train` on the tiny pipeline in a process of its own.
+/// `pipe train` on the tiny pipeline in a separate process.
 fn spawn(place: &Place, run: &str, threads: &str, more: &[&str]) -> Child {
     let file = place.path("tiny.toml");
     fs::write(&file, GRPO).expect("a file");
@@ -185,14 +185,14 @@ fn a_killed_run_leaves_a_trace_that_opens() {
         while begun() < wanted && since.elapsed() < Duration::from_secs(60) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        // SIGKILL: nothing of the process runs any more.
+        // SIGKILL: the process ends immediately.
         child.kill().expect("is killed");
         let _ = child.wait();
         let trace = TraceDir::open(&dir).expect("opens");
         let steps = trace.steps();
         assert!(steps.len() + trace.notes().len() >= wanted, "{steps:?}");
         assert!(trace.notes().len() <= 1, "{:?}", trace.notes());
-        // Complete up to the last whole step.
+        // Complete up to the last complete step.
         assert_eq!(steps, (1..=steps.len() as u64).collect::<Vec<_>>());
         for step in &steps {
             let whole = trace.step(*step).expect("reads");

@@ -1,4 +1,4 @@
-//! Folders of runs in which something was changed, damaged, moved or lost afterwards, and runs that a rule ended.
+//! Run folders that were changed, damaged, moved or truncated afterwards, and runs that a rule ended.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use verl::pipe::trace::format::Side;
 use crate::debug::{corrupt, json_of, pipe_debug, recorded};
 use crate::kit::{Place, trainer};
 
-/// What a command says, when it ends with `code`.
+/// The output of a command, which must end with `code`.
 #[track_caller]
 fn said(line: &str, code: u8) -> String {
     let (found, text) = pipe_debug(line);
@@ -34,7 +34,7 @@ fn rows_that_were_changed_afterwards_are_named() {
     let place = Place::new();
     let run = recorded(&place, "run", &[]);
     let untouched = recorded(&place, "untouched", &[]);
-    // What was emitted, and nothing that was handed on: the row is told without a replay.
+    // Only the output, not the inputs of its readers: the row is reported without a replay.
     corrupt(&run, 2, "advantages", Side::Output, 5, |v| v + 0.25);
     let altered = "rows of `advantages` differ from what the statistics recorded at step 2";
     let text = said(&format!("first-bad --run {run} --no-replay"), 1);
@@ -59,7 +59,7 @@ fn rows_that_were_changed_afterwards_are_named() {
     contains(&stage, &[&format!("note: output: {altered}")]);
     let other = said(&format!("trace --run {run} --step 1"), 0);
     assert!(!other.contains("differ from what"), "{other}");
-    // In the copy that a stage was given, too.
+    // Also in the input of a stage.
     corrupt(&untouched, 3, "update", Side::Input, 2, |v| v - 1.0);
     let text = said(&format!("first-bad --run {untouched} --no-replay"), 1);
     assert!(
@@ -116,7 +116,7 @@ fn a_damaged_file_hides_nothing_else() {
         &[&format!("note: not compared, in the first run: {about}")],
     );
 
-    // A fault in what can be read is told, with a note of what cannot.
+    // An error in the readable part is reported, with a note about the unreadable part.
     corrupt(&run, 3, "update", Side::Input, 2, |v| v - 1.0);
     let text = said(&format!("first-bad --run {run} --no-replay"), 1);
     contains(
@@ -127,7 +127,7 @@ fn a_damaged_file_hides_nothing_else() {
         ],
     );
 
-    // So it is with a step.json, with statistics, and with a state.
+    // The same applies to a step.json, to statistics, and to a state.
     fs::write(file(&same, 2, "step.json"), "{\"format\": 1, \"st").expect("a file");
     contains(
         &said(&format!("trace --run {same}"), 0),
@@ -148,7 +148,7 @@ fn a_damaged_file_hides_nothing_else() {
 }
 
 #[test]
-fn a_damaged_state_keeps_a_step_from_its_replay_alone() {
+fn a_damaged_state_prevents_only_the_replay_of_its_step() {
     let place = Place::new();
     let run = recorded(&place, "run", &[]);
     let states = fs::read_dir(Path::new(&run).join("trace/state")).expect("states");
@@ -168,7 +168,7 @@ fn a_damaged_state_keeps_a_step_from_its_replay_alone() {
 }
 
 #[test]
-fn a_file_in_the_place_of_another_is_told() {
+fn a_file_in_the_place_of_another_is_reported() {
     let place = Place::new();
     let run = recorded(&place, "run", &[]);
     fs::copy(
@@ -176,12 +176,12 @@ fn a_file_in_the_place_of_another_is_told() {
         file(&run, 2, "reward.parquet"),
     )
     .expect("a copy");
-    let told = said(&format!("trace --run {run} --step 2 --stage reward"), 3);
+    let output = said(&format!("trace --run {run} --step 2 --stage reward"), 3);
     contains(
-        &told,
+        &output,
         &[
             "error[T003]",
-            "it holds stage `reward`",
+            "it contains stage `reward`",
             "of step 3",
             "of step 2",
         ],
@@ -264,10 +264,10 @@ fn a_run_folder_that_was_copied_elsewhere_is_looked_at_as_it_was() {
         "stall --run RUN",
         "diff RUN RUN",
     ];
-    // Commands that are told name the folder.
+    // The output of a command depends on the folder only by its name.
     let all = |run: &str| {
-        let told = |line: &str| said(&line.replace("RUN", run), 0);
-        lines.map(|line| told(line).replace(run, "RUN"))
+        let output_of = |line: &str| said(&line.replace("RUN", run), 0);
+        lines.map(|line| output_of(line).replace(run, "RUN"))
     };
     let before = all(&run);
     let elsewhere = tempfile::tempdir().expect("a folder");
@@ -286,7 +286,7 @@ fn stopped(place: &Place, run: &str, more: &[&str]) -> String {
 }
 
 #[test]
-fn what_a_rule_ended_the_run_for_is_what_was_bad() {
+fn a_rule_that_ended_the_run_is_the_first_bad_result() {
     let place = Place::new();
     let always = |rule: &str, more: &[&str]| -> Vec<String> {
         let severity = format!("trace.rules.{rule}.severity=stop");
@@ -294,7 +294,7 @@ fn what_a_rule_ended_the_run_for_is_what_was_bad() {
         let more = more.iter().map(|more| (*more).to_owned());
         [severity, limit].into_iter().chain(more).collect()
     };
-    // With the rows of the step, and by its statistics alone.
+    // With the rows of the step, and with only its statistics.
     for (run, rule, stage, key, more) in [
         ("rows", "constant_reward", "reward", "rewards", &[][..]),
         (
@@ -318,14 +318,14 @@ fn what_a_rule_ended_the_run_for_is_what_was_bad() {
         assert_eq!(place, expected);
         let path = Path::new(&run).join("trace/anomalies.jsonl");
         let lines = fs::read_to_string(path).expect("a file");
-        let mut told = lines
+        let mut anomalies = lines
             .lines()
             .map(|line| -> Value { serde_json::from_str(line).expect("an object a line") });
-        let anomaly = told.find(|anomaly| anomaly["severity"] == "stop");
+        let anomaly = anomalies.find(|anomaly| anomaly["severity"] == "stop");
         let anomaly = anomaly.expect("what ended the run");
         assert_eq!(found["found"]["sample"], anomaly["samples"][0]);
     }
-    // A rule on metrics sees a step once it has ended; the run ends in the next one.
+    // A rule on metrics runs after a step; the run ends in the next step.
     let metrics = [
         "trace.rules.kl_blow_up.severity=stop",
         "trace.rules.kl_blow_up.limit=0",
@@ -340,7 +340,7 @@ fn what_a_rule_ended_the_run_for_is_what_was_bad() {
     assert!(text.ends_with("--step 2\n"), "{text}");
 }
 
-/// What was told, as lines of a log.
+/// Log lines in memory.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -354,7 +354,7 @@ impl std::io::Write for Log {
 }
 
 #[test]
-fn a_state_that_cannot_be_written_is_told_once() {
+fn a_state_that_cannot_be_written_is_reported_once() {
     let place = Place::new();
     let mut trainer = trainer(&place.grpo("run", &["trace.every=1"])).expect("a trainer");
     // A file in the place of the folder of states.
@@ -365,6 +365,6 @@ fn a_state_that_cannot_be_written_is_told_once() {
     let ended = tracing::subscriber::with_default(subscriber.finish(), || trainer.train());
     ended.expect("a run that goes on");
     let text = String::from_utf8(log.0.lock().expect("a log").clone()).expect("text");
-    let told = text.matches("cannot write a state that replay needs");
-    assert_eq!(told.count(), 1, "{text}");
+    let warnings = text.matches("cannot write a state that replay needs");
+    assert_eq!(warnings.count(), 1, "{text}");
 }

@@ -1,4 +1,4 @@
-//! Settings of `[trace]` that make no sense are told before anything runs, all at once, with key, value and repair.
+//! Invalid settings of `[trace]` are reported together before anything runs, with key, value and fix.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,8 +13,8 @@ use verl::pipe::trace::rules::{Hit, Rule, StepView};
 
 use crate::kit::{GRPO, Place};
 
-/// What a run of three steps with these lines in `[trace]` is told about them.
-fn told(trace: &str, more: &[&str]) -> Vec<Diagnostic> {
+/// The findings of a run of three steps with these lines in `[trace]`.
+fn findings_for(trace: &str, more: &[&str]) -> Vec<Diagnostic> {
     let place = Place::new();
     let text = format!("{GRPO}\n[trace]\n{trace}\n");
     let found = place.parse(&text, "run", more).and_then(|pipe| pipe.plan());
@@ -26,7 +26,7 @@ fn printed(findings: Vec<Diagnostic>) -> String {
 }
 
 #[test]
-fn each_setting_without_sense_is_told() {
+fn each_invalid_setting_is_reported() {
     for (trace, head, part) in [
         (
             "steps = [99]",
@@ -119,7 +119,7 @@ fn each_setting_without_sense_is_told() {
             "error[C005]",
             "`rules.kl_blow_up` is set to stop the run, but `stats = false`",
         ),
-        // It stops unless it is told otherwise.
+        // Its default severity is `stop`.
         (
             "stats = false\nrules.non_finite.limit = 1",
             "error[C005]",
@@ -141,7 +141,7 @@ fn each_setting_without_sense_is_told() {
             "duplicate key",
         ),
     ] {
-        let found = told(trace, &[]);
+        let found = findings_for(trace, &[]);
         let count = found.len();
         let text = printed(found);
         assert!(
@@ -153,20 +153,20 @@ fn each_setting_without_sense_is_told() {
 }
 
 #[test]
-fn a_stage_between_steps_that_is_to_be_recorded_is_told() {
+fn a_request_to_record_a_stage_between_steps_is_reported() {
     let evaluate = "stages = [\"evaluate\", \"reward\"]\nevery = 1";
     let reward = "stages = [\"reward\"]\nevery = 1";
-    assert_eq!(printed(told(reward, &[])), "");
-    insta::assert_snapshot!(printed(told(evaluate, &[])), @"
-    warning[C008]: setting `stages` is probably a mistake
+    assert_eq!(printed(findings_for(reward, &[])), "");
+    insta::assert_snapshot!(printed(findings_for(evaluate, &[])), @r"
+    warning[C008]: `stages` is probably not meant as it is set
       where: [trace]
       why:   `stages` contains `evaluate`: a stage that runs between steps gets no rows, so it is not recorded
       help:  use stages that run in a step; its measurements are in metrics.jsonl and samples.jsonl
     ");
     for trace in [reward, ""] {
         insta::allow_duplicates! {
-            insta::assert_snapshot!(printed(told(trace, &["evaluate.debug=true"])), @"
-            warning[C008]: setting `debug` is probably a mistake
+            insta::assert_snapshot!(printed(findings_for(trace, &["evaluate.debug=true"])), @r"
+            warning[C008]: `debug` is probably not meant as it is set
               where: stage `evaluate` (evaluate)
               why:   `debug` is set, but a stage that runs between steps gets no rows, so it is not recorded
               help:  remove it; its measurements are in metrics.jsonl and samples.jsonl
@@ -176,7 +176,7 @@ fn a_stage_between_steps_that_is_to_be_recorded_is_told() {
 }
 
 #[test]
-fn settings_with_sense_are_not_told() {
+fn valid_settings_are_not_reported() {
     for (trace, more) in [
         (
             "steps = [1, 3]\nstages = [\"reward\"]\npart_steps = 1\nbudget_mb = 1",
@@ -201,16 +201,16 @@ fn settings_with_sense_are_not_told() {
             &[],
         ),
     ] {
-        let text = printed(told(trace, more));
+        let text = printed(findings_for(trace, more));
         assert_eq!(text, "", "{trace}");
     }
 }
 
 #[test]
-fn all_are_told_at_once() {
+fn all_are_reported_at_once() {
     let trace = "stats = false\nsteps = [0, 2, 2, 99]\nevery = 0\npart_steps = 0\nbudget_mb = 0\n\
                  stages = [\"rewrad\"]\nrules = { low_ess = { limit = 7 }, non_finite = { limit = -1 }, kl = {} }";
-    insta::assert_snapshot!("trace_settings", Findings(told(trace, &[])));
+    insta::assert_snapshot!("trace_settings", Findings(findings_for(trace, &[])));
 }
 
 #[test]
@@ -244,9 +244,9 @@ fn what_flags_ask_for_is_checked_like_the_file() {
     assert_eq!(debug(|flags| flags.debug = true), "");
 }
 
-/// A limit that no file can state, since TOML's `nan` is told when the file is read.
+/// A limit that cannot be set in a file, since TOML's `nan` is reported when the file is read.
 #[test]
-fn limits_that_are_no_numbers_are_told_in_rust_too() {
+fn limits_that_are_not_numbers_are_reported_in_rust_too() {
     let place = Place::new();
     for limit in [f64::NAN, f64::INFINITY, -0.5] {
         let mut pipe = place.grpo("run", &[]);
@@ -269,7 +269,7 @@ fn limits_that_are_no_numbers_are_told_in_rust_too() {
 }
 
 #[test]
-fn a_rule_that_two_overrides_tune_is_told() {
+fn a_rule_that_two_overrides_tune_is_reported() {
     let both = [
         "trace.rules.low_ess.limit=0.1",
         "trace.rules.low_ess.limit=0.2",
@@ -287,7 +287,7 @@ fn a_rule_that_two_overrides_tune_is_told() {
     assert!(parse_pipeline(GRPO, "tiny.toml", &other, &verl::registry()).is_ok());
 }
 
-/// A rule that notes at which limits it was asked, and finds nothing.
+/// A rule that records the limits that it is called with, and never fires.
 struct Asked(Arc<Mutex<Vec<f64>>>);
 
 impl Rule for Asked {
@@ -306,7 +306,7 @@ impl Rule for Asked {
     }
 }
 
-/// A registry that adds the rule, and where it notes what it is asked.
+/// A registry with the rule, and the limits that it records.
 fn with_rule() -> (Registry, Arc<Mutex<Vec<f64>>>) {
     let asked = Arc::<Mutex<Vec<f64>>>::default();
     let notes = asked.clone();
@@ -341,7 +341,7 @@ fn a_rule_that_was_added_in_rust_is_tuned_and_silenced_by_its_name() {
 
 #[test]
 fn names_and_limits_of_rules_that_were_added_in_rust_are_checked() {
-    let told = |trace: &str| {
+    let errors_of = |trace: &str| {
         let place = Place::new();
         let (registry, _) = with_rule();
         let text = format!("{GRPO}\n[trace]\n{trace}\n");
@@ -349,19 +349,19 @@ fn names_and_limits_of_rules_that_were_added_in_rust_are_checked() {
         let found = pipe.and_then(|pipe| pipe.plan());
         printed(found.err().expect("refused"))
     };
-    let text = told("rules.length_of_answer.limit = 1");
+    let text = errors_of("rules.length_of_answer.limit = 1");
     assert!(
         text.starts_with("error[P023]") && text.contains("did you mean `length_of_answers`?"),
         "{text}"
     );
-    let text = told("rules.length_of_answers.limit = -1");
+    let text = errors_of("rules.length_of_answers.limit = -1");
     assert!(
         text.starts_with("error[C005]")
             && text.contains("is -1, but a limit must not be below 0")
             && text.contains("(default: 7)"),
         "{text}"
     );
-    let text = told("stats = false\nrules.length_of_answers.severity = \"stop\"");
+    let text = errors_of("stats = false\nrules.length_of_answers.severity = \"stop\"");
     assert!(
         text.starts_with("error[C005]") && text.contains("is set to stop the run"),
         "{text}"
@@ -374,7 +374,7 @@ fn names_and_limits_of_rules_that_were_added_in_rust_are_checked() {
 }
 
 #[test]
-fn two_rules_of_one_name_are_told() {
+fn two_rules_with_the_same_name_are_reported() {
     let place = Place::new();
     let notes = Arc::<Mutex<Vec<f64>>>::default();
     let own = move || Asked(notes.clone());

@@ -1,6 +1,6 @@
 //! One optimiser step side by side with TRL: the same inputs, the loss, and every weight after the step.
 //!
-//! `tests/fixtures/trl/make.py` says how the numbers were made.
+//! `tests/fixtures/trl/make.py` generated the numbers.
 
 use std::cell::Cell;
 
@@ -18,7 +18,7 @@ use verl::prelude::*;
 
 use crate::kit::root;
 
-/// What differs at most, in the loss and in any weight; of a weight [`allowed`] asks for more.
+/// Largest difference of the loss and of any weight; [`allowed`] is stricter for weights.
 const TOLERANCE: f64 = 1e-5;
 
 /// Share of the learning rate by which any weight may differ.
@@ -27,10 +27,10 @@ const OF_A_STEP: f64 = 0.01;
 /// Rounding of a single gradient in f32, of gradients whose norm is 1.
 const ROUNDING: f64 = 5e-10;
 
-/// What the weight may differ by that the step of TRL moved by `moved`.
+/// Allowed difference of a weight that the step of TRL moved by `moved`.
 ///
-/// The first step of Adam is lr·g/(|g| + ε), which tells |g|. Where that is near ε = 1e-8, a rounding of g by δ moves the
-/// weight by lr·ε·δ/(|g| + ε)² = lr·(1 − |moved|/lr)²·δ/ε, up to lr/20; everywhere else that is nothing.
+/// The first step of Adam is lr·g/(|g| + ε), which determines |g|. If |g| is near ε = 1e-8, a rounding of g by δ moves the
+/// weight by lr·ε·δ/(|g| + ε)² = lr·(1 − |moved|/lr)²·δ/ε, up to lr/20; otherwise the effect is negligible.
 fn allowed(moved: f64, learning_rate: f64) -> f64 {
     let short = 1.0 - (moved.abs() / learning_rate).min(1.0);
     let share = OF_A_STEP + short * short * ROUNDING / OptimizerConfig::default().eps;
@@ -73,7 +73,7 @@ fn weights(decoder: &Decoder) -> Vec<(String, Vec<f32>)> {
     weights
 }
 
-/// One step on the rows; compares loss, gradient norm and weights with what TRL has.
+/// One step on the rows; compares loss, gradient norm and weights with TRL.
 fn check(
     name: &str,
     facts: &Facts,
@@ -135,7 +135,7 @@ fn check(
             moved = moved.max(step.abs());
         }
     }
-    // The step itself is far larger than what may differ.
+    // The step itself is far larger than the allowed difference.
     assert!(moved > 0.9 * rate, "{moved:e}");
 }
 
@@ -153,7 +153,7 @@ fn a_step_of_grpo_is_that_of_trl() {
         ref_log_probs: flat("ref_log_probs"),
         ..MiniBatch::new(of_tokens)
     };
-    // TRL weighs the penalty with the ratio by default, and clamps nothing.
+    // By default TRL weights the penalty with the ratio, and clamps nothing.
     let estimator = KlEstimator::parse("k3_unclamped").expect("a name");
     let objective = Objective::new(Aggregation::TokenMean)
         .with(

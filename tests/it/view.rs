@@ -1,4 +1,4 @@
-//! `pipe debug view`: the page of real runs, in a browser where there is one.
+//! `pipe debug view`: the page of real runs, in a browser if one is available.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -16,7 +16,7 @@ use crate::browser::{Browser, say};
 use crate::debug::pipe_debug;
 use crate::kit::Place;
 
-/// Writes the page of a run. Returns its path and what the command said.
+/// Writes the page of a run. Returns its path and the output of the command.
 #[track_caller]
 fn view(run: &Path, more: &str) -> (PathBuf, String) {
     let (code, text) = pipe_debug(format!("view --run {}{more}", run.display()).trim());
@@ -44,7 +44,7 @@ fn attribute(document: &str, name: &str) -> Option<String> {
     Some(value.split_once('"')?.0.to_owned())
 }
 
-/// What stands between `before` and the next `after`.
+/// The text between `before` and the next `after`.
 #[track_caller]
 fn between<'a>(document: &'a str, before: &str, after: &str) -> &'a str {
     let (_, rest) = document
@@ -105,7 +105,7 @@ fn a_run_is_seen_in_a_browser() {
         anomalies.iter().any(|a| a["rule"] == "advantage_variance"),
         "{anomalies:?}"
     );
-    // The tokens of a sample with all that was computed of them.
+    // The tokens of a sample with all values computed for them.
     let sample = block(&page, "sample-0");
     let response = sample["response"].as_array().expect("tokens");
     let known: Vec<&str> = sample["per_token"]
@@ -185,7 +185,7 @@ fn a_run_is_seen_in_a_browser() {
     );
 }
 
-/// Whatever a model writes, and whatever a file of the run holds, is text on the page.
+/// The output of a model and the content of run files are text on the page.
 #[test]
 fn texts_of_a_run_stay_texts() {
     let place = Place::new();
@@ -239,7 +239,7 @@ fn texts_of_a_run_stay_texts() {
 fn a_page_that_cannot_be_written_can_go_elsewhere() {
     let place = Place::new();
     let run = place.train("run", &[]).dir;
-    // Even who may write everywhere cannot give a file the name of a folder.
+    // Even root cannot create a file with the name of an existing folder.
     fs::create_dir(run.join("view.html")).expect("a folder");
     let (code, text) = pipe_debug(&format!("view --run {}", run.display()));
     assert!(code == 3 && text.starts_with("error[T005]"), "{text}");
@@ -252,7 +252,7 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
     let bare = place.train("bare", &["trace.stats=false"]).dir;
     let whole = place.train("whole", &[]).dir;
     let browser = Browser::find();
-    let told = |run: &Path, note: &str| {
+    let page_with_note = |run: &Path, note: &str| {
         let (page, text) = view(run, "");
         assert!(text.contains(note), "{text}");
         let notes = block(&page, "data")["notes"].to_string();
@@ -263,7 +263,7 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
         }
         block(&page, "data")
     };
-    let data = told(
+    let data = page_with_note(
         &bare,
         "the run has no trace, so the page shows only metrics and texts",
     );
@@ -272,7 +272,7 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
             .as_array()
             .is_some_and(|curves| curves.len() > 10)
     );
-    // As it is before the first step ends.
+    // As it is before the end of the first step.
     let young = place.path("young");
     fs::create_dir_all(young.join("trace")).expect("a folder");
     for name in ["config.toml", "trace/format.json"] {
@@ -281,32 +281,32 @@ fn a_run_of_which_something_is_missing_has_a_page_that_says_so() {
     let status = json!({"status": "running", "step": 0, "target": 3, "timestamp": 1.0});
     fs::write(young.join("status.json"), status.to_string()).expect("a file");
     fs::write(young.join("metrics.jsonl"), "").expect("a file");
-    let data = told(&young, "metrics.jsonl contains no steps yet");
+    let data = page_with_note(&young, "metrics.jsonl contains no steps yet");
     assert_eq!(data["run"]["status"], "running");
-    // As it is when the process was killed in the middle of a line.
+    // As left by a process that was killed in the middle of a line.
     if cfg!(unix) {
         fs::write(young.join("metrics.jsonl"), "{\"step\":1,\"ep").expect("a file");
-        told(&young, "no process has this folder locked");
-        told(&young, "metrics.jsonl ends with an incomplete line");
+        page_with_note(&young, "no process has this folder locked");
+        page_with_note(&young, "metrics.jsonl ends with an incomplete line");
     }
     // A run that ended, whose metrics were removed.
     let metrics = whole.join("metrics.jsonl");
     let kept = fs::read(&metrics).expect("a file");
     fs::remove_file(&metrics).expect("removed");
-    told(&whole, "metrics.jsonl is missing");
+    page_with_note(&whole, "metrics.jsonl is missing");
     fs::write(&metrics, kept).expect("a file");
-    // A file of statistics that was cut.
+    // A truncated file of statistics.
     let part = whole.join("trace/stats/part-00000001.parquet");
     let bytes = fs::read(&part).expect("a part");
     fs::write(&part, &bytes[..bytes.len() / 2]).expect("a file");
-    told(&whole, "error[T003]");
+    page_with_note(&whole, "error[T003]");
     fs::write(&part, &bytes).expect("a file");
-    // A pipeline that this version does not know.
+    // A pipeline that this version does not accept.
     let config = fs::read_to_string(whole.join("config.toml")).expect("a file");
     let other = config.replace("kind = \"reward\"", "kind = \"reward_of_old\"");
     assert_ne!(config, other);
     fs::write(whole.join("config.toml"), other).expect("a file");
-    let data = told(&whole, "does not accept the run's config.toml");
+    let data = page_with_note(&whole, "does not accept the run's config.toml");
     assert_eq!(data["graph"], Value::Null);
     assert!(
         data["keys"]
@@ -348,7 +348,7 @@ fn what_cannot_be_shown_is_an_error_with_a_code() {
     assert_eq!(left.count(), 0);
 }
 
-/// Each answer is the run as it is by then; Ctrl-C ends the server, and that is no error.
+/// Each response shows the current run; Ctrl-C ends the server without an error.
 #[cfg(unix)]
 #[test]
 fn a_served_page_follows_the_run_until_ctrl_c() {
@@ -451,7 +451,7 @@ fn a_long_run_stays_usable() {
     drawn(&browser, &page);
 }
 
-/// Has a run of one step look as if it had gone on: its statistics and metrics again with other numbers.
+/// Extends a run of one step: repeats its statistics and metrics with other numbers.
 fn lengthen(run: &Path, steps: u64) {
     let trace = TraceDir::open(run).expect("a trace");
     let first = trace.stats(1..=1).expect("statistics");

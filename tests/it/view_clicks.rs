@@ -1,4 +1,4 @@
-//! `pipe debug view` in a browser that clicks: what is chosen is shown, and in the dark it can be read.
+//! `pipe debug view` in a browser with clicks: selections are shown, and texts are readable in dark mode.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -25,8 +25,8 @@ fn page(place: &Place) -> PathBuf {
     run.dir.join("view.html")
 }
 
-/// What `script` returns on the page, once that is drawn. The page's policy lets no foreign script run, so that a copy
-/// without the policy is looked at.
+/// The result of `script` on the page after it is drawn. The page's policy blocks foreign scripts, so the test uses a
+/// copy without the policy.
 #[track_caller]
 fn asked(browser: &Browser, page: &Path, script: &str) -> Value {
     let html = fs::read_to_string(page).expect("a page");
@@ -84,7 +84,7 @@ fn what_is_clicked_is_shown() {
         }
         const edge = document.querySelector("#graph .edge:not(.waits)");
         click(edge);
-        seen.edge = { told: edge.getAttribute("aria-label"), chosen: document.getElementById("curve-stage").value, shown: groups().length };
+        seen.edge = { label: edge.getAttribute("aria-label"), chosen: document.getElementById("curve-stage").value, shown: groups().length };
         const row = [...document.querySelectorAll("#anomaly-list tr.link")].pop();
         click(row);
         seen.anomaly = { step: row.dataset.step, chosen: document.getElementById("step-choice").value, marked: row.classList.contains("chosen") };
@@ -107,7 +107,7 @@ fn what_is_clicked_is_shown() {
     for sample in samples {
         let (title, option) = (sample["title"].as_str(), sample["option"].as_str());
         let (title, option) = title.zip(option).expect("texts");
-        // The list says `epoch.row#sample`, after a mark where a rule named the sample; the title says the same.
+        // The list shows `epoch.row#sample`, after a mark if a rule reported the sample; the title shows the same.
         let id = option
             .trim_start_matches("▲ ")
             .split(" · ")
@@ -135,15 +135,15 @@ fn what_is_clicked_is_shown() {
             !names.is_empty()
                 && shown["count"]
                     .as_str()
-                    .is_some_and(|told| told.starts_with(&count)),
+                    .is_some_and(|label| label.starts_with(&count)),
             "{shown}"
         );
     }
     let names = |stage: &str| seen["stages"][stage]["names"].to_string();
     assert!(names("reward").contains("rewards"), "{}", names("reward"));
     assert_ne!(names("reward"), names("generate"));
-    let (told, chosen) = (&seen["edge"]["told"], &seen["edge"]["chosen"]);
-    let from = told.as_str().and_then(|told| told.split(" to ").next());
+    let (label, chosen) = (&seen["edge"]["label"], &seen["edge"]["chosen"]);
+    let from = label.as_str().and_then(|label| label.split(" to ").next());
     assert_eq!(chosen.as_str(), from, "{seen}");
     assert!(
         seen["edge"]["shown"]
@@ -163,10 +163,10 @@ fn what_is_clicked_is_shown() {
     );
 }
 
-/// What WCAG 2.2 asks of texts (success criterion 1.4.3).
+/// Contrast that WCAG 2.2 requires for texts (success criterion 1.4.3).
 const CONTRAST: f64 = 4.5;
 
-/// The text of least contrast with what lies behind it, of each kind of element, as relative luminances have it.
+/// The text with the least contrast to its background, for each kind of element, by relative luminance.
 const CONTRASTS: &str = r##"
     const paint = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
     const rgba = (colour) => {

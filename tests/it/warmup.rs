@@ -1,4 +1,4 @@
-//! `pipe warmup` where there is no GPU.
+//! `pipe warmup` without a GPU.
 
 use std::process::Command;
 
@@ -6,7 +6,7 @@ use verl::pipe::cli::warmup::Warmup;
 
 use crate::kit::{GRPO, Place};
 
-/// Standard output of `pipe warmup` of a small pipeline, which must end well and leave nothing.
+/// Standard output of `pipe warmup` for a small pipeline, which must succeed and leave no files.
 #[track_caller]
 fn warmup(words: &[&str]) -> String {
     let place = Place::new();
@@ -20,8 +20,8 @@ fn warmup(words: &[&str]) -> String {
         .current_dir(folder)
         .output()
         .expect("the executable runs");
-    let told = String::from_utf8_lossy(&ran.stderr).into_owned();
-    assert!(ran.status.success(), "{told}");
+    let stderr = String::from_utf8_lossy(&ran.stderr).into_owned();
+    assert!(ran.status.success(), "{stderr}");
     assert!(!folder.join("runs").exists());
     String::from_utf8(ran.stdout).expect("UTF-8")
 }
@@ -32,18 +32,18 @@ fn on_the_cpu_there_is_nothing_to_compile() {
         warmup(&[]),
         "grpo_tiny on cpu\n  nothing to do this build compiles nothing for `cpu`\n"
     );
-    let told: Warmup = serde_json::from_str(&warmup(&["--json"])).expect("JSON");
-    assert_eq!(told.pipeline, "grpo_tiny");
-    assert_eq!(told.devices, "cpu");
-    assert!(told.nothing.is_some() && told.start.is_none());
+    let report: Warmup = serde_json::from_str(&warmup(&["--json"])).expect("JSON");
+    assert_eq!(report.pipeline, "grpo_tiny");
+    assert_eq!(report.devices, "cpu");
+    assert!(report.nothing.is_some() && report.start.is_none());
 }
 
 #[cfg(not(feature = "cuda"))]
 #[test]
 fn a_build_without_cuda_compiles_nothing_for_a_gpu() {
-    let told = warmup(&["devices.group=cuda:0"]);
+    let text = warmup(&["devices.group=cuda:0"]);
     assert!(
-        told.contains("nothing to do this build compiles nothing for `cuda:0`"),
-        "{told}"
+        text.contains("nothing to do this build compiles nothing for `cuda:0`"),
+        "{text}"
     );
 }

@@ -1,5 +1,5 @@
 "use strict";
-// What every part of the page uses. Texts of a run are set as text, never as markup.
+// Helpers for every part of the page. Texts of a run are inserted as text, never as markup.
 
 const failures = [];
 function failed(what) {
@@ -11,7 +11,7 @@ window.addEventListener("unhandledrejection", (event) => failed(event.reason));
 document.addEventListener("securitypolicyviolation", (event) => failed(event.violatedDirective + " " + event.blockedURI));
 
 const parsed = new Map();
-/** A JSON document of the page; read when it is first asked for. */
+/** A JSON document of the page, parsed on first use. */
 function block(name) {
   if (!parsed.has(name)) {
     const script = document.getElementById(name);
@@ -23,7 +23,7 @@ const data = block("data");
 
 const byId = (id) => document.getElementById(id);
 
-/** An element with attributes and children; a child that is no element is text. */
+/** An element with attributes and children; strings become text. */
 function el(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   return dress(made, attributes, children);
@@ -54,12 +54,12 @@ function short(value) {
 
 const plural = (n, one, many = one + "s") => `${n} ${n === 1 ? one : many}`;
 
-/** A colour of the style sheet, as the scheme of the moment has it. */
+/** A colour of the style sheet in the current colour scheme. */
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 }
 
-/** Position of the entry of a rising list that is nearest to `value`; -1 in an empty one. */
+/** Position of the entry of an ascending list that is nearest to `value`; -1 for an empty list. */
 function nearest(list, value) {
   let low = 0;
   let high = list.length - 1;
@@ -72,7 +72,7 @@ function nearest(list, value) {
   return list.length ? low : -1;
 }
 
-/** What the user has chosen; parts of the page are told when it changes. */
+/** The selected step; the listeners run when it changes. */
 const state = { step: null, listeners: [] };
 function chooseStep(step, scroll) {
   state.step = step;

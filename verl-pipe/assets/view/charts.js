@@ -1,4 +1,4 @@
-// A curve as a card: its name, its plot, and what it reads under the pointer.
+// A curve as a card: its name, its plot, and its values under the pointer.
 
 const WHAT = {
   value: "", length: "length", k1: "k1", ess: "effective sample size",
@@ -14,7 +14,7 @@ function chart(curve, options = {}) {
   if (curve.stage) more.push(curve.side === "input" ? `into ${curve.stage}` : curve.stage);
   if (curve.name) more.push(`as ${curve.name}`);
   if (WHAT[curve.what]) more.push(WHAT[curve.what]);
-  if (curve.counterpart) more.push(`against ${curve.counterpart}`);
+  if (curve.counterpart) more.push(`compared with ${curve.counterpart}`);
   if (curve.unit) more.push(curve.unit);
   if (more.length) name.append(" ", el("small", {}, more.join(" · ")));
   const about = el("div", { class: "about", title: curve.meaning }, curve.meaning || "\u00a0");
@@ -27,7 +27,7 @@ function chart(curve, options = {}) {
   return card;
 }
 
-/** Plots are made when they come near the window: a run has a hundred curves. */
+/** Plots are created when they come near the viewport: a run has a hundred curves. */
 const later = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     if (!entry.isIntersecting || entry.target.view.plotted) continue;
@@ -36,7 +36,7 @@ const later = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "300px" });
 
-/** Follows the width of the window. */
+/** Resizes plots with the window. */
 const resized = new ResizeObserver((entries) => {
   for (const entry of entries) {
     const plotted = entry.target.parentElement?.view?.plotted;
@@ -54,7 +54,7 @@ function columns(curve) {
 function plotCurve(card) {
   const { curve, plot } = card.view;
   if (!curve.step.length) {
-    plot.replaceChildren(el("div", { class: "empty" }, "no step yet"));
+    plot.replaceChildren(el("div", { class: "empty" }, "no steps yet"));
     return;
   }
   const points = { show: curve.step.length <= 60, size: 5 };
@@ -89,7 +89,7 @@ function plotCurve(card) {
   listen(card);
 }
 
-/** The range of the means without the smallest and the largest hundredth. */
+/** The range of the means without the smallest and the largest 1 %. */
 function middle(curve) {
   const values = curve.mean.filter((value) => value !== null).sort((a, b) => a - b);
   const at = (share) => values[Math.round(share * (values.length - 1))];
@@ -102,7 +102,7 @@ function room(low, high) {
   return uPlot.rangeNum(low, high, 0.08, true);
 }
 
-/** Labels of an axis, all with as many decimals as their distance needs. */
+/** Formats the labels of an axis with as many decimals as their distance needs. */
 function tick(ticks) {
   const step = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : 0;
   const most = Math.max(...ticks.map(Math.abs));
@@ -112,7 +112,7 @@ function tick(ticks) {
   return (value) => value.toFixed(decimals);
 }
 
-/** Clicks and keys on a plot choose a step. */
+/** Clicks and keys on a plot select a step. */
 function listen(card) {
   const { plotted, curve, plot } = card.view;
   let down = 0;
@@ -122,7 +122,7 @@ function listen(card) {
   });
   plot.tabIndex = 0;
   plot.setAttribute("role", "img");
-  plot.setAttribute("aria-label", `${curve.key} over ${plural(curve.steps, "step")}; arrow keys move along it, Enter chooses the step`);
+  plot.setAttribute("aria-label", `${curve.key} over ${plural(curve.steps, "step")}; arrow keys move along it, Enter selects the step`);
   plot.addEventListener("keydown", (event) => {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (move) {
@@ -145,7 +145,7 @@ function readOut(card, at) {
   read.title = read.textContent;
 }
 
-/** The chosen step, anomalies, and values that are no number. */
+/** Draws the selected step, anomalies, and values that are not finite. */
 function drawMarks(u, card) {
   const { curve, options } = card.view;
   const own = anomaliesOf(curve);
@@ -179,9 +179,9 @@ function drawMarks(u, card) {
   placeMarks(u, own);
 }
 
-/** Marks that can be clicked, one for all anomalies at one place. */
+/** Places clickable marks, one for all anomalies at the same place. */
 function placeMarks(u, anomalies) {
-  // A mark that has the focus keeps it while nothing moves.
+  // A mark keeps the focus as long as nothing moves.
   const place = [u.scales.x.min, u.scales.x.max, u.over.clientWidth].join();
   if (u.marked === place) return;
   u.marked = place;
@@ -204,7 +204,7 @@ function placeMarks(u, anomalies) {
   }
 }
 
-/** Draws all plots anew: another step was chosen, or another scheme of colours. */
+/** Redraws all plots after another step or colour scheme was selected. */
 function redraw() {
   for (const card of drawn) {
     if (card.isConnected) card.view.plotted.redraw(false);

@@ -1,10 +1,10 @@
-// The pipeline: stages as boxes, keys on the edges. Where things stand was computed when the page was written.
+// The pipeline: stages as boxes, keys on the edges. The layout is computed when the page is written.
 
 function drawGraph() {
   const graph = data.graph;
   const place = byId("graph");
   if (!graph) {
-    place.append(el("p", { class: "empty" }, "The pipeline of the run cannot be read by this version; plan.txt in its folder shows it."));
+    place.append(el("p", { class: "empty" }, "This version cannot read the pipeline of the run; see plan.txt in the run folder."));
     return;
   }
   const root = svg("svg", { width: graph.w, height: graph.h, viewBox: `0 0 ${graph.w} ${graph.h}`, role: "group", "aria-label": "Pipeline" });
@@ -16,23 +16,23 @@ function drawGraph() {
   place.append(root);
 }
 
-const nameOf = ([key, local]) => (key === local ? key : `${key}, which ${local} is read from`);
+const nameOf = ([key, local]) => (key === local ? key : `${key}, read as ${local}`);
 
 function drawEdge(edge) {
   const onEdge = data.anomalies.filter((a) => edge.keys.some(([key, local]) => a.key === key || a.key === local)
     && (a.stage === edge.from || a.stage === edge.to));
-  const told = edge.keys.length ? `${edge.from} to ${edge.to}: ${edge.keys.map(nameOf).join(", ")}`
-    : `${edge.to} waits for ${edge.from}, which reads the weights that it changes`;
+  const label = edge.keys.length ? `${edge.from} to ${edge.to}: ${edge.keys.map(nameOf).join(", ")}`
+    : `${edge.to} changes weights that ${edge.from} reads, so it waits for ${edge.from}`;
   const group = svg("g", {
-    class: `edge${edge.keys.length ? "" : " waits"}${marks(onEdge)}`, tabindex: edge.keys.length ? 0 : undefined, role: "button", "aria-label": told,
-  }, svg("title", {}, [told, ...onEdge.map(sayAnomaly)].join("\n")), svg("path", { class: "reach", d: edge.path }), svg("path", { d: edge.path, "marker-end": "url(#arrow)" }));
+    class: `edge${edge.keys.length ? "" : " waits"}${marks(onEdge)}`, tabindex: edge.keys.length ? 0 : undefined, role: "button", "aria-label": label,
+  }, svg("title", {}, [label, ...onEdge.map(sayAnomaly)].join("\n")), svg("path", { class: "reach", d: edge.path }), svg("path", { d: edge.path, "marker-end": "url(#arrow)" }));
   const [x, y] = edge.label;
   const height = edge.lines.length * 13;
   if (edge.lines.length) group.append(svg("rect", { x: x - edge.w / 2, y: y - height / 2, width: edge.w, height }));
   edge.lines.forEach((line, at) => group.append(
     svg("text", { x, y: y - height / 2 + 10 + at * 13, "text-anchor": "middle" }, line),
   ));
-  // The stage that wrote the keys has their curves.
+  // The curves of the keys belong to the stage that wrote them.
   if (edge.keys.length) press(group, () => showCurves(edge.from, edge.keys.length === 1 ? edge.keys[0][0] : ""));
   return group;
 }
@@ -40,9 +40,9 @@ function drawEdge(edge) {
 function drawNode(node) {
   const own = data.anomalies.filter((a) => a.stage === node.name || node.metrics.includes(a.key));
   const device = node.lines.some((line) => line.startsWith("on ") && !line.startsWith("on host"));
-  const told = [node.name, ...node.lines, ...own.map(sayAnomaly)].join("\n");
-  const group = svg("g", { class: `node${device ? " device" : ""}${marks(own)}`, tabindex: 0, role: "button", "aria-label": told },
-    svg("title", {}, told),
+  const label = [node.name, ...node.lines, ...own.map(sayAnomaly)].join("\n");
+  const group = svg("g", { class: `node${device ? " device" : ""}${marks(own)}`, tabindex: 0, role: "button", "aria-label": label },
+    svg("title", {}, label),
     svg("rect", { x: node.x, y: node.y, width: node.w, height: node.h, rx: 5 }),
     svg("text", { class: "name", x: node.x + 10, y: node.y + 18 }, node.name));
   node.lines.forEach((line, at) => group.append(svg("text", { x: node.x + 10, y: node.y + 33 + at * 14 }, line)));

@@ -1,12 +1,12 @@
 // The list of anomalies, the table of a step, and all curves with their filter.
 
-/** Anomalies that are listed. */
+/** Maximum number of anomalies in the list. */
 const LISTED = 500;
 
 function drawAnomalies() {
   const place = byId("anomaly-list");
   if (!data.anomalies.length) {
-    place.append(el("p", { class: "empty" }, "No rule has found anything."));
+    place.append(el("p", { class: "empty" }, "No anomalies were found."));
     return;
   }
   const head = ["step", "rule", "stage", "key", "value", "limit", "what", "likely causes", "next", "samples"];
@@ -23,11 +23,11 @@ function drawAnomalies() {
     return row;
   });
   place.append(table(head, ["n", "", "", "", "n", "n"], rows));
-  if (data.anomalies.length > LISTED) place.append(el("p", { class: "hint" }, `and ${data.anomalies.length - LISTED} more, which anomalies.jsonl of the run holds`));
+  if (data.anomalies.length > LISTED) place.append(el("p", { class: "hint" }, `and ${data.anomalies.length - LISTED} more in anomalies.jsonl of the run`));
   state.listeners.push(() => rows.forEach((row) => row.classList.toggle("chosen", Number(row.dataset.step) === state.step)));
 }
 
-/** A sample that was named: a link where it is on the page. */
+/** The id of a sample, as a link if the sample is on the page. */
 function sampleLink(step, id) {
   const at = data.samples.findIndex((sample) => sample.step === step && sample.id === id);
   if (at < 0) return el("span", { class: "rule" }, id);
@@ -52,17 +52,17 @@ function drawSteps() {
   byId("step-on").addEventListener("click", () => move(1));
   byId("step-inputs").addEventListener("change", showStep);
   state.listeners.push(showStep);
-  if (!data.tables.length) byId("step-table").append(el("p", { class: "empty" }, "There are no statistics of any step."));
+  if (!data.tables.length) byId("step-table").append(el("p", { class: "empty" }, "No step has statistics."));
 }
 
 function showStep() {
-  // Until a step is chosen: the first in which something was found, else the last.
+  // Until a step is selected: the first step with an anomaly, else the last step.
   const at = nearest(data.tables, state.step ?? data.anomalies[0]?.step ?? Infinity);
   if (at < 0) return;
   const step = data.tables[at];
   byId("step-choice").value = String(step);
   byId("step-note").textContent = state.step !== null && step !== state.step
-    ? `Step ${state.step} has no table on the page; this is the nearest that has.` : "";
+    ? `Step ${state.step} has no table on this page; showing the nearest step that has one.` : "";
   const { columns, keys, steps } = block("tables");
   const order = (data.graph?.nodes || []).map((node) => node.name);
   const place = (number) => order.indexOf(keys[number][0]);
@@ -115,7 +115,7 @@ function drawCurves() {
     for (const card of drawn) card.view.plotted.setData(columns(card.view.curve));
   });
   filterCurves();
-  if (!curveCards.length) grid.append(el("p", { class: "empty" }, "There is no curve yet."));
+  if (!curveCards.length) grid.append(el("p", { class: "empty" }, "There are no curves yet."));
 }
 
 function filterCurves() {
@@ -127,7 +127,7 @@ function filterCurves() {
   byId("curve-count").textContent = `${shown.length} of ${plural(curveCards.length, "curve")}`;
 }
 
-/** The curves of a stage, and of one of its keys. */
+/** Shows the curves of a stage, or of one of its keys. */
 function showCurves(stage, key) {
   const choice = byId("curve-stage");
   choice.value = stage;

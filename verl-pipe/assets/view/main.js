@@ -1,6 +1,6 @@
-// Puts the page together.
+// Assembles the page.
 
-/** Metrics that are looked at first, in this order; the first that a run has of each line. */
+/** Metrics of the overview in this order; of each entry, the first metric that the run has. */
 const FIRST = [
   [/^reward\/mean$/, /^reward.*mean$/, /accuracy/, /margin/], [/^eval\/exact_match$/, /^eval\//], [/\/loss$/], [/\/kl$/, /\/ppo_kl$/], [/entropy/],
   [/grad_norm$/], [/response\/length_mean$/], [/clipfrac$/], [/learning_rate$/],
@@ -12,23 +12,23 @@ function overviewCurves() {
     const found = patterns.map((pattern) => data.metrics.find((curve) => pattern.test(curve.key))).find(Boolean);
     if (found && !chosen.includes(found)) chosen.push(found);
   }
-  // Entropy is a key where no stage records it as a metric.
+  // If no stage records entropy as a metric, it is a key.
   const entropies = data.keys.find((curve) => curve.key === "entropies" && curve.what === "value");
   if (entropies && !chosen.some((curve) => /entropy/.test(curve.key))) chosen.splice(4, 0, entropies);
   const rewards = data.keys.find((curve) => (curve.name || curve.key) === "rewards" && curve.what === "value");
   if (rewards && !chosen.some((curve) => /^reward/.test(curve.key))) chosen.unshift(rewards);
-  // A curve with an anomaly is looked at first, whatever it is.
+  // Every curve with an anomaly belongs to the overview.
   const odd = new Set(data.anomalies.map(curveOf).filter((curve) => curve && !chosen.includes(curve)));
   return [...chosen, ...[...odd].slice(0, 6)];
 }
 
-/** What the rules that compare two keys, or lengths, measure. */
+/** The statistic that rules on two keys, or on lengths, measure. */
 const MEASURES = {
   length_limit: "truncated_share", low_ess: "ess", negative_kl: "k1", probability_difference: "probability_diff", ratio_not_one: "k1",
   same_responses: "length", looping_responses: "length",
 };
 
-/** The curve that shows best what a rule found. */
+/** The curve that best shows an anomaly. */
 function curveOf(anomaly) {
   const curves = [...data.metrics, ...data.keys].filter((curve) => anomaliesOf(curve).includes(anomaly));
   const shows = (what) => curves.find((curve) => curve.what === what);
@@ -38,7 +38,7 @@ function curveOf(anomaly) {
 function drawHead() {
   const { run } = data;
   byId("title").textContent = run.pipeline && run.pipeline !== run.name ? `${run.name} · ${run.pipeline}` : run.name;
-  const state = run.status === "running" ? "running, or its process was killed" : run.status || "unknown";
+  const state = run.status === "running" ? "running, or the process was killed" : run.status || "unknown";
   const facts = [
     ["state", state, run.status === "failed" ? "stop" : ""], ["step", run.target ? `${run.step} of ${run.target}` : "–"],
     ["seed", run.seed ?? "–"], ["anomalies", data.anomalies.length, data.anomalies.length ? severer(data.anomalies) : ""],
@@ -50,7 +50,7 @@ function drawHead() {
   byId("notes").append(...data.notes.map((note) => el("li", {}, note)));
 }
 
-/** A page that is served can be read anew; what was chosen stays. */
+/** A served page can be reloaded automatically; the selection is kept. */
 function watch() {
   if (!location.protocol.startsWith("http")) return;
   const step = Number(sessionStorage.getItem("step") || NaN);
@@ -68,7 +68,7 @@ function draw() {
   drawHead();
   const overview = overviewCurves();
   byId("overview-grid").append(...overview.map((curve) => chart(curve, { all: true })));
-  if (!overview.length) byId("overview-grid").append(el("p", { class: "empty" }, "No step has ended yet."));
+  if (!overview.length) byId("overview-grid").append(el("p", { class: "empty" }, "No step is complete yet."));
   drawAnomalies();
   drawGraph();
   drawSteps();

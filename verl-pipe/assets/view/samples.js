@@ -1,4 +1,4 @@
-// One sample: its tokens coloured by what was computed of them, its values, its texts.
+// One sample: its tokens coloured by a computed value, its values, its texts.
 
 const MASK = { 0: "observation", 1: "action" };
 let current = null;
@@ -77,16 +77,16 @@ function showSample(at) {
   if (current.spans.length) pointAt(0);
 }
 
-/** A token as it is written; what cannot be seen is drawn. */
+/** A token as text; invisible characters are replaced by symbols. */
 function token(id, kind) {
   const text = data.words[id];
   const shown = text === undefined || text === "" ? `⟨${id}⟩` : text.replace(/\r/g, "␍").replace(/\n/g, "⏎\n").replace(/\t/g, "⇥");
   return el("span", { class: kind }, shown);
 }
 
-/** What tokens can be coloured by: what the step recorded of each, and ratios of log-probs. */
+/** Values by which tokens can be coloured: those recorded per token, and ratios of log-probs. */
 function columnsOf(sample) {
-  // Ids of other answers that happen to be as long say nothing of these tokens.
+  // Ids of other answers that happen to have the same length do not describe these tokens.
   const measured = sample.per_token.filter(([name]) => !/(responses|targets|prompts)$/.test(name));
   const columns = measured.map(([name, values]) => ({ name, values, kind: kindOf(name, values) }));
   const find = (name) => columns.find((column) => column.name === name)?.values;

@@ -1,11 +1,11 @@
-// What was answered at two moments of the run, beside each other; and samples of training.
+// Answers at two steps of the run, side by side, and samples of training.
 
 function drawTexts() {
   const place = byId("text-pairs");
   const of = (kind) => data.texts.filter((line) => line.kind === kind);
   const kinds = [...new Set(data.texts.map((line) => line.kind))];
-  if (!kinds.length) place.append(el("p", { class: "empty" }, "samples.jsonl holds no text yet."));
-  // Evaluations ask the same questions again; rows of training are others in each step.
+  if (!kinds.length) place.append(el("p", { class: "empty" }, "samples.jsonl has no texts yet."));
+  // Evaluations repeat the same questions; rows of training differ from step to step.
   kinds.sort((a, b) => (b === "evaluation") - (a === "evaluation"));
   for (const kind of kinds) place.append(...pairs(kind, of(kind)));
 }
@@ -14,7 +14,7 @@ function pairs(kind, lines) {
   const steps = [...new Set(lines.map((line) => line.step))];
   const same = kind === "evaluation";
   const choose = (step, label) => {
-    const select = el("select", {}, ...steps.map((s) => el("option", { value: s }, s === 0 ? "0, before the run" : String(s))));
+    const select = el("select", {}, ...steps.map((s) => el("option", { value: s }, s === 0 ? "0 (before the run)" : String(s))));
     select.value = String(step);
     select.addEventListener("change", fill);
     return [el("label", {}, `${label} `, select), select];
@@ -40,7 +40,7 @@ function answer(line) {
 function joined(first, last) {
   const rows = [...new Set([...first, ...last].map((line) => line.row))];
   const find = (lines, row) => lines.find((line) => line.row === row);
-  return table(["prompt", "before", "after", "wanted"], [], rows.map((row) => {
+  return table(["prompt", "before", "after", "expected"], [], rows.map((row) => {
     const [a, b] = [find(first, row), find(last, row)];
     return el("tr", {}, el("td", {}, (b || a).prompt ?? ""), answer(a), answer(b), el("td", {}, (b || a).answer ?? ""));
   }));
