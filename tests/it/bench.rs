@@ -205,7 +205,10 @@ fn lengths_beyond_the_context_are_refused() {
             "train --mixed --tokens",
         ] {
             let error = refusal(&format!("{words} {most}"));
-            assert!(error.contains("but the model's context is limited to 512"), "{error}");
+            assert!(
+                error.contains("but the model's context is limited to 512"),
+                "{error}"
+            );
         }
     }
 }

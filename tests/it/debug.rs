@@ -409,10 +409,7 @@ fn a_run_that_waits_for_nothing_says_so() {
     trainer(&pipe).expect("a trainer").train().expect("a run");
     let dir = place.path("run").display().to_string();
     let (code, text) = pipe_debug(&format!("stall --run {dir}"));
-    assert_eq!(
-        (code, text.as_str()),
-        (0, "the run is not stalled\n")
-    );
+    assert_eq!((code, text.as_str()), (0, "the run is not stalled\n"));
     // As left by a process that was killed.
     let status = place.path("run").join("status.json");
     let text = std::fs::read_to_string(&status).expect("a status");

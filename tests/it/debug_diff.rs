@@ -74,7 +74,10 @@ fn different_outputs_are_distinguished_from_different_inputs() {
         text.contains("the runs diverge in step 1, stage `advantages`, key `advantages`"),
         "{text}"
     );
-    assert!(text.contains("\n  same inputs, different outputs\n"), "{text}");
+    assert!(
+        text.contains("\n  same inputs, different outputs\n"),
+        "{text}"
+    );
     // If the writer is not recorded, the reader's input is the first difference.
     let only = |name: &str, estimator: &str| {
         let only = [

@@ -65,8 +65,7 @@ fn only_a_stage_of_another_program_is_skipped() {
     let run = place.path("run").display().to_string();
     let (code, text) = pipe_debug(&format!("replay --run {run} --step 2"));
     assert_eq!(code, 0, "{text}");
-    let expected =
-        "\nnot run again: stage `own` cannot be called again: this build has no stage kind `custom`\n";
+    let expected = "\nnot run again: stage `own` cannot be called again: this build has no stage kind `custom`\n";
     assert!(text.contains(expected), "{text}");
     assert!(text.ends_with("\n0 differences\n"), "{text}");
     assert!(
@@ -167,7 +166,10 @@ fn only_a_stage_whose_input_is_missing_is_skipped() {
         *batch = batch.slice(1..batch.num_rows()).expect("rows");
     };
     let text = check(row, &rest, &["reward"]);
-    assert!(text.contains("`reward` 1 row is not recorded"), "{text}");
+    assert!(
+        text.contains("`reward` is incomplete: 1 row is not recorded"),
+        "{text}"
+    );
     // Nothing could be compared, which is not reported as equal.
     let all = |step: &mut RecordedStep| {
         step.stages
@@ -349,7 +351,8 @@ fn missing_weights_are_reported_once_for_all_steps() {
     let place = Place::new();
     let run = recorded(&place, "run", &["trace.weights=hash"]);
     let (code, text) = pipe_debug(&format!("first-bad --run {run}"));
-    let expected = "note: not run again in steps 2–3: stage `generate` uses `actor`, which the run trains";
+    let expected =
+        "note: not run again in steps 2–3: stage `generate` uses `actor`, which the run trains";
     assert!(code == 0 && text.contains(expected), "{text}");
     assert!(text.contains("`trace.budget_mb`"), "{text}");
     let stages = ["prompts", "generate", "old_log_probs", "update"];

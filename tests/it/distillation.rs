@@ -160,7 +160,7 @@ fn a_list_of_the_whole_vocabulary_has_all_mass_and_a_longer_one_is_refused() {
     }
     let mut run = start(&student(&place, DISTILL, &["teacher_top.top_k=33"]));
     let error = run.step().expect_err("a refusal").to_string();
-    assert!(error.contains("vocabulary has 1 to 32"), "{error}");
+    assert!(error.contains("vocabulary allows 1 to 32"), "{error}");
 }
 
 #[test]

@@ -70,7 +70,11 @@ fn error_of(words: &[&str], status: i32) -> JsonError {
     assert_eq!(code, Some(status), "{words:?}: {out}{errors}");
     let reported: JsonError =
         serde_json::from_str(&out).unwrap_or_else(|error| panic!("{words:?}: {error}: {out}"));
-    let parts = [&reported.error.code, &reported.error.message, &reported.error.help];
+    let parts = [
+        &reported.error.code,
+        &reported.error.message,
+        &reported.error.help,
+    ];
     assert!(
         parts.iter().all(|part| !part.is_empty()),
         "{words:?}: {out}"
@@ -173,7 +177,9 @@ fn findings_and_answers_are_one_object() {
             ("C002", 2),
             "{reported:?}"
         );
-        assert!(reported.place.contains("p.toml:") && reported.findings[1].message.contains("rulle"));
+        assert!(
+            reported.place.contains("p.toml:") && reported.findings[1].message.contains("rulle")
+        );
     }
     std::fs::write(&file, crate::kit::GRPO).expect("a file");
     for command in [

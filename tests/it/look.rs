@@ -212,7 +212,10 @@ fn a8_an_end_of_sequence_id_beyond_the_vocabulary() {
     let listing = Findings(findings.clone())
         .to_string()
         .replace("\n         ", " ");
-    assert!(findings.iter().all(|finding| !finding.is_error()), "{listing}");
+    assert!(
+        findings.iter().all(|finding| !finding.is_error()),
+        "{listing}"
+    );
     assert!(words.iter().all(|word| listing.contains(word)), "{listing}");
 }
 

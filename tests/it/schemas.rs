@@ -329,7 +329,8 @@ fn a_run_folder_fits_its_schemas() {
                 "samples.jsonl",
                 "versions.json",
             ];
-            let is_documented = |name: &&String| file.schema["properties"].get(name.as_str()).is_some();
+            let is_documented =
+                |name: &&String| file.schema["properties"].get(name.as_str()).is_some();
             let undocumented: Vec<&String> = named.filter(|name| !is_documented(name)).collect();
             assert!(
                 undocumented.is_empty() || open.contains(&file.name),

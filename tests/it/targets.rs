@@ -71,10 +71,7 @@ fn a_long_prompt_in_row_150_is_reported_before_the_first_step() {
     sums(&place, 160, &[150]);
     let (ended_well, log) = train(&place, SFT, "error", &["prompts.on_long=error"]);
     assert!(!ended_well);
-    assert!(
-        log.contains("row 150: the prompt has 104 tokens"),
-        "{log}"
-    );
+    assert!(log.contains("row 150: the prompt has 104 tokens"), "{log}");
     let metrics = fs::read_to_string(place.path("error/metrics.jsonl"));
     assert_eq!(metrics.unwrap_or_default(), "");
     // By default the row is dropped, and the run reports it once.

@@ -157,16 +157,16 @@ fn a_request_to_record_a_stage_between_steps_is_reported() {
     let evaluate = "stages = [\"evaluate\", \"reward\"]\nevery = 1";
     let reward = "stages = [\"reward\"]\nevery = 1";
     assert_eq!(printed(findings_for(reward, &[])), "");
-    insta::assert_snapshot!(printed(findings_for(evaluate, &[])), @r"
-    warning[C008]: `stages` is probably not meant as it is set
+    insta::assert_snapshot!(printed(findings_for(evaluate, &[])), @"
+    warning[C008]: setting `stages` is probably a mistake
       where: [trace]
       why:   `stages` contains `evaluate`: a stage that runs between steps gets no rows, so it is not recorded
       help:  use stages that run in a step; its measurements are in metrics.jsonl and samples.jsonl
     ");
     for trace in [reward, ""] {
         insta::allow_duplicates! {
-            insta::assert_snapshot!(printed(findings_for(trace, &["evaluate.debug=true"])), @r"
-            warning[C008]: `debug` is probably not meant as it is set
+            insta::assert_snapshot!(printed(findings_for(trace, &["evaluate.debug=true"])), @"
+            warning[C008]: setting `debug` is probably a mistake
               where: stage `evaluate` (evaluate)
               why:   `debug` is set, but a stage that runs between steps gets no rows, so it is not recorded
               help:  remove it; its measurements are in metrics.jsonl and samples.jsonl

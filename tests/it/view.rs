@@ -420,7 +420,7 @@ fn a_long_run_stays_usable() {
     let data = block(&page, "data");
     assert_eq!(data["samples"].as_array().map(Vec::len), Some(1000));
     assert!(
-        text.contains("curves of 10000 steps are drawn with 1200 points"),
+        text.contains("curves of 10000 steps are drawn with at most 1200 points"),
         "{text}"
     );
     assert!(text.contains("tables of 200 of 10000 steps"), "{text}");

@@ -144,7 +144,7 @@ impl StageConfig for Episodes {
             if !known.contains(name) {
                 faults.push(ConfigError::new(
                     setting,
-                    format!("names `{name}`, but the pipeline declares no such {kind}"),
+                    format!("is `{name}`, but the pipeline declares no {kind} with this name"),
                     format!("use a declared {kind}: {}", known.join(", ")),
                 ));
             }

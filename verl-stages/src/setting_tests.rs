@@ -62,9 +62,7 @@ fn cases(schema: &Value, root: &Value, depth: usize) -> Vec<Value> {
 }
 
 /// Words of the deserialiser and of Rust, which mean nothing to a user.
-const JARGON: [&str; 24] = [
-    "expected",
-    "invalid",
+const JARGON: [&str; 22] = [
     "untagged",
     "tagged",
     "struct",

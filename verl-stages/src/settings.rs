@@ -91,7 +91,7 @@ pub(crate) fn undeclared(
     let fault = || {
         ConfigError::new(
             setting,
-            format!("names `{name}`, but the pipeline declares no such {kind}"),
+            format!("is `{name}`, but the pipeline declares no {kind} with this name"),
             format!("use a declared {kind}: {}", known.join(", ")),
         )
     };

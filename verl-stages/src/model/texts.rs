@@ -325,7 +325,7 @@ mod tests {
         assert!(message(&none).contains("is pickled"));
         let index = r#"{"weight_map": {"model.norm.weight": "model-1.safetensors"}}"#;
         std::fs::write(none.path().join("model.safetensors.index.json"), index).unwrap();
-        assert!(message(&none).contains("missing: model-1.safetensors"));
+        assert!(message(&none).contains("missing files: model-1.safetensors"));
         for length in [4, 200, weights.len() - 10] {
             std::fs::write(none.path().join("model.safetensors"), &weights[..length]).unwrap();
             assert!(message(&none).contains("model.safetensors"), "{length}");

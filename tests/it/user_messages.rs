@@ -104,7 +104,7 @@ fn p3_2_a_broken_reward_of_a_library_user_fails_and_is_reported_without_a_subscr
     assert!(rows.iter().all(|row| {
         row["reason"]
             .as_str()
-            .is_some_and(|r| r.contains("told.rs:"))
+            .is_some_and(|r| r.contains("user_messages.rs:"))
     }));
 
     // Only some rows fail: the run continues, and reports it at each step.
@@ -181,7 +181,12 @@ fn p2_a_step_whose_responses_are_all_truncated_reports_that_it_learnt_nothing() 
     assert!(idle > 0, "no step had only truncated responses");
     let expected =
         "nothing was left to train on, so no weights were updated: all 16 responses were cut off";
-    assert_eq!(page.text().matches(expected).count(), idle, "{}", page.text());
+    assert_eq!(
+        page.text().matches(expected).count(),
+        idle,
+        "{}",
+        page.text()
+    );
     assert!(run.read("warnings.jsonl").contains(expected));
     // A step that learns reports 0.
     let learns = place.train("learns", &["steps=1"]);
