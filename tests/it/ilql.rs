@@ -179,7 +179,7 @@ fn settings_are_checked_with_the_plan() {
     assert!(findings("actor.beta=-1").contains("`beta` is -1"));
     assert!(findings("update_ilql.tau=1").contains("`tau` is 1"));
     assert!(findings("episodes.reward=\"\"").contains("`reward` is empty"));
-    assert!(findings("episodes.data=log").contains("no such data set"));
+    assert!(findings("episodes.data=log").contains("no data set with this name"));
 }
 
 #[test]

@@ -107,6 +107,9 @@ fn no_text_of_the_repository_uses_banned_words() {
     }
     assert!(paths.len() > 500, "{}", paths.len());
     let mut found = Vec::new();
+    // Other JSON files contain data.
+    let schemas = root.join("schemas");
+    paths.retain(|path| path.starts_with(&schemas) || path.extension() != Some("json".as_ref()));
     for path in paths.iter().filter(|path| !path.ends_with(file!())) {
         // Files that are not UTF-8 contain data.
         let Ok(text) = fs::read_to_string(path) else {

@@ -127,9 +127,10 @@ mod tests {
             assert_eq!(open.last().map_or(0, Segment::end), segment.position);
             open.push(*segment);
             path.truncate(segment.position);
-            for row in segment.first..segment.first + segment.tokens {
-                path.push(of.ids[row]);
-                seen[row] = path.clone();
+            let rows = seen.iter_mut().zip(&of.ids).skip(segment.first);
+            for (seen, &id) in rows.take(segment.tokens) {
+                path.push(id);
+                seen.clone_from(&path);
             }
         }
         seen

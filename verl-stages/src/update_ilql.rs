@@ -277,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_out_of_range_are_told_by_their_names() {
+    fn settings_out_of_range_are_reported_by_name() {
         let refused = |config: UpdateIlql| {
             let errors = StageConfig::build(&config, &BuildContext::default());
             let errors = errors.err().unwrap_or_default();

@@ -224,7 +224,7 @@ fn add_declared(declared: &Declared, note: &mut Map<String, Value>) {
         note.insert("missing".to_owned(), json!(declared.missing));
         let set = declared.set.iter();
         let set = set.map(|change| (change.setting.clone(), change.value.clone()));
-        note.insert("told_with".to_owned(), Value::Object(set.collect()));
+        note.insert("declared_with".to_owned(), Value::Object(set.collect()));
     }
     if let Some(spec) = &declared.default {
         note.insert("runs".to_owned(), runs(spec).into());

@@ -106,7 +106,7 @@ impl Page<'_> {
             let reason = text(reason);
             self.item(0, &format!("Required: {reason}."));
         }
-        let settings = &note["told_with"];
+        let settings = &note["declared_with"];
         if settings.as_object().is_some_and(|set| !set.is_empty()) {
             self.item(
                 0,
