@@ -282,6 +282,17 @@ pub(crate) fn check_given(argument: &'static str, values: &[Option<f64>]) -> Res
     check_finite(argument, &given)
 }
 
+/// Rejects a KL coefficient that is negative or not finite.
+pub(crate) fn check_kl_coef(coef: f64) -> Result<(), AlgoError> {
+    let valid = coef >= 0.0 && coef.is_finite();
+    check_setting(
+        "kl_coef",
+        coef,
+        valid,
+        "it must be a finite number of at least 0",
+    )
+}
+
 /// Rejects a setting for which `holds` is false (NaN never holds).
 pub(crate) fn check_setting(
     setting: &'static str,

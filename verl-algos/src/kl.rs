@@ -16,7 +16,7 @@
 
 use burn::tensor::Tensor;
 
-use crate::error::{AlgoError, check_finite, check_setting};
+use crate::error::{AlgoError, check_finite, check_kl_coef};
 use crate::functions::exp;
 use crate::masked;
 use crate::ragged::Ragged;
@@ -180,13 +180,7 @@ pub fn kl_in_reward(
     estimator: KlEstimator,
     coef: f64,
 ) -> Result<KlReward, AlgoError> {
-    let valid = coef >= 0.0 && coef.is_finite();
-    check_setting(
-        "kl_coef",
-        coef,
-        valid,
-        "it must be a finite number of at least 0",
-    )?;
+    check_kl_coef(coef)?;
     let scores = token_level_scores.select("token_level_scores", actions)?;
     let old = old_log_probs.select("old_log_probs", actions)?;
     let reference = ref_log_probs.select("ref_log_probs", actions)?;

@@ -1,6 +1,6 @@
 //! The coefficient of the KL penalty, fixed or steered towards a target.
 
-use crate::error::{AlgoError, check_setting};
+use crate::error::{AlgoError, check_kl_coef, check_setting};
 use serde::{Deserialize, Serialize};
 
 /// Largest relative error that the adaptive controller reacts to.
@@ -36,13 +36,7 @@ impl KlController {
     /// # Errors
     /// A coefficient that is negative or not finite.
     pub fn fixed(coef: f64) -> Result<KlController, AlgoError> {
-        let valid = coef >= 0.0 && coef.is_finite();
-        check_setting(
-            "kl_coef",
-            coef,
-            valid,
-            "it must be a finite number of at least 0",
-        )?;
+        check_kl_coef(coef)?;
         Ok(KlController { coef, target: None })
     }
 

@@ -154,24 +154,26 @@ impl Backbone {
 
     /// Whether [`Backbone::packed`] is the fast path.
     fn packs(&self) -> bool {
-        let weight = self.embed_tokens.weight.val();
-        let (device, dtype) = (weight.device(), weight.dtype());
-        let fused = |layer: &DecoderLayer| {
-            kernels::blocks_are_fused(&device, dtype, layer.self_attn.heads.dim)
-        };
-        self.shares_prefixes() || self.is_plain() && self.layers.first().is_some_and(fused)
+        self.shares_prefixes() || self.is_plain() && self.has(kernels::blocks_are_fused)
     }
 
     /// Whether sequences with a common prefix share its computation. This requires attention over [segments].
     ///
     /// [segments]: crate::prefixes::Segment
     fn shares_prefixes(&self) -> bool {
-        let weight = self.embed_tokens.weight.val();
-        let (device, dtype) = (weight.device(), weight.dtype());
-        let fused = |layer: &DecoderLayer| {
-            kernels::attention_is_fused(&device, dtype, layer.self_attn.heads.dim)
+        let on_cpu = |device: &Device, dtype, head_dim| {
+            is_cpu(device) && kernels::attention_is_fused(device, dtype, head_dim)
         };
-        is_cpu(&device) && self.layers.first().is_some_and(fused)
+        self.has(on_cpu)
+    }
+
+    /// Whether there are kernels for the device and dtype of the weights and the width of the heads.
+    fn has(&self, kernels: impl FnOnce(&Device, DType, usize) -> bool) -> bool {
+        let weight = self.embed_tokens.weight.val();
+        let layer = self.layers.first();
+        layer.is_some_and(|layer| {
+            kernels(&weight.device(), weight.dtype(), layer.self_attn.heads.dim)
+        })
     }
 
     /// Whether [`kernels::attention_block`] and [`kernels::mlp_block`] support every layer.
