@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use verl::pipe::keys::REWARDS;
 use verl::pipe::plan::Plan;
-use verl::pipe::run::runner::RunOptions;
+use verl::pipe::run::runner::{Run, RunOptions};
 use verl::pipe::stage::{CancelToken, Models, StageSink, StartContext};
 use verl::prelude::*;
 
@@ -168,10 +168,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             .map_err(Findings)
     };
     let mut by_hand = Loop::new(&plan()?)?;
-    let mut run = plan()?
-        .schedule()
-        .map_err(Findings)?
-        .start(RunOptions::default())?;
+    let schedule = plan()?.schedule().map_err(Findings)?;
+    let mut run = Run::start(schedule, RunOptions::default())?;
     let (mut ratios, mut engines, mut hands) = (Vec::new(), Vec::new(), Vec::new());
     for step in 1..=steps {
         // Each goes first every other time.

@@ -144,6 +144,7 @@ pub mod prelude {
     pub use verl_pipe::keys;
     pub use verl_pipe::part::{Part, PartConfig, Slot};
     pub use verl_pipe::pipe::{DataPipe, IntoStage, RunConfig, stage_fn, stage_with};
+    pub use verl_pipe::plan::Plannable;
     pub use verl_pipe::registry::Registry;
     pub use verl_pipe::run::trainer::{Trainer, TrainerOptions};
     pub use verl_pipe::schedule::batching::{BatchConfig, DevicesConfig};

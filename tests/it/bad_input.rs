@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use verl::pipe::plan::Plannable;
 use verl::pipe::diagnostic::Findings;
 
 use crate::kit::{GRPO, Place, trainer};

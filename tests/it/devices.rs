@@ -1,5 +1,6 @@
 //! Device groups that are invalid or not available are reported before anything is loaded.
 
+use verl::pipe::plan::Plannable;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 
 use crate::kit::{Place, trainer};

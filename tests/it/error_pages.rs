@@ -4,6 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use verl::pipe::plan::Plannable;
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 use verl::pipe::plan::look::Look;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use verl::pipe::plan::Plannable;
 use verl::pipe::diagnostic::Findings;
 use verl::pipe::stage::ConfigError;
 

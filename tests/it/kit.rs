@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
+use verl::pipe::plan::Plannable;
 use verl::models::value_head::HeadKind;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
@@ -187,8 +188,7 @@ pub fn start(pipe: &DataPipe) -> Run {
         .plan()
         .unwrap_or_else(|findings| panic!("{}", Findings(findings)));
     let schedule = plan.schedule().expect("one device group");
-    schedule
-        .start(RunOptions::default())
+    Run::start(schedule, RunOptions::default())
         .expect("a started run")
 }
 

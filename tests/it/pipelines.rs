@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use verl::pipe::plan::Plannable;
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::Findings;
 use verl::pipe::pipe::DataPipe;

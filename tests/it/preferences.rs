@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use verl::pipe::plan::Plannable;
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 use verl::pipe::pipe::DataPipe;

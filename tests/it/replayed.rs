@@ -25,7 +25,7 @@ fn tapped(pipe: &DataPipe, tap: Arc<MemoryTap>, host_threads: usize) -> Run {
         ..RunOptions::default()
     };
     let schedule = plan.schedule().expect("one device group");
-    schedule.start(options).expect("a started run")
+    Run::start(schedule, options).expect("a started run")
 }
 
 /// Runs `steps` steps on a number of host threads and returns them as recorded, with states and versions of weights,

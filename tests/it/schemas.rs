@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use jsonschema::Validator;
 use serde_json::{Value, json};
+use verl::pipe::plan::Plannable;
 use verl::pipe::cli;
 use verl::pipe::cli::schema::SchemaArgs;
 use verl::pipe::config::parse_pipeline;

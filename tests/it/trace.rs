@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use verl::pipe::plan::Plannable;
 use verl::pipe::run::state::RunState;
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
 use verl::pipe::trace::format::{Reason, StepManifest};

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
+use verl::pipe::plan::Plannable;
 use verl::pipe::cli::train::DebugArgs;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};

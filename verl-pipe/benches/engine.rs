@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use arrow_array::{ArrayRef, UInt64Array};
 use criterion::{Criterion, criterion_group, criterion_main};
+use verl_pipe::plan::Plannable;
 use verl_pipe::batch::{Batch, RowId};
 use verl_pipe::field::{Field, Key, Scalar};
 use verl_pipe::pipe::{DataPipe, StageDecl};
@@ -90,8 +91,7 @@ fn chain(stages: usize, rows: usize, cardinality: Cardinality) -> Run {
         .plan()
         .and_then(|plan| plan.schedule())
         .expect("a valid chain");
-    schedule
-        .start(RunOptions::default())
+    Run::start(schedule, RunOptions::default())
         .expect("nothing to load")
 }
 

@@ -17,11 +17,12 @@ use std::time::Instant;
 
 use arrow_schema::Field as ArrowField;
 use criterion::{Criterion, criterion_group, criterion_main};
+use verl_pipe::plan::Plannable;
 use verl_pipe::batch::{Batch, RaggedColumn, RowId};
 use verl_pipe::field::Field;
 use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS};
 use verl_pipe::pipe::{DataPipe, stage_fn};
-use verl_pipe::run::runner::RunOptions;
+use verl_pipe::run::runner::{Run, RunOptions};
 use verl_pipe::schedule::batching::BatchConfig;
 use verl_pipe::stage::{RowRule, StageContext, StageSpec};
 use verl_pipe::trace::config::TraceConfig;
@@ -109,7 +110,7 @@ fn statistics(criterion: &mut Criterion) {
         if let Some(recorder) = &recorder {
             options.tap = recorder.clone();
         }
-        let mut run = schedule.start(options).expect("starts");
+        let mut run = Run::start(schedule, options).expect("starts");
         criterion.bench_function(name, |bencher| {
             bencher.iter(|| black_box(run.step().expect("a step")));
         });
@@ -246,7 +247,7 @@ fn recorded_step(folder: &Path, batch: &Batch, above: &dyn Fn(Option<u64>, Optio
         if let Some(recorder) = &recorder {
             options.tap = recorder.clone();
         }
-        let mut run = schedule.start(options).expect("starts");
+        let mut run = Run::start(schedule, options).expect("starts");
         reset_peak();
         let since = Instant::now();
         run.step().expect("a step");

@@ -89,6 +89,7 @@ impl Diagnostic {
 /// ```
 /// use verl_pipe::diagnostic::Findings;
 /// use verl_pipe::pipe::DataPipe;
+/// use verl_pipe::plan::Plannable;
 ///
 /// fn check() -> Result<(), Box<dyn std::error::Error>> {
 ///     let plan = DataPipe::new("empty").plan().map_err(Findings)?;

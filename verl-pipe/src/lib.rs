@@ -10,10 +10,10 @@
 //! let schedule = pipe.schedule();
 //! ```
 //! A plan that was not scheduled cannot run:
-//! ```compile_fail,E0599
-//! use verl_pipe::{pipe::DataPipe, run::runner::RunOptions};
+//! ```compile_fail,E0308
+//! use verl_pipe::{pipe::DataPipe, plan::Plannable, run::runner::RunOptions};
 //! let plan = DataPipe::new("unplaced").plan().unwrap();
-//! let run = plan.start(RunOptions::default());
+//! let run = verl_pipe::run::runner::Run::start(plan, RunOptions::default());
 //! ```
 //! A key fixes the type of its column for writing
 //! ```compile_fail,E0277
@@ -50,6 +50,7 @@ pub mod data;
 pub mod diagnostic;
 pub mod field;
 pub mod keys;
+pub mod panics;
 pub mod part;
 pub mod pipe;
 pub mod plan;
@@ -59,6 +60,7 @@ pub mod run;
 pub mod schedule;
 pub mod schema;
 pub mod shape;
+pub mod sizes;
 pub mod stage;
 pub mod trace;
 pub mod view;

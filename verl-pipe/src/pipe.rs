@@ -1,4 +1,4 @@
-//! [`DataPipe`]: a declared pipeline. It only records declarations; [`DataPipe::plan`] checks them.
+//! [`DataPipe`]: a declared pipeline. It only records declarations; `Plannable::plan` checks them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,7 +14,7 @@ use crate::data::{DataError, DataLoaderInterface, OpenedData};
 use crate::resource::{
     CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
 };
-use crate::schedule::batching::{BatchConfig, DevicesConfig};
+use crate::sizes::{BatchConfig, DevicesConfig};
 use crate::stage::{
     BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig, Training,
 };
@@ -351,6 +351,7 @@ impl DataPipe {
     /// ```
     /// use verl_pipe::keys::{REWARDS, RESPONSES};
     /// use verl_pipe::pipe::{DataPipe, stage_fn};
+    /// use verl_pipe::plan::Plannable;
     /// use verl_pipe::stage::{RowRule, StageSpec};
     ///
     /// let source = StageSpec::new().rows(RowRule::Source).writes(RESPONSES);

@@ -193,6 +193,7 @@ mod setting_tests;
 #[cfg(test)]
 mod tests {
     use std::path::Path;
+    use verl_pipe::plan::Plannable;
 
     use verl_pipe::config::read_pipeline;
     use verl_pipe::diagnostic::{Diagnostic, Findings};

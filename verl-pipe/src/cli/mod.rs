@@ -22,7 +22,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::config::read_pipeline;
+use crate::plan::read::read_pipeline;
 use crate::diagnostic::Diagnostic;
 use crate::pipe::DataPipe;
 use crate::registry::Registry;

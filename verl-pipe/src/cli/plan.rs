@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::json_error::{JsonError, json_findings, write_json};
 use super::{PipelineArgs, write_findings};
+use crate::plan::Plannable;
 use crate::registry::Registry;
 use crate::schema::edges::PipelineEdges;
 

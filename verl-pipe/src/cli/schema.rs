@@ -9,6 +9,7 @@ use clap::Args;
 
 use super::json_error::{FILE, JsonError};
 use super::{PipelineArgs, write_findings};
+use crate::plan::Plannable;
 use crate::diagnostic::{Diagnostic, suggest};
 use crate::registry::Registry;
 use crate::schema::edges::PipelineEdges;

@@ -7,6 +7,7 @@ use std::time::Instant;
 use clap::Args;
 
 use super::{PipelineArgs, write_findings};
+use crate::plan::Plannable;
 use crate::diagnostic::Diagnostic;
 use crate::plan::look::Look;
 use crate::registry::Registry;

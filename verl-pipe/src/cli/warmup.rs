@@ -14,12 +14,13 @@ use serde::{Deserialize, Serialize};
 
 use super::json_error::{JsonError, write_json};
 use super::{PipelineArgs, write_findings};
+use crate::plan::Plannable;
 use crate::diagnostic::Diagnostic;
 use crate::plan::Plan;
 use crate::registry::Registry;
 use crate::run::error::RunError;
 use crate::run::records::StartFile;
-use crate::run::runner::RunOptions;
+use crate::run::runner::{Run, RunOptions};
 use crate::run::timeline::{Kernels, Timeline};
 
 /// Arguments of `pipe warmup`.
@@ -99,8 +100,7 @@ fn warm(plan: Plan, began: Instant, kernels: Arc<dyn Kernels>) -> Result<Warmup,
     }
     let schedule = plan.schedule().map_err(Failure::Findings)?;
     let mut timeline = Timeline::load(&schedule.plan, Some(began), Some(kernels));
-    let mut run = schedule
-        .start(RunOptions::default())
+    let mut run = Run::start(schedule, RunOptions::default())
         .map_err(Failure::Run)?;
     timeline.loaded();
     let output = run.step().map_err(Failure::Run)?;

@@ -39,8 +39,6 @@ use crate::config::reader::Reader;
 use crate::config::source::Source;
 use crate::diagnostic::Diagnostic;
 use crate::pipe::{DataPipe, RunConfig};
-use crate::plan::build::prepare;
-use crate::plan::checks::batch_sizes;
 use crate::registry::Registry;
 
 pub use self::write::to_toml;
@@ -50,15 +48,33 @@ pub(crate) const SECTIONS: [&str; 8] = [
     "name", "run", "batch", "devices", "trace", "data", "models", "stages",
 ];
 
-/// Reads a pipeline file and applies overrides (`key=value`).
+/// Errors of a pipeline file, and what could be read of it.
+#[derive(Debug)]
+pub struct ReadError {
+    /// The errors of the file and the overrides; never empty.
+    pub findings: Vec<Diagnostic>,
+    /// The pipeline without what is wrong; `None` if the file is not valid TOML.
+    pub pipe: Option<Box<DataPipe>>,
+}
+
+impl From<Vec<Diagnostic>> for ReadError {
+    fn from(findings: Vec<Diagnostic>) -> Self {
+        ReadError {
+            findings,
+            pipe: None,
+        }
+    }
+}
+
+/// Reads a pipeline file and applies overrides (`key=value`). Checks neither sizes nor keys; the plan does.
 ///
 /// # Errors
 /// All errors in the file and the overrides.
-pub fn read_pipeline<S: AsRef<str>>(
+pub fn read<S: AsRef<str>>(
     path: &Path,
     overrides: &[S],
     registry: &Registry,
-) -> Result<DataPipe, Vec<Diagnostic>> {
+) -> Result<DataPipe, ReadError> {
     let text = read_text(path).map_err(|finding| vec![finding])?;
     // A bare file name is in the working directory, whose path is `.`.
     let base = match path.parent() {
@@ -71,7 +87,7 @@ pub fn read_pipeline<S: AsRef<str>>(
         file: &base,
     };
     let origin = path.display().to_string();
-    let mut pipe = parse(&text, &origin, overrides, registry, Some(folders))?;
+    let mut pipe = parse_in(&text, &origin, overrides, registry, Some(folders))?;
     pipe.base = base;
     Ok(pipe)
 }
@@ -101,22 +117,22 @@ fn read_text(path: &Path) -> Result<String, Diagnostic> {
 ///
 /// # Errors
 /// All errors in the text and the overrides.
-pub fn parse_pipeline<S: AsRef<str>>(
+pub fn parse<S: AsRef<str>>(
     text: &str,
     origin: &str,
     overrides: &[S],
     registry: &Registry,
-) -> Result<DataPipe, Vec<Diagnostic>> {
-    parse(text, origin, overrides, registry, None)
+) -> Result<DataPipe, ReadError> {
+    parse_in(text, origin, overrides, registry, None)
 }
 
-fn parse<S: AsRef<str>>(
+fn parse_in<S: AsRef<str>>(
     text: &str,
     origin: &str,
     overrides: &[S],
     registry: &Registry,
     folders: Option<Folders<'_>>,
-) -> Result<DataPipe, Vec<Diagnostic>> {
+) -> Result<DataPipe, ReadError> {
     let (mut source, mut document) = Source::parse(origin, text)?;
     let mut findings = Vec::new();
     let run_keys = keys_of::<RunConfig>();
@@ -148,8 +164,8 @@ fn parse<S: AsRef<str>>(
     if findings.is_empty() {
         return Ok(pipe);
     }
-    // Also report what can be checked although the pipeline is incomplete.
-    let prepared = prepare(&pipe);
-    findings.extend(prepared.violations.iter().map(batch_sizes::finding));
-    Err(findings)
+    Err(ReadError {
+        findings,
+        pipe: Some(Box::new(pipe)),
+    })
 }

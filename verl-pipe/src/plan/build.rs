@@ -7,11 +7,12 @@ use crate::field::Field;
 use crate::pipe::{DataPipe, ModelDecl, StageDecl};
 use crate::plan::checks;
 use crate::plan::graph::Digraph;
+use crate::plan::look::{Checked, Look, check_with_rows};
 use crate::plan::tables::{self, Tables};
 use crate::plan::{Edge, Plan, PlannedModel, PlannedStage};
 use crate::plan::{memory, optimizer_steps, temperatures};
 use crate::resource::ModelInfo;
-use crate::schedule::batching::{BatchPlan, MINI_BATCH, Violation};
+use crate::schedule::batching::{MINI_BATCH, Violation, estimate};
 use crate::stage::{Access, BuildContext, Cadence, Cardinality, ConfigError, StageSpec};
 
 /// A pipeline before any check.
@@ -110,7 +111,8 @@ enum Files {
     Optional,
 }
 
-impl DataPipe {
+/// [`DataPipe`] → [`Plan`]: the checks of a declared pipeline.
+pub trait Plannable {
     /// Checks the whole pipeline and puts its stages in order. Loads no weights and reads no data, but reports missing
     /// files.
     ///
@@ -120,6 +122,7 @@ impl DataPipe {
     ///
     /// ```
     /// use verl_pipe::pipe::DataPipe;
+    /// use verl_pipe::plan::Plannable;
     ///
     /// let plan = DataPipe::new("empty").plan().unwrap();
     /// assert!(plan.stages.is_empty());
@@ -128,72 +131,97 @@ impl DataPipe {
     ///
     /// # Errors
     /// All findings, warnings included, when at least one of them is an error.
-    pub fn plan(&self) -> Result<Plan, Vec<Diagnostic>> {
-        self.plan_prepared(&prepare(self))
-    }
+    fn plan(&self) -> Result<Plan, Vec<Diagnostic>>;
 
-    /// [`DataPipe::plan`] of a prepared pipeline.
-    pub(crate) fn plan_prepared(&self, prepared: &Prepared<'_>) -> Result<Plan, Vec<Diagnostic>> {
-        self.checked(prepared, Files::Required)
-            .map(|(plan, _)| plan)
-    }
-
-    /// As [`DataPipe::plan`], to inspect the files of an earlier run: model folders and data files that no longer exist
-    /// are not errors. Returns findings about them with the plan, which then does not know the sizes of the models.
+    /// As [`Plannable::plan`], but also checks the rows of the data sets, as `pipe check` does: rows that a run would
+    /// refuse are findings like the others. Loads no weights.
     ///
-    /// # Errors
-    /// As [`DataPipe::plan`].
-    pub(crate) fn plan_to_inspect(&self) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
-        self.checked(&prepare(self), Files::Optional)
+    /// ```
+    /// use verl_pipe::pipe::DataPipe;
+    /// use verl_pipe::plan::{Plannable, look::Look};
+    ///
+    /// let checked = DataPipe::new("empty").check(&Look::default());
+    /// assert!(checked.plan.unwrap().stages.is_empty());
+    /// assert!(checked.rows.is_empty());
+    /// ```
+    fn check(&self, look: &Look) -> Checked;
+}
+
+impl Plannable for DataPipe {
+    fn plan(&self) -> Result<Plan, Vec<Diagnostic>> {
+        plan_prepared(self, &prepare(self))
     }
 
-    fn checked(
-        &self,
-        prepared: &Prepared<'_>,
-        files: Files,
-    ) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
-        let Prepared {
-            context,
-            violations,
-            stages,
-            models,
-        } = prepared;
-        let draft = draft(self, context, violations, stages, models);
-
-        let mut findings = Vec::new();
-        for check in checks::SETTINGS {
-            check(&draft, &mut findings);
-        }
-        let mut file_findings = Vec::new();
-        checks::files::check(&draft, &mut file_findings);
-        match files {
-            Files::Required => findings.append(&mut file_findings),
-            Files::Optional => file_findings.retain(Diagnostic::is_error),
-        }
-        for check in checks::DECLARED {
-            check(&draft, &mut findings);
-        }
-        if let Err(cycles) = draft.graph.topological_order() {
-            checks::cycles::report(&draft, &cycles, &mut findings);
-            return Err(sorted(findings));
-        }
-        let (graph, after) = weight_order(&draft);
-        let order = graph.topological_order().unwrap_or_default();
-        let tables = tables::lay_out(&draft, &order, &mut findings);
-        for check in checks::ORDERED {
-            check(&draft, &order, &tables, &mut findings);
-        }
-        let optimizer_steps = optimizer_steps::of_models(&draft, &tables);
-        let training = optimizer_steps::training(&draft, &optimizer_steps);
-        optimizer_steps::check(&draft, &training, &mut findings);
-        if findings.iter().any(Diagnostic::is_error) {
-            return Err(sorted(findings));
-        }
-        let mut plan = assemble(&draft, &order, &after, &tables, findings);
-        optimizer_steps::settle(&mut plan, optimizer_steps, training);
-        plan.warnings.extend(memory::check(&plan));
-        Ok((plan, file_findings))
+    fn check(&self, look: &Look) -> Checked {
+        check_with_rows(self, look)
     }
+}
+
+/// [`Plannable::plan`] of a prepared pipeline.
+pub(crate) fn plan_prepared(
+    pipe: &DataPipe,
+    prepared: &Prepared<'_>,
+) -> Result<Plan, Vec<Diagnostic>> {
+    checked(pipe, prepared, Files::Required).map(|(plan, _)| plan)
+}
+
+/// As [`Plannable::plan`], to inspect the files of an earlier run: model folders and data files that no longer exist
+/// are not errors. Returns findings about them with the plan, which then does not know the sizes of the models.
+///
+/// # Errors
+/// As [`Plannable::plan`].
+pub fn plan_to_inspect(
+    pipe: &DataPipe,
+) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
+    checked(pipe, &prepare(pipe), Files::Optional)
+}
+
+fn checked(
+    pipe: &DataPipe,
+    prepared: &Prepared<'_>,
+    files: Files,
+) -> Result<(Plan, Vec<Diagnostic>), Vec<Diagnostic>> {
+    let Prepared {
+        context,
+        violations,
+        stages,
+        models,
+    } = prepared;
+    let draft = draft(pipe, context, violations, stages, models);
+
+    let mut findings = Vec::new();
+    for check in checks::SETTINGS {
+        check(&draft, &mut findings);
+    }
+    let mut file_findings = Vec::new();
+    checks::files::check(&draft, &mut file_findings);
+    match files {
+        Files::Required => findings.append(&mut file_findings),
+        Files::Optional => file_findings.retain(Diagnostic::is_error),
+    }
+    for check in checks::DECLARED {
+        check(&draft, &mut findings);
+    }
+    if let Err(cycles) = draft.graph.topological_order() {
+        checks::cycles::report(&draft, &cycles, &mut findings);
+        return Err(sorted(findings));
+    }
+    let (graph, after) = weight_order(&draft);
+    let order = graph.topological_order().unwrap_or_default();
+    let tables = tables::lay_out(&draft, &order, &mut findings);
+    for check in checks::ORDERED {
+        check(&draft, &order, &tables, &mut findings);
+    }
+    let optimizer_steps = optimizer_steps::of_models(&draft, &tables);
+    let training = optimizer_steps::training(&draft, &optimizer_steps);
+    optimizer_steps::check(&draft, &training, &mut findings);
+    if findings.iter().any(Diagnostic::is_error) {
+        return Err(sorted(findings));
+    }
+    let mut plan = assemble(&draft, &order, &after, &tables, findings);
+    optimizer_steps::settle(&mut plan, optimizer_steps, training);
+    plan.warnings.extend(memory::check(&plan));
+    Ok((plan, file_findings))
 }
 
 /// The stages of a pipeline, the context that they are built with, and the rules of the batch arithmetic that do not
@@ -202,7 +230,7 @@ impl DataPipe {
 /// A refilling filter decides how many prompts' samples an update sees, so the arithmetic is solved again, and the
 /// stages are built again with its result, once the stages are known.
 pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
-    let (batch, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices, None);
+    let (batch, violations) = estimate(&pipe.batch, &pipe.devices, None);
     let mut context = BuildContext {
         batch,
         seed: pipe.run.seed,
@@ -230,7 +258,7 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
     let mut refills = prepared.stages.iter();
     let refill = refills.find_map(|stage| stage.spec.as_ref()?.refill);
     if let Some(refill) = refill {
-        let (batch, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices, Some(&refill));
+        let (batch, violations) = estimate(&pipe.batch, &pipe.devices, Some(&refill));
         prepared.context.batch = batch;
         prepared.violations = violations;
         prepared.stages = built(pipe, &prepared.context);

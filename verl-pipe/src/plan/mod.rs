@@ -1,4 +1,4 @@
-//! [`Plan`]: a checked pipeline. Only [`DataPipe::plan`] makes one.
+//! [`Plan`]: a checked pipeline. Only [`Plannable::plan`] makes one.
 //!
 //! # Tables: rows of the same kind
 //!
@@ -36,18 +36,20 @@ pub mod graph;
 pub mod look;
 pub mod memory;
 pub(crate) mod optimizer_steps;
+pub mod read;
 pub(crate) mod tables;
 pub(crate) mod temperatures;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+pub use build::{Plannable, plan_to_inspect};
+
 use crate::data::DataLoaderInterface;
 use crate::field::{DType, Field};
 use crate::pipe::{DataPipe, StageBuilder};
 use crate::resource::ModelInfo;
-use crate::schedule::batching::BatchPlan;
-use crate::stage::{BuildContext, StageSpec};
+use crate::stage::{BatchPlan, BuildContext, StageSpec};
 
 /// Rows of the same kind: the output of one source, expansion or filter. Index into [`Plan::tables`].
 #[derive(Debug, Clone, PartialEq)]
@@ -163,6 +165,6 @@ pub struct Plan {
     pub fields: BTreeMap<String, Field>,
     /// Findings that do not prevent a run.
     pub warnings: Vec<crate::diagnostic::Diagnostic>,
-    /// Data sets that [`DataPipe::check`] opened completely, by name: a run uses these instead of opening them again.
+    /// Data sets that [`Plannable::check`] opened completely, by name: a run uses these instead of opening them again.
     pub opened: BTreeMap<String, Arc<dyn DataLoaderInterface>>,
 }

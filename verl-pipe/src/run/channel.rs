@@ -4,15 +4,13 @@
 //! length of time. Neither approach can cancel a hung call, but a thread can at least be abandoned and replaced.
 
 use std::borrow::Cow;
-use std::cell::{Cell, RefCell};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Once;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{SendTimeoutError, Sender};
 use serde_json::Value;
 
 use crate::batch::Batch;
+use crate::panics::catch_panic;
 use crate::stage::{
     CancelToken, Metric, Models, Reduce, Stage, StageContext, StageError, StageSink,
 };
@@ -151,42 +149,6 @@ impl StageSink for CallSink<'_> {
     }
 }
 
-thread_local! {
-    /// Whether [`catch_panic`] is running on this thread, so that a panic becomes an error.
-    static IN_STAGE: Cell<bool> = const { Cell::new(false) };
-    /// File and line of the most recent panic of a stage on this thread.
-    static PANICKED_AT: RefCell<Option<String>> = const { RefCell::new(None) };
-    /// Message and location of the most recent other panic on this thread.
-    static PANICKED: RefCell<Option<String>> = const { RefCell::new(None) };
-}
-
-/// Message and location of the panic that is unwinding this thread, unless [`catch_panic`] reports it.
-pub(crate) fn unwinding_panic() -> Option<String> {
-    let text = PANICKED.take();
-    text.filter(|_| std::thread::panicking())
-}
-
-/// Installs a panic hook that does not print panics of stages: the error of the run reports them with their location,
-/// and Rust's message would disturb the progress bar. Other panics are printed as before.
-fn silence_stage_panics() {
-    static SET: Once = Once::new();
-    SET.call_once(|| {
-        let usual = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            let place = info
-                .location()
-                .map(|at| format!("{}:{}", at.file(), at.line()));
-            if !IN_STAGE.get() {
-                let text = panic_message(info.payload());
-                let place = place.map_or(String::new(), |at| format!(" (at {at})"));
-                PANICKED.set(Some(format!("{text}{place}")));
-                return usual(info);
-            }
-            PANICKED_AT.set(place);
-        }));
-    });
-}
-
 /// Calls a stage and catches panics. `wave` is the wave of a source's call, otherwise 0.
 pub(crate) fn call_stage(
     stage: &mut dyn Stage,
@@ -225,27 +187,4 @@ pub(crate) fn call_stage(
     let mut report = sink.report;
     report.seconds = start.elapsed().as_secs_f64();
     (report, result)
-}
-
-/// Returns the result of `work`, or the message and location of its panic.
-pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
-    silence_stage_panics();
-    let before = IN_STAGE.replace(true);
-    let result = catch_unwind(AssertUnwindSafe(work));
-    IN_STAGE.set(before);
-    result.map_err(|payload| {
-        let message = panic_message(payload.as_ref());
-        let place = PANICKED_AT.take();
-        let place = place.map_or(String::new(), |at| format!(" (at {at})"));
-        format!("{message}{place}")
-    })
-}
-
-/// The message of a panic.
-pub(crate) fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
-    payload
-        .downcast_ref::<&str>()
-        .map(|text| (*text).to_owned())
-        .or_else(|| payload.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "no message".to_owned())
 }

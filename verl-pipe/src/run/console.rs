@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::plan::Plan;
 use crate::run::columns::Columns;
-use crate::run::metrics::StepMetrics;
+use crate::run::metrics::{StepMetrics, number};
 use crate::trace::rules::Fired;
 
 /// Number of samples that a summary shows before and after.
@@ -126,16 +126,6 @@ pub fn observed_lines(metrics: &StepMetrics, steps: u64) -> Vec<String> {
     }
     let line = |(group, values)| format!("[{group}] step {}/{steps}{values}", metrics.step);
     groups.into_iter().map(line).collect()
-}
-
-/// Formats a value with its significant digits.
-pub(super) fn number(value: f64) -> String {
-    // Below this, four digits after the decimal point would show fewer than two significant digits.
-    if value != 0.0 && value.abs() < 1e-3 {
-        format!("{value:.1e}")
-    } else {
-        format!("{value:.4}")
-    }
 }
 
 /// Summary of a complete run.

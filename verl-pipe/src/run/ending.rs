@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use crate::diagnostic::quoted;
 use crate::plan::display::bytes;
-use crate::run::channel::unwinding_panic;
+use crate::panics::unwinding_panic;
 use crate::run::console::{Console, Summary};
 use crate::run::error::RunError;
 use crate::run::folder::{RunState, Status};

@@ -11,7 +11,6 @@ use crate::resource::ResourceError;
 use crate::run::guard::GuardError;
 use crate::run::records::RowStatus;
 use crate::stage::{ConfigError, StageError};
-use crate::trace::error::TraceError;
 use crate::trace::rules::Anomaly;
 
 /// A device that is out of memory.
@@ -303,8 +302,13 @@ pub enum RunError {
         anomaly: Box<Anomaly>,
     },
     /// The trace could not be started.
-    #[error("the trace cannot be started: {0}")]
-    Trace(#[from] TraceError),
+    #[error("the trace cannot be started: {source}")]
+    Trace {
+        /// Code of the error, with a page in `docs/errors`.
+        code: &'static str,
+        /// What the trace reports.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// Too many rows of a step failed in a stage.
     #[error(transparent)]
     RowsFailed(Box<FailedRows>),
@@ -398,7 +402,7 @@ impl RunError {
             RunError::RowsFailed(_) => "R019",
             RunError::NoRoom(_) => "R020",
             RunError::Ended { .. } => "R021",
-            RunError::Trace(error) => error.code(),
+            RunError::Trace { code, .. } => code,
         }
     }
 }

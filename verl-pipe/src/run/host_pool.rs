@@ -14,7 +14,7 @@ use tracing::dispatcher::Dispatch;
 use crate::batch::Batch;
 use crate::run::channel::{CallEnv, CallFailure, CallReport, Event, Out, call_stage};
 use crate::run::spin_wait;
-use crate::run::warnings::{current_dispatch, set_dispatch};
+use crate::run::dispatch::{current_dispatch, set_dispatch};
 use crate::stage::{Models, Stage};
 
 /// Hung threads that the pool replaces before it gives up.

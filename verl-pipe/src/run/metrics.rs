@@ -148,6 +148,16 @@ pub(crate) fn reduce<'a>(records: impl IntoIterator<Item = &'a Record>) -> BTree
     .collect()
 }
 
+/// Formats a value with its significant digits.
+pub(crate) fn number(value: f64) -> String {
+    // Below this, four digits after the decimal point would show fewer than two significant digits.
+    if value != 0.0 && value.abs() < 1e-3 {
+        format!("{value:.1e}")
+    } else {
+        format!("{value:.4}")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

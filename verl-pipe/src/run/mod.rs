@@ -10,6 +10,7 @@ pub mod columns;
 pub mod console;
 pub(crate) mod convert;
 mod deadlines;
+pub(crate) mod dispatch;
 mod ending;
 pub mod error;
 pub mod folder;

@@ -10,11 +10,10 @@ use serde_json::Value;
 use crate::batch::Batch;
 use crate::data::DataLoaderInterface;
 use crate::run::channel::{CallEnv, CallFailure, CallReport, Event};
-use crate::run::console::number;
 use crate::run::error::RunError;
 use crate::run::host_pool::{Cell, HostPool};
 pub use crate::run::left_over::LeftOver;
-use crate::run::metrics::{StepMetrics, TOKENS, memory_mb, now, reduce};
+use crate::run::metrics::{StepMetrics, TOKENS, memory_mb, now, number, reduce};
 use crate::run::notice::WaitThresholds;
 use crate::run::records::{
     GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, NO_SAMPLES, ROW_ERRORS, ROW_S_MAX, ROW_S_P50,

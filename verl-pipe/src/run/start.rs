@@ -8,7 +8,8 @@ use std::time::Duration;
 use crossbeam_channel::{Sender, bounded, unbounded};
 
 use crate::data::DataLoaderInterface;
-use crate::run::channel::{Event, catch_panic};
+use crate::run::channel::Event;
+use crate::panics::catch_panic;
 use crate::run::error::RunError;
 use crate::run::host_pool::HostPool;
 use crate::run::notice::WaitThresholds;
@@ -59,13 +60,13 @@ pub(super) struct HostStage {
     pub(super) has_state: bool,
 }
 
-impl Schedule {
+impl Run {
     /// Opens data, loads models on their workers, starts stages.
     ///
     /// # Errors
     /// When data, a model or a stage cannot be opened, loaded or started.
-    pub fn start(self, options: RunOptions) -> Result<Run, RunError> {
-        let schedule = Arc::new(self);
+    pub fn start(schedule: Schedule, options: RunOptions) -> Result<Run, RunError> {
+        let schedule = Arc::new(schedule);
         let plan = &schedule.plan;
         let mut data: BTreeMap<String, Arc<dyn DataLoaderInterface>> = BTreeMap::new();
         for decl in &plan.pipe.data {

@@ -42,6 +42,7 @@ type OnStep = Box<dyn FnMut(&StepMetrics) + Send>;
 /// use verl_pipe::keys::PROMPTS;
 /// use verl_pipe::batch::{Batch, RaggedColumn, RowId};
 /// use verl_pipe::pipe::{DataPipe, RunConfig, stage_fn};
+/// use verl_pipe::plan::Plannable;
 /// use verl_pipe::run::trainer::{Trainer, TrainerOptions};
 /// use verl_pipe::schedule::batching::BatchConfig;
 /// use verl_pipe::stage::{RowRule, StageSpec};
@@ -136,9 +137,7 @@ impl Trainer {
     /// written to standard output without [`TrainerOptions::console`].
     ///
     /// # Errors
-    /// If the plan cannot be placed, the run folder already exists, or [`Schedule::start`] fails.
-    ///
-    /// [`Schedule::start`]: crate::schedule::placement::Schedule::start
+    /// If the plan cannot be placed, the run folder already exists, or [`Run::start`] fails.
     pub fn with_options(plan: Plan, options: TrainerOptions) -> Result<Trainer, RunError> {
         let console = options.console.map(|mut console| {
             console.show(&plan);
@@ -180,14 +179,18 @@ impl Trainer {
             if plan.pipe.records_in_full() {
                 folder.write_text("schema.json", &describe(&plan))?;
             }
-            let recorder = Recorder::start_in(folder.path(), &schedule, &room)?;
+            let recorder = Recorder::start_in(folder.path(), &schedule, &room)
+                .map_err(|error| RunError::Trace {
+                    code: error.code(),
+                    source: error.into(),
+                })?;
             let mut run = options.run;
             run.run_dir = Some(folder.path().to_owned());
             if let Some(recorder) = &recorder {
                 run.tap = Arc::new(Both(run.tap, recorder.clone()));
             }
             let mut timeline = Timeline::load(&schedule.plan, options.began, options.kernels);
-            let run = schedule.start(run)?;
+            let run = Run::start(schedule, run)?;
             timeline.loaded();
             folder.write_origin(&run, &options.versions)?;
             Ok((run, recorder, timeline))

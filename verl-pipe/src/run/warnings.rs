@@ -18,6 +18,7 @@ use tracing::subscriber::{Interest, NoSubscriber, Subscriber};
 use tracing::{Event, Level, Metadata};
 
 use crate::run::console::Console;
+use crate::run::dispatch::current_dispatch;
 use crate::run::lines::Lines;
 use crate::run::metrics::now;
 use crate::run::records::{WarningLevel, WarningLine};
@@ -150,18 +151,6 @@ impl WarningLog {
             let _ = file.add(&line);
         }
     }
-}
-
-/// The subscriber of this thread, for a thread that works for it. `None` if there is none, so that a subscriber that
-/// the program sets up later receives the events of both threads.
-pub(crate) fn current_dispatch() -> Option<Dispatch> {
-    let listener = tracing::dispatcher::get_default(Dispatch::clone);
-    (!listener.is::<NoSubscriber>()).then_some(listener)
-}
-
-/// Makes `listener` the subscriber of this thread until the returned guard is dropped.
-pub(crate) fn set_dispatch(listener: Option<&Dispatch>) -> Option<DefaultGuard> {
-    listener.map(set_default)
 }
 
 /// Makes `listener`, which was created by [`Warnings::listener`], the subscriber of this thread until the returned

@@ -11,7 +11,7 @@ use crate::run::error::RunError;
 use crate::run::metrics::now;
 use crate::run::notice::WaitThresholds;
 use crate::run::stall::{PendingEdge, StallReport, remove_stall};
-use crate::run::warnings::{current_dispatch, set_dispatch};
+use crate::run::dispatch::{current_dispatch, set_dispatch};
 
 /// How often the thread checks the wait; more often if deadlines are short.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);

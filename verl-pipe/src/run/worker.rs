@@ -10,10 +10,11 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 use crate::batch::Batch;
 use crate::data::DataLoaderInterface;
 use crate::run::call_error::out_of_memory;
-use crate::run::channel::{CallEnv, Event, Out, call_stage, catch_panic};
+use crate::panics::catch_panic;
+use crate::run::channel::{CallEnv, Event, Out, call_stage};
 use crate::run::error::RunError;
 use crate::run::spin_wait;
-use crate::run::warnings::{current_dispatch, set_dispatch};
+use crate::run::dispatch::{current_dispatch, set_dispatch};
 use crate::schedule::placement::{Place, Schedule};
 use crate::stage::{Models, Stage, StageError, StartContext};
 

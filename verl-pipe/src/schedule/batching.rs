@@ -2,100 +2,9 @@
 
 mod rules;
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
+pub use crate::sizes::{BatchConfig, DevicesConfig, GroupError};
+pub use crate::stage::BatchPlan;
 use crate::stage::Refill;
-
-/// Sizes as the pipeline file declares them (`[batch]`).
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct BatchConfig {
-    /// Prompts of a step, or of each of its waves if a stage refills (prompts).
-    pub prompts: usize,
-    /// Responses sampled for each prompt (samples a prompt).
-    pub samples: usize,
-    /// Prompts whose samples one optimiser step uses (prompts); all of them if omitted.
-    pub mini_batch: Option<usize>,
-    /// Samples of one forward and backward pass on one device (samples); the whole mini-batch of a device if omitted.
-    pub micro_batch: Option<usize>,
-    /// Samples of one log-prob forward on one device (samples); `micro_batch` if omitted.
-    pub log_prob_micro_batch: Option<usize>,
-    /// Passes over the step's samples (passes).
-    pub epochs: usize,
-}
-
-impl Default for BatchConfig {
-    fn default() -> Self {
-        BatchConfig {
-            prompts: 8,
-            samples: 1,
-            mini_batch: None,
-            micro_batch: None,
-            log_prob_micro_batch: None,
-            epochs: 1,
-        }
-    }
-}
-
-/// Devices as the pipeline file declares them (`[devices]`).
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct DevicesConfig {
-    /// The device group of training and rollout: `cpu`, a GPU by its index (`cuda:0`), or an inclusive range of GPUs
-    /// (`cuda:0-5`).
-    pub group: String,
-    /// Devices that share one rollout engine (tensor parallel).
-    pub rollout_tensor_parallel: usize,
-}
-
-impl Default for DevicesConfig {
-    fn default() -> Self {
-        DevicesConfig {
-            group: "cpu".to_owned(),
-            rollout_tensor_parallel: 1,
-        }
-    }
-}
-
-/// The solved arithmetic; every count is exact.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct BatchPlan {
-    /// Devices of the group.
-    pub devices: usize,
-    /// Prompts of a step, or of each of its waves.
-    pub prompts: usize,
-    /// Samples per prompt.
-    pub samples: usize,
-    /// Samples of a step, or of each of its waves: `prompts · samples`.
-    pub rows: usize,
-    /// Rollout engines: `devices / rollout_tensor_parallel`.
-    pub rollout_shards: usize,
-    /// Samples of one rollout engine.
-    pub rows_per_rollout_shard: usize,
-    /// Samples of one training device.
-    pub rows_per_device: usize,
-    /// Samples of one log-prob forward.
-    pub log_prob_micro_rows: usize,
-    /// Log-prob forwards of one rollout shard's samples: `rows_per_rollout_shard / log_prob_micro_rows`, rounded up.
-    pub log_prob_micro_batches: usize,
-    /// Samples of one mini-batch, over all devices.
-    pub mini_rows: usize,
-    /// Mini-batches of one pass.
-    pub mini_batches: usize,
-    /// Samples of one training micro-batch on one device.
-    pub micro_rows: usize,
-    /// Micro-batches whose gradients one optimiser step adds up, on one device.
-    pub micro_batches: usize,
-    /// Passes over the samples.
-    pub epochs: usize,
-    /// Optimiser steps of a step: `mini_batches · epochs`.
-    pub optimizer_steps: usize,
-    /// Maximum number of waves, of `prompts` prompts each, in a step; 1 if no stage refills.
-    pub waves: usize,
-    /// Maximum number of prompts whose samples an update sees: `prompts`, or the groups that a refilling filter keeps.
-    pub groups: usize,
-}
 
 /// One rule of the arithmetic that does not hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -119,71 +28,8 @@ pub(crate) const MINI_BATCH: &str = "batch.mini_batch";
 /// Largest valid count: larger values are treated as mistakes.
 const MAX_COUNT: usize = 1 << 30;
 
-/// Most devices of a group.
-const MAX_DEVICES: u16 = 1024;
-
 /// Range around a value in which to search for the nearest valid values.
 const SEARCH: usize = 1 << 16;
-
-impl DevicesConfig {
-    /// The devices of the group, in order: `cuda:0-2` is `cuda:0`, `cuda:1`, `cuda:2`.
-    ///
-    /// ```
-    /// use verl_pipe::schedule::batching::DevicesConfig;
-    ///
-    /// let devices = DevicesConfig { group: "cuda:4-5".to_owned(), ..DevicesConfig::default() };
-    /// assert_eq!(devices.list().unwrap(), ["cuda:4", "cuda:5"]);
-    /// ```
-    ///
-    /// # Errors
-    /// If `group` is not a valid device group.
-    pub fn list(&self) -> Result<Vec<String>, GroupError> {
-        let fail = |reason| GroupError {
-            group: self.group.clone(),
-            reason,
-        };
-        let (kind, range) = match self.group.trim().split_once(':') {
-            None => (self.group.trim(), None),
-            Some((kind, range)) => (kind, Some(range)),
-        };
-        let well_named = kind.chars().next().is_some_and(|c| c.is_ascii_lowercase())
-            && kind
-                .chars()
-                .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
-        if !well_named {
-            return Err(fail("it does not start with a device kind"));
-        }
-        let Some(range) = range else {
-            return Ok(vec![kind.to_owned()]);
-        };
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        if kind == "cpu" {
-            return Err(fail("the CPU is a single device and takes no index"));
-        }
-        let number = |text: &str| {
-            text.parse::<u16>()
-                .map_err(|_| fail("a device index is an integer from 0 to 65535"))
-        };
-        let (first, last) = (number(first)?, number(last)?);
-        if last < first {
-            return Err(fail("the range ends before it begins"));
-        }
-        if last - first >= MAX_DEVICES {
-            return Err(fail("too many devices (limit 1024)"));
-        }
-        Ok((first..=last).map(|i| format!("{kind}:{i}")).collect())
-    }
-}
-
-/// An invalid device group.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("invalid device group `{group}`: {reason}")]
-pub struct GroupError {
-    /// The device group as written.
-    pub group: String,
-    /// What is wrong with it.
-    pub reason: &'static str,
-}
 
 /// All numbers of the arithmetic before any rule is applied.
 #[derive(Clone, Copy)]
@@ -361,68 +207,66 @@ fn nearest_values(value: usize, holds: impl Fn(usize) -> bool) -> Vec<usize> {
     below.into_iter().chain(above).collect()
 }
 
-impl BatchPlan {
-    /// Solves the arithmetic of one step.
-    ///
-    /// With P prompts, n samples, G devices, rollout tensor parallel t, mini-batch M (prompts), micro-batch u:
-    /// rows = P·n; rollout shards = G/t, each of rows·t/G samples; mini-batches = P/M of M·n samples, M·n/G on each
-    /// device, in M·n/(G·u) micro-batches; optimiser steps = P/M · epochs. Every division must be exact, except that
-    /// the last log-prob micro-batch may be smaller.
-    ///
-    /// ```
-    /// use verl_pipe::schedule::batching::{BatchConfig, BatchPlan, DevicesConfig};
-    ///
-    /// let batch = BatchConfig { prompts: 60, samples: 12, log_prob_micro_batch: Some(8), ..BatchConfig::default() };
-    /// let devices = DevicesConfig { group: "cuda:0-5".to_owned(), rollout_tensor_parallel: 2 };
-    /// let plan = BatchPlan::solve(&batch, &devices).unwrap();
-    /// assert_eq!((plan.rows, plan.rollout_shards, plan.rows_per_rollout_shard), (720, 3, 240));
-    /// assert_eq!(plan.log_prob_micro_batches, 30);
-    /// ```
-    ///
-    /// # Errors
-    /// All rules that do not hold, each with the nearest valid values of the setting.
-    ///
-    /// # Source
-    /// The batch checks of HybridFlow's implementation, reported all at once.
-    pub fn solve(
-        batch: &BatchConfig,
-        devices: &DevicesConfig,
-    ) -> Result<BatchPlan, Vec<Violation>> {
-        let (plan, violations) = BatchPlan::estimate(batch, devices, None);
-        if violations.is_empty() {
-            Ok(plan)
-        } else {
-            Err(violations)
-        }
+/// Solves the arithmetic of one step.
+///
+/// With P prompts, n samples, G devices, rollout tensor parallel t, mini-batch M (prompts), micro-batch u:
+/// rows = P·n; rollout shards = G/t, each of rows·t/G samples; mini-batches = P/M of M·n samples, M·n/G on each
+/// device, in M·n/(G·u) micro-batches; optimiser steps = P/M · epochs. Every division must be exact, except that
+/// the last log-prob micro-batch may be smaller.
+///
+/// ```
+/// use verl_pipe::schedule::batching::{BatchConfig, DevicesConfig, solve};
+///
+/// let batch = BatchConfig { prompts: 60, samples: 12, log_prob_micro_batch: Some(8), ..BatchConfig::default() };
+/// let devices = DevicesConfig { group: "cuda:0-5".to_owned(), rollout_tensor_parallel: 2 };
+/// let plan = solve(&batch, &devices).unwrap();
+/// assert_eq!((plan.rows, plan.rollout_shards, plan.rows_per_rollout_shard), (720, 3, 240));
+/// assert_eq!(plan.log_prob_micro_batches, 30);
+/// ```
+///
+/// # Errors
+/// All rules that do not hold, each with the nearest valid values of the setting.
+///
+/// # Source
+/// The batch checks of HybridFlow's implementation, reported all at once.
+pub fn solve(
+    batch: &BatchConfig,
+    devices: &DevicesConfig,
+) -> Result<BatchPlan, Vec<Violation>> {
+    let (plan, violations) = estimate(batch, devices, None);
+    if violations.is_empty() {
+        Ok(plan)
+    } else {
+        Err(violations)
     }
+}
 
-    /// The arithmetic with every division rounded down, and the rules that do not hold. The other checks of a pipeline
-    /// can continue with it if the sizes are wrong; only [`BatchPlan::solve`] returns a plan to run. With a `refill`
-    /// the update's mini-batches are cut from the groups that it keeps instead of the prompts of a wave.
-    pub(crate) fn estimate(
-        batch: &BatchConfig,
-        devices: &DevicesConfig,
-        refill: Option<&Refill>,
-    ) -> (BatchPlan, Vec<Violation>) {
-        let mut violations = Vec::new();
-        let num_devices = match devices.list() {
-            Ok(list) => list.len(),
-            Err(error) => {
-                violations.push(Violation {
-                    setting: GROUP,
-                    rule: error.to_string(),
-                    nearest: Vec::new(),
-                    instead: None,
-                });
-                1
-            }
-        };
-        let given = Sizes::new(batch, num_devices, devices.rollout_tensor_parallel, refill);
-        rules::check_counts(&given, batch, &mut violations);
-        let sizes = given.clamped();
-        rules::check_rules(sizes, &mut violations);
-        (sizes.plan(), violations)
-    }
+/// The arithmetic with every division rounded down, and the rules that do not hold. The other checks of a pipeline
+/// can continue with it if the sizes are wrong; only [`solve`] returns a plan to run. With a `refill`
+/// the update's mini-batches are cut from the groups that it keeps instead of the prompts of a wave.
+pub fn estimate(
+    batch: &BatchConfig,
+    devices: &DevicesConfig,
+    refill: Option<&Refill>,
+) -> (BatchPlan, Vec<Violation>) {
+    let mut violations = Vec::new();
+    let num_devices = match devices.list() {
+        Ok(list) => list.len(),
+        Err(error) => {
+            violations.push(Violation {
+                setting: GROUP,
+                rule: error.to_string(),
+                nearest: Vec::new(),
+                instead: None,
+            });
+            1
+        }
+    };
+    let given = Sizes::new(batch, num_devices, devices.rollout_tensor_parallel, refill);
+    rules::check_counts(&given, batch, &mut violations);
+    let sizes = given.clamped();
+    rules::check_rules(sizes, &mut violations);
+    (sizes.plan(), violations)
 }
 
 #[cfg(test)]

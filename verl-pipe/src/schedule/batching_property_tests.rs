@@ -16,7 +16,7 @@ proptest! {
         let devices = DevicesConfig {
             group: format!("cuda:0-{}", group - 1), rollout_tensor_parallel: tensor_parallel,
         };
-        match BatchPlan::solve(&batch, &devices) {
+        match solve(&batch, &devices) {
             Ok(plan) => {
                 prop_assert_eq!(plan.rows, prompts * samples);
                 prop_assert_eq!(plan.rollout_shards * tensor_parallel, group);
@@ -33,7 +33,7 @@ proptest! {
                 if let Some((_, values)) = one.and_then(|violation| violation.instead.as_ref()) {
                     for prompts in values {
                         let batch = BatchConfig { prompts: *prompts, mini_batch: None, ..batch.clone() };
-                        let again = BatchPlan::solve(&batch, &devices).err().unwrap_or_default();
+                        let again = solve(&batch, &devices).err().unwrap_or_default();
                         let left = again.iter().all(|violation| violation.setting == "devices.rollout_tensor_parallel");
                         prop_assert!(left, "{:?} -> {}: {:?}", one, prompts, again);
                     }
@@ -47,7 +47,7 @@ proptest! {
                             "batch.micro_batch" => batch.micro_batch = Some(value),
                             _ => devices.rollout_tensor_parallel = value,
                         }
-                        let again = BatchPlan::solve(&batch, &devices).err().unwrap_or_default();
+                        let again = solve(&batch, &devices).err().unwrap_or_default();
                         let same = again.iter().any(|violation| {
                             violation.setting == one.setting && violation.rule == one.rule
                         });

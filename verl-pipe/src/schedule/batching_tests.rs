@@ -22,7 +22,7 @@ fn batch(prompts: usize, samples: usize, mini: usize, micro: usize) -> BatchConf
 
 #[track_caller]
 fn check_refused(batch: &BatchConfig, devices: &DevicesConfig, expected: &[(&str, &[usize])]) {
-    let violations = BatchPlan::solve(batch, devices).expect_err("does not divide");
+    let violations = solve(batch, devices).expect_err("does not divide");
     let found: Vec<(&str, &[usize])> = violations
         .iter()
         .map(|violation| (violation.setting, violation.nearest.as_slice()))
@@ -33,7 +33,7 @@ fn check_refused(batch: &BatchConfig, devices: &DevicesConfig, expected: &[(&str
 #[test]
 fn samples_devices_mini_and_micro_batches() {
     // P = 4, n = 3, three devices, M = 2, u = 2: 12 samples, 4 a device, mini 6 (2 a device), 1 micro, 2 steps.
-    let plan = BatchPlan::solve(&batch(4, 3, 2, 2), &devices(3, 1)).expect("divides");
+    let plan = solve(&batch(4, 3, 2, 2), &devices(3, 1)).expect("divides");
     assert_eq!(
         (plan.rows, plan.rows_per_device, plan.mini_rows),
         (12, 4, 6)
@@ -42,10 +42,10 @@ fn samples_devices_mini_and_micro_batches() {
         (plan.micro_batches, plan.mini_batches, plan.optimizer_steps),
         (1, 2, 2)
     );
-    let plan = BatchPlan::solve(&batch(32, 8, 32, 4), &devices(8, 1)).expect("divides");
+    let plan = solve(&batch(32, 8, 32, 4), &devices(8, 1)).expect("divides");
     assert_eq!((plan.micro_batches, plan.optimizer_steps), (8, 1));
     let whole =
-        BatchPlan::solve(&BatchConfig::default(), &DevicesConfig::default()).expect("divides");
+        solve(&BatchConfig::default(), &DevicesConfig::default()).expect("divides");
     assert_eq!(
         (
             whole.rows,
@@ -136,20 +136,20 @@ fn a_batch_that_does_not_divide_by_the_devices_has_helps_that_agree() {
         &[("batch.prompts", &[6])],
     );
     let violations =
-        BatchPlan::solve(&batch(6, 1, 3, 1), &devices(4, 1)).expect_err("does not divide");
+        solve(&batch(6, 1, 3, 1), &devices(4, 1)).expect_err("does not divide");
     assert_eq!(violations[0].nearest, [4, 8]);
     assert_eq!(violations[1].instead, Some(("batch.prompts", vec![4, 8])));
     // Every suggested value solves the arithmetic.
     for prompts in 1..40 {
         for count in 2..9 {
             let Err(violations) =
-                BatchPlan::solve(&without_mini_batch(prompts, None), &devices(count, 1))
+                solve(&without_mini_batch(prompts, None), &devices(count, 1))
             else {
                 continue;
             };
             assert_eq!(violations.len(), 1, "{violations:?}");
             for &value in &violations[0].nearest {
-                let again = BatchPlan::solve(&without_mini_batch(value, None), &devices(count, 1));
+                let again = solve(&without_mini_batch(value, None), &devices(count, 1));
                 assert!(again.is_ok(), "{prompts} -> {value} on {count}: {again:?}");
             }
         }
@@ -163,7 +163,7 @@ fn sizes_that_overflow_are_refused() {
         samples: usize::MAX,
         ..BatchConfig::default()
     };
-    let violations = BatchPlan::solve(&huge, &DevicesConfig::default()).expect_err("too large");
+    let violations = solve(&huge, &DevicesConfig::default()).expect_err("too large");
     assert!(
         violations
             .iter()
@@ -183,7 +183,7 @@ fn mini_batches_are_cut_from_the_groups_that_are_kept() {
             mini_batch: mini,
             ..batch(64, 4, 0, 8)
         };
-        BatchPlan::estimate(&batch, &devices(1, 1), Some(&refill))
+        estimate(&batch, &devices(1, 1), Some(&refill))
     };
     let (plan, violations) = solve(Some(24));
     assert_eq!(violations, []);

@@ -1,7 +1,7 @@
 //! Device groups: the devices that one worker thread owns.
 
 use crate::diagnostic::Diagnostic;
-use crate::schedule::batching::DevicesConfig;
+use crate::sizes::DevicesConfig;
 
 /// Devices with one owner, as `[devices] group` names them.
 ///

@@ -26,7 +26,7 @@ pub enum Place {
     Host,
 }
 
-/// A placed pipeline: made by [`Plan::schedule`], started by [`Schedule::start`](Schedule::start).
+/// A placed pipeline: made by [`Plan::schedule`], started by `Run::start`.
 pub struct Schedule {
     /// The plan to run.
     pub plan: Plan,

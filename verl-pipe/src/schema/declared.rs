@@ -12,7 +12,7 @@ use super::fill_slots;
 use crate::field::Field;
 use crate::pipe::StageDecl;
 use crate::registry::{Kind, Registry};
-use crate::schedule::batching::{BatchConfig, BatchPlan, DevicesConfig};
+use crate::schedule::batching::{BatchConfig, DevicesConfig, estimate};
 use crate::stage::{BuildContext, Metric, RowRule, StageSpec};
 
 /// Numbers of samples per prompt to document stages with, tried in order: some parts accept only pairs.
@@ -277,7 +277,7 @@ fn context(config: &Value, samples: usize) -> BuildContext {
         samples,
         ..BatchConfig::default()
     };
-    let (batch, _) = BatchPlan::estimate(&sizes, &DevicesConfig::default(), None);
+    let (batch, _) = estimate(&sizes, &DevicesConfig::default(), None);
     let mut names = Vec::new();
     texts(config, &mut names);
     BuildContext {

@@ -109,6 +109,7 @@ impl PipelineEdges {
     /// ```
     /// use verl_pipe::keys::{RESPONSES, REWARDS};
     /// use verl_pipe::pipe::{DataPipe, stage_fn};
+    /// use verl_pipe::plan::Plannable;
     /// use verl_pipe::schema::edges::PipelineEdges;
     /// use verl_pipe::stage::{RowRule, StageSpec};
     ///
@@ -256,6 +257,7 @@ fn letter(field: &Field) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::Plannable;
     use crate::keys::{ADVANTAGES, PROMPTS, RESPONSES, REWARDS};
     use crate::pipe::{DataPipe, stage_fn};
     use crate::stage::{RowRule, StageSpec};

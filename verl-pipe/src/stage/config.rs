@@ -7,12 +7,11 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::Stage;
+use super::{BatchPlan, Stage};
 use crate::data::{DataError, DataLoaderInterface, OpenedData};
 use crate::resource::{
     CpuKernels, DeviceRefusal, ModelInfo, ModelResource, ResourceError, Shortage, TokenTexts,
 };
-use crate::schedule::batching::BatchPlan;
 
 /// The context in which a stage is built from its configuration.
 #[derive(Debug, Clone, Default)]

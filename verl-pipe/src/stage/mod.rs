@@ -11,6 +11,7 @@
 //! | `work` | [`ModelWork`], its work with a model, and bounds on the length of rows |
 //! | `config` | [`StageConfig`], [`ModelConfig`], [`DataConfig`]: what a pipeline file decodes into |
 
+mod batch_plan;
 mod config;
 mod context;
 mod preview;
@@ -23,6 +24,7 @@ use std::any::Any;
 use crate::batch::Batch;
 use crate::resource::{ResourceError, Snapshot, StoredState, WeightsVersion};
 
+pub use batch_plan::BatchPlan;
 pub use config::{BuildContext, ConfigError, DataConfig, ModelConfig, StageConfig, Training};
 pub use context::{
     CancelToken, Models, StageContext, StageError, StageSink, StartContext, find_model,

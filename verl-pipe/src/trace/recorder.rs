@@ -18,13 +18,13 @@ use crossbeam_channel::{RecvTimeoutError, SendTimeoutError, Sender, TrySendError
 
 use crate::batch::Batch;
 use crate::resource::WeightsVersion;
-use crate::run::channel::catch_panic;
+use crate::panics::catch_panic;
 use crate::run::error::RunError;
 use crate::run::metrics::StepMetrics;
 use crate::run::space::Room;
 use crate::run::start::seconds;
 use crate::run::state::RunState;
-use crate::run::warnings::{current_dispatch, set_dispatch};
+use crate::run::dispatch::{current_dispatch, set_dispatch};
 use crate::run::watch::{Wait, Watch};
 use crate::schedule::placement::Schedule;
 use crate::trace::conditions::Conditions;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::batch::Batch;
-use crate::config::{parse_pipeline, read_pipeline};
+use crate::plan::read::{parse_pipeline, read_pipeline};
 use crate::diagnostic::Diagnostic;
 use crate::field::Field;
 use crate::pipe::{DataPipe, StageDecl};

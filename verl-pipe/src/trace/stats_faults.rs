@@ -89,6 +89,7 @@ fn fault(schedule: &Schedule, index: usize, fault: Fault, row: &StatRow, what: S
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::Plannable;
     use crate::keys::{RESPONSES, REWARDS};
     use crate::pipe::{DataPipe, stage_fn};
     use crate::stage::{RowRule, StageSpec};

@@ -10,6 +10,7 @@ use crate::registry::Registry;
 use crate::resource::TokenTexts;
 use crate::run::error::RunError;
 use crate::run::runner::{Run, RunOptions, RunState};
+use crate::plan::plan_to_inspect;
 use crate::schedule::placement::Schedule;
 use crate::trace::altered::altered;
 use crate::trace::error::TraceError;
@@ -242,7 +243,7 @@ impl TracedRun {
             .plan
             .schedule()
             .map_err(InspectError::Config)?;
-        let started = schedule.start(RunOptions::default());
+        let started = Run::start(schedule, RunOptions::default());
         started.map_err(
             |source| match describe_changed_data(&self.dir, &self.schedule.plan) {
                 changed if changed.is_empty() => source.into(),
@@ -286,7 +287,7 @@ pub(crate) fn schedule_of(
         });
     }
     let (plan, gone) = read_recorded(dir, registry)
-        .and_then(|pipe| pipe.plan_to_inspect())
+        .and_then(|pipe| plan_to_inspect(&pipe))
         .map_err(InspectError::Config)?;
     Ok((plan.schedule().map_err(InspectError::Config)?, gone))
 }

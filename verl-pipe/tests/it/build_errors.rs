@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use verl_pipe::plan::Plannable;
 use crate::kit::*;
 use verl_pipe::chain::IntoStage;
 use verl_pipe::config::{parse_pipeline, read_pipeline};

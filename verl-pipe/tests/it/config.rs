@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use verl_pipe::plan::Plannable;
 use crate::kit::*;
 use serde_json::{Value, json};
 use verl_pipe::cli::check::CheckArgs;

@@ -1,5 +1,6 @@
 //! The memory of a device according to the plan: models, and the largest piece of work.
 
+use verl_pipe::plan::Plannable;
 use crate::kit::*;
 use verl_pipe::keys::*;
 use verl_pipe::pipe::stage_fn;

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
+use verl_pipe::plan::Plannable;
 use crate::kit::{self, *};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,5 +1,6 @@
 //! The plan of a correct pipeline: order, rows, cuts, and its printed text.
 
+use verl_pipe::plan::Plannable;
 use crate::kit::*;
 use verl_pipe::chain::IntoStage;
 use verl_pipe::field::{DType, Key, Ragged, Scalar};

@@ -71,6 +71,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
 #[cfg(test)]
 mod tests {
     use crate::diagnostic::Findings;
+    use crate::plan::Plannable;
     use crate::field::{Key, Scalar};
     use crate::keys::{RESPONSES, REWARDS};
     use crate::pipe::{DataPipe, stage_fn};

@@ -20,8 +20,8 @@ use crate::data::{DataError, DataLoaderInterface};
 use crate::diagnostic::Diagnostic;
 use crate::pipe::{DataPipe, StageDecl};
 use crate::plan::Plan;
-use crate::plan::build::{Prepared, prepare, sorted};
-use crate::run::channel::catch_panic;
+use crate::plan::build::{Prepared, plan_prepared, prepare, sorted};
+use crate::panics::catch_panic;
 use crate::stage::{PreviewContext, RowPreview, RowPreviews, StageError};
 use findings::{Place, RowProblems};
 pub use rows::{ShownRow, ShownTarget, ShownToken, Spread, StageRows};
@@ -50,7 +50,7 @@ impl Default for Look {
     }
 }
 
-/// The result of [`DataPipe::check`].
+/// The result of [`Plannable::check`](crate::plan::Plannable::check).
 #[derive(Clone)]
 pub struct Checked {
     /// The plan, or all findings if at least one of them is an error.
@@ -59,34 +59,22 @@ pub struct Checked {
     pub rows: Vec<StageRows>,
 }
 
-impl DataPipe {
-    /// As [`DataPipe::plan`], but also checks the rows of the data sets, as `pipe check` does: rows that a run would
-    /// refuse are findings like the others. Loads no weights.
-    ///
-    /// ```
-    /// use verl_pipe::pipe::DataPipe;
-    /// use verl_pipe::plan::look::Look;
-    ///
-    /// let checked = DataPipe::new("empty").check(&Look::default());
-    /// assert!(checked.plan.unwrap().stages.is_empty());
-    /// assert!(checked.rows.is_empty());
-    /// ```
-    pub fn check(&self, look: &Look) -> Checked {
-        let prepared = prepare(self);
-        let inspection = inspect_data(self, &prepared, look);
-        let plan = match self.plan_prepared(&prepared) {
-            Ok(mut plan) if !inspection.findings.iter().any(Diagnostic::is_error) => {
-                plan.warnings.extend(inspection.findings);
-                plan.opened = inspection.opened;
-                Ok(plan)
-            }
-            Ok(plan) => Err(sorted([plan.warnings, inspection.findings].concat())),
-            Err(findings) => Err(sorted([findings, inspection.findings].concat())),
-        };
-        Checked {
-            plan,
-            rows: inspection.rows,
+/// [`Plannable::check`](crate::plan::Plannable::check).
+pub(crate) fn check_with_rows(pipe: &DataPipe, look: &Look) -> Checked {
+    let prepared = prepare(pipe);
+    let inspection = inspect_data(pipe, &prepared, look);
+    let plan = match plan_prepared(pipe, &prepared) {
+        Ok(mut plan) if !inspection.findings.iter().any(Diagnostic::is_error) => {
+            plan.warnings.extend(inspection.findings);
+            plan.opened = inspection.opened;
+            Ok(plan)
         }
+        Ok(plan) => Err(sorted([plan.warnings, inspection.findings].concat())),
+        Err(findings) => Err(sorted([findings, inspection.findings].concat())),
+    };
+    Checked {
+        plan,
+        rows: inspection.rows,
     }
 }
 

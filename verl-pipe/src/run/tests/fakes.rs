@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::plan::Plannable;
 use crate::batch::{Batch, RaggedColumn, RowId};
 use crate::keys::{ADVANTAGES, MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
 use crate::pipe::{DataPipe, ModelDecl, ModelFactory, RunConfig, StageDecl};
@@ -387,10 +388,7 @@ pub(super) fn start_with(pipe: &DataPipe, options: RunOptions) -> Run {
         Ok(plan) => plan,
         Err(findings) => panic!("{findings:#?}"),
     };
-    plan.schedule()
-        .expect("places")
-        .start(options)
-        .expect("starts")
+    Run::start(plan.schedule().expect("places"), options).expect("starts")
 }
 
 #[track_caller]

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::fakes::*;
+use crate::plan::Plannable;
 use crate::pipe::ModelFactory;
 use crate::resource::{
     Footprint, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot, WeightsVersion,
@@ -90,7 +91,7 @@ fn run(when: When) -> Result<Run, RunError> {
     let mut pipe = pipeline(vec![generate]);
     pipe.models[0].factory = Arc::new(Full(when));
     let schedule = pipe.plan().expect("a plan").schedule().expect("placed");
-    schedule.start(options())
+    Run::start(schedule, options())
 }
 
 #[track_caller]

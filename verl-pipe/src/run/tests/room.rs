@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::fakes::*;
 use super::trainer::{Page, lines, status};
+use crate::plan::Plannable;
 use crate::pipe::{DataPipe, ModelDecl, ModelFactory};
 use crate::resource::{ModelInfo, ModelResource, ResourceError};
 use crate::run::console::Console;

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use super::fakes::*;
 use super::streaming::Count;
 use super::trainer::{Page, lines, status, trainer};
+use crate::plan::Plannable;
 use crate::batch::Batch;
 use crate::keys::{GROUP_MEANS, PROMPTS, REWARDS};
 use crate::pipe::{DataPipe, StageDecl};

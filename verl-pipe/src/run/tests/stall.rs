@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::fakes::*;
 use super::streaming::Count;
+use crate::plan::Plannable;
 use crate::batch::Batch;
 use crate::pipe::{IntoStage, StageDecl, stage_with};
 use crate::resource::Snapshot;

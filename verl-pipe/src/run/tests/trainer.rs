@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 use serde_json::Value;
 
 use super::fakes::*;
+use crate::plan::Plannable;
 use crate::pipe::DataPipe;
 use crate::run::console::Console;
 use crate::run::error::RunError;
