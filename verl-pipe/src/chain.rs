@@ -183,6 +183,7 @@ impl<S: IntoStage> Shr<S> for Chain {
 /// use verl_pipe::chain::IntoStage;
 /// use verl_pipe::keys::{PROMPTS, REWARDS};
 /// use verl_pipe::pipe::{DataPipe, stage_fn};
+/// use verl_pipe::plan::Plannable;
 /// use verl_pipe::stage::{BuildContext, ConfigError, RowRule, Stage, StageConfig, StageSpec};
 /// # use verl_pipe::batch::Batch;
 /// # use verl_pipe::stage::{StageContext, StageError};
