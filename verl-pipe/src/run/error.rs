@@ -11,7 +11,7 @@ use crate::resource::ResourceError;
 use crate::run::guard::GuardError;
 use crate::run::records::RowStatus;
 use crate::stage::{ConfigError, StageError};
-use crate::trace::error::TraceError;
+use crate::trace::files::TraceError;
 use crate::trace::rules::Anomaly;
 
 /// A device that is out of memory.

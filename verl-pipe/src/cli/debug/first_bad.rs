@@ -10,17 +10,15 @@ use serde_json::{Value, json};
 use super::{DIFFERS, Failure, RunArg, SAME, write, write_json, write_notes};
 use crate::registry::Registry;
 use crate::run::runner::Run;
-use crate::trace::changes::Changes;
-use crate::trace::first_bad::{Fault, FirstBad, Looked, damaged_fault, look};
-use crate::trace::first_changed::changed_setting;
-use crate::trace::look::shell_word;
-use crate::trace::replay::{ReplayError, Replayer, changes_since};
+use crate::trace::compare::Changes;
+use crate::trace::files::{DamagedFile, ranges};
+use crate::trace::replay::{
+    Fault, FirstBad, InspectError, Looked, ReplayError, Replayer, TracedRun, changed_setting,
+    changes_since, damaged_fault, first_fault_of_stats, look, stopped_fault,
+};
 use crate::trace::rules::Anomaly;
-use crate::trace::stats_faults::first_fault_of_stats;
-use crate::trace::stopped::stopped_fault;
-use crate::trace::store::{DamagedFile, ranges};
 use crate::trace::text::count;
-use crate::trace::traced_run::{InspectError, TracedRun};
+use crate::trace::text::shell_word;
 
 /// Arguments of `pipe debug first-bad`.
 #[derive(Debug, Clone, Args)]

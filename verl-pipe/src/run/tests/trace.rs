@@ -17,9 +17,9 @@ use crate::run::tests::streaming::Recorder as Seen;
 use crate::run::trainer::{Trainer, TrainerOptions};
 use crate::stage::{Access, Cardinality, RowRule, StageSpec};
 use crate::trace::config::{RuleSetting, TraceConfig};
-use crate::trace::format::{Reason, Side};
+use crate::trace::files::{Reason, TraceDir};
+use crate::trace::format::Side;
 use crate::trace::rules::{Anomaly, Hit, MetricsView, RULES, Rule, Severity, StepView};
-use crate::trace::store::TraceDir;
 
 fn traced(dir: &Path, steps: u64, trace: TraceConfig, others: Vec<StageDecl>) -> DataPipe {
     let mut pipe = pipeline(others).trace(trace);
