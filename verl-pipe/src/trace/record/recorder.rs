@@ -33,7 +33,8 @@ use crate::trace::files::{
     write_json, write_state,
 };
 use crate::trace::format::{FORMAT, Side};
-use crate::trace::record::recording::{Message, Recording, SPILL_BYTES, Shared, StepState};
+use crate::trace::record::open_step::StepState;
+use crate::trace::record::recording::{Message, Recording, SPILL_BYTES, Shared};
 use crate::trace::record::step_data::{Part, StageAbout};
 use crate::trace::record::watched_rule::WatchedRule;
 use crate::trace::rules::{Anomaly, Fired, Rule};

@@ -1,29 +1,24 @@
 //! The work of the recorder's thread: statistics, rules, files. An I/O error is reported once and does not end the run.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::fs::{self, OpenOptions};
-use std::io::Write;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
 
 use crossbeam_channel::{Receiver, Sender};
 
 use crate::batch::Batch;
-use crate::diagnostic::quoted;
 use crate::resource::WeightsVersion;
-use crate::trace::config::{TraceConfig, bytes_of};
-use crate::trace::files::{
-    ROWS_MISSING, Reason, StateRef, StatsWriter, StepManifest, TraceError, TraceFormat,
-    TraceWriter, parse,
-};
-use crate::trace::format::{FORMAT, Side};
-use crate::trace::record::show_command::ShowCommand;
-use crate::trace::record::step_data::{Part, Ring, StageAbout, StepData, StepFiles, StepHeader};
+use crate::trace::config::TraceConfig;
+use crate::trace::files::{Reason, StatsWriter, TraceError, TraceFormat, TraceWriter};
+use crate::trace::format::Side;
+use crate::trace::record::flight_recorder::FlightRecorder;
+use crate::trace::record::open_step::{OpenStep, StepState};
+use crate::trace::record::reported::Reported;
+use crate::trace::record::rule_runner::RuleRunner;
+use crate::trace::record::step_archive::StepArchive;
+use crate::trace::record::step_data::{Part, StageAbout};
 use crate::trace::record::step_stats::StepStats;
-use crate::trace::rules::{
-    Anomaly, EARLY_STEPS, Fired, HISTORY_STEPS, MetricsView, Rule, RuleBook, SeenBatch, Severity,
-    StepView,
-};
+use crate::trace::rules::{Anomaly, Fired, Rule, RuleBook};
 
 /// Bytes of rows that a step recorded in full may keep in memory before they are spilled to its files.
 pub(crate) const SPILL_BYTES: usize = 256 << 20;
@@ -69,61 +64,21 @@ pub(crate) enum Message {
     Close(Sender<()>),
 }
 
-/// State at the start of a step.
-#[derive(Debug, Default)]
-pub(crate) struct StepState {
-    pub models: BTreeMap<String, StateRef>,
-    pub stages: BTreeMap<String, StateRef>,
-}
-
 /// The state of the recorder's thread.
+///
+/// Between messages: `stats` and `rules` are about the step in `step`, until the next one begins.
 pub(crate) struct Recording {
-    /// Steps that the flight recorder wrote without their state.
-    wanted: Arc<Mutex<Vec<u64>>>,
-    /// What the rules found so far.
-    fired: Arc<Mutex<Vec<Fired>>>,
-    writer: TraceWriter,
-    stages: Vec<StageAbout>,
-    config: TraceConfig,
-    format: TraceFormat,
-    on_cpu: bool,
-    rules: RuleBook,
+    stages: Arc<[StageAbout]>,
     stats: StepStats,
     table: Option<StatsWriter>,
-    /// The current step. Stages in `data.on_disk` have finished files and are never written again. Between messages,
-    /// rows of other stages are in `data.parts` or in `files`, never in both, so no row is written twice.
-    /// `data.dropped` is set whenever rows have left `data.parts`, so missing rows are always known.
-    data: StepData,
-    /// Unfinished files of the current step. Dropping them removes them, so nothing of an unwritten step is left.
-    files: StepFiles,
-    /// Steps that have ended, the current one excluded.
-    ring: Ring,
-    /// The state at the start of a step, and the step. It comes before the step's `Begin`; used only for that step.
-    state: (u64, StepState),
-    /// Rules on rows have run on the current step; they run once a step, at its first gate or else at its end.
-    judged: bool,
-    /// A rule fired in the current step.
-    alarmed: bool,
-    /// The first anomaly that asks to stop and has not been passed on yet; the next gate returns it before its update.
-    stop: Option<Box<Anomaly>>,
-    history: VecDeque<BTreeMap<String, f64>>,
-    early: Vec<BTreeMap<String, f64>>,
-    /// By stage, the setting that bounds its responses, and its value.
-    limits: BTreeMap<String, (&'static str, usize)>,
-    versions: Vec<(u64, BTreeMap<String, WeightsVersion>)>,
+    rules: RuleRunner,
+    /// The current step.
+    step: OpenStep,
+    flight_recorder: FlightRecorder,
+    archive: StepArchive,
     /// Bytes of rows that a step recorded in full may keep in memory.
     spill_bytes: usize,
-    /// Bytes of steps and states on disk.
-    used: Arc<AtomicU64>,
-    ring_writes: usize,
-    /// Steps that are on disk with all their stages.
-    whole: BTreeSet<u64>,
-    /// Problems that were reported.
-    reported: BTreeSet<&'static str>,
-    /// Stages to record by name that have received no rows yet.
-    unrecorded: BTreeSet<usize>,
-    /// A step with a stage to record in full has begun.
-    asked: bool,
+    reported: Reported,
 }
 
 /// What the recorder and its thread share.
@@ -151,63 +106,32 @@ impl Recording {
         custom_rules: Vec<Box<dyn Rule>>,
         on_cpu: bool,
     ) -> Result<Recording, TraceError> {
+        let stages: Arc<[StageAbout]> = stages.into();
+        let layout = writer.layout().clone();
         let table = match config.stats {
             true => {
-                let dir = writer.layout().stats();
-                let table = StatsWriter::create(dir, config.part_steps)?;
+                let table = StatsWriter::create(layout.stats(), config.part_steps)?;
                 Some(table.with_room(writer.room().cloned()))
             }
             false => None,
         };
-        // Steps beyond the end of the run were reported before it started.
-        let asked = config.captures_up_to(format.steps);
-        let named =
-            |about: &StageAbout| about.debug || asked && config.stages.contains(&about.name);
-        let unrecorded = stages.iter().enumerate();
-        let unrecorded = unrecorded.filter(|(_, about)| about.in_step && named(about));
-        let limits: Vec<_> = stages
-            .iter()
-            .filter_map(|about| Some((about.name.clone(), about.longest?)))
-            .collect();
+        let book = RuleBook::new(custom_rules, &config.rules);
         Ok(Recording {
-            unrecorded: unrecorded.map(|(stage, _)| stage).collect(),
-            asked: false,
-            wanted,
-            fired,
-            rules: RuleBook::new(custom_rules, &config.rules),
-            ring: Ring {
-                max_steps: config.ring_steps,
-                max_bytes: usize::try_from(bytes_of(config.ring_mb)).unwrap_or(usize::MAX),
-                ..Ring::default()
-            },
-            writer,
-            stages,
-            config,
-            format,
-            on_cpu,
             stats: StepStats::default(),
             table,
-            data: StepData::default(),
-            files: StepFiles::default(),
-            state: (0, StepState::default()),
-            judged: false,
-            alarmed: false,
-            stop: None,
-            history: VecDeque::new(),
-            early: Vec::new(),
-            limits: limits.into_iter().collect(),
-            versions: Vec::new(),
+            rules: RuleRunner::new(book, stages.clone(), layout, on_cpu, fired),
+            step: OpenStep::default(),
+            flight_recorder: FlightRecorder::new(&config),
+            archive: StepArchive::new(writer, stages.clone(), config, format, used, wanted),
+            stages,
             spill_bytes: SPILL_BYTES,
-            used,
-            ring_writes: 0,
-            whole: BTreeSet::new(),
-            reported: BTreeSet::new(),
+            reported: Reported::default(),
         })
     }
 
     /// Whether a rule uses hashes of the weights.
     pub(crate) fn watches_weights(&self) -> bool {
-        self.config.stats && self.rules.has("weights_unchanged")
+        self.table.is_some() && self.rules.has("weights_unchanged")
     }
 
     /// Processes messages until `Close`, or until the recorder is gone.
@@ -217,11 +141,11 @@ impl Recording {
             match message {
                 Message::Begin { step } => self.begin(step),
                 Message::State { step, state } => {
-                    self.state = (step, state);
+                    self.step.state = (step, state);
                 }
                 Message::LateState { step, state } => {
-                    let added = self.add_state(step, state);
-                    self.report_error("a state", added);
+                    let added = self.archive.add_state(step, state);
+                    self.reported.error("a state", added);
                 }
                 Message::Part(part) => self.part(part),
                 Message::Gate {
@@ -248,9 +172,7 @@ impl Recording {
                 }
                 Message::Metrics { step, values } => self.metrics(step, values),
                 Message::Versions { step, versions } => {
-                    self.versions.push((step, versions));
-                    let extra = self.versions.len().saturating_sub(2);
-                    self.versions.drain(..extra);
+                    self.rules.add_versions(step, versions);
                 }
                 Message::Sync(reply) => {
                     let _ = reply.send(());
@@ -262,8 +184,8 @@ impl Recording {
             }
         }
         let written = self.table.as_mut().map_or(Ok(()), StatsWriter::part);
-        self.report_error("statistics", written);
-        if let Some(warning) = self.unrecorded_warning() {
+        self.reported.error("statistics", written);
+        if let Some(warning) = self.archive.unrecorded_warning() {
             tracing::warn!("{warning}");
         }
         if let Some(reply) = closed {
@@ -272,45 +194,10 @@ impl Recording {
     }
 
     fn begin(&mut self, step: u64) {
-        self.data = StepData::new(step);
-        self.files = StepFiles::default();
-        self.asked |= self.chosen(step).contains(&true);
+        self.step.begin(step);
+        self.archive.begin(step);
         self.stats.clear();
-        self.judged = false;
-        self.alarmed = false;
-        if self.state.0 != step {
-            self.state = (step, StepState::default());
-        }
-    }
-
-    /// The warning about stages that were to be recorded and received no rows, with the reason.
-    fn unrecorded_warning(&self) -> Option<String> {
-        let names = self
-            .unrecorded
-            .iter()
-            .map(|stage| self.stages[*stage].name.as_str());
-        let why = match self.asked {
-            true => "no rows arrived in the steps to record in full",
-            false => "the run ended before a step to record in full",
-        };
-        (!self.unrecorded.is_empty()).then(|| {
-            format!(
-                "trace: nothing is recorded for {}, selected by `trace.stages` or `debug`: {why}",
-                quoted(names)
-            )
-        })
-    }
-
-    /// Whether the settings record a stage in full in this step.
-    fn is_chosen(&self, step: u64, stage: usize) -> bool {
-        let about = &self.stages[stage];
-        let by_step = self.config.captures_step(step) && self.config.captures_stage(&about.name);
-        about.debug || by_step
-    }
-
-    fn chosen(&self, step: u64) -> Vec<bool> {
-        let stages = 0..self.stages.len();
-        stages.map(|stage| self.is_chosen(step, stage)).collect()
+        self.rules.begin();
     }
 
     fn part(&mut self, mut part: Part) {
@@ -320,151 +207,83 @@ impl Recording {
         if self.table.is_some() && part.refused.is_none() {
             self.stats.add(&part);
         }
-        let chosen = self.is_chosen(self.data.step, part.stage);
+        let chosen = self.archive.is_chosen(self.step.data.step, part.stage);
         if chosen {
-            self.unrecorded.remove(&part.stage);
+            self.archive.received(part.stage);
         }
-        if chosen || self.has_flight_recorder() {
-            self.data.add(part);
+        if chosen || self.flight_recorder.is_on() {
+            self.step.data.add(part);
             self.make_room();
         }
     }
 
     /// Whether the rows of a step in which a rule fires will be on disk.
     fn keeps_rows(&self, step: u64) -> bool {
-        let room = self.ring_writes < self.config.ring_writes;
-        self.has_flight_recorder() && room || self.chosen(step).contains(&true)
-    }
-
-    /// Whether the flight recorder is on.
-    fn has_flight_recorder(&self) -> bool {
-        self.table.is_some() && self.ring.max_steps > 0
+        self.flight_recorder.writes_anomalies() || self.archive.chosen(step).contains(&true)
     }
 
     /// Moves rows that no longer fit in memory to disk, or drops them.
     fn make_room(&mut self) {
-        let chosen = self.chosen(self.data.step);
+        let chosen = self.archive.chosen(self.step.data.step);
         if chosen.contains(&true) {
-            if self.data.bytes > self.spill_bytes {
-                let spilt = self.spill(&chosen);
-                self.data.dropped = true;
-                self.data.forget();
-                self.report_error("a step", spilt);
+            if self.step.data.bytes > self.spill_bytes {
+                let spilt = self.archive.spill(&mut self.step, &chosen);
+                self.step.data.dropped = true;
+                self.step.data.forget();
+                self.reported.error("a step", spilt);
             }
-        } else if self.data.bytes > self.ring.max_bytes {
-            self.data.forget();
-            self.data.dropped = true;
-            if self.reported.insert("ring") {
-                tracing::warn!(
-                    "trace: step {} is larger than the {} MB of the flight recorder (`trace.ring_mb`), which keeps only a part of it",
-                    self.data.step,
-                    self.config.ring_mb
-                );
-            }
+        } else if self.step.data.bytes > self.flight_recorder.ring.max_bytes {
+            self.step.data.forget();
+            self.step.data.dropped = true;
+            let step = self.step.data.step;
+            self.flight_recorder
+                .report_too_large(step, &mut self.reported);
         }
-    }
-
-    fn spill(&mut self, chosen: &[bool]) -> Result<(), TraceError> {
-        let header = header(&self.stages, &self.format, &self.state.1);
-        let chosen = |stage: usize| chosen[stage];
-        self.writer.take_room(self.data.bytes as u64)?;
-        self.files.spill(&self.writer, &header, &self.data, &chosen)
     }
 
     fn gate(&mut self, stage: usize, batch: &Batch) -> Option<Box<Anomaly>> {
-        if let Some(stop) = self.stop.take() {
+        if let Some(stop) = self.rules.take_stop() {
             return Some(stop);
         }
-        if self.judged {
+        if self.rules.rows_checked() {
             return None;
         }
-        self.judge(Some((stage, batch)))
+        self.check_rows(Some((stage, batch)))
     }
 
     /// Runs the rules on rows on the step so far; returns the first anomaly that asks to stop.
-    fn judge(&mut self, update: Option<(usize, &Batch)>) -> Option<Box<Anomaly>> {
-        self.judged = true;
-        let keeps_rows = self.keeps_rows(self.data.step);
-        let (rows, distances) = self.stats.rows(self.data.step, &self.stages, true);
-        let batches: Vec<SeenBatch<'_>> = self
-            .data
-            .parts
-            .iter()
-            .map(|part| SeenBatch {
-                stage: &self.stages[part.stage].name,
-                side: part.side,
-                batch: &part.batch,
-            })
-            .collect();
-        let update = update.map(|(stage, batch)| SeenBatch {
-            stage: &self.stages[stage].name,
-            side: Side::Input,
-            batch,
-        });
-        let view = StepView {
-            step: self.data.step,
-            stats: &rows,
-            batches: &batches,
+    fn check_rows(&mut self, update: Option<(usize, &Batch)>) -> Option<Box<Anomaly>> {
+        let data = &self.step.data;
+        let keeps_rows = self.keeps_rows(data.step);
+        let (rows, distances) = self.stats.rows(data.step, &self.stages, true);
+        self.rules.check_rows(
+            data,
+            (&rows, &distances),
             update,
-            distances: &distances,
-            limits: &self.limits,
-        };
-        let command = ShowCommand {
-            dir: self.writer.layout().run_dir(),
-            step: self.data.step,
-            stages: &self.stages,
-            rows_recorded: keeps_rows,
-        };
-        let found = self.rules.before_update(&view, &|hit| command.for_hit(hit));
-        self.report(found)
-    }
-
-    /// Reports what rules found; returns the first anomaly that asks to stop.
-    fn report(&mut self, found: Vec<Anomaly>) -> Option<Box<Anomaly>> {
-        self.alarmed |= !found.is_empty();
-        let mut fired = self.fired.lock().unwrap_or_else(PoisonError::into_inner);
-        *fired = self.rules.fired();
-        drop(fired);
-        for anomaly in &found {
-            tracing::warn!("{anomaly:#}");
-            let written = self.line(anomaly);
-            self.report_error("anomalies", written);
-        }
-        let stops = |anomaly: &Anomaly| anomaly.severity == Severity::Stop;
-        found.into_iter().find(stops).map(Box::new)
-    }
-
-    fn line(&self, anomaly: &Anomaly) -> Result<(), TraceError> {
-        let path = self.writer.layout().anomalies();
-        let line =
-            serde_json::to_string(anomaly).map_err(|e| TraceError::file("write", &path, e))?;
-        OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&path)
-            .and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()))
-            .map_err(|e| TraceError::file("write", &path, e))
+            keeps_rows,
+            &mut self.reported,
+        )
     }
 
     fn end(&mut self, step: u64) {
         if self.table.is_some() {
-            if !self.judged {
+            if !self.rules.rows_checked() {
                 // This step updates nothing, so there is nothing to stop before the next one.
-                let stop = self.judge(None);
-                self.stop = self.stop.take().or(stop);
+                let stop = self.check_rows(None);
+                self.rules.keep_stop(stop);
             }
             self.statistics(step);
         }
-        self.data.ended = true;
-        let chosen = self.chosen(step);
+        self.step.data.ended = true;
+        let chosen = self.archive.chosen(step);
         if chosen.contains(&true) {
             self.write(Reason::Asked, &chosen);
         }
-        let data = std::mem::take(&mut self.data);
-        if self.has_flight_recorder() {
-            self.ring.push(data);
+        let data = std::mem::take(&mut self.step.data);
+        if self.flight_recorder.is_on() {
+            self.flight_recorder.ring.push(data);
         }
-        if self.alarmed {
+        if self.rules.has_fired() {
             self.write_ring(Reason::Anomaly);
         }
     }
@@ -475,7 +294,7 @@ impl Recording {
             .table
             .as_mut()
             .map_or(Ok(()), |table| table.step(step, &rows));
-        self.report_error("statistics", written);
+        self.reported.error("statistics", written);
     }
 
     fn failed(&mut self, cancelled: bool, reason: &str) {
@@ -483,14 +302,15 @@ impl Recording {
         if cancelled {
             return;
         }
+        let step = self.step.data.step;
         if self.table.is_some() {
-            self.statistics(self.data.step);
+            self.statistics(step);
         }
         tracing::debug!("writing the steps before the error: {reason}");
         self.write_ring(Reason::Failed);
-        let chosen = match self.has_flight_recorder() {
+        let chosen = match self.flight_recorder.is_on() {
             true => vec![true; self.stages.len()],
-            false => self.chosen(self.data.step),
+            false => self.archive.chosen(step),
         };
         if chosen.contains(&true) {
             self.write(Reason::Failed, &chosen);
@@ -498,197 +318,35 @@ impl Recording {
     }
 
     fn metrics(&mut self, step: u64, values: BTreeMap<String, f64>) {
-        let command = ShowCommand {
-            dir: self.writer.layout().run_dir(),
-            step,
-            stages: &self.stages,
-            rows_recorded: self.keeps_rows(step),
-        };
-        let view = MetricsView {
-            step,
-            metrics: &values,
-            history: &self.history,
-            early: &self.early,
-            versions: &self.versions,
-            on_cpu: self.on_cpu,
-        };
-        let found = self.rules.after_step(&view, &|hit| command.for_hit(hit));
-        if self.early.len() < EARLY_STEPS {
-            self.early.push(values.clone());
-        }
-        self.history.push_back(values);
-        if self.history.len() > HISTORY_STEPS {
-            self.history.pop_front();
-        }
-        let any = !found.is_empty();
-        let stop = self.report(found);
-        self.stop = self.stop.take().or(stop);
-        if any {
+        let keeps_rows = self.keeps_rows(step);
+        let has_fired = self
+            .rules
+            .check_metrics(step, values, keeps_rows, &mut self.reported);
+        if has_fired {
             self.write_ring(Reason::Anomaly);
         }
     }
 
     /// Writes the steps of the ring that are not on disk.
     fn write_ring(&mut self, reason: Reason) {
-        if self.ring_writes >= self.config.ring_writes && reason == Reason::Anomaly {
-            if self.reported.insert("ring_writes") {
-                tracing::warn!(
-                    "trace: the flight recorder was written {} times (`trace.ring_writes`); from now on anomalies are reported, but their steps are not recorded",
-                    self.ring_writes
-                );
-            }
+        if !self.flight_recorder.begin_write(reason, &mut self.reported) {
             return;
         }
-        self.ring_writes += 1;
-        let steps = std::mem::take(&mut self.ring.steps);
-        // Part of the current step may be on disk already. `write` works on `data`, `files` and `state`, so these are
-        // set aside and put back; nothing between returns early.
-        let current = std::mem::take(&mut self.data);
-        let files = std::mem::take(&mut self.files);
-        let state = std::mem::take(&mut self.state);
-        for data in steps {
-            self.data = data;
-            if state.0 != self.data.step {
-                self.state = (self.data.step, StepState::default());
-            }
-            if !self.whole.contains(&self.data.step) {
-                self.write(reason, &vec![true; self.stages.len()]);
+        let every_stage = vec![true; self.stages.len()];
+        for data in std::mem::take(&mut self.flight_recorder.ring.steps) {
+            if !self.archive.is_complete(data.step) {
+                // Each step has files and a state of its own, so those of the current step stay as they are.
+                let mut step = OpenStep::of(data);
+                self.archive
+                    .write(&mut step, reason, &every_stage, &mut self.reported);
             }
         }
-        self.data = current;
-        self.files = files;
-        self.state = state;
     }
 
-    /// Writes the current step's rows and its manifest.
+    /// Writes the current step.
     fn write(&mut self, reason: Reason, chosen: &[bool]) {
-        let (step, budget) = (self.data.step, bytes_of(self.config.budget_mb));
-        let size = self.data.bytes as u64 + self.files.bytes_written();
-        let used = self.used.load(Ordering::Relaxed);
-        if used + size > budget {
-            self.files = StepFiles::default();
-            if self.reported.insert("budget") {
-                tracing::warn!(
-                    "trace: step {step} is not recorded in full, nor is any later step of its size: it takes about {:.1} MB, and {:.1} MB of {} MB (`trace.budget_mb`) are used; statistics are still recorded",
-                    size as f64 / f64::from(1 << 20),
-                    used as f64 / f64::from(1 << 20),
-                    self.config.budget_mb
-                );
-            }
-            return;
-        }
-        let written = self.try_write(reason, chosen);
-        if written.is_ok() && chosen.iter().all(|chosen| *chosen) {
-            self.whole.insert(step);
-        }
-        self.report_error("a step", written);
-    }
-
-    /// Writes the stages in `chosen`. Stages of the step that are on disk with all their rows are left as they are,
-    /// since memory may have fewer of their rows.
-    ///
-    /// The manifest is written last and lists only finished files, those of an earlier manifest of the step included.
-    /// So a reader that finds a manifest finds all files that it lists, even if the process is killed in between.
-    fn try_write(&mut self, reason: Reason, chosen: &[bool]) -> Result<(), TraceError> {
-        let step = self.data.step;
-        let before = match self.data.on_disk.is_empty() {
-            true => None,
-            false => Some(self.manifest(step)?),
-        };
-        let on_disk = &self.data.on_disk;
-        let missing = chosen.iter().enumerate();
-        let missing: Vec<bool> = missing
-            .map(|(stage, chosen)| *chosen && !on_disk.contains(&stage))
-            .collect();
-        let spilt = self.spill(&missing);
-        let files = std::mem::take(&mut self.files);
-        spilt?;
-        let mut stages = files.finish()?;
-        let written = stages.iter().map(|file| file.bytes).sum::<u64>();
-        self.used.fetch_add(written, Ordering::Relaxed);
-        let mut notes = Vec::new();
-        if self.data.dropped && reason != Reason::Asked {
-            notes.push(ROWS_MISSING.to_owned());
-        }
-        if !self.data.ended {
-            notes.push(
-                "the step ended with an error; only what came before it is recorded".to_owned(),
-            );
-        }
-        let (mut models, mut stage_states) =
-            (self.state.1.models.clone(), self.state.1.stages.clone());
-        if let Some(before) = before {
-            stages.extend(before.stages);
-            let place = |name: &str| self.stages.iter().position(|about| about.name == name);
-            stages.sort_by_key(|file| place(&file.stage));
-            if models.is_empty() {
-                (models, stage_states) = (before.models, before.stage_states);
-            }
-        }
-        let stateless = models.is_empty();
-        // The flight recorder may have written stages that were not chosen.
-        let about = &self.stages;
-        let is_written = |stage: &usize| stages.iter().any(|file| file.stage == about[*stage].name);
-        self.unrecorded.retain(|stage| !is_written(stage));
-        self.writer.end_step(&StepManifest {
-            format: FORMAT,
-            step,
-            reason,
-            ended: self.data.ended,
-            stages,
-            models,
-            stage_states,
-            notes,
-        })?;
-        let chosen = chosen.iter().enumerate().filter(|(_, chosen)| **chosen);
-        self.data.on_disk.extend(chosen.map(|(stage, _)| stage));
-        if reason != Reason::Asked && stateless {
-            let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
-            wanted.push(step);
-        }
-        Ok(())
-    }
-
-    /// The manifest of a step that is on disk.
-    fn manifest(&self, step: u64) -> Result<StepManifest, TraceError> {
-        let path = self.writer.layout().manifest(step);
-        let text = fs::read_to_string(&path).map_err(|e| TraceError::file("read", &path, e))?;
-        parse(&path, &text)
-    }
-
-    /// Adds its state to a step that is on disk.
-    fn add_state(&self, step: u64, state: StepState) -> Result<(), TraceError> {
-        let manifest = self.manifest(step)?;
-        self.writer.end_step(&StepManifest {
-            models: state.models,
-            stage_states: state.stages,
-            ..manifest
-        })
-    }
-
-    /// Reports an I/O error, once for each kind of data.
-    fn report_error(&mut self, about: &'static str, result: Result<(), TraceError>) {
-        if let Err(error) = result
-            && self.reported.insert(about)
-        {
-            tracing::warn!(
-                "trace: cannot write {about} ({}): {error}; the run continues and keeps trying to write later data",
-                error.code()
-            );
-        }
-    }
-}
-
-fn header<'a>(stages: &'a [StageAbout], format: &TraceFormat, state: &StepState) -> StepHeader<'a> {
-    StepHeader {
-        stages,
-        seed: format.seed,
-        steps: format.steps,
-        models: state
-            .models
-            .iter()
-            .map(|(name, reference)| (name.clone(), reference.version.clone()))
-            .collect(),
+        self.archive
+            .write(&mut self.step, reason, chosen, &mut self.reported);
     }
 }
 

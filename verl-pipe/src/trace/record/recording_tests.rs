@@ -5,8 +5,9 @@ use crate::batch::{RaggedColumn, RowId};
 use crate::keys::RESPONSES;
 use crate::stage::RowRule;
 use crate::trace::config::RuleSetting;
-use crate::trace::files::{StageInfo, TraceDir, samples};
-use crate::trace::rules::Hit;
+use crate::trace::files::{ROWS_MISSING, StageInfo, StateRef, TraceDir, samples};
+use crate::trace::record::step_data::StepData;
+use crate::trace::rules::{Hit, MetricsView, Severity};
 
 /// Rows of a slice.
 const ROWS: u64 = 8;
@@ -151,7 +152,7 @@ fn a_warning_does_not_lose_rows_of_a_large_step_on_disk() {
         models: BTreeMap::from([("actor".to_owned(), reference.clone())]),
         stages: BTreeMap::new(),
     };
-    recording.state = (1, state);
+    recording.step.state = (1, state);
     all_slices(&mut recording, 1);
     recording.end(1);
     let trace = TraceDir::open(temp.path()).expect("opens");
@@ -184,14 +185,14 @@ fn a_warning_does_not_lose_rows_of_a_large_step_on_disk() {
     );
     assert_eq!(after.notes, [ROWS_MISSING]);
     let sizes: u64 = after.stages.iter().map(|file| file.bytes).sum();
-    assert_eq!(recording.used.load(Ordering::Relaxed), sizes);
+    assert_eq!(recording.archive.used(), sizes);
 }
 
 #[test]
 fn a_failed_step_is_written_without_changing_the_step_before() {
     let temp = tempfile::tempdir().expect("a folder");
     let mut recording = recording(temp.path(), &[2]);
-    recording.ring.max_bytes = usize::MAX;
+    recording.flight_recorder.ring.max_bytes = usize::MAX;
     all_slices(&mut recording, 1);
     recording.end(1);
     all_slices(&mut recording, 2);
@@ -216,7 +217,7 @@ fn a_stage_without_recorded_rows_is_reported_with_the_reason() {
         let warning = format!(
             "trace: nothing is recorded for `kept`, selected by `trace.stages` or `debug`: {why}"
         );
-        assert_eq!(recording.unrecorded_warning(), Some(warning));
+        assert_eq!(recording.archive.unrecorded_warning(), Some(warning));
     };
     let mut ended = begin("ended");
     all_slices(&mut ended, 1);
@@ -231,11 +232,11 @@ fn a_stage_without_recorded_rows_is_reported_with_the_reason() {
     check(&empty, "no rows arrived in the steps to record in full");
     let mut seen = begin("seen");
     all_slices(&mut seen, 2);
-    assert_eq!(seen.unrecorded_warning(), None);
+    assert_eq!(seen.archive.unrecorded_warning(), None);
     // A step beyond the end of the run was reported before it started.
     let never = recording(&temp.path().join("never"), &[99]);
-    assert_eq!(never.unrecorded_warning(), None);
+    assert_eq!(never.archive.unrecorded_warning(), None);
     // Stages that the flight recorder wrote count as recorded.
     ended.metrics(1, BTreeMap::new());
-    assert_eq!(ended.unrecorded_warning(), None);
+    assert_eq!(ended.archive.unrecorded_warning(), None);
 }
