@@ -130,7 +130,7 @@ pub const STEP_COLUMNS: [Column; 5] = [
 #[derive(Clone, Copy)]
 pub(crate) enum Of {
     Text(fn(&StatRow) -> Option<&str>),
-    Whole(fn(&StatRow) -> Option<u64>),
+    Integer(fn(&StatRow) -> Option<u64>),
     Real(fn(&StatRow) -> Option<f64>),
     /// Numbers of the sketch's buckets.
     Buckets,
@@ -154,7 +154,7 @@ impl StatColumn {
     pub fn column(&self) -> Column {
         let holds = match self.of {
             Of::Text(_) => ColumnType::Text,
-            Of::Whole(_) => ColumnType::U64,
+            Of::Integer(_) => ColumnType::U64,
             Of::Real(_) => ColumnType::F64,
             Of::Buckets => ColumnType::U16List,
             Of::Counts => ColumnType::U32List,
@@ -195,11 +195,11 @@ const fn maybe(
 
 /// The columns of `trace/stats`, in order; the table has one row per step, stage, side and key.
 pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
-    use Of::{Buckets, Counts, Real, Text, Whole};
+    use Of::{Buckets, Counts, Integer, Real, Text};
     [
         stat(
             "step",
-            Whole(|row| Some(row.step)),
+            Integer(|row| Some(row.step)),
             "",
             "step of the run, from 1",
         ),
@@ -229,37 +229,37 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
         ),
         stat(
             "rows",
-            Whole(|row| Some(row.rows)),
+            Integer(|row| Some(row.rows)),
             "rows",
             "rows of the step",
         ),
         stat(
             "nulls",
-            Whole(|row| Some(row.nulls)),
+            Integer(|row| Some(row.nulls)),
             "rows",
             "rows that are null",
         ),
         stat(
             "count",
-            Whole(|row| Some(row.count)),
+            Integer(|row| Some(row.count)),
             "values",
             "values: list items of a ragged key, else rows that are not null",
         ),
         stat(
             "tokens",
-            Whole(|row| Some(row.tokens)),
+            Integer(|row| Some(row.tokens)),
             "list items",
             "list items of a ragged key, else 0",
         ),
         stat(
             "zeros",
-            Whole(|row| Some(row.zeros)),
+            Integer(|row| Some(row.zeros)),
             "values",
             "values that are zero",
         ),
         stat(
             "non_finite",
-            Whole(|row| Some(row.non_finite)),
+            Integer(|row| Some(row.non_finite)),
             "values",
             "values that are NaN or infinite",
         ),
@@ -343,13 +343,13 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
         ),
         stat(
             "hash",
-            Whole(|row| Some(row.hash)),
+            Integer(|row| Some(row.hash)),
             "",
             "sum over the rows, modulo 2^64, of XXH3-64 of the row's bytes with `sample_id` as seed; equal content has equal hashes",
         ),
         maybe(
             "length_min",
-            Whole(|row| row.length_min),
+            Integer(|row| row.length_min),
             "list items or characters",
             "shortest row: list items of a ragged key, characters of a text",
         ),
@@ -361,7 +361,7 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
         ),
         maybe(
             "length_max",
-            Whole(|row| row.length_max),
+            Integer(|row| row.length_max),
             "list items or characters",
             "longest row",
         ),
@@ -379,13 +379,13 @@ pub(crate) const STAT_COLUMNS: [StatColumn; 40] = {
         ),
         maybe(
             "ratio_tokens",
-            Whole(|row| Some(row.ratio.as_ref()?.tokens)),
+            Integer(|row| Some(row.ratio.as_ref()?.tokens)),
             "tokens",
             "tokens that were compared with the counterpart",
         ),
         maybe(
             "ratio_rows",
-            Whole(|row| Some(row.ratio.as_ref()?.rows)),
+            Integer(|row| Some(row.ratio.as_ref()?.rows)),
             "rows",
             "rows with a token that was compared with the counterpart",
         ),

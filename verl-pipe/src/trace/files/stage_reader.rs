@@ -129,7 +129,7 @@ impl FileRows {
             )));
         }
         let [sides, waves, slices, samples, groups] =
-            ["side", "wave", "slice", SAMPLE_ID, GROUP_ID].map(|name| self.whole(name));
+            ["side", "wave", "slice", SAMPLE_ID, GROUP_ID].map(|name| self.all_rows(name));
         let (sides, waves, slices) = (sides?, waves?, slices?);
         let (samples, groups) = (samples?, groups?);
         let of_type = |name: &str, array: &ArrayRef| {
@@ -187,7 +187,7 @@ impl FileRows {
     }
 
     /// A column of all rows.
-    fn whole(&self, name: &str) -> Result<ArrayRef, TraceError> {
+    fn all_rows(&self, name: &str) -> Result<ArrayRef, TraceError> {
         let at = self.schema.index_of(name).map_err(|e| self.damaged(e))?;
         let arrays: Vec<&ArrayRef> = self.pieces.iter().map(|piece| piece.column(at)).collect();
         self.joined(at, &arrays)

@@ -236,7 +236,7 @@ pub(super) fn from_record(record: &RecordBatch) -> Result<Vec<StatRow>, String> 
 /// The rows of a record batch with valid sides; `None` if a column is missing or of another type.
 fn rows_of(record: &RecordBatch) -> Option<Vec<StatRow>> {
     let text = |name: &str| record.column_by_name(name)?.as_string_opt::<i32>();
-    let whole = |name: &str| {
+    let integers = |name: &str| {
         record
             .column_by_name(name)?
             .as_primitive_opt::<UInt64Type>()
@@ -255,8 +255,9 @@ fn rows_of(record: &RecordBatch) -> Option<Vec<StatRow>> {
         .column_by_name("sketch_counts")?
         .as_list_opt::<i32>()?;
     let row = |at: usize| -> Option<StatRow> {
-        let u = |name: &str| whole(name).map(|a| a.value(at));
-        let maybe_u = |name: &str| Some(whole(name)?).map(|a| a.is_valid(at).then(|| a.value(at)));
+        let u = |name: &str| integers(name).map(|a| a.value(at));
+        let maybe_u =
+            |name: &str| Some(integers(name)?).map(|a| a.is_valid(at).then(|| a.value(at)));
         let f = |name: &str| Some(real(name)?).map(|a| a.is_valid(at).then(|| a.value(at)));
         let mut quantiles = [None; 7];
         for (slot, column) in quantiles.iter_mut().zip(QUANTILE_COLUMNS) {

@@ -30,7 +30,7 @@ pub(crate) fn to_record(rows: &[StatRow]) -> Result<RecordBatch, ArrowError> {
     let columns = STAT_COLUMNS.iter().map(|column| {
         let array: ArrayRef = match column.of {
             Of::Text(of) => Arc::new(StringArray::from_iter(rows.iter().map(of))),
-            Of::Whole(of) => Arc::new(UInt64Array::from_iter(rows.iter().map(of))),
+            Of::Integer(of) => Arc::new(UInt64Array::from_iter(rows.iter().map(of))),
             Of::Real(of) => Arc::new(Float64Array::from_iter(rows.iter().map(of))),
             Of::Buckets => lists::<UInt16Type>(rows, |cell| cell.0),
             Of::Counts => lists::<UInt32Type>(rows, |cell| cell.1),

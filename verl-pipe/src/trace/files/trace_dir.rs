@@ -347,7 +347,7 @@ impl StageTrace {
     }
 
     /// All rows of one side as one batch, in declared order; `None` if there is no slice.
-    pub fn whole(&self, side: Side) -> Option<Batch> {
+    pub fn rows(&self, side: Side) -> Option<Batch> {
         let parts: Vec<Batch> = self.side(side).iter().map(|s| s.batch.clone()).collect();
         Batch::concat(&parts).ok()
     }

@@ -231,7 +231,7 @@ use arrow_array::Array;
 fn check(batch: &Batch, cuts: &[usize]) {
     let stage = through_disk(batch, cuts);
     for side in [Side::Input, Side::Output] {
-        let whole = stage.whole(side).expect("has slices");
+        let whole = stage.rows(side).expect("has slices");
         assert_eq!(&whole, batch);
         assert_eq!(f32_bits(&whole), f32_bits(batch));
         assert_eq!(list_bits(&whole), list_bits(batch));

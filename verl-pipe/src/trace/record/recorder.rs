@@ -216,8 +216,8 @@ impl Recorder {
     pub(crate) fn wants_state(&self, step: u64) -> Option<TraceWeights> {
         let captured = self.config.captures_step(step) || self.debug_stages;
         let small = self.state_bytes <= bytes_of(self.config.weights_limit_mb);
-        let whole = self.config.captures_step(step) && self.config.stages.is_empty();
-        let by_size = match whole && small {
+        let all_stages = self.config.captures_step(step) && self.config.stages.is_empty();
+        let by_size = match all_stages && small {
             true => TraceWeights::Full,
             false => TraceWeights::Hash,
         };

@@ -455,7 +455,7 @@ mod tests {
         let path = writer.layout().step(1).join(&file.file);
         let read = crate::trace::files::read_stage(&path).expect("reads");
         for side in [Side::Input, Side::Output] {
-            assert_eq!(read.whole(side), Some(whole.clone()));
+            assert_eq!(read.rows(side), Some(whole.clone()));
         }
     }
 

@@ -36,10 +36,10 @@ use crate::trace::files::{RecordedStep, StepStart, TraceDir};
 pub(crate) use changes_since::{changes_since, describe_changed_data};
 pub use comparison::device_tolerance;
 pub use error::ReplayError;
-pub use first_bad::{Fault, FirstBad, first_bad};
 pub(crate) use first_bad::{
-    Looked, changed_setting, damaged_fault, first_fault_of_stats, look, stopped_fault,
+    CheckedStep, changed_setting, check_step, damaged_fault, first_fault_of_stats, stopped_fault,
 };
+pub use first_bad::{Fault, FirstBad, first_bad};
 pub use report::{ReplayReport, ReplayedStage, SkippedStage};
 pub use scope::ReplayScope;
 pub(crate) use scope::find_stage;

@@ -97,12 +97,12 @@ pub fn first_bad(
     recorded: &RecordedStep,
     replayer: Option<&mut Replayer<'_>>,
 ) -> Result<Option<FirstBad>, ReplayError> {
-    Ok(look(schedule, recorded, replayer)?.bad)
+    Ok(check_step(schedule, recorded, replayer)?.bad)
 }
 
-/// The result of inspecting a step.
+/// The result of checking a step.
 #[derive(Debug, Default)]
-pub(crate) struct Looked {
+pub(crate) struct CheckedStep {
     pub bad: Option<FirstBad>,
     /// Stages that were run again.
     pub again: usize,
@@ -111,14 +111,14 @@ pub(crate) struct Looked {
 }
 
 /// As [`first_bad`], with the stages that were run again or skipped.
-pub(crate) fn look(
+pub(crate) fn check_step(
     schedule: &Schedule,
     recorded: &RecordedStep,
     replayer: Option<&mut Replayer<'_>>,
-) -> Result<Looked, ReplayError> {
-    let only = |bad| Looked {
+) -> Result<CheckedStep, ReplayError> {
+    let only = |bad| CheckedStep {
         bad,
-        ..Looked::default()
+        ..CheckedStep::default()
     };
     let changed = settings(schedule, recorded);
     if changed.is_some() {
@@ -158,7 +158,7 @@ pub(crate) fn look(
         (_, Some((_, bad, _))) => Some(bad),
         (seen, None) => seen.map(|(_, bad)| bad),
     };
-    Ok(Looked {
+    Ok(CheckedStep {
         bad,
         again: report.stages.len(),
         skipped: report
