@@ -228,19 +228,19 @@ fn scan(
     rows: usize,
 ) -> Result<(Vec<Option<usize>>, RowProblems), DataError> {
     if let Err(error @ (DataError::Unreadable { .. } | DataError::Empty { .. })) =
-        guarded(0, || previews.glance(0))
+        guarded(0, || previews.measure(0))
     {
         return Err(error);
     }
-    let glances: Vec<Result<usize, DataError>> = (0..rows)
+    let measured: Vec<Result<usize, DataError>> = (0..rows)
         .into_par_iter()
-        .map(|row| guarded(row, || previews.glance(row)))
+        .map(|row| guarded(row, || previews.measure(row)))
         .collect();
     let mut problems = RowProblems::default();
-    let sizes = glances
+    let sizes = measured
         .into_iter()
         .enumerate()
-        .map(|(row, glance)| glance.map_err(|error| problems.add(row, error)).ok());
+        .map(|(row, size)| size.map_err(|error| problems.add(row, error)).ok());
     let sizes = sizes.collect();
     Ok((sizes, problems))
 }
