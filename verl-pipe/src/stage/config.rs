@@ -202,6 +202,6 @@ pub trait DataConfig:
     /// # Errors
     /// As [`open`](Self::open).
     fn open_start(&self, context: &BuildContext) -> Result<OpenedData, DataError> {
-        self.open(context).map(OpenedData::whole)
+        self.open(context).map(OpenedData::complete)
     }
 }

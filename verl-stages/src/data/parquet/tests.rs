@@ -363,7 +363,7 @@ fn the_start_of_a_file_is_its_first_row_groups() {
     assert_eq!(data.len(), 2);
     assert_eq!(data.value(1, "text").unwrap(), Some(Value::Null));
     assert!(data.value(2, "text").is_err());
-    assert!(ParquetRows::open_start(&path).unwrap().is_whole);
+    assert!(ParquetRows::open_start(&path).unwrap().is_complete);
 }
 
 /// The codec byte of an uncompressed column chunk's metadata is set to Zstandard's, as another writer would set it: this
