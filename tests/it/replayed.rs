@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use verl::pipe::config::read_pipeline;
 use verl::pipe::run::runner::{Run, RunOptions};
-use verl::pipe::trace::diff::diff_step;
-use verl::pipe::trace::first_bad::first_bad;
-use verl::pipe::trace::recorded::{MemoryTap, RecordedStep, StepStart};
-use verl::pipe::trace::replay::{ReplayError, ReplayScope, Replayer};
+use verl::pipe::trace::compare::diff_step;
+use verl::pipe::trace::files::{RecordedStep, StepStart};
+use verl::pipe::trace::record::MemoryTap;
+use verl::pipe::trace::replay::{ReplayError, ReplayScope, Replayer, first_bad};
 use verl::prelude::*;
 
 use crate::kit::{GRPO, Place, root, save_value_model};

@@ -341,13 +341,13 @@ fn taking_a_read_away_is_found() {
             &["devices.rollout_tensor_parallel"],
         ),
         (
-            "verl-pipe/src/trace/recording.rs",
+            "verl-pipe/src/trace/record/recording.rs",
             "config.part_steps",
             "32",
             &["trace.part_steps"],
         ),
         (
-            "verl-pipe/src/trace/recorder.rs",
+            "verl-pipe/src/trace/record/recorder.rs",
             "self.config.weights_limit_mb",
             "1024",
             &["trace.weights_limit_mb"],

@@ -11,7 +11,7 @@
 //! | the template writes something after the end of the turn, such as a line end | it is not part of the target |
 //! | the turn ends without a token at which generation stops | the tokenizer's first end-of-sequence id is added ([`Note::Unended`]) |
 //! | the answer itself ends with such a token | the target ends with it; no second one is added |
-//! | the finished conversation does not start with the prompt's tokens | the prompt is what the finished conversation has before the answer ([`Note::Apart`]) |
+//! | the finished conversation does not start with the prompt's tokens | the prompt is what the finished conversation has before the answer ([`Note::PromptDiffers`]) |
 //! | the template leaves out a part of the answer, such as its reasoning | that part is not trained ([`Note::Changed`]) |
 //! | the template has `{% generation %}` marks | only the text between them is trained; see [`Writer::last_turn`] |
 //! | there is no template | prompt and answer are a single text |
@@ -83,7 +83,7 @@ pub enum TargetError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Note {
     /// The finished conversation does not start with the tokens of the prompt.
-    Apart {
+    PromptDiffers {
         /// The text from which generation starts.
         prompt: String,
         /// The finished conversation, up to the end of the answer.
@@ -271,7 +271,7 @@ impl<'a> Writer<'a> {
             let start = whole.after_prompt(&asked, prompt);
             let start = start.filter(|start| *start < whole.ids.len() || !whole.has_added_end());
             let start = start.unwrap_or_else(|| {
-                notes.push(Note::Apart {
+                notes.push(Note::PromptDiffers {
                     prompt: prompt.to_owned(),
                     finished: whole.text.clone(),
                 });

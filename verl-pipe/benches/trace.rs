@@ -26,9 +26,9 @@ use verl_pipe::run::runner::{Run, RunOptions};
 use verl_pipe::schedule::batching::BatchConfig;
 use verl_pipe::stage::{RowRule, StageContext, StageSpec};
 use verl_pipe::trace::config::TraceConfig;
-use verl_pipe::trace::format::{FORMAT, Side, StageManifest, TraceFormat};
-use verl_pipe::trace::recorder::{MEMORY_BUDGET, Recorder};
-use verl_pipe::trace::writer::{ROW_GROUP_BYTES, SliceAt, TraceWriter};
+use verl_pipe::trace::files::{ROW_GROUP_BYTES, SliceAt, StageManifest, TraceFormat, TraceWriter};
+use verl_pipe::trace::format::{FORMAT, Side};
+use verl_pipe::trace::record::{MEMORY_BUDGET, Recorder};
 
 const FLOATS: [verl_pipe::field::Key<verl_pipe::field::Ragged<f32>>; 3] =
     [ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, ADVANTAGES];

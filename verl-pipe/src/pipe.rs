@@ -334,7 +334,7 @@ impl DataPipe {
         name: impl Into<String>,
         data: Arc<dyn DataLoaderInterface>,
     ) -> Self {
-        let start = OpenedData::whole(data.clone());
+        let start = OpenedData::complete(data.clone());
         self.data.push(DataDecl {
             name: name.into(),
             kind: CUSTOM.to_owned(),

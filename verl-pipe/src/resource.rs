@@ -212,7 +212,7 @@ pub struct ModelInfo {
     pub no_template: Option<String>,
     /// Settings that are valid but probably not intended: the plan warns.
     #[serde(skip)]
-    pub doubts: Vec<ConfigError>,
+    pub warnings: Vec<ConfigError>,
 }
 
 /// The memory that a model needs on its device while it works, in addition to weights, optimiser state, and keys and

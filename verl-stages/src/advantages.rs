@@ -400,7 +400,7 @@ impl Stage for AdvantagesStage {
         if self.steering.is_some() {
             spec = spec.metrics(&[REWARD_KL_COEF]);
         }
-        self.warning.iter().cloned().fold(spec, StageSpec::doubts)
+        self.warning.iter().cloned().fold(spec, StageSpec::warning)
     }
 
     fn run(&mut self, input: Batch, context: &mut StageContext<'_>) -> Result<(), StageError> {

@@ -244,7 +244,7 @@ impl Stage for EpisodeStage {
         let looks = RowPreviewer::new(
             move |source, row| {
                 read.reward_of(row)?;
-                asked.glance(row, source.template.as_ref(), true)
+                asked.measure(row, source.template.as_ref(), true)
             },
             move |source, row| config.show(&format, source, row),
         );

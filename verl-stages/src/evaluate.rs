@@ -285,7 +285,7 @@ impl Stage for EvaluateStage {
         } = &self.config;
         let (read, own) = (format.clone(), format.clone());
         let looks = RowPreviewer::new(
-            move |rows, row| read.glance(row, rows.template.as_ref(), false),
+            move |rows, row| read.measure(row, rows.template.as_ref(), false),
             move |rows, row| show(&own, rows, row),
         );
         let looks = looks.first(questions.unwrap_or(usize::MAX));

@@ -323,7 +323,7 @@ impl Stage for GenerateStage {
     fn spec(&self) -> StageSpec {
         let warnings = self.config.warnings().into_iter();
         warnings
-            .fold(StageSpec::new(), StageSpec::doubts)
+            .fold(StageSpec::new(), StageSpec::warning)
             .agrees(LONGEST, "max_new_tokens", self.config.max_new_tokens)
             .agrees(STOPS, "stop", stop_list(&self.config.stop))
             .reads(PROMPTS.field().shaped("[P, S~]"))

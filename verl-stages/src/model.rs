@@ -577,7 +577,7 @@ impl ModelConfig for CausalLm {
             saved_bytes: saved_bytes(self.save_as, parameters, &dir),
             ..sized(&config, usage, parameters, optimizer)
         };
-        info.doubts.extend(head_warnings);
+        info.warnings.extend(head_warnings);
         describe_texts(&mut info, &dir, Some(config.vocab_size)).map_err(|error| vec![error])?;
         Ok(info)
     }

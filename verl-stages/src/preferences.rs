@@ -236,7 +236,7 @@ impl PreferenceFormat {
     ) -> Result<Option<Box<dyn RowPreviews>>, StageError> {
         let (read, format) = (self.clone(), self.clone());
         let looks = RowPreviewer::new(
-            move |_, row| JudgedRow::glance(&read, row),
+            move |_, row| JudgedRow::measure(&read, row),
             move |source, row| format.show(source, row),
         );
         preview(context, data, model, &self.prompts(), true, looks)

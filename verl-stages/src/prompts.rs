@@ -255,7 +255,7 @@ impl Stage for PromptStage {
         );
         let has_answers = self.config.with_targets;
         let looks = RowPreviewer::new(
-            move |source, row| read.glance(row, source.template.as_ref(), has_answers),
+            move |source, row| read.measure(row, source.template.as_ref(), has_answers),
             move |source, row| config.show(&format, source, row),
         );
         let Prompts { data, model, .. } = &self.config;

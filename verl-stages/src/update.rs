@@ -438,7 +438,7 @@ impl Stage for UpdateStage {
         self.warning
             .iter()
             .cloned()
-            .fold(spec, StageSpec::doubts)
+            .fold(spec, StageSpec::warning)
             .shows(Shown::of(&LOSS, "loss", rank))
             .shows(Shown::of(&GRAD_NORM, "grad", Shown::GRADIENT).narrow())
             .shows(Shown::of(&LEARNING_RATE, "lr", Shown::DETAIL + 2))

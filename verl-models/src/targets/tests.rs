@@ -115,7 +115,10 @@ fn a_target_has_no_blank_that_the_conversation_lacks() {
     let bracket = "{% for m in messages %}{{ m['content'] + (' <bot> ' if m['role'] == 'user' else eos_token) }}{% endfor %}";
     let (tokens, notes) = written(bracket, "four");
     assert_eq!(tokens, ["▁four", "</s>"]);
-    assert!(matches!(&notes[..], [Note::Apart { .. }]), "{notes:?}");
+    assert!(
+        matches!(&notes[..], [Note::PromptDiffers { .. }]),
+        "{notes:?}"
+    );
 }
 
 #[test]
@@ -191,7 +194,7 @@ fn a_prompt_that_opens_more_than_the_turn_is_reported_with_both_texts() {
     let finished = "<user>\ntwo</s>\n<assistant>\nfour</s>".to_owned();
     assert_eq!(
         lesson.notes,
-        [Note::Apart {
+        [Note::PromptDiffers {
             prompt: asked,
             finished
         }]
@@ -214,7 +217,7 @@ fn a_question_that_changes_once_it_is_answered_is_not_trained() {
         ["four", "</s>"]
     );
     assert!(
-        matches!(&lesson.notes[..], [Note::Apart { .. }]),
+        matches!(&lesson.notes[..], [Note::PromptDiffers { .. }]),
         "{:?}",
         lesson.notes
     );
@@ -344,7 +347,10 @@ fn plain_prompts_that_merge_with_their_answer_are_reported() {
     let (prompt, target, notes) = plain("two ", "four");
     assert_eq!(prompt, ["<s>", "▁two"]);
     assert_eq!(target, ["▁four", "</s>"]);
-    assert!(matches!(&notes[..], [Note::Apart { .. }]), "{notes:?}");
+    assert!(
+        matches!(&notes[..], [Note::PromptDiffers { .. }]),
+        "{notes:?}"
+    );
     let (prompt, target, notes) = plain("two", " four");
     assert_eq!(prompt, ["<s>", "▁two"]);
     assert_eq!(target, ["▁four", "</s>"]);

@@ -49,7 +49,7 @@ impl Writer<'_> {
         });
         let turn = self.turn_from(start, messages, at, whole, own);
         if after_prompt.is_none() {
-            notes.push(Note::Apart {
+            notes.push(Note::PromptDiffers {
                 prompt: asked,
                 finished: whole.text_of(turn.end).to_owned(),
             });

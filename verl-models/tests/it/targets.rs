@@ -148,7 +148,7 @@ fn has(lesson: &Lesson, wanted: fn(&Note) -> bool) -> bool {
 }
 
 fn is_apart(note: &Note) -> bool {
-    matches!(note, Note::Apart { .. })
+    matches!(note, Note::PromptDiffers { .. })
 }
 
 /// Checks every lesson: the finished conversation must start with its tokens, except for an added end.

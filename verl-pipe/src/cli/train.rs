@@ -97,7 +97,7 @@ pub fn train(
     let checked = args.pipeline.read(registry).and_then(|mut pipe| {
         args.debug.apply(&mut pipe.trace);
         let look = Look {
-            whole: true,
+            complete: true,
             ..Look::default()
         };
         pipe.check(&look).plan

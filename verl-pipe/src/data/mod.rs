@@ -125,15 +125,15 @@ pub struct OpenedData {
     /// Its rows, or the first ones.
     pub rows: Arc<dyn DataLoaderInterface>,
     /// Whether these are all its rows.
-    pub is_whole: bool,
+    pub is_complete: bool,
 }
 
 impl OpenedData {
     /// All rows of a data set.
-    pub fn whole(rows: Arc<dyn DataLoaderInterface>) -> Self {
+    pub fn complete(rows: Arc<dyn DataLoaderInterface>) -> Self {
         OpenedData {
             rows,
-            is_whole: true,
+            is_complete: true,
         }
     }
 }

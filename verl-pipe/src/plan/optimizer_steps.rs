@@ -69,8 +69,8 @@ pub(crate) fn check(
 ) {
     for (decl, training) in draft.pipe.models.iter().zip(training) {
         let place = format!("[models.{}] ({})", decl.name, decl.kind);
-        let doubts = training.iter().flat_map(|training| &training.doubts);
-        findings.extend(doubts.map(|doubt| setting_warning(&place, doubt)));
+        let warnings = training.iter().flat_map(|training| &training.warnings);
+        findings.extend(warnings.map(|warning| setting_warning(&place, warning)));
     }
 }
 

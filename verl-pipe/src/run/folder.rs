@@ -14,7 +14,7 @@
 //! | `row_errors.jsonl` | rows that failed or were slow in a stage, and why; if any |
 //! | `warnings.jsonl` | warnings of the run; see [`warnings`](crate::run::warnings); if any |
 //! | `model/<name>/` | models at the end of the run |
-//! | `trace/` | statistics of every edge, full steps, anomalies; see [`format`](crate::trace::format) |
+//! | `trace/` | statistics of every edge, full steps, anomalies; see [`files`](crate::trace::files) |
 //! | `schema.json` | keys, shapes and meanings of the pipeline, if steps or stages are traced in full |
 //! | `stall.json` | what the run waited for during a long silence; see [`stall`](crate::run::stall) |
 //! | `start.json` | duration of each part of the start, up to the end of the first step, and compiled kernels |

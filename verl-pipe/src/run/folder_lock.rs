@@ -5,7 +5,7 @@ use std::fs::{File, TryLockError};
 use std::path::Path;
 
 use crate::run::records::{Status, StatusFile};
-use crate::trace::error::TraceError;
+use crate::trace::files::TraceError;
 
 /// Message about a run whose process is [`Process::Gone`].
 pub(crate) const ABANDONED: &str = "no process has this folder locked, although status.json says that the run is in progress: the run was killed, \

@@ -20,8 +20,8 @@ use crate::run::state_file::ReportCounts;
 use crate::run::timeline::{Kernels, Timeline, start_line};
 use crate::run::warnings::{SharedConsole, Warnings, set_listener};
 use crate::trace::config::TraceWeights;
-use crate::trace::describe::describe;
-use crate::trace::recorder::Recorder;
+use crate::trace::files::describe_pipeline;
+use crate::trace::record::Recorder;
 use crate::trace::tap::Both;
 
 /// File of a run folder with the schema of `config.toml`, for editors.
@@ -177,7 +177,7 @@ impl Trainer {
             }
             folder.write_text("plan.txt", &plan.to_string())?;
             if plan.pipe.records_in_full() {
-                folder.write_text("schema.json", &describe(&plan))?;
+                folder.write_text("schema.json", &describe_pipeline(&plan))?;
             }
             let recorder = Recorder::start_in(folder.path(), &schedule, &room)
                 .map_err(|error| RunError::Trace {

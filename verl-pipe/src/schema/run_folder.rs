@@ -13,12 +13,11 @@ use crate::run::records::{
 };
 use crate::run::stall::StallReport;
 use crate::stage::Metric;
-use crate::trace::columns::{Column, STAT_COLUMNS, STEP_COLUMNS};
-use crate::trace::conditions::Conditions;
-use crate::trace::describe::TracedPipeline;
-use crate::trace::format::{MANIFEST_KEY, StageManifest, StepManifest, TraceFormat};
+use crate::trace::files::{
+    Beside, Column, Conditions, MANIFEST_KEY, STAT_COLUMNS, STEP_COLUMNS, StageManifest,
+    StepManifest, TraceFormat, TracedPipeline,
+};
 use crate::trace::rules::Anomaly;
-use crate::trace::state::Beside;
 
 /// Pattern of the name of a stage.
 pub(crate) const ANY_STAGE: &str = "[^/]+";

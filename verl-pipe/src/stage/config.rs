@@ -83,7 +83,7 @@ pub struct Training {
     /// Its settings, including those that the run determines; null if it has none.
     pub settings: serde_json::Value,
     /// Settings that are probably not intended for this number of optimiser steps.
-    pub doubts: Vec<ConfigError>,
+    pub warnings: Vec<ConfigError>,
 }
 
 /// The configuration of a stage: a plain struct that becomes the stage. A new stage only has to implement this.
@@ -201,6 +201,6 @@ pub trait DataConfig:
     /// # Errors
     /// As [`open`](Self::open).
     fn open_start(&self, context: &BuildContext) -> Result<OpenedData, DataError> {
-        self.open(context).map(OpenedData::whole)
+        self.open(context).map(OpenedData::complete)
     }
 }

@@ -91,7 +91,7 @@ pub trait RowPreviews: Send + Sync {
     ///
     /// # Errors
     /// Errors of its columns that a run would report.
-    fn glance(&self, index: usize) -> Result<usize, DataError>;
+    fn measure(&self, index: usize) -> Result<usize, DataError>;
 
     /// Row `index` (from 0), before anything is cut off.
     ///

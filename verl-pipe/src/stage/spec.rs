@@ -65,7 +65,7 @@ pub struct StageSpec {
     /// Specific help for a required key (by name) that no stage writes.
     pub remedies: BTreeMap<String, String>,
     /// Settings that are valid but probably not intended: the plan warns.
-    pub doubts: Vec<ConfigError>,
+    pub warnings: Vec<ConfigError>,
     /// Quantities that it and other stages set separately but that should be equal.
     pub agreements: Vec<Agreement>,
     /// For a filter of groups: how many it should keep; its source draws further waves while there are too few.
@@ -213,8 +213,8 @@ impl StageSpec {
         self
     }
     /// Adds a warning about a setting that is valid but probably not intended.
-    pub fn doubts(mut self, setting: ConfigError) -> Self {
-        self.doubts.push(setting);
+    pub fn warning(mut self, setting: ConfigError) -> Self {
+        self.warnings.push(setting);
         self
     }
     /// Declares the value that its setting `setting` gives to a quantity that other stages also set, for example

@@ -1,56 +1,26 @@
-//! Recording and replay: the tap on every edge, the trace in the run folder, replay, and the search for the first wrong
-//! value.
+//! The trace of a run: what is recorded beside it, the files in the run folder, and what is done with them later.
 //!
-//! [`recorder`] is the tap that records: statistics of every edge ([`stats`]), steps in full, a flight recorder, and
-//! [`rules`] that detect anomalies. [`mod@format`] defines the layout on disk, [`writer`] writes it, [`store`] reads
-//! it.
+//! | room | what it is | what it must not know |
+//! |---|---|---|
+//! | [`stats`] | the statistics of a key on one side of a stage: one row per step | rules and files |
+//! | [`rules`] | the anomaly rules: what is checked in every step, and what is reported | files and the recorder |
+//! | [`files`] | the `trace` folder of a run: the format, what writes it and what reads it | who calls it: no recorder, no replay |
+//! | [`record`] | what runs beside a run: taps that compute statistics, run the rules and write the files | replay and comparison |
+//! | [`compare`] | differences between recorded rows, between two runs, and between two sets of conditions | how a stage is run again |
+//! | [`replay`] | runs recorded steps again, and searches for the first wrong value | how a result is shown |
+//! | [`show`] | a recorded step for display, as tables and as text | the recorder and replay |
 //!
-//! [`recorded`] is a step in memory, however it was recorded; [`replay`], [`first_bad`], [`diff`] and [`show`] work on
-//! it, and [`traced_run`] builds it from a run folder. [`conditions`] are the conditions of a recording, [`changes`]
-//! lists what has changed since, and [`stand_in`] replaces stages whose kind this build does not have.
+//! [`tap`] is how a run shows its batches, [`config`] is what a pipeline file says about the trace, [`mod@format`] is what
+//! all parts share, and `text` formats text for terminals.
 
-pub mod altered;
-mod cell;
-pub mod changes;
-pub mod columns;
 pub mod compare;
-pub mod conditions;
 pub mod config;
-pub mod describe;
-pub mod diff;
-mod diff_inputs;
-mod diff_report;
-pub mod diff_stats;
-mod edges;
-pub mod error;
-pub mod first_bad;
-pub(crate) mod first_changed;
+pub mod files;
 pub mod format;
-mod invariants;
-pub(crate) mod look;
-pub(crate) mod partial;
-pub mod ratio;
-pub mod recorded;
-pub mod recorder;
-mod recording;
+pub mod record;
 pub mod replay;
-mod row_groups;
 pub mod rules;
 pub mod show;
-pub mod sketch;
-mod stage_rows;
-pub mod stand_in;
-pub(crate) mod state;
 pub mod stats;
-pub(crate) mod stats_faults;
-mod stats_read;
-pub mod stats_table;
-mod step_data;
-mod step_stats;
-pub mod stopped;
-pub mod store;
 pub mod tap;
 pub(crate) mod text;
-pub mod traced_run;
-mod watched_rule;
-pub mod writer;

@@ -1,4 +1,4 @@
-//! Tables of text for terminals.
+//! Text for terminals: tables, counts, short numbers, quoted words.
 
 use std::fmt;
 
@@ -104,6 +104,15 @@ pub(crate) fn short(value: f64) -> String {
     }
 }
 
+/// Quotes a text as one shell word.
+pub(crate) fn shell_word(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
+    match !text.is_empty() && text.chars().all(plain) {
+        true => text.to_owned(),
+        false => format!("'{}'", text.replace('\'', r"'\''")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -131,5 +140,18 @@ mod tests {
         }
         assert_eq!(one_line("a\nb\u{7}", 20), "a\\nb\\u{7}");
         assert_eq!(one_line("abcdef", 3), "abc…");
+    }
+
+    #[test]
+    fn folders_are_quoted_as_one_shell_word() {
+        for (dir, word) in [
+            ("runs/a-1.b", "runs/a-1.b"),
+            ("my runs/a", "'my runs/a'"),
+            ("it's", r"'it'\''s'"),
+            ("$(x)", "'$(x)'"),
+            ("", "''"),
+        ] {
+            assert_eq!(shell_word(dir), word);
+        }
     }
 }

@@ -3,8 +3,7 @@ use std::sync::Arc;
 use arrow_array::{ArrayRef, Float32Array, StringArray};
 
 use super::*;
-use crate::trace::ratio::RatioStats;
-use crate::trace::stats::{KeyStats, Place};
+use crate::trace::stats::{KeyStats, Place, RatioStats};
 
 fn row(step: u64, stage: &str, side: Side, key: &str, array: ArrayRef) -> StatRow {
     let mut stats = KeyStats::default();

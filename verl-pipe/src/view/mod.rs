@@ -25,11 +25,10 @@ use crate::registry::Registry;
 use crate::run::folder_lock::{ABANDONED, Process, process_of};
 use crate::run::records::{SampleLine, StatusFile};
 use crate::schedule::placement::Schedule;
-use crate::trace::error::TraceError;
+use crate::trace::files::{TraceDir, TraceError};
+use crate::trace::replay::{InspectError, TracedRun, schedule_of};
 use crate::trace::rules::Anomaly;
-use crate::trace::store::TraceDir;
 use crate::trace::text::count;
-use crate::trace::traced_run::{InspectError, TracedRun, schedule_of};
 
 use curves::{Curve, KeyCurves, metric_curves};
 use files::RunFiles;

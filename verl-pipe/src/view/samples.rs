@@ -11,11 +11,11 @@ use crate::batch::RowId;
 use crate::keys;
 use crate::resource::TokenTexts;
 use crate::schedule::placement::Schedule;
-use crate::trace::recorded::RecordedStep;
+use crate::trace::files::RecordedStep;
+use crate::trace::replay::TracedRun;
 use crate::trace::rules::Anomaly;
 use crate::trace::show::{SampleView, StepView};
 use crate::trace::text::count;
-use crate::trace::traced_run::TracedRun;
 
 /// Most steps to take samples from; each has to be read completely.
 const STEPS: usize = 40;

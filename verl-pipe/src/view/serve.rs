@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tiny_http::{Header, Method, Request, Response, Server as Http, StatusCode};
 
-use crate::trace::traced_run::InspectError;
+use crate::trace::replay::InspectError;
 
 /// The server cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -18,6 +18,13 @@ pub struct ServeError {
     pub address: SocketAddr,
     /// The system's error.
     pub reason: String,
+}
+
+impl ServeError {
+    /// Code of the error; `docs/errors/<CODE>.md` says what happened and what to do.
+    pub fn code(&self) -> &'static str {
+        "T020"
+    }
 }
 
 /// A server that listens on the loopback interface.

@@ -354,7 +354,7 @@ fn settings_that_a_stage_warns_about() {
     let idle = StageSpec::new()
         .reads(REWARDS)
         .rows(RowRule::Sink)
-        .doubts(ConfigError::new(
+        .warning(ConfigError::new(
             "price",
             "is 0, so that nothing is taken off",
             "set it to a number above 0",

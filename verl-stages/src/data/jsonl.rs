@@ -93,12 +93,12 @@ impl JsonlRows {
                 rows => {
                     return Ok(OpenedData {
                         rows: Arc::new(rows?),
-                        is_whole: false,
+                        is_complete: false,
                     });
                 }
             }
         }
-        Ok(OpenedData::whole(Arc::new(JsonlRows::open(path)?)))
+        Ok(OpenedData::complete(Arc::new(JsonlRows::open(path)?)))
     }
 
     fn from_bytes(origin: String, bytes: Vec<u8>, extent: Extent) -> Result<JsonlRows, DataError> {

@@ -109,12 +109,12 @@ impl ParquetRows {
     pub fn open_start(path: &Path) -> Result<OpenedData, DataError> {
         let mut rows = ParquetRows::with_metadata(path, String::new())?;
         if rows.file.len() <= super::START_BYTES {
-            return Ok(OpenedData::whole(Arc::new(ParquetRows::open(path)?)));
+            return Ok(OpenedData::complete(Arc::new(ParquetRows::open(path)?)));
         }
         let all = rows.groups;
         rows.first_groups(START_ROWS);
         Ok(OpenedData {
-            is_whole: rows.groups == all,
+            is_complete: rows.groups == all,
             rows: Arc::new(rows),
         })
     }

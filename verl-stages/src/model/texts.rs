@@ -162,7 +162,7 @@ pub(super) fn describe_texts(
     }
     info.vocabulary = Some(Vocabulary::new(tokenizer.tokens()));
     info.num_ids = rows.unwrap_or(0);
-    info.doubts
+    info.warnings
         .extend(rows.and_then(|rows| end_warning(dir, &tokenizer, rows)));
     let (template, no_template) = template_of(dir);
     info.no_template = no_template.clone();
@@ -404,8 +404,8 @@ mod tests {
         };
         let (declared_tied, declared_untied) = (described(true), described(false));
         assert_eq!(declared_tied.num_parameters, declared_untied.num_parameters);
-        assert!(declared_untied.doubts.is_empty());
-        let warning = &declared_tied.doubts[0];
+        assert!(declared_untied.warnings.is_empty());
+        let warning = &declared_tied.warnings[0];
         assert!(
             warning
                 .reason

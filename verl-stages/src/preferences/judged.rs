@@ -77,7 +77,7 @@ impl JudgedRow {
     ///
     /// # Errors
     /// Those of [`JudgedRow::encode`], except errors of the template and the tokenizer.
-    pub fn glance(config: &PreferenceFormat, row: &Row<'_>) -> Result<usize, DataError> {
+    pub fn measure(config: &PreferenceFormat, row: &Row<'_>) -> Result<usize, DataError> {
         let RawJudgedRow { asked, answers, .. } = RawJudgedRow::read(config, row)?;
         let asked = match asked {
             PromptInput::Text(text) => text.len(),

@@ -299,7 +299,7 @@ impl PromptFormat {
     ///
     /// # Errors
     /// [`DataError`] with the row: a column is missing or of another type, the conversation ends with the wrong message.
-    pub(crate) fn glance(
+    pub(crate) fn measure(
         &self,
         row: &Row<'_>,
         template: Option<&ChatTemplate>,

@@ -74,12 +74,12 @@ fn the_first_steps_can_be_left_to_the_critic() {
         run_with(stage(3, 9).as_mut(), step, batch, &mut Models::new()).is_ok()
     };
     assert_eq!([1, 2, 3, 4].map(is_idle), [true, true, true, false]);
-    let doubts = |warmup_steps, steps| stage(warmup_steps, steps).spec().doubts;
-    assert_eq!(doubts(8, 9), []);
-    let warning = doubts(9, 9).remove(0);
+    let warnings = |warmup_steps, steps| stage(warmup_steps, steps).spec().warnings;
+    assert_eq!(warnings(8, 9), []);
+    let warning = warnings(9, 9).remove(0);
     assert_eq!(warning.setting, "warmup_steps");
     assert!(warning.reason.contains("never trained"), "{warning}");
-    assert_eq!(doubts(0, 0), []);
+    assert_eq!(warnings(0, 0), []);
 }
 
 #[test]

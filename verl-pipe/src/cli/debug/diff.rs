@@ -9,12 +9,11 @@ use serde_json::Value;
 
 use super::{DIFFERS, Failure, NOTHING, SAME, write, write_json};
 use crate::registry::Registry;
-use crate::trace::changes::{Change, Changes, changed, shown};
-use crate::trace::conditions::Conditions;
-use crate::trace::diff::{RunDiff, diff_settings, diff_step};
-use crate::trace::diff_stats::diff_stats;
+use crate::trace::compare::changes::{changed, shown};
+use crate::trace::compare::{Change, Changes, RunDiff, diff_settings, diff_stats, diff_step};
+use crate::trace::files::Conditions;
+use crate::trace::replay::TracedRun;
 use crate::trace::text::count;
-use crate::trace::traced_run::TracedRun;
 
 /// Arguments of `pipe debug diff`.
 #[derive(Debug, Clone, Args)]

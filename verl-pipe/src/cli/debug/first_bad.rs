@@ -10,17 +10,14 @@ use serde_json::{Value, json};
 use super::{DIFFERS, Failure, RunArg, SAME, write, write_json, write_notes};
 use crate::registry::Registry;
 use crate::run::runner::Run;
-use crate::trace::changes::Changes;
-use crate::trace::first_bad::{Fault, FirstBad, Looked, damaged_fault, look};
-use crate::trace::first_changed::changed_setting;
-use crate::trace::look::shell_word;
-use crate::trace::replay::{ReplayError, Replayer, changes_since};
+use crate::trace::compare::Changes;
+use crate::trace::files::{DamagedFile, ranges};
+use crate::trace::replay::{
+    CheckedStep, Fault, FirstBad, InspectError, ReplayError, Replayer, TracedRun, changed_setting,
+    changes_since, check_step, damaged_fault, first_fault_of_stats, stopped_fault,
+};
 use crate::trace::rules::Anomaly;
-use crate::trace::stats_faults::first_fault_of_stats;
-use crate::trace::stopped::stopped_fault;
-use crate::trace::store::{DamagedFile, ranges};
-use crate::trace::text::count;
-use crate::trace::traced_run::{InspectError, TracedRun};
+use crate::trace::text::{count, shell_word};
 
 /// Arguments of `pipe debug first-bad`.
 #[derive(Debug, Clone, Args)]
@@ -238,7 +235,7 @@ fn inspect_step(
         false => inspection.damaged.extend(recorded.damaged.iter().cloned()),
     }
     let Some(replayer) = replayer else {
-        return Ok(look(schedule, &recorded, None)?.bad);
+        return Ok(check_step(schedule, &recorded, None)?.bad);
     };
     match traced.state_before(step) {
         Ok(state) => recorded.state = Some(state),
@@ -251,22 +248,22 @@ fn inspect_step(
                 stage: None,
                 error,
             });
-            return Ok(look(schedule, &recorded, None)?.bad);
+            return Ok(check_step(schedule, &recorded, None)?.bad);
         }
     }
-    match look(schedule, &recorded, Some(replayer)) {
+    match check_step(schedule, &recorded, Some(replayer)) {
         Err(error @ (ReplayError::NoState { .. } | ReplayError::NotRecorded { .. })) => {
             inspection
                 .notes
                 .push(format!("step {step} was not run again: {error}"));
-            Ok(look(schedule, &recorded, None)?.bad)
+            Ok(check_step(schedule, &recorded, None)?.bad)
         }
-        looked => {
-            let Looked {
+        checked => {
+            let CheckedStep {
                 bad,
                 again,
                 skipped,
-            } = looked?;
+            } = checked?;
             inspection.again += again;
             inspection.skipped.add(step, skipped);
             Ok(bad)

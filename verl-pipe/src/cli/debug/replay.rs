@@ -6,8 +6,7 @@ use clap::Args;
 
 use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
 use crate::registry::Registry;
-use crate::trace::replay::{ReplayError, ReplayScope, Replayer};
-use crate::trace::traced_run::{InspectError, TracedRun};
+use crate::trace::replay::{InspectError, ReplayError, ReplayScope, Replayer, TracedRun};
 
 /// Arguments of `pipe debug replay`.
 #[derive(Debug, Clone, Args)]

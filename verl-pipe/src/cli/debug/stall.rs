@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
 use crate::run::folder_lock::{ABANDONED, Process, process_of};
 use crate::run::stall::StallReport;
-use crate::trace::traced_run::InspectError;
+use crate::trace::replay::InspectError;
 
 const UNKNOWN: &str = "it is unknown whether the run is in progress, as status.json says: its process locks metrics.jsonl, \
      which is missing or cannot be checked for a lock on this system";

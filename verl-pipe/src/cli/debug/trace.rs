@@ -8,9 +8,8 @@ use super::replay::replay_step;
 use super::{Failure, RunArg, SAME, write, write_json, write_notes};
 use crate::batch::RowId;
 use crate::registry::Registry;
-use crate::trace::replay::{ReplayScope, find_stage};
+use crate::trace::replay::{InspectError, ReplayScope, TracedRun, find_stage};
 use crate::trace::show::{StepView, step_summary};
-use crate::trace::traced_run::{InspectError, TracedRun};
 
 /// Arguments of `pipe debug trace`.
 #[derive(Debug, Clone, Args)]

@@ -10,8 +10,8 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         let place = format!("[models.{}] ({})", model.name, model.kind);
         let errors = info.as_ref().err().into_iter().flatten();
         findings.extend(errors.map(|error| setting_error(&place, error)));
-        let doubts = info.as_ref().into_iter().flat_map(|info| &info.doubts);
-        findings.extend(doubts.map(|doubt| setting_warning(&place, doubt)));
+        let warnings = info.as_ref().into_iter().flat_map(|info| &info.warnings);
+        findings.extend(warnings.map(|warning| setting_warning(&place, warning)));
     }
     for data in &draft.pipe.data {
         let place = format!("[data.{}] ({})", data.name, data.kind);

@@ -33,8 +33,8 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
                 .iter()
                 .map(|error| setting_error(&place, error)),
         );
-        let doubts = stage.spec.iter().flat_map(|spec| &spec.doubts);
-        findings.extend(doubts.map(|doubt| setting_warning(&place, doubt)));
+        let warnings = stage.spec.iter().flat_map(|spec| &spec.warnings);
+        findings.extend(warnings.map(|warning| setting_warning(&place, warning)));
     }
 }
 
@@ -52,12 +52,12 @@ pub(super) fn setting_error(place: &str, error: &ConfigError) -> Diagnostic {
 }
 
 /// The finding about a setting that is valid but probably a mistake.
-pub(crate) fn setting_warning(place: &str, doubt: &ConfigError) -> Diagnostic {
+pub(crate) fn setting_warning(place: &str, warning: &ConfigError) -> Diagnostic {
     Diagnostic::warning(
         "C008",
-        format!("setting `{}` is probably a mistake", doubt.setting),
+        format!("setting `{}` is probably a mistake", warning.setting),
     )
     .at(place)
-    .because(doubt.to_string())
-    .help(doubt.help.clone())
+    .because(warning.to_string())
+    .help(warning.help.clone())
 }

@@ -21,7 +21,7 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
         if let Some(setting) = trace.rules.get(rule.name) {
             check_tuning(&Tunable::from(rule), *setting, trace.stats, &mut problems);
             if trace.stats && draft.complete() && !is_off(*setting) {
-                problems.doubts.extend(never_fires(rule, draft));
+                problems.warnings.extend(never_fires(rule, draft));
             }
         }
     }
@@ -38,16 +38,16 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     );
     findings.extend(
         problems
-            .doubts
+            .warnings
             .iter()
-            .map(|doubt| setting_warning(PLACE, doubt)),
+            .map(|warning| setting_warning(PLACE, warning)),
     );
 }
 
 #[derive(Default)]
 struct Problems {
     errors: Vec<ConfigError>,
-    doubts: Vec<ConfigError>,
+    warnings: Vec<ConfigError>,
 }
 
 fn steps(trace: &TraceConfig, last: u64, problems: &mut Problems) {
@@ -74,19 +74,19 @@ fn steps(trace: &TraceConfig, last: u64, problems: &mut Problems) {
         }
     }
     if !twice.is_empty() {
-        problems.doubts.push(ConfigError::new(
+        problems.warnings.push(ConfigError::new(
             "steps",
             format!("contains {} more than once", listed(twice)),
             "remove the duplicate, or replace it with the intended step",
         ));
     }
     match trace.every {
-        Some(0) => problems.doubts.push(ConfigError::new(
+        Some(0) => problems.warnings.push(ConfigError::new(
             "every",
             "is 0, so no step is recorded",
             "remove it, or set it to a number of steps above 0",
         )),
-        Some(every) if every > last => problems.doubts.push(ConfigError::new(
+        Some(every) if every > last => problems.warnings.push(ConfigError::new(
             "every",
             format!("is {every}, but the run has {last} steps, so no step is recorded"),
             format!(
@@ -97,7 +97,7 @@ fn steps(trace: &TraceConfig, last: u64, problems: &mut Problems) {
     }
     if !trace.stages.is_empty() && !trace.captures() {
         let names = quoted(trace.stages.iter().map(String::as_str));
-        problems.doubts.push(ConfigError::new(
+        problems.warnings.push(ConfigError::new(
             "stages",
             format!("contains {names}, but no step is recorded in full"),
             "select steps with `steps` or `every` (`every = 1` for all), or remove `stages`",
@@ -119,19 +119,19 @@ fn observers(draft: &Draft<'_>, problems: &mut Problems, findings: &mut Vec<Diag
     let listed = observers().filter(|decl| draft.pipe.trace.stages.contains(&decl.name));
     let names = quoted(listed.map(|decl| decl.name.as_str()));
     if !names.is_empty() {
-        problems.doubts.push(ConfigError::new(
+        problems.warnings.push(ConfigError::new(
             "stages",
             format!("contains {names}: {no_rows}"),
             format!("use stages that run in a step; {measures}"),
         ));
     }
     findings.extend(observers().filter(|decl| decl.debug).map(|decl| {
-        let doubt = ConfigError::new(
+        let warning = ConfigError::new(
             "debug",
             format!("is set, but {no_rows}"),
             format!("remove it; {measures}"),
         );
-        setting_warning(&stage_place(decl), &doubt)
+        setting_warning(&stage_place(decl), &warning)
     }));
 }
 
@@ -236,7 +236,7 @@ fn check_tuning(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, problems:
                 },
             )),
             None if setting.severity == Some(Severity::Off) => {
-                problems.doubts.push(ConfigError::new(
+                problems.warnings.push(ConfigError::new(
                     key,
                     format!("is {limit}, but the rule is off"),
                     "remove either `limit` or `severity`",
@@ -261,7 +261,7 @@ fn check_tuning(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, problems:
     match severity {
         // The stop would not protect the run.
         Severity::Stop => problems.errors.push(error),
-        _ => problems.doubts.push(error),
+        _ => problems.warnings.push(error),
     }
 }
 

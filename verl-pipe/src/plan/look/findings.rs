@@ -16,7 +16,7 @@ pub(super) struct Place<'a> {
     /// Name of the data set.
     pub data: &'a str,
     /// Whether it was opened completely.
-    pub is_whole: bool,
+    pub is_complete: bool,
 }
 
 impl Place<'_> {
@@ -220,7 +220,7 @@ impl RowProblems {
             ),
         };
         let data = place.data;
-        let all = place.is_whole && rows.len() == report.rows;
+        let all = place.is_complete && rows.len() == report.rows;
         match long_rows {
             LongRows::Refused => Some(
                 Diagnostic::error("D004", format!("{seen} of `{data}` {are} too long"))

@@ -36,7 +36,7 @@ pub struct Look {
     /// Number of rows of each source to return as they are written, from the first on.
     pub shown: usize,
     /// Whether to open every data set completely, as a run does, however long that takes.
-    pub whole: bool,
+    pub complete: bool,
 }
 
 impl Default for Look {
@@ -45,7 +45,7 @@ impl Default for Look {
             rows: 1000,
             longest: 100,
             shown: 0,
-            whole: false,
+            complete: false,
         }
     }
 }
@@ -96,13 +96,15 @@ pub(crate) fn inspect_data(pipe: &DataPipe, prepared: &Prepared<'_>, look: &Look
         if (decl.check)(&prepared.context).is_err() {
             continue;
         }
-        let opened = match look.whole {
+        let opened = match look.complete {
             true => (decl.open)(&prepared.context).map(|rows| (rows, true)),
-            false => (decl.open_start)(&prepared.context).map(|start| (start.rows, start.is_whole)),
+            false => {
+                (decl.open_start)(&prepared.context).map(|start| (start.rows, start.is_complete))
+            }
         };
         match opened {
-            Ok((rows, is_whole)) => {
-                if is_whole {
+            Ok((rows, is_complete)) => {
+                if is_complete {
                     inspection.opened.insert(decl.name.clone(), rows.clone());
                 }
                 data.insert(decl.name.clone(), rows);
@@ -146,11 +148,11 @@ fn inspect_stage(
         }
     };
     let num_rows = previews.rows().min(MAX_SCANNED_ROWS);
-    let is_opened_whole = inspection.opened.contains_key(previews.data());
+    let is_opened_completely = inspection.opened.contains_key(previews.data());
     let place = Place {
         stage: decl,
         data: previews.data(),
-        is_whole: is_opened_whole && num_rows == previews.rows(),
+        is_complete: is_opened_completely && num_rows == previews.rows(),
     };
     let (sizes, mut problems) = match scan(previews.as_ref(), num_rows) {
         Ok(scanned) => scanned,
@@ -169,7 +171,7 @@ fn inspect_stage(
         .map(|&row| (row, guarded(row, || previews.row(row))))
         .collect();
     let model = context.models.get(previews.model());
-    let mut report = StageRows::new(decl, previews.data(), num_rows, place.is_whole);
+    let mut report = StageRows::new(decl, previews.data(), num_rows, place.is_complete);
     for (row, written) in rows {
         if row < look.shown {
             let texts = model.and_then(|model| model.texts.as_ref());
@@ -216,19 +218,19 @@ fn scan(
     rows: usize,
 ) -> Result<(Vec<Option<usize>>, RowProblems), DataError> {
     if let Err(error @ (DataError::Unreadable { .. } | DataError::Empty { .. })) =
-        guarded(0, || previews.glance(0))
+        guarded(0, || previews.measure(0))
     {
         return Err(error);
     }
-    let glances: Vec<Result<usize, DataError>> = (0..rows)
+    let measured: Vec<Result<usize, DataError>> = (0..rows)
         .into_par_iter()
-        .map(|row| guarded(row, || previews.glance(row)))
+        .map(|row| guarded(row, || previews.measure(row)))
         .collect();
     let mut problems = RowProblems::default();
-    let sizes = glances
+    let sizes = measured
         .into_iter()
         .enumerate()
-        .map(|(row, glance)| glance.map_err(|error| problems.add(row, error)).ok());
+        .map(|(row, size)| size.map_err(|error| problems.add(row, error)).ok());
     let sizes = sizes.collect();
     Ok((sizes, problems))
 }

@@ -18,7 +18,8 @@ pub struct StageRows {
     /// Rows whose columns were read: all rows that the stage draws from, or the first rows of a large data set.
     pub rows: usize,
     /// Whether the data set was opened completely.
-    pub is_whole: bool,
+    #[serde(rename = "is_whole")]
+    pub is_complete: bool,
     /// Rows that were rendered and tokenised.
     pub tokenised: usize,
     /// How many of the tokenised rows are too long.
@@ -101,12 +102,12 @@ pub struct ShownToken {
 }
 
 impl StageRows {
-    pub(super) fn new(stage: &StageDecl, data: &str, rows: usize, is_whole: bool) -> Self {
+    pub(super) fn new(stage: &StageDecl, data: &str, rows: usize, is_complete: bool) -> Self {
         StageRows {
             stage: stage.name.clone(),
             data: data.to_owned(),
             rows,
-            is_whole,
+            is_complete,
             tokenised: 0,
             too_long: 0,
             prompt_tokens: None,

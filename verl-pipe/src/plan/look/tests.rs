@@ -103,7 +103,7 @@ impl RowPreviews for Bytes {
     fn long_rows(&self) -> LongRows {
         self.on_long
     }
-    fn glance(&self, index: usize) -> Result<usize, DataError> {
+    fn measure(&self, index: usize) -> Result<usize, DataError> {
         self.text(index).map(|text| text.len())
     }
     fn row(&self, index: usize) -> Result<RowPreview, DataError> {

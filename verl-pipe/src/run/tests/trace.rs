@@ -18,9 +18,9 @@ use crate::run::tests::streaming::Recorder as Seen;
 use crate::run::trainer::{Trainer, TrainerOptions};
 use crate::stage::{Access, Cardinality, RowRule, StageSpec};
 use crate::trace::config::{RuleSetting, TraceConfig};
-use crate::trace::format::{Reason, Side};
+use crate::trace::files::{Reason, TraceDir};
+use crate::trace::format::Side;
 use crate::trace::rules::{Anomaly, Hit, MetricsView, RULES, Rule, Severity, StepView};
-use crate::trace::store::TraceDir;
 
 fn traced(dir: &Path, steps: u64, trace: TraceConfig, others: Vec<StageDecl>) -> DataPipe {
     let mut pipe = pipeline(others).trace(trace);
@@ -216,8 +216,8 @@ fn a_full_step_contains_the_rows_of_all_edges() {
         }
         // Rows are in declared order, regardless of the order in which they arrived.
         let responses = step.stage("generate").expect("recorded");
-        let inputs = responses.whole(Side::Input).expect("rows").repeat(SAMPLES);
-        let ids = responses.whole(Side::Output).expect("rows").ids();
+        let inputs = responses.rows(Side::Input).expect("rows").repeat(SAMPLES);
+        let ids = responses.rows(Side::Output).expect("rows").ids();
         assert_eq!(ids, inputs.expect("in range").ids());
         assert_eq!(step.stage("update").expect("recorded").outputs, []);
         assert_eq!(step.stage("prompts").expect("recorded").inputs.len(), 1);
@@ -353,7 +353,7 @@ fn the_steps_before_an_error_are_recorded_without_being_requested() {
         "{:?}",
         reward.manifest.notes
     );
-    let refused = reward.whole(Side::Output).expect("rows");
+    let refused = reward.rows(Side::Output).expect("rows");
     let rewards: Vec<_> = refused
         .get(&crate::keys::REWARDS)
         .expect("there")

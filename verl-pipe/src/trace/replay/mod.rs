@@ -13,12 +13,14 @@
 //! If models run on another device, or the machine differs in a way that affects bits, floats are compared within
 //! [`device_tolerance`]; [`Changes`] lists the differences.
 
-mod chosen;
-mod compared;
+mod changes_since;
+mod comparison;
 mod error;
-mod failed;
+mod failures;
+mod first_bad;
 mod report;
-mod since;
+mod scope;
+mod traced_run;
 mod weights;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,23 +30,27 @@ use crate::run::again::CallPlace;
 use crate::run::error::RunError;
 use crate::run::runner::{Run, RunSnapshot, RunState};
 use crate::schedule::placement::Schedule;
-use crate::trace::changes::Changes;
-use crate::trace::recorded::{RecordedStep, StepStart};
-use crate::trace::store::TraceDir;
-use crate::trace::traced_run::{InspectError, TracedRun};
+use crate::trace::compare::Changes;
+use crate::trace::files::{RecordedStep, StepStart, TraceDir};
 
-pub use chosen::ReplayScope;
-pub(crate) use chosen::find_stage;
-pub use compared::device_tolerance;
+pub(crate) use changes_since::{changes_since, describe_changed_data};
+pub use comparison::device_tolerance;
 pub use error::ReplayError;
+pub(crate) use first_bad::{
+    CheckedStep, changed_setting, check_step, damaged_fault, first_fault_of_stats, stopped_fault,
+};
+pub use first_bad::{Fault, FirstBad, first_bad};
 pub use report::{ReplayReport, ReplayedStage, SkippedStage};
+pub use scope::ReplayScope;
+pub(crate) use scope::find_stage;
+pub(crate) use traced_run::schedule_of;
+pub use traced_run::{InspectError, TracedRun};
 
-use chosen::{Choice, Known, changed_models, choose};
-use compared::{Around, Versions, compare_stage, compare_weights};
-use failed::{Lost, failed_stage, is_of_stage};
+use changes_since::{add_data, changes_of};
+use comparison::{Around, Versions, compare_stage, compare_weights};
+use failures::{Lost, failed_stage, is_of_stage};
 use report::notes_of;
-use since::{add_data, changes_of};
-pub(crate) use since::{changes_since, describe_changed_data};
+use scope::{Choice, Known, changed_models, choose};
 use weights::{Sources, state_after};
 
 /// Replays steps of one run, which it borrows.

@@ -7,10 +7,9 @@ use serde::Serialize;
 use crate::diagnostic::quoted;
 use crate::schedule::placement::Schedule;
 use crate::stage::Cadence;
-use crate::trace::changes::Changes;
-use crate::trace::compare::{Comparison, Difference, Tolerance};
-use crate::trace::recorded::RecordedStep;
-use crate::trace::replay::chosen::ReplayScope;
+use crate::trace::compare::{Changes, Comparison, Difference, Tolerance};
+use crate::trace::files::RecordedStep;
+use crate::trace::replay::scope::ReplayScope;
 use crate::trace::text::{Align, Table, count};
 
 /// The result of one stage.

@@ -6,8 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::resource::{StoredState, WeightsVersion};
 use crate::run::runner::{RunSnapshot, RunState};
 use crate::schedule::placement::Schedule;
-use crate::trace::recorded::{RecordedStep, StepStart};
-use crate::trace::store::TraceDir;
+use crate::trace::files::{RecordedStep, StepStart, TraceDir};
 
 /// Where the state of trained models at the start of a step comes from.
 #[derive(Default)]

@@ -5,7 +5,7 @@ use super::rows::{at, largest};
 use super::{Hit, StepView};
 use crate::keys::OLD_LOG_PROBS;
 use crate::trace::format::Side;
-use crate::trace::ratio::RatioStats;
+use crate::trace::stats::RatioStats;
 
 /// Fewest tokens for a meaningful mean or effective sample size.
 const TOKENS: u64 = 256;

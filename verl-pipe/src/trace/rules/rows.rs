@@ -13,8 +13,7 @@ use super::{Hit, SeenBatch, StepView};
 use crate::batch::{Batch, RowId};
 use crate::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, RESPONSES, REWARDS, finish, mask};
 use crate::trace::format::Side;
-use crate::trace::ratio::{bytes, floats};
-use crate::trace::stats::StatRow;
+use crate::trace::stats::{StatRow, bytes, floats};
 
 /// Number of rows that a finding lists.
 const NAMED: usize = 5;

@@ -6,8 +6,7 @@ use super::*;
 use crate::batch::RaggedColumn;
 use crate::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, RESPONSES, REWARDS};
 use crate::trace::config::RuleSetting;
-use crate::trace::ratio::RatioStats;
-use crate::trace::stats::{KeyStats, Place};
+use crate::trace::stats::{KeyStats, Place, RatioStats};
 
 fn ids(n: u64) -> Vec<RowId> {
     (0..n)

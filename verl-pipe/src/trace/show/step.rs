@@ -6,11 +6,8 @@ use serde::Serialize;
 
 use crate::plan::PlannedStage;
 use crate::schedule::placement::Schedule;
-use crate::trace::cell::Cell;
-use crate::trace::compare::Rows;
-use crate::trace::edges::compare_inputs;
-use crate::trace::invariants::first_violation;
-use crate::trace::recorded::{RecordedStage, RecordedStep};
+use crate::trace::compare::{Cell, Rows, compare_inputs, first_violation};
+use crate::trace::files::{RecordedStage, RecordedStep};
 use crate::trace::text::{Align, Table, short};
 
 /// Statistics of one key that a stage emitted.

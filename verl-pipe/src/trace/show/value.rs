@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::keys;
 use crate::schedule::placement::Schedule;
-use crate::trace::cell::Cell;
+use crate::trace::compare::Cell;
 use crate::trace::text::{count, short};
 
 pub(super) fn is_ragged(schedule: &Schedule, key: &str) -> bool {

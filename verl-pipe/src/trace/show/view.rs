@@ -5,9 +5,8 @@ use std::collections::HashMap;
 use crate::batch::RowId;
 use crate::resource::TokenTexts;
 use crate::schedule::placement::Schedule;
-use crate::trace::cell::Cell;
-use crate::trace::compare::Rows;
-use crate::trace::recorded::{RecordedBatch, RecordedStage, RecordedStep};
+use crate::trace::compare::{Cell, Rows, rows_of};
+use crate::trace::files::{RecordedBatch, RecordedStep};
 
 /// Rows of one side of a stage, and the row of sample 0 of each group.
 struct SideRows<'a> {
@@ -127,15 +126,4 @@ impl<'a> Gathered<'a> {
         let text = |id: u32| words.map_or_else(String::new, |words| words.token(id));
         ids.iter().map(|id| (*id, text(*id))).collect()
     }
-}
-
-/// The rows of a stage, in declared order: its output rows, or its input rows if it emits none.
-pub fn rows_of(recorded: &RecordedStage) -> Vec<RowId> {
-    let given = recorded.input_ids();
-    let emitted = Rows::new(recorded.outputs.iter().map(|output| &output.batch));
-    let ids = match emitted.ids().is_empty() {
-        true => given,
-        false => emitted.ordered(&given),
-    };
-    ids.into_iter().map(RowId).collect()
 }
