@@ -2,8 +2,8 @@
 
 use std::fs;
 
-use verl::pipe::plan::Plannable;
 use verl::pipe::diagnostic::Findings;
+use verl::pipe::plan::Plannable;
 
 use crate::kit::{GRPO, Place, trainer};
 

@@ -1,7 +1,7 @@
 //! Device groups that are invalid or not available are reported before anything is loaded.
 
-use verl::pipe::plan::Plannable;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
+use verl::pipe::plan::Plannable;
 
 use crate::kit::{Place, trainer};
 

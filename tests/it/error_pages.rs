@@ -4,9 +4,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use verl::pipe::plan::Plannable;
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
+use verl::pipe::plan::Plannable;
 use verl::pipe::plan::look::Look;
 
 use crate::kit::root;

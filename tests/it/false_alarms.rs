@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use verl::pipe::plan::Plannable;
 use verl::pipe::diagnostic::Findings;
+use verl::pipe::plan::Plannable;
 use verl::pipe::stage::ConfigError;
 
 use crate::pipelines::{files, read};

@@ -6,9 +6,9 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
-use verl::pipe::plan::Plannable;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::plan::Plannable;
 use verl::pipe::plan::look::{Checked, Look};
 
 use crate::kit::{GRPO, Place, root, trainer};

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use verl::pipe::plan::Plannable;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 use verl::pipe::plan::Plan;
+use verl::pipe::plan::Plannable;
 use verl::pipe::plan::memory::MemoryPlan;
 use verl::pipe::stage::{Access, WorkKind};
 

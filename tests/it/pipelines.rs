@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use verl::pipe::plan::Plannable;
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::Findings;
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::plan::Plannable;
 use verl::pipe::run::columns::Columns;
 use verl::pipe::stage::BuildContext;
 

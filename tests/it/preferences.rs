@@ -2,10 +2,10 @@
 
 use std::fs;
 
-use verl::pipe::plan::Plannable;
 use verl::pipe::config::read_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::plan::Plannable;
 use verl::pipe::run::runner::StepOutput;
 
 use crate::kit::{Place, root, start, trainer};

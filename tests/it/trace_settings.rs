@@ -2,10 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use verl::pipe::plan::Plannable;
 use verl::pipe::cli::train::DebugArgs;
 use verl::pipe::config::parse_pipeline;
 use verl::pipe::diagnostic::{Diagnostic, Findings};
+use verl::pipe::plan::Plannable;
 use verl::pipe::registry::Registry;
 use verl::pipe::run::trainer::{Trainer, TrainerOptions};
 use verl::pipe::schema::pipeline_schema;

@@ -3,9 +3,9 @@
 use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use verl_pipe::plan::Plannable;
 use verl_pipe::keys::{PROMPTS, RESPONSES, REWARDS};
 use verl_pipe::pipe::{DataPipe, stage_fn};
+use verl_pipe::plan::Plannable;
 use verl_pipe::stage::{RowRule, StageContext, StageSpec};
 
 /// A source, an expansion, and a chain in which each stage reads the responses and the key before it.

@@ -17,11 +17,11 @@ use std::time::Instant;
 
 use arrow_schema::Field as ArrowField;
 use criterion::{Criterion, criterion_group, criterion_main};
-use verl_pipe::plan::Plannable;
 use verl_pipe::batch::{Batch, RaggedColumn, RowId};
 use verl_pipe::field::Field;
 use verl_pipe::keys::{ADVANTAGES, MASK_KINDS, OLD_LOG_PROBS, RESPONSES, ROLLOUT_LOG_PROBS};
 use verl_pipe::pipe::{DataPipe, stage_fn};
+use verl_pipe::plan::Plannable;
 use verl_pipe::run::runner::{Run, RunOptions};
 use verl_pipe::schedule::batching::BatchConfig;
 use verl_pipe::stage::{RowRule, StageContext, StageSpec};

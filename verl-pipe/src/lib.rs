@@ -41,26 +41,25 @@
     )
 )]
 
-pub mod batch;
-pub mod chain;
 pub mod cli;
-pub mod config;
-pub mod conformance;
-pub mod data;
-pub mod diagnostic;
-pub mod field;
-pub mod keys;
-pub mod panics;
-pub mod part;
-pub mod pipe;
-pub mod plan;
-pub mod registry;
-pub mod resource;
-pub mod run;
-pub mod schedule;
 pub mod schema;
-pub mod shape;
-pub mod sizes;
-pub mod stage;
-pub mod trace;
-pub mod view;
+
+pub use verl_declare::{chain, chainable, part, pipe, registry, sizes};
+pub use verl_plan::{self as plan, schedule};
+pub use verl_trace as trace;
+pub use verl_view as view;
+pub use verl_words::{
+    batch, conformance, data, diagnostic, field, keys, panics, resource, shape, stage,
+};
+
+/// Pipeline files: read and written.
+pub mod config {
+    pub use verl_declare::config::{ReadError, to_toml};
+    pub use verl_plan::read::{parse_pipeline, read_pipeline};
+}
+
+/// Running a pipeline: [`Run`](runner::Run) executes the steps, [`Trainer`](trainer::Trainer) a complete run.
+pub mod run {
+    pub use verl_run::*;
+    pub use verl_train::{console, folder, folder_lock, timeline, trainer, warnings};
+}

@@ -8,9 +8,9 @@ use serde_json::json;
 use super::json_error::{JsonError, json_findings, write_json};
 use super::rows::{write_rows, write_summary};
 use super::{PipelineArgs, number, write_findings};
-use crate::plan::Plannable;
-use crate::plan::look::{Checked, Look};
-use crate::registry::Registry;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
+use verl_plan::look::{Checked, Look};
 
 /// Arguments of `pipe check`.
 #[derive(Debug, Clone, Args)]

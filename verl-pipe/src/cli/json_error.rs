@@ -13,7 +13,7 @@ use std::io::{self, Write};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::diagnostic::{Diagnostic, Severity};
+use verl_words::diagnostic::{Diagnostic, Severity};
 
 /// Code of an invalid command line.
 pub const USAGE: &str = "usage";

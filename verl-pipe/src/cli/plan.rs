@@ -7,9 +7,9 @@ use serde_json::json;
 
 use super::json_error::{JsonError, json_findings, write_json};
 use super::{PipelineArgs, write_findings};
-use crate::plan::Plannable;
-use crate::registry::Registry;
 use crate::schema::edges::PipelineEdges;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
 
 /// Arguments of `pipe plan`.
 #[derive(Debug, Clone, Args)]

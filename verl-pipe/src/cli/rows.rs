@@ -5,7 +5,7 @@
 
 use std::io::{self, Write};
 
-use crate::plan::look::{ShownRow, ShownTarget, ShownToken, Spread, StageRows};
+use verl_plan::look::{ShownRow, ShownTarget, ShownToken, Spread, StageRows};
 
 use super::number;
 

@@ -9,14 +9,14 @@ use clap::Args;
 
 use super::json_error::{FILE, JsonError};
 use super::{PipelineArgs, write_findings};
-use crate::plan::Plannable;
-use crate::diagnostic::{Diagnostic, suggest};
-use crate::registry::Registry;
 use crate::schema::edges::PipelineEdges;
 use crate::schema::folder::{Document, Format, json_text};
 use crate::schema::kinds::Catalogue;
 use crate::schema::markdown::edges_page;
 use crate::schema::pipeline_schema;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
+use verl_words::diagnostic::{Diagnostic, suggest};
 
 /// Arguments of `pipe schema`.
 #[derive(Debug, Clone, Default, Args)]

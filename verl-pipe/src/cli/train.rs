@@ -7,20 +7,20 @@ use std::time::Instant;
 use clap::Args;
 
 use super::{PipelineArgs, write_findings};
-use crate::plan::Plannable;
-use crate::diagnostic::Diagnostic;
-use crate::plan::look::Look;
-use crate::registry::Registry;
-use crate::run::console::Console;
-use crate::run::error::RunError;
-use crate::run::interrupt::{CANCELLED_STATUS, cancel_on_ctrl_c};
-use crate::run::runner::RunOptions;
-use crate::run::timeline::Kernels;
-use crate::run::trainer::{Trainer, TrainerOptions};
-use crate::schedule::placement::blocking_error;
 use crate::schema::pipeline_schema;
-use crate::stage::CancelToken;
-use crate::trace::config::TraceConfig;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
+use verl_plan::look::Look;
+use verl_plan::schedule::placement::blocking_error;
+use verl_rules::config::TraceConfig;
+use verl_run::error::RunError;
+use verl_run::interrupt::{CANCELLED_STATUS, cancel_on_ctrl_c};
+use verl_run::runner::RunOptions;
+use verl_train::console::Console;
+use verl_train::timeline::Kernels;
+use verl_train::trainer::{Trainer, TrainerOptions};
+use verl_words::diagnostic::Diagnostic;
+use verl_words::stage::CancelToken;
 
 /// Arguments of `pipe train`.
 #[derive(Debug, Clone, Args)]
@@ -255,7 +255,7 @@ mod tests {
         assert_eq!(run("a", &[]), 0);
         assert!(status("a").contains("\"finished\""));
         let start = std::fs::read_to_string(temp.path().join("a/start.json")).unwrap();
-        let start: crate::run::records::StartFile = serde_json::from_str(&start).unwrap();
+        let start: verl_run::records::StartFile = serde_json::from_str(&start).unwrap();
         assert!(start.check_s.is_some_and(|seconds| seconds > 0.0) && start.load_s > 0.0);
         assert!(start.stages.contains_key("count") && start.kernels.is_none());
         // The folder exists already.

@@ -14,14 +14,14 @@ use serde::{Deserialize, Serialize};
 
 use super::json_error::{JsonError, write_json};
 use super::{PipelineArgs, write_findings};
-use crate::plan::Plannable;
-use crate::diagnostic::Diagnostic;
-use crate::plan::Plan;
-use crate::registry::Registry;
-use crate::run::error::RunError;
-use crate::run::records::StartFile;
-use crate::run::runner::{Run, RunOptions};
-use crate::run::timeline::{Kernels, Timeline};
+use verl_declare::registry::Registry;
+use verl_plan::Plan;
+use verl_plan::Plannable;
+use verl_run::error::RunError;
+use verl_run::records::StartFile;
+use verl_run::runner::{Run, RunOptions};
+use verl_train::timeline::{Kernels, Timeline};
+use verl_words::diagnostic::Diagnostic;
 
 /// Arguments of `pipe warmup`.
 #[derive(Debug, Clone, Args)]
@@ -100,8 +100,7 @@ fn warm(plan: Plan, began: Instant, kernels: Arc<dyn Kernels>) -> Result<Warmup,
     }
     let schedule = plan.schedule().map_err(Failure::Findings)?;
     let mut timeline = Timeline::load(&schedule.plan, Some(began), Some(kernels));
-    let mut run = Run::start(schedule, RunOptions::default())
-        .map_err(Failure::Run)?;
+    let mut run = Run::start(schedule, RunOptions::default()).map_err(Failure::Run)?;
     timeline.loaded();
     let output = run.step().map_err(Failure::Run)?;
     done.start = Some(timeline.first_step(&output.metrics));
@@ -135,7 +134,7 @@ fn text(done: &Warmup) -> String {
 mod tests {
     use super::*;
     use crate::cli::counting::Count;
-    use crate::run::records::KernelTally;
+    use verl_run::records::KernelTally;
 
     /// Compiles kernels for one device.
     struct Fake(&'static str);

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::field::{DType, Field, LogProbTag};
-use crate::plan::{Edge, Plan, PlannedStage};
-use crate::shape::{Dim, Shape};
-use crate::stage::{Access, Cardinality};
+use verl_plan::{Edge, Plan, PlannedStage};
+use verl_words::field::{DType, Field, LogProbTag};
+use verl_words::shape::{Dim, Shape};
+use verl_words::stage::{Access, Cardinality};
 
 /// A checked pipeline, as `pipe schema --pipeline FILE` prints it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -257,10 +257,10 @@ fn letter(field: &Field) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::Plannable;
-    use crate::keys::{ADVANTAGES, PROMPTS, RESPONSES, REWARDS};
-    use crate::pipe::{DataPipe, stage_fn};
-    use crate::stage::{RowRule, StageSpec};
+    use verl_declare::pipe::{DataPipe, stage_fn};
+    use verl_plan::Plannable;
+    use verl_words::keys::{ADVANTAGES, PROMPTS, RESPONSES, REWARDS};
+    use verl_words::stage::{RowRule, StageSpec};
 
     #[test]
     fn edges_have_writer_readers_and_sizes() {

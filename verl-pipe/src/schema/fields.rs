@@ -3,8 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use super::NOTE;
-use crate::field::{DType, Field};
-use crate::shape::{Dim, Shape};
+use verl_words::field::{DType, Field};
+use verl_words::shape::{Dim, Shape};
 
 /// The schema of a row's value in a column; dtype, shape, unit and distribution are under [`NOTE`].
 pub(crate) fn column(field: &Field) -> Value {
@@ -64,8 +64,8 @@ fn element(dtype: DType) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::field::{LogProbTag, Support};
-    use crate::keys::{OLD_LOG_PROBS, PROMPT_TEXTS, REWARDS};
+    use verl_words::field::{LogProbTag, Support};
+    use verl_words::keys::{OLD_LOG_PROBS, PROMPT_TEXTS, REWARDS};
 
     #[test]
     fn a_column_is_the_value_of_a_row() {

@@ -7,17 +7,17 @@ use serde_json::{Map, Value, json};
 
 use super::kinds::{Catalogue, metric_note};
 use super::{DRAFT, NOTE};
-use crate::run::records::{
+use verl_rules::Anomaly;
+use verl_run::records::{
     DataFile, ENGINE_METRICS, MetricsLine, RowErrorLine, STAGE, SampleLine, StartFile, StatusFile,
     VersionsFile, WarningLine,
 };
-use crate::run::stall::StallReport;
-use crate::stage::Metric;
-use crate::trace::files::{
+use verl_run::stall::StallReport;
+use verl_trace::files::{
     Beside, Column, Conditions, MANIFEST_KEY, STAT_COLUMNS, STEP_COLUMNS, StageManifest,
     StepManifest, TraceFormat, TracedPipeline,
 };
-use crate::trace::rules::Anomaly;
+use verl_words::stage::Metric;
 
 /// Pattern of the name of a stage.
 pub(crate) const ANY_STAGE: &str = "[^/]+";
@@ -410,7 +410,7 @@ fn file(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::registry::Registry;
+    use verl_declare::registry::Registry;
 
     #[test]
     fn files_are_identified_by_their_paths() {

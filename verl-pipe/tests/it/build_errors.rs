@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use verl_pipe::plan::Plannable;
 use crate::kit::*;
 use verl_pipe::chain::IntoStage;
 use verl_pipe::config::{parse_pipeline, read_pipeline};
@@ -13,6 +12,7 @@ use verl_pipe::diagnostic::Diagnostic;
 use verl_pipe::field::{Key, Scalar};
 use verl_pipe::keys::*;
 use verl_pipe::pipe::{DataPipe, stage_fn};
+use verl_pipe::plan::Plannable;
 use verl_pipe::registry::Registry;
 use verl_pipe::schedule::batching::BatchConfig;
 use verl_pipe::schedule::groups::DeviceGroup;

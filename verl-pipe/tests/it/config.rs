@@ -2,7 +2,6 @@
 
 use std::fs;
 
-use verl_pipe::plan::Plannable;
 use crate::kit::*;
 use serde_json::{Value, json};
 use verl_pipe::cli::check::CheckArgs;
@@ -10,6 +9,7 @@ use verl_pipe::cli::schema::SchemaArgs;
 use verl_pipe::cli::{self, PipelineArgs};
 use verl_pipe::config::{parse_pipeline, read_pipeline, to_toml};
 use verl_pipe::pipe::DataPipe;
+use verl_pipe::plan::Plannable;
 use verl_pipe::schema::pipeline_schema;
 
 const GRPO: &str = r#"

@@ -1,9 +1,9 @@
 //! The memory of a device according to the plan: models, and the largest piece of work.
 
-use verl_pipe::plan::Plannable;
 use crate::kit::*;
 use verl_pipe::keys::*;
 use verl_pipe::pipe::stage_fn;
+use verl_pipe::plan::Plannable;
 use verl_pipe::plan::memory::{MemoryPlan, WorkMemory};
 use verl_pipe::stage::*;
 

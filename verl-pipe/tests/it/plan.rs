@@ -1,12 +1,12 @@
 //! The plan of a correct pipeline: order, rows, cuts, and its printed text.
 
-use verl_pipe::plan::Plannable;
 use crate::kit::*;
 use verl_pipe::chain::IntoStage;
 use verl_pipe::field::{DType, Key, Ragged, Scalar};
 use verl_pipe::keys::*;
 use verl_pipe::pipe::{DataPipe, stage_fn};
 use verl_pipe::plan::Plan;
+use verl_pipe::plan::Plannable;
 use verl_pipe::stage::*;
 
 fn names(plan: &Plan) -> Vec<&str> {

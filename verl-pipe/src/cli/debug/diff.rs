@@ -8,12 +8,12 @@ use clap::Args;
 use serde_json::Value;
 
 use super::{DIFFERS, Failure, NOTHING, SAME, write, write_json};
-use crate::registry::Registry;
-use crate::trace::compare::changes::{changed, shown};
-use crate::trace::compare::{Change, Changes, RunDiff, diff_settings, diff_stats, diff_step};
-use crate::trace::files::Conditions;
-use crate::trace::replay::TracedRun;
-use crate::trace::text::count;
+use verl_declare::registry::Registry;
+use verl_trace::compare::changes::{changed, shown};
+use verl_trace::compare::{Change, Changes, RunDiff, diff_settings, diff_stats, diff_step};
+use verl_trace::files::Conditions;
+use verl_trace::replay::TracedRun;
+use verl_trace::text::count;
 
 /// Arguments of `pipe debug diff`.
 #[derive(Debug, Clone, Args)]

@@ -8,16 +8,16 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::{DIFFERS, Failure, RunArg, SAME, write, write_json, write_notes};
-use crate::registry::Registry;
-use crate::run::runner::Run;
-use crate::trace::compare::Changes;
-use crate::trace::files::{DamagedFile, ranges};
-use crate::trace::replay::{
+use verl_declare::registry::Registry;
+use verl_rules::Anomaly;
+use verl_run::runner::Run;
+use verl_trace::compare::Changes;
+use verl_trace::files::{DamagedFile, ranges};
+use verl_trace::replay::{
     CheckedStep, Fault, FirstBad, InspectError, ReplayError, Replayer, TracedRun, changed_setting,
     changes_since, check_step, damaged_fault, first_fault_of_stats, stopped_fault,
 };
-use crate::trace::rules::Anomaly;
-use crate::trace::text::{count, shell_word};
+use verl_trace::text::{count, shell_word};
 
 /// Arguments of `pipe debug first-bad`.
 #[derive(Debug, Clone, Args)]

@@ -16,10 +16,10 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use super::json_error::{JsonError, json_findings};
-use crate::diagnostic::Findings;
-use crate::registry::Registry;
-use crate::trace::replay::InspectError;
-use crate::view::ServeError;
+use verl_declare::registry::Registry;
+use verl_trace::replay::InspectError;
+use verl_view::ServeError;
+use verl_words::diagnostic::Findings;
 
 pub use diff::DiffArgs;
 pub use first_bad::FirstBadArgs;

@@ -5,8 +5,8 @@ use std::io::Write;
 use clap::Args;
 
 use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
-use crate::registry::Registry;
-use crate::trace::replay::{InspectError, ReplayError, ReplayScope, Replayer, TracedRun};
+use verl_declare::registry::Registry;
+use verl_trace::replay::{InspectError, ReplayError, ReplayScope, Replayer, TracedRun};
 
 /// Arguments of `pipe debug replay`.
 #[derive(Debug, Clone, Args)]

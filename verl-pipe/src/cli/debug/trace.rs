@@ -6,10 +6,10 @@ use clap::Args;
 
 use super::replay::replay_step;
 use super::{Failure, RunArg, SAME, write, write_json, write_notes};
-use crate::batch::RowId;
-use crate::registry::Registry;
-use crate::trace::replay::{InspectError, ReplayScope, TracedRun, find_stage};
-use crate::trace::show::{StepView, step_summary};
+use verl_declare::registry::Registry;
+use verl_trace::replay::{InspectError, ReplayScope, TracedRun, find_stage};
+use verl_trace::show::{StepView, step_summary};
+use verl_words::batch::RowId;
 
 /// Arguments of `pipe debug trace`.
 #[derive(Debug, Clone, Args)]

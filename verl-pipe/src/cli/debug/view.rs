@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::{Failure, RunArg, write};
-use crate::registry::Registry;
-use crate::run::interrupt::on_ctrl_c;
-use crate::trace::files::{TraceError, write_atomically};
-use crate::trace::text::count;
-use crate::view::{Page, Server, ViewOptions, page};
+use verl_declare::registry::Registry;
+use verl_run::interrupt::on_ctrl_c;
+use verl_trace::files::{TraceError, write_atomically};
+use verl_trace::text::count;
+use verl_view::{Page, Server, ViewOptions, page};
 
 /// Arguments of `pipe debug view`.
 #[derive(Debug, Clone, Args)]

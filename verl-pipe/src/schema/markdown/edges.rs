@@ -6,7 +6,7 @@ use super::Page;
 use super::keys::distribution;
 use super::words::sentence;
 use crate::schema::edges::{DimOfPipeline, EdgeOfPipeline, PipelineEdges, StageOfPipeline};
-use crate::stage::{Access, Cardinality};
+use verl_words::stage::{Access, Cardinality};
 
 /// The page of one concrete pipeline.
 pub fn edges_page(edges: &PipelineEdges) -> String {

@@ -4,9 +4,9 @@ use serde_json::{Map, Value};
 
 use super::words::{inline, list, sentence, text, ticked};
 use super::{NOTE, Page};
-use crate::run::records::STAGE;
 use crate::schema::declared::{definition, words};
 use crate::schema::run_folder::ANY_STAGE;
+use verl_run::records::STAGE;
 
 /// Maximum depth of nested settings.
 const DEPTH: usize = 4;

@@ -1,0 +1,44 @@
+//! Reads a pipeline file, and checks what can be checked of a file with errors.
+
+use std::path::Path;
+
+use crate::build::prepare;
+use crate::checks::batch_sizes;
+use verl_declare::config::{self, ReadError};
+use verl_declare::pipe::DataPipe;
+use verl_declare::registry::Registry;
+use verl_words::diagnostic::Diagnostic;
+
+/// Reads a pipeline file and applies overrides (`key=value`).
+///
+/// # Errors
+/// All errors in the file and the overrides, and sizes that do not fit.
+pub fn read_pipeline<S: AsRef<str>>(
+    path: &Path,
+    overrides: &[S],
+    registry: &Registry,
+) -> Result<DataPipe, Vec<Diagnostic>> {
+    config::read(path, overrides, registry).map_err(complete)
+}
+
+/// Reads the text of a pipeline file, which messages call `origin`; [`DataPipe::base`] stays empty.
+///
+/// # Errors
+/// As [`read_pipeline`].
+pub fn parse_pipeline<S: AsRef<str>>(
+    text: &str,
+    origin: &str,
+    overrides: &[S],
+    registry: &Registry,
+) -> Result<DataPipe, Vec<Diagnostic>> {
+    config::parse(text, origin, overrides, registry).map_err(complete)
+}
+
+/// Adds what can be checked although the pipeline is incomplete.
+fn complete(error: ReadError) -> Vec<Diagnostic> {
+    let ReadError { mut findings, pipe } = error;
+    if let Some(pipe) = pipe {
+        findings.extend(prepare(&pipe).violations.iter().map(batch_sizes::finding));
+    }
+    findings
+}
