@@ -1,6 +1,7 @@
 //! Offline: a policy and its value heads learn from a log.
 
 use verl::pipe::pipe::DataPipe;
+use verl::pipe::run::runner::Run;
 use verl::prelude::*;
 
 use crate::distillation::example;

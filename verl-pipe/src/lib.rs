@@ -61,5 +61,5 @@ pub mod config {
 /// Running a pipeline: [`Run`](runner::Run) executes the steps, [`Trainer`](trainer::Trainer) a complete run.
 pub mod run {
     pub use verl_run::*;
-    pub use verl_train::{console, folder, folder_lock, timeline, trainer, warnings};
+    pub use verl_train::{columns, console, folder, folder_lock, timeline, trainer, warnings};
 }

@@ -1,6 +1,6 @@
 //! Complete runs: the [`Trainer`](trainer::Trainer) with its run folder, console, warnings and trace.
 
-mod columns;
+pub mod columns;
 pub mod console;
 mod ending;
 pub mod folder;

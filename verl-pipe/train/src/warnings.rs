@@ -294,6 +294,7 @@ impl Visit for Text {
 mod tests {
     use super::*;
     use crate::tests::trainer::Page;
+    use verl_run::dispatch::set_dispatch;
 
     fn listening(console: bool) -> (Warnings, Dispatch, Page) {
         let page = Page::default();

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use serde_json::{Map, Value, json};
 
 use super::*;
+use crate::Plannable;
 use verl_declare::chain::stage_with;
 use verl_words::batch::Batch;
 use verl_words::keys::DATA_ROWS;

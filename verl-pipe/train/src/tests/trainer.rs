@@ -21,7 +21,7 @@ const MATCH: Metric = Metric {
 
 /// Output of a console.
 #[derive(Clone, Default)]
-pub(in verl_run) struct Page(Arc<Mutex<Vec<u8>>>);
+pub(crate) struct Page(Arc<Mutex<Vec<u8>>>);
 
 impl std::io::Write for Page {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
@@ -34,7 +34,7 @@ impl std::io::Write for Page {
 }
 
 impl Page {
-    pub(in verl_run) fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
     }
 }
