@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::ops::Shr;
 use std::sync::Arc;
 
-use crate::pipe::{CUSTOM, StageDecl};
 use verl_words::batch::Batch;
 use verl_words::stage::{
     BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
+
+use crate::pipe::{CUSTOM, StageDecl};
 
 /// What can be added to a pipeline as a stage: every [`StageConfig`], [`Named`] and [`CustomStage`].
 #[diagnostic::on_unimplemented(

@@ -54,11 +54,11 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
+use verl_words::diagnostic::suggest;
+use verl_words::stage::{BuildContext, ConfigError};
 
 use crate::config::decode::{Decoded, Fault, decode_known};
 use crate::registry::Kinds;
-use verl_words::diagnostic::suggest;
-use verl_words::stage::{BuildContext, ConfigError};
 
 /// What the parts of one sort are built into; a stage's settings have such a part as a field of type [`Part`].
 pub trait Slot: Sized + 'static {

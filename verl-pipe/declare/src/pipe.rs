@@ -7,10 +7,6 @@ use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
-use crate::chain::Chain;
-pub use crate::chain::{IntoStage, stage_fn, stage_with};
-use crate::sizes::{BatchConfig, DevicesConfig};
 use verl_rules::config::TraceConfig;
 use verl_rules::{Rule, RuleDecl};
 use verl_words::data::{DataError, DataLoaderInterface, OpenedData};
@@ -20,6 +16,10 @@ use verl_words::resource::{
 use verl_words::stage::{
     BuildContext, ConfigError, DataConfig, ModelConfig, Stage, StageConfig, Training,
 };
+
+use crate::chain::Chain;
+pub use crate::chain::{IntoStage, stage_fn, stage_with};
+use crate::sizes::{BatchConfig, DevicesConfig};
 
 /// Settings of a run (`[run]`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]

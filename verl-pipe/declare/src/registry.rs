@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use schemars::{Schema, SchemaGenerator};
 use serde_json::Value;
+use verl_rules::{Rule, RuleDecl};
+use verl_words::diagnostic::suggest;
+use verl_words::stage::{DataConfig, ModelConfig, StageConfig};
 
 use crate::config::decode::{Decoded, decode_known};
 use crate::part::{self, AnyPart, PartConfig, Slot, Slots};
 use crate::pipe::{DataDecl, ModelDecl, StageDecl};
-use verl_rules::{Rule, RuleDecl};
-use verl_words::diagnostic::suggest;
-use verl_words::stage::{DataConfig, ModelConfig, StageConfig};
 
 /// A registered kind of stage, part, model or data set; `D` is what it declares.
 pub struct Kind<D> {

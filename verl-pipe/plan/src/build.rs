@@ -2,6 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use verl_declare::pipe::{DataPipe, ModelDecl, StageDecl};
+use verl_words::diagnostic::Diagnostic;
+use verl_words::field::Field;
+use verl_words::resource::ModelInfo;
+use verl_words::stage::{Access, BuildContext, Cadence, Cardinality, ConfigError, StageSpec};
+
 use crate::checks;
 use crate::graph::Digraph;
 use crate::look::{Checked, Look, check_with_rows};
@@ -9,11 +15,6 @@ use crate::schedule::batching::{MINI_BATCH, Violation, estimate};
 use crate::tables::{self, Tables};
 use crate::{Edge, Plan, PlannedModel, PlannedStage};
 use crate::{memory, optimizer_steps, temperatures};
-use verl_declare::pipe::{DataPipe, ModelDecl, StageDecl};
-use verl_words::diagnostic::Diagnostic;
-use verl_words::field::Field;
-use verl_words::resource::ModelInfo;
-use verl_words::stage::{Access, BuildContext, Cadence, Cardinality, ConfigError, StageSpec};
 
 /// A pipeline before any check.
 pub(crate) struct Prepared<'a> {

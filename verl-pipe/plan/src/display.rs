@@ -4,10 +4,11 @@
 
 use std::fmt::{self, Write};
 
-use crate::{Edge, Plan, PlannedStage};
 use verl_words::field::Field;
 use verl_words::shape::{Dim, Shape};
 use verl_words::stage::{Access, Cadence, Cardinality, OnShort, RowRule};
+
+use crate::{Edge, Plan, PlannedStage};
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -16,12 +16,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
 use serde::Serialize;
-
-use crate::display::{bytes, count, parameters};
-use crate::{Plan, PlannedModel, PlannedStage};
 use verl_words::diagnostic::{Diagnostic, quoted};
 use verl_words::resource::ModelInfo;
 use verl_words::stage::{LengthLimit, ModelWork, WorkKind};
+
+use crate::display::{bytes, count, parameters};
+use crate::{Plan, PlannedModel, PlannedStage};
 
 /// Code of a run that does not fit: it can be planned on this machine, but not run.
 pub(crate) const TOO_LARGE: &str = "S014";
@@ -395,8 +395,9 @@ impl fmt::Display for MemoryPlan {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use verl_words::resource::Footprint;
+
+    use super::*;
 
     fn info() -> ModelInfo {
         ModelInfo {

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use verl_words::diagnostic::Diagnostic;
+use verl_words::stage::{Access, OptimizerPasses, StageSpec, Training};
+
 use crate::Plan;
 use crate::build::Draft;
 use crate::checks::settings::setting_warning;
 use crate::tables::Tables;
-use verl_words::diagnostic::Diagnostic;
-use verl_words::stage::{Access, OptimizerPasses, StageSpec, Training};
 
 /// The steps of each model that a stage updates; empty if any stage could not be built, as it may be one of them.
 pub(crate) fn of_models(draft: &Draft<'_>, tables: &Tables) -> BTreeMap<String, u64> {

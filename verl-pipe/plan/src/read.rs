@@ -2,12 +2,13 @@
 
 use std::path::Path;
 
-use crate::build::prepare;
-use crate::checks::batch_sizes;
 use verl_declare::config::{self, ReadError};
 use verl_declare::pipe::DataPipe;
 use verl_declare::registry::Registry;
 use verl_words::diagnostic::Diagnostic;
+
+use crate::build::prepare;
+use crate::checks::batch_sizes;
 
 /// Reads a pipeline file and applies overrides (`key=value`).
 ///

@@ -1,9 +1,10 @@
 //! Tables: which rows each stage works on; [`crate`] describes the rules.
 
-use crate::Table;
-use crate::build::{Draft, Link};
 use verl_words::diagnostic::{Diagnostic, quoted};
 use verl_words::stage::{RowRule, StageSpec};
+
+use crate::Table;
+use crate::build::{Draft, Link};
 
 /// The tables of a draft.
 pub(crate) struct Tables {

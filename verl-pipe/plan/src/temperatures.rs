@@ -9,9 +9,10 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use crate::build::DraftStage;
 use verl_declare::pipe::StageBuilder;
 use verl_words::stage::BuildContext;
+
+use crate::build::DraftStage;
 
 /// For each stage the temperature that it uses if its own is not set.
 pub(crate) fn followed(stages: &[DraftStage<'_>]) -> Vec<Option<f64>> {

@@ -1,5 +1,9 @@
 //! The table of built-in rules. The code of each rule is in the file named after its input.
 
+use verl_words::keys::{
+    ADVANTAGES, FINISH_REASONS, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSES, REWARDS,
+};
+
 use super::log_probs::{low_ess, negative_kl, probability_difference};
 use super::metrics::{
     clip_share, entropy_collapse, grad_norm_spike, kl_blow_up, large_update, no_update,
@@ -14,9 +18,6 @@ use super::trends::{
     reward_collapse, reward_jump,
 };
 use super::{Hit, MetricsView, Rule, Severity, StepView};
-use verl_words::keys::{
-    ADVANTAGES, FINISH_REASONS, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSES, REWARDS,
-};
 
 /// Metrics that are a mean entropy of the policy, or an estimate of it.
 pub(super) const ENTROPIES: &[&str] = &["entropy", "entropy_now", "sampled_entropy"];

@@ -38,11 +38,11 @@ use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use verl_words::batch::{Batch, RowId};
+use verl_words::resource::WeightsVersion;
 
 use crate::format::Side;
 use crate::stats::StatRow;
-use verl_words::batch::{Batch, RowId};
-use verl_words::resource::WeightsVersion;
 
 pub use book::RuleBook;
 pub use book::{Fired, QUIET_STEPS};

@@ -1,11 +1,12 @@
 //! Rules on log-probs that were compared with a counterpart, before the update.
 
+use verl_words::keys::OLD_LOG_PROBS;
+
 use super::robust::shown;
 use super::rows::{at, largest};
 use super::{Hit, StepView};
 use crate::format::Side;
 use crate::stats::RatioStats;
-use verl_words::keys::OLD_LOG_PROBS;
 
 /// Fewest tokens for a meaningful mean or effective sample size.
 const TOKENS: u64 = 256;

@@ -6,14 +6,14 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, UInt8Type, UInt32Type};
 use arrow_array::{Array, ArrayRef};
 use arrow_buffer::ScalarBuffer;
+use verl_words::batch::{Batch, RowId};
+use verl_words::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, RESPONSES, REWARDS, finish, mask};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::robust::{percent, shown};
 use super::{Hit, SeenBatch, StepView};
 use crate::format::Side;
 use crate::stats::{StatRow, bytes, floats};
-use verl_words::batch::{Batch, RowId};
-use verl_words::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, RESPONSES, REWARDS, finish, mask};
 
 /// Number of rows that a finding lists.
 const NAMED: usize = 5;

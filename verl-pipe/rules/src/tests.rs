@@ -2,11 +2,12 @@
 
 use std::collections::VecDeque;
 
+use verl_words::batch::RaggedColumn;
+use verl_words::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, RESPONSES, REWARDS};
+
 use super::*;
 use crate::config::RuleSetting;
 use crate::stats::{KeyStats, Place, RatioStats};
-use verl_words::batch::RaggedColumn;
-use verl_words::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, RESPONSES, REWARDS};
 
 fn ids(n: u64) -> Vec<RowId> {
     (0..n)

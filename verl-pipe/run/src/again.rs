@@ -3,11 +3,12 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use verl_words::batch::Batch;
+use verl_words::stage::CancelToken;
+
 use crate::channel::CallEnv;
 use crate::error::RunError;
 use crate::runner::Run;
-use verl_words::batch::Batch;
-use verl_words::stage::CancelToken;
 
 /// The position of a call in its run; together with input and state it determines the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

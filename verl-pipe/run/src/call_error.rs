@@ -1,11 +1,12 @@
 //! Converts the failure of a call into the error that ends the run.
 
-use crate::channel::CallFailure;
-use crate::error::{FullDevice, RunError};
 use verl_plan::display::bytes;
 use verl_plan::schedule::placement::{Place, Schedule};
 use verl_words::diagnostic::quoted;
 use verl_words::stage::StageError;
+
+use crate::channel::CallFailure;
+use crate::error::{FullDevice, RunError};
 
 /// The error for a failed call of stage `index`.
 pub(super) fn call_error(

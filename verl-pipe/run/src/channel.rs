@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{SendTimeoutError, Sender};
 use serde_json::Value;
-
 use verl_words::batch::Batch;
 use verl_words::panics::catch_panic;
 use verl_words::stage::{

@@ -7,7 +7,6 @@ use arrow_array::types::{
     ArrowPrimitiveType, Float32Type, Float64Type, Int64Type, UInt8Type, UInt32Type, UInt64Type,
 };
 use arrow_array::{Array, ArrayRef, ListArray, PrimitiveArray};
-
 use verl_words::batch::{BatchError, arrow_type};
 use verl_words::field::DType;
 
@@ -64,9 +63,10 @@ fn cast<A: ArrowPrimitiveType, B: ArrowPrimitiveType>(
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use verl_words::batch::{Column, RaggedColumn};
     use verl_words::field::{Ragged, Scalar};
+
+    use super::*;
 
     #[test]
     fn conversion_keeps_values_and_nulls() {

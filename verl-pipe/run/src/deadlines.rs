@@ -2,13 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use verl_words::stage::Stage;
+
 use crate::channel::{CallFailure, Event, TICK};
 use crate::error::RunError;
 use crate::host_calls::describe_rows;
 use crate::host_pool::MAX_HUNG;
 use crate::runner::{GRACE, InFlight, Progress, Run};
 use crate::start::no_thread;
-use verl_words::stage::Stage;
 
 impl Run {
     /// Time until the next deadline, or until the cancel token must be checked.

@@ -3,8 +3,6 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::guard::GuardError;
-use crate::records::RowStatus;
 use verl_plan::display::bytes;
 use verl_rules::Anomaly;
 use verl_words::batch::{BatchError, RowId};
@@ -12,6 +10,9 @@ use verl_words::data::DataError;
 use verl_words::diagnostic::Diagnostic;
 use verl_words::resource::ResourceError;
 use verl_words::stage::{ConfigError, StageError};
+
+use crate::guard::GuardError;
+use crate::records::RowStatus;
 
 /// A device that is out of memory.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

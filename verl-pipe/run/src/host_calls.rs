@@ -3,6 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use verl_words::batch::Batch;
+use verl_words::stage::{Cardinality, Models, RowRule, Stage};
+
 use crate::call_error::call_error;
 use crate::channel::CallFailure;
 use crate::error::RunError;
@@ -12,8 +15,6 @@ use crate::runner::{HostFlight, InFlight, Progress, Run};
 use crate::start::HostStage;
 use crate::step::CallId;
 use crate::worker::start_stage;
-use verl_words::batch::Batch;
-use verl_words::stage::{Cardinality, Models, RowRule, Stage};
 
 impl Run {
     /// The calls that a slice is split into: its rows or groups if the stage has a deadline, otherwise a single call.

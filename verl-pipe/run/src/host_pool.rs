@@ -10,12 +10,12 @@ use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use tracing::dispatcher::Dispatch;
+use verl_words::batch::Batch;
+use verl_words::stage::{Models, Stage};
 
 use crate::channel::{CallEnv, CallFailure, CallReport, Event, Out, call_stage};
 use crate::dispatch::{current_dispatch, set_dispatch};
 use crate::spin_wait;
-use verl_words::batch::Batch;
-use verl_words::stage::{Models, Stage};
 
 /// Hung threads that the pool replaces before it gives up.
 pub(crate) const MAX_HUNG: usize = 256;

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use verl_words::stage::Access;
+
 use crate::error::RunError;
 use crate::runner::{Progress, Run};
-use verl_words::stage::Access;
 
 /// Partial update that a failed step left in the weights of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,10 +3,10 @@
 use arrow_array::cast::AsArray;
 use arrow_array::types::UInt8Type;
 use arrow_array::{Array, ArrayRef};
+use verl_words::batch::Batch;
 
 use crate::step::StepState;
 use crate::table::{AncestorRows, Ancestors, up};
-use verl_words::batch::Batch;
 
 impl StepState {
     /// Mask kinds of row `row` in the batch that `stage` emits; the row is at `position` of the stage's table.

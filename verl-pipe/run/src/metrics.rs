@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
+use verl_words::stage::Reduce;
 
 use crate::channel::Record;
 use crate::records::MetricsLine;
-use verl_words::stage::Reduce;
 
 /// Tokens that stages processed, recorded by stages as a sum; the engine divides it by the duration of the step.
 pub const TOKENS: &str = "perf/tokens";

@@ -3,6 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use verl_plan::schedule::placement::Place;
+use verl_words::batch::Batch;
+use verl_words::stage::Cadence;
+
 use crate::call_error::call_error;
 use crate::channel::{CallEnv, CallReport, Event, TICK};
 use crate::error::RunError;
@@ -14,9 +18,6 @@ use crate::runner::{GRACE, Run, StepOutput};
 use crate::start::HostStage;
 use crate::watch::Wait;
 use crate::worker::DeviceCall;
-use verl_plan::schedule::placement::Place;
-use verl_words::batch::Batch;
-use verl_words::stage::Cadence;
 
 /// Output of an isolated call.
 pub(super) struct IsolatedOutput {

@@ -1,9 +1,9 @@
 //! Rows that one stage has emitted in the current step: chunks in order of arrival, and the location of each row.
 
 use arrow_array::{Array, ArrayRef};
+use verl_words::batch::BatchError;
 
 use crate::table::{AncestorRows, Ancestors};
-use verl_words::batch::BatchError;
 
 /// Emitted rows of one stage.
 #[derive(Debug, Default)]

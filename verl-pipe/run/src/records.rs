@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-
 use verl_words::data::DataLoaderInterface;
 use verl_words::resource::CpuKernels;
 use verl_words::stage::{Metric, Reduce};

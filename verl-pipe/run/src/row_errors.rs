@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arrow_array::Array;
+use verl_words::batch::{Batch, BatchError, RowId};
+use verl_words::stage::{Cadence, StageError};
 
 use crate::channel::CallFailure;
 use crate::error::{FailedRows, RowReason, RunError};
 use crate::records::{RowErrorLine, RowStatus};
 use crate::runner::{Progress, Run};
-use verl_words::batch::{Batch, BatchError, RowId};
-use verl_words::stage::{Cadence, StageError};
 
 /// Maximum number of failed rows of a stage and step that are listed individually.
 const LISTED: usize = 100;

@@ -6,6 +6,10 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::Receiver;
 use serde_json::Value;
+use verl_plan::schedule::placement::{Place, Schedule};
+use verl_words::batch::Batch;
+use verl_words::data::DataLoaderInterface;
+use verl_words::stage::{Access, CancelToken};
 
 use crate::channel::{CallEnv, CallFailure, CallReport, Event};
 use crate::error::RunError;
@@ -28,10 +32,6 @@ use crate::step::{CallId, StepState};
 use crate::tap::TapPoint;
 use crate::watch::Watch;
 use crate::worker::{DeviceCall, Worker};
-use verl_plan::schedule::placement::{Place, Schedule};
-use verl_words::batch::Batch;
-use verl_words::data::DataLoaderInterface;
-use verl_words::stage::{Access, CancelToken};
 
 /// A running pipeline: models loaded, data opened, stages started.
 pub struct Run {

@@ -5,10 +5,6 @@
 //! have are left out.
 
 use serde_json::{Map, Value, json};
-
-use crate::runner::{Progress, Run};
-use crate::step::StepState;
-use crate::table::{AncestorRows, Ancestors, up};
 use verl_plan::Plan;
 use verl_plan::schedule::placement::Schedule;
 use verl_plan::schedule::wiring::{Hop, path};
@@ -19,6 +15,10 @@ use verl_words::keys::{
     mask,
 };
 use verl_words::stage::Cadence;
+
+use crate::runner::{Progress, Run};
+use crate::step::StepState;
+use crate::table::{AncestorRows, Ancestors, up};
 
 /// The standard keys of a sample.
 const KEYS: [&str; 8] = [

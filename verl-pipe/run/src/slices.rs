@@ -10,11 +10,12 @@
 
 use std::ops::Range;
 
-use crate::step::{Phase, Slice, StepState};
-use crate::table::{down_range, up};
 use verl_plan::schedule::placement::Place;
 use verl_words::batch::RowId;
 use verl_words::stage::Cardinality;
+
+use crate::step::{Phase, Slice, StepState};
+use crate::table::{down_range, up};
 
 impl StepState {
     /// Cuts the rows of the stage that are known but not yet cut; no slice crosses the end of a wave.

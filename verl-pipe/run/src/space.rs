@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::error::{NoRoom, RunError};
 use verl_plan::display::bytes;
 use verl_plan::{Plan, PlannedModel};
 use verl_rules::config::bytes_of;
 use verl_words::diagnostic::quoted;
+
+use crate::error::{NoRoom, RunError};
 
 /// Returns how many bytes can still be written to the disk of a folder; `None` if unknown.
 pub type FreeSpace = Arc<dyn Fn(&Path) -> Option<u64> + Send + Sync>;

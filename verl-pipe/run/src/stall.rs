@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use verl_plan::schedule::placement::Place;
 
 use crate::error::RunError;
 use crate::host_calls::describe_rows;
 use crate::metrics::now;
 use crate::runner::{InFlight, Progress, Run};
 use crate::step::{Phase, StepState};
-use verl_plan::schedule::placement::Place;
 
 /// Name of the file in the run folder.
 pub const STALL_FILE: &str = "stall.json";

@@ -6,6 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam_channel::{Sender, bounded, unbounded};
+use verl_plan::schedule::placement::{Place, Schedule};
+use verl_words::data::DataLoaderInterface;
+use verl_words::panics::catch_panic;
+use verl_words::stage::{Cadence, CancelToken, Cardinality, Models, RowRule, Stage};
 
 use crate::channel::Event;
 use crate::error::RunError;
@@ -16,10 +20,6 @@ use crate::samples::SampledRows;
 use crate::tap::{NoTap, Tap};
 use crate::watch::Watch;
 use crate::worker::{Worker, start_stage};
-use verl_plan::schedule::placement::{Place, Schedule};
-use verl_words::data::DataLoaderInterface;
-use verl_words::panics::catch_panic;
-use verl_words::stage::{Cadence, CancelToken, Cardinality, Models, RowRule, Stage};
 
 /// Options of a run besides the schedule.
 #[derive(Clone)]

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use verl_plan::schedule::placement::Place;
+use verl_words::resource::{ModelResource, ResourceError, Snapshot, StoredState, WeightsVersion};
+
 use crate::error::RunError;
 use crate::runner::Run;
 use crate::watch::{ActivityReporter, Wait, WaitGuard};
 use crate::worker::WorkerState;
-use verl_plan::schedule::placement::Place;
-use verl_words::resource::{ModelResource, ResourceError, Snapshot, StoredState, WeightsVersion};
 
 /// State of all models and stages between two steps.
 #[derive(Debug, Clone)]

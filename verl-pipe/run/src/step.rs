@@ -16,6 +16,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use arrow_array::{ArrayRef, RecordBatch, UInt64Array, new_null_array};
+use verl_plan::schedule::placement::{Place, Schedule};
+use verl_words::batch::{Batch, BatchError, RowId};
+use verl_words::stage::{Cadence, RowRule};
 
 use crate::convert::convert;
 use crate::error::RunError;
@@ -23,9 +26,6 @@ use crate::guard::{GuardError, GuardScope, MaskOf};
 use crate::outputs::Outputs;
 use crate::table::{TableState, runs, up_range};
 use crate::waves::RefillState;
-use verl_plan::schedule::placement::{Place, Schedule};
-use verl_words::batch::{Batch, BatchError, RowId};
-use verl_words::stage::{Cadence, RowRule};
 
 /// A call of a stage: stage and slice.
 pub(crate) type CallId = (usize, usize);

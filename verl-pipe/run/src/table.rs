@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use arrow_array::UInt32Array;
-
 use verl_plan::schedule::wiring::Hop;
 
 /// Rows of one kind in one step. Known rows are a prefix of all rows; positions never change.

@@ -3,9 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::error::RunError;
 use verl_rules::Anomaly;
 use verl_words::batch::Batch;
+
+use crate::error::RunError;
 
 /// Which call of which stage a batch belongs to.
 #[derive(Debug, Clone, Copy)]

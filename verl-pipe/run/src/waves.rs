@@ -11,11 +11,12 @@
 //!   above, exactly the first wanted groups are passed on, however many groups the last wave kept.
 //! - An entry of `ends` is final: all rows of that wave precede it in the table. So slices can be cut at it at once.
 
-use crate::error::RunError;
-use crate::step::{CallId, Phase, StepState};
 use verl_plan::Plan;
 use verl_words::batch::RowId;
 use verl_words::stage::{OnShort, Refill, RowRule};
+
+use crate::error::RunError;
+use crate::step::{CallId, Phase, StepState};
 
 /// A filter that must keep a given number of groups, and its source.
 #[derive(Debug)]

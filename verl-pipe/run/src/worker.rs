@@ -6,17 +6,17 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
+use verl_plan::schedule::placement::{Place, Schedule};
+use verl_words::batch::Batch;
+use verl_words::data::DataLoaderInterface;
+use verl_words::panics::catch_panic;
+use verl_words::stage::{Models, Stage, StageError, StartContext};
 
 use crate::call_error::out_of_memory;
 use crate::channel::{CallEnv, Event, Out, call_stage};
 use crate::dispatch::{current_dispatch, set_dispatch};
 use crate::error::RunError;
 use crate::spin_wait;
-use verl_plan::schedule::placement::{Place, Schedule};
-use verl_words::batch::Batch;
-use verl_words::data::DataLoaderInterface;
-use verl_words::panics::catch_panic;
-use verl_words::stage::{Models, Stage, StageError, StartContext};
 
 /// State owned by the worker's thread.
 pub(crate) struct WorkerState {

@@ -4,13 +4,13 @@ use std::io::{self, Write};
 
 use clap::Args;
 use serde_json::json;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
+use verl_plan::look::{Checked, Look};
 
 use super::json_error::{JsonError, json_findings, write_json};
 use super::rows::{write_rows, write_summary};
 use super::{PipelineArgs, number, write_findings};
-use verl_declare::registry::Registry;
-use verl_plan::Plannable;
-use verl_plan::look::{Checked, Look};
 
 /// Arguments of `pipe check`.
 #[derive(Debug, Clone, Args)]

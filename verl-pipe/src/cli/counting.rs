@@ -2,7 +2,6 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
 use verl_words::batch::{Batch, RowId};
 use verl_words::keys::DATA_ROWS;
 use verl_words::stage::{

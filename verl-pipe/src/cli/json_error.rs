@@ -12,7 +12,6 @@ use std::io::{self, Write};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
 use verl_words::diagnostic::{Diagnostic, Severity};
 
 /// Code of an invalid command line.

@@ -21,7 +21,6 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 
 use clap::Args;
-
 use verl_declare::pipe::DataPipe;
 use verl_declare::registry::Registry;
 use verl_plan::read::read_pipeline;

@@ -4,12 +4,12 @@ use std::io::{self, Write};
 
 use clap::Args;
 use serde_json::json;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
 
 use super::json_error::{JsonError, json_findings, write_json};
 use super::{PipelineArgs, write_findings};
 use crate::schema::edges::PipelineEdges;
-use verl_declare::registry::Registry;
-use verl_plan::Plannable;
 
 /// Arguments of `pipe plan`.
 #[derive(Debug, Clone, Args)]

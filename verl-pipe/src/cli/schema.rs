@@ -6,6 +6,9 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use verl_declare::registry::Registry;
+use verl_plan::Plannable;
+use verl_words::diagnostic::{Diagnostic, suggest};
 
 use super::json_error::{FILE, JsonError};
 use super::{PipelineArgs, write_findings};
@@ -14,9 +17,6 @@ use crate::schema::folder::{Document, Format, json_text};
 use crate::schema::kinds::Catalogue;
 use crate::schema::markdown::edges_page;
 use crate::schema::pipeline_schema;
-use verl_declare::registry::Registry;
-use verl_plan::Plannable;
-use verl_words::diagnostic::{Diagnostic, suggest};
 
 /// Arguments of `pipe schema`.
 #[derive(Debug, Clone, Default, Args)]

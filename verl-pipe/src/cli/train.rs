@@ -5,9 +5,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
-
-use super::{PipelineArgs, write_findings};
-use crate::schema::pipeline_schema;
 use verl_declare::registry::Registry;
 use verl_plan::Plannable;
 use verl_plan::look::Look;
@@ -21,6 +18,9 @@ use verl_train::timeline::Kernels;
 use verl_train::trainer::{Trainer, TrainerOptions};
 use verl_words::diagnostic::Diagnostic;
 use verl_words::stage::CancelToken;
+
+use super::{PipelineArgs, write_findings};
+use crate::schema::pipeline_schema;
 
 /// Arguments of `pipe train`.
 #[derive(Debug, Clone, Args)]

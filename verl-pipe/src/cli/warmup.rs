@@ -11,9 +11,6 @@ use std::time::Instant;
 use clap::Args;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
-use super::json_error::{JsonError, write_json};
-use super::{PipelineArgs, write_findings};
 use verl_declare::registry::Registry;
 use verl_plan::Plan;
 use verl_plan::Plannable;
@@ -22,6 +19,9 @@ use verl_run::records::StartFile;
 use verl_run::runner::{Run, RunOptions};
 use verl_train::timeline::{Kernels, Timeline};
 use verl_words::diagnostic::Diagnostic;
+
+use super::json_error::{JsonError, write_json};
+use super::{PipelineArgs, write_findings};
 
 /// Arguments of `pipe warmup`.
 #[derive(Debug, Clone, Args)]
@@ -132,9 +132,10 @@ fn text(done: &Warmup) -> String {
 
 #[cfg(test)]
 mod tests {
+    use verl_run::records::KernelTally;
+
     use super::*;
     use crate::cli::counting::Count;
-    use verl_run::records::KernelTally;
 
     /// Compiles kernels for one device.
     struct Fake(&'static str);

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
 use verl_plan::{Edge, Plan, PlannedStage};
 use verl_words::field::{DType, Field, LogProbTag};
 use verl_words::shape::{Dim, Shape};
@@ -256,11 +255,12 @@ fn letter(field: &Field) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use verl_declare::pipe::{DataPipe, stage_fn};
     use verl_plan::Plannable;
     use verl_words::keys::{ADVANTAGES, PROMPTS, RESPONSES, REWARDS};
     use verl_words::stage::{RowRule, StageSpec};
+
+    use super::*;
 
     #[test]
     fn edges_have_writer_readers_and_sizes() {

@@ -24,7 +24,6 @@ pub mod run_folder;
 
 use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value, json};
-
 use verl_declare::part::AnyPart;
 use verl_declare::pipe::RunConfig;
 use verl_declare::registry::{FILE, Kind, Kinds, Registry};

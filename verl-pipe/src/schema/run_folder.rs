@@ -4,9 +4,6 @@
 
 use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value, json};
-
-use super::kinds::{Catalogue, metric_note};
-use super::{DRAFT, NOTE};
 use verl_rules::Anomaly;
 use verl_run::records::{
     DataFile, ENGINE_METRICS, MetricsLine, RowErrorLine, STAGE, SampleLine, StartFile, StatusFile,
@@ -18,6 +15,9 @@ use verl_trace::files::{
     StepManifest, TraceFormat, TracedPipeline,
 };
 use verl_words::stage::Metric;
+
+use super::kinds::{Catalogue, metric_note};
+use super::{DRAFT, NOTE};
 
 /// Pattern of the name of a stage.
 pub(crate) const ANY_STAGE: &str = "[^/]+";
@@ -409,8 +409,9 @@ fn file(
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use verl_declare::registry::Registry;
+
+    use super::*;
 
     #[test]
     fn files_are_identified_by_their_paths() {

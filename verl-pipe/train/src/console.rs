@@ -9,11 +9,11 @@ use std::sync::{Mutex, PoisonError};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
-
-use crate::columns::Columns;
 use verl_plan::Plan;
 use verl_rules::Fired;
 use verl_run::metrics::{StepMetrics, number};
+
+use crate::columns::Columns;
 
 /// Number of samples that a summary shows before and after.
 const SHOWN: usize = 5;
@@ -223,8 +223,9 @@ fn sample_line(sample: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use verl_rules::Severity;
+
+    use super::*;
 
     fn metrics(values: &[(&str, f64)]) -> StepMetrics {
         let values = values

@@ -4,15 +4,16 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
-use crate::console::{Console, Summary};
-use crate::folder::{RunState, Status};
-use crate::trainer::Trainer;
 use verl_plan::display::bytes;
 use verl_run::error::RunError;
 use verl_run::runner::LeftOver;
 use verl_run::space::saved_models;
 use verl_words::diagnostic::quoted;
 use verl_words::panics::unwinding_panic;
+
+use crate::console::{Console, Summary};
+use crate::folder::{RunState, Status};
+use crate::trainer::Trainer;
 
 /// Maximum number of temporary folders with the same prefix.
 const MAX_TEMP_DIRS: usize = 1000;

@@ -31,22 +31,22 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde_json::Value;
-
-use crate::folder_lock::lock_metrics;
-use crate::lines::Lines;
-use crate::replaced::replace;
-pub use crate::state_file::RunState;
-use crate::state_file::{BLOCK, ReportCounts, write_status};
 use verl_run::error::RunError;
 use verl_run::metrics::{StepMetrics, now};
 use verl_run::processor::{c_library, processor_features};
-pub use verl_run::records::Status;
 use verl_run::records::{
     Cpu, DataFile, DataOrigin, RowErrorLine, RowStatus, SampleLine, StartFile, StatusFile,
     VersionsFile,
 };
 use verl_run::runner::Run;
 use verl_run::space::Room;
+
+use crate::folder_lock::lock_metrics;
+use crate::lines::Lines;
+use crate::replaced::replace;
+pub use crate::state_file::RunState;
+use crate::state_file::{BLOCK, ReportCounts, write_status};
+pub use verl_run::records::Status;
 
 const NOTHING: &str = "nothing has run yet";
 

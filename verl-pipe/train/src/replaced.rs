@@ -99,11 +99,12 @@ fn disposable(dir: &Path) -> Option<String> {
 mod tests {
     use std::fs;
 
-    use super::*;
-    use crate::folder::{RunFolder, RunState};
     use verl_run::error::RunError;
     use verl_run::metrics::StepMetrics;
     use verl_run::records::Status;
+
+    use super::*;
+    use crate::folder::{RunFolder, RunState};
 
     fn ended(dir: &Path, status: Status, step: u64) -> RunFolder {
         let folder = RunFolder::create(dir, 5).unwrap();

@@ -5,8 +5,9 @@ use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 
-use crate::folder::pretty;
 use verl_run::records::{Status, StatusFile};
+
+use crate::folder::pretty;
 
 /// Content of `status.json`.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -5,13 +5,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use tracing::dispatcher::{DefaultGuard, Dispatch};
-
-use crate::console::{Console, Summary};
-use crate::ending::Failure;
-use crate::folder::RunFolder;
-use crate::state_file::ReportCounts;
-use crate::timeline::{Kernels, Timeline, start_line};
-use crate::warnings::{SharedConsole, Warnings, set_listener};
 use verl_declare::config::to_toml;
 use verl_plan::Plan;
 use verl_rules::config::TraceWeights;
@@ -23,6 +16,13 @@ use verl_run::space::{FreeSpace, Room};
 use verl_run::tap::Both;
 use verl_trace::files::describe_pipeline;
 use verl_trace::record::Recorder;
+
+use crate::console::{Console, Summary};
+use crate::ending::Failure;
+use crate::folder::RunFolder;
+use crate::state_file::ReportCounts;
+use crate::timeline::{Kernels, Timeline, start_line};
+use crate::warnings::{SharedConsole, Warnings, set_listener};
 
 /// File of a run folder with the schema of `config.toml`, for editors.
 const CONFIG_SCHEMA: &str = "config.schema.json";

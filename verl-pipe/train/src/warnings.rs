@@ -16,12 +16,12 @@ use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::{Interest, NoSubscriber, Subscriber};
 use tracing::{Event, Level, Metadata};
-
-use crate::console::Console;
-use crate::lines::Lines;
 use verl_run::dispatch::current_dispatch;
 use verl_run::metrics::now;
 use verl_run::records::{WarningLevel, WarningLine};
+
+use crate::console::Console;
+use crate::lines::Lines;
 
 /// File of a run folder that contains them.
 const FILE: &str = "warnings.jsonl";
@@ -292,9 +292,10 @@ impl Visit for Text {
 
 #[cfg(test)]
 mod tests {
+    use verl_run::dispatch::set_dispatch;
+
     use super::*;
     use crate::tests::trainer::Page;
-    use verl_run::dispatch::set_dispatch;
 
     fn listening(console: bool) -> (Warnings, Dispatch, Page) {
         let page = Page::default();

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use serde::Serialize;
-
-use super::thin::{ThinnedPoint, largest, least, rounded, thin};
 use verl_plan::Plan;
 use verl_rules::format::Side;
 use verl_rules::stats::StatRow;
 use verl_run::records::{ENGINE_METRICS, MetricsLine, of_stage};
 use verl_words::field::DType;
+
+use super::thin::{ThinnedPoint, largest, least, rounded, thin};
 
 /// Relative tolerance within which two numbers of a key are equal: sums of repeated rows round differently.
 const SAME: f64 = 1e-9;

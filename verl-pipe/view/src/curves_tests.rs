@@ -1,9 +1,9 @@
 use std::sync::Arc;
 
 use arrow_array::{ArrayRef, Float32Array, StringArray};
+use verl_rules::stats::{KeyStats, Place, RatioStats};
 
 use super::*;
-use verl_rules::stats::{KeyStats, Place, RatioStats};
 
 fn row(step: u64, stage: &str, side: Side, key: &str, array: ArrayRef) -> StatRow {
     let mut stats = KeyStats::default();

@@ -4,7 +4,6 @@ use std::fs;
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
-
 use verl_rules::Anomaly;
 use verl_run::records::{MetricsLine, SampleLine, Status, StatusFile};
 use verl_trace::text::count;

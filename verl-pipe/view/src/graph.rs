@@ -3,12 +3,12 @@
 use std::fmt::Write;
 
 use serde::Serialize;
-
-use super::layout::{Link, Size, place};
 use verl_plan::PlannedStage;
 use verl_plan::schedule::placement::{Place, Schedule};
 use verl_trace::text::width;
 use verl_words::stage::{Access, Cadence};
+
+use super::layout::{Link, Size, place};
 
 /// Width of a character of a box's name, of its other lines, and of a label (CSS pixels at the sizes of `view.css`).
 const NAME_CHAR: f64 = 8.0;

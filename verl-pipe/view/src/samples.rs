@@ -4,9 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 use serde_json::{Number, Value};
-
-use super::tables::{choose, evenly};
-use super::thin::rounded;
 use verl_plan::schedule::placement::Schedule;
 use verl_rules::Anomaly;
 use verl_trace::files::RecordedStep;
@@ -16,6 +13,9 @@ use verl_trace::text::count;
 use verl_words::batch::RowId;
 use verl_words::keys;
 use verl_words::resource::TokenTexts;
+
+use super::tables::{choose, evenly};
+use super::thin::rounded;
 
 /// Most steps to take samples from; each has to be read completely.
 const STEPS: usize = 40;
@@ -262,9 +262,9 @@ fn short(value: Value) -> Value {
 #[cfg(test)]
 mod tests {
     use serde_json::json;
+    use verl_trace::show::RowValue;
 
     use super::*;
-    use verl_trace::show::RowValue;
 
     #[test]
     fn rows_with_anomalies_are_taken_first() {

@@ -5,7 +5,6 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
 use tiny_http::{Header, Method, Request, Response, Server as Http, StatusCode};
-
 use verl_trace::replay::InspectError;
 
 /// The server cannot start.

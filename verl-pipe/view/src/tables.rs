@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::Serialize;
+use verl_rules::stats::StatRow;
 
 use super::thin::rounded;
-use verl_rules::stats::StatRow;
 
 /// Names of the columns, in the order of the cells of a row.
 const COLUMNS: [&str; 14] = [
@@ -141,9 +141,10 @@ pub(crate) fn evenly(len: usize, count: usize) -> impl Iterator<Item = usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use verl_rules::format::Side;
     use verl_rules::stats::{KeyStats, Place};
+
+    use super::*;
 
     #[test]
     fn wanted_steps_come_first_and_the_others_are_spread() {

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 
 use serde_json::Value;
+use verl_run::records::SampleLine;
 
 use super::tables::{choose, evenly};
-use verl_run::records::SampleLine;
 
 /// Most steps of each kind whose texts are on the page.
 const STEPS: usize = 24;

@@ -1,11 +1,11 @@
 //! Turns faults into diagnostics: what is wrong with a value, where it is, and what to write instead.
 
 use serde_json::{Map, Value};
+use verl_words::diagnostic::{Diagnostic, nearest, quoted, suggest};
 
 use super::decode::Fault;
 use super::reader::Reader;
 use super::synonyms;
-use verl_words::diagnostic::{Diagnostic, nearest, quoted, suggest};
 
 impl Reader<'_> {
     /// A table; a string stands for the table with that `path`.

@@ -33,13 +33,14 @@ mod write;
 
 use std::path::{Path, PathBuf};
 
+use verl_words::diagnostic::Diagnostic;
+
 use crate::config::decode::keys_of;
 use crate::config::overrides::Folders;
 use crate::config::reader::Reader;
 use crate::config::source::Source;
 use crate::pipe::{DataPipe, RunConfig};
 use crate::registry::Registry;
-use verl_words::diagnostic::Diagnostic;
 
 pub use self::write::to_toml;
 

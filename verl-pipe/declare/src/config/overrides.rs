@@ -14,9 +14,9 @@
 use std::path::Path;
 
 use serde_json::{Map, Value};
+use verl_words::diagnostic::{Diagnostic, quoted, suggest};
 
 use super::{SECTIONS, source, synonyms};
-use verl_words::diagnostic::{Diagnostic, quoted, suggest};
 
 /// The folders against which a relative path of an override may be resolved.
 #[derive(Debug, Clone, Copy)]

@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use verl_words::diagnostic::{Diagnostic, quoted};
 
 use super::SECTIONS;
 use super::decode::{Decoded, Fault, decode};
@@ -10,7 +11,6 @@ use super::faults::owned;
 use super::source::Source;
 use crate::pipe::{DataDecl, DataPipe, ModelDecl, StageDecl};
 use crate::registry::Registry;
-use verl_words::diagnostic::{Diagnostic, quoted};
 
 /// Reads a document section by section and collects its errors.
 pub(super) struct Reader<'a> {

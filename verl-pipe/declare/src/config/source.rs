@@ -2,7 +2,6 @@
 
 use serde_json::{Map, Value};
 use toml::de::{DeTable, DeValue};
-
 use verl_words::diagnostic::Diagnostic;
 
 /// The text of a pipeline file, for reporting line numbers.

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use crate::build::Draft;
 use verl_words::diagnostic::Diagnostic;
 use verl_words::stage::Agreement;
+
+use crate::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let mut first: BTreeMap<&str, (&str, &Agreement)> = BTreeMap::new();

@@ -1,9 +1,10 @@
 //! No barrier prevents host work from overlapping with generation.
 
-use crate::build::Draft;
-use crate::tables::Tables;
 use verl_words::diagnostic::Diagnostic;
 use verl_words::stage::{Cardinality, RowRule};
+
+use crate::build::Draft;
+use crate::tables::Tables;
 
 /// Warns about a `Batch` stage between an expansion upstream and per-row host stages downstream, which have to wait.
 pub(crate) fn check(

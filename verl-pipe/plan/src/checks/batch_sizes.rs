@@ -1,9 +1,10 @@
 //! Batch, rollout, mini- and micro-batch sizes divide.
 
+use verl_words::diagnostic::Diagnostic;
+
 use crate::build::Draft;
 use crate::schedule::batching::{GROUP, Violation};
 use crate::schedule::groups;
-use verl_words::diagnostic::Diagnostic;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     findings.extend(draft.violations.iter().map(finding));

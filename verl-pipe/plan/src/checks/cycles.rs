@@ -1,7 +1,8 @@
 //! No stage waits for itself.
 
-use crate::build::Draft;
 use verl_words::diagnostic::{Diagnostic, quoted};
+
+use crate::build::Draft;
 
 /// Reports each cycle as a walk through the names of its stages.
 pub(crate) fn report(draft: &Draft<'_>, cycles: &[Vec<usize>], findings: &mut Vec<Diagnostic>) {

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use crate::build::Draft;
 use verl_words::diagnostic::{Diagnostic, quoted};
 use verl_words::resource::DeviceRefusal;
+
+use crate::build::Draft;
 
 /// Code of a device that only another machine or build may have: a pipeline can be planned for it, but not run here.
 pub(crate) const ABSENT: &str = "S012";

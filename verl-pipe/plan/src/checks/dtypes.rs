@@ -1,8 +1,9 @@
 //! Writer and reader agree on the dtype of a key, or every value can be converted losslessly.
 
-use crate::build::Draft;
 use verl_words::diagnostic::Diagnostic;
 use verl_words::field::DType;
+
+use crate::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for link in draft.links.iter().flatten() {

@@ -1,9 +1,10 @@
 //! Model folders and data files exist and can be used; a configuration's errors and warnings about them are reported in
 //! its own words.
 
+use verl_words::diagnostic::Diagnostic;
+
 use super::settings::{setting_error, setting_warning};
 use crate::build::Draft;
-use verl_words::diagnostic::Diagnostic;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for (model, info) in draft.pipe.models.iter().zip(draft.models) {

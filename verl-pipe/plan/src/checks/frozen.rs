@@ -1,9 +1,10 @@
 //! Log-probs of frozen weights come from a model that no stage updates.
 
-use crate::build::Draft;
 use verl_words::diagnostic::{Diagnostic, quoted};
 use verl_words::field::Weights;
 use verl_words::stage::Access;
+
+use crate::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for (key, by) in &draft.written {

@@ -1,7 +1,8 @@
 //! Every key that is read is written, and by one stage only.
 
-use crate::build::{Draft, Missing};
 use verl_words::diagnostic::{Diagnostic, nearest, quoted};
+
+use crate::build::{Draft, Missing};
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for (key, by) in draft.written.iter().filter(|(_, by)| !by.again.is_empty()) {

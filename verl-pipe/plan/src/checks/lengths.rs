@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 
-use crate::build::{Draft, Link};
-use crate::tables::Tables;
 use verl_words::diagnostic::Diagnostic;
 use verl_words::shape::Dim;
+
+use crate::build::{Draft, Link};
+use crate::tables::Tables;
 
 /// Lengths of rows, identified by their origin: the stage that first wrote them and its letter.
 type Lengths = (usize, String);

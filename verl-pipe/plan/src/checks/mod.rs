@@ -26,9 +26,10 @@ pub(crate) mod twice;
 pub(crate) mod unread;
 pub(crate) mod vocabularies;
 
+use verl_words::diagnostic::Diagnostic;
+
 use crate::build::Draft;
 use crate::tables::Tables;
-use verl_words::diagnostic::Diagnostic;
 
 /// A check of the declarations.
 pub(crate) type Check = fn(&Draft<'_>, &mut Vec<Diagnostic>);

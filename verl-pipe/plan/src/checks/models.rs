@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use crate::build::Draft;
 use verl_words::diagnostic::{Diagnostic, quoted, suggest};
 use verl_words::stage::Access;
+
+use crate::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let mut users: BTreeMap<&str, Vec<(&str, Access)>> = BTreeMap::new();

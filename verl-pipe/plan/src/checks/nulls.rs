@@ -1,8 +1,9 @@
 //! Nullable keys are read only by stages that declare them nullable.
 
+use verl_words::diagnostic::Diagnostic;
+
 use crate::build::Draft;
 use crate::checks::shapes::fits;
-use verl_words::diagnostic::Diagnostic;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for link in draft.links.iter().flatten() {

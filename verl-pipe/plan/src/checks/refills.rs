@@ -1,10 +1,11 @@
 //! A step can determine how many waves it needs: the keys that its filter needs arrive wave by wave.
 
-use crate::build::Draft;
-use crate::tables::Tables;
 use verl_words::batch::RowId;
 use verl_words::diagnostic::Diagnostic;
 use verl_words::stage::{Access, Cardinality, Refill, RowRule, StageSpec};
+
+use crate::build::Draft;
+use crate::tables::Tables;
 
 pub(crate) fn check(
     draft: &Draft<'_>,

@@ -1,7 +1,8 @@
 //! A model has the role that the stage requires.
 
-use crate::build::Draft;
 use verl_words::diagnostic::{Diagnostic, quoted};
+
+use crate::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let declared = || draft.pipe.models.iter().zip(draft.models);

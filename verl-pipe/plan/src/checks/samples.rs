@@ -1,9 +1,10 @@
 //! A stage that trains gets the number of rows per prompt that the batch arithmetic assumes.
 
-use crate::build::Draft;
-use crate::tables::Tables;
 use verl_words::diagnostic::Diagnostic;
 use verl_words::stage::Access;
+
+use crate::build::Draft;
+use crate::tables::Tables;
 
 pub(crate) fn check(
     draft: &Draft<'_>,

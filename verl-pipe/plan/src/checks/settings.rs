@@ -1,9 +1,10 @@
 //! Settings of the run and of stages are valid; a configuration's own errors and warnings are reported in its words.
 
-use crate::build::Draft;
 use verl_declare::pipe::StageDecl;
 use verl_words::diagnostic::Diagnostic;
 use verl_words::stage::ConfigError;
+
+use crate::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let deadline = draft.pipe.run.stage_deadline_s;

@@ -1,9 +1,10 @@
 //! Writer and reader agree on the shape of a key, apart from its letters.
 
-use crate::build::{Draft, Link};
 use verl_words::diagnostic::{Diagnostic, quoted};
 use verl_words::field::Field;
 use verl_words::shape::{Dim, Shape};
+
+use crate::build::{Draft, Link};
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for stage in draft.stages {

@@ -1,7 +1,8 @@
 //! Reads and writes stated in the pipeline agree with what the stage declares.
 
-use crate::build::{Draft, DraftStage};
 use verl_words::diagnostic::{Diagnostic, quoted};
+
+use crate::build::{Draft, DraftStage};
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for statement in &draft.pipe.misplaced {

@@ -1,8 +1,9 @@
 //! Log-probs come from the distribution that their reader needs; other numbers from the model and weights it needs.
 
-use crate::build::{Draft, Link};
 use verl_words::diagnostic::Diagnostic;
 use verl_words::field::LogProbTag;
+
+use crate::build::{Draft, Link};
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     for link in draft.links.iter().flatten() {

@@ -1,11 +1,12 @@
 //! Settings of `[trace]` are valid for this run: existing steps, sizes above 0, rules that can fire.
 
-use super::settings::{setting_error, setting_warning, stage_place};
-use crate::build::Draft;
 use verl_rules::config::{RuleSetting, TraceConfig};
 use verl_rules::{BuiltIn, RULES, RuleDecl, RuleInputs, Severity};
 use verl_words::diagnostic::{Diagnostic, quoted};
 use verl_words::stage::{Cadence, ConfigError};
+
+use super::settings::{setting_error, setting_warning, stage_place};
+use crate::build::Draft;
 
 const PLACE: &str = "[trace]";
 

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use crate::build::Draft;
 use verl_rules::RULES;
 use verl_words::diagnostic::{Diagnostic, suggest};
+
+use crate::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let trace = &draft.pipe.trace;

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::build::Draft;
 use verl_words::diagnostic::{Diagnostic, quoted};
+
+use crate::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     let mut doers: BTreeMap<&str, Vec<&str>> = BTreeMap::new();

@@ -5,10 +5,11 @@
 //! key, or the key is not one of the [standard ones](verl_words::keys) and so was added for a particular reader. Sources,
 //! and stages that update a model, are useful anyway. Custom rules may read any key.
 
-use crate::build::Draft;
 use verl_words::diagnostic::{Diagnostic, quoted};
 use verl_words::keys::STANDARD;
 use verl_words::stage::{Access, RowRule};
+
+use crate::build::Draft;
 
 pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
     // If a stage could not be built, it is not known which keys are read.
@@ -70,12 +71,13 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
 
 #[cfg(test)]
 mod tests {
-    use crate::Plannable;
     use verl_declare::pipe::{DataPipe, stage_fn};
     use verl_words::diagnostic::Findings;
     use verl_words::field::{Key, Scalar};
     use verl_words::keys::{RESPONSES, REWARDS};
     use verl_words::stage::{RowRule, StageSpec};
+
+    use crate::Plannable;
 
     const POLITENESS: Key<Scalar<f32>> =
         Key::new("politeness", "[B]", "reward", "how polite a response is");

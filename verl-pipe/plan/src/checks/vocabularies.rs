@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::build::Draft;
 use verl_words::diagnostic::{Diagnostic, quoted};
 use verl_words::resource::Vocabulary;
+
+use crate::build::Draft;
 
 /// Unit of fields that contain token ids.
 const TOKEN_ID: &str = "token id";

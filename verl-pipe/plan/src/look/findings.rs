@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use super::StageRows;
-use crate::checks::settings::stage_place;
-use crate::display::count;
 use verl_declare::pipe::{DataDecl, StageDecl};
 use verl_words::data::DataError;
 use verl_words::diagnostic::Diagnostic;
 use verl_words::stage::{LongRows, RowPreview, StageError};
+
+use super::StageRows;
+use crate::checks::settings::stage_place;
+use crate::display::count;
 
 /// The place of findings about rows.
 pub(super) struct Place<'a> {

@@ -15,16 +15,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rayon::prelude::*;
-
-use crate::Plan;
-use crate::build::{Prepared, plan_prepared, prepare, sorted};
-use findings::{Place, RowProblems};
-pub use rows::{ShownRow, ShownTarget, ShownToken, Spread, StageRows};
 use verl_declare::pipe::{DataPipe, StageDecl};
 use verl_words::data::{DataError, DataLoaderInterface};
 use verl_words::diagnostic::Diagnostic;
 use verl_words::panics::catch_panic;
 use verl_words::stage::{PreviewContext, RowPreview, RowPreviews, StageError};
+
+use crate::Plan;
+use crate::build::{Prepared, plan_prepared, prepare, sorted};
+use findings::{Place, RowProblems};
+pub use rows::{ShownRow, ShownTarget, ShownToken, Spread, StageRows};
 
 /// How much of the data a check reads.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -2,7 +2,6 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
 use verl_declare::pipe::StageDecl;
 use verl_words::data::DataError;
 use verl_words::resource::Texts;

@@ -2,9 +2,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Map, Value, json};
-
-use super::*;
-use crate::Plannable;
 use verl_declare::chain::stage_with;
 use verl_words::batch::Batch;
 use verl_words::keys::DATA_ROWS;
@@ -13,6 +10,9 @@ use verl_words::stage::{
     BuildContext, ConfigError, LongRows, NotePreview, RowPreview, RowRule, Stage, StageContext,
     StageError, StageSpec, TargetPreview,
 };
+
+use super::*;
+use crate::Plannable;
 
 /// Rows with one text each.
 struct Rows(Vec<Value>);

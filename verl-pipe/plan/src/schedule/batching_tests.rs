@@ -1,7 +1,8 @@
 //! Sizes that fit and sizes that do not.
 
-use super::*;
 use verl_words::stage::OnShort;
+
+use super::*;
 
 fn devices(n: usize, tensor_parallel: usize) -> DevicesConfig {
     DevicesConfig {

@@ -3,12 +3,13 @@
 //! A stage that uses a model runs on the worker thread of the model's device group; every other stage runs on the
 //! host pool.
 
+use verl_words::diagnostic::{Diagnostic, Severity};
+use verl_words::stage::{Cadence, Cardinality, OnRowError, RowRule};
+
 use crate::checks::devices;
 use crate::schedule::groups::DeviceGroup;
 use crate::schedule::wiring::Wiring;
 use crate::{Plan, PlannedStage, memory};
-use verl_words::diagnostic::{Diagnostic, Severity};
-use verl_words::stage::{Cadence, Cardinality, OnRowError, RowRule};
 
 /// Approximate maximum number of slices of a step for a host stage: many if a call may be slow (the stage declares a
 /// deadline), fewer if a call costs more than its rows.

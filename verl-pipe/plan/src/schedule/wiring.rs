@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use arrow_schema::{DataType, Field as ArrowField, Schema};
-
-use crate::schedule::placement::internal;
-use crate::{Plan, PlannedStage};
 use verl_words::batch::{GROUP_ID, SAMPLE_ID, arrow_type};
 use verl_words::diagnostic::Diagnostic;
 use verl_words::field::{DType, Field};
 use verl_words::keys::MASK_KINDS;
 use verl_words::stage::{Cadence, RowRule};
+
+use crate::schedule::placement::internal;
+use crate::{Plan, PlannedStage};
 
 /// One step up from a table to its parent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, UInt8Type};
 use arrow_array::{Array, ArrayRef};
-
 use verl_words::keys::mask;
 
 /// Log-prob keys, and their counterparts: the first in the list that the step has.

@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::Value;
-
-use super::{DIFFERS, Failure, NOTHING, SAME, write, write_json};
 use verl_declare::registry::Registry;
 use verl_trace::compare::changes::{changed, shown};
 use verl_trace::compare::{Change, Changes, RunDiff, diff_settings, diff_stats, diff_step};
 use verl_trace::files::Conditions;
 use verl_trace::replay::TracedRun;
 use verl_trace::text::count;
+
+use super::{DIFFERS, Failure, NOTHING, SAME, write, write_json};
 
 /// Arguments of `pipe debug diff`.
 #[derive(Debug, Clone, Args)]

@@ -6,8 +6,6 @@ use std::path::Path;
 
 use clap::Args;
 use serde_json::{Value, json};
-
-use super::{DIFFERS, Failure, RunArg, SAME, write, write_json, write_notes};
 use verl_declare::registry::Registry;
 use verl_rules::Anomaly;
 use verl_run::runner::Run;
@@ -18,6 +16,8 @@ use verl_trace::replay::{
     changes_since, check_step, damaged_fault, first_fault_of_stats, stopped_fault,
 };
 use verl_trace::text::{count, shell_word};
+
+use super::{DIFFERS, Failure, RunArg, SAME, write, write_json, write_notes};
 
 /// Arguments of `pipe debug first-bad`.
 #[derive(Debug, Clone, Args)]

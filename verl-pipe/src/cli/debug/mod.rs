@@ -14,12 +14,12 @@ use std::path::PathBuf;
 
 use clap::Subcommand;
 use serde::Serialize;
-
-use super::json_error::{JsonError, json_findings};
 use verl_declare::registry::Registry;
 use verl_trace::replay::InspectError;
 use verl_view::ServeError;
 use verl_words::diagnostic::Findings;
+
+use super::json_error::{JsonError, json_findings};
 
 pub use diff::DiffArgs;
 pub use first_bad::FirstBadArgs;

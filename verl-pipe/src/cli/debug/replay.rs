@@ -3,10 +3,10 @@
 use std::io::Write;
 
 use clap::Args;
-
-use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
 use verl_declare::registry::Registry;
 use verl_trace::replay::{InspectError, ReplayError, ReplayScope, Replayer, TracedRun};
+
+use super::{DIFFERS, Failure, NOTHING, RunArg, SAME, write, write_json};
 
 /// Arguments of `pipe debug replay`.
 #[derive(Debug, Clone, Args)]

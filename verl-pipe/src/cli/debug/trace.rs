@@ -3,13 +3,13 @@
 use std::io::Write;
 
 use clap::Args;
-
-use super::replay::replay_step;
-use super::{Failure, RunArg, SAME, write, write_json, write_notes};
 use verl_declare::registry::Registry;
 use verl_trace::replay::{InspectError, ReplayScope, TracedRun, find_stage};
 use verl_trace::show::{StepView, step_summary};
 use verl_words::batch::RowId;
+
+use super::replay::replay_step;
+use super::{Failure, RunArg, SAME, write, write_json, write_notes};
 
 /// Arguments of `pipe debug trace`.
 #[derive(Debug, Clone, Args)]

@@ -4,13 +4,13 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
-
-use super::{Failure, RunArg, write};
 use verl_declare::registry::Registry;
 use verl_run::interrupt::on_ctrl_c;
 use verl_trace::files::{TraceError, write_atomically};
 use verl_trace::text::count;
 use verl_view::{Page, Server, ViewOptions, page};
+
+use super::{Failure, RunArg, write};
 
 /// Arguments of `pipe debug view`.
 #[derive(Debug, Clone, Args)]

@@ -1,12 +1,12 @@
 //! Settings of a kind and fields of a file: each with its type, default, unit and meaning.
 
 use serde_json::{Map, Value};
+use verl_run::records::STAGE;
 
 use super::words::{inline, list, sentence, text, ticked};
 use super::{NOTE, Page};
 use crate::schema::declared::{definition, words};
 use crate::schema::run_folder::ANY_STAGE;
-use verl_run::records::STAGE;
 
 /// Maximum depth of nested settings.
 const DEPTH: usize = 4;

@@ -5,13 +5,13 @@ use std::fmt;
 
 use serde::Serialize;
 use serde_json::{Map, Value};
-
-use crate::files::{Conditions, Machine};
-use crate::text::count;
 use verl_plan::{Plan, PlannedStage};
 use verl_run::processor::OTHER_LIBRARY;
 use verl_run::records::DataOrigin;
 use verl_words::stage::RowRule;
+
+use crate::files::{Conditions, Machine};
+use crate::text::count;
 
 /// One thing that has changed.
 #[derive(Debug, Clone, PartialEq, Serialize)]

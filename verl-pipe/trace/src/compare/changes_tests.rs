@@ -1,9 +1,10 @@
 //! Which changes are listed, and for which of them equal bits are expected.
 
-use super::*;
-use serde_json::json;
 use verl_run::records::Cpu;
 use verl_words::resource::CpuKernels;
+
+use super::*;
+use serde_json::json;
 
 fn conditions(settings: Value) -> Conditions {
     let text = |text: &str| Some(text.to_owned());

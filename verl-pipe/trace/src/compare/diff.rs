@@ -2,6 +2,9 @@
 
 use serde::Serialize;
 use serde_json::Value;
+use verl_plan::PlannedStage;
+use verl_plan::schedule::placement::Schedule;
+use verl_words::stage::RowRule;
 
 use crate::compare::changes::{Change, changed};
 use crate::compare::diff_inputs::{Cause, InputsDiff, diff_inputs, weights_after};
@@ -9,9 +12,6 @@ use crate::compare::diff_stats::StatsDiff;
 use crate::compare::difference::{Difference, Tolerance};
 use crate::compare::rows::{ComparedKey, Pairing, Rows, compare_rows};
 use crate::files::{RecordedStage, RecordedStep};
-use verl_plan::PlannedStage;
-use verl_plan::schedule::placement::Schedule;
-use verl_words::stage::RowRule;
 
 /// One key that a stage emitted in both runs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -212,13 +212,14 @@ pub fn diff_settings(first: &Value, second: &Value) -> Vec<(String, Value, Value
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::files::RecordedBatch;
-    use serde_json::json;
     use verl_declare::pipe::DataPipe;
     use verl_words::batch::{Batch, RaggedColumn, RowId};
     use verl_words::keys::ADVANTAGES;
     use verl_words::stage::StageSpec;
+
+    use super::*;
+    use crate::files::RecordedBatch;
+    use serde_json::json;
 
     #[test]
     fn the_run_folder_is_not_compared() {

@@ -4,13 +4,13 @@
 use std::fmt;
 
 use serde::Serialize;
+use verl_plan::PlannedStage;
+use verl_words::resource::WeightsVersion;
+use verl_words::stage::Access;
 
 use crate::compare::difference::{Difference, DifferenceKind, Tolerance};
 use crate::compare::rows::{ComparedKey, Pairing, Rows, compare_rows};
 use crate::files::{RecordedStage, RecordedStep};
-use verl_plan::PlannedStage;
-use verl_words::resource::WeightsVersion;
-use verl_words::stage::Access;
 
 /// Whether two runs diverge in a stage or before it.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -2,12 +2,13 @@
 
 use std::fmt;
 
+use verl_words::diagnostic::quoted;
+
 use crate::compare::changes::{Change, shown};
 use crate::compare::diff::{KeyDiff, Parting, RunDiff, StepDiff};
 use crate::compare::diff_inputs::Cause;
 use crate::compare::difference::DifferenceKind;
 use crate::text::{Align, Table, count, short};
-use verl_words::diagnostic::quoted;
 
 impl fmt::Display for RunDiff {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

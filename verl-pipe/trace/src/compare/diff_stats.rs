@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::Serialize;
-
-use crate::compare::diff_inputs::Cause;
-use crate::text::{Align, Table, short};
 use verl_plan::schedule::placement::Schedule;
 use verl_rules::format::Side;
 use verl_rules::stats::StatRow;
 use verl_words::field::Field;
 use verl_words::stage::RowRule;
+
+use crate::compare::diff_inputs::Cause;
+use crate::text::{Align, Table, short};
 
 /// Number of steps shown in a trend; if there are more, some are skipped.
 const SHOWN_STEPS: usize = 24;

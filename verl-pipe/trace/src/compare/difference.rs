@@ -3,7 +3,6 @@
 use std::fmt;
 
 use serde::{Serialize, Serializer};
-
 use verl_words::batch::RowId;
 
 /// How far apart two floats may be: |a − b| ≤ absolute + relative · |a|. Other values must be equal.

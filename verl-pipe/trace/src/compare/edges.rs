@@ -3,13 +3,14 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 
-use crate::compare::difference::{Comparison, Tolerance};
-use crate::compare::rows::{ComparedKey, Pairing, Rows, compare_rows};
-use crate::files::{RecordedStage, RecordedStep};
 use verl_plan::schedule::placement::Schedule;
 use verl_plan::schedule::wiring::{Hop, InputColumn};
 use verl_run::convert::convert;
 use verl_words::batch::{Batch, RowId};
+
+use crate::compare::difference::{Comparison, Tolerance};
+use crate::compare::rows::{ComparedKey, Pairing, Rows, compare_rows};
+use crate::files::{RecordedStage, RecordedStep};
 
 /// The edges between two stages, compared; left is what the reader got, right what the writer emitted.
 #[derive(Debug, Clone, PartialEq)]

@@ -2,16 +2,17 @@
 
 use std::collections::HashMap;
 
-use crate::compare::cell::{Cell, cell};
-use crate::compare::rows::Rows;
-use crate::files::{RecordedBatch, RecordedStage};
-use crate::text;
 use verl_plan::schedule::placement::Schedule;
 use verl_run::guard::{GuardError, GuardScope, MaskOf};
 use verl_run::masks::kinds_of;
 use verl_words::batch::{Batch, RowId};
 use verl_words::keys;
 use verl_words::stage::RowRule;
+
+use crate::compare::cell::{Cell, cell};
+use crate::compare::rows::Rows;
+use crate::files::{RecordedBatch, RecordedStage};
+use crate::text;
 
 /// A value that violates a rule.
 #[derive(Debug, Clone, PartialEq)]

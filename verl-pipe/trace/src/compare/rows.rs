@@ -6,11 +6,11 @@ use std::collections::HashMap;
 
 use arrow_array::Array;
 use arrow_schema::DataType;
+use verl_words::batch::{Batch, RowId, SAMPLE_ID};
 
 use crate::compare::cell::{Cell, cell};
 use crate::compare::difference::{Comparison, Difference, DifferenceKind, Tolerance};
 use crate::files::RecordedStage;
-use verl_words::batch::{Batch, RowId, SAMPLE_ID};
 
 /// Rows of several batches, found by identity.
 pub(crate) struct Rows<'a> {
@@ -214,9 +214,10 @@ fn compare_key(
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use verl_words::batch::RaggedColumn;
     use verl_words::keys::{ADVANTAGES, RESPONSES, REWARDS};
+
+    use super::*;
 
     fn batch(advantages: &[Vec<f32>]) -> Batch {
         let ids: Vec<RowId> = (0..advantages.len() as u64)

@@ -4,11 +4,11 @@
 use std::collections::BTreeMap;
 
 use serde::Serialize;
+use verl_rules::format::Side;
+use verl_rules::stats::{KeyStats, Place, StatRow};
 
 use crate::files::documents::ROWS_MISSING;
 use crate::files::trace_dir::{SliceTrace, StepTrace};
-use verl_rules::format::Side;
-use verl_rules::stats::{KeyStats, Place, StatRow};
 
 /// A key whose rows differ from those in the statistics.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -98,12 +98,12 @@ mod tests {
     use std::sync::Arc;
 
     use arrow_array::{ArrayRef, Float32Array};
+    use verl_words::batch::{Batch, RowId};
 
     use super::*;
     use crate::files::documents::KeyColumn;
     use crate::files::trace_dir::StageTrace;
     use crate::files::trace_dir::tests::{header, step_manifest};
-    use verl_words::batch::{Batch, RowId};
 
     fn batch(values: &[f32]) -> Batch {
         let ids = (0..values.len() as u64).map(|row| RowId::prompt(0, row).expect("in range"));

@@ -2,8 +2,9 @@
 
 use std::fs;
 
-use crate::files::trace_dir::TraceDir;
 use verl_rules::{Anomaly, Severity};
+
+use crate::files::trace_dir::TraceDir;
 
 impl TraceDir {
     /// What the rules found, in order. Skips unreadable lines, such as one that a killed run left incomplete.

@@ -2,7 +2,6 @@
 
 use arrow_schema::{DataType, Field};
 use serde_json::{Value, json};
-
 use verl_rules::stats::StatRow;
 use verl_words::batch::{GROUP_ID, SAMPLE_ID};
 

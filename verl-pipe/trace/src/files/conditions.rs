@@ -7,10 +7,6 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-
-use crate::files::documents::{Layout, parse};
-use crate::files::error::TraceError;
-use crate::files::stand_in::StageShape;
 use verl_declare::config::to_toml;
 use verl_declare::pipe::DataPipe;
 use verl_plan::Plan;
@@ -20,6 +16,10 @@ use verl_rules::format::FORMAT;
 use verl_run::processor::{c_library, processor_features};
 use verl_run::records::Cpu;
 use verl_words::resource::CpuKernels;
+
+use crate::files::documents::{Layout, parse};
+use crate::files::error::TraceError;
+use crate::files::stand_in::StageShape;
 
 /// Content of `trace/conditions.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]

@@ -8,10 +8,10 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-
-use crate::files::error::TraceError;
 use verl_rules::format::{FORMAT, Side};
 use verl_words::resource::WeightsVersion;
+
+use crate::files::error::TraceError;
 
 /// Key of the [`StageManifest`] in the Parquet file metadata.
 pub const MANIFEST_KEY: &str = "verl.trace";

@@ -3,11 +3,12 @@
 use std::fs;
 use std::path::PathBuf;
 
+use verl_words::batch::RowId;
+
 use super::tests::{fields, format, header, step_manifest};
 use super::*;
 use crate::files::documents::StageInfo;
 use crate::files::trace_writer::{SliceAt, TraceWriter};
-use verl_words::batch::RowId;
 
 /// A trace of steps 1 to 3 with the stages `reward` and `advantages`.
 struct Written {

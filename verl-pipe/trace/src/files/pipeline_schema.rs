@@ -3,7 +3,6 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-
 use verl_plan::{Plan, PlannedStage};
 use verl_rules::format::FORMAT;
 use verl_words::field::{DType, Field, LogProbTag};

@@ -2,14 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use crate::files::altered::AlteredKey;
-use crate::files::documents::StepManifest;
-use crate::files::error::TraceError;
-use crate::files::trace_dir::{DamagedFile, SliceTrace, StageTrace, StepTrace};
 use verl_rules::Anomaly;
 use verl_run::runner::{RunSnapshot, RunState};
 use verl_words::batch::Batch;
 use verl_words::resource::WeightsVersion;
+
+use crate::files::altered::AlteredKey;
+use crate::files::documents::StepManifest;
+use crate::files::error::TraceError;
+use crate::files::trace_dir::{DamagedFile, SliceTrace, StageTrace, StepTrace};
 
 /// An input or output batch of one call of a stage; keys have the stage's own names.
 #[derive(Debug, Clone, PartialEq)]

@@ -11,12 +11,12 @@ use arrow_schema::{DataType, Field, Schema, SchemaRef};
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::basic::Compression;
 use parquet::file::metadata::ParquetMetaData;
+use verl_rules::format::Side;
+use verl_words::batch::{Batch, GROUP_ID, RowId, SAMPLE_ID};
 
 use crate::files::documents::{KeyColumn, MANIFEST_KEY, SliceSpan, StageManifest, parse};
 use crate::files::error::TraceError;
 use crate::files::trace_dir::{SliceTrace, StageTrace};
-use verl_rules::format::Side;
-use verl_words::batch::{Batch, GROUP_ID, RowId, SAMPLE_ID};
 
 /// Rows decoded at once.
 const READ_ROWS: usize = 4096;

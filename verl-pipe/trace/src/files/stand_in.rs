@@ -9,8 +9,6 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-
-use crate::files::conditions::Conditions;
 use verl_declare::pipe::{DataPipe, StageDecl};
 use verl_declare::registry::Registry;
 use verl_plan::PlannedStage;
@@ -22,6 +20,8 @@ use verl_words::stage::{
     Access, Cadence, Cardinality, OnRowError, Refill, RowRule, Stage, StageContext, StageError,
     StageSpec,
 };
+
+use crate::files::conditions::Conditions;
 
 /// A stage's declaration of rows, keys and models: enough to place it in a plan.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]

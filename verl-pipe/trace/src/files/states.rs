@@ -7,13 +7,13 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use verl_rules::format::FORMAT;
+use verl_words::resource::StoredState;
 
 use crate::files::atomic::{make_dir, write_atomically, write_json};
 use crate::files::documents::{Layout, StateRef, parse};
 use crate::files::error::TraceError;
 use crate::files::trace_dir::TraceDir;
-use verl_rules::format::FORMAT;
-use verl_words::resource::StoredState;
 
 /// The document next to the tensors: `trace/state/<sha256>.json`.
 #[derive(Debug, Serialize, Deserialize, JsonSchema)]
@@ -87,10 +87,11 @@ impl TraceDir {
 
 #[cfg(test)]
 mod tests {
+    use verl_words::resource::WeightsVersion;
+
     use super::*;
     use crate::files::documents::TraceFormat;
     use crate::files::trace_writer::TraceWriter;
-    use verl_words::resource::WeightsVersion;
 
     #[test]
     fn equal_states_are_stored_once() {

@@ -12,14 +12,14 @@ use arrow_array::types::{Float64Type, UInt16Type, UInt32Type, UInt64Type};
 use arrow_array::{Array, RecordBatch};
 use arrow_ipc::reader::StreamReader;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use verl_rules::format::Side;
+use verl_rules::stats::{RatioStats, StatRow};
 
 use crate::files::documents::MANIFEST_KEY;
 use crate::files::error::TraceError;
 use crate::files::stage_reader::check_codecs;
 use crate::files::stats_writer::QUANTILE_COLUMNS;
 use crate::files::trace_dir::{DamagedFile, TraceDir};
-use verl_rules::format::Side;
-use verl_rules::stats::{RatioStats, StatRow};
 
 impl TraceDir {
     /// Statistics of the steps in `range`, in the order of steps and stages; the run may be in progress.

@@ -13,14 +13,14 @@ use parquet::arrow::ArrowWriter;
 use parquet::basic::Compression;
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
+use verl_rules::format::FORMAT;
+use verl_rules::stats::StatRow;
+use verl_run::space::Room;
 
 use crate::files::atomic::{make_dir, partial_path, write_atomically};
 use crate::files::columns::{Of, STAT_COLUMNS};
 use crate::files::documents::MANIFEST_KEY;
 use crate::files::error::TraceError;
-use verl_rules::format::FORMAT;
-use verl_rules::stats::StatRow;
-use verl_run::space::Room;
 
 /// Names of the quantile columns.
 pub(super) const QUANTILE_COLUMNS: [&str; 7] = ["p01", "p05", "p25", "p50", "p75", "p95", "p99"];
@@ -184,13 +184,14 @@ impl StatsWriter {
 
 #[cfg(test)]
 mod tests {
+    use verl_rules::format::Side;
+    use verl_rules::stats::{KeyStats, Place, RatioStats};
+
     use super::*;
     use crate::files::documents::TraceFormat;
     use crate::files::stats_reader::{from_record, parts};
     use crate::files::trace_dir::TraceDir;
     use crate::files::trace_writer::TraceWriter;
-    use verl_rules::format::Side;
-    use verl_rules::stats::{KeyStats, Place, RatioStats};
 
     fn rows(step: u64) -> Vec<StatRow> {
         let numbers: ArrayRef = Arc::new(arrow_array::Float32Array::from(vec![

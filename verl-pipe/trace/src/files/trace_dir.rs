@@ -6,14 +6,15 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
+use verl_rules::format::Side;
+use verl_words::batch::Batch;
+use verl_words::diagnostic::quoted;
+
 use crate::files::documents::{
     Layout, StageFile, StageManifest, StepManifest, TraceFormat, parse, stage_file,
 };
 use crate::files::error::TraceError;
 use crate::files::stage_reader::read_stage_if;
-use verl_rules::format::Side;
-use verl_words::batch::Batch;
-use verl_words::diagnostic::quoted;
 
 /// The trace of a run.
 ///

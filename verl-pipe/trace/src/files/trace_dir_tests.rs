@@ -12,15 +12,15 @@ use arrow_array::{
 use arrow_schema::Field;
 use proptest::prelude::*;
 use serde_json::json;
+use verl_rules::format::FORMAT;
+use verl_words::batch::RowId;
+use verl_words::resource::WeightsVersion;
 
 use super::*;
 use crate::files::atomic::partial_path;
 use crate::files::documents::{Reason, StageFile, StageInfo, StepManifest};
 use crate::files::stage_reader::read_stage;
 use crate::files::trace_writer::{SliceAt, TraceWriter};
-use verl_rules::format::FORMAT;
-use verl_words::batch::RowId;
-use verl_words::resource::WeightsVersion;
 
 pub(crate) fn format() -> TraceFormat {
     TraceFormat {

@@ -13,6 +13,9 @@ use parquet::errors::ParquetError;
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::schema::types::ColumnPath;
+use verl_rules::format::Side;
+use verl_run::space::Room;
+use verl_words::batch::{Batch, GROUP_ID, SAMPLE_ID};
 
 use crate::files::atomic::{Partial, make_dir, write_json};
 use crate::files::columns::STEP_COLUMNS;
@@ -22,9 +25,6 @@ use crate::files::documents::{
 };
 use crate::files::error::TraceError;
 use crate::files::row_groups::RowGroups;
-use verl_rules::format::Side;
-use verl_run::space::Room;
-use verl_words::batch::{Batch, GROUP_ID, SAMPLE_ID};
 
 /// Values that the encoder takes at once; its default of 1,024 is less than a response has tokens.
 const WRITE_VALUES: usize = 8192;

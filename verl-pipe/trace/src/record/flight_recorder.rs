@@ -1,9 +1,10 @@
 //! The flight recorder: the last steps in memory, written when a rule fires or the run fails.
 
+use verl_rules::config::{TraceConfig, bytes_of};
+
 use crate::files::Reason;
 use crate::record::reported::Reported;
 use crate::record::step_data::Ring;
-use verl_rules::config::{TraceConfig, bytes_of};
 
 /// The last steps that have ended, and how often they were written.
 ///

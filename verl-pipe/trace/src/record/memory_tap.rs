@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::files::{RecordedBatch, RecordedStage, RecordedStep};
 use verl_run::tap::{Tap, TapPoint};
 use verl_words::batch::Batch;
+
+use crate::files::{RecordedBatch, RecordedStage, RecordedStep};
 
 /// A tap that keeps steps in memory.
 ///

@@ -15,15 +15,6 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, SendTimeoutError, Sender, TrySendError, bounded};
-
-use crate::files::{
-    Conditions, Layout, ROW_GROUP_BYTES, StageInfo, StateRef, TraceError, TraceFormat, TraceWriter,
-    write_json, write_state,
-};
-use crate::record::open_step::StepState;
-use crate::record::recording::{Message, Recording, SPILL_BYTES, Shared};
-use crate::record::step_data::{Part, StageAbout};
-use crate::record::watched_rule::WatchedRule;
 use verl_plan::schedule::placement::Schedule;
 use verl_rules::config::{TraceConfig, TraceWeights, bytes_of};
 use verl_rules::format::{FORMAT, Side};
@@ -39,6 +30,15 @@ use verl_run::watch::{Wait, Watch};
 use verl_words::batch::Batch;
 use verl_words::panics::catch_panic;
 use verl_words::resource::WeightsVersion;
+
+use crate::files::{
+    Conditions, Layout, ROW_GROUP_BYTES, StageInfo, StateRef, TraceError, TraceFormat, TraceWriter,
+    write_json, write_state,
+};
+use crate::record::open_step::StepState;
+use crate::record::recording::{Message, Recording, SPILL_BYTES, Shared};
+use crate::record::step_data::{Part, StageAbout};
+use crate::record::watched_rule::WatchedRule;
 
 /// Memory that recording a step in full may use besides the run's own: rows that wait for their files, and the row
 /// group being encoded (bytes).

@@ -5,6 +5,11 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 
 use crossbeam_channel::{Receiver, Sender};
+use verl_rules::config::TraceConfig;
+use verl_rules::format::Side;
+use verl_rules::{Anomaly, Fired, Rule, RuleBook};
+use verl_words::batch::Batch;
+use verl_words::resource::WeightsVersion;
 
 use crate::files::{Reason, StatsWriter, TraceError, TraceFormat, TraceWriter};
 use crate::record::flight_recorder::FlightRecorder;
@@ -14,11 +19,6 @@ use crate::record::rule_runner::RuleRunner;
 use crate::record::step_archive::StepArchive;
 use crate::record::step_data::{Part, StageAbout};
 use crate::record::step_stats::StepStats;
-use verl_rules::config::TraceConfig;
-use verl_rules::format::Side;
-use verl_rules::{Anomaly, Fired, Rule, RuleBook};
-use verl_words::batch::Batch;
-use verl_words::resource::WeightsVersion;
 
 /// Bytes of rows that a step recorded in full may keep in memory before they are spilled to its files.
 pub(crate) const SPILL_BYTES: usize = 256 << 20;

@@ -1,13 +1,14 @@
 //! Steps that do not fit in memory: later writes do not lose what is already on disk.
 
-use super::*;
-use crate::files::{ROWS_MISSING, StageInfo, StateRef, TraceDir, samples};
-use crate::record::step_data::StepData;
 use verl_rules::config::RuleSetting;
 use verl_rules::{Hit, MetricsView, Severity};
 use verl_words::batch::{RaggedColumn, RowId};
 use verl_words::keys::RESPONSES;
 use verl_words::stage::RowRule;
+
+use super::*;
+use crate::files::{ROWS_MISSING, StageInfo, StateRef, TraceDir, samples};
+use crate::record::step_data::StepData;
 
 /// Rows of a slice.
 const ROWS: u64 = 8;

@@ -5,11 +5,6 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::files::{Layout, TraceError};
-use crate::record::reported::Reported;
-use crate::record::show_command::ShowCommand;
-use crate::record::step_data::{StageAbout, StepData};
-use crate::record::step_stats::Distances;
 use verl_rules::format::Side;
 use verl_rules::stats::StatRow;
 use verl_rules::{
@@ -18,6 +13,12 @@ use verl_rules::{
 };
 use verl_words::batch::Batch;
 use verl_words::resource::WeightsVersion;
+
+use crate::files::{Layout, TraceError};
+use crate::record::reported::Reported;
+use crate::record::show_command::ShowCommand;
+use crate::record::step_data::{StageAbout, StepData};
+use crate::record::step_stats::Distances;
 
 /// The rules of a run, with what they need of earlier steps.
 ///

@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
+use verl_rules::Hit;
+
 use crate::record::step_data::StageAbout;
 use crate::text::shell_word;
-use verl_rules::Hit;
 
 /// Builds the command that shows what a rule found.
 pub(crate) struct ShowCommand<'a> {

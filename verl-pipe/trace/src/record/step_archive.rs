@@ -5,15 +5,16 @@ use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use verl_rules::config::{TraceConfig, bytes_of};
+use verl_rules::format::FORMAT;
+use verl_words::diagnostic::quoted;
+
 use crate::files::{
     ROWS_MISSING, Reason, StepManifest, TraceError, TraceFormat, TraceWriter, parse,
 };
 use crate::record::open_step::{OpenStep, StepState};
 use crate::record::reported::Reported;
 use crate::record::step_data::{StageAbout, StepFiles, StepHeader};
-use verl_rules::config::{TraceConfig, bytes_of};
-use verl_rules::format::FORMAT;
-use verl_words::diagnostic::quoted;
 
 /// Writes steps in full.
 ///

@@ -8,14 +8,14 @@ use std::ops::Range;
 use arrow_array::{Array, ArrayRef};
 use arrow_schema::Field;
 use serde_json::Value;
-
-use crate::files::{SliceAt, StageFile, StageManifest, StageWriter, TraceError, TraceWriter};
 use verl_plan::Plan;
 use verl_plan::schedule::placement::Schedule;
 use verl_rules::format::{FORMAT, Side};
 use verl_words::batch::{Batch, BatchError, RowId};
 use verl_words::keys::RESPONSES;
 use verl_words::stage::{Cadence, LengthLimit, RowRule, StageSpec};
+
+use crate::files::{SliceAt, StageFile, StageManifest, StageWriter, TraceError, TraceWriter};
 
 /// What the recorder knows about a stage.
 #[derive(Debug, Clone)]
@@ -355,9 +355,10 @@ fn declared_order(rule: RowRule, input: Option<&Part>, parts: &[&Part]) -> Vec<B
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use verl_words::batch::RaggedColumn;
     use verl_words::keys::RESPONSES;
+
+    use super::*;
 
     fn batch(ids: &[(u64, u64)]) -> Batch {
         let ids: Vec<RowId> = ids

@@ -6,12 +6,12 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::UInt8Type;
 use arrow_array::{Array, ArrayRef};
 use arrow_schema::DataType;
-
-use crate::record::step_data::{Part, StageAbout};
 use verl_rules::format::Side;
 use verl_rules::stats::{COUNTERPARTS, KeyStats, Parts, Place, StatRow, compare_log_probs};
 use verl_words::batch::{Batch, RowId};
 use verl_words::keys::{FINISH_REASONS, MASK_KINDS, RESPONSES, finish};
+
+use crate::record::step_data::{Part, StageAbout};
 
 /// Largest distance of each row from its counterpart, by key.
 pub(crate) type Distances = BTreeMap<String, Vec<(RowId, f64)>>;

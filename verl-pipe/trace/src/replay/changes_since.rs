@@ -5,15 +5,16 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::compare::changes::{changed, content};
-use crate::compare::{Change, ChangedData, Changes};
-use crate::files::{Conditions, RecordedStep, of_versions};
-use crate::replay::traced_run::{InspectError, TracedRun};
 use verl_plan::Plan;
 use verl_plan::schedule::placement::Schedule;
 use verl_run::records::{DataFile, DataOrigin};
 use verl_words::data::DataLoaderInterface;
 use verl_words::diagnostic::quoted;
+
+use crate::compare::changes::{changed, content};
+use crate::compare::{Change, ChangedData, Changes};
+use crate::files::{Conditions, RecordedStep, of_versions};
+use crate::replay::traced_run::{InspectError, TracedRun};
 
 /// What has changed since a run was recorded.
 ///

@@ -2,18 +2,19 @@
 
 use std::collections::BTreeMap;
 
-use crate::compare::{
-    Changes, ComparedKey, Difference, DifferenceKind, Pairing, Rows, Tolerance, compare_rows,
-};
-use crate::files::{RecordedStage, RecordedStep};
-use crate::replay::report::ReplayedStage;
-use crate::replay::scope::changed_models;
 use verl_plan::PlannedStage;
 use verl_plan::schedule::placement::{Place, Schedule};
 use verl_words::batch::Batch;
 use verl_words::field::{DType, Field};
 use verl_words::resource::WeightsVersion;
 use verl_words::stage::Access;
+
+use crate::compare::{
+    Changes, ComparedKey, Difference, DifferenceKind, Pairing, Rows, Tolerance, compare_rows,
+};
+use crate::files::{RecordedStage, RecordedStep};
+use crate::replay::report::ReplayedStage;
+use crate::replay::scope::changed_models;
 
 /// Allowed distance of a key from the recorded value if equal bits are not expected: on a device other than the CPU,
 /// whose kernels may add in another order from call to call, and on a machine that differs from the recording's in a

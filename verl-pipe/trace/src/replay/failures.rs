@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use verl_plan::schedule::placement::{Place, Schedule};
+use verl_run::error::RunError;
+
 use crate::compare::Comparison;
 use crate::files::RecordedStep;
 use crate::replay::report::ReplayedStage;
 use crate::replay::scope::changed_models;
-use verl_plan::schedule::placement::{Place, Schedule};
-use verl_run::error::RunError;
 
 /// Whether an error comes from the stage and not from the run.
 pub(super) fn is_of_stage(error: &RunError) -> bool {

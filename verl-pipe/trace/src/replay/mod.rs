@@ -25,13 +25,14 @@ mod weights;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::compare::Changes;
-use crate::files::{RecordedStep, StepStart, TraceDir};
 use verl_plan::schedule::placement::Schedule;
 use verl_run::again::CallPlace;
 use verl_run::error::RunError;
 use verl_run::runner::{Run, RunSnapshot, RunState};
 use verl_words::batch::Batch;
+
+use crate::compare::Changes;
+use crate::files::{RecordedStep, StepStart, TraceDir};
 
 pub use changes_since::{changes_since, describe_changed_data};
 pub use comparison::device_tolerance;

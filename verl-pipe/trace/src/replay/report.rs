@@ -3,14 +3,14 @@
 use std::fmt;
 
 use serde::Serialize;
+use verl_plan::schedule::placement::Schedule;
+use verl_words::diagnostic::quoted;
+use verl_words::stage::Cadence;
 
 use crate::compare::{Changes, Comparison, Difference, Tolerance};
 use crate::files::RecordedStep;
 use crate::replay::scope::ReplayScope;
 use crate::text::{Align, Table, count};
-use verl_plan::schedule::placement::Schedule;
-use verl_words::diagnostic::quoted;
-use verl_words::stage::Cadence;
 
 /// The result of one stage.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -2,15 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use crate::compare::Changes;
-use crate::files::{RecordedStage, RecordedStep, StepStart};
-use crate::replay::error::ReplayError;
-use crate::text::count;
 use verl_plan::PlannedStage;
 use verl_plan::schedule::placement::Schedule;
 use verl_words::batch::RowId;
 use verl_words::diagnostic::{quoted, suggest};
 use verl_words::stage::{Access, Cadence, RowRule};
+
+use crate::compare::Changes;
+use crate::files::{RecordedStage, RecordedStep, StepStart};
+use crate::replay::error::ReplayError;
+use crate::text::count;
 
 /// The stages of a step to run again.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

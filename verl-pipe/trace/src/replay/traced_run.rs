@@ -5,10 +5,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::files::{
-    RecordedStep, StateRef, StepStart, TraceDir, TraceError, altered_keys, read_recorded,
-};
-use crate::replay::{ReplayError, describe_changed_data};
 use verl_declare::registry::Registry;
 use verl_plan::plan_to_inspect;
 use verl_plan::schedule::placement::Schedule;
@@ -17,6 +13,11 @@ use verl_run::error::RunError;
 use verl_run::runner::{Run, RunOptions, RunState};
 use verl_words::diagnostic::{Diagnostic, Findings, nearest};
 use verl_words::resource::TokenTexts;
+
+use crate::files::{
+    RecordedStep, StateRef, StepStart, TraceDir, TraceError, altered_keys, read_recorded,
+};
+use crate::replay::{ReplayError, describe_changed_data};
 
 /// Why a traced run cannot be inspected.
 #[derive(Debug, thiserror::Error)]

@@ -3,10 +3,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::files::{RecordedStep, StepStart, TraceDir};
 use verl_plan::schedule::placement::Schedule;
 use verl_run::runner::{RunSnapshot, RunState};
 use verl_words::resource::{StoredState, WeightsVersion};
+
+use crate::files::{RecordedStep, StepStart, TraceDir};
 
 /// Where the state of trained models at the start of a step comes from.
 #[derive(Default)]

@@ -4,14 +4,14 @@ use std::fmt;
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
+use verl_words::batch::RowId;
+use verl_words::keys;
+use verl_words::resource::TokenTexts;
 
 use super::value::{as_json, is_ragged, mask_word, meaning, show};
 use super::view::StepView;
 use super::{TEXT_WIDTH, TOKEN_WIDTH};
 use crate::text::{Align, Table, count, one_line};
-use verl_words::batch::RowId;
-use verl_words::keys;
-use verl_words::resource::TokenTexts;
 
 /// A key's value for one row that is not a list over its tokens.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -3,12 +3,12 @@
 use std::fmt;
 
 use serde::Serialize;
+use verl_plan::PlannedStage;
+use verl_plan::schedule::placement::Schedule;
 
 use crate::compare::{Cell, Rows, compare_inputs, first_violation};
 use crate::files::{RecordedStage, RecordedStep};
 use crate::text::{Align, Table, short};
-use verl_plan::PlannedStage;
-use verl_plan::schedule::placement::Schedule;
 
 /// Statistics of one key that a stage emitted.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]

@@ -1,11 +1,11 @@
 //! Recorded values as JSON and as text.
 
 use serde_json::{Value, json};
+use verl_plan::schedule::placement::Schedule;
+use verl_words::keys;
 
 use crate::compare::Cell;
 use crate::text::{count, short};
-use verl_plan::schedule::placement::Schedule;
-use verl_words::keys;
 
 pub(super) fn is_ragged(schedule: &Schedule, key: &str) -> bool {
     let field = schedule.plan.fields.get(key);

@@ -2,11 +2,12 @@
 
 use std::collections::HashMap;
 
-use crate::compare::{Cell, Rows, rows_of};
-use crate::files::{RecordedBatch, RecordedStep};
 use verl_plan::schedule::placement::Schedule;
 use verl_words::batch::RowId;
 use verl_words::resource::TokenTexts;
+
+use crate::compare::{Cell, Rows, rows_of};
+use crate::files::{RecordedBatch, RecordedStep};
 
 /// Rows of one side of a stage, and the row of sample 0 of each group.
 struct SideRows<'a> {

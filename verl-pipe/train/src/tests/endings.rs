@@ -5,14 +5,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-
-use super::fakes::*;
-use super::trainer::{evaluated, lines, status, trainer};
 use verl_declare::pipe::{DataPipe, ModelDecl, StageDecl};
 use verl_run::error::RunError;
 use verl_words::stage::{
     Access, CancelToken, Cardinality, RowRule, StageContext, StageError, StageSpec,
 };
+
+use super::fakes::*;
+use super::trainer::{evaluated, lines, status, trainer};
 
 /// An update with two optimiser steps; `between` runs in between.
 fn twice(

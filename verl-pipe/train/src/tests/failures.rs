@@ -2,12 +2,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::fakes::*;
-use super::streaming::Count;
 use verl_run::error::RunError;
 use verl_run::runner::RunOptions;
 use verl_words::field::Key;
 use verl_words::stage::{CancelToken, OnRowError, StageError};
+
+use super::fakes::*;
+use super::streaming::Count;
 
 /// Whether the batch contains the second sample of data row 2.
 fn is_victim(batch: &verl_words::batch::Batch) -> bool {

@@ -4,13 +4,13 @@ use std::fs;
 use std::path::Path;
 
 use serde_json::json;
+use verl_declare::pipe::DataPipe;
+use verl_run::error::RunError;
+use verl_words::stage::{CancelToken, OnRowError, StageError};
 
 use super::fakes::*;
 use super::trainer::{evaluated, lines, status, trainer};
 use crate::folder::RunFolder;
-use verl_declare::pipe::DataPipe;
-use verl_run::error::RunError;
-use verl_words::stage::{CancelToken, OnRowError, StageError};
 
 fn weights_of(dir: &Path) -> String {
     fs::read_to_string(dir.join("model/actor/weights.txt")).unwrap_or_default()

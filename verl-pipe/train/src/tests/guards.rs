@@ -1,8 +1,9 @@
-use super::fakes::*;
 use verl_declare::pipe::StageDecl;
 use verl_words::batch::{Batch, RaggedColumn, RowId};
 use verl_words::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
 use verl_words::stage::StageError;
+
+use super::fakes::*;
 
 /// Checks that the step fails with `expected` in the message, and that the update did not run.
 #[track_caller]

@@ -4,7 +4,6 @@ use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::fakes::*;
 use verl_declare::pipe::ModelFactory;
 use verl_plan::Plannable;
 use verl_run::error::RunError;
@@ -13,6 +12,8 @@ use verl_words::resource::{
     Footprint, ModelInfo, ModelResource, ResourceError, Shortage, Snapshot, WeightsVersion,
 };
 use verl_words::stage::{BuildContext, ConfigError, ModelWork, StageError};
+
+use super::fakes::*;
 
 /// When the device of a [`Full`] model runs out of memory.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -3,8 +3,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::fakes::*;
-use super::streaming::{Count, Recorder};
 use verl_declare::pipe::{DataPipe, StageDecl};
 use verl_run::runner::{Run, RunOptions};
 use verl_run::tap::{Tap, TapPoint};
@@ -14,6 +12,9 @@ use verl_words::keys::{ADVANTAGES, GROUP_MEANS, PROMPTS, RESPONSES, REWARDS};
 use verl_words::stage::{
     Cardinality, OnShort, Refill, RowRule, StageContext, StageError, StageSpec,
 };
+
+use super::fakes::*;
+use super::streaming::{Count, Recorder};
 
 const P: u64 = BATCH.prompts as u64;
 

@@ -1,14 +1,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::fakes::*;
-use super::refill::{counts, draw, filter, refill, refilling, source_spec, watched};
-use super::streaming::Count;
 use verl_declare::pipe::StageDecl;
 use verl_run::error::RunError;
 use verl_words::batch::{Batch, RaggedColumn, RowId};
 use verl_words::keys::{GROUP_MEANS, PROMPTS, REWARDS};
 use verl_words::stage::{OnShort, Refill, RowRule, StageError, StageSpec};
+
+use super::fakes::*;
+use super::refill::{counts, draw, filter, refill, refilling, source_spec, watched};
+use super::streaming::Count;
 
 #[test]
 fn too_few_groups_end_the_run_before_the_update() {

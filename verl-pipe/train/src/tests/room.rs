@@ -6,16 +6,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde_json::json;
-
-use super::fakes::*;
-use super::trainer::{Page, lines, status};
-use crate::console::Console;
-use crate::trainer::{Trainer, TrainerOptions};
 use verl_declare::pipe::{DataPipe, ModelDecl, ModelFactory};
 use verl_plan::Plannable;
 use verl_run::error::RunError;
 use verl_words::resource::{ModelInfo, ModelResource, ResourceError};
 use verl_words::stage::{BuildContext, ConfigError};
+
+use super::fakes::*;
+use super::trainer::{Page, lines, status};
+use crate::console::Console;
+use crate::trainer::{Trainer, TrainerOptions};
 
 /// The numbers, declared to occupy a megabyte when saved.
 struct Large;

@@ -6,18 +6,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
-
-use super::fakes::*;
-use super::streaming::Count;
-use super::trainer::{Page, lines, status, trainer};
-use crate::console::Console;
-use crate::trainer::{Trainer, TrainerOptions};
 use verl_declare::pipe::{DataPipe, StageDecl};
 use verl_plan::Plannable;
 use verl_run::error::RunError;
 use verl_words::batch::Batch;
 use verl_words::keys::{GROUP_MEANS, PROMPTS, REWARDS};
 use verl_words::stage::{CancelToken, Cardinality, RowRule, StageContext, StageError, StageSpec};
+
+use super::fakes::*;
+use super::streaming::Count;
+use super::trainer::{Page, lines, status, trainer};
+use crate::console::Console;
+use crate::trainer::{Trainer, TrainerOptions};
 
 /// A run of `steps` steps in `dir` whose rewards are `reward`.
 fn rewarded(dir: &Path, steps: u64, reward: StageDecl) -> DataPipe {

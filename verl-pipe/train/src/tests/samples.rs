@@ -1,11 +1,11 @@
 //! Rows of a step for `samples.jsonl`.
 
 use serde_json::{Value, json};
-
-use super::fakes::*;
 use verl_declare::pipe::StageDecl;
 use verl_words::keys::{ANSWERS, GROUP_MEANS, PROMPT_TEXTS, PROMPTS, RESPONSE_TEXTS, REWARDS};
 use verl_words::stage::{Cardinality, RowRule, StageSpec};
+
+use super::fakes::*;
 
 /// Prompts with their texts and answers.
 fn worded() -> StageDecl {

@@ -2,9 +2,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::fakes::*;
-use super::streaming::Count;
-use crate::trainer::{Trainer, TrainerOptions};
 use verl_declare::pipe::{IntoStage, StageDecl, stage_with};
 use verl_plan::Plannable;
 use verl_rules::config::{TraceConfig, TraceWeights};
@@ -15,6 +12,10 @@ use verl_run::stall::StallReport;
 use verl_words::batch::Batch;
 use verl_words::resource::Snapshot;
 use verl_words::stage::{Stage, StageContext, StageError, StageSpec};
+
+use super::fakes::*;
+use super::streaming::Count;
+use crate::trainer::{Trainer, TrainerOptions};
 
 /// Replaces times, which vary from run to run.
 fn without_times(text: &str) -> String {

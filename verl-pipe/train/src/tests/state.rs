@@ -1,10 +1,11 @@
 use std::sync::Arc;
 
-use super::fakes::*;
-use super::streaming::Recorder;
 use verl_run::runner::RunOptions;
 use verl_words::resource::{Snapshot, WeightsVersion};
 use verl_words::stage::{Metric, Reduce, RowRule, Stage, StageContext, StageError, StageSpec};
+
+use super::fakes::*;
+use super::streaming::Recorder;
 
 /// Counts all rows that it has seen.
 struct Counter {

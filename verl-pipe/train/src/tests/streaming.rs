@@ -2,13 +2,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use super::fakes::*;
 use verl_run::runner::RunOptions;
 use verl_run::tap::{Tap, TapPoint};
 use verl_words::batch::Batch;
 use verl_words::field::{Key, Scalar};
 use verl_words::keys::{PROMPTS, RESPONSES, REWARDS};
 use verl_words::stage::{Cardinality, RowRule, StageError, StageSpec};
+
+use super::fakes::*;
 
 /// A counter; threads wait until it reaches a value, and fail after 20 seconds.
 #[derive(Default)]

@@ -6,9 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::fakes::*;
-use crate::tests::streaming::Recorder as Seen;
-use crate::trainer::{Trainer, TrainerOptions};
 use verl_declare::pipe::{DataPipe, StageDecl};
 use verl_plan::Plannable;
 use verl_rules::config::{RuleSetting, TraceConfig};
@@ -21,6 +18,10 @@ use verl_words::batch::{Batch, RaggedColumn};
 use verl_words::field::{Key, Ragged};
 use verl_words::keys::{ADVANTAGES, MASK_KINDS, RESPONSES};
 use verl_words::stage::{Access, Cardinality, RowRule, StageSpec};
+
+use super::fakes::*;
+use crate::tests::streaming::Recorder as Seen;
+use crate::trainer::{Trainer, TrainerOptions};
 
 fn traced(dir: &Path, steps: u64, trace: TraceConfig, others: Vec<StageDecl>) -> DataPipe {
     let mut pipe = pipeline(others).trace(trace);

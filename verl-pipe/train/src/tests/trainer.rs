@@ -2,15 +2,15 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use serde_json::Value;
-
-use super::fakes::*;
-use crate::console::Console;
-use crate::trainer::{Trainer, TrainerOptions};
 use verl_declare::pipe::DataPipe;
 use verl_plan::Plannable;
 use verl_run::error::RunError;
 use verl_run::runner::RunOptions;
 use verl_words::stage::{Access, CancelToken, Metric, Reduce, StageError, StageSpec};
+
+use super::fakes::*;
+use crate::console::Console;
+use crate::trainer::{Trainer, TrainerOptions};
 
 const MATCH: Metric = Metric {
     name: "eval/exact_match",

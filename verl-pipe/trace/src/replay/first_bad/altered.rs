@@ -1,10 +1,11 @@
 //! Rows that were altered after the recording, as the first fault.
 
+use verl_plan::schedule::placement::Schedule;
+use verl_rules::format::Side;
+
 use crate::compare::{Difference, DifferenceKind, compare_inputs, rows_of};
 use crate::files::{AlteredKey, RecordedStep};
 use crate::replay::first_bad::{Fault, FirstBad, found};
-use verl_plan::schedule::placement::Schedule;
-use verl_rules::format::Side;
 
 /// The first key of a stage (by its index in the plan) whose rows were altered, as a fault; with the row if another
 /// stage recorded the same rows unaltered.

@@ -1,10 +1,11 @@
 //! A setting that was changed since the recording, as the first fault.
 
+use verl_plan::schedule::placement::Schedule;
+use verl_words::stage::Access;
+
 use crate::compare::Change;
 use crate::compare::changes::shown;
 use crate::replay::first_bad::{Fault, FirstBad};
-use verl_plan::schedule::placement::Schedule;
-use verl_words::stage::Access;
 
 /// A setting that was changed since the run was recorded, as the first fault in `step`.
 pub fn changed_setting(schedule: &Schedule, step: u64, change: &Change) -> FirstBad {

@@ -18,14 +18,14 @@ mod stopped;
 use std::fmt;
 
 use serde::Serialize;
-
-use crate::compare::{Difference, DifferenceKind, Violation, compare_inputs, first_violation};
-use crate::files::{DamagedFile, RecordedStep};
-use crate::replay::{ReplayError, ReplayReport, ReplayScope, ReplayedStage, Replayer};
 use verl_plan::schedule::placement::Schedule;
 use verl_words::batch::RowId;
 use verl_words::diagnostic::quoted;
 use verl_words::stage::Cadence;
+
+use crate::compare::{Difference, DifferenceKind, Violation, compare_inputs, first_violation};
+use crate::files::{DamagedFile, RecordedStep};
+use crate::replay::{ReplayError, ReplayReport, ReplayScope, ReplayedStage, Replayer};
 
 pub use changed_setting::changed_setting;
 pub use statistics::first_fault_of_stats;

@@ -1,10 +1,11 @@
 //! Faults found with statistics only, for a step that was not recorded in full: the first wrong key, but not the row.
 
-use crate::replay::first_bad::{Fault, FirstBad, reaches, through};
-use crate::text::count;
 use verl_plan::schedule::placement::Schedule;
 use verl_rules::format::Side;
 use verl_rules::stats::StatRow;
+
+use crate::replay::first_bad::{Fault, FirstBad, reaches, through};
+use crate::text::count;
 
 /// The first fault in the statistics of one step, in the order of the plan: a value that is not finite, or an input
 /// whose hash differs from that of the written key.
@@ -84,11 +85,12 @@ fn fault(schedule: &Schedule, index: usize, fault: Fault, row: &StatRow, what: S
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use verl_declare::pipe::{DataPipe, stage_fn};
     use verl_plan::Plannable;
     use verl_words::keys::{RESPONSES, REWARDS};
     use verl_words::stage::{RowRule, StageSpec};
+
+    use super::*;
 
     fn schedule() -> Schedule {
         let source = StageSpec::new().rows(RowRule::Source).writes(RESPONSES);

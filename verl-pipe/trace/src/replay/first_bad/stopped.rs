@@ -1,12 +1,13 @@
 //! The anomaly for which a rule ended a run, as the first fault.
 
-use crate::compare::rows_of;
-use crate::files::RecordedStep;
-use crate::replay::first_bad::{Fault, FirstBad, reaches, through};
 use verl_plan::schedule::placement::Schedule;
 use verl_rules::Anomaly;
 use verl_rules::format::Side;
 use verl_words::batch::RowId;
+
+use crate::compare::rows_of;
+use crate::files::RecordedStep;
+use crate::replay::first_bad::{Fault, FirstBad, reaches, through};
 
 /// The anomaly that ended the run, as a fault: step, stage, key and the worst sample come from the rule. `recorded` is
 /// the step, if its rows are recorded.
