@@ -16,7 +16,6 @@ use crate::run::interrupt::{CANCELLED_STATUS, cancel_on_ctrl_c};
 use crate::run::runner::RunOptions;
 use crate::run::timeline::Kernels;
 use crate::run::trainer::{Trainer, TrainerOptions};
-use crate::schedule::placement::blocking_error;
 use crate::schema::pipeline_schema;
 use crate::stage::CancelToken;
 use crate::trace::config::TraceConfig;
@@ -109,7 +108,7 @@ pub fn train(
         }
     };
     // Warnings that prevent the run are reported as the error that ends it.
-    let harmless = plan.warnings.iter().filter(|w| blocking_error(w).is_none());
+    let harmless = plan.warnings.iter().filter(|w| w.when_run().is_none());
     let harmless: Vec<Diagnostic> = harmless.cloned().collect();
     if !harmless.is_empty() {
         report(&harmless);
