@@ -10,7 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::CutUnit;
 use verl_algos::losses::{
-    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, Tail,
+    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, MetricId, Tail,
 };
 use verl_models::model::{ListedTokens, PolicyModel};
 use verl_pipe::batch::{Batch, RaggedView};
@@ -242,15 +242,12 @@ impl DistillStage {
         let report = self.optimizer.step(student, &self.config.model)?;
         sink.record(&OPTIMIZER_STEPS, 1.0, 1.0);
         sink.record(&LOSS, shares.loss, 1.0);
-        for (name, metric) in [
-            ("distillation_divergence", DIVERGENCE),
-            ("teacher_mass", TEACHER_MASS),
-            ("student_mass", STUDENT_MASS),
-        ] {
-            if let Some(found) = shares.metrics.iter().find(|m| m.name == name) {
-                sink.record(&metric, found.value(), 1.0);
-            }
-        }
+        let reported = [
+            (MetricId::DISTILLATION_DIVERGENCE, DIVERGENCE),
+            (MetricId::TEACHER_MASS, TEACHER_MASS),
+            (MetricId::STUDENT_MASS, STUDENT_MASS),
+        ];
+        shares.record(&reported, sink);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
         Ok(true)

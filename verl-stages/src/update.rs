@@ -15,7 +15,7 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{LossInput, Partial};
+use verl_algos::losses::{LossInput, MetricId, Partial};
 use verl_algos::{AlgoError, Counts, MicroBatch, MiniBatch, Preferences};
 use verl_models::model::{PackedScores, PolicyModel};
 use verl_pipe::batch::{Batch, RaggedView, RowId};
@@ -293,15 +293,15 @@ impl UpdateStage {
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        let first_kl = shares.metrics.iter().find(|sum| sum.name == "ppo_kl");
-        if let Some(first_kl) = first_kl.filter(|_| at.is_first) {
-            sink.record(&FIRST_PPO_KL, first_kl.value(), 1.0);
+        let update_kl = shares.value(MetricId::PPO_KL);
+        if let Some(first_kl) = update_kl.filter(|_| at.is_first) {
+            sink.record(&FIRST_PPO_KL, first_kl, 1.0);
         }
         for total in &shares.metrics {
             let mut metrics = self.loss.metrics.iter();
-            match metrics.find(|(name, _)| *name == total.name) {
+            match metrics.find(|(id, _)| *id == total.id) {
                 Some((_, metric)) => sink.record(metric, total.value(), 1.0),
-                None => sink.record_named(&format!("actor/{}", total.name), total.value(), 1.0),
+                None => sink.record_named(&format!("actor/{}", total.name()), total.value(), 1.0),
             }
         }
         Ok(true)

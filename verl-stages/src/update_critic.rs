@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{Objective, ValueLoss};
+use verl_algos::losses::{MetricId, Objective, ValueLoss};
 use verl_algos::{MicroBatch, MiniBatch};
 use verl_models::model::ValueModel;
 use verl_pipe::batch::{Batch, RaggedView};
@@ -197,9 +197,7 @@ impl UpdateCriticStage {
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        if let Some(clipped) = shares.metrics.iter().find(|m| m.name == "vf_clipfrac") {
-            sink.record(&CLIPPED, clipped.value(), 1.0);
-        }
+        shares.record(&[(MetricId::VF_CLIPFRAC, CLIPPED)], sink);
         Ok(true)
     }
 }

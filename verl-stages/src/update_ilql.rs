@@ -9,6 +9,7 @@ use std::ops::Range;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::ilql::{IlqlBatch, IlqlLoss, IlqlMicroBatch, TargetSync};
+use verl_algos::losses::MetricId;
 use verl_algos::{Counts, CutUnit, MiniBatch, Ragged as AlgoRagged};
 use verl_models::ilql::IlqlModel;
 use verl_pipe::batch::Batch;
@@ -205,18 +206,15 @@ impl UpdateIlqlStage {
             model.sync_targets(sync.alpha).map_err(StageError::failed)?;
         }
         sink.record(&LOSS, shares.loss, 1.0);
-        for (name, metric) in [
-            ("q_loss", Q_LOSS),
-            ("v_loss", V_LOSS),
-            ("cql_loss", CQL_LOSS),
-            ("awac_loss", AWAC_LOSS),
-            ("value", VALUE),
-            ("target_q", TARGET_Q),
-        ] {
-            if let Some(found) = shares.metrics.iter().find(|m| m.name == name) {
-                sink.record(&metric, found.value(), 1.0);
-            }
-        }
+        let reported = [
+            (MetricId::Q_LOSS, Q_LOSS),
+            (MetricId::V_LOSS, V_LOSS),
+            (MetricId::CQL_LOSS, CQL_LOSS),
+            (MetricId::AWAC_LOSS, AWAC_LOSS),
+            (MetricId::VALUE, VALUE),
+            (MetricId::TARGET_Q, TARGET_Q),
+        ];
+        shares.record(&reported, sink);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
         Ok(true)

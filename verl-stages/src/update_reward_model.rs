@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{Objective, RewardModelLoss, RowLoss};
+use verl_algos::losses::{MetricId, Objective, RewardModelLoss, RowLoss};
 use verl_algos::{Aggregation, Counts, MicroBatch, MiniBatch, Preferences};
 use verl_models::model::ValueModel;
 use verl_pipe::batch::Batch;
@@ -32,12 +32,12 @@ metrics! {
     LEARNING_RATE: "reward_model/learning_rate", "", "learning rate of the optimiser step";
 }
 
-/// Names in `verl_algos` and the metrics under which they are reported.
-const REPORTED: [(&str, Metric); 4] = [
-    ("reward_accuracies", ACCURACY),
-    ("reward_margins", MARGIN),
-    ("rewards_chosen", CHOSEN),
-    ("rewards_rejected", REJECTED),
+/// What the loss reports, and the metrics as which it is recorded.
+const REPORTED: [(MetricId, Metric); 4] = [
+    (MetricId::REWARD_ACCURACIES, ACCURACY),
+    (MetricId::REWARD_MARGINS, MARGIN),
+    (MetricId::REWARDS_CHOSEN, CHOSEN),
+    (MetricId::REWARDS_REJECTED, REJECTED),
 ];
 
 /// Rows of a pair.
@@ -155,11 +155,7 @@ impl UpdateRewardModelStage {
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        for (name, metric) in REPORTED {
-            if let Some(sum) = shares.metrics.iter().find(|sum| sum.name == name) {
-                sink.record(&metric, sum.value(), 1.0);
-            }
-        }
+        shares.record(&REPORTED, sink);
         Ok(())
     }
 }
