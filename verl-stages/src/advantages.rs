@@ -19,7 +19,7 @@ use verl_pipe::stage::{
 };
 
 use crate::estimators::{Estimator, Grpo};
-use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
+use crate::log_probs::{LogProbs, scoring_temperature, scoring_temperature_fault};
 use crate::losses::KL_PENALTY;
 use crate::settings::{coefficient_fault, refusal};
 use crate::state::{recalled, restored, snapshot, stored};
@@ -347,7 +347,9 @@ impl Stage for AdvantagesStage {
             CutUnit::Pair | CutUnit::Group => Cardinality::Group,
             CutUnit::MiniBatch => Cardinality::Batch,
         };
-        let mut spec = StageSpec::new().at_temperature_of(MASK_KINDS.name());
+        let mut spec = StageSpec::new()
+            .scored_by(LogProbs::KIND)
+            .at_temperature_of(MASK_KINDS.name());
         for key in &self.estimator.components().keys {
             spec = spec.reads(REWARDS.field().renamed(key.clone()));
             spec = spec.remedy(key, NO_COMPONENT.replace("NAME", key));

@@ -52,6 +52,7 @@ use verl_pipe::stage::{
 };
 
 use crate::advantages::NO_OLD;
+use crate::log_probs::LogProbs;
 use crate::settings::{metrics, refusal};
 
 metrics! {
@@ -243,6 +244,7 @@ impl Stage for CorrectRolloutStage {
             .reads(OLD_LOG_PROBS.tagged(tag.clone()))
             .remedy(OLD_LOG_PROBS.name(), NO_OLD)
             .reads(ROLLOUT_LOG_PROBS.tagged(tag))
+            .scored_by(LogProbs::KIND)
             // Only for its rows: rows that `filter_groups` dropped are not corrected.
             .reads_optional(GROUP_MEANS)
             .cardinality(Cardinality::Batch)

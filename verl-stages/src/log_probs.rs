@@ -239,6 +239,7 @@ impl Stage for LogProbsStage {
         // `GROUP_MEANS` is read only for its rows: after `filter_groups`, dropped rows are not scored.
         let spec = StageSpec::new()
             .reads_optional(GROUP_MEANS)
+            .scored_by(LogProbs::KIND)
             .at_temperature_of(self.tokens());
         if self.config.bypass {
             return spec

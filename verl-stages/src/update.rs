@@ -33,7 +33,7 @@ use verl_pipe::stage::{
 
 use crate::advantages::{NO_OLD, NO_REFERENCE};
 use crate::generate::TOKENS;
-use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
+use crate::log_probs::{LogProbs, scoring_temperature, scoring_temperature_fault};
 use crate::losses::{Grpo, KL_PENALTY, Loss, LossState, PolicyObjective};
 use crate::model::{POLICY, PolicyResource};
 use crate::settings::metrics;
@@ -385,6 +385,7 @@ impl Stage for UpdateStage {
         let mut spec = StageSpec::new()
             .reads(PROMPTS)
             .reads(self.loss.tokens)
+            .scored_by(LogProbs::KIND)
             .at_temperature_of(self.loss.tokens.name());
         spec = match self.loss.on_responses() {
             true => spec.reads(MASK_KINDS),
