@@ -27,8 +27,8 @@ use verl_pipe::keys::{
 use verl_pipe::part::Part;
 use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Shown, Stage,
-    StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
+    Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Shown,
+    Stage, StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
 use crate::advantages::{NO_OLD, NO_REFERENCE};
@@ -42,10 +42,10 @@ use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 use inputs::StepPosition;
 
 metrics! {
-    LOSS: "actor/loss", "", "loss of a mini-batch, all terms with their coefficients";
-    GRAD_NORM: "actor/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "actor/learning_rate", "", "learning rate of the optimiser step";
-    FIRST_PPO_KL: "actor/first_ppo_kl", "nats", "mean of old minus current log-probs on the first mini-batch of the step, where both come from the same weights: 0 except for rounding";
+    LOSS: "actor/loss", "", "loss of a mini-batch, all terms with their coefficients", Loss;
+    GRAD_NORM: "actor/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "actor/learning_rate", "", "learning rate of the optimiser step", LearningRate;
+    FIRST_PPO_KL: "actor/first_ppo_kl", "nats", "mean of old minus current log-probs on the first mini-batch of the step, where both come from the same weights: 0 except for rounding", SameWeightsDifference;
     KL_COEF: "actor/kl_coef", "", "coefficient of the KL in the loss, when it is adaptive";
     ENTROPY_COEF: "actor/entropy_coef", "", "coefficient of the entropy bonus after the optimiser step, when it is adaptive; 0 while the entropy is above its target";
     REWARD_SHIFT: "preference/reward_shift", "nats", "running mean of implicit rewards, δ of `bco_pair`";
@@ -57,6 +57,7 @@ pub const OPTIMIZER_STEPS: Metric = Metric {
     unit: "optimiser steps",
     meaning: "optimiser steps taken; fewer than planned when mini-batches contain no token to train on",
     reduce: Reduce::Sum,
+    role: Some(MetricRole::OptimizerSteps),
 };
 
 /// Settings of stage `update`.

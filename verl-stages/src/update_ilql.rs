@@ -24,15 +24,15 @@ use crate::settings::{metrics, refusal};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 
 metrics! {
-    LOSS: "ilql/loss", "", "loss of a mini-batch, all terms with their coefficients";
+    LOSS: "ilql/loss", "", "loss of a mini-batch, all terms with their coefficients", Loss;
     Q_LOSS: "ilql/q_loss", "", "squared error of Q against reward and the next state's value, summed over heads";
     V_LOSS: "ilql/v_loss", "", "expectile error of V against the slow copies of Q";
     CQL_LOSS: "ilql/cql_loss", "nats", "cross-entropy of softmax(Q) against the logged tokens, summed over heads";
     AWAC_LOSS: "ilql/awac_loss", "nats", "negative log-likelihood of the logged tokens, weighted by advantage";
     VALUE: "ilql/value", "reward", "mean value of the states in which tokens were chosen";
     TARGET_Q: "ilql/target_q", "reward", "mean of the smaller slow Q of the logged tokens";
-    GRAD_NORM: "ilql/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "ilql/learning_rate", "", "learning rate of the optimiser step";
+    GRAD_NORM: "ilql/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "ilql/learning_rate", "", "learning rate of the optimiser step", LearningRate;
 }
 
 /// Settings of stage `update_ilql`.

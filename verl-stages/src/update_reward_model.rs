@@ -23,13 +23,13 @@ use crate::settings::{metrics, refusal};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
 
 metrics! {
-    LOSS: "reward_model/loss", "", "Bradley–Terry loss of a mini-batch, centring included";
+    LOSS: "reward_model/loss", "", "Bradley–Terry loss of a mini-batch, centring included", Loss;
     ACCURACY: "reward_model/accuracy", "share", "share of pairs whose chosen response scores higher, before each optimiser step";
     MARGIN: "reward_model/margin", "reward", "mean score of chosen minus rejected responses";
     CHOSEN: "reward_model/chosen_mean", "reward", "mean score of chosen responses";
     REJECTED: "reward_model/rejected_mean", "reward", "mean score of rejected responses";
-    GRAD_NORM: "reward_model/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "reward_model/learning_rate", "", "learning rate of the optimiser step";
+    GRAD_NORM: "reward_model/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "reward_model/learning_rate", "", "learning rate of the optimiser step", LearningRate;
 }
 
 /// What the loss reports, and the metrics as which it is recorded.

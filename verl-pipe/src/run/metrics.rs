@@ -1,13 +1,15 @@
 //! Metrics of a step: values that stages recorded, reduced in declared order to one number per name.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
+use crate::plan::Plan;
 use crate::run::channel::Record;
-use crate::run::records::MetricsLine;
-use crate::stage::Reduce;
+use crate::run::records::{ENGINE_METRICS, MetricsLine, of_stage};
+use crate::stage::{MetricRole, Reduce};
 
 /// Tokens that stages processed, recorded by stages as a sum; the engine divides it by the duration of the step.
 pub const TOKENS: &str = "perf/tokens";
@@ -18,9 +20,9 @@ pub const TOKENS: &str = "perf/tokens";
 /// use verl_pipe::run::metrics::StepMetrics;
 ///
 /// let mut metrics = StepMetrics { step: 3, ..StepMetrics::default() };
-/// metrics.values.insert("actor/loss".to_owned(), 0.5);
-/// assert_eq!(metrics.get("actor/loss"), Some(0.5));
-/// assert_eq!(metrics.get("actor/kl"), None);
+/// metrics.values.insert("judge/accuracy".to_owned(), 0.5);
+/// assert_eq!(metrics.get("judge/accuracy"), Some(0.5));
+/// assert_eq!(metrics.get("judge/length"), None);
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepMetrics {
@@ -32,6 +34,38 @@ pub struct StepMetrics {
     pub timestamp: f64,
     /// All recorded values, and the engine's own `perf/…`.
     pub values: BTreeMap<String, f64>,
+    /// Roles of the metrics of the run.
+    pub roles: MetricRoles,
+}
+
+/// The roles of the metrics of a run, by their names.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct MetricRoles(Arc<BTreeMap<String, MetricRole>>);
+
+impl MetricRoles {
+    /// Those that the stages of a plan declare, and those of the engine's own metrics.
+    pub fn of(plan: &Plan) -> MetricRoles {
+        let roles = plan.stages.iter().flat_map(|stage| {
+            let own = stage.spec.metrics.iter();
+            let own = own.filter_map(|metric| Some((metric.name.to_owned(), metric.role?)));
+            let engine = ENGINE_METRICS.iter();
+            let engine = engine
+                .filter_map(move |metric| Some((of_stage(metric, &stage.name), metric.role?)));
+            own.chain(engine)
+        });
+        roles.collect()
+    }
+
+    /// The role of the metric `name`.
+    pub fn get(&self, name: &str) -> Option<MetricRole> {
+        self.0.get(name).copied()
+    }
+}
+
+impl FromIterator<(String, MetricRole)> for MetricRoles {
+    fn from_iter<I: IntoIterator<Item = (String, MetricRole)>>(roles: I) -> Self {
+        MetricRoles(Arc::new(roles.into_iter().collect()))
+    }
 }
 
 impl StepMetrics {
@@ -40,19 +74,27 @@ impl StepMetrics {
         self.values.get(name).copied()
     }
 
-    /// `actor/loss`.
+    /// The first metric with this role, in the order of names: its name and value.
+    pub fn with_role(&self, role: MetricRole) -> Option<(&str, f64)> {
+        let mut values = self.values.iter();
+        let found = values.find(|(name, _)| self.roles.get(name) == Some(role));
+        found.map(|(name, value)| (name.as_str(), *value))
+    }
+
+    /// The loss, if the step has one.
     pub fn loss(&self) -> Option<f64> {
-        self.get("actor/loss")
+        self.with_role(MetricRole::Loss).map(|(_, value)| value)
     }
 
-    /// `reward/mean`.
+    /// The mean reward, if the step has one.
     pub fn reward(&self) -> Option<f64> {
-        self.get("reward/mean")
+        self.with_role(MetricRole::Reward).map(|(_, value)| value)
     }
 
-    /// `actor/kl`.
+    /// The KL divergence from the reference, if the step has one.
     pub fn kl(&self) -> Option<f64> {
-        self.get("actor/kl")
+        self.with_role(MetricRole::ReferenceKl)
+            .map(|(_, value)| value)
     }
 
     /// One flat object: `step`, `epoch`, `timestamp`, then all names in order. A value that is not finite is `null`,
@@ -178,6 +220,22 @@ mod tests {
     }
 
     #[test]
+    fn metrics_are_found_by_their_roles() {
+        let values = [("a/loss", 0.5), ("b/loss", 0.25), ("b/reward", 1.0)];
+        let roles = [
+            ("b/loss", MetricRole::Loss),
+            ("b/reward", MetricRole::Reward),
+        ];
+        let metrics = StepMetrics {
+            values: values.map(|(name, v)| (name.to_owned(), v)).into(),
+            roles: MetricRoles::from_iter(roles.map(|(name, role)| (name.to_owned(), role))),
+            ..StepMetrics::default()
+        };
+        assert_eq!(metrics.with_role(MetricRole::Loss), Some(("b/loss", 0.25)));
+        assert_eq!((metrics.reward(), metrics.kl()), (Some(1.0), None));
+    }
+
+    #[test]
     fn json_is_flat_with_null_for_values_that_are_not_finite() {
         let values = BTreeMap::from([
             ("a/x".to_owned(), 0.5),
@@ -189,6 +247,7 @@ mod tests {
             epoch: 1,
             timestamp: 3.5,
             values,
+            ..StepMetrics::default()
         };
         assert_eq!(
             metrics.to_json().to_string(),

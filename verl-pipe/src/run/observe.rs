@@ -76,6 +76,7 @@ impl Run {
                 epoch: 0,
                 timestamp: now(),
                 values,
+                roles: self.roles.clone(),
             },
             samples,
         })

@@ -14,7 +14,7 @@ use crate::run::console::number;
 use crate::run::error::RunError;
 use crate::run::host_pool::{Cell, HostPool};
 pub use crate::run::left_over::LeftOver;
-use crate::run::metrics::{StepMetrics, TOKENS, memory_mb, now, reduce};
+use crate::run::metrics::{MetricRoles, StepMetrics, TOKENS, memory_mb, now, reduce};
 use crate::run::notice::WaitThresholds;
 use crate::run::records::{
     GROUPS_KEPT, GROUPS_SURPLUS, MEMORY_MB, NO_SAMPLES, ROW_ERRORS, ROW_S_MAX, ROW_S_P50,
@@ -51,6 +51,8 @@ pub struct Run {
     pub(super) watch: Watch,
     pub(super) in_order: Vec<bool>,
     pub(super) sampled: SampledRows,
+    /// Roles of the metrics that steps record.
+    pub(super) roles: MetricRoles,
     pub(super) left: BTreeMap<String, LeftOver>,
     /// Rows of the last step that failed or were slow.
     pub(super) row_errors: Vec<RowErrorLine>,
@@ -471,6 +473,7 @@ impl Run {
                 epoch,
                 timestamp: now(),
                 values,
+                roles: self.roles.clone(),
             },
             samples,
         }

@@ -11,6 +11,7 @@ use crate::data::DataLoaderInterface;
 use crate::run::channel::{Event, catch_panic};
 use crate::run::error::RunError;
 use crate::run::host_pool::HostPool;
+use crate::run::metrics::MetricRoles;
 use crate::run::notice::WaitThresholds;
 use crate::run::runner::Run;
 use crate::run::samples::SampledRows;
@@ -98,6 +99,7 @@ impl Schedule {
             })
             .collect();
         let sampled = SampledRows::of(&schedule);
+        let roles = MetricRoles::of(&schedule.plan);
         Ok(Run {
             thresholds: WaitThresholds::new(deadline),
             watch: Watch::start(options.run_dir.as_deref(), deadline),
@@ -112,6 +114,7 @@ impl Schedule {
             deadline,
             in_order,
             sampled,
+            roles,
             left: BTreeMap::new(),
             row_errors: Vec::new(),
             step: 0,

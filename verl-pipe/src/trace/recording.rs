@@ -11,6 +11,7 @@ use crossbeam_channel::{Receiver, Sender};
 use crate::batch::Batch;
 use crate::diagnostic::quoted;
 use crate::resource::WeightsVersion;
+use crate::run::metrics::MetricRoles;
 use crate::trace::config::{TraceConfig, bytes_of};
 use crate::trace::error::TraceError;
 use crate::trace::format::{
@@ -61,6 +62,7 @@ pub(crate) enum Message {
     Metrics {
         step: u64,
         values: BTreeMap<String, f64>,
+        roles: MetricRoles,
     },
     Versions {
         step: u64,
@@ -247,7 +249,11 @@ impl Recording {
                     self.failed(cancelled, &reason);
                     let _ = reply.send(());
                 }
-                Message::Metrics { step, values } => self.metrics(step, values),
+                Message::Metrics {
+                    step,
+                    values,
+                    roles,
+                } => self.metrics(step, values, &roles),
                 Message::Versions { step, versions } => {
                     self.versions.push((step, versions));
                     let extra = self.versions.len().saturating_sub(2);
@@ -498,7 +504,7 @@ impl Recording {
         }
     }
 
-    fn metrics(&mut self, step: u64, values: BTreeMap<String, f64>) {
+    fn metrics(&mut self, step: u64, values: BTreeMap<String, f64>, roles: &MetricRoles) {
         let command = ShowCommand {
             dir: self.writer.layout().run_dir(),
             step,
@@ -508,6 +514,7 @@ impl Recording {
         let view = MetricsView {
             step,
             metrics: &values,
+            roles,
             history: &self.history,
             early: &self.early,
             versions: &self.versions,

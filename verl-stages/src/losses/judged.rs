@@ -13,9 +13,9 @@ metrics! {
     REWARDS_REJECTED: "preference/rewards_rejected", "nats", "mean implicit reward of rejected or undesirable answers";
     REWARD_MARGINS: "preference/reward_margins", "nats", "mean over pairs of the chosen minus the rejected answer's implicit reward";
     REWARD_ACCURACIES: "preference/reward_accuracies", "share", "share of pairs whose chosen answer has the larger implicit reward; a tie does not count";
-    LOG_PROBS_CHOSEN: "preference/log_probs_chosen", "nats", "mean log-prob of chosen or desirable answers, as the loss uses it: a sum or a mean over tokens";
-    LOG_PROBS_REJECTED: "preference/log_probs_rejected", "nats", "mean log-prob of rejected or undesirable answers, as the loss uses it";
-    KL: "preference/kl", "nats", "z₀ of KTO: the estimated KL of the policy to the reference, on answers to other prompts";
+    LOG_PROBS_CHOSEN: "preference/log_probs_chosen", "nats", "mean log-prob of chosen or desirable answers, as the loss uses it: a sum or a mean over tokens", ChosenLogProb;
+    LOG_PROBS_REJECTED: "preference/log_probs_rejected", "nats", "mean log-prob of rejected or undesirable answers, as the loss uses it", RejectedLogProb;
+    KL: "preference/kl", "nats", "z₀ of KTO: the estimated KL of the policy to the reference, on answers to other prompts", RewardBaseline;
     LOG_ODDS: "preference/log_odds", "nats", "mean log odds ratio of the chosen to the rejected answer";
 }
 

@@ -17,14 +17,14 @@ use crate::steering::{Control, EntropyControl, KlControl};
 
 metrics! {
     PG_LOSS: "actor/pg_loss", "", "policy term of the loss";
-    CLIPPED: "actor/pg_clipfrac", "share", "share of tokens whose ratio is clipped";
+    CLIPPED: "actor/pg_clipfrac", "share", "share of tokens whose ratio is clipped", ClippedShare;
     CLIPPED_LOWER: "actor/pg_clipfrac_lower", "share", "share of tokens where the dual clip applies";
-    PPO_KL: "actor/ppo_kl", "nats", "mean of old minus current log-probs over the updates of the step";
+    PPO_KL: "actor/ppo_kl", "nats", "mean of old minus current log-probs over the updates of the step", UpdateKl;
     KL_LOSS: "actor/kl_loss", "nats", "KL term of the loss, aggregated, before its coefficient";
-    KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference";
+    KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference", ReferenceKl;
     ENTROPY_LOSS: "actor/entropy_loss", "nats", "entropy term of the loss, aggregated, before its coefficient";
     TOP_ENTROPY_LOSS: "actor/top_entropy_loss", "nats", "mean entropy of the tokens that `top_entropy_tokens` keeps, before its coefficient";
-    ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update";
+    ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update", Entropy;
 }
 
 /// The metrics that the console shows.
