@@ -81,7 +81,7 @@ pub fn versions() -> Vec<(String, String)> {
 /// A program that depends only on this crate derives settings through it:
 ///
 /// ```
-/// use verl::algos::losses::{PerToken, PreparedTokens};
+/// use verl::algos::losses::{MetricId, PerToken, PreparedTokens};
 /// use verl::prelude::*;
 ///
 /// /// −A log π, with the advantage cut off.
@@ -100,8 +100,8 @@ pub fn versions() -> Vec<(String, String)> {
 /// }
 ///
 /// impl TokenLoss for Cut {
-///     fn name(&self) -> &'static str {
-///         Self::KIND
+///     fn id(&self) -> MetricId {
+///         MetricId::new(Self::KIND)
 ///     }
 ///     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {
 ///         let advantages = tokens.advantages(self.name())?.clamp_max(self.most);
@@ -129,7 +129,7 @@ pub mod prelude {
     pub use schemars::JsonSchema;
     pub use serde::{Deserialize, Serialize};
     pub use verl_algos::advantages::{AdvantageEstimator, AdvantageInputs, GroupScores};
-    pub use verl_algos::losses::{PerToken, PreparedTokens, TokenLoss};
+    pub use verl_algos::losses::{MetricId, PerToken, PreparedTokens, TokenLoss};
     pub use verl_algos::{AlgoError, CutUnit};
     pub use verl_models::model::{
         ModelError, ModelInterface, PolicyModel, TrainedModel, ValueInterface, ValueModel,
@@ -149,8 +149,8 @@ pub mod prelude {
     pub use verl_pipe::run::trainer::{Trainer, TrainerOptions};
     pub use verl_pipe::schedule::batching::{BatchConfig, DevicesConfig};
     pub use verl_pipe::stage::{
-        Access, BuildContext, Cardinality, ConfigError, DataConfig, Metric, ModelConfig, Reduce,
-        RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
+        Access, BuildContext, Cardinality, ConfigError, DataConfig, Metric, MetricRole,
+        ModelConfig, Reduce, RowRule, Stage, StageConfig, StageContext, StageError, StageSpec,
     };
     pub use verl_pipe::trace::config::TraceConfig;
     pub use verl_stages::advantages::Advantages;

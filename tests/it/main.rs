@@ -19,6 +19,7 @@ mod debug_replay_changes;
 mod devices;
 mod distillation;
 mod endings;
+mod engine_names;
 mod error_pages;
 mod examples;
 mod false_alarms;

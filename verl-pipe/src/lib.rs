@@ -54,7 +54,7 @@ pub use verl_words::{
 
 /// Pipeline files: read and written.
 pub mod config {
-    pub use verl_declare::config::{ReadError, to_toml};
+    pub use verl_declare::config::{ReadError, Synonym, to_toml};
     pub use verl_plan::read::{parse_pipeline, read_pipeline};
 }
 

@@ -14,12 +14,12 @@ use verl_pipe::keys::{
 use verl_pipe::part::Part;
 use verl_pipe::resource::{Snapshot, StoredState, WeightsVersion};
 use verl_pipe::stage::{
-    BuildContext, Cardinality, ConfigError, Metric, Reduce, Shown, Stage, StageConfig,
+    BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, Shown, Stage, StageConfig,
     StageContext, StageError, StageSpec,
 };
 
 use crate::estimators::{Estimator, Grpo};
-use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
+use crate::log_probs::{LogProbs, scoring_temperature, scoring_temperature_fault};
 use crate::losses::KL_PENALTY;
 use crate::settings::{coefficient_fault, refusal};
 use crate::state::{recalled, restored, snapshot, stored};
@@ -31,6 +31,7 @@ pub const REWARD_MEAN: Metric = Metric {
     unit: "reward",
     meaning: "mean reward of the scored responses, before any KL penalty",
     reduce: Reduce::Mean,
+    role: Some(MetricRole::Reward),
 };
 /// Share of groups without signal.
 pub const NO_SIGNAL: Metric = Metric {
@@ -38,6 +39,7 @@ pub const NO_SIGNAL: Metric = Metric {
     unit: "share",
     meaning: "share of groups of samples whose rewards are all equal, so that they carry no signal",
     reduce: Reduce::Mean,
+    role: None,
 };
 /// Rows without a score.
 pub const UNSCORED: Metric = Metric {
@@ -45,6 +47,7 @@ pub const UNSCORED: Metric = Metric {
     unit: "rows",
     meaning: "responses without a reward; they get advantage 0",
     reduce: Reduce::Sum,
+    role: None,
 };
 /// KL penalty in the reward.
 pub const REWARD_KL: Metric = Metric {
@@ -52,6 +55,7 @@ pub const REWARD_KL: Metric = Metric {
     unit: "nats",
     meaning: "mean over responses of the mean KL per token that was subtracted from the reward",
     reduce: Reduce::Mean,
+    role: Some(MetricRole::ReferenceKl),
 };
 
 /// Coefficient of the KL penalty in the reward.
@@ -60,6 +64,7 @@ pub const REWARD_KL_COEF: Metric = Metric {
     unit: "",
     meaning: "coefficient of the KL that was subtracted from the reward, when it is adaptive",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// Settings of stage `advantages`.
@@ -347,7 +352,9 @@ impl Stage for AdvantagesStage {
             CutUnit::Pair | CutUnit::Group => Cardinality::Group,
             CutUnit::MiniBatch => Cardinality::Batch,
         };
-        let mut spec = StageSpec::new().at_temperature_of(MASK_KINDS.name());
+        let mut spec = StageSpec::new()
+            .scored_by(LogProbs::KIND)
+            .at_temperature_of(MASK_KINDS.name());
         for key in &self.estimator.components().keys {
             spec = spec.reads(REWARDS.field().renamed(key.clone()));
             spec = spec.remedy(key, NO_COMPONENT.replace("NAME", key));

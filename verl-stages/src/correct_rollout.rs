@@ -52,12 +52,13 @@ use verl_pipe::stage::{
 };
 
 use crate::advantages::NO_OLD;
+use crate::log_probs::LogProbs;
 use crate::settings::{metrics, refusal};
 
 metrics! {
     ESS: "rollout_correction/rollout_is_eff_sample_size", "share", "effective sample size under the importance weights, as a share of the step: 1 / mean((w / mean w)^2)";
     CHI2: "rollout_correction/chi2_token", "", "chi-squared of the token distributions of trainer and rollout engine";
-    KL: "rollout_correction/kl", "nats", "mean log-prob of the rollout engine minus that of the trainer";
+    KL: "rollout_correction/kl", "nats", "mean log-prob of the rollout engine minus that of the trainer", RolloutKl;
     PROBABILITY_DIFFERENCE: "rollout_correction/probs_diff_mean", "probability", "mean |p_trainer - p_rollout| of the sampled tokens; investigate above 0.01";
 }
 
@@ -243,6 +244,7 @@ impl Stage for CorrectRolloutStage {
             .reads(OLD_LOG_PROBS.tagged(tag.clone()))
             .remedy(OLD_LOG_PROBS.name(), NO_OLD)
             .reads(ROLLOUT_LOG_PROBS.tagged(tag))
+            .scored_by(LogProbs::KIND)
             // Only for its rows: rows that `filter_groups` dropped are not corrected.
             .reads_optional(GROUP_MEANS)
             .cardinality(Cardinality::Batch)

@@ -10,14 +10,14 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use verl_algos::CutUnit;
 use verl_algos::losses::{
-    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, Tail,
+    DistillationBatch, DistillationLoss, DistillationMicroBatch, Divergence, MetricId, Tail,
 };
 use verl_models::model::{ListedTokens, PolicyModel};
 use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES};
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Shown, Stage,
-    StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
+    Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Shown,
+    Stage, StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
 use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
@@ -28,12 +28,12 @@ use crate::teacher_top::{TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, teacher_log_pro
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares, report_skipped};
 
 metrics! {
-    LOSS: "distill/loss", "nats", "aggregated divergence of the student from the teacher";
+    LOSS: "distill/loss", "nats", "aggregated divergence of the student from the teacher", Loss;
     DIVERGENCE: "distill/divergence", "nats", "mean divergence of the student from the teacher over action tokens";
     TEACHER_MASS: "distill/teacher_mass", "probability", "mean probability that the teacher assigns to the listed tokens";
     STUDENT_MASS: "distill/student_mass", "probability", "mean probability that the student assigns to the listed tokens";
-    GRAD_NORM: "distill/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "distill/learning_rate", "", "learning rate of the optimiser step";
+    GRAD_NORM: "distill/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "distill/learning_rate", "", "learning rate of the optimiser step", LearningRate;
 }
 
 /// Optimiser steps of the step.
@@ -42,6 +42,7 @@ pub const OPTIMIZER_STEPS: Metric = Metric {
     unit: "optimiser steps",
     meaning: "optimiser steps taken; fewer than planned when mini-batches contain no token to train on",
     reduce: Reduce::Sum,
+    role: Some(MetricRole::OptimizerSteps),
 };
 
 /// Settings of stage `distill`.
@@ -242,15 +243,12 @@ impl DistillStage {
         let report = self.optimizer.step(student, &self.config.model)?;
         sink.record(&OPTIMIZER_STEPS, 1.0, 1.0);
         sink.record(&LOSS, shares.loss, 1.0);
-        for (name, metric) in [
-            ("distillation_divergence", DIVERGENCE),
-            ("teacher_mass", TEACHER_MASS),
-            ("student_mass", STUDENT_MASS),
-        ] {
-            if let Some(found) = shares.metrics.iter().find(|m| m.name == name) {
-                sink.record(&metric, found.value(), 1.0);
-            }
-        }
+        let reported = [
+            (MetricId::DISTILLATION_DIVERGENCE, DIVERGENCE),
+            (MetricId::TEACHER_MASS, TEACHER_MASS),
+            (MetricId::STUDENT_MASS, STUDENT_MASS),
+        ];
+        shares.record(&reported, sink);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
         Ok(true)

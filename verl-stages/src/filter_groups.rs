@@ -32,7 +32,7 @@ use verl_pipe::stage::{
 
 macro_rules! metrics {
     ($($ident:ident: $name:literal, $unit:literal, $reduce:ident, $meaning:literal;)*) => {
-        $(#[doc = $meaning] pub const $ident: Metric = Metric { name: $name, unit: $unit, meaning: $meaning, reduce: Reduce::$reduce };)*
+        $(#[doc = $meaning] pub const $ident: Metric = Metric { name: $name, unit: $unit, meaning: $meaning, reduce: Reduce::$reduce, role: None };)*
         const ALL: &[Metric] = &[$($ident),*];
     };
 }

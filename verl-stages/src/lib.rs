@@ -66,6 +66,7 @@ pub mod shuffle_rewards;
 mod sink;
 mod state;
 pub mod steering;
+mod synonyms;
 pub mod teacher_advantages;
 pub mod teacher_top;
 mod training;
@@ -98,6 +99,7 @@ macro_rules! built_ins {
                 $(.model::<$model>())+
                 $(.data::<$data>())+
                 .data_files::<$files>($extensions)
+                .synonyms(synonyms::SETTINGS)
         }
 
         verl_pipe::chainable!($($stage),+);

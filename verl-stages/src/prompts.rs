@@ -63,6 +63,7 @@ pub const PROMPT_LENGTH: Metric = Metric {
     unit: "tokens",
     meaning: "mean number of tokens of a prompt",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// Settings of stage `prompts`.

@@ -24,9 +24,9 @@ macro_rules! settings {
 }
 pub(crate) use settings;
 
-/// Metrics that are means, each with its name, unit and meaning.
+/// Metrics that are means, each with its name, unit, meaning and, if it has one, its role.
 macro_rules! metrics {
-    ($($ident:ident: $name:literal, $unit:literal, $meaning:literal;)*) => {
+    ($($ident:ident: $name:literal, $unit:literal, $meaning:literal $(, $role:ident)?;)*) => {
         $(
             #[doc = $meaning]
             pub const $ident: verl_pipe::stage::Metric = verl_pipe::stage::Metric {
@@ -34,11 +34,23 @@ macro_rules! metrics {
                 unit: $unit,
                 meaning: $meaning,
                 reduce: verl_pipe::stage::Reduce::Mean,
+                role: $crate::settings::metric_role!($($role)?),
             };
         )*
     };
 }
 pub(crate) use metrics;
+
+/// The role of a metric: none, or a variant of `MetricRole`.
+macro_rules! metric_role {
+    () => {
+        None
+    };
+    ($role:ident) => {
+        Some(verl_pipe::stage::MetricRole::$role)
+    };
+}
+pub(crate) use metric_role;
 
 /// Turns an [`AlgoError`] into the error of a setting: the one that it names, otherwise `setting`.
 pub(crate) fn refusal(setting: &str, error: &AlgoError) -> ConfigError {

@@ -24,6 +24,7 @@ pub const PENALTY_MEAN: Metric = Metric {
     unit: "reward",
     meaning: "mean length penalty that is added to the reward of a response: 0 or less",
     reduce: Reduce::Mean,
+    role: None,
 };
 /// Share of responses that are penalised.
 pub const PENALISED: Metric = Metric {
@@ -31,6 +32,7 @@ pub const PENALISED: Metric = Metric {
     unit: "share",
     meaning: "share of responses long enough to be penalised",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// Settings of stage `shape_overlong`; the first two have no default. `advantages` reads the result through `rename`.

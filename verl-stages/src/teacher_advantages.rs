@@ -15,7 +15,7 @@ use verl_pipe::stage::{
     BuildContext, ConfigError, Stage, StageConfig, StageContext, StageError, StageSpec,
 };
 
-use crate::log_probs::{scoring_temperature, scoring_temperature_fault};
+use crate::log_probs::{LogProbs, scoring_temperature, scoring_temperature_fault};
 use crate::settings::{metrics, refusal};
 
 metrics! {
@@ -88,6 +88,7 @@ impl Stage for TeacherAdvantagesStage {
             .at_temperature_of(MASK_KINDS.name())
             .reads(OLD_LOG_PROBS.tagged(tag(Weights::StepStart)))
             .reads(REF_LOG_PROBS.tagged(tag(Weights::Frozen)))
+            .scored_by(LogProbs::KIND)
             .remedy(
                 REF_LOG_PROBS.name(),
                 "add a `log_probs` stage with `model` set to the teacher and `role = \"reference\"`",

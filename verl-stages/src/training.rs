@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use burn::tensor::Tensor;
-use verl_algos::losses::{MetricSum, Partial};
+use verl_algos::losses::{MetricId, MetricSum, Partial};
 use verl_algos::{AlgoError, Counts, CutUnit, MiniBatch};
 use verl_models::model::{ModelError, ScoreRow, StepReport, TrainedModel};
 use verl_pipe::batch::{Batch, RaggedView, RowId};
@@ -14,7 +14,7 @@ use verl_pipe::keys::{
 };
 use verl_pipe::run::records::{NO_SAMPLES, STAGE};
 use verl_pipe::schedule::batching::BatchPlan;
-use verl_pipe::stage::{ModelWork, StageContext, StageError};
+use verl_pipe::stage::{Metric, ModelWork, StageContext, StageError, StageSink};
 
 use crate::refusals::refused_row;
 
@@ -265,6 +265,7 @@ pub(crate) struct Micro {
 #[derive(Debug, Default)]
 pub(crate) struct Shares {
     pub loss: f64,
+    /// What the loss reported.
     pub metrics: Vec<MetricSum>,
     refused: Option<AlgoError>,
 }
@@ -300,6 +301,20 @@ impl Shares {
             shares.loss += value.map_err(|error| refused_row(error, ids))?;
         }
         Ok(shares)
+    }
+
+    /// The value of `id` in the mini-batch, if the loss reported it.
+    pub(crate) fn value(&self, id: MetricId) -> Option<f64> {
+        MetricSum::find(&self.metrics, id)
+    }
+
+    /// Records each of `metrics` that the loss reported.
+    pub(crate) fn record(&self, metrics: &[(MetricId, Metric)], sink: &mut dyn StageSink) {
+        for (id, metric) in metrics {
+            if let Some(value) = self.value(*id) {
+                sink.record(metric, value, 1.0);
+            }
+        }
     }
 
     /// Adds a share and returns the loss to backpropagate. A model's pass cannot return errors of the maths, so such an

@@ -7,14 +7,14 @@ use std::ops::Range;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{Objective, ValueLoss};
+use verl_algos::losses::{MetricId, Objective, ValueLoss};
 use verl_algos::{MicroBatch, MiniBatch};
 use verl_models::model::ValueModel;
 use verl_pipe::batch::{Batch, RaggedView};
 use verl_pipe::keys::{MASK_KINDS, PROMPTS, RESPONSES, RETURNS, VALUES};
 use verl_pipe::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Shown, Stage,
-    StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
+    Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Shown,
+    Stage, StageConfig, StageContext, StageError, StageSink, StageSpec, find_model,
 };
 
 use crate::losses::aggregation;
@@ -26,11 +26,11 @@ use crate::values::values_of;
 metrics! {
     LOSS: "critic/loss", "", "value loss of a mini-batch";
     CLIPPED: "critic/clipfrac", "share", "share of tokens where the clipped term of the loss is the larger one";
-    GRAD_NORM: "critic/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "critic/learning_rate", "", "learning rate of the optimiser step";
+    GRAD_NORM: "critic/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "critic/learning_rate", "", "learning rate of the optimiser step", LearningRate;
     VALUES_MEAN: "critic/values_mean", "reward", "mean value over response tokens, before the update";
     RETURNS_MEAN: "critic/returns_mean", "reward", "mean return over response tokens";
-    EXPLAINED_VARIANCE: "critic/explained_variance", "share", "1 − Var(returns − values) / Var(returns) over response tokens, before the update; above 0 the critic predicts better than a constant, 1 is perfect; not reported when all returns are equal";
+    EXPLAINED_VARIANCE: "critic/explained_variance", "share", "1 − Var(returns − values) / Var(returns) over response tokens, before the update; above 0 the critic predicts better than a constant, 1 is perfect; not reported when all returns are equal", ExplainedVariance;
 }
 
 /// Optimiser steps of the step.
@@ -39,6 +39,7 @@ pub const OPTIMIZER_STEPS: Metric = Metric {
     unit: "optimiser steps",
     meaning: "optimiser steps taken; fewer than planned when mini-batches contain no token to train on",
     reduce: Reduce::Sum,
+    role: Some(MetricRole::OptimizerSteps),
 };
 
 /// Settings of stage `update_critic`.
@@ -197,9 +198,7 @@ impl UpdateCriticStage {
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        if let Some(clipped) = shares.metrics.iter().find(|m| m.name == "vf_clipfrac") {
-            sink.record(&CLIPPED, clipped.value(), 1.0);
-        }
+        shares.record(&[(MetricId::VF_CLIPFRAC, CLIPPED)], sink);
         Ok(true)
     }
 }

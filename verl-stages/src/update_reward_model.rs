@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use verl_algos::losses::{Objective, RewardModelLoss, RowLoss};
+use verl_algos::losses::{MetricId, Objective, RewardModelLoss, RowLoss};
 use verl_algos::{Aggregation, Counts, MicroBatch, MiniBatch, Preferences};
 use verl_models::model::ValueModel;
 use verl_pipe::batch::Batch;
@@ -23,21 +23,21 @@ use crate::settings::{metrics, refusal};
 use crate::training::{Cuts, OptimizerSteps, Rows, Shares};
 
 metrics! {
-    LOSS: "reward_model/loss", "", "Bradley–Terry loss of a mini-batch, centring included";
+    LOSS: "reward_model/loss", "", "Bradley–Terry loss of a mini-batch, centring included", Loss;
     ACCURACY: "reward_model/accuracy", "share", "share of pairs whose chosen response scores higher, before each optimiser step";
     MARGIN: "reward_model/margin", "reward", "mean score of chosen minus rejected responses";
     CHOSEN: "reward_model/chosen_mean", "reward", "mean score of chosen responses";
     REJECTED: "reward_model/rejected_mean", "reward", "mean score of rejected responses";
-    GRAD_NORM: "reward_model/grad_norm", "", "global gradient norm before clipping";
-    LEARNING_RATE: "reward_model/learning_rate", "", "learning rate of the optimiser step";
+    GRAD_NORM: "reward_model/grad_norm", "", "global gradient norm before clipping", GradientNorm;
+    LEARNING_RATE: "reward_model/learning_rate", "", "learning rate of the optimiser step", LearningRate;
 }
 
-/// Names in `verl_algos` and the metrics under which they are reported.
-const REPORTED: [(&str, Metric); 4] = [
-    ("reward_accuracies", ACCURACY),
-    ("reward_margins", MARGIN),
-    ("rewards_chosen", CHOSEN),
-    ("rewards_rejected", REJECTED),
+/// What the loss reports, and the metrics as which it is recorded.
+const REPORTED: [(MetricId, Metric); 4] = [
+    (MetricId::REWARD_ACCURACIES, ACCURACY),
+    (MetricId::REWARD_MARGINS, MARGIN),
+    (MetricId::REWARDS_CHOSEN, CHOSEN),
+    (MetricId::REWARDS_REJECTED, REJECTED),
 ];
 
 /// Rows of a pair.
@@ -155,11 +155,7 @@ impl UpdateRewardModelStage {
         sink.record(&LOSS, shares.loss, 1.0);
         sink.record(&GRAD_NORM, report.grad_norm, 1.0);
         sink.record(&LEARNING_RATE, report.learning_rate, 1.0);
-        for (name, metric) in REPORTED {
-            if let Some(sum) = shares.metrics.iter().find(|sum| sum.name == name) {
-                sink.record(&metric, sum.value(), 1.0);
-            }
-        }
+        shares.record(&REPORTED, sink);
         Ok(())
     }
 }

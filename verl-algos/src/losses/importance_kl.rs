@@ -1,7 +1,7 @@
 //! The KL divergence from the reference, corrected for tokens that an older policy sampled.
 
 use super::clipped_policy::log_ratio;
-use super::{LossInput, PerToken, PreparedTokens, RatioLevel, TokenLoss};
+use super::{LossInput, MetricId, PerToken, PreparedTokens, RatioLevel, TokenLoss};
 use crate::error::AlgoError;
 use crate::kl::KlEstimator;
 
@@ -34,8 +34,8 @@ impl Default for ImportanceKlLoss {
 }
 
 impl TokenLoss for ImportanceKlLoss {
-    fn name(&self) -> &'static str {
-        "kl_loss"
+    fn id(&self) -> MetricId {
+        MetricId::KL_LOSS
     }
 
     fn inputs(&self) -> &'static [LossInput] {
@@ -48,7 +48,7 @@ impl TokenLoss for ImportanceKlLoss {
         let d = log_ratio(tokens, self.name())?;
         let corrected = kl * self.level.ratios(d, tokens);
         Ok(PerToken {
-            metrics: vec![("ref_kl", corrected.clone())],
+            metrics: vec![(MetricId::REF_KL, corrected.clone())],
             loss: corrected,
         })
     }

@@ -263,7 +263,7 @@ fn whole(tokens: &Tokens) -> Vec<Vec<usize>> {
 fn metric(metrics: &[MetricSum], name: &str) -> f64 {
     metrics
         .iter()
-        .find(|m| m.name == name)
+        .find(|m| m.name() == name)
         .map_or(0.0, MetricSum::value)
 }
 
@@ -275,14 +275,14 @@ fn same_metrics(
 ) -> Result<(), TestCaseError> {
     prop_assert_eq!(got.len(), expected.len());
     for m in expected {
-        let own = got.iter().find(|own| own.name == m.name);
+        let own = got.iter().find(|own| own.id == m.id);
         let own = own.map_or(f64::NAN, MetricSum::value);
         let same = (own - m.value()).abs() < TOLERANCE * m.value().abs().max(1.0);
         prop_assert!(
             same,
             "{} {}: {} differs from {}",
             loss,
-            m.name,
+            m.name(),
             own,
             m.value()
         );
@@ -427,9 +427,9 @@ proptest! {
                 continue;
             }
             close(&grad[..expected.len()], &expected);
-            let clipped = metrics.iter().filter(|m| m.name.contains("clip"));
-            for metric in clipped.chain(metrics.iter().filter(|m| m.name == "ppo_kl")) {
-                prop_assert_eq!(metric.value(), 0.0, "{} {}", name, metric.name);
+            let clipped = metrics.iter().filter(|m| m.name().contains("clip"));
+            for metric in clipped.chain(metrics.iter().filter(|m| m.name() == "ppo_kl")) {
+                prop_assert_eq!(metric.value(), 0.0, "{} {}", name, metric.name());
             }
         }
     }

@@ -10,6 +10,7 @@ use verl_words::diagnostic::suggest;
 use verl_words::stage::{DataConfig, ModelConfig, StageConfig};
 
 use crate::config::decode::{Decoded, decode_known};
+use crate::config::{Synonym, Synonyms};
 use crate::part::{self, AnyPart, PartConfig, Slot, Slots};
 use crate::pipe::{DataDecl, ModelDecl, StageDecl};
 
@@ -127,6 +128,7 @@ pub struct Registry {
     data: Kinds<DataDecl>,
     slots: Arc<Slots>,
     rules: Vec<RuleDecl>,
+    synonyms: Vec<Synonym>,
     duplicates: Vec<DuplicateKind>,
 }
 
@@ -145,6 +147,7 @@ impl Registry {
             data: Kinds::new("data kinds"),
             slots: Arc::default(),
             rules: Vec::new(),
+            synonyms: Vec::new(),
             duplicates: Vec::new(),
         }
     }
@@ -175,6 +178,17 @@ impl Registry {
     /// Anomaly rules in addition to the built-in ones, in the order in which they were added.
     pub fn rules(&self) -> &[RuleDecl] {
         &self.rules
+    }
+
+    /// Adds names that other trainers use for settings of registered kinds.
+    pub fn synonyms(mut self, settings: &[Synonym]) -> Self {
+        self.synonyms.extend_from_slice(settings);
+        self
+    }
+
+    /// Names of settings in other trainers.
+    pub(crate) fn known_synonyms(&self) -> Synonyms<'_> {
+        Synonyms(&self.synonyms)
     }
 
     /// Adds a kind of part to its slot.

@@ -23,9 +23,6 @@ use verl_words::stage::{LengthLimit, ModelWork, WorkKind};
 use crate::display::{bytes, count, parameters};
 use crate::{Plan, PlannedModel, PlannedStage};
 
-/// Code of a run that does not fit: it can be planned on this machine, but not run.
-pub(crate) const TOO_LARGE: &str = "S014";
-
 /// The share of an estimate that has to fit: measured runs used at most a seventh less than the estimate.
 const CERTAIN_SHARE: f64 = 6.0 / 7.0;
 
@@ -334,7 +331,7 @@ pub(crate) fn check(plan: &Plan) -> Option<Diagnostic> {
     }
     let work = memory.largest();
     Some(
-        Diagnostic::warning(TOO_LARGE, format!("the run does not fit on `{device}`"))
+        Diagnostic::blocking("S014", format!("the run does not fit on `{device}`"))
             .at("[devices] group")
             .because(format!(
                 "it needs up to {}, but the device has {}: {}",

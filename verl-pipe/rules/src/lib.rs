@@ -43,10 +43,12 @@ use verl_words::resource::WeightsVersion;
 
 use crate::format::Side;
 use crate::stats::StatRow;
+use verl_words::stage::MetricRole;
+use verl_words::stage::MetricRoles;
 
 pub use book::RuleBook;
 pub use book::{Fired, QUIET_STEPS};
-pub use built_in::{BuiltIn, RULES, RuleInputs};
+pub use built_in::{BuiltIn, LimitUnit, RULES, RuleInputs};
 
 /// Number of first steps of a run whose metrics are kept for rules.
 pub const EARLY_STEPS: usize = 16;
@@ -100,6 +102,8 @@ pub struct MetricsView<'a> {
     pub step: u64,
     /// Its metrics.
     pub metrics: &'a BTreeMap<String, f64>,
+    /// Roles of the metrics of the run.
+    pub roles: &'a MetricRoles,
     /// Metrics of the previous steps, newest last; at most [`HISTORY_STEPS`].
     pub history: &'a VecDeque<BTreeMap<String, f64>>,
     /// Metrics of the first steps of the run, without this one; at most [`EARLY_STEPS`].
@@ -111,6 +115,26 @@ pub struct MetricsView<'a> {
 }
 
 impl MetricsView<'_> {
+    /// The metrics of the step that have one of `roles`, with their values.
+    pub fn with_roles(&self, roles: &[MetricRole]) -> impl Iterator<Item = (&str, f64)> {
+        let all = self
+            .metrics
+            .iter()
+            .map(|(name, value)| (name.as_str(), *value));
+        all.filter(move |(name, _)| {
+            self.roles
+                .get(name)
+                .is_some_and(|role| roles.contains(&role))
+        })
+    }
+
+    /// Name of the first metric of the step with `role`.
+    pub fn named(&self, role: MetricRole) -> Option<&str> {
+        let mut names = self.metrics.keys();
+        let found = names.find(|name| self.roles.get(name) == Some(role));
+        found.map(String::as_str)
+    }
+
     /// The values of `name` in the previous steps that have it, newest last.
     pub fn before(&self, name: &str) -> Vec<f64> {
         self.history

@@ -1,12 +1,10 @@
 //! Rules on the metrics of a step, mainly of optimisation; those that compare with the first steps are in `trends`.
 
-use super::built_in::{
-    CLIP_SHARES, ENTROPIES, GRAD_NORMS, KLS, LEARNING_RATES, OPTIMIZER_STEPS, ROW_ERRORS,
-    SAME_WEIGHTS, UPDATE_KLS,
-};
+use super::built_in::KLS;
 use super::robust::{median, percent, shown, times};
 use super::trends::baseline;
-use super::{Hit, MetricsView, RuleInputs};
+use super::{Hit, MetricsView};
+use verl_words::stage::MetricRole;
 
 /// Fewest steps of history that a spike is measured against.
 const SPIKE_HISTORY: usize = 8;
@@ -27,7 +25,7 @@ pub(super) fn ratio_not_one(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
     } else {
         limit * DEVICE_FACTOR
     };
-    metrics(view, SAME_WEIGHTS, |_, value| {
+    metrics(view, &[MetricRole::SameWeightsDifference], |_, value| {
         (value.is_nan() || value.abs() > limit).then(|| {
             format!(
                 "old minus current log-probs is {} nats on the first mini-batch instead of 0, so the ratio is not 1",
@@ -38,7 +36,7 @@ pub(super) fn ratio_not_one(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 pub(super) fn row_errors(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, ROW_ERRORS, |_, rows| {
+    metrics(view, &[MetricRole::RowErrors], |_, rows| {
         (rows > limit).then(|| match rows {
             1.0 => "1 row failed; its keys are null".to_owned(),
             n => format!("{n} rows failed; their keys are null"),
@@ -47,11 +45,9 @@ pub(super) fn row_errors(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 pub(super) fn no_update(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    let all_cut = view
-        .metrics
-        .get("response/truncated_share")
-        .is_some_and(|share| *share >= 1.0);
-    metrics(view, OPTIMIZER_STEPS, |_, steps| {
+    let mut truncated = view.with_roles(&[MetricRole::TruncatedShare]);
+    let all_cut = truncated.next().is_some_and(|(_, share)| share >= 1.0);
+    metrics(view, &[MetricRole::OptimizerSteps], |_, steps| {
         (steps <= limit).then(|| {
             let why = match all_cut {
                 true => "; every response reached the token limit",
@@ -67,7 +63,7 @@ pub(super) fn no_update(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 pub(super) fn zero_learning_rate(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, LEARNING_RATES, |name, _| {
+    metrics(view, &[MetricRole::LearningRate], |name, _| {
         zero_for(view, name, limit).map(|steps| {
             format!("the learning rate was 0 in {steps} steps in a row, so nothing is learnt")
         })
@@ -75,7 +71,7 @@ pub(super) fn zero_learning_rate(view: &MetricsView<'_>, limit: f64) -> Vec<Hit>
 }
 
 pub(super) fn zero_gradient(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, GRAD_NORMS, |name, _| {
+    metrics(view, &[MetricRole::GradientNorm], |name, _| {
         zero_for(view, name, limit)
             .map(|steps| format!("the gradient norm was 0 in {steps} steps in a row"))
     })
@@ -89,7 +85,7 @@ fn zero_for(view: &MetricsView<'_>, name: &str, limit: f64) -> Option<usize> {
 }
 
 pub(super) fn grad_norm_spike(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, GRAD_NORMS, |name, value| {
+    metrics(view, &[MetricRole::GradientNorm], |name, value| {
         let before = view.before(name);
         let center = median(&before)?;
         let alike = before.iter().filter(|norm| **norm >= value / 2.0);
@@ -116,7 +112,7 @@ pub(super) fn grad_norm_spike(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 pub(super) fn large_update(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, UPDATE_KLS, |_, value| {
+    metrics(view, &[MetricRole::UpdateKl], |_, value| {
         (value.is_nan() || value.abs() > limit).then(|| {
             format!(
                 "the updates of the step moved the policy by {} nats per token, above {}",
@@ -128,7 +124,7 @@ pub(super) fn large_update(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 pub(super) fn clip_share(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, CLIP_SHARES, |name, _| {
+    metrics(view, &[MetricRole::ClippedShare], |name, _| {
         let share = median(&view.last(name, RECENT)?)?;
         (share > limit).then(|| {
             format!(
@@ -152,7 +148,7 @@ pub(super) fn kl_blow_up(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 pub(super) fn entropy_collapse(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, ENTROPIES, |name, _| {
+    metrics(view, &[MetricRole::Entropy], |name, _| {
         let entropy = median(&view.last(name, RECENT)?)?;
         let first = baseline(&view.first(name))?;
         (entropy < limit && entropy < ENTROPY_SHARE * first).then(|| {
@@ -175,7 +171,9 @@ pub(super) fn weights_unchanged(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> 
         .iter()
         .chain([view.metrics])
         .flat_map(|step| step.iter())
-        .any(|(name, value)| RuleInputs::matches_metric(GRAD_NORMS, name) && *value > 0.0);
+        .any(|(name, value)| {
+            view.roles.get(name) == Some(MetricRole::GradientNorm) && *value > 0.0
+        });
     let unchanged = now.iter().filter(|(name, version)| {
         let old = before.get(*name);
         old.is_some_and(|old| {
@@ -199,25 +197,21 @@ pub(super) fn weights_unchanged(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> 
         .collect()
 }
 
-/// Hits on the metrics that match `names`; `judge` receives the name and the value of each.
+/// Hits on the metrics with one of `roles`; `judge` receives the name and the value of each.
 pub(super) fn metrics(
     view: &MetricsView<'_>,
-    names: &[&str],
+    roles: &[MetricRole],
     judge: impl Fn(&str, f64) -> Option<String>,
 ) -> Vec<Hit> {
-    let named = view
-        .metrics
-        .iter()
-        .filter(|(name, _)| RuleInputs::matches_metric(names, name));
-    named
+    view.with_roles(roles)
         .filter_map(|(name, value)| {
-            let (group, _) = name.rsplit_once('/')?;
+            let (group, _) = name.rsplit_once('/').unwrap_or((name, name));
             Some(Hit {
                 stage: group.to_owned(),
-                key: name.clone(),
-                value: *value,
+                key: name.to_owned(),
+                value,
                 samples: Vec::new(),
-                what: judge(name, *value)?,
+                what: judge(name, value)?,
             })
         })
         .collect()

@@ -70,6 +70,32 @@ fn of_step(batch: &Batch, change: impl Fn(&mut StatRow)) -> Vec<Anomaly> {
     book.before_update(&view, &|hit| format!("look at {}", hit.stage))
 }
 
+/// Roles of the metrics in these tests.
+fn roles() -> MetricRoles {
+    let roles = [
+        ("actor/entropy", MetricRole::Entropy),
+        ("actor/first_ppo_kl", MetricRole::SameWeightsDifference),
+        ("actor/grad_norm", MetricRole::GradientNorm),
+        ("actor/kl", MetricRole::ReferenceKl),
+        ("actor/learning_rate", MetricRole::LearningRate),
+        ("actor/optimizer_steps", MetricRole::OptimizerSteps),
+        ("actor/pg_clipfrac", MetricRole::ClippedShare),
+        ("actor/ppo_kl", MetricRole::UpdateKl),
+        ("critic/explained_variance", MetricRole::ExplainedVariance),
+        ("critic/grad_norm", MetricRole::GradientNorm),
+        ("preference/kl", MetricRole::RewardBaseline),
+        ("preference/log_probs_chosen", MetricRole::ChosenLogProb),
+        ("preference/log_probs_rejected", MetricRole::RejectedLogProb),
+        ("response/length_mean", MetricRole::ResponseLength),
+        ("response/sampled_entropy", MetricRole::Entropy),
+        ("response/truncated_share", MetricRole::TruncatedShare),
+        ("reward/kl", MetricRole::ReferenceKl),
+        ("reward/mean", MetricRole::Reward),
+        ("reward/row_errors", MetricRole::RowErrors),
+    ];
+    MetricRoles::from_iter(roles.map(|(name, role)| (name.to_owned(), role)))
+}
+
 /// A run with given metrics, step by step.
 struct Series {
     book: RuleBook,
@@ -102,6 +128,7 @@ impl Series {
         let view = MetricsView {
             step: self.step,
             metrics: &metrics,
+            roles: &roles(),
             history: &self.history,
             early: &self.early,
             versions: &[],
@@ -367,6 +394,7 @@ fn weights_that_do_not_change_although_the_optimiser_runs() {
         let view = MetricsView {
             step: 100,
             metrics: &BTreeMap::from([("actor/grad_norm".to_owned(), norm)]),
+            roles: &roles(),
             history: &VecDeque::new(),
             early: &[],
             versions,

@@ -1,12 +1,10 @@
 //! Rules that compare the latest steps with the first steps of the run, or with earlier ones.
 
-use super::built_in::{CHOSEN, ENTROPIES, EXPLAINED, KTO_BASELINES, LENGTHS, MEAN_REWARDS};
 use super::metrics::{RECENT, metrics};
 use super::robust::{deviation, median, percent, shown, times};
 use super::{EARLY_STEPS, Hit, MetricsView};
+use verl_words::stage::MetricRole;
 
-/// Metric with the share of responses that reached the token limit.
-const TRUNCATED: &str = "response/truncated_share";
 /// If more than this share of the responses is cut off, their length reflects the limit.
 const MOST_CUT: f64 = 0.5;
 /// Shortest mean length of the first steps that can collapse, and the collapsed length if those were cut off (tokens).
@@ -43,7 +41,7 @@ pub(super) fn baseline(first: &[f64]) -> Option<f64> {
 }
 
 pub(super) fn entropy_explosion(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, ENTROPIES, |name, _| {
+    metrics(view, &[MetricRole::Entropy], |name, _| {
         let first = view.first(name);
         // The first steps are not compared with themselves.
         let was = median(&first).filter(|_| first.len() == EARLY_STEPS)?;
@@ -60,9 +58,11 @@ pub(super) fn entropy_explosion(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> 
 }
 
 pub(super) fn length_collapse(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, LENGTHS, |name, value| {
+    metrics(view, &[MetricRole::ResponseLength], |name, value| {
         let was = baseline(&view.first(name)).filter(|was| *was >= SHORTEST)?;
-        let were_cut = median(&view.first(TRUNCATED)).is_some_and(|share| share > MOST_CUT);
+        let truncated = view.named(MetricRole::TruncatedShare);
+        let cut_then = truncated.and_then(|name| median(&view.first(name)));
+        let were_cut = cut_then.is_some_and(|share| share > MOST_CUT);
         let least = match were_cut {
             true => NOTHING.min(limit * was),
             false => limit * was,
@@ -79,10 +79,11 @@ pub(super) fn length_collapse(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 pub(super) fn length_growth(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, LENGTHS, |name, value| {
+    metrics(view, &[MetricRole::ResponseLength], |name, value| {
         let was = median(&view.first(name)).filter(|_| view.history.len() >= EARLY_STEPS)?;
-        let cut_then = median(&view.first(TRUNCATED))?;
-        let cut = median(&view.last(TRUNCATED, RECENT)?)?;
+        let truncated = view.named(MetricRole::TruncatedShare)?;
+        let cut_then = median(&view.first(truncated))?;
+        let cut = median(&view.last(truncated, RECENT)?)?;
         let length = median(&view.last(name, RECENT)?)?;
         (cut > limit && cut > cut_then + MORE_CUT && length > GROWTH * was).then(|| {
             format!(
@@ -97,14 +98,14 @@ pub(super) fn length_growth(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 pub(super) fn reward_collapse(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, MEAN_REWARDS, |name, _| {
+    metrics(view, &[MetricRole::Reward], |name, _| {
         let change = RewardChange::of(view, name)?;
         (change.deviations() < -limit).then(|| change.describe("fell"))
     })
 }
 
 pub(super) fn reward_jump(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, MEAN_REWARDS, |name, _| {
+    metrics(view, &[MetricRole::Reward], |name, _| {
         let change = RewardChange::of(view, name)?;
         (change.deviations() > limit).then(|| change.describe("rose"))
     })
@@ -149,7 +150,7 @@ impl RewardChange {
 }
 
 pub(super) fn blind_critic(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, EXPLAINED, |name, _| {
+    metrics(view, &[MetricRole::ExplainedVariance], |name, _| {
         let known = view.before(name);
         let recent = known.len().checked_sub(CRITIC_RECENT)?;
         let explained = median(&known[recent..])?;
@@ -165,9 +166,9 @@ pub(super) fn blind_critic(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
 }
 
 pub(super) fn chosen_falls(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, CHOSEN, |name, _| {
+    metrics(view, &[MetricRole::ChosenLogProb], |name, _| {
         let chosen = fall(view, name, limit)?;
-        let rejected = fall(view, &name.replace("chosen", "rejected"), 0.0)?;
+        let rejected = fall(view, view.named(MetricRole::RejectedLogProb)?, 0.0)?;
         Some(format!(
             "the log-prob of chosen answers fell from {} in the first steps to {} nats, that of rejected ones from {} to {}: both answers become less likely",
             shown(chosen.0),
@@ -188,7 +189,7 @@ fn fall(view: &MetricsView<'_>, name: &str, share: f64) -> Option<(f64, f64)> {
 }
 
 pub(super) fn kto_baseline(view: &MetricsView<'_>, limit: f64) -> Vec<Hit> {
-    metrics(view, KTO_BASELINES, |_, value| {
+    metrics(view, &[MetricRole::RewardBaseline], |_, value| {
         (value.is_nan() || value > limit).then(|| {
             format!(
                 "z₀, the estimated distance from the reference, is {} nats, above {}",

@@ -4,10 +4,15 @@ use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
+use verl_words::stage::MetricRoles;
 use verl_words::stage::Reduce;
 
 use crate::channel::Record;
+use crate::records::ENGINE_METRICS;
 use crate::records::MetricsLine;
+use crate::records::of_stage;
+use verl_plan::Plan;
+use verl_words::stage::MetricRole;
 
 /// Tokens that stages processed, recorded by stages as a sum; the engine divides it by the duration of the step.
 pub const TOKENS: &str = "perf/tokens";
@@ -18,9 +23,9 @@ pub const TOKENS: &str = "perf/tokens";
 /// use verl_pipe::run::metrics::StepMetrics;
 ///
 /// let mut metrics = StepMetrics { step: 3, ..StepMetrics::default() };
-/// metrics.values.insert("actor/loss".to_owned(), 0.5);
-/// assert_eq!(metrics.get("actor/loss"), Some(0.5));
-/// assert_eq!(metrics.get("actor/kl"), None);
+/// metrics.values.insert("judge/accuracy".to_owned(), 0.5);
+/// assert_eq!(metrics.get("judge/accuracy"), Some(0.5));
+/// assert_eq!(metrics.get("judge/length"), None);
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepMetrics {
@@ -32,6 +37,21 @@ pub struct StepMetrics {
     pub timestamp: f64,
     /// All recorded values, and the engine's own `perf/…`.
     pub values: BTreeMap<String, f64>,
+    /// Roles of the metrics of the run.
+    pub roles: MetricRoles,
+}
+
+/// The roles of the metrics that the stages of a plan declare, and of the engine's own metrics.
+pub fn metric_roles(plan: &Plan) -> MetricRoles {
+    let roles = plan.stages.iter().flat_map(|stage| {
+        let own = stage.spec.metrics.iter();
+        let own = own.filter_map(|metric| Some((metric.name.to_owned(), metric.role?)));
+        let engine = ENGINE_METRICS.iter();
+        let engine =
+            engine.filter_map(move |metric| Some((of_stage(metric, &stage.name), metric.role?)));
+        own.chain(engine)
+    });
+    roles.collect()
 }
 
 impl StepMetrics {
@@ -40,19 +60,27 @@ impl StepMetrics {
         self.values.get(name).copied()
     }
 
-    /// `actor/loss`.
+    /// The first metric with this role, in the order of names: its name and value.
+    pub fn with_role(&self, role: MetricRole) -> Option<(&str, f64)> {
+        let mut values = self.values.iter();
+        let found = values.find(|(name, _)| self.roles.get(name) == Some(role));
+        found.map(|(name, value)| (name.as_str(), *value))
+    }
+
+    /// The loss, if the step has one.
     pub fn loss(&self) -> Option<f64> {
-        self.get("actor/loss")
+        self.with_role(MetricRole::Loss).map(|(_, value)| value)
     }
 
-    /// `reward/mean`.
+    /// The mean reward, if the step has one.
     pub fn reward(&self) -> Option<f64> {
-        self.get("reward/mean")
+        self.with_role(MetricRole::Reward).map(|(_, value)| value)
     }
 
-    /// `actor/kl`.
+    /// The KL divergence from the reference, if the step has one.
     pub fn kl(&self) -> Option<f64> {
-        self.get("actor/kl")
+        self.with_role(MetricRole::ReferenceKl)
+            .map(|(_, value)| value)
     }
 
     /// One flat object: `step`, `epoch`, `timestamp`, then all names in order. A value that is not finite is `null`,
@@ -188,6 +216,22 @@ mod tests {
     }
 
     #[test]
+    fn metrics_are_found_by_their_roles() {
+        let values = [("a/loss", 0.5), ("b/loss", 0.25), ("b/reward", 1.0)];
+        let roles = [
+            ("b/loss", MetricRole::Loss),
+            ("b/reward", MetricRole::Reward),
+        ];
+        let metrics = StepMetrics {
+            values: values.map(|(name, v)| (name.to_owned(), v)).into(),
+            roles: MetricRoles::from_iter(roles.map(|(name, role)| (name.to_owned(), role))),
+            ..StepMetrics::default()
+        };
+        assert_eq!(metrics.with_role(MetricRole::Loss), Some(("b/loss", 0.25)));
+        assert_eq!((metrics.reward(), metrics.kl()), (Some(1.0), None));
+    }
+
+    #[test]
     fn json_is_flat_with_null_for_values_that_are_not_finite() {
         let values = BTreeMap::from([
             ("a/x".to_owned(), 0.5),
@@ -199,6 +243,7 @@ mod tests {
             epoch: 1,
             timestamp: 3.5,
             values,
+            ..StepMetrics::default()
         };
         assert_eq!(
             metrics.to_json().to_string(),

@@ -77,6 +77,7 @@ impl Run {
                 epoch: 0,
                 timestamp: now(),
                 values,
+                roles: self.roles.clone(),
             },
             samples,
         })

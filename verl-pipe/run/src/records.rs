@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use verl_words::data::DataLoaderInterface;
 use verl_words::resource::CpuKernels;
+use verl_words::stage::MetricRole;
 use verl_words::stage::{Metric, Reduce};
 
 /// State of a run, as recorded in `status.json`.
@@ -289,6 +290,7 @@ const fn metric(
         unit,
         meaning,
         reduce,
+        role: None,
     }
 }
 
@@ -328,12 +330,15 @@ pub const STAGE_S: Metric = metric(
     Reduce::Sum,
 );
 /// Rows that failed.
-pub const ROW_ERRORS: Metric = metric(
-    "<stage>/row_errors",
-    "rows",
-    "rows whose call failed, panicked or exceeded its deadline; their keys are null",
-    Reduce::Sum,
-);
+pub const ROW_ERRORS: Metric = Metric {
+    role: Some(MetricRole::RowErrors),
+    ..metric(
+        "<stage>/row_errors",
+        "rows",
+        "rows whose call failed, panicked or exceeded its deadline; their keys are null",
+        Reduce::Sum,
+    )
+};
 /// Time of a row, the median.
 pub const ROW_S_P50: Metric = metric(
     "perf/stage/<stage>_row_s_p50",

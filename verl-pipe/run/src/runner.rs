@@ -9,6 +9,7 @@ use serde_json::Value;
 use verl_plan::schedule::placement::{Place, Schedule};
 use verl_words::batch::Batch;
 use verl_words::data::DataLoaderInterface;
+use verl_words::stage::MetricRoles;
 use verl_words::stage::{Access, CancelToken};
 
 use crate::channel::{CallEnv, CallFailure, CallReport, Event};
@@ -50,6 +51,8 @@ pub struct Run {
     pub(super) watch: Watch,
     pub(super) in_order: Vec<bool>,
     pub(super) sampled: SampledRows,
+    /// Roles of the metrics that steps record.
+    pub(super) roles: MetricRoles,
     pub(super) left: BTreeMap<String, LeftOver>,
     /// Rows of the last step that failed or were slow.
     pub(super) row_errors: Vec<RowErrorLine>,
@@ -470,6 +473,7 @@ impl Run {
                 epoch,
                 timestamp: now(),
                 values,
+                roles: self.roles.clone(),
             },
             samples,
         }

@@ -14,6 +14,7 @@ use verl_words::stage::{Cadence, CancelToken, Cardinality, Models, RowRule, Stag
 use crate::channel::Event;
 use crate::error::RunError;
 use crate::host_pool::HostPool;
+use crate::metrics::metric_roles;
 use crate::notice::WaitThresholds;
 use crate::runner::Run;
 use crate::samples::SampledRows;
@@ -99,6 +100,7 @@ impl Run {
             })
             .collect();
         let sampled = SampledRows::of(&schedule);
+        let roles = metric_roles(&schedule.plan);
         Ok(Run {
             thresholds: WaitThresholds::new(deadline),
             watch: Watch::start(options.run_dir.as_deref(), deadline),
@@ -113,6 +115,7 @@ impl Run {
             deadline,
             in_order,
             sampled,
+            roles,
             left: BTreeMap::new(),
             row_errors: Vec::new(),
             step: 0,

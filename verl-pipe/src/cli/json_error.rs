@@ -76,7 +76,7 @@ impl From<&Diagnostic> for JsonFinding {
             code: finding.code.to_owned(),
             severity: match finding.severity {
                 Severity::Error => "error",
-                Severity::Warning => "warning",
+                Severity::Warning | Severity::Blocking => "warning",
             }
             .to_owned(),
             message: finding.what.clone(),

@@ -8,7 +8,6 @@ use clap::Args;
 use verl_declare::registry::Registry;
 use verl_plan::Plannable;
 use verl_plan::look::Look;
-use verl_plan::schedule::placement::blocking_error;
 use verl_rules::config::TraceConfig;
 use verl_run::error::RunError;
 use verl_run::interrupt::{CANCELLED_STATUS, cancel_on_ctrl_c};
@@ -110,7 +109,7 @@ pub fn train(
         }
     };
     // Warnings that prevent the run are reported as the error that ends it.
-    let harmless = plan.warnings.iter().filter(|w| blocking_error(w).is_none());
+    let harmless = plan.warnings.iter().filter(|w| w.when_run().is_none());
     let harmless: Vec<Diagnostic> = harmless.cloned().collect();
     if !harmless.is_empty() {
         report(&harmless);

@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use verl_plan::Plan;
 use verl_run::metrics::StepMetrics;
 use verl_run::records::{MEMORY_MB, TOKENS_PER_S};
+use verl_words::stage::MetricRole;
 use verl_words::stage::{Cadence, Shown};
 
 /// Maximum width of a line (characters).
@@ -17,11 +18,11 @@ const ENGINE: [Shown; 2] = [
     Shown::of(&TOKENS_PER_S, "tok/s", Shown::SPEED).narrow(),
     Shown::of(&MEMORY_MB, "MB", Shown::DETAIL + 9).narrow(),
 ];
-/// Metrics that are shown for stages that declare none, by the suffix of their names.
-const USUAL: [(&str, &str, u8); 3] = [
-    ("/loss", "loss", Shown::LOSS),
-    ("reward/mean", "reward", Shown::OUTCOME),
-    ("/kl", "kl", Shown::DISTANCE),
+/// Metrics that are shown for stages that declare none, by their roles.
+const USUAL: [(MetricRole, &str, u8); 3] = [
+    (MetricRole::Loss, "loss", Shown::LOSS),
+    (MetricRole::Reward, "reward", Shown::OUTCOME),
+    (MetricRole::ReferenceKl, "kl", Shown::DISTANCE),
 ];
 
 /// The columns of a run. A declared metric gets a column in the first step that reports it, so metrics that a loss
@@ -75,17 +76,16 @@ impl Columns {
 
     /// The usual columns that are present in the metrics of a step, for stages that declare none.
     fn usual(metrics: &StepMetrics) -> Vec<Column> {
-        let named = USUAL.iter().filter_map(|(end, label, rank)| {
-            let mut names = metrics.values.keys();
-            let metric = names.find(|name| name.ends_with(end) && !name.starts_with("eval/"))?;
+        let found = USUAL.iter().filter_map(|(role, label, rank)| {
+            let (metric, _) = metrics.with_role(*role)?;
             Some(Column {
-                metric: metric.clone(),
+                metric: metric.to_owned(),
                 label: (*label).to_owned(),
                 rank: *rank,
                 width: 6,
             })
         });
-        named.collect()
+        found.collect()
     }
 
     /// Chooses columns whose metric some step reported, as many as fit; of two with the same label, the first.
@@ -157,6 +157,7 @@ fn cell(value: f64, width: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use verl_words::stage::MetricRoles;
 
     fn metrics(step: u64, values: &[(&str, f64)]) -> StepMetrics {
         let values = values.iter().map(|(name, v)| ((*name).to_owned(), *v));
@@ -238,14 +239,15 @@ mod tests {
     #[test]
     fn stages_that_declare_nothing_show_the_usual_metrics() {
         let mut columns = Columns::default();
-        let first = metrics(
-            1,
-            &[
-                ("sft/loss", 2.0),
-                ("eval/loss", 9.0),
-                ("perf/memory_mb", 210.2),
-            ],
-        );
+        let values = [
+            ("sft/loss", 2.0),
+            ("eval/loss", 9.0),
+            ("perf/memory_mb", 210.2),
+        ];
+        let first = StepMetrics {
+            roles: MetricRoles::from_iter([("sft/loss".to_owned(), MetricRole::Loss)]),
+            ..metrics(1, &values)
+        };
         assert_eq!(
             columns.line(&first, 20),
             "step  1/20  loss 2.0000  MB 210.2"

@@ -237,6 +237,7 @@ mod tests {
             epoch: 0,
             timestamp: 0.0,
             values,
+            ..StepMetrics::default()
         }
     }
 

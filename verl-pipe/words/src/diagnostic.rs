@@ -7,6 +7,9 @@ use std::fmt;
 pub enum Severity {
     /// A run is possible.
     Warning,
+    /// A plan is possible, but no run on this machine. Printed as a warning until a run is started, which it ends as an
+    /// error.
+    Blocking,
     /// No run is possible.
     Error,
 }
@@ -60,6 +63,22 @@ impl Diagnostic {
         }
     }
 
+    /// A warning that becomes an error when the plan is run.
+    pub fn blocking(code: &'static str, what: impl Into<String>) -> Self {
+        Diagnostic {
+            severity: Severity::Blocking,
+            ..Diagnostic::error(code, what)
+        }
+    }
+
+    /// The error that it becomes when the plan is run; `None` if it does not prevent a run.
+    pub fn when_run(&self) -> Option<Diagnostic> {
+        (self.severity > Severity::Warning).then(|| Diagnostic {
+            severity: Severity::Error,
+            ..self.clone()
+        })
+    }
+
     /// Says where.
     pub fn at(mut self, location: impl Into<String>) -> Self {
         self.location = location.into();
@@ -78,7 +97,7 @@ impl Diagnostic {
         self
     }
 
-    /// Whether it prevents a run.
+    /// Whether it prevents a plan.
     pub fn is_error(&self) -> bool {
         self.severity == Severity::Error
     }
@@ -172,7 +191,7 @@ pub fn quoted<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
 impl fmt::Display for Diagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let word = match self.severity {
-            Severity::Warning => "warning",
+            Severity::Warning | Severity::Blocking => "warning",
             Severity::Error => "error",
         };
         let lines = [
@@ -235,6 +254,16 @@ mod tests {
             ["word"; 12].join(" ")
         );
         assert_eq!(finding.to_string(), expected);
+    }
+
+    #[test]
+    fn a_blocking_finding_is_a_warning_until_the_plan_is_run() {
+        let blocking = Diagnostic::blocking("S012", "no such device");
+        assert!(!blocking.is_error());
+        assert!(blocking.to_string().starts_with("warning[S012]"));
+        let error = blocking.when_run().expect("it prevents a run");
+        assert!(error.is_error() && error.to_string().starts_with("error[S012]"));
+        assert_eq!(Diagnostic::warning("P018", "unused").when_run(), None);
     }
 
     /// `main` that returns an error prints its `Debug`.

@@ -102,7 +102,7 @@ fn build(
         fault
     }));
     if faults.is_empty() {
-        Ok(of_pairs(maths.objective(nll_coef), Some(maths.name())))
+        Ok(of_pairs(maths.objective(nll_coef), Some(maths.id())))
     } else {
         Err(faults)
     }

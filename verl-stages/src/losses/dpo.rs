@@ -185,7 +185,7 @@ impl PartConfig for Dpo {
         }
         let objective: Objective = maths(PreferenceLoss::Sigmoid).mixture(&variants);
         let own = match variants[..] {
-            [(_, loss)] => Some(maths(loss).name()),
+            [(_, loss)] => Some(maths(loss).id()),
             _ => None,
         };
         Ok(Loss {

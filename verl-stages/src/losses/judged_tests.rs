@@ -47,7 +47,7 @@ fn every_variant_of_dpo_is_available_and_reported() {
         let (_, metric) = loss
             .metrics
             .iter()
-            .find(|(known, _)| *known == own)
+            .find(|(known, _)| known.name() == own)
             .unwrap();
         assert_eq!(metric.name, "preference/loss");
         let sorts = loss.objective.cut_unit() == CutUnit::MiniBatch;

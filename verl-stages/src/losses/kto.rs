@@ -74,7 +74,7 @@ impl PartConfig for Kto {
         let objective = Objective::new(Aggregation::default()).with_rows(1.0, maths);
         Ok(Loss {
             reference: compares.then(|| self.reference.clone()),
-            ..judged(objective, Some(maths.name()))
+            ..judged(objective, Some(maths.id()))
         })
     }
 }

@@ -24,7 +24,7 @@ pub mod policy;
 pub mod policy_losses;
 pub mod sft;
 
-use verl_algos::losses::{LossInput, Objective};
+use verl_algos::losses::{LossInput, MetricId, Objective};
 use verl_algos::{Aggregation, AlgoError};
 use verl_pipe::field::{Key, Ragged};
 use verl_pipe::keys::RESPONSES;
@@ -63,8 +63,8 @@ pub struct Loss {
     pub state: LossState,
     /// Whether it reads log Σ π² of the policy at the start of an optimiser step.
     pub reads_sum_pi_squared: bool,
-    /// Names in `verl_algos` and the metrics under which they are reported; other names are reported as `actor/<name>`.
-    pub metrics: Vec<(&'static str, Metric)>,
+    /// What the objective reports, and the metrics as which it is recorded; other numbers are recorded as `actor/<name>`.
+    pub metrics: Vec<(MetricId, Metric)>,
 }
 
 impl Slot for Loss {

@@ -26,7 +26,7 @@ impl PartConfig for Orpo {
         let mut faults = Vec::from_iter(pair_fault(Self::KIND, context));
         faults.extend(odds.check().err().map(|error| refusal("beta", &error)));
         if faults.is_empty() {
-            Ok(of_pairs(orpo(self.beta), Some(odds.name())))
+            Ok(of_pairs(orpo(self.beta), Some(odds.id())))
         } else {
             Err(faults)
         }

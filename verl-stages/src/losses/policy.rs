@@ -5,8 +5,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use verl_algos::kl::KlEstimator;
 use verl_algos::losses::{
-    EntropyBonus, ImportanceKlLoss, KlLoss, Objective, OffPolicyRows, TokenFilter, TokenLoss,
-    TopEntropyBonus, TopEntropyTokens,
+    EntropyBonus, ImportanceKlLoss, KlLoss, MetricId, Objective, OffPolicyRows, TokenFilter,
+    TokenLoss, TopEntropyBonus, TopEntropyTokens,
 };
 use verl_pipe::part::PartConfig;
 use verl_pipe::stage::{BuildContext, ConfigError, Metric, Shown};
@@ -17,14 +17,14 @@ use crate::steering::{Control, EntropyControl, KlControl};
 
 metrics! {
     PG_LOSS: "actor/pg_loss", "", "policy term of the loss";
-    CLIPPED: "actor/pg_clipfrac", "share", "share of tokens whose ratio is clipped";
+    CLIPPED: "actor/pg_clipfrac", "share", "share of tokens whose ratio is clipped", ClippedShare;
     CLIPPED_LOWER: "actor/pg_clipfrac_lower", "share", "share of tokens where the dual clip applies";
-    PPO_KL: "actor/ppo_kl", "nats", "mean of old minus current log-probs over the updates of the step";
+    PPO_KL: "actor/ppo_kl", "nats", "mean of old minus current log-probs over the updates of the step", UpdateKl;
     KL_LOSS: "actor/kl_loss", "nats", "KL term of the loss, aggregated, before its coefficient";
-    KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference";
+    KL: "actor/kl", "nats", "mean over tokens of the estimated KL to the reference", ReferenceKl;
     ENTROPY_LOSS: "actor/entropy_loss", "nats", "entropy term of the loss, aggregated, before its coefficient";
     TOP_ENTROPY_LOSS: "actor/top_entropy_loss", "nats", "mean entropy of the tokens that `top_entropy_tokens` keeps, before its coefficient";
-    ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update";
+    ENTROPY: "actor/entropy_now", "nats", "mean entropy of the policy over tokens during the update", Entropy;
 }
 
 /// The metrics that the console shows.
@@ -34,16 +34,19 @@ pub(super) const SHOWN: [Shown; 3] = [
     Shown::of(&CLIPPED, "clip", Shown::DISTANCE + 1).narrow(),
 ];
 
-/// Names in `verl_algos` and the metrics under which they are reported: of every policy loss, and of each additional
+/// What an objective reports, and the metrics as which it is recorded: of every policy loss, and of each additional
 /// term that the objective has.
-const OF_POLICY: [(&str, Metric); 3] = [
-    ("pg_clipfrac", CLIPPED),
-    ("pg_clipfrac_lower", CLIPPED_LOWER),
-    ("ppo_kl", PPO_KL),
+const OF_POLICY: [(MetricId, Metric); 3] = [
+    (MetricId::PG_CLIPFRAC, CLIPPED),
+    (MetricId::PG_CLIPFRAC_LOWER, CLIPPED_LOWER),
+    (MetricId::PPO_KL, PPO_KL),
 ];
-const OF_KL: [(&str, Metric); 2] = [("kl_loss", KL_LOSS), ("ref_kl", KL)];
-const OF_ENTROPY: [(&str, Metric); 2] = [("entropy_loss", ENTROPY_LOSS), ("entropy", ENTROPY)];
-const OF_TOP_ENTROPY: [(&str, Metric); 1] = [("top_entropy_loss", TOP_ENTROPY_LOSS)];
+const OF_KL: [(MetricId, Metric); 2] = [(MetricId::KL_LOSS, KL_LOSS), (MetricId::REF_KL, KL)];
+const OF_ENTROPY: [(MetricId, Metric); 2] = [
+    (MetricId::ENTROPY_LOSS, ENTROPY_LOSS),
+    (MetricId::ENTROPY, ENTROPY),
+];
+const OF_TOP_ENTROPY: [(MetricId, Metric); 1] = [(MetricId::TOP_ENTROPY_LOSS, TOP_ENTROPY_LOSS)];
 
 /// The settings of a policy loss on advantages, without the terms that all policy losses share.
 ///
@@ -223,7 +226,7 @@ impl<L: PolicyLoss> PartConfig for PolicyObjective<L> {
         else {
             return Err(faults);
         };
-        let mut metrics = vec![(policy.name(), PG_LOSS)];
+        let mut metrics = vec![(policy.id(), PG_LOSS)];
         metrics.extend(OF_POLICY);
         let mut objective = Objective::new(aggregation).with_boxed_filters(1.0, policy, filters);
         if self.kl_coef != 0.0 {

@@ -1,6 +1,6 @@
 //! Supervised fine-tuning: imitate the targets.
 
-use verl_algos::losses::{Objective, SftLoss};
+use verl_algos::losses::{MetricId, Objective, SftLoss};
 use verl_pipe::keys::TARGETS;
 use verl_pipe::part::PartConfig;
 use verl_pipe::stage::{BuildContext, ConfigError};
@@ -32,7 +32,7 @@ impl PartConfig for Sft {
         let objective = Objective::new(aggregation.map_err(|error| vec![error])?);
         Ok(Loss {
             tokens: TARGETS,
-            metrics: vec![("sft_loss", SFT_LOSS)],
+            metrics: vec![(MetricId::SFT_LOSS, SFT_LOSS)],
             ..Loss::new(objective.with(1.0, SftLoss))
         })
     }

@@ -70,6 +70,7 @@ pub const CORRECT: Metric = Metric {
     unit: "share",
     meaning: "share of responses that earn the reward of a right answer",
     reduce: Reduce::Mean,
+    role: None,
 };
 /// Share of scored responses in the form that the rule expects.
 pub const WELL_FORMED: Metric = Metric {
@@ -77,6 +78,7 @@ pub const WELL_FORMED: Metric = Metric {
     unit: "share",
     meaning: "share of responses in which the rule finds an answer, right or wrong",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// What a rule checks.

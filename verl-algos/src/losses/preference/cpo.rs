@@ -9,7 +9,7 @@ use super::{ChosenNll, check_beta, check_both_sides, check_label_smoothing, rewa
 use crate::aggregate::Aggregation;
 use crate::batch::MiniBatch;
 use crate::error::{AlgoError, check_setting};
-use crate::losses::{Objective, PerRow, PreparedRows, RowLoss};
+use crate::losses::{MetricId, Objective, PerRow, PreparedRows, RowLoss};
 
 /// The loss of a pair, as a function of x = c − r, the difference of its responses' log-probs c (chosen) and r
 /// (rejected).
@@ -121,14 +121,14 @@ impl Cpo {
 }
 
 impl RowLoss for Cpo {
-    fn name(&self) -> &'static str {
-        match self.loss {
+    fn id(&self) -> MetricId {
+        MetricId::new(match self.loss {
             _ if self.alpha() != 0.0 => "cpo_alphapo",
             CpoLoss::Hinge => "cpo_hinge",
             CpoLoss::Ipo => "cpo_ipo",
             CpoLoss::Sigmoid => "cpo_sigmoid",
             CpoLoss::Simpo { .. } => "cpo_simpo",
-        }
+        })
     }
 
     fn inputs(&self) -> &'static [LossInput] {

@@ -8,7 +8,7 @@ use crate::cut::CutUnit;
 use crate::error::{AlgoError, check_setting};
 use crate::functions::exp;
 use crate::losses::LossInput;
-use crate::losses::{Mean, Objective, PerRow, PreparedRows, RowLoss};
+use crate::losses::{Mean, MetricId, Objective, PerRow, PreparedRows, RowLoss};
 
 /// A [`PreferenceLoss`] of each pair's log-ratios to the reference, a mean over pairs.
 ///
@@ -93,8 +93,8 @@ impl Dpo {
 }
 
 impl RowLoss for Dpo {
-    fn name(&self) -> &'static str {
-        self.loss.reported_name()
+    fn id(&self) -> MetricId {
+        MetricId::new(self.loss.reported_name())
     }
 
     fn inputs(&self) -> &'static [LossInput] {

@@ -233,7 +233,7 @@ fn bypass_loss(case: &Case, dtype: DType) -> Outcome {
         .scatter(&gradient(&leaf, &partial.loss))?;
     let mut answer = zero_metrics(batch.num_tokens());
     for metric in partial.read_metrics()? {
-        answer.insert(metric.name.to_owned(), json(MetricSum::value(&metric)));
+        answer.insert(metric.name().to_owned(), json(MetricSum::value(&metric)));
     }
     answer.insert("loss".to_owned(), json(read(partial.loss)[0]));
     answer.insert("grad_log_probs".to_owned(), json_rows(&gradient));

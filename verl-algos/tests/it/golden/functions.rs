@@ -10,8 +10,8 @@ use verl_algos::kl::{KlEstimator, kl_in_reward};
 use verl_algos::kl_control::KlController;
 use verl_algos::log_probs::{entropy_from_logits, log_probs_from_logits};
 use verl_algos::losses::{
-    CispoLoss, ClippedPolicyLoss, GpgLoss, GspoLoss, KlLoss, MetricSum, Objective, PerToken,
-    PreparedTokens, TokenLoss,
+    CispoLoss, ClippedPolicyLoss, GpgLoss, GspoLoss, KlLoss, MetricId, MetricSum, Objective,
+    PerToken, PreparedTokens, TokenLoss,
 };
 use verl_algos::{Aggregation, AlgoError, Counts, MicroBatch, MiniBatch, Ragged, masked};
 
@@ -250,7 +250,7 @@ pub fn evaluate(
     let grad = json_rows(&mask.scatter(&grad)?);
     let mut answer = zero_metrics(values.len());
     for metric in metrics {
-        answer.insert(metric.name.to_owned(), json(metric.value()));
+        answer.insert(metric.name().to_owned(), json(metric.value()));
     }
     answer.insert("loss".to_owned(), total.clone());
     answer.insert("value".to_owned(), total);
@@ -307,8 +307,8 @@ fn vanilla(case: &Case, dtype: DType) -> Outcome {
 struct Given;
 
 impl TokenLoss for Given {
-    fn name(&self) -> &'static str {
-        "given"
+    fn id(&self) -> MetricId {
+        MetricId::new("given")
     }
 
     fn tokens(&self, tokens: &PreparedTokens<'_>) -> Result<PerToken, AlgoError> {

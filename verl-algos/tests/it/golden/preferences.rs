@@ -52,7 +52,7 @@ struct Evaluated {
 
 impl Evaluated {
     fn metric(&self, name: &str) -> Option<Value> {
-        let found = self.metrics.iter().find(|m| m.name == name)?;
+        let found = self.metrics.iter().find(|m| m.name() == name)?;
         Some(json(found.value()))
     }
 

@@ -165,7 +165,7 @@ proptest! {
             close(&[cut.0], &[whole.0]);
             close(&cut.1.concat(), &whole.1.concat());
             for m in &whole.2 {
-                close(&[metric(&cut.2, m.name)], &[m.value()]);
+                close(&[metric(&cut.2, m.name())], &[m.value()]);
             }
         }
     }
@@ -402,7 +402,7 @@ proptest! {
                     close(&[cut.0], &[whole.0]);
                     close(&cut.1, &whole.1);
                     for m in &whole.2 {
-                        close(&[metric(&cut.2, m.name)], &[m.value()]);
+                        close(&[metric(&cut.2, m.name())], &[m.value()]);
                     }
                 }
             }

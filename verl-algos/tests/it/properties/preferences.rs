@@ -170,8 +170,8 @@ fn same(got: &Evaluated, expected: &Evaluated) {
     close(&[got.0], &[expected.0]);
     close(&got.1, &expected.1);
     for m in &expected.2 {
-        let value = metric(&got.2, m.name);
-        assert!((value - m.value()).abs() < TOLERANCE, "{}", m.name);
+        let value = metric(&got.2, m.name());
+        assert!((value - m.value()).abs() < TOLERANCE, "{}", m.name());
     }
 }
 

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 use verl_words::diagnostic::{Diagnostic, nearest, quoted, suggest};
 
+use super::Synonyms;
 use super::decode::Fault;
 use super::reader::Reader;
 use super::synonyms;
@@ -62,7 +63,9 @@ impl Reader<'_> {
     }
 
     pub(super) fn faults(&mut self, at: &[&str], place: &str, faults: Vec<Fault>) {
-        let misspelt: Vec<Vec<String>> = faults.iter().filter_map(meant).collect();
+        let synonyms = self.registry.known_synonyms();
+        let misspelt = faults.iter().filter_map(|fault| meant(fault, synonyms));
+        let misspelt: Vec<Vec<String>> = misspelt.collect();
         for fault in faults {
             // A setting that is present under a misspelt name is not also reported as missing.
             if !(matches!(fault, Fault::Missing { .. })
@@ -87,7 +90,11 @@ impl Reader<'_> {
                 Diagnostic::error("C002", format!("unknown setting `{setting}`"))
                     .at(where_)
                     .because("an unknown setting would be silently ignored")
-                    .help(unknown_key_help(&key, &known))
+                    .help(unknown_key_help(
+                        &key,
+                        &known,
+                        self.registry.known_synonyms(),
+                    ))
             }
             Fault::UnknownKind {
                 what, kind, help, ..
@@ -129,9 +136,9 @@ impl Reader<'_> {
 }
 
 /// Help for an unknown key: the setting that other trainers call so, or the one with the most similar spelling.
-fn unknown_key_help(key: &str, known: &[String]) -> String {
+fn unknown_key_help(key: &str, known: &[String], synonyms: Synonyms<'_>) -> String {
     let known: Vec<&str> = known.iter().map(String::as_str).collect();
-    if let Some(meant) = synonyms::find_synonym(key, &known) {
+    if let Some(meant) = synonyms.find(key, &known) {
         return format!(
             "did you mean `{meant}`? known settings here: {}",
             quoted(known)
@@ -139,20 +146,22 @@ fn unknown_key_help(key: &str, known: &[String]) -> String {
     }
     let near = nearest(key, known.iter().copied());
     let list = suggest(key, "settings here", known.iter().copied());
-    match synonyms::describe_place(key).filter(|_| near.is_none()) {
+    match synonyms.describe_place(key).filter(|_| near.is_none()) {
         Some(place) => format!("{place}; {list}"),
         None => list,
     }
 }
 
 /// The path of the setting that an unknown key probably means.
-fn meant(fault: &Fault) -> Option<Vec<String>> {
+fn meant(fault: &Fault, synonyms: Synonyms<'_>) -> Option<Vec<String>> {
     let Fault::Unknown { path, known } = fault else {
         return None;
     };
     let (last, parents) = path.split_last()?;
     let known: Vec<&str> = known.iter().map(String::as_str).collect();
-    let near = synonyms::find_synonym(last, &known).or_else(|| nearest(last, known))?;
+    let near = synonyms
+        .find(last, &known)
+        .or_else(|| nearest(last, known))?;
     Some(parents.iter().cloned().chain([near.to_owned()]).collect())
 }
 

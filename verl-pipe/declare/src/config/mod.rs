@@ -36,12 +36,14 @@ use std::path::{Path, PathBuf};
 use verl_words::diagnostic::Diagnostic;
 
 use crate::config::decode::keys_of;
-use crate::config::overrides::Folders;
+use crate::config::overrides::{Folders, KnownNames};
 use crate::config::reader::Reader;
 use crate::config::source::Source;
 use crate::pipe::{DataPipe, RunConfig};
 use crate::registry::Registry;
 
+pub use self::synonyms::Synonym;
+pub(crate) use self::synonyms::Synonyms;
 pub use self::write::to_toml;
 
 /// Sections of a pipeline file.
@@ -136,8 +138,12 @@ fn parse_in<S: AsRef<str>>(
     let (mut source, mut document) = Source::parse(origin, text)?;
     let mut findings = Vec::new();
     let run_keys = keys_of::<RunConfig>();
+    let names = KnownNames {
+        run_keys: &run_keys,
+        synonyms: registry.known_synonyms(),
+    };
     for text in overrides {
-        match overrides::apply(&mut document, text.as_ref(), &run_keys, folders) {
+        match overrides::apply(&mut document, text.as_ref(), names, folders) {
             Ok(path) => {
                 let text = text.as_ref().to_owned();
                 findings.extend(overrides::duplicate_rule(&source.overridden, &path, &text));

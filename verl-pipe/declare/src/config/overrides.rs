@@ -16,7 +16,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use verl_words::diagnostic::{Diagnostic, quoted, suggest};
 
-use super::{SECTIONS, source, synonyms};
+use super::{SECTIONS, Synonyms, source};
 
 /// The folders against which a relative path of an override may be resolved.
 #[derive(Debug, Clone, Copy)]
@@ -27,11 +27,20 @@ pub(crate) struct Folders<'a> {
     pub file: &'a Path,
 }
 
+/// Names that an override may use or mean.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct KnownNames<'a> {
+    /// The settings of `[run]`.
+    pub run_keys: &'a [String],
+    /// Names of settings in other trainers.
+    pub synonyms: Synonyms<'a>,
+}
+
 /// Applies `text`; returns the path that it set. Without `folders`, relative paths stay unchanged.
 pub(crate) fn apply(
     document: &mut Map<String, Value>,
     text: &str,
-    run_keys: &[String],
+    names: KnownNames<'_>,
     folders: Option<Folders<'_>>,
 ) -> Result<Vec<String>, Diagnostic> {
     let fault = |why: String, help: String| {
@@ -56,7 +65,7 @@ pub(crate) fn apply(
             form.to_owned(),
         ));
     }
-    let path = resolve(document, &parts, run_keys).map_err(|(why, help)| fault(why, help))?;
+    let path = resolve(document, &parts, names).map_err(|(why, help)| fault(why, help))?;
     if value.trim().is_empty() {
         return unset(document, &path).map_err(|(why, help)| fault(why, help));
     }
@@ -194,7 +203,7 @@ fn parse(value: &str) -> Value {
 fn resolve(
     document: &Map<String, Value>,
     parts: &[String],
-    run_keys: &[String],
+    names: KnownNames<'_>,
 ) -> Result<Vec<String>, (String, String)> {
     let path = |head: &[&str], rest: &[String]| -> Vec<String> {
         head.iter()
@@ -242,21 +251,22 @@ fn resolve(
             let index = stage_at(stage).unwrap_or_default();
             return Ok(path(&["stages", &index.to_string()], rest));
         }
-        (key, []) if run_keys.iter().any(|known| known == key) => {
+        (key, []) if names.run_keys.iter().any(|known| known == key) => {
             return Ok(path(&["run", key], &[]));
         }
         _ => {}
     }
     let models = table_names(document, "models");
     if rest.is_empty() {
-        let known = run_keys
+        let known = names
+            .run_keys
             .iter()
             .map(String::as_str)
             .chain(models.iter().copied());
         let known: Vec<&str> = known.collect();
-        let meant = match synonyms::find_synonym(first, &known) {
+        let meant = match names.synonyms.find(first, &known) {
             Some(meant) => format!("did you mean `{meant}`? "),
-            None => match synonyms::describe_place(first) {
+            None => match names.synonyms.describe_place(first) {
                 Some(place) if verl_words::diagnostic::nearest(first, known.clone()).is_none() => {
                     format!("{place}; ")
                 }
@@ -399,11 +409,23 @@ mod tests {
         }
     }
 
+    /// Applies an override without registered synonyms.
+    fn applied(
+        document: &mut Map<String, Value>,
+        text: &str,
+        folders: Option<Folders<'_>>,
+    ) -> Result<Vec<String>, Diagnostic> {
+        let names = KnownNames {
+            run_keys: &["steps", "seed", "dir"].map(str::to_owned),
+            synonyms: Synonyms(&[]),
+        };
+        apply(document, text, names, folders)
+    }
+
     #[track_caller]
     fn check(text: &str, pointer: &str, expected: Value) {
         let mut document = document();
-        let run_keys = ["steps".to_owned(), "seed".to_owned(), "dir".to_owned()];
-        let path = apply(&mut document, text, &run_keys, None).expect("applies");
+        let path = applied(&mut document, text, None).expect("applies");
         let value = Value::Object(document);
         assert_eq!(value.pointer(pointer), Some(&expected));
         assert_eq!(format!("/{}", path.join("/")), pointer);
@@ -411,8 +433,7 @@ mod tests {
 
     #[track_caller]
     fn check_rejected(text: &str, expected: &str) {
-        let run_keys = ["steps".to_owned(), "seed".to_owned()];
-        let finding = apply(&mut document(), text, &run_keys, None).expect_err("is rejected");
+        let finding = applied(&mut document(), text, None).expect_err("is rejected");
         assert!(
             finding.to_string().contains(expected),
             "expected {expected:?} in:\n{finding}"
@@ -477,7 +498,7 @@ mod tests {
             let mut document = document();
             let before = Value::Object(document.clone());
             assert!(before.pointer(pointer).is_some(), "{pointer}");
-            let path = apply(&mut document, text, &["steps".to_owned()], None).expect("applies");
+            let path = applied(&mut document, text, None).expect("applies");
             assert_eq!(format!("/{}", path.join("/")), pointer);
             let after = Value::Object(document);
             assert_eq!(after.pointer(pointer), None);
@@ -533,7 +554,7 @@ mod tests {
         };
         let given = |text: &str, pointer: &str| {
             let mut document = document();
-            apply(&mut document, text, &[], Some(folders)).expect("applies");
+            applied(&mut document, text, Some(folders)).expect("applies");
             let value = Value::Object(document).pointer(pointer).cloned();
             value
                 .and_then(|value| value.as_str().map(str::to_owned))

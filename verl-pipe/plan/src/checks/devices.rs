@@ -7,9 +7,6 @@ use verl_words::resource::DeviceRefusal;
 
 use crate::build::Draft;
 
-/// Code of a device that only another machine or build may have: a pipeline can be planned for it, but not run here.
-pub(crate) const ABSENT: &str = "S012";
-
 /// Why devices are refused, most severe first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Refused {
@@ -46,7 +43,8 @@ pub(crate) fn check(draft: &Draft<'_>, findings: &mut Vec<Diagnostic>) {
             Refused::Absent => {
                 let what = format!("the devices of `{group}` are not available on this machine");
                 let help = "run where they are available, or set `group = \"cpu\"`; `pipe plan` works without them";
-                (Diagnostic::warning(ABSENT, what), help)
+                // Another machine or build may have them: a pipeline can be planned for them, but not run here.
+                (Diagnostic::blocking("S012", what), help)
             }
             Refused::Unusable => {
                 let what = format!("the devices of `{group}` cannot be used");

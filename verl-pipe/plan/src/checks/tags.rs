@@ -71,8 +71,16 @@ fn mismatch(
         ),
         None if !is_probability => format!("recompute them as {need}"),
         None => {
-            let model = need.policy.as_deref().map_or("the model".to_owned(), |name| format!("`{name}`"));
-            format!("recompute them with a stage (`log_probs`) that scores the responses with {model} as {need}")
+            let model = need
+                .policy
+                .as_deref()
+                .map_or("the model".to_owned(), |name| format!("`{name}`"));
+            let stage = draft.stages[link.reader]
+                .spec
+                .as_ref()
+                .and_then(|spec| spec.scored_by);
+            let stage = stage.map_or("a stage".to_owned(), |kind| format!("a stage (`{kind}`)"));
+            format!("recompute them with {stage} that scores the responses with {model} as {need}")
         }
     });
     Diagnostic::error(

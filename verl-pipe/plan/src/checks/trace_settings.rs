@@ -7,6 +7,8 @@ use verl_words::stage::{Cadence, ConfigError};
 
 use super::settings::{setting_error, setting_warning, stage_place};
 use crate::build::Draft;
+use verl_rules::LimitUnit;
+use verl_words::stage::MetricRole;
 
 const PLACE: &str = "[trace]";
 
@@ -177,8 +179,7 @@ struct Tunable<'a> {
     severity: Severity,
     limit: f64,
     /// Unit of the limit; custom rules have none.
-    unit: Option<&'a str>,
-    is_share: bool,
+    unit: Option<LimitUnit>,
 }
 
 impl<'a> From<&'a BuiltIn> for Tunable<'a> {
@@ -188,7 +189,6 @@ impl<'a> From<&'a BuiltIn> for Tunable<'a> {
             severity: rule.severity,
             limit: rule.limit,
             unit: Some(rule.unit),
-            is_share: rule.is_share(),
         }
     }
 }
@@ -200,7 +200,6 @@ impl<'a> From<&'a RuleDecl> for Tunable<'a> {
             severity: rule.severity,
             limit: rule.limit,
             unit: None,
-            is_share: false,
         }
     }
 }
@@ -221,11 +220,10 @@ fn check_tuning(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, problems:
             limit if limit.is_infinite() => {
                 Some("is infinite, so the rule would fire always or never".to_owned())
             }
-            limit if rule.is_share && limit > 1.0 => Some(format!(
-                "is {limit}, but it is a {}, which is at most 1",
-                rule.unit.unwrap_or("share")
-            )),
-            _ => None,
+            limit => rule
+                .unit
+                .filter(|unit| unit.is_share() && limit > 1.0)
+                .map(|unit| format!("is {limit}, but it is a {unit}, which is at most 1")),
         };
         match why {
             Some(why) => problems.errors.push(ConfigError::new(
@@ -278,19 +276,21 @@ fn never_fires(rule: &BuiltIn, draft: &Draft<'_>) -> Option<ConfigError> {
         RuleInputs::Keys(keys) => {
             let written = |name: &str| keys.contains(&name);
             let found = specs.any(|spec| spec.writes.iter().any(|field| written(&field.name)));
-            (found, "writes", keys)
+            let names = keys.iter().map(|name| format!("`{name}`"));
+            (found, "writes", names.collect::<Vec<_>>())
         }
-        RuleInputs::Metrics(metrics) => {
-            let recorded = |name: &str| RuleInputs::matches_metric(metrics, name);
-            let found = specs.any(|spec| spec.metrics.iter().any(|metric| recorded(metric.name)));
-            (found, "records a metric", metrics)
+        RuleInputs::Metrics(roles) => {
+            let recorded =
+                |role: Option<MetricRole>| role.is_some_and(|role| roles.contains(&role));
+            let found = specs.any(|spec| spec.metrics.iter().any(|metric| recorded(metric.role)));
+            let roles = roles.iter().map(MetricRole::to_string);
+            (found, "records", roles.collect())
         }
     };
-    let names: Vec<String> = wanted.iter().map(|name| format!("`{name}`")).collect();
     (!found).then(|| {
         ConfigError::new(
             format!("rules.{}", rule.name),
-            format!("can never fire: no stage declares that it {what} {}", names.join(" or ")),
+            format!("can never fire: no stage declares that it {what} {}", wanted.join(" or ")),
             "remove the rule, or add a stage that computes what it checks (`pipe schema --format md` lists these stages)",
         )
     })

@@ -62,7 +62,11 @@ impl Plan {
     /// # Errors
     /// Every finding that makes a run impossible (codes `S…`).
     pub fn schedule(&self) -> Result<Schedule, Vec<Diagnostic>> {
-        let blocking: Vec<Diagnostic> = self.warnings.iter().filter_map(blocking_error).collect();
+        let blocking: Vec<Diagnostic> = self
+            .warnings
+            .iter()
+            .filter_map(Diagnostic::when_run)
+            .collect();
         if !blocking.is_empty() {
             return Err(blocking);
         }
@@ -135,15 +139,6 @@ fn slice_rows(plan: &Plan, stage: usize, place: Place) -> usize {
     (rows / QUICK_SLICES)
         .max(plan.rows_per_prompt(table))
         .max(QUICK_ROWS)
-}
-
-/// The error that a warning of a plan becomes when the plan is run; `None` if it does not prevent a run.
-pub fn blocking_error(warning: &Diagnostic) -> Option<Diagnostic> {
-    let blocks = [devices::ABSENT, memory::TOO_LARGE].contains(&warning.code);
-    blocks.then(|| Diagnostic {
-        severity: Severity::Error,
-        ..warning.clone()
-    })
 }
 
 /// A finding of the scheduler about `stage`: the planner does not make plans like this one.

@@ -5,12 +5,15 @@ use std::collections::HashMap;
 use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, UInt8Type};
 use arrow_array::{Array, ArrayRef};
-use verl_words::keys::mask;
+use verl_words::keys::{OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS, mask};
 
 /// Log-prob keys, and their counterparts: the first in the list that the step has.
 pub const COUNTERPARTS: [(&str, &[&str]); 2] = [
-    ("old_log_probs", &["rollout_log_probs"]),
-    ("ref_log_probs", &["old_log_probs", "rollout_log_probs"]),
+    (OLD_LOG_PROBS.name(), &[ROLLOUT_LOG_PROBS.name()]),
+    (
+        REF_LOG_PROBS.name(),
+        &[OLD_LOG_PROBS.name(), ROLLOUT_LOG_PROBS.name()],
+    ),
 ];
 
 /// Ratio of a log-prob key to its counterpart, over the action tokens for which both are finite.

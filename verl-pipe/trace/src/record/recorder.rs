@@ -357,6 +357,7 @@ impl Recorder {
             self.send(Message::Metrics {
                 step: metrics.step,
                 values: metrics.values.clone(),
+                roles: metrics.roles.clone(),
             });
         }
     }

@@ -10,6 +10,7 @@ use verl_rules::format::Side;
 use verl_rules::{Anomaly, Fired, Rule, RuleBook};
 use verl_words::batch::Batch;
 use verl_words::resource::WeightsVersion;
+use verl_words::stage::MetricRoles;
 
 use crate::files::{Reason, StatsWriter, TraceError, TraceFormat, TraceWriter};
 use crate::record::flight_recorder::FlightRecorder;
@@ -55,6 +56,7 @@ pub(crate) enum Message {
     Metrics {
         step: u64,
         values: BTreeMap<String, f64>,
+        roles: MetricRoles,
     },
     Versions {
         step: u64,
@@ -170,7 +172,11 @@ impl Recording {
                     self.failed(cancelled, &reason);
                     let _ = reply.send(());
                 }
-                Message::Metrics { step, values } => self.metrics(step, values),
+                Message::Metrics {
+                    step,
+                    values,
+                    roles,
+                } => self.metrics(step, values, &roles),
                 Message::Versions { step, versions } => {
                     self.rules.add_versions(step, versions);
                 }
@@ -317,11 +323,11 @@ impl Recording {
         }
     }
 
-    fn metrics(&mut self, step: u64, values: BTreeMap<String, f64>) {
+    fn metrics(&mut self, step: u64, values: BTreeMap<String, f64>, roles: &MetricRoles) {
         let keeps_rows = self.keeps_rows(step);
-        let has_fired = self
-            .rules
-            .check_metrics(step, values, keeps_rows, &mut self.reported);
+        let has_fired =
+            self.rules
+                .check_metrics(step, values, roles, keeps_rows, &mut self.reported);
         if has_fired {
             self.write_ring(Reason::Anomaly);
         }

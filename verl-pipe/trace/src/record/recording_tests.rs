@@ -4,6 +4,7 @@ use verl_rules::config::RuleSetting;
 use verl_rules::{Hit, MetricsView, Severity};
 use verl_words::batch::{RaggedColumn, RowId};
 use verl_words::keys::RESPONSES;
+use verl_words::stage::MetricRoles;
 use verl_words::stage::RowRule;
 
 use super::*;
@@ -162,7 +163,7 @@ fn a_warning_does_not_lose_rows_of_a_large_step_on_disk() {
     assert_eq!(slices(&trace, 1, "kept"), EVERY);
     // The next step has begun when the metrics of this one arrive.
     recording.begin(2);
-    recording.metrics(1, BTreeMap::new());
+    recording.metrics(1, BTreeMap::new(), &MetricRoles::default());
     let trace = TraceDir::open(temp.path()).expect("opens");
     assert_eq!(slices(&trace, 1, "kept"), EVERY);
     let after = trace.manifest(1).expect("recorded");
@@ -238,6 +239,6 @@ fn a_stage_without_recorded_rows_is_reported_with_the_reason() {
     let never = recording(&temp.path().join("never"), &[99]);
     assert_eq!(never.archive.unrecorded_warning(), None);
     // Stages that the flight recorder wrote count as recorded.
-    ended.metrics(1, BTreeMap::new());
+    ended.metrics(1, BTreeMap::new(), &MetricRoles::default());
     assert_eq!(ended.archive.unrecorded_warning(), None);
 }

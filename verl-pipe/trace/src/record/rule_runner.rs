@@ -13,6 +13,7 @@ use verl_rules::{
 };
 use verl_words::batch::Batch;
 use verl_words::resource::WeightsVersion;
+use verl_words::stage::MetricRoles;
 
 use crate::files::{Layout, TraceError};
 use crate::record::reported::Reported;
@@ -159,6 +160,7 @@ impl RuleRunner {
         &mut self,
         step: u64,
         values: BTreeMap<String, f64>,
+        roles: &MetricRoles,
         rows_recorded: bool,
         reported: &mut Reported,
     ) -> bool {
@@ -171,6 +173,7 @@ impl RuleRunner {
         let view = MetricsView {
             step,
             metrics: &values,
+            roles,
             history: &self.history,
             early: &self.early,
             versions: &self.versions,

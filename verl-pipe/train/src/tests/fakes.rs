@@ -15,8 +15,8 @@ use verl_words::resource::{
     ModelInfo, ModelResource, ResourceError, Shortage, Snapshot, WeightsVersion,
 };
 use verl_words::stage::{
-    Access, BuildContext, Cardinality, ConfigError, Metric, Reduce, RowRule, Stage, StageContext,
-    StageError, StageSpec,
+    Access, BuildContext, Cardinality, ConfigError, Metric, MetricRole, Reduce, RowRule, Stage,
+    StageContext, StageError, StageSpec,
 };
 
 pub(super) type Work = dyn Fn(Batch, &mut StageContext<'_>) -> Result<(), StageError> + Send + Sync;
@@ -180,18 +180,21 @@ pub(super) const LOSS: Metric = Metric {
     unit: "nats",
     meaning: "loss",
     reduce: Reduce::Mean,
+    role: Some(MetricRole::Loss),
 };
 pub(super) const REWARD: Metric = Metric {
     name: "reward/mean",
     unit: "reward",
     meaning: "mean reward",
     reduce: Reduce::Mean,
+    role: Some(MetricRole::Reward),
 };
 pub(super) const TOKENS: Metric = Metric {
     name: "perf/tokens",
     unit: "tokens",
     meaning: "tokens sampled",
     reduce: Reduce::Sum,
+    role: None,
 };
 
 pub(super) fn source() -> StageDecl {

@@ -17,6 +17,7 @@ const SEEN: Metric = Metric {
     unit: "rows",
     meaning: "rows seen so far",
     reduce: Reduce::Last,
+    role: None,
 };
 
 impl Stage for Counter {
@@ -98,6 +99,7 @@ fn observers_run_before_between_and_after_steps() {
         unit: "",
         meaning: "first weight",
         reduce: Reduce::Last,
+        role: None,
     };
     let spec = StageSpec::new()
         .observer(2)

@@ -17,6 +17,7 @@ const MATCH: Metric = Metric {
     unit: "",
     meaning: "share of right answers",
     reduce: Reduce::Mean,
+    role: None,
 };
 
 /// Output of a console.

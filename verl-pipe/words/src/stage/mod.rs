@@ -31,8 +31,8 @@ pub use context::{
 };
 pub use preview::{LongRows, NotePreview, PreviewContext, RowPreview, RowPreviews, TargetPreview};
 pub use rules::{
-    Access, Agreement, Cadence, Cardinality, Metric, OnRowError, OnShort, Reduce, Refill, RowRule,
-    Shown,
+    Access, Agreement, Cadence, Cardinality, Metric, MetricRole, MetricRoles, OnRowError, OnShort,
+    Reduce, Refill, RowRule, Shown,
 };
 pub use spec::StageSpec;
 pub use work::{LengthBound, LengthLimit, ModelWork, OptimizerPasses, WorkKind};

@@ -1,5 +1,9 @@
 //! The parts of a stage's declaration: how its input is cut, what it does to rows, when it runs, what it records.
 
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -131,6 +135,92 @@ pub struct Metric {
     pub meaning: &'static str,
     /// How the step's values are reduced.
     pub reduce: Reduce,
+    /// What the console and the anomaly rules take it for; `None` if they do not use it.
+    pub role: Option<MetricRole>,
+}
+
+/// What a metric is to the console and to the anomaly rules, which find metrics by their roles and never by their names.
+/// Metrics of several stages may have the same role.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MetricRole {
+    /// Loss of the model that the run is for.
+    Loss,
+    /// Mean reward.
+    Reward,
+    /// KL divergence of the policy from a reference, per token (nats).
+    ReferenceKl,
+    /// KL divergence of the trainer from the rollout engine, per token (nats).
+    RolloutKl,
+    /// How far the updates of a step moved the policy, per token (nats).
+    UpdateKl,
+    /// Difference of two log-probs of the same weights, 0 except for rounding (nats).
+    SameWeightsDifference,
+    /// Mean entropy of the policy, or an estimate of it (nats).
+    Entropy,
+    /// Norm of gradients.
+    GradientNorm,
+    /// Learning rate.
+    LearningRate,
+    /// Number of optimiser steps of a step.
+    OptimizerSteps,
+    /// Share of tokens that a clip affects.
+    ClippedShare,
+    /// Mean length of the responses (tokens).
+    ResponseLength,
+    /// Share of the responses that reached the token limit.
+    TruncatedShare,
+    /// How well values predict returns: the explained share of their variance.
+    ExplainedVariance,
+    /// Log-prob of chosen answers (nats).
+    ChosenLogProb,
+    /// Log-prob of rejected answers (nats).
+    RejectedLogProb,
+    /// Estimated distance from the reference that a loss subtracts from its rewards (nats).
+    RewardBaseline,
+    /// Number of failed rows.
+    RowErrors,
+}
+
+/// The roles of the metrics of a run, by their names.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct MetricRoles(Arc<BTreeMap<String, MetricRole>>);
+
+impl MetricRoles {
+    /// The role of the metric `name`.
+    pub fn get(&self, name: &str) -> Option<MetricRole> {
+        self.0.get(name).copied()
+    }
+}
+
+impl FromIterator<(String, MetricRole)> for MetricRoles {
+    fn from_iter<I: IntoIterator<Item = (String, MetricRole)>>(roles: I) -> Self {
+        MetricRoles(Arc::new(roles.into_iter().collect()))
+    }
+}
+
+impl fmt::Display for MetricRole {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            MetricRole::Loss => "a loss",
+            MetricRole::Reward => "a mean reward",
+            MetricRole::ReferenceKl => "a KL divergence from a reference",
+            MetricRole::RolloutKl => "a KL divergence from the rollout engine",
+            MetricRole::UpdateKl => "how far updates move the policy",
+            MetricRole::SameWeightsDifference => "a difference of log-probs of the same weights",
+            MetricRole::Entropy => "an entropy of the policy",
+            MetricRole::GradientNorm => "a gradient norm",
+            MetricRole::LearningRate => "a learning rate",
+            MetricRole::OptimizerSteps => "a number of optimiser steps",
+            MetricRole::ClippedShare => "a share of clipped tokens",
+            MetricRole::ResponseLength => "a mean length of responses",
+            MetricRole::TruncatedShare => "a share of truncated responses",
+            MetricRole::ExplainedVariance => "an explained variance of returns",
+            MetricRole::ChosenLogProb => "a log-prob of chosen answers",
+            MetricRole::RejectedLogProb => "a log-prob of rejected answers",
+            MetricRole::RewardBaseline => "a distance from the reference as baseline of rewards",
+            MetricRole::RowErrors => "a number of failed rows",
+        })
+    }
 }
 
 /// A metric that the console shows after a step. Each stage declares which of its metrics matter; the console prints
@@ -144,6 +234,7 @@ pub struct Metric {
 ///     unit: "share",
 ///     meaning: "share of verdicts that are right",
 ///     reduce: Reduce::Mean,
+///     role: None,
 /// };
 /// let spec = StageSpec::new()
 ///     .metrics(&[ACCURACY])

@@ -64,6 +64,8 @@ pub struct StageSpec {
     pub once: Vec<&'static str>,
     /// Specific help for a required key (by name) that no stage writes.
     pub remedies: BTreeMap<String, String>,
+    /// Kind of stage that computes the log-probs which it reads, for the help if they come from another distribution.
+    pub scored_by: Option<&'static str>,
     /// Settings that are valid but probably not intended: the plan warns.
     pub warnings: Vec<ConfigError>,
     /// Quantities that it and other stages set separately but that should be equal.
@@ -204,6 +206,11 @@ impl StageSpec {
     /// Sets the help for a pipeline in which no stage writes the key `name`.
     pub fn remedy(mut self, name: impl Into<String>, help: impl Into<String>) -> Self {
         self.remedies.insert(name.into(), help.into());
+        self
+    }
+    /// Declares which kind of stage computes the log-probs that it reads.
+    pub fn scored_by(mut self, kind: &'static str) -> Self {
+        self.scored_by = Some(kind);
         self
     }
     /// Declares that a replay must not call it again, and why, for example `it pays for an answer of a service`. The
