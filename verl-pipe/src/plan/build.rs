@@ -122,8 +122,8 @@ impl DataPipe {
     /// use verl_pipe::pipe::DataPipe;
     ///
     /// let plan = DataPipe::new("empty").plan().unwrap();
-    /// assert!(plan.stages.is_empty());
-    /// assert_eq!(plan.batch.rows, 8);
+    /// assert!(plan.stages().is_empty());
+    /// assert_eq!(plan.batch().rows, 8);
     /// ```
     ///
     /// # Errors

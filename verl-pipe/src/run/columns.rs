@@ -63,10 +63,10 @@ impl From<&Shown> for Column {
 impl Columns {
     /// The columns that the stages of a plan declare.
     pub fn of(plan: &Plan) -> Columns {
-        let steps = plan.stages.iter();
+        let steps = plan.stages().iter();
         let shown = steps
-            .filter(|stage| stage.spec.cadence == Cadence::Step)
-            .flat_map(|stage| &stage.spec.shows);
+            .filter(|stage| stage.spec().cadence == Cadence::Step)
+            .flat_map(|stage| &stage.spec().shows);
         Columns {
             declared: shown.map(Column::from).collect(),
             ..Columns::default()

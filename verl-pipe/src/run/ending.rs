@@ -204,7 +204,7 @@ impl Trainer {
     /// Saves the models listed in the settings of the run, by default those that a stage updates. If one cannot be
     /// saved, the others still are; returns the first error.
     fn save_models(&mut self) -> Result<(), RunError> {
-        let plan = &self.run.schedule().plan;
+        let plan = self.run.schedule().plan();
         let names: Vec<String> = saved_models(plan).map(|model| model.name.clone()).collect();
         let mut first = Ok(());
         for name in names {

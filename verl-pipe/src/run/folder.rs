@@ -203,7 +203,7 @@ impl RunFolder {
                 .map(str::to_owned)
                 .collect(),
             cpu: Cpu::here(),
-            cpu_kernels: run.schedule().plan.pipe.cpu_kernels(),
+            cpu_kernels: run.schedule().plan().pipe().cpu_kernels(),
             c_library: Some(c_library()),
             optimised: !cfg!(debug_assertions),
         };

@@ -17,7 +17,7 @@ impl StepState {
         position: usize,
         row: usize,
     ) -> Option<Vec<u8>> {
-        let mask = self.schedule.wiring.stages[stage].mask.as_ref()?;
+        let mask = self.schedule.wiring().stages[stage].mask.as_ref()?;
         if mask.writer == stage {
             return kinds_of(batch.column(&mask.local)?, row);
         }

@@ -199,8 +199,8 @@ impl Run {
     pub(super) fn env(&self, step: u64) -> Arc<CallEnv> {
         Arc::new(CallEnv {
             step,
-            steps: self.schedule.plan.context.steps,
-            seed: self.schedule.plan.context.seed,
+            steps: self.schedule.plan().context().steps,
+            seed: self.schedule.plan().context().seed,
             cancel: CancelToken::default(),
             deadline: self.deadline,
         })
@@ -308,12 +308,12 @@ impl Run {
     }
 
     pub(super) fn updates(&self, stage: usize) -> bool {
-        let models = &self.schedule.plan.stages[stage].spec.models;
+        let models = &self.schedule.plan().stages()[stage].spec().models;
         models.iter().any(|(_, access)| *access == Access::Update)
     }
 
     pub(super) fn name(&self, stage: usize) -> &str {
-        &self.schedule.plan.stages[stage].name
+        self.schedule.plan().stages()[stage].name()
     }
 
     pub(super) fn new_call(&mut self) -> u64 {
@@ -429,7 +429,7 @@ impl Run {
                 .or_default() += report.seconds;
         }
         for stage in
-            (0..self.schedule.places.len()).filter(|s| self.schedule.tolerates_row_errors(*s))
+            (0..self.schedule.places().len()).filter(|s| self.schedule.tolerates_row_errors(*s))
         {
             let rows = progress.rows.num_lost(stage);
             values.insert(of_stage(&ROW_ERRORS, self.name(stage)), rows as f64);

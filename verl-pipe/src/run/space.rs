@@ -93,9 +93,9 @@ impl Room {
 
     /// Updates the space that lines need after step `step`: fewer steps remain.
     pub(crate) fn step_done(&self, step: u64, plan: &Plan) {
-        let samples = plan.pipe.run.samples_per_step as u64;
+        let samples = plan.pipe().run.samples_per_step as u64;
         let of_step = METRICS_LINE.saturating_add(samples.saturating_mul(SAMPLE_LINE));
-        let left = plan.context.steps.saturating_sub(step);
+        let left = plan.context().steps.saturating_sub(step);
         let lines = left.saturating_mul(of_step).saturating_add(LAST_LINES);
         self.0.lines.store(lines, Ordering::Relaxed);
     }
@@ -164,8 +164,8 @@ impl Room {
 
 /// Models that a plan saves at the end: those listed in the setting `run.save`, by default those that a stage updates.
 pub(crate) fn saved_models(plan: &Plan) -> impl Iterator<Item = &PlannedModel> {
-    let named = plan.pipe.run.save.as_ref();
-    plan.models.iter().filter(move |model| match named {
+    let named = plan.pipe().run.save.as_ref();
+    plan.models().iter().filter(move |model| match named {
         Some(named) => named.contains(&model.name),
         None => !model.updaters.is_empty(),
     })

@@ -61,10 +61,10 @@ pub struct StageShape {
 impl StageShape {
     /// The declaration of a planned stage.
     pub fn of(stage: &PlannedStage) -> StageShape {
-        let spec = &stage.spec;
+        let spec = stage.spec();
         StageShape {
-            name: stage.name.clone(),
-            kind: stage.kind.clone(),
+            name: stage.name().to_owned(),
+            kind: stage.kind().to_owned(),
             reads: spec.reads.clone(),
             reads_optional: spec.reads_optional.clone(),
             writes: spec.writes.clone(),

@@ -41,27 +41,27 @@ pub(crate) struct StageAbout {
 impl StageAbout {
     /// The stages of a schedule, in the order of execution.
     pub(crate) fn all(schedule: &Schedule) -> Vec<StageAbout> {
-        let plan: &Plan = &schedule.plan;
-        let stages = plan.stages.iter().zip(&schedule.wiring.stages);
+        let plan: &Plan = schedule.plan();
+        let stages = plan.stages().iter().zip(&schedule.wiring().stages);
         stages
             .map(|(stage, wires)| {
-                let decl = plan.pipe.stages.iter().find(|d| d.name == stage.name);
+                let decl = plan.pipe().stages.iter().find(|d| d.name == stage.name());
                 let inputs = wires.schema.fields().iter();
                 let outputs = wires.outputs.iter();
                 StageAbout {
-                    name: stage.name.clone(),
-                    kind: stage.kind.clone(),
+                    name: stage.name().to_owned(),
+                    kind: stage.kind().to_owned(),
                     parameters: decl.map_or(Value::Null, |decl| decl.config.clone()),
-                    rename: stage.rename.clone(),
-                    rule: stage.spec.rows,
+                    rename: stage.rename().clone(),
+                    rule: stage.spec().rows,
                     debug: decl.is_some_and(|decl| decl.debug),
-                    in_step: stage.spec.cadence == Cadence::Step,
+                    in_step: stage.spec().cadence == Cadence::Step,
                     inputs: inputs.map(|field| field.as_ref().clone()).collect(),
                     outputs: outputs
                         .map(|out| Field::new(&out.local, out.data_type.clone(), true))
                         .collect(),
-                    metrics: stage.spec.metrics.iter().map(|m| m.name).collect(),
-                    longest: longest_response(&stage.spec),
+                    metrics: stage.spec().metrics.iter().map(|m| m.name).collect(),
+                    longest: longest_response(stage.spec()),
                 }
             })
             .collect()

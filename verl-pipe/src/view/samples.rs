@@ -146,11 +146,11 @@ impl Samples {
 
 /// The stage whose rows are the step's samples: the stage that wrote responses, otherwise the last one with rows.
 fn sampled_stage(schedule: &Schedule, view: &StepView<'_>) -> Option<usize> {
-    let stages = &schedule.plan.stages;
+    let stages = schedule.plan().stages();
     let has_rows = |stage: &usize| !view.rows(*stage).is_empty();
     let writes = |stage: &usize| {
         let planned = &stages[*stage];
-        let mut written = planned.spec.writes.iter();
+        let mut written = planned.spec().writes.iter();
         written.any(|field| planned.key(&field.name) == keys::RESPONSES.name())
     };
     let writer = (0..stages.len()).find(|stage| writes(stage) && has_rows(stage));

@@ -33,14 +33,14 @@ fn printed(findings: &[Diagnostic]) -> String {
 fn findings_of(text: &str, overrides: &[&str]) -> Vec<Diagnostic> {
     match parse_pipeline(text, "example.toml", overrides, &registry()).and_then(|pipe| pipe.plan())
     {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }
 
 fn findings(pipe: &DataPipe) -> Vec<Diagnostic> {
     match pipe.plan() {
-        Ok(plan) => plan.warnings,
+        Ok(plan) => plan.warnings().to_vec(),
         Err(findings) => findings,
     }
 }
@@ -403,14 +403,14 @@ fn runs_that_do_not_fit() {
         pipe.plan().expect("a plan")
     };
     let plan = plan_of("on_a_small_device");
-    let found: Vec<Diagnostic> = plan.warnings.clone();
+    let found: Vec<Diagnostic> = plan.warnings().to_vec();
     insta::assert_snapshot!("S014", printed(&found));
     // It can be planned, but not run.
     let errors = plan.schedule().expect_err("does not fit");
     assert_eq!(errors.len(), 1);
     assert!(errors[0].code == "S014" && errors[0].is_error());
     let plan = plan_of("on_a_large_device");
-    assert_eq!(printed(&plan.warnings), "");
+    assert_eq!(printed(plan.warnings()), "");
     assert!(plan.schedule().is_ok());
 }
 

@@ -70,7 +70,7 @@ pub(super) fn trace(
     let notes = || {
         let altered = recorded.altered.iter().filter(|key| key.stage == *name);
         let altered = altered.map(|key| format!("{}: {}", key.side.as_str(), key.what(step)));
-        let unread = words.is_none() && !schedule.plan.models.is_empty();
+        let unread = words.is_none() && !schedule.plan().models().is_empty();
         let unread = unread.then(|| {
             "tokens are shown as ids because no tokenizer of the run's models can be read"
                 .to_owned()

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::fakes::*;
 use crate::batch::{Batch, RaggedColumn};
 use crate::field::{Key, Ragged};
-use crate::keys::{ADVANTAGES, MASK_KINDS, RESPONSES};
+use crate::keys::{ADVANTAGES, MASK_KINDS, PROMPTS, RESPONSES};
 use crate::pipe::{DataPipe, StageDecl};
 use crate::run::error::RunError;
 use crate::run::runner::RunOptions;
@@ -277,21 +277,21 @@ fn stages_and_steps_are_chosen_and_the_budget_is_kept() {
     };
     assert_eq!(recorded("bare", bare, false).len(), 4);
     assert!(!temp.path().join("bare/trace/stats").exists());
-    // Even the smallest valid budget, a megabyte, is more than this run needs, so 0 is set directly.
-    let dir = temp.path().join("none");
-    let pipe = traced(&dir, 4, every_step(), Vec::new());
-    let mut plan = pipe.plan().expect("a plan");
-    plan.pipe.trace.budget_mb = 0;
-    let nowhere = TrainerOptions {
-        run: options(),
-        ..TrainerOptions::default()
+    // Prompts of more than a megabyte, the smallest budget.
+    let spec = StageSpec::new().rows(RowRule::Source).writes(PROMPTS);
+    let large = stage("prompts", spec, |_, context| {
+        let mut prompts = prompts_of(context.step)?;
+        let rows = vec![vec![7u32; 60_000]; prompts.num_rows()];
+        prompts.put(&PROMPTS, RaggedColumn::from_rows(rows))?;
+        context.emit(prompts)
+    });
+    let smallest = TraceConfig {
+        budget_mb: 1,
+        ..every_step()
     };
-    let mut trainer = Trainer::with_options(plan, nowhere).expect("a folder");
-    trainer.train().expect("runs");
+    let dir = temp.path().join("none");
+    run(&traced(&dir, 4, smallest, vec![large])).expect("runs");
     assert_eq!(TraceDir::open(&dir).expect("opens").steps(), [0u64; 0]);
-    // The budget applies to states as well.
-    let states = std::fs::read_dir(temp.path().join("none/trace/state"));
-    assert_eq!(states.map_or(0, |files| files.count()), 0);
     let off = TraceConfig {
         stats: false,
         ..quiet()

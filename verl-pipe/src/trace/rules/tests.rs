@@ -424,7 +424,6 @@ fn rules_are_tuned_turned_off_and_added() {
             "always".to_owned(),
             setting(Some(Severity::Stop), Some(7.0)),
         ),
-        ("kl_blow_up".to_owned(), setting(Some(Severity::Off), None)),
         ("large_update".to_owned(), setting(None, Some(0.5))),
     ]);
     let mut book = RuleBook::new(vec![Box::new(Always)], &settings);

@@ -64,7 +64,7 @@ impl StepView<'_> {
         });
         RowList {
             step: self.step,
-            stage: self.schedule.plan.stages[stage].name.clone(),
+            stage: self.schedule.plan().stages()[stage].name().to_owned(),
             rows: rows.collect(),
             keys,
         }

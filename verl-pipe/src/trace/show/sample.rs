@@ -84,7 +84,7 @@ impl StepView<'_> {
         per_token.sort_by_key(|(key, _)| key != keys::MASK_KINDS.name());
         SampleView {
             step: self.step,
-            stage: self.schedule.plan.stages[stage].name.clone(),
+            stage: self.schedule.plan().stages()[stage].name().to_owned(),
             sample: id.to_string(),
             row: self.rows[stage]
                 .iter()

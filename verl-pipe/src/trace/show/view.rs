@@ -50,8 +50,8 @@ pub struct StepView<'a> {
 impl<'a> StepView<'a> {
     /// Indexes a step.
     pub fn new(schedule: &'a Schedule, recorded: &'a RecordedStep) -> StepView<'a> {
-        let stages = schedule.plan.stages.iter();
-        let stages = stages.map(|planned| recorded.stages.get(&planned.name));
+        let stages = schedule.plan().stages().iter();
+        let stages = stages.map(|planned| recorded.stages.get(planned.name()));
         StepView {
             schedule,
             step: recorded.step,
@@ -81,15 +81,15 @@ impl<'a> StepView<'a> {
                 keys.extend(side.cell(id.0, local).map(|cell| (key.to_owned(), cell)));
             }
         };
-        for (index, planned) in self.schedule.plan.stages.iter().enumerate() {
+        for (index, planned) in self.schedule.plan().stages().iter().enumerate() {
             let Some((given, written)) = &self.sides[index] else {
                 continue;
             };
-            for field in &planned.spec.writes {
+            for field in &planned.spec().writes {
                 add(written, &field.name, planned.key(&field.name));
             }
             if index == asked {
-                for edge in &planned.inputs {
+                for edge in planned.inputs() {
                     add(given, &edge.local, &edge.key);
                 }
             }
