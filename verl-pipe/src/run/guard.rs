@@ -6,6 +6,7 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Float64Type};
 use arrow_array::{Array, ArrayRef, ListArray};
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, RowId};
 use crate::keys::mask;
 use crate::schedule::wiring::{OutputColumn, StageWires, ragged_dim};

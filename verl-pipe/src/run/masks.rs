@@ -5,6 +5,7 @@ use arrow_array::types::UInt8Type;
 use arrow_array::{Array, ArrayRef};
 
 use crate::batch::Batch;
+use crate::batch::arrow::ArrowBatch;
 use crate::run::step::StepState;
 use crate::run::table::{AncestorRows, Ancestors, up};
 

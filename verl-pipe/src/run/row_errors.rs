@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use arrow_array::Array;
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, BatchError, RowId};
 use crate::run::channel::CallFailure;
 use crate::run::error::{FailedRows, RowReason, RunError};

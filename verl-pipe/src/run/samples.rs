@@ -6,6 +6,7 @@
 
 use serde_json::{Map, Value, json};
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, RowId};
 use crate::field::{Key, Ragged, Text};
 use crate::keys::{

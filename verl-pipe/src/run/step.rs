@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use arrow_array::{ArrayRef, RecordBatch, UInt64Array, new_null_array};
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, BatchError, RowId};
 use crate::run::convert::convert;
 use crate::run::error::RunError;

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
+use crate::batch::arrow::ArrowBatch;
 use crate::schedule::placement::Schedule;
 use crate::trace::compare::{Difference, DifferenceKind};
 use crate::trace::edges::compare_inputs;

@@ -9,6 +9,7 @@ use arrow_array::Array;
 use arrow_schema::DataType;
 use serde::{Serialize, Serializer};
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, RowId, SAMPLE_ID};
 use crate::trace::cell::{Cell, cell};
 

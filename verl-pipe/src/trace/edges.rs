@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, RowId};
 use crate::run::convert::convert;
 use crate::schedule::placement::Schedule;

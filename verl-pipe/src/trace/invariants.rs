@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, RowId};
 use crate::keys;
 use crate::run::guard::{GuardError, GuardScope, MaskOf};

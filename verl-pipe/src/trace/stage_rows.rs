@@ -12,6 +12,7 @@ use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::basic::Compression;
 use parquet::file::metadata::ParquetMetaData;
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, GROUP_ID, RowId, SAMPLE_ID};
 use crate::trace::error::TraceError;
 use crate::trace::format::{KeyColumn, MANIFEST_KEY, Side, SliceSpan, StageManifest, parse};

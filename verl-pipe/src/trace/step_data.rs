@@ -9,6 +9,7 @@ use arrow_array::{Array, ArrayRef};
 use arrow_schema::Field;
 use serde_json::Value;
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, BatchError, RowId};
 use crate::keys::RESPONSES;
 use crate::plan::Plan;

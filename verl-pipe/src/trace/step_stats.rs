@@ -7,6 +7,7 @@ use arrow_array::types::UInt8Type;
 use arrow_array::{Array, ArrayRef};
 use arrow_schema::DataType;
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, RowId};
 use crate::keys::{FINISH_REASONS, MASK_KINDS, RESPONSES, finish};
 use crate::trace::format::Side;

@@ -15,6 +15,7 @@ use serde_json::json;
 
 use super::*;
 use crate::batch::RowId;
+use crate::batch::arrow::ArrowBatch;
 use crate::resource::WeightsVersion;
 use crate::trace::format::{FORMAT, Reason, StageFile, StageInfo, StepManifest};
 use crate::trace::partial::partial_path;

@@ -14,6 +14,7 @@ use parquet::file::metadata::KeyValue;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::schema::types::ColumnPath;
 
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, GROUP_ID, SAMPLE_ID};
 use crate::run::space::Room;
 use crate::trace::columns::STEP_COLUMNS;

@@ -1,4 +1,5 @@
 use super::fakes::*;
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, RaggedColumn, RowId};
 use crate::keys::{MASK_KINDS, PROMPTS, RESPONSES, REWARDS};
 use crate::pipe::StageDecl;

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::fakes::*;
 use crate::batch::Batch;
+use crate::batch::arrow::ArrowBatch;
 use crate::field::{Key, Scalar};
 use crate::keys::{PROMPTS, RESPONSES, REWARDS};
 use crate::run::runner::RunOptions;

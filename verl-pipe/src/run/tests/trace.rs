@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::fakes::*;
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, RaggedColumn};
 use crate::field::{Key, Ragged};
 use crate::keys::{ADVANTAGES, MASK_KINDS, PROMPTS, RESPONSES};

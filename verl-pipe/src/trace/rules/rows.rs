@@ -10,6 +10,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::robust::{percent, shown};
 use super::{Hit, SeenBatch, StepView};
+use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, RowId};
 use crate::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, RESPONSES, REWARDS, finish, mask};
 use crate::trace::format::Side;

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use super::*;
 use crate::batch::RaggedColumn;
+use crate::batch::arrow::ArrowBatch;
 use crate::keys::{ADVANTAGES, FINISH_REASONS, MASK_KINDS, RESPONSES, REWARDS};
 use crate::trace::config::RuleSetting;
 use crate::trace::ratio::RatioStats;
