@@ -234,7 +234,7 @@ fn sample_line(sample: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trace::rules::Severity;
+    use crate::trace::rules::RuleSeverity;
 
     fn metrics(values: &[(&str, f64)]) -> StepMetrics {
         let values = values
@@ -284,7 +284,7 @@ mod tests {
             samples_after: Vec::new(),
             anomalies: vec![Fired {
                 rule: "grad_norm_spike".to_owned(),
-                severity: Severity::Warn,
+                severity: RuleSeverity::Warn,
                 events: 1,
                 steps: 2,
                 first_step: 1,

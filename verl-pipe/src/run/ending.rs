@@ -9,7 +9,7 @@ use crate::plan::display::bytes;
 use crate::run::channel::unwinding_panic;
 use crate::run::console::{Console, Summary};
 use crate::run::error::RunError;
-use crate::run::folder::{RunState, Status};
+use crate::run::folder::{RunStatus, Status};
 use crate::run::runner::LeftOver;
 use crate::run::space::saved_models;
 use crate::run::trainer::Trainer;
@@ -84,13 +84,13 @@ impl Trainer {
             return Err(error);
         }
         let state = match reached {
-            true => self.state(Status::Finished, String::new()),
-            false => self.state(
+            true => self.run_status(Status::Finished, String::new()),
+            false => self.run_status(
                 Status::Stopped,
                 format!("the program ended the run after step {done} of {target}"),
             ),
         };
-        self.folder.set_state(&state)?;
+        self.folder.set_status(&state)?;
         if !reached {
             self.print(&format!("ended after step {done} of {target}"));
         }
@@ -151,7 +151,7 @@ impl Trainer {
 
     /// Prints which models a run that ended early has saved.
     fn print_saved(&self) {
-        let state = self.state(Status::Failed, String::new());
+        let state = self.run_status(Status::Failed, String::new());
         if state.saved.is_empty() {
             return;
         }
@@ -171,8 +171,8 @@ impl Trainer {
     /// the one to report.
     fn write_end_status(&mut self, failure: Failure) {
         self.update_counts();
-        let state = self.state(failure.status, failure.reason);
-        if let Err(unwritten) = self.folder.set_state(&state) {
+        let state = self.run_status(failure.status, failure.reason);
+        if let Err(unwritten) = self.folder.set_status(&state) {
             // If another file could not be written, this failure has the same cause, and one message is enough.
             match failure.of_disk {
                 true => tracing::debug!("{unwritten}"),
@@ -181,9 +181,9 @@ impl Trainer {
         }
     }
 
-    fn state(&self, status: Status, reason: String) -> RunState {
+    fn run_status(&self, status: Status, reason: String) -> RunStatus {
         let left = self.run.left_over();
-        RunState {
+        RunStatus {
             status,
             step: self.run.steps_done(),
             reason,

@@ -101,18 +101,18 @@ mod tests {
 
     use super::*;
     use crate::run::error::RunError;
-    use crate::run::folder::{RunFolder, RunState};
+    use crate::run::folder::{RunFolder, RunStatus};
     use crate::run::metrics::StepMetrics;
     use crate::run::records::Status;
 
     fn ended(dir: &Path, status: Status, step: u64) -> RunFolder {
         let folder = RunFolder::create(dir, 5).unwrap();
-        let state = RunState {
+        let state = RunStatus {
             status,
             reason: "no rows".to_owned(),
-            ..RunState::running(step)
+            ..RunStatus::running(step)
         };
-        folder.set_state(&state).unwrap();
+        folder.set_status(&state).unwrap();
         folder
     }
 
@@ -126,9 +126,9 @@ mod tests {
             // Observations before the first step are not a step.
             folder.record(&StepMetrics::default()).unwrap();
             folder
-                .set_state(&RunState {
+                .set_status(&RunStatus {
                     status,
-                    ..RunState::running(0)
+                    ..RunStatus::running(0)
                 })
                 .unwrap();
             drop(folder);
@@ -157,12 +157,12 @@ mod tests {
         };
         let set = |folder: &RunFolder, status, step, saved: &[&str]| {
             let saved = saved.iter().map(|name| (*name).to_owned()).collect();
-            let state = RunState {
+            let state = RunStatus {
                 status,
                 saved,
-                ..RunState::running(step)
+                ..RunStatus::running(step)
             };
-            folder.set_state(&state).unwrap();
+            folder.set_status(&state).unwrap();
         };
         check_kept("done", &|_, folder| set(&folder, Status::Failed, 1, &[]));
         check_kept("finished", &|_, folder| {

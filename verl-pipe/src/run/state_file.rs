@@ -10,7 +10,7 @@ use crate::run::records::{Status, StatusFile};
 
 /// Content of `status.json`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RunState {
+pub struct RunStatus {
     /// State of the run: in progress, or how it ended.
     pub status: Status,
     /// Last completed step; at most one second old while the run is in progress.
@@ -23,10 +23,10 @@ pub struct RunState {
     pub partial: Vec<String>,
 }
 
-impl RunState {
+impl RunStatus {
     /// A run in progress that has completed step `step`.
-    pub fn running(step: u64) -> RunState {
-        RunState {
+    pub fn running(step: u64) -> RunStatus {
+        RunStatus {
             status: Status::Running,
             step,
             reason: String::new(),

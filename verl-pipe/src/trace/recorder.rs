@@ -32,7 +32,7 @@ use crate::trace::config::{TraceConfig, TraceWeights, bytes_of};
 use crate::trace::error::TraceError;
 use crate::trace::format::{FORMAT, Layout, Side, StageInfo, StateRef, TraceFormat};
 use crate::trace::partial::write_json;
-use crate::trace::recording::{Message, Recording, SPILL_BYTES, Shared, StepState};
+use crate::trace::recording::{Message, Recording, SPILL_BYTES, Shared, StateRefs};
 use crate::trace::rules::{Anomaly, Fired, Rule};
 use crate::trace::state::write_state;
 use crate::trace::step_data::{Part, StageAbout};
@@ -260,8 +260,8 @@ impl Recorder {
     }
 
     /// Writes the states that are not on disk; returns references to all of them.
-    fn references(&self, state: RunState) -> StepState {
-        let mut references = StepState::default();
+    fn references(&self, state: RunState) -> StateRefs {
+        let mut references = StateRefs::default();
         let mut on_disk = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, (version, stored)) in state.models {
             let reference = match (&stored, on_disk.get(&name)) {

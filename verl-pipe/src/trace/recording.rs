@@ -18,8 +18,8 @@ use crate::trace::format::{
 };
 use crate::trace::look::ShowCommand;
 use crate::trace::rules::{
-    Anomaly, EARLY_STEPS, Fired, HISTORY_STEPS, MetricsView, Rule, RuleBook, SeenBatch, Severity,
-    StepView,
+    Anomaly, EARLY_STEPS, Fired, HISTORY_STEPS, MetricsView, Rule, RuleBook, RuleSeverity,
+    SeenBatch, StepView,
 };
 use crate::trace::stats_table::StatsWriter;
 use crate::trace::step_data::{Part, Ring, StageAbout, StepData, StepFiles, StepHeader};
@@ -36,12 +36,12 @@ pub(crate) enum Message {
     },
     State {
         step: u64,
-        state: StepState,
+        state: StateRefs,
     },
     /// State at the start of a step that is already on disk.
     LateState {
         step: u64,
-        state: StepState,
+        state: StateRefs,
     },
     Part(Part),
     Gate {
@@ -71,8 +71,8 @@ pub(crate) enum Message {
 }
 
 /// State at the start of a step.
-#[derive(Debug, Default)]
-pub(crate) struct StepState {
+#[derive(Debug, Clone, Default)]
+pub(crate) struct StateRefs {
     pub models: BTreeMap<String, StateRef>,
     pub stages: BTreeMap<String, StateRef>,
 }
@@ -100,7 +100,7 @@ pub(crate) struct Recording {
     /// Steps that have ended, the current one excluded.
     ring: Ring,
     /// The state at the start of a step, and the step. It comes before the step's `Begin`; used only for that step.
-    state: (u64, StepState),
+    state: (u64, StateRefs),
     /// Rules on rows have run on the current step; they run once a step, at its first gate or else at its end.
     judged: bool,
     /// A rule fired in the current step.
@@ -190,7 +190,7 @@ impl Recording {
             table,
             data: StepData::default(),
             files: StepFiles::default(),
-            state: (0, StepState::default()),
+            state: (0, StateRefs::default()),
             judged: false,
             alarmed: false,
             stop: None,
@@ -280,7 +280,7 @@ impl Recording {
         self.judged = false;
         self.alarmed = false;
         if self.state.0 != step {
-            self.state = (step, StepState::default());
+            self.state = (step, StateRefs::default());
         }
     }
 
@@ -431,7 +431,7 @@ impl Recording {
             let written = self.line(anomaly);
             self.report_error("anomalies", written);
         }
-        let stops = |anomaly: &Anomaly| anomaly.severity == Severity::Stop;
+        let stops = |anomaly: &Anomaly| anomaly.severity == RuleSeverity::Stop;
         found.into_iter().find(stops).map(Box::new)
     }
 
@@ -550,7 +550,7 @@ impl Recording {
         for data in steps {
             self.data = data;
             if state.0 != self.data.step {
-                self.state = (self.data.step, StepState::default());
+                self.state = (self.data.step, StateRefs::default());
             }
             if !self.whole.contains(&self.data.step) {
                 self.write(reason, &vec![true; self.stages.len()]);
@@ -658,7 +658,7 @@ impl Recording {
     }
 
     /// Adds its state to a step that is on disk.
-    fn add_state(&self, step: u64, state: StepState) -> Result<(), TraceError> {
+    fn add_state(&self, step: u64, state: StateRefs) -> Result<(), TraceError> {
         let manifest = self.manifest(step)?;
         self.writer.end_step(&StepManifest {
             models: state.models,
@@ -680,7 +680,7 @@ impl Recording {
     }
 }
 
-fn header<'a>(stages: &'a [StageAbout], format: &TraceFormat, state: &StepState) -> StepHeader<'a> {
+fn header<'a>(stages: &'a [StageAbout], format: &TraceFormat, state: &StateRefs) -> StepHeader<'a> {
     StepHeader {
         stages,
         seed: format.seed,

@@ -71,7 +71,7 @@ fn recording(run: &std::path::Path, steps: &[u64]) -> Recording {
     };
     let writer = TraceWriter::create(run, &format()).expect("creates");
     let off = RuleSetting {
-        severity: Some(Severity::Off),
+        severity: Some(RuleSeverity::Off),
         limit: None,
     };
     let config = TraceConfig {
@@ -149,7 +149,7 @@ fn a_warning_does_not_lose_rows_of_a_large_step_on_disk() {
         version,
         state: None,
     };
-    let state = StepState {
+    let state = StateRefs {
         models: BTreeMap::from([("actor".to_owned(), reference.clone())]),
         stages: BTreeMap::new(),
     };

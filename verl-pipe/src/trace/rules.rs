@@ -55,7 +55,7 @@ pub const HISTORY_STEPS: usize = 64;
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
-pub enum Severity {
+pub enum RuleSeverity {
     /// Nothing.
     Off,
     /// A line on the console and in `trace/anomalies.jsonl`; the flight recorder is written.
@@ -155,8 +155,8 @@ pub trait Rule: Send {
     /// Its unique name.
     fn name(&self) -> &str;
     /// What it does when it fires, unless a setting overrides it.
-    fn severity(&self) -> Severity {
-        Severity::Warn
+    fn severity(&self) -> RuleSeverity {
+        RuleSeverity::Warn
     }
     /// Limit at which it fires, unless a setting overrides it.
     fn limit(&self) -> f64 {
@@ -169,7 +169,7 @@ pub trait Rule: Send {
         ""
     }
     /// Names of rules whose findings imply this one's: it reports nothing in a step in which one of them matches,
-    /// unless its severity is [`Severity::Stop`].
+    /// unless its severity is [`RuleSeverity::Stop`].
     fn follows_from(&self) -> &[&str] {
         &[]
     }
@@ -189,7 +189,7 @@ pub struct RuleDecl {
     /// Its name, unique among all rules.
     pub name: String,
     /// What it does when it fires, unless a setting overrides it.
-    pub severity: Severity,
+    pub severity: RuleSeverity,
     /// Limit at which it fires, unless a setting overrides it.
     pub limit: f64,
     /// Builds the rule.
@@ -227,7 +227,7 @@ pub struct Anomaly {
     /// Name of the rule.
     pub rule: String,
     /// Severity of the rule.
-    pub severity: Severity,
+    pub severity: RuleSeverity,
     /// Step of the run.
     pub step: u64,
     /// Name of the stage, or group of the metric.

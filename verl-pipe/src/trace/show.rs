@@ -9,7 +9,7 @@ mod view;
 pub use rows::{ListedRow, RowList};
 pub use sample::{RowValue, SampleView};
 pub use step::{KeySummary, StageSummary, StepSummary, step_summary};
-pub use view::{StepView, rows_of};
+pub use view::{ShownStep, rows_of};
 
 /// Width limit of a text (terminal columns).
 const TEXT_WIDTH: usize = 88;

@@ -7,7 +7,7 @@ use crate::schedule::placement::Schedule;
 use crate::trace::first_bad::{Fault, FirstBad, reaches, through};
 use crate::trace::format::Side;
 use crate::trace::recorded::RecordedStep;
-use crate::trace::rules::{Anomaly, Severity};
+use crate::trace::rules::{Anomaly, RuleSeverity};
 use crate::trace::show::rows_of;
 use crate::trace::store::TraceDir;
 
@@ -23,7 +23,7 @@ impl TraceDir {
     /// The anomaly that ended the run, if the run ended that way: `reason` is the one in its `status.json`.
     pub fn stopped(&self, reason: &str) -> Option<Anomaly> {
         let stops = |anomaly: &Anomaly| {
-            anomaly.severity == Severity::Stop && reason.starts_with(&anomaly.to_string())
+            anomaly.severity == RuleSeverity::Stop && reason.starts_with(&anomaly.to_string())
         };
         self.anomalies().into_iter().rev().find(stops)
     }

@@ -1,7 +1,7 @@
 //! A custom rule that is reported when it hangs.
 
 use crate::run::watch::ActivityReporter;
-use crate::trace::rules::{Hit, MetricsView, Rule, Severity, StepView};
+use crate::trace::rules::{Hit, MetricsView, Rule, RuleSeverity, StepView};
 
 /// A rule that announces each call, so that the report of a stalled run names it.
 pub(crate) struct WatchedRule {
@@ -27,7 +27,7 @@ impl Rule for WatchedRule {
         self.rule.name()
     }
 
-    fn severity(&self) -> Severity {
+    fn severity(&self) -> RuleSeverity {
         self.rule.severity()
     }
 

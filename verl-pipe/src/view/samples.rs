@@ -13,7 +13,7 @@ use crate::resource::TokenTexts;
 use crate::schedule::placement::Schedule;
 use crate::trace::recorded::RecordedStep;
 use crate::trace::rules::Anomaly;
-use crate::trace::show::{SampleView, StepView};
+use crate::trace::show::{SampleView, ShownStep};
 use crate::trace::text::count;
 use crate::trace::traced_run::TracedRun;
 
@@ -116,7 +116,7 @@ impl Samples {
         mut bytes: usize,
     ) -> usize {
         let schedule = traced.schedule();
-        let view = StepView::new(schedule, recorded);
+        let view = ShownStep::new(schedule, recorded);
         let Some(stage) = sampled_stage(schedule, &view) else {
             return bytes;
         };
@@ -145,7 +145,7 @@ impl Samples {
 }
 
 /// The stage whose rows are the step's samples: the stage that wrote responses, otherwise the last one with rows.
-fn sampled_stage(schedule: &Schedule, view: &StepView<'_>) -> Option<usize> {
+fn sampled_stage(schedule: &Schedule, view: &ShownStep<'_>) -> Option<usize> {
     let stages = schedule.plan().stages();
     let has_rows = |stage: &usize| !view.rows(*stage).is_empty();
     let writes = |stage: &usize| {

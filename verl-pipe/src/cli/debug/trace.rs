@@ -9,7 +9,7 @@ use super::{Failure, RunArg, SAME, write, write_json, write_notes};
 use crate::batch::RowId;
 use crate::registry::Registry;
 use crate::trace::replay::{ReplayScope, find_stage};
-use crate::trace::show::{StepView, step_summary};
+use crate::trace::show::{ShownStep, step_summary};
 use crate::trace::traced_run::{InspectError, TracedRun};
 
 /// Arguments of `pipe debug trace`.
@@ -65,7 +65,7 @@ pub(super) fn trace(
         return Err(error.clone().into());
     }
     let stage = find_stage(schedule, &recorded, name)?;
-    let view = StepView::new(schedule, &recorded);
+    let view = ShownStep::new(schedule, &recorded);
     let words = traced.token_texts(stage);
     let notes = || {
         let altered = recorded.altered.iter().filter(|key| key.stage == *name);

@@ -5,7 +5,7 @@ use crate::diagnostic::{Diagnostic, quoted};
 use crate::plan::build::Draft;
 use crate::stage::{Cadence, ConfigError};
 use crate::trace::config::{RuleSetting, TraceConfig};
-use crate::trace::rules::{BuiltIn, RULES, RuleDecl, RuleInputs, Severity};
+use crate::trace::rules::{BuiltIn, RULES, RuleDecl, RuleInputs, RuleSeverity};
 
 const PLACE: &str = "[trace]";
 
@@ -173,7 +173,7 @@ fn sizes(trace: &TraceConfig, in_full: bool, problems: &mut Problems) {
 /// The properties of a rule that settings can tune.
 struct Tunable<'a> {
     name: &'a str,
-    severity: Severity,
+    severity: RuleSeverity,
     limit: f64,
     /// Unit of the limit; custom rules have none.
     unit: Option<&'a str>,
@@ -235,7 +235,7 @@ fn check_tuning(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, problems:
                     None => format!("set it to 0 or more (default: {}); {OFF}", rule.limit),
                 },
             )),
-            None if setting.severity == Some(Severity::Off) => {
+            None if setting.severity == Some(RuleSeverity::Off) => {
                 problems.doubts.push(ConfigError::new(
                     key,
                     format!("is {limit}, but the rule is off"),
@@ -250,7 +250,7 @@ fn check_tuning(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, problems:
     }
     let severity = setting.severity.unwrap_or(rule.severity);
     let word = match severity {
-        Severity::Stop => "stop the run",
+        RuleSeverity::Stop => "stop the run",
         _ => "warn",
     };
     let error = ConfigError::new(
@@ -260,13 +260,13 @@ fn check_tuning(rule: &Tunable<'_>, setting: RuleSetting, stats: bool, problems:
     );
     match severity {
         // The stop would not protect the run.
-        Severity::Stop => problems.errors.push(error),
+        RuleSeverity::Stop => problems.errors.push(error),
         _ => problems.doubts.push(error),
     }
 }
 
 fn is_off(setting: RuleSetting) -> bool {
-    setting.severity == Some(Severity::Off)
+    setting.severity == Some(RuleSeverity::Off)
 }
 
 /// Warns about a rule that is tuned although no stage produces what it checks.

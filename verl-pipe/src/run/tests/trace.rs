@@ -19,7 +19,7 @@ use crate::run::trainer::{Trainer, TrainerOptions};
 use crate::stage::{Access, Cardinality, RowRule, StageSpec};
 use crate::trace::config::{RuleSetting, TraceConfig};
 use crate::trace::format::{Reason, Side};
-use crate::trace::rules::{Anomaly, Hit, MetricsView, RULES, Rule, Severity, StepView};
+use crate::trace::rules::{Anomaly, Hit, MetricsView, RULES, Rule, RuleSeverity, StepView};
 use crate::trace::store::TraceDir;
 
 fn traced(dir: &Path, steps: u64, trace: TraceConfig, others: Vec<StageDecl>) -> DataPipe {
@@ -32,7 +32,7 @@ fn traced(dir: &Path, steps: u64, trace: TraceConfig, others: Vec<StageDecl>) ->
 /// The default without the rules that the fakes would trigger: their rewards are equal within each group.
 pub(super) fn quiet() -> TraceConfig {
     let off = RuleSetting {
-        severity: Some(Severity::Off),
+        severity: Some(RuleSeverity::Off),
         limit: None,
     };
     // All rules that the artificial rows of these tests would trigger.
@@ -407,8 +407,8 @@ impl Rule for StopAt {
     fn name(&self) -> &str {
         "stop_at"
     }
-    fn severity(&self) -> Severity {
-        Severity::Stop
+    fn severity(&self) -> RuleSeverity {
+        RuleSeverity::Stop
     }
     fn advice(&self) -> &str {
         "nothing"

@@ -13,7 +13,7 @@ use super::trends::{
     blind_critic, chosen_falls, entropy_explosion, kto_baseline, length_collapse, length_growth,
     reward_collapse, reward_jump,
 };
-use super::{Hit, MetricsView, Rule, Severity, StepView};
+use super::{Hit, MetricsView, Rule, RuleSeverity, StepView};
 use crate::keys::{ADVANTAGES, FINISH_REASONS, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSES, REWARDS};
 
 /// Metrics that are a mean entropy of the policy, or an estimate of it.
@@ -84,7 +84,7 @@ pub struct BuiltIn {
     /// Its name in `[trace.rules]`.
     pub name: &'static str,
     /// Default severity.
-    pub severity: Severity,
+    pub severity: RuleSeverity,
     /// Default limit at which it fires.
     pub limit: f64,
     /// Unit of the limit.
@@ -115,7 +115,7 @@ impl Rule for BuiltIn {
     fn name(&self) -> &str {
         self.name
     }
-    fn severity(&self) -> Severity {
+    fn severity(&self) -> RuleSeverity {
         self.severity
     }
     fn limit(&self) -> f64 {
@@ -148,7 +148,7 @@ impl Rule for BuiltIn {
 pub const RULES: &[BuiltIn] = &[
     BuiltIn {
         name: "non_finite",
-        severity: Severity::Stop,
+        severity: RuleSeverity::Stop,
         limit: 0.0,
         unit: "values",
         meaning: "more input values of an update than the limit are NaN or infinite; observation tokens do not count",
@@ -161,7 +161,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "row_errors",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.0,
         unit: "rows",
         meaning: "more rows than the limit failed in the step",
@@ -174,7 +174,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "constant_reward",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.95,
         unit: "share of groups",
         meaning: "all rewards of the step are equal, or those within more than this share of its groups; needs at least 8 rewards or 4 groups",
@@ -187,7 +187,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "zero_advantages",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 1.0,
         unit: "share of advantages",
         meaning: "at least this share of at least 32 advantages is exactly 0",
@@ -200,7 +200,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "advantage_variance",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 100.0,
         unit: "variance",
         meaning: "the variance of the advantages is above the limit",
@@ -213,7 +213,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "negative_kl",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.05,
         unit: "nats",
         meaning: "the mean of k1, which estimates a KL divergence, is below minus the limit and below 0 by more than 4 standard errors; needs at least 256 tokens in at least 16 rows",
@@ -226,7 +226,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "low_ess",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.5,
         unit: "share of tokens",
         meaning: "the effective sample size of the importance weights (trainer against rollout) is below this share of the tokens; needs at least 256 tokens",
@@ -239,7 +239,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "probability_difference",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.01,
         unit: "probability",
         meaning: "probabilities of the sampled tokens differ between rollout and trainer by more than this on average, over at least 32 tokens",
@@ -252,7 +252,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "length_limit",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.5,
         unit: "share of responses",
         meaning: "more than this share of at least 8 responses reached the token limit",
@@ -265,7 +265,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "same_responses",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.9,
         unit: "share of responses",
         meaning: "more than this share of at least 16 responses to at least 4 prompts have the same tokens",
@@ -278,7 +278,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "looping_responses",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.25,
         unit: "share of responses",
         meaning: "more than this share of at least 8 responses end in a loop: their last 32 tokens repeat with a period of at most 8",
@@ -291,7 +291,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "no_update",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.0,
         unit: "optimiser steps",
         meaning: "an update took at most this many optimiser steps in the step, because no token was left to train on",
@@ -304,7 +304,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "zero_learning_rate",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 2.0,
         unit: "steps",
         meaning: "the learning rate was 0 in this many steps in a row",
@@ -317,7 +317,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "zero_gradient",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 3.0,
         unit: "steps",
         meaning: "the gradient norm was exactly 0 in this many steps in a row",
@@ -330,7 +330,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "grad_norm_spike",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 5.0,
         unit: "times the median",
         meaning: "a gradient norm is above 0.1 and above this multiple of its median over the previous 8 to 64 steps, of which at most one in 16 had at least half this norm",
@@ -343,7 +343,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "weights_unchanged",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 1.0,
         unit: "optimiser steps",
         meaning: "a model's weights have the same hash after at least this many optimiser steps, although gradients were not zero",
@@ -356,7 +356,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "ratio_not_one",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 1e-4,
         unit: "nats",
         meaning: "old and current log-probs differ by more than this on the first mini-batch of a step, where both use the same weights; 100 times the limit on devices other than a CPU",
@@ -369,7 +369,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "kl_blow_up",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 1.0,
         unit: "nats",
         meaning: "a KL divergence per token is above the limit, or is NaN",
@@ -382,7 +382,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "large_update",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.2,
         unit: "nats",
         meaning: "the mean of old minus current log-probs over the updates of a step is farther from 0 than the limit",
@@ -395,7 +395,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "clip_share",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.4,
         unit: "share of tokens",
         meaning: "the median share of clipped tokens over 5 steps is above the limit",
@@ -408,7 +408,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "entropy_collapse",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.01,
         unit: "nats",
         meaning: "the median entropy of the policy over 5 steps is below the limit, and below a tenth of its upper quartile in the first 16 steps",
@@ -421,7 +421,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "entropy_explosion",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 3.0,
         unit: "times the first steps",
         meaning: "the median entropy of the policy over 5 steps is above this multiple of its median in the first 16 steps, and more than 1 nat above it",
@@ -434,7 +434,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "length_collapse",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.25,
         unit: "times the first steps",
         meaning: "in 2 steps in a row the mean response length is below this multiple of its upper quartile in the first 16 steps, which is at least 4 tokens; also below 2 tokens if most of those responses were cut off",
@@ -447,7 +447,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "length_growth",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.25,
         unit: "share of responses",
         meaning: "more than this share of the responses reaches the token limit, at least 0.2 more than in the first 16 steps, while their mean length has grown by half",
@@ -460,7 +460,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "reward_collapse",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 6.0,
         unit: "deviations",
         meaning: "the median reward of 5 steps is lower than that of the previous 16 to 60 steps by more than this many of their deviations (1.48 times the median absolute deviation; at least 2 % of their median or of 0.5)",
@@ -473,7 +473,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "reward_jump",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 8.0,
         unit: "deviations",
         meaning: "the median reward of 5 steps is higher than that of the previous 16 to 60 steps by more than this many of their deviations (as for `reward_collapse`)",
@@ -486,7 +486,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "blind_critic",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.0,
         unit: "explained variance",
         meaning: "the median explained variance of the values over 16 steps is below the limit, 48 steps into the run or later, and not 0.1 above that of the previous 16 steps",
@@ -499,7 +499,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "chosen_falls",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 0.2,
         unit: "times the first steps",
         meaning: "the median log-prob of chosen and of rejected answers over 8 steps has fallen by more than this multiple of its size in the first 16 steps, and by 4 deviations",
@@ -512,7 +512,7 @@ pub const RULES: &[BuiltIn] = &[
     },
     BuiltIn {
         name: "kto_baseline",
-        severity: Severity::Warn,
+        severity: RuleSeverity::Warn,
         limit: 50.0,
         unit: "nats",
         meaning: "z₀ of KTO is above the limit",

@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::value::{as_json, is_ragged, mask_word, meaning, show};
-use super::view::StepView;
+use super::view::ShownStep;
 use super::{TEXT_WIDTH, TOKEN_WIDTH};
 use crate::batch::RowId;
 use crate::keys;
@@ -50,7 +50,7 @@ pub struct SampleView {
     pub per_row: Vec<RowValue>,
 }
 
-impl StepView<'_> {
+impl ShownStep<'_> {
     /// Everything that was recorded about row `id` of a stage (by its index in the plan); `words` converts token ids to
     /// text.
     pub fn sample(&self, stage: usize, id: RowId, words: Option<&dyn TokenTexts>) -> SampleView {

@@ -39,7 +39,7 @@ impl<'a> SideRows<'a> {
 }
 
 /// A recorded step with its rows indexed once, to show many samples of it.
-pub struct StepView<'a> {
+pub struct ShownStep<'a> {
     pub(super) schedule: &'a Schedule,
     pub(super) step: u64,
     /// Input and output of each stage of the plan.
@@ -47,12 +47,12 @@ pub struct StepView<'a> {
     pub(super) rows: Vec<Vec<RowId>>,
 }
 
-impl<'a> StepView<'a> {
+impl<'a> ShownStep<'a> {
     /// Indexes a step.
-    pub fn new(schedule: &'a Schedule, recorded: &'a RecordedStep) -> StepView<'a> {
+    pub fn new(schedule: &'a Schedule, recorded: &'a RecordedStep) -> ShownStep<'a> {
         let stages = schedule.plan().stages().iter();
         let stages = stages.map(|planned| recorded.stages.get(planned.name()));
-        StepView {
+        ShownStep {
             schedule,
             step: recorded.step,
             rows: stages
