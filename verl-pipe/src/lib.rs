@@ -47,6 +47,7 @@
     )
 )]
 
+pub(crate) mod atomic_file;
 pub mod batch;
 pub mod chain;
 pub mod cli;

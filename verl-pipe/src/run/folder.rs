@@ -32,6 +32,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::atomic_file::flush_folder_of;
 use crate::run::error::RunError;
 use crate::run::folder_lock::lock_metrics;
 use crate::run::lines::Lines;
@@ -325,6 +326,10 @@ impl RunFolder {
         written?;
         // If only this fails, the model stays in the temporary folder.
         fs::rename(&aside, &dir).map_err(|e| file_error("rename", &aside, e, &self.saved()))?;
+        if let Err(error) = flush_folder_of(&dir) {
+            // The model is complete; only its new name may be lost with the power.
+            tracing::warn!("{error}");
+        }
         Ok(dir)
     }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::atomic_file::AtomicFile;
 use crate::run::error::RunError;
 use crate::run::host_calls::describe_rows;
 use crate::run::metrics::now;
@@ -73,9 +74,10 @@ impl StallReport {
     }
 
     fn write(&self, run_dir: &Path) -> std::io::Result<()> {
-        let aside = run_dir.join(format!(".{STALL_FILE}.partial"));
-        std::fs::write(&aside, serde_json::to_vec_pretty(self)?)?;
-        std::fs::rename(&aside, run_dir.join(STALL_FILE))
+        let content = serde_json::to_vec_pretty(self)?;
+        let file = AtomicFile::with(&run_dir.join(STALL_FILE), &content);
+        file.and_then(AtomicFile::replace)
+            .map_err(|error| error.source)
     }
 }
 

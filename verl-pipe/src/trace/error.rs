@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use crate::atomic_file::AtomicFileError;
 use crate::trace::format::FORMAT;
 
 /// Why a trace cannot be written or read. [`TraceError::code`] leads to a page in `docs/errors/`.
@@ -81,6 +82,12 @@ pub enum TraceError {
         /// The reason that the system gave.
         reason: String,
     },
+}
+
+impl From<AtomicFileError> for TraceError {
+    fn from(error: AtomicFileError) -> TraceError {
+        TraceError::file(error.operation, &error.path, error.source)
+    }
 }
 
 impl TraceError {

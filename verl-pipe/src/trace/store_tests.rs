@@ -14,11 +14,11 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
+use crate::atomic_file::AtomicFile;
 use crate::batch::RowId;
 use crate::batch::arrow::ArrowBatch;
 use crate::resource::WeightsVersion;
 use crate::trace::format::{FORMAT, Reason, StageFile, StageInfo, StepManifest};
-use crate::trace::partial::partial_path;
 use crate::trace::writer::{SliceAt, TraceWriter};
 
 pub(crate) fn format() -> TraceFormat {
@@ -367,7 +367,7 @@ fn an_incomplete_step_is_skipped_with_a_note() {
     whole.finish().expect("ends");
     std::mem::forget(begun);
     fs::write(
-        partial_path(&writer.layout().manifest(3)),
+        AtomicFile::aside(&writer.layout().manifest(3)),
         "{\"format\": 1, \"st",
     )
     .expect("writes");

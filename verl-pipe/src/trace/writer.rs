@@ -14,6 +14,7 @@ use parquet::file::metadata::KeyValue;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::schema::types::ColumnPath;
 
+use crate::atomic_file::AtomicFile;
 use crate::batch::arrow::ArrowBatch;
 use crate::batch::{Batch, GROUP_ID, SAMPLE_ID};
 use crate::run::space::Room;
@@ -23,7 +24,7 @@ use crate::trace::format::{
     KeyColumn, Layout, MANIFEST_KEY, Side, SliceSpan, StageFile, StageManifest, StepManifest,
     TraceFormat, stage_file,
 };
-use crate::trace::partial::{Partial, make_dir, write_json};
+use crate::trace::partial::{make_dir, write_json};
 use crate::trace::row_groups::RowGroups;
 
 pub use crate::trace::row_groups::ROW_GROUP_BYTES;
@@ -132,7 +133,7 @@ pub struct SliceAt {
 /// removes the file.
 pub struct StageWriter {
     groups: RowGroups,
-    partial: Partial,
+    partial: AtomicFile,
     schema: Arc<Schema>,
     /// Each span in `slices` starts where the span before it ends, and the last ends at `rows`. So every row belongs to
     /// exactly one span, and a reader detects lost or repeated rows.
@@ -152,7 +153,7 @@ impl StageWriter {
         let (schema, keys) = columns(inputs, outputs);
         header.keys = keys;
         header.slices = Vec::new();
-        let (partial, file) = Partial::create(dir.join(stage_file(&header.stage)))?;
+        let (partial, file) = AtomicFile::create(dir.join(stage_file(&header.stage)))?;
         let groups = RowGroups::new(file, schema.clone(), properties(), threads)
             .map_err(|e| TraceError::file("write", partial.path(), e))?;
         Ok(StageWriter {
@@ -227,7 +228,7 @@ impl StageWriter {
         let size = groups
             .close(KeyValue::new(MANIFEST_KEY.to_owned(), text))
             .map_err(|e| TraceError::file("write", &path, e))?;
-        partial.commit()?;
+        partial.replace()?;
         Ok(StageFile {
             stage: manifest.stage,
             file: path
