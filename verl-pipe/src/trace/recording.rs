@@ -99,7 +99,7 @@ pub(crate) struct Recording {
     files: StepFiles,
     /// Steps that have ended, the current one excluded.
     ring: Ring,
-    /// The state at the start of a step, and the step. It comes before the step's `Begin`; used only for that step.
+    /// The newest state at the start of a step, and the step. It comes before the step's `Begin`.
     state: (u64, StateRefs),
     /// Rules on rows have run on the current step; they run once a step, at its first gate or else at its end.
     judged: bool,
@@ -279,9 +279,6 @@ impl Recording {
         self.stats.clear();
         self.judged = false;
         self.alarmed = false;
-        if self.state.0 != step {
-            self.state = (step, StateRefs::default());
-        }
     }
 
     /// The warning about stages that were to be recorded and received no rows, with the reason.
@@ -349,6 +346,7 @@ impl Recording {
             if self.data.bytes > self.spill_bytes {
                 let spilt = self.spill(&chosen);
                 self.data.dropped = true;
+                self.data.lost |= spilt.is_err();
                 self.data.forget();
                 self.report_error("a step", spilt);
             }
@@ -366,7 +364,8 @@ impl Recording {
     }
 
     fn spill(&mut self, chosen: &[bool]) -> Result<(), TraceError> {
-        let header = header(&self.stages, &self.format, &self.state.1);
+        let state = self.step_state();
+        let header = header(&self.stages, &self.format, &state);
         let chosen = |stage: usize| chosen[stage];
         self.writer.take_room(self.data.bytes as u64)?;
         self.files.spill(&self.writer, &header, &self.data, &chosen)
@@ -542,23 +541,26 @@ impl Recording {
         }
         self.ring_writes += 1;
         let steps = std::mem::take(&mut self.ring.steps);
-        // Part of the current step may be on disk already. `write` works on `data`, `files` and `state`, so these are
-        // set aside and put back; nothing between returns early.
+        // Part of the current step may be on disk already. `write` works on `data` and `files`, so these are set aside
+        // and put back; nothing between returns early.
         let current = std::mem::take(&mut self.data);
         let files = std::mem::take(&mut self.files);
-        let state = std::mem::take(&mut self.state);
         for data in steps {
             self.data = data;
-            if state.0 != self.data.step {
-                self.state = (self.data.step, StateRefs::default());
-            }
             if !self.whole.contains(&self.data.step) {
                 self.write(reason, &vec![true; self.stages.len()]);
             }
         }
         self.data = current;
         self.files = files;
-        self.state = state;
+    }
+
+    /// The state at the start of the step in `data`; empty if it is not known.
+    fn step_state(&self) -> StateRefs {
+        match self.state.0 == self.data.step {
+            true => self.state.1.clone(),
+            false => StateRefs::default(),
+        }
     }
 
     /// Writes the current step's rows and its manifest.
@@ -608,7 +610,7 @@ impl Recording {
         let written = stages.iter().map(|file| file.bytes).sum::<u64>();
         self.used.fetch_add(written, Ordering::Relaxed);
         let mut notes = Vec::new();
-        if self.data.dropped && reason != Reason::Asked {
+        if self.data.lost || self.data.dropped && reason != Reason::Asked {
             notes.push(ROWS_MISSING.to_owned());
         }
         if !self.data.ended {
@@ -616,8 +618,10 @@ impl Recording {
                 "the step ended with an error; only what came before it is recorded".to_owned(),
             );
         }
-        let (mut models, mut stage_states) =
-            (self.state.1.models.clone(), self.state.1.stages.clone());
+        let StateRefs {
+            mut models,
+            stages: mut stage_states,
+        } = self.step_state();
         if let Some(before) = before {
             stages.extend(before.stages);
             let place = |name: &str| self.stages.iter().position(|about| about.name == name);

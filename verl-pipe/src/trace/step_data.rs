@@ -124,6 +124,8 @@ pub(crate) struct StepData {
     buffers: HashSet<usize>,
     /// Whether parts were dropped for lack of memory, or are only on disk.
     pub dropped: bool,
+    /// Whether rows that should be on disk could not be written and are no longer in memory.
+    pub lost: bool,
     /// Stages with a finished file on disk.
     pub on_disk: BTreeSet<usize>,
     pub ended: bool,
