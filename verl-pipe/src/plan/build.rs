@@ -202,7 +202,8 @@ impl DataPipe {
 /// A refilling filter decides how many prompts' samples an update sees, so the arithmetic is solved again, and the
 /// stages are built again with its result, once the stages are known.
 pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
-    let (batch, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices, None);
+    let devices = checks::one_device::without_refused(&pipe.devices);
+    let (batch, violations) = BatchPlan::estimate(&pipe.batch, &devices, None);
     let mut context = BuildContext {
         batch,
         seed: pipe.run.seed,
@@ -230,7 +231,7 @@ pub(crate) fn prepare(pipe: &DataPipe) -> Prepared<'_> {
     let mut refills = prepared.stages.iter();
     let refill = refills.find_map(|stage| stage.spec.as_ref()?.refill);
     if let Some(refill) = refill {
-        let (batch, violations) = BatchPlan::estimate(&pipe.batch, &pipe.devices, Some(&refill));
+        let (batch, violations) = BatchPlan::estimate(&pipe.batch, &devices, Some(&refill));
         prepared.context.batch = batch;
         prepared.violations = violations;
         prepared.stages = built(pipe, &prepared.context);

@@ -13,7 +13,7 @@ use verl_pipe::field::{Key, Scalar};
 use verl_pipe::keys::*;
 use verl_pipe::pipe::{DataPipe, stage_fn};
 use verl_pipe::registry::Registry;
-use verl_pipe::schedule::batching::BatchConfig;
+use verl_pipe::schedule::batching::DevicesConfig;
 use verl_pipe::schedule::groups::DeviceGroup;
 use verl_pipe::stage::*;
 
@@ -309,22 +309,22 @@ fn deadlines_that_leave_no_time() {
 }
 
 #[test]
-fn sizes_without_a_valid_value() {
+fn several_devices() {
     let mut pipe = grpo();
-    pipe.devices.rollout_tensor_parallel = 1;
-    pipe.batch = BatchConfig {
-        prompts: 8,
-        samples: 2,
-        ..BatchConfig::default()
+    pipe.devices = DevicesConfig {
+        group: "cuda:0-5".to_owned(),
+        rollout_tensor_parallel: 2,
     };
-    insta::assert_snapshot!("S001_instead", printed(&findings(&pipe)));
-    // The batch arithmetic must not change the groups that a filter keeps.
-    let filter = FilterGroups {
-        groups: 8,
-        ..FilterGroups::default()
-    };
-    let found = findings(&pipe.add_stage("filter_groups", filter));
-    insta::assert_snapshot!("S001_none", printed(&found));
+    // Sizes that do not divide by the number of devices are not reported in addition.
+    pipe.batch.prompts = 61;
+    (pipe.batch.mini_batch, pipe.batch.micro_batch) = (None, None);
+    insta::assert_snapshot!("S015", printed(&findings(&pipe)));
+    pipe.devices.group = "cuda:5".to_owned();
+    let found = findings(&pipe);
+    assert_eq!(
+        (found.len(), found[0].location.as_str()),
+        (1, "[devices] rollout_tensor_parallel")
+    );
 }
 
 /// A station's letter and three digits.

@@ -29,11 +29,11 @@ fn the_plan_of_sixty_prompts_and_twelve_samples_is_printed() {
             batch.rollout_shards,
             batch.rows_per_rollout_shard
         ),
-        (720, 3, 240)
+        (720, 1, 720)
     );
     assert_eq!(
         (batch.log_prob_micro_rows, batch.log_prob_micro_batches),
-        (8, 30)
+        (8, 90)
     );
     let text = plan.to_string();
     assert!(
